@@ -1,0 +1,1 @@
+"""Graph passes: nodes in, nodes out. They know operators, not policies."""

@@ -1,0 +1,17 @@
+"""A copy of a graph module that shares the tensors of the original."""
+
+import copy
+import warnings
+
+from torch.fx import GraphModule
+
+
+def copy_sharing_tensors(model: GraphModule) -> GraphModule:
+    """A deep copy of graph, submodules and meta whose parameters and buffers are those of `model`.
+
+    What a pass does to the copy's graph or to the attributes of its modules leaves `model` as it was.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
+        return copy.deepcopy(model, {id(t): t for t in tensors})

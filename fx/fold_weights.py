@@ -1,0 +1,67 @@
+"""Weight folding: `quantize_mx(weight)` becomes packed buffers, and the float weight goes."""
+
+import operator
+
+import torch
+from torch.fx import GraphModule, Node
+
+from pt2mx import ops
+from pt2mx.fx.constants import evaluate, is_constant, root_name
+
+
+def fold_weights(model: GraphModule) -> GraphModule:
+    """Compute every `quantize_mx` of a constant tensor now.
+
+    Its codes and scales become uint8 buffers beside the parameter they come from, named `<parameter>_data` and
+    `<parameter>_scale`; parameters and buffers that nothing reads any more are deleted. Changes `model` and returns it.
+    """
+    with torch.no_grad():
+        for node in model.graph.find_nodes(op="call_function", target=ops.quantize_mx):
+            if is_constant(node.args[0]):
+                _fold(model, node)
+    model.graph.eliminate_dead_code()
+    delete_unused_tensors(model)
+    model.recompile()
+    return model
+
+
+def _fold(model: GraphModule, quantize: Node) -> None:
+    x, *modes = quantize.args
+    packed = ops.quantize_mx(evaluate(model, x), *modes)  # (scale, data)
+    for suffix, item in (("data", 1), ("scale", 0)):
+        name = _register(model, f"{root_name(x)}_{suffix}", packed[item])
+        with model.graph.inserting_before(quantize):
+            buffer = model.graph.get_attr(name)
+        for user in [u for u in quantize.users if u.target is operator.getitem and u.args[1] == item]:
+            buffer.meta.update(user.meta)
+            user.replace_all_uses_with(buffer)
+
+
+def _register(model: GraphModule, name: str, value: torch.Tensor) -> str:
+    """Register a buffer under a qualified name, or under a numbered one where that is taken."""
+    path, _, attribute = name.rpartition(".")
+    owner, unique, number = model.get_submodule(path), attribute, 0
+    while hasattr(owner, unique):
+        number += 1
+        unique = f"{attribute}_{number}"
+    owner.register_buffer(unique, value)
+    return f"{path}.{unique}" if path else unique
+
+
+def delete_unused_tensors(model: GraphModule) -> None:
+    """Delete the parameters and buffers that no `get_attr` of the graph reads; nested graph modules keep theirs."""
+    read = {node.target for node in model.graph.find_nodes(op="get_attr")}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if any(isinstance(m, GraphModule) for m in _ancestry(model, path)[1:]):
+            continue
+        for name in [*module._parameters, *module._buffers]:
+            if (f"{path}.{name}" if path else name) not in read:
+                delattr(module, name)
+    model.delete_all_unused_submodules()
+
+
+def _ancestry(model: GraphModule, path: str) -> list[torch.nn.Module]:
+    modules = [model]
+    for name in path.split(".") if path else []:
+        modules.append(getattr(modules[-1], name))
+    return modules

@@ -1,0 +1,56 @@
+"""The pair that stands for a quantized tensor in a converted graph."""
+
+import operator
+
+import torch
+from torch.fx import Node
+
+from pt2mx import ops
+from pt2mx.formats import MXSpec
+from pt2mx.functional import operator_modes
+from pt2mx.kernels.packing import is_packed
+
+#: meta of a node that pairs and packed weights inherit
+_INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node")
+
+
+def insert_quantize_dequantize(x: Node, spec: MXSpec) -> Node:
+    """Insert `quantize_mx -> getitem x2 -> dequantize_mx` after `x` and return the last node; users stay as they are.
+
+    `x` must carry `val` meta of a float tensor; the new nodes get `val` and x's place in the module tree.
+    """
+    graph, value = x.graph, x.meta["val"]
+    axis = spec.axis % value.dim()
+    modes = operator_modes(spec.replace(axis=axis))
+    with graph.inserting_after(x):
+        quantize = graph.call_function(ops.quantize_mx, (x, *modes))
+    with graph.inserting_after(quantize):
+        scale = graph.call_function(operator.getitem, (quantize, 0))
+    with graph.inserting_after(scale):
+        data = graph.call_function(operator.getitem, (quantize, 1))
+    created = [quantize, scale, data]
+    packed = ()
+    if is_packed(spec.element.bits):  # packing may round the length up
+        length = value.shape[axis]
+        if not isinstance(length, int):
+            with graph.inserting_after(data):
+                length = graph.call_function(torch.ops.aten.sym_size.int, (x, axis))
+            created.append(length)
+        packed = (length,)
+    with graph.inserting_after(created[-1]):
+        args = (data, scale, spec.element.name, spec.block_size, value.dtype, axis, *packed)
+        dequantize = graph.call_function(ops.dequantize_mx, args)
+    for node in (*created, dequantize):
+        node.meta.update({key: x.meta[key] for key in _INHERITED if key in x.meta})
+        node.meta["val"] = _value(node)
+    return dequantize
+
+
+def _value(node: Node) -> object:
+    """`val` meta of a new node: its operator run on the `val` meta of its inputs."""
+    args = torch.fx.map_arg(node.args, lambda n: n.meta["val"])
+    tensors = [a for a in args if isinstance(a, torch._subclasses.FakeTensor)]
+    if not tensors:
+        return node.target(*args)
+    with tensors[0].fake_mode:
+        return node.target(*args)

@@ -1,0 +1,75 @@
+"""What to quantize the operands of an operator to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from pt2mx.errors import MXError
+from pt2mx.formats import MXSpec, parse
+
+#: the fields of a config that are specs; also the roles that `pt2mx.pt2e.operators` gives to operands
+ROLES = ("activation", "weight", "output", "bias")
+
+
+@dataclass(frozen=True)
+class MXQuantizationConfig:
+    """The specs of one operator's tensors, each an `MXSpec`, a spelling that `pt2mx.parse` takes, or None (leave in high
+    precision). Axes are set by the operators: each runs its blocks along the dimension that it reduces.
+
+    Args:
+        activation: computed operands.
+        weight: constant operands; `activation=None` with a weight is weight-only quantization.
+        output: the result, blocks along its last dimension.
+        bias: the bias, where the operator has one.
+        is_qat: insert `MXFakeQuantize` instead of `MXObserver` under torchao's own `prepare_qat_pt2e`; the one of pt2mx
+            sees to it by itself.
+
+    Raises:
+        MXError: for an unknown spelling.
+    """
+
+    activation: MXSpec | None = None
+    weight: MXSpec | None = None
+    output: MXSpec | None = None
+    bias: MXSpec | None = None
+    is_qat: bool = False
+
+    def __post_init__(self) -> None:
+        for role in ROLES:
+            value = getattr(self, role)
+            if value is not None:
+                try:
+                    object.__setattr__(self, role, parse(value))
+                except MXError as error:
+                    raise MXError(f"{role}: {error}") from None
+        if not isinstance(self.is_qat, bool):
+            raise MXError(f"is_qat={self.is_qat!r} must be True or False")
+
+
+def get_default_mx_quantization_config(
+    weight: object = "mxfp8_e4m3",
+    activation: object = "mxfp8_e4m3",
+    block_size: int = 32,
+    *,
+    is_qat: bool = False,
+    **modes: object,
+) -> MXQuantizationConfig:
+    """Weights and activations in one block size and one set of modes.
+
+    Args:
+        weight, activation: a format, or None; `activation=None` is weight-only quantization.
+        block_size: values that share a scale.
+        is_qat: see `MXQuantizationConfig`.
+        **modes: `scale_mode` and `rounding`, as `MXSpec` has them.
+
+    Raises:
+        MXError: for an unknown format, mode or block size.
+    """
+    allowed = {f.name for f in fields(MXSpec)} - {"element", "block_size"}
+    if unknown := set(modes) - allowed:
+        raise MXError(f"unknown argument {sorted(unknown)[0]!r}: allowed beside the formats are {sorted(allowed)}")
+
+    def spec(spelling: object) -> MXSpec | None:
+        return None if spelling is None else parse(spelling, block_size=block_size, **modes)
+
+    return MXQuantizationConfig(activation=spec(activation), weight=spec(weight), is_qat=is_qat)

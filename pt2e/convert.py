@@ -1,0 +1,55 @@
+"""`convert_pt2e`: torchao's, with what it misses for MX."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.fx import GraphModule
+
+from pt2mx.errors import MXError
+from pt2mx.fx.copy import copy_sharing_tensors
+from pt2mx.fx.fold_weights import fold_weights
+from pt2mx.pt2e import machinery
+
+
+def convert_pt2e(model: GraphModule, fold_quantize: bool = True) -> GraphModule:
+    """Replace the observers of a prepared model by `quantize_mx`/`dequantize_mx` pairs.
+
+    Args:
+        model: what `prepare_pt2e` or `prepare_qat_pt2e` returned, calibrated or trained. It stays as it is.
+        fold_quantize: quantize the weights now: the converted model holds packed uint8 buffers `<weight>_data` and
+            `<weight>_scale` instead of the float originals.
+
+    Returns:
+        The converted model. In eager mode its output equals that of `model` with fake quantization on, to the bit. It
+        can be exported, saved, compiled and moved; it cannot be trained (its parameters require no gradient).
+
+    Raises:
+        MXError: where `model` was not prepared.
+    """
+    if not isinstance(model, GraphModule) or not machinery.is_prepared(model):
+        raise MXError(
+            f"expected a prepared model, not {type(model).__name__}: pass what prepare_pt2e or prepare_qat_pt2e returned"
+        )
+    if not isinstance(fold_quantize, bool):
+        raise MXError(f"fold_quantize={fold_quantize!r} must be True or False")
+    model = copy_sharing_tensors(model)
+    try:
+        converted = machinery.convert_pt2e(model, fold_quantize=False)
+    finally:
+        machinery.forget_models()
+    if fold_quantize:
+        fold_weights(converted)
+    _freeze(converted)
+    return converted
+
+
+def _freeze(model: GraphModule) -> None:
+    """Parameters without gradient, that share the memory but not the flags of the caller's: under torch.compile an
+    operator without gradient fails where one is asked for."""
+    frozen: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if parameter not in frozen:
+                    frozen[parameter] = nn.Parameter(parameter.detach(), requires_grad=False)
+                module._parameters[name] = frozen[parameter]

@@ -1,0 +1,61 @@
+"""Every import of torchao's PT2E machinery, and of private torch, that the flow uses.
+
+torchao inserts and removes the observers; what it does to operators that it does not know is worked around by the
+callers. Its import announces CUDA extensions that a CPU machine lacks; that is kept off the user's screen.
+"""
+
+import logging
+from contextlib import contextmanager
+
+
+@contextmanager
+def _quiet(*names: str):
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+with _quiet("torchao", "torch.utils._pytree"):
+    import torchao
+    from torch.ao.quantization.fx import utils as torch_fx_utils
+    from torchao.quantization.pt2e import FakeQuantizeBase, ObserverBase
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e, prepare_qat_pt2e
+    from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, QuantizationSpec, Quantizer
+    from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
+
+__all__ = [
+    "Q_ANNOTATION_KEY",
+    "FakeQuantizeBase",
+    "ObserverBase",
+    "QuantizationAnnotation",
+    "QuantizationSpec",
+    "Quantizer",
+    "convert_pt2e",
+    "forget_models",
+    "is_prepared",
+    "prepare_pt2e",
+    "prepare_qat_pt2e",
+]
+
+#: meta key by which torchao recognizes a prepared model
+_PREPARED_KEY = "_observed_graph_module_attrs"
+
+
+def is_prepared(model: object) -> bool:
+    """Whether torchao's convert takes `model`."""
+    return _PREPARED_KEY in getattr(model, "meta", {})
+
+
+def forget_models() -> None:
+    """Clear the caches of torch and torchao that would keep every prepared model alive."""
+    for function in (
+        torchao.utils._assert_and_get_unique_device,
+        torch_fx_utils.assert_and_get_unique_device,
+    ):
+        function.cache_clear()

@@ -1,0 +1,154 @@
+"""The modules that prepare inserts: `MXObserver` (PTQ) and `MXFakeQuantize` (QAT)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from pt2mx.errors import MXError
+from pt2mx.formats import MXSpec
+from pt2mx.functional import fake_quantize_mx
+from pt2mx.fx.quantize_dequantize import insert_quantize_dequantize
+from pt2mx.pt2e.machinery import FakeQuantizeBase, ObserverBase
+from pt2mx.pt2e.qspec import spec_of_qscheme
+from pt2mx.statistics import QuantizationStatistics, quantization_sums
+
+#: meta key of a `dequantize_mx` node: the `QuantizationStatistics` that were observed of its tensor
+STATISTICS_KEY = "mx_statistics"
+
+
+class MXObserver(ObserverBase):
+    """Collects what a spec would do to a tensor during calibration, and passes the tensor through.
+
+    With `enable_fake_quant` it returns the quantized values instead, so that a prepared model can be evaluated before
+    it is converted. MX scales come from each block of each tensor: nothing that is collected changes a number.
+
+    Args:
+        qscheme: the spec, as `pt2mx.pt2e.qspec` writes it; torchao passes it on from the annotation.
+        fake_quant: whether fake quantization is on at first.
+        observe: whether statistics are collected at first.
+        **annotation: the other fields of a torchao `QuantizationSpec`, which have no meaning here.
+    """
+
+    _FLAGS = ("fake_quant_enabled", "observer_enabled")
+
+    def __init__(self, qscheme: tuple, *, fake_quant: bool = False, observe: bool = True, **annotation: object) -> None:
+        # FakeQuantizeBase, among the bases of MXFakeQuantize, would register the flags as tensors: testing a tensor
+        # breaks the graph of torch.compile at each module.
+        nn.Module.__init__(self)
+        self.dtype = torch.uint8
+        self.is_dynamic = False
+        self.spec: MXSpec = spec_of_qscheme(qscheme)
+        self.fake_quant_enabled = fake_quant
+        self.observer_enabled = observe
+        for name, value in _no_sums().items():
+            self.register_buffer(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.observer_enabled:
+            self._observe(x.detach())
+        return fake_quantize_mx(x, self.spec) if self.fake_quant_enabled else x
+
+    @torch.no_grad()
+    def _observe(self, x: Tensor) -> None:
+        for name, value in quantization_sums(x, self.spec).items():
+            getattr(self, name).add_(value)
+
+    @property
+    def statistics(self) -> QuantizationStatistics | None:
+        """What was collected so far; None before the first batch."""
+        return QuantizationStatistics.from_sums({name: getattr(self, name) for name in _no_sums()})
+
+    def reset_statistics(self) -> None:
+        for name in _no_sums():
+            getattr(self, name).zero_()
+
+    def enable_fake_quant(self, enabled: bool = True) -> None:
+        self.fake_quant_enabled = bool(enabled)
+
+    def disable_fake_quant(self) -> None:
+        self.enable_fake_quant(False)
+
+    def enable_observer(self, enabled: bool = True) -> None:
+        self.observer_enabled = bool(enabled)
+
+    def disable_observer(self) -> None:
+        self.enable_observer(False)
+
+    def calculate_qparams(self, **kwargs: object) -> None:
+        raise MXError("an MX tensor has no calibrated scale: each block's scale comes from its own values")
+
+    def convert(self, model: GraphModule, node: Node) -> None:
+        """torchao's hook: replace the call of this module by a quantize/dequantize pair."""
+        x = node.args[0]
+        dequantize = insert_quantize_dequantize(x, self.spec)
+        if self.statistics is not None:
+            dequantize.meta[STATISTICS_KEY] = self.statistics
+        node.replace_all_uses_with(dequantize)
+        model.graph.erase_node(node)
+
+    # The flags go into the state_dict under the names and dtype that torchao's FakeQuantize gives them.
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for flag in self._FLAGS:
+            destination[prefix + flag] = torch.tensor([getattr(self, flag)], dtype=torch.uint8)
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
+        for flag in self._FLAGS:
+            if prefix + flag in state_dict:
+                setattr(self, flag, bool(state_dict.pop(prefix + flag)))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        return f"{self.spec}, axis={self.spec.axis}, fake_quant={self.fake_quant_enabled}"
+
+
+class MXFakeQuantize(MXObserver, FakeQuantizeBase):
+    """Fake-quantizes with the straight-through gradient; the same kernel and switches as `MXObserver`."""
+
+    def __init__(self, qscheme: tuple, *, fake_quant: bool = True, observe: bool = False, **annotation: object) -> None:
+        super().__init__(qscheme, fake_quant=fake_quant, observe=observe)
+
+
+def _no_sums() -> dict[str, Tensor]:
+    count, power = torch.int64, torch.float64
+    return {
+        "values": torch.zeros((), dtype=count),
+        "signal": torch.zeros((), dtype=power),
+        "noise": torch.zeros((), dtype=power),
+        "saturated": torch.zeros((), dtype=count),
+        "flushed": torch.zeros((), dtype=count),
+        "exponents": torch.zeros(256, dtype=count),
+    }
+
+
+def _observers(model: nn.Module) -> list[MXObserver]:
+    found = [module for module in model.modules() if isinstance(module, MXObserver)]
+    if not found:
+        raise MXError("the model holds no MX observer: pass what prepare_pt2e or prepare_qat_pt2e returned")
+    return found
+
+
+def enable_fake_quant(model: nn.Module) -> None:
+    """Let a prepared model compute with quantized values, as its converted form will to the bit."""
+    for observer in _observers(model):
+        observer.enable_fake_quant()
+
+
+def disable_fake_quant(model: nn.Module) -> None:
+    """Let a prepared model compute in high precision."""
+    for observer in _observers(model):
+        observer.disable_fake_quant()
+
+
+def enable_observer(model: nn.Module) -> None:
+    """Let a prepared model collect statistics."""
+    for observer in _observers(model):
+        observer.enable_observer()
+
+
+def disable_observer(model: nn.Module) -> None:
+    """Let a prepared model collect no statistics, which makes it faster."""
+    for observer in _observers(model):
+        observer.disable_observer()

@@ -1,0 +1,34 @@
+"""torchao's `QuantizationSpec` with the identity of an MX spec in its `qscheme`.
+
+torchao shares one observer between the consumers of a tensor whose specs agree on dtype, quant_min, quant_max, qscheme
+and ch_axis. MX specs differ in element, block, axis and modes instead, so all of those sit in `qscheme`.
+"""
+
+import torch
+
+from pt2mx.formats import MXSpec
+from pt2mx.functional import operator_modes
+from pt2mx.pt2e.machinery import QuantizationSpec
+
+_TAG = "mx"
+
+
+def mx_qspec(spec: MXSpec, constructor: type) -> QuantizationSpec:
+    """The annotation of a tensor; `constructor` is the observer or fake-quantize class. `spec.axis` counts from the
+    front, so that equal specs compare equal."""
+    return QuantizationSpec(
+        dtype=torch.uint8,
+        observer_or_fake_quant_ctr=constructor,
+        qscheme=(_TAG, *operator_modes(spec)),
+    )
+
+
+def spec_of_qscheme(qscheme: tuple) -> MXSpec:
+    """The MX spec in a `qscheme`."""
+    return MXSpec(*qscheme[1:])
+
+
+def mx_spec(qspec: object) -> MXSpec | None:
+    """The MX spec of a torchao annotation, None for another library's."""
+    qscheme = getattr(qspec, "qscheme", None)
+    return spec_of_qscheme(qscheme) if isinstance(qscheme, tuple) and qscheme[:1] == (_TAG,) else None

@@ -1,0 +1,278 @@
+"""`MXQuantizer`: which operators of a graph get which MX specs."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch.fx import GraphModule, Node
+
+from pt2mx.errors import MXError, nearest
+from pt2mx.formats import MXSpec
+from pt2mx.ops import HIGH_PRECISION
+from pt2mx.pt2e import recipe
+from pt2mx.pt2e.config import MXQuantizationConfig
+from pt2mx.pt2e.machinery import Q_ANNOTATION_KEY, QuantizationAnnotation, Quantizer
+from pt2mx.pt2e.observer import MXFakeQuantize, MXObserver
+from pt2mx.pt2e.operators import OPERATORS, operand_node, operator_name, role_of
+from pt2mx.pt2e.qspec import mx_qspec
+
+#: meta key of an operator's node: why it, or an operand of it, was left in high precision
+REASON_KEY = "mx_reason"
+
+Config = MXQuantizationConfig | None
+
+
+class MXQuantizer(Quantizer):
+    """Annotates an exported graph with MX specs.
+
+    Each setter takes a config, or None for "leave in high precision", and returns the quantizer. Where several settings
+    match an operator, the first of these wins: filter function, exact module name, module name pattern (in the order in
+    which they were set), module type, operator, global. Of nested modules the innermost wins.
+
+    It works with `pt2mx.prepare_pt2e` as with torchao's own, and inside torchao's `ComposableQuantizer`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._filter: Callable[[Node], bool] | None = None
+        self._global: Config = None
+        #: setting kind -> key -> config, in order of precedence
+        self._settings: dict[str, dict[str, Config]] = {kind: {} for kind in _MATCHERS}
+
+    def set_global(self, config: Config) -> MXQuantizer:
+        """For every operator that no other setting matches."""
+        self._global = _checked(config)
+        return self
+
+    def set_module_name(self, name: str, config: Config) -> MXQuantizer:
+        """For the operators inside the module of this qualified name, such as "encoder.layer.0.q_proj"."""
+        return self._set("module_name", name, config)
+
+    def set_module_name_regex(self, pattern: str, config: Config) -> MXQuantizer:
+        """For the operators inside the modules whose whole qualified name the pattern matches."""
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise MXError(f"{pattern!r} is no regular expression: {error}") from None
+        return self._set("module_name_regex", pattern, config)
+
+    def set_module_type(self, module_type: type | str, config: Config) -> MXQuantizer:
+        """For the operators inside modules of this class: the class, its qualified name, or its bare name."""
+        if isinstance(module_type, type):
+            module_type = f"{module_type.__module__}.{module_type.__qualname__}"
+        return self._set("module_type", module_type, config)
+
+    def set_operator_type(self, operator: torch._ops.OpOverload | str, config: Config) -> MXQuantizer:
+        """For one operator: `torch.ops.aten.bmm.default`, `torch.ops.aten.bmm` or "aten.bmm"."""
+        if isinstance(operator, torch._ops.OpOverloadPacket):
+            operator = operator.default
+        name = operator_name(operator) if isinstance(operator, torch._ops.OpOverload) else str(operator)
+        name = name.removeprefix("torch.ops.").removesuffix(".default")
+        allowed = [operator_name(target) for target in OPERATORS]
+        if name not in allowed:
+            raise MXError(f"operator {name!r} cannot be quantized: {nearest(name, allowed)}")
+        return self._set("operator_type", name, config)
+
+    def set_filter_function(self, function: Callable[[Node], bool] | None) -> MXQuantizer:
+        """Only operators for whose node `function(node)` is true are quantized; None takes the filter away."""
+        if function is not None and not callable(function):
+            raise MXError(f"the filter must be a function of a node that returns a bool, not {function!r}")
+        self._filter = function
+        return self
+
+    @classmethod
+    def from_recipe(cls, path_or_name: object) -> MXQuantizer:
+        """The quantizer that a YAML recipe describes: a path, or the name of one of `pt2mx.configs`."""
+        quantizer = cls()
+        for kind, key, config in recipe.read(path_or_name):
+            getattr(quantizer, f"set_{kind}")(*([key] if key is not None else []), config)
+        return quantizer
+
+    def to_recipe(self, path: object = None) -> str:
+        """The YAML recipe of this quantizer, also written to `path` if one is given."""
+        if self._filter is not None:
+            raise MXError("a filter function cannot be written to a recipe: use module names or patterns instead")
+        settings = [("global", None, self._global)] if self._global is not None else []
+        settings += [(kind, key, config) for kind, keys in self._settings.items() for key, config in keys.items()]
+        return recipe.write(settings, path)
+
+    def transform_for_annotation(self, model: GraphModule) -> GraphModule:
+        """Give each quantized operand an edge of its own: torchao keys annotations by (producer, consumer), reads
+        positional arguments only, and so would give `x @ x` one spec."""
+        for node in _candidates(model):
+            _make_positional(node)
+            seen: set[Node] = set()
+            for operand in OPERATORS[node.target]:
+                argument = operand_node(node, operand)
+                if argument in seen:
+                    with model.graph.inserting_before(node):
+                        alias = model.graph.call_function(torch.ops.aten.alias.default, (argument,))
+                    alias.meta.update({k: v for k, v in argument.meta.items() if k != Q_ANNOTATION_KEY})
+                    node.update_arg(operand.position, alias)
+                seen.add(argument)
+        model.recompile()
+        return model
+
+    def annotate(self, model: GraphModule) -> GraphModule:
+        """Annotate every operator of `OPERATORS` that a setting selects; another quantizer's annotations stay."""
+        matched: set[tuple[str, str]] = set()
+        for node in _candidates(model):
+            if Q_ANNOTATION_KEY in node.meta:
+                node.meta[REASON_KEY] = "annotated by another quantizer"
+                continue
+            config, reason = self._config_of(node, matched)
+            if config is None:
+                node.meta[REASON_KEY] = reason
+            else:
+                _annotate(node, config)
+        self._warn_unmatched(model, matched)
+        return model
+
+    def validate(self, model: GraphModule) -> None:
+        """Nothing is left to check: `annotate` makes annotations that are valid."""
+
+    def _set(self, kind: str, key: str, config: Config) -> MXQuantizer:
+        if not isinstance(key, str) or not key:
+            raise MXError(f"{kind} must be a string that is not empty, not {key!r}")
+        self._settings[kind][key] = _checked(config)
+        return self
+
+    def _config_of(self, node: Node, matched: set[tuple[str, str]]) -> tuple[Config, str]:
+        """The config of an operator, and the reason if it is None. Notes every setting that matches in `matched`."""
+        found: list[tuple[str, Config]] = []
+        for kind, matches in _MATCHERS.items():
+            hits = [key for key in self._settings[kind] if matches(key, node) >= 0]
+            matched.update((kind, key) for key in hits)
+            if hits:
+                innermost = max(hits, key=lambda key: matches(key, node))  # noqa: B023 - called at once
+                found.append((f"{kind} {innermost!r}", self._settings[kind][innermost]))
+        if self._filter is not None and not self._filter(node):
+            return None, "excluded by the filter function"
+        source, config = found[0] if found else ("the global setting", self._global)
+        return config, "no setting matches it" if not found and config is None else f"excluded by {source}"
+
+    def _warn_unmatched(self, model: GraphModule, matched: set[tuple[str, str]]) -> None:
+        names = {name for node in _candidates(model) for name, _ in _modules_of(node) if name}
+        types = {kind.rpartition(".")[2] for node in _candidates(model) for _, kind in _modules_of(node)}
+        known = {"module_name": names, "module_name_regex": names, "module_type": types}
+        for kind, keys in self._settings.items():
+            for key in keys:
+                if (kind, key) not in matched:
+                    near = nearest(key, sorted(known[kind])).split(" allowed:")[0] if kind in known else ""
+                    hint = f"; {near}" if near.startswith("did") else ""
+                    warnings.warn(f"the setting {kind} {key!r} matches no operator of the model{hint}", stacklevel=3)
+
+
+def _checked(config: Config) -> Config:
+    if config is not None and not isinstance(config, MXQuantizationConfig):
+        raise MXError(
+            f"expected an MXQuantizationConfig or None, not {config!r}: make one with "
+            "get_default_mx_quantization_config(...)"
+        )
+    return config
+
+
+def _candidates(model: GraphModule) -> list[Node]:
+    return [node for node in model.graph.nodes if node.op == "call_function" and node.target in OPERATORS]
+
+
+def _modules_of(node: Node) -> list[tuple[str, str]]:
+    """(qualified name, qualified class name) of the modules that a node was traced in, outermost first."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return [
+        (_plain_name(name), kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}")
+        for name, kind in stack.values()
+    ]
+
+
+def _plain_name(name: str) -> str:
+    """`encoder.0` for the `L['self'].encoder[0]` of strict export."""
+    name = re.sub(r"^L\['self'\]\.?", "", name)
+    return re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", name).removeprefix("_modules.").replace("._modules.", ".")
+
+
+def _depth(node: Node, matches: Callable[[str, str], bool]) -> int:
+    """Depth of the innermost module around `node` that matches, -1 if none does."""
+    return max((i for i, module in enumerate(_modules_of(node)) if matches(*module)), default=-1)
+
+
+def _is_type(key: str, kind: str) -> bool:
+    if key.startswith("torch.nn.") and key.count(".") == 2:  # torch.nn.Linear lives in torch.nn.modules.linear
+        return kind.startswith("torch.nn.modules.") and kind.rpartition(".")[2] == key.rpartition(".")[2]
+    return kind == key or ("." not in key and kind.rpartition(".")[2] == key)
+
+
+#: setting kind, in order of precedence -> how deep around a node a key matches, -1 for not at all
+_MATCHERS: dict[str, Callable[[str, Node], int]] = {
+    "module_name": lambda key, node: _depth(node, lambda name, kind: name == key),
+    "module_name_regex": lambda key, node: 0 if _depth(node, lambda name, _: bool(re.fullmatch(key, name))) >= 0 else -1,
+    "module_type": lambda key, node: _depth(node, lambda name, kind: _is_type(key, kind)),
+    "operator_type": lambda key, node: 0 if key == operator_name(node.target) else -1,
+}
+
+
+def _make_positional(node: Node) -> None:
+    """Move keyword arguments of a call to their positions, as far as the schema has them there."""
+    arguments = [a for a in node.target._schema.arguments if not a.kwarg_only]
+    args, kwargs = list(node.args), dict(node.kwargs)
+    last = max((i for i, a in enumerate(arguments) if a.name in kwargs), default=-1)
+    for argument in arguments[len(args) : last + 1]:
+        args.append(kwargs.pop(argument.name, argument.default_value))
+    node.args, node.kwargs = tuple(args), kwargs
+
+
+def _annotate(node: Node, config: MXQuantizationConfig) -> None:
+    constructor = MXFakeQuantize if config.is_qat else MXObserver
+    inputs, reasons = {}, []
+    for operand in OPERATORS[node.target]:
+        argument = operand_node(node, operand)
+        spec = getattr(config, role_of(operand, argument)) if argument is not None else None
+        if spec is None:
+            continue
+        if reason := _unfit(argument, node, operand.axis):
+            reasons.append(reason)
+            continue
+        inputs[argument] = mx_qspec(_along(spec, argument, operand.axis), constructor)
+    output = None
+    if config.output is not None and not _unfit(node, node, -1):
+        output = mx_qspec(_along(config.output, node, -1), constructor)
+    if inputs or output:
+        node.meta[Q_ANNOTATION_KEY] = QuantizationAnnotation(
+            input_qspec_map=inputs, output_qspec=output, _annotated=True
+        )
+    else:
+        reasons.append("the config names no spec for its operands")
+    if reasons:
+        node.meta[REASON_KEY] = "; ".join(dict.fromkeys(reasons))
+
+
+def _along(spec: MXSpec, tensor: Node, axis: int) -> MXSpec:
+    """The spec with its axis counted from the front, so that equal ones compare equal; a 1-d second operand of a matmul
+    is reduced along its only dimension."""
+    rank = tensor.meta["val"].dim()
+    return spec.replace(axis=max(axis, -rank) % rank)
+
+
+def _unfit(tensor: Node, consumer: Node, axis: int) -> str | None:
+    """Why a tensor is left in high precision although a config names a spec for it."""
+    value = tensor.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return f"{tensor.name} is no tensor"
+    if value.dtype == torch.float64:
+        raise MXError(
+            f"{consumer.name} computes in float64, which MX cannot represent: export the model in float32, float16 or "
+            "bfloat16 (model.float()), or leave the operator out with set_module_name(..., None) or a filter"
+        )
+    if value.dtype not in HIGH_PRECISION:
+        return f"{tensor.name} holds {str(value.dtype).removeprefix('torch.')}"
+    if value.dim() == 0:
+        return f"{tensor.name} is a scalar"
+    if value.shape[max(axis, -value.dim())] == 1 and consumer.target in _PRODUCTS:
+        return "an outer product: the reduced dimension is 1"
+    return None
+
+
+_PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.matmul.default})

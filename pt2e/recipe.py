@@ -1,0 +1,123 @@
+"""Recipes: the settings of a quantizer as YAML.
+
+    description: FP4 weights, FP8 activations, the first layer in FP8
+    global: {weight: mxfp4, activation: mxfp8_e4m3}
+    module_name:
+      encoder.layer.0: {weight: mxfp8_e4m3, activation: mxfp8_e4m3}
+    module_name_regex:
+      .*lm_head: null
+
+A config maps roles to specs; `null` leaves in high precision. A spec is a spelling that `pt2mx.parse` takes, or a mapping
+of `MXSpec` fields (`{element: fp4_e2m1, block_size: 16}`).
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+
+import yaml
+
+from pt2mx.errors import MXError, nearest
+from pt2mx.formats import MXSpec, parse
+from pt2mx.pt2e.config import ROLES, MXQuantizationConfig
+
+#: kinds of settings: the suffixes of `MXQuantizer`'s setters; all but the global one hold a mapping from key to config
+KINDS = ("global", "module_name", "module_name_regex", "module_type", "operator_type")
+_SPEC_FIELDS = ("element", "block_size", "scale_mode", "rounding")
+
+Setting = tuple[str, str | None, MXQuantizationConfig | None]
+
+
+def names() -> list[str]:
+    """The recipes that pt2mx ships."""
+    folder = resources.files("pt2mx.configs")
+    return sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml"))
+
+
+def read(path_or_name: object) -> list[Setting]:
+    """The settings (kind, key, config) of a recipe file, or of a shipped recipe by name.
+
+    Raises:
+        MXError: where there is no such recipe, or for an unknown key or value in it, naming the nearest valid one.
+    """
+    source = str(path_or_name)
+    try:
+        if source in names():
+            text = resources.files("pt2mx.configs").joinpath(f"{source}.yaml").read_text()
+        elif Path(source).is_file():
+            text = Path(source).read_text()
+        else:
+            raise MXError(f"no recipe {source!r}: not a file, and of the shipped ones {nearest(source, names())}")
+        return _settings(yaml.safe_load(text))
+    except (MXError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise MXError(f"recipe {source}: {error}") from None
+
+
+def write(settings: list[Setting], path: object = None) -> str:
+    """The YAML of settings, also written to `path` if one is given."""
+    recipe: dict[str, object] = {}
+    for kind, key, config in settings:
+        if key is None:
+            recipe[kind] = _plain(config)
+        else:
+            recipe.setdefault(kind, {})[key] = _plain(config)
+    text = yaml.safe_dump(recipe, sort_keys=False)
+    if path is not None:
+        Path(path).write_text(text)
+    return text
+
+
+def _settings(recipe: object) -> list[Setting]:
+    _check_mapping("the recipe", recipe, ("description", *KINDS))
+    settings: list[Setting] = []
+    for kind in KINDS:
+        if kind not in recipe:
+            continue
+        if kind == "global":
+            settings.append((kind, None, _config(kind, recipe[kind])))
+            continue
+        if not isinstance(recipe[kind], dict):
+            raise MXError(f"{kind} must map names to configs, not be {recipe[kind]!r}")
+        settings += [(kind, str(key), _config(f"{kind} {key!r}", value)) for key, value in recipe[kind].items()]
+    if not settings:
+        raise MXError(f"it quantizes nothing: give it at least one of {', '.join(KINDS)}")
+    return settings
+
+
+def _config(where: str, value: object) -> MXQuantizationConfig | None:
+    if value is None:
+        return None
+    _check_mapping(where, value, ROLES)
+    return MXQuantizationConfig(**{role: _spec(f"{where}: {role}", spec) for role, spec in value.items()})
+
+
+def _spec(where: str, value: object) -> MXSpec | None:
+    try:
+        if isinstance(value, dict):
+            _check_mapping(where, value, _SPEC_FIELDS)
+            if "element" not in value:
+                raise MXError(f"{where}: the element format is missing")
+            fields = dict(value)
+            return parse(fields.pop("element"), **fields)
+        if value is not None and not isinstance(value, str):
+            raise MXError(f"a spec is a format's name or a mapping of {', '.join(_SPEC_FIELDS)}, not {value!r}")
+        return None if value is None else parse(value)
+    except MXError as error:
+        message = str(error)
+        raise MXError(message if message.startswith(where) else f"{where}: {message}") from None
+
+
+def _plain(config: MXQuantizationConfig | None) -> dict | None:
+    if config is None:
+        return None
+    specs = {role: getattr(config, role) for role in ROLES}
+    return {role: str(spec) for role, spec in specs.items() if spec is not None}
+
+
+def _check_mapping(where: str, value: object, allowed: tuple[str, ...]) -> None:
+    if not isinstance(value, dict):
+        raise MXError(f"{where} must be a mapping of {', '.join(allowed)}, not {value!r}")
+    for key in value:
+        if key not in allowed:
+            raise MXError(f"unknown key {key!r} in {where}: {nearest(key, allowed)}")

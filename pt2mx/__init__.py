@@ -1,0 +1,42 @@
+"""pt2mx quantizes PyTorch models to the OCP Microscaling (MX) formats in the PT2 export flow."""
+
+from pt2mx import inductor as _inductor  # noqa: F401 - registers the operators and their decompositions
+from pt2mx.errors import MXError
+from pt2mx.formats import FORMATS, ElementFormat, MXSpec, parse, parse_element
+from pt2mx.functional import dequantize_mx, fake_quantize_mx, quantize_mx
+from pt2mx.pt2e.config import MXQuantizationConfig, get_default_mx_quantization_config
+from pt2mx.pt2e.convert import convert_pt2e
+from pt2mx.pt2e.observer import (
+    MXFakeQuantize,
+    MXObserver,
+    disable_fake_quant,
+    disable_observer,
+    enable_fake_quant,
+    enable_observer,
+)
+from pt2mx.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
+from pt2mx.pt2e.quantizer import MXQuantizer
+
+__all__ = [
+    "FORMATS",
+    "ElementFormat",
+    "MXError",
+    "MXFakeQuantize",
+    "MXObserver",
+    "MXQuantizationConfig",
+    "MXQuantizer",
+    "MXSpec",
+    "convert_pt2e",
+    "dequantize_mx",
+    "disable_fake_quant",
+    "disable_observer",
+    "enable_fake_quant",
+    "enable_observer",
+    "fake_quantize_mx",
+    "get_default_mx_quantization_config",
+    "parse",
+    "parse_element",
+    "prepare_pt2e",
+    "prepare_qat_pt2e",
+    "quantize_mx",
+]

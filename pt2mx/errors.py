@@ -1,0 +1,17 @@
+"""The one exception type of pt2mx."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class MXError(ValueError):
+    """Bad input to pt2mx. The message names the value, what is allowed and what to do."""
+
+
+def nearest(value: object, allowed: Iterable[str]) -> str:
+    """A clause for an error message: the allowed spelling nearest to `value`, then all of them."""
+    allowed = [str(a) for a in allowed]
+    by_lower = {a.lower(): a for a in allowed}
+    close = difflib.get_close_matches(str(value).lower(), by_lower, n=1, cutoff=0.4)
+    hint = f"did you mean {by_lower[close[0]]!r}? " if close else ""
+    return f"{hint}allowed: {', '.join(allowed)}"

@@ -1,0 +1,96 @@
+"""The functions of the public API: the operators of `pt2mx.ops`, taking formats in any spelling.
+
+Where `elem_dtype` is an `MXSpec` or a spelling with a block size (`"MXFP4[E2M1]{32}"`), it sets the other arguments;
+an argument given beside it wins.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pt2mx import ops
+from pt2mx.formats import MXSpec, parse
+
+
+def quantize_mx(
+    x: Tensor,
+    elem_dtype: object,
+    block_size: int | None = None,
+    axis: int | None = None,
+    scale_mode: str | None = None,
+    rounding: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Quantize to an MX format (OCP MX v1.0, section 6.3).
+
+    Args:
+        x: (..., n, ...) float32, float16 or bfloat16; blocks run along `axis`, the last may be shorter.
+        elem_dtype: the element format, as `pt2mx.parse` takes it.
+        block_size, axis, scale_mode, rounding: fields of `MXSpec`; by default 32, -1, "floor" and "even".
+
+    Returns:
+        scale: (..., ceil(n / block_size), ...) uint8, E8M0; `.view(torch.float8_e8m0fnu)` reads it. 0xFF marks a block
+            that held an Inf or a NaN; it dequantizes to NaN.
+        data: (..., bytes, ...) uint8: n bytes for 8-bit elements, ceil(n / 2) for FP4, 3 * ceil(n / 4) for FP6.
+
+    Raises:
+        MXError: for another dtype, an unknown format or mode, a block size below 1, an axis out of range.
+    """
+    return ops.quantize_mx(x, *_modes(elem_dtype, block_size, axis, scale_mode, rounding))
+
+
+def dequantize_mx(
+    data: Tensor,
+    scale: Tensor,
+    elem_dtype: object,
+    block_size: int | None = None,
+    target_dtype: torch.dtype = torch.float32,
+    axis: int | None = None,
+    length: int | None = None,
+) -> Tensor:
+    """The values of MX codes: exact in fp32, then cast to `target_dtype` with ties to even.
+
+    Args:
+        data, scale: as `quantize_mx` returns them; fp8 and E8M0 views of them are taken too.
+        elem_dtype, block_size, axis: as they were quantized.
+        target_dtype: float32, float16 or bfloat16.
+        length: n, where packing rounded it up (an odd n in FP4, an n that 4 does not divide in FP6).
+
+    Returns:
+        (..., length, ...) `target_dtype`.
+
+    Raises:
+        MXError: for shapes that do not fit each other, or other dtypes.
+    """
+    spec = _spec(elem_dtype, block_size=block_size, axis=axis)
+    data, scale = (t if t.element_size() != 1 or t.dtype == torch.bool else t.view(torch.uint8) for t in (data, scale))
+    return ops.dequantize_mx(data, scale, spec.element.name, spec.block_size, target_dtype, spec.axis, length)
+
+
+def fake_quantize_mx(
+    x: Tensor,
+    elem_dtype: object,
+    block_size: int | None = None,
+    axis: int | None = None,
+    scale_mode: str | None = None,
+    rounding: str | None = None,
+) -> Tensor:
+    """`dequantize_mx(quantize_mx(x))` to the bit, in x's shape and dtype, without the codes.
+
+    The gradient is the straight-through estimator: it passes unchanged. Arguments and errors as `quantize_mx`.
+    """
+    return ops.fake_quantize_mx(x, *_modes(elem_dtype, block_size, axis, scale_mode, rounding))
+
+
+def _spec(elem_dtype: object, **fields: object) -> MXSpec:
+    return parse(elem_dtype, **{name: value for name, value in fields.items() if value is not None})
+
+
+def _modes(elem_dtype: object, *fields: object) -> tuple[str, int, int, str, str]:
+    names = ("block_size", "axis", "scale_mode", "rounding")
+    return operator_modes(_spec(elem_dtype, **dict(zip(names, fields, strict=True))))
+
+
+def operator_modes(spec: MXSpec) -> tuple[str, int, int, str, str]:
+    """The arguments by which the operators take `spec`."""
+    return spec.element.name, spec.block_size, spec.axis, spec.scale_mode, spec.rounding

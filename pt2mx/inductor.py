@@ -1,0 +1,62 @@
+"""Inductor decompositions of the operators, so that compiled graphs fuse them into their neighbours.
+
+Without them each operator would be an opaque call. Importing this module registers them.
+"""
+
+import hashlib
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch._inductor import decomposition, inductor_prims
+
+from pt2mx import formats, ops
+from pt2mx.kernels import packing, reference
+
+
+def _narrow(x: Tensor, axis: int, start: int, length: int) -> Tensor:
+    """`torch.narrow` of a buffer of its own.
+
+    Inductor's C++ loop splitting (`CppScheduling.try_loop_split`, torch 2.11 to 2.13) turns a loop over n values that
+    reads a scale at `i // block` into `n // block` whole blocks and drops the rest. Where the blocks are written out
+    before they are cut, no such loop arises.
+    """
+    if x.device.type == "cpu":
+        x = inductor_prims.force_stride_order(x, torch._prims_common.make_contiguous_strides_for(x.shape))
+    return x.narrow(axis, start, length)
+
+
+def _quantize(x, *modes):
+    return reference.quantize(torch.atleast_1d(x), ops.check_input(x, *modes), _narrow)
+
+
+def _dequantize(data, scale, elem, block_size, target_dtype, block_dim=-1, length=None):
+    spec, length = ops.check_packed(data, scale, elem, block_size, target_dtype, block_dim, length)
+    return reference.dequantize(data, scale, spec, target_dtype, length, _narrow)
+
+
+def _fake_quantize(x, *modes):
+    return reference.fake_quantize(torch.atleast_1d(x), ops.check_input(x, *modes), _narrow).reshape(x.shape)
+
+
+#: operator -> the same in aten operators
+DECOMPOSITIONS = {
+    ops.quantize_mx: _quantize,
+    ops.dequantize_mx: _dequantize,
+    ops.fake_quantize_mx: _fake_quantize,
+}
+
+
+def _register() -> None:
+    for operator, function in DECOMPOSITIONS.items():
+        decomposition.register_decomposition(operator)(function)
+    # Inductor copies its table on the first compile, which may lie before this import.
+    decomposition.fast_random_decomps.cache_clear()
+    # AOTAutograd's cache keys a graph before decomposition: without the decompositions' identity in the key, code
+    # compiled from an older version of them would be served.
+    sources = (formats, packing, reference, ops)
+    digest = hashlib.sha256(b"".join(Path(m.__file__).read_bytes() for m in sources)).hexdigest()[:16]
+    torch.compiler.config.cache_key_tag += f"pt2mx-{digest}"
+
+
+_register()

@@ -1,0 +1,69 @@
+"""Packing of codes into bytes along one axis, in plain torch operations.
+
+Design: numerics, storage. 8-bit codes one a byte; 4-bit codes two a byte, low nibble first; 6-bit codes four in three
+little-endian bytes.
+"""
+
+import torch
+from torch import Tensor
+
+#: bits of a code -> (codes, bytes) of one packed group; other widths take a byte a code
+_GROUPS = {4: (2, 1), 6: (4, 3)}
+
+
+def is_packed(bits: int) -> bool:
+    """Whether codes of `bits` bits share bytes, so that bytes alone do not tell how many codes they hold."""
+    return bits in _GROUPS
+
+
+def packed_length(length: int, bits: int) -> int:
+    """Bytes that `length` codes of `bits` bits take along the packed axis."""
+    codes, size = _GROUPS.get(bits, (1, 1))
+    return -(-length // codes) * size
+
+
+def unpacked_length(size: int, bits: int) -> int:
+    """Codes that `size` bytes hold, the padding of the last group included."""
+    codes, group = _GROUPS.get(bits, (1, 1))
+    return size // group * codes
+
+
+def pad_axis(x: Tensor, axis: int, multiple: int) -> Tensor:
+    """`x` with zeros appended along `axis` (non-negative) up to a multiple of `multiple`; (..., n, ...) any dtype."""
+    length = x.shape[axis]
+    if isinstance(length, int) and length % multiple == 0:
+        return x
+    pad = -length % multiple  # without a branch where the length is symbolic
+    return torch.nn.functional.pad(x, (0, 0) * (x.dim() - 1 - axis) + (0, pad))
+
+
+def pack(codes: Tensor, axis: int, bits: int) -> Tensor:
+    """codes: (..., n, ...) int32 in [0, 2**bits) -> (..., packed_length(n), ...) uint8."""
+    if not is_packed(bits):
+        return codes.to(torch.uint8)
+    per_group, size = _GROUPS[bits]
+    groups = pad_axis(codes, axis, per_group).unflatten(axis, (-1, per_group))  # (..., groups, codes, ...)
+    word = groups.select(axis + 1, 0)
+    for i in range(1, per_group):
+        word = word | groups.select(axis + 1, i) << (bits * i)
+    shifts = _along(axis, codes, 8 * torch.arange(size, device=codes.device, dtype=torch.int32))
+    return (word.unsqueeze(axis + 1) >> shifts & 0xFF).to(torch.uint8).flatten(axis, axis + 1)
+
+
+def unpack(data: Tensor, axis: int, bits: int) -> Tensor:
+    """data: (..., bytes, ...) uint8 -> (..., unpacked_length(bytes), ...) int32 codes."""
+    data = data.to(torch.int32)
+    if not is_packed(bits):
+        return data & ((1 << bits) - 1)
+    per_group, size = _GROUPS[bits]
+    groups = data.unflatten(axis, (-1, size))  # (..., groups, bytes, ...)
+    word = groups.select(axis + 1, 0)
+    for i in range(1, size):
+        word = word | groups.select(axis + 1, i) << (8 * i)
+    shifts = _along(axis, data, bits * torch.arange(per_group, device=data.device, dtype=torch.int32))
+    return (word.unsqueeze(axis + 1) >> shifts & ((1 << bits) - 1)).flatten(axis, axis + 1)
+
+
+def _along(axis: int, x: Tensor, vector: Tensor) -> Tensor:
+    """`vector` shaped to broadcast along a new dimension at `axis + 1` of `x`."""
+    return vector.reshape((-1,) + (1,) * (x.dim() - 1 - axis))

@@ -1,0 +1,142 @@
+"""The definition of MX quantization, in plain torch operations that Inductor can trace.
+
+Source: OCP Microscaling Formats (MX) Specification v1.0, sections 5.3 and 6.3; the steps are those of the design page.
+Everything is computed in fp32 on bit patterns: a floating-point log2 is wrong one ulp below a power of two, and in
+bf16 one block in 150 would get another exponent. Every value that a kernel needs to know of a format comes from
+`pt2mx.formats`; `axis` is non-negative here and inputs are checked by the callers in `pt2mx.ops`. `narrow` cuts the
+filling of a ragged last block off; `pt2mx.inductor` has its own.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pt2mx.formats import ROUNDINGS, SCALE_MODES, ElementFormat, MXSpec
+from pt2mx.kernels.packing import pack, pad_axis, unpack
+
+_BIAS = 127  # of fp32 and of E8M0
+_MANTISSA = 0x7FFFFF
+_INF = 0x7F800000
+_NAN_SCALE = 0xFF
+
+Narrow = Callable[[Tensor, int, int, int], Tensor]
+
+
+def quantize(x: Tensor, spec: MXSpec, narrow: Narrow = torch.narrow) -> tuple[Tensor, Tensor]:
+    """x: (..., n, ...) fp32, fp16 or bf16 -> scale (..., ceil(n / block), ...) uint8, data (..., bytes, ...) uint8."""
+    exponent, finite, elements = _quantize_blocks(x, spec)
+    codes = encode(torch.where(finite, elements, 0.0), spec.element)
+    codes = _from_blocks(codes, spec, x.shape[spec.axis], narrow)
+    scale = torch.where(finite, exponent + _BIAS, _NAN_SCALE).to(torch.uint8).squeeze(spec.axis + 1)
+    return scale, pack(codes, spec.axis, spec.element.bits)
+
+
+def dequantize(
+    data: Tensor, scale: Tensor, spec: MXSpec, dtype: torch.dtype, length: int, narrow: Narrow = torch.narrow
+) -> Tensor:
+    """data: (..., bytes, ...) uint8, scale: (..., ceil(length / block), ...) uint8 -> (..., length, ...) `dtype`."""
+    codes = unpack(data, spec.axis, spec.element.bits).narrow(spec.axis, 0, length)
+    blocks = decode(_to_blocks(codes, spec), spec.element)  # (..., blocks, block, ...)
+    scale = scale.to(torch.int32).unsqueeze(spec.axis + 1)
+    values = _scale_by_pow2(blocks, scale - _BIAS, scale != _NAN_SCALE)
+    return _from_blocks(values.to(dtype), spec, length, narrow)
+
+
+def fake_quantize(x: Tensor, spec: MXSpec, narrow: Narrow = torch.narrow) -> Tensor:
+    """x: (..., n, ...) -> dequantize(quantize(x)) to the bit, in x's dtype."""
+    exponent, finite, elements = _quantize_blocks(x, spec)
+    values = _scale_by_pow2(elements, exponent, finite)
+    return _from_blocks(values.to(x.dtype), spec, x.shape[spec.axis], narrow)
+
+
+def shared_exponent(blocks: Tensor, spec: MXSpec) -> tuple[Tensor, Tensor]:
+    """blocks: (..., blocks, block, ...) fp32 -> exponent (..., blocks, 1, ...) int32 in [-127, 127], and whether the
+    block is finite. Design: numerics, steps 1 to 3.
+
+    In an fp32 subnormal amax the mantissa field counts from 2**-149 without a hidden bit; only a format with emax 0
+    can tell 2**-127 from 2**-126 there, and `(threshold + 2**23) / 2` is the same threshold in those units.
+    """
+    # bits compare like the floats they are; a compiled amax may return a NaN with its sign bit set
+    amax = blocks.abs().amax(spec.axis + 1, keepdim=True).view(torch.int32) & 0x7FFFFFFF
+    threshold = SCALE_MODES[spec.scale_mode](spec.element)
+    mantissa = amax & _MANTISSA
+    round_up = torch.where(amax == mantissa, mantissa > (threshold + _MANTISSA + 1) >> 1, mantissa > threshold)
+    exponent = (amax >> 23) - _BIAS + round_up.to(torch.int32) - spec.element.emax
+    return exponent.clamp(-_BIAS, _BIAS), amax < _INF
+
+
+def round_to_element(v: Tensor, element: ElementFormat, rounding: str) -> Tensor:
+    """v: fp32 in units of the block's scale -> the nearest value of the element, saturated (step 4)."""
+    binade = (v.view(torch.int32) & _INF).view(torch.float32)  # 2**floor(log2 |v|)
+    quantum = binade.clamp(min=2.0**element.emin) * 2.0**-element.mantissa_bits
+    p = ROUNDINGS[rounding](v / quantum) * quantum  # powers of two: exact
+    p = p.clamp(-element.max_normal, element.max_normal)
+    # two's complement has no negative zero
+    return torch.where(p == 0, 0.0, p) if element.is_int else p
+
+
+def encode(p: Tensor, element: ElementFormat) -> Tensor:
+    """p: fp32 values of the element -> codes, int32 in [0, 2**bits)."""
+    m = element.mantissa_bits
+    normal = ((p.view(torch.int32) & 0x7FFFFFFF) >> (23 - m)) - ((_BIAS - element.bias) << m)
+    subnormal = (p.abs() * 2.0 ** (m - element.emin)).to(torch.int32)
+    magnitude = torch.where(p.abs() < 2.0**element.emin, subnormal, normal)
+    sign = p.view(torch.int32) < 0
+    if element.is_int:
+        return torch.where(sign, -magnitude, magnitude) & ((1 << element.bits) - 1)
+    return torch.where(sign, magnitude | 1 << (element.bits - 1), magnitude)
+
+
+def decode(codes: Tensor, element: ElementFormat) -> Tensor:
+    """codes: int32 in [0, 2**bits) -> their values in fp32."""
+    m, sign_bit = element.mantissa_bits, 1 << (element.bits - 1)
+    if element.is_int:
+        return ((codes ^ sign_bit) - sign_bit).to(torch.float32) * 2.0 ** (element.emin - m)
+    magnitude = codes & (sign_bit - 1)
+    normal = ((magnitude + ((_BIAS - element.bias) << m)) << (23 - m)).view(torch.float32)
+    subnormal = magnitude.to(torch.float32) * 2.0 ** (element.emin - m)
+    value = torch.where(magnitude < 1 << m, subnormal, normal)
+    if element.has_inf:
+        value = torch.where(magnitude == element.max_code + 1, float("inf"), value)
+    if element.has_nan:
+        value = torch.where(magnitude > element.max_code + element.has_inf, float("nan"), value)
+    return torch.where(codes >= sign_bit, -value, value)
+
+
+def _quantize_blocks(x: Tensor, spec: MXSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """Exponent and finiteness (..., blocks, 1, ...), element values (..., blocks, block, ...) of the finite blocks."""
+    blocks = _to_blocks(x.to(torch.float32), spec)
+    exponent, finite = shared_exponent(blocks, spec)
+    elements = round_to_element(_scale_by_pow2(blocks, -exponent, finite), spec.element, spec.rounding)
+    return exponent, finite, elements
+
+
+def _to_blocks(x: Tensor, spec: MXSpec) -> Tensor:
+    """(..., n, ...) -> (..., blocks, block, ...), a ragged last block filled with zeros."""
+    length, block = x.shape[spec.axis], spec.block_size
+    if isinstance(length, int):
+        block = max(1, min(block, length))  # one short block needs no filling
+    return pad_axis(x, spec.axis, block).unflatten(spec.axis, (-1, block))
+
+
+def _from_blocks(blocks: Tensor, spec: MXSpec, length: int, narrow: Narrow) -> Tensor:
+    """(..., blocks, block, ...) -> (..., length, ...)."""
+    x = blocks.flatten(spec.axis, spec.axis + 1)
+    whole = isinstance(length, int) and isinstance(x.shape[spec.axis], int) and x.shape[spec.axis] == length
+    return x if whole else narrow(x, spec.axis, 0, length)
+
+
+def _pow2(exponent: Tensor) -> Tensor:
+    """2**exponent in fp32; exponent: int32 in [-126, 127]."""
+    return ((exponent + _BIAS) << 23).view(torch.float32)
+
+
+def _scale_by_pow2(x: Tensor, exponent: Tensor, finite: Tensor) -> Tensor:
+    """x * 2**exponent, or NaN where the block is not finite; exponent: int32 in [-127, 128].
+
+    In two steps: one factor could be an fp32 subnormal, which the processor may flush to zero
+    (`torch.set_flush_denormal`).
+    """
+    half = exponent >> 1
+    return x * _pow2(half) * torch.where(finite, _pow2(exponent - half), float("nan"))

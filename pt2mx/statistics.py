@@ -1,0 +1,81 @@
+"""What quantizing a tensor does to it: tensors in, sums out, so that batches add up."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pt2mx.formats import MXSpec
+from pt2mx.functional import dequantize_mx, quantize_mx
+
+NAN_SCALE = 0xFF
+
+
+def quantization_sums(x: Tensor, spec: MXSpec) -> dict[str, Tensor]:
+    """Sums over one tensor; over several tensors they add up.
+
+    Args:
+        x: (..., n, ...) float32, float16 or bfloat16.
+
+    Returns:
+        0-d tensors `values` (count), `signal` (sum of x**2), `noise` (sum of (x - quantized x)**2), `saturated` (count
+        of |x| above the largest value of its block), `flushed` (count of x != 0 that became 0), and `exponents`:
+        (256,) blocks of each scale byte. Counts are int64, powers float64.
+    """
+    scale, data = quantize_mx(x, spec)
+    length = x.shape[spec.axis] if x.dim() else 1
+    y = dequantize_mx(data, scale, spec, length=length).reshape(x.shape)
+    x = x.float()
+    exponent = (scale.to(torch.int32) - 127).repeat_interleave(spec.block_size, spec.axis)
+    exponent = exponent.narrow(spec.axis, 0, length).reshape(x.shape)
+    # compared in float64, where 2**-127 is no subnormal and max * 2**127 no Inf
+    limit = torch.ldexp(torch.tensor(spec.element.max_normal, dtype=torch.float64, device=x.device), exponent)
+    wide = x.double()
+    return {
+        "values": torch.tensor(x.numel(), device=x.device),
+        "signal": wide.square().sum(),
+        "noise": (wide - y.double()).square().sum(),
+        "saturated": (wide.abs() > limit).sum(),
+        "flushed": ((x != 0) & (y == 0)).sum(),
+        "exponents": torch.bincount(scale.flatten().to(torch.int64), minlength=256),
+    }
+
+
+def sqnr_db(signal: float, noise: float) -> float:
+    """Signal to quantization noise ratio in dB of two powers; inf where nothing was lost."""
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 else (-math.inf if signal == 0 else math.nan)
+
+
+@dataclass(frozen=True)
+class QuantizationStatistics:
+    """What was observed of a tensor under a spec.
+
+    `sqnr` in dB; `saturated` and `flushed` are shares of the values; `exponents` counts the blocks by their unbiased
+    shared exponent; `nan_blocks` counts the blocks that held an Inf or a NaN.
+    """
+
+    values: int
+    sqnr: float
+    saturated: float
+    flushed: float
+    exponents: dict[int, int]
+    nan_blocks: int
+
+    @classmethod
+    def from_sums(cls, sums: dict[str, Tensor]) -> "QuantizationStatistics | None":
+        """The statistics of (added) `quantization_sums`, or None where no value was seen."""
+        values = int(sums["values"])
+        if values == 0:
+            return None
+        blocks = sums["exponents"].tolist()
+        return cls(
+            values=values,
+            sqnr=sqnr_db(float(sums["signal"]), float(sums["noise"])),
+            saturated=int(sums["saturated"]) / values,
+            flushed=int(sums["flushed"]) / values,
+            exponents={byte - 127: count for byte, count in enumerate(blocks[:NAN_SCALE]) if count},
+            nan_blocks=blocks[NAN_SCALE],
+        )
