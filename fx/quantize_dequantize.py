@@ -10,6 +10,9 @@ from pt2mx.formats import MXSpec
 from pt2mx.functional import operator_modes
 from pt2mx.kernels.packing import is_packed
 
+#: meta key of a `dequantize_mx` node: the spec of its pair
+SPEC_KEY = "mx_spec"
+
 #: meta of a node that pairs and packed weights inherit
 _INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node")
 
@@ -43,7 +46,16 @@ def insert_quantize_dequantize(x: Node, spec: MXSpec) -> Node:
     for node in (*created, dequantize):
         node.meta.update({key: x.meta[key] for key in _INHERITED if key in x.meta})
         node.meta["val"] = _value(node)
+    dequantize.meta[SPEC_KEY] = spec.replace(axis=axis)
     return dequantize
+
+
+def spec_of_dequantize(dequantize: Node) -> MXSpec:
+    """The spec of a pair, its modes as far as the graph still tells them: those of folded weights are in their codes."""
+    if SPEC_KEY in dequantize.meta:
+        return dequantize.meta[SPEC_KEY]
+    element, block_size = dequantize.args[2:4]
+    return MXSpec(element, block_size, dequantize.args[5] if len(dequantize.args) > 5 else -1)
 
 
 def _value(node: Node) -> object:

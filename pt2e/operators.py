@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from pt2mx import ops
 from pt2mx.fx.constants import is_constant
 
 aten = torch.ops.aten
@@ -78,4 +79,6 @@ def role_of(operand: Operand, argument: Node) -> str:
     """The config field that holds the operand's spec."""
     if operand.role != "operand":
         return operand.role
+    if argument.op == "call_module" or argument.target is ops.dequantize_mx:  # an observer's call, or what became of it
+        argument = argument.args[0]
     return "weight" if is_constant(argument) else "activation"

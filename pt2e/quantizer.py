@@ -10,17 +10,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx.errors import MXError, nearest
-from pt2mx.formats import MXSpec
-from pt2mx.ops import HIGH_PRECISION
+from pt2mx.fx.module_stack import modules_of
 from pt2mx.pt2e import recipe
+from pt2mx.pt2e.annotate import REASON_KEY, annotate_operator
 from pt2mx.pt2e.config import MXQuantizationConfig
-from pt2mx.pt2e.machinery import Q_ANNOTATION_KEY, QuantizationAnnotation, Quantizer
-from pt2mx.pt2e.observer import MXFakeQuantize, MXObserver
-from pt2mx.pt2e.operators import OPERATORS, operand_node, operator_name, role_of
-from pt2mx.pt2e.qspec import mx_qspec
-
-#: meta key of an operator's node: why it, or an operand of it, was left in high precision
-REASON_KEY = "mx_reason"
+from pt2mx.pt2e.machinery import Q_ANNOTATION_KEY, Quantizer
+from pt2mx.pt2e.operators import OPERATORS, operand_node, operator_name
 
 Config = MXQuantizationConfig | None
 
@@ -127,7 +122,7 @@ class MXQuantizer(Quantizer):
             if config is None:
                 node.meta[REASON_KEY] = reason
             else:
-                _annotate(node, config)
+                annotate_operator(node, config)
         self._warn_unmatched(model, matched)
         return model
 
@@ -155,8 +150,8 @@ class MXQuantizer(Quantizer):
         return config, "no setting matches it" if not found and config is None else f"excluded by {source}"
 
     def _warn_unmatched(self, model: GraphModule, matched: set[tuple[str, str]]) -> None:
-        names = {name for node in _candidates(model) for name, _ in _modules_of(node) if name}
-        types = {kind.rpartition(".")[2] for node in _candidates(model) for _, kind in _modules_of(node)}
+        names = {name for node in _candidates(model) for name, _ in modules_of(node) if name}
+        types = {kind.rpartition(".")[2] for node in _candidates(model) for _, kind in modules_of(node)}
         known = {"module_name": names, "module_name_regex": names, "module_type": types}
         for kind, keys in self._settings.items():
             for key in keys:
@@ -179,24 +174,9 @@ def _candidates(model: GraphModule) -> list[Node]:
     return [node for node in model.graph.nodes if node.op == "call_function" and node.target in OPERATORS]
 
 
-def _modules_of(node: Node) -> list[tuple[str, str]]:
-    """(qualified name, qualified class name) of the modules that a node was traced in, outermost first."""
-    stack = node.meta.get("nn_module_stack") or {}
-    return [
-        (_plain_name(name), kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}")
-        for name, kind in stack.values()
-    ]
-
-
-def _plain_name(name: str) -> str:
-    """`encoder.0` for the `L['self'].encoder[0]` of strict export."""
-    name = re.sub(r"^L\['self'\]\.?", "", name)
-    return re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", name).removeprefix("_modules.").replace("._modules.", ".")
-
-
 def _depth(node: Node, matches: Callable[[str, str], bool]) -> int:
     """Depth of the innermost module around `node` that matches, -1 if none does."""
-    return max((i for i, module in enumerate(_modules_of(node)) if matches(*module)), default=-1)
+    return max((i for i, module in enumerate(modules_of(node)) if matches(*module)), default=-1)
 
 
 def _is_type(key: str, kind: str) -> bool:
@@ -222,57 +202,3 @@ def _make_positional(node: Node) -> None:
     for argument in arguments[len(args) : last + 1]:
         args.append(kwargs.pop(argument.name, argument.default_value))
     node.args, node.kwargs = tuple(args), kwargs
-
-
-def _annotate(node: Node, config: MXQuantizationConfig) -> None:
-    constructor = MXFakeQuantize if config.is_qat else MXObserver
-    inputs, reasons = {}, []
-    for operand in OPERATORS[node.target]:
-        argument = operand_node(node, operand)
-        spec = getattr(config, role_of(operand, argument)) if argument is not None else None
-        if spec is None:
-            continue
-        if reason := _unfit(argument, node, operand.axis):
-            reasons.append(reason)
-            continue
-        inputs[argument] = mx_qspec(_along(spec, argument, operand.axis), constructor)
-    output = None
-    if config.output is not None and not _unfit(node, node, -1):
-        output = mx_qspec(_along(config.output, node, -1), constructor)
-    if inputs or output:
-        node.meta[Q_ANNOTATION_KEY] = QuantizationAnnotation(
-            input_qspec_map=inputs, output_qspec=output, _annotated=True
-        )
-    else:
-        reasons.append("the config names no spec for its operands")
-    if reasons:
-        node.meta[REASON_KEY] = "; ".join(dict.fromkeys(reasons))
-
-
-def _along(spec: MXSpec, tensor: Node, axis: int) -> MXSpec:
-    """The spec with its axis counted from the front, so that equal ones compare equal; a 1-d second operand of a matmul
-    is reduced along its only dimension."""
-    rank = tensor.meta["val"].dim()
-    return spec.replace(axis=max(axis, -rank) % rank)
-
-
-def _unfit(tensor: Node, consumer: Node, axis: int) -> str | None:
-    """Why a tensor is left in high precision although a config names a spec for it."""
-    value = tensor.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return f"{tensor.name} is no tensor"
-    if value.dtype == torch.float64:
-        raise MXError(
-            f"{consumer.name} computes in float64, which MX cannot represent: export the model in float32, float16 or "
-            "bfloat16 (model.float()), or leave the operator out with set_module_name(..., None) or a filter"
-        )
-    if value.dtype not in HIGH_PRECISION:
-        return f"{tensor.name} holds {str(value.dtype).removeprefix('torch.')}"
-    if value.dim() == 0:
-        return f"{tensor.name} is a scalar"
-    if value.shape[max(axis, -value.dim())] == 1 and consumer.target in _PRODUCTS:
-        return "an outer product: the reduced dimension is 1"
-    return None
-
-
-_PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.matmul.default})

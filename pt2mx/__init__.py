@@ -16,6 +16,7 @@ from pt2mx.pt2e.observer import (
 )
 from pt2mx.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
 from pt2mx.pt2e.quantizer import MXQuantizer
+from pt2mx.pt2e.report import quantization_report
 
 __all__ = [
     "FORMATS",
@@ -38,5 +39,6 @@ __all__ = [
     "parse_element",
     "prepare_pt2e",
     "prepare_qat_pt2e",
+    "quantization_report",
     "quantize_mx",
 ]

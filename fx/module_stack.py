@@ -1,0 +1,27 @@
+"""Where in the module tree a node was traced."""
+
+import re
+
+from torch.fx import Node
+
+
+def modules_of(node: Node) -> list[tuple[str, str]]:
+    """(qualified name, qualified class name) of the modules around a node, outermost first; the root's name is ""."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return [
+        (_plain(name), kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}")
+        for name, kind in stack.values()
+    ]
+
+
+def module_name(node: Node) -> str:
+    """Qualified name of the innermost module around a node."""
+    return modules_of(node)[-1][0] if modules_of(node) else ""
+
+
+def _plain(name: str) -> str:
+    """`encoder.0.attn` for the `L['self'].encoder[0].attn` and `L['self']._modules['encoder'][0].attn` of strict
+    export; the name itself otherwise."""
+    name = re.sub(r"^L\['self'\]\.?", "", name)
+    name = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", name)
+    return ".".join(part for part in name.split(".") if part and part != "_modules")
