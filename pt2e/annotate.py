@@ -71,4 +71,3 @@ def _unfit(tensor: Node, consumer: Node, axis: int) -> str | None:
     if consumer.target in _PRODUCTS and isinstance(length, int) and length == 1:
         return "an outer product: the reduced dimension is 1"
     return None
-

@@ -9,19 +9,16 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def _quiet(*names: str):
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+def _without_log_warnings():
+    previous = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
         yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(previous)
 
 
-with _quiet("torchao", "torch.utils._pytree"):
+with _without_log_warnings():
     import torchao
     from torch.ao.quantization.fx import utils as torch_fx_utils
     from torchao.quantization.pt2e import FakeQuantizeBase, ObserverBase

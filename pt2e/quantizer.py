@@ -142,7 +142,7 @@ class MXQuantizer(Quantizer):
             hits = [key for key in self._settings[kind] if matches(key, node) >= 0]
             matched.update((kind, key) for key in hits)
             if hits:
-                innermost = max(hits, key=lambda key: matches(key, node))  # noqa: B023 - called at once
+                innermost = max(hits, key=lambda key: matches(key, node))
                 found.append((f"{kind} {innermost!r}", self._settings[kind][innermost]))
         if self._filter is not None and not self._filter(node):
             return None, "excluded by the filter function"
@@ -188,7 +188,9 @@ def _is_type(key: str, kind: str) -> bool:
 #: setting kind, in order of precedence -> how deep around a node a key matches, -1 for not at all
 _MATCHERS: dict[str, Callable[[str, Node], int]] = {
     "module_name": lambda key, node: _depth(node, lambda name, kind: name == key),
-    "module_name_regex": lambda key, node: 0 if _depth(node, lambda name, _: bool(re.fullmatch(key, name))) >= 0 else -1,
+    "module_name_regex": lambda key, node: (
+        0 if _depth(node, lambda name, _: bool(re.fullmatch(key, name))) >= 0 else -1
+    ),
     "module_type": lambda key, node: _depth(node, lambda name, kind: _is_type(key, kind)),
     "operator_type": lambda key, node: 0 if key == operator_name(node.target) else -1,
 }

@@ -74,7 +74,9 @@ class QuantizationReport:
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         right = (4, 5, 6, 7)
         lines = [
-            "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+            "  ".join(
+                c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
+            )
             for row in rows
         ]
         total = (
@@ -127,9 +129,7 @@ def _operator_report(model: GraphModule, node: Node, counted: set[Node]) -> Oper
         for operand in OPERATORS[node.target]
         if (argument := operand_node(node, operand)) is not None
     )
-    return OperatorReport(
-        node.name, module_name(node), operator_name(node.target), operands, node.meta.get(REASON_KEY)
-    )
+    return OperatorReport(node.name, module_name(node), operator_name(node.target), operands, node.meta.get(REASON_KEY))
 
 
 def _operand_report(model: GraphModule, role: str, argument: Node, counted: set[Node]) -> OperandReport:

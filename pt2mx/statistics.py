@@ -26,11 +26,10 @@ def quantization_sums(x: Tensor, spec: MXSpec) -> dict[str, Tensor]:
     scale, data = quantize_mx(x, spec)
     length = x.shape[spec.axis] if x.dim() else 1
     y = dequantize_mx(data, scale, spec, length=length).reshape(x.shape)
-    x = x.float()
-    exponent = (scale.to(torch.int32) - 127).repeat_interleave(spec.block_size, spec.axis)
-    exponent = exponent.narrow(spec.axis, 0, length).reshape(x.shape)
-    # compared in float64, where 2**-127 is no subnormal and max * 2**127 no Inf
-    limit = torch.ldexp(torch.tensor(spec.element.max_normal, dtype=torch.float64, device=x.device), exponent)
+    # in float64, where 2**-127 is no subnormal and max * 2**127 no Inf
+    limits = torch.tensor([spec.element.max_normal * 2.0 ** (byte - 127) for byte in range(256)], dtype=torch.float64)
+    limit = limits.to(x.device)[scale.to(torch.int64)].repeat_interleave(spec.block_size, spec.axis)
+    limit = limit.narrow(spec.axis, 0, length).reshape(x.shape)
     wide = x.double()
     return {
         "values": torch.tensor(x.numel(), device=x.device),
