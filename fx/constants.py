@@ -19,12 +19,9 @@ def is_constant(node: Node) -> bool:
         if current.op == "get_attr":
             if any(_writes(user, current) for user in current.users):
                 return False
-        elif (
-            not isinstance(current.target, torch._ops.OpOverload)
-            or not current.all_input_nodes
-            or torch.Tag.nondeterministic_seeded in current.target.tags
-            or _writes(current)
-        ):
+        elif not isinstance(current.target, torch._ops.OpOverload) or not current.all_input_nodes:
+            return False
+        elif torch.Tag.nondeterministic_seeded in current.target.tags or _writes(current):
             return False
         pending.extend(current.all_input_nodes)
     return True
@@ -49,9 +46,6 @@ def _writes(node: Node, argument: Node | None = None) -> bool:
     """Whether `node` writes to `argument`, by default to any of its arguments."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    written = [
-        a
-        for s, a in zip(node.target._schema.arguments, node.args, strict=False)
-        if s.alias_info and s.alias_info.is_write
-    ]
+    arguments = zip(node.target._schema.arguments, node.args, strict=False)
+    written = [value for schema, value in arguments if schema.alias_info and schema.alias_info.is_write]
     return bool(written) if argument is None else argument in written

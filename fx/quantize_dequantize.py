@@ -51,7 +51,7 @@ def insert_quantize_dequantize(x: Node, spec: MXSpec) -> Node:
 
 
 def spec_of_dequantize(dequantize: Node) -> MXSpec:
-    """The spec of a pair, its modes as far as the graph still tells them: those of folded weights are in their codes."""
+    """The spec of a pair. A re-exported graph tells element, block and axis only: modes are in the codes."""
     if SPEC_KEY in dequantize.meta:
         return dequantize.meta[SPEC_KEY]
     element, block_size = dequantize.args[2:4]

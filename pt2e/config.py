@@ -13,8 +13,8 @@ ROLES = ("activation", "weight", "output", "bias")
 
 @dataclass(frozen=True)
 class MXQuantizationConfig:
-    """The specs of one operator's tensors, each an `MXSpec`, a spelling that `pt2mx.parse` takes, or None (leave in high
-    precision). Axes are set by the operators: each runs its blocks along the dimension that it reduces.
+    """The specs of one operator's tensors, each an `MXSpec`, a spelling that `pt2mx.parse` takes, or None (leave in
+    high precision). Axes are set by the operators: each runs its blocks along the dimension that it reduces.
 
     Args:
         activation: computed operands.

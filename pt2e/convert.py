@@ -28,7 +28,8 @@ def convert_pt2e(model: GraphModule, fold_quantize: bool = True) -> GraphModule:
     """
     if not isinstance(model, GraphModule) or not machinery.is_prepared(model):
         raise MXError(
-            f"expected a prepared model, not {type(model).__name__}: pass what prepare_pt2e or prepare_qat_pt2e returned"
+            f"expected a prepared model, not {type(model).__name__}: "
+            "pass what prepare_pt2e or prepare_qat_pt2e returned"
         )
     if not isinstance(fold_quantize, bool):
         raise MXError(f"fold_quantize={fold_quantize!r} must be True or False")

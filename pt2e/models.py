@@ -36,22 +36,16 @@ class LoadedModel:
 
     def conform(self, batch: object) -> Batch:
         """`batch` in the form of `example`: an exported program takes its inputs only as they were exported."""
-        names = list(inspect.signature(self.module.forward).parameters)
+        keyword = isinstance(self.example, dict)
+        names = list(self.example) if keyword else list(inspect.signature(self.module.forward).parameters)
+        names = names[: len(self.example)]
         if isinstance(batch, Tensor):
             batch = (batch,)
-        if isinstance(self.example, dict):
-            batch = dict(batch) if isinstance(batch, dict) else dict(zip(self.example, batch, strict=False))
-            missing, unknown = set(self.example) - set(batch), set(batch) - set(self.example)
-        else:
-            names = names[: len(self.example)]
-            missing, unknown = (
-                (set(names) - set(batch), set(batch) - set(names)) if isinstance(batch, dict) else ((), ())
-            )
-            batch = tuple(batch[n] for n in names) if isinstance(batch, dict) and not missing else batch
-        if missing or unknown or len(batch) != len(self.example):
-            expected = list(self.example) if isinstance(self.example, dict) else names
-            raise MXError(f"a batch must hold the inputs {expected}, this one holds {_describe(batch)}")
-        return batch if isinstance(batch, dict) else tuple(batch)
+        given = list(batch) if isinstance(batch, dict) else names[: len(batch)]
+        if set(given) != set(names) or len(batch) != len(names):
+            raise MXError(f"a batch must hold the inputs {names}, this one holds {_describe(batch)}")
+        by_name = batch if isinstance(batch, dict) else dict(zip(names, batch, strict=True))
+        return {n: by_name[n] for n in names} if keyword else tuple(by_name[n] for n in names)
 
 
 def export(module: nn.Module, batch: Batch, dynamic_shapes: object = None) -> torch.export.ExportedProgram:

@@ -35,7 +35,10 @@ def prepare_pt2e(model: GraphModule, quantizer: machinery.Quantizer) -> GraphMod
 
 
 def prepare_qat_pt2e(model: GraphModule, quantizer: machinery.Quantizer) -> GraphModule:
-    """Insert fake quantization with a straight-through gradient, for training. Arguments and errors as `prepare_pt2e`."""
+    """Insert fake quantization with a straight-through gradient, for training.
+
+    Arguments and errors are those of `prepare_pt2e`.
+    """
     prepared = _prepare(model, quantizer, machinery.prepare_qat_pt2e)
     _observers_to_fake_quantize(prepared)
     return prepared

@@ -188,9 +188,7 @@ def _is_type(key: str, kind: str) -> bool:
 #: setting kind, in order of precedence -> how deep around a node a key matches, -1 for not at all
 _MATCHERS: dict[str, Callable[[str, Node], int]] = {
     "module_name": lambda key, node: _depth(node, lambda name, kind: name == key),
-    "module_name_regex": lambda key, node: (
-        0 if _depth(node, lambda name, _: bool(re.fullmatch(key, name))) >= 0 else -1
-    ),
+    "module_name_regex": lambda key, node: min(0, _depth(node, lambda name, kind: bool(re.fullmatch(key, name)))),
     "module_type": lambda key, node: _depth(node, lambda name, kind: _is_type(key, kind)),
     "operator_type": lambda key, node: 0 if key == operator_name(node.target) else -1,
 }

@@ -7,8 +7,8 @@
     module_name_regex:
       .*lm_head: null
 
-A config maps roles to specs; `null` leaves in high precision. A spec is a spelling that `pt2mx.parse` takes, or a mapping
-of `MXSpec` fields (`{element: fp4_e2m1, block_size: 16}`).
+A config maps roles to specs; `null` leaves in high precision. A spec is a spelling that `pt2mx.parse` takes, or a
+mapping of `MXSpec` fields (`{element: fp4_e2m1, block_size: 16}`).
 """
 
 from __future__ import annotations

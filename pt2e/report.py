@@ -72,13 +72,8 @@ class QuantizationReport:
         rows = [("module", "operator", "activation", "weight", "SQNR a", "SQNR w", "bytes", "after", "")]
         rows += [_row(operator) for operator in self.operators]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        right = (4, 5, 6, 7)
-        lines = [
-            "  ".join(
-                c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
-        ]
+        align = [str.ljust] * 4 + [str.rjust] * 4 + [str.ljust]
+        lines = ["  ".join(f(cell, w) for f, cell, w in zip(align, row, widths, strict=True)) for row in rows]
         total = (
             f"{sum(o.quantized for o in self.operators)} of {len(self.operators)} operators quantized; parameters "
             f"{self.bytes_before:,} bytes -> {self.bytes_after:,} ({self.effective_bits:.2f} bits a value)"
