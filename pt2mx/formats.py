@@ -124,7 +124,7 @@ class MXSpec:
                 need = "an integer" if least is None else f"an integer of at least {least}"
                 raise MXError(f"{field}={value!r} must be {need}")
         for field, allowed in (("scale_mode", SCALE_MODES), ("rounding", ROUNDINGS)):
-            if getattr(self, field) not in allowed:
+            if getattr(self, field) not in list(allowed):
                 raise MXError(f"unknown {field} {getattr(self, field)!r}: {nearest(getattr(self, field), allowed)}")
 
     def replace(self, **changes: object) -> MXSpec:

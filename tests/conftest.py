@@ -1,0 +1,80 @@
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pt2mx
+from pt2mx.pt2e.models import import_extra, load_minilm, sentences
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def compiler():
+    """torch.compile without what earlier tests compiled."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(scope="session")
+def run_python():
+    """Run code in a fresh process; returns what it printed."""
+
+    def run(code: str, **options) -> str:
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **options)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def minilm():
+    """The pretrained sentence encoder, exported with dynamic batch and sequence."""
+    encoder, tokenize = load_minilm()
+    shape = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence", max=512)}
+    shapes = {"input_ids": shape, "attention_mask": shape}
+    texts = sentences()
+    program = torch.export.export(encoder, tokenize(texts[:2]), dynamic_shapes=shapes)
+    return SimpleNamespace(program=program, shapes=shapes, args=tokenize(texts[:4]), inputs=tokenize(texts))
+
+
+@pytest.fixture(scope="session")
+def resnet18():
+    """torchvision's ResNet-18 (random weights, batch norm with statistics), exported with a dynamic batch."""
+    torch.manual_seed(0)
+    model = import_extra("torchvision", "vision").models.resnet18(weights=None)
+    for module in model.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.running_mean.normal_(0, 0.1)
+            module.running_var.uniform_(0.5, 1.5)
+    shapes = ({0: torch.export.Dim("batch")},)
+    args = (torch.randn(2, 3, 224, 224),)
+    program = torch.export.export(model.eval(), args, dynamic_shapes=shapes)
+    return SimpleNamespace(program=program, shapes=shapes, args=args, inputs=args)
+
+
+@pytest.fixture
+def quantize():
+    """Prepare, calibrate and convert an exported model: (output of the prepared model with fake quantization on,
+    prepared, converted)."""
+
+    def run(program, quantizer, args):
+        prepared = pt2mx.prepare_pt2e(program.module(), quantizer)
+        with torch.no_grad():
+            prepared(*args)
+            pt2mx.enable_fake_quant(prepared)
+            pt2mx.disable_observer(prepared)
+            expected = prepared(*args)
+        return expected, prepared, pt2mx.convert_pt2e(prepared)
+
+    return run

@@ -1,0 +1,44 @@
+import torch
+
+from pt2mx.fx.constants import evaluate, is_constant, root_name
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = torch.nn.Parameter(torch.randn(4, 4))
+        self.b = torch.nn.Parameter(torch.randn(4, 4))
+        self.register_buffer("cache", torch.zeros(4, 4))
+
+    def forward(self, x):
+        self.cache.add_(x)
+        weight = (self.a * self.b).t().to(torch.bfloat16)
+        noise = torch.rand_like(self.a)
+        return x @ weight.float(), noise, self.cache * 2, self.a + x
+
+
+def graph():
+    model = torch.export.export(Model(), (torch.randn(4, 4),)).module()
+    return model, {n.name: n for n in model.graph.nodes}
+
+
+def outputs(model):
+    return next(iter(model.graph.find_nodes(op="output"))).args[0]
+
+
+def test_which_nodes_are_constant():
+    model, _ = graph()
+    product, noise, cache, mixed = outputs(model)
+    weight = product.args[1]
+    assert is_constant(weight)
+    assert not is_constant(product) and not is_constant(mixed), "they read an input"
+    assert not is_constant(noise), "it is random"
+    assert not is_constant(cache), "its buffer is written"
+
+
+def test_value_and_name_of_a_constant():
+    model, _ = graph()
+    weight = outputs(model)[0].args[1]
+    with torch.no_grad():
+        assert torch.equal(evaluate(model, weight), (model.a * model.b).t().to(torch.bfloat16).float())
+    assert root_name(weight) == "a"

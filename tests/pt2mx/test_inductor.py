@@ -1,0 +1,98 @@
+"""The Inductor decompositions against eager, to the bit."""
+
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+
+from pt2mx import FORMATS, dequantize_mx, fake_quantize_mx, quantize_mx
+from pt2mx.formats import SCALE_MODES
+
+pytestmark = pytest.mark.usefixtures("compiler")
+
+
+def through_all_operators(x, name, axis, scale_mode="floor"):
+    x = torch.relu(x) - 0.3  # a producer and consumers for the kernels to fuse with
+    fake = fake_quantize_mx(x, name, axis=axis, scale_mode=scale_mode) * 2
+    scale, data = quantize_mx(x, name, axis=axis, scale_mode=scale_mode)
+    values = dequantize_mx(data, scale, name, axis=axis, target_dtype=x.dtype, length=x.shape[axis])
+    return fake, scale + 1, data ^ 1, values * 2
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_equals_eager(name, dynamic):
+    compiled = torch.compile(through_all_operators, fullgraph=True, dynamic=dynamic)
+    shape, axis = ((3, 70), -1) if not dynamic else ((5, 70, 4), 1)
+    x = torch.randn(shape)
+    for got, want in zip(compiled(x, name, axis), through_all_operators(x, name, axis), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((70,), 0), ((4, 64), 1), ((2, 40, 6, 6), 1), ((2, 3, 65), -1)])
+def test_ragged_last_blocks_are_written_whole(shape, axis):
+    """torch 2.13's C++ loop splitting drops the values beyond the last whole block of a fused consumer."""
+    x = torch.randn(shape)
+    compiled = torch.compile(through_all_operators, fullgraph=True)
+    for got, want in zip(compiled(x, "mxfp4", axis), through_all_operators(x, "mxfp4", axis), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("scale_mode", SCALE_MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_exponent_and_special_value(dtype, scale_mode):
+    """Every 16-bit pattern, in blocks of one: Inf, NaN, subnormals, signed zeros."""
+    kind = dtype if dtype != torch.float32 else torch.bfloat16
+    x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(kind).to(dtype).unsqueeze(1)
+
+    def run(x):
+        return fake_quantize_mx(x, "fp8_e5m2", 1, scale_mode=scale_mode), *quantize_mx(x, "int8", 1)
+
+    for got, want in zip(torch.compile(run, fullgraph=True)(x), run(x), strict=True):
+        assert torch.equal(got.isnan(), want.isnan())
+        integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[got.element_size()]
+        same = got.view(integer) == want.view(integer)
+        assert (same | want.isnan()).all()
+
+
+def test_every_code_and_scale():
+    data = torch.arange(256, dtype=torch.uint8).expand(256, -1).contiguous()
+    scale = torch.arange(256, dtype=torch.uint8).unsqueeze(1)
+    for name in ("fp8_e4m3", "fp8_e5m2", "int8"):
+
+        def run(data, scale, name=name):
+            return dequantize_mx(data, scale, name, 256)
+
+        got, want = torch.compile(run, fullgraph=True)(data, scale), run(data, scale)
+        assert torch.equal(got.isnan(), want.isnan())
+        assert ((got.view(torch.int32) == want.view(torch.int32)) | want.isnan()).all()
+
+
+def test_no_opaque_call_is_left_and_one_kernel_does_it():
+    def run(x):
+        return fake_quantize_mx(torch.nn.functional.gelu(x), "mxfp8") + 1
+
+    _, (code,) = run_and_get_code(torch.compile(run, fullgraph=True), torch.randn(64, 64))
+    assert "torch.ops.pt2mx" not in code
+    assert code.count("async_compile.cpp_pybinding") == 1
+
+
+def test_gradient_through_a_compiled_fake_quantize():
+    x = torch.randn(4, 64, requires_grad=True)
+    torch.compile(lambda x: (fake_quantize_mx(x, "mxfp4") * 3).sum(), fullgraph=True)(x).backward()
+    assert torch.equal(x.grad, torch.full_like(x, 3.0))
+
+
+def test_decompositions_are_in_the_table_of_a_process_that_compiled_before_the_import(run_python):
+    code = """
+import torch
+torch.compile(lambda x: x + 1)(torch.ones(3))
+import pt2mx
+from torch._inductor.utils import run_and_get_code
+_, (code,) = run_and_get_code(torch.compile(lambda x: pt2mx.fake_quantize_mx(x, "mxfp4")), torch.ones(2, 32))
+print("torch.ops.pt2mx" in code)
+"""
+    assert run_python(code).split() == ["False"]
+
+
+def test_compile_caches_know_the_version_of_the_decompositions():
+    assert "pt2mx-" in torch.compiler.config.cache_key_tag

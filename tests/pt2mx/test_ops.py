@@ -1,0 +1,114 @@
+import pytest
+import torch
+from torch.library import opcheck
+
+import pt2mx
+from pt2mx import FORMATS, MXError, dequantize_mx, fake_quantize_mx, ops, quantize_mx
+
+
+@pytest.mark.parametrize("axis", [0, -1])
+@pytest.mark.parametrize("name", FORMATS)
+def test_opcheck(name, axis):
+    x = torch.randn(4, 70, requires_grad=True)
+    opcheck(ops.quantize_mx, (x, name, 32, axis))
+    opcheck(ops.fake_quantize_mx, (x, name, 32, axis, "rceil"))
+    scale, data = ops.quantize_mx(x, name, 32, axis)
+    opcheck(ops.dequantize_mx, (data, scale, name, 32, torch.bfloat16, axis, x.shape[axis]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradient_passes_straight_through(dtype):
+    x = torch.randn(3, 70, dtype=dtype, requires_grad=True)
+    weight = torch.randn(3, 70, dtype=dtype)
+    (fake_quantize_mx(x, "mxfp4") * weight).sum().backward()
+    assert torch.equal(x.grad, weight)
+
+
+def test_codes_carry_no_gradient():
+    scale, data = quantize_mx(torch.randn(2, 32, requires_grad=True), "mxfp8")
+    assert not scale.requires_grad and not data.requires_grad
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_fake_kernels_give_the_shapes_of_the_real_ones(name):
+    x = torch.randn(3, 41, 5)
+    for axis in (0, 1, 2):
+        scale, data = quantize_mx(x, name, 16, axis)
+        meta_scale, meta_data = quantize_mx(x.to("meta"), name, 16, axis)
+        assert (meta_scale.shape, meta_data.shape) == (scale.shape, data.shape)
+        again = dequantize_mx(meta_data, meta_scale, name, 16, torch.float16, axis, x.shape[axis])
+        assert again.shape == x.shape and again.dtype == torch.float16
+        assert fake_quantize_mx(x.to("meta"), name, 16, axis).shape == x.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.uint8, torch.bool, torch.complex64])
+@pytest.mark.parametrize("function", [quantize_mx, fake_quantize_mx])
+def test_other_dtypes_are_refused(function, dtype):
+    with pytest.raises(MXError, match=r"allowed are float32, float16 and bfloat16; cast it first"):
+        function(torch.ones(2, 32).to(dtype), "mxfp8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("mxfp8", 0), "block_size=0 must be an integer of at least 1"),
+        (("mxfp8", -1), "block_size=-1"),
+        (("mxfp8", 32, 2), r"axis=2 is out of range for shape \(2, 32\): allowed are -2 to 1"),
+        (("mxfp8", 32, -3), "axis=-3 is out of range"),
+        (("mxfp9",), "did you mean 'mxfp8'"),
+        (("mxfp8", 32, -1, "flor"), "did you mean 'floor'"),
+        (("mxfp8", 32, -1, "floor", "evn"), "did you mean 'even'"),
+    ],
+)
+@pytest.mark.parametrize("function", [quantize_mx, fake_quantize_mx])
+def test_bad_arguments(function, arguments, message):
+    with pytest.raises(MXError, match=message):
+        function(torch.ones(2, 32), *arguments)
+
+
+def test_bad_operator_arguments_are_the_same_errors():
+    x = torch.ones(2, 32)
+    with pytest.raises(MXError, match="block_size=0"):
+        torch.ops.pt2mx.quantize_mx(x, "fp8_e4m3", 0)
+    with pytest.raises(MXError, match="unknown MX element format 'fp3'"):
+        torch.ops.pt2mx.fake_quantize_mx(x, "fp3", 32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data": torch.zeros(2, 16)}, "codes and scales are uint8, not torch.float32"),
+        ({"scale": torch.zeros(2, 1, dtype=torch.int32)}, "codes and scales are uint8"),
+        ({"target_dtype": torch.float64}, "cannot dequantize to torch.float64"),
+        ({"target_dtype": torch.int8}, "cannot dequantize to torch.int8"),
+        ({"length": 31}, None),
+        ({"length": 30}, "data has 16 bytes along dimension 1, but 30 codes of fp4_e2m1 take 15"),
+        ({"scale": torch.zeros(2, 2, dtype=torch.uint8)}, r"scale of shape \(2, 2\) does not fit data"),
+        ({"scale": torch.zeros(1, dtype=torch.uint8)}, "does not fit"),
+        ({"block_size": 16}, r"in blocks of 16 along dimension 1 have \(2, 2\)"),
+        ({"axis": 2}, "axis=2 is out of range"),
+    ],
+)
+def test_dequantize_checks_that_its_parts_fit(change, message):
+    scale, data = quantize_mx(torch.randn(2, 32), "mxfp4")
+    arguments = {"data": data, "scale": scale, "elem_dtype": "mxfp4", "block_size": 32} | change
+    if message is None:
+        assert dequantize_mx(**arguments).shape == (2, 31)
+        return
+    with pytest.raises(MXError, match=message):
+        dequantize_mx(**arguments)
+
+
+def test_spec_or_spelling_sets_the_other_arguments():
+    x = torch.randn(4, 64)
+    want = fake_quantize_mx(x, "fp4_e2m1", 16, 0, "rceil")
+    assert torch.equal(fake_quantize_mx(x, "mxfp4{16,0}(rceil)"), want)
+    assert torch.equal(fake_quantize_mx(x, pt2mx.MXSpec("mxfp4", 16, 0, "rceil")), want)
+    assert torch.equal(fake_quantize_mx(x, "mxfp4{32,0}(rceil)", block_size=16), want)
+
+
+def test_float8_views_of_codes_and_scales():
+    x = torch.randn(4, 64)
+    scale, data = quantize_mx(x, torch.float8_e4m3fn)
+    y = dequantize_mx(data.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu), "mxfp8")
+    assert torch.equal(y, fake_quantize_mx(x, "mxfp8"))
