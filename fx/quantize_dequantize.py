@@ -13,14 +13,15 @@ from pt2mx.kernels.packing import is_packed
 #: meta key of a `dequantize_mx` node: the spec of its pair
 SPEC_KEY = "mx_spec"
 
-#: meta of a node that pairs and packed weights inherit
-_INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node")
+#: where a node stands in the model's source and module tree
+_PLACE = ("stack_trace", "nn_module_stack")
 
 
-def insert_quantize_dequantize(x: Node, spec: MXSpec) -> Node:
+def insert_quantize_dequantize(x: Node, spec: MXSpec, consumer: Node | None = None) -> Node:
     """Insert `quantize_mx -> getitem x2 -> dequantize_mx` after `x` and return the last node; users stay as they are.
 
-    `x` must carry `val` meta of a float tensor; the new nodes get `val` and x's place in the module tree.
+    `x` must carry `val` meta of a float tensor. The new nodes get `val` meta, and the place of `consumer` (or x) in the
+    source and the module tree: a pair belongs to the operator whose operand it quantizes.
     """
     graph, value = x.graph, x.meta["val"]
     axis = spec.axis % value.dim()
@@ -44,7 +45,7 @@ def insert_quantize_dequantize(x: Node, spec: MXSpec) -> Node:
         args = (data, scale, spec.element.name, spec.block_size, value.dtype, axis, *packed)
         dequantize = graph.call_function(ops.dequantize_mx, args)
     for node in (*created, dequantize):
-        node.meta.update({key: x.meta[key] for key in _INHERITED if key in x.meta})
+        node.meta.update({key: n.meta[key] for n in (x, consumer or x) for key in _PLACE if key in n.meta})
         node.meta["val"] = _value(node)
     dequantize.meta[SPEC_KEY] = spec.replace(axis=axis)
     return dequantize

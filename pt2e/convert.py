@@ -38,6 +38,7 @@ def convert_pt2e(model: GraphModule, fold_quantize: bool = True) -> GraphModule:
         converted = machinery.convert_pt2e(model, fold_quantize=False)
     finally:
         machinery.forget_models()
+    machinery.forget_prepared(converted)
     if fold_quantize:
         fold_weights(converted)
     _freeze(converted)

@@ -35,6 +35,7 @@ __all__ = [
     "Quantizer",
     "convert_pt2e",
     "forget_models",
+    "forget_prepared",
     "is_prepared",
     "prepare_pt2e",
     "prepare_qat_pt2e",
@@ -47,6 +48,11 @@ _PREPARED_KEY = "_observed_graph_module_attrs"
 def is_prepared(model: object) -> bool:
     """Whether torchao's convert takes `model`."""
     return _PREPARED_KEY in getattr(model, "meta", {})
+
+
+def forget_prepared(model: object) -> None:
+    """Take the mark of a prepared model away; torchao's convert leaves it."""
+    model.meta.pop(_PREPARED_KEY, None)
 
 
 def forget_models() -> None:

@@ -10,7 +10,7 @@ from pt2mx.errors import MXError
 from pt2mx.formats import MXSpec
 from pt2mx.functional import fake_quantize_mx
 from pt2mx.fx.quantize_dequantize import insert_quantize_dequantize
-from pt2mx.pt2e.machinery import FakeQuantizeBase, ObserverBase
+from pt2mx.pt2e.machinery import FakeQuantizeBase, ObserverBase, is_prepared
 from pt2mx.pt2e.qspec import spec_of_qscheme
 from pt2mx.statistics import QuantizationStatistics, quantization_sums
 
@@ -82,7 +82,7 @@ class MXObserver(ObserverBase):
     def convert(self, model: GraphModule, node: Node) -> None:
         """torchao's hook: replace the call of this module by a quantize/dequantize pair."""
         x = node.args[0]
-        dequantize = insert_quantize_dequantize(x, self.spec)
+        dequantize = insert_quantize_dequantize(x, self.spec, next(iter(node.users), None))
         if self.statistics is not None:
             dequantize.meta[STATISTICS_KEY] = self.statistics
         node.replace_all_uses_with(dequantize)
@@ -125,7 +125,7 @@ def _no_sums() -> dict[str, Tensor]:
 
 def _observers(model: nn.Module) -> list[MXObserver]:
     found = [module for module in model.modules() if isinstance(module, MXObserver)]
-    if not found:
+    if not found and not is_prepared(model):
         raise MXError("the model holds no MX observer: pass what prepare_pt2e or prepare_qat_pt2e returned")
     return found
 

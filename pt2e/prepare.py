@@ -59,13 +59,13 @@ def _prepare(model: GraphModule, quantizer: machinery.Quantizer, prepare: Callab
 def _check_exported(model: object) -> None:
     if isinstance(model, torch.export.ExportedProgram):
         raise MXError("expected a graph module, not an ExportedProgram: pass exported_program.module()")
+    if machinery.is_prepared(model):
+        raise MXError("the model is prepared already: calibrate or train it, then call convert_pt2e")
     if not isinstance(model, GraphModule) or not _is_exported(model):
         raise MXError(
             f"expected an exported graph, not {type(model).__name__}: "
             "pass torch.export.export(model, example_inputs).module()"
         )
-    if machinery.is_prepared(model):
-        raise MXError("the model is prepared already: calibrate or train it, then call convert_pt2e")
     if any(node.target is ops.dequantize_mx for node in model.graph.nodes):
         raise MXError("the model is converted already: prepare the exported float model instead")
     devices = sorted({str(t.device) for t in [*model.parameters(), *model.buffers()]})

@@ -101,8 +101,10 @@ def test_every_code_under_every_scale(name):
         [2.0 ** (b - 127) for b in range(256)], dtype=torch.float64
     ).unsqueeze(1)
     want[255] = math.nan
-    assert torch.equal(bits(got.nan_to_num(7.0, posinf=math.inf, neginf=-math.inf)[:, 1:]),
-                       bits(want.float().nan_to_num(7.0, posinf=math.inf, neginf=-math.inf)[:, 1:]))
+    assert torch.equal(
+        bits(got.nan_to_num(7.0, posinf=math.inf, neginf=-math.inf)[:, 1:]),
+        bits(want.float().nan_to_num(7.0, posinf=math.inf, neginf=-math.inf)[:, 1:]),
+    )
     assert torch.equal(got[:255, 0], torch.zeros(255)) and got[255, 0].isnan()
 
 

@@ -1,0 +1,34 @@
+import pytest
+
+from pt2mx import MXError, MXQuantizationConfig, MXSpec, get_default_mx_quantization_config
+
+
+def test_default_is_mxfp8_weights_and_activations():
+    config = get_default_mx_quantization_config()
+    assert config == MXQuantizationConfig(activation=MXSpec("fp8_e4m3"), weight=MXSpec("fp8_e4m3"))
+    assert config.output is None and config.bias is None and config.is_qat is False
+
+
+def test_weight_only_and_shared_modes():
+    config = get_default_mx_quantization_config("mxfp4", None, 16, scale_mode="rceil", is_qat=True)
+    assert config == MXQuantizationConfig(weight=MXSpec("fp4_e2m1", 16, scale_mode="rceil"), is_qat=True)
+
+
+def test_spellings_become_specs():
+    assert MXQuantizationConfig(weight="MXFP6[E3M2]{16}").weight == MXSpec("fp6_e3m2", 16)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: MXQuantizationConfig(weight="mxpf4"), "weight: .*did you mean 'mxfp4'"),
+        (lambda: MXQuantizationConfig(activation=7), "activation: "),
+        (lambda: MXQuantizationConfig(is_qat="yes"), "is_qat='yes' must be True or False"),
+        (lambda: get_default_mx_quantization_config("mxfp4", block_size=0), "block_size=0"),
+        (lambda: get_default_mx_quantization_config(scale_mod="floor"), "unknown argument 'scale_mod'"),
+        (lambda: get_default_mx_quantization_config(scale_mode="flor"), "did you mean 'floor'"),
+    ],
+)
+def test_bad_values(make, message):
+    with pytest.raises(MXError, match=message):
+        make()

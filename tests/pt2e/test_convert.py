@@ -1,0 +1,158 @@
+import copy
+import operator
+
+import pytest
+import torch
+from torch import nn
+
+import pt2mx
+from pt2mx import FORMATS, MXError, MXQuantizer, get_default_mx_quantization_config, ops
+from tests.pt2e.test_prepare import BATCH, INPUTS, QUANTIZER, Net, assert_unchanged, exported, snapshot
+
+
+def prepared(quantizer=QUANTIZER):
+    model = pt2mx.prepare_pt2e(exported(), quantizer)
+    model(*INPUTS)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", FORMATS)
+def test_equals_the_prepared_model_to_the_bit(name, dtype, quantize):
+    model, inputs = Net().eval().to(dtype), (INPUTS[0].to(dtype),)
+    quantizer = MXQuantizer().set_global(get_default_mx_quantization_config(name, name))
+    want, _, converted = quantize(torch.export.export(model, inputs), quantizer, inputs)
+    assert torch.equal(converted(*inputs), want) and want.dtype == dtype
+
+
+@pytest.mark.parametrize("fold", [True, False])
+def test_graph_is_pairs_for_activations_and_packed_buffers_for_weights(fold):
+    converted = pt2mx.convert_pt2e(prepared(), fold_quantize=fold)
+    quantizes = converted.graph.find_nodes(op="call_function", target=ops.quantize_mx)
+    dequantizes = converted.graph.find_nodes(op="call_function", target=ops.dequantize_mx)
+    assert (len(quantizes), len(dequantizes)) == (2 if fold else 4, 4)
+    for node in quantizes:
+        assert sorted(u.args[1] for u in node.users) == [0, 1]
+        assert all(u.target is operator.getitem for u in node.users)
+    for node in dequantizes:
+        assert {"val", "nn_module_stack", "stack_trace"} <= node.meta.keys()
+        (consumer,) = node.users
+        assert node.meta["nn_module_stack"] == consumer.meta["nn_module_stack"]
+    floats = {n for n, t in converted.state_dict().items() if t.dtype == torch.float32}
+    assert ("conv.weight" in floats) is not fold
+
+
+def test_float_originals_are_gone_and_nothing_requires_a_gradient():
+    converted = pt2mx.convert_pt2e(prepared())
+    state = converted.state_dict()
+    assert {n for n in state if state[n].dtype == torch.uint8} == {
+        "conv.weight_data", "conv.weight_scale", "fc.weight_data", "fc.weight_scale",
+    }  # fmt: skip
+    assert not any("weight" in n for n in state if state[n].dtype != torch.uint8)
+    assert not any(p.requires_grad for p in converted.parameters())
+
+
+def test_the_prepared_model_is_unchanged():
+    model = prepared()
+    before = snapshot(model)
+    pt2mx.convert_pt2e(model)
+    assert_unchanged(model, before)
+    assert torch.equal(pt2mx.convert_pt2e(model)(*INPUTS), pt2mx.convert_pt2e(model)(*INPUTS))
+
+
+def test_a_failed_convert_leaves_the_model_usable(monkeypatch):
+    model = prepared()
+    before = snapshot(model)
+
+    def fail(self, graph_module, node):
+        graph_module.graph.erase_node(list(graph_module.graph.nodes)[-1])
+        raise MXError("no")
+
+    with monkeypatch.context() as patch, pytest.raises(MXError, match="no"):
+        patch.setattr(pt2mx.MXObserver, "convert", fail)
+        pt2mx.convert_pt2e(model)
+    assert_unchanged(model, before)
+    assert pt2mx.convert_pt2e(model)(*INPUTS).shape == (2, 4)
+
+
+@pytest.mark.parametrize(
+    "model", [lambda: Net(), lambda: exported(), lambda: None, lambda: pt2mx.convert_pt2e(prepared())]
+)
+def test_what_was_not_prepared_is_refused(model):
+    with pytest.raises(MXError, match="expected a prepared model"):
+        pt2mx.convert_pt2e(model())
+
+
+def test_bad_fold_argument():
+    with pytest.raises(MXError, match="fold_quantize='yes'"):
+        pt2mx.convert_pt2e(prepared(), fold_quantize="yes")
+
+
+def test_exports_saves_and_loads(tmp_path, run_python):
+    converted = pt2mx.convert_pt2e(prepared())
+    program = torch.export.export(converted, INPUTS, dynamic_shapes=BATCH)
+    torch.export.save(program, tmp_path / "m.pt2")
+    want = converted(*INPUTS)
+    assert torch.equal(torch.export.load(tmp_path / "m.pt2").module()(*INPUTS), want)
+    torch.save((INPUTS, want), tmp_path / "io.pt")
+    code = """
+import torch, pt2mx
+inputs, want = torch.load("io.pt")
+print(torch.equal(torch.export.load("m.pt2").module()(*inputs), want))
+"""
+    assert run_python(code, cwd=tmp_path).split() == ["True"]
+
+
+def test_state_dict_and_deepcopy():
+    converted, want = pt2mx.convert_pt2e(prepared()), None
+    want = converted(*INPUTS)
+    copied = copy.deepcopy(converted)
+    assert torch.equal(copied(*INPUTS), want)
+    for buffer in copied.buffers():
+        buffer.zero_()
+    copied.load_state_dict(converted.state_dict())
+    assert torch.equal(copied(*INPUTS), want)
+
+
+def test_a_model_in_which_nothing_was_selected_converts_to_itself():
+    model = exported()
+    quantizer = MXQuantizer().set_operator_type("aten.bmm", get_default_mx_quantization_config())
+    with pytest.warns(UserWarning, match="matches no operator"):
+        converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(model, quantizer))
+    assert torch.allclose(converted(*INPUTS), model(*INPUTS), atol=1e-5)
+
+
+def test_compiles_with_gradients_on():
+    torch._dynamo.reset()
+    converted = pt2mx.convert_pt2e(prepared())
+    assert torch.is_grad_enabled()
+    assert torch.allclose(torch.compile(converted, backend="aot_eager")(*INPUTS), converted(*INPUTS), atol=1e-5)
+
+
+def test_an_uncalibrated_model_converts():
+    converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(exported(), QUANTIZER))
+    assert torch.equal(converted(*INPUTS), pt2mx.convert_pt2e(prepared())(*INPUTS))
+
+
+def test_written_buffers_are_not_folded(quantize):
+    class Cache(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("keys", torch.randn(4, 8))
+
+        def forward(self, x):
+            self.keys.add_(x)
+            return x @ self.keys.t()
+
+    inputs = (torch.randn(4, 8),)
+    model = torch.export.export(Cache().eval(), inputs)
+    prepared_model = pt2mx.prepare_pt2e(model.module(), QUANTIZER)
+    converted = pt2mx.convert_pt2e(prepared_model)
+    assert "keys" in converted.state_dict() and "keys_data" not in converted.state_dict()
+    pt2mx.enable_fake_quant(prepared_model)
+    for _ in range(3):
+        keys = converted.keys.clone()
+        got = converted(*inputs)
+        assert torch.equal(converted.keys, keys + inputs[0])
+        want = pt2mx.fake_quantize_mx(inputs[0], "mxfp8") @ pt2mx.fake_quantize_mx(converted.keys.t(), "mxfp8", axis=-2)
+        assert torch.equal(got, want)

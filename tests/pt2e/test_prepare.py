@@ -1,0 +1,202 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import pt2mx
+from pt2mx import MXError, MXFakeQuantize, MXObserver, MXQuantizer, get_default_mx_quantization_config
+
+QUANTIZER = MXQuantizer().set_global(get_default_mx_quantization_config())
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.bn = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+        self.fc = nn.Linear(8, 4)
+        with torch.no_grad():
+            self.bn.running_mean.normal_()
+            self.bn.running_var.uniform_(0.5, 2)
+
+    def forward(self, x):
+        return self.fc(torch.relu(self.bn(self.conv(x))).mean((2, 3)))
+
+
+INPUTS = (torch.randn(2, 3, 8, 8),)
+BATCH = ({0: torch.export.Dim("batch")},)
+
+
+def exported(model=None, inputs=INPUTS):
+    if model is None:
+        return torch.export.export(Net().eval(), INPUTS, dynamic_shapes=BATCH).module()
+    return torch.export.export(model.eval(), inputs).module()
+
+
+def snapshot(model):
+    return model.code, {n: (t.clone(), t.requires_grad) for n, t in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def assert_unchanged(model, before):
+    code, tensors = snapshot(model)
+    assert code == before[0] and tensors.keys() == before[1].keys()
+    for name, (value, requires_grad) in tensors.items():
+        assert torch.equal(value, before[1][name][0]) and requires_grad == before[1][name][1]
+
+
+def test_observers_pass_through_until_told_otherwise():
+    model = exported()
+    prepared = pt2mx.prepare_pt2e(model, QUANTIZER)
+    want = model(*INPUTS)
+    assert torch.allclose(prepared(*INPUTS), want, atol=1e-5)  # batch norm was folded
+    observers = [m for m in prepared.modules() if type(m) is MXObserver]
+    assert len(observers) == 4 and all(o.statistics is not None for o in observers)
+    pt2mx.enable_fake_quant(prepared)
+    quantized = prepared(*INPUTS)
+    assert not torch.allclose(quantized, want, atol=1e-3)
+    pt2mx.disable_fake_quant(prepared)
+    assert torch.allclose(prepared(*INPUTS), want, atol=1e-5)
+
+
+def test_the_callers_model_is_unchanged():
+    model = exported()
+    before, want = snapshot(model), model(*INPUTS)
+    prepared = pt2mx.prepare_pt2e(model, QUANTIZER)
+    prepared(*INPUTS)
+    pt2mx.convert_pt2e(prepared)
+    assert_unchanged(model, before)
+    assert torch.equal(model(*INPUTS), want)
+    assert not any("mx_reason" in n.meta or "quantization_annotation" in n.meta for n in model.graph.nodes)
+
+
+def test_a_failed_prepare_leaves_the_model_usable():
+    class Broken(MXQuantizer):
+        def annotate(self, model):
+            super().annotate(model)
+            for node in model.graph.nodes:
+                node.meta.clear()
+            raise MXError("no")
+
+    model = exported()
+    before = snapshot(model)
+    with pytest.raises(MXError, match="no"):
+        pt2mx.prepare_pt2e(model, Broken().set_global(get_default_mx_quantization_config()))
+    assert_unchanged(model, before)
+    assert pt2mx.prepare_pt2e(model, QUANTIZER)(*INPUTS).shape == (2, 4)
+
+
+def test_a_shared_weight_is_observed_once():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(8, 8, bias=False)
+            self.second = nn.Linear(8, 8, bias=False)
+            self.second.weight = self.first.weight
+
+        def forward(self, x):
+            return self.second(self.first(x))
+
+    inputs = (torch.randn(2, 8),)
+    prepared = pt2mx.prepare_pt2e(exported(Tied(), inputs), QUANTIZER)
+    assert len([m for m in prepared.modules() if isinstance(m, MXObserver)]) == 3
+    converted = pt2mx.convert_pt2e(prepared)
+    assert len([n for n in converted.state_dict() if n.endswith("_data")]) == 1
+
+
+def test_dead_code_is_not_quantized():
+    class Dead(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            self.unused(x)
+            return self.used(x)
+
+    inputs = (torch.randn(2, 8),)
+    prepared = pt2mx.prepare_pt2e(exported(Dead(), inputs), QUANTIZER)
+    assert len(pt2mx.quantization_report(prepared).operators) == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: Net(), "expected an exported graph, not Net: pass torch.export.export"),
+        (lambda: torch.export.export(Net().eval(), INPUTS), "pass exported_program.module()"),
+        (lambda: torch.fx.symbolic_trace(Net()), "expected an exported graph"),
+        (lambda: None, "expected an exported graph, not NoneType"),
+        (lambda: pt2mx.prepare_pt2e(exported(), QUANTIZER), "prepared already: calibrate"),
+        (lambda: pt2mx.prepare_qat_pt2e(exported(), QUANTIZER), "prepared already"),
+        (lambda: pt2mx.convert_pt2e(pt2mx.prepare_pt2e(exported(), QUANTIZER)), "converted already"),
+    ],
+)
+@pytest.mark.parametrize("prepare", [pt2mx.prepare_pt2e, pt2mx.prepare_qat_pt2e])
+def test_what_cannot_be_prepared(prepare, model, message):
+    with pytest.raises(MXError, match=message):
+        prepare(model(), QUANTIZER)
+
+
+def test_a_model_on_two_devices_is_refused_before_anything_happens():
+    model = exported()
+    model.fc.bias = nn.Parameter(torch.zeros(4, device="meta"))
+    with pytest.raises(MXError, match="spans the devices cpu, meta: move it to one device"):
+        pt2mx.prepare_pt2e(model, QUANTIZER)
+
+
+@pytest.mark.parametrize("quantizer", [None, "mxfp4", MXQuantizer])
+def test_what_is_no_quantizer(quantizer):
+    with pytest.raises(MXError, match="expected an MXQuantizer"):
+        pt2mx.prepare_pt2e(exported(), quantizer)
+
+
+def test_float64_is_refused_with_a_remedy():
+    model = exported(nn.Linear(4, 4).double(), (torch.randn(2, 4, dtype=torch.float64),))
+    before = snapshot(model)
+    with pytest.raises(MXError, match=r"linear computes in float64.*model.float\(\)"):
+        pt2mx.prepare_pt2e(model, QUANTIZER)
+    assert_unchanged(model, before)
+
+
+def test_qat_trains_and_its_config_needs_no_flag():
+    torch.manual_seed(0)
+    model = exported(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1)), (torch.randn(16, 8),))
+    prepared = pt2mx.prepare_qat_pt2e(model, QUANTIZER)
+    assert {type(m) for m in prepared.modules() if isinstance(m, MXObserver)} == {MXFakeQuantize}
+    x, y = torch.randn(16, 8), torch.randn(16, 1)
+    optimizer = torch.optim.Adam(prepared.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(50):
+        optimizer.zero_grad()
+        loss = (prepared(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.3 * losses[0]
+    converted = pt2mx.convert_pt2e(prepared)
+    assert torch.equal(converted(x), prepared(x))
+
+
+def test_qat_flag_of_the_config_serves_torchaos_own_prepare():
+    from torchao.quantization.pt2e.quantize_pt2e import prepare_qat_pt2e
+
+    quantizer = MXQuantizer().set_global(get_default_mx_quantization_config(is_qat=True))
+    prepared = prepare_qat_pt2e(exported(nn.Linear(4, 4), (torch.randn(2, 4),)), quantizer)
+    assert {type(m) for m in prepared.modules() if isinstance(m, MXObserver)} == {MXFakeQuantize}
+
+
+def test_state_dict_of_a_prepared_model():
+    prepared = pt2mx.prepare_pt2e(exported(), QUANTIZER)
+    prepared(*INPUTS)
+    pt2mx.enable_fake_quant(prepared)
+    other = pt2mx.prepare_pt2e(exported(), QUANTIZER)
+    other.load_state_dict(prepared.state_dict())
+    assert torch.equal(other(*INPUTS), prepared(*INPUTS))
+
+
+def test_deepcopy_of_a_prepared_model():
+    prepared = pt2mx.prepare_pt2e(exported(), QUANTIZER)
+    pt2mx.enable_fake_quant(prepared)
+    copied = copy.deepcopy(prepared)
+    assert torch.equal(copied(*INPUTS), prepared(*INPUTS))
+    assert torch.equal(pt2mx.convert_pt2e(copied)(*INPUTS), prepared(*INPUTS))

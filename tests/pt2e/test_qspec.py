@@ -1,0 +1,23 @@
+from torchao.quantization.pt2e.quantizer import QuantizationSpec
+
+from pt2mx import MXObserver, MXSpec
+from pt2mx.pt2e.qspec import mx_qspec, mx_spec
+
+
+def test_round_trip():
+    spec = MXSpec("fp6_e3m2", 16, 2, "rceil")
+    qspec = mx_qspec(spec, MXObserver)
+    assert isinstance(qspec, QuantizationSpec) and mx_spec(qspec) == spec
+
+
+def test_identity_tells_specs_apart_that_torchao_compares_as_equal():
+    base = MXSpec("fp4_e2m1", 32, 1)
+    for other in (MXSpec("fp6_e2m3", 32, 1), base.replace(axis=0), base.replace(block_size=16), base.replace(scale_mode="ceil")):  # fmt: skip
+        assert mx_qspec(base, MXObserver).qscheme != mx_qspec(other, MXObserver).qscheme
+
+
+def test_other_annotations_have_no_mx_spec():
+    import torch
+
+    assert mx_spec(QuantizationSpec(dtype=torch.int8, observer_or_fake_quant_ctr=MXObserver)) is None
+    assert mx_spec(None) is None

@@ -1,0 +1,185 @@
+import pytest
+import torch
+from torch import nn
+from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+from torchao.quantization.pt2e.quantizer import ComposableQuantizer
+
+import pt2mx
+from pt2mx import MXError, MXQuantizationConfig, MXQuantizer, get_default_mx_quantization_config
+
+FP8 = get_default_mx_quantization_config()
+FP4 = MXQuantizationConfig(weight="mxfp4")
+INT8 = MXQuantizationConfig(weight="mxint8")
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return torch.bmm(self.q_proj(x), self.k_proj(x).transpose(1, 2)) @ x
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.lm_head = nn.Linear(32, 8)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(x)
+
+
+INPUTS = (torch.randn(2, 4, 32),)
+
+
+def exported():
+    return torch.export.export(Model().eval(), INPUTS).module()
+
+
+def specs(quantizer):
+    """Operator's place -> the specs of its operands, first letter first: "fp8/fp4"."""
+    report = pt2mx.quantization_report(pt2mx.prepare_pt2e(exported(), quantizer))
+    return {
+        f"{o.module}:{o.operator.removeprefix('aten.')}": "/".join(
+            p.spec.removeprefix("mx").split("{")[0] if p.spec else "-" for p in o.operands if p.role != "bias"
+        )
+        for o in report.operators
+    }
+
+
+def test_global():
+    assert set(specs(MXQuantizer().set_global(FP8)).values()) == {"fp8_e4m3/fp8_e4m3"}
+
+
+def test_module_name_is_the_qualified_name_of_a_module_or_of_one_around():
+    got = specs(MXQuantizer().set_module_name("layers.0.q_proj", FP4).set_module_name("layers.1", FP8))
+    assert got["layers.0.q_proj:linear"] == "-/fp4_e2m1"
+    assert got["layers.0.k_proj:linear"] == "-/-" and got["lm_head:linear"] == "-/-"
+    assert got["layers.1.q_proj:linear"] == got["layers.1:bmm"] == "fp8_e4m3/fp8_e4m3"
+
+
+def test_the_innermost_module_wins_whatever_the_order():
+    for names in (("layers.0", "layers.0.q_proj"), ("layers.0.q_proj", "layers.0")):
+        quantizer = MXQuantizer()
+        for name in names:
+            quantizer.set_module_name(name, FP4 if name.endswith("q_proj") else FP8)
+        got = specs(quantizer)
+        assert got["layers.0.q_proj:linear"] == "-/fp4_e2m1"
+        assert got["layers.0.k_proj:linear"] == "fp8_e4m3/fp8_e4m3"
+
+
+def test_regex_matches_whole_names_and_the_first_that_was_set_wins():
+    quantizer = MXQuantizer().set_global(FP8)
+    quantizer.set_module_name_regex(r".*lm_head", None).set_module_name_regex(r"layers\.\d+\.q.*", FP4)
+    quantizer.set_module_name_regex(r"layers.*", INT8)
+    got = specs(quantizer)
+    assert got["lm_head:linear"] == "-/-"
+    assert got["layers.1.q_proj:linear"] == "-/fp4_e2m1" and got["layers.1.k_proj:linear"] == "-/int8"
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, "torch.nn.Linear", "torch.nn.modules.linear.Linear", "Linear"])
+def test_module_type(kind):
+    got = specs(MXQuantizer().set_module_type(kind, FP4))
+    assert got["layers.0.q_proj:linear"] == "-/fp4_e2m1" and got["layers.0:bmm"] == "-/-"
+
+
+@pytest.mark.parametrize("operator", [torch.ops.aten.bmm.default, torch.ops.aten.bmm, "aten.bmm", "aten.bmm.default"])
+def test_operator_type(operator):
+    got = specs(MXQuantizer().set_operator_type(operator, FP8))
+    assert got["layers.0:bmm"] == "fp8_e4m3/fp8_e4m3" and got["layers.0:matmul"] == "-/-"
+
+
+def test_filter_function():
+    quantizer = MXQuantizer().set_global(FP8).set_filter_function(lambda node: "bmm" in node.name)
+    got = specs(quantizer)
+    assert got["layers.0:bmm"] == "fp8_e4m3/fp8_e4m3" and got["lm_head:linear"] == "-/-"
+    assert specs(quantizer.set_filter_function(None))["lm_head:linear"] == "fp8_e4m3/fp8_e4m3"
+
+
+def test_precedence():
+    """Filter, exact name, regex, type, operator, global: each setting is beaten by the one before it."""
+    quantizer = MXQuantizer().set_global(MXQuantizationConfig(weight="mxfp8_e5m2"))
+    place = "lm_head:linear"
+    assert specs(quantizer)[place] == "-/fp8_e5m2"
+    assert (
+        specs(quantizer.set_operator_type("aten.linear", MXQuantizationConfig(weight="mxfp6_e3m2")))[place]
+        == "-/fp6_e3m2"
+    )
+    assert specs(quantizer.set_module_type(nn.Linear, MXQuantizationConfig(weight="mxfp6_e2m3")))[place] == "-/fp6_e2m3"
+    assert specs(quantizer.set_module_name_regex("lm_.*", FP4))[place] == "-/fp4_e2m1"
+    assert specs(quantizer.set_module_name("lm_head", INT8))[place] == "-/int8"
+    assert specs(quantizer.set_filter_function(lambda node: False))[place] == "-/-"
+
+
+def test_reasons_for_what_is_left_alone():
+    quantizer = MXQuantizer().set_global(FP4).set_module_name("lm_head", None).set_module_type("Layer", FP8)
+    quantizer.set_filter_function(lambda node: node.name != "linear_1")
+    report = pt2mx.quantization_report(pt2mx.prepare_pt2e(exported(), quantizer))
+    reasons = {o.name: o.reason for o in report.operators}
+    assert reasons["linear_4"] == "excluded by module_name 'lm_head'"
+    assert reasons["linear_1"] == "excluded by the filter function"
+    assert reasons["linear"] is None
+    alone = pt2mx.quantization_report(pt2mx.prepare_pt2e(exported(), MXQuantizer().set_module_name("lm_head", FP4)))
+    assert {o.reason for o in alone.operators if o.module != "lm_head"} == {"no setting matches it"}
+    weight_only = pt2mx.quantization_report(pt2mx.prepare_pt2e(exported(), MXQuantizer().set_global(FP4)))
+    assert {o.reason for o in weight_only.operators if o.operator == "aten.bmm"} == {
+        "the config names no spec for its operands"
+    }
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (("module_name", "layers.0.qproj"), "module_name 'layers.0.qproj' matches no operator.*'layers.0.q_proj'"),
+        (("module_name_regex", ".*foo"), "module_name_regex '.*foo' matches no operator"),
+        (("module_type", "Liner"), "module_type 'Liner' matches no operator.*'Linear'"),
+        (("operator_type", "aten.conv2d"), "operator_type 'aten.conv2d' matches no operator"),
+    ],
+)
+def test_a_setting_that_matches_nothing_is_reported(setting, message):
+    kind, key = setting
+    quantizer = MXQuantizer().set_global(FP8)
+    getattr(quantizer, f"set_{kind}")(key, FP4)
+    with pytest.warns(UserWarning, match=message):
+        pt2mx.prepare_pt2e(exported(), quantizer)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda q: q.set_global("mxfp4"), "expected an MXQuantizationConfig or None, not 'mxfp4'"),
+        (lambda q: q.set_module_name("", FP4), "module_name must be a string"),
+        (lambda q: q.set_module_name(nn.Linear, FP4), "module_name must be a string"),
+        (lambda q: q.set_module_name_regex("(", FP4), "no regular expression"),
+        (lambda q: q.set_module_name_regex(None, FP4), "no regular expression"),
+        (lambda q: q.set_operator_type("aten.bm", FP4), "did you mean 'aten.bmm'"),
+        (lambda q: q.set_operator_type(torch.ops.aten.relu.default, FP4), "'aten.relu' cannot be quantized"),
+        (lambda q: q.set_filter_function("conv"), "must be a function"),
+    ],
+)
+def test_bad_settings(make, message):
+    with pytest.raises(MXError, match=message):
+        make(MXQuantizer())
+
+
+def test_works_with_torchaos_own_functions():
+    """Without what pt2mx's wrappers add: weights stay float and are quantized at run time."""
+    prepared = prepare_pt2e(exported(), MXQuantizer().set_global(FP8))
+    ours = pt2mx.prepare_pt2e(exported(), MXQuantizer().set_global(FP8))
+    pt2mx.enable_fake_quant(ours)
+    torch.manual_seed(3)
+    x = torch.randn(2, 4, 32)
+    ours.load_state_dict(prepared.state_dict(), strict=False)
+    pt2mx.enable_fake_quant(ours)
+    converted = convert_pt2e(prepared, fold_quantize=False)
+    assert torch.equal(converted(x), ours(x))
+
+
+def test_inside_a_composable_quantizer():
+    both = ComposableQuantizer([MXQuantizer().set_module_name("lm_head", FP4), MXQuantizer().set_global(FP8)])
+    got = specs(both)
+    assert got["lm_head:linear"] == "-/fp4_e2m1" and got["layers.0:bmm"] == "fp8_e4m3/fp8_e4m3"

@@ -1,0 +1,117 @@
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import pt2mx
+from pt2mx import MXError, MXQuantizationConfig, MXQuantizer, quantization_report
+from pt2mx.statistics import QuantizationStatistics, quantization_sums
+from tests.pt2e.test_prepare import INPUTS, Net, exported
+
+CONFIG = MXQuantizationConfig(weight="mxfp4", activation="mxfp8")
+
+
+def models():
+    prepared = pt2mx.prepare_pt2e(exported(), MXQuantizer().set_global(CONFIG).set_module_name("conv", None))
+    prepared(*INPUTS)
+    return prepared, pt2mx.convert_pt2e(prepared)
+
+
+@pytest.mark.parametrize("which", ["prepared", "converted"])
+def test_every_operator_its_specs_statistics_bytes_and_reasons(which):
+    report = quantization_report(models()[which == "converted"])
+    conv, linear = report.operators
+    assert (conv.module, conv.operator, conv.quantized) == ("conv", "aten.conv2d", False)
+    assert conv.reason == "excluded by module_name 'conv'"
+    assert [(o.role, o.spec, o.bytes_before, o.bytes_after) for o in linear.operands] == [
+        ("activation", "mxfp8_e4m3{32}", 0, 0),
+        ("weight", "mxfp4_e2m1{32}", 4 * 8 * 4, 4 * (4 + 1)),
+        ("bias", None, 16, 16),
+    ]
+    assert linear.reason is None and linear.quantized
+    weight = [p for n, p in exported().named_parameters() if n == "fc.weight"][0]
+    assert isinstance(linear.operands[1].statistics, QuantizationStatistics)
+    assert linear.operands[1].statistics.values == weight.numel() == 32
+    assert linear.operands[0].statistics.values == 2 * 8
+
+
+def test_prepared_and_converted_reports_agree():
+    prepared, converted = (quantization_report(m) for m in models())
+    assert prepared.operators == converted.operators or [o.operands for o in prepared.operators] == [
+        o.operands for o in converted.operators
+    ]
+    assert (prepared.values, prepared.bytes_before, prepared.bytes_after) == (
+        converted.values, converted.bytes_before, converted.bytes_after,
+    )  # fmt: skip
+    held = sum(t.nbytes for t in models()[1].state_dict().values())
+    assert converted.bytes_after == held
+    assert converted.effective_bits == 8 * held / converted.values
+
+
+def test_statistics_are_those_of_the_tensor():
+    torch.manual_seed(0)
+    layer, inputs = nn.Linear(64, 8).eval(), (torch.randn(4, 64),)
+    prepared = pt2mx.prepare_pt2e(torch.export.export(layer, inputs).module(), MXQuantizer().set_global(CONFIG))
+    prepared(*inputs)
+    operands = quantization_report(pt2mx.convert_pt2e(prepared)).operators[0].operands
+    for operand, tensor, spec in zip(operands, (inputs[0], layer.weight), ("mxfp8", "mxfp4"), strict=False):
+        sums = quantization_sums(tensor.detach(), pt2mx.parse(spec))
+        assert operand.statistics == QuantizationStatistics.from_sums(sums)
+
+
+def test_a_re_exported_model_still_tells_its_specs():
+    _, converted = models()
+    again = torch.export.export(converted, INPUTS).module()
+    linear = quantization_report(again).operators[1]
+    assert [o.spec for o in linear.operands] == ["mxfp8_e4m3{32}", "mxfp4_e2m1{32}", None]
+    assert linear.operands[0].statistics is None
+    assert quantization_report(again).effective_bits == quantization_report(converted).effective_bits
+
+
+def test_shared_weights_are_counted_once():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(16, 32)
+            self.head = nn.Linear(32, 16, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, x):
+            return self.head(self.embedding(x))
+
+    inputs = (torch.tensor([[1, 2]]),)
+    model = torch.export.export(Tied().eval(), inputs).module()
+    prepared = pt2mx.prepare_pt2e(model, MXQuantizer().set_global(CONFIG))
+    for report in (quantization_report(prepared), quantization_report(pt2mx.convert_pt2e(prepared))):
+        assert (report.bytes_before, report.bytes_after, report.values) == (16 * 32 * 4, 16 * 17, 16 * 32)
+
+
+def test_table_and_json(tmp_path):
+    report = quantization_report(models()[1])
+    lines = report.to_table().splitlines()
+    assert lines[0].split() == [
+        "module",
+        "operator",
+        "activation",
+        "weight",
+        "SQNR",
+        "a",
+        "SQNR",
+        "w",
+        "bytes",
+        "after",
+    ]
+    assert lines[1].startswith("conv") and lines[1].endswith("excluded by module_name 'conv'")
+    assert lines[2].split()[:4] == ["fc", "aten.linear", "mxfp8_e4m3{32}", "mxfp4_e2m1{32}"]
+    assert lines[-1].startswith("1 of 2 operators quantized; parameters ")
+    read = json.loads(report.to_json(tmp_path / "r.json"))
+    assert read == json.loads((tmp_path / "r.json").read_text())
+    assert read["effective_bits"] == report.effective_bits
+    assert read["operators"][1]["operands"][1]["spec"] == "mxfp4_e2m1{32}"
+
+
+@pytest.mark.parametrize("model", [None, Net()])
+def test_other_objects_are_refused(model):
+    with pytest.raises(MXError, match="expected a prepared or converted graph module"):
+        quantization_report(model)
