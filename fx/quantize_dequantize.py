@@ -7,8 +7,8 @@ from torch.fx import Node
 
 from pt2mx import ops
 from pt2mx.formats import MXSpec
-from pt2mx.functional import operator_modes
 from pt2mx.kernels.packing import is_packed
+from pt2mx.ops import operator_modes
 
 #: meta key of a `dequantize_mx` node: the spec of its pair
 SPEC_KEY = "mx_spec"

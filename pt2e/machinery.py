@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def _without_log_warnings():
+def without_log_warnings():
+    """No log message below an error, for imports that talk."""
     previous = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -18,7 +19,7 @@ def _without_log_warnings():
         logging.disable(previous)
 
 
-with _without_log_warnings():
+with without_log_warnings():
     import torchao
     from torch.ao.quantization.fx import utils as torch_fx_utils
     from torchao.quantization.pt2e import FakeQuantizeBase, ObserverBase
@@ -39,6 +40,7 @@ __all__ = [
     "is_prepared",
     "prepare_pt2e",
     "prepare_qat_pt2e",
+    "without_log_warnings",
 ]
 
 #: meta key by which torchao recognizes a prepared model

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pt2mx.errors import MXError, nearest
+from pt2mx.pt2e.machinery import without_log_warnings
 
 #: positional or keyword arguments of one call
 Batch = tuple | dict
@@ -150,9 +151,9 @@ def _hugging_face(name: str) -> LoadedModel:
         module = _from_pretrained(getattr(transformers, architecture, transformers.AutoModel), name)
     except (OSError, ValueError) as error:
         raise MXError(
-            f"cannot load {name!r} as a Hugging Face checkpoint (a local folder works offline): {error}"
+            f"{name!r} is no Hugging Face checkpoint that can be loaded (a local folder works offline): {error}"
         ) from None
-    module.config.return_dict = False
+    module.register_forward_hook(lambda module, inputs, output: output.to_tuple())  # loads without transformers
     if hasattr(module.config, "use_cache"):
         module.config.use_cache = False  # a cache is no tensor, and export takes tensors
     batches = _hugging_face_batches(transformers, module.eval(), name)
@@ -243,8 +244,14 @@ def import_extra(package: str, extra: str) -> object:
     if importlib.util.find_spec(package) is None:
         raise MXError(f"{package} is not installed: pip install 'pt2mx[{extra}]'")
     _define_torchvision_operators()
-    return importlib.import_module(package)
+    with without_log_warnings():
+        for module in _LAZY.get(package, ()):
+            importlib.import_module(module)
+        return importlib.import_module(package)
 
+
+#: what a package imports on first use only, and with it parts of torchao that log
+_LAZY = {"transformers": ("transformers.models.auto.modeling_auto", "transformers.modeling_utils")}
 
 _torchvision_schemas: torch.library.Library | None = None
 

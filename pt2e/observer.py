@@ -42,11 +42,13 @@ class MXObserver(ObserverBase):
         self.spec: MXSpec = spec_of_qscheme(qscheme)
         self.fake_quant_enabled = fake_quant
         self.observer_enabled = observe
+        self.observe_once = False  # set for constant tensors: every batch would show the same
+        self._observed = False
         for name, value in _no_sums().items():
             self.register_buffer(name, value)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.observer_enabled:
+        if self.observer_enabled and not (self.observe_once and self._observed):
             self._observe(x.detach())
         return fake_quantize_mx(x, self.spec) if self.fake_quant_enabled else x
 
@@ -54,6 +56,7 @@ class MXObserver(ObserverBase):
     def _observe(self, x: Tensor) -> None:
         for name, value in quantization_sums(x, self.spec).items():
             getattr(self, name).add_(value)
+        self._observed = True
 
     @property
     def statistics(self) -> QuantizationStatistics | None:
@@ -63,6 +66,7 @@ class MXObserver(ObserverBase):
     def reset_statistics(self) -> None:
         for name in _no_sums():
             getattr(self, name).zero_()
+        self._observed = False
 
     def enable_fake_quant(self, enabled: bool = True) -> None:
         self.fake_quant_enabled = bool(enabled)

@@ -10,8 +10,9 @@ from torch.fx import GraphModule
 
 from pt2mx import ops
 from pt2mx.errors import MXError
-from pt2mx.functional import operator_modes
+from pt2mx.fx.constants import is_constant
 from pt2mx.fx.copy import copy_sharing_tensors
+from pt2mx.ops import operator_modes
 from pt2mx.pt2e import machinery
 from pt2mx.pt2e.observer import MXFakeQuantize, MXObserver
 
@@ -31,7 +32,12 @@ def prepare_pt2e(model: GraphModule, quantizer: machinery.Quantizer) -> GraphMod
     Raises:
         MXError: where `model` is no exported graph, is prepared or converted already, or spans several devices.
     """
-    return _prepare(model, quantizer, machinery.prepare_pt2e)
+    prepared = _prepare(model, quantizer, machinery.prepare_pt2e)
+    for node in prepared.graph.find_nodes(op="call_module"):
+        observer = prepared.get_submodule(node.target)
+        if isinstance(observer, MXObserver):
+            observer.observe_once = is_constant(node.args[0])
+    return prepared
 
 
 def prepare_qat_pt2e(model: GraphModule, quantizer: machinery.Quantizer) -> GraphModule:

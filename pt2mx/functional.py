@@ -88,9 +88,4 @@ def _spec(elem_dtype: object, **fields: object) -> MXSpec:
 
 def _modes(elem_dtype: object, *fields: object) -> tuple[str, int, int, str, str]:
     names = ("block_size", "axis", "scale_mode", "rounding")
-    return operator_modes(_spec(elem_dtype, **dict(zip(names, fields, strict=True))))
-
-
-def operator_modes(spec: MXSpec) -> tuple[str, int, int, str, str]:
-    """The arguments by which the operators take `spec`."""
-    return spec.element.name, spec.block_size, spec.axis, spec.scale_mode, spec.rounding
+    return ops.operator_modes(_spec(elem_dtype, **dict(zip(names, fields, strict=True))))

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from pt2mx.errors import MXError
 from pt2mx.formats import MXSpec
 from pt2mx.kernels import reference
+from pt2mx.kernels.chunks import by_chunks
 from pt2mx.kernels.packing import is_packed, packed_length, unpacked_length
 
 #: dtypes that can be quantized, and dequantized to
@@ -36,6 +37,11 @@ def check_input(x: Tensor, *modes: object) -> MXSpec:
         )
     spec = _make_spec(*modes)
     return spec.replace(axis=_dimension(spec.axis, x))
+
+
+def operator_modes(spec: MXSpec) -> tuple[str, int, int, str, str]:
+    """The arguments by which the operators take `spec`."""
+    return spec.element.name, spec.block_size, spec.axis, spec.scale_mode, spec.rounding
 
 
 def check_packed(
@@ -80,8 +86,7 @@ def _resized(x: Tensor, axis: int, size: int) -> list[int]:
 
 def _quantize(x: Tensor, *modes: object) -> tuple[Tensor, Tensor]:
     spec = check_input(x, *modes)
-    scale, data = reference.quantize(torch.atleast_1d(x), spec)
-    return scale.contiguous(), data.contiguous()
+    return by_chunks(lambda x: reference.quantize(x, spec), spec.axis, torch.atleast_1d(x))
 
 
 def _quantize_fake(x: Tensor, *modes: object) -> tuple[Tensor, Tensor]:
@@ -117,7 +122,11 @@ def _dequantize(
     length: int | None = None,
 ) -> Tensor:
     spec, length = check_packed(data, scale, elem, block_size, target_dtype, block_dim, length)
-    return reference.dequantize(data, scale, spec, target_dtype, length).contiguous()
+
+    def kernel(data: Tensor, scale: Tensor) -> tuple[Tensor]:
+        return (reference.dequantize(data, scale, spec, target_dtype, length),)
+
+    return by_chunks(kernel, spec.axis, data, scale)[0]
 
 
 def _dequantize_fake(
@@ -135,7 +144,8 @@ def _dequantize_fake(
 
 def _fake_quantize(x: Tensor, *modes: object) -> Tensor:
     spec = check_input(x, *modes)
-    return reference.fake_quantize(torch.atleast_1d(x), spec).reshape(x.shape).contiguous()
+    (y,) = by_chunks(lambda x: (reference.fake_quantize(x, spec),), spec.axis, torch.atleast_1d(x))
+    return y.reshape(x.shape)
 
 
 def _fake_quantize_fake(x: Tensor, *modes: object) -> Tensor:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from pt2mx.formats import MXSpec
-from pt2mx.functional import dequantize_mx, quantize_mx
-
-NAN_SCALE = 0xFF
+from pt2mx.functional import fake_quantize_mx
+from pt2mx.kernels.chunks import split
+from pt2mx.kernels.reference import NAN_SCALE, scales
 
 
 def quantization_sums(x: Tensor, spec: MXSpec) -> dict[str, Tensor]:
@@ -23,19 +23,24 @@ def quantization_sums(x: Tensor, spec: MXSpec) -> dict[str, Tensor]:
         of |x| above the largest value of its block), `flushed` (count of x != 0 that became 0), and `exponents`:
         (256,) blocks of each scale byte. Counts are int64, powers float64.
     """
-    scale, data = quantize_mx(x, spec)
-    length = x.shape[spec.axis] if x.dim() else 1
-    y = dequantize_mx(data, scale, spec, length=length).reshape(x.shape)
+    x = torch.atleast_1d(x)
+    spec = spec.replace(axis=spec.axis % x.dim())
+    _, slices = split(spec.axis, x)
+    parts = [_sums(part, spec) for (part,) in slices]
+    return {name: sum(part[name] for part in parts) for name in parts[0]}
+
+
+def _sums(x: Tensor, spec: MXSpec) -> dict[str, Tensor]:
+    y, scale = fake_quantize_mx(x, spec), scales(x, spec)
     # in float64, where 2**-127 is no subnormal and max * 2**127 no Inf
     limits = torch.tensor([spec.element.max_normal * 2.0 ** (byte - 127) for byte in range(256)], dtype=torch.float64)
     limit = limits.to(x.device)[scale.to(torch.int64)].repeat_interleave(spec.block_size, spec.axis)
-    limit = limit.narrow(spec.axis, 0, length).reshape(x.shape)
     wide = x.double()
     return {
         "values": torch.tensor(x.numel(), device=x.device),
         "signal": wide.square().sum(),
         "noise": (wide - y.double()).square().sum(),
-        "saturated": (wide.abs() > limit).sum(),
+        "saturated": (wide.abs() > limit.narrow(spec.axis, 0, x.shape[spec.axis])).sum(),
         "flushed": ((x != 0) & (y == 0)).sum(),
         "exponents": torch.bincount(scale.flatten().to(torch.int64), minlength=256),
     }

@@ -18,7 +18,7 @@ from pt2mx.kernels.packing import pack, pad_axis, unpack
 _BIAS = 127  # of fp32 and of E8M0
 _MANTISSA = 0x7FFFFF
 _INF = 0x7F800000
-_NAN_SCALE = 0xFF
+NAN_SCALE = 0xFF
 
 Narrow = Callable[[Tensor, int, int, int], Tensor]
 
@@ -28,8 +28,12 @@ def quantize(x: Tensor, spec: MXSpec, narrow: Narrow = torch.narrow) -> tuple[Te
     exponent, finite, elements = _quantize_blocks(x, spec)
     codes = encode(torch.where(finite, elements, 0.0), spec.element)
     codes = _from_blocks(codes, spec, x.shape[spec.axis], narrow)
-    scale = torch.where(finite, exponent + _BIAS, _NAN_SCALE).to(torch.uint8).squeeze(spec.axis + 1)
-    return scale, pack(codes, spec.axis, spec.element.bits)
+    return _scale_bytes(exponent, finite, spec), pack(codes, spec.axis, spec.element.bits)
+
+
+def scales(x: Tensor, spec: MXSpec) -> Tensor:
+    """x: (..., n, ...) -> the scales that `quantize` gives, (..., ceil(n / block), ...) uint8, without the codes."""
+    return _scale_bytes(*shared_exponent(_to_blocks(x.to(torch.float32), spec), spec), spec)
 
 
 def dequantize(
@@ -39,7 +43,7 @@ def dequantize(
     codes = unpack(data, spec.axis, spec.element.bits).narrow(spec.axis, 0, length)
     blocks = decode(_to_blocks(codes, spec), spec.element)  # (..., blocks, block, ...)
     scale = scale.to(torch.int32).unsqueeze(spec.axis + 1)
-    values = _scale_by_pow2(blocks, scale - _BIAS, scale != _NAN_SCALE)
+    values = _scale_by_pow2(blocks, scale - _BIAS, scale != NAN_SCALE)
     return _from_blocks(values.to(dtype), spec, length, narrow)
 
 
@@ -130,6 +134,10 @@ def _from_blocks(blocks: Tensor, spec: MXSpec, length: int, narrow: Narrow) -> T
 def _pow2(exponent: Tensor) -> Tensor:
     """2**exponent in fp32; exponent: int32 in [-126, 127]."""
     return ((exponent + _BIAS) << 23).view(torch.float32)
+
+
+def _scale_bytes(exponent: Tensor, finite: Tensor, spec: MXSpec) -> Tensor:
+    return torch.where(finite, exponent + _BIAS, NAN_SCALE).to(torch.uint8).squeeze(spec.axis + 1)
 
 
 def _scale_by_pow2(x: Tensor, exponent: Tensor, finite: Tensor) -> Tensor:

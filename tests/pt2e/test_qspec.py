@@ -1,3 +1,4 @@
+import torch
 from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
 from pt2mx import MXObserver, MXSpec
@@ -12,12 +13,11 @@ def test_round_trip():
 
 def test_identity_tells_specs_apart_that_torchao_compares_as_equal():
     base = MXSpec("fp4_e2m1", 32, 1)
-    for other in (MXSpec("fp6_e2m3", 32, 1), base.replace(axis=0), base.replace(block_size=16), base.replace(scale_mode="ceil")):  # fmt: skip
+    changes = ({"element": "fp6_e2m3"}, {"axis": 0}, {"block_size": 16}, {"scale_mode": "ceil"})
+    for other in (base.replace(**change) for change in changes):
         assert mx_qspec(base, MXObserver).qscheme != mx_qspec(other, MXObserver).qscheme
 
 
 def test_other_annotations_have_no_mx_spec():
-    import torch
-
     assert mx_spec(QuantizationSpec(dtype=torch.int8, observer_or_fake_quant_ctr=MXObserver)) is None
     assert mx_spec(None) is None

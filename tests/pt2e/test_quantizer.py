@@ -102,17 +102,17 @@ def test_filter_function():
 
 def test_precedence():
     """Filter, exact name, regex, type, operator, global: each setting is beaten by the one before it."""
-    quantizer = MXQuantizer().set_global(MXQuantizationConfig(weight="mxfp8_e5m2"))
-    place = "lm_head:linear"
-    assert specs(quantizer)[place] == "-/fp8_e5m2"
-    assert (
-        specs(quantizer.set_operator_type("aten.linear", MXQuantizationConfig(weight="mxfp6_e3m2")))[place]
-        == "-/fp6_e3m2"
-    )
-    assert specs(quantizer.set_module_type(nn.Linear, MXQuantizationConfig(weight="mxfp6_e2m3")))[place] == "-/fp6_e2m3"
-    assert specs(quantizer.set_module_name_regex("lm_.*", FP4))[place] == "-/fp4_e2m1"
-    assert specs(quantizer.set_module_name("lm_head", INT8))[place] == "-/int8"
-    assert specs(quantizer.set_filter_function(lambda node: False))[place] == "-/-"
+    quantizer = MXQuantizer()
+    steps = [
+        (lambda q: q.set_global(MXQuantizationConfig(weight="mxfp8_e5m2")), "-/fp8_e5m2"),
+        (lambda q: q.set_operator_type("aten.linear", MXQuantizationConfig(weight="mxfp6_e3m2")), "-/fp6_e3m2"),
+        (lambda q: q.set_module_type(nn.Linear, MXQuantizationConfig(weight="mxfp6_e2m3")), "-/fp6_e2m3"),
+        (lambda q: q.set_module_name_regex("lm_.*", FP4), "-/fp4_e2m1"),
+        (lambda q: q.set_module_name("lm_head", INT8), "-/int8"),
+        (lambda q: q.set_filter_function(lambda node: False), "-/-"),
+    ]
+    for step, want in steps:
+        assert specs(step(quantizer))["lm_head:linear"] == want
 
 
 def test_reasons_for_what_is_left_alone():

@@ -30,7 +30,7 @@ def test_every_operator_its_specs_statistics_bytes_and_reasons(which):
         ("bias", None, 16, 16),
     ]
     assert linear.reason is None and linear.quantized
-    weight = [p for n, p in exported().named_parameters() if n == "fc.weight"][0]
+    weight = exported().get_parameter("fc.weight")
     assert isinstance(linear.operands[1].statistics, QuantizationStatistics)
     assert linear.operands[1].statistics.values == weight.numel() == 32
     assert linear.operands[0].statistics.values == 2 * 8

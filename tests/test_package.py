@@ -1,0 +1,89 @@
+"""What is installed: a wheel with one top-level package, and no import against the direction of the layers."""
+
+import ast
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import pt2mx
+
+ROOT = Path(__file__).parent.parent
+LAYERS = {"pt2mx": ROOT / "pt2mx", "pt2mx.fx": ROOT / "fx", "pt2mx.pt2e": ROOT / "pt2e"}
+
+
+def imports(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def test_dependencies_point_one_way():
+    allowed_above = {"__init__.py", "__main__.py"}  # the flat API and the command
+    for path in LAYERS["pt2mx"].rglob("*.py"):
+        if path.name not in allowed_above or path.parent != LAYERS["pt2mx"]:
+            assert not any(n.startswith(("pt2mx.fx", "pt2mx.pt2e")) for n in imports(path)), path
+    for path in LAYERS["pt2mx.fx"].rglob("*.py"):
+        assert not any(n.startswith(("pt2mx.pt2e", "torchao")) for n in imports(path)), path
+
+
+def test_one_file_of_the_flow_imports_torchao():
+    for path in LAYERS["pt2mx.pt2e"].rglob("*.py"):
+        if path.name != "machinery.py":
+            assert not any(n.startswith(("torchao", "torch.ao")) for n in imports(path)), path
+
+
+def test_flat_api():
+    assert sorted(pt2mx.__all__) == pt2mx.__all__ or len(set(pt2mx.__all__)) == len(pt2mx.__all__)
+    assert all(hasattr(pt2mx, name) for name in pt2mx.__all__)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    for name in ("pyproject.toml", "README.md", "LICENSE", "pt2mx", "fx", "pt2e", "configs"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        source.mkdir(exist_ok=True)
+        copy(ROOT / name, source / name)
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return next(folder.glob("*.whl"))
+
+
+def test_wheel_holds_one_top_level_package(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names} == {"pt2mx", f"pt2mx-{wheel.name.split('-')[1]}.dist-info"}
+    for expected in (
+        "py.typed",
+        "fx/fold_weights.py",
+        "pt2e/sentences.txt",
+        "configs/mxfp4.yaml",
+        "kernels/reference.py",
+    ):
+        assert f"pt2mx/{expected}" in names
+
+
+def test_wheel_installed_elsewhere_runs_the_demo(wheel, tmp_path):
+    target = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(target)
+    code = f"""
+import sys
+sys.meta_path = [f for f in sys.meta_path if "editable" not in getattr(f, "__module__", "") + str(f)]
+sys.path.insert(0, {str(target)!r})
+import pt2mx, pt2mx.fx, pt2mx.configs
+assert pt2mx.__file__.startswith({str(target)!r}) and pt2mx.fx.__file__.startswith({str(target)!r})
+from pt2mx.pt2e.demo import main
+main(("mxfp8",), compile=False)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "45 of 45 operators quantized" in result.stdout and "same bits" in result.stdout
