@@ -5,16 +5,19 @@ callers. Its import announces CUDA extensions that a CPU machine lacks; that is 
 """
 
 import logging
+import warnings
 from contextlib import contextmanager
 
 
 @contextmanager
 def without_log_warnings():
-    """No log message below an error, for imports that talk."""
+    """No log message below an error and no complaint about old syntax, for imports that talk."""
     previous = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)
+            yield
     finally:
         logging.disable(previous)
 

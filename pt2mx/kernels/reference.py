@@ -72,9 +72,10 @@ def shared_exponent(blocks: Tensor, spec: MXSpec) -> tuple[Tensor, Tensor]:
 
 def round_to_element(v: Tensor, element: ElementFormat, rounding: str) -> Tensor:
     """v: fp32 in units of the block's scale -> the nearest value of the element, saturated (step 4)."""
-    binade = (v.view(torch.int32) & _INF).view(torch.float32)  # 2**floor(log2 |v|)
-    quantum = binade.clamp(min=2.0**element.emin) * 2.0**-element.mantissa_bits
-    p = ROUNDINGS[rounding](v / quantum) * quantum  # powers of two: exact
+    binade = (v.view(torch.int32) & _INF).clamp(min=(element.emin + _BIAS) << 23)  # bits of 2**floor(log2 |v|)
+    quantum = binade - (element.mantissa_bits << 23)
+    # times the reciprocal, from its bits: a GPU's division is not exact even by a power of two
+    p = ROUNDINGS[rounding](v * ((2 * _BIAS << 23) - quantum).view(torch.float32)) * quantum.view(torch.float32)
     p = p.clamp(-element.max_normal, element.max_normal)
     # two's complement has no negative zero
     return torch.where(p == 0, 0.0, p) if element.is_int else p
@@ -105,7 +106,8 @@ def decode(codes: Tensor, element: ElementFormat) -> Tensor:
         value = torch.where(magnitude == element.max_code + 1, float("inf"), value)
     if element.has_nan:
         value = torch.where(magnitude > element.max_code + element.has_inf, float("nan"), value)
-    return torch.where(codes >= sign_bit, -value, value)
+    # the sign as a bit: Triton negates by subtracting from zero, which loses the sign of one
+    return (value.view(torch.int32) | (codes & sign_bit) << (32 - element.bits)).view(torch.float32)
 
 
 def _quantize_blocks(x: Tensor, spec: MXSpec) -> tuple[Tensor, Tensor, Tensor]:

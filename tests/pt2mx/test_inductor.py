@@ -18,8 +18,9 @@ def through_all_operators(x, name, axis, scale_mode="floor"):
     return fake, scale + 1, data ^ 1, values * 2
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("name", "dynamic"), [*((name, False) for name in FORMATS), ("fp8_e4m3", True), ("fp6_e2m3", True)]
+)
 def test_equals_eager(name, dynamic):
     compiled = torch.compile(through_all_operators, fullgraph=True, dynamic=dynamic)
     shape, axis = ((3, 70), -1) if not dynamic else ((5, 70, 4), 1)
@@ -28,7 +29,7 @@ def test_equals_eager(name, dynamic):
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize(("shape", "axis"), [((70,), 0), ((4, 64), 1), ((2, 40, 6, 6), 1), ((2, 3, 65), -1)])
+@pytest.mark.parametrize(("shape", "axis"), [((70,), 0), ((2, 40, 6, 6), 1)])
 def test_ragged_last_blocks_are_written_whole(shape, axis):
     """torch 2.13's C++ loop splitting drops the values beyond the last whole block of a fused consumer."""
     x = torch.randn(shape)
@@ -37,8 +38,10 @@ def test_ragged_last_blocks_are_written_whole(shape, axis):
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("scale_mode", SCALE_MODES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "scale_mode"),
+    [*((torch.float32, mode) for mode in SCALE_MODES), (torch.bfloat16, "floor"), (torch.float16, "floor")],
+)
 def test_every_exponent_and_special_value(dtype, scale_mode):
     """Every 16-bit pattern, in blocks of one: Inf, NaN, subnormals, signed zeros."""
     kind = dtype if dtype != torch.float32 else torch.bfloat16
