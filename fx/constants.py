@@ -3,36 +3,45 @@
 import operator
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
+
+from pt2mx.fx.aliasing import is_written, written_roots
 
 
-def is_constant(node: Node) -> bool:
-    """Whether `node` is a parameter or buffer that the graph does not write, or a deterministic function of such alone
-    (a weight behind a view, a transpose, a cast, a product of two parameters)."""
-    seen: set[Node] = set()
-    pending = [node]
-    while pending:
-        current = pending.pop()
-        if current in seen:
-            continue
-        seen.add(current)
-        if current.op == "get_attr":
-            if any(_writes(user, current) for user in current.users):
-                return False
-        elif not isinstance(current.target, torch._ops.OpOverload) or not current.all_input_nodes:
-            return False
-        elif torch.Tag.nondeterministic_seeded in current.target.tags or _writes(current):
-            return False
-        pending.extend(current.all_input_nodes)
-    return True
+def constant_nodes(graph: Graph) -> set[Node]:
+    """The parameters and buffers that the graph does not write, and the deterministic functions of such alone (a weight
+    behind a view, a transpose, a cast, a split, a product of two parameters)."""
+    roots = written_roots(graph)
+    constants: set[Node] = set()
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if node.op == "get_attr":
+            constant = not is_written(node, roots)
+        else:
+            constant = bool(inputs) and all(n in constants for n in inputs) and _is_pure(node)
+        if constant and not is_written(node, roots):
+            constants.add(node)
+    return constants
 
 
 def evaluate(model: GraphModule, node: Node) -> torch.Tensor:
     """The value of a constant node."""
-    if node.op == "get_attr":
-        return operator.attrgetter(node.target)(model)
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: evaluate(model, n))
-    return node.target(*args, **kwargs)
+    needed, pending = set(), [node]
+    while pending:
+        current = pending.pop()
+        if current not in needed:
+            needed.add(current)
+            pending.extend(current.all_input_nodes)
+    values: dict[Node, object] = {}
+    for current in [node] if node.op == "get_attr" else model.graph.nodes:
+        if current not in needed:
+            continue
+        if current.op == "get_attr":
+            values[current] = operator.attrgetter(current.target)(model)
+        else:
+            args, kwargs = torch.fx.map_arg((current.args, current.kwargs), values.__getitem__)
+            values[current] = current.target(*args, **kwargs)
+    return values[node]
 
 
 def root_name(node: Node) -> str:
@@ -42,10 +51,11 @@ def root_name(node: Node) -> str:
     return node.target
 
 
-def _writes(node: Node, argument: Node | None = None) -> bool:
-    """Whether `node` writes to `argument`, by default to any of its arguments."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    arguments = zip(node.target._schema.arguments, node.args, strict=False)
-    written = [value for schema, value in arguments if schema.alias_info and schema.alias_info.is_write]
-    return bool(written) if argument is None else argument in written
+def _is_pure(node: Node) -> bool:
+    if node.target is operator.getitem:
+        return True
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and torch.Tag.nondeterministic_seeded not in node.target.tags
+        and not node.target._schema.is_mutable
+    )

@@ -6,7 +6,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx import ops
-from pt2mx.fx.constants import evaluate, is_constant, root_name
+from pt2mx.fx.constants import constant_nodes, evaluate, root_name
 
 
 def fold_weights(model: GraphModule) -> GraphModule:
@@ -15,10 +15,15 @@ def fold_weights(model: GraphModule) -> GraphModule:
     Its codes and scales become uint8 buffers beside the parameter they come from, named `<parameter>_data` and
     `<parameter>_scale`; parameters and buffers that nothing reads any more are deleted. Changes `model` and returns it.
     """
+    constants = constant_nodes(model.graph)
     with torch.no_grad():
         for node in model.graph.find_nodes(op="call_function", target=ops.quantize_mx):
-            if is_constant(node.args[0]):
+            if node.args[0] in constants:
                 _fold(model, node)
+    # export asserts the dtype of a weight that it casts; of a constant that holds already, and would keep it alive
+    for node in model.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
+        if node.args[0] in constants:
+            model.graph.erase_node(node)
     model.graph.eliminate_dead_code()
     delete_unused_tensors(model)
     model.recompile()

@@ -52,9 +52,12 @@ def insert_quantize_dequantize(x: Node, spec: MXSpec, consumer: Node | None = No
 
 
 def spec_of_dequantize(dequantize: Node) -> MXSpec:
-    """The spec of a pair. A re-exported graph tells element, block and axis only: modes are in the codes."""
+    """The spec of a pair. Of a folded weight in a re-exported graph the modes are unknown: they are in the codes."""
     if SPEC_KEY in dequantize.meta:
         return dequantize.meta[SPEC_KEY]
+    data = dequantize.args[0]
+    if data.target is operator.getitem and data.args[0].target is ops.quantize_mx:
+        return MXSpec(*data.args[0].args[1:])
     element, block_size = dequantize.args[2:4]
     return MXSpec(element, block_size, dequantize.args[5] if len(dequantize.args) > 5 else -1)
 

@@ -20,13 +20,16 @@ REASON_KEY = "mx_reason"
 _PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.matmul.default})
 
 
-def annotate_operator(node: Node, config: MXQuantizationConfig) -> None:
-    """Annotate a call of one of `OPERATORS` as `config` says, and note in its meta what was left alone and why."""
+def annotate_operator(node: Node, config: MXQuantizationConfig, constants: set[Node]) -> None:
+    """Annotate a call of one of `OPERATORS` as `config` says, and note in its meta what was left alone and why.
+
+    `constants` are the constant nodes of the graph: their specs are the weights'.
+    """
     constructor = MXFakeQuantize if config.is_qat else MXObserver
     inputs, reasons = {}, []
     for operand in OPERATORS[node.target]:
         argument = operand_node(node, operand)
-        spec = getattr(config, role_of(operand, argument)) if argument is not None else None
+        spec = getattr(config, role_of(operand, argument, constants)) if argument is not None else None
         if spec is None:
             continue
         if reason := _unfit(argument, node, operand.axis):

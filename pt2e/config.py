@@ -49,7 +49,7 @@ class MXQuantizationConfig:
 def get_default_mx_quantization_config(
     weight: object = "mxfp8_e4m3",
     activation: object = "mxfp8_e4m3",
-    block_size: int = 32,
+    block_size: int | None = None,
     *,
     is_qat: bool = False,
     **modes: object,
@@ -58,7 +58,7 @@ def get_default_mx_quantization_config(
 
     Args:
         weight, activation: a format, or None; `activation=None` is weight-only quantization.
-        block_size: values that share a scale.
+        block_size: values that share a scale, in place of what the formats say (32 unless `"mxfp4{16}"` does).
         is_qat: see `MXQuantizationConfig`.
         **modes: `scale_mode` and `rounding`, as `MXSpec` has them.
 
@@ -69,7 +69,9 @@ def get_default_mx_quantization_config(
     if unknown := set(modes) - allowed:
         raise MXError(f"unknown argument {sorted(unknown)[0]!r}: allowed beside the formats are {sorted(allowed)}")
 
+    fields_given = modes if block_size is None else {"block_size": block_size, **modes}
+
     def spec(spelling: object) -> MXSpec | None:
-        return None if spelling is None else parse(spelling, block_size=block_size, **modes)
+        return None if spelling is None else parse(spelling, **fields_given)
 
     return MXQuantizationConfig(activation=spec(activation), weight=spec(weight), is_qat=is_qat)

@@ -12,7 +12,6 @@ import torch
 from torch.fx import Node
 
 from pt2mx import ops
-from pt2mx.fx.constants import is_constant
 
 aten = torch.ops.aten
 
@@ -75,10 +74,12 @@ def operand_node(node: Node, operand: Operand) -> Node | None:
     return argument if isinstance(argument, Node) else None
 
 
-def role_of(operand: Operand, argument: Node) -> str:
-    """The config field that holds the operand's spec."""
+def role_of(operand: Operand, argument: Node, constants: set[Node]) -> str:
+    """The config field that holds the operand's spec; `constants` are the constant nodes of the graph."""
     if operand.role != "operand":
         return operand.role
     if argument.op == "call_module" or argument.target is ops.dequantize_mx:  # an observer's call, or what became of it
         argument = argument.args[0]
-    return "weight" if is_constant(argument) else "activation"
+        if argument.op == "call_function" and argument.args[0].target is ops.quantize_mx:
+            argument = argument.args[0].args[0]
+    return "weight" if argument in constants else "activation"

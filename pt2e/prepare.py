@@ -10,7 +10,8 @@ from torch.fx import GraphModule
 
 from pt2mx import ops
 from pt2mx.errors import MXError
-from pt2mx.fx.constants import is_constant
+from pt2mx.fx.constants import constant_nodes
+from pt2mx.fx.batch_norm import keep_shared_batch_norms
 from pt2mx.fx.copy import copy_sharing_tensors
 from pt2mx.ops import operator_modes
 from pt2mx.pt2e import machinery
@@ -33,10 +34,11 @@ def prepare_pt2e(model: GraphModule, quantizer: machinery.Quantizer) -> GraphMod
         MXError: where `model` is no exported graph, is prepared or converted already, or spans several devices.
     """
     prepared = _prepare(model, quantizer, machinery.prepare_pt2e)
+    constants = constant_nodes(prepared.graph)
     for node in prepared.graph.find_nodes(op="call_module"):
         observer = prepared.get_submodule(node.target)
         if isinstance(observer, MXObserver):
-            observer.observe_once = is_constant(node.args[0])
+            observer.observe_once = node.args[0] in constants
     return prepared
 
 
@@ -56,6 +58,7 @@ def _prepare(model: GraphModule, quantizer: machinery.Quantizer, prepare: Callab
         raise MXError(f"expected an MXQuantizer, not {type(quantizer).__name__}")
     model = copy_sharing_tensors(model)
     model.graph.eliminate_dead_code()
+    keep_shared_batch_norms(model)
     try:
         return prepare(model, quantizer)
     finally:
@@ -84,11 +87,10 @@ def _check_exported(model: object) -> None:
 
 def _is_exported(model: GraphModule) -> bool:
     """Exported graphs call operators; traced ones (torch.fx.symbolic_trace) call modules, methods and functions."""
-    calls = [n for n in model.graph.nodes if n.op in ("call_module", "call_method", "call_function")]
+    calls = [n for n in model.graph.nodes if n.op.startswith("call_") and n.target != "_guards_fn"]
     operators = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
-    return all(n.op != "call_method" and (n.op != "call_module" or n.target == "_guards_fn") for n in calls) and (
-        not calls or any(isinstance(n.target, operators) for n in calls)
-    )
+    functions = [n for n in calls if n.op == "call_function"]
+    return calls == functions and (not calls or any(isinstance(n.target, operators) for n in functions))
 
 
 def _observers_to_fake_quantize(model: nn.Module) -> None:

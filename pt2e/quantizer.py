@@ -10,6 +10,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx.errors import MXError, nearest
+from pt2mx.fx.aliasing import is_written, written_roots
+from pt2mx.fx.constants import constant_nodes
 from pt2mx.fx.module_stack import modules_of
 from pt2mx.pt2e import recipe
 from pt2mx.pt2e.annotate import REASON_KEY, annotate_operator
@@ -83,7 +85,10 @@ class MXQuantizer(Quantizer):
         """The quantizer that a YAML recipe describes: a path, or the name of one of `pt2mx.configs`."""
         quantizer = cls()
         for kind, key, config in recipe.read(path_or_name):
-            getattr(quantizer, f"set_{kind}")(*([key] if key is not None else []), config)
+            try:
+                getattr(quantizer, f"set_{kind}")(*([key] if key is not None else []), config)
+            except MXError as error:
+                raise MXError(f"recipe {path_or_name}: {error}") from None
         return quantizer
 
     def to_recipe(self, path: object = None) -> str:
@@ -95,14 +100,18 @@ class MXQuantizer(Quantizer):
         return recipe.write(settings, path)
 
     def transform_for_annotation(self, model: GraphModule) -> GraphModule:
-        """Give each quantized operand an edge of its own: torchao keys annotations by (producer, consumer), reads
-        positional arguments only, and so would give `x @ x` one spec."""
+        """Give each quantized operand an edge of its own, at its consumer.
+
+        torchao keys annotations by (producer, consumer) and reads positional arguments only: `x @ x` would get one
+        spec. It observes a tensor where it is produced: what the graph writes to it later (`x[:, 0] = 5`) would be lost.
+        """
+        roots = written_roots(model.graph)
         for node in _candidates(model):
             _make_positional(node)
             seen: set[Node] = set()
             for operand in OPERATORS[node.target]:
                 argument = operand_node(node, operand)
-                if argument in seen:
+                if argument is not None and (argument in seen or is_written(argument, roots)):
                     with model.graph.inserting_before(node):
                         alias = model.graph.call_function(torch.ops.aten.alias.default, (argument,))
                     alias.meta.update({k: v for k, v in argument.meta.items() if k != Q_ANNOTATION_KEY})
@@ -114,6 +123,7 @@ class MXQuantizer(Quantizer):
     def annotate(self, model: GraphModule) -> GraphModule:
         """Annotate every operator of `OPERATORS` that a setting selects; another quantizer's annotations stay."""
         matched: set[tuple[str, str]] = set()
+        constants = constant_nodes(model.graph)
         for node in _candidates(model):
             if Q_ANNOTATION_KEY in node.meta:
                 node.meta[REASON_KEY] = "annotated by another quantizer"
@@ -122,7 +132,7 @@ class MXQuantizer(Quantizer):
             if config is None:
                 node.meta[REASON_KEY] = reason
             else:
-                annotate_operator(node, config)
+                annotate_operator(node, config, constants)
         self._warn_unmatched(model, matched)
         return model
 
@@ -179,15 +189,20 @@ def _depth(node: Node, matches: Callable[[str, str], bool]) -> int:
     return max((i for i, module in enumerate(modules_of(node)) if matches(*module)), default=-1)
 
 
+def _is_inside(key: str, node: Node) -> bool:
+    """Also for a container that is not called itself, such as a ModuleList."""
+    return any(f"{name}.".startswith(f"{key}.") for name, _ in modules_of(node))
+
+
 def _is_type(key: str, kind: str) -> bool:
     if key.startswith("torch.nn.") and key.count(".") == 2:  # torch.nn.Linear lives in torch.nn.modules.linear
         return kind.startswith("torch.nn.modules.") and kind.rpartition(".")[2] == key.rpartition(".")[2]
     return kind == key or ("." not in key and kind.rpartition(".")[2] == key)
 
 
-#: setting kind, in order of precedence -> how deep around a node a key matches, -1 for not at all
+#: setting kind, in order of precedence -> how closely around a node a key matches, -1 for not at all
 _MATCHERS: dict[str, Callable[[str, Node], int]] = {
-    "module_name": lambda key, node: _depth(node, lambda name, kind: name == key),
+    "module_name": lambda key, node: len(key) if _is_inside(key, node) else -1,
     "module_name_regex": lambda key, node: min(0, _depth(node, lambda name, kind: bool(re.fullmatch(key, name)))),
     "module_type": lambda key, node: _depth(node, lambda name, kind: _is_type(key, kind)),
     "operator_type": lambda key, node: 0 if key == operator_name(node.target) else -1,

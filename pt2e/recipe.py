@@ -56,6 +56,8 @@ def read(path_or_name: object) -> list[Setting]:
 
 def write(settings: list[Setting], path: object = None) -> str:
     """The YAML of settings, also written to `path` if one is given."""
+    if not settings:
+        raise MXError("the quantizer has no setting: a recipe of it would quantize nothing")
     recipe: dict[str, object] = {}
     for kind, key, config in settings:
         if key is None:

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from pt2mx import ops
 from pt2mx.errors import MXError
 from pt2mx.formats import MXSpec
-from pt2mx.fx.constants import is_constant
+from pt2mx.fx.constants import constant_nodes
 from pt2mx.fx.module_stack import module_name
 from pt2mx.fx.quantize_dequantize import spec_of_dequantize
 from pt2mx.kernels.packing import packed_length
@@ -81,9 +81,8 @@ class QuantizationReport:
         return "\n".join([*(line.rstrip() for line in lines), total])
 
     def to_json(self, path: object = None) -> str:
-        """The report as JSON, also written to `path` if one is given. Ratios in dB may be Infinity."""
-        summary = {"effective_bits": self.effective_bits, **asdict(self)}
-        text = json.dumps(summary, indent=1)
+        """The report as JSON, also written to `path` if one is given; null stands for a ratio that is not finite."""
+        text = json.dumps(_finite({"effective_bits": self.effective_bits, **asdict(self)}), indent=1, allow_nan=False)
         if path is not None:
             Path(path).write_text(text)
         return text
@@ -100,9 +99,9 @@ def quantization_report(model: GraphModule) -> QuantizationReport:
             f"expected a prepared or converted graph module, not {type(model).__name__}: "
             "pass what prepare_pt2e or convert_pt2e returned"
         )
-    counted: set[Node] = set()
+    constants, counted = constant_nodes(model.graph), set()
     operators = tuple(
-        _operator_report(model, node, counted)
+        _operator_report(model, node, constants, counted)
         for node in model.graph.nodes
         if node.op == "call_function" and node.target in OPERATORS
     )
@@ -118,25 +117,29 @@ def quantization_report(model: GraphModule) -> QuantizationReport:
     return QuantizationReport(operators, values, held - after + before, held)
 
 
-def _operator_report(model: GraphModule, node: Node, counted: set[Node]) -> OperatorReport:
+def _operator_report(model: GraphModule, node: Node, constants: set[Node], counted: set[Node]) -> OperatorReport:
     operands = tuple(
-        _operand_report(model, role_of(operand, argument), argument, counted)
+        _operand_report(model, role_of(operand, argument, constants), argument, constants, counted)
         for operand in OPERATORS[node.target]
         if (argument := operand_node(node, operand)) is not None
     )
     return OperatorReport(node.name, module_name(node), operator_name(node.target), operands, node.meta.get(REASON_KEY))
 
 
-def _operand_report(model: GraphModule, role: str, argument: Node, counted: set[Node]) -> OperandReport:
+def _operand_report(
+    model: GraphModule, role: str, argument: Node, constants: set[Node], counted: set[Node]
+) -> OperandReport:
     source, spec, statistics = argument, None, None
     if argument.op == "call_module":
         observer = model.get_submodule(argument.target)
-        source, spec, statistics = argument.args[0], observer.spec, observer.statistics
+        source = argument.args[0]
+        if isinstance(observer, MXObserver):  # another quantizer may have put its own there
+            spec, statistics = observer.spec, observer.statistics
     elif argument.target is ops.dequantize_mx:
         source, spec = argument.args[0], spec_of_dequantize(argument)
         statistics = argument.meta.get(STATISTICS_KEY)
     value, values, before, after = argument.meta.get("val", source.meta.get("val")), 0, 0, 0
-    if is_constant(source) and source not in counted and isinstance(value, torch.Tensor):
+    if source in constants and source not in counted and isinstance(value, torch.Tensor):
         counted.add(source)
         values = value.numel()
         before = after = values * value.element_size()
@@ -164,3 +167,11 @@ def _row(operator: OperatorReport) -> tuple[str, ...]:
         *(f"{n:,}" if n else "" for n in (before, after)),
         operator.reason or "",
     )
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

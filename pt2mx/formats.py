@@ -149,7 +149,9 @@ _DTYPE_NAMES = {
     "float4_e2m1fn_x2": "fp4_e2m1",
     "int8": "int8",
 }
-_SPELLING = re.compile(r"(?:mx)?(?P<kind>fp|float|int)(?P<bits>\d)(?:[_\[]?(?P<split>e\dm\d)(?:fn|fnu)?\]?)?")
+_SPELLING = re.compile(
+    r"(?:mx)?(?P<kind>fp|float|int)(?P<bits>\d)(?:_?(?P<split>e\dm\d)(?:fn|fnu)?|\[(?P<bracketed>e\dm\d)\])?"
+)
 
 
 def parse_element(spelling: object) -> ElementFormat:
@@ -183,7 +185,8 @@ def _canonical_name(text: str) -> str | None:
     if match is None:
         return None
     width = ("int" if match["kind"] == "int" else "fp") + match["bits"]
-    return f"{width}_{match['split']}" if match["split"] else _DEFAULT_OF_WIDTH.get(width)
+    split = match["split"] or match["bracketed"]
+    return f"{width}_{split}" if split else _DEFAULT_OF_WIDTH.get(width)
 
 
 # MXFP8[E4M3]{32}, mxfp4_e2m1{16}, mxint8{64,-2}, fp8_e4m3{32}(rceil)
@@ -224,9 +227,13 @@ def parse(spelling: object, **overrides: object) -> MXSpec:
     for key, group in (("block_size", "block"), ("axis", "axis")):
         if match[group] is not None:
             fields[key] = int(match[group])
-    for mode in filter(None, (match["modes"] or "").split(",")):
-        key = "rounding" if mode in ROUNDINGS and mode not in SCALE_MODES else "scale_mode"
-        fields[key] = mode
+    modes = [mode for mode in (match["modes"] or "").split(",") if mode]
+    if len(modes) == 1 and modes[0] in ROUNDINGS and modes[0] not in SCALE_MODES:
+        fields["rounding"] = modes[0]
+    elif len(modes) <= 2:
+        fields.update(zip(("scale_mode", "rounding"), modes, strict=False))
+    else:
+        raise MXError(f"in {spelling!r}: at most a scale mode and a rounding go into the parentheses, not {modes}")
     try:
         return MXSpec(match["element"], **{**fields, **overrides})
     except MXError as error:

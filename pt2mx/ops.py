@@ -145,7 +145,7 @@ def _dequantize_fake(
 def _fake_quantize(x: Tensor, *modes: object) -> Tensor:
     spec = check_input(x, *modes)
     (y,) = by_chunks(lambda x: (reference.fake_quantize(x, spec),), spec.axis, torch.atleast_1d(x))
-    return y.reshape(x.shape)
+    return y if x.dim() else y.reshape(()).clone()  # an operator's output is no view
 
 
 def _fake_quantize_fake(x: Tensor, *modes: object) -> Tensor:

@@ -34,7 +34,8 @@ def _sums(x: Tensor, spec: MXSpec) -> dict[str, Tensor]:
     y, scale = fake_quantize_mx(x, spec), scales(x, spec)
     # in float64, where 2**-127 is no subnormal and max * 2**127 no Inf
     limits = torch.tensor([spec.element.max_normal * 2.0 ** (byte - 127) for byte in range(256)], dtype=torch.float64)
-    limit = limits.to(x.device)[scale.to(torch.int64)].repeat_interleave(spec.block_size, spec.axis)
+    block = min(spec.block_size, x.shape[spec.axis])
+    limit = limits.to(x.device)[scale.to(torch.int64)].repeat_interleave(block, spec.axis)
     wide = x.double()
     return {
         "values": torch.tensor(x.numel(), device=x.device),

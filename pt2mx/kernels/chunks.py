@@ -24,9 +24,8 @@ def split(axis: int, *tensors: Tensor) -> tuple[int, list[tuple[Tensor, ...]]]:
 
 
 def by_chunks(kernel: Callable[..., tuple[Tensor, ...]], axis: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """`kernel(*tensors)` with contiguous outputs, for a kernel that works on each line along `axis` by itself."""
+    """`kernel(*tensors)` with contiguous outputs in memory of their own, for a kernel that works on each line along
+    `axis` by itself."""
     dim, slices = split(axis, *tensors)
     parts = [kernel(*part) for part in slices]
-    if len(parts) == 1:
-        return tuple(t.contiguous() for t in parts[0])
     return tuple(torch.cat(outputs, dim) for outputs in zip(*parts, strict=True))
