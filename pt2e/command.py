@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -55,20 +57,24 @@ def _parser() -> argparse.ArgumentParser:
 def _quantize(options: argparse.Namespace) -> None:
     quantizer = MXQuantizer.from_recipe(options.recipe)  # a typo in it should not cost the loading of a model
     for path in (options.output, options.report):
-        if path and not Path(path).absolute().parent.is_dir():
-            raise MXError(f"cannot write {path!r}: its folder does not exist")
+        if path is not None and (not Path(path).absolute().parent.is_dir() or Path(path).is_dir()):
+            raise MXError(f"cannot write {path!r}: it must be a file in a folder that exists")
     with tqdm(total=5, desc="load", disable=None, file=sys.stderr) as progress:
-        loaded = load_model(options.model)
+        with _stage("load the model"):
+            loaded = load_model(options.model)
         batches = loaded.batches
         if options.calibration:
             batches = [loaded.conform(batch) for batch in load_batches(options.calibration)]
 
         _step(progress, "export")
-        float_model = loaded.export().module()
+        with _stage("export the model"):
+            float_model = loaded.export().module()
         prepared = prepare_pt2e(float_model, quantizer)
+        if not any(operator.quantized for operator in quantization_report(prepared).operators):
+            raise MXError(f"the recipe {options.recipe!r} selects no operator of the model: nothing would be quantized")
 
         _step(progress, "calibrate")
-        with torch.no_grad():
+        with torch.no_grad(), _stage("run a calibration batch through the model"):
             for batch in tqdm(batches, desc="batches", leave=False, disable=None, file=sys.stderr):
                 call(prepared, batch)
 
@@ -76,12 +82,15 @@ def _quantize(options: argparse.Namespace) -> None:
         converted = convert_pt2e(prepared)
 
         _step(progress, "save")
-        program = export(converted, loaded.example, loaded.dynamic_shapes)
-        torch.export.save(program, options.output)
+        with _stage("export the converted model"):
+            program = export(converted, loaded.example, loaded.dynamic_shapes)
+        with _stage(f"write {options.output!r}"):
+            torch.export.save(program, options.output)
         progress.update()
     report = quantization_report(converted)
     if options.report:
-        report.to_json(options.report)
+        with _stage(f"write {options.report!r}"):
+            report.to_json(options.report)
     print(report.to_table())
     if options.compile:
         difference, cosine = _compare(torch.compile(converted), converted, batches[:1])
@@ -90,6 +99,18 @@ def _quantize(options: argparse.Namespace) -> None:
     size = Path(options.output).stat().st_size
     print(f"output against the float model: SQNR {sqnr:.1f} dB, cosine {cosine:.6f}")
     print(f"{options.output}: {size / 1e6:.1f} MB, {report.effective_bits:.2f} bits a value")
+
+
+@contextmanager
+def _stage(what: str) -> Iterator[None]:
+    """Code of others runs here (a factory, a model, export): what it raises becomes one line for the user."""
+    try:
+        yield
+    except MXError:
+        raise
+    except Exception as error:
+        first = next(iter(str(error).strip().splitlines()), "")
+        raise MXError(f"could not {what}: {type(error).__name__}: {first}") from error
 
 
 def _step(progress: tqdm, name: str) -> None:

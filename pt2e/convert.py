@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
@@ -46,12 +46,15 @@ def convert_pt2e(model: GraphModule, fold_quantize: bool = True) -> GraphModule:
 
 
 def _freeze(model: GraphModule) -> None:
-    """Parameters without gradient, that share the memory but not the flags of the caller's: under torch.compile an
-    operator without gradient fails where one is asked for."""
-    frozen: dict[nn.Parameter, nn.Parameter] = {}
+    """What stayed in high precision becomes a copy: training the prepared model further must not change it. Without
+    gradient: under torch.compile an operator without one fails where one is asked for."""
+    copies: dict[Tensor, Tensor] = {}
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                if parameter not in frozen:
-                    frozen[parameter] = nn.Parameter(parameter.detach(), requires_grad=False)
-                module._parameters[name] = frozen[parameter]
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if tensor not in copies:
+                    value = tensor.detach().clone()
+                    copies[tensor] = nn.Parameter(value, False) if isinstance(tensor, nn.Parameter) else value
+                tensors[name] = copies[tensor]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,7 +150,7 @@ def _hugging_face(name: str) -> LoadedModel:
         config = transformers.AutoConfig.from_pretrained(name)
         architecture = (config.architectures or ["AutoModel"])[0]
         module = _from_pretrained(getattr(transformers, architecture, transformers.AutoModel), name)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of any of the libraries that read a checkpoint
         raise MXError(
             f"{name!r} is no Hugging Face checkpoint that can be loaded (a local folder works offline): {error}"
         ) from None
@@ -170,16 +171,23 @@ def _hugging_face_batches(transformers: object, module: nn.Module, name: str) ->
         return [{inputs: torch.randn(2, getattr(config, "num_channels", 3), *size).to(module.dtype)} for _ in range(2)]
     if inputs != "input_ids":
         raise MXError(f"{name}: no built-in inputs for {inputs!r}: load the model by module.py:factory instead")
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        tokens = tokenizer(sentences()[:8], padding=True, return_tensors="pt")
-    except Exception:  # a checkpoint without a tokenizer, or one that cannot pad: ids of no meaning
+    tokens = _tokens(transformers, name)
+    if tokens is None or tokens["input_ids"].unique().numel() < 8 or tokens["input_ids"].max() >= config.vocab_size:
+        # no tokenizer, or one without a vocabulary: ids of no meaning
         tokens = {"input_ids": torch.randint(config.vocab_size, (2, 33))}
         tokens["attention_mask"] = torch.ones_like(tokens["input_ids"])
     batch = {key: tokens[key] for key in ("input_ids", "attention_mask")}
     if config.is_encoder_decoder:
         batch["decoder_input_ids"] = batch["input_ids"].clone()
     return [batch]
+
+
+def _tokens(transformers: object, name: str) -> dict | None:
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        return tokenizer(sentences()[:8], padding=True, return_tensors="pt")
+    except Exception:  # tokenizers fail in as many ways as there are of them
+        return None
 
 
 def _from_pretrained(architecture: object, name: object) -> nn.Module:
@@ -196,7 +204,7 @@ def _from_factory(path: str, factory: str) -> LoadedModel:
     if not Path(path).is_file():
         raise MXError(f"no file {path!r}: give module.py:factory")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
     spec.loader.exec_module(module)
     function = getattr(module, factory, None)
     if not callable(function):

@@ -86,6 +86,7 @@ class MXObserver(ObserverBase):
     def convert(self, model: GraphModule, node: Node) -> None:
         """torchao's hook: replace the call of this module by a quantize/dequantize pair."""
         x = node.args[0]
+        x.meta["val"] = node.meta.get("val", x.meta["val"])
         dequantize = insert_quantize_dequantize(x, self.spec, next(iter(node.users), None))
         if self.statistics is not None:
             dequantize.meta[STATISTICS_KEY] = self.statistics

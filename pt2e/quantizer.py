@@ -103,7 +103,8 @@ class MXQuantizer(Quantizer):
         """Give each quantized operand an edge of its own, at its consumer.
 
         torchao keys annotations by (producer, consumer) and reads positional arguments only: `x @ x` would get one
-        spec. It observes a tensor where it is produced: what the graph writes to it later (`x[:, 0] = 5`) would be lost.
+        spec. It observes a tensor where it is produced: what the graph writes to it later (`x[:, 0] = 5`) would be
+        lost.
         """
         roots = written_roots(model.graph)
         for node in _candidates(model):

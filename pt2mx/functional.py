@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from pt2mx import ops
-from pt2mx.formats import MXSpec, parse
+from pt2mx.errors import MXError
+from pt2mx.formats import MXSpec, parse, parse_element
 
 
 def quantize_mx(
@@ -36,6 +37,7 @@ def quantize_mx(
     Raises:
         MXError: for another dtype, an unknown format or mode, a block size below 1, an axis out of range.
     """
+    _check_tensors(x=x)
     return ops.quantize_mx(x, *_modes(elem_dtype, block_size, axis, scale_mode, rounding))
 
 
@@ -51,7 +53,7 @@ def dequantize_mx(
     """The values of MX codes: exact in fp32, then cast to `target_dtype` with ties to even.
 
     Args:
-        data, scale: as `quantize_mx` returns them; fp8 and E8M0 views of them are taken too.
+        data, scale: as `quantize_mx` returns them, or viewed in torch's own dtype of the element and in E8M0.
         elem_dtype, block_size, axis: as they were quantized.
         target_dtype: float32, float16 or bfloat16.
         length: n, where packing rounded it up (an odd n in FP4, an n that 4 does not divide in FP6).
@@ -63,7 +65,11 @@ def dequantize_mx(
         MXError: for shapes that do not fit each other, or other dtypes.
     """
     spec = _spec(elem_dtype, block_size=block_size, axis=axis)
-    data, scale = (t if t.element_size() != 1 or t.dtype == torch.bool else t.view(torch.uint8) for t in (data, scale))
+    _check_tensors(data=data, scale=scale)
+    if data.dtype in _VIEWS and parse_element(data.dtype) == spec.element:
+        data = data.view(torch.uint8)
+    if scale.dtype == torch.float8_e8m0fnu:
+        scale = scale.view(torch.uint8)
     return ops.dequantize_mx(data, scale, spec.element.name, spec.block_size, target_dtype, spec.axis, length)
 
 
@@ -79,7 +85,18 @@ def fake_quantize_mx(
 
     The gradient is the straight-through estimator: it passes unchanged. Arguments and errors as `quantize_mx`.
     """
+    _check_tensors(x=x)
     return ops.fake_quantize_mx(x, *_modes(elem_dtype, block_size, axis, scale_mode, rounding))
+
+
+#: dtypes as which the codes of their own element format can be viewed
+_VIEWS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2, torch.int8)
+
+
+def _check_tensors(**tensors: object) -> None:
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            raise MXError(f"{name} must be a torch.Tensor, not {type(value).__name__}: convert it with torch.as_tensor")
 
 
 def _spec(elem_dtype: object, **fields: object) -> MXSpec:

@@ -15,6 +15,12 @@ def make():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 16))
     return model, (torch.randn(4, 64),), ({0: torch.export.Dim("batch")},)
+
+def broken():
+    1 / 0
+
+def unfit():
+    return nn.Linear(4, 4), (torch.randn(2, 5),)
 """
 
 
@@ -22,6 +28,9 @@ def make():
 def factory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "net.py").write_text(FACTORY)
+    (tmp_path / "none.yaml").write_text("global: {}")
+    (tmp_path / "short").mkdir()
+    torch.save(torch.randn(4, 63), tmp_path / "short" / "batch.pt")
     return "net.py:make"
 
 
@@ -54,10 +63,15 @@ def test_compile_compares_with_eager(factory, capsys):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (["--model", "net.py:broken"], "could not load the model: ZeroDivisionError"),
+        (["--model", "net.py:unfit"], "could not export the model: RuntimeError"),
+        (["--recipe", "none.yaml"], "selects no operator of the model"),
+        (["--calibration", "short"], "could not run a calibration batch"),
+        (["--output", "."], "cannot write '.'"),
         (["--model", "minlm"], "unknown model 'minlm': did you mean 'minilm'"),
         (["--recipe", "mxfp44"], "no recipe 'mxfp44'"),
         (["--calibration", "nowhere"], "no calibration batches"),
-        (["--output", "nowhere/q.pt2"], "cannot write 'nowhere/q.pt2': its folder does not exist"),
+        (["--output", "nowhere/q.pt2"], "cannot write 'nowhere/q.pt2': it must be a file in a folder that exists"),
         (["--report", "nowhere/q.json"], "cannot write 'nowhere/q.json'"),
     ],
 )

@@ -14,6 +14,12 @@ def test_weight_only_and_shared_modes():
     assert config == MXQuantizationConfig(weight=MXSpec("fp4_e2m1", 16, scale_mode="rceil"), is_qat=True)
 
 
+def test_a_formats_own_block_size_stands_unless_another_is_given():
+    config = get_default_mx_quantization_config("mxfp4{16}", MXSpec("fp8_e4m3", 64))
+    assert (config.weight.block_size, config.activation.block_size) == (16, 64)
+    assert get_default_mx_quantization_config("mxfp4{16}", block_size=8).weight.block_size == 8
+
+
 def test_spellings_become_specs():
     assert MXQuantizationConfig(weight="MXFP6[E3M2]{16}").weight == MXSpec("fp6_e3m2", 16)
 

@@ -156,3 +156,112 @@ def test_written_buffers_are_not_folded(quantize):
         assert torch.equal(converted.keys, keys + inputs[0])
         want = pt2mx.fake_quantize_mx(inputs[0], "mxfp8") @ pt2mx.fake_quantize_mx(converted.keys.t(), "mxfp8", axis=-2)
         assert torch.equal(got, want)
+
+
+class WriteInput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = x.clone()
+        x[:, 0] = 5.0
+        return self.l(x)
+
+
+class WriteComputed(WriteInput):
+    def forward(self, x):
+        h = x * 2
+        h.view(-1).mul_(3)
+        h[:, :4] = 0
+        return self.l(h)
+
+
+class WriteWeight(WriteInput):
+    def forward(self, x):
+        weight = self.l.weight.clone()
+        weight[:2] = x[:2]
+        return nn.functional.linear(x, weight)
+
+
+class WriteCache(WriteInput):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("keys", torch.randn(4, 8))
+
+    def forward(self, x):
+        self.keys[1:3] = x[1:3]
+        return x @ self.keys.t()
+
+
+@pytest.mark.parametrize("model", [WriteInput, WriteComputed, WriteWeight, WriteCache])
+def test_what_is_written_through_a_view_is_quantized_as_written(model, quantize):
+    torch.manual_seed(0)
+    model, inputs = model().eval(), (torch.randn(4, 8),)
+    config = get_default_mx_quantization_config("mxint8{4}", "mxint8{4}")
+    want, _, converted = quantize(torch.export.export(model, inputs), MXQuantizer().set_global(config), inputs)
+    got, reference = converted(*inputs), model(*inputs)
+    assert torch.equal(got, want)
+    assert (got - reference).square().sum() < 1e-3 * reference.square().sum()
+
+
+def test_running_a_prepared_model_changes_no_buffer_of_the_callers():
+    class Counter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.l = nn.Linear(8, 8)
+            self.register_buffer("n", torch.zeros(()))
+
+        def forward(self, x):
+            self.n.add_(1)
+            return self.l(x) * self.n
+
+    x = torch.randn(2, 8)
+    exported = torch.export.export(Counter().eval(), (x,)).module()
+    model = pt2mx.prepare_pt2e(exported, QUANTIZER)
+    model(x)
+    model(x)
+    converted = pt2mx.convert_pt2e(model)
+    converted(x)
+    assert (exported.n.item(), model.n.item(), converted.n.item()) == (0, 2, 3)
+
+
+def test_a_split_weight_is_folded(quantize):
+    class Split(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(24, 8))
+
+        def forward(self, x):
+            return [nn.functional.linear(x, part) for part in self.weight.chunk(3)]
+
+    inputs = (torch.randn(2, 8),)
+    want, _, converted = quantize(torch.export.export(Split().eval(), inputs), QUANTIZER, inputs)
+    assert all(torch.equal(a, b) for a, b in zip(converted(*inputs), want, strict=True))
+    assert set(converted.state_dict()) == {f"weight_{k}{n}" for k in ("data", "scale") for n in ("", "_1", "_2")}
+
+
+def test_a_cast_weight_leaves_no_original(quantize):
+    class Cast(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 8, dtype=torch.bfloat16))
+
+        def forward(self, x):
+            return nn.functional.linear(x, self.weight.to(x.dtype))
+
+    inputs = (torch.randn(2, 8),)
+    want, _, converted = quantize(torch.export.export(Cast().eval(), inputs), QUANTIZER, inputs)
+    assert torch.equal(converted(*inputs), want)
+    assert set(converted.state_dict()) == {"weight_data", "weight_scale"}
+
+
+def test_training_on_does_not_change_what_was_converted():
+    qat = pt2mx.prepare_qat_pt2e(exported(nn.Linear(8, 8), (torch.randn(2, 8),)), QUANTIZER)
+    x = torch.randn(2, 8)
+    converted = pt2mx.convert_pt2e(qat)
+    want = converted(x)
+    with torch.no_grad():
+        for parameter in qat.parameters():
+            parameter.add_(1)
+    assert torch.equal(converted(x), want)

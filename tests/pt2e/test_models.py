@@ -71,7 +71,7 @@ def test_hugging_face_folder(kind, tmp_path):
 
     small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     make, shape = {
-        "text": (lambda: BertForSequenceClassification(BertConfig(vocab_size=99, **small)), (8, 2)),
+        "text": (lambda: BertForSequenceClassification(BertConfig(vocab_size=99, **small)), (2, 2)),
         "image": (lambda: ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, **small)), (2, 2)),
         "decoder": (lambda: LlamaForCausalLM(LlamaConfig(vocab_size=99, num_key_value_heads=2, **small)), (2, 33, 99)),
     }[kind]

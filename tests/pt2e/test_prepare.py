@@ -200,3 +200,15 @@ def test_deepcopy_of_a_prepared_model():
     copied = copy.deepcopy(prepared)
     assert torch.equal(copied(*INPUTS), prepared(*INPUTS))
     assert torch.equal(pt2mx.convert_pt2e(copied)(*INPUTS), prepared(*INPUTS))
+
+
+def test_qat_converts_after_torchaos_switch_to_eval():
+    """The switch replaces dropout and leaves the shape of its own example on the new node."""
+    from torchao.quantization.pt2e import move_exported_model_to_eval
+
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1), nn.Linear(64, 10)).train()
+    x = torch.randn(4, 64)
+    quantizer = MXQuantizer().set_global(get_default_mx_quantization_config("mxfp4", "mxfp4"))
+    prepared = pt2mx.prepare_qat_pt2e(torch.export.export(model, (x,)).module(), quantizer)
+    move_exported_model_to_eval(prepared)
+    assert torch.equal(pt2mx.convert_pt2e(prepared)(x), prepared(x))

@@ -62,6 +62,12 @@ def test_module_name_is_the_qualified_name_of_a_module_or_of_one_around():
     assert got["layers.1.q_proj:linear"] == got["layers.1:bmm"] == "fp8_e4m3/fp8_e4m3"
 
 
+def test_a_container_that_is_not_called_is_a_module_too():
+    got = specs(MXQuantizer().set_module_name("layers", FP4).set_module_name("layers.1", None))
+    assert got["layers.0.q_proj:linear"] == "-/fp4_e2m1"
+    assert got["layers.1.q_proj:linear"] == "-/-" and got["lm_head:linear"] == "-/-"
+
+
 def test_the_innermost_module_wins_whatever_the_order():
     for names in (("layers.0", "layers.0.q_proj"), ("layers.0.q_proj", "layers.0")):
         quantizer = MXQuantizer()

@@ -87,6 +87,14 @@ def test_shared_weights_are_counted_once():
         assert (report.bytes_before, report.bytes_after, report.values) == (16 * 32 * 4, 16 * 17, 16 * 32)
 
 
+def test_ratios_that_are_not_finite_are_null_in_json():
+    prepared = pt2mx.prepare_pt2e(exported(), MXQuantizer().set_global(CONFIG))
+    prepared(torch.zeros(2, 3, 8, 8))
+    report = quantization_report(prepared)
+    assert report.operators[0].operands[0].statistics.sqnr == float("inf")
+    assert json.loads(report.to_json())["operators"][0]["operands"][0]["statistics"]["sqnr"] is None
+
+
 def test_table_and_json(tmp_path):
     report = quantization_report(models()[1])
     lines = report.to_table().splitlines()

@@ -70,6 +70,7 @@ def test_element_spellings(spelling, expected):
         ("BFP[8|8]{64,0}", MXSpec("int8", 64, 0)),
         ("bfp[8|8]", MXSpec("int8", 32)),
         ("mxfp6_e3m2{32}(rceil)", MXSpec("fp6_e3m2", 32, scale_mode="rceil")),
+        ("mxfp4{32}(rceil,even)", MXSpec("fp4_e2m1", 32, scale_mode="rceil")),
         (MXSpec("int8", 8), MXSpec("int8", 8)),
     ],
 )
@@ -97,6 +98,10 @@ def test_text_of_a_spec_parses_back(name, scale_mode):
         ("BFP[9|8]{64}", "int8"),
         ("", "allowed"),
         ("mxfp4{", "unknown MX format"),
+        ("fp8[e4m3", "unknown MX element format"),
+        ("mxfp8_e4m3]", "unknown MX element format"),
+        ("mxfp4(rceil,ceil)", "unknown rounding 'ceil'"),
+        ("mxfp4(rceil,even,even)", "at most a scale mode and a rounding"),
         ((9, 9), "allowed"),
         ((2, 1, 0), "allowed"),
         (torch.float32, "float32"),

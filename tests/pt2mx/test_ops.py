@@ -77,6 +77,8 @@ def test_bad_operator_arguments_are_the_same_errors():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"data": None}, "data must be a torch.Tensor, not NoneType"),
+        ({"data": torch.zeros(2, 16, dtype=torch.uint8).view(torch.float8_e5m2)}, "not torch.float8_e5m2"),
         ({"data": torch.zeros(2, 16)}, "codes and scales are uint8, not torch.float32"),
         ({"scale": torch.zeros(2, 1, dtype=torch.int32)}, "codes and scales are uint8"),
         ({"target_dtype": torch.float64}, "cannot dequantize to torch.float64"),
@@ -105,6 +107,23 @@ def test_spec_or_spelling_sets_the_other_arguments():
     assert torch.equal(fake_quantize_mx(x, "mxfp4{16,0}(rceil)"), want)
     assert torch.equal(fake_quantize_mx(x, pt2mx.MXSpec("mxfp4", 16, 0, "rceil")), want)
     assert torch.equal(fake_quantize_mx(x, "mxfp4{32,0}(rceil)", block_size=16), want)
+
+
+@pytest.mark.parametrize("x", [None, [1.0, 2.0], 3.0])
+@pytest.mark.parametrize("function", [quantize_mx, fake_quantize_mx])
+def test_what_is_no_tensor_is_refused(function, x):
+    with pytest.raises(MXError, match=r"x must be a torch.Tensor, not \w+: convert it with torch.as_tensor"):
+        function(x, "mxfp4")
+
+
+@pytest.mark.parametrize("shape", [(64,), (3, 33), (33, 3), ()])
+def test_output_is_a_tensor_of_its_own(shape):
+    """In-place operators on it work, and it keeps no padding alive."""
+    x = torch.randn(shape, requires_grad=True)
+    for axis in range(-len(shape), 0):
+        y = fake_quantize_mx(x * 1, "mxfp4", axis=axis)
+        assert y.untyped_storage().nbytes() == y.nbytes
+        y.relu_().sum().backward()
 
 
 def test_float8_views_of_codes_and_scales():

@@ -1,0 +1,29 @@
+import torch
+
+from pt2mx.fx.aliasing import is_written, storage_root, written_roots
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(4, 8))
+
+    def forward(self, x, y):
+        h = x * 2
+        h[:, :4] = 0
+        self.cache[1:3] = y[1:3]
+        first, _ = y.t().split(4)
+        return h + 1, self.cache.t() @ y, first
+
+
+def test_roots_through_views_splits_and_writes():
+    inputs = (torch.randn(4, 8), torch.randn(4, 8))
+    model = torch.export.export(Model(), inputs).module()
+    roots = written_roots(model.graph)
+    nodes = {n.name: n for n in model.graph.nodes}
+    multiplied = next(n for n in model.graph.nodes if n.target == torch.ops.aten.mul.Tensor)
+    assert multiplied in roots and "cache" in roots
+    assert is_written(next(n for n in model.graph.nodes if n.op == "get_attr"), roots)
+    assert not is_written(nodes["x"], roots) and not is_written(nodes["y"], roots)
+    first = next(iter(model.graph.find_nodes(op="output"))).args[0][2]
+    assert storage_root(first) is nodes["y"]

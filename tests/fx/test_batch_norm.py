@@ -1,0 +1,39 @@
+import pytest
+import torch
+from torch import nn
+
+from pt2mx import MXQuantizer, prepare_pt2e
+
+
+class Shared(nn.Module):
+    def __init__(self, use):
+        super().__init__()
+        self.use = use
+        self.conv, self.bn, self.bn2 = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+        for bn in (self.bn, self.bn2):
+            bn.running_var.fill_(4.0)
+            bn.running_mean.normal_()
+
+    def forward(self, x):
+        return self.use(self, x)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda m, x: (lambda y: m.bn(y) + y)(m.conv(x)),
+        lambda m, x: m.bn2(m.conv(m.bn(m.conv(x)))),
+        lambda m, x: m.bn(m.conv(x)) + m.conv(x),
+    ],
+)
+def test_a_batch_norm_whose_producer_is_shared_is_not_folded(use):
+    model, x = Shared(use).eval(), torch.randn(2, 4, 3, 3)
+    exported = torch.export.export(model, (x,)).module()
+    assert torch.allclose(prepare_pt2e(exported, MXQuantizer())(x), model(x), atol=1e-5)
+
+
+def test_others_are_folded():
+    model, x = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)).eval(), torch.randn(2, 4, 3, 3)
+    prepared = prepare_pt2e(torch.export.export(model, (x,)).module(), MXQuantizer())
+    assert not prepared.graph.find_nodes(op="call_function", target=torch.ops.aten.batch_norm.default)
+    assert torch.allclose(prepared(x), model(x), atol=1e-5)
