@@ -30,9 +30,9 @@ def _quantize(x, *modes):
     return reference.quantize(torch.atleast_1d(x), ops.check_input(x, *modes), _narrow)
 
 
-def _dequantize(data, scale, elem, block_size, target_dtype, block_dim=-1, length=None):
-    spec, length = ops.check_packed(data, scale, elem, block_size, target_dtype, block_dim, length)
-    return reference.dequantize(data, scale, spec, target_dtype, length, _narrow)
+def _dequantize(data, scale, elem, block_size, dtype, *where):
+    spec, length = ops.check_packed(data, scale, elem, block_size, dtype, *where)
+    return reference.dequantize(data, scale, spec, dtype, length, _narrow)
 
 
 def _fake_quantize(x, *modes):
@@ -54,8 +54,8 @@ def _register() -> None:
     decomposition.fast_random_decomps.cache_clear()
     # AOTAutograd's cache keys a graph before decomposition: without the decompositions' identity in the key, code
     # compiled from an older version of them would be served.
-    sources = (formats, packing, reference, ops)
-    digest = hashlib.sha256(b"".join(Path(m.__file__).read_bytes() for m in sources)).hexdigest()[:16]
+    sources = (__file__, *(module.__file__ for module in (formats, packing, reference, ops)))
+    digest = hashlib.sha256(b"".join(Path(source).read_bytes() for source in sources)).hexdigest()[:16]
     torch.compiler.config.cache_key_tag += f"pt2mx-{digest}"
 
 

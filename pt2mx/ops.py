@@ -45,9 +45,16 @@ def operator_modes(spec: MXSpec) -> tuple[str, int, int, str, str]:
 
 
 def check_packed(
-    data: Tensor, scale: Tensor, elem: str, block_size: int, dtype: torch.dtype, axis: int, length: int | None
+    data: Tensor,
+    scale: Tensor,
+    elem: str,
+    block_size: int,
+    dtype: torch.dtype,
+    axis: int = -1,
+    length: int | None = None,
 ) -> tuple[MXSpec, int]:
-    """Spec (axis counted from the front) and length of the values that `data` and `scale` hold."""
+    """Spec (axis counted from the front) and length of the values that `data` and `scale` hold, from the arguments of
+    `dequantize_mx`; `MXError` where they do not fit each other."""
     spec = _make_spec(elem, block_size, axis)
     spec = spec.replace(axis=_dimension(axis, data))
     if data.dtype != torch.uint8 or scale.dtype != torch.uint8:
@@ -112,34 +119,20 @@ def _quotient(size: int, length: int) -> int:
         return size
 
 
-def _dequantize(
-    data: Tensor,
-    scale: Tensor,
-    elem: str,
-    block_size: int,
-    target_dtype: torch.dtype,
-    block_dim: int = -1,
-    length: int | None = None,
-) -> Tensor:
-    spec, length = check_packed(data, scale, elem, block_size, target_dtype, block_dim, length)
+def _dequantize(data: Tensor, scale: Tensor, elem: str, block_size: int, dtype: torch.dtype, *where: object) -> Tensor:
+    spec, length = check_packed(data, scale, elem, block_size, dtype, *where)
 
     def kernel(data: Tensor, scale: Tensor) -> tuple[Tensor]:
-        return (reference.dequantize(data, scale, spec, target_dtype, length),)
+        return (reference.dequantize(data, scale, spec, dtype, length),)
 
     return by_chunks(kernel, spec.axis, data, scale)[0]
 
 
 def _dequantize_fake(
-    data: Tensor,
-    scale: Tensor,
-    elem: str,
-    block_size: int,
-    target_dtype: torch.dtype,
-    block_dim: int = -1,
-    length: int | None = None,
+    data: Tensor, scale: Tensor, elem: str, block_size: int, dtype: torch.dtype, *where: object
 ) -> Tensor:
-    spec, length = check_packed(data, scale, elem, block_size, target_dtype, block_dim, length)
-    return data.new_empty(_resized(data, spec.axis, length), dtype=target_dtype)
+    spec, length = check_packed(data, scale, elem, block_size, dtype, *where)
+    return data.new_empty(_resized(data, spec.axis, length), dtype=dtype)
 
 
 def _fake_quantize(x: Tensor, *modes: object) -> Tensor:
