@@ -22,7 +22,10 @@ def _narrow(x: Tensor, axis: int, start: int, length: int) -> Tensor:
     before they are cut, no such loop arises.
     """
     if x.device.type == "cpu":
-        x = inductor_prims.force_stride_order(x, torch._prims_common.make_contiguous_strides_for(x.shape))
+        if all(isinstance(n, int) for n in x.shape):
+            x = inductor_prims.force_stride_order(x, torch._prims_common.make_contiguous_strides_for(x.shape))
+        else:  # flat: torch 2.11 cannot put symbolic strides in order
+            x = inductor_prims.force_stride_order(x.reshape(-1), (1,)).view(x.shape)
     return x.narrow(axis, start, length)
 
 

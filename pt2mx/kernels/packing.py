@@ -33,7 +33,7 @@ def pad_axis(x: Tensor, axis: int, multiple: int) -> Tensor:
     length = x.shape[axis]
     if isinstance(length, int) and length % multiple == 0:
         return x
-    pad = -length % multiple  # without a branch where the length is symbolic
+    pad = -(-length // multiple) * multiple - length  # without a branch where the length is symbolic
     return torch.nn.functional.pad(x, (0, 0) * (x.dim() - 1 - axis) + (0, pad))
 
 
@@ -42,7 +42,8 @@ def pack(codes: Tensor, axis: int, bits: int) -> Tensor:
     if not is_packed(bits):
         return codes.to(torch.uint8)
     per_group, size = _GROUPS[bits]
-    groups = pad_axis(codes, axis, per_group).unflatten(axis, (-1, per_group))  # (..., groups, codes, ...)
+    count = -(-codes.shape[axis] // per_group)
+    groups = pad_axis(codes, axis, per_group).unflatten(axis, (count, per_group))  # (..., groups, codes, ...)
     word = groups.select(axis + 1, 0)
     for i in range(1, per_group):
         word = word | groups.select(axis + 1, i) << (bits * i)

@@ -123,7 +123,7 @@ def _to_blocks(x: Tensor, spec: MXSpec) -> Tensor:
     length, block = x.shape[spec.axis], spec.block_size
     if isinstance(length, int):
         block = max(1, min(block, length))  # one short block needs no filling
-    return pad_axis(x, spec.axis, block).unflatten(spec.axis, (-1, block))
+    return pad_axis(x, spec.axis, block).unflatten(spec.axis, (-(-length // block), block))
 
 
 def _from_blocks(blocks: Tensor, spec: MXSpec, length: int, narrow: Narrow) -> Tensor:
