@@ -149,6 +149,8 @@ _DTYPE_NAMES = {
     "float4_e2m1fn_x2": "fp4_e2m1",
     "int8": "int8",
 }
+# Patterns are compiled here: torch.compile traces a call with a spelling, and cannot trace the compilation of a pattern.
+_SPLIT = re.compile(r"e\dm\d")
 _SPELLING = re.compile(
     r"(?:mx)?(?P<kind>fp|float|int)(?P<bits>\d)(?:_?(?P<split>e\dm\d)(?:fn|fnu)?|\[(?P<bracketed>e\dm\d)\])?"
 )
@@ -179,7 +181,7 @@ def parse_element(spelling: object) -> ElementFormat:
 def _canonical_name(text: str) -> str | None:
     if text in _DTYPE_NAMES:
         return _DTYPE_NAMES[text]
-    if re.fullmatch(r"e\dm\d", text):
+    if _SPLIT.fullmatch(text):
         return next((f.name for f in _TABLE if f.name.endswith(text)), None)
     match = _SPELLING.fullmatch(text)
     if match is None:
