@@ -149,7 +149,7 @@ _DTYPE_NAMES = {
     "float4_e2m1fn_x2": "fp4_e2m1",
     "int8": "int8",
 }
-# Patterns are compiled here: torch.compile traces a call with a spelling, and cannot trace the compilation of a pattern.
+# Compiled here: torch.compile traces a call with a spelling, and cannot trace the compilation of a pattern.
 _SPLIT = re.compile(r"e\dm\d")
 _SPELLING = re.compile(
     r"(?:mx)?(?P<kind>fp|float|int)(?P<bits>\d)(?:_?(?P<split>e\dm\d)(?:fn|fnu)?|\[(?P<bracketed>e\dm\d)\])?"
