@@ -6,6 +6,7 @@ of each partial sum (OCP MX v1.0, section 6.1).
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 import torch
@@ -78,8 +79,10 @@ def role_of(operand: Operand, argument: Node, constants: set[Node]) -> str:
     """The config field that holds the operand's spec; `constants` are the constant nodes of the graph."""
     if operand.role != "operand":
         return operand.role
-    if argument.op == "call_module" or argument.target is ops.dequantize_mx:  # an observer's call, or what became of it
+    if argument.op == "call_module":  # an observer's call
         argument = argument.args[0]
-        if argument.op == "call_function" and argument.args[0].target is ops.quantize_mx:
+    elif argument.target is ops.dequantize_mx:  # what became of it: packed buffers, or the items of a pair
+        argument = argument.args[0]
+        if argument.target is operator.getitem:
             argument = argument.args[0].args[0]
     return "weight" if argument in constants else "activation"

@@ -66,6 +66,8 @@ def dequantize_mx(
     """
     spec = _spec(elem_dtype, block_size=block_size, axis=axis)
     _check_tensors(data=data, scale=scale)
+    if not isinstance(target_dtype, torch.dtype):
+        raise MXError(f"target_dtype must be torch.float32, float16 or bfloat16, not {target_dtype!r}")
     if data.dtype in _VIEWS and parse_element(data.dtype) == spec.element:
         data = data.view(torch.uint8)
     if scale.dtype == torch.float8_e8m0fnu:

@@ -123,3 +123,21 @@ def test_table_and_json(tmp_path):
 def test_other_objects_are_refused(model):
     with pytest.raises(MXError, match="expected a prepared or converted graph module"):
         quantization_report(model)
+
+
+@pytest.mark.parametrize("fold", [True, False])
+def test_roles_of_operands_whose_producer_takes_a_list(fold):
+    class Cat(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(16, 4))
+
+        def forward(self, x):
+            return torch.cat([x, x], -1) @ self.weight, torch.stack([x, x]) @ x.t()
+
+    inputs = (torch.randn(2, 8),)
+    prepared = pt2mx.prepare_pt2e(torch.export.export(Cat(), inputs).module(), MXQuantizer().set_global(CONFIG))
+    for model in (prepared, pt2mx.convert_pt2e(prepared, fold_quantize=fold)):
+        first, second = quantization_report(model).operators
+        assert [o.role for o in first.operands] == ["activation", "weight"]
+        assert [o.role for o in second.operands] == ["activation", "activation"]

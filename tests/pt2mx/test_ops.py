@@ -82,6 +82,7 @@ def test_bad_operator_arguments_are_the_same_errors():
         ({"data": torch.zeros(2, 16)}, "codes and scales are uint8, not torch.float32"),
         ({"scale": torch.zeros(2, 1, dtype=torch.int32)}, "codes and scales are uint8"),
         ({"target_dtype": torch.float64}, "cannot dequantize to torch.float64"),
+        ({"target_dtype": None}, "target_dtype must be torch.float32, float16 or bfloat16, not None"),
         ({"target_dtype": torch.int8}, "cannot dequantize to torch.int8"),
         ({"length": 31}, None),
         ({"length": 30}, "data has 16 bytes along dimension 1, but 30 codes of fp4_e2m1 take 15"),
