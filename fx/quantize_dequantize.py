@@ -6,9 +6,9 @@ import torch
 from torch.fx import Node
 
 from pt2mx import ops
-from pt2mx.formats import MXSpec
+from pt2mx.checks import operator_modes
 from pt2mx.kernels.packing import is_packed
-from pt2mx.ops import operator_modes
+from pt2mx.spec import MXSpec
 
 #: meta key of a `dequantize_mx` node: the spec of its pair
 SPEC_KEY = "mx_spec"

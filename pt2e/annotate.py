@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
+from pt2mx.checks import HIGH_PRECISION
 from pt2mx.errors import MXError
-from pt2mx.formats import MXSpec
-from pt2mx.ops import HIGH_PRECISION
 from pt2mx.pt2e.config import MXQuantizationConfig
 from pt2mx.pt2e.machinery import Q_ANNOTATION_KEY, QuantizationAnnotation
 from pt2mx.pt2e.observer import MXFakeQuantize, MXObserver
 from pt2mx.pt2e.operators import OPERATORS, operand_node, role_of
 from pt2mx.pt2e.qspec import mx_qspec
+from pt2mx.spec import MXSpec
 
 #: meta key of an operator's node: why it, or an operand of it, was left in high precision
 REASON_KEY = "mx_reason"

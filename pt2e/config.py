@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from pt2mx.errors import MXError
-from pt2mx.formats import MXSpec, parse
+from pt2mx.spec import MXSpec, parse
 
 #: the fields of a config that are specs; also the roles that `pt2mx.pt2e.operators` gives to operands
 ROLES = ("activation", "weight", "output", "bias")

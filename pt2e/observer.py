@@ -7,11 +7,11 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from pt2mx.errors import MXError
-from pt2mx.formats import MXSpec
 from pt2mx.functional import fake_quantize_mx
 from pt2mx.fx.quantize_dequantize import insert_quantize_dequantize
 from pt2mx.pt2e.machinery import FakeQuantizeBase, ObserverBase, is_prepared
 from pt2mx.pt2e.qspec import spec_of_qscheme
+from pt2mx.spec import MXSpec
 from pt2mx.statistics import QuantizationStatistics, quantization_sums
 
 #: meta key of a `dequantize_mx` node: the `QuantizationStatistics` that were observed of its tensor

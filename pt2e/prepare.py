@@ -9,11 +9,11 @@ from torch import nn
 from torch.fx import GraphModule
 
 from pt2mx import ops
+from pt2mx.checks import operator_modes
 from pt2mx.errors import MXError
 from pt2mx.fx.batch_norm import keep_shared_batch_norms
 from pt2mx.fx.constants import constant_nodes
 from pt2mx.fx.copy import copy_sharing_tensors
-from pt2mx.ops import operator_modes
 from pt2mx.pt2e import machinery
 from pt2mx.pt2e.observer import MXFakeQuantize, MXObserver
 

@@ -19,8 +19,8 @@ from pathlib import Path
 import yaml
 
 from pt2mx.errors import MXError, nearest
-from pt2mx.formats import MXSpec, parse
 from pt2mx.pt2e.config import ROLES, MXQuantizationConfig
+from pt2mx.spec import MXSpec, parse
 
 #: kinds of settings: the suffixes of `MXQuantizer`'s setters; all but the global one hold a mapping from key to config
 KINDS = ("global", "module_name", "module_name_regex", "module_type", "operator_type")

@@ -12,7 +12,6 @@ from torch.fx import GraphModule, Node
 
 from pt2mx import ops
 from pt2mx.errors import MXError
-from pt2mx.formats import MXSpec
 from pt2mx.fx.constants import constant_nodes
 from pt2mx.fx.module_stack import module_name
 from pt2mx.fx.quantize_dequantize import spec_of_dequantize
@@ -20,6 +19,7 @@ from pt2mx.kernels.packing import packed_length
 from pt2mx.pt2e.annotate import REASON_KEY
 from pt2mx.pt2e.observer import STATISTICS_KEY, MXObserver
 from pt2mx.pt2e.operators import OPERATORS, operand_node, operator_name, role_of
+from pt2mx.spec import MXSpec
 from pt2mx.statistics import QuantizationStatistics
 
 

@@ -2,7 +2,7 @@
 
 from pt2mx import inductor as _inductor  # noqa: F401 - registers the operators and their decompositions
 from pt2mx.errors import MXError
-from pt2mx.formats import FORMATS, ElementFormat, MXSpec, parse, parse_element
+from pt2mx.formats import ELEMENTS, FORMATS, ElementFormat, parse_element
 from pt2mx.functional import dequantize_mx, fake_quantize_mx, quantize_mx
 from pt2mx.pt2e.config import MXQuantizationConfig, get_default_mx_quantization_config
 from pt2mx.pt2e.convert import convert_pt2e
@@ -17,8 +17,10 @@ from pt2mx.pt2e.observer import (
 from pt2mx.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
 from pt2mx.pt2e.quantizer import MXQuantizer
 from pt2mx.pt2e.report import quantization_report
+from pt2mx.spec import MXSpec, create_mx_spec, parse
 
 __all__ = [
+    "ELEMENTS",
     "FORMATS",
     "ElementFormat",
     "MXError",
@@ -28,6 +30,7 @@ __all__ = [
     "MXQuantizer",
     "MXSpec",
     "convert_pt2e",
+    "create_mx_spec",
     "dequantize_mx",
     "disable_fake_quant",
     "disable_observer",

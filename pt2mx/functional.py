@@ -10,8 +10,12 @@ import torch
 from torch import Tensor
 
 from pt2mx import ops
+from pt2mx.checks import check_spec, operator_modes
 from pt2mx.errors import MXError
-from pt2mx.formats import MXSpec, parse, parse_element
+from pt2mx.formats import parse_element
+from pt2mx.kernels import sliced
+from pt2mx.kernels.reference import clip_gradient
+from pt2mx.spec import MXSpec, parse
 
 
 def quantize_mx(
@@ -21,6 +25,7 @@ def quantize_mx(
     axis: int | None = None,
     scale_mode: str | None = None,
     rounding: str | None = None,
+    seed: int | torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Quantize to an MX format (OCP MX v1.0, section 6.3).
 
@@ -28,6 +33,8 @@ def quantize_mx(
         x: (..., n, ...) float32, float16 or bfloat16; blocks run along `axis`, the last may be shorter.
         elem_dtype: the element format, as `pt2mx.parse` takes it.
         block_size, axis, scale_mode, rounding: fields of `MXSpec`; by default 32, -1, "floor" and "even".
+        seed: of `rounding="stochastic"`: 0 to 2**63 - 1, the same numbers on every device; a generator, from which a
+            seed is drawn; or None, for another draw each call.
 
     Returns:
         scale: (..., ceil(n / block_size), ...) uint8, E8M0; `.view(torch.float8_e8m0fnu)` reads it. 0xFF marks a block
@@ -38,7 +45,7 @@ def quantize_mx(
         MXError: for another dtype, an unknown format or mode, a block size below 1, an axis out of range.
     """
     _check_tensors(x=x)
-    return ops.quantize_mx(x, *_modes(elem_dtype, block_size, axis, scale_mode, rounding))
+    return ops.quantize_mx(x, *operator_modes(_modes(elem_dtype, block_size, axis, scale_mode, rounding)), _seed(seed))
 
 
 def dequantize_mx(
@@ -82,13 +89,37 @@ def fake_quantize_mx(
     axis: int | None = None,
     scale_mode: str | None = None,
     rounding: str | None = None,
+    seed: int | torch.Generator | None = None,
+    ste: str = "identity",
 ) -> Tensor:
     """`dequantize_mx(quantize_mx(x))` to the bit, in x's shape and dtype, without the codes.
 
-    The gradient is the straight-through estimator: it passes unchanged. Arguments and errors as `quantize_mx`.
+    The gradient is the straight-through estimator: it passes unchanged (`ste="identity"`), or is zero where x is beyond
+    the largest value of its block's scale (`"clipped"`). Other arguments and errors are those of `quantize_mx`; a spec
+    may also have another scale than E8M0.
     """
     _check_tensors(x=x)
-    return ops.fake_quantize_mx(x, *_modes(elem_dtype, block_size, axis, scale_mode, rounding))
+    spec = _modes(elem_dtype, block_size, axis, scale_mode, rounding)
+    if spec.has_e8m0_scale:
+        return ops.fake_quantize_mx(x, *operator_modes(spec), _seed(seed), ste)
+    return _OtherScale.apply(x, check_spec(x, spec), _seed(seed), ste)
+
+
+class _OtherScale(torch.autograd.Function):
+    """`fake_quantize_mx` with a scale that is not E8M0: the reference kernel, no operator."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor, spec: MXSpec, seed: int | None, ste: str) -> Tensor:
+        ops.check_ste(ste)
+        ctx.save_for_backward(*([x] if ste == "clipped" else []))
+        ctx.spec = spec
+        return sliced.fake_quantize(torch.atleast_1d(x), spec, ops.seed_of(x, spec, seed)).reshape(x.shape)
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> tuple[Tensor | None, ...]:
+        for x in ctx.saved_tensors:
+            grad = clip_gradient(torch.atleast_1d(grad), torch.atleast_1d(x), ctx.spec).reshape(x.shape)
+        return grad, None, None, None
 
 
 #: dtypes as which the codes of their own element format can be viewed
@@ -105,6 +136,14 @@ def _spec(elem_dtype: object, **fields: object) -> MXSpec:
     return parse(elem_dtype, **{name: value for name, value in fields.items() if value is not None})
 
 
-def _modes(elem_dtype: object, *fields: object) -> tuple[str, int, int, str, str]:
+def _modes(elem_dtype: object, *fields: object) -> MXSpec:
     names = ("block_size", "axis", "scale_mode", "rounding")
-    return ops.operator_modes(_spec(elem_dtype, **dict(zip(names, fields, strict=True))))
+    return _spec(elem_dtype, **dict(zip(names, fields, strict=True)))
+
+
+def _seed(seed: int | torch.Generator | None) -> int | None:
+    if isinstance(seed, torch.Generator):
+        return int(torch.randint(2**63 - 1, (), generator=seed, device=seed.device))
+    if seed is None or (isinstance(seed, int | torch.SymInt) and not isinstance(seed, bool)):
+        return seed
+    raise MXError(f"seed={seed!r} must be an integer, a torch.Generator, or None for another draw each call")

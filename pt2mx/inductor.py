@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch._inductor import decomposition, inductor_prims
 
-from pt2mx import formats, ops
-from pt2mx.kernels import packing, reference
+from pt2mx import ops
+from pt2mx.checks import check_input, check_packed
+from pt2mx.kernels import reference
 
 
 def _narrow(x: Tensor, axis: int, start: int, length: int) -> Tensor:
@@ -29,17 +30,30 @@ def _narrow(x: Tensor, axis: int, start: int, length: int) -> Tensor:
     return x.narrow(axis, start, length)
 
 
-def _quantize(x, *modes):
-    return reference.quantize(torch.atleast_1d(x), ops.check_input(x, *modes), _narrow)
+def _random(x, spec, seed=None, *ste):
+    seed = ops.seed_of(x, spec, seed)
+    # Philox stays a call: its rounds use each value twice, which Inductor, substituting values, would double ten times
+    return None if seed is None else ops.random_bits(seed, x.shape)
+
+
+def _quantize(x, *arguments):
+    spec, x = check_input(x, *arguments[:5]), torch.atleast_1d(x)
+    return reference.quantize(x, spec, _random(x, spec, *arguments[5:]), _narrow)
 
 
 def _dequantize(data, scale, elem, block_size, dtype, *where):
-    spec, length = ops.check_packed(data, scale, elem, block_size, dtype, *where)
+    spec, length = check_packed(data, scale, elem, block_size, dtype, *where)
     return reference.dequantize(data, scale, spec, dtype, length, _narrow)
 
 
-def _fake_quantize(x, *modes):
-    return reference.fake_quantize(torch.atleast_1d(x), ops.check_input(x, *modes), _narrow).reshape(x.shape)
+def _fake_quantize(x, *arguments):
+    spec, row = check_input(x, *arguments[:5]), torch.atleast_1d(x)
+    return reference.fake_quantize(row, spec, _random(row, spec, *arguments[5:]), _narrow).reshape(x.shape)
+
+
+def _clip_gradient(grad, x, *modes):
+    spec, rows = check_input(x, *modes), (torch.atleast_1d(grad), torch.atleast_1d(x))
+    return reference.clip_gradient(*rows, spec, _narrow).reshape(x.shape)
 
 
 #: operator -> the same in aten operators
@@ -47,6 +61,7 @@ DECOMPOSITIONS = {
     ops.quantize_mx: _quantize,
     ops.dequantize_mx: _dequantize,
     ops.fake_quantize_mx: _fake_quantize,
+    ops.clip_gradient_mx: _clip_gradient,
 }
 
 
@@ -57,8 +72,9 @@ def _register() -> None:
     decomposition.fast_random_decomps.cache_clear()
     # AOTAutograd's cache keys a graph before decomposition: without the decompositions' identity in the key, code
     # compiled from an older version of them would be served.
-    sources = (__file__, *(module.__file__ for module in (formats, packing, reference, ops)))
-    digest = hashlib.sha256(b"".join(Path(source).read_bytes() for source in sources)).hexdigest()[:16]
+    here = Path(__file__).parent
+    sources = sorted([*here.glob("*.py"), *here.glob("kernels/*.py")])
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
     torch.compiler.config.cache_key_tag += f"pt2mx-{digest}"
 
 

@@ -1,4 +1,4 @@
-"""The operators `torch.ops.pt2mx.*`: schemas, checks, kernels, fake kernels and gradients. Design: operators.
+"""The operators `torch.ops.pt2mx.*`: schemas, kernels, fake kernels and gradients. Design: operators.
 
 The schemas carry plain types, so that exported programs can hold them; `pt2mx.functional` is their friendlier face.
 Outputs are contiguous whatever the strides of the input: codes know nothing of strides, and the two ways to the same
@@ -7,101 +7,46 @@ values (`fake_quantize_mx`, and `quantize_mx` then `dequantize_mx`) must give th
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
-from pt2mx.errors import MXError
-from pt2mx.formats import MXSpec
-from pt2mx.kernels import reference
-from pt2mx.kernels.chunks import by_chunks
-from pt2mx.kernels.packing import is_packed, packed_length, unpacked_length
+from pt2mx.checks import check_input, check_packed, resized
+from pt2mx.errors import MXError, nearest
+from pt2mx.kernels.packing import is_packed, packed_length
+from pt2mx.kernels.select import kernels_for
+from pt2mx.modes import ROUNDINGS
+from pt2mx.spec import MXSpec
 
-#: dtypes that can be quantized, and dequantized to
-HIGH_PRECISION = (torch.float32, torch.float16, torch.bfloat16)
-
-_MODES = 'str elem_dtype_name, int block_size, int axis=-1, str scale_mode="floor", str rounding="even"'
-
-_make_spec = functools.lru_cache(maxsize=1024)(MXSpec)
+#: What becomes of the gradient: it passes unchanged, or is zero where the value saturated.
+STRAIGHT_THROUGH = ("identity", "clipped")
 
 
-def check_input(x: Tensor, *modes: object) -> MXSpec:
-    """The spec that the operator arguments `modes` (element name, block size, axis, scale mode, rounding) name, its
-    axis counted from the front; `MXError` where they or x's dtype are not allowed."""
-    if x.dtype not in HIGH_PRECISION:
-        raise MXError(
-            f"cannot quantize a tensor of dtype {x.dtype} to an MX format: allowed are float32, float16 and bfloat16; "
-            "cast it first, for example with x.float()"
-        )
-    spec = _make_spec(*modes)
-    return spec.replace(axis=_dimension(spec.axis, x))
+def seed_of(x: Tensor, spec: MXSpec, seed: int | None) -> Tensor | None:
+    """The seed with which x is rounded, () int64 on its device; None for a rounding that draws no numbers.
+
+    Without a seed it is the next number of torch's default generator. It is made on the device: nothing is copied or
+    waited for, and a CUDA graph draws anew at each replay.
+    """
+    if not ROUNDINGS[spec.rounding].random:
+        return None
+    if seed is None:
+        return torch.randint(2**63 - 1, (), dtype=torch.int64, device=x.device)
+    if isinstance(seed, int) and not 0 <= seed < 2**63:
+        raise MXError(f"seed={seed} is out of range: allowed are 0 to 2**63 - 1, or None for another draw each call")
+    return torch.full((), seed, dtype=torch.int64, device=x.device)
 
 
-def operator_modes(spec: MXSpec) -> tuple[str, int, int, str, str]:
-    """The arguments by which the operators take `spec`."""
-    return spec.element.name, spec.block_size, spec.axis, spec.scale_mode, spec.rounding
+def _quantize(x: Tensor, elem: str, block_size: int, axis=-1, scale_mode="floor", rounding="even", seed=None):
+    spec, x = check_input(x, elem, block_size, axis, scale_mode, rounding), torch.atleast_1d(x)
+    return kernels_for(x).quantize(x, spec, seed_of(x, spec, seed))
 
 
-def check_packed(
-    data: Tensor,
-    scale: Tensor,
-    elem: str,
-    block_size: int,
-    dtype: torch.dtype,
-    axis: int = -1,
-    length: int | None = None,
-) -> tuple[MXSpec, int]:
-    """Spec (axis counted from the front) and length of the values that `data` and `scale` hold, from the arguments of
-    `dequantize_mx`; `MXError` where they do not fit each other."""
-    spec = _make_spec(elem, block_size, axis)
-    spec = spec.replace(axis=_dimension(axis, data))
-    if data.dtype != torch.uint8 or scale.dtype != torch.uint8:
-        raise MXError(
-            f"codes and scales are uint8, not {data.dtype} and {scale.dtype}: view them with .view(torch.uint8)"
-        )
-    if dtype not in HIGH_PRECISION:
-        raise MXError(f"cannot dequantize to {dtype}: allowed are float32, float16 and bfloat16")
-    size, bits = data.shape[spec.axis], spec.element.bits
-    length = unpacked_length(size, bits) if length is None else length
-    if isinstance(size, int) and isinstance(length, int) and packed_length(length, bits) != size:
-        raise MXError(
-            f"data has {size} bytes along dimension {spec.axis}, but {length} codes of {spec.element} take "
-            f"{packed_length(length, bits)}: pass the length that was quantized"
-        )
-    expected = _resized(data, spec.axis, -(-length // block_size))
-    concrete = all(isinstance(n, int) for n in (*expected, *scale.shape))  # symbolic sizes are checked when they run
-    if concrete and list(scale.shape) != expected:
-        raise MXError(
-            f"scale of shape {tuple(scale.shape)} does not fit data of shape {tuple(data.shape)}: {length} values "
-            f"of {spec.element} in blocks of {block_size} along dimension {spec.axis} have {tuple(expected)}"
-        )
-    return spec, length
-
-
-def _dimension(axis: int, x: Tensor) -> int:
-    rank = max(x.dim(), 1)  # a 0-d tensor is quantized as one of shape (1,)
-    if not -rank <= axis < rank:
-        raise MXError(f"axis={axis} is out of range for shape {tuple(x.shape)}: allowed are {-rank} to {rank - 1}")
-    return axis % rank
-
-
-def _resized(x: Tensor, axis: int, size: int) -> list[int]:
-    return [*x.shape[:axis], size, *x.shape[axis + 1 :]]
-
-
-def _quantize(x: Tensor, *modes: object) -> tuple[Tensor, Tensor]:
-    spec = check_input(x, *modes)
-    return by_chunks(lambda x: reference.quantize(x, spec), spec.axis, torch.atleast_1d(x))
-
-
-def _quantize_fake(x: Tensor, *modes: object) -> tuple[Tensor, Tensor]:
-    spec = check_input(x, *modes)
-    x = torch.atleast_1d(x)
+def _quantize_fake(x: Tensor, elem: str, block_size: int, axis=-1, scale_mode="floor", rounding="even", seed=None):
+    spec, x = check_input(x, elem, block_size, axis, scale_mode, rounding), torch.atleast_1d(x)
     length, bits = x.shape[spec.axis], spec.element.bits
-    scale_shape = _resized(x, spec.axis, _quotient(-(-length // spec.block_size), length))
-    data_shape = _resized(x, spec.axis, _quotient(packed_length(length, bits), length) if is_packed(bits) else length)
+    scale_shape = resized(x, spec.axis, _quotient(-(-length // spec.block_size), length))
+    data_shape = resized(x, spec.axis, _quotient(packed_length(length, bits), length) if is_packed(bits) else length)
     return x.new_empty(scale_shape, dtype=torch.uint8), x.new_empty(data_shape, dtype=torch.uint8)
 
 
@@ -121,47 +66,83 @@ def _quotient(size: int, length: int) -> int:
 
 def _dequantize(data: Tensor, scale: Tensor, elem: str, block_size: int, dtype: torch.dtype, *where: object) -> Tensor:
     spec, length = check_packed(data, scale, elem, block_size, dtype, *where)
-
-    def kernel(data: Tensor, scale: Tensor) -> tuple[Tensor]:
-        return (reference.dequantize(data, scale, spec, dtype, length),)
-
-    return by_chunks(kernel, spec.axis, data, scale)[0]
+    return kernels_for(data).dequantize(data, scale, spec, dtype, length)
 
 
 def _dequantize_fake(
     data: Tensor, scale: Tensor, elem: str, block_size: int, dtype: torch.dtype, *where: object
 ) -> Tensor:
     spec, length = check_packed(data, scale, elem, block_size, dtype, *where)
-    return data.new_empty(_resized(data, spec.axis, length), dtype=dtype)
+    return data.new_empty(resized(data, spec.axis, length), dtype=dtype)
 
 
-def _fake_quantize(x: Tensor, *modes: object) -> Tensor:
-    spec = check_input(x, *modes)
-    (y,) = by_chunks(lambda x: (reference.fake_quantize(x, spec),), spec.axis, torch.atleast_1d(x))
+def _fake_quantize(
+    x: Tensor, elem: str, block_size: int, axis=-1, scale_mode="floor", rounding="even", seed=None, ste="identity"
+) -> Tensor:
+    spec = check_input(x, elem, block_size, axis, scale_mode, rounding)
+    check_ste(ste)
+    y = kernels_for(x).fake_quantize(torch.atleast_1d(x), spec, seed_of(x, spec, seed))
     return y if x.dim() else y.reshape(()).clone()  # an operator's output is no view
 
 
-def _fake_quantize_fake(x: Tensor, *modes: object) -> Tensor:
-    check_input(x, *modes)
+def _fake_quantize_fake(x: Tensor, elem: str, block_size: int, *modes: object) -> Tensor:
+    check_input(x, elem, block_size, *modes[:3])
+    check_ste(*modes[4:])
     return x.new_empty(x.shape)
 
 
+def check_ste(ste: str = "identity") -> None:
+    if ste not in STRAIGHT_THROUGH:
+        raise MXError(f"unknown ste {ste!r}: {nearest(ste, STRAIGHT_THROUGH)}")
+
+
+def _clip_gradient(grad: Tensor, x: Tensor, *modes: object) -> Tensor:
+    spec = check_input(x, *modes)
+    y = kernels_for(x).clip_gradient(torch.atleast_1d(grad), torch.atleast_1d(x), spec)
+    return y if x.dim() else y.reshape(()).clone()
+
+
+def _clip_gradient_fake(grad: Tensor, x: Tensor, *modes: object) -> Tensor:
+    check_input(x, *modes)
+    return grad.new_empty(x.shape)
+
+
+def _save_what_clipping_needs(ctx: object, inputs: tuple, output: Tensor) -> None:
+    x, *ctx.modes = inputs[:6]
+    ctx.clipped = inputs[7] == "clipped"
+    if ctx.clipped:
+        ctx.save_for_backward(x)
+
+
 def _straight_through(ctx: object, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return (grad, None, None, None, None, None)
+    if ctx.clipped:
+        (x,) = ctx.saved_tensors
+        grad = torch.ops.pt2mx.clip_gradient_mx(grad, x, *ctx.modes)
+    return (grad,) + (None,) * 7
 
 
 def _no_gradient(ctx: object, *grads: Tensor) -> tuple[None, ...]:
     """Codes are integers: as with `tensor.to(torch.uint8)`, no gradient passes."""
-    return (None,) * 6
+    return (None,) * 7
 
 
-#: operator -> (schema, kernel for every device, fake kernel, backward)
+def _random_bits(seed: Tensor, size: list[int]) -> Tensor:
+    return kernels_for(seed).random_bits(seed, torch.Size(size))
+
+
+def _random_bits_fake(seed: Tensor, size: list[int]) -> Tensor:
+    return seed.new_empty(size, dtype=torch.int32)
+
+
+_MODES = 'str elem_dtype_name, int block_size, int axis=-1, str scale_mode="floor", str rounding="even"'
+
+#: operator -> (schema, kernel for every device, fake kernel, backward, its setup_context)
 _OPERATORS = {
     "quantize_mx": (
-        f"(Tensor data_hp, {_MODES}) -> (Tensor scale, Tensor data)",
+        f"(Tensor data_hp, {_MODES}, SymInt? seed=None) -> (Tensor scale, Tensor data)",
         _quantize,
         _quantize_fake,
-        _no_gradient,
+        (_no_gradient, None),
     ),
     "dequantize_mx": (
         "(Tensor data_lp, Tensor shared_exp_e8m0, str elem_dtype_name, int block_size, ScalarType target_dtype, "
@@ -171,21 +152,38 @@ _OPERATORS = {
         None,
     ),
     "fake_quantize_mx": (
-        f"(Tensor x, {_MODES}) -> Tensor",
+        f'(Tensor x, {_MODES}, SymInt? seed=None, str ste="identity") -> Tensor',
         _fake_quantize,
         _fake_quantize_fake,
-        _straight_through,
+        (_straight_through, _save_what_clipping_needs),
+    ),
+    # the gradient of a clipped fake_quantize_mx
+    "clip_gradient_mx": (
+        f"(Tensor grad, Tensor x, {_MODES}) -> Tensor",
+        _clip_gradient,
+        _clip_gradient_fake,
+        None,
+    ),
+    # the numbers of stochastic rounding
+    "random_bits": (
+        "(Tensor seed, SymInt[] size) -> Tensor",
+        _random_bits,
+        _random_bits_fake,
+        None,
     ),
 }
 
-for _name, (_schema, _kernel, _fake, _backward) in _OPERATORS.items():
+for _name, (_schema, _kernel, _fake, _gradient) in _OPERATORS.items():
     _qualified = f"pt2mx::{_name}"
     torch.library.define(_qualified, _schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.impl(_qualified, "CompositeExplicitAutograd", _kernel)
     torch.library.register_fake(_qualified, _fake)
-    if _backward is not None:
-        torch.library.register_autograd(_qualified, _backward)
+    if _gradient is not None:
+        _backward, _setup = _gradient
+        torch.library.register_autograd(_qualified, _backward, setup_context=_setup)
 
 quantize_mx = torch.ops.pt2mx.quantize_mx.default
 dequantize_mx = torch.ops.pt2mx.dequantize_mx.default
 fake_quantize_mx = torch.ops.pt2mx.fake_quantize_mx.default
+clip_gradient_mx = torch.ops.pt2mx.clip_gradient_mx.default
+random_bits = torch.ops.pt2mx.random_bits.default

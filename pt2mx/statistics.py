@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pt2mx.formats import MXSpec
 from pt2mx.functional import fake_quantize_mx
-from pt2mx.kernels.chunks import split
 from pt2mx.kernels.reference import NAN_SCALE, scales
+from pt2mx.kernels.sliced import split
+from pt2mx.spec import MXSpec
 
 
 def quantization_sums(x: Tensor, spec: MXSpec) -> dict[str, Tensor]:

@@ -3,8 +3,9 @@
 Source: OCP Microscaling Formats (MX) Specification v1.0, sections 5.3 and 6.3; the steps are those of the design page.
 Everything is computed in fp32 on bit patterns: a floating-point log2 is wrong one ulp below a power of two, and in
 bf16 one block in 150 would get another exponent. Every value that a kernel needs to know of a format comes from
-`pt2mx.formats`; `axis` is non-negative here and inputs are checked by the callers in `pt2mx.ops`. `narrow` cuts the
-filling of a ragged last block off; `pt2mx.inductor` has its own.
+`pt2mx.formats` and `pt2mx.modes`; `axis` is non-negative here and inputs are checked by the callers in `pt2mx.ops`.
+`random` are the numbers of stochastic rounding (`pt2mx.kernels.philox`), in the shape of x. `narrow` cuts the filling
+of a ragged last block off; `pt2mx.inductor` has its own.
 """
 
 from collections.abc import Callable
@@ -12,20 +13,25 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pt2mx.formats import ROUNDINGS, SCALE_MODES, ElementFormat, MXSpec
+from pt2mx.formats import ElementFormat
 from pt2mx.kernels.packing import pack, pad_axis, unpack
+from pt2mx.modes import ROUNDINGS, SCALE_MODES
+from pt2mx.spec import MXSpec
 
 _BIAS = 127  # of fp32 and of E8M0
 _MANTISSA = 0x7FFFFF
 _INF = 0x7F800000
+_SIGN = -0x80000000
 NAN_SCALE = 0xFF
 
 Narrow = Callable[[Tensor, int, int, int], Tensor]
 
 
-def quantize(x: Tensor, spec: MXSpec, narrow: Narrow = torch.narrow) -> tuple[Tensor, Tensor]:
+def quantize(
+    x: Tensor, spec: MXSpec, random: Tensor | None = None, narrow: Narrow = torch.narrow
+) -> tuple[Tensor, Tensor]:
     """x: (..., n, ...) fp32, fp16 or bf16 -> scale (..., ceil(n / block), ...) uint8, data (..., bytes, ...) uint8."""
-    exponent, finite, elements = _quantize_blocks(x, spec)
+    exponent, finite, elements = _quantize_blocks(x, spec, random)
     codes = encode(torch.where(finite, elements, 0.0), spec.element)
     codes = _from_blocks(codes, spec, x.shape[spec.axis], narrow)
     return _scale_bytes(exponent, finite, spec), pack(codes, spec.axis, spec.element.bits)
@@ -47,36 +53,89 @@ def dequantize(
     return _from_blocks(values.to(dtype), spec, length, narrow)
 
 
-def fake_quantize(x: Tensor, spec: MXSpec, narrow: Narrow = torch.narrow) -> Tensor:
+def fake_quantize(x: Tensor, spec: MXSpec, random: Tensor | None = None, narrow: Narrow = torch.narrow) -> Tensor:
     """x: (..., n, ...) -> dequantize(quantize(x)) to the bit, in x's dtype."""
-    exponent, finite, elements = _quantize_blocks(x, spec)
+    exponent, finite, elements = _quantize_blocks(x, spec, random)
     values = _scale_by_pow2(elements, exponent, finite)
     return _from_blocks(values.to(x.dtype), spec, x.shape[spec.axis], narrow)
 
 
+def clip_gradient(grad: Tensor, x: Tensor, spec: MXSpec, narrow: Narrow = torch.narrow) -> Tensor:
+    """grad, x: (..., n, ...) -> grad, zero where x is beyond the largest value of its block's scale."""
+    blocks = _to_blocks(x.to(torch.float32), spec)
+    exponent, finite = shared_exponent(blocks, spec)
+    v = _scale_by_pow2(blocks, -exponent, finite)
+    saturated = (v > spec.element.max_normal) | (v < spec.element.lowest)
+    return grad.masked_fill(_from_blocks(saturated, spec, x.shape[spec.axis], narrow), 0.0)
+
+
 def shared_exponent(blocks: Tensor, spec: MXSpec) -> tuple[Tensor, Tensor]:
-    """blocks: (..., blocks, block, ...) fp32 -> exponent (..., blocks, 1, ...) int32 in [-127, 127], and whether the
-    block is finite. Design: numerics, steps 1 to 3.
+    """blocks: (..., blocks, block, ...) fp32 -> exponent (..., blocks, 1, ...) int32 in the range of the scale, and
+    whether the block is finite. Design: numerics, steps 1 to 3.
 
     In an fp32 subnormal amax the mantissa field counts from 2**-149 without a hidden bit; only a format with emax 0
     can tell 2**-127 from 2**-126 there, and `(threshold + 2**23) / 2` is the same threshold in those units.
     """
     # bits compare like the floats they are; a compiled amax may return a NaN with its sign bit set
     amax = blocks.abs().amax(spec.axis + 1, keepdim=True).view(torch.int32) & 0x7FFFFFFF
-    threshold = SCALE_MODES[spec.scale_mode](spec.element)
+    shift = 0
+    if spec.scale_exp_bits > 8:  # below E8M0's range the exponents of fp32 subnormals differ
+        subnormal = amax <= _MANTISSA
+        amax = torch.where(subnormal, (amax.view(torch.float32) * 2.0**24).view(torch.int32), amax)
+        shift = torch.where(subnormal, 24, 0)
+    mode = SCALE_MODES[spec.scale_mode]
+    threshold = mode.threshold(spec.element)
     mantissa = amax & _MANTISSA
     round_up = torch.where(amax == mantissa, mantissa > (threshold + _MANTISSA + 1) >> 1, mantissa > threshold)
-    exponent = (amax >> 23) - _BIAS + round_up.to(torch.int32) - spec.element.emax
-    return exponent.clamp(-_BIAS, _BIAS), amax < _INF
+    exponent = (amax >> 23) - _BIAS + round_up.to(torch.int32) - spec.element.emax - shift
+    exponent, finite = _clamp(exponent, spec), amax < _INF
+    if len(mode.neighbours) > 1:
+        exponent = _least_squares(blocks, exponent, finite, spec, mode.neighbours)
+    return exponent, finite
 
 
-def round_to_element(v: Tensor, element: ElementFormat, rounding: str) -> Tensor:
-    """v: fp32 in units of the block's scale -> the nearest value of the element, saturated (step 4)."""
-    binade = (v.view(torch.int32) & _INF).clamp(min=(element.emin + _BIAS) << 23)  # bits of 2**floor(log2 |v|)
-    quantum = binade - (element.mantissa_bits << 23)
+def squared_error_bits(block_size: int) -> int:
+    """Bits of an error, as `_least_squares` measures it, with which the sum of the squares of a block fits int64."""
+    return min(28, (62 - (block_size - 1).bit_length()) // 2)
+
+
+def _least_squares(
+    blocks: Tensor, exponent: Tensor, finite: Tensor, spec: MXSpec, neighbours: tuple[int, ...]
+) -> Tensor:
+    """Of the neighbours of `exponent` the one with the least sum of squared errors, of equal ones the first.
+
+    Errors are whole multiples of 2**(emax + 1 - bits) of the scale `exponent`, so that their sum is exact and the same
+    in whatever order a kernel adds. Of a random rounding the error is that of rounding to nearest: a scale does not
+    depend on the seed.
+    """
+    rounding = "even" if ROUNDINGS[spec.rounding].random else spec.rounding
+    bits = squared_error_bits(spec.block_size)
+    candidates, totals = [_clamp(exponent + change, spec) for change in neighbours], []
+    for candidate in candidates:
+        v = _in_units(blocks, candidate, finite, rounding)
+        error = (v - round_to_element(v, spec.element, rounding)).abs() * _pow2(candidate - exponent)
+        error = (error * 2.0 ** (bits - spec.element.emax - 1)).round().clamp(max=2.0**bits).to(torch.int64)
+        totals.append((error * error).sum(spec.axis + 1, keepdim=True))
+    best, least = candidates[0], totals[0]
+    for candidate, total in zip(candidates[1:], totals[1:], strict=True):
+        best = torch.where(total < least, candidate, best)
+        least = torch.minimum(total, least)
+    return best
+
+
+def round_to_element(v: Tensor, element: ElementFormat, rounding: str, random: Tensor | None = None) -> Tensor:
+    """v: fp32 in units of the block's scale -> a neighbouring value of the element, saturated (step 4)."""
+    lowest, highest = ((e + _BIAS) << 23 for e in (element.emin, element.emax))
+    bits = v.view(torch.int32)
+    negative = bits < 0
+    quantum = (bits & _INF).clamp(lowest, highest) - (element.mantissa_bits << 23)  # of 2**floor(log2 |v|)
     # times the reciprocal, from its bits: a GPU's division is not exact even by a power of two
-    p = ROUNDINGS[rounding](v * ((2 * _BIAS << 23) - quantum).view(torch.float32)) * quantum.view(torch.float32)
-    p = p.clamp(-element.max_normal, element.max_normal)
+    units = v.abs() * ((2 * _BIAS << 23) - quantum).view(torch.float32)
+    p = ROUNDINGS[rounding].to_quanta(units, negative, random) * quantum.view(torch.float32)
+    limit = torch.where(negative, -element.lowest, element.max_normal) if element.full_range else element.max_normal
+    p = p.minimum(limit) if element.full_range else p.clamp(max=limit)
+    # the sign as a bit: Triton negates by subtracting from zero, which loses the sign of one
+    p = (p.view(torch.int32) | (bits & _SIGN)).view(torch.float32)
     # two's complement has no negative zero
     return torch.where(p == 0, 0.0, p) if element.is_int else p
 
@@ -110,12 +169,23 @@ def decode(codes: Tensor, element: ElementFormat) -> Tensor:
     return (value.view(torch.int32) | (codes & sign_bit) << (32 - element.bits)).view(torch.float32)
 
 
-def _quantize_blocks(x: Tensor, spec: MXSpec) -> tuple[Tensor, Tensor, Tensor]:
+def _quantize_blocks(x: Tensor, spec: MXSpec, random: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Exponent and finiteness (..., blocks, 1, ...), element values (..., blocks, block, ...) of the finite blocks."""
     blocks = _to_blocks(x.to(torch.float32), spec)
     exponent, finite = shared_exponent(blocks, spec)
-    elements = round_to_element(_scale_by_pow2(blocks, -exponent, finite), spec.element, spec.rounding)
-    return exponent, finite, elements
+    if random is not None:
+        random = _to_blocks(random, spec)
+    v = _in_units(blocks, exponent, finite, spec.rounding)
+    return exponent, finite, round_to_element(v, spec.element, spec.rounding, random)
+
+
+def _in_units(blocks: Tensor, exponent: Tensor, finite: Tensor, rounding: str) -> Tensor:
+    """`blocks * 2**-exponent`, which may round to zero but where that would change what a directed rounding gives."""
+    v = _scale_by_pow2(blocks, -exponent, finite)
+    if not ROUNDINGS[rounding].directed:
+        return v
+    smallest = (blocks.view(torch.int32) & _SIGN | 1 << 23).view(torch.float32)  # +-2**-126
+    return torch.where((v.abs() < 2.0**-126) & (blocks != 0), smallest, v)
 
 
 def _to_blocks(x: Tensor, spec: MXSpec) -> Tensor:
@@ -133,6 +203,12 @@ def _from_blocks(blocks: Tensor, spec: MXSpec, length: int, narrow: Narrow) -> T
     return x if whole else narrow(x, spec.axis, 0, length)
 
 
+def _clamp(exponent: Tensor, spec: MXSpec) -> Tensor:
+    """`exponent` in the range of the scale. No block needs one below -213, and `_scale_by_pow2` takes -252."""
+    limit = 2 ** (spec.scale_exp_bits - 1) - 1
+    return exponent.clamp(max(-limit, -252), limit)
+
+
 def _pow2(exponent: Tensor) -> Tensor:
     """2**exponent in fp32; exponent: int32 in [-126, 127]."""
     return ((exponent + _BIAS) << 23).view(torch.float32)
@@ -143,7 +219,7 @@ def _scale_bytes(exponent: Tensor, finite: Tensor, spec: MXSpec) -> Tensor:
 
 
 def _scale_by_pow2(x: Tensor, exponent: Tensor, finite: Tensor) -> Tensor:
-    """x * 2**exponent, or NaN where the block is not finite; exponent: int32 in [-127, 128].
+    """x * 2**exponent, or NaN where the block is not finite; exponent: int32 in [-252, 252].
 
     In two steps: one factor could be an fp32 subnormal, which the processor may flush to zero
     (`torch.set_flush_denormal`).

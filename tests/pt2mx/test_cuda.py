@@ -6,7 +6,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.library import opcheck
 
 from pt2mx import FORMATS, dequantize_mx, fake_quantize_mx, ops, quantize_mx
-from pt2mx.formats import SCALE_MODES
+from pt2mx.modes import SCALE_MODES
 from tests.pt2mx.test_inductor import through_all_operators
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("compiler")]

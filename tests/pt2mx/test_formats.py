@@ -101,7 +101,7 @@ def test_text_of_a_spec_parses_back(name, scale_mode):
         ("fp8[e4m3", "unknown MX element format"),
         ("mxfp8_e4m3]", "unknown MX element format"),
         ("mxfp4(rceil,ceil)", "unknown rounding 'ceil'"),
-        ("mxfp4(rceil,even,even)", "at most a scale mode and a rounding"),
+        ("mxfp4(rceil,even,even)", "at most a scale mode, a rounding"),
         ((9, 9), "allowed"),
         ((2, 1, 0), "allowed"),
         (torch.float32, "float32"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pt2mx import FORMATS, dequantize_mx, fake_quantize_mx, quantize_mx
-from pt2mx.formats import ROUNDINGS, SCALE_MODES
+from pt2mx.modes import ROUNDINGS, SCALE_MODES
 
 GOLDEN = np.load(Path(__file__).with_name("golden.npz"))
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

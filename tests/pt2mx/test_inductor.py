@@ -5,7 +5,7 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 from pt2mx import FORMATS, dequantize_mx, fake_quantize_mx, quantize_mx
-from pt2mx.formats import SCALE_MODES
+from pt2mx.modes import SCALE_MODES
 
 pytestmark = pytest.mark.usefixtures("compiler")
 

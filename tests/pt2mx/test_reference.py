@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pt2mx import FORMATS, MXSpec, dequantize_mx, fake_quantize_mx, quantize_mx
-from pt2mx.formats import SCALE_MODES
 from pt2mx.kernels import reference
+from pt2mx.modes import SCALE_MODES
 from tests.oracle import grid, quantize_block
 
 FLOATS = [name for name in FORMATS if name != "int8"]

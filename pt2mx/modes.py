@@ -1,0 +1,96 @@
+"""The modes of quantization as data: how a block's scale follows from its values, and how values are rounded.
+
+Every kernel reads these tables, or is tested against the reference kernel, which does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pt2mx.formats import ElementFormat
+
+_FP32_MANTISSA = (1 << 23) - 1
+
+
+@dataclass(frozen=True)
+class ScaleMode:
+    """How the shared exponent follows from a block's amax.
+
+    It is `floor(log2 amax) - emax`, plus one where the fp32 mantissa field of amax is above `threshold(element)`, and
+    then the one of its `neighbours` (changes of the exponent) with the least sum of squared errors over the block;
+    of equal ones the first.
+    """
+
+    threshold: Callable[[ElementFormat], int]
+    neighbours: tuple[int, ...] = (0,)
+
+
+def _never(element: ElementFormat) -> int:
+    return _FP32_MANTISSA
+
+
+def _max_normal_mantissa(element: ElementFormat) -> int:
+    """The fp32 mantissa field of `max_normal`."""
+    return round((element.max_normal / 2.0**element.emax - 1) * 2**23)
+
+
+SCALE_MODES: dict[str, ScaleMode] = {
+    # OCP section 6.3: never rounded up
+    "floor": ScaleMode(_never),
+    # up unless amax is a power of two
+    "ceil": ScaleMode(lambda element: 0),
+    # up where amax / max_normal is above a power of two, so that nothing saturates
+    "rceil": ScaleMode(_max_normal_mantissa),
+    # up where amax plus half a unit in the last place of the element reaches the next power of two
+    "even": ScaleMode(lambda element: _FP32_MANTISSA - (1 << (22 - element.mantissa_bits))),
+    # of floor and its two neighbours the one that loses least
+    "mse": ScaleMode(_never, neighbours=(0, -1, 1)),
+}
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How a magnitude, given in units of its quantum, becomes a whole number of quanta.
+
+    `to_quanta` takes (magnitude fp32, whether the value is negative, random int32 in [0, 2**31) or None) and is exact.
+    A `directed` rounding takes any value but zero, however small, to its neighbour on one side. One that is `random`
+    needs a seed.
+    """
+
+    to_quanta: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    directed: bool = False
+    random: bool = False
+
+
+def _fraction(magnitude: Tensor) -> Tensor:
+    return magnitude - magnitude.floor()
+
+
+ROUNDINGS: dict[str, Rounding] = {
+    # to nearest, ties to an even number of quanta (IEEE 754 roundTiesToEven)
+    "even": Rounding(lambda magnitude, negative, random: magnitude.round()),
+    # to nearest, ties away from zero; floor(x + 0.5) would round 0.49999997 up
+    "half_away": Rounding(lambda magnitude, negative, random: magnitude.floor() + (_fraction(magnitude) >= 0.5)),
+    # to nearest, ties toward zero
+    "half_toward_zero": Rounding(lambda magnitude, negative, random: magnitude.floor() + (_fraction(magnitude) > 0.5)),
+    "toward_zero": Rounding(lambda magnitude, negative, random: magnitude.floor()),
+    # toward positive infinity
+    "up": Rounding(
+        lambda magnitude, negative, random: torch.where(negative, magnitude.floor(), magnitude.ceil()), directed=True
+    ),
+    # toward negative infinity
+    "down": Rounding(
+        lambda magnitude, negative, random: torch.where(negative, magnitude.ceil(), magnitude.floor()), directed=True
+    ),
+    # away from zero in proportion to the distance, to within 2**-31, so that the mean is the value
+    "stochastic": Rounding(
+        lambda magnitude, negative, random: (
+            magnitude.floor() + (random < (_fraction(magnitude) * 2.0**31).to(torch.int32))
+        ),
+        random=True,
+    ),
+}

@@ -1,0 +1,156 @@
+"""`MXSpec`, how to quantize a tensor, and the spellings of it that the field uses."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+
+from pt2mx.errors import MXError, nearest
+from pt2mx.formats import FORMATS, ElementFormat, parse_element
+from pt2mx.modes import ROUNDINGS, SCALE_MODES
+
+
+@dataclass(frozen=True)
+class MXSpec:
+    """How to quantize a tensor: element format, block, axis, scale mode and rounding.
+
+    Args:
+        element: an `ElementFormat` or any spelling that `parse_element` takes (`"fp4_e2m1"`, `"mxfp4"`, ...).
+        block_size: values that share one scale, at least 1. A last block may be shorter.
+        axis: the dimension along which blocks run; negative counts from the end. Inside the export flow each operator
+            sets it to its own reduction dimension.
+        scale_mode: how the shared exponent follows from the block's values; a key of `SCALE_MODES`.
+        rounding: how values are rounded to the element's grid; a key of `ROUNDINGS`.
+        scale_exp_bits: width of the shared exponent, 1 to 11; it is clamped to +-(2**(scale_exp_bits - 1) - 1).
+        scale_sig_bits: bits of a scale's significand, 0 to 23. As in pychop they are stored and counted, and the scale
+            stays a power of two.
+
+    The operators serve E8M0 scales, which are the default of the last two. For other widths there is
+    `fake_quantize_mx` in eager mode.
+
+    Raises:
+        MXError: for any other value.
+    """
+
+    element: ElementFormat
+    block_size: int = 32
+    axis: int = -1
+    scale_mode: str = "floor"
+    rounding: str = "even"
+    scale_exp_bits: int = 8
+    scale_sig_bits: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "element", parse_element(self.element))
+        for field, (allowed, described) in _INTEGERS.items():
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int) or value not in allowed:
+                raise MXError(f"{field}={value!r} must be an integer{described}")
+        for field, allowed in (("scale_mode", SCALE_MODES), ("rounding", ROUNDINGS)):
+            if getattr(self, field) not in list(allowed):
+                raise MXError(f"unknown {field} {getattr(self, field)!r}: {nearest(getattr(self, field), allowed)}")
+
+    def replace(self, **changes: object) -> MXSpec:
+        """This spec with some fields changed, checked again."""
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def has_e8m0_scale(self) -> bool:
+        """Whether scales are the E8M0 bytes of the OCP specification."""
+        return self.scale_exp_bits == 8 and self.scale_sig_bits == 0
+
+    @property
+    def effective_bits(self) -> float:
+        """Bits a value, the shared scale included, for whole blocks."""
+        return self.element.bits + (self.scale_exp_bits + self.scale_sig_bits) / self.block_size
+
+    def __str__(self) -> str:
+        words = [m for m, default in ((self.scale_mode, "floor"), (self.rounding, "even")) if m != default]
+        if words == ["even"]:  # the scale mode of that name
+            words = ["even", "even"]
+        if not self.has_e8m0_scale:
+            words.append(f"e{self.scale_exp_bits}m{self.scale_sig_bits}")
+        return f"mx{self.element}{{{self.block_size}}}" + (f"({','.join(words)})" if words else "")
+
+
+_INTEGERS = {
+    "block_size": (range(1, 2**63), " of at least 1"),
+    "axis": (range(-(2**63), 2**63), ""),
+    "scale_exp_bits": (range(1, 12), ", 1 to 11"),
+    "scale_sig_bits": (range(24), ", 0 to 23"),
+}
+
+
+def create_mx_spec(exp_bits: int, sig_bits: int, block_size: int = 32, **fields: object) -> MXSpec:
+    """The spec of a custom element: a sign, `exp_bits` exponent bits (0: an integer) and `sig_bits` stored significand
+    bits, `(4, 3)` and `(5, 2)` being the OCP formats of that split. `fields` are those of `MXSpec`.
+
+    Raises:
+        MXError: where no element has that split (at least one bit beside the sign, at most 8 in all).
+    """
+    return MXSpec((exp_bits, sig_bits), block_size, **fields)
+
+
+# MXFP8[E4M3]{32}, mxfp4_e2m1{16}, mxint8{64,-2}, fp8_e4m3{32}(rceil), mxfp4{32}(ceil,up,e5m0)
+_SPEC = re.compile(r"(?P<element>[^{(]+?)\s*(?:\{(?P<block>\d+)(?:,(?P<axis>-?\d+))?\})?(?:\((?P<modes>[\w,]*)\))?")
+# BFP[8|8]{64,-1}(SN): integer element bits | scale bits, block, axis, (S)ymmetric or _, and the rounding letter
+_BFP = re.compile(
+    r"bfp\[(?P<bits>\d+)\|(?P<scale>\d+)\](?P<rest>\{.*\}|)(?:\((?P<symmetry>[s_])(?P<rounding>[a-z])\))?"
+)
+_BFP_ROUNDINGS = {"n": "even", "s": "stochastic", "u": "up", "d": "down"}
+_SCALE = re.compile(r"e(\d+)m(\d+)")
+
+
+def parse(spelling: object, **overrides: object) -> MXSpec:
+    """The spec that `spelling` names: an element as `parse_element` takes it, optionally with a block size and axis in
+    braces and modes in parentheses (`"MXFP8[E4M3]{32}"`, `"mxint8{64,-2}"`, `"mxfp4{32}(rceil,half_away)"`), or a
+    block floating point shorthand (`"BFP[8|8]{64}(SN)"`: element bits, scale bits, block, symmetric or `_`, and the
+    rounding N, S, U or D: nearest, stochastic, up or down).
+
+    `overrides` are `MXSpec` fields that win over the spelling. `str(spec)` parses back to the spec, its axis apart.
+
+    Raises:
+        MXError: naming the nearest valid spelling.
+    """
+    if isinstance(spelling, MXSpec):
+        return spelling.replace(**overrides)
+    if not isinstance(spelling, str):
+        return MXSpec(spelling, **overrides)
+    text = spelling.strip().lower()
+    fields: dict[str, object] = {}
+    if bfp := _BFP.fullmatch(text):
+        full = "_full" if bfp["symmetry"] == "_" else ""
+        text = f"int{bfp['bits']}{full}{bfp['rest']}"
+        fields["scale_exp_bits"] = int(bfp["scale"])
+        if bfp["rounding"]:
+            if bfp["rounding"] not in _BFP_ROUNDINGS:
+                raise MXError(
+                    f"unknown rounding letter {bfp['rounding'].upper()!r} in {spelling!r}: allowed: "
+                    + ", ".join(f"{k.upper()} ({v})" for k, v in _BFP_ROUNDINGS.items())
+                )
+            fields["rounding"] = _BFP_ROUNDINGS[bfp["rounding"]]
+    match = _SPEC.fullmatch(text)
+    if match is None:
+        raise MXError(f"unknown MX format {spelling!r}: {nearest(spelling, [f'mx{n}{{32}}' for n in FORMATS])}")
+    for key, group in (("block_size", "block"), ("axis", "axis")):
+        if match[group] is not None:
+            fields[key] = int(match[group])
+    try:
+        fields.update(_modes([word for word in (match["modes"] or "").split(",") if word]))
+        return MXSpec(match["element"], **{**fields, **overrides})
+    except MXError as error:
+        raise MXError(f"in {spelling!r}: {error}") from None
+
+
+def _modes(words: list[str]) -> dict[str, object]:
+    """The fields that the words in parentheses name: a scale mode, a rounding, the widths of the scale."""
+    fields: dict[str, object] = {}
+    if words and (scale := _SCALE.fullmatch(words[-1])):
+        fields["scale_exp_bits"], fields["scale_sig_bits"] = int(scale[1]), int(scale[2])
+        words = words[:-1]
+    if len(words) == 1 and words[0] in ROUNDINGS and words[0] not in SCALE_MODES:
+        return {**fields, "rounding": words[0]}
+    if len(words) > 2:
+        raise MXError(f"at most a scale mode, a rounding and a scale eXmY go into the parentheses, not {words}")
+    return {**fields, **dict(zip(("scale_mode", "rounding"), words, strict=False))}
