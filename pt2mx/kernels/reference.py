@@ -82,7 +82,7 @@ def shared_exponent(blocks: Tensor, spec: MXSpec) -> tuple[Tensor, Tensor]:
     if spec.scale_exp_bits > 8:  # below E8M0's range the exponents of fp32 subnormals differ
         subnormal = amax <= _MANTISSA
         amax = torch.where(subnormal, (amax.view(torch.float32) * 2.0**24).view(torch.int32), amax)
-        shift = torch.where(subnormal, 24, 0)
+        shift = 24 * subnormal.to(torch.int32)
     mode = SCALE_MODES[spec.scale_mode]
     threshold = mode.threshold(spec.element)
     mantissa = amax & _MANTISSA
