@@ -1,12 +1,36 @@
 """MX quantization in exact rational arithmetic, independent of the reference kernel; slow, one block at a time.
 
-It follows the text of the OCP MX specification v1.0, section 6.3, with Python fractions instead of bit patterns.
+It follows the text of the OCP MX specification v1.0, section 6.3, and of the design's modes, with Python fractions
+instead of bit patterns.
 """
 
 import math
 from fractions import Fraction
 
 from pt2mx import ElementFormat
+
+#: Philox-4x32-10 as Salmon et al. (SC 2011) define it, in Python integers
+_MULTIPLIERS, _KEY_STEPS, _WORD = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85), 0xFFFFFFFF
+
+
+def philox(counter: list[int], key: list[int]) -> list[int]:
+    for _ in range(10):
+        first, second = counter[0] * _MULTIPLIERS[0], counter[2] * _MULTIPLIERS[1]
+        counter = [
+            (second >> 32) ^ counter[1] ^ key[0],
+            second & _WORD,
+            (first >> 32) ^ counter[3] ^ key[1],
+            first & _WORD,
+        ]
+        key = [(k + step) & _WORD for k, step in zip(key, _KEY_STEPS, strict=True)]
+    return counter
+
+
+def random_number(place: int, seed: int) -> Fraction:
+    """The number in [0, 1) that stochastic rounding draws for the value at `place` of a tensor."""
+    block = place // 4
+    words = philox([block & _WORD, block >> 32, 0, 0], [seed & _WORD, seed >> 32])
+    return Fraction(words[place % 4] >> 1, 2**31)
 
 
 def floor_log2(x: Fraction) -> int:
@@ -22,7 +46,7 @@ def ceil_log2(x: Fraction) -> int:
 def grid(element: ElementFormat) -> list[Fraction]:
     """The non-negative values of an element, ascending, listed from its definition."""
     if element.is_int:
-        return [Fraction(i, 64) for i in range(128)]
+        return [Fraction(i, 2 ** (element.bits - 2)) for i in range(2 ** (element.bits - 1))]
     step = Fraction(1, 2**element.mantissa_bits)
     values = [i * step * Fraction(2) ** (1 - element.bias) for i in range(2**element.mantissa_bits)]
     for exponent in range(1, 2**element.exponent_bits):
@@ -30,47 +54,94 @@ def grid(element: ElementFormat) -> list[Fraction]:
     return [v for v in values if v <= Fraction(element.max_normal)]
 
 
-def exponent(amax: Fraction, element: ElementFormat, scale_mode: str) -> int:
+def quantum(v: Fraction, element: ElementFormat) -> Fraction:
+    """The distance of the element's values around v, as if it had no largest one."""
+    smallest = 0 if element.is_int else 1 - element.bias
+    binade = max(floor_log2(v), smallest) if v else smallest
+    return Fraction(2) ** (binade - (element.bits - 2 if element.is_int else element.mantissa_bits))
+
+
+def round_value(v: Fraction, element: ElementFormat, rounding: str, number: Fraction | None = None) -> Fraction:
+    """v rounded to a value of the element, saturated."""
+    step = quantum(abs(v), element)
+    low = step * math.floor(v / step)
+    above = (v - low) / step  # in [0, 1)
+    up = {
+        "even": above > Fraction(1, 2) or (above == Fraction(1, 2) and math.floor(v / step) % 2 == 1),
+        "half_away": above > Fraction(1, 2) or (above == Fraction(1, 2) and v > 0),
+        "half_toward_zero": above > Fraction(1, 2) or (above == Fraction(1, 2) and v < 0),
+        "toward_zero": above > 0 and v < 0,
+        "up": above > 0,
+        "down": False,
+    }
+    if rounding == "stochastic":
+        magnitude = (abs(v) / step) % 1
+        away = number < Fraction(math.floor(magnitude * 2**31), 2**31)
+        rounded = (math.floor(abs(v) / step) + away) * step * (1 if v > 0 else -1)
+    else:
+        rounded = low + step * up[rounding]
+    lowest = -Fraction(2) if element.full_range else -Fraction(element.max_normal)
+    return max(lowest, min(Fraction(element.max_normal), rounded))
+
+
+def exponent(block: list[Fraction], element: ElementFormat, scale_mode: str, rounding: str, scale_exp_bits: int) -> int:
+    """The shared exponent of a block, clamped to its width."""
+    limit = 2 ** (scale_exp_bits - 1) - 1
+    amax = max(abs(x) for x in block)
     if amax == 0:
-        return -127
-    if scale_mode == "floor":
-        e = floor_log2(amax) - element.emax
-    elif scale_mode == "ceil":
+        return -limit
+    if scale_mode == "ceil":
         e = ceil_log2(amax) - element.emax
     elif scale_mode == "rceil":
         e = ceil_log2(amax / Fraction(element.max_normal))
     elif scale_mode == "even":
         half_ulp = Fraction(2) ** (floor_log2(amax) - element.mantissa_bits - 1)
         e = floor_log2(amax + half_ulp) - element.emax
-    return max(-127, min(127, e))
+    else:
+        e = floor_log2(amax) - element.emax
+    e = max(-limit, min(limit, e))
+    if scale_mode == "mse":
+        candidates = [max(-limit, min(limit, e + change)) for change in (0, -1, 1)]
+        e = min(candidates, key=lambda c: _measured_error(block, c, e, element, rounding))  # the first of equal ones
+    return e
 
 
-def round_to_grid(v: Fraction, values: list[Fraction]) -> tuple[int, Fraction]:
-    """Index and value of the nearest grid point of |v|, ties to the even index, saturated."""
-    v = abs(v)
-    if v >= values[-1]:
-        return len(values) - 1, values[-1]
-    low = max(i for i in range(len(values)) if values[i] <= v)
-    below, above = v - values[low], values[low + 1] - v
-    index = low if below < above or (below == above and low % 2 == 0) else low + 1
-    return index, values[index]
+def _measured_error(block: list[Fraction], candidate: int, e: int, element: ElementFormat, rounding: str) -> int:
+    """Sum of squared errors, each measured to `bits` bits of twice the largest power of two at exponent e."""
+    bits = min(28, (62 - (len(block) - 1).bit_length()) // 2)
+    unit = Fraction(2) ** (e + element.emax + 1 - bits)
+    total = 0
+    for x in block:
+        scale = Fraction(2) ** candidate
+        error = abs(x - scale * round_value(x / scale, element, "even" if rounding == "stochastic" else rounding))
+        total += min(round(error / unit), 2**bits) ** 2  # Python rounds a Fraction to nearest, ties to even
+    return total
 
 
-def quantize_block(block: list[float], element: ElementFormat, scale_mode: str = "floor"):
-    """(scale byte, codes, dequantized values in fp64) of one block of floats; NaN values and 0 codes where one of them
-    is not finite."""
+def quantize_block(
+    block: list[float],
+    element: ElementFormat,
+    scale_mode: str = "floor",
+    rounding: str = "even",
+    seed: int = 0,
+    place: int = 0,
+    scale_exp_bits: int = 8,
+):
+    """(scale byte, codes, dequantized values in fp64) of one block of floats that begins at `place` of its tensor; NaN
+    values and 0 codes where one of them is not finite."""
     if not all(math.isfinite(x) for x in block):
         return 0xFF, [0] * len(block), [math.nan] * len(block)
     exact = [Fraction(x) for x in block]
-    e = exponent(max(abs(x) for x in exact), element, scale_mode)
+    e = exponent(exact, element, scale_mode, rounding, scale_exp_bits)
     values, codes, dequantized = grid(element), [], []
-    for x, given in zip(exact, block, strict=True):
-        index, value = round_to_grid(x / Fraction(2) ** e, values)
+    for i, (x, given) in enumerate(zip(exact, block, strict=True)):
+        number = random_number(place + i, seed) if rounding == "stochastic" else None
+        value = round_value(x / Fraction(2) ** e, element, rounding, number)
         negative = math.copysign(1, given) < 0
         if element.is_int:
-            codes.append(-index % 256 if negative else index)
-            negative = negative and index != 0
+            codes.append(int(value * 2 ** (element.bits - 2)) % 2**element.bits)
+            negative = negative and value != 0
         else:
-            codes.append(index + (negative << (element.bits - 1)))
-        dequantized.append(math.copysign(float(value * Fraction(2) ** e), -1 if negative else 1))
+            codes.append(values.index(abs(value)) + (negative << (element.bits - 1)))
+        dequantized.append(math.copysign(float(abs(value) * Fraction(2) ** e), -1 if negative else 1))
     return e + 127, codes, dequantized

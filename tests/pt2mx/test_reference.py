@@ -1,5 +1,6 @@
 """The reference kernel against exact rational arithmetic, and its own promises."""
 
+import itertools
 import math
 import random
 import struct
@@ -7,9 +8,9 @@ import struct
 import pytest
 import torch
 
-from pt2mx import FORMATS, MXSpec, dequantize_mx, fake_quantize_mx, quantize_mx
+from pt2mx import ELEMENTS, FORMATS, MXSpec, dequantize_mx, fake_quantize_mx, quantize_mx
 from pt2mx.kernels import reference
-from pt2mx.modes import SCALE_MODES
+from pt2mx.modes import ROUNDINGS, SCALE_MODES
 from tests.oracle import grid, quantize_block
 
 FLOATS = [name for name in FORMATS if name != "int8"]
@@ -56,26 +57,54 @@ def adversarial_blocks(element, seed: int, count: int) -> list[list[float]]:
     return blocks
 
 
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_equals_exact_arithmetic_on_adversarial_blocks(name):
+    """Every scale mode with every rounding; more blocks for the formats of the specification."""
+    for i, (scale_mode, rounding) in enumerate(itertools.product(SCALE_MODES, ROUNDINGS)):
+        blocks = adversarial_blocks(ELEMENTS[name], seed=100 * len(name) + i, count=50 if name in FORMATS else 10)
+        blocks += [[math.inf, 1.0, 2.0, 0.0], [math.nan, 1.0, 2.0, 0.0], [0.0, -0.0, 0.0, -0.0]]
+        spec = MXSpec(name, 4, 1, scale_mode, rounding)
+        check_against_oracle(torch.tensor(blocks), spec, seed=i)
+
+
 @pytest.mark.parametrize("scale_mode", SCALE_MODES)
 @pytest.mark.parametrize("name", FORMATS)
-def test_equals_exact_arithmetic_on_adversarial_blocks(name, scale_mode):
-    blocks = adversarial_blocks(FORMATS[name], seed=len(name + scale_mode), count=400)
-    blocks += [[math.inf, 1.0, 2.0, 0.0], [math.nan, 1.0, 2.0, 0.0], [0.0, -0.0, 0.0, -0.0]]
-    spec = MXSpec(FORMATS[name], 4, 1, scale_mode)
-    x = torch.tensor(blocks)
-    scale, codes = reference.quantize(x, spec.replace(block_size=4))
-    unpacked = reference.unpack(codes, 1, spec.element.bits)[:, :4]
-    got = fake_quantize_mx(x, spec)
-    for i, block in enumerate(blocks):
-        want_scale, want_codes, want = quantize_block(block, spec.element, scale_mode)
-        assert scale[i].item() == want_scale, block
-        assert unpacked[i].tolist() == want_codes, block
+def test_equals_exact_arithmetic_on_random_blocks(name, scale_mode):
+    x = torch.randn(6, 32) * torch.logspace(-30, 30, 6).unsqueeze(1)
+    for i, rounding in enumerate(ROUNDINGS):
+        check_against_oracle(x, MXSpec(name, 32, 1, scale_mode, rounding), seed=2**62 + i)
+
+
+def check_against_oracle(x: torch.Tensor, spec: MXSpec, seed: int) -> None:
+    """x: (blocks, block_size) fp32."""
+    scale, codes = quantize_mx(x, spec, seed=seed)
+    unpacked = reference.unpack(codes, 1, spec.element.bits)[:, : x.shape[1]]
+    got = fake_quantize_mx(x, spec, seed=seed)
+    for i, block in enumerate(x.tolist()):
+        want_scale, want_codes, want = quantize_block(
+            block, spec.element, spec.scale_mode, spec.rounding, seed, i * x.shape[1]
+        )
+        assert scale[i].item() == want_scale, (spec, block)
+        assert unpacked[i].tolist() == want_codes, (spec, block)
         # the top binade may round to 2**128, which fp32 holds as Inf
         want = torch.tensor(want, dtype=torch.float64).to(torch.float32)
         if want_scale == 0xFF:
-            assert got[i].isnan().all(), block
+            assert got[i].isnan().all(), (spec, block)
         else:
-            assert torch.equal(bits(got[i]), bits(want)), (block, got[i], want)
+            assert torch.equal(bits(got[i]), bits(want)), (spec, block, got[i], want)
+
+
+@pytest.mark.parametrize("scale_exp_bits", [1, 2, 5, 7, 9, 11])
+@pytest.mark.parametrize("name", ["fp4_e2m1", "fp8_e4m3", "int8", "fp8_e7m0"])
+def test_other_widths_of_the_scale_equal_exact_arithmetic(name, scale_exp_bits):
+    for i, (scale_mode, rounding) in enumerate(itertools.product(SCALE_MODES, ROUNDINGS)):
+        spec = MXSpec(name, 4, 1, scale_mode, rounding, scale_exp_bits)
+        x = torch.tensor(adversarial_blocks(spec.element, seed=i, count=8))
+        got = fake_quantize_mx(x, spec, seed=i)
+        for row, block in enumerate(x.tolist()):
+            modes = (scale_mode, rounding, i, 4 * row, scale_exp_bits)
+            want = torch.tensor(quantize_block(block, spec.element, *modes)[2], dtype=torch.float64)
+            assert torch.equal(bits(got[row]), bits(want.to(torch.float32))), (spec, block)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -1,0 +1,215 @@
+"""The conventions of other libraries by name, where they differ from pt2mx's defaults.
+
+A preset reproduces what a library states: its scale mode, rounding, integer range, axis and the way it stores codes and
+scales. Where a library is wrong by the specification, the preset gives the specified value, and `not_copied` says so.
+
+    scale, data = PRESETS["torchmx"].quantize(x, "mxfp4")  # the bytes that TorchMX stores
+    y = PRESETS["torchmx"].fake_quantize(x, "mxint8")
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pt2mx.checks import check_spec
+from pt2mx.errors import MXError
+from pt2mx.formats import ELEMENTS
+from pt2mx.functional import dequantize_mx, fake_quantize_mx, quantize_mx
+from pt2mx.kernels.packing import is_packed, pack, unpack
+from pt2mx.kernels.reference import NAN_SCALE
+from pt2mx.spec import MXSpec, parse
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One library's conventions; the defaults are pt2mx's own.
+
+    Args:
+        name, version: the library.
+        rounding, scale_mode, axis, block_size: its defaults; `axis=None` is one row of all values in order.
+        rounding_of: another rounding for some elements, by name.
+        full_range: whether its integers reach the most negative code.
+        int_scale_offset: what its scale bytes of integers differ by: codes are read as whole numbers, not as 2**-6.
+        high_nibble_first: the order of two 4-bit codes in a byte.
+        packed_widths: widths of codes that share bytes.
+        flush_subnormal_blocks: blocks whose largest magnitude is an fp32 subnormal become zero.
+        reason: why the row differs from the defaults.
+        not_copied: faults by the specification that the preset leaves out.
+    """
+
+    name: str
+    version: str
+    reason: str
+    not_copied: str
+    scale_mode: str = "floor"
+    rounding: str = "even"
+    rounding_of: tuple[tuple[str, str], ...] = ()
+    axis: int | None = -1
+    block_size: int = 32
+    full_range: bool = False
+    int_scale_offset: int = 0
+    high_nibble_first: bool = False
+    packed_widths: tuple[int, ...] = (4, 6)
+    flush_subnormal_blocks: bool = False
+
+    def spec(self, elem_dtype: object, **fields: object) -> MXSpec:
+        """The library's spec of an element, as `pt2mx.parse` takes it; `fields` of `MXSpec` win over the preset's.
+
+        An axis of None is -1 of the flattened tensor.
+        """
+        element = parse(elem_dtype).element
+        if self.full_range and element.is_int and not element.full_range:
+            element = ELEMENTS[f"{element.name}_full"]
+        preset = {
+            "block_size": self.block_size,
+            "axis": -1 if self.axis is None else self.axis,
+            "scale_mode": self.scale_mode,
+            "rounding": dict(self.rounding_of).get(element.name, self.rounding),
+        }
+        return MXSpec(element, **{**preset, **fields})
+
+    def fake_quantize(self, x: Tensor, elem_dtype: object, **fields: object) -> Tensor:
+        """x: (..., n, ...) float32, float16 or bfloat16 -> the values that the library gives, same shape and dtype."""
+        rows, spec = self._rows(x, elem_dtype, fields)
+        return fake_quantize_mx(rows, spec).reshape(x.shape)
+
+    def quantize(self, x: Tensor, elem_dtype: object, **fields: object) -> tuple[Tensor, Tensor]:
+        """x: (..., n, ...) -> scale (..., blocks, ...) uint8 and data (..., bytes, ...) uint8 as the library stores
+        them.
+
+        Raises:
+            MXError: where the library's scale byte cannot say the exponent (TorchMX's int8 below 2**-121).
+        """
+        rows, spec = self._rows(x, elem_dtype, fields)
+        return self.to_storage(*quantize_mx(rows, spec), spec)
+
+    def dequantize(
+        self,
+        data: Tensor,
+        scale: Tensor,
+        elem_dtype: object,
+        target_dtype: torch.dtype = torch.float32,
+        length: int | None = None,
+        **fields: object,
+    ) -> Tensor:
+        """data, scale: as the library stores them -> (..., length, ...) `target_dtype`."""
+        spec = self.spec(elem_dtype, **fields)
+        scale, data = self.from_storage(scale, data, spec)
+        return dequantize_mx(data, scale, spec, target_dtype=target_dtype, length=length)
+
+    def to_storage(self, scale: Tensor, data: Tensor, spec: MXSpec) -> tuple[Tensor, Tensor]:
+        """What `quantize_mx` gives, in the library's bytes."""
+        if spec.element.is_int and self.int_scale_offset:
+            shifted = scale.to(torch.int16) + self.int_scale_offset
+            if bool(((shifted < 0) & (scale != 0)).any()):
+                raise MXError(
+                    f"a block's exponent is below what {self.name} stores for {spec.element} "
+                    f"({-127 - self.int_scale_offset}): scale the tensor up first"
+                )
+            scale = torch.where(scale == NAN_SCALE, scale, shifted.clamp(min=0).to(torch.uint8))
+        return scale, self._nibbles(self._repack(data, spec, pack_again=False), spec)
+
+    def from_storage(self, scale: Tensor, data: Tensor, spec: MXSpec) -> tuple[Tensor, Tensor]:
+        """The library's bytes as `dequantize_mx` takes them."""
+        if spec.element.is_int and self.int_scale_offset:
+            shifted = (scale.to(torch.int16) - self.int_scale_offset).clamp(max=NAN_SCALE - 1).to(torch.uint8)
+            scale = torch.where(scale == NAN_SCALE, scale, shifted)
+        return scale, self._repack(self._nibbles(data, spec), spec, pack_again=True)
+
+    def _rows(self, x: Tensor, elem_dtype: object, fields: dict[str, object]) -> tuple[Tensor, MXSpec]:
+        spec = self.spec(elem_dtype, **fields)
+        rows = x.reshape(-1) if self.axis is None and "axis" not in fields else x
+        if self.flush_subnormal_blocks:
+            rows = _flush_subnormal_blocks(rows, spec)
+        return rows, spec
+
+    def _nibbles(self, data: Tensor, spec: MXSpec) -> Tensor:
+        if spec.element.bits == 4 and 4 in self.packed_widths and self.high_nibble_first:
+            return data << 4 | data >> 4
+        return data
+
+    def _repack(self, data: Tensor, spec: MXSpec, pack_again: bool) -> Tensor:
+        bits = spec.element.bits
+        if not is_packed(bits) or bits in self.packed_widths:
+            return data
+        axis = spec.axis % data.dim()
+        return pack(data.to(torch.int32), axis, bits) if pack_again else unpack(data, axis, bits).to(torch.uint8)
+
+
+def _flush_subnormal_blocks(x: Tensor, spec: MXSpec) -> Tensor:
+    """x with zeros for the blocks whose largest magnitude is below 2**-126."""
+    axis = check_spec(x, spec).axis
+    parts = [
+        part.where(part.abs().amax(axis, keepdim=True) >= 2.0**-126, torch.zeros_like(part))
+        for part in x.split(spec.block_size, axis)
+    ]
+    return torch.cat(parts, axis)
+
+
+_ROUNDED_LOG2 = "exponents from a rounded log2 (off by one a few ulps below a power of two)"
+
+PRESETS: dict[str, Preset] = {
+    preset.name: preset
+    for preset in (
+        Preset(
+            "microxcaling",
+            "7bc4195",
+            "rounds half away from zero unless told otherwise (round='nearest')",
+            f"{_ROUNDED_LOG2}; 0.49999997 of a step rounds up; bf16 inputs computed in bf16",
+            rounding="half_away",
+        ),
+        Preset(
+            "microxcaling_flush",
+            "7bc4195",
+            "microxcaling with mx_flush_fp32_subnorms",
+            "as microxcaling",
+            rounding="half_away",
+            flush_subnormal_blocks=True,
+        ),
+        Preset(
+            "torchao",
+            "0.18.0",
+            "stores an FP6 code in a byte of its own",
+            f"scale byte 0 halves or flushes values; an Inf leaves the scale finite; RCEIL with {_ROUNDED_LOG2}",
+            packed_widths=(4,),
+        ),
+        Preset(
+            "torchmx",
+            "0.1.0",
+            "the first of two FP4 codes in the high nibble; int8 codes are whole numbers, so their scale byte is 6 "
+            "lower; stores an FP6 code in a byte of its own",
+            "int8 blocks below 2**-121 lose precision",
+            int_scale_offset=-6,
+            high_nibble_first=True,
+            packed_widths=(4,),
+        ),
+        Preset(
+            "quark",
+            "0.10",
+            "MXFixNeuron: axis 1, half away from zero (rounding_mode 0; its 2 is rounding='even'), int8 down to -128",
+            "Inf and NaN pass by value instead of making their block NaN",
+            rounding="half_away",
+            axis=1,
+            full_range=True,
+        ),
+        Preset(
+            "pychop",
+            "0.6.2",
+            "blocks over all values in order, whatever the shape; integers down to -2**(bits - 1)",
+            f"{_ROUNDED_LOG2}; Inf and NaN by value; -0 becomes +0; its torch backend ignores block_size",
+            axis=None,
+            full_range=True,
+        ),
+        Preset(
+            "modelopt",
+            "a2fbac7",
+            "rceil scales; its FP4 packer rounds ties toward zero",
+            f"{_ROUNDED_LOG2}; +0 stored as -0 in FP4",
+            scale_mode="rceil",
+            rounding_of=(("fp4_e2m1", "half_toward_zero"),),
+        ),
+    )
+}
