@@ -57,7 +57,7 @@ def spec_of_dequantize(dequantize: Node) -> MXSpec:
         return dequantize.meta[SPEC_KEY]
     data = dequantize.args[0]
     if data.target is operator.getitem and data.args[0].target is ops.quantize_mx:
-        return MXSpec(*data.args[0].args[1:])
+        return MXSpec(*data.args[0].args[1:6])
     element, block_size = dequantize.args[2:4]
     return MXSpec(element, block_size, dequantize.args[5] if len(dequantize.args) > 5 else -1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from pt2mx.checks import operator_modes
 from pt2mx.errors import MXError
 from pt2mx.spec import MXSpec, parse
 
@@ -25,7 +26,7 @@ class MXQuantizationConfig:
             sees to it by itself.
 
     Raises:
-        MXError: for an unknown spelling.
+        MXError: for an unknown spelling, or a spec whose scale is not E8M0.
     """
 
     activation: MXSpec | None = None
@@ -39,7 +40,9 @@ class MXQuantizationConfig:
             value = getattr(self, role)
             if value is not None:
                 try:
-                    object.__setattr__(self, role, parse(value))
+                    spec = parse(value)
+                    operator_modes(spec)  # the graph holds operators, which take some specs only
+                    object.__setattr__(self, role, spec)
                 except MXError as error:
                     raise MXError(f"{role}: {error}") from None
         if not isinstance(self.is_qat, bool):

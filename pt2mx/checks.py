@@ -47,6 +47,15 @@ def check_spec(x: Tensor, spec: MXSpec) -> MXSpec:
     return spec.replace(axis=_dimension(spec.axis, x))
 
 
+def check_seed(seed: object) -> None:
+    """`MXError` where `seed` is no seed of stochastic rounding; a symbolic one is taken as it is."""
+    integer = isinstance(seed, int) and not isinstance(seed, bool)
+    if not (seed is None or isinstance(seed, torch.SymInt) or (integer and 0 <= seed < 2**63)):
+        raise MXError(
+            f"seed={seed!r} must be an integer from 0 to 2**63 - 1, a torch.Generator, or None for a new draw each call"
+        )
+
+
 def check_packed(
     data: Tensor,
     scale: Tensor,

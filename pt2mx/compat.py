@@ -104,7 +104,9 @@ class Preset:
         """What `quantize_mx` gives, in the library's bytes."""
         if spec.element.is_int and self.int_scale_offset:
             shifted = scale.to(torch.int16) + self.int_scale_offset
-            if bool(((shifted < 0) & (scale != 0)).any()):
+            axis = spec.axis % data.dim()
+            used = torch.cat([part.any(axis, keepdim=True) for part in data.split(spec.block_size, axis)], axis)
+            if bool(((shifted < 0) & used).any()):
                 raise MXError(
                     f"a block's exponent is below what {self.name} stores for {spec.element} "
                     f"({-127 - self.int_scale_offset}): scale the tensor up first"

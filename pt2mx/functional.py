@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pt2mx import ops
-from pt2mx.checks import check_spec, operator_modes
+from pt2mx.checks import check_seed, check_spec, operator_modes
 from pt2mx.errors import MXError
 from pt2mx.formats import parse_element
 from pt2mx.kernels import sliced
@@ -144,6 +144,5 @@ def _modes(elem_dtype: object, *fields: object) -> MXSpec:
 def _seed(seed: int | torch.Generator | None) -> int | None:
     if isinstance(seed, torch.Generator):
         return int(torch.randint(2**63 - 1, (), generator=seed, device=seed.device))
-    if seed is None or (isinstance(seed, int | torch.SymInt) and not isinstance(seed, bool)):
-        return seed
-    raise MXError(f"seed={seed!r} must be an integer, a torch.Generator, or None for another draw each call")
+    check_seed(seed)
+    return seed

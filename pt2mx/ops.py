@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
-from pt2mx.checks import check_input, check_packed, resized
+from pt2mx.checks import check_input, check_packed, check_seed, resized
 from pt2mx.errors import MXError, nearest
 from pt2mx.kernels.packing import is_packed, packed_length
 from pt2mx.kernels.select import kernels_for
@@ -32,8 +32,7 @@ def seed_of(x: Tensor, spec: MXSpec, seed: int | None) -> Tensor | None:
         return None
     if seed is None:
         return torch.randint(2**63 - 1, (), dtype=torch.int64, device=x.device)
-    if isinstance(seed, int) and not 0 <= seed < 2**63:
-        raise MXError(f"seed={seed} is out of range: allowed are 0 to 2**63 - 1, or None for another draw each call")
+    check_seed(seed)
     return torch.full((), seed, dtype=torch.int64, device=x.device)
 
 

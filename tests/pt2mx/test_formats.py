@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from pt2mx import FORMATS, ElementFormat, MXError, MXSpec, parse, parse_element
+from pt2mx import ELEMENTS, FORMATS, ElementFormat, MXError, MXSpec, create_mx_spec, parse, parse_element
+from pt2mx.modes import ROUNDINGS, SCALE_MODES
 from tests.oracle import floor_log2, grid
 
 
@@ -53,10 +54,20 @@ def test_table_is_that_of_the_specification(name, bits, emax, largest, smallest,
         ("int8", "int8"),
         (torch.int8, "int8"),
         (FORMATS["int8"], "int8"),
+        ((0, 7), "int8"),
+        ((0, 3), "int4"),
+        ("mxint4", "int4"),
+        ("INT2", "int2"),
+        ("int8_full", "int8_full"),
+        ("e3m3", "fp7_e3m3"),
+        ("MXFP5[E2M2]", "fp5_e2m2"),
+        ("fp8_e3m4", "fp8_e3m4"),
+        ((1, 1), "fp3_e1m1"),
+        ((7, 0), "fp8_e7m0"),
     ],
 )
 def test_element_spellings(spelling, expected):
-    assert parse_element(spelling) is FORMATS[expected]
+    assert parse_element(spelling) is ELEMENTS[expected]
     assert parse(spelling) == MXSpec(expected)
 
 
@@ -68,6 +79,13 @@ def test_element_spellings(spelling, expected):
         ("MXINT8{64,-2}", MXSpec("int8", 64, -2)),
         ("BFP[8|8]{64}(SN)", MXSpec("int8", 64)),
         ("BFP[8|8]{64,0}", MXSpec("int8", 64, 0)),
+        ("BFP[8|8]{64}(_N)", MXSpec("int8_full", 64)),
+        ("BFP[4|8]{16}(SS)", MXSpec("int4", 16, rounding="stochastic")),
+        ("BFP[4|8]{16}(SU)", MXSpec("int4", 16, rounding="up")),
+        ("BFP[6|5]{128}(_D)", MXSpec("int6_full", 128, rounding="down", scale_exp_bits=5)),
+        ("mxfp4{32}(half_away)", MXSpec("fp4_e2m1", rounding="half_away")),
+        ("mxfp4{32}(mse,stochastic)", MXSpec("fp4_e2m1", scale_mode="mse", rounding="stochastic")),
+        ("mxfp4(even,even,e5m2)", MXSpec("fp4_e2m1", scale_mode="even", scale_exp_bits=5, scale_sig_bits=2)),
         ("bfp[8|8]", MXSpec("int8", 32)),
         ("mxfp6_e3m2{32}(rceil)", MXSpec("fp6_e3m2", 32, scale_mode="rceil")),
         ("mxfp4{32}(rceil,even)", MXSpec("fp4_e2m1", 32, scale_mode="rceil")),
@@ -79,11 +97,31 @@ def test_spec_spellings(spelling, expected):
     assert parse(spelling, block_size=7, axis=1) == expected.replace(block_size=7, axis=1)
 
 
-@pytest.mark.parametrize("scale_mode", ["floor", "ceil", "rceil", "even"])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("scale_mode", SCALE_MODES)
+@pytest.mark.parametrize("name", ELEMENTS)
 def test_text_of_a_spec_parses_back(name, scale_mode):
-    spec = MXSpec(name, 48, scale_mode=scale_mode)
-    assert parse(str(spec)) == spec
+    for rounding in ROUNDINGS:
+        for scale in ((8, 0), (5, 0), (8, 3)):
+            spec = MXSpec(name, 48, -1, scale_mode, rounding, *scale)
+            assert parse(str(spec)) == spec
+
+
+def test_every_split_and_width_has_an_element():
+    floats = {(f.exponent_bits, f.mantissa_bits) for f in ELEMENTS.values() if not f.is_int}
+    assert floats == {(e, m) for e in range(1, 9) for m in range(8) if e + m <= 7}
+    assert {f.bits for f in ELEMENTS.values() if f.is_int} == set(range(2, 9))
+    for f in ELEMENTS.values():
+        values = grid(f)
+        assert (values[-1], floor_log2(values[-1]), values.index(f.max_normal)) == (f.max_normal, f.emax, f.max_code)
+        assert f.is_int or f.name in ("fp8_e4m3", "fp8_e5m2") or len(values) == 2 ** (f.bits - 1)  # every code a number
+
+
+def test_custom_specs():
+    assert create_mx_spec(4, 3) == MXSpec("fp8_e4m3") and create_mx_spec(0, 7, 64) == MXSpec("int8", 64)
+    spec = create_mx_spec(3, 1, 16, scale_exp_bits=5, scale_sig_bits=3, rounding="up")
+    assert (spec.element.name, spec.block_size, spec.rounding, spec.effective_bits) == ("fp5_e3m1", 16, "up", 5.5)
+    with pytest.raises(MXError, match=r"\(5, 4\).*at most 8 bits"):
+        create_mx_spec(5, 4)
 
 
 @pytest.mark.parametrize(
@@ -96,6 +134,10 @@ def test_text_of_a_spec_parses_back(name, scale_mode):
         ("mxfp4{32}(flor)", "'floor'"),
         ("BFP[8|8]{64}(SX)", "'X'"),
         ("BFP[9|8]{64}", "int8"),
+        ("BFP[8|12]{64}", "scale_exp_bits=12 must be an integer, 1 to 11"),
+        ("fp8_e4m2", "fp8_e4m3"),
+        ("int1", "int8"),
+        ((5, 4), "at most 8 bits"),
         ("", "allowed"),
         ("mxfp4{", "unknown MX format"),
         ("fp8[e4m3", "unknown MX element format"),
@@ -127,6 +169,8 @@ def test_unknown_spellings_name_the_nearest(spelling, names):
         ({"scale_mode": "flor"}, "did you mean 'floor'"),
         ({"scale_mode": ["floor"]}, "allowed: floor"),
         ({"rounding": "evn"}, "did you mean 'even'"),
+        ({"scale_exp_bits": 0}, "scale_exp_bits=0 must be an integer, 1 to 11"),
+        ({"scale_sig_bits": 24}, "scale_sig_bits=24 must be an integer, 0 to 23"),
     ],
 )
 def test_spec_refuses_other_values(fields, message):

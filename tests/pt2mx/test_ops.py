@@ -12,6 +12,8 @@ def test_opcheck(name, axis):
     x = torch.randn(4, 70, requires_grad=True)
     opcheck(ops.quantize_mx, (x, name, 32, axis))
     opcheck(ops.fake_quantize_mx, (x, name, 32, axis, "rceil"))
+    opcheck(ops.fake_quantize_mx, (x, name, 32, axis, "mse", "stochastic", 3, "clipped"))
+    opcheck(ops.clip_gradient_mx, (torch.randn(4, 70), x.detach(), name, 32, axis))
     scale, data = ops.quantize_mx(x, name, 32, axis)
     opcheck(ops.dequantize_mx, (data, scale, name, 32, torch.bfloat16, axis, x.shape[axis]))
 
@@ -58,6 +60,8 @@ def test_other_dtypes_are_refused(function, dtype):
         (("mxfp9",), "did you mean 'mxfp8'"),
         (("mxfp8", 32, -1, "flor"), "did you mean 'floor'"),
         (("mxfp8", 32, -1, "floor", "evn"), "did you mean 'even'"),
+        (("mxfp8", 2**70), "block_size=1180591620717411303424"),
+        (("mxfp8", 32, 2**70), "axis=1180591620717411303424"),
     ],
 )
 @pytest.mark.parametrize("function", [quantize_mx, fake_quantize_mx])
