@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
+from pt2mx.compare import print_mx_format_table
 from pt2mx.errors import MXError
-from pt2mx.formats import FORMATS
 from pt2mx.pt2e import recipe
 from pt2mx.pt2e.convert import convert_pt2e
 from pt2mx.pt2e.models import Batch, call, export, load_batches, load_model
@@ -138,15 +138,7 @@ def _outputs(model: nn.Module, batch: Batch) -> list[Tensor]:
 
 
 def _formats(options: argparse.Namespace) -> None:
-    rows = [("format", "bits", "exponent", "mantissa", "bias", "emax", "max", "min normal", "min subnormal", "special")]
-    for f in FORMATS.values():
-        special = ", ".join(name for name, has in (("Inf", f.has_inf), ("NaN", f.has_nan)) if has)
-        stored = ("-", str(f.bits - 2), "-") if f.is_int else (str(f.exponent_bits), str(f.mantissa_bits), str(f.bias))
-        smallest = ("-" if f.is_int else f"2^{f.emin}", f"2^{f.emin - f.mantissa_bits}")
-        rows.append((f.name, str(f.bits), *stored, str(f.emax), f"{f.max_normal:g}", *smallest, special or "-"))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print_mx_format_table()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pt2mx.errors import MXError
 from pt2mx.functional import fake_quantize_mx
 from pt2mx.kernels.reference import NAN_SCALE, scales
 from pt2mx.kernels.sliced import split
@@ -22,7 +23,12 @@ def quantization_sums(x: Tensor, spec: MXSpec) -> dict[str, Tensor]:
         0-d tensors `values` (count), `signal` (sum of x**2), `noise` (sum of (x - quantized x)**2), `saturated` (count
         of |x| above the largest value of its block), `flushed` (count of x != 0 that became 0), and `exponents`:
         (256,) blocks of each scale byte. Counts are int64, powers float64.
+
+    Raises:
+        MXError: for a scale of more than 8 exponent bits.
     """
+    if spec.scale_exp_bits > 8:
+        raise MXError(f"{spec}: statistics count scales by their E8M0 byte; scale_exp_bits must be at most 8")
     x = torch.atleast_1d(x)
     spec = spec.replace(axis=spec.axis % x.dim())
     _, slices = split(spec.axis, x)
@@ -33,15 +39,17 @@ def quantization_sums(x: Tensor, spec: MXSpec) -> dict[str, Tensor]:
 def _sums(x: Tensor, spec: MXSpec) -> dict[str, Tensor]:
     y, scale = fake_quantize_mx(x, spec), scales(x, spec)
     # in float64, where 2**-127 is no subnormal and max * 2**127 no Inf
-    limits = torch.tensor([spec.element.max_normal * 2.0 ** (byte - 127) for byte in range(256)], dtype=torch.float64)
+    powers = torch.tensor([2.0 ** (byte - 127) for byte in range(256)], dtype=torch.float64)
     block = min(spec.block_size, x.shape[spec.axis])
-    limit = limits.to(x.device)[scale.to(torch.int64)].repeat_interleave(block, spec.axis)
+    power = powers.to(x.device)[scale.to(torch.int64)].repeat_interleave(block, spec.axis)
+    power = power.narrow(spec.axis, 0, x.shape[spec.axis])
     wide = x.double()
+    saturated = (wide > spec.element.max_normal * power) | (wide < spec.element.lowest * power)
     return {
         "values": torch.tensor(x.numel(), device=x.device),
         "signal": wide.square().sum(),
         "noise": (wide - y.double()).square().sum(),
-        "saturated": (wide.abs() > limit.narrow(spec.axis, 0, x.shape[spec.axis])).sum(),
+        "saturated": saturated.sum(),
         "flushed": ((x != 0) & (y == 0)).sum(),
         "exponents": torch.bincount(scale.flatten().to(torch.int64), minlength=256),
     }

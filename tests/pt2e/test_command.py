@@ -84,8 +84,9 @@ def test_bad_input_is_one_line_and_status_2(change, message, factory, capsys):
 def test_formats_prints_the_table(capsys):
     assert main(["formats"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert rows[1] == ["fp8_e4m3", "8", "4", "3", "7", "8", "448", "2^-6", "2^-9", "NaN"]
-    assert rows[2][-2:] == ["Inf,", "NaN"] and rows[6][:4] == ["int8", "8", "-", "6"] and len(rows) == 7
+    element = ["mxfp8_e4m3", "8", "4", "3", "7", "8", "448", "2^-6", "2^-9", "NaN"]
+    assert rows[1] == [*element, "32", "E8M0", "8.25", "1.94", "3.88"]
+    assert rows[2][9:11] == ["Inf,", "NaN"] and rows[6][:4] == ["mxint8", "8", "-", "6"] and len(rows) == 7
 
 
 def test_module_is_the_command(tmp_path):

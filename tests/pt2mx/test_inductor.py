@@ -5,7 +5,7 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 from pt2mx import FORMATS, dequantize_mx, fake_quantize_mx, quantize_mx
-from pt2mx.modes import SCALE_MODES
+from pt2mx.modes import ROUNDINGS, SCALE_MODES
 
 pytestmark = pytest.mark.usefixtures("compiler")
 
@@ -16,6 +16,11 @@ def through_all_operators(x, name, axis, scale_mode="floor"):
     scale, data = quantize_mx(x, name, axis=axis, scale_mode=scale_mode)
     values = dequantize_mx(data, scale, name, axis=axis, target_dtype=x.dtype, length=x.shape[axis])
     return fake, scale + 1, data ^ 1, values * 2
+
+
+def same(got, want):
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[got.element_size()]
+    return bool(((got.view(integer) == want.view(integer)) | (want != want)).all())
 
 
 @pytest.mark.parametrize(
@@ -51,10 +56,30 @@ def test_every_exponent_and_special_value(dtype, scale_mode):
         return fake_quantize_mx(x, "fp8_e5m2", 1, scale_mode=scale_mode), *quantize_mx(x, "int8", 1)
 
     for got, want in zip(torch.compile(run, fullgraph=True)(x), run(x), strict=True):
-        assert torch.equal(got.isnan(), want.isnan())
-        integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[got.element_size()]
-        same = got.view(integer) == want.view(integer)
-        assert (same | want.isnan()).all()
+        assert torch.equal(got.isnan(), want.isnan()) and same(got, want)
+
+
+@pytest.mark.parametrize(
+    ("scale_mode", "roundings"),
+    [
+        ("floor", tuple(ROUNDINGS)),
+        *(pytest.param(m, (r,), marks=pytest.mark.slow) for m in SCALE_MODES for r in ROUNDINGS),
+    ],
+)
+def test_every_rounding_of_every_bf16_pattern(scale_mode, roundings):
+    """By default the roundings of one format; every format with every mode and rounding among the slow tests."""
+    x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(torch.bfloat16).unsqueeze(1)
+    names = ("fp4_e2m1",) if len(roundings) > 1 else FORMATS
+
+    def run(x):
+        return [
+            fake_quantize_mx(x, name, 1, scale_mode=scale_mode, rounding=rounding, seed=7)
+            for name in names
+            for rounding in roundings
+        ]
+
+    for got, want in zip(torch.compile(run, fullgraph=True)(x), run(x), strict=True):
+        assert same(got, want)
 
 
 def test_every_code_and_scale():
@@ -66,8 +91,7 @@ def test_every_code_and_scale():
             return dequantize_mx(data, scale, name, 256)
 
         got, want = torch.compile(run, fullgraph=True)(data, scale), run(data, scale)
-        assert torch.equal(got.isnan(), want.isnan())
-        assert ((got.view(torch.int32) == want.view(torch.int32)) | want.isnan()).all()
+        assert torch.equal(got.isnan(), want.isnan()) and same(got, want)
 
 
 def test_no_opaque_call_is_left_and_one_kernel_does_it():

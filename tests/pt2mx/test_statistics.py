@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from pt2mx import MXSpec, fake_quantize_mx
+from pt2mx import MXError, MXSpec, fake_quantize_mx
 from pt2mx.statistics import QuantizationStatistics, quantization_sums, sqnr_db
 
 
@@ -38,6 +38,17 @@ def test_summary():
 
 def test_no_value_no_statistics():
     assert QuantizationStatistics.from_sums(quantization_sums(torch.ones(0, 32), MXSpec("int8"))) is None
+
+
+def test_the_lowest_code_of_a_full_range_integer_is_no_saturation():
+    x = torch.tensor([-1.995, 1.995])
+    assert quantization_sums(x, MXSpec("int8_full", 2))["saturated"] == 1
+    assert quantization_sums(x, MXSpec("int8", 2))["saturated"] == 2
+
+
+def test_scales_beyond_e8m0_have_no_statistics():
+    with pytest.raises(MXError, match="scale_exp_bits must be at most 8"):
+        quantization_sums(torch.ones(32), MXSpec("fp4_e2m1", scale_exp_bits=9))
 
 
 @pytest.mark.parametrize(("signal", "noise", "db"), [(100.0, 1.0, 20.0), (1.0, 0.0, math.inf), (0.0, 0.0, math.inf)])
