@@ -215,3 +215,10 @@ PRESETS: dict[str, Preset] = {
         ),
     )
 }
+
+
+def table() -> str:
+    """The presets in Markdown: what differs from the defaults and why, and what is not copied."""
+    rows = [("preset", "version", "what differs", "faults not copied"), ("---",) * 4]
+    rows += [(f"`{p.name}`", p.version, p.reason, p.not_copied) for p in PRESETS.values()]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)

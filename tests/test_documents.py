@@ -13,6 +13,8 @@ from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 
 import pt2mx
+from pt2mx import compat
+from pt2mx.modes import ROUNDINGS, SCALE_MODES
 from pt2mx.pt2e import command, recipe
 
 ROOT = Path(__file__).parent.parent
@@ -60,6 +62,13 @@ def test_readme_command_line(capsys):
     options = set(re.findall(r"--\w+", capsys.readouterr().out)) - {"--help"}
     section = README.partition("## Command line")[2].partition("## ")[0]
     assert set(re.findall(r"^\| `(--\w+)`", section, re.MULTILINE)) == options
+
+
+def test_readme_tables_of_modes_and_presets():
+    assert compat.table() in README
+    section = README.partition("## Formats")[2].partition("## ")[0]
+    named = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", section, re.MULTILINE))))
+    assert named == {*SCALE_MODES, *ROUNDINGS}
 
 
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])

@@ -62,12 +62,12 @@ def test_every_exponent_and_special_value(dtype, scale_mode):
 @pytest.mark.parametrize(
     ("scale_mode", "roundings"),
     [
-        ("floor", tuple(ROUNDINGS)),
+        ("floor", ("half_away", "up", "stochastic")),
         *(pytest.param(m, (r,), marks=pytest.mark.slow) for m in SCALE_MODES for r in ROUNDINGS),
     ],
 )
 def test_every_rounding_of_every_bf16_pattern(scale_mode, roundings):
-    """By default the roundings of one format; every format with every mode and rounding among the slow tests."""
+    """By default three of one format; every format with every mode and rounding among the slow tests."""
     x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(torch.bfloat16).unsqueeze(1)
     names = ("fp4_e2m1",) if len(roundings) > 1 else FORMATS
 
