@@ -1,6 +1,9 @@
 """pt2mx quantizes PyTorch models to the OCP Microscaling (MX) formats in the PT2 export flow."""
 
+from pt2mx import dtypes
 from pt2mx import inductor as _inductor  # noqa: F401 - registers the operators and their decompositions
+from pt2mx.arrays import mx_quantize
+from pt2mx.compare import MX_FORMATS, compare_mx_formats, print_mx_format_table
 from pt2mx.errors import MXError
 from pt2mx.formats import ELEMENTS, FORMATS, ElementFormat, parse_element
 from pt2mx.functional import dequantize_mx, fake_quantize_mx, quantize_mx
@@ -18,30 +21,43 @@ from pt2mx.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
 from pt2mx.pt2e.quantizer import MXQuantizer
 from pt2mx.pt2e.report import quantization_report
 from pt2mx.spec import MXSpec, create_mx_spec, parse
+from pt2mx.tensor import MXTensor
+from pt2mx.torchmx import MXConfig, QAttentionConfig, QLinearConfig, quantize_linear_, quantize_llm_
 
 __all__ = [
     "ELEMENTS",
     "FORMATS",
+    "MX_FORMATS",
     "ElementFormat",
+    "MXConfig",
     "MXError",
     "MXFakeQuantize",
     "MXObserver",
     "MXQuantizationConfig",
     "MXQuantizer",
     "MXSpec",
+    "MXTensor",
+    "QAttentionConfig",
+    "QLinearConfig",
+    "compare_mx_formats",
     "convert_pt2e",
     "create_mx_spec",
     "dequantize_mx",
     "disable_fake_quant",
     "disable_observer",
+    "dtypes",
     "enable_fake_quant",
     "enable_observer",
     "fake_quantize_mx",
     "get_default_mx_quantization_config",
+    "mx_quantize",
     "parse",
     "parse_element",
     "prepare_pt2e",
     "prepare_qat_pt2e",
+    "print_mx_format_table",
     "quantization_report",
+    "quantize_linear_",
+    "quantize_llm_",
     "quantize_mx",
 ]

@@ -1,0 +1,1 @@
+"""The layers of quantized models."""

@@ -1,0 +1,73 @@
+"""The attention product of quantized models, as an attention function of transformers.
+
+Models choose it by `config._attn_implementation`, so their own modules keep projecting, rotating and caching. The cache
+holds keys and values in high precision.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from pt2mx.functional import fake_quantize_mx
+from pt2mx.torchmx.config import MXConfig, QAttentionConfig
+
+#: the name under which transformers knows it
+ATTENTION = "pt2mx"
+
+
+def register_attention() -> None:
+    """Make transformers know `mx_attention`, which takes the masks of its eager attention."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask
+
+    AttentionInterface.register(ATTENTION, mx_attention)
+    AttentionMaskInterface.register(ATTENTION, eager_mask)
+
+
+def mx_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **unused: object,
+) -> tuple[Tensor, Tensor]:
+    """`softmax(query @ key.T * scaling + mask) @ value`, the operands of both products quantized along the dimension
+    that is reduced, as `module.qconfig` says; in high precision where it says nothing.
+
+    Args:
+        module: an attention module of transformers.
+        query: (B, H, Q, D).
+        key, value: (B, KV, K, D); H is a multiple of KV.
+        attention_mask: (B, 1, Q, K), added to the scores.
+        scaling: by default 1 / sqrt(D).
+        unused: what the model says to other attention functions; windows and causality are in the mask.
+
+    Returns:
+        output: (B, Q, H, D).
+        weights: (B, H, Q, K), as they enter the second product.
+    """
+    config: QAttentionConfig | None = getattr(module, "qconfig", None)
+    query = _quantized(query, config and config.query_config, -1)
+    # before they are repeated for the heads that share them: the same values, computed once
+    key = _repeated(_quantized(key, config and config.key_config, -1), query)
+    value = _repeated(_quantized(value, config and config.value_config, -2), query)
+    scores = torch.matmul(query, key.transpose(2, 3)) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    weights = _quantized(weights, config and config.attention_weights_config, -1)
+    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+
+
+def _quantized(x: Tensor, config: MXConfig | None, axis: int) -> Tensor:
+    return x if config is None else fake_quantize_mx(x, config.spec, axis=axis)
+
+
+def _repeated(x: Tensor, query: Tensor) -> Tensor:
+    """(B, KV, K, D) -> (B, H, K, D)."""
+    return x.repeat_interleave(query.shape[1] // x.shape[1], dim=1)

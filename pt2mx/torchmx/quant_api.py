@@ -1,0 +1,93 @@
+"""Quantize the modules of an eager model in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from pt2mx.errors import MXError
+from pt2mx.torchmx.config import QAttentionConfig, QLinearConfig
+from pt2mx.torchmx.layers.mx_attention import ATTENTION, register_attention
+from pt2mx.torchmx.layers.mx_linear import MXInferenceLinear
+
+
+def quantize_linear_(model: nn.Module, qconfig: QLinearConfig) -> None:
+    """Replace every `nn.Linear` in `model` by an `MXInferenceLinear`, in place: all of them, or none where one fails.
+
+    Other modules stay as they are, subclasses of `nn.Linear` included.
+
+    Raises:
+        MXError: for weights of another dtype than float32, float16 or bfloat16, naming the layer; for a model that is
+            itself an `nn.Linear`, or holds none.
+    """
+    _check_config("qconfig", qconfig, QLinearConfig)
+    _replace_linears(model, lambda name: qconfig)
+
+
+def quantize_llm_(model: nn.Module, qattention_config: QAttentionConfig, qmlp_config: QLinearConfig) -> None:
+    """Quantize a Llama or Qwen2 of transformers in place: all of it, or nothing where something fails.
+
+    The projections of attention follow `qattention_config.projection_config`; all other `nn.Linear`s, the head
+    included, `qmlp_config`. Where the attention config has formats for queries, keys, values and attention weights, the
+    model computes its attention by `pt2mx.torchmx.layers.mx_attention`; otherwise by the function it had. A head that
+    was tied to the embedding gets a weight of its own. To save the model save its `state_dict`; `save_pretrained` does
+    not take weights that are `MXTensor`s.
+
+    Raises:
+        MXError: for other models, and as `quantize_linear_` does; where transformers is not installed.
+    """
+    _check_config("qattention_config", qattention_config, QAttentionConfig)
+    _check_config("qmlp_config", qmlp_config, QLinearConfig)
+    kinds = _attention_kinds()
+    attention = {name: module for name, module in model.named_modules() if type(module) in kinds}
+    if not attention:
+        raise MXError(
+            f"quantize_llm_: {type(model).__name__} is no Llama or Qwen2 of transformers: it has none of the modules "
+            f"{', '.join(kind.__name__ for kind in kinds)}; quantize_linear_ takes any model, and leaves the attention "
+            "product in high precision"
+        )
+
+    def config_of(name: str) -> QLinearConfig:
+        inside = name.rpartition(".")[0] in attention
+        return qattention_config.projection_config if inside else qmlp_config
+
+    _replace_linears(model, config_of)
+    for module in attention.values():
+        module.qconfig = qattention_config
+        module.config.tie_word_embeddings = False
+        if qattention_config.is_qkv_quantization_enabled:
+            register_attention()
+            module.config._attn_implementation = ATTENTION
+
+
+def _check_config(name: str, config: object, kind: type) -> None:
+    if not isinstance(config, kind):
+        raise MXError(f"{name} must be a {kind.__name__}, not {config!r}")
+
+
+def _attention_kinds() -> tuple[type[nn.Module], ...]:
+    try:
+        from transformers.models.llama.modeling_llama import LlamaAttention
+        from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
+    except ImportError as error:
+        raise MXError(f"quantize_llm_ needs transformers: pip install 'pt2mx[hf]' ({error})") from error
+    return LlamaAttention, Qwen2Attention
+
+
+def _replace_linears(model: nn.Module, config_of: Callable[[str], QLinearConfig]) -> None:
+    """All are quantized before the first is replaced. A layer that stands in several places stays one layer."""
+    if type(model) is nn.Linear:
+        raise MXError("an nn.Linear cannot replace itself: use MXInferenceLinear.from_float, or put it in a module")
+    linears = {name: m for name, m in model.named_modules(remove_duplicate=False) if type(m) is nn.Linear}
+    if not linears:
+        raise MXError(f"{type(model).__name__} has no nn.Linear to quantize, or they are quantized already")
+    quantized: dict[nn.Linear, MXInferenceLinear] = {}
+    for name, linear in linears.items():
+        if linear not in quantized:
+            try:
+                quantized[linear] = MXInferenceLinear.from_float(linear, config_of(name))
+            except MXError as error:
+                raise MXError(f"{name}: {error}") from error
+    for name, linear in linears.items():
+        model.set_submodule(name, quantized[linear])
