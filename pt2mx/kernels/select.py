@@ -4,13 +4,28 @@ Every kernel module has the functions of `pt2mx.kernels.sliced`, takes inputs of
 dimension, and gives contiguous outputs; all agree to the bit.
 """
 
+import functools
+import importlib.util
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
-from pt2mx.kernels import sliced
+from pt2mx.kernels import cpu, sliced
 
 
 def kernels_for(x: Tensor) -> ModuleType:
     """The fastest kernels that can work on x."""
+    plain = type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided and not torch.compiler.is_compiling()
+    if plain and x.device.type == "cpu" and cpu.is_available():
+        return cpu
+    if plain and x.device.type == "cuda" and _runs_triton(x.device):
+        from pt2mx.kernels import gpu
+
+        return gpu
     return sliced
+
+
+@functools.cache
+def _runs_triton(device: torch.device) -> bool:
+    return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)

@@ -1,0 +1,207 @@
+"""The functions of `pt2mx.kernels.reference` on tiles of blocks (`gpu_tiles`), in Triton.
+
+Powers of two are built from their bits, and every product of a value and a power of two is exact or too small to
+matter, so that a fused multiply-add gives what the two operations give.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_SIGN = tl.constexpr(-0x80000000)
+_INF = tl.constexpr(0x7F800000)
+_NAN = tl.constexpr(0x7FC00000)
+_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+_MANTISSA = tl.constexpr(0x7FFFFF)
+_TWO_TO_MINUS_127 = tl.constexpr(0x400000)
+NAN_SCALE = tl.constexpr(0xFF)
+MAX_SCALE = tl.constexpr(0xFE)
+_TWO_TO_23 = tl.constexpr(2.0**23)
+_TWO_TO_31 = tl.constexpr(2.0**31)
+_TWO_TO_MINUS_126 = tl.constexpr(2.0**-126)
+
+# --- scales (steps 1 to 3 of the design page); all per line ---
+
+
+@triton.jit
+def maximum(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def scale_of(parts, C: tl.constexpr):
+    """parts: tiles fp32 of the same lines -> E8M0 byte of the finite, int32, and whether a block is finite; (lines)."""
+    amax = tl.reduce(tl.abs(parts[0]), 1, maximum)
+    for i in tl.static_range(tl.constexpr(1), tl.constexpr(len(parts))):
+        amax = maximum(amax, tl.reduce(tl.abs(parts[i]), 1, maximum))
+    amax = amax.to(tl.int32, bitcast=True) & _MAGNITUDE
+    mantissa = amax & _MANTISSA
+    round_up = tl.where(amax == mantissa, mantissa > ((C.threshold + _MANTISSA + 1) >> 1), mantissa > C.threshold)
+    byte = clamp_scale((amax >> 23) + round_up.to(tl.int32) - C.emax)
+    finite = amax < _INF
+    if C.searches:
+        byte = least_squares(parts, byte, finite, C)
+    return byte, finite
+
+
+@triton.jit
+def least_squares(parts, byte, finite, C: tl.constexpr):
+    """Of the neighbours of `byte` the one with the least sum of squared errors, of equal ones the first."""
+    best = byte
+    least = squared_error(parts, byte + C.neighbours[0], byte, finite, C)
+    for i in tl.static_range(tl.constexpr(1), tl.constexpr(C.candidates)):
+        candidate = clamp_scale(byte + C.neighbours[i])
+        total = squared_error(parts, candidate, byte, finite, C)
+        best = tl.where(total < least, candidate, best)
+        least = tl.minimum(total, least)
+    return best
+
+
+@triton.jit
+def squared_error(parts, candidate, byte, finite, C: tl.constexpr):
+    """Sum over a block of the squared errors under the scale `candidate`, in whole units of 2**(emax + 1 - error_bits)
+    of the scale `byte`; (lines) int64."""
+    unit = tl.expand_dims(power_of_two(candidate - byte + (127 + C.error_bits - C.emax - 1)), 1)
+    total = tl.zeros_like(byte).to(tl.int64)
+    for i in tl.static_range(tl.constexpr(len(parts))):
+        v = in_units(parts[i], candidate, finite, C)
+        p = round_magnitude(v, None, tl.constexpr(C.nearest), C)
+        error = tl.minimum(tl.abs(tl.abs(v) - p) * unit, 2.0**C.error_bits)
+        error = tl.where(error < _TWO_TO_23, (error + _TWO_TO_23) - _TWO_TO_23, error).to(tl.int64)  # to a whole number
+        total += tl.sum(error * error, 1)
+    return total
+
+
+@triton.jit
+def clamp_scale(byte):
+    return tl.minimum(tl.maximum(byte, 0), MAX_SCALE)
+
+
+@triton.jit
+def power_of_two(biased):
+    """2**(biased - 127) in fp32; biased: int32 in [0, 254]."""
+    return tl.where(biased == 0, _TWO_TO_MINUS_127, biased << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def factor(biased, finite, C: tl.constexpr):
+    """2**(biased - 127), or NaN where the block is not finite, shaped to broadcast over a tile."""
+    bits = tl.where(biased == 0, _TWO_TO_MINUS_127, biased << 23)
+    return tl.expand_dims(tl.where(finite, bits, _NAN).to(tl.float32, bitcast=True), 1)
+
+
+# --- values (step 4) ---
+
+
+@triton.jit
+def in_units(blocks, byte, finite, C: tl.constexpr):
+    """`blocks` in units of their scales, which may round to zero but where a directed rounding would see it."""
+    v = blocks * factor(MAX_SCALE - byte, finite, C)
+    if C.directed:
+        bits = blocks.to(tl.int32, bitcast=True)
+        smallest = (bits & _SIGN | 1 << 23).to(tl.float32, bitcast=True)  # +-2**-126
+        v = tl.where((tl.abs(v) < _TWO_TO_MINUS_126) & (blocks != 0), smallest, v)
+    return v
+
+
+@triton.jit
+def round_magnitude(v, random, ROUNDING: tl.constexpr, C: tl.constexpr):
+    """v: fp32 in units of the scale -> the magnitude of a neighbouring value of the element, saturated.
+
+    `random`: int32 in [0, 2**31), of a stochastic rounding. Beyond the last binade the quantum is larger than the
+    reference's, and what it rounds saturates all the same.
+    """
+    negative = v.to(tl.int32, bitcast=True) < 0
+    a = tl.abs(v)
+    binade = (v.to(tl.int32, bitcast=True) & _INF).to(tl.float32, bitcast=True)  # 2**floor(log2 |v|)
+    binade = tl.maximum(binade, 2.0**C.emin)
+    # adding 2**23 quanta rounds to a whole number of them, ties to even
+    many = binade * 2.0 ** (23 - C.mantissa_bits)
+    p = (a + many) - many
+    if ROUNDING != "even":
+        quantum = binade * 2.0**-C.mantissa_bits
+        floor = tl.where(p > a, p - quantum, p)
+        ceil = tl.where(p < a, p + quantum, p)
+        if ROUNDING == "half_away":
+            p = tl.where(a - floor >= 0.5 * quantum, floor + quantum, floor)
+        elif ROUNDING == "half_toward_zero":
+            p = tl.where(a - floor > 0.5 * quantum, floor + quantum, floor)
+        elif ROUNDING == "toward_zero":
+            p = floor
+        elif ROUNDING == "up":
+            p = tl.where(negative, floor, ceil)
+        elif ROUNDING == "down":
+            p = tl.where(negative, ceil, floor)
+        else:
+            tl.static_assert(ROUNDING == "stochastic")
+            reciprocal = ((254 << 23) - quantum.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+            fraction = (a - floor) * reciprocal * _TWO_TO_31
+            p = tl.where(random < fraction.to(tl.int32), floor + quantum, floor)
+    if C.lowest == -C.max_normal:
+        p = tl.minimum(p, C.max_normal)
+    else:
+        p = tl.minimum(p, tl.where(negative, -C.lowest, C.max_normal))
+    return p
+
+
+@triton.jit
+def with_sign(p, v, C: tl.constexpr):
+    """The value of the element of magnitude p and the sign of v."""
+    signed = (p.to(tl.int32, bitcast=True) | v.to(tl.int32, bitcast=True) & _SIGN).to(tl.float32, bitcast=True)
+    if C.is_int:
+        signed = tl.where(p == 0, 0.0, signed)  # two's complement has no negative zero
+    return signed
+
+
+@triton.jit
+def encode(p, v, C: tl.constexpr):
+    """The code of the value of magnitude p and the sign of v, int32 in [0, 2**bits)."""
+    sign = v.to(tl.int32, bitcast=True)
+    # times 2**(bias - 127) a value has the element's exponent field, and is a subnormal where it is one there
+    rebias = power_of_two(tl.full([], C.bias, tl.int32))
+    magnitude = (p * rebias).to(tl.int32, bitcast=True) >> (23 - C.mantissa_bits)
+    if C.is_int:
+        codes = tl.where(sign < 0, 0 - magnitude, magnitude) & ((1 << C.bits) - 1)
+    else:
+        codes = magnitude | (sign >> (32 - C.bits)) & (1 << (C.bits - 1))
+    return codes
+
+
+@triton.jit
+def decode(codes, C: tl.constexpr):
+    """codes: int32 in [0, 2**bits) -> their values in fp32."""
+    if C.is_int:
+        unit = power_of_two(tl.full([], 127 + C.emin - C.mantissa_bits, tl.int32))
+        value = (codes << (32 - C.bits) >> (32 - C.bits)).to(tl.float32) * unit
+    else:
+        top = codes << (32 - C.bits)
+        bits = (top >> (9 - C.bits + C.mantissa_bits)) & (_SIGN | ((1 << (C.bits - 1)) - 1) << (23 - C.mantissa_bits))
+        # times 2**(127 - bias), as in `encode`
+        value = bits.to(tl.float32, bitcast=True) * power_of_two(tl.full([], 254 - C.bias, tl.int32))
+        if C.special:  # beyond the largest number, as in fp32: Inf without a mantissa, else NaN
+            bits = value.to(tl.int32, bitcast=True)
+            bits = tl.where(tl.abs(value) > C.max_normal, bits | _INF, bits)
+            value = bits.to(tl.float32, bitcast=True)
+    return value
+
+
+@triton.jit
+def random_at(seed, place):
+    """The numbers of `pt2mx.kernels.philox.random_bits` at `place` in the tensor, int32 in [0, 2**31)."""
+    counter = place.to(tl.int64) >> 2
+    zero = tl.zeros_like(counter).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(tl.load(seed), counter.to(tl.uint32), (counter >> 32).to(tl.uint32), zero, zero)
+    lane = place & 3
+    word = tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3))
+    return (word >> 1).to(tl.int32)
+
+
+@triton.jit
+def rounded(part, byte, finite, seed, offsets, C: tl.constexpr):
+    """part: tile fp32 -> the same in units of the scale, and magnitudes of the element."""
+    random = None
+    if C.random:
+        random = random_at(seed, offsets)
+    v = in_units(part, byte, finite, C)
+    return v, round_magnitude(v, random, tl.constexpr(C.rounding), C)

@@ -1,0 +1,143 @@
+"""The Triton kernels: each loads a tile (`gpu_tiles`), computes (`gpu_blocks`) and stores.
+
+Arguments: `n` and `inner` of the tensor, seen as (outer, n, inner); `size`, the bytes of data along the axis; `lines`,
+how many the tensor has; `seed`, () int64, of a random rounding.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from pt2mx.kernels.gpu_blocks import (
+    MAX_SCALE,
+    NAN_SCALE,
+    decode,
+    encode,
+    factor,
+    random_at,
+    rounded,
+    scale_of,
+    with_sign,
+)
+from pt2mx.kernels.gpu_tiles import part_offsets, tile_lines, tile_offsets, word_offsets
+
+
+@triton.jit
+def fake_quantize_kernel(x, y, seed, n, inner, lines, C: tl.constexpr):
+    offsets, mask = tile_offsets(n, inner, lines, C.block, C.tile, 1, C)
+    blocks = load_values(x, offsets, mask)
+    byte, finite = scale_of((blocks,), C)
+    v, p = rounded(blocks, byte, finite, seed, offsets, C)
+    tl.store(y + offsets, (with_sign(p, v, C) * factor(byte, finite, C)).to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def quantize_kernel(x, data, scale, seed, n, size, inner, lines, C: tl.constexpr):
+    offsets, mask = part_offsets(n, inner, lines, 0, C)
+    parts = (load_values(x, offsets, mask),)
+    for i in tl.static_range(tl.constexpr(1), tl.constexpr(C.parts)):
+        offsets, mask = part_offsets(n, inner, lines, i, C)
+        parts = parts + (load_values(x, offsets, mask),)
+    byte, finite = scale_of(parts, C)
+    first, line = tile_lines(C)
+    tl.store(scale + first + line, tl.where(finite, byte, NAN_SCALE).to(tl.uint8), mask=first + line < lines)
+    for i in tl.static_range(tl.constexpr(C.parts)):
+        offsets, mask = part_offsets(n, inner, lines, i, C)
+        v, p = rounded(parts[i], byte, finite, seed, offsets, C)
+        if i == 0:
+            words = encode(p, v, C)
+        else:
+            words |= encode(p, v, C) << (C.bits * i)
+    words = tl.where(tl.expand_dims(finite, 1), words, 0)
+    if C.streams:
+        store_stream(data, words, lines, C)
+    else:
+        if not C.strided:
+            words = pack(words, tl.constexpr(C.word_codes), C)
+        offsets, mask = word_offsets(size, inner, lines, C)
+        for i in tl.static_range(tl.constexpr(C.word_bytes)):
+            tl.store(data + offsets, (words >> (8 * i)).to(tl.uint8), mask=mask)
+            offsets += inner
+
+
+@triton.jit
+def dequantize_kernel(data, scale, y, n, size, inner, lines, C: tl.constexpr):
+    offsets, mask = word_offsets(size, inner, lines, C)
+    words = tl.load(data + offsets, mask=mask, other=0).to(tl.int32)
+    for i in tl.static_range(tl.constexpr(1), tl.constexpr(C.word_bytes)):
+        offsets += inner
+        words |= tl.load(data + offsets, mask=mask, other=0).to(tl.int32) << (8 * i)
+    first, line = tile_lines(C)
+    byte = tl.load(scale + first + line, mask=first + line < lines, other=0).to(tl.int32)
+    factors = factor(byte, byte != NAN_SCALE, C)
+    if not C.strided:
+        words = unpack(words, C)
+    for i in tl.static_range(tl.constexpr(C.parts)):
+        offsets, mask = part_offsets(n, inner, lines, i, C)
+        values = decode(words >> (C.bits * i), C) * factors
+        tl.store(y + offsets, values.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def clip_gradient_kernel(grad, x, y, n, inner, lines, C: tl.constexpr):
+    offsets, mask = tile_offsets(n, inner, lines, C.block, C.tile, 1, C)
+    blocks = load_values(x, offsets, mask)
+    byte, finite = scale_of((blocks,), C)
+    v = blocks * factor(MAX_SCALE - byte, finite, C)
+    passed = tl.load(grad + offsets, mask=mask, other=0.0)
+    tl.store(y + offsets, tl.where((v > C.max_normal) | (v < C.lowest), 0.0, passed), mask=mask)
+
+
+@triton.jit
+def random_bits_kernel(seed, out, count, PLACES: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * PLACES + tl.arange(0, PLACES)
+    tl.store(out + place, random_at(seed, place), mask=place < count)
+
+
+@triton.jit
+def load_values(x, offsets, mask):
+    """Values of x in fp32, zeros where there are none."""
+    return tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def pack(codes, CODES: tl.constexpr, C: tl.constexpr):
+    """codes: (lines, tile) int32 -> (lines, tile / CODES) int32 words."""
+    if CODES == 1:
+        words = codes
+    else:
+        shift = C.bits * tl.arange(0, CODES)[None, None, :]
+        words = tl.sum(tl.reshape(codes, [C.lines, C.tile // CODES, CODES]) << shift, 2)
+    return words
+
+
+@triton.jit
+def unpack(words, C: tl.constexpr):
+    """The inverse of `pack`, but for higher bits of the codes."""
+    if C.word_codes == 1:
+        codes = words
+    else:
+        shift = C.bits * tl.arange(0, C.word_codes)[None, None, :]
+        codes = tl.reshape(words[:, :, None] >> shift, [C.lines, C.tile])
+    return codes
+
+
+@triton.jit
+def store_stream(data, codes, lines, C: tl.constexpr):
+    """Pack codes into a stream of 4-byte integers and store it."""
+    PER_LINE: tl.constexpr = C.tile * C.bits // 32
+    first, _line = tile_lines(C)
+    if 32 % C.bits == 0:
+        COUNT: tl.constexpr = C.lines * PER_LINE
+        place = tl.arange(0, COUNT)
+        values = tl.reshape(pack(codes, 32 // C.bits, C), [COUNT])
+    else:  # a word has 3 bytes, and a value of the stream parts of two words; the last quarter of `place` is idle
+        COUNT: tl.constexpr = C.lines * C.tile_words
+        place = tl.arange(0, COUNT)
+        words = tl.reshape(pack(codes, tl.constexpr(C.word_codes), C), [COUNT])
+        word = tl.minimum(place * 4 // 3, COUNT - 2)
+        shift = 8 * (place * 4 % 3)
+        values = tl.gather(words, word, 0) >> shift | tl.gather(words, word + 1, 0) << (24 - shift)
+    mask = place < tl.minimum(lines - first, C.lines) * PER_LINE
+    tl.store(data.to(tl.pointer_type(tl.int32)) + first * PER_LINE + place, values, mask=mask)

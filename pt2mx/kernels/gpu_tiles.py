@@ -1,0 +1,157 @@
+"""How the GPU kernels see a tensor: tiles of blocks, their places in memory, and what is known at compile time.
+
+A tensor is seen as (outer, n, inner) with blocks along n. A line is one block of one column: line
+`(o * blocks + b) * inner + c` holds the values `(o, b * block + i, c)`, and has one scale, at that place. A program
+works on a tile of consecutive lines, which is (lines, block) where inner is 1, so that threads share a block, and else
+(lines / vector, block, vector), so that a thread has blocks of its own and neighbouring threads neighbouring columns.
+In the kernels' docstrings "lines" stands for the shape of a tile without its dimension 1, along which the blocks lie.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+
+@dataclass(frozen=True)
+class Constants:
+    """The compile-time values of a spec: fields of `ElementFormat`, `ScaleMode` and `Rounding`, and of its tile.
+
+    `word_codes` codes are packed into a word of `word_bytes` bytes. A tile has `lines` lines, each of `block` values
+    and a filling up to `tile`, a power of two. `strided`: inner is not 1. `whole`: no block is ragged. `aligned`: the
+    lines of a tile are of one row of blocks. `vector`: lines of a thread. `wide`: offsets need 64 bits.
+    """
+
+    bits: int
+    mantissa_bits: int
+    bias: int
+    emin: int
+    emax: int
+    max_code: int
+    max_normal: float
+    lowest: float
+    has_inf: bool
+    has_nan: bool
+    is_int: bool
+    threshold: int
+    neighbours: tuple[int, ...]
+    error_bits: int
+    rounding: str
+    nearest: str
+    directed: bool
+    random: bool
+    word_codes: int
+    word_bytes: int
+    block: int
+    tile: int
+    lines: int
+    strided: bool
+    whole: bool
+    aligned: bool
+    vector: int
+    wide: bool
+
+    @property
+    def streams(self) -> bool:
+        """Whether the codes of a tile are one stream of packed bytes, which starts and ends at a multiple of four."""
+        return not self.strided and self.word_codes > 1 and self.whole and self.tile == self.block >= 16
+
+    @property
+    def parts(self) -> int:
+        """Tiles into which a kernel that packs splits its values, so that codes of a word lie at the same place."""
+        return self.word_codes if self.strided else 1
+
+    @property
+    def candidates(self) -> int:
+        return len(self.neighbours)
+
+    @property
+    def searches(self) -> bool:
+        """Whether the scale is one of several candidates."""
+        return self.candidates > 1
+
+    @property
+    def special(self) -> bool:
+        """Whether some codes are Inf or NaN."""
+        return self.has_inf or self.has_nan
+
+    @property
+    def block_words(self) -> int:
+        return -(-self.block // self.word_codes)
+
+    @property
+    def tile_words(self) -> int:
+        return self.tile // self.word_codes
+
+
+@triton.jit
+def tile_lines(C: tl.constexpr):
+    """Place of the tile's first line, () int32 or int64, and of its lines relative to that, (lines) int32."""
+    first = tl.program_id(0)
+    if C.wide:
+        first = first.to(tl.int64)
+    if C.strided:
+        line = tl.arange(0, C.lines // C.vector)[:, None] * C.vector + tl.arange(0, C.vector)[None, :]
+    else:
+        line = tl.arange(0, C.lines)
+    return first * C.lines, line
+
+
+@triton.jit
+def tile_offsets(
+    n,
+    inner,
+    lines,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    STRIDE: tl.constexpr,
+    C: tl.constexpr,
+    FROM: tl.constexpr = 0,
+    STEP: tl.constexpr = 1,
+):
+    """Offsets of the items of a tile in a tensor (outer, n * STRIDE, inner), of which a block has BLOCK * STRIDE along
+    n, and which of them exist; a tile. An item is the first of STRIDE neighbours along n; the tile has every STEP-th
+    item of each block, from FROM on."""
+    first, line = tile_lines(C)
+    mask = tl.expand_dims(first + line < lines, 1)
+    place = tl.arange(0, TILE) * STEP + FROM
+    if C.wide:
+        place = place.to(tl.int64)
+    if C.strided:
+        place = place[None, :, None]
+        position = place * inner
+    else:
+        place = place[None, :]
+        position = place
+    if C.whole and not C.strided:
+        start = (first + line) * (BLOCK * STRIDE)
+    else:
+        blocks = tl.cdiv(n, BLOCK)
+        if C.aligned:
+            row = first // inner
+            column = tl.multiple_of(first % inner, tl.constexpr(C.lines)) + line
+        else:
+            row = (first + line) // inner
+            column = (first + line) % inner
+        block = row % blocks
+        start = ((row // blocks) * n + block * BLOCK) * STRIDE * inner + column
+        if not C.whole:
+            length = tl.minimum(n - block * BLOCK, BLOCK) + tl.zeros_like(line)
+            mask = mask & (place < tl.expand_dims(length, 1))
+    if C.whole and TILE * STEP != BLOCK:
+        mask = mask & (place < BLOCK)
+    return tl.expand_dims(start, 1) + position * STRIDE, mask
+
+
+@triton.jit
+def part_offsets(n, inner, lines, PART: tl.constexpr, C: tl.constexpr):
+    """Offsets of every `parts`-th value of each block, from the one at PART on, and which of them exist."""
+    return tile_offsets(n, inner, lines, C.block, C.tile // C.parts, 1, C, PART, C.parts)
+
+
+@triton.jit
+def word_offsets(size, inner, lines, C: tl.constexpr):
+    """Offsets of the first byte of each word of a tile, and which of them exist; lines x words."""
+    return tile_offsets(size // C.word_bytes, inner, lines, C.block_words, C.tile_words, C.word_bytes, C)

@@ -1,0 +1,200 @@
+"""fake_quantize_mx, quantize_mx and dequantize_mx over a plain copy of the tensor, beside what else computes the same.
+
+    python -m tests.benchmarks.quantize [--device cpu|cuda] [--size 4096] [--repeats 15] [--json]
+
+On the CPU each row is the time over `x.clone()` in float32, each repetition beside one of the copy. glibc's allocator
+is told to keep its heap (the script starts itself again for that): page faults of fresh memory would hide everything.
+On a GPU it is the share of the bandwidth of a device copy, bytes in and out counted, in bfloat16.
+"""
+
+import argparse
+import json
+import logging
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+import pt2mx
+from pt2mx import FORMATS, ops
+from pt2mx.kernels import sliced
+
+_ALLOCATOR = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "99999999999",
+    "MALLOC_TOP_PAD_": "268435456",
+}
+_BLOCK = 32
+
+Row = dict[str, object]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: all there are")
+    parser.add_argument("--size", type=int, help="of a square tensor; default: 4096 on the CPU, 16384 on a GPU")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    if any(os.environ.get(name) != value for name, value in _ALLOCATOR.items()):
+        command = [sys.executable, "-m", "tests.benchmarks.quantize", *sys.argv[1:]]
+        os.execve(sys.executable, command, {**os.environ, **_ALLOCATOR})
+    logging.disable(logging.CRITICAL)  # of peers that do not compile
+    rows: list[Row] = []
+    if args.device != "cuda":
+        rows += cpu_rows(args.size or 4096, args.repeats)
+    if args.device == "cuda" or (args.device is None and torch.cuda.is_available()):
+        rows += gpu_rows(args.size or 16384, args.repeats)
+    if args.json:
+        print(json.dumps({"hardware": hardware(), "rows": rows}, indent=1))
+    else:
+        print_table(rows)
+        print(hardware())
+
+
+# ---- CPU ----
+
+
+def cpu_rows(size: int, repeats: int) -> list[Row]:
+    """Times over that of x.clone(): our kernels for every format and layout, then the peers."""
+    x = torch.randn(size, size)
+    layouts = {"axis -1": (x, -1), "axis 0": (x, 0), "NCHW, C": (x.view(16, size // 16, -1, 64), 1)}
+    rows = []
+    for name in FORMATS:
+        for layout, (values, axis) in layouts.items():
+            row: Row = {"device": "cpu", "what": f"pt2mx {name}", "layout": layout}
+            scale, data = ops.quantize_mx(values, name, _BLOCK, axis)
+            calls = {
+                "fake_quantize": lambda v=values, a=axis, n=name: ops.fake_quantize_mx(v, n, _BLOCK, a),
+                "quantize": lambda v=values, a=axis, n=name: ops.quantize_mx(v, n, _BLOCK, a),
+                "dequantize": lambda s=scale, d=data, a=axis, n=name: ops.dequantize_mx(
+                    d, s, n, _BLOCK, torch.float32, a
+                ),
+            }
+            for operation, call in calls.items():
+                row[operation] = over_clone(call, values, repeats)
+            rows.append(row)
+    for name in FORMATS:
+        for peer, call in peers(x, name):
+            row = {"device": "cpu", "what": f"{peer} {name}", "layout": "axis -1"}
+            try:
+                call()  # compiles
+                slow = timed(call) > 0.5
+                row["fake_quantize"] = over_clone(call, x, 3 if slow else repeats)
+            except torch._inductor.exc.InductorError:
+                row["fake_quantize"] = "does not compile"
+            rows.append(row)
+    return rows
+
+
+def over_clone(call: Callable[[], object], x: torch.Tensor, repeats: int) -> float:
+    """Median time of `call` over that of x.clone(), in turns, so that both meet the same neighbours on the machine."""
+    pairs = [(timed(call), timed(x.clone)) for _ in range(repeats + 1)][1:]
+    return statistics.median(a for a, _ in pairs) / statistics.median(b for _, b in pairs)
+
+
+def timed(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def peers(x: torch.Tensor, name: str) -> Iterator[tuple[str, Callable[[], object]]]:
+    """What else computes fake_quantize of x along its last axis."""
+    spec = pt2mx.MXSpec(name, _BLOCK, x.dim() - 1)
+    yield "reference, in slices,", lambda: sliced.fake_quantize(x, spec, None)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: pt2mx.fake_quantize_mx(x, name, _BLOCK))
+    yield "reference through Inductor,", lambda: compiled(x)
+    try:
+        from torchao.prototype.mx_formats.mx_tensor import MXTensor
+    except ImportError:
+        return
+    dtype = {
+        "fp8_e4m3": torch.float8_e4m3fn,
+        "fp8_e5m2": torch.float8_e5m2,
+        "fp6_e2m3": "fp6_e2m3",
+        "fp6_e3m2": "fp6_e3m2",
+        "fp4_e2m1": torch.float4_e2m1fn_x2,
+    }.get(name)
+    try:
+        MXTensor.to_mx(x[:1, :_BLOCK].bfloat16(), dtype, _BLOCK)
+    except Exception:  # a format that it does not have
+        return
+
+    def torchao(x: torch.Tensor) -> torch.Tensor:
+        return MXTensor.to_mx(x, dtype, _BLOCK).dequantize(torch.float32)
+
+    yield "torchao eager", lambda: torchao(x)
+    torchao_compiled = torch.compile(torchao)
+    yield "torchao compiled", lambda: torchao_compiled(x)
+
+
+# ---- GPU ----
+
+
+def gpu_rows(size: int, repeats: int) -> list[Row]:
+    """Shares of the bandwidth of a device copy."""
+    x = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+    copy = torch.empty_like(x)
+    bandwidth = 2 * x.nbytes / gpu_seconds(lambda: copy.copy_(x), repeats)
+    rows = []
+    for name in FORMATS:
+        scale, data = ops.quantize_mx(x, name, _BLOCK)
+        packed = scale.nbytes + data.nbytes
+        calls = {
+            "fake_quantize": (lambda n=name: ops.fake_quantize_mx(x, n, _BLOCK), 2 * x.nbytes),
+            "quantize": (lambda n=name: ops.quantize_mx(x, n, _BLOCK), x.nbytes + packed),
+            "dequantize": (
+                lambda n=name, d=data, s=scale: ops.dequantize_mx(d, s, n, _BLOCK, torch.bfloat16),
+                packed + x.nbytes,
+            ),
+        }
+        row: Row = {"device": "cuda", "what": f"pt2mx {name}", "layout": "axis -1"}
+        for operation, (call, moved) in calls.items():
+            row[operation] = moved / gpu_seconds(call, repeats) / bandwidth
+        rows.append(row)
+    return rows
+
+
+def gpu_seconds(call: Callable[[], object], repeats: int) -> float:
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+# ---- output ----
+
+
+def print_table(rows: list[Row]) -> None:
+    header = ("device", "what", "layout", "fake_quantize", "quantize", "dequantize")
+    cells = [header]
+    for row in rows:
+        cells.append(tuple(f"{v:.2f}" if isinstance(v := row.get(key, ""), float) else str(v) for key in header))
+    widths = [max(len(line[i]) for line in cells) for i in range(len(header))]
+    for line in cells:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    print("cpu: time over x.clone() in float32; cuda: share of the bandwidth of a device copy, bfloat16")
+
+
+def hardware() -> str:
+    with open("/proc/cpuinfo") as lines:
+        model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown CPU")
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{model} ({capability}), {torch.get_num_threads()} threads{gpu}, torch {torch.__version__}"
+
+
+if __name__ == "__main__":
+    main()
