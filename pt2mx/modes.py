@@ -54,43 +54,41 @@ SCALE_MODES: dict[str, ScaleMode] = {
 
 @dataclass(frozen=True)
 class Rounding:
-    """How a magnitude, given in units of its quantum, becomes a whole number of quanta.
+    """How a value, given in units of its quantum, becomes a whole number of quanta; zero keeps its sign.
 
-    `to_quanta` takes (magnitude fp32, whether the value is negative, random int32 in [0, 2**31) or None) and is exact.
-    A `directed` rounding takes any value but zero, however small, to its neighbour on one side. One that is `random`
-    needs a seed.
+    `to_quanta` takes (units fp32, random int32 in [0, 2**31) or None) and is exact. A `directed` rounding takes any
+    value but zero, however small, to its neighbour on one side. One that is `random` needs a seed.
     """
 
-    to_quanta: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    to_quanta: Callable[[Tensor, Tensor | None], Tensor]
     directed: bool = False
     random: bool = False
 
 
-def _fraction(magnitude: Tensor) -> Tensor:
-    return magnitude - magnitude.floor()
+def _beyond(units: Tensor) -> Tensor:
+    """The part of a magnitude beyond the whole number below it."""
+    return (units - units.trunc()).abs()
+
+
+def _away_from_zero(units: Tensor, where: Tensor) -> Tensor:
+    """The neighbour away from zero, elsewhere that toward zero."""
+    return torch.where(where, units.trunc() + torch.where(units < 0, -1.0, 1.0), units.trunc())
 
 
 ROUNDINGS: dict[str, Rounding] = {
     # to nearest, ties to an even number of quanta (IEEE 754 roundTiesToEven)
-    "even": Rounding(lambda magnitude, negative, random: magnitude.round()),
+    "even": Rounding(lambda units, random: units.round()),
     # to nearest, ties away from zero; floor(x + 0.5) would round 0.49999997 up
-    "half_away": Rounding(lambda magnitude, negative, random: magnitude.floor() + (_fraction(magnitude) >= 0.5)),
+    "half_away": Rounding(lambda units, random: _away_from_zero(units, _beyond(units) >= 0.5)),
     # to nearest, ties toward zero
-    "half_toward_zero": Rounding(lambda magnitude, negative, random: magnitude.floor() + (_fraction(magnitude) > 0.5)),
-    "toward_zero": Rounding(lambda magnitude, negative, random: magnitude.floor()),
+    "half_toward_zero": Rounding(lambda units, random: _away_from_zero(units, _beyond(units) > 0.5)),
+    "toward_zero": Rounding(lambda units, random: units.trunc()),
     # toward positive infinity
-    "up": Rounding(
-        lambda magnitude, negative, random: torch.where(negative, magnitude.floor(), magnitude.ceil()), directed=True
-    ),
+    "up": Rounding(lambda units, random: units.ceil(), directed=True),
     # toward negative infinity
-    "down": Rounding(
-        lambda magnitude, negative, random: torch.where(negative, magnitude.ceil(), magnitude.floor()), directed=True
-    ),
+    "down": Rounding(lambda units, random: units.floor(), directed=True),
     # away from zero in proportion to the distance, to within 2**-31, so that the mean is the value
     "stochastic": Rounding(
-        lambda magnitude, negative, random: (
-            magnitude.floor() + (random < (_fraction(magnitude) * 2.0**31).to(torch.int32))
-        ),
-        random=True,
+        lambda units, random: _away_from_zero(units, random < (_beyond(units) * 2.0**31).to(torch.int32)), random=True
     ),
 }

@@ -103,8 +103,8 @@ inline void unpack_group(const u8* data, i64 stride, u8* codes, i64 w) {
   }
 }
 
-// body(code, gap, byte, step) for each group: its codes begin at `code` and are `gap` apart, its bytes at `byte` and are
-// `step` apart. codes: (rows, w) in groups of `Codes` rows; data: (rows / Codes * Size, w) with rows `stride` apart.
+// body(code, gap, byte, step) for each group: its codes begin at `code` and are `gap` apart, its bytes at `byte` and
+// are `step` apart. codes: (rows, w) in groups of `Codes` rows; data: (rows / Codes * Size, w), rows `stride` apart.
 template <int Codes, int Size, class Body>
 inline void each_group(i64 rows, i64 w, i64 stride, Body body) {
   if (w == 1 && stride == 1) {

@@ -189,7 +189,7 @@ inline Floats one_if(Ints condition) { return Floats(condition & int32_t(0x3F800
 // What the loops need to know of an element format, in registers.
 struct Grid {
   int32_t code_shift, sign_bit, code_mask;
-  Ints lowest_binade, highest_binade, mantissa, reciprocal, max_code, full_range, negate;
+  Ints lowest_binade, highest_binade, mantissa, max_code, full_range, negate;
   Floats highest, lowest, zero;
 
   explicit Grid(const Spec& s)
@@ -199,7 +199,6 @@ struct Grid {
         lowest_binade(ints((s.emin + kBias) << 23)),
         highest_binade(ints((s.emax + kBias) << 23)),
         mantissa(ints(s.mantissa_bits << 23)),
-        reciprocal(ints((2 * kBias + s.mantissa_bits) << 23)),
         max_code(ints(s.max_code)),
         full_range(ints(s.full_range)),
         negate(ints(s.is_int ? -1 : 0)),
@@ -241,7 +240,7 @@ inline Floats rounder(Ints binade, const Grid& g) { return Floats(binade + (g.co
 
 template <int R>
 inline Floats quanta_of(Floats v, Ints binade, const Grid& g, const u32* random) {
-  Floats units = magnitude(v) * Floats(g.reciprocal - binade);
+  Floats units = magnitude(v) * Floats((2 * kBias << 23) - (binade - g.mantissa));
   if (R == STOCHASTIC) units = smaller(units, floats(0x1p22f));  // a NaN would be undefined as an integer
   return to_quanta<R>(units, Ints(v) >> 31, random);
 }

@@ -126,16 +126,11 @@ def _least_squares(
 def round_to_element(v: Tensor, element: ElementFormat, rounding: str, random: Tensor | None = None) -> Tensor:
     """v: fp32 in units of the block's scale -> a neighbouring value of the element, saturated (step 4)."""
     lowest, highest = ((e + _BIAS) << 23 for e in (element.emin, element.emax))
-    bits = v.view(torch.int32)
-    negative = bits < 0
-    quantum = (bits & _INF).clamp(lowest, highest) - (element.mantissa_bits << 23)  # of 2**floor(log2 |v|)
+    quantum = (v.view(torch.int32) & _INF).clamp(lowest, highest) - (element.mantissa_bits << 23)  # of floor(log2 |v|)
     # times the reciprocal, from its bits: a GPU's division is not exact even by a power of two
-    units = v.abs() * ((2 * _BIAS << 23) - quantum).view(torch.float32)
-    p = ROUNDINGS[rounding].to_quanta(units, negative, random) * quantum.view(torch.float32)
-    limit = torch.where(negative, -element.lowest, element.max_normal) if element.full_range else element.max_normal
-    p = p.minimum(limit) if element.full_range else p.clamp(max=limit)
-    # the sign as a bit: Triton negates by subtracting from zero, which loses the sign of one
-    p = (p.view(torch.int32) | (bits & _SIGN)).view(torch.float32)
+    units = v * ((2 * _BIAS << 23) - quantum).view(torch.float32)
+    p = ROUNDINGS[rounding].to_quanta(units, random) * quantum.view(torch.float32)
+    p = p.clamp(element.lowest, element.max_normal)
     # two's complement has no negative zero
     return torch.where(p == 0, 0.0, p) if element.is_int else p
 
