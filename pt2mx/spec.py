@@ -43,9 +43,9 @@ class MXSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "element", parse_element(self.element))
-        for field, (allowed, described) in _INTEGERS.items():
+        for field, (least, most, described) in _INTEGERS.items():
             value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or value not in allowed:
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
                 raise MXError(f"{field}={value!r} must be an integer{described}")
         for field, allowed in (("scale_mode", SCALE_MODES), ("rounding", ROUNDINGS)):
             if getattr(self, field) not in list(allowed):
@@ -75,10 +75,10 @@ class MXSpec:
 
 
 _INTEGERS = {
-    "block_size": (range(1, 2**63), " of at least 1"),
-    "axis": (range(-(2**63), 2**63), ""),
-    "scale_exp_bits": (range(1, 12), ", 1 to 11"),
-    "scale_sig_bits": (range(24), ", 0 to 23"),
+    "block_size": (1, 2**63 - 1, " of at least 1"),
+    "axis": (-(2**63), 2**63 - 1, ""),
+    "scale_exp_bits": (1, 11, ", 1 to 11"),
+    "scale_sig_bits": (0, 23, ", 0 to 23"),
 }
 
 
