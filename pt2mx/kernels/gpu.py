@@ -42,7 +42,7 @@ _QUANTIZE = {False: Tile(2048, 1), True: Tile(4096, 1, 4)}
 #: bits of a packed code -> the same
 _QUANTIZE_PACKED = {
     4: {False: Tile(4096, 1), True: Tile(4096, 1, 4)},
-    6: {False: Tile(4096, 4), True: Tile(4096, 1, 4)},
+    6: {False: Tile(2048, 1), True: Tile(4096, 1, 4)},
 }
 #: of all where the scale is searched for or the rounding is random: much code for each value
 _LONG = {False: Tile(1024, 4), True: Tile(2048, 2)}

@@ -114,8 +114,11 @@ def round_magnitude(v, random, ROUNDING: tl.constexpr, C: tl.constexpr):
     """
     negative = v.to(tl.int32, bitcast=True) < 0
     a = tl.abs(v)
-    binade = (v.to(tl.int32, bitcast=True) & _INF).to(tl.float32, bitcast=True)  # 2**floor(log2 |v|)
-    binade = tl.maximum(binade, 2.0**C.emin)
+    if C.emin == C.emax:
+        binade = tl.full([], 2.0**C.emin, tl.float32)
+    else:
+        binade = (v.to(tl.int32, bitcast=True) & _INF).to(tl.float32, bitcast=True)  # 2**floor(log2 |v|)
+        binade = tl.maximum(binade, 2.0**C.emin)
     # adding 2**23 quanta rounds to a whole number of them, ties to even
     many = binade * 2.0 ** (23 - C.mantissa_bits)
     p = (a + many) - many
@@ -158,14 +161,13 @@ def with_sign(p, v, C: tl.constexpr):
 def encode(p, v, C: tl.constexpr):
     """The code of the value of magnitude p and the sign of v, int32 in [0, 2**bits)."""
     sign = v.to(tl.int32, bitcast=True)
+    if C.is_int:  # 1.5 * 2**(23 - mantissa bits) more, the lowest bits are the whole number in two's complement
+        signed = (p.to(tl.int32, bitcast=True) | sign & _SIGN).to(tl.float32, bitcast=True)
+        return (signed + 1.5 * 2.0 ** (23 - C.mantissa_bits)).to(tl.int32, bitcast=True) & ((1 << C.bits) - 1)
     # times 2**(bias - 127) a value has the element's exponent field, and is a subnormal where it is one there
     rebias = power_of_two(tl.full([], C.bias, tl.int32))
     magnitude = (p * rebias).to(tl.int32, bitcast=True) >> (23 - C.mantissa_bits)
-    if C.is_int:
-        codes = tl.where(sign < 0, 0 - magnitude, magnitude) & ((1 << C.bits) - 1)
-    else:
-        codes = magnitude | (sign >> (32 - C.bits)) & (1 << (C.bits - 1))
-    return codes
+    return magnitude | (sign >> (32 - C.bits)) & (1 << (C.bits - 1))
 
 
 @triton.jit

@@ -126,18 +126,22 @@ def unpack(words, C: tl.constexpr):
 @triton.jit
 def store_stream(data, codes, lines, C: tl.constexpr):
     """Pack codes into a stream of 4-byte integers and store it."""
-    PER_LINE: tl.constexpr = C.tile * C.bits // 32
     first, _line = tile_lines(C)
+    existing = tl.minimum(lines - first, C.lines)
+    stream = data.to(tl.pointer_type(tl.int32))
     if 32 % C.bits == 0:
-        COUNT: tl.constexpr = C.lines * PER_LINE
-        place = tl.arange(0, COUNT)
-        values = tl.reshape(pack(codes, 32 // C.bits, C), [COUNT])
-    else:  # a word has 3 bytes, and a value of the stream parts of two words; the last quarter of `place` is idle
-        COUNT: tl.constexpr = C.lines * C.tile_words
-        place = tl.arange(0, COUNT)
-        words = tl.reshape(pack(codes, tl.constexpr(C.word_codes), C), [COUNT])
-        word = tl.minimum(place * 4 // 3, COUNT - 2)
-        shift = 8 * (place * 4 % 3)
-        values = tl.gather(words, word, 0) >> shift | tl.gather(words, word + 1, 0) << (24 - shift)
-    mask = place < tl.minimum(lines - first, C.lines) * PER_LINE
-    tl.store(data.to(tl.pointer_type(tl.int32)) + first * PER_LINE + place, values, mask=mask)
+        PER_LINE: tl.constexpr = C.tile * C.bits // 32
+        place = tl.arange(0, C.lines * PER_LINE)
+        values = tl.reshape(pack(codes, 32 // C.bits, C), [C.lines * PER_LINE])
+        tl.store(stream + first * PER_LINE + place, values, mask=place < existing * PER_LINE)
+    else:  # four words of three bytes
+        FOURS: tl.constexpr = C.tile_words // 4
+        even, odd = tl.split(tl.reshape(pack(codes, tl.constexpr(C.word_codes), C), [C.lines * FOURS, 2, 2]))
+        w0, w2 = tl.split(even)
+        w1, w3 = tl.split(odd)
+        four = tl.arange(0, C.lines * FOURS)
+        mask = four < existing * FOURS
+        stream += (first * FOURS + four) * 3
+        tl.store(stream, w0 | w1 << 24, mask=mask)
+        tl.store(stream + 1, w1 >> 8 | w2 << 16, mask=mask)
+        tl.store(stream + 2, w2 >> 16 | w3 << 8, mask=mask)

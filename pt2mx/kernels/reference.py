@@ -78,16 +78,16 @@ def shared_exponent(blocks: Tensor, spec: MXSpec) -> tuple[Tensor, Tensor]:
     """
     # bits compare like the floats they are; a compiled amax may return a NaN with its sign bit set
     amax = blocks.abs().amax(spec.axis + 1, keepdim=True).view(torch.int32) & 0x7FFFFFFF
-    shift = 0
+    lowered = spec.element.emax
     if spec.scale_exp_bits > 8:  # below E8M0's range the exponents of fp32 subnormals differ
         subnormal = amax <= _MANTISSA
         amax = torch.where(subnormal, (amax.view(torch.float32) * 2.0**24).view(torch.int32), amax)
-        shift = 24 * subnormal.to(torch.int32)
+        lowered = lowered + 24 * subnormal.to(torch.int32)
     mode = SCALE_MODES[spec.scale_mode]
     threshold = mode.threshold(spec.element)
     mantissa = amax & _MANTISSA
     round_up = torch.where(amax == mantissa, mantissa > (threshold + _MANTISSA + 1) >> 1, mantissa > threshold)
-    exponent = (amax >> 23) - _BIAS + round_up.to(torch.int32) - spec.element.emax - shift
+    exponent = (amax >> 23) - _BIAS + round_up.to(torch.int32) - lowered
     exponent, finite = _clamp(exponent, spec), amax < _INF
     if len(mode.neighbours) > 1:
         exponent = _least_squares(blocks, exponent, finite, spec, mode.neighbours)
@@ -126,7 +126,10 @@ def _least_squares(
 def round_to_element(v: Tensor, element: ElementFormat, rounding: str, random: Tensor | None = None) -> Tensor:
     """v: fp32 in units of the block's scale -> a neighbouring value of the element, saturated (step 4)."""
     lowest, highest = ((e + _BIAS) << 23 for e in (element.emin, element.emax))
-    quantum = (v.view(torch.int32) & _INF).clamp(lowest, highest) - (element.mantissa_bits << 23)  # of floor(log2 |v|)
+    binade = (v.view(torch.int32) & _INF).clamp(lowest)  # bits of 2**floor(log2 |v|)
+    if element.mantissa_bits == 0:  # of 2**127 the reciprocal would be a subnormal
+        binade = binade.clamp(max=highest)
+    quantum = binade - (element.mantissa_bits << 23)
     # times the reciprocal, from its bits: a GPU's division is not exact even by a power of two
     units = v * ((2 * _BIAS << 23) - quantum).view(torch.float32)
     p = ROUNDINGS[rounding].to_quanta(units, random) * quantum.view(torch.float32)

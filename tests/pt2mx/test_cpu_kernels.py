@@ -250,7 +250,8 @@ def test_cache_that_cannot_be_written(run_python, tmp_path):
     assert run_python(_QUANTIZE, env=environment(tmp_path / "file")).split() == ["1", "True", "0", "False"]
 
 
-@pytest.mark.parametrize("capability", ["avx2", pytest.param("default", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["avx2", "default"])
 def test_other_processors(run_python, tmp_path, capability):
     """The kernels for processors with fewer vector instructions."""
     code = """

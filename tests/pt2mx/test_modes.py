@@ -81,9 +81,8 @@ def test_mse_never_loses_more_than_floor(name):
 
 
 @pytest.mark.parametrize("scale_mode", SCALE_MODES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_scale_mode_compiles_whole(scale_mode, dtype, compiler):
-    x = torch.randn(4, 64).to(dtype)
+def test_every_scale_mode_compiles_whole(scale_mode, compiler):
+    x = torch.randn(4, 64, dtype=torch.bfloat16)
     compiled = torch.compile(lambda x: fake_quantize_mx(x, "mxfp4", scale_mode=scale_mode), fullgraph=True)
     assert torch.equal(compiled(x), fake_quantize_mx(x, "mxfp4", scale_mode=scale_mode))
 
