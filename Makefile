@@ -24,6 +24,7 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 
 bench: $(VENV)/.installed
+	$(BIN)/python -m tests.benchmarks.quantize
 	$(BIN)/python -m tests.benchmarks.flow
 
 clean:

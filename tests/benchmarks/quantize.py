@@ -109,10 +109,20 @@ def peers(x: torch.Tensor, name: str) -> Iterator[tuple[str, Callable[[], object
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: pt2mx.fake_quantize_mx(x, name, _BLOCK))
     yield "reference through Inductor,", lambda: compiled(x)
+    torchao = torchao_functions(name)
+    if torchao is not None:
+        _, fake_quantize = torchao
+        yield "torchao eager", lambda: fake_quantize(x)
+        compiled_torchao = torch.compile(fake_quantize)
+        yield "torchao compiled", lambda: compiled_torchao(x)
+
+
+def torchao_functions(name: str) -> tuple[Callable, Callable] | None:
+    """torchao's quantize and fake_quantize along the last axis, None where torchao or the format is missing."""
     try:
-        from torchao.prototype.mx_formats.mx_tensor import MXTensor
+        from torchao.prototype.mx_formats.mx_tensor import MXTensor, to_mx
     except ImportError:
-        return
+        return None
     dtype = {
         "fp8_e4m3": torch.float8_e4m3fn,
         "fp8_e5m2": torch.float8_e5m2,
@@ -120,43 +130,55 @@ def peers(x: torch.Tensor, name: str) -> Iterator[tuple[str, Callable[[], object
         "fp6_e3m2": "fp6_e3m2",
         "fp4_e2m1": torch.float4_e2m1fn_x2,
     }.get(name)
-    try:
-        MXTensor.to_mx(x[:1, :_BLOCK].bfloat16(), dtype, _BLOCK)
-    except Exception:  # a format that it does not have
-        return
+    if dtype is None:
+        return None
 
-    def torchao(x: torch.Tensor) -> torch.Tensor:
-        return MXTensor.to_mx(x, dtype, _BLOCK).dequantize(torch.float32)
+    def fake_quantize(x: torch.Tensor) -> torch.Tensor:
+        return MXTensor.to_mx(x, dtype, _BLOCK).dequantize(x.dtype)
 
-    yield "torchao eager", lambda: torchao(x)
-    torchao_compiled = torch.compile(torchao)
-    yield "torchao compiled", lambda: torchao_compiled(x)
+    return lambda x: to_mx(x, dtype, _BLOCK), fake_quantize
 
 
 # ---- GPU ----
 
 
 def gpu_rows(size: int, repeats: int) -> list[Row]:
-    """Shares of the bandwidth of a device copy."""
+    """Shares of the bandwidth of a device copy: our kernels for every format, then the peers."""
     x = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
     copy = torch.empty_like(x)
     bandwidth = 2 * x.nbytes / gpu_seconds(lambda: copy.copy_(x), repeats)
+
+    def row(what: str, layout: str, calls: dict[str, tuple[Callable[[], object], int]]) -> Row:
+        shares = {op: moved / gpu_seconds(call, repeats) / bandwidth for op, (call, moved) in calls.items()}
+        return {"device": "cuda", "what": what, "layout": layout, **shares}
+
     rows = []
     for name in FORMATS:
-        scale, data = ops.quantize_mx(x, name, _BLOCK)
-        packed = scale.nbytes + data.nbytes
-        calls = {
-            "fake_quantize": (lambda n=name: ops.fake_quantize_mx(x, n, _BLOCK), 2 * x.nbytes),
-            "quantize": (lambda n=name: ops.quantize_mx(x, n, _BLOCK), x.nbytes + packed),
-            "dequantize": (
-                lambda n=name, d=data, s=scale: ops.dequantize_mx(d, s, n, _BLOCK, torch.bfloat16),
-                packed + x.nbytes,
-            ),
-        }
-        row: Row = {"device": "cuda", "what": f"pt2mx {name}", "layout": "axis -1"}
-        for operation, (call, moved) in calls.items():
-            row[operation] = moved / gpu_seconds(call, repeats) / bandwidth
-        rows.append(row)
+        for axis in (-1, 0):
+            scale, data = ops.quantize_mx(x, name, _BLOCK, axis)
+            packed = scale.nbytes + data.nbytes
+            calls = {
+                "fake_quantize": (lambda n=name, a=axis: ops.fake_quantize_mx(x, n, _BLOCK, a), 2 * x.nbytes),
+                "quantize": (lambda n=name, a=axis: ops.quantize_mx(x, n, _BLOCK, a), x.nbytes + packed),
+                "dequantize": (
+                    lambda n=name, a=axis, d=data, s=scale: ops.dequantize_mx(d, s, n, _BLOCK, torch.bfloat16, a),
+                    packed + x.nbytes,
+                ),
+            }
+            rows.append(row(f"pt2mx {name}", f"axis {axis}", calls))
+    for name in ("fp8_e4m3", "fp4_e2m1"):
+        torch._dynamo.reset()
+        inductor = torch.compile(lambda x, name=name: pt2mx.fake_quantize_mx(x, name, _BLOCK))
+        calls = {"fake_quantize": (lambda f=inductor: f(x), 2 * x.nbytes)}
+        rows.append(row(f"reference through Inductor, {name}", "axis -1", calls))
+        if torchao := torchao_functions(name):
+            quantize, fake_quantize = map(torch.compile, torchao)
+            packed = sum(part.nbytes for part in ops.quantize_mx(x, name, _BLOCK))
+            calls = {
+                "fake_quantize": (lambda f=fake_quantize: f(x), 2 * x.nbytes),
+                "quantize": (lambda f=quantize: f(x), x.nbytes + packed),
+            }
+            rows.append(row(f"torchao compiled {name}", "axis -1", calls))
     return rows
 
 
