@@ -4,23 +4,7 @@ torchao inserts and removes the observers; what it does to operators that it doe
 callers. Its import announces CUDA extensions that a CPU machine lacks; that is kept off the user's screen.
 """
 
-import logging
-import warnings
-from contextlib import contextmanager
-
-
-@contextmanager
-def without_log_warnings():
-    """No log message below an error and no complaint about old syntax, for imports that talk."""
-    previous = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)
-            yield
-    finally:
-        logging.disable(previous)
-
+from pt2mx.extras import without_log_warnings
 
 with without_log_warnings():
     import torchao
@@ -43,7 +27,6 @@ __all__ = [
     "is_prepared",
     "prepare_pt2e",
     "prepare_qat_pt2e",
-    "without_log_warnings",
 ]
 
 #: meta key by which torchao recognizes a prepared model

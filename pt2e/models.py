@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pt2mx.errors import MXError, nearest
-from pt2mx.pt2e.machinery import without_log_warnings
+from pt2mx.extras import import_extra
 
 #: positional or keyword arguments of one call
 Batch = tuple | dict
@@ -245,31 +245,3 @@ def _load_batch(file: Path) -> object:
         raise MXError(f"{file} is no calibration batch: {error}") from None
     unnamed = all(name.startswith("arr_") for name in tensors)
     return tuple(tensors.values()) if unnamed else tensors
-
-
-def import_extra(package: str, extra: str) -> object:
-    """An optional package; torchvision and transformers need the way around a CUDA build beside a CPU torch."""
-    if importlib.util.find_spec(package) is None:
-        raise MXError(f"{package} is not installed: pip install 'pt2mx[{extra}]'")
-    _define_torchvision_operators()
-    with without_log_warnings():
-        for module in _LAZY.get(package, ()):
-            importlib.import_module(module)
-        return importlib.import_module(package)
-
-
-#: what a package imports on first use only, and with it parts of torchao that log
-_LAZY = {"transformers": ("transformers.models.auto.modeling_auto", "transformers.modeling_utils")}
-
-_torchvision_schemas: torch.library.Library | None = None
-
-
-def _define_torchvision_operators() -> None:
-    """torchvision from the package index is a CUDA build: beside a CPU torch its library does not load, and its import
-    (also inside transformers) fails for want of two operators that no model here needs. Their schemas suffice."""
-    global _torchvision_schemas
-    if _torchvision_schemas is None and torch.version.cuda is None and importlib.util.find_spec("torchvision"):
-        _torchvision_schemas = torch.library.Library("torchvision", "FRAGMENT")
-        for name in ("nms", "qnms"):
-            if not hasattr(torch.ops.torchvision, name):
-                _torchvision_schemas.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

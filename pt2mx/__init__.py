@@ -22,6 +22,7 @@ from pt2mx.pt2e.quantizer import MXQuantizer
 from pt2mx.pt2e.report import quantization_report
 from pt2mx.spec import MXSpec, create_mx_spec, parse
 from pt2mx.tensor import MXTensor
+from pt2mx.tensor_statistics import mx_statistics
 from pt2mx.torchmx import MXConfig, QAttentionConfig, QLinearConfig, quantize_linear_, quantize_llm_
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "fake_quantize_mx",
     "get_default_mx_quantization_config",
     "mx_quantize",
+    "mx_statistics",
     "parse",
     "parse_element",
     "prepare_pt2e",

@@ -31,6 +31,22 @@ def operator_modes(spec: MXSpec) -> tuple[str, int, int, str, str]:
     return spec.element.name, spec.block_size, spec.axis, spec.scale_mode, spec.rounding
 
 
+def check_tensors(**tensors: object) -> None:
+    """`MXError` for an argument that is no dense tensor, by its name."""
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            raise MXError(f"{name} must be a torch.Tensor, not {type(value).__name__}: convert it with torch.as_tensor")
+        if value.layout != torch.strided or value.is_nested:
+            raise MXError(f"{name} must be a dense tensor, not one of layout {value.layout}: use its .to_dense() form")
+
+
+def check_length(length: object) -> None:
+    """`MXError` where `length` is no extent of a dimension; a symbolic one is taken as it is."""
+    integer = isinstance(length, int) and not isinstance(length, bool)
+    if not (length is None or isinstance(length, torch.SymInt) or (integer and 0 <= length < 2**63)):
+        raise MXError(f"length={length!r} must be an integer of at least 0, or None for every code that data holds")
+
+
 def check_input(x: Tensor, *modes: object) -> MXSpec:
     """The spec that the operator arguments `modes` (element name, block size, axis, scale mode, rounding) name, its
     axis counted from the front; `MXError` where they or x's dtype are not allowed."""
@@ -68,6 +84,10 @@ def check_packed(
     """Spec (axis counted from the front) and length of the values that `data` and `scale` hold, from the arguments of
     `dequantize_mx`; `MXError` where they do not fit each other."""
     spec = _make_spec(elem, block_size, axis)
+    if not (data.dim() and scale.dim()):
+        raise MXError("data and scale have at least one dimension: a tensor without any has those of shape (1,)")
+    if data.device != scale.device:
+        raise MXError(f"data is on {data.device} and scale on {scale.device}: move one to the device of the other")
     spec = spec.replace(axis=_dimension(axis, data))
     if data.dtype != torch.uint8 or scale.dtype != torch.uint8:
         raise MXError(
@@ -75,6 +95,7 @@ def check_packed(
         )
     if dtype not in HIGH_PRECISION:
         raise MXError(f"cannot dequantize to {dtype}: allowed are float32, float16 and bfloat16")
+    check_length(length)
     size, bits = data.shape[spec.axis], spec.element.bits
     length = unpacked_length(size, bits) if length is None else length
     if isinstance(size, int) and isinstance(length, int) and packed_length(length, bits) != size:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import EllipsisType
 from typing import TextIO
 
+from pt2mx.errors import MXError
 from pt2mx.formats import FORMATS
 from pt2mx.spec import MXSpec
 from pt2mx.tables import text_table
@@ -57,6 +58,8 @@ def compare_mx_formats(
     """
     if formats is None or isinstance(formats, str | MXSpec):
         formats = MX_FORMATS if formats is None else [formats]
+    elif not isinstance(formats, Iterable):
+        raise MXError(f"formats={formats!r} must be a format or several, for example ['mxfp4', 'mxfp8']")
     comparison = MXComparison(tuple(mx_statistics(data, format, block_size, axis) for format in formats))
     print(comparison, file=file)
     return comparison

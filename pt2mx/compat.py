@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pt2mx.checks import check_spec
+from pt2mx.checks import check_spec, check_tensors
 from pt2mx.errors import MXError
 from pt2mx.formats import ELEMENTS
 from pt2mx.functional import dequantize_mx, fake_quantize_mx, quantize_mx
@@ -32,7 +32,7 @@ class Preset:
         rounding, scale_mode, axis, block_size: its defaults; `axis=None` is one row of all values in order.
         rounding_of: another rounding for some elements, by name.
         full_range: whether its integers reach the most negative code.
-        int_scale_offset: what its scale bytes of integers differ by: codes are read as whole numbers, not as 2**-6.
+        int_scale_offset: what its scale bytes of 8-bit integers differ by: codes are whole numbers.
         high_nibble_first: the order of two 4-bit codes in a byte.
         packed_widths: widths of codes that share bytes.
         flush_subnormal_blocks: blocks whose largest magnitude is an fp32 subnormal become zero.
@@ -84,7 +84,8 @@ class Preset:
             MXError: where the library's scale byte cannot say the exponent (TorchMX's int8 below 2**-121).
         """
         rows, spec = self._rows(x, elem_dtype, fields)
-        return self.to_storage(*quantize_mx(rows, spec), spec)
+        length = torch.atleast_1d(rows).shape[spec.axis]
+        return self.to_storage(*quantize_mx(rows, spec), spec, length)
 
     def dequantize(
         self,
@@ -95,14 +96,18 @@ class Preset:
         length: int | None = None,
         **fields: object,
     ) -> Tensor:
-        """data, scale: as the library stores them -> (..., length, ...) `target_dtype`."""
+        """data, scale: as the library stores them -> (..., length, ...) `target_dtype`; where it stores a code a byte,
+        length is the number of bytes."""
+        check_tensors(data=data, scale=scale)
         spec = self.spec(elem_dtype, **fields)
+        if not self._shares_bytes(spec) and data.dim():
+            length = data.shape[spec.axis]
         scale, data = self.from_storage(scale, data, spec)
         return dequantize_mx(data, scale, spec, target_dtype=target_dtype, length=length)
 
-    def to_storage(self, scale: Tensor, data: Tensor, spec: MXSpec) -> tuple[Tensor, Tensor]:
-        """What `quantize_mx` gives, in the library's bytes."""
-        if spec.element.is_int and self.int_scale_offset:
+    def to_storage(self, scale: Tensor, data: Tensor, spec: MXSpec, length: int) -> tuple[Tensor, Tensor]:
+        """What `quantize_mx` gives of `length` values along the axis, in the library's bytes."""
+        if self._shifts_scale(spec):
             shifted = scale.to(torch.int16) + self.int_scale_offset
             axis = spec.axis % data.dim()
             used = torch.cat([part.any(axis, keepdim=True) for part in data.split(spec.block_size, axis)], axis)
@@ -112,16 +117,22 @@ class Preset:
                     f"({-127 - self.int_scale_offset}): scale the tensor up first"
                 )
             scale = torch.where(scale == NAN_SCALE, scale, shifted.clamp(min=0).to(torch.uint8))
-        return scale, self._nibbles(self._repack(data, spec, pack_again=False), spec)
+        if self._shares_bytes(spec):
+            return scale, self._nibbles(data, spec)
+        axis = spec.axis % data.dim()
+        return scale, unpack(data, axis, spec.element.bits).narrow(axis, 0, length).to(torch.uint8)
 
     def from_storage(self, scale: Tensor, data: Tensor, spec: MXSpec) -> tuple[Tensor, Tensor]:
         """The library's bytes as `dequantize_mx` takes them."""
-        if spec.element.is_int and self.int_scale_offset:
+        if self._shifts_scale(spec):
             shifted = (scale.to(torch.int16) - self.int_scale_offset).clamp(max=NAN_SCALE - 1).to(torch.uint8)
             scale = torch.where(scale == NAN_SCALE, scale, shifted)
-        return scale, self._repack(self._nibbles(data, spec), spec, pack_again=True)
+        if self._shares_bytes(spec):
+            return scale, self._nibbles(data, spec)
+        return scale, pack(data.to(torch.int32), spec.axis % data.dim(), spec.element.bits)
 
     def _rows(self, x: Tensor, elem_dtype: object, fields: dict[str, object]) -> tuple[Tensor, MXSpec]:
+        check_tensors(x=x)
         spec = self.spec(elem_dtype, **fields)
         rows = x.reshape(-1) if self.axis is None and "axis" not in fields else x
         if self.flush_subnormal_blocks:
@@ -129,26 +140,27 @@ class Preset:
         return rows, spec
 
     def _nibbles(self, data: Tensor, spec: MXSpec) -> Tensor:
-        if spec.element.bits == 4 and 4 in self.packed_widths and self.high_nibble_first:
-            return data << 4 | data >> 4
-        return data
+        return data << 4 | data >> 4 if spec.element.bits == 4 and self.high_nibble_first else data
 
-    def _repack(self, data: Tensor, spec: MXSpec, pack_again: bool) -> Tensor:
-        bits = spec.element.bits
-        if not is_packed(bits) or bits in self.packed_widths:
-            return data
-        axis = spec.axis % data.dim()
-        return pack(data.to(torch.int32), axis, bits) if pack_again else unpack(data, axis, bits).to(torch.uint8)
+    def _shares_bytes(self, spec: MXSpec) -> bool:
+        """Whether codes are stored as `quantize_mx` packs them; else each takes a byte."""
+        return not is_packed(spec.element.bits) or spec.element.bits in self.packed_widths
+
+    def _shifts_scale(self, spec: MXSpec) -> bool:
+        """Whether scale bytes differ: of 8-bit integers, the only ones that such a library has."""
+        return self.int_scale_offset != 0 and spec.element.is_int and spec.element.bits == 8
 
 
 def _flush_subnormal_blocks(x: Tensor, spec: MXSpec) -> Tensor:
     """x with zeros for the blocks whose largest magnitude is below 2**-126."""
-    axis = check_spec(x, spec).axis
+    axis, rows = check_spec(x, spec).axis, torch.atleast_1d(x)
+    if not rows.numel():
+        return x
     parts = [
         part.where(part.abs().amax(axis, keepdim=True) >= 2.0**-126, torch.zeros_like(part))
-        for part in x.split(spec.block_size, axis)
+        for part in rows.split(spec.block_size, axis)
     ]
-    return torch.cat(parts, axis)
+    return torch.cat(parts, axis).reshape(x.shape)
 
 
 _ROUNDED_LOG2 = "exponents from a rounded log2 (off by one a few ulps below a power of two)"

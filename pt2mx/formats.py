@@ -103,14 +103,17 @@ _DTYPE_NAMES = {
     "float8_e4m3fn": "fp8_e4m3",
     "float8_e5m2": "fp8_e5m2",
     "float4_e2m1fn_x2": "fp4_e2m1",
+    "float6_e2m3fn": "fp6_e2m3",
+    "float6_e3m2fn": "fp6_e3m2",
 }
 _SPLITS = {(f.exponent_bits, f.mantissa_bits): name for name, f in ELEMENTS.items() if not f.is_int}
 # no exponent: the integer with that many bits beside the sign
 _SPLITS |= {(0, f.bits - 1): name for name, f in ELEMENTS.items() if f.is_int and not f.full_range}
 # Compiled here: torch.compile traces a call with a spelling, and cannot trace the compilation of a pattern.
-_SPLIT = re.compile(r"e\dm\d")
+_SPLIT = re.compile(r"e\dm\d", re.ASCII)
 _SPELLING = re.compile(
-    r"(?:mx)?(?P<kind>fp|float|int)(?P<bits>\d)(?:_?(?P<split>e\dm\d|full)(?:fn|fnu)?|\[(?P<bracketed>e\dm\d)\])?"
+    r"(?:mx)?(?P<kind>fp|float|int)(?P<bits>\d)(?:_?(?P<split>e\dm\d|full)|\[(?P<bracketed>e\dm\d)\])?",
+    re.ASCII,
 )
 
 
@@ -128,7 +131,7 @@ def parse_element(spelling: object) -> ElementFormat:
     if isinstance(spelling, ElementFormat):
         return spelling
     if isinstance(spelling, tuple):
-        name = _SPLITS.get(spelling)
+        name = _SPLITS.get(spelling) if all(isinstance(bits, int) for bits in spelling) else None
     else:
         name = _canonical_name(str(spelling).strip().lower().removeprefix("torch."))
     if name not in ELEMENTS:

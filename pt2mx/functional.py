@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pt2mx import ops
-from pt2mx.checks import check_seed, check_spec, operator_modes
+from pt2mx.checks import check_length, check_seed, check_spec, check_tensors, operator_modes
 from pt2mx.errors import MXError
 from pt2mx.formats import parse_element
 from pt2mx.kernels import sliced
@@ -44,7 +44,7 @@ def quantize_mx(
     Raises:
         MXError: for another dtype, an unknown format or mode, a block size below 1, an axis out of range.
     """
-    _check_tensors(x=x)
+    check_tensors(x=x)
     return ops.quantize_mx(x, *operator_modes(_modes(elem_dtype, block_size, axis, scale_mode, rounding)), _seed(seed))
 
 
@@ -72,9 +72,10 @@ def dequantize_mx(
         MXError: for shapes that do not fit each other, or other dtypes.
     """
     spec = _spec(elem_dtype, block_size=block_size, axis=axis)
-    _check_tensors(data=data, scale=scale)
+    check_tensors(data=data, scale=scale)
     if not isinstance(target_dtype, torch.dtype):
         raise MXError(f"target_dtype must be torch.float32, float16 or bfloat16, not {target_dtype!r}")
+    check_length(length)
     if data.dtype in _VIEWS and parse_element(data.dtype) == spec.element:
         data = data.view(torch.uint8)
     if scale.dtype == torch.float8_e8m0fnu:
@@ -98,7 +99,8 @@ def fake_quantize_mx(
     the largest value of its block's scale (`"clipped"`). Other arguments and errors are those of `quantize_mx`; a spec
     may also have another scale than E8M0.
     """
-    _check_tensors(x=x)
+    check_tensors(x=x)
+    ops.check_ste(ste)
     spec = _modes(elem_dtype, block_size, axis, scale_mode, rounding)
     if spec.has_e8m0_scale:
         return ops.fake_quantize_mx(x, *operator_modes(spec), _seed(seed), ste)
@@ -110,7 +112,6 @@ class _OtherScale(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: object, x: Tensor, spec: MXSpec, seed: int | None, ste: str) -> Tensor:
-        ops.check_ste(ste)
         ctx.save_for_backward(*([x] if ste == "clipped" else []))
         ctx.spec = spec
         return sliced.fake_quantize(torch.atleast_1d(x), spec, ops.seed_of(x, spec, seed)).reshape(x.shape)
@@ -124,12 +125,6 @@ class _OtherScale(torch.autograd.Function):
 
 #: dtypes as which the codes of their own element format can be viewed
 _VIEWS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2, torch.int8)
-
-
-def _check_tensors(**tensors: object) -> None:
-    for name, value in tensors.items():
-        if not isinstance(value, Tensor):
-            raise MXError(f"{name} must be a torch.Tensor, not {type(value).__name__}: convert it with torch.as_tensor")
 
 
 def _spec(elem_dtype: object, **fields: object) -> MXSpec:

@@ -91,12 +91,17 @@ def _fake_quantize_fake(x: Tensor, elem: str, block_size: int, *modes: object) -
 
 
 def check_ste(ste: str = "identity") -> None:
-    if ste not in STRAIGHT_THROUGH:
+    if not isinstance(ste, str) or ste not in STRAIGHT_THROUGH:
         raise MXError(f"unknown ste {ste!r}: {nearest(ste, STRAIGHT_THROUGH)}")
 
 
 def _clip_gradient(grad: Tensor, x: Tensor, *modes: object) -> Tensor:
     spec = check_input(x, *modes)
+    if grad.shape != x.shape or grad.device != x.device or not grad.is_floating_point():
+        raise MXError(
+            f"grad of shape {tuple(grad.shape)}, {grad.dtype} on {grad.device} is no gradient of x of shape "
+            f"{tuple(x.shape)} on {x.device}"
+        )
     y = kernels_for(x).clip_gradient(torch.atleast_1d(grad), torch.atleast_1d(x), spec)
     return y if x.dim() else y.reshape(()).clone()
 
@@ -120,12 +125,25 @@ def _straight_through(ctx: object, grad: Tensor) -> tuple[Tensor | None, ...]:
     return (grad,) + (None,) * 7
 
 
+def _save_values(ctx: object, inputs: tuple, output: Tensor) -> None:
+    _, x, *ctx.modes = inputs
+    ctx.save_for_backward(x)
+
+
+def _clip_again(ctx: object, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Clipping is linear in the gradient that it clips."""
+    (x,) = ctx.saved_tensors
+    return (torch.ops.pt2mx.clip_gradient_mx(grad, x, *ctx.modes),) + (None,) * 6
+
+
 def _no_gradient(ctx: object, *grads: Tensor) -> tuple[None, ...]:
     """Codes are integers: as with `tensor.to(torch.uint8)`, no gradient passes."""
     return (None,) * 7
 
 
 def _random_bits(seed: Tensor, size: list[int]) -> Tensor:
+    if seed.dtype != torch.int64 or seed.dim():
+        raise MXError(f"the seed tensor must be of shape () and int64, not {tuple(seed.shape)} and {seed.dtype}")
     return kernels_for(seed).random_bits(seed, torch.Size(size))
 
 
@@ -161,7 +179,7 @@ _OPERATORS = {
         f"(Tensor grad, Tensor x, {_MODES}) -> Tensor",
         _clip_gradient,
         _clip_gradient_fake,
-        None,
+        (_clip_again, _save_values),
     ),
     # the numbers of stochastic rounding
     "random_bits": (

@@ -48,8 +48,9 @@ class MXSpec:
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
                 raise MXError(f"{field}={value!r} must be an integer{described}")
         for field, allowed in (("scale_mode", SCALE_MODES), ("rounding", ROUNDINGS)):
-            if getattr(self, field) not in list(allowed):
-                raise MXError(f"unknown {field} {getattr(self, field)!r}: {nearest(getattr(self, field), allowed)}")
+            value = getattr(self, field)
+            if not isinstance(value, str) or value not in allowed:
+                raise MXError(f"unknown {field} {value!r}: {nearest(value, allowed)}")
 
     def replace(self, **changes: object) -> MXSpec:
         """This spec with some fields changed, checked again."""
@@ -93,13 +94,17 @@ def create_mx_spec(exp_bits: int, sig_bits: int, block_size: int = 32, **fields:
 
 
 # MXFP8[E4M3]{32}, mxfp4_e2m1{16}, mxint8{64,-2}, fp8_e4m3{32}(rceil), mxfp4{32}(ceil,up,e5m0)
-_SPEC = re.compile(r"(?P<element>[^{(]+?)\s*(?:\{(?P<block>\d+)(?:,(?P<axis>-?\d+))?\})?(?:\((?P<modes>[\w,]*)\))?")
+_SPEC = re.compile(
+    r"(?P<element>[^{(]+?)\s*(?:\{(?P<block>\d{1,19})(?:,(?P<axis>-?\d{1,19}))?\})?(?:\((?P<modes>\w+(?:,\w+)*)?\))?",
+    re.ASCII,
+)
 # BFP[8|8]{64,-1}(SN): integer element bits | scale bits, block, axis, (S)ymmetric or _, and the rounding letter
 _BFP = re.compile(
-    r"bfp\[(?P<bits>\d+)\|(?P<scale>\d+)\](?P<rest>\{.*\}|)(?:\((?P<symmetry>[s_])(?P<rounding>[a-z])\))?"
+    r"bfp\[(?P<bits>\d{1,3})\|(?P<scale>\d{1,3})\](?P<rest>\{.*\}|)(?:\((?P<symmetry>[s_])(?P<rounding>[a-z])\))?",
+    re.ASCII,
 )
 _BFP_ROUNDINGS = {"n": "even", "s": "stochastic", "u": "up", "d": "down"}
-_SCALE = re.compile(r"e(\d+)m(\d+)")
+_SCALE = re.compile(r"e(\d{1,3})m(\d{1,3})", re.ASCII)
 
 
 def parse(spelling: object, **overrides: object) -> MXSpec:

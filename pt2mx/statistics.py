@@ -59,6 +59,8 @@ def sqnr_db(signal: float, noise: float) -> float:
     """Signal to quantization noise ratio in dB of two powers; inf where nothing was lost."""
     if noise == 0:
         return math.inf
+    if noise == math.inf:  # a scale mode that dequantizes to Inf in the top binade
+        return -math.inf
     return 10 * math.log10(signal / noise) if signal > 0 else (-math.inf if signal == 0 else math.nan)
 
 

@@ -6,15 +6,19 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torchao.utils import TorchAOBaseTensor
 
 from pt2mx import ops
-from pt2mx.checks import HIGH_PRECISION, check_packed, operator_modes
+from pt2mx.checks import HIGH_PRECISION, check_packed, check_tensors, operator_modes
 from pt2mx.errors import MXError
+from pt2mx.extras import without_log_warnings
 from pt2mx.formats import ELEMENTS, ElementFormat, parse_element
 from pt2mx.functional import quantize_mx
 from pt2mx.kernels.packing import packed_length, unpacked_length
 from pt2mx.spec import MXSpec, parse
+from pt2mx.tensor_statistics import MXStorage
+
+with without_log_warnings():
+    from torchao.utils import TorchAOBaseTensor
 
 
 class MXTensor(TorchAOBaseTensor):
@@ -63,6 +67,7 @@ class MXTensor(TorchAOBaseTensor):
         length: int | None = None,
         stride: tuple[int, ...] | None = None,
     ) -> MXTensor:
+        check_tensors(qdata=qdata, scale=scale)
         element = parse_element(elem_dtype)
         spec, length = check_packed(qdata, scale, element.name, block_size, dtype, axis, length)
         shape = [*qdata.shape]
@@ -122,6 +127,17 @@ class MXTensor(TorchAOBaseTensor):
     def spec(self) -> MXSpec:
         """Element, block size and axis (counted from the front); codes do not tell how they were rounded."""
         return MXSpec(self.elem_dtype, self.block_size, self.axis)
+
+    def statistics(self) -> dict[str, object]:
+        """Size and compression, under the names that pychop's `MXTensor.statistics()` has; `pt2mx.mx_statistics` also
+        measures what quantizing data loses."""
+        return MXStorage.of(self.shape, self.spec).to_dict()
+
+    def share_memory_(self) -> MXTensor:
+        """Move codes and scales to shared memory, in place."""
+        self.qdata.share_memory_()
+        self.scale.share_memory_()
+        return self
 
     @property
     def description(self) -> str:

@@ -106,6 +106,8 @@ def mx_statistics(
     spec, flat = resolve(format, axis, block_size=block_size, **fields)
     x = as_torch(data)
     shape, x = tuple(x.shape), x.reshape(-1) if flat else x
+    if x.device.type == "meta":
+        raise MXError("data on the meta device has no values: there is nothing to measure")
     if not x.numel():
         raise MXError(f"data of shape {shape} has no values: there is nothing to measure")
     error = fake_quantize_mx(x, spec).double().sub_(x).abs_()

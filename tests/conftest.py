@@ -9,7 +9,8 @@ import torch
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pt2mx
-from pt2mx.pt2e.models import import_extra, load_minilm, sentences
+from pt2mx.extras import import_extra
+from pt2mx.pt2e.models import load_minilm, sentences
 
 
 @pytest.fixture(autouse=True)

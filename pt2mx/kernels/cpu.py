@@ -221,10 +221,11 @@ def _library() -> ctypes.CDLL:
     version = cpp_builder.get_compiler_version_info(compiler)
     key = hashlib.sha256(repr((source, flags, compiler, version, platform.machine())).encode()).hexdigest()[:20]
     path = _cache_folder() / f"cpu-{key}.so"
+    with contextlib.suppress(OSError):  # none there yet, or a damaged one
+        return ctypes.CDLL(str(path))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            _build(compiler, flags, path)
+        _build(compiler, flags, path)
         return ctypes.CDLL(str(path))
     except OSError:  # a folder that cannot be written, or not be executed from
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:

@@ -73,8 +73,6 @@ class KeepSubnormals {
 
 #define NOINLINE __attribute__((noinline))  // inlined, loops lose registers to what surrounds them
 
-#define NOINLINE __attribute__((noinline))  // inlined, loops lose registers to what surrounds them
-
 // ---- 16-bit floats ----
 
 inline float widen_half(u16 half) {

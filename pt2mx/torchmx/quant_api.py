@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import nn
 
 from pt2mx.errors import MXError
+from pt2mx.extras import import_extra
 from pt2mx.torchmx.config import QAttentionConfig, QLinearConfig
 from pt2mx.torchmx.layers.mx_attention import ATTENTION, register_attention
 from pt2mx.torchmx.layers.mx_linear import MXInferenceLinear
@@ -21,7 +22,8 @@ def quantize_linear_(model: nn.Module, qconfig: QLinearConfig) -> None:
         MXError: for weights of another dtype than float32, float16 or bfloat16, naming the layer; for a model that is
             itself an `nn.Linear`, or holds none.
     """
-    _check_config("qconfig", qconfig, QLinearConfig)
+    _check_kind("model", model, nn.Module)
+    _check_kind("qconfig", qconfig, QLinearConfig)
     _replace_linears(model, lambda name: qconfig)
 
 
@@ -37,8 +39,9 @@ def quantize_llm_(model: nn.Module, qattention_config: QAttentionConfig, qmlp_co
     Raises:
         MXError: for other models, and as `quantize_linear_` does; where transformers is not installed.
     """
-    _check_config("qattention_config", qattention_config, QAttentionConfig)
-    _check_config("qmlp_config", qmlp_config, QLinearConfig)
+    _check_kind("model", model, nn.Module)
+    _check_kind("qattention_config", qattention_config, QAttentionConfig)
+    _check_kind("qmlp_config", qmlp_config, QLinearConfig)
     kinds = _attention_kinds()
     attention = {name: module for name, module in model.named_modules() if type(module) in kinds}
     if not attention:
@@ -61,17 +64,16 @@ def quantize_llm_(model: nn.Module, qattention_config: QAttentionConfig, qmlp_co
             module.config._attn_implementation = ATTENTION
 
 
-def _check_config(name: str, config: object, kind: type) -> None:
-    if not isinstance(config, kind):
-        raise MXError(f"{name} must be a {kind.__name__}, not {config!r}")
+def _check_kind(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise MXError(f"{name} must be a {kind.__name__}, not {value!r}")
 
 
 def _attention_kinds() -> tuple[type[nn.Module], ...]:
-    try:
-        from transformers.models.llama.modeling_llama import LlamaAttention
-        from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
-    except ImportError as error:
-        raise MXError(f"quantize_llm_ needs transformers: pip install 'pt2mx[hf]' ({error})") from error
+    import_extra("transformers", "hf")
+    from transformers.models.llama.modeling_llama import LlamaAttention
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
+
     return LlamaAttention, Qwen2Attention
 
 

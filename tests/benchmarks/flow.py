@@ -12,7 +12,7 @@ import time
 import torch
 
 import pt2mx
-from pt2mx.pt2e.models import import_extra
+from pt2mx.extras import import_extra
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ import torch
 
 import pt2mx
 from pt2mx import FORMATS, MXQuantizer, get_default_mx_quantization_config
-from pt2mx.pt2e.models import import_extra
+from pt2mx.extras import import_extra
 from tests.pt2e.test_prepare import INPUTS, Net
 
 pytestmark = pytest.mark.cuda

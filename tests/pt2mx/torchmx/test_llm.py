@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pt2mx import MXConfig, MXError, MXTensor, QAttentionConfig, QLinearConfig, quantize_llm_
-from pt2mx.pt2e.models import import_extra
+from pt2mx.extras import import_extra
 from pt2mx.torchmx import MXInferenceLinear
 from pt2mx.torchmx.layers.mx_attention import mx_attention, register_attention
 
