@@ -42,8 +42,10 @@ _QUANTIZE = {False: Tile(2048, 1), True: Tile(4096, 1, 4)}
 #: bits of a packed code -> the same
 _QUANTIZE_PACKED = {
     4: {False: Tile(4096, 1), True: Tile(4096, 1, 4)},
-    6: {False: Tile(2048, 1), True: Tile(4096, 1, 4)},
+    6: {False: Tile(4096, 4), True: Tile(4096, 1, 4)},
 }
+#: the same where the codes of a tile are one stream of bytes
+_QUANTIZE_STREAM = {4: _QUANTIZE_PACKED[4], 6: {False: Tile(2048, 1), True: Tile(4096, 1, 4)}}
 #: of all where the scale is searched for or the rounding is random: much code for each value
 _LONG = {False: Tile(1024, 4), True: Tile(2048, 2)}
 #: values of a thread where a block needs more than the tile has
@@ -59,7 +61,7 @@ def quantize(x: Tensor, spec: MXSpec, seed: Tensor | None) -> tuple[Tensor, Tens
     size = packing.packed_length(length, bits)
     data = x.new_empty(resized(x, spec.axis, size), dtype=torch.uint8)
     scale = x.new_empty(resized(x, spec.axis, -(-length // spec.block_size)), dtype=torch.uint8)
-    tiles = _QUANTIZE_PACKED.get(bits, _QUANTIZE)
+    tiles = (_QUANTIZE_STREAM if _streams(spec, length) else _QUANTIZE_PACKED).get(bits, _QUANTIZE)
     _launch(gpu_kernels.quantize_kernel, tiles, x.shape, spec, bits, x, data, scale, seed, length, size)
     if bits != spec.element.bits:
         data = packing.pack(data.to(torch.int32), spec.axis, spec.element.bits)
@@ -118,6 +120,12 @@ def _holds(spec: MXSpec, length: int) -> bool:
 def _packs(spec: MXSpec, length: int) -> bool:
     """Whether no two blocks share a byte, so that each can be packed by itself."""
     return spec.block_size >= length or spec.block_size % _word(spec.element.bits)[0] == 0
+
+
+def _streams(spec: MXSpec, length: int) -> bool:
+    """Whether lines are whole blocks of a power of two, so that where inner is 1 codes follow each other."""
+    block = min(spec.block_size, length)
+    return block >= 16 and block & (block - 1) == 0 and length % block == 0
 
 
 def _word(bits: int) -> tuple[int, int]:

@@ -183,17 +183,14 @@ def gpu_rows(size: int, repeats: int) -> list[Row]:
 
 
 def gpu_seconds(call: Callable[[], object], repeats: int) -> float:
-    for _ in range(3):
-        call()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    """Median time on the device; the calls are queued together, so that none waits for the host."""
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats + 5)]
+    for start, end in events:
         start.record()
         call()
         end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(times)
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in events[5:]) / 1e3
 
 
 # ---- output ----
