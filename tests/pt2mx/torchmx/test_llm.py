@@ -183,6 +183,6 @@ def test_errors(monkeypatch):
         quantize_llm_(other, PROJECTION, MLP)
     with pytest.raises(MXError, match="qmlp_config must be a QLinearConfig"):
         quantize_llm_(other, FULL, FULL)
-    monkeypatch.setitem(sys.modules, "transformers.models.llama.modeling_llama", None)
-    with pytest.raises(MXError, match=r"needs transformers: pip install 'pt2mx\[hf\]'"):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MXError, match=r"transformers is not installed: pip install 'pt2mx\[hf\]'"):
         quantize_llm_(nn.Linear(4, 4), FULL, MLP)
