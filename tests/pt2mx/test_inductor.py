@@ -24,7 +24,8 @@ def same(got, want):
 
 
 @pytest.mark.parametrize(
-    ("name", "dynamic"), [*((name, False) for name in FORMATS), ("fp8_e4m3", True), ("fp6_e2m3", True)]
+    ("name", "dynamic"),
+    [*((name, False) for name in FORMATS), ("fp8_e4m3", True), pytest.param("fp6_e2m3", True, marks=pytest.mark.slow)],
 )
 def test_equals_eager(name, dynamic):
     compiled = torch.compile(through_all_operators, fullgraph=True, dynamic=dynamic)
