@@ -39,13 +39,8 @@ class Tile(NamedTuple):
 _FAKE_QUANTIZE = {False: Tile(4096, 4), True: Tile(4096, 2, 8)}
 _DEQUANTIZE = {False: Tile(1024, 1), True: Tile(8192, 2, 8)}
 _QUANTIZE = {False: Tile(2048, 1), True: Tile(4096, 1, 4)}
-#: bits of a packed code -> the same
-_QUANTIZE_PACKED = {
-    4: {False: Tile(4096, 1), True: Tile(4096, 1, 4)},
-    6: {False: Tile(4096, 4), True: Tile(4096, 1, 4)},
-}
-#: the same where the codes of a tile are one stream of bytes
-_QUANTIZE_STREAM = {4: _QUANTIZE_PACKED[4], 6: {False: Tile(2048, 1), True: Tile(4096, 1, 4)}}
+_QUANTIZE_PACKED = {False: Tile(4096, 4), True: Tile(4096, 1, 4)}
+_QUANTIZE_PAIRS = {False: Tile(2048, 1), True: Tile(4096, 1, 4)}
 #: of all where the scale is searched for or the rounding is random: much code for each value
 _LONG = {False: Tile(1024, 4), True: Tile(2048, 2)}
 #: values of a thread where a block needs more than the tile has
@@ -61,8 +56,12 @@ def quantize(x: Tensor, spec: MXSpec, seed: Tensor | None) -> tuple[Tensor, Tens
     size = packing.packed_length(length, bits)
     data = x.new_empty(resized(x, spec.axis, size), dtype=torch.uint8)
     scale = x.new_empty(resized(x, spec.axis, -(-length // spec.block_size)), dtype=torch.uint8)
-    tiles = (_QUANTIZE_STREAM if _streams(spec, length) else _QUANTIZE_PACKED).get(bits, _QUANTIZE)
-    _launch(gpu_kernels.quantize_kernel, tiles, x.shape, spec, bits, x, data, scale, seed, length, size)
+    kernel, tiles, word, seeds = gpu_kernels.quantize_kernel, _QUANTIZE, _word(bits), (seed,)
+    if _in_pairs(x, spec):
+        kernel, tiles, word, seeds = gpu_kernels.quantize_pairs_kernel, _QUANTIZE_PAIRS, _four(bits), ()
+    elif packing.is_packed(bits):
+        tiles, word = _QUANTIZE_PACKED, _four(bits) if _streams(x, spec) else word
+    _launch(kernel, tiles, x.shape, spec, word, x, data, scale, *seeds, length, size)
     if bits != spec.element.bits:
         data = packing.pack(data.to(torch.int32), spec.axis, spec.element.bits)
     return scale, data
@@ -77,9 +76,8 @@ def dequantize(data: Tensor, scale: Tensor, spec: MXSpec, dtype: torch.dtype, le
         data, bits = packing.unpack(data, spec.axis, bits).narrow(spec.axis, 0, length).to(torch.uint8), 8
     data, scale = data.contiguous(), scale.contiguous()
     y = data.new_empty(resized(data, spec.axis, length), dtype=dtype)
-    _launch(
-        gpu_kernels.dequantize_kernel, _DEQUANTIZE, y.shape, spec, bits, data, scale, y, length, data.shape[spec.axis]
-    )
+    size = data.shape[spec.axis]
+    _launch(gpu_kernels.dequantize_kernel, _DEQUANTIZE, y.shape, spec, _word(bits), data, scale, y, length, size)
     return y
 
 
@@ -89,7 +87,7 @@ def fake_quantize(x: Tensor, spec: MXSpec, seed: Tensor | None) -> Tensor:
         return sliced.fake_quantize(x, spec, seed)
     x = x.contiguous()
     y = torch.empty_like(x)
-    _launch(gpu_kernels.fake_quantize_kernel, _FAKE_QUANTIZE, x.shape, spec, 8, x, y, seed, x.shape[spec.axis])
+    _launch(gpu_kernels.fake_quantize_kernel, _FAKE_QUANTIZE, x.shape, spec, _BYTE, x, y, seed, x.shape[spec.axis])
     return y
 
 
@@ -99,7 +97,7 @@ def clip_gradient(grad: Tensor, x: Tensor, spec: MXSpec) -> Tensor:
         return sliced.clip_gradient(grad, x, spec)
     grad, x = grad.contiguous(), x.contiguous()
     y = torch.empty_like(grad)
-    _launch(gpu_kernels.clip_gradient_kernel, _FAKE_QUANTIZE, x.shape, spec, 8, grad, x, y, x.shape[spec.axis])
+    _launch(gpu_kernels.clip_gradient_kernel, _FAKE_QUANTIZE, x.shape, spec, _BYTE, grad, x, y, x.shape[spec.axis])
     return y
 
 
@@ -122,16 +120,41 @@ def _packs(spec: MXSpec, length: int) -> bool:
     return spec.block_size >= length or spec.block_size % _word(spec.element.bits)[0] == 0
 
 
-def _streams(spec: MXSpec, length: int) -> bool:
-    """Whether lines are whole blocks of a power of two, so that where inner is 1 codes follow each other."""
+def _streams(x: Tensor, spec: MXSpec) -> bool:
+    """Whether lines are whole blocks of a power of two and follow each other, and so do their codes."""
+    length = x.shape[spec.axis]
     block = min(spec.block_size, length)
-    return block >= 16 and block & (block - 1) == 0 and length % block == 0
+    return _inner(x.shape, spec) == 1 and block >= 16 and block & (block - 1) == 0 and length % block == 0
+
+
+def _in_pairs(x: Tensor, spec: MXSpec) -> bool:
+    """Whether `gpu_pairs` serves: its arithmetic, and fours of values that no block, word or end of the data splits."""
+    element, mode, length = spec.element, SCALE_MODES[spec.scale_mode], x.shape[spec.axis]
+    if x.dtype != torch.bfloat16 or spec.rounding != "even" or len(mode.neighbours) > 1:
+        return False
+    if element.is_int or element.mantissa_bits > 5 or torch.cuda.get_device_capability(x.device) < (8, 0):
+        return False
+    if _inner(x.shape, spec) == 1:
+        return _streams(x, spec) and x.data_ptr() % 4 == 0
+    return length % 4 == 0 and (spec.block_size % 4 == 0 or spec.block_size >= length)
+
+
+#: codes and bytes of a word
+_BYTE = (1, 1)
 
 
 def _word(bits: int) -> tuple[int, int]:
-    """Codes and bytes of the smallest group of packed codes that is whole bytes."""
+    """The smallest group of packed codes that is whole bytes."""
     size = packing.packed_length(1, bits)
     return packing.unpacked_length(size, bits), size
+
+
+def _four(bits: int) -> tuple[int, int]:
+    return 4, packing.packed_length(4, bits)
+
+
+def _inner(shape: torch.Size, spec: MXSpec) -> int:
+    return math.prod(shape[spec.axis + 1 :])
 
 
 def _launch(
@@ -139,28 +162,28 @@ def _launch(
     tiles: dict[bool, Tile],
     shape: torch.Size,
     spec: MXSpec,
-    bits: int,
+    word: tuple[int, int],
     *arguments: Tensor | int | None,
 ) -> None:
-    """Run `kernel` on every tile of a tensor of that shape; `bits` of a code in storage."""
+    """Run `kernel` on every tile of a tensor of that shape; `word` as in `Constants`."""
     if 0 in shape:
         return
-    inner = math.prod(shape[spec.axis + 1 :])
+    inner = _inner(shape, spec)
     length, outer = shape[spec.axis], math.prod(shape[: spec.axis])
     lines = outer * -(-length // spec.block_size) * inner
     long = len(SCALE_MODES[spec.scale_mode].neighbours) > 1 or ROUNDINGS[spec.rounding].random
     tile = (_LONG if long else tiles)[inner > 1]
     wide = lines * min(spec.block_size, length) >= 2**31 - max(tile.values, tile.vector * 2 * _LARGEST_BLOCK)
-    constants = _constants(spec, bits, length, inner, wide, tile)
+    constants = _constants(spec, word, length, inner, wide, tile)
     warps = max(tile.warps, constants.lines * constants.tile // (32 * _VALUES_PER_THREAD))
     with torch.cuda.device_of(arguments[0]):
         kernel[(triton.cdiv(lines, constants.lines),)](*arguments, inner, lines, constants, num_warps=warps)
 
 
 @functools.lru_cache(maxsize=4096)
-def _constants(spec: MXSpec, bits: int, length: int, inner: int, wide: bool, tile: Tile) -> Constants:
+def _constants(spec: MXSpec, word: tuple[int, int], length: int, inner: int, wide: bool, tile: Tile) -> Constants:
     element, mode, rounding = spec.element, SCALE_MODES[spec.scale_mode], ROUNDINGS[spec.rounding]
-    word_codes, word_bytes = _word(bits)
+    word_codes, word_bytes = word
     block = min(spec.block_size, length)
     size = max(triton.next_power_of_2(block), word_codes)
     lines = max(tile.vector, tile.values // size)

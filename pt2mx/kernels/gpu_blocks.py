@@ -35,14 +35,23 @@ def scale_of(parts, C: tl.constexpr):
     amax = tl.reduce(tl.abs(parts[0]), 1, maximum)
     for i in tl.static_range(tl.constexpr(1), tl.constexpr(len(parts))):
         amax = maximum(amax, tl.reduce(tl.abs(parts[i]), 1, maximum))
-    amax = amax.to(tl.int32, bitcast=True) & _MAGNITUDE
-    mantissa = amax & _MANTISSA
-    round_up = tl.where(amax == mantissa, mantissa > ((C.threshold + _MANTISSA + 1) >> 1), mantissa > C.threshold)
-    byte = clamp_scale((amax >> 23) + round_up.to(tl.int32) - C.emax)
-    finite = amax < _INF
+    byte, finite = scale_of_amax(amax.to(tl.int32, bitcast=True) & _MAGNITUDE, C)
     if C.searches:
         byte = least_squares(parts, byte, finite, C)
     return byte, finite
+
+
+@triton.jit
+def scale_of_amax(amax, C: tl.constexpr):
+    """amax: bits of the largest magnitudes in fp32 (lines) -> E8M0 byte before a search, and whether it is finite.
+
+    The shift comes last: where the last step was a subtraction, ptxas (12.8, 13.0) paired those of the scales that a
+    thread stores as bytes, and lost a pair of 32.
+    """
+    mantissa = amax & _MANTISSA
+    round_up = tl.where(amax == mantissa, mantissa > ((C.threshold + _MANTISSA + 1) >> 1), mantissa > C.threshold)
+    raised = amax + (round_up.to(tl.int32) << 23) - (C.emax << 23)
+    return tl.minimum(tl.maximum(raised, 0) >> 23, MAX_SCALE), amax < _INF
 
 
 @triton.jit

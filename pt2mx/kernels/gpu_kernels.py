@@ -18,8 +18,10 @@ from pt2mx.kernels.gpu_blocks import (
     random_at,
     rounded,
     scale_of,
+    scale_of_amax,
     with_sign,
 )
+from pt2mx.kernels.gpu_pairs import amax_of_pairs, code_words, pair_of
 from pt2mx.kernels.gpu_tiles import part_offsets, tile_lines, tile_offsets, word_offsets
 
 
@@ -49,16 +51,26 @@ def quantize_kernel(x, data, scale, seed, n, size, inner, lines, C: tl.constexpr
             words = encode(p, v, C)
         else:
             words |= encode(p, v, C) << (C.bits * i)
-    words = tl.where(tl.expand_dims(finite, 1), words, 0)
-    if C.streams:
-        store_stream(data, words, lines, C)
+    if not C.strided:
+        words = pack(words, C)
+    store_words(data, words, finite, size, inner, lines, C)
+
+
+@triton.jit
+def quantize_pairs_kernel(x, data, scale, n, size, inner, lines, C: tl.constexpr):
+    """`quantize_kernel` of bfloat16 values, two an instruction."""
+    first, line = tile_lines(C)
+    if C.strided:
+        low, high = load_pair(x, 0, n, inner, lines, C), load_pair(x, 2, n, inner, lines, C)
     else:
-        if not C.strided:
-            words = pack(words, tl.constexpr(C.word_codes), C)
-        offsets, mask = word_offsets(size, inner, lines, C)
-        for i in tl.static_range(tl.constexpr(C.word_bytes)):
-            tl.store(data + offsets, (words >> (8 * i)).to(tl.uint8), mask=mask)
-            offsets += inner
+        PAIRS: tl.constexpr = C.tile // 2
+        offsets = tl.expand_dims(first + line, 1) * PAIRS + tl.arange(0, PAIRS)[None, :]
+        mask = tl.expand_dims(first + line < lines, 1)
+        pairs = tl.load(x.to(tl.pointer_type(tl.int32)) + offsets, mask=mask, other=0)
+        low, high = tl.split(tl.reshape(pairs, [C.lines, PAIRS // 2, 2]))
+    byte, finite = scale_of_amax(amax_of_pairs(low, high), C)
+    tl.store(scale + first + line, tl.where(finite, byte, NAN_SCALE).to(tl.uint8), mask=first + line < lines)
+    store_words(data, code_words(low, high, byte, C), finite, size, inner, lines, C)
 
 
 @triton.jit
@@ -102,13 +114,22 @@ def load_values(x, offsets, mask):
 
 
 @triton.jit
-def pack(codes, CODES: tl.constexpr, C: tl.constexpr):
-    """codes: (lines, tile) int32 -> (lines, tile / CODES) int32 words."""
-    if CODES == 1:
+def load_pair(x, FROM: tl.constexpr, n, inner, lines, C: tl.constexpr):
+    """Pairs of the values FROM and FROM + 1 of every four of a block."""
+    offsets, mask = part_offsets(n, inner, lines, FROM, C)
+    low = tl.load(x + offsets, mask=mask, other=0.0)
+    offsets, mask = part_offsets(n, inner, lines, FROM + 1, C)
+    return pair_of(low, tl.load(x + offsets, mask=mask, other=0.0))
+
+
+@triton.jit
+def pack(codes, C: tl.constexpr):
+    """codes: (lines, tile) int32 -> (lines, tile / word_codes) int32 words."""
+    if C.word_codes == 1:
         words = codes
     else:
-        shift = C.bits * tl.arange(0, CODES)[None, None, :]
-        words = tl.sum(tl.reshape(codes, [C.lines, C.tile // CODES, CODES]) << shift, 2)
+        shift = C.bits * tl.arange(0, C.word_codes)[None, None, :]
+        words = tl.sum(tl.reshape(codes, [C.lines, C.tile_words, C.word_codes]) << shift, 2)
     return words
 
 
@@ -124,24 +145,39 @@ def unpack(words, C: tl.constexpr):
 
 
 @triton.jit
-def store_stream(data, codes, lines, C: tl.constexpr):
-    """Pack codes into a stream of 4-byte integers and store it."""
+def store_words(data, words, finite, size, inner, lines, C: tl.constexpr):
+    """Store words of packed codes, zeros for the blocks that are not finite."""
+    words = tl.where(tl.expand_dims(finite, 1), words, 0)
+    if C.streams:
+        store_stream(data, words, lines, C)
+    else:
+        offsets, mask = word_offsets(size, inner, lines, C)
+        for i in tl.static_range(tl.constexpr(C.word_bytes)):
+            tl.store(data + offsets, (words >> (8 * i)).to(tl.uint8), mask=mask)
+            offsets += inner
+
+
+@triton.jit
+def store_stream(data, words, lines, C: tl.constexpr):
+    """Store words of four codes, 2 to 4 bytes each, as a stream of 4-byte integers."""
     first, _line = tile_lines(C)
     existing = tl.minimum(lines - first, C.lines)
     stream = data.to(tl.pointer_type(tl.int32))
-    if 32 % C.bits == 0:
-        PER_LINE: tl.constexpr = C.tile * C.bits // 32
-        place = tl.arange(0, C.lines * PER_LINE)
-        values = tl.reshape(pack(codes, 32 // C.bits, C), [C.lines * PER_LINE])
-        tl.store(stream + first * PER_LINE + place, values, mask=place < existing * PER_LINE)
-    else:  # four words of three bytes
-        FOURS: tl.constexpr = C.tile_words // 4
-        even, odd = tl.split(tl.reshape(pack(codes, tl.constexpr(C.word_codes), C), [C.lines * FOURS, 2, 2]))
+    # words to a group, which is whole integers
+    WORDS: tl.constexpr = 4 if C.word_bytes == 3 else 4 // C.word_bytes
+    GROUPS: tl.constexpr = C.tile_words // WORDS
+    group = tl.arange(0, C.lines * GROUPS)
+    mask = group < existing * GROUPS
+    stream += (first * GROUPS + group) * (WORDS * C.word_bytes // 4)
+    if C.word_bytes == 4:
+        tl.store(stream, tl.reshape(words, [C.lines * GROUPS]), mask=mask)
+    elif C.word_bytes == 2:
+        w0, w1 = tl.split(tl.reshape(words, [C.lines * GROUPS, 2]))
+        tl.store(stream, w0 | w1 << 16, mask=mask)
+    else:
+        even, odd = tl.split(tl.reshape(words, [C.lines * GROUPS, 2, 2]))
         w0, w2 = tl.split(even)
         w1, w3 = tl.split(odd)
-        four = tl.arange(0, C.lines * FOURS)
-        mask = four < existing * FOURS
-        stream += (first * FOURS + four) * 3
         tl.store(stream, w0 | w1 << 24, mask=mask)
         tl.store(stream + 1, w1 >> 8 | w2 << 16, mask=mask)
         tl.store(stream + 2, w2 >> 16 | w3 << 8, mask=mask)

@@ -9,6 +9,7 @@ In the kernels' docstrings "lines" stands for the shape of a tile without its di
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 
 import triton
@@ -59,6 +60,31 @@ class Constants:
         return not self.strided and self.word_codes > 1 and self.whole and self.tile == self.block >= 16
 
     @property
+    def max_pair(self) -> int:
+        """The largest magnitude as a pair of bfloat16 (`gpu_pairs`), as are the two that follow."""
+        return _pair_of_bfloat16(self.max_normal)
+
+    @property
+    def min_normal_pair(self) -> int:
+        return _pair_of_bfloat16(2.0**self.emin)
+
+    @property
+    def rounding_pair(self) -> int:
+        """What times a binade moves its quanta to the last bits of a bfloat16."""
+        return _pair_of_bfloat16(2.0 ** (7 - self.mantissa_bits))
+
+    @property
+    def first_code_pair(self) -> int:
+        """In each half what takes the biased exponent of the first binade off a code."""
+        return (-(127 + self.emin << self.mantissa_bits) % (1 << self.bits - 1)) * 0x00010001
+
+    @property
+    def byte_mask(self) -> int:
+        """The bits of four codes, one a byte, as an int32."""
+        mask = 0x01010101 * ((1 << self.bits) - 1)
+        return mask - (mask >> 31 << 32)
+
+    @property
     def parts(self) -> int:
         """Tiles into which a kernel that packs splits its values, so that codes of a word lie at the same place."""
         return self.word_codes if self.strided else 1
@@ -84,6 +110,11 @@ class Constants:
     @property
     def tile_words(self) -> int:
         return self.tile // self.word_codes
+
+
+def _pair_of_bfloat16(value: float) -> int:
+    """Bits of two bfloat16 of a value that bfloat16 has."""
+    return (struct.unpack("<I", struct.pack("<f", value))[0] >> 16) * 0x00010001
 
 
 @triton.jit

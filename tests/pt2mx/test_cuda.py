@@ -112,6 +112,43 @@ def check_kernels(x, spec, dtypes=(torch.bfloat16,)):
     return kernels
 
 
+@pytest.mark.parametrize("scale_mode", [mode for mode in SCALE_MODES if mode != "mse"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_pairs_of_every_bf16_pattern(axis, scale_mode):
+    """`gpu_pairs`: every pattern in blocks with others of all sizes, of its own size, and without Inf and NaN."""
+    from pt2mx.kernels import gpu
+
+    every = every_pattern(torch.bfloat16).flatten()
+    near = every[every.view(torch.int16).bitwise_and(0x7FFF).argsort()]
+    mixed = every[torch.randperm(len(every))]
+    finite = torch.where(mixed.float().abs() <= 2.0**100, mixed, 0.0)
+    small = (torch.randn(1 << 16) * torch.randint(-4, 5, (1 << 16,)).exp2()).bfloat16()
+    x = torch.cat([near, mixed, finite, small]).view(-1, 32)
+    x = x if axis else x.view(-1, 32, 64).transpose(0, 1).reshape(32, -1)
+    floats = [name for name, element in ELEMENTS.items() if not element.is_int and element.mantissa_bits <= 5]
+    for name in floats:
+        spec = MXSpec(name, 32, axis, scale_mode)
+        assert gpu._in_pairs(x.cuda(), spec)
+        for got, want in zip(gpu.quantize(x.cuda(), spec, None), reference.quantize(x, spec), strict=True):
+            assert same(got, want)
+
+
+def test_pairs_of_other_blocks():
+    """Ragged, short and long blocks, a tensor that starts in the middle of a word of memory, more than one outer."""
+    for shape, axis, block in [
+        ((3, 128), 1, 16), ((3, 512), 1, 256), ((2, 8192), 1, 4096), ((4, 20), 1, 32), ((64, 36), 0, 32),
+        ((100, 3), 0, 32), ((2, 44, 5, 7), 1, 12), ((12, 9), 0, 4096), ((5, 64, 1), 1, 32), ((0, 64), 1, 32),
+    ]:  # fmt: skip
+        check_kernels(numbers(*shape, dtype=torch.bfloat16), MXSpec("fp6_e3m2", block, axis))
+        check_kernels(numbers(*shape, dtype=torch.bfloat16), MXSpec("fp4_e2m1", block, axis))
+        check_kernels(numbers(*shape, dtype=torch.bfloat16), MXSpec("fp8_e5m2", block, axis))
+    x = numbers(65 * 64, dtype=torch.bfloat16).cuda()[1 : 1 + 64 * 64].view(64, 64)
+    assert x.is_contiguous() and x.data_ptr() % 4
+    spec = MXSpec("fp4_e2m1", 32, 1)
+    for got, want in zip(select.kernels_for(x).quantize(x, spec, None), reference.quantize(x.cpu(), spec), strict=True):
+        assert same(got, want)
+
+
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("scale_mode", SCALE_MODES)
 def test_every_bf16_pattern_mode_and_rounding(scale_mode, rounding):
