@@ -7,6 +7,7 @@ from torch.fx import GraphModule, Node
 
 from pt2mx import ops
 from pt2mx.fx.constants import constant_nodes, evaluate, root_name
+from pt2mx.fx.unused import delete_unused_tensors
 
 
 def fold_weights(model: GraphModule) -> GraphModule:
@@ -42,6 +43,14 @@ def _fold(model: GraphModule, quantize: Node) -> None:
             user.replace_all_uses_with(buffer)
 
 
+def fold_constant(model: GraphModule, node: Node, name: str) -> None:
+    """Make the value of a constant node a buffer, named `name` or like it."""
+    with model.graph.inserting_before(node):
+        buffer = model.graph.get_attr(_register(model, name, evaluate(model, node)))
+    buffer.meta.update(node.meta)
+    node.replace_all_uses_with(buffer)
+
+
 def _register(model: GraphModule, name: str, value: torch.Tensor) -> str:
     """Register a buffer under a qualified name, or under a numbered one where that is taken."""
     path, _, attribute = name.rpartition(".")
@@ -51,22 +60,3 @@ def _register(model: GraphModule, name: str, value: torch.Tensor) -> str:
         unique = f"{attribute}_{number}"
     owner.register_buffer(unique, value)
     return f"{path}.{unique}" if path else unique
-
-
-def delete_unused_tensors(model: GraphModule) -> None:
-    """Delete the parameters and buffers that no `get_attr` of the graph reads; nested graph modules keep theirs."""
-    read = {node.target for node in model.graph.find_nodes(op="get_attr")}
-    for path, module in model.named_modules(remove_duplicate=False):
-        if any(isinstance(m, GraphModule) for m in _ancestry(model, path)[1:]):
-            continue
-        for name in [*module._parameters, *module._buffers]:
-            if (f"{path}.{name}" if path else name) not in read:
-                delattr(module, name)
-    model.delete_all_unused_submodules()
-
-
-def _ancestry(model: GraphModule, path: str) -> list[torch.nn.Module]:
-    modules = [model]
-    for name in path.split(".") if path else []:
-        modules.append(getattr(modules[-1], name))
-    return modules

@@ -8,6 +8,9 @@ from torch.fx import GraphModule
 from pt2mx.errors import MXError
 from pt2mx.fx.copy import copy_sharing_tensors
 from pt2mx.fx.fold_weights import fold_weights
+from pt2mx.fx.fuse_batch_norm import fold_biases
+from pt2mx.fx.modes import modules_to_evaluation
+from pt2mx.fx.subgraphs import calls, graph_modules, lift_weights, mark_constants
 from pt2mx.pt2e import machinery
 
 
@@ -33,15 +36,39 @@ def convert_pt2e(model: GraphModule, fold_quantize: bool = True) -> GraphModule:
         )
     if not isinstance(fold_quantize, bool):
         raise MXError(f"fold_quantize={fold_quantize!r} must be True or False")
+    meta = dict(model.meta)
     model = copy_sharing_tensors(model)
     try:
-        converted = machinery.convert_pt2e(model, fold_quantize=False)
+        converted = _convert_graphs(model, {})
     finally:
         machinery.forget_models()
-    machinery.forget_prepared(converted)
+    converted.meta.update(meta)
+    for graph in graph_modules(converted):
+        machinery.forget_prepared(graph)
     if fold_quantize:
+        mark_constants(converted)
+        lift_weights(converted)
+        machinery.fold_other_weights(converted)
         fold_weights(converted)
     _freeze(converted)
+    return converted
+
+
+def _convert_graphs(model: GraphModule, done: dict[GraphModule, GraphModule]) -> GraphModule:
+    """Convert a graph and those inside it, each once."""
+    inner = {}
+    for call in calls(model):
+        for name, graph in call.graphs:
+            if graph not in done:
+                done[graph] = _convert_graphs(graph, done)
+            inner[name] = done[graph]
+    for name in inner:
+        setattr(model, name, nn.Module())  # torchao's convert would delete the modules in it
+    modules_to_evaluation(model)
+    converted = machinery.convert_modules(model)
+    for name, graph in inner.items():
+        setattr(converted, name, graph)
+    fold_biases(converted)
     return converted
 
 

@@ -4,15 +4,28 @@ torchao inserts and removes the observers; what it does to operators that it doe
 callers. Its import announces CUDA extensions that a CPU machine lacks; that is kept off the user's screen.
 """
 
+from torch.fx import GraphModule
+from torch.fx.passes.infra.pass_manager import PassManager
+
 from pt2mx.extras import without_log_warnings
 
 with without_log_warnings():
     import torchao
     from torch.ao.quantization.fx import utils as torch_fx_utils
     from torchao.quantization.pt2e import FakeQuantizeBase, ObserverBase
-    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e, prepare_qat_pt2e
-    from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, QuantizationSpec, Quantizer
+    from torchao.quantization.pt2e.constant_fold import constant_fold
+    from torchao.quantization.pt2e.convert import _convert_to_reference_decomposed_fx
+    from torchao.quantization.pt2e.prepare import prepare as insert_modules
+    from torchao.quantization.pt2e.quantize_pt2e import _quant_node_constraint
+    from torchao.quantization.pt2e.quantizer import (
+        DuplicateDQPass,
+        PortNodeMetaForQDQ,
+        QuantizationAnnotation,
+        QuantizationSpec,
+        Quantizer,
+    )
     from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
+    from torchao.quantization.pt2e.utils import _fuse_conv_bn_, _fuse_linear_bn_, _get_node_name_to_scope
 
 __all__ = [
     "Q_ANNOTATION_KEY",
@@ -21,20 +34,56 @@ __all__ = [
     "QuantizationAnnotation",
     "QuantizationSpec",
     "Quantizer",
-    "convert_pt2e",
+    "annotate",
+    "convert_modules",
+    "fold_batch_norms",
+    "fold_other_weights",
     "forget_models",
     "forget_prepared",
+    "insert_observers",
     "is_prepared",
-    "prepare_pt2e",
-    "prepare_qat_pt2e",
 ]
 
 #: meta key by which torchao recognizes a prepared model
 _PREPARED_KEY = "_observed_graph_module_attrs"
 
 
+def fold_batch_norms(model: GraphModule) -> None:
+    """Fold the batch norms of a model in evaluation into the layers before them."""
+    _fuse_conv_bn_(model)
+    _fuse_linear_bn_(model)
+
+
+def annotate(model: GraphModule, quantizer: Quantizer) -> GraphModule:
+    """What torchao's prepare asks of a quantizer."""
+    model = quantizer.transform_for_annotation(model)
+    quantizer.annotate(model)
+    quantizer.validate(model)
+    return model
+
+
+def insert_observers(model: GraphModule, quantizer: Quantizer) -> GraphModule:
+    """Insert the modules that the annotations of a graph ask for."""
+    scopes, callback = _get_node_name_to_scope(model), quantizer.prepare_obs_or_fq_callback
+    return insert_modules(model, scopes, is_qat=False, obs_or_fq_callback=callback)
+
+
+def convert_modules(model: GraphModule) -> GraphModule:
+    """Replace the modules of a prepared graph by operators."""
+    model = _convert_to_reference_decomposed_fx(model)
+    for quantization_pass in (DuplicateDQPass(), PortNodeMetaForQDQ()):
+        model = PassManager([quantization_pass])(model).graph_module
+    return model
+
+
+def fold_other_weights(model: GraphModule) -> None:
+    """Fold the weights that torchao's own operators quantize."""
+    if any(_quant_node_constraint(node) for node in model.graph.nodes):
+        constant_fold(model, _quant_node_constraint)
+
+
 def is_prepared(model: object) -> bool:
-    """Whether torchao's convert takes `model`."""
+    """Whether `model` holds the modules of a prepared one."""
     return _PREPARED_KEY in getattr(model, "meta", {})
 
 

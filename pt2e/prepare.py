@@ -1,8 +1,6 @@
-"""`prepare_pt2e` and `prepare_qat_pt2e`: torchao's, with what they miss for MX."""
+"""`prepare_pt2e` and `prepare_qat_pt2e`: torchao's insertion of observers, with what it misses for MX."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -14,8 +12,24 @@ from pt2mx.errors import MXError
 from pt2mx.fx.batch_norm import keep_shared_batch_norms
 from pt2mx.fx.constants import constant_nodes
 from pt2mx.fx.copy import copy_sharing_tensors
+from pt2mx.fx.fuse_batch_norm import fuse_batch_norms
+from pt2mx.fx.modes import modes_to_modules
+from pt2mx.fx.subgraphs import calls, graph_modules, mark_constants
 from pt2mx.pt2e import machinery
 from pt2mx.pt2e.observer import MXFakeQuantize, MXObserver
+
+
+class PreparedModule(GraphModule):
+    """A prepared graph; `train()` and `eval()` switch dropout, batch norm and the like, as in any module."""
+
+    @property
+    def _exported_training(self) -> bool:
+        """torchao's `move_exported_model_to_train` and `..._to_eval` read and set this."""
+        return self.training
+
+    @_exported_training.setter
+    def _exported_training(self, training: bool) -> None:
+        self.train(training)
 
 
 def prepare_pt2e(model: GraphModule, quantizer: machinery.Quantizer) -> GraphModule:
@@ -33,41 +47,72 @@ def prepare_pt2e(model: GraphModule, quantizer: machinery.Quantizer) -> GraphMod
     Raises:
         MXError: where `model` is no exported graph, is prepared or converted already, or spans several devices.
     """
-    prepared = _prepare(model, quantizer, machinery.prepare_pt2e)
-    constants = constant_nodes(prepared.graph)
-    for node in prepared.graph.find_nodes(op="call_module"):
-        observer = prepared.get_submodule(node.target)
-        if isinstance(observer, MXObserver):
-            observer.observe_once = node.args[0] in constants
-    return prepared
+    return _prepare(model, quantizer, for_training=False)
 
 
 def prepare_qat_pt2e(model: GraphModule, quantizer: machinery.Quantizer) -> GraphModule:
     """Insert fake quantization with a straight-through gradient, for training.
 
+    A batch norm after a quantized convolution or linear layer is folded into the weight before that is quantized, in
+    training as in evaluation, while its statistics and parameters go on to be trained (`pt2mx.fx.fuse_batch_norm`).
+    The model starts in the mode in which it was exported; `train()` and `eval()` switch it.
+
     Arguments and errors are those of `prepare_pt2e`.
     """
-    prepared = _prepare(model, quantizer, machinery.prepare_qat_pt2e)
-    _observers_to_fake_quantize(prepared)
-    return prepared
+    return _prepare(model, quantizer, for_training=True)
 
 
-def _prepare(model: GraphModule, quantizer: machinery.Quantizer, prepare: Callable) -> GraphModule:
+def _prepare(model: GraphModule, quantizer: machinery.Quantizer, for_training: bool) -> GraphModule:
     _check_exported(model)
     if not isinstance(quantizer, machinery.Quantizer):
         raise MXError(f"expected an MXQuantizer, not {type(quantizer).__name__}")
+    meta = dict(model.meta)
     model = copy_sharing_tensors(model)
-    model.graph.eliminate_dead_code()
-    keep_shared_batch_norms(model)
+    for graph in graph_modules(model):
+        graph.graph.eliminate_dead_code()
+    if not for_training:
+        keep_shared_batch_norms(model)
+        machinery.fold_batch_norms(model)
+    mark_constants(model)
     try:
-        prepared = prepare(model, quantizer)
+        model = machinery.annotate(model, quantizer)
+        model = _insert_observers(model, quantizer, {})
     finally:
         machinery.forget_models()
-    for node in prepared.graph.find_nodes(op="call_module"):
-        if isinstance(prepared.get_submodule(node.target), MXObserver):
-            # kept here: torchao's switch to eval replaces operators, with shapes of its own examples in their meta
-            node.meta["val"] = node.args[0].meta.get("val")
-    return prepared
+    graphs = graph_modules(model)
+    for graph in graphs:
+        _settle_observers(graph)
+    training = modes_to_modules(graphs)
+    if for_training:
+        _observers_to_fake_quantize(model)
+        for graph in graphs:
+            fuse_batch_norms(graph, MXFakeQuantize)
+    prepared = PreparedModule(model, model.graph)
+    prepared.meta.update({**model.meta, **meta})
+    return prepared.train(training)
+
+
+def _insert_observers(
+    model: GraphModule, quantizer: machinery.Quantizer, done: dict[GraphModule, GraphModule]
+) -> GraphModule:
+    """Insert the observers of a graph and of those inside it, each once."""
+    for call in calls(model):
+        for name, graph in call.graphs:
+            if graph not in done:
+                done[graph] = _insert_observers(graph, quantizer, done)
+            setattr(model, name, done[graph])
+    return machinery.insert_observers(model, quantizer)
+
+
+def _settle_observers(graph: GraphModule) -> None:
+    constants = constant_nodes(graph.graph)
+    for node in graph.graph.find_nodes(op="call_module"):
+        observer = graph.get_submodule(node.target)
+        if isinstance(observer, MXObserver):
+            value = node.meta["val"] = node.args[0].meta.get("val")
+            observer.observe_once = node.args[0] in constants
+            if value is not None:
+                observer.to(value.device)
 
 
 def _check_exported(model: object) -> None:

@@ -11,8 +11,10 @@ from torch.fx import GraphModule, Node
 
 from pt2mx.errors import MXError, nearest
 from pt2mx.fx.aliasing import is_written, written_roots
+from pt2mx.fx.arguments import make_positional
 from pt2mx.fx.constants import constant_nodes
 from pt2mx.fx.module_stack import modules_of
+from pt2mx.fx.subgraphs import graph_modules, place_inner_graphs
 from pt2mx.pt2e import recipe
 from pt2mx.pt2e.annotate import REASON_KEY, annotate_operator
 from pt2mx.pt2e.config import MXQuantizationConfig
@@ -106,9 +108,14 @@ class MXQuantizer(Quantizer):
         spec. It observes a tensor where it is produced: what the graph writes to it later (`x[:, 0] = 5`) would be
         lost.
         """
+        for graph in graph_modules(model):
+            self._give_edges(graph)
+        return model
+
+    def _give_edges(self, model: GraphModule) -> None:
         roots = written_roots(model.graph)
         for node in _candidates(model):
-            _make_positional(node)
+            make_positional(node)
             seen: set[Node] = set()
             for operand in OPERATORS[node.target]:
                 argument = operand_node(node, operand)
@@ -119,22 +126,25 @@ class MXQuantizer(Quantizer):
                     node.update_arg(operand.position, alias)
                 seen.add(argument)
         model.recompile()
-        return model
 
     def annotate(self, model: GraphModule) -> GraphModule:
-        """Annotate every operator of `OPERATORS` that a setting selects; another quantizer's annotations stay."""
+        """Annotate every operator of `OPERATORS` that a setting selects, in graphs inside the model's too; another
+        quantizer's annotations stay."""
         matched: set[tuple[str, str]] = set()
-        constants = constant_nodes(model.graph)
-        for node in _candidates(model):
-            if Q_ANNOTATION_KEY in node.meta:
-                node.meta[REASON_KEY] = "annotated by another quantizer"
-                continue
-            config, reason = self._config_of(node, matched)
-            if config is None:
-                node.meta[REASON_KEY] = reason
-            else:
-                annotate_operator(node, config, constants)
-        self._warn_unmatched(model, matched)
+        place_inner_graphs(model)
+        graphs = graph_modules(model)
+        for graph in graphs:
+            constants = constant_nodes(graph.graph)
+            for node in _candidates(graph):
+                if Q_ANNOTATION_KEY in node.meta:
+                    node.meta[REASON_KEY] = "annotated by another quantizer"
+                    continue
+                config, reason = self._config_of(node, matched)
+                if config is None:
+                    node.meta[REASON_KEY] = reason
+                else:
+                    annotate_operator(node, config, constants)
+        self._warn_unmatched([node for graph in graphs for node in _candidates(graph)], matched)
         return model
 
     def validate(self, model: GraphModule) -> None:
@@ -160,9 +170,9 @@ class MXQuantizer(Quantizer):
         source, config = found[0] if found else ("the global setting", self._global)
         return config, "no setting matches it" if not found and config is None else f"excluded by {source}"
 
-    def _warn_unmatched(self, model: GraphModule, matched: set[tuple[str, str]]) -> None:
-        names = {name for node in _candidates(model) for name, _ in modules_of(node) if name}
-        types = {kind.rpartition(".")[2] for node in _candidates(model) for _, kind in modules_of(node)}
+    def _warn_unmatched(self, candidates: list[Node], matched: set[tuple[str, str]]) -> None:
+        names = {name for node in candidates for name, _ in modules_of(node) if name}
+        types = {kind.rpartition(".")[2] for node in candidates for _, kind in modules_of(node)}
         known = {"module_name": names, "module_name_regex": names, "module_type": types}
         for kind, keys in self._settings.items():
             for key in keys:
@@ -208,13 +218,3 @@ _MATCHERS: dict[str, Callable[[str, Node], int]] = {
     "module_type": lambda key, node: _depth(node, lambda name, kind: _is_type(key, kind)),
     "operator_type": lambda key, node: 0 if key == operator_name(node.target) else -1,
 }
-
-
-def _make_positional(node: Node) -> None:
-    """Move keyword arguments of a call to their positions, as far as the schema has them there."""
-    arguments = [a for a in node.target._schema.arguments if not a.kwarg_only]
-    args, kwargs = list(node.args), dict(node.kwargs)
-    last = max((i for i, a in enumerate(arguments) if a.name in kwargs), default=-1)
-    for argument in arguments[len(args) : last + 1]:
-        args.append(kwargs.pop(argument.name, argument.default_value))
-    node.args, node.kwargs = tuple(args), kwargs
