@@ -11,8 +11,7 @@ from torch import Tensor
 from torch._inductor import decomposition, inductor_prims
 
 from pt2mx import ops
-from pt2mx.checks import check_input, check_packed
-from pt2mx.kernels import reference
+from pt2mx.decompositions import decompositions
 
 
 def _narrow(x: Tensor, axis: int, start: int, length: int) -> Tensor:
@@ -30,39 +29,9 @@ def _narrow(x: Tensor, axis: int, start: int, length: int) -> Tensor:
     return x.narrow(axis, start, length)
 
 
-def _random(x, spec, seed=None, *ste):
-    seed = ops.seed_of(x, spec, seed)
-    # Philox stays a call: its rounds use each value twice, which Inductor, substituting values, would double ten times
-    return None if seed is None else ops.random_bits(seed, x.shape)
-
-
-def _quantize(x, *arguments):
-    spec, x = check_input(x, *arguments[:5]), torch.atleast_1d(x)
-    return reference.quantize(x, spec, _random(x, spec, *arguments[5:]), _narrow)
-
-
-def _dequantize(data, scale, elem, block_size, dtype, *where):
-    spec, length = check_packed(data, scale, elem, block_size, dtype, *where)
-    return reference.dequantize(data, scale, spec, dtype, length, _narrow)
-
-
-def _fake_quantize(x, *arguments):
-    spec, row = check_input(x, *arguments[:5]), torch.atleast_1d(x)
-    return reference.fake_quantize(row, spec, _random(row, spec, *arguments[5:]), _narrow).reshape(x.shape)
-
-
-def _clip_gradient(grad, x, *modes):
-    spec, rows = check_input(x, *modes), (torch.atleast_1d(grad), torch.atleast_1d(x))
-    return reference.clip_gradient(*rows, spec, _narrow).reshape(x.shape)
-
-
-#: operator -> the same in aten operators
-DECOMPOSITIONS = {
-    ops.quantize_mx: _quantize,
-    ops.dequantize_mx: _dequantize,
-    ops.fake_quantize_mx: _fake_quantize,
-    ops.clip_gradient_mx: _clip_gradient,
-}
+#: operator -> the same in aten operators. Philox stays a call: its rounds use each value twice, which Inductor,
+#: substituting values, would double ten times
+DECOMPOSITIONS = decompositions(_narrow, ops.random_bits)
 
 
 def _register() -> None:

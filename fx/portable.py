@@ -1,0 +1,30 @@
+"""Programs for processes in which pt2mx is not installed."""
+
+from __future__ import annotations
+
+import torch
+from torch.export import ExportedProgram
+
+from pt2mx import ops
+from pt2mx.decompositions import decompositions
+from pt2mx.errors import MXError
+from pt2mx.kernels.philox import random_bits
+
+
+def make_portable(program: ExportedProgram) -> ExportedProgram:
+    """The program with pt2mx's operators written out in aten operators: it loads where only torch is installed, and
+    gives the same bits in eager mode.
+
+    Args:
+        program: `torch.export.export(converted, ...)`; it stays as it is.
+
+    Raises:
+        MXError: for another object.
+    """
+    if not isinstance(program, ExportedProgram):
+        raise MXError(
+            f"expected an ExportedProgram, not {type(program).__name__}: pass torch.export.export(converted, inputs)"
+        )
+    table = {**decompositions(torch.narrow, random_bits), ops.random_bits: random_bits}
+    with torch.no_grad():
+        return program.run_decompositions(table)

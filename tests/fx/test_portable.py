@@ -1,0 +1,69 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import pt2mx
+from pt2mx import FORMATS, MXError, MXQuantizer, get_default_mx_quantization_config
+from tests.fx.test_subgraphs import Cond, X
+
+WITHOUT_PT2MX = """
+import sys
+sys.modules["pt2mx"] = None  # an import of it fails
+import torch
+for name in sys.argv[1:]:
+    x, want = torch.load(f"{name}.pt")
+    with torch.no_grad():
+        print(torch.equal(torch.export.load(f"{name}.pt2").module()(x), want))
+"""
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.fc, self.table = nn.Conv2d(3, 5, 3), nn.Linear(5, 10), nn.Embedding(7, 10)
+
+    def forward(self, x):  # (B, 3, H, W) -> (B, 10)
+        return self.fc(torch.relu(self.conv(x)).mean((2, 3))) @ self.table.weight.t() + self.table.weight[0, 0]
+
+
+def test_runs_where_pt2mx_is_not_installed(tmp_path):
+    """Every format with ragged blocks and a dynamic batch, a stochastic rounding, and a graph inside the graph."""
+    x = torch.randn(4, 3, 8, 8)
+    specs = [*FORMATS, "mxfp4(rceil,half_away)", "mxint8(mse)"]
+    cases = {f"m{i}": (Net().eval(), x, (spec, spec)) for i, spec in enumerate(specs)}
+    cases["inner"] = (Cond().eval(), X, ("mxfp4", "mxfp6"))
+    for name, (model, inputs, formats) in cases.items():
+        dynamic = ({0: torch.export.Dim("batch")},) if name != "inner" else None
+        quantizer = MXQuantizer().set_global(get_default_mx_quantization_config(*formats))
+        exported = torch.export.export(model, (inputs,), dynamic_shapes=dynamic).module()
+        converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(exported, quantizer))
+        with torch.no_grad():
+            program = pt2mx.make_portable(torch.export.export(converted, (inputs,), dynamic_shapes=dynamic))
+            inputs = inputs if dynamic is None else torch.randn(7, 3, 8, 8)
+            want = converted(inputs)
+        assert "pt2mx" not in str(program)
+        torch.export.save(program, tmp_path / f"{name}.pt2")
+        torch.save((inputs, want), tmp_path / f"{name}.pt")
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT_PT2MX, *cases], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split() == ["True"] * len(cases)
+
+
+def test_stochastic_rounding_by_its_seed():
+    class Rounded(nn.Module):
+        def forward(self, x):
+            return pt2mx.fake_quantize_mx(x, "mxfp4(floor,stochastic)", seed=5)
+
+    x = torch.randn(4, 70)
+    program = pt2mx.make_portable(torch.export.export(Rounded(), (x,)))
+    assert torch.equal(program.module()(x), Rounded()(x))
+
+
+@pytest.mark.parametrize("program", [None, Net()])
+def test_what_is_no_program(program):
+    with pytest.raises(MXError, match="expected an ExportedProgram"):
+        pt2mx.make_portable(program)
