@@ -17,14 +17,15 @@ def keep_shared_batch_norms(model: GraphModule) -> GraphModule:
     readers: dict[str, int] = {}
     for node in model.graph.find_nodes(op="get_attr"):
         readers[node.target] = readers.get(node.target, 0) + len(node.users)
-    for target in _BATCH_NORMS:
-        for norm in model.graph.find_nodes(op="call_function", target=target):
-            producer = norm.args[0]
-            weights = [n for n in producer.all_input_nodes if n.op == "get_attr"]
-            if len(producer.users) > 1 or any(readers[weight.target] > 1 for weight in weights):
-                with model.graph.inserting_before(norm):
-                    alias = model.graph.call_function(aten.alias.default, (producer,))
-                alias.meta.update(producer.meta)
-                norm.replace_input_with(producer, alias)
-    model.recompile()
+    norms = [norm for target in _BATCH_NORMS for norm in model.graph.find_nodes(op="call_function", target=target)]
+    for norm in norms:
+        producer = norm.args[0]
+        weights = [n for n in producer.all_input_nodes if n.op == "get_attr"]
+        if len(producer.users) > 1 or any(readers[weight.target] > 1 for weight in weights):
+            with model.graph.inserting_before(norm):
+                alias = model.graph.call_function(aten.alias.default, (producer,))
+            alias.meta.update(producer.meta)
+            norm.replace_input_with(producer, alias)
+    if norms:
+        model.recompile()
     return model

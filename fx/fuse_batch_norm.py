@@ -18,7 +18,7 @@ from pt2mx import ops
 from pt2mx.fx.arguments import make_positional
 from pt2mx.fx.constants import constant_nodes, root_name
 from pt2mx.fx.fold_weights import fold_constant
-from pt2mx.fx.modes import ModeDependent, OperatorWithMode, insert_module, mode_dependent, replace_by_module
+from pt2mx.fx.modes import ModeDependent, insert_module, mode_dependent, replace_by_module
 from pt2mx.fx.unused import delete_unused_modules, delete_unused_tensors
 
 aten = torch.ops.aten
@@ -101,31 +101,32 @@ def safe(scale: Tensor) -> Tensor:
 def fuse_batch_norms(model: GraphModule, quantizers: type[nn.Module]) -> GraphModule:
     """Fuse every batch norm that follows the mode and alone reads a layer whose weight a module of the class
     `quantizers` quantizes. Changes the graph of `model` and returns it."""
-    for norm, module in list(mode_dependent(model)):
-        if not isinstance(module, OperatorWithMode) or module.operator is not aten.batch_norm.default:
-            continue
+    norms = [norm for norm, module in mode_dependent(model) if module.operator is aten.batch_norm.default]
+    for norm in norms:
         layer = norm.args[0]
-        if not _is_layer(layer) or not _fits(layer, norm):
-            continue
-        quantize = layer.args[1]
-        if quantize.op == "call_module" and isinstance(model.get_submodule(quantize.target), quantizers):
-            _fuse(model, layer, norm)
-    model.graph.eliminate_dead_code()
-    delete_unused_modules(model)
-    model.recompile()
+        if _is_layer(layer) and _fits(layer, norm):
+            quantize = layer.args[1]
+            if quantize.op == "call_module" and isinstance(model.get_submodule(quantize.target), quantizers):
+                _fuse(model, layer, norm)
+    if norms:
+        model.graph.eliminate_dead_code()
+        delete_unused_modules(model)
+        model.recompile()
     return model
 
 
 def fold_biases(model: GraphModule) -> GraphModule:
     """Compute the biases that `NormalizedLayer` leaves in a converted graph now. Changes `model` and returns it."""
     constants = constant_nodes(model.graph)
+    layers = [node for node in model.graph.nodes if node.target in _LAYERS and len(node.args) > 2]
+    biases = dict.fromkeys(layer.args[2] for layer in layers if _is_computed(layer.args[2], constants))
     with torch.no_grad():
-        for node in model.graph.nodes:
-            if node.target in _LAYERS and len(node.args) > 2 and _is_computed(node.args[2], constants):
-                fold_constant(model, node.args[2], f"{root_name(node.args[2])}_folded")
-    model.graph.eliminate_dead_code()
-    delete_unused_tensors(model)
-    model.recompile()
+        for bias in biases:
+            fold_constant(model, bias, f"{root_name(bias)}_folded")
+    if biases:
+        model.graph.eliminate_dead_code()
+        delete_unused_tensors(model)
+        model.recompile()
     return model
 
 

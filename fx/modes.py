@@ -89,7 +89,7 @@ def modes_to_modules(graph_modules: list[GraphModule]) -> bool:
         value = _literal(node) if trains else not evaluation
         module = OperatorWithMode(node.target, position, value, evaluation)
         replace_by_module(node, f"{node.name}_by_mode", module, node.args, node.meta)
-    for model in graph_modules:
+    for model in {node.graph.owning_module for node in found}:
         model.recompile()
     return any(training)
 
@@ -115,14 +115,16 @@ def replace_by_module(node: Node, name: str, module: nn.Module, args: tuple, met
 
 def modules_to_evaluation(model: GraphModule) -> GraphModule:
     """Write what `ModeDependent` modules do in evaluation into the graph in their place. Changes `model`."""
-    for node, module in mode_dependent(model):
+    found = list(mode_dependent(model))
+    for node, module in found:
         with model.graph.inserting_before(node):
             result = module.in_evaluation(*_proxies(node.args, model.graph)).node
         result.meta.update(node.meta)
         node.replace_all_uses_with(result)
         model.graph.erase_node(node)
-    delete_unused_modules(model)
-    model.recompile()
+    if found:
+        delete_unused_modules(model)
+        model.recompile()
     return model
 
 

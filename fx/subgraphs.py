@@ -134,7 +134,8 @@ def mark_constants(model: GraphModule) -> None:
 def lift_weights(model: GraphModule) -> GraphModule:
     """Move every `quantize_mx` of a constant operand out of the graphs inside `model`: they get codes and scale as
     operands instead, and lose operands that they no longer read. Changes `model` and returns it."""
-    for graphs, group in _groups(model):
+    groups = _groups(model)
+    for graphs, group in groups:
         for graph in graphs:
             lift_weights(graph)
             _placeholders_first(graph)
@@ -144,7 +145,8 @@ def lift_weights(model: GraphModule) -> GraphModule:
         _drop_unused(graphs, group)
         for graph in graphs:
             graph.recompile()
-    model.recompile()
+    if groups:
+        model.recompile()
     return model
 
 

@@ -71,15 +71,20 @@ def insert_observers(model: GraphModule, quantizer: Quantizer) -> GraphModule:
 def convert_modules(model: GraphModule) -> GraphModule:
     """Replace the modules of a prepared graph by operators."""
     model = _convert_to_reference_decomposed_fx(model)
-    for quantization_pass in (DuplicateDQPass(), PortNodeMetaForQDQ()):
-        model = PassManager([quantization_pass])(model).graph_module
+    if _holds_other_operators(model):
+        for quantization_pass in (DuplicateDQPass(), PortNodeMetaForQDQ()):
+            model = PassManager([quantization_pass])(model).graph_module
     return model
 
 
 def fold_other_weights(model: GraphModule) -> None:
     """Fold the weights that torchao's own operators quantize."""
-    if any(_quant_node_constraint(node) for node in model.graph.nodes):
+    if _holds_other_operators(model):
         constant_fold(model, _quant_node_constraint)
+
+
+def _holds_other_operators(model: GraphModule) -> bool:
+    return any(_quant_node_constraint(node) for node in model.graph.nodes)
 
 
 def is_prepared(model: object) -> bool:

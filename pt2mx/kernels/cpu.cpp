@@ -472,7 +472,7 @@ extern "C" {
 int32_t pt2mx_run(const Call* call, ParallelFor parallel_for) {
   Work work{*call, Cut(*call)};
   const i64 tiles = call->outer * work.cut.segments * work.cut.strips;
-  const i64 values = work.cut.rows * work.cut.columns;
+  const i64 values = std::min(work.cut.rows, call->n) * work.cut.columns;
   return parallel_for(0, tiles, std::max<i64>(1, kGrain / values), run_tiles, &work);
 }
 
