@@ -9,13 +9,13 @@ from torch import nn
 from torch.fx import GraphModule
 
 from pt2mx import ops
-from pt2mx.checks import operator_modes
 from pt2mx.errors import MXError
 from pt2mx.fx.batch_norm import keep_shared_batch_norms
 from pt2mx.fx.constants import constant_nodes
 from pt2mx.fx.copy import copy_sharing_tensors
 from pt2mx.pt2e import machinery
 from pt2mx.pt2e.observer import MXFakeQuantize, MXObserver
+from pt2mx.pt2e.qspec import mx_qscheme
 
 
 def prepare_pt2e(model: GraphModule, quantizer: machinery.Quantizer) -> GraphModule:
@@ -106,6 +106,6 @@ def _observers_to_fake_quantize(model: nn.Module) -> None:
         if type(module) is MXObserver:
             if module not in replacements:
                 device = module.values.device
-                replacements[module] = MXFakeQuantize(("mx", *operator_modes(module.spec))).to(device)
+                replacements[module] = MXFakeQuantize(mx_qscheme(module.spec, module.ste)).to(device)
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, replacements[module])

@@ -1,5 +1,7 @@
 """Each operator, quantized by the flow, equals itself on operands quantized by hand along its reduction axis."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXQuantizationConfig, MXQuantizer, fake_quantize_mx, ops
+from pt2mx.pt2e.operators import OPERANDS, operator_name
 
 W, A = "mxfp6_e2m3{16}", "mxfp8_e4m3{16}"
 
@@ -32,65 +35,183 @@ class Call(nn.Module):
         return self.function(*inputs, *self.p)
 
 
-def conv(f, spatial, **options):
+def conv(f, spatial, axis=1, **options):
     return (
         lambda x, weight, bias: f(x, weight, bias, **options),
-        lambda x, weight, bias: f(a(x, -1 - spatial), w(weight, 1), bias, **options),
+        lambda x, weight, bias: f(a(x, -1 - spatial), w(weight, axis), bias, **options),
     )
+
+
+def pair(f, first, second):
+    """Of two computed tensors."""
+    return f, lambda x, y: f(a(x, first), a(y, second))
+
+
+def added(f):
+    """`f(bias, x, weight)`."""
+    return lambda x, b, m: f(b, x, m), lambda x, b, m: f(b, a(x, -1), w(m, -2))
+
+
+def einsum(equation, first, second):
+    return pair(lambda x, y: torch.einsum(equation, x, y), first, second)
+
+
+def decomposed_conv(spatial, transposed):
+    def f(x, weight, bias):
+        ones = [1] * spatial
+        return torch.convolution(x, weight, bias, ones, [0] * spatial, ones, transposed, [0] * spatial, 1)
+
+    return f, lambda x, weight, bias: f(a(x, -1 - spatial), w(weight, 0 if transposed else 1), bias)
 
 
 def sdpa(q, k, v, **options):
     return F.scaled_dot_product_attention(q, k, v, **options)
 
 
+def flash(q, k, v):
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0]
+
+
+def grouped(x, experts):
+    return F.grouped_mm(x, experts, offs=torch.tensor([3, 3, 8], dtype=torch.int32))
+
+
 MASK = torch.ones(5, 7, dtype=torch.bool).tril(2)
+QKV = [(2, 2, 5, 20), (2, 2, 7, 20), (2, 2, 7, 20)]
 CASES = {
-    # name: (function, the same by hand, input shapes, parameter shapes)
+    # operator, and what is special: (function, the same by hand, input shapes, parameter shapes)
     "linear": (F.linear, lambda x, m, b: F.linear(a(x, -1), w(m, -1), b), [(3, 40)], [(8, 40), (8,)]),
     "linear 1-d": (F.linear, lambda x, m: F.linear(a(x, 0), w(m, -1)), [(40,)], [(8, 40)]),
     "linear 3-d": (F.linear, lambda x, m: F.linear(a(x, -1), w(m, -1)), [(2, 3, 40)], [(8, 40)]),
-    "addmm": (
-        lambda x, b, m: torch.addmm(b, x, m),
-        lambda x, b, m: torch.addmm(b, a(x, -1), w(m, -2)),
-        [(3, 40)],
-        [(8,), (40, 8)],
-    ),
-    "mm": (torch.mm, lambda x, m: torch.mm(a(x, -1), w(m, -2)), [(3, 40)], [(40, 8)]),
-    "mm computed": (torch.mm, lambda x, y: torch.mm(a(x, -1), a(y, -2)), [(3, 40), (40, 8)], []),
-    "mm weight first": (lambda x, m: m @ x, lambda x, m: w(m, -1) @ a(x, -2), [(40, 8)], [(3, 40)]),
-    "bmm": (torch.bmm, lambda x, y: torch.bmm(a(x, -1), a(y, -2)), [(2, 3, 40), (2, 40, 8)], []),
-    "matmul 4-d": (torch.matmul, lambda x, y: a(x, -1) @ a(y, -2), [(2, 2, 3, 40), (2, 2, 40, 8)], []),
-    "matmul vector": (torch.matmul, lambda x, y: a(x, -1) @ a(y, 0), [(3, 40), (40,)], []),
-    "matmul vectors": (torch.matmul, lambda x, y: a(x, 0) @ a(y, 0), [(40,), (40,)], []),
-    "x @ x": (lambda x: x @ x, lambda x: a(x, -1) @ a(x, -2), [(40, 40)], []),
-    "conv1d": (*conv(F.conv1d, 1), [(2, 20, 9)], [(6, 20, 3), (6,)]),
-    "conv1d unbatched": (*conv(F.conv1d, 1), [(20, 9)], [(6, 20, 3), (6,)]),
-    "conv2d": (*conv(F.conv2d, 2, stride=2), [(2, 20, 9, 9)], [(6, 20, 3, 3), (6,)]),
-    "conv2d same": (*conv(F.conv2d, 2, padding="same"), [(2, 20, 9, 9)], [(6, 20, 3, 3), (6,)]),
-    "conv2d grouped": (*conv(F.conv2d, 2, groups=2), [(2, 20, 5, 5)], [(6, 10, 3, 3), (6,)]),
-    "conv2d unbatched": (*conv(F.conv2d, 2), [(20, 9, 9)], [(6, 20, 3, 3), (6,)]),
-    "conv3d": (*conv(F.conv3d, 3), [(2, 20, 4, 4, 4)], [(6, 20, 3, 3, 3), (6,)]),
-    "conv3d valid": (*conv(F.conv3d, 3, padding="valid"), [(2, 20, 4, 4, 4)], [(6, 20, 3, 3, 3), (6,)]),
-    "sdpa": (
-        lambda q, k, v: sdpa(q, k, v, attn_mask=MASK, scale=0.3),
-        lambda q, k, v: sdpa(a(q, -1), a(k, -1), a(v, -2), attn_mask=MASK, scale=0.3),
-        [(2, 2, 5, 20), (2, 2, 7, 20), (2, 2, 7, 20)],
-        [],
-    ),
-    "sdpa of one tensor": (
-        lambda x: sdpa(x, x, x, is_causal=True),
-        lambda x: sdpa(a(x, -1), a(x, -1), a(x, -2), is_causal=True),
-        [(2, 2, 7, 20)],
-        [],
-    ),
-    "transposed weight": (lambda x, m: x @ m.t(), lambda x, m: a(x, -1) @ w(m.t(), -2), [(3, 40)], [(8, 40)]),
-    "computed weight": (
+    "linear of a product of parameters": (
         lambda x, m, n: F.linear(x, m * n),
         lambda x, m, n: F.linear(a(x, -1), w(m * n, -1)),
         [(3, 40)],
         [(8, 40), (8, 40)],
     ),
+    "bilinear": (
+        F.bilinear,
+        lambda x, y, m, b: F.bilinear(a(x, -1), a(y, -1), w(m, -1), b),
+        [(3, 24), (3, 40)],
+        [(8, 24, 40), (8,)],
+    ),
+    "addmm": (*added(torch.addmm), [(3, 40)], [(8,), (40, 8)]),
+    "addbmm": (*added(torch.addbmm), [(2, 3, 40)], [(3, 8), (2, 40, 8)]),
+    "baddbmm": (*added(torch.baddbmm), [(2, 3, 40)], [(2, 3, 8), (2, 40, 8)]),
+    "addmv": (
+        lambda x, b, m: torch.addmv(b, x, m),
+        lambda x, b, m: torch.addmv(b, a(x, -1), w(m, 0)),
+        [(3, 40)],
+        [(3,), (40,)],
+    ),
+    "mm": (torch.mm, lambda x, m: torch.mm(a(x, -1), w(m, -2)), [(3, 40)], [(40, 8)]),
+    "mm computed": (*pair(torch.mm, -1, -2), [(3, 40), (40, 8)], []),
+    "matmul weight first": (lambda x, m: m @ x, lambda x, m: w(m, -1) @ a(x, -2), [(40, 8)], [(3, 40)]),
+    "bmm": (*pair(torch.bmm, -1, -2), [(2, 3, 40), (2, 40, 8)], []),
+    "matmul 4-d": (*pair(torch.matmul, -1, -2), [(2, 2, 3, 40), (2, 2, 40, 8)], []),
+    "matmul vector": (*pair(torch.matmul, -1, 0), [(3, 40), (40,)], []),
+    "matmul vectors": (*pair(torch.matmul, 0, 0), [(40,), (40,)], []),
+    "matmul x @ x": (lambda x: x @ x, lambda x: a(x, -1) @ a(x, -2), [(40, 40)], []),
+    "matmul transposed weight": (lambda x, m: x @ m.t(), lambda x, m: a(x, -1) @ w(m.t(), -2), [(3, 40)], [(8, 40)]),
+    "linalg_matmul": (*pair(torch.linalg.matmul, -1, -2), [(2, 3, 40), (2, 40, 8)], []),
+    "mv": (*pair(torch.mv, -1, 0), [(3, 40), (40,)], []),
+    "dot": (*pair(torch.dot, 0, 0), [(40,), (40,)], []),
+    "vdot": (*pair(torch.vdot, 0, 0), [(40,), (40,)], []),
+    "inner": (*pair(torch.inner, -1, -1), [(2, 3, 40), (5, 40)], []),
+    "linalg_vecdot": (*pair(torch.linalg.vecdot, -1, -1), [(3, 40), (3, 40)], []),
+    "linalg_vecdot dim": (*pair(lambda x, y: torch.linalg.vecdot(x, y, dim=1), 1, 1), [(3, 40, 20), (3, 40, 20)], []),
+    "tensordot": (*pair(lambda x, y: torch.tensordot(x, y, 2), 2, 1), [(3, 20, 40), (20, 40, 8)], []),
+    "tensordot dims": (
+        *pair(lambda x, y: torch.tensordot(x, y, ([2, 0], [0, 1])), 0, 1),
+        [(20, 3, 40), (40, 20, 8)],
+        [],
+    ),
+    "einsum": (*einsum("bij,bjk->bik", -1, -2), [(2, 3, 40), (2, 40, 8)], []),
+    "einsum implicit": (*einsum("ij, kj", -1, -1), [(3, 40), (8, 40)], []),
+    "einsum first": (*einsum("ki,kj->ij", 0, 0), [(40, 3), (40, 8)], []),
+    "einsum two labels": (*einsum("bqhd,hdo->bqo", 3, 1), [(2, 3, 20, 40), (20, 40, 8)], []),
+    "einsum ellipsis": (*einsum("...dk,ed...->...ek", -2, 1), [(5, 40, 20), (8, 40, 5)], []),
+    "einsum weight": (
+        lambda x, m: torch.einsum("bhwc,oc->bohw", x, m),
+        lambda x, m: torch.einsum("bhwc,oc->bohw", a(x, -1), w(m, -1)),
+        [(2, 3, 3, 40)],
+        [(8, 40)],
+    ),
+    "einsum x, x": (
+        lambda x: torch.einsum("ij,jk->ik", x, x),
+        lambda x: torch.einsum("ij,jk->ik", a(x, 1), a(x, 0)),
+        [(40, 40)],
+        [],
+    ),
+    "_grouped_mm": (
+        lambda x, m: grouped(x.bfloat16(), m.bfloat16()),
+        lambda x, m: grouped(a(x.bfloat16(), -1), w(m.bfloat16(), -2)),
+        [(8, 40)],
+        [(3, 40, 24)],
+    ),
+    "conv1d": (*conv(F.conv1d, 1), [(2, 20, 9)], [(6, 20, 3), (6,)]),
+    "conv1d unbatched": (*conv(F.conv1d, 1), [(20, 9)], [(6, 20, 3), (6,)]),
+    "conv1d.padding": (*conv(F.conv1d, 1, padding="same"), [(2, 20, 9)], [(6, 20, 3), (6,)]),
+    "conv2d": (*conv(F.conv2d, 2, stride=2), [(2, 20, 9, 9)], [(6, 20, 3, 3), (6,)]),
+    "conv2d.padding": (*conv(F.conv2d, 2, padding="same"), [(2, 20, 9, 9)], [(6, 20, 3, 3), (6,)]),
+    "conv2d grouped": (*conv(F.conv2d, 2, groups=2), [(2, 40, 5, 5)], [(6, 20, 3, 3), (6,)]),
+    "conv2d depthwise": (*conv(F.conv2d, 2, groups=40), [(2, 40, 5, 5)], [(40, 1, 3, 3), (40,)]),
+    "conv2d unbatched": (*conv(F.conv2d, 2), [(20, 9, 9)], [(6, 20, 3, 3), (6,)]),
+    "conv3d": (*conv(F.conv3d, 3), [(2, 20, 4, 4, 4)], [(6, 20, 3, 3, 3), (6,)]),
+    "conv3d.padding": (*conv(F.conv3d, 3, padding="valid"), [(2, 20, 4, 4, 4)], [(6, 20, 3, 3, 3), (6,)]),
+    "conv_transpose1d": (*conv(F.conv_transpose1d, 1, 0), [(2, 40, 9)], [(40, 6, 3), (6,)]),
+    "conv_transpose2d.input": (*conv(F.conv_transpose2d, 2, 0, stride=2), [(2, 40, 5, 5)], [(40, 6, 3, 3), (6,)]),
+    "conv_transpose2d.input grouped": (
+        *conv(F.conv_transpose2d, 2, 0, groups=2, padding=1),
+        [(2, 40, 5, 5)],
+        [(40, 6, 3, 3), (12,)],
+    ),
+    "conv_transpose3d.input": (*conv(F.conv_transpose3d, 3, 0), [(2, 40, 4, 4, 4)], [(40, 6, 3, 3, 3), (6,)]),
+    "convolution": (*decomposed_conv(2, False), [(2, 40, 5, 5)], [(6, 40, 3, 3), (6,)]),
+    "convolution transposed": (*decomposed_conv(1, True), [(2, 40, 5)], [(40, 6, 3), (6,)]),
+    "conv_tbc": (
+        lambda x, m, b: torch.conv_tbc(x, m, b, 1),
+        lambda x, m, b: torch.conv_tbc(a(x, -1), w(m, 1), b, 1),
+        [(5, 2, 40)],
+        [(3, 40, 6), (6,)],
+    ),
+    "scaled_dot_product_attention": (
+        lambda q, k, v: sdpa(q, k, v, attn_mask=MASK, scale=0.3),
+        lambda q, k, v: sdpa(a(q, -1), a(k, -1), a(v, -2), attn_mask=MASK, scale=0.3),
+        QKV,
+        [],
+    ),
+    "scaled_dot_product_attention of one tensor": (
+        lambda x: sdpa(x, x, x, is_causal=True),
+        lambda x: sdpa(a(x, -1), a(x, -1), a(x, -2), is_causal=True),
+        [(2, 2, 7, 20)],
+        [],
+    ),
+    "scaled_dot_product_attention of a tensor that is also the mask": (
+        lambda q, k, v: sdpa(q, k, v, attn_mask=q),
+        lambda q, k, v: sdpa(a(q, -1), a(k, -1), a(v, -2), attn_mask=q),
+        [(1, 2, 20, 20)] * 3,
+        [],
+    ),
+    "_scaled_dot_product_flash_attention_for_cpu": (
+        flash,
+        lambda q, k, v: flash(a(q, -1), a(k, -1), a(v, -2)),
+        QKV,
+        [],
+    ),
 }
+#: rows that have tests of their own below
+ELSEWHERE = {
+    "aten.embedding", "aten.embedding_bag", "aten.embedding_bag.padding_idx", "flex_attention",
+    "transformers.grouped_mm_fallback",
+    "aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input",
+    "aten.lstm_cell", "aten.gru_cell", "aten.rnn_tanh_cell", "aten.rnn_relu_cell",
+}  # fmt: skip
+BOTH = MXQuantizer().set_global(MXQuantizationConfig(activation=A, weight=W))
+
+
+def test_every_row_has_a_case():
+    assert {f"aten.{case.split()[0]}" for case in CASES} | ELSEWHERE == set(OPERANDS)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -98,11 +219,99 @@ def test_operands_are_quantized_along_the_reduction(case, quantize):
     function, by_hand, input_shapes, parameter_shapes = CASES[case]
     model = Call(function, *parameter_shapes).eval()
     inputs = tuple(torch.randn(shape) for shape in input_shapes)
-    quantizer = MXQuantizer().set_global(MXQuantizationConfig(activation=A, weight=W))
-    prepared, _, converted = quantize(torch.export.export(model, inputs), quantizer, inputs)
-    assert torch.equal(converted(*inputs), prepared)
-    assert torch.equal(converted(*inputs), by_hand(*inputs, *model.p))
-    assert not converted.graph.find_nodes(op="call_function", target=ops.quantize_mx) or input_shapes
+    exported = torch.export.export(model, inputs)
+    assert f"aten.{case.split()[0]}" in {operator_name(node.target) for node in exported.graph.nodes}
+    prepared, _, converted = quantize(exported, BOTH, inputs)
+    with torch.no_grad():
+        assert torch.equal(converted(*inputs), prepared)
+        assert torch.equal(converted(*inputs), by_hand(*inputs, *model.p))
+    pairs = converted.graph.find_nodes(op="call_function", target=ops.dequantize_mx)
+    assert not torch.equal(prepared, model(*inputs)) and len(pairs) >= 2
+
+
+def rnn(kind, *shape, inputs=((7, 2, 40),), **options):
+    return pytest.param(kind, shape, options, inputs, id=" ".join([kind.__name__, *map(str, options.values())]))
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attributes self._flat_weights")  # export's, of every recurrent module
+@pytest.mark.parametrize(
+    ("kind", "shape", "options", "input_shapes"),
+    [
+        rnn(nn.LSTM, 40, 20, num_layers=2, bidirectional=True, proj_size=18),
+        rnn(nn.LSTM, 40, 20, bias=False, batch_first=True, bidirectional=False),
+        rnn(nn.GRU, 40, 20, num_layers=2, dropout=0.5),
+        rnn(nn.RNN, 40, 20, nonlinearity="tanh"),
+        rnn(nn.RNN, 40, 20, nonlinearity="relu"),
+        rnn(nn.GRUCell, 40, 20, inputs=((2, 40), (2, 20))),
+        rnn(nn.RNNCell, 40, 20, nonlinearity="tanh", inputs=((2, 40), (2, 20))),
+        rnn(nn.RNNCell, 40, 20, nonlinearity="relu", inputs=((2, 40), (2, 20))),
+    ],
+)
+def test_recurrent_layers(kind, shape, options, input_shapes, quantize):
+    """Weights and input along their last dimension; a cell's hidden state too, where only a product reads it."""
+    torch.manual_seed(1)
+    model, inputs = kind(*shape, **options).eval(), tuple(torch.randn(s) for s in input_shapes)
+    exported = torch.export.export(model, inputs)
+    assert {operator_name(node.target) for node in exported.graph.nodes} & ELSEWHERE
+    bias = MXQuantizationConfig(activation=A, weight=W, bias="mxint8")
+    prepared, _, converted = quantize(exported, MXQuantizer().set_global(bias), inputs)
+    by_hand = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, parameter in by_hand.named_parameters():
+            parameter.copy_(w(parameter, -1) if "weight" in name else fake_quantize_mx(parameter, "mxint8"))
+        x, *hidden = inputs
+        if kind is nn.RNNCell:
+            hidden = [a(h, -1) for h in hidden]
+        want, got = by_hand(a(x, -1), *hidden), converted(*inputs)
+    for expected, prepared_value, value in zip(
+        *map(torch.utils._pytree.tree_leaves, (want, prepared, got)), strict=True
+    ):
+        assert torch.equal(value, expected) and torch.equal(value, prepared_value)
+    assert not any(t.is_floating_point() for t in converted.state_dict().values())
+    (report,) = pt2mx.quantization_report(converted).operators
+    assert {o.role for o in report.operands} == {"activation", "weight"} | ({"bias"} if model.bias else set())
+    assert all(o.spec for o in report.operands)
+
+
+def test_an_lstm_cell_quantizes_its_hidden_but_not_its_cell_state(quantize):
+    model, state = nn.LSTMCell(40, 20).eval(), (torch.randn(2, 20), torch.randn(2, 20))
+    inputs = (torch.randn(2, 40), state)
+    prepared, _, converted = quantize(torch.export.export(model, inputs), BOTH, inputs)
+    weights = [w(model.weight_ih, -1), w(model.weight_hh, -1), model.bias_ih, model.bias_hh]
+    with torch.no_grad():
+        want = torch.lstm_cell(a(inputs[0], -1), (a(state[0], -1), state[1]), *weights)
+        assert all(torch.equal(g, e) for g, e in zip(converted(*inputs), want, strict=True))
+        assert all(torch.equal(g, e) for g, e in zip(prepared, want, strict=True))
+
+
+def test_a_cell_with_one_tensor_as_both_states(quantize):
+    """The state of an LSTM cell that starts at zero is one node twice."""
+    model, inputs = nn.LSTMCell(40, 20).eval(), (torch.randn(2, 40),)
+    prepared, _, converted = quantize(torch.export.export(model, inputs), BOTH, inputs)
+    assert all(torch.equal(g, e) for g, e in zip(converted(*inputs), prepared, strict=True))
+
+
+@pytest.mark.parametrize("offsets", [False, True])
+def test_embedding_bag_rows(offsets, quantize):
+    class Bag(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bag = nn.EmbeddingBag(50, 40, mode="mean", padding_idx=None if offsets else 3)
+
+        def forward(self, ids):
+            if offsets:  # the overload without padding
+                return torch.ops.aten.embedding_bag(self.bag.weight, ids.reshape(-1), torch.tensor([0, 5]), False, 1)[0]
+            return self.bag(ids)
+
+    model, inputs = Bag().eval(), (torch.randint(50, (2, 5)),)
+    exported = torch.export.export(model, inputs)
+    overload = "aten.embedding_bag" + ("" if offsets else ".padding_idx")
+    assert overload in {operator_name(node.target) for node in exported.graph.nodes}
+    prepared, _, converted = quantize(exported, MXQuantizer().set_global(MXQuantizationConfig(weight=W)), inputs)
+    with torch.no_grad():
+        model.bag.weight.copy_(w(model.bag.weight, -1))
+        assert torch.equal(converted(*inputs), prepared) and torch.equal(prepared, model(*inputs))
+    assert "bag.weight_data" in converted.state_dict() and "bag.weight" not in converted.state_dict()
 
 
 def test_embedding_rows(quantize):

@@ -13,11 +13,20 @@ SHIPPED = {
 }
 
 
-def test_the_six_shipped_recipes():
-    assert set(recipe.names()) == set(SHIPPED)
+def test_the_shipped_recipes():
+    assert set(recipe.names()) == {*SHIPPED, "mxfp4_first_last_mxfp8"}
     for name, (weight, activation) in SHIPPED.items():
         want = MXQuantizationConfig(weight=weight, activation=activation)
         assert recipe.read(name) == [("global", None, want)]
+
+
+def test_the_shipped_recipe_with_ends():
+    fp8 = MXQuantizationConfig(weight="mxfp8", activation="mxfp8")
+    assert recipe.read("mxfp4_first_last_mxfp8") == [
+        ("global", None, MXQuantizationConfig(weight="mxfp4", activation="mxfp4")),
+        ("first", 1, fp8),
+        ("last", 1, fp8),
+    ]
 
 
 def test_every_kind_of_setting(tmp_path):
