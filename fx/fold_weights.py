@@ -6,20 +6,24 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx import ops
-from pt2mx.fx.constants import constant_nodes, evaluate, root_name
+from pt2mx.fx.constants import constant_nodes, evaluate, expression, root_name
 
 
 def fold_weights(model: GraphModule) -> GraphModule:
     """Compute every `quantize_mx` of a constant tensor now.
 
     Its codes and scales become uint8 buffers beside the parameter they come from, named `<parameter>_data` and
-    `<parameter>_scale`; parameters and buffers that nothing reads any more are deleted. Changes `model` and returns it.
+    `<parameter>_scale`; what is quantized twice in the same way (a tied weight) becomes one pair of them. Parameters
+    and buffers that nothing reads any more are deleted. Changes `model` and returns it.
     """
-    constants = constant_nodes(model.graph)
+    constants, packed = constant_nodes(model.graph), {}
     with torch.no_grad():
         for node in model.graph.find_nodes(op="call_function", target=ops.quantize_mx):
             if node.args[0] in constants:
-                _fold(model, node)
+                key = expression(model, node)
+                if key not in packed:
+                    packed[key] = _pack(model, node)
+                _replace(node, packed[key])
     # export asserts the dtype of a weight that it casts; of a constant that holds already, and would keep it alive
     for node in model.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
         if node.args[0] in constants:
@@ -30,16 +34,20 @@ def fold_weights(model: GraphModule) -> GraphModule:
     return model
 
 
-def _fold(model: GraphModule, quantize: Node) -> None:
+def _pack(model: GraphModule, quantize: Node) -> dict[int, Node]:
+    """Register the items of a `quantize_mx` as buffers; returns the node that reads each, by its index."""
     x, *modes = quantize.args
     packed = ops.quantize_mx(evaluate(model, x), *modes)  # (scale, data)
-    for suffix, item in (("data", 1), ("scale", 0)):
-        name = _register(model, f"{root_name(x)}_{suffix}", packed[item])
-        with model.graph.inserting_before(quantize):
-            buffer = model.graph.get_attr(name)
-        for user in [u for u in quantize.users if u.target is operator.getitem and u.args[1] == item]:
-            buffer.meta.update(user.meta)
-            user.replace_all_uses_with(buffer)
+    names = {i: _register(model, f"{root_name(x)}_{s}", packed[i]) for i, s in ((1, "data"), (0, "scale"))}
+    with model.graph.inserting_before(quantize):
+        return {i: model.graph.get_attr(name) for i, name in names.items()}
+
+
+def _replace(quantize: Node, buffers: dict[int, Node]) -> None:
+    for getitem in [user for user in quantize.users if user.target is operator.getitem]:
+        buffer = buffers[getitem.args[1]]
+        buffer.meta.update(getitem.meta)
+        getitem.replace_all_uses_with(buffer)
 
 
 def _register(model: GraphModule, name: str, value: torch.Tensor) -> str:

@@ -75,3 +75,34 @@ def test_two_specs_of_one_weight_get_two_copies():
     got = fold_weights(model)(x)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     assert set(model.state_dict()) == {"weight_data", "weight_scale", "weight_data_1", "weight_scale_1"}
+
+
+def test_a_tied_weight_under_two_names_gets_one_copy():
+    """Also behind a view; what differs in the spec gets its own."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(16, 64), nn.Linear(64, 16, bias=False)
+
+        def forward(self, ids, x):
+            return self.embedding(ids), self.head(x), x @ self.head.weight.t(), x @ self.embedding.weight.t()
+
+    inputs = (torch.tensor([3]), torch.randn(2, 64))
+    model = torch.export.export(Tied(), inputs).module()
+    model.head.weight = model.embedding.weight  # two names of one parameter
+    modes = {0: ("fp4_e2m1", -1), 1: ("fp4_e2m1", -1), 2: ("fp8_e4m3", -2), 3: ("fp8_e4m3", -2)}
+    consumers = [n for n in model.graph.nodes if n.op == "call_function" and n.target != torch.ops.aten.t.default]
+    consumers = [n for n in consumers if isinstance(n.target, torch._ops.OpOverload)]
+    assert len(consumers) == 4
+    for i, node in enumerate(consumers):
+        element, axis = modes[i]
+        weight = node.args[0 if i == 0 else 1]
+        node.replace_input_with(weight, insert_quantize_dequantize(weight, MXSpec(element, axis=axis)))
+    model.recompile()
+    want = model(*inputs)
+    folded_model = fold_weights(model)
+    assert all(torch.equal(a, b) for a, b in zip(folded_model(*inputs), want, strict=True))
+    assert set(folded_model.state_dict()) == {
+        "embedding.weight_data", "embedding.weight_scale", "head.weight_data", "head.weight_scale",
+    }  # fmt: skip

@@ -9,6 +9,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXQuantizationConfig, MXQuantizer, fake_quantize_mx, ops
+from pt2mx.extras import import_extra
 from pt2mx.pt2e.operators import OPERANDS, operator_name
 
 W, A = "mxfp6_e2m3{16}", "mxfp8_e4m3{16}"
@@ -334,12 +335,236 @@ def test_bias_and_output(quantize):
     )
 
 
+@pytest.mark.parametrize(
+    ("equation", "count"),
+    [
+        ("ij,jk,kl->il", 3),  # three factors
+        ("ij->ji", 1),
+        ("ij,kl->ijkl", 2),  # an outer product
+        ("ij,ij->ij", 2),  # elementwise
+        ("ii,ij->j", 2),  # a diagonal
+    ],
+)
+def test_an_einsum_that_is_no_product_is_left_alone(equation, count, quantize):
+    model, inputs = Call(lambda *x: torch.einsum(equation, *x)).eval(), (torch.randn(4, 4),) * count
+    _, _, converted = quantize(torch.export.export(model, inputs), BOTH, inputs)
+    assert torch.equal(converted(*inputs), model(*inputs))
+    (report,) = pt2mx.quantization_report(converted).operators
+    assert report.reason == "no product of two tensors with a reduced dimension" and not report.operands
+
+
+def test_elementwise_operators_are_quantized_only_where_they_are_named(quantize):
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate = nn.Parameter(torch.randn(40))
+
+        def forward(self, x, y):
+            return (x + y) * self.gate + 1.5, x.long() + y.long()
+
+    model, inputs = Residual().eval(), (torch.randn(3, 40), torch.randn(3, 40))
+    exported = torch.export.export(model, inputs)
+    with torch.no_grad():
+        _, _, alone = quantize(exported, BOTH, inputs)
+        assert torch.equal(alone(*inputs)[0], model(*inputs)[0])
+        assert not pt2mx.quantization_report(alone).operators
+        config = MXQuantizationConfig(activation=A, weight=W)
+        prepared, _, both = quantize(
+            exported, MXQuantizer().set_operator_type("aten.add", config).set_operator_type("aten.mul", config), inputs
+        )
+        x, y = inputs
+        product = (a(x, -1) + a(y, -1)) * w(model.gate, -1)  # the product is an operand of mul, then of add
+        want = a((a(a(x, -1) + a(y, -1), -1)) * w(model.gate, -1), -1) + 1.5
+        assert not torch.equal(want, product)
+        got = both(*inputs)
+        assert torch.equal(got[0], want) and torch.equal(got[0], prepared[0])
+        assert torch.equal(got[1], x.long() + y.long())
+    reports = pt2mx.quantization_report(both).operators
+    assert [o.operator for o in reports] == ["aten.add.Tensor", "aten.mul.Tensor", "aten.add.Tensor"]
+
+
+def test_experts_that_are_gathered_are_quantized_before(quantize):
+    """`weight[ids] @ x`, as transformers' batched experts compute: the parameter is packed, not what was gathered."""
+
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Parameter(torch.randn(4, 24, 40)), nn.Parameter(torch.randn(4, 24, 40))
+
+        def forward(self, x, ids):
+            h = torch.bmm(self.up[ids], x.unsqueeze(-1)).squeeze(-1)
+            return torch.bmm(h.unsqueeze(1), self.down[ids])
+
+    model, inputs = Experts().eval(), (torch.randn(6, 40), torch.randint(4, (6,)))
+    prepared, _, converted = quantize(torch.export.export(model, inputs), BOTH, inputs)
+    x, ids = inputs
+    with torch.no_grad():
+        h = torch.bmm(w(model.up, -1)[ids], a(x.unsqueeze(-1), 1)).squeeze(-1)
+        want = torch.bmm(a(h.unsqueeze(1), -1), w(model.down, 1)[ids])
+        assert torch.equal(converted(*inputs), want) and torch.equal(prepared, want)
+    assert set(converted.state_dict()) == {"up_data", "up_scale", "down_data", "down_scale"}
+    roles = [{o.role: o.spec is not None for o in r.operands} for r in pt2mx.quantization_report(converted).operators]
+    assert roles == [{"weight": True, "activation": True}] * 2
+
+
+def test_what_is_gathered_along_the_blocks_or_read_twice_is_quantized_after(quantize):
+    class Rows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.randn(40, 8)), nn.Parameter(torch.randn(40, 40))
+            self.register_buffer("cache", torch.randn(40, 8))
+
+        def forward(self, x, ids):
+            rows = self.b[ids]
+            self.cache.add_(1)
+            return x @ self.a[ids], x @ rows, rows @ x, torch.bmm(x[None], self.cache[ids][None])
+
+    model, inputs = Rows().eval(), (torch.randn(40, 40), torch.randint(40, (40,)))
+    exported = torch.export.export(model, inputs)
+    x, ids = inputs
+    prepared = pt2mx.prepare_pt2e(exported.module(), BOTH)
+    got = pt2mx.convert_pt2e(prepared)(*inputs)
+    with torch.no_grad():
+        assert torch.equal(got[0], a(x, -1) @ a(model.a[ids], 0))
+        assert torch.equal(got[1], a(x, -1) @ a(model.b[ids], 0))
+        assert torch.equal(got[2], a(model.b[ids], -1) @ a(x, 0))
+        assert torch.equal(got[3][0], a(x, -1) @ a(model.cache[ids] + 1, 0))
+
+
+@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
+def test_experts_of_transformers(implementation, quantize):
+    transformers = import_extra("transformers", "hf")
+    options = dict.fromkeys(("num_hidden_layers", "num_key_value_heads"), 1) | {"num_attention_heads": 2}
+    config = transformers.MixtralConfig(
+        hidden_size=64, intermediate_size=96, vocab_size=64, num_local_experts=4, use_cache=False, **options
+    )
+    model, inputs = transformers.MixtralForCausalLM(config).eval(), (torch.randint(64, (1, 6)),)
+    model.set_experts_implementation(implementation)
+    prepared, _, converted = quantize(torch.export.export(model, inputs, strict=False), BOTH, inputs)
+    with torch.no_grad():
+        assert torch.equal(converted(*inputs)["logits"], prepared["logits"])
+        experts = model.model.layers[0].mlp.experts
+        for name in ("gate_up_proj", "down_proj"):  # (experts, out, in)
+            weight = getattr(experts, name)
+            state = {n.rpartition(".")[2]: t for n, t in converted.state_dict().items() if f"experts.{name}" in n}
+            data, scale = state[f"{name}_data"], state[f"{name}_scale"]
+            transposed = implementation == "grouped_mm"  # the operator takes (experts, in, out)
+            got = pt2mx.dequantize_mx(data, scale, W, axis=1 if transposed else 2)
+            assert torch.equal(got.transpose(1, 2) if transposed else got, w(weight, -1))
+    experts = [o for o in pt2mx.quantization_report(converted).operators if o.module.endswith("experts")]
+    operator = "aten.bmm" if implementation == "batched_mm" else "transformers.grouped_mm_fallback"
+    assert [o.operator for o in experts] == [operator] * 2
+    assert all({o.role for o in e.operands if o.spec} == {"activation", "weight"} for e in experts)
+
+
+def test_flex_attention(quantize):
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    class Flex(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 20, 20, device="cpu")
+
+        def forward(self, q, k, v):
+            return flex_attention(q, k, v, block_mask=self.mask)
+
+    inputs = tuple(torch.randn(1, 2, 20, 32) for _ in range(3))
+    exported = torch.export.export(Flex().eval(), inputs)
+    assert "flex_attention" in {operator_name(node.target) for node in exported.graph.nodes}
+    prepared, _, converted = quantize(exported, BOTH, inputs)
+    q, k, v = inputs
+    with torch.no_grad():
+        assert torch.equal(converted(*inputs), exported.module()(a(q, -1), a(k, -1), a(v, -2)))
+        assert torch.equal(converted(*inputs), prepared)
+
+
+@pytest.mark.parametrize(
+    ("function", "input_shapes", "parameter_shapes", "batched"),
+    [
+        (lambda x, m: torch.einsum("bqd,od->bqo", x, m), [(3, 5, 40)], [(8, 40)], (0,)),
+        (lambda x, y: torch.einsum("bqd,bkd->bqk", x, y), [(3, 5, 40), (3, 6, 40)], [], (0, 0)),
+        (lambda x, m: F.conv_transpose1d(x, m, groups=2), [(3, 40, 5)], [(40, 6, 3)], (0,)),
+        (lambda b, x, y: torch.baddbmm(b, x, y), [(3, 5, 8), (3, 5, 40), (3, 40, 8)], [], (0, 0, 0)),
+        (lambda q, k, v: sdpa(q, k, v), [(3, 2, 5, 20), (3, 2, 7, 20), (3, 2, 7, 20)], [], (0, 0, 0)),
+        (lambda x, m: torch.tensordot(x, m, 1), [(3, 5, 40)], [(40, 8)], (0,)),
+    ],
+)
+def test_dynamic_batch(function, input_shapes, parameter_shapes, batched, quantize):
+    model = Call(function, *parameter_shapes).eval()
+    inputs = tuple(torch.randn(shape) for shape in input_shapes)
+    shapes = tuple({axis: torch.export.Dim("batch")} for axis in batched)
+    exported = torch.export.export(model, inputs, dynamic_shapes=(shapes,))
+    _, prepared, converted = quantize(exported, BOTH, inputs)
+    again = torch.export.export(converted, inputs, dynamic_shapes=shapes).module()
+    for batch in (3, 1, 9):
+        other = tuple(torch.randn(batch, *shape[1:]) for shape in input_shapes)
+        with torch.no_grad():
+            assert torch.equal(converted(*other), prepared(*other))
+            assert torch.equal(again(*other), converted(*other))
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attributes self._flat_weights")
+def test_a_recurrent_layer_of_any_batch_and_length(quantize):
+    model, inputs = nn.LSTM(40, 20, batch_first=True).eval(), (torch.randn(3, 5, 40),)
+    shapes = ({0: torch.export.Dim("batch"), 1: torch.export.Dim.AUTO},)
+    _, prepared, converted = quantize(torch.export.export(model, inputs, dynamic_shapes=shapes), BOTH, inputs)
+    for shape in ((3, 5, 40), (1, 5, 40), (4, 5, 40)):
+        x = torch.randn(shape)
+        with torch.no_grad():
+            assert torch.equal(converted(x)[0], prepared(x)[0])
+
+
+def test_weights_behind_casts_and_splits(quantize):
+    class Behind(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Parameter(torch.randn(60, 40))
+            self.small = nn.Parameter(torch.randn(8, 40, dtype=torch.bfloat16))
+
+        def forward(self, x):
+            q, k, v = self.qkv.chunk(3)
+            return F.linear(x, q), F.linear(x, k), x @ v.t(), F.linear(x, self.small.float())
+
+    model, inputs = Behind().eval(), (torch.randn(3, 40),)
+    prepared, _, converted = quantize(torch.export.export(model, inputs), BOTH, inputs)
+    x = a(inputs[0], -1)
+    with torch.no_grad():
+        q, k, v = model.qkv.chunk(3)
+        want = F.linear(x, w(q, -1)), F.linear(x, w(k, -1)), x @ w(v.t(), 0), F.linear(x, w(model.small.float(), -1))
+        for got, expected, before in zip(converted(*inputs), want, prepared, strict=True):
+            assert torch.equal(got, expected) and torch.equal(got, before)
+    assert {t.dtype for t in converted.state_dict().values()} == {torch.uint8}
+
+
+def test_tied_embedding_and_head_are_one_packed_copy(quantize):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(50, 40), nn.Linear(40, 50, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, ids):
+            return self.head(self.embedding(ids))
+
+    model, inputs = Tied().eval(), (torch.randint(50, (2, 5)),)
+    exported = torch.export.export(model, inputs)
+    prepared, _, converted = quantize(exported, BOTH, inputs)
+    with torch.no_grad():
+        table = w(model.head.weight, -1)
+        assert torch.equal(converted(*inputs), F.linear(a(F.embedding(inputs[0], table), -1), table))
+        assert torch.equal(converted(*inputs), prepared)
+    assert len(converted.state_dict()) == 2
+    other = MXQuantizer().set_global(MXQuantizationConfig(activation=A, weight=W))
+    other.set_module_name("head", MXQuantizationConfig(activation=A, weight="mxint8"))
+    prepared, _, converted = quantize(exported, other, inputs)
+    assert len(converted.state_dict()) == 4 and torch.equal(converted(*inputs), prepared)
+
+
 def test_an_outer_product_is_left_alone(quantize):
     """Rotary embeddings multiply positions and frequencies: quantizing positions gains nothing and breaks them."""
     model = Call(torch.matmul)
     inputs = (torch.randn(2, 8, 1), torch.randn(2, 1, 8))
-    quantizer = MXQuantizer().set_global(MXQuantizationConfig(activation=A, weight=W))
-    _, _, converted = quantize(torch.export.export(model, inputs), quantizer, inputs)
+    _, _, converted = quantize(torch.export.export(model, inputs), BOTH, inputs)
     assert torch.equal(converted(*inputs), model(*inputs))
     assert "outer product" in pt2mx.quantization_report(converted).operators[0].reason
 
