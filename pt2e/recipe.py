@@ -86,7 +86,8 @@ def _settings(recipe: object) -> list[Setting]:
             settings.append((kind, None, _config(kind, recipe[kind])))
             continue
         if not isinstance(recipe[kind], dict):
-            raise MXError(f"{kind} must map names to configs, not be {recipe[kind]!r}")
+            keys = "counts" if kind in ENDS else "names"
+            raise MXError(f"{kind} must map {keys} to configs, not be {recipe[kind]!r}")
         for key, value in recipe[kind].items():
             settings.append((kind, key if kind in ENDS else str(key), _config(f"{kind} {key!r}", value)))
     if not settings:
