@@ -1,5 +1,6 @@
 import torch
 from torch import nn
+from torch.ao.quantization.fx import _decomposed  # noqa: F401 - registers torch.ops.quantized_decomposed
 
 from pt2mx import MXSpec, dequantize_mx, ops, quantize_mx
 from pt2mx.fx.fold_weights import fold_weights
@@ -106,3 +107,24 @@ def test_a_tied_weight_under_two_names_gets_one_copy():
     assert set(folded_model.state_dict()) == {
         "embedding.weight_data", "embedding.weight_scale", "head.weight_data", "head.weight_scale",
     }  # fmt: skip
+
+
+def test_integer_quantization_of_torchao_is_folded_too():
+    quantize, dequantize = (
+        getattr(torch.ops.quantized_decomposed, name).default
+        for name in ("quantize_per_tensor", "dequantize_per_tensor")
+    )
+    modes = (0.02, 3, -128, 127, torch.int8)
+    model = torch.export.export(nn.Linear(8, 4), (torch.randn(2, 8),)).module()
+    (linear,) = model.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
+    with model.graph.inserting_before(linear):
+        for i in (0, 1):
+            codes = model.graph.call_function(quantize, (linear.args[i], *modes))
+            linear.update_arg(i, model.graph.call_function(dequantize, (codes, *modes)))
+    model.recompile()
+    x, weight = torch.randn(2, 8), model.weight.detach()
+    want = model(x)
+    assert torch.equal(fold_weights(model)(x), want)
+    assert set(model.state_dict()) == {"weight_data", "bias"}
+    assert torch.equal(model.weight_data, quantize(weight, *modes))
+    assert len(model.graph.find_nodes(op="call_function", target=quantize)) == 1, "the activation's stays"

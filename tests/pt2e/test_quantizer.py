@@ -284,3 +284,53 @@ def test_inside_a_composable_quantizer():
     both = ComposableQuantizer([MXQuantizer().set_module_name("lm_head", FP4), MXQuantizer().set_global(FP8)])
     got = specs(both)
     assert got["lm_head:linear"] == "-/fp4_e2m1" and got["layers.0:bmm"] == "fp8_e4m3/fp8_e4m3"
+
+
+X86 = """
+import torch
+from torch import nn
+from torchao.quantization.pt2e.quantizer import ComposableQuantizer
+from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
+import pt2mx
+
+torch.manual_seed(0)
+model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).eval(), torch.randn(4, 64)
+int8 = x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())
+mx = pt2mx.MXQuantizer().set_module_name("2", pt2mx.get_default_mx_quantization_config("mxfp4", "mxfp8"))
+prepared = pt2mx.prepare_pt2e(torch.export.export(model, (x,)).module(), ComposableQuantizer([mx, int8]))
+prepared(x)
+converted = pt2mx.convert_pt2e(prepared)
+print(sorted((n, str(t.dtype)) for n, t in converted.state_dict().items() if "weight" in n))
+
+# the MX layer sees what the int8 layer returns
+linear, mxfp8 = nn.functional.linear, lambda t: pt2mx.fake_quantize_mx(t, "mxfp8")
+weight, observed = converted.get_buffer("0.weight_data"), converted._scale_0
+q = next(n for n in converted.graph.nodes if "quantize_per_tensor" in str(n.target))
+x8 = torch.ops.quantized_decomposed.quantize_per_tensor(x, *q.args[1:])
+x8 = torch.ops.quantized_decomposed.dequantize_per_tensor(x8, *q.args[1:])
+first = torch.relu(linear(x8, weight.float() * observed[:, None], model[0].bias))
+want = linear(mxfp8(first), pt2mx.fake_quantize_mx(model[2].weight, "mxfp4"), model[2].bias)
+print(torch.equal(converted(x), want))
+print(torch.allclose(torch.export.export(converted, (x,)).module()(x), want))
+"""
+
+
+def test_beside_int8_for_x86_in_one_model(run_python):
+    """MX first, then X86. In a process of its own: the import of the X86 quantizer changes Inductor's config."""
+    weights, equal, exported_again = run_python(X86).splitlines()
+    assert weights == str([("0.weight_data", "torch.int8"), ("2.weight_data", "torch.uint8"),
+                           ("2.weight_scale", "torch.uint8")])  # fmt: skip
+    assert equal == exported_again == "True"
+
+
+@pytest.mark.parametrize("ste", ["identity", "clipped"])
+def test_ste_of_a_config_reaches_training(ste):
+    model, x = nn.Linear(32, 1, bias=False), torch.full((1, 32), 1.0)
+    x[0, 0] = 7.9  # beyond 6 * 2**0, the largest value of its block in FP4
+    config = get_default_mx_quantization_config("mxfp4", "mxfp4", ste=ste)
+    qat = pt2mx.prepare_qat_pt2e(torch.export.export(model, (x,)).module(), MXQuantizer().set_global(config))
+    assert {m.ste for m in qat.modules() if isinstance(m, pt2mx.MXFakeQuantize)} == {ste}
+    x.requires_grad_()
+    qat(x).sum().backward()
+    weight = pt2mx.fake_quantize_mx(model.weight.detach(), "mxfp4")
+    assert x.grad[0, 0] == (0 if ste == "clipped" else weight[0, 0]) and torch.equal(x.grad[0, 1:], weight[0, 1:])
