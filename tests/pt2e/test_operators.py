@@ -230,6 +230,14 @@ def test_operands_are_quantized_along_the_reduction(case, quantize):
     assert not torch.equal(prepared, model(*inputs)) and len(pairs) >= 2
 
 
+def normal(module):
+    """Values of many magnitudes: torch's uniform ones have the same scale along every axis."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_()
+    return module.eval()
+
+
 def rnn(kind, *shape, inputs=((7, 2, 40),), **options):
     return pytest.param(kind, shape, options, inputs, id=" ".join([kind.__name__, *map(str, options.values())]))
 
@@ -251,7 +259,7 @@ def rnn(kind, *shape, inputs=((7, 2, 40),), **options):
 def test_recurrent_layers(kind, shape, options, input_shapes, quantize):
     """Weights and input along their last dimension; a cell's hidden state too, where only a product reads it."""
     torch.manual_seed(1)
-    model, inputs = kind(*shape, **options).eval(), tuple(torch.randn(s) for s in input_shapes)
+    model, inputs = normal(kind(*shape, **options)), tuple(torch.randn(s) for s in input_shapes)
     exported = torch.export.export(model, inputs)
     assert {operator_name(node.target) for node in exported.graph.nodes} & ELSEWHERE
     bias = MXQuantizationConfig(activation=A, weight=W, bias="mxint8")
@@ -275,7 +283,7 @@ def test_recurrent_layers(kind, shape, options, input_shapes, quantize):
 
 
 def test_an_lstm_cell_quantizes_its_hidden_but_not_its_cell_state(quantize):
-    model, state = nn.LSTMCell(40, 20).eval(), (torch.randn(2, 20), torch.randn(2, 20))
+    model, state = normal(nn.LSTMCell(40, 20)), (torch.randn(2, 20), torch.randn(2, 20))
     inputs = (torch.randn(2, 40), state)
     prepared, _, converted = quantize(torch.export.export(model, inputs), BOTH, inputs)
     weights = [w(model.weight_ih, -1), w(model.weight_hh, -1), model.bias_ih, model.bias_hh]
@@ -427,6 +435,18 @@ def test_what_is_gathered_along_the_blocks_or_read_twice_is_quantized_after(quan
         assert torch.equal(got[1], a(x, -1) @ a(model.b[ids], 0))
         assert torch.equal(got[2], a(model.b[ids], -1) @ a(x, 0))
         assert torch.equal(got[3][0], a(x, -1) @ a(model.cache[ids] + 1, 0))
+
+
+def test_the_grouped_product_of_transformers(quantize):
+    import_extra("transformers", "hf")
+    product = torch.ops.transformers.grouped_mm_fallback
+    model = Call(lambda x, offsets, experts: product(x, experts, offsets), (3, 40, 24)).eval()
+    inputs = (torch.randn(8, 40), torch.tensor([3, 3, 8]))
+    prepared, _, converted = quantize(torch.export.export(model, inputs), BOTH, inputs)
+    x, offsets = inputs
+    with torch.no_grad():
+        want = product(a(x, -1), w(model.p[0], -2), offsets)
+        assert torch.equal(converted(*inputs), want) and torch.equal(prepared, want)
 
 
 @pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
