@@ -1,11 +1,14 @@
 """Arguments of a call in one form."""
 
+import torch
 from torch.fx import Node
 
 
 def make_positional(node: Node, count: int = 0) -> None:
     """Move keyword arguments of an operator's call to their positions, as far as the schema has them there, and write
-    out the defaults of the first `count`."""
+    out the defaults of the first `count`. A higher-order operator has no schema."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return
     arguments = [a for a in node.target._schema.arguments if not a.kwarg_only]
     args, kwargs = list(node.args), dict(node.kwargs)
     last = max((i for i, a in enumerate(arguments) if a.name in kwargs), default=-1)

@@ -50,6 +50,15 @@ def evaluate(model: GraphModule, node: Node) -> torch.Tensor:
     return values[node]
 
 
+def expression(model: GraphModule, node: Node) -> str:
+    """How a constant node is computed: equal for two nodes that do the same to the same tensors, whatever their names
+    in the module tree."""
+    if node.op == "get_attr":
+        return f"<{id(operator.attrgetter(node.target)(model))}>"
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: expression(model, n))
+    return f"{node.target}{args}{kwargs}"
+
+
 def root_name(node: Node) -> str:
     """The qualified name of the first parameter or buffer that a constant node is computed from."""
     while node.op != "get_attr":

@@ -1,4 +1,4 @@
-"""Weight folding: `quantize_mx(weight)` becomes packed buffers, and the float weight goes."""
+"""Weight folding: a quantized weight becomes buffers of its codes, and the float weight goes."""
 
 import operator
 
@@ -6,21 +6,25 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx import ops
-from pt2mx.fx.constants import constant_nodes, evaluate, root_name
+from pt2mx.fx.constants import constant_nodes, evaluate, expression, root_name
 from pt2mx.fx.unused import delete_unused_tensors
 
 
 def fold_weights(model: GraphModule) -> GraphModule:
-    """Compute every `quantize_mx` of a constant tensor now.
+    """Compute every `quantize_mx` of a constant tensor now, and every integer quantization of torchao's.
 
-    Its codes and scales become uint8 buffers beside the parameter they come from, named `<parameter>_data` and
-    `<parameter>_scale`; parameters and buffers that nothing reads any more are deleted. Changes `model` and returns it.
+    The codes and scales become buffers beside the parameter they come from, named `<parameter>_data` and
+    `<parameter>_scale`; what is quantized twice in the same way (a tied weight) becomes one pair of them. Parameters
+    and buffers that nothing reads any more are deleted. Changes `model` and returns it.
     """
-    constants = constant_nodes(model.graph)
+    constants, packed = constant_nodes(model.graph), {}
     with torch.no_grad():
-        for node in model.graph.find_nodes(op="call_function", target=ops.quantize_mx):
-            if node.args[0] in constants:
-                _fold(model, node)
+        for node in model.graph.nodes:
+            if node in constants and _quantizes(node):
+                key = expression(model, node)
+                if key not in packed:
+                    packed[key] = _pack(model, node)
+                _replace(node, packed[key])
     # export asserts the dtype of a weight that it casts; of a constant that holds already, and would keep it alive
     for node in model.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
         if node.args[0] in constants:
@@ -31,16 +35,28 @@ def fold_weights(model: GraphModule) -> GraphModule:
     return model
 
 
-def _fold(model: GraphModule, quantize: Node) -> None:
-    x, *modes = quantize.args
-    packed = ops.quantize_mx(evaluate(model, x), *modes)  # (scale, data)
-    for suffix, item in (("data", 1), ("scale", 0)):
-        name = _register(model, f"{root_name(x)}_{suffix}", packed[item])
-        with model.graph.inserting_before(quantize):
-            buffer = model.graph.get_attr(name)
-        for user in [u for u in quantize.users if u.target is operator.getitem and u.args[1] == item]:
-            buffer.meta.update(user.meta)
-            user.replace_all_uses_with(buffer)
+def _quantizes(node: Node) -> bool:
+    name = getattr(getattr(node.target, "_schema", None), "name", "")
+    return node.target is ops.quantize_mx or name.startswith("quantized_decomposed::quantize_")
+
+
+def _pack(model: GraphModule, quantize: Node) -> list[Node]:
+    """Register what a quantizing operator returns as buffers; gives the nodes that read them."""
+    results = quantize.target(*torch.fx.map_arg(quantize.args, lambda n: evaluate(model, n)))
+    named = (
+        {"data": results} if isinstance(results, torch.Tensor) else dict(zip(("scale", "data"), results, strict=True))
+    )
+    root = root_name(quantize.args[0])
+    with model.graph.inserting_before(quantize):
+        return [model.graph.get_attr(_register(model, f"{root}_{suffix}", t)) for suffix, t in named.items()]
+
+
+def _replace(quantize: Node, buffers: list[Node]) -> None:
+    several = len(buffers) > 1
+    for node in [u for u in quantize.users if u.target is operator.getitem] if several else [quantize]:
+        buffer = buffers[node.args[1] if several else 0]
+        buffer.meta.update(node.meta)
+        node.replace_all_uses_with(buffer)
 
 
 def fold_constant(model: GraphModule, node: Node, name: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch.fx import Node
 
@@ -10,43 +12,76 @@ from pt2mx.errors import MXError
 from pt2mx.pt2e.config import MXQuantizationConfig
 from pt2mx.pt2e.machinery import Q_ANNOTATION_KEY, QuantizationAnnotation
 from pt2mx.pt2e.observer import MXFakeQuantize, MXObserver
-from pt2mx.pt2e.operators import OPERATORS, operand_node, role_of
+from pt2mx.pt2e.operators import Operand, argument_of, gather_of, operands_of, role_of
 from pt2mx.pt2e.qspec import mx_qspec
 from pt2mx.spec import MXSpec
 
 #: meta key of an operator's node: why it, or an operand of it, was left in high precision
 REASON_KEY = "mx_reason"
 
-_PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.matmul.default})
+
+@dataclass(frozen=True)
+class Plan:
+    """What a config makes of one operator: the spec of each (argument, the node that reads it), the spec of the output,
+    and why something was left alone."""
+
+    node: Node
+    inputs: dict[tuple[Node, Node], MXSpec]
+    output: MXSpec | None
+    reasons: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        """Whether anything is quantized."""
+        return bool(self.inputs) or self.output is not None
 
 
-def annotate_operator(node: Node, config: MXQuantizationConfig, constants: set[Node]) -> None:
-    """Annotate a call of one of `OPERATORS` as `config` says, and note in its meta what was left alone and why.
+def plan_operator(node: Node, config: MXQuantizationConfig, constants: set[Node]) -> Plan:
+    """What `config` makes of a call of a quantizable operator.
 
     `constants` are the constant nodes of the graph: their specs are the weights'.
     """
-    constructor = MXFakeQuantize if config.is_qat else MXObserver
     inputs, reasons = {}, []
-    for operand in OPERATORS[node.target]:
-        argument = operand_node(node, operand)
-        spec = getattr(config, role_of(operand, argument, constants)) if argument is not None else None
+    operands = operands_of(node)
+    if not operands:
+        reasons.append("no product of two tensors with a reduced dimension")
+    for operand in operands:
+        edge = _edge(node, operand, constants)
+        spec = config.spec_of(operand.name, role_of(operand, edge[0], constants)) if edge else None
         if spec is None:
             continue
-        if reason := _unfit(argument, node, operand.axis):
+        if reason := _unfit(edge[0], node, operand):
             reasons.append(reason)
-            continue
-        inputs[argument] = mx_qspec(_along(spec, argument, operand.axis), constructor)
-    output = None
-    if config.output is not None and not _unfit(node, node, -1):
-        output = mx_qspec(_along(config.output, node, -1), constructor)
-    if inputs or output:
-        node.meta[Q_ANNOTATION_KEY] = QuantizationAnnotation(
+        else:
+            inputs[edge] = _along(spec, edge[0], operand.axis)
+    whole = Operand("output", -1, "output", -1)
+    output = None if config.output is None or _unfit(node, node, whole) else _along(config.output, node, -1)
+    if not (inputs or output or reasons):
+        reasons.append("the config names no spec for its operands")
+    return Plan(node, inputs, output, tuple(dict.fromkeys(reasons)))
+
+
+def annotate_operator(plan: Plan, config: MXQuantizationConfig) -> None:
+    """Annotate the graph as planned, and note in the operator's meta what was left alone and why."""
+    constructor = MXFakeQuantize if config.is_qat else MXObserver
+    by_reader: dict[Node, dict] = {plan.node: {}} if plan.output else {}
+    for (argument, reader), spec in plan.inputs.items():
+        by_reader.setdefault(reader, {})[argument] = mx_qspec(spec, constructor, config.ste)
+    for reader, inputs in by_reader.items():
+        output = mx_qspec(plan.output, constructor, config.ste) if plan.output and reader is plan.node else None
+        reader.meta[Q_ANNOTATION_KEY] = QuantizationAnnotation(
             input_qspec_map=inputs, output_qspec=output, _annotated=True
         )
-    else:
-        reasons.append("the config names no spec for its operands")
-    if reasons:
-        node.meta[REASON_KEY] = "; ".join(dict.fromkeys(reasons))
+    if plan.reasons:
+        plan.node.meta[REASON_KEY] = "; ".join(plan.reasons)
+
+
+def _edge(node: Node, operand: Operand, constants: set[Node]) -> tuple[Node, Node] | None:
+    """(the node that is quantized for an operand, the node that reads it); None where the argument is absent."""
+    gather = gather_of(node, operand)
+    if gather is not None and gather.args[0] in constants and Q_ANNOTATION_KEY not in gather.meta:
+        return gather.args[0], gather
+    argument = argument_of(node, operand)
+    return None if argument is None else (argument, node)
 
 
 def _along(spec: MXSpec, tensor: Node, axis: int) -> MXSpec:
@@ -56,7 +91,7 @@ def _along(spec: MXSpec, tensor: Node, axis: int) -> MXSpec:
     return spec.replace(axis=max(axis, -rank) % rank)
 
 
-def _unfit(tensor: Node, consumer: Node, axis: int) -> str | None:
+def _unfit(tensor: Node, consumer: Node, operand: Operand) -> str | None:
     """Why a tensor is left in high precision although a config names a spec for it."""
     value = tensor.meta.get("val")
     if not isinstance(value, torch.Tensor):
@@ -70,7 +105,7 @@ def _unfit(tensor: Node, consumer: Node, axis: int) -> str | None:
         return f"{tensor.name} holds {str(value.dtype).removeprefix('torch.')}"
     if value.dim() == 0:
         return f"{tensor.name} is a scalar"
-    length = value.shape[max(axis, -value.dim())]
-    if consumer.target in _PRODUCTS and isinstance(length, int) and length == 1:
-        return "an outer product: the reduced dimension is 1"
+    length = value.shape[max(operand.axis, -value.dim())]
+    if operand.role == "operand" and isinstance(length, int) and length == 1:
+        return "one value a block (an outer product, or a broadcast)"
     return None

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from pt2mx.checks import operator_modes
-from pt2mx.errors import MXError
+from pt2mx.errors import MXError, nearest
+from pt2mx.ops import check_ste
+from pt2mx.pt2e.operators import OPERAND_NAMES
 from pt2mx.spec import MXSpec, parse
 
 #: the fields of a config that are specs; also the roles that `pt2mx.pt2e.operators` gives to operands
@@ -22,31 +24,59 @@ class MXQuantizationConfig:
         weight: constant operands; `activation=None` with a weight is weight-only quantization.
         output: the result, blocks along its last dimension.
         bias: the bias, where the operator has one.
+        operands: specs (or None) of single operands by name, in place of those of their roles, such as
+            `{"query": "mxfp8", "value": None}`. The README's table names the operands of each operator; an operator
+            without one of that name is not concerned. Kept as pairs.
+        ste: what becomes of a gradient in quantization-aware training: "identity" (it passes unchanged) or "clipped"
+            (zero where the value saturated).
         is_qat: insert `MXFakeQuantize` instead of `MXObserver` under torchao's own `prepare_qat_pt2e`; the one of pt2mx
             sees to it by itself.
 
     Raises:
-        MXError: for an unknown spelling, or a spec whose scale is not E8M0.
+        MXError: for an unknown spelling or operand, or a spec whose scale is not E8M0.
     """
 
     activation: MXSpec | None = None
     weight: MXSpec | None = None
     output: MXSpec | None = None
     bias: MXSpec | None = None
+    operands: tuple[tuple[str, MXSpec | None], ...] = ()
+    ste: str = "identity"
     is_qat: bool = False
 
     def __post_init__(self) -> None:
         for role in ROLES:
-            value = getattr(self, role)
-            if value is not None:
-                try:
-                    spec = parse(value)
-                    operator_modes(spec)  # the graph holds operators, which take some specs only
-                    object.__setattr__(self, role, spec)
-                except MXError as error:
-                    raise MXError(f"{role}: {error}") from None
+            object.__setattr__(self, role, _checked_spec(role, getattr(self, role)))
+        object.__setattr__(self, "operands", _checked_operands(self.operands))
+        check_ste(self.ste)
         if not isinstance(self.is_qat, bool):
             raise MXError(f"is_qat={self.is_qat!r} must be True or False")
+
+    def spec_of(self, operand: str, role: str) -> MXSpec | None:
+        """The spec of an operand of this name and role; None: high precision."""
+        return dict(self.operands).get(operand, getattr(self, role))
+
+
+def _checked_spec(name: str, value: object) -> MXSpec | None:
+    if value is None:
+        return None
+    try:
+        spec = parse(value)
+        operator_modes(spec)  # the graph holds operators, which take some specs only
+    except MXError as error:
+        raise MXError(f"{name}: {error}") from None
+    return spec
+
+
+def _checked_operands(operands: object) -> tuple[tuple[str, MXSpec | None], ...]:
+    try:
+        named = dict(operands)
+    except (TypeError, ValueError):
+        raise MXError(f"operands must map names to specs, such as {{'value': 'mxfp8'}}, not {operands!r}") from None
+    for name in named:
+        if name not in OPERAND_NAMES:
+            raise MXError(f"unknown operand {name!r}: {nearest(name, OPERAND_NAMES)}")
+    return tuple((name, _checked_spec(f"operand {name!r}", spec)) for name, spec in sorted(named.items()))
 
 
 def get_default_mx_quantization_config(
@@ -54,6 +84,8 @@ def get_default_mx_quantization_config(
     activation: object = "mxfp8_e4m3",
     block_size: int | None = None,
     *,
+    operands: object = (),
+    ste: str = "identity",
     is_qat: bool = False,
     **modes: object,
 ) -> MXQuantizationConfig:
@@ -62,7 +94,7 @@ def get_default_mx_quantization_config(
     Args:
         weight, activation: a format, or None; `activation=None` is weight-only quantization.
         block_size: values that share a scale, in place of what the formats say (32 unless `"mxfp4{16}"` does).
-        is_qat: see `MXQuantizationConfig`.
+        operands, ste, is_qat: see `MXQuantizationConfig`.
         **modes: `scale_mode` and `rounding`, as `MXSpec` has them.
 
     Raises:
@@ -77,4 +109,6 @@ def get_default_mx_quantization_config(
     def spec(spelling: object) -> MXSpec | None:
         return None if spelling is None else parse(spelling, **fields_given)
 
-    return MXQuantizationConfig(activation=spec(activation), weight=spec(weight), is_qat=is_qat)
+    return MXQuantizationConfig(
+        activation=spec(activation), weight=spec(weight), operands=operands, ste=ste, is_qat=is_qat
+    )

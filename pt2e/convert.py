@@ -48,7 +48,6 @@ def convert_pt2e(model: GraphModule, fold_quantize: bool = True) -> GraphModule:
     if fold_quantize:
         mark_constants(converted)
         lift_weights(converted)
-        machinery.fold_other_weights(converted)
         fold_weights(converted)
     _freeze(converted)
     return converted

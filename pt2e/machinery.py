@@ -13,7 +13,6 @@ with without_log_warnings():
     import torchao
     from torch.ao.quantization.fx import utils as torch_fx_utils
     from torchao.quantization.pt2e import FakeQuantizeBase, ObserverBase
-    from torchao.quantization.pt2e.constant_fold import constant_fold
     from torchao.quantization.pt2e.convert import _convert_to_reference_decomposed_fx
     from torchao.quantization.pt2e.prepare import prepare as insert_modules
     from torchao.quantization.pt2e.quantize_pt2e import _quant_node_constraint
@@ -37,7 +36,6 @@ __all__ = [
     "annotate",
     "convert_modules",
     "fold_batch_norms",
-    "fold_other_weights",
     "forget_models",
     "forget_prepared",
     "insert_observers",
@@ -75,12 +73,6 @@ def convert_modules(model: GraphModule) -> GraphModule:
         for quantization_pass in (DuplicateDQPass(), PortNodeMetaForQDQ()):
             model = PassManager([quantization_pass])(model).graph_module
     return model
-
-
-def fold_other_weights(model: GraphModule) -> None:
-    """Fold the weights that torchao's own operators quantize."""
-    if _holds_other_operators(model):
-        constant_fold(model, _quant_node_constraint)
 
 
 def _holds_other_operators(model: GraphModule) -> bool:

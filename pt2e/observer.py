@@ -10,7 +10,7 @@ from pt2mx.errors import MXError
 from pt2mx.functional import fake_quantize_mx
 from pt2mx.fx.quantize_dequantize import insert_quantize_dequantize
 from pt2mx.pt2e.machinery import FakeQuantizeBase, ObserverBase, is_prepared
-from pt2mx.pt2e.qspec import spec_of_qscheme
+from pt2mx.pt2e.qspec import spec_of_qscheme, ste_of_qscheme
 from pt2mx.spec import MXSpec
 from pt2mx.statistics import QuantizationStatistics, quantization_sums
 
@@ -40,6 +40,7 @@ class MXObserver(ObserverBase):
         self.dtype = torch.uint8
         self.is_dynamic = False
         self.spec: MXSpec = spec_of_qscheme(qscheme)
+        self.ste = ste_of_qscheme(qscheme)
         self.fake_quant_enabled = fake_quant
         self.observer_enabled = observe
         self.observe_once = False  # set for constant tensors: every batch would show the same
@@ -50,7 +51,7 @@ class MXObserver(ObserverBase):
     def forward(self, x: Tensor) -> Tensor:
         if self.observer_enabled and not (self.observe_once and self._observed):
             self._observe(x.detach())
-        return fake_quantize_mx(x, self.spec) if self.fake_quant_enabled else x
+        return fake_quantize_mx(x, self.spec, ste=self.ste) if self.fake_quant_enabled else x
 
     @torch.no_grad()
     def _observe(self, x: Tensor) -> None:

@@ -7,7 +7,6 @@ from torch import nn
 from torch.fx import GraphModule
 
 from pt2mx import ops
-from pt2mx.checks import operator_modes
 from pt2mx.errors import MXError
 from pt2mx.fx.batch_norm import keep_shared_batch_norms
 from pt2mx.fx.constants import constant_nodes
@@ -17,6 +16,8 @@ from pt2mx.fx.modes import modes_to_modules
 from pt2mx.fx.subgraphs import calls, graph_modules, mark_constants
 from pt2mx.pt2e import machinery
 from pt2mx.pt2e.observer import MXFakeQuantize, MXObserver
+from pt2mx.pt2e.operators import OBSERVER_KEY
+from pt2mx.pt2e.qspec import mx_qscheme
 
 
 class PreparedModule(GraphModule):
@@ -110,6 +111,7 @@ def _settle_observers(graph: GraphModule) -> None:
         observer = graph.get_submodule(node.target)
         if isinstance(observer, MXObserver):
             value = node.meta["val"] = node.args[0].meta.get("val")
+            node.meta[OBSERVER_KEY] = True
             observer.observe_once = node.args[0] in constants
             if value is not None:
                 observer.to(value.device)
@@ -151,6 +153,6 @@ def _observers_to_fake_quantize(model: nn.Module) -> None:
         if type(module) is MXObserver:
             if module not in replacements:
                 device = module.values.device
-                replacements[module] = MXFakeQuantize(("mx", *operator_modes(module.spec))).to(device)
+                replacements[module] = MXFakeQuantize(mx_qscheme(module.spec, module.ste)).to(device)
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, replacements[module])

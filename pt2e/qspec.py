@@ -13,19 +13,29 @@ from pt2mx.spec import MXSpec
 _TAG = "mx"
 
 
-def mx_qspec(spec: MXSpec, constructor: type) -> QuantizationSpec:
-    """The annotation of a tensor; `constructor` is the observer or fake-quantize class. `spec.axis` counts from the
-    front, so that equal specs compare equal."""
+def mx_qspec(spec: MXSpec, constructor: type, ste: str = "identity") -> QuantizationSpec:
+    """The annotation of a tensor; `constructor` is the observer or fake-quantize class, `ste` what becomes of the
+    gradient in training. `spec.axis` counts from the front, so that equal specs compare equal."""
     return QuantizationSpec(
         dtype=torch.uint8,
         observer_or_fake_quant_ctr=constructor,
-        qscheme=(_TAG, *operator_modes(spec)),
+        qscheme=mx_qscheme(spec, ste),
     )
+
+
+def mx_qscheme(spec: MXSpec, ste: str = "identity") -> tuple:
+    """What identifies a quantized tensor: equal ones share an observer."""
+    return (_TAG, *operator_modes(spec), ste)
 
 
 def spec_of_qscheme(qscheme: tuple) -> MXSpec:
     """The MX spec in a `qscheme`."""
-    return MXSpec(*qscheme[1:])
+    return MXSpec(*qscheme[1:6])
+
+
+def ste_of_qscheme(qscheme: tuple) -> str:
+    """What becomes of the gradient, "identity" where a `qscheme` does not say."""
+    return (*qscheme, "identity")[6]
 
 
 def mx_spec(qspec: object) -> MXSpec | None:

@@ -16,10 +16,19 @@ from pt2mx.fx.constants import constant_nodes
 from pt2mx.fx.module_stack import modules_of
 from pt2mx.fx.subgraphs import graph_modules, place_inner_graphs
 from pt2mx.pt2e import recipe
-from pt2mx.pt2e.annotate import REASON_KEY, annotate_operator
+from pt2mx.pt2e.annotate import REASON_KEY, Plan, annotate_operator, plan_operator
 from pt2mx.pt2e.config import MXQuantizationConfig
 from pt2mx.pt2e.machinery import Q_ANNOTATION_KEY, Quantizer
-from pt2mx.pt2e.operators import OPERATORS, operand_node, operator_name
+from pt2mx.pt2e.operators import (
+    OPERANDS,
+    OPT_IN,
+    argument_of,
+    names_of,
+    operands_of,
+    operator_name,
+    quantizable_operators,
+    replace_argument,
+)
 
 Config = MXQuantizationConfig | None
 
@@ -28,8 +37,8 @@ class MXQuantizer(Quantizer):
     """Annotates an exported graph with MX specs.
 
     Each setter takes a config, or None for "leave in high precision", and returns the quantizer. Where several settings
-    match an operator, the first of these wins: filter function, exact module name, module name pattern (in the order in
-    which they were set), module type, operator, global. Of nested modules the innermost wins.
+    match an operator, the first of these wins: filter function, first and last, exact module name, module name pattern
+    (in the order in which they were set), module type, operator, global. Of nested modules the innermost wins.
 
     It works with `pt2mx.prepare_pt2e` as with torchao's own, and inside torchao's `ComposableQuantizer`.
     """
@@ -38,6 +47,8 @@ class MXQuantizer(Quantizer):
         super().__init__()
         self._filter: Callable[[Node], bool] | None = None
         self._global: Config = None
+        #: "first" or "last" -> count -> config
+        self._ends: dict[str, dict[int, Config]] = {kind: {} for kind in recipe.ENDS}
         #: setting kind -> key -> config, in order of precedence
         self._settings: dict[str, dict[str, Config]] = {kind: {} for kind in _MATCHERS}
 
@@ -45,6 +56,15 @@ class MXQuantizer(Quantizer):
         """For every operator that no other setting matches."""
         self._global = _checked(config)
         return self
+
+    def set_first(self, config: Config, count: int = 1) -> MXQuantizer:
+        """For the first `count` operators, in the order of execution, that the other settings quantize. Where several
+        counts were set, the smallest that covers an operator wins."""
+        return self._set_end("first", count, config)
+
+    def set_last(self, config: Config, count: int = 1) -> MXQuantizer:
+        """For the last `count` operators that the other settings quantize, as `set_first` has it."""
+        return self._set_end("last", count, config)
 
     def set_module_name(self, name: str, config: Config) -> MXQuantizer:
         """For the operators inside the module of this qualified name, such as "encoder.layer.0.q_proj"."""
@@ -65,14 +85,13 @@ class MXQuantizer(Quantizer):
         return self._set("module_type", module_type, config)
 
     def set_operator_type(self, operator: torch._ops.OpOverload | str, config: Config) -> MXQuantizer:
-        """For one operator: `torch.ops.aten.bmm.default`, `torch.ops.aten.bmm` or "aten.bmm"."""
-        if isinstance(operator, torch._ops.OpOverloadPacket):
-            operator = operator.default
-        name = operator_name(operator) if isinstance(operator, torch._ops.OpOverload) else str(operator)
-        name = name.removeprefix("torch.ops.").removesuffix(".default")
-        allowed = [operator_name(target) for target in OPERATORS]
+        """For one operator with its overloads, or for one overload: `torch.ops.aten.bmm.default`, `torch.ops.aten.bmm`
+        or "aten.bmm". Elementwise `aten.add` and `aten.mul` are quantized only where this names them.
+        """
+        name = str(operator).removeprefix("torch.ops.").removesuffix(".default")
+        allowed = {name for overload in (*OPERANDS, *OPT_IN) for name in names_of(overload)}
         if name not in allowed:
-            raise MXError(f"operator {name!r} cannot be quantized: {nearest(name, allowed)}")
+            raise MXError(f"operator {name!r} cannot be quantized: {nearest(name, sorted(allowed))}")
         return self._set("operator_type", name, config)
 
     def set_filter_function(self, function: Callable[[Node], bool] | None) -> MXQuantizer:
@@ -87,8 +106,12 @@ class MXQuantizer(Quantizer):
         """The quantizer that a YAML recipe describes: a path, or the name of one of `pt2mx.configs`."""
         quantizer = cls()
         for kind, key, config in recipe.read(path_or_name):
+            setter = getattr(quantizer, f"set_{kind}")
             try:
-                getattr(quantizer, f"set_{kind}")(*([key] if key is not None else []), config)
+                if kind in recipe.ENDS:
+                    setter(config, key)
+                else:
+                    setter(*([key] if key is not None else []), config)
             except MXError as error:
                 raise MXError(f"recipe {path_or_name}: {error}") from None
         return quantizer
@@ -98,7 +121,8 @@ class MXQuantizer(Quantizer):
         if self._filter is not None:
             raise MXError("a filter function cannot be written to a recipe: use module names or patterns instead")
         settings = [("global", None, self._global)] if self._global is not None else []
-        settings += [(kind, key, config) for kind, keys in self._settings.items() for key, config in keys.items()]
+        kinds = {**self._ends, **self._settings}
+        settings += [(kind, key, config) for kind, keys in kinds.items() for key, config in keys.items()]
         return recipe.write(settings, path)
 
     def transform_for_annotation(self, model: GraphModule) -> GraphModule:
@@ -114,37 +138,48 @@ class MXQuantizer(Quantizer):
 
     def _give_edges(self, model: GraphModule) -> None:
         roots = written_roots(model.graph)
-        for node in _candidates(model):
+        for node in self._candidates(model):
             make_positional(node)
-            seen: set[Node] = set()
-            for operand in OPERATORS[node.target]:
-                argument = operand_node(node, operand)
-                if argument is not None and (argument in seen or is_written(argument, roots)):
+            read = _arguments(node)
+            for operand in operands_of(node):
+                argument = argument_of(node, operand)
+                if argument is not None and (read.count(argument) > 1 or is_written(argument, roots)):
                     with model.graph.inserting_before(node):
                         alias = model.graph.call_function(torch.ops.aten.alias.default, (argument,))
                     alias.meta.update({k: v for k, v in argument.meta.items() if k != Q_ANNOTATION_KEY})
-                    node.update_arg(operand.position, alias)
-                seen.add(argument)
+                    replace_argument(node, operand, alias)
         model.recompile()
 
     def annotate(self, model: GraphModule) -> GraphModule:
-        """Annotate every operator of `OPERATORS` that a setting selects, in graphs inside the model's too; another
+        """Annotate every quantizable operator that a setting selects, in graphs inside the model's too; another
         quantizer's annotations stay."""
-        matched: set[tuple[str, str]] = set()
+        matched: set[tuple[str, object]] = set()
         place_inner_graphs(model)
         graphs = graph_modules(model)
-        for graph in graphs:
-            constants = constant_nodes(graph.graph)
-            for node in _candidates(graph):
-                if Q_ANNOTATION_KEY in node.meta:
-                    node.meta[REASON_KEY] = "annotated by another quantizer"
-                    continue
-                config, reason = self._config_of(node, matched)
-                if config is None:
-                    node.meta[REASON_KEY] = reason
-                else:
-                    annotate_operator(node, config, constants)
-        self._warn_unmatched([node for graph in graphs for node in _candidates(graph)], matched)
+        candidates = [node for graph in graphs for node in self._candidates(graph)]
+        constants = set().union(*(constant_nodes(graph.graph) for graph in graphs))
+        chosen: dict[Node, MXQuantizationConfig] = {}
+        plans: dict[Node, Plan] = {}
+        for node in candidates:
+            if Q_ANNOTATION_KEY in node.meta:
+                node.meta[REASON_KEY] = "annotated by another quantizer"
+                continue
+            config, reason = self._config_of(node, matched)
+            if config is None:
+                node.meta[REASON_KEY] = reason
+            else:
+                chosen[node], plans[node] = config, plan_operator(node, config, constants)
+        for node, (source, config) in self._at_the_ends([n for n in plans if plans[n]]).items():
+            matched.add(source)
+            if config is None:
+                node.meta[REASON_KEY] = "excluded by {} {}".format(*source)
+                del plans[node]
+            else:
+                chosen[node], plans[node] = config, plan_operator(node, config, constants)
+        for node, plan in plans.items():
+            annotate_operator(plan, chosen[node])
+        self._warn_unmatched(candidates, matched)
+        _warn_unknown_operands(chosen)
         return model
 
     def validate(self, model: GraphModule) -> None:
@@ -156,7 +191,26 @@ class MXQuantizer(Quantizer):
         self._settings[kind][key] = _checked(config)
         return self
 
-    def _config_of(self, node: Node, matched: set[tuple[str, str]]) -> tuple[Config, str]:
+    def _set_end(self, kind: str, count: int, config: Config) -> MXQuantizer:
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise MXError(f"{kind}: count={count!r} must be an integer of at least 1")
+        self._ends[kind][count] = _checked(config)
+        return self
+
+    def _candidates(self, model: GraphModule) -> list[Node]:
+        asked_for = self._settings["operator_type"].keys()
+        return quantizable_operators(model.graph, lambda name: not asked_for.isdisjoint(names_of(name)))
+
+    def _at_the_ends(self, nodes: list[Node]) -> dict[Node, tuple[tuple[str, int], Config]]:
+        """What `set_first` and `set_last` say of the quantized operators, with the setting that says it."""
+        found: dict[Node, tuple[tuple[str, int], Config]] = {}
+        for kind, ordered in (("first", nodes), ("last", nodes[::-1])):
+            for count, config in sorted(self._ends[kind].items()):
+                for node in ordered[:count]:
+                    found.setdefault(node, ((kind, count), config))
+        return found
+
+    def _config_of(self, node: Node, matched: set[tuple[str, object]]) -> tuple[Config, str]:
         """The config of an operator, and the reason if it is None. Notes every setting that matches in `matched`."""
         found: list[tuple[str, Config]] = []
         for kind, matches in _MATCHERS.items():
@@ -170,16 +224,30 @@ class MXQuantizer(Quantizer):
         source, config = found[0] if found else ("the global setting", self._global)
         return config, "no setting matches it" if not found and config is None else f"excluded by {source}"
 
-    def _warn_unmatched(self, candidates: list[Node], matched: set[tuple[str, str]]) -> None:
+    def _warn_unmatched(self, candidates: list[Node], matched: set[tuple[str, object]]) -> None:
         names = {name for node in candidates for name, _ in modules_of(node) if name}
         types = {kind.rpartition(".")[2] for node in candidates for _, kind in modules_of(node)}
         known = {"module_name": names, "module_name_regex": names, "module_type": types}
-        for kind, keys in self._settings.items():
+        for kind, keys in {**self._ends, **self._settings}.items():
             for key in keys:
                 if (kind, key) not in matched:
                     near = nearest(key, sorted(known[kind])).split(" allowed:")[0] if kind in known else ""
                     hint = f"; {near}" if near.startswith("did") else ""
                     warnings.warn(f"the setting {kind} {key!r} matches no operator of the model{hint}", stacklevel=3)
+
+
+def _warn_unknown_operands(chosen: dict[Node, MXQuantizationConfig]) -> None:
+    known: dict[MXQuantizationConfig, set[str]] = {}
+    for node, config in chosen.items():
+        known.setdefault(config, set()).update(operand.name for operand in operands_of(node))
+    for config, names in known.items():
+        for name, _ in config.operands:
+            if name not in names:
+                warnings.warn(
+                    f"none of the operators whose config names the operand {name!r} has one; they have "
+                    + ", ".join(sorted(names)),
+                    stacklevel=3,
+                )
 
 
 def _checked(config: Config) -> Config:
@@ -189,10 +257,6 @@ def _checked(config: Config) -> Config:
             "get_default_mx_quantization_config(...)"
         )
     return config
-
-
-def _candidates(model: GraphModule) -> list[Node]:
-    return [node for node in model.graph.nodes if node.op == "call_function" and node.target in OPERATORS]
 
 
 def _depth(node: Node, matches: Callable[[str, str], bool]) -> int:
@@ -211,10 +275,21 @@ def _is_type(key: str, kind: str) -> bool:
     return kind == key or ("." not in key and kind.rpartition(".")[2] == key)
 
 
+def _place(key: str, names: tuple[str, ...]) -> int:
+    return names.index(key) if key in names else -1
+
+
 #: setting kind, in order of precedence -> how closely around a node a key matches, -1 for not at all
 _MATCHERS: dict[str, Callable[[str, Node], int]] = {
     "module_name": lambda key, node: len(key) if _is_inside(key, node) else -1,
     "module_name_regex": lambda key, node: min(0, _depth(node, lambda name, kind: bool(re.fullmatch(key, name)))),
     "module_type": lambda key, node: _depth(node, lambda name, kind: _is_type(key, kind)),
-    "operator_type": lambda key, node: 0 if key == operator_name(node.target) else -1,
+    "operator_type": lambda key, node: _place(key, names_of(operator_name(node.target))),
 }
+
+
+def _arguments(node: Node) -> list[Node]:
+    """The nodes that a call reads, as often as it does."""
+    read: list[Node] = []
+    torch.fx.map_arg((node.args, node.kwargs), read.append)
+    return read

@@ -6,9 +6,12 @@
       encoder.layer.0: {weight: mxfp8_e4m3, activation: mxfp8_e4m3}
     module_name_regex:
       .*lm_head: null
+    first:
+      2: {weight: mxint8}
 
 A config maps roles to specs; `null` leaves in high precision. A spec is a spelling that `pt2mx.parse` takes, or a
-mapping of `MXSpec` fields (`{element: fp4_e2m1, block_size: 16}`).
+mapping of `MXSpec` fields (`{element: fp4_e2m1, block_size: 16}`). `operands` maps names of operands to specs, and
+`ste` says what becomes of gradients. `first` and `last` map counts of operators to configs.
 """
 
 from __future__ import annotations
@@ -20,13 +23,16 @@ import yaml
 
 from pt2mx.errors import MXError, nearest
 from pt2mx.pt2e.config import ROLES, MXQuantizationConfig
+from pt2mx.pt2e.operators import OPERAND_NAMES
 from pt2mx.spec import MXSpec, parse
 
+#: kinds of settings whose keys are counts of operators
+ENDS = ("first", "last")
 #: kinds of settings: the suffixes of `MXQuantizer`'s setters; all but the global one hold a mapping from key to config
-KINDS = ("global", "module_name", "module_name_regex", "module_type", "operator_type")
+KINDS = ("global", *ENDS, "module_name", "module_name_regex", "module_type", "operator_type")
 _SPEC_FIELDS = ("element", "block_size", "scale_mode", "rounding")
 
-Setting = tuple[str, str | None, MXQuantizationConfig | None]
+Setting = tuple[str, str | int | None, MXQuantizationConfig | None]
 
 
 def names() -> list[str]:
@@ -80,8 +86,10 @@ def _settings(recipe: object) -> list[Setting]:
             settings.append((kind, None, _config(kind, recipe[kind])))
             continue
         if not isinstance(recipe[kind], dict):
-            raise MXError(f"{kind} must map names to configs, not be {recipe[kind]!r}")
-        settings += [(kind, str(key), _config(f"{kind} {key!r}", value)) for key, value in recipe[kind].items()]
+            keys = "counts" if kind in ENDS else "names"
+            raise MXError(f"{kind} must map {keys} to configs, not be {recipe[kind]!r}")
+        for key, value in recipe[kind].items():
+            settings.append((kind, key if kind in ENDS else str(key), _config(f"{kind} {key!r}", value)))
     if not settings:
         raise MXError(f"it quantizes nothing: give it at least one of {', '.join(KINDS)}")
     return settings
@@ -90,8 +98,15 @@ def _settings(recipe: object) -> list[Setting]:
 def _config(where: str, value: object) -> MXQuantizationConfig | None:
     if value is None:
         return None
-    _check_mapping(where, value, ROLES)
-    return MXQuantizationConfig(**{role: _spec(f"{where}: {role}", spec) for role, spec in value.items()})
+    _check_mapping(where, value, (*ROLES, "operands", "ste"))
+    fields = {role: _spec(f"{where}: {role}", spec) for role, spec in value.items() if role in ROLES}
+    if "operands" in value:
+        _check_mapping(f"{where}: operands", value["operands"], OPERAND_NAMES)
+        fields["operands"] = {n: _spec(f"{where}: operand {n!r}", spec) for n, spec in value["operands"].items()}
+    try:
+        return MXQuantizationConfig(**fields, ste=value.get("ste", "identity"))
+    except MXError as error:
+        raise MXError(f"{where}: {error}") from None
 
 
 def _spec(where: str, value: object) -> MXSpec | None:
@@ -114,7 +129,12 @@ def _plain(config: MXQuantizationConfig | None) -> dict | None:
     if config is None:
         return None
     specs = {role: getattr(config, role) for role in ROLES}
-    return {role: str(spec) for role, spec in specs.items() if spec is not None}
+    plain: dict[str, object] = {role: str(spec) for role, spec in specs.items() if spec is not None}
+    if config.operands:
+        plain["operands"] = {name: None if spec is None else str(spec) for name, spec in config.operands}
+    if config.ste != "identity":
+        plain["ste"] = config.ste
+    return plain
 
 
 def _check_mapping(where: str, value: object, allowed: tuple[str, ...]) -> None:

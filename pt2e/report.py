@@ -18,7 +18,7 @@ from pt2mx.fx.quantize_dequantize import spec_of_dequantize
 from pt2mx.kernels.packing import packed_length
 from pt2mx.pt2e.annotate import REASON_KEY
 from pt2mx.pt2e.observer import STATISTICS_KEY, MXObserver
-from pt2mx.pt2e.operators import OPERATORS, operand_node, operator_name, role_of
+from pt2mx.pt2e.operators import operand_node, operands_of, operator_name, quantizable_operators, role_of
 from pt2mx.spec import MXSpec
 from pt2mx.statistics import QuantizationStatistics
 
@@ -100,11 +100,7 @@ def quantization_report(model: GraphModule) -> QuantizationReport:
             "pass what prepare_pt2e or convert_pt2e returned"
         )
     constants, counted = constant_nodes(model.graph), set()
-    operators = tuple(
-        _operator_report(model, node, constants, counted)
-        for node in model.graph.nodes
-        if node.op == "call_function" and node.target in OPERATORS
-    )
+    operators = tuple(_operator_report(model, node, constants, counted) for node in quantizable_operators(model.graph))
     observers = [m for m in model.modules() if isinstance(m, MXObserver)]
     statistics = {id(buffer) for observer in observers for buffer in observer.buffers()}
     tensors = [t for t in [*model.parameters(), *model.buffers()] if id(t) not in statistics]
@@ -120,7 +116,7 @@ def quantization_report(model: GraphModule) -> QuantizationReport:
 def _operator_report(model: GraphModule, node: Node, constants: set[Node], counted: set[Node]) -> OperatorReport:
     operands = tuple(
         _operand_report(model, role_of(operand, argument, constants), argument, constants, counted)
-        for operand in OPERATORS[node.target]
+        for operand in operands_of(node)
         if (argument := operand_node(node, operand)) is not None
     )
     return OperatorReport(node.name, module_name(node), operator_name(node.target), operands, node.meta.get(REASON_KEY))

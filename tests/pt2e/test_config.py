@@ -24,9 +24,30 @@ def test_spellings_become_specs():
     assert MXQuantizationConfig(weight="MXFP6[E3M2]{16}").weight == MXSpec("fp6_e3m2", 16)
 
 
+def test_single_operands_have_specs_of_their_own():
+    config = MXQuantizationConfig("mxfp8", "mxfp4", operands={"value": "mxint8{16}", "query": None})
+    assert config.operands == (("query", None), ("value", MXSpec("int8", 16)))
+    assert config.spec_of("value", "activation") == MXSpec("int8", 16)
+    assert config.spec_of("query", "activation") is None
+    assert config.spec_of("key", "activation") == config.activation
+    assert config == MXQuantizationConfig("mxfp8", "mxfp4", operands=config.operands) and hash(config)
+    assert get_default_mx_quantization_config("mxfp4", "mxfp8", operands={"key": "mxint8"}).operands
+
+
+def test_ste_is_of_two_kinds():
+    assert MXQuantizationConfig().ste == "identity"
+    assert get_default_mx_quantization_config(ste="clipped") == MXQuantizationConfig("mxfp8", "mxfp8", ste="clipped")
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: MXQuantizationConfig(operands={"valeu": "mxfp4"}), "unknown operand 'valeu': did you mean 'value'"),
+        (lambda: MXQuantizationConfig(operands={1: "mxfp4"}), "unknown operand 1: .*allowed: input"),
+        (lambda: MXQuantizationConfig(operands={"key": "mxpf4"}), "operand 'key': .*did you mean 'mxfp4'"),
+        (lambda: MXQuantizationConfig(operands="value"), "operands must map names to specs.*not 'value'"),
+        (lambda: MXQuantizationConfig(operands=7), "operands must map names to specs.*not 7"),
+        (lambda: MXQuantizationConfig(ste="clip"), "unknown ste 'clip': did you mean 'clipped'"),
         (lambda: MXQuantizationConfig(weight="mxpf4"), "weight: .*did you mean 'mxfp4'"),
         (lambda: MXQuantizationConfig(activation=7), "activation: "),
         (lambda: MXQuantizationConfig(is_qat="yes"), "is_qat='yes' must be True or False"),

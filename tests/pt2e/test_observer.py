@@ -41,6 +41,14 @@ def test_fake_quantize_trains_straight_through():
     assert module.statistics is None
 
 
+def test_the_gradient_is_clipped_where_the_annotation_says_so():
+    module, x = MXFakeQuantize((*QSCHEME, "clipped")), torch.full((1, 32), 1.0)
+    x[0, 0] = 7.9  # beyond 6 * 2**0, the largest value of its block
+    x.requires_grad_()
+    module(x).sum().backward()
+    assert x.grad.tolist() == [[0.0] + [1.0] * 31]
+
+
 def test_torchao_knows_the_classes():
     assert isinstance(MXObserver(QSCHEME), ObserverBase)
     assert isinstance(MXFakeQuantize(QSCHEME), FakeQuantizeBase)

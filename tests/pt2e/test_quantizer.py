@@ -33,6 +33,11 @@ class Model(nn.Module):
         return self.lm_head(x)
 
 
+class Attention(nn.Module):
+    def forward(self, x):
+        return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
 INPUTS = (torch.randn(2, 4, 32),)
 
 
@@ -121,6 +126,90 @@ def test_precedence():
         assert specs(step(quantizer))["lm_head:linear"] == want
 
 
+@pytest.mark.parametrize(("key", "count"), [("aten.conv2d", 2), ("aten.conv2d.padding", 1), (torch.ops.aten.conv2d, 2)])
+def test_operator_type_covers_overloads_and_the_exact_one_wins(key, count):
+    class Convs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.plain, self.same = nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3, padding="same")
+
+        def forward(self, x):
+            return self.same(self.plain(x))
+
+    model = torch.export.export(Convs().eval(), (torch.randn(1, 8, 8, 8),)).module()
+    quantizer = MXQuantizer().set_operator_type(key, FP4)
+    report = pt2mx.quantization_report(pt2mx.prepare_pt2e(model, quantizer))
+    assert sum(o.quantized for o in report.operators) == count
+    quantizer.set_operator_type("aten.conv2d.padding", INT8)
+    report = pt2mx.quantization_report(pt2mx.prepare_pt2e(model, quantizer))
+    assert report.operators[1].operands[1].spec == "mxint8{32}"
+
+
+def test_operands_have_specs_of_their_own():
+    config = MXQuantizationConfig("mxfp8", "mxfp4", operands={"input": "mxint8"})
+    quantizer = MXQuantizer().set_global(FP8).set_operator_type("aten.bmm", config)
+    quantizer.set_operator_type("aten.matmul", MXQuantizationConfig("mxfp8", operands={"other": None}))
+    got = specs(quantizer)
+    assert got["layers.0:bmm"] == "int8/fp8_e4m3" and got["layers.0:matmul"] == "fp8_e4m3/-"
+    assert got["lm_head:linear"] == "fp8_e4m3/fp8_e4m3"
+
+
+def test_operands_of_attention():
+    model = torch.export.export(Attention(), (torch.randn(1, 2, 8, 32),)).module()
+    config = MXQuantizationConfig("mxfp8", operands={"query": None, "value": "mxint8{8}"})
+    report = pt2mx.quantization_report(pt2mx.prepare_pt2e(model, MXQuantizer().set_global(config)))
+    assert [o.spec for o in report.operators[0].operands] == [None, "mxfp8_e4m3{32}", "mxint8{8}"]
+
+
+def test_an_operand_that_no_operator_has_is_reported():
+    quantizer = MXQuantizer().set_global(FP8)
+    quantizer.set_module_name("lm_head", MXQuantizationConfig(weight="mxfp4", operands={"query": "mxfp8"}))
+    with pytest.warns(UserWarning, match="the operand 'query' has one; they have bias, input, weight"):
+        pt2mx.prepare_pt2e(exported(), quantizer)
+
+
+ORDER = ("layers.0.q_proj:linear", "layers.0.k_proj:linear", "layers.0:bmm", "layers.0:matmul")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_first_and_last(count):
+    got = specs(MXQuantizer().set_global(FP8).set_first(FP4, count).set_last(None))
+    assert list(got) == [*ORDER, *(name.replace("layers.0", "layers.1") for name in ORDER), "lm_head:linear"]
+    weights = [name for name, spec in got.items() if spec == "-/fp4_e2m1"]
+    assert weights == list(ORDER[: min(count, 2)]), "a product of computed tensors has no weight"
+    assert got["lm_head:linear"] == "-/-" and got["layers.1:matmul"] == "fp8_e4m3/fp8_e4m3"
+    if count == 3:
+        assert got["layers.0:bmm"] == "-/-" and got["layers.0:matmul"] == "fp8_e4m3/fp8_e4m3"
+
+
+def test_first_counts_what_the_other_settings_quantize():
+    quantizer = MXQuantizer().set_global(INT8).set_module_name("layers.0", None).set_first(FP8).set_last(FP4, 2)
+    got = specs(quantizer)
+    assert got["layers.0.q_proj:linear"] == "-/-", "it is left alone, so it is not the first"
+    assert got["layers.1.q_proj:linear"] == "fp8_e4m3/fp8_e4m3"
+    # weight-only: of products nothing is quantized, so they do not count either
+    assert got["layers.1.k_proj:linear"] == got["lm_head:linear"] == "-/fp4_e2m1"
+
+
+def test_ends_win_over_names_and_the_smallest_count_wins():
+    quantizer = MXQuantizer().set_global(FP8).set_module_name("layers.0.q_proj", INT8)
+    quantizer.set_first(FP4, 2).set_first(None, 1).set_last(INT8, 100)
+    got = specs(quantizer)
+    assert got["layers.0.q_proj:linear"] == "-/-" and got["layers.0.k_proj:linear"] == "-/fp4_e2m1"
+    assert got["lm_head:linear"] == "-/int8"
+    report = pt2mx.quantization_report(pt2mx.prepare_pt2e(exported(), quantizer))
+    assert report.operators[0].reason == "excluded by first 1"
+    quantizer.set_filter_function(lambda node: node.name != "linear")
+    assert specs(quantizer)["layers.0.k_proj:linear"] == "-/-", "with the filter it is the first"
+
+
+def test_the_recipe_with_ends():
+    got = specs(MXQuantizer.from_recipe("mxfp4_first_last_mxfp8"))
+    ends = {"layers.0.q_proj:linear", "lm_head:linear"}
+    assert {name for name, spec in got.items() if spec == "fp8_e4m3/fp8_e4m3"} == ends
+    assert {spec for name, spec in got.items() if name not in ends} == {"fp4_e2m1/fp4_e2m1"}
+
+
 def test_reasons_for_what_is_left_alone():
     quantizer = MXQuantizer().set_global(FP4).set_module_name("lm_head", None).set_module_type("Layer", FP8)
     quantizer.set_filter_function(lambda node: node.name != "linear_1")
@@ -144,6 +233,7 @@ def test_reasons_for_what_is_left_alone():
         (("module_name_regex", ".*foo"), "module_name_regex '.*foo' matches no operator"),
         (("module_type", "Liner"), "module_type 'Liner' matches no operator.*'Linear'"),
         (("operator_type", "aten.conv2d"), "operator_type 'aten.conv2d' matches no operator"),
+        (("operator_type", "aten.add"), "operator_type 'aten.add' matches no operator"),
     ],
 )
 def test_a_setting_that_matches_nothing_is_reported(setting, message):
@@ -164,7 +254,12 @@ def test_a_setting_that_matches_nothing_is_reported(setting, message):
         (lambda q: q.set_module_name_regex(None, FP4), "no regular expression"),
         (lambda q: q.set_operator_type("aten.bm", FP4), "did you mean 'aten.bmm'"),
         (lambda q: q.set_operator_type(torch.ops.aten.relu.default, FP4), "'aten.relu' cannot be quantized"),
+        (lambda q: q.set_operator_type("aten.ad", FP4), "did you mean 'aten.add'"),
         (lambda q: q.set_filter_function("conv"), "must be a function"),
+        (lambda q: q.set_first(FP4, 0), "first: count=0 must be an integer of at least 1"),
+        (lambda q: q.set_last(FP4, "2"), "last: count='2' must be"),
+        (lambda q: q.set_last(FP4, True), "last: count=True must be"),
+        (lambda q: q.set_first("mxfp4"), "expected an MXQuantizationConfig or None, not 'mxfp4'"),
     ],
 )
 def test_bad_settings(make, message):
@@ -189,3 +284,53 @@ def test_inside_a_composable_quantizer():
     both = ComposableQuantizer([MXQuantizer().set_module_name("lm_head", FP4), MXQuantizer().set_global(FP8)])
     got = specs(both)
     assert got["lm_head:linear"] == "-/fp4_e2m1" and got["layers.0:bmm"] == "fp8_e4m3/fp8_e4m3"
+
+
+X86 = """
+import torch
+from torch import nn
+from torchao.quantization.pt2e.quantizer import ComposableQuantizer
+from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
+import pt2mx
+
+torch.manual_seed(0)
+model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).eval(), torch.randn(4, 64)
+int8 = x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())
+mx = pt2mx.MXQuantizer().set_module_name("2", pt2mx.get_default_mx_quantization_config("mxfp4", "mxfp8"))
+prepared = pt2mx.prepare_pt2e(torch.export.export(model, (x,)).module(), ComposableQuantizer([mx, int8]))
+prepared(x)
+converted = pt2mx.convert_pt2e(prepared)
+print(sorted((n, str(t.dtype)) for n, t in converted.state_dict().items() if "weight" in n))
+
+# the MX layer sees what the int8 layer returns
+linear, mxfp8 = nn.functional.linear, lambda t: pt2mx.fake_quantize_mx(t, "mxfp8")
+weight, observed = converted.get_buffer("0.weight_data"), converted._scale_0
+q = next(n for n in converted.graph.nodes if "quantize_per_tensor" in str(n.target))
+x8 = torch.ops.quantized_decomposed.quantize_per_tensor(x, *q.args[1:])
+x8 = torch.ops.quantized_decomposed.dequantize_per_tensor(x8, *q.args[1:])
+first = torch.relu(linear(x8, weight.float() * observed[:, None], model[0].bias))
+want = linear(mxfp8(first), pt2mx.fake_quantize_mx(model[2].weight, "mxfp4"), model[2].bias)
+print(torch.equal(converted(x), want))
+print(torch.allclose(torch.export.export(converted, (x,)).module()(x), want))
+"""
+
+
+def test_beside_int8_for_x86_in_one_model(run_python):
+    """MX first, then X86. In a process of its own: the import of the X86 quantizer changes Inductor's config."""
+    weights, equal, exported_again = run_python(X86).splitlines()
+    assert weights == str([("0.weight_data", "torch.int8"), ("2.weight_data", "torch.uint8"),
+                           ("2.weight_scale", "torch.uint8")])  # fmt: skip
+    assert equal == exported_again == "True"
+
+
+@pytest.mark.parametrize("ste", ["identity", "clipped"])
+def test_ste_of_a_config_reaches_training(ste):
+    model, x = nn.Linear(32, 1, bias=False), torch.full((1, 32), 1.0)
+    x[0, 0] = 7.9  # beyond 6 * 2**0, the largest value of its block in FP4
+    config = get_default_mx_quantization_config("mxfp4", "mxfp4", ste=ste)
+    qat = pt2mx.prepare_qat_pt2e(torch.export.export(model, (x,)).module(), MXQuantizer().set_global(config))
+    assert {m.ste for m in qat.modules() if isinstance(m, pt2mx.MXFakeQuantize)} == {ste}
+    x.requires_grad_()
+    qat(x).sum().backward()
+    weight = pt2mx.fake_quantize_mx(model.weight.detach(), "mxfp4")
+    assert x.grad[0, 0] == (0 if ste == "clipped" else weight[0, 0]) and torch.equal(x.grad[0, 1:], weight[0, 1:])

@@ -13,11 +13,20 @@ SHIPPED = {
 }
 
 
-def test_the_six_shipped_recipes():
-    assert set(recipe.names()) == set(SHIPPED)
+def test_the_shipped_recipes():
+    assert set(recipe.names()) == {*SHIPPED, "mxfp4_first_last_mxfp8"}
     for name, (weight, activation) in SHIPPED.items():
         want = MXQuantizationConfig(weight=weight, activation=activation)
         assert recipe.read(name) == [("global", None, want)]
+
+
+def test_the_shipped_recipe_with_ends():
+    fp8 = MXQuantizationConfig(weight="mxfp8", activation="mxfp8")
+    assert recipe.read("mxfp4_first_last_mxfp8") == [
+        ("global", None, MXQuantizationConfig(weight="mxfp4", activation="mxfp4")),
+        ("first", 1, fp8),
+        ("last", 1, fp8),
+    ]
 
 
 def test_every_kind_of_setting(tmp_path):
@@ -27,15 +36,24 @@ description: all of it
 global: {weight: mxfp4, activation: {element: fp8_e4m3, block_size: 16, scale_mode: rceil}}
 module_name: {encoder.layer.0: {weight: "MXFP8[E4M3]{64}"}}
 module_name_regex: {".*lm_head": null}
-module_type: {Linear: {weight: mxint8, output: null}}
-operator_type: {aten.bmm: {activation: mxfp6}}
+module_type: {Linear: {weight: mxint8, output: null, ste: clipped}}
+first: {2: null}
+last: {1: {weight: mxint8}, 3: {weight: mxfp6}}
+operator_type: {aten.bmm: {activation: mxfp6, operands: {other: {element: mxint8, block_size: 16}, input: null}}}
 """)
     assert recipe.read(path) == [
         ("global", None, MXQuantizationConfig(weight="mxfp4", activation=MXSpec("fp8_e4m3", 16, scale_mode="rceil"))),
+        ("first", 2, None),
+        ("last", 1, MXQuantizationConfig(weight="mxint8")),
+        ("last", 3, MXQuantizationConfig(weight="mxfp6")),
         ("module_name", "encoder.layer.0", MXQuantizationConfig(weight=MXSpec("fp8_e4m3", 64))),
         ("module_name_regex", ".*lm_head", None),
-        ("module_type", "Linear", MXQuantizationConfig(weight="mxint8")),
-        ("operator_type", "aten.bmm", MXQuantizationConfig(activation="mxfp6")),
+        ("module_type", "Linear", MXQuantizationConfig(weight="mxint8", ste="clipped")),
+        (
+            "operator_type",
+            "aten.bmm",
+            MXQuantizationConfig(activation="mxfp6", operands={"input": None, "other": "mxint8{16}"}),
+        ),
     ]
 
 
@@ -47,11 +65,18 @@ def test_quantizer_and_recipe_round_trip(tmp_path):
         .set_module_name_regex(r"layer\.\d+", MXQuantizationConfig(weight="mxint8", bias="mxint8"))
         .set_module_type("Linear", MXQuantizationConfig(output="mxfp6_e3m2"))
         .set_operator_type("aten.bmm", None)
+        .set_operator_type("aten.add", MXQuantizationConfig(activation="mxfp8", ste="clipped"))
+        .set_first(None)
+        .set_first(
+            MXQuantizationConfig(weight="mxfp8", operands={"query": None, "value": "mxint8{16}(rceil)"}), count=3
+        )
+        .set_last(None, count=2)
     )
     text = quantizer.to_recipe(tmp_path / "r.yaml")
     again = MXQuantizer.from_recipe(tmp_path / "r.yaml")
     assert again.to_recipe() == text
     assert again._settings == quantizer._settings and again._global == quantizer._global
+    assert again._ends == quantizer._ends
 
 
 def test_a_filter_cannot_be_written():
@@ -73,6 +98,14 @@ def test_a_filter_cannot_be_written():
         ("global: mxfp4", "global must be a mapping"),
         ("module_name: mxfp4", "module_name must map names to configs"),
         ("module_type: {Linear: mxfp4}", "module_type 'Linear' must be a mapping"),
+        ("global: {weight: mxfp4, operands: {valeu: mxfp8}}", "unknown key 'valeu' in global: operands: .*'value'"),
+        ("global: {weight: mxfp4, operands: {value: mxpf8}}", "global: operand 'value': .*did you mean 'mxfp8'"),
+        ("global: {weight: mxfp4, operands: mxfp8}", "global: operands must be a mapping"),
+        ("global: {weight: mxfp4, ste: clip}", "global: unknown ste 'clip': did you mean 'clipped'"),
+        ("first: {weight: mxfp4}", "first 'weight' must be a mapping"),
+        ("first: {one: null}", "first: count='one' must be an integer of at least 1"),
+        ("last: {0: null}", "last: count=0 must be an integer of at least 1"),
+        ("first: null", "first must map counts to configs"),
         ("- 1", "the recipe must be a mapping"),
         ("", "the recipe must be a mapping"),
         ("description: nothing", "it quantizes nothing"),

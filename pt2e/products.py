@@ -1,0 +1,41 @@
+"""Along which dimensions a product of two tensors reduces them, where that stands in the arguments of the call."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+Axes = tuple[int, int]
+
+
+def vecdot_axes(node: Node) -> Axes:
+    """linalg_vecdot(x, y, *, dim=-1)."""
+    dim = node.kwargs.get("dim", -1)
+    return dim, dim
+
+
+def tensordot_axes(node: Node) -> Axes | None:
+    """tensordot(x, y, dims_x, dims_y): of several reduced dimensions the last pair; None for an outer product."""
+    dims_x, dims_y = node.args[2:4]
+    return (dims_x[-1], dims_y[-1]) if dims_x else None
+
+
+def einsum_axes(node: Node) -> Axes | None:
+    """einsum(equation, [x, y]): of several labels that it reduces the last in x, which is the one that lies closest in
+    memory. None where it is no product of two tensors, reduces no label of both, or takes a diagonal of one."""
+    equation, tensors = node.args[:2]
+    terms, arrow, output = equation.replace(" ", "").partition("->")
+    terms = terms.split(",")
+    labels = [term.replace(".", "") for term in terms]
+    if len(tensors) != 2 or any(len(set(term)) < len(term) for term in labels):
+        return None
+    if arrow:
+        reduced = [label for label in labels[0] if label in labels[1] and label not in output]
+    else:  # what both have is reduced
+        reduced = [label for label in labels[0] if label in labels[1]]
+    return (_axis(terms[0], reduced[-1]), _axis(terms[1], reduced[-1])) if reduced else None
+
+
+def _axis(term: str, label: str) -> int:
+    """The dimension of a label: counted from the front, or from the end where it stands behind an ellipsis."""
+    head, _, tail = term.partition("...")
+    return tail.index(label) - len(tail) if label in tail else head.index(label)
