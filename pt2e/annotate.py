@@ -17,6 +17,9 @@ from pt2mx.spec import MXSpec
 #: meta key of an operator's node: why it, or an operand of it, was left in high precision
 REASON_KEY = "mx_reason"
 
+#: meta key of an operator's node: the config that a setting gave it
+CONFIG_KEY = "mx_config"
+
 _PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.matmul.default})
 
 
@@ -25,7 +28,8 @@ def annotate_operator(node: Node, config: MXQuantizationConfig, constants: set[N
 
     `constants` are the constant nodes of the graph: their specs are the weights'.
     """
-    constructor = MXFakeQuantize if config.is_qat else MXObserver
+    constructor = MXFakeQuantize if config.is_qat else config.observer or MXObserver
+    node.meta[CONFIG_KEY] = config
     inputs, reasons = {}, []
     for operand in OPERATORS[node.target]:
         argument = operand_node(node, operand)

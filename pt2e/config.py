@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from pt2mx.checks import operator_modes
 from pt2mx.errors import MXError
+from pt2mx.pt2e.observer import MXObserver
 from pt2mx.spec import MXSpec, parse
 
 #: the fields of a config that are specs; also the roles that `pt2mx.pt2e.operators` gives to operands
@@ -24,9 +26,11 @@ class MXQuantizationConfig:
         bias: the bias, where the operator has one.
         is_qat: insert `MXFakeQuantize` instead of `MXObserver` under torchao's own `prepare_qat_pt2e`; the one of pt2mx
             sees to it by itself.
+        observer: what to insert for calibration in place of `MXObserver`: a subclass of it, or what `with_args` of one
+            returns, such as `MXFormatObserver.with_args(candidates=("mxfp4", "mxfp8"))`. Recipes do not hold it.
 
     Raises:
-        MXError: for an unknown spelling, or a spec whose scale is not E8M0.
+        MXError: for an unknown spelling, a spec whose scale is not E8M0, or another observer.
     """
 
     activation: MXSpec | None = None
@@ -34,6 +38,7 @@ class MXQuantizationConfig:
     output: MXSpec | None = None
     bias: MXSpec | None = None
     is_qat: bool = False
+    observer: Callable | None = None
 
     def __post_init__(self) -> None:
         for role in ROLES:
@@ -47,6 +52,17 @@ class MXQuantizationConfig:
                     raise MXError(f"{role}: {error}") from None
         if not isinstance(self.is_qat, bool):
             raise MXError(f"is_qat={self.is_qat!r} must be True or False")
+        if self.observer is not None and not _makes_observers(self.observer):
+            raise MXError(
+                f"observer={self.observer!r} must be MXObserver, a subclass of it, or what its with_args(...) returned"
+            )
+
+
+def _makes_observers(constructor: object) -> bool:
+    """Tried as torchao will call it, so that a bad argument of `with_args` raises here."""
+    if not callable(constructor) or not hasattr(constructor, "with_args"):
+        return False
+    return isinstance(constructor.with_args(qscheme=("mx", *operator_modes(parse("mxfp8"))))(), MXObserver)
 
 
 def get_default_mx_quantization_config(

@@ -9,6 +9,7 @@ from pt2mx.formats import ELEMENTS, FORMATS, ElementFormat, parse_element
 from pt2mx.functional import dequantize_mx, fake_quantize_mx, quantize_mx
 from pt2mx.pt2e.config import MXQuantizationConfig, get_default_mx_quantization_config
 from pt2mx.pt2e.convert import convert_pt2e
+from pt2mx.pt2e.format_observer import MXFormatObserver
 from pt2mx.pt2e.observer import (
     MXFakeQuantize,
     MXObserver,
@@ -33,6 +34,7 @@ __all__ = [
     "MXConfig",
     "MXError",
     "MXFakeQuantize",
+    "MXFormatObserver",
     "MXObserver",
     "MXQuantizationConfig",
     "MXQuantizer",
