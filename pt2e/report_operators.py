@@ -115,7 +115,7 @@ def _operand_report(
         statistics, candidates = argument.meta.get(STATISTICS_KEY), argument.meta.get(CANDIDATES_KEY, {})
     value, values, before, after = argument.meta.get("val", source.meta.get("val")), 0, 0, 0
     if source in constants and isinstance(value, torch.Tensor):
-        values, before, after = _storage(value, spec, _origin(source), counted)
+        values, before, after = _storage(value, spec, origin_of(source), counted)
     return OperandReport(role, None if spec is None else str(spec), statistics, candidates, values, before, after)
 
 
@@ -129,7 +129,7 @@ def _storage(value: torch.Tensor, spec: MXSpec | None, origin: object, counted: 
     return (value.numel() if first else 0), (held if first else 0), (0 if kept else after)
 
 
-def _origin(source: Node) -> object:
+def origin_of(source: Node) -> object:
     """What tells a constant from others: the name of a parameter or buffer, else the node that computes it."""
     while source.target is torch.ops.aten.alias.default:
         source = source.args[0]

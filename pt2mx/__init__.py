@@ -21,6 +21,7 @@ from pt2mx.pt2e.observer import (
 from pt2mx.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
 from pt2mx.pt2e.quantizer import MXQuantizer
 from pt2mx.pt2e.report import quantization_report
+from pt2mx.pt2e.suggest import suggest_config
 from pt2mx.spec import MXSpec, create_mx_spec, parse
 from pt2mx.tensor import MXTensor
 from pt2mx.tensor_statistics import mx_statistics
@@ -64,4 +65,5 @@ __all__ = [
     "quantize_linear_",
     "quantize_llm_",
     "quantize_mx",
+    "suggest_config",
 ]

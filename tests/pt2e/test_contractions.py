@@ -10,10 +10,11 @@ aten = torch.ops.aten
 
 @pytest.mark.parametrize(
     "name",
-    """mm bmm baddbmm addmm addbmm addmv mv dot vdot inner matmul linalg_matmul linalg_multi_dot chain_matmul linear einsum
-    tensordot bilinear _trilinear cdist convolution _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d
-    conv_transpose2d conv_transpose3d lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _grouped_mm
-    scaled_dot_product_attention _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention
+    """mm bmm baddbmm addmm addbmm addmv mv dot vdot inner matmul linalg_matmul linalg_multi_dot chain_matmul linear
+    einsum tensordot bilinear _trilinear cdist convolution _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d
+    conv_transpose2d conv_transpose3d lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+    _grouped_mm scaled_dot_product_attention _scaled_dot_product_flash_attention_for_cpu
+    _scaled_dot_product_efficient_attention
     _scaled_mm _int_mm _native_multi_head_attention _transformer_encoder_layer_fwd baddbmm_ mkldnn_linear""".split(),
 )
 def test_sums_of_products(name):
