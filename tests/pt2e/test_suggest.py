@@ -1,3 +1,4 @@
+import functools
 import math
 
 import pytest
@@ -71,10 +72,12 @@ def export(make, inputs):
     return torch.export.export(model, inputs).module(), inputs
 
 
+@functools.cache
 def encoder():
     return export(Encoder, (torch.arange(48).reshape(2, 24) * 4,))
 
 
+@functools.cache
 def conv_net():
     return export(ConvNet, (torch.randn(2, 3, 12, 12),))
 
