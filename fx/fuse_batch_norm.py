@@ -46,7 +46,7 @@ class ScaledWeight(ModeDependent):
 
     def __init__(self, rank: int, eps: float, transposed: bool, groups: int) -> None:
         super().__init__()
-        self.operator, self.rank, self.eps, self.transposed, self.groups = None, rank, eps, transposed, groups
+        self.rank, self.eps, self.transposed, self.groups = rank, eps, transposed, groups
 
     def in_training(self, weight: Tensor, gamma: Tensor | None, variance: Tensor) -> Tensor:
         return self._scaled(weight, safe(scale_of(gamma, variance, self.eps)))

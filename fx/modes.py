@@ -38,11 +38,15 @@ _MODES: dict[torch._ops.OpOverload, tuple[int, object]] = {
 }
 
 
+#: meta key of the call of a `ModeDependent` module: the operator of which it is a form
+OPERATOR_KEY = "mx_operator"
+
+
 class ModeDependent(nn.Module):
     """A part of a graph that is `in_training` or `in_evaluation`, by the mode of the module."""
 
-    #: the operator of which this is a form
-    operator: torch._ops.OpOverload
+    #: the operator of which this is a form, with the same arguments as far as it is quantized; None for a new one
+    operator: torch._ops.OpOverload | None = None
 
     def forward(self, *args: object) -> Tensor:
         return self.in_training(*args) if self.training else self.in_evaluation(*args)
@@ -104,6 +108,8 @@ def insert_module(before: Node, name: str, module: nn.Module, args: tuple, meta:
     with model.graph.inserting_before(before):
         call = model.graph.call_module(unique, args)
     call.meta.update(meta)
+    if isinstance(module, ModeDependent) and module.operator is not None:
+        call.meta[OPERATOR_KEY] = module.operator
     return call
 
 
@@ -119,7 +125,7 @@ def modules_to_evaluation(model: GraphModule) -> GraphModule:
     for node, module in found:
         with model.graph.inserting_before(node):
             result = module.in_evaluation(*_proxies(node.args, model.graph)).node
-        result.meta.update(node.meta)
+        result.meta.update({key: value for key, value in node.meta.items() if key != OPERATOR_KEY})
         node.replace_all_uses_with(result)
         model.graph.erase_node(node)
     if found:
@@ -136,12 +142,9 @@ def mode_dependent(model: GraphModule) -> Iterator[tuple[Node, ModeDependent]]:
             yield node, module
 
 
-def operator_of(model: GraphModule, node: Node) -> object:
+def called(node: Node) -> object:
     """The operator that a node calls, also in the form of a `ModeDependent` module; None for other nodes."""
-    if node.op == "call_function":
-        return node.target
-    module = model.get_submodule(node.target) if node.op == "call_module" else None
-    return module.operator if isinstance(module, ModeDependent) else None
+    return node.target if node.op == "call_function" else node.meta.get(OPERATOR_KEY)
 
 
 def _proxies(args: object, graph: Graph) -> object:

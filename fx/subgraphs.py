@@ -98,6 +98,16 @@ def graph_modules(model: GraphModule) -> list[GraphModule]:
     return [*found, model]
 
 
+def named_graph_modules(model: GraphModule, path: str = "") -> Iterator[tuple[str, GraphModule]]:
+    """(qualified name, graph module) of the model, whose name is "", and of all that `get_attr` nodes name, those that
+    other higher-order operators call too, the outer ones first."""
+    yield path, model
+    for name in dict.fromkeys(node.target for node in model.graph.find_nodes(op="get_attr")):
+        inner = operator.attrgetter(name)(model)
+        if isinstance(inner, GraphModule):
+            yield from named_graph_modules(inner, f"{path}.{name}" if path else name)
+
+
 def place_inner_graphs(model: GraphModule) -> None:
     """Give the nodes inside that do not know their module one: that of the parameter they read, inside the place of the
     call."""

@@ -19,6 +19,9 @@ from pt2mx.spec import MXSpec
 #: meta key of an operator's node: why it, or an operand of it, was left in high precision
 REASON_KEY = "mx_reason"
 
+#: meta key of an operator's node: the config that a setting gave it
+CONFIG_KEY = "mx_config"
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -62,7 +65,8 @@ def plan_operator(node: Node, config: MXQuantizationConfig, constants: set[Node]
 
 def annotate_operator(plan: Plan, config: MXQuantizationConfig) -> None:
     """Annotate the graph as planned, and note in the operator's meta what was left alone and why."""
-    constructor = MXFakeQuantize if config.is_qat else MXObserver
+    constructor = MXFakeQuantize if config.is_qat else config.observer or MXObserver
+    plan.node.meta[CONFIG_KEY] = config
     by_reader: dict[Node, dict] = {plan.node: {}} if plan.output else {}
     for (argument, reader), spec in plan.inputs.items():
         by_reader.setdefault(reader, {})[argument] = mx_qspec(spec, constructor, config.ste)

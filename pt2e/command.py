@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     quantize.add_argument("--calibration", help="folder of .pt/.npz batches; by default the model's built-in sample")
     quantize.add_argument("--output", default="out.pt2", help="the exported program to write (default: out.pt2)")
     quantize.add_argument("--compile", action="store_true", help="also compile the result and compare it with eager")
-    quantize.add_argument("--report", help="JSON file to write the report to")
+    quantize.add_argument("--report", help="file to write the report to: HTML if its name ends in .html, else JSON")
     quantize.set_defaults(run=_quantize)
     formats = commands.add_parser("formats", help="print the table of element formats")
     formats.set_defaults(run=_formats)
@@ -90,7 +90,7 @@ def _quantize(options: argparse.Namespace) -> None:
     report = quantization_report(converted)
     if options.report:
         with _stage(f"write {options.report!r}"):
-            report.to_json(options.report)
+            (report.to_html if options.report.endswith(".html") else report.to_json)(options.report)
     print(report.to_table())
     if options.compile:
         difference, cosine = _compare(torch.compile(converted), converted, batches[:1])

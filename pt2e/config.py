@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from pt2mx.checks import operator_modes
 from pt2mx.errors import MXError, nearest
 from pt2mx.ops import check_ste
+from pt2mx.pt2e.observer import MXObserver
 from pt2mx.pt2e.operators import OPERAND_NAMES
 from pt2mx.spec import MXSpec, parse
 
@@ -31,9 +33,11 @@ class MXQuantizationConfig:
             (zero where the value saturated).
         is_qat: insert `MXFakeQuantize` instead of `MXObserver` under torchao's own `prepare_qat_pt2e`; the one of pt2mx
             sees to it by itself.
+        observer: what to insert for calibration in place of `MXObserver`: a subclass of it, or what `with_args` of one
+            returns, such as `MXFormatObserver.with_args(candidates=("mxfp4", "mxfp8"))`. Recipes do not hold it.
 
     Raises:
-        MXError: for an unknown spelling or operand, or a spec whose scale is not E8M0.
+        MXError: for an unknown spelling or operand, a spec whose scale is not E8M0, or another observer.
     """
 
     activation: MXSpec | None = None
@@ -43,6 +47,7 @@ class MXQuantizationConfig:
     operands: tuple[tuple[str, MXSpec | None], ...] = ()
     ste: str = "identity"
     is_qat: bool = False
+    observer: Callable | None = None
 
     def __post_init__(self) -> None:
         for role in ROLES:
@@ -51,10 +56,21 @@ class MXQuantizationConfig:
         check_ste(self.ste)
         if not isinstance(self.is_qat, bool):
             raise MXError(f"is_qat={self.is_qat!r} must be True or False")
+        if self.observer is not None and not _makes_observers(self.observer):
+            raise MXError(
+                f"observer={self.observer!r} must be MXObserver, a subclass of it, or what its with_args(...) returned"
+            )
 
     def spec_of(self, operand: str, role: str) -> MXSpec | None:
         """The spec of an operand of this name and role; None: high precision."""
         return dict(self.operands).get(operand, getattr(self, role))
+
+
+def _makes_observers(constructor: object) -> bool:
+    """Tried as torchao will call it, so that a bad argument of `with_args` raises here."""
+    if not callable(constructor) or not hasattr(constructor, "with_args"):
+        return False
+    return isinstance(constructor.with_args(qscheme=("mx", *operator_modes(parse("mxfp8"))))(), MXObserver)
 
 
 def _checked_spec(name: str, value: object) -> MXSpec | None:

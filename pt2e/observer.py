@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
@@ -9,16 +11,18 @@ from torch.fx import GraphModule, Node
 from pt2mx.errors import MXError
 from pt2mx.functional import fake_quantize_mx
 from pt2mx.fx.quantize_dequantize import insert_quantize_dequantize
-from pt2mx.pt2e.machinery import FakeQuantizeBase, ObserverBase, is_prepared
+from pt2mx.pt2e.collector import StatisticsCollector
+from pt2mx.pt2e.machinery import FakeQuantizeBase, ObserverBase, QuantizationSpec, is_prepared
 from pt2mx.pt2e.qspec import spec_of_qscheme, ste_of_qscheme
-from pt2mx.spec import MXSpec
-from pt2mx.statistics import QuantizationStatistics, quantization_sums
 
 #: meta key of a `dequantize_mx` node: the `QuantizationStatistics` that were observed of its tensor
 STATISTICS_KEY = "mx_statistics"
 
+#: what torchao passes to the constructor
+_ANNOTATION = {field.name for field in fields(QuantizationSpec)}
 
-class MXObserver(ObserverBase):
+
+class MXObserver(StatisticsCollector, ObserverBase):
     """Collects what a spec would do to a tensor during calibration, and passes the tensor through.
 
     With `enable_fake_quant` it returns the quantized values instead, so that a prepared model can be evaluated before
@@ -29,44 +33,35 @@ class MXObserver(ObserverBase):
         fake_quant: whether fake quantization is on at first.
         observe: whether statistics are collected at first.
         **annotation: the other fields of a torchao `QuantizationSpec`, which have no meaning here.
+
+    Raises:
+        MXError: for another argument.
     """
 
     _FLAGS = ("fake_quant_enabled", "observer_enabled")
 
     def __init__(self, qscheme: tuple, *, fake_quant: bool = False, observe: bool = True, **annotation: object) -> None:
+        if unknown := sorted(set(annotation) - _ANNOTATION):
+            raise MXError(f"unknown argument {unknown[0]!r} of {type(self).__name__}")
         # FakeQuantizeBase, among the bases of MXFakeQuantize, would register the flags as tensors: testing a tensor
-        # breaks the graph of torch.compile at each module.
-        nn.Module.__init__(self)
+        # breaks the graph of torch.compile at each module. The initializer of the collector calls none of torchao's.
+        super().__init__(spec_of_qscheme(qscheme))
         self.dtype = torch.uint8
         self.is_dynamic = False
-        self.spec: MXSpec = spec_of_qscheme(qscheme)
         self.ste = ste_of_qscheme(qscheme)
         self.fake_quant_enabled = fake_quant
         self.observer_enabled = observe
         self.observe_once = False  # set for constant tensors: every batch would show the same
         self._observed = False
-        for name, value in _no_sums().items():
-            self.register_buffer(name, value)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.observer_enabled and not (self.observe_once and self._observed):
-            self._observe(x.detach())
+            self.collect(x)
+            self._observed = True
         return fake_quantize_mx(x, self.spec, ste=self.ste) if self.fake_quant_enabled else x
 
-    @torch.no_grad()
-    def _observe(self, x: Tensor) -> None:
-        for name, value in quantization_sums(x, self.spec).items():
-            getattr(self, name).add_(value)
-        self._observed = True
-
-    @property
-    def statistics(self) -> QuantizationStatistics | None:
-        """What was collected so far; None before the first batch."""
-        return QuantizationStatistics.from_sums({name: getattr(self, name) for name in _no_sums()})
-
     def reset_statistics(self) -> None:
-        for name in _no_sums():
-            getattr(self, name).zero_()
+        super().reset_statistics()
         self._observed = False
 
     def enable_fake_quant(self, enabled: bool = True) -> None:
@@ -84,13 +79,16 @@ class MXObserver(ObserverBase):
     def calculate_qparams(self, **kwargs: object) -> None:
         raise MXError("an MX tensor has no calibrated scale: each block's scale comes from its own values")
 
+    def statistics_meta(self) -> dict[str, object]:
+        """What was collected, as the meta of the `dequantize_mx` node that takes the place of this module."""
+        return {} if self.statistics is None else {STATISTICS_KEY: self.statistics}
+
     def convert(self, model: GraphModule, node: Node) -> None:
         """torchao's hook: replace the call of this module by a quantize/dequantize pair."""
         x = node.args[0]
         x.meta["val"] = node.meta.get("val", x.meta["val"])
         dequantize = insert_quantize_dequantize(x, self.spec, next(iter(node.users), None))
-        if self.statistics is not None:
-            dequantize.meta[STATISTICS_KEY] = self.statistics
+        dequantize.meta.update(self.statistics_meta())
         node.replace_all_uses_with(dequantize)
         model.graph.erase_node(node)
 
@@ -105,6 +103,7 @@ class MXObserver(ObserverBase):
             if prefix + flag in state_dict:
                 setattr(self, flag, bool(state_dict.pop(prefix + flag)))
         super()._load_from_state_dict(state_dict, prefix, *args)
+        self._observed = bool(self.tensors)
 
     def extra_repr(self) -> str:
         return f"{self.spec}, axis={self.spec.axis}, fake_quant={self.fake_quant_enabled}"
@@ -115,18 +114,6 @@ class MXFakeQuantize(MXObserver, FakeQuantizeBase):
 
     def __init__(self, qscheme: tuple, *, fake_quant: bool = True, observe: bool = False, **annotation: object) -> None:
         super().__init__(qscheme, fake_quant=fake_quant, observe=observe)
-
-
-def _no_sums() -> dict[str, Tensor]:
-    count, power = torch.int64, torch.float64
-    return {
-        "values": torch.zeros((), dtype=count),
-        "signal": torch.zeros((), dtype=power),
-        "noise": torch.zeros((), dtype=power),
-        "saturated": torch.zeros((), dtype=count),
-        "flushed": torch.zeros((), dtype=count),
-        "exponents": torch.zeros(256, dtype=count),
-    }
 
 
 def _observers(model: nn.Module) -> list[MXObserver]:

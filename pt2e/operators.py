@@ -15,6 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from pt2mx import ops
+from pt2mx.fx.modes import called
 from pt2mx.pt2e import products
 
 #: meta key of the call of an observer
@@ -193,7 +194,7 @@ def quantizable_operators(graph: Graph, asked_for: Callable[[str], bool] | None 
     those that have a quantized operand."""
     found = []
     for node in graph.nodes:
-        name = operator_name(node.target) if node.op == "call_function" else ""
+        name = operator_name(called(node))
         if name in OPERANDS or (name in OPT_IN and (asked_for(name) if asked_for else _reads_quantized(node))):
             found.append(node)
     return found
@@ -201,7 +202,7 @@ def quantizable_operators(graph: Graph, asked_for: Callable[[str], bool] | None 
 
 def operands_of(node: Node) -> tuple[Operand, ...]:
     """The operands of one call of a quantizable operator; none where the call is no product."""
-    name = operator_name(node.target)
+    name = operator_name(called(node))
     row = OPERANDS.get(name) or OPT_IN[name]
     return row(node) if callable(row) else row
 

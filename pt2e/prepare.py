@@ -150,7 +150,7 @@ def _observers_to_fake_quantize(model: nn.Module) -> None:
     `MXFakeQuantize`. One observer may stand under several names."""
     replacements: dict[MXObserver, MXFakeQuantize] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):
-        if type(module) is MXObserver:
+        if isinstance(module, MXObserver) and not isinstance(module, MXFakeQuantize):
             if module not in replacements:
                 device = module.values.device
                 replacements[module] = MXFakeQuantize(mx_qscheme(module.spec, module.ste)).to(device)

@@ -7,55 +7,21 @@ import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
-from pt2mx import ops
 from pt2mx.errors import MXError
-from pt2mx.fx.constants import constant_nodes
-from pt2mx.fx.module_stack import module_name
-from pt2mx.fx.quantize_dequantize import spec_of_dequantize
-from pt2mx.kernels.packing import packed_length
-from pt2mx.pt2e.annotate import REASON_KEY
-from pt2mx.pt2e.observer import STATISTICS_KEY, MXObserver
-from pt2mx.pt2e.operators import operand_node, operands_of, operator_name, quantizable_operators, role_of
-from pt2mx.spec import MXSpec
-from pt2mx.statistics import QuantizationStatistics
-
-
-@dataclass(frozen=True)
-class OperandReport:
-    """One operand: the spec it is quantized to (None: high precision), what calibration saw, and the values and bytes
-    of a constant one (0 for a computed one, and for one that an earlier operator shares)."""
-
-    role: str
-    spec: str | None
-    statistics: QuantizationStatistics | None
-    values: int
-    bytes_before: int
-    bytes_after: int
-
-
-@dataclass(frozen=True)
-class OperatorReport:
-    """One operator, and why it or an operand was left in high precision, if so."""
-
-    name: str
-    module: str
-    operator: str
-    operands: tuple[OperandReport, ...]
-    reason: str | None
-
-    @property
-    def quantized(self) -> bool:
-        return any(operand.spec for operand in self.operands)
+from pt2mx.pt2e.observer import MXObserver
+from pt2mx.pt2e.report_html import page
+from pt2mx.pt2e.report_operators import OperandReport, OperatorReport, operator_reports
+from pt2mx.tables import text_table
 
 
 @dataclass(frozen=True)
 class QuantizationReport:
-    """The report of a prepared or converted model: every operator that can be quantized, in the order of execution.
+    """The report of a prepared or converted model: every operator that can be quantized and every other matrix product,
+    convolution, recurrent layer or attention, in the order of execution.
 
-    Bytes are those of all parameters and buffers; `effective_bits` are those of a value of them, on the average.
+    Bytes are those of all parameters and buffers.
     """
 
     operators: tuple[OperatorReport, ...]
@@ -65,27 +31,53 @@ class QuantizationReport:
 
     @property
     def effective_bits(self) -> float:
+        """Bits of a value of all parameters and buffers, scales counted, on the average."""
         return 8 * self.bytes_after / self.values if self.values else 0.0
 
-    def to_table(self) -> str:
-        """A table of text, one line an operator, and a line of totals."""
-        rows = [("module", "operator", "activation", "weight", "SQNR a", "SQNR w", "bytes", "after", "")]
-        rows += [_row(operator) for operator in self.operators]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        align = [str.ljust] * 4 + [str.rjust] * 4 + [str.ljust]
-        lines = ["  ".join(f(cell, w) for f, cell, w in zip(align, row, widths, strict=True)) for row in rows]
-        total = (
+    @property
+    def weight_bits(self) -> float:
+        """Bits of a value of the quantized weights, scales counted, on the average: what `suggest_config` budgets."""
+        weights = [w for o in self.operators for w in o.operands if w.role == "weight" and w.spec]
+        values = sum(weight.values for weight in weights)
+        return 8 * sum(weight.bytes_after for weight in weights) / values if values else 0.0
+
+    def to_table(self, candidates: bool = False) -> str:
+        """A table of text: one line an operator, and a line of totals.
+
+        Args:
+            candidates: instead, a line for each operand that an `MXFormatObserver` observed, with the SQNR in dB of
+                each candidate.
+
+        Raises:
+            MXError: with `candidates`, where there was no such observer or no batch.
+        """
+        if candidates:
+            return text_table(_candidate_rows(self.operators), left=4)
+        header = ("module", "operator", "activation", "weight", "SQNR a", "SQNR w", "bytes", "after", "")
+        rows = [header, *map(_row, self.operators)]
+        *columns, notes = zip(*rows, strict=True)
+        lines = text_table(list(zip(*columns, strict=True)), left=4).splitlines()
+        width = max(map(len, lines))
+        lines = [f"{line:{width}}  {note}".rstrip() for line, note in zip(lines, notes, strict=True)]
+        return "\n".join([*lines, self.summary])
+
+    @property
+    def summary(self) -> str:
+        """The totals in a line."""
+        return (
             f"{sum(o.quantized for o in self.operators)} of {len(self.operators)} operators quantized; parameters "
             f"{self.bytes_before:,} bytes -> {self.bytes_after:,} ({self.effective_bits:.2f} bits a value)"
         )
-        return "\n".join([*(line.rstrip() for line in lines), total])
 
     def to_json(self, path: object = None) -> str:
         """The report as JSON, also written to `path` if one is given; null stands for a ratio that is not finite."""
-        text = json.dumps(_finite({"effective_bits": self.effective_bits, **asdict(self)}), indent=1, allow_nan=False)
-        if path is not None:
-            Path(path).write_text(text)
-        return text
+        bits = {"effective_bits": self.effective_bits, "weight_bits": self.weight_bits}
+        return _written(json.dumps(_finite({**bits, **asdict(self)}), indent=1, allow_nan=False), path)
+
+    def to_html(self, path: object = None) -> str:
+        """The report as one HTML page that needs nothing else, also written to `path` if one is given: the table, with
+        the SQNR of every operand and candidate as bars and histograms of block exponents."""
+        return _written(page(self), path)
 
 
 def quantization_report(model: GraphModule) -> QuantizationReport:
@@ -99,55 +91,18 @@ def quantization_report(model: GraphModule) -> QuantizationReport:
             f"expected a prepared or converted graph module, not {type(model).__name__}: "
             "pass what prepare_pt2e or convert_pt2e returned"
         )
-    constants, counted = constant_nodes(model.graph), set()
-    operators = tuple(_operator_report(model, node, constants, counted) for node in quantizable_operators(model.graph))
+    operators = tuple(operator_reports(model))
     observers = [m for m in model.modules() if isinstance(m, MXObserver)]
     statistics = {id(buffer) for observer in observers for buffer in observer.buffers()}
     tensors = [t for t in [*model.parameters(), *model.buffers()] if id(t) not in statistics]
     held, values = sum(t.nbytes for t in tensors), sum(t.numel() for t in tensors)
-    quantized = [o for operator in operators for o in operator.operands if o.spec]
-    before, after = sum(o.bytes_before for o in quantized), sum(o.bytes_after for o in quantized)
+    operands = [o for operator in operators for o in operator.operands]
+    before, after = sum(o.bytes_before for o in operands), sum(o.bytes_after for o in operands)
     if observers:  # the model still holds the float weights
         return QuantizationReport(operators, values, held, held - before + after)
-    values += sum(o.values for o in quantized) - after  # codes and scales are a byte each, and no values
+    packed = [o for o in operands if o.spec]
+    values += sum(o.values for o in packed) - sum(o.bytes_after for o in packed)  # codes and scales are a byte each
     return QuantizationReport(operators, values, held - after + before, held)
-
-
-def _operator_report(model: GraphModule, node: Node, constants: set[Node], counted: set[Node]) -> OperatorReport:
-    operands = tuple(
-        _operand_report(model, role_of(operand, argument, constants), argument, constants, counted)
-        for operand in operands_of(node)
-        if (argument := operand_node(node, operand)) is not None
-    )
-    return OperatorReport(node.name, module_name(node), operator_name(node.target), operands, node.meta.get(REASON_KEY))
-
-
-def _operand_report(
-    model: GraphModule, role: str, argument: Node, constants: set[Node], counted: set[Node]
-) -> OperandReport:
-    source, spec, statistics = argument, None, None
-    if argument.op == "call_module":
-        observer = model.get_submodule(argument.target)
-        source = argument.args[0]
-        if isinstance(observer, MXObserver):  # another quantizer may have put its own there
-            spec, statistics = observer.spec, observer.statistics
-    elif argument.target is ops.dequantize_mx:
-        source, spec = argument.args[0], spec_of_dequantize(argument)
-        statistics = argument.meta.get(STATISTICS_KEY)
-    value, values, before, after = argument.meta.get("val", source.meta.get("val")), 0, 0, 0
-    if source in constants and source not in counted and isinstance(value, torch.Tensor):
-        counted.add(source)
-        values = value.numel()
-        before = after = values * value.element_size()
-        if spec is not None:
-            after = _packed_bytes(value.shape, spec)
-    return OperandReport(role, None if spec is None else str(spec), statistics, values, before, after)
-
-
-def _packed_bytes(shape: torch.Size, spec: MXSpec) -> int:
-    length = shape[spec.axis]
-    rows = math.prod(shape) // length if length else 0
-    return rows * (packed_length(length, spec.element.bits) + -(-length // spec.block_size))
 
 
 def _row(operator: OperatorReport) -> tuple[str, ...]:
@@ -161,8 +116,31 @@ def _row(operator: OperatorReport) -> tuple[str, ...]:
         *(specs[role] for role in by_role),
         *(f"{min(sqnr[role]):.1f}" if sqnr[role] else "" for role in by_role),
         *(f"{n:,}" if n else "" for n in (before, after)),
-        operator.reason or "",
+        operator.notes,
     )
+
+
+def _candidate_rows(operators: tuple[OperatorReport, ...]) -> list[tuple[str, ...]]:
+    found = [(operator, operand) for operator in operators for operand in operator.operands if operand.candidates]
+    if not found:
+        raise MXError(
+            "no candidates were observed: prepare with observer=MXFormatObserver.with_args(candidates=...) in the "
+            "config, and run batches through the prepared model"
+        )
+    names = list(dict.fromkeys(name for _, operand in found for name in operand.candidates))
+
+    def row(operator: OperatorReport, operand: OperandReport) -> tuple[str, ...]:
+        sqnr = (operand.candidates[n].sqnr if n in operand.candidates else None for n in names)
+        place = (operator.module, operator.operator, operand.role, operand.spec or "-")
+        return *place, *("" if db is None else f"{db:.1f}" for db in sqnr)
+
+    return [("module", "operator", "operand", "quantized to", *names), *(row(*pair) for pair in found)]
+
+
+def _written(text: str, path: object) -> str:
+    if path is not None:
+        Path(path).write_text(text, encoding="utf-8")
+    return text
 
 
 def _finite(value: object) -> object:

@@ -10,6 +10,7 @@ from pt2mx.functional import dequantize_mx, fake_quantize_mx, quantize_mx
 from pt2mx.fx.portable import make_portable
 from pt2mx.pt2e.config import MXQuantizationConfig, get_default_mx_quantization_config
 from pt2mx.pt2e.convert import convert_pt2e
+from pt2mx.pt2e.format_observer import MXFormatObserver
 from pt2mx.pt2e.observer import (
     MXFakeQuantize,
     MXObserver,
@@ -21,6 +22,7 @@ from pt2mx.pt2e.observer import (
 from pt2mx.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
 from pt2mx.pt2e.quantizer import MXQuantizer
 from pt2mx.pt2e.report import quantization_report
+from pt2mx.pt2e.suggest import suggest_config
 from pt2mx.spec import MXSpec, create_mx_spec, parse
 from pt2mx.tensor import MXTensor
 from pt2mx.tensor_statistics import mx_statistics
@@ -34,6 +36,7 @@ __all__ = [
     "MXConfig",
     "MXError",
     "MXFakeQuantize",
+    "MXFormatObserver",
     "MXObserver",
     "MXQuantizationConfig",
     "MXQuantizer",
@@ -64,4 +67,5 @@ __all__ = [
     "quantize_linear_",
     "quantize_llm_",
     "quantize_mx",
+    "suggest_config",
 ]

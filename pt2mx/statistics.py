@@ -20,9 +20,10 @@ def quantization_sums(x: Tensor, spec: MXSpec) -> dict[str, Tensor]:
         x: (..., n, ...) float32, float16 or bfloat16.
 
     Returns:
-        0-d tensors `values` (count), `signal` (sum of x**2), `noise` (sum of (x - quantized x)**2), `saturated` (count
-        of |x| above the largest value of its block), `flushed` (count of x != 0 that became 0), and `exponents`:
-        (256,) blocks of each scale byte. Counts are int64, powers float64.
+        0-d tensors `tensors` (1), `empty` (1 where x has no value), `values` (count), `nonfinite` (count of Inf and
+        NaN), and over the blocks that hold neither: `signal` (sum of x**2), `noise` (sum of (x - quantized x)**2),
+        `saturated` (count of |x| above the largest value of its block), `flushed` (count of x != 0 that became 0). Also
+        `exponents`: (256,) blocks of each scale byte. Counts are int64, powers float64.
 
     Raises:
         MXError: for a scale of more than 8 exponent bits.
@@ -33,25 +34,31 @@ def quantization_sums(x: Tensor, spec: MXSpec) -> dict[str, Tensor]:
     spec = spec.replace(axis=spec.axis % x.dim())
     _, slices = split(spec.axis, x)
     parts = [_sums(part, spec) for (part,) in slices]
-    return {name: sum(part[name] for part in parts) for name in parts[0]}
+    values = torch.tensor(x.numel(), device=x.device)
+    counts = {"tensors": torch.ones_like(values), "empty": (values == 0).to(torch.int64), "values": values}
+    return counts | {name: sum(part[name] for part in parts) for name in parts[0]}
 
 
 def _sums(x: Tensor, spec: MXSpec) -> dict[str, Tensor]:
-    y, scale = fake_quantize_mx(x, spec), scales(x, spec)
-    # in float64, where 2**-127 is no subnormal and max * 2**127 no Inf
-    powers = torch.tensor([2.0 ** (byte - 127) for byte in range(256)], dtype=torch.float64)
-    block = min(spec.block_size, x.shape[spec.axis])
-    power = powers.to(x.device)[scale.to(torch.int64)].repeat_interleave(block, spec.axis)
+    scale = scales(x, spec).to(torch.int64)
+    # in float64, where 2**-127 is no subnormal and max * 2**127 no Inf; NaN where the block holds an Inf or a NaN:
+    # no comparison with it is true
+    powers = [*(2.0 ** (byte - 127) for byte in range(NAN_SCALE)), math.nan]
+    power = torch.tensor(powers, dtype=torch.float64).to(x.device)[scale]
+    power = power.repeat_interleave(min(spec.block_size, x.shape[spec.axis]), spec.axis)
     power = power.narrow(spec.axis, 0, x.shape[spec.axis])
-    wide = x.double()
+    finite = power > 0
+    wide = torch.where(finite, x.double(), 0.0)
+    y = torch.where(finite, fake_quantize_mx(x, spec).double(), 0.0)
     saturated = (wide > spec.element.max_normal * power) | (wide < spec.element.lowest * power)
+    exponents = torch.zeros(256, dtype=torch.int64, device=x.device)
     return {
-        "values": torch.tensor(x.numel(), device=x.device),
+        "nonfinite": (~x.isfinite()).sum(),
         "signal": wide.square().sum(),
-        "noise": (wide - y.double()).square().sum(),
+        "noise": (wide - y).square().sum(),
         "saturated": saturated.sum(),
-        "flushed": ((x != 0) & (y == 0)).sum(),
-        "exponents": torch.bincount(scale.flatten().to(torch.int64), minlength=256),
+        "flushed": ((wide != 0) & (y == 0)).sum(),
+        "exponents": exponents.index_add(0, scale.flatten(), torch.ones_like(scale).flatten()),
     }
 
 
@@ -68,29 +75,43 @@ def sqnr_db(signal: float, noise: float) -> float:
 class QuantizationStatistics:
     """What was observed of a tensor under a spec.
 
-    `sqnr` in dB; `saturated` and `flushed` are shares of the values; `exponents` counts the blocks by their unbiased
-    shared exponent; `nan_blocks` counts the blocks that held an Inf or a NaN.
+    `tensors` counts the calls, `empty` those of them without a value, `values` the values of all, `nonfinite` the Inf
+    and NaN among them, `nan_blocks` the blocks that held such, which become NaN. The rest is about the other blocks:
+    `sqnr` in dB (NaN where there are none), the shares of all values `saturated` and `flushed`, and `exponents`, which
+    counts the blocks by their unbiased shared exponent.
     """
 
+    tensors: int
+    empty: int
     values: int
+    nonfinite: int
     sqnr: float
     saturated: float
     flushed: float
     exponents: dict[int, int]
     nan_blocks: int
 
+    @property
+    def relative_noise(self) -> float:
+        """Noise power over signal power: 0 where nothing was lost, Inf where the format lost it all."""
+        return 10 ** (-self.sqnr / 10)
+
     @classmethod
     def from_sums(cls, sums: dict[str, Tensor]) -> "QuantizationStatistics | None":
-        """The statistics of (added) `quantization_sums`, or None where no value was seen."""
-        values = int(sums["values"])
-        if values == 0:
+        """The statistics of (added) `quantization_sums`, or None where no tensor was seen."""
+        tensors, values, empty, nonfinite = (int(sums[name]) for name in ("tensors", "values", "empty", "nonfinite"))
+        if tensors == 0:
             return None
         blocks = sums["exponents"].tolist()
+        some = any(blocks[:NAN_SCALE])
         return cls(
+            tensors=tensors,
+            empty=empty,
             values=values,
-            sqnr=sqnr_db(float(sums["signal"]), float(sums["noise"])),
-            saturated=int(sums["saturated"]) / values,
-            flushed=int(sums["flushed"]) / values,
+            nonfinite=nonfinite,
+            sqnr=sqnr_db(float(sums["signal"]), float(sums["noise"])) if some else math.nan,
+            saturated=int(sums["saturated"]) / max(values, 1),
+            flushed=int(sums["flushed"]) / max(values, 1),
             exponents={byte - 127: count for byte, count in enumerate(blocks[:NAN_SCALE]) if count},
             nan_blocks=blocks[NAN_SCALE],
         )

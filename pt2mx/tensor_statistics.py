@@ -113,10 +113,11 @@ def mx_statistics(
     error = fake_quantize_mx(x, spec).double().sub_(x).abs_()
     sums = quantization_sums(x, spec)
     seen = QuantizationStatistics.from_sums(sums)
+    whole = seen.nan_blocks == 0  # the sums are over the other blocks; a mean over all values is NaN as they are
     measured = {
         "dtype": str(x.dtype).removeprefix("torch."),
-        "sqnr": seen.sqnr,
-        "mean_squared_error": float(sums["noise"]) / seen.values,
+        "sqnr": seen.sqnr if whole else math.nan,
+        "mean_squared_error": float(sums["noise"]) / seen.values if whole else math.nan,
         "mean_abs_error": float(error.mean()),
         "max_abs_error": float(error.max()),
         "saturated": seen.saturated,

@@ -1,10 +1,13 @@
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 from torchao.quantization.pt2e import FakeQuantizeBase, ObserverBase
 
 import pt2mx
-from pt2mx import MXError, MXFakeQuantize, MXObserver, fake_quantize_mx
+from pt2mx import MXError, MXFakeQuantize, MXFormatObserver, MXObserver, fake_quantize_mx
 from pt2mx.statistics import QuantizationStatistics, quantization_sums
 
 QSCHEME = ("mx", "fp4_e2m1", 32, 1, "floor", "even")
@@ -19,6 +22,7 @@ def test_observer_passes_through_and_collects():
     sums = [quantization_sums(x, observer.spec) for x in batches]
     total = {name: sums[0][name] + sums[1][name] for name in sums[0]}
     assert observer.statistics == QuantizationStatistics.from_sums(total)
+    assert (observer.statistics.tensors, observer.statistics.values) == (2, 13 * 70)
     observer.reset_statistics()
     assert observer.statistics is None
 
@@ -74,6 +78,33 @@ def test_state_dict_carries_flags_and_statistics():
     assert other.statistics == observer.statistics
 
 
+@pytest.mark.parametrize("make", [MXObserver, MXFormatObserver])
+def test_a_constant_tensor_is_not_observed_again_after_loading(make):
+    observer, x = make(QSCHEME), torch.randn(4, 70)
+    observer.observe_once = True
+    observer(x)
+    other = make(QSCHEME)
+    other.observe_once = True
+    other.load_state_dict(observer.state_dict())
+    other(x)
+    assert other.statistics == observer.statistics and other.statistics.tensors == 1
+
+
+def test_empty_tensors_and_values_that_are_not_finite_are_counted():
+    observer, x = MXObserver(QSCHEME), torch.randn(4, 70)
+    x[1, 2], x[1, 40], x[3, 69] = math.inf, -math.inf, math.nan
+    for batch in (x, torch.empty(0, 70), torch.empty(4, 0)):
+        assert observer(batch) is batch
+    seen = observer.statistics
+    assert (seen.tensors, seen.empty, seen.values, seen.nonfinite, seen.nan_blocks) == (3, 2, 280, 3, 3)
+    assert 10 < seen.sqnr < 30
+
+
+def test_an_unknown_argument_of_with_args():
+    with pytest.raises(MXError, match="unknown argument 'candidats' of MXFormatObserver"):
+        MXFormatObserver.with_args(candidats=("mxfp4",))(qscheme=QSCHEME)
+
+
 def test_flags_break_no_graph():
     torch._dynamo.reset()
     module = nn.Sequential(MXFakeQuantize(QSCHEME), nn.Linear(70, 4))
@@ -81,11 +112,23 @@ def test_flags_break_no_graph():
     assert torch.allclose(torch.compile(module, fullgraph=True, backend="aot_eager")(x), module(x))
 
 
-def test_observing_breaks_no_graph():
-    torch._dynamo.reset()
-    module, x = MXObserver(QSCHEME), torch.randn(3, 70)
-    assert torch.equal(torch.compile(module, fullgraph=True, backend="aot_eager")(x), x)
-    assert module.statistics.values == x.numel()
+@pytest.mark.parametrize(("make", "backend"), [(MXObserver, "inductor"), (MXFormatObserver, "aot_eager")])
+def test_observing_breaks_no_graph(make, backend, compiler):
+    module, eager = make(QSCHEME), make(QSCHEME)
+    compiled = torch.compile(module, fullgraph=True, backend=backend)
+    for x in (torch.randn(3, 70), torch.randn(5, 70), torch.randn(9, 70)):
+        x[0, 0] = math.nan
+        assert torch.equal(compiled(x).nan_to_num(), x.nan_to_num())
+        eager(x)
+    assert_same(module.statistics, eager.statistics)
+    if make is MXFormatObserver:
+        for name, seen in eager.candidate_statistics.items():
+            assert_same(module.candidate_statistics[name], seen)
+
+
+def assert_same(got, want):
+    """Powers are summed in another order."""
+    assert replace(got, sqnr=0) == replace(want, sqnr=0) and got.sqnr == pytest.approx(want.sqnr, rel=1e-9)
 
 
 def test_a_model_without_observers_has_nothing_to_switch():

@@ -1,0 +1,53 @@
+"""The multiple-choice knapsack: one option for each item, of least total noise, within a budget of bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+#: steps into which a budget is divided at most
+_STEPS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Option:
+    """What an item costs in one form, and what is lost in it (finite)."""
+
+    bytes: int
+    noise: float
+
+
+def least_noise(items: Sequence[Sequence[Option]], budget: int) -> list[int] | None:
+    """The index of one option of each item, such that the sum of their bytes is at most `budget` and the sum of their
+    noise is least; None where even the smallest options take more.
+
+    Dynamic programming over the bytes beyond those of the smallest options, in units of their greatest common divisor,
+    which makes it exact. Where that makes more than 65,536 steps of the budget, units are larger and costs are rounded
+    up to them: the budget holds, and at most a 65,536th of it for each item goes unused.
+    """
+    floors = [min(option.bytes for option in options) for options in items]
+    spare = budget - sum(floors)
+    if spare < 0:
+        return None
+    extras = [[option.bytes - floor for option in options] for options, floor in zip(items, floors, strict=True)]
+    spare = min(spare, sum(map(max, extras)))
+    unit = max(math.gcd(*(extra for row in extras for extra in row)), -(-spare // _STEPS), 1)
+    steps = spare // unit
+    least = np.zeros(steps + 1)  # least noise of the items so far within each budget
+    choices = []
+    for options, row in zip(items, extras, strict=True):
+        totals = np.full((len(options), steps + 1), np.inf)
+        costs = [-(-extra // unit) for extra in row]
+        for total, option, cost in zip(totals, options, costs, strict=True):
+            if cost <= steps:
+                total[cost:] = least[: steps + 1 - cost] + option.noise
+        choices.append((totals.argmin(0).astype(np.int16), costs))
+        least = totals.min(0)
+    chosen, left = [], steps
+    for best, costs in reversed(choices):
+        chosen.append(int(best[left]))
+        left -= costs[chosen[-1]]
+    return chosen[::-1]

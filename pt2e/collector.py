@@ -1,0 +1,44 @@
+"""`StatisticsCollector`: the running sums of what a spec does to a tensor, as buffers of a module."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from pt2mx.spec import MXSpec
+from pt2mx.statistics import QuantizationStatistics, quantization_sums
+
+
+class StatisticsCollector(nn.Module):
+    """Adds up `quantization_sums` of the tensors that it is shown. The sums are buffers, so that they move, copy, save
+    and load with the model that holds them."""
+
+    def __init__(self, spec: MXSpec) -> None:
+        nn.Module.__init__(self)  # not the next class' in line: an observer has others among its bases
+        self.spec = spec
+        for name, value in _no_sums().items():
+            self.register_buffer(name, value)
+
+    @torch.no_grad()
+    def collect(self, x: Tensor) -> None:
+        """x: (..., n, ...) float32, float16 or bfloat16."""
+        for name, value in quantization_sums(x.detach(), self.spec).items():
+            getattr(self, name).add_(value)
+
+    @property
+    def statistics(self) -> QuantizationStatistics | None:
+        """What was collected so far; None before the first tensor."""
+        return QuantizationStatistics.from_sums({name: getattr(self, name) for name in _no_sums()})
+
+    def reset_statistics(self) -> None:
+        """Forget what was collected."""
+        for name in _no_sums():
+            getattr(self, name).zero_()
+
+
+def _no_sums() -> dict[str, Tensor]:
+    counts = ("tensors", "empty", "values", "nonfinite", "saturated", "flushed")
+    sums = {name: torch.zeros((), dtype=torch.int64) for name in counts}
+    # (1,), not 0-d: torch.compile takes a 0-d float64 CPU tensor for a Python number, and loses what is written to it
+    sums |= {name: torch.zeros(1, dtype=torch.float64) for name in ("signal", "noise")}
+    return {**sums, "exponents": torch.zeros(256, dtype=torch.int64)}

@@ -1,0 +1,83 @@
+"""A prepared model by its modules, which is how a recipe addresses operators: what is quantized in each, and by which
+observers it is seen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from torch.fx import GraphModule, Node
+
+from pt2mx.errors import MXError
+from pt2mx.fx.constants import constant_nodes
+from pt2mx.fx.module_stack import module_name
+from pt2mx.fx.subgraphs import graph_modules
+from pt2mx.pt2e.annotate import CONFIG_KEY
+from pt2mx.pt2e.config import MXQuantizationConfig
+from pt2mx.pt2e.observer import MXObserver
+from pt2mx.pt2e.operators import operand_node, operands_of, quantizable_operators, role_of
+from pt2mx.pt2e.report_operators import origin_of
+
+
+@dataclass
+class ObservedWeight:
+    """A constant operand: which tensor it is, its extent, and its observer."""
+
+    origin: object
+    shape: tuple[int, ...]
+    observer: MXObserver
+
+
+@dataclass
+class ObservedModule:
+    """The quantizable operators of a module: their config (None: they are left alone) and observed operands."""
+
+    config: MXQuantizationConfig | None
+    weights: list[ObservedWeight] = field(default_factory=list)
+    activations: list[MXObserver] = field(default_factory=list)
+
+
+def observed_modules(prepared: GraphModule) -> dict[str, ObservedModule]:
+    """The modules that hold quantizable operators, by qualified name."""
+    modules: dict[str, ObservedModule] = {}
+    for inner in graph_modules(prepared):
+        constants = constant_nodes(inner.graph)
+        for node in quantizable_operators(inner.graph):
+            name, config = module_name(node), node.meta.get(CONFIG_KEY)
+            if config is not None:
+                config = replace(config, observer=None)
+            module = modules.setdefault(name, ObservedModule(config))
+            if module.config != config:
+                raise MXError(
+                    f"operators of the module {name!r} were prepared with different configs, or some of them left "
+                    "alone: a recipe gives the operators of a module one; use settings by module"
+                )
+            if config is not None:
+                _add_operands(module, inner, node, constants)
+    return modules
+
+
+def _add_operands(module: ObservedModule, inner: GraphModule, node: Node, constants: set[Node]) -> None:
+    for operand in operands_of(node):
+        argument = operand_node(node, operand)
+        observer = inner.get_submodule(argument.target) if argument and argument.op == "call_module" else None
+        if not isinstance(observer, MXObserver):
+            continue
+        role, source = role_of(operand, argument, constants), argument.args[0]
+        if role == "activation":
+            module.activations.append(observer)
+        elif role == "weight" and source in constants:
+            module.weights.append(ObservedWeight(origin_of(source), tuple(source.meta["val"].shape), observer))
+
+
+def sharing_weights(modules: dict[str, ObservedModule]) -> list[list[str]]:
+    """The names of the modules with weights, those that share one together."""
+    groups: list[tuple[set[object], list[str]]] = []
+    for name, module in modules.items():
+        origins, names = {w.origin for w in module.weights}, [name]
+        if not origins:
+            continue
+        for group in [g for g in groups if g[0] & origins]:
+            groups.remove(group)
+            origins, names = origins | group[0], group[1] + names
+        groups.append((origins, names))
+    return [names for _, names in groups]
