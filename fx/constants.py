@@ -50,13 +50,19 @@ def evaluate(model: GraphModule, node: Node) -> torch.Tensor:
     return values[node]
 
 
-def expression(model: GraphModule, node: Node) -> str:
-    """How a constant node is computed: equal for two nodes that do the same to the same tensors, whatever their names
-    in the module tree."""
-    if node.op == "get_attr":
-        return f"<{id(operator.attrgetter(node.target)(model))}>"
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: expression(model, n))
-    return f"{node.target}{args}{kwargs}"
+def first_equal(model: GraphModule, constants: set[Node]) -> dict[Node, Node]:
+    """Constant node -> the first one that does the same to the same tensors, whatever their names in the module tree;
+    most are their own."""
+    first: dict[object, Node] = {}
+    found: dict[Node, Node] = {}
+    for node in model.graph.nodes:
+        if node in constants:
+            if node.op == "get_attr":
+                key = id(operator.attrgetter(node.target)(model))
+            else:
+                key = repr((node.target, *torch.fx.map_arg((node.args, node.kwargs), found.__getitem__)))
+            found[node] = first.setdefault(key, node)
+    return found
 
 
 def root_name(node: Node) -> str:

@@ -6,7 +6,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx import ops
-from pt2mx.fx.constants import constant_nodes, evaluate, expression, root_name
+from pt2mx.fx.constants import constant_nodes, evaluate, first_equal, root_name
 from pt2mx.fx.unused import delete_unused_tensors
 
 
@@ -18,13 +18,14 @@ def fold_weights(model: GraphModule) -> GraphModule:
     and buffers that nothing reads any more are deleted. Changes `model` and returns it.
     """
     constants, packed = constant_nodes(model.graph), {}
+    equal = first_equal(model, constants)
     with torch.no_grad():
         for node in model.graph.nodes:
             if node in constants and _quantizes(node):
-                key = expression(model, node)
-                if key not in packed:
-                    packed[key] = _pack(model, node)
-                _replace(node, packed[key])
+                first = equal[node]
+                if first not in packed:
+                    packed[first] = _pack(model, first)
+                _replace(node, packed[first])
     # export asserts the dtype of a weight that it casts; of a constant that holds already, and would keep it alive
     for node in model.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
         if node.args[0] in constants:
