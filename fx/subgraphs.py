@@ -160,6 +160,31 @@ def lift_weights(model: GraphModule) -> GraphModule:
     return model
 
 
+def merge_equal_operands(model: GraphModule) -> GraphModule:
+    """Pass a tensor that two weights have become once: torch.export takes no operand twice. Changes `model`."""
+    groups = _groups(model)
+    for graphs, group in groups:
+        operands = list(zip(*(call.operands() for call in group), strict=True))
+        first: dict[tuple, int] = {}
+        for place, pairs in enumerate(operands):
+            same = first.setdefault(tuple(_identity(operand) for operand, _ in pairs), place)
+            if same != place and all(is_fixed for _, is_fixed in (*pairs, *operands[same])):
+                for graph in graphs:
+                    standing = _placeholders(graph)
+                    standing[place].replace_all_uses_with(standing[same])
+        _drop_unused(graphs, group)
+        for graph in graphs:
+            merge_equal_operands(graph)
+            graph.recompile()
+    if groups:
+        model.recompile()
+    return model
+
+
+def _identity(operand: object) -> object:
+    return ("get_attr", operand.target) if isinstance(operand, Node) and operand.op == "get_attr" else operand
+
+
 def _groups(model: GraphModule) -> list[tuple[list[GraphModule], list[Call]]]:
     """Graphs that share their operands, and the calls of them."""
     groups: dict[tuple[int, ...], tuple[list[GraphModule], list[Call]]] = {}

@@ -12,15 +12,12 @@ from pt2mx.errors import MXError
 from pt2mx.pt2e.config import MXQuantizationConfig
 from pt2mx.pt2e.machinery import Q_ANNOTATION_KEY, QuantizationAnnotation
 from pt2mx.pt2e.observer import MXFakeQuantize, MXObserver
-from pt2mx.pt2e.operators import Operand, argument_of, gather_of, operands_of, role_of
+from pt2mx.pt2e.operators import CONFIG_KEY, Operand, argument_of, gather_of, operands_of, role_of
 from pt2mx.pt2e.qspec import mx_qspec
 from pt2mx.spec import MXSpec
 
 #: meta key of an operator's node: why it, or an operand of it, was left in high precision
 REASON_KEY = "mx_reason"
-
-#: meta key of an operator's node: the config that a setting gave it
-CONFIG_KEY = "mx_config"
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pt2mx.fx.copy import copy_sharing_tensors
 from pt2mx.fx.fold_weights import fold_weights
 from pt2mx.fx.fuse_batch_norm import fold_biases
 from pt2mx.fx.modes import modules_to_evaluation
-from pt2mx.fx.subgraphs import calls, graph_modules, lift_weights, mark_constants
+from pt2mx.fx.subgraphs import calls, graph_modules, lift_weights, mark_constants, merge_equal_operands
 from pt2mx.pt2e import machinery
 
 
@@ -49,6 +49,7 @@ def convert_pt2e(model: GraphModule, fold_quantize: bool = True) -> GraphModule:
         mark_constants(converted)
         lift_weights(converted)
         fold_weights(converted)
+        merge_equal_operands(converted)
     _freeze(converted)
     return converted
 

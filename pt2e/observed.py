@@ -11,10 +11,9 @@ from pt2mx.errors import MXError
 from pt2mx.fx.constants import constant_nodes
 from pt2mx.fx.module_stack import module_name
 from pt2mx.fx.subgraphs import graph_modules
-from pt2mx.pt2e.annotate import CONFIG_KEY
 from pt2mx.pt2e.config import MXQuantizationConfig
 from pt2mx.pt2e.observer import MXObserver
-from pt2mx.pt2e.operators import operand_node, operands_of, quantizable_operators, role_of
+from pt2mx.pt2e.operators import CONFIG_KEY, operand_node, operands_of, quantizable_operators, role_of
 from pt2mx.pt2e.report_operators import origin_of
 
 
@@ -29,9 +28,11 @@ class ObservedWeight:
 
 @dataclass
 class ObservedModule:
-    """The quantizable operators of a module: their config (None: they are left alone) and observed operands."""
+    """The quantizable operators of a module: their config (None: they are left alone), observed operands, and the roles
+    of those by name."""
 
     config: MXQuantizationConfig | None
+    roles: dict[str, str] = field(default_factory=dict)
     weights: list[ObservedWeight] = field(default_factory=list)
     activations: list[MXObserver] = field(default_factory=list)
 
@@ -63,6 +64,7 @@ def _add_operands(module: ObservedModule, inner: GraphModule, node: Node, consta
         if not isinstance(observer, MXObserver):
             continue
         role, source = role_of(operand, argument, constants), argument.args[0]
+        module.roles[operand.name] = role
         if role == "activation":
             module.activations.append(observer)
         elif role == "weight" and source in constants:

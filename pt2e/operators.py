@@ -18,8 +18,8 @@ from pt2mx import ops
 from pt2mx.fx.modes import called
 from pt2mx.pt2e import products
 
-#: meta key of the call of an observer
-OBSERVER_KEY = "mx_observer"
+#: meta key of an operator's node: the config that a setting gave it
+CONFIG_KEY = "mx_config"
 
 
 @dataclass(frozen=True)
@@ -191,11 +191,11 @@ _OPERATORS = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
 
 def quantizable_operators(graph: Graph, asked_for: Callable[[str], bool] | None = None) -> list[Node]:
     """The calls of the operators of `OPERANDS`, and of those of `OPT_IN` for whose name `asked_for` is true; by default
-    those that have a quantized operand."""
+    those that a setting chose and that have a quantized operand."""
     found = []
     for node in graph.nodes:
         name = operator_name(called(node))
-        if name in OPERANDS or (name in OPT_IN and (asked_for(name) if asked_for else _reads_quantized(node))):
+        if name in OPERANDS or (name in OPT_IN and (asked_for(name) if asked_for else _is_quantized(node))):
             found.append(node)
     return found
 
@@ -254,5 +254,6 @@ def role_of(operand: Operand, argument: Node, constants: set[Node]) -> str:
     return "weight" if argument in constants else "activation"
 
 
-def _reads_quantized(node: Node) -> bool:
-    return any(n.meta.get(OBSERVER_KEY) or n.target is ops.dequantize_mx for n in node.all_input_nodes)
+def _is_quantized(node: Node) -> bool:
+    inputs = node.all_input_nodes
+    return CONFIG_KEY in node.meta and any(n.op == "call_module" or n.target is ops.dequantize_mx for n in inputs)

@@ -16,7 +16,6 @@ from pt2mx.fx.modes import modes_to_modules
 from pt2mx.fx.subgraphs import calls, graph_modules, mark_constants
 from pt2mx.pt2e import machinery
 from pt2mx.pt2e.observer import MXFakeQuantize, MXObserver
-from pt2mx.pt2e.operators import OBSERVER_KEY
 from pt2mx.pt2e.qspec import mx_qscheme
 
 
@@ -111,7 +110,6 @@ def _settle_observers(graph: GraphModule) -> None:
         observer = graph.get_submodule(node.target)
         if isinstance(observer, MXObserver):
             value = node.meta["val"] = node.args[0].meta.get("val")
-            node.meta[OBSERVER_KEY] = True
             observer.observe_once = node.args[0] in constants
             if value is not None:
                 observer.to(value.device)

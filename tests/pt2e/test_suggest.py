@@ -195,6 +195,17 @@ def test_what_was_left_alone_stays_so_and_other_specs_are_kept():
     assert [name for name, quantized in specs.items() if quantized] == ["layers.1.up", "layers.1.down"]
 
 
+def test_specs_of_single_operands_make_room_for_the_choice():
+    config = MXQuantizationConfig(
+        weight="mxfp8", activation="mxfp8", operands={"weight": "mxint8", "query": "mxint8"}, observer=CONFIG.observer
+    )
+    suggested = suggest_config(calibrated(encoder(), MXQuantizer().set_global(config)), 4.5)
+    kept = {name: dict(config.operands) for name, config in settings(suggested).items()}
+    assert kept["layers.0.up"] == {"query": pt2mx.parse("mxint8")}
+    assert kept["layers.0.attention"]["query"] == pt2mx.parse("mxint8")
+    assert pt2mx.quantization_report(calibrated(encoder(), suggested)).weight_bits <= 4.5
+
+
 def settings(quantizer):
     return quantizer._settings["module_name"]
 
