@@ -19,13 +19,13 @@ from pt2mx.pt2e import recipe
 from pt2mx.pt2e.annotate import REASON_KEY, Plan, annotate_operator, plan_operator
 from pt2mx.pt2e.config import MXQuantizationConfig
 from pt2mx.pt2e.machinery import Q_ANNOTATION_KEY, Quantizer
+from pt2mx.pt2e.matching import MATCHERS
 from pt2mx.pt2e.operators import (
     OPERANDS,
     OPT_IN,
     argument_of,
     names_of,
     operands_of,
-    operator_name,
     quantizable_operators,
     replace_argument,
 )
@@ -50,7 +50,7 @@ class MXQuantizer(Quantizer):
         #: "first" or "last" -> count -> config
         self._ends: dict[str, dict[int, Config]] = {kind: {} for kind in recipe.ENDS}
         #: setting kind -> key -> config, in order of precedence
-        self._settings: dict[str, dict[str, Config]] = {kind: {} for kind in _MATCHERS}
+        self._settings: dict[str, dict[str, Config]] = {kind: {} for kind in MATCHERS}
 
     def set_global(self, config: Config) -> MXQuantizer:
         """For every operator that no other setting matches."""
@@ -172,7 +172,7 @@ class MXQuantizer(Quantizer):
         for node, (source, config) in self._at_the_ends([n for n in plans if plans[n]]).items():
             matched.add(source)
             if config is None:
-                node.meta[REASON_KEY] = "excluded by {} {}".format(*source)
+                node.meta[REASON_KEY] = f"excluded by {source[0]} {source[1]}"
                 del plans[node]
             else:
                 chosen[node], plans[node] = config, plan_operator(node, config, constants)
@@ -213,7 +213,7 @@ class MXQuantizer(Quantizer):
     def _config_of(self, node: Node, matched: set[tuple[str, object]]) -> tuple[Config, str]:
         """The config of an operator, and the reason if it is None. Notes every setting that matches in `matched`."""
         found: list[tuple[str, Config]] = []
-        for kind, matches in _MATCHERS.items():
+        for kind, matches in MATCHERS.items():
             hits = [key for key in self._settings[kind] if matches(key, node) >= 0]
             matched.update((kind, key) for key in hits)
             if hits:
@@ -257,35 +257,6 @@ def _checked(config: Config) -> Config:
             "get_default_mx_quantization_config(...)"
         )
     return config
-
-
-def _depth(node: Node, matches: Callable[[str, str], bool]) -> int:
-    """Depth of the innermost module around `node` that matches, -1 if none does."""
-    return max((i for i, module in enumerate(modules_of(node)) if matches(*module)), default=-1)
-
-
-def _is_inside(key: str, node: Node) -> bool:
-    """Also for a container that is not called itself, such as a ModuleList."""
-    return any(f"{name}.".startswith(f"{key}.") for name, _ in modules_of(node))
-
-
-def _is_type(key: str, kind: str) -> bool:
-    if key.startswith("torch.nn.") and key.count(".") == 2:  # torch.nn.Linear lives in torch.nn.modules.linear
-        return kind.startswith("torch.nn.modules.") and kind.rpartition(".")[2] == key.rpartition(".")[2]
-    return kind == key or ("." not in key and kind.rpartition(".")[2] == key)
-
-
-def _place(key: str, names: tuple[str, ...]) -> int:
-    return names.index(key) if key in names else -1
-
-
-#: setting kind, in order of precedence -> how closely around a node a key matches, -1 for not at all
-_MATCHERS: dict[str, Callable[[str, Node], int]] = {
-    "module_name": lambda key, node: len(key) if _is_inside(key, node) else -1,
-    "module_name_regex": lambda key, node: min(0, _depth(node, lambda name, kind: bool(re.fullmatch(key, name)))),
-    "module_type": lambda key, node: _depth(node, lambda name, kind: _is_type(key, kind)),
-    "operator_type": lambda key, node: _place(key, names_of(operator_name(node.target))),
-}
 
 
 def _arguments(node: Node) -> list[Node]:
