@@ -16,17 +16,14 @@ MATMUL_LIKE = frozenset(
 )
 
 
-def matmul_like(model: GraphModule) -> list[Node]:
-    """Those of a graph and of the graphs nested in it."""
-    graphs = [module.graph for module in model.modules() if isinstance(module, GraphModule)]
-    return [node for graph in graphs for node in graph.nodes if _name(node) in MATMUL_LIKE]
-
-
 def silent(converted: GraphModule) -> list[str]:
-    """The matmul-like operators that are neither quantized nor in the report with a reason."""
+    """The matmul-like operators, also of the graphs inside the graph, that are neither quantized nor in the report with
+    a reason."""
     report = pt2mx.quantization_report(converted)
     told = {operator.name for operator in report.operators if operator.quantized or operator.reason}
-    return [f"{_name(node)} ({node.name})" for node in matmul_like(converted) if node.name not in told]
+    graphs = [(path, module.graph) for path, module in converted.named_modules() if isinstance(module, GraphModule)]
+    called = {f"{path}.{n.name}".removeprefix("."): _name(n) for path, graph in graphs for n in graph.nodes}
+    return [f"{name} ({node})" for node, name in called.items() if name in MATMUL_LIKE and node not in told]
 
 
 def _name(node: Node) -> str | None:

@@ -28,16 +28,17 @@ class Flow:
     """One architecture in one recipe; each stage raises where it fails."""
 
     def __init__(self, architecture: Architecture, recipe: str) -> None:
-        self.module, self.batch = architecture.build()
+        self.architecture = architecture
         self.recipe = recipe
         self.converted: GraphModule | None = None
         self.quantized: tuple[Tensor, ...] = ()  # outputs of the prepared model with fake quantization on
         self.cosine: float | None = None  # of the compiled to the eager model
 
     def export(self) -> None:
+        module, self.batch = self.architecture.build()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the libraries about their own code
-            self.exported = _export(self.module, self.batch).module()
+            self.exported = _export(module, self.batch).module()
 
     def prepare(self) -> None:
         """Observers pass through what they see; only a batch norm that is folded changes the order of sums."""
