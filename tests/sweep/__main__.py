@@ -11,6 +11,7 @@ import argparse
 import platform
 import sys
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -25,10 +26,13 @@ def main() -> int:
     parser.add_argument("names", nargs="*", default=list(ARCHITECTURES), metavar="NAME", help="by default all")
     parser.add_argument("--eager", action="store_true", help="compile none")
     options = parser.parse_args()
+    if unknown := set(options.names) - set(ARCHITECTURES):
+        parser.error(f"no architecture {sorted(unknown)[0]!r} in tests/sweep")
     compiled = () if options.eager else COMPILED
     figures = ("quantized", "left alone", "cosine to float", "of compiled", "seconds")
-    rows = [("architecture", "kind", "recipe", *STAGES, *figures)]
-    rows.append(("---",) * len(rows[0]))
+    header = ("architecture", "kind", "recipe", *STAGES, *figures)
+    _print(header)
+    _print(["---"] * len(header))
     causes = {}
     for name in options.names:
         start = time.perf_counter()
@@ -36,13 +40,14 @@ def main() -> int:
         causes |= {(name, stage): cause for stage, cause in reached.items() if cause}
         marks = ["" if s not in reached else "fails" if reached[s] else "ok" for s in STAGES]
         seconds = f"{time.perf_counter() - start:.0f}"
-        rows.append((name, ARCHITECTURES[name].kind, RECIPES[name], *marks, *_figures(flow), seconds))
-        print(f"{name}: {marks}, {seconds} s", file=sys.stderr)
-    print("\n".join(f"| {' | '.join(row)} |" for row in rows))
+        _print((name, ARCHITECTURES[name].kind, RECIPES[name], *marks, *_figures(flow), seconds))
     failed = {name for name, _ in causes}
-    versions = [f"{p} {import_extra(p, e).__version__}" for p, e in (("torchvision", "vision"), ("transformers", "hf"))]
-    print(f"\n{len(options.names) - len(failed)} of {len(options.names)} architectures go through all stages. torch")
-    print(f"{torch.__version__}, {', '.join(versions)}, {torch.get_num_threads()} threads, {platform.machine()}.\n")
+    libraries = [("torchvision", "vision"), ("transformers", "hf")]
+    versions = [f"{name} {import_extra(name, extra).__version__}" for name, extra in libraries]
+    print(f"\n{len(options.names) - len(failed)} of {len(options.names)} architectures go through all stages.")
+    print(
+        f"torch {torch.__version__}, {', '.join(versions)}, {torch.get_num_threads()} threads, {platform.machine()}.\n"
+    )
     for (name, stage), cause in causes.items():
         print(f"- {name}, {stage}: {cause}")
     return min(len(causes), 1)
@@ -70,6 +75,10 @@ def _figures(flow: Flow) -> tuple[str, ...]:
     cosine = f"{least_cosine(flow.quantized, flow.unquantized):.3f}" if flow.quantized else ""
     compiled = "" if flow.cosine is None else f"{flow.cosine:.5f}"
     return str(quantized), str(len(operators) - quantized), cosine, compiled
+
+
+def _print(cells: Sequence[str]) -> None:
+    print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

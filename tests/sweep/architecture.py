@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,7 +27,8 @@ class Architecture:
     def build(self) -> tuple[nn.Module, Batch]:
         """The module in eval mode, which returns a tuple of tensors, and its arguments; always the same."""
         torch.manual_seed(0)
-        with without_log_warnings():
+        with without_log_warnings(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the libraries about their own configurations
             module, batch = self.construct()
         for child in module.modules():
             if isinstance(child, _BATCH_NORMS) and child.running_mean is not None:
