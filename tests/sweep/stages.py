@@ -1,0 +1,102 @@
+"""The stages that an architecture goes through."""
+
+from __future__ import annotations
+
+import io
+import warnings
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+import pt2mx
+from pt2mx.pt2e.models import Batch, call
+from tests.sweep.architecture import Architecture
+from tests.sweep.matmul_like import silent
+
+#: least cosine between the outputs of the compiled and of the eager converted model: another order of sums may move an
+#: activation across a rounding boundary, and each layer adds to that
+LEAST_COSINE = 0.99
+
+#: methods of `Flow`, in the order in which they are called
+STAGES = ("export", "prepare", "convert", "equal", "reload", "listed", "compile")
+#: those without which the others make no sense
+NEEDED = STAGES[:4]
+
+
+class Flow:
+    """One architecture in one recipe; each stage raises where it fails."""
+
+    def __init__(self, architecture: Architecture, recipe: str) -> None:
+        self.architecture = architecture
+        self.recipe = recipe
+        self.converted: GraphModule | None = None
+        self.quantized: tuple[Tensor, ...] = ()  # outputs of the prepared model with fake quantization on
+        self.cosine: float | None = None  # of the compiled to the eager model
+
+    def export(self) -> None:
+        module, self.batch = self.architecture.build()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the libraries about their own code
+            self.exported = _export(module, self.batch).module()
+
+    def prepare(self) -> None:
+        """Observers pass through what they see; only a batch norm that is folded changes the order of sums."""
+        self.prepared = pt2mx.prepare_pt2e(self.exported, pt2mx.MXQuantizer.from_recipe(self.recipe))
+        self.unquantized = self._run(self.exported)
+        cosine = least_cosine(self._run(self.prepared), self.unquantized)
+        assert cosine > 0.99999, f"cosine {cosine} to the float model, without fake quantization"
+
+    def convert(self) -> None:
+        self.converted = pt2mx.convert_pt2e(self.prepared)
+
+    def equal(self) -> None:
+        """Converted is prepared with fake quantization on, to the bit, and not the float model."""
+        pt2mx.disable_observer(self.prepared)
+        pt2mx.enable_fake_quant(self.prepared)
+        self.quantized = self._run(self.prepared)
+        assert_same(self._run(self.converted), self.quantized)
+        same = [torch.equal(a, b) for a, b in zip(self.quantized, self.unquantized, strict=True)]
+        assert not all(same), "the quantized model computes as the float one"
+
+    def listed(self) -> None:
+        """Every matmul-like operator is quantized, or in the report with the reason why not."""
+        left = silent(self.converted)
+        assert not left, f"neither quantized nor listed with a reason: {left}"
+
+    def reload(self) -> None:
+        file = io.BytesIO()
+        torch.export.save(_export(self.converted, self.batch), file)
+        file.seek(0)
+        assert_same(self._run(torch.export.load(file).module()), self.quantized)
+
+    def compile(self) -> None:
+        torch._dynamo.reset()
+        try:
+            self.cosine = least_cosine(self._run(torch.compile(self.converted)), self.quantized)
+        finally:
+            torch._dynamo.reset()
+        assert self.cosine > LEAST_COSINE, f"cosine {self.cosine} of compiled to eager"
+
+    def _run(self, module: nn.Module) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            return tuple(call(module, self.batch))
+
+
+def assert_same(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
+    """Equal to the bit, and numbers at all."""
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert a.dtype == b.dtype and torch.equal(a, b), f"output {i} differs"
+        assert b.isfinite().all(), f"output {i} is not finite"
+
+
+def least_cosine(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> float:
+    """The least over the floating outputs; one of zeros has no direction."""
+    pairs = [(a.flatten(), b.flatten()) for a, b in zip(got, want, strict=True) if b.is_floating_point() and b.any()]
+    return min(torch.cosine_similarity(a.double(), b.double(), dim=0).item() for a, b in pairs)
+
+
+def _export(module: nn.Module, batch: Batch) -> torch.export.ExportedProgram:
+    args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
+    with torch.no_grad():
+        return torch.export.export(module, args, kwargs, strict=False)
