@@ -29,7 +29,7 @@ class ObservedWeight:
 @dataclass
 class ObservedModule:
     """The quantizable operators of a module: their config (None: they are left alone), observed operands, and the roles
-    of those by name."""
+    of all operands by name."""
 
     config: MXQuantizationConfig | None
     roles: dict[str, str] = field(default_factory=dict)
@@ -60,11 +60,13 @@ def observed_modules(prepared: GraphModule) -> dict[str, ObservedModule]:
 def _add_operands(module: ObservedModule, inner: GraphModule, node: Node, constants: set[Node]) -> None:
     for operand in operands_of(node):
         argument = operand_node(node, operand)
-        observer = inner.get_submodule(argument.target) if argument and argument.op == "call_module" else None
+        if argument is None:
+            continue
+        role = module.roles[operand.name] = role_of(operand, argument, constants)
+        observer = inner.get_submodule(argument.target) if argument.op == "call_module" else None
         if not isinstance(observer, MXObserver):
             continue
-        role, source = role_of(operand, argument, constants), argument.args[0]
-        module.roles[operand.name] = role
+        source = argument.args[0]
         if role == "activation":
             module.activations.append(observer)
         elif role == "weight" and source in constants:

@@ -63,9 +63,8 @@ def suggest_config(
         if min_activation_sqnr is not None and (best := _choose_activation(module, min_activation_sqnr)):
             chosen["activation"], reached = best
             poor += [] if reached else [name]
-        kept = tuple(
-            (operand, spec) for operand, spec in module.config.operands if module.roles.get(operand) not in chosen
-        )
+        kept = [(operand, spec) for operand, spec in module.config.operands if operand in module.roles]
+        kept = [(operand, spec) for operand, spec in kept if spec is None or module.roles[operand] not in chosen]
         config = replace(module.config, operands=kept, **chosen)
         quantizer.set_module_name(name, config) if name else quantizer.set_global(config)
     if poor:
