@@ -4,7 +4,9 @@ torchao inserts and removes the observers; what it does to operators that it doe
 callers. Its import announces CUDA extensions that a CPU machine lacks; that is kept off the user's screen.
 """
 
+from torch._functorch import predispatch
 from torch.fx import GraphModule
+from torch.fx.node import has_side_effect
 from torch.fx.passes.infra.pass_manager import PassManager
 
 from pt2mx.extras import without_log_warnings
@@ -41,6 +43,11 @@ __all__ = [
     "insert_observers",
     "is_prepared",
 ]
+
+# Export leaves these in a graph that makes an attention mask by vmap. Nothing reads what they return, and torchao's
+# convert removes what nothing reads, unless torch.fx knows that it does something.
+for _function in ("lazy_load_decompositions", "_vmap_increment_nesting", "_vmap_decrement_nesting"):
+    has_side_effect(getattr(predispatch, _function))
 
 #: meta key by which torchao recognizes a prepared model
 _PREPARED_KEY = "_observed_graph_module_attrs"

@@ -515,16 +515,21 @@ def test_experts_of_transformers(implementation, quantize):
     assert all({o.role for o in e.operands if o.spec} == {"activation", "weight"} for e in experts)
 
 
-def test_flex_attention(quantize):
+@pytest.mark.parametrize("inside", [False, True])
+def test_flex_attention(inside, quantize):
+    """Also where `forward` makes the mask: the graph then calls functions of vmap for what they do, not return."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def causal():
+        return create_block_mask(lambda b, h, q, k: q >= k, None, None, 20, 20, device="cpu")
 
     class Flex(nn.Module):
         def __init__(self):
             super().__init__()
-            self.mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 20, 20, device="cpu")
+            self.mask = None if inside else causal()
 
         def forward(self, q, k, v):
-            return flex_attention(q, k, v, block_mask=self.mask)
+            return flex_attention(q, k, v, block_mask=causal() if inside else self.mask)
 
     inputs = tuple(torch.randn(1, 2, 20, 32) for _ in range(3))
     exported = torch.export.export(Flex().eval(), inputs)
