@@ -42,7 +42,7 @@ def masked_seq2seq(config: object) -> Inputs:
 
 def image(config: object) -> Inputs:
     size = getattr(config, "image_size", 64)
-    return {"pixel_values": torch.randn(2, 3, *(size if isinstance(size, list) else (size, size)))}
+    return {"pixel_values": torch.randn(2, 3, *(size if isinstance(size, list | tuple) else (size, size)))}
 
 
 def image_and_points(config: object) -> Inputs:
