@@ -1,11 +1,17 @@
 """The flow on an NVIDIA GPU."""
 
+import copy
+import warnings
+
 import pytest
 import torch
 
 import pt2mx
 from pt2mx import FORMATS, MXQuantizer, get_default_mx_quantization_config
 from pt2mx.extras import import_extra
+from tests.fx import test_fuse_batch_norm as batch_norms
+from tests.fx import test_modes as modes
+from tests.fx import test_subgraphs as subgraphs
 from tests.pt2e.test_prepare import INPUTS, Net
 
 pytestmark = pytest.mark.cuda
@@ -40,3 +46,75 @@ def test_a_bert_layer_compiles_and_agrees(quantize, tmp_path):
     with torch.no_grad():
         assert torch.allclose(torch.compile(converted)(*inputs)[0], want[0], rtol=1e-3, atol=1e-3)
     assert pt2mx.quantization_report(converted).effective_bits < 6
+
+
+@pytest.mark.parametrize("model", [subgraphs.NoGrad, subgraphs.Autocast, subgraphs.Cond, subgraphs.Checkpoint])
+def test_graphs_inside_graphs(model, quantize):
+    x = subgraphs.X.cuda()
+    want, _, converted = quantize(torch.export.export(model().eval().cuda(), (x,)), subgraphs.QUANTIZER, (x,))
+    with torch.no_grad():
+        assert torch.equal(converted(x), want)
+    assert all(t.device.type == "cuda" for t in converted.state_dict().values())
+
+
+@pytest.mark.parametrize("name", batch_norms.LAYERS)
+def test_batch_norms_fold_without_difference(name):
+    model, inputs = batch_norms.layer_and_norm(name)
+    inputs = tuple(x.cuda() for x in inputs)
+    prepared = batch_norms.prepared_for_training(model.cuda(), inputs)
+    optimizer = torch.optim.SGD(prepared.parameters(), 1e-2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        prepared(*inputs).square().mean().backward()
+        optimizer.step()
+    converted = pt2mx.convert_pt2e(prepared)
+    with torch.no_grad():
+        assert torch.equal(converted(*inputs), prepared.eval()(*inputs))
+
+
+@pytest.mark.parametrize("name", ["dropout", "batch_norm", "lstm", "gru"])
+def test_modes(name):
+    model, shape = modes.MODELS[name]
+    model, x = copy.deepcopy(model).train().cuda(), torch.randn(shape, device="cuda")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The tensor attributes self.rnn", UserWarning)  # torch.export
+        exported = torch.export.export(model, (x,)).module()
+    prepared = pt2mx.prepare_qat_pt2e(exported, modes.QUANTIZER)
+    prepared(x).sum().backward()
+    converted = pt2mx.convert_pt2e(prepared)
+    with torch.no_grad():
+        assert torch.equal(converted(x), prepared.eval()(x))
+
+
+def test_formats_are_compared_on_the_device(quantize):
+    observer = pt2mx.MXFormatObserver.with_args(candidates=("mxfp4", "mxfp8"))
+    config = pt2mx.MXQuantizationConfig(weight="mxfp8", activation="mxfp8", observer=observer)
+    exported = torch.export.export(Net().eval().cuda(), (INPUTS[0].cuda(),))
+    _, prepared, _ = quantize(exported, MXQuantizer().set_global(config), (INPUTS[0].cuda(),))
+    cpu = torch.export.export(Net().eval(), INPUTS)
+    _, prepared_on_cpu, _ = quantize(cpu, MXQuantizer().set_global(config), INPUTS)
+    for got, want in zip(*(pt2mx.quantization_report(p).operators for p in (prepared, prepared_on_cpu)), strict=True):
+        for a, b in zip(got.operands, want.operands, strict=True):
+            assert a.candidates.keys() == b.candidates.keys() and len(a.candidates) == 2
+            for name in a.candidates:
+                assert a.candidates[name].sqnr == pytest.approx(b.candidates[name].sqnr, rel=1e-3)
+    assert pt2mx.suggest_config(prepared, 5.0)
+
+
+def test_training_compiles_and_agrees():
+    torch._dynamo.reset()
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 8)).cuda().train()
+    x, losses = torch.randn(16, 64, device="cuda"), []
+    for compiled in (False, True):
+        exported = torch.export.export(copy.deepcopy(model), (x,)).module()
+        prepared = pt2mx.prepare_qat_pt2e(exported, MXQuantizer.from_recipe("mxfp8"))
+        step = torch.compile(prepared, fullgraph=True) if compiled else prepared
+        optimizer, found = torch.optim.SGD(prepared.parameters(), 1e-2), []
+        for _ in range(10):
+            optimizer.zero_grad()
+            loss = (step(x) - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        losses.append(found)
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4) and losses[0][-1] < losses[0][0]
