@@ -2,7 +2,7 @@
 
     python -m tests.sweep [--eager] [NAME ...] > tests/sweep/results.md
 
-About 15 minutes on two cores, and as many again for the share that is compiled.
+About a quarter of an hour on two cores that are otherwise idle; the share that is compiled comes on top.
 """
 
 from __future__ import annotations
