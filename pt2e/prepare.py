@@ -80,8 +80,6 @@ def _prepare(model: GraphModule, quantizer: machinery.Quantizer, for_training: b
     finally:
         machinery.forget_models()
     graphs = graph_modules(model)
-    for graph in graphs:
-        _settle_observers(graph)
     training = modes_to_modules(graphs)
     if for_training:
         _observers_to_fake_quantize(model)
@@ -101,7 +99,9 @@ def _insert_observers(
             if graph not in done:
                 done[graph] = _insert_observers(graph, quantizer, done)
             setattr(model, name, done[graph])
-    return machinery.insert_observers(model, quantizer)
+    model = machinery.insert_observers(model, quantizer)
+    _settle_observers(model)  # on their device: torchao looks for one device in the graph around
+    return model
 
 
 def _settle_observers(graph: GraphModule) -> None:

@@ -95,7 +95,7 @@ def test_formats_are_compared_on_the_device(quantize):
     _, prepared_on_cpu, _ = quantize(cpu, MXQuantizer().set_global(config), INPUTS)
     for got, want in zip(*(pt2mx.quantization_report(p).operators for p in (prepared, prepared_on_cpu)), strict=True):
         for a, b in zip(got.operands, want.operands, strict=True):
-            assert a.candidates.keys() == b.candidates.keys() and len(a.candidates) == 2
+            assert a.candidates.keys() == b.candidates.keys() and len(a.candidates) == (2 if a.spec else 0)
             for name in a.candidates:
                 assert a.candidates[name].sqnr == pytest.approx(b.candidates[name].sqnr, rel=1e-3)
     assert pt2mx.suggest_config(prepared, 5.0)
