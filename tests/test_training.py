@@ -12,8 +12,9 @@ from pt2mx import MXQuantizer, get_default_mx_quantization_config
 from pt2mx.extras import import_extra
 from tests.benchmarks import qat
 
-#: of the losses that compiled and eager code compute from one set of weights
-TOLERANCE = 1e-4
+#: of the losses that Inductor's and eager's kernels compute from one set of weights: one activation that moves to the
+#: other side of a rounding boundary, of one of 1024 tokens, is worth up to 1.1e-4 (MXFP4)
+TOLERANCE = 3e-4
 
 
 class Logits(nn.Module):
@@ -41,9 +42,9 @@ def prepared_transformer(kind: str, spelling: str, layers: int) -> torch.fx.Grap
 
 
 def sequences() -> tuple[Tensor, Tensor]:
-    """Arithmetic progressions modulo 32, and each token's successor: (8, 32) int64."""
+    """Arithmetic progressions modulo 32, and each token's successor: (32, 32) int64."""
     generator = torch.Generator().manual_seed(1)
-    start, step = (torch.randint(low, high, (8, 1), generator=generator) for low, high in ((0, 32), (1, 4)))
+    start, step = (torch.randint(low, high, (32, 1), generator=generator) for low, high in ((0, 32), (1, 4)))
     ids = (start + step * torch.arange(33)) % 32
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
