@@ -1,11 +1,13 @@
 """What training loops do with a prepared model."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -190,7 +192,8 @@ def train_on_half(rank, folder):
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
     x, labels = (part[8 * rank : 8 * rank + 8] for part in data(Block()))
     results = {}
-    for name, wrap in {"ddp": DistributedDataParallel, "fsdp": fully_shard}.items():
+    mesh = init_device_mesh("cpu", (2,))  # also where there is a GPU
+    for name, wrap in {"ddp": DistributedDataParallel, "fsdp": partial(fully_shard, mesh=mesh)}.items():
         prepared = prepare().eval()
         model = wrap(prepared)
         losses = train(model, (x, labels), 4)
