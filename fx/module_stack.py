@@ -21,7 +21,7 @@ def module_name(node: Node) -> str:
 
 def _plain(name: str) -> str:
     """`encoder.0.attn` for the `L['self'].encoder[0].attn` and `L['self']._modules['encoder'][0].attn` of strict
-    export; the name itself otherwise."""
-    name = re.sub(r"^L\['self'\]\.?", "", name)
+    export, also behind the `_export_root` of a graph inside; the name itself otherwise."""
+    name = re.sub(r"^(L\['self'\]\.?)?(_export_root\b\.?)?", "", name)
     name = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", name)
     return ".".join(part for part in name.split(".") if part and part != "_modules")

@@ -98,6 +98,16 @@ def graph_modules(model: GraphModule) -> list[GraphModule]:
     return [*found, model]
 
 
+def nodes_in_order(model: GraphModule) -> Iterator[Node]:
+    """The nodes of the model's graph and of those inside it in the order of execution: what a call may run comes before
+    the call. Of a graph that is called again they come twice."""
+    called = {call.node: call.graphs for call in calls(model)}
+    for node in model.graph.nodes:
+        for _, graph in called.get(node, ()):
+            yield from nodes_in_order(graph)
+        yield node
+
+
 def named_graph_modules(model: GraphModule, path: str = "") -> Iterator[tuple[str, GraphModule]]:
     """(qualified name, graph module) of the model, whose name is "", and of all that `get_attr` nodes name, those that
     other higher-order operators call too, the outer ones first."""

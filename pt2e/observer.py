@@ -117,7 +117,8 @@ class MXFakeQuantize(MXObserver, FakeQuantizeBase):
 
 
 def _observers(model: nn.Module) -> list[MXObserver]:
-    found = [module for module in model.modules() if isinstance(module, MXObserver)]
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    found = [module for module in modules if isinstance(module, MXObserver)]
     if not found and not is_prepared(model):
         raise MXError("the model holds no MX observer: pass what prepare_pt2e or prepare_qat_pt2e returned")
     return found

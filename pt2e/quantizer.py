@@ -14,7 +14,7 @@ from pt2mx.fx.aliasing import is_written, written_roots
 from pt2mx.fx.arguments import make_positional
 from pt2mx.fx.constants import constant_nodes
 from pt2mx.fx.module_stack import modules_of
-from pt2mx.fx.subgraphs import graph_modules, place_inner_graphs
+from pt2mx.fx.subgraphs import graph_modules, nodes_in_order, place_inner_graphs
 from pt2mx.pt2e import recipe
 from pt2mx.pt2e.annotate import REASON_KEY, Plan, annotate_operator, plan_operator
 from pt2mx.pt2e.config import MXQuantizationConfig
@@ -169,7 +169,7 @@ class MXQuantizer(Quantizer):
                 node.meta[REASON_KEY] = reason
             else:
                 chosen[node], plans[node] = config, plan_operator(node, config, constants)
-        for node, (source, config) in self._at_the_ends([n for n in plans if plans[n]]).items():
+        for node, (source, config) in self._at_the_ends([n for n in nodes_in_order(model) if plans.get(n)]).items():
             matched.add(source)
             if config is None:
                 node.meta[REASON_KEY] = f"excluded by {source[0]} {source[1]}"
@@ -202,11 +202,12 @@ class MXQuantizer(Quantizer):
         return quantizable_operators(model.graph, lambda name: not asked_for.isdisjoint(names_of(name)))
 
     def _at_the_ends(self, nodes: list[Node]) -> dict[Node, tuple[tuple[str, int], Config]]:
-        """What `set_first` and `set_last` say of the quantized operators, with the setting that says it."""
+        """What `set_first` and `set_last` say of the quantized operators, in the order of execution, some more than
+        once, with the setting that says it."""
         found: dict[Node, tuple[tuple[str, int], Config]] = {}
         for kind, ordered in (("first", nodes), ("last", nodes[::-1])):
             for count, config in sorted(self._ends[kind].items()):
-                for node in ordered[:count]:
+                for node in list(dict.fromkeys(ordered))[:count]:
                     found.setdefault(node, ((kind, count), config))
         return found
 

@@ -1,6 +1,7 @@
 import torch
 
 from pt2mx.fx.aliasing import is_written, storage_root, written_roots
+from pt2mx.fx.constants import constant_nodes
 
 
 class Model(torch.nn.Module):
@@ -27,3 +28,22 @@ def test_roots_through_views_splits_and_writes():
     assert not is_written(nodes["x"], roots) and not is_written(nodes["y"], roots)
     first = next(iter(model.graph.find_nodes(op="output"))).args[0][2]
     assert storage_root(first) is nodes["y"]
+
+
+class Cache(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("cache", torch.randn(3, 4))
+
+    def forward(self, x):
+        y = x @ self.cache.t()
+        with torch.no_grad():
+            self.cache.copy_(x)
+        return y
+
+
+def test_a_graph_inside_writes_its_operands():
+    model = torch.export.export(Cache(), (torch.randn(3, 4),)).module()
+    assert any(isinstance(n.target, torch._ops.HigherOrderOperator) for n in model.graph.nodes)
+    assert "cache" in written_roots(model.graph)
+    assert "cache" not in {node.target for node in constant_nodes(model.graph)}

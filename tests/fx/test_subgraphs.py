@@ -151,6 +151,29 @@ def test_settings_reach_inside():
     assert len([m for m in prepared.modules() if isinstance(m, pt2mx.MXObserver)]) == 2
 
 
+class Between(Base):
+    """The graph inside runs between two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.head(self.apply_inner(self.outer(x)))
+
+    def apply_inner(self, x):
+        with torch.no_grad():
+            return torch.relu(self.inner(x))
+
+
+def test_first_and_last_go_by_the_order_of_execution():
+    module = torch.export.export(Between().eval(), (X,)).module()
+    config = get_default_mx_quantization_config("mxfp4", "mxfp8")
+    quantizer = MXQuantizer().set_global(config).set_first(None).set_last(None)
+    report = pt2mx.quantization_report(pt2mx.prepare_pt2e(module, quantizer))
+    assert {o.module: o.quantized for o in report.operators} == {"outer": False, "inner": True, "head": False}
+
+
 def test_the_callers_graphs_are_unchanged(quantize):
     program = torch.export.export(Cond().eval(), (X,))
     module = program.module()

@@ -135,6 +135,8 @@ def test_a_model_without_observers_has_nothing_to_switch():
     for function in (pt2mx.enable_fake_quant, pt2mx.disable_fake_quant, pt2mx.enable_observer, pt2mx.disable_observer):
         with pytest.raises(MXError, match="holds no MX observer"):
             function(nn.Linear(2, 2))
+        with pytest.raises(MXError, match="holds no MX observer"):
+            function(None)
 
 
 def test_there_are_no_qparams_to_calculate():
