@@ -5,6 +5,7 @@ callers. Its import announces CUDA extensions that a CPU machine lacks; that is 
 """
 
 from torch._functorch import predispatch
+from torch._subclasses.fake_tensor import is_fake
 from torch.fx import GraphModule
 from torch.fx.node import has_side_effect
 from torch.fx.passes.infra.pass_manager import PassManager
@@ -41,6 +42,7 @@ __all__ = [
     "forget_models",
     "forget_prepared",
     "insert_observers",
+    "is_fake",
     "is_prepared",
 ]
 
