@@ -4,6 +4,7 @@ torchao inserts and removes the observers; what it does to operators that it doe
 callers. Its import announces CUDA extensions that a CPU machine lacks; that is kept off the user's screen.
 """
 
+from torch._C._functorch import is_batchedtensor
 from torch._functorch import predispatch
 from torch._subclasses.fake_tensor import is_fake
 from torch.fx import GraphModule
@@ -42,6 +43,7 @@ __all__ = [
     "forget_models",
     "forget_prepared",
     "insert_observers",
+    "is_batchedtensor",
     "is_fake",
     "is_prepared",
 ]
