@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from pt2mx import ops
 from pt2mx.fx.arguments import make_positional
-from pt2mx.fx.constants import constant_nodes, root_name
+from pt2mx.fx.constants import CONSTANT_KEY, constant_nodes, root_name
 from pt2mx.fx.fold_weights import fold_constant
 from pt2mx.fx.modes import ModeDependent, insert_module, mode_dependent, replace_by_module
 from pt2mx.fx.unused import delete_unused_modules, delete_unused_tensors
@@ -116,7 +116,10 @@ def fuse_batch_norms(model: GraphModule, quantizers: type[nn.Module]) -> GraphMo
 
 
 def fold_biases(model: GraphModule) -> GraphModule:
-    """Compute the biases that `NormalizedLayer` leaves in a converted graph now. Changes `model` and returns it."""
+    """Compute the biases that `NormalizedLayer` leaves in a converted graph now; in a graph inside another, whose
+    tensors are operands, they stay. Changes `model` and returns it."""
+    if any(placeholder.meta.get(CONSTANT_KEY) for placeholder in model.graph.find_nodes(op="placeholder")):
+        return model
     constants = constant_nodes(model.graph)
     layers = [node for node in model.graph.nodes if node.target in _LAYERS and len(node.args) > 2]
     biases = dict.fromkeys(layer.args[2] for layer in layers if _is_computed(layer.args[2], constants))

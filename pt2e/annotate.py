@@ -10,7 +10,7 @@ from torch.fx import Node
 from pt2mx.checks import HIGH_PRECISION
 from pt2mx.errors import MXError
 from pt2mx.pt2e.config import MXQuantizationConfig
-from pt2mx.pt2e.machinery import Q_ANNOTATION_KEY, QuantizationAnnotation
+from pt2mx.pt2e.machinery import Q_ANNOTATION_KEY, QuantizationAnnotation, is_batchedtensor
 from pt2mx.pt2e.observer import MXFakeQuantize, MXObserver
 from pt2mx.pt2e.operators import CONFIG_KEY, Operand, argument_of, gather_of, operands_of, role_of
 from pt2mx.pt2e.qspec import mx_qspec
@@ -97,6 +97,8 @@ def _unfit(tensor: Node, consumer: Node, operand: Operand) -> str | None:
     value = tensor.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return f"{tensor.name} is no tensor"
+    if is_batchedtensor(value):
+        return f"{tensor.name} is inside torch.vmap"
     if value.dtype == torch.float64:
         raise MXError(
             f"{consumer.name} computes in float64, which MX cannot represent: export the model in float32, float16 or "

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from pt2mx.errors import MXError
+from pt2mx.pt2e.machinery import is_fake
 from pt2mx.spec import MXSpec
 from pt2mx.statistics import QuantizationStatistics, quantization_sums
 
@@ -21,7 +23,16 @@ class StatisticsCollector(nn.Module):
 
     @torch.no_grad()
     def collect(self, x: Tensor) -> None:
-        """x: (..., n, ...) float32, float16 or bfloat16."""
+        """x: (..., n, ...) float32, float16 or bfloat16.
+
+        Raises:
+            MXError: inside `torch.cond` and the like while gradients are recorded: they are traced then, without values.
+        """
+        if not torch.compiler.is_dynamo_compiling() and is_fake(x) and not is_fake(self.values):
+            raise MXError(
+                "a graph inside the model is traced for its gradient, so that there is nothing to observe in it: "
+                "calibrate under torch.no_grad(), or call disable_observer(model)"
+            )
         for name, value in quantization_sums(x.detach(), self.spec).items():
             getattr(self, name).add_(value)
 

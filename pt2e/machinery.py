@@ -4,7 +4,9 @@ torchao inserts and removes the observers; what it does to operators that it doe
 callers. Its import announces CUDA extensions that a CPU machine lacks; that is kept off the user's screen.
 """
 
+from torch._C._functorch import is_batchedtensor
 from torch._functorch import predispatch
+from torch._subclasses.fake_tensor import is_fake
 from torch.fx import GraphModule
 from torch.fx.node import has_side_effect
 from torch.fx.passes.infra.pass_manager import PassManager
@@ -41,6 +43,8 @@ __all__ = [
     "forget_models",
     "forget_prepared",
     "insert_observers",
+    "is_batchedtensor",
+    "is_fake",
     "is_prepared",
 ]
 

@@ -37,3 +37,18 @@ def test_others_are_folded():
     prepared = prepare_pt2e(torch.export.export(model, (x,)).module(), MXQuantizer())
     assert not prepared.graph.find_nodes(op="call_function", target=torch.ops.aten.batch_norm.default)
     assert torch.allclose(prepared(x), model(x), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        (nn.Conv2d(4, 8, 1), nn.BatchNorm2d(8, track_running_stats=False)),
+        (nn.ConvTranspose2d(4, 8, 2, groups=2), nn.BatchNorm2d(8)),
+        (nn.ConvTranspose1d(4, 8, 2, groups=4, bias=False), nn.BatchNorm1d(8)),
+        (nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 8, 1)), nn.BatchNorm2d(8)),
+    ],
+)
+def test_what_torchao_cannot_fold_stays(layers):
+    model, x = nn.Sequential(*layers).eval(), torch.randn(2, 4, *[3] * (layers[0].weight.dim() - 2))
+    prepared = prepare_pt2e(torch.export.export(model, (x,)).module(), MXQuantizer())
+    assert torch.allclose(prepared(x), model(x), atol=1e-5)

@@ -143,3 +143,26 @@ def test_two_layers_that_share_a_weight_keep_their_own_batch_norms():
     with torch.no_grad():
         assert torch.equal(converted(x), prepared.eval()(x))
     assert sum("weight_data" in key for key in converted.state_dict()) == 2
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_in_a_graph_inside(training):
+    class Frozen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn, self.head = nn.Conv2d(4, 8, 1), nn.BatchNorm2d(8), nn.Conv2d(8, 2, 1)
+
+        def forward(self, x):
+            with torch.no_grad():
+                x = self.bn(self.conv(x))
+            return self.head(x)
+
+    x = torch.randn(4, 4, 3, 3)
+    exported = torch.export.export(Frozen().train(training), (x,)).module()
+    prepared = pt2mx.prepare_qat_pt2e(exported, QUANTIZER)
+    assert any(isinstance(m, NormalizedLayer) for m in prepared.modules())
+    prepared.train()(x)
+    converted = pt2mx.convert_pt2e(prepared)
+    with torch.no_grad():
+        assert torch.equal(converted(x), prepared.eval()(x))
+    assert sum("weight_data" in key for key in converted.state_dict()) == 2

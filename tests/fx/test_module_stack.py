@@ -24,6 +24,7 @@ def test_names_and_types_outermost_first(strict):
     assert types[-1] == "torch.nn.modules.linear.Linear" and types[0].endswith("Block")
     assert module_name(linear) == "layers.0.0" and module_name(matmul) == ""
 
+
 class Repeated(nn.Module):
     def __init__(self):
         super().__init__()

@@ -142,6 +142,14 @@ def test_trains(model):
         assert torch.equal(converted(X), prepared(X))
 
 
+def test_calibration_with_gradients_is_refused_where_nothing_can_be_seen():
+    prepared = pt2mx.prepare_pt2e(torch.export.export(Cond().eval(), (X,)).module(), QUANTIZER)
+    with pytest.raises(pt2mx.MXError, match=r"calibrate under torch.no_grad\(\)"):
+        prepared(X)
+    pt2mx.disable_observer(prepared)
+    assert prepared(X).requires_grad
+
+
 def test_settings_reach_inside():
     module = torch.export.export(Cond().eval(), (X,)).module()
     config = get_default_mx_quantization_config("mxfp4", "mxfp8")

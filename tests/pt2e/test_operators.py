@@ -669,3 +669,16 @@ def test_two_consumers_that_need_different_blocks_are_both_right(quantize):
     assert torch.equal(got[0], F.linear(a(x, -1), w(model.first.weight, -1), model.first.bias))
     assert torch.equal(got[1], want[1]) and torch.equal(got[2], want[2])
     assert all(torch.equal(p, c) for p, c in zip(prepared, got, strict=True))
+
+
+def test_what_vmap_batches_is_left_alone(quantize):
+    model = Call(
+        lambda x, weight, head: torch.vmap(lambda row: F.linear(row, weight))(x) @ head, (8, 16), (8, 4)
+    ).eval()
+    x = torch.randn(3, 16)
+    config = MXQuantizationConfig(weight=W, activation=A)
+    program = torch.export.export(model, (x,))
+    want, prepared, converted = quantize(program, MXQuantizer().set_global(config), (x,))
+    weight, head = model.p
+    assert torch.equal(want, a(x @ w(weight, 1).t(), 1) @ w(head, 0)) and torch.equal(converted(x), want)
+    assert "is inside torch.vmap" in pt2mx.quantization_report(prepared).operators[0].reason
