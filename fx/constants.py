@@ -32,22 +32,27 @@ def constant_nodes(graph: Graph) -> set[Node]:
 
 def evaluate(model: GraphModule, node: Node) -> torch.Tensor:
     """The value of a constant node."""
-    needed, pending = set(), [node]
-    while pending:
-        current = pending.pop()
-        if current not in needed:
-            needed.add(current)
-            pending.extend(current.all_input_nodes)
     values: dict[Node, object] = {}
-    for current in [node] if node.op == "get_attr" else model.graph.nodes:
-        if current not in needed:
-            continue
+    for current in computed_from(node):
         if current.op == "get_attr":
             values[current] = operator.attrgetter(current.target)(model)
         else:
             args, kwargs = torch.fx.map_arg((current.args, current.kwargs), values.__getitem__)
             values[current] = current.target(*args, **kwargs)
     return values[node]
+
+
+def computed_from(node: Node) -> list[Node]:
+    """The node and all that it is computed from, in the order of execution."""
+    if not node.all_input_nodes:
+        return [node]
+    needed, pending = set(), [node]
+    while pending:
+        current = pending.pop()
+        if current not in needed:
+            needed.add(current)
+            pending.extend(current.all_input_nodes)
+    return [n for n in node.graph.nodes if n in needed]
 
 
 def first_equal(model: GraphModule, constants: set[Node]) -> dict[Node, Node]:

@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx import ops
-from pt2mx.fx.constants import CONSTANT_KEY, constant_nodes
+from pt2mx.fx.constants import CONSTANT_KEY, computed_from, constant_nodes
 
 
 class _Operands(NamedTuple):
@@ -220,21 +220,8 @@ def _weights(graph: GraphModule) -> list[Node]:
     constants = constant_nodes(graph.graph)
     quantizes = graph.graph.find_nodes(op="call_function", target=ops.quantize_mx)
     return [
-        q
-        for q in quantizes
-        if q.args[0] in constants and not any(n.op == "get_attr" for n in _computed_from(q.args[0]))
+        q for q in quantizes if q.args[0] in constants and not any(n.op == "get_attr" for n in computed_from(q.args[0]))
     ]
-
-
-def _computed_from(node: Node) -> list[Node]:
-    """The node and all that it is computed from, in order."""
-    needed, pending = set(), [node]
-    while pending:
-        current = pending.pop()
-        if current not in needed:
-            needed.add(current)
-            pending.extend(current.all_input_nodes)
-    return [n for n in node.graph.nodes if n in needed]
 
 
 def _lift(model: GraphModule, graphs: list[GraphModule], group: list[Call], quantize: Node) -> None:
@@ -243,7 +230,7 @@ def _lift(model: GraphModule, graphs: list[GraphModule], group: list[Call], quan
         placeholders = quantize.graph.find_nodes(op="placeholder")
         own = dict(zip(placeholders, (operand for operand, _ in call.operands()), strict=True))
         with model.graph.inserting_before(call.node):
-            for node in [*_computed_from(quantize), *items]:
+            for node in [*computed_from(quantize), *items]:
                 if node.op != "placeholder":
                     own[node] = model.graph.node_copy(node, own.__getitem__)
         for item in items:
