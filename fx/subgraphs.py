@@ -98,6 +98,24 @@ def graph_modules(model: GraphModule) -> list[GraphModule]:
     return [*found, model]
 
 
+def operands_outside(model: GraphModule) -> dict[Node, list[object]]:
+    """Placeholder of a graph inside -> what it stands for in the graphs around, for each call; the outermost node that
+    is passed on as it is."""
+    found: dict[Node, list[object]] = {}
+
+    def visit(graph: GraphModule, own: dict[Node, object]) -> None:
+        for call in calls(graph):
+            operands = [own.get(operand, operand) for operand, _ in call.operands()]
+            for _, inner in call.graphs:
+                standing = dict(zip(_placeholders(inner), operands, strict=True))
+                for placeholder, operand in standing.items():
+                    found.setdefault(placeholder, []).append(operand)
+                visit(inner, standing)
+
+    visit(model, {})
+    return found
+
+
 def nodes_in_order(model: GraphModule) -> Iterator[Node]:
     """The nodes of the model's graph and of those inside it in the order of execution: what a call may run comes before
     the call. Of a graph that is called again they come twice."""

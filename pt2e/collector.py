@@ -26,7 +26,7 @@ class StatisticsCollector(nn.Module):
         """x: (..., n, ...) float32, float16 or bfloat16.
 
         Raises:
-            MXError: inside `torch.cond` and the like while gradients are recorded: they are traced then, without values.
+            MXError: inside `torch.cond` and the like while gradients are recorded: these are traced, without values.
         """
         if not torch.compiler.is_dynamo_compiling() and is_fake(x) and not is_fake(self.values):
             raise MXError(

@@ -10,11 +10,11 @@ from torch.fx import GraphModule, Node
 from pt2mx.errors import MXError
 from pt2mx.fx.constants import constant_nodes
 from pt2mx.fx.module_stack import module_name
-from pt2mx.fx.subgraphs import graph_modules
+from pt2mx.fx.subgraphs import graph_modules, operands_outside
 from pt2mx.pt2e.config import MXQuantizationConfig
 from pt2mx.pt2e.observer import MXObserver
 from pt2mx.pt2e.operators import CONFIG_KEY, operand_node, operands_of, quantizable_operators, role_of
-from pt2mx.pt2e.report_operators import origin_of
+from pt2mx.pt2e.report_operators import origins_of
 
 
 @dataclass
@@ -40,6 +40,7 @@ class ObservedModule:
 def observed_modules(prepared: GraphModule) -> dict[str, ObservedModule]:
     """The modules that hold quantizable operators, by qualified name."""
     modules: dict[str, ObservedModule] = {}
+    outside = operands_outside(prepared)
     for inner in graph_modules(prepared):
         constants = constant_nodes(inner.graph)
         for node in quantizable_operators(inner.graph):
@@ -53,11 +54,13 @@ def observed_modules(prepared: GraphModule) -> dict[str, ObservedModule]:
                     "alone: a recipe gives the operators of a module one; use settings by module"
                 )
             if config is not None:
-                _add_operands(module, inner, node, constants)
+                _add_operands(module, inner, node, constants, outside)
     return modules
 
 
-def _add_operands(module: ObservedModule, inner: GraphModule, node: Node, constants: set[Node]) -> None:
+def _add_operands(
+    module: ObservedModule, inner: GraphModule, node: Node, constants: set[Node], outside: dict[Node, list[object]]
+) -> None:
     for operand in operands_of(node):
         argument = operand_node(node, operand)
         if argument is None:
@@ -70,7 +73,8 @@ def _add_operands(module: ObservedModule, inner: GraphModule, node: Node, consta
         if role == "activation":
             module.activations.append(observer)
         elif role == "weight" and source in constants:
-            module.weights.append(ObservedWeight(origin_of(source), tuple(source.meta["val"].shape), observer))
+            shape = tuple(source.meta["val"].shape)
+            module.weights += [ObservedWeight(origin, shape, observer) for origin in origins_of(source, outside)]
 
 
 def sharing_weights(modules: dict[str, ObservedModule]) -> list[list[str]]:

@@ -94,7 +94,7 @@ def _insert_observers(
     model: GraphModule, quantizer: machinery.Quantizer, done: dict[GraphModule, GraphModule]
 ) -> GraphModule:
     """Insert the observers of a graph and of those inside it, each once."""
-    for call in calls(model):
+    for call in list(calls(model)):  # before names stand for other graphs: a second call may have the same name
         for name, graph in call.graphs:
             if graph not in done:
                 done[graph] = _insert_observers(graph, quantizer, done)

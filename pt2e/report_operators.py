@@ -11,10 +11,11 @@ from torch.fx import GraphModule, Node
 
 from pt2mx import ops
 from pt2mx.fx.constants import constant_nodes
+from pt2mx.fx.fuse_batch_norm import ScaledWeight
 from pt2mx.fx.modes import called
 from pt2mx.fx.module_stack import module_name
 from pt2mx.fx.quantize_dequantize import spec_of_dequantize
-from pt2mx.fx.subgraphs import named_graph_modules
+from pt2mx.fx.subgraphs import named_graph_modules, operands_outside
 from pt2mx.kernels.packing import packed_length
 from pt2mx.pt2e.annotate import REASON_KEY
 from pt2mx.pt2e.contractions import is_contraction, operator_path
@@ -64,12 +65,13 @@ def operator_reports(model: GraphModule) -> Iterator[OperatorReport]:
     """Every operator that can be quantized and every other contraction, in the order of execution, those of each
     sub-graph after those around it."""
     counted: set[object] = set()
+    outside = operands_outside(model)
     for path, inner in named_graph_modules(model):
         constants, quantizable = constant_nodes(inner.graph), set(quantizable_operators(inner.graph))
         for node in inner.graph.nodes:
             if node in quantizable or is_contraction(called(node)):
                 found = _operands(node, constants) if node in quantizable else _float_inputs(node, constants)
-                operands = tuple(_operand_report(inner, *operand, constants, counted) for operand in found)
+                operands = tuple(_operand_report(inner, *operand, constants, outside, counted) for operand in found)
                 yield OperatorReport(
                     name=f"{path}.{node.name}" if path else node.name,
                     module=module_name(node),
@@ -100,7 +102,12 @@ def _reason(node: Node, quantizable: bool, path: str, quantized: bool) -> str | 
 
 
 def _operand_report(
-    model: GraphModule, role: str, argument: Node, constants: set[Node], counted: set[object]
+    model: GraphModule,
+    role: str,
+    argument: Node,
+    constants: set[Node],
+    outside: dict[Node, list[object]],
+    counted: set[object],
 ) -> OperandReport:
     source, spec, statistics, candidates = argument, None, None, {}
     if argument.op == "call_module":
@@ -113,26 +120,36 @@ def _operand_report(
         source, spec = argument.args[0], spec_of_dequantize(argument)
         statistics, candidates = argument.meta.get(STATISTICS_KEY), argument.meta.get(CANDIDATES_KEY, {})
     value, values, before, after = argument.meta.get("val", source.meta.get("val")), 0, 0, 0
+    form: object = spec
+    if source.op == "call_module" and isinstance(model.get_submodule(source.target), ScaledWeight):
+        source, form = source.args[0], (spec, source)
     if source in constants and isinstance(value, torch.Tensor):
-        values, before, after = _storage(value, spec, origin_of(source), counted)
+        for origin in origins_of(source, outside):
+            found = _storage(value, spec, origin, form, counted)
+            values, before, after = (sum(pair) for pair in zip((values, before, after), found, strict=True))
     return OperandReport(role, None if spec is None else str(spec), statistics, candidates, values, before, after)
 
 
-def _storage(value: torch.Tensor, spec: MXSpec | None, origin: object, counted: set[object]) -> tuple[int, int, int]:
+def _storage(
+    value: torch.Tensor, spec: MXSpec | None, origin: object, form: object, counted: set[object]
+) -> tuple[int, int, int]:
     """Values and bytes before and after of a constant. A tensor is counted before quantization once, and after it once
     in each form in which it is kept."""
-    first, kept = origin not in counted, (origin, spec) in counted
-    counted |= {origin, (origin, spec)}
+    first, kept = origin not in counted, (origin, form) in counted
+    counted |= {origin, (origin, form)}
     held = value.numel() * value.element_size()
     after = held if spec is None else packed_bytes(value.shape, spec)
     return (value.numel() if first else 0), (held if first else 0), (0 if kept else after)
 
 
-def origin_of(source: Node) -> object:
-    """What tells a constant from others: the name of a parameter or buffer, else the node that computes it."""
+def origins_of(source: Node, outside: dict[Node, list[object]]) -> list[object]:
+    """What tells a constant from others: the name of a parameter or buffer, else the node that computes it. In a graph
+    inside, which may be called with several (`outside` has its operands), those of all."""
     while source.target is torch.ops.aten.alias.default:
         source = source.args[0]
-    return source.target if source.op == "get_attr" else source
+    if source in outside:
+        return list(dict.fromkeys(o for node in outside[source] for o in origins_of(node, {})))
+    return [source.target if source.op == "get_attr" else source]
 
 
 def packed_bytes(shape: torch.Size, spec: MXSpec) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable
 from dataclasses import replace
 
 from torch.fx import GraphModule
@@ -96,7 +95,7 @@ def _check(prepared: object, target_bits: object, min_activation_sqnr: object) -
 def _choose_weights(modules: dict[str, ObservedModule], target_bits: float) -> dict[str, MXSpec]:
     """Module name -> spec of its weights, of the modules whose weights have candidates."""
     groups = sharing_weights(modules)
-    weights = [_unique(w for name in names for w in modules[name].weights) for names in groups]
+    weights = [[w for name in names for w in modules[name].weights] for names in groups]
     options = [_options(group) for group in weights]
     values = sum(math.prod(shape) for shape in {w.origin: w.shape for group in weights for w in group}.values())
     budget = math.floor(target_bits * values / 8 + 1e-6)  # a target that was computed from bytes names them again
@@ -111,20 +110,19 @@ def _choose_weights(modules: dict[str, ObservedModule], target_bits: float) -> d
     return {name: parse(spec) for names, spec in zip(groups, specs, strict=True) if spec is not None for name in names}
 
 
-def _unique(weights: Iterable[ObservedWeight]) -> list[ObservedWeight]:
-    return list({id(weight.observer): weight for weight in weights}.values())
-
-
 def _options(weights: list[ObservedWeight]) -> dict[str | None, Option]:
-    """What each candidate common to the weights of a group costs; None stands for the specs that they have."""
+    """What each candidate common to the weights of a group costs; None stands for the specs that they have. A tensor is
+    kept once for each axis of its blocks, whatever reads it."""
     seen = [w.observer.candidate_statistics if isinstance(w.observer, MXFormatObserver) else {} for w in weights]
     common = [name for name in seen[0] if all(name in statistics for statistics in seen)]
     if not common:
-        return {None: Option(sum(packed_bytes(w.shape, w.observer.spec) for w in weights), 0.0)}
+        kept = {(w.origin, w.observer.spec): w.shape for w in weights}
+        return {None: Option(sum(packed_bytes(shape, spec) for (_, spec), shape in kept.items()), 0.0)}
+    forms = {(w.origin, w.observer.spec.axis): (w.shape, s) for w, s in zip(weights, seen, strict=True)}
     return {
         name: Option(
-            sum(packed_bytes(w.shape, parse(name, axis=w.observer.spec.axis)) for w in weights),
-            sum(_noise(statistics[name]) for statistics in seen),
+            sum(packed_bytes(shape, parse(name, axis=axis)) for (_, axis), (shape, _) in forms.items()),
+            sum(_noise(statistics[name]) for _, statistics in forms.values()),
         )
         for name in common
     }

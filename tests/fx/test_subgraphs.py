@@ -189,3 +189,40 @@ def test_the_callers_graphs_are_unchanged(quantize):
     pt2mx.convert_pt2e(pt2mx.prepare_pt2e(module, QUANTIZER))
     assert [g.code for g in graph_modules(module)] == before
     assert not any("mx_constant" in n.meta for g in graph_modules(module) for n in g.graph.nodes)
+
+
+class Repeated(nn.Module):
+    """A graph that two calls share, with weights of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(3)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.block(layer, x)
+        return x
+
+    @torch.compiler.nested_compile_region
+    def block(self, layer, x):
+        return torch.relu(layer(x))
+
+
+def test_a_graph_that_is_called_again_is_quantized_once(quantize):
+    model = Repeated().eval()
+    want, prepared, converted = quantize(torch.export.export(model, (X,), strict=True), QUANTIZER, (X,))
+    with torch.no_grad():
+        assert torch.equal(converted(X), want)
+        x = X
+        for layer in model.layers:
+            weight = pt2mx.fake_quantize_mx(layer.weight, "mxfp4")
+            x = torch.relu(nn.functional.linear(pt2mx.fake_quantize_mx(x, "mxfp8"), weight, layer.bias))
+        assert torch.equal(want, x)
+    shared = [len(group) for group in ([*c.graphs] for c in calls(prepared))]
+    assert shared == [1, 1]
+    assert all(
+        len([m for m in g.modules() if isinstance(m, pt2mx.MXObserver)]) == 2 for g in graph_modules(prepared)[:-1]
+    )
+    reports = [pt2mx.quantization_report(m) for m in (prepared, converted)]
+    assert reports[0].bytes_before == reports[1].bytes_before == 3 * (64 * 64 + 64) * 4
+    assert reports[0].bytes_after == reports[1].bytes_after == 3 * (64 * 34 + 64 * 4)

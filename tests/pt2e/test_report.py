@@ -313,3 +313,27 @@ def test_html_of_names_and_numbers_that_need_care():
     ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>"))
     assert "a &lt; b &amp; c" in text and ">nan<" in text
     assert "<h1>" in quantization_report(exported()).to_html()
+
+
+class SharedByBranches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(32, 32, bias=False)
+
+    def forward(self, x):
+        return self.fc(torch.cond(x.sum() > 0, lambda x: self.fc(x), lambda x: self.fc(x + 1), (x,)))
+
+
+def test_a_weight_that_graphs_inside_share_is_counted_once():
+    prepared = prepare(SharedByBranches(), (torch.ones(4, 32),))
+    for report in (quantization_report(prepared), quantization_report(pt2mx.convert_pt2e(prepared))):
+        assert (report.bytes_before, report.bytes_after, report.values) == (32 * 32 * 4, 32 * 17, 32 * 32)
+
+
+def test_a_weight_with_a_batch_norm_in_training_is_counted():
+    x = torch.randn(4, 32, 3, 3)
+    model = torch.export.export(nn.Sequential(nn.Conv2d(32, 32, 1, bias=False), nn.BatchNorm2d(32)).eval(), (x,))
+    prepared = pt2mx.prepare_qat_pt2e(model.module(), MXQuantizer().set_global(CONFIG))
+    (operator,) = quantization_report(prepared).operators
+    weight = operator.operands[1]
+    assert (weight.role, weight.bytes_before, weight.bytes_after) == ("weight", 32 * 32 * 4, 32 * 17)

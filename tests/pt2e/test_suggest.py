@@ -317,3 +317,26 @@ def test_packing_and_short_blocks_are_counted():
     assert noise(model, suggest_config(prepared, bits))[0] == bits
     with pytest.raises(MXError, match=f"can take {bits:.4g} to"):
         suggest_config(prepared, bits - 0.01)
+
+
+def test_a_weight_that_graphs_inside_share_counts_once():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+            self.second.weight = self.first.weight
+
+        def forward(self, x):
+            with torch.no_grad():
+                x = self.first(x)
+            return self.second(x)
+
+    x = torch.randn(4, 32)
+    model = torch.export.export(Shared().eval(), (x,)).module()
+    prepared = pt2mx.prepare_pt2e(model, MXQuantizer().set_global(CONFIG))
+    with torch.no_grad():
+        prepared(x)
+    suggested = suggest_config(prepared, 6)
+    report = pt2mx.quantization_report(pt2mx.convert_pt2e(pt2mx.prepare_pt2e(model, suggested)))
+    assert report.weight_bits == 4.25
+    assert [o.operands[1].spec for o in report.operators] == ["mxfp4_e2m1{32}"] * 2
