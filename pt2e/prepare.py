@@ -41,8 +41,8 @@ def prepare_pt2e(model: GraphModule, quantizer: machinery.Quantizer) -> GraphMod
         quantizer: an `MXQuantizer`, or torchao's `ComposableQuantizer` with one in it.
 
     Returns:
-        The prepared model. It computes in high precision and collects statistics; `enable_fake_quant(model)` lets it
-        compute as the converted model will.
+        The prepared model, in evaluation mode. It computes in high precision and collects statistics;
+        `enable_fake_quant(model)` lets it compute as the converted model will.
 
     Raises:
         MXError: where `model` is no exported graph, is prepared or converted already, or spans several devices.
@@ -87,7 +87,7 @@ def _prepare(model: GraphModule, quantizer: machinery.Quantizer, for_training: b
             fuse_batch_norms(graph, MXFakeQuantize)
     prepared = PreparedModule(model, model.graph)
     prepared.meta.update({**model.meta, **meta})
-    return prepared.train(training)
+    return prepared.train(training and for_training)
 
 
 def _insert_observers(

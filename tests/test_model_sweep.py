@@ -39,7 +39,7 @@ def test_converts_to_the_bit_reloads_and_skips_nothing_silently(name):
     run(name, STAGES[:-1])
 
 
-@pytest.mark.parametrize("name", sweep(COMPILED, COMPILED_BY_DEFAULT))
+@pytest.mark.parametrize("name", sweep(ARCHITECTURES, COMPILED_BY_DEFAULT))
 def test_compiled_agrees(name, compiler):
     run(name, (*NEEDED, "compile"))
 

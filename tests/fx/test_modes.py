@@ -90,6 +90,7 @@ def test_a_frozen_batch_norm_stays_frozen():
 def test_a_converted_model_evaluates_in_both_modes(prepare):
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).train(), torch.randn(4, 8)
     prepared = prepare(torch.export.export(model, (x,)).module(), QUANTIZER)
+    assert prepared.training == (prepare is pt2mx.prepare_qat_pt2e)  # calibration drops nothing out
     converted = pt2mx.convert_pt2e(prepared)
     pt2mx.enable_fake_quant(prepared)
     with torch.no_grad():
