@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
@@ -27,7 +29,7 @@ def convert_pt2e(model: GraphModule, fold_quantize: bool = True) -> GraphModule:
         can be exported, saved, compiled and moved; it cannot be trained (its parameters require no gradient).
 
     Raises:
-        MXError: where `model` was not prepared.
+        MXError: where `model` was not prepared, or was cast to another dtype since.
     """
     if not isinstance(model, GraphModule) or not machinery.is_prepared(model):
         raise MXError(
@@ -36,6 +38,7 @@ def convert_pt2e(model: GraphModule, fold_quantize: bool = True) -> GraphModule:
         )
     if not isinstance(fold_quantize, bool):
         raise MXError(f"fold_quantize={fold_quantize!r} must be True or False")
+    _check_dtypes(model)
     meta = dict(model.meta)
     model = copy_sharing_tensors(model)
     try:
@@ -52,6 +55,17 @@ def convert_pt2e(model: GraphModule, fold_quantize: bool = True) -> GraphModule:
         merge_equal_operands(converted)
     _freeze(converted)
     return converted
+
+
+def _check_dtypes(model: GraphModule) -> None:
+    """The graph computes in the dtypes of the export, also after `model.bfloat16()`."""
+    for node in model.graph.find_nodes(op="get_attr"):
+        exported, tensor = node.meta.get("val"), operator.attrgetter(node.target)(model)
+        if isinstance(exported, Tensor) and isinstance(tensor, Tensor) and tensor.dtype != exported.dtype:
+            raise MXError(
+                f"{node.target} is {tensor.dtype} and was exported in {exported.dtype}: cast the float model, then "
+                "export and prepare it again"
+            )
 
 
 def _convert_graphs(model: GraphModule, done: dict[GraphModule, GraphModule]) -> GraphModule:
