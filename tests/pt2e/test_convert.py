@@ -84,9 +84,7 @@ def test_what_was_not_prepared_is_refused(model):
 
 
 def test_a_model_that_was_cast_after_prepare_is_refused():
-    with pytest.raises(
-        MXError, match="conv.weight is torch.bfloat16 and was exported in torch.float32: cast"
-    ):
+    with pytest.raises(MXError, match=r"conv.weight is torch.bfloat16 and was exported in torch.float32: cast"):
         pt2mx.convert_pt2e(prepared().bfloat16())
 
 
