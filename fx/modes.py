@@ -6,6 +6,7 @@ such operators as modules, which do follow them; convert writes the operators ba
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 import torch
@@ -42,7 +43,7 @@ _MODES: dict[torch._ops.OpOverload, tuple[int, object]] = {
 OPERATOR_KEY = "mx_operator"
 
 
-class ModeDependent(nn.Module):
+class ModeDependent(nn.Module, ABC):
     """A part of a graph that is `in_training` or `in_evaluation`, by the mode of the module."""
 
     #: the operator of which this is a form, with the same arguments as far as it is quantized; None for a new one
@@ -51,11 +52,13 @@ class ModeDependent(nn.Module):
     def forward(self, *args: object) -> Tensor:
         return self.in_training(*args) if self.training else self.in_evaluation(*args)
 
+    @abstractmethod
     def in_training(self, *args: object) -> Tensor:
-        raise NotImplementedError
+        """What it computes while the model trains."""
 
+    @abstractmethod
     def in_evaluation(self, *args: object) -> Tensor:
-        raise NotImplementedError
+        """What it computes in a converted model; in torch operators alone, which `modules_to_evaluation` records."""
 
 
 class OperatorWithMode(ModeDependent):
