@@ -26,6 +26,13 @@ def kernels_for(x: Tensor) -> ModuleType:
     return sliced
 
 
+def linear_kernels_for(x: Tensor) -> ModuleType:
+    """The fastest kernels of `linear_mx` and `grouped_linear_mx` that can work on x."""
+    from pt2mx.kernels import dense
+
+    return dense
+
+
 @functools.cache
 def _runs_triton(device: torch.device) -> bool:
     return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)

@@ -1,0 +1,29 @@
+"""Products with packed weights through dense ones: dequantize the weight, then torch's own product.
+
+The definition of `linear_mx` and `grouped_linear_mx`, and what serves where no faster twin does: large batches, whose
+time is that of the product, and devices without one.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pt2mx.kernels.select import kernels_for
+from pt2mx.spec import MXSpec
+
+__all__ = ["grouped_linear", "linear"]
+
+
+def linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, spec: MXSpec) -> Tensor:
+    """x: (..., K), data: (N, bytes) uint8, scale: (N, blocks) uint8, bias: (N,) or None -> (..., N)."""
+    return F.linear(x, _weight(x, data, scale, spec), bias)
+
+
+def grouped_linear(x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, spec: MXSpec) -> Tensor:
+    """x: (T, K), data: (E, N, bytes) uint8, scale: (E, N, blocks) uint8, offs: (E,) int32 -> (T, N)."""
+    weight = _weight(x, data, scale, spec)  # (E, N, K)
+    return torch._grouped_mm(x, weight.transpose(-2, -1), offs=offs)
+
+
+def _weight(x: Tensor, data: Tensor, scale: Tensor, spec: MXSpec) -> Tensor:
+    return kernels_for(data).dequantize(data, scale, spec, x.dtype, x.shape[-1])
