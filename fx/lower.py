@@ -16,11 +16,12 @@ from pt2mx.fx.gather_packed import gather_packed
 from pt2mx.fx.own_tensors import own_tensors
 from pt2mx.fx.packed_products import use_packed_weights
 from pt2mx.fx.share_quantizations import share_quantizations
+from pt2mx.fx.split_bias import split_bias
 from pt2mx.fx.subgraphs import graph_modules
 from pt2mx.fx.unused import delete_unused_tensors
 
 #: what is done to each graph, in this order
-PASSES = (share_quantizations, fuse_pairs, put_blocks_last, gather_packed, use_packed_weights)
+PASSES = (share_quantizations, fuse_pairs, put_blocks_last, gather_packed, use_packed_weights, split_bias)
 
 
 def lower_to_inductor(converted: GraphModule, device: torch.device | str | None = None) -> GraphModule:
