@@ -39,7 +39,7 @@ def gather_packed(model: GraphModule) -> GraphModule:
         if dequantize.target is not ops.dequantize_mx or not _gathers_whole_blocks(gather, dequantize):
             continue
         *packed, element, block_size, dtype, axis = dequantize.args[:6]
-        if any(is_written(n, roots) for n in packed):
+        if any(is_written(n, roots) for n in (dequantize, *packed)):
             continue
         axis = axis % len(shape_of(dequantize)) + len(shape_of(gather)) - len(shape_of(dequantize))
         with model.graph.inserting_before(gather):

@@ -39,8 +39,8 @@ def lower_to_inductor(converted: GraphModule, device: torch.device | str | None 
 
     Returns:
         The lowered model. Activations and embeddings are the same to the bit, products up to the order of their sums.
-        It can be exported, saved, copied and compiled. `quantization_report` is for the converted model: of this one it
-        names the operators that are left.
+        It can be exported, saved, copied and compiled; `torch.autocast` around it does not reach the packed products.
+        `quantization_report` is for the converted model: of this one it names the operators that are left.
 
     Raises:
         MXError: for another object, where nothing is quantized, and for what names no device.

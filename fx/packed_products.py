@@ -70,8 +70,9 @@ def use_packed_weights(model: GraphModule) -> GraphModule:
     roots = written_roots(model.graph)
     for node, product, weight in weights_of_products(model):
         data, scale, element, block_size = weight.dequantize.args[:4]
+        written = any(is_written(n, roots) for n in (weight.dequantize, data, scale))
         blocks_last = weight.dims == product.dims and weight.axis == len(weight.dims) - 1
-        if not blocks_last or any(is_written(n, roots) for n in (data, scale)):
+        if written or not blocks_last:
             continue
         third = argument(node, product.third)
         with model.graph.inserting_before(node):

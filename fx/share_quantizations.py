@@ -20,7 +20,7 @@ def share_quantizations(model: GraphModule) -> GraphModule:
     """
     roots, first = written_roots(model.graph), {}
     for node in list(model.graph.nodes):
-        if not _is_shared(node) or any(is_written(n, roots) for n in node.all_input_nodes):
+        if not _is_shared(node) or any(is_written(n, roots) for n in (node, *node.all_input_nodes)):
             continue
         kept = first.setdefault(repr((node.target, _arguments(model, node))), node)
         if kept is not node:

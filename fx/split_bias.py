@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 _VIEWS = (
     aten.view.default, aten.reshape.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default,
-    aten.squeeze.dim, aten.unflatten.int, aten.flatten.using_ints,
+    aten.squeeze.dim, aten.unflatten.int, aten.flatten.using_ints, aten.select.int, aten.contiguous.default,
 )  # fmt: skip
 
 

@@ -89,6 +89,11 @@ def test_other_readers_keep_the_weight():
     assert set(model.state_dict()) == {"data", "scale"}
 
 
+def test_a_weight_that_is_renormalized_stays():
+    model = lowered(Gather(lambda w, ids: nn.functional.embedding(ids, w, max_norm=0.5)))
+    assert dequantizes(model) == [(16, 70)]
+
+
 def test_codes_that_the_graph_writes_stay():
     class Written(Gather):
         def forward(self, ids):

@@ -158,6 +158,16 @@ def test_an_unknown_device_is_refused(converted):
         lower_to_inductor(converted, "nowhere")
 
 
+@pytest.mark.parametrize("options", [{}, {"dynamic": True}, {"mode": "max-autotune"}])
+def test_compiled(options, compiler):
+    lowered = lower_to_inductor(convert(Tied(), (IDS,), "mxfp4_weight_only", shapes=BATCH))
+    with torch.no_grad():
+        compiled = torch.compile(lowered, fullgraph=True, **options)
+        for batch in (2, 3):
+            ids = torch.randint(20, (batch, 4))
+            torch.testing.assert_close(compiled(ids), lowered(ids), rtol=1e-4, atol=1e-4)
+
+
 class Branches(nn.Module):
     def __init__(self):
         super().__init__()

@@ -79,7 +79,7 @@ def test_other_products(product, shape):
 
 def test_decomposed_program():
     program = torch.export.export(Product(lambda x, w, b: F.linear(x, w, b)), (torch.randn(2, 3, 70),))
-    model = program.run_decompositions({}).module()
+    model = program.run_decompositions().module()
     assert calls(model, aten.addmm.default)
     assert is_packed(use_packed_weights(model))
 
@@ -100,6 +100,7 @@ def test_decomposed_program():
         (lambda x, w, b: w @ x, (70, 2), {}),
         (lambda x, w, b: torch.bmm(x, w), (3, 2, 70), {"axis": 1, "shape": (3, 70, 24)}),
         (lambda x, w, b: F.linear(x, w * 2, b), (2, 70), {}),
+        (lambda x, w, b: F.linear(x, w.mul_(2), b) + F.linear(x, w), (2, 70), {}),
         (lambda x, w, b: F.conv1d(x, w.unsqueeze(-1)), (2, 70, 5), {"axis": 1}),
     ],
 )

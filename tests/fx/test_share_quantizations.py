@@ -82,6 +82,18 @@ def test_what_is_written_in_between_stays_apart():
     assert torch.equal(want[1], fake_quantize_mx(x + 1, "mxfp8") * 3)
 
 
+def test_a_result_that_is_written_stays_apart():
+    class Results(torch.nn.Module):
+        def forward(self, x):
+            first, second = (ops.fake_quantize_mx(x, "fp8_e4m3", 32) for _ in range(2))
+            return first.add_(1), second
+
+    x = torch.randn(3, 64)
+    model = share_quantizations(torch.export.export(Results(), (x,)).module())
+    first, second = model(x)
+    assert torch.equal(second, fake_quantize_mx(x, "mxfp8")) and torch.equal(first, second + 1)
+
+
 def test_two_names_of_one_weight_are_one():
     class Tied(torch.nn.Module):
         def __init__(self):
