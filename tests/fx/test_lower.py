@@ -158,6 +158,26 @@ def test_an_unknown_device_is_refused(converted):
         lower_to_inductor(converted, "nowhere")
 
 
+def test_running_it_leaves_the_buffers_of_the_converted_model():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(64, 8)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls.add_(1)
+            return self.fc(x) * self.calls
+
+    x = torch.randn(2, 64)
+    model = convert(Counting(), (x,))
+    lowered = lower_to_inductor(model)
+    first, second = lowered(x), lowered(x)
+    torch.testing.assert_close(second, 2 * first)
+    assert (model.calls, lowered.calls) == (0, 2)
+    torch.testing.assert_close(model(x), first)
+
+
 @pytest.mark.parametrize("options", [{}, {"dynamic": True}, {"mode": "max-autotune"}])
 def test_compiled(options, compiler):
     lowered = lower_to_inductor(convert(Tied(), (IDS,), "mxfp4_weight_only", shapes=BATCH))
