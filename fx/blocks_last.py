@@ -46,7 +46,8 @@ def _transpose(model: GraphModule, dequantize: Node, axis: int, last: int) -> No
         back = model.graph.call_function(torch.ops.aten.transpose.int, (blocks_last, axis, last))
     for new, old in zip(transposed, buffers, strict=True):
         new.meta.update(old.meta)
-        new.meta["val"] = _transposed(old.meta["val"], axis)
+        if "val" in old.meta:
+            new.meta["val"] = _transposed(old.meta["val"], axis)
     for new in (blocks_last, back):
         new.meta.update(dequantize.meta)
         set_value(new)
