@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+import warnings
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -80,7 +81,9 @@ class Package:
 
 def write_package(program: ExportedProgram, path: str) -> None:
     """Compile a program by AOTInductor into the package `path`, whose name ends in `.pt2`."""
-    torch._inductor.aoti_compile_and_package(program, package_path=path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
+        torch._inductor.aoti_compile_and_package(program, package_path=path)
     signature, content = Signature.of(program), io.BytesIO()
     torch.save(vars(signature), content)
     with zipfile.ZipFile(path, "a") as archive:
