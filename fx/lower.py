@@ -16,11 +16,12 @@ from pt2mx.fx.gather_packed import gather_packed
 from pt2mx.fx.own_tensors import own_tensors
 from pt2mx.fx.packed_products import use_packed_weights
 from pt2mx.fx.share_quantizations import share_quantizations
+from pt2mx.fx.split_bias import split_bias
 from pt2mx.fx.subgraphs import graph_modules
 from pt2mx.fx.unused import delete_unused_tensors
 
 #: what is done to each graph, in this order
-PASSES = (share_quantizations, fuse_pairs, put_blocks_last, gather_packed, use_packed_weights)
+PASSES = (share_quantizations, fuse_pairs, put_blocks_last, gather_packed, use_packed_weights, split_bias)
 
 
 def lower_to_inductor(converted: GraphModule, device: torch.device | str | None = None) -> GraphModule:
@@ -42,7 +43,7 @@ def lower_to_inductor(converted: GraphModule, device: torch.device | str | None 
         names the operators that are left.
 
     Raises:
-        MXError: for another object, and where nothing is quantized.
+        MXError: for another object, where nothing is quantized, and for what names no device.
     """
     if not isinstance(converted, GraphModule) or not any(map(_holds_codes, graph_modules(converted))):
         found = "one without quantized tensors" if isinstance(converted, GraphModule) else type(converted).__name__
@@ -50,13 +51,20 @@ def lower_to_inductor(converted: GraphModule, device: torch.device | str | None 
     model = copy_sharing_tensors(converted)
     own_tensors(model, Tensor.detach)
     if device is not None:
-        move_to_device(model, torch.device(device))
+        move_to_device(model, _device(device))
     fold_all_weights(model)
     for graph in graph_modules(model):
         for change in PASSES:
             change(graph)
     delete_unused_tensors(model)
     return model
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        raise MXError(f"device={device!r} must be a torch.device or its name, such as 'cpu' or 'cuda:0'") from None
 
 
 def _holds_codes(graph: GraphModule) -> bool:

@@ -34,7 +34,7 @@ class Product:
     packed: torch._ops.OpOverload = linear.linear_mx
 
 
-#: a product -> its arguments; a weight that is packed (N, K) or (E, N, K)
+#: a product -> its arguments; the weight is packed (N, K), that of groups (E, N, K)
 PRODUCTS = {
     aten.linear.default: Product(0, 1, 2, (0, 1)),
     aten.matmul.default: Product(0, 1, None, (1, 0)),

@@ -79,11 +79,14 @@ _OPERATORS = {
     "grouped_linear_mx": ("Tensor offs", _grouped_linear, _grouped_linear_fake),
 }
 
+#: the kernels take any strides: without the second tag Inductor copies x for each of the products that share it
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
+
 for _name, (_third, _kernel, _fake) in _OPERATORS.items():
     _schema = (
         f"(Tensor x, Tensor weight_data, Tensor weight_scale, {_third}, str elem_dtype_name, int block_size) -> Tensor"
     )
-    torch.library.define(f"pt2mx::{_name}", _schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.define(f"pt2mx::{_name}", _schema, tags=_TAGS)
     torch.library.impl(f"pt2mx::{_name}", "CompositeExplicitAutograd", _kernel)
     torch.library.register_fake(f"pt2mx::{_name}", _fake)
 

@@ -1,0 +1,46 @@
+"""The lowering as a pass of Inductor, for `torch.compile` of a converted model as it is."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from pathlib import Path
+
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph, Node
+
+from pt2mx.fx.blocks_last import put_blocks_last
+from pt2mx.fx.lower import PASSES
+
+
+class LoweringPass(CustomGraphPass):
+    """What `lower_to_inductor` does, each time that torch.compile meets a graph:
+
+        torch.compile(converted, options={"pre_grad_custom_pass": LoweringPass()})
+
+    It works before AOTAutograd, which would decompose the operators. Weights are inputs there, so those whose blocks do
+    not run along the last dimension (`x @ w`, Hugging Face's Conv1D) are dequantized at each call. A graph that writes
+    to tensors by other means than operators, which a converted model does not, stays as it is.
+    """
+
+    def __call__(self, graph: Graph) -> None:
+        if not any(map(_writes_unseen, graph.nodes)):
+            for change in PASSES:
+                if change is not put_blocks_last:  # the weights are inputs
+                    change(graph.owning_module)
+
+    def uuid(self) -> str:
+        """The identity of the passes' sources, which Inductor makes a part of the key of its caches."""
+        sources = sorted(Path(__file__).parent.glob("*.py"))
+        return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+
+
+_IN_PLACE = {operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv}
+
+
+def _writes_unseen(node: Node) -> bool:
+    """Whether a node may write to a tensor in a way that no schema tells."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    method = node.op == "call_method" and name.endswith("_") and not name.endswith("__")
+    function = node.op == "call_function" and not hasattr(node.target, "_schema")
+    return method or (function and (node.target in _IN_PLACE or name.endswith("_") or bool(node.kwargs.get("inplace"))))

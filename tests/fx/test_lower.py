@@ -1,0 +1,205 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import pt2mx
+from pt2mx import MXError, MXQuantizer, linear, lower_to_inductor, ops
+from pt2mx.fx import lower
+from pt2mx.fx.subgraphs import graph_modules
+from tests.pt2e.test_prepare import assert_unchanged, snapshot
+
+aten = torch.ops.aten
+IDS = torch.tensor([[3, 0, 7, 19], [1, 1, 2, 5]])
+BATCH = ({0: torch.export.Dim("batch")},)
+
+
+class Tied(nn.Module):
+    """An embedding that is the head too, projections that share their input, and a weight that is not transposed."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(20, 64)
+        self.query, self.key = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.up = nn.Parameter(torch.randn(64, 64))
+        self.head = nn.Linear(64, 20, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        x = torch.nn.functional.gelu(self.query(x)) + self.key(x)
+        return self.head(x @ self.up)
+
+
+def convert(model, args, recipe="mxfp8", fold=True, shapes=None):
+    with torch.no_grad():
+        program = torch.export.export(model.eval(), args, dynamic_shapes=shapes)
+    prepared = pt2mx.prepare_pt2e(program.module(), MXQuantizer.from_recipe(recipe))
+    return pt2mx.convert_pt2e(prepared, fold_quantize=fold)
+
+
+@pytest.fixture(scope="module")
+def converted():
+    return convert(Tied(), (IDS,), shapes=BATCH)
+
+
+def count(model, target):
+    return sum(len(m.graph.find_nodes(op="call_function", target=target)) for m in graph_modules(model))
+
+
+@pytest.mark.parametrize("fold", [True, False])
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4_weight_only"])
+def test_before_and_after(recipe, fold):
+    model = convert(Tied(), (IDS,), recipe, fold)
+    lowered = lower_to_inductor(model)
+    torch.testing.assert_close(lowered(IDS), model(IDS))
+    pairs = 3 if recipe == "mxfp8" else 0
+    assert count(lowered, linear.linear_mx) == 4 and count(lowered, ops.fake_quantize_mx) == pairs
+    assert count(lowered, ops.dequantize_mx) == 1 and count(lowered, aten.embedding.default) == 2
+    left = (ops.quantize_mx, aten.linear.default, aten.matmul.default)
+    assert not any(count(lowered, target) for target in left)
+    names = {n for n, t in lowered.state_dict().items() if t.dtype == torch.uint8}
+    assert names == {f"{n}_{s}" for n in ("head.weight", "query.weight", "key.weight") for s in ("data", "scale")} | {
+        "up_data_t", "up_scale_t",
+    }  # fmt: skip
+    assert not any(t.requires_grad for t in [*lowered.parameters(), *lowered.buffers()])
+
+
+def test_a_weight_is_held_once(converted):
+    lowered = lower_to_inductor(converted)
+    held, before = lowered.state_dict(), converted.state_dict()
+    assert sum(t.nbytes for t in held.values()) == sum(t.nbytes for t in before.values())
+    assert held["head.weight_data"].data_ptr() == before["head.weight_data"].data_ptr()
+
+
+def test_the_converted_model_is_unchanged(converted):
+    before, meta = snapshot(converted), [dict(n.meta) for n in converted.graph.nodes]
+    lower_to_inductor(converted, "meta")
+    assert_unchanged(converted, before)
+    assert [n.meta.keys() for n in converted.graph.nodes] == [m.keys() for m in meta]
+    assert all(t.device.type == "cpu" for t in converted.state_dict().values())
+
+
+def test_a_failed_pass_leaves_it_unchanged(converted, monkeypatch):
+    def fail(model):
+        model.graph.erase_node(model.graph.output_node())
+        raise MXError("no")
+
+    before = snapshot(converted)
+    monkeypatch.setattr(lower, "PASSES", (*lower.PASSES, fail))
+    with pytest.raises(MXError, match="no"):
+        lower_to_inductor(converted)
+    assert_unchanged(converted, before)
+
+
+def test_meta_is_kept(converted):
+    for node in lower_to_inductor(converted).graph.nodes:
+        if node.target in (linear.linear_mx, ops.fake_quantize_mx, ops.dequantize_mx):
+            assert {"val", "nn_module_stack", "stack_trace"} <= node.meta.keys(), node
+
+
+def test_lowered_exports_saves_loads_and_copies(converted, tmp_path):
+    lowered = lower_to_inductor(converted)
+    ids = torch.randint(20, (3, 4))
+    want = lowered(ids)
+    program = torch.export.export(lowered, (IDS,), dynamic_shapes=BATCH)
+    torch.export.save(program, tmp_path / "lowered.pt2")
+    for model in (torch.export.load(tmp_path / "lowered.pt2").module(), copy.deepcopy(lowered)):
+        assert torch.equal(model(ids), want)
+    assert torch.equal(lower_to_inductor(lowered)(ids), want), "lowered again it stays"
+
+
+def test_a_reloaded_program_is_lowered_alike(converted, tmp_path):
+    """It lost the meta that a conversion leaves."""
+    torch.export.save(torch.export.export(converted, (IDS,), dynamic_shapes=BATCH), tmp_path / "converted.pt2")
+    lowered, reloaded = (
+        lower_to_inductor(m) for m in (converted, torch.export.load(tmp_path / "converted.pt2").module())
+    )
+    ids = torch.randint(20, (5, 4))
+    assert torch.equal(reloaded(ids), lowered(ids))
+    targets = [[n.target for n in m.graph.nodes if n.op == "call_function"] for m in (lowered, reloaded)]
+    assert targets[0] == targets[1]
+
+
+def test_report_names_what_is_left(converted):
+    report = pt2mx.quantization_report(lower_to_inductor(converted))
+    assert {o.operator for o in report.operators} == {"aten.embedding"}
+
+
+@pytest.mark.parametrize("device", ["meta", torch.device("meta")])
+def test_another_device(converted, device):
+    lowered = lower_to_inductor(converted, device)
+    assert lowered(IDS.to("meta")).device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("model", "found"),
+    [
+        (None, "NoneType"),
+        (nn.Linear(4, 4), "Linear"),
+        (torch.export.export(nn.Linear(4, 4), (torch.ones(2, 4),)).module(), "one without quantized tensors"),
+    ],
+)
+def test_what_is_no_converted_model_is_refused(model, found):
+    with pytest.raises(MXError, match=f"not {found}: pass what convert_pt2e returned"):
+        lower_to_inductor(model)
+
+
+def test_a_prepared_model_is_refused():
+    program = torch.export.export(Tied().eval(), (IDS,))
+    with pytest.raises(MXError, match="pass what convert_pt2e returned"):
+        lower_to_inductor(pt2mx.prepare_pt2e(program.module(), MXQuantizer.from_recipe("mxfp8")))
+
+
+def test_an_unknown_device_is_refused(converted):
+    with pytest.raises(MXError, match="device='nowhere'"):
+        lower_to_inductor(converted, "nowhere")
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc, self.other = nn.Linear(64, 64), nn.Linear(64, 64, bias=False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            x = self.fc(x)
+        x = torch.cond(x.sum() > 0, lambda x: self.fc(x), lambda x: self.other(x) + x, (x,))
+        return torch._higher_order_ops.while_loop(
+            lambda i, x: i < 2, lambda i, x: (i + 1, self.other(x)), (torch.tensor(0), x)
+        )[1]
+
+
+@pytest.mark.parametrize("fold", [True, False])
+def test_graphs_inside(fold):
+    inputs = torch.randn(2, 64), -torch.randn(2, 64)
+    model = convert(Branches(), inputs[:1], fold=fold)
+    lowered = lower_to_inductor(model)
+    for x in inputs:
+        torch.testing.assert_close(lowered(x), model(x))
+    assert count(lowered, linear.linear_mx) == 4 and count(lowered, ops.fake_quantize_mx) == 4
+    assert not any(count(lowered, t) for t in (ops.quantize_mx, ops.dequantize_mx, aten.linear.default))
+    again = torch.export.export(lowered, inputs[:1]).module()
+    for x in inputs:
+        assert torch.equal(again(x), lowered(x))
+
+
+def test_convolutions_keep_their_weight_packed():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.fc = nn.Conv2d(32, 8, 3), nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.fc(self.conv(x).mean((2, 3)))
+
+    x = torch.randn(2, 32, 6, 6)
+    model = convert(Net(), (x,))
+    lowered = lower_to_inductor(model)
+    torch.testing.assert_close(lowered(x), model(x))
+    (conv,) = lowered.graph.find_nodes(op="call_function", target=aten.conv2d.default)
+    assert conv.args[1].target is ops.dequantize_mx and conv.args[1].args[0].target == "conv.weight_data"
+    assert conv.args[0].target is ops.fake_quantize_mx
