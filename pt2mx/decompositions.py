@@ -60,6 +60,15 @@ def product_decompositions() -> dict:
         return functional.linear(x, weight(x, data, scale, elem, block_size), bias)
 
     def grouped_linear_mx(x, data, scale, offs, elem, block_size):
-        return torch._grouped_mm(x, weight(x, data, scale, elem, block_size).transpose(-2, -1), offs=offs)
+        experts = weight(x, data, scale, elem, block_size)  # (E, N, K)
+        if x.dtype == torch.bfloat16:
+            return torch._grouped_mm(x, experts.transpose(-2, -1), offs=offs)
+        # torch traces its product in bfloat16 alone: here each expert gets every row
+        row = torch.arange(x.shape[0], device=x.device)
+        expert = torch.searchsorted(offs, row, right=True, out_int32=True)  # (T,)
+        y = x.new_zeros(x.shape[0], experts.shape[1])
+        for i, each in enumerate(experts.unbind()):
+            y = torch.where((expert == i).unsqueeze(-1), functional.linear(x, each), y)
+        return y
 
     return {linear.linear_mx: linear_mx, linear.grouped_linear_mx: grouped_linear_mx}

@@ -1,5 +1,6 @@
 import contextlib
 import io
+import os
 import threading
 import zipfile
 
@@ -12,6 +13,7 @@ import pt2mx
 from pt2mx import MXQuantizer
 from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.pt2e.command import main
+from pt2mx.pt2e.compile import compile_program
 from pt2mx.pt2e.models import export
 from pt2mx.pt2e.package import load_package
 
@@ -185,3 +187,20 @@ def test_bad_input_is_one_line_and_status_2(arguments, message, here, capsys):
 def test_a_gpu_that_is_not_there(here, capsys):
     assert main(["compile", "net.pt2", "--output", "o.pt2", "--device", "cuda"]) == 2
     assert "--device cuda needs an NVIDIA GPU" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("portable", [False, True])
+def test_minilm(portable, minilm, tmp_path, run_python):
+    """Dynamic batch and sequence, packed weights: the package is little more than the program."""
+    quantizer = MXQuantizer.from_recipe("mxfp4_weight_only")
+    converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(minilm.program.module(), quantizer))
+    path, want = str(tmp_path / "minilm.pt2"), tmp_path / "want.pt"
+    compile_program(export(converted, minilm.args, minilm.shapes), path, portable=portable)
+    size = sum(t.nbytes for t in minilm.program.state_dict.values())
+    assert os.path.getsize(path) < 0.18 * size
+    assert load_package(path).signature.ranges[0] == [(0, None), (0, 512)]
+    with torch.no_grad():
+        torch.save((minilm.inputs, converted(*minilm.inputs)), want)
+    printed = run_python(IN_ANOTHER_PROCESS, ["without" if portable else "with", path, str(want)]).split()
+    assert float(printed[1]) < 1e-5
