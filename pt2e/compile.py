@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,7 +60,10 @@ def compile_program(program: ExportedProgram, path: str, device: str = "cpu", po
     """
     lowered = lower_to_inductor(program.module(), device)
     args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(device), program.example_inputs)
-    with torch.no_grad():
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning
+        )  # torch, of its own code
         lowered = torch.export.export(lowered, args, kwargs, dynamic_shapes=dynamic_shapes(program))
         write_package(without_calls(lowered) if portable else lowered, path)
 

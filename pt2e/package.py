@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import threading
-import warnings
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -81,9 +80,7 @@ class Package:
 
 def write_package(program: ExportedProgram, path: str) -> None:
     """Compile a program by AOTInductor into the package `path`, whose name ends in `.pt2`."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
-        torch._inductor.aoti_compile_and_package(program, package_path=path)
+    torch._inductor.aoti_compile_and_package(program, package_path=path)
     signature, content = Signature.of(program), io.BytesIO()
     torch.save(vars(signature), content)
     with zipfile.ZipFile(path, "a") as archive:
