@@ -1,0 +1,166 @@
+"""Real architectures through `lower_to_inductor`: what is rewritten, how exact it stays, what Inductor makes of it."""
+
+import re
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor.utils import run_and_get_code
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import pt2mx
+from pt2mx import MXQuantizer, linear, lower_to_inductor, ops
+from pt2mx.extras import import_extra
+from pt2mx.fx.copy import copy_sharing_tensors
+from pt2mx.fx.fuse_pairs import fuse_pairs
+from pt2mx.fx.gather_packed import gather_packed
+from pt2mx.fx.share_quantizations import share_quantizations
+
+aten = torch.ops.aten
+IDS = torch.tensor([[3, 0, 7, 19, 2, 2, 40], [1, 1, 2, 5, 90, 33, 8]])
+SIZES = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
+}  # fmt: skip
+EXPERTS = {"num_key_value_heads": 1, "num_experts_per_tok": 2}
+
+#: architecture -> its class, its configuration, its dtype, products with packed weights, embeddings
+ARCHITECTURES = {
+    "llama": ("LlamaForCausalLM", {**SIZES, "num_key_value_heads": 1}, torch.float32, 15, 1),
+    "llama tied": ("LlamaForCausalLM", {**SIZES, "tie_word_embeddings": True}, torch.bfloat16, 15, 1),
+    "gpt2": ("GPT2LMHeadModel", {"vocab_size": 96, "n_embd": 64, "n_layer": 2, "n_head": 2}, torch.float32, 9, 2),
+    "mixtral": ("MixtralForCausalLM", {**SIZES, **EXPERTS, "num_local_experts": 4}, torch.bfloat16, 15, 1),
+    "qwen3 moe": (
+        "Qwen3MoeForCausalLM",
+        {**SIZES, **EXPERTS, "num_experts": 4, "moe_intermediate_size": 32, "head_dim": 32},
+        torch.bfloat16,
+        15,
+        1,
+    ),
+}
+
+
+class Logits(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids):  # (B, S) -> (B, S, vocabulary)
+        return self.model(input_ids=ids, use_cache=False).logits
+
+
+def convert(module, recipe):
+    return pt2mx.convert_pt2e(pt2mx.prepare_pt2e(module, MXQuantizer.from_recipe(recipe)))
+
+
+def count(model):
+    return Counter(node.target for node in model.graph.nodes if node.op == "call_function")
+
+
+class Errors(TorchDispatchMode):
+    """Relative errors of every product with a packed weight, and of the plain product, against a float64 one of the
+    same operands."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        y = operator(*args, **kwargs or {})
+        if operator in (linear.linear_mx, linear.grouped_linear_mx):
+            x, data, scale, third, name, block_size = args
+            weight = ops.dequantize_mx(data, scale, name, block_size, x.dtype, -1, x.shape[-1])
+            if operator is linear.linear_mx:
+                plain = F.linear(x, weight, third)
+                exact = F.linear(x.double(), weight.double(), third if third is None else third.double())
+            else:
+                plain = F.grouped_mm(x, weight.mT, offs=third)
+                ends = [0, *third.tolist()]
+                exact = torch.cat(
+                    [x[a:b].double() @ w.double().T for a, b, w in zip(ends, ends[1:], weight, strict=False)]
+                )
+            self.found.append([((z.double() - exact).norm() / exact.norm()).item() for z in (y, plain)])
+        return y
+
+
+def assert_as_exact(lowered, args, products):
+    with Errors() as errors, torch.no_grad():
+        lowered(*args)
+    assert len(errors.found) == products
+    for packed, plain in errors.found:
+        assert packed <= 1.5 * plain + 1e-7
+
+
+def assert_same_bits(converted, args):
+    """Of the passes that change no sum."""
+    model = copy_sharing_tensors(converted)
+    for change in (share_quantizations, fuse_pairs, gather_packed):
+        change(model)
+    assert not count(model)[ops.quantize_mx]
+    with torch.no_grad():
+        assert torch.equal(model(*args), converted(*args))
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4_weight_only"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_language_models(name, recipe):
+    kind, sizes, dtype, products, embeddings = ARCHITECTURES[name]
+    kind = getattr(import_extra("transformers", "hf"), kind)
+    model = Logits(kind(kind.config_class(**sizes, bos_token_id=0, eos_token_id=0)).eval().to(dtype))
+    with torch.no_grad():
+        converted = convert(torch.export.export(model, (IDS,)).module(), recipe)
+    lowered = lower_to_inductor(converted)
+    found = count(lowered)
+    assert found[linear.linear_mx] + found[linear.grouped_linear_mx] == products
+    assert (found[linear.grouped_linear_mx] > 0) == ("experts" in str(sizes))
+    assert found[ops.dequantize_mx] == embeddings and found[aten.embedding.default] == 2 * embeddings
+    assert not any(found[target] for target in (ops.quantize_mx, aten.linear.default, aten.addmm.default))
+    assert_same_bits(converted, (IDS,))
+    assert_as_exact(lowered, (IDS,), products)
+    held, before = (sum(t.nbytes for t in {t.data_ptr(): t for t in m.state_dict().values()}.values())
+                    for m in (lowered, converted))  # fmt: skip
+    assert held == before
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4_weight_only"])
+@pytest.mark.parametrize(("name", "products"), [("minilm", 36), ("resnet18", 1)])
+def test_real_models(name, products, recipe, request):
+    model = request.getfixturevalue(name)
+    converted = convert(model.program.module(), recipe)
+    lowered = lower_to_inductor(converted)
+    assert_same_bits(converted, model.args)
+    assert_as_exact(lowered, model.args, products)
+    again = torch.export.export(lowered, model.args, dynamic_shapes=model.shapes).module()
+    with torch.no_grad():
+        assert torch.equal(again(*model.inputs), lowered(*model.inputs))
+
+
+def kernels(code):
+    """What each call of a generated kernel fuses, by the names that Inductor gives it."""
+    return re.findall(r"^\s+cpp_fused_(\w+?)_\d+\(", code, re.MULTILINE)
+
+
+def quantizes_alone(kernel):
+    return "fake_quantize_mx" in kernel and not re.sub("fake_quantize_mx|transpose|view|clone|_", "", kernel)
+
+
+def test_no_kernel_of_a_bert_layer_only_quantizes(compiler):
+    """Quantization sits in the kernel of the neighbour that gives the tensor: layer norm, the bias of a projection,
+    softmax, GELU. But what attention gives comes from a call, into which nothing can be fused, and which has no bias:
+    there the kernel that puts the heads side by side quantizes them too."""
+    bert = import_extra("transformers", "hf").models.bert.modeling_bert
+    config = bert.BertConfig(hidden_size=64, intermediate_size=128, num_attention_heads=2, attn_implementation="eager")
+    model = nn.Sequential(nn.LayerNorm(64), bert.BertLayer(config)).eval()
+    x = torch.randn(2, 7, 64)
+    with torch.no_grad():
+        converted = convert(torch.export.export(model, (x,)).module(), "mxfp8")
+        got, (code,) = run_and_get_code(torch.compile(lower_to_inductor(converted)), x)
+    torch.testing.assert_close(got, converted(x), rtol=0.1, atol=0.1)
+    found = kernels(code)
+    quantizing = [kernel for kernel in found if "fake_quantize_mx" in kernel]
+    assert (len(found), len(quantizing)) == (9, 8)
+    assert [kernel for kernel in quantizing if quantizes_alone(kernel)] == ["clone_fake_quantize_mx_transpose_view"]
+    for neighbour in ("native_layer_norm", "_softmax", "gelu", "add"):
+        assert any(neighbour in kernel for kernel in quantizing)
+    assert set(re.findall(r"torch\.ops\.pt2mx\.(\w+)", code)) == {"linear_mx"}
