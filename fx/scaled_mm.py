@@ -14,8 +14,9 @@ from torch.fx import GraphModule, Node
 from pt2mx import linear, ops
 from pt2mx.fx.aliasing import is_written, written_roots
 from pt2mx.fx.arguments import make_positional
-from pt2mx.fx.constants import constant_nodes, root_name
+from pt2mx.fx.constants import constant_nodes
 from pt2mx.fx.fold_weights import fold_constant
+from pt2mx.fx.subgraphs import graph_modules
 from pt2mx.fx.unused import delete_unused_tensors, erase_unread
 from pt2mx.fx.values import dtype_of, set_value, shape_of, value_of
 from pt2mx.modes import ROUNDINGS
@@ -34,6 +35,13 @@ def use_scaled_mm(model: GraphModule, force: bool = False) -> GraphModule:
         model: what `lower_to_inductor` returned.
         force: on every device, where the product is emulated. For tests.
     """
+    for graph in graph_modules(model):
+        _rewrite(graph, force)
+    delete_unused_tensors(model)
+    return model
+
+
+def _rewrite(model: GraphModule, force: bool) -> None:
     roots, codes, scales = written_roots(model.graph), {}, {}
     for node in model.graph.find_nodes(op="call_function", target=linear.linear_mx):
         make_positional(node, 6)
@@ -43,24 +51,24 @@ def use_scaled_mm(model: GraphModule, force: bool = False) -> GraphModule:
             continue
         if x not in codes:
             codes[x] = _codes(x)
-        if scale not in scales:
-            scales[scale] = _insert_before(node, swizzle_scale, scale)
-        args = (*codes[x], data, scales[scale], bias, _modes(x)[0], element, dtype_of(node))
+        held = scale.target if scale.op == "get_attr" else scale  # a tied weight has several nodes
+        if held not in scales:
+            scales[held] = _insert_before(node, swizzle_scale, scale)
+        args = (*codes[x], data, scales[held], bias, _modes(x)[0], element, dtype_of(node))
         product = _insert_before(node, scaled_mm_mx, *args)
         product.meta.update(node.meta)
         node.replace_all_uses_with(product)
         erase_unread(node)
     constants = constant_nodes(model.graph)
-    for scale, swizzled in scales.items():
-        if scale.op == "get_attr" and swizzled in constants:
-            fold_constant(model, swizzled, f"{root_name(scale)}_swizzled")
+    for held, swizzled in scales.items():
+        if isinstance(held, str) and swizzled in constants:
+            fold_constant(model, swizzled, f"{held}_swizzled")
             erase_unread(swizzled)
-    delete_unused_tensors(model)
     model.recompile()
-    return model
 
 
 def _fits(node: Node, form: Form, force: bool) -> bool:
+    """Whether tensor cores take dtypes and sizes of a product, and are there."""
     value, (rows, _) = value_of(node), shape_of(node.args[1])
     values = shape_of(node.args[0])[-1]
     if value.dtype not in form.results or not isinstance(values, int) or values % BLOCK or rows % 16:
@@ -70,7 +78,7 @@ def _fits(node: Node, form: Form, force: bool) -> bool:
 
 def _form(x: Node, element: str, block_size: int) -> Form | None:
     """How tensor cores multiply what a node quantizes by a weight of that element; None where they do not."""
-    modes = _modes(x)
+    modes = _modes(x) if value_of(x) is not None else None
     if modes is None or not block_size == modes[1] == BLOCK or ROUNDINGS[modes[4]].random:
         return None  # a stochastic rounding that others read too must not draw twice
     return FORMS.get((modes[0], element)) if modes[2] in (-1, value_of(x).dim() - 1) else None

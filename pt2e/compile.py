@@ -61,9 +61,8 @@ def compile_program(program: ExportedProgram, path: str, device: str = "cpu", po
     lowered = lower_to_inductor(program.module(), device)
     args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(device), program.example_inputs)
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning
-        )  # torch, of its own code
+        # torch, of its own code
+        warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
         lowered = torch.export.export(lowered, args, kwargs, dynamic_shapes=dynamic_shapes(program))
         write_package(without_calls(lowered) if portable else lowered, path)
 

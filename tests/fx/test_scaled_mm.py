@@ -6,6 +6,7 @@ import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config
 from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.fx.scaled_mm import use_scaled_mm
+from pt2mx.fx.subgraphs import graph_modules
 from pt2mx.scaled_mm import FORMS
 
 
@@ -64,15 +65,42 @@ def test_one_product_agrees_up_to_the_order_of_sums(modes):
     torch.testing.assert_close(after(x), converted(x))
 
 
-def test_graph_exports_and_compiles(compiler):
+def test_graph_exports_and_compiles(compiler, tmp_path, run_python):
     converted, before, x = lowered("mxfp8", "mxfp8", torch.float32, nn.Linear(64, 32), (4, 64))
     want, after = before(x), use_scaled_mm(before, force=True)
     program = torch.export.export(after, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     torch.testing.assert_close(program.module()(x), want)
+    torch.export.save(program, tmp_path / "model.pt2")
+    torch.save((x, after(x)), tmp_path / "io.pt")
+    code = """
+import torch, pt2mx
+x, want = torch.load('io.pt')
+print(torch.equal(torch.export.load('model.pt2').module()(x), want))
+"""
+    assert run_python(code, cwd=tmp_path).strip() == "True"
     compiled = torch.compile(after, fullgraph=True, dynamic=True)
     for rows in (4, 130):
         x = torch.randn(rows, 64)
         torch.testing.assert_close(compiled(x), converted(x))
+
+
+def test_tied_weights_and_graphs_inside():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.inner = nn.Linear(64, 64), nn.Linear(64, 64)
+            self.b = nn.Linear(64, 64)
+            self.b.weight = self.a.weight
+
+        def forward(self, x):
+            return self.a(x), self.b(x), torch.cond(x.sum() > 0, self.inner, lambda x: self.inner(x) + 1, (x,))
+
+    converted, before, x = lowered("mxfp8", "mxfp8", torch.float32, Twice(), (4, 64))
+    after = use_scaled_mm(before, force=True)
+    assert [count(graph, *OPERATORS[:2]) for graph in graph_modules(after)] == [[1, 0], [1, 0], [2, 0]]
+    assert sum(name.endswith("_swizzled") for name, _ in after.named_buffers()) == 1
+    for sign in (x, -x):
+        torch.testing.assert_close(after(sign), converted(sign))
 
 
 class Pair(nn.Module):
