@@ -92,7 +92,7 @@ def load_package(path: object) -> Package:
     """The package that `pt2mx compile` wrote.
 
     Raises:
-        MXError: where the file is none, or needs a device that is not there.
+        MXError: where the file is none.
     """
     check_kind(path, "package")
     with zipfile.ZipFile(path) as archive:
