@@ -6,7 +6,7 @@ import torch
 from torch.export import ExportedProgram
 
 from pt2mx import ops
-from pt2mx.decompositions import decompositions
+from pt2mx.decompositions import decompositions, product_decompositions
 from pt2mx.errors import MXError
 from pt2mx.kernels.philox import random_bits
 
@@ -21,10 +21,27 @@ def make_portable(program: ExportedProgram) -> ExportedProgram:
     Raises:
         MXError: for another object.
     """
+    return _decompose(program, {**decompositions(torch.narrow, random_bits), **_CALLS})
+
+
+def without_calls(program: ExportedProgram) -> ExportedProgram:
+    """The program with those of pt2mx's operators written out that Inductor would call, for a package that runs where
+    only torch is installed. The others it writes out itself, in a form that it compiles right.
+
+    Raises:
+        MXError: for another object.
+    """
+    return _decompose(program, _CALLS)
+
+
+#: what Inductor keeps as calls: products that read packed weights, and the numbers of stochastic rounding
+_CALLS = {**product_decompositions(), ops.random_bits: random_bits}
+
+
+def _decompose(program: ExportedProgram, table: dict) -> ExportedProgram:
     if not isinstance(program, ExportedProgram):
         raise MXError(
             f"expected an ExportedProgram, not {type(program).__name__}: pass torch.export.export(converted, inputs)"
         )
-    table = {**decompositions(torch.narrow, random_bits), ops.random_bits: random_bits}
     with torch.no_grad():
         return program.run_decompositions(table)

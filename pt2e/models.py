@@ -232,16 +232,17 @@ def load_batches(folder: object) -> list[object]:
     files = sorted(f for f in folder.glob("*") if f.suffix in (".pt", ".npz")) if folder.is_dir() else []
     if not files:
         raise MXError(f"no calibration batches: {str(folder)!r} must be a folder that holds .pt or .npz files")
-    return [_load_batch(file) for file in files]
+    return [load_batch(file) for file in files]
 
 
-def _load_batch(file: Path) -> object:
+def load_batch(file: Path) -> object:
+    """The batch in a file, as `load_batches` reads it; `MXError` where it holds none."""
     try:
         if file.suffix == ".pt":
             return torch.load(file, weights_only=True)
         with np.load(file) as arrays:
             tensors = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
     except Exception as error:
-        raise MXError(f"{file} is no calibration batch: {error}") from None
+        raise MXError(f"{file} is no batch: {error}") from None
     unnamed = all(name.startswith("arr_") for name in tensors)
     return tuple(tensors.values()) if unnamed else tensors

@@ -24,6 +24,7 @@ import yaml
 from pt2mx.errors import MXError, nearest
 from pt2mx.pt2e.config import ROLES, MXQuantizationConfig
 from pt2mx.pt2e.operators import OPERAND_NAMES
+from pt2mx.pt2e.output import write_text
 from pt2mx.spec import MXSpec, parse
 
 #: kinds of settings whose keys are counts of operators
@@ -70,10 +71,7 @@ def write(settings: list[Setting], path: object = None) -> str:
             recipe[kind] = _plain(config)
         else:
             recipe.setdefault(kind, {})[key] = _plain(config)
-    text = yaml.safe_dump(recipe, sort_keys=False)
-    if path is not None:
-        Path(path).write_text(text)
-    return text
+    return write_text(yaml.safe_dump(recipe, sort_keys=False), path)
 
 
 def _settings(recipe: object) -> list[Setting]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
 from pt2mx.pt2e.observer import MXObserver
+from pt2mx.pt2e.output import write_text
 from pt2mx.pt2e.report_html import page
 from pt2mx.pt2e.report_operators import OperandReport, OperatorReport, operator_reports
 from pt2mx.tables import text_table
@@ -70,14 +70,22 @@ class QuantizationReport:
         )
 
     def to_json(self, path: object = None) -> str:
-        """The report as JSON, also written to `path` if one is given; null stands for a ratio that is not finite."""
+        """The report as JSON, also written to `path` if one is given; null stands for a ratio that is not finite.
+
+        Raises:
+            MXError: where no file can be written at `path`.
+        """
         bits = {"effective_bits": self.effective_bits, "weight_bits": self.weight_bits}
-        return _written(json.dumps(_finite({**bits, **asdict(self)}), indent=1, allow_nan=False), path)
+        return write_text(json.dumps(_finite({**bits, **asdict(self)}), indent=1, allow_nan=False), path)
 
     def to_html(self, path: object = None) -> str:
         """The report as one HTML page that needs nothing else, also written to `path` if one is given: the table, with
-        the SQNR of every operand and candidate as bars and histograms of block exponents."""
-        return _written(page(self), path)
+        the SQNR of every operand and candidate as bars and histograms of block exponents.
+
+        Raises:
+            MXError: where no file can be written at `path`.
+        """
+        return write_text(page(self), path)
 
 
 def quantization_report(model: GraphModule) -> QuantizationReport:
@@ -135,12 +143,6 @@ def _candidate_rows(operators: tuple[OperatorReport, ...]) -> list[tuple[str, ..
         return *place, *("" if db is None else f"{db:.1f}" for db in sqnr)
 
     return [("module", "operator", "operand", "quantized to", *names), *(row(*pair) for pair in found)]
-
-
-def _written(text: str, path: object) -> str:
-    if path is not None:
-        Path(path).write_text(text, encoding="utf-8")
-    return text
 
 
 def _finite(value: object) -> object:

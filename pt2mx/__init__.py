@@ -3,6 +3,7 @@
 from pt2mx import dtypes
 from pt2mx import inductor as _inductor  # noqa: F401 - registers the operators and their decompositions
 from pt2mx import linear as _linear  # noqa: F401 - registers the products with packed weights
+from pt2mx import scaled_mm as _scaled_mm  # noqa: F401 - registers those of two packed tensors
 from pt2mx.arrays import mx_quantize
 from pt2mx.compare import MX_FORMATS, compare_mx_formats, print_mx_format_table
 from pt2mx.errors import MXError

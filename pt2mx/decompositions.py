@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from pt2mx import ops
+from pt2mx import linear, ops
 from pt2mx.checks import check_input, check_packed
 from pt2mx.kernels import reference
 
@@ -46,3 +47,28 @@ def decompositions(narrow: reference.Narrow, random_bits: Callable[[Tensor, list
         ops.fake_quantize_mx: fake_quantize,
         ops.clip_gradient_mx: clip_gradient,
     }
+
+
+def product_decompositions() -> dict:
+    """operator -> the product with the dequantized weight, for programs that run where pt2mx is not installed. Inductor
+    keeps these operators as calls: they read the weight packed."""
+
+    def weight(x, data, scale, elem, block_size):
+        return ops.dequantize_mx(data, scale, elem, block_size, x.dtype, -1, x.shape[-1])
+
+    def linear_mx(x, data, scale, bias, elem, block_size):
+        return functional.linear(x, weight(x, data, scale, elem, block_size), bias)
+
+    def grouped_linear_mx(x, data, scale, offs, elem, block_size):
+        experts = weight(x, data, scale, elem, block_size)  # (E, N, K)
+        if x.dtype == torch.bfloat16:
+            return torch._grouped_mm(x, experts.transpose(-2, -1), offs=offs)
+        # torch traces its product in bfloat16 alone: here each expert gets every row
+        row = torch.arange(x.shape[0], device=x.device)
+        expert = torch.searchsorted(offs, row, right=True, out_int32=True)  # (T,)
+        y = x.new_zeros(x.shape[0], experts.shape[1])
+        for i, each in enumerate(experts.unbind()):
+            y = torch.where((expert == i).unsqueeze(-1), functional.linear(x, each), y)
+        return y
+
+    return {linear.linear_mx: linear_mx, linear.grouped_linear_mx: grouped_linear_mx}

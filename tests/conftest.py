@@ -28,10 +28,10 @@ def compiler():
 
 @pytest.fixture(scope="session")
 def run_python():
-    """Run code in a fresh process; returns what it printed."""
+    """Run code in a fresh process, with arguments; returns what it printed."""
 
-    def run(code: str, **options) -> str:
-        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **options)
+    def run(code: str, arguments: tuple | list = (), **options) -> str:
+        result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, **options)
         assert result.returncode == 0, result.stderr
         return result.stdout
 

@@ -64,6 +64,16 @@ def test_readme_command_line(capsys):
     assert set(re.findall(r"^\| `(--\w+)`", section, re.MULTILINE)) == options
 
 
+def test_readme_packages(capsys):
+    options = set()
+    for name in ("compile", "run"):
+        with pytest.raises(SystemExit):
+            command.main([name, "--help"])
+        options |= set(re.findall(r"--\w+", capsys.readouterr().out)) - {"--help"}
+    section = README.partition("### Packages of AOTInductor")[2].partition("## ")[0]
+    assert set(re.findall(r"^\| `(--\w+)`", section, re.MULTILINE)) == options
+
+
 def test_readme_tables_of_modes_and_presets():
     assert compat.table() in README
     section = README.partition("## Formats")[2].partition("## ")[0]

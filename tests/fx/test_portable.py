@@ -7,6 +7,8 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config
+from pt2mx.fx.portable import without_calls
+from pt2mx.linear import grouped_linear_mx, linear_mx
 from tests.fx.test_subgraphs import Cond, X
 
 WITHOUT_PT2MX = """
@@ -61,6 +63,39 @@ def test_stochastic_rounding_by_its_seed():
     x = torch.randn(4, 70)
     program = pt2mx.make_portable(torch.export.export(Rounded(), (x,)))
     assert torch.equal(program.module()(x), Rounded()(x))
+
+
+@pytest.mark.parametrize(("dtype", "bias"), [(torch.float32, True), (torch.bfloat16, False)])
+@pytest.mark.parametrize("write_out", [pt2mx.make_portable, without_calls])
+def test_products_with_packed_weights(dtype, bias, write_out):
+    """The experts of a mixture, and a layer with and without a bias; without pt2mx they dequantize their weight."""
+
+    class Products(nn.Module):
+        def __init__(self):
+            super().__init__()
+            weights = {"dense": torch.randn(48, 70), "experts": torch.randn(3, 16, 48)}
+            for name, weight in weights.items():
+                scale, data = pt2mx.quantize_mx(weight, "mxfp6")
+                self.register_buffer(f"{name}_data", data)
+                self.register_buffer(f"{name}_scale", scale)
+            self.bias = nn.Parameter(torch.randn(48, dtype=dtype), requires_grad=False) if bias else None
+
+        def forward(self, x, offs):  # (T, 70), (3,) int32 -> (T, 16)
+            x = linear_mx(x, self.dense_data, self.dense_scale, self.bias, "fp6_e2m3", 32)
+            return grouped_linear_mx(x, self.experts_data, self.experts_scale, offs, "fp6_e2m3", 32)
+
+    model, tokens = Products(), torch.export.Dim("tokens")
+    args = torch.randn(9, 70, dtype=dtype), torch.tensor([2, 2, 9], dtype=torch.int32)
+    program = torch.export.export(model, args, dynamic_shapes=({0: tokens}, None))
+    written = write_out(program)
+    left = {str(n.target) for n in written.graph.nodes if str(n.target).startswith("pt2mx")}
+    assert left == (set() if write_out is pt2mx.make_portable else {"pt2mx.dequantize_mx.default"})
+    assert written.state_dict["dense_data"].dtype == torch.uint8
+    for x in (args[0], torch.randn(40, 70, dtype=dtype)):
+        offs = torch.tensor([2, 2, len(x)], dtype=torch.int32)
+        want = model(x, offs)
+        tolerance = 16 * torch.finfo(dtype).eps * want.abs().max().item()
+        torch.testing.assert_close(written.module()(x, offs), want, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("program", [None, Net()])

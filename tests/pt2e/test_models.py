@@ -119,7 +119,7 @@ def test_bad_calibration_folders(tmp_path):
         with pytest.raises(MXError, match=r"must be a folder that holds \.pt or \.npz files"):
             load_batches(folder)
     (tmp_path / "x.pt").write_bytes(b"no")
-    with pytest.raises(MXError, match=r"x\.pt is no calibration batch"):
+    with pytest.raises(MXError, match=r"x\.pt is no batch"):
         load_batches(tmp_path)
 
 

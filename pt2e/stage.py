@@ -1,0 +1,32 @@
+"""Stages of a command: each has a name, and what goes wrong in it becomes one line for the user."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tqdm import tqdm
+
+from pt2mx.errors import MXError
+
+
+@contextmanager
+def stage(what: str) -> Iterator[None]:
+    """Code of others runs here (a factory, a model, export): what it raises becomes one line for the user."""
+    try:
+        yield
+    except MXError:
+        raise
+    except Exception as error:
+        first = next(iter(str(error).strip().splitlines()), "")
+        raise MXError(f"could not {what}: {type(error).__name__}: {first}") from error
+
+
+def progress_bar(stages: int) -> tqdm:
+    """A bar over that many stages, the first being to load; none where stderr is no terminal."""
+    return tqdm(total=stages, desc="load", disable=None, file=sys.stderr)
+
+
+def step(progress: tqdm, name: str) -> None:
+    """The stage before is done, and the one called `name` begins."""
+    progress.update()
+    progress.set_description(name)
