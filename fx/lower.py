@@ -11,6 +11,7 @@ from pt2mx.fx.blocks_last import put_blocks_last
 from pt2mx.fx.copy import copy_sharing_tensors
 from pt2mx.fx.device import move_to_device
 from pt2mx.fx.fold_weights import fold_all_weights
+from pt2mx.fx.fragments import use_fragments
 from pt2mx.fx.fuse_pairs import fuse_pairs
 from pt2mx.fx.gather_packed import gather_packed
 from pt2mx.fx.own_tensors import own_tensors
@@ -21,7 +22,15 @@ from pt2mx.fx.subgraphs import graph_modules
 from pt2mx.fx.unused import delete_unused_tensors
 
 #: what is done to each graph, in this order
-PASSES = (share_quantizations, fuse_pairs, put_blocks_last, gather_packed, use_packed_weights, split_bias)
+PASSES = (
+    share_quantizations,
+    fuse_pairs,
+    put_blocks_last,
+    gather_packed,
+    use_packed_weights,
+    split_bias,
+    use_fragments,
+)
 
 
 def lower_to_inductor(converted: GraphModule, device: torch.device | str | None = None) -> GraphModule:
@@ -29,8 +38,9 @@ def lower_to_inductor(converted: GraphModule, device: torch.device | str | None 
 
     Quantized activations become one `fake_quantize_mx`, equal ones of a tensor are shared; linear layers, matrix
     products and grouped products read their weight packed (`linear_mx`, `grouped_linear_mx`), with its blocks put last
-    where they were not; embeddings gather packed rows. Weights that were not folded are. What is not rewritten, such as
-    convolutions, dequantizes its weight at each call and compiles through the decompositions of the operators.
+    where they were not and, in bfloat16 on a GPU, in the order of its tensor cores; embeddings gather packed rows.
+    Weights that were not folded are. What is not rewritten, such as convolutions, dequantizes its weight at each call
+    and compiles through the decompositions of the operators.
 
     Args:
         converted: what `convert_pt2e` returned, or the module of a program that was exported from it, saved or loaded.

@@ -1,6 +1,7 @@
 """pt2mx quantizes PyTorch models to the OCP Microscaling (MX) formats in the PT2 export flow."""
 
 from pt2mx import dtypes
+from pt2mx import fragments as _fragments  # noqa: F401 - registers the product with fragments
 from pt2mx import inductor as _inductor  # noqa: F401 - registers the operators and their decompositions
 from pt2mx import linear as _linear  # noqa: F401 - registers the products with packed weights
 from pt2mx import scaled_mm as _scaled_mm  # noqa: F401 - registers those of two packed tensors

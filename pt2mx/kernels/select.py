@@ -19,7 +19,7 @@ def kernels_for(x: Tensor) -> ModuleType:
     plain = type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided and not torch.compiler.is_compiling()
     if plain and x.device.type == "cpu" and cpu.is_available():
         return cpu
-    if plain and x.device.type == "cuda" and _runs_triton(x.device):
+    if plain and x.device.type == "cuda" and runs_triton(x.device):
         from pt2mx.kernels import gpu
 
         return gpu
@@ -34,5 +34,6 @@ def linear_kernels_for(x: Tensor) -> ModuleType:
 
 
 @functools.cache
-def _runs_triton(device: torch.device) -> bool:
+def runs_triton(device: torch.device) -> bool:
+    """Whether Triton's kernels work on the device."""
     return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
