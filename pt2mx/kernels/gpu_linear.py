@@ -37,7 +37,7 @@ _SHAPES = {
     (4, 1): Shape(1, 2, 12),
     (6, 1): Shape(1, 1, 12),
     (8, 1): Shape(1, 1, 12),
-    (4, 2): Shape(2, 2, 6),
+    (4, 2): Shape(2, 1, 6),
     (6, 2): Shape(2, 1, 6),
     (8, 2): Shape(2, 2, 6),
     (4, 4): Shape(2, 1, 6),
@@ -49,6 +49,8 @@ _SHAPES = {
 def linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, element: ElementFormat, n: int) -> Tensor:
     """x: (batch, K) bfloat16, contiguous, data and scale as of `to_fragments`, bias: (n,) or None -> (batch, n)."""
     out = x.new_empty(len(x), n)
+    if x.data_ptr() % 16:  # as a part of a tensor may be: it is read 16 bytes at a time
+        x = x.clone()
     if 0 < len(x) <= _LARGEST_BATCH:
         _small(x, data, scale, bias, out, element)
     else:

@@ -110,7 +110,7 @@ def _load(places, k, steps, start, F: gl.constexpr):
         for tile in gl.static_range(gl.constexpr(F.tiles)):
             for vector in gl.static_range(gl.constexpr(2 * F.vectors)):
                 at = first_words[tile] + step * (F.vectors * 256) + vector * 128
-                words = words + (gl.load(at, cache_modifier=".cg"),)
+                words = words + (gl.load(at, eviction_policy="evict_first"),)
             for scale in gl.static_range(gl.constexpr(2 * F.scales)):
                 scales = scales + (gl.load(first_scales[tile] + step * (F.scales * 64) + scale * 32),)
         for column in gl.static_range(gl.constexpr(F.columns)):
