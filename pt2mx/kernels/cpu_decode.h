@@ -23,20 +23,20 @@ namespace {
 constexpr i64 kGroup = 32;  // codes that are decoded together; a block of the formats below is whole groups
 constexpr int kVectors = kGroup / kWidth;
 
-// What a group is multiplied by: one factor alone could be subnormal, or out of range.
-struct Factor {
+// What the values of a group are multiplied by. Of an extreme scale in two steps: one factor alone could be subnormal,
+// or out of range.
+struct Factors {
   float first, second;
-
-  Factor() = default;
-  Factor(u8 scale, int32_t shift) {  // 2**(scale - 127 + shift), NaN of the byte 255
-    const int32_t exponent = scale - kBias + shift, half = exponent >> 1;
-    first = from_bits((half + kBias) << 23);
-    second = from_bits(scale == 255 ? 0x7FC00000 : (exponent - half + kBias) << 23);
-  }
 };
+inline Floats operator*(Floats values, Factors f) { return values * f.first * f.second; }
+
+inline Factors factors_of(u8 scale, int32_t shift) {  // 2**(scale - 127 + shift), NaN of the byte 255
+  const int32_t exponent = scale - kBias + shift, half = exponent >> 1;
+  return {from_bits((half + kBias) << 23), from_bits(scale == 255 ? 0x7FC00000 : (exponent - half + kBias) << 23)};
+}
 
 // A decoder has: kBytes of a group; kShift, the power of two by which its values are too small; decode, which gives
-// them by kPairs in the order 0, 2, .. 30, 1, 3, .. 31 or else as they are stored; and invalid, whether there was a code
+// them times a float or `Factors` by kPairs in the order 0, 2, .. 30, 1, 3, .. 31 or else as they are stored; and invalid, whether there was a code
 // that it cannot decode.
 
 // The place in a group of value `i` that a decoder gives.
@@ -48,7 +48,8 @@ struct Decoded {
   static constexpr int32_t kShift = 0;
   static constexpr bool kPairs = false;
   explicit Decoded(const LinearCall&) {}
-  void decode(const u8* data, Factor, Floats* out) {
+  template <class F>
+  void decode(const u8* data, F, Floats* out) {
     for (int v = 0; v < kVectors; ++v) out[v] = load<Floats>(data + 4 * v * kWidth);
   }
   bool invalid() const { return false; }
@@ -70,8 +71,9 @@ inline void from_halves(__m256i halves, Floats* out) {
 }
 #endif
 
-inline void scale(Factor f, Floats* values) {
-  for (int v = 0; v < kVectors; ++v) values[v] = values[v] * f.first * f.second;
+template <class F>
+inline void scale(F f, Floats* values) {
+  for (int v = 0; v < kVectors; ++v) values[v] = values[v] * f;
 }
 
 // Every format of 4 bits: its table of 16 values, scaled, is looked up in registers.
@@ -84,9 +86,10 @@ struct Nibbles {
 #if defined(__AVX512BW__)
   Floats table;
   explicit Nibbles(const LinearCall& call) : table(load<Floats>(call.table)) {}
-  void decode(const u8* data, Factor f, Floats* out) {
+  template <class F>
+  void decode(const u8* data, F f, Floats* out) {
     const __m512i codes = _mm512_cvtepu8_epi32(load128(data));  // two each; a look-up takes the low four bits
-    const __m512 scaled = __m512(table * f.first * f.second);
+    const __m512 scaled = __m512(table * f);
     out[0] = Floats(_mm512_permutexvar_ps(codes, scaled));
     out[1] = Floats(_mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), scaled));
   }
@@ -98,8 +101,9 @@ struct Nibbles {
     return Floats(_mm256_blendv_ps(_mm256_permutevar8x32_ps(__m256(low), codes),
                                    _mm256_permutevar8x32_ps(__m256(high), codes), upper));
   }
-  void decode(const u8* data, Factor f, Floats* out) {
-    const Floats low_scaled = low * f.first * f.second, high_scaled = high * f.first * f.second;
+  template <class F>
+  void decode(const u8* data, F f, Floats* out) {
+    const Floats low_scaled = low * f, high_scaled = high * f;
     for (int v = 0; v < 2; ++v) {
       const __m256i codes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(data + 8 * v)));
       out[v] = look_up(low_scaled, high_scaled, codes);
@@ -140,7 +144,8 @@ struct Halves {
     const int mantissa_and_exponent = (0x7FFF >> kUnused) & -(1 << (10 - MantissaBits));
     return _mm256_and_si256(_mm256_srai_epi16(code, kUnused), _mm256_set1_epi16(short(0x8000 | mantissa_and_exponent)));
   }
-  void decode(const u8* data, Factor f, Floats* out) {
+  template <class F>
+  void decode(const u8* data, F f, Floats* out) {
     __m256i even, odd;
     split_pairs<kBits>(data, &even, &odd);
     from_halves(to_half(even), out);
@@ -159,7 +164,8 @@ struct Int8 {
   static constexpr int32_t kShift = -6;
   static constexpr bool kPairs = false;
   explicit Int8(const LinearCall&) {}
-  void decode(const u8* data, Factor f, Floats* out) {
+  template <class F>
+  void decode(const u8* data, F f, Floats* out) {
     for (int v = 0; v < kVectors; ++v) {
 #if defined(__AVX512BW__)
       out[v] = Floats(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load128(data + 16 * v))));
@@ -201,7 +207,7 @@ NOINLINE void decode_row(const LinearCall& c, i64 row, bool pairs, float* out) {
     float values[kGroup] = {};
     const i64 last = std::min(first + kGroup, c.k);
     for (i64 i = first; i < last;) {
-      const Factor f(scale[i / c.block], 0);
+      const Factors f = factors_of(scale[i / c.block], 0);
       const i64 end = i / c.block == (last - 1) / c.block ? last : (i / c.block + 1) * c.block;
       for (; i < end; ++i) {
         u8 code = data[c.bits == 4 || c.bits == 6 ? 0 : i];

@@ -12,17 +12,8 @@ namespace {
 
 constexpr int kRows = kWidth == 16 ? 4 : 2;  // of the weight that go together
 constexpr i64 kChunk = 128;                  // groups whose factors are converted at a time
-constexpr i64 kAhead = 1024;                  // bytes of a row that are fetched before their turn
+constexpr i64 kAhead = 8192;                  // bytes of a row that are fetched before their turn
 constexpr i64 kGrain = 1 << 18;              // products that are worth another thread
-
-struct Linear {
-  const LinearCall& call;
-  const i64 groups;           // of a row, the last one perhaps not whole
-  std::vector<float> x;       // (m up to a multiple of 4, groups * kGroup) in the order of the decoder
-  std::vector<float> bias;    // (n), or empty
-
-  explicit Linear(const LinearCall& c) : call(c), groups((c.k + kGroup - 1) / kGroup) {}
-};
 
 // `n` values of `from`, from the value `first` on, as fp32.
 void to_floats(const void* from, i64 first, i64 n, int32_t dtype, float* out) {
@@ -30,10 +21,40 @@ void to_floats(const void* from, i64 first, i64 n, int32_t dtype, float* out) {
   else widen(static_cast<const u16*>(from) + first, n, dtype, out);
 }
 
+// Memory in whole lines of the cache: vectors that cross two take twice as long.
+template <class T>
+class Buffer {
+ public:
+  void resize(i64 n) { lines_.resize((n * sizeof(T) + sizeof(Line) - 1) / sizeof(Line)); }
+  void zero() { std::memset(static_cast<void*>(lines_.data()), 0, lines_.size() * sizeof(Line)); }
+  T* data() { return reinterpret_cast<T*>(lines_.data()); }
+  const T* data() const { return reinterpret_cast<const T*>(lines_.data()); }
+
+ private:
+  struct alignas(64) Line {
+    u8 bytes[64];
+  };
+  std::vector<Line> lines_;
+};
+
+struct Linear {
+  const LinearCall& call;
+  const i64 groups;           // of a row, the last one perhaps not whole
+  Buffer<float> x;            // (m up to a multiple of 4, groups * kGroup) in the order of the decoder
+  std::vector<float> bias;    // (n), or empty
+
+
+  explicit Linear(const LinearCall& c) : call(c), groups((c.k + kGroup - 1) / kGroup) {
+    if (!c.bias) return;
+    bias.resize(c.n);
+    to_floats(c.bias, 0, c.n, c.dtype, bias.data());
+  }
+};
+
 void prepare(Linear& linear, bool pairs) {
   const LinearCall& c = linear.call;
   const i64 stride = linear.groups * kGroup, rows = (c.m + 3) / 4 * 4;
-  linear.x.assign(rows * stride, 0.0f);
+  linear.x.resize(rows * stride);
   std::vector<float> row(stride);
   for (i64 m = 0; m < c.m; ++m) {
     to_floats(c.x, m * c.k, c.k, c.dtype, row.data());
@@ -41,10 +62,6 @@ void prepare(Linear& linear, bool pairs) {
     for (i64 first = 0; first < stride; first += kGroup) {
       for (i64 i = 0; i < kGroup; ++i) out[first + i] = row[first + place(pairs, i)];
     }
-  }
-  if (c.bias) {
-    linear.bias.resize(c.n);
-    to_floats(c.bias, 0, c.n, c.dtype, linear.bias.data());
   }
 }
 
@@ -64,17 +81,67 @@ void put(const LinearCall& c, i64 at, i64 n, float* y) {
   else narrow(y, n, c.dtype, static_cast<u16*>(c.out) + at);
 }
 
-// sums += groups of the weight's rows `data` times `R` rows of x
-template <class Decoder, int R>
-inline void multiply(Decoder& decoder, const u8* const* data, const Factor (*factors)[kChunk], const float* x,
+// y: (n) sums to the output, from its value (m, row) on.
+void finish(const Linear& linear, i64 m, i64 row, i64 n, float* y) {
+  if (!linear.bias.empty()) {
+    for (i64 i = 0; i < n; ++i) y[i] += linear.bias[row + i];
+  }
+  put(linear.call, m * linear.call.n + row, n, y);
+}
+
+// The codes of a row's last group, which is not whole, filled with zeros.
+template <class Decoder>
+const u8* last_group(const LinearCall& c, i64 row, u8* out) {
+  const i64 begin = c.k / kGroup * Decoder::kBytes, bits = c.k % kGroup * c.bits;
+  std::memset(out, 0, Decoder::kBytes);
+  std::memcpy(out, c.data + row * c.row_bytes + begin, c.row_bytes - begin);
+  if (bits % 8) out[bits / 8] &= (1 << bits % 8) - 1;  // what a byte holds beyond them is no code
+  return out;
+}
+
+// The factors of some groups of a row.
+struct Scales {
+  float one[kChunk];
+  Factors two[kChunk];
+  bool ordinary;  // one factor is enough, and gives no subnormal values: no decoder's are less than 2**-24
+
+  // Of the groups [begin, end), `per_block` of them a block of `scale`.
+  void set(const u8* scale, i64 per_block, i64 begin, i64 end, int32_t shift) {
+    u8 expanded[kChunk];
+    const u8* bytes = scale + begin;
+    if (per_block > 1) {
+      bytes = expanded;
+      for (i64 g = begin; g < end; ++g) expanded[g - begin] = scale[g / per_block];
+    }
+    u8 least = 255, most = 0;
+#pragma omp simd reduction(min : least) reduction(max : most)
+    for (i64 i = 0; i < end - begin; ++i) {
+      one[i] = from_bits((bytes[i] + shift) << 23);
+      least = std::min(least, bytes[i]);
+      most = std::max(most, bytes[i]);
+    }
+    ordinary = least + shift > 24 && most + std::max(shift, 0) < 255;
+  }
+
+  // The factors in two steps, where not all that go together are ordinary.
+  void split(const u8* scale, i64 per_block, i64 begin, i64 end, int32_t shift) {
+    for (i64 g = begin; g < end; ++g) two[g - begin] = factors_of(scale[g / per_block], shift);
+  }
+};
+
+// sums += groups of the weight's rows `data` times `R` rows of x. `ahead`: where the next such rows are, which are
+// fetched meanwhile.
+template <class Decoder, int R, class F>
+inline void multiply(Decoder& decoder, const u8* const* data, i64 ahead, const F* const* factors, const float* x,
                      i64 stride, i64 groups, Floats (*sums)[R]) {
   Floats sum[kRows][R];
   std::memcpy(sum, sums, sizeof sum);
   for (i64 g = 0; g < groups; ++g, x += kGroup) {
     Floats w[kRows][kVectors];
     for (int q = 0; q < kRows; ++q) {
-      decoder.decode(data[q] + g * Decoder::kBytes, factors[q][g], w[q]);
-      __builtin_prefetch(data[q] + g * Decoder::kBytes + kAhead);
+      const u8* codes = data[q] + g * Decoder::kBytes;
+      decoder.decode(codes, factors[q][g], w[q]);
+      __builtin_prefetch(codes + ahead);
     }
     for (int v = 0; v < kVectors; ++v) {
       for (int r = 0; r < R; ++r) {
@@ -86,85 +153,129 @@ inline void multiply(Decoder& decoder, const u8* const* data, const Factor (*fac
   std::memcpy(sums, sum, sizeof sum);
 }
 
-// The rows of the weight from `row` on, times all of x. Returns whether there was a code that has to be looked up.
-template <class Decoder, int R>
-bool run_rows(const Linear& linear, i64 row, const float* decoded) {
-  const LinearCall& c = linear.call;
-  const i64 stride = linear.groups * kGroup, whole = decoded ? linear.groups : c.k / kGroup;
-  Decoder decoder(c);
-  Factor factors[kRows][kChunk];
-  u8 rest[kRows][Decoder::kBytes] = {};  // the last group, filled with zeros
-  const u8 *data[kRows], *scale[kRows];
-  for (int q = 0; q < kRows; ++q) {
-    const i64 at = std::min(row + q, c.n - 1);
-    data[q] = decoded ? reinterpret_cast<const u8*>(decoded + q * stride) : c.data + at * c.row_bytes;
-    scale[q] = c.scale + at * c.row_blocks;
-    if (whole == linear.groups) continue;
-    std::memcpy(rest[q], data[q] + whole * Decoder::kBytes, c.row_bytes - whole * Decoder::kBytes);
-    const i64 bits = c.k % kGroup * c.bits;  // what a byte holds beyond them is no code
-    if (bits % 8) rest[q][bits / 8] &= (1 << bits % 8) - 1;
+// The weight's rows that go together, from one of them on.
+template <class Decoder>
+class Rows {
+ public:
+  // decoded: what decode_row gave of them, or null
+  Rows(const Linear& linear, i64 row, const float* decoded) : linear_(linear), row_(row), decoder_(linear.call) {
+    const LinearCall& c = linear.call;
+    whole_ = decoded ? linear.groups : c.k / kGroup;
+    per_block_ = decoded ? linear.groups : c.block / kGroup;
+    ahead_ = decoded ? 0 : kRows * c.row_bytes;
+    for (int q = 0; q < kRows; ++q) {
+      const i64 at = std::min(row + q, c.n - 1);
+      data_[q] = decoded ? reinterpret_cast<const u8*>(decoded + q * linear.groups * kGroup) : c.data + at * c.row_bytes;
+      scale_[q] = c.scale + at * c.row_blocks;
+      if (whole_ < linear.groups) last_group<Decoder>(c, at, rest_[q]);
+    }
   }
-  for (i64 m = 0; m < c.m; m += R) {
-    Floats sums[kRows][R] = {};
-    const float* x = linear.x.data() + m * stride;
-    for (i64 g = 0; g < linear.groups; g += kChunk) {
-      const i64 end = std::min(g + kChunk, linear.groups), full = std::min(end, whole);
-      const u8* here[kRows];
+
+  // Times all of x, `R` rows at a time. Returns whether there was a code that has to be looked up.
+  template <int R>
+  bool times_x() {
+    const LinearCall& c = linear_.call;
+    const i64 stride = linear_.groups * kGroup, rows = std::min<i64>(kRows, c.n - row_);
+    for (i64 m = 0; m < c.m; m += R) {
+      Floats sums[kRows][R] = {};
+      add<R>(linear_.x.data() + m * stride, stride, sums);
+      if (decoder_.invalid()) return true;
+      for (i64 r = 0; r < std::min<i64>(R, c.m - m); ++r) {
+        float y[kRows];
+        for (i64 q = 0; q < rows; ++q) y[q] = sum_of(sums[q][r]);
+        finish(linear_, m + r, row_, rows, y);
+      }
+    }
+    return false;
+  }
+
+ private:
+  template <int R>
+  void add(const float* x, i64 stride, Floats (*sums)[R]) {
+    for (i64 g = 0; g < linear_.groups; g += kChunk) {
+      const i64 end = std::min(g + kChunk, linear_.groups), full = std::min(end, whole_);
+      Scales scales[kRows];
+      const float* one[kRows];
+      const Factors* two[kRows];
+      const u8* data[kRows];
+      bool ordinary = true;
       for (int q = 0; q < kRows; ++q) {
-        here[q] = data[q] + g * Decoder::kBytes;
-        for (i64 i = g; i < end && !decoded;) {
-          const i64 b = i * kGroup / c.block;
-          const Factor factor(scale[q][b], Decoder::kShift);
-          for (const i64 last = std::min((b + 1) * (c.block / kGroup), end); i < last; ++i) factors[q][i - g] = factor;
+        scales[q].set(scale_[q], per_block_, g, end, Decoder::kShift);
+        ordinary &= scales[q].ordinary;
+        data[q] = data_[q] + g * Decoder::kBytes;
+        one[q] = scales[q].one;
+        two[q] = scales[q].two;
+      }
+      const auto both = [&](const auto** factors) {
+        multiply<Decoder, R>(decoder_, data, ahead_, factors, x + g * kGroup, stride, full - g, sums);
+        if (full == end) return;
+        for (int q = 0; q < kRows; ++q) {
+          data[q] = rest_[q];
+          factors[q] += full - g;
         }
+        multiply<Decoder, R>(decoder_, data, 0, factors, x + full * kGroup, stride, 1, sums);
+      };
+      if (ordinary) {
+        both(one);
+        continue;
       }
-      multiply<Decoder, R>(decoder, here, factors, x + g * kGroup, stride, full - g, sums);
-      if (full == end) continue;
-      for (int q = 0; q < kRows; ++q) {
-        here[q] = rest[q];
-        factors[q][0] = factors[q][full - g];
-      }
-      multiply<Decoder, R>(decoder, here, factors, x + full * kGroup, stride, 1, sums);
-    }
-    if (decoder.invalid()) return true;
-    const i64 rows = std::min<i64>(kRows, c.n - row);
-    for (i64 r = 0; r < std::min<i64>(R, c.m - m); ++r) {
-      float y[kRows];
-      for (i64 q = 0; q < rows; ++q) y[q] = sum_of(sums[q][r]) + (linear.bias.empty() ? 0.0f : linear.bias[row + q]);
-      put(c, (m + r) * c.n + row, rows, y);
+      for (int q = 0; q < kRows; ++q) scales[q].split(scale_[q], per_block_, g, end, Decoder::kShift);
+      both(two);
     }
   }
-  return false;
-}
+
+  const Linear& linear_;
+  const i64 row_;
+  Decoder decoder_;
+  i64 whole_, per_block_, ahead_;
+  const u8 *data_[kRows], *scale_[kRows];
+  u8 rest_[kRows][Decoder::kBytes];  // the last group, filled with zeros
+};
 
 template <class Decoder, int R>
 void run(i64 begin, i64 end, void* context) {
   const Linear& linear = *static_cast<const Linear*>(context);
   const KeepSubnormals keep;
-  std::vector<float> decoded;
+  Buffer<float> decoded;
   for (i64 tile = begin; tile < end; ++tile) {
     const i64 row = tile * kRows;
-    if (!std::is_same<Decoder, Decoded>::value && !run_rows<Decoder, R>(linear, row, nullptr)) continue;
+    if (!std::is_same<Decoder, Decoded>::value && !Rows<Decoder>(linear, row, nullptr).template times_x<R>()) {
+      continue;
+    }
     const i64 stride = linear.groups * kGroup;
     decoded.resize(kRows * stride);
     for (i64 q = 0; q < kRows; ++q) {
       decode_row(linear.call, std::min(row + q, linear.call.n - 1), Decoder::kPairs, decoded.data() + q * stride);
     }
-    run_rows<Decoded, R>(linear, row, decoded.data());
+    Rows<Decoded>(linear, row, decoded.data()).template times_x<R>();
   }
 }
 
 }  // namespace
 
-extern "C" int32_t pt2mx_linear(const LinearCall* call, ParallelFor parallel_for) {
+#include "cpu_tiles.h"
+
+extern "C" {
+
+// Whether calls with `tiles` are served.
+int32_t pt2mx_has_tiles() { return has_tiles(); }
+
+int32_t pt2mx_linear(const LinearCall* call, ParallelFor parallel_for) {
   Linear linear(*call);
   int32_t error = 0;
   with_decoder(call->format, [&](auto* decoder) {
     using Decoder = std::remove_pointer_t<decltype(decoder)>;
+    if constexpr (!std::is_same<Decoder, Decoded>::value) {
+      if (call->tiles) {
+        error = multiply_in_tiles<Decoder>(linear, parallel_for);
+        return;
+      }
+    }
     prepare(linear, Decoder::kPairs);
-    const i64 tiles = (call->n + kRows - 1) / kRows;
-    const i64 grain = std::max<i64>(1, kGrain / (kRows * call->m * call->k));
-    error = parallel_for(0, tiles, grain, call->m == 1 ? run<Decoder, 1> : run<Decoder, 4>, &linear);
+    const i64 tiles = (call->n + kRows - 1) / kRows, grain = kGrain / (kRows * call->m * call->k);
+    error = parallel_for(0, tiles, std::max<i64>(1, grain), call->m == 1 ? run<Decoder, 1> : run<Decoder, 4>, &linear);
   });
   return error;
 }
+
+}  // extern "C"
