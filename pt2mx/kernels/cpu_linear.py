@@ -57,7 +57,7 @@ def linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, spec: MX
 
 
 def grouped_linear(x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, spec: MXSpec) -> Tensor:
-    """As `pt2mx.kernels.dense.grouped_linear`; rows of x past the last offset, which are undefined there, give zeros."""
+    """As `pt2mx.kernels.dense.grouped_linear`; rows of x past the last offset (undefined there) give 0."""
     out, first = torch.zeros((x.shape[0], data.shape[1]), dtype=x.dtype, device="cpu"), 0
     spec = spec.replace(axis=spec.axis - 1)  # of one expert
     for expert, last in enumerate(offs.tolist()):

@@ -21,7 +21,7 @@ def error(y: Tensor, exact: Tensor) -> float:
 
 
 def check(x: Tensor, data: Tensor, scale: Tensor, spec: MXSpec, bias: Tensor | None = None) -> None:
-    """No less exact than torch's product in x's dtype: the error of rounding the result, and half of it for the sums."""
+    """No less exact than torch's product in x's dtype, by more than half of its error."""
     weight = reference.dequantize(data, scale, spec, torch.float32, x.shape[-1])
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     y = cpu_linear.linear(x, data, scale, bias, spec)
@@ -69,7 +69,7 @@ def test_more_rows_than_a_panel(name):
 @pytest.mark.parametrize("rows", [1, 3, 5, 20])
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_code_with_every_scale(name, rows):
-    """A row of the identity gives a column of the dequantized weight, to the bit in fp32: NaN, Inf, subnormal values."""
+    """A row of the identity gives a column of the dequantized weight, to the bit: NaN, Inf, subnormal values."""
     size = {4: 16, 6: 24, 8: 32}[FORMATS[name].bits]
     data = torch.randint(0, 256, (256 * 8, size)).to(torch.uint8)
     data[:256] = torch.arange(256, dtype=torch.uint8)[:, None]
