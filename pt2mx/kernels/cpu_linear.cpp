@@ -11,8 +11,8 @@
 namespace {
 
 constexpr int kRows = kWidth == 16 ? 4 : 2;  // of the weight that go together
+constexpr i64 kStrip = 32;                    // groups that are summed by themselves: sums of sums are more exact
 constexpr i64 kChunk = 128;                  // groups whose factors are converted at a time
-constexpr i64 kAhead = 8192;                  // bytes of a row that are fetched before their turn
 constexpr i64 kGrain = 1 << 18;              // products that are worth another thread
 
 // `n` values of `from`, from the value `first` on, as fp32.
@@ -132,25 +132,29 @@ struct Scales {
 // sums += groups of the weight's rows `data` times `R` rows of x. `ahead`: where the next such rows are, which are
 // fetched meanwhile.
 template <class Decoder, int R, class F>
-inline void multiply(Decoder& decoder, const u8* const* data, i64 ahead, const F* const* factors, const float* x,
+NOINLINE void multiply(Decoder& decoder, const u8* const* data, i64 ahead, const F* const* factors, const float* x,
                      i64 stride, i64 groups, Floats (*sums)[R]) {
-  Floats sum[kRows][R];
-  std::memcpy(sum, sums, sizeof sum);
-  for (i64 g = 0; g < groups; ++g, x += kGroup) {
-    Floats w[kRows][kVectors];
-    for (int q = 0; q < kRows; ++q) {
-      const u8* codes = data[q] + g * Decoder::kBytes;
-      decoder.decode(codes, factors[q][g], w[q]);
-      __builtin_prefetch(codes + ahead);
-    }
-    for (int v = 0; v < kVectors; ++v) {
-      for (int r = 0; r < R; ++r) {
-        const Floats values = load<Floats>(x + r * stride + v * kWidth);
-        for (int q = 0; q < kRows; ++q) sum[q][r] = fma(w[q][v], values, sum[q][r]);
+  for (i64 begin = 0; begin < groups; begin += kStrip) {
+    Floats sum[kRows][R] = {};
+    const i64 end = std::min(begin + kStrip, groups);
+    for (i64 g = begin; g < end; ++g, x += kGroup) {
+      Floats w[kRows][kVectors];
+      for (int q = 0; q < kRows; ++q) {
+        const u8* codes = data[q] + g * Decoder::kBytes;
+        decoder.decode(codes, factors[q][g], w[q]);
+        __builtin_prefetch(codes + ahead);
+      }
+      for (int v = 0; v < kVectors; ++v) {
+        for (int r = 0; r < R; ++r) {
+          const Floats values = load<Floats>(x + r * stride + v * kWidth);
+          for (int q = 0; q < kRows; ++q) sum[q][r] = fma(w[q][v], values, sum[q][r]);
+        }
       }
     }
+    for (int q = 0; q < kRows; ++q) {
+      for (int r = 0; r < R; ++r) sums[q][r] += sum[q][r];
+    }
   }
-  std::memcpy(sums, sum, sizeof sum);
 }
 
 // The weight's rows that go together, from one of them on.
