@@ -94,8 +94,8 @@ template <class Decoder>
 const u8* last_group(const LinearCall& c, i64 row, u8* out) {
   const i64 begin = c.k / kGroup * Decoder::kBytes, bits = c.k % kGroup * c.bits;
   std::memset(out, 0, Decoder::kBytes);
-  std::memcpy(out, c.data + row * c.row_bytes + begin, c.row_bytes - begin);
-  if (bits % 8) out[bits / 8] &= (1 << bits % 8) - 1;  // what a byte holds beyond them is no code
+  std::memcpy(out, c.data + row * c.row_bytes + begin, (bits + 7) / 8);
+  if (bits % 8) out[bits / 8] &= (1 << bits % 8) - 1;  // what bytes hold beyond the last code is none
   return out;
 }
 
