@@ -33,14 +33,12 @@ bool has_tiles() {
 
 struct Tiled {
   Linear& linear;
-  ParallelFor parallel_for;
   const i64 pairs, blocks;  // of 32 rows of x, and of the weight's rows that go together
   Buffer<u16> x;            // (pairs, groups, 2, kSide pairs of places, kSide rows, 2)
-  mutable std::once_flag once;
+  mutable std::once_flag once;  // linear is prepared for rows that go the other way
 
-  Tiled(Linear& linear, ParallelFor parallel_for)
+  explicit Tiled(Linear& linear)
       : linear(linear),
-        parallel_for(parallel_for),
         pairs((linear.call.m + kPair - 1) / kPair),
         blocks(linear.call.tiles) {
     x.resize(pairs * linear.groups * 2 * kTile);
@@ -189,7 +187,7 @@ void run_tiles(i64 begin, i64 end, void* context) {
 
 template <class Decoder>
 int32_t multiply_in_tiles(Linear& linear, ParallelFor parallel_for) {
-  Tiled tiled(linear, parallel_for);
+  Tiled tiled(linear);
   if (const int32_t error = parallel_for(0, tiled.pairs, 1, arrange<Decoder>, &tiled)) return error;
   const i64 rows = tiled.blocks * kPair;
   return parallel_for(0, (linear.call.n + rows - 1) / rows, 1, run_tiles<Decoder>, &tiled);
