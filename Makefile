@@ -25,6 +25,7 @@ lint: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m tests.benchmarks.quantize
+	$(BIN)/python -m tests.benchmarks.linear
 	$(BIN)/python -m tests.benchmarks.flow
 
 clean:

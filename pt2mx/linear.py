@@ -57,8 +57,10 @@ def _check(x: Tensor, data: Tensor, scale: Tensor, elem: str, block_size: int, d
         )
     if x.device != data.device:
         raise MXError(f"x is on {x.device} and the weight on {data.device}: move one to the device of the other")
-    spec, _ = check_packed(data, scale, elem, block_size, x.dtype, -1, x.shape[-1])
-    return spec
+    try:
+        return check_packed(data, scale, elem, block_size, x.dtype, -1, x.shape[-1])[0]
+    except MXError as error:
+        raise MXError(f"x of shape {tuple(x.shape)} times a weight of {tuple(data.shape)} bytes: {error}") from None
 
 
 def _save_weight(ctx: object, inputs: tuple, output: Tensor) -> None:

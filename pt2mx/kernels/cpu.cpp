@@ -19,8 +19,6 @@ struct Call {
   u64 seed;
 };
 
-typedef int32_t (*ParallelFor)(i64 begin, i64 end, i64 grain, void (*work)(i64, i64, void*), void* context);
-
 namespace {
 
 enum Operation { QUANTIZE, DEQUANTIZE, FAKE_QUANTIZE, CLIP_GRADIENT };
@@ -468,7 +466,6 @@ void run_random(i64 begin, i64 end, void* context) {
 
 extern "C" {
 
-// `parallel_for` is torch's own (torch/csrc/stable/c/shim.h), so that its settings and its pool of threads serve here.
 int32_t pt2mx_run(const Call* call, ParallelFor parallel_for) {
   Work work{*call, Cut(*call)};
   const i64 tiles = call->outer * work.cut.segments * work.cut.strips;

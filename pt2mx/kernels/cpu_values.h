@@ -1,28 +1,11 @@
-// Values: rounding them to an element's grid, coding and decoding, the formats of 16 bits, random numbers. The same
-// steps as in pt2mx/kernels/reference.py, a vector at a time; cpu.cpp says which values, and with which factors.
+// Values: rounding them to an element's grid, coding and decoding, random numbers. The same steps as in
+// pt2mx/kernels/reference.py, a vector at a time; cpu.cpp says which values, and with which factors.
 
 #pragma once
 
-#include <algorithm>
 #include <cmath>
-#include <cstdint>
-#include <cstring>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
-namespace {
-
-using i64 = int64_t;
-using u8 = uint8_t;
-using u16 = uint16_t;
-using u32 = uint32_t;
-using u64 = uint64_t;
-
-enum Rounding { EVEN, HALF_AWAY, HALF_TOWARD_ZERO, TOWARD_ZERO, UP, DOWN, STOCHASTIC };
-enum Dtype { FP32, FP16, BF16 };
-
-}  // namespace
+#include "cpu_floats.h"
 
 // An element format and the modes, as cpu.py fills it: field by field the same.
 struct Spec {
@@ -34,95 +17,10 @@ struct Spec {
 
 namespace {
 
-constexpr int32_t kBias = 127, kMantissa = 0x7FFFFF, kInf = 0x7F800000, kMagnitude = 0x7FFFFFFF, kSign = INT32_MIN;
+enum Rounding { EVEN, HALF_AWAY, HALF_TOWARD_ZERO, TOWARD_ZERO, UP, DOWN, STOCHASTIC };
+
 constexpr int32_t kNotFinite = 128;  // the "exponent" of a block with an Inf or a NaN: byte 255 of E8M0
 constexpr float kSmallestNormal = 0x1p-126f;
-
-inline u32 bits_of(float x) {
-  u32 bits;
-  std::memcpy(&bits, &x, 4);
-  return bits;
-}
-
-inline float from_bits(u32 bits) {
-  float x;
-  std::memcpy(&x, &bits, 4);
-  return x;
-}
-
-// Subnormal numbers count, whatever torch.set_flush_denormal says: a scale of 2**-127 is one.
-class KeepSubnormals {
- public:
-#if defined(__x86_64__)
-  KeepSubnormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ & ~0x8040u); }
-  ~KeepSubnormals() { _mm_setcsr(saved_); }
-
- private:
-  unsigned saved_;
-#elif defined(__aarch64__)
-  KeepSubnormals() {
-    asm volatile("mrs %0, fpcr" : "=r"(saved_));
-    asm volatile("msr fpcr, %0" ::"r"(saved_ & ~(u64(1) << 24)) : "memory");
-  }
-  ~KeepSubnormals() { asm volatile("msr fpcr, %0" ::"r"(saved_) : "memory"); }
-
- private:
-  u64 saved_;
-#endif
-};
-
-#define NOINLINE __attribute__((noinline))  // inlined, loops lose registers to what surrounds them
-
-// ---- 16-bit floats ----
-
-inline float widen_half(u16 half) {
-  const float scaled = from_bits(u32(half & 0x7FFF) << 13) * 0x1p112f;  // exponent of fp16 -> of fp32, subnormals too
-  const u32 magnitude = (half & 0x7C00) == 0x7C00 ? bits_of(scaled) | kInf : bits_of(scaled);
-  return from_bits(magnitude | u32(half & 0x8000) << 16);
-}
-
-inline u16 narrow_half(float x) {  // ties to even
-  const u32 bits = bits_of(x), magnitude = bits & kMagnitude;
-  const u32 odd = magnitude >> 13 & 1;
-  const u32 normal = (magnitude - (112u << 23) + 0xFFF + odd) >> 13;
-  const u32 subnormal = bits_of(from_bits(magnitude) + 0.5f) - 0x3F000000;  // the sum rounds to multiples of 2**-24
-  u32 half = magnitude < 0x38800000 ? subnormal : normal;
-  half = magnitude >= 0x47800000 ? (magnitude > u32(kInf) ? 0x7E00 : 0x7C00) : half;
-  return u16(half | (bits >> 16 & 0x8000));
-}
-
-inline u16 narrow_bfloat(float x) {  // ties to even; the only NaN that comes here is the canonical one
-  const u32 bits = bits_of(x);
-  return u16((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
-}
-
-NOINLINE void widen(const u16* x, i64 n, int32_t dtype, float* out) {
-  i64 i = 0;
-  if (dtype == BF16) {
-#pragma omp simd
-    for (i = 0; i < n; ++i) out[i] = from_bits(u32(x[i]) << 16);
-    return;
-  }
-#if defined(__F16C__)
-  for (; i + 8 <= n; i += 8) _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(x + i))));
-#endif
-  for (; i < n; ++i) out[i] = widen_half(x[i]);
-}
-
-NOINLINE void narrow(const float* x, i64 n, int32_t dtype, u16* out) {
-  i64 i = 0;
-  if (dtype == BF16) {
-#pragma omp simd
-    for (i = 0; i < n; ++i) out[i] = narrow_bfloat(x[i]);
-    return;
-  }
-#if defined(__F16C__)
-  for (; i + 8 <= n; i += 8) {
-    _mm_storeu_si128((__m128i*)(out + i), _mm256_cvtps_ph(_mm256_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT));
-  }
-#endif
-  for (; i < n; ++i) out[i] = narrow_half(x[i]);
-}
 
 // ---- the random numbers of stochastic rounding: pt2mx/kernels/philox.py ----
 
@@ -152,31 +50,6 @@ const u32* random_bits(u64 seed, i64 first, i64 n, u32* out) {
 
 // ---- a vector of values ----
 
-// Vectors of the width that the target has, in the notation that GCC and Clang share.
-#if defined(__AVX512F__)
-constexpr i64 kWidth = 16;
-#elif defined(__AVX__)
-constexpr i64 kWidth = 8;
-#else
-constexpr i64 kWidth = 4;
-#endif
-typedef float Floats __attribute__((vector_size(4 * kWidth)));
-typedef int32_t Ints __attribute__((vector_size(4 * kWidth)));
-
-template <class V, class T>
-inline V load(const T* from) {
-  V v;
-  std::memcpy(&v, from, sizeof v);
-  return v;
-}
-
-template <class T, class V>
-inline void store(T* to, V v) {
-  std::memcpy(to, &v, sizeof v);
-}
-
-inline Floats floats(float x) { return Floats{} + x; }
-inline Ints ints(int32_t x) { return Ints{} + x; }
 template <class V>
 inline V smaller(V a, V b) { return a < b ? a : b; }  // b where a is NaN
 template <class V>

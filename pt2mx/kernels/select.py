@@ -16,7 +16,7 @@ from pt2mx.kernels import cpu, sliced
 
 def kernels_for(x: Tensor) -> ModuleType:
     """The fastest kernels that can work on x."""
-    plain = type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided and not torch.compiler.is_compiling()
+    plain = _is_plain(x)
     if plain and x.device.type == "cpu" and cpu.is_available():
         return cpu
     if plain and x.device.type == "cuda" and runs_triton(x.device):
@@ -28,9 +28,15 @@ def kernels_for(x: Tensor) -> ModuleType:
 
 def linear_kernels_for(x: Tensor) -> ModuleType:
     """The fastest kernels of `linear_mx` and `grouped_linear_mx` that can work on x."""
-    from pt2mx.kernels import dense
+    from pt2mx.kernels import cpu_linear, dense
 
+    if _is_plain(x) and x.device.type == "cpu" and cpu.is_available():
+        return cpu_linear
     return dense
+
+
+def _is_plain(x: Tensor) -> bool:
+    return type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided and not torch.compiler.is_compiling()
 
 
 @functools.cache

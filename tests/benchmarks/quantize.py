@@ -10,10 +10,6 @@ On a GPU it is the share of the bandwidth of a device copy, bytes in and out cou
 import argparse
 import json
 import logging
-import os
-import statistics
-import sys
-import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -21,15 +17,11 @@ import torch
 import pt2mx
 from pt2mx import FORMATS, ops
 from pt2mx.kernels import sliced
+from tests.benchmarks.measure import Row, gpu_seconds, hardware, keep_heap, medians_in_turns, print_table, timed
 
-_ALLOCATOR = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": "99999999999",
-    "MALLOC_TOP_PAD_": "268435456",
-}
 _BLOCK = 32
 
-Row = dict[str, object]
+_HEADER = ("device", "what", "layout", "fake_quantize", "quantize", "dequantize")
 
 
 def main() -> None:
@@ -39,9 +31,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    if any(os.environ.get(name) != value for name, value in _ALLOCATOR.items()):
-        command = [sys.executable, "-m", "tests.benchmarks.quantize", *sys.argv[1:]]
-        os.execve(sys.executable, command, {**os.environ, **_ALLOCATOR})
+    keep_heap("tests.benchmarks.quantize")
     logging.disable(logging.CRITICAL)  # of peers that do not compile
     rows: list[Row] = []
     if args.device != "cuda":
@@ -51,7 +41,8 @@ def main() -> None:
     if args.json:
         print(json.dumps({"hardware": hardware(), "rows": rows}, indent=1))
     else:
-        print_table(rows)
+        print_table(rows, _HEADER)
+        print("cpu: time over x.clone() in float32; cuda: share of the bandwidth of a device copy, bfloat16")
         print(hardware())
 
 
@@ -92,14 +83,8 @@ def cpu_rows(size: int, repeats: int) -> list[Row]:
 
 def over_clone(call: Callable[[], object], x: torch.Tensor, repeats: int) -> float:
     """Median time of `call` over that of x.clone(), in turns, so that both meet the same neighbours on the machine."""
-    pairs = [(timed(call), timed(x.clone)) for _ in range(repeats + 1)][1:]
-    return statistics.median(a for a, _ in pairs) / statistics.median(b for _, b in pairs)
-
-
-def timed(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+    ours, copy = medians_in_turns([call, x.clone], repeats)
+    return ours / copy
 
 
 def peers(x: torch.Tensor, name: str) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -180,39 +165,6 @@ def gpu_rows(size: int, repeats: int) -> list[Row]:
             }
             rows.append(row(f"torchao compiled {name}", "axis -1", calls))
     return rows
-
-
-def gpu_seconds(call: Callable[[], object], repeats: int) -> float:
-    """Median time on the device; the calls are queued together, so that none waits for the host."""
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats + 5)]
-    for start, end in events:
-        start.record()
-        call()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in events[5:]) / 1e3
-
-
-# ---- output ----
-
-
-def print_table(rows: list[Row]) -> None:
-    header = ("device", "what", "layout", "fake_quantize", "quantize", "dequantize")
-    cells = [header]
-    for row in rows:
-        cells.append(tuple(f"{v:.2f}" if isinstance(v := row.get(key, ""), float) else str(v) for key in header))
-    widths = [max(len(line[i]) for line in cells) for i in range(len(header))]
-    for line in cells:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-    print("cpu: time over x.clone() in float32; cuda: share of the bandwidth of a device copy, bfloat16")
-
-
-def hardware() -> str:
-    with open("/proc/cpuinfo") as lines:
-        model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown CPU")
-    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
-    capability = torch.backends.cpu.get_cpu_capability()
-    return f"{model} ({capability}), {torch.get_num_threads()} threads{gpu}, torch {torch.__version__}"
 
 
 if __name__ == "__main__":

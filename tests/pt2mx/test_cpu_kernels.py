@@ -200,21 +200,21 @@ print(flushed.view(torch.int32).item())  # the mode is as it was
 _QUANTIZE = """
 import warnings
 import torch
-from pt2mx.kernels import cpu, sliced
+from pt2mx.kernels import cpu_build, sliced
 builds = []
-build = cpu._build
-cpu._build = lambda *args: (builds.append(args), build(*args))
+build = cpu_build._build
+cpu_build._build = lambda *args: (builds.append(args), build(*args))
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import pt2mx
-    assert not builds and not cpu._loaded  # not by an import
+    assert not builds and not cpu_build._loaded  # not by an import
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.linspace(-3, 3, 96, dtype=dtype).reshape(2, 48)
         y = pt2mx.fake_quantize_mx(x, "mxfp4")
         expected = sliced.fake_quantize(x, pt2mx.MXSpec("fp4_e2m1", 32, 1), None)
         assert torch.equal(y, expected)
 ours = [str(w.message) for w in caught if "C++ kernels of pt2mx" in str(w.message)]
-print(len(builds), cpu.is_available(), len(ours), "Install a C++ compiler" in "".join(ours))
+print(len(builds), cpu_build.is_available(), len(ours), "Install a C++ compiler" in "".join(ours))
 """
 
 

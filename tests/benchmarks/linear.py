@@ -1,0 +1,175 @@
+"""linear_mx over bfloat16 F.linear of the same shape, beside what else multiplies with a packed weight.
+
+    python -m tests.benchmarks.linear [--device cpu|cuda] [--n 8192] [--k 4096] [--m 1 4 16 ...] [--repeats 15] [--json]
+
+Each number is a speed-up: the time of `F.linear(x, weight)` in bfloat16 over that of the call; `limit` is the most that
+fewer bytes can give, those of the bfloat16 weight over those of the packed one. Weights take turns among copies that
+are past the last-level cache together (--cache MB). On the CPU the calls take
+turns too, and the allocator keeps its heap; on a GPU a graph holds a call with each copy.
+"""
+
+import argparse
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pt2mx import FORMATS, dequantize_mx, ops
+from pt2mx.linear import linear_mx
+from tests.benchmarks.measure import Row, gpu_seconds, hardware, keep_heap, medians_in_turns, print_table
+
+_BLOCK = 32
+_BATCHES = {"cpu": (1, 4, 16, 64, 256, 1024), "cuda": (1, 4, 16, 64, 256, 2048)}
+_K = {"cpu": 4096, "cuda": 8192}
+#: elements for which the peers are measured
+_PEERS = ("fp4_e2m1", "fp8_e4m3")
+
+#: x and the number of a copy of the weight -> the product
+Product = Callable[[Tensor, int], Tensor]
+
+
+@dataclass
+class Candidate:
+    what: str
+    element: str
+    product: Product
+    limit: float  # bytes of the bfloat16 weight over those of this one
+    dtype: torch.dtype = torch.bfloat16
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: all there are")
+    parser.add_argument("--n", type=int, default=8192, help="rows of the weight")
+    parser.add_argument("--k", type=int, help="values of a row; default: 4096 on the CPU, 8192 on a GPU")
+    parser.add_argument("--m", type=int, nargs="+", help="rows of x")
+    parser.add_argument(
+        "--cache", type=int, default=512, help="MB that the copies of a weight take together; default: 512"
+    )
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    keep_heap("tests.benchmarks.linear")
+    logging.disable(logging.CRITICAL)  # of peers that do not compile
+    devices = [args.device] if args.device else ["cpu", *["cuda"] * torch.cuda.is_available()]
+    rows = [row for device in devices for row in device_rows(device, args)]
+    if args.json:
+        print(json.dumps({"hardware": hardware(), "rows": rows}, indent=1))
+    else:
+        batches = dict.fromkeys(m for device in devices for m in args.m or _BATCHES[device])
+        print_table(rows, ("device", "what", "element", "x", "limit", *(f"M={m}" for m in batches)))
+        print("speed-up over F.linear in bfloat16")
+        print(hardware())
+
+
+def device_rows(device: str, args: argparse.Namespace) -> Iterator[Row]:
+    """A row for each way of multiplying, with its speed-up for each M."""
+    n, k = args.n, args.k or _K[device]
+    seconds = {"cpu": cpu_seconds, "cuda": graph_seconds}[device]
+    weight = torch.randn(n, k, device=device, dtype=torch.bfloat16)
+    dense = copies([weight], args.cache)
+    for candidate in candidates(weight, args.cache):
+        row: Row = {"device": device, "what": candidate.what, "element": candidate.element}
+        row |= {"x": str(candidate.dtype).removeprefix("torch."), "limit": candidate.limit}
+        for m in args.m or _BATCHES[device]:
+            x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
+            cast = x.to(candidate.dtype)
+            baseline: Product = lambda x, i: F.linear(x, dense[i % len(dense)][0])  # noqa: E731
+            try:
+                plain, ours = seconds([(baseline, x), (candidate.product, cast)], args.repeats)
+                row[f"M={m}"] = plain / ours
+            except Exception as error:  # of peers: each has its own kinds
+                if candidate.what == "linear_mx":
+                    raise
+                row[f"M={m}"] = type(error).__name__
+        yield row
+
+
+def candidates(weight: Tensor, cache: int) -> Iterator[Candidate]:
+    """Ours for every element, then the peers that are installed."""
+    for name in FORMATS:
+        packed = copies(ops.quantize_mx(weight, name, _BLOCK)[::-1], cache)
+        limit = weight.nbytes / sum(part.nbytes for part in packed[0])
+
+        def ours(x: Tensor, i: int, name: str = name, packed: list = packed) -> Tensor:
+            return linear_mx(x, *packed[i % len(packed)], None, name, _BLOCK)
+
+        yield Candidate("linear_mx", name, ours, limit)
+        if weight.device.type == "cpu":
+            yield Candidate("linear_mx", name, ours, limit, torch.float32)
+        if name in _PEERS:
+            torch._dynamo.reset()
+            expression = torch.compile(inductor_expression(name, weight.shape[1]))
+
+            def inductor(x: Tensor, i: int, f: Callable = expression, packed: list = packed) -> Tensor:
+                return f(x, *packed[i % len(packed)])
+
+            yield Candidate("Inductor on the plain expression", name, inductor, limit)
+    yield from torchao_candidates(weight, cache)
+
+
+def inductor_expression(name: str, k: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def expression(x: Tensor, data: Tensor, scale: Tensor) -> Tensor:
+        return F.linear(x, dequantize_mx(data, scale, name, _BLOCK, x.dtype, length=k))
+
+    return expression
+
+
+def torchao_candidates(weight: Tensor, cache: int) -> Iterator[Candidate]:
+    """torchao's weight-only int8, compiled as it is meant to be."""
+    try:
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    except ImportError:
+        return
+    modules = []
+    for (copy,) in copies([weight], cache):
+        module = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        module.weight = torch.nn.Parameter(copy, requires_grad=False)
+        quantize_(module, Int8WeightOnlyConfig(version=2))
+        modules.append(module)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, weight: F.linear(x, weight))
+    yield Candidate("torchao weight-only", "int8", lambda x, i: compiled(x, modules[i % len(modules)].weight), 2.0)
+
+
+def copies(parts: Sequence[Tensor], cache: int) -> list[tuple[Tensor, ...]]:
+    """Enough copies of `parts` that together they take `cache` MB; two at least."""
+    count = max(2, -(-cache * 2**20 // sum(part.nbytes for part in parts)))
+    return [tuple(part.clone() for part in parts) for _ in range(count)]
+
+
+def cpu_seconds(calls: Sequence[tuple[Product, Tensor]], repeats: int) -> list[float]:
+    turns = [iter(range(10**9)) for _ in calls]
+    with torch.no_grad():
+        return medians_in_turns(
+            [lambda f=f, x=x, turn=turn: f(x, next(turn)) for (f, x), turn in zip(calls, turns, strict=True)], repeats
+        )
+
+
+def graph_seconds(calls: Sequence[tuple[Product, Tensor]], repeats: int) -> list[float]:
+    """Median time of one product, in a CUDA graph that holds one with each of eight copies of the weight."""
+    return [gpu_seconds(captured(f, x, 8), repeats) / 8 for f, x in calls]
+
+
+@torch.no_grad()
+def captured(product: Product, x: Tensor, count: int) -> Callable[[], None]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # compiles and tunes
+        for _ in range(3):
+            for i in range(count):
+                product(x, i)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(count):
+            product(x, i)
+    return graph.replay
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""What the benchmarks share: the allocator, timing, the table, and the line that names the hardware."""
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+_ALLOCATOR = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "99999999999",
+    "MALLOC_TOP_PAD_": "268435456",
+}
+
+Row = dict[str, object]
+
+
+def keep_heap(module: str) -> None:
+    """Start `module` again with glibc's allocator told to keep its heap: page faults of fresh memory would hide
+    everything."""
+    if any(os.environ.get(name) != value for name, value in _ALLOCATOR.items()):
+        os.execve(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]], {**os.environ, **_ALLOCATOR})
+
+
+def timed(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def medians_in_turns(calls: Sequence[Callable[[], object]], repeats: int) -> list[float]:
+    """Median time of each call; they take turns, so that all meet the same neighbours on the machine."""
+    rounds = [[timed(call) for call in calls] for _ in range(repeats + 1)][1:]
+    return [statistics.median(times) for times in zip(*rounds, strict=True)]
+
+
+def gpu_seconds(call: Callable[[], object], repeats: int) -> float:
+    """Median time on the device; the calls are queued together, so that none waits for the host."""
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats + 5)]
+    for start, end in events:
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in events[5:]) / 1e3
+
+
+def print_table(rows: list[Row], header: Sequence[str]) -> None:
+    cells = [tuple(header)]
+    for row in rows:
+        cells.append(tuple(f"{v:.2f}" if isinstance(v := row.get(key, ""), float) else str(v) for key in header))
+    widths = [max(len(line[i]) for line in cells) for i in range(len(header))]
+    for line in cells:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def hardware() -> str:
+    with open("/proc/cpuinfo") as lines:
+        model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown CPU")
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{model} ({capability}), {torch.get_num_threads()} threads{gpu}, torch {torch.__version__}"
