@@ -7,6 +7,7 @@ from torch.fx import GraphModule, Node
 
 from pt2mx import ops
 from pt2mx.fx.constants import constant_nodes, evaluate, first_equal, root_name
+from pt2mx.fx.subgraphs import lift_weights, mark_constants, merge_equal_operands
 from pt2mx.fx.unused import delete_unused_tensors
 
 
@@ -36,6 +37,15 @@ def fold_weights(model: GraphModule) -> GraphModule:
     return model
 
 
+def fold_all_weights(model: GraphModule) -> GraphModule:
+    """Fold the weights of a model and of the graphs inside it, whose weights become operands of their calls. Changes
+    `model` and returns it."""
+    mark_constants(model)
+    lift_weights(model)
+    fold_weights(model)
+    return merge_equal_operands(model)
+
+
 def _quantizes(node: Node) -> bool:
     name = getattr(getattr(node.target, "_schema", None), "name", "")
     return node.target is ops.quantize_mx or name.startswith("quantized_decomposed::quantize_")
@@ -49,7 +59,7 @@ def _pack(model: GraphModule, quantize: Node) -> list[Node]:
     )
     root = root_name(quantize.args[0])
     with model.graph.inserting_before(quantize):
-        return [model.graph.get_attr(_register(model, f"{root}_{suffix}", t)) for suffix, t in named.items()]
+        return [model.graph.get_attr(register(model, f"{root}_{suffix}", t)) for suffix, t in named.items()]
 
 
 def _replace(quantize: Node, buffers: list[Node]) -> None:
@@ -63,12 +73,12 @@ def _replace(quantize: Node, buffers: list[Node]) -> None:
 def fold_constant(model: GraphModule, node: Node, name: str) -> None:
     """Make the value of a constant node a buffer, named `name` or like it."""
     with model.graph.inserting_before(node):
-        buffer = model.graph.get_attr(_register(model, name, evaluate(model, node)))
+        buffer = model.graph.get_attr(register(model, name, evaluate(model, node)))
     buffer.meta.update(node.meta)
     node.replace_all_uses_with(buffer)
 
 
-def _register(model: GraphModule, name: str, value: torch.Tensor) -> str:
+def register(model: GraphModule, name: str, value: torch.Tensor) -> str:
     """Register a buffer under a qualified name, or under a numbered one where that is taken."""
     path, _, attribute = name.rpartition(".")
     owner, unique, number = model.get_submodule(path), attribute, 0

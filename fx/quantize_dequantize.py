@@ -7,14 +7,15 @@ from torch.fx import Node
 
 from pt2mx import ops
 from pt2mx.checks import operator_modes
+from pt2mx.fx.values import set_value
 from pt2mx.kernels.packing import is_packed
 from pt2mx.spec import MXSpec
 
 #: meta key of a `dequantize_mx` node: the spec of its pair
 SPEC_KEY = "mx_spec"
 
-#: where a node stands in the model's source and module tree
-_PLACE = ("stack_trace", "nn_module_stack")
+#: meta keys: where a node stands in the model's source and module tree
+PLACE = ("stack_trace", "nn_module_stack")
 
 
 def insert_quantize_dequantize(x: Node, spec: MXSpec, consumer: Node | None = None) -> Node:
@@ -45,8 +46,8 @@ def insert_quantize_dequantize(x: Node, spec: MXSpec, consumer: Node | None = No
         args = (data, scale, spec.element.name, spec.block_size, value.dtype, axis, *packed)
         dequantize = graph.call_function(ops.dequantize_mx, args)
     for node in (*created, dequantize):
-        node.meta.update({key: n.meta[key] for n in (x, consumer or x) for key in _PLACE if key in n.meta})
-        node.meta["val"] = _value(node)
+        node.meta.update({key: n.meta[key] for n in (x, consumer or x) for key in PLACE if key in n.meta})
+        set_value(node)
     dequantize.meta[SPEC_KEY] = spec.replace(axis=axis)
     return dequantize
 
@@ -60,13 +61,3 @@ def spec_of_dequantize(dequantize: Node) -> MXSpec:
         return MXSpec(*data.args[0].args[1:6])
     element, block_size = dequantize.args[2:4]
     return MXSpec(element, block_size, dequantize.args[5] if len(dequantize.args) > 5 else -1)
-
-
-def _value(node: Node) -> object:
-    """`val` meta of a new node: its operator run on the `val` meta of its inputs."""
-    args = torch.fx.map_arg(node.args, lambda n: n.meta["val"])
-    tensors = [a for a in args if isinstance(a, torch._subclasses.FakeTensor)]
-    if not tensors:
-        return node.target(*args)
-    with tensors[0].fake_mode:
-        return node.target(*args)

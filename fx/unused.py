@@ -1,7 +1,7 @@
 """Removal of what a graph no longer reads. Graphs inside the graph keep all that is theirs."""
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 
 def delete_unused_tensors(model: GraphModule) -> None:
@@ -12,6 +12,16 @@ def delete_unused_tensors(model: GraphModule) -> None:
             if (f"{path}.{name}" if path else name) not in read:
                 delattr(module, name)
     delete_unused_modules(model)
+
+
+def erase_unread(node: Node) -> None:
+    """Erase a node that nothing reads, and what was computed for it alone."""
+    if node.users or node.op not in ("call_function", "get_attr") or node.is_impure():
+        return
+    inputs = node.all_input_nodes
+    node.graph.erase_node(node)
+    for n in inputs:
+        erase_unread(n)
 
 
 def delete_unused_modules(model: GraphModule) -> None:

@@ -9,10 +9,11 @@ from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
 from pt2mx.fx.copy import copy_sharing_tensors
-from pt2mx.fx.fold_weights import fold_weights
+from pt2mx.fx.fold_weights import fold_all_weights
 from pt2mx.fx.fuse_batch_norm import fold_biases
 from pt2mx.fx.modes import modules_to_evaluation
-from pt2mx.fx.subgraphs import calls, graph_modules, lift_weights, mark_constants, merge_equal_operands
+from pt2mx.fx.own_tensors import own_tensors
+from pt2mx.fx.subgraphs import calls, graph_modules
 from pt2mx.pt2e import machinery
 
 
@@ -49,11 +50,8 @@ def convert_pt2e(model: GraphModule, fold_quantize: bool = True) -> GraphModule:
     for graph in graph_modules(converted):
         machinery.forget_prepared(graph)
     if fold_quantize:
-        mark_constants(converted)
-        lift_weights(converted)
-        fold_weights(converted)
-        merge_equal_operands(converted)
-    _freeze(converted)
+        fold_all_weights(converted)
+    own_tensors(converted, Tensor.clone)  # training the prepared model further must not change it
     return converted
 
 
@@ -84,18 +82,3 @@ def _convert_graphs(model: GraphModule, done: dict[GraphModule, GraphModule]) ->
         setattr(converted, name, graph)
     fold_biases(converted)
     return converted
-
-
-def _freeze(model: GraphModule) -> None:
-    """What stayed in high precision becomes a copy: training the prepared model further must not change it. Without
-    gradient: under torch.compile an operator without one fails where one is asked for."""
-    copies: dict[Tensor, Tensor] = {}
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is None:
-                    continue
-                if tensor not in copies:
-                    value = tensor.detach().clone()
-                    copies[tensor] = nn.Parameter(value, False) if isinstance(tensor, nn.Parameter) else value
-                tensors[name] = copies[tensor]

@@ -8,6 +8,7 @@ from pt2mx.compare import MX_FORMATS, compare_mx_formats, print_mx_format_table
 from pt2mx.errors import MXError
 from pt2mx.formats import ELEMENTS, FORMATS, ElementFormat, parse_element
 from pt2mx.functional import dequantize_mx, fake_quantize_mx, quantize_mx
+from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.fx.portable import make_portable
 from pt2mx.pt2e.config import MXQuantizationConfig, get_default_mx_quantization_config
 from pt2mx.pt2e.convert import convert_pt2e
@@ -56,6 +57,7 @@ __all__ = [
     "enable_observer",
     "fake_quantize_mx",
     "get_default_mx_quantization_config",
+    "lower_to_inductor",
     "make_portable",
     "mx_quantize",
     "mx_statistics",

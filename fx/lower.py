@@ -1,0 +1,67 @@
+"""`lower_to_inductor`: the graph passes that make a converted program small and fast under Inductor."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from pt2mx.errors import MXError
+from pt2mx.fx.blocks_last import put_blocks_last
+from pt2mx.fx.copy import copy_sharing_tensors
+from pt2mx.fx.device import move_to_device
+from pt2mx.fx.fold_weights import fold_all_weights
+from pt2mx.fx.fuse_pairs import fuse_pairs
+from pt2mx.fx.gather_packed import gather_packed
+from pt2mx.fx.own_tensors import own_tensors
+from pt2mx.fx.packed_products import use_packed_weights
+from pt2mx.fx.share_quantizations import share_quantizations
+from pt2mx.fx.subgraphs import graph_modules
+from pt2mx.fx.unused import delete_unused_tensors
+
+#: what is done to each graph, in this order
+PASSES = (share_quantizations, fuse_pairs, put_blocks_last, gather_packed, use_packed_weights)
+
+
+def lower_to_inductor(converted: GraphModule, device: torch.device | str | None = None) -> GraphModule:
+    """Rewrite a converted model for `torch.compile` and AOTInductor.
+
+    Quantized activations become one `fake_quantize_mx`, equal ones of a tensor are shared; linear layers, matrix
+    products and grouped products read their weight packed (`linear_mx`, `grouped_linear_mx`), with its blocks put last
+    where they were not; embeddings gather packed rows. Weights that were not folded are. What is not rewritten, such as
+    convolutions, dequantizes its weight at each call and compiles through the decompositions of the operators.
+
+    Args:
+        converted: what `convert_pt2e` returned, or the module of a program that was exported from it, saved or loaded.
+            It stays as it is; the result shares its tensors, as far as they stay the same.
+        device: where the result runs; by default where `converted` does.
+
+    Returns:
+        The lowered model. Activations and embeddings are the same to the bit, products up to the order of their sums.
+        It can be exported, saved, copied and compiled. `quantization_report` is for the converted model: of this one it
+        names the operators that are left.
+
+    Raises:
+        MXError: for another object, and where nothing is quantized.
+    """
+    if not isinstance(converted, GraphModule) or not any(map(_holds_codes, graph_modules(converted))):
+        found = "one without quantized tensors" if isinstance(converted, GraphModule) else type(converted).__name__
+        raise MXError(f"expected a converted graph module, not {found}: pass what convert_pt2e returned")
+    model = copy_sharing_tensors(converted)
+    own_tensors(model, Tensor.detach)
+    if device is not None:
+        move_to_device(model, torch.device(device))
+    fold_all_weights(model)
+    for graph in graph_modules(model):
+        for change in PASSES:
+            change(graph)
+    delete_unused_tensors(model)
+    return model
+
+
+def _holds_codes(graph: GraphModule) -> bool:
+    return any(_is_ours(node) for node in graph.graph.nodes)
+
+
+def _is_ours(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "pt2mx"
