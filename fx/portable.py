@@ -25,6 +25,6 @@ def make_portable(program: ExportedProgram) -> ExportedProgram:
         raise MXError(
             f"expected an ExportedProgram, not {type(program).__name__}: pass torch.export.export(converted, inputs)"
         )
-    table = {**decompositions(torch.narrow, random_bits), ops.random_bits: random_bits}
+    table = {**decompositions(random_bits), ops.random_bits: random_bits}
     with torch.no_grad():
         return program.run_decompositions(table)

@@ -5,33 +5,24 @@ Without them each operator would be an opaque call. Importing this module regist
 
 import hashlib
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import Tensor
-from torch._inductor import decomposition, inductor_prims
+from torch._inductor import decomposition
 
 from pt2mx import ops
 from pt2mx.decompositions import decompositions
+from pt2mx.kernels import elements, inductor_cpu
 
 
-def _narrow(x: Tensor, axis: int, start: int, length: int) -> Tensor:
-    """`torch.narrow` of a buffer of its own.
-
-    Inductor's C++ loop splitting (`CppScheduling.try_loop_split`, torch 2.11 to 2.13) turns a loop over n values that
-    reads a scale at `i // block` into `n // block` whole blocks and drops the rest. Where the blocks are written out
-    before they are cut, no such loop arises.
-    """
-    if x.device.type == "cpu":
-        if all(isinstance(n, int) for n in x.shape):
-            x = inductor_prims.force_stride_order(x, torch._prims_common.make_contiguous_strides_for(x.shape))
-        else:  # flat: torch 2.11 cannot put symbolic strides in order
-            x = inductor_prims.force_stride_order(x.reshape(-1), (1,)).view(x.shape)
-    return x.narrow(axis, start, length)
+def _forms_for(x: Tensor) -> ModuleType:
+    return inductor_cpu if x.device.type == "cpu" else elements
 
 
 #: operator -> the same in aten operators. Philox stays a call: its rounds use each value twice, which Inductor,
 #: substituting values, would double ten times
-DECOMPOSITIONS = decompositions(_narrow, ops.random_bits)
+DECOMPOSITIONS = decompositions(ops.random_bits, _forms_for)
 
 
 def _register() -> None:

@@ -1,0 +1,77 @@
+"""The functions of `pt2mx.kernels.elements` for Inductor's C++, to the bit.
+
+In its vector code a view of floats as integers goes through memory, number by number: one view takes several times as
+long as all the arithmetic here. So values are rounded and decoded by exact float arithmetic, and only what a block
+shares is looked at as bits. On a GPU, where views are free and Triton fuses `a * b - c`, none of this holds.
+"""
+
+import torch
+from torch import Tensor
+from torch._inductor import inductor_prims
+
+from pt2mx.formats import ElementFormat
+from pt2mx.kernels import elements
+from pt2mx.modes import ROUNDINGS
+
+
+def narrow(x: Tensor, axis: int, start: int, length: int) -> Tensor:
+    """`torch.narrow` of a buffer of its own.
+
+    Inductor's C++ loop splitting (`CppScheduling.try_loop_split`, torch 2.11 to 2.13) turns a loop over n values that
+    reads a scale at `i // block` into `n // block` whole blocks and drops the rest. Where the blocks are written out
+    before they are cut, no such loop arises.
+    """
+    return hold(x).narrow(axis, start, length)
+
+
+def hold(shared: Tensor) -> Tensor:
+    """`shared` as a buffer of its own: substituted into its users it would be computed again for each value."""
+    if all(isinstance(n, int) for n in shared.shape):
+        contiguous = torch._prims_common.make_contiguous_strides_for(shared.shape)
+        return inductor_prims.force_stride_order(shared, contiguous)
+    # flat: torch 2.11 cannot put symbolic strides in order
+    return inductor_prims.force_stride_order(shared.reshape(-1), (1,)).view(shared.shape)
+
+
+def round_to_element(v: Tensor, element: ElementFormat, rounding: str, random: Tensor | None = None) -> Tensor:
+    """v: fp32 in units of the block's scale -> a neighbouring value of the element, saturated."""
+    binade = _binade(v).clamp(min=2.0**element.emin)
+    quantum = binade * 2.0**-element.mantissa_bits
+    if rounding == "even":
+        # in the binade of this number one unit in the last place is a quantum: adding it rounds, ties to even
+        rounder = quantum * (1.5 * 2.0**23)
+        p = (v + rounder) - rounder
+    else:
+        p = ROUNDINGS[rounding].to_quanta(v / quantum, random) * quantum
+    p = p.clamp(element.lowest, element.max_normal)
+    # two's complement has no negative zero
+    return torch.where(p == 0, 0.0, p) if element.is_int else torch.copysign(p, v)
+
+
+def _binade(v: Tensor) -> Tensor:
+    """2**floor(log2 |v|), exact below 2**103.
+
+    Source: S. M. Rump, P. Zimmermann, S. Boldo, G. Melquiond, "Computing predecessor and successor in rounding to
+    nearest", BIT 49 (2009); S. M. Rump, T. Ogita, S. Oishi, "Accurate floating-point summation part I", algorithm 3.5.
+    """
+    q = v * (2.0**23 + 1)
+    return (q - q * (1 - 2.0**-24)).abs()
+
+
+def decode(codes: Tensor, element: ElementFormat) -> Tensor:
+    """codes: int32 in [0, 2**bits) -> their values in fp32."""
+    return elements.decode(codes, element, _finite_magnitude)
+
+
+def _finite_magnitude(magnitude: Tensor, element: ElementFormat) -> Tensor:
+    """magnitude: int32, codes without their sign -> values in fp32, as if there were no Inf and NaN.
+
+    A power of two is a shifted integer, of at most 30 bits; what is left of the exponent comes in factors.
+    """
+    m = element.mantissa_bits
+    binade = ((magnitude >> m) - 1).clamp(min=0)  # the first one is that of the subnormals too
+    quanta, reach, last = magnitude - (binade << m), 30 - m, element.emax - element.emin + 1
+    value = (quanta << binade.clamp(max=reach)).to(torch.float32) * 2.0 ** (element.emin - m)
+    for shifted in range(reach, last, 30):
+        value = value * (1 << (binade - shifted).clamp(0, 30)).to(torch.float32)
+    return value
