@@ -1,6 +1,6 @@
 """Values and the grid of an element: rounding, coding and decoding, on fp32 bit patterns. Part of the definition.
 
-`narrow` and `hold` are what a compiler may have to be told; in eager mode there is nothing to tell.
+`narrow`, `hold` and `flatten` are what a compiler may have to be told more about.
 """
 
 from collections.abc import Callable
@@ -19,8 +19,13 @@ narrow = torch.narrow
 
 
 def hold(shared: Tensor) -> Tensor:
-    """What the values of a block share, (..., blocks, 1, ...): to be computed once a block."""
+    """What the values of a block share, (..., blocks, 1, ...)."""
     return shared
+
+
+def flatten(blocks: Tensor, axis: int) -> Tensor:
+    """(..., blocks, block, ...) -> (..., values, ...)."""
+    return blocks.flatten(axis, axis + 1)
 
 
 def round_to_element(v: Tensor, element: ElementFormat, rounding: str, random: Tensor | None = None) -> Tensor:

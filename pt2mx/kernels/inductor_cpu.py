@@ -7,30 +7,54 @@ shares is looked at as bits. On a GPU, where views are free and Triton fuses `a 
 
 import torch
 from torch import Tensor
-from torch._inductor import inductor_prims
+from torch._inductor import inductor_prims, lowering
+from torch._inductor.ir import TensorBox
 
 from pt2mx.formats import ElementFormat
 from pt2mx.kernels import elements
 from pt2mx.modes import ROUNDINGS
 
+torch.library.define("pt2mx::own_buffer", "(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+torch.library.impl("pt2mx::own_buffer", "CompositeExplicitAutograd", torch.clone)
+torch.library.register_fake("pt2mx::own_buffer", torch.empty_like)
+
+
+@lowering.register_lowering(torch.ops.pt2mx.own_buffer, type_promotion_kind=None)
+def _own_buffer(x: TensorBox) -> TensorBox:
+    """x in memory of its own, in the order of dimensions that suits its users; without it Inductor would substitute
+    what computes x into each of them."""
+    x = lowering.clone(x)
+    x.realize()
+    return x
+
 
 def narrow(x: Tensor, axis: int, start: int, length: int) -> Tensor:
-    """`torch.narrow` of a buffer of its own.
+    """`torch.narrow` of a contiguous buffer.
 
     Inductor's C++ loop splitting (`CppScheduling.try_loop_split`, torch 2.11 to 2.13) turns a loop over n values that
     reads a scale at `i // block` into `n // block` whole blocks and drops the rest. Where the blocks are written out
     before they are cut, no such loop arises.
     """
-    return hold(x).narrow(axis, start, length)
+    if all(isinstance(n, int) for n in x.shape):
+        x = inductor_prims.force_stride_order(x, torch._prims_common.make_contiguous_strides_for(x.shape))
+    else:  # flat: torch 2.11 cannot put symbolic strides in order
+        x = inductor_prims.force_stride_order(x.reshape(-1), (1,)).view(x.shape)
+    return x.narrow(axis, start, length)
 
 
 def hold(shared: Tensor) -> Tensor:
-    """`shared` as a buffer of its own: substituted into its users it would be computed again for each value."""
-    if all(isinstance(n, int) for n in shared.shape):
-        contiguous = torch._prims_common.make_contiguous_strides_for(shared.shape)
-        return inductor_prims.force_stride_order(shared, contiguous)
-    # flat: torch 2.11 cannot put symbolic strides in order
-    return inductor_prims.force_stride_order(shared.reshape(-1), (1,)).view(shared.shape)
+    """What the values of a block share, (..., blocks, 1, ...), is computed once a block and not for each value."""
+    return torch.ops.pt2mx.own_buffer(shared)
+
+
+def flatten(blocks: Tensor, axis: int) -> Tensor:
+    """(..., blocks, block, ...) -> (..., values, ...), which may take the order in memory that its user asks for.
+
+    A mere view of blocks is written in the order of their dimensions, and copied for a convolution, which wants the
+    channels last.
+    """
+    values = blocks.flatten(axis, axis + 1)
+    return values if axis == values.dim() - 1 else torch.ops.pt2mx.own_buffer(values)
 
 
 def round_to_element(v: Tensor, element: ElementFormat, rounding: str, random: Tensor | None = None) -> Tensor:

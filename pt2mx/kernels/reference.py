@@ -4,8 +4,8 @@ Source: OCP Microscaling Formats (MX) Specification v1.0, sections 5.3 and 6.3; 
 Everything is computed in fp32 on bit patterns: a floating-point log2 is wrong one ulp below a power of two, and in
 bf16 one block in 150 would get another exponent. Every value that a kernel needs to know of a format comes from
 `pt2mx.formats` and `pt2mx.modes`; `axis` is non-negative here and inputs are checked by the callers in `pt2mx.ops`.
-`random` are the numbers of stochastic rounding (`pt2mx.kernels.philox`), in the shape of x. `forms` is a module with the
-functions of `pt2mx.kernels.elements`, which are the definition; another gives the same bits.
+`random` are the numbers of stochastic rounding (`pt2mx.kernels.philox`), in the shape of x. `forms` is a module with
+the functions of `pt2mx.kernels.elements`, which are the definition; another gives the same bits.
 """
 
 from types import ModuleType
@@ -151,7 +151,7 @@ def _to_blocks(x: Tensor, spec: MXSpec) -> Tensor:
 
 def _from_blocks(blocks: Tensor, spec: MXSpec, length: int, forms: ModuleType) -> Tensor:
     """(..., blocks, block, ...) -> (..., length, ...)."""
-    x = blocks.flatten(spec.axis, spec.axis + 1)
+    x = forms.flatten(blocks, spec.axis)
     whole = isinstance(length, int) and isinstance(x.shape[spec.axis], int) and x.shape[spec.axis] == length
     return x if whole else forms.narrow(x, spec.axis, 0, length)
 
