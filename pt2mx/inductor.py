@@ -9,25 +9,41 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
-from torch._inductor import decomposition
+from torch._inductor import decomposition, lowering
 
 from pt2mx import ops
 from pt2mx.decompositions import decompositions
 from pt2mx.kernels import elements, inductor_cpu
+from pt2mx.linear import linear_mx
 
 
 def _forms_for(x: Tensor) -> ModuleType:
     return inductor_cpu if x.device.type == "cpu" else elements
 
 
+#: rows from which a product on the CPU takes the time of the dense one: Inductor may as well see all of it
+_DENSE_ROWS = 128
+
+
+def _linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: str, block_size: int) -> Tensor:
+    """`linear_mx` of many rows; of few or an unknown number it stays a call."""
+    rows = x.shape[:-1].numel()
+    if x.device.type != "cpu" or not isinstance(rows, int) or rows < _DENSE_ROWS:
+        return NotImplemented
+    weight = ops.dequantize_mx(data, scale, elem, block_size, x.dtype, -1, x.shape[-1])
+    return torch.nn.functional.linear(x, weight, bias)
+
+
 #: operator -> the same in aten operators. Philox stays a call: its rounds use each value twice, which Inductor,
 #: substituting values, would double ten times
-DECOMPOSITIONS = decompositions(ops.random_bits, _forms_for)
+DECOMPOSITIONS = {**decompositions(ops.random_bits, _forms_for), linear_mx: _linear}
 
 
 def _register() -> None:
     for operator, function in DECOMPOSITIONS.items():
         decomposition.register_decomposition(operator)(function)
+    # where its decomposition declines
+    lowering.make_fallback(linear_mx, lowering.constrain_to_fx_strides, warn=False, override_decomp=True)
     # Inductor copies its table on the first compile, which may lie before this import.
     decomposition.fast_random_decomps.cache_clear()
     # AOTAutograd's cache keys a graph before decomposition: without the decompositions' identity in the key, code

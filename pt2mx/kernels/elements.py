@@ -1,6 +1,6 @@
 """Values and the grid of an element: rounding, coding and decoding, on fp32 bit patterns. Part of the definition.
 
-`narrow`, `hold` and `flatten` are what a compiler may have to be told more about.
+`narrow`, `reuse`, `hold` and `flatten` are what a compiler may have to be told more about.
 """
 
 from collections.abc import Callable
@@ -16,6 +16,11 @@ _INF = 0x7F800000
 
 #: cuts the filling of a ragged last block off
 narrow = torch.narrow
+
+
+def reuse(x: Tensor) -> Tensor:
+    """x, which both the scale of a block and its values need."""
+    return x
 
 
 def hold(shared: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ shares is looked at as bits. On a GPU, where views are free and Triton fuses `a 
 import torch
 from torch import Tensor
 from torch._inductor import inductor_prims, lowering
-from torch._inductor.ir import TensorBox
+from torch._inductor.ir import Pointwise, StorageBox, TensorBox
 
 from pt2mx.formats import ElementFormat
 from pt2mx.kernels import elements
@@ -28,6 +28,22 @@ def _own_buffer(x: TensorBox) -> TensorBox:
     return x
 
 
+torch.library.define("pt2mx::used_twice", "(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+torch.library.impl("pt2mx::used_twice", "CompositeExplicitAutograd", torch.clone)
+torch.library.register_fake("pt2mx::used_twice", torch.empty_like)
+
+_DEAR = {"erf", "exp", "log", "pow", "sigmoid", "tanh"}
+
+
+@lowering.register_lowering(torch.ops.pt2mx.used_twice, type_promotion_kind=None)
+def _used_twice(x: TensorBox) -> TensorBox:
+    """x, computed once where that is dear: a block's largest value and its quantization would each do it again."""
+    computed = x.data.data if isinstance(x.data, StorageBox) else None
+    if isinstance(computed, Pointwise) and _DEAR & computed.inner_fn_opcount().used_ops:
+        x.realize()
+    return x
+
+
 def narrow(x: Tensor, axis: int, start: int, length: int) -> Tensor:
     """`torch.narrow` of a contiguous buffer.
 
@@ -40,6 +56,11 @@ def narrow(x: Tensor, axis: int, start: int, length: int) -> Tensor:
     else:  # flat: torch 2.11 cannot put symbolic strides in order
         x = inductor_prims.force_stride_order(x.reshape(-1), (1,)).view(x.shape)
     return x.narrow(axis, start, length)
+
+
+def reuse(x: Tensor) -> Tensor:
+    """x, which both the scale of a block and its values need."""
+    return torch.ops.pt2mx.used_twice(x)
 
 
 def hold(shared: Tensor) -> Tensor:

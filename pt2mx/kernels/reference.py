@@ -124,7 +124,7 @@ def _quantize_blocks(
     x: Tensor, spec: MXSpec, random: Tensor | None, forms: ModuleType
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Exponent and finiteness (..., blocks, 1, ...), element values (..., blocks, block, ...) of the finite blocks."""
-    blocks = _to_blocks(x.to(torch.float32), spec)
+    blocks = _to_blocks(forms.reuse(x).to(torch.float32), spec)
     exponent, finite = shared_exponent(blocks, spec, forms)
     if random is not None:
         random = _to_blocks(random, spec)
