@@ -26,6 +26,7 @@ lint: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(BIN)/python -m tests.benchmarks.quantize
 	$(BIN)/python -m tests.benchmarks.flow
+	$(BIN)/python -m tests.benchmarks.model --layers 2
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -14,9 +14,14 @@ from pt2mx.formats import ElementFormat
 from pt2mx.kernels import elements
 from pt2mx.modes import ROUNDINGS
 
-torch.library.define("pt2mx::own_buffer", "(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-torch.library.impl("pt2mx::own_buffer", "CompositeExplicitAutograd", torch.clone)
-torch.library.register_fake("pt2mx::own_buffer", torch.empty_like)
+#: operators that compute nothing and tell Inductor's lowering something
+for _name in ("own_buffer", "used_twice"):
+    torch.library.define(f"pt2mx::{_name}", "(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(f"pt2mx::{_name}", "CompositeExplicitAutograd", torch.clone)
+    torch.library.register_fake(f"pt2mx::{_name}", torch.empty_like)
+
+#: Inductor's names of what takes longer than writing a value and reading it again
+_DEAR = {"erf", "exp", "log", "pow", "sigmoid", "tanh"}
 
 
 @lowering.register_lowering(torch.ops.pt2mx.own_buffer, type_promotion_kind=None)
@@ -26,13 +31,6 @@ def _own_buffer(x: TensorBox) -> TensorBox:
     x = lowering.clone(x)
     x.realize()
     return x
-
-
-torch.library.define("pt2mx::used_twice", "(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-torch.library.impl("pt2mx::used_twice", "CompositeExplicitAutograd", torch.clone)
-torch.library.register_fake("pt2mx::used_twice", torch.empty_like)
-
-_DEAR = {"erf", "exp", "log", "pow", "sigmoid", "tanh"}
 
 
 @lowering.register_lowering(torch.ops.pt2mx.used_twice, type_promotion_kind=None)
@@ -94,10 +92,10 @@ def round_to_element(v: Tensor, element: ElementFormat, rounding: str, random: T
 
 
 def _binade(v: Tensor) -> Tensor:
-    """2**floor(log2 |v|), exact below 2**103.
+    """2**floor(log2 |v|) of a normal |v| below 2**103, exactly; nothing may be fused to a multiply-add here.
 
-    Source: S. M. Rump, P. Zimmermann, S. Boldo, G. Melquiond, "Computing predecessor and successor in rounding to
-    nearest", BIT 49 (2009); S. M. Rump, T. Ogita, S. Oishi, "Accurate floating-point summation part I", algorithm 3.5.
+    Source: S. M. Rump, T. Ogita, S. Oishi, "Accurate floating-point summation part I: faithful rounding", SIAM J. Sci.
+    Comput. 31 (2008): the unit in the first place.
     """
     q = v * (2.0**23 + 1)
     return (q - q * (1 - 2.0**-24)).abs()
