@@ -27,6 +27,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m tests.benchmarks.quantize
 	$(BIN)/python -m tests.benchmarks.linear
 	$(BIN)/python -m tests.benchmarks.flow
+	$(BIN)/python -m tests.benchmarks.model --layers 2
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -21,7 +21,7 @@ def make_portable(program: ExportedProgram) -> ExportedProgram:
     Raises:
         MXError: for another object.
     """
-    return _decompose(program, {**decompositions(torch.narrow, random_bits), **_CALLS})
+    return _decompose(program, {**decompositions(random_bits), **_CALLS})
 
 
 def without_calls(program: ExportedProgram) -> ExportedProgram:

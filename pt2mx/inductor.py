@@ -5,38 +5,45 @@ Without them each operator would be an opaque call. Importing this module regist
 
 import hashlib
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import Tensor
-from torch._inductor import decomposition, inductor_prims
+from torch._inductor import decomposition, lowering
 
 from pt2mx import ops
 from pt2mx.decompositions import decompositions
+from pt2mx.kernels import elements, inductor_cpu
+from pt2mx.linear import linear_mx
 
 
-def _narrow(x: Tensor, axis: int, start: int, length: int) -> Tensor:
-    """`torch.narrow` of a buffer of its own.
+def _forms_for(x: Tensor) -> ModuleType:
+    return inductor_cpu if x.device.type == "cpu" else elements
 
-    Inductor's C++ loop splitting (`CppScheduling.try_loop_split`, torch 2.11 to 2.13) turns a loop over n values that
-    reads a scale at `i // block` into `n // block` whole blocks and drops the rest. Where the blocks are written out
-    before they are cut, no such loop arises.
-    """
-    if x.device.type == "cpu":
-        if all(isinstance(n, int) for n in x.shape):
-            x = inductor_prims.force_stride_order(x, torch._prims_common.make_contiguous_strides_for(x.shape))
-        else:  # flat: torch 2.11 cannot put symbolic strides in order
-            x = inductor_prims.force_stride_order(x.reshape(-1), (1,)).view(x.shape)
-    return x.narrow(axis, start, length)
+
+#: rows from which a product on the CPU takes the time of the dense one: Inductor may as well see all of it
+_DENSE_ROWS = 128
+
+
+def _linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: str, block_size: int) -> Tensor:
+    """`linear_mx` of many rows; of few or an unknown number it stays a call."""
+    rows = x.shape[:-1].numel()
+    if x.device.type != "cpu" or not isinstance(rows, int) or rows < _DENSE_ROWS:
+        return NotImplemented
+    weight = ops.dequantize_mx(data, scale, elem, block_size, x.dtype, -1, x.shape[-1])
+    return torch.nn.functional.linear(x, weight, bias)
 
 
 #: operator -> the same in aten operators. Philox stays a call: its rounds use each value twice, which Inductor,
 #: substituting values, would double ten times
-DECOMPOSITIONS = decompositions(_narrow, ops.random_bits)
+DECOMPOSITIONS = {**decompositions(ops.random_bits, _forms_for), linear_mx: _linear}
 
 
 def _register() -> None:
     for operator, function in DECOMPOSITIONS.items():
         decomposition.register_decomposition(operator)(function)
+    # where its decomposition declines
+    lowering.make_fallback(linear_mx, lowering.constrain_to_fx_strides, warn=False, override_decomp=True)
     # Inductor copies its table on the first compile, which may lie before this import.
     decomposition.fast_random_decomps.cache_clear()
     # AOTAutograd's cache keys a graph before decomposition: without the decompositions' identity in the key, code

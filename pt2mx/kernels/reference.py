@@ -4,16 +4,16 @@ Source: OCP Microscaling Formats (MX) Specification v1.0, sections 5.3 and 6.3; 
 Everything is computed in fp32 on bit patterns: a floating-point log2 is wrong one ulp below a power of two, and in
 bf16 one block in 150 would get another exponent. Every value that a kernel needs to know of a format comes from
 `pt2mx.formats` and `pt2mx.modes`; `axis` is non-negative here and inputs are checked by the callers in `pt2mx.ops`.
-`random` are the numbers of stochastic rounding (`pt2mx.kernels.philox`), in the shape of x. `narrow` cuts the filling
-of a ragged last block off; `pt2mx.inductor` has its own.
+`random` are the numbers of stochastic rounding (`pt2mx.kernels.philox`), in the shape of x. `forms` is a module with
+the functions of `pt2mx.kernels.elements`, which are the definition; another gives the same bits.
 """
 
-from collections.abc import Callable
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from pt2mx.formats import ElementFormat
+from pt2mx.kernels import elements as plain
 from pt2mx.kernels.packing import pack, pad_axis, unpack
 from pt2mx.modes import ROUNDINGS, SCALE_MODES
 from pt2mx.spec import MXSpec
@@ -24,16 +24,12 @@ _INF = 0x7F800000
 _SIGN = -0x80000000
 NAN_SCALE = 0xFF
 
-Narrow = Callable[[Tensor, int, int, int], Tensor]
 
-
-def quantize(
-    x: Tensor, spec: MXSpec, random: Tensor | None = None, narrow: Narrow = torch.narrow
-) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, spec: MXSpec, random: Tensor | None = None, forms: ModuleType = plain) -> tuple[Tensor, Tensor]:
     """x: (..., n, ...) fp32, fp16 or bf16 -> scale (..., ceil(n / block), ...) uint8, data (..., bytes, ...) uint8."""
-    exponent, finite, elements = _quantize_blocks(x, spec, random)
-    codes = encode(torch.where(finite, elements, 0.0), spec.element)
-    codes = _from_blocks(codes, spec, x.shape[spec.axis], narrow)
+    exponent, finite, elements = _quantize_blocks(x, spec, random, forms)
+    codes = plain.encode(torch.where(finite, elements, 0.0), spec.element)
+    codes = _from_blocks(codes, spec, x.shape[spec.axis], forms)
     return _scale_bytes(exponent, finite, spec), pack(codes, spec.axis, spec.element.bits)
 
 
@@ -43,33 +39,33 @@ def scales(x: Tensor, spec: MXSpec) -> Tensor:
 
 
 def dequantize(
-    data: Tensor, scale: Tensor, spec: MXSpec, dtype: torch.dtype, length: int, narrow: Narrow = torch.narrow
+    data: Tensor, scale: Tensor, spec: MXSpec, dtype: torch.dtype, length: int, forms: ModuleType = plain
 ) -> Tensor:
     """data: (..., bytes, ...) uint8, scale: (..., ceil(length / block), ...) uint8 -> (..., length, ...) `dtype`."""
     codes = unpack(data, spec.axis, spec.element.bits).narrow(spec.axis, 0, length)
-    blocks = decode(_to_blocks(codes, spec), spec.element)  # (..., blocks, block, ...)
+    blocks = forms.decode(_to_blocks(codes, spec), spec.element)  # (..., blocks, block, ...)
     scale = scale.to(torch.int32).unsqueeze(spec.axis + 1)
-    values = _scale_by_pow2(blocks, scale - _BIAS, scale != NAN_SCALE)
-    return _from_blocks(values.to(dtype), spec, length, narrow)
+    values = _scale_by_pow2(blocks, scale - _BIAS, scale != NAN_SCALE, forms)
+    return _from_blocks(values.to(dtype), spec, length, forms)
 
 
-def fake_quantize(x: Tensor, spec: MXSpec, random: Tensor | None = None, narrow: Narrow = torch.narrow) -> Tensor:
+def fake_quantize(x: Tensor, spec: MXSpec, random: Tensor | None = None, forms: ModuleType = plain) -> Tensor:
     """x: (..., n, ...) -> dequantize(quantize(x)) to the bit, in x's dtype."""
-    exponent, finite, elements = _quantize_blocks(x, spec, random)
-    values = _scale_by_pow2(elements, exponent, finite)
-    return _from_blocks(values.to(x.dtype), spec, x.shape[spec.axis], narrow)
+    exponent, finite, elements = _quantize_blocks(x, spec, random, forms)
+    values = _scale_by_pow2(elements, exponent, finite, forms)
+    return _from_blocks(values.to(x.dtype), spec, x.shape[spec.axis], forms)
 
 
-def clip_gradient(grad: Tensor, x: Tensor, spec: MXSpec, narrow: Narrow = torch.narrow) -> Tensor:
+def clip_gradient(grad: Tensor, x: Tensor, spec: MXSpec, forms: ModuleType = plain) -> Tensor:
     """grad, x: (..., n, ...) -> grad, zero where x is beyond the largest value of its block's scale."""
     blocks = _to_blocks(x.to(torch.float32), spec)
-    exponent, finite = shared_exponent(blocks, spec)
-    v = _scale_by_pow2(blocks, -exponent, finite)
+    exponent, finite = shared_exponent(blocks, spec, forms)
+    v = _scale_by_pow2(blocks, -exponent, finite, forms)
     saturated = (v > spec.element.max_normal) | (v < spec.element.lowest)
-    return grad.masked_fill(_from_blocks(saturated, spec, x.shape[spec.axis], narrow), 0.0)
+    return grad.masked_fill(_from_blocks(saturated, spec, x.shape[spec.axis], forms), 0.0)
 
 
-def shared_exponent(blocks: Tensor, spec: MXSpec) -> tuple[Tensor, Tensor]:
+def shared_exponent(blocks: Tensor, spec: MXSpec, forms: ModuleType = plain) -> tuple[Tensor, Tensor]:
     """blocks: (..., blocks, block, ...) fp32 -> exponent (..., blocks, 1, ...) int32 in the range of the scale, and
     whether the block is finite. Design: numerics, steps 1 to 3.
 
@@ -90,7 +86,7 @@ def shared_exponent(blocks: Tensor, spec: MXSpec) -> tuple[Tensor, Tensor]:
     exponent = (amax >> 23) - _BIAS + round_up.to(torch.int32) - lowered
     exponent, finite = _clamp(exponent, spec), amax < _INF
     if len(mode.neighbours) > 1:
-        exponent = _least_squares(blocks, exponent, finite, spec, mode.neighbours)
+        exponent = _least_squares(blocks, exponent, finite, spec, mode.neighbours, forms)
     return exponent, finite
 
 
@@ -100,7 +96,7 @@ def squared_error_bits(block_size: int) -> int:
 
 
 def _least_squares(
-    blocks: Tensor, exponent: Tensor, finite: Tensor, spec: MXSpec, neighbours: tuple[int, ...]
+    blocks: Tensor, exponent: Tensor, finite: Tensor, spec: MXSpec, neighbours: tuple[int, ...], forms: ModuleType
 ) -> Tensor:
     """Of the neighbours of `exponent` the one with the least sum of squared errors, of equal ones the first.
 
@@ -112,8 +108,9 @@ def _least_squares(
     bits = squared_error_bits(spec.block_size)
     candidates, totals = [_clamp(exponent + change, spec) for change in neighbours], []
     for candidate in candidates:
-        v = _in_units(blocks, candidate, finite, rounding)
-        error = (v - round_to_element(v, spec.element, rounding)).abs() * _pow2(candidate - exponent)
+        v = _in_units(blocks, candidate, finite, rounding, forms)
+        rounded = forms.round_to_element(v, spec.element, rounding)
+        error = (v - rounded).abs() * forms.hold(_pow2(candidate - exponent))
         error = (error * 2.0 ** (bits - spec.element.emax - 1)).round().clamp(max=2.0**bits).to(torch.int64)
         totals.append((error * error).sum(spec.axis + 1, keepdim=True))
     best, least = candidates[0], totals[0]
@@ -123,63 +120,21 @@ def _least_squares(
     return best
 
 
-def round_to_element(v: Tensor, element: ElementFormat, rounding: str, random: Tensor | None = None) -> Tensor:
-    """v: fp32 in units of the block's scale -> a neighbouring value of the element, saturated (step 4)."""
-    lowest, highest = ((e + _BIAS) << 23 for e in (element.emin, element.emax))
-    binade = (v.view(torch.int32) & _INF).clamp(lowest)  # bits of 2**floor(log2 |v|)
-    if element.mantissa_bits == 0:  # of 2**127 the reciprocal would be a subnormal
-        binade = binade.clamp(max=highest)
-    quantum = binade - (element.mantissa_bits << 23)
-    # times the reciprocal, from its bits: a GPU's division is not exact even by a power of two
-    units = v * ((2 * _BIAS << 23) - quantum).view(torch.float32)
-    p = ROUNDINGS[rounding].to_quanta(units, random) * quantum.view(torch.float32)
-    p = p.clamp(element.lowest, element.max_normal)
-    # two's complement has no negative zero
-    return torch.where(p == 0, 0.0, p) if element.is_int else p
-
-
-def encode(p: Tensor, element: ElementFormat) -> Tensor:
-    """p: fp32 values of the element -> codes, int32 in [0, 2**bits)."""
-    m = element.mantissa_bits
-    normal = ((p.view(torch.int32) & 0x7FFFFFFF) >> (23 - m)) - ((_BIAS - element.bias) << m)
-    subnormal = (p.abs() * 2.0 ** (m - element.emin)).to(torch.int32)
-    magnitude = torch.where(p.abs() < 2.0**element.emin, subnormal, normal)
-    sign = p.view(torch.int32) < 0
-    if element.is_int:
-        return torch.where(sign, -magnitude, magnitude) & ((1 << element.bits) - 1)
-    return torch.where(sign, magnitude | 1 << (element.bits - 1), magnitude)
-
-
-def decode(codes: Tensor, element: ElementFormat) -> Tensor:
-    """codes: int32 in [0, 2**bits) -> their values in fp32."""
-    m, sign_bit = element.mantissa_bits, 1 << (element.bits - 1)
-    if element.is_int:
-        return ((codes ^ sign_bit) - sign_bit).to(torch.float32) * 2.0 ** (element.emin - m)
-    magnitude = codes & (sign_bit - 1)
-    normal = ((magnitude + ((_BIAS - element.bias) << m)) << (23 - m)).view(torch.float32)
-    subnormal = magnitude.to(torch.float32) * 2.0 ** (element.emin - m)
-    value = torch.where(magnitude < 1 << m, subnormal, normal)
-    if element.has_inf:
-        value = torch.where(magnitude == element.max_code + 1, float("inf"), value)
-    if element.has_nan:
-        value = torch.where(magnitude > element.max_code + element.has_inf, float("nan"), value)
-    # the sign as a bit: Triton negates by subtracting from zero, which loses the sign of one
-    return (value.view(torch.int32) | (codes & sign_bit) << (32 - element.bits)).view(torch.float32)
-
-
-def _quantize_blocks(x: Tensor, spec: MXSpec, random: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _quantize_blocks(
+    x: Tensor, spec: MXSpec, random: Tensor | None, forms: ModuleType
+) -> tuple[Tensor, Tensor, Tensor]:
     """Exponent and finiteness (..., blocks, 1, ...), element values (..., blocks, block, ...) of the finite blocks."""
-    blocks = _to_blocks(x.to(torch.float32), spec)
-    exponent, finite = shared_exponent(blocks, spec)
+    blocks = _to_blocks(forms.reuse(x).to(torch.float32), spec)
+    exponent, finite = shared_exponent(blocks, spec, forms)
     if random is not None:
         random = _to_blocks(random, spec)
-    v = _in_units(blocks, exponent, finite, spec.rounding)
-    return exponent, finite, round_to_element(v, spec.element, spec.rounding, random)
+    v = _in_units(blocks, exponent, finite, spec.rounding, forms)
+    return exponent, finite, forms.round_to_element(v, spec.element, spec.rounding, random)
 
 
-def _in_units(blocks: Tensor, exponent: Tensor, finite: Tensor, rounding: str) -> Tensor:
+def _in_units(blocks: Tensor, exponent: Tensor, finite: Tensor, rounding: str, forms: ModuleType) -> Tensor:
     """`blocks * 2**-exponent`, which may round to zero but where that would change what a directed rounding gives."""
-    v = _scale_by_pow2(blocks, -exponent, finite)
+    v = _scale_by_pow2(blocks, -exponent, finite, forms)
     if not ROUNDINGS[rounding].directed:
         return v
     smallest = (blocks.view(torch.int32) & _SIGN | 1 << 23).view(torch.float32)  # +-2**-126
@@ -194,11 +149,11 @@ def _to_blocks(x: Tensor, spec: MXSpec) -> Tensor:
     return pad_axis(x, spec.axis, block).unflatten(spec.axis, (-(-length // block), block))
 
 
-def _from_blocks(blocks: Tensor, spec: MXSpec, length: int, narrow: Narrow) -> Tensor:
+def _from_blocks(blocks: Tensor, spec: MXSpec, length: int, forms: ModuleType) -> Tensor:
     """(..., blocks, block, ...) -> (..., length, ...)."""
-    x = blocks.flatten(spec.axis, spec.axis + 1)
+    x = forms.flatten(blocks, spec.axis)
     whole = isinstance(length, int) and isinstance(x.shape[spec.axis], int) and x.shape[spec.axis] == length
-    return x if whole else narrow(x, spec.axis, 0, length)
+    return x if whole else forms.narrow(x, spec.axis, 0, length)
 
 
 def _clamp(exponent: Tensor, spec: MXSpec) -> Tensor:
@@ -216,11 +171,12 @@ def _scale_bytes(exponent: Tensor, finite: Tensor, spec: MXSpec) -> Tensor:
     return torch.where(finite, exponent + _BIAS, NAN_SCALE).to(torch.uint8).squeeze(spec.axis + 1)
 
 
-def _scale_by_pow2(x: Tensor, exponent: Tensor, finite: Tensor) -> Tensor:
+def _scale_by_pow2(x: Tensor, exponent: Tensor, finite: Tensor, forms: ModuleType) -> Tensor:
     """x * 2**exponent, or NaN where the block is not finite; exponent: int32 in [-252, 252].
 
     In two steps: one factor could be an fp32 subnormal, which the processor may flush to zero
     (`torch.set_flush_denormal`).
     """
     half = exponent >> 1
-    return x * _pow2(half) * torch.where(finite, _pow2(exponent - half), float("nan"))
+    rest = torch.where(finite, _pow2(exponent - half), float("nan"))
+    return x * forms.hold(_pow2(half)) * forms.hold(rest)

@@ -1,0 +1,85 @@
+"""Values and the grid of an element: rounding, coding and decoding, on fp32 bit patterns. Part of the definition.
+
+`narrow`, `reuse`, `hold` and `flatten` are what a compiler may have to be told more about.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pt2mx.formats import ElementFormat
+from pt2mx.modes import ROUNDINGS
+
+_BIAS = 127  # of fp32
+_INF = 0x7F800000
+
+#: cuts the filling of a ragged last block off
+narrow = torch.narrow
+
+
+def reuse(x: Tensor) -> Tensor:
+    """x, which both the scale of a block and its values need."""
+    return x
+
+
+def hold(shared: Tensor) -> Tensor:
+    """What the values of a block share, (..., blocks, 1, ...)."""
+    return shared
+
+
+def flatten(blocks: Tensor, axis: int) -> Tensor:
+    """(..., blocks, block, ...) -> (..., values, ...)."""
+    return blocks.flatten(axis, axis + 1)
+
+
+def round_to_element(v: Tensor, element: ElementFormat, rounding: str, random: Tensor | None = None) -> Tensor:
+    """v: fp32 in units of the block's scale -> a neighbouring value of the element, saturated (step 4)."""
+    lowest, highest = ((e + _BIAS) << 23 for e in (element.emin, element.emax))
+    binade = (v.view(torch.int32) & _INF).clamp(lowest)  # bits of 2**floor(log2 |v|)
+    if element.mantissa_bits == 0:  # of 2**127 the reciprocal would be a subnormal
+        binade = binade.clamp(max=highest)
+    quantum = binade - (element.mantissa_bits << 23)
+    # times the reciprocal, from its bits: a GPU's division is not exact even by a power of two
+    units = v * ((2 * _BIAS << 23) - quantum).view(torch.float32)
+    p = ROUNDINGS[rounding].to_quanta(units, random) * quantum.view(torch.float32)
+    p = p.clamp(element.lowest, element.max_normal)
+    # two's complement has no negative zero
+    return torch.where(p == 0, 0.0, p) if element.is_int else p
+
+
+def encode(p: Tensor, element: ElementFormat) -> Tensor:
+    """p: fp32 values of the element -> codes, int32 in [0, 2**bits)."""
+    m = element.mantissa_bits
+    normal = ((p.view(torch.int32) & 0x7FFFFFFF) >> (23 - m)) - ((_BIAS - element.bias) << m)
+    subnormal = (p.abs() * 2.0 ** (m - element.emin)).to(torch.int32)
+    magnitude = torch.where(p.abs() < 2.0**element.emin, subnormal, normal)
+    sign = p.view(torch.int32) < 0
+    if element.is_int:
+        return torch.where(sign, -magnitude, magnitude) & ((1 << element.bits) - 1)
+    return torch.where(sign, magnitude | 1 << (element.bits - 1), magnitude)
+
+
+def finite_magnitude(magnitude: Tensor, element: ElementFormat) -> Tensor:
+    """magnitude: int32, codes without their sign -> values in fp32, as if there were no Inf and NaN."""
+    m = element.mantissa_bits
+    normal = ((magnitude + ((_BIAS - element.bias) << m)) << (23 - m)).view(torch.float32)
+    subnormal = magnitude.to(torch.float32) * 2.0 ** (element.emin - m)
+    return torch.where(magnitude < 1 << m, subnormal, normal)
+
+
+def decode(
+    codes: Tensor, element: ElementFormat, finite: Callable[[Tensor, ElementFormat], Tensor] = finite_magnitude
+) -> Tensor:
+    """codes: int32 in [0, 2**bits) -> their values in fp32."""
+    sign_bit = 1 << (element.bits - 1)
+    if element.is_int:
+        return ((codes ^ sign_bit) - sign_bit).to(torch.float32) * 2.0 ** (element.emin - element.mantissa_bits)
+    magnitude = codes & (sign_bit - 1)
+    value = finite(magnitude, element)
+    if element.has_inf:
+        value = torch.where(magnitude == element.max_code + 1, float("inf"), value)
+    if element.has_nan:
+        value = torch.where(magnitude > element.max_code + element.has_inf, float("nan"), value)
+    # Triton negates by subtracting from zero, which loses the sign of one
+    return torch.where(codes < sign_bit, value, value * -1.0)

@@ -1,0 +1,154 @@
+"""Compiled converted models over the compiled float ones in the same dtype: time, and gigabytes of weights.
+
+    python -m tests.benchmarks.model [--device cpu|cuda] [--models minilm resnet18 llama] [--layers 16] [--json]
+
+MiniLM (pretrained, 32 sentences of 64 tokens) and ResNet-18 (8 images of 224x224) with MXFP8 weights and activations;
+one step of decoding with a decoder of the shape of Llama 3.2 1B (random weights, tied embedding, batch 1, static cache)
+with MXFP4 weights, its head's too. Both sides are compiled alike, as a whole (on a GPU with CUDA graphs), and called in
+turns; the times are medians.
+
+Reach: at most 1.15x the time with quantized activations, at most 0.5x with packed weights alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor, nn
+
+import pt2mx
+from pt2mx.extras import import_extra
+from pt2mx.pt2e.models import load_minilm, sentences
+from tests.benchmarks.decoder import Decoder
+from tests.benchmarks.quantize import hardware, timed
+
+Program = Callable[..., Tensor]
+
+
+@dataclass
+class Row:
+    """Milliseconds a call, seconds of the first call (which compiles), gigabytes of parameters and buffers."""
+
+    model: str
+    recipe: str
+    dtype: str
+    float_ms: float
+    mx_ms: float
+    ratio: float
+    float_compile_s: float
+    mx_compile_s: float
+    float_gb: float
+    mx_gb: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), help="of MiniLM and ResNet-18")
+    parser.add_argument("--layers", type=int, default=16, help="of the decoder")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--mode", help="of torch.compile; default on a GPU: reduce-overhead")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    options.dtypes = options.dtypes or {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16",)}[options.device]
+    options.mode = options.mode or {"cpu": "default", "cuda": "reduce-overhead"}[options.device]
+    rows = []
+    for name in options.models:
+        load, recipe, dtypes = MODELS[name]
+        for dtype in dtypes or options.dtypes:
+            try:
+                rows.append(measure(name, load, recipe, getattr(torch, dtype), options))
+            except Exception as error:  # the other rows still tell
+                print(f"{name} in {dtype}: {type(error).__name__}: {error}", file=sys.stderr)
+    if options.json:
+        print(json.dumps({"hardware": hardware(), "rows": [asdict(row) for row in rows]}, indent=1))
+    else:
+        print_table(rows)
+        print(hardware())
+
+
+@torch.no_grad()
+def measure(name: str, load: Callable, recipe: str, dtype: torch.dtype, options: argparse.Namespace) -> Row:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, inputs = load(options)
+    model, inputs = model.eval().to(options.device, dtype), tuple(to(x, options.device, dtype) for x in inputs)
+    program = torch.export.export(model, inputs)
+    prepared = pt2mx.prepare_pt2e(program.module(), pt2mx.MXQuantizer.from_recipe(recipe))
+    prepared(*inputs)
+    converted = pt2mx.convert_pt2e(prepared)
+    sizes = [gigabytes(m) for m in (model, converted)]
+    sides = [torch.compile(m, mode=options.mode) for m in (program.module(), lowered(converted, options.device))]
+    del model, prepared, program, converted
+    calls = [lambda side=side: synchronized(side, inputs) for side in sides]
+    compiling = [timed(call) for call in calls]
+    rounds = [[timed(call) for call in calls] for _ in range(options.repeats + 3)][3:]
+    times = [1e3 * statistics.median(column) for column in zip(*rounds, strict=True)]
+    dtype_name = str(dtype).removeprefix("torch.")
+    return Row(name, recipe, dtype_name, *times, times[1] / times[0], *compiling, *sizes)
+
+
+def lowered(converted: nn.Module, device: str) -> nn.Module:
+    return pt2mx.lower_to_inductor(converted, device)
+
+
+def synchronized(program: Program, inputs: tuple[Tensor, ...]) -> None:
+    program(*inputs)
+    if inputs[0].is_cuda:
+        torch.cuda.synchronize()
+
+
+def to(x: Tensor, device: str, dtype: torch.dtype) -> Tensor:
+    return x.to(device, dtype if x.is_floating_point() else x.dtype)
+
+
+def gigabytes(model: nn.Module) -> float:
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum({t.data_ptr(): t.nbytes for t in tensors if not t.is_meta}.values()) / 1e9
+
+
+# ---- models: (options) -> module, inputs ----
+
+
+def minilm(options: argparse.Namespace) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    encoder, tokenize = load_minilm()
+    texts = sentences()
+    tokens = tokenize([" ".join(texts[i : i + 16]) for i in range(32)])
+    return encoder, tuple(t[:, :64].contiguous() for t in tokens)
+
+
+def resnet18(options: argparse.Namespace) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return import_extra("torchvision", "vision").models.resnet18(weights=None), (torch.randn(8, 3, 224, 224),)
+
+
+def llama(options: argparse.Namespace) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    with torch.device(options.device):
+        model = Decoder(layers=options.layers)
+    return model, (torch.tensor([[1]]), torch.tensor([100]))
+
+
+#: model -> what loads it, its recipe, its dtype where it has one of its own
+MODELS = {
+    "minilm": (minilm, "mxfp8", None),
+    "resnet18": (resnet18, "mxfp8", None),
+    "llama": (llama, "mxfp4_weight_only", ("bfloat16",)),
+}
+
+
+def print_table(rows: list[Row]) -> None:
+    cells = [tuple(Row.__dataclass_fields__)]
+    cells += [tuple(f"{v:.3g}" if isinstance(v, float) else v for v in asdict(row).values()) for row in rows]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+    for line in cells:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+if __name__ == "__main__":
+    main()
