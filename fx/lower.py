@@ -16,24 +16,19 @@ from pt2mx.fx.fuse_pairs import fuse_pairs
 from pt2mx.fx.gather_packed import gather_packed
 from pt2mx.fx.own_tensors import own_tensors
 from pt2mx.fx.packed_products import use_packed_weights
+from pt2mx.fx.scaled_mm import use_scaled_mm
 from pt2mx.fx.share_quantizations import share_quantizations
 from pt2mx.fx.split_bias import split_bias
 from pt2mx.fx.subgraphs import graph_modules
 from pt2mx.fx.unused import delete_unused_tensors
 
 #: what is done to each graph, in this order
-PASSES = (
-    share_quantizations,
-    fuse_pairs,
-    put_blocks_last,
-    gather_packed,
-    use_packed_weights,
-    split_bias,
-    use_fragments,
-)
+PASSES = (share_quantizations, fuse_pairs, put_blocks_last, gather_packed, use_packed_weights, split_bias)
 
 
-def lower_to_inductor(converted: GraphModule, device: torch.device | str | None = None) -> GraphModule:
+def lower_to_inductor(
+    converted: GraphModule, device: torch.device | str | None = None, scaled_mm: bool = False
+) -> GraphModule:
     """Rewrite a converted model for `torch.compile` and AOTInductor.
 
     Quantized activations become one `fake_quantize_mx`, equal ones of a tensor are shared; linear layers, matrix
@@ -46,6 +41,7 @@ def lower_to_inductor(converted: GraphModule, device: torch.device | str | None 
         converted: what `convert_pt2e` returned, or the module of a program that was exported from it, saved or loaded.
             It stays as it is; the result shares its tensors, as far as they stay the same.
         device: where the result runs; by default where `converted` does.
+        scaled_mm: let MX tensor cores, where the GPU has them, multiply codes (`use_scaled_mm`); untested on hardware.
 
     Returns:
         The lowered model. Activations and embeddings are the same to the bit, products up to the order of their sums.
@@ -66,6 +62,10 @@ def lower_to_inductor(converted: GraphModule, device: torch.device | str | None 
     for graph in graph_modules(model):
         for change in PASSES:
             change(graph)
+    if scaled_mm:
+        use_scaled_mm(model)
+    for graph in graph_modules(model):
+        use_fragments(graph)
     delete_unused_tensors(model)
     return model
 

@@ -32,7 +32,7 @@ def use_scaled_mm(model: GraphModule, force: bool = False) -> GraphModule:
     call, those of the weight now. The sums are those of the tensor cores. Changes `model` and returns it.
 
     Args:
-        model: what `lower_to_inductor` returned.
+        model: a lowered one, before its weights become fragments: `lower_to_inductor(..., scaled_mm=True)` does it all.
         force: on every device, where the product is emulated. For tests.
     """
     for graph in graph_modules(model):

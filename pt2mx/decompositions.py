@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pt2mx import linear, ops
+from pt2mx import fragments, linear, ops
 from pt2mx.checks import check_input, check_packed
+from pt2mx.formats import FORMATS
 from pt2mx.kernels import elements, reference
+from pt2mx.kernels.gpu_fragments import from_fragments
 
 
 def decompositions(
@@ -74,4 +76,11 @@ def product_decompositions() -> dict:
             y = torch.where((expert == i).unsqueeze(-1), functional.linear(x, each), y)
         return y
 
-    return {linear.linear_mx: linear_mx, linear.grouped_linear_mx: grouped_linear_mx}
+    def linear_mx_fragments(x, data, scale, bias, elem, n):
+        return functional.linear(x, from_fragments(data, scale, FORMATS[elem], n, x.shape[-1]), bias)
+
+    return {
+        linear.linear_mx: linear_mx,
+        linear.grouped_linear_mx: grouped_linear_mx,
+        fragments.linear_mx_fragments: linear_mx_fragments,
+    }

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pt2mx.formats import ELEMENTS
-from pt2mx.kernels import dense, reference
+from pt2mx.kernels import dense, elements
 from pt2mx.kernels.cpu_build import DTYPES, load
 from pt2mx.spec import MXSpec
 
@@ -111,7 +111,7 @@ def _table(name: str) -> Tensor:
     """Values of the 256 bytes that may hold a code, (256,) fp32."""
     element = ELEMENTS[name]
     codes = torch.arange(256, dtype=torch.int32) & ((1 << element.bits) - 1)
-    return reference.decode(codes, element)
+    return elements.decode(codes, element)
 
 
 @functools.cache

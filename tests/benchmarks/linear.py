@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pt2mx import FORMATS, dequantize_mx, ops
+from pt2mx import ELEMENTS, FORMATS, dequantize_mx, ops
+from pt2mx.fragments import linear_mx_fragments
+from pt2mx.kernels.gpu_fragments import to_fragments
 from pt2mx.linear import linear_mx
 from tests.benchmarks.measure import Row, gpu_seconds, hardware, keep_heap, medians_in_turns, print_table
 
@@ -83,7 +85,7 @@ def device_rows(device: str, args: argparse.Namespace) -> Iterator[Row]:
                 plain, ours = seconds([(baseline, x), (candidate.product, cast)], args.repeats)
                 row[f"M={m}"] = plain / ours
             except Exception as error:  # of peers: each has its own kinds
-                if candidate.what == "linear_mx":
+                if candidate.what.startswith("linear_mx"):
                     raise
                 row[f"M={m}"] = type(error).__name__
         yield row
@@ -98,9 +100,16 @@ def candidates(weight: Tensor, cache: int) -> Iterator[Candidate]:
         def ours(x: Tensor, i: int, name: str = name, packed: list = packed) -> Tensor:
             return linear_mx(x, *packed[i % len(packed)], None, name, _BLOCK)
 
-        yield Candidate("linear_mx", name, ours, limit)
         if weight.device.type == "cpu":
+            yield Candidate("linear_mx", name, ours, limit)
             yield Candidate("linear_mx", name, ours, limit, torch.float32)
+        else:  # as lowering stores a weight on a GPU
+            fragments = copies(to_fragments(*packed[0], ELEMENTS[name], _BLOCK), cache)
+
+            def lowered(x: Tensor, i: int, name: str = name, parts: list = fragments) -> Tensor:
+                return linear_mx_fragments(x, *parts[i % len(parts)], None, name, len(weight))
+
+            yield Candidate("linear_mx_fragments", name, lowered, limit)
         if name in _PEERS:
             torch._dynamo.reset()
             expression = torch.compile(inductor_expression(name, weight.shape[1]))
