@@ -27,8 +27,8 @@ _DENSE_ROWS = 128
 
 def _linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: str, block_size: int) -> Tensor:
     """`linear_mx` of many rows; of few or an unknown number it stays a call."""
-    rows = x.shape[:-1].numel()
-    if x.device.type != "cpu" or not isinstance(rows, int) or rows < _DENSE_ROWS:
+    known = all(isinstance(n, int) for n in x.shape[:-1])  # asking a symbolic size for its number would fix it
+    if x.device.type != "cpu" or not known or x.shape[:-1].numel() < _DENSE_ROWS:
         return NotImplemented
     weight = ops.dequantize_mx(data, scale, elem, block_size, x.dtype, -1, x.shape[-1])
     return torch.nn.functional.linear(x, weight, bias)
