@@ -61,6 +61,7 @@ def test_a_converted_model_gets_the_lowered_graph(converted):
     assert got - want == {"pt2mx.dequantize_mx.default": 1, "aten.matmul.default": 1}
 
 
+@pytest.mark.slow
 def test_dynamic_shapes(converted):
     own = Recording()
     torch._dynamo.reset()
