@@ -1,6 +1,6 @@
 """Every architecture through every stage, as a Markdown table with the causes of failures.
 
-    python -m tests.sweep [--eager] [NAME ...] > tests/sweep/results.md
+    python -m tests.sweep [--compile some|all|none] [--jobs N] [NAME ...] > tests/sweep/results.md
 
 About a quarter of an hour on two cores that are otherwise idle; the share that is compiled comes on top.
 """
