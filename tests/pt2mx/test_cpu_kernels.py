@@ -233,6 +233,7 @@ def test_failing_compiler(run_python, tmp_path):
     assert run_python(_QUANTIZE, env=environment(tmp_path, CXX=str(compiler))).split() == ["1", "False", "1", "True"]
 
 
+@pytest.mark.slow
 def test_builds_once_for_all_processes(run_python, tmp_path):
     """Two at once find nothing; a later one finds what they built."""
     env = environment(tmp_path)
@@ -245,6 +246,7 @@ def test_builds_once_for_all_processes(run_python, tmp_path):
     assert len(list(tmp_path.rglob("*.so"))) == 1
 
 
+@pytest.mark.slow
 def test_cache_that_cannot_be_written(run_python, tmp_path):
     (tmp_path / "file").write_text("no folder")
     assert run_python(_QUANTIZE, env=environment(tmp_path / "file")).split() == ["1", "True", "0", "False"]

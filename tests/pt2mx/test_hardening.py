@@ -123,6 +123,7 @@ def test_statistics_of_a_tensor_of_codes():
     assert statistics["compression_ratio_fp16"] == 16 / 4.25
 
 
+@pytest.mark.slow
 def test_a_damaged_library_is_built_again(run_python, tmp_path):
     import os
 
