@@ -49,7 +49,7 @@ def lower_to_inductor(
         `quantization_report` is for the converted model: of this one it names the operators that are left.
 
     Raises:
-        MXError: for another object, where nothing is quantized, and for what names no device.
+        MXError: for another object, where nothing is quantized, and for what names no device of this machine.
     """
     if not isinstance(converted, GraphModule) or not any(map(_holds_codes, graph_modules(converted))):
         found = "one without quantized tensors" if isinstance(converted, GraphModule) else type(converted).__name__
@@ -71,10 +71,14 @@ def lower_to_inductor(
 
 
 def _device(device: torch.device | str) -> torch.device:
+    """`device` with its index, which the assertions of an exported graph compare too."""
     try:
-        return torch.device(device)
-    except (RuntimeError, TypeError):
-        raise MXError(f"device={device!r} must be a torch.device or its name, such as 'cpu' or 'cuda:0'") from None
+        return torch.empty(0, device=torch.device(device)).device
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise MXError(
+            f"device={device!r} must be a torch.device that this torch can use, or its name, such as 'cpu' or"
+            f" 'cuda:0': {str(error).splitlines()[0]}"
+        ) from None
 
 
 def _holds_codes(graph: GraphModule) -> bool:

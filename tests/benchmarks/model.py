@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -26,7 +25,7 @@ import pt2mx
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.models import load_minilm, sentences
 from tests.benchmarks.decoder import Decoder
-from tests.benchmarks.quantize import hardware, timed
+from tests.benchmarks.measure import hardware, medians_in_turns, print_table, timed
 
 Program = Callable[..., Tensor]
 
@@ -53,11 +52,12 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), help="of MiniLM and ResNet-18")
     parser.add_argument("--layers", type=int, default=16, help="of the decoder")
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--repeats", type=int, help="default: 20 on the CPU, 200 on a GPU")
     parser.add_argument("--mode", help="of torch.compile; default on a GPU: reduce-overhead")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     options.dtypes = options.dtypes or {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16",)}[options.device]
+    options.repeats = options.repeats or {"cpu": 20, "cuda": 200}[options.device]
     options.mode = options.mode or {"cpu": "default", "cuda": "reduce-overhead"}[options.device]
     rows = []
     for name in options.models:
@@ -70,7 +70,7 @@ def main() -> None:
     if options.json:
         print(json.dumps({"hardware": hardware(), "rows": [asdict(row) for row in rows]}, indent=1))
     else:
-        print_table(rows)
+        print_table([asdict(row) for row in rows], tuple(Row.__dataclass_fields__))
         print(hardware())
 
 
@@ -85,18 +85,15 @@ def measure(name: str, load: Callable, recipe: str, dtype: torch.dtype, options:
     prepared(*inputs)
     converted = pt2mx.convert_pt2e(prepared)
     sizes = [gigabytes(m) for m in (model, converted)]
-    sides = [torch.compile(m, mode=options.mode) for m in (program.module(), lowered(converted, options.device))]
-    del model, prepared, program, converted
+    lowered = pt2mx.lower_to_inductor(converted, options.device)
+    sides = [torch.compile(m, mode=options.mode) for m in (model, lowered)]
+    del prepared, program, converted
     calls = [lambda side=side: synchronized(side, inputs) for side in sides]
     compiling = [timed(call) for call in calls]
-    rounds = [[timed(call) for call in calls] for _ in range(options.repeats + 3)][3:]
-    times = [1e3 * statistics.median(column) for column in zip(*rounds, strict=True)]
+    medians_in_turns(calls, 3)  # records the graphs of a GPU
+    times = [1e3 * seconds for seconds in medians_in_turns(calls, options.repeats)]
     dtype_name = str(dtype).removeprefix("torch.")
     return Row(name, recipe, dtype_name, *times, times[1] / times[0], *compiling, *sizes)
-
-
-def lowered(converted: nn.Module, device: str) -> nn.Module:
-    return pt2mx.lower_to_inductor(converted, device)
 
 
 def synchronized(program: Program, inputs: tuple[Tensor, ...]) -> None:
@@ -140,14 +137,6 @@ MODELS = {
     "resnet18": (resnet18, "mxfp8", None),
     "llama": (llama, "mxfp4_weight_only", ("bfloat16",)),
 }
-
-
-def print_table(rows: list[Row]) -> None:
-    cells = [tuple(Row.__dataclass_fields__)]
-    cells += [tuple(f"{v:.3g}" if isinstance(v, float) else v for v in asdict(row).values()) for row in rows]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-    for line in cells:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
 if __name__ == "__main__":

@@ -48,6 +48,26 @@ def test_a_bert_layer_compiles_and_agrees(quantize, tmp_path):
     assert pt2mx.quantization_report(converted).effective_bits < 6
 
 
+def test_lowered_to_a_device_without_an_index(quantize):
+    """torch.export asserts the devices of casts, index and all."""
+
+    class Casts(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = torch.nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.fc(x.to(self.fc.weight.dtype)).to(torch.float32)
+
+    x = torch.randn(3, 64, device="cuda")
+    program = torch.export.export(Casts().eval().to("cuda", torch.bfloat16), (x,))
+    want, _, converted = quantize(program, MXQuantizer.from_recipe("mxfp8"), (x,))
+    torch._dynamo.reset()
+    with torch.no_grad():
+        lowered = torch.compile(pt2mx.lower_to_inductor(converted, "cuda"), fullgraph=True)
+        assert torch.allclose(lowered(x), want, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("model", [subgraphs.NoGrad, subgraphs.Autocast, subgraphs.Cond, subgraphs.Checkpoint])
 def test_graphs_inside_graphs(model, quantize):
     x = subgraphs.X.cuda()
