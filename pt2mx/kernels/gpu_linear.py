@@ -1,13 +1,13 @@
 """Products with weights in the order of fragments (`gpu_fragments`), on an NVIDIA GPU.
 
-Up to `_LARGEST_BATCH` rows of x the time is that of reading the weight, and `linear_kernel` reads the packed one. Above
-the weight is dequantized, in halves, for torch's product. Neither waits for the device; both can be captured in a CUDA
-graph, and give the same bits in every run.
+Up to some hundred rows of x kernels read the packed weight: with a few rows `linear_kernel`, whose time is that of
+reading it, with more `gpu_wide`. Beyond, and on other GPUs than sm_90 from 33 rows on, it is dequantized, in halves,
+for torch's product. None waits for the device; all can be captured in a CUDA graph, and give the same bits in every
+run.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -15,10 +15,12 @@ import triton
 from torch import Tensor
 
 from pt2mx.formats import ElementFormat
-from pt2mx.kernels.gpu_fragments import FRAGMENTS, ROWS, decode_ptx, exponent_shift
-from pt2mx.kernels.gpu_linear_kernel import Form, dequantize_kernel, linear_kernel
+from pt2mx.kernels.gpu_fragments import FRAGMENTS, ROWS
+from pt2mx.kernels.gpu_linear_kernel import dequantize_kernel, form_of, linear_kernel
+from pt2mx.kernels.gpu_wide import wide
 
-_LARGEST_BATCH = 32
+#: bits of an element -> the most rows of x that `gpu_wide` multiplies, as was fastest on an H200
+_LARGEST_WIDE_BATCH = {4: 1024, 6: 1024, 8: 512}
 #: tiles of the weight that are dequantized for one product: halves of 8192 rows were faster than all and than quarters
 _LARGEST_PART = 256
 
@@ -51,8 +53,11 @@ def linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, element:
     out = x.new_empty(len(x), n)
     if x.data_ptr() % 16:  # as a part of a tensor may be: it is read 16 bytes at a time
         x = x.clone()
-    if 0 < len(x) <= _LARGEST_BATCH:
+    is_sm_90 = torch.cuda.get_device_capability(x.device)[0] == 9
+    if 0 < len(x) <= (_largest_small_batch(element, len(data), x.device) if is_sm_90 else 32):
         _small(x, data, scale, bias, out, element)
+    elif is_sm_90 and 0 < len(x) <= _LARGEST_WIDE_BATCH[element.bits]:
+        wide(x, data, scale, bias, out, element)
     else:
         for first in range(0, len(data), _LARGEST_PART):
             part = slice(first, first + _LARGEST_PART)
@@ -65,6 +70,13 @@ def linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, element:
     return out
 
 
+def _largest_small_batch(element: ElementFormat, tiles: int, device: torch.device) -> int:
+    """16 where the programs are about as many as run at the same time."""
+    programs = triton.cdiv(tiles, _SHAPES[element.bits, 2].tiles)
+    at_once = torch.cuda.get_device_properties(device).multi_processor_count
+    return 16 if element.bits != 6 and 1.5 * at_once <= programs <= 3 * at_once else 8
+
+
 def _small(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor, element: ElementFormat) -> None:
     (batch, k), (tiles, steps) = x.shape, data.shape[:2]
     columns = triton.next_power_of_2(triton.cdiv(batch, 8))
@@ -75,7 +87,15 @@ def _small(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, out: Ten
     while along_k < 16 and programs * along_k < wanted and along_k * shape.steps < steps:
         along_k *= 2
     whole = k % (FRAGMENTS[element.name].step * along_k * shape.steps) == 0
-    form = _form(element, shape.tiles, columns, along_k, 1, shape.steps, bias is not None, whole)
+    form = form_of(
+        element,
+        along_k=along_k,
+        tiles=shape.tiles,
+        columns=columns,
+        steps=shape.steps,
+        has_bias=bias is not None,
+        whole=whole,
+    )
     with torch.cuda.device_of(x):
         linear_kernel[(programs,)](
             x, data, scale, bias, out, batch, out.shape[1], k, tiles, steps, form, num_warps=along_k
@@ -86,20 +106,7 @@ def dequantize(data: Tensor, scale: Tensor, element: ElementFormat, n: int, k: i
     """Fragments of whole tiles -> (n, k) bfloat16."""
     out = torch.empty(n, k, dtype=torch.bfloat16, device=data.device)
     tiles, steps = data.shape[:2]
-    form = _form(element, 1, 1, 4, 1, 1, False, False)
+    form = form_of(element, along_k=4)
     with torch.cuda.device_of(data):
         dequantize_kernel[(triton.cdiv(steps, 4), tiles)](data, scale, out, n, k, steps, form, num_warps=4)
     return out
-
-
-@functools.lru_cache(maxsize=1024)
-def _form(element: ElementFormat, *of_launch: object) -> Form:
-    fragment = FRAGMENTS[element.name]
-    return Form(
-        decode_ptx(element),
-        fragment.words // 4,
-        fragment.scales,
-        fragment.values // 8,
-        exponent_shift(element),
-        *of_launch,
-    )

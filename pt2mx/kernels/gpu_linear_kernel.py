@@ -7,10 +7,14 @@ with 8 rows of x at a time.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from pt2mx.formats import ElementFormat
+from pt2mx.kernels.gpu_fragments import FRAGMENTS, decode_ptx, exponent_shift
 
 
 class Form(NamedTuple):
@@ -21,13 +25,26 @@ class Form(NamedTuple):
     scales: int
     units: int  # vectors of 8 values that it gives
     factor: int  # of a scale's byte, what is added to it to give that of the factor
-    tiles: int  # of 16 rows of the weight a warp
-    columns: int  # tiles of 8 rows of x
-    along_k: int  # warps that share a tile of the output
-    along_n: int
-    steps: int  # that are loaded together
-    has_bias: bool
-    whole: bool  # K is a multiple of what a program takes at a time
+    along_k: int = 1  # warps that share a tile of the output
+    along_n: int = 1
+    tiles: int = 1  # of 16 rows of the weight a warp
+    columns: int = 0  # tiles of 8 rows of x
+    steps: int = 1  # that are loaded together
+    has_bias: bool = False
+    whole: bool = True  # K is a multiple of what a program takes at a time
+
+
+@functools.lru_cache(maxsize=1024)
+def form_of(element: ElementFormat, **of_launch: int) -> Form:
+    fragment = FRAGMENTS[element.name]
+    return Form(
+        ptx=decode_ptx(element),
+        vectors=fragment.words // 4,
+        scales=fragment.scales,
+        units=fragment.values // 8,
+        factor=exponent_shift(element),
+        **of_launch,
+    )
 
 
 @gluon.constexpr_function
@@ -54,10 +71,10 @@ _MMA_CONSTRAINTS = gl.constexpr(",".join(["=&f"] * 4 + ["r"] * 12 + ["f"] * 4))
 
 
 @gluon.jit
-def _decode(words, scales, F: gl.constexpr):
+def _decode(words, scales, F: gl.constexpr, in_place: gl.constexpr):
     """words, scales: tuples of `vectors` and `scales` int32 -> tuple of `units` int32, pairs of bfloat16."""
     constraints: gl.constexpr = _constraints(4 * F.units, 4 * F.vectors + 4 * F.scales)
-    return gl.inline_asm_elementwise(F.ptx, constraints, words + scales, _int32s(F.units), True, 4)
+    return gl.inline_asm_elementwise(F.ptx, constraints, words + scales, _int32s(F.units), not in_place, 4)
 
 
 @gluon.jit
@@ -76,29 +93,66 @@ def _lanes(F: gl.constexpr):
 
 
 @gluon.jit
-def _places(x, data, scale, batch, k, tiles, steps, F: gl.constexpr):
-    """Where a thread's first codes and scales of each tile are, and its first values of each column.
-
-    What is beyond the last tile or column shows the last one, and is not stored."""
+def places_of_codes(data, scale, tiles, steps, F: gl.constexpr):
+    """Where a thread's first codes and scales of each tile are; what is beyond the last tile shows the last one."""
     warp_k, warp_n, lane, word = _lanes(F)
     words = ()
     scales = ()
-    pairs = ()
     for i in gl.static_range(gl.constexpr(F.tiles)):
         tile = (gl.program_id(0) * F.along_n + warp_n) * F.tiles + i
         step = gl.minimum(tile, tiles - 1).to(gl.int64) * steps + gl.minimum(warp_k, steps - 1)
         words = words + (data + ((step * (2 * F.vectors * 32) + lane) * 4 + word),)
         scales = scales + (scale + (step * (2 * F.scales * 32) + lane),)
-    for column in gl.static_range(gl.constexpr(F.columns)):
-        m = gl.minimum(8 * column + lane // 4, batch - 1).to(gl.int64)
-        pairs = pairs + (x + (m * (k // 8 * 4) + (warp_k * 4 + lane % 4) * (4 * F.units) + word),)
-    return words, scales, pairs, (warp_k * 4 + lane % 4 + warp_n * 0) * (8 * F.units)
+    return words, scales
 
 
 @gluon.jit
-def _load(places, k, steps, start, F: gl.constexpr):
+def load_codes(places, step, F: gl.constexpr):
+    """Words and scales of a step of each tile."""
+    first_words, first_scales = places
+    words = ()
+    scales = ()
+    for tile in gl.static_range(gl.constexpr(F.tiles)):
+        for vector in gl.static_range(gl.constexpr(2 * F.vectors)):
+            at = first_words[tile] + step * (F.vectors * 256) + vector * 128
+            words = words + (gl.load(at, eviction_policy="evict_first"),)
+        for scale in gl.static_range(gl.constexpr(2 * F.scales)):
+            scales = scales + (gl.load(first_scales[tile] + step * (F.scales * 64) + scale * 32),)
+    return words, scales
+
+
+@gluon.jit
+def decoded(words, scales, tile, F: gl.constexpr, in_place: gl.constexpr):
+    """What `load_codes` gave of a tile -> pairs of bfloat16: `units` int32 of rows g, and as many of rows g + 8;
+    `in_place`: not before what stands before it."""
+    pairs = ()
+    for half in gl.static_range(2):
+        vectors = ()
+        factors = ()
+        for i in gl.static_range(gl.constexpr(F.vectors)):
+            vectors = vectors + (words[(tile * 2 + half) * F.vectors + i],)
+        for i in gl.static_range(gl.constexpr(F.scales)):
+            factor = (scales[(tile * 2 + half) * F.scales + i].to(gl.int32) + F.factor) * 0x00800080  # two bfloat16
+            factors = factors + (gl.broadcast(factor, vectors[0])[0],)
+        pairs = pairs + _decode(vectors, factors, F, in_place)
+    return pairs
+
+
+@gluon.jit
+def _places_of_x(x, batch, k, F: gl.constexpr):
+    """Where a thread's first values of each column are, and their place along K; beyond the last row, the last one."""
+    warp_k, warp_n, lane, word = _lanes(F)
+    pairs = ()
+    for column in gl.static_range(gl.constexpr(F.columns)):
+        m = gl.minimum(8 * column + lane // 4, batch - 1).to(gl.int64)
+        pairs = pairs + (x + (m * (k // 8 * 4) + (warp_k * 4 + lane % 4) * (4 * F.units) + word),)
+    return pairs, (warp_k * 4 + lane % 4 + warp_n * 0) * (8 * F.units)
+
+
+@gluon.jit
+def _load(codes, xs, k, steps, start, F: gl.constexpr):
     """Codes and scales from step `start` on, and the values of x that belong to them."""
-    first_words, first_scales, first_pairs, first_k = places
+    first_pairs, first_k = xs
     warp_k, _, _, _ = _lanes(F)
     words = ()
     scales = ()
@@ -107,12 +161,9 @@ def _load(places, k, steps, start, F: gl.constexpr):
         step = start + i * F.along_k
         if not F.whole:  # beyond K, the last step times zeros
             step = gl.minimum(step + warp_k, steps - 1) - gl.minimum(warp_k, steps - 1)
-        for tile in gl.static_range(gl.constexpr(F.tiles)):
-            for vector in gl.static_range(gl.constexpr(2 * F.vectors)):
-                at = first_words[tile] + step * (F.vectors * 256) + vector * 128
-                words = words + (gl.load(at, eviction_policy="evict_first"),)
-            for scale in gl.static_range(gl.constexpr(2 * F.scales)):
-                scales = scales + (gl.load(first_scales[tile] + step * (F.scales * 64) + scale * 32),)
+        of_step = load_codes(codes, step, F)
+        words = words + of_step[0]
+        scales = scales + of_step[1]
         for column in gl.static_range(gl.constexpr(F.columns)):
             at = first_pairs[column] + (start + i * F.along_k) * (16 * F.units)
             for unit in gl.static_range(gl.constexpr(F.units)):
@@ -130,17 +181,7 @@ def _multiply(acc, words, scales, pairs, F: gl.constexpr):
     for step in gl.static_range(gl.constexpr(F.steps)):
         new = ()
         for tile in gl.static_range(gl.constexpr(F.tiles)):
-            halves = ()
-            for half in gl.static_range(2):
-                vectors = ()
-                factors = ()
-                for i in gl.static_range(gl.constexpr(F.vectors)):
-                    vectors = vectors + (words[((step * F.tiles + tile) * 2 + half) * F.vectors + i],)
-                for i in gl.static_range(gl.constexpr(F.scales)):
-                    byte = scales[((step * F.tiles + tile) * 2 + half) * F.scales + i].to(gl.int32)
-                    factor = (byte + F.factor) * 0x00800080  # two bfloat16
-                    factors = factors + (gl.broadcast(factor, vectors[0])[0],)
-                halves = halves + _decode(vectors, factors, F)
+            halves = decoded(words, scales, step * F.tiles + tile, F, False)
             for column in gl.static_range(gl.constexpr(F.columns)):
                 total = acc[tile * F.columns + column]
                 for unit in gl.static_range(gl.constexpr(F.units)):
@@ -162,10 +203,11 @@ def linear_kernel(x, data, scale, bias, out, batch, n, k, tiles, steps, F: gl.co
         acc = acc + (gl.full([F.along_k, F.along_n, 32, 4], 0.0, gl.float32, layout),)
     x_words = x.to(gl.pointer_type(gl.int32))
     data_words = data.to(gl.pointer_type(gl.int32))
-    places = _places(x_words, data_words, scale, batch, k, tiles, steps, F)
-    words, scales, pairs = _load(places, k, steps, 0, F)
+    codes = places_of_codes(data_words, scale, tiles, steps, F)
+    xs = _places_of_x(x_words, batch, k, F)
+    words, scales, pairs = _load(codes, xs, k, steps, 0, F)
     for start in range(F.steps * F.along_k, steps, F.steps * F.along_k):
-        next_words, next_scales, next_pairs = _load(places, k, steps, start, F)
+        next_words, next_scales, next_pairs = _load(codes, xs, k, steps, start, F)
         acc = _multiply(acc, words, scales, pairs, F)
         words, scales, pairs = next_words, next_scales, next_pairs
     acc = _multiply(acc, words, scales, pairs, F)
@@ -202,17 +244,12 @@ def dequantize_kernel(data, scale, out, n, k, steps, F: gl.constexpr):
     place = gl.arange(0, F.along_k * 4, gl.SliceLayout(0, gl.SliceLayout(2, of_rows)))[None, :, None]
     word_of_row = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, of_rows)))[None, None, :]
     first = (gl.program_id(0) * (F.along_k * 4) + place) * (4 * F.units) + word_of_row
+    words, scales = load_codes(((data_words,), (scale + (at * (2 * F.scales * 32) + lane),)), 0, F)
+    both = decoded(words, scales, 0, F, False)
     for half in gl.static_range(2):
-        vectors = ()
-        factors = ()
-        for i in gl.static_range(gl.constexpr(F.vectors)):
-            vectors = vectors + (gl.load(data_words + (half * F.vectors + i) * 128),)
-        for i in gl.static_range(gl.constexpr(F.scales)):
-            byte = gl.load(scale + ((at * 2 + half) * (F.scales * 32) + i * 32 + lane)).to(gl.int32)
-            factors = factors + (gl.broadcast((byte + F.factor) * 0x00800080, vectors[0])[0],)
-        pairs = _decode(vectors, factors, F)
         for i in gl.static_range(gl.constexpr(F.units // 4)):  # through shared memory, to write whole rows
-            a, b, c, d = pairs[4 * i], pairs[4 * i + 1], pairs[4 * i + 2], pairs[4 * i + 3]
+            a, b = both[half * F.units + 4 * i], both[half * F.units + 4 * i + 1]
+            c, d = both[half * F.units + 4 * i + 2], both[half * F.units + 4 * i + 3]
             four = gl.join(gl.join(a, c), gl.join(b, d)).reshape([F.along_k, 8, 4, 4, 4])
             rows = gl.convert_layout(four.permute([1, 0, 2, 4, 3]).reshape([8, F.along_k * 4, 16]), of_rows)
             n_row = tile * 16 + half * 8 + row

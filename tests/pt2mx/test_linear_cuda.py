@@ -11,7 +11,7 @@ from pt2mx.linear import grouped_linear_mx, linear_mx
 
 pytestmark = pytest.mark.cuda
 
-BATCHES = (1, 2, 8, 9, 16, 17, 32, 33, 130, 4096)
+BATCHES = (1, 2, 8, 9, 16, 17, 32, 33, 64, 130, 300, 600, 1024, 4096)
 
 
 def packed(name, n, k, block_size=32):
@@ -59,6 +59,36 @@ def test_the_dequantized_weight_is_that_of_the_reference(name):
         assert torch.equal(got.cpu().view(torch.int16), want.view(torch.int16))
 
 
+@pytest.mark.parametrize("warps", [4, 8])
+@pytest.mark.parametrize("rows", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_tile_of_the_wide_kernel(name, rows, warps, monkeypatch):
+    from pt2mx.kernels import gpu_wide
+
+    for (n, k), splits in (((1000, 1384), 1), ((300, 4160), 3)):
+        monkeypatch.setattr(gpu_wide, "tile_of", lambda *_, splits=splits: gpu_wide.Tile(rows, warps, splits))
+        data, scale = packed(name, n, k)
+        fragments = to_fragments(data, scale, ELEMENTS[name], 32)
+        bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
+        for batch in (rows - 3, 2 * rows):
+            x = torch.randn(batch, k, device="cuda", dtype=torch.bfloat16)
+            got = [torch.empty(batch, n, device="cuda", dtype=torch.bfloat16) for _ in range(5)]
+            for out in got:
+                gpu_wide.wide(x, *fragments, bias, out, ELEMENTS[name])
+            check(got[0], x, data, scale, bias, name)
+            assert all(torch.equal(out, got[0]) for out in got)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_without_instructions_of_sm_90(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    data, scale = packed(name, 1000, 1384)
+    fragments = to_fragments(data, scale, ELEMENTS[name], 32)
+    for batch in (16, 17, 32, 33):
+        x = torch.randn(batch, 1384, device="cuda", dtype=torch.bfloat16)
+        check(linear_mx_fragments(x, *fragments, None, name, 1000), x, data, scale, None, name)
+
+
 @pytest.mark.parametrize("block_size", [16, 32, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", FORMATS)
@@ -74,7 +104,7 @@ def test_plain_codes(name, dtype, block_size):
 def test_ten_runs_give_the_same_bits(name):
     data, scale = packed(name, 512, 1024)
     fragments = to_fragments(data, scale, ELEMENTS[name], 32)
-    for batch in (1, 16, 200):
+    for batch in (1, 16, 20, 200):
         x = torch.randn(batch, 1024, device="cuda", dtype=torch.bfloat16)
         first = linear_mx_fragments(x, *fragments, None, name, 512)
         for _ in range(9):
