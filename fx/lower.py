@@ -14,6 +14,7 @@ from pt2mx.fx.fold_weights import fold_all_weights
 from pt2mx.fx.fragments import use_fragments
 from pt2mx.fx.fuse_pairs import fuse_pairs
 from pt2mx.fx.gather_packed import gather_packed
+from pt2mx.fx.join_products import join_products
 from pt2mx.fx.own_tensors import own_tensors
 from pt2mx.fx.packed_products import use_packed_weights
 from pt2mx.fx.scaled_mm import use_scaled_mm
@@ -23,7 +24,15 @@ from pt2mx.fx.subgraphs import graph_modules
 from pt2mx.fx.unused import delete_unused_tensors
 
 #: what is done to each graph, in this order
-PASSES = (share_quantizations, fuse_pairs, put_blocks_last, gather_packed, use_packed_weights, split_bias)
+PASSES = (
+    share_quantizations,
+    fuse_pairs,
+    put_blocks_last,
+    gather_packed,
+    use_packed_weights,
+    join_products,
+    split_bias,
+)
 
 
 def lower_to_inductor(
@@ -33,7 +42,8 @@ def lower_to_inductor(
 
     Quantized activations become one `fake_quantize_mx`, equal ones of a tensor are shared; linear layers, matrix
     products and grouped products read their weight packed (`linear_mx`, `grouped_linear_mx`), with its blocks put last
-    where they were not and, in bfloat16 on a GPU, in the order of its tensor cores; embeddings gather packed rows.
+    where they were not and, in bfloat16 on a GPU, in the order of its tensor cores; those of one input are one product;
+    embeddings gather packed rows.
     Weights that were not folded are. What is not rewritten, such as convolutions, dequantizes its weight at each call
     and compiles through the decompositions of the operators.
 

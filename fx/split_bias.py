@@ -13,7 +13,8 @@ aten = torch.ops.aten
 
 _VIEWS = (
     aten.view.default, aten.reshape.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default,
-    aten.squeeze.dim, aten.unflatten.int, aten.flatten.using_ints, aten.select.int, aten.contiguous.default,
+    aten.squeeze.dim, aten.unflatten.int, aten.flatten.using_ints, aten.select.int, aten.slice.Tensor,
+    aten.contiguous.default,
 )  # fmt: skip
 
 

@@ -54,14 +54,15 @@ def count(model, target):
 def test_before_and_after(recipe, fold):
     model = convert(Tied(), (IDS,), recipe, fold)
     lowered = lower_to_inductor(model)
-    torch.testing.assert_close(lowered(IDS), model(IDS))
+    torch.testing.assert_close(lowered(IDS), model(IDS), rtol=1e-5, atol=1e-4)
     pairs = 3 if recipe == "mxfp8" else 0
-    assert count(lowered, linear.linear_mx) == 4 and count(lowered, ops.fake_quantize_mx) == pairs
+    assert count(lowered, linear.linear_mx) == 3 and count(lowered, ops.fake_quantize_mx) == pairs
     assert count(lowered, ops.dequantize_mx) == 1 and count(lowered, aten.embedding.default) == 2
     left = (ops.quantize_mx, aten.linear.default, aten.matmul.default)
     assert not any(count(lowered, target) for target in left)
     names = {n for n, t in lowered.state_dict().items() if t.dtype == torch.uint8}
-    assert names == {f"{n}_{s}" for n in ("head.weight", "query.weight", "key.weight") for s in ("data", "scale")} | {
+    assert names == {
+        "head.weight_data", "head.weight_scale", "query.weight_data_joined", "query.weight_scale_joined",
         "up_data_t", "up_scale_t",
     }  # fmt: skip
     assert not any(t.requires_grad for t in [*lowered.parameters(), *lowered.buffers()])
