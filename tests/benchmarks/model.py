@@ -5,7 +5,7 @@
 MiniLM (pretrained, 32 sentences of 64 tokens) and ResNet-18 (8 images of 224x224) with MXFP8 weights and activations;
 one step of decoding with a decoder of the shape of Llama 3.2 1B (random weights, tied embedding, batch 1, static cache)
 with MXFP4 weights, its head's too. Both sides are compiled alike, as a whole (on a GPU with CUDA graphs), and called in
-turns; the times are medians. On a GPU ten calls are queued at a time, as in decoding, where no token waits for the host.
+turns; the times are medians. On a GPU ten calls are queued at a time, as in decoding, where none waits for the host.
 
 Reach: at most 1.15x the time with quantized activations, at most 0.5x with packed weights alone.
 """
