@@ -26,8 +26,8 @@ _LARGEST_PART = 256
 
 
 class Shape(NamedTuple):
-    """How a program works: tiles of 16 rows a warp, steps that are loaded together, and warps that share a tile, of
-    which a multiprocessor should have `warps`."""
+    """How a program works: tiles of 16 rows a warp, steps that are loaded together, and warps that share a tile along
+    K, as many that a multiprocessor has `warps`."""
 
     tiles: int
     steps: int
@@ -46,6 +46,7 @@ _SHAPES = {
     (6, 4): Shape(2, 1, 6),
     (8, 4): Shape(2, 1, 6),
 }
+_SHAPE_OF_MANY_TILES = Shape(2, 2, 12)
 
 
 def linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, element: ElementFormat, n: int) -> Tensor:
@@ -79,13 +80,15 @@ def _largest_small_batch(element: ElementFormat, tiles: int, device: torch.devic
 
 def _small(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor, element: ElementFormat) -> None:
     (batch, k), (tiles, steps) = x.shape, data.shape[:2]
+    multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
     columns = triton.next_power_of_2(triton.cdiv(batch, 8))
     shape = _SHAPES[element.bits, columns]
+    if columns == 1 and element.bits != 6 and tiles >= 7 * multiprocessors:
+        shape = _SHAPE_OF_MANY_TILES
     programs = triton.cdiv(tiles, shape.tiles)
-    wanted = shape.warps * torch.cuda.get_device_properties(x.device).multi_processor_count
-    along_k = 4
-    while along_k < 16 and programs * along_k < wanted and along_k * shape.steps < steps:
-        along_k *= 2
+    along_k = 2
+    while programs * along_k < shape.warps * multiprocessors and (along_k < 4 or 8 * 2 * along_k <= steps):
+        along_k *= 2  # no further than to 8 steps a warp
     whole = k % (FRAGMENTS[element.name].step * along_k * shape.steps) == 0
     form = form_of(
         element,

@@ -9,6 +9,8 @@ import torch
 import pt2mx
 from pt2mx import FORMATS, MXQuantizer, get_default_mx_quantization_config
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.command import main
+from pt2mx.pt2e.package import load_package
 from tests.fx import test_fuse_batch_norm as batch_norms
 from tests.fx import test_modes as modes
 from tests.fx import test_subgraphs as subgraphs
@@ -66,6 +68,26 @@ def test_lowered_to_a_device_without_an_index(quantize):
     with torch.no_grad():
         lowered = torch.compile(pt2mx.lower_to_inductor(converted, "cuda"), fullgraph=True)
         assert torch.allclose(lowered(x), want, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4_weight_only"])
+@pytest.mark.parametrize("options", [[], ["--portable"]])
+def test_packages(recipe, options, quantize, tmp_path, capsys):
+    """Quantized on the CPU, compiled for the GPU."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 48)).eval().bfloat16()
+    x, shapes = torch.randn(6, 64, dtype=torch.bfloat16), ({0: torch.export.Dim("batch", max=2048)},)
+    program = torch.export.export(model, (x,), dynamic_shapes=shapes)
+    _, _, converted = quantize(program, MXQuantizer.from_recipe(recipe), (x,))
+    torch.export.save(torch.export.export(converted, (x,), dynamic_shapes=shapes), tmp_path / "net.pt2")
+    path = str(tmp_path / "net.aoti.pt2")
+    assert main(["compile", str(tmp_path / "net.pt2"), "--output", path, "--device", "cuda", *options]) == 0
+    assert main(["run", path]) == 0
+    assert "ms a call on cuda" in capsys.readouterr().out
+    package = load_package(path)
+    for batch in (1, 6, 700):
+        x = torch.randn(batch, 64, dtype=torch.bfloat16)
+        got, want = package(x.cuda()), converted(x)
+        assert got.is_cuda and ((got.cpu() - want).float().norm() / want.float().norm()).item() < 0.02
 
 
 @pytest.mark.parametrize("model", [subgraphs.NoGrad, subgraphs.Autocast, subgraphs.Cond, subgraphs.Checkpoint])

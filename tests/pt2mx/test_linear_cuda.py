@@ -47,6 +47,16 @@ def test_fragments(name, shape):
             check(got, x, data, scale, added, name)
 
 
+@pytest.mark.parametrize("n", [13000, 16400])
+@pytest.mark.parametrize("name", FORMATS)
+def test_so_many_rows_that_few_warps_share_one(name, n):
+    data, scale = packed(name, n, 1384)
+    fragments = to_fragments(data, scale, ELEMENTS[name], 32)
+    for batch in (1, 8, 13, 40):
+        x = torch.randn(batch, 1384, device="cuda", dtype=torch.bfloat16)
+        check(linear_mx_fragments(x, *fragments, None, name, n), x, data, scale, None, name)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_dequantized_weight_is_that_of_the_reference(name):
     from pt2mx.kernels import gpu_linear
