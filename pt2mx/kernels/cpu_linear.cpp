@@ -99,6 +99,13 @@ const u8* last_group(const LinearCall& c, i64 row, u8* out) {
   return out;
 }
 
+// The scale of each of the groups [begin, end), `per_block` of them a block of `scale`: where it is, or in `expanded`.
+inline const u8* scales_of_groups(const u8* scale, i64 per_block, i64 begin, i64 end, u8* expanded) {
+  if (per_block == 1) return scale + begin;
+  for (i64 g = begin; g < end; ++g) expanded[g - begin] = scale[g / per_block];
+  return expanded;
+}
+
 // The factors of some groups of a row.
 struct Scales {
   float one[kChunk];
@@ -108,11 +115,7 @@ struct Scales {
   // Of the groups [begin, end), `per_block` of them a block of `scale`.
   void set(const u8* scale, i64 per_block, i64 begin, i64 end, int32_t shift) {
     u8 expanded[kChunk];
-    const u8* bytes = scale + begin;
-    if (per_block > 1) {
-      bytes = expanded;
-      for (i64 g = begin; g < end; ++g) expanded[g - begin] = scale[g / per_block];
-    }
+    const u8* bytes = scales_of_groups(scale, per_block, begin, end, expanded);
     u8 least = 255, most = 0;
 #pragma omp simd reduction(min : least) reduction(max : most)
     for (i64 i = 0; i < end - begin; ++i) {
@@ -257,6 +260,7 @@ void run(i64 begin, i64 end, void* context) {
 
 }  // namespace
 
+#include "cpu_pairs.h"
 #include "cpu_tiles.h"
 
 extern "C" {
@@ -275,9 +279,17 @@ int32_t pt2mx_linear(const LinearCall* call, ParallelFor parallel_for) {
         return;
       }
     }
+    const i64 tiles = (call->n + kRows - 1) / kRows;
+    const i64 grain = std::max<i64>(1, kGrain / (kRows * call->m * call->k));
+    using Pairs = typename PairsOf<Decoder>::type;
+    if constexpr (!std::is_void<Pairs>::value) {
+      if (call->m == 1 && call->dtype == BF16 && has_pairs()) {
+        error = multiply_in_pairs<Pairs, Decoder>(linear, tiles, grain, parallel_for);
+        return;
+      }
+    }
     prepare(linear, Decoder::kPairs);
-    const i64 tiles = (call->n + kRows - 1) / kRows, grain = kGrain / (kRows * call->m * call->k);
-    error = parallel_for(0, tiles, std::max<i64>(1, grain), call->m == 1 ? run<Decoder, 1> : run<Decoder, 4>, &linear);
+    error = parallel_for(0, tiles, grain, call->m == 1 ? run<Decoder, 1> : run<Decoder, 4>, &linear);
   });
   return error;
 }

@@ -87,6 +87,20 @@ def test_every_code_with_every_scale(name, rows):
         assert torch.equal(half.isfinite(), y.isfinite() & y.bfloat16().isfinite())
 
 
+@pytest.mark.parametrize("name", ["fp4_e2m1", "fp6_e3m2", "fp6_e2m3", "int4", "fp6_e4m1"])
+def test_one_row_with_extreme_scales_and_values(name):
+    """What the sums of a block without their scale could not hold, or would lose."""
+    data, scale, spec = packed(24, 200, name, 32)
+    x = torch.randn(1, 200).bfloat16()
+    scale[:4, :3] = torch.tensor([[0, 120, 127], [0, 0, 0], [62, 63, 1], [191, 192, 130]], dtype=torch.uint8)
+    for row in range(24):  # each by itself: the error of a sum is measured against all rows
+        check(x, data[row : row + 1], scale[row : row + 1], spec)
+    check(x * 2.0**100, data, scale.clamp(max=126), spec)
+    data[5], scale[5] = data[5] | 0x77, 10
+    large = torch.full((1, 200), 1e38).bfloat16()  # its sum of unscaled products is infinite, its result is not
+    assert cpu_linear.linear(large, data[5:6], scale[5:6], None, spec).isfinite().all()
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("rows", [1, 6])
 def test_nan_scale_spoils_its_row_only(name, rows):
