@@ -17,7 +17,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python -m pt2mx.pt2e.demo
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
