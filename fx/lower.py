@@ -84,7 +84,7 @@ def _device(device: torch.device | str) -> torch.device:
     """`device` with its index, which the assertions of an exported graph compare too."""
     try:
         return torch.empty(0, device=torch.device(device)).device
-    except (RuntimeError, TypeError, AssertionError) as error:
+    except (RuntimeError, TypeError, AssertionError, ImportError) as error:
         raise MXError(
             f"device={device!r} must be a torch.device that this torch can use, or its name, such as 'cpu' or"
             f" 'cuda:0': {str(error).splitlines()[0]}"

@@ -283,7 +283,7 @@ int32_t pt2mx_linear(const LinearCall* call, ParallelFor parallel_for) {
     const i64 grain = std::max<i64>(1, kGrain / (kRows * call->m * call->k));
     using Pairs = typename PairsOf<Decoder>::type;
     if constexpr (!std::is_void<Pairs>::value) {
-      if (call->m == 1 && call->dtype == BF16 && has_pairs()) {
+      if (call->m == 1 && call->dtype == BF16 && has_pairs() && !has_tiny_values(*call)) {
         error = multiply_in_pairs<Pairs, Decoder>(linear, tiles, grain, parallel_for);
         return;
       }

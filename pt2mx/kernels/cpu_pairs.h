@@ -1,8 +1,8 @@
 // The product of a row of bfloat16 values by AVX512_BF16: codes of 4 and 6 bits become bfloat16, which is exact, by a table
 // in a register, and pairs of products are added in fp32. Included by cpu_linear.cpp.
 //
-// These instructions take subnormal numbers for zero, as torch's own products of bfloat16 values do. A scale is applied
-// to the sum of its block: rows with scales so extreme that this could lose something go the way of other rows.
+// These instructions take subnormal numbers for zero, and a scale is applied to the sum of its block: where x has values so
+// small, or a row of the weight scales so extreme, that this could lose something, they go the way of other rows.
 
 #pragma once
 
@@ -79,6 +79,16 @@ struct SixPairs {
     }
   }
 };
+
+// Whether x has values below 2**-100 other than zero: sums of their products could be subnormal.
+inline bool has_tiny_values(const LinearCall& c) {
+  u32 tiny = 0;
+  for (i64 i = 0; i < c.k; ++i) {
+    const u32 magnitude = static_cast<const u16*>(c.x)[i] & 0x7FFF;
+    tiny |= magnitude && magnitude < (kBias - 100) << 7;
+  }
+  return tiny;
+}
 
 struct Paired {
   Linear& linear;
@@ -230,6 +240,7 @@ int32_t multiply_in_pairs(Linear& linear, i64 tiles, i64 grain, ParallelFor para
 
 namespace {
 bool has_pairs() { return false; }
+bool has_tiny_values(const LinearCall&) { return false; }
 template <class Decoder>
 struct PairsOf {
   using type = void;

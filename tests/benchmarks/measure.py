@@ -50,10 +50,16 @@ def gpu_seconds(call: Callable[[], object], repeats: int) -> float:
 def print_table(rows: list[Row], header: Sequence[str]) -> None:
     cells = [tuple(header)]
     for row in rows:
-        cells.append(tuple(f"{v:#.3g}" if isinstance(v := row.get(key, ""), float) else str(v) for key in header))
+        cells.append(tuple(_text(row.get(key, "")) for key in header))
     widths = [max(len(line[i]) for line in cells) for i in range(len(header))]
     for line in cells:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:#.3g}" if abs(value) < 100 else f"{value:.0f}"
 
 
 def hardware() -> str:

@@ -44,15 +44,15 @@ def joined(module):
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("element", ["fp4_e2m1", "fp6_e3m2", "int8"])
 def test_products_of_one_input_are_one(element, biases):
-    model, products = joined(Packed(lambda x, q, k, v: (q.relu(), k.relu(), v.relu()), (24, 8, 40), element, biases))
+    model, products = joined(Packed(lambda x, q, k, v: (q.relu(), k.relu(), v.relu()), (32, 16, 48), element, biases))
     (product,) = products
-    assert product.meta["val"].shape == (2, 3, 72) and {"stack_trace", "nn_module_stack"} <= product.meta.keys()
-    assert model.get_buffer(product.args[1].target).shape[0] == 72
+    assert product.meta["val"].shape == (2, 3, 96) and {"stack_trace", "nn_module_stack"} <= product.meta.keys()
+    assert model.get_buffer(product.args[1].target).shape[0] == 96
     parts = list(product.users)
     assert [(n.target, n.args[1:]) for n in parts] == [
-        (aten.slice.Tensor, (-1, *ends)) for ends in ((0, 24), (24, 32), (32, 72))
+        (aten.slice.Tensor, (-1, *ends)) for ends in ((0, 32), (32, 48), (48, 96))
     ]
-    assert [n.meta["val"].shape[-1] for n in parts] == [24, 8, 40]
+    assert [n.meta["val"].shape[-1] for n in parts] == [32, 16, 48]
     assert (product.args[3] is None) == (not biases)
 
 
@@ -66,12 +66,21 @@ def heads(x):
         lambda x, q, k, v: heads(q) @ heads(k).mT @ heads(v),
         lambda x, q, k, v: q.view(6, -1).view(-1) + k.view(-1) + v.transpose(0, 1).reshape(-1),
         lambda x, q, k, v: torch.nn.functional.silu(q) * k + v,
+        lambda x, q, k, v: q.view_as(x.new_empty(6, 16)).exp() + k.view(6, 16) * v.contiguous().view(6, 16),
         lambda x, q, k, v: (q[:, 0].relu(), k.split(4, -1)[1].exp(), v.flatten(1).sum(), v.unsqueeze(0).view(-1).cos()),
     ],
 )
 def test_views_of_a_part(after):
     _, products = joined(Packed(after, (16, 16, 16)))
     assert len(products) == 1
+
+
+@torch.library.custom_op("pt2mx_tests::flat_cos", mutates_args=())
+def flat_cos(x: torch.Tensor) -> torch.Tensor:
+    return x.view(-1).cos()
+
+
+flat_cos.register_fake(lambda x: x.new_empty(x.numel()))
 
 
 def written(x, q, k, v):
@@ -87,6 +96,11 @@ def written(x, q, k, v):
         (lambda x, q, k, v: (q.view(torch.int32).sum(), k.exp(), v.exp()), 2),
         (lambda x, q, k, v: (q.as_strided((4,), (1,)).exp(), k.exp(), v.exp()), 2),
         (written, 2),
+        (lambda x, q, k, v: (nn.functional.dropout(q, 0.1, False).view(-1).exp(), k.exp(), v.exp()), 2),
+        (lambda x, q, k, v: (q.type_as(x), k.exp(), v.exp()), 2),
+        (lambda x, q, k, v: (torch.atleast_2d(q).view(-1).exp(), k.exp(), v.exp()), 2),
+        (lambda x, q, k, v: (torch.einsum("bsn->bsn", q).view(-1).exp(), k.exp(), v.exp()), 2),
+        (lambda x, q, k, v: (flat_cos(q), k.exp(), v.exp()), 2),
     ],
 )
 def test_what_else_depends_on_the_memory_stays(after, left):
@@ -110,6 +124,11 @@ def test_other_inputs_formats_and_shared_weights_stay():
             return a.exp(), b.exp()
 
     assert len(joined(Formats(None))[1]) == 2
+
+
+def test_weights_of_whole_tiles_are_joined_with_such_alone():
+    _, products = joined(Packed(lambda x, q, k, v: (q.exp(), k.exp(), v.exp()), (32, 10, 16)))
+    assert sorted(p.meta["val"].shape[-1] for p in products) == [10, 48]
 
 
 def test_biases_of_some_alone():

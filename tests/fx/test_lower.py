@@ -154,9 +154,10 @@ def test_a_prepared_model_is_refused():
         lower_to_inductor(pt2mx.prepare_pt2e(program.module(), MXQuantizer.from_recipe("mxfp8")))
 
 
-def test_an_unknown_device_is_refused(converted):
-    with pytest.raises(MXError, match="device='nowhere'"):
-        lower_to_inductor(converted, "nowhere")
+@pytest.mark.parametrize("device", ["nowhere", "hpu", "privateuseone", -1, 3.5, ""])
+def test_an_unknown_device_is_refused(converted, device):
+    with pytest.raises(MXError, match=f"device={device!r} must be"):
+        lower_to_inductor(converted, device)
 
 
 def test_running_it_leaves_the_buffers_of_the_converted_model():

@@ -99,6 +99,9 @@ def test_one_row_with_extreme_scales_and_values(name):
     data[5], scale[5] = data[5] | 0x77, 10
     large = torch.full((1, 200), 1e38).bfloat16()  # its sum of unscaled products is infinite, its result is not
     assert cpu_linear.linear(large, data[5:6], scale[5:6], None, spec).isfinite().all()
+    data, scale = ops.quantize_mx(torch.full((1, 200), 2.0**60), name, 32)[::-1]
+    for tiny in (2.0**-126, 2.0**-130, 2.0**-99):  # products that are subnormal without their scale
+        check(torch.randint(0, 2, (1, 200)).bfloat16() * tiny, data, scale, MXSpec(name, 32, 1))
 
 
 @pytest.mark.parametrize("name", FORMATS)
