@@ -20,8 +20,8 @@ class LoweringPass(CustomGraphPass):
 
     It works before AOTAutograd, which would decompose the operators. Weights are inputs there, so those whose blocks do
     not run along the last dimension (`x @ w`, Hugging Face's Conv1D) are dequantized at each call, and products of one
-    input stay several. A graph that writes
-    to tensors by other means than operators, which a converted model does not, stays as it is.
+    input stay several. A graph that writes to tensors by other means than operators, which a converted model does not,
+    stays as it is.
     """
 
     def __call__(self, graph: Graph) -> None:

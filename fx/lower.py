@@ -43,9 +43,8 @@ def lower_to_inductor(
     Quantized activations become one `fake_quantize_mx`, equal ones of a tensor are shared; linear layers, matrix
     products and grouped products read their weight packed (`linear_mx`, `grouped_linear_mx`), with its blocks put last
     where they were not and, in bfloat16 on a GPU, in the order of its tensor cores; those of one input are one product;
-    embeddings gather packed rows.
-    Weights that were not folded are. What is not rewritten, such as convolutions, dequantizes its weight at each call
-    and compiles through the decompositions of the operators.
+    embeddings gather packed rows. Weights that were not folded are. What is not rewritten, such as convolutions,
+    dequantizes its weight at each call and compiles through the decompositions of the operators.
 
     Args:
         converted: what `convert_pt2e` returned, or the module of a program that was exported from it, saved or loaded.

@@ -89,10 +89,10 @@ void finish(const Linear& linear, i64 m, i64 row, i64 n, float* y) {
   put(linear.call, m * linear.call.n + row, n, y);
 }
 
-// The codes of a row's last group, which is not whole, filled with zeros.
-template <class Decoder>
+// The codes of a row's last group of `kValues`, which is not whole, filled with zeros.
+template <class Decoder, i64 kValues = kGroup>
 const u8* last_group(const LinearCall& c, i64 row, u8* out) {
-  const i64 begin = c.k / kGroup * Decoder::kBytes, bits = c.k % kGroup * c.bits;
+  const i64 begin = c.k / kValues * Decoder::kBytes, bits = c.k % kValues * c.bits;
   std::memset(out, 0, Decoder::kBytes);
   std::memcpy(out, c.data + row * c.row_bytes + begin, (bits + 7) / 8);
   if (bits % 8) out[bits / 8] &= (1 << bits % 8) - 1;  // what bytes hold beyond the last code is none

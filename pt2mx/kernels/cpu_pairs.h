@@ -21,9 +21,12 @@ constexpr i64 kSpan = 4 * kGroup;  // values that are decoded together, to four 
 constexpr i64 kAhead = 2048;       // bytes, of the codes that are fetched: the processor alone does it too late
 
 bool has_pairs() {
-  unsigned a = 0, b = 0, c = 0, d = 0;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(c >> 1 & 1)) return false;  // AVX512_VBMI
-  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);              // AVX512_BF16
+  static const bool available = [] {  // to ask the processor takes microseconds in a virtual machine
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(c >> 1 & 1)) return false;  // AVX512_VBMI
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);              // AVX512_BF16
+  }();
+  return available;
 }
 
 // The first `n` values of the table of codes as bfloat16, twice where they are 16: look-ups take five bits.
@@ -143,16 +146,6 @@ PAIRS NOINLINE __m512 multiply_pairs(const Pairs& own, const u8* codes, const fl
   return total;
 }
 
-// The codes of a row's last span, which is not whole, filled with zeros.
-template <class Pairs>
-const u8* last_span(const LinearCall& c, i64 row, u8* out) {
-  const i64 begin = c.k / kSpan * Pairs::kBytes, bits = c.k % kSpan * c.bits;
-  std::memset(out, 0, Pairs::kBytes);
-  std::memcpy(out, c.data + row * c.row_bytes + begin, (bits + 7) / 8);
-  if (bits % 8) out[bits / 8] &= (1 << bits % 8) - 1;
-  return out;
-}
-
 // The factors of the groups [begin, end) of a row, `per_block` of them a block of `scale`, and zeros up to a whole span.
 // Returns whether all are from 2**-64 to 2**64, or the least one, which blocks of zeros have.
 inline bool set_factors(const u8* scale, i64 per_block, i64 begin, i64 end, float* out) {
@@ -185,7 +178,7 @@ float times_pairs(const Paired& paired, const Pairs& decoder, i64 row) {
     sums = multiply_pairs(decoder, codes, factors, x, full, sums);
     if (end < groups || first + full == paired.spans) continue;
     u8 rest[Pairs::kBytes];
-    codes = last_span<Pairs>(c, row, rest);
+    codes = last_group<Pairs, kSpan>(c, row, rest);
     sums = multiply_pairs(decoder, codes, factors + 4 * full, x + full * kSpan, 1, sums);
   }
   return sum_of(Floats(sums));
