@@ -70,12 +70,13 @@ def _replace(quantize: Node, buffers: list[Node]) -> None:
         node.replace_all_uses_with(buffer)
 
 
-def fold_constant(model: GraphModule, node: Node, name: str) -> None:
-    """Make the value of a constant node a buffer, named `name` or like it."""
+def fold_constant(model: GraphModule, node: Node, name: str) -> Node:
+    """Make the value of a constant node a buffer, named `name` or like it; gives the node that reads it."""
     with model.graph.inserting_before(node):
         buffer = model.graph.get_attr(register(model, name, evaluate(model, node)))
     buffer.meta.update(node.meta)
     node.replace_all_uses_with(buffer)
+    return buffer
 
 
 def register(model: GraphModule, name: str, value: torch.Tensor) -> str:

@@ -21,6 +21,7 @@ from pt2mx.fx.scaled_mm import use_scaled_mm
 from pt2mx.fx.share_quantizations import share_quantizations
 from pt2mx.fx.split_bias import split_bias
 from pt2mx.fx.subgraphs import graph_modules
+from pt2mx.fx.unpack_weights import unpack_weights
 from pt2mx.fx.unused import delete_unused_tensors
 
 #: what is done to each graph, in this order
@@ -36,7 +37,10 @@ PASSES = (
 
 
 def lower_to_inductor(
-    converted: GraphModule, device: torch.device | str | None = None, scaled_mm: bool = False
+    converted: GraphModule,
+    device: torch.device | str | None = None,
+    scaled_mm: bool = False,
+    unpack: bool = False,
 ) -> GraphModule:
     """Rewrite a converted model for `torch.compile` and AOTInductor.
 
@@ -50,6 +54,8 @@ def lower_to_inductor(
         converted: what `convert_pt2e` returned, or the module of a program that was exported from it, saved or loaded.
             It stays as it is; the result shares its tensors, as far as they stay the same.
         device: where the result runs; by default where `converted` does.
+        unpack: keep weights dequantized, in the memory that the float model takes (`unpack_weights`): the fastest form
+            where many rows are multiplied at a time, as in a vision model or an encoder with quantized activations.
         scaled_mm: let MX tensor cores, where the GPU has them, multiply codes (`use_scaled_mm`); untested on hardware.
 
     Returns:
@@ -74,7 +80,7 @@ def lower_to_inductor(
     if scaled_mm:
         use_scaled_mm(model)
     for graph in graph_modules(model):
-        use_fragments(graph)
+        (unpack_weights if unpack else use_fragments)(graph)
     delete_unused_tensors(model)
     return model
 

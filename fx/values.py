@@ -34,6 +34,6 @@ def _run(node: Node) -> object:
     args = torch.fx.map_arg(node.args, lambda n: n.meta["val"])
     tensors = [a for a in args if isinstance(a, torch._subclasses.FakeTensor)]
     if not tensors:
-        return node.target(*args)
+        return node.target(*args, **node.kwargs)
     with tensors[0].fake_mode:
-        return node.target(*args)
+        return node.target(*args, **node.kwargs)

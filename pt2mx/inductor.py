@@ -13,12 +13,12 @@ from torch._inductor import decomposition, lowering
 
 from pt2mx import ops
 from pt2mx.decompositions import decompositions
-from pt2mx.kernels import elements, inductor_cpu
+from pt2mx.kernels import elements, inductor_cpu, inductor_gpu
 from pt2mx.linear import linear_mx
 
 
 def _forms_for(x: Tensor) -> ModuleType:
-    return inductor_cpu if x.device.type == "cpu" else elements
+    return {"cpu": inductor_cpu, "cuda": inductor_gpu}.get(x.device.type, elements)
 
 
 #: rows from which a product on the CPU takes the time of the dense one: Inductor may as well see all of it

@@ -46,7 +46,9 @@ _SHAPES = {
     (6, 4): Shape(2, 1, 6),
     (8, 4): Shape(2, 1, 6),
 }
-_SHAPE_OF_MANY_TILES = Shape(2, 2, 12)
+_SHAPE_OF_MANY_TILES = Shape(2, 1, 12)
+#: bits of an element -> the most steps of a warp of which it loads 4 together, with one tile of rows
+_FEW_STEPS = {4: 4, 6: 0, 8: 8}
 
 
 def linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, element: ElementFormat, n: int) -> Tensor:
@@ -55,7 +57,7 @@ def linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, element:
     if x.data_ptr() % 16:  # as a part of a tensor may be: it is read 16 bytes at a time
         x = x.clone()
     is_sm_90 = torch.cuda.get_device_capability(x.device)[0] == 9
-    if 0 < len(x) <= (_largest_small_batch(element, len(data), x.device) if is_sm_90 else 32):
+    if 0 < len(x) <= (_largest_small_batch(x, len(data), element) if is_sm_90 else 32):
         _small(x, data, scale, bias, out, element)
     elif is_sm_90 and 0 < len(x) <= _LARGEST_WIDE_BATCH[element.bits]:
         wide(x, data, scale, bias, out, element)
@@ -71,11 +73,12 @@ def linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, element:
     return out
 
 
-def _largest_small_batch(element: ElementFormat, tiles: int, device: torch.device) -> int:
-    """16 where the programs are about as many as run at the same time."""
+def _largest_small_batch(x: Tensor, tiles: int, element: ElementFormat) -> int:
+    """16 where rows are short, or the programs about as many as run at the same time."""
     programs = triton.cdiv(tiles, _SHAPES[element.bits, 2].tiles)
-    at_once = torch.cuda.get_device_properties(device).multi_processor_count
-    return 16 if element.bits != 6 and 1.5 * at_once <= programs <= 3 * at_once else 8
+    at_once = torch.cuda.get_device_properties(x.device).multi_processor_count
+    suits = x.shape[1] <= 2048 or 1.5 * at_once <= programs <= 3 * at_once
+    return 16 if element.bits != 6 and suits else 8
 
 
 def _small(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor, element: ElementFormat) -> None:
@@ -83,12 +86,14 @@ def _small(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, out: Ten
     multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
     columns = triton.next_power_of_2(triton.cdiv(batch, 8))
     shape = _SHAPES[element.bits, columns]
-    if columns == 1 and element.bits != 6 and tiles >= 7 * multiprocessors:
+    if columns == 1 and element.bits != 6 and tiles >= 12 * multiprocessors:
         shape = _SHAPE_OF_MANY_TILES
     programs = triton.cdiv(tiles, shape.tiles)
     along_k = 2
     while programs * along_k < shape.warps * multiprocessors and (along_k < 4 or 8 * 2 * along_k <= steps):
         along_k *= 2  # no further than to 8 steps a warp
+    if shape.tiles == 1 and triton.cdiv(steps, along_k) <= _FEW_STEPS[element.bits]:
+        shape = shape._replace(steps=4)
     whole = k % (FRAGMENTS[element.name].step * along_k * shape.steps) == 0
     form = form_of(
         element,
@@ -98,11 +103,11 @@ def _small(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, out: Ten
         steps=shape.steps,
         has_bias=bias is not None,
         whole=whole,
+        overlaps=columns == 1 and torch.cuda.get_device_capability(x.device)[0] >= 9,
     )
+    sizes = (batch, out.shape[1], k, tiles, steps)
     with torch.cuda.device_of(x):
-        linear_kernel[(programs,)](
-            x, data, scale, bias, out, batch, out.shape[1], k, tiles, steps, form, num_warps=along_k
-        )
+        linear_kernel[(programs,)](x, data, scale, bias, out, *sizes, form, num_warps=along_k, launch_pdl=form.overlaps)
 
 
 def dequantize(data: Tensor, scale: Tensor, element: ElementFormat, n: int, k: int) -> Tensor:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pt2mx.formats import ElementFormat
 from pt2mx.kernels.gpu_fragments import FRAGMENTS, decode_ptx, exponent_shift
@@ -30,6 +31,7 @@ class Form(NamedTuple):
     tiles: int = 1  # of 16 rows of the weight a warp
     columns: int = 0  # tiles of 8 rows of x
     steps: int = 1  # that are loaded together
+    overlaps: bool = False  # it starts while the kernel before it ends, and lets the next one do so
     has_bias: bool = False
     whole: bool = True  # K is a multiple of what a program takes at a time
 
@@ -122,6 +124,21 @@ def load_codes(places, step, F: gl.constexpr):
 
 
 @gluon.jit
+def wait_for_inputs(F: gl.constexpr):
+    """From here on all that the kernels before this one wrote can be read, and what they read be overwritten."""
+    if F.overlaps:
+        gdc_wait()
+
+
+@gluon.jit
+def let_next_start(F: gl.constexpr):
+    """Where every program has come here, the next kernel may start and wait for this one's end. Earlier, programs of
+    the next one would crowd on the few multiprocessors that have places left."""
+    if F.overlaps:
+        gdc_launch_dependents()
+
+
+@gluon.jit
 def decoded(words, scales, tile, F: gl.constexpr, in_place: gl.constexpr):
     """What `load_codes` gave of a tile -> pairs of bfloat16: `units` int32 of rows g, and as many of rows g + 8;
     `in_place`: not before what stands before it."""
@@ -205,11 +222,13 @@ def linear_kernel(x, data, scale, bias, out, batch, n, k, tiles, steps, F: gl.co
     data_words = data.to(gl.pointer_type(gl.int32))
     codes = places_of_codes(data_words, scale, tiles, steps, F)
     xs = _places_of_x(x_words, batch, k, F)
+    wait_for_inputs(F)
     words, scales, pairs = _load(codes, xs, k, steps, 0, F)
     for start in range(F.steps * F.along_k, steps, F.steps * F.along_k):
         next_words, next_scales, next_pairs = _load(codes, xs, k, steps, start, F)
         acc = _multiply(acc, words, scales, pairs, F)
         words, scales, pairs = next_words, next_scales, next_pairs
+    let_next_start(F)
     acc = _multiply(acc, words, scales, pairs, F)
 
     of_rows: gl.constexpr = gl.SliceLayout(0, layout)

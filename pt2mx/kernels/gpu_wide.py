@@ -39,18 +39,19 @@ def wide(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, out: Tenso
     split = triton.cdiv(triton.cdiv(steps, 2), tile.splits) * 2
     splits = triton.cdiv(steps, split)
     parts = out if splits == 1 else torch.empty(splits, batch, n, dtype=torch.float32, device=x.device)
-    form = form_of(element, along_n=tile.warps, has_bias=bias is not None and splits == 1)
+    form = form_of(element, along_n=tile.warps, has_bias=bias is not None and splits == 1, overlaps=True)
     stages = min(8, _SHARED_BYTES // (tile.batch * STAGE_K.value * x.element_size()))
     grid = (triton.cdiv(tiles, tile.warps), triton.cdiv(batch, tile.batch), splits)
     with torch.cuda.device_of(x):
-        ordered = _ordered(x, grid[1] * tile.batch, FRAGMENTS[element.name].step)
+        ordered = _ordered(x, grid[1] * tile.batch, element)
         descriptor = TensorDescriptor.from_tensor(ordered, [tile.batch, STAGE_K.value], _SHARED_LAYOUT)
         of_launch = (batch, n, tiles, steps, split, form, Wide(tile.batch, stages))
-        wide_kernel[grid](descriptor, data, scale, bias, parts, *of_launch, num_warps=tile.warps)
+        wide_kernel[grid](descriptor, data, scale, bias, parts, *of_launch, num_warps=tile.warps, launch_pdl=True)
         if splits > 1:
             size = batch * n
+            form = form_of(element, has_bias=bias is not None, overlaps=True)
             add_parts_kernel[(triton.cdiv(size, 2048),)](
-                parts, bias, out, n, size, splits, bias is not None, num_warps=8
+                parts, bias, out, n, size, splits, form, num_warps=8, launch_pdl=True
             )
 
 
@@ -69,13 +70,14 @@ def tile_of(batch: int, tiles: int, multiprocessors: int) -> Tile:
     return Tile(rows, warps, min(max(1, wanted // programs(rows, warps)), _MOST_SPLITS))
 
 
-def _ordered(x: Tensor, rows: int, step: int) -> Tensor:
+def _ordered(x: Tensor, rows: int, element: ElementFormat) -> Tensor:
     """(batch, K) -> (rows, K'), K' in whole steps: of each step the pairs of values, one of each thread in turn.
 
     What is in rows from `batch` on is not used; they are there because copies of parts beyond a tensor are slow."""
-    batch, k = x.shape
+    (batch, k), step = x.shape, FRAGMENTS[element.name].step
     out = torch.empty(rows, triton.cdiv(k, step) * step, dtype=x.dtype, device=x.device)
     words, words_out = k // 2, out.shape[1] // 2
     grid = (triton.cdiv(words_out, 1024), batch)
-    order_kernel[grid](x.view(torch.int32), out.view(torch.int32), words, words_out, step // 8, num_warps=8)
+    form = form_of(element, overlaps=True)
+    order_kernel[grid](x.view(torch.int32), out.view(torch.int32), words, words_out, form, num_warps=8, launch_pdl=True)
     return out

@@ -17,7 +17,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from pt2mx.kernels.gpu_linear_kernel import decoded, load_codes, places_of_codes
+from pt2mx.kernels.gpu_linear_kernel import (
+    decoded,
+    let_next_start,
+    load_codes,
+    places_of_codes,
+    wait_for_inputs,
+)
 
 #: values along K of a stage
 STAGE_K = gl.constexpr(128)
@@ -108,10 +114,10 @@ def wide_kernel(x, data, scale, bias, out, batch, n, tiles, steps, split, F: gl.
     ready = gl.allocate_shared_memory(gl.int64, [W.stages, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(gl.constexpr(W.stages)):
         mbarrier.init(ready.index(stage), count=1)
+    codes = places_of_codes(data.to(gl.pointer_type(gl.int32)), scale, tiles, steps, F)
+    wait_for_inputs(F)
     for stage in gl.static_range(gl.constexpr(W.stages)):
         _request(x, values, ready, stage, stage < count, first_k, first_m, W)
-
-    codes = places_of_codes(data.to(gl.pointer_type(gl.int32)), scale, tiles, steps, F)
     words, scales = _load(codes, first, steps - 1, F)
     acc = gl.full([F.along_n * 16, W.batch], 0.0, gl.float32, _sums_layout(F, W))
     before = gl.full([F.along_n * 16, STAGE_K], 0.0, gl.bfloat16, gl.DotOperandLayout(0, _sums_layout(F, W), 2))
@@ -130,6 +136,7 @@ def wide_kernel(x, data, scale, bias, out, batch, n, tiles, steps, split, F: gl.
             _request(x, values, ready, free + W.stages, wanted, first_k, first_m, W)
             before = a
         words, scales = next_words, next_scales
+    let_next_start(F)
     acc, _ = warpgroup_mma_wait(0, [acc, before])
 
     layout: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, F.along_n], [0, 1])
@@ -144,26 +151,31 @@ def wide_kernel(x, data, scale, bias, out, batch, n, tiles, steps, split, F: gl.
 
 
 @gluon.jit(do_not_specialize=["n", "size", "splits"])
-def add_parts_kernel(parts, bias, out, n, size, splits, has_bias: gl.constexpr):
+def add_parts_kernel(parts, bias, out, n, size, splits, F: gl.constexpr):
     """parts: (splits, batch, n) float32, bias: (n,) -> out: (batch, n); `size` is batch * n."""
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [8], [0])
     at = gl.program_id(0).to(gl.int64) * 2048 + gl.arange(0, 2048, layout)
     inside = at < size
+    wait_for_inputs(F)
     total = gl.load(parts + at, inside, 0.0)
     for split in range(1, splits):
         total += gl.load(parts + size.to(gl.int64) * split + at, inside, 0.0)
-    if has_bias:
+    if F.has_bias:
         total += gl.load(bias + at % n, inside, 0.0).to(gl.float32)
+    let_next_start(F)
     gl.store(out + at, total.to(out.dtype.element_ty), inside)
 
 
 @gluon.jit(do_not_specialize=["words", "words_out"])
-def order_kernel(x, out, words, words_out, in_thread: gl.constexpr):
-    """x: (batch, words) int32, pairs of values -> out: (batch, words_out), the pairs of each step, `in_thread` of each
-    of its four threads, one of each thread in turn; zeros beyond x."""
+def order_kernel(x, out, words, words_out, F: gl.constexpr):
+    """x: (batch, words) int32, pairs of values -> out: (batch, words_out), the pairs of each step, those of each of its
+    four threads, one of each thread in turn; zeros beyond x."""
+    in_thread: gl.constexpr = 4 * F.units
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
     row = gl.program_id(1).to(gl.int64)
     at = gl.program_id(0) * 1024 + gl.arange(0, 1024, layout)
     source = at // (4 * in_thread) * (4 * in_thread) + at % 4 * in_thread + at // 4 % in_thread
+    wait_for_inputs(F)
     pairs = gl.load(x + row * words + source, source < words, 0)
+    let_next_start(F)
     gl.store(out + row * words_out + at, pairs, at < words_out)

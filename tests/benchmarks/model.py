@@ -4,7 +4,8 @@
 
 MiniLM (pretrained, 32 sentences of 64 tokens) and ResNet-18 (8 images of 224x224) with MXFP8 weights and activations;
 one step of decoding with a decoder of the shape of Llama 3.2 1B (random weights, tied embedding, batch 1, static cache)
-with MXFP4 weights, its head's too. Both sides are compiled alike, as a whole (on a GPU with CUDA graphs), and called in
+with MXFP4 weights, its head's too. Where activations are quantized there is a row for packed weights and one for
+`lower_to_inductor(unpack=True)`. All sides are compiled alike, as a whole (on a GPU with CUDA graphs), and called in
 turns; the times are medians. On a GPU ten calls are queued at a time, as in decoding, where none waits for the host.
 
 Reach: at most 1.15x the time with quantized activations, at most 0.5x with packed weights alone.
@@ -36,6 +37,7 @@ class Row:
 
     model: str
     recipe: str
+    weights: str
     dtype: str
     float_ms: float
     mx_ms: float
@@ -64,7 +66,7 @@ def main() -> None:
         load, recipe, dtypes = MODELS[name]
         for dtype in dtypes or options.dtypes:
             try:
-                rows.append(measure(name, load, recipe, getattr(torch, dtype), options))
+                rows += measure(name, load, recipe, getattr(torch, dtype), options)
             except Exception as error:  # the other rows still tell
                 print(f"{name} in {dtype}: {type(error).__name__}: {error}", file=sys.stderr)
     if options.json:
@@ -75,7 +77,7 @@ def main() -> None:
 
 
 @torch.no_grad()
-def measure(name: str, load: Callable, recipe: str, dtype: torch.dtype, options: argparse.Namespace) -> Row:
+def measure(name: str, load: Callable, recipe: str, dtype: torch.dtype, options: argparse.Namespace) -> list[Row]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, inputs = load(options)
@@ -84,9 +86,10 @@ def measure(name: str, load: Callable, recipe: str, dtype: torch.dtype, options:
     prepared = pt2mx.prepare_pt2e(program.module(), pt2mx.MXQuantizer.from_recipe(recipe))
     prepared(*inputs)
     converted = pt2mx.convert_pt2e(prepared)
-    sizes = [gigabytes(m) for m in (model, converted)]
-    lowered = pt2mx.lower_to_inductor(converted, options.device)
-    sides = [torch.compile(m, mode=options.mode) for m in (model, lowered)]
+    kinds = ["packed"] if recipe.endswith("weight_only") else ["packed", "unpacked"]
+    lowered = [pt2mx.lower_to_inductor(converted, options.device, unpack=kind == "unpacked") for kind in kinds]
+    sizes = [gigabytes(m) for m in (model, *lowered)]
+    sides = [torch.compile(m, mode=options.mode) for m in (model, *lowered)]
     del prepared, program, converted
     compiling = [timed(lambda side=side: queued(side, inputs, 1)) for side in sides]
     count = {"cpu": 1, "cuda": 10}[options.device]
@@ -94,7 +97,10 @@ def measure(name: str, load: Callable, recipe: str, dtype: torch.dtype, options:
     medians_in_turns(calls, 3)  # records the graphs of a GPU
     times = [1e3 * seconds / count for seconds in medians_in_turns(calls, options.repeats)]
     dtype_name = str(dtype).removeprefix("torch.")
-    return Row(name, recipe, dtype_name, *times, times[1] / times[0], *compiling, *sizes)
+    return [
+        Row(name, recipe, kind, dtype_name, times[0], ms, ms / times[0], compiling[0], seconds, sizes[0], size)
+        for kind, ms, seconds, size in zip(kinds, times[1:], compiling[1:], sizes[1:], strict=True)
+    ]
 
 
 def queued(program: Program, inputs: tuple[Tensor, ...], count: int) -> None:

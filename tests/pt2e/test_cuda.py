@@ -67,7 +67,8 @@ def test_lowered_to_a_device_without_an_index(quantize):
     torch._dynamo.reset()
     with torch.no_grad():
         lowered = torch.compile(pt2mx.lower_to_inductor(converted, "cuda"), fullgraph=True)
-        assert torch.allclose(lowered(x), want, rtol=1e-2, atol=1e-2)
+        # Inductor quantizes x as it is, before it is rounded to bfloat16
+        assert ((lowered(x) - want).norm() / want.norm()).item() < 0.05
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4_weight_only"])

@@ -47,7 +47,7 @@ def test_fragments(name, shape):
             check(got, x, data, scale, added, name)
 
 
-@pytest.mark.parametrize("n", [13000, 16400])
+@pytest.mark.parametrize("n", [13000, 25400])
 @pytest.mark.parametrize("name", FORMATS)
 def test_so_many_rows_that_few_warps_share_one(name, n):
     data, scale = packed(name, n, 1384)
@@ -155,6 +155,32 @@ def test_cuda_graph(batch):
         x.copy_(torch.randn(batch, 256))
         graph.replay()
         assert torch.equal(y, linear_mx_fragments(x, *fragments, None, "fp4_e2m1", 96))
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("batch", [1, 40])
+def test_each_product_waits_for_the_one_before(batch, captured):
+    """Kernels start before the ones ahead of them have ended; memory is used again in between."""
+    fragments = to_fragments(*packed("fp4_e2m1", 2048, 2048), ELEMENTS["fp4_e2m1"], 32)
+    x = torch.randn(batch, 2048, device="cuda", dtype=torch.bfloat16)
+
+    def chain(x, each):
+        for _ in range(30):
+            y = linear_mx_fragments(x, *fragments, None, "fp4_e2m1", 2048)
+            x = torch.nn.functional.normalize(linear_mx_fragments(y, *fragments, None, "fp4_e2m1", 2048), dim=-1)
+            each()
+        return x
+
+    want = chain(x, torch.cuda.synchronize)
+    if not captured:
+        assert all(torch.equal(chain(x, lambda: None), want) for _ in range(5))
+        return
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = chain(x, lambda: None)
+    for _ in range(5):
+        graph.replay()
+        assert torch.equal(got, want)
 
 
 def test_streams_run_side_by_side():

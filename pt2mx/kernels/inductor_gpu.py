@@ -1,0 +1,53 @@
+"""The functions of `pt2mx.kernels.elements` for Inductor's Triton, to the bit: all but one are the definition."""
+
+import torch
+from torch import Tensor
+from torch._inductor import lowering
+from torch._inductor.ir import TensorBox
+from torch._inductor.virtualized import V
+from torch._prims_common import compute_elementwise_output_logical_to_physical_perm as order_in_memory
+
+from pt2mx.kernels.elements import decode, hold, narrow, reuse, round_to_element
+
+__all__ = ["decode", "flatten", "hold", "narrow", "reuse", "round_to_element"]
+
+#: computes nothing: `flatten`, with the dimensions of its result from the outermost in memory to the innermost
+torch.library.define(
+    "pt2mx::join_blocks", "(Tensor blocks, int axis, int[] order) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
+
+
+@torch.library.impl("pt2mx::join_blocks", "CompositeExplicitAutograd")
+@torch.library.register_fake("pt2mx::join_blocks")
+def _join_blocks(blocks: Tensor, axis: int, order: list[int]) -> Tensor:
+    values = blocks.permute(_of_blocks(order, axis)).clone(memory_format=torch.contiguous_format)
+    at = order.index(axis)
+    return values.flatten(at, at + 1).permute([order.index(d) for d in range(len(order))])
+
+
+@lowering.register_lowering(torch.ops.pt2mx.join_blocks, type_promotion_kind=None)
+def _lower_join_blocks(blocks: TensorBox, axis: int, order: list[int]) -> TensorBox:
+    """The values are written by the kernel that quantizes the blocks, which it does not where it has to guess their
+    order in memory: another kernel copies them into the order that their user asks for."""
+    if len(order) == 4 and axis == 1 and V.graph.layout_opt:  # convolutions of this graph want the channels last
+        order = [0, 2, 3, 1]
+    values = lowering.clone(lowering.permute(blocks, _of_blocks(order, axis)))
+    values.realize()
+    values.freeze_layout()
+    sizes, at = list(values.get_size()), order.index(axis)
+    values = lowering.view(values, [*sizes[:at], sizes[at] * sizes[at + 1], *sizes[at + 2 :]])
+    return lowering.permute(values, [order.index(d) for d in range(len(order))])
+
+
+def flatten(blocks: Tensor, axis: int) -> Tensor:
+    """(..., blocks, block, ...) -> (..., values, ...), in the order in memory of the blocks."""
+    values = blocks.flatten(axis, axis + 1)
+    if axis == values.dim() - 1:
+        return values
+    order, _ = order_in_memory(blocks)
+    return torch.ops.pt2mx.join_blocks(blocks, axis, [d - (d > axis) for d in order if d != axis + 1])
+
+
+def _of_blocks(order: list[int], axis: int) -> list[int]:
+    """`order` of the dimensions of the values -> that of the blocks, each after the number of its block."""
+    return [d + (d > axis) + more for d in order for more in ((0, 1) if d == axis else (0,))]
