@@ -17,6 +17,7 @@ from pt2mx.fx.gather_packed import gather_packed
 from pt2mx.fx.join_products import join_products
 from pt2mx.fx.own_tensors import own_tensors
 from pt2mx.fx.packed_products import use_packed_weights
+from pt2mx.fx.quantize_together import quantize_together
 from pt2mx.fx.scaled_mm import use_scaled_mm
 from pt2mx.fx.share_quantizations import share_quantizations
 from pt2mx.fx.split_bias import split_bias
@@ -33,6 +34,7 @@ PASSES = (
     use_packed_weights,
     join_products,
     split_bias,
+    quantize_together,
 )
 
 
