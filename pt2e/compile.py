@@ -34,6 +34,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     compiling.add_argument("--output", required=True, help="the package to write; its name ends in .pt2")
     compiling.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where it runs (default: cpu)")
     compiling.add_argument("--portable", action="store_true", help="a package that runs where pt2mx is not installed")
+    compiling.add_argument("--unpack", action="store_true", help="keep weights dequantized: larger, mostly faster")
     compiling.set_defaults(run=_compile)
     running = commands.add_parser("run", help="run a package that `pt2mx compile` wrote")
     running.add_argument("package", help="what `pt2mx compile` wrote")
@@ -42,23 +43,26 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     running.set_defaults(run=_run)
 
 
-def compile_program(program: ExportedProgram, path: str, device: str = "cpu", portable: bool = False) -> None:
+def compile_program(
+    program: ExportedProgram, path: str, device: str = "cpu", portable: bool = False, unpack: bool = False
+) -> None:
     """Lower a converted program and compile it by AOTInductor into the package `path`.
 
-    Weights stay packed in the package. It takes the shapes that the program takes. What it computes with the same
-    operations it gives to the bit: quantization, products in an eager kernel. What Inductor computes in another way or
-    order (sums, `exp`, `tanh`) differs in the last bits, and a quantization behind that may step to the next value.
+    It takes the shapes that the program takes. What it computes with the same operations it gives to the bit:
+    quantization, products in an eager kernel. What Inductor computes in another way or order (sums, `exp`, `tanh`)
+    differs in the last bits, and a quantization behind that may step to the next value.
 
     Args:
         program: `torch.export.export(converted, ...)`, with its example inputs; it stays as it is.
         path: a name that ends in `.pt2`.
         portable: write pt2mx's operators out, so that the package runs in a process without pt2mx. A weight is then
             dequantized at each call. Otherwise a process imports pt2mx before it loads the package.
+        unpack: keep weights dequantized in the package, as `lower_to_inductor` does; otherwise they stay packed.
 
     Raises:
         MXError: where nothing is quantized in the program.
     """
-    lowered = lower_to_inductor(program.module(), device)
+    lowered = lower_to_inductor(program.module(), device, unpack=unpack)
     args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(device), program.example_inputs)
     with torch.no_grad(), warnings.catch_warnings():
         # torch, of its own code
@@ -83,7 +87,7 @@ def _compile(options: argparse.Namespace) -> None:
         step(progress, "compile")
         begin = time.perf_counter()
         with stage("compile the program"):
-            compile_program(program, options.output, options.device, options.portable)
+            compile_program(program, options.output, options.device, options.portable, options.unpack)
         seconds = time.perf_counter() - begin
 
         step(progress, "compare")

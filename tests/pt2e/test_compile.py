@@ -49,9 +49,12 @@ def inputs(batch, sequence):
     return torch.randn(batch, sequence, 70), torch.randn(batch, 1, 128)
 
 
+PACKAGES = {"net.aoti.pt2": [], "portable.pt2": ["--portable"], "unpacked.pt2": ["--unpack", "--portable"]}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A quantized program, packages of it with and without `--portable`, and what they are to compute."""
+    """A quantized program, packages of it by each option, and what they are to compute."""
     path = tmp_path_factory.mktemp("compile")
     torch.manual_seed(0)
     batch, sequence = torch.export.Dim("batch", max=99), torch.export.Dim("sequence")
@@ -69,7 +72,7 @@ def folder(tmp_path_factory):
             assert torch.allclose(lowered(*args), converted(*args), rtol=1e-5, atol=1e-5)
             torch.save((args, lowered(*args)), path / f"lowered{i}.pt")
             torch.save((args, converted(*args)), path / f"converted{i}.pt")
-    for name, options in (("net.aoti.pt2", []), ("portable.pt2", ["--portable"])):
+    for name, options in PACKAGES.items():
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             assert main(["compile", str(path / "net.pt2"), "--output", str(path / name), *options]) == 0
@@ -88,9 +91,10 @@ def test_package_gives_the_bits_of_the_lowered_model_in_another_process(here, ru
     assert run_python(IN_ANOTHER_PROCESS, arguments, cwd=here).split()[::2] == ["True"] * 3
 
 
-def test_portable_package_runs_without_pt2mx(here, run_python):
+@pytest.mark.parametrize("name", ["portable.pt2", "unpacked.pt2"])
+def test_portable_package_runs_without_pt2mx(name, here, run_python):
     """The weight is dequantized to the bit and multiplied by the product that eager calls."""
-    arguments = ["without", "portable.pt2", *(f"converted{i}.pt" for i in range(3))]
+    arguments = ["without", name, *(f"converted{i}.pt" for i in range(3))]
     printed = run_python(IN_ANOTHER_PROCESS, arguments, cwd=here).split()
     assert all(float(error) < 1e-6 for error in printed[1::2])
 
@@ -113,7 +117,7 @@ def test_several_threads_and_calls_in_turn(here):
 
 
 def test_compile_prints_how_well_it_agrees(here):
-    for name in ("net.aoti.pt2", "portable.pt2"):
+    for name in PACKAGES:
         agreement, sizes = (here / f"{name}.txt").read_text().splitlines()
         assert agreement.startswith("compiled against eager: SQNR ") and agreement.endswith("cosine 1.000000")
         assert float(agreement.split()[4]) > 100
