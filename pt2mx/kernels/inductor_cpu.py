@@ -79,12 +79,12 @@ def flatten(blocks: Tensor, axis: int) -> Tensor:
 def round_to_element(v: Tensor, element: ElementFormat, rounding: str, random: Tensor | None = None) -> Tensor:
     """v: fp32 in units of the block's scale -> a neighbouring value of the element, saturated."""
     binade = _binade(v).clamp(min=2.0**element.emin)
-    quantum = binade * 2.0**-element.mantissa_bits
     if rounding == "even":
         # in the binade of this number one unit in the last place is a quantum: adding it rounds, ties to even
-        rounder = quantum * (1.5 * 2.0**23)
+        rounder = binade * (1.5 * 2.0 ** (23 - element.mantissa_bits))
         p = (v + rounder) - rounder
     else:
+        quantum = binade * 2.0**-element.mantissa_bits
         p = ROUNDINGS[rounding].to_quanta(v / quantum, random) * quantum
     p = p.clamp(element.lowest, element.max_normal)
     # two's complement has no negative zero
