@@ -50,14 +50,15 @@ def lower_to_inductor(
     products and grouped products read their weight packed (`linear_mx`, `grouped_linear_mx`), with its blocks put last
     where they were not and, in bfloat16 on a GPU, in the order of its tensor cores; those of one input are one product;
     embeddings gather packed rows. Weights that were not folded are. What is not rewritten, such as convolutions,
-    dequantizes its weight at each call and compiles through the decompositions of the operators.
+    dequantizes its weight at each call (unless `unpack`) and compiles through the decompositions of the operators.
 
     Args:
         converted: what `convert_pt2e` returned, or the module of a program that was exported from it, saved or loaded.
             It stays as it is; the result shares its tensors, as far as they stay the same.
         device: where the result runs; by default where `converted` does.
         unpack: keep weights dequantized, in the memory that the float model takes (`unpack_weights`): the fastest form
-            where many rows are multiplied at a time, as in a vision model or an encoder with quantized activations.
+            where many rows are multiplied at a time, as in a vision model or an encoder with quantized activations. Of
+            a model with quantized weights alone the result may hold no quantized tensor, and is lowered no further.
         scaled_mm: let MX tensor cores, where the GPU has them, multiply codes (`use_scaled_mm`); untested on hardware.
 
     Returns:
@@ -82,7 +83,9 @@ def lower_to_inductor(
     if scaled_mm:
         use_scaled_mm(model)
     for graph in graph_modules(model):
-        (unpack_weights if unpack else use_fragments)(graph)
+        if unpack:
+            unpack_weights(graph)
+        use_fragments(graph)
     delete_unused_tensors(model)
     return model
 

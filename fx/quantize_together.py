@@ -9,15 +9,20 @@ from typing import NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
-from pt2mx import ops
+from pt2mx import linear, ops
 from pt2mx.fx.aliasing import is_written, written_roots
 from pt2mx.fx.arguments import make_positional
-from pt2mx.fx.strides import allow_any_strides, may_be_strided
+from pt2mx.fx.strides import allow_any_strides, is_view
 from pt2mx.fx.values import set_value, shape_of
 from pt2mx.modes import ROUNDINGS
 
 aten = torch.ops.aten
 
+#: what may read the parts: its results have strides of their own, or those that they had without quantization
+_READERS = (
+    aten.matmul.default, aten.mm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default,
+    aten.addmm.default, linear.linear_mx, aten.scaled_dot_product_attention.default,
+)  # fmt: skip
 _SPLITS = (aten.view.default, aten.reshape.default, aten.unflatten.int)
 
 
@@ -29,19 +34,20 @@ class Part(NamedTuple):
 
     @property
     def bounds(self) -> tuple[int, int]:
-        return self.views[0].args[2:4]
+        source, _, start, end = self.views[0].args[:4]
+        return start, min(end, shape_of(source)[-1])
 
 
 def quantize_together(model: GraphModule) -> GraphModule:
     """Let quantizations of neighbouring parts of a tensor's last dimension, with the same element, block size and
-    modes, be one of all these parts, where blocks run along that dimension and none has values of two parts or heads.
-    What they give are views of it: the same bits. Changes `model` and returns it."""
+    modes, be one of all these parts, where blocks run along that dimension, none has values of two parts or heads, and
+    products alone read them. What they give are views of it: the same bits. Changes `model` and returns it."""
     roots, groups = written_roots(model.graph), defaultdict(list)
     for node in model.graph.find_nodes(op="call_function", target=ops.fake_quantize_mx):
         make_positional(node, 6)
         part = _part(node)
         written = part is None or any(is_written(n, roots) for n in (node, *part.views, part.views[0].args[0]))
-        if not written and not ROUNDINGS[node.args[5]].random and may_be_strided(node):
+        if not written and not ROUNDINGS[node.args[5]].random and _products_read(node):
             groups[(part.views[0].args[0], *node.args[1:3], *node.args[4:])].append(part)
     for parts in groups.values():
         for neighbours in _neighbours(parts):
@@ -78,8 +84,9 @@ def _is_part(node: Node, block_size: int) -> bool:
     shape = shape_of(source)
     if shape is None or not isinstance(shape[-1], int) or step not in ([], [1]) or node.kwargs:
         return False
-    bounds = all(isinstance(n, int) and 0 <= n <= shape[-1] for n in (start, end))
-    return bounds and dim % len(shape) == len(shape) - 1 and start % block_size == 0
+    if not isinstance(start, int) or not isinstance(end, int) or not 0 <= start < min(end, shape[-1]):
+        return False
+    return dim % len(shape) == len(shape) - 1 and start % block_size == 0
 
 
 def _keeps_last(node: Node) -> bool:
@@ -90,6 +97,10 @@ def _keeps_last(node: Node) -> bool:
     if node.target is aten.permute.default:
         return node.args[1][-1] % len(shape) == len(shape) - 1
     return node.target in _SPLITS and shape[:-2] == (shape_of(node.args[0]) or ())[:-1]
+
+
+def _products_read(node: Node) -> bool:
+    return all(user.target in _READERS or (is_view(user) and _products_read(user)) for user in node.users)
 
 
 def _neighbours(parts: list[Part]) -> list[list[Part]]:

@@ -15,7 +15,10 @@ _VIEW_OF_ANY_STRIDES = {
     aten._unsafe_view.default: aten.reshape.default,
     aten.view_as.default: aten.reshape_as.default,
 }
-_NEED_STRIDES = (aten.as_strided.default, aten.view.dtype, aten.view_as_complex.default, aten.view_as_real.default)
+_NEED_STRIDES = (
+    aten.as_strided.default, aten.as_strided_copy.default, aten.view.dtype, aten.view_as_complex.default,
+    aten.view_as_real.default,
+)  # fmt: skip
 
 #: composite operators that give a new tensor; others, as `dropout` in evaluation, may give what they were given
 _COMPOSITES = (
@@ -31,15 +34,18 @@ def may_be_strided(node: Node) -> bool:
 
 
 def _takes_strides(user: Node) -> bool:
-    if _is_view(user):
-        return user.target not in _NEED_STRIDES and may_be_strided(user)
+    if user.target in _NEED_STRIDES:
+        return False
+    if is_view(user):
+        return may_be_strided(user)
     if not isinstance(user.target, torch._ops.OpOverload) or user.target.namespace not in _OWN_STRIDES:
         return False
     composite = user.target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
     return not composite or user.target in _COMPOSITES
 
 
-def _is_view(node: Node) -> bool:
+def is_view(node: Node) -> bool:
+    """Whether a node's result is memory of its first argument."""
     if isinstance(node.target, torch._ops.OpOverload):
         return any(returned.alias_info is not None for returned in node.target._schema.returns)
     return node.target is operator.getitem  # of several views
@@ -49,6 +55,6 @@ def allow_any_strides(node: Node) -> None:
     """Let views of a node be copies where its strides ask for that, and say what they are now."""
     for user in node.users:
         user.target = _VIEW_OF_ANY_STRIDES.get(user.target, user.target)
-        if _is_view(user):
+        if is_view(user):
             set_value(user)
             allow_any_strides(user)

@@ -4,7 +4,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx import linear, ops
-from pt2mx.fx.constants import computed_from, constant_nodes, root_name
+from pt2mx.fx.arguments import make_positional
+from pt2mx.fx.constants import computed_from, constant_nodes, evaluate, root_name
 from pt2mx.fx.fold_weights import fold_constant
 from pt2mx.fx.values import dtype_of, set_value, shape_of
 
@@ -21,37 +22,29 @@ def unpack_weights(model: GraphModule) -> GraphModule:
     constants = {n for n in constant_nodes(model.graph) if all(c.op != "placeholder" for c in computed_from(n))}
     buffers: dict[tuple[object, ...], Node] = {}
     for node in model.graph.find_nodes(op="call_function", target=linear.linear_mx):
-        if constants.issuperset(node.args[1:3]) and isinstance(shape_of(node.args[0])[-1], int):
-            constants.add(_use_plain_product(model, node))
+        k = (shape_of(node.args[0]) or (None,))[-1]
+        if constants.issuperset(node.args[1:3]) and isinstance(k, int):
+            constants.add(_use_plain_product(model, node, k))
     for node in model.graph.find_nodes(op="call_function", target=ops.dequantize_mx):
         if node in constants:
-            of_weight = (node.args, *node.kwargs.items())
-            if of_weight not in buffers:
-                buffers[of_weight] = fold_constant(model, _in_order(model, node), f"{root_name(node)}_unpacked")
-            node.replace_all_uses_with(buffers[of_weight])
+            make_positional(node, 7)
+            data, *others, axis, length = node.args
+            weight = (data, *others, axis % evaluate(model, data).dim(), shape_of(node) or length)
+            if weight not in buffers:
+                buffers[weight] = fold_constant(model, node, f"{root_name(node)}_unpacked")
+            node.replace_all_uses_with(buffers[weight])
             model.graph.erase_node(node)
     model.graph.eliminate_dead_code()
     model.recompile()
     return model
 
 
-def _in_order(model: GraphModule, weight: Node) -> Node:
-    """The weight, in the order in memory that its readers want: compiled convolutions copy others at each call."""
-    if not any(user.target is aten.conv2d.default for user in weight.users):
-        return weight
-    with model.graph.inserting_after(weight):
-        ordered = model.graph.call_function(aten.clone.default, (weight,), {"memory_format": torch.channels_last})
-    set_value(ordered)
-    weight.replace_all_uses_with(ordered, delete_user_cb=lambda user: user is not ordered)
-    return ordered
-
-
-def _use_plain_product(model: GraphModule, packed: Node) -> Node:
+def _use_plain_product(model: GraphModule, packed: Node, k: int) -> Node:
     """Replace a `linear_mx`; gives the node of its dequantized weight."""
     x, data, scale, bias, element, block_size = packed.args
     with model.graph.inserting_before(packed):
         weight = model.graph.call_function(
-            ops.dequantize_mx, (data, scale, element, block_size, dtype_of(packed), -1, shape_of(x)[-1])
+            ops.dequantize_mx, (data, scale, element, block_size, dtype_of(packed), -1, k)
         )
         plain = model.graph.call_function(aten.linear.default, (x, weight, bias))
     set_value(weight)

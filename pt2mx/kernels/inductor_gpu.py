@@ -11,7 +11,8 @@ from pt2mx.kernels.elements import decode, hold, narrow, reuse, round_to_element
 
 __all__ = ["decode", "flatten", "hold", "narrow", "reuse", "round_to_element"]
 
-#: computes nothing: `flatten`, with the dimensions of its result from the outermost in memory to the innermost
+#: computes nothing: `flatten`, with the dimensions of its result from the outermost in memory to the innermost; the
+#: lowering puts channels last where convolutions of the graph want that
 torch.library.define(
     "pt2mx::join_blocks", "(Tensor blocks, int axis, int[] order) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
 )
