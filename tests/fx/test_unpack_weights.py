@@ -95,5 +95,11 @@ def test_one_buffer_however_a_call_is_written():
     lowered = lower_to_inductor(model, unpack=True)
     assert torch.equal(lowered(x), model(x))
     assert sum(n.endswith("_unpacked") or "_unpacked_" in n for n in lowered.state_dict()) == 2
-    without_values = torch.fx.symbolic_trace(model)  # no `val`: nothing is known of its shapes
-    assert torch.equal(lower_to_inductor(without_values, unpack=True)(x), model(x))
+
+
+def test_products_of_which_no_shape_is_known_stay_packed():
+    x = torch.randn(3, 64)
+    lowered = lower_to_inductor(convert(nn.Sequential(nn.Linear(64, 32)), (x,)))
+    without_values = torch.fx.symbolic_trace(lowered)
+    again = lower_to_inductor(without_values, unpack=True)
+    assert torch.equal(again(x), lowered(x)) and count(again, linear.linear_mx) == 1
