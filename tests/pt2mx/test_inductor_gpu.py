@@ -1,9 +1,14 @@
-"""What has a form of its own for Inductor's Triton, compiled for the CPU; `test_cuda` tells what a GPU makes of it."""
+"""What has a form of its own for Inductor's Triton: compiled for the CPU, and what becomes of it on a GPU."""
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 
+from pt2mx import fake_quantize_mx
 from pt2mx.kernels import inductor_gpu
+from tests.pt2mx.test_cuda import same
+
+pytestmark = pytest.mark.usefixtures("compiler")
 
 #: blocks, their axis, and the dimensions of the values from the outermost in memory to the innermost
 BLOCKS = {
@@ -14,7 +19,6 @@ BLOCKS = {
 }
 
 
-@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks_are_joined_in_their_order_in_memory(name, dynamic):
@@ -24,3 +28,43 @@ def test_blocks_are_joined_in_their_order_in_memory(name, dynamic):
     for got in (inductor_gpu.flatten(blocks.relu(), axis) * 2, compiled(blocks)):
         assert torch.equal(got, want)
         assert got.permute(order).is_contiguous()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp4_e2m1"])
+def test_compiled_along_every_axis(name, dynamic):
+    for axis in range(4):
+        for order in ((0, 1, 2, 3), (0, 3, 1, 2), (0, 2, 1, 3), (3, 2, 1, 0)):
+            torch._dynamo.reset()
+            x = torch.randn(6, 70, 33, 40, dtype=torch.bfloat16).permute(order)
+
+            def run(x, axis=axis):
+                return fake_quantize_mx(x.relu(), name, axis=axis) * 2
+
+            got = torch.compile(run, fullgraph=True, dynamic=dynamic)(x.cuda())
+            assert same(got, run(x))
+
+
+@pytest.mark.cuda
+def test_convolutions_find_their_input_quantized_by_the_kernel_before():
+    """In the order in memory that they want: as many kernels as without quantization, and none that only copies."""
+
+    def run(x, first, second, quantize):
+        y = torch.relu(torch.nn.functional.conv2d(x, first, padding=1))
+        y = fake_quantize_mx(y, "fp8_e4m3", axis=1) if quantize else y
+        return torch.nn.functional.conv2d(y, second, padding=1)
+
+    torch._dynamo.reset()
+    shapes = ((8, 64, 56, 56), (64, 64, 3, 3), (64, 64, 3, 3))
+    x, *weights = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes)
+    kernels = []
+    with torch.no_grad():
+        for quantize in (False, True):
+            compiled = torch.compile(lambda *tensors, q=quantize: run(*tensors, q), fullgraph=True)
+            got, (code,) = run_and_get_code(compiled, x, *weights)
+            want = run(x, *weights, quantize)
+            assert ((got - want).float().norm() / want.float().norm()).item() < 0.01
+            kernels.append(code.count(".run("))
+    # torch 2.13's scheduler computes the scales in a kernel of their own
+    assert kernels[1] <= kernels[0] + (torch.__version__ >= "2.13")
