@@ -50,7 +50,8 @@ def test_a_bert_layer_compiles_and_agrees(quantize, tmp_path):
     assert pt2mx.quantization_report(converted).effective_bits < 6
 
 
-def test_lowered_to_a_device_without_an_index(quantize):
+@pytest.mark.parametrize("unpack", [False, True])
+def test_lowered_to_a_device_without_an_index(unpack, quantize):
     """torch.export asserts the devices of casts, index and all."""
 
     class Casts(torch.nn.Module):
@@ -66,7 +67,7 @@ def test_lowered_to_a_device_without_an_index(quantize):
     want, _, converted = quantize(program, MXQuantizer.from_recipe("mxfp8"), (x,))
     torch._dynamo.reset()
     with torch.no_grad():
-        lowered = torch.compile(pt2mx.lower_to_inductor(converted, "cuda"), fullgraph=True)
+        lowered = torch.compile(pt2mx.lower_to_inductor(converted, "cuda", unpack=unpack), fullgraph=True)
         # Inductor quantizes x as it is, before it is rounded to bfloat16
         assert ((lowered(x) - want).norm() / want.norm()).item() < 0.05
 
