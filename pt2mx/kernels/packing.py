@@ -4,6 +4,8 @@ Design: numerics, storage. 8-bit codes one a byte; 4-bit codes two a byte, low n
 little-endian bytes.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -28,13 +30,34 @@ def unpacked_length(size: int, bits: int) -> int:
     return size // group * codes
 
 
-def pad_axis(x: Tensor, axis: int, multiple: int) -> Tensor:
-    """`x` with zeros appended along `axis` (non-negative) up to a multiple of `multiple`; (..., n, ...) any dtype."""
+def groups(length: int, size: int) -> int:
+    """Groups of `size` that hold `length` values; of a symbolic length at least two.
+
+    A compiler asks of every size whether it is 1, to leave it out of indices. AOTInductor keeps what is true of the
+    example that a program was exported with, without a guard: code for one group would run for more of them.
+    """
+    count = -(-length // size)
+    return count if isinstance(length, int) else torch.sym_max(count, 2)
+
+
+def pad_axis(x: Tensor, axis: int, size: int) -> Tensor:
+    """`x` with zeros appended along `axis` (non-negative) to whole `groups` of `size`; (..., n, ...) any dtype."""
     length = x.shape[axis]
-    if isinstance(length, int) and length % multiple == 0:
+    if isinstance(length, int) and length % size == 0:
         return x
-    pad = -(-length // multiple) * multiple - length  # without a branch where the length is symbolic
+    pad = groups(length, size) * size - length  # without a branch where the length is symbolic
     return torch.nn.functional.pad(x, (0, 0) * (x.dim() - 1 - axis) + (0, pad))
+
+
+def split_axis(x: Tensor, axis: int, size: int) -> Tensor:
+    """(..., n, ...) -> (..., groups, size, ...), the last groups filled with zeros."""
+    return pad_axis(x, axis, size).unflatten(axis, (groups(x.shape[axis], size), size))
+
+
+def trim_axis(x: Tensor, axis: int, length: int, narrow: Callable[..., Tensor] = torch.narrow) -> Tensor:
+    """The first `length` along `axis`; x itself where it is known to have no more."""
+    whole = isinstance(length, int) and isinstance(x.shape[axis], int) and x.shape[axis] == length
+    return x if whole else narrow(x, axis, 0, length)
 
 
 def pack(codes: Tensor, axis: int, bits: int) -> Tensor:
@@ -42,25 +65,26 @@ def pack(codes: Tensor, axis: int, bits: int) -> Tensor:
     if not is_packed(bits):
         return codes.to(torch.uint8)
     per_group, size = _GROUPS[bits]
-    count = -(-codes.shape[axis] // per_group)
-    groups = pad_axis(codes, axis, per_group).unflatten(axis, (count, per_group))  # (..., groups, codes, ...)
-    word = groups.select(axis + 1, 0)
+    parts = split_axis(codes, axis, per_group)  # (..., groups, codes, ...)
+    word = parts.select(axis + 1, 0)
     for i in range(1, per_group):
-        word = word | groups.select(axis + 1, i) << (bits * i)
+        word = word | parts.select(axis + 1, i) << (bits * i)
     shifts = _along(axis, codes, 8 * torch.arange(size, device=codes.device, dtype=torch.int32))
-    return (word.unsqueeze(axis + 1) >> shifts & 0xFF).to(torch.uint8).flatten(axis, axis + 1)
+    data = (word.unsqueeze(axis + 1) >> shifts & 0xFF).to(torch.uint8).flatten(axis, axis + 1)
+    return trim_axis(data, axis, packed_length(codes.shape[axis], bits))
 
 
 def unpack(data: Tensor, axis: int, bits: int) -> Tensor:
-    """data: (..., bytes, ...) uint8 -> (..., unpacked_length(bytes), ...) int32 codes."""
+    """data: (..., bytes, ...) uint8 -> (..., unpacked_length(bytes), ...) int32 codes; of symbolic bytes, the codes of
+    at least two `groups`."""
     data = data.to(torch.int32)
     if not is_packed(bits):
         return data & ((1 << bits) - 1)
     per_group, size = _GROUPS[bits]
-    groups = data.unflatten(axis, (-1, size))  # (..., groups, bytes, ...)
-    word = groups.select(axis + 1, 0)
+    parts = split_axis(data, axis, size)  # (..., groups, bytes, ...)
+    word = parts.select(axis + 1, 0)
     for i in range(1, size):
-        word = word | groups.select(axis + 1, i) << (8 * i)
+        word = word | parts.select(axis + 1, i) << (8 * i)
     shifts = _along(axis, data, bits * torch.arange(per_group, device=data.device, dtype=torch.int32))
     return (word.unsqueeze(axis + 1) >> shifts & ((1 << bits) - 1)).flatten(axis, axis + 1)
 

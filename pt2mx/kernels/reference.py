@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pt2mx.kernels import elements as plain
-from pt2mx.kernels.packing import pack, pad_axis, unpack
+from pt2mx.kernels.packing import pack, split_axis, trim_axis, unpack
 from pt2mx.modes import ROUNDINGS, SCALE_MODES
 from pt2mx.spec import MXSpec
 
@@ -30,21 +30,22 @@ def quantize(x: Tensor, spec: MXSpec, random: Tensor | None = None, forms: Modul
     exponent, finite, elements = _quantize_blocks(x, spec, random, forms)
     codes = plain.encode(torch.where(finite, elements, 0.0), spec.element)
     codes = _from_blocks(codes, spec, x.shape[spec.axis], forms)
-    return _scale_bytes(exponent, finite, spec), pack(codes, spec.axis, spec.element.bits)
+    return _scale_bytes(exponent, finite, spec, x.shape[spec.axis]), pack(codes, spec.axis, spec.element.bits)
 
 
 def scales(x: Tensor, spec: MXSpec) -> Tensor:
     """x: (..., n, ...) -> the scales that `quantize` gives, (..., ceil(n / block), ...) uint8, without the codes."""
-    return _scale_bytes(*shared_exponent(_to_blocks(x.to(torch.float32), spec), spec), spec)
+    exponent, finite = shared_exponent(_to_blocks(x.to(torch.float32), spec), spec)
+    return _scale_bytes(exponent, finite, spec, x.shape[spec.axis])
 
 
 def dequantize(
     data: Tensor, scale: Tensor, spec: MXSpec, dtype: torch.dtype, length: int, forms: ModuleType = plain
 ) -> Tensor:
     """data: (..., bytes, ...) uint8, scale: (..., ceil(length / block), ...) uint8 -> (..., length, ...) `dtype`."""
-    codes = unpack(data, spec.axis, spec.element.bits).narrow(spec.axis, 0, length)
+    codes = trim_axis(unpack(data, spec.axis, spec.element.bits), spec.axis, length)
     blocks = forms.decode(_to_blocks(codes, spec), spec.element)  # (..., blocks, block, ...)
-    scale = scale.to(torch.int32).unsqueeze(spec.axis + 1)
+    scale = split_axis(scale.to(torch.int32), spec.axis, 1)  # (..., blocks, 1, ...)
     values = _scale_by_pow2(blocks, scale - _BIAS, scale != NAN_SCALE, forms)
     return _from_blocks(values.to(dtype), spec, length, forms)
 
@@ -142,18 +143,16 @@ def _in_units(blocks: Tensor, exponent: Tensor, finite: Tensor, rounding: str, f
 
 
 def _to_blocks(x: Tensor, spec: MXSpec) -> Tensor:
-    """(..., n, ...) -> (..., blocks, block, ...), a ragged last block filled with zeros."""
+    """(..., n, ...) -> (..., blocks, block, ...), ragged last blocks filled with zeros."""
     length, block = x.shape[spec.axis], spec.block_size
     if isinstance(length, int):
         block = max(1, min(block, length))  # one short block needs no filling
-    return pad_axis(x, spec.axis, block).unflatten(spec.axis, (-(-length // block), block))
+    return split_axis(x, spec.axis, block)
 
 
 def _from_blocks(blocks: Tensor, spec: MXSpec, length: int, forms: ModuleType) -> Tensor:
     """(..., blocks, block, ...) -> (..., length, ...)."""
-    x = forms.flatten(blocks, spec.axis)
-    whole = isinstance(length, int) and isinstance(x.shape[spec.axis], int) and x.shape[spec.axis] == length
-    return x if whole else forms.narrow(x, spec.axis, 0, length)
+    return trim_axis(forms.flatten(blocks, spec.axis), spec.axis, length, forms.narrow)
 
 
 def _clamp(exponent: Tensor, spec: MXSpec) -> Tensor:
@@ -167,8 +166,9 @@ def _pow2(exponent: Tensor) -> Tensor:
     return ((exponent + _BIAS) << 23).view(torch.float32)
 
 
-def _scale_bytes(exponent: Tensor, finite: Tensor, spec: MXSpec) -> Tensor:
-    return torch.where(finite, exponent + _BIAS, NAN_SCALE).to(torch.uint8).squeeze(spec.axis + 1)
+def _scale_bytes(exponent: Tensor, finite: Tensor, spec: MXSpec, length: int) -> Tensor:
+    scale = torch.where(finite, exponent + _BIAS, NAN_SCALE).to(torch.uint8).squeeze(spec.axis + 1)
+    return trim_axis(scale, spec.axis, -(-length // spec.block_size))
 
 
 def _scale_by_pow2(x: Tensor, exponent: Tensor, finite: Tensor, forms: ModuleType) -> Tensor:

@@ -35,6 +35,24 @@ def test_equals_eager(name, dynamic):
         assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp6_e3m2"])
+def test_a_package_exported_with_less_than_a_block_takes_more(name, tmp_path):
+    """AOTInductor has no guards: a size that is 1 in the example alone must not be taken for one that is always 1."""
+
+    class Operators(torch.nn.Module):
+        def forward(self, x):  # (3, n, 5)
+            return through_all_operators(x, name, 1)
+
+    shapes = ({1: torch.export.Dim("n", min=2, max=999)},)
+    program = torch.export.export(Operators(), (torch.randn(3, 2, 5),), dynamic_shapes=shapes)
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "operators.pt2"))
+    package = torch._inductor.aoti_load_package(path)
+    for n in (2, 3, 32, 33, 100):
+        x = torch.randn(3, n, 5)
+        for got, want in zip(package(x), Operators()(x), strict=True):
+            assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize(("shape", "axis"), [((70,), 0), ((2, 40, 6, 6), 1)])
 def test_ragged_last_blocks_are_written_whole(shape, axis):
     """torch 2.13's C++ loop splitting drops the values beyond the last whole block of a fused consumer."""
