@@ -72,6 +72,21 @@ def test_lowered_to_a_device_without_an_index(unpack, quantize):
         assert ((lowered(x) - want).norm() / want.norm()).item() < 0.05
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("rows", [1, 100])
+def test_lowered_to_a_device_that_is_not_the_current_one(rows, quantize):
+    model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 64)).eval().bfloat16()
+    x = torch.randn(rows, 256, dtype=torch.bfloat16)
+    _, _, converted = quantize(torch.export.export(model, (x,)), MXQuantizer.from_recipe("mxfp4_weight_only"), (x,))
+    with torch.no_grad():
+        here, there = (pt2mx.lower_to_inductor(converted, device) for device in ("cuda:0", "cuda:1"))
+        want = here(x.to("cuda:0"))
+        for lowered in (there, torch.compile(there, fullgraph=True)):
+            got = lowered(x.to("cuda:1"))
+            assert got.device == torch.device("cuda:1")
+            assert ((got.to("cuda:0") - want).norm() / want.norm()).item() < 0.01
+
+
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4_weight_only"])
 @pytest.mark.parametrize("options", [[], ["--portable"]])
 def test_packages(recipe, options, quantize, tmp_path, capsys):

@@ -7,6 +7,7 @@ from torch._inductor.utils import run_and_get_code
 from pt2mx import fake_quantize_mx
 from pt2mx.kernels import inductor_gpu
 from tests.pt2mx.test_cuda import same
+from tests.pt2mx.test_inductor import Operators, outputs_of_a_package
 
 pytestmark = pytest.mark.usefixtures("compiler")
 
@@ -44,6 +45,14 @@ def test_compiled_along_every_axis(name, dynamic):
 
             got = torch.compile(run, fullgraph=True, dynamic=dynamic)(x.cuda())
             assert same(got, run(x))
+
+
+@pytest.mark.cuda
+def test_a_package_exported_with_less_than_a_block_takes_more(tmp_path):
+    """Its values: Inductor takes the size 1 of the example for that of every output, as of a float model's."""
+    values = slice(None, None, 3)
+    for got, want in outputs_of_a_package(Operators("fp8_e4m3", values), "cuda", tmp_path / "operators.pt2"):
+        assert torch.equal(got.cpu(), want)
 
 
 @pytest.mark.cuda
