@@ -1,6 +1,6 @@
 """Values and the grid of an element: rounding, coding and decoding, on fp32 bit patterns. Part of the definition.
 
-`narrow`, `reuse`, `hold` and `flatten` are what a compiler may have to be told more about.
+`reuse`, `hold` and `from_blocks` are what a compiler may have to be told more about.
 """
 
 from collections.abc import Callable
@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from pt2mx.formats import ElementFormat
+from pt2mx.kernels.packing import trim_axis
 from pt2mx.modes import ROUNDINGS
 
 _BIAS = 127  # of fp32
 _INF = 0x7F800000
-
-#: cuts the filling of a ragged last block off
-narrow = torch.narrow
 
 
 def reuse(x: Tensor) -> Tensor:
@@ -28,9 +26,9 @@ def hold(shared: Tensor) -> Tensor:
     return shared
 
 
-def flatten(blocks: Tensor, axis: int) -> Tensor:
-    """(..., blocks, block, ...) -> (..., values, ...)."""
-    return blocks.flatten(axis, axis + 1)
+def from_blocks(blocks: Tensor, axis: int, length: int) -> Tensor:
+    """(..., blocks, block, ...) -> (..., length, ...), the filling of the last blocks cut off."""
+    return trim_axis(blocks.flatten(axis, axis + 1), axis, length)
 
 
 def round_to_element(v: Tensor, element: ElementFormat, rounding: str, random: Tensor | None = None) -> Tensor:

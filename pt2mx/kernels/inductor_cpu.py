@@ -12,6 +12,7 @@ from torch._inductor.ir import Pointwise, StorageBox, TensorBox
 
 from pt2mx.formats import ElementFormat
 from pt2mx.kernels import elements
+from pt2mx.kernels.packing import has_length
 from pt2mx.modes import ROUNDINGS
 
 #: operators that compute nothing and tell Inductor's lowering something
@@ -42,20 +43,6 @@ def _used_twice(x: TensorBox) -> TensorBox:
     return x
 
 
-def narrow(x: Tensor, axis: int, start: int, length: int) -> Tensor:
-    """`torch.narrow` of a contiguous buffer.
-
-    Inductor's C++ loop splitting (`CppScheduling.try_loop_split`, torch 2.11 to 2.13) turns a loop over n values that
-    reads a scale at `i // block` into `n // block` whole blocks and drops the rest. Where the blocks are written out
-    before they are cut, no such loop arises.
-    """
-    if all(isinstance(n, int) for n in x.shape):
-        x = inductor_prims.force_stride_order(x, torch._prims_common.make_contiguous_strides_for(x.shape))
-    else:  # flat: torch 2.11 cannot put symbolic strides in order
-        x = inductor_prims.force_stride_order(x.reshape(-1), (1,)).view(x.shape)
-    return x.narrow(axis, start, length)
-
-
 def reuse(x: Tensor) -> Tensor:
     """x, which both the scale of a block and its values need."""
     return torch.ops.pt2mx.used_twice(x)
@@ -66,14 +53,25 @@ def hold(shared: Tensor) -> Tensor:
     return torch.ops.pt2mx.own_buffer(shared)
 
 
-def flatten(blocks: Tensor, axis: int) -> Tensor:
-    """(..., blocks, block, ...) -> (..., values, ...), which may take the order in memory that its user asks for.
+def from_blocks(blocks: Tensor, axis: int, length: int) -> Tensor:
+    """(..., blocks, block, ...) -> (..., length, ...), which may take the order in memory that its user asks for.
 
     A mere view of blocks is written in the order of their dimensions, and copied for a convolution, which wants the
     channels last.
+
+    Ragged blocks are written out, contiguous, before they are cut: Inductor's C++ loop splitting
+    (`CppScheduling.try_loop_split`, torch 2.11 to 2.13) turns a loop over n values that reads a scale at `i // block`
+    into `n // block` whole blocks and drops the rest.
     """
-    values = blocks.flatten(axis, axis + 1)
-    return values if axis == values.dim() - 1 else torch.ops.pt2mx.own_buffer(values)
+    x = blocks.flatten(axis, axis + 1)
+    x = x if axis == x.dim() - 1 else torch.ops.pt2mx.own_buffer(x)
+    if has_length(x, axis, length):
+        return x
+    if all(isinstance(n, int) for n in x.shape):
+        x = inductor_prims.force_stride_order(x, torch._prims_common.make_contiguous_strides_for(x.shape))
+    else:  # flat: torch 2.11 cannot put symbolic strides in order
+        x = inductor_prims.force_stride_order(x.reshape(-1), (1,)).view(x.shape)
+    return x.narrow(axis, 0, length)
 
 
 def round_to_element(v: Tensor, element: ElementFormat, rounding: str, random: Tensor | None = None) -> Tensor:

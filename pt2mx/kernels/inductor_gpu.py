@@ -7,11 +7,12 @@ from torch._inductor.ir import TensorBox
 from torch._inductor.virtualized import V
 from torch._prims_common import compute_elementwise_output_logical_to_physical_perm as order_in_memory
 
-from pt2mx.kernels.elements import decode, hold, narrow, reuse, round_to_element
+from pt2mx.kernels.elements import decode, hold, reuse, round_to_element
+from pt2mx.kernels.packing import has_length, trim_axis
 
-__all__ = ["decode", "flatten", "hold", "narrow", "reuse", "round_to_element"]
+__all__ = ["decode", "from_blocks", "hold", "reuse", "round_to_element"]
 
-#: computes nothing: `flatten`, with the dimensions of its result from the outermost in memory to the innermost; the
+#: computes nothing: the blocks as values, with the dimensions of its result from the outermost in memory to the innermost; the
 #: lowering puts channels last where convolutions of the graph want that
 torch.library.define(
     "pt2mx::join_blocks", "(Tensor blocks, int axis, int[] order) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
@@ -40,13 +41,18 @@ def _lower_join_blocks(blocks: TensorBox, axis: int, order: list[int]) -> Tensor
     return lowering.permute(values, [order.index(d) for d in range(len(order))])
 
 
-def flatten(blocks: Tensor, axis: int) -> Tensor:
-    """(..., blocks, block, ...) -> (..., values, ...), in the order in memory of the blocks."""
+def from_blocks(blocks: Tensor, axis: int, length: int) -> Tensor:
+    """(..., blocks, block, ...) -> (..., length, ...), in the order in memory of the blocks.
+
+    In memory of its own, of which the heads of an attention are views; else each of them would be a copy. Along the
+    last dimension a kernel more would cut ragged blocks.
+    """
     values = blocks.flatten(axis, axis + 1)
-    if axis == values.dim() - 1:
-        return values
+    if axis == values.dim() - 1 and not has_length(values, axis, length):
+        return values.narrow(axis, 0, length)
     order, _ = order_in_memory(blocks)
-    return torch.ops.pt2mx.join_blocks(blocks, axis, [d - (d > axis) for d in order if d != axis + 1])
+    order = [d - (d > axis) for d in order if d != axis + 1]
+    return trim_axis(torch.ops.pt2mx.join_blocks(blocks, axis, order), axis, length)
 
 
 def _of_blocks(order: list[int], axis: int) -> list[int]:

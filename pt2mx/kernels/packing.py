@@ -4,8 +4,6 @@ Design: numerics, storage. 8-bit codes one a byte; 4-bit codes two a byte, low n
 little-endian bytes.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -54,10 +52,14 @@ def split_axis(x: Tensor, axis: int, size: int) -> Tensor:
     return pad_axis(x, axis, size).unflatten(axis, (groups(x.shape[axis], size), size))
 
 
-def trim_axis(x: Tensor, axis: int, length: int, narrow: Callable[..., Tensor] = torch.narrow) -> Tensor:
-    """The first `length` along `axis`; x itself where it is known to have no more."""
-    whole = isinstance(length, int) and isinstance(x.shape[axis], int) and x.shape[axis] == length
-    return x if whole else narrow(x, axis, 0, length)
+def has_length(x: Tensor, axis: int, length: int) -> bool:
+    """Whether x is known to have `length` values along `axis`; of symbolic sizes that is not asked."""
+    return isinstance(length, int) and isinstance(x.shape[axis], int) and x.shape[axis] == length
+
+
+def trim_axis(x: Tensor, axis: int, length: int) -> Tensor:
+    """The first `length` along `axis`; x itself where it has no more."""
+    return x if has_length(x, axis, length) else x.narrow(axis, 0, length)
 
 
 def pack(codes: Tensor, axis: int, bits: int) -> Tensor:

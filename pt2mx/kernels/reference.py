@@ -29,7 +29,7 @@ def quantize(x: Tensor, spec: MXSpec, random: Tensor | None = None, forms: Modul
     """x: (..., n, ...) fp32, fp16 or bf16 -> scale (..., ceil(n / block), ...) uint8, data (..., bytes, ...) uint8."""
     exponent, finite, elements = _quantize_blocks(x, spec, random, forms)
     codes = plain.encode(torch.where(finite, elements, 0.0), spec.element)
-    codes = _from_blocks(codes, spec, x.shape[spec.axis], forms)
+    codes = forms.from_blocks(codes, spec.axis, x.shape[spec.axis])
     return _scale_bytes(exponent, finite, spec, x.shape[spec.axis]), pack(codes, spec.axis, spec.element.bits)
 
 
@@ -47,14 +47,14 @@ def dequantize(
     blocks = forms.decode(_to_blocks(codes, spec), spec.element)  # (..., blocks, block, ...)
     scale = split_axis(scale.to(torch.int32), spec.axis, 1)  # (..., blocks, 1, ...)
     values = _scale_by_pow2(blocks, scale - _BIAS, scale != NAN_SCALE, forms)
-    return _from_blocks(values.to(dtype), spec, length, forms)
+    return forms.from_blocks(values.to(dtype), spec.axis, length)
 
 
 def fake_quantize(x: Tensor, spec: MXSpec, random: Tensor | None = None, forms: ModuleType = plain) -> Tensor:
     """x: (..., n, ...) -> dequantize(quantize(x)) to the bit, in x's dtype."""
     exponent, finite, elements = _quantize_blocks(x, spec, random, forms)
     values = _scale_by_pow2(elements, exponent, finite, forms)
-    return _from_blocks(values.to(x.dtype), spec, x.shape[spec.axis], forms)
+    return forms.from_blocks(values.to(x.dtype), spec.axis, x.shape[spec.axis])
 
 
 def clip_gradient(grad: Tensor, x: Tensor, spec: MXSpec, forms: ModuleType = plain) -> Tensor:
@@ -63,7 +63,7 @@ def clip_gradient(grad: Tensor, x: Tensor, spec: MXSpec, forms: ModuleType = pla
     exponent, finite = shared_exponent(blocks, spec, forms)
     v = _scale_by_pow2(blocks, -exponent, finite, forms)
     saturated = (v > spec.element.max_normal) | (v < spec.element.lowest)
-    return grad.masked_fill(_from_blocks(saturated, spec, x.shape[spec.axis], forms), 0.0)
+    return grad.masked_fill(forms.from_blocks(saturated, spec.axis, x.shape[spec.axis]), 0.0)
 
 
 def shared_exponent(blocks: Tensor, spec: MXSpec, forms: ModuleType = plain) -> tuple[Tensor, Tensor]:
@@ -148,11 +148,6 @@ def _to_blocks(x: Tensor, spec: MXSpec) -> Tensor:
     if isinstance(length, int):
         block = max(1, min(block, length))  # one short block needs no filling
     return split_axis(x, spec.axis, block)
-
-
-def _from_blocks(blocks: Tensor, spec: MXSpec, length: int, forms: ModuleType) -> Tensor:
-    """(..., blocks, block, ...) -> (..., length, ...)."""
-    return trim_axis(forms.flatten(blocks, spec.axis), spec.axis, length, forms.narrow)
 
 
 def _clamp(exponent: Tensor, spec: MXSpec) -> Tensor:
