@@ -47,7 +47,7 @@ _SHAPES = {
     (8, 4): Shape(2, 1, 6),
 }
 _SHAPE_OF_MANY_TILES = Shape(2, 1, 12)
-#: bits of an element -> the most steps of a warp of which it loads up to 4 together, with one tile of rows
+#: bits of an element -> the most steps of a warp of which it loads up to 4 together, where 4 warps share a tile of rows
 _FEW_STEPS = {4: 4, 6: 0, 8: 8}
 
 
@@ -93,7 +93,7 @@ def _small(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, out: Ten
     while programs * along_k < shape.warps * multiprocessors and (along_k < 4 or 8 * 2 * along_k <= steps):
         along_k *= 2  # no further than to 8 steps a warp
     of_warp = max(1, triton.cdiv(steps, along_k))
-    if shape.tiles == 1 and of_warp <= _FEW_STEPS[element.bits]:
+    if shape.tiles == 1 and along_k == 4 and of_warp <= _FEW_STEPS[element.bits]:
         shape = shape._replace(steps=min(4, triton.next_power_of_2(of_warp)))
     whole = k % (FRAGMENTS[element.name].step * along_k * shape.steps) == 0
     # with more rows of x the programs of two kernels share out the multiprocessors badly

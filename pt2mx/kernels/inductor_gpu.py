@@ -12,7 +12,7 @@ from pt2mx.kernels.packing import has_length, trim_axis
 
 __all__ = ["decode", "from_blocks", "hold", "reuse", "round_to_element"]
 
-#: computes nothing: the blocks as values, with the dimensions of its result from the outermost in memory to the innermost; the
+#: computes nothing: the blocks as values, with their dimensions from the outermost in memory to the innermost; the
 #: lowering puts channels last where convolutions of the graph want that
 torch.library.define(
     "pt2mx::join_blocks", "(Tensor blocks, int axis, int[] order) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
