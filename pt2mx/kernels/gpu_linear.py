@@ -47,8 +47,9 @@ _SHAPES = {
     (8, 4): Shape(2, 1, 6),
 }
 _SHAPE_OF_MANY_TILES = Shape(2, 1, 12)
-#: bits of an element -> the most steps of a warp of which it loads up to 4 together, where 4 warps share a tile of rows
-_FEW_STEPS = {4: 4, 6: 0, 8: 8}
+#: bits of an element -> the most values of a row and warp of which up to 512 are loaded together, where 4 warps share a
+#: tile of rows
+_FEW_VALUES = {4: 512, 6: 1024, 8: 1024}
 
 
 def linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, element: ElementFormat, n: int) -> Tensor:
@@ -85,17 +86,17 @@ def _small(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, out: Ten
     (batch, k), (tiles, steps) = x.shape, data.shape[:2]
     multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
     columns = triton.next_power_of_2(triton.cdiv(batch, 8))
-    shape = _SHAPES[element.bits, columns]
-    if columns == 1 and element.bits != 6 and tiles >= 12 * multiprocessors:
+    shape, step = _SHAPES[element.bits, columns], FRAGMENTS[element.name].step
+    if columns == 1 and tiles >= 12 * multiprocessors:
         shape = _SHAPE_OF_MANY_TILES
     programs = triton.cdiv(tiles, shape.tiles)
     along_k = 2
-    while programs * along_k < shape.warps * multiprocessors and (along_k < 4 or 8 * 2 * along_k <= steps):
-        along_k *= 2  # no further than to 8 steps a warp
+    while programs * along_k < shape.warps * multiprocessors and (along_k < 4 or 1024 * 2 * along_k <= k):
+        along_k *= 2  # no further than to 1024 values of a row for a warp
     of_warp = max(1, triton.cdiv(steps, along_k))
-    if shape.tiles == 1 and along_k == 4 and of_warp <= _FEW_STEPS[element.bits]:
-        shape = shape._replace(steps=min(4, triton.next_power_of_2(of_warp)))
-    whole = k % (FRAGMENTS[element.name].step * along_k * shape.steps) == 0
+    if shape.tiles == 1 and along_k == 4 and step * of_warp <= _FEW_VALUES[element.bits]:
+        shape = shape._replace(steps=min(512 // step, triton.next_power_of_2(of_warp)))
+    whole = k % (step * along_k * shape.steps) == 0
     # with more rows of x the programs of two kernels share out the multiprocessors badly
     overlaps = columns == 1 and torch.cuda.get_device_capability(x.device)[0] >= 9
     form = form_of(
