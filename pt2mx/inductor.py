@@ -3,17 +3,21 @@
 Without them each operator would be an opaque call. Importing this module registers them.
 """
 
+import functools
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch._inductor import decomposition, lowering
+from torch._inductor.virtualized import V
 
 from pt2mx import ops
 from pt2mx.decompositions import decompositions
 from pt2mx.kernels import elements, inductor_cpu, inductor_gpu
+from pt2mx.kernels.packing import guards
 from pt2mx.linear import linear_mx
 
 
@@ -34,9 +38,21 @@ def _linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: s
     return torch.nn.functional.linear(x, weight, bias)
 
 
+def _with_its_guards(function: Callable) -> Callable:
+    """torch.compile guards the sizes that a decomposition asks for, AOTInductor does not."""
+
+    @functools.wraps(function)
+    def run(*args: object) -> object:
+        with guards(not V.aot_compilation):
+            return function(*args)
+
+    return run
+
+
 #: operator -> the same in aten operators. Philox stays a call: its rounds use each value twice, which Inductor,
 #: substituting values, would double ten times
-DECOMPOSITIONS = {**decompositions(ops.random_bits, _forms_for), linear_mx: _linear}
+_OF_OPERATORS = {**decompositions(ops.random_bits, _forms_for), linear_mx: _linear}
+DECOMPOSITIONS = {operator: _with_its_guards(function) for operator, function in _OF_OPERATORS.items()}
 
 
 def _register() -> None:

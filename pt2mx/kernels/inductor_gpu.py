@@ -44,8 +44,8 @@ def _lower_join_blocks(blocks: TensorBox, axis: int, order: list[int]) -> Tensor
 def from_blocks(blocks: Tensor, axis: int, length: int) -> Tensor:
     """(..., blocks, block, ...) -> (..., length, ...), in the order in memory of the blocks.
 
-    In memory of its own, of which the heads of an attention are views; else each of them would be a copy. Along the
-    last dimension a kernel more would cut ragged blocks.
+    In memory of its own, of which the heads of an attention are views; else each of them would be a copy. Ragged
+    blocks of the last dimension are cut where they are read: from memory, that would take another kernel.
     """
     values = blocks.flatten(axis, axis + 1)
     if axis == values.dim() - 1 and not has_length(values, axis, length):

@@ -4,6 +4,10 @@ Design: numerics, storage. 8-bit codes one a byte; 4-bit codes two a byte, low n
 little-endian bytes.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 from torch import Tensor
 
@@ -28,28 +32,49 @@ def unpacked_length(size: int, bits: int) -> int:
     return size // group * codes
 
 
-def groups(length: int, size: int) -> int:
-    """Groups of `size` that hold `length` values; of a symbolic length at least two.
+#: whether sizes that the traced code relies on are checked before it runs, as torch.compile's are
+_has_guards: ContextVar[bool] = ContextVar("has_guards", default=False)
 
-    A compiler asks of every size whether it is 1, to leave it out of indices. AOTInductor keeps what is true of the
-    example that a program was exported with, without a guard: code for one group would run for more of them.
+
+@contextmanager
+def guards(kept: bool) -> Iterator[None]:
+    """Tell `group_count` whether code that is traced meanwhile is guarded."""
+    token = _has_guards.set(kept)
+    try:
+        yield
+    finally:
+        _has_guards.reset(token)
+
+
+def group_count(length: int, size: int) -> int:
+    """Groups of `size` to hold `length` values; of a symbolic length maybe one more.
+
+    Tracing asks whether a size is 1, and whether a filled length is the true one. Without guards (AOTInductor,
+    torch.export) what is so in the example is taken to be so always; with one group more neither ever is. With guards
+    there is code of its own for one group, which needs no index.
     """
     count = -(-length // size)
-    return count if isinstance(length, int) else torch.sym_max(count, 2)
+    if isinstance(length, int):
+        return count
+    if not _has_guards.get():
+        return count + 1
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # imports much that eager calls do without
+
+    return 1 if guard_or_false(length <= size) else count
 
 
 def pad_axis(x: Tensor, axis: int, size: int) -> Tensor:
-    """`x` with zeros appended along `axis` (non-negative) to whole `groups` of `size`; (..., n, ...) any dtype."""
+    """`x` with zeros appended along `axis` (non-negative) up to `group_count` groups; (..., n, ...) any dtype."""
     length = x.shape[axis]
     if isinstance(length, int) and length % size == 0:
         return x
-    pad = groups(length, size) * size - length  # without a branch where the length is symbolic
+    pad = group_count(length, size) * size - length  # without a branch where the length is symbolic
     return torch.nn.functional.pad(x, (0, 0) * (x.dim() - 1 - axis) + (0, pad))
 
 
 def split_axis(x: Tensor, axis: int, size: int) -> Tensor:
-    """(..., n, ...) -> (..., groups, size, ...), the last groups filled with zeros."""
-    return pad_axis(x, axis, size).unflatten(axis, (groups(x.shape[axis], size), size))
+    """(..., n, ...) -> (..., group_count, size, ...), filled with zeros."""
+    return pad_axis(x, axis, size).unflatten(axis, (group_count(x.shape[axis], size), size))
 
 
 def has_length(x: Tensor, axis: int, length: int) -> bool:
@@ -67,26 +92,26 @@ def pack(codes: Tensor, axis: int, bits: int) -> Tensor:
     if not is_packed(bits):
         return codes.to(torch.uint8)
     per_group, size = _GROUPS[bits]
-    parts = split_axis(codes, axis, per_group)  # (..., groups, codes, ...)
-    word = parts.select(axis + 1, 0)
+    groups = split_axis(codes, axis, per_group)  # (..., groups, codes, ...)
+    word = groups.select(axis + 1, 0)
     for i in range(1, per_group):
-        word = word | parts.select(axis + 1, i) << (bits * i)
+        word = word | groups.select(axis + 1, i) << (bits * i)
     shifts = _along(axis, codes, 8 * torch.arange(size, device=codes.device, dtype=torch.int32))
     data = (word.unsqueeze(axis + 1) >> shifts & 0xFF).to(torch.uint8).flatten(axis, axis + 1)
     return trim_axis(data, axis, packed_length(codes.shape[axis], bits))
 
 
 def unpack(data: Tensor, axis: int, bits: int) -> Tensor:
-    """data: (..., bytes, ...) uint8 -> (..., unpacked_length(bytes), ...) int32 codes; of symbolic bytes, the codes of
-    at least two `groups`."""
+    """data: (..., bytes, ...) uint8 -> (..., unpacked_length(bytes), ...) int32 codes; of symbolic bytes, with the
+    filling of `group_count`."""
     data = data.to(torch.int32)
     if not is_packed(bits):
         return data & ((1 << bits) - 1)
     per_group, size = _GROUPS[bits]
-    parts = split_axis(data, axis, size)  # (..., groups, bytes, ...)
-    word = parts.select(axis + 1, 0)
+    groups = split_axis(data, axis, size)  # (..., groups, bytes, ...)
+    word = groups.select(axis + 1, 0)
     for i in range(1, size):
-        word = word | parts.select(axis + 1, i) << (8 * i)
+        word = word | groups.select(axis + 1, i) << (8 * i)
     shifts = _along(axis, data, bits * torch.arange(per_group, device=data.device, dtype=torch.int32))
     return (word.unsqueeze(axis + 1) >> shifts & ((1 << bits) - 1)).flatten(axis, axis + 1)
 

@@ -45,7 +45,7 @@ def dequantize(
     """data: (..., bytes, ...) uint8, scale: (..., ceil(length / block), ...) uint8 -> (..., length, ...) `dtype`."""
     codes = trim_axis(unpack(data, spec.axis, spec.element.bits), spec.axis, length)
     blocks = forms.decode(_to_blocks(codes, spec), spec.element)  # (..., blocks, block, ...)
-    scale = split_axis(scale.to(torch.int32), spec.axis, 1)  # (..., blocks, 1, ...)
+    scale = split_axis(scale.to(torch.int32), spec.axis, 1)  # (..., blocks, 1, ...), filled as the codes are
     values = _scale_by_pow2(blocks, scale - _BIAS, scale != NAN_SCALE, forms)
     return forms.from_blocks(values.to(dtype), spec.axis, length)
 
@@ -143,7 +143,7 @@ def _in_units(blocks: Tensor, exponent: Tensor, finite: Tensor, rounding: str, f
 
 
 def _to_blocks(x: Tensor, spec: MXSpec) -> Tensor:
-    """(..., n, ...) -> (..., blocks, block, ...), ragged last blocks filled with zeros."""
+    """(..., n, ...) -> (..., blocks, block, ...), filled with zeros (`group_count`)."""
     length, block = x.shape[spec.axis], spec.block_size
     if isinstance(length, int):
         block = max(1, min(block, length))  # one short block needs no filling

@@ -49,6 +49,19 @@ def inputs(batch, sequence):
     return torch.randn(batch, sequence, 70), torch.randn(batch, 1, 128)
 
 
+class Attention(nn.Module):
+    """Quantized along its sequence, too: probabilities and values."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x):  # (B, S, 64) -> (B, S, 64)
+        q, k, v = (t.unflatten(-1, (2, 32)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        weights = torch.softmax(q @ k.transpose(-1, -2) / 32**0.5, -1)
+        return self.out((weights @ v).transpose(1, 2).flatten(2))
+
+
 PACKAGES = {"net.aoti.pt2": [], "portable.pt2": ["--portable"], "unpacked.pt2": ["--unpack", "--portable"]}
 
 
@@ -97,6 +110,22 @@ def test_portable_package_runs_without_pt2mx(name, here, run_python):
     arguments = ["without", name, *(f"converted{i}.pt" for i in range(3))]
     printed = run_python(IN_ANOTHER_PROCESS, arguments, cwd=here).split()
     assert all(float(error) < 1e-6 for error in printed[1::2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("example", [4, 64])
+def test_package_of_an_attention_takes_sequences_of_every_length(example, portable, quantize, tmp_path):
+    torch.manual_seed(0)
+    x, shapes = torch.randn(2, example, 64), ({1: torch.export.Dim("sequence", min=2, max=512)},)
+    _, _, converted = quantize(export(Attention().eval(), (x,), shapes), MXQuantizer.from_recipe("mxfp8"), (x,))
+    compile_program(export(converted, (x,), shapes), str(tmp_path / "net.pt2"), portable=portable)
+    package = load_package(str(tmp_path / "net.pt2"))
+    for length in (2, 17, 32, 33, 64, 70, 200):
+        x = torch.randn(2, length, 64)
+        with torch.no_grad():
+            want = converted(x)
+        assert ((package(x) - want).norm() / want.norm()).item() < 1e-4
 
 
 def test_several_threads_and_calls_in_turn(here):

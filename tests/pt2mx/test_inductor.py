@@ -36,30 +36,40 @@ def test_equals_eager(name, dynamic):
 
 
 class Operators(torch.nn.Module):
-    def __init__(self, name, outputs=slice(None)):
+    def __init__(self, name):
         super().__init__()
-        self.name, self.outputs = name, outputs
+        self.name = name
 
     def forward(self, x):  # (3, n, 5)
-        return through_all_operators(x, self.name, 1)[self.outputs]
+        return through_all_operators(x, self.name, 1)
 
 
-def outputs_of_a_package(operators, device, path):
-    """What a package that was exported with two values along the quantized dimension gives for more of them, and what
-    is wanted. AOTInductor has no guards: a size that is 1 in the example must not be taken for one that always is."""
+def outputs_of_a_package(operators, device, example, path):
+    """What a package that was exported with `example` values along the quantized dimension gives for other numbers of
+    them, and what is wanted. AOTInductor has no guards: what is so of the example's sizes must not be taken to be so
+    always."""
     shapes = ({1: torch.export.Dim("n", min=2, max=999)},)
-    program = torch.export.export(operators, (torch.randn(3, 2, 5, device=device),), dynamic_shapes=shapes)
+    program = torch.export.export(operators, (torch.randn(3, example, 5, device=device),), dynamic_shapes=shapes)
     torch._inductor.aoti_compile_and_package(program, package_path=str(path))
     package = torch._inductor.aoti_load_package(str(path))
-    for n in (2, 3, 32, 33, 100):
+    for n in (2, 20, 32, 33, 40, 64, 100):
         x = torch.randn(3, n, 5)
         yield from zip(package(x.to(device)), operators(x), strict=True)
 
 
-@pytest.mark.parametrize("name", ["fp8_e4m3", "fp6_e3m2"])
-def test_a_package_exported_with_less_than_a_block_takes_more(name, tmp_path):
-    for got, want in outputs_of_a_package(Operators(name), "cpu", tmp_path / "operators.pt2"):
+@pytest.mark.parametrize(("name", "example"), [("fp8_e4m3", 2), ("fp6_e3m2", 40), ("fp4_e2m1", 64)])
+def test_packages_take_other_lengths_than_the_example(name, example, tmp_path):
+    for got, want in outputs_of_a_package(Operators(name), "cpu", example, tmp_path / "operators.pt2"):
         assert torch.equal(got, want)
+
+
+def test_compiled_takes_other_lengths():
+    """With guards there is code of its own for one block."""
+    compiled = torch.compile(through_all_operators, fullgraph=True, dynamic=True)
+    for n in (20, 33):
+        x = torch.randn(3, n, 5)
+        for got, want in zip(compiled(x, "fp8_e4m3", 1), through_all_operators(x, "fp8_e4m3", 1), strict=True):
+            assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize(("shape", "axis"), [((70,), 0), ((2, 40, 6, 6), 1)])
