@@ -77,7 +77,8 @@ def test_one_triton_kernel_and_no_opaque_call():
         return fake_quantize_mx(torch.nn.functional.gelu(x), "mxfp8") + 1
 
     _, (code,) = run_and_get_code(torch.compile(run, fullgraph=True), torch.randn(256, 256, device="cuda"))
-    assert "torch.ops.pt2mx" not in code and code.count("@triton.jit") == 1
+    called = [line for line in code.splitlines() if "torch.ops.pt2mx" in line and not line.lstrip().startswith("#")]
+    assert not called and code.count("@triton.jit") == 1
 
 
 def test_triton_serves_plain_tensors():
