@@ -17,7 +17,7 @@ from torch._inductor.virtualized import V
 from pt2mx import ops
 from pt2mx.decompositions import decompositions
 from pt2mx.kernels import elements, inductor_cpu, inductor_gpu
-from pt2mx.kernels.packing import guards
+from pt2mx.kernels.lengths import guards
 from pt2mx.linear import linear_mx
 
 

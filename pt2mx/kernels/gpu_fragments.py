@@ -17,7 +17,8 @@ from torch import Tensor
 
 from pt2mx.formats import FORMATS, ElementFormat
 from pt2mx.kernels.elements import decode
-from pt2mx.kernels.packing import pad_axis, unpack
+from pt2mx.kernels.lengths import pad_axis
+from pt2mx.kernels.packing import unpack
 
 ROWS, THREADS = 16, 32
 _PLACES_OF_K = 4  # threads that share a row

@@ -12,7 +12,7 @@ from torch._inductor.ir import Pointwise, StorageBox, TensorBox
 
 from pt2mx.formats import ElementFormat
 from pt2mx.kernels import elements
-from pt2mx.kernels.packing import has_length
+from pt2mx.kernels.lengths import has_length
 from pt2mx.modes import ROUNDINGS
 
 #: operators that compute nothing and tell Inductor's lowering something

@@ -8,7 +8,7 @@ from torch._inductor.virtualized import V
 from torch._prims_common import compute_elementwise_output_logical_to_physical_perm as order_in_memory
 
 from pt2mx.kernels.elements import decode, hold, reuse, round_to_element
-from pt2mx.kernels.packing import has_length, trim_axis
+from pt2mx.kernels.lengths import has_length, trim_axis
 
 __all__ = ["decode", "from_blocks", "hold", "reuse", "round_to_element"]
 
