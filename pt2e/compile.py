@@ -21,7 +21,7 @@ from pt2mx.pt2e.agreement import agreement
 from pt2mx.pt2e.dynamic_shapes import dynamic_shapes
 from pt2mx.pt2e.models import load_batch
 from pt2mx.pt2e.output import check_output
-from pt2mx.pt2e.package import check_kind, load_package, write_package
+from pt2mx.pt2e.package import check_kind, check_package_output, load_package, write_package
 from pt2mx.pt2e.stage import progress_bar, stage, step
 
 #: seconds for which `pt2mx run` repeats a call to time it
@@ -44,7 +44,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 
 
 def compile_program(
-    program: ExportedProgram, path: str, device: str = "cpu", portable: bool = False, unpack: bool = False
+    program: ExportedProgram, path: object, device: str = "cpu", portable: bool = False, unpack: bool = False
 ) -> None:
     """Lower a converted program and compile it by AOTInductor into the package `path`.
 
@@ -60,8 +60,9 @@ def compile_program(
         unpack: keep weights dequantized in the package, as `lower_to_inductor` does; otherwise they stay packed.
 
     Raises:
-        MXError: where nothing is quantized in the program.
+        MXError: where nothing is quantized in the program, or no package can be written at `path`.
     """
+    check_package_output(path)
     lowered = lower_to_inductor(program.module(), device, unpack=unpack)
     args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(device), program.example_inputs)
     with torch.no_grad(), warnings.catch_warnings():
@@ -72,9 +73,7 @@ def compile_program(
 
 
 def _compile(options: argparse.Namespace) -> None:
-    check_output(options.output)
-    if not options.output.endswith(".pt2"):
-        raise MXError(f"cannot write {options.output!r}: the name of a package ends in .pt2")
+    check_package_output(options.output)
     if options.device == "cuda" and not torch.cuda.is_available():
         raise MXError("--device cuda needs an NVIDIA GPU and a torch that is built for it: leave it out for the CPU")
     check_kind(options.program, "program")

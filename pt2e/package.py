@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
 from pt2mx.pt2e.dynamic_shapes import Range, input_nodes, ranges
+from pt2mx.pt2e.output import check_output
 
 #: where PT2 archives keep the inputs that a program was exported with
 _EXAMPLE = "data/sample_inputs/model.pt"
@@ -78,9 +79,16 @@ class Package:
             return self._model(*args, **kwargs)
 
 
-def write_package(program: ExportedProgram, path: str) -> None:
+def check_package_output(path: object) -> None:
+    """`MXError` where no package can be written at `path`."""
+    check_output(path)
+    if not str(path).endswith(".pt2"):
+        raise MXError(f"cannot write {str(path)!r}: the name of a package ends in .pt2")
+
+
+def write_package(program: ExportedProgram, path: object) -> None:
     """Compile a program by AOTInductor into the package `path`, whose name ends in `.pt2`."""
-    torch._inductor.aoti_compile_and_package(program, package_path=path)
+    torch._inductor.aoti_compile_and_package(program, package_path=str(path))
     signature, content = Signature.of(program), io.BytesIO()
     torch.save(vars(signature), content)
     with zipfile.ZipFile(path, "a") as archive:

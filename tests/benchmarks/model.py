@@ -1,12 +1,14 @@
 """Compiled converted models over the compiled float ones in the same dtype: time, and gigabytes of weights.
 
     python -m tests.benchmarks.model [--device cpu|cuda] [--models minilm resnet18 llama] [--layers 16] [--json]
+        [--random-minilm]
 
-MiniLM (pretrained, 32 sentences of 64 tokens) and ResNet-18 (8 images of 224x224) with MXFP8 weights and activations;
-one step of decoding with a decoder of the shape of Llama 3.2 1B (random weights, tied embedding, batch 1, static cache)
-with MXFP4 weights, its head's too. Where activations are quantized there is a row for packed weights and one for
-`lower_to_inductor(unpack=True)`. All sides are compiled alike, as a whole (on a GPU with CUDA graphs), and called in
-turns; the times are medians. On a GPU ten calls are queued at a time, as in decoding, where none waits for the host.
+MiniLM (pretrained, or its shape with random weights; 32 sentences of 64 tokens) and ResNet-18 (8 images of 224x224)
+with MXFP8 weights and activations; one step of decoding with a decoder of the shape of Llama 3.2 1B (random weights,
+tied embedding, batch 1, static cache) with MXFP4 weights, its head's too. Where activations are quantized there is a
+row for packed weights and one for `lower_to_inductor(unpack=True)`. All sides are compiled alike, as a whole (on a
+GPU with CUDA graphs), and called in turns; the times are medians. On a GPU ten calls are queued at a time, as in
+decoding, where none waits for the host.
 
 Reach: at most 1.15x the time with quantized activations, at most 0.5x with packed weights alone.
 """
@@ -24,7 +26,7 @@ from torch import Tensor, nn
 
 import pt2mx
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.models import load_minilm, sentences
+from pt2mx.pt2e.models import SentenceEncoder, load_minilm, sentences
 from tests.benchmarks.decoder import Decoder
 from tests.benchmarks.measure import hardware, medians_in_turns, print_table, timed
 
@@ -53,6 +55,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), help="of MiniLM and ResNet-18")
+    parser.add_argument("--random-minilm", action="store_true", help="where the pretrained weights are not installed")
     parser.add_argument("--layers", type=int, default=16, help="of the decoder")
     parser.add_argument("--repeats", type=int, help="default: 20 on the CPU, 50 on a GPU")
     parser.add_argument("--mode", help="of torch.compile; default on a GPU: reduce-overhead")
@@ -123,6 +126,16 @@ def gigabytes(model: nn.Module) -> float:
 
 
 def minilm(options: argparse.Namespace) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    if options.random_minilm:
+        transformers = import_extra("transformers", "hf")
+        config = transformers.BertConfig(
+            hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536
+        )
+        tokens = torch.randint(config.vocab_size, (32, 64))
+        return SentenceEncoder(transformers.BertModel(config, add_pooling_layer=False)), (
+            tokens,
+            torch.ones_like(tokens),
+        )
     encoder, tokenize = load_minilm()
     texts = sentences()
     tokens = tokenize([" ".join(texts[i : i + 16]) for i in range(32)])

@@ -119,13 +119,19 @@ def test_package_of_an_attention_takes_sequences_of_every_length(example, portab
     torch.manual_seed(0)
     x, shapes = torch.randn(2, example, 64), ({1: torch.export.Dim("sequence", min=2, max=512)},)
     _, _, converted = quantize(export(Attention().eval(), (x,), shapes), MXQuantizer.from_recipe("mxfp8"), (x,))
-    compile_program(export(converted, (x,), shapes), str(tmp_path / "net.pt2"), portable=portable)
-    package = load_package(str(tmp_path / "net.pt2"))
+    compile_program(export(converted, (x,), shapes), tmp_path / "net.pt2", portable=portable)
+    package = load_package(tmp_path / "net.pt2")
     for length in (2, 17, 32, 33, 64, 70, 200):
         x = torch.randn(2, length, 64)
         with torch.no_grad():
             want = converted(x)
         assert ((package(x) - want).norm() / want.norm()).item() < 1e-4
+
+
+@pytest.mark.parametrize("path", ["net", "missing/net.pt2", "."])
+def test_where_no_package_can_be_written(path, here):
+    with pytest.raises(pt2mx.MXError, match="cannot write"):
+        compile_program(torch.export.load("net.pt2"), here / path)
 
 
 def test_several_threads_and_calls_in_turn(here):
