@@ -1,9 +1,8 @@
 """Products with weights in the order of fragments (`gpu_fragments`), on an NVIDIA GPU.
 
-Up to some hundred rows of x kernels read the packed weight: with a few rows `linear_kernel`, whose time is that of
-reading it, with more `gpu_wide`. Beyond, and on other GPUs than sm_90 from 33 rows on, it is dequantized, in halves,
-for torch's product. None waits for the device; all can be captured in a CUDA graph, and give the same bits in every
-run.
+Up to about a thousand rows of x kernels read the packed weight: with a few rows `linear_kernel`, whose time is that of
+reading it, with more `gpu_wide`. Beyond, and on other GPUs than sm_90 from 33 rows on, it is dequantized for torch's
+product. None waits for the device; all can be captured in a CUDA graph, and give the same bits in every run.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from pt2mx.kernels.gpu_linear_kernel import dequantize_kernel, form_of, linear_k
 from pt2mx.kernels.gpu_wide import wide
 
 #: bits of an element -> the most rows of x that `gpu_wide` multiplies, as was fastest on an H200
-_LARGEST_WIDE_BATCH = {4: 1024, 6: 1024, 8: 512}
-#: tiles of the weight that are dequantized for one product: halves of 8192 rows were faster than all and than quarters
-_LARGEST_PART = 256
+_LARGEST_WIDE_BATCH = {4: 1536, 6: 1536, 8: 512}
+#: tiles of the weight that are dequantized for one product: one product was faster than several of 4096 or 8192 rows
+_LARGEST_PART = 1024
 
 
 class Shape(NamedTuple):

@@ -4,8 +4,8 @@
 
 Each number is a speed-up: the time of `F.linear(x, weight)` in bfloat16 over that of the call; `limit` is the most that
 fewer bytes can give, those of the bfloat16 weight over those of the packed one. Weights take turns among copies that
-are past the last-level cache together (--cache MB). On the CPU the calls take
-turns too, and the allocator keeps its heap; on a GPU a graph holds a call with each copy.
+are past the last-level cache together (--cache MB), and both sides take turns. On the CPU the allocator keeps its heap;
+on a GPU a graph holds a call with each of eight copies.
 """
 
 import argparse
@@ -22,10 +22,10 @@ from pt2mx import ELEMENTS, FORMATS, dequantize_mx, ops
 from pt2mx.fragments import linear_mx_fragments
 from pt2mx.kernels.gpu_fragments import to_fragments
 from pt2mx.linear import linear_mx
-from tests.benchmarks.measure import Row, gpu_seconds, hardware, keep_heap, medians_in_turns, print_table
+from tests.benchmarks.measure import Row, gpu_medians_in_turns, hardware, keep_heap, medians_in_turns, print_table
 
 _BLOCK = 32
-_BATCHES = {"cpu": (1, 4, 16, 64, 256, 1024), "cuda": (1, 4, 16, 64, 256, 2048)}
+_BATCHES = {"cpu": (1, 4, 16, 64, 256, 1024), "cuda": (1, 4, 16, 64, 256, 1024, 2048)}
 _K = {"cpu": 4096, "cuda": 8192}
 #: elements for which the peers are measured
 _PEERS = ("fp4_e2m1", "fp8_e4m3")
@@ -161,7 +161,7 @@ def cpu_seconds(calls: Sequence[tuple[Product, Tensor]], repeats: int) -> list[f
 
 def graph_seconds(calls: Sequence[tuple[Product, Tensor]], repeats: int) -> list[float]:
     """Median time of one product, in a CUDA graph that holds one with each of eight copies of the weight."""
-    return [gpu_seconds(captured(f, x, 8), repeats) / 8 for f, x in calls]
+    return [seconds / 8 for seconds in gpu_medians_in_turns([captured(f, x, 8) for f, x in calls], repeats)]
 
 
 @torch.no_grad()

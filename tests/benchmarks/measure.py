@@ -36,15 +36,20 @@ def medians_in_turns(calls: Sequence[Callable[[], object]], repeats: int) -> lis
     return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 
-def gpu_seconds(call: Callable[[], object], repeats: int) -> float:
-    """Median time on the device; the calls are queued together, so that none waits for the host."""
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats + 5)]
-    for start, end in events:
-        start.record()
-        call()
-        end.record()
+def gpu_medians_in_turns(calls: Sequence[Callable[[], object]], repeats: int) -> list[float]:
+    """Median time on the device of each call; all are queued together, so that none waits for the host, and take turns,
+    so that all meet the same clock: a GPU that multiplies slows down as it gets warm."""
+    rounds = [[[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in calls] for _ in range(repeats + 5)]
+    for events in rounds:
+        for call, (start, end) in zip(calls, events, strict=True):
+            start.record()
+            call()
+            end.record()
     torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in events[5:]) / 1e3
+    return [
+        statistics.median(start.elapsed_time(end) for start, end in events) / 1e3
+        for events in zip(*rounds[5:], strict=True)
+    ]
 
 
 def print_table(rows: list[Row], header: Sequence[str]) -> None:

@@ -17,7 +17,15 @@ import torch
 import pt2mx
 from pt2mx import FORMATS, ops
 from pt2mx.kernels import sliced
-from tests.benchmarks.measure import Row, gpu_seconds, hardware, keep_heap, medians_in_turns, print_table, timed
+from tests.benchmarks.measure import (
+    Row,
+    gpu_medians_in_turns,
+    hardware,
+    keep_heap,
+    medians_in_turns,
+    print_table,
+    timed,
+)
 
 _BLOCK = 32
 
@@ -131,10 +139,12 @@ def gpu_rows(size: int, repeats: int) -> list[Row]:
     """Shares of the bandwidth of a device copy: our kernels for every format, then the peers."""
     x = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
     copy = torch.empty_like(x)
-    bandwidth = 2 * x.nbytes / gpu_seconds(lambda: copy.copy_(x), repeats)
 
     def row(what: str, layout: str, calls: dict[str, tuple[Callable[[], object], int]]) -> Row:
-        shares = {op: moved / gpu_seconds(call, repeats) / bandwidth for op, (call, moved) in calls.items()}
+        timed_calls = [lambda: copy.copy_(x), *(call for call, _ in calls.values())]
+        copying, *seconds = gpu_medians_in_turns(timed_calls, repeats)
+        bandwidth = 2 * x.nbytes / copying
+        shares = {op: calls[op][1] / each / bandwidth for op, each in zip(calls, seconds, strict=True)}
         return {"device": "cuda", "what": what, "layout": layout, **shares}
 
     rows = []
