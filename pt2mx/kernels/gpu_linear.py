@@ -1,8 +1,8 @@
 """Products with weights in the order of fragments (`gpu_fragments`), on an NVIDIA GPU.
 
-Up to about a thousand rows of x kernels read the packed weight: with a few rows `linear_kernel`, whose time is that of
-reading it, with more `gpu_wide`. Beyond, and on other GPUs than sm_90 from 33 rows on, it is dequantized for torch's
-product. None waits for the device; all can be captured in a CUDA graph, and give the same bits in every run.
+Up to `_LARGEST_WIDE_BATCH` rows of x kernels read the packed weight: with a few rows `linear_kernel`, whose time is
+that of reading it, with more `gpu_wide`. Beyond, and on other GPUs than sm_90 from 33 rows on, it is dequantized for
+torch's product. None waits for the device; all can be captured in a CUDA graph, and give the same bits in every run.
 """
 
 from __future__ import annotations

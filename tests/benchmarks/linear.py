@@ -5,7 +5,7 @@
 Each number is a speed-up: the time of `F.linear(x, weight)` in bfloat16 over that of the call; `limit` is the most that
 fewer bytes can give, those of the bfloat16 weight over those of the packed one. Weights take turns among copies that
 are past the last-level cache together (--cache MB), and both sides take turns. On the CPU the allocator keeps its heap;
-on a GPU a graph holds a call with each of eight copies.
+on a GPU a graph holds eight calls, each with the next copy.
 """
 
 import argparse
@@ -160,7 +160,7 @@ def cpu_seconds(calls: Sequence[tuple[Product, Tensor]], repeats: int) -> list[f
 
 
 def graph_seconds(calls: Sequence[tuple[Product, Tensor]], repeats: int) -> list[float]:
-    """Median time of one product, in a CUDA graph that holds one with each of eight copies of the weight."""
+    """Median time of one product, in a CUDA graph that holds eight, each with the next copy of the weight."""
     return [seconds / 8 for seconds in gpu_medians_in_turns([captured(f, x, 8) for f, x in calls], repeats)]
 
 

@@ -52,9 +52,10 @@ def test_fragments(name, shape):
 def test_so_many_rows_that_few_warps_share_one(name, n):
     data, scale = packed(name, n, 1384)
     fragments = to_fragments(data, scale, ELEMENTS[name], 32)
-    for batch in (1, 8, 13, 40, 1600):
+    bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
+    for batch in (1, 8, 13, 40, 1500, 1600):
         x = torch.randn(batch, 1384, device="cuda", dtype=torch.bfloat16)
-        check(linear_mx_fragments(x, *fragments, None, name, n), x, data, scale, None, name)
+        check(linear_mx_fragments(x, *fragments, bias, name, n), x, data, scale, bias, name)
 
 
 @pytest.mark.parametrize("name", FORMATS)
