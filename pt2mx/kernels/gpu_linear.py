@@ -20,7 +20,8 @@ from pt2mx.kernels.gpu_wide import wide
 
 #: bits of an element -> the most rows of x that `gpu_wide` multiplies, as was fastest on an H200
 _LARGEST_WIDE_BATCH = {4: 1536, 6: 1536, 8: 512}
-#: tiles of the weight that are dequantized for one product: one product was faster than several of 4096 or 8192 rows
+#: tiles of the weight that are dequantized for one product: on an H200 one was faster than several of 4096 rows in
+#: nearly all sizes, and than several of 8192 in most
 _LARGEST_PART = 1024
 
 

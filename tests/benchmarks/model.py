@@ -131,11 +131,9 @@ def minilm(options: argparse.Namespace) -> tuple[nn.Module, tuple[Tensor, ...]]:
         config = transformers.BertConfig(
             hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536
         )
+        encoder = SentenceEncoder(transformers.BertModel(config, add_pooling_layer=False))
         tokens = torch.randint(config.vocab_size, (32, 64))
-        return SentenceEncoder(transformers.BertModel(config, add_pooling_layer=False)), (
-            tokens,
-            torch.ones_like(tokens),
-        )
+        return encoder, (tokens, torch.ones_like(tokens))
     encoder, tokenize = load_minilm()
     texts = sentences()
     tokens = tokenize([" ".join(texts[i : i + 16]) for i in range(32)])
