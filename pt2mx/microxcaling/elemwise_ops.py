@@ -1,0 +1,66 @@
+"""Floats of fewer bits without blocks, by `mx_specs`: `bfloat` (8 exponent bits) and `fp` (5)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from pt2mx.checks import check_tensors
+from pt2mx.errors import MXError
+from pt2mx.microxcaling.formats import rounding_name
+from pt2mx.microxcaling.specs import apply_mx_specs
+from pt2mx.modes import ROUNDINGS
+
+
+@torch.no_grad()
+def quantize_elemwise_op(A: Tensor, mx_specs: Mapping[str, object] | None, round: str | None = None) -> Tensor:
+    """A rounded to the floats that the specs name, in its own dtype; A itself where they name none.
+
+    Args:
+        A: a floating-point tensor. No gradient passes; that of `quantize_bfloat` does.
+        mx_specs: `bfloat`, `fp`, `bfloat_subnorms` and `round` of it are read; None for A as it is.
+        round: "nearest", "floor", "even" or "dither"; by default that of the specs.
+
+    What rounds beyond the largest value becomes Inf; Inf and NaN stay.
+
+    Raises:
+        MXError: where both widths are given, or one leaves no mantissa (`bfloat` up to 9, `fp` up to 6).
+    """
+    if mx_specs is None:
+        return A
+    specs = apply_mx_specs(mx_specs)
+    widths = {key: bits for key in ("bfloat", "fp") if (bits := specs[key])}
+    if not widths or widths == {"bfloat": 32}:
+        return A
+    check_tensors(A=A)
+    if len(widths) > 1:
+        raise MXError(f"mx_specs set both bfloat={specs['bfloat']} and fp={specs['fp']}: set one")
+    (key, bits), exponent_bits = next(iter(widths.items())), 8 if "bfloat" in widths else 5
+    if type(bits) is not int or bits <= exponent_bits + 1:
+        raise MXError(f"{key}={bits!r} must be an integer above {exponent_bits + 1}, or 0 for none")
+    if not A.is_floating_point():
+        raise MXError(f"a tensor of dtype {A.dtype} has no floats to round: cast it first, for example with A.float()")
+    rounding = rounding_name(specs["round"] if round is None else round)
+    return _round_floats(A, exponent_bits, bits - 1 - exponent_bits, rounding, specs["bfloat_subnorms"])
+
+
+def _round_floats(A: Tensor, exponent_bits: int, mantissa_bits: int, rounding: str, subnormals: bool) -> Tensor:
+    """In float64, in which every step is exact."""
+    bias = 2 ** (exponent_bits - 1) - 1
+    x = A.double()
+    if not subnormals:
+        x = torch.where(x.abs() < 2.0 ** (1 - bias), 0.0, x)
+    binade = torch.frexp(x.masked_fill(~x.isfinite(), 0.0)).exponent - 1  # floor(log2 |x|)
+    quantum = _pow2(binade.clamp(min=1 - bias) - mantissa_bits)
+    random = torch.randint(1 << 31, x.shape, dtype=torch.int32, device=x.device) if rounding == "stochastic" else None
+    y = ROUNDINGS[rounding].to_quanta(x / quantum, random) * quantum
+    beyond = y.abs() > 2.0**bias * (2 - 2.0**-mantissa_bits)
+    y = torch.where(beyond, torch.copysign(torch.full_like(y, torch.inf), y), y)
+    return torch.where(x.isfinite(), y, x).to(A.dtype)
+
+
+def _pow2(exponent: Tensor) -> Tensor:
+    """2**exponent in float64, from its bits."""
+    return ((exponent.to(torch.int64) + 1023) << 52).view(torch.float64)

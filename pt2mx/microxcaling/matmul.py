@@ -1,0 +1,62 @@
+"""Products of two matrices, or of batches of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from pt2mx.errors import MXError, nearest
+from pt2mx.microxcaling.products import Product, Role
+from pt2mx.microxcaling.specs import apply_mx_specs, mx_assert_test
+
+
+def product_of_matrices(first: str, second: str) -> Product:
+    """The product of operands that are activations, "a", or weights, "w"."""
+    in_first, in_second = (
+        [f"{operand}_elem_format", "round_mx_input_grad_input", f"{operand}_elem_format_bp"]
+        for operand in (first, second)
+    )
+    of_grad = "a_elem_format_bp_os", "round_mx_grad_output_grad_input"
+    return Product(
+        forward=lambda a, b, bias: torch.matmul(a, b),
+        first=Role(in_first[0], -1, "round_mx_output"),
+        second=Role(in_second[0], -2, "round_mx_output"),
+        first_gradient=lambda grad, b, shape: (grad @ b.transpose(-1, -2)).sum_to_size(shape),
+        first_gradient_roles=(Role(of_grad[0], -1, of_grad[1]), Role(in_second[2], -1, in_second[1])),
+        second_gradient=lambda grad, a, shape: (a.transpose(-1, -2) @ grad).sum_to_size(shape),
+        second_gradient_roles=(Role(of_grad[0], -2, of_grad[1]), Role(in_first[2], -2, in_first[1])),
+        is_weight=False,
+    )
+
+
+_MODES = {mode: product_of_matrices(*mode) for mode in ("aa", "aw", "wa")}
+
+
+def matmul(
+    in1: Tensor,
+    in2: Tensor,
+    bias: Tensor | None = None,
+    mx_specs: Mapping[str, object] | None = None,
+    name: str | None = None,
+    mode_config: str = "aa",
+) -> Tensor:
+    """`torch.matmul(in1, in2) + bias` with operands in MX blocks along the dimensions that it and its gradients reduce.
+
+    Args:
+        in1: (..., rows, features).
+        in2: (..., features, columns); leading dimensions are broadcast.
+        bias: (columns,).
+        mx_specs: None for torch's own.
+        mode_config: whose formats the two have: "aa", "aw" or "wa", of activations or weights.
+
+    Raises:
+        MXError: as `quantize_mx_op` and `quantize_elemwise_op`; for another mode.
+    """
+    mx_assert_test(mx_specs)
+    if mx_specs is None:
+        return torch.matmul(in1, in2) if bias is None else torch.addmm(bias, in1, in2)
+    if mode_config not in _MODES:
+        raise MXError(f"unknown mode_config {mode_config!r}: {nearest(mode_config, _MODES)}")
+    return _MODES[mode_config](in1, in2, bias, apply_mx_specs(mx_specs))

@@ -1,0 +1,111 @@
+"""What layers and functions share: a product of two tensors whose operands are quantized, forward and backward.
+
+Every tensor is rounded to the floats of the specs (`quantize_elemwise_op`); the operands of each of the three products,
+that of the forward pass and those of the two gradients, are quantized along the dimension that it reduces, and its
+result is rounded again. Which format, dimension and rounding that is, is data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from pt2mx.microxcaling.elemwise_ops import quantize_elemwise_op
+from pt2mx.microxcaling.mx_ops import quantize_mx_op
+from pt2mx.microxcaling.specs import MxSpecs, get_backwards_mx_specs
+
+
+@dataclass(frozen=True)
+class Role:
+    """How one operand of one product is quantized: keys of the specs, and the dimension of its blocks.
+
+    Without a key for the rounding it is "nearest", whatever the specs say.
+    """
+
+    format: str
+    axis: int
+    round: str | None = None
+
+    def quantize(self, x: Tensor, specs: MxSpecs) -> Tensor:
+        rounding = "nearest" if self.round is None else specs[self.round]
+        return quantize_mx_op(x, specs, specs[self.format], axes=self.axis, round=rounding)
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of a first and a second operand.
+
+    Args:
+        forward: (first, second, bias or None, **call) -> the result.
+        first, second: their roles there.
+        first_gradient: (gradient, second, the first's shape, **call) -> the first's gradient.
+        first_gradient_roles: those of the gradient and of the second operand in it.
+        second_gradient: (gradient, first, the second's shape, **call) -> the second's gradient.
+        second_gradient_roles: those of the gradient and of the first operand in it.
+        is_weight: whether the second operand is a weight, by the keys for its and its gradient's rounding.
+        adds_bias: whether the bias is added after the result was rounded; else `forward` adds it to the channels, the
+            second dimension of the result.
+    """
+
+    forward: Callable[..., Tensor]
+    first: Role
+    second: Role
+    first_gradient: Callable[..., Tensor]
+    first_gradient_roles: tuple[Role, Role]
+    second_gradient: Callable[..., Tensor]
+    second_gradient_roles: tuple[Role, Role]
+    is_weight: bool
+    adds_bias: bool = True
+
+    @torch.compiler.disable
+    def __call__(
+        self, first: Tensor, second: Tensor, bias: Tensor | None, specs: MxSpecs, call: Mapping[str, Any] | None = None
+    ) -> Tensor:
+        """`specs`: complete, as `apply_mx_specs` gives them; `call`: further arguments of `forward`. torch.compile
+        leaves it to eager mode."""
+        return _Function.apply(first, second, bias, self, specs, call or {})
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, first: Tensor, second: Tensor, bias: Tensor | None, product: Product, specs: MxSpecs, call: dict
+    ) -> Tensor:
+        rounded = (_round(first, specs, "output"), _round(second, specs, "weight" if product.is_weight else "output"))
+        ctx.save_for_backward(*(rounded if specs["quantize_backprop"] else (first, second)))
+        ctx.product, ctx.specs, ctx.call = product, get_backwards_mx_specs(specs), call
+        ctx.bias_shape = None if bias is None else bias.shape
+        bias = None if bias is None else _round(bias, specs, "weight")
+        operands = [role.quantize(x, specs) for role, x in zip((product.first, product.second), rounded, strict=True)]
+        if bias is None or not product.adds_bias:
+            return _round(product.forward(*operands, bias, **call), specs, "output")
+        return _round(_round(product.forward(*operands, None, **call), specs, "output") + bias, specs, "output")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (first, second), product, specs = ctx.saved_tensors, ctx.product, ctx.specs
+        grad = _round(grad, specs, "grad_input")
+        grads: list[Tensor | None] = [None] * 6
+        if ctx.needs_input_grad[0]:
+            of_grad, of_second = product.first_gradient_roles
+            operands = of_grad.quantize(grad, specs), of_second.quantize(second, specs)
+            grads[0] = _round(product.first_gradient(*operands, first.shape, **ctx.call), specs, "grad_input")
+        if ctx.needs_input_grad[1]:
+            of_grad, of_first = product.second_gradient_roles
+            operands = of_grad.quantize(grad, specs), of_first.quantize(first, specs)
+            gradient = product.second_gradient(*operands, second.shape, **ctx.call)
+            grads[1] = _round(gradient, specs, "grad_weight" if product.is_weight else "grad_input")
+        if ctx.bias_shape is not None and ctx.needs_input_grad[2]:
+            shape = ctx.bias_shape if product.adds_bias else (*ctx.bias_shape, *(1,) * (grad.dim() - 2))
+            grads[2] = _round(grad.sum_to_size(shape).reshape(ctx.bias_shape), specs, "grad_weight")
+        return tuple(grads)
+
+
+def _round(x: Tensor, specs: MxSpecs, what: str) -> Tensor:
+    return quantize_elemwise_op(x, specs, specs[f"round_{what}"])
