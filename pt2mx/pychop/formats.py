@@ -1,0 +1,107 @@
+"""pychop's `MXSpec`, a format by the widths of its fields, and the `pt2mx.MXSpec` that it means."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from pt2mx import spec as core
+from pt2mx.compat import PRESETS
+from pt2mx.errors import MXError, nearest
+from pt2mx.formats import ELEMENTS, FORMATS, ElementFormat, parse_element
+
+
+@dataclass(repr=False)
+class MXSpec:
+    """A format of elements with a sign, `exp_bits` and `sig_bits` (without the hidden bit), in blocks of `block_size`
+    values over the flattened tensor. An integer has no exponent bits and the full range of two's complement.
+
+    As in pychop the name decides on special values: `MXFP8_E4M3` and `MXFP8_E5M2` are the formats of the OCP
+    specification, and under another name every code of these splits is a number (E4M3 to 480).
+
+    Raises:
+        MXError: for widths that no element has (at most 16 bits, of them at most 7 of the exponent) or no scale.
+    """
+
+    name: str
+    exp_bits: int
+    sig_bits: int
+    block_size: int = 32
+    scale_exp_bits: int = 8
+    scale_sig_bits: int = 0
+
+    def __post_init__(self) -> None:
+        self.to_core()
+
+    @property
+    def element_bits(self) -> int:
+        """Bits of an element, its sign included."""
+        return 1 + self.exp_bits + self.sig_bits
+
+    @property
+    def total_bits_per_block(self) -> int:
+        """Bits of a whole block with its scale."""
+        return self.element_bits * self.block_size + self.scale_exp_bits + self.scale_sig_bits
+
+    @property
+    def compression_vs_fp32(self) -> float:
+        """How many times larger a block is in 32 bits a value."""
+        return 32 * self.block_size / self.total_bits_per_block
+
+    @property
+    def compression_vs_fp16(self) -> float:
+        """How many times larger a block is in 16 bits a value."""
+        return 16 * self.block_size / self.total_bits_per_block
+
+    def to_core(self) -> core.MXSpec:
+        """The `pt2mx.MXSpec` of the same values; its blocks are those of the flattened tensor."""
+        fields = (self.block_size, self.scale_exp_bits, self.scale_sig_bits)
+        names = ("block_size", "scale_exp_bits", "scale_sig_bits")
+        return PRESETS["pychop"].spec(self._element(), **dict(zip(names, fields, strict=True)))
+
+    def _element(self) -> ElementFormat:
+        element = parse_element((self.exp_bits, self.sig_bits))
+        if self.name.upper() == f"MX{element.name}".upper():
+            return element
+        return ELEMENTS.get(f"{element.name}_finite", element)
+
+    def __repr__(self) -> str:
+        return f"MXSpec(name='{self.name}', E{self.exp_bits}M{self.sig_bits}, block_size={self.block_size})"
+
+
+#: The formats of the OCP specification, by the names that they have in pychop.
+MX_FORMATS: dict[str, MXSpec] = {
+    f"mx{name}": MXSpec(f"MX{name}".upper(), 0 if f.is_int else f.exponent_bits, 7 if f.is_int else f.mantissa_bits)
+    for name, f in FORMATS.items()
+}
+
+
+def create_mx_spec(
+    exp_bits: int, sig_bits: int, block_size: int = 32, scale_exp_bits: int = 8, name: str | None = None
+) -> MXSpec:
+    """A custom format; without a name it gets one from its widths."""
+    if name is None:
+        name = f"CUSTOM_MX{1 + exp_bits + sig_bits}_E{exp_bits}M{sig_bits}"
+    return MXSpec(name, exp_bits, sig_bits, block_size, scale_exp_bits)
+
+
+def resolve(
+    format: object, block_size: int = 32, scale_exp_bits: int | None = None, scale_sig_bits: int | None = None
+) -> MXSpec:
+    """The format that pychop's functions mean: a key of `MX_FORMATS` or a pair (exponent bits, significand bits) in
+    blocks of `block_size`, or an `MXSpec` in its own; with the widths of the scale that are given.
+
+    Raises:
+        MXError: for another format.
+    """
+    if isinstance(format, MXSpec):
+        spec = format
+    elif isinstance(format, str):
+        if format.lower() not in MX_FORMATS:
+            raise MXError(f"unknown format {format!r}: {nearest(format, MX_FORMATS)}")
+        spec = replace(MX_FORMATS[format.lower()], block_size=block_size)
+    elif isinstance(format, tuple) and len(format) == 2:
+        spec = create_mx_spec(*format, block_size)
+    else:
+        raise MXError(f"format={format!r} must be a key of MX_FORMATS, an MXSpec or a pair (exp_bits, sig_bits)")
+    scale = {"scale_exp_bits": scale_exp_bits, "scale_sig_bits": scale_sig_bits}
+    return replace(spec, **{name: bits for name, bits in scale.items() if bits is not None})

@@ -1,0 +1,143 @@
+"""pychop's torch modules: fake quantization with a straight-through gradient, linear layers and attention."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import torch
+from torch import Tensor, nn
+
+from pt2mx.errors import MXError
+from pt2mx.pychop.formats import MXSpec, resolve
+from pt2mx.pychop.quantize import mx_quantize
+
+Format = str | MXSpec | tuple[int, int]
+
+
+class MXQuantizerSTE(nn.Module):
+    """`mx_quantize` of a torch tensor or JAX array (...); its gradient passes unchanged."""
+
+    def __init__(
+        self,
+        format: Format = "mxfp8_e4m3",
+        block_size: int = 32,
+        scale_exp_bits: int | None = None,
+        scale_sig_bits: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.spec = resolve(format, block_size, scale_exp_bits, scale_sig_bits)
+        self.block_size, self.scale_exp_bits = self.spec.block_size, self.spec.scale_exp_bits
+        self.scale_sig_bits = self.spec.scale_sig_bits
+        self.format_str = format if isinstance(format, str) else self.spec.name
+        if isinstance(format, tuple):
+            self.format_str = f"E{self.spec.exp_bits}M{self.spec.sig_bits}"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return mx_quantize(x, self.spec)
+
+    def __repr__(self) -> str:
+        return f"MXQuantizerSTE(format={self.format_str}, block_size={self.block_size})"
+
+
+class MXLinear(nn.Linear):
+    """`nn.Linear`, (..., in) -> (..., out), of the quantized weight, and input and output if asked for.
+
+    As in pychop blocks run over the flattened tensors: where `in_features` is no multiple of `block_size` they cross
+    rows. The activations' format is the weight's unless `act_format` is another; `kwargs` are those of `nn.Linear`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        weight_format: Format = "mxfp8_e4m3",
+        act_format: Format | None = None,
+        block_size: int = 32,
+        quantize_input: bool = True,
+        quantize_output: bool = False,
+        **kwargs: object,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, **kwargs)
+        act_format = weight_format if act_format is None else act_format
+        self.weight_quantizer = MXQuantizerSTE(weight_format, block_size)
+        self.input_quantizer = MXQuantizerSTE(act_format, block_size) if quantize_input else None
+        self.output_quantizer = MXQuantizerSTE(act_format, block_size) if quantize_output else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.input_quantizer is not None:
+            x = self.input_quantizer(x)
+        y = nn.functional.linear(x, self.weight_quantizer(self.weight), self.bias)
+        return y if self.output_quantizer is None else self.output_quantizer(y)
+
+
+class MXAttention(nn.Module):
+    """Multi-head attention whose projections are `MXLinear` and whose scores are quantized before the mask is added.
+
+    Raises:
+        MXError: where `num_heads` does not divide `embed_dim`.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        format: Format = "mxfp8_e4m3",
+        block_size: int = 32,
+        dropout: float = 0.0,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        if num_heads < 1 or embed_dim % num_heads:
+            raise MXError(f"embed_dim={embed_dim} must be a multiple of num_heads={num_heads}")
+        self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            setattr(self, name, MXLinear(embed_dim, embed_dim, bias, format, block_size=block_size))
+        self.dropout = nn.Dropout(dropout)
+        self.score_quantizer = MXQuantizerSTE(format, block_size)
+
+    def forward(
+        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, attn_mask: Tensor | None = None
+    ) -> Tensor:
+        """query: (B, T, E); key, value: (B, S, E), the query where they are None; attn_mask: added to the scores
+        (B, heads, T, S) -> (B, T, E)."""
+        key, value = (query if x is None else x for x in (key, value))
+        q, k, v = (
+            projection(x).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)  # (B, heads, T, head_dim)
+            for projection, x in ((self.q_proj, query), (self.k_proj, key), (self.v_proj, value))
+        )
+        scores = self.score_quantizer(q @ k.transpose(-2, -1) / math.sqrt(self.head_dim))
+        if attn_mask is not None:
+            scores = scores + attn_mask
+        y = self.dropout(torch.softmax(scores, dim=-1)) @ v
+        return self.out_proj(y.transpose(1, 2).flatten(-2))
+
+
+def convert_linear_to_mx(
+    module: nn.Module,
+    format: Format = "mxfp8_e4m3",
+    block_size: int = 32,
+    quantize_input: bool = True,
+    quantize_output: bool = False,
+    inplace: bool = True,
+) -> nn.Module:
+    """Replace every `nn.Linear` inside a module by an `MXLinear` that holds its parameters; in a copy of the module
+    where `inplace` is false. A module that is a linear layer itself is returned as a new one."""
+    if not isinstance(module, nn.Module):
+        raise MXError(f"expected a torch module, not {type(module).__name__}")
+    options = (resolve(format, block_size), quantize_input, quantize_output)
+    return _converted(module if inplace else copy.deepcopy(module), *options)
+
+
+def _converted(module: nn.Module, spec: MXSpec, quantize_input: bool, quantize_output: bool) -> nn.Module:
+    if isinstance(module, MXLinear):
+        return module
+    if not isinstance(module, nn.Linear):
+        for name, child in module.named_children():
+            setattr(module, name, _converted(child, spec, quantize_input, quantize_output))
+        return module
+    options = {"quantize_input": quantize_input, "quantize_output": quantize_output, "device": "meta"}
+    new = MXLinear(module.in_features, module.out_features, False, spec, **options)
+    new.weight, new.bias = module.weight, module.bias
+    return new.train(module.training)
