@@ -9,8 +9,8 @@ from typing import Any
 
 from pt2mx.checks import operator_modes
 from pt2mx.errors import MXError, nearest
-from pt2mx.formats import ElementFormat
 from pt2mx.spec import MXSpec, parse
+from pt2mx.torchmx.dtypes import DType, dtype_of
 
 
 class _Config:
@@ -82,9 +82,9 @@ class MXConfig(_Config):
         return parse(self.elem_dtype_name, block_size=self.block_size)
 
     @property
-    def elem_dtype(self) -> ElementFormat:
+    def elem_dtype(self) -> DType:
         """The element format."""
-        return self.spec.element
+        return dtype_of(self.spec.element)
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.torchmx.config import QAttentionConfig, QLinearConfig
+from pt2mx.torchmx import dtypes
+from pt2mx.torchmx.config import MXConfig, QAttentionConfig, QLinearConfig
 from pt2mx.torchmx.layers.mx_attention import ATTENTION, register_attention
 from pt2mx.torchmx.layers.mx_linear import MXInferenceLinear
+
+if TYPE_CHECKING:
+    from pt2mx.torchmx.dynamic_weights import MXDynamicActivationMXWeightsConfig
 
 
 def quantize_linear_(model: nn.Module, qconfig: QLinearConfig) -> None:
@@ -62,6 +67,25 @@ def quantize_llm_(model: nn.Module, qattention_config: QAttentionConfig, qmlp_co
         if qattention_config.is_qkv_quantization_enabled:
             register_attention()
             module.config._attn_implementation = ATTENTION
+
+
+def mx_dynamic_activation_mx_weights(
+    weight_elem_dtype: dtypes.DType = dtypes.float6_e3m2,
+    weight_block_size: int = 32,
+    activation_elem_dtype: dtypes.DType = dtypes.float8_e4m3,
+    activation_block_size: int = 32,
+) -> MXDynamicActivationMXWeightsConfig:
+    """What torchao's `quantize_(model, ...)` takes to quantize the weights of linear layers once, and their inputs at
+    each call. The elements are given as `pt2mx.parse` takes them.
+
+    Raises:
+        MXError: for other elements and block sizes; inside `quantize_`, as `quantize_linear_` does.
+    """
+    from pt2mx.torchmx.dynamic_weights import MXDynamicActivationMXWeightsConfig
+
+    weight = MXConfig(weight_elem_dtype, weight_block_size)
+    activation = MXConfig(activation_elem_dtype, activation_block_size)
+    return MXDynamicActivationMXWeightsConfig(QLinearConfig(weight, activation))
 
 
 def _check_kind(name: str, value: object, kind: type) -> None:

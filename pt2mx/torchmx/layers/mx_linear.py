@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from pt2mx.errors import MXError
 from pt2mx.functional import fake_quantize_mx
 from pt2mx.tensor import MXTensor
+from pt2mx.torchmx import mx_tensor
 from pt2mx.torchmx.config import QLinearConfig
 
 
@@ -30,7 +31,7 @@ class MXInferenceLinear(nn.Linear):
             )
         new = cls(mod.in_features, mod.out_features, bias=False, device="meta")
         new.qconfig, new.bias = qconfig, mod.bias
-        weight = MXTensor.to_mx(mod.weight.detach(), qconfig.weights_config.spec, axis=-1)
+        weight = mx_tensor.MXTensor.to_mx(mod.weight.detach(), qconfig.weights_config.spec, axis=-1)
         new.weight = nn.Parameter(weight, requires_grad=False)
         return new.train(mod.training)
 

@@ -2,6 +2,7 @@ import pytest
 
 import pt2mx
 from pt2mx import MXConfig, MXError, QAttentionConfig, QLinearConfig
+from pt2mx.torchmx.dtypes import dtype_of
 
 FP8, FP6, FP4 = MXConfig("float8_e4m3"), MXConfig("float6_e3m2", 16), MXConfig("float4_e2m1", block_size=64)
 LINEAR = QLinearConfig(weights_config=FP6, activations_config=FP8)
@@ -23,7 +24,7 @@ ATTENTION = QAttentionConfig(LINEAR, FP8, FP8, FP4, FP6)
 )
 def test_names(name, element):
     config = MXConfig(elem_dtype_name=name)
-    assert config.elem_dtype is pt2mx.ELEMENTS[element] and config.block_size == 32
+    assert config.elem_dtype is dtype_of(pt2mx.ELEMENTS[element]) and config.block_size == 32
     assert config.to_dict() == {"elem_dtype_name": name, "block_size": 32}
 
 

@@ -1,0 +1,38 @@
+"""`mx_dynamic_activation_mx_weights` as torchao's `quantize_` takes it: a config, and the function that applies it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from pt2mx.errors import MXError
+from pt2mx.extras import without_log_warnings
+from pt2mx.torchmx.config import QLinearConfig
+from pt2mx.torchmx.layers.mx_linear import MXInferenceLinear
+
+with without_log_warnings():
+    from torchao.core.config import AOBaseConfig
+    from torchao.quantization.transform_module import register_quantize_module_handler
+
+
+@dataclass(frozen=True)
+class MXDynamicActivationMXWeightsConfig(AOBaseConfig):
+    """Each linear layer becomes an `MXInferenceLinear` of that config, and stays the same object."""
+
+    qconfig: QLinearConfig
+
+
+@register_quantize_module_handler(MXDynamicActivationMXWeightsConfig)
+def _quantize(linear: nn.Linear, config: MXDynamicActivationMXWeightsConfig) -> nn.Linear:
+    if isinstance(linear, MXInferenceLinear) and linear.qconfig == config.qconfig:
+        return linear  # it stands in several places
+    if type(linear) is not nn.Linear:
+        raise MXError(
+            f"a {type(linear).__name__} is quantized already, or has a forward of its own: leave it out with the "
+            "filter_fn of quantize_"
+        )
+    quantized = MXInferenceLinear.from_float(linear, config.qconfig)
+    # in place, as TorchMX does it: quantize_ cannot replace a model that is itself a linear layer
+    linear.weight, linear.qconfig, linear.__class__ = quantized.weight, quantized.qconfig, MXInferenceLinear
+    return linear

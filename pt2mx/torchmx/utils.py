@@ -1,0 +1,91 @@
+"""TorchMX's helpers: seeds, a logger, random inputs, and 4-bit codes in its order, the first in the high nibble."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pt2mx.checks import check_tensors
+from pt2mx.errors import MXError
+from pt2mx.kernels.packing import pack, packed_length, unpack, unpacked_length
+
+
+def set_seed(seed: int) -> None:
+    """Seed the generators of Python, NumPy and torch, on all devices."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def get_logger(
+    logger_name: str = "TORCHMX",
+    format_string: str = "%(asctime)s - %(name)s - %(levelname)s - %(message)s",
+    console_output: bool = True,
+) -> logging.Logger:
+    """The logger of that name, which writes to the console and to the file that the environment variable `LOG_FILE`
+    names, from the level on that `LOG_LEVEL` names (by default INFO). Asked for twice, it writes each line once."""
+    logger = logging.getLogger(logger_name)
+    logger.setLevel(os.environ.get("LOG_LEVEL", "INFO"))
+    logger.propagate = False
+    if not logger.handlers:
+        path = os.environ.get("LOG_FILE")
+        for handler in [logging.StreamHandler()] * console_output + ([logging.FileHandler(path)] if path else []):
+            handler.setFormatter(logging.Formatter(format_string))
+            logger.addHandler(handler)
+    return logger
+
+
+def get_uniform_random_number(min_val: int, max_val: int, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
+    """Uniform random numbers between `min_val` and `max_val`, of that shape and dtype, from torch's generator."""
+    return (max_val - min_val) * torch.rand(*shape, dtype=dtype) + min_val
+
+
+def tensor_size_hp_to_fp4x2(orig_size: Sequence[int], packing_dim: int) -> list[int]:
+    """The size of a tensor whose values are packed two a byte along `packing_dim`."""
+    size = list(orig_size)
+    size[packing_dim] = packed_length(size[packing_dim], 4)
+    return size
+
+
+def tensor_size_fp4x2_to_hp(orig_size: Sequence[int], unpacking_dim: int) -> list[int]:
+    """The size of the values that are packed two a byte along `unpacking_dim`."""
+    size = list(orig_size)
+    size[unpacking_dim] = unpacked_length(size[unpacking_dim], 4)
+    return size
+
+
+def pack_uint4(uint8_data: Tensor, packing_dim: int = -1) -> Tensor:
+    """uint8_data: (..., n, ...) uint8 below 16 -> (..., ceil(n / 2), ...) uint8.
+
+    Raises:
+        MXError: for another dtype, or a dimension that is not there.
+    """
+    axis = _dimension(uint8_data, packing_dim)
+    low_first = pack(uint8_data.to(torch.int32) & 0xF, axis, 4)
+    return low_first << 4 | low_first >> 4
+
+
+def unpack_uint4(uint8_data: Tensor, packing_dim: int = -1) -> Tensor:
+    """uint8_data: (..., bytes, ...) uint8 -> (..., 2 * bytes, ...) uint8 below 16.
+
+    Raises:
+        MXError: as `pack_uint4`.
+    """
+    axis = _dimension(uint8_data, packing_dim)
+    return unpack(uint8_data << 4 | uint8_data >> 4, axis, 4).to(torch.uint8)
+
+
+def _dimension(data: Tensor, dim: int) -> int:
+    check_tensors(uint8_data=data)
+    if data.dtype != torch.uint8 or not -data.dim() <= dim < data.dim():
+        raise MXError(
+            f"4-bit codes are uint8 and have dimension {dim}, not {data.dtype} of shape {tuple(data.shape)}: convert "
+            "them with .to(torch.uint8)"
+        )
+    return dim % data.dim()
