@@ -9,6 +9,8 @@ scales. Where a library is wrong by the specification, the preset gives the spec
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,11 +18,14 @@ from torch import Tensor
 
 from pt2mx.checks import check_spec, check_tensors
 from pt2mx.errors import MXError
-from pt2mx.formats import ELEMENTS
+from pt2mx.formats import ELEMENTS, ElementFormat
 from pt2mx.functional import dequantize_mx, fake_quantize_mx, quantize_mx
 from pt2mx.kernels.packing import is_packed, pack, unpack
 from pt2mx.kernels.reference import NAN_SCALE
 from pt2mx.spec import MXSpec, parse
+
+#: pt2mx's defaults
+_PLAIN = MXSpec("int8")
 
 
 @dataclass(frozen=True)
@@ -31,11 +36,14 @@ class Preset:
         name, version: the library.
         rounding, scale_mode, axis, block_size: its defaults; `axis=None` is one row of all values in order.
         rounding_of: another rounding for some elements, by name.
+        rounding_modes: the roundings that `rounding_mode=0, 1, ...` names in `spec`; they are those of integers.
         full_range: whether its integers reach the most negative code.
         int_scale_offset: what its scale bytes of 8-bit integers differ by: codes are whole numbers.
         high_nibble_first: the order of two 4-bit codes in a byte.
         packed_widths: widths of codes that share bytes.
         flush_subnormal_blocks: blocks whose largest magnitude is an fp32 subnormal become zero.
+        overflow_to_nan: blocks whose shared exponent is above what the scale holds become NaN (`scale_exp_bits` below
+            8; scale mode floor).
         reason: why the row differs from the defaults.
         not_copied: faults by the specification that the preset leaves out.
     """
@@ -47,6 +55,7 @@ class Preset:
     scale_mode: str = "floor"
     rounding: str = "even"
     rounding_of: tuple[tuple[str, str], ...] = ()
+    rounding_modes: tuple[str, ...] = ()
     axis: int | None = -1
     block_size: int = 32
     full_range: bool = False
@@ -54,22 +63,29 @@ class Preset:
     high_nibble_first: bool = False
     packed_widths: tuple[int, ...] = (4, 6)
     flush_subnormal_blocks: bool = False
+    overflow_to_nan: bool = False
 
-    def spec(self, elem_dtype: object, **fields: object) -> MXSpec:
-        """The library's spec of an element, as `pt2mx.parse` takes it; `fields` of `MXSpec` win over the preset's.
+    def spec(self, elem_dtype: object, rounding_mode: int | None = None, **fields: object) -> MXSpec:
+        """The library's spec of an element, as `pt2mx.parse` takes it.
 
-        An axis of None is -1 of the flattened tensor.
+        What its spelling says beyond pt2mx's defaults wins over the preset, and `fields` of `MXSpec` over both. An axis
+        of None is -1 of the flattened tensor. `rounding_mode` is the library's number of a rounding.
+
+        Raises:
+            MXError: for a number that the library does not have.
         """
-        element = parse(elem_dtype).element
+        spelled = parse(elem_dtype)
+        element = spelled.element
         if self.full_range and element.is_int and not element.full_range:
             element = ELEMENTS[f"{element.name}_full"]
         preset = {
             "block_size": self.block_size,
             "axis": -1 if self.axis is None else self.axis,
             "scale_mode": self.scale_mode,
-            "rounding": dict(self.rounding_of).get(element.name, self.rounding),
+            "rounding": self._rounding(element, rounding_mode),
         }
-        return MXSpec(element, **{**preset, **fields})
+        said = {name: value for name, value in vars(spelled).items() if value != getattr(_PLAIN, name)}
+        return MXSpec(**{**preset, **said, **fields, "element": element})
 
     def fake_quantize(self, x: Tensor, elem_dtype: object, **fields: object) -> Tensor:
         """x: (..., n, ...) float32, float16 or bfloat16 -> the values that the library gives, same shape and dtype."""
@@ -134,10 +150,23 @@ class Preset:
     def _rows(self, x: Tensor, elem_dtype: object, fields: dict[str, object]) -> tuple[Tensor, MXSpec]:
         check_tensors(x=x)
         spec = self.spec(elem_dtype, **fields)
-        rows = x.reshape(-1) if self.axis is None and "axis" not in fields else x
+        flat = self.axis is None and "axis" not in fields and parse(elem_dtype).axis == _PLAIN.axis
+        rows = x.reshape(-1) if flat else x
         if self.flush_subnormal_blocks:
-            rows = _flush_subnormal_blocks(rows, spec)
+            rows = _fill_blocks(rows, spec, lambda amax: amax < 2.0**-126, 0.0)
+        beyond = 2 ** (spec.scale_exp_bits - 1) + spec.element.emax  # the least exponent of an amax that overflows
+        if self.overflow_to_nan and beyond < 128:
+            rows = _fill_blocks(rows, spec, lambda amax: amax >= 2.0**beyond, math.nan)
         return rows, spec
+
+    def _rounding(self, element: ElementFormat, number: int | None) -> str:
+        if number is not None:
+            if type(number) is not int or not 0 <= number < len(self.rounding_modes):
+                numbered = ", ".join(f"{i} ({name})" for i, name in enumerate(self.rounding_modes)) or "none"
+                raise MXError(f"{self.name} has no rounding_mode {number!r}: allowed: {numbered}")
+            if element.is_int:
+                return self.rounding_modes[number]
+        return dict(self.rounding_of).get(element.name, self.rounding)
 
     def _nibbles(self, data: Tensor, spec: MXSpec) -> Tensor:
         return data << 4 | data >> 4 if spec.element.bits == 4 and self.high_nibble_first else data
@@ -151,15 +180,13 @@ class Preset:
         return self.int_scale_offset != 0 and spec.element.is_int and spec.element.bits == 8
 
 
-def _flush_subnormal_blocks(x: Tensor, spec: MXSpec) -> Tensor:
-    """x with zeros for the blocks whose largest magnitude is below 2**-126."""
+def _fill_blocks(x: Tensor, spec: MXSpec, where: Callable[[Tensor], Tensor], value: float) -> Tensor:
+    """x with `value` in the blocks of whose largest magnitude `where` is true."""
     axis, rows = check_spec(x, spec).axis, torch.atleast_1d(x)
     if not rows.numel():
         return x
-    parts = [
-        part.where(part.abs().amax(axis, keepdim=True) >= 2.0**-126, torch.zeros_like(part))
-        for part in rows.split(spec.block_size, axis)
-    ]
+    blocks = rows.split(spec.block_size, axis)
+    parts = [block.masked_fill(where(block.abs().amax(axis, keepdim=True)), value) for block in blocks]
     return torch.cat(parts, axis).reshape(x.shape)
 
 
@@ -171,9 +198,11 @@ PRESETS: dict[str, Preset] = {
         Preset(
             "microxcaling",
             "7bc4195",
-            "rounds half away from zero unless told otherwise (round='nearest')",
+            "rounds half away from zero unless told otherwise (round='nearest'); a block whose exponent is above what "
+            "the scale holds (scale_exp_bits below 8) becomes NaN",
             f"{_ROUNDED_LOG2}; 0.49999997 of a step rounds up; bf16 inputs computed in bf16",
             rounding="half_away",
+            overflow_to_nan=True,
         ),
         Preset(
             "microxcaling_flush",
@@ -181,13 +210,15 @@ PRESETS: dict[str, Preset] = {
             "microxcaling with mx_flush_fp32_subnorms",
             "as microxcaling",
             rounding="half_away",
+            overflow_to_nan=True,
             flush_subnormal_blocks=True,
         ),
         Preset(
             "torchao",
             "0.18.0",
             "stores an FP6 code in a byte of its own",
-            f"scale byte 0 halves or flushes values; an Inf leaves the scale finite; RCEIL with {_ROUNDED_LOG2}",
+            f"scale byte 0 halves or flushes values; an Inf leaves the scale finite; RCEIL with {_ROUNDED_LOG2}; codes "
+            "in NaN blocks, in FP8 0x7F for a NaN (here 0: the scale byte says it)",
             packed_widths=(4,),
         ),
         Preset(
@@ -202,10 +233,13 @@ PRESETS: dict[str, Preset] = {
         ),
         Preset(
             "quark",
-            "0.10",
-            "MXFixNeuron: axis 1, half away from zero (rounding_mode 0; its 2 is rounding='even'), int8 down to -128",
-            "Inf and NaN pass by value instead of making their block NaN",
-            rounding="half_away",
+            "0.13",
+            "MXFixNeuron: axis 1, int8 down to -128 and by rounding_mode 0 half away from zero, 1 half up, 2 half to "
+            "even; floats half to even whatever it says",
+            "Inf and NaN pass by value instead of making their block NaN; scales below 2**-127; a tensor of one value "
+            "stays as it is",
+            rounding_of=(("int8_full", "half_away"),),
+            rounding_modes=("half_away", "half_up", "even"),
             axis=1,
             full_range=True,
         ),

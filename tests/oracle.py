@@ -4,10 +4,21 @@ It follows the text of the OCP MX specification v1.0, section 6.3, and of the de
 instead of bit patterns.
 """
 
+import functools
 import math
+from bisect import bisect_left
 from fractions import Fraction
 
-from pt2mx import ElementFormat
+from pt2mx import ELEMENTS, ElementFormat
+
+#: the elements with codes of a byte at most, which every kernel serves
+NARROW = [name for name, element in ELEMENTS.items() if not element.is_wide]
+#: some of the others: integers of the least and the most bits, the most and the fewest bits of an exponent
+WIDE = [
+    *("int9", "int12", "int16", "int16_full"),
+    *("fp9_e7m1", "fp12_e3m8", "fp16_e1m14", "fp16_e5m10", "fp16_e7m8"),
+]
+
 
 #: Philox-4x32-10 as Salmon et al. (SC 2011) define it, in Python integers
 _MULTIPLIERS, _KEY_STEPS, _WORD = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85), 0xFFFFFFFF
@@ -43,6 +54,7 @@ def ceil_log2(x: Fraction) -> int:
     return e if Fraction(2) ** e == x else e + 1
 
 
+@functools.cache
 def grid(element: ElementFormat) -> list[Fraction]:
     """The non-negative values of an element, ascending, listed from its definition."""
     if element.is_int:
@@ -70,6 +82,7 @@ def round_value(v: Fraction, element: ElementFormat, rounding: str, number: Frac
         "even": above > Fraction(1, 2) or (above == Fraction(1, 2) and math.floor(v / step) % 2 == 1),
         "half_away": above > Fraction(1, 2) or (above == Fraction(1, 2) and v > 0),
         "half_toward_zero": above > Fraction(1, 2) or (above == Fraction(1, 2) and v < 0),
+        "half_up": above >= Fraction(1, 2),
         "toward_zero": above > 0 and v < 0,
         "up": above > 0,
         "down": False,
@@ -142,6 +155,6 @@ def quantize_block(
             codes.append(int(value * 2 ** (element.bits - 2)) % 2**element.bits)
             negative = negative and value != 0
         else:
-            codes.append(values.index(abs(value)) + (negative << (element.bits - 1)))
+            codes.append(bisect_left(values, abs(value)) + (negative << (element.bits - 1)))
         dequantized.append(math.copysign(float(abs(value) * Fraction(2) ** e), -1 if negative else 1))
     return e + 127, codes, dequantized

@@ -1,0 +1,67 @@
+"""AMD Quark's surface: the `MXAttributes` dictionaries of its ONNX quantizer as specs, and what its operator computes.
+
+    attributes = {"element_dtype": "int8", "axis": 1, "block_size": 32, "rounding_mode": 2}
+    spec = quark.mx_spec(attributes)
+    y = quark.mx_quantize_dequantize(x, attributes)
+
+The numbers are those of `PRESETS["quark"]` in `pt2mx.compat`, which says what is not copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from pt2mx.checks import check_tensors
+from pt2mx.compat import PRESETS
+from pt2mx.errors import MXError, nearest
+from pt2mx.formats import FORMATS
+from pt2mx.spec import MXSpec
+
+#: what the operator takes for an attribute that is left out
+MX_OP_DEFAULT_ATTRS = {"element_dtype": "int8", "axis": 1, "block_size": 32, "rounding_mode": 0}
+#: what Quark's ready-made MX configs start from
+DEFAULT_MICROSCALING_PARAMS = {**MX_OP_DEFAULT_ATTRS, "rounding_mode": 2}
+
+
+def mx_spec(attributes: Mapping[str, object]) -> MXSpec:
+    """The spec of an `MXAttributes` dictionary.
+
+    Args:
+        attributes: `element_dtype`, one of the six OCP elements by its name in `pt2mx.FORMATS`; `axis`; `block_size`;
+            `rounding_mode` 0 (half away from zero), 1 (half up) or 2 (half to even), which only int8 follows. What is
+            left out is as in `MX_OP_DEFAULT_ATTRS`.
+
+    Raises:
+        MXError: for another key or value.
+    """
+    return PRESETS["quark"].spec(**_arguments(attributes))
+
+
+def mx_quantize_dequantize(x: Tensor, attributes: Mapping[str, object]) -> Tensor:
+    """What Quark's operator `MXQuantizeDequantize` (`MXFixNeuron`) makes of x, (..., n, ...) float32, float16 or
+    bfloat16; same shape and dtype. A tensor of one dimension has its blocks along that one, whatever `axis` is.
+
+    Raises:
+        MXError: as `mx_spec` and `pt2mx.fake_quantize_mx` do.
+    """
+    check_tensors(x=x)
+    arguments = _arguments(attributes)
+    if x.dim() < 2:
+        arguments["axis"] = -1
+    return PRESETS["quark"].fake_quantize(x, **arguments)
+
+
+def _arguments(attributes: Mapping[str, object]) -> dict[str, object]:
+    """The arguments of the preset's `spec`."""
+    if not isinstance(attributes, Mapping):
+        raise MXError(f"MXAttributes are a dictionary, not {attributes!r}")
+    for key in attributes:
+        if key not in MX_OP_DEFAULT_ATTRS:
+            raise MXError(f"MXAttributes have no {key!r}: {nearest(key, MX_OP_DEFAULT_ATTRS)}")
+    arguments = {**MX_OP_DEFAULT_ATTRS, **attributes}
+    element = arguments.pop("element_dtype")
+    if not isinstance(element, str) or element not in FORMATS:
+        raise MXError(f"unknown element_dtype {element!r} in MXAttributes: {nearest(element, FORMATS)}")
+    return {"elem_dtype": element, **arguments}
