@@ -38,6 +38,11 @@ class ElementFormat:
         return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
+    def is_wide(self) -> bool:
+        """Whether a code takes two bytes; the reference kernel alone serves such elements."""
+        return self.bits > 8
+
+    @property
     def emin(self) -> int:
         """Exponent of the smallest normal; below it values are multiples of `2**(emin - mantissa_bits)`."""
         return 1 - self.bias
@@ -71,11 +76,17 @@ _TABLE = (
 FORMATS: dict[str, ElementFormat] = {f.name: f for f in _TABLE}
 
 
-def _float(exponent_bits: int, mantissa_bits: int) -> ElementFormat:
+#: Bits of the widest element, sign included.
+_WIDEST = 16
+#: Bits of the widest exponent: every code being a number, 8 bits would reach 2**129, which fp32 does not hold.
+_WIDEST_EXPONENT = 7
+
+
+def _float(exponent_bits: int, mantissa_bits: int, suffix: str = "") -> ElementFormat:
     """The finite-only float of that split: every code is a number."""
     bias = 2 ** (exponent_bits - 1) - 1
     emax = 2**exponent_bits - 1 - bias
-    name = f"fp{1 + exponent_bits + mantissa_bits}_e{exponent_bits}m{mantissa_bits}"
+    name = f"fp{1 + exponent_bits + mantissa_bits}_e{exponent_bits}m{mantissa_bits}{suffix}"
     return ElementFormat(name, exponent_bits, mantissa_bits, bias, emax, (2 - 2.0**-mantissa_bits) * 2.0**emax)
 
 
@@ -85,14 +96,15 @@ def _integer(bits: int, full_range: bool) -> ElementFormat:
     return ElementFormat(name, 1, bits - 2, 1, 0, 2 - 2.0 ** (2 - bits), is_int=True, full_range=full_range)
 
 
-#: Every element format: all splits of up to 8 bits into a sign, at least one exponent bit and a mantissa; integers of
-#: 2 to 8 bits, symmetric and with the full range of two's complement; and the rows of the OCP specification as it
-#: states them.
+#: Every element format: all splits of up to 16 bits into a sign, 1 to 7 exponent bits and a mantissa; integers of 2 to
+#: 16 bits, symmetric and with the full range of two's complement; the rows of the OCP specification as it states them,
+#: and of those with special values the finite-only floats of the same split (`fp8_e4m3_finite` reaches 480).
 ELEMENTS: dict[str, ElementFormat] = {
     f.name: f
     for f in (
-        *(_float(e, m) for e in range(1, 8) for m in range(8 - e)),
-        *(_integer(bits, full_range) for bits in range(2, 9) for full_range in (False, True)),
+        *(_float(f.exponent_bits, f.mantissa_bits, "_finite") for f in _TABLE if f.has_nan),
+        *(_float(e, m) for e in range(1, _WIDEST_EXPONENT + 1) for m in range(_WIDEST - e)),
+        *(_integer(bits, full_range) for bits in range(2, _WIDEST + 1) for full_range in (False, True)),
         *_TABLE,
     )
 }
@@ -110,9 +122,10 @@ _SPLITS = {(f.exponent_bits, f.mantissa_bits): name for name, f in ELEMENTS.item
 # no exponent: the integer with that many bits beside the sign
 _SPLITS |= {(0, f.bits - 1): name for name, f in ELEMENTS.items() if f.is_int and not f.full_range}
 # Compiled here: torch.compile traces a call with a spelling, and cannot trace the compilation of a pattern.
-_SPLIT = re.compile(r"e\dm\d", re.ASCII)
+_SPLIT = re.compile(r"e(\d)m(\d\d?)", re.ASCII)
 _SPELLING = re.compile(
-    r"(?:mx)?(?P<kind>fp|float|int)(?P<bits>\d)(?:_?(?P<split>e\dm\d|full)|\[(?P<bracketed>e\dm\d)\])?",
+    r"(?:mx)?(?P<kind>fp|float|int)(?P<bits>\d\d?)"
+    r"(?:_?(?P<split>e\dm\d\d?(?:_finite)?|full)|\[(?P<bracketed>e\dm\d\d?)\])?",
     re.ASCII,
 )
 
@@ -122,8 +135,8 @@ def parse_element(spelling: object) -> ElementFormat:
 
     Takes an `ElementFormat`; a torch dtype (`torch.float8_e4m3fn`, `torch.float4_e2m1fn_x2`, ...) or its name; a pair
     `(exponent bits, mantissa bits)`, an integer having no exponent bits; `"fp4_e2m1"`, `"float4_e2m1"`,
-    `"mxfp4_e2m1"`, `"MXFP4[E2M1]"`, `"e2m1"`; `"int4"`, `"int4_full"`; or a bare width (`"mxfp8"` is E4M3, `"mxfp6"`
-    is E2M3).
+    `"mxfp4_e2m1"`, `"MXFP4[E2M1]"`, `"e2m1"`, `"fp8_e4m3_finite"`; `"int4"`, `"int4_full"`; or a bare width (`"mxfp8"`
+    is E4M3, `"mxfp6"` is E2M3).
 
     Raises:
         MXError: for anything else, naming the nearest valid spelling.
@@ -137,8 +150,8 @@ def parse_element(spelling: object) -> ElementFormat:
     if name not in ELEMENTS:
         spellings = [*FORMATS, *(f"mx{name}" for name in FORMATS), *(f"mx{width}" for width in _DEFAULT_OF_WIDTH)]
         raise MXError(
-            f"unknown MX element format {spelling!r}: {nearest(spelling, spellings)}, int2 to int8, and fp<bits>_eXmY "
-            "with at least one exponent bit and at most 8 bits"
+            f"unknown MX element format {spelling!r}: {nearest(spelling, spellings)}, int2 to int{_WIDEST}, and "
+            f"fp<bits>_eXmY with 1 to {_WIDEST_EXPONENT} exponent bits and at most {_WIDEST} bits"
         )
     return ELEMENTS[name]
 
@@ -146,8 +159,8 @@ def parse_element(spelling: object) -> ElementFormat:
 def _canonical_name(text: str) -> str | None:
     if text in _DTYPE_NAMES:
         return _DTYPE_NAMES[text]
-    if _SPLIT.fullmatch(text):
-        return _SPLITS.get((int(text[1]), int(text[3])))
+    if split := _SPLIT.fullmatch(text):
+        return _SPLITS.get((int(split[1]), int(split[2])))
     match = _SPELLING.fullmatch(text)
     if match is None:
         return None

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pt2mx.autocast import register_autocast
 from pt2mx.errors import MXError
-from pt2mx.formats import FORMATS
+from pt2mx.formats import ELEMENTS
 from pt2mx.kernels.gpu_fragments import FRAGMENTS, from_fragments
 from pt2mx.kernels.select import runs_triton
 
@@ -23,8 +24,8 @@ def _linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: s
         from pt2mx.kernels import gpu_linear
 
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        return gpu_linear.linear(rows, data, scale, bias, FORMATS[elem], n).view(*x.shape[:-1], n)
-    return F.linear(x, from_fragments(data, scale, FORMATS[elem], n, x.shape[-1]), bias)
+        return gpu_linear.linear(rows, data, scale, bias, ELEMENTS[elem], n).view(*x.shape[:-1], n)
+    return F.linear(x, from_fragments(data, scale, ELEMENTS[elem], n, x.shape[-1]), bias)
 
 
 def _linear_fake(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: str, n: int) -> Tensor:
@@ -56,3 +57,4 @@ torch.library.impl("pt2mx::linear_mx_fragments", "CompositeExplicitAutograd", _l
 torch.library.register_fake("pt2mx::linear_mx_fragments", _linear_fake)
 
 linear_mx_fragments = torch.ops.pt2mx.linear_mx_fragments.default
+register_autocast(linear_mx_fragments, computes_in=torch.bfloat16)

@@ -28,6 +28,11 @@ class ScaleMode:
     threshold: Callable[[ElementFormat], int]
     neighbours: tuple[int, ...] = (0,)
 
+    @property
+    def searches(self) -> bool:
+        """Whether the errors decide, or the amax alone."""
+        return self.neighbours != (0,)
+
 
 def _never(element: ElementFormat) -> int:
     return _FP32_MANTISSA
@@ -82,6 +87,10 @@ ROUNDINGS: dict[str, Rounding] = {
     "half_away": Rounding(lambda units, random: _away_from_zero(units, _beyond(units) >= 0.5)),
     # to nearest, ties toward zero
     "half_toward_zero": Rounding(lambda units, random: _away_from_zero(units, _beyond(units) > 0.5)),
+    # to nearest, ties toward positive infinity
+    "half_up": Rounding(
+        lambda units, random: _away_from_zero(units, (_beyond(units) > 0.5) | (_beyond(units) == 0.5) & (units > 0))
+    ),
     "toward_zero": Rounding(lambda units, random: units.trunc()),
     # toward positive infinity
     "up": Rounding(lambda units, random: units.ceil(), directed=True),

@@ -87,8 +87,11 @@ def create_mx_spec(exp_bits: int, sig_bits: int, block_size: int = 32, **fields:
     """The spec of a custom element: a sign, `exp_bits` exponent bits (0: an integer) and `sig_bits` stored significand
     bits, `(4, 3)` and `(5, 2)` being the OCP formats of that split. `fields` are those of `MXSpec`.
 
+    Elements of more than 8 bits are values of a float of 1 to 7 exponent bits, or of an integer, of at most 16 bits in
+    all. Every kernel but the reference leaves them out; each code takes two bytes.
+
     Raises:
-        MXError: where no element has that split (at least one bit beside the sign, at most 8 in all).
+        MXError: where no element has that split.
     """
     return MXSpec((exp_bits, sig_bits), block_size, **fields)
 
@@ -103,6 +106,12 @@ _BFP = re.compile(
     r"bfp\[(?P<bits>\d{1,3})\|(?P<scale>\d{1,3})\](?P<rest>\{.*\}|)(?:\((?P<symmetry>[s_])(?P<rounding>[a-z])\))?",
     re.ASCII,
 )
+# BFP16, BFP12_64, BFP16A_64: bits of an element and of the exponent, `A` for the full range, and the block
+_BFP_NAME = re.compile(
+    r"bfp(?P<bits>\d\d)(?P<full>a?)(?:_(?P<block>\d{1,19}))?(?P<rest>(?:\{.*\})?(?:\(.*\))?)", re.ASCII
+)
+#: d-Matrix's block sizes of the names that come without one
+_BFP_BLOCKS = {"16": 64, "12": 128}
 _BFP_ROUNDINGS = {"n": "even", "s": "stochastic", "u": "up", "d": "down"}
 _SCALE = re.compile(r"e(\d{1,3})m(\d{1,3})", re.ASCII)
 
@@ -111,7 +120,9 @@ def parse(spelling: object, **overrides: object) -> MXSpec:
     """The spec that `spelling` names: an element as `parse_element` takes it, optionally with a block size and axis in
     braces and modes in parentheses (`"MXFP8[E4M3]{32}"`, `"mxint8{64,-2}"`, `"mxfp4{32}(rceil,half_away)"`), or a
     block floating point shorthand (`"BFP[8|8]{64}(SN)"`: element bits, scale bits, block, symmetric or `_`, and the
-    rounding N, S, U or D: nearest, stochastic, up or down).
+    rounding N, S, U or D: nearest, stochastic, up or down), or d-Matrix's name of one: `"BFP16_64"` is `BFP[8|8]{64}`,
+    its number that of the bits of an element and of the exponent; `"BFP16A_64"` has the full range of two's complement;
+    `"BFP16"` has blocks of 64, `"BFP12"` of 128. (pychop's bfp16 is another format: 16 bits without the exponent.)
 
     `overrides` are `MXSpec` fields that win over the spelling. `str(spec)` parses back to the spec, its axis apart.
 
@@ -122,19 +133,7 @@ def parse(spelling: object, **overrides: object) -> MXSpec:
         return spelling.replace(**overrides)
     if not isinstance(spelling, str):
         return MXSpec(spelling, **overrides)
-    text = spelling.strip().lower()
-    fields: dict[str, object] = {}
-    if bfp := _BFP.fullmatch(text):
-        full = "_full" if bfp["symmetry"] == "_" else ""
-        text = f"int{bfp['bits']}{full}{bfp['rest']}"
-        fields["scale_exp_bits"] = int(bfp["scale"])
-        if bfp["rounding"]:
-            if bfp["rounding"] not in _BFP_ROUNDINGS:
-                raise MXError(
-                    f"unknown rounding letter {bfp['rounding'].upper()!r} in {spelling!r}: allowed: "
-                    + ", ".join(f"{k.upper()} ({v})" for k, v in _BFP_ROUNDINGS.items())
-                )
-            fields["rounding"] = _BFP_ROUNDINGS[bfp["rounding"]]
+    text, fields = _as_integer(spelling)
     match = _SPEC.fullmatch(text)
     if match is None:
         raise MXError(f"unknown MX format {spelling!r}: {nearest(spelling, [f'mx{n}{{32}}' for n in FORMATS])}")
@@ -146,6 +145,28 @@ def parse(spelling: object, **overrides: object) -> MXSpec:
         return MXSpec(match["element"], **{**fields, **overrides})
     except MXError as error:
         raise MXError(f"in {spelling!r}: {error}") from None
+
+
+def _as_integer(spelling: str) -> tuple[str, dict[str, object]]:
+    """A spelling in lower case, block floating point as the integer format that it is, and what it says beside."""
+    text = spelling.strip().lower()
+    if named := _BFP_NAME.fullmatch(text):
+        block = named["block"] or ("" if "{" in named["rest"] else _BFP_BLOCKS.get(named["bits"], ""))
+        full = "_full" if named["full"] else ""
+        return f"int{int(named['bits']) - 8}{full}" + (f"{{{block}}}" if block else "") + named["rest"], {}
+    bfp = _BFP.fullmatch(text)
+    if bfp is None:
+        return text, {}
+    fields: dict[str, object] = {"scale_exp_bits": int(bfp["scale"])}
+    if bfp["rounding"]:
+        if bfp["rounding"] not in _BFP_ROUNDINGS:
+            raise MXError(
+                f"unknown rounding letter {bfp['rounding'].upper()!r} in {spelling!r}: allowed: "
+                + ", ".join(f"{k.upper()} ({v})" for k, v in _BFP_ROUNDINGS.items())
+            )
+        fields["rounding"] = _BFP_ROUNDINGS[bfp["rounding"]]
+    full = "_full" if bfp["symmetry"] == "_" else ""
+    return f"int{bfp['bits']}{full}{bfp['rest']}", fields
 
 
 def _modes(words: list[str]) -> dict[str, object]:

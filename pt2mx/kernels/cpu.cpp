@@ -5,6 +5,8 @@
 // values go through in chunks: widened to fp32, quantized (cpu_values.h), and narrowed or packed. Formats and modes are
 // data: `Spec`, which cpu.py fills from its tables.
 
+#include "cpu_amax.h"
+#include "cpu_packing.h"
 #include "cpu_values.h"
 
 // As cpu.py fills it: field by field the same.
@@ -29,127 +31,7 @@ constexpr i64 kChunk = 2048;       // values that go through a step at a time
 constexpr i64 kFlat = 64;          // rows shorter than this are not worth a loop of their own
 constexpr i64 kGrain = 1 << 15;    // values that are worth another thread
 constexpr i64 kLanes = 16;         // values of one block that go together: a multiple of every kWidth
-constexpr i64 kBlocks = std::max(kTile, 4 * kColumns);  // of a tile: four blocks may share a packed group
-
-// ---- the largest magnitudes, as bit patterns without sign: those compare like the floats ----
-
-// x: (rows) -> amax: (blocks)
-template <class Bits>
-NOINLINE void amax_of_runs(const Bits* x, i64 rows, i64 block, Bits mask, Bits* amax) {
-  typedef Bits Vector __attribute__((vector_size(kWidth * sizeof(Bits))));
-  for (i64 first = 0; first < rows; first += block) {
-    const i64 last = std::min(first + block, rows);
-    Vector most{};
-    i64 r = first;
-    for (; r + kWidth <= last; r += kWidth) most = larger(most, load<Vector>(x + r) & mask);
-    Bits lanes[kWidth], largest = 0;
-    store(lanes, most);
-#pragma omp simd reduction(max : largest)
-    for (i64 i = 0; i < kWidth; ++i) largest = std::max(largest, lanes[i]);
-    for (; r < last; ++r) largest = std::max<Bits>(largest, x[r] & mask);
-    *amax++ = largest;
-  }
-}
-
-// x: (rows, w) with rows `stride` apart -> amax: (blocks, w)
-template <class Bits>
-NOINLINE void amax_of_columns(const Bits* x, i64 stride, i64 rows, i64 w, i64 block, Bits mask, Bits* amax) {
-  typedef Bits Vector __attribute__((vector_size(kWidth * sizeof(Bits))));
-  constexpr i64 kRows = 8;  // read together: the maxima move less, and all rows at once are too many for the prefetcher
-  for (i64 first = 0; first < rows; first += block, amax += w) {
-    const i64 last = std::min(first + block, rows);
-    std::fill(amax, amax + w, 0);
-    for (i64 r = first; r < last; r += kRows) {
-      const Bits* row = x + r * stride;
-      const Bits* const end = row + std::min(kRows, last - r) * stride;
-      i64 j = 0;
-      for (; j + kWidth <= w; j += kWidth) {
-        Vector most = load<Vector>(amax + j);
-        for (const Bits* at = row; at < end; at += stride) most = larger(most, load<Vector>(at + j) & mask);
-        store(amax + j, most);
-      }
-      for (; j < w; ++j) {
-        for (const Bits* at = row; at < end; at += stride) amax[j] = std::max<Bits>(amax[j], at[j] & mask);
-      }
-    }
-  }
-}
-
-// ---- packing: pt2mx/kernels/packing.py ----
-
-// One group of codes, `w` apart, to its bytes, `stride` apart; and back.
-template <int Bits>
-inline void pack_group(const u8* codes, i64 w, u8* data, i64 stride) {
-  if (Bits == 4) {
-    data[0] = u8(codes[0] | codes[w] << 4);
-  } else {
-    const int c0 = codes[0], c1 = codes[w], c2 = codes[2 * w], c3 = codes[3 * w];
-    data[0] = u8(c0 | c1 << 6);
-    data[stride] = u8(c1 >> 2 | c2 << 4);
-    data[2 * stride] = u8(c2 >> 4 | c3 << 2);
-  }
-}
-
-template <int Bits>
-inline void unpack_group(const u8* data, i64 stride, u8* codes, i64 w) {
-  if (Bits == 4) {
-    codes[0] = data[0] & 15;
-    codes[w] = data[0] >> 4;
-  } else {
-    const int word = data[0] | data[stride] << 8 | data[2 * stride] << 16;
-    for (int i = 0; i < 4; ++i) codes[i * w] = word >> 6 * i & 63;
-  }
-}
-
-// body(code, gap, byte, step) for each group: its codes begin at `code` and are `gap` apart, its bytes at `byte` and
-// are `step` apart. codes: (rows, w) in groups of `Codes` rows; data: (rows / Codes * Size, w), rows `stride` apart.
-template <int Codes, int Size, class Body>
-inline void each_group(i64 rows, i64 w, i64 stride, Body body) {
-  if (w == 1 && stride == 1) {
-#pragma omp simd
-    for (i64 i = 0; i < rows / Codes; ++i) body(i * Codes, 1, i * Size, 1);
-    return;
-  }
-  for (i64 i = 0; i < rows / Codes; ++i) {
-#pragma omp simd
-    for (i64 j = 0; j < w; ++j) body(i * Codes * w + j, w, i * Size * stride + j, stride);
-  }
-}
-
-#define GROUP (i64 code, UNUSED i64 gap, i64 byte, UNUSED i64 step) __attribute__((always_inline))
-
-NOINLINE void pack(const u8* codes, i64 rows, i64 w, int32_t bits, u8* data, i64 stride) {
-  if (bits == 4) {
-    each_group<2, 1>(rows, w, stride, [=] GROUP { pack_group<4>(codes + code, gap, data + byte, step); });
-  } else if (bits == 6) {
-    each_group<4, 3>(rows, w, stride, [=] GROUP { pack_group<6>(codes + code, gap, data + byte, step); });
-  } else {
-    each_group<1, 1>(rows, w, stride, [=] GROUP { data[byte] = codes[code]; });
-  }
-}
-
-// The compiler finds no vectors in groups of three bytes.
-inline void unpack_contiguous_6(const u8* data, i64 groups, u8* codes) {
-  for (i64 i = 0; i < groups; ++i) {
-    u32 word = data[3 * i] | data[3 * i + 1] << 8 | data[3 * i + 2] << 16;
-    word = (word & 0x00000FFF) | (word & 0x00FFF000) << 4;
-    word = (word & 0x003F003F) | (word & 0x0FC00FC0) << 2;
-    std::memcpy(codes + 4 * i, &word, 4);  // little-endian, as every machine that torch runs on
-  }
-}
-
-NOINLINE void unpack(const u8* data, i64 stride, i64 rows, i64 w, int32_t bits, u8* codes) {
-  const u8 mask = u8((1 << bits) - 1);
-  if (bits == 4) {
-    each_group<2, 1>(rows, w, stride, [=] GROUP { unpack_group<4>(data + byte, step, codes + code, gap); });
-  } else if (bits == 6 && w == 1 && stride == 1) {
-    unpack_contiguous_6(data, rows / 4, codes);
-  } else if (bits == 6) {
-    each_group<4, 3>(rows, w, stride, [=] GROUP { unpack_group<6>(data + byte, step, codes + code, gap); });
-  } else {
-    each_group<1, 1>(rows, w, stride, [=] GROUP { codes[code] = data[byte] & mask; });
-  }
-}
+constexpr i64 kBlocks = std::max(kTile, kChunk);  // of a tile: as many as the codes of a group may share it
 
 // ---- a tile: whole blocks of some columns ----
 
@@ -161,7 +43,7 @@ struct Cut {
   explicit Cut(const Call& c) {
     const bool packed = c.operation == QUANTIZE || c.operation == DEQUANTIZE;
     group = packed ? c.spec->codes_per_group : 1;
-    columns = std::min(c.inner, kColumns);
+    columns = std::min({c.inner, kColumns, kChunk / group});
     strips = (c.inner + columns - 1) / columns;
     flat = c.inner < kFlat;
     i64 whole = c.block;  // rows after which both a block and a packed group end
@@ -200,6 +82,7 @@ class Tile {
   const Call& call_;
   const Cut& cut_;
   const Spec& spec_;
+  const Packing packing_{spec_.bits, spec_.codes_per_group, spec_.bytes_per_group};
   i64 outer_, row0_, rows_, column0_, w_, blocks_;
   alignas(64) u32 amax_[kBlocks];
   alignas(64) int32_t exponent_[kBlocks];
@@ -209,7 +92,7 @@ class Tile {
   alignas(64) float y_[kChunk + kWidth];
   alignas(64) int32_t scratch_[kChunk + kWidth];
   alignas(64) u32 random_[kChunk + kWidth + 8];
-  alignas(64) u8 codes_[kChunk + 4 * kFlat + kWidth];
+  alignas(64) u8 codes_[kChunk + kMaxGroup * kFlat + kWidth];
 };
 
 template <class Bits>
@@ -306,15 +189,15 @@ void Tile::each_chunk(bool values, Step step) {
   }
 }
 
-// Of an exponent and its neighbours (in the order of modes.py: the same, one less, one more) the one with the least
-// sum of squared errors; of equal ones the first.
+// Of the neighbours of an exponent the one with the least sum of squared errors; of equal ones the first.
 void Tile::find_least_squares() {
   const i64 count = blocks_ * w_;
   int32_t candidate[kBlocks], best[kBlocks] = {};
   i64 total[kBlocks], least[kBlocks];
-  for (int32_t change : {0, -1, 1}) {
+  for (int32_t k = 0; k < spec_.candidates; ++k) {
     for (i64 i = 0; i < count; ++i) {
-      candidate[i] = exponent_[i] == kNotFinite ? kNotFinite : clamp_exponent(exponent_[i] + change);
+      const int32_t changed = clamp_exponent(exponent_[i] + spec_.neighbours[k]);
+      candidate[i] = exponent_[i] == kNotFinite ? kNotFinite : changed;
       total[i] = 0;
     }
     set_factors(candidate);
@@ -340,7 +223,7 @@ void Tile::find_least_squares() {
       }
     });
     for (i64 i = 0; i < count; ++i) {
-      if (change != 0 && total[i] >= least[i]) continue;
+      if (k > 0 && total[i] >= least[i]) continue;
       best[i] = candidate[i];
       least[i] = total[i];
     }
@@ -386,7 +269,7 @@ void Tile::run(i64 index) {
   } else {
     find_amax();
     find_exponents();
-    if (spec_.candidates > 1) find_least_squares();
+    if (spec_.searches) find_least_squares();
     if (call_.operation == QUANTIZE) move_scales(true);
   }
   set_factors(exponent_);
@@ -421,14 +304,14 @@ void Tile::run(i64 index) {
         const i64 end = row + rows, held = at / w_ + rows, missing = (cut_.group - held % cut_.group) % cut_.group;
         if (missing && end < rows_) return;
         std::memset(codes_ + held * w_, 0, missing * w_);
-        pack(codes_, held + missing, w_, spec_.bits, data(call_.out, end - held), call_.inner);
+        pack(codes_, held + missing, w_, packing_, data(call_.out, end - held), call_.inner);
       });
       break;
     case DEQUANTIZE:
       each_chunk(false, [&](const Chunk& c, i64 row, i64 rows, i64 at) {
         if (at == 0) {
           const i64 whole = (rows + cut_.group - 1) / cut_.group * cut_.group;
-          unpack(data(const_cast<void*>(call_.x), row), call_.inner, whole, w_, spec_.bits, codes_);
+          unpack(data(const_cast<void*>(call_.x), row), call_.inner, whole, w_, packing_, codes_);
         }
         put(c, row, [&](float* out) { from_codes(c, spec_, codes_ + at, out); });
       });

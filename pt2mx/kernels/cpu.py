@@ -12,23 +12,24 @@ from pt2mx.checks import resized
 from pt2mx.formats import ELEMENTS
 from pt2mx.kernels import reference, sliced
 from pt2mx.kernels.cpu_build import DTYPES, is_available, load
-from pt2mx.kernels.packing import packed_length, unpacked_length
+from pt2mx.kernels.packing import group_of, packed_length
 from pt2mx.modes import SCALE_MODES
 from pt2mx.spec import MXSpec
 
 __all__ = ["clip_gradient", "dequantize", "fake_quantize", "is_available", "quantize", "random_bits"]
 
 # in the order of cpp's enumerations
-_ROUNDINGS = ("even", "half_away", "half_toward_zero", "toward_zero", "up", "down", "stochastic")
+_ROUNDINGS = ("even", "half_away", "half_toward_zero", "half_up", "toward_zero", "up", "down", "stochastic")
 _QUANTIZE, _DEQUANTIZE, _FAKE_QUANTIZE, _CLIP_GRADIENT = range(4)
 
 
 class _Spec(ctypes.Structure):
     _integers = (
         *("bits", "mantissa_bits", "emin", "emax", "max_code", "is_int", "full_range"),
-        *("rounding", "threshold", "candidates", "error_bits", "codes_per_group", "bytes_per_group"),
+        *("rounding", "threshold", "candidates", "searches", "error_bits", "codes_per_group", "bytes_per_group"),
     )
     _fields_ = (
+        ("neighbours", ctypes.POINTER(ctypes.c_int32)),
         *((name, ctypes.c_int32) for name in _integers),
         ("highest", ctypes.c_float),
         ("lowest", ctypes.c_float),
@@ -124,7 +125,7 @@ def _run(
 @functools.lru_cache(maxsize=1024)
 def _spec(name: str, scale_mode: str, rounding: str, block_size: int) -> _Spec:
     element, mode = ELEMENTS[name], SCALE_MODES[scale_mode]
-    bytes_per_group = packed_length(1, element.bits)
+    codes_per_group, bytes_per_group = group_of(element.bits)
     return _Spec(
         bits=element.bits,
         mantissa_bits=element.mantissa_bits,
@@ -135,9 +136,11 @@ def _spec(name: str, scale_mode: str, rounding: str, block_size: int) -> _Spec:
         full_range=element.full_range,
         rounding=_ROUNDINGS.index(rounding),
         threshold=mode.threshold(element),
+        neighbours=(ctypes.c_int32 * len(mode.neighbours))(*mode.neighbours),
         candidates=len(mode.neighbours),
+        searches=mode.searches,
         error_bits=reference.squared_error_bits(block_size),
-        codes_per_group=unpacked_length(bytes_per_group, element.bits),
+        codes_per_group=codes_per_group,
         bytes_per_group=bytes_per_group,
         highest=element.max_normal,
         lowest=element.lowest,

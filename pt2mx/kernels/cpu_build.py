@@ -1,7 +1,8 @@
 """Building and loading the C++ kernels of the CPU: the sources of this folder, in one library.
 
 It is built at first use with the C++ compiler that Inductor would use, in seconds, and kept in the folder of torch's
-extensions (`TORCH_EXTENSIONS_DIR`, by default `~/.cache/torch_extensions`). It needs no torch headers: tensors go in
+extensions (`TORCH_EXTENSIONS_DIR`, by default `~/.cache/torch_extensions`), under a name that has the digest of its
+bytes: another process loads it if it is whole, and else builds it again. It needs no torch headers: tensors go in
 as pointers, and torch's threads come in as the function `torch_parallel_for` of torch's stable C interface.
 """
 
@@ -92,18 +93,51 @@ def _library() -> ctypes.CDLL:
     flags = _FLAGS + _VECTOR_FLAGS.get(capability, ())
     source = [Path(path).read_bytes() for path in _HEADERS + _SOURCES]
     version = cpp_builder.get_compiler_version_info(compiler)
-    key = hashlib.sha256(repr((source, flags, compiler, version, platform.machine())).encode()).hexdigest()[:20]
-    path = _cache_folder() / f"cpu-{key}.so"
-    with contextlib.suppress(OSError):  # none there yet, or a damaged one
-        return ctypes.CDLL(str(path))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    key = _digest(repr((source, flags, compiler, version, platform.machine())).encode())
+    cache = _cache_folder()
+    for path in cache.glob(f"cpu-{key}-*.so"):
+        if _is_sound(path):
+            with contextlib.suppress(OSError):  # a folder that may not be executed from
+                return ctypes.CDLL(str(path))
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        path = Path(folder) / "cpu.so"
         _build(compiler, flags, path)
+        with contextlib.suppress(OSError):  # or that cannot be written
+            return ctypes.CDLL(str(_keep(path, cache, key)))
         return ctypes.CDLL(str(path))
-    except OSError:  # a folder that cannot be written, or not be executed from
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            _build(compiler, flags, Path(folder) / path.name)
-            return ctypes.CDLL(str(Path(folder) / path.name))
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:20]
+
+
+def _is_sound(path: Path) -> bool:
+    """Whether a file of the cache holds what was written: loading a truncated library ends the process. Another one is
+    removed, where it can be."""
+    with contextlib.suppress(OSError):
+        if path.is_file() and _digest(path.read_bytes()) == path.stem.rpartition("-")[2]:
+            return True
+    with contextlib.suppress(OSError):
+        path.rmdir() if path.is_dir() else path.unlink()
+    return False
+
+
+def _keep(built: Path, cache: Path, key: str) -> Path:
+    """Copy a library to the cache, under a name that has its digest. Other processes may do the same now: each writes a
+    file of its own, and moves it there."""
+    content = built.read_bytes()
+    path = cache / f"cpu-{key}-{_digest(content)}.so"
+    cache.mkdir(parents=True, exist_ok=True)
+    handle, unfinished = tempfile.mkstemp(suffix=".tmp", dir=cache)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.chmod(unfinished, 0o755)
+        os.replace(unfinished, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(unfinished)
+    return path
 
 
 def _cache_folder() -> Path:
@@ -114,16 +148,7 @@ def _cache_folder() -> Path:
 
 
 def _build(compiler: str, flags: tuple[str, ...], path: Path) -> None:
-    """Compile to `path`. Other processes may do the same now: each writes a file of its own, and moves it there."""
-    handle, unfinished = tempfile.mkstemp(suffix=".so", dir=path.parent)
-    os.close(handle)
-    try:
-        command = [compiler, *flags, *_SOURCES, "-o", unfinished]
-        result = subprocess.run(command, capture_output=True, text=True, errors="replace")
-        if result.returncode:
-            raise RuntimeError(f"{' '.join(command)} failed: {result.stderr[-2000:]}")
-        os.chmod(unfinished, 0o755)
-        os.replace(unfinished, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(unfinished)
+    command = [compiler, *flags, *_SOURCES, "-o", str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    if result.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed: {result.stderr[-2000:]}")

@@ -3,12 +3,12 @@
 
 #pragma once
 
-#include "cpu_floats.h"
+#include "cpu_packing.h"
 
 // A product of x: (m, k) with a weight (n, k) that is packed along k, as cpu_linear.py fills it: field by field the same.
 struct LinearCall {
   const float* table;  // of the 256 codes
-  int32_t format, bits, dtype, tiles;
+  int32_t format, bits, codes_per_group, bytes_per_group, dtype, tiles;
   int64_t m, n, k, block;
   int64_t row_bytes, row_blocks;
   const void* x;
@@ -203,21 +203,21 @@ void with_decoder(int32_t format, Body body) {
 NOINLINE void decode_row(const LinearCall& c, i64 row, bool pairs, float* out) {
   const u8* data = c.data + row * c.row_bytes;
   const u8* scale = c.scale + row * c.row_blocks;
+  const Packing packing{c.bits, c.codes_per_group, c.bytes_per_group};
   for (i64 first = 0; first < c.k; first += kGroup) {
     float values[kGroup] = {};
     const i64 last = std::min(first + kGroup, c.k);
+    const u8* codes = data + first;
+    u8 unpacked[kGroup];
+    if (packing.codes > 1) {
+      const i64 rows = (last - first + packing.codes - 1) / packing.codes * packing.codes;
+      unpack(data + first / packing.codes * packing.bytes, 1, rows, 1, packing, unpacked);
+      codes = unpacked;
+    }
     for (i64 i = first; i < last;) {
       const Factors f = factors_of(scale[i / c.block], 0);
       const i64 end = i / c.block == (last - 1) / c.block ? last : (i / c.block + 1) * c.block;
-      for (; i < end; ++i) {
-        u8 code = data[c.bits == 4 || c.bits == 6 ? 0 : i];
-        if (c.bits == 4) code = data[i / 2] >> 4 * (i % 2) & 15;
-        if (c.bits == 6) {
-          const u8* three = data + i / 4 * 3;
-          code = (three[0] | three[1] << 8 | three[2] << 16) >> 6 * (i % 4) & 63;
-        }
-        values[i - first] = c.table[code] * f.first * f.second;
-      }
+      for (; i < end; ++i) values[i - first] = c.table[codes[i - first]] * f.first * f.second;
     }
     for (i64 i = 0; i < kGroup; ++i) out[first + i] = values[place(pairs, i)];
   }

@@ -59,6 +59,7 @@ class KeepSubnormals {
 };
 
 #define NOINLINE __attribute__((noinline))  // inlined, loops lose registers to what surrounds them
+#define UNUSED [[maybe_unused]]
 
 // ---- 16-bit floats ----
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from pt2mx.formats import ELEMENTS
 from pt2mx.kernels import dense, elements
 from pt2mx.kernels.cpu_build import DTYPES, load
+from pt2mx.kernels.packing import group_of
 from pt2mx.spec import MXSpec
 
 __all__ = ["grouped_linear", "linear"]
@@ -37,7 +38,10 @@ _PANEL, _MANY_ROWS = 256, 64
 class _Call(ctypes.Structure):
     _fields_ = (
         ("table", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("format", "bits", "dtype", "tiles")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("format", "bits", "codes_per_group", "bytes_per_group", "dtype", "tiles")
+        ),
         *((name, ctypes.c_int64) for name in ("m", "n", "k", "block", "row_bytes", "row_blocks")),
         *((name, ctypes.c_void_p) for name in ("x", "data", "scale", "bias", "out")),
     )
@@ -79,10 +83,13 @@ def _multiply(
     """x: (M, K), data: (N, bytes), scale: (N, blocks), bias: (N,) or None, out: (M, N), all contiguous."""
     library, parallel_for = load()
     decoder, block = _decoder(spec, x.shape[1])
+    codes_per_group, bytes_per_group = group_of(spec.element.bits)
     call = _Call(
         table=_table(spec.element.name).data_ptr(),
         format=decoder,
         bits=spec.element.bits,
+        codes_per_group=codes_per_group,
+        bytes_per_group=bytes_per_group,
         dtype=DTYPES.index(x.dtype),
         tiles=tiles,
         m=x.shape[0],

@@ -9,15 +9,16 @@
 
 // An element format and the modes, as cpu.py fills it: field by field the same.
 struct Spec {
+  const int32_t* neighbours;  // of an exponent: `candidates` changes of it
   int32_t bits, mantissa_bits, emin, emax, max_code, is_int, full_range;
-  int32_t rounding, threshold, candidates, error_bits;
+  int32_t rounding, threshold, candidates, searches, error_bits;
   int32_t codes_per_group, bytes_per_group;
   float highest, lowest;
 };
 
 namespace {
 
-enum Rounding { EVEN, HALF_AWAY, HALF_TOWARD_ZERO, TOWARD_ZERO, UP, DOWN, STOCHASTIC };
+enum Rounding { EVEN, HALF_AWAY, HALF_TOWARD_ZERO, HALF_UP, TOWARD_ZERO, UP, DOWN, STOCHASTIC };
 
 constexpr int32_t kNotFinite = 128;  // the "exponent" of a block with an Inf or a NaN: byte 255 of E8M0
 constexpr float kSmallestNormal = 0x1p-126f;
@@ -95,6 +96,7 @@ inline Floats to_quanta(Floats units, Ints sign, const u32* random) {
     case EVEN: return nearest;
     case HALF_AWAY: return floor + one_if(fraction >= 0.5f);
     case HALF_TOWARD_ZERO: return floor + one_if(fraction > 0.5f);
+    case HALF_UP: return floor + one_if((fraction > 0.5f) | ((fraction == 0.5f) & ~sign));
     case UP: return floor + one_if((fraction > 0.0f) & ~sign);
     case DOWN: return floor + one_if((fraction > 0.0f) & sign);
     case STOCHASTIC: return floor + one_if(load<Ints>(random) < __builtin_convertvector(fraction * 0x1p31f, Ints));
@@ -175,7 +177,6 @@ inline void each_vector(const Chunk& c, Body body) {
   }
 }
 
-#define UNUSED [[maybe_unused]]
 #define BODY \
   (i64 i, UNUSED Floats in0, UNUSED Floats in1, UNUSED Floats out0, UNUSED Floats out1) __attribute__((always_inline))
 
@@ -261,13 +262,13 @@ NOINLINE void from_codes(const Chunk& c, const Spec& spec, const u8* codes, floa
 }
 
 constexpr decltype(&to_values<EVEN>) kToValues[] = {
-    to_values<EVEN>, to_values<HALF_AWAY>, to_values<HALF_TOWARD_ZERO>, to_values<TOWARD_ZERO>,
-    to_values<UP>,   to_values<DOWN>,      to_values<STOCHASTIC>};
+    to_values<EVEN>,        to_values<HALF_AWAY>, to_values<HALF_TOWARD_ZERO>, to_values<HALF_UP>,
+    to_values<TOWARD_ZERO>, to_values<UP>,        to_values<DOWN>,             to_values<STOCHASTIC>};
 constexpr decltype(&to_codes<EVEN>) kToCodes[] = {
-    to_codes<EVEN>, to_codes<HALF_AWAY>, to_codes<HALF_TOWARD_ZERO>, to_codes<TOWARD_ZERO>,
-    to_codes<UP>,   to_codes<DOWN>,      to_codes<STOCHASTIC>};
+    to_codes<EVEN>,        to_codes<HALF_AWAY>, to_codes<HALF_TOWARD_ZERO>, to_codes<HALF_UP>,
+    to_codes<TOWARD_ZERO>, to_codes<UP>,        to_codes<DOWN>,             to_codes<STOCHASTIC>};
 constexpr decltype(&to_errors<EVEN>) kToErrors[] = {
-    to_errors<EVEN>, to_errors<HALF_AWAY>, to_errors<HALF_TOWARD_ZERO>, to_errors<TOWARD_ZERO>,
-    to_errors<UP>,   to_errors<DOWN>,      to_errors<EVEN>};  // a scale does not depend on the seed
+    to_errors<EVEN>,        to_errors<HALF_AWAY>, to_errors<HALF_TOWARD_ZERO>, to_errors<HALF_UP>,
+    to_errors<TOWARD_ZERO>, to_errors<UP>,        to_errors<DOWN>,             to_errors<EVEN>};  // a scale does not depend on the seed
 
 }  // namespace

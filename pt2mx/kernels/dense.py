@@ -26,4 +26,4 @@ def grouped_linear(x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, spec: M
 
 
 def _weight(x: Tensor, data: Tensor, scale: Tensor, spec: MXSpec) -> Tensor:
-    return kernels_for(data).dequantize(data, scale, spec, x.dtype, x.shape[-1])
+    return kernels_for(data, spec.element).dequantize(data, scale, spec, x.dtype, x.shape[-1])

@@ -56,7 +56,7 @@ def quantize(x: Tensor, spec: MXSpec, seed: Tensor | None) -> tuple[Tensor, Tens
     size = packing.packed_length(length, bits)
     data = x.new_empty(resized(x, spec.axis, size), dtype=torch.uint8)
     scale = x.new_empty(resized(x, spec.axis, -(-length // spec.block_size)), dtype=torch.uint8)
-    kernel, tiles, word, seeds = gpu_kernels.quantize_kernel, _QUANTIZE, _word(bits), (seed,)
+    kernel, tiles, word, seeds = gpu_kernels.quantize_kernel, _QUANTIZE, packing.group_of(bits), (seed,)
     if _in_pairs(x, spec):
         kernel, tiles, word, seeds = gpu_kernels.quantize_pairs_kernel, _QUANTIZE_PAIRS, _four(bits), ()
     elif packing.is_packed(bits):
@@ -77,7 +77,9 @@ def dequantize(data: Tensor, scale: Tensor, spec: MXSpec, dtype: torch.dtype, le
     data, scale = data.contiguous(), scale.contiguous()
     y = data.new_empty(resized(data, spec.axis, length), dtype=dtype)
     size = data.shape[spec.axis]
-    _launch(gpu_kernels.dequantize_kernel, _DEQUANTIZE, y.shape, spec, _word(bits), data, scale, y, length, size)
+    _launch(
+        gpu_kernels.dequantize_kernel, _DEQUANTIZE, y.shape, spec, packing.group_of(bits), data, scale, y, length, size
+    )
     return y
 
 
@@ -116,8 +118,11 @@ def _holds(spec: MXSpec, length: int) -> bool:
 
 
 def _packs(spec: MXSpec, length: int) -> bool:
-    """Whether no two blocks share a byte, so that each can be packed by itself."""
-    return spec.block_size >= length or spec.block_size % _word(spec.element.bits)[0] == 0
+    """Whether the kernels pack: codes that take a byte each, or of which four are whole bytes, two at least; and no two
+    blocks share a byte, so that each can be packed by itself."""
+    codes, size = packing.group_of(spec.element.bits)
+    fits = codes == 1 or (4 % codes == 0 and 4 // codes * size >= 2)
+    return fits and (spec.block_size >= length or spec.block_size % codes == 0)
 
 
 def _streams(x: Tensor, spec: MXSpec) -> bool:
@@ -130,7 +135,7 @@ def _streams(x: Tensor, spec: MXSpec) -> bool:
 def _in_pairs(x: Tensor, spec: MXSpec) -> bool:
     """Whether `gpu_pairs` serves: its arithmetic, and fours of values that no block, word or end of the data splits."""
     element, mode, length = spec.element, SCALE_MODES[spec.scale_mode], x.shape[spec.axis]
-    if x.dtype != torch.bfloat16 or spec.rounding != "even" or len(mode.neighbours) > 1:
+    if x.dtype != torch.bfloat16 or spec.rounding != "even" or mode.searches:
         return False
     if element.is_int or element.mantissa_bits > 5 or torch.cuda.get_device_capability(x.device) < (8, 0):
         return False
@@ -141,12 +146,6 @@ def _in_pairs(x: Tensor, spec: MXSpec) -> bool:
 
 #: codes and bytes of a word
 _BYTE = (1, 1)
-
-
-def _word(bits: int) -> tuple[int, int]:
-    """The smallest group of packed codes that is whole bytes."""
-    size = packing.packed_length(1, bits)
-    return packing.unpacked_length(size, bits), size
 
 
 def _four(bits: int) -> tuple[int, int]:
@@ -171,7 +170,7 @@ def _launch(
     inner = _inner(shape, spec)
     length, outer = shape[spec.axis], math.prod(shape[: spec.axis])
     lines = outer * -(-length // spec.block_size) * inner
-    long = len(SCALE_MODES[spec.scale_mode].neighbours) > 1 or ROUNDINGS[spec.rounding].random
+    long = SCALE_MODES[spec.scale_mode].searches or ROUNDINGS[spec.rounding].random
     tile = (_LONG if long else tiles)[inner > 1]
     wide = lines * min(spec.block_size, length) >= 2**31 - max(tile.values, tile.vector * 2 * _LARGEST_BLOCK)
     constants = _constants(spec, word, length, inner, wide, tile)
@@ -201,6 +200,7 @@ def _constants(spec: MXSpec, word: tuple[int, int], length: int, inner: int, wid
         is_int=element.is_int,
         threshold=mode.threshold(element),
         neighbours=mode.neighbours,
+        searches=mode.searches,
         error_bits=squared_error_bits(spec.block_size),
         rounding=spec.rounding,
         nearest="even" if rounding.random else spec.rounding,

@@ -57,8 +57,8 @@ def scale_of_amax(amax, C: tl.constexpr):
 @triton.jit
 def least_squares(parts, byte, finite, C: tl.constexpr):
     """Of the neighbours of `byte` the one with the least sum of squared errors, of equal ones the first."""
-    best = byte
-    least = squared_error(parts, byte + C.neighbours[0], byte, finite, C)
+    best = clamp_scale(byte + C.neighbours[0])
+    least = squared_error(parts, best, byte, finite, C)
     for i in tl.static_range(tl.constexpr(1), tl.constexpr(C.candidates)):
         candidate = clamp_scale(byte + C.neighbours[i])
         total = squared_error(parts, candidate, byte, finite, C)
@@ -139,6 +139,9 @@ def round_magnitude(v, random, ROUNDING: tl.constexpr, C: tl.constexpr):
             p = tl.where(a - floor >= 0.5 * quantum, floor + quantum, floor)
         elif ROUNDING == "half_toward_zero":
             p = tl.where(a - floor > 0.5 * quantum, floor + quantum, floor)
+        elif ROUNDING == "half_up":
+            half = 0.5 * quantum
+            p = tl.where(tl.where(negative, a - floor > half, a - floor >= half), floor + quantum, floor)
         elif ROUNDING == "toward_zero":
             p = floor
         elif ROUNDING == "up":

@@ -4,8 +4,9 @@ A warp multiplies tiles of 16 rows. Of a tile, thread 4 * g + t of PTX's `mma.m1
 values along K is free as long as it is the same for x, so that each thread takes `VALUES` consecutive ones. A tile's
 codes lie so that each load of a warp is 512 bytes in a row.
 
-The bits of elements below 8 bits are spread over the words so that most pairs of values are one mask away from a pair
-of bfloat16: sign and magnitude at their places, which gives the value times a power of two, subnormals included.
+Codes of 8 bits that the instructions of a GPU convert lie as they are. The bits of other elements are spread over the
+words so that most pairs of values are one mask away from a pair of bfloat16: sign and magnitude at their places, which
+gives the value times a power of two, subnormals included.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pt2mx.formats import FORMATS, ElementFormat
+from pt2mx.formats import ELEMENTS, ElementFormat
 from pt2mx.kernels.elements import decode
+from pt2mx.kernels.gpu_bytes import FROM_BYTES
 from pt2mx.kernels.lengths import pad_axis
 from pt2mx.kernels.packing import unpack
 
@@ -35,7 +37,7 @@ class Piece(NamedTuple):
 class Fragment(NamedTuple):
     """What one thread holds of a row at a time: `values` in `words` of 32 bits, with `scales` of them.
 
-    `pairs`: for elements below 8 bits the pieces of each pair of a group of 16 values; the low half is the first.
+    `pairs`: for elements whose bits are spread the pieces of each pair of a group of values; the low half is the first.
     """
 
     values: int
@@ -51,6 +53,17 @@ class Fragment(NamedTuple):
 
 def _direct(words: int, shifts: tuple[int, ...], mask: int) -> tuple[tuple[Piece, ...], ...]:
     return tuple((Piece(word, shift, mask),) for word in range(words) for shift in shifts)
+
+
+def _of_bytes(element: ElementFormat) -> Fragment:
+    """Of an element of 8 bits: where it is spread, one word to four values."""
+    if element.name in FROM_BYTES:
+        return Fragment(values=32, words=8, scales=1)
+    m = element.mantissa_bits
+    low = Piece(0, 7 - m, (1 << 14 - 2 * m) - (1 << 7 - m))  # of the magnitude the lowest 7 - m bits, then the others
+    high = Piece(0, -m, (1 << 14 - m) - (1 << 14 - 2 * m))
+    second = (low, *([high] if m else []), Piece(0, 1, 0x8000))
+    return Fragment(32, 8, 1, (*_direct(1, (0,), 0x8000 | 0x7F << 7 - m), second))
 
 
 #: element -> fragment. What the pairs in place leave over of the words holds the others, in pieces.
@@ -86,7 +99,7 @@ FRAGMENTS = {
             (Piece(1, 5, 0x01E0), Piece(2, 14, 0x8000), Piece(2, 4, 0x0010)),
         ),
     ),
-    **{name: Fragment(values=32, words=8, scales=1) for name, element in FORMATS.items() if element.bits == 8},
+    **{name: _of_bytes(element) for name, element in ELEMENTS.items() if element.bits == 8},
 }
 _BF16_BIAS, _BF16_MANTISSA_BITS = 127, 7
 
@@ -201,7 +214,7 @@ def decode_ptx(element: ElementFormat) -> str:
     fragment = FRAGMENTS[element.name]
     outputs = fragment.values // 2
     words = [f"${outputs + i}" for i in range(fragment.words)]
-    pairs = _from_pieces(fragment, words) if fragment.pairs else _FROM_BYTES[element.name](words)
+    pairs = _from_pieces(fragment, words) if fragment.pairs else FROM_BYTES[element.name](words)
     lines = [".reg .b32 h, a, u, r, none, minus;", ".reg .b16 lo, hi;", ".reg .f32 x, y;"]
     lines += ["mov.b32 none, 0x80008000;", "mov.b32 minus, 0xBF80BF80;"]
     for i, pair in enumerate(pairs):  # leaves it in r
@@ -225,33 +238,3 @@ def _from_pieces(fragment: Fragment, words: list[str]) -> list[list[str]]:
                 lines.append(f"lop3.b32 r, {source}, {twice}, r, 0xEA;" if i else f"and.b32 r, {source}, {twice};")
             pairs.append(lines)
     return pairs
-
-
-_TO_BF16 = ("mov.b32 {lo, hi}, r;", "cvt.f32.f16 x, lo;", "cvt.f32.f16 y, hi;", "cvt.rn.bf16x2.f32 r, y, x;")
-
-
-def _from_e4m3(words: list[str]) -> list[list[str]]:
-    half = "mov.b32 {{lo, hi}}, {};"
-    return [[half.format(w), f"cvt.rn.f16x2.e4m3x2 r, {h};", *_TO_BF16] for w in words for h in ("lo", "hi")]
-
-
-def _from_e5m2(words: list[str]) -> list[list[str]]:
-    """It is the upper byte of an fp16."""
-    return [[f"prmt.b32 r, {w}, 0, {bytes_};", *_TO_BF16] for w in words for bytes_ in ("0x1404", "0x3424")]
-
-
-def _from_int8(words: list[str]) -> list[list[str]]:
-    """2 plus the code without its sign, minus 2, or 4 where it has one; the last place of such a float is 2**-6."""
-    return [
-        [
-            f"prmt.b32 h, {w}, 0, {bytes_};",
-            "lop3.b32 a, h, 0x007F007F, 0x40004000, 0xEA;",
-            "lop3.b32 u, h, 0x00800080, 0x40004000, 0xEA;",
-            "fma.rn.bf16x2 r, u, minus, a;",
-        ]
-        for w in words
-        for bytes_ in ("0x4140", "0x4342")
-    ]
-
-
-_FROM_BYTES = {"fp8_e4m3": _from_e4m3, "fp8_e5m2": _from_e5m2, "int8": _from_int8}

@@ -38,6 +38,7 @@ class Constants:
     is_int: bool
     threshold: int
     neighbours: tuple[int, ...]
+    searches: bool
     error_bits: int
     rounding: str
     nearest: str
@@ -92,11 +93,6 @@ class Constants:
     @property
     def candidates(self) -> int:
         return len(self.neighbours)
-
-    @property
-    def searches(self) -> bool:
-        """Whether the scale is one of several candidates."""
-        return self.candidates > 1
 
     @property
     def special(self) -> bool:

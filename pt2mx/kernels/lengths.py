@@ -38,6 +38,14 @@ def group_count(length: int, size: int) -> int:
     return 1 if guard_or_false(length <= size) else count
 
 
+def is_one_in_the_example(size: int) -> bool:
+    """Whether code that is traced without guards would take a symbolic size to be 1 always: some operators ask for that
+    of a dense tensor."""
+    if isinstance(size, int) or _has_guards.get():
+        return False
+    return size.node.has_hint() and size.node.hint == 1
+
+
 def pad_axis(x: Tensor, axis: int, size: int) -> Tensor:
     """`x` with zeros appended along `axis` (non-negative) up to `group_count` groups; (..., n, ...) any dtype."""
     length = x.shape[axis]

@@ -1,16 +1,18 @@
 """Packing of codes into bytes along one axis, in plain torch operations.
 
-Design: numerics, storage. 8-bit codes one a byte; 4-bit codes two a byte, low nibble first; 6-bit codes four in three
-little-endian bytes.
+Design: numerics, storage. 4-bit codes two a byte, low nibble first; 6-bit codes four in three little-endian bytes;
+other codes of up to 8 bits one a byte, wider ones one in two little-endian bytes.
 """
+
+import math
 
 import torch
 from torch import Tensor
 
 from pt2mx.kernels.lengths import split_axis, trim_axis
 
-#: bits of a code -> (codes, bytes) of one packed group; other widths take a byte a code
-_GROUPS = {4: (2, 1), 6: (4, 3)}
+#: bits of a code that is packed -> (codes, bytes) of the smallest group that is whole bytes
+_GROUPS = {bits: (8 // math.gcd(bits, 8), bits // math.gcd(bits, 8)) for bits in (4, 6)}
 
 
 def is_packed(bits: int) -> bool:
@@ -18,23 +20,29 @@ def is_packed(bits: int) -> bool:
     return bits in _GROUPS
 
 
+def group_of(bits: int) -> tuple[int, int]:
+    """Codes and bytes of one packed group; a code of another width takes whole bytes."""
+    return _GROUPS.get(bits, (1, -(-bits // 8)))
+
+
 def packed_length(length: int, bits: int) -> int:
     """Bytes that `length` codes of `bits` bits take along the packed axis."""
-    codes, size = _GROUPS.get(bits, (1, 1))
+    codes, size = group_of(bits)
     return -(-length // codes) * size
 
 
 def unpacked_length(size: int, bits: int) -> int:
     """Codes that `size` bytes hold, the padding of the last group included."""
-    codes, group = _GROUPS.get(bits, (1, 1))
+    codes, group = group_of(bits)
     return size // group * codes
 
 
 def pack(codes: Tensor, axis: int, bits: int) -> Tensor:
     """codes: (..., n, ...) int32 in [0, 2**bits) -> (..., packed_length(n), ...) uint8."""
-    if not is_packed(bits):
+    per_group, size = group_of(bits)
+    if size == per_group:
         return codes.to(torch.uint8)
-    per_group, size = _GROUPS[bits]
+    codes = codes.to(_word_of(size))
     groups = split_axis(codes, axis, per_group)  # (..., groups, codes, ...)
     word = groups.select(axis + 1, 0)
     for i in range(1, per_group):
@@ -47,16 +55,21 @@ def pack(codes: Tensor, axis: int, bits: int) -> Tensor:
 def unpack(data: Tensor, axis: int, bits: int) -> Tensor:
     """data: (..., bytes, ...) uint8 -> (..., unpacked_length(bytes), ...) int32 codes; of symbolic bytes, with the
     filling of `group_count`."""
-    data = data.to(torch.int32)
-    if not is_packed(bits):
-        return data & ((1 << bits) - 1)
-    per_group, size = _GROUPS[bits]
+    per_group, size = group_of(bits)
+    if size == per_group:
+        return data.to(torch.int32) & ((1 << bits) - 1)
+    data = data.to(_word_of(size))
     groups = split_axis(data, axis, size)  # (..., groups, bytes, ...)
     word = groups.select(axis + 1, 0)
     for i in range(1, size):
         word = word | groups.select(axis + 1, i) << (8 * i)
     shifts = _along(axis, data, bits * torch.arange(per_group, device=data.device, dtype=torch.int32))
-    return (word.unsqueeze(axis + 1) >> shifts & ((1 << bits) - 1)).flatten(axis, axis + 1)
+    return (word.unsqueeze(axis + 1) >> shifts & ((1 << bits) - 1)).to(torch.int32).flatten(axis, axis + 1)
+
+
+def _word_of(size: int) -> torch.dtype:
+    """An integer that holds a group of `size` bytes."""
+    return torch.int32 if size <= 4 else torch.int64
 
 
 def _along(axis: int, x: Tensor, vector: Tensor) -> Tensor:

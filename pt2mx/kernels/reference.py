@@ -87,7 +87,7 @@ def shared_exponent(blocks: Tensor, spec: MXSpec, forms: ModuleType = plain) -> 
     round_up = torch.where(amax == mantissa, mantissa > (threshold + _MANTISSA + 1) >> 1, mantissa > threshold)
     exponent = (amax >> 23) - _BIAS + round_up.to(torch.int32) - lowered
     exponent, finite = _clamp(exponent, spec), amax < _INF
-    if len(mode.neighbours) > 1:
+    if mode.searches:
         exponent = _least_squares(blocks, exponent, finite, spec, mode.neighbours, forms)
     return exponent, finite
 

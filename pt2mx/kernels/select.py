@@ -11,12 +11,13 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from pt2mx.formats import ElementFormat
 from pt2mx.kernels import cpu, sliced
 
 
-def kernels_for(x: Tensor) -> ModuleType:
-    """The fastest kernels that can work on x."""
-    plain = _is_plain(x)
+def kernels_for(x: Tensor, element: ElementFormat | None = None) -> ModuleType:
+    """The fastest kernels that can work on x, and with `element` where the call has one."""
+    plain = _is_plain(x) and not (element and element.is_wide)
     if plain and x.device.type == "cpu" and cpu.is_available():
         return cpu
     if plain and x.device.type == "cuda" and runs_triton(x.device):
@@ -26,11 +27,12 @@ def kernels_for(x: Tensor) -> ModuleType:
     return sliced
 
 
-def linear_kernels_for(x: Tensor) -> ModuleType:
-    """The fastest kernels of `linear_mx` and `grouped_linear_mx` that can work on x."""
+def linear_kernels_for(x: Tensor, element: ElementFormat | None = None) -> ModuleType:
+    """The fastest kernels of `linear_mx` and `grouped_linear_mx` that can work on x with weights of `element`."""
     from pt2mx.kernels import cpu_linear, dense
 
-    if _is_plain(x) and x.device.type == "cpu" and cpu.is_available():
+    plain = _is_plain(x) and not (element and element.is_wide)
+    if plain and x.device.type == "cpu" and cpu.is_available():
         return cpu_linear
     return dense
 

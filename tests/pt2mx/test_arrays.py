@@ -189,7 +189,7 @@ def test_what_is_not_taken(data, message):
     ("arguments", "message"),
     [
         ({"format": "mxfp9"}, "unknown MX element format"),
-        ({"format": (5, 4)}, "unknown MX element format"),
+        ({"format": (5, 11)}, "unknown MX element format"),
         ({"block_size": 0}, "block_size=0"),
         ({"axis": 1}, "axis=1 is out of range"),
         ({"scale_mode": "flor"}, "did you mean 'floor'"),

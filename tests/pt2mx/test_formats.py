@@ -1,9 +1,11 @@
+from fractions import Fraction
+
 import pytest
 import torch
 
 from pt2mx import ELEMENTS, FORMATS, ElementFormat, MXError, MXSpec, create_mx_spec, parse, parse_element
 from pt2mx.modes import ROUNDINGS, SCALE_MODES
-from tests.oracle import floor_log2, grid
+from tests.oracle import NARROW, WIDE, floor_log2, grid
 
 
 @pytest.mark.parametrize(
@@ -64,6 +66,17 @@ def test_table_is_that_of_the_specification(name, bits, emax, largest, smallest,
         ("fp8_e3m4", "fp8_e3m4"),
         ((1, 1), "fp3_e1m1"),
         ((7, 0), "fp8_e7m0"),
+        ("fp8_e4m3_finite", "fp8_e4m3_finite"),
+        ("mxfp8_e5m2_finite", "fp8_e5m2_finite"),
+        ((5, 10), "fp16_e5m10"),
+        ("e5m10", "fp16_e5m10"),
+        ("MXFP16[E5M10]", "fp16_e5m10"),
+        ("float12_e4m7", "fp12_e4m7"),
+        ((1, 14), "fp16_e1m14"),
+        ("mxint16", "int16"),
+        (torch.int16, "int16"),
+        ((0, 11), "int12"),
+        ("int9_full", "int9_full"),
     ],
 )
 def test_element_spellings(spelling, expected):
@@ -87,6 +100,15 @@ def test_element_spellings(spelling, expected):
         ("mxfp4{32}(mse,stochastic)", MXSpec("fp4_e2m1", scale_mode="mse", rounding="stochastic")),
         ("mxfp4(even,even,e5m2)", MXSpec("fp4_e2m1", scale_mode="even", scale_exp_bits=5, scale_sig_bits=2)),
         ("bfp[8|8]", MXSpec("int8", 32)),
+        ("BFP[16|8]{32}", MXSpec("int16", 32)),
+        ("BFP[12|8]{16}(_S)", MXSpec("int12_full", 16, rounding="stochastic")),
+        ("BFP16", MXSpec("int8", 64)),
+        ("BFP12", MXSpec("int4", 128)),
+        ("BFP16_32", MXSpec("int8", 32)),
+        ("BFP16A_64", MXSpec("int8_full", 64)),
+        ("bfp14_16", MXSpec("int6", 16)),
+        ("BFP12{16,1}(up)", MXSpec("int4", 16, 1, rounding="up")),
+        ("BFP24_64", MXSpec("int16", 64)),
         ("mxfp6_e3m2{32}(rceil)", MXSpec("fp6_e3m2", 32, scale_mode="rceil")),
         ("mxfp4{32}(rceil,even)", MXSpec("fp4_e2m1", 32, scale_mode="rceil")),
         (MXSpec("int8", 8), MXSpec("int8", 8)),
@@ -108,20 +130,35 @@ def test_text_of_a_spec_parses_back(name, scale_mode):
 
 def test_every_split_and_width_has_an_element():
     floats = {(f.exponent_bits, f.mantissa_bits) for f in ELEMENTS.values() if not f.is_int}
-    assert floats == {(e, m) for e in range(1, 9) for m in range(8) if e + m <= 7}
-    assert {f.bits for f in ELEMENTS.values() if f.is_int} == set(range(2, 9))
+    assert floats == {(e, m) for e in range(1, 8) for m in range(16) if e + m <= 15}
+    assert {f.bits for f in ELEMENTS.values() if f.is_int} == set(range(2, 17))
+    assert set(NARROW) == {f.name for f in ELEMENTS.values() if f.bits <= 8} and set(WIDE) <= set(ELEMENTS) - set(
+        NARROW
+    )
     for f in ELEMENTS.values():
+        largest = Fraction(f.max_normal)
+        assert (floor_log2(largest), f.max_code < 2 ** (f.bits - 1)) == (f.emax, True)
+        if f.is_wide and f.name not in WIDE:
+            continue
         values = grid(f)
-        assert (values[-1], floor_log2(values[-1]), values.index(f.max_normal)) == (f.max_normal, f.emax, f.max_code)
-        assert f.is_int or f.name in ("fp8_e4m3", "fp8_e5m2") or len(values) == 2 ** (f.bits - 1)  # every code a number
+        assert (values[-1], values.index(largest)) == (largest, f.max_code)
+        assert f.name in ("fp8_e4m3", "fp8_e5m2") or len(values) == 2 ** (f.bits - 1)  # every code a number
+
+
+def test_finite_only_floats_of_the_splits_with_special_values():
+    for name, largest in (("fp8_e4m3", 480.0), ("fp8_e5m2", 114688.0)):
+        finite = ELEMENTS[f"{name}_finite"]
+        assert (finite.max_normal, finite.has_inf, finite.has_nan) == (largest, False, False)
+        assert parse_element((finite.exponent_bits, finite.mantissa_bits)).name == name
 
 
 def test_custom_specs():
     assert create_mx_spec(4, 3) == MXSpec("fp8_e4m3") and create_mx_spec(0, 7, 64) == MXSpec("int8", 64)
     spec = create_mx_spec(3, 1, 16, scale_exp_bits=5, scale_sig_bits=3, rounding="up")
     assert (spec.element.name, spec.block_size, spec.rounding, spec.effective_bits) == ("fp5_e3m1", 16, "up", 5.5)
-    with pytest.raises(MXError, match=r"\(5, 4\).*at most 8 bits"):
-        create_mx_spec(5, 4)
+    assert create_mx_spec(5, 10).element is ELEMENTS["fp16_e5m10"] and create_mx_spec(0, 15).effective_bits == 16.25
+    with pytest.raises(MXError, match=r"\(8, 7\).*1 to 7 exponent bits and at most 16 bits"):
+        create_mx_spec(8, 7)
 
 
 @pytest.mark.parametrize(
@@ -133,11 +170,14 @@ def test_custom_specs():
         ("mxfp4{0}", "block_size=0"),
         ("mxfp4{32}(flor)", "'floor'"),
         ("BFP[8|8]{64}(SX)", "'X'"),
-        ("BFP[9|8]{64}", "int8"),
+        ("BFP[17|8]{64}", "int16"),
+        ("BFP32_1", "int2 to int16"),
+        ("BFP16_64{32}", "unknown MX format"),
+        ("fp16_e8m7", "at most 16 bits"),
         ("BFP[8|12]{64}", "scale_exp_bits=12 must be an integer, 1 to 11"),
         ("fp8_e4m2", "fp8_e4m3"),
         ("int1", "int8"),
-        ((5, 4), "at most 8 bits"),
+        ((5, 11), "at most 16 bits"),
         ("", "allowed"),
         ("mxfp4{", "unknown MX format"),
         ("fp8[e4m3", "unknown MX element format"),

@@ -5,7 +5,7 @@ from torch.nn import functional as F
 
 from pt2mx import ELEMENTS, FORMATS, MXError, dequantize_mx, quantize_mx
 from pt2mx.fragments import linear_mx_fragments
-from pt2mx.kernels.gpu_fragments import FRAGMENTS, decode_ptx, exponent_shift, from_fragments, to_fragments
+from pt2mx.kernels.gpu_fragments import FRAGMENTS, _together, decode_ptx, exponent_shift, from_fragments, to_fragments
 
 
 def weight(n, k):
@@ -17,7 +17,7 @@ def weight(n, k):
 
 @pytest.mark.parametrize("block_size", [32, 64])
 @pytest.mark.parametrize("shape", [(1, 8), (16, 128), (40, 200), (33, 520), (4100, 32)])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", FRAGMENTS)
 def test_fragments_hold_the_weight_to_the_bit(name, shape, block_size):
     scale, data = quantize_mx(weight(*shape), name, block_size)
     element = ELEMENTS[name]
@@ -30,7 +30,12 @@ def test_fragments_hold_the_weight_to_the_bit(name, shape, block_size):
     assert fragments[1].numel() == tiles * 16 * steps * FRAGMENTS[name].step // 32
 
 
-@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_of_8_bits_has_fragments():
+    """Whatever rows the table gets."""
+    assert {name for name, element in ELEMENTS.items() if element.bits == 8} | set(FORMATS) <= set(FRAGMENTS)
+
+
+@pytest.mark.parametrize("name", FRAGMENTS)
 def test_every_code_survives(name):
     element = ELEMENTS[name]
     count = 1 << element.bits
@@ -85,7 +90,7 @@ def test_formats_and_blocks_without_fragments():
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, "fp8_e3m4", "int8_full"])
 def test_product(name, bias):
     scale, data = quantize_mx(weight(20, 72), name)
     fragments = to_fragments(data, scale, ELEMENTS[name], 32)
@@ -116,3 +121,32 @@ def test_ptx_masks_each_pair_in_place():
     text = decode_ptx(ELEMENTS["fp4_e2m1"])
     assert text.count("and.b32") == 16 and text.count("lop3.b32") == 2 * 2 * 2  # of 16 pairs four are of three pieces
     assert exponent_shift(ELEMENTS["fp4_e2m1"]) == 126 and exponent_shift(ELEMENTS["int8"]) == 0
+
+
+_INTEGER_INSTRUCTIONS = {
+    "and.b32": lambda a, b: a & b,
+    "shl.b32": lambda a, b: a << b & 0xFFFFFFFF,
+    "shr.u32": lambda a, b: a >> b,
+    "lop3.b32": lambda a, b, c, table: {0xEA: a & b | c}[table],
+}
+
+
+@pytest.mark.parametrize("name", [name for name, fragment in FRAGMENTS.items() if fragment.pairs])
+def test_ptx_gathers_the_pairs_that_the_definition_does(name):
+    """Run instruction by instruction; the scale of each pair is its own."""
+    fragment = FRAGMENTS[name]
+    outputs, words = fragment.values // 2, torch.randint(-(2**31), 2**31, (1, fragment.words), dtype=torch.int64)
+    registers = {f"${outputs + i}": int(word) & 0xFFFFFFFF for i, word in enumerate(words[0])}
+    pairs = {}
+    for line in decode_ptx(ELEMENTS[name]).split(";"):
+        instruction, _, rest = line.strip().partition(" ")
+        target, *operands = rest.split(", ")
+        if instruction in _INTEGER_INSTRUCTIONS:
+            values = [registers[o] if o in registers else int(o, 0) for o in operands]
+            registers[target] = _INTEGER_INSTRUCTIONS[instruction](*values)
+        elif instruction == "fma.rn.bf16x2":
+            pairs[target] = registers[operands[0]]
+            scale = int(operands[1].removeprefix("$")) - outputs - fragment.words
+            assert scale == 4 * ((len(pairs) - 1) * fragment.scales // outputs)
+    halves = _together(words.to(torch.int32), fragment).view(-1, 2).to(torch.int64) & 0xFFFF
+    assert [pairs[f"${i}"] for i in range(outputs)] == (halves[:, 0] | halves[:, 1] << 16).tolist()

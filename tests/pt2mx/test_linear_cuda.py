@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from pt2mx import ELEMENTS, FORMATS, dequantize_mx, quantize_mx
 from pt2mx.fragments import linear_mx_fragments
-from pt2mx.kernels.gpu_fragments import from_fragments, to_fragments
+from pt2mx.kernels.gpu_fragments import FRAGMENTS, from_fragments, to_fragments
 from pt2mx.linear import grouped_linear_mx, linear_mx
 
 pytestmark = pytest.mark.cuda
@@ -34,7 +34,7 @@ def check(got, x, data, scale, bias, name, block_size=32):
 
 
 @pytest.mark.parametrize("shape", [(256, 512), (33, 200), (1000, 1384), (16, 8), (2048, 4096)])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", FRAGMENTS)
 def test_fragments(name, shape):
     data, scale = packed(name, *shape)
     fragments = to_fragments(data, scale, ELEMENTS[name], 32)
@@ -58,7 +58,7 @@ def test_so_many_rows_that_few_warps_share_one(name, n):
         check(linear_mx_fragments(x, *fragments, bias, name, n), x, data, scale, bias, name)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", FRAGMENTS)
 def test_the_dequantized_weight_is_that_of_the_reference(name):
     from pt2mx.kernels import gpu_linear
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from pt2mx import MXError, MXSpec, create_mx_spec, fake_quantize_mx, quantize_mx
-from pt2mx.modes import ROUNDINGS
+from pt2mx.modes import ROUNDINGS, SCALE_MODES, ScaleMode
+from tests.pt2mx.test_cpu_kernels import check, random_values
 
 # int4 in a block whose largest value is 1.75: multiples of 0.25, so that the units are 4x
 TIES = [1.75, 0.125, 0.375, -0.125, -0.375, 0.2, -0.2, 0.0]
@@ -18,6 +19,7 @@ TIES = [1.75, 0.125, 0.375, -0.125, -0.375, 0.2, -0.2, 0.0]
         ("even", [7, 0, 2, 0, -2, 1, -1, 0]),
         ("half_away", [7, 1, 2, -1, -2, 1, -1, 0]),
         ("half_toward_zero", [7, 0, 1, 0, -1, 1, -1, 0]),
+        ("half_up", [7, 1, 2, 0, -1, 1, -1, 0]),
         ("toward_zero", [7, 0, 1, 0, -1, 0, 0, 0]),
         ("up", [7, 1, 2, 0, -1, 1, 0, 0]),
         ("down", [7, 0, 1, -1, -2, 0, -1, 0]),
@@ -78,6 +80,28 @@ def test_mse_never_loses_more_than_floor(name):
     x = torch.randn(500, 32) * torch.rand(500, 1).exp()
     error = {m: (fake_quantize_mx(x, name, scale_mode=m) - x).double().square().sum(1) for m in ("floor", "mse")}
     assert (error["mse"] <= error["floor"] * (1 + 1e-6)).all() and error["mse"].sum() < 0.99 * error["floor"].sum()
+
+
+@pytest.mark.parametrize("neighbours", [(-1, 0, 2, -3, 1), (1,), (2, 0), (0, -1, 1)])
+def test_kernels_follow_the_table_of_neighbours(monkeypatch, neighbours):
+    """In any order and number; a single one is taken."""
+    name = f"one of {neighbours}"
+    monkeypatch.setitem(SCALE_MODES, name, ScaleMode(SCALE_MODES["floor"].threshold, neighbours))
+    for i, element in enumerate(("fp4_e2m1", "fp6_e3m2", "int8")):
+        for block, axis in ((32, 1), (5, 0)):
+            x = torch.cat([random_values((20, 70), torch.float32, kind) for kind in range(5)])
+            check(x, MXSpec(element, block, axis, name, ("even", "stochastic", "up")[i]))
+    x = torch.randn(200, 64)
+    changes = quantize_mx(x, "fp4_e2m1", scale_mode=name)[0].int() - quantize_mx(x, "fp4_e2m1")[0].int()
+    assert set(changes.unique().tolist()) <= set(neighbours)
+    assert len(neighbours) > 1 or (changes == neighbours[0]).all()
+
+
+def test_compiled_code_follows_the_table_of_neighbours(monkeypatch, compiler):
+    monkeypatch.setitem(SCALE_MODES, "other", ScaleMode(SCALE_MODES["floor"].threshold, (1, 0)))
+    x = torch.randn(20, 64)
+    compiled = torch.compile(lambda x: fake_quantize_mx(x, "fp4_e2m1", scale_mode="other"), fullgraph=True)
+    assert torch.equal(compiled(x), fake_quantize_mx(x, "fp4_e2m1", scale_mode="other"))
 
 
 def test_stochastic_rounding_is_unbiased():
