@@ -24,7 +24,9 @@ from pt2mx.pt2e.observer import (
     enable_fake_quant,
     enable_observer,
 )
+from pt2mx.pt2e.origin import origin_of
 from pt2mx.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
+from pt2mx.pt2e.program import load_program, save_program
 from pt2mx.pt2e.quantizer import MXQuantizer
 from pt2mx.pt2e.report import quantization_report
 from pt2mx.pt2e.suggest import suggest_config
@@ -32,6 +34,7 @@ from pt2mx.spec import MXSpec, create_mx_spec, parse
 from pt2mx.tensor import MXTensor
 from pt2mx.tensor_statistics import mx_statistics
 from pt2mx.torchmx import MXConfig, QAttentionConfig, QLinearConfig, quantize_linear_, quantize_llm_
+from pt2mx.version import __version__
 
 __all__ = [
     "ELEMENTS",
@@ -50,6 +53,7 @@ __all__ = [
     "MXTensor",
     "QAttentionConfig",
     "QLinearConfig",
+    "__version__",
     "compare_mx_formats",
     "convert_pt2e",
     "create_mx_spec",
@@ -61,10 +65,12 @@ __all__ = [
     "enable_observer",
     "fake_quantize_mx",
     "get_default_mx_quantization_config",
+    "load_program",
     "lower_to_inductor",
     "make_portable",
     "mx_quantize",
     "mx_statistics",
+    "origin_of",
     "parse",
     "parse_element",
     "prepare_pt2e",
@@ -74,5 +80,6 @@ __all__ = [
     "quantize_linear_",
     "quantize_llm_",
     "quantize_mx",
+    "save_program",
     "suggest_config",
 ]

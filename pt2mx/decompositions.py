@@ -11,40 +11,91 @@ from torch.nn import functional
 
 from pt2mx import fragments, linear, ops
 from pt2mx.checks import check_input, check_packed
-from pt2mx.formats import FORMATS
+from pt2mx.formats import ELEMENTS
 from pt2mx.kernels import elements, reference
 from pt2mx.kernels.gpu_fragments import from_fragments
+from pt2mx.kernels.lengths import is_one_in_the_example
+from pt2mx.order import dense_strides, is_dense, natural, order_in_memory, permuted_back, strides_in_order
+
+
+def _contiguous_copy(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def decompositions(
-    random_bits: Callable[[Tensor, list[int]], Tensor], forms_for: Callable[[Tensor], ModuleType] = lambda x: elements
+    random_bits: Callable[[Tensor, list[int]], Tensor],
+    forms_for: Callable[[Tensor], ModuleType] = lambda x: elements,
+    dense: Callable[[Tensor], Tensor] = _contiguous_copy,
 ) -> dict:
     """operator -> its decomposition, by the reference kernels.
 
     Args:
         random_bits: the numbers of stochastic rounding, as `pt2mx.kernels.philox.random_bits`.
         forms_for: the module with the functions of `pt2mx.kernels.elements` that suits a tensor.
+        dense: gives the values of a tensor contiguous strides, for tracing at least.
     """
+
+    def in_order(kernel, spec, x, *others):
+        """What `kernel(spec, x, *others)` gives, with the strides that the operator's fake kernel tells: by these views
+        of it were traced. `others` have x's dimensions."""
+        order = order_in_memory(x)
+        if order == natural(x):
+            results = kernel(spec, x, *others)
+        else:
+            spec = spec.replace(axis=order.index(spec.axis))
+            results = kernel(spec, *(t.permute(order) for t in (x, *others)))
+        return tuple(laid_out(y, order, spec.axis, x) for y in results)
+
+    def laid_out(y, order, axis, x):
+        """y, whose dimensions stand in x's order, as a result for x: dense, also where filled last blocks along `axis`
+        were cut off. Scales and codes of a length that has one of them in the example stay as they are, where nothing
+        would guard that."""
+        is_cut = not is_dense(y, natural(y))
+        left = is_cut and is_one_in_the_example(y.shape[axis])
+        y = dense(y) if is_cut and not left else y
+        y = y if order == natural(y) else permuted_back(y, order)
+        strides = list(zip(dense_strides(y.shape, order), strides_in_order(x, y.shape), strict=True))
+        same = all(a == b for a, b in strides if isinstance(a, int) and isinstance(b, int))
+        return y if left or same else y.as_strided(y.shape, [stride for _, stride in strides])
 
     def random(x, spec, seed=None, *ste):
         seed = ops.seed_of(x, spec, seed)
-        return None if seed is None else random_bits(seed, x.shape)
+        return () if seed is None else (random_bits(seed, x.shape),)
 
     def quantize(x, *arguments):
-        spec, x = check_input(x, *arguments[:5]), torch.atleast_1d(x)
-        return reference.quantize(x, spec, random(x, spec, *arguments[5:]), forms_for(x))
+        spec, x, forms = check_input(x, *arguments[:5]), torch.atleast_1d(x), forms_for(x)
+
+        def kernel(spec, x, random=None):
+            return reference.quantize(x, spec, random, forms)
+
+        return in_order(kernel, spec, x, *random(x, spec, *arguments[5:]))
 
     def dequantize(data, scale, elem, block_size, dtype, *where):
         spec, length = check_packed(data, scale, elem, block_size, dtype, *where)
-        return reference.dequantize(data, scale, spec, dtype, length, forms_for(data))
+        forms = forms_for(data)
+
+        def kernel(spec, data, scale):
+            return (reference.dequantize(data, scale, spec, dtype, length, forms),)
+
+        return in_order(kernel, spec, data, scale)[0]
 
     def fake_quantize(x, *arguments):
-        spec, row = check_input(x, *arguments[:5]), torch.atleast_1d(x)
-        return reference.fake_quantize(row, spec, random(row, spec, *arguments[5:]), forms_for(x)).reshape(x.shape)
+        spec, row, forms = check_input(x, *arguments[:5]), torch.atleast_1d(x), forms_for(x)
+
+        def kernel(spec, x, random=None):
+            return (reference.fake_quantize(x, spec, random, forms),)
+
+        (y,) = in_order(kernel, spec, row, *random(row, spec, *arguments[5:]))
+        return y if x.dim() else y.reshape(())
 
     def clip_gradient(grad, x, *modes):
-        spec, rows = check_input(x, *modes), (torch.atleast_1d(grad), torch.atleast_1d(x))
-        return reference.clip_gradient(*rows, spec, forms_for(x)).reshape(x.shape)
+        spec, rows, forms = check_input(x, *modes), (torch.atleast_1d(x), torch.atleast_1d(grad)), forms_for(x)
+
+        def kernel(spec, x, grad):
+            return (reference.clip_gradient(grad, x, spec, forms),)
+
+        (y,) = in_order(kernel, spec, *rows)
+        return y if x.dim() else y.reshape(())
 
     return {
         ops.quantize_mx: quantize,
@@ -77,7 +128,7 @@ def product_decompositions() -> dict:
         return y
 
     def linear_mx_fragments(x, data, scale, bias, elem, n):
-        return functional.linear(x, from_fragments(data, scale, FORMATS[elem], n, x.shape[-1]), bias)
+        return functional.linear(x, from_fragments(data, scale, ELEMENTS[elem], n, x.shape[-1]), bias)
 
     return {
         linear.linear_mx: linear_mx,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import sys
 import warnings
 from contextlib import contextmanager
 
@@ -26,11 +27,17 @@ def without_log_warnings():
 
 
 def import_extra(package: str, extra: str) -> object:
-    """An optional package; torchvision and transformers need the way around a CUDA build beside a CPU torch."""
-    if importlib.util.find_spec(package) is None:
+    """An optional package; torchvision, and transformers with it, also where torchvision is a CUDA build beside a CPU
+    torch.
+
+    Raises:
+        MXError: where it is not installed.
+    """
+    if importlib.util.find_spec(package.partition(".")[0]) is None:
         raise MXError(f"{package} is not installed: pip install 'pt2mx[{extra}]'")
-    _define_torchvision_operators()
     with without_log_warnings():
+        if package in _IMPORT_TORCHVISION and importlib.util.find_spec("torchvision"):
+            _make_torchvision_importable()
         for module in _LAZY.get(package, ()):
             importlib.import_module(module)
         return importlib.import_module(package)
@@ -38,16 +45,25 @@ def import_extra(package: str, extra: str) -> object:
 
 #: what a package imports on first use only, and with it parts of torchao that log
 _LAZY = {"transformers": ("transformers.models.auto.modeling_auto", "transformers.modeling_utils")}
+_IMPORT_TORCHVISION = ("torchvision", "transformers")
 
 _torchvision_schemas: torch.library.Library | None = None
 
 
-def _define_torchvision_operators() -> None:
+def _make_torchvision_importable() -> None:
     """torchvision from the package index is a CUDA build: beside a CPU torch its library does not load, and its import
-    (also inside transformers) fails for want of two operators that no model here needs. Their schemas suffice."""
+    (also inside transformers) fails for want of two operators that no model here needs. Their schemas suffice. They
+    are defined after such a failure only: a library that loads defines them itself, and ends the process where it
+    cannot."""
     global _torchvision_schemas
-    if _torchvision_schemas is None and torch.version.cuda is None and importlib.util.find_spec("torchvision"):
-        _torchvision_schemas = torch.library.Library("torchvision", "FRAGMENT")
+    before = set(sys.modules)
+    try:
+        importlib.import_module("torchvision")
+    except Exception:  # what else fails will fail again where it is needed
+        for name in set(sys.modules) - before:
+            if name.partition(".")[0] == "torchvision":
+                del sys.modules[name]
         for name in ("nms", "qnms"):
             if not hasattr(torch.ops.torchvision, name):
+                _torchvision_schemas = _torchvision_schemas or torch.library.Library("torchvision", "FRAGMENT")
                 _torchvision_schemas.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

@@ -14,7 +14,7 @@ from pt2mx.checks import check_length, check_seed, check_spec, check_tensors, op
 from pt2mx.errors import MXError
 from pt2mx.formats import parse_element
 from pt2mx.kernels import sliced
-from pt2mx.kernels.reference import clip_gradient
+from pt2mx.order import in_order
 from pt2mx.spec import MXSpec, parse
 
 
@@ -39,13 +39,16 @@ def quantize_mx(
     Returns:
         scale: (..., ceil(n / block_size), ...) uint8, E8M0; `.view(torch.float8_e8m0fnu)` reads it. 0xFF marks a block
             that held an Inf or a NaN; it dequantizes to NaN.
-        data: (..., bytes, ...) uint8: n bytes for 8-bit elements, ceil(n / 2) for FP4, 3 * ceil(n / 4) for FP6.
+        data: (..., bytes, ...) uint8: n bytes for 8-bit elements, ceil(n / 2) for FP4, 3 * ceil(n / 4) for FP6, 2 * n
+            for elements of more than 8 bits. Both are integers, and have no gradient.
 
     Raises:
         MXError: for another dtype, an unknown format or mode, a block size below 1, an axis out of range.
     """
     check_tensors(x=x)
-    return ops.quantize_mx(x, *operator_modes(_modes(elem_dtype, block_size, axis, scale_mode, rounding)), _seed(seed))
+    return ops.quantize_mx(
+        x.detach(), *operator_modes(_modes(elem_dtype, block_size, axis, scale_mode, rounding)), _seed(seed)
+    )
 
 
 def dequantize_mx(
@@ -114,12 +117,16 @@ class _OtherScale(torch.autograd.Function):
     def forward(ctx: object, x: Tensor, spec: MXSpec, seed: int | None, ste: str) -> Tensor:
         ctx.save_for_backward(*([x] if ste == "clipped" else []))
         ctx.spec = spec
-        return sliced.fake_quantize(torch.atleast_1d(x), spec, ops.seed_of(x, spec, seed)).reshape(x.shape)
+        seed = ops.seed_of(x, spec, seed)
+        (y,) = in_order(lambda spec, x: sliced.fake_quantize(x, spec, seed), spec, torch.atleast_1d(x))
+        return y if x.dim() else y.as_strided_((), ())
 
     @staticmethod
     def backward(ctx: object, grad: Tensor) -> tuple[Tensor | None, ...]:
         for x in ctx.saved_tensors:
-            grad = clip_gradient(torch.atleast_1d(grad), torch.atleast_1d(x), ctx.spec).reshape(x.shape)
+            tensors = torch.atleast_1d(x), torch.atleast_1d(grad)
+            (grad,) = in_order(lambda spec, x, grad: sliced.clip_gradient(grad, x, spec), ctx.spec, *tensors)
+            grad = grad if x.dim() else grad.as_strided_((), ())
         return grad, None, None, None
 
 

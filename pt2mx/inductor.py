@@ -20,6 +20,19 @@ from pt2mx.kernels import elements, inductor_cpu, inductor_gpu
 from pt2mx.kernels.lengths import guards
 from pt2mx.linear import linear_mx
 
+#: computes nothing: for tracing the values are contiguous, in memory they may lie as Inductor wants, cut from a tensor
+#: with filled blocks for example
+torch.library.define("pt2mx::dense", "(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+@torch.library.impl("pt2mx::dense", "CompositeExplicitAutograd")
+@torch.library.register_fake("pt2mx::dense")
+def _dense(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+lowering.register_lowering(torch.ops.pt2mx.dense, type_promotion_kind=None)(lambda x: x)
+
 
 def _forms_for(x: Tensor) -> ModuleType:
     return {"cpu": inductor_cpu, "cuda": inductor_gpu}.get(x.device.type, elements)
@@ -51,7 +64,7 @@ def _with_its_guards(function: Callable) -> Callable:
 
 #: operator -> the same in aten operators. Philox stays a call: its rounds use each value twice, which Inductor,
 #: substituting values, would double ten times
-_OF_OPERATORS = {**decompositions(ops.random_bits, _forms_for), linear_mx: _linear}
+_OF_OPERATORS = {**decompositions(ops.random_bits, _forms_for, torch.ops.pt2mx.dense.default), linear_mx: _linear}
 DECOMPOSITIONS = {operator: _with_its_guards(function) for operator, function in _OF_OPERATORS.items()}
 
 

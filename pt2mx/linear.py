@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pt2mx import ops
+from pt2mx.autocast import register_autocast
 from pt2mx.checks import check_packed
 from pt2mx.errors import MXError
 from pt2mx.kernels.select import linear_kernels_for
@@ -25,7 +26,7 @@ def _linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: s
             f"bias of shape {tuple(bias.shape)}, {bias.dtype} on {bias.device} does not fit a weight of "
             f"{data.shape[0]} rows and x in {x.dtype} on {x.device}"
         )
-    return linear_kernels_for(x).linear(x, data, scale, bias, spec)
+    return linear_kernels_for(x, spec.element).linear(x, data, scale, bias, spec)
 
 
 def _linear_fake(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: str, block_size: int) -> Tensor:
@@ -42,7 +43,7 @@ def _grouped_linear(x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, elem: 
             f"x must be (T, K) and offs ({data.shape[0]},) int32, an end for each expert; got {tuple(x.shape)} and "
             f"{tuple(offs.shape)} {offs.dtype}"
         )
-    return linear_kernels_for(x).grouped_linear(x, data, scale, offs, spec)
+    return linear_kernels_for(x, spec.element).grouped_linear(x, data, scale, offs, spec)
 
 
 def _grouped_linear_fake(x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, elem: str, block_size: int) -> Tensor:
@@ -95,4 +96,5 @@ for _name, (_third, _kernel, _fake) in _OPERATORS.items():
 torch.library.register_autograd("pt2mx::linear_mx", _linear_backward, setup_context=_save_weight)
 
 linear_mx = torch.ops.pt2mx.linear_mx.default
+register_autocast(linear_mx)
 grouped_linear_mx = torch.ops.pt2mx.grouped_linear_mx.default

@@ -1,21 +1,23 @@
 """The operators `torch.ops.pt2mx.*`: schemas, kernels, fake kernels and gradients. Design: operators.
 
 The schemas carry plain types, so that exported programs can hold them; `pt2mx.functional` is their friendlier face.
-Outputs are contiguous whatever the strides of the input: codes know nothing of strides, and the two ways to the same
-values (`fake_quantize_mx`, and `quantize_mx` then `dequantize_mx`) must give the next operator the same tensor.
+Outputs are dense, with their dimensions in the order in memory of x's or the codes' (`pt2mx.order`). Codes and scales
+have the order of their values, so that the two ways to the same values (`fake_quantize_mx`, and `quantize_mx` then
+`dequantize_mx`) give the next operator the same tensor.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from pt2mx.checks import check_input, check_packed, check_seed, resized
 from pt2mx.errors import MXError, nearest
 from pt2mx.kernels.packing import is_packed, packed_length
 from pt2mx.kernels.select import kernels_for
 from pt2mx.modes import ROUNDINGS
+from pt2mx.order import empty_in_order, in_order
+from pt2mx.pair_gradient import dequantize_straight_through, no_gradient, remember_source
 from pt2mx.spec import MXSpec
 
 #: What becomes of the gradient: it passes unchanged, or is zero where the value saturated.
@@ -38,41 +40,42 @@ def seed_of(x: Tensor, spec: MXSpec, seed: int | None) -> Tensor | None:
 
 def _quantize(x: Tensor, elem: str, block_size: int, axis=-1, scale_mode="floor", rounding="even", seed=None):
     spec, x = check_input(x, elem, block_size, axis, scale_mode, rounding), torch.atleast_1d(x)
-    return kernels_for(x).quantize(x, spec, seed_of(x, spec, seed))
+    kernels, seed = kernels_for(x, spec.element), seed_of(x, spec, seed)
+    return in_order(lambda spec, x: kernels.quantize(x, spec, seed), spec, x)
 
 
 def _quantize_fake(x: Tensor, elem: str, block_size: int, axis=-1, scale_mode="floor", rounding="even", seed=None):
     spec, x = check_input(x, elem, block_size, axis, scale_mode, rounding), torch.atleast_1d(x)
     length, bits = x.shape[spec.axis], spec.element.bits
     scale_shape = resized(x, spec.axis, _quotient(-(-length // spec.block_size), length))
-    data_shape = resized(x, spec.axis, _quotient(packed_length(length, bits), length) if is_packed(bits) else length)
-    return x.new_empty(scale_shape, dtype=torch.uint8), x.new_empty(data_shape, dtype=torch.uint8)
+    size = packed_length(length, bits)
+    data_shape = resized(x, spec.axis, _quotient(size, length) if is_packed(bits) else size)
+    return empty_in_order(x, scale_shape, torch.uint8), empty_in_order(x, data_shape, torch.uint8)
 
 
 def _quotient(size: int, length: int) -> int:
-    """`size`, a quotient of the symbolic `length`, as a size of its own.
+    """`size`, a quotient of the symbolic `length`, in an exported graph as a size of its own.
 
     Tracing asks of every size whether it is 1. Of a quotient that is a guard on `length` ("at most one block"), and
-    exporting with a dynamic length would fail. torch.compile, which may guard, refuses new sizes.
+    exporting with a dynamic length would fail. torch.compile may guard; of a length that the data decide (`nonzero`,
+    `item`) nothing is asked, and a decomposition could not give a size of its own again.
     """
-    if isinstance(length, int):
+    if isinstance(length, int) or not torch.compiler.is_exporting() or not length.node.has_hint():
         return size
-    try:
-        return torch.library.get_ctx().new_dynamic_size()
-    except DynamicOutputShapeException:
-        return size
+    return torch.library.get_ctx().new_dynamic_size()
 
 
 def _dequantize(data: Tensor, scale: Tensor, elem: str, block_size: int, dtype: torch.dtype, *where: object) -> Tensor:
     spec, length = check_packed(data, scale, elem, block_size, dtype, *where)
-    return kernels_for(data).dequantize(data, scale, spec, dtype, length)
+    kernels = kernels_for(data, spec.element)
+    return in_order(lambda spec, *packed: kernels.dequantize(*packed, spec, dtype, length), spec, data, scale)[0]
 
 
 def _dequantize_fake(
     data: Tensor, scale: Tensor, elem: str, block_size: int, dtype: torch.dtype, *where: object
 ) -> Tensor:
     spec, length = check_packed(data, scale, elem, block_size, dtype, *where)
-    return data.new_empty(resized(data, spec.axis, length), dtype=dtype)
+    return empty_in_order(data, resized(data, spec.axis, length), dtype)
 
 
 def _fake_quantize(
@@ -80,14 +83,15 @@ def _fake_quantize(
 ) -> Tensor:
     spec = check_input(x, elem, block_size, axis, scale_mode, rounding)
     check_ste(ste)
-    y = kernels_for(x).fake_quantize(torch.atleast_1d(x), spec, seed_of(x, spec, seed))
-    return y if x.dim() else y.reshape(()).clone()  # an operator's output is no view
+    kernels, seed = kernels_for(x, spec.element), seed_of(x, spec, seed)
+    (y,) = in_order(lambda spec, x: kernels.fake_quantize(x, spec, seed), spec, torch.atleast_1d(x))
+    return y if x.dim() else y.as_strided_((), ())
 
 
 def _fake_quantize_fake(x: Tensor, elem: str, block_size: int, *modes: object) -> Tensor:
     check_input(x, elem, block_size, *modes[:3])
     check_ste(*modes[4:])
-    return x.new_empty(x.shape)
+    return empty_in_order(x, x.shape, x.dtype)
 
 
 def check_ste(ste: str = "identity") -> None:
@@ -102,13 +106,14 @@ def _clip_gradient(grad: Tensor, x: Tensor, *modes: object) -> Tensor:
             f"grad of shape {tuple(grad.shape)}, {grad.dtype} on {grad.device} is no gradient of x of shape "
             f"{tuple(x.shape)} on {x.device}"
         )
-    y = kernels_for(x).clip_gradient(torch.atleast_1d(grad), torch.atleast_1d(x), spec)
-    return y if x.dim() else y.reshape(()).clone()
+    kernels, tensors = kernels_for(x, spec.element), (torch.atleast_1d(x), torch.atleast_1d(grad))
+    (y,) = in_order(lambda spec, x, grad: kernels.clip_gradient(grad, x, spec), spec, *tensors)
+    return y if x.dim() else y.as_strided_((), ())
 
 
 def _clip_gradient_fake(grad: Tensor, x: Tensor, *modes: object) -> Tensor:
     check_input(x, *modes)
-    return grad.new_empty(x.shape)
+    return empty_in_order(x, x.shape, grad.dtype)
 
 
 def _save_what_clipping_needs(ctx: object, inputs: tuple, output: Tensor) -> None:
@@ -136,11 +141,6 @@ def _clip_again(ctx: object, grad: Tensor) -> tuple[Tensor | None, ...]:
     return (torch.ops.pt2mx.clip_gradient_mx(grad, x, *ctx.modes),) + (None,) * 6
 
 
-def _no_gradient(ctx: object, *grads: Tensor) -> tuple[None, ...]:
-    """Codes are integers: as with `tensor.to(torch.uint8)`, no gradient passes."""
-    return (None,) * 7
-
-
 def _random_bits(seed: Tensor, size: list[int]) -> Tensor:
     if seed.dtype != torch.int64 or seed.dim():
         raise MXError(f"the seed tensor must be of shape () and int64, not {tuple(seed.shape)} and {seed.dtype}")
@@ -159,7 +159,7 @@ _OPERATORS = {
         f"(Tensor data_hp, {_MODES}, SymInt? seed=None) -> (Tensor scale, Tensor data)",
         _quantize,
         _quantize_fake,
-        (_no_gradient, None),
+        (no_gradient, remember_source),
     ),
     "dequantize_mx": (
         "(Tensor data_lp, Tensor shared_exp_e8m0, str elem_dtype_name, int block_size, ScalarType target_dtype, "
@@ -198,6 +198,8 @@ for _name, (_schema, _kernel, _fake, _gradient) in _OPERATORS.items():
     if _gradient is not None:
         _backward, _setup = _gradient
         torch.library.register_autograd(_qualified, _backward, setup_context=_setup)
+
+torch.library.impl("pt2mx::dequantize_mx", "Autograd", dequantize_straight_through)
 
 quantize_mx = torch.ops.pt2mx.quantize_mx.default
 dequantize_mx = torch.ops.pt2mx.dequantize_mx.default

@@ -94,8 +94,8 @@ def _multiply(x, x_scale, weight, weight_scale, bias, x_elem, weight_elem, dtype
     form = _check(x, x_scale, weight, weight_scale, x_elem, weight_elem, dtype)
     at_once = bias is not None and dtype in form.biased
     y = F.scaled_mm(
-        x.reshape(-1, x.shape[-1]).view(form.x),
-        weight.view(form.weight).t(),
+        x.reshape(-1, x.shape[-1]).contiguous().view(form.x),  # codes lie in memory as their values did
+        weight.contiguous().view(form.weight).t(),
         x_scale.view(torch.float8_e8m0fnu),
         F.ScalingType.BlockWise1x32,
         weight_scale.view(torch.float8_e8m0fnu),

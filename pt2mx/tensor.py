@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from pt2mx import ops
+from pt2mx.arrays import as_torch
 from pt2mx.checks import HIGH_PRECISION, check_packed, check_tensors, operator_modes
 from pt2mx.errors import MXError
 from pt2mx.extras import without_log_warnings
 from pt2mx.formats import ELEMENTS, ElementFormat, parse_element
 from pt2mx.functional import quantize_mx
 from pt2mx.kernels.packing import packed_length, unpacked_length
+from pt2mx.order import dense_strides, order_in_memory
 from pt2mx.spec import MXSpec, parse
 from pt2mx.tensor_statistics import MXStorage
 
@@ -75,7 +75,7 @@ class MXTensor(TorchAOBaseTensor):
         self = torch.Tensor._make_wrapper_subclass(
             cls,
             shape,
-            strides=_dense_strides(shape, _storage_order(qdata)) if stride is None else stride,
+            strides=dense_strides(shape, order_in_memory(qdata)) if stride is None else stride,
             dtype=dtype,
             device=qdata.device,
         )
@@ -85,7 +85,7 @@ class MXTensor(TorchAOBaseTensor):
 
     @staticmethod
     def to_mx(
-        data_hp: Tensor,
+        data_hp: object,
         elem_dtype: object,
         block_size: int | None = None,
         axis: int | None = None,
@@ -96,18 +96,22 @@ class MXTensor(TorchAOBaseTensor):
         """Quantize; the gradient passes straight through to `data_hp`.
 
         Args:
-            data_hp: (..., n, ...) float32, float16 or bfloat16.
+            data_hp: (..., n, ...) float32, float16 or bfloat16: a tensor, an array of NumPy or JAX, whose dtype it
+                gets, or nested lists of numbers, which become float32.
             elem_dtype: the element format, as `pt2mx.parse` takes it; a spec or a spelling with a block size sets the
                 other arguments, and an argument given beside it wins.
             block_size, axis, scale_mode, rounding: fields of `MXSpec`; by default 32, -1, "floor" and "even".
             seed: of `rounding="stochastic"`; None for another draw each call.
 
         Raises:
-            MXError: as `quantize_mx` does; for a tensor without dimensions; for one that is an `MXTensor` already.
+            MXError: as `quantize_mx` does; for a tensor without dimensions; for one that is an `MXTensor` already; for
+                what is no array.
         """
         if isinstance(data_hp, MXTensor):
             raise MXError(f"to_mx: {data_hp.description} is quantized already; quantize its .to_dtype() if you mean it")
-        if not isinstance(data_hp, Tensor) or not data_hp.dim():
+        if not isinstance(data_hp, Tensor):
+            data_hp = _of_lists(data_hp) if isinstance(data_hp, list | tuple) else as_torch(data_hp)
+        if not data_hp.dim():
             raise MXError(f"to_mx: a tensor of at least one dimension has blocks, {data_hp!r} has none")
         fields = {"block_size": block_size, "axis": axis, "scale_mode": scale_mode, "rounding": rounding}
         spec = parse(elem_dtype, **{name: value for name, value in fields.items() if value is not None})
@@ -132,6 +136,10 @@ class MXTensor(TorchAOBaseTensor):
         """Size and compression, under the names that pychop's `MXTensor.statistics()` has; `pt2mx.mx_statistics` also
         measures what quantizing data loses."""
         return MXStorage.of(self.shape, self.spec).to_dict()
+
+    def is_shared(self) -> bool:
+        """Whether codes and scales are in shared memory."""
+        return self.qdata.is_shared() and self.scale.is_shared()
 
     def share_memory_(self) -> MXTensor:
         """Move codes and scales to shared memory, in place."""
@@ -197,8 +205,8 @@ class _ToMX(torch.autograd.Function):
     @staticmethod
     def forward(ctx: object, x: Tensor, element: str, block_size: int, axis: int, *modes: object) -> MXTensor:
         scale, qdata = quantize_mx(x, element, block_size, axis, *modes)
-        # qdata is contiguous whatever x is; its sizes may be symbols that tracing knows nothing of, those of x are not
-        stride = _dense_strides(x.shape, list(range(x.dim())))
+        # qdata has x's order; its sizes may be symbols that tracing knows nothing of, those of x are not
+        stride = dense_strides(x.shape, order_in_memory(x))
         return MXTensor(qdata, scale, element, block_size, axis, x.dtype, x.shape[axis], stride)
 
     @staticmethod
@@ -212,14 +220,10 @@ class _FromMX(torch.autograd.Function):
     @staticmethod
     def forward(ctx: object, x: MXTensor, dtype: torch.dtype) -> Tensor:
         ctx.dtype = x.dtype
-        # codes are decoded in the order in which they are stored, so that a product of transposed values is computed,
-        # to the bit, as one of transposed plain tensors
-        order = _storage_order(x)
-        stored = order == list(range(x.dim()))
-        qdata, scale = (part if stored else part.permute(order) for part in (x.qdata, x.scale))
-        axis, length = order.index(x.axis), x.shape[x.axis]
-        values = ops.dequantize_mx(qdata, scale, x.elem_dtype.name, x.block_size, dtype, axis, length)
-        return values if stored else values.permute([order.index(d) for d in range(x.dim())])
+        # in the order of the codes: a product of transposed values is computed, to the bit, as one of transposed plain
+        # tensors
+        element, length = x.elem_dtype.name, x.shape[x.axis]
+        return ops.dequantize_mx(x.qdata, x.scale, element, x.block_size, dtype, x.axis, length)
 
     @staticmethod
     def backward(ctx: object, grad: Tensor) -> tuple[Tensor, None]:
@@ -239,17 +243,11 @@ def _dequantized(x: MXTensor, dtype: torch.dtype) -> Tensor:
     return _FromMX.apply(x, dtype)
 
 
-def _storage_order(x: Tensor) -> list[int]:
-    """x's dimensions from the outermost to the innermost in memory."""
-    return sorted(range(x.dim()), key=lambda d: -x.stride(d))
-
-
-def _dense_strides(shape: Sequence[int], order: list[int]) -> list[int]:
-    strides, step = [0] * len(shape), 1
-    for d in reversed(order):
-        strides[d] = step
-        step = step * max(shape[d], 1)
-    return strides
+def _of_lists(data: list | tuple) -> Tensor:
+    try:
+        return torch.as_tensor(data, dtype=torch.float32)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise MXError(f"to_mx: nested lists of equal lengths that hold numbers are an array: {error}") from None
 
 
 torch.serialization.add_safe_globals([MXTensor])

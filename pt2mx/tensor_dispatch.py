@@ -210,6 +210,25 @@ def _to_copy(func, types, args, kwargs):
     return x.with_parts(*parts, x.axis, values)
 
 
+@MXTensor.implements(aten.is_pinned.default)
+def _is_pinned(func, types, args, kwargs):
+    x, *rest = args
+    return all(func(part, *rest, **kwargs) for part in (x.qdata, x.scale))
+
+
+@MXTensor.implements(aten._pin_memory.default)
+def _pin_memory(func, types, args, kwargs):
+    x, *rest = args
+    return x.with_parts(*(func(part, *rest, **kwargs) for part in (x.qdata, x.scale)), x.axis, x)
+
+
+@MXTensor.implements(aten.record_stream.default)
+def _record_stream(func, types, args, kwargs):
+    x, *rest = args
+    for part in (x.qdata, x.scale):
+        func(part, *rest, **kwargs)
+
+
 @MXTensor.implements(aten.copy_.default)
 def _copy_(func, types, args, kwargs):
     target, source = args[:2]

@@ -4,6 +4,8 @@ import copy
 import io
 import pickle
 
+import ml_dtypes
+import numpy as np
 import pytest
 import safetensors
 import safetensors.torch
@@ -70,7 +72,104 @@ def test_formats_of_any_spelling():
         "MXTensor(shape=(4, 64), elem_dtype=fp8_e4m3, block_size=32, axis=1, dtype=torch.float32, device='cpu')"
     )
     names = ("float8_e4m3", "float8_e5m2", "float6_e3m2", "float6_e2m3", "float4_e2m1", "int8")
-    assert [getattr(pt2mx.dtypes, name) for name in names] == [pt2mx.parse_element(name) for name in names]
+    for name in names:
+        assert pt2mx.parse_element(getattr(pt2mx.dtypes, name)) == pt2mx.parse_element(name)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.linspace(-3, 3, 128, dtype=np.float32).reshape(2, 64),
+        np.linspace(-3, 3, 128, dtype=np.float16).reshape(2, 64)[:, ::-1],
+        np.linspace(-3, 3, 128).reshape(2, 64).astype(ml_dtypes.bfloat16),
+        np.linspace(-3, 3, 128, dtype=np.float32).reshape(2, 64).tolist(),
+        tuple(map(tuple, np.arange(128).reshape(2, 64).tolist())),
+    ],
+    ids=["float32", "float16, reversed", "bfloat16", "lists", "tuples of integers"],
+)
+def test_arrays_and_lists(array):
+    want = torch.tensor(array.astype(np.float32).tolist() if isinstance(array, np.ndarray) else array)
+    dtype = getattr(torch, array.dtype.name) if isinstance(array, np.ndarray) else torch.float32
+    t = MXTensor.to_mx(array, "mxfp4", 16)
+    assert same(t, MXTensor.to_mx(want.to(dtype), "mxfp4", 16)) and t.dtype == dtype
+
+
+def test_a_jax_array():
+    import jax.numpy as jnp
+
+    x = np.linspace(-3, 3, 128, dtype=np.float32).reshape(2, 64)
+    assert same(MXTensor.to_mx(jnp.asarray(x), "mxfp6"), MXTensor.to_mx(x, "mxfp6"))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (np.ones((2, 32)), r"dtype float64 .* cast it first, for example with x.astype\('float32'\)"),
+        (np.ones((2, 32), np.int64), "dtype int64"),
+        (np.float32(3), "at least one dimension"),
+        (3.0, "a Python float"),
+        ("x", "a builtins.str"),
+        (None, "a builtins.NoneType"),
+        ([[1.0], [1.0, 2.0]], "to_mx: nested lists of equal lengths that hold numbers are an array: expected sequence"),
+        (["x"], "to_mx: nested lists"),
+        ([], None),
+    ],
+)
+def test_what_is_no_array(data, message):
+    if message is None:
+        assert MXTensor.to_mx(data, "mxfp8").shape == (0,)
+        return
+    with pytest.raises(MXError, match=message):
+        MXTensor.to_mx(data, "mxfp8")
+
+
+def test_pinned_memory_as_of_plain_tensors():
+    t, x = mx(4, 64), torch.randn(4, 64)
+    assert t.is_pinned() is x.is_pinned() is False
+    if torch.cuda.is_available():
+        return
+    for tensor in (x, t):
+        with pytest.raises(RuntimeError, match="accelerator"):
+            tensor.pin_memory()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("elem", ["fp4_e2m1", "fp6_e3m2", "int8"])
+def test_pinned_memory_and_copies_that_do_not_wait(elem):
+    t = mx(64, 96, elem=elem).t()
+    pinned = t.pin_memory()
+    assert pinned.is_pinned() and pinned.qdata.is_pinned() and pinned.scale.is_pinned()
+    assert same(pinned, t) and pinned.stride() == t.stride() and not t.is_pinned()
+    assert pinned.pin_memory() is pinned
+    there = pinned.to("cuda", non_blocking=True)
+    there.record_stream(torch.cuda.current_stream())
+    assert not there.is_pinned() and there.is_cuda
+    back = there.to("cpu", non_blocking=True)
+    torch.cuda.synchronize()
+    assert same(back, t)
+    loader = torch.utils.data.DataLoader([t, t], batch_size=None, pin_memory=True)
+    assert all(same(item, t) and item.is_pinned() for item in loader)
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        lambda t: t.to("cpu", non_blocking=True, copy=True),
+        lambda t: t.to("cpu", torch.bfloat16, non_blocking=True).to(torch.float32, non_blocking=True),
+        lambda t: t.clone().copy_(t, non_blocking=True),
+        lambda t: torch.ops.aten._to_copy.default(t, non_blocking=True),
+    ],
+)
+def test_copies_that_do_not_wait(copy):
+    t = mx(4, 64, elem="fp6_e2m3")
+    assert same(copy(t), t)
+    assert t.to("meta", non_blocking=True).device.type == "meta"
+
+
+def test_shared_memory():
+    t = mx(4, 64)
+    assert not t.is_shared()
+    assert t.share_memory_() is t and t.is_shared() and t.qdata.is_shared() and t.scale.is_shared()
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
@@ -431,7 +530,7 @@ def test_compiled_quantization_with_gradients(compiler):
     for length in (10, 45):
         for got, expected in zip(gradients(compiled, length), gradients(attention, length), strict=True):
             torch.testing.assert_close(got, expected)
-    assert graphs.frame_count == 1
+    assert graphs.frame_count <= 2  # keys of one block and of more: the strides of their scales differ
 
 
 def test_compiled_with_tensors_that_come_and_go(compiler):

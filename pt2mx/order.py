@@ -1,0 +1,150 @@
+"""The order of a tensor's dimensions in memory, which the operators keep.
+
+What an operator gives is dense, and its dimensions lie in memory in the order of those of its input: as torch's
+pointwise operators have it (`torch.preserve_format`), but that the axis along which codes are packed may change its
+length. So a dense input gives its own strides, and a view that was valid before a quantization is valid after it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch._prims_common import compute_elementwise_output_logical_to_physical_perm as order_of_pointwise_result
+
+from pt2mx.modes import ROUNDINGS
+from pt2mx.spec import MXSpec
+
+#: dimensions from the outermost in memory to the innermost
+Order = tuple[int, ...]
+
+
+def order_in_memory(x: Tensor) -> Order:
+    """The order that a pointwise operator gives its result for x; its dense strides are x's, where x is dense.
+
+    Dimensions of length 1 count too: their strides say which of several orders is meant (a batch of one image with its
+    channels last), and packed codes may have length 1 where the values have 2.
+    """
+    if all(isinstance(n, int) for n in (*x.shape, *x.stride())):
+        order = _order_of_dense(x.shape, x.stride())
+    else:
+        order = _order(x.shape, x.stride())
+    return order or tuple(order_of_pointwise_result(x)[0])
+
+
+def in_order(
+    kernel: Callable[..., Tensor | tuple[Tensor, ...]], spec: MXSpec, x: Tensor, *others: Tensor
+) -> tuple[Tensor, ...]:
+    """What `kernel(spec, x, *others)` gives, in x's order in memory, as tensors of their own.
+
+    The kernel gives contiguous tensors. It gets x as it lies in memory, unless it draws random numbers: those go by
+    the place of a value in x, whatever the strides.
+    """
+    if x.is_contiguous() and min(x.shape) > 1:  # of most tensors this says all
+        return _as_tuple(kernel(spec, x, *others))
+    order = order_in_memory(x)
+    if order == natural(x):
+        results = _as_tuple(kernel(spec, x, *others))
+        if x.shape[spec.axis] > 2:
+            return results
+    elif ROUNDINGS[spec.rounding].random:
+        results = [y.permute(order).contiguous() for y in _as_tuple(kernel(spec, x, *others))]
+    else:
+        spec = spec.replace(axis=order.index(spec.axis))
+        results = _as_tuple(kernel(spec, *(t.permute(order) for t in (x, *others))))
+    shapes = [permuted_back(y, order).shape for y in results]
+    return tuple(y.as_strided_(n, strides_in_order(x, n)) for y, n in zip(results, shapes, strict=True))
+
+
+def _as_tuple(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return results if isinstance(results, tuple) else (results,)
+
+
+def strides_in_order(x: Tensor, shape: Sequence[int]) -> list[int]:
+    """Dense strides of a result for x, whose shape may differ from x's along one dimension.
+
+    A byte may hold both values of a dimension. Its own stride then does not tell where it lies among dimensions of
+    length 1, so those have the same strides in codes and values.
+    """
+    order = order_in_memory(x)
+    strides = dense_strides(shape, order)
+    for n, m in zip(x.shape, shape, strict=True):
+        if isinstance(n, int) and isinstance(m, int) and {n, m} == {1, 2}:
+            of_values = dense_strides(x.shape, order) if n == 2 else x.stride()
+            strides = [of_values[d] if x.shape[d] == size == 1 else strides[d] for d, size in enumerate(shape)]
+    return strides
+
+
+def empty_in_order(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A result of that shape, in x's order in memory."""
+    return x.new_empty_strided(shape, strides_in_order(x, shape), dtype=dtype)
+
+
+def natural(x: Tensor) -> Order:
+    """The order of a contiguous tensor with x's dimensions."""
+    return tuple(range(x.dim()))
+
+
+def dense_strides(shape: Sequence[int], order: Sequence[int]) -> list[int]:
+    """Strides without gaps of a tensor whose dimensions lie in that order."""
+    strides, step = [1] * len(shape), 1
+    for d in reversed(order):
+        strides[d] = step
+        step = step * (shape[d] if _known(shape[d] > 0) else torch.sym_max(shape[d], 1))
+    return strides
+
+
+def is_dense(x: Tensor, order: Order) -> bool:
+    """Whether x is known to be dense, with its dimensions in that order; of symbolic sizes that sets no guard."""
+    return _are(x.shape, x.stride(), dense_strides(x.shape, order))
+
+
+def permuted_back(x: Tensor, order: Order) -> Tensor:
+    """The inverse of `x.permute(order)`."""
+    return x.permute([order.index(d) for d in range(len(order))])
+
+
+def _order(shape: Sequence[int], strides: Sequence[int]) -> Order | None:
+    """The order of a dense tensor; None where there are gaps, overlaps, or where symbols do not tell."""
+
+    def compare(a: int, b: int) -> int:
+        if _known(strides[a] == strides[b]):  # one of them has no second value: it lies inside the other
+            return _known(shape[a] <= 1) - _known(shape[b] <= 1)
+        return -1 if _is_outside(strides[a], strides[b]) else 1
+
+    order = tuple(sorted(range(len(shape)), key=functools.cmp_to_key(compare)))
+    return order if _are(shape, strides, dense_strides(shape, order)) else None
+
+
+_order_of_dense = functools.lru_cache(maxsize=4096)(_order)
+
+
+def _are(shape: Sequence[int], strides: Sequence[int], dense: Sequence[int]) -> bool:
+    return all(_known(n <= 1) or _known(a == b) for n, a, b in zip(shape, strides, dense, strict=True))
+
+
+def _is_outside(stride: int, other: int) -> bool:
+    """Whether the larger of two strides is the first. Of dense symbolic ones it is a multiple of the other; to compare
+    products of sizes would set a guard."""
+    if isinstance(stride, int) and isinstance(other, int):
+        return stride > other
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    if _divides(other, stride):
+        return True
+    return not _divides(stride, other) and guard_or_false(stride > other)
+
+
+def _divides(divisor: int, n: int) -> bool:
+    return not _known(divisor == 0) and _known(n % divisor == 0)
+
+
+def _known(statement: bool | torch.SymBool) -> bool:
+    """Whether it is true whatever the symbols in it stand for."""
+    if isinstance(statement, bool):
+        return statement
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports much that eager calls do without
+
+    return statically_known_true(statement)
