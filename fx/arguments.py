@@ -1,7 +1,7 @@
 """Arguments of a call in one form."""
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 
 def make_positional(node: Node, count: int = 0) -> None:
@@ -15,3 +15,19 @@ def make_positional(node: Node, count: int = 0) -> None:
     for argument in arguments[len(args) : max(last + 1, count)]:
         args.append(kwargs.pop(argument.name, argument.default_value))
     node.args, node.kwargs = tuple(args), kwargs
+
+
+def write_out_arguments(model: GraphModule) -> None:
+    """Write out all arguments of pt2mx's operators: a saved graph means the same when a default has become another.
+
+    Tracing (`torch.export.export`, `run_decompositions`) leaves out those that are defaults.
+    """
+    for node in model.graph.nodes:
+        if is_ours(node):
+            make_positional(node, len(node.target._schema.arguments))
+    model.recompile()
+
+
+def is_ours(node: Node) -> bool:
+    """Whether a node calls an operator of pt2mx."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "pt2mx"

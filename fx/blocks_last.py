@@ -1,4 +1,4 @@
-"""Weights whose blocks run along another dimension than the last are stored with that one last, once and for all."""
+"""Packed weights of products are stored with their blocks along the last dimension and one after the other."""
 
 import operator
 
@@ -11,17 +11,18 @@ from pt2mx.fx.constants import constant_nodes
 from pt2mx.fx.fold_weights import register
 from pt2mx.fx.packed_products import weights_of_products
 from pt2mx.fx.quantize_dequantize import SPEC_KEY
+from pt2mx.fx.strides import allow_any_strides, may_be_ordered_as
 from pt2mx.fx.unused import erase_unread
 from pt2mx.fx.values import set_value
 
 
 def put_blocks_last(model: GraphModule) -> GraphModule:
     """Transpose the codes and scales of the weights of products that reduce the blocks' dimension, but do not have it
-    last: `x @ w`, Hugging Face's Conv1D.
+    last (`x @ w`, Hugging Face's Conv1D), or not in memory (the transpose of a parameter).
 
     They become buffers `<weight>_data_t` and `<weight>_scale_t`, behind whose `dequantize_mx` a transposition gives
-    every reader what it had, to the bit. Of graphs inside, whose weights are operands, the weights stay as they are.
-    Changes `model` and returns it.
+    every reader what it had, to the bit. Weights whose other readers go by the order of dimensions in memory stay as
+    they are, and so do those of graphs inside, which are operands. Changes `model` and returns it.
     """
     constants, found = constant_nodes(model.graph), {}
     for _, product, weight in weights_of_products(model):
@@ -29,12 +30,21 @@ def put_blocks_last(model: GraphModule) -> GraphModule:
         swap = {weight.axis: last, last: weight.axis}
         transposed = tuple(swap.get(d, d) for d in weight.dims)
         held = all(n.op == "get_attr" and n in constants for n in weight.dequantize.args[:2])
-        if weight.axis != last and transposed == product.dims and held:
+        if transposed == product.dims and held and _is_new_order(model, weight.dequantize, weight.axis):
             found[weight.dequantize] = (weight.axis, last)
     for dequantize, dims in found.items():
         _transpose(model, dequantize, *dims)
     model.recompile()
     return model
+
+
+def _is_new_order(model: GraphModule, dequantize: Node, axis: int) -> bool:
+    """Whether codes do not lie in memory with their blocks last, and readers take it if they do."""
+    codes = operator.attrgetter(dequantize.args[0].target)(model)
+    if codes.transpose(axis, -1).is_contiguous():
+        return axis != codes.dim() - 1
+    value = dequantize.meta.get("val")
+    return value is not None and may_be_ordered_as(dequantize, _transposed(value, axis).transpose(axis, -1))
 
 
 def _transpose(model: GraphModule, dequantize: Node, axis: int, last: int) -> None:
@@ -55,6 +65,7 @@ def _transpose(model: GraphModule, dequantize: Node, axis: int, last: int) -> No
         blocks_last.meta[SPEC_KEY] = dequantize.meta[SPEC_KEY].replace(axis=last)
         del back.meta[SPEC_KEY]
     dequantize.replace_all_uses_with(back)
+    allow_any_strides(back)
     erase_unread(dequantize)
 
 

@@ -5,7 +5,7 @@ import operator
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from pt2mx.fx.aliasing import is_written, written_roots
+from pt2mx.fx.aliasing import written_nodes
 
 #: meta key of a placeholder of a graph inside another: whether it stands for a constant (`pt2mx.fx.subgraphs`)
 CONSTANT_KEY = "mx_constant"
@@ -15,17 +15,17 @@ def constant_nodes(graph: Graph) -> set[Node]:
     """The parameters and buffers that the graph does not write, placeholders that are marked constant, and the
     deterministic functions of such alone (a weight behind a view, a transpose, a cast, a split, a product of two
     parameters)."""
-    roots = written_roots(graph)
+    written = written_nodes(graph)
     constants: set[Node] = set()
     for node in graph.nodes:
         inputs = node.all_input_nodes
         if node.op == "get_attr":
-            constant = not is_written(node, roots)
+            constant = True
         elif node.op == "placeholder":
             constant = node.meta.get(CONSTANT_KEY, False)
         else:
             constant = bool(inputs) and all(n in constants for n in inputs) and _is_pure(node)
-        if constant and not is_written(node, roots):
+        if constant and node not in written:
             constants.add(node)
     return constants
 

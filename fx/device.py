@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.node import map_aggregate
 
-from pt2mx.fx.own_tensors import own_tensors
+from pt2mx.fx.copy import own_tensors
 from pt2mx.fx.subgraphs import graph_modules
 
 

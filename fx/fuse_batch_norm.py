@@ -14,28 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from pt2mx import ops
 from pt2mx.fx.arguments import make_positional
+from pt2mx.fx.batch_norm import LAYERS, normalizes_outputs
 from pt2mx.fx.constants import CONSTANT_KEY, constant_nodes, root_name
-from pt2mx.fx.fold_weights import fold_constant
+from pt2mx.fx.fold_weights import dequantizes, fold_constant
 from pt2mx.fx.modes import ModeDependent, insert_module, mode_dependent, replace_by_module
 from pt2mx.fx.unused import delete_unused_modules, delete_unused_tensors
 
 aten = torch.ops.aten
-
-#: operator -> (whether its weight is (in, out / groups, ...), position of its groups)
-_LAYERS: dict[torch._ops.OpOverload, tuple[bool, int | None]] = {
-    aten.linear.default: (False, None),
-    aten.conv1d.default: (False, 6),
-    aten.conv1d.padding: (False, 6),
-    aten.conv2d.default: (False, 6),
-    aten.conv2d.padding: (False, 6),
-    aten.conv3d.default: (False, 6),
-    aten.conv3d.padding: (False, 6),
-    aten.conv_transpose1d.default: (True, 6),
-    aten.conv_transpose2d.input: (True, 6),
-    aten.conv_transpose3d.input: (True, 6),
-}
 
 
 class ScaledWeight(ModeDependent):
@@ -104,7 +90,7 @@ def fuse_batch_norms(model: GraphModule, quantizers: type[nn.Module]) -> GraphMo
     norms = [norm for norm, module in mode_dependent(model) if module.operator is aten.batch_norm.default]
     for norm in norms:
         layer = norm.args[0]
-        if _is_layer(layer) and _fits(layer, norm):
+        if _is_layer(layer) and normalizes_outputs(layer, norm):
             quantize = layer.args[1]
             if quantize.op == "call_module" and isinstance(model.get_submodule(quantize.target), quantizers):
                 _fuse(model, layer, norm)
@@ -121,7 +107,7 @@ def fold_biases(model: GraphModule) -> GraphModule:
     if any(placeholder.meta.get(CONSTANT_KEY) for placeholder in model.graph.find_nodes(op="placeholder")):
         return model
     constants = constant_nodes(model.graph)
-    layers = [node for node in model.graph.nodes if node.target in _LAYERS and len(node.args) > 2]
+    layers = [node for node in model.graph.nodes if node.target in LAYERS and len(node.args) > 2]
     biases = dict.fromkeys(layer.args[2] for layer in layers if _is_computed(layer.args[2], constants))
     with torch.no_grad():
         for bias in biases:
@@ -134,14 +120,14 @@ def fold_biases(model: GraphModule) -> GraphModule:
 
 
 def _is_computed(bias: Node | None, constants: set[Node]) -> bool:
-    return bias in constants and bias.op == "call_function" and bias.target is not ops.dequantize_mx
+    return bias in constants and bias.op == "call_function" and not dequantizes(bias)
 
 
 def _fuse(model: GraphModule, layer: Node, norm: Node) -> None:
     _, gamma, beta, mean, variance, _, momentum, eps, cudnn = norm.args
     x, quantize, bias, *rest = [*layer.args, *[None] * (3 - len(layer.args))]
     weight, rank = quantize.args[0], quantize.args[0].meta["val"].dim()
-    transposed, position = _LAYERS[layer.target]
+    transposed, position = LAYERS[layer.target]
     groups = layer.args[position] if position is not None and len(layer.args) > position else 1
     module = ScaledWeight(rank, eps, transposed, groups)
     scaled = insert_module(norm, f"{layer.name}_weight", module, (weight, gamma, variance), quantize.meta)
@@ -155,17 +141,7 @@ def _fuse(model: GraphModule, layer: Node, norm: Node) -> None:
 
 
 def _is_layer(node: Node) -> bool:
-    if node.op != "call_function" or node.target not in _LAYERS:
+    if node.op != "call_function" or node.target not in LAYERS:
         return False
     make_positional(node)
     return len(node.users) == 1
-
-
-def _fits(layer: Node, norm: Node) -> bool:
-    """Whether the batch norm's channels are those of the layer's weight, in one dtype, and it has statistics."""
-    value, variance, weight = layer.meta.get("val"), norm.args[4], layer.args[1].meta.get("val")
-    if value is None or weight is None or (layer.target is aten.linear.default and value.dim() != 2):
-        return False
-    batched = layer.target is aten.linear.default or value.dim() == weight.dim()
-    dtypes = {n.meta["val"].dtype for n in (layer.args[1], variance, norm.args[1]) if n is not None}
-    return batched and len(dtypes) == 1

@@ -8,7 +8,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx import ops
-from pt2mx.fx.aliasing import is_written, written_roots
+from pt2mx.fx.aliasing import written_nodes
 from pt2mx.fx.arguments import make_positional
 from pt2mx.fx.quantize_dequantize import PLACE, SPEC_KEY
 from pt2mx.fx.unused import erase_unread
@@ -33,13 +33,13 @@ def gather_packed(model: GraphModule) -> GraphModule:
     """Make every gather of a dequantized weight's rows one of its codes and scales, and dequantize those rows: the same
     bits, where blocks run along the rows. The codes stay one buffer, whatever else reads them. Changes `model` and
     returns it."""
-    roots = written_roots(model.graph)
+    written = written_nodes(model.graph)
     for gather in [node for node in model.graph.nodes if node.target in _GATHERS]:
         dequantize = gather.args[0]
         if dequantize.target is not ops.dequantize_mx or not _gathers_whole_blocks(gather, dequantize):
             continue
         *packed, element, block_size, dtype, axis = dequantize.args[:6]
-        if any(is_written(n, roots) for n in (dequantize, *packed)):
+        if not written.isdisjoint((dequantize, *packed)):
             continue
         axis = axis % len(shape_of(dequantize)) + len(shape_of(gather)) - len(shape_of(dequantize))
         with model.graph.inserting_before(gather):

@@ -12,7 +12,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx import linear
-from pt2mx.fx.aliasing import is_written, written_roots
+from pt2mx.fx.aliasing import written_nodes
 from pt2mx.fx.constants import constant_nodes
 from pt2mx.fx.fold_weights import register
 from pt2mx.fx.strides import allow_any_strides, may_be_strided
@@ -29,13 +29,13 @@ def join_products(model: GraphModule) -> GraphModule:
     weights behind each other; each result is a part of its last dimension, a view. Weights whose rows are whole tiles
     are joined with such alone. Results that leave the graph, that are written to, or whose readers are not known to
     take any strides, stay as they are. Changes `model` and returns it."""
-    constants, roots = constant_nodes(model.graph), written_roots(model.graph)
+    constants, written = constant_nodes(model.graph), written_nodes(model.graph)
     groups: dict[tuple[object, ...], list[Node]] = defaultdict(list)
     for node in model.graph.find_nodes(op="call_function", target=linear.linear_mx):
         x, data, scale, bias, element, block_size = node.args
         own = [n for n in (data, scale, bias) if n is not None]
         is_constant = all(n.op == "get_attr" and n in constants and len(n.users) == 1 for n in own)
-        if is_constant and not is_written(x, roots) and not is_written(node, roots) and may_be_strided(node):
+        if is_constant and written.isdisjoint((x, node)) and may_be_strided(node):
             is_whole = len(operator.attrgetter(data.target)(model)) % _WHOLE == 0
             groups[x, element, block_size, bias is None, is_whole].append(node)
     for products in groups.values():

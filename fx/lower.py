@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
+from pt2mx.fx.arguments import is_ours, write_out_arguments
 from pt2mx.fx.blocks_last import put_blocks_last
-from pt2mx.fx.copy import copy_sharing_tensors
+from pt2mx.fx.copy import copy_sharing_tensors, own_tensors
 from pt2mx.fx.device import move_to_device
 from pt2mx.fx.fold_weights import fold_all_weights
 from pt2mx.fx.fragments import use_fragments
 from pt2mx.fx.fuse_pairs import fuse_pairs
 from pt2mx.fx.gather_packed import gather_packed
 from pt2mx.fx.join_products import join_products
-from pt2mx.fx.own_tensors import own_tensors
 from pt2mx.fx.packed_products import use_packed_weights
+from pt2mx.fx.portable import holds_observers, is_portable
 from pt2mx.fx.quantize_together import quantize_together
 from pt2mx.fx.scaled_mm import use_scaled_mm
 from pt2mx.fx.share_quantizations import share_quantizations
@@ -63,15 +64,14 @@ def lower_to_inductor(
 
     Returns:
         The lowered model. Activations and embeddings are the same to the bit, products up to the order of their sums.
-        It can be exported, saved, copied and compiled; `torch.autocast` around it does not reach the packed products.
+        It can be exported, saved, copied and compiled; `torch.autocast` around it casts packed products as linear
+        layers.
         `quantization_report` is for the converted model: of this one it names the operators that are left.
 
     Raises:
         MXError: for another object, where nothing is quantized, and for what names no device of this machine.
     """
-    if not isinstance(converted, GraphModule) or not any(map(_holds_codes, graph_modules(converted))):
-        found = "one without quantized tensors" if isinstance(converted, GraphModule) else type(converted).__name__
-        raise MXError(f"expected a converted graph module, not {found}: pass what convert_pt2e returned")
+    _check_converted(converted)
     model = copy_sharing_tensors(converted)
     own_tensors(model, Tensor.detach)
     if device is not None:
@@ -86,6 +86,7 @@ def lower_to_inductor(
         if unpack:
             unpack_weights(graph)
         use_fragments(graph)
+        write_out_arguments(graph)
     delete_unused_tensors(model)
     return model
 
@@ -101,9 +102,15 @@ def _device(device: torch.device | str) -> torch.device:
         ) from None
 
 
-def _holds_codes(graph: GraphModule) -> bool:
-    return any(_is_ours(node) for node in graph.graph.nodes)
-
-
-def _is_ours(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "pt2mx"
+def _check_converted(model: object) -> None:
+    if not isinstance(model, GraphModule):
+        found = type(model).__name__
+    elif is_portable(model):
+        found = "a portable program, whose operators are written out: it can be compiled as it is"
+    elif holds_observers(model.state_dict()):
+        found = "one with observers, of a prepared model"
+    elif not any(is_ours(node) for graph in graph_modules(model) for node in graph.graph.nodes):
+        found = "one without quantized tensors"
+    else:
+        return
+    raise MXError(f"expected a converted graph module, not {found}: pass what convert_pt2e returned")

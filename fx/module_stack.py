@@ -5,13 +5,19 @@ import re
 from torch.fx import Node
 
 
-def modules_of(node: Node) -> list[tuple[str, str]]:
-    """(qualified name, qualified class name) of the modules around a node, outermost first; the root's name is ""."""
+def module_calls(node: Node) -> list[tuple[str, str, str]]:
+    """(an identity of the call, qualified name, qualified class name) of the modules around a node, outermost first;
+    the root's name is ""."""
     stack = node.meta.get("nn_module_stack") or {}
     return [
-        (_plain(name), kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}")
-        for name, kind in stack.values()
+        (call, _plain(name), kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}")
+        for call, (name, kind) in stack.items()
     ]
+
+
+def modules_of(node: Node) -> list[tuple[str, str]]:
+    """(qualified name, qualified class name) of the modules around a node, outermost first."""
+    return [(name, kind) for _, name, kind in module_calls(node)]
 
 
 def module_name(node: Node) -> str:

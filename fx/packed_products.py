@@ -8,7 +8,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx import linear, ops
-from pt2mx.fx.aliasing import is_written, written_roots
+from pt2mx.fx.aliasing import written_nodes
 from pt2mx.fx.arguments import make_positional
 from pt2mx.fx.unused import erase_unread
 from pt2mx.fx.values import dtype_of, shape_of
@@ -67,12 +67,11 @@ def use_packed_weights(model: GraphModule) -> GraphModule:
     Other products, convolutions among them, keep their dequantized weight, which Inductor computes at each call.
     Changes `model` and returns it.
     """
-    roots = written_roots(model.graph)
+    written = written_nodes(model.graph)
     for node, product, weight in weights_of_products(model):
         data, scale, element, block_size = weight.dequantize.args[:4]
-        written = any(is_written(n, roots) for n in (weight.dequantize, data, scale))
         blocks_last = weight.dims == product.dims and weight.axis == len(weight.dims) - 1
-        if written or not blocks_last:
+        if not (blocks_last and written.isdisjoint((weight.dequantize, data, scale))):
             continue
         third = argument(node, product.third)
         with model.graph.inserting_before(node):
@@ -128,7 +127,8 @@ def _weight(node: Node) -> Weight | None:
 
 
 def _fits(node: Node, product: Product, weight: Weight) -> bool:
-    """Autocast makes a product's dtype another one than that of its operands; the packed form knows no autocast."""
+    """Inside autocast a product has another dtype than its operands: it stays, since what runs outside could be joined
+    with it."""
     dtype, third = weight.dequantize.args[4], argument(node, product.third)
     if any(dtype_of(n) != dtype for n in (node, node.args[product.x])):
         return False

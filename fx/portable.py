@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch.export import ExportedProgram
+from torch.fx import GraphModule
 
 from pt2mx import ops
 from pt2mx.decompositions import decompositions, product_decompositions
 from pt2mx.errors import MXError
+from pt2mx.fx.arguments import is_ours
+from pt2mx.fx.subgraphs import graph_modules
 from pt2mx.kernels.philox import random_bits
+
+#: what marks the nodes of a portable program, among their meta that is saved with it
+_MARK = {"mx_operators": "written out"}
+#: how torchao names the observers of a prepared model
+_OBSERVER = "activation_post_process_"
 
 
 def make_portable(program: ExportedProgram) -> ExportedProgram:
@@ -19,9 +29,24 @@ def make_portable(program: ExportedProgram) -> ExportedProgram:
         program: `torch.export.export(converted, ...)`; it stays as it is.
 
     Raises:
-        MXError: for another object.
+        MXError: for another object, and for an export of a prepared model.
     """
-    return _decompose(program, {**decompositions(random_bits), **_CALLS})
+    portable = _decompose(program, {**decompositions(random_bits), **_CALLS})
+    if any(is_ours(node) for graph in graph_modules(program.graph_module) for node in graph.graph.nodes):
+        for node in portable.graph.nodes:
+            if node.op == "call_function":
+                node.meta["custom"] = {**(node.meta.get("custom") or {}), **_MARK}
+    return portable
+
+
+def is_portable(model: GraphModule) -> bool:
+    """Whether a graph is that of a program that `make_portable` returned, also after it was saved and loaded."""
+    return any(_MARK.items() <= (node.meta.get("custom") or {}).items() for node in model.graph.nodes)
+
+
+def holds_observers(names: Iterable[str]) -> bool:
+    """Whether these names of parameters and buffers are those of a prepared model, or of an export of one."""
+    return any(_OBSERVER in name for name in names)
 
 
 def without_calls(program: ExportedProgram) -> ExportedProgram:
@@ -43,5 +68,7 @@ def _decompose(program: ExportedProgram, table: dict) -> ExportedProgram:
         raise MXError(
             f"expected an ExportedProgram, not {type(program).__name__}: pass torch.export.export(converted, inputs)"
         )
+    if holds_observers(program.state_dict):
+        raise MXError("the program is an export of a prepared model: convert it (convert_pt2e), and export that")
     with torch.no_grad():
         return program.run_decompositions(table)

@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx import linear, ops
-from pt2mx.fx.aliasing import is_written, written_roots
+from pt2mx.fx.aliasing import written_nodes
 from pt2mx.fx.arguments import make_positional
 from pt2mx.fx.strides import allow_any_strides, is_view
 from pt2mx.fx.values import set_value, shape_of
@@ -42,12 +42,13 @@ def quantize_together(model: GraphModule) -> GraphModule:
     """Let quantizations of neighbouring parts of a tensor's last dimension, with the same element, block size and
     modes, be one of all these parts, where blocks run along that dimension, none has values of two parts or heads, and
     products alone read them. What they give are views of it: the same bits. Changes `model` and returns it."""
-    roots, groups = written_roots(model.graph), defaultdict(list)
+    written, groups = written_nodes(model.graph), defaultdict(list)
     for node in model.graph.find_nodes(op="call_function", target=ops.fake_quantize_mx):
         make_positional(node, 6)
         part = _part(node)
-        written = part is None or any(is_written(n, roots) for n in (node, *part.views, part.views[0].args[0]))
-        if not written and not ROUNDINGS[node.args[5]].random and _products_read(node):
+        if part is None or not written.isdisjoint((node, *part.views, part.views[0].args[0])):
+            continue
+        if not ROUNDINGS[node.args[5]].random and _products_read(node):
             groups[(part.views[0].args[0], *node.args[1:3], *node.args[4:])].append(part)
     for parts in groups.values():
         for neighbours in _neighbours(parts):

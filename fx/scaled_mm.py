@@ -12,7 +12,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx import linear, ops
-from pt2mx.fx.aliasing import is_written, written_roots
+from pt2mx.fx.aliasing import written_nodes
 from pt2mx.fx.arguments import make_positional
 from pt2mx.fx.constants import constant_nodes
 from pt2mx.fx.fold_weights import fold_constant
@@ -42,12 +42,12 @@ def use_scaled_mm(model: GraphModule, force: bool = False) -> GraphModule:
 
 
 def _rewrite(model: GraphModule, force: bool) -> None:
-    roots, codes, scales = written_roots(model.graph), {}, {}
+    written, codes, scales = written_nodes(model.graph), {}, {}
     for node in model.graph.find_nodes(op="call_function", target=linear.linear_mx):
         make_positional(node, 6)
         x, data, scale, bias, element, block_size = node.args
         form = _form(x, element, block_size)
-        if form is None or not _fits(node, form, force) or any(is_written(n, roots) for n in (data, scale)):
+        if form is None or not _fits(node, form, force) or not written.isdisjoint((data, scale)):
             continue
         if x not in codes:
             codes[x] = _codes(x)

@@ -5,7 +5,7 @@ import operator
 from torch.fx import GraphModule, Node
 
 from pt2mx import ops
-from pt2mx.fx.aliasing import is_written, written_roots
+from pt2mx.fx.aliasing import written_nodes
 from pt2mx.fx.arguments import make_positional
 from pt2mx.modes import ROUNDINGS
 
@@ -18,9 +18,9 @@ def share_quantizations(model: GraphModule) -> GraphModule:
     Stochastic ones stay apart, unless they have a seed: each draws its own numbers. So do those of memory that the
     graph writes. Changes `model` and returns it.
     """
-    roots, first = written_roots(model.graph), {}
+    written, first = written_nodes(model.graph), {}
     for node in list(model.graph.nodes):
-        if not _is_shared(node) or any(is_written(n, roots) for n in (node, *node.all_input_nodes)):
+        if not _is_shared(node) or not written.isdisjoint((node, *node.all_input_nodes)):
             continue
         kept = first.setdefault(repr((node.target, _arguments(model, node))), node)
         if kept is not node:

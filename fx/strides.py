@@ -1,11 +1,12 @@
-"""Which results of a graph may lie in memory with other strides: as a part of a larger tensor does."""
+"""Which results of a graph may lie in memory with other strides: as a part of a larger tensor does, or transposed."""
 
 import operator
 
 import torch
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
-from pt2mx.fx.values import set_value
+from pt2mx.fx.values import result_of, set_value
 
 aten = torch.ops.aten
 
@@ -42,6 +43,28 @@ def _takes_strides(user: Node) -> bool:
         return False
     composite = user.target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
     return not composite or user.target in _COMPOSITES
+
+
+def may_be_ordered_as(node: Node, value: object) -> bool:
+    """Whether all that is computed from a node, but views of it, lies in memory as before where the node's dimensions
+    lie there as those of `value` (a fake tensor of its shape). Elementwise operators keep the order of what they get,
+    sums and products have one of their own."""
+    return all(_takes_order(user, node, value) for user in node.users)
+
+
+def _takes_order(user: Node, node: Node, value: object) -> bool:
+    ours = isinstance(user.target, torch._ops.OpOverload) and user.target.namespace in _OWN_STRIDES
+    if user.target in _NEED_STRIDES or not (ours or is_view(user)):
+        return False
+    if user.target in _VIEW_OF_ANY_STRIDES:
+        return False
+    result = result_of(user, {node: value})
+    same = _strides(result) == _strides(user.meta["val"])
+    return same or (is_view(user) and may_be_ordered_as(user, result))
+
+
+def _strides(value: object) -> list[tuple[int, ...]]:
+    return [x.stride() for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
 
 
 def is_view(node: Node) -> bool:

@@ -3,9 +3,12 @@ torch.compile traced."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
 
 def value_of(node: object) -> object:
@@ -27,13 +30,12 @@ def shape_of(node: object) -> tuple | None:
 def set_value(node: Node) -> None:
     """Give a new node `val` meta, where its inputs have it: its operator run on theirs."""
     if all("val" in n.meta for n in node.all_input_nodes):
-        node.meta["val"] = _run(node)
+        node.meta["val"] = result_of(node)
 
 
-def _run(node: Node) -> object:
-    args = torch.fx.map_arg(node.args, lambda n: n.meta["val"])
-    tensors = [a for a in args if isinstance(a, torch._subclasses.FakeTensor)]
-    if not tensors:
-        return node.target(*args, **node.kwargs)
-    with tensors[0].fake_mode:
-        return node.target(*args, **node.kwargs)
+def result_of(node: Node, given: dict[Node, object] | None = None) -> object:
+    """A node's operator run on the values of its inputs, which are all known, or on what is `given` in their place."""
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: (given or {}).get(n, value_of(n)))
+    fakes = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, torch._subclasses.FakeTensor)]
+    with torch.no_grad(), fakes[0].fake_mode if fakes else nullcontext():
+        return node.target(*args, **kwargs)

@@ -49,6 +49,44 @@ def test_others_are_folded():
     ],
 )
 def test_what_torchao_cannot_fold_stays(layers):
-    model, x = nn.Sequential(*layers).eval(), torch.randn(2, 4, *[3] * (layers[0].weight.dim() - 2))
+    stays(nn.Sequential(*layers), torch.randn(2, 4, *[3] * (layers[0].weight.dim() - 2)))
+
+
+class Normalized(nn.Module):
+    """A layer, then a batch norm over dimension 1 of whatever that gives."""
+
+    def __init__(self, layer, channels, dtype=torch.float32):
+        super().__init__()
+        self.layer = layer
+        self.register_buffer("mean", torch.randn(channels, dtype=dtype))
+        self.register_buffer("variance", torch.rand(channels, dtype=dtype) + 0.5)
+        self.register_buffer("scale", torch.randn(channels, dtype=dtype))
+
+    def forward(self, x):
+        return nn.functional.batch_norm(self.layer(x), self.mean, self.variance, self.scale)
+
+
+@pytest.mark.parametrize(
+    ("layer", "channels", "shape"),
+    [
+        (nn.Conv1d(4, 8, 1), 8, (4, 8)),  # unbatched: as many places as channels, so that all shapes fit
+        (nn.Conv1d(4, 8, 1), 5, (4, 5)),
+        (nn.Conv2d(4, 8, 1), 6, (4, 6, 6)),
+        (nn.Conv2d(4, 8, 1), 8, (4, 8, 8)),
+        (nn.Conv3d(4, 8, 1), 8, (4, 8, 2, 2)),
+        (nn.ConvTranspose1d(4, 8, 1), 8, (4, 8)),
+        (nn.ConvTranspose2d(4, 8, 1), 8, (4, 8, 8)),
+        (nn.Linear(4, 8), 8, (2, 8, 4)),
+        (nn.Linear(4, 8), 3, (2, 3, 4)),
+        (nn.Linear(4, 8), 8, (2, 8, 3, 4)),
+    ],
+    ids=str,
+)
+def test_what_normalizes_another_dimension_stays(layer, channels, shape):
+    stays(Normalized(layer, channels), torch.randn(shape))
+
+
+def stays(model, x):
+    model = model.eval()
     prepared = prepare_pt2e(torch.export.export(model, (x,)).module(), MXQuantizer())
     assert torch.allclose(prepared(x), model(x), atol=1e-5)

@@ -1,6 +1,7 @@
 import torch
+from torch import nn
 
-from pt2mx.fx.copy import copy_sharing_tensors
+from pt2mx.fx.copy import copy_sharing_tensors, own_tensors
 
 
 def test_copy_shares_tensors_and_nothing_else():
@@ -39,3 +40,39 @@ def test_a_buffer_with_a_gradient_is_copied_without_it():
     assert torch.equal(copied.cache, model.cache) and not copied.cache.requires_grad
     copied(2 * x)
     assert torch.equal(model.cache @ x.t(), want.t())
+
+
+class Shared(torch.nn.Module):
+    """A buffer, a part of it and its real and imaginary parts are one memory, which is written; a weight is tied."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("cache", torch.randn(3, 4, 2))
+        self.register_buffer("row", self.cache[1].t())
+        self.register_buffer("complex", torch.view_as_complex(self.cache))
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        self.cache.add_(1)
+        return self.row * x[0, 0], self.complex.real * 1, self.second(self.first(x))
+
+
+def test_copies_of_shared_memory_share_memory():
+    x = torch.randn(2, 4)
+    model = torch.export.export(Shared(), (x,)).module()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    copied = copy_sharing_tensors(model)
+    owned = copy_sharing_tensors(model)
+    own_tensors(owned, torch.Tensor.clone)
+    for other in (copied, owned):
+        with torch.no_grad():
+            other(x)
+        assert torch.equal(other.cache, before["cache"] + 1)
+        assert torch.equal(other.row, other.cache[1].t())
+        assert torch.equal(torch.view_as_real(other.complex), other.cache)
+        assert other.second.weight is other.first.weight
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert copied.first.weight is model.first.weight
+    assert owned.first.weight is not model.first.weight and not owned.first.weight.requires_grad
+    assert model.first.weight.requires_grad

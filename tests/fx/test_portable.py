@@ -1,3 +1,4 @@
+import io
 import subprocess
 import sys
 
@@ -7,7 +8,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config
-from pt2mx.fx.portable import without_calls
+from pt2mx.fx.portable import is_portable, without_calls
 from pt2mx.linear import grouped_linear_mx, linear_mx
 from tests.fx.test_subgraphs import Cond, X
 
@@ -102,3 +103,147 @@ def test_products_with_packed_weights(dtype, bias, write_out):
 def test_what_is_no_program(program):
     with pytest.raises(MXError, match="expected an ExportedProgram"):
         pt2mx.make_portable(program)
+
+
+class Selected(nn.Module):
+    """A product over as many rows as the data say."""
+
+    def forward(self, x, y, mask):
+        rows = mask.nonzero().squeeze(1)
+        return x[:, rows] @ y[rows]
+
+
+class First(nn.Module):
+    def forward(self, x, y, count):
+        k = count.item()
+        torch._check(k >= 0)
+        torch._check(k <= x.shape[1])
+        return x[:, :k] @ y[:k]
+
+
+class Operators(nn.Module):
+    """Scales, codes and values themselves."""
+
+    def forward(self, x, y, count):
+        k = count.item()
+        torch._check(k >= 0)
+        torch._check(k <= y.shape[0])
+        scale, data = pt2mx.quantize_mx(y[:k], "mxfp6", axis=0)
+        return scale, data, pt2mx.dequantize_mx(data, scale, "mxfp6", axis=0, length=k)
+
+
+def first(k):
+    return torch.arange(100) < k
+
+
+LENGTHS = (0, 1, 2, 31, 32, 33, 64, 99, 100)
+
+
+@pytest.mark.parametrize("formats", [("mxfp8", "mxfp8"), ("mxfp4", "mxfp6")], ids=str)
+@pytest.mark.parametrize(("model", "count"), [(Selected(), first), (First(), torch.tensor)], ids=["nonzero", "item"])
+def test_a_blocked_dimension_as_long_as_the_data_say(model, count, formats):
+    x, y = torch.randn(4, 100), torch.randn(100, 8)
+    exported = torch.export.export(model, (x, y, count(70))).module()
+    prepared = pt2mx.prepare_pt2e(exported, MXQuantizer().set_global(get_default_mx_quantization_config(*formats)))
+    prepared(x, y, count(70))
+    converted = pt2mx.convert_pt2e(prepared)
+    program = torch.export.export(converted, (x, y, count(70)))
+    portable, lowered = pt2mx.make_portable(program).module(), pt2mx.lower_to_inductor(converted)
+    for k in LENGTHS:
+        want = converted(x, y, count(k))
+        left, right = (pt2mx.fake_quantize_mx(t, formats[1], axis=a) for t, a in ((x[:, :k], 1), (y[:k], 0)))
+        torch.testing.assert_close(want, left @ right)
+        assert torch.equal(program.module()(x, y, count(k)), want) and torch.equal(portable(x, y, count(k)), want)
+        assert torch.equal(lowered(x, y, count(k)), want)
+
+
+def test_codes_and_scales_as_many_as_the_data_say():
+    x, y = torch.randn(4, 100), torch.randn(100, 8)
+    program = torch.export.export(Operators(), (x, y, torch.tensor(70)))
+    portable = pt2mx.make_portable(program)
+    for k in LENGTHS:
+        for run in (program.module(), portable.module()):
+            for got, want in zip(run(x, y, torch.tensor(k)), Operators()(x, y, torch.tensor(k)), strict=True):
+                assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(("model", "count"), [(Selected, first), (First, torch.tensor)], ids=["nonzero", "item"])
+def test_compiled_as_long_as_the_data_say(model, count, compiler):
+    """The fake kernels of both traces must agree on what is a size of its own."""
+
+    class Operands(nn.Module):
+        def forward(self, x, y, count):
+            k = count.item() if model is First else count.nonzero().shape[0]
+            torch._check(k <= x.shape[1])
+            torch._check(k >= 0)
+            return pt2mx.quantize_mx(x[:, :k], "mxfp4")
+
+    x, y = torch.randn(4, 100), torch.randn(100, 8)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(Operands(), fullgraph=True)
+        for k in LENGTHS:
+            for got, want in zip(compiled(x, y, count(k)), Operands()(x, y, count(k)), strict=True):
+                assert torch.equal(got, want)
+
+
+@pytest.mark.slow
+def test_a_package_as_long_as_the_data_say(tmp_path):
+    x, y = torch.randn(4, 100), torch.randn(100, 8)
+    program = torch.export.export(Operators(), (x, y, torch.tensor(70)))
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "operators.pt2"))
+    package = torch._inductor.aoti_load_package(path)
+    for k in LENGTHS:
+        given = x, y, torch.tensor(k)
+        assert all(torch.equal(got, want) for got, want in zip(package(*given), Operators()(*given), strict=True))
+
+
+@pytest.fixture(scope="module")
+def quantized():
+    """Linear's prepared model, its converted one, and the module of its portable program, saved and loaded."""
+    x, file = torch.randn(2, 64), io.BytesIO()
+    exported = torch.export.export(nn.Linear(64, 32), (x,)).module()
+    prepared = pt2mx.prepare_pt2e(exported, MXQuantizer.from_recipe("mxfp8"))
+    with torch.no_grad():
+        prepared(x)
+    converted = pt2mx.convert_pt2e(prepared)
+    torch.export.save(pt2mx.make_portable(torch.export.export(converted, (x,))), file)
+    file.seek(0)
+    return x, prepared, converted, torch.export.load(file).module()
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda model, x: pt2mx.prepare_pt2e(model, MXQuantizer()), "that of a portable program, which is converted"),
+        (lambda model, x: pt2mx.lower_to_inductor(model), "not a portable program, whose operators are written out"),
+    ],
+)
+def test_a_portable_program_is_no_model_to_prepare_or_lower(use, message, quantized):
+    x, _, converted, portable = quantized
+    assert is_portable(portable) and not is_portable(converted)
+    for model in (portable, torch.export.export(portable, (x,)).module()):
+        with pytest.raises(MXError, match=message):
+            use(model, x)
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda program: pt2mx.make_portable(program), r"an export of a prepared model: convert it \(convert_pt2e\)"),
+        (lambda program: pt2mx.prepare_pt2e(program.module(), MXQuantizer()), "an export of a prepared one"),
+        (lambda program: pt2mx.lower_to_inductor(program.module()), "one with observers, of a prepared model"),
+    ],
+)
+def test_an_export_of_a_prepared_model_is_none_of_a_converted_one(use, message, quantized):
+    x, prepared, *_ = quantized
+    with torch.no_grad():
+        program = torch.export.export(prepared, (x,))
+    with pytest.raises(MXError, match=message):
+        use(program)
+
+
+def test_a_float_program_is_no_portable_one():
+    x = torch.randn(2, 64)
+    program = pt2mx.make_portable(torch.export.export(nn.Linear(64, 32), (x,)))
+    assert not is_portable(program.graph_module)
+    pt2mx.prepare_pt2e(program.module(), MXQuantizer.from_recipe("mxfp8"))
