@@ -9,9 +9,9 @@ from torch.fx import Node
 
 from pt2mx.checks import HIGH_PRECISION
 from pt2mx.errors import MXError
+from pt2mx.pt2e.attention import REMARK, along_head_dim
 from pt2mx.pt2e.config import MXQuantizationConfig
-from pt2mx.pt2e.machinery import Q_ANNOTATION_KEY, QuantizationAnnotation, is_batchedtensor
-from pt2mx.pt2e.observer import MXFakeQuantize, MXObserver
+from pt2mx.pt2e.machinery import Q_ANNOTATION_KEY, QuantizationAnnotation, QuantizationSpec, is_batchedtensor
 from pt2mx.pt2e.operators import CONFIG_KEY, Operand, argument_of, gather_of, operands_of, role_of
 from pt2mx.pt2e.qspec import mx_qspec
 from pt2mx.spec import MXSpec
@@ -19,16 +19,20 @@ from pt2mx.spec import MXSpec
 #: meta key of an operator's node: why it, or an operand of it, was left in high precision
 REASON_KEY = "mx_reason"
 
+#: meta key of an operator's node: what its user should know of the way it is quantized
+REMARK_KEY = "mx_remark"
+
 
 @dataclass(frozen=True)
 class Plan:
-    """What a config makes of one operator: the spec of each (argument, the node that reads it), the spec of the output,
-    and why something was left alone."""
+    """What a config makes of one operator: role and spec of each (argument, the node that reads it), the spec of the
+    output, why something was left alone, and what its user should know."""
 
     node: Node
-    inputs: dict[tuple[Node, Node], MXSpec]
+    inputs: dict[tuple[Node, Node], tuple[str, MXSpec]]
     output: MXSpec | None
     reasons: tuple[str, ...]
+    remark: str | None = None
 
     def __bool__(self) -> bool:
         """Whether anything is quantized."""
@@ -42,38 +46,47 @@ def plan_operator(node: Node, config: MXQuantizationConfig, constants: set[Node]
     """
     inputs, reasons = {}, []
     operands = operands_of(node)
+    apart = along_head_dim(node, operands, constants)
+    remark = REMARK if apart != operands and config.value_blocks == "key_length" else None
+    operands = apart if config.value_blocks == "head_dim" else operands
     if not operands:
         reasons.append("no product of two tensors with a reduced dimension")
     for operand in operands:
         edge = _edge(node, operand, constants)
-        spec = config.spec_of(operand.name, role_of(operand, edge[0], constants)) if edge else None
+        role = role_of(operand, edge[0], constants) if edge else operand.role
+        spec = config.spec_of(operand.name, role) if edge else None
         if spec is None:
             continue
         if reason := _unfit(edge[0], node, operand):
             reasons.append(reason)
         else:
-            inputs[edge] = _along(spec, edge[0], operand.axis)
+            inputs[edge] = role, _along(spec, edge[0], operand.axis)
     whole = Operand("output", -1, "output", -1)
     output = None if config.output is None or _unfit(node, node, whole) else _along(config.output, node, -1)
     if not (inputs or output or reasons):
         reasons.append("the config names no spec for its operands")
-    return Plan(node, inputs, output, tuple(dict.fromkeys(reasons)))
+    return Plan(node, inputs, output, tuple(dict.fromkeys(reasons)), remark if inputs else None)
 
 
 def annotate_operator(plan: Plan, config: MXQuantizationConfig) -> None:
     """Annotate the graph as planned, and note in the operator's meta what was left alone and why."""
-    constructor = MXFakeQuantize if config.is_qat else config.observer or MXObserver
+
+    def qspec(role: str, spec: MXSpec) -> QuantizationSpec:
+        return mx_qspec(spec, config.module_of(role), config.ste)
+
     plan.node.meta[CONFIG_KEY] = config
     by_reader: dict[Node, dict] = {plan.node: {}} if plan.output else {}
-    for (argument, reader), spec in plan.inputs.items():
-        by_reader.setdefault(reader, {})[argument] = mx_qspec(spec, constructor, config.ste)
+    for (argument, reader), (role, spec) in plan.inputs.items():
+        by_reader.setdefault(reader, {})[argument] = qspec(role, spec)
     for reader, inputs in by_reader.items():
-        output = mx_qspec(plan.output, constructor, config.ste) if plan.output and reader is plan.node else None
+        output = qspec("output", plan.output) if plan.output and reader is plan.node else None
         reader.meta[Q_ANNOTATION_KEY] = QuantizationAnnotation(
             input_qspec_map=inputs, output_qspec=output, _annotated=True
         )
     if plan.reasons:
         plan.node.meta[REASON_KEY] = "; ".join(plan.reasons)
+    if plan.remark:
+        plan.node.meta[REMARK_KEY] = plan.remark
 
 
 def _edge(node: Node, operand: Operand, constants: set[Node]) -> tuple[Node, Node] | None:

@@ -35,6 +35,14 @@ def einsum_axes(node: Node) -> Axes | None:
     return (_axis(terms[0], reduced[-1]), _axis(terms[1], reduced[-1])) if reduced else None
 
 
+def einsum_free_axis(node: Node, item: int) -> int | None:
+    """The last dimension of a factor of an einsum of two that the other factor does not have; None if it has all."""
+    terms = node.args[0].replace(" ", "").partition("->")[0].split(",")
+    term, other = terms[item], terms[1 - item]
+    free = [label for label in term.replace(".", "") if label not in other]
+    return _axis(term, free[-1]) if free else None
+
+
 def _axis(term: str, label: str) -> int:
     """The dimension of a label: counted from the front, or from the end where it stands behind an ellipsis."""
     head, _, tail = term.partition("...")
