@@ -1,9 +1,8 @@
-"""The commands `pt2mx compile` and `pt2mx run`: an exported program becomes a package of machine code, which runs."""
+"""The command `pt2mx compile`: an exported program becomes a package of machine code."""
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 import warnings
 from collections.abc import Callable
@@ -12,39 +11,43 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
+from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
+from pt2mx.fx.copy import copy_sharing_tensors
 from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.fx.portable import without_calls
 from pt2mx.pt2e.agreement import agreement
+from pt2mx.pt2e.archive import check_kind
 from pt2mx.pt2e.dynamic_shapes import dynamic_shapes
-from pt2mx.pt2e.models import load_batch
-from pt2mx.pt2e.output import check_output
-from pt2mx.pt2e.package import check_kind, check_package_output, load_package, write_package
-from pt2mx.pt2e.stage import progress_bar, stage, step
+from pt2mx.pt2e.extents import ranges
+from pt2mx.pt2e.origin import Origin, origin_of, other_version
+from pt2mx.pt2e.output import check_distinct
+from pt2mx.pt2e.package import check_package_output, open_package, write_package
+from pt2mx.pt2e.quantizer import MXQuantizer
+from pt2mx.pt2e.signature import in_memory_order, memory_order
+from pt2mx.pt2e.stage import note, progress_bar, stage, step
 
-#: seconds for which `pt2mx run` repeats a call to time it
-_SECONDS = 1.0
 
-
-def add_commands(commands: argparse._SubParsersAction) -> None:
-    compiling = commands.add_parser("compile", help="compile an exported program by AOTInductor")
-    compiling.add_argument("program", help="what `pt2mx quantize` or torch.export.save wrote")
-    compiling.add_argument("--output", required=True, help="the package to write; its name ends in .pt2")
-    compiling.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where it runs (default: cpu)")
-    compiling.add_argument("--portable", action="store_true", help="a package that runs where pt2mx is not installed")
-    compiling.add_argument("--unpack", action="store_true", help="keep weights dequantized: larger, mostly faster")
-    compiling.set_defaults(run=_compile)
-    running = commands.add_parser("run", help="run a package that `pt2mx compile` wrote")
-    running.add_argument("package", help="what `pt2mx compile` wrote")
-    running.add_argument("--inputs", help="a .pt or .npz batch; by default what the program was exported with")
-    running.add_argument("--output", help="file to write the outputs to, by torch.save")
-    running.set_defaults(run=_run)
+def add_command(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    parser = commands.add_parser("compile", help="compile an exported program by AOTInductor")
+    parser.add_argument("program", help="what `pt2mx quantize` or torch.export.save wrote")
+    parser.add_argument("--output", required=True, help="the package to write; its name ends in .pt2")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where it runs (default: cpu)")
+    parser.add_argument("--portable", action="store_true", help="a package that runs where pt2mx is not installed")
+    parser.add_argument("--unpack", action="store_true", help="keep weights dequantized: larger, mostly faster")
+    parser.set_defaults(run=_compile)
+    return parser
 
 
 def compile_program(
-    program: ExportedProgram, path: object, device: str = "cpu", portable: bool = False, unpack: bool = False
+    program: ExportedProgram,
+    path: object,
+    device: str = "cpu",
+    portable: bool = False,
+    unpack: bool = False,
+    recipe: MXQuantizer | str | None = None,
 ) -> None:
     """Lower a converted program and compile it by AOTInductor into the package `path`.
 
@@ -58,90 +61,69 @@ def compile_program(
         portable: write pt2mx's operators out, so that the package runs in a process without pt2mx. A weight is then
             dequantized at each call. Otherwise a process imports pt2mx before it loads the package.
         unpack: keep weights dequantized in the package, as `lower_to_inductor` does; otherwise they stay packed.
+        recipe: the quantizer, or its YAML, which the package then holds (`origin_of`).
 
     Raises:
-        MXError: where nothing is quantized in the program, or no package can be written at `path`.
+        MXError: where nothing is quantized in the program, where it has no example inputs or an input that is a
+            dynamic number, and where no package can be written at `path`.
     """
     check_package_output(path)
-    lowered = lower_to_inductor(program.module(), device, unpack=unpack)
-    args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(device), program.example_inputs)
+    origin = Origin.here(recipe)
+    if program.example_inputs is None:
+        raise MXError("the program holds no example inputs: export it again and save it whole")
+    eager = program.module()
+    shapes = dynamic_shapes(program, eager)
+    lowered = lower_to_inductor(eager, device, unpack=unpack)
+    args, kwargs = pytree.tree_map_only(
+        Tensor, lambda t: in_memory_order(t, memory_order(t)).to(device), program.example_inputs
+    )
     with torch.no_grad(), warnings.catch_warnings():
         # torch, of its own code
         warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
-        lowered = torch.export.export(lowered, args, kwargs, dynamic_shapes=dynamic_shapes(program))
-        write_package(without_calls(lowered) if portable else lowered, path)
+        exported = torch.export.export(lowered, args, kwargs, dynamic_shapes=shapes)
+        code = without_calls(exported) if portable else exported
+        write_package(code, exported, lowered, path, ranges(program), _on_its_device(eager), origin)
+
+
+def _on_its_device(model: GraphModule) -> Callable[..., object]:
+    """The model, called with inputs of any device. It writes to no buffer of `model`."""
+    model = copy_sharing_tensors(model)
+    device = next((t.device for t in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
+
+    def call(*args: object, **kwargs: object) -> object:
+        args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(device), (args, kwargs))
+        return model(*args, **kwargs)
+
+    return call
 
 
 def _compile(options: argparse.Namespace) -> None:
     check_package_output(options.output)
+    check_distinct({"the program": options.program, "--output": options.output})
     if options.device == "cuda" and not torch.cuda.is_available():
         raise MXError("--device cuda needs an NVIDIA GPU and a torch that is built for it: leave it out for the CPU")
     check_kind(options.program, "program")
+    if text := other_version(options.program):
+        note(text)
+    origin = origin_of(options.program)
     with progress_bar(3) as progress:
         with stage(f"load {options.program!r}"):
             program = torch.export.load(options.program)
-        if program.example_inputs is None:
-            raise MXError(f"{options.program!r} holds no example inputs: export it again and save it whole")
 
         step(progress, "compile")
         begin = time.perf_counter()
         with stage("compile the program"):
-            compile_program(program, options.output, options.device, options.portable, options.unpack)
+            recipe = origin.recipe if origin else None
+            compile_program(program, options.output, options.device, options.portable, options.unpack, recipe)
         seconds = time.perf_counter() - begin
 
         step(progress, "compare")
         with stage("run the package"), torch.no_grad():
-            args, kwargs = program.example_inputs
-            package = load_package(options.output)
-            eager = program.module()(*args, **kwargs)
-            sqnr, cosine = agreement([(_call(package, args, kwargs), eager)])
+            package = open_package(options.output)
+            args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(package.device), program.example_inputs)
+            eager = program.module()(*program.example_inputs[0], **program.example_inputs[1])
+            sqnr, cosine = agreement([(package(*args, **kwargs), eager)])
         progress.update()
     print(f"compiled against eager: SQNR {sqnr:.1f} dB, cosine {cosine:.6f}")
     sizes = [Path(path).stat().st_size / 1e6 for path in (options.output, options.program)]
     print(f"{options.output}: {sizes[0]:.1f} MB (the program: {sizes[1]:.1f} MB), {seconds:.0f} s")
-
-
-def _run(options: argparse.Namespace) -> None:
-    if options.output is not None:
-        check_output(options.output)
-    with stage(f"load {options.package!r}"):
-        package = load_package(options.package)
-    signature = package.signature
-    args, kwargs = signature.args, signature.kwargs
-    if options.inputs is not None:
-        if not Path(options.inputs).is_file():
-            raise MXError(f"no file {options.inputs!r}: give a .pt or .npz batch")
-        args, kwargs = signature.conform(load_batch(Path(options.inputs)))
-    with stage("run the package"), torch.no_grad():
-        outputs = _call(package, args, kwargs)
-        seconds = _time(lambda: _call(package, args, kwargs))
-    if options.output is not None:
-        with stage(f"write {options.output!r}"):
-            torch.save(pytree.tree_map_only(Tensor, Tensor.cpu, outputs), options.output)
-    inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    for name, tensor in zip(signature.names, inputs, strict=True):
-        print(f"{name}: {_describe(tensor)}")
-    for path, leaf in pytree.tree_flatten_with_path(outputs)[0]:
-        print(f"output{pytree.keystr(path)}: {_describe(leaf)}")
-    print(f"{1e3 * seconds:.3f} ms a call on {package.device}")
-
-
-def _call(package: object, args: tuple, kwargs: dict) -> object:
-    args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(package.device), (args, kwargs))
-    return package(*args, **kwargs)
-
-
-def _time(call: Callable[[], object]) -> float:
-    """Median seconds of a call, the device's work included."""
-    times = []
-    while not times or sum(times) < _SECONDS:
-        begin = time.perf_counter()
-        call()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times)
-
-
-def _describe(leaf: object) -> str:
-    return f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else repr(leaf)

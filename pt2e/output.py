@@ -1,28 +1,146 @@
-"""Files that the user asks for."""
+"""Files that the user asks for. Each is written beside its place and moved there when it is whole."""
 
+from __future__ import annotations
+
+import io
 import os
+import secrets
+import signal
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from pt2mx.errors import MXError
 
 
-def check_output(path: object) -> None:
-    """`MXError` where no file can be written at `path`, which is better known before the work than after it."""
-    path = Path(path)
-    folder = path.absolute().parent
-    if not folder.is_dir() or path.is_dir():
-        raise MXError(f"cannot write {str(path)!r}: it must be a file in a folder that exists")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise MXError(f"cannot write {str(path)!r}: no permission to; choose another place")
+def check_output(path: object, suffixes: tuple[str, ...] = ()) -> None:
+    """`MXError` where no file can be written at `path`, or where its name ends in none of `suffixes`, if some are
+    given. That is better known before the work than after it."""
+    with _errors_of_writing(path):
+        target = _target(path)
+        if not target.parent.is_dir() or target.is_dir():
+            raise MXError(f"cannot write {str(path)!r}: it must be a file in a folder that exists")
+        touched = [target] if target.exists() else []
+        if not _is_device(target):
+            touched.append(target.parent)
+        if not all(os.access(place, os.W_OK) for place in touched):
+            raise MXError(f"cannot write {str(path)!r}: no permission to; choose another place")
+    if suffixes and Path(path).suffix.lower() not in suffixes:
+        raise MXError(f"cannot write {str(path)!r}: its name must end in {' or '.join(suffixes)}")
+
+
+def check_distinct(paths: dict[str, object]) -> None:
+    """`MXError` where two of the user's files are one, in whatever spelling. `paths` has a file, or None, by the option
+    that names it."""
+    options: dict[Path, str] = {}
+    for option, path in paths.items():
+        if path is None or _is_device(target := _target(path)):
+            continue
+        if target in options:
+            raise MXError(f"{options[target]} and {option} are one file, {str(path)!r}: give each a name of its own")
+        options[target] = option
+
+
+@contextmanager
+def whole_file(path: object) -> Iterator[io.FileIO]:
+    """A binary file to write to, which takes the place of `path` when the block ends. If the block fails or is
+    interrupted, what was at `path` stays, and nothing else is left.
+
+    `path` may be a link: the file that it names is replaced. A device, such as /dev/stdout, is written to directly.
+
+    Raises:
+        MXError: as `check_output`, and where the file cannot be written to its end, as on a full disk.
+    """
+    check_output(path)
+    target = _target(path)
+    device = _is_device(target)
+    # in the same folder, so that it can be moved; of the same suffix, by which torch knows its files
+    written = target if device else target.with_name(f".{secrets.token_hex(8)}{target.suffix}")
+    with _errors_of_writing(path):
+        file = _File(written, "w" if device else "x")
+    try:
+        with file:
+            yield file
+            with _errors_of_writing(path):
+                file.check()
+                if not device:
+                    os.fsync(file.fileno())
+        if not device:
+            with _errors_of_writing(path):
+                if target.exists():
+                    os.chmod(written, stat.S_IMODE(target.stat().st_mode))
+                os.replace(written, target)
+    finally:
+        if not device:
+            written.unlink(missing_ok=True)
+
+
+@contextmanager
+def deferred_interrupts() -> Iterator[None]:
+    """Ctrl-C waits for the block to end. torch's writers in C++, which call back to Python for each write, end the
+    process when an exception passes through them."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield  # there are no interrupts here
+        return
+    came: list[tuple] = []
+    signal.signal(signal.SIGINT, lambda *arguments: came.append(arguments))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            handler(*came[0])
 
 
 def write_text(text: str, path: object) -> str:
     """Write `text` to `path`, if one is given, and return it.
 
     Raises:
-        MXError: as `check_output`.
+        MXError: as `whole_file`.
     """
     if path is not None:
-        check_output(path)
-        Path(path).write_text(text, encoding="utf-8")
+        with whole_file(path) as file:
+            file.write(text.encode())
     return text
+
+
+class _File(io.FileIO):
+    """A file whose writes do not fail, for the sake of torch's writers in C++: what went wrong is raised at the end."""
+
+    _error: OSError | None = None
+
+    def write(self, data: object) -> int:
+        rest = memoryview(data).cast("B")
+        while rest.nbytes and self._error is None:
+            try:
+                rest = rest[super().write(rest) :]
+            except OSError as error:
+                self._error = error
+        return len(data)
+
+    def check(self) -> None:
+        """Raise the error of a write, if there was one."""
+        if self._error is not None:
+            raise self._error
+
+
+@contextmanager
+def _errors_of_writing(path: object) -> Iterator[None]:
+    try:
+        yield
+    except MXError:
+        raise
+    except (OSError, ValueError, TypeError) as error:  # also a name that is too long, and what is no path
+        raise MXError(f"cannot write {str(path)!r}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _target(path: object) -> Path:
+    """The file that `path` names, through links."""
+    return Path(os.path.realpath(path))
+
+
+def _is_device(target: Path) -> bool:
+    return target.exists() and not (target.is_file() or target.is_dir())

@@ -12,6 +12,7 @@ from torch import nn
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config
 from pt2mx.fx.lower import lower_to_inductor
+from pt2mx.pt2e import origin
 from pt2mx.pt2e.command import main
 from pt2mx.pt2e.compile import compile_program
 from pt2mx.pt2e.models import export
@@ -184,7 +185,7 @@ def test_run_prints_and_writes(kind, here, capsys):
         (inputs(100, 3), "input 'x' must be of shape (0 to 99, 0 to any, 70) and torch.float32, not (100, 3, 70)"),
         (torch.randn(4, 3, 70), "must hold the inputs ['x', 'gate'], this one holds 1 values"),
         ({"x": torch.randn(4, 3, 70), "gates": torch.randn(4, 1, 128)}, "this one holds ['gates', 'x']"),
-        ((torch.randn(4, 3, 70).double(), torch.randn(4, 1, 128)), "not (4, 3, 70) torch.float64"),
+        ((torch.randn(4, 3, 70).half(), torch.randn(4, 1, 128)), "not (4, 3, 70) torch.float16"),
         ((torch.randn(4, 70), torch.randn(4, 1, 128)), "not (4, 70) torch.float32"),
     ],
 )
@@ -196,6 +197,25 @@ def test_batches_that_a_package_does_not_take(batch, message, here, capsys):
     assert out == "" and err.startswith("pt2mx: error: ") and message in err and err.count("\n") == 1
 
 
+def test_run_casts_float64_with_a_note(here, capsys):
+    args, want = torch.load("lowered2.pt")
+    np.savez("double.npz", *(t.double().numpy() for t in args))
+    assert main(["run", "net.aoti.pt2", "--inputs", "double.npz", "--output", "out.pt"]) == 0
+    notes = [f"pt2mx: double.npz: {name} is cast from float64 to float32" for name in ("x", "gate")]
+    assert capsys.readouterr().err.splitlines() == notes and torch.equal(torch.load("out.pt"), want)
+
+
+def test_files_of_another_version_are_noted(here, capsys, monkeypatch):
+    pt2mx.save_program(torch.export.load("net.pt2"), "versioned.pt2")
+    monkeypatch.setattr(origin, "__version__", "9.9")
+    assert main(["run", "net.aoti.pt2"]) == 0
+    line = f"was written by pt2mx {pt2mx.__version__}, and this is 9.9: compare its numbers\n"
+    assert capsys.readouterr().err == f"pt2mx: 'net.aoti.pt2' {line}"
+    monkeypatch.setattr(torch.export, "load", lambda path: 1 / 0)  # it is noted before that
+    assert main(["compile", "versioned.pt2", "--output", "o.pt2"]) == 2
+    assert capsys.readouterr().err.startswith(f"pt2mx: 'versioned.pt2' {line}pt2mx: error: could not load")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -204,6 +224,10 @@ def test_batches_that_a_package_does_not_take(batch, message, here, capsys):
         (["compile", "other.pt2", "--output", "o.pt2"], "'other.pt2' is no program: give what"),
         (["compile", "net.aoti.pt2", "--output", "o.pt2"], "'net.aoti.pt2' is no program, but a package"),
         (["compile", "float.pt2", "--output", "o.pt2"], "without quantized tensors"),
+        (["compile", "portable.program.pt2", "--output", "o.pt2"], "not a portable program, whose operators are"),
+        (["compile", "net.pt2", "--output", "./net.pt2"], "the program and --output are one file, './net.pt2'"),
+        (["run", "net.aoti.pt2", "--output", "net.aoti.pt2"], "the package and --output are one file"),
+        (["run", "net.aoti.pt2", "--inputs", "text.pt2", "--output", "text.pt2"], "--inputs and --output are one file"),
         (["compile", "net.pt2", "--output", "nowhere/o.pt2"], "cannot write 'nowhere/o.pt2': it must be a file"),
         (["compile", "net.pt2", "--output", "o.so"], "cannot write 'o.so': the name of a package ends in .pt2"),
         (["run", "nowhere.pt2"], "no file 'nowhere.pt2'"),
@@ -218,6 +242,7 @@ def test_bad_input_is_one_line_and_status_2(arguments, message, here, capsys):
     (here / "text.pt2").write_text("no archive")
     torch.save(torch.randn(4), "other.pt2")
     torch.export.save(torch.export.export(nn.Linear(4, 4), (torch.randn(2, 4),)), "float.pt2")
+    torch.export.save(pt2mx.make_portable(torch.export.load("net.pt2")), "portable.program.pt2")
     with zipfile.ZipFile("bare.pt2", "w") as archive:
         archive.writestr("bare/data/aotinductor/model/code.cpp", "")
     assert main(arguments) == 2

@@ -1,4 +1,7 @@
 import os
+import signal
+import stat
+import sys
 
 import pytest
 import torch
@@ -6,13 +9,46 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXError, MXQuantizer
-from pt2mx.pt2e.output import check_output, write_text
+from pt2mx.pt2e import output
+from pt2mx.pt2e.output import check_distinct, check_output, deferred_interrupts, whole_file, write_text
+
+#: what a limit on the size of files makes of torch's and of Python's writers, as a full disk does; run elsewhere
+FULL_DISK = """
+import resource, sys
+import torch
+from torch import nn
+from pt2mx import MXError
+from pt2mx.pt2e.output import whole_file
+
+model = nn.Linear(512, 512)
+program = torch.export.export(model, (torch.randn(2, 512),))
+resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, resource.RLIM_INFINITY))
+for write in (
+    lambda file: torch.export.save(program, file),
+    lambda file: torch.save(model, file),
+    lambda file: file.write(bytes(10**6)),
+    lambda file: [file.write(bytes(1000)) for _ in range(1000)],
+):
+    try:
+        with whole_file(sys.argv[1]) as file:
+            write(file)
+    except MXError as error:
+        print(error)
+"""
 
 
 @pytest.fixture
 def report():
     exported = torch.export.export(nn.Linear(64, 32), (torch.randn(2, 64),)).module()
     return pt2mx.quantization_report(pt2mx.prepare_pt2e(exported, MXQuantizer.from_recipe("mxfp8")))
+
+
+@pytest.fixture
+def old(tmp_path):
+    """A file that is to stay."""
+    path = tmp_path / "old.pt2"
+    path.write_text("old")
+    return path
 
 
 def test_what_is_written_for_the_user_goes_into_a_folder_that_exists(report, tmp_path):
@@ -22,6 +58,7 @@ def test_what_is_written_for_the_user_goes_into_a_folder_that_exists(report, tmp
         with pytest.raises(MXError, match="must be a file"):
             write(tmp_path)
         assert write(tmp_path / "file") == (tmp_path / "file").read_text() == write()
+    assert os.listdir(tmp_path) == ["file"]
 
 
 def test_text_and_no_path(tmp_path):
@@ -29,12 +66,94 @@ def test_text_and_no_path(tmp_path):
     assert (tmp_path / "a").read_bytes() == "µ".encode()
 
 
+@pytest.mark.parametrize("writes", [0, 1, 10**7])
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, OSError, MXError])
+def test_what_fails_leaves_the_old_file_and_nothing_else(error, writes, old, tmp_path):
+    with pytest.raises(error), whole_file(old) as file:
+        file.write(bytes(writes))
+        raise error("of something else")
+    assert old.read_text() == "old" and os.listdir(tmp_path) == ["old.pt2"]
+
+
+@pytest.mark.parametrize("when", [1, 5, 20])
+def test_interrupts_inside_the_writer_of_torch(when, old, tmp_path, monkeypatch):
+    """An exception that passes through it ends the process."""
+    program, calls, write = torch.export.export(nn.Linear(64, 64), (torch.randn(2, 64),)), [], output._File.write
+
+    def interrupted(self, data):
+        calls.append(data)
+        if len(calls) == when:
+            signal.raise_signal(signal.SIGINT)
+        return write(self, data)
+
+    monkeypatch.setattr(output._File, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt), whole_file(old) as file, deferred_interrupts():
+        torch.export.save(program, file)
+    assert len(calls) > when and old.read_text() == "old" and os.listdir(tmp_path) == ["old.pt2"]
+    with pytest.raises(KeyboardInterrupt):  # as before
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="limits are those of POSIX")
+def test_a_full_disk(old, tmp_path, run_python):
+    printed = run_python(FULL_DISK, [str(old)]).splitlines()
+    assert printed == [f"cannot write {str(old)!r}: File too large"] * 4
+    assert old.read_text() == "old" and os.listdir(tmp_path) == ["old.pt2"]
+
+
+def test_modes_and_links_stay(old, tmp_path):
+    old.chmod(0o640)
+    link = tmp_path / "link"
+    link.symlink_to(old)
+    write_text("new", link)
+    assert link.is_symlink() and old.read_text() == "new" and stat.S_IMODE(old.stat().st_mode) == 0o640
+    umask = os.umask(0o027)
+    try:
+        write_text("new", tmp_path / "fresh")
+    finally:
+        os.umask(umask)
+    assert stat.S_IMODE((tmp_path / "fresh").stat().st_mode) == 0o640
+
+
+def test_devices_are_written_to_directly():
+    write_text("text", "/dev/null")
+    assert not os.path.isfile("/dev/null")
+    with pytest.raises(MXError, match="cannot write '/dev/full': No space left on device"):
+        write_text("text", "/dev/full")
+
+
 @pytest.mark.parametrize("existing", [True, False])
 def test_no_permission(existing, tmp_path, monkeypatch):
     if existing:
         (tmp_path / "a").write_text("")
-    asked = []
-    monkeypatch.setattr(os, "access", lambda path, mode: asked.append(path))  # root may write everywhere
+    refused = tmp_path / "a" if existing else tmp_path
+    monkeypatch.setattr(os, "access", lambda path, mode: path != refused)  # root may write everywhere
     with pytest.raises(MXError, match="no permission to; choose another place"):
         check_output(tmp_path / "a")
-    assert asked == [tmp_path / "a" if existing else tmp_path]
+
+
+@pytest.mark.parametrize("path", ["a" * 300, "nul\0", 5, None, "."])
+def test_what_is_no_place_for_a_file(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for write in (check_output, lambda path: whole_file(path).__enter__()):
+        with pytest.raises(MXError, match="cannot write"):
+            write(path)
+
+
+def test_suffixes():
+    check_output("report.JSON", (".json", ".html"))
+    with pytest.raises(MXError, match=r"cannot write 'report': its name must end in \.json or \.html"):
+        check_output("report", (".json", ".html"))
+
+
+def test_two_names_of_one_file(old, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("old.pt2")
+    (tmp_path / "folder").symlink_to(".")
+    for other in ("old.pt2", "./old.pt2", "link", "folder/old.pt2", str(old), old):
+        with pytest.raises(MXError, match="--output and --report are one file"):
+            check_distinct({"--output": "old.pt2", "--report": other})
+    with pytest.raises(MXError, match="are one file"):
+        check_distinct({"--output": "new", "--report": "folder/new"})
+    check_distinct({"--output": "old.pt2", "--report": "new", "--more": None})
+    check_distinct({"--output": "/dev/null", "--report": "/dev/null"})

@@ -1,0 +1,55 @@
+"""PT2 archives, the zip files of torch: exported programs, and packages of AOTInductor."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+from pt2mx.errors import MXError
+
+#: what the files of each kind of archive begin with, below its root
+_KINDS = {"data/aotinductor/": "package", "models/": "program"}
+_ADVICE = {
+    "program": "give what `pt2mx quantize` or torch.export.save wrote",
+    "package": "give what `pt2mx compile` wrote",
+}
+
+
+def check_kind(path: object, kind: str) -> None:
+    """`MXError` where the file is not a PT2 archive that holds a `"program"` or a `"package"`, as asked."""
+    kinds = {k for start, k in _KINDS.items() if any(name.startswith(start) for name in _records(path, _ADVICE[kind]))}
+    if kind not in kinds:
+        found = "".join(f", but a {k}" for k in kinds)
+        raise MXError(f"{str(path)!r} is no {kind}{found}: {_ADVICE[kind]}")
+
+
+def read_record(path: object, name: str) -> bytes | None:
+    """The content of a file in the archive, by its name below the root; None where there is none.
+
+    Raises:
+        MXError: where the file is no archive.
+    """
+    found = _records(path, "give a program or a package").get(name)
+    if found is None:
+        return None
+    with zipfile.ZipFile(path) as archive:
+        return archive.read(found)
+
+
+def add_records(path: object, records: dict[str, bytes]) -> None:
+    """Add files to an archive, by their names below its root."""
+    with zipfile.ZipFile(path, "a") as archive:
+        root = archive.namelist()[0].partition("/")[0]
+        for name, content in records.items():
+            archive.writestr(f"{root}/{name}", content)
+
+
+def _records(path: object, advice: str) -> dict[str, str]:
+    """The files in an archive: name below the root -> name."""
+    if not Path(path).is_file():
+        raise MXError(f"no file {str(path)!r}")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return {name.partition("/")[2]: name for name in archive.namelist()}
+    except (zipfile.BadZipFile, OSError):
+        raise MXError(f"{str(path)!r} is no PT2 archive: {advice}") from None

@@ -1,0 +1,130 @@
+import json
+import os
+import zipfile
+
+import pytest
+import torch
+from torch import nn
+
+import pt2mx
+from pt2mx import MXError, MXQuantizer
+from pt2mx.fx.arguments import is_ours
+from pt2mx.pt2e import origin
+from pt2mx.pt2e.archive import add_records, read_record
+from pt2mx.pt2e.origin import Origin, origin_of
+from pt2mx.pt2e.output import whole_file
+
+X = torch.randn(4, 64)
+
+
+@pytest.fixture(scope="module")
+def converted():
+    torch.manual_seed(0)
+    model = torch.export.export(nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 8)), (X,)).module()
+    prepared = pt2mx.prepare_pt2e(model, MXQuantizer.from_recipe("mxfp6"))
+    with torch.no_grad():
+        prepared(X)
+    return pt2mx.convert_pt2e(prepared)
+
+
+@pytest.fixture
+def program(converted):
+    return torch.export.export(converted, (X,))
+
+
+@pytest.mark.parametrize("recipe", [None, "global: {weight: mxfp6}\n", MXQuantizer.from_recipe("mxfp6")])
+def test_a_saved_program_says_what_it_is(recipe, program, converted, tmp_path):
+    path = tmp_path / "net.pt2"
+    pt2mx.save_program(program, path, recipe)
+    text = recipe.to_recipe() if isinstance(recipe, MXQuantizer) else recipe
+    assert origin_of(path) == Origin(pt2mx.__version__, torch.__version__, text)
+    extra = {"pt2mx.json": ""}
+    loaded = torch.export.load(path, extra_files=extra)  # as any extra file
+    assert json.loads(extra["pt2mx.json"])["pt2mx"] == pt2mx.__version__
+    ours = [node for node in loaded.graph.nodes if is_ours(node)]
+    assert len(ours) == 6 and all(len(node.args) == len(node.target._schema.arguments) for node in ours)
+    for again in (loaded, pt2mx.load_program(path)):
+        with torch.no_grad():
+            assert torch.equal(again.module()(X), converted(X))
+
+
+def test_another_version_is_a_warning(program, tmp_path, monkeypatch):
+    path = tmp_path / "net.pt2"
+    monkeypatch.setattr(origin, "__version__", "0.0.1")
+    pt2mx.save_program(program, path)
+    monkeypatch.undo()
+    message = f"net.pt2' was written by pt2mx 0.0.1, and this is {pt2mx.__version__}: compare its numbers"
+    with pytest.warns(UserWarning, match=message) as told:
+        pt2mx.load_program(path)
+    assert told[0].filename == __file__, "it names the caller's line"
+    assert origin_of(path).pt2mx == "0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b'{"pt2mx": "9.9", "more": [1]}', Origin("9.9", None, None)),
+        (b"{}", Origin(None, None, None)),
+        (b"[1]", "its record pt2mx.json is broken"),
+        (b"\xff", "its record pt2mx.json is broken"),
+        (None, None),
+    ],
+)
+def test_records_of_other_versions(content, found, program, tmp_path):
+    path = tmp_path / "net.pt2"
+    torch.export.save(program, path)
+    if content is not None:
+        add_records(path, {"extra/pt2mx.json": content})
+    if isinstance(found, str):
+        with pytest.raises(MXError, match=found):
+            origin_of(path)
+    else:
+        assert origin_of(path) == found
+
+
+def test_records(tmp_path):
+    path = tmp_path / "a.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("root/one", "1")
+    add_records(path, {"two/three": b"23"})
+    assert read_record(path, "one") == b"1" and read_record(path, "two/three") == b"23"
+    assert read_record(path, "three") is None
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "no file"),
+        (b"", "is no PT2 archive"),
+        (b"text", "is no PT2 archive"),
+        (b"PK\5\6" + bytes(18), "no program"),
+    ],
+)
+def test_what_is_no_program(content, message, tmp_path):
+    path = tmp_path / "net.pt2"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(MXError, match=message):
+        pt2mx.load_program(path)
+
+
+def test_what_cannot_be_saved(program, tmp_path):
+    with pytest.raises(MXError, match="expected an ExportedProgram, not Linear"):
+        pt2mx.save_program(nn.Linear(2, 2), tmp_path / "net.pt2")
+    with pytest.raises(MXError, match="the recipe must be an MXQuantizer, its YAML or None, not int"):
+        pt2mx.save_program(program, tmp_path / "net.pt2", 5)
+    with pytest.raises(MXError, match="a filter function cannot be written"):
+        pt2mx.save_program(program, tmp_path / "net.pt2", MXQuantizer().set_filter_function(lambda node: True))
+    with pytest.raises(MXError, match="cannot write"):
+        pt2mx.save_program(program, tmp_path)
+    assert not os.listdir(tmp_path)
+
+
+def test_a_truncated_program_is_none(program, tmp_path):
+    """What an interrupt left before files were written beside their place."""
+    path = tmp_path / "net.pt2"
+    with whole_file(path) as file:
+        torch.export.save(program, file)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(MXError, match=r"is no (PT2 archive|program)"):
+        pt2mx.load_program(path)
