@@ -1,0 +1,51 @@
+"""`check_diff`: do two tensors, or what two models returned, agree?"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pt2mx.errors import MXError
+
+
+def check_diff(y1: object, y2: object, tol: float = 0, ntol: int = 0, handle_infs: bool = False) -> None:
+    """Raise where two results differ, as the function of this name in the tests of microxcaling and pt2-bfp does.
+
+    Args:
+        y1, y2: tensors, or trees of tensors as two models return them; of other leaves equality is asked.
+        tol: values agree whose difference is at most `tol * (1 + r)`, r being the root mean square of y1.
+        ntol: how many values of a tensor may differ nonetheless.
+        handle_infs: whether Inf agrees with Inf of the same sign. NaN agrees with nothing.
+
+    Raises:
+        MXError: naming the tensor, how many of its values differ, and the first of them.
+    """
+    (leaves1, tree1), (leaves2, tree2) = pytree.tree_flatten(y1), pytree.tree_flatten(y2)
+    if tree1 != tree2:
+        raise MXError(f"the results have different structures: {tree1} and {tree2}")
+    for i, (leaf1, leaf2) in enumerate(zip(leaves1, leaves2, strict=True)):
+        where = f"of result {i}, " if len(leaves1) > 1 else ""
+        if isinstance(leaf1, Tensor) and isinstance(leaf2, Tensor):
+            _check_tensors(where, leaf1, leaf2, tol, ntol, handle_infs)
+        elif isinstance(leaf1, Tensor) or isinstance(leaf2, Tensor) or leaf1 != leaf2:
+            raise MXError(f"{where or 'the results are '}{leaf1!r} and {leaf2!r}: they differ")
+
+
+def _check_tensors(where: str, y1: Tensor, y2: Tensor, tol: float, ntol: int, handle_infs: bool) -> None:
+    if y1.shape != y2.shape:
+        raise MXError(f"{where}shapes differ: {tuple(y1.shape)} and {tuple(y2.shape)}")
+    a, b = (y.detach().cpu().double() for y in (y1, y2))
+    same_infs = a.isinf() & (a == b)
+    difference = torch.where(same_infs, 0.0, (a - b).abs())
+    finite = torch.where(a.isfinite(), a, 0.0)
+    allowed = tol * (1 + finite.square().mean().sqrt().item()) if a.numel() else 0.0
+    never = ~difference.isfinite() | (same_infs if not handle_infs else False)
+    differ = (difference > allowed) | never
+    if int(differ.sum()) > ntol or bool(never.any()):
+        first = tuple(differ.nonzero()[0].tolist())
+        raise MXError(
+            f"{where}{int(differ.sum()):,} of {a.numel():,} values differ by more than {allowed:g}, the first at "
+            f"{first}: {a[first].item()!r} and {b[first].item()!r}; the largest difference is "
+            f"{difference.nan_to_num(torch.inf).max().item():g}"
+        )

@@ -1,0 +1,184 @@
+"""Observers that also collect the range of a tensor's values: least and largest, their moving average, a histogram.
+
+MX scales come from each block of each tensor, so that nothing of this changes a number; it is what the observers of
+these names in torch.ao compute a scale from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pt2mx.errors import MXError
+from pt2mx.pt2e.observer import MXObserver
+
+#: meta key of a `dequantize_mx` node: the `ValueRange` that was observed of its tensor
+RANGE_KEY = "mx_range"
+
+#: the exponent of a histogram's limit before the first value; that of the least fp32 number is -148
+_NO_EXPONENT = -200
+
+
+@dataclass(frozen=True)
+class ValueRange:
+    """The least and the largest finite value of a tensor, or one a channel, and the counts of the values in equal bins
+    from `-limit` to `limit`, where a histogram was collected."""
+
+    least: tuple[float, ...]
+    largest: tuple[float, ...]
+    limit: float | None = None
+    histogram: tuple[int, ...] = ()
+
+
+class MXMinMaxObserver(MXObserver):
+    """An `MXObserver` that also keeps the least and the largest finite value, `min_val` and `max_val` (1,) float32;
+    Inf and -Inf before the first.
+
+    Args:
+        ch_axis: a dimension, negative or not, for each index of which there is a range: `min_val` is (channels,).
+        eps, reduce_range: taken for the sake of torch.ao's observers, which compute a scale with them.
+        qscheme, options: as in `MXObserver`.
+
+    Raises:
+        MXError: for an axis that a tensor has not.
+    """
+
+    def __init__(
+        self,
+        qscheme: tuple,
+        *,
+        ch_axis: int | None = None,
+        eps: float | None = None,
+        reduce_range: bool = False,
+        **options: object,
+    ) -> None:
+        super().__init__(qscheme, **options)
+        if isinstance(ch_axis, bool) or not isinstance(ch_axis, int | None):
+            raise MXError(f"ch_axis={ch_axis!r} must be an integer, or None for one range of all values")
+        self.ch_axis = ch_axis
+        self.register_buffer("min_val", torch.full((1,), torch.inf))
+        self.register_buffer("max_val", torch.full((1,), -torch.inf))
+
+    @torch.no_grad()
+    def collect(self, x: Tensor) -> None:
+        super().collect(x)
+        if x.numel():
+            x = self._by_channel(x.detach().float())
+            least, largest = (torch.where(x.isfinite(), x, sign * torch.inf) for sign in (1, -1))
+            self.min_val, self.max_val = self.combined(least.amin(1), largest.amax(1))
+
+    def combined(self, least: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+        """The range with that of another batch, each (1,) or (channels,)."""
+        return torch.minimum(self.min_val, least), torch.maximum(self.max_val, largest)
+
+    def reset_statistics(self) -> None:
+        super().reset_statistics()
+        self.min_val = torch.full_like(self.min_val, torch.inf)
+        self.max_val = torch.full_like(self.max_val, -torch.inf)
+
+    @property
+    def value_range(self) -> ValueRange | None:
+        """What was collected so far; None before the first finite value."""
+        if bool(self.min_val.isinf().all()):
+            return None
+        return ValueRange(tuple(self.min_val.tolist()), tuple(self.max_val.tolist()))
+
+    def statistics_meta(self) -> dict[str, object]:
+        seen = self.value_range
+        return super().statistics_meta() | ({} if seen is None else {RANGE_KEY: seen})
+
+    def _by_channel(self, x: Tensor) -> Tensor:
+        """x: (...) -> (channels, values), or (1, values) where there is one range of all."""
+        if self.ch_axis is None:
+            return x.reshape(1, -1)
+        if not -x.dim() <= self.ch_axis < x.dim():
+            raise MXError(f"ch_axis={self.ch_axis} is out of range for a tensor of shape {tuple(x.shape)}")
+        return x.movedim(self.ch_axis, 0).reshape(x.shape[self.ch_axis], -1)
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
+        for name in ("min_val", "max_val"):  # one a channel, of which a new observer knows nothing
+            if prefix + name in state_dict:
+                setattr(self, name, torch.empty_like(state_dict[prefix + name], device=getattr(self, name).device))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class MXMovingAverageMinMaxObserver(MXMinMaxObserver):
+    """An `MXMinMaxObserver` of the moving averages of the batches' least and largest values: each batch moves them by
+    `averaging_constant` of the distance to its own, the first all the way.
+
+    Raises:
+        MXError: for a constant that is not above 0 and at most 1.
+    """
+
+    def __init__(self, qscheme: tuple, *, averaging_constant: float = 0.01, **options: object) -> None:
+        super().__init__(qscheme, **options)
+        if isinstance(averaging_constant, bool) or not isinstance(averaging_constant, int | float):
+            raise MXError(f"averaging_constant={averaging_constant!r} must be a number above 0 and at most 1")
+        if not 0 < averaging_constant <= 1:
+            raise MXError(f"averaging_constant={averaging_constant!r} must be above 0 and at most 1")
+        self.averaging_constant = averaging_constant
+
+    def combined(self, least: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+        return self._moved(self.min_val, least), self._moved(self.max_val, largest)
+
+    def _moved(self, average: Tensor, seen: Tensor) -> Tensor:
+        """`seen` where there was nothing before; the average where a batch has no finite value."""
+        moved = torch.where(average.isinf(), seen, average + self.averaging_constant * (seen - average))
+        return torch.where(seen.isinf(), average, moved)
+
+
+class MXHistogramObserver(MXMinMaxObserver):
+    """An `MXMinMaxObserver` that also counts the finite values in equal bins from `-limit` to `limit`, `limit` being
+    the least power of two above every magnitude seen. So that bins of one limit are joined to those of the next, the
+    counts do not depend on the order of the batches.
+
+    Args:
+        bins: how many, an even number.
+
+    Raises:
+        MXError: for another number of bins.
+    """
+
+    def __init__(self, qscheme: tuple, *, bins: int = 2048, **options: object) -> None:
+        super().__init__(qscheme, **options)
+        if isinstance(bins, bool) or not isinstance(bins, int) or not 2 <= bins <= 2**24 or bins % 2:
+            raise MXError(f"bins={bins!r} must be an even number from 2 to 2**24")
+        self.bins = bins
+        self.register_buffer("histogram", torch.zeros(bins, dtype=torch.int64))
+        self.register_buffer("exponent", torch.full((1,), _NO_EXPONENT))
+
+    @torch.no_grad()
+    def collect(self, x: Tensor) -> None:
+        super().collect(x)
+        if not x.numel():
+            return
+        x, half = x.detach().flatten(), self.bins // 2
+        finite = x.isfinite()
+        values = torch.where(finite, x.double(), 0.0)
+        largest = values.abs().amax().reshape(1)
+        # largest = m * 2**exponent with m in [1/2, 1)
+        seen = torch.where(largest > 0, torch.frexp(largest)[1].to(torch.int64), _NO_EXPONENT)
+        exponent = torch.maximum(self.exponent, seen)
+        joined = (torch.arange(self.bins, device=x.device) - half >> (exponent - self.exponent).clamp(max=62)) + half
+        per_limit = (1023 - exponent << 52).view(torch.float64)  # 2**-exponent, exactly
+        places = (values * per_limit * half).floor().to(torch.int64) + half
+        counts = torch.zeros_like(self.histogram).index_add(0, joined, self.histogram)
+        self.histogram.copy_(counts.index_add(0, places, finite.to(torch.int64)))
+        self.exponent.copy_(exponent)
+
+    def reset_statistics(self) -> None:
+        super().reset_statistics()
+        self.histogram.zero_()
+        self.exponent.fill_(_NO_EXPONENT)
+
+    @property
+    def limit(self) -> float:
+        """The magnitude up to which bins reach."""
+        return 2.0 ** int(self.exponent)
+
+    @property
+    def value_range(self) -> ValueRange | None:
+        seen = super().value_range
+        return seen and ValueRange(seen.least, seen.largest, self.limit, tuple(self.histogram.tolist()))

@@ -1,0 +1,199 @@
+"""Every name of pt2-bfp's surface with a value, and a program of its form."""
+
+import pytest
+import torch
+from torch import nn
+
+import pt2mx
+from pt2mx import MXError, MXSpec, fake_quantize_mx
+from pt2mx.pt2e import pt2bfp
+
+BFP16 = MXSpec("int8", 64)
+X = torch.linspace(-1, 1, 64).view(1, 64)
+
+
+class M(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 8)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+def exported(seed=0):
+    torch.manual_seed(seed)
+    return torch.export.export(M().eval(), (X,)).module()
+
+
+def spec(role, constructor=None):
+    return pt2bfp.BFPQuantizationSpec(f"BFP[{role}|8]{{16}}(SN)", constructor, torch.per_tensor_symmetric, None, False)
+
+
+def config(is_qat=False):
+    return pt2bfp.BFPQuantizationConfig(spec(16), spec(12), spec(8), spec(9), is_qat)
+
+
+def spec_of(annotation):
+    return pt2mx.pt2e.qspec.mx_spec(annotation)
+
+
+def seen(observer):
+    made = observer.with_args(eps=2**-12)(qscheme=("mx", "int8", 64, 1, "floor", "even"))
+    made(X)
+    return [round(v, 4) for v in (*made.min_val[:1].tolist(), *made.max_val[-1:].tolist())]
+
+
+def prepared(prepare=pt2bfp.prepare_pt2e):
+    return prepare(exported(), pt2bfp.BFPQuantizer().set_global(config()))
+
+
+def switched(switch, flag, first):
+    model = prepared()
+    (pt2bfp.disable_observer if first else pt2bfp.enable_fake_quant)(model)
+    switch(model)
+    return {getattr(m, flag) for m in model.modules() if hasattr(m, flag)}
+
+
+def annotated(function, *where):
+    node = next(n for n in exported().graph.nodes if n.op == "call_function")
+    function(node, *([node.args[0]] if where else []), "spec")
+    annotation = next(v for v in node.meta.values() if isinstance(v, pt2bfp.BFPQuantizationAnnotation))
+    return annotation.input_qspec_map[node.args[0]] if where else annotation.output_qspec
+
+
+NAMES = {
+    "BFPQuantizer": (lambda: pt2bfp.BFPQuantizer is pt2mx.MXQuantizer, True),
+    "QConfigMapping": (
+        lambda: pt2bfp.QConfigMapping().set_object_type(nn.Linear, config()).to_dict()["object_type"][0][0],
+        "torch.nn.modules.linear.Linear",
+    ),
+    "QConfig": (
+        lambda: pt2bfp.QConfig(
+            activation=pt2bfp.MinMaxObserver.with_args(dtype="BFP12").with_args(eps=1.0),
+            weight=pt2bfp.HistogramObserver,
+        ).to_dict()["activation"],
+        "mxint4{128}",
+    ),
+    "BFPQuantizationSpec": (lambda: pt2bfp.BFPQuantizationSpec().dtype, BFP16),
+    "BFPQuantizationConfig": (lambda: str(config().output), "mxint12{16}"),
+    "BFPQuantizationAnnotation": (lambda: pt2bfp.BFPQuantizationAnnotation().input_qspec_map, {}),
+    "SharedBFPQuantizationSpec": (lambda: pt2bfp.SharedBFPQuantizationSpec(1).edge_or_node, 1),
+    "BFPOperatorConfig": (lambda: pt2bfp.BFPOperatorConfig(config(), []).operators, []),
+    "Format": (lambda: pt2bfp.Format.from_shorthand("BFP[8|8]{64}(SN)"), BFP16),
+    "PlaceholderObserver": (lambda: pt2bfp.PlaceholderObserver is pt2mx.MXObserver, True),
+    "FakeQuantize": (lambda: pt2bfp.FakeQuantize is pt2mx.MXFakeQuantize, True),
+    "MinMaxObserver": (lambda: seen(pt2bfp.MinMaxObserver), [-1.0, 1.0]),
+    "MovingAverageMinMaxObserver": (lambda: seen(pt2bfp.MovingAverageMinMaxObserver), [-1.0, 1.0]),
+    "HistogramObserver": (lambda: seen(pt2bfp.HistogramObserver), [-1.0, 1.0]),
+    "PerChannelMinMaxObserver": (lambda: seen(pt2bfp.PerChannelMinMaxObserver), [-1.0, 1.0]),
+    "MovingAveragePerChannelMinMaxObserver": (
+        lambda: seen(pt2bfp.MovingAveragePerChannelMinMaxObserver.with_args(ch_axis=1)),
+        [-1.0, 1.0],
+    ),
+    "get_input_act_qspec": (lambda: spec_of(pt2bfp.get_input_act_qspec(config())), MXSpec("int16", 16)),
+    "get_output_act_qspec": (lambda: spec_of(pt2bfp.get_output_act_qspec(config(), axis=2)), MXSpec("int12", 16, 2)),
+    "get_weight_qspec": (lambda: spec_of(pt2bfp.get_weight_qspec(config())), MXSpec("int8", 16)),
+    "get_bias_qspec": (lambda: spec_of(pt2bfp.get_bias_qspec(config())), MXSpec("int9", 16)),
+    "annotate_input_qspec_map": (lambda: annotated(pt2bfp._annotate_input_qspec_map, "input"), "spec"),
+    "annotate_output_qspec": (lambda: annotated(pt2bfp._annotate_output_qspec), "spec"),
+    "prepare_pt2e": (lambda: sum(isinstance(m, pt2mx.MXObserver) for m in prepared().modules()), 4),
+    "prepare_qat_pt2e": (
+        lambda: sum(isinstance(m, pt2mx.MXFakeQuantize) for m in prepared(pt2bfp.prepare_qat_pt2e).modules()),
+        4,
+    ),
+    "convert_pt2e": (lambda: tuple(pt2bfp.convert_pt2e(prepared()).linear.weight_data.shape), (8, 64)),
+    "enable_fake_quant": (lambda: switched(pt2bfp.enable_fake_quant, "fake_quant_enabled", True), {True}),
+    "disable_fake_quant": (lambda: switched(pt2bfp.disable_fake_quant, "fake_quant_enabled", False), {False}),
+    "enable_observer": (lambda: switched(pt2bfp.enable_observer, "observer_enabled", True), {True}),
+    "disable_observer": (lambda: switched(pt2bfp.disable_observer, "observer_enabled", False), {False}),
+    "check_diff": (lambda: pt2bfp.check_diff(exported()(X), exported()(X)), None),
+}
+
+
+@pytest.mark.parametrize("name", pt2bfp.__all__)
+def test_every_name_gives_its_value(name):
+    call, value = NAMES[name]
+    assert call() == value
+
+
+class BackendQuantizer(pt2bfp.BFPQuantizer):
+    """As a user of pt2-bfp writes one: every linear layer, by an annotation of its own."""
+
+    def set_global(self, quantization_config):
+        self.global_config = quantization_config
+        return self
+
+    def annotate(self, model):
+        for node in model.graph.nodes:
+            if node.target is torch.ops.aten.linear.default:
+                pt2bfp._annotate_input_qspec_map(node, node.args[0], pt2bfp.get_input_act_qspec(self.global_config))
+                pt2bfp._annotate_output_qspec(node.args[1], pt2bfp.get_weight_qspec(self.global_config))
+                pt2bfp._annotate_output_qspec(node.args[2], pt2bfp.get_bias_qspec(self.global_config))
+                pt2bfp._annotate_output_qspec(node, pt2bfp.get_output_act_qspec(self.global_config))
+        return model
+
+    def validate(self, model):
+        pass
+
+
+def test_a_program_of_pt2_bfp():
+    default = pt2bfp.Format.from_shorthand("BFP[8|8]{64}(SN)")
+    act = pt2bfp.BFPQuantizationSpec(
+        dtype=default,
+        qscheme=torch.per_tensor_symmetric,
+        is_dynamic=False,
+        observer_or_fake_quant_ctr=pt2bfp.HistogramObserver.with_args(eps=2**-12),
+    )
+    weight = pt2bfp.BFPQuantizationSpec(
+        dtype="BFP[16|8]{64}(SN)", ch_axis=0, observer_or_fake_quant_ctr=pt2bfp.MinMaxObserver.with_args(eps=2**-12)
+    )
+    quantizer = BackendQuantizer().set_global(pt2bfp.BFPQuantizationConfig(act, None, weight, None))
+    model = pt2bfp.prepare_pt2e(exported(), quantizer)
+    linear = M().linear
+    linear.load_state_dict({k.removeprefix("linear."): v for k, v in exported().state_dict().items()})
+    assert torch.equal(model(X), linear(X))
+    assert sorted(type(m).__name__ for m in model.modules() if isinstance(m, pt2mx.MXObserver)) == [
+        "MXHistogramObserver",
+        "MXMinMaxObserver",
+    ]
+    converted = pt2bfp.convert_pt2e(model)
+    want = nn.functional.linear(fake_quantize_mx(X, default), fake_quantize_mx(linear.weight, "int16", 64), linear.bias)
+    pt2bfp.check_diff(converted(X), want)
+    assert converted.linear.weight_data.shape == (8, 128)  # two bytes a code
+
+
+def test_nothing_is_annotated_where_a_config_names_no_spec():
+    empty = pt2bfp.BFPQuantizationConfig(None, None, spec(8), None)
+    functions = (
+        pt2bfp.get_input_act_qspec,
+        pt2bfp.get_output_act_qspec,
+        pt2bfp.get_weight_qspec,
+        pt2bfp.get_bias_qspec,
+    )
+    assert [function(None) for function in functions] == [None] * 4
+    assert [function(empty) is None for function in functions] == [True, True, False, True]
+
+
+def test_a_qconfig_of_weights_alone():
+    weight = pt2bfp.QConfig(activation=nn.Identity, weight=pt2bfp.MinMaxObserver)
+    assert (weight.activation, weight.weight) == (None, BFP16)
+    assert weight.module_of("weight") is pt2bfp.MinMaxObserver
+
+
+def test_training_asks_for_fake_quantization():
+    assert pt2bfp.get_weight_qspec(config(is_qat=True)).observer_or_fake_quant_ctr is pt2mx.MXFakeQuantize
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: pt2bfp.BFPQuantizationConfig("BFP16", None, None, None), "activation: expected a BFPQuantizationSpec"),
+        (lambda: pt2bfp.BFPQuantizationSpec("BFP[17|8]{64}"), "int16"),
+        (lambda: pt2bfp.get_weight_qspec("BFP16"), "expected an MXQuantizationConfig or None, not 'BFP16'"),
+        (lambda: pt2bfp.QConfig(activation=nn.Linear, weight=pt2bfp.MinMaxObserver), "must be MXObserver"),
+    ],
+)
+def test_bad_arguments(call, message):
+    with pytest.raises(MXError, match=message):
+        call()
