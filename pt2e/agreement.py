@@ -11,16 +11,24 @@ from pt2mx.statistics import sqnr_db
 
 def agreement(pairs: Iterable[tuple[object, object]]) -> tuple[float, float]:
     """SQNR in dB of outputs against those of a reference over all pairs (outputs, those of the reference), trees of
-    tensors, and the cosine between them. Tensors that are not floating are left out."""
+    tensors, and the cosine between them. Left out are tensors that are not floating, and values that are NaN or Inf in
+    the reference (a masked score); NaN where that leaves nothing."""
     signal = noise = product = energy = 0.0
+    values = compared = 0
     for outputs, references in pairs:
         for got, want in zip(_floats(outputs), _floats(references), strict=True):
+            finite = want.isfinite()
+            values, compared = values + want.numel(), compared + int(finite.sum())
+            got, want = got[finite], want[finite]
             signal += want.square().sum().item()
             noise += (got - want).square().sum().item()
             product += (got * want).sum().item()
             energy += got.square().sum().item()
+    if values and not compared:
+        return math.nan, math.nan
     scale = math.sqrt(signal * energy)
-    return sqnr_db(signal, noise), product / scale if scale else float(signal == energy)
+    cosine = product / scale if scale else float(signal == energy)
+    return sqnr_db(signal, math.inf if math.isnan(noise) else noise), cosine
 
 
 def _floats(tree: object) -> list[Tensor]:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import operator
+import warnings
 
+import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
-from pt2mx.fx.copy import copy_sharing_tensors
+from pt2mx.fx.arguments import write_out_arguments
+from pt2mx.fx.copy import copy_sharing_tensors, own_tensors
 from pt2mx.fx.fold_weights import fold_all_weights
 from pt2mx.fx.fuse_batch_norm import fold_biases
 from pt2mx.fx.modes import modules_to_evaluation
-from pt2mx.fx.own_tensors import own_tensors
 from pt2mx.fx.subgraphs import calls, graph_modules
 from pt2mx.pt2e import machinery
+from pt2mx.pt2e.finite import listed, nonfinite_weights
+from pt2mx.pt2e.observer import MXObserver
+from pt2mx.pt2e.prepare import INITIAL_KEY
 
 
 def convert_pt2e(model: GraphModule, fold_quantize: bool = True) -> GraphModule:
@@ -27,7 +32,9 @@ def convert_pt2e(model: GraphModule, fold_quantize: bool = True) -> GraphModule:
 
     Returns:
         The converted model. In eager mode its output equals that of `model` with fake quantization on, to the bit. It
-        can be exported, saved, compiled and moved; it cannot be trained (its parameters require no gradient).
+        can be exported, saved, compiled and moved; it cannot be trained (its parameters require no gradient). Buffers
+        that calibration wrote (a cache) hold what they held when the model was prepared. A warning names weights that
+        hold a NaN or an Inf.
 
     Raises:
         MXError: where `model` was not prepared, or was cast to another dtype since.
@@ -42,6 +49,10 @@ def convert_pt2e(model: GraphModule, fold_quantize: bool = True) -> GraphModule:
     _check_dtypes(model)
     meta = dict(model.meta)
     model = copy_sharing_tensors(model)
+    _reset_buffers(model, meta.pop(INITIAL_KEY, {}))
+    for module in model.modules():
+        if isinstance(module, MXObserver):
+            module.folds_weights = False  # but all together, below
     try:
         converted = _convert_graphs(model, {})
     finally:
@@ -51,7 +62,11 @@ def convert_pt2e(model: GraphModule, fold_quantize: bool = True) -> GraphModule:
         machinery.forget_prepared(graph)
     if fold_quantize:
         fold_all_weights(converted)
+    for graph in graph_modules(converted):
+        write_out_arguments(graph)
     own_tensors(converted, Tensor.clone)  # training the prepared model further must not change it
+    if names := nonfinite_weights(converted):
+        warnings.warn(f"NaN or Inf in {listed(names)}: blocks that hold such become NaN as a whole", stacklevel=2)
     return converted
 
 
@@ -64,6 +79,14 @@ def _check_dtypes(model: GraphModule) -> None:
                 f"{node.target} is {tensor.dtype} and was exported in {exported.dtype}: cast the float model, then "
                 "export and prepare it again"
             )
+
+
+def _reset_buffers(model: GraphModule, initial: dict[str, Tensor]) -> None:
+    """Give the buffers that calibration wrote, a cache for example, what they held when the model was prepared."""
+    held = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    with torch.no_grad():
+        for name, value in initial.items():
+            held[name].copy_(value)
 
 
 def _convert_graphs(model: GraphModule, done: dict[GraphModule, GraphModule]) -> GraphModule:

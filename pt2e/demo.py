@@ -12,10 +12,11 @@ from torch.nn.functional import cosine_similarity
 from tqdm import tqdm
 
 from pt2mx.pt2e.convert import convert_pt2e
-from pt2mx.pt2e.models import load_minilm, sentences
+from pt2mx.pt2e.models import load_minilm
 from pt2mx.pt2e.prepare import prepare_pt2e
 from pt2mx.pt2e.quantizer import MXQuantizer
 from pt2mx.pt2e.report import QuantizationReport, quantization_report
+from pt2mx.pt2e.sentences import sentences
 
 RECIPES = ("mxfp8", "mxfp6_weights_mxfp8_activations", "mxfp4_weight_only")
 

@@ -4,8 +4,11 @@ torchao inserts and removes the observers; what it does to operators that it doe
 callers. Its import announces CUDA extensions that a CPU machine lacks; that is kept off the user's screen.
 """
 
+from dataclasses import replace
+
 from torch._C._functorch import is_batchedtensor
 from torch._functorch import predispatch
+from torch._ops import OpOverloadPacket
 from torch._subclasses.fake_tensor import is_fake
 from torch.fx import GraphModule
 from torch.fx.node import has_side_effect
@@ -22,10 +25,14 @@ with without_log_warnings():
     from torchao.quantization.pt2e.quantize_pt2e import _quant_node_constraint
     from torchao.quantization.pt2e.quantizer import (
         DuplicateDQPass,
+        OperatorConfig,
         PortNodeMetaForQDQ,
         QuantizationAnnotation,
         QuantizationSpec,
         Quantizer,
+        SharedQuantizationSpec,
+        annotate_input_qspec_map,
+        annotate_output_qspec,
     )
     from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
     from torchao.quantization.pt2e.utils import _fuse_conv_bn_, _fuse_linear_bn_, _get_node_name_to_scope
@@ -34,10 +41,14 @@ __all__ = [
     "Q_ANNOTATION_KEY",
     "FakeQuantizeBase",
     "ObserverBase",
+    "OperatorConfig",
     "QuantizationAnnotation",
     "QuantizationSpec",
     "Quantizer",
+    "SharedQuantizationSpec",
     "annotate",
+    "annotate_input_qspec_map",
+    "annotate_output_qspec",
     "convert_modules",
     "fold_batch_norms",
     "forget_models",
@@ -79,11 +90,33 @@ def insert_observers(model: GraphModule, quantizer: Quantizer) -> GraphModule:
 
 def convert_modules(model: GraphModule) -> GraphModule:
     """Replace the modules of a prepared graph by operators."""
+    _annotate_own_nodes(model)
     model = _convert_to_reference_decomposed_fx(model)
     if _holds_other_operators(model):
         for quantization_pass in (DuplicateDQPass(), PortNodeMetaForQDQ()):
             model = PassManager([quantization_pass])(model).graph_module
+        _call_overloads(model)
     return model
+
+
+def _annotate_own_nodes(model: GraphModule) -> None:
+    """Let the annotations of a graph, which name nodes of the one that it was copied from, name its own; a copy keeps
+    the nodes' names. torchao's passes look for the operators around them."""
+    own = {node.name: node for node in model.graph.nodes}
+    for node in model.graph.nodes:
+        annotation = node.meta.get(Q_ANNOTATION_KEY)
+        if annotation is not None:
+            specs = {own.get(read.name, read): spec for read, spec in annotation.input_qspec_map.items()}
+            node.meta[Q_ANNOTATION_KEY] = replace(annotation, input_qspec_map=specs)
+
+
+def _call_overloads(model: GraphModule) -> None:
+    """Let calls of operators by their name alone, as torchao's affine observers leave them, be of their one overload:
+    only that has a schema."""
+    for node in model.graph.nodes:
+        if isinstance(node.target, OpOverloadPacket) and len(node.target.overloads()) == 1:
+            node.target = getattr(node.target, *node.target.overloads())
+    model.recompile()
 
 
 def _holds_other_operators(model: GraphModule) -> bool:

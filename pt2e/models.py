@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from pt2mx.errors import MXError, nearest
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.batches import conform
+from pt2mx.pt2e.hugging_face import from_pretrained, load_checkpoint
+from pt2mx.pt2e.sentences import sentences
+from pt2mx.pt2e.signature import Signature
+from pt2mx.pt2e.stated_shapes import stated_signature
 
 #: positional or keyword arguments of one call
 Batch = tuple | dict
@@ -36,23 +39,25 @@ class LoadedModel:
     def export(self) -> torch.export.ExportedProgram:
         return export(self.module, self.example, self.dynamic_shapes)
 
-    def conform(self, batch: object) -> Batch:
-        """`batch` in the form of `example`: an exported program takes its inputs only as they were exported."""
-        keyword = isinstance(self.example, dict)
-        names = list(self.example) if keyword else list(inspect.signature(self.module.forward).parameters)
-        names = names[: len(self.example)]
-        if isinstance(batch, Tensor):
-            batch = (batch,)
-        given = list(batch) if isinstance(batch, dict) else names[: len(batch)]
-        if set(given) != set(names) or len(batch) != len(names):
-            raise MXError(f"a batch must hold the inputs {names}, this one holds {_describe(batch)}")
-        by_name = batch if isinstance(batch, dict) else dict(zip(names, batch, strict=True))
-        return {n: by_name[n] for n in names} if keyword else tuple(by_name[n] for n in names)
+    @property
+    def signature(self) -> Signature:
+        """How the export will want to be called."""
+        args, kwargs = _arguments(self.example)
+        return stated_signature(self.module.forward, args, kwargs, self.dynamic_shapes)
+
+    def conform(self, batch: object, source: object, note: Callable[[str], None]) -> Batch:
+        """`batch` in the form of `example`: an exported program takes its inputs only as they were exported.
+
+        Raises:
+            MXError: as `pt2mx.pt2e.batches.conform`.
+        """
+        args, kwargs = conform(batch, self.signature, source, note)
+        return kwargs if isinstance(self.example, dict) else args
 
 
 def export(module: nn.Module, batch: Batch, dynamic_shapes: object = None) -> torch.export.ExportedProgram:
     """`torch.export.export` of a module called with a batch."""
-    args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
+    args, kwargs = _arguments(batch)
     with torch.no_grad():
         return torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes)
 
@@ -62,8 +67,8 @@ def call(module: nn.Module, batch: Batch) -> object:
     return module(**batch) if isinstance(batch, dict) else module(*batch)
 
 
-def _describe(batch: Batch) -> object:
-    return sorted(batch) if isinstance(batch, dict) else f"{len(batch)} values"
+def _arguments(batch: Batch) -> tuple[tuple, dict]:
+    return ((), batch) if isinstance(batch, dict) else (batch, {})
 
 
 def load_model(source: str) -> LoadedModel:
@@ -84,13 +89,6 @@ def load_model(source: str) -> LoadedModel:
         f"unknown model {source!r}: {nearest(kind, [*_LOADERS, 'torchvision:NAME', 'hf:DIRECTORY_OR_NAME'])}"
         ", or module.py:factory"
     )
-
-
-def sentences() -> list[str]:
-    """Questions, then as many answers, in the same order."""
-    lines = Path(__file__).with_name("sentences.txt").read_text().splitlines()
-    pairs = [line.split(" | ") for line in lines]
-    return [question for question, _ in pairs] + [answer for _, answer in pairs]
 
 
 class SentenceEncoder(nn.Module):
@@ -123,7 +121,7 @@ def load_minilm() -> tuple[SentenceEncoder, Callable[[list[str]], tuple[Tensor, 
         tokens = tokenizer(texts, padding=True, truncation=True, max_length=512, return_tensors="pt")
         return tokens["input_ids"], tokens["attention_mask"]
 
-    return SentenceEncoder(_from_pretrained(transformers.AutoModel, folder)).eval(), tokenize
+    return SentenceEncoder(from_pretrained(transformers.AutoModel, folder)).eval(), tokenize
 
 
 def _minilm(name: str) -> LoadedModel:
@@ -145,56 +143,9 @@ def _torchvision(name: str) -> LoadedModel:
 
 
 def _hugging_face(name: str) -> LoadedModel:
-    transformers = import_extra("transformers", "hf")
-    try:
-        config = transformers.AutoConfig.from_pretrained(name)
-        architecture = (config.architectures or ["AutoModel"])[0]
-        module = _from_pretrained(getattr(transformers, architecture, transformers.AutoModel), name)
-    except Exception as error:  # of any of the libraries that read a checkpoint
-        raise MXError(
-            f"{name!r} is no Hugging Face checkpoint that can be loaded (a local folder works offline): {error}"
-        ) from None
-    module.register_forward_hook(lambda module, inputs, output: output.to_tuple())  # loads without transformers
-    if hasattr(module.config, "use_cache"):
-        module.config.use_cache = False  # a cache is no tensor, and export takes tensors
-    batches = _hugging_face_batches(transformers, module.eval(), name)
+    module, batches = load_checkpoint(name)
     automatic = {key: dict.fromkeys(range(value.dim()), torch.export.Dim.AUTO) for key, value in batches[0].items()}
     return LoadedModel(module, batches[0], automatic, batches)
-
-
-def _hugging_face_batches(transformers: object, module: nn.Module, name: str) -> list[dict]:
-    config, inputs = module.config, module.main_input_name
-    torch.manual_seed(0)
-    if inputs == "pixel_values":
-        size = getattr(config, "image_size", 224)
-        size = size if isinstance(size, (tuple, list)) else (size, size)
-        return [{inputs: torch.randn(2, getattr(config, "num_channels", 3), *size).to(module.dtype)} for _ in range(2)]
-    if inputs != "input_ids":
-        raise MXError(f"{name}: no built-in inputs for {inputs!r}: load the model by module.py:factory instead")
-    tokens = _tokens(transformers, name)
-    if tokens is None or tokens["input_ids"].unique().numel() < 8 or tokens["input_ids"].max() >= config.vocab_size:
-        # no tokenizer, or one without a vocabulary: ids of no meaning
-        tokens = {"input_ids": torch.randint(config.vocab_size, (2, 33))}
-        tokens["attention_mask"] = torch.ones_like(tokens["input_ids"])
-    batch = {key: tokens[key] for key in ("input_ids", "attention_mask")}
-    if config.is_encoder_decoder:
-        batch["decoder_input_ids"] = batch["input_ids"].clone()
-    return [batch]
-
-
-def _tokens(transformers: object, name: str) -> dict | None:
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        return tokenizer(sentences()[:8], padding=True, return_tensors="pt")
-    except Exception:  # tokenizers fail in as many ways as there are of them
-        return None
-
-
-def _from_pretrained(architecture: object, name: object) -> nn.Module:
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    return architecture.from_pretrained(name).eval()
 
 
 _LOADERS = {"minilm": _minilm, "torchvision": _torchvision, "hf": _hugging_face}
@@ -218,31 +169,3 @@ def _from_factory(path: str, factory: str) -> LoadedModel:
         example if isinstance(example, dict) else tuple(example) if isinstance(example, list | tuple) else (example,)
     )
     return LoadedModel(model.eval(), example, dynamic_shapes[0] if dynamic_shapes else None, [example])
-
-
-def load_batches(folder: object) -> list[object]:
-    """The calibration batches in a folder, in the order of their names.
-
-    `.pt` holds a tensor, a tuple or a dict of tensors; `.npz` arrays by the names of the inputs, or unnamed in order.
-
-    Raises:
-        MXError: where there is no such folder or no batch in it.
-    """
-    folder = Path(folder)
-    files = sorted(f for f in folder.glob("*") if f.suffix in (".pt", ".npz")) if folder.is_dir() else []
-    if not files:
-        raise MXError(f"no calibration batches: {str(folder)!r} must be a folder that holds .pt or .npz files")
-    return [load_batch(file) for file in files]
-
-
-def load_batch(file: Path) -> object:
-    """The batch in a file, as `load_batches` reads it; `MXError` where it holds none."""
-    try:
-        if file.suffix == ".pt":
-            return torch.load(file, weights_only=True)
-        with np.load(file) as arrays:
-            tensors = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
-    except Exception as error:
-        raise MXError(f"{file} is no batch: {error}") from None
-    unnamed = all(name.startswith("arr_") for name in tensors)
-    return tuple(tensors.values()) if unnamed else tensors

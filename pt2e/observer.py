@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import fields
 
 import torch
@@ -10,6 +11,9 @@ from torch.fx import GraphModule, Node
 
 from pt2mx.errors import MXError
 from pt2mx.functional import fake_quantize_mx
+from pt2mx.fx.constants import constant_nodes
+from pt2mx.fx.fold_weights import compute_codes
+from pt2mx.fx.fuse_batch_norm import ScaledWeight
 from pt2mx.fx.quantize_dequantize import insert_quantize_dequantize
 from pt2mx.pt2e.collector import StatisticsCollector
 from pt2mx.pt2e.machinery import FakeQuantizeBase, ObserverBase, QuantizationSpec, is_prepared
@@ -38,6 +42,9 @@ class MXObserver(StatisticsCollector, ObserverBase):
         MXError: for another argument.
     """
 
+    #: whether the last of a graph's observers that is converted folds the weights, as torchao's own `convert_pt2e`
+    #: leaves those of other libraries
+    folds_weights = True
     _FLAGS = ("fake_quant_enabled", "observer_enabled")
 
     def __init__(self, qscheme: tuple, *, fake_quant: bool = False, observe: bool = True, **annotation: object) -> None:
@@ -86,11 +93,20 @@ class MXObserver(StatisticsCollector, ObserverBase):
     def convert(self, model: GraphModule, node: Node) -> None:
         """torchao's hook: replace the call of this module by a quantize/dequantize pair."""
         x = node.args[0]
-        x.meta["val"] = node.meta.get("val", x.meta["val"])
+        x.meta["val"] = observed_value(node)
         dequantize = insert_quantize_dequantize(x, self.spec, next(iter(node.users), None))
         dequantize.meta.update(self.statistics_meta())
         node.replace_all_uses_with(dequantize)
         model.graph.erase_node(node)
+        modules = [model.get_submodule(n.target) for n in model.graph.find_nodes(op="call_module")]
+        if self.folds_weights and not any(isinstance(module, MXObserver) for module in modules):
+            compute_codes(model, constant_nodes(model.graph))
+            if any(isinstance(module, ScaledWeight) for module in modules):
+                warnings.warn(
+                    "torchao's convert_pt2e folds no batch norm of a model that pt2mx prepared for training, and "
+                    "leaves the weights before them in float: convert with pt2mx.convert_pt2e",
+                    stacklevel=2,
+                )
 
     # The flags go into the state_dict under the names and dtype that torchao's FakeQuantize gives them.
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
@@ -114,6 +130,14 @@ class MXFakeQuantize(MXObserver, FakeQuantizeBase):
 
     def __init__(self, qscheme: tuple, *, fake_quant: bool = True, observe: bool = False, **annotation: object) -> None:
         super().__init__(qscheme, fake_quant=fake_quant, observe=observe)
+
+
+def observed_value(node: Node) -> object:
+    """The fake tensor that an observer sees: that of the first node before it that has one, since torchao gives none to
+    its observers and to what takes their place."""
+    while node.meta.get("val") is None and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node.meta.get("val")
 
 
 def _observers(model: nn.Module) -> list[MXObserver]:

@@ -55,7 +55,7 @@ _LINEAR = (
     Operand("weight", 1, "weight", -1),
     Operand("bias", 2, "bias", -1),
 )
-# query and key are reduced along the head dimension, value along the key length
+# what each product reduces; `pt2mx.pt2e.attention` has the blocks of `value` along the head dimension
 _ATTENTION = (
     Operand("query", 0, "activation", -1),
     Operand("key", 1, "activation", -1),

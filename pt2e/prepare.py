@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from pt2mx import ops
 from pt2mx.errors import MXError
-from pt2mx.fx.batch_norm import keep_shared_batch_norms
+from pt2mx.fx.batch_norm import keep_batch_norms
 from pt2mx.fx.constants import constant_nodes
-from pt2mx.fx.copy import copy_sharing_tensors
+from pt2mx.fx.copy import copy_sharing_tensors, held_in_written_memory
 from pt2mx.fx.fuse_batch_norm import fuse_batch_norms
 from pt2mx.fx.modes import modes_to_modules
+from pt2mx.fx.portable import holds_observers, is_portable
 from pt2mx.fx.subgraphs import calls, graph_modules, mark_constants
 from pt2mx.pt2e import machinery
-from pt2mx.pt2e.observer import MXFakeQuantize, MXObserver
+from pt2mx.pt2e.observer import MXFakeQuantize, MXObserver, observed_value
 from pt2mx.pt2e.qspec import mx_qscheme
+
+#: meta key of a model prepared for calibration: what the buffers that it writes held when it was prepared
+INITIAL_KEY = "mx_initial_buffers"
 
 
 class PreparedModule(GraphModule):
@@ -71,7 +75,7 @@ def _prepare(model: GraphModule, quantizer: machinery.Quantizer, for_training: b
     for graph in graph_modules(model):
         graph.graph.eliminate_dead_code()
     if not for_training:
-        keep_shared_batch_norms(model)
+        keep_batch_norms(model)
         machinery.fold_batch_norms(model)
     mark_constants(model)
     try:
@@ -87,7 +91,16 @@ def _prepare(model: GraphModule, quantizer: machinery.Quantizer, for_training: b
             fuse_batch_norms(graph, MXFakeQuantize)
     prepared = PreparedModule(model, model.graph)
     prepared.meta.update({**model.meta, **meta})
+    if not for_training:
+        prepared.meta[INITIAL_KEY] = {name: _kept(t) for name, t in held_in_written_memory(model).items()}
     return prepared.train(training and for_training)
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    """A copy of a tensor, one value for all where they are equal: most caches are zeros, and large."""
+    first = tensor.flatten()[:1].clone()
+    uniform = tensor.numel() > 1 and bool((tensor == first).all())
+    return first.expand(tensor.numel()).view(tensor.shape) if uniform else tensor.clone()
 
 
 def _insert_observers(
@@ -109,7 +122,7 @@ def _settle_observers(graph: GraphModule) -> None:
     for node in graph.graph.find_nodes(op="call_module"):
         observer = graph.get_submodule(node.target)
         if isinstance(observer, MXObserver):
-            value = node.meta["val"] = node.args[0].meta.get("val")
+            value = node.meta["val"] = observed_value(node)
             observer.observe_once = node.args[0] in constants
             if value is not None:
                 observer.to(value.device)
@@ -127,6 +140,10 @@ def _check_exported(model: object) -> None:
         )
     if any(node.target is ops.dequantize_mx for node in model.graph.nodes):
         raise MXError("the model is converted already: prepare the exported float model instead")
+    if is_portable(model):
+        raise MXError("the model is that of a portable program, which is converted already: prepare the float model")
+    if holds_observers(model.state_dict()):
+        raise MXError("the model is an export of a prepared one: prepare the exported float model instead")
     devices = sorted({str(t.device) for t in [*model.parameters(), *model.buffers()]})
     if len(devices) > 1:
         raise MXError(

@@ -10,8 +10,9 @@
       2: {weight: mxint8}
 
 A config maps roles to specs; `null` leaves in high precision. A spec is a spelling that `pt2mx.parse` takes, or a
-mapping of `MXSpec` fields (`{element: fp4_e2m1, block_size: 16}`). `operands` maps names of operands to specs, and
-`ste` says what becomes of gradients. `first` and `last` map counts of operators to configs.
+mapping of `MXSpec` fields (`{element: fp4_e2m1, block_size: 16}`). `operands` maps names of operands to specs, `ste`
+says what becomes of gradients, `value_blocks` where the blocks of an attention's values run. `first` and `last` map
+counts of operators to configs; `module_name_object_type_order` is a list of [module, type, index, config].
 """
 
 from __future__ import annotations
@@ -25,15 +26,24 @@ from pt2mx.errors import MXError, nearest
 from pt2mx.pt2e.config import ROLES, MXQuantizationConfig
 from pt2mx.pt2e.operators import OPERAND_NAMES
 from pt2mx.pt2e.output import write_text
+from pt2mx.pt2e.yaml_text import read_yaml
 from pt2mx.spec import MXSpec, parse
 
 #: kinds of settings whose keys are counts of operators
 ENDS = ("first", "last")
-#: kinds of settings: the suffixes of `MXQuantizer`'s setters; all but the global one hold a mapping from key to config
-KINDS = ("global", *ENDS, "module_name", "module_name_regex", "module_type", "operator_type")
+#: the kind of settings whose keys are (module, type, index)
+ORDER = "module_name_object_type_order"
+#: kinds of settings: the suffixes of `MXQuantizer`'s setters; all but the global one hold a mapping from key to config,
+#: or a list where the key has parts
+KINDS = ("global", *ENDS, ORDER, "module_name", "module_name_regex", "module_type", "operator_type")
+#: characters of an error, which may hold a value of the file
+_LONGEST = 1000
 _SPEC_FIELDS = ("element", "block_size", "scale_mode", "rounding")
 
-Setting = tuple[str, str | int | None, MXQuantizationConfig | None]
+#: fields of a config that are words
+_WORDS = ("ste", "value_blocks")
+
+Setting = tuple[str, str | int | tuple[str, str, int] | None, MXQuantizationConfig | None]
 
 
 def names() -> list[str]:
@@ -50,15 +60,21 @@ def read(path_or_name: object) -> list[Setting]:
     """
     source = str(path_or_name)
     try:
-        if source in names():
-            text = resources.files("pt2mx.configs").joinpath(f"{source}.yaml").read_text()
-        elif Path(source).is_file():
-            text = Path(source).read_text()
-        else:
-            raise MXError(f"no recipe {source!r}: not a file, and of the shipped ones {nearest(source, names())}")
-        return _settings(yaml.safe_load(text))
-    except (MXError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise MXError(f"recipe {source}: {error}") from None
+        return _settings(read_yaml(_content(source)))
+    except MXError as error:
+        text = str(error)
+        raise MXError(f"recipe {source}: {text if len(text) <= _LONGEST else text[:_LONGEST] + ' ...'}") from None
+
+
+def _content(source: str) -> bytes:
+    if source in names():
+        return resources.files("pt2mx.configs").joinpath(f"{source}.yaml").read_bytes()
+    try:
+        if Path(source).is_file():
+            return Path(source).read_bytes()
+    except OSError as error:  # no permission, or a name that is too long
+        raise MXError(f"cannot read {source!r}: {error.strerror}") from None
+    raise MXError(f"no recipe {source!r}: not a file, and of the shipped ones {nearest(source, names())}")
 
 
 def write(settings: list[Setting], path: object = None) -> str:
@@ -69,6 +85,8 @@ def write(settings: list[Setting], path: object = None) -> str:
     for kind, key, config in settings:
         if key is None:
             recipe[kind] = _plain(config)
+        elif kind == ORDER:
+            recipe.setdefault(kind, []).append([*key, _plain(config)])
         else:
             recipe.setdefault(kind, {})[key] = _plain(config)
     return write_text(yaml.safe_dump(recipe, sort_keys=False), path)
@@ -83,6 +101,9 @@ def _settings(recipe: object) -> list[Setting]:
         if kind == "global":
             settings.append((kind, None, _config(kind, recipe[kind])))
             continue
+        if kind == ORDER:
+            settings += _ordered(recipe[kind])
+            continue
         if not isinstance(recipe[kind], dict):
             keys = "counts" if kind in ENDS else "names"
             raise MXError(f"{kind} must map {keys} to configs, not be {recipe[kind]!r}")
@@ -93,16 +114,22 @@ def _settings(recipe: object) -> list[Setting]:
     return settings
 
 
+def _ordered(entries: object) -> list[Setting]:
+    if not isinstance(entries, list) or not all(isinstance(entry, list) and len(entry) == 4 for entry in entries):
+        raise MXError(f"{ORDER} must be a list of [module, type, index, config], not {entries!r}")
+    return [(ORDER, tuple(key), _config(f"{ORDER} {key}", config)) for *key, config in entries]
+
+
 def _config(where: str, value: object) -> MXQuantizationConfig | None:
     if value is None:
         return None
-    _check_mapping(where, value, (*ROLES, "operands", "ste"))
+    _check_mapping(where, value, (*ROLES, "operands", *_WORDS))
     fields = {role: _spec(f"{where}: {role}", spec) for role, spec in value.items() if role in ROLES}
     if "operands" in value:
         _check_mapping(f"{where}: operands", value["operands"], OPERAND_NAMES)
         fields["operands"] = {n: _spec(f"{where}: operand {n!r}", spec) for n, spec in value["operands"].items()}
     try:
-        return MXQuantizationConfig(**fields, ste=value.get("ste", "identity"))
+        return MXQuantizationConfig(**fields, **{word: value[word] for word in _WORDS if word in value})
     except MXError as error:
         raise MXError(f"{where}: {error}") from None
 
@@ -126,13 +153,7 @@ def _spec(where: str, value: object) -> MXSpec | None:
 def _plain(config: MXQuantizationConfig | None) -> dict | None:
     if config is None:
         return None
-    specs = {role: getattr(config, role) for role in ROLES}
-    plain: dict[str, object] = {role: str(spec) for role, spec in specs.items() if spec is not None}
-    if config.operands:
-        plain["operands"] = {name: None if spec is None else str(spec) for name, spec in config.operands}
-    if config.ste != "identity":
-        plain["ste"] = config.ste
-    return plain
+    return {name: value for name, value in config.to_dict().items() if name not in ("observer", "is_qat")}
 
 
 def _check_mapping(where: str, value: object, allowed: tuple[str, ...]) -> None:

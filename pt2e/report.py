@@ -54,7 +54,7 @@ class QuantizationReport:
         if candidates:
             return text_table(_candidate_rows(self.operators), left=4)
         header = ("module", "operator", "activation", "weight", "SQNR a", "SQNR w", "bytes", "after", "")
-        rows = [header, *map(_row, self.operators)]
+        rows = [header, *(_row(operator, self._observed) for operator in self.operators)]
         *columns, notes = zip(*rows, strict=True)
         lines = text_table(list(zip(*columns, strict=True)), left=4).splitlines()
         width = max(map(len, lines))
@@ -64,10 +64,16 @@ class QuantizationReport:
     @property
     def summary(self) -> str:
         """The totals in a line."""
+        quantized = sum(o.quantized for o in self.operators)
+        no_sqnr = "; no SQNR: it holds no statistics of a calibration" if quantized and not self._observed else ""
         return (
-            f"{sum(o.quantized for o in self.operators)} of {len(self.operators)} operators quantized; parameters "
-            f"{self.bytes_before:,} bytes -> {self.bytes_after:,} ({self.effective_bits:.2f} bits a value)"
+            f"{quantized} of {len(self.operators)} operators quantized; parameters "
+            f"{self.bytes_before:,} bytes -> {self.bytes_after:,} ({self.effective_bits:.2f} bits a value){no_sqnr}"
         )
+
+    @property
+    def _observed(self) -> bool:
+        return any(operand.statistics for operator in self.operators for operand in operator.operands)
 
     def to_json(self, path: object = None) -> str:
         """The report as JSON, also written to `path` if one is given; null stands for a ratio that is not finite.
@@ -113,7 +119,8 @@ def quantization_report(model: GraphModule) -> QuantizationReport:
     return QuantizationReport(operators, values, held - after + before, held)
 
 
-def _row(operator: OperatorReport) -> tuple[str, ...]:
+def _row(operator: OperatorReport, observed: bool) -> tuple[str, ...]:
+    """The cells of an operator; `observed`: whether there are statistics of any."""
     by_role = {role: [o for o in operator.operands if o.role == role] for role in ("activation", "weight")}
     specs = {r: "/".join(dict.fromkeys(o.spec or "-" for o in found)) for r, found in by_role.items()}
     sqnr = {r: [o.statistics.sqnr for o in found if o.statistics] for r, found in by_role.items()}
@@ -124,8 +131,13 @@ def _row(operator: OperatorReport) -> tuple[str, ...]:
         *(specs[role] for role in by_role),
         *(f"{min(sqnr[role]):.1f}" if sqnr[role] else "" for role in by_role),
         *(f"{n:,}" if n else "" for n in (before, after)),
-        operator.notes,
+        "; ".join(filter(None, [operator.notes, *(_unseen(operator) if observed else ())])),
     )
+
+
+def _unseen(operator: OperatorReport) -> list[str]:
+    roles = dict.fromkeys(o.role for o in operator.operands if o.spec and not o.statistics)
+    return [f"{role}: no SQNR, calibration did not reach it" for role in roles]
 
 
 def _candidate_rows(operators: tuple[OperatorReport, ...]) -> list[tuple[str, ...]]:

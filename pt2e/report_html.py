@@ -66,7 +66,7 @@ def _operand(operand: OperandReport) -> str:
 def _line(role: str, spec: str, seen: QuantizationStatistics | None, before: str = "", after: str = "") -> str:
     cells = [f"<td>{escape(role)}</td><td>{escape(spec)}</td>"]
     if seen is None:
-        cells.append("<td></td>" * 4)
+        cells.append("<td></td>" * 4 if spec == "-" else '<td colspan="4">no statistics of a calibration</td>')
     else:
         cells.append(f'<td class="number">{seen.sqnr:.1f}</td><td>{_bar(seen.sqnr)}</td>')
         cells += [f'<td class="number">{share:.2%}</td>' for share in (seen.saturated, seen.flushed)]

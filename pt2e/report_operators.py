@@ -17,7 +17,7 @@ from pt2mx.fx.module_stack import module_name
 from pt2mx.fx.quantize_dequantize import spec_of_dequantize
 from pt2mx.fx.subgraphs import named_graph_modules, operands_outside
 from pt2mx.kernels.packing import packed_length
-from pt2mx.pt2e.annotate import REASON_KEY
+from pt2mx.pt2e.annotate import REASON_KEY, REMARK_KEY
 from pt2mx.pt2e.contractions import is_contraction, operator_path
 from pt2mx.pt2e.format_observer import CANDIDATES_KEY
 from pt2mx.pt2e.observer import STATISTICS_KEY, MXObserver
@@ -43,13 +43,15 @@ class OperandReport:
 
 @dataclass(frozen=True)
 class OperatorReport:
-    """One operator, and why it or an operand was left in high precision, if so. In a sub-graph its name is a path."""
+    """One operator, why it or an operand was left in high precision, if so, and what to know of the way in which it is
+    quantized. In a sub-graph its name is a path."""
 
     name: str
     module: str
     operator: str
     operands: tuple[OperandReport, ...]
     reason: str | None
+    remark: str | None = None
 
     @property
     def quantized(self) -> bool:
@@ -57,8 +59,8 @@ class OperatorReport:
 
     @property
     def notes(self) -> str:
-        """The reason, and what is odd about the values that were observed."""
-        return "; ".join([*([self.reason] if self.reason else []), *filter(None, map(_oddities, self.operands))])
+        """The reason, the remark, and what is odd about the values that were observed."""
+        return "; ".join(filter(None, [self.reason, self.remark, *map(_oddities, self.operands)]))
 
 
 def operator_reports(model: GraphModule) -> Iterator[OperatorReport]:
@@ -78,6 +80,7 @@ def operator_reports(model: GraphModule) -> Iterator[OperatorReport]:
                     operator=operator_name(called(node)) if node in quantizable else operator_path(called(node)),
                     operands=operands,
                     reason=_reason(node, node in quantizable, path, any(operand.spec for operand in operands)),
+                    remark=node.meta.get(REMARK_KEY),
                 )
 
 

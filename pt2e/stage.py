@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from tqdm import tqdm
 
 from pt2mx.errors import MXError
+from pt2mx.pt2e.error_text import one_line
 
 
 @contextmanager
@@ -17,8 +18,12 @@ def stage(what: str) -> Iterator[None]:
     except MXError:
         raise
     except Exception as error:
-        first = next(iter(str(error).strip().splitlines()), "")
-        raise MXError(f"could not {what}: {type(error).__name__}: {first}") from error
+        raise MXError(f"could not {what}: {one_line(error)}") from error
+
+
+def note(text: str) -> None:
+    """Tell the user what is no result: on stderr, past a progress bar."""
+    tqdm.write(f"pt2mx: {text}", file=sys.stderr)
 
 
 def progress_bar(stages: int) -> tqdm:

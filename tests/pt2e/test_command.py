@@ -1,26 +1,43 @@
-import json
+import signal
 import subprocess
 import sys
 
 import pytest
 import torch
 
+import pt2mx
+from pt2mx.pt2e import output
 from pt2mx.pt2e.command import main
 
 FACTORY = """
+import signal
 import torch
 from torch import nn
 
+class Interrupted(nn.Module):
+    def forward(self, x):
+        signal.raise_signal(signal.SIGINT)
+        return x
+
+class Swallowing(nn.Module):  # as code in C++ does
+    def forward(self, x):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise RuntimeError("unexpected pos 64 vs 0") from None
+
 def make():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 16))
-    return model, (torch.randn(4, 64),), ({0: torch.export.Dim("batch")},)
+    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 16)), (torch.randn(4, 64),)
 
-def broken():
-    1 / 0
+def interrupted():
+    signal.raise_signal(signal.SIGINT)
 
-def unfit():
-    return nn.Linear(4, 4), (torch.randn(2, 5),)
+def in_forward():
+    return Interrupted(), (torch.randn(4, 64),)
+
+def swallowed():
+    return Swallowing(), (torch.randn(4, 64),)
 """
 
 
@@ -28,57 +45,6 @@ def unfit():
 def factory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "net.py").write_text(FACTORY)
-    (tmp_path / "none.yaml").write_text("global: {}")
-    (tmp_path / "short").mkdir()
-    torch.save(torch.randn(4, 63), tmp_path / "short" / "batch.pt")
-    return "net.py:make"
-
-
-def test_quantize_writes_program_and_report_and_prints_the_table(factory, tmp_path, capsys):
-    (tmp_path / "batches").mkdir()
-    for i in range(3):
-        torch.save((torch.randn(8, 64),), tmp_path / "batches" / f"{i}.pt")
-    arguments = ["quantize", "--model", factory, "--recipe", "mxfp6", "--calibration", "batches"]
-    assert main([*arguments, "--output", "q.pt2", "--report", "q.json"]) == 0
-    out, err = capsys.readouterr()
-    lines = out.splitlines()
-    assert lines[0].startswith("module") and lines[1].split()[:3] == ["0", "aten.linear", "mxfp6_e2m3{32}"]
-    assert lines[3].startswith("2 of 2 operators quantized")
-    assert lines[-2].startswith("output against the float model: SQNR ") and "cosine 0.99" in lines[-2]
-    size, read = (tmp_path / "q.pt2").stat().st_size, json.loads((tmp_path / "q.json").read_text())
-    assert lines[-1] == f"q.pt2: {size / 1e6:.1f} MB, {read['effective_bits']:.2f} bits a value"
-    assert err == "", "progress bars are off when stderr is no terminal"
-    program = torch.export.load(tmp_path / "q.pt2").module()
-    assert program(torch.randn(7, 64)).shape == (7, 16)
-    assert read["operators"][0]["operands"][0]["statistics"]["values"] == 3 * 8 * 64
-
-
-def test_compile_compares_with_eager(factory, capsys):
-    torch._dynamo.reset()
-    assert main(["quantize", "--model", factory, "--recipe", "mxfp4_weight_only", "--compile"]) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("compiled against eager")]
-    assert float(line.split("SQNR ")[1].split()[0]) > 100
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (["--model", "net.py:broken"], "could not load the model: ZeroDivisionError"),
-        (["--model", "net.py:unfit"], "could not export the model: RuntimeError"),
-        (["--recipe", "none.yaml"], "selects no operator of the model"),
-        (["--calibration", "short"], "could not run a calibration batch"),
-        (["--output", "."], "cannot write '.'"),
-        (["--model", "minlm"], "unknown model 'minlm': did you mean 'minilm'"),
-        (["--recipe", "mxfp44"], "no recipe 'mxfp44'"),
-        (["--calibration", "nowhere"], "no calibration batches"),
-        (["--output", "nowhere/q.pt2"], "cannot write 'nowhere/q.pt2': it must be a file in a folder that exists"),
-        (["--report", "nowhere/q.json"], "cannot write 'nowhere/q.json'"),
-    ],
-)
-def test_bad_input_is_one_line_and_status_2(change, message, factory, capsys):
-    assert main(["quantize", "--model", factory, "--recipe", "mxfp8", *change]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("pt2mx: error: ") and message in err and err.count("\n") == 1
 
 
 def test_formats_prints_the_table(capsys):
@@ -93,3 +59,43 @@ def test_module_is_the_command(tmp_path):
     result = subprocess.run([sys.executable, "-m", "pt2mx", "formats"], capture_output=True, text=True, cwd=tmp_path)
     assert result.returncode == 0 and result.stdout.startswith("format"), result.stderr
     assert result.stderr == "", "the imports of torchao say nothing to the user"
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["--version"])
+    assert exit.value.code == 0 and capsys.readouterr().out == f"pt2mx {pt2mx.__version__}\n"
+
+
+@pytest.mark.parametrize("name", ["interrupted", "in_forward", "swallowed"])
+def test_an_interrupt_is_one_line_and_status_130(name, factory, capsys):
+    assert main(["quantize", "--model", f"net.py:{name}", "--recipe", "mxfp8"]) == 130
+    assert capsys.readouterr() == ("", "pt2mx: interrupted\n")
+    with pytest.raises(KeyboardInterrupt):  # the handler of before is back
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_while_the_program_is_written_leaves_the_old_one(factory, tmp_path, capsys, monkeypatch):
+    (tmp_path / "q.pt2").write_text("old")
+    write = output._File.write
+
+    def interrupted(self, data):
+        signal.raise_signal(signal.SIGINT)
+        return write(self, data)
+
+    monkeypatch.setattr(output._File, "write", interrupted)
+    assert main(["quantize", "--model", "net.py:make", "--recipe", "mxfp8", "--output", "q.pt2"]) == 130
+    assert capsys.readouterr() == ("", "pt2mx: interrupted\n")
+    assert (tmp_path / "q.pt2").read_text() == "old"
+    assert {path.name for path in tmp_path.iterdir()} <= {"q.pt2", "net.py", "__pycache__"}
+
+
+def test_the_traceback_goes_to_the_cause(factory, capsys, monkeypatch):
+    def fail(*args, **kwargs):
+        raise ValueError("the cause")
+
+    monkeypatch.setattr(torch.export, "export", fail)
+    assert main(["quantize", "--model", "net.py:make", "--recipe", "mxfp8", "--traceback"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "Traceback (most recent call last):" and "ValueError: the cause" in lines
+    assert lines[-1].startswith("pt2mx: error: could not export the model: ValueError: the cause")

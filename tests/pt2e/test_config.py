@@ -1,6 +1,14 @@
 import pytest
 
-from pt2mx import MXError, MXQuantizationConfig, MXSpec, get_default_mx_quantization_config
+from pt2mx import (
+    MXError,
+    MXFakeQuantize,
+    MXFormatObserver,
+    MXObserver,
+    MXQuantizationConfig,
+    MXSpec,
+    get_default_mx_quantization_config,
+)
 
 
 def test_default_is_mxfp8_weights_and_activations():
@@ -39,9 +47,29 @@ def test_ste_is_of_two_kinds():
     assert get_default_mx_quantization_config(ste="clipped") == MXQuantizationConfig("mxfp8", "mxfp8", ste="clipped")
 
 
+def test_observers_are_of_every_role_or_by_role():
+    one = MXQuantizationConfig("mxfp8", observer=MXFormatObserver)
+    assert one.module_of("activation") is one.module_of("weight") is MXFormatObserver
+    some = MXQuantizationConfig("mxfp8", observer={"weight": MXFormatObserver, "activation": MXObserver})
+    assert some.observer == (("activation", MXObserver), ("weight", MXFormatObserver)) and hash(some)
+    assert [some.module_of(r) for r in ("activation", "weight", "bias")] == [MXObserver, MXFormatObserver, MXObserver]
+    assert some == MXQuantizationConfig("mxfp8", observer=some.observer)
+    assert get_default_mx_quantization_config(None, "mxfp8", observer=dict(some.observer)) == some
+    assert MXQuantizationConfig("mxfp8", is_qat=True, observer=some.observer).module_of("weight") is MXFakeQuantize
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (
+            lambda: MXQuantizationConfig(observer={"weigth": MXObserver}),
+            "unknown role 'weigth' of an observer: did you",
+        ),
+        (lambda: MXQuantizationConfig(observer={"weight": 3}), "observer=3 must be MXObserver"),
+        (
+            lambda: MXQuantizationConfig(observer=(1, 2)),
+            r"observer must be one, or map roles to observers, not \(1, 2\)",
+        ),
         (lambda: MXQuantizationConfig(operands={"valeu": "mxfp4"}), "unknown operand 'valeu': did you mean 'value'"),
         (lambda: MXQuantizationConfig(operands={1: "mxfp4"}), "unknown operand 1: .*allowed: input"),
         (lambda: MXQuantizationConfig(operands={"key": "mxpf4"}), "operand 'key': .*did you mean 'mxfp4'"),

@@ -228,7 +228,40 @@ def test_running_a_prepared_model_changes_no_buffer_of_the_callers():
     model(x)
     converted = pt2mx.convert_pt2e(model)
     converted(x)
-    assert (exported.n.item(), model.n.item(), converted.n.item()) == (0, 2, 3)
+    assert (exported.n.item(), model.n.item(), converted.n.item()) == (0, 2, 1), "reset, then called once"
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l = nn.Linear(60, 60)
+
+    def forward(self, x):
+        return x + self.l(x)
+
+
+@pytest.mark.parametrize("element", ["mxfp8", "mxfp6", "mxfp4"])
+def test_the_gradient_of_the_input_passes_straight_through(element, compiler):
+    """Codes carry none: without more, the branches that are quantized would be missing in it."""
+    x = torch.randn(4, 60, requires_grad=True)
+    model = nn.Sequential(Residual(), nn.LayerNorm(60), Residual()).eval()
+    program = torch.export.export(model, (x.detach(),))
+    config = get_default_mx_quantization_config(element, element)
+    prepared = pt2mx.prepare_pt2e(program.module(), MXQuantizer().set_global(config))
+    prepared(x.detach())
+    converted = pt2mx.convert_pt2e(prepared)
+    pt2mx.enable_fake_quant(prepared)
+
+    def gradient(model):
+        (grad,) = torch.autograd.grad(model(x).square().sum(), x)
+        return grad
+
+    want = gradient(prepared)
+    assert torch.equal(gradient(converted), want)
+    assert torch.equal(gradient(torch.export.export(converted, (x.detach(),)).module()), want)
+    assert torch.allclose(gradient(torch.compile(converted)), want, rtol=1e-3, atol=1e-3)
+    assert torch.allclose(gradient(pt2mx.lower_to_inductor(converted)), want, rtol=1e-4, atol=1e-4)
+    assert not converted(x.detach()).requires_grad
 
 
 def test_a_split_weight_is_folded(quantize):
@@ -270,3 +303,12 @@ def test_training_on_does_not_change_what_was_converted():
         for parameter in qat.parameters():
             parameter.add_(1)
     assert torch.equal(converted(x), want)
+
+
+def test_weights_that_hold_a_nan_are_named():
+    model = nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 8)).eval()
+    with torch.no_grad():
+        model[1].weight[2, 3] = torch.inf
+    prepared = pt2mx.prepare_pt2e(torch.export.export(model, (torch.randn(2, 64),)).module(), QUANTIZER)
+    with pytest.warns(UserWarning, match=r"NaN or Inf in 1\.weight: blocks that hold such become NaN as a whole"):
+        pt2mx.convert_pt2e(prepared)

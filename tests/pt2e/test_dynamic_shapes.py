@@ -3,7 +3,8 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from pt2mx.pt2e.dynamic_shapes import dynamic_shapes, input_nodes, ranges
+from pt2mx.pt2e.dynamic_shapes import dynamic_shapes
+from pt2mx.pt2e.extents import input_nodes, ranges
 
 
 class Net(nn.Module):
@@ -25,8 +26,9 @@ def program():
 
 def test_exported_again_a_program_takes_the_same_shapes(program):
     """One dimension in two inputs, a linear function of it, one without a bound; trees, keywords and a constant."""
-    shapes = dynamic_shapes(program)
-    again = torch.export.export(program.module(), *program.example_inputs, dynamic_shapes=shapes)
+    module = program.module()
+    shapes = dynamic_shapes(program, module)
+    again = torch.export.export(module, *program.example_inputs, dynamic_shapes=shapes)
     assert ranges(again) == ranges(program)
     x, a, b, k, flag = (node.meta["val"] for node in input_nodes(again))
     assert flag is True and b.shape == (3,)
@@ -38,16 +40,17 @@ def test_exported_again_a_program_takes_the_same_shapes(program):
 
 
 def test_ranges(program):
-    assert ranges(program) == [[(2, 99), (8, 8)], [(7, 201), (8, 8)], [(3, 3)], [(2, 99), (0, None)]]
+    assert ranges(program) == [[(2, 99), (8, 8)], [(7, 201), (8, 8)], [(3, 3)], [(2, 99), (0, None)], None]
 
 
 def test_static_shapes():
     program = torch.export.export(nn.Linear(4, 2), (torch.randn(3, 4),))
-    assert dynamic_shapes(program) == ({},) and ranges(program) == [[(3, 3), (4, 4)]]
+    assert dynamic_shapes(program, program.module()) == ({},) and ranges(program) == [[(3, 3), (4, 4)]]
 
 
 def test_minilm(minilm):
-    again = torch.export.export(minilm.program.module(), minilm.args, dynamic_shapes=dynamic_shapes(minilm.program))
+    module = minilm.program.module()
+    again = torch.export.export(module, minilm.args, dynamic_shapes=dynamic_shapes(minilm.program, module))
     assert ranges(again) == ranges(minilm.program) and [most for _, most in ranges(again)[0]] == [None, 512]
     tokens, mask = (node.meta["val"] for node in input_nodes(again))
     assert tokens.shape == mask.shape and isinstance(tokens.shape[0], torch.SymInt)

@@ -178,25 +178,25 @@ CASES = {
     ),
     "scaled_dot_product_attention": (
         lambda q, k, v: sdpa(q, k, v, attn_mask=MASK, scale=0.3),
-        lambda q, k, v: sdpa(a(q, -1), a(k, -1), a(v, -2), attn_mask=MASK, scale=0.3),
+        lambda q, k, v: sdpa(a(q, -1), a(k, -1), a(v, -1), attn_mask=MASK, scale=0.3),
         QKV,
         [],
     ),
     "scaled_dot_product_attention of one tensor": (
         lambda x: sdpa(x, x, x, is_causal=True),
-        lambda x: sdpa(a(x, -1), a(x, -1), a(x, -2), is_causal=True),
+        lambda x: sdpa(a(x, -1), a(x, -1), a(x, -1), is_causal=True),
         [(2, 2, 7, 20)],
         [],
     ),
     "scaled_dot_product_attention of a tensor that is also the mask": (
         lambda q, k, v: sdpa(q, k, v, attn_mask=q),
-        lambda q, k, v: sdpa(a(q, -1), a(k, -1), a(v, -2), attn_mask=q),
+        lambda q, k, v: sdpa(a(q, -1), a(k, -1), a(v, -1), attn_mask=q),
         [(1, 2, 20, 20)] * 3,
         [],
     ),
     "_scaled_dot_product_flash_attention_for_cpu": (
         flash,
-        lambda q, k, v: flash(a(q, -1), a(k, -1), a(v, -2)),
+        lambda q, k, v: flash(a(q, -1), a(k, -1), a(v, -1)),
         QKV,
         [],
     ),
@@ -537,7 +537,7 @@ def test_flex_attention(inside, quantize):
     prepared, _, converted = quantize(exported, BOTH, inputs)
     q, k, v = inputs
     with torch.no_grad():
-        assert torch.equal(converted(*inputs), exported.module()(a(q, -1), a(k, -1), a(v, -2)))
+        assert torch.equal(converted(*inputs), exported.module()(a(q, -1), a(k, -1), a(v, -1)))
         assert torch.equal(converted(*inputs), prepared)
 
 

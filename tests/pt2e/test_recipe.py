@@ -111,6 +111,10 @@ def test_a_filter_cannot_be_written():
         ("description: nothing", "it quantizes nothing"),
         ("{", "recipe .*yaml"),
         ("operator_type: {aten.bm: null}", "did you mean 'aten.bmm'"),
+        ("module_name_object_type_order: {a: null}", r"must be a list of \[module, type, index, config\]"),
+        ("module_name_object_type_order: [[a, Linear, null]]", r"must be a list of \[module, type, index, config\]"),
+        ("module_name_object_type_order: [[a, Linear, x, null]]", "index='x' must be an integer of at least 0"),
+        ("module_name_object_type_order: [[a, Linear, 0, mxfp4]]", r"order \['a', 'Linear', 0\] must be a mapping"),
     ],
 )
 def test_bad_recipes_name_the_nearest(text, message, tmp_path):

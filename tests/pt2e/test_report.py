@@ -254,6 +254,35 @@ def test_values_that_are_odd_are_said():
         assert operator.operands[0].statistics.sqnr > 20
 
 
+def test_columns_without_sqnr_say_why():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x):
+            return torch.cond(x.sum() > 0, lambda x: self.one(x), lambda x: self.other(x), (x,))
+
+    x = torch.ones(2, 32)
+    prepared = pt2mx.prepare_pt2e(
+        torch.export.export(Branches().eval(), (x,)).module(), MXQuantizer().set_global(CONFIG)
+    )
+    untouched = quantization_report(pt2mx.convert_pt2e(prepared))
+    assert untouched.summary.endswith("; no SQNR: it holds no statistics of a calibration")
+    assert untouched.to_table().endswith(untouched.summary)
+    assert "no SQNR: it holds no statistics of a calibration" in untouched.to_html()
+    with torch.no_grad():
+        prepared(x)
+    report = quantization_report(pt2mx.convert_pt2e(prepared))
+    assert "no SQNR" not in report.summary
+    one, other = report.to_table().splitlines()[1:3]
+    assert "no SQNR" not in one
+    assert other.endswith(
+        "activation: no SQNR, calibration did not reach it; weight: no SQNR, calibration did not reach it"
+    )
+    assert report.to_html().count("no statistics of a calibration") == 2
+
+
 def observed():
     config = MXQuantizationConfig(
         weight="mxfp8", activation="mxfp8", observer=MXFormatObserver.with_args(candidates=("mxfp4", "mxint8"))

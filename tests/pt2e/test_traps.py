@@ -91,7 +91,8 @@ def test_trap_04_repeated_arguments():
             return x @ x, nn.functional.scaled_dot_product_attention(x, x, x)
 
     x = torch.randn(2, 64, 64)
-    model, _ = converted(Repeated(), x)
+    config = pt2mx.get_default_mx_quantization_config("mxfp8", "mxfp8", value_blocks="key_length")
+    model, _ = converted(Repeated(), x, quantizer=MXQuantizer().set_global(config))
     rows, columns = pt2mx.fake_quantize_mx(x, "mxfp8"), pt2mx.fake_quantize_mx(x, "mxfp8", axis=-2)
     got = model(x)
     assert torch.equal(got[0], rows @ columns)

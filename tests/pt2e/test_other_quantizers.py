@@ -1,0 +1,257 @@
+"""torchao's quantizers, alone and beside ours: what `convert_pt2e` makes of them is what torchao's own makes of them,
+to the bit, and their weights are folded."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch._inductor.config
+from torch import nn
+
+from pt2mx import (
+    MXQuantizer,
+    convert_pt2e,
+    get_default_mx_quantization_config,
+    lower_to_inductor,
+    prepare_pt2e,
+    prepare_qat_pt2e,
+)
+from pt2mx.pt2e.machinery import Q_ANNOTATION_KEY, QuantizationAnnotation, QuantizationSpec, Quantizer
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _inductor():
+    """Importing torchao's X86 quantizer sets a pass of Inductor's for all models."""
+    before = torch._inductor.config.pre_grad_custom_pass
+    yield
+    torch._inductor.config.pre_grad_custom_pass = before
+
+
+class Branches(nn.Module):
+    """Two layers of one input, and a table."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(20, 64)
+        self.first, self.second, self.last = nn.Linear(64, 64), nn.Linear(64, 64, bias=False), nn.Linear(64, 8)
+
+    def forward(self, ids):
+        x = self.table(ids)
+        return self.last(torch.relu(self.first(x)) * self.second(x))
+
+
+def linear():
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+
+
+def convolution():
+    return nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten(), nn.Linear(1152, 8))
+
+
+#: model, its input, the module that ours quantizes
+MODELS = {
+    "linear": (linear, torch.randn(4, 64), "0"),
+    "convolution": (convolution, torch.randn(2, 3, 8, 8), "4"),
+    "branches": (Branches, torch.arange(10).view(2, 5), "first"),
+}
+
+
+def x86(**options):
+    from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
+
+    return x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config(**options))
+
+
+def arm(**options):
+    from torchao.quantization.pt2e.quantizer import arm_inductor_quantizer as arm
+
+    return arm.ArmInductorQuantizer().set_global(arm.get_default_arm_inductor_quantization_config(**options))
+
+
+def xnnpack(**options):
+    from torchao.testing.pt2e import _xnnpack_quantizer as xnnpack
+
+    config = xnnpack.get_symmetric_quantization_config(is_per_channel=True, **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "XNNPACKQuantizer is deprecated")  # in favour of that of ExecuTorch
+        return xnnpack.XNNPACKQuantizer().set_global(config)
+
+
+def embedding():
+    from torchao.quantization.pt2e.quantizer.embedding_quantizer import EmbeddingQuantizer
+
+    return EmbeddingQuantizer()
+
+
+def composed(*quantizers):
+    from torchao.quantization.pt2e.quantizer.composable_quantizer import ComposableQuantizer
+
+    return ComposableQuantizer(list(quantizers))
+
+
+QUANTIZERS = {
+    "x86": x86,
+    "x86, dynamic": lambda: x86(is_dynamic=True),
+    "x86, trained": lambda: x86(is_qat=True),
+    "x86, trained, dynamic": lambda: x86(is_qat=True, is_dynamic=True),
+    "arm, dynamic": lambda: arm(is_dynamic=True),
+    "xnnpack": xnnpack,
+    "xnnpack, dynamic": lambda: xnnpack(is_dynamic=True),
+    "xnnpack, trained": lambda: xnnpack(is_qat=True),
+    "embedding, xnnpack dynamic": lambda: composed(embedding(), xnnpack(is_dynamic=True)),
+}
+
+
+def mx(module):
+    return MXQuantizer().set_module_name(module, get_default_mx_quantization_config("mxfp4", "mxfp8"))
+
+
+def exported(model, x):
+    return torch.export.export(model.eval(), (x,)).module()
+
+
+def quantized_at_each_call(model):
+    """The parameters that a quantizing operator reads."""
+    quantize = [n for n in model.graph.nodes if "::quantize_" in str(getattr(n.target, "_schema", ""))]
+    return {n.args[0].target for n in quantize if n.args[0].op == "get_attr"}
+
+
+@torch.no_grad()
+def check(prepared, x):
+    """Against torchao's convert; a copy of a prepared model is converted as the model is."""
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e as convert_of_torchao
+
+    converted, of_a_copy = convert_pt2e(prepared), convert_pt2e(copy.deepcopy(prepared))
+    unfolded = convert_pt2e(prepared, fold_quantize=False)
+    want = convert_of_torchao(prepared)(x)
+    assert torch.equal(converted(x), want) and torch.equal(of_a_copy(x), want) and torch.equal(unfolded(x), want)
+    assert quantized_at_each_call(unfolded) and not quantized_at_each_call(converted)
+    assert torch.equal(exported(converted, x)(x), want)
+    return converted
+
+
+@pytest.mark.parametrize(
+    ("name", "beside"), [("linear", False), ("linear", True), ("convolution", True), ("branches", True)]
+)
+@pytest.mark.parametrize(
+    "quantizer", [pytest.param(q, marks=pytest.mark.slow if q == "xnnpack, trained" else ()) for q in QUANTIZERS]
+)
+def test_quantizers_of_torchao(quantizer, name, beside):
+    make, x, module = MODELS[name]
+    model, other = make(), QUANTIZERS[quantizer]()
+    prepare = prepare_qat_pt2e if "trained" in quantizer else prepare_pt2e
+    prepared = prepare(exported(model, x), composed(mx(module), other) if beside else other)
+    prepared(x)
+    converted = check(prepared, x)
+    got, want = converted(x).flatten(), model(x).flatten()
+    assert nn.functional.cosine_similarity(got, want, 0) > 0.95
+    if beside:
+        assert f"{module}.weight_scale" in converted.state_dict()
+        torch.testing.assert_close(lower_to_inductor(converted)(x).flatten(), got, atol=0.05, rtol=0.05)
+
+
+class OperandQuantizer(Quantizer):
+    """The specs of x, weight and bias of linear layers that no other quantizer has annotated."""
+
+    def __init__(self, *specs):
+        super().__init__()
+        self.specs = specs
+
+    def annotate(self, model):
+        for node in model.graph.find_nodes(op="call_function", target=aten.linear.default):
+            if Q_ANNOTATION_KEY not in node.meta:
+                specs = [spec(node) if callable(spec) else spec for spec in map(self._spec, self.specs)]
+                read = {n: spec for n, spec in zip(node.args, specs, strict=False) if spec is not None}
+                node.meta[Q_ANNOTATION_KEY] = QuantizationAnnotation(input_qspec_map=read, _annotated=True)
+        return model
+
+    def _spec(self, name):
+        return SPECS[name]() if name else None
+
+    def validate(self, model):
+        pass
+
+
+def int8():
+    from torchao.quantization.pt2e import MinMaxObserver
+
+    return QuantizationSpec(torch.int8, MinMaxObserver, -128, 127, torch.per_tensor_symmetric)
+
+
+def derived():
+    """32-bit integers in units of the product of the other two scales."""
+    from torchao.quantization.pt2e.quantizer import DerivedQuantizationSpec
+
+    def parameters(observers):
+        x, weight = (observer.calculate_qparams()[0] for observer in observers)
+        return x * weight, torch.zeros_like(x, dtype=torch.int32)
+
+    return lambda node: DerivedQuantizationSpec(
+        derived_from=[(node.args[0], node), (node.args[1], node)],
+        derive_qparams_fn=parameters,
+        dtype=torch.int32,
+        quant_min=-(2**31),
+        quant_max=2**31 - 1,
+        qscheme=torch.per_tensor_symmetric,
+    )
+
+
+def affine(granularity, dynamic=False):
+    from torchao.quantization import granularity as granularities
+    from torchao.quantization.pt2e import MappingType
+    from torchao.quantization.pt2e import _affine_quantization as observers
+
+    kind = "Placeholder" if dynamic else "MinMax"
+    observer = getattr(observers, f"AffineQuantized{kind}Observer").with_args(
+        mapping_type=MappingType.SYMMETRIC,
+        target_dtype=torch.int8,
+        granularity=getattr(granularities, granularity[0])(*granularity[1:]),
+        quant_min=-8,
+        quant_max=7,
+        eps=1e-6,
+        scale_dtype=torch.float32,
+        zero_point_dtype=torch.int32,
+    )
+    return QuantizationSpec(torch.int8, observer, -8, 7, is_dynamic=dynamic)
+
+
+SPECS = {
+    "int8": int8,
+    "derived": derived,
+    "tensor": lambda: affine(("PerTensor",)),
+    "group": lambda: affine(("PerGroup", 16)),
+    "token, dynamic": lambda: affine(("PerToken",), dynamic=True),
+    "group, dynamic": lambda: affine(("PerGroup", 16), dynamic=True),
+}
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside ours"])
+@pytest.mark.parametrize(
+    ("specs", "dtypes"),
+    [
+        (("int8", "int8", "int8"), {"weight": torch.int8, "bias": torch.int8}),
+        (("int8", "int8", "derived"), {"weight": torch.int8, "bias": torch.int32}),
+        ((None, None, "int8"), {"bias": torch.int8}),
+        ((None, "group", None), {"weight": torch.int8}),
+        (("tensor", "group", "tensor"), {"weight": torch.int8, "bias": torch.int8}),
+        (("token, dynamic", "group", None), {"weight": torch.int8}),
+        ((None, "group, dynamic", "int8"), {"weight": torch.int8, "bias": torch.int8}),
+    ],
+    ids=str,
+)
+def test_weights_and_biases_stay_as_another_quantizer_has_them(specs, dtypes, beside):
+    """A quantized bias is no float constant; weights in groups, and scales that are computed, are folded too."""
+    x, other = torch.randn(4, 64), OperandQuantizer(*specs)
+    prepared = prepare_pt2e(exported(linear(), x), composed(mx("0"), other) if beside else other)
+    prepared(x)
+    state = check(prepared, x).state_dict()
+    for layer in ["2"] if beside else ["0", "2"]:
+        for name in ("weight", "bias"):
+            assert (f"{layer}.{name}" in state) == (name not in dtypes), sorted(state)
+            assert name not in dtypes or state[f"{layer}.{name}_data"].dtype == dtypes[name]
+        if "group, dynamic" in specs:
+            assert state[f"{layer}.weight_scale"].shape == (len(state[f"{layer}.weight_data"]), 4)
+    assert not beside or state["0.weight_scale"].dtype == torch.uint8
