@@ -1,4 +1,5 @@
 import os
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -10,12 +11,19 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pt2mx
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.models import load_minilm, sentences
+from pt2mx.pt2e.models import load_minilm
+from pt2mx.pt2e.sentences import sentences
 
 
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _interrupts():
+    """As in a terminal: a shell's background jobs ignore them."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ def test_readme_names_every_part_of_the_flow():
     names = {name for name in pt2mx.__all__ if name.endswith(("_pt2e", "_mx", "_report"))}
     assert len(names) == 7 and all(f"pt2mx.{name}(" in code for name in names)
     setters = [name for name in dir(pt2mx.MXQuantizer) if name.startswith("set_")]
-    assert len(setters) == 8 and all(f".{name}(" in code for name in setters)
+    assert len(setters) == 10 and all(f".{name}(" in code for name in setters)
 
 
 def test_readme_recipes(tmp_path):
@@ -59,9 +59,9 @@ def test_readme_command_line(capsys):
     assert capsys.readouterr().out in README
     with pytest.raises(SystemExit):
         command.main(["quantize", "--help"])
-    options = set(re.findall(r"--\w+", capsys.readouterr().out)) - {"--help"}
+    options = set(re.findall(r"--[\w-]+", capsys.readouterr().out)) - {"--help"}
     section = README.partition("## Command line")[2].partition("## ")[0]
-    assert set(re.findall(r"^\| `(--\w+)`", section, re.MULTILINE)) == options
+    assert set(re.findall(r"^\| `(--[\w-]+)`", section, re.MULTILINE)) == options
 
 
 def test_readme_packages(capsys):
@@ -69,9 +69,9 @@ def test_readme_packages(capsys):
     for name in ("compile", "run"):
         with pytest.raises(SystemExit):
             command.main([name, "--help"])
-        options |= set(re.findall(r"--\w+", capsys.readouterr().out)) - {"--help"}
+        options |= set(re.findall(r"--[\w-]+", capsys.readouterr().out)) - {"--help"}
     section = README.partition("### Packages of AOTInductor")[2].partition("## ")[0]
-    assert set(re.findall(r"^\| `(--\w+)`", section, re.MULTILINE)) == options
+    assert set(re.findall(r"^\| `(--[\w-]+)`", section, re.MULTILINE)) == options
 
 
 def test_readme_tables_of_modes_and_presets():
