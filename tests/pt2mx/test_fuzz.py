@@ -89,7 +89,7 @@ def check(x: torch.Tensor, given: dict, scale: torch.Tensor, data: torch.Tensor)
         want_scale, want_data = reference.quantize(row.contiguous(), spec, numbers)
         assert torch.equal(scale, want_scale) and torch.equal(data, want_data), (x, given)
     y = fake_quantize_mx(x, spec, seed=seed)
-    assert y.shape == x.shape and y.dtype == x.dtype and (not x.numel() or y.stride() == torch.empty_like(x).stride())
+    assert y.shape == x.shape and y.dtype == x.dtype and (not x.numel() or steps(y) == steps(torch.empty_like(x)))
     length = row.shape[spec.axis]
     back = dequantize_mx(data, scale, spec, target_dtype=x.dtype, length=length).reshape(x.shape)
     integer = torch.int32 if x.dtype == torch.float32 else torch.int16
@@ -98,6 +98,11 @@ def check(x: torch.Tensor, given: dict, scale: torch.Tensor, data: torch.Tensor)
     if row.numel():
         want = reference.fake_quantize(row.contiguous(), spec, numbers).reshape(x.shape)
         assert ((y.view(integer) == want.view(integer)) | (y.isnan() & want.isnan())).all(), (x, given, y, want)
+
+
+def steps(x: torch.Tensor) -> list[int]:
+    """The strides that address something: those of dimensions with a second value."""
+    return [step for step, n in zip(x.stride(), x.shape, strict=True) if n > 1]
 
 
 @pytest.mark.parametrize(
