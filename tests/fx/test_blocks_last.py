@@ -90,3 +90,28 @@ def test_weights_that_are_inputs_stay():
     model = exported(Inner(), *args)
     code = model.code
     assert put_blocks_last(model).code == code
+
+
+class Transposed(Product):
+    """A weight whose codes lie in memory with another dimension last, as those of a parameter's transpose do."""
+
+    def __init__(self, product, axis=1):
+        super().__init__(product, axis=axis)
+        self.data, self.scale = self.data.t().contiguous().t(), self.scale.t().contiguous().t()
+
+
+def test_blocks_that_are_last_but_not_in_memory():
+    x = torch.randn(2, 70)
+    module = Transposed(lambda x, w, b: F.linear(x, w, b))
+    model = exported(module, x)
+    want = model(x)
+    put_blocks_last(model)
+    assert model.data_t.is_contiguous() and torch.equal(model.data_t, module.data)
+    torch.testing.assert_close(model(x), want)
+    assert is_packed(use_packed_weights(model))
+
+
+def test_weights_that_others_read_in_their_order_stay():
+    model = exported(Transposed(lambda x, w, b: (F.linear(x, w, b), w * 2)), torch.randn(2, 70))
+    code = model.code
+    assert put_blocks_last(model).code == code

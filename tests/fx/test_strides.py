@@ -3,7 +3,7 @@ import operator
 import pytest
 import torch
 
-from pt2mx.fx.strides import allow_any_strides, may_be_strided
+from pt2mx.fx.strides import allow_any_strides, may_be_ordered_as, may_be_strided
 
 aten = torch.ops.aten
 X = torch.randn(4, 6)
@@ -50,3 +50,23 @@ def test_views_become_copies_and_are_told_as_they_are():
     first = model.graph.find_nodes(op="call_function", target=operator.getitem)[0]
     assert view.meta["val"].stride() == (12, 1) and moved.meta["val"].stride() == (1, 12)  # a copy, and a view of it
     assert first.meta["val"].stride() == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("after", "may"),
+    [
+        (lambda x: x @ torch.ones(6, 3), True),  # a product has an order of its own
+        (lambda x: x.T @ torch.ones(4, 3), True),
+        (lambda x: x.sum(), True),
+        (lambda x: x + 1, False),  # the sum would be transposed too
+        (lambda x: x.T + 1, False),
+        (lambda x: x, False),
+        (lambda x: x.view(24) @ torch.ones(24), False),
+        (lambda x: x.as_strided((4,), (1,)) @ torch.ones(4), False),
+        (lambda x: torch.sort(x)[0].sum(), False),
+    ],
+)
+def test_who_takes_another_order(after, may):
+    _, node = graph_of(after)
+    with node.meta["val"].fake_mode:
+        assert may_be_ordered_as(node, torch.empty(6, 4).T) == may
