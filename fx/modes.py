@@ -79,8 +79,8 @@ class OperatorWithMode(ModeDependent):
         return self.operator(*args[: self.position], value, *args[self.position + 1 :])
 
 
-def modes_to_modules(graph_modules: list[GraphModule]) -> bool:
-    """Make every operator that depends on the mode an `OperatorWithMode`, and return whether any was in training.
+def modes_to_modules(graph_modules: list[GraphModule]) -> list[str]:
+    """Make every operator that depends on the mode an `OperatorWithMode`, and return the names of those in training.
 
     In a model that was exported in training mode, what evaluated there (a frozen batch norm) goes on to; in one that
     was exported in evaluation mode, everything follows the mode. Changes the graph modules.
@@ -98,7 +98,7 @@ def modes_to_modules(graph_modules: list[GraphModule]) -> bool:
         replace_by_module(node, f"{node.name}_by_mode", module, node.args, node.meta)
     for model in {node.graph.owning_module for node in found}:
         model.recompile()
-    return any(training)
+    return [node.name for node, trains in zip(found, training, strict=True) if trains]
 
 
 def insert_module(before: Node, name: str, module: nn.Module, args: tuple, meta: dict) -> Node:

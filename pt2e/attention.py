@@ -24,11 +24,15 @@ VALUE_BLOCKS = ("head_dim", "key_length")
 #: what a report says of the latter
 REMARK = "value in blocks along the key length: masked, padded and later tokens change a block's scale"
 
-_SOFTMAX = frozenset({"softmax", "_softmax", "special_softmax", "_safe_softmax"})
-#: operators that leave probabilities what they are, beside views: casts, copies, masks, dropout
+_SOFTMAX = frozenset({
+    "softmax", "_softmax", "special_softmax", "_safe_softmax", "log_softmax", "_log_softmax", "special_log_softmax",
+})  # fmt: skip
+#: operators that leave probabilities what they are, beside views: casts, copies, masks, the largest of them, dropout
 _PASSING = frozenset({
     "_to_copy", "type_as", "clone", "dropout", "native_dropout", "feature_dropout", "alpha_dropout", "mul", "div",
     "where", "masked_fill", "nan_to_num", "copy", "lift_fresh_copy", "reshape", "cat", "constant_pad_nd", "pad",
+    "tril", "triu", "topk", "exp", "scatter", "slice_scatter", "select_scatter", "diagonal_scatter", "index_put",
+    "index_fill", "masked_scatter",
 })  # fmt: skip
 
 

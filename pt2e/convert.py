@@ -86,7 +86,12 @@ def _reset_buffers(model: GraphModule, initial: dict[str, Tensor]) -> None:
     held = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
     with torch.no_grad():
         for name, value in initial.items():
-            held[name].copy_(value)
+            _each_value_once(held[name]).copy_(_each_value_once(value.expand_as(held[name])))
+
+
+def _each_value_once(x: Tensor) -> Tensor:
+    """x without the repetitions of an expanded dimension: torch writes a value in memory once."""
+    return x[tuple(slice(None if step else 1) for step in x.stride())]
 
 
 def _convert_graphs(model: GraphModule, done: dict[GraphModule, GraphModule]) -> GraphModule:

@@ -6,6 +6,7 @@ callers. Its import announces CUDA extensions that a CPU machine lacks; that is 
 
 from dataclasses import replace
 
+import torch
 from torch._C._functorch import is_batchedtensor
 from torch._functorch import predispatch
 from torch._ops import OpOverloadPacket
@@ -63,6 +64,9 @@ __all__ = [
 # convert removes what nothing reads, unless torch.fx knows that it does something.
 for _function in ("lazy_load_decompositions", "_vmap_increment_nesting", "_vmap_decrement_nesting"):
     has_side_effect(getattr(predispatch, _function))
+# Nor may anything read what a region returns that writes: a cache that is updated under torch.no_grad().
+for _region in ("wrap_with_set_grad_enabled", "wrap_with_autocast", "tag_activation_checkpoint", "hints_wrapper"):
+    has_side_effect(getattr(torch.ops.higher_order, _region))
 
 #: meta key by which torchao recognizes a prepared model
 _PREPARED_KEY = "_observed_graph_module_attrs"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -16,6 +18,7 @@ from pt2mx.fx.modes import modes_to_modules
 from pt2mx.fx.portable import holds_observers, is_portable
 from pt2mx.fx.subgraphs import calls, graph_modules, mark_constants
 from pt2mx.pt2e import machinery
+from pt2mx.pt2e.finite import listed
 from pt2mx.pt2e.observer import MXFakeQuantize, MXObserver, observed_value
 from pt2mx.pt2e.qspec import mx_qscheme
 
@@ -85,6 +88,12 @@ def _prepare(model: GraphModule, quantizer: machinery.Quantizer, for_training: b
         machinery.forget_models()
     graphs = graph_modules(model)
     training = modes_to_modules(graphs)
+    if training and not for_training:
+        warnings.warn(
+            f"{listed(training)} of the exported model train, and evaluate in the prepared and the converted one: "
+            "export model.eval(); what trains for good (dropout that samples, batch statistics) does not stay so",
+            stacklevel=3,
+        )
     if for_training:
         _observers_to_fake_quantize(model)
         for graph in graphs:
@@ -93,7 +102,7 @@ def _prepare(model: GraphModule, quantizer: machinery.Quantizer, for_training: b
     prepared.meta.update({**model.meta, **meta})
     if not for_training:
         prepared.meta[INITIAL_KEY] = {name: _kept(t) for name, t in held_in_written_memory(model).items()}
-    return prepared.train(training and for_training)
+    return prepared.train(bool(training) and for_training)
 
 
 def _kept(tensor: Tensor) -> Tensor:

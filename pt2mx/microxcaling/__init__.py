@@ -72,6 +72,7 @@ NOT_OFFERED = {
 
 
 def __getattr__(name: str) -> object:
+    """An AttributeError would lose the reason: `from ... import name` makes an ImportError of it."""
     if name in NOT_OFFERED:
         raise MXError(f"pt2mx.microxcaling has no {name}: it {NOT_OFFERED[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -57,6 +57,9 @@ def matmul(
     mx_assert_test(mx_specs)
     if mx_specs is None:
         return torch.matmul(in1, in2) if bias is None else torch.addmm(bias, in1, in2)
+    for argument, x in (("in1", in1), ("in2", in2)):
+        if x.dim() < 2:
+            raise MXError(f"{argument} of shape {tuple(x.shape)} must have two dimensions or more: use unsqueeze")
     if mode_config not in _MODES:
         raise MXError(f"unknown mode_config {mode_config!r}: {nearest(mode_config, _MODES)}")
     return _MODES[mode_config](in1, in2, bias, apply_mx_specs(mx_specs))

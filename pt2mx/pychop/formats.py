@@ -79,6 +79,7 @@ def create_mx_spec(
     exp_bits: int, sig_bits: int, block_size: int = 32, scale_exp_bits: int = 8, name: str | None = None
 ) -> MXSpec:
     """A custom format; without a name it gets one from its widths."""
+    parse_element((exp_bits, sig_bits))
     if name is None:
         name = f"CUSTOM_MX{1 + exp_bits + sig_bits}_E{exp_bits}M{sig_bits}"
     return MXSpec(name, exp_bits, sig_bits, block_size, scale_exp_bits)

@@ -89,7 +89,7 @@ class MXAttention(nn.Module):
         bias: bool = True,
     ) -> None:
         super().__init__()
-        if num_heads < 1 or embed_dim % num_heads:
+        if not (isinstance(num_heads, int) and num_heads > 0) or embed_dim % num_heads:
             raise MXError(f"embed_dim={embed_dim} must be a multiple of num_heads={num_heads}")
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
         for name in ("q_proj", "k_proj", "v_proj", "out_proj"):

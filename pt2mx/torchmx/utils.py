@@ -83,7 +83,7 @@ def unpack_uint4(uint8_data: Tensor, packing_dim: int = -1) -> Tensor:
 
 def _dimension(data: Tensor, dim: int) -> int:
     check_tensors(uint8_data=data)
-    if data.dtype != torch.uint8 or not -data.dim() <= dim < data.dim():
+    if not isinstance(dim, int) or data.dtype != torch.uint8 or not -data.dim() <= dim < data.dim():
         raise MXError(
             f"4-bit codes are uint8 and have dimension {dim}, not {data.dtype} of shape {tuple(data.shape)}: convert "
             "them with .to(torch.uint8)"

@@ -64,6 +64,27 @@ def through_view_in_no_grad(x):
     rows.mul_(2)
 
 
+def slices_in_no_grad(x):
+    with torch.no_grad():
+        x[:2].mul_(2)
+        x[2:] = x[2:] * 2
+
+
+def foreach_in_no_grad(x):
+    with torch.no_grad():
+        torch._foreach_mul_([x], 2)
+
+
+def view_in_autocast(x):
+    with torch.autocast("cpu", enabled=False):
+        x.view(-1).mul_(2)
+
+
+def index_copy_in_no_grad_twice(x):
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        x.view(-1).index_copy_(0, torch.arange(256), x.flatten() * 2)
+
+
 def in_cond(x):
     def double(x):
         x.mul_(2)
@@ -89,6 +110,10 @@ WRITES = {
     "a custom operator's optional argument": lambda x: double_named(x, out=x),
     "no_grad": in_no_grad,
     "a view from no_grad": through_view_in_no_grad,
+    "slices in no_grad": slices_in_no_grad,
+    "foreach in no_grad": foreach_in_no_grad,
+    "a view in autocast": view_in_autocast,
+    "index_copy_ in two regions": index_copy_in_no_grad_twice,
     "dropout in evaluation": lambda x: nn.functional.dropout(x, 0.5, False).mul_(2),
     "einsum of one tensor": lambda x: torch.einsum("ij->ij", x).mul_(2),
     "a transposing einsum": lambda x: torch.einsum("ij->ji", x).mul_(2),

@@ -54,6 +54,11 @@ def values_first(q, k, v):
     return (v.mT @ scores(q, k).softmax(-1).mT).mT
 
 
+def largest(q, k, v):
+    p, places = scores(q, k).softmax(-1).topk(40, -1)
+    return torch.zeros_like(p).scatter(-1, places, p) @ v
+
+
 def reordered(q, k, v):
     y = torch.einsum("bkhd,bhqk->bqhd", v.transpose(1, 2), scores(q, k).softmax(-1))
     return y.transpose(1, 2)
@@ -65,6 +70,9 @@ SPELLINGS = {
     "bmm": lambda q, k, v: torch.bmm(flat(scores(q, k).softmax(-1)), flat(v)).view(q.shape),
     "a cast and dropout": dropped,
     "a mask after it": lambda q, k, v: torch.where(k.new_zeros(40) == 0, scores(q, k).softmax(-1), 0.0) @ v,
+    "a triangle after it": lambda q, k, v: scores(q, k).softmax(-1).tril(40) @ v,
+    "the largest of them": largest,
+    "the logarithm of it": lambda q, k, v: scores(q, k).log_softmax(-1).exp() @ v,
     "values first": values_first,
     "einsum": lambda q, k, v: torch.einsum("bhqk,bhkd->bhqd", scores(q, k).softmax(-1), v),
     "an einsum in another order": reordered,

@@ -312,3 +312,23 @@ def test_weights_that_hold_a_nan_are_named():
     prepared = pt2mx.prepare_pt2e(torch.export.export(model, (torch.randn(2, 64),)).module(), QUANTIZER)
     with pytest.warns(UserWarning, match=r"NaN or Inf in 1\.weight: blocks that hold such become NaN as a whole"):
         pt2mx.convert_pt2e(prepared)
+
+
+def test_a_written_buffer_of_which_another_is_an_expanded_view(quantize):
+    class Doubling(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+            self.register_buffer("one", torch.ones(1))
+            self.register_buffer("ones", self.one.expand(64))
+
+        def forward(self, x):
+            self.one.mul_(2)
+            return self.linear(x * self.ones)
+
+    model, x = Doubling(), torch.randn(4, 64)
+    program = torch.export.export(copy.deepcopy(model), (x,))
+    expected, _, converted = quantize(program, QUANTIZER, (x,))
+    assert converted.one.item() == 1 and converted.ones.unique().item() == 1
+    converted(x)
+    assert torch.equal(converted(x), expected), "the prepared model's second call"

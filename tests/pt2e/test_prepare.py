@@ -212,3 +212,17 @@ def test_qat_converts_after_torchaos_switch_to_eval():
     prepared = pt2mx.prepare_qat_pt2e(torch.export.export(model, (x,)).module(), quantizer)
     move_exported_model_to_eval(prepared)
     assert torch.equal(pt2mx.convert_pt2e(prepared)(x), prepared(x))
+
+
+def test_what_trains_in_an_evaluated_model_is_named():
+    class Sampling(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.linear(torch.nn.functional.dropout(x, 0.5, True))
+
+    model = exported(Sampling().eval(), (torch.randn(2, 8),))
+    with pytest.warns(UserWarning, match=r"^dropout of the exported model train, and evaluate in the prepared"):
+        pt2mx.prepare_pt2e(model, QUANTIZER)

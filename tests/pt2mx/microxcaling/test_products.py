@@ -182,3 +182,5 @@ def test_errors():
         matmul(a, b, mx_specs={"blocks": 2})
     with pytest.raises(MXError, match=r"cannot quantize a tensor of dtype torch\.float64"):
         matmul(a.double(), b.double(), mx_specs={"a_elem_format": "int8"})
+    with pytest.raises(MXError, match=r"in2 of shape \(64,\) must have two dimensions or more: use unsqueeze"):
+        matmul(torch.randn(4, 64), torch.randn(64), mx_specs={"a_elem_format": "fp8_e4m3"})

@@ -56,6 +56,7 @@ def test_the_name_decides_on_special_values(spec, element):
     [
         ((8, 7), "at most 16 bits"),
         ((5, 11), "at most 16 bits"),
+        (("a", 2), "unknown MX element format"),
         ((3, 2, 0), "block_size=0"),
         ((3, 2, 32, 12), "scale_exp_bits=12"),
     ],

@@ -93,3 +93,5 @@ def test_bad_arguments():
         convert_linear_to_mx("model")
     with pytest.raises(MXError, match="unknown format 'mxfp3'"):
         MXLinear(4, 4, weight_format="mxfp3")
+    with pytest.raises(MXError, match="must be a multiple of num_heads=a"):
+        MXAttention(64, "a")

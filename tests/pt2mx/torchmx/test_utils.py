@@ -41,3 +41,5 @@ def test_nibbles():
             pack_uint4(bad)
     with pytest.raises(MXError, match="have dimension 3"):
         unpack_uint4(codes, 3)
+    with pytest.raises(MXError, match="have dimension a"):
+        pack_uint4(torch.zeros(4, dtype=torch.uint8), "a")
