@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -9,10 +10,23 @@ from torch.utils import _pytree as pytree
 from pt2mx.statistics import sqnr_db
 
 
-def agreement(pairs: Iterable[tuple[object, object]]) -> tuple[float, float]:
-    """SQNR in dB of outputs against those of a reference over all pairs (outputs, those of the reference), trees of
-    tensors, and the cosine between them. Left out are tensors that are not floating, and values that are NaN or Inf in
-    the reference (a masked score); NaN where that leaves nothing."""
+class Agreement(NamedTuple):
+    """SQNR in dB, the cosine, and of how many values."""
+
+    sqnr: float
+    cosine: float
+    values: int
+
+    def __str__(self) -> str:
+        if not self.values:
+            return "nothing was compared: no floating output holds a value"
+        return f"SQNR {self.sqnr:.1f} dB, cosine {self.cosine:.6f}"
+
+
+def agreement(pairs: Iterable[tuple[object, object]]) -> Agreement:
+    """That of outputs with those of a reference over all pairs (outputs, those of the reference), trees of tensors.
+    Left out are tensors that are not floating, and values that are NaN or Inf in the reference (a masked score); NaN
+    where that leaves nothing of some values."""
     signal = noise = product = energy = 0.0
     values = compared = 0
     for outputs, references in pairs:
@@ -25,10 +39,10 @@ def agreement(pairs: Iterable[tuple[object, object]]) -> tuple[float, float]:
             product += (got * want).sum().item()
             energy += got.square().sum().item()
     if values and not compared:
-        return math.nan, math.nan
+        return Agreement(math.nan, math.nan, values)
     scale = math.sqrt(signal * energy)
     cosine = product / scale if scale else float(signal == energy)
-    return sqnr_db(signal, math.inf if math.isnan(noise) else noise), cosine
+    return Agreement(sqnr_db(signal, math.inf if math.isnan(noise) else noise), cosine, compared)
 
 
 def _floats(tree: object) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zipfile
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def add_records(path: object, records: dict[str, bytes]) -> None:
 
 def _records(path: object, advice: str) -> dict[str, str]:
     """The files in an archive: name below the root -> name."""
-    if not Path(path).is_file():
+    if not isinstance(path, str | os.PathLike) or not Path(path).is_file():
         raise MXError(f"no file {str(path)!r}")
     try:
         with zipfile.ZipFile(path) as archive:

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
 from pt2mx.pt2e.error_text import one_line
+from pt2mx.pt2e.nesting import are_all, leaves_by_name
 from pt2mx.pt2e.signature import Signature, check_leaf
 
 
@@ -24,11 +24,15 @@ def load_batches(folder: object) -> dict[Path, object]:
     Raises:
         MXError: where there is no such folder, no batch in it, or a file that holds none.
     """
-    folder = Path(folder)
-    files = sorted(f for f in folder.glob("*") if f.suffix in (".pt", ".npz")) if folder.is_dir() else []
+    files = batch_files(folder)
     if not files:
         raise MXError(f"no calibration batches: {str(folder)!r} must be a folder that holds .pt or .npz files")
     return {file: load_batch(file) for file in files}
+
+
+def batch_files(folder: object) -> list[Path]:
+    """The files of batches in a folder, in the order of their names; none where it is no folder."""
+    return sorted(file for file in Path(folder).glob("*") if file.suffix in (".pt", ".npz"))
 
 
 def load_batch(file: Path) -> object:
@@ -45,8 +49,9 @@ def load_batch(file: Path) -> object:
 
 
 def conform(batch: object, signature: Signature, source: object, note: Callable[[str], None]) -> tuple[tuple, dict]:
-    """The arguments of a call with a batch: a tensor, a tuple or list in order, or a dict by name. Constants may be
-    left out; they stay as in the example. float64 is cast to the example's dtype, with a note to the user.
+    """The arguments of a call with a batch: a tensor, a tuple or list in order, or a dict by name. What is nested in it
+    is matched as `leaves_by_name` does. Constants may be left out; they stay as in the example. float64 is cast to the
+    example's dtype, with a note to the user.
 
     Raises:
         MXError: where the batch is no such call, which names `source`, the file, and the input.
@@ -71,16 +76,22 @@ def conform(batch: object, signature: Signature, source: object, note: Callable[
 def _leaves(batch: object, signature: Signature, source: object) -> list[object]:
     """The leaves of the arguments that a batch stands for."""
     constants = {name: example for name, example, extents in signature.inputs if extents is None}
-    if isinstance(batch, dict) and batch.keys() == {*signature.parameters, *signature.kwargs}:
-        batch = [batch[name] for name in (*signature.parameters, *signature.kwargs)]  # the arguments, maybe trees
+    trees = signature.trees
     if isinstance(batch, dict):
-        by_name = {**constants, **batch}
+        trees = {**dict(zip(signature.names, signature.names, strict=True)), **trees}
+        parts, held = batch, sorted(map(str, batch))
     else:
-        given = pytree.tree_leaves(batch)
-        varying = [name for name in signature.names if name not in constants]
-        names = signature.names if len(given) == len(signature.names) else varying
-        by_name = {**constants, **dict(zip(names, given, strict=False))} if len(given) == len(names) else {}
-    if by_name.keys() == set(signature.names):
+        given = list(batch) if isinstance(batch, list | tuple) else [batch]
+        if not any(isinstance(part, dict | list | tuple) for part in given):  # the leaves
+            trees = dict(zip(signature.names, signature.names, strict=True))
+        varying = [name for name, tree in trees.items() if not are_all(tree, constants)]
+        chosen = list(trees) if len(given) == len(trees) else varying
+        parts = dict(zip(chosen, given, strict=True)) if len(given) == len(chosen) else {}
+        held = f"{len(given)} values"
+    by_name = dict(constants)
+    if parts.keys() <= trees.keys():
+        for name, part in parts.items():
+            by_name.update(leaves_by_name(part, trees[name], f"{source}: {name}", constants))
+    if parts.keys() <= trees.keys() and by_name.keys() == set(signature.names):
         return [by_name[name] for name in signature.names]
-    held = sorted(map(str, batch)) if isinstance(batch, dict) else f"{len(given)} values"
     raise MXError(f"{source}: a batch must hold the inputs {signature.names}, this one holds {held}")

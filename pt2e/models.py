@@ -82,13 +82,18 @@ def load_model(source: str) -> LoadedModel:
     kind, _, name = source.partition(":")
     if kind in _LOADERS:
         return _LOADERS[kind](name)
-    path, _, factory = source.rpartition(":")
-    if path.endswith(".py"):
-        return _from_factory(path, factory)
+    if (path := source_file(source)) is not None:
+        return _from_factory(path, source.removeprefix(f"{path}:"))
     raise MXError(
         f"unknown model {source!r}: {nearest(kind, [*_LOADERS, 'torchvision:NAME', 'hf:DIRECTORY_OR_NAME'])}"
         ", or module.py:factory"
     )
+
+
+def source_file(source: str) -> str | None:
+    """The file of the user that a model is loaded from, as `load_model` takes it; None of a built-in one."""
+    path = source.rpartition(":")[0]
+    return path if path.endswith(".py") else None
 
 
 class SentenceEncoder(nn.Module):

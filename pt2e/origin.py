@@ -58,15 +58,30 @@ def origin_of(path: object) -> Origin | None:
     if content is None:
         return None
     try:
-        found = dict(json.loads(content))
+        record = dict(json.loads(content))
     except (ValueError, TypeError):
-        raise MXError(f"{str(path)!r} does not say what wrote it: its record {_FILE} is broken") from None
-    return Origin(**{field.name: found.get(field.name) for field in fields(Origin)})  # another version may write others
+        record = None
+    found = [] if record is None else [record.get(field.name) for field in fields(Origin)]  # it may hold others
+    if record is None or not all(isinstance(value, str | None) for value in found):
+        raise MXError(f"{str(path)!r} does not say what wrote it: its record {_FILE} is broken")
+    return Origin(*found)
+
+
+def recipe_of(path: object) -> str | None:
+    """The recipe that an archive says its model is of; None where it says none, or cannot be understood."""
+    try:
+        origin = origin_of(path)
+    except MXError:  # `other_version` tells it
+        return None
+    return origin.recipe if origin else None
 
 
 def other_version(path: object) -> str | None:
-    """A sentence for the user where another version of pt2mx wrote the file."""
-    origin = origin_of(path)
+    """A sentence for the user where another version of pt2mx wrote the archive, or none that is known."""
+    try:
+        origin = origin_of(path)
+    except MXError as error:
+        return str(error)
     if origin is None or origin.pt2mx == __version__:
         return None
     return f"{str(path)!r} was written by pt2mx {origin.pt2mx}, and this is {__version__}: compare its numbers"

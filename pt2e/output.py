@@ -20,7 +20,9 @@ def check_output(path: object, suffixes: tuple[str, ...] = ()) -> None:
     given. That is better known before the work than after it."""
     with _errors_of_writing(path):
         target = _target(path)
-        if not target.parent.is_dir() or target.is_dir():
+        # the folder as it is spelled, too: `nowhere/../file`, and `file/`, which names a folder
+        folders = (os.path.dirname(path) or ".", target.parent)
+        if not all(map(os.path.isdir, folders)) or target.is_dir():
             raise MXError(f"cannot write {str(path)!r}: it must be a file in a folder that exists")
         touched = [target] if target.exists() else []
         if not _is_device(target):
@@ -31,16 +33,16 @@ def check_output(path: object, suffixes: tuple[str, ...] = ()) -> None:
         raise MXError(f"cannot write {str(path)!r}: its name must end in {' or '.join(suffixes)}")
 
 
-def check_distinct(paths: dict[str, object]) -> None:
-    """`MXError` where two of the user's files are one, in whatever spelling. `paths` has a file, or None, by the option
-    that names it."""
-    options: dict[Path, str] = {}
-    for option, path in paths.items():
+def check_distinct(outputs: dict[str, object], inputs: dict[str, object]) -> None:
+    """`MXError` where a file that is to be written is another of the user's files, in whatever spelling. Both have a
+    file, or None, by what the user knows it by."""
+    taken = {_target(path): name for name, path in inputs.items() if path is not None}
+    for name, path in outputs.items():
         if path is None or _is_device(target := _target(path)):
             continue
-        if target in options:
-            raise MXError(f"{options[target]} and {option} are one file, {str(path)!r}: give each a name of its own")
-        options[target] = option
+        if target in taken:
+            raise MXError(f"{taken[target]} and {name} are one file, {str(path)!r}: give each a name of its own")
+        taken[target] = name
 
 
 @contextmanager
@@ -121,6 +123,10 @@ class _File(io.FileIO):
                 self._error = error
         return len(data)
 
+    def seek(self, *where: int) -> int:
+        """Nowhere in a pipe: torch goes back to the beginning when all is written."""
+        return super().seek(*where) if self.seekable() else 0
+
     def check(self) -> None:
         """Raise the error of a write, if there was one."""
         if self._error is not None:
@@ -138,9 +144,9 @@ def _errors_of_writing(path: object) -> Iterator[None]:
 
 
 def _target(path: object) -> Path:
-    """The file that `path` names, through links."""
-    return Path(os.path.realpath(path))
+    """The file that `path` names, through links; a device itself: no path leads to the pipe behind /dev/stdout."""
+    return Path(path) if _is_device(Path(path)) else Path(os.path.realpath(path))
 
 
 def _is_device(target: Path) -> bool:
-    return target.exists() and not (target.is_file() or target.is_dir())
+    return os.path.exists(target) and not (os.path.isfile(target) or os.path.isdir(target))

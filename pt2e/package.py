@@ -44,7 +44,8 @@ class Package:
     def __call__(self, *args: object, **kwargs: object) -> object:
         args, kwargs = self.signature.checked(args, kwargs, self.device)
         with self._lock:
-            return self._model(*args, **kwargs)
+            outputs = self._model(*args, **kwargs)
+        return self.signature.returned(outputs)
 
 
 def check_package_output(path: object) -> None:

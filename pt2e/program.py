@@ -10,7 +10,7 @@ from pt2mx.fx.arguments import write_out_arguments
 from pt2mx.fx.subgraphs import graph_modules
 from pt2mx.pt2e.archive import check_kind
 from pt2mx.pt2e.origin import Origin, warn_of_other_version
-from pt2mx.pt2e.output import deferred_interrupts, whole_file
+from pt2mx.pt2e.output import check_output, deferred_interrupts, whole_file
 from pt2mx.pt2e.quantizer import MXQuantizer
 
 
@@ -31,6 +31,7 @@ def save_program(program: ExportedProgram, path: object, recipe: MXQuantizer | s
             f"expected an ExportedProgram, not {type(program).__name__}: pass torch.export.export(converted, inputs)"
         )
     origin = Origin.here(recipe)
+    check_output(path)
     for graph in graph_modules(program.graph_module):
         write_out_arguments(graph)
     with whole_file(path) as file, deferred_interrupts():

@@ -18,10 +18,10 @@ from tqdm import tqdm
 from pt2mx.errors import MXError
 from pt2mx.pt2e import recipe
 from pt2mx.pt2e.agreement import agreement
-from pt2mx.pt2e.batches import load_batches
+from pt2mx.pt2e.batches import batch_files, load_batches
 from pt2mx.pt2e.convert import convert_pt2e
 from pt2mx.pt2e.finite import listed, nonfinite_operands, nonfinite_parameters
-from pt2mx.pt2e.models import Batch, LoadedModel, call, export, load_model
+from pt2mx.pt2e.models import Batch, LoadedModel, call, export, load_model, source_file
 from pt2mx.pt2e.output import check_distinct, check_output
 from pt2mx.pt2e.prepare import prepare_pt2e
 from pt2mx.pt2e.program import save_program
@@ -83,8 +83,9 @@ def _quantize(options: argparse.Namespace) -> None:
         _refuse_nan("what is quantized:", nonfinite_operands(converted), options)
         with torch.no_grad(), stage("run the converted model"):
             compared = list(batches.values()) or [loaded.example]
-            sqnr, cosine = agreement((call(converted, batch), call(float_model, batch)) for batch in compared)
-        _refuse_nan("every output of the float model:", ["there is nothing to compare"] * math.isnan(sqnr), options)
+            found = agreement((call(converted, batch), call(float_model, batch)) for batch in compared)
+        nan = ["there is nothing to compare"] * math.isnan(found.sqnr)
+        _refuse_nan("every output of the float model:", nan, options)
 
         step(progress, "save")
         with stage("export the converted model"):
@@ -100,7 +101,7 @@ def _quantize(options: argparse.Namespace) -> None:
     if options.compile:
         with stage("compile the result"):
             print(_compare_compiled(converted, loaded.example))
-    print(f"output against the float model: SQNR {sqnr:.1f} dB, cosine {cosine:.6f}")
+    print(f"output against the float model: {found}")
     size = Path(options.output).stat().st_size
     print(f"{options.output}: {size / 1e6:.1f} MB, {report.effective_bits:.2f} bits a value")
 
@@ -109,8 +110,11 @@ def _check_files(options: argparse.Namespace) -> None:
     check_output(options.output)
     if options.report is not None:
         check_output(options.report, suffixes=tuple(_REPORTS))
-    recipe_file = options.recipe if Path(options.recipe).is_file() else None
-    check_distinct({"--recipe": recipe_file, "--output": options.output, "--report": options.report})
+    inputs = {"--recipe": options.recipe if Path(options.recipe).is_file() else None}
+    inputs["the model"] = source_file(options.model)
+    if options.calibration not in (None, "none"):
+        inputs |= {f"the calibration batch {file.name!r}": file for file in batch_files(options.calibration)}
+    check_distinct({"--output": options.output, "--report": options.report}, inputs)
 
 
 def _calibration(loaded: LoadedModel, options: argparse.Namespace) -> dict[object, Batch]:
@@ -154,5 +158,4 @@ def _calibrate(prepared: GraphModule, batches: dict[object, Batch]) -> None:
 def _compare_compiled(converted: GraphModule, batch: Batch) -> str:
     compiled = torch.compile(converted)
     with torch.no_grad():
-        sqnr, cosine = agreement([(call(compiled, batch), call(converted, batch))])
-    return f"compiled against eager: SQNR {sqnr:.1f} dB, cosine {cosine:.6f}"
+        return f"compiled against eager: {agreement([(call(compiled, batch), call(converted, batch))])}"

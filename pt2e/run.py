@@ -35,7 +35,7 @@ def add_command(commands: argparse._SubParsersAction) -> argparse.ArgumentParser
 def _run(options: argparse.Namespace) -> None:
     if options.output is not None:
         check_output(options.output)
-        check_distinct({"the package": options.package, "--inputs": options.inputs, "--output": options.output})
+        check_distinct({"--output": options.output}, {"the package": options.package, "--inputs": options.inputs})
     with stage(f"load {options.package!r}"):
         package = open_package(options.package)
     if text := other_version(options.package):

@@ -115,11 +115,18 @@ class QuantizerSettings:
 
     @classmethod
     def from_recipe(cls, path_or_name: object) -> Self:
-        """The quantizer that a YAML recipe describes: a path, or the name of one of `pt2mx.configs`."""
+        """The quantizer that a YAML recipe describes: a path, or the name of one of `pt2mx.configs`.
+
+        Raises:
+            MXError: for what is wrong in it, also for two keys that mean one, as `aten.bmm` and `aten.bmm.default`.
+        """
         quantizer = cls()
         for kind, key, config in recipe.read(path_or_name):
+            before = quantizer._count()
             try:
                 quantizer._apply(kind, key, config)
+                if key is not None and quantizer._count() == before:
+                    raise MXError(f"{kind} {key!r} says again what an earlier key says: keep one of them")
             except MXError as error:
                 raise MXError(f"recipe {path_or_name}: {error}") from None
         return quantizer
@@ -170,6 +177,10 @@ class QuantizerSettings:
         settings = [("global", None, self._global)] if self._global is not None else []
         kinds = {**self._ends, **self._settings}
         return settings + [(kind, key, config) for kind, keys in kinds.items() for key, config in keys.items()]
+
+    def _count(self) -> int:
+        """How many settings there are, beside the global one."""
+        return sum(map(len, (*self._ends.values(), *self._settings.values())))
 
     def _apply(self, kind: str, key: object, config: Config) -> None:
         """Make a setting, by its kind and key."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from operator import is_not
 
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind, TensorArgument
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 from torch.utils import _pytree as pytree
@@ -19,6 +19,8 @@ from pt2mx.errors import MXError
 from pt2mx.fx.aliasing import written_nodes
 from pt2mx.pt2e.conditions import by_name, guards, parameters, relations
 from pt2mx.pt2e.extents import Range, input_nodes, ranges
+from pt2mx.pt2e.nesting import leaves_by_name
+from pt2mx.pt2e.shared_memory import check_shared_memory
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Signature:
         parameters: the names of the positional arguments.
         guards: further conditions, as `pt2mx.pt2e.dynamic_shapes.guards` and `relations` have them.
         written: the names of the leaves that a call writes to.
+        numbers: which leaves of the outputs are numbers.
     """
 
     args: tuple
@@ -43,6 +46,7 @@ class Signature:
     parameters: list[str]
     guards: list[str]
     written: list[str]
+    numbers: list[int] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -59,12 +63,19 @@ class Signature:
             parameters=parameters(module, len(args)),
             guards=[*relations(program), *guards(program), *conditions],
             written=[node.name for node in nodes if node in written],
+            numbers=_numbers(program),
         )
 
     @cached_property
     def inputs(self) -> list[tuple[str, object, list[Range] | None]]:
         """(name, example, ranges) of each leaf."""
         return list(zip(self.names, self._flat[0], self.ranges, strict=True))
+
+    @cached_property
+    def trees(self) -> dict[str, object]:
+        """The arguments by their names, each with the names of its leaves in their places."""
+        args, kwargs = self.unflatten(self.names)
+        return {**dict(zip(self.parameters, args, strict=True)), **kwargs}
 
     def unflatten(self, leaves: list[object]) -> tuple[tuple, dict]:
         """The arguments whose leaves these are."""
@@ -75,21 +86,31 @@ class Signature:
 
         Raises:
             MXError: where they are others than the model takes: their number, names, nesting, dtypes, shapes, device,
-                or a constant that is not the example's.
+                or a constant that is not the example's; and where one that is written to shares memory with another.
         """
-        if len(args) != len(self.args) or kwargs.keys() != self.kwargs.keys():
+        by_parameter = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+        if len(args) + len(kwargs) != len(self.trees) or by_parameter.keys() != self.trees.keys():
             raise MXError(f"call it with {self._expected}: given are {_described(args, kwargs)}")
-        leaves, tree = pytree.tree_flatten((args, {name: kwargs[name] for name in self.kwargs}))
-        if tree != self._flat[1]:
-            raise MXError(f"the arguments must be nested as in the example, {self._flat[1]}, not {tree}")
+        named: dict[str, object] = {}
+        for parameter, tree in self.trees.items():
+            named.update(leaves_by_name(by_parameter[parameter], tree, f"the argument {parameter!r}"))
+        leaves = [named[name] for name in self.names]
         for given, (name, example, extents) in zip(leaves, self.inputs, strict=True):
             check_leaf(name, given, example, extents, device)
+        if self.written:
+            check_shared_memory(named, self.written)
         arranged = [self._arranged(*leaf) for leaf in zip(self.names, leaves, self._orders, strict=True)]
-        if any(map(is_not, arranged, leaves)):
-            args, kwargs = self.unflatten(arranged)
+        args, kwargs = self.unflatten(arranged)
         if self._conditions:
             self._check_conditions(by_name(arranged, self.parameters, args, kwargs))
         return args, kwargs
+
+    def returned(self, outputs: object) -> object:
+        """The outputs of compiled code, which makes tensors of numbers, as the model returns them."""
+        if not self.numbers:
+            return outputs
+        leaves, tree = pytree.tree_flatten(outputs)
+        return pytree.tree_unflatten([x.item() if i in self.numbers else x for i, x in enumerate(leaves)], tree)
 
     def _check_conditions(self, arguments: dict[str, object]) -> None:
         for condition, holds in self._conditions:
@@ -133,6 +154,13 @@ class Signature:
     def _expected(self) -> str:
         positional = f"the arguments {', '.join(self.parameters)} in this order" if self.parameters else ""
         return " and ".join(filter(None, [positional, f"the keywords {', '.join(self.kwargs)}" if self.kwargs else ""]))
+
+
+def _numbers(program: ExportedProgram) -> list[int]:
+    """Which leaves of the program's outputs are numbers, constants or sizes."""
+    specs = [spec for spec in program.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
+    others = [i for i, spec in enumerate(specs) if not isinstance(spec.arg, TensorArgument)]
+    return [i for i in others if getattr(specs[i].arg, "value", 0) is not None]
 
 
 def check_leaf(

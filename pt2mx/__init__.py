@@ -1,5 +1,8 @@
 """pt2mx quantizes PyTorch models to the OCP Microscaling (MX) formats in the PT2 export flow."""
 
+from pt2mx.pt2e import interrupts as _interrupts  # noqa: F401 - first: it ends the command at Ctrl-C
+
+# isort: split
 from pt2mx import dtypes
 from pt2mx import fragments as _fragments  # noqa: F401 - registers the product with fragments
 from pt2mx import inductor as _inductor  # noqa: F401 - registers the operators and their decompositions

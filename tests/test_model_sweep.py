@@ -21,7 +21,7 @@ DEFAULT = (
     "MambaForCausalLM",
     "Wav2Vec2ForCTC",
 )
-COMPILED_BY_DEFAULT = ("ConvNextModel",)
+COMPILED_BY_DEFAULT = ("BertForSequenceClassification",)
 
 
 def sweep(names, default):

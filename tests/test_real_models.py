@@ -22,7 +22,11 @@ def model(request):
     return request.getfixturevalue(request.param)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+#: one of each width; the rest are slow
+_WIDTHS = ("fp8_e4m3", "fp6_e2m3", "fp4_e2m1")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in _WIDTHS else pytest.mark.slow) for n in FORMATS])
 def test_converted_is_prepared_to_the_bit_small_and_reloads(name, model, quantize, tmp_path):
     quantizer = MXQuantizer().set_global(get_default_mx_quantization_config(name, name))
     want, _, converted = quantize(model.program, quantizer, model.args)

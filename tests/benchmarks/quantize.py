@@ -60,7 +60,13 @@ def main() -> None:
 def cpu_rows(size: int, repeats: int) -> list[Row]:
     """Times over that of x.clone(): our kernels for every format and layout, then the peers."""
     x = torch.randn(size, size)
-    layouts = {"axis -1": (x, -1), "axis 0": (x, 0), "NCHW, C": (x.view(16, size // 16, -1, 64), 1)}
+    images = x.view(16, size // 16, -1, 64)
+    layouts = {
+        "axis -1": (x, -1),
+        "axis 0": (x, 0),
+        "NCHW, C": (images, 1),
+        "NHWC, C": (images.contiguous(memory_format=torch.channels_last), 1),
+    }
     rows = []
     for name in FORMATS:
         for layout, (values, axis) in layouts.items():
@@ -147,20 +153,28 @@ def gpu_rows(size: int, repeats: int) -> list[Row]:
         shares = {op: calls[op][1] / each / bandwidth for op, each in zip(calls, seconds, strict=True)}
         return {"device": "cuda", "what": what, "layout": layout, **shares}
 
+    images = x.view(16, size // 16, -1, 64).contiguous(memory_format=torch.channels_last)
+    layouts = {"axis -1": (x, -1), "axis 0": (x, 0), "NHWC, C": (images, 1)}
     rows = []
     for name in FORMATS:
-        for axis in (-1, 0):
-            scale, data = ops.quantize_mx(x, name, _BLOCK, axis)
+        for layout, (values, axis) in layouts.items():
+            scale, data = ops.quantize_mx(values, name, _BLOCK, axis)
             packed = scale.nbytes + data.nbytes
             calls = {
-                "fake_quantize": (lambda n=name, a=axis: ops.fake_quantize_mx(x, n, _BLOCK, a), 2 * x.nbytes),
-                "quantize": (lambda n=name, a=axis: ops.quantize_mx(x, n, _BLOCK, a), x.nbytes + packed),
+                "fake_quantize": (
+                    lambda v=values, n=name, a=axis: ops.fake_quantize_mx(v, n, _BLOCK, a),
+                    2 * x.nbytes,
+                ),
+                "quantize": (
+                    lambda v=values, n=name, a=axis: ops.quantize_mx(v, n, _BLOCK, a),
+                    x.nbytes + packed,
+                ),
                 "dequantize": (
                     lambda n=name, a=axis, d=data, s=scale: ops.dequantize_mx(d, s, n, _BLOCK, torch.bfloat16, a),
                     packed + x.nbytes,
                 ),
             }
-            rows.append(row(f"pt2mx {name}", f"axis {axis}", calls))
+            rows.append(row(f"pt2mx {name}", layout, calls))
     for name in ("fp8_e4m3", "fp4_e2m1"):
         torch._dynamo.reset()
         inductor = torch.compile(lambda x, name=name: pt2mx.fake_quantize_mx(x, name, _BLOCK))

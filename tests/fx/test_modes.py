@@ -86,6 +86,7 @@ def test_a_frozen_batch_norm_stays_frozen():
     assert (prepared(x) == 0).any()
 
 
+@pytest.mark.filterwarnings("ignore:dropout of the exported model train")  # they evaluate after prepare_pt2e
 @pytest.mark.parametrize("prepare", [pt2mx.prepare_pt2e, pt2mx.prepare_qat_pt2e])
 def test_a_converted_model_evaluates_in_both_modes(prepare):
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).train(), torch.randn(4, 8)

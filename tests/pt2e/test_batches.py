@@ -35,6 +35,8 @@ def notes(batch, signature):
         [X, A, B, 2, MASK],
         (X, A, B, MASK),  # the constant as in the example
         {"mask": MASK, "x": X, "times": 2, "pair": {"a": A, "b": B}},
+        {"x": X, "pair": {"b": B, "a": A}, "mask": MASK},
+        (X, {"b": B, "a": A}, MASK),
         {"mask": MASK, "x": X, "pair_b": B, "pair_a": A},
         {"mask": MASK, "x": X, "pair_b": B, "pair_a": A, "times": torch.tensor(2)},  # as an array holds a number
     ],
@@ -43,6 +45,21 @@ def test_batches_take_the_form_of_the_example(batch, signature):
     args, kwargs, told = notes(batch, signature)
     assert args[0] is X and args[1]["a"] is A and args[1]["b"] is B and args[2] == 2 and kwargs["mask"] is MASK
     assert told == [] and isinstance(args[2], int)
+
+
+def test_nested_values_are_matched_by_their_keys():
+    """Of one shape, so that nothing else would tell them apart."""
+
+    class Nested(nn.Module):
+        def forward(self, d):
+            raise NotImplementedError
+
+    x, k, v = torch.zeros(2), torch.ones(2), torch.ones(2) * 2
+    signature = stated_signature(Nested().forward, ({"x": x, "parts": [{"k": k, "v": v}, 3]},), {})
+    for batch in ({"d": {"parts": [{"v": v, "k": k}, 3], "x": x}}, ({"parts": ({"v": v, "k": k}, 3), "x": x},)):
+        ((given,), _) = conform(batch, signature, "f", print)
+        assert list(given) == ["x", "parts"] and given["x"] is x and given["parts"][1] == 3
+        assert given["parts"][0]["k"] is k and given["parts"][0]["v"] is v
 
 
 def test_a_tensor_is_a_batch_of_one():
@@ -70,6 +87,13 @@ def test_a_tensor_is_a_batch_of_one():
         ((X, A, B.int(), MASK), r"the input 'pair_b' must be .* torch.int64, not \(5,\) torch.int32"),
         ((X, A, 5, MASK), "the input 'pair_b' must be .* not 5"),
         (("text", A, B, MASK), "the input 'x' must be .* not 'text'"),
+        (
+            {"x": X, "pair": {"a": A}, "mask": MASK},
+            r"file.pt: pair must be nested as in the example: a dict of \['a', 'b'\], not a dict of \['a'\]",
+        ),
+        ({"x": X, "pair": {"a": A, "b": B, "c": B}, "mask": MASK}, r"not a dict of \['a', 'b', 'c'\]"),
+        ((X, [A, B], 2, MASK), "pair must be .* not a list of 2"),
+        (((X,), A, B, MASK), "pair must be .* not Tensor"),
     ],
 )
 def test_what_does_not_fit_names_file_and_input(batch, message, signature):

@@ -1,3 +1,4 @@
+import os
 import signal
 import subprocess
 import sys
@@ -59,6 +60,25 @@ def test_module_is_the_command(tmp_path):
     result = subprocess.run([sys.executable, "-m", "pt2mx", "formats"], capture_output=True, text=True, cwd=tmp_path)
     assert result.returncode == 0 and result.stdout.startswith("format"), result.stderr
     assert result.stderr == "", "the imports of torchao say nothing to the user"
+
+
+def test_a_reader_that_went_away_ends_it_quietly(tmp_path):
+    out, into = os.pipe()
+    os.close(out)
+    try:
+        result = subprocess.run(
+            [sys.executable, "-m", "pt2mx", "formats"], stdout=into, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+        )
+    finally:
+        os.close(into)
+    assert (result.returncode, result.stderr) == (141, "")
+
+
+def test_every_command_prints_tracebacks(capsys):
+    for command in ("quantize", "compile", "run", "formats"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert "--traceback" in capsys.readouterr().out
 
 
 def test_version(capsys):

@@ -13,6 +13,7 @@ import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config
 from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.pt2e import origin
+from pt2mx.pt2e.archive import add_records
 from pt2mx.pt2e.command import main
 from pt2mx.pt2e.compile import compile_program
 from pt2mx.pt2e.models import export
@@ -214,6 +215,18 @@ def test_files_of_another_version_are_noted(here, capsys, monkeypatch):
     monkeypatch.setattr(torch.export, "load", lambda path: 1 / 0)  # it is noted before that
     assert main(["compile", "versioned.pt2", "--output", "o.pt2"]) == 2
     assert capsys.readouterr().err.startswith(f"pt2mx: 'versioned.pt2' {line}pt2mx: error: could not load")
+
+
+def test_a_program_with_a_broken_record_is_compiled_all_the_same(here, capsys, monkeypatch):
+    with zipfile.ZipFile("net.pt2") as program, zipfile.ZipFile("broken.pt2", "w") as broken:
+        for name in program.namelist():
+            broken.writestr(name, program.read(name))
+    add_records("broken.pt2", {"extra/pt2mx.json": b"{"})
+    monkeypatch.setattr("pt2mx.pt2e.compile.compile_program", lambda *args: 1 / 0)  # with the program, and no recipe
+    assert main(["compile", "broken.pt2", "--output", "o.pt2"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "pt2mx: 'broken.pt2' does not say what wrote it: its record pt2mx.json is broken"
+    assert second.startswith("pt2mx: error: could not compile the program: ZeroDivisionError")
 
 
 @pytest.mark.parametrize(

@@ -73,11 +73,21 @@ def test_extents_that_are_1_together():
     program = torch.export.export(
         Gather(), (torch.randn(4, 3), torch.randn(4, 3)), dynamic_shapes=({0: AUTO}, {0: AUTO})
     )
-    least, (condition,) = least_extents(program, ranges(program), program.module(), Gather())
+    least, conditions = least_extents(program, ranges(program), program.module(), Gather())
     assert list(least.values()) == [1, 1]
-    assert condition == (
-        "L['flat_args'][1].size()[0] != 1 or L['flat_args'][0].size()[0] == L['flat_args'][1].size()[0]"
-    )
+    assert conditions == ["L['flat_args'][1].size()[0] >= L['flat_args'][0].size()[0]"]
+
+
+def test_extents_that_are_equal():
+    class Both(Gather):
+        def forward(self, x, y):
+            return super().forward(x, y), super().forward(y, x)
+
+    args, shapes = (torch.randn(4, 3), torch.randn(4, 3)), ({0: NAMED}, {0: Dim("m")})
+    program = torch.export.export(Both(), args, dynamic_shapes=shapes)
+    least, conditions = least_extents(program, ranges(program), program.module(), Both())
+    assert list(least.values()) == [0, 0]
+    assert conditions == ["L['flat_args'][0].size()[0] == L['flat_args'][1].size()[0]"]
 
 
 def test_what_is_derived_or_written_has_its_size():

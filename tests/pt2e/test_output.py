@@ -1,3 +1,4 @@
+import io
 import os
 import signal
 import stat
@@ -132,7 +133,23 @@ def test_no_permission(existing, tmp_path, monkeypatch):
         check_output(tmp_path / "a")
 
 
-@pytest.mark.parametrize("path", ["a" * 300, "nul\0", 5, None, "."])
+@pytest.mark.skipif(not os.path.exists("/dev/fd"), reason="names of open files are those of POSIX")
+@pytest.mark.parametrize("folder", ["/dev/fd", "/proc/self/fd"])
+def test_a_pipe_is_written_to_by_its_name(folder):
+    out, into = os.pipe()
+    try:
+        check_output(f"{folder}/{into}")
+        write_text("text", f"{folder}/{into}")
+        assert os.read(out, 9) == b"text"
+        with whole_file(f"{folder}/{into}") as file:
+            torch.export.save(torch.export.export(nn.Linear(1, 1), (torch.zeros(3, 1),)), file)
+        assert torch.export.load(io.BytesIO(os.read(out, 10**6))).module()(torch.zeros(3, 1)).shape == (3, 1)
+    finally:
+        os.close(out)
+        os.close(into)
+
+
+@pytest.mark.parametrize("path", ["a" * 300, "nul\0", 5, None, ".", "file/", "file/.", "nowhere/../file"])
 def test_what_is_no_place_for_a_file(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for write in (check_output, lambda path: whole_file(path).__enter__()):
@@ -152,8 +169,11 @@ def test_two_names_of_one_file(old, tmp_path, monkeypatch):
     (tmp_path / "folder").symlink_to(".")
     for other in ("old.pt2", "./old.pt2", "link", "folder/old.pt2", str(old), old):
         with pytest.raises(MXError, match="--output and --report are one file"):
-            check_distinct({"--output": "old.pt2", "--report": other})
+            check_distinct({"--output": "old.pt2", "--report": other}, {})
+        with pytest.raises(MXError, match="the program and --output are one file"):
+            check_distinct({"--output": "old.pt2", "--report": None}, {"the program": other})
     with pytest.raises(MXError, match="are one file"):
-        check_distinct({"--output": "new", "--report": "folder/new"})
-    check_distinct({"--output": "old.pt2", "--report": "new", "--more": None})
-    check_distinct({"--output": "/dev/null", "--report": "/dev/null"})
+        check_distinct({"--output": "new", "--report": "folder/new"}, {})
+    check_distinct({"--output": "old.pt2", "--report": "new"}, {"--more": None})
+    check_distinct({"--output": "/dev/null", "--report": "/dev/null"}, {"--inputs": "/dev/null"})
+    check_distinct({"--output": "new"}, {"a batch": "old.pt2", "the same batch": "link"})

@@ -26,7 +26,8 @@ class Net(nn.Module):
         state.add_(1)
         left, right, both = parts["left"], parts["right"], parts["both"]
         scaled = self.fc(x) * times if flag and mode == "up" and nothing is None else x
-        return scaled, rows[:2] * 2, torch.cat([left, right]) + both, image.permute(0, 2, 3, 1) * 2
+        numbers = {"rows": x.shape[0], "times": times, "flag": flag, "nothing": nothing}
+        return scaled, rows[:2] * 2, torch.cat([left, right]) + both, image.permute(0, 2, 3, 1) * 2, numbers
 
 
 CONSTANTS = {"times": 3, "flag": True, "mode": "up", "nothing": None}
@@ -73,8 +74,10 @@ def loaded(path):
 
 
 def agree(got, want):
+    (*got, numbers), (*want, wanted_numbers) = got, want
     assert [tuple(t.shape) for t in got] == [tuple(t.shape) for t in want]
     assert torch.allclose(got[0], want[0], atol=1e-5) and all(map(torch.equal, got[1:], want[1:]))
+    assert numbers == wanted_numbers and list(map(type, numbers.values())) == [int, int, bool, type(None)]
 
 
 @pytest.mark.parametrize(
@@ -127,8 +130,8 @@ REFUSED = {
     "more than it takes": (((*inputs(), torch.zeros(1)), CONSTANTS), "given are 6 positional arguments and"),
     "a keyword less": ((inputs(), {"times": 3}), "and the keywords times, flag, mode, nothing: given are 5"),
     "a keyword more": ((inputs(), {**CONSTANTS, "k": 1}), "call it with"),
-    "another tree": (changed(parts=list(inputs()[2].values())), "the arguments must be nested as in the example"),
-    "a tree that lacks a part": (changed(parts={"left": torch.randn(2, 5)}), "the arguments must be nested"),
+    "another tree": (changed(parts=list(inputs()[2].values())), "the argument 'parts' must be nested as in"),
+    "a tree that lacks a part": (changed(parts={"left": torch.randn(2, 5)}), "the argument 'parts' must be nested"),
 }  # fmt: skip
 
 
@@ -166,10 +169,20 @@ def test_inputs_that_are_written(loaded):
         loaded(*args[:-1], torch.zeros(6)[::2], **CONSTANTS)
 
 
-def test_keywords_in_another_order(loaded, converted):
-    args = inputs()
+def test_the_order_of_names_is_free(loaded, converted):
+    """Of keywords, of the keys of a dict, and of parameters that are given by name."""
+    x, rows, parts, image, state = inputs()
     with torch.no_grad():
-        agree(loaded(*args, **dict(reversed(CONSTANTS.items()))), converted(*args, **CONSTANTS))
+        want = converted(x, rows, parts, image, torch.zeros(3), **CONSTANTS)
+        turned = dict(reversed(parts.items()))
+        agree(loaded(x, rows, turned, image, state, **dict(reversed(CONSTANTS.items()))), want)
+        agree(loaded(x, rows, state=state, image=image, parts=parts, **CONSTANTS), want)
+
+
+def test_an_input_that_is_written_shares_memory_with_none(loaded):
+    x, rows, parts, image, _ = inputs()
+    with pytest.raises(MXError, match="the input 'state' is written to, and shares memory with 'x': pass a clone"):
+        loaded(x, rows, parts, image, x.view(-1)[:3], **CONSTANTS)
 
 
 def test_it_says_what_it_is(path, monkeypatch):
@@ -194,6 +207,36 @@ def test_a_dynamic_int_is_refused(tmp_path):
     with pytest.raises(MXError, match="the input 'n' is a dynamic number, which AOTInductor does not take: export the"):
         compile_program(export(converted, args, shapes), tmp_path / "n.pt2")
     assert not os.listdir(tmp_path)
+
+
+class Masked(nn.Module):
+    """Reads as many values of the mask as x has; no guard of the export says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(64, 32)
+
+    def forward(self, x, mask):
+        rows, columns = (torch.arange(n) for n in x.shape[:2])
+        return self.fc(x) * mask[rows[:, None], columns][..., None]
+
+
+@pytest.mark.slow
+def test_extents_that_the_program_compares_at_run_time(tmp_path):
+    """In an example whose batch is as large as its length."""
+    free = {0: Dim.AUTO, 1: Dim.AUTO}
+    args, shapes = (torch.randn(4, 4, 64), torch.rand(4, 4)), (free, free)
+    exported = export(Masked().eval(), args, shapes).module()
+    converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(exported, MXQuantizer.from_recipe("mxfp8")))
+    compile_program(export(converted, args, shapes), tmp_path / "net.pt2")
+    loaded = load_package(tmp_path / "net.pt2")
+    for batch, length in [(1, 9), (4, 1), (1, 1), (3, 9)]:
+        x, mask = torch.randn(batch, length, 64), torch.rand(batch, length)
+        with torch.no_grad():
+            assert torch.allclose(loaded(x, mask), converted(x, mask), atol=1e-5)
+    for rows, columns, dim in [(2, 9, 0), (1, 9, 0), (4, 5, 1), (4, 1, 1)]:
+        with pytest.raises(MXError, match=rf"must meet the condition mask.shape\[{dim}\] >= x.shape\[{dim}\]"):
+            loaded(torch.randn(4, 9, 64), torch.rand(rows, columns))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])

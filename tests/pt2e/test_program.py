@@ -11,7 +11,7 @@ from pt2mx import MXError, MXQuantizer
 from pt2mx.fx.arguments import is_ours
 from pt2mx.pt2e import origin
 from pt2mx.pt2e.archive import add_records, read_record
-from pt2mx.pt2e.origin import Origin, origin_of
+from pt2mx.pt2e.origin import Origin, origin_of, recipe_of
 from pt2mx.pt2e.output import whole_file
 
 X = torch.randn(4, 64)
@@ -66,6 +66,7 @@ def test_another_version_is_a_warning(program, tmp_path, monkeypatch):
         (b'{"pt2mx": "9.9", "more": [1]}', Origin("9.9", None, None)),
         (b"{}", Origin(None, None, None)),
         (b"[1]", "its record pt2mx.json is broken"),
+        (b'{"pt2mx": "9.9", "recipe": 5}', "its record pt2mx.json is broken"),
         (b"\xff", "its record pt2mx.json is broken"),
         (None, None),
     ],
@@ -78,6 +79,10 @@ def test_records_of_other_versions(content, found, program, tmp_path):
     if isinstance(found, str):
         with pytest.raises(MXError, match=found):
             origin_of(path)
+        assert recipe_of(path) is None
+        if content.isascii():  # else torch's loader refuses it
+            with pytest.warns(UserWarning, match=found):
+                pt2mx.load_program(path)
     else:
         assert origin_of(path) == found
 
@@ -115,9 +120,16 @@ def test_what_cannot_be_saved(program, tmp_path):
         pt2mx.save_program(program, tmp_path / "net.pt2", 5)
     with pytest.raises(MXError, match="a filter function cannot be written"):
         pt2mx.save_program(program, tmp_path / "net.pt2", MXQuantizer().set_filter_function(lambda node: True))
+    graph = str(program.graph)
     with pytest.raises(MXError, match="cannot write"):
         pt2mx.save_program(program, tmp_path)
-    assert not os.listdir(tmp_path)
+    assert not os.listdir(tmp_path) and str(program.graph) == graph
+
+
+@pytest.mark.parametrize("path", [3, None, b"net.pt2"])
+def test_what_is_no_path(path):
+    with pytest.raises(MXError, match="no file"):
+        pt2mx.load_program(path)
 
 
 def test_a_truncated_program_is_none(program, tmp_path):

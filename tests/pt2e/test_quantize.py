@@ -167,6 +167,10 @@ BAD_OPTIONS = [
     (["--report", "q"], "cannot write 'q': its name must end in .json"),
     (["--output", "q.json", "--report", "./q.json"], "--output and --report are one file, './q.json'"),
     (["--recipe", "none.yaml", "--output", "none.yaml"], "--recipe and --output are one file"),
+    (["--output", "net.py"], "the model and --output are one file, 'net.py'"),
+    (["--output", "nowhere/../q.pt2"], "cannot write 'nowhere/../q.pt2': it must be a file in a folder that exists"),
+    (["--output", "q.pt2/"], "cannot write 'q.pt2/'"),
+    (["--report", "q.json/"], "cannot write 'q.json/'"),
 ]
 
 
@@ -178,6 +182,20 @@ def test_bad_input_is_one_line_and_status_2(options, message, folder, capsys):
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("pt2mx: error: ") and message in err and err.count("\n") == 1
     assert {path.name for path in folder.iterdir()} - {"__pycache__"} == before
+
+
+def test_no_output_takes_the_place_of_a_calibration_batch(folder, capsys):
+    calibration = batches(folder, a=(torch.randn(4, 64),))
+    content = (folder / "batches" / "a.pt").read_bytes()
+    assert quantize("--calibration", calibration, "--output", "batches/a.pt") == 2
+    assert "the calibration batch 'a.pt' and --output are one file, 'batches/a.pt'" in capsys.readouterr().err
+    assert (folder / "batches" / "a.pt").read_bytes() == content
+
+
+def test_batches_without_values_compare_nothing(folder, capsys):
+    assert quantize("--calibration", batches(folder, a=(torch.randn(0, 64),))) == 0
+    line = "output against the float model: nothing was compared: no floating output holds a value"
+    assert line in capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.parametrize(

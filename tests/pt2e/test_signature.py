@@ -88,3 +88,48 @@ def test_what_needs_no_copy_is_passed_on():
     assert args[0] is x and kwargs["k"] is k
     (copied,), kwargs = signature.checked((torch.randn(2, 3).t(),), {"k": k})
     assert copied.is_contiguous() and kwargs["k"] is k
+
+
+NESTED = Signature(
+    ({"k": torch.zeros(2), "x": torch.zeros(2)}, torch.zeros(2)),
+    {"times": 3},
+    ["d_k", "d_x", "state", "times"],
+    [[(2, 2)], [(2, 2)], [(2, 2)], None],
+    ["d", "state"],
+    [],
+    ["state"],
+)
+
+
+def test_arguments_by_name_and_keys_in_any_order():
+    k, x, state = torch.randn(2), torch.randn(2), torch.randn(2)
+    for args, kwargs in (
+        (({"k": k, "x": x}, state), {"times": 3}),
+        (({"x": x, "k": k}, state), {"times": 3}),
+        (({"x": x, "k": k},), {"times": 3, "state": state}),
+        ((), {"times": 3, "state": state, "d": {"x": x, "k": k}}),
+    ):
+        (d, third), keywords = NESTED.checked(args, kwargs)
+        assert list(d) == ["k", "x"] and d["k"] is k and d["x"] is x and third is state and keywords == {"times": 3}
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        ((), {"d": {}, "times": 3}, "call it with the arguments d, state in this order and the keywords times"),
+        (({}, torch.zeros(2)), {"d": {}, "times": 3}, "call it with the arguments d, state"),
+        (({}, torch.zeros(2)), {"state": torch.zeros(2)}, "call it with"),
+        (({}, torch.zeros(2), 3), {}, "call it with"),
+        (({"k": torch.zeros(2)}, torch.zeros(2)), {"times": 3}, "the argument 'd' must be nested as in the example"),
+    ],
+)
+def test_arguments_that_are_others(args, kwargs, message):
+    with pytest.raises(MXError, match=message):
+        NESTED.checked(args, kwargs)
+
+
+def test_what_is_written_shares_no_memory():
+    x = torch.randn(4)
+    with pytest.raises(MXError, match="the input 'state' is written to, and shares memory with 'd_x'"):
+        NESTED.checked(({"k": torch.zeros(2), "x": x[1:3]}, x[:2]), {"times": 3})
+    NESTED.checked(({"k": x[:2], "x": x[:2]}, x[2:]), {"times": 3})

@@ -232,6 +232,7 @@ def test_trap_15_storage_dtypes(tmp_path):
     assert torch.equal(torch.export.load(tmp_path / "model.pt2").module()(x), model(x))
 
 
+@pytest.mark.filterwarnings("ignore:dropout of the exported model train")  # they evaluate after prepare_pt2e
 @pytest.mark.parametrize("prepare", [pt2mx.prepare_pt2e, pt2mx.prepare_qat_pt2e])
 def test_trap_16_no_model_is_kept_alive(prepare):
     """Caches of torch and torchao kept every prepared model."""
@@ -256,6 +257,7 @@ def test_trap_17_several_devices():
         pt2mx.prepare_pt2e(module, QUANTIZER)
 
 
+@pytest.mark.filterwarnings("ignore:dropout of the exported model train")  # they evaluate after prepare_pt2e
 @pytest.mark.parametrize("prepare", [pt2mx.prepare_pt2e, pt2mx.prepare_qat_pt2e])
 def test_trap_18_train_and_eval(prepare):
     """They raised on exported modules and on every parent of one."""

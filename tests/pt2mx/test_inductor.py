@@ -57,7 +57,14 @@ def outputs_of_a_package(operators, device, example, path):
         yield from zip(package(x.to(device)), operators(x), strict=True)
 
 
-@pytest.mark.parametrize(("name", "example"), [("fp8_e4m3", 2), ("fp6_e3m2", 40), ("fp4_e2m1", 64)])
+@pytest.mark.parametrize(
+    ("name", "example"),
+    [
+        ("fp8_e4m3", 2),
+        pytest.param("fp6_e3m2", 40, marks=pytest.mark.slow),
+        pytest.param("fp4_e2m1", 64, marks=pytest.mark.slow),
+    ],
+)
 def test_packages_take_other_lengths_than_the_example(name, example, tmp_path):
     for got, want in outputs_of_a_package(Operators(name), "cpu", example, tmp_path / "operators.pt2"):
         assert torch.equal(got, want)

@@ -1,0 +1,65 @@
+"""Ctrl-C ends the command `pt2mx` with one line and the status that shells have for it.
+
+Imported first, this module sees to it before anything is imported that takes seconds. It imports nothing of that kind.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+#: the exit status
+INTERRUPTED = 130
+MESSAGE = "pt2mx: interrupted"
+
+
+@contextmanager
+def noted_interrupts() -> Iterator[list[int]]:
+    """The interrupts that came: code in C++ may have made another error of a KeyboardInterrupt."""
+    seen: list[int] = []
+
+    def interrupt(number: int, frame: object) -> None:
+        seen.append(number)
+        raise KeyboardInterrupt
+
+    if not _may_be_interrupted():
+        yield seen
+        return
+    previous = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield seen
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def end_at_interrupts() -> None:
+    """Ctrl-C ends the process at once from here on: there is nothing to clean up."""
+
+    def end(number: int, frame: object) -> None:
+        os.write(2, f"{MESSAGE}\n".encode())
+        os._exit(INTERRUPTED)
+
+    if _may_be_interrupted():
+        signal.signal(signal.SIGINT, end)
+
+
+def _may_be_interrupted() -> bool:
+    """Not in a thread, where Python takes no signals, nor where the process was started to ignore them, as a shell
+    starts its background jobs."""
+    main = threading.current_thread() is threading.main_thread()
+    return main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+
+
+def _is_command() -> bool:
+    """Whether this process is the script `pt2mx`, or `python -m pt2mx`, which is named so while pt2mx is imported."""
+    arguments = sys.argv or [""]
+    name = sys.orig_argv[-len(arguments)] if arguments[0] == "-m" else os.path.basename(arguments[0])
+    return name.removesuffix(".exe") in ("pt2mx", "-mpt2mx")
+
+
+if _is_command():
+    end_at_interrupts()
