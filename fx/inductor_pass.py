@@ -9,8 +9,8 @@ from pathlib import Path
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
-from pt2mx.fx.blocks_last import put_blocks_last
 from pt2mx.fx.lower import PASSES
+from pt2mx.fx.passes.weights_k_major import put_blocks_last
 
 
 class LoweringPass(CustomGraphPass):
@@ -32,7 +32,7 @@ class LoweringPass(CustomGraphPass):
 
     def uuid(self) -> str:
         """The identity of the passes' sources, which Inductor makes a part of the key of its caches."""
-        sources = sorted(Path(__file__).parent.glob("*.py"))
+        sources = sorted(Path(__file__).parent.rglob("*.py"))
         return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 

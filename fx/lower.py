@@ -7,24 +7,24 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
-from pt2mx.fx.arguments import is_ours, write_out_arguments
-from pt2mx.fx.blocks_last import put_blocks_last
-from pt2mx.fx.copy import copy_sharing_tensors, own_tensors
-from pt2mx.fx.device import move_to_device
-from pt2mx.fx.fold_weights import fold_all_weights
-from pt2mx.fx.fragments import use_fragments
-from pt2mx.fx.fuse_pairs import fuse_pairs
-from pt2mx.fx.gather_packed import gather_packed
-from pt2mx.fx.join_products import join_products
-from pt2mx.fx.packed_products import use_packed_weights
+from pt2mx.fx.graph.arguments import is_ours, write_out_arguments
+from pt2mx.fx.graph.subgraphs import graph_modules
+from pt2mx.fx.graph.tensors import copy_sharing_tensors, own_tensors
+from pt2mx.fx.graph.unused import delete_unused_tensors
+from pt2mx.fx.passes.cse_quantize import share_quantizations
+from pt2mx.fx.passes.device import move_to_device
+from pt2mx.fx.passes.fold_weights import fold_all_weights
+from pt2mx.fx.passes.fuse_qdq import fuse_pairs
+from pt2mx.fx.passes.merge_fake_quantize import quantize_together
+from pt2mx.fx.passes.merge_linears import join_products
+from pt2mx.fx.passes.mma_layout import use_fragments
+from pt2mx.fx.passes.packed_embedding import gather_packed
+from pt2mx.fx.passes.packed_products import use_packed_weights
+from pt2mx.fx.passes.scaled_mm import use_scaled_mm
+from pt2mx.fx.passes.sink_bias import split_bias
+from pt2mx.fx.passes.unpack_weights import unpack_weights
+from pt2mx.fx.passes.weights_k_major import put_blocks_last
 from pt2mx.fx.portable import holds_observers, is_portable
-from pt2mx.fx.quantize_together import quantize_together
-from pt2mx.fx.scaled_mm import use_scaled_mm
-from pt2mx.fx.share_quantizations import share_quantizations
-from pt2mx.fx.split_bias import split_bias
-from pt2mx.fx.subgraphs import graph_modules
-from pt2mx.fx.unpack_weights import unpack_weights
-from pt2mx.fx.unused import delete_unused_tensors
 
 #: what is done to each graph, in this order
 PASSES = (

@@ -9,11 +9,11 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from pt2mx import ops
-from pt2mx.decompositions import decompositions, product_decompositions
 from pt2mx.errors import MXError
-from pt2mx.fx.arguments import is_ours
-from pt2mx.fx.subgraphs import graph_modules
+from pt2mx.fx.graph.arguments import is_ours
+from pt2mx.fx.graph.subgraphs import graph_modules
 from pt2mx.kernels.philox import random_bits
+from pt2mx.ops.decompositions import decompositions, product_decompositions
 
 #: what marks the nodes of a portable program, among their meta that is saved with it
 _MARK = {"mx_operators": "written out"}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from pt2mx.analysis.sums import QuantizationStatistics, quantization_sums
 from pt2mx.errors import MXError
-from pt2mx.pt2e.machinery import is_fake
+from pt2mx.pt2e.torchao_pt2e import is_fake
 from pt2mx.spec import MXSpec
-from pt2mx.statistics import QuantizationStatistics, quantization_sums
 
 
 class StatisticsCollector(nn.Module):

@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
-from pt2mx.fx.arguments import write_out_arguments
-from pt2mx.fx.copy import copy_sharing_tensors, own_tensors
-from pt2mx.fx.fold_weights import fold_all_weights
-from pt2mx.fx.fuse_batch_norm import fold_biases
-from pt2mx.fx.modes import modules_to_evaluation
-from pt2mx.fx.subgraphs import calls, graph_modules
-from pt2mx.pt2e import machinery
-from pt2mx.pt2e.finite import listed, nonfinite_weights
+from pt2mx.fx.graph.arguments import write_out_arguments
+from pt2mx.fx.graph.subgraphs import calls, graph_modules
+from pt2mx.fx.graph.tensors import copy_sharing_tensors, own_tensors
+from pt2mx.fx.passes.fold_weights import fold_all_weights
+from pt2mx.fx.training.fuse_batch_norm import fold_biases
+from pt2mx.fx.training.train_eval import modules_to_evaluation
+from pt2mx.pt2e import torchao_pt2e
 from pt2mx.pt2e.observer import MXObserver
 from pt2mx.pt2e.prepare import INITIAL_KEY
+from pt2mx.pt2e.report.finite import listed, nonfinite_weights
 
 
 def convert_pt2e(model: GraphModule, fold_quantize: bool = True) -> GraphModule:
@@ -39,7 +39,7 @@ def convert_pt2e(model: GraphModule, fold_quantize: bool = True) -> GraphModule:
     Raises:
         MXError: where `model` was not prepared, or was cast to another dtype since.
     """
-    if not isinstance(model, GraphModule) or not machinery.is_prepared(model):
+    if not isinstance(model, GraphModule) or not torchao_pt2e.is_prepared(model):
         raise MXError(
             f"expected a prepared model, not {type(model).__name__}: "
             "pass what prepare_pt2e or prepare_qat_pt2e returned"
@@ -56,10 +56,10 @@ def convert_pt2e(model: GraphModule, fold_quantize: bool = True) -> GraphModule:
     try:
         converted = _convert_graphs(model, {})
     finally:
-        machinery.forget_models()
+        torchao_pt2e.forget_models()
     converted.meta.update(meta)
     for graph in graph_modules(converted):
-        machinery.forget_prepared(graph)
+        torchao_pt2e.forget_prepared(graph)
     if fold_quantize:
         fold_all_weights(converted)
     for graph in graph_modules(converted):
@@ -105,7 +105,7 @@ def _convert_graphs(model: GraphModule, done: dict[GraphModule, GraphModule]) ->
     for name in inner:
         setattr(model, name, nn.Module())  # torchao's convert would delete the modules in it
     modules_to_evaluation(model)
-    converted = machinery.convert_modules(model)
+    converted = torchao_pt2e.convert_modules(model)
     for name, graph in inner.items():
         setattr(converted, name, graph)
     fold_biases(converted)

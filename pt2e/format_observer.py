@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from pt2mx.checks import operator_modes
+from pt2mx.analysis.sums import QuantizationStatistics
 from pt2mx.errors import MXError
+from pt2mx.ops.checks import operator_modes
 from pt2mx.pt2e.collector import StatisticsCollector
 from pt2mx.pt2e.observer import MXObserver
 from pt2mx.spec import MXSpec, parse
-from pt2mx.statistics import QuantizationStatistics
 
 #: meta key of a `dequantize_mx` node: what was observed of its tensor under each candidate, by `str` of the spec
 CANDIDATES_KEY = "mx_candidates"

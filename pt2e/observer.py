@@ -11,13 +11,13 @@ from torch.fx import GraphModule, Node
 
 from pt2mx.errors import MXError
 from pt2mx.functional import fake_quantize_mx
-from pt2mx.fx.constants import constant_nodes
-from pt2mx.fx.fold_weights import compute_codes
-from pt2mx.fx.fuse_batch_norm import ScaledWeight
-from pt2mx.fx.quantize_dequantize import insert_quantize_dequantize
+from pt2mx.fx.graph.constants import constant_nodes
+from pt2mx.fx.graph.qdq import insert_quantize_dequantize
+from pt2mx.fx.passes.fold_weights import compute_codes
+from pt2mx.fx.training.fuse_batch_norm import ScaledWeight
 from pt2mx.pt2e.collector import StatisticsCollector
-from pt2mx.pt2e.machinery import FakeQuantizeBase, ObserverBase, QuantizationSpec, is_prepared
 from pt2mx.pt2e.qspec import spec_of_qscheme, ste_of_qscheme
+from pt2mx.pt2e.torchao_pt2e import FakeQuantizeBase, ObserverBase, QuantizationSpec, is_prepared
 
 #: meta key of a `dequantize_mx` node: the `QuantizationStatistics` that were observed of its tensor
 STATISTICS_KEY = "mx_statistics"

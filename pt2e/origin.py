@@ -10,7 +10,7 @@ import torch
 
 from pt2mx.errors import MXError
 from pt2mx.pt2e.archive import read_record
-from pt2mx.pt2e.quantizer import MXQuantizer
+from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.version import __version__
 
 #: the record of a PT2 archive, among what `torch.export.save` calls extra files

@@ -10,17 +10,17 @@ from torch.fx import GraphModule
 
 from pt2mx import ops
 from pt2mx.errors import MXError
-from pt2mx.fx.batch_norm import keep_batch_norms
-from pt2mx.fx.constants import constant_nodes
-from pt2mx.fx.copy import copy_sharing_tensors, held_in_written_memory
-from pt2mx.fx.fuse_batch_norm import fuse_batch_norms
-from pt2mx.fx.modes import modes_to_modules
+from pt2mx.fx.graph.constants import constant_nodes
+from pt2mx.fx.graph.subgraphs import calls, graph_modules, mark_constants
+from pt2mx.fx.graph.tensors import copy_sharing_tensors, held_in_written_memory
 from pt2mx.fx.portable import holds_observers, is_portable
-from pt2mx.fx.subgraphs import calls, graph_modules, mark_constants
-from pt2mx.pt2e import machinery
-from pt2mx.pt2e.finite import listed
+from pt2mx.fx.training.batch_norm import keep_batch_norms
+from pt2mx.fx.training.fuse_batch_norm import fuse_batch_norms
+from pt2mx.fx.training.train_eval import modes_to_modules
+from pt2mx.pt2e import torchao_pt2e
 from pt2mx.pt2e.observer import MXFakeQuantize, MXObserver, observed_value
 from pt2mx.pt2e.qspec import mx_qscheme
+from pt2mx.pt2e.report.finite import listed
 
 #: meta key of a model prepared for calibration: what the buffers that it writes held when it was prepared
 INITIAL_KEY = "mx_initial_buffers"
@@ -39,7 +39,7 @@ class PreparedModule(GraphModule):
         self.train(training)
 
 
-def prepare_pt2e(model: GraphModule, quantizer: machinery.Quantizer) -> GraphModule:
+def prepare_pt2e(model: GraphModule, quantizer: torchao_pt2e.Quantizer) -> GraphModule:
     """Insert observers for post-training quantization.
 
     Args:
@@ -57,21 +57,22 @@ def prepare_pt2e(model: GraphModule, quantizer: machinery.Quantizer) -> GraphMod
     return _prepare(model, quantizer, for_training=False)
 
 
-def prepare_qat_pt2e(model: GraphModule, quantizer: machinery.Quantizer) -> GraphModule:
+def prepare_qat_pt2e(model: GraphModule, quantizer: torchao_pt2e.Quantizer) -> GraphModule:
     """Insert fake quantization with a straight-through gradient, for training.
 
     A batch norm after a quantized convolution or linear layer is folded into the weight before that is quantized, in
-    training as in evaluation, while its statistics and parameters go on to be trained (`pt2mx.fx.fuse_batch_norm`).
-    The model starts in the mode in which it was exported; `train()` and `eval()` switch it.
+    training as in evaluation, while its statistics and parameters go on to be trained
+    (`pt2mx.fx.training.fuse_batch_norm`). The model starts in the mode in which it was exported; `train()` and `eval()`
+    switch it.
 
     Arguments and errors are those of `prepare_pt2e`.
     """
     return _prepare(model, quantizer, for_training=True)
 
 
-def _prepare(model: GraphModule, quantizer: machinery.Quantizer, for_training: bool) -> GraphModule:
+def _prepare(model: GraphModule, quantizer: torchao_pt2e.Quantizer, for_training: bool) -> GraphModule:
     _check_exported(model)
-    if not isinstance(quantizer, machinery.Quantizer):
+    if not isinstance(quantizer, torchao_pt2e.Quantizer):
         raise MXError(f"expected an MXQuantizer, not {type(quantizer).__name__}")
     meta = dict(model.meta)
     model = copy_sharing_tensors(model)
@@ -79,13 +80,13 @@ def _prepare(model: GraphModule, quantizer: machinery.Quantizer, for_training: b
         graph.graph.eliminate_dead_code()
     if not for_training:
         keep_batch_norms(model)
-        machinery.fold_batch_norms(model)
+        torchao_pt2e.fold_batch_norms(model)
     mark_constants(model)
     try:
-        model = machinery.annotate(model, quantizer)
+        model = torchao_pt2e.annotate(model, quantizer)
         model = _insert_observers(model, quantizer, {})
     finally:
-        machinery.forget_models()
+        torchao_pt2e.forget_models()
     graphs = graph_modules(model)
     training = modes_to_modules(graphs)
     if training and not for_training:
@@ -113,7 +114,7 @@ def _kept(tensor: Tensor) -> Tensor:
 
 
 def _insert_observers(
-    model: GraphModule, quantizer: machinery.Quantizer, done: dict[GraphModule, GraphModule]
+    model: GraphModule, quantizer: torchao_pt2e.Quantizer, done: dict[GraphModule, GraphModule]
 ) -> GraphModule:
     """Insert the observers of a graph and of those inside it, each once."""
     for call in list(calls(model)):  # before names stand for other graphs: a second call may have the same name
@@ -121,7 +122,7 @@ def _insert_observers(
             if graph not in done:
                 done[graph] = _insert_observers(graph, quantizer, done)
             setattr(model, name, done[graph])
-    model = machinery.insert_observers(model, quantizer)
+    model = torchao_pt2e.insert_observers(model, quantizer)
     _settle_observers(model)  # on their device: torchao looks for one device in the graph around
     return model
 
@@ -140,7 +141,7 @@ def _settle_observers(graph: GraphModule) -> None:
 def _check_exported(model: object) -> None:
     if isinstance(model, torch.export.ExportedProgram):
         raise MXError("expected a graph module, not an ExportedProgram: pass exported_program.module()")
-    if machinery.is_prepared(model):
+    if torchao_pt2e.is_prepared(model):
         raise MXError("the model is prepared already: calibrate or train it, then call convert_pt2e")
     if not isinstance(model, GraphModule) or not _is_exported(model):
         raise MXError(

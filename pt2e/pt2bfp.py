@@ -16,17 +16,7 @@ from types import SimpleNamespace
 from torch import nn
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.check_diff import check_diff
-from pt2mx.pt2e.config import ROLES, MXQuantizationConfig
 from pt2mx.pt2e.convert import convert_pt2e
-from pt2mx.pt2e.machinery import (
-    OperatorConfig,
-    QuantizationAnnotation,
-    QuantizationSpec,
-    SharedQuantizationSpec,
-    annotate_input_qspec_map,
-    annotate_output_qspec,
-)
 from pt2mx.pt2e.observer import (
     MXFakeQuantize,
     MXObserver,
@@ -37,8 +27,18 @@ from pt2mx.pt2e.observer import (
 )
 from pt2mx.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
 from pt2mx.pt2e.qspec import mx_qspec
-from pt2mx.pt2e.quantizer import MXQuantizer
+from pt2mx.pt2e.quantizer.config import ROLES, MXQuantizationConfig
+from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.range_observers import MXHistogramObserver, MXMinMaxObserver, MXMovingAverageMinMaxObserver
+from pt2mx.pt2e.report.check_diff import check_diff
+from pt2mx.pt2e.torchao_pt2e import (
+    OperatorConfig,
+    QuantizationAnnotation,
+    QuantizationSpec,
+    SharedQuantizationSpec,
+    annotate_input_qspec_map,
+    annotate_output_qspec,
+)
 from pt2mx.spec import MXSpec, parse
 
 __all__ = [

@@ -6,8 +6,8 @@ and ch_axis. MX specs differ in element, block, axis and modes instead, so all o
 
 import torch
 
-from pt2mx.checks import operator_modes
-from pt2mx.pt2e.machinery import QuantizationSpec
+from pt2mx.ops.checks import operator_modes
+from pt2mx.pt2e.torchao_pt2e import QuantizationSpec
 from pt2mx.spec import MXSpec
 
 _TAG = "mx"

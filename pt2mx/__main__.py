@@ -2,6 +2,6 @@
 
 import sys
 
-from pt2mx.pt2e.command import main
+from pt2mx.pt2e.cli.command import main
 
 sys.exit(main())

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pt2mx.checks import check_spec, check_tensors
 from pt2mx.errors import MXError
 from pt2mx.formats import ELEMENTS, ElementFormat
 from pt2mx.functional import dequantize_mx, fake_quantize_mx, quantize_mx
 from pt2mx.kernels.packing import is_packed, pack, unpack
 from pt2mx.kernels.reference import NAN_SCALE
+from pt2mx.ops.checks import check_spec, check_tensors
 from pt2mx.spec import MXSpec, parse
 
 #: pt2mx's defaults

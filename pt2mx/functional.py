@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from pt2mx import ops
-from pt2mx.checks import check_length, check_seed, check_spec, check_tensors, operator_modes
 from pt2mx.errors import MXError
 from pt2mx.formats import parse_element
-from pt2mx.kernels import sliced
-from pt2mx.order import in_order
+from pt2mx.kernels import reference_chunked
+from pt2mx.ops.checks import check_length, check_seed, check_spec, check_tensors, operator_modes
+from pt2mx.ops.order import in_order
+from pt2mx.ops.quantization import check_ste, seed_of
 from pt2mx.spec import MXSpec, parse
 
 
@@ -103,7 +104,7 @@ def fake_quantize_mx(
     may also have another scale than E8M0.
     """
     check_tensors(x=x)
-    ops.check_ste(ste)
+    check_ste(ste)
     spec = _modes(elem_dtype, block_size, axis, scale_mode, rounding)
     if spec.has_e8m0_scale:
         return ops.fake_quantize_mx(x, *operator_modes(spec), _seed(seed), ste)
@@ -117,15 +118,15 @@ class _OtherScale(torch.autograd.Function):
     def forward(ctx: object, x: Tensor, spec: MXSpec, seed: int | None, ste: str) -> Tensor:
         ctx.save_for_backward(*([x] if ste == "clipped" else []))
         ctx.spec = spec
-        seed = ops.seed_of(x, spec, seed)
-        (y,) = in_order(lambda spec, x: sliced.fake_quantize(x, spec, seed), spec, torch.atleast_1d(x))
+        seed = seed_of(x, spec, seed)
+        (y,) = in_order(lambda spec, x: reference_chunked.fake_quantize(x, spec, seed), spec, torch.atleast_1d(x))
         return y if x.dim() else y.as_strided_((), ())
 
     @staticmethod
     def backward(ctx: object, grad: Tensor) -> tuple[Tensor | None, ...]:
         for x in ctx.saved_tensors:
             tensors = torch.atleast_1d(x), torch.atleast_1d(grad)
-            (grad,) = in_order(lambda spec, x, grad: sliced.clip_gradient(grad, x, spec), ctx.spec, *tensors)
+            (grad,) = in_order(lambda spec, x, grad: reference_chunked.clip_gradient(grad, x, spec), ctx.spec, *tensors)
             grad = grad if x.dim() else grad.as_strided_((), ())
         return grad, None, None, None
 

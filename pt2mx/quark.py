@@ -13,10 +13,10 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from pt2mx.checks import check_tensors
 from pt2mx.compat import PRESETS
 from pt2mx.errors import MXError, nearest
 from pt2mx.formats import FORMATS
+from pt2mx.ops.checks import check_tensors
 from pt2mx.spec import MXSpec
 
 #: what the operator takes for an attribute that is left out

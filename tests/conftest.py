@@ -11,8 +11,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pt2mx
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.models import load_minilm
-from pt2mx.pt2e.sentences import sentences
+from pt2mx.pt2e.cli.models import load_minilm
+from pt2mx.pt2e.cli.sentences import sentences
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,8 @@ from nbclient import NotebookClient
 import pt2mx
 from pt2mx import compat
 from pt2mx.modes import ROUNDINGS, SCALE_MODES
-from pt2mx.pt2e import command, recipe
+from pt2mx.pt2e.cli import command
+from pt2mx.pt2e.quantizer import recipe
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

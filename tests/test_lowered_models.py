@@ -11,12 +11,13 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pt2mx
-from pt2mx import MXQuantizer, linear, lower_to_inductor, ops
+from pt2mx import MXQuantizer, lower_to_inductor, ops
 from pt2mx.extras import import_extra
-from pt2mx.fx.copy import copy_sharing_tensors
-from pt2mx.fx.fuse_pairs import fuse_pairs
-from pt2mx.fx.gather_packed import gather_packed
-from pt2mx.fx.share_quantizations import share_quantizations
+from pt2mx.fx.graph.tensors import copy_sharing_tensors
+from pt2mx.fx.passes.cse_quantize import share_quantizations
+from pt2mx.fx.passes.fuse_qdq import fuse_pairs
+from pt2mx.fx.passes.packed_embedding import gather_packed
+from pt2mx.ops import linear
 
 aten = torch.ops.aten
 IDS = torch.tensor([[3, 0, 7, 19, 2, 2, 40], [1, 1, 2, 5, 90, 33, 8]])

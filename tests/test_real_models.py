@@ -9,7 +9,7 @@ from torch.nn.functional import cosine_similarity
 
 import pt2mx
 from pt2mx import FORMATS, MXQuantizer, get_default_mx_quantization_config
-from pt2mx.pt2e.models import export
+from pt2mx.pt2e.cli.models import export
 
 #: bits of a weight -> the largest file, relative to the float32 program (issue: what the first release must show)
 LARGEST = {4: 0.18, 6: 0.24, 8: 0.30}

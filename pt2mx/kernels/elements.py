@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pt2mx.formats import ElementFormat
-from pt2mx.kernels.lengths import trim_axis
+from pt2mx.kernels.axis import trim_axis
 from pt2mx.modes import ROUNDINGS
 
 _BIAS = 127  # of fp32

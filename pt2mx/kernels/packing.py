@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from pt2mx.kernels.lengths import split_axis, trim_axis
+from pt2mx.kernels.axis import split_axis, trim_axis
 
 #: bits of a code that is packed -> (codes, bytes) of the smallest group that is whole bytes
 _GROUPS = {bits: (8 // math.gcd(bits, 8), bits // math.gcd(bits, 8)) for bits in (4, 6)}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pt2mx.kernels import elements as plain
-from pt2mx.kernels.lengths import split_axis, trim_axis
+from pt2mx.kernels.axis import split_axis, trim_axis
 from pt2mx.kernels.packing import pack, unpack
 from pt2mx.modes import ROUNDINGS, SCALE_MODES
 from pt2mx.spec import MXSpec

@@ -1,6 +1,6 @@
 """Which kernel serves an eager call.
 
-Every kernel module has the functions of `pt2mx.kernels.sliced`, takes inputs of any strides and at least one
+Every kernel module has the functions of `pt2mx.kernels.reference_chunked`, takes inputs of any strides and at least one
 dimension, and gives contiguous outputs; all agree to the bit.
 """
 
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from pt2mx.formats import ElementFormat
-from pt2mx.kernels import cpu, sliced
+from pt2mx.kernels import reference_chunked
+from pt2mx.kernels.cpu import quantize as cpu
 
 
 def kernels_for(x: Tensor, element: ElementFormat | None = None) -> ModuleType:
@@ -21,20 +22,21 @@ def kernels_for(x: Tensor, element: ElementFormat | None = None) -> ModuleType:
     if plain and x.device.type == "cpu" and cpu.is_available():
         return cpu
     if plain and x.device.type == "cuda" and runs_triton(x.device):
-        from pt2mx.kernels import gpu
+        from pt2mx.kernels.gpu import quantize as gpu
 
         return gpu
-    return sliced
+    return reference_chunked
 
 
 def linear_kernels_for(x: Tensor, element: ElementFormat | None = None) -> ModuleType:
     """The fastest kernels of `linear_mx` and `grouped_linear_mx` that can work on x with weights of `element`."""
-    from pt2mx.kernels import cpu_linear, dense
+    from pt2mx.kernels import dequantize_then_matmul
+    from pt2mx.kernels.cpu import linear as cpu_linear
 
     plain = _is_plain(x) and not (element and element.is_wide)
     if plain and x.device.type == "cpu" and cpu.is_available():
         return cpu_linear
-    return dense
+    return dequantize_then_matmul
 
 
 def _is_plain(x: Tensor) -> bool:

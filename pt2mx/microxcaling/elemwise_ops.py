@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from pt2mx.checks import check_tensors
 from pt2mx.errors import MXError
 from pt2mx.microxcaling.formats import rounding_name
 from pt2mx.microxcaling.specs import apply_mx_specs
 from pt2mx.modes import ROUNDINGS
+from pt2mx.ops.checks import check_tensors
 
 
 @torch.no_grad()

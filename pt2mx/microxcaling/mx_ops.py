@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from pt2mx.checks import check_tensors
 from pt2mx.compat import PRESETS
 from pt2mx.errors import MXError
 from pt2mx.microxcaling.formats import ElemFormat, element_name, rounding_name
 from pt2mx.microxcaling.specs import apply_mx_specs, mx_assert_test
+from pt2mx.ops.checks import check_tensors
 
 
 @torch.no_grad()

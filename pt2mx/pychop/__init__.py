@@ -12,7 +12,7 @@ runs with its imports changed to `pt2mx.pychop`: the same names, positions, defa
 - Elements have at most 16 bits, and 7 exponent bits.
 """
 
-from pt2mx.compare import print_mx_format_table
+from pt2mx.analysis.compare import print_mx_format_table
 from pt2mx.pychop.backend import backend, get_backend
 from pt2mx.pychop.formats import MX_FORMATS, MXSpec, create_mx_spec
 from pt2mx.pychop.layers import MXAttention, MXLinear, MXQuantizerSTE, convert_linear_to_mx

@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable, Iterable
 from typing import TextIO
 
-from pt2mx import arrays, compare
+from pt2mx import arrays
+from pt2mx.analysis import compare
 from pt2mx.pychop.backend import as_array, cast, to_float
 from pt2mx.pychop.formats import MX_FORMATS, MXSpec, resolve
 

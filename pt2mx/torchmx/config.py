@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pt2mx.checks import operator_modes
 from pt2mx.errors import MXError, nearest
+from pt2mx.ops.checks import operator_modes
 from pt2mx.spec import MXSpec, parse
 from pt2mx.torchmx.dtypes import DType, dtype_of
 

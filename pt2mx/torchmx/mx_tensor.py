@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pt2mx import tensor as core
-from pt2mx.checks import check_tensors, operator_modes
 from pt2mx.compat import PRESETS
 from pt2mx.errors import MXError
+from pt2mx.ops.checks import check_tensors, operator_modes
 from pt2mx.spec import MXSpec, parse
+from pt2mx.tensor import mx_tensor as core
 from pt2mx.torchmx.dtypes import DType, dtype_of
 
 _TORCHMX = PRESETS["torchmx"]

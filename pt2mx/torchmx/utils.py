@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pt2mx.checks import check_tensors
 from pt2mx.errors import MXError
 from pt2mx.kernels.packing import pack, packed_length, unpack, unpacked_length
+from pt2mx.ops.checks import check_tensors
 
 
 def set_seed(seed: int) -> None:

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pt2mx import ELEMENTS, FORMATS, dequantize_mx, ops
-from pt2mx.fragments import linear_mx_fragments
-from pt2mx.kernels.gpu_fragments import to_fragments
-from pt2mx.linear import linear_mx
+from pt2mx.kernels.gpu.mma_layout import to_fragments
+from pt2mx.ops.linear import linear_mx
+from pt2mx.ops.mma_layout import linear_mx_fragments
 from tests.benchmarks.measure import Row, gpu_medians_in_turns, hardware, keep_heap, medians_in_turns, print_table
 
 _BLOCK = 32

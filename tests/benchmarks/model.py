@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 import pt2mx
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.models import SentenceEncoder, load_minilm
-from pt2mx.pt2e.sentences import sentences
+from pt2mx.pt2e.cli.models import SentenceEncoder, load_minilm
+from pt2mx.pt2e.cli.sentences import sentences
 from tests.benchmarks.decoder import Decoder
 from tests.benchmarks.measure import hardware, medians_in_turns, print_table, timed
 

@@ -16,7 +16,7 @@ import torch
 
 import pt2mx
 from pt2mx import FORMATS, ops
-from pt2mx.kernels import sliced
+from pt2mx.kernels import reference_chunked
 from tests.benchmarks.measure import (
     Row,
     gpu_medians_in_turns,
@@ -104,7 +104,7 @@ def over_clone(call: Callable[[], object], x: torch.Tensor, repeats: int) -> flo
 def peers(x: torch.Tensor, name: str) -> Iterator[tuple[str, Callable[[], object]]]:
     """What else computes fake_quantize of x along its last axis."""
     spec = pt2mx.MXSpec(name, _BLOCK, x.dim() - 1)
-    yield "reference, in slices,", lambda: sliced.fake_quantize(x, spec, None)
+    yield "reference, in slices,", lambda: reference_chunked.fake_quantize(x, spec, None)
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: pt2mx.fake_quantize_mx(x, name, _BLOCK))
     yield "reference through Inductor,", lambda: compiled(x)

@@ -5,9 +5,10 @@ import torch
 from torch import nn
 
 import pt2mx
-from pt2mx import MXError, MXQuantizer, linear, lower_to_inductor, ops
+from pt2mx import MXError, MXQuantizer, lower_to_inductor, ops
 from pt2mx.fx import lower
-from pt2mx.fx.subgraphs import graph_modules
+from pt2mx.fx.graph.subgraphs import graph_modules
+from pt2mx.ops import linear
 from tests.pt2e.test_prepare import assert_unchanged, snapshot
 
 aten = torch.ops.aten

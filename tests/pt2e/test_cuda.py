@@ -9,11 +9,11 @@ import torch
 import pt2mx
 from pt2mx import FORMATS, MXQuantizer, get_default_mx_quantization_config
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.command import main
-from pt2mx.pt2e.package import load_package
-from tests.fx import test_fuse_batch_norm as batch_norms
-from tests.fx import test_modes as modes
-from tests.fx import test_subgraphs as subgraphs
+from pt2mx.pt2e.cli.command import main
+from pt2mx.pt2e.packages.package import load_package
+from tests.fx.graph import test_subgraphs as subgraphs
+from tests.fx.training import test_fuse_batch_norm as batch_norms
+from tests.fx.training import test_train_eval as modes
 from tests.pt2e.test_prepare import INPUTS, Net
 
 pytestmark = pytest.mark.cuda

@@ -14,7 +14,7 @@ from pt2mx import (
     MXQuantizer,
     fake_quantize_mx,
 )
-from pt2mx.statistics import QuantizationStatistics, quantization_sums
+from pt2mx.analysis.sums import QuantizationStatistics, quantization_sums
 from tests.pt2e.test_prepare import INPUTS, exported
 
 QSCHEME = ("mx", "fp8_e4m3", 32, 1, "floor", "even")

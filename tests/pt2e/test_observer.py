@@ -8,7 +8,7 @@ from torchao.quantization.pt2e import FakeQuantizeBase, ObserverBase
 
 import pt2mx
 from pt2mx import MXError, MXFakeQuantize, MXFormatObserver, MXObserver, fake_quantize_mx
-from pt2mx.statistics import QuantizationStatistics, quantization_sums
+from pt2mx.analysis.sums import QuantizationStatistics, quantization_sums
 
 QSCHEME = ("mx", "fp4_e2m1", 32, 1, "floor", "even")
 

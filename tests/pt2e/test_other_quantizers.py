@@ -17,7 +17,7 @@ from pt2mx import (
     prepare_pt2e,
     prepare_qat_pt2e,
 )
-from pt2mx.pt2e.machinery import Q_ANNOTATION_KEY, QuantizationAnnotation, QuantizationSpec, Quantizer
+from pt2mx.pt2e.torchao_pt2e import Q_ANNOTATION_KEY, QuantizationAnnotation, QuantizationSpec, Quantizer
 
 aten = torch.ops.aten
 

@@ -6,11 +6,11 @@ from torch._inductor.utils import run_and_get_code
 from torch.library import opcheck
 
 from pt2mx import ELEMENTS, FORMATS, MXSpec, dequantize_mx, fake_quantize_mx, ops, quantize_mx
-from pt2mx.kernels import reference, select, sliced
+from pt2mx.kernels import reference, reference_chunked, select
 from pt2mx.kernels.philox import random_bits
 from pt2mx.modes import ROUNDINGS, SCALE_MODES, ScaleMode
 from tests.oracle import NARROW
-from tests.pt2mx.test_inductor import through_all_operators
+from tests.pt2mx.ops.test_inductor import through_all_operators
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("compiler")]
 
@@ -93,7 +93,7 @@ def test_one_triton_kernel_and_no_opaque_call():
 
 
 def test_triton_serves_plain_tensors():
-    assert select.kernels_for(torch.ones(1, device="cuda")).__name__ == "pt2mx.kernels.gpu"
+    assert select.kernels_for(torch.ones(1, device="cuda")).__name__ == "pt2mx.kernels.gpu.quantize"
 
 
 def numbers(*shape, dtype=torch.float32):
@@ -128,7 +128,7 @@ def check_kernels(x, spec, dtypes=(torch.bfloat16,)):
 @pytest.mark.parametrize("axis", [0, 1])
 def test_pairs_of_every_bf16_pattern(axis, scale_mode):
     """`gpu_pairs`: every pattern in blocks with others of all sizes, of its own size, and without Inf and NaN."""
-    from pt2mx.kernels import gpu
+    from pt2mx.kernels.gpu import quantize as gpu
 
     every = every_pattern(torch.bfloat16).flatten()
     near = every[every.view(torch.int16).bitwise_and(0x7FFF).argsort()]
@@ -296,7 +296,7 @@ def test_more_than_two_to_the_31_elements(axis):
 def test_largest_blocks_go_to_the_sliced_reference():
     x = numbers(2, 10000)
     spec = MXSpec("fp8_e4m3", 10000, 1)
-    assert same(fake_quantize_mx(x.cuda(), spec), sliced.fake_quantize(x, spec, None))
+    assert same(fake_quantize_mx(x.cuda(), spec), reference_chunked.fake_quantize(x, spec, None))
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")

@@ -7,7 +7,7 @@ import torch
 
 from pt2mx import MXError, MXSpec, create_mx_spec, fake_quantize_mx, quantize_mx
 from pt2mx.modes import ROUNDINGS, SCALE_MODES, ScaleMode
-from tests.pt2mx.test_cpu_kernels import check, random_values
+from tests.pt2mx.kernels.cpu.test_quantize import check, random_values
 
 # int4 in a block whose largest value is 1.75: multiples of 0.25, so that the units are 4x
 TIES = [1.75, 0.125, 0.375, -0.125, -0.375, 0.2, -0.2, 0.0]

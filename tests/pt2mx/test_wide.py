@@ -5,7 +5,7 @@ import torch
 
 from pt2mx import MXTensor, dequantize_mx, fake_quantize_mx, ops, quantize_mx
 from pt2mx.compat import PRESETS
-from pt2mx.linear import linear_mx
+from pt2mx.ops.linear import linear_mx
 
 NAMES = ("int16", "int12_full", "fp16_e5m10", "fp16_e7m8", "fp9_e4m4")
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from pt2mx.errors import MXError
 from pt2mx.functional import fake_quantize_mx
-from pt2mx.tensor import MXTensor
+from pt2mx.tensor.mx_tensor import MXTensor
 from pt2mx.torchmx import mx_tensor
 from pt2mx.torchmx.config import QLinearConfig
 

@@ -1,0 +1,171 @@
+"""Which nodes show memory that the graph writes: `x[:, 0] = 5` exports as a write to a view of x.
+
+Memory is told apart by storage, not by name: one buffer may be a view of another. What an operator's result shares with
+its arguments stands in its schema. A composite operator may return an argument and not say so (dropout in evaluation,
+einsum of one tensor); it is asked, by a call on fake tensors.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from pt2mx.fx.graph.values import result_of, value_of
+from pt2mx.fx.training.train_eval import called
+
+aten = torch.ops.aten
+
+#: operators that write running statistics, of which their schemas do not speak -> positions of these, and of the flag
+#: with which they do
+_UNDECLARED_WRITES = {
+    aten.batch_norm.default: ((3, 4), 5),
+    aten.native_batch_norm.default: ((3, 4), 5),
+    aten.instance_norm.default: ((3, 4), 5),
+}
+
+#: what stands for a piece of memory: the node that makes it, or the storage of a parameter or buffer
+Root = Node | int
+
+
+def written_nodes(graph: Graph) -> set[Node]:
+    """The nodes that show memory which an operator of the graph writes, or one of a graph inside it."""
+    roots, written = _memory(graph)
+    return {node for node in roots if roots[node] & written}
+
+
+def written_storages(model: GraphModule) -> set[int]:
+    """The storages of parameters and buffers that the graph of `model` writes, as `storage_of` names them."""
+    return {root for root in _memory(model.graph)[1] if not isinstance(root, Node)}
+
+
+def storage_of(tensor: Tensor) -> int:
+    """What tensors that share memory have in common."""
+    return tensor.untyped_storage()._cdata
+
+
+def _memory(graph: Graph) -> tuple[dict[Node, frozenset[Root]], frozenset[Root]]:
+    """The memory that each node may show, and what of it is written. Both are empty where the graph writes nothing:
+    most do not, and need no analysis."""
+    written = [n for node in graph.nodes for n in _written_arguments(node)]
+    roots = _roots(graph) if written else {}
+    return roots, frozenset().union(*(roots[n] for n in written))
+
+
+def _roots(graph: Graph) -> dict[Node, frozenset[Root]]:
+    roots: dict[Node, frozenset[Root]] = {}
+    asked: dict[str, list[int]] = {}
+    for node in graph.nodes:
+        shown = _shown_arguments(node, asked)
+        own = _held_storage(node) if node.op == "get_attr" else node
+        roots[node] = frozenset().union(*(roots[n] for n in shown)) if shown else frozenset({own})
+    return roots
+
+
+def _held_storage(node: Node) -> Root:
+    """The storage of the parameter or buffer that a node reads; the node where it reads something else."""
+    value = operator.attrgetter(node.target)(node.graph.owning_module)
+    return storage_of(value) if isinstance(value, Tensor) else node
+
+
+def _shown_arguments(node: Node, asked: dict[str, list[int]]) -> list[Node]:
+    """The arguments whose memory the value of a node may show; `asked` keeps what composite operators answered."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        tensors = _tensors(node, target)
+        if any(returned.alias_info is not None for returned in target._schema.returns):
+            return [n for n, info in tensors if info is not None]
+        if not target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+            return []
+        inputs = [n for n, _ in tensors]
+        question = repr((target, torch.fx.map_arg((node.args, node.kwargs), _layout)))
+        if question not in asked:
+            asked[question] = _returned(node, inputs)
+        return [inputs[i] for i in asked[question]]
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return _shown_inside(node)
+    if target is operator.getitem or node.op == "call_module":  # a module, an observer's, may pass its argument on
+        return [n for n in node.args[:1] if isinstance(n, Node)]
+    return node.all_input_nodes if node.op == "call_function" else []
+
+
+def _layout(node: Node) -> object:
+    value = value_of(node)
+    return (value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else str(value)
+
+
+def _returned(node: Node, inputs: list[Node]) -> list[int]:
+    """Which of its inputs a composite operator returns; all of them where nothing is known of their values, or where
+    they cannot be used again (those inside torch.vmap)."""
+    values = [value_of(n) for n in inputs]
+    if any(value is None for value in values):
+        return list(range(len(inputs)))
+    try:
+        results = pytree.tree_leaves(result_of(node))
+    except RuntimeError:
+        return list(range(len(inputs)))
+    shown = {storage_of(result) for result in results if isinstance(result, Tensor)}
+    return [i for i, value in enumerate(values) if isinstance(value, Tensor) and storage_of(value) in shown]
+
+
+def _written_arguments(node: Node) -> list[Node]:
+    target = called(node)
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return _written_inside(node)
+    if not isinstance(target, torch._ops.OpOverload):
+        return []
+    written = [n for n, info in _tensors(node, target) if info is not None and info.is_write]
+    positions, flag = _UNDECLARED_WRITES.get(target, ((), 0))
+    if positions and len(node.args) > flag and node.args[flag] is not False:
+        written += [n for n in (node.args[i] for i in positions) if isinstance(n, Node)]
+    return written
+
+
+def _written_inside(node: Node) -> list[Node]:
+    """The operands of a higher-order operator that a graph which it calls writes."""
+    if "mutation" in node.target.name():  # a Triton kernel of the user's: which of its operands it writes is not said
+        return [n for n in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(n, Node)]
+    written = []
+    for graph, operands in _graphs_inside(node):
+        _, roots = _memory(graph)
+        written += [operand for placeholder, operand in operands if placeholder in roots]
+    return written
+
+
+def _shown_inside(node: Node) -> list[Node]:
+    """The operands of a higher-order operator whose memory a graph which it calls may return."""
+    shown = []
+    for graph, operands in _graphs_inside(node):
+        roots = _roots(graph)
+        returned = frozenset().union(*(roots[n] for n in graph.output_node().all_input_nodes))
+        shown += [operand for placeholder, operand in operands if roots[placeholder] & returned]
+    return shown
+
+
+def _graphs_inside(node: Node) -> Iterator[tuple[Graph, list[tuple[Node, Node]]]]:
+    """The graphs that a higher-order operator calls, each with (placeholder, operand) pairs. The last arguments are
+    those that stand behind the placeholders, in order."""
+    arguments = pytree.tree_leaves((node.args, node.kwargs))
+    for argument in arguments:
+        if isinstance(argument, Node) and argument.op == "get_attr":
+            inner = operator.attrgetter(argument.target)(node.graph.owning_module)
+            if isinstance(inner, GraphModule):
+                placeholders = inner.graph.find_nodes(op="placeholder")
+                pairs = zip(reversed(placeholders), reversed(arguments), strict=False)
+                yield (
+                    inner.graph,
+                    [(placeholder, operand) for placeholder, operand in pairs if isinstance(operand, Node)],
+                )
+
+
+def _tensors(node: Node, target: torch._ops.OpOverload) -> list[tuple[Node, object]]:
+    """(node, alias information) of all that is passed to an operator, by position and by name, in lists too."""
+    arguments = target._schema.arguments
+    by_name = {argument.name: argument.alias_info for argument in arguments}
+    passed = [(value, argument.alias_info) for argument, value in zip(arguments, node.args, strict=False)]
+    passed += [(value, by_name.get(name)) for name, value in node.kwargs.items()]
+    return [(n, info) for value, info in passed for n in pytree.tree_leaves(value) if isinstance(n, Node)]

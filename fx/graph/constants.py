@@ -1,0 +1,87 @@
+"""Which nodes are constant: computed from parameters and buffers alone."""
+
+import operator
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from pt2mx.fx.graph.aliasing import written_nodes
+
+#: meta key of a placeholder of a graph inside another: whether it stands for a constant (`pt2mx.fx.graph.subgraphs`)
+CONSTANT_KEY = "mx_constant"
+
+
+def constant_nodes(graph: Graph) -> set[Node]:
+    """The parameters and buffers that the graph does not write, placeholders that are marked constant, and the
+    deterministic functions of such alone (a weight behind a view, a transpose, a cast, a split, a product of two
+    parameters)."""
+    written = written_nodes(graph)
+    constants: set[Node] = set()
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if node.op == "get_attr":
+            constant = True
+        elif node.op == "placeholder":
+            constant = node.meta.get(CONSTANT_KEY, False)
+        else:
+            constant = bool(inputs) and all(n in constants for n in inputs) and _is_pure(node)
+        if constant and node not in written:
+            constants.add(node)
+    return constants
+
+
+def evaluate(model: GraphModule, node: Node) -> torch.Tensor:
+    """The value of a constant node."""
+    values: dict[Node, object] = {}
+    for current in computed_from(node):
+        if current.op == "get_attr":
+            values[current] = operator.attrgetter(current.target)(model)
+        else:
+            args, kwargs = torch.fx.map_arg((current.args, current.kwargs), values.__getitem__)
+            values[current] = current.target(*args, **kwargs)
+    return values[node]
+
+
+def computed_from(node: Node) -> list[Node]:
+    """The node and all that it is computed from, in the order of execution."""
+    if not node.all_input_nodes:
+        return [node]
+    needed, pending = set(), [node]
+    while pending:
+        current = pending.pop()
+        if current not in needed:
+            needed.add(current)
+            pending.extend(current.all_input_nodes)
+    return [n for n in node.graph.nodes if n in needed]
+
+
+def first_equal(model: GraphModule, constants: set[Node]) -> dict[Node, Node]:
+    """Constant node -> the first one that does the same to the same tensors, whatever their names in the module tree;
+    most are their own."""
+    first: dict[object, Node] = {}
+    found: dict[Node, Node] = {}
+    for node in model.graph.nodes:
+        if node in constants:
+            if node.op == "get_attr":
+                key = id(operator.attrgetter(node.target)(model))
+            else:
+                key = repr((node.target, *torch.fx.map_arg((node.args, node.kwargs), found.__getitem__)))
+            found[node] = first.setdefault(key, node)
+    return found
+
+
+def root_name(node: Node) -> str:
+    """The qualified name of the first parameter or buffer that a constant node is computed from."""
+    while node.op != "get_attr":
+        node = node.all_input_nodes[0]
+    return node.target
+
+
+def _is_pure(node: Node) -> bool:
+    if node.target is operator.getitem:
+        return True
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and torch.Tag.nondeterministic_seeded not in node.target.tags
+        and not node.target._schema.is_mutable
+    )

@@ -1,0 +1,63 @@
+"""The pair that stands for a quantized tensor in a converted graph."""
+
+import operator
+
+import torch
+from torch.fx import Node
+
+from pt2mx import ops
+from pt2mx.fx.graph.values import set_value
+from pt2mx.kernels.packing import is_packed
+from pt2mx.ops.checks import operator_modes
+from pt2mx.spec import MXSpec
+
+#: meta key of a `dequantize_mx` node: the spec of its pair
+SPEC_KEY = "mx_spec"
+
+#: meta keys: where a node stands in the model's source and module tree
+PLACE = ("stack_trace", "nn_module_stack")
+
+
+def insert_quantize_dequantize(x: Node, spec: MXSpec, consumer: Node | None = None) -> Node:
+    """Insert `quantize_mx -> getitem x2 -> dequantize_mx` after `x` and return the last node; users stay as they are.
+
+    `x` must carry `val` meta of a float tensor. The new nodes get `val` meta, and the place of `consumer` (or x) in the
+    source and the module tree: a pair belongs to the operator whose operand it quantizes.
+    """
+    graph, value = x.graph, x.meta["val"]
+    axis = spec.axis % value.dim()
+    modes = operator_modes(spec.replace(axis=axis))
+    with graph.inserting_after(x):
+        quantize = graph.call_function(ops.quantize_mx, (x, *modes))
+    with graph.inserting_after(quantize):
+        scale = graph.call_function(operator.getitem, (quantize, 0))
+    with graph.inserting_after(scale):
+        data = graph.call_function(operator.getitem, (quantize, 1))
+    created = [quantize, scale, data]
+    packed = ()
+    if is_packed(spec.element.bits):  # packing may round the length up
+        length = value.shape[axis]
+        if not isinstance(length, int):
+            with graph.inserting_after(data):
+                length = graph.call_function(torch.ops.aten.sym_size.int, (x, axis))
+            created.append(length)
+        packed = (length,)
+    with graph.inserting_after(created[-1]):
+        args = (data, scale, spec.element.name, spec.block_size, value.dtype, axis, *packed)
+        dequantize = graph.call_function(ops.dequantize_mx, args)
+    for node in (*created, dequantize):
+        node.meta.update({key: n.meta[key] for n in (x, consumer or x) for key in PLACE if key in n.meta})
+        set_value(node)
+    dequantize.meta[SPEC_KEY] = spec.replace(axis=axis)
+    return dequantize
+
+
+def spec_of_dequantize(dequantize: Node) -> MXSpec:
+    """The spec of a pair. Of a folded weight in a re-exported graph the modes are unknown: they are in the codes."""
+    if SPEC_KEY in dequantize.meta:
+        return dequantize.meta[SPEC_KEY]
+    data = dequantize.args[0]
+    if data.target is operator.getitem and data.args[0].target is ops.quantize_mx:
+        return MXSpec(*data.args[0].args[1:6])
+    element, block_size = dequantize.args[2:4]
+    return MXSpec(element, block_size, dequantize.args[5] if len(dequantize.args) > 5 else -1)

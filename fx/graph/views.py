@@ -1,0 +1,83 @@
+"""Which results of a graph may lie in memory with other strides: as a part of a larger tensor does, or transposed."""
+
+import operator
+
+import torch
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from pt2mx.fx.graph.values import result_of, set_value
+
+aten = torch.ops.aten
+
+#: views that only some strides allow, and what takes any
+_VIEW_OF_ANY_STRIDES = {
+    aten.view.default: aten.reshape.default,
+    aten._unsafe_view.default: aten.reshape.default,
+    aten.view_as.default: aten.reshape_as.default,
+}
+_NEED_STRIDES = (
+    aten.as_strided.default, aten.as_strided_copy.default, aten.view.dtype, aten.view_as_complex.default,
+    aten.view_as_real.default,
+)  # fmt: skip
+
+#: composite operators that give a new tensor; others, as `dropout` in evaluation, may give what they were given
+_COMPOSITES = (
+    aten.linear.default, aten.matmul.default, aten.scaled_dot_product_attention.default, aten.layer_norm.default,
+    aten.rms_norm.default, aten.softmax.int, aten.log_softmax.int,
+)  # fmt: skip
+_OWN_STRIDES = ("aten", "prims", "pt2mx")  # namespaces of operators that take any
+
+
+def may_be_strided(node: Node) -> bool:
+    """Whether all that reads the memory of a node takes it with other strides."""
+    return all(map(_takes_strides, node.users))
+
+
+def _takes_strides(user: Node) -> bool:
+    if user.target in _NEED_STRIDES:
+        return False
+    if is_view(user):
+        return may_be_strided(user)
+    if not isinstance(user.target, torch._ops.OpOverload) or user.target.namespace not in _OWN_STRIDES:
+        return False
+    composite = user.target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    return not composite or user.target in _COMPOSITES
+
+
+def may_be_ordered_as(node: Node, value: object) -> bool:
+    """Whether all that is computed from a node, but views of it, lies in memory as before where the node's dimensions
+    lie there as those of `value` (a fake tensor of its shape). Elementwise operators keep the order of what they get,
+    sums and products have one of their own."""
+    return all(_takes_order(user, node, value) for user in node.users)
+
+
+def _takes_order(user: Node, node: Node, value: object) -> bool:
+    ours = isinstance(user.target, torch._ops.OpOverload) and user.target.namespace in _OWN_STRIDES
+    if user.target in _NEED_STRIDES or not (ours or is_view(user)):
+        return False
+    if user.target in _VIEW_OF_ANY_STRIDES:
+        return False
+    result = result_of(user, {node: value})
+    same = _strides(result) == _strides(user.meta["val"])
+    return same or (is_view(user) and may_be_ordered_as(user, result))
+
+
+def _strides(value: object) -> list[tuple[int, ...]]:
+    return [x.stride() for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
+
+
+def is_view(node: Node) -> bool:
+    """Whether a node's result is memory of its first argument."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return any(returned.alias_info is not None for returned in node.target._schema.returns)
+    return node.target is operator.getitem  # of several views
+
+
+def allow_any_strides(node: Node) -> None:
+    """Let views of a node be copies where its strides ask for that, and say what they are now."""
+    for user in node.users:
+        user.target = _VIEW_OF_ANY_STRIDES.get(user.target, user.target)
+        if is_view(user):
+            set_value(user)
+            allow_any_strides(user)

@@ -1,0 +1,31 @@
+"""Moving a program to another device: its tensors, and the devices that its graph names."""
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.node import map_aggregate
+
+from pt2mx.fx.graph.subgraphs import graph_modules
+from pt2mx.fx.graph.tensors import own_tensors
+
+
+def move_to_device(model: GraphModule, device: torch.device) -> GraphModule:
+    """Move a model and the graphs inside it to `device`: parameters and buffers, the devices of factories, casts and
+    assertions, those of autocast, and `val` meta. Tensors that are there already are shared. Changes `model` and
+    returns it."""
+
+    def moved(value: object) -> object:
+        if isinstance(value, Tensor):
+            return value.to(device)
+        return device if isinstance(value, torch.device) else value
+
+    own_tensors(model, moved)
+    for graph in graph_modules(model):
+        for node in graph.graph.nodes:
+            node.args, node.kwargs = map_aggregate(node.args, moved), map_aggregate(node.kwargs, moved)
+            if node.target is torch.ops.higher_order.wrap_with_autocast:
+                node.args = (device.type, *node.args[1:])
+            if "val" in node.meta:
+                node.meta["val"] = map_aggregate(node.meta["val"], moved)
+        graph.recompile()
+    return model

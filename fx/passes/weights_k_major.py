@@ -1,0 +1,78 @@
+"""Packed weights of products are stored with their blocks along the last dimension and one after the other."""
+
+import operator
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from pt2mx import ops
+from pt2mx.fx.graph.constants import constant_nodes
+from pt2mx.fx.graph.qdq import SPEC_KEY
+from pt2mx.fx.graph.unused import erase_unread
+from pt2mx.fx.graph.values import set_value
+from pt2mx.fx.graph.views import allow_any_strides, may_be_ordered_as
+from pt2mx.fx.passes.fold_weights import register
+from pt2mx.fx.passes.packed_products import weights_of_products
+
+
+def put_blocks_last(model: GraphModule) -> GraphModule:
+    """Transpose the codes and scales of the weights of products that reduce the blocks' dimension, but do not have it
+    last (`x @ w`, Hugging Face's Conv1D), or not in memory (the transpose of a parameter).
+
+    They become buffers `<weight>_data_t` and `<weight>_scale_t`, behind whose `dequantize_mx` a transposition gives
+    every reader what it had, to the bit. Weights whose other readers go by the order of dimensions in memory stay as
+    they are, and so do those of graphs inside, which are operands. Changes `model` and returns it.
+    """
+    constants, found = constant_nodes(model.graph), {}
+    for _, product, weight in weights_of_products(model):
+        last = len(weight.dims) - 1
+        swap = {weight.axis: last, last: weight.axis}
+        transposed = tuple(swap.get(d, d) for d in weight.dims)
+        held = all(n.op == "get_attr" and n in constants for n in weight.dequantize.args[:2])
+        if transposed == product.dims and held and _is_new_order(model, weight.dequantize, weight.axis):
+            found[weight.dequantize] = (weight.axis, last)
+    for dequantize, dims in found.items():
+        _transpose(model, dequantize, *dims)
+    model.recompile()
+    return model
+
+
+def _is_new_order(model: GraphModule, dequantize: Node, axis: int) -> bool:
+    """Whether codes do not lie in memory with their blocks last, and readers take it if they do."""
+    codes = operator.attrgetter(dequantize.args[0].target)(model)
+    if codes.transpose(axis, -1).is_contiguous():
+        return axis != codes.dim() - 1
+    value = dequantize.meta.get("val")
+    return value is not None and may_be_ordered_as(dequantize, _transposed(value, axis).transpose(axis, -1))
+
+
+def _transpose(model: GraphModule, dequantize: Node, axis: int, last: int) -> None:
+    *buffers, element, block_size, dtype, _ = dequantize.args[:6]
+    with model.graph.inserting_before(dequantize):
+        transposed = [model.graph.get_attr(_transposed_buffer(model, n, axis)) for n in buffers]
+        args = (*transposed, element, block_size, dtype, last, *dequantize.args[6:])
+        blocks_last = model.graph.call_function(ops.dequantize_mx, args)
+        back = model.graph.call_function(torch.ops.aten.transpose.int, (blocks_last, axis, last))
+    for new, old in zip(transposed, buffers, strict=True):
+        new.meta.update(old.meta)
+        if "val" in old.meta:
+            new.meta["val"] = _transposed(old.meta["val"], axis)
+    for new in (blocks_last, back):
+        new.meta.update(dequantize.meta)
+        set_value(new)
+    if SPEC_KEY in dequantize.meta:
+        blocks_last.meta[SPEC_KEY] = dequantize.meta[SPEC_KEY].replace(axis=last)
+        del back.meta[SPEC_KEY]
+    dequantize.replace_all_uses_with(back)
+    allow_any_strides(back)
+    erase_unread(dequantize)
+
+
+def _transposed(x: Tensor, axis: int) -> Tensor:
+    return x.transpose(axis, -1).contiguous()
+
+
+def _transposed_buffer(model: GraphModule, node: Node, axis: int) -> str:
+    value = _transposed(operator.attrgetter(node.target)(model), axis)
+    return register(model, f"{node.target}_t", value)

@@ -1,0 +1,147 @@
+"""Batch norm in quantization-aware training: folded into the weight that is quantized, while its statistics go on.
+
+Following Jacob et al., "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference"
+(2018), section 3.2, and Krishnamoorthi (2018), section 3.1.2: the weight that the converted model will hold is
+w * gamma / sqrt(var + eps), with the running variance, and that is what is quantized in training too; the layer's
+output is divided by the same factor before the batch norm sees it.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from pt2mx.fx.graph.arguments import make_positional
+from pt2mx.fx.graph.constants import CONSTANT_KEY, constant_nodes, root_name
+from pt2mx.fx.graph.unused import delete_unused_modules, delete_unused_tensors
+from pt2mx.fx.passes.fold_weights import dequantizes, fold_constant
+from pt2mx.fx.training.batch_norm import LAYERS, normalizes_outputs
+from pt2mx.fx.training.train_eval import ModeDependent, insert_module, mode_dependent, replace_by_module
+
+aten = torch.ops.aten
+
+
+class ScaledWeight(ModeDependent):
+    """weight, gamma (channels) or None, running variance (channels) -> the weight with the batch norm folded in.
+
+    In training a channel whose gamma is zero keeps its weight: scaled to nothing, it could not learn again.
+    """
+
+    def __init__(self, rank: int, eps: float, transposed: bool, groups: int) -> None:
+        super().__init__()
+        self.rank, self.eps, self.transposed, self.groups = rank, eps, transposed, groups
+
+    def in_training(self, weight: Tensor, gamma: Tensor | None, variance: Tensor) -> Tensor:
+        return self._scaled(weight, safe(scale_of(gamma, variance, self.eps)))
+
+    def in_evaluation(self, weight: Tensor, gamma: Tensor | None, variance: Tensor) -> Tensor:
+        return self._scaled(weight, scale_of(gamma, variance, self.eps))
+
+    def _scaled(self, weight: Tensor, scale: Tensor) -> Tensor:
+        ones = [1] * (self.rank - 2)
+        if not self.transposed:
+            return aten.mul.Tensor(weight, aten.reshape.default(scale, [-1, 1, *ones]))
+        # (in, out / groups, ...): the inputs of a group reach its outputs alone
+        parts = aten.reshape.default(scale, [self.groups, 1, -1, *ones])
+        grouped = aten.unflatten.int(weight, 0, [self.groups, -1])
+        return aten.flatten.using_ints(aten.mul.Tensor(grouped, parts), 0, 1)
+
+
+class NormalizedLayer(ModeDependent):
+    """A layer with a weight from `ScaledWeight`, and the batch norm after it: (x, weight, bias, gamma, beta, mean,
+    variance) -> normalized outputs. In evaluation the layer alone, with the batch norm in its bias."""
+
+    def __init__(self, operator: torch._ops.OpOverload, rest: tuple, rank: int, norm: tuple) -> None:
+        super().__init__()
+        self.operator, self.rest, self.rank = operator, rest, rank
+        self.momentum, self.eps, self.cudnn = norm
+
+    def in_training(self, x, weight, bias, gamma, beta, mean, variance) -> Tensor:
+        shape = [1, -1, *[1] * (self.rank - 2)]
+        scale = safe(scale_of(gamma, variance, self.eps))
+        y = self.operator(x, weight, None, *self.rest) / scale.reshape(shape)
+        y = y if bias is None else y + bias.reshape(shape)
+        return aten.batch_norm.default(y, gamma, beta, mean, variance, True, self.momentum, self.eps, self.cudnn)
+
+    def in_evaluation(self, x, weight, bias, gamma, beta, mean, variance) -> Tensor:
+        scale = scale_of(gamma, variance, self.eps)
+        shift = aten.neg.default(mean) if bias is None else aten.sub.Tensor(bias, mean)
+        shift = aten.mul.Tensor(shift, scale)
+        shift = shift if beta is None else aten.add.Tensor(shift, beta)
+        return self.operator(x, weight, shift, *self.rest)
+
+
+def scale_of(gamma: Tensor | None, variance: Tensor, eps: float) -> Tensor:
+    """What a batch norm multiplies its channels with."""
+    inverse = aten.rsqrt.default(aten.add.Scalar(variance, eps))
+    return inverse if gamma is None else aten.mul.Tensor(gamma, inverse)
+
+
+def safe(scale: Tensor) -> Tensor:
+    return torch.where(scale == 0, torch.ones_like(scale), scale)
+
+
+def fuse_batch_norms(model: GraphModule, quantizers: type[nn.Module]) -> GraphModule:
+    """Fuse every batch norm that follows the mode and alone reads a layer whose weight a module of the class
+    `quantizers` quantizes. Changes the graph of `model` and returns it."""
+    norms = [norm for norm, module in mode_dependent(model) if module.operator is aten.batch_norm.default]
+    for norm in norms:
+        layer = norm.args[0]
+        if _is_layer(layer) and normalizes_outputs(layer, norm):
+            quantize = layer.args[1]
+            if quantize.op == "call_module" and isinstance(model.get_submodule(quantize.target), quantizers):
+                _fuse(model, layer, norm)
+    if norms:
+        model.graph.eliminate_dead_code()
+        delete_unused_modules(model)
+        model.recompile()
+    return model
+
+
+def fold_biases(model: GraphModule) -> GraphModule:
+    """Compute the biases that `NormalizedLayer` leaves in a converted graph now; in a graph inside another, whose
+    tensors are operands, they stay. Changes `model` and returns it."""
+    if any(placeholder.meta.get(CONSTANT_KEY) for placeholder in model.graph.find_nodes(op="placeholder")):
+        return model
+    constants = constant_nodes(model.graph)
+    layers = [node for node in model.graph.nodes if node.target in LAYERS and len(node.args) > 2]
+    biases = dict.fromkeys(layer.args[2] for layer in layers if _is_computed(layer.args[2], constants))
+    with torch.no_grad():
+        for bias in biases:
+            fold_constant(model, bias, f"{root_name(bias)}_folded")
+    if biases:
+        model.graph.eliminate_dead_code()
+        delete_unused_tensors(model)
+        model.recompile()
+    return model
+
+
+def _is_computed(bias: Node | None, constants: set[Node]) -> bool:
+    return bias in constants and bias.op == "call_function" and not dequantizes(bias)
+
+
+def _fuse(model: GraphModule, layer: Node, norm: Node) -> None:
+    _, gamma, beta, mean, variance, _, momentum, eps, cudnn = norm.args
+    x, quantize, bias, *rest = [*layer.args, *[None] * (3 - len(layer.args))]
+    weight, rank = quantize.args[0], quantize.args[0].meta["val"].dim()
+    transposed, position = LAYERS[layer.target]
+    groups = layer.args[position] if position is not None and len(layer.args) > position else 1
+    module = ScaledWeight(rank, eps, transposed, groups)
+    scaled = insert_module(norm, f"{layer.name}_weight", module, (weight, gamma, variance), quantize.meta)
+    # its own: another layer may share the weight, not the batch norm
+    module = copy.deepcopy(model.get_submodule(quantize.target))
+    quantized = insert_module(norm, f"{layer.name}_weight_quantized", module, (scaled,), quantize.meta)
+    meta = {**layer.meta, "val": norm.meta["val"]}
+    module = NormalizedLayer(layer.target, tuple(rest), meta["val"].dim(), (momentum, eps, cudnn))
+    args = (x, quantized, bias, gamma, beta, mean, variance)
+    replace_by_module(norm, f"{layer.name}_normalized", module, args, meta)
+
+
+def _is_layer(node: Node) -> bool:
+    if node.op != "call_function" or node.target not in LAYERS:
+        return False
+    make_positional(node)
+    return len(node.users) == 1

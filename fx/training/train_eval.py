@@ -1,0 +1,170 @@
+"""Operators that compute otherwise while a model trains: dropout, batch norm, recurrent networks.
+
+Export writes the mode into the graph as a literal, where `train()` and `eval()` do not reach it. A prepared model holds
+such operators as modules, which do follow them; convert writes the operators back, in evaluation mode.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node, Proxy
+from torch.fx.proxy import GraphAppendingTracer
+
+from pt2mx.fx.graph.arguments import make_positional
+from pt2mx.fx.graph.unused import delete_unused_modules
+
+aten = torch.ops.aten
+
+#: operator -> (position of the literal that says the mode, its value in evaluation)
+_MODES: dict[torch._ops.OpOverload, tuple[int, object]] = {
+    aten.dropout.default: (2, False),
+    aten.feature_dropout.default: (2, False),
+    aten.alpha_dropout.default: (2, False),
+    aten.feature_alpha_dropout.default: (2, False),
+    aten.native_dropout.default: (2, False),
+    aten.rrelu.default: (3, False),
+    aten.batch_norm.default: (5, False),
+    aten.lstm.input: (6, False),
+    aten.gru.input: (6, False),
+    aten.rnn_tanh.input: (6, False),
+    aten.rnn_relu.input: (6, False),
+    # the probability; what it was is lost where the model was exported in evaluation mode
+    aten.scaled_dot_product_attention.default: (4, 0.0),
+    # of a batch norm's num_batches_tracked, which counts in training only
+    aten.add_.Tensor: (1, 0),
+}
+
+
+#: meta key of the call of a `ModeDependent` module: the operator of which it is a form
+OPERATOR_KEY = "mx_operator"
+
+
+class ModeDependent(nn.Module, ABC):
+    """A part of a graph that is `in_training` or `in_evaluation`, by the mode of the module."""
+
+    #: the operator of which this is a form, with the same arguments as far as it is quantized; None for a new one
+    operator: torch._ops.OpOverload | None = None
+
+    def forward(self, *args: object) -> Tensor:
+        return self.in_training(*args) if self.training else self.in_evaluation(*args)
+
+    @abstractmethod
+    def in_training(self, *args: object) -> Tensor:
+        """What it computes while the model trains."""
+
+    @abstractmethod
+    def in_evaluation(self, *args: object) -> Tensor:
+        """What it computes in a converted model; in torch operators alone, which `modules_to_evaluation` records."""
+
+
+class OperatorWithMode(ModeDependent):
+    """An operator, called with all its arguments; the mode takes the place of the one at `position`."""
+
+    def __init__(self, operator: torch._ops.OpOverload, position: int, training: object, evaluation: object) -> None:
+        super().__init__()
+        self.operator, self.position, self.values = operator, position, (evaluation, training)
+        self._is_impure = operator._schema.is_mutable  # torch.fx: a counter is no dead code
+
+    def in_training(self, *args: object) -> Tensor:
+        return self._call(args, self.values[1])
+
+    def in_evaluation(self, *args: object) -> Tensor:
+        return args[0] if self._is_impure else self._call(args, self.values[0])  # a counter stands still
+
+    def _call(self, args: tuple, value: object) -> Tensor:
+        return self.operator(*args[: self.position], value, *args[self.position + 1 :])
+
+
+def modes_to_modules(graph_modules: list[GraphModule]) -> list[str]:
+    """Make every operator that depends on the mode an `OperatorWithMode`, and return the names of those in training.
+
+    In a model that was exported in training mode, what evaluated there (a frozen batch norm) goes on to; in one that
+    was exported in evaluation mode, everything follows the mode. Changes the graph modules.
+    """
+    found = [node for m in graph_modules for node in m.graph.nodes if _depends_on_mode(node)]
+    training = [_literal(node) != _MODES[node.target][1] for node in found]
+    for node, trains in zip(found, training, strict=True):
+        position, evaluation = _MODES[node.target]
+        if any(training) and not trains:
+            continue
+        if not trains and not isinstance(evaluation, bool):
+            continue  # the other value is unknown
+        value = _literal(node) if trains else not evaluation
+        module = OperatorWithMode(node.target, position, value, evaluation)
+        replace_by_module(node, f"{node.name}_by_mode", module, node.args, node.meta)
+    for model in {node.graph.owning_module for node in found}:
+        model.recompile()
+    return [node.name for node, trains in zip(found, training, strict=True) if trains]
+
+
+def insert_module(before: Node, name: str, module: nn.Module, args: tuple, meta: dict) -> Node:
+    """Insert a call of `module`, which becomes a submodule named `name` or like it, before a node of its model."""
+    model, unique, number = before.graph.owning_module, name, 0
+    while hasattr(model, unique):
+        number += 1
+        unique = f"{name}_{number}"
+    model.add_submodule(unique, module)
+    with model.graph.inserting_before(before):
+        call = model.graph.call_module(unique, args)
+    call.meta.update(meta)
+    if isinstance(module, ModeDependent) and module.operator is not None:
+        call.meta[OPERATOR_KEY] = module.operator
+    return call
+
+
+def replace_by_module(node: Node, name: str, module: nn.Module, args: tuple, meta: dict) -> None:
+    """Put a call of `module` in the place of `node`."""
+    node.replace_all_uses_with(insert_module(node, name, module, args, meta))
+    node.graph.erase_node(node)
+
+
+def modules_to_evaluation(model: GraphModule) -> GraphModule:
+    """Write what `ModeDependent` modules do in evaluation into the graph in their place. Changes `model`."""
+    found = list(mode_dependent(model))
+    for node, module in found:
+        with model.graph.inserting_before(node):
+            result = module.in_evaluation(*_proxies(node.args, model.graph)).node
+        result.meta.update({key: value for key, value in node.meta.items() if key != OPERATOR_KEY})
+        node.replace_all_uses_with(result)
+        model.graph.erase_node(node)
+    if found:
+        delete_unused_modules(model)
+        model.recompile()
+    return model
+
+
+def mode_dependent(model: GraphModule) -> Iterator[tuple[Node, ModeDependent]]:
+    """The calls of `ModeDependent` modules in a graph."""
+    for node in model.graph.find_nodes(op="call_module"):
+        module = model.get_submodule(node.target)
+        if isinstance(module, ModeDependent):
+            yield node, module
+
+
+def called(node: Node) -> object:
+    """The operator that a node calls, also in the form of a `ModeDependent` module; None for other nodes."""
+    return node.target if node.op == "call_function" else node.meta.get(OPERATOR_KEY)
+
+
+def _proxies(args: object, graph: Graph) -> object:
+    tracer = GraphAppendingTracer(graph)
+    return torch.fx.node.map_aggregate(args, lambda a: Proxy(a, tracer) if isinstance(a, Node) else a)
+
+
+def _depends_on_mode(node: Node) -> bool:
+    if node.op != "call_function" or node.target not in _MODES:
+        return False
+    make_positional(node, _MODES[node.target][0] + 1)
+    if node.target is aten.add_.Tensor:
+        counter = node.args[0]
+        return counter.op == "get_attr" and counter.target.endswith("num_batches_tracked")
+    # without running statistics a batch norm is the same in both modes
+    return node.target is not aten.batch_norm.default or node.args[3] is not None
+
+
+def _literal(node: Node) -> object:
+    return node.args[_MODES[node.target][0]]

@@ -1,0 +1,97 @@
+"""Batches of inputs in files, and in the form in which a model takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pt2mx.errors import MXError
+from pt2mx.pt2e.cli.error_text import one_line
+from pt2mx.pt2e.packages.nesting import are_all, leaves_by_name
+from pt2mx.pt2e.packages.signature import Signature, check_leaf
+
+
+def load_batches(folder: object) -> dict[Path, object]:
+    """The batches in a folder by their files, in the order of the names.
+
+    `.pt` holds a tensor, or a tuple or a dict of them (and of numbers, for inputs that are such); `.npz` arrays by the
+    names of the inputs, or unnamed in order.
+
+    Raises:
+        MXError: where there is no such folder, no batch in it, or a file that holds none.
+    """
+    files = batch_files(folder)
+    if not files:
+        raise MXError(f"no calibration batches: {str(folder)!r} must be a folder that holds .pt or .npz files")
+    return {file: load_batch(file) for file in files}
+
+
+def batch_files(folder: object) -> list[Path]:
+    """The files of batches in a folder, in the order of their names; none where it is no folder."""
+    return sorted(file for file in Path(folder).glob("*") if file.suffix in (".pt", ".npz"))
+
+
+def load_batch(file: Path) -> object:
+    """The batch in a file, as `load_batches` reads it; `MXError` where it holds none."""
+    try:
+        if file.suffix == ".pt":
+            return torch.load(file, weights_only=True)
+        with np.load(file) as arrays:
+            tensors = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+    except Exception as error:
+        raise MXError(f"{file} is no batch: {one_line(error)}") from error
+    unnamed = all(name.startswith("arr_") for name in tensors)
+    return tuple(tensors.values()) if unnamed else tensors
+
+
+def conform(batch: object, signature: Signature, source: object, note: Callable[[str], None]) -> tuple[tuple, dict]:
+    """The arguments of a call with a batch: a tensor, a tuple or list in order, or a dict by name. What is nested in it
+    is matched as `leaves_by_name` does. Constants may be left out; they stay as in the example. float64 is cast to the
+    example's dtype, with a note to the user.
+
+    Raises:
+        MXError: where the batch is no such call, which names `source`, the file, and the input.
+    """
+    leaves = []
+    given_leaves = _leaves(batch, signature, source)
+    for given, (name, example, extents) in zip(given_leaves, signature.inputs, strict=True):
+        if isinstance(given, Tensor) and isinstance(example, int | float) and not given.dim():
+            given = given.item()
+        if isinstance(given, Tensor) and isinstance(example, Tensor) and example.is_floating_point():
+            if given.dtype == torch.float64 != example.dtype:
+                note(f"{source}: {name} is cast from float64 to {str(example.dtype).removeprefix('torch.')}")
+                given = given.to(example.dtype)
+        try:
+            check_leaf(name, given, example, extents)
+        except MXError as error:
+            raise MXError(f"{source}: {error}") from None
+        leaves.append(given)
+    return signature.unflatten(leaves)
+
+
+def _leaves(batch: object, signature: Signature, source: object) -> list[object]:
+    """The leaves of the arguments that a batch stands for."""
+    constants = {name: example for name, example, extents in signature.inputs if extents is None}
+    trees = signature.trees
+    if isinstance(batch, dict):
+        trees = {**dict(zip(signature.names, signature.names, strict=True)), **trees}
+        parts, held = batch, sorted(map(str, batch))
+    else:
+        given = list(batch) if isinstance(batch, list | tuple) else [batch]
+        if not any(isinstance(part, dict | list | tuple) for part in given):  # the leaves
+            trees = dict(zip(signature.names, signature.names, strict=True))
+        varying = [name for name, tree in trees.items() if not are_all(tree, constants)]
+        chosen = list(trees) if len(given) == len(trees) else varying
+        parts = dict(zip(chosen, given, strict=True)) if len(given) == len(chosen) else {}
+        held = f"{len(given)} values"
+    by_name = dict(constants)
+    if parts.keys() <= trees.keys():
+        for name, part in parts.items():
+            by_name.update(leaves_by_name(part, trees[name], f"{source}: {name}", constants))
+    if parts.keys() <= trees.keys() and by_name.keys() == set(signature.names):
+        return [by_name[name] for name in signature.names]
+    raise MXError(f"{source}: a batch must hold the inputs {signature.names}, this one holds {held}")

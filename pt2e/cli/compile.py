@@ -1,0 +1,128 @@
+"""The command `pt2mx compile`: an exported program becomes a package of machine code."""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+from pt2mx.errors import MXError
+from pt2mx.fx.graph.tensors import copy_sharing_tensors
+from pt2mx.fx.lower import lower_to_inductor
+from pt2mx.fx.portable import without_calls
+from pt2mx.pt2e.archive import check_kind
+from pt2mx.pt2e.cli.dynamic_shapes import dynamic_shapes
+from pt2mx.pt2e.cli.stage import note, progress_bar, stage, step
+from pt2mx.pt2e.origin import Origin, other_version, recipe_of
+from pt2mx.pt2e.output import check_distinct
+from pt2mx.pt2e.packages.extents import ranges
+from pt2mx.pt2e.packages.package import check_package_output, open_package, write_package
+from pt2mx.pt2e.packages.signature import in_memory_order, memory_order
+from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
+from pt2mx.pt2e.report.fidelity import agreement
+
+
+def add_command(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    parser = commands.add_parser("compile", help="compile an exported program by AOTInductor")
+    parser.add_argument("program", help="what `pt2mx quantize` or torch.export.save wrote")
+    parser.add_argument("--output", required=True, help="the package to write; its name ends in .pt2")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where it runs (default: cpu)")
+    parser.add_argument("--portable", action="store_true", help="a package that runs where pt2mx is not installed")
+    parser.add_argument("--unpack", action="store_true", help="keep weights dequantized: larger, mostly faster")
+    parser.set_defaults(run=_compile)
+    return parser
+
+
+def compile_program(
+    program: ExportedProgram,
+    path: object,
+    device: str = "cpu",
+    portable: bool = False,
+    unpack: bool = False,
+    recipe: MXQuantizer | str | None = None,
+) -> None:
+    """Lower a converted program and compile it by AOTInductor into the package `path`.
+
+    It takes the shapes that the program takes. What it computes with the same operations it gives to the bit:
+    quantization, products in an eager kernel. What Inductor computes in another way or order (sums, `exp`, `tanh`)
+    differs in the last bits, and a quantization behind that may step to the next value.
+
+    Args:
+        program: `torch.export.export(converted, ...)`, with its example inputs; it stays as it is.
+        path: a name that ends in `.pt2`.
+        portable: write pt2mx's operators out, so that the package runs in a process without pt2mx. A weight is then
+            dequantized at each call. Otherwise a process imports pt2mx before it loads the package.
+        unpack: keep weights dequantized in the package, as `lower_to_inductor` does; otherwise they stay packed.
+        recipe: the quantizer, or its YAML, which the package then holds (`origin_of`).
+
+    Raises:
+        MXError: where nothing is quantized in the program, where it has no example inputs or an input that is a
+            dynamic number, and where no package can be written at `path`.
+    """
+    check_package_output(path)
+    origin = Origin.here(recipe)
+    if program.example_inputs is None:
+        raise MXError("the program holds no example inputs: export it again and save it whole")
+    eager = program.module()
+    shapes = dynamic_shapes(program, eager)
+    lowered = lower_to_inductor(eager, device, unpack=unpack)
+    args, kwargs = pytree.tree_map_only(
+        Tensor, lambda t: in_memory_order(t, memory_order(t)).to(device), program.example_inputs
+    )
+    with torch.no_grad(), warnings.catch_warnings():
+        # torch, of its own code
+        warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
+        exported = torch.export.export(lowered, args, kwargs, dynamic_shapes=shapes)
+        code = without_calls(exported) if portable else exported
+        write_package(code, exported, lowered, path, ranges(program), _on_its_device(eager), origin)
+
+
+def _on_its_device(model: GraphModule) -> Callable[..., object]:
+    """The model, called with inputs of any device. It writes to no buffer of `model`."""
+    model = copy_sharing_tensors(model)
+    device = next((t.device for t in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
+
+    def call(*args: object, **kwargs: object) -> object:
+        args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(device), (args, kwargs))
+        return model(*args, **kwargs)
+
+    return call
+
+
+def _compile(options: argparse.Namespace) -> None:
+    check_package_output(options.output)
+    check_distinct({"--output": options.output}, {"the program": options.program})
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise MXError("--device cuda needs an NVIDIA GPU and a torch that is built for it: leave it out for the CPU")
+    check_kind(options.program, "program")
+    if text := other_version(options.program):
+        note(text)
+    with progress_bar(3) as progress:
+        with stage(f"load {options.program!r}"):
+            program = torch.export.load(options.program)
+
+        step(progress, "compile")
+        begin = time.perf_counter()
+        with stage("compile the program"):
+            recipe = recipe_of(options.program)
+            compile_program(program, options.output, options.device, options.portable, options.unpack, recipe)
+        seconds = time.perf_counter() - begin
+
+        step(progress, "compare")
+        with stage("run the package"), torch.no_grad():
+            package = open_package(options.output)
+            args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(package.device), program.example_inputs)
+            eager = program.module()(*program.example_inputs[0], **program.example_inputs[1])
+            found = agreement([(package(*args, **kwargs), eager)])
+        progress.update()
+    print(f"compiled against eager: {found}")
+    sizes = [Path(path).stat().st_size / 1e6 for path in (options.output, options.program)]
+    print(f"{options.output}: {sizes[0]:.1f} MB (the program: {sizes[1]:.1f} MB), {seconds:.0f} s")

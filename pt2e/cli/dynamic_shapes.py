@@ -1,0 +1,55 @@
+"""The dynamic shapes of an exported program, in the form in which `torch.export.export` takes them."""
+
+from __future__ import annotations
+
+import sympy
+import torch
+from torch import Tensor
+from torch.export import Dim, ExportedProgram
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from pt2mx.errors import MXError
+from pt2mx.pt2e.packages.conditions import guards_follow
+from pt2mx.pt2e.packages.extents import dynamic_sizes, input_nodes, is_symbolic, linear, range_of
+
+
+def dynamic_shapes(program: ExportedProgram, module: GraphModule) -> tuple:
+    """What a graph module with the program's signature is exported with to have its dynamic shapes: ranges, dimensions
+    that are equal, and those that are a linear function of another. Where the program has other guards (an even length,
+    a sum of two), dimensions are left to export, which finds them again.
+
+    Args:
+        module: the program's.
+
+    Raises:
+        MXError: for an input that is a dynamic number.
+    """
+    dims: dict[sympy.Symbol, Dim] = {}
+    stated = all(linear(size) for _, size in dynamic_sizes(program)) and guards_follow(program, module)
+
+    def dim(expression: sympy.Expr) -> object:
+        if not stated:
+            least, most = range_of(program, expression)
+            return Dim.AUTO(min=least, max=most)
+        symbol, factor, offset = linear(expression)
+        if symbol not in dims:
+            least, most = range_of(program, symbol)
+            dims[symbol] = Dim(f"d{len(dims)}", min=least, max=most)
+        derived = dims[symbol] if factor == 1 else int(factor) * dims[symbol]
+        return derived if offset == 0 else derived + int(offset)
+
+    def of_leaf(node: Node) -> dict[int, object] | None:
+        value = node.meta["val"]
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            raise MXError(
+                f"the input {node.name!r} is a dynamic number, which AOTInductor does not take: export the program "
+                "with a fixed one, or let it be the size of a tensor"
+            )
+        if not isinstance(value, Tensor):
+            return None
+        return {i: dim(size.node.expr) for i, size in enumerate(value.shape) if is_symbolic(size)}
+
+    leaves = [of_leaf(node) for node in input_nodes(program)]
+    args, kwargs = pytree.tree_unflatten(leaves, program.call_spec.in_spec)
+    return (*args, *kwargs.values())

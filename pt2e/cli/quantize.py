@@ -1,0 +1,161 @@
+"""The command `pt2mx quantize`: export, calibrate, convert and save a model."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+from tqdm import tqdm
+
+from pt2mx.errors import MXError
+from pt2mx.pt2e.cli.batches import batch_files, load_batches
+from pt2mx.pt2e.cli.models import Batch, LoadedModel, call, export, load_model, source_file
+from pt2mx.pt2e.cli.stage import note, progress_bar, stage, step
+from pt2mx.pt2e.convert import convert_pt2e
+from pt2mx.pt2e.output import check_distinct, check_output
+from pt2mx.pt2e.prepare import prepare_pt2e
+from pt2mx.pt2e.program import save_program
+from pt2mx.pt2e.quantizer import recipe
+from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
+from pt2mx.pt2e.report.fidelity import agreement
+from pt2mx.pt2e.report.finite import listed, nonfinite_operands, nonfinite_parameters
+from pt2mx.pt2e.report.report import QuantizationReport, quantization_report
+
+#: how the name of a report ends -> what writes it
+_REPORTS = {
+    ".json": QuantizationReport.to_json,
+    ".html": QuantizationReport.to_html,
+    ".htm": QuantizationReport.to_html,
+}
+
+
+def add_command(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    parser = commands.add_parser("quantize", help="export, calibrate, convert and save a model")
+    parser.add_argument(
+        "--model", required=True, help="minilm, torchvision:NAME, hf:DIRECTORY_OR_NAME, or module.py:factory"
+    )
+    parser.add_argument("--recipe", required=True, help=f"a YAML file, or one of {', '.join(recipe.names())}")
+    parser.add_argument(
+        "--calibration", help="folder of .pt/.npz batches, or none; by default the model's built-in sample"
+    )
+    parser.add_argument("--output", default="out.pt2", help="the exported program to write (default: out.pt2)")
+    parser.add_argument("--compile", action="store_true", help="also compile the result and compare it with eager")
+    parser.add_argument("--report", help="file to write the report to; its name ends in .json, .html or .htm")
+    parser.add_argument(
+        "--allow-nan", action="store_true", help="go on, with a warning, where weights or batches hold NaN or Inf"
+    )
+    parser.set_defaults(run=_quantize)
+    return parser
+
+
+def _quantize(options: argparse.Namespace) -> None:
+    quantizer = MXQuantizer.from_recipe(options.recipe)  # a typo in it should not cost the loading of a model
+    _check_files(options)
+    with progress_bar(5) as progress:
+        with stage("load the model"):
+            loaded = load_model(options.model)
+        _refuse_nan("the weights", nonfinite_parameters(loaded.module), options)
+        batches = _calibration(loaded, options)
+
+        step(progress, "export")
+        with stage("export the model"):
+            float_model = loaded.export().module()
+        with stage("prepare the model"):
+            prepared = prepare_pt2e(float_model, quantizer)
+        if not any(operator.quantized for operator in quantization_report(prepared).operators):
+            raise MXError(f"the recipe {options.recipe!r} selects no operator of the model: nothing would be quantized")
+
+        step(progress, "calibrate")
+        _calibrate(prepared, batches)
+
+        step(progress, "convert")
+        with stage("convert the model"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "NaN or Inf in")  # it is told here
+            converted = convert_pt2e(prepared)
+        _refuse_nan("what is quantized:", nonfinite_operands(converted), options)
+        with torch.no_grad(), stage("run the converted model"):
+            compared = list(batches.values()) or [loaded.example]
+            found = agreement((call(converted, batch), call(float_model, batch)) for batch in compared)
+        nan = ["there is nothing to compare"] * math.isnan(found.sqnr)
+        _refuse_nan("every output of the float model:", nan, options)
+
+        step(progress, "save")
+        with stage("export the converted model"):
+            program = export(converted, loaded.example, loaded.dynamic_shapes)
+        with stage(f"write {options.output!r}"):
+            save_program(program, options.output, quantizer)
+        progress.update()
+    report = quantization_report(converted)
+    if options.report:
+        with stage(f"write {options.report!r}"):
+            _REPORTS[Path(options.report).suffix.lower()](report, options.report)
+    print(report.to_table())
+    if options.compile:
+        with stage("compile the result"):
+            print(_compare_compiled(converted, loaded.example))
+    print(f"output against the float model: {found}")
+    size = Path(options.output).stat().st_size
+    print(f"{options.output}: {size / 1e6:.1f} MB, {report.effective_bits:.2f} bits a value")
+
+
+def _check_files(options: argparse.Namespace) -> None:
+    check_output(options.output)
+    if options.report is not None:
+        check_output(options.report, suffixes=tuple(_REPORTS))
+    inputs = {"--recipe": options.recipe if Path(options.recipe).is_file() else None}
+    inputs["the model"] = source_file(options.model)
+    if options.calibration not in (None, "none"):
+        inputs |= {f"the calibration batch {file.name!r}": file for file in batch_files(options.calibration)}
+    check_distinct({"--output": options.output, "--report": options.report}, inputs)
+
+
+def _calibration(loaded: LoadedModel, options: argparse.Namespace) -> dict[object, Batch]:
+    """The batches to calibrate with, by where they are from."""
+    if options.calibration is None:
+        batches = {f"built-in batch {i}": batch for i, batch in enumerate(loaded.batches)}
+    elif options.calibration == "none":
+        return {}
+    else:
+        files = load_batches(options.calibration)
+        batches = {file: loaded.conform(batch, file, note) for file, batch in files.items()}
+    for source, batch in batches.items():
+        _refuse_nan(f"{source}: the inputs", _nonfinite_inputs(loaded, batch), options)
+    return batches
+
+
+def _nonfinite_inputs(loaded: LoadedModel, batch: Batch) -> Iterable[str]:
+    """The inputs that hold a NaN, or no finite value: a mask may hold -Inf beside others."""
+    leaves = pytree.tree_leaves(batch)
+    for name, leaf in zip(loaded.signature.names, leaves, strict=True):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
+            if leaf.isnan().any() or not leaf.isfinite().any():
+                yield name
+
+
+def _refuse_nan(what: str, names: Iterable[str], options: argparse.Namespace) -> None:
+    if names := list(names):
+        text = f"NaN or Inf in {what} {listed(names)}"
+        if not options.allow_nan:
+            raise MXError(f"{text}: mend it, or give --allow-nan to quantize all the same")
+        note(f"warning: {text}")
+
+
+def _calibrate(prepared: GraphModule, batches: dict[object, Batch]) -> None:
+    with torch.no_grad():
+        for source, batch in tqdm(batches.items(), desc="batches", leave=False, disable=None, file=sys.stderr):
+            with stage(f"run the calibration batch {source} through the model"):
+                call(prepared, batch)
+
+
+def _compare_compiled(converted: GraphModule, batch: Batch) -> str:
+    compiled = torch.compile(converted)
+    with torch.no_grad():
+        return f"compiled against eager: {agreement([(call(compiled, batch), call(converted, batch))])}"

@@ -1,0 +1,76 @@
+"""The command `pt2mx run`: a package is called with a batch, and timed."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pt2mx.errors import MXError
+from pt2mx.pt2e.cli.batches import conform, load_batch
+from pt2mx.pt2e.cli.stage import note, stage
+from pt2mx.pt2e.origin import other_version
+from pt2mx.pt2e.output import check_distinct, check_output, deferred_interrupts, whole_file
+from pt2mx.pt2e.packages.package import open_package
+
+#: seconds for which a call is repeated to time it
+_SECONDS = 1.0
+
+
+def add_command(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    parser = commands.add_parser("run", help="run a package that `pt2mx compile` wrote")
+    parser.add_argument("package", help="what `pt2mx compile` wrote")
+    parser.add_argument("--inputs", help="a .pt or .npz batch; by default what the program was exported with")
+    parser.add_argument("--output", help="file to write the outputs to, by torch.save")
+    parser.set_defaults(run=_run)
+    return parser
+
+
+def _run(options: argparse.Namespace) -> None:
+    if options.output is not None:
+        check_output(options.output)
+        check_distinct({"--output": options.output}, {"the package": options.package, "--inputs": options.inputs})
+    with stage(f"load {options.package!r}"):
+        package = open_package(options.package)
+    if text := other_version(options.package):
+        note(text)
+    signature = package.signature
+    args, kwargs = signature.args, signature.kwargs
+    if options.inputs is not None:
+        if not Path(options.inputs).is_file():
+            raise MXError(f"no file {options.inputs!r}: give a .pt or .npz batch")
+        args, kwargs = conform(load_batch(Path(options.inputs)), signature, options.inputs, note)
+    args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(package.device), (args, kwargs))
+    with stage("run the package"), torch.no_grad():
+        outputs = package(*args, **kwargs)
+        seconds = _time(lambda: package(*args, **kwargs))
+    if options.output is not None:
+        with stage(f"write {options.output!r}"), whole_file(options.output) as file, deferred_interrupts():
+            torch.save(pytree.tree_map_only(Tensor, Tensor.cpu, outputs), file)
+    for name, leaf in zip(signature.names, pytree.tree_leaves((args, kwargs)), strict=True):
+        print(f"{name}: {_describe(leaf)}")
+    for path, leaf in pytree.tree_flatten_with_path(outputs)[0]:
+        print(f"output{pytree.keystr(path)}: {_describe(leaf)}")
+    print(f"{1e3 * seconds:.3f} ms a call on {package.device}")
+
+
+def _time(call: Callable[[], object]) -> float:
+    """Median seconds of a call, the device's work included."""
+    times = []
+    while not times or sum(times) < _SECONDS:
+        begin = time.perf_counter()
+        call()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def _describe(leaf: object) -> str:
+    return f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else repr(leaf)

@@ -1,0 +1,92 @@
+"""What the `dynamic_shapes` of `torch.export.export` state of a model's inputs: known before the export."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+
+from torch import Tensor
+from torch.export import Dim
+from torch.utils import _pytree as pytree
+
+from pt2mx.pt2e.packages.extents import Range
+from pt2mx.pt2e.packages.signature import Signature
+
+#: of a number that may be any
+_ANY_NUMBER: Range = (-sys.maxsize, None)
+
+
+def stated_signature(forward: Callable, args: tuple, kwargs: dict, dynamic_shapes: object = None) -> Signature:
+    """The signature of `torch.export.export(module, args, kwargs, dynamic_shapes=...)`, as far as these say it."""
+    names = _parameters(forward, len(args))
+    trees = [*zip(names, args, strict=True), *kwargs.items()]
+    if dynamic_shapes is None or isinstance(dynamic_shapes, dict):
+        specs = [(dynamic_shapes or {}).get(name) for name, _ in trees]
+    elif isinstance(dynamic_shapes, tuple | list) and len(dynamic_shapes) == len(trees):
+        specs = list(dynamic_shapes)
+    else:  # another form, or a fault that export will name
+        specs = [_UNKNOWN] * len(trees)
+    found: list[list[Range] | None] = []
+    for (_, tree), spec in zip(trees, specs, strict=True):
+        found += _of_tree(tree, spec)
+    paths = [(name, pytree.tree_flatten_with_path(tree)[0]) for name, tree in trees]
+    leaves = ["_".join([name, *(_key(k) for k in path)]) for name, flat in paths for path, _ in flat]
+    return Signature(args, kwargs, leaves, found, names, [], [])
+
+
+_UNKNOWN = object()
+
+
+def _parameters(forward: Callable, count: int) -> list[str]:
+    """The names of the first `count` positional parameters; `args_0` and so on of `*args`, as torch names them."""
+    parameters = list(inspect.signature(forward).parameters.values())
+    several = [p.name for p in parameters if p.kind is p.VAR_POSITIONAL]
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:count]
+    rest = several[0] if several else "args"
+    return [*names, *(f"{rest}_{i}" for i in range(count - len(names)))]
+
+
+def _of_tree(tree: object, spec: object) -> list[list[Range] | None]:
+    if isinstance(tree, Tensor):
+        return [_of_tensor(tree, spec)]
+    if isinstance(tree, dict | list | tuple):
+        items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+        return [found for key, value in items for found in _of_tree(value, _spec_of(spec, key))]
+    if isinstance(tree, int) and not isinstance(tree, bool) and (spec is _UNKNOWN or _is_dynamic(spec)):
+        return [[_ANY_NUMBER]]
+    leaves = pytree.tree_leaves(tree)
+    if len(leaves) == 1 and leaves[0] is tree:
+        return [None]
+    return [found for leaf in leaves for found in _of_tree(leaf, _UNKNOWN)]
+
+
+def _of_tensor(tensor: Tensor, spec: object) -> list[Range]:
+    if spec is _UNKNOWN:
+        return [(0, None)] * tensor.dim()
+    dims = [_spec_of(spec, i) for i in range(tensor.dim())]
+    return [_range(dim, size) for dim, size in zip(dims, tensor.shape, strict=True)]
+
+
+def _spec_of(spec: object, key: object) -> object:
+    """What a spec says of a part."""
+    if spec is None or isinstance(spec, dict):
+        return (spec or {}).get(key)
+    if isinstance(spec, list | tuple) and isinstance(key, int):
+        return spec[key] if key < len(spec) else None
+    return _UNKNOWN
+
+
+def _range(dim: object, size: int) -> Range:
+    if not _is_dynamic(dim):
+        return size, size
+    most = getattr(dim, "max", None)
+    return getattr(dim, "min", None) or 0, most if isinstance(most, int) and most < sys.maxsize else None
+
+
+def _is_dynamic(dim: object) -> bool:
+    return not (dim is None or isinstance(dim, int) or dim == Dim.STATIC)
+
+
+def _key(key: object) -> str:
+    return str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))))

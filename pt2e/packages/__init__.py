@@ -1,0 +1,1 @@
+"""Packages of AOTInductor: what they take, checked before each call."""

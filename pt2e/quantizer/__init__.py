@@ -1,0 +1,1 @@
+"""Which operands are quantized, and how: configs, recipes and the annotation of graphs."""

@@ -1,0 +1,127 @@
+"""The annotation of one operator: a config's specs on its operands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from pt2mx.errors import MXError
+from pt2mx.ops.checks import HIGH_PRECISION
+from pt2mx.pt2e.qspec import mx_qspec
+from pt2mx.pt2e.quantizer.attention import REMARK, along_head_dim
+from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
+from pt2mx.pt2e.quantizer.operators import CONFIG_KEY, Operand, argument_of, gather_of, operands_of, role_of
+from pt2mx.pt2e.torchao_pt2e import Q_ANNOTATION_KEY, QuantizationAnnotation, QuantizationSpec, is_batchedtensor
+from pt2mx.spec import MXSpec
+
+#: meta key of an operator's node: why it, or an operand of it, was left in high precision
+REASON_KEY = "mx_reason"
+
+#: meta key of an operator's node: what its user should know of the way it is quantized
+REMARK_KEY = "mx_remark"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a config makes of one operator: role and spec of each (argument, the node that reads it), the spec of the
+    output, why something was left alone, and what its user should know."""
+
+    node: Node
+    inputs: dict[tuple[Node, Node], tuple[str, MXSpec]]
+    output: MXSpec | None
+    reasons: tuple[str, ...]
+    remark: str | None = None
+
+    def __bool__(self) -> bool:
+        """Whether anything is quantized."""
+        return bool(self.inputs) or self.output is not None
+
+
+def plan_operator(node: Node, config: MXQuantizationConfig, constants: set[Node]) -> Plan:
+    """What `config` makes of a call of a quantizable operator.
+
+    `constants` are the constant nodes of the graph: their specs are the weights'.
+    """
+    inputs, reasons = {}, []
+    operands = operands_of(node)
+    apart = along_head_dim(node, operands, constants)
+    remark = REMARK if apart != operands and config.value_blocks == "key_length" else None
+    operands = apart if config.value_blocks == "head_dim" else operands
+    if not operands:
+        reasons.append("no product of two tensors with a reduced dimension")
+    for operand in operands:
+        edge = _edge(node, operand, constants)
+        role = role_of(operand, edge[0], constants) if edge else operand.role
+        spec = config.spec_of(operand.name, role) if edge else None
+        if spec is None:
+            continue
+        if reason := _unfit(edge[0], node, operand):
+            reasons.append(reason)
+        else:
+            inputs[edge] = role, _along(spec, edge[0], operand.axis)
+    whole = Operand("output", -1, "output", -1)
+    output = None if config.output is None or _unfit(node, node, whole) else _along(config.output, node, -1)
+    if not (inputs or output or reasons):
+        reasons.append("the config names no spec for its operands")
+    return Plan(node, inputs, output, tuple(dict.fromkeys(reasons)), remark if inputs else None)
+
+
+def annotate_operator(plan: Plan, config: MXQuantizationConfig) -> None:
+    """Annotate the graph as planned, and note in the operator's meta what was left alone and why."""
+
+    def qspec(role: str, spec: MXSpec) -> QuantizationSpec:
+        return mx_qspec(spec, config.module_of(role), config.ste)
+
+    plan.node.meta[CONFIG_KEY] = config
+    by_reader: dict[Node, dict] = {plan.node: {}} if plan.output else {}
+    for (argument, reader), (role, spec) in plan.inputs.items():
+        by_reader.setdefault(reader, {})[argument] = qspec(role, spec)
+    for reader, inputs in by_reader.items():
+        output = qspec("output", plan.output) if plan.output and reader is plan.node else None
+        reader.meta[Q_ANNOTATION_KEY] = QuantizationAnnotation(
+            input_qspec_map=inputs, output_qspec=output, _annotated=True
+        )
+    if plan.reasons:
+        plan.node.meta[REASON_KEY] = "; ".join(plan.reasons)
+    if plan.remark:
+        plan.node.meta[REMARK_KEY] = plan.remark
+
+
+def _edge(node: Node, operand: Operand, constants: set[Node]) -> tuple[Node, Node] | None:
+    """(the node that is quantized for an operand, the node that reads it); None where the argument is absent."""
+    gather = gather_of(node, operand)
+    if gather is not None and gather.args[0] in constants and Q_ANNOTATION_KEY not in gather.meta:
+        return gather.args[0], gather
+    argument = argument_of(node, operand)
+    return None if argument is None else (argument, node)
+
+
+def _along(spec: MXSpec, tensor: Node, axis: int) -> MXSpec:
+    """The spec with its axis counted from the front, so that equal ones compare equal; a 1-d second operand of a matmul
+    is reduced along its only dimension."""
+    rank = tensor.meta["val"].dim()
+    return spec.replace(axis=max(axis, -rank) % rank)
+
+
+def _unfit(tensor: Node, consumer: Node, operand: Operand) -> str | None:
+    """Why a tensor is left in high precision although a config names a spec for it."""
+    value = tensor.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return f"{tensor.name} is no tensor"
+    if is_batchedtensor(value):
+        return f"{tensor.name} is inside torch.vmap"
+    if value.dtype == torch.float64:
+        raise MXError(
+            f"{consumer.name} computes in float64, which MX cannot represent: export the model in float32, float16 or "
+            "bfloat16 (model.float()), or leave the operator out with set_module_name(..., None) or a filter"
+        )
+    if value.dtype not in HIGH_PRECISION:
+        return f"{tensor.name} holds {str(value.dtype).removeprefix('torch.')}"
+    if value.dim() == 0:
+        return f"{tensor.name} is a scalar"
+    length = value.shape[max(operand.axis, -value.dim())]
+    if operand.role == "operand" and isinstance(length, int) and length == 1:
+        return "one value a block (an outer product, or a broadcast)"
+    return None

@@ -1,0 +1,83 @@
+"""The values of an attention: along which dimension their blocks run.
+
+By the specification's dot product (OCP MX v1.0, section 6.1) blocks run along the dimension that a product reduces, for
+values the key length. A block then holds several tokens, and its scale sees masked, padded and later ones: in a causal
+model the last token would change what the first ones give, and what a cache held before would change a new prompt. So
+values have their blocks along the head dimension, a token by itself, unless a config asks for the key length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch.fx import Node
+
+from pt2mx.pt2e.quantizer.operators import Operand, argument_of, operator_name
+from pt2mx.pt2e.quantizer.reduction_axes import einsum_free_axis
+
+aten = torch.ops.aten
+
+#: where the blocks of an attention's values may run: the field `value_blocks` of a config
+VALUE_BLOCKS = ("head_dim", "key_length")
+
+#: what a report says of the latter
+REMARK = "value in blocks along the key length: masked, padded and later tokens change a block's scale"
+
+_SOFTMAX = frozenset({
+    "softmax", "_softmax", "special_softmax", "_safe_softmax", "log_softmax", "_log_softmax", "special_log_softmax",
+})  # fmt: skip
+#: operators that leave probabilities what they are, beside views: casts, copies, masks, the largest of them, dropout
+_PASSING = frozenset({
+    "_to_copy", "type_as", "clone", "dropout", "native_dropout", "feature_dropout", "alpha_dropout", "mul", "div",
+    "where", "masked_fill", "nan_to_num", "copy", "lift_fresh_copy", "reshape", "cat", "constant_pad_nd", "pad",
+    "tril", "triu", "topk", "exp", "scatter", "slice_scatter", "select_scatter", "diagonal_scatter", "index_put",
+    "index_fill", "masked_scatter",
+})  # fmt: skip
+
+
+def along_head_dim(node: Node, operands: tuple[Operand, ...], constants: set[Node]) -> tuple[Operand, ...]:
+    """The operands of a call, with values blocked along the head dimension: those of a fused attention, and the factor
+    that probabilities are multiplied with in the products that export leaves of another. Constant factors stay as they
+    are: they hold no tokens."""
+    return tuple(
+        operand if axis is None else dataclasses.replace(operand, axis=axis)
+        for operand, axis in ((operand, _head_axis(node, operand, operands, constants)) for operand in operands)
+    )
+
+
+def _head_axis(node: Node, operand: Operand, operands: tuple[Operand, ...], constants: set[Node]) -> int | None:
+    if operand.name == "value":
+        return -1
+    argument = argument_of(node, operand)
+    factors = [argument_of(node, other) for other in operands if other.role == "operand" and other is not operand]
+    if operand.role != "operand" or argument is None or argument in constants:
+        return None
+    if not any(factor is not None and _are_probabilities(factor) for factor in factors) or _are_probabilities(argument):
+        return None
+    if operator_name(node.target) == "aten.einsum":
+        return einsum_free_axis(node, operand.item)
+    value = argument.meta.get("val")
+    is_matrix = isinstance(value, torch.Tensor) and value.dim() > 1
+    return {-1: -2, -2: -1}.get(operand.axis) if is_matrix else None
+
+
+def _are_probabilities(node: Node) -> bool:
+    """Whether a tensor is the result of a softmax, maybe cast, masked, dropped out, or seen in another shape."""
+    seen, pending = set(), [node]
+    while pending:
+        current = pending.pop()
+        if current in seen or current.op != "call_function":
+            continue
+        seen.add(current)
+        name = getattr(getattr(current.target, "_overloadpacket", current.target), "__name__", "")
+        if name in _SOFTMAX:
+            return True
+        if name in _PASSING or name == "getitem" or _is_view(current):
+            pending.extend(current.all_input_nodes)
+    return False
+
+
+def _is_view(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(returned.alias_info is not None for returned in schema.returns)

@@ -1,0 +1,202 @@
+"""What to quantize the operands of an operator to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+
+from pt2mx.errors import MXError, nearest
+from pt2mx.ops.checks import operator_modes
+from pt2mx.ops.quantization import check_ste
+from pt2mx.pt2e.observer import MXFakeQuantize, MXObserver
+from pt2mx.pt2e.quantizer.attention import VALUE_BLOCKS
+from pt2mx.pt2e.quantizer.operators import OPERAND_NAMES
+from pt2mx.spec import MXSpec, parse
+
+#: the fields of a config that are specs; also the roles that `pt2mx.pt2e.quantizer.operators` gives to operands
+ROLES = ("activation", "weight", "output", "bias")
+
+
+@dataclass(frozen=True)
+class MXQuantizationConfig:
+    """The specs of one operator's tensors, each an `MXSpec`, a spelling that `pt2mx.parse` takes, or None (leave in
+    high precision). Axes are set by the operators: each runs its blocks along the dimension that it reduces.
+
+    Args:
+        activation: computed operands.
+        weight: constant operands; `activation=None` with a weight is weight-only quantization.
+        output: the result, blocks along its last dimension.
+        bias: the bias, where the operator has one.
+        operands: specs (or None) of single operands by name, in place of those of their roles, such as
+            `{"query": "mxfp8", "value": None}`. The README's table names the operands of each operator; an operator
+            without one of that name is not concerned. Kept as pairs.
+        ste: what becomes of a gradient in quantization-aware training: "identity" (it passes unchanged) or "clipped"
+            (zero where the value saturated).
+        is_qat: insert `MXFakeQuantize` instead of `MXObserver` under torchao's own `prepare_qat_pt2e`; the one of pt2mx
+            sees to it by itself.
+        observer: what to insert for calibration in place of `MXObserver`: a subclass of it, or what `with_args` of one
+            returns, such as `MXFormatObserver.with_args(candidates=("mxfp4", "mxfp8"))`; or a mapping from roles to
+            such, `{"activation": ..., "weight": ...}`, kept as pairs. Recipes do not hold it.
+        value_blocks: along which dimension the blocks of an attention's values run: "head_dim", so that no token
+            changes the numbers of another, or "key_length", the dimension that the product reduces, as the dot product
+            of the specification has it (OCP MX v1.0, section 6.1). There a block's scale sees several tokens, masked,
+            padded and later ones among them.
+
+    Raises:
+        MXError: for an unknown spelling or operand, a spec whose scale is not E8M0, or another observer.
+    """
+
+    activation: MXSpec | None = None
+    weight: MXSpec | None = None
+    output: MXSpec | None = None
+    bias: MXSpec | None = None
+    operands: tuple[tuple[str, MXSpec | None], ...] = ()
+    ste: str = "identity"
+    is_qat: bool = False
+    observer: Callable | tuple[tuple[str, Callable], ...] | None = None
+    value_blocks: str = "head_dim"
+
+    def __post_init__(self) -> None:
+        for role in ROLES:
+            object.__setattr__(self, role, _checked_spec(role, getattr(self, role)))
+        object.__setattr__(self, "operands", _checked_operands(self.operands))
+        check_ste(self.ste)
+        if not isinstance(self.is_qat, bool):
+            raise MXError(f"is_qat={self.is_qat!r} must be True or False")
+        if self.value_blocks not in VALUE_BLOCKS:
+            raise MXError(f"unknown value_blocks {self.value_blocks!r}: {nearest(self.value_blocks, VALUE_BLOCKS)}")
+        object.__setattr__(self, "observer", _checked_observer(self.observer))
+
+    def spec_of(self, operand: str, role: str) -> MXSpec | None:
+        """The spec of an operand of this name and role; None: high precision."""
+        return dict(self.operands).get(operand, getattr(self, role))
+
+    def module_of(self, role: str) -> Callable:
+        """What makes the module that is inserted for a tensor of this role."""
+        if self.is_qat:
+            return MXFakeQuantize
+        chosen = dict(self.observer).get(role) if isinstance(self.observer, tuple) else self.observer
+        return chosen or MXObserver
+
+    def to_dict(self) -> dict[str, object]:
+        """The fields that are not at their defaults, specs as `pt2mx.parse` spells them: plain values but for
+        `observer`, which stays what it is."""
+        specs = {role: getattr(self, role) for role in ROLES}
+        plain: dict[str, object] = {role: str(spec) for role, spec in specs.items() if spec is not None}
+        if self.operands:
+            plain["operands"] = {name: None if spec is None else str(spec) for name, spec in self.operands}
+        if self.observer is not None:
+            plain["observer"] = dict(self.observer) if isinstance(self.observer, tuple) else self.observer
+        switches = {"ste": self.ste, "is_qat": self.is_qat, "value_blocks": self.value_blocks}
+        return plain | {name: value for name, value in switches.items() if value != _DEFAULTS[name]}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object]) -> MXQuantizationConfig:
+        """The config of a dictionary such as `to_dict` makes.
+
+        Raises:
+            MXError: for an unknown key or value.
+        """
+        if not isinstance(values, Mapping):
+            raise MXError(f"expected a dictionary of {', '.join(_DEFAULTS)}, not {values!r}")
+        for name in values:
+            if name not in _DEFAULTS:
+                raise MXError(f"unknown key {name!r} of a config: {nearest(name, _DEFAULTS)}")
+        return cls(**values)
+
+
+_DEFAULTS = {field.name: field.default for field in fields(MXQuantizationConfig)}
+
+
+def _checked_observer(observer: object) -> object:
+    """`observer`, a mapping from roles as pairs."""
+    if not isinstance(observer, Mapping | tuple):
+        return None if observer is None else _checked_constructor(observer)
+    try:
+        by_role = dict(observer)
+    except (TypeError, ValueError):
+        raise MXError(f"observer must be one, or map roles to observers, not {observer!r}") from None
+    for role in by_role:
+        if role not in ROLES:
+            raise MXError(f"unknown role {role!r} of an observer: {nearest(role, ROLES)}")
+    return tuple((role, _checked_constructor(by_role[role])) for role in ROLES if role in by_role)
+
+
+def _checked_constructor(observer: object) -> object:
+    if not _makes_observers(observer):
+        raise MXError(
+            f"observer={observer!r} must be MXObserver, a subclass of it, or what its with_args(...) returned"
+        )
+    return observer
+
+
+def _makes_observers(constructor: object) -> bool:
+    """Tried as torchao will call it, so that a bad argument of `with_args` raises here."""
+    if not callable(constructor) or not hasattr(constructor, "with_args"):
+        return False
+    return isinstance(constructor.with_args(qscheme=("mx", *operator_modes(parse("mxfp8"))))(), MXObserver)
+
+
+def _checked_spec(name: str, value: object) -> MXSpec | None:
+    if value is None:
+        return None
+    try:
+        spec = parse(value)
+        operator_modes(spec)  # the graph holds operators, which take some specs only
+    except MXError as error:
+        raise MXError(f"{name}: {error}") from None
+    return spec
+
+
+def _checked_operands(operands: object) -> tuple[tuple[str, MXSpec | None], ...]:
+    try:
+        named = dict(operands)
+    except (TypeError, ValueError):
+        raise MXError(f"operands must map names to specs, such as {{'value': 'mxfp8'}}, not {operands!r}") from None
+    for name in named:
+        if name not in OPERAND_NAMES:
+            raise MXError(f"unknown operand {name!r}: {nearest(name, OPERAND_NAMES)}")
+    return tuple((name, _checked_spec(f"operand {name!r}", spec)) for name, spec in sorted(named.items()))
+
+
+def get_default_mx_quantization_config(
+    weight: object = "mxfp8_e4m3",
+    activation: object = "mxfp8_e4m3",
+    block_size: int | None = None,
+    *,
+    operands: object = (),
+    ste: str = "identity",
+    is_qat: bool = False,
+    observer: object = None,
+    value_blocks: str = "head_dim",
+    **modes: object,
+) -> MXQuantizationConfig:
+    """Weights and activations in one block size and one set of modes.
+
+    Args:
+        weight, activation: a format, or None; `activation=None` is weight-only quantization.
+        block_size: values that share a scale, in place of what the formats say (32 unless `"mxfp4{16}"` does).
+        operands, ste, is_qat, observer, value_blocks: see `MXQuantizationConfig`.
+        **modes: `scale_mode` and `rounding`, as `MXSpec` has them.
+
+    Raises:
+        MXError: for an unknown format, mode or block size.
+    """
+    allowed = {f.name for f in fields(MXSpec)} - {"element", "block_size"}
+    if unknown := set(modes) - allowed:
+        raise MXError(f"unknown argument {sorted(unknown)[0]!r}: allowed beside the formats are {sorted(allowed)}")
+
+    fields_given = modes if block_size is None else {"block_size": block_size, **modes}
+
+    def spec(spelling: object) -> MXSpec | None:
+        return None if spelling is None else parse(spelling, **fields_given)
+
+    return MXQuantizationConfig(
+        activation=spec(activation),
+        weight=spec(weight),
+        operands=operands,
+        ste=ste,
+        is_qat=is_qat,
+        observer=observer,
+        value_blocks=value_blocks,
+    )

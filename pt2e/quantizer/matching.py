@@ -1,0 +1,76 @@
+"""Which settings of a quantizer match an operator."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from torch.fx import Node
+
+from pt2mx.fx.graph.module_stack import module_calls, module_name, modules_of
+from pt2mx.pt2e.quantizer.operators import names_of, operator_name
+
+#: of each node the calls around it, and its own: (module that makes the call, what is called, which of such calls)
+Calls = dict[Node, list[tuple[str, str, int]]]
+
+
+def _depth(node: Node, matches: Callable[[str, str], bool]) -> int:
+    """Depth of the innermost module around `node` that matches, -1 if none does."""
+    return max((i for i, module in enumerate(modules_of(node)) if matches(*module)), default=-1)
+
+
+def _is_inside(key: str, node: Node) -> bool:
+    """Also for a container that is not called itself, such as a ModuleList."""
+    return any(f"{name}.".startswith(f"{key}.") for name, _ in modules_of(node))
+
+
+def _is_type(key: str, kind: str) -> bool:
+    if key.startswith("torch.nn.") and key.count(".") == 2:  # torch.nn.Linear lives in torch.nn.modules.linear
+        return kind.startswith("torch.nn.modules.") and kind.rpartition(".")[2] == key.rpartition(".")[2]
+    return kind == key or ("." not in key and kind.rpartition(".")[2] == key)
+
+
+def _place(key: str, names: tuple[str, ...]) -> int:
+    return names.index(key) if key in names else -1
+
+
+def number_calls(nodes: Iterable[Node]) -> Calls:
+    """The calls of every node, which are those of modules, made by the module above in the names, and the operator's
+    own, made by the innermost module. `nodes` are in the order of execution; one that comes again counts once."""
+    numbers: dict[object, int] = {}
+    counts: Counter[tuple[str, str]] = Counter()
+
+    def numbered(call: object, maker: str, what: str) -> tuple[str, str, int]:
+        if call not in numbers:
+            numbers[call] = counts[maker, what]
+            counts[maker, what] += 1
+        return maker, what, numbers[call]
+
+    return {
+        node: [
+            *(numbered(call, name.rpartition(".")[0], kind) for call, name, kind in module_calls(node) if name),
+            numbered(node, module_name(node), operator_name(node.target)),
+        ]
+        for node in nodes
+    }
+
+
+def _is_call(key: tuple[str, str, int], calls: Iterable[tuple[str, str, int]]) -> bool:
+    module, what, index = key
+    return any(
+        (maker, number) == (module, index) and (_is_type(what, called) or what in names_of(called))
+        for maker, called, number in calls
+    )
+
+
+#: setting kind, in order of precedence -> how closely around a node a key matches, -1 for not at all
+MATCHERS: dict[str, Callable[[object, Node, Calls], int]] = {
+    "module_name_object_type_order": lambda key, node, calls: 0 if _is_call(key, calls.get(node, ())) else -1,
+    "module_name": lambda key, node, calls: len(key) if _is_inside(key, node) else -1,
+    "module_name_regex": lambda key, node, calls: min(
+        0, _depth(node, lambda name, kind: bool(re.fullmatch(key, name)))
+    ),
+    "module_type": lambda key, node, calls: _depth(node, lambda name, kind: _is_type(key, kind)),
+    "operator_type": lambda key, node, calls: _place(key, names_of(operator_name(node.target))),
+}

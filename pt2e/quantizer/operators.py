@@ -1,0 +1,259 @@
+"""The operators that are quantized: which arguments, and along which dimension each is blocked.
+
+A new operator is a new row. The block axis is the dimension that the operator reduces, so that a scale can be taken out
+of each partial sum (OCP MX v1.0, section 6.1).
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from pt2mx import ops
+from pt2mx.fx.training.train_eval import called
+from pt2mx.pt2e.quantizer import reduction_axes
+
+#: meta key of an operator's node: the config that a setting gave it
+CONFIG_KEY = "mx_config"
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One argument of an operator: its name in a config, its position, its role (a field of the config), its block
+    axis, and its index where the argument at that position is a list of tensors.
+
+    The role "operand" is "weight" for a constant tensor and "activation" for a computed one.
+    """
+
+    name: str
+    position: int
+    role: str
+    axis: int
+    item: int | None = None
+
+
+#: the operands of an operator, or how they follow from a call of it
+Row = tuple[Operand, ...] | Callable[[Node], tuple[Operand, ...]]
+
+
+def _factors(first: int, axes: tuple[int, int]) -> tuple[Operand, ...]:
+    return Operand("input", first, "operand", axes[0]), Operand("other", first + 1, "operand", axes[1])
+
+
+# of a vector the axis -2 is its only dimension
+_MATMUL = _factors(0, (-1, -2))
+# addmm(bias, x, weight): Hugging Face's Conv1D among others, whose weight is (in, out)
+_ADD_MATMUL = (*_factors(1, (-1, -2)), Operand("bias", 0, "bias", -1))
+_ELEMENTWISE = _factors(0, (-1, -1))
+_LINEAR = (
+    Operand("input", 0, "activation", -1),
+    Operand("weight", 1, "weight", -1),
+    Operand("bias", 2, "bias", -1),
+)
+# what each product reduces; `pt2mx.pt2e.quantizer.attention` has the blocks of `value` along the head dimension
+_ATTENTION = (
+    Operand("query", 0, "activation", -1),
+    Operand("key", 1, "activation", -1),
+    Operand("value", 2, "activation", -2),
+)
+# gathers rows; blocks run along them, so that a row can be gathered before it is dequantized
+_ROWS = (Operand("weight", 0, "weight", -1),)
+
+
+def _conv(dimensions: int, transposed: bool = False) -> tuple[Operand, ...]:
+    return (
+        # the channel, counted from the end: a convolution's input may come without a batch dimension
+        Operand("input", 0, "activation", -1 - dimensions),
+        # (out, in / groups, ...), transposed (in, out / groups, ...)
+        Operand("weight", 1, "weight", 0 if transposed else 1),
+        Operand("bias", 2, "bias", -1),
+    )
+
+
+def _convolution(node: Node) -> tuple[Operand, ...]:
+    stride, transposed = node.args[3], node.args[6]
+    return _conv(len(stride), transposed)
+
+
+def _product(axes: Callable[[Node], tuple[int, int] | None], position: int = 0, in_list: bool = False) -> Row:
+    """A product of two tensors whose axes follow from the call; no operands where it is no such product."""
+
+    def row(node: Node) -> tuple[Operand, ...]:
+        names = zip(("input", "other"), axes(node) or (), strict=False)
+        where = (lambda i: (position, i)) if in_list else (lambda i: (position + i, None))
+        return tuple(Operand(n, where(i)[0], "operand", axis, where(i)[1]) for i, (n, axis) in enumerate(names))
+
+    return row
+
+
+def _rnn(node: Node) -> tuple[Operand, ...]:
+    """The parameters come in one list, direction by direction, layer by layer. The hidden state stays inside."""
+    parameters, has_biases, layers, bidirectional = (node.args[i] for i in (2, 3, 4, 7))
+    names = ("weight_ih", "weight_hh", *(("bias_ih", "bias_hh") if has_biases else ()), "weight_hr")
+    each = len(parameters) // (layers * (2 if bidirectional else 1))
+    items = [(names[i % each], i) for i in range(len(parameters))]
+    return _RNN_INPUT, *(Operand(name, 2, name.partition("_")[0], -1, i) for name, i in items)
+
+
+_RNN_INPUT = Operand("input", 0, "activation", -1)
+_CELL = (
+    _RNN_INPUT,
+    Operand("weight_ih", 2, "weight", -1),
+    Operand("weight_hh", 3, "weight", -1),
+    Operand("bias_ih", 4, "bias", -1),
+    Operand("bias_hh", 5, "bias", -1),
+)
+# the hidden state goes into a product alone, save in a GRU, which also mixes it into its output
+_CELL_HIDDEN = (*_CELL, Operand("hidden", 1, "activation", -1))
+_LSTM_CELL = (*_CELL, Operand("hidden", 1, "activation", -1, 0))
+
+#: name of an operator (`operator_name`) -> its operands
+OPERANDS: dict[str, Row] = {
+    "aten.linear": _LINEAR,
+    "aten.bilinear": (
+        Operand("input", 0, "activation", -1),
+        Operand("other", 1, "activation", -1),
+        Operand("weight", 2, "weight", -1),  # (out, in of input, in of other)
+        Operand("bias", 3, "bias", -1),
+    ),
+    "aten.addmm": _ADD_MATMUL,
+    "aten.addbmm": _ADD_MATMUL,
+    "aten.baddbmm": _ADD_MATMUL,
+    "aten.addmv": _ADD_MATMUL,
+    "aten.mm": _MATMUL,
+    "aten.bmm": _MATMUL,
+    "aten.matmul": _MATMUL,
+    "aten.linalg_matmul": _MATMUL,
+    "aten.mv": _MATMUL,
+    "aten.dot": _MATMUL,
+    "aten.vdot": _MATMUL,
+    "aten.inner": _ELEMENTWISE,
+    "aten.linalg_vecdot": _product(reduction_axes.vecdot_axes),
+    "aten.tensordot": _product(reduction_axes.tensordot_axes),
+    "aten.einsum": _product(reduction_axes.einsum_axes, 1, in_list=True),
+    # the experts of a mixture: (tokens, in) x (experts, in, out)
+    "aten._grouped_mm": (*_MATMUL, Operand("bias", 3, "bias", -1)),
+    "transformers.grouped_mm_fallback": _MATMUL,
+    "aten.conv1d": _conv(1),
+    "aten.conv1d.padding": _conv(1),
+    "aten.conv2d": _conv(2),
+    "aten.conv2d.padding": _conv(2),
+    "aten.conv3d": _conv(3),
+    "aten.conv3d.padding": _conv(3),
+    "aten.conv_transpose1d": _conv(1, transposed=True),
+    "aten.conv_transpose2d.input": _conv(2, transposed=True),
+    "aten.conv_transpose3d.input": _conv(3, transposed=True),
+    "aten.convolution": _convolution,  # what decompositions make of them
+    "aten.conv_tbc": (_RNN_INPUT, Operand("weight", 1, "weight", 1), Operand("bias", 2, "bias", -1)),
+    "aten.lstm.input": _rnn,
+    "aten.gru.input": _rnn,
+    "aten.rnn_tanh.input": _rnn,
+    "aten.rnn_relu.input": _rnn,
+    "aten.lstm_cell": _LSTM_CELL,
+    "aten.gru_cell": _CELL,
+    "aten.rnn_tanh_cell": _CELL_HIDDEN,
+    "aten.rnn_relu_cell": _CELL_HIDDEN,
+    "aten.scaled_dot_product_attention": _ATTENTION,
+    "aten._scaled_dot_product_flash_attention_for_cpu": _ATTENTION,
+    "flex_attention": _ATTENTION,
+    "aten.embedding": _ROWS,
+    "aten.embedding_bag": _ROWS,
+    "aten.embedding_bag.padding_idx": _ROWS,
+}
+
+#: operators that are quantized only where `MXQuantizer.set_operator_type` names them: residual connections, gates
+OPT_IN: dict[str, Row] = {"aten.add.Tensor": _ELEMENTWISE, "aten.mul.Tensor": _ELEMENTWISE}
+
+#: every name that a config's `operands` may have
+OPERAND_NAMES = ("input", "other", "weight", "bias", "query", "key", "value", "hidden") + (
+    "weight_ih", "weight_hh", "weight_hr", "bias_ih", "bias_hh",
+)  # fmt: skip
+
+
+@functools.cache
+def operator_name(target: object) -> str:
+    """`aten.linear` for `torch.ops.aten.linear.default`; other overloads keep their name."""
+    return str(target).removesuffix(".default") if isinstance(target, _OPERATORS) else ""
+
+
+def names_of(name: str) -> tuple[str, ...]:
+    """The names by which a setting can mean an operator, from the operator with all its overloads to the overload."""
+    return tuple(dict.fromkeys((".".join(name.split(".")[:2]), name)))
+
+
+_OPERATORS = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
+
+
+def quantizable_operators(graph: Graph, asked_for: Callable[[str], bool] | None = None) -> list[Node]:
+    """The calls of the operators of `OPERANDS`, and of those of `OPT_IN` for whose name `asked_for` is true; by default
+    those that a setting chose and that have a quantized operand."""
+    found = []
+    for node in graph.nodes:
+        name = operator_name(called(node))
+        if name in OPERANDS or (name in OPT_IN and (asked_for(name) if asked_for else _is_quantized(node))):
+            found.append(node)
+    return found
+
+
+def operands_of(node: Node) -> tuple[Operand, ...]:
+    """The operands of one call of a quantizable operator; none where the call is no product."""
+    name = operator_name(called(node))
+    row = OPERANDS.get(name) or OPT_IN[name]
+    return row(node) if callable(row) else row
+
+
+def argument_of(node: Node, operand: Operand) -> Node | None:
+    """The argument of a call that is `operand`, None where it is absent."""
+    argument = node.args[operand.position] if operand.position < len(node.args) else None
+    if operand.item is not None and argument is not None:
+        argument = argument[operand.item]
+    return argument if isinstance(argument, Node) else None
+
+
+def replace_argument(node: Node, operand: Operand, new: Node) -> None:
+    """Let a call read `new` as `operand`."""
+    if operand.item is not None:
+        new = [new if i == operand.item else n for i, n in enumerate(node.args[operand.position])]
+    node.update_arg(operand.position, new)
+
+
+def gather_of(node: Node, operand: Operand) -> Node | None:
+    """The node that gathers `operand` from the rows of a parameter, where nothing else reads it: experts that a router
+    chose (`weight[ids] @ x`). It is the parameter that is quantized then, not what was gathered."""
+    gather = argument_of(node, operand)
+    if gather is None or gather.target is not torch.ops.aten.index.Tensor or len(gather.users) > 1:
+        return None
+    source, indices = gather.args
+    held = source.op in ("get_attr", "call_module") or source.target is ops.dequantize_mx
+    value = source.meta.get("val")
+    blocked = isinstance(value, torch.Tensor) and value.dim() > -operand.axis > 0  # the axis is not the gathered one
+    return gather if held and blocked and len(indices) == 1 else None
+
+
+def operand_node(node: Node, operand: Operand) -> Node | None:
+    """The node that is quantized for `operand`, None where the argument is absent."""
+    gather = gather_of(node, operand)
+    return argument_of(node, operand) if gather is None else gather.args[0]
+
+
+def role_of(operand: Operand, argument: Node, constants: set[Node]) -> str:
+    """The config field that holds the operand's spec; `constants` are the constant nodes of the graph."""
+    if operand.role != "operand":
+        return operand.role
+    if argument.op == "call_module":  # an observer's call
+        argument = argument.args[0]
+    elif argument.target is ops.dequantize_mx:  # what became of it: packed buffers, or the items of a pair
+        argument = argument.args[0]
+        if argument.target is operator.getitem:
+            argument = argument.args[0].args[0]
+    return "weight" if argument in constants else "activation"
+
+
+def _is_quantized(node: Node) -> bool:
+    inputs = node.all_input_nodes
+    return CONFIG_KEY in node.meta and any(n.op == "call_module" or n.target is ops.dequantize_mx for n in inputs)

@@ -1,0 +1,155 @@
+"""`MXQuantizer`: which operators of a graph get which MX specs."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch.fx import GraphModule, Node
+
+from pt2mx.errors import nearest
+from pt2mx.fx.graph.aliasing import written_nodes
+from pt2mx.fx.graph.arguments import make_positional
+from pt2mx.fx.graph.constants import constant_nodes
+from pt2mx.fx.graph.module_stack import modules_of
+from pt2mx.fx.graph.subgraphs import graph_modules, nodes_in_order, place_inner_graphs
+from pt2mx.pt2e.quantizer import recipe
+from pt2mx.pt2e.quantizer.annotate import REASON_KEY, Plan, annotate_operator, plan_operator
+from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
+from pt2mx.pt2e.quantizer.matching import MATCHERS, Calls, number_calls
+from pt2mx.pt2e.quantizer.operators import argument_of, names_of, operands_of, quantizable_operators, replace_argument
+from pt2mx.pt2e.quantizer.settings import Config, QuantizerSettings
+from pt2mx.pt2e.torchao_pt2e import Q_ANNOTATION_KEY, Quantizer
+
+
+class MXQuantizer(QuantizerSettings, Quantizer):
+    """Annotates an exported graph with MX specs.
+
+    Each setter takes a config, or None for "leave in high precision", and returns the quantizer. Where several settings
+    match an operator, the first of these wins: filter function, first and last, one call of a module, exact module
+    name, module name pattern (in the order in which they were set), module type, operator, global. Of nested modules
+    the innermost wins.
+
+    It works with `pt2mx.prepare_pt2e` as with torchao's own, and inside torchao's `ComposableQuantizer`.
+    """
+
+    def transform_for_annotation(self, model: GraphModule) -> GraphModule:
+        """Give each quantized operand an edge of its own, at its consumer.
+
+        torchao keys annotations by (producer, consumer) and reads positional arguments only: `x @ x` would get one
+        spec. It observes a tensor where it is produced: what the graph writes to it later (`x[:, 0] = 5`) would be
+        lost.
+        """
+        for graph in graph_modules(model):
+            self._give_edges(graph)
+        return model
+
+    def _give_edges(self, model: GraphModule) -> None:
+        written = written_nodes(model.graph)
+        for node in self._candidates(model):
+            make_positional(node)
+            read = _arguments(node)
+            for operand in operands_of(node):
+                argument = argument_of(node, operand)
+                if argument is not None and (read.count(argument) > 1 or argument in written):
+                    with model.graph.inserting_before(node):
+                        alias = model.graph.call_function(torch.ops.aten.alias.default, (argument,))
+                    alias.meta.update({k: v for k, v in argument.meta.items() if k != Q_ANNOTATION_KEY})
+                    replace_argument(node, operand, alias)
+        model.recompile()
+
+    def annotate(self, model: GraphModule) -> GraphModule:
+        """Annotate every quantizable operator that a setting selects, in graphs inside the model's too; another
+        quantizer's annotations stay."""
+        matched: set[tuple[str, object]] = set()
+        place_inner_graphs(model)
+        graphs = graph_modules(model)
+        candidates = [node for graph in graphs for node in self._candidates(graph)]
+        constants = set().union(*(constant_nodes(graph.graph) for graph in graphs))
+        chosen: dict[Node, MXQuantizationConfig] = {}
+        plans: dict[Node, Plan] = {}
+        calls = number_calls(nodes_in_order(model)) if self._settings[recipe.ORDER] else {}
+        for node in candidates:
+            if Q_ANNOTATION_KEY in node.meta:
+                node.meta[REASON_KEY] = "annotated by another quantizer"
+                continue
+            config, reason = self._config_of(node, calls, matched)
+            if config is None:
+                node.meta[REASON_KEY] = reason
+            else:
+                chosen[node], plans[node] = config, plan_operator(node, config, constants)
+        for node, (source, config) in self._at_the_ends([n for n in nodes_in_order(model) if plans.get(n)]).items():
+            matched.add(source)
+            if config is None:
+                node.meta[REASON_KEY] = f"excluded by {source[0]} {source[1]}"
+                del plans[node]
+            else:
+                chosen[node], plans[node] = config, plan_operator(node, config, constants)
+        for node, plan in plans.items():
+            annotate_operator(plan, chosen[node])
+        self._warn_unmatched(candidates, matched)
+        _warn_unknown_operands(chosen)
+        return model
+
+    def validate(self, model: GraphModule) -> None:
+        """Nothing is left to check: `annotate` makes annotations that are valid."""
+
+    def _candidates(self, model: GraphModule) -> list[Node]:
+        asked_for = self._settings["operator_type"].keys()
+        return quantizable_operators(model.graph, lambda name: not asked_for.isdisjoint(names_of(name)))
+
+    def _at_the_ends(self, nodes: list[Node]) -> dict[Node, tuple[tuple[str, int], Config]]:
+        """What `set_first` and `set_last` say of the quantized operators, in the order of execution, some more than
+        once, with the setting that says it."""
+        found: dict[Node, tuple[tuple[str, int], Config]] = {}
+        for kind, ordered in (("first", nodes), ("last", nodes[::-1])):
+            for count, config in sorted(self._ends[kind].items()):
+                for node in list(dict.fromkeys(ordered))[:count]:
+                    found.setdefault(node, ((kind, count), config))
+        return found
+
+    def _config_of(self, node: Node, calls: Calls, matched: set[tuple[str, object]]) -> tuple[Config, str]:
+        """The config of an operator, and the reason if it is None. Notes every setting that matches in `matched`."""
+        found: list[tuple[str, Config]] = []
+        for kind, matches in MATCHERS.items():
+            hits = [key for key in self._settings[kind] if matches(key, node, calls) >= 0]
+            matched.update((kind, key) for key in hits)
+            if hits:
+                innermost = max(hits, key=lambda key: matches(key, node, calls))
+                found.append((f"{kind} {innermost!r}", self._settings[kind][innermost]))
+        if self._filter is not None and not self._filter(node):
+            return None, "excluded by the filter function"
+        source, config = found[0] if found else ("the global setting", self._global)
+        return config, "no setting matches it" if not found and config is None else f"excluded by {source}"
+
+    def _warn_unmatched(self, candidates: list[Node], matched: set[tuple[str, object]]) -> None:
+        names = {name for node in candidates for name, _ in modules_of(node) if name}
+        types = {kind.rpartition(".")[2] for node in candidates for _, kind in modules_of(node)}
+        known = {"module_name": names, "module_name_regex": names, "module_type": types}
+        for kind, keys in {**self._ends, **self._settings}.items():
+            for key in keys:
+                if (kind, key) not in matched:
+                    near = nearest(key, sorted(known[kind])).split(" allowed:")[0] if kind in known else ""
+                    hint = f"; {near}" if near.startswith("did") else ""
+                    warnings.warn(f"the setting {kind} {key!r} matches no operator of the model{hint}", stacklevel=3)
+
+
+def _warn_unknown_operands(chosen: dict[Node, MXQuantizationConfig]) -> None:
+    known: dict[MXQuantizationConfig, set[str]] = {}
+    for node, config in chosen.items():
+        known.setdefault(config, set()).update(operand.name for operand in operands_of(node))
+    for config, names in known.items():
+        for name, _ in config.operands:
+            if name not in names:
+                warnings.warn(
+                    f"none of the operators whose config names the operand {name!r} has one; they have "
+                    + ", ".join(sorted(names)),
+                    stacklevel=3,
+                )
+
+
+def _arguments(node: Node) -> list[Node]:
+    """The nodes that a call reads, as often as it does."""
+    read: list[Node] = []
+    torch.fx.map_arg((node.args, node.kwargs), read.append)
+    return read

@@ -1,0 +1,164 @@
+"""Recipes: the settings of a quantizer as YAML.
+
+    description: FP4 weights, FP8 activations, the first layer in FP8
+    global: {weight: mxfp4, activation: mxfp8_e4m3}
+    module_name:
+      encoder.layer.0: {weight: mxfp8_e4m3, activation: mxfp8_e4m3}
+    module_name_regex:
+      .*lm_head: null
+    first:
+      2: {weight: mxint8}
+
+A config maps roles to specs; `null` leaves in high precision. A spec is a spelling that `pt2mx.parse` takes, or a
+mapping of `MXSpec` fields (`{element: fp4_e2m1, block_size: 16}`). `operands` maps names of operands to specs, `ste`
+says what becomes of gradients, `value_blocks` where the blocks of an attention's values run. `first` and `last` map
+counts of operators to configs; `module_name_object_type_order` is a list of [module, type, index, config].
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+
+import yaml
+
+from pt2mx.errors import MXError, nearest
+from pt2mx.pt2e.output import write_text
+from pt2mx.pt2e.quantizer.config import ROLES, MXQuantizationConfig
+from pt2mx.pt2e.quantizer.operators import OPERAND_NAMES
+from pt2mx.pt2e.quantizer.yaml_text import read_yaml
+from pt2mx.spec import MXSpec, parse
+
+#: kinds of settings whose keys are counts of operators
+ENDS = ("first", "last")
+#: the kind of settings whose keys are (module, type, index)
+ORDER = "module_name_object_type_order"
+#: kinds of settings: the suffixes of `MXQuantizer`'s setters; all but the global one hold a mapping from key to config,
+#: or a list where the key has parts
+KINDS = ("global", *ENDS, ORDER, "module_name", "module_name_regex", "module_type", "operator_type")
+#: characters of an error, which may hold a value of the file
+_LONGEST = 1000
+_SPEC_FIELDS = ("element", "block_size", "scale_mode", "rounding")
+
+#: fields of a config that are words
+_WORDS = ("ste", "value_blocks")
+
+Setting = tuple[str, str | int | tuple[str, str, int] | None, MXQuantizationConfig | None]
+
+
+def names() -> list[str]:
+    """The recipes that pt2mx ships."""
+    folder = resources.files("pt2mx.configs")
+    return sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml"))
+
+
+def read(path_or_name: object) -> list[Setting]:
+    """The settings (kind, key, config) of a recipe file, or of a shipped recipe by name.
+
+    Raises:
+        MXError: where there is no such recipe, or for an unknown key or value in it, naming the nearest valid one.
+    """
+    source = str(path_or_name)
+    try:
+        return _settings(read_yaml(_content(source)))
+    except MXError as error:
+        text = str(error)
+        raise MXError(f"recipe {source}: {text if len(text) <= _LONGEST else text[:_LONGEST] + ' ...'}") from None
+
+
+def _content(source: str) -> bytes:
+    if source in names():
+        return resources.files("pt2mx.configs").joinpath(f"{source}.yaml").read_bytes()
+    try:
+        if Path(source).is_file():
+            return Path(source).read_bytes()
+    except OSError as error:  # no permission, or a name that is too long
+        raise MXError(f"cannot read {source!r}: {error.strerror}") from None
+    raise MXError(f"no recipe {source!r}: not a file, and of the shipped ones {nearest(source, names())}")
+
+
+def write(settings: list[Setting], path: object = None) -> str:
+    """The YAML of settings, also written to `path` if one is given."""
+    if not settings:
+        raise MXError("the quantizer has no setting: a recipe of it would quantize nothing")
+    recipe: dict[str, object] = {}
+    for kind, key, config in settings:
+        if key is None:
+            recipe[kind] = _plain(config)
+        elif kind == ORDER:
+            recipe.setdefault(kind, []).append([*key, _plain(config)])
+        else:
+            recipe.setdefault(kind, {})[key] = _plain(config)
+    return write_text(yaml.safe_dump(recipe, sort_keys=False), path)
+
+
+def _settings(recipe: object) -> list[Setting]:
+    _check_mapping("the recipe", recipe, ("description", *KINDS))
+    settings: list[Setting] = []
+    for kind in KINDS:
+        if kind not in recipe:
+            continue
+        if kind == "global":
+            settings.append((kind, None, _config(kind, recipe[kind])))
+            continue
+        if kind == ORDER:
+            settings += _ordered(recipe[kind])
+            continue
+        if not isinstance(recipe[kind], dict):
+            keys = "counts" if kind in ENDS else "names"
+            raise MXError(f"{kind} must map {keys} to configs, not be {recipe[kind]!r}")
+        for key, value in recipe[kind].items():
+            settings.append((kind, key if kind in ENDS else str(key), _config(f"{kind} {key!r}", value)))
+    if not settings:
+        raise MXError(f"it quantizes nothing: give it at least one of {', '.join(KINDS)}")
+    return settings
+
+
+def _ordered(entries: object) -> list[Setting]:
+    if not isinstance(entries, list) or not all(isinstance(entry, list) and len(entry) == 4 for entry in entries):
+        raise MXError(f"{ORDER} must be a list of [module, type, index, config], not {entries!r}")
+    return [(ORDER, tuple(key), _config(f"{ORDER} {key}", config)) for *key, config in entries]
+
+
+def _config(where: str, value: object) -> MXQuantizationConfig | None:
+    if value is None:
+        return None
+    _check_mapping(where, value, (*ROLES, "operands", *_WORDS))
+    fields = {role: _spec(f"{where}: {role}", spec) for role, spec in value.items() if role in ROLES}
+    if "operands" in value:
+        _check_mapping(f"{where}: operands", value["operands"], OPERAND_NAMES)
+        fields["operands"] = {n: _spec(f"{where}: operand {n!r}", spec) for n, spec in value["operands"].items()}
+    try:
+        return MXQuantizationConfig(**fields, **{word: value[word] for word in _WORDS if word in value})
+    except MXError as error:
+        raise MXError(f"{where}: {error}") from None
+
+
+def _spec(where: str, value: object) -> MXSpec | None:
+    try:
+        if isinstance(value, dict):
+            _check_mapping(where, value, _SPEC_FIELDS)
+            if "element" not in value:
+                raise MXError(f"{where}: the element format is missing")
+            fields = dict(value)
+            return parse(fields.pop("element"), **fields)
+        if value is not None and not isinstance(value, str):
+            raise MXError(f"a spec is a format's name or a mapping of {', '.join(_SPEC_FIELDS)}, not {value!r}")
+        return None if value is None else parse(value)
+    except MXError as error:
+        message = str(error)
+        raise MXError(message if message.startswith(where) else f"{where}: {message}") from None
+
+
+def _plain(config: MXQuantizationConfig | None) -> dict | None:
+    if config is None:
+        return None
+    return {name: value for name, value in config.to_dict().items() if name not in ("observer", "is_qat")}
+
+
+def _check_mapping(where: str, value: object, allowed: tuple[str, ...]) -> None:
+    if not isinstance(value, dict):
+        raise MXError(f"{where} must be a mapping of {', '.join(allowed)}, not {value!r}")
+    for key in value:
+        if key not in allowed:
+            raise MXError(f"unknown key {key!r} in {where}: {nearest(key, allowed)}")

@@ -1,0 +1,1 @@
+"""What a prepared or converted model holds and loses: reports, statistics, suggestions."""

@@ -1,0 +1,60 @@
+"""NaN and Inf in what is quantized: a block that holds one becomes NaN as a whole."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from pt2mx import ops
+from pt2mx.fx.graph.module_stack import module_name
+from pt2mx.fx.graph.subgraphs import graph_modules
+from pt2mx.kernels.reference import NAN_SCALE
+from pt2mx.pt2e.observer import STATISTICS_KEY
+from pt2mx.pt2e.torchao_pt2e import is_fake
+
+#: of many names so many are shown
+_SHOWN = 5
+
+
+def nonfinite_parameters(model: nn.Module) -> list[str]:
+    """The names of the floating parameters that hold a NaN or an Inf."""
+    return [name for name, p in model.named_parameters() if p.is_floating_point() and not p.isfinite().all()]
+
+
+def nonfinite_weights(converted: GraphModule) -> list[str]:
+    """The names of the weights of a converted model that held a NaN or an Inf."""
+    buffers = dict(converted.named_buffers())
+    packed = {name.removesuffix("_scale"): scale for name, scale in buffers.items() if name.endswith("_scale")}
+    folded = [name for name, scale in packed.items() if f"{name}_data" in buffers and _holds_nan_blocks(scale)]
+    return list(dict.fromkeys([*folded, *(x.target for x, _ in _nonfinite_pairs(converted) if x.op == "get_attr")]))
+
+
+def nonfinite_operands(converted: GraphModule) -> list[str]:
+    """What a converted model quantizes that held a NaN or an Inf: weights by their names, other operands by their
+    operators' modules, as far as calibration saw them."""
+    computed = [dequantize for x, dequantize in _nonfinite_pairs(converted) if x.op != "get_attr"]
+    modules = [module_name(node) or next(iter(node.users)).name for node in computed]
+    return list(dict.fromkeys([*nonfinite_weights(converted), *(f"an operand of {name}" for name in modules)]))
+
+
+def listed(names: list[str]) -> str:
+    """The names, of many the first."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _nonfinite_pairs(converted: GraphModule) -> Iterator[tuple[Node, Node]]:
+    """(what is quantized, its `dequantize_mx`) where calibration saw a NaN or an Inf; folded weights left out."""
+    for graph in graph_modules(converted):
+        for node in graph.graph.find_nodes(op="call_function", target=ops.dequantize_mx):
+            seen, scale = node.meta.get(STATISTICS_KEY), node.args[1]
+            if seen is not None and seen.nonfinite and scale.target is operator.getitem:
+                yield scale.args[0].args[0], node
+
+
+def _holds_nan_blocks(scale: Tensor) -> bool:
+    return scale.dtype == torch.uint8 and not is_fake(scale) and bool((scale == NAN_SCALE).any())

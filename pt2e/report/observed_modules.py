@@ -1,0 +1,91 @@
+"""A prepared model by its modules, which is how a recipe addresses operators: what is quantized in each, and by which
+observers it is seen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from torch.fx import GraphModule, Node
+
+from pt2mx.errors import MXError
+from pt2mx.fx.graph.constants import constant_nodes
+from pt2mx.fx.graph.module_stack import module_name
+from pt2mx.fx.graph.subgraphs import graph_modules, operands_outside
+from pt2mx.pt2e.observer import MXObserver
+from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
+from pt2mx.pt2e.quantizer.operators import CONFIG_KEY, operand_node, operands_of, quantizable_operators, role_of
+from pt2mx.pt2e.report.rows import origins_of
+
+
+@dataclass
+class ObservedWeight:
+    """A constant operand: which tensor it is, its extent, and its observer."""
+
+    origin: object
+    shape: tuple[int, ...]
+    observer: MXObserver
+
+
+@dataclass
+class ObservedModule:
+    """The quantizable operators of a module: their config (None: they are left alone), observed operands, and the roles
+    of all operands by name."""
+
+    config: MXQuantizationConfig | None
+    roles: dict[str, str] = field(default_factory=dict)
+    weights: list[ObservedWeight] = field(default_factory=list)
+    activations: list[MXObserver] = field(default_factory=list)
+
+
+def observed_modules(prepared: GraphModule) -> dict[str, ObservedModule]:
+    """The modules that hold quantizable operators, by qualified name."""
+    modules: dict[str, ObservedModule] = {}
+    outside = operands_outside(prepared)
+    for inner in graph_modules(prepared):
+        constants = constant_nodes(inner.graph)
+        for node in quantizable_operators(inner.graph):
+            name, config = module_name(node), node.meta.get(CONFIG_KEY)
+            if config is not None:
+                config = replace(config, observer=None)
+            module = modules.setdefault(name, ObservedModule(config))
+            if module.config != config:
+                raise MXError(
+                    f"operators of the module {name!r} were prepared with different configs, or some of them left "
+                    "alone: a recipe gives the operators of a module one; use settings by module"
+                )
+            if config is not None:
+                _add_operands(module, inner, node, constants, outside)
+    return modules
+
+
+def _add_operands(
+    module: ObservedModule, inner: GraphModule, node: Node, constants: set[Node], outside: dict[Node, list[object]]
+) -> None:
+    for operand in operands_of(node):
+        argument = operand_node(node, operand)
+        if argument is None:
+            continue
+        role = module.roles[operand.name] = role_of(operand, argument, constants)
+        observer = inner.get_submodule(argument.target) if argument.op == "call_module" else None
+        if not isinstance(observer, MXObserver):
+            continue
+        source = argument.args[0]
+        if role == "activation":
+            module.activations.append(observer)
+        elif role == "weight" and source in constants:
+            shape = tuple(source.meta["val"].shape)
+            module.weights += [ObservedWeight(origin, shape, observer) for origin in origins_of(source, outside)]
+
+
+def sharing_weights(modules: dict[str, ObservedModule]) -> list[list[str]]:
+    """The names of the modules with weights, those that share one together."""
+    groups: list[tuple[set[object], list[str]]] = []
+    for name, module in modules.items():
+        origins, names = {w.origin for w in module.weights}, [name]
+        if not origins:
+            continue
+        for group in [g for g in groups if g[0] & origins]:
+            groups.remove(group)
+            origins, names = origins | group[0], group[1] + names
+        groups.append((origins, names))
+    return [names for _, names in groups]

@@ -1,0 +1,153 @@
+"""`suggest_config`: a mixed-format quantizer from what `MXFormatObserver` saw."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import replace
+
+from torch.fx import GraphModule
+
+from pt2mx.analysis.sums import QuantizationStatistics
+from pt2mx.errors import MXError
+from pt2mx.pt2e.format_observer import MXFormatObserver
+from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
+from pt2mx.pt2e.report.knapsack import Option, least_noise
+from pt2mx.pt2e.report.observed_modules import ObservedModule, ObservedWeight, observed_modules, sharing_weights
+from pt2mx.pt2e.report.rows import packed_bytes
+from pt2mx.pt2e.torchao_pt2e import is_prepared
+from pt2mx.spec import MXSpec, parse
+
+
+def suggest_config(
+    prepared: GraphModule, target_bits: float, *, min_activation_sqnr: float | None = None
+) -> MXQuantizer:
+    """The quantizer of least noise whose weights take at most `target_bits` bits a value on the average.
+
+    What is minimised is the sum over the quantized weights of noise / signal, the sum of squared quantization errors
+    normalised by the tensor's power (10 ** (-SQNR / 10)). A linear operator hands that ratio on to its output, so that
+    each weight counts alike whatever its size or scale; noise that a later layer amplifies or hides is not seen. The
+    minimum under the budget is exact (`pt2mx.pt2e.report.knapsack`).
+
+    The settings are by module name: the operators of one module, and modules that share a weight, get one choice. What
+    the config says of outputs and biases stays, and so do weights and activations without an `MXFormatObserver` or
+    which no batch reached; the former count towards the average.
+
+    Args:
+        prepared: what `prepare_pt2e` returned for a config with `observer=MXFormatObserver.with_args(...)`, after
+            calibration.
+        target_bits: scales and packing counted, as `QuantizationReport.weight_bits` has it.
+        min_activation_sqnr: dB. The activations of each module get the candidate of fewest bits that has at least this
+            SQNR for all of them, and with a warning the best one where none has it. None: they keep their spec.
+
+    Returns:
+        A quantizer for `prepare_pt2e` of the exported model; `to_recipe()` writes it.
+
+    Raises:
+        MXError: for a model without format observers or that has seen no batch; for a target below what the smallest
+            candidates take; where operators of one module were prepared with different configs.
+    """
+    _check(prepared, target_bits, min_activation_sqnr)
+    modules = observed_modules(prepared)
+    weights = _choose_weights(modules, target_bits)
+    quantizer, poor = MXQuantizer(), []
+    for name in sorted(modules):
+        module, chosen = modules[name], {}
+        if module.config is None:
+            if _is_covered(name, modules):
+                quantizer.set_module_name(name, None)
+            continue
+        if name in weights:
+            chosen["weight"] = weights[name]
+        if min_activation_sqnr is not None and (best := _choose_activation(module, min_activation_sqnr)):
+            chosen["activation"], reached = best
+            poor += [] if reached else [name]
+        kept = [(operand, spec) for operand, spec in module.config.operands if operand in module.roles]
+        kept = [(operand, spec) for operand, spec in kept if spec is None or module.roles[operand] not in chosen]
+        config = replace(module.config, operands=kept, **chosen)
+        quantizer.set_module_name(name, config) if name else quantizer.set_global(config)
+    if poor:
+        warnings.warn(
+            f"no candidate has an SQNR of {min_activation_sqnr} dB for the activations of {', '.join(poor)}: they get "
+            "the one with the highest",
+            stacklevel=2,
+        )
+    return quantizer
+
+
+def _check(prepared: object, target_bits: object, min_activation_sqnr: object) -> None:
+    if not isinstance(prepared, GraphModule) or not is_prepared(prepared):
+        raise MXError(f"expected a prepared model, not {type(prepared).__name__}: pass what prepare_pt2e returned")
+    for name, value in (("target_bits", target_bits), ("min_activation_sqnr", min_activation_sqnr)):
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not number and not (value is None and name == "min_activation_sqnr"):
+            raise MXError(f"{name}={value!r} must be a finite number")
+    observers = [m for m in prepared.modules() if isinstance(m, MXFormatObserver)]
+    if not observers:
+        raise MXError(
+            "the model was prepared without format observers: give the config "
+            "observer=MXFormatObserver.with_args(candidates=...) and prepare it again"
+        )
+    if not any(observer.candidate_statistics for observer in observers):
+        raise MXError("the model has seen no batch: run calibration batches through it first")
+
+
+def _choose_weights(modules: dict[str, ObservedModule], target_bits: float) -> dict[str, MXSpec]:
+    """Module name -> spec of its weights, of the modules whose weights have candidates."""
+    groups = sharing_weights(modules)
+    weights = [[w for name in names for w in modules[name].weights] for names in groups]
+    options = [_options(group) for group in weights]
+    values = sum(math.prod(shape) for shape in {w.origin: w.shape for group in weights for w in group}.values())
+    budget = math.floor(target_bits * values / 8 + 1e-6)  # a target that was computed from bytes names them again
+    chosen = least_noise([list(by_spec.values()) for by_spec in options], budget)
+    if chosen is None:
+        least, most = (8 * sum(f(o.bytes for o in by.values()) for by in options) / values for f in (min, max))
+        raise MXError(
+            f"target_bits={target_bits} is below the smallest candidates: the weights can take {least:.4g} to "
+            f"{most:.4g} bits a value, scales and packing counted; raise the target or add a smaller candidate"
+        )
+    specs = [list(by_spec)[index] for by_spec, index in zip(options, chosen, strict=True)]
+    return {name: parse(spec) for names, spec in zip(groups, specs, strict=True) if spec is not None for name in names}
+
+
+def _options(weights: list[ObservedWeight]) -> dict[str | None, Option]:
+    """What each candidate common to the weights of a group costs; None stands for the specs that they have. A tensor is
+    kept once for each axis of its blocks, whatever reads it."""
+    seen = [w.observer.candidate_statistics if isinstance(w.observer, MXFormatObserver) else {} for w in weights]
+    common = [name for name in seen[0] if all(name in statistics for statistics in seen)]
+    if not common:
+        kept = {(w.origin, w.observer.spec): w.shape for w in weights}
+        return {None: Option(sum(packed_bytes(shape, spec) for (_, spec), shape in kept.items()), 0.0)}
+    forms = {(w.origin, w.observer.spec.axis): (w.shape, s) for w, s in zip(weights, seen, strict=True)}
+    return {
+        name: Option(
+            sum(packed_bytes(shape, parse(name, axis=axis)) for (_, axis), (shape, _) in forms.items()),
+            sum(_noise(statistics[name]) for _, statistics in forms.values()),
+        )
+        for name in common
+    }
+
+
+def _noise(seen: QuantizationStatistics) -> float:
+    """Relative noise, 0 where there was nothing finite to lose, and finite where all was lost."""
+    return 0.0 if math.isnan(seen.sqnr) else min(seen.relative_noise, 1e30)
+
+
+def _choose_activation(module: ObservedModule, least: float) -> tuple[MXSpec, bool] | None:
+    """The spec of a module's activations, and whether its SQNR reaches `least`; None where they have no candidate."""
+    seen = [o.candidate_statistics for o in module.activations if isinstance(o, MXFormatObserver)]
+    seen = [statistics for statistics in seen if statistics]
+    common = [name for name in seen[0] if all(name in s for s in seen)] if seen else []
+    if not common:
+        return None
+    sqnr = {
+        name: min((s[name].sqnr for s in seen if not math.isnan(s[name].sqnr)), default=math.inf) for name in common
+    }
+    enough = [name for name in common if sqnr[name] >= least]
+    name = min(enough, key=lambda n: (parse(n).effective_bits, -sqnr[n])) if enough else max(common, key=sqnr.get)
+    return parse(name), bool(enough)
+
+
+def _is_covered(name: str, modules: dict[str, ObservedModule]) -> bool:
+    """Whether the setting of a module around would quantize the operators of this one."""
+    return any(m.config is not None and f"{name}.".startswith(f"{n}." if n else "") for n, m in modules.items())

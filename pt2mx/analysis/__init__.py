@@ -1,0 +1,1 @@
+"""What quantization does to tensors: sums of errors, statistics, comparisons of formats."""

@@ -1,0 +1,106 @@
+"""The formats of the OCP specification beside each other: as a table, and on data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import TextIO
+
+from pt2mx.analysis.measure import MXStatistics, mx_statistics
+from pt2mx.analysis.tables import text_table
+from pt2mx.errors import MXError
+from pt2mx.formats import FORMATS
+from pt2mx.spec import MXSpec
+
+#: The six formats of the OCP specification, with blocks of 32, by the names that pychop gives them.
+MX_FORMATS: dict[str, MXSpec] = {f"mx{name}": MXSpec(element) for name, element in FORMATS.items()}
+
+
+@dataclass(frozen=True)
+class MXComparison:
+    """What several formats make of the same data: a row a format, in the order asked for. `str` is the table."""
+
+    rows: tuple[MXStatistics, ...]
+
+    def to_dict(self) -> dict[str, dict[str, object]]:
+        """The statistics by format, as `str(MXSpec)` spells it."""
+        return {row.format: row.to_dict() for row in self.rows}
+
+    def __str__(self) -> str:
+        header = ("format", "bits", "SQNR dB", "max abs error", "mean abs error", "saturated %", "flushed %", "ratio")
+        return text_table([header, *map(_comparison_row, self.rows)], left=1)
+
+    def __repr__(self) -> str:  # short, for a notebook shows it below the table that was printed
+        return f"<MXComparison of {len(self.rows)} formats: {', '.join(row.format for row in self.rows)}>"
+
+
+def compare_mx_formats(
+    data: object,
+    formats: Iterable[object] | None = None,
+    block_size: int | None = None,
+    axis: int | EllipsisType | None = ...,
+    file: TextIO | None = None,
+) -> MXComparison:
+    """Print what each format makes of `data`, and return it.
+
+    The columns: bits a value with its share of the scale, signal to noise ratio, largest and mean absolute error, the
+    shares of the values that saturated and that became zero, and the compression ratio over data's dtype.
+
+    Args:
+        data: (...) as `mx_quantize` takes it.
+        formats: in any spelling that `pt2mx.parse` takes; by default `MX_FORMATS`.
+        block_size, axis: as in `mx_quantize`, for all formats.
+        file: where the table is printed; by default the standard output.
+
+    Raises:
+        MXError: as `mx_statistics`.
+    """
+    if formats is None or isinstance(formats, str | MXSpec):
+        formats = MX_FORMATS if formats is None else [formats]
+    elif not isinstance(formats, Iterable):
+        raise MXError(f"formats={formats!r} must be a format or several, for example ['mxfp4', 'mxfp8']")
+    comparison = MXComparison(tuple(mx_statistics(data, format, block_size, axis) for format in formats))
+    print(comparison, file=file)
+    return comparison
+
+
+def print_mx_format_table(file: TextIO | None = None) -> None:
+    """Print the table of the formats in `MX_FORMATS`.
+
+    The columns: the bits of an element and their split, its bias, largest exponent, largest value, smallest normal and
+    subnormal, and special values; block size, scale, bits a value with its share of the scale, and the compression
+    ratios over fp16 and fp32.
+    """
+    print(format_table(), file=file)
+
+
+def format_table() -> str:
+    """The table that `print_mx_format_table` prints."""
+    header = "format,bits,exponent,mantissa,bias,emax,max,min normal,min subnormal,special,block,scale,bits/value"
+    return text_table([(*header.split(","), "x fp16", "x fp32"), *map(_format_row, MX_FORMATS.items())])
+
+
+def _comparison_row(row: MXStatistics) -> tuple[str, ...]:
+    return (
+        row.format,
+        f"{row.bits_per_element:.2f}",
+        f"{row.sqnr:.2f}",
+        f"{row.max_abs_error:.4g}",
+        f"{row.mean_abs_error:.4g}",
+        f"{100 * row.saturated:.2f}",
+        f"{100 * row.flushed:.2f}",
+        f"{row.compression_ratio:.2f}x",
+    )
+
+
+def _format_row(item: tuple[str, MXSpec]) -> tuple[str, ...]:
+    name, spec = item
+    f, bits = spec.element, spec.effective_bits
+    special = ", ".join(name for name, has in (("Inf", f.has_inf), ("NaN", f.has_nan)) if has)
+    stored = ("-", str(f.bits - 2), "-") if f.is_int else (str(f.exponent_bits), str(f.mantissa_bits), str(f.bias))
+    smallest = ("-" if f.is_int else f"2^{f.emin}", f"2^{f.emin - f.mantissa_bits}")
+    element = (str(f.bits), *stored, str(f.emax), f"{f.max_normal:g}", *smallest, special or "-")
+    scale = f"E{spec.scale_exp_bits}M{spec.scale_sig_bits}"
+    ratios = (f"{dense / bits:.2f}" for dense in (16, 32))
+    return (name, *element, str(spec.block_size), scale, f"{bits:g}", *ratios)

@@ -1,0 +1,132 @@
+"""What an MX format makes of a tensor: its size in the format, and what is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import EllipsisType
+
+from pt2mx.analysis.sums import QuantizationStatistics, quantization_sums
+from pt2mx.arrays import as_torch, resolve
+from pt2mx.errors import MXError
+from pt2mx.functional import fake_quantize_mx
+from pt2mx.spec import MXSpec
+
+
+@dataclass(frozen=True)
+class MXStorage:
+    """The size of a tensor in an MX format, codes and scales counted by their bits (packing may round lines up).
+
+    The fields that pychop's `MXTensor.statistics()` has bear its names: `exp_bits` is 0 for an integer element, and
+    `sig_bits` are the other bits beside the sign. A last block may be shorter; pychop fills it up.
+    """
+
+    format: str
+    exp_bits: int
+    sig_bits: int
+    block_size: int
+    scale_exp_bits: int
+    scale_sig_bits: int
+    original_shape: tuple[int, ...]
+    num_blocks: int
+    total_elements: int
+    bits_per_element: float
+    compression_ratio_fp32: float
+    compression_ratio_fp16: float
+
+    @classmethod
+    def of(cls, shape: Sequence[int], spec: MXSpec, **fields: object) -> MXStorage:
+        """Of a tensor of that shape whose blocks run along `spec.axis`. `fields` are those that a subclass adds."""
+        element, shape = spec.element, tuple(shape)
+        elements, length = math.prod(shape), shape[spec.axis] if shape else 1
+        blocks = elements // length * -(-length // spec.block_size) if elements else 0
+        scale_bits = blocks * (spec.scale_exp_bits + spec.scale_sig_bits)
+        bits = element.bits + scale_bits / elements if elements else spec.effective_bits
+        return cls(
+            format=str(spec),
+            exp_bits=0 if element.is_int else element.exponent_bits,
+            sig_bits=element.bits - 1 if element.is_int else element.mantissa_bits,
+            block_size=spec.block_size,
+            scale_exp_bits=spec.scale_exp_bits,
+            scale_sig_bits=spec.scale_sig_bits,
+            original_shape=shape,
+            num_blocks=blocks,
+            total_elements=elements,
+            bits_per_element=bits,
+            compression_ratio_fp32=32 / bits,
+            compression_ratio_fp16=16 / bits,
+            **fields,
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        """The fields by name."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class MXStatistics(MXStorage):
+    """Also what is lost: errors are quantized minus original values, `sqnr` is in dB, `saturated` (beyond the largest
+    value of its block's scale) and `flushed` (not zero, but zero in the format) are shares of the values.
+
+    `compression_ratio` is that over `dtype`, the dtype of the data. `scale_exponents` counts the blocks by their shared
+    exponent; its least and largest are None where no block is finite. `nan_blocks` counts those with an Inf or a NaN,
+    which become NaN, and with them SQNR and errors.
+    """
+
+    dtype: str
+    compression_ratio: float
+    sqnr: float
+    mean_squared_error: float
+    mean_abs_error: float
+    max_abs_error: float
+    saturated: float
+    flushed: float
+    scale_exponents: dict[int, int]
+    scale_exponent_min: int | None
+    scale_exponent_max: int | None
+    nan_blocks: int
+
+
+def mx_statistics(
+    data: object,
+    format: object = "mxfp8_e4m3",
+    block_size: int | None = None,
+    axis: int | EllipsisType | None = ...,
+    **fields: object,
+) -> MXStatistics:
+    """What `mx_quantize` with the same arguments makes of `data`; `fields` are further ones of `MXSpec`.
+
+    Of stochastic rounding, SQNR and squared error are of one draw, the other errors of another.
+
+    Raises:
+        MXError: as `mx_quantize`; for a traced JAX array, data without values, and `scale_exp_bits` above 8.
+    """
+    spec, flat = resolve(format, axis, block_size=block_size, **fields)
+    x = as_torch(data)
+    shape, x = tuple(x.shape), x.reshape(-1) if flat else x
+    if x.device.type == "meta":
+        raise MXError("data on the meta device has no values: there is nothing to measure")
+    if not x.numel():
+        raise MXError(f"data of shape {shape} has no values: there is nothing to measure")
+    error = fake_quantize_mx(x, spec).double().sub_(x).abs_()
+    sums = quantization_sums(x, spec)
+    seen = QuantizationStatistics.from_sums(sums)
+    whole = seen.nan_blocks == 0  # the sums are over the other blocks; a mean over all values is NaN as they are
+    measured = {
+        "dtype": str(x.dtype).removeprefix("torch."),
+        "sqnr": seen.sqnr if whole else math.nan,
+        "mean_squared_error": float(sums["noise"]) / seen.values if whole else math.nan,
+        "mean_abs_error": float(error.mean()),
+        "max_abs_error": float(error.max()),
+        "saturated": seen.saturated,
+        "flushed": seen.flushed,
+        "scale_exponents": seen.exponents,
+        "scale_exponent_min": min(seen.exponents, default=None),
+        "scale_exponent_max": max(seen.exponents, default=None),
+        "nan_blocks": seen.nan_blocks,
+    }
+    bits = MXStorage.of(x.shape, spec).bits_per_element
+    statistics = MXStatistics.of(x.shape, spec, compression_ratio=8 * x.element_size() / bits, **measured)
+    return dataclasses.replace(statistics, original_shape=shape)

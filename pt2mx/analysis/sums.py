@@ -1,0 +1,117 @@
+"""What quantizing a tensor does to it: tensors in, sums out, so that batches add up."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pt2mx.errors import MXError
+from pt2mx.functional import fake_quantize_mx
+from pt2mx.kernels.reference import NAN_SCALE, scales
+from pt2mx.kernels.reference_chunked import split
+from pt2mx.spec import MXSpec
+
+
+def quantization_sums(x: Tensor, spec: MXSpec) -> dict[str, Tensor]:
+    """Sums over one tensor; over several tensors they add up.
+
+    Args:
+        x: (..., n, ...) float32, float16 or bfloat16.
+
+    Returns:
+        0-d tensors `tensors` (1), `empty` (1 where x has no value), `values` (count), `nonfinite` (count of Inf and
+        NaN), and over the blocks that hold neither: `signal` (sum of x**2), `noise` (sum of (x - quantized x)**2),
+        `saturated` (count of |x| above the largest value of its block), `flushed` (count of x != 0 that became 0). Also
+        `exponents`: (256,) blocks of each scale byte. Counts are int64, powers float64.
+
+    Raises:
+        MXError: for a scale of more than 8 exponent bits.
+    """
+    if spec.scale_exp_bits > 8:
+        raise MXError(f"{spec}: statistics count scales by their E8M0 byte; scale_exp_bits must be at most 8")
+    x = torch.atleast_1d(x)
+    spec = spec.replace(axis=spec.axis % x.dim())
+    _, slices = split(spec.axis, x)
+    parts = [_sums(part, spec) for (part,) in slices]
+    values = torch.tensor(x.numel(), device=x.device)
+    counts = {"tensors": torch.ones_like(values), "empty": (values == 0).to(torch.int64), "values": values}
+    return counts | {name: sum(part[name] for part in parts) for name in parts[0]}
+
+
+def _sums(x: Tensor, spec: MXSpec) -> dict[str, Tensor]:
+    scale = scales(x, spec).to(torch.int64)
+    # in float64, where 2**-127 is no subnormal and max * 2**127 no Inf; NaN where the block holds an Inf or a NaN:
+    # no comparison with it is true
+    powers = [*(2.0 ** (byte - 127) for byte in range(NAN_SCALE)), math.nan]
+    power = torch.tensor(powers, dtype=torch.float64).to(x.device)[scale]
+    power = power.repeat_interleave(min(spec.block_size, x.shape[spec.axis]), spec.axis)
+    power = power.narrow(spec.axis, 0, x.shape[spec.axis])
+    finite = power > 0
+    wide = torch.where(finite, x.double(), 0.0)
+    y = torch.where(finite, fake_quantize_mx(x, spec).double(), 0.0)
+    saturated = (wide > spec.element.max_normal * power) | (wide < spec.element.lowest * power)
+    exponents = torch.zeros(256, dtype=torch.int64, device=x.device)
+    return {
+        "nonfinite": (~x.isfinite()).sum(),
+        "signal": wide.square().sum(),
+        "noise": (wide - y).square().sum(),
+        "saturated": saturated.sum(),
+        "flushed": ((wide != 0) & (y == 0)).sum(),
+        "exponents": exponents.index_add(0, scale.flatten(), torch.ones_like(scale).flatten()),
+    }
+
+
+def sqnr_db(signal: float, noise: float) -> float:
+    """Signal to quantization noise ratio in dB of two powers; inf where nothing was lost."""
+    if noise == 0:
+        return math.inf
+    if noise == math.inf:  # a scale mode that dequantizes to Inf in the top binade
+        return -math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 else (-math.inf if signal == 0 else math.nan)
+
+
+@dataclass(frozen=True)
+class QuantizationStatistics:
+    """What was observed of a tensor under a spec.
+
+    `tensors` counts the calls, `empty` those of them without a value, `values` the values of all, `nonfinite` the Inf
+    and NaN among them, `nan_blocks` the blocks that held such, which become NaN. The rest is about the other blocks:
+    `sqnr` in dB (NaN where there are none), the shares of all values `saturated` and `flushed`, and `exponents`, which
+    counts the blocks by their unbiased shared exponent.
+    """
+
+    tensors: int
+    empty: int
+    values: int
+    nonfinite: int
+    sqnr: float
+    saturated: float
+    flushed: float
+    exponents: dict[int, int]
+    nan_blocks: int
+
+    @property
+    def relative_noise(self) -> float:
+        """Noise power over signal power: 0 where nothing was lost, Inf where the format lost it all."""
+        return 10 ** (-self.sqnr / 10)
+
+    @classmethod
+    def from_sums(cls, sums: dict[str, Tensor]) -> "QuantizationStatistics | None":
+        """The statistics of (added) `quantization_sums`, or None where no tensor was seen."""
+        tensors, values, empty, nonfinite = (int(sums[name]) for name in ("tensors", "values", "empty", "nonfinite"))
+        if tensors == 0:
+            return None
+        blocks = sums["exponents"].tolist()
+        some = any(blocks[:NAN_SCALE])
+        return cls(
+            tensors=tensors,
+            empty=empty,
+            values=values,
+            nonfinite=nonfinite,
+            sqnr=sqnr_db(float(sums["signal"]), float(sums["noise"])) if some else math.nan,
+            saturated=int(sums["saturated"]) / max(values, 1),
+            flushed=int(sums["flushed"]) / max(values, 1),
+            exponents={byte - 127: count for byte, count in enumerate(blocks[:NAN_SCALE]) if count},
+            nan_blocks=blocks[NAN_SCALE],
+        )

@@ -1,0 +1,1 @@
+"""Kernels for the CPU: C++ in `src/`, built at first use."""

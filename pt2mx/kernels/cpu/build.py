@@ -1,0 +1,154 @@
+"""Building and loading the C++ kernels of the CPU: the sources of this folder, in one library.
+
+It is built at first use with the C++ compiler that Inductor would use, in seconds, and kept in the folder of torch's
+extensions (`TORCH_EXTENSIONS_DIR`, by default `~/.cache/torch_extensions`), under a name that has the digest of its
+bytes: another process loads it if it is whole, and else builds it again. It needs no torch headers: tensors go in
+as pointers, and torch's threads come in as the function `torch_parallel_for` of torch's stable C interface.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import platform
+import subprocess
+import tempfile
+import threading
+import warnings
+from pathlib import Path
+
+import torch
+from torch._inductor import cpp_builder
+
+__all__ = ["DTYPES", "is_available", "load"]
+
+#: tensors' dtypes, in the order of cpp's enumeration
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+_FOLDER = Path(__file__).parent / "src"
+_SOURCES = tuple(str(path) for path in sorted(_FOLDER.glob("*.cpp")))
+_HEADERS = tuple(str(path) for path in sorted(_FOLDER.glob("*.h")))
+#: what the library offers, and its arguments
+_FUNCTIONS = {
+    "pt2mx_run": (ctypes.c_void_p, ctypes.c_void_p),
+    "pt2mx_random_bits": (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),
+    "pt2mx_linear": (ctypes.c_void_p, ctypes.c_void_p),
+    "pt2mx_has_tiles": (),
+}
+# no contraction to fused multiply-adds, no -ffast-math: both change bits
+_FLAGS = (
+    *("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp-simd"),
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing"),
+)
+_VECTOR_FLAGS = {
+    "AVX2": ("-mavx2", "-mfma", "-mf16c"),
+    "AVX512": (
+        *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"),
+        "-mprefer-vector-width=512",
+    ),
+}
+_lock = threading.Lock()
+_loaded: list[tuple[ctypes.CDLL, ctypes.c_void_p] | None] = []  # what the one attempt of this process gave
+
+
+def is_available() -> bool:
+    """Whether the kernels serve; the first call loads or builds them, and warns where that fails."""
+    return load() is not None
+
+
+def load() -> tuple[ctypes.CDLL, ctypes.c_void_p] | None:
+    """The library and torch's `torch_parallel_for`, or None."""
+    if not _loaded:
+        with _lock:
+            if not _loaded:
+                _attempt()
+    return _loaded[0]
+
+
+def _attempt() -> None:
+    try:
+        # a handle finds the names of what it depends on: libtorch_cpu on every platform
+        parallel_for = ctypes.cast(ctypes.CDLL(torch._C.__file__).torch_parallel_for, ctypes.c_void_p)
+        library = _library()
+        for name, arguments in _FUNCTIONS.items():
+            getattr(library, name).argtypes = arguments
+    except (OSError, RuntimeError, AttributeError) as error:
+        _loaded.append(None)  # first: a warning may be raised
+        warnings.warn(
+            "the C++ kernels of pt2mx could not be built, and plain torch operations serve in their place: the same "
+            f"numbers, many times slower. Install a C++ compiler (g++ or clang++) or name one in CXX. {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    else:
+        _loaded.append((library, parallel_for))
+
+
+def _library() -> ctypes.CDLL:
+    """The shared library, from the cache or built now."""
+    compiler = cpp_builder.get_cpp_compiler()
+    capability = torch.backends.cpu.get_cpu_capability()
+    flags = _FLAGS + _VECTOR_FLAGS.get(capability, ())
+    source = [Path(path).read_bytes() for path in _HEADERS + _SOURCES]
+    version = cpp_builder.get_compiler_version_info(compiler)
+    key = _digest(repr((source, flags, compiler, version, platform.machine())).encode())
+    cache = _cache_folder()
+    for path in cache.glob(f"cpu-{key}-*.so"):
+        if _is_sound(path):
+            with contextlib.suppress(OSError):  # a folder that may not be executed from
+                return ctypes.CDLL(str(path))
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        path = Path(folder) / "cpu.so"
+        _build(compiler, flags, path)
+        with contextlib.suppress(OSError):  # or that cannot be written
+            return ctypes.CDLL(str(_keep(path, cache, key)))
+        return ctypes.CDLL(str(path))
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:20]
+
+
+def _is_sound(path: Path) -> bool:
+    """Whether a file of the cache holds what was written: loading a truncated library ends the process. Another one is
+    removed, where it can be."""
+    with contextlib.suppress(OSError):
+        if path.is_file() and _digest(path.read_bytes()) == path.stem.rpartition("-")[2]:
+            return True
+    with contextlib.suppress(OSError):
+        path.rmdir() if path.is_dir() else path.unlink()
+    return False
+
+
+def _keep(built: Path, cache: Path, key: str) -> Path:
+    """Copy a library to the cache, under a name that has its digest. Other processes may do the same now: each writes a
+    file of its own, and moves it there."""
+    content = built.read_bytes()
+    path = cache / f"cpu-{key}-{_digest(content)}.so"
+    cache.mkdir(parents=True, exist_ok=True)
+    handle, unfinished = tempfile.mkstemp(suffix=".tmp", dir=cache)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.chmod(unfinished, 0o755)
+        os.replace(unfinished, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(unfinished)
+    return path
+
+
+def _cache_folder() -> Path:
+    if root := os.environ.get("TORCH_EXTENSIONS_DIR"):
+        return Path(root) / "pt2mx"
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(caches) / "torch_extensions" / "pt2mx"
+
+
+def _build(compiler: str, flags: tuple[str, ...], path: Path) -> None:
+    command = [compiler, *flags, *_SOURCES, "-o", str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    if result.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed: {result.stderr[-2000:]}")

@@ -1,0 +1,147 @@
+"""The reference kernel's twin for the CPU, in C++ (`cpu.cpp`): one pass over memory, on torch's own threads."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from pt2mx.formats import ELEMENTS
+from pt2mx.kernels import reference, reference_chunked
+from pt2mx.kernels.axis import resized
+from pt2mx.kernels.cpu.build import DTYPES, is_available, load
+from pt2mx.kernels.packing import group_of, packed_length
+from pt2mx.modes import SCALE_MODES
+from pt2mx.spec import MXSpec
+
+__all__ = ["clip_gradient", "dequantize", "fake_quantize", "is_available", "quantize", "random_bits"]
+
+# in the order of cpp's enumerations
+_ROUNDINGS = ("even", "half_away", "half_toward_zero", "half_up", "toward_zero", "up", "down", "stochastic")
+_QUANTIZE, _DEQUANTIZE, _FAKE_QUANTIZE, _CLIP_GRADIENT = range(4)
+
+
+class _Spec(ctypes.Structure):
+    _integers = (
+        *("bits", "mantissa_bits", "emin", "emax", "max_code", "is_int", "full_range"),
+        *("rounding", "threshold", "candidates", "searches", "error_bits", "codes_per_group", "bytes_per_group"),
+    )
+    _fields_ = (
+        ("neighbours", ctypes.POINTER(ctypes.c_int32)),
+        *((name, ctypes.c_int32) for name in _integers),
+        ("highest", ctypes.c_float),
+        ("lowest", ctypes.c_float),
+    )
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (
+        ("spec", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("operation", "dtype", "grad_bytes")),
+        *((name, ctypes.c_int64) for name in ("outer", "n", "inner", "block")),
+        *((name, ctypes.c_void_p) for name in ("x", "grad", "out", "scale")),
+        ("seed", ctypes.c_uint64),
+    )
+
+
+def quantize(x: Tensor, spec: MXSpec, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+    n = x.shape[spec.axis]
+    scale = _empty(resized(x, spec.axis, -(-n // spec.block_size)), torch.uint8)
+    data = _empty(resized(x, spec.axis, packed_length(n, spec.element.bits)), torch.uint8)
+    _run(_QUANTIZE, x.contiguous(), data, spec, x.dtype, x.shape, scale=scale, seed=seed)
+    return scale, data
+
+
+def dequantize(data: Tensor, scale: Tensor, spec: MXSpec, dtype: torch.dtype, length: int) -> Tensor:
+    y = _empty(resized(data, spec.axis, length), dtype)
+    _run(_DEQUANTIZE, data.contiguous(), y, spec, dtype, y.shape, scale=scale.contiguous())
+    return y
+
+
+def fake_quantize(x: Tensor, spec: MXSpec, seed: Tensor | None) -> Tensor:
+    y = _empty(x.shape, x.dtype)
+    _run(_FAKE_QUANTIZE, x.contiguous(), y, spec, x.dtype, x.shape, seed=seed)
+    return y
+
+
+def clip_gradient(grad: Tensor, x: Tensor, spec: MXSpec) -> Tensor:
+    if grad.shape != x.shape or grad.itemsize not in (2, 4):  # autograd gives x's shape and dtype
+        return reference_chunked.clip_gradient(grad, x, spec)
+    y = _empty(x.shape, grad.dtype)
+    _run(_CLIP_GRADIENT, x.contiguous(), y, spec, x.dtype, x.shape, grad=grad.contiguous())
+    return y
+
+
+def random_bits(seed: Tensor, shape: torch.Size) -> Tensor:
+    y = _empty(shape, torch.int32)
+    library, parallel_for = load()
+    library.pt2mx_random_bits(int(seed), y.data_ptr(), y.numel(), parallel_for)
+    return y
+
+
+def _empty(shape: list[int] | torch.Size, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def _run(
+    operation: int,
+    x: Tensor,
+    out: Tensor,
+    spec: MXSpec,
+    dtype: torch.dtype,
+    shape: torch.Size,
+    scale: Tensor | None = None,
+    grad: Tensor | None = None,
+    seed: Tensor | None = None,
+) -> None:
+    """The contiguous tensors `x`, `grad` and `scale` into `out` (and `scale`); `shape` is that of the values, of type
+    `dtype`."""
+    n = shape[spec.axis]
+    if 0 in shape:
+        return
+    table = _spec(spec.element.name, spec.scale_mode, spec.rounding, spec.block_size)
+    call = _Call(
+        spec=ctypes.addressof(table),
+        operation=operation,
+        dtype=DTYPES.index(dtype),
+        grad_bytes=0 if grad is None else grad.itemsize,
+        outer=shape[: spec.axis].numel(),
+        n=n,
+        inner=shape[spec.axis + 1 :].numel(),
+        block=min(spec.block_size, n),
+        x=x.data_ptr(),
+        grad=None if grad is None else grad.data_ptr(),
+        out=out.data_ptr(),
+        scale=None if scale is None else scale.data_ptr(),
+        seed=0 if seed is None else int(seed),
+    )
+    library, parallel_for = load()
+    if library.pt2mx_run(ctypes.addressof(call), parallel_for):
+        raise RuntimeError("torch_parallel_for failed")
+
+
+@functools.lru_cache(maxsize=1024)
+def _spec(name: str, scale_mode: str, rounding: str, block_size: int) -> _Spec:
+    element, mode = ELEMENTS[name], SCALE_MODES[scale_mode]
+    codes_per_group, bytes_per_group = group_of(element.bits)
+    return _Spec(
+        bits=element.bits,
+        mantissa_bits=element.mantissa_bits,
+        emin=element.emin,
+        emax=element.emax,
+        max_code=element.max_code,
+        is_int=element.is_int,
+        full_range=element.full_range,
+        rounding=_ROUNDINGS.index(rounding),
+        threshold=mode.threshold(element),
+        neighbours=(ctypes.c_int32 * len(mode.neighbours))(*mode.neighbours),
+        candidates=len(mode.neighbours),
+        searches=mode.searches,
+        error_bits=reference.squared_error_bits(block_size),
+        codes_per_group=codes_per_group,
+        bytes_per_group=bytes_per_group,
+        highest=element.max_normal,
+        lowest=element.lowest,
+    )

@@ -1,0 +1,206 @@
+// The product of bfloat16 values in the matrix registers of AMX: 32 rows of the weight are decoded to bfloat16 at a time,
+// which is exact, and multiplied with 32 rows of x, with sums in fp32. Included by linear.cpp.
+//
+// The registers take subnormal numbers for zero, as they do in torch's own products of bfloat16 values. Rows with weights
+// that small, and rows with codes that have to be looked up, go the way of other rows.
+
+#pragma once
+
+#if defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__linux__) && \
+    (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
+
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <mutex>
+
+namespace {
+
+constexpr i64 kSide = 16;         // rows of a register; 32 values of 16 bits, or 16 sums, a row
+constexpr i64 kPair = 2 * kSide;  // rows of the weight, and of x, that go together
+constexpr i64 kDepth = 8;        // groups that are decoded at a time: of both operands they fit the first-level cache
+constexpr i64 kTile = kSide * kGroup;
+
+bool has_tiles() {
+  static const bool available = [] {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    const bool present = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1);
+    return present && syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
+  }();
+  return available;
+}
+
+struct Tiled {
+  Linear& linear;
+  const i64 pairs, blocks;  // of 32 rows of x, and of the weight's rows that go together
+  Buffer<u16> x;            // (pairs, groups, 2, kSide pairs of places, kSide rows, 2)
+  mutable std::once_flag once;  // linear is prepared for rows that go the other way
+
+  explicit Tiled(Linear& linear)
+      : linear(linear),
+        pairs((linear.call.m + kPair - 1) / kPair),
+        blocks(linear.call.tiles) {
+    x.resize(pairs * linear.groups * 2 * kTile);
+  }
+};
+
+template <class Decoder>
+void arrange(i64 begin, i64 end, void* context) {
+  Tiled& tiled = *static_cast<Tiled*>(context);
+  const LinearCall& c = tiled.linear.call;
+  const u16* x = static_cast<const u16*>(c.x);
+  for (i64 m = begin * kPair; m < std::min(end * kPair, c.m); ++m) {
+    u16* row = tiled.x.data() + (m / kPair * tiled.linear.groups * 2 + m % kPair / kSide) * kTile + m % kSide * 2;
+    for (i64 first = 0; first < c.k; first += kGroup, row += 2 * kTile) {
+      for (i64 i = 0; i < kGroup; ++i) {
+        const i64 at = first + place(Decoder::kPairs, i);
+        if (at < c.k) row[i % kSide * kSide * 2 + i / kSide] = x[m * c.k + at];
+      }
+    }
+  }
+}
+
+// Eight registers of 16 rows of 64 bytes. In static memory: GCC takes _tile_loadconfig to read its first bytes only.
+struct TileConfig {
+  u8 palette = 1, start = 0, reserved[14] = {};
+  u16 row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  u8 rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+const TileConfig kTileConfig;
+
+// One chunk of the weight's rows from `row` on, decoded: w (depth, 2, kSide, kGroup). Returns whether a weight is
+// subnormal.
+template <class Decoder>
+bool decode_chunk(const Linear& linear, Decoder& decoder, i64 row, i64 begin, i64 end, u16* w) {
+  const LinearCall& c = linear.call;
+  __mmask16 subnormal = 0;
+  for (i64 q = 0; q < kPair; ++q) {
+    const i64 at = std::min(row + q, c.n - 1);
+    const u8* codes = c.data + at * c.row_bytes + begin * Decoder::kBytes;
+    u8 rest[Decoder::kBytes];
+    Scales scales;
+    scales.set(c.scale + at * c.row_blocks, c.block / kGroup, begin, end, Decoder::kShift);
+    if (!scales.ordinary) scales.split(c.scale + at * c.row_blocks, c.block / kGroup, begin, end, Decoder::kShift);
+    u16* out = w + q * kGroup;
+    for (i64 i = 0; i < end - begin; ++i, codes += Decoder::kBytes, out += 2 * kTile) {
+      Floats values[kVectors];
+      if ((begin + i + 1) * kGroup > c.k) codes = last_group<Decoder>(c, at, rest);
+      if (scales.ordinary) {
+        decoder.decode(codes, scales.one[i], values);
+      } else {
+        decoder.decode(codes, scales.two[i], values);
+        for (int v = 0; v < kVectors; ++v) subnormal |= _mm512_fpclass_ps_mask(__m512(values[v]), 0x20);
+      }
+      __builtin_prefetch(codes + kPair * c.row_bytes);
+      store(out, (Ints(values[1]) & int32_t(0xFFFF0000)) | Ints((Ints(values[0]) >> 16) & 0xFFFF));
+    }
+  }
+  return subnormal;
+}
+
+// sums: (2, 2, kSide, kSide) += w: (depth, 2, kSide, kGroup) times x: (depth, 2, kSide, kSide, 2), of which only the
+// first half where the second one is empty.
+__attribute__((target("amx-tile,amx-bf16"))) NOINLINE void multiply_tiles(const u16* w, const u16* x, i64 depth,
+                                                                        bool full, float* sums) {
+  constexpr i64 kSums = kSide * kSide;
+  _tile_loadd(0, sums, 64);
+  _tile_loadd(2, sums + 2 * kSums, 64);
+  if (!full) {
+    for (i64 g = 0; g < depth; ++g, w += 2 * kTile, x += 2 * kTile) {
+      _tile_loadd(6, x, 64);
+      _tile_loadd(4, w, 64);
+      _tile_loadd(5, w + kTile, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(2, 5, 6);
+    }
+    _tile_stored(0, sums, 64);
+    _tile_stored(2, sums + 2 * kSums, 64);
+    return;
+  }
+  _tile_loadd(1, sums + kSums, 64);
+  _tile_loadd(3, sums + 3 * kSums, 64);
+  for (i64 g = 0; g < depth; ++g, w += 2 * kTile, x += 2 * kTile) {
+    _tile_loadd(4, w, 64);
+    _tile_loadd(6, x, 64);
+    _tile_loadd(5, w + kTile, 64);
+    _tile_loadd(7, x + kTile, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_stored(0, sums, 64);
+  _tile_stored(1, sums + kSums, 64);
+  _tile_stored(2, sums + 2 * kSums, 64);
+  _tile_stored(3, sums + 3 * kSums, 64);
+}
+
+__attribute__((target("amx-tile"))) NOINLINE void configure() { _tile_loadconfig(&kTileConfig); }
+__attribute__((target("amx-tile"))) NOINLINE void release() { _tile_release(); }
+
+template <class Decoder>
+void run_tiles(i64 begin, i64 end, void* context) {
+  const Tiled& tiled = *static_cast<const Tiled*>(context);
+  const LinearCall& c = tiled.linear.call;
+  const i64 groups = tiled.linear.groups, rows = tiled.blocks * kPair, pair_sums = kPair * kPair;
+  const KeepSubnormals keep;
+  Buffer<u16> w;
+  Buffer<float> sums;
+  w.resize(tiled.blocks * kDepth * 2 * kTile);
+  sums.resize(tiled.pairs * tiled.blocks * pair_sums);
+  configure();
+  for (i64 row = begin * rows; row < std::min(end * rows, c.n); row += rows) {
+    Decoder decoder(c);
+    bool subnormal = false;
+    sums.zero();
+    for (i64 g = 0; g < groups; g += kDepth) {
+      const i64 depth = std::min(kDepth, groups - g);
+      for (i64 b = 0; b < tiled.blocks; ++b) {
+        subnormal |= decode_chunk(tiled.linear, decoder, row + b * kPair, g, g + depth, w.data() + b * kDepth * 2 * kTile);
+      }
+      for (i64 p = 0; p < tiled.pairs; ++p) {
+        for (i64 b = 0; b < tiled.blocks; ++b) {
+          multiply_tiles(w.data() + b * kDepth * 2 * kTile, tiled.x.data() + (p * groups + g) * 2 * kTile, depth,
+                         p * kPair + kSide < c.m, sums.data() + (p * tiled.blocks + b) * pair_sums);
+        }
+      }
+    }
+    if (subnormal || decoder.invalid()) {
+      std::call_once(tiled.once, [&] { prepare(tiled.linear, Decoder::kPairs); });
+      run<Decoder, 4>(row / kRows, (std::min(row + rows, c.n) + kRows - 1) / kRows, &tiled.linear);
+      continue;
+    }
+    for (i64 m = 0; m < c.m; ++m) {
+      for (i64 n = row; n < std::min(row + rows, c.n); n += kPair) {
+        // of (2, kSide, 2, kSide), the weight's rows first
+        const float* from = sums.data() + (m / kPair * tiled.blocks + (n - row) / kPair) * pair_sums +
+                            m % kPair / kSide * kSide * kSide + m % kSide;
+        float y[kPair];
+        for (i64 q = 0; q < kPair; ++q) y[q] = from[(q / kSide * 2 * kSide + q % kSide) * kSide];
+        finish(tiled.linear, m, n, std::min(kPair, c.n - n), y);
+      }
+    }
+  }
+  release();
+}
+
+template <class Decoder>
+int32_t multiply_in_tiles(Linear& linear, ParallelFor parallel_for) {
+  Tiled tiled(linear);
+  if (const int32_t error = parallel_for(0, tiled.pairs, 1, arrange<Decoder>, &tiled)) return error;
+  const i64 rows = tiled.blocks * kPair;
+  return parallel_for(0, (linear.call.n + rows - 1) / rows, 1, run_tiles<Decoder>, &tiled);
+}
+
+}  // namespace
+
+#else
+
+namespace {
+bool has_tiles() { return false; }
+template <class Decoder>
+int32_t multiply_in_tiles(Linear&, ParallelFor) { return 1; }
+}  // namespace
+
+#endif

@@ -1,0 +1,226 @@
+// Codes of a weight to values, a group of 32 at a time: in registers where the target has the instructions for it, by a
+// table of all codes otherwise. The values are those of pt2mx/kernels/reference.py to the bit.
+
+#pragma once
+
+#include "packing.h"
+
+// A product of x: (m, k) with a weight (n, k) that is packed along k, as cpu_linear.py fills it: field by field the same.
+struct LinearCall {
+  const float* table;  // of the 256 codes
+  int32_t format, bits, codes_per_group, bytes_per_group, dtype, tiles;
+  int64_t m, n, k, block;
+  int64_t row_bytes, row_blocks;
+  const void* x;
+  const uint8_t* data;
+  const uint8_t* scale;
+  const void* bias;  // or null
+  void* out;
+};
+
+namespace {
+
+constexpr i64 kGroup = 32;  // codes that are decoded together; a block of the formats below is whole groups
+constexpr int kVectors = kGroup / kWidth;
+
+// What the values of a group are multiplied by. Of an extreme scale in two steps: one factor alone could be subnormal,
+// or out of range.
+struct Factors {
+  float first, second;
+};
+inline Floats operator*(Floats values, Factors f) { return values * f.first * f.second; }
+
+inline Factors factors_of(u8 scale, int32_t shift) {  // 2**(scale - 127 + shift), NaN of the byte 255
+  const int32_t exponent = scale - kBias + shift, half = exponent >> 1;
+  return {from_bits((half + kBias) << 23), from_bits(scale == 255 ? 0x7FC00000 : (exponent - half + kBias) << 23)};
+}
+
+// A decoder has: kBytes of a group; kShift, the power of two by which its values are too small; decode, which gives
+// them times a float or `Factors` by kPairs in the order 0, 2, .. 30, 1, 3, .. 31 or else as they are stored; and invalid, whether there was a code
+// that it cannot decode.
+
+// The place in a group of value `i` that a decoder gives.
+inline i64 place(bool pairs, i64 i) { return pairs ? i % (kGroup / 2) * 2 + i / (kGroup / 2) : i; }
+
+// Values that decode_row has written.
+struct Decoded {
+  static constexpr i64 kBytes = 4 * kGroup;
+  static constexpr int32_t kShift = 0;
+  static constexpr bool kPairs = false;
+  explicit Decoded(const LinearCall&) {}
+  template <class F>
+  void decode(const u8* data, F, Floats* out) {
+    for (int v = 0; v < kVectors; ++v) out[v] = load<Floats>(data + 4 * v * kWidth);
+  }
+  bool invalid() const { return false; }
+};
+
+#if defined(__AVX512BW__) || defined(__AVX2__)
+
+inline __m128i load128(const u8* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }
+inline __m256i load256(const u8* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
+
+#if defined(__AVX512BW__)
+inline Floats fma(Floats a, Floats b, Floats c) { return Floats(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(c))); }
+inline void from_halves(__m256i halves, Floats* out) { out[0] = Floats(_mm512_cvtph_ps(halves)); }
+#else
+inline Floats fma(Floats a, Floats b, Floats c) { return Floats(_mm256_fmadd_ps(__m256(a), __m256(b), __m256(c))); }
+inline void from_halves(__m256i halves, Floats* out) {
+  out[0] = Floats(_mm256_cvtph_ps(_mm256_castsi256_si128(halves)));
+  out[1] = Floats(_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)));
+}
+#endif
+
+template <class F>
+inline void scale(F f, Floats* values) {
+  for (int v = 0; v < kVectors; ++v) values[v] = values[v] * f;
+}
+
+// Every format of 4 bits: its table of 16 values, scaled, is looked up in registers.
+struct Nibbles {
+  static constexpr i64 kBytes = kGroup / 2;
+  static constexpr int32_t kShift = 0;
+  static constexpr bool kPairs = true;
+  bool invalid() const { return false; }
+
+#if defined(__AVX512BW__)
+  Floats table;
+  explicit Nibbles(const LinearCall& call) : table(load<Floats>(call.table)) {}
+  template <class F>
+  void decode(const u8* data, F f, Floats* out) {
+    const __m512i codes = _mm512_cvtepu8_epi32(load128(data));  // two each; a look-up takes the low four bits
+    const __m512 scaled = __m512(table * f);
+    out[0] = Floats(_mm512_permutexvar_ps(codes, scaled));
+    out[1] = Floats(_mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), scaled));
+  }
+#else
+  Floats low, high;
+  explicit Nibbles(const LinearCall& call) : low(load<Floats>(call.table)), high(load<Floats>(call.table + 8)) {}
+  static Floats look_up(Floats low, Floats high, __m256i codes) {  // by three bits each, then by the fourth
+    const __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28));
+    return Floats(_mm256_blendv_ps(_mm256_permutevar8x32_ps(__m256(low), codes),
+                                   _mm256_permutevar8x32_ps(__m256(high), codes), upper));
+  }
+  template <class F>
+  void decode(const u8* data, F f, Floats* out) {
+    const Floats low_scaled = low * f, high_scaled = high * f;
+    for (int v = 0; v < 2; ++v) {
+      const __m256i codes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(data + 8 * v)));
+      out[v] = look_up(low_scaled, high_scaled, codes);
+      out[2 + v] = look_up(low_scaled, high_scaled, _mm256_srli_epi32(codes, 4));
+    }
+  }
+#endif
+};
+
+// 16 codes each at the top of 16 bits (what is below them does not matter): those at even places, and those at odd ones.
+template <int Bits>
+inline void split_pairs(const u8* data, __m256i* even, __m256i* odd) {
+  if (Bits == 8) {
+    *odd = load256(data);
+    *even = _mm256_slli_epi16(*odd, 8);
+  } else {  // of each three bytes the first two, with codes 0 and 1, and the last two, with 2 and 3
+    const __m256i bytes = _mm256_inserti128_si256(_mm256_castsi128_si256(load128(data)), load128(data + 8), 1);
+    const __m256i spread = _mm256_setr_epi8(0, 1, 1, 2, 3, 4, 4, 5, 6, 7, 7, 8, 9, 10, 10, 11,  //
+                                            4, 5, 5, 6, 7, 8, 8, 9, 10, 11, 11, 12, 13, 14, 14, 15);
+    const __m256i words = _mm256_shuffle_epi8(bytes, spread);
+    *even = _mm256_mullo_epi16(words, _mm256_set1_epi32(1 << 10 | 1 << 22));  // shifts left by 10 and 6
+    *odd = _mm256_mullo_epi16(words, _mm256_set1_epi32(1 << 4 | 1 << 16));    // by 4 and 0
+  }
+}
+
+// Floats of 6 and 8 bits become the fp16 of the same fields, whose exponent has another bias.
+template <int ExponentBits, int MantissaBits, bool Nan>
+struct Halves {
+  static constexpr int kBits = 1 + ExponentBits + MantissaBits;
+  static constexpr i64 kBytes = kGroup * kBits / 8;
+  static constexpr int32_t kShift = 16 - (1 << (ExponentBits - 1));
+  static constexpr bool kPairs = true;
+  static constexpr int kUnused = 5 - ExponentBits;  // bits of fp16's exponent
+  __m256i largest = _mm256_setzero_si256();
+
+  explicit Halves(const LinearCall&) {}
+  static __m256i to_half(__m256i code) {
+    const int mantissa_and_exponent = (0x7FFF >> kUnused) & -(1 << (10 - MantissaBits));
+    return _mm256_and_si256(_mm256_srai_epi16(code, kUnused), _mm256_set1_epi16(short(0x8000 | mantissa_and_exponent)));
+  }
+  template <class F>
+  void decode(const u8* data, F f, Floats* out) {
+    __m256i even, odd;
+    split_pairs<kBits>(data, &even, &odd);
+    from_halves(to_half(even), out);
+    from_halves(to_half(odd), out + kVectors / 2);
+    scale(f, out);
+    if (Nan) largest = _mm256_max_epu8(largest, _mm256_and_si256(load256(data), _mm256_set1_epi8(0x7F)));
+  }
+  // the NaN S.1111.111 of E4M3, which fp16 takes for a number
+  bool invalid() const {
+    return Nan && _mm256_movemask_epi8(_mm256_cmpeq_epi8(largest, _mm256_set1_epi8(0x7F)));
+  }
+};
+
+struct Int8 {
+  static constexpr i64 kBytes = kGroup;
+  static constexpr int32_t kShift = -6;
+  static constexpr bool kPairs = false;
+  explicit Int8(const LinearCall&) {}
+  template <class F>
+  void decode(const u8* data, F f, Floats* out) {
+    for (int v = 0; v < kVectors; ++v) {
+#if defined(__AVX512BW__)
+      out[v] = Floats(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load128(data + 16 * v))));
+#else
+      const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(data + 8 * v));
+      out[v] = Floats(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)));
+#endif
+    }
+    scale(f, out);
+  }
+  bool invalid() const { return false; }
+};
+
+#else
+inline Floats fma(Floats a, Floats b, Floats c) { return a * b + c; }
+#endif
+
+// run(body<Decoder>): by the number that cpu_linear.py gives a format whose blocks are whole groups; 0 are all others
+template <class Body>
+void with_decoder(int32_t format, Body body) {
+  switch (format) {
+#if defined(__AVX512BW__) || defined(__AVX2__)
+    case 1: return body((Nibbles*)nullptr);
+    case 2: return body((Halves<4, 3, true>*)nullptr);
+    case 3: return body((Halves<5, 2, false>*)nullptr);
+    case 4: return body((Halves<3, 2, false>*)nullptr);
+    case 5: return body((Halves<2, 3, false>*)nullptr);
+    case 6: return body((Int8*)nullptr);
+#endif
+    default: return body((Decoded*)nullptr);
+  }
+}
+
+// Row `row` of the weight to out: (k up to whole groups) in the order of a decoder, zeros at the end.
+NOINLINE void decode_row(const LinearCall& c, i64 row, bool pairs, float* out) {
+  const u8* data = c.data + row * c.row_bytes;
+  const u8* scale = c.scale + row * c.row_blocks;
+  const Packing packing{c.bits, c.codes_per_group, c.bytes_per_group};
+  for (i64 first = 0; first < c.k; first += kGroup) {
+    float values[kGroup] = {};
+    const i64 last = std::min(first + kGroup, c.k);
+    const u8* codes = data + first;
+    u8 unpacked[kGroup];
+    if (packing.codes > 1) {
+      const i64 rows = (last - first + packing.codes - 1) / packing.codes * packing.codes;
+      unpack(data + first / packing.codes * packing.bytes, 1, rows, 1, packing, unpacked);
+      codes = unpacked;
+    }
+    for (i64 i = first; i < last;) {
+      const Factors f = factors_of(scale[i / c.block], 0);
+      const i64 end = i / c.block == (last - 1) / c.block ? last : (i / c.block + 1) * c.block;
+      for (; i < end; ++i) values[i - first] = c.table[codes[i - first]] * f.first * f.second;
+    }
+    for (i64 i = 0; i < kGroup; ++i) out[first + i] = values[place(pairs, i)];
+  }
+}
+
+}  // namespace

@@ -1,0 +1,365 @@
+// The CPU twin of pt2mx/kernels/reference.py, equal to it to the bit; built and called by pt2mx/kernels/cpu/quantize.py.
+//
+// A tensor is (outer, n, inner) with blocks along n. It is cut into tiles of whole blocks that fit the first-level
+// cache. Of a tile the largest magnitudes give the shared exponents, these the factors of each block, and then the
+// values go through in chunks: widened to fp32, quantized (values.h), and narrowed or packed. Formats and modes are
+// data: `Spec`, which cpu.py fills from its tables.
+
+#include "block_amax.h"
+#include "packing.h"
+#include "values.h"
+
+// As cpu.py fills it: field by field the same.
+struct Call {
+  const Spec* spec;
+  int32_t operation, dtype, grad_bytes;
+  i64 outer, n, inner, block;
+  const void* x;     // values, or the codes of DEQUANTIZE
+  const void* grad;  // CLIP_GRADIENT
+  void* out;         // values, or the codes of QUANTIZE
+  u8* scale;         // written by QUANTIZE, read by DEQUANTIZE
+  u64 seed;
+};
+
+namespace {
+
+enum Operation { QUANTIZE, DEQUANTIZE, FAKE_QUANTIZE, CLIP_GRADIENT };
+
+constexpr i64 kColumns = 512;      // of a tile
+constexpr i64 kTile = 2048;        // values of a tile of short blocks
+constexpr i64 kChunk = 2048;       // values that go through a step at a time
+constexpr i64 kFlat = 64;          // rows shorter than this are not worth a loop of their own
+constexpr i64 kGrain = 1 << 15;    // values that are worth another thread
+constexpr i64 kLanes = 16;         // values of one block that go together: a multiple of every kWidth
+constexpr i64 kBlocks = std::max(kTile, kChunk);  // of a tile: as many as the codes of a group may share it
+
+// ---- a tile: whole blocks of some columns ----
+
+// How a tensor is cut; the same for each of its tiles.
+struct Cut {
+  i64 group, rows, segments, columns, strips, chunk_rows, data_rows, blocks, ahead;
+  bool flat;
+
+  explicit Cut(const Call& c) {
+    const bool packed = c.operation == QUANTIZE || c.operation == DEQUANTIZE;
+    group = packed ? c.spec->codes_per_group : 1;
+    columns = std::min({c.inner, kColumns, kChunk / group});
+    strips = (c.inner + columns - 1) / columns;
+    flat = c.inner < kFlat;
+    i64 whole = c.block;  // rows after which both a block and a packed group end
+    while (whole % group) whole += c.block;
+    rows = std::max<i64>(1, kTile / (columns * whole)) * whole;
+    segments = (c.n + rows - 1) / rows;
+    chunk_rows = flat ? std::max<i64>(1, kChunk / (columns * kLanes)) * kLanes : group;
+    data_rows = packed ? (c.n + group - 1) / group * c.spec->bytes_per_group : c.n;
+    blocks = (c.n + c.block - 1) / c.block;
+    ahead = strips == 1 ? std::min(rows, c.n) * c.inner : columns;
+  }
+};
+
+class Tile {
+ public:
+  Tile(const Call& call, const Cut& cut) : call_(call), cut_(cut), spec_(*call.spec) {}
+  void run(i64 index);
+
+ private:
+  void find_amax();
+  void find_exponents();
+  void find_least_squares();
+  void set_factors(const int32_t* exponent);
+  void move_scales(bool out);
+  template <class Step>
+  void each_chunk(bool values, Step step);
+  template <class Bits>
+  void find_amax(Bits mask, Bits* amax);
+
+  i64 offset(i64 row) const { return (outer_ * call_.n + row0_ + row) * call_.inner + column0_; }
+  u8* data(void* base, i64 row) const {
+    const i64 data_row = (row0_ + row) / cut_.group * spec_.bytes_per_group;
+    return static_cast<u8*>(base) + (outer_ * cut_.data_rows + data_row) * call_.inner + column0_;
+  }
+
+  const Call& call_;
+  const Cut& cut_;
+  const Spec& spec_;
+  const Packing packing_{spec_.bits, spec_.codes_per_group, spec_.bytes_per_group};
+  i64 outer_, row0_, rows_, column0_, w_, blocks_;
+  alignas(64) u32 amax_[kBlocks];
+  alignas(64) int32_t exponent_[kBlocks];
+  alignas(64) float factors_[4][kBlocks + kWidth];
+  alignas(64) float expanded_[4][kChunk + kWidth];
+  alignas(64) float x_[kChunk + kWidth];
+  alignas(64) float y_[kChunk + kWidth];
+  alignas(64) int32_t scratch_[kChunk + kWidth];
+  alignas(64) u32 random_[kChunk + kWidth + 8];
+  alignas(64) u8 codes_[kChunk + kMaxGroup * kFlat + kWidth];
+};
+
+template <class Bits>
+void Tile::find_amax(Bits mask, Bits* amax) {
+  const Bits* x = static_cast<const Bits*>(call_.x) + offset(0);
+  if (call_.inner == 1 && call_.block > 1) amax_of_runs(x, rows_, call_.block, mask, amax);
+  else if (call_.inner == 1) amax_of_columns(x, rows_, 1, rows_, 1, mask, amax);
+  else amax_of_columns(x, call_.inner, rows_, w_, call_.block, mask, amax);
+}
+
+void Tile::find_amax() {
+  if (call_.dtype == FP32) return find_amax<u32>(kMagnitude, amax_);
+  u16 half[kBlocks];
+  find_amax<u16>(0x7FFF, half);
+  widen(half, blocks_ * w_, call_.dtype, reinterpret_cast<float*>(amax_));
+}
+
+inline int32_t clamp_exponent(int32_t exponent) { return std::min(std::max(exponent, -127), 127); }
+
+void Tile::find_exponents() {
+  const i64 count = blocks_ * w_;
+  const int32_t threshold = spec_.threshold, subnormal_threshold = (threshold + kMantissa + 1) >> 1, emax = spec_.emax;
+#pragma omp simd
+  for (i64 i = 0; i < count; ++i) {
+    const int32_t amax = int32_t(amax_[i]), mantissa = amax & kMantissa;
+    const int32_t round_up = mantissa > (amax == mantissa ? subnormal_threshold : threshold);
+    const int32_t exponent = clamp_exponent((amax >> 23) - kBias + round_up - emax);
+    exponent_[i] = amax < kInf ? exponent : kNotFinite;
+  }
+}
+
+void Tile::set_factors(const int32_t* exponent) {
+  const i64 count = blocks_ * w_;
+#pragma omp simd
+  for (i64 i = 0; i < count; ++i) {
+    const int32_t e = exponent[i], half = e >> 1;
+    const int32_t out0 = (half + kBias) << 23, out1 = (e - half + kBias) << 23;
+    factors_[0][i] = from_bits((2 * kBias << 23) - out0);
+    factors_[1][i] = from_bits((2 * kBias << 23) - out1);
+    factors_[2][i] = from_bits(out0);
+    factors_[3][i] = from_bits(e == kNotFinite ? 0x7FC00000 : out1);
+  }
+}
+
+// step(chunk, row, rows, at): `rows` rows from `row` on, whose values start at `at` of a buffer of the current chunk
+// (whole packed groups); `values`: widen x for it.
+template <class Step>
+void Tile::each_chunk(bool values, Step step) {
+  const i64 block = call_.block, inner = call_.inner;
+  const bool runs = inner == 1 && block % kLanes == 0;
+  const bool draws = values && spec_.rounding == STOCHASTIC;
+  i64 rows;
+  for (i64 row = 0; row < rows_; row += rows) {
+    rows = cut_.flat ? std::min(cut_.chunk_rows, rows_ - row) : 1;
+    Chunk c;
+    c.n = rows * w_;
+    c.run = 0;
+    i64 b = row / block;
+    if (runs && (row % block || block > cut_.chunk_rows)) {  // a part of one block
+      rows = std::min(rows, (b + 1) * block - row);
+      c.n = c.run = rows;
+      c.run = (rows + kLanes - 1) / kLanes * kLanes;
+    } else if (runs) {
+      if (row + rows < rows_) rows = c.n = rows / block * block;
+      c.run = block;
+    }
+    if (c.run || !cut_.flat || block == 1) {
+      c.f = {factors_[0] + b * w_, factors_[1] + b * w_, factors_[2] + b * w_, factors_[3] + b * w_};
+    } else {
+      for (i64 r = row; r < row + rows; b = r / block) {
+        const i64 last = std::min((b + 1) * block, row + rows);
+        for (int k = 0; k < 4; ++k) {
+          float* out = expanded_[k] + (r - row) * w_;
+          const float* in = factors_[k] + b * w_;
+          if (w_ == 1) std::fill(out, out + (last - r), *in);
+          else for (i64 i = r; i < last; ++i, out += w_) std::copy(in, in + w_, out);
+        }
+        r = last;
+      }
+      c.f = {expanded_[0], expanded_[1], expanded_[2], expanded_[3]};
+    }
+    c.scratch = scratch_;
+    c.next_bytes = call_.dtype == FP32 ? 4 : 2;
+    c.next = static_cast<const u8*>(call_.x) + (offset(row) + cut_.ahead) * c.next_bytes;
+    if (values && call_.dtype == FP32) {
+      c.x = static_cast<const float*>(call_.x) + offset(row);
+      if (c.n % kWidth) c.x = static_cast<const float*>(std::memcpy(x_, c.x, 4 * c.n));
+    } else if (values) {
+      widen(static_cast<const u16*>(call_.x) + offset(row), c.n, call_.dtype, x_);
+      c.x = x_;
+    }
+    if (draws) c.random = random_bits(call_.seed, offset(row), c.n, random_);
+    step(c, row, rows, cut_.flat ? 0 : row % cut_.group * w_);
+  }
+}
+
+// Of the neighbours of an exponent the one with the least sum of squared errors; of equal ones the first.
+void Tile::find_least_squares() {
+  const i64 count = blocks_ * w_;
+  int32_t candidate[kBlocks], best[kBlocks] = {};
+  i64 total[kBlocks], least[kBlocks];
+  for (int32_t k = 0; k < spec_.candidates; ++k) {
+    for (i64 i = 0; i < count; ++i) {
+      const int32_t changed = clamp_exponent(exponent_[i] + spec_.neighbours[k]);
+      candidate[i] = exponent_[i] == kNotFinite ? kNotFinite : changed;
+      total[i] = 0;
+    }
+    set_factors(candidate);
+    for (i64 i = 0; i < count; ++i) factors_[2][i] = from_bits((candidate[i] - exponent_[i] + kBias) << 23);
+    each_chunk(true, [&](const Chunk& c, i64 row, i64 rows, i64) {
+      kToErrors[spec_.rounding](c, spec_, c.scratch);
+      for (i64 r = row, last; r < row + rows; r = last) {
+        const i64 b = r / call_.block;
+        const int32_t* e = c.scratch + (r - row) * w_;
+        i64* sums = total + b * w_;
+        last = std::min((b + 1) * call_.block, row + rows);
+        if (w_ == 1) {
+          i64 sum = 0;
+#pragma omp simd reduction(+ : sum)
+          for (i64 i = 0; i < last - r; ++i) sum += i64(e[i]) * e[i];
+          *sums += sum;
+        } else {
+          for (i64 i = r; i < last; ++i, e += w_) {
+#pragma omp simd
+            for (i64 j = 0; j < w_; ++j) sums[j] += i64(e[j]) * e[j];
+          }
+        }
+      }
+    });
+    for (i64 i = 0; i < count; ++i) {
+      if (k > 0 && total[i] >= least[i]) continue;
+      best[i] = candidate[i];
+      least[i] = total[i];
+    }
+  }
+  std::copy(best, best + count, exponent_);
+}
+
+void Tile::move_scales(bool out) {
+  const bool whole = w_ == call_.inner;  // rows of scales follow each other
+  const i64 rows = whole ? 1 : blocks_, w = whole ? blocks_ * w_ : w_;
+  for (i64 r = 0; r < rows; ++r) {
+    u8* scale = call_.scale + (outer_ * cut_.blocks + row0_ / call_.block + r) * call_.inner + column0_;
+    int32_t* exponent = exponent_ + r * w;
+    if (out) {
+#pragma omp simd
+      for (i64 j = 0; j < w; ++j) scale[j] = u8(exponent[j] + kBias);
+    } else {
+#pragma omp simd
+      for (i64 j = 0; j < w; ++j) exponent[j] = scale[j] - kBias;
+    }
+  }
+}
+
+template <class T>
+void clip(const int32_t* saturated, const void* grad, void* out, i64 first, i64 n) {
+  const T* in = static_cast<const T*>(grad) + first;
+  T* to = static_cast<T*>(out) + first;
+#pragma omp simd
+  for (i64 i = 0; i < n; ++i) to[i] = saturated[i] ? T(0) : in[i];
+}
+
+void Tile::run(i64 index) {
+  const i64 segment = index / cut_.strips % cut_.segments;
+  outer_ = index / cut_.strips / cut_.segments;
+  row0_ = segment * cut_.rows;
+  rows_ = std::min(cut_.rows, call_.n - row0_);
+  column0_ = index % cut_.strips * cut_.columns;
+  w_ = std::min(cut_.columns, call_.inner - column0_);
+  blocks_ = (rows_ + call_.block - 1) / call_.block;
+
+  if (call_.operation == DEQUANTIZE) {
+    move_scales(false);
+  } else {
+    find_amax();
+    find_exponents();
+    if (spec_.searches) find_least_squares();
+    if (call_.operation == QUANTIZE) move_scales(true);
+  }
+  set_factors(exponent_);
+
+  // to_floats(where): the values of a chunk, which go to their place in the tensor's dtype
+  const auto put = [&](const Chunk& c, i64 row, auto to_floats) {
+    if (call_.dtype != FP32) {
+      to_floats(y_);
+      return narrow(y_, c.n, call_.dtype, static_cast<u16*>(call_.out) + offset(row));
+    }
+    float* out = static_cast<float*>(call_.out) + offset(row);
+    if (c.n % kWidth == 0) return to_floats(out);
+    to_floats(y_);
+    std::memcpy(out, y_, 4 * c.n);
+  };
+  switch (call_.operation) {
+    case FAKE_QUANTIZE:
+      each_chunk(true, [&](const Chunk& c, i64 row, i64, i64) {
+        put(c, row, [&](float* out) { kToValues[spec_.rounding](c, spec_, out); });
+      });
+      break;
+    case CLIP_GRADIENT:
+      each_chunk(true, [&](const Chunk& c, i64 row, i64, i64) {
+        to_saturated(c, spec_, c.scratch);
+        if (call_.grad_bytes == 4) clip<u32>(c.scratch, call_.grad, call_.out, offset(row), c.n);
+        else clip<u16>(c.scratch, call_.grad, call_.out, offset(row), c.n);
+      });
+      break;
+    case QUANTIZE:
+      each_chunk(true, [&](const Chunk& c, i64 row, i64 rows, i64 at) {
+        kToCodes[spec_.rounding](c, spec_, codes_ + at);
+        const i64 end = row + rows, held = at / w_ + rows, missing = (cut_.group - held % cut_.group) % cut_.group;
+        if (missing && end < rows_) return;
+        std::memset(codes_ + held * w_, 0, missing * w_);
+        pack(codes_, held + missing, w_, packing_, data(call_.out, end - held), call_.inner);
+      });
+      break;
+    case DEQUANTIZE:
+      each_chunk(false, [&](const Chunk& c, i64 row, i64 rows, i64 at) {
+        if (at == 0) {
+          const i64 whole = (rows + cut_.group - 1) / cut_.group * cut_.group;
+          unpack(data(const_cast<void*>(call_.x), row), call_.inner, whole, w_, packing_, codes_);
+        }
+        put(c, row, [&](float* out) { from_codes(c, spec_, codes_ + at, out); });
+      });
+      break;
+  }
+}
+
+struct Work {
+  const Call& call;
+  const Cut cut;
+};
+
+void run_tiles(i64 begin, i64 end, void* context) {
+  const Work& work = *static_cast<const Work*>(context);
+  const KeepSubnormals keep;
+  Tile tile(work.call, work.cut);
+  for (i64 i = begin; i < end; ++i) tile.run(i);
+}
+
+struct Random {
+  u64 seed;
+  int32_t* out;
+};
+
+void run_random(i64 begin, i64 end, void* context) {
+  const Random& random = *static_cast<const Random*>(context);
+  u32 buffer[kChunk + 8];
+  for (i64 i = begin; i < end; i += kChunk) {
+    const i64 n = std::min(kChunk, end - i);
+    std::memcpy(random.out + i, random_bits(random.seed, i, n, buffer), 4 * n);
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+int32_t pt2mx_run(const Call* call, ParallelFor parallel_for) {
+  Work work{*call, Cut(*call)};
+  const i64 tiles = call->outer * work.cut.segments * work.cut.strips;
+  const i64 values = std::min(work.cut.rows, call->n) * work.cut.columns;
+  return parallel_for(0, tiles, std::max<i64>(1, kGrain / values), run_tiles, &work);
+}
+
+// out: (n) int32, the numbers of the first n values of a tensor
+int32_t pt2mx_random_bits(u64 seed, int32_t* out, i64 n, ParallelFor parallel_for) {
+  Random random{seed, out};
+  return parallel_for(0, n, kGrain, run_random, &random);
+}
+
+}  // extern "C"

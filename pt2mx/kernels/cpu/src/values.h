@@ -1,0 +1,274 @@
+// Values: rounding them to an element's grid, coding and decoding, random numbers. The same steps as in
+// pt2mx/kernels/reference.py, a vector at a time; quantize.cpp says which values, and with which factors.
+
+#pragma once
+
+#include <cmath>
+
+#include "floats.h"
+
+// An element format and the modes, as cpu.py fills it: field by field the same.
+struct Spec {
+  const int32_t* neighbours;  // of an exponent: `candidates` changes of it
+  int32_t bits, mantissa_bits, emin, emax, max_code, is_int, full_range;
+  int32_t rounding, threshold, candidates, searches, error_bits;
+  int32_t codes_per_group, bytes_per_group;
+  float highest, lowest;
+};
+
+namespace {
+
+enum Rounding { EVEN, HALF_AWAY, HALF_TOWARD_ZERO, HALF_UP, TOWARD_ZERO, UP, DOWN, STOCHASTIC };
+
+constexpr int32_t kNotFinite = 128;  // the "exponent" of a block with an Inf or a NaN: byte 255 of E8M0
+constexpr float kSmallestNormal = 0x1p-126f;
+
+// ---- the random numbers of stochastic rounding: pt2mx/kernels/philox.py ----
+
+// Numbers of the values [first, first + n); `out` has room for whole counters. Returns where the first one is.
+const u32* random_bits(u64 seed, i64 first, i64 n, u32* out) {
+  const i64 counter = first / 4, counters = (first + n + 3) / 4 - counter;
+#pragma omp simd
+  for (i64 i = 0; i < counters; ++i) {
+    u32 c0 = u32(counter + i), c1 = u32(u64(counter + i) >> 32), c2 = 0, c3 = 0;
+    u32 key0 = u32(seed), key1 = u32(seed >> 32);
+    for (int round = 0; round < 10; ++round) {
+      const u64 product0 = u64(c0) * 0xD2511F53u, product1 = u64(c2) * 0xCD9E8D57u;
+      c0 = u32(product1 >> 32) ^ c1 ^ key0;
+      c1 = u32(product1);
+      c2 = u32(product0 >> 32) ^ c3 ^ key1;
+      c3 = u32(product0);
+      key0 += 0x9E3779B9u;
+      key1 += 0xBB67AE85u;
+    }
+    out[4 * i] = c0 >> 1;
+    out[4 * i + 1] = c1 >> 1;
+    out[4 * i + 2] = c2 >> 1;
+    out[4 * i + 3] = c3 >> 1;
+  }
+  return out + (first & 3);
+}
+
+// ---- a vector of values ----
+
+template <class V>
+inline V smaller(V a, V b) { return a < b ? a : b; }  // b where a is NaN
+template <class V>
+inline V larger(V a, V b) { return a > b ? a : b; }
+inline Floats magnitude(Floats x) { return Floats(Ints(x) & kMagnitude); }
+inline Floats one_if(Ints condition) { return Floats(condition & int32_t(0x3F800000)); }
+
+// What the loops need to know of an element format, in registers.
+struct Grid {
+  int32_t code_shift, sign_bit, code_mask;
+  Ints lowest_binade, highest_binade, mantissa, max_code, full_range, negate;
+  Floats highest, lowest, zero;
+
+  explicit Grid(const Spec& s)
+      : code_shift(23 - s.mantissa_bits),
+        sign_bit(s.is_int ? 0 : 1 << (s.bits - 1)),
+        code_mask((1 << s.bits) - 1),
+        lowest_binade(ints((s.emin + kBias) << 23)),
+        highest_binade(ints((s.emax + kBias) << 23)),
+        mantissa(ints(s.mantissa_bits << 23)),
+        max_code(ints(s.max_code)),
+        full_range(ints(s.full_range)),
+        negate(ints(s.is_int ? -1 : 0)),
+        highest(floats(s.highest)),
+        lowest(floats(s.lowest)),
+        zero(Floats(ints(s.is_int ? 0 : kSign))) {}  // adding it turns -0 into 0, or changes nothing
+};
+
+template <int R>
+inline Floats to_units(Floats x, Floats in0, Floats in1) {  // of the block's scale
+  const Floats v = x * in0 * in1;
+  if (R != UP && R != DOWN) return v;
+  // however small, but never to zero
+  const Ints lost = (magnitude(v) < kSmallestNormal) & (x != 0.0f);
+  return lost ? Floats((Ints(x) & kSign) | 1 << 23) : v;
+}
+
+template <int R>
+inline Floats to_quanta(Floats units, Ints sign, const u32* random) {
+  const Floats nearest = (units + 0x1p23f) - 0x1p23f;  // ties to even
+  const Floats floor = nearest - one_if(nearest > units), fraction = units - floor;
+  switch (R) {
+    case EVEN: return nearest;
+    case HALF_AWAY: return floor + one_if(fraction >= 0.5f);
+    case HALF_TOWARD_ZERO: return floor + one_if(fraction > 0.5f);
+    case HALF_UP: return floor + one_if((fraction > 0.5f) | ((fraction == 0.5f) & ~sign));
+    case UP: return floor + one_if((fraction > 0.0f) & ~sign);
+    case DOWN: return floor + one_if((fraction > 0.0f) & sign);
+    case STOCHASTIC: return floor + one_if(load<Ints>(random) < __builtin_convertvector(fraction * 0x1p31f, Ints));
+    default: return floor;
+  }
+}
+
+inline Ints binade_of(Floats v, const Grid& g) {
+  return smaller(larger(Ints(v) & kInf, g.lowest_binade), g.highest_binade);
+}
+
+// The power of two in whose binade one unit in the last place is a quantum: adding it rounds, ties to even.
+inline Floats rounder(Ints binade, const Grid& g) { return Floats(binade + (g.code_shift << 23)); }
+
+template <int R>
+inline Floats quanta_of(Floats v, Ints binade, const Grid& g, const u32* random) {
+  Floats units = magnitude(v) * Floats((2 * kBias << 23) - (binade - g.mantissa));
+  if (R == STOCHASTIC) units = smaller(units, floats(0x1p22f));  // a NaN would be undefined as an integer
+  return to_quanta<R>(units, Ints(v) >> 31, random);
+}
+
+template <int R>
+inline Floats to_element(Floats v, const Grid& g, const u32* random) {
+  const Ints binade = binade_of(v, g);
+  const Floats p = R == EVEN ? (magnitude(v) + rounder(binade, g)) - rounder(binade, g)
+                             : quanta_of<R>(v, binade, g, random) * Floats(binade - g.mantissa);
+  const Floats with_sign = Floats(Ints(p) | (Ints(v) & kSign)) + g.zero;
+  return larger(smaller(with_sign, g.highest), g.lowest);
+}
+
+template <int R>
+inline Ints to_code(Floats v, const Grid& g, const u32* random) {
+  const Ints binade = binade_of(v, g);
+  const Ints quanta =
+      R == EVEN ? Ints(magnitude(v) + rounder(binade, g)) - Ints(rounder(binade, g))
+                : __builtin_convertvector(smaller(quanta_of<R>(v, binade, g, random), floats(512.0f)), Ints);
+  const Ints sign = Ints(v) >> 31, negate = sign & g.negate;
+  // the quanta of a normal hold its hidden bit, which counts as one binade
+  Ints code = ((binade - g.lowest_binade) >> g.code_shift) + quanta;
+  code = smaller(code, g.max_code + (sign & g.full_range));
+  return (((code ^ negate) - negate) | (sign & g.sign_bit)) & g.code_mask;
+}
+
+// ---- a chunk of values ----
+
+// Powers of two by which the values of a block are multiplied on the way in and out, two each: one could be subnormal
+// or out of range. `out1` is NaN where the block is not finite.
+struct Factors {
+  const float *in0, *in1, *out0, *out1;
+};
+
+// Arrays are readable (and outputs writable) up to a multiple of kWidth.
+struct Chunk {
+  const float* x;
+  i64 n;
+  Factors f;
+  i64 run;  // values that share a factor, a multiple of kLanes; 0: each has its own
+  const u8* next;  // what the next tile will read, `next_bytes` for each value
+  i64 next_bytes;
+  const u32* random;
+  int32_t* scratch;
+};
+
+// body(i, in0, in1, out0, out1) for each vector, which begins at value i
+template <class Body>
+inline void each_vector(const Chunk& c, Body body) {
+  const Factors f = c.f;
+  const i64 n = c.n;
+  if (c.run == 0) {
+    for (i64 i = 0; i < n; i += kWidth) {
+      body(i, load<Floats>(f.in0 + i), load<Floats>(f.in1 + i), load<Floats>(f.out0 + i), load<Floats>(f.out1 + i));
+    }
+    return;
+  }
+  for (i64 i = 0, k = 0; i < n; ++k) {
+    const Floats in0 = floats(f.in0[k]), in1 = floats(f.in1[k]), out0 = floats(f.out0[k]), out1 = floats(f.out1[k]);
+    for (const i64 end = std::min(i + c.run, n); i < end; i += kWidth) body(i, in0, in1, out0, out1);
+  }
+}
+
+#define BODY \
+  (i64 i, UNUSED Floats in0, UNUSED Floats in1, UNUSED Floats out0, UNUSED Floats out1) __attribute__((always_inline))
+
+template <int R>
+NOINLINE void to_values(const Chunk& c, const Spec& spec, float* out) {
+  const Grid g(spec);
+  const float* x = c.x;
+  const u32* random = c.random;
+  const u8* next = c.next;
+  const i64 next_bytes = c.next_bytes;
+  each_vector(c, [=] BODY {
+    const Floats v = to_units<R>(load<Floats>(x + i), in0, in1);
+    __builtin_prefetch(next + i * next_bytes);
+    store(out + i, to_element<R>(v, g, random + i) * out0 * out1);
+  });
+}
+
+// Conversions between bytes and 32-bit integers are loops of their own: GCC 12 takes vectors of bytes lane by lane.
+template <class From, class To>
+NOINLINE void convert(const From* from, i64 n, To* to) {
+#pragma omp simd
+  for (i64 i = 0; i < n; ++i) to[i] = To(from[i]);
+}
+
+template <int R>
+NOINLINE void to_codes(const Chunk& c, const Spec& spec, u8* codes) {
+  const Grid g(spec);
+  const float* x = c.x;
+  int32_t* out = c.scratch;
+  const u32* random = c.random;
+  const u8* next = c.next;
+  const i64 next_bytes = c.next_bytes;
+  each_vector(c, [=] BODY {
+    __builtin_prefetch(next + i * next_bytes);
+    const Ints code = to_code<R>(to_units<R>(load<Floats>(x + i), in0, in1), g, random + i);
+    store(out + i, code & (out1 == out1));
+  });
+  convert(out, c.n, codes);
+}
+
+// Errors of rounding as reference._least_squares measures them: whole numbers, so that sums do not depend on the order.
+template <int R>
+NOINLINE void to_errors(const Chunk& c, const Spec& spec, int32_t* out) {
+  const Grid g(spec);
+  const float* x = c.x;
+  const Floats limit = floats(std::ldexp(1.0f, spec.error_bits));
+  const Floats unit = floats(std::ldexp(1.0f, spec.error_bits - spec.emax - 1)), whole = floats(0x1p23f);
+  each_vector(c, [=] BODY {
+    const Floats v = to_units<R>(load<Floats>(x + i), in0, in1);
+    Floats error = magnitude(v - to_element<R>(v, g, nullptr)) * out0 * unit;
+    error = error < whole ? (error + whole) - whole : error;
+    store(out + i, __builtin_convertvector(smaller(error, limit), Ints));
+  });
+}
+
+NOINLINE void to_saturated(const Chunk& c, const Spec& spec, int32_t* out) {
+  const Floats highest = floats(spec.highest), lowest = floats(spec.lowest);
+  const float* x = c.x;
+  each_vector(c, [=] BODY {
+    const Floats v = load<Floats>(x + i) * in0 * in1;
+    store(out + i, ((v > highest) | (v < lowest)) & (out1 == out1));
+  });
+}
+
+NOINLINE void from_codes(const Chunk& c, const Spec& spec, const u8* codes, float* out) {
+  const int32_t m = spec.mantissa_bits, bias = 1 - spec.emin, sign_bit = 1 << (spec.bits - 1);
+  const int32_t flip = spec.is_int ? sign_bit : 0;  // two's complement
+  const int32_t mask = sign_bit - 1 + flip, shift = 23 - m, sign_shift = 32 - spec.bits;
+  const Ints rebias = ints((kBias - bias) << 23), first_normal = ints(spec.is_int ? kMagnitude : 1 << m);
+  // Inf and NaN: exponents from the format's last to that of fp32
+  const int32_t last = (1 << (spec.bits - 1 - m)) - 1;
+  const Ints max_code = ints(spec.max_code), special = ints((kBias + 1 + bias - last) << 23);
+  const Floats step = floats(std::ldexp(1.0f, spec.emin - m));
+  const int32_t* in = c.scratch;
+  convert(codes, c.n, c.scratch);
+  each_vector(c, [=] BODY {
+    const Ints code = load<Ints>(in + i);
+    const Ints number = ((code & mask) ^ flip) - flip;
+    const Floats normal = Floats((number << shift) + rebias + ((number > max_code) & special));
+    const Floats p = number < first_normal ? __builtin_convertvector(number, Floats) * step : normal;
+    store(out + i, Floats(Ints(p) | (code << sign_shift & kSign)) * out0 * out1);
+  });
+}
+
+constexpr decltype(&to_values<EVEN>) kToValues[] = {
+    to_values<EVEN>,        to_values<HALF_AWAY>, to_values<HALF_TOWARD_ZERO>, to_values<HALF_UP>,
+    to_values<TOWARD_ZERO>, to_values<UP>,        to_values<DOWN>,             to_values<STOCHASTIC>};
+constexpr decltype(&to_codes<EVEN>) kToCodes[] = {
+    to_codes<EVEN>,        to_codes<HALF_AWAY>, to_codes<HALF_TOWARD_ZERO>, to_codes<HALF_UP>,
+    to_codes<TOWARD_ZERO>, to_codes<UP>,        to_codes<DOWN>,             to_codes<STOCHASTIC>};
+constexpr decltype(&to_errors<EVEN>) kToErrors[] = {
+    to_errors<EVEN>,        to_errors<HALF_AWAY>, to_errors<HALF_TOWARD_ZERO>, to_errors<HALF_UP>,
+    to_errors<TOWARD_ZERO>, to_errors<UP>,        to_errors<DOWN>,             to_errors<EVEN>};  // a scale does not depend on the seed
+
+}  // namespace

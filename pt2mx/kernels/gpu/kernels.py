@@ -1,0 +1,183 @@
+"""The Triton kernels: each loads a tile (`gpu_tiles`), computes (`gpu_blocks`) and stores.
+
+Arguments: `n` and `inner` of the tensor, seen as (outer, n, inner); `size`, the bytes of data along the axis; `lines`,
+how many the tensor has; `seed`, () int64, of a random rounding.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from pt2mx.kernels.gpu.bf16x2 import amax_of_pairs, code_words, pair_of
+from pt2mx.kernels.gpu.blocks import (
+    MAX_SCALE,
+    NAN_SCALE,
+    decode,
+    encode,
+    factor,
+    random_at,
+    rounded,
+    scale_of,
+    scale_of_amax,
+    with_sign,
+)
+from pt2mx.kernels.gpu.tiles import part_offsets, tile_lines, tile_offsets, word_offsets
+
+
+@triton.jit
+def fake_quantize_kernel(x, y, seed, n, inner, lines, C: tl.constexpr):
+    offsets, mask = tile_offsets(n, inner, lines, C.block, C.tile, 1, C)
+    blocks = load_values(x, offsets, mask)
+    byte, finite = scale_of((blocks,), C)
+    v, p = rounded(blocks, byte, finite, seed, offsets, C)
+    tl.store(y + offsets, (with_sign(p, v, C) * factor(byte, finite, C)).to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def quantize_kernel(x, data, scale, seed, n, size, inner, lines, C: tl.constexpr):
+    offsets, mask = part_offsets(n, inner, lines, 0, C)
+    parts = (load_values(x, offsets, mask),)
+    for i in tl.static_range(tl.constexpr(1), tl.constexpr(C.parts)):
+        offsets, mask = part_offsets(n, inner, lines, i, C)
+        parts = parts + (load_values(x, offsets, mask),)
+    byte, finite = scale_of(parts, C)
+    first, line = tile_lines(C)
+    tl.store(scale + first + line, tl.where(finite, byte, NAN_SCALE).to(tl.uint8), mask=first + line < lines)
+    for i in tl.static_range(tl.constexpr(C.parts)):
+        offsets, mask = part_offsets(n, inner, lines, i, C)
+        v, p = rounded(parts[i], byte, finite, seed, offsets, C)
+        if i == 0:
+            words = encode(p, v, C)
+        else:
+            words |= encode(p, v, C) << (C.bits * i)
+    if not C.strided:
+        words = pack(words, C)
+    store_words(data, words, finite, size, inner, lines, C)
+
+
+@triton.jit
+def quantize_pairs_kernel(x, data, scale, n, size, inner, lines, C: tl.constexpr):
+    """`quantize_kernel` of bfloat16 values, two an instruction."""
+    first, line = tile_lines(C)
+    if C.strided:
+        low, high = load_pair(x, 0, n, inner, lines, C), load_pair(x, 2, n, inner, lines, C)
+    else:
+        PAIRS: tl.constexpr = C.tile // 2
+        offsets = tl.expand_dims(first + line, 1) * PAIRS + tl.arange(0, PAIRS)[None, :]
+        mask = tl.expand_dims(first + line < lines, 1)
+        pairs = tl.load(x.to(tl.pointer_type(tl.int32)) + offsets, mask=mask, other=0)
+        low, high = tl.split(tl.reshape(pairs, [C.lines, PAIRS // 2, 2]))
+    byte, finite = scale_of_amax(amax_of_pairs(low, high), C)
+    tl.store(scale + first + line, tl.where(finite, byte, NAN_SCALE).to(tl.uint8), mask=first + line < lines)
+    store_words(data, code_words(low, high, byte, C), finite, size, inner, lines, C)
+
+
+@triton.jit
+def dequantize_kernel(data, scale, y, n, size, inner, lines, C: tl.constexpr):
+    offsets, mask = word_offsets(size, inner, lines, C)
+    words = tl.load(data + offsets, mask=mask, other=0).to(tl.int32)
+    for i in tl.static_range(tl.constexpr(1), tl.constexpr(C.word_bytes)):
+        offsets += inner
+        words |= tl.load(data + offsets, mask=mask, other=0).to(tl.int32) << (8 * i)
+    first, line = tile_lines(C)
+    byte = tl.load(scale + first + line, mask=first + line < lines, other=0).to(tl.int32)
+    factors = factor(byte, byte != NAN_SCALE, C)
+    if not C.strided:
+        words = unpack(words, C)
+    for i in tl.static_range(tl.constexpr(C.parts)):
+        offsets, mask = part_offsets(n, inner, lines, i, C)
+        values = decode(words >> (C.bits * i), C) * factors
+        tl.store(y + offsets, values.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def clip_gradient_kernel(grad, x, y, n, inner, lines, C: tl.constexpr):
+    offsets, mask = tile_offsets(n, inner, lines, C.block, C.tile, 1, C)
+    blocks = load_values(x, offsets, mask)
+    byte, finite = scale_of((blocks,), C)
+    v = blocks * factor(MAX_SCALE - byte, finite, C)
+    passed = tl.load(grad + offsets, mask=mask, other=0.0)
+    tl.store(y + offsets, tl.where((v > C.max_normal) | (v < C.lowest), 0.0, passed), mask=mask)
+
+
+@triton.jit
+def random_bits_kernel(seed, out, count, PLACES: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * PLACES + tl.arange(0, PLACES)
+    tl.store(out + place, random_at(seed, place), mask=place < count)
+
+
+@triton.jit
+def load_values(x, offsets, mask):
+    """Values of x in fp32, zeros where there are none."""
+    return tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_pair(x, FROM: tl.constexpr, n, inner, lines, C: tl.constexpr):
+    """Pairs of the values FROM and FROM + 1 of every four of a block."""
+    offsets, mask = part_offsets(n, inner, lines, FROM, C)
+    low = tl.load(x + offsets, mask=mask, other=0.0)
+    offsets, mask = part_offsets(n, inner, lines, FROM + 1, C)
+    return pair_of(low, tl.load(x + offsets, mask=mask, other=0.0))
+
+
+@triton.jit
+def pack(codes, C: tl.constexpr):
+    """codes: (lines, tile) int32 -> (lines, tile / word_codes) int32 words."""
+    if C.word_codes == 1:
+        words = codes
+    else:
+        shift = C.bits * tl.arange(0, C.word_codes)[None, None, :]
+        words = tl.sum(tl.reshape(codes, [C.lines, C.tile_words, C.word_codes]) << shift, 2)
+    return words
+
+
+@triton.jit
+def unpack(words, C: tl.constexpr):
+    """The inverse of `pack`, but for higher bits of the codes."""
+    if C.word_codes == 1:
+        codes = words
+    else:
+        shift = C.bits * tl.arange(0, C.word_codes)[None, None, :]
+        codes = tl.reshape(words[:, :, None] >> shift, [C.lines, C.tile])
+    return codes
+
+
+@triton.jit
+def store_words(data, words, finite, size, inner, lines, C: tl.constexpr):
+    """Store words of packed codes, zeros for the blocks that are not finite."""
+    words = tl.where(tl.expand_dims(finite, 1), words, 0)
+    if C.streams:
+        store_stream(data, words, lines, C)
+    else:
+        offsets, mask = word_offsets(size, inner, lines, C)
+        for i in tl.static_range(tl.constexpr(C.word_bytes)):
+            tl.store(data + offsets, (words >> (8 * i)).to(tl.uint8), mask=mask)
+            offsets += inner
+
+
+@triton.jit
+def store_stream(data, words, lines, C: tl.constexpr):
+    """Store words of four codes, 2 to 4 bytes each, as a stream of 4-byte integers."""
+    first, _line = tile_lines(C)
+    existing = tl.minimum(lines - first, C.lines)
+    stream = data.to(tl.pointer_type(tl.int32))
+    # words to a group, which is whole integers
+    WORDS: tl.constexpr = 4 if C.word_bytes == 3 else 4 // C.word_bytes
+    GROUPS: tl.constexpr = C.tile_words // WORDS
+    group = tl.arange(0, C.lines * GROUPS)
+    mask = group < existing * GROUPS
+    stream += (first * GROUPS + group) * (WORDS * C.word_bytes // 4)
+    if C.word_bytes == 4:
+        tl.store(stream, tl.reshape(words, [C.lines * GROUPS]), mask=mask)
+    elif C.word_bytes == 2:
+        w0, w1 = tl.split(tl.reshape(words, [C.lines * GROUPS, 2]))
+        tl.store(stream, w0 | w1 << 16, mask=mask)
+    else:
+        even, odd = tl.split(tl.reshape(words, [C.lines * GROUPS, 2, 2]))
+        w0, w2 = tl.split(even)
+        w1, w3 = tl.split(odd)
+        tl.store(stream, w0 | w1 << 24, mask=mask)
+        tl.store(stream + 1, w1 >> 8 | w2 << 16, mask=mask)
+        tl.store(stream + 2, w2 >> 16 | w3 << 8, mask=mask)

@@ -1,0 +1,220 @@
+"""The kernels on an NVIDIA GPU, in Triton: each one pass over memory. The device code is in `gpu_kernels`.
+
+They do not wait for the device and can be captured in a CUDA graph; they run on the tensor's device and the current
+stream. Blocks of more than `_LARGEST_BLOCK` values, which no program could hold in its registers, go to
+`pt2mx.kernels.reference_chunked`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from pt2mx.kernels import packing, reference_chunked
+from pt2mx.kernels.axis import resized
+from pt2mx.kernels.gpu import kernels as gpu_kernels
+from pt2mx.kernels.gpu.tiles import Constants
+from pt2mx.kernels.reference import squared_error_bits
+from pt2mx.modes import ROUNDINGS, SCALE_MODES
+from pt2mx.spec import MXSpec
+
+__all__ = ["clip_gradient", "dequantize", "fake_quantize", "quantize", "random_bits"]
+
+_LARGEST_BLOCK = 4096
+
+
+class Tile(NamedTuple):
+    """How a program works: values of its tile, warps, and, where inner is not 1, neighbours along inner a thread."""
+
+    values: int
+    warps: int
+    vector: int = 1
+
+
+#: (whether inner is not 1) -> tile; what was fastest on an H200, in bf16 and blocks of 32
+_FAKE_QUANTIZE = {False: Tile(4096, 4), True: Tile(4096, 2, 8)}
+_DEQUANTIZE = {False: Tile(1024, 1), True: Tile(8192, 2, 8)}
+_QUANTIZE = {False: Tile(2048, 1), True: Tile(4096, 1, 4)}
+_QUANTIZE_PACKED = {False: Tile(4096, 4), True: Tile(4096, 1, 4)}
+_QUANTIZE_PAIRS = {False: Tile(2048, 1), True: Tile(4096, 1, 4)}
+#: of all where the scale is searched for or the rounding is random: much code for each value
+_LONG = {False: Tile(1024, 4), True: Tile(2048, 2)}
+#: values of a thread where a block needs more than the tile has
+_VALUES_PER_THREAD = 128
+
+
+def quantize(x: Tensor, spec: MXSpec, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+    """x: (..., n, ...) -> scale (..., ceil(n / block), ...) uint8, data (..., bytes, ...) uint8."""
+    if not _holds(spec, x.shape[spec.axis]):
+        return reference_chunked.quantize(x, spec, seed)
+    x, length = x.contiguous(), x.shape[spec.axis]
+    bits = spec.element.bits if _packs(spec, length) else 8
+    size = packing.packed_length(length, bits)
+    data = x.new_empty(resized(x, spec.axis, size), dtype=torch.uint8)
+    scale = x.new_empty(resized(x, spec.axis, -(-length // spec.block_size)), dtype=torch.uint8)
+    kernel, tiles, word, seeds = gpu_kernels.quantize_kernel, _QUANTIZE, packing.group_of(bits), (seed,)
+    if _in_pairs(x, spec):
+        kernel, tiles, word, seeds = gpu_kernels.quantize_pairs_kernel, _QUANTIZE_PAIRS, _four(bits), ()
+    elif packing.is_packed(bits):
+        tiles, word = _QUANTIZE_PACKED, _four(bits) if _streams(x, spec) else word
+    _launch(kernel, tiles, x.shape, spec, word, x, data, scale, *seeds, length, size)
+    if bits != spec.element.bits:
+        data = packing.pack(data.to(torch.int32), spec.axis, spec.element.bits)
+    return scale, data
+
+
+def dequantize(data: Tensor, scale: Tensor, spec: MXSpec, dtype: torch.dtype, length: int) -> Tensor:
+    """data: (..., bytes, ...) uint8, scale: (..., ceil(length / block), ...) uint8 -> (..., length, ...) `dtype`."""
+    if not _holds(spec, length):
+        return reference_chunked.dequantize(data, scale, spec, dtype, length)
+    bits = spec.element.bits
+    if not _packs(spec, length):
+        data, bits = packing.unpack(data, spec.axis, bits).narrow(spec.axis, 0, length).to(torch.uint8), 8
+    data, scale = data.contiguous(), scale.contiguous()
+    y = data.new_empty(resized(data, spec.axis, length), dtype=dtype)
+    size = data.shape[spec.axis]
+    _launch(
+        gpu_kernels.dequantize_kernel, _DEQUANTIZE, y.shape, spec, packing.group_of(bits), data, scale, y, length, size
+    )
+    return y
+
+
+def fake_quantize(x: Tensor, spec: MXSpec, seed: Tensor | None) -> Tensor:
+    """x: (..., n, ...) -> dequantize(quantize(x)) in x's dtype."""
+    if not _holds(spec, x.shape[spec.axis]):
+        return reference_chunked.fake_quantize(x, spec, seed)
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    _launch(gpu_kernels.fake_quantize_kernel, _FAKE_QUANTIZE, x.shape, spec, _BYTE, x, y, seed, x.shape[spec.axis])
+    return y
+
+
+def clip_gradient(grad: Tensor, x: Tensor, spec: MXSpec) -> Tensor:
+    """grad, x: (..., n, ...) -> grad, zero where x is beyond the largest value of its block's scale."""
+    if not _holds(spec, x.shape[spec.axis]):
+        return reference_chunked.clip_gradient(grad, x, spec)
+    grad, x = grad.contiguous(), x.contiguous()
+    y = torch.empty_like(grad)
+    _launch(gpu_kernels.clip_gradient_kernel, _FAKE_QUANTIZE, x.shape, spec, _BYTE, grad, x, y, x.shape[spec.axis])
+    return y
+
+
+def random_bits(seed: Tensor, shape: torch.Size) -> Tensor:
+    """seed: () int64 -> a number in [0, 2**31) for each place of a tensor of that shape, int32."""
+    out = torch.empty(shape, dtype=torch.int32, device=seed.device)
+    if out.numel():
+        with torch.cuda.device_of(out):
+            gpu_kernels.random_bits_kernel[(triton.cdiv(out.numel(), 1024),)](seed, out, out.numel(), PLACES=1024)
+    return out
+
+
+def _holds(spec: MXSpec, length: int) -> bool:
+    """Whether a program can hold a block."""
+    return min(spec.block_size, length) <= _LARGEST_BLOCK
+
+
+def _packs(spec: MXSpec, length: int) -> bool:
+    """Whether the kernels pack: codes that take a byte each, or of which four are whole bytes, two at least; and no two
+    blocks share a byte, so that each can be packed by itself."""
+    codes, size = packing.group_of(spec.element.bits)
+    fits = codes == 1 or (4 % codes == 0 and 4 // codes * size >= 2)
+    return fits and (spec.block_size >= length or spec.block_size % codes == 0)
+
+
+def _streams(x: Tensor, spec: MXSpec) -> bool:
+    """Whether lines are whole blocks of a power of two and follow each other, and so do their codes."""
+    length = x.shape[spec.axis]
+    block = min(spec.block_size, length)
+    return _inner(x.shape, spec) == 1 and block >= 16 and block & (block - 1) == 0 and length % block == 0
+
+
+def _in_pairs(x: Tensor, spec: MXSpec) -> bool:
+    """Whether `gpu_pairs` serves: its arithmetic, and fours of values that no block, word or end of the data splits."""
+    element, mode, length = spec.element, SCALE_MODES[spec.scale_mode], x.shape[spec.axis]
+    if x.dtype != torch.bfloat16 or spec.rounding != "even" or mode.searches:
+        return False
+    if element.is_int or element.mantissa_bits > 5 or torch.cuda.get_device_capability(x.device) < (8, 0):
+        return False
+    if _inner(x.shape, spec) == 1:
+        return _streams(x, spec) and x.data_ptr() % 4 == 0
+    return length % 4 == 0 and (spec.block_size % 4 == 0 or spec.block_size >= length)
+
+
+#: codes and bytes of a word
+_BYTE = (1, 1)
+
+
+def _four(bits: int) -> tuple[int, int]:
+    return 4, packing.packed_length(4, bits)
+
+
+def _inner(shape: torch.Size, spec: MXSpec) -> int:
+    return math.prod(shape[spec.axis + 1 :])
+
+
+def _launch(
+    kernel: triton.JITFunction,
+    tiles: dict[bool, Tile],
+    shape: torch.Size,
+    spec: MXSpec,
+    word: tuple[int, int],
+    *arguments: Tensor | int | None,
+) -> None:
+    """Run `kernel` on every tile of a tensor of that shape; `word` as in `Constants`."""
+    if 0 in shape:
+        return
+    inner = _inner(shape, spec)
+    length, outer = shape[spec.axis], math.prod(shape[: spec.axis])
+    lines = outer * -(-length // spec.block_size) * inner
+    long = SCALE_MODES[spec.scale_mode].searches or ROUNDINGS[spec.rounding].random
+    tile = (_LONG if long else tiles)[inner > 1]
+    wide = lines * min(spec.block_size, length) >= 2**31 - max(tile.values, tile.vector * 2 * _LARGEST_BLOCK)
+    constants = _constants(spec, word, length, inner, wide, tile)
+    warps = max(tile.warps, constants.lines * constants.tile // (32 * _VALUES_PER_THREAD))
+    with torch.cuda.device_of(arguments[0]):
+        kernel[(triton.cdiv(lines, constants.lines),)](*arguments, inner, lines, constants, num_warps=warps)
+
+
+@functools.lru_cache(maxsize=4096)
+def _constants(spec: MXSpec, word: tuple[int, int], length: int, inner: int, wide: bool, tile: Tile) -> Constants:
+    element, mode, rounding = spec.element, SCALE_MODES[spec.scale_mode], ROUNDINGS[spec.rounding]
+    word_codes, word_bytes = word
+    block = min(spec.block_size, length)
+    size = max(triton.next_power_of_2(block), word_codes)
+    lines = max(tile.vector, tile.values // size)
+    return Constants(
+        bits=element.bits,
+        mantissa_bits=element.mantissa_bits,
+        bias=element.bias,
+        emin=element.emin,
+        emax=element.emax,
+        max_code=element.max_code,
+        max_normal=element.max_normal,
+        lowest=element.lowest,
+        has_inf=element.has_inf,
+        has_nan=element.has_nan,
+        is_int=element.is_int,
+        threshold=mode.threshold(element),
+        neighbours=mode.neighbours,
+        searches=mode.searches,
+        error_bits=squared_error_bits(spec.block_size),
+        rounding=spec.rounding,
+        nearest="even" if rounding.random else spec.rounding,
+        directed=rounding.directed,
+        random=rounding.random,
+        word_codes=word_codes,
+        word_bytes=word_bytes,
+        block=block,
+        tile=size,
+        lines=lines,
+        strided=inner > 1,
+        whole=length % block == 0,
+        aligned=inner % lines == 0,
+        vector=tile.vector,
+        wide=wide,
+    )

@@ -1,0 +1,1 @@
+"""The primitives of the kernels, as Inductor generates them for each device."""

@@ -1,0 +1,118 @@
+"""The functions of `pt2mx.kernels.elements` for Inductor's C++, to the bit.
+
+In its vector code a view of floats as integers goes through memory, number by number: one view takes several times as
+long as all the arithmetic here. So values are rounded and decoded by exact float arithmetic, and only what a block
+shares is looked at as bits. On a GPU, where views are free and Triton fuses `a * b - c`, none of this holds.
+"""
+
+import torch
+from torch import Tensor
+from torch._inductor import inductor_prims, lowering
+from torch._inductor.ir import Pointwise, StorageBox, TensorBox
+
+from pt2mx.formats import ElementFormat
+from pt2mx.kernels import elements
+from pt2mx.kernels.axis import has_length
+from pt2mx.modes import ROUNDINGS
+
+#: operators that compute nothing and tell Inductor's lowering something
+for _name in ("own_buffer", "used_twice"):
+    torch.library.define(f"pt2mx::{_name}", "(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(f"pt2mx::{_name}", "CompositeExplicitAutograd", torch.clone)
+    torch.library.register_fake(f"pt2mx::{_name}", torch.empty_like)
+
+#: Inductor's names of what takes longer than writing a value and reading it again
+_DEAR = {"erf", "exp", "log", "pow", "sigmoid", "tanh"}
+
+
+@lowering.register_lowering(torch.ops.pt2mx.own_buffer, type_promotion_kind=None)
+def _own_buffer(x: TensorBox) -> TensorBox:
+    """x in memory of its own, in the order of dimensions that suits its users; without it Inductor would substitute
+    what computes x into each of them."""
+    x = lowering.clone(x)
+    x.realize()
+    return x
+
+
+@lowering.register_lowering(torch.ops.pt2mx.used_twice, type_promotion_kind=None)
+def _used_twice(x: TensorBox) -> TensorBox:
+    """x, computed once where that is dear: a block's largest value and its quantization would each do it again."""
+    computed = x.data.data if isinstance(x.data, StorageBox) else None
+    if isinstance(computed, Pointwise) and _DEAR & computed.inner_fn_opcount().used_ops:
+        x.realize()
+    return x
+
+
+def reuse(x: Tensor) -> Tensor:
+    """x, which both the scale of a block and its values need."""
+    return torch.ops.pt2mx.used_twice(x)
+
+
+def hold(shared: Tensor) -> Tensor:
+    """What the values of a block share, (..., blocks, 1, ...), is computed once a block and not for each value."""
+    return torch.ops.pt2mx.own_buffer(shared)
+
+
+def from_blocks(blocks: Tensor, axis: int, length: int) -> Tensor:
+    """(..., blocks, block, ...) -> (..., length, ...), which may take the order in memory that its user asks for.
+
+    A mere view of blocks is written in the order of their dimensions, and copied for a convolution, which wants the
+    channels last.
+
+    Ragged blocks are written out, contiguous, before they are cut: Inductor's C++ loop splitting
+    (`CppScheduling.try_loop_split`, torch 2.11 to 2.13) turns a loop over n values that reads a scale at `i // block`
+    into `n // block` whole blocks and drops the rest.
+    """
+    x = blocks.flatten(axis, axis + 1)
+    x = x if axis == x.dim() - 1 else torch.ops.pt2mx.own_buffer(x)
+    if has_length(x, axis, length):
+        return x
+    if all(isinstance(n, int) for n in x.shape):
+        x = inductor_prims.force_stride_order(x, torch._prims_common.make_contiguous_strides_for(x.shape))
+    else:  # flat: torch 2.11 cannot put symbolic strides in order
+        x = inductor_prims.force_stride_order(x.reshape(-1), (1,)).view(x.shape)
+    return x.narrow(axis, 0, length)
+
+
+def round_to_element(v: Tensor, element: ElementFormat, rounding: str, random: Tensor | None = None) -> Tensor:
+    """v: fp32 in units of the block's scale -> a neighbouring value of the element, saturated."""
+    binade = _binade(v).clamp(min=2.0**element.emin)
+    if rounding == "even":
+        # in the binade of this number one unit in the last place is a quantum: adding it rounds, ties to even
+        rounder = binade * (1.5 * 2.0 ** (23 - element.mantissa_bits))
+        p = (v + rounder) - rounder
+    else:
+        quantum = binade * 2.0**-element.mantissa_bits
+        p = ROUNDINGS[rounding].to_quanta(v / quantum, random) * quantum
+    p = p.clamp(element.lowest, element.max_normal)
+    # two's complement has no negative zero
+    return torch.where(p == 0, 0.0, p) if element.is_int else torch.copysign(p, v)
+
+
+def _binade(v: Tensor) -> Tensor:
+    """2**floor(log2 |v|) of a normal |v| below 2**103, exactly; nothing may be fused to a multiply-add here.
+
+    Source: S. M. Rump, T. Ogita, S. Oishi, "Accurate floating-point summation part I: faithful rounding", SIAM J. Sci.
+    Comput. 31 (2008): the unit in the first place.
+    """
+    q = v * (2.0**23 + 1)
+    return (q - q * (1 - 2.0**-24)).abs()
+
+
+def decode(codes: Tensor, element: ElementFormat) -> Tensor:
+    """codes: int32 in [0, 2**bits) -> their values in fp32."""
+    return elements.decode(codes, element, _finite_magnitude)
+
+
+def _finite_magnitude(magnitude: Tensor, element: ElementFormat) -> Tensor:
+    """magnitude: int32, codes without their sign -> values in fp32, as if there were no Inf and NaN.
+
+    A power of two is a shifted integer, of at most 30 bits; what is left of the exponent comes in factors.
+    """
+    m = element.mantissa_bits
+    binade = ((magnitude >> m) - 1).clamp(min=0)  # the first one is that of the subnormals too
+    quanta, reach, last = magnitude - (binade << m), 30 - m, element.emax - element.emin + 1
+    value = (quanta << binade.clamp(max=reach)).to(torch.float32) * 2.0 ** (element.emin - m)
+    for shifted in range(reach, last, 30):
+        value = value * (1 << (binade - shifted).clamp(0, 30)).to(torch.float32)
+    return value

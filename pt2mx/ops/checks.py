@@ -1,0 +1,121 @@
+"""Checks of the operators' arguments: each names the value, what is allowed and what to do."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from pt2mx.errors import MXError
+from pt2mx.kernels.axis import resized
+from pt2mx.kernels.packing import packed_length, unpacked_length
+from pt2mx.spec import MXSpec
+
+#: dtypes that can be quantized, and dequantized to
+HIGH_PRECISION = (torch.float32, torch.float16, torch.bfloat16)
+
+_make_spec = functools.lru_cache(maxsize=1024)(MXSpec)
+
+
+def operator_modes(spec: MXSpec) -> tuple[str, int, int, str, str]:
+    """The arguments by which the operators take `spec`.
+
+    Raises:
+        MXError: where its scale is not E8M0, which the operators store.
+    """
+    if not spec.has_e8m0_scale:
+        raise MXError(
+            f"{spec}: codes, operators and the export flow take E8M0 scales (scale_exp_bits=8, scale_sig_bits=0); "
+            "use fake_quantize_mx in eager mode for other scales"
+        )
+    return spec.element.name, spec.block_size, spec.axis, spec.scale_mode, spec.rounding
+
+
+def check_tensors(**tensors: object) -> None:
+    """`MXError` for an argument that is no dense tensor, by its name."""
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            raise MXError(f"{name} must be a torch.Tensor, not {type(value).__name__}: convert it with torch.as_tensor")
+        if value.layout != torch.strided or value.is_nested:
+            raise MXError(f"{name} must be a dense tensor, not one of layout {value.layout}: use its .to_dense() form")
+
+
+def check_length(length: object) -> None:
+    """`MXError` where `length` is no extent of a dimension; a symbolic one is taken as it is."""
+    integer = isinstance(length, int) and not isinstance(length, bool)
+    if not (length is None or isinstance(length, torch.SymInt) or (integer and 0 <= length < 2**63)):
+        raise MXError(f"length={length!r} must be an integer of at least 0, or None for every code that data holds")
+
+
+def check_input(x: Tensor, *modes: object) -> MXSpec:
+    """The spec that the operator arguments `modes` (element name, block size, axis, scale mode, rounding) name, its
+    axis counted from the front; `MXError` where they or x's dtype are not allowed."""
+    return check_spec(x, _make_spec(*modes))
+
+
+def check_spec(x: Tensor, spec: MXSpec) -> MXSpec:
+    """`spec` with its axis counted from the front; `MXError` where x's dtype or the axis is not allowed."""
+    if x.dtype not in HIGH_PRECISION:
+        raise MXError(
+            f"cannot quantize a tensor of dtype {x.dtype} to an MX format: allowed are float32, float16 and bfloat16; "
+            "cast it first, for example with x.float()"
+        )
+    return spec.replace(axis=_dimension(spec.axis, x))
+
+
+def check_seed(seed: object) -> None:
+    """`MXError` where `seed` is no seed of stochastic rounding; a symbolic one is taken as it is."""
+    integer = isinstance(seed, int) and not isinstance(seed, bool)
+    if not (seed is None or isinstance(seed, torch.SymInt) or (integer and 0 <= seed < 2**63)):
+        raise MXError(
+            f"seed={seed!r} must be an integer from 0 to 2**63 - 1, a torch.Generator, or None for a new draw each call"
+        )
+
+
+def check_packed(
+    data: Tensor,
+    scale: Tensor,
+    elem: str,
+    block_size: int,
+    dtype: torch.dtype,
+    axis: int = -1,
+    length: int | None = None,
+) -> tuple[MXSpec, int]:
+    """Spec (axis counted from the front) and length of the values that `data` and `scale` hold, from the arguments of
+    `dequantize_mx`; `MXError` where they do not fit each other."""
+    spec = _make_spec(elem, block_size, axis)
+    if not (data.dim() and scale.dim()):
+        raise MXError("data and scale have at least one dimension: a tensor without any has those of shape (1,)")
+    if data.device != scale.device:
+        raise MXError(f"data is on {data.device} and scale on {scale.device}: move one to the device of the other")
+    spec = spec.replace(axis=_dimension(axis, data))
+    if data.dtype != torch.uint8 or scale.dtype != torch.uint8:
+        raise MXError(
+            f"codes and scales are uint8, not {data.dtype} and {scale.dtype}: view them with .view(torch.uint8)"
+        )
+    if dtype not in HIGH_PRECISION:
+        raise MXError(f"cannot dequantize to {dtype}: allowed are float32, float16 and bfloat16")
+    check_length(length)
+    size, bits = data.shape[spec.axis], spec.element.bits
+    length = unpacked_length(size, bits) if length is None else length
+    if isinstance(size, int) and isinstance(length, int) and packed_length(length, bits) != size:
+        raise MXError(
+            f"data has {size} bytes along dimension {spec.axis}, but {length} codes of {spec.element} take "
+            f"{packed_length(length, bits)}: pass the length that was quantized"
+        )
+    expected = resized(data, spec.axis, -(-length // block_size))
+    concrete = all(isinstance(n, int) for n in (*expected, *scale.shape))  # symbolic sizes are checked when they run
+    if concrete and list(scale.shape) != expected:
+        raise MXError(
+            f"scale of shape {tuple(scale.shape)} does not fit data of shape {tuple(data.shape)}: {length} values "
+            f"of {spec.element} in blocks of {block_size} along dimension {spec.axis} have {tuple(expected)}"
+        )
+    return spec, length
+
+
+def _dimension(axis: int, x: Tensor) -> int:
+    rank = max(x.dim(), 1)  # a 0-d tensor is quantized as one of shape (1,)
+    if not -rank <= axis < rank:
+        raise MXError(f"axis={axis} is out of range for shape {tuple(x.shape)}: allowed are {-rank} to {rank - 1}")
+    return axis % rank

@@ -1,0 +1,87 @@
+"""Inductor decompositions of the operators, so that compiled graphs fuse them into their neighbours.
+
+Without them each operator would be an opaque call. Importing this module registers them.
+"""
+
+import functools
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch._inductor import decomposition, lowering
+from torch._inductor.virtualized import V
+
+from pt2mx import ops
+from pt2mx.kernels import elements
+from pt2mx.kernels.axis import guards
+from pt2mx.kernels.inductor import cpu as inductor_cpu
+from pt2mx.kernels.inductor import gpu as inductor_gpu
+from pt2mx.ops.decompositions import decompositions
+from pt2mx.ops.linear import linear_mx
+
+#: computes nothing: for tracing the values are contiguous, in memory they may lie as Inductor wants, cut from a tensor
+#: with filled blocks for example
+torch.library.define("pt2mx::dense", "(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+@torch.library.impl("pt2mx::dense", "CompositeExplicitAutograd")
+@torch.library.register_fake("pt2mx::dense")
+def _dense(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+lowering.register_lowering(torch.ops.pt2mx.dense, type_promotion_kind=None)(lambda x: x)
+
+
+def _forms_for(x: Tensor) -> ModuleType:
+    return {"cpu": inductor_cpu, "cuda": inductor_gpu}.get(x.device.type, elements)
+
+
+#: rows from which a product on the CPU takes the time of the dense one: Inductor may as well see all of it
+_DENSE_ROWS = 128
+
+
+def _linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: str, block_size: int) -> Tensor:
+    """`linear_mx` of many rows; of few or an unknown number it stays a call."""
+    known = all(isinstance(n, int) for n in x.shape[:-1])  # asking a symbolic size for its number would fix it
+    if x.device.type != "cpu" or not known or x.shape[:-1].numel() < _DENSE_ROWS:
+        return NotImplemented
+    weight = ops.dequantize_mx(data, scale, elem, block_size, x.dtype, -1, x.shape[-1])
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def _with_its_guards(function: Callable) -> Callable:
+    """torch.compile guards the sizes that a decomposition asks for, AOTInductor does not."""
+
+    @functools.wraps(function)
+    def run(*args: object) -> object:
+        with guards(not V.aot_compilation):
+            return function(*args)
+
+    return run
+
+
+#: operator -> the same in aten operators. Philox stays a call: its rounds use each value twice, which Inductor,
+#: substituting values, would double ten times
+_OF_OPERATORS = {**decompositions(ops.random_bits, _forms_for, torch.ops.pt2mx.dense.default), linear_mx: _linear}
+DECOMPOSITIONS = {operator: _with_its_guards(function) for operator, function in _OF_OPERATORS.items()}
+
+
+def _register() -> None:
+    for operator, function in DECOMPOSITIONS.items():
+        decomposition.register_decomposition(operator)(function)
+    # where its decomposition declines
+    lowering.make_fallback(linear_mx, lowering.constrain_to_fx_strides, warn=False, override_decomp=True)
+    # Inductor copies its table on the first compile, which may lie before this import.
+    decomposition.fast_random_decomps.cache_clear()
+    # AOTAutograd's cache keys a graph before decomposition: without the decompositions' identity in the key, code
+    # compiled from an older version of them would be served.
+    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
+    torch.compiler.config.cache_key_tag += f"pt2mx-{digest}"
+
+
+_register()

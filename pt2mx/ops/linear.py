@@ -1,0 +1,101 @@
+"""`torch.ops.pt2mx.linear_mx` and `grouped_linear_mx`: products with weights that stay packed. Design: lowering.
+
+They compute what `linear(x, dequantize_mx(weight))` does, with fp32 sums in another order, and are what the lowered
+program calls (`pt2mx.fx.lower`). How: `pt2mx.kernels.dequantize_then_matmul` on every device, and a faster twin where
+there is one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pt2mx import ops
+from pt2mx.errors import MXError
+from pt2mx.kernels.select import linear_kernels_for
+from pt2mx.ops.autocast import register_autocast
+from pt2mx.ops.checks import check_packed
+from pt2mx.spec import MXSpec
+
+
+def _linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: str, block_size: int) -> Tensor:
+    """x: (..., K) float, data: (N, bytes of K) uint8, scale: (N, ceil(K / block_size)) uint8, bias: (N,) as x or None
+    -> (..., N) in x's dtype."""
+    spec = _check(x, data, scale, elem, block_size, dimensions=2)
+    if bias is not None and (bias.shape != data.shape[:1] or bias.dtype != x.dtype or bias.device != x.device):
+        raise MXError(
+            f"bias of shape {tuple(bias.shape)}, {bias.dtype} on {bias.device} does not fit a weight of "
+            f"{data.shape[0]} rows and x in {x.dtype} on {x.device}"
+        )
+    return linear_kernels_for(x, spec.element).linear(x, data, scale, bias, spec)
+
+
+def _linear_fake(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: str, block_size: int) -> Tensor:
+    _check(x, data, scale, elem, block_size, dimensions=2)
+    return x.new_empty((*x.shape[:-1], data.shape[0]))
+
+
+def _grouped_linear(x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, elem: str, block_size: int) -> Tensor:
+    """x: (T, K) float, its rows sorted by expert, data: (E, N, bytes of K) uint8, scale: (E, N, ceil(K / block_size))
+    uint8, offs: (E,) int32, the row after the last of each expert -> (T, N) in x's dtype, as `torch._grouped_mm`."""
+    spec = _check(x, data, scale, elem, block_size, dimensions=3)
+    if x.dim() != 2 or offs.shape != data.shape[:1] or offs.dtype != torch.int32:
+        raise MXError(
+            f"x must be (T, K) and offs ({data.shape[0]},) int32, an end for each expert; got {tuple(x.shape)} and "
+            f"{tuple(offs.shape)} {offs.dtype}"
+        )
+    return linear_kernels_for(x, spec.element).grouped_linear(x, data, scale, offs, spec)
+
+
+def _grouped_linear_fake(x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, elem: str, block_size: int) -> Tensor:
+    _check(x, data, scale, elem, block_size, dimensions=3)
+    return x.new_empty((x.shape[0], data.shape[1]))
+
+
+def _check(x: Tensor, data: Tensor, scale: Tensor, elem: str, block_size: int, dimensions: int) -> MXSpec:
+    if not x.dim() or data.dim() != dimensions:
+        raise MXError(
+            f"x of shape {tuple(x.shape)} and a weight of {data.dim()} dimensions, not (..., K) and {dimensions}"
+        )
+    if x.device != data.device:
+        raise MXError(f"x is on {x.device} and the weight on {data.device}: move one to the device of the other")
+    try:
+        return check_packed(data, scale, elem, block_size, x.dtype, -1, x.shape[-1])[0]
+    except MXError as error:
+        raise MXError(f"x of shape {tuple(x.shape)} times a weight of {tuple(data.shape)} bytes: {error}") from None
+
+
+def _save_weight(ctx: object, inputs: tuple, output: Tensor) -> None:
+    x, data, scale, ctx.third, ctx.elem, ctx.block_size = inputs
+    ctx.length = x.shape[-1]
+    ctx.save_for_backward(data, scale)
+
+
+def _linear_backward(ctx: object, grad: Tensor) -> tuple[Tensor | None, ...]:
+    data, scale = ctx.saved_tensors
+    weight = ops.dequantize_mx(data, scale, ctx.elem, ctx.block_size, grad.dtype, -1, ctx.length)
+    bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
+    return grad @ weight, None, None, bias, None, None
+
+
+_OPERATORS = {
+    "linear_mx": ("Tensor? bias", _linear, _linear_fake),
+    "grouped_linear_mx": ("Tensor offs", _grouped_linear, _grouped_linear_fake),
+}
+
+#: the kernels take any strides: without the second tag Inductor copies x for each of the products that share it
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
+
+for _name, (_third, _kernel, _fake) in _OPERATORS.items():
+    _schema = (
+        f"(Tensor x, Tensor weight_data, Tensor weight_scale, {_third}, str elem_dtype_name, int block_size) -> Tensor"
+    )
+    torch.library.define(f"pt2mx::{_name}", _schema, tags=_TAGS)
+    torch.library.impl(f"pt2mx::{_name}", "CompositeExplicitAutograd", _kernel)
+    torch.library.register_fake(f"pt2mx::{_name}", _fake)
+
+torch.library.register_autograd("pt2mx::linear_mx", _linear_backward, setup_context=_save_weight)
+
+linear_mx = torch.ops.pt2mx.linear_mx.default
+register_autocast(linear_mx)
+grouped_linear_mx = torch.ops.pt2mx.grouped_linear_mx.default

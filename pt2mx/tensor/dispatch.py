@@ -1,0 +1,264 @@
+"""Which operators take an `MXTensor`, and what they do with its codes and scales. Importing this module registers them.
+
+Products compute with the dequantized values. Everything else moves whole blocks: the operator is applied to codes and
+scales, with sizes and positions along the block axis in bytes and in scales. Shapes, strides and torch's own errors
+come from the operator applied to a meta tensor of the values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate, pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_map_only
+
+from pt2mx.errors import MXError
+from pt2mx.kernels.axis import resized
+from pt2mx.kernels.packing import packed_length
+from pt2mx.ops.checks import HIGH_PRECISION
+from pt2mx.tensor.mx_tensor import MXTensor
+
+aten = torch.ops.aten
+
+#: codes, scales and block axis of a result
+Parts = tuple[Tensor, Tensor, int]
+
+_PRODUCTS = ("matmul", "mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot")
+
+
+@MXTensor.implements([getattr(aten, name).default for name in (*_PRODUCTS, "linear")])
+@MXTensor.implements_torch_function(
+    [getattr(owner, name) for owner in (torch, Tensor) for name in _PRODUCTS]
+    + [F.linear, Tensor.__matmul__, Tensor.__rmatmul__]
+)
+def _product(func, types, args, kwargs):
+    """Taken before torch takes it apart: the same call on plain tensors gives the same bits."""
+    return func(*_dequantized(args), **_dequantized(kwargs))
+
+
+def _dequantized(arguments: tuple | dict) -> tuple | dict:
+    return tree_map_only(MXTensor, MXTensor.to_dtype, arguments)
+
+
+def _values(x: MXTensor) -> Tensor:
+    """A tensor without memory that has the shape, strides and dtype of x's values."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+def _splits(op: object, x: MXTensor, what: str) -> MXError:
+    return MXError(
+        f"{op}: {what} would split a block of {x.description}; blocks stay whole, so dequantize it first, with "
+        ".to_dtype()"
+    )
+
+
+def _mode_of_views(x: MXTensor) -> AbstractContextManager:
+    """In inference mode too, a view of a tensor that was made outside of it is no inference tensor."""
+    if torch.is_inference_mode_enabled() and not x.is_inference():
+        return torch.inference_mode(False)
+    return nullcontext()
+
+
+def _view(*operators: object) -> Callable:
+    """Registers a rule `(operator, x, values of the result, *arguments) -> Parts` for operators that give a view."""
+
+    def register(rule: Callable[..., Parts]) -> Callable[..., Parts]:
+        @MXTensor.implements(list(operators))
+        def handler(func, types, args, kwargs):
+            x, *rest = args
+            with _mode_of_views(x):
+                values = func(_values(x), *rest, **kwargs)
+                result = x.with_parts(*rule(func, x, values, *rest, **kwargs), values)
+            return return_and_correct_aliasing(func, args, kwargs, result)
+
+        return rule
+
+    return register
+
+
+@_view(aten.detach.default, aten.alias.default)
+def _same(op: object, x: MXTensor, values: Tensor) -> Parts:
+    return op(x.qdata), op(x.scale), x.axis
+
+
+@_view(aten.permute.default)
+def _permute(op: object, x: MXTensor, values: Tensor, dims: list[int]) -> Parts:
+    dims = [d % x.dim() for d in dims]
+    return x.qdata.permute(dims), x.scale.permute(dims), dims.index(x.axis)
+
+
+@_view(aten.transpose.int)
+def _transpose(op: object, x: MXTensor, values: Tensor, dim0: int, dim1: int) -> Parts:
+    dims = list(range(x.dim()))
+    dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
+    return _permute(op, x, values, dims)
+
+
+@_view(aten.t.default)
+def _t(op: object, x: MXTensor, values: Tensor) -> Parts:
+    return _permute(op, x, values, list(range(x.dim()))[::-1])
+
+
+@_view(aten.unsqueeze.default)
+def _unsqueeze(op: object, x: MXTensor, values: Tensor, dim: int) -> Parts:
+    dim = dim % values.dim()
+    return x.qdata.unsqueeze(dim), x.scale.unsqueeze(dim), x.axis + (dim <= x.axis)
+
+
+@_view(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+def _squeeze(op: object, x: MXTensor, values: Tensor, dims: int | list[int] | None = None) -> Parts:
+    dims = range(x.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
+    dims = tuple(d for d in (d % x.dim() for d in dims) if x.shape[d] == 1)
+    if x.axis in dims:
+        raise _splits(op, x, "removing the block axis")
+    return x.qdata.squeeze(dims), x.scale.squeeze(dims), x.axis - sum(d < x.axis for d in dims)
+
+
+@_view(aten.expand.default)
+def _expand(op: object, x: MXTensor, values: Tensor, size: list[int], implicit: bool = False) -> Parts:
+    axis = x.axis + values.dim() - x.dim()
+    if values.shape[axis] != x.shape[x.axis]:
+        raise _splits(op, x, f"expanding dimension {x.axis} to {values.shape[axis]}")
+    return *(part.expand(resized(values, axis, part.shape[x.axis])) for part in (x.qdata, x.scale)), axis
+
+
+@_view(aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default)
+def _reshape(op: object, x: MXTensor, values: Tensor, *where: object) -> Parts:
+    """The block axis goes where the sizes after it have the product they had: it keeps its length, or is divided or
+    joined with the dimensions before it, whole blocks each."""
+    length, inner = x.shape[x.axis], math.prod(x.shape[x.axis + 1 :])
+    axes = [d for d in range(values.dim()) if math.prod(values.shape[d + 1 :]) == inner]
+    kept = [d for d in axes if values.shape[d] == length]
+    if not kept and x.holds_whole_blocks(length):
+        kept = [d for d in axes if values.shape[d] and x.holds_whole_blocks(values.shape[d])]
+    if not kept:
+        raise _splits(op, x, f"a view as {tuple(values.shape)}")
+    axis = x.axis if x.axis in kept else kept[-1]
+    blocks = -(-values.shape[axis] // x.block_size)
+    qdata = x.qdata.view(resized(values, axis, packed_length(values.shape[axis], x.elem_dtype.bits)))
+    return qdata, x.scale.view(resized(values, axis, blocks)), axis
+
+
+@_view(aten.select.int)
+def _select(op: object, x: MXTensor, values: Tensor, dim: int, index: int) -> Parts:
+    dim = dim % x.dim()
+    if dim == x.axis:
+        raise _splits(op, x, f"selecting {index} along dimension {dim}")
+    return x.qdata.select(dim, index), x.scale.select(dim, index), x.axis - (dim < x.axis)
+
+
+@_view(aten.slice.Tensor)
+def _slice(
+    op: object, x: MXTensor, values: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step=1
+) -> Parts:
+    dim = dim % x.dim()
+    if dim != x.axis:
+        return op(x.qdata, dim, start, end, step), op(x.scale, dim, start, end, step), x.axis
+    length = x.shape[dim]
+    start, end, _ = slice(start, end).indices(length)
+    if step != 1 or not x.holds_whole_blocks(start) or not (end == length or x.holds_whole_blocks(end)):
+        raise _splits(op, x, f"the slice {start}:{end}:{step} along dimension {dim}")
+    first, last = (packed_length(n, x.elem_dtype.bits) for n in (start, end))
+    blocks = start // x.block_size, -(-end // x.block_size)
+    return op(x.qdata, dim, first, last), op(x.scale, dim, *blocks), x.axis
+
+
+@MXTensor.implements([aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int])
+def _split(func, types, args, kwargs):
+    """As many slices or selections, with the error of the first that splits a block."""
+    x, *rest = args
+    with _mode_of_views(x):
+        values = func(_values(x), *rest, **kwargs)
+        if func is aten.unbind.int:
+            dim = _dimension(rest, 0)
+            parts = [_select(func, x, v, dim, i) for i, v in enumerate(values)]
+        else:
+            dim = _dimension(rest, 1) % x.dim()
+            edges = accumulate((v.shape[dim] for v in values), initial=0)
+            parts = [
+                _slice(aten.slice.Tensor, x, v, dim, *ends) for v, ends in zip(values, pairwise(edges), strict=True)
+            ]
+        result = [x.with_parts(*part, v) for part, v in zip(parts, values, strict=True)]
+    return return_and_correct_aliasing(func, args, kwargs, result)
+
+
+def _dimension(arguments: list, position: int) -> int:
+    """The dimension, which is 0 where it is left out."""
+    return arguments[position] if len(arguments) > position else 0
+
+
+@MXTensor.implements(aten.clone.default)
+def _clone(func, types, args, kwargs):
+    x = args[0]
+    parts = (func(part, **kwargs) for part in (x.qdata, x.scale))
+    return return_and_correct_aliasing(func, args, kwargs, x.with_parts(*parts, x.axis, func(_values(x), **kwargs)))
+
+
+@MXTensor.implements(aten._to_copy.default)
+def _to_copy(func, types, args, kwargs):
+    """To another device. Another dtype is that in which the same codes are read."""
+    x, dtype = args[0], kwargs.pop("dtype", None) or args[0].dtype
+    if dtype not in HIGH_PRECISION:
+        raise MXError(f"{func}: {x.description} cannot become {dtype}: dequantize it first, with .to_dtype()")
+    values = func(_values(x), **{**kwargs, "dtype": dtype, "device": "meta", "pin_memory": None})
+    parts = (func(part, **kwargs) for part in (x.qdata, x.scale))
+    return x.with_parts(*parts, x.axis, values)
+
+
+@MXTensor.implements(aten.is_pinned.default)
+def _is_pinned(func, types, args, kwargs):
+    x, *rest = args
+    return all(func(part, *rest, **kwargs) for part in (x.qdata, x.scale))
+
+
+@MXTensor.implements(aten._pin_memory.default)
+def _pin_memory(func, types, args, kwargs):
+    x, *rest = args
+    return x.with_parts(*(func(part, *rest, **kwargs) for part in (x.qdata, x.scale)), x.axis, x)
+
+
+@MXTensor.implements(aten.record_stream.default)
+def _record_stream(func, types, args, kwargs):
+    x, *rest = args
+    for part in (x.qdata, x.scale):
+        func(part, *rest, **kwargs)
+
+
+@MXTensor.implements(aten.copy_.default)
+def _copy_(func, types, args, kwargs):
+    target, source = args[:2]
+    same = isinstance(target, MXTensor) and isinstance(source, MXTensor) and target.shape == source.shape
+    if not same or target.spec != source.spec:
+        described = [t.description if isinstance(t, MXTensor) else f"a plain tensor of {t.dtype}" for t in args[:2]]
+        raise MXError(
+            f"{func}: cannot copy {described[1]} into {described[0]}: formats and shapes must agree; dequantize the "
+            "source with .to_dtype(), or quantize it with MXTensor.to_mx; load_state_dict takes assign=True"
+        )
+    target.qdata.copy_(source.qdata, *args[2:], **kwargs)
+    target.scale.copy_(source.scale, *args[2:], **kwargs)
+    return target
+
+
+@MXTensor.implements(aten.cat.default)
+def _cat(func, types, args, kwargs):
+    """Along the block axis all but the last must end with a whole block."""
+    tensors, *rest = args
+    mx = next(t for t in tensors if isinstance(t, MXTensor))
+    if not all(isinstance(t, MXTensor) and (t.spec, t.dtype) == (mx.spec, mx.dtype) for t in tensors):
+        raise MXError(
+            f"{func}: all tensors must have the format and dtype of {mx.description} in {mx.dtype}: dequantize them "
+            "first, with .to_dtype()"
+        )
+    dim = _dimension(rest, 0) % mx.dim()
+    if dim == mx.axis:
+        for t in tensors[:-1]:
+            if not t.holds_whole_blocks(t.shape[dim]):
+                raise _splits(func, t, f"joining others to it along dimension {dim}")
+    values = func([_values(t) for t in tensors], dim)
+    return mx.with_parts(func([t.qdata for t in tensors], dim), func([t.scale for t in tensors], dim), mx.axis, values)

@@ -1,0 +1,253 @@
+"""`MXTensor`: a tensor whose values are MX codes, the eager face of the operators. Design: operators."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pt2mx import ops
+from pt2mx.analysis.measure import MXStorage
+from pt2mx.arrays import as_torch
+from pt2mx.errors import MXError
+from pt2mx.extras import without_log_warnings
+from pt2mx.formats import ELEMENTS, ElementFormat, parse_element
+from pt2mx.functional import quantize_mx
+from pt2mx.kernels.packing import packed_length, unpacked_length
+from pt2mx.ops.checks import HIGH_PRECISION, check_packed, check_tensors, operator_modes
+from pt2mx.ops.order import dense_strides, order_in_memory
+from pt2mx.spec import MXSpec, parse
+
+with without_log_warnings():
+    from torchao.utils import TorchAOBaseTensor
+
+
+class MXTensor(TorchAOBaseTensor):
+    """A tensor (..., n, ...) that stores MX codes and scales, and has the shape, strides, dtype and device of its
+    values in high precision.
+
+    `MXTensor.to_mx(x, "mxfp4")` quantizes, `.to_dtype()` gives the values back; both are differentiable, the gradient
+    passing straight through. Products (`linear`, `matmul`, `mm`, `addmm`, `bmm`, ...) compute with the dequantized
+    values and give a plain tensor. What moves values about (transposes, views, slices, ...) moves whole blocks and
+    gives an `MXTensor`; what would split a block, and every other operator, raises `MXError`. No operator quantizes
+    again behind the caller's back.
+
+    A parameter is `nn.Parameter(MXTensor.to_mx(...), requires_grad=False)`. It goes through `torch.save`, `torch.load`
+    with `weights_only=True`, `copy.deepcopy`, pickle and `torch.compile`. safetensors holds plain tensors only:
+    `pt2mx.tensor.state` takes a state dict apart into such and puts it together again.
+
+    Args:
+        qdata: (..., bytes, ...) uint8, packed along `axis`, as `quantize_mx` gives it.
+        scale: (..., ceil(n / block_size), ...) uint8, E8M0.
+        elem_dtype: the element format, as `parse_element` takes it.
+        block_size: values that share a scale.
+        axis: the dimension along which blocks run.
+        dtype: of the values: float32, float16 or bfloat16.
+        length: n; by default every code that `qdata` holds.
+        stride: of the values; by default dense, in the order of `qdata`'s dimensions.
+
+    Raises:
+        MXError: where these do not fit each other.
+    """
+
+    qdata: Tensor
+    scale: Tensor
+    block_size: int
+    axis: int
+    _element_name: str  # a string, so that a checkpoint holds plain types
+
+    @staticmethod
+    def __new__(
+        cls,
+        qdata: Tensor,
+        scale: Tensor,
+        elem_dtype: object,
+        block_size: int = 32,
+        axis: int = -1,
+        dtype: torch.dtype = torch.float32,
+        length: int | None = None,
+        stride: tuple[int, ...] | None = None,
+    ) -> MXTensor:
+        check_tensors(qdata=qdata, scale=scale)
+        element = parse_element(elem_dtype)
+        spec, length = check_packed(qdata, scale, element.name, block_size, dtype, axis, length)
+        shape = [*qdata.shape]
+        shape[spec.axis] = length
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            shape,
+            strides=dense_strides(shape, order_in_memory(qdata)) if stride is None else stride,
+            dtype=dtype,
+            device=qdata.device,
+        )
+        self.qdata, self.scale = qdata, scale
+        self._element_name, self.block_size, self.axis = element.name, block_size, spec.axis
+        return self
+
+    @staticmethod
+    def to_mx(
+        data_hp: object,
+        elem_dtype: object,
+        block_size: int | None = None,
+        axis: int | None = None,
+        scale_mode: str | None = None,
+        rounding: str | None = None,
+        seed: int | None = None,
+    ) -> MXTensor:
+        """Quantize; the gradient passes straight through to `data_hp`.
+
+        Args:
+            data_hp: (..., n, ...) float32, float16 or bfloat16: a tensor, an array of NumPy or JAX, whose dtype it
+                gets, or nested lists of numbers, which become float32.
+            elem_dtype: the element format, as `pt2mx.parse` takes it; a spec or a spelling with a block size sets the
+                other arguments, and an argument given beside it wins.
+            block_size, axis, scale_mode, rounding: fields of `MXSpec`; by default 32, -1, "floor" and "even".
+            seed: of `rounding="stochastic"`; None for another draw each call.
+
+        Raises:
+            MXError: as `quantize_mx` does; for a tensor without dimensions; for one that is an `MXTensor` already; for
+                what is no array.
+        """
+        if isinstance(data_hp, MXTensor):
+            raise MXError(f"to_mx: {data_hp.description} is quantized already; quantize its .to_dtype() if you mean it")
+        if not isinstance(data_hp, Tensor):
+            data_hp = _of_lists(data_hp) if isinstance(data_hp, list | tuple) else as_torch(data_hp)
+        if not data_hp.dim():
+            raise MXError(f"to_mx: a tensor of at least one dimension has blocks, {data_hp!r} has none")
+        fields = {"block_size": block_size, "axis": axis, "scale_mode": scale_mode, "rounding": rounding}
+        spec = parse(elem_dtype, **{name: value for name, value in fields.items() if value is not None})
+        return _quantized(data_hp, *operator_modes(spec), seed)
+
+    def to_dtype(self, target_dtype: torch.dtype | None = None) -> Tensor:
+        """The values, (..., n, ...) in `target_dtype` (float32, float16 or bfloat16; by default `self.dtype`); the
+        gradient passes unchanged."""
+        return _dequantized(self, self.dtype if target_dtype is None else target_dtype)
+
+    @property
+    def elem_dtype(self) -> ElementFormat:
+        """The element format."""
+        return ELEMENTS[self._element_name]
+
+    @property
+    def spec(self) -> MXSpec:
+        """Element, block size and axis (counted from the front); codes do not tell how they were rounded."""
+        return MXSpec(self.elem_dtype, self.block_size, self.axis)
+
+    def statistics(self) -> dict[str, object]:
+        """Size and compression, under the names that pychop's `MXTensor.statistics()` has; `pt2mx.mx_statistics` also
+        measures what quantizing data loses."""
+        return MXStorage.of(self.shape, self.spec).to_dict()
+
+    def is_shared(self) -> bool:
+        """Whether codes and scales are in shared memory."""
+        return self.qdata.is_shared() and self.scale.is_shared()
+
+    def share_memory_(self) -> MXTensor:
+        """Move codes and scales to shared memory, in place."""
+        self.qdata.share_memory_()
+        self.scale.share_memory_()
+        return self
+
+    @property
+    def description(self) -> str:
+        """Shape, element, block size and axis, for messages."""
+        return (
+            f"an MXTensor of shape {tuple(self.shape)} ({self._element_name} in blocks of {self.block_size} along "
+            f"dimension {self.axis})"
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"MXTensor(shape={tuple(self.shape)}, elem_dtype={self._element_name}, block_size={self.block_size}, "
+            f"axis={self.axis}, dtype={self.dtype}, device={str(self.device)!r})"
+        )
+
+    def with_parts(self, qdata: Tensor, scale: Tensor, axis: int, values: Tensor) -> MXTensor:
+        """Other storage of the same format. `values`: any tensor with the shape, strides and dtype of the new values,
+        a meta tensor for example."""
+        return MXTensor(
+            qdata, scale, self.elem_dtype, self.block_size, axis, values.dtype, values.shape[axis], values.stride()
+        )
+
+    def holds_whole_blocks(self, length: int) -> bool:
+        """Whether the first `length` values along the axis are whole blocks that end where a byte ends."""
+        bits = self.elem_dtype.bits
+        return length % self.block_size == 0 and unpacked_length(packed_length(length, bits), bits) == length
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[str, int, int, torch.dtype]]:
+        return ["qdata", "scale"], (self._element_name, self.block_size, self.axis, self.dtype)
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, parts: dict[str, Tensor], format: tuple[str, int, int, torch.dtype], size: object, stride: object
+    ) -> MXTensor:
+        # the length is the size's alone: it may be symbolic, and compiled code compares what stands in `format`
+        element, block_size, axis, dtype = format
+        return cls(parts["qdata"], parts["scale"], element, block_size, axis, dtype, size[axis], stride)
+
+    def _stable_hash_for_caching(self) -> str:
+        """What torch.compile's caches must know of an input; without it they warn, and refuse symbolic sizes."""
+        layouts = [(part.shape, part.stride()) for part in (self, self.qdata, self.scale)]
+        return str((self.__tensor_flatten__(), layouts, self.device, self.requires_grad))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: object, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        if func in cls._ATEN_OP_TABLE[cls]:
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+        if func._can_decompose():  # inference mode does not take operators apart before they get here
+            return func.decompose(*args, **kwargs or {})
+        found = next(x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, MXTensor))
+        raise MXError(f"{func} is not defined for {found.description}: dequantize it first, with .to_dtype()")
+
+
+class _ToMX(torch.autograd.Function):
+    """Quantization with a straight-through gradient."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor, element: str, block_size: int, axis: int, *modes: object) -> MXTensor:
+        scale, qdata = quantize_mx(x, element, block_size, axis, *modes)
+        # qdata has x's order; its sizes may be symbols that tracing knows nothing of, those of x are not
+        stride = dense_strides(x.shape, order_in_memory(x))
+        return MXTensor(qdata, scale, element, block_size, axis, x.dtype, x.shape[axis], stride)
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (grad,) + (None,) * 6
+
+
+class _FromMX(torch.autograd.Function):
+    """Dequantization with the gradient of a cast."""
+
+    @staticmethod
+    def forward(ctx: object, x: MXTensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = x.dtype
+        # in the order of the codes: a product of transposed values is computed, to the bit, as one of transposed plain
+        # tensors
+        element, length = x.elem_dtype.name, x.shape[x.axis]
+        return ops.dequantize_mx(x.qdata, x.scale, element, x.block_size, dtype, x.axis, length)
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.dtype), None
+
+
+# torch.compile takes both as one call each, and traces them below autograd
+@torch.compiler.allow_in_graph
+def _quantized(x: Tensor, *modes: object) -> MXTensor:
+    return _ToMX.apply(x, *modes)
+
+
+@torch.compiler.allow_in_graph
+def _dequantized(x: MXTensor, dtype: torch.dtype) -> Tensor:
+    if dtype not in HIGH_PRECISION:
+        raise MXError(f"to_dtype: cannot dequantize to {dtype}: allowed are float32, float16 and bfloat16")
+    return _FromMX.apply(x, dtype)
+
+
+def _of_lists(data: list | tuple) -> Tensor:
+    try:
+        return torch.as_tensor(data, dtype=torch.float32)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise MXError(f"to_mx: nested lists of equal lengths that hold numbers are an array: {error}") from None
+
+
+torch.serialization.add_safe_globals([MXTensor])

@@ -1,0 +1,78 @@
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import pt2mx
+from pt2mx import MXQuantizer
+from pt2mx.fx.graph.arguments import is_ours, make_positional, write_out_arguments
+from pt2mx.fx.graph.subgraphs import graph_modules
+
+
+class Net(nn.Module):
+    """A product of two activations, an embedding, a branch."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.up, self.down = nn.Embedding(50, 64), nn.Linear(64, 48), nn.Linear(64, 48)
+
+    def forward(self, ids):
+        x = self.table(ids)
+        y = torch.cond(x.sum() > 0, lambda x: self.up(x), lambda x: self.down(x), (x,))
+        return y @ y.transpose(0, 1)
+
+
+IDS = torch.arange(33)
+
+
+@pytest.fixture(scope="module", params=["mxfp8", "mxfp6"])  # one of codes that are packed, with lengths
+def converted(request):
+    torch.manual_seed(0)
+    with torch.no_grad():
+        exported = torch.export.export(Net().eval(), (IDS,)).module()
+        prepared = pt2mx.prepare_pt2e(exported, MXQuantizer.from_recipe(request.param))
+        prepared(IDS)
+        return pt2mx.convert_pt2e(prepared)
+
+
+def lacking(model):
+    """The operators of pt2mx that do not have all of their arguments."""
+    nodes = [node for graph in graph_modules(model) for node in graph.graph.nodes if is_ours(node)]
+    assert len(nodes) >= 4
+    return [node.name for node in nodes if len(node.args) < len(node.target._schema.arguments) or node.kwargs]
+
+
+def test_converted_and_lowered_models_have_all_arguments(converted):
+    assert lacking(converted) == [] == lacking(pt2mx.lower_to_inductor(converted))
+    (quantize, *_) = converted.graph.find_nodes(op="call_function", target=torch.ops.pt2mx.quantize_mx.default)
+    assert quantize.args[4:] == ("floor", "even", None)
+
+
+def test_what_tracing_left_out_is_written_out_again(converted):
+    with torch.no_grad():
+        program = torch.export.export(converted, (IDS,))
+    assert lacking(program.graph_module), "torch.export keeps defaults now: save_program need not write them out"
+    for graph in graph_modules(program.graph_module):
+        write_out_arguments(graph)
+    assert lacking(program.graph_module) == []
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    loaded = torch.export.load(file)
+    assert lacking(loaded.graph_module) == []
+    with torch.no_grad():
+        assert torch.equal(loaded.module()(IDS), converted(IDS))
+
+
+def test_keywords_take_their_positions():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    node = graph.call_function(torch.ops.aten.softmax.int, (x,), {"dtype": None, "dim": 1})
+    make_positional(node)
+    assert node.args == (x, 1, None) and node.kwargs == {}
+    node = graph.call_function(torch.ops.pt2mx.quantize_mx.default, (x, "int8"), {"block_size": 32})
+    make_positional(node)
+    assert node.args == (x, "int8", 32)
+    make_positional(node, 7)
+    assert node.args == (x, "int8", 32, -1, "floor", "even", None)

@@ -1,0 +1,228 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch._higher_order_ops.map import map as torch_map
+
+import pt2mx
+from pt2mx import MXQuantizer, get_default_mx_quantization_config, ops
+from pt2mx.fx.graph.subgraphs import calls, graph_modules
+
+QUANTIZER = MXQuantizer().set_global(get_default_mx_quantization_config("mxfp4", "mxfp8"))
+
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.outer(self.apply_inner(x))
+
+
+class NoGrad(Base):
+    def apply_inner(self, x):
+        with torch.no_grad():
+            return torch.relu(self.inner(x))
+
+
+class Autocast(Base):
+    def apply_inner(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.inner(x).float()
+
+
+class Cond(Base):
+    def apply_inner(self, x):
+        return torch.cond(x.sum() > 0, lambda x: self.inner(x), lambda x: self.inner(x * 2) + 1, (x,))
+
+
+class Nested(Base):
+    def apply_inner(self, x):
+        def other(x):
+            return torch.cond(x[0, 0] > 0, lambda x: self.inner(x), lambda x: x @ self.inner.weight, (x,))
+
+        return torch.cond(x.sum() > 0, other, lambda x: x + 1, (x,))
+
+
+class WhileLoop(Base):
+    def apply_inner(self, x):
+        def body(i, x):
+            return i + 1, torch.tanh(self.inner(x))
+
+        i = torch.zeros((), dtype=torch.int64)
+        return torch._higher_order_ops.while_loop(lambda i, x: i < 3, body, (i, x))[1]
+
+
+class Scan(Base):
+    def apply_inner(self, x):
+        def step(carry, y):
+            return torch.tanh(self.inner(carry) + y), carry.clone()
+
+        return torch._higher_order_ops.scan(step, x, torch.stack([x, -x]))[0]
+
+
+class Map(Base):
+    def apply_inner(self, x):
+        return torch_map(lambda row: self.inner(row), x.unsqueeze(1)).squeeze(1)
+
+
+class Checkpoint(Base):
+    def apply_inner(self, x):
+        return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+
+
+class ViewedWeight(Base):
+    """The weight is a function of the operand, inside."""
+
+    def apply_inner(self, x):
+        with torch.no_grad():
+            return x @ (self.inner.weight.t() * 2).contiguous()
+
+
+MODELS = [NoGrad, Autocast, Cond, Nested, WhileLoop, Scan, Map, Checkpoint, ViewedWeight]
+X = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_is_inside_is_quantized(model, quantize, tmp_path):
+    torch.manual_seed(0)
+    model = model().eval()
+    program = torch.export.export(model, (X,))
+    want, prepared, converted = quantize(program, QUANTIZER, (X,))
+    with torch.no_grad():
+        assert torch.equal(converted(X), want)
+        assert torch.equal(converted(-X), prepared(-X))  # the other branch
+        assert not torch.equal(want, model(X))
+        assert nn.functional.cosine_similarity(want, model(X)).min() > 0.9
+
+    # every linear layer and product has two pairs, every weight is packed, once, outside
+    graphs = graph_modules(converted)
+    products = (torch.ops.aten.linear.default, torch.ops.aten.matmul.default)
+    layers = [n for g in graphs for n in g.graph.nodes if n.target in products]
+    assert len(layers) >= 2
+    for node in layers:
+        assert all(n.target is ops.dequantize_mx for n in node.args[:2])
+    assert not any("weight" in key for key, value in converted.state_dict().items() if value.is_floating_point())
+    for inner in graphs[:-1]:
+        quantized = [n.args[0] for n in inner.graph.nodes if n.target is ops.quantize_mx]
+        assert not any(n.meta.get("mx_constant") for n in quantized)
+
+    with torch.no_grad():
+        again = torch.export.export(converted, (X,))
+        torch.export.save(again, tmp_path / "model.pt2")
+        loaded = torch.export.load(tmp_path / "model.pt2").module()
+        assert torch.equal(loaded(X), want)
+        assert torch.equal(copy.deepcopy(converted)(X), want)
+
+
+@pytest.mark.parametrize("model", [NoGrad, Autocast, Cond])  # torch 2.13 does not compile the float scan either
+def test_compiles(model, quantize, compiler):
+    want, _, converted = quantize(torch.export.export(model().eval(), (X,)), QUANTIZER, (X,))
+    with torch.no_grad():
+        got = torch.compile(converted)(X)
+    assert nn.functional.cosine_similarity(got, want).min() > 0.999
+
+
+@pytest.mark.parametrize("model", [Autocast, Cond, Checkpoint])
+def test_trains(model):
+    torch.manual_seed(0)
+    prepared = pt2mx.prepare_qat_pt2e(torch.export.export(model().train(), (X,)).module(), QUANTIZER)
+    optimizer, losses = torch.optim.Adam(prepared.parameters(), 1e-2), []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = (prepared(X) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.3 * losses[0]
+    converted = pt2mx.convert_pt2e(prepared)
+    with torch.no_grad():
+        assert torch.equal(converted(X), prepared(X))
+
+
+def test_calibration_with_gradients_is_refused_where_nothing_can_be_seen():
+    prepared = pt2mx.prepare_pt2e(torch.export.export(Cond().eval(), (X,)).module(), QUANTIZER)
+    with pytest.raises(pt2mx.MXError, match=r"calibrate under torch.no_grad\(\)"):
+        prepared(X)
+    pt2mx.disable_observer(prepared)
+    assert prepared(X).requires_grad
+
+
+def test_settings_reach_inside():
+    module = torch.export.export(Cond().eval(), (X,)).module()
+    config = get_default_mx_quantization_config("mxfp4", "mxfp8")
+    quantizer = MXQuantizer().set_global(config).set_module_name("inner", None)
+    prepared = pt2mx.prepare_pt2e(module, quantizer)
+    assert not any(isinstance(m, pt2mx.MXObserver) for c in calls(prepared) for _, g in c.graphs for m in g.modules())
+    assert len([m for m in prepared.modules() if isinstance(m, pt2mx.MXObserver)]) == 2
+
+
+class Between(Base):
+    """The graph inside runs between two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.head(self.apply_inner(self.outer(x)))
+
+    def apply_inner(self, x):
+        with torch.no_grad():
+            return torch.relu(self.inner(x))
+
+
+def test_first_and_last_go_by_the_order_of_execution():
+    module = torch.export.export(Between().eval(), (X,)).module()
+    config = get_default_mx_quantization_config("mxfp4", "mxfp8")
+    quantizer = MXQuantizer().set_global(config).set_first(None).set_last(None)
+    report = pt2mx.quantization_report(pt2mx.prepare_pt2e(module, quantizer))
+    assert {o.module: o.quantized for o in report.operators} == {"outer": False, "inner": True, "head": False}
+
+
+def test_the_callers_graphs_are_unchanged(quantize):
+    program = torch.export.export(Cond().eval(), (X,))
+    module = program.module()
+    before = [g.code for g in graph_modules(module)]
+    pt2mx.convert_pt2e(pt2mx.prepare_pt2e(module, QUANTIZER))
+    assert [g.code for g in graph_modules(module)] == before
+    assert not any("mx_constant" in n.meta for g in graph_modules(module) for n in g.graph.nodes)
+
+
+class Repeated(nn.Module):
+    """A graph that two calls share, with weights of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(3)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.block(layer, x)
+        return x
+
+    @torch.compiler.nested_compile_region
+    def block(self, layer, x):
+        return torch.relu(layer(x))
+
+
+def test_a_graph_that_is_called_again_is_quantized_once(quantize):
+    model = Repeated().eval()
+    want, prepared, converted = quantize(torch.export.export(model, (X,), strict=True), QUANTIZER, (X,))
+    with torch.no_grad():
+        assert torch.equal(converted(X), want)
+        x = X
+        for layer in model.layers:
+            weight = pt2mx.fake_quantize_mx(layer.weight, "mxfp4")
+            x = torch.relu(nn.functional.linear(pt2mx.fake_quantize_mx(x, "mxfp8"), weight, layer.bias))
+        assert torch.equal(want, x)
+    shared = [len(group) for group in ([*c.graphs] for c in calls(prepared))]
+    assert shared == [1, 1]
+    assert all(
+        len([m for m in g.modules() if isinstance(m, pt2mx.MXObserver)]) == 2 for g in graph_modules(prepared)[:-1]
+    )
+    reports = [pt2mx.quantization_report(m) for m in (prepared, converted)]
+    assert reports[0].bytes_before == reports[1].bytes_before == 3 * (64 * 64 + 64) * 4
+    assert reports[0].bytes_after == reports[1].bytes_after == 3 * (64 * 34 + 64 * 4)

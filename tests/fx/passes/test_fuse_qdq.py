@@ -1,0 +1,104 @@
+import operator
+
+import pytest
+import torch
+
+from pt2mx import FORMATS, MXSpec, fake_quantize_mx, ops
+from pt2mx.fx.graph.qdq import spec_of_dequantize
+from pt2mx.fx.passes.fuse_qdq import fuse_pairs
+from tests.fx.graph.test_qdq import converted
+
+PAIR = [ops.quantize_mx, operator.getitem, operator.getitem, ops.dequantize_mx]
+
+
+def targets(model):
+    ours = (*PAIR, ops.fake_quantize_mx)
+    return [n.target for n in model.graph.nodes if n.op == "call_function" and n.target in ours]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_pair_becomes_one_operator(name, dtype):
+    spec = MXSpec(name, 16, -1, "rceil", "half_away")
+    model, _ = converted(spec, dtype)
+    x = torch.randn(3, 70, dtype=dtype)
+    want = model(x)
+    assert targets(model) == PAIR
+    assert fuse_pairs(model) is model
+    assert targets(model) == [ops.fake_quantize_mx]
+    assert torch.equal(model(x), want) and torch.equal(want, fake_quantize_mx(x, spec) * 2)
+
+
+def test_place_and_value_are_those_of_the_pair():
+    model, dequantize = converted(MXSpec("fp6_e2m3"))
+    place = {"stack_trace": "File here", "nn_module_stack": {"layer": ("layer", "torch.nn.Linear")}}
+    dequantize.meta.update(place)
+    value = dequantize.meta["val"]
+    (fused,) = fuse_pairs(model).graph.find_nodes(op="call_function", target=ops.fake_quantize_mx)
+    assert {key: fused.meta[key] for key in place} == place and fused.meta["val"] is value
+    assert spec_of_dequantize(fused) == MXSpec("fp6_e2m3", axis=1)
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp4_e2m1"])
+def test_dynamic_lengths(name):
+    model, _ = converted(MXSpec(name, 32, -1), dynamic=True)
+    assert targets(fuse_pairs(model)) == [ops.fake_quantize_mx]
+    for shape in [(2, 2), (3, 71), (65, 33)]:
+        x = torch.randn(shape)
+        assert torch.equal(model(x), fake_quantize_mx(x, name) * 2)
+
+
+@pytest.mark.parametrize("seed", [None, 11])
+def test_stochastic_rounding_draws_the_same_numbers(seed):
+    model, dequantize = converted(MXSpec("fp4_e2m1", rounding="stochastic"))
+    quantize = dequantize.args[0].args[0]
+    quantize.args = (*quantize.args, seed)
+    model.recompile()
+    x = torch.randn(3, 70)
+    torch.manual_seed(5)
+    want = model(x)
+    torch.manual_seed(5)
+    assert torch.equal(fuse_pairs(model)(x), want)
+    assert targets(model) == [ops.fake_quantize_mx]
+
+
+def read_codes(model, quantize, dequantize):
+    output = model.graph.output_node()
+    output.args = ((*output.args[0], dequantize.args[0]),)
+
+
+def another_dtype(model, quantize, dequantize):
+    dequantize.update_arg(4, torch.bfloat16)
+    dequantize.meta["val"] = dequantize.meta["val"].to(torch.bfloat16)
+
+
+def another_axis(model, quantize, dequantize):
+    dequantize.update_arg(5, 0)
+
+
+def another_element(model, quantize, dequantize):
+    dequantize.update_arg(2, "fp8_e5m2")
+
+
+def swapped(model, quantize, dequantize):
+    dequantize.args = (dequantize.args[1], dequantize.args[0], *dequantize.args[2:])
+
+
+@pytest.mark.parametrize("change", [read_codes, another_dtype, another_axis, another_element, swapped])
+def test_what_is_no_plain_pair_stays(change):
+    model, dequantize = converted(MXSpec("fp8_e4m3"))
+    change(model, dequantize.args[0].args[0], dequantize)
+    assert targets(fuse_pairs(model)) == PAIR
+
+
+def test_it_quantizes_before_a_later_write():
+    class Written(torch.nn.Module):
+        def forward(self, x):
+            y = x.clone()
+            scale, data = ops.quantize_mx(y, "fp8_e4m3", 32)
+            y.zero_()
+            return ops.dequantize_mx(data, scale, "fp8_e4m3", 32, torch.float32), y
+
+    model, x = torch.export.export(Written(), (torch.randn(3, 64),)).module(), torch.randn(3, 64)
+    assert targets(fuse_pairs(model)) == [ops.fake_quantize_mx]
+    assert torch.equal(model(x)[0], fake_quantize_mx(x, "mxfp8"))

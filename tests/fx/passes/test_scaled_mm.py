@@ -1,0 +1,168 @@
+import pytest
+import torch
+from torch import nn
+
+import pt2mx
+from pt2mx import MXQuantizer, get_default_mx_quantization_config
+from pt2mx.fx.graph.subgraphs import graph_modules
+from pt2mx.fx.lower import lower_to_inductor
+from pt2mx.fx.passes.scaled_mm import use_scaled_mm
+from pt2mx.ops.scaled_mm import FORMS
+
+
+class Net(nn.Module):
+    """q, k, v of one input, a layer whose N tensor cores do not take, and one whose K they do not."""
+
+    def __init__(self, dtype=torch.bfloat16):
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(64, 32), nn.Linear(64, 32, bias=False), nn.Linear(64, 32)
+        self.odd, self.ragged = nn.Linear(64, 5), nn.Linear(5, 16)
+        self.to(dtype)
+
+    def forward(self, x):  # (B, S, 64) -> (B, S, 32) three times, (B, S, 5), (B, S, 16)
+        return self.q(x), self.k(x), self.v(x), self.odd(x), self.ragged(x[..., :5])
+
+
+def lowered(weight, activation, dtype=torch.bfloat16, model=None, shape=(2, 3, 64)):
+    x = torch.randn(shape, dtype=dtype)
+    shapes = ({0: torch.export.Dim("batch")},)
+    config = get_default_mx_quantization_config(weight=weight, activation=activation)
+    exported = torch.export.export((model or Net(dtype)).eval(), (x,), dynamic_shapes=shapes).module()
+    converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(exported, MXQuantizer().set_global(config)))
+    return converted, lower_to_inductor(converted), x
+
+
+def count(model, *names):
+    targets = [str(node.target) for node in model.graph.nodes if node.op == "call_function"]
+    return [targets.count(f"pt2mx.{name}") for name in names]
+
+
+OPERATORS = ("scaled_mm_mx.default", "linear_mx.default", "quantize_mx.default", "swizzle_scale.default")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_products_on_tensor_cores_agree(form):
+    """Three of five layers; x is quantized once, and only its scales are put in order at each call."""
+    activation, weight = form
+    converted, before, x = lowered(weight, activation)
+    want = before(x)
+    after = use_scaled_mm(before, force=True)
+    assert count(after, *OPERATORS) == [3, 2, 1, 1]
+    assert {n for n, _ in after.named_buffers()} >= {"q.weight_scale_swizzled", "q.weight_data", "odd.weight_scale"}
+    assert "q.weight_scale" not in dict(after.named_buffers())
+    torch.testing.assert_close(after(x), want, rtol=0.02, atol=0.02)
+    x = torch.randn(70, 3, 64, dtype=torch.bfloat16)
+    torch.testing.assert_close(after(x), converted(x), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("modes", ["(rceil)", "(even,half_away)", ""])
+def test_one_product_agrees_up_to_the_order_of_sums(modes):
+    model = nn.Linear(160, 48).float()
+    converted, before, x = lowered("mxfp8", f"mxfp8_e5m2{modes}", torch.float32, model, (4, 160))
+    after = use_scaled_mm(lower_to_inductor(converted), force=True)
+    assert count(after, *OPERATORS) == [1, 0, 1, 1]
+    torch.testing.assert_close(after(x), before(x))
+    torch.testing.assert_close(after(x), converted(x))
+
+
+def test_graph_exports_and_compiles(compiler, tmp_path, run_python):
+    converted, before, x = lowered("mxfp8", "mxfp8", torch.float32, nn.Linear(64, 32), (4, 64))
+    want, after = before(x), use_scaled_mm(before, force=True)
+    program = torch.export.export(after, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    torch.testing.assert_close(program.module()(x), want)
+    torch.export.save(program, tmp_path / "model.pt2")
+    torch.save((x, after(x)), tmp_path / "io.pt")
+    code = """
+import torch, pt2mx
+x, want = torch.load('io.pt')
+print(torch.equal(torch.export.load('model.pt2').module()(x), want))
+"""
+    assert run_python(code, cwd=tmp_path).strip() == "True"
+    compiled = torch.compile(after, fullgraph=True, dynamic=True)
+    for rows in (4, 130):
+        x = torch.randn(rows, 64)
+        torch.testing.assert_close(compiled(x), converted(x))
+
+
+def test_tied_weights_and_graphs_inside():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.inner = nn.Linear(64, 64), nn.Linear(64, 64)
+            self.b = nn.Linear(64, 64)
+            self.b.weight = self.a.weight
+
+        def forward(self, x):
+            return self.a(x), self.b(x), torch.cond(x.sum() > 0, self.inner, lambda x: self.inner(x) + 1, (x,))
+
+    converted, before, x = lowered("mxfp8", "mxfp8", torch.float32, Twice(), (4, 64))
+    after = use_scaled_mm(before, force=True)
+    assert [count(graph, *OPERATORS[:2]) for graph in graph_modules(after)] == [[1, 0], [1, 0], [2, 0]]
+    assert sum(name.endswith("_swizzled") for name, _ in after.named_buffers()) == 1
+    for sign in (x, -x):
+        torch.testing.assert_close(after(sign), converted(sign))
+
+
+class Pair(nn.Module):
+    """A pair whose codes are an output too."""
+
+    def __init__(self):
+        super().__init__()
+        scale, data = pt2mx.quantize_mx(torch.randn(32, 64), "mxfp8")
+        self.register_buffer("data", data)
+        self.register_buffer("scale", scale)
+
+    def forward(self, x):
+        scale, data = torch.ops.pt2mx.quantize_mx(x, "fp8_e4m3", 32, -1, "floor", "even")
+        y = torch.ops.pt2mx.dequantize_mx(data, scale, "fp8_e4m3", 32, x.dtype, 1)
+        return torch.ops.pt2mx.linear_mx(y, self.data, self.scale, None, "fp8_e4m3", 32), data
+
+
+def test_codes_of_a_pair_are_used():
+    x = torch.randn(4, 64)
+    model = torch.export.export(Pair(), (x,)).module()
+    want = model(x)
+    after = use_scaled_mm(model, force=True)
+    assert count(after, *OPERATORS, "dequantize_mx.default") == [1, 0, 1, 1, 0]
+    torch.testing.assert_close(after(x), want)
+
+
+@pytest.mark.parametrize(
+    ("weight", "activation", "dtype"),
+    [
+        ("mxfp8_e5m2", "mxfp8_e5m2", torch.bfloat16),  # not two E5M2
+        ("mxfp4", "mxfp8", torch.bfloat16),  # nor a mixture of widths
+        ("mxfp6", "mxfp6", torch.bfloat16),
+        ("mxfp4", "mxfp4", torch.float32),  # FP4 gives bfloat16 alone
+        ("mxfp8", "mxfp8{16}", torch.bfloat16),
+        ("mxfp8{64}", "mxfp8{64}", torch.bfloat16),
+        ("mxfp8", "mxfp8(floor,stochastic)", torch.bfloat16),
+        ("mxfp8", None, torch.bfloat16),
+    ],
+)
+def test_what_tensor_cores_do_not_take_is_left_alone(weight, activation, dtype):
+    _, before, _ = lowered(weight, activation, dtype)
+    after = use_scaled_mm(before, force=True)
+    assert count(after, *OPERATORS[:2]) == [0, 5]
+
+
+def test_without_such_cores_nothing_changes():
+    _, before, _ = lowered("mxfp8", "mxfp8")
+    code = before.code
+    assert use_scaled_mm(before).code == code
+
+
+@pytest.mark.parametrize(
+    ("capability", "form", "products"),
+    [((9, 0), 0, 0), ((10, 0), 0, 1), ((12, 0), 0, 1), ((10, 3), 3, 1), ((12, 0), 3, 0)],
+)
+def test_gpu_decides(capability, form, products, monkeypatch):
+    """FP4 runs on compute capability 10 only."""
+    activation, weight = list(FORMS)[form]
+    _, before, _ = lowered(weight, activation, torch.bfloat16, nn.Linear(64, 32).bfloat16(), (4, 64))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with torch._subclasses.FakeTensorMode():
+        on_gpu = torch.empty(4, 32, dtype=torch.bfloat16, device="cuda")
+    (node,) = before.graph.find_nodes(op="call_function", target=torch.ops.pt2mx.linear_mx.default)
+    node.meta["val"] = on_gpu
+    assert count(use_scaled_mm(before), "scaled_mm_mx.default") == [products]

@@ -1,0 +1,118 @@
+import pytest
+import torch
+from torch.nn import functional as F
+
+from pt2mx import FORMATS, MXSpec, ops
+from pt2mx.fx.graph.qdq import SPEC_KEY, spec_of_dequantize
+from pt2mx.fx.graph.unused import delete_unused_tensors
+from pt2mx.fx.passes.packed_products import use_packed_weights
+from pt2mx.fx.passes.weights_k_major import put_blocks_last
+from pt2mx.ops import linear
+from tests.fx.passes.test_packed_products import Product, calls, is_packed
+
+
+def exported(module, *args):
+    return torch.export.export(module, args).module()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_weight_of_conv1d_is_transposed_once(name):
+    module = Product(lambda x, w, b: (torch.addmm(b, x, w), x @ w), (70, 24), name, axis=0)
+    x = torch.randn(2, 70)
+    model = exported(module, x)
+    want, before = model(x), model.graph.find_nodes(op="call_function", target=ops.dequantize_mx)[0].meta["val"]
+    assert put_blocks_last(model) is model
+    (dequantize,) = calls(model, ops.dequantize_mx)
+    (transpose,) = calls(model, torch.ops.aten.transpose.int)
+    assert [n.target for n in dequantize.args[:2]] == ["data_t", "scale_t"] and dequantize.args[5] == 1
+    assert dequantize.meta["val"].shape == (24, 70) and transpose.meta["val"].shape == before.shape == (70, 24)
+    assert torch.equal(transpose.target(dequantize.target(model.data_t, model.scale_t, *dequantize.args[2:]), 0, 1),
+                       module.weight())  # fmt: skip
+    assert model.data_t.is_contiguous() and torch.equal(model.data_t, module.data.t())
+    for got, expected in zip(model(x), want, strict=True):
+        torch.testing.assert_close(got, expected)
+    assert is_packed(use_packed_weights(model)) and len(calls(model, linear.linear_mx)) == 2
+    delete_unused_tensors(model)
+    assert set(model.state_dict()) == {"data_t", "scale_t", "bias"}
+    for got, expected in zip(model(x), want, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_other_readers_read_the_same_buffer():
+    module = Product(lambda x, w, b: (x @ w, w.sum(0)), (70, 24), axis=0)
+    x = torch.randn(2, 70)
+    model = exported(module, x)
+    want = model(x)
+    use_packed_weights(put_blocks_last(model))
+    delete_unused_tensors(model)
+    assert {"data", "scale"}.isdisjoint(model.state_dict()) and model.data_t.shape == (24, 35)
+    torch.testing.assert_close(model(x), want)
+
+
+def test_experts():
+    module = Product(lambda x, w, b, offs: F.grouped_mm(x, w, offs=offs), (3, 64, 24), "fp8_e4m3", -2, torch.bfloat16)
+    args = torch.randn(8, 64, dtype=torch.bfloat16), torch.tensor([2, 2, 8], dtype=torch.int32)
+    model = exported(module, *args)
+    want = model(*args)
+    assert is_packed(use_packed_weights(put_blocks_last(model)))
+    assert model.data_t.shape == (3, 24, 64) and model.scale_t.shape == (3, 24, 2)
+    torch.testing.assert_close(model(*args), want)
+
+
+def test_the_spec_follows():
+    model = exported(Product(lambda x, w, b: x @ w, (70, 24), axis=0), torch.randn(2, 70))
+    (dequantize,) = calls(model, ops.dequantize_mx)
+    dequantize.meta[SPEC_KEY] = MXSpec("fp4_e2m1", axis=0, scale_mode="rceil")
+    (dequantize,) = calls(put_blocks_last(model), ops.dequantize_mx)
+    assert spec_of_dequantize(dequantize) == MXSpec("fp4_e2m1", axis=1, scale_mode="rceil")
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        Product(lambda x, w, b: F.linear(x, w, b)),  # they are last
+        Product(lambda x, w, b: F.linear(x, w, b), axis=0),  # the product reduces the other dimension
+        Product(lambda x, w, b: F.conv1d(x.unsqueeze(0).mT, w), (24, 70, 1), axis=1),
+        Product(lambda x, w, b: x.sum() + w.sum(), (70, 24), axis=0),
+    ],
+)
+def test_other_weights_stay(module):
+    model = exported(module, torch.randn(2, 70))
+    code = model.code
+    assert put_blocks_last(model).code == code and "data_t" not in model.state_dict()
+
+
+def test_weights_that_are_inputs_stay():
+    class Inner(torch.nn.Module):
+        def forward(self, x, data, scale):
+            return x @ ops.dequantize_mx(data, scale, "fp8_e4m3", 32, torch.float32, 0)
+
+    args = torch.randn(2, 64), torch.zeros(64, 8, dtype=torch.uint8), torch.zeros(2, 8, dtype=torch.uint8)
+    model = exported(Inner(), *args)
+    code = model.code
+    assert put_blocks_last(model).code == code
+
+
+class Transposed(Product):
+    """A weight whose codes lie in memory with another dimension last, as those of a parameter's transpose do."""
+
+    def __init__(self, product, axis=1):
+        super().__init__(product, axis=axis)
+        self.data, self.scale = self.data.t().contiguous().t(), self.scale.t().contiguous().t()
+
+
+def test_blocks_that_are_last_but_not_in_memory():
+    x = torch.randn(2, 70)
+    module = Transposed(lambda x, w, b: F.linear(x, w, b))
+    model = exported(module, x)
+    want = model(x)
+    put_blocks_last(model)
+    assert model.data_t.is_contiguous() and torch.equal(model.data_t, module.data)
+    torch.testing.assert_close(model(x), want)
+    assert is_packed(use_packed_weights(model))
+
+
+def test_weights_that_others_read_in_their_order_stay():
+    model = exported(Transposed(lambda x, w, b: (F.linear(x, w, b), w * 2)), torch.randn(2, 70))
+    code = model.code
+    assert put_blocks_last(model).code == code

@@ -1,0 +1,168 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import pt2mx
+from pt2mx import MXQuantizer, get_default_mx_quantization_config
+from pt2mx.fx.training.fuse_batch_norm import NormalizedLayer, ScaledWeight
+
+QUANTIZER = MXQuantizer().set_global(get_default_mx_quantization_config("mxfp6{8}", "mxfp8{8}"))
+
+LAYERS = {
+    "conv1d": (nn.Conv1d(6, 8, 3), nn.BatchNorm1d(8, 1e-3, 0.2), (4, 6, 9)),
+    "conv1d without bias": (nn.Conv1d(6, 8, 3, bias=False), nn.BatchNorm1d(8), (4, 6, 9)),
+    "conv2d": (nn.Conv2d(6, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8, 1e-2, 0.3), (4, 6, 8, 8)),
+    "conv2d, padding same": (nn.Conv2d(6, 8, 3, padding="same", bias=False), nn.BatchNorm2d(8), (4, 6, 8, 8)),
+    "conv2d, grouped": (nn.Conv2d(6, 9, 3, groups=3), nn.BatchNorm2d(9), (4, 6, 8, 8)),
+    "conv2d, depthwise": (nn.Conv2d(6, 6, 3, groups=6, bias=False), nn.BatchNorm2d(6), (4, 6, 8, 8)),
+    "conv2d, not affine": (nn.Conv2d(6, 8, 3), nn.BatchNorm2d(8, affine=False), (4, 6, 8, 8)),
+    "conv3d": (nn.Conv3d(3, 4, 2), nn.BatchNorm3d(4), (2, 3, 4, 4, 4)),
+    "conv_transpose1d": (nn.ConvTranspose1d(6, 8, 3), nn.BatchNorm1d(8), (4, 6, 9)),
+    "conv_transpose2d": (nn.ConvTranspose2d(6, 8, 3, 2), nn.BatchNorm2d(8), (4, 6, 8, 8)),
+    "conv_transpose2d, grouped": (nn.ConvTranspose2d(6, 8, 3, groups=2, bias=False), nn.BatchNorm2d(8), (4, 6, 8, 8)),
+    "conv_transpose3d": (nn.ConvTranspose3d(3, 4, 2), nn.BatchNorm3d(4), (2, 3, 4, 4, 4)),
+    "linear": (nn.Linear(6, 8), nn.BatchNorm1d(8, 1e-3), (16, 6)),
+    "linear without bias": (nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), (16, 6)),
+}
+
+
+def layer_and_norm(name):
+    layer, norm, shape = LAYERS[name]
+    model = copy.deepcopy(nn.Sequential(layer, norm, nn.ReLU()))
+    torch.manual_seed(0)
+    norm = model[1]
+    with torch.no_grad():
+        norm.running_mean.normal_(0, 0.3)
+        norm.running_var.uniform_(0.5, 2)
+        if norm.affine:
+            norm.weight.normal_(1, 0.5)
+            norm.bias.normal_()
+            norm.weight[0] = 0.0
+    return model, (torch.randn(shape),)
+
+
+def prepared_for_training(model, inputs):
+    return pt2mx.prepare_qat_pt2e(torch.export.export(model.train(), inputs).module(), QUANTIZER)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_fused_in_training_and_folded_without_difference(name):
+    model, inputs = layer_and_norm(name)
+    prepared = prepared_for_training(model, inputs)
+    kinds = [type(m) for m in prepared.modules()]
+    assert kinds.count(NormalizedLayer) == kinds.count(ScaledWeight) == 1
+    pt2mx.disable_fake_quant(prepared)
+    reference = copy.deepcopy(model)
+    for _ in range(3):  # in high precision it is the layer and the batch norm, running statistics included
+        torch.testing.assert_close(prepared(*inputs), reference(*inputs), rtol=1e-4, atol=1e-4)
+    state = prepared.state_dict()
+    for key, value in reference.state_dict().items():
+        torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(prepared.eval()(*inputs), reference.eval()(*inputs), rtol=1e-4, atol=1e-4)
+
+    pt2mx.enable_fake_quant(prepared)
+    optimizer = torch.optim.SGD(prepared.parameters(), 1e-2)
+    prepared.train()
+    for _ in range(3):
+        optimizer.zero_grad()
+        prepared(*inputs).square().mean().backward()
+        optimizer.step()
+    converted = pt2mx.convert_pt2e(prepared)
+    with torch.no_grad():
+        want = prepared.eval()(*inputs)
+        assert torch.equal(converted(*inputs), want)
+    assert not any("batch_norm" in str(node.target) for node in converted.graph.nodes)
+    held = {key.rpartition(".")[2] for key in converted.state_dict()}
+    assert {"weight_data", "weight_scale"} <= held and not held & {"weight", "running_var", "num_batches_tracked"}
+
+
+@pytest.mark.parametrize("name", ["conv2d", "conv_transpose2d, grouped", "linear"])
+def test_gradients_are_those_of_the_layer_and_its_batch_norm(name):
+    model, inputs = layer_and_norm(name)
+    prepared = prepared_for_training(model, inputs)
+    pt2mx.disable_fake_quant(prepared)
+    for m in (model.train(), prepared):
+        (m(*inputs) * torch.arange(inputs[0].shape[0]).view(-1, *[1] * (inputs[0].dim() - 1))).sum().backward()
+    # through the folded scale gamma gets what the division takes again
+    for (key, want), got in zip(model.named_parameters(), prepared.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad, rtol=1e-3, atol=1e-3 * want.grad.abs().max().item(), msg=key)
+
+
+def test_what_is_not_fused():
+    class Shared(nn.Module):
+        """The convolution's output has another reader."""
+
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+
+        def forward(self, x):
+            y = self.conv(x)
+            return y + self.bn(y)
+
+    class ByRow(nn.Module):
+        """The batch norm's channels are rows, not features."""
+
+        def __init__(self):
+            super().__init__()
+            self.linear, self.bn = nn.Linear(5, 5), nn.BatchNorm1d(5)
+
+        def forward(self, x):
+            return self.bn(self.linear(x))
+
+    for model, x in [(Shared(), torch.randn(2, 4, 3, 3)), (ByRow(), torch.randn(2, 5, 5))]:
+        prepared = prepared_for_training(model, (x,))
+        assert not any(isinstance(m, NormalizedLayer) for m in prepared.modules())
+        prepared(x)
+        converted = pt2mx.convert_pt2e(prepared)
+        with torch.no_grad():
+            assert torch.equal(converted(x), prepared.eval()(x))
+
+
+def test_two_layers_that_share_a_weight_keep_their_own_batch_norms():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Conv2d(4, 4, 1, bias=False), nn.Conv2d(4, 4, 1, bias=False)
+            self.second.weight = self.first.weight
+            self.bn1, self.bn2 = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+
+        def forward(self, x):
+            return self.bn2(self.second(self.bn1(self.first(x))))
+
+    model, x = Shared(), torch.randn(8, 4, 3, 3)
+    with torch.no_grad():
+        model.bn1.weight.uniform_(1, 2)
+        model.bn2.weight.uniform_(-2, -1)
+    prepared = prepared_for_training(model, (x,))
+    assert sum(isinstance(m, NormalizedLayer) for m in prepared.modules()) == 2
+    prepared(x)
+    converted = pt2mx.convert_pt2e(prepared)
+    with torch.no_grad():
+        assert torch.equal(converted(x), prepared.eval()(x))
+    assert sum("weight_data" in key for key in converted.state_dict()) == 2
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_in_a_graph_inside(training):
+    class Frozen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn, self.head = nn.Conv2d(4, 8, 1), nn.BatchNorm2d(8), nn.Conv2d(8, 2, 1)
+
+        def forward(self, x):
+            with torch.no_grad():
+                x = self.bn(self.conv(x))
+            return self.head(x)
+
+    x = torch.randn(4, 4, 3, 3)
+    exported = torch.export.export(Frozen().train(training), (x,)).module()
+    prepared = pt2mx.prepare_qat_pt2e(exported, QUANTIZER)
+    assert any(isinstance(m, NormalizedLayer) for m in prepared.modules())
+    prepared.train()(x)
+    converted = pt2mx.convert_pt2e(prepared)
+    with torch.no_grad():
+        assert torch.equal(converted(x), prepared.eval()(x))
+    assert sum("weight_data" in key for key in converted.state_dict()) == 2

@@ -1,0 +1,125 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import pt2mx
+from pt2mx import MXQuantizer, get_default_mx_quantization_config
+from pt2mx.fx.training.train_eval import OperatorWithMode, modes_to_modules, modules_to_evaluation
+
+pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes self.rnn:UserWarning")  # torch.export
+
+QUANTIZER = MXQuantizer().set_global(get_default_mx_quantization_config("mxint8", "mxint8"))
+
+
+class Attention(nn.Module):
+    def forward(self, x):
+        return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.3 if self.training else 0.0)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.rnn = kind(8, 8, num_layers=2, dropout=0.4, batch_first=True)
+
+    def forward(self, x):
+        return self.rnn(x)[0]
+
+
+MODELS = {
+    "dropout": (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3)), (4, 8)),
+    "dropout2d": (nn.Sequential(nn.Conv2d(4, 4, 1), nn.Dropout2d(0.5)), (4, 4, 3, 3)),
+    "alpha_dropout": (nn.Sequential(nn.Linear(8, 8), nn.AlphaDropout(0.2)), (4, 8)),
+    "rrelu": (nn.Sequential(nn.Linear(8, 8), nn.RReLU()), (4, 8)),
+    "batch_norm": (nn.Sequential(nn.BatchNorm1d(8, 1e-3, 0.2), nn.Linear(8, 8)), (4, 8)),
+    "attention": (Attention(), (2, 4, 8, 16)),
+    "lstm": (Recurrent(nn.LSTM), (3, 5, 8)),
+    "gru": (Recurrent(nn.GRU), (3, 5, 8)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_train_and_eval_switch_what_the_model_had(name):
+    """The prepared model in high precision and the model itself, in each mode, with the same random numbers."""
+    model, shape = MODELS[name]
+    model, x = copy.deepcopy(model).train(), torch.randn(shape)
+    prepared = pt2mx.prepare_qat_pt2e(torch.export.export(model, (x,)).module(), QUANTIZER)
+    assert prepared.training
+    pt2mx.disable_fake_quant(prepared)
+    parent = nn.ModuleDict({"inner": prepared})
+    for training in (True, False, True):
+        parent.train(training)
+        model.train(training)
+        torch.manual_seed(1)
+        want = model(x)
+        torch.manual_seed(1)
+        torch.testing.assert_close(prepared(x), want)
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(prepared.state_dict()[key], value)
+    copied = copy.deepcopy(prepared).eval()
+    torch.testing.assert_close(copied(x), model.eval()(x))
+    assert prepared.training  # the copy has a mode of its own
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "attention"])
+def test_a_model_exported_in_evaluation_can_train(name):
+    model, shape = MODELS[name]
+    model, x = copy.deepcopy(model).eval(), torch.randn(shape)
+    prepared = pt2mx.prepare_qat_pt2e(torch.export.export(model, (x,)).module(), QUANTIZER)
+    assert not prepared.training
+    pt2mx.disable_fake_quant(prepared)
+    torch.testing.assert_close(prepared(x), model(x))
+    torch.manual_seed(1)
+    want = model.train()(x)
+    torch.manual_seed(1)
+    torch.testing.assert_close(prepared.train()(x), want)
+
+
+def test_a_frozen_batch_norm_stays_frozen():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)).train()
+    model[1].eval()
+    x = torch.randn(16, 8)
+    prepared = pt2mx.prepare_qat_pt2e(torch.export.export(model, (x,)).module(), QUANTIZER).eval().train()
+    prepared(x)
+    assert torch.equal(prepared.state_dict()["1.running_mean"], torch.zeros(8))
+    assert (prepared(x) == 0).any()
+
+
+@pytest.mark.filterwarnings("ignore:dropout of the exported model train")  # they evaluate after prepare_pt2e
+@pytest.mark.parametrize("prepare", [pt2mx.prepare_pt2e, pt2mx.prepare_qat_pt2e])
+def test_a_converted_model_evaluates_in_both_modes(prepare):
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).train(), torch.randn(4, 8)
+    prepared = prepare(torch.export.export(model, (x,)).module(), QUANTIZER)
+    assert prepared.training == (prepare is pt2mx.prepare_qat_pt2e)  # calibration drops nothing out
+    converted = pt2mx.convert_pt2e(prepared)
+    pt2mx.enable_fake_quant(prepared)
+    with torch.no_grad():
+        want = prepared.eval()(x)
+        assert torch.equal(converted(x), want)
+        assert torch.equal(converted.train()(x), want)
+        assert torch.equal(nn.Sequential(converted).eval()(x), want)
+
+
+def test_torchaos_switches_do_the_same():
+    from torchao.quantization.pt2e import move_exported_model_to_eval, move_exported_model_to_train
+
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).train(), torch.randn(4, 8)
+    prepared = pt2mx.prepare_qat_pt2e(torch.export.export(model, (x,)).module(), QUANTIZER)
+    move_exported_model_to_eval(prepared)
+    assert not prepared.training and not (prepared(x) == 0).any()
+    move_exported_model_to_train(prepared)
+    assert prepared.training and (prepared(x) == 0).any()
+
+
+def test_operators_of_the_graph_before_and_after():
+    model = torch.export.export(
+        nn.Sequential(nn.Dropout(0.3), nn.BatchNorm1d(4)).train(), (torch.randn(2, 4),)
+    ).module()
+    assert modes_to_modules([model])
+    assert [type(m) for m in model.children() if isinstance(m, OperatorWithMode)] == [OperatorWithMode] * 3
+    modules_to_evaluation(model)
+    targets = [node.target for node in model.graph.nodes if node.op == "call_function"]
+    assert targets == [torch.ops.aten.dropout.default, torch.ops.aten.batch_norm.default]
+    dropout, norm = (node for node in model.graph.nodes if node.op == "call_function")
+    assert dropout.args[1:] == (0.3, False) and norm.args[5] is False

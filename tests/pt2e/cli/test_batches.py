@@ -1,0 +1,135 @@
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from pt2mx import MXError
+from pt2mx.pt2e.cli.batches import conform, load_batches
+from pt2mx.pt2e.cli.stated_shapes import stated_signature
+
+
+class Model(nn.Module):
+    def forward(self, x, pair, times=2, *, mask=None):
+        raise NotImplementedError
+
+
+X, A, B, MASK = torch.zeros(3, 4), torch.zeros(3), torch.zeros(5, dtype=torch.int64), torch.zeros(3)
+
+
+@pytest.fixture
+def signature():
+    dims = {"x": {0: torch.export.Dim("n")}, "pair": None, "times": None, "mask": {0: torch.export.Dim.AUTO}}
+    return stated_signature(Model().forward, (X, {"a": A, "b": B}, 2), {"mask": MASK}, dims)
+
+
+def notes(batch, signature):
+    told = []
+    args, kwargs = conform(batch, signature, "file.pt", told.append)
+    return args, kwargs, told
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (X, {"a": A, "b": B}, 2, MASK),
+        [X, A, B, 2, MASK],
+        (X, A, B, MASK),  # the constant as in the example
+        {"mask": MASK, "x": X, "times": 2, "pair": {"a": A, "b": B}},
+        {"x": X, "pair": {"b": B, "a": A}, "mask": MASK},
+        (X, {"b": B, "a": A}, MASK),
+        {"mask": MASK, "x": X, "pair_b": B, "pair_a": A},
+        {"mask": MASK, "x": X, "pair_b": B, "pair_a": A, "times": torch.tensor(2)},  # as an array holds a number
+    ],
+)
+def test_batches_take_the_form_of_the_example(batch, signature):
+    args, kwargs, told = notes(batch, signature)
+    assert args[0] is X and args[1]["a"] is A and args[1]["b"] is B and args[2] == 2 and kwargs["mask"] is MASK
+    assert told == [] and isinstance(args[2], int)
+
+
+def test_nested_values_are_matched_by_their_keys():
+    """Of one shape, so that nothing else would tell them apart."""
+
+    class Nested(nn.Module):
+        def forward(self, d):
+            raise NotImplementedError
+
+    x, k, v = torch.zeros(2), torch.ones(2), torch.ones(2) * 2
+    signature = stated_signature(Nested().forward, ({"x": x, "parts": [{"k": k, "v": v}, 3]},), {})
+    for batch in ({"d": {"parts": [{"v": v, "k": k}, 3], "x": x}}, ({"parts": ({"v": v, "k": k}, 3), "x": x},)):
+        ((given,), _) = conform(batch, signature, "f", print)
+        assert list(given) == ["x", "parts"] and given["x"] is x and given["parts"][1] == 3
+        assert given["parts"][0]["k"] is k and given["parts"][0]["v"] is v
+
+
+def test_a_tensor_is_a_batch_of_one():
+    signature = stated_signature(nn.Linear(4, 4).forward, (X,), {})
+    assert conform(X, signature, "f", print)[0][0] is X
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (
+            (X, A, B),
+            r"file.pt: a batch must hold the inputs \['x', 'pair_a', .*, 'mask'\], this one holds 3",
+        ),
+        ({"x": X}, r"this one holds \['x'\]"),
+        ({"x": X, "pair_a": A, "times": 2, "mask": MASK}, "this one holds"),  # as many as vary
+        ({"x": X, "pair_a": A, "pair_b": B, "mask": MASK, "extra": A}, "this one holds"),
+        ((X, A, B, 3, MASK), "file.pt: the input 'times' is the constant 2 of the export, and cannot be 3"),
+        ((X, A, B, 2.0, MASK), "the input 'times' is the constant 2"),
+        (
+            (X[:, :3], A, B, MASK),
+            r"file.pt: the input 'x' must be of shape \(0 to any, 4\) and .*, not \(3, 3\)",
+        ),
+        ((X, A[:2], B, MASK), r"the input 'pair_a' must be of shape \(3,\)"),
+        ((X, A, B.int(), MASK), r"the input 'pair_b' must be .* torch.int64, not \(5,\) torch.int32"),
+        ((X, A, 5, MASK), "the input 'pair_b' must be .* not 5"),
+        (("text", A, B, MASK), "the input 'x' must be .* not 'text'"),
+        (
+            {"x": X, "pair": {"a": A}, "mask": MASK},
+            r"file.pt: pair must be nested as in the example: a dict of \['a', 'b'\], not a dict of \['a'\]",
+        ),
+        ({"x": X, "pair": {"a": A, "b": B, "c": B}, "mask": MASK}, r"not a dict of \['a', 'b', 'c'\]"),
+        ((X, [A, B], 2, MASK), "pair must be .* not a list of 2"),
+        (((X,), A, B, MASK), "pair must be .* not Tensor"),
+    ],
+)
+def test_what_does_not_fit_names_file_and_input(batch, message, signature):
+    with pytest.raises(MXError, match=message):
+        notes(batch, signature)
+
+
+def test_float64_is_cast_with_a_note(signature):
+    args, kwargs, told = notes((X.double() + 0.1, A, B, MASK.double()), signature)
+    assert args[0].dtype == kwargs["mask"].dtype == torch.float32 and args[0][0, 0] == torch.tensor(0.1)
+    assert told == ["file.pt: x is cast from float64 to float32", "file.pt: mask is cast from float64 to float32"]
+
+
+def test_batches_of_a_folder_in_the_order_of_their_names(tmp_path):
+    torch.save(torch.ones(1), tmp_path / "b.pt")
+    torch.save({"x": torch.ones(2)}, tmp_path / "a.pt")
+    torch.save((torch.ones(2), 3), tmp_path / "e.pt")
+    np.savez(tmp_path / "c.npz", x=np.ones(3, np.float32))
+    np.savez(tmp_path / "d.npz", np.ones(4, np.int64), np.zeros(4, np.int64))
+    (tmp_path / "notes.txt").write_text("no batch")
+    found = load_batches(tmp_path)
+    assert [file.name for file in found] == ["a.pt", "b.pt", "c.npz", "d.npz", "e.pt"]
+    a, b, c, d, e = found.values()
+    assert a["x"].shape == (2,) and b.shape == (1,) and c["x"].dtype == torch.float32 and e[1] == 3
+    assert isinstance(d, tuple) and [t.sum().item() for t in d] == [4, 0]
+
+
+def test_bad_calibration_folders(tmp_path):
+    for folder in (tmp_path / "none", tmp_path):
+        with pytest.raises(MXError, match=r"must be a folder that holds \.pt or \.npz files"):
+            load_batches(folder)
+    for content, name in ((b"no", "x.pt"), (b"", "y.npz")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(MXError, match=f"{name} is no batch: "):
+            load_batches(tmp_path)
+        (tmp_path / name).unlink()
+    np.savez(tmp_path / "z.npz", np.array(["text"]))
+    with pytest.raises(MXError, match=r"z\.npz is no batch: TypeError: can't convert np\.ndarray"):
+        load_batches(tmp_path)

@@ -1,0 +1,288 @@
+import contextlib
+import io
+import os
+import threading
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import pt2mx
+from pt2mx import MXQuantizer, get_default_mx_quantization_config
+from pt2mx.fx.lower import lower_to_inductor
+from pt2mx.pt2e import origin
+from pt2mx.pt2e.archive import add_records
+from pt2mx.pt2e.cli.command import main
+from pt2mx.pt2e.cli.compile import compile_program
+from pt2mx.pt2e.cli.models import export
+from pt2mx.pt2e.packages.package import load_package
+
+#: gives the bits of another process
+IN_ANOTHER_PROCESS = """
+import sys
+import torch
+if sys.argv[1] == "with":
+    import pt2mx
+else:
+    sys.modules["pt2mx"] = None  # an import of it fails
+model = torch._inductor.aoti_load_package(sys.argv[2])
+for name in sys.argv[3:]:
+    args, want = torch.load(name)
+    got = model(*args)
+    print(torch.equal(got, want), float((got - want).norm() / want.norm()))
+"""
+
+
+class Net(nn.Module):
+    """Ragged blocks, layers with and without a bias. All but the products is exact, and no quantization is to lie
+    behind one: it could make a step of a difference in the last bit."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(70, 128), nn.Linear(128, 16, bias=False)
+
+    def forward(self, x, gate):  # (B, S, 70), (B, 1, 128) -> (B, S, 16)
+        return self.down(torch.relu(self.up(x)) * gate)
+
+
+def inputs(batch, sequence):
+    return torch.randn(batch, sequence, 70), torch.randn(batch, 1, 128)
+
+
+class Attention(nn.Module):
+    """Quantized along its sequence, too: probabilities and values."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x):  # (B, S, 64) -> (B, S, 64)
+        q, k, v = (t.unflatten(-1, (2, 32)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        weights = torch.softmax(q @ k.transpose(-1, -2) / 32**0.5, -1)
+        return self.out((weights @ v).transpose(1, 2).flatten(2))
+
+
+PACKAGES = {"net.aoti.pt2": [], "portable.pt2": ["--portable"], "unpacked.pt2": ["--unpack", "--portable"]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A quantized program, packages of it by each option, and what they are to compute."""
+    path = tmp_path_factory.mktemp("compile")
+    torch.manual_seed(0)
+    batch, sequence = torch.export.Dim("batch", max=99), torch.export.Dim("sequence")
+    shapes = {"x": {0: batch, 1: sequence}, "gate": {0: batch}}
+    quantizer = MXQuantizer.from_recipe("mxfp8").set_module_name(
+        "down", get_default_mx_quantization_config("mxfp4", None)
+    )
+    args = inputs(4, 3)
+    prepared = pt2mx.prepare_pt2e(export(Net().eval(), args, shapes).module(), quantizer)
+    converted = pt2mx.convert_pt2e(prepared)
+    torch.export.save(export(converted, args, shapes), path / "net.pt2")
+    lowered = lower_to_inductor(converted)
+    for i, args in enumerate([inputs(4, 3), inputs(1, 1), inputs(99, 7)]):
+        with torch.no_grad():
+            assert torch.allclose(lowered(*args), converted(*args), rtol=1e-5, atol=1e-5)
+            torch.save((args, lowered(*args)), path / f"lowered{i}.pt")
+            torch.save((args, converted(*args)), path / f"converted{i}.pt")
+    for name, options in PACKAGES.items():
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            assert main(["compile", str(path / "net.pt2"), "--output", str(path / name), *options]) == 0
+        (path / f"{name}.txt").write_text(printed.getvalue())
+    return path
+
+
+@pytest.fixture
+def here(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_package_gives_the_bits_of_the_lowered_model_in_another_process(here, run_python):
+    arguments = ["with", "net.aoti.pt2", *(f"lowered{i}.pt" for i in range(3))]
+    assert run_python(IN_ANOTHER_PROCESS, arguments, cwd=here).split()[::2] == ["True"] * 3
+
+
+@pytest.mark.parametrize("name", ["portable.pt2", "unpacked.pt2"])
+def test_portable_package_runs_without_pt2mx(name, here, run_python):
+    """The weight is dequantized to the bit and multiplied by the product that eager calls."""
+    arguments = ["without", name, *(f"converted{i}.pt" for i in range(3))]
+    printed = run_python(IN_ANOTHER_PROCESS, arguments, cwd=here).split()
+    assert all(float(error) < 1e-6 for error in printed[1::2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("example", [4, 64])
+def test_package_of_an_attention_takes_sequences_of_every_length(example, portable, quantize, tmp_path):
+    torch.manual_seed(0)
+    x, shapes = torch.randn(2, example, 64), ({1: torch.export.Dim("sequence", min=2, max=512)},)
+    _, _, converted = quantize(export(Attention().eval(), (x,), shapes), MXQuantizer.from_recipe("mxfp8"), (x,))
+    compile_program(export(converted, (x,), shapes), tmp_path / "net.pt2", portable=portable)
+    package = load_package(tmp_path / "net.pt2")
+    for length in (2, 17, 32, 33, 64, 70, 200):
+        x = torch.randn(2, length, 64)
+        with torch.no_grad():
+            want = converted(x)
+        assert ((package(x) - want).norm() / want.norm()).item() < 1e-4
+
+
+@pytest.mark.parametrize("path", ["net", "missing/net.pt2", "."])
+def test_where_no_package_can_be_written(path, here):
+    with pytest.raises(pt2mx.MXError, match="cannot write"):
+        compile_program(torch.export.load("net.pt2"), here / path)
+
+
+def test_several_threads_and_calls_in_turn(here):
+    package = load_package("net.aoti.pt2")
+    args, want = torch.load("lowered2.pt")
+    equal = []
+
+    def call():
+        for _ in range(5):
+            equal.append(torch.equal(package(*args), want))
+
+    threads = [threading.Thread(target=call, daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert equal == [True] * 20
+
+
+def test_compile_prints_how_well_it_agrees(here):
+    for name in PACKAGES:
+        agreement, sizes = (here / f"{name}.txt").read_text().splitlines()
+        assert agreement.startswith("compiled against eager: SQNR ") and agreement.endswith("cosine 1.000000")
+        assert float(agreement.split()[4]) > 100
+        package, program = ((here / file).stat().st_size / 1e6 for file in (name, "net.pt2"))
+        assert f"{name}: {package:.1f} MB (the program: {program:.1f} MB), " in sizes and sizes.endswith(" s")
+
+
+@pytest.mark.parametrize("kind", ["example", "tuple.pt", "names.npz"])
+def test_run_prints_and_writes(kind, here, capsys):
+    args, want = torch.load("lowered2.pt")
+    torch.save(args, "tuple.pt")
+    np.savez("names.npz", **{name: t.numpy() for name, t in zip(("x", "gate"), args, strict=True)})
+    options = [] if kind == "example" else ["--inputs", kind]
+    assert main(["run", "net.aoti.pt2", "--output", "out.pt", *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    batch, sequence = (4, 3) if kind == "example" else (99, 7)
+    assert lines[:3] == [
+        f"x: ({batch}, {sequence}, 70) torch.float32",
+        f"gate: ({batch}, 1, 128) torch.float32",
+        f"output: ({batch}, {sequence}, 16) torch.float32",
+    ]
+    assert lines[3].endswith(" ms a call on cpu") and float(lines[3].split()[0]) > 0 and len(lines) == 4
+    assert kind == "example" or torch.equal(torch.load("out.pt"), want)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (inputs(100, 3), "input 'x' must be of shape (0 to 99, 0 to any, 70) and torch.float32, not (100, 3, 70)"),
+        (torch.randn(4, 3, 70), "must hold the inputs ['x', 'gate'], this one holds 1 values"),
+        ({"x": torch.randn(4, 3, 70), "gates": torch.randn(4, 1, 128)}, "this one holds ['gates', 'x']"),
+        ((torch.randn(4, 3, 70).half(), torch.randn(4, 1, 128)), "not (4, 3, 70) torch.float16"),
+        ((torch.randn(4, 70), torch.randn(4, 1, 128)), "not (4, 70) torch.float32"),
+    ],
+)
+def test_batches_that_a_package_does_not_take(batch, message, here, capsys):
+    """AOTInductor would read past the end of what has another shape."""
+    torch.save(batch, "batch.pt")
+    assert main(["run", "net.aoti.pt2", "--inputs", "batch.pt"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("pt2mx: error: ") and message in err and err.count("\n") == 1
+
+
+def test_run_casts_float64_with_a_note(here, capsys):
+    args, want = torch.load("lowered2.pt")
+    np.savez("double.npz", *(t.double().numpy() for t in args))
+    assert main(["run", "net.aoti.pt2", "--inputs", "double.npz", "--output", "out.pt"]) == 0
+    notes = [f"pt2mx: double.npz: {name} is cast from float64 to float32" for name in ("x", "gate")]
+    assert capsys.readouterr().err.splitlines() == notes and torch.equal(torch.load("out.pt"), want)
+
+
+def test_files_of_another_version_are_noted(here, capsys, monkeypatch):
+    pt2mx.save_program(torch.export.load("net.pt2"), "versioned.pt2")
+    monkeypatch.setattr(origin, "__version__", "9.9")
+    assert main(["run", "net.aoti.pt2"]) == 0
+    line = f"was written by pt2mx {pt2mx.__version__}, and this is 9.9: compare its numbers\n"
+    assert capsys.readouterr().err == f"pt2mx: 'net.aoti.pt2' {line}"
+    monkeypatch.setattr(torch.export, "load", lambda path: 1 / 0)  # it is noted before that
+    assert main(["compile", "versioned.pt2", "--output", "o.pt2"]) == 2
+    assert capsys.readouterr().err.startswith(f"pt2mx: 'versioned.pt2' {line}pt2mx: error: could not load")
+
+
+def test_a_program_with_a_broken_record_is_compiled_all_the_same(here, capsys, monkeypatch):
+    with zipfile.ZipFile("net.pt2") as program, zipfile.ZipFile("broken.pt2", "w") as broken:
+        for name in program.namelist():
+            broken.writestr(name, program.read(name))
+    add_records("broken.pt2", {"extra/pt2mx.json": b"{"})
+    monkeypatch.setattr(
+        "pt2mx.pt2e.cli.compile.compile_program", lambda *args: 1 / 0
+    )  # with the program, and no recipe
+    assert main(["compile", "broken.pt2", "--output", "o.pt2"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "pt2mx: 'broken.pt2' does not say what wrote it: its record pt2mx.json is broken"
+    assert second.startswith("pt2mx: error: could not compile the program: ZeroDivisionError")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["compile", "nowhere.pt2", "--output", "o.pt2"], "no file 'nowhere.pt2'"),
+        (["compile", "text.pt2", "--output", "o.pt2"], "'text.pt2' is no PT2 archive: give what `pt2mx quantize`"),
+        (["compile", "other.pt2", "--output", "o.pt2"], "'other.pt2' is no program: give what"),
+        (["compile", "net.aoti.pt2", "--output", "o.pt2"], "'net.aoti.pt2' is no program, but a package"),
+        (["compile", "float.pt2", "--output", "o.pt2"], "without quantized tensors"),
+        (["compile", "portable.program.pt2", "--output", "o.pt2"], "not a portable program, whose operators are"),
+        (["compile", "net.pt2", "--output", "./net.pt2"], "the program and --output are one file, './net.pt2'"),
+        (["run", "net.aoti.pt2", "--output", "net.aoti.pt2"], "the package and --output are one file"),
+        (["run", "net.aoti.pt2", "--inputs", "text.pt2", "--output", "text.pt2"], "--inputs and --output are one file"),
+        (["compile", "net.pt2", "--output", "nowhere/o.pt2"], "cannot write 'nowhere/o.pt2': it must be a file"),
+        (["compile", "net.pt2", "--output", "o.so"], "cannot write 'o.so': the name of a package ends in .pt2"),
+        (["run", "nowhere.pt2"], "no file 'nowhere.pt2'"),
+        (["run", "net.pt2"], "'net.pt2' is no package, but a program: give what `pt2mx compile` wrote"),
+        (["run", "net.aoti.pt2", "--inputs", "nowhere.pt"], "no file 'nowhere.pt': give a .pt or .npz batch"),
+        (["run", "net.aoti.pt2", "--inputs", "text.pt2"], "text.pt2 is no batch"),
+        (["run", "net.aoti.pt2", "--output", "."], "cannot write '.'"),
+        (["run", "bare.pt2"], "'bare.pt2' does not say how to call it"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(arguments, message, here, capsys):
+    (here / "text.pt2").write_text("no archive")
+    torch.save(torch.randn(4), "other.pt2")
+    torch.export.save(torch.export.export(nn.Linear(4, 4), (torch.randn(2, 4),)), "float.pt2")
+    torch.export.save(pt2mx.make_portable(torch.export.load("net.pt2")), "portable.program.pt2")
+    with zipfile.ZipFile("bare.pt2", "w") as archive:
+        archive.writestr("bare/data/aotinductor/model/code.cpp", "")
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("pt2mx: error: ") and message in err and err.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(here, capsys):
+    assert main(["compile", "net.pt2", "--output", "o.pt2", "--device", "cuda"]) == 2
+    assert "--device cuda needs an NVIDIA GPU" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("portable", [False, True])
+def test_minilm(portable, minilm, tmp_path, run_python):
+    """Dynamic batch and sequence, packed weights: the package is little more than the program."""
+    quantizer = MXQuantizer.from_recipe("mxfp4_weight_only")
+    converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(minilm.program.module(), quantizer))
+    path, want = str(tmp_path / "minilm.pt2"), tmp_path / "want.pt"
+    compile_program(export(converted, minilm.args, minilm.shapes), path, portable=portable)
+    size = sum(t.nbytes for t in minilm.program.state_dict.values())
+    assert os.path.getsize(path) < 0.18 * size
+    assert load_package(path).signature.ranges[0] == [(0, None), (0, 512)]
+    with torch.no_grad():
+        torch.save((minilm.inputs, converted(*minilm.inputs)), want)
+    printed = run_python(IN_ANOTHER_PROCESS, ["without" if portable else "with", path, str(want)]).split()
+    assert float(printed[1]) < 1e-5

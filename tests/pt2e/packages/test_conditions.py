@@ -1,0 +1,93 @@
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+from pt2mx.pt2e.cli.dynamic_shapes import dynamic_shapes
+from pt2mx.pt2e.packages.conditions import by_name, guards, guards_follow, parameters, relations
+from pt2mx.pt2e.packages.extents import ranges
+
+A = Dim.AUTO
+N = Dim("n", min=2, max=50)
+
+
+class Pass(nn.Module):
+    def forward(self, *xs):
+        return [x + 1 for x in xs]
+
+
+class Add(nn.Module):
+    def forward(self, *xs):
+        return sum(xs)
+
+
+class Even(nn.Module):
+    def forward(self, x):
+        return x * (2 if x.shape[0] % 2 == 0 else 3)
+
+
+class Pairs(nn.Module):
+    def forward(self, x):
+        return x.reshape(-1, 2, 3)
+
+
+class Cat(nn.Module):
+    def forward(self, x, y, z):
+        return torch.cat([x, y]) + z
+
+
+#: model, lengths of its inputs, dynamic shapes -> whether its shapes say all, other lengths that it takes, and not
+CASES = {
+    "free": (Pass(), (4, 5), (A, A), True, [(3, 9), (7, 2)], []),
+    "equal": (Add(), (4, 4), (N, N), True, [(3, 3), (50, 50)], [(3, 4)]),
+    "equal, found by tracing": (Add(), (4, 4), (A, A), True, [(3, 3)], [(3, 4), (4, 5)]),
+    "derived": (Pass(), (4, 11), (N, 2 * N + 3), True, [(5, 13)], [(5, 14), (6, 13)]),
+    "derived alone": (Pass(), (11,), (2 * N + 3,), True, [(13,), (7,)], [(8,), (12,)]),
+    "even": (Even(), (4,), (A,), False, [(6,), (2,)], [(3,), (5,)]),
+    "pairs": (Pairs(), (8,), (A,), False, [(6,), (12,)], [(7,), (9,)]),
+    "a sum": (Cat(), (4, 5, 9), (A, A, A), True, [(2, 3, 5), (7, 2, 9)], [(2, 3, 6), (4, 4, 9)]),
+    "a static one": (Pass(), (4, 5), (None, A), True, [(4, 7)], []),
+}
+
+
+def exported(name):
+    model, lengths, dims, *_ = CASES[name]
+    shapes = tuple(None if dim is None else {0: dim} for dim in dims)
+    shapes = shapes if isinstance(model, Even | Pairs | Cat) else {"xs": shapes}
+    args = tuple(torch.randn(n, 3) for n in lengths)
+    program = torch.export.export(model, args, dynamic_shapes=shapes)
+    return program, program.module(), args
+
+
+def hold(program, module, lengths):
+    """Whether the conditions hold, as a package evaluates them."""
+    args = tuple(torch.randn(n, 3) for n in lengths)
+    known = by_name(list(args), parameters(module, len(args)), args, {})
+    return all(eval(condition, {"L": known}) for condition in [*relations(program), *guards(program)])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_conditions_are_those_of_the_program(name):
+    program, module, args = exported(name)
+    *_, stated, taken, refused = CASES[name]
+    assert guards_follow(program, module) == stated
+    for lengths in [tuple(map(len, args)), *taken]:
+        module(*(torch.randn(n, 3) for n in lengths))
+        assert hold(program, module, lengths)
+    for lengths in refused:
+        assert not hold(program, module, lengths)
+        if name != "derived alone":  # torch checks it of two inputs only
+            with pytest.raises(AssertionError):
+                module(*(torch.randn(n, 3) for n in lengths))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_exported_again_the_conditions_are_the_same(name):
+    program, module, args = exported(name)
+    *_, taken, refused = CASES[name]
+    again = torch.export.export(module, args, dynamic_shapes=dynamic_shapes(program, module))
+    assert [[most for _, most in r] for r in ranges(again)] == [[most for _, most in r] for r in ranges(program)]
+    for lengths in taken:
+        assert hold(again, again.module(), lengths)
+    for lengths in refused:
+        assert not hold(again, again.module(), lengths)

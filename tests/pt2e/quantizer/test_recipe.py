@@ -1,0 +1,139 @@
+import pytest
+
+from pt2mx import MXError, MXQuantizationConfig, MXQuantizer, MXSpec
+from pt2mx.pt2e.quantizer import recipe
+
+SHIPPED = {
+    "mxfp8": ("fp8_e4m3", "fp8_e4m3"),
+    "mxfp6": ("fp6_e2m3", "fp6_e2m3"),
+    "mxfp4": ("fp4_e2m1", "fp4_e2m1"),
+    "mxint8": ("int8", "int8"),
+    "mxfp4_weight_only": ("fp4_e2m1", None),
+    "mxfp6_weights_mxfp8_activations": ("fp6_e2m3", "fp8_e4m3"),
+}
+
+
+def test_the_shipped_recipes():
+    assert set(recipe.names()) == {*SHIPPED, "mxfp4_first_last_mxfp8"}
+    for name, (weight, activation) in SHIPPED.items():
+        want = MXQuantizationConfig(weight=weight, activation=activation)
+        assert recipe.read(name) == [("global", None, want)]
+
+
+def test_the_shipped_recipe_with_ends():
+    fp8 = MXQuantizationConfig(weight="mxfp8", activation="mxfp8")
+    assert recipe.read("mxfp4_first_last_mxfp8") == [
+        ("global", None, MXQuantizationConfig(weight="mxfp4", activation="mxfp4")),
+        ("first", 1, fp8),
+        ("last", 1, fp8),
+    ]
+
+
+def test_every_kind_of_setting(tmp_path):
+    path = tmp_path / "mixed.yaml"
+    path.write_text("""
+description: all of it
+global: {weight: mxfp4, activation: {element: fp8_e4m3, block_size: 16, scale_mode: rceil}}
+module_name: {encoder.layer.0: {weight: "MXFP8[E4M3]{64}"}}
+module_name_regex: {".*lm_head": null}
+module_type: {Linear: {weight: mxint8, output: null, ste: clipped}}
+first: {2: null}
+last: {1: {weight: mxint8}, 3: {weight: mxfp6}}
+operator_type: {aten.bmm: {activation: mxfp6, operands: {other: {element: mxint8, block_size: 16}, input: null}}}
+""")
+    assert recipe.read(path) == [
+        ("global", None, MXQuantizationConfig(weight="mxfp4", activation=MXSpec("fp8_e4m3", 16, scale_mode="rceil"))),
+        ("first", 2, None),
+        ("last", 1, MXQuantizationConfig(weight="mxint8")),
+        ("last", 3, MXQuantizationConfig(weight="mxfp6")),
+        ("module_name", "encoder.layer.0", MXQuantizationConfig(weight=MXSpec("fp8_e4m3", 64))),
+        ("module_name_regex", ".*lm_head", None),
+        ("module_type", "Linear", MXQuantizationConfig(weight="mxint8", ste="clipped")),
+        (
+            "operator_type",
+            "aten.bmm",
+            MXQuantizationConfig(activation="mxfp6", operands={"input": None, "other": "mxint8{16}"}),
+        ),
+    ]
+
+
+def test_quantizer_and_recipe_round_trip(tmp_path):
+    quantizer = (
+        MXQuantizer()
+        .set_global(MXQuantizationConfig(weight="mxfp4{16}(rceil)", activation="mxfp8"))
+        .set_module_name("head", None)
+        .set_module_name_regex(r"layer\.\d+", MXQuantizationConfig(weight="mxint8", bias="mxint8"))
+        .set_module_type("Linear", MXQuantizationConfig(output="mxfp6_e3m2"))
+        .set_operator_type("aten.bmm", None)
+        .set_operator_type("aten.add", MXQuantizationConfig(activation="mxfp8", ste="clipped"))
+        .set_first(None)
+        .set_first(
+            MXQuantizationConfig(weight="mxfp8", operands={"query": None, "value": "mxint8{16}(rceil)"}), count=3
+        )
+        .set_last(None, count=2)
+    )
+    text = quantizer.to_recipe(tmp_path / "r.yaml")
+    again = MXQuantizer.from_recipe(tmp_path / "r.yaml")
+    assert again.to_recipe() == text
+    assert again._settings == quantizer._settings and again._global == quantizer._global
+    assert again._ends == quantizer._ends
+
+
+def test_a_filter_cannot_be_written():
+    with pytest.raises(MXError, match="filter function cannot be written"):
+        MXQuantizer().set_filter_function(lambda node: True).to_recipe()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("globl: {weight: mxfp4}", "unknown key 'globl' in the recipe: did you mean 'global'"),
+        ("global: {wieght: mxfp4}", "unknown key 'wieght' in global: did you mean 'weight'"),
+        ("global: {weight: mxpf4}", "global: weight: .*did you mean 'mxfp4'"),
+        ("global: {weight: {element: mxfp4, blok_size: 3}}", "unknown key 'blok_size' .*did you mean 'block_size'"),
+        ("global: {weight: {block_size: 3}}", "the element format is missing"),
+        ("global: {weight: {element: mxfp4, block_size: 0}}", "block_size=0"),
+        ("global: {weight: {element: mxfp4, scale_mode: flor}}", "did you mean 'floor'"),
+        ("global: {weight: 4}", "a spec is a format's name"),
+        ("global: mxfp4", "global must be a mapping"),
+        ("module_name: mxfp4", "module_name must map names to configs"),
+        ("module_type: {Linear: mxfp4}", "module_type 'Linear' must be a mapping"),
+        ("global: {weight: mxfp4, operands: {valeu: mxfp8}}", "unknown key 'valeu' in global: operands: .*'value'"),
+        ("global: {weight: mxfp4, operands: {value: mxpf8}}", "global: operand 'value': .*did you mean 'mxfp8'"),
+        ("global: {weight: mxfp4, operands: mxfp8}", "global: operands must be a mapping"),
+        ("global: {weight: mxfp4, ste: clip}", "global: unknown ste 'clip': did you mean 'clipped'"),
+        ("first: {weight: mxfp4}", "first 'weight' must be a mapping"),
+        ("first: {one: null}", "first: count='one' must be an integer of at least 1"),
+        ("last: {0: null}", "last: count=0 must be an integer of at least 1"),
+        ("first: null", "first must map counts to configs"),
+        ("- 1", "the recipe must be a mapping"),
+        ("", "the recipe must be a mapping"),
+        ("description: nothing", "it quantizes nothing"),
+        ("{", "recipe .*yaml"),
+        ("operator_type: {aten.bm: null}", "did you mean 'aten.bmm'"),
+        ("module_name: {1: null, '1': null}", "module_name '1' says again what an earlier key says: keep one of them"),
+        ("operator_type: {aten.bmm: null, aten.bmm.default: null}", "operator_type 'aten.bmm.default' says again"),
+        ("module_name_object_type_order: [[a, aten.bmm, 0, null], [a, bmm, 0, null]]", "'a', 'bmm', 0. says again"),
+        ("module_name_object_type_order: {a: null}", r"must be a list of \[module, type, index, config\]"),
+        ("module_name_object_type_order: [[a, Linear, null]]", r"must be a list of \[module, type, index, config\]"),
+        ("module_name_object_type_order: [[a, Linear, x, null]]", "index='x' must be an integer of at least 0"),
+        ("module_name_object_type_order: [[a, Linear, 0, mxfp4]]", r"order \['a', 'Linear', 0\] must be a mapping"),
+    ],
+)
+def test_bad_recipes_name_the_nearest(text, message, tmp_path):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(MXError, match=message):
+        MXQuantizer.from_recipe(path)
+
+
+@pytest.mark.parametrize("name", ["mxfp44", "/no/such/file.yaml", 7])
+def test_no_such_recipe(name):
+    with pytest.raises(MXError, match=r"no recipe .*not a file.*mxfp4"):
+        MXQuantizer.from_recipe(name)
+
+
+def test_a_binary_file_is_no_recipe(tmp_path):
+    (tmp_path / "r.yaml").write_bytes(b"\xff\xfe\x00\x80")
+    with pytest.raises(MXError, match=r"recipe .*r\.yaml"):
+        MXQuantizer.from_recipe(tmp_path / "r.yaml")

@@ -1,0 +1,368 @@
+import json
+import re
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from torch import nn
+
+import pt2mx
+from pt2mx import MXError, MXFormatObserver, MXQuantizationConfig, MXQuantizer, quantization_report
+from pt2mx.analysis.sums import QuantizationStatistics, quantization_sums
+from tests.pt2e.test_prepare import INPUTS, Net, exported
+
+CONFIG = MXQuantizationConfig(weight="mxfp4", activation="mxfp8")
+
+
+def models():
+    prepared = pt2mx.prepare_pt2e(exported(), MXQuantizer().set_global(CONFIG).set_module_name("conv", None))
+    prepared(*INPUTS)
+    return prepared, pt2mx.convert_pt2e(prepared)
+
+
+@pytest.mark.parametrize("which", ["prepared", "converted"])
+def test_every_operator_its_specs_statistics_bytes_and_reasons(which):
+    report = quantization_report(models()[which == "converted"])
+    conv, linear = report.operators
+    assert (conv.module, conv.operator, conv.quantized) == ("conv", "aten.conv2d", False)
+    assert conv.reason == "excluded by module_name 'conv'"
+    assert [(o.role, o.spec, o.bytes_before, o.bytes_after) for o in linear.operands] == [
+        ("activation", "mxfp8_e4m3{32}", 0, 0),
+        ("weight", "mxfp4_e2m1{32}", 4 * 8 * 4, 4 * (4 + 1)),
+        ("bias", None, 16, 16),
+    ]
+    assert linear.reason is None and linear.quantized
+    weight = exported().get_parameter("fc.weight")
+    assert isinstance(linear.operands[1].statistics, QuantizationStatistics)
+    assert linear.operands[1].statistics.values == weight.numel() == 32
+    assert linear.operands[0].statistics.values == 2 * 8
+
+
+def test_prepared_and_converted_reports_agree():
+    prepared, converted = (quantization_report(m) for m in models())
+    assert prepared.operators == converted.operators or [o.operands for o in prepared.operators] == [
+        o.operands for o in converted.operators
+    ]
+    assert (prepared.values, prepared.bytes_before, prepared.bytes_after) == (
+        converted.values, converted.bytes_before, converted.bytes_after,
+    )  # fmt: skip
+    held = sum(t.nbytes for t in models()[1].state_dict().values())
+    assert converted.bytes_after == held
+    assert converted.effective_bits == 8 * held / converted.values
+
+
+def test_statistics_are_those_of_the_tensor():
+    torch.manual_seed(0)
+    layer, inputs = nn.Linear(64, 8).eval(), (torch.randn(4, 64),)
+    prepared = pt2mx.prepare_pt2e(torch.export.export(layer, inputs).module(), MXQuantizer().set_global(CONFIG))
+    prepared(*inputs)
+    operands = quantization_report(pt2mx.convert_pt2e(prepared)).operators[0].operands
+    for operand, tensor, spec in zip(operands, (inputs[0], layer.weight), ("mxfp8", "mxfp4"), strict=False):
+        sums = quantization_sums(tensor.detach(), pt2mx.parse(spec))
+        assert operand.statistics == QuantizationStatistics.from_sums(sums)
+
+
+def test_a_re_exported_model_still_tells_its_specs():
+    _, converted = models()
+    again = torch.export.export(converted, INPUTS).module()
+    linear = quantization_report(again).operators[1]
+    assert [o.spec for o in linear.operands] == ["mxfp8_e4m3{32}", "mxfp4_e2m1{32}", None]
+    assert linear.operands[0].statistics is None
+    assert quantization_report(again).effective_bits == quantization_report(converted).effective_bits
+
+
+def test_shared_weights_are_counted_once():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(16, 32)
+            self.head = nn.Linear(32, 16, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, x):
+            return self.head(self.embedding(x))
+
+    inputs = (torch.tensor([[1, 2]]),)
+    model = torch.export.export(Tied().eval(), inputs).module()
+    prepared = pt2mx.prepare_pt2e(model, MXQuantizer().set_global(CONFIG))
+    for report in (quantization_report(prepared), quantization_report(pt2mx.convert_pt2e(prepared))):
+        assert (report.bytes_before, report.bytes_after, report.values) == (16 * 32 * 4, 16 * 17, 16 * 32)
+
+
+def test_ratios_that_are_not_finite_are_null_in_json():
+    prepared = pt2mx.prepare_pt2e(exported(), MXQuantizer().set_global(CONFIG))
+    prepared(torch.zeros(2, 3, 8, 8))
+    report = quantization_report(prepared)
+    assert report.operators[0].operands[0].statistics.sqnr == float("inf")
+    assert json.loads(report.to_json())["operators"][0]["operands"][0]["statistics"]["sqnr"] is None
+
+
+def test_table_and_json(tmp_path):
+    report = quantization_report(models()[1])
+    lines = report.to_table().splitlines()
+    assert lines[0].split() == [
+        "module",
+        "operator",
+        "activation",
+        "weight",
+        "SQNR",
+        "a",
+        "SQNR",
+        "w",
+        "bytes",
+        "after",
+    ]
+    assert lines[1].startswith("conv") and lines[1].endswith("excluded by module_name 'conv'")
+    assert lines[2].split()[:4] == ["fc", "aten.linear", "mxfp8_e4m3{32}", "mxfp4_e2m1{32}"]
+    assert lines[-1].startswith("1 of 2 operators quantized; parameters ")
+    read = json.loads(report.to_json(tmp_path / "r.json"))
+    assert read == json.loads((tmp_path / "r.json").read_text())
+    assert read["effective_bits"] == report.effective_bits
+    assert read["operators"][1]["operands"][1]["spec"] == "mxfp4_e2m1{32}"
+
+
+@pytest.mark.parametrize("model", [None, Net()])
+def test_other_objects_are_refused(model):
+    with pytest.raises(MXError, match="expected a prepared or converted graph module"):
+        quantization_report(model)
+
+
+@pytest.mark.parametrize("fold", [True, False])
+def test_roles_of_operands_whose_producer_takes_a_list(fold):
+    class Cat(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(16, 4))
+
+        def forward(self, x):
+            return torch.cat([x, x], -1) @ self.weight, torch.stack([x, x]) @ x.t()
+
+    inputs = (torch.randn(2, 8),)
+    prepared = pt2mx.prepare_pt2e(torch.export.export(Cat(), inputs).module(), MXQuantizer().set_global(CONFIG))
+    for model in (prepared, pt2mx.convert_pt2e(prepared, fold_quantize=fold)):
+        first, second = quantization_report(model).operators
+        assert [o.role for o in first.operands] == ["activation", "weight"]
+        assert [o.role for o in second.operands] == ["activation", "activation"]
+
+
+def prepare(model, inputs, config=CONFIG):
+    """Prepared from an exported module, after one batch."""
+    with torch.no_grad():
+        exported = torch.export.export(model.eval(), inputs).module()
+        prepared = pt2mx.prepare_pt2e(exported, MXQuantizer().set_global(config))
+        prepared(*inputs)
+    return prepared
+
+
+class Unsupported(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.centers = nn.Linear(8, 8), nn.Parameter(torch.randn(5, 8))
+
+    def forward(self, x):
+        return torch.cdist(self.fc(x), self.centers)
+
+
+def test_operators_that_are_not_supported_are_named():
+    prepared = prepare(Unsupported(), (torch.randn(4, 8),))
+    for model in (prepared, pt2mx.convert_pt2e(prepared)):
+        report = quantization_report(model)
+        fc, cdist = report.operators
+        assert fc.quantized and (cdist.operator, cdist.quantized) == ("aten.cdist", False)
+        assert cdist.reason == "operator not supported"
+        assert [(o.role, o.spec, o.bytes_before, o.bytes_after) for o in cdist.operands] == [
+            ("activation", None, 0, 0), ("weight", None, 160, 160),
+        ]  # fmt: skip
+        assert report.bytes_before == 4 * (64 + 8 + 40) and report.bytes_after == 8 * 5 + 32 + 160
+        assert "aten.cdist   -               -" in report.to_table() and "1 of 2 operators" in report.summary
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda x: torch.cdist(x, x) @ x, lambda x: x + 1, (self.fc(x),))
+
+
+def test_operators_of_sub_graphs_are_named():
+    prepared = prepare(Branches(), (torch.ones(8, 8),))
+    report = quantization_report(prepared)
+    by_name = {o.name: o for o in report.operators}
+    assert next(iter(by_name)) == "linear" and by_name["linear"].quantized
+    (cdist,) = [o for name, o in by_name.items() if name.startswith("true_graph_0.") and o.operator == "aten.cdist"]
+    assert cdist.reason == "operator not supported"
+    (matmul,) = [o for o in report.operators if o.operator == "aten.matmul"]
+    assert matmul.name.startswith("true_graph_0.") and (matmul.quantized or matmul.reason)
+
+
+def test_an_exported_model_that_was_never_prepared():
+    report = quantization_report(exported())
+    assert [(o.operator, o.reason) for o in report.operators] == [
+        ("aten.conv2d", "not annotated"), ("aten.linear", "not annotated"),
+    ]  # fmt: skip
+    assert report.bytes_before == report.bytes_after and report.effective_bits == pytest.approx(32, rel=0.01)
+    assert report.weight_bits == 0
+
+
+def test_bits_of_the_weights_alone():
+    prepared, converted = models()
+    assert quantization_report(prepared).weight_bits == quantization_report(converted).weight_bits == 8 * 5 / 8
+
+
+def test_a_weight_that_is_kept_in_two_forms_is_counted_so():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 32))
+
+        def forward(self, x, y):
+            return x @ self.weight, torch.cdist(y, self.weight), nn.functional.linear(y, self.weight)
+
+    inputs = (torch.randn(2, 64), torch.randn(2, 32))
+    report = quantization_report(prepared := prepare(Both(), inputs, MXQuantizationConfig(weight="mxfp4")))
+    along_rows, along_columns = 64 * (16 + 1), 32 * (32 + 2)
+    assert [(o.operands[1].bytes_before, o.operands[1].bytes_after) for o in report.operators] == [
+        (8192, along_columns), (0, 8192), (0, along_rows),
+    ]  # fmt: skip
+    assert report.bytes_after == 8192 + along_rows + along_columns
+    held = sum(t.nbytes for t in pt2mx.convert_pt2e(prepared).state_dict().values())
+    assert report.bytes_after == held
+
+
+def test_values_that_are_odd_are_said():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(64, 8)
+
+        def forward(self, x):
+            return self.fc(x)
+
+    batch = ({0: torch.export.Dim("batch")},)
+    x = torch.randn(3, 64)
+    x[0, 0], x[1, 40] = float("inf"), float("nan")
+    model = torch.export.export(Masked().eval(), (x,), dynamic_shapes=batch).module()
+    prepared = pt2mx.prepare_pt2e(model, MXQuantizer().set_global(CONFIG))
+    prepared(x), prepared(x[:0])
+    for model in (prepared, pt2mx.convert_pt2e(prepared)):
+        (operator,) = quantization_report(model).operators
+        assert operator.reason is None
+        assert operator.notes == "activation: 2 of 192 values are Inf or NaN, 1 of 2 tensors are empty"
+        assert operator.notes in quantization_report(model).to_table()
+        assert operator.operands[0].statistics.sqnr > 20
+
+
+def test_columns_without_sqnr_say_why():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x):
+            return torch.cond(x.sum() > 0, lambda x: self.one(x), lambda x: self.other(x), (x,))
+
+    x = torch.ones(2, 32)
+    prepared = pt2mx.prepare_pt2e(
+        torch.export.export(Branches().eval(), (x,)).module(), MXQuantizer().set_global(CONFIG)
+    )
+    untouched = quantization_report(pt2mx.convert_pt2e(prepared))
+    assert untouched.summary.endswith("; no SQNR: it holds no statistics of a calibration")
+    assert untouched.to_table().endswith(untouched.summary)
+    assert "no SQNR: it holds no statistics of a calibration" in untouched.to_html()
+    with torch.no_grad():
+        prepared(x)
+    report = quantization_report(pt2mx.convert_pt2e(prepared))
+    assert "no SQNR" not in report.summary
+    one, other = report.to_table().splitlines()[1:3]
+    assert "no SQNR" not in one
+    assert other.endswith(
+        "activation: no SQNR, calibration did not reach it; weight: no SQNR, calibration did not reach it"
+    )
+    assert report.to_html().count("no statistics of a calibration") == 2
+
+
+def observed():
+    config = MXQuantizationConfig(
+        weight="mxfp8", activation="mxfp8", observer=MXFormatObserver.with_args(candidates=("mxfp4", "mxint8"))
+    )
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8))
+    return prepare(model, (torch.randn(4, 64),), config)
+
+
+def test_candidates_in_table_and_json():
+    prepared = observed()
+    for model in (prepared, pt2mx.convert_pt2e(prepared)):
+        report = quantization_report(model)
+        lines = [line.split() for line in report.to_table(candidates=True).splitlines()]
+        assert lines[0][-2:] == ["mxfp4_e2m1{32}", "mxint8{32}"] and len(lines) == 5
+        assert lines[1][:4] == ["0", "aten.linear", "activation", "mxfp8_e4m3{32}"]
+        weight = report.operators[0].operands[1]
+        assert lines[2][-2:] == [f"{seen.sqnr:.1f}" for seen in weight.candidates.values()]
+        read = json.loads(report.to_json())["operators"][0]["operands"][1]["candidates"]
+        assert read["mxint8{32}"]["sqnr"] == weight.candidates["mxint8{32}"].sqnr
+    with pytest.raises(MXError, match="no candidates were observed: prepare with observer=MXFormatObserver"):
+        quantization_report(models()[0]).to_table(candidates=True)
+
+
+def test_html_is_one_page_of_bars_and_histograms(tmp_path):
+    report = quantization_report(observed())
+    text = report.to_html(tmp_path / "report.html")
+    assert (tmp_path / "report.html").read_text() == text
+    page = ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>"))  # well formed
+    assert not re.search(r"(src|href|url|@import|<script)", text)
+    details = page.findall(".//details")
+    assert [d.find("summary/b").text for d in details] == ["0 aten.linear", "2 aten.linear"]
+    rows = details[0].findall(".//tr")[1:]
+    assert [row[1].text for row in rows] == [
+        "mxfp8_e4m3{32}", "candidate mxfp4_e2m1{32}", "candidate mxint8{32}",
+    ] * 2 + ["-"]  # fmt: skip
+    operand = report.operators[0].operands[0]
+    assert rows[0][2].text == f"{operand.statistics.sqnr:.1f}"
+    assert float(rows[0][3].find("svg/rect").get("width")) == pytest.approx(160 * operand.statistics.sqnr / 60, abs=0.1)
+    bars = [bar.text for bar in rows[0][8].iter("title")]
+    assert bars == [f"2^{e}: {n:,} blocks" for e, n in sorted(operand.statistics.exponents.items())]
+
+
+def test_html_of_names_and_numbers_that_need_care():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.fc(x)
+
+    prepared = prepare(Named(), (torch.full((2, 8), float("nan")),))
+    prepared.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)[0].meta["mx_reason"] = (
+        "a < b & c"
+    )
+    text = quantization_report(prepared).to_html()
+    ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>"))
+    assert "a &lt; b &amp; c" in text and ">nan<" in text
+    assert "<h1>" in quantization_report(exported()).to_html()
+
+
+class SharedByBranches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(32, 32, bias=False)
+
+    def forward(self, x):
+        return self.fc(torch.cond(x.sum() > 0, lambda x: self.fc(x), lambda x: self.fc(x + 1), (x,)))
+
+
+def test_a_weight_that_graphs_inside_share_is_counted_once():
+    prepared = prepare(SharedByBranches(), (torch.ones(4, 32),))
+    for report in (quantization_report(prepared), quantization_report(pt2mx.convert_pt2e(prepared))):
+        assert (report.bytes_before, report.bytes_after, report.values) == (32 * 32 * 4, 32 * 17, 32 * 32)
+
+
+def test_a_weight_with_a_batch_norm_in_training_is_counted():
+    x = torch.randn(4, 32, 3, 3)
+    model = torch.export.export(nn.Sequential(nn.Conv2d(32, 32, 1, bias=False), nn.BatchNorm2d(32)).eval(), (x,))
+    prepared = pt2mx.prepare_qat_pt2e(model.module(), MXQuantizer().set_global(CONFIG))
+    (operator,) = quantization_report(prepared).operators
+    weight = operator.operands[1]
+    assert (weight.role, weight.bytes_before, weight.bytes_after) == ("weight", 32 * 32 * 4, 32 * 17)

@@ -1,0 +1,92 @@
+import math
+
+import pytest
+import torch
+
+from pt2mx import MXError, MXSpec, fake_quantize_mx
+from pt2mx.analysis.sums import QuantizationStatistics, quantization_sums, sqnr_db
+
+FP4 = MXSpec("fp4_e2m1")
+
+
+def test_sums_of_a_known_tensor():
+    x = torch.tensor([[7.0, 1.0, 0.1, -0.0], [3.0, 0.0, 0.0, 0.0]])  # fp4: 7 saturates at 6, 0.1 flushes
+    spec = MXSpec("fp4_e2m1", 4)
+    sums = quantization_sums(x, spec)
+    error = x - fake_quantize_mx(x, spec)
+    assert sums["values"] == 8 and sums["saturated"] == 1 and sums["flushed"] == 1
+    assert sums["tensors"] == 1 and sums["empty"] == 0 and sums["nonfinite"] == 0
+    assert sums["signal"].item() == x.double().square().sum().item()
+    assert sums["noise"].item() == error.double().square().sum().item()
+    assert sums["exponents"].nonzero().flatten().tolist() == [126, 127]
+
+
+@pytest.mark.parametrize("shape", [(3, 70), (70,), (2, 40, 5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_of_ragged_blocks_count_no_padding(shape, dtype):
+    x = torch.randn(shape).to(dtype)
+    sums = quantization_sums(x, MXSpec("fp4_e2m1", 32, -1))
+    assert sums["values"] == x.numel()
+    assert sums["exponents"].sum() == x.numel() // shape[-1] * -(-shape[-1] // 32)
+
+
+def test_a_large_tensor_is_summed_in_slices():
+    x = torch.randn(3000, 100)
+    whole, halves = quantization_sums(x, FP4), [quantization_sums(part, FP4) for part in x.split(1500)]
+    for name in ("values", "saturated", "flushed", "nonfinite", "exponents"):
+        assert torch.equal(whole[name], halves[0][name] + halves[1][name])
+    assert whole["tensors"] == 1 and whole["noise"].item() == pytest.approx(sum(h["noise"].item() for h in halves))
+
+
+def test_values_that_are_not_finite_are_counted_and_their_blocks_left_out():
+    x = torch.randn(3, 64)
+    clean = x.clone()
+    x[0, 3], x[0, 40], x[1, 0], x[1, 1] = math.nan, -math.inf, math.inf, math.inf
+    rest = torch.cat([clean[1:2, 32:], clean[2:3, :32], clean[2:3, 32:]])  # the blocks that hold none of them
+    got = QuantizationStatistics.from_sums(quantization_sums(x, FP4))
+    want = QuantizationStatistics.from_sums(quantization_sums(rest, FP4))
+    assert (got.nonfinite, got.nan_blocks, got.values) == (4, 3, 192)
+    assert got.sqnr == pytest.approx(want.sqnr, rel=1e-12) and got.exponents == want.exponents
+    assert got.saturated * 192 == want.saturated * 96 and got.flushed * 192 == want.flushed * 96
+
+
+def test_summary():
+    nothing_finite = QuantizationStatistics.from_sums(quantization_sums(torch.full((2, 32), math.nan), FP4))
+    assert math.isnan(nothing_finite.sqnr) and nothing_finite.nan_blocks == 2 and nothing_finite.exponents == {}
+    exact = QuantizationStatistics.from_sums(quantization_sums(torch.ones(2, 32), FP4))
+    assert exact.sqnr == math.inf and exact.saturated == exact.flushed == 0.0 and exact.values == 64
+    assert exact.relative_noise == 0.0
+    some = QuantizationStatistics.from_sums(sums := quantization_sums(torch.randn(2, 32), FP4))
+    assert some.relative_noise == pytest.approx(float(sums["noise"] / sums["signal"]))
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (3, 0), (0,), (2, 0, 3)])
+def test_tensors_without_values_are_counted(shape):
+    empty = quantization_sums(torch.ones(shape), MXSpec("int8"))
+    got = QuantizationStatistics.from_sums(empty)
+    assert (got.tensors, got.empty, got.values, got.saturated, got.exponents) == (1, 1, 0, 0.0, {})
+    assert math.isnan(got.sqnr)
+    full = quantization_sums(torch.randn(2, 32), MXSpec("int8"))
+    both = QuantizationStatistics.from_sums({name: empty[name] + full[name] for name in full})
+    assert (both.tensors, both.empty, both.values) == (2, 1, 64) and both.sqnr > 30
+
+
+def test_no_tensor_no_statistics():
+    sums = {name: torch.zeros_like(value) for name, value in quantization_sums(torch.ones(2), FP4).items()}
+    assert QuantizationStatistics.from_sums(sums) is None
+
+
+def test_the_lowest_code_of_a_full_range_integer_is_no_saturation():
+    x = torch.tensor([-1.995, 1.995])
+    assert quantization_sums(x, MXSpec("int8_full", 2))["saturated"] == 1
+    assert quantization_sums(x, MXSpec("int8", 2))["saturated"] == 2
+
+
+def test_scales_beyond_e8m0_have_no_statistics():
+    with pytest.raises(MXError, match="scale_exp_bits must be at most 8"):
+        quantization_sums(torch.ones(32), MXSpec("fp4_e2m1", scale_exp_bits=9))
+
+
+@pytest.mark.parametrize(("signal", "noise", "db"), [(100.0, 1.0, 20.0), (1.0, 0.0, math.inf), (0.0, 0.0, math.inf)])
+def test_sqnr(signal, noise, db):
+    assert sqnr_db(signal, noise) == db

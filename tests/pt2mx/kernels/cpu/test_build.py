@@ -1,0 +1,120 @@
+"""The cache of the C++ kernels: what is damaged in it is never loaded, and built again."""
+
+import ctypes
+import os
+import struct
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from pt2mx.kernels.cpu import build as cpu_build
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache, and the builds that were made: each copies the library of this process."""
+    library = Path(cpu_build.load()[0]._name).read_bytes()
+    builds = []
+
+    def build(compiler, flags, path):
+        builds.append(path)
+        path.write_bytes(library)
+
+    monkeypatch.setattr(cpu_build, "_build", build)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    return tmp_path / "pt2mx", builds
+
+
+def serves(library: ctypes.CDLL) -> bool:
+    return all(hasattr(library, name) for name in cpu_build._FUNCTIONS)
+
+
+def written_anew(path: Path) -> None:
+    """This process has loaded the file that was there, and must not see it change."""
+    content = path.read_bytes()
+    path.unlink()
+    path.write_bytes(content)
+
+
+def another_machine(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[18:20] = struct.pack("<H", 0xB7 if content[18] != 0xB7 else 0x3E)  # of the ELF header: AArch64 or x86-64
+    path.write_bytes(content)
+
+
+def folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def link_to_nothing(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.with_name("nothing"))
+
+
+_DAMAGES = {
+    "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "empty": lambda path: os.truncate(path, 0),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    "one bit": lambda path: path.write_bytes(path.read_bytes()[:-100] + bytes(100)),
+    "text": lambda path: path.write_text("no library"),
+    "another library": lambda path: path.write_bytes(Path(cpu_build.torch._C.__file__).read_bytes()),
+    "another machine's": another_machine,
+    "a folder": folder,
+    "a link to nothing": link_to_nothing,
+}
+
+
+@pytest.mark.parametrize("damage", _DAMAGES.values(), ids=_DAMAGES)
+def test_what_is_damaged_is_built_again(cache, damage):
+    where, builds = cache
+    assert serves(cpu_build._library()) and len(builds) == 1
+    (path,) = where.iterdir()
+    good = path.read_bytes()
+    written_anew(path)
+    damage(path)
+    assert serves(cpu_build._library()) and len(builds) == 2
+    assert list(where.iterdir()) == [path] and path.read_bytes() == good
+    assert serves(cpu_build._library()) and len(builds) == 2
+
+
+def test_a_sound_file_that_does_not_load_is_left_alone(cache):
+    """Of another machine in the same cache, or where nothing may be executed."""
+    where, builds = cache
+    cpu_build._library()
+    (path,) = where.iterdir()
+    written_anew(path)
+    another_machine(path)
+    content = path.read_bytes()
+    key = path.stem.rpartition("-")[0]
+    other = path.rename(path.with_name(f"{key}-{cpu_build._digest(content)}.so"))
+    assert serves(cpu_build._library()) and len(builds) == 2
+    assert set(where.iterdir()) == {path, other} and other.read_bytes() == content
+    assert serves(cpu_build._library()) and len(builds) == 2
+
+
+@pytest.mark.parametrize("what", ["a file", "a full folder", "a full disk"])
+def test_a_cache_that_cannot_be_written(cache, what, monkeypatch):
+    where, builds = cache
+    if what == "a file":
+        where.write_text("no folder")
+    elif what == "a full disk":
+        monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    else:  # in the library's place
+        cpu_build._library()
+        (path,) = where.iterdir()
+        folder(path)
+        (path / "kept").write_text("")
+        builds.clear()
+    for count in (1, 2):
+        assert serves(cpu_build._library()) and len(builds) == count
+    assert not list(where.glob("*.tmp"))
+    assert not any(path.exists() for path in builds), "the folder of a build is removed"
+
+
+def test_at_the_same_time(cache):
+    where, builds = cache
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(lambda _: serves(cpu_build._library()), range(16)))
+    assert len(list(where.iterdir())) == 1 and 1 <= len(builds) <= 16

@@ -1,0 +1,220 @@
+"""The C++ kernels of linear_mx and grouped_linear_mx against float64 products of the dequantized operands."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pt2mx import ELEMENTS, FORMATS, MXSpec, ops
+from pt2mx.kernels import dequantize_then_matmul, reference
+from pt2mx.kernels.cpu import linear as cpu_linear
+from pt2mx.kernels.select import linear_kernels_for
+from tests.oracle import NARROW
+from tests.pt2mx.kernels.cpu.test_quantize import DTYPES, environment
+
+
+def packed(n: int, k: int, name: str, block: int) -> tuple[Tensor, Tensor, MXSpec]:
+    scale, data = ops.quantize_mx(torch.randn(n, k), name, block)
+    return data, scale, MXSpec(name, block, 1)
+
+
+def error(y: Tensor, exact: Tensor) -> float:
+    return ((y.double() - exact).norm() / exact.norm()).item()
+
+
+def check(x: Tensor, data: Tensor, scale: Tensor, spec: MXSpec, bias: Tensor | None = None) -> None:
+    """No less exact than torch's product in x's dtype, by more than half of its error."""
+    weight = reference.dequantize(data, scale, spec, torch.float32, x.shape[-1])
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    y = cpu_linear.linear(x, data, scale, bias, spec)
+    assert y.shape == exact.shape and y.dtype == x.dtype
+    plain = error(F.linear(x, weight.to(x.dtype), bias), exact)
+    # a sum of few values has an error of few units in its last place, by chance none
+    assert error(y, exact) <= max(1.5 * plain, 4e-7), (spec, x.shape, x.dtype)
+
+
+@pytest.fixture
+def without_tiles(monkeypatch):
+    monkeypatch.setattr(cpu_linear, "_has_tiles", lambda: False)
+
+
+def test_serves_plain_cpu_tensors():
+    assert linear_kernels_for(torch.ones(1)) is cpu_linear
+    assert linear_kernels_for(torch.ones(1, device="meta")) is dequantize_then_matmul
+    assert all((linear_kernels_for(torch.ones(1), e) is dequantize_then_matmul) == e.is_wide for e in ELEMENTS.values())
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_every_element(name):
+    """Blocks that are whole groups, and others; rows of x for each kernel; sizes that are multiples of nothing."""
+    for i, block in enumerate((16, 32, 64, 7, 2**40)):
+        data, scale, spec = packed(37, (160, 96, 250, 133, 71)[i], name, block)
+        for j, rows in enumerate((1, 3, 6, 40)):
+            dtype = DTYPES[(i + j) % 3] if name not in FORMATS else torch.bfloat16
+            k = (160, 96, 250, 133, 71)[i]
+            check(torch.randn(rows, k).to(dtype), data, scale, spec, torch.randn(37).to(dtype) if j % 2 else None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_long_rows(name, dtype):
+    data, scale, spec = packed(70, 9001, name, 32)
+    for rows in (1, 2, 5, 33, 65):
+        check(torch.randn(rows, 9001).to(dtype), data, scale, spec, torch.randn(70).to(dtype))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_more_rows_than_a_panel(name):
+    data, scale, spec = packed(300, 64, name, 32)
+    check(torch.randn(2, 300, 64).bfloat16(), data, scale, spec)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5, 20])
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_code_with_every_scale(name, rows):
+    """A row of the identity gives a column of the dequantized weight, to the bit: NaN, Inf, subnormal values."""
+    size = {4: 16, 6: 24, 8: 32}[FORMATS[name].bits]
+    data = torch.randint(0, 256, (256 * 8, size)).to(torch.uint8)
+    data[:256] = torch.arange(256, dtype=torch.uint8)[:, None]
+    scale = torch.arange(256).repeat(8)[:, None].to(torch.uint8)
+    spec = MXSpec(name, 32, 1)
+    weight = reference.dequantize(data, scale, spec, torch.float32, 32)
+    finite = weight.isfinite().all(1)
+    for first in range(0, 32, rows):
+        x = torch.eye(32)[first : first + rows]
+        y = cpu_linear.linear(x, data, scale, None, spec).T
+        assert torch.equal(y[finite], weight[finite, first : first + rows])
+        assert not y[~finite].isfinite().all()
+        half = cpu_linear.linear(x.bfloat16(), data, scale, None, spec).T
+        assert torch.equal(half[finite], weight[finite, first : first + rows].bfloat16())
+        assert torch.equal(half.isfinite(), y.isfinite() & y.bfloat16().isfinite())
+
+
+@pytest.mark.parametrize("name", ["fp4_e2m1", "fp6_e3m2", "fp6_e2m3", "int4", "fp6_e4m1"])
+def test_one_row_with_extreme_scales_and_values(name):
+    """What the sums of a block without their scale could not hold, or would lose."""
+    data, scale, spec = packed(24, 200, name, 32)
+    x = torch.randn(1, 200).bfloat16()
+    scale[:4, :3] = torch.tensor([[0, 120, 127], [0, 0, 0], [62, 63, 1], [191, 192, 130]], dtype=torch.uint8)
+    for row in range(24):  # each by itself: the error of a sum is measured against all rows
+        check(x, data[row : row + 1], scale[row : row + 1], spec)
+    check(x * 2.0**100, data, scale.clamp(max=126), spec)
+    data[5], scale[5] = data[5] | 0x77, 10
+    large = torch.full((1, 200), 1e38).bfloat16()  # its sum of unscaled products is infinite, its result is not
+    assert cpu_linear.linear(large, data[5:6], scale[5:6], None, spec).isfinite().all()
+    data, scale = ops.quantize_mx(torch.full((1, 200), 2.0**60), name, 32)[::-1]
+    for tiny in (2.0**-126, 2.0**-130, 2.0**-99):  # products that are subnormal without their scale
+        check(torch.randint(0, 2, (1, 200)).bfloat16() * tiny, data, scale, MXSpec(name, 32, 1))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("rows", [1, 6])
+def test_nan_scale_spoils_its_row_only(name, rows):
+    data, scale, spec = packed(9, 100, name, 32)
+    scale[4, 3] = 255
+    for dtype in DTYPES:
+        y = cpu_linear.linear(torch.randn(rows, 100).to(dtype), data, scale, None, spec)
+        assert y[:, 4].isnan().all()
+        assert y.isnan().sum() == rows
+
+
+def test_nan_code_of_e4m3():
+    data, scale, spec = packed(9, 100, "fp8_e4m3", 32)
+    data[2, 99], data[7, 5] = 0x7F, 0xFF
+    for dtype in DTYPES:
+        for rows in (1, 6):
+            y = cpu_linear.linear(torch.randn(rows, 100).to(dtype), data, scale, None, spec)
+            assert y.isnan().all(0).tolist() == [False, False, True, False, False, False, False, True, False]
+
+
+def test_bits_after_the_last_code_do_not_count():
+    x = torch.rand(1, 5)
+    for name in ("fp4_e2m1", "fp6_e3m2"):
+        scale, data = ops.quantize_mx(torch.rand(4, 5), name, 32)
+        spec = MXSpec(name, 32, 1)
+        scale.fill_(254)  # the values overflow to +Inf, and what comes after them would, times zero, be NaN
+        expected = cpu_linear.linear(x, data, scale, None, spec)
+        assert (expected == torch.inf).all()
+        data[:, -1] |= 0xF0
+        assert torch.equal(cpu_linear.linear(x, data, scale, None, spec), expected)
+
+
+def test_subnormals_count_where_they_are_flushed(run_python):
+    code = """
+import torch
+from pt2mx import ops
+data, scale = torch.full((3, 32), 64, dtype=torch.uint8), torch.zeros(3, 1, dtype=torch.uint8)  # 2**-127 each
+assert torch.set_flush_denormal(True)
+for rows in (1, 3, 8):
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.full((rows, 32), 2.0**122, dtype=dtype)
+        print(torch.ops.pt2mx.linear_mx(x, data, scale, None, "int8", 32).eq(1.0).all().item())
+"""
+    assert set(run_python(code).split()) == {"True"}
+
+
+@pytest.mark.parametrize("name", ["fp4_e2m1", "fp8_e4m3", "fp6_e2m3", "int8", "int5"])
+def test_same_bits_in_every_run_with_any_threads(name):
+    data, scale, spec = packed(515, 300, name, 32)
+    threads = torch.get_num_threads()
+    try:
+        for rows in (1, 3, 20, 100):
+            x = torch.randn(rows, 300).bfloat16()
+            results = []
+            for run in range(10):
+                torch.set_num_threads(1 + run % 2)
+                results.append(cpu_linear.linear(x, data, scale, None, spec))
+            assert all(torch.equal(results[0], y) for y in results)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_without_matrix_registers(name, without_tiles):
+    data, scale, spec = packed(37, 133, name, 32)
+    for rows in (6, 31, 40):
+        check(torch.randn(rows, 133).bfloat16(), data, scale, spec)
+
+
+def test_strided_operands():
+    data, scale, spec = packed(40, 64, "fp4_e2m1", 32)
+    x, bias = torch.randn(7, 3, 128)[..., ::2], torch.randn(80)[::2]
+    check(x, data, scale, spec, bias)
+    check(torch.randn(64, 9).T, data[::2], scale[::2], spec)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["fp4_e2m1", "fp8_e5m2", "int3"])
+def test_grouped(name, dtype):
+    """Experts without rows, with one, and with many; rows after the last."""
+    x = torch.randn(60, 70).to(dtype)
+    scale, data = ops.quantize_mx(torch.randn(5, 37, 70), name, 32)
+    spec = MXSpec(name, 32, 2)
+    y = cpu_linear.grouped_linear(x, data, scale, torch.tensor([0, 1, 8, 8, 57], dtype=torch.int32), spec)
+    assert y.shape == (60, 37) and y.dtype == dtype
+    for expert, (first, last) in enumerate([(0, 0), (0, 1), (1, 8), (8, 8), (8, 57)]):
+        expected = cpu_linear.linear(x[first:last], data[expert], scale[expert], None, MXSpec(name, 32, 1))
+        assert torch.equal(y[first:last], expected)
+    assert not y[57:].any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["avx2", "default"])
+def test_other_processors(run_python, tmp_path, capability):
+    """The kernels for processors with fewer vector instructions."""
+    code = """
+import torch
+from tests.pt2mx.kernels.cpu.test_linear import *
+for name in NARROW:
+    test_every_element(name)
+for name in FORMATS:
+    test_long_rows(name, torch.float32)
+    test_every_code_with_every_scale(name, 3)
+    test_nan_scale_spoils_its_row_only(name, 6)
+test_nan_code_of_e4m3()
+test_bits_after_the_last_code_do_not_count()
+print(torch.backends.cpu.get_cpu_capability(), cpu_linear._has_tiles())
+"""
+    printed = run_python(code, env=environment(tmp_path, ATEN_CPU_CAPABILITY=capability))
+    name, tiles = printed.strip().lower().rsplit(maxsplit=1)
+    assert name in (capability, "default", "no avx") and tiles == "false"

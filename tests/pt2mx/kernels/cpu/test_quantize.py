@@ -1,0 +1,272 @@
+"""The C++ kernels against the reference, to the bit; their build, cache and fallback."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pt2mx import ELEMENTS, FORMATS, MXSpec
+from pt2mx.kernels import reference, reference_chunked
+from pt2mx.kernels.cpu import quantize as cpu
+from pt2mx.kernels.packing import packed_length
+from pt2mx.kernels.philox import random_bits
+from pt2mx.kernels.select import kernels_for
+from pt2mx.modes import ROUNDINGS, SCALE_MODES
+from tests.oracle import NARROW
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MODES = [(scale_mode, rounding) for scale_mode in SCALE_MODES for rounding in ROUNDINGS]
+
+
+def assert_same(actual: Tensor, expected: Tensor, context: object) -> None:
+    """Equal to the bit, but for the payloads of NaNs; contiguous."""
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype, context
+    assert actual.is_contiguous(), context
+    if expected.dtype.is_floating_point:
+        integer = torch.int32 if expected.dtype == torch.float32 else torch.int16
+        nan = expected.isnan()
+        assert torch.equal(actual.isnan(), nan), context
+        actual, expected = actual.view(integer).masked_fill(nan, 0), expected.view(integer).masked_fill(nan, 0)
+    differs = actual != expected
+    assert not differs.any(), (context, differs.nonzero()[:5].tolist(), actual[differs][:5], expected[differs][:5])
+
+
+def check(x: Tensor, spec: MXSpec, seed: int = 0, target: torch.dtype = torch.float32) -> None:
+    """Every function on x: (..., n, ...), blocks along spec.axis, which counts from the front."""
+    seeds = torch.tensor(seed) if ROUNDINGS[spec.rounding].random else None
+    random = [] if seeds is None else [random_bits(seeds, x.shape)]
+    context = (spec, spec.axis, x.shape, x.dtype, target)
+    scale, data = reference.quantize(x, spec, *random)
+    actual_scale, actual_data = cpu.quantize(x, spec, seeds)
+    assert_same(actual_scale, scale, context)
+    assert_same(actual_data, data, context)
+    assert_same(cpu.fake_quantize(x, spec, seeds), reference.fake_quantize(x, spec, *random), context)
+    length = x.shape[spec.axis]
+    expected = reference.dequantize(data, scale, spec, target, length)
+    assert_same(cpu.dequantize(data, scale, spec, target, length), expected, context)
+    grad = torch.randn(x.shape).to(target)
+    assert_same(cpu.clip_gradient(grad, x, spec), reference.clip_gradient(grad, x, spec).contiguous(), context)
+
+
+def random_values(shape: tuple[int, ...], dtype: torch.dtype, kind: int) -> Tensor:
+    """Of a kind that matters: near each other, any bit pattern, any binade, fp32 subnormals, ties."""
+    if kind == 0:
+        x = torch.randn(shape)
+    elif kind == 1:
+        x = torch.randint(-(2**31), 2**31, shape, dtype=torch.int64).to(torch.int32).view(torch.float32)
+    elif kind == 2:
+        x = torch.randn(shape) * 2.0 ** torch.randint(-149, 128, shape)
+    elif kind == 3:
+        x = torch.randint(-(2**23), 2**23, shape) * 2.0**-149
+    else:
+        x = torch.randint(-64, 65, shape) * 2.0 ** int(torch.randint(-140, 115, ()))
+    return x.to(dtype)
+
+
+def test_serves_plain_cpu_tensors():
+    assert cpu.is_available()
+    assert kernels_for(torch.ones(1)) is cpu
+    assert kernels_for(torch.nn.Parameter(torch.ones(1))) is cpu
+    assert kernels_for(torch.ones(1, device="meta")) is reference_chunked
+    assert all((kernels_for(torch.ones(1), e) is reference_chunked) == e.is_wide for e in ELEMENTS.values())
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_every_mode(name):
+    """Blocks of 4 and of 32, ragged, along either axis; all of them where the specification's formats round to even."""
+    layouts = ((4, 1), (32, 1), (4, 0))
+    for i, (scale_mode, rounding) in enumerate(MODES):
+        dtype, target = DTYPES[i % 3], DTYPES[i // 3 % 3]
+        for block, axis in layouts if name in FORMATS and rounding == "even" else layouts[i // 9 % 3 :][:1]:
+            x = torch.cat([random_values((6, 70), dtype, kind) for kind in range(5)])
+            check(x, MXSpec(name, block, axis, scale_mode, rounding), seed=2**62 + i, target=target)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_bfloat16_pattern(name):
+    """In blocks of one."""
+    x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    for scale_mode, rounding in MODES:
+        spec = MXSpec(name, 1, 0, scale_mode, rounding)
+        seed = torch.tensor(3) if ROUNDINGS[rounding].random else None
+        random = [] if seed is None else [cpu.random_bits(seed, x.shape)]
+        assert_same(cpu.fake_quantize(x, spec, seed), reference.fake_quantize(x, spec, *random), spec)
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_every_code_with_every_scale(name):
+    """Bytes of which some bits are no part of a code included."""
+    codes = 2 ** ELEMENTS[name].bits
+    bytes_ = torch.arange(256, dtype=torch.uint8)
+    data = bytes_ if packed_length(4, ELEMENTS[name].bits) == 4 else torch.randint(0, 256, (3 * codes,)).to(torch.uint8)
+    data = data[None].expand(256, -1)  # (scales, bytes)
+    scale = bytes_[:, None]
+    length = {4: 2 * data.shape[1], 6: data.shape[1] // 3 * 4}.get(ELEMENTS[name].bits, data.shape[1])
+    for dtype in DTYPES:
+        spec = MXSpec(name, length, 1)
+        expected = reference.dequantize(data, scale, spec, dtype, length)
+        assert_same(cpu.dequantize(data, scale, spec, dtype, length), expected, (spec, dtype))
+        # the same codes down the columns
+        spec = spec.replace(axis=0)
+        expected = reference.dequantize(data.T, scale.T, spec, dtype, length)
+        assert_same(cpu.dequantize(data.T, scale.T, spec, dtype, length), expected, (spec, dtype))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    shape=st.lists(st.sampled_from([0, 1, 2, 3, 5, 16, 31, 33, 64, 70]), min_size=1, max_size=4),
+    axis=st.integers(0, 3),
+    block=st.sampled_from([1, 2, 3, 8, 16, 31, 32, 33, 48, 64, 100, 2**40]),
+    name=st.sampled_from([*FORMATS, "int4", "fp3_e1m1"]),
+    mode=st.sampled_from(MODES),
+    dtype=st.sampled_from(DTYPES),
+    kind=st.integers(0, 4),
+    transposed=st.booleans(),
+)
+def test_shapes_axes_and_blocks(shape, axis, block, name, mode, dtype, kind, transposed):
+    while torch.Size(shape).numel() > 40_000:
+        shape[shape.index(max(shape))] = 3
+    x = random_values(tuple(shape), dtype, kind)
+    if transposed:
+        x = x.transpose(0, -1)
+    check(x, MXSpec(name, block, axis % x.dim(), *mode))
+
+
+@pytest.mark.parametrize("shape, axis", [((3, 9000), 1), ((9000, 3), 0), ((2, 300, 70), 1), ((2, 70, 1100), 1)])
+@pytest.mark.parametrize("block", [1, 5, 32, 3000, 10**9])
+def test_tensors_of_several_tiles(shape, axis, block):
+    for i, name in enumerate(("fp6_e3m2", "fp4_e2m1", "int8")):
+        x = random_values(shape, DTYPES[i], 2)
+        check(x, MXSpec(name, block, axis, "mse" if i == 0 else "rceil", "stochastic"), target=DTYPES[-i])
+
+
+def test_expanded_and_sliced_inputs():
+    x = torch.randn(70, 96)
+    channels_last = torch.randn(3, 64, 5, 5).to(memory_format=torch.channels_last)
+    for view in (x[:, ::3], x[3:, 5:], x[:1].expand(40, 96), x.T, channels_last):
+        check(view, MXSpec("fp6_e2m3", 32, 1))
+    grad = torch.ones(()).expand(70, 96)
+    spec = MXSpec("fp4_e2m1", 32, 1)
+    assert_same(cpu.clip_gradient(grad, x, spec), reference.clip_gradient(grad, x, spec).contiguous(), "expanded")
+    assert_same(cpu.clip_gradient(grad.double(), x, spec).float(), cpu.clip_gradient(grad, x, spec), "double")
+
+
+def test_not_finite_blocks():
+    x = torch.randn(4, 64)
+    x[0, 3], x[1, 40], x[2, 63], x[3, 0] = torch.inf, -torch.inf, torch.nan, -torch.nan
+    for name in FORMATS:
+        for i, rounding in enumerate(ROUNDINGS):
+            dtype = DTYPES[i % 3]
+            check(x.to(dtype), MXSpec(name, 32, 1, "mse", rounding), target=dtype)
+            check(x.to(dtype).T, MXSpec(name, 32, 0, "floor", rounding), target=dtype)
+
+
+@pytest.mark.parametrize("rounding", ["even", "stochastic"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_threads_do_not_change_bits(axis, rounding):
+    x, spec, seed = torch.randn(700, 700), MXSpec("fp6_e3m2", 32, axis, rounding=rounding), torch.tensor(5)
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            results.append((*cpu.quantize(x, spec, seed), cpu.fake_quantize(x, spec, seed)))
+            assert_same(cpu.random_bits(seed, x.shape), random_bits(seed, x.shape), count)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_subnormals_count_where_they_are_flushed(run_python):
+    code = """
+import torch
+from pt2mx import MXSpec, fake_quantize_mx
+from pt2mx.kernels import cpu, reference
+x = torch.cat([torch.randn(64, 32) * 2.0**-125, torch.randint(-2**23, 2**23, (64, 32)) * 2.0**-149])
+specs = (MXSpec("fp4_e2m1", 32, 1), MXSpec("int8", 32, 1, "mse", "up"))
+expected = {spec: reference.fake_quantize(x, spec) for spec in specs}
+assert torch.set_flush_denormal(True)
+for spec, y in expected.items():
+    assert torch.equal(cpu.fake_quantize(x, spec, None).view(torch.int32), y.view(torch.int32))
+flushed = torch.tensor([2.0**-126]) * 0.5
+print(flushed.view(torch.int32).item())  # the mode is as it was
+"""
+    assert run_python(code).split() == ["0"]
+
+
+# ---- build, cache, fallback ----
+
+_QUANTIZE = """
+import warnings
+import torch
+from pt2mx.kernels import cpu_build, sliced
+builds = []
+build = cpu_build._build
+cpu_build._build = lambda *args: (builds.append(args), build(*args))
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import pt2mx
+    assert not builds and not cpu_build._loaded  # not by an import
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.linspace(-3, 3, 96, dtype=dtype).reshape(2, 48)
+        y = pt2mx.fake_quantize_mx(x, "mxfp4")
+        expected = sliced.fake_quantize(x, pt2mx.MXSpec("fp4_e2m1", 32, 1), None)
+        assert torch.equal(y, expected)
+ours = [str(w.message) for w in caught if "C++ kernels of pt2mx" in str(w.message)]
+print(len(builds), cpu_build.is_available(), len(ours), "Install a C++ compiler" in "".join(ours))
+"""
+
+
+def environment(folder: object, **variables: str) -> dict[str, str]:
+    return {**os.environ, "TORCH_EXTENSIONS_DIR": str(folder), **variables}
+
+
+def test_without_a_compiler_torch_serves_after_one_warning(run_python, tmp_path):
+    assert run_python(_QUANTIZE, env=environment(tmp_path, CXX="/nonexistent")).split() == ["0", "False", "1", "True"]
+
+
+def test_failing_compiler(run_python, tmp_path):
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *cpu.cpp*) exit 1;; *) echo compiler 1.0;; esac\n')
+    compiler.chmod(0o755)
+    assert run_python(_QUANTIZE, env=environment(tmp_path, CXX=str(compiler))).split() == ["1", "False", "1", "True"]
+
+
+@pytest.mark.slow
+def test_builds_once_for_all_processes(run_python, tmp_path):
+    """Two at once find nothing; a later one finds what they built."""
+    env = environment(tmp_path)
+    command = [sys.executable, "-c", _QUANTIZE]
+    together = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    for process in together:
+        assert process.communicate()[0].split()[1:] == ["True", "0", "False"]
+        assert process.returncode == 0
+    assert run_python(_QUANTIZE, env=env).split() == ["0", "True", "0", "False"]
+    assert len(list(tmp_path.rglob("*.so"))) == 1
+
+
+@pytest.mark.slow
+def test_cache_that_cannot_be_written(run_python, tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    assert run_python(_QUANTIZE, env=environment(tmp_path / "file")).split() == ["1", "True", "0", "False"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["avx2", "default"])
+def test_other_processors(run_python, tmp_path, capability):
+    """The kernels for processors with fewer vector instructions."""
+    code = """
+import torch
+from tests.pt2mx.kernels.cpu.test_quantize import *
+for name in FORMATS:
+    for i, (scale_mode, rounding) in enumerate(MODES):
+        x = torch.cat([random_values((7, 50), DTYPES[i % 3], kind) for kind in range(5)])
+        check(x, MXSpec(name, 32, i % 2, scale_mode, rounding), target=DTYPES[i % 3])
+print(torch.backends.cpu.get_cpu_capability())
+"""
+    printed = run_python(code, env=environment(tmp_path, ATEN_CPU_CAPABILITY=capability))
+    assert printed.strip().lower() in (capability, "default", "no avx")

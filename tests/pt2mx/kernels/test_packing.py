@@ -1,0 +1,106 @@
+import math
+
+import pytest
+import torch
+
+from pt2mx import ELEMENTS, MXSpec, MXTensor, dequantize_mx, fake_quantize_mx, quantize_mx
+from pt2mx.kernels import packing
+from pt2mx.kernels.cpu import quantize as cpu
+from pt2mx.kernels.packing import is_packed, pack, packed_length, unpack, unpacked_length
+from tests.pt2mx.kernels.cpu.test_quantize import check, random_values
+
+
+@pytest.fixture
+def all_packed(monkeypatch, compiler):
+    """The table with a row for every width."""
+    for bits in range(2, 8):
+        monkeypatch.setitem(packing._GROUPS, bits, (8 // math.gcd(bits, 8), bits // math.gcd(bits, 8)))
+    cpu._spec.cache_clear()
+    yield
+    cpu._spec.cache_clear()
+
+
+def test_four_bit_codes_low_nibble_first():
+    codes = torch.tensor([1, 2, 3, 4, 15], dtype=torch.int32)
+    assert pack(codes, 0, 4).tolist() == [0x21, 0x43, 0x0F]
+
+
+def test_six_bit_codes_in_three_little_endian_bytes():
+    codes = torch.tensor([1, 2, 3, 63], dtype=torch.int32)
+    word = 1 | 2 << 6 | 3 << 12 | 63 << 18
+    assert pack(codes, 0, 6).tolist() == [word & 255, word >> 8 & 255, word >> 16]
+
+
+def test_wide_codes_in_two_little_endian_bytes():
+    codes = torch.tensor([1, 0x1234, 0xFFFF], dtype=torch.int32)
+    assert pack(codes, 0, 16).tolist() == [1, 0, 0x34, 0x12, 0xFF, 0xFF]
+    assert pack(codes[:1], 0, 9).view(torch.uint16).tolist() == [1]
+
+
+@pytest.mark.usefixtures("all_packed")
+@pytest.mark.parametrize("bits", [*range(2, 10), 12, 16])
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 4, 5, 31, 32])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_unpack_inverts_pack(bits, length, axis):
+    shape = [2, 3, 4]
+    shape[axis] = length
+    codes = torch.randint(1 << bits, shape, dtype=torch.int32)
+    data = pack(codes, axis, bits)
+    assert data.dtype == torch.uint8 and data.shape[axis] == packed_length(length, bits)
+    assert 8 * packed_length(32, bits) == 32 * (bits if bits <= 8 else 16)
+    codes_again = unpack(data, axis, bits)
+    assert codes_again.shape[axis] == unpacked_length(data.shape[axis], bits) >= length
+    assert torch.equal(codes_again.narrow(axis, 0, length), codes)
+    assert not codes_again.narrow(axis, length, codes_again.shape[axis] - length).any()
+
+
+def test_which_widths_share_bytes():
+    assert [is_packed(bits) for bits in (4, 6, 8, 16)] == [True, True, False, False]
+
+
+@pytest.mark.usefixtures("all_packed")
+@pytest.mark.parametrize("name", ["fp3_e1m1", "fp5_e2m2", "fp7_e4m2", "int2", "int5"])
+def test_kernels_follow_the_table_of_widths(name):
+    """Of whole tiles, of parts of them, and where up to eight blocks share a group."""
+    shapes = [((3, 1), 1), ((7, 70), 1), ((70, 7), 0), ((3, 33, 300), 1), ((2, 19, 1000), 1), ((1, 40, 3000), 1)]
+    for i, (shape, axis) in enumerate(shapes):
+        for block in (1, 3, 32, 33, 1000):
+            check(random_values(shape, torch.float32, i % 5), MXSpec(name, block, axis, ("floor", "mse")[i % 2]))
+
+
+@pytest.mark.usefixtures("all_packed")
+@pytest.mark.parametrize("name", ["fp3_e1m1", "fp5_e2m2", "int7"])
+@pytest.mark.parametrize(("k", "block"), [(64, 32), (70, 24), (7, 32), (33, 5)])
+def test_products_follow_the_table_of_widths(name, k, block):
+    weight = torch.randn(9, k)
+    scale, data = quantize_mx(weight, name, block)
+    assert data.shape[1] == packed_length(k, ELEMENTS[name].bits) < k + 8
+    for rows in (1, 3, 40):
+        x = torch.randn(rows, k)
+        want = torch.nn.functional.linear(x, fake_quantize_mx(weight, name, block))
+        torch.testing.assert_close(torch.ops.pt2mx.linear_mx(x, data, scale, None, name, block), want)
+
+
+@pytest.mark.usefixtures("all_packed")
+def test_compiled_code_and_tensors_follow_the_table_of_widths():
+    x = torch.randn(3, 70)
+    for got, want in zip(torch.compile(lambda x: quantize_mx(x, "int7"))(x), quantize_mx(x, "int7"), strict=True):
+        assert torch.equal(got, want)
+    tensor = MXTensor.to_mx(x, "int7")
+    assert torch.equal(tensor[:, :64].to_dtype(), tensor.to_dtype()[:, :64])
+    assert torch.equal(dequantize_mx(tensor.qdata, tensor.scale, "int7", length=70), tensor.to_dtype())
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("all_packed")
+@pytest.mark.parametrize("name", ["fp3_e1m1", "fp5_e2m2", "fp7_e4m2", "int2", "int5"])
+def test_kernels_of_a_gpu_follow_the_table_of_widths(name):
+    for dtype in (torch.float32, torch.bfloat16):
+        for shape, axis in (((7, 64), 1), ((7, 70), 1), ((64, 40), 0), ((2, 19, 300), 1)):
+            for block in (3, 16, 32, 1000):
+                x = torch.randn(shape).to(dtype)
+                want = quantize_mx(x, name, block, axis)
+                got = quantize_mx(x.cuda(), name, block, axis)
+                assert all(torch.equal(a.cpu(), b) for a, b in zip(got, want, strict=True))
+                values = [dequantize_mx(d, s, name, block, dtype, axis, shape[axis]) for s, d in (got, want)]
+                assert torch.equal(values[0].cpu(), values[1])

@@ -1,0 +1,155 @@
+"""The operators linear_mx and grouped_linear_mx: schemas, errors, gradients, shapes, compilation."""
+
+import re
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pt2mx import FORMATS, MXError, ops
+from pt2mx.ops.linear import grouped_linear_mx, linear_mx
+
+
+def packed(*shape: int, name: str = "fp4_e2m1", block: int = 32) -> tuple[Tensor, Tensor, str, int]:
+    """data, scale and the last arguments of the operators, of a random weight of that shape."""
+    scale, data = ops.quantize_mx(torch.randn(shape), name, block)
+    return data, scale, name, block
+
+
+def dequantized(
+    data: Tensor, scale: Tensor, name: str, block: int, k: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    return ops.dequantize_mx(data, scale, name, block, dtype, -1, k)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck(name, dtype):
+    data, scale, *modes = packed(9, 70, name=name)
+    bias = torch.randn(9, dtype=dtype, requires_grad=True)
+    x = torch.randn(2, 3, 70, dtype=dtype, requires_grad=True)
+    torch.library.opcheck(linear_mx, (x, data, scale, None, *modes))
+    torch.library.opcheck(linear_mx, (x, data, scale, bias, *modes))
+
+
+def test_opcheck_grouped():
+    data, scale, *modes = packed(3, 16, 64)
+    offs = torch.tensor([2, 2, 5], dtype=torch.int32)
+    torch.library.opcheck(grouped_linear_mx, (torch.randn(5, 64), data, scale, offs, *modes))
+
+
+@pytest.mark.parametrize("shape", [(70,), (1, 70), (0, 70), (2, 0, 70), (2, 3, 70), (33, 70)])
+def test_shapes(shape):
+    data, scale, *modes = packed(9, 70)
+    x, bias = torch.randn(shape), torch.randn(9)
+    expected = F.linear(x, dequantized(data, scale, *modes, 70), bias)
+    torch.testing.assert_close(linear_mx(x, data, scale, bias, *modes), expected)
+
+
+def test_nothing_to_sum():
+    data, scale, *modes = packed(9, 0)
+    assert not linear_mx(torch.randn(2, 0), data, scale, None, *modes).any()
+    bias = torch.randn(9)
+    assert torch.equal(linear_mx(torch.randn(2, 0), data, scale, bias, *modes), bias.expand(2, 9))
+    data, scale, *modes = packed(0, 32)
+    assert linear_mx(torch.randn(2, 32), data, scale, None, *modes).shape == (2, 0)
+
+
+def test_strided_operands():
+    data, scale, *modes = packed(18, 64)
+    x, bias = torch.randn(128, 5).T[:, ::2], torch.randn(18)[::2]
+    expected = F.linear(x, dequantized(data, scale, *modes, 64)[::2], bias)
+    torch.testing.assert_close(linear_mx(x, data[::2], scale[::2], bias, *modes), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_gradient(rows):
+    """That of the product with the dequantized weight, for x and bias; packed codes have none."""
+    data, scale, *modes = packed(9, 70)
+    x, bias = torch.randn(2, rows, 70, requires_grad=True), torch.randn(9, requires_grad=True)
+    grad = torch.randn(2, rows, 9)
+    linear_mx(x, data, scale, bias, *modes).backward(grad)
+    actual, x.grad, actual_bias, bias.grad = x.grad, None, bias.grad, None
+    F.linear(x, dequantized(data, scale, *modes, 70), bias).backward(grad)
+    torch.testing.assert_close(actual, x.grad)
+    torch.testing.assert_close(actual_bias, bias.grad)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_compiled_with_dynamic_shapes(compiler, mode):
+    data, scale, *modes = packed(9, 70)
+    f = torch.compile(lambda x: linear_mx(x.relu(), data, scale, None, *modes) + 1, fullgraph=True, dynamic=True)
+    with mode():
+        for rows in (2, 5, 40):
+            x = torch.randn(rows, 70)
+            torch.testing.assert_close(f(x), F.linear(x.relu(), dequantized(data, scale, *modes, 70)) + 1)
+
+
+def test_exported_with_dynamic_shapes():
+    class Product(torch.nn.Module):
+        def forward(self, x, data, scale):
+            return linear_mx(x, data, scale, None, "fp6_e3m2", 32)
+
+    data, scale, *modes = packed(9, 70, name="fp6_e3m2")
+    x = torch.randn(4, 70)
+    shapes = ({0: torch.export.Dim("rows", max=64)}, None, None)
+    program = torch.export.export(Product(), (x, data, scale), dynamic_shapes=shapes)
+    x = torch.randn(33, 70)
+    assert torch.equal(program.module()(x, data, scale), linear_mx(x, data, scale, None, *modes))
+
+
+def test_meta():
+    data, scale, *modes = (t.to("meta") if isinstance(t, Tensor) else t for t in packed(9, 70))
+    y = linear_mx(torch.empty(3, 70, device="meta", dtype=torch.bfloat16), data, scale, None, *modes)
+    assert (y.shape, y.dtype, y.device.type) == ((3, 9), torch.bfloat16, "meta")
+
+
+def test_grouped_is_the_product_of_each_expert():
+    data, scale, *modes = packed(3, 16, 64)
+    x, offs = torch.randn(50, 64).bfloat16(), torch.tensor([0, 3, 50], dtype=torch.int32)
+    y = grouped_linear_mx(x, data, scale, offs, *modes)
+    assert torch.equal(y[:3], linear_mx(x[:3], data[1], scale[1], None, *modes))
+    assert torch.equal(y[3:], linear_mx(x[3:], data[2], scale[2], None, *modes))
+    expected = torch._grouped_mm(x, dequantized(data, scale, *modes, 64, torch.bfloat16).transpose(1, 2), offs=offs)
+    torch.testing.assert_close(y, expected)
+
+
+ERRORS = {
+    "K": (
+        lambda x, d, s: (x[:, :60], d, s, None),
+        "x of shape (2, 60) times a weight of (9, 35) bytes: data has 35 bytes along dimension 1, but 60 codes of",
+    ),
+    "scale": (lambda x, d, s: (x, d, s[:, :2], None), "scale of shape (9, 2) does not fit data of shape (9, 35)"),
+    "0-d": (lambda x, d, s: (x[0, 0], d, s, None), "not (..., K) and 2"),
+    "weight": (lambda x, d, s: (x, d[0], s[0], None), "a weight of 1 dimensions, not (..., K) and 2"),
+    "dtype": (lambda x, d, s: (x.double(), d, s, None), "torch.float64: allowed are float32, float16 and bfloat16"),
+    "bias shape": (
+        lambda x, d, s: (x, d, s, x[0]),
+        "bias of shape (70,), torch.float32 on cpu does not fit a weight of 9",
+    ),
+    "bias dtype": (
+        lambda x, d, s: (x, d, s, torch.ones(9).half()),
+        "torch.float16 on cpu does not fit a weight of 9 rows",
+    ),
+    "codes": (lambda x, d, s: (x, d.int(), s, None), "codes and scales are uint8, not torch.int32"),
+    "device": (lambda x, d, s: (x, d.to("meta"), s.to("meta"), None), "x is on cpu and the weight on meta"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case):
+    data, scale, *modes = packed(9, 70)
+    arguments, message = ERRORS[case]
+    with pytest.raises(MXError, match=re.escape(message)):
+        linear_mx(*arguments(torch.randn(2, 70), data, scale), *modes)
+
+
+def test_errors_of_groups():
+    data, scale, *modes = packed(3, 16, 64)
+    offs = torch.tensor([2, 2, 5], dtype=torch.int32)
+    for wrong in (offs[:2], offs.long()):
+        with pytest.raises(MXError, match=r"x must be \(T, K\) and offs \(3,\) int32"):
+            grouped_linear_mx(torch.randn(5, 64), data, scale, wrong, *modes)
+    with pytest.raises(MXError, match=r"x must be \(T, K\) and offs"):
+        grouped_linear_mx(torch.randn(1, 5, 64), data, scale, offs, *modes)
