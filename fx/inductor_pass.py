@@ -10,7 +10,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
 from pt2mx.fx.lower import PASSES
-from pt2mx.fx.passes.weights_k_major import put_blocks_last
+from pt2mx.fx.passes.weights_k_major import make_weights_k_major
 
 
 class LoweringPass(CustomGraphPass):
@@ -27,7 +27,7 @@ class LoweringPass(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         if not any(map(_writes_unseen, graph.nodes)):
             for change in PASSES:
-                if change is not put_blocks_last:  # the weights are inputs
+                if change is not make_weights_k_major:  # the weights are inputs
                     change(graph.owning_module)
 
     def uuid(self) -> str:

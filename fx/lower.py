@@ -9,33 +9,33 @@ from torch.fx import GraphModule
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.arguments import is_ours, write_out_arguments
 from pt2mx.fx.graph.subgraphs import graph_modules
-from pt2mx.fx.graph.tensors import copy_sharing_tensors, own_tensors
+from pt2mx.fx.graph.tensors import copy_sharing_tensors, map_tensors
 from pt2mx.fx.graph.unused import delete_unused_tensors
-from pt2mx.fx.passes.cse_quantize import share_quantizations
+from pt2mx.fx.passes.cse_quantize import cse_quantize
 from pt2mx.fx.passes.device import move_to_device
 from pt2mx.fx.passes.fold_weights import fold_all_weights
-from pt2mx.fx.passes.fuse_qdq import fuse_pairs
-from pt2mx.fx.passes.merge_fake_quantize import quantize_together
-from pt2mx.fx.passes.merge_linears import join_products
-from pt2mx.fx.passes.mma_layout import use_fragments
-from pt2mx.fx.passes.packed_embedding import gather_packed
+from pt2mx.fx.passes.fuse_qdq import fuse_qdq
+from pt2mx.fx.passes.merge_fake_quantize import merge_fake_quantize
+from pt2mx.fx.passes.merge_linears import merge_linears
+from pt2mx.fx.passes.mma_layout import use_mma_layout
+from pt2mx.fx.passes.packed_embedding import use_packed_embeddings
 from pt2mx.fx.passes.packed_products import use_packed_weights
 from pt2mx.fx.passes.scaled_mm import use_scaled_mm
-from pt2mx.fx.passes.sink_bias import split_bias
+from pt2mx.fx.passes.sink_bias import sink_bias
 from pt2mx.fx.passes.unpack_weights import unpack_weights
-from pt2mx.fx.passes.weights_k_major import put_blocks_last
+from pt2mx.fx.passes.weights_k_major import make_weights_k_major
 from pt2mx.fx.portable import holds_observers, is_portable
 
 #: what is done to each graph, in this order
 PASSES = (
-    share_quantizations,
-    fuse_pairs,
-    put_blocks_last,
-    gather_packed,
+    cse_quantize,
+    fuse_qdq,
+    make_weights_k_major,
+    use_packed_embeddings,
     use_packed_weights,
-    join_products,
-    split_bias,
-    quantize_together,
+    merge_linears,
+    sink_bias,
+    merge_fake_quantize,
 )
 
 
@@ -73,7 +73,7 @@ def lower_to_inductor(
     """
     _check_converted(converted)
     model = copy_sharing_tensors(converted)
-    own_tensors(model, Tensor.detach)
+    map_tensors(model, Tensor.detach)
     if device is not None:
         move_to_device(model, _device(device))
     fold_all_weights(model)
@@ -85,7 +85,7 @@ def lower_to_inductor(
     for graph in graph_modules(model):
         if unpack:
             unpack_weights(graph)
-        use_fragments(graph)
+        use_mma_layout(graph)
         write_out_arguments(graph)
     delete_unused_tensors(model)
     return model

@@ -12,10 +12,10 @@ from torch.fx import GraphModule
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.arguments import write_out_arguments
 from pt2mx.fx.graph.subgraphs import calls, graph_modules
-from pt2mx.fx.graph.tensors import copy_sharing_tensors, own_tensors
+from pt2mx.fx.graph.tensors import copy_sharing_tensors, map_tensors
 from pt2mx.fx.passes.fold_weights import fold_all_weights
 from pt2mx.fx.training.fuse_batch_norm import fold_biases
-from pt2mx.fx.training.train_eval import modules_to_evaluation
+from pt2mx.fx.training.train_eval import to_evaluation
 from pt2mx.pt2e import torchao_pt2e
 from pt2mx.pt2e.observer import MXObserver
 from pt2mx.pt2e.prepare import INITIAL_KEY
@@ -64,7 +64,7 @@ def convert_pt2e(model: GraphModule, fold_quantize: bool = True) -> GraphModule:
         fold_all_weights(converted)
     for graph in graph_modules(converted):
         write_out_arguments(graph)
-    own_tensors(converted, Tensor.clone)  # training the prepared model further must not change it
+    map_tensors(converted, Tensor.clone)  # training the prepared model further must not change it
     if names := nonfinite_weights(converted):
         warnings.warn(f"NaN or Inf in {listed(names)}: blocks that hold such become NaN as a whole", stacklevel=2)
     return converted
@@ -104,7 +104,7 @@ def _convert_graphs(model: GraphModule, done: dict[GraphModule, GraphModule]) ->
             inner[name] = done[graph]
     for name in inner:
         setattr(model, name, nn.Module())  # torchao's convert would delete the modules in it
-    modules_to_evaluation(model)
+    to_evaluation(model)
     converted = torchao_pt2e.convert_modules(model)
     for name, graph in inner.items():
         setattr(converted, name, graph)

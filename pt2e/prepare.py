@@ -16,7 +16,7 @@ from pt2mx.fx.graph.tensors import copy_sharing_tensors, held_in_written_memory
 from pt2mx.fx.portable import holds_observers, is_portable
 from pt2mx.fx.training.batch_norm import keep_batch_norms
 from pt2mx.fx.training.fuse_batch_norm import fuse_batch_norms
-from pt2mx.fx.training.train_eval import modes_to_modules
+from pt2mx.fx.training.train_eval import to_train_eval_modules
 from pt2mx.pt2e import torchao_pt2e
 from pt2mx.pt2e.observer import MXFakeQuantize, MXObserver, observed_value
 from pt2mx.pt2e.qspec import mx_qscheme
@@ -88,7 +88,7 @@ def _prepare(model: GraphModule, quantizer: torchao_pt2e.Quantizer, for_training
     finally:
         torchao_pt2e.forget_models()
     graphs = graph_modules(model)
-    training = modes_to_modules(graphs)
+    training = to_train_eval_modules(graphs)
     if training and not for_training:
         warnings.warn(
             f"{listed(training)} of the exported model train, and evaluate in the prepared and the converted one: "
@@ -123,11 +123,11 @@ def _insert_observers(
                 done[graph] = _insert_observers(graph, quantizer, done)
             setattr(model, name, done[graph])
     model = torchao_pt2e.insert_observers(model, quantizer)
-    _settle_observers(model)  # on their device: torchao looks for one device in the graph around
+    _configure_observers(model)  # on their device: torchao looks for one device in the graph around
     return model
 
 
-def _settle_observers(graph: GraphModule) -> None:
+def _configure_observers(graph: GraphModule) -> None:
     constants = constant_nodes(graph.graph)
     for node in graph.graph.find_nodes(op="call_module"):
         observer = graph.get_submodule(node.target)

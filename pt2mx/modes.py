@@ -21,17 +21,17 @@ class ScaleMode:
     """How the shared exponent follows from a block's amax.
 
     It is `floor(log2 amax) - emax`, plus one where the fp32 mantissa field of amax is above `threshold(element)`, and
-    then the one of its `neighbours` (changes of the exponent) with the least sum of squared errors over the block;
+    then the one of its `exponent_offsets` (what is added to it) with the least sum of squared errors over the block;
     of equal ones the first.
     """
 
     threshold: Callable[[ElementFormat], int]
-    neighbours: tuple[int, ...] = (0,)
+    exponent_offsets: tuple[int, ...] = (0,)
 
     @property
     def searches(self) -> bool:
         """Whether the errors decide, or the amax alone."""
-        return self.neighbours != (0,)
+        return self.exponent_offsets != (0,)
 
 
 def _never(element: ElementFormat) -> int:
@@ -53,7 +53,7 @@ SCALE_MODES: dict[str, ScaleMode] = {
     # up where amax plus half a unit in the last place of the element reaches the next power of two
     "even": ScaleMode(lambda element: _FP32_MANTISSA - (1 << (22 - element.mantissa_bits))),
     # of floor and its two neighbours the one that loses least
-    "mse": ScaleMode(_never, neighbours=(0, -1, 1)),
+    "mse": ScaleMode(_never, exponent_offsets=(0, -1, 1)),
 }
 
 

@@ -15,7 +15,7 @@ from pt2mx.spec import MXSpec
 SPEC_KEY = "mx_spec"
 
 #: meta keys: where a node stands in the model's source and module tree
-PLACE = ("stack_trace", "nn_module_stack")
+PROVENANCE_KEYS = ("stack_trace", "nn_module_stack")
 
 
 def insert_quantize_dequantize(x: Node, spec: MXSpec, consumer: Node | None = None) -> Node:
@@ -46,7 +46,7 @@ def insert_quantize_dequantize(x: Node, spec: MXSpec, consumer: Node | None = No
         args = (data, scale, spec.element.name, spec.block_size, value.dtype, axis, *packed)
         dequantize = graph.call_function(ops.dequantize_mx, args)
     for node in (*created, dequantize):
-        node.meta.update({key: n.meta[key] for n in (x, consumer or x) for key in PLACE if key in n.meta})
+        node.meta.update({key: n.meta[key] for n in (x, consumer or x) for key in PROVENANCE_KEYS if key in n.meta})
         set_value(node)
     dequantize.meta[SPEC_KEY] = spec.replace(axis=axis)
     return dequantize

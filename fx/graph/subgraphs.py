@@ -98,7 +98,7 @@ def graph_modules(model: GraphModule) -> list[GraphModule]:
     return [*found, model]
 
 
-def operands_outside(model: GraphModule) -> dict[Node, list[object]]:
+def captured_operands(model: GraphModule) -> dict[Node, list[object]]:
     """Placeholder of a graph inside -> what it stands for in the graphs around, for each call; the outermost node that
     is passed on as it is."""
     found: dict[Node, list[object]] = {}
@@ -136,7 +136,7 @@ def named_graph_modules(model: GraphModule, path: str = "") -> Iterator[tuple[st
             yield from named_graph_modules(inner, f"{path}.{name}" if path else name)
 
 
-def place_inner_graphs(model: GraphModule) -> None:
+def propagate_module_stack(model: GraphModule) -> None:
     """Give the nodes inside that do not know their module one: that of the parameter they read, inside the place of the
     call."""
     for call in calls(model):
@@ -152,7 +152,7 @@ def place_inner_graphs(model: GraphModule) -> None:
                 if not node.meta.get("nn_module_stack"):
                     names = dict.fromkeys(owners[n] for n in node.all_input_nodes if n in owners)
                     node.meta["nn_module_stack"] = {**stack, **{name: (name, "") for name in names}}
-            place_inner_graphs(graph)
+            propagate_module_stack(graph)
 
 
 def mark_constants(model: GraphModule) -> None:

@@ -29,7 +29,7 @@ def copy_sharing_tensors(model: GraphModule) -> GraphModule:
         return copy.deepcopy(model, memo)
 
 
-def own_tensors(model: GraphModule, own: Callable[[Tensor], Tensor]) -> None:
+def map_tensors(model: GraphModule, own: Callable[[Tensor], Tensor]) -> None:
     """Put `own(tensor)` in the place of every parameter and buffer, of a tied one once. Without gradient: under
     torch.compile an operator without one fails where one is asked for. Changes `model`, not the tensors."""
     owned = replaced(_tensors_of(model), written_storages(model), own)

@@ -12,7 +12,7 @@ from pt2mx.modes import ROUNDINGS
 _SHARED = (ops.quantize_mx, ops.fake_quantize_mx, ops.dequantize_mx)
 
 
-def share_quantizations(model: GraphModule) -> GraphModule:
+def cse_quantize(model: GraphModule) -> GraphModule:
     """Let the readers of equal quantizations of one tensor read the first.
 
     Stochastic ones stay apart, unless they have a seed: each draws its own numbers. So do those of memory that the

@@ -6,7 +6,7 @@ from torch.fx import GraphModule
 from torch.fx.node import map_aggregate
 
 from pt2mx.fx.graph.subgraphs import graph_modules
-from pt2mx.fx.graph.tensors import own_tensors
+from pt2mx.fx.graph.tensors import map_tensors
 
 
 def move_to_device(model: GraphModule, device: torch.device) -> GraphModule:
@@ -19,7 +19,7 @@ def move_to_device(model: GraphModule, device: torch.device) -> GraphModule:
             return value.to(device)
         return device if isinstance(value, torch.device) else value
 
-    own_tensors(model, moved)
+    map_tensors(model, moved)
     for graph in graph_modules(model):
         for node in graph.graph.nodes:
             node.args, node.kwargs = map_aggregate(node.args, moved), map_aggregate(node.kwargs, moved)

@@ -10,7 +10,7 @@ from pt2mx.fx.graph.unused import erase_unread
 from pt2mx.fx.graph.values import dtype_of, shape_of
 
 
-def fuse_pairs(model: GraphModule) -> GraphModule:
+def fuse_qdq(model: GraphModule) -> GraphModule:
     """Put a `fake_quantize_mx` in the place of every pair that computes the same, to the bit.
 
     Left alone are codes that something else reads, and pairs whose ends differ in format, blocks, dtype or shape. It

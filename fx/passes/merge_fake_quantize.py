@@ -39,7 +39,7 @@ class Part(NamedTuple):
         return start, min(end, shape_of(source)[-1])
 
 
-def quantize_together(model: GraphModule) -> GraphModule:
+def merge_fake_quantize(model: GraphModule) -> GraphModule:
     """Let quantizations of neighbouring parts of a tensor's last dimension, with the same element, block size and
     modes, be one of all these parts, where blocks run along that dimension, none has values of two parts or heads, and
     products alone read them. What they give are views of it: the same bits. Changes `model` and returns it."""

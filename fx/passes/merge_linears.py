@@ -24,7 +24,7 @@ aten = torch.ops.aten
 _WHOLE = 16  # rows of a weight that kernels take together
 
 
-def join_products(model: GraphModule) -> GraphModule:
+def merge_linears(model: GraphModule) -> GraphModule:
     """Let every `linear_mx` of the same x, element and block size, with weights and biases of its own, be one of the
     weights behind each other; each result is a part of its last dimension, a view. Weights whose rows are whole tiles
     are joined with such alone. Results that leave the graph, that are written to, or whose readers are not known to

@@ -16,7 +16,7 @@ from pt2mx.kernels.select import runs_triton
 from pt2mx.ops import linear, mma_layout
 
 
-def use_fragments(model: GraphModule, everywhere: bool = False) -> GraphModule:
+def use_mma_layout(model: GraphModule, everywhere: bool = False) -> GraphModule:
     """Let `linear_mx` of bfloat16 read its weight as fragments (`linear_mx_fragments`).
 
     The codes and scales become buffers `<weight>_data_f` and `<weight>_scale_f`; those that something else reads too,

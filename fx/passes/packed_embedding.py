@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 from pt2mx import ops
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.arguments import make_positional
-from pt2mx.fx.graph.qdq import PLACE, SPEC_KEY
+from pt2mx.fx.graph.qdq import PROVENANCE_KEYS, SPEC_KEY
 from pt2mx.fx.graph.unused import erase_unread
 from pt2mx.fx.graph.values import dtype_of, set_value, shape_of
 
@@ -29,7 +29,7 @@ _GATHERS: dict[object, Callable[..., bool]] = {
 }
 
 
-def gather_packed(model: GraphModule) -> GraphModule:
+def use_packed_embeddings(model: GraphModule) -> GraphModule:
     """Make every gather of a dequantized weight's rows one of its codes and scales, and dequantize those rows: the same
     bits, where blocks run along the rows. The codes stay one buffer, whatever else reads them. Changes `model` and
     returns it."""
@@ -47,7 +47,7 @@ def gather_packed(model: GraphModule) -> GraphModule:
             args = (*rows, element, block_size, dtype, axis, *dequantize.args[6:])
             gathered = model.graph.call_function(ops.dequantize_mx, args)
         for node in rows:
-            node.meta.update({key: gather.meta[key] for key in PLACE if key in gather.meta})
+            node.meta.update({key: gather.meta[key] for key in PROVENANCE_KEYS if key in gather.meta})
             set_value(node)
         gathered.meta.update(gather.meta)
         if SPEC_KEY in dequantize.meta:

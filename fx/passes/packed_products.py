@@ -63,7 +63,7 @@ class Weight:
 
 def use_packed_weights(model: GraphModule) -> GraphModule:
     """Let products read the codes of their weight, where its blocks run along the dimension that they reduce and along
-    the last one of the codes (see `put_blocks_last`), and x, weight, bias and result have one dtype.
+    the last one of the codes (see `make_weights_k_major`), and x, weight, bias and result have one dtype.
 
     Other products, convolutions among them, keep their dequantized weight, which Inductor computes at each call.
     Changes `model` and returns it.

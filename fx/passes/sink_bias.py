@@ -19,7 +19,7 @@ _VIEWS = (
 )  # fmt: skip
 
 
-def split_bias(model: GraphModule) -> GraphModule:
+def sink_bias(model: GraphModule) -> GraphModule:
     """Take the bias out of every `linear_mx` that `fake_quantize_mx` alone reads, through views if need be. Changes
     `model` and returns it."""
     for product in model.graph.find_nodes(op="call_function", target=linear.linear_mx):

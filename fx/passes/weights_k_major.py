@@ -16,7 +16,7 @@ from pt2mx.fx.passes.fold_weights import register
 from pt2mx.fx.passes.packed_products import weights_of_products
 
 
-def put_blocks_last(model: GraphModule) -> GraphModule:
+def make_weights_k_major(model: GraphModule) -> GraphModule:
     """Transpose the codes and scales of the weights of products that reduce the blocks' dimension, but do not have it
     last (`x @ w`, Hugging Face's Conv1D), or not in memory (the transpose of a parameter).
 

@@ -19,12 +19,12 @@ from pt2mx.fx.graph.constants import CONSTANT_KEY, constant_nodes, root_name
 from pt2mx.fx.graph.unused import delete_unused_modules, delete_unused_tensors
 from pt2mx.fx.passes.fold_weights import dequantizes, fold_constant
 from pt2mx.fx.training.batch_norm import LAYERS, normalizes_outputs
-from pt2mx.fx.training.train_eval import ModeDependent, insert_module, mode_dependent, replace_by_module
+from pt2mx.fx.training.train_eval import TrainEvalModule, insert_module, replace_by_module, train_eval_modules
 
 aten = torch.ops.aten
 
 
-class ScaledWeight(ModeDependent):
+class ScaledWeight(TrainEvalModule):
     """weight, gamma (channels) or None, running variance (channels) -> the weight with the batch norm folded in.
 
     In training a channel whose gamma is zero keeps its weight: scaled to nothing, it could not learn again.
@@ -50,7 +50,7 @@ class ScaledWeight(ModeDependent):
         return aten.flatten.using_ints(aten.mul.Tensor(grouped, parts), 0, 1)
 
 
-class NormalizedLayer(ModeDependent):
+class NormalizedLayer(TrainEvalModule):
     """A layer with a weight from `ScaledWeight`, and the batch norm after it: (x, weight, bias, gamma, beta, mean,
     variance) -> normalized outputs. In evaluation the layer alone, with the batch norm in its bias."""
 
@@ -87,7 +87,7 @@ def safe(scale: Tensor) -> Tensor:
 def fuse_batch_norms(model: GraphModule, quantizers: type[nn.Module]) -> GraphModule:
     """Fuse every batch norm that follows the mode and alone reads a layer whose weight a module of the class
     `quantizers` quantizes. Changes the graph of `model` and returns it."""
-    norms = [norm for norm, module in mode_dependent(model) if module.operator is aten.batch_norm.default]
+    norms = [norm for norm, module in train_eval_modules(model) if module.operator is aten.batch_norm.default]
     for norm in norms:
         layer = norm.args[0]
         if _is_layer(layer) and normalizes_outputs(layer, norm):

@@ -39,11 +39,11 @@ _MODES: dict[torch._ops.OpOverload, tuple[int, object]] = {
 }
 
 
-#: meta key of the call of a `ModeDependent` module: the operator of which it is a form
+#: meta key of the call of a `TrainEvalModule` module: the operator of which it is a form
 OPERATOR_KEY = "mx_operator"
 
 
-class ModeDependent(nn.Module, ABC):
+class TrainEvalModule(nn.Module, ABC):
     """A part of a graph that is `in_training` or `in_evaluation`, by the mode of the module."""
 
     #: the operator of which this is a form, with the same arguments as far as it is quantized; None for a new one
@@ -58,10 +58,10 @@ class ModeDependent(nn.Module, ABC):
 
     @abstractmethod
     def in_evaluation(self, *args: object) -> Tensor:
-        """What it computes in a converted model; in torch operators alone, which `modules_to_evaluation` records."""
+        """What it computes in a converted model; in torch operators alone, which `to_evaluation` records."""
 
 
-class OperatorWithMode(ModeDependent):
+class TrainEvalOp(TrainEvalModule):
     """An operator, called with all its arguments; the mode takes the place of the one at `position`."""
 
     def __init__(self, operator: torch._ops.OpOverload, position: int, training: object, evaluation: object) -> None:
@@ -79,8 +79,8 @@ class OperatorWithMode(ModeDependent):
         return self.operator(*args[: self.position], value, *args[self.position + 1 :])
 
 
-def modes_to_modules(graph_modules: list[GraphModule]) -> list[str]:
-    """Make every operator that depends on the mode an `OperatorWithMode`, and return the names of those in training.
+def to_train_eval_modules(graph_modules: list[GraphModule]) -> list[str]:
+    """Make every operator that depends on the mode an `TrainEvalOp`, and return the names of those in training.
 
     In a model that was exported in training mode, what evaluated there (a frozen batch norm) goes on to; in one that
     was exported in evaluation mode, everything follows the mode. Changes the graph modules.
@@ -94,7 +94,7 @@ def modes_to_modules(graph_modules: list[GraphModule]) -> list[str]:
         if not trains and not isinstance(evaluation, bool):
             continue  # the other value is unknown
         value = _literal(node) if trains else not evaluation
-        module = OperatorWithMode(node.target, position, value, evaluation)
+        module = TrainEvalOp(node.target, position, value, evaluation)
         replace_by_module(node, f"{node.name}_by_mode", module, node.args, node.meta)
     for model in {node.graph.owning_module for node in found}:
         model.recompile()
@@ -111,7 +111,7 @@ def insert_module(before: Node, name: str, module: nn.Module, args: tuple, meta:
     with model.graph.inserting_before(before):
         call = model.graph.call_module(unique, args)
     call.meta.update(meta)
-    if isinstance(module, ModeDependent) and module.operator is not None:
+    if isinstance(module, TrainEvalModule) and module.operator is not None:
         call.meta[OPERATOR_KEY] = module.operator
     return call
 
@@ -122,9 +122,9 @@ def replace_by_module(node: Node, name: str, module: nn.Module, args: tuple, met
     node.graph.erase_node(node)
 
 
-def modules_to_evaluation(model: GraphModule) -> GraphModule:
-    """Write what `ModeDependent` modules do in evaluation into the graph in their place. Changes `model`."""
-    found = list(mode_dependent(model))
+def to_evaluation(model: GraphModule) -> GraphModule:
+    """Write what `TrainEvalModule` modules do in evaluation into the graph in their place. Changes `model`."""
+    found = list(train_eval_modules(model))
     for node, module in found:
         with model.graph.inserting_before(node):
             result = module.in_evaluation(*_proxies(node.args, model.graph)).node
@@ -137,16 +137,16 @@ def modules_to_evaluation(model: GraphModule) -> GraphModule:
     return model
 
 
-def mode_dependent(model: GraphModule) -> Iterator[tuple[Node, ModeDependent]]:
-    """The calls of `ModeDependent` modules in a graph."""
+def train_eval_modules(model: GraphModule) -> Iterator[tuple[Node, TrainEvalModule]]:
+    """The calls of `TrainEvalModule` modules in a graph."""
     for node in model.graph.find_nodes(op="call_module"):
         module = model.get_submodule(node.target)
-        if isinstance(module, ModeDependent):
+        if isinstance(module, TrainEvalModule):
             yield node, module
 
 
 def called(node: Node) -> object:
-    """The operator that a node calls, also in the form of a `ModeDependent` module; None for other nodes."""
+    """The operator that a node calls, also in the form of a `TrainEvalModule` module; None for other nodes."""
     return node.target if node.op == "call_function" else node.meta.get(OPERATOR_KEY)
 
 

@@ -20,14 +20,14 @@ from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.fx.portable import without_calls
 from pt2mx.pt2e.archive import check_kind
 from pt2mx.pt2e.cli.dynamic_shapes import dynamic_shapes
-from pt2mx.pt2e.cli.stage import note, progress_bar, stage, step
+from pt2mx.pt2e.cli.stage import advance, note, progress_bar, user_errors
 from pt2mx.pt2e.origin import Origin, other_version, recipe_of
 from pt2mx.pt2e.output import check_distinct
 from pt2mx.pt2e.packages.extents import ranges
 from pt2mx.pt2e.packages.package import check_package_output, open_package, write_package
 from pt2mx.pt2e.packages.signature import in_memory_order, memory_order
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.report.fidelity import agreement
+from pt2mx.pt2e.report.fidelity import fidelity
 
 
 def add_command(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
@@ -106,22 +106,22 @@ def _compile(options: argparse.Namespace) -> None:
     if text := other_version(options.program):
         note(text)
     with progress_bar(3) as progress:
-        with stage(f"load {options.program!r}"):
+        with user_errors(f"load {options.program!r}"):
             program = torch.export.load(options.program)
 
-        step(progress, "compile")
+        advance(progress, "compile")
         begin = time.perf_counter()
-        with stage("compile the program"):
+        with user_errors("compile the program"):
             recipe = recipe_of(options.program)
             compile_program(program, options.output, options.device, options.portable, options.unpack, recipe)
         seconds = time.perf_counter() - begin
 
-        step(progress, "compare")
-        with stage("run the package"), torch.no_grad():
+        advance(progress, "compare")
+        with user_errors("run the package"), torch.no_grad():
             package = open_package(options.output)
             args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(package.device), program.example_inputs)
             eager = program.module()(*program.example_inputs[0], **program.example_inputs[1])
-            found = agreement([(package(*args, **kwargs), eager)])
+            found = fidelity([(package(*args, **kwargs), eager)])
         progress.update()
     print(f"compiled against eager: {found}")
     sizes = [Path(path).stat().st_size / 1e6 for path in (options.output, options.program)]

@@ -18,14 +18,14 @@ from tqdm import tqdm
 from pt2mx.errors import MXError
 from pt2mx.pt2e.cli.batches import batch_files, load_batches
 from pt2mx.pt2e.cli.models import Batch, LoadedModel, call, export, load_model, source_file
-from pt2mx.pt2e.cli.stage import note, progress_bar, stage, step
+from pt2mx.pt2e.cli.stage import advance, note, progress_bar, user_errors
 from pt2mx.pt2e.convert import convert_pt2e
 from pt2mx.pt2e.output import check_distinct, check_output
 from pt2mx.pt2e.prepare import prepare_pt2e
 from pt2mx.pt2e.program import save_program
 from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.report.fidelity import agreement
+from pt2mx.pt2e.report.fidelity import fidelity
 from pt2mx.pt2e.report.finite import listed, nonfinite_operands, nonfinite_parameters
 from pt2mx.pt2e.report.report import QuantizationReport, quantization_report
 
@@ -60,46 +60,46 @@ def _quantize(options: argparse.Namespace) -> None:
     quantizer = MXQuantizer.from_recipe(options.recipe)  # a typo in it should not cost the loading of a model
     _check_files(options)
     with progress_bar(5) as progress:
-        with stage("load the model"):
+        with user_errors("load the model"):
             loaded = load_model(options.model)
         _refuse_nan("the weights", nonfinite_parameters(loaded.module), options)
         batches = _calibration(loaded, options)
 
-        step(progress, "export")
-        with stage("export the model"):
+        advance(progress, "export")
+        with user_errors("export the model"):
             float_model = loaded.export().module()
-        with stage("prepare the model"):
+        with user_errors("prepare the model"):
             prepared = prepare_pt2e(float_model, quantizer)
         if not any(operator.quantized for operator in quantization_report(prepared).operators):
             raise MXError(f"the recipe {options.recipe!r} selects no operator of the model: nothing would be quantized")
 
-        step(progress, "calibrate")
+        advance(progress, "calibrate")
         _calibrate(prepared, batches)
 
-        step(progress, "convert")
-        with stage("convert the model"), warnings.catch_warnings():
+        advance(progress, "convert")
+        with user_errors("convert the model"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "NaN or Inf in")  # it is told here
             converted = convert_pt2e(prepared)
         _refuse_nan("what is quantized:", nonfinite_operands(converted), options)
-        with torch.no_grad(), stage("run the converted model"):
+        with torch.no_grad(), user_errors("run the converted model"):
             compared = list(batches.values()) or [loaded.example]
-            found = agreement((call(converted, batch), call(float_model, batch)) for batch in compared)
+            found = fidelity((call(converted, batch), call(float_model, batch)) for batch in compared)
         nan = ["there is nothing to compare"] * math.isnan(found.sqnr)
         _refuse_nan("every output of the float model:", nan, options)
 
-        step(progress, "save")
-        with stage("export the converted model"):
+        advance(progress, "save")
+        with user_errors("export the converted model"):
             program = export(converted, loaded.example, loaded.dynamic_shapes)
-        with stage(f"write {options.output!r}"):
+        with user_errors(f"write {options.output!r}"):
             save_program(program, options.output, quantizer)
         progress.update()
     report = quantization_report(converted)
     if options.report:
-        with stage(f"write {options.report!r}"):
+        with user_errors(f"write {options.report!r}"):
             _REPORTS[Path(options.report).suffix.lower()](report, options.report)
     print(report.to_table())
     if options.compile:
-        with stage("compile the result"):
+        with user_errors("compile the result"):
             print(_compare_compiled(converted, loaded.example))
     print(f"output against the float model: {found}")
     size = Path(options.output).stat().st_size
@@ -151,11 +151,11 @@ def _refuse_nan(what: str, names: Iterable[str], options: argparse.Namespace) ->
 def _calibrate(prepared: GraphModule, batches: dict[object, Batch]) -> None:
     with torch.no_grad():
         for source, batch in tqdm(batches.items(), desc="batches", leave=False, disable=None, file=sys.stderr):
-            with stage(f"run the calibration batch {source} through the model"):
+            with user_errors(f"run the calibration batch {source} through the model"):
                 call(prepared, batch)
 
 
 def _compare_compiled(converted: GraphModule, batch: Batch) -> str:
     compiled = torch.compile(converted)
     with torch.no_grad():
-        return f"compiled against eager: {agreement([(call(compiled, batch), call(converted, batch))])}"
+        return f"compiled against eager: {fidelity([(call(compiled, batch), call(converted, batch))])}"

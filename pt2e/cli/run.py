@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
 from pt2mx.pt2e.cli.batches import conform, load_batch
-from pt2mx.pt2e.cli.stage import note, stage
+from pt2mx.pt2e.cli.stage import note, user_errors
 from pt2mx.pt2e.origin import other_version
 from pt2mx.pt2e.output import check_distinct, check_output, deferred_interrupts, whole_file
 from pt2mx.pt2e.packages.package import open_package
@@ -36,7 +36,7 @@ def _run(options: argparse.Namespace) -> None:
     if options.output is not None:
         check_output(options.output)
         check_distinct({"--output": options.output}, {"the package": options.package, "--inputs": options.inputs})
-    with stage(f"load {options.package!r}"):
+    with user_errors(f"load {options.package!r}"):
         package = open_package(options.package)
     if text := other_version(options.package):
         note(text)
@@ -47,11 +47,11 @@ def _run(options: argparse.Namespace) -> None:
             raise MXError(f"no file {options.inputs!r}: give a .pt or .npz batch")
         args, kwargs = conform(load_batch(Path(options.inputs)), signature, options.inputs, note)
     args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(package.device), (args, kwargs))
-    with stage("run the package"), torch.no_grad():
+    with user_errors("run the package"), torch.no_grad():
         outputs = package(*args, **kwargs)
         seconds = _time(lambda: package(*args, **kwargs))
     if options.output is not None:
-        with stage(f"write {options.output!r}"), whole_file(options.output) as file, deferred_interrupts():
+        with user_errors(f"write {options.output!r}"), whole_file(options.output) as file, deferred_interrupts():
             torch.save(pytree.tree_map_only(Tensor, Tensor.cpu, outputs), file)
     for name, leaf in zip(signature.names, pytree.tree_leaves((args, kwargs)), strict=True):
         print(f"{name}: {_describe(leaf)}")

@@ -11,7 +11,7 @@ from pt2mx.pt2e.cli.error_text import one_line
 
 
 @contextmanager
-def stage(what: str) -> Iterator[None]:
+def user_errors(what: str) -> Iterator[None]:
     """Code of others runs here (a factory, a model, export): what it raises becomes one line for the user."""
     try:
         yield
@@ -31,7 +31,7 @@ def progress_bar(stages: int) -> tqdm:
     return tqdm(total=stages, desc="load", disable=None, file=sys.stderr)
 
 
-def step(progress: tqdm, name: str) -> None:
+def advance(progress: tqdm, name: str) -> None:
     """The stage before is done, and the one called `name` begins."""
     progress.update()
     progress.set_description(name)

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from pt2mx.pt2e.packages.extents import sizes_at, symbols
 from pt2mx.pt2e.packages.signature import in_memory_order, memory_order
-from pt2mx.pt2e.report.fidelity import agreement
+from pt2mx.pt2e.report.fidelity import fidelity
 
 #: dB: far above what code computes that reads other values, and below what products in another order make of a 4-bit
 #: quantization behind them
@@ -74,7 +74,7 @@ def _agree(inputs: tuple[tuple, dict] | None, eager: Call, compiled: Call) -> bo
     wanted, got = pytree.tree_leaves(want), pytree.tree_leaves(got)
     if len(wanted) != len(got) or not all(map(_alike, wanted, got)):
         return False
-    return agreement([(got, wanted)]).sqnr >= _AGREEMENT
+    return fidelity([(got, wanted)]).sqnr >= _AGREEMENT
 
 
 def _alike(want: object, got: object) -> bool:

@@ -12,7 +12,7 @@ from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.arguments import make_positional
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.module_stack import modules_of
-from pt2mx.fx.graph.subgraphs import graph_modules, nodes_in_order, place_inner_graphs
+from pt2mx.fx.graph.subgraphs import graph_modules, nodes_in_order, propagate_module_stack
 from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.annotate import REASON_KEY, Plan, annotate_operator, plan_operator
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
@@ -62,7 +62,7 @@ class MXQuantizer(QuantizerSettings, Quantizer):
         """Annotate every quantizable operator that a setting selects, in graphs inside the model's too; another
         quantizer's annotations stay."""
         matched: set[tuple[str, object]] = set()
-        place_inner_graphs(model)
+        propagate_module_stack(model)
         graphs = graph_modules(model)
         candidates = [node for graph in graphs for node in self._candidates(graph)]
         constants = set().union(*(constant_nodes(graph.graph) for graph in graphs))

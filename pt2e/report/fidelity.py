@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from pt2mx.analysis.sums import sqnr_db
 
 
-class Agreement(NamedTuple):
+class Fidelity(NamedTuple):
     """SQNR in dB, the cosine, and of how many values."""
 
     sqnr: float
@@ -23,7 +23,7 @@ class Agreement(NamedTuple):
         return f"SQNR {self.sqnr:.1f} dB, cosine {self.cosine:.6f}"
 
 
-def agreement(pairs: Iterable[tuple[object, object]]) -> Agreement:
+def fidelity(pairs: Iterable[tuple[object, object]]) -> Fidelity:
     """That of outputs with those of a reference over all pairs (outputs, those of the reference), trees of tensors.
     Left out are tensors that are not floating, and values that are NaN or Inf in the reference (a masked score); NaN
     where that leaves nothing of some values."""
@@ -39,10 +39,10 @@ def agreement(pairs: Iterable[tuple[object, object]]) -> Agreement:
             product += (got * want).sum().item()
             energy += got.square().sum().item()
     if values and not compared:
-        return Agreement(math.nan, math.nan, values)
+        return Fidelity(math.nan, math.nan, values)
     scale = math.sqrt(signal * energy)
     cosine = product / scale if scale else float(signal == energy)
-    return Agreement(sqnr_db(signal, math.inf if math.isnan(noise) else noise), cosine, compared)
+    return Fidelity(sqnr_db(signal, math.inf if math.isnan(noise) else noise), cosine, compared)
 
 
 def _floats(tree: object) -> list[Tensor]:

@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.module_stack import module_name
-from pt2mx.fx.graph.subgraphs import graph_modules, operands_outside
+from pt2mx.fx.graph.subgraphs import captured_operands, graph_modules
 from pt2mx.pt2e.observer import MXObserver
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from pt2mx.pt2e.quantizer.operators import CONFIG_KEY, operand_node, operands_of, quantizable_operators, role_of
@@ -40,7 +40,7 @@ class ObservedModule:
 def observed_modules(prepared: GraphModule) -> dict[str, ObservedModule]:
     """The modules that hold quantizable operators, by qualified name."""
     modules: dict[str, ObservedModule] = {}
-    outside = operands_outside(prepared)
+    outside = captured_operands(prepared)
     for inner in graph_modules(prepared):
         constants = constant_nodes(inner.graph)
         for node in quantizable_operators(inner.graph):

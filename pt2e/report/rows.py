@@ -14,7 +14,7 @@ from pt2mx.analysis.sums import QuantizationStatistics
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.module_stack import module_name
 from pt2mx.fx.graph.qdq import spec_of_dequantize
-from pt2mx.fx.graph.subgraphs import named_graph_modules, operands_outside
+from pt2mx.fx.graph.subgraphs import captured_operands, named_graph_modules
 from pt2mx.fx.training.fuse_batch_norm import ScaledWeight
 from pt2mx.fx.training.train_eval import called
 from pt2mx.kernels.packing import packed_length
@@ -67,7 +67,7 @@ def operator_reports(model: GraphModule) -> Iterator[OperatorReport]:
     """Every operator that can be quantized and every other contraction, in the order of execution, those of each
     sub-graph after those around it."""
     counted: set[object] = set()
-    outside = operands_outside(model)
+    outside = captured_operands(model)
     for path, inner in named_graph_modules(model):
         constants, quantizable = constant_nodes(inner.graph), set(quantizable_operators(inner.graph))
         for node in inner.graph.nodes:

@@ -88,7 +88,7 @@ def shared_exponent(blocks: Tensor, spec: MXSpec, forms: ModuleType = plain) -> 
     exponent = (amax >> 23) - _BIAS + round_up.to(torch.int32) - lowered
     exponent, finite = _clamp(exponent, spec), amax < _INF
     if mode.searches:
-        exponent = _least_squares(blocks, exponent, finite, spec, mode.neighbours, forms)
+        exponent = _least_squares(blocks, exponent, finite, spec, mode.exponent_offsets, forms)
     return exponent, finite
 
 
@@ -98,9 +98,9 @@ def squared_error_bits(block_size: int) -> int:
 
 
 def _least_squares(
-    blocks: Tensor, exponent: Tensor, finite: Tensor, spec: MXSpec, neighbours: tuple[int, ...], forms: ModuleType
+    blocks: Tensor, exponent: Tensor, finite: Tensor, spec: MXSpec, exponent_offsets: tuple[int, ...], forms: ModuleType
 ) -> Tensor:
-    """Of the neighbours of `exponent` the one with the least sum of squared errors, of equal ones the first.
+    """Of `exponent` with each offset added the one with the least sum of squared errors, of equal ones the first.
 
     Errors are whole multiples of 2**(emax + 1 - bits) of the scale `exponent`, so that their sum is exact and the same
     in whatever order a kernel adds. Of a random rounding the error is that of rounding to nearest: a scale does not
@@ -108,7 +108,7 @@ def _least_squares(
     """
     rounding = "even" if ROUNDINGS[spec.rounding].random else spec.rounding
     bits = squared_error_bits(spec.block_size)
-    candidates, totals = [_clamp(exponent + change, spec) for change in neighbours], []
+    candidates, totals = [_clamp(exponent + change, spec) for change in exponent_offsets], []
     for candidate in candidates:
         v = _in_units(blocks, candidate, finite, rounding, forms)
         rounded = forms.round_to_element(v, spec.element, rounding)

@@ -82,19 +82,19 @@ def test_mse_never_loses_more_than_floor(name):
     assert (error["mse"] <= error["floor"] * (1 + 1e-6)).all() and error["mse"].sum() < 0.99 * error["floor"].sum()
 
 
-@pytest.mark.parametrize("neighbours", [(-1, 0, 2, -3, 1), (1,), (2, 0), (0, -1, 1)])
-def test_kernels_follow_the_table_of_neighbours(monkeypatch, neighbours):
+@pytest.mark.parametrize("exponent_offsets", [(-1, 0, 2, -3, 1), (1,), (2, 0), (0, -1, 1)])
+def test_kernels_follow_the_table_of_neighbours(monkeypatch, exponent_offsets):
     """In any order and number; a single one is taken."""
-    name = f"one of {neighbours}"
-    monkeypatch.setitem(SCALE_MODES, name, ScaleMode(SCALE_MODES["floor"].threshold, neighbours))
+    name = f"one of {exponent_offsets}"
+    monkeypatch.setitem(SCALE_MODES, name, ScaleMode(SCALE_MODES["floor"].threshold, exponent_offsets))
     for i, element in enumerate(("fp4_e2m1", "fp6_e3m2", "int8")):
         for block, axis in ((32, 1), (5, 0)):
             x = torch.cat([random_values((20, 70), torch.float32, kind) for kind in range(5)])
             check(x, MXSpec(element, block, axis, name, ("even", "stochastic", "up")[i]))
     x = torch.randn(200, 64)
     changes = quantize_mx(x, "fp4_e2m1", scale_mode=name)[0].int() - quantize_mx(x, "fp4_e2m1")[0].int()
-    assert set(changes.unique().tolist()) <= set(neighbours)
-    assert len(neighbours) > 1 or (changes == neighbours[0]).all()
+    assert set(changes.unique().tolist()) <= set(exponent_offsets)
+    assert len(exponent_offsets) > 1 or (changes == exponent_offsets[0]).all()
 
 
 def test_compiled_code_follows_the_table_of_neighbours(monkeypatch, compiler):

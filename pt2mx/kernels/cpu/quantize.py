@@ -29,7 +29,7 @@ class _Spec(ctypes.Structure):
         *("rounding", "threshold", "candidates", "searches", "error_bits", "codes_per_group", "bytes_per_group"),
     )
     _fields_ = (
-        ("neighbours", ctypes.POINTER(ctypes.c_int32)),
+        ("exponent_offsets", ctypes.POINTER(ctypes.c_int32)),
         *((name, ctypes.c_int32) for name in _integers),
         ("highest", ctypes.c_float),
         ("lowest", ctypes.c_float),
@@ -136,8 +136,8 @@ def _spec(name: str, scale_mode: str, rounding: str, block_size: int) -> _Spec:
         full_range=element.full_range,
         rounding=_ROUNDINGS.index(rounding),
         threshold=mode.threshold(element),
-        neighbours=(ctypes.c_int32 * len(mode.neighbours))(*mode.neighbours),
-        candidates=len(mode.neighbours),
+        exponent_offsets=(ctypes.c_int32 * len(mode.exponent_offsets))(*mode.exponent_offsets),
+        candidates=len(mode.exponent_offsets),
         searches=mode.searches,
         error_bits=reference.squared_error_bits(block_size),
         codes_per_group=codes_per_group,

@@ -56,11 +56,11 @@ def scale_of_amax(amax, C: tl.constexpr):
 
 @triton.jit
 def least_squares(parts, byte, finite, C: tl.constexpr):
-    """Of the neighbours of `byte` the one with the least sum of squared errors, of equal ones the first."""
-    best = clamp_scale(byte + C.neighbours[0])
+    """Of `byte` with each offset added the one with the least sum of squared errors, of equal ones the first."""
+    best = clamp_scale(byte + C.exponent_offsets[0])
     least = squared_error(parts, best, byte, finite, C)
     for i in tl.static_range(tl.constexpr(1), tl.constexpr(C.candidates)):
-        candidate = clamp_scale(byte + C.neighbours[i])
+        candidate = clamp_scale(byte + C.exponent_offsets[i])
         total = squared_error(parts, candidate, byte, finite, C)
         best = tl.where(total < least, candidate, best)
         least = tl.minimum(total, least)

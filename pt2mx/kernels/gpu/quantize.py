@@ -200,7 +200,7 @@ def _constants(spec: MXSpec, word: tuple[int, int], length: int, inner: int, wid
         has_nan=element.has_nan,
         is_int=element.is_int,
         threshold=mode.threshold(element),
-        neighbours=mode.neighbours,
+        exponent_offsets=mode.exponent_offsets,
         searches=mode.searches,
         error_bits=squared_error_bits(spec.block_size),
         rounding=spec.rounding,

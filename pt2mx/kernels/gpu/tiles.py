@@ -37,7 +37,7 @@ class Constants:
     has_nan: bool
     is_int: bool
     threshold: int
-    neighbours: tuple[int, ...]
+    exponent_offsets: tuple[int, ...]
     searches: bool
     error_bits: int
     rounding: str
@@ -92,7 +92,7 @@ class Constants:
 
     @property
     def candidates(self) -> int:
-        return len(self.neighbours)
+        return len(self.exponent_offsets)
 
     @property
     def special(self) -> bool:

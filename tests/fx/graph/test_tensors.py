@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from pt2mx.fx.graph.tensors import copy_sharing_tensors, own_tensors
+from pt2mx.fx.graph.tensors import copy_sharing_tensors, map_tensors
 
 
 def test_copy_shares_tensors_and_nothing_else():
@@ -64,7 +64,7 @@ def test_copies_of_shared_memory_share_memory():
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     copied = copy_sharing_tensors(model)
     owned = copy_sharing_tensors(model)
-    own_tensors(owned, torch.Tensor.clone)
+    map_tensors(owned, torch.Tensor.clone)
     for other in (copied, owned):
         with torch.no_grad():
             other(x)

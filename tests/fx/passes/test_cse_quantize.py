@@ -3,8 +3,8 @@ import torch
 
 from pt2mx import MXSpec, fake_quantize_mx, ops
 from pt2mx.fx.graph.qdq import insert_quantize_dequantize
-from pt2mx.fx.passes.cse_quantize import share_quantizations
-from pt2mx.fx.passes.fuse_qdq import fuse_pairs
+from pt2mx.fx.passes.cse_quantize import cse_quantize
+from pt2mx.fx.passes.fuse_qdq import fuse_qdq
 
 
 class Readers(torch.nn.Module):
@@ -45,13 +45,13 @@ def test_equal_ones_are_done_once():
     x = torch.randn(3, 64)
     want = model(x)
     assert (count(model, ops.quantize_mx), count(model, ops.dequantize_mx)) == (3, 3)
-    assert share_quantizations(model) is model
+    assert cse_quantize(model) is model
     assert (count(model, ops.quantize_mx), count(model, ops.dequantize_mx)) == (2, 2)
     assert all(torch.equal(a, b) for a, b in zip(model(x), want, strict=True))
 
 
 def test_fused_ones_are_shared_too():
-    model = share_quantizations(fuse_pairs(quantized(Readers(), *[MXSpec("int8")] * 3)))
+    model = cse_quantize(fuse_qdq(quantized(Readers(), *[MXSpec("int8")] * 3)))
     assert count(model, ops.fake_quantize_mx) == 1
     x = torch.randn(3, 64)
     assert all(torch.equal(y, fake_quantize_mx(x, "int8") * n) for y, n in zip(model(x), (2, 3, 5), strict=True))
@@ -66,7 +66,7 @@ def test_stochastic_ones_stay_apart_without_a_seed(seed, kept):
     x = torch.randn(3, 64)
     torch.manual_seed(1)
     want = model(x)
-    share_quantizations(model)
+    cse_quantize(model)
     assert count(model, ops.quantize_mx) == kept
     torch.manual_seed(1)
     assert all(torch.equal(a, b) for a, b in zip(model(x), want, strict=True))
@@ -76,7 +76,7 @@ def test_what_is_written_in_between_stays_apart():
     model = quantized(Written(), MXSpec("fp8_e4m3"), MXSpec("fp8_e4m3"))
     x = torch.randn(3, 64)
     want = model(x)
-    share_quantizations(model)
+    cse_quantize(model)
     assert count(model, ops.quantize_mx) == 2
     assert all(torch.equal(a, b) for a, b in zip(model(x), want, strict=True))
     assert torch.equal(want[1], fake_quantize_mx(x + 1, "mxfp8") * 3)
@@ -89,7 +89,7 @@ def test_a_result_that_is_written_stays_apart():
             return first.add_(1), second
 
     x = torch.randn(3, 64)
-    model = share_quantizations(torch.export.export(Results(), (x,)).module())
+    model = cse_quantize(torch.export.export(Results(), (x,)).module())
     first, second = model(x)
     assert torch.equal(second, fake_quantize_mx(x, "mxfp8")) and torch.equal(first, second + 1)
 
@@ -107,8 +107,8 @@ def test_two_names_of_one_weight_are_one():
                                       torch.float32) for n in ("a", "b")]  # fmt: skip
 
     model = torch.export.export(Tied(), ()).module()
-    assert count(share_quantizations(model), ops.dequantize_mx) == 2
+    assert count(cse_quantize(model), ops.dequantize_mx) == 2
     model.b_data, model.b_scale = model.a_data, model.a_scale
-    assert count(share_quantizations(model), ops.dequantize_mx) == 1
+    assert count(cse_quantize(model), ops.dequantize_mx) == 1
     first, second = model()
     assert torch.equal(first, second)

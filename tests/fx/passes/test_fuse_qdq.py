@@ -5,7 +5,7 @@ import torch
 
 from pt2mx import FORMATS, MXSpec, fake_quantize_mx, ops
 from pt2mx.fx.graph.qdq import spec_of_dequantize
-from pt2mx.fx.passes.fuse_qdq import fuse_pairs
+from pt2mx.fx.passes.fuse_qdq import fuse_qdq
 from tests.fx.graph.test_qdq import converted
 
 PAIR = [ops.quantize_mx, operator.getitem, operator.getitem, ops.dequantize_mx]
@@ -24,7 +24,7 @@ def test_a_pair_becomes_one_operator(name, dtype):
     x = torch.randn(3, 70, dtype=dtype)
     want = model(x)
     assert targets(model) == PAIR
-    assert fuse_pairs(model) is model
+    assert fuse_qdq(model) is model
     assert targets(model) == [ops.fake_quantize_mx]
     assert torch.equal(model(x), want) and torch.equal(want, fake_quantize_mx(x, spec) * 2)
 
@@ -34,7 +34,7 @@ def test_place_and_value_are_those_of_the_pair():
     place = {"stack_trace": "File here", "nn_module_stack": {"layer": ("layer", "torch.nn.Linear")}}
     dequantize.meta.update(place)
     value = dequantize.meta["val"]
-    (fused,) = fuse_pairs(model).graph.find_nodes(op="call_function", target=ops.fake_quantize_mx)
+    (fused,) = fuse_qdq(model).graph.find_nodes(op="call_function", target=ops.fake_quantize_mx)
     assert {key: fused.meta[key] for key in place} == place and fused.meta["val"] is value
     assert spec_of_dequantize(fused) == MXSpec("fp6_e2m3", axis=1)
 
@@ -42,7 +42,7 @@ def test_place_and_value_are_those_of_the_pair():
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp4_e2m1"])
 def test_dynamic_lengths(name):
     model, _ = converted(MXSpec(name, 32, -1), dynamic=True)
-    assert targets(fuse_pairs(model)) == [ops.fake_quantize_mx]
+    assert targets(fuse_qdq(model)) == [ops.fake_quantize_mx]
     for shape in [(2, 2), (3, 71), (65, 33)]:
         x = torch.randn(shape)
         assert torch.equal(model(x), fake_quantize_mx(x, name) * 2)
@@ -58,7 +58,7 @@ def test_stochastic_rounding_draws_the_same_numbers(seed):
     torch.manual_seed(5)
     want = model(x)
     torch.manual_seed(5)
-    assert torch.equal(fuse_pairs(model)(x), want)
+    assert torch.equal(fuse_qdq(model)(x), want)
     assert targets(model) == [ops.fake_quantize_mx]
 
 
@@ -88,7 +88,7 @@ def swapped(model, quantize, dequantize):
 def test_what_is_no_plain_pair_stays(change):
     model, dequantize = converted(MXSpec("fp8_e4m3"))
     change(model, dequantize.args[0].args[0], dequantize)
-    assert targets(fuse_pairs(model)) == PAIR
+    assert targets(fuse_qdq(model)) == PAIR
 
 
 def test_it_quantizes_before_a_later_write():
@@ -100,5 +100,5 @@ def test_it_quantizes_before_a_later_write():
             return ops.dequantize_mx(data, scale, "fp8_e4m3", 32, torch.float32), y
 
     model, x = torch.export.export(Written(), (torch.randn(3, 64),)).module(), torch.randn(3, 64)
-    assert targets(fuse_pairs(model)) == [ops.fake_quantize_mx]
+    assert targets(fuse_qdq(model)) == [ops.fake_quantize_mx]
     assert torch.equal(model(x)[0], fake_quantize_mx(x, "mxfp8"))

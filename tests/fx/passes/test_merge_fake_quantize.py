@@ -3,7 +3,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pt2mx import ops
-from pt2mx.fx.passes.merge_fake_quantize import quantize_together
+from pt2mx.fx.passes.merge_fake_quantize import merge_fake_quantize
 
 aten = torch.ops.aten
 X = torch.randn(2, 3, 192)
@@ -85,7 +85,7 @@ def test_before_and_after(name):
     model = torch.export.export(Model(after), (X,), dynamic_shapes=({0: torch.export.Dim("batch")},)).module()
     want = model(X)
     assert len(model.graph.find_nodes(op="call_function", target=ops.fake_quantize_mx)) == before
-    assert quantize_together(model) is model
+    assert merge_fake_quantize(model) is model
     assert len(model.graph.find_nodes(op="call_function", target=ops.fake_quantize_mx)) == left
     model.graph.lint()
     got = model(X)
@@ -95,7 +95,7 @@ def test_before_and_after(name):
 
 def test_values_are_told_as_they_are():
     model = torch.export.export(Model(attention), (X,)).module()
-    quantize_together(model)
+    merge_fake_quantize(model)
 
     class Compare(torch.fx.Interpreter):
         def run_node(self, node):

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 import pt2mx
-from pt2mx.fx.passes.merge_linears import join_products
+from pt2mx.fx.passes.merge_linears import merge_linears
 from pt2mx.ops import linear
 
 aten = torch.ops.aten
@@ -36,7 +36,7 @@ def joined(module):
     """-> the graph after the pass, its `linear_mx`."""
     model = torch.export.export(module, (X,)).module()
     want = model(X)
-    assert join_products(model) is model
+    assert merge_linears(model) is model
     torch.testing.assert_close(model(X), want)
     return model, model.graph.find_nodes(op="call_function", target=linear.linear_mx)
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from pt2mx import quantize_mx
-from pt2mx.fx.passes.mma_layout import use_fragments
+from pt2mx.fx.passes.mma_layout import use_mma_layout
 from pt2mx.ops import linear, mma_layout
 
 
@@ -38,7 +38,7 @@ def test_products_read_fragments_of_one_buffer(read):
     model, x = exported(read=read)
     want = model(x)
     assert targets(model).count(linear.linear_mx) == 2
-    assert use_fragments(model, everywhere=True) is model
+    assert use_mma_layout(model, everywhere=True) is model
     assert targets(model).count(mma_layout.linear_mx_fragments) == 2 and linear.linear_mx not in targets(model)
     names = {node.target for node in model.graph.find_nodes(op="get_attr")}
     assert names == {"weight_data_f", "weight_scale_f", "bias"} | ({"weight_data"} if read else set())
@@ -53,19 +53,19 @@ def test_products_read_fragments_of_one_buffer(read):
 def test_others_stay(options):
     model, x = exported(**options)
     before, want = model.code, model(x)
-    assert use_fragments(model, everywhere=True).code == before
+    assert use_mma_layout(model, everywhere=True).code == before
     assert torch.equal(model(x), want)
 
 
 def test_on_the_cpu_nothing_changes():
     model, _ = exported()
     before = model.code
-    assert use_fragments(model).code == before
+    assert use_mma_layout(model).code == before
 
 
 def test_a_weight_that_fragments_cannot_hold_stays():
     model, x = exported()
     model.weight_scale[0, 0] = 255
     before = model.code
-    assert use_fragments(model, everywhere=True).code == before
+    assert use_mma_layout(model, everywhere=True).code == before
     assert model(x)[:, 0].isnan().all()

@@ -4,7 +4,7 @@ from torch import nn
 
 from pt2mx import FORMATS, MXSpec, ops, quantize_mx
 from pt2mx.fx.graph.qdq import spec_of_dequantize
-from pt2mx.fx.passes.packed_embedding import gather_packed
+from pt2mx.fx.passes.packed_embedding import use_packed_embeddings
 
 aten = torch.ops.aten
 
@@ -30,7 +30,7 @@ IDS = torch.tensor([[3, 0, 3], [15, 7, 1]])
 def lowered(gather, ids=IDS):
     model = torch.export.export(gather, (ids,)).module()
     want = model(ids)
-    assert gather_packed(model) is model
+    assert use_packed_embeddings(model) is model
     assert all(torch.equal(a, b) for a, b in zip(_list(model(ids)), _list(want), strict=True))
     return model
 
@@ -103,4 +103,4 @@ def test_codes_that_the_graph_writes_stay():
 
     model = torch.export.export(Written(None), (IDS,)).module()
     want = model(IDS).clone()
-    assert want.any() and dequantizes(gather_packed(model)) == [(16, 70)]
+    assert want.any() and dequantizes(use_packed_embeddings(model)) == [(16, 70)]

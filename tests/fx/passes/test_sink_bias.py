@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from pt2mx import ops
-from pt2mx.fx.passes.sink_bias import split_bias
+from pt2mx.fx.passes.sink_bias import sink_bias
 from pt2mx.ops import linear
 
 aten = torch.ops.aten
@@ -40,7 +40,7 @@ def test_a_bias_is_split_where_quantization_alone_follows(after, bias, split):
     x = torch.randn(2, 3, 64)
     model = torch.export.export(Packed(after, bias), (x,)).module()
     want = model(x)
-    assert split_bias(model) is model
+    assert sink_bias(model) is model
     (product,) = model.graph.find_nodes(op="call_function", target=linear.linear_mx)
     assert (product.args[3] is None) == (split or not bias)
     assert [n.target for n in product.users] == [aten.add.Tensor] if split else True

@@ -6,7 +6,7 @@ from pt2mx import FORMATS, MXSpec, ops
 from pt2mx.fx.graph.qdq import SPEC_KEY, spec_of_dequantize
 from pt2mx.fx.graph.unused import delete_unused_tensors
 from pt2mx.fx.passes.packed_products import use_packed_weights
-from pt2mx.fx.passes.weights_k_major import put_blocks_last
+from pt2mx.fx.passes.weights_k_major import make_weights_k_major
 from pt2mx.ops import linear
 from tests.fx.passes.test_packed_products import Product, calls, is_packed
 
@@ -21,7 +21,7 @@ def test_a_weight_of_conv1d_is_transposed_once(name):
     x = torch.randn(2, 70)
     model = exported(module, x)
     want, before = model(x), model.graph.find_nodes(op="call_function", target=ops.dequantize_mx)[0].meta["val"]
-    assert put_blocks_last(model) is model
+    assert make_weights_k_major(model) is model
     (dequantize,) = calls(model, ops.dequantize_mx)
     (transpose,) = calls(model, torch.ops.aten.transpose.int)
     assert [n.target for n in dequantize.args[:2]] == ["data_t", "scale_t"] and dequantize.args[5] == 1
@@ -43,7 +43,7 @@ def test_other_readers_read_the_same_buffer():
     x = torch.randn(2, 70)
     model = exported(module, x)
     want = model(x)
-    use_packed_weights(put_blocks_last(model))
+    use_packed_weights(make_weights_k_major(model))
     delete_unused_tensors(model)
     assert {"data", "scale"}.isdisjoint(model.state_dict()) and model.data_t.shape == (24, 35)
     torch.testing.assert_close(model(x), want)
@@ -54,7 +54,7 @@ def test_experts():
     args = torch.randn(8, 64, dtype=torch.bfloat16), torch.tensor([2, 2, 8], dtype=torch.int32)
     model = exported(module, *args)
     want = model(*args)
-    assert is_packed(use_packed_weights(put_blocks_last(model)))
+    assert is_packed(use_packed_weights(make_weights_k_major(model)))
     assert model.data_t.shape == (3, 24, 64) and model.scale_t.shape == (3, 24, 2)
     torch.testing.assert_close(model(*args), want)
 
@@ -63,7 +63,7 @@ def test_the_spec_follows():
     model = exported(Product(lambda x, w, b: x @ w, (70, 24), axis=0), torch.randn(2, 70))
     (dequantize,) = calls(model, ops.dequantize_mx)
     dequantize.meta[SPEC_KEY] = MXSpec("fp4_e2m1", axis=0, scale_mode="rceil")
-    (dequantize,) = calls(put_blocks_last(model), ops.dequantize_mx)
+    (dequantize,) = calls(make_weights_k_major(model), ops.dequantize_mx)
     assert spec_of_dequantize(dequantize) == MXSpec("fp4_e2m1", axis=1, scale_mode="rceil")
 
 
@@ -79,7 +79,7 @@ def test_the_spec_follows():
 def test_other_weights_stay(module):
     model = exported(module, torch.randn(2, 70))
     code = model.code
-    assert put_blocks_last(model).code == code and "data_t" not in model.state_dict()
+    assert make_weights_k_major(model).code == code and "data_t" not in model.state_dict()
 
 
 def test_weights_that_are_inputs_stay():
@@ -90,7 +90,7 @@ def test_weights_that_are_inputs_stay():
     args = torch.randn(2, 64), torch.zeros(64, 8, dtype=torch.uint8), torch.zeros(2, 8, dtype=torch.uint8)
     model = exported(Inner(), *args)
     code = model.code
-    assert put_blocks_last(model).code == code
+    assert make_weights_k_major(model).code == code
 
 
 class Transposed(Product):
@@ -106,7 +106,7 @@ def test_blocks_that_are_last_but_not_in_memory():
     module = Transposed(lambda x, w, b: F.linear(x, w, b))
     model = exported(module, x)
     want = model(x)
-    put_blocks_last(model)
+    make_weights_k_major(model)
     assert model.data_t.is_contiguous() and torch.equal(model.data_t, module.data)
     torch.testing.assert_close(model(x), want)
     assert is_packed(use_packed_weights(model))
@@ -115,4 +115,4 @@ def test_blocks_that_are_last_but_not_in_memory():
 def test_weights_that_others_read_in_their_order_stay():
     model = exported(Transposed(lambda x, w, b: (F.linear(x, w, b), w * 2)), torch.randn(2, 70))
     code = model.code
-    assert put_blocks_last(model).code == code
+    assert make_weights_k_major(model).code == code

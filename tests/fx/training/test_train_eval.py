@@ -6,7 +6,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config
-from pt2mx.fx.training.train_eval import OperatorWithMode, modes_to_modules, modules_to_evaluation
+from pt2mx.fx.training.train_eval import TrainEvalOp, to_evaluation, to_train_eval_modules
 
 pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes self.rnn:UserWarning")  # torch.export
 
@@ -116,9 +116,9 @@ def test_operators_of_the_graph_before_and_after():
     model = torch.export.export(
         nn.Sequential(nn.Dropout(0.3), nn.BatchNorm1d(4)).train(), (torch.randn(2, 4),)
     ).module()
-    assert modes_to_modules([model])
-    assert [type(m) for m in model.children() if isinstance(m, OperatorWithMode)] == [OperatorWithMode] * 3
-    modules_to_evaluation(model)
+    assert to_train_eval_modules([model])
+    assert [type(m) for m in model.children() if isinstance(m, TrainEvalOp)] == [TrainEvalOp] * 3
+    to_evaluation(model)
     targets = [node.target for node in model.graph.nodes if node.op == "call_function"]
     assert targets == [torch.ops.aten.dropout.default, torch.ops.aten.batch_norm.default]
     dropout, norm = (node for node in model.graph.nodes if node.op == "call_function")

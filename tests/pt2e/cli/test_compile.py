@@ -155,9 +155,9 @@ def test_several_threads_and_calls_in_turn(here):
 
 def test_compile_prints_how_well_it_agrees(here):
     for name in PACKAGES:
-        agreement, sizes = (here / f"{name}.txt").read_text().splitlines()
-        assert agreement.startswith("compiled against eager: SQNR ") and agreement.endswith("cosine 1.000000")
-        assert float(agreement.split()[4]) > 100
+        fidelity, sizes = (here / f"{name}.txt").read_text().splitlines()
+        assert fidelity.startswith("compiled against eager: SQNR ") and fidelity.endswith("cosine 1.000000")
+        assert float(fidelity.split()[4]) > 100
         package, program = ((here / file).stat().st_size / 1e6 for file in (name, "net.pt2"))
         assert f"{name}: {package:.1f} MB (the program: {program:.1f} MB), " in sizes and sizes.endswith(" s")
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pt2mx.pt2e.cli.error_text import one_line
-from pt2mx.pt2e.cli.stage import stage
+from pt2mx.pt2e.cli.stage import user_errors
 
 HERE = os.path.relpath(__file__)
 
@@ -100,9 +100,9 @@ def test_a_syntax_error_says_its_place_itself():
 
 
 def test_a_stage_names_what_could_not_be_done():
-    with pytest.raises(ValueError) as info, stage("load the model"):
+    with pytest.raises(ValueError) as info, user_errors("load the model"):
         fail("why")
     assert str(info.value).startswith(f"could not load the model: RuntimeError: why ({HERE}:")
     assert isinstance(info.value.__cause__, RuntimeError)
-    with pytest.raises(KeyboardInterrupt), stage("load the model"):
+    with pytest.raises(KeyboardInterrupt), user_errors("load the model"):
         raise KeyboardInterrupt

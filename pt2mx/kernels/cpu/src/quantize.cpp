@@ -189,14 +189,14 @@ void Tile::each_chunk(bool values, Step step) {
   }
 }
 
-// Of the neighbours of an exponent the one with the least sum of squared errors; of equal ones the first.
+// Of an exponent with each offset added the one with the least sum of squared errors; of equal ones the first.
 void Tile::find_least_squares() {
   const i64 count = blocks_ * w_;
   int32_t candidate[kBlocks], best[kBlocks] = {};
   i64 total[kBlocks], least[kBlocks];
   for (int32_t k = 0; k < spec_.candidates; ++k) {
     for (i64 i = 0; i < count; ++i) {
-      const int32_t changed = clamp_exponent(exponent_[i] + spec_.neighbours[k]);
+      const int32_t changed = clamp_exponent(exponent_[i] + spec_.exponent_offsets[k]);
       candidate[i] = exponent_[i] == kNotFinite ? kNotFinite : changed;
       total[i] = 0;
     }
