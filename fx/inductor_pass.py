@@ -9,8 +9,8 @@ from pathlib import Path
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
-from pt2mx.fx.lower import PASSES
-from pt2mx.fx.passes.weights_k_major import make_weights_k_major
+from pt2mx.fx.graph.graph_pass import run_passes
+from pt2mx.fx.lower import STEPS
 
 
 class LoweringPass(CustomGraphPass):
@@ -26,9 +26,8 @@ class LoweringPass(CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         if not any(map(_writes_unseen, graph.nodes)):
-            for change in PASSES:
-                if change is not make_weights_k_major:  # the weights are inputs
-                    change(graph.owning_module)
+            passes = [step.graph_pass for step in STEPS if step.option is None and not step.needs_weights]
+            run_passes(graph.owning_module, passes)
 
     def uuid(self) -> str:
         """The identity of the passes' sources, which Inductor makes a part of the key of its caches."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
-from pt2mx.fx.graph.arguments import is_ours, write_out_arguments
+from pt2mx.fx.graph.graph_pass import GraphPass, run_passes
+from pt2mx.fx.graph.node import is_ours, write_out_arguments
 from pt2mx.fx.graph.subgraphs import graph_modules
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, map_tensors
 from pt2mx.fx.graph.unused import delete_unused_tensors
@@ -26,16 +29,34 @@ from pt2mx.fx.passes.unpack_weights import unpack_weights
 from pt2mx.fx.passes.weights_k_major import make_weights_k_major
 from pt2mx.fx.portable import holds_observers, is_portable
 
+
+class Step(NamedTuple):
+    """A pass of the lowering.
+
+    Args:
+        needs_weights: whether it needs weights that the graph holds. Those of a graph that torch.compile traced are
+            inputs.
+        option: the argument of `lower_to_inductor` that asks for it; None for one that always runs.
+    """
+
+    graph_pass: GraphPass
+    needs_weights: bool = False
+    option: str | None = None
+
+
 #: what is done to each graph, in this order
-PASSES = (
-    cse_quantize,
-    fuse_qdq,
-    make_weights_k_major,
-    use_packed_embeddings,
-    use_packed_weights,
-    merge_linears,
-    sink_bias,
-    merge_fake_quantize,
+STEPS = (
+    Step(cse_quantize),
+    Step(fuse_qdq),
+    Step(make_weights_k_major, needs_weights=True),
+    Step(use_packed_embeddings),
+    Step(use_packed_weights),
+    Step(merge_linears, needs_weights=True),
+    Step(sink_bias),
+    Step(merge_fake_quantize),
+    Step(use_scaled_mm, needs_weights=True, option="scaled_mm"),
+    Step(unpack_weights, needs_weights=True, option="unpack"),
+    Step(use_mma_layout, needs_weights=True),
 )
 
 
@@ -77,15 +98,10 @@ def lower_to_inductor(
     if device is not None:
         move_to_device(model, _device(device))
     fold_all_weights(model)
+    asked = {None: True, "scaled_mm": scaled_mm, "unpack": unpack}
+    passes = [step.graph_pass for step in STEPS if asked[step.option]]
     for graph in graph_modules(model):
-        for change in PASSES:
-            change(graph)
-    if scaled_mm:
-        use_scaled_mm(model)
-    for graph in graph_modules(model):
-        if unpack:
-            unpack_weights(graph)
-        use_mma_layout(graph)
+        run_passes(graph, passes)
         write_out_arguments(graph)
     delete_unused_tensors(model)
     return model

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from pt2mx.fx.graph.values import result_of, value_of
+from pt2mx.fx.graph.node import result_of, value_of
 from pt2mx.fx.training.train_eval import called
 
 aten = torch.ops.aten

@@ -1,4 +1,6 @@
-"""The pair that stands for a quantized tensor in a converted graph."""
+"""The pair that stands for a quantized tensor in a converted graph: how it is made, and how it is recognized."""
+
+from __future__ import annotations
 
 import operator
 
@@ -6,7 +8,8 @@ import torch
 from torch.fx import Node
 
 from pt2mx import ops
-from pt2mx.fx.graph.values import set_value
+from pt2mx.fx.graph.calls import Dequantize, Quantize
+from pt2mx.fx.graph.node import set_value, shape_of
 from pt2mx.kernels.packing import is_packed
 from pt2mx.ops.checks import operator_modes
 from pt2mx.spec import MXSpec
@@ -52,12 +55,28 @@ def insert_quantize_dequantize(x: Node, spec: MXSpec, consumer: Node | None = No
     return dequantize
 
 
+def quantize_of(dequantize: Node) -> Node | None:
+    """The `quantize_mx` whose whole result a `dequantize_mx` node dequantizes, in the same format and blocks. None for
+    another node, for one that reads buffers, and where the ends of the pair differ."""
+    to = Dequantize.of(dequantize)
+    if to is None or not _are_items(to.codes, to.scale):
+        return None
+    quantize = to.codes.args[0]
+    of = Quantize.of(quantize)
+    rank = len(shape_of(of.x) or ()) if of is not None else 0
+    if not rank or (to.codes.args[1], to.scale.args) != (1, (quantize, 0)):
+        return None
+    same = (to.element, to.block_size, to.axis % rank) == (of.element, of.block_size, of.axis % rank)
+    return quantize if same else None
+
+
+def _are_items(*nodes: Node) -> bool:
+    return all(node.target is operator.getitem for node in nodes)
+
+
 def spec_of_dequantize(dequantize: Node) -> MXSpec:
     """The spec of a pair. Of a folded weight in a re-exported graph the modes are unknown: they are in the codes."""
     if SPEC_KEY in dequantize.meta:
         return dequantize.meta[SPEC_KEY]
-    data = dequantize.args[0]
-    if data.target is operator.getitem and data.args[0].target is ops.quantize_mx:
-        return MXSpec(*data.args[0].args[1:6])
-    element, block_size = dequantize.args[2:4]
-    return MXSpec(element, block_size, dequantize.args[5] if len(dequantize.args) > 5 else -1)
+    quantize, to = quantize_of(dequantize), Dequantize.of(dequantize)
+    return MXSpec(to.element, to.block_size, to.axis) if quantize is None else Quantize.of(quantize).spec

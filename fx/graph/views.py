@@ -6,7 +6,7 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from pt2mx.fx.graph.values import result_of, set_value
+from pt2mx.fx.graph.node import result_of, set_value
 
 aten = torch.ops.aten
 

@@ -1,50 +1,38 @@
 """Quantized activations: `quantize_mx -> getitem x2 -> dequantize_mx` becomes one `fake_quantize_mx`."""
 
-import operator
+from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
 from pt2mx import ops
-from pt2mx.fx.graph.arguments import make_positional
+from pt2mx.fx.graph.calls import Dequantize, Quantize
+from pt2mx.fx.graph.graph_pass import GraphPass
+from pt2mx.fx.graph.node import dtype_of, shape_of
+from pt2mx.fx.graph.qdq import quantize_of
 from pt2mx.fx.graph.unused import erase_unread
-from pt2mx.fx.graph.values import dtype_of, shape_of
 
 
-def fuse_qdq(model: GraphModule) -> GraphModule:
+@GraphPass
+def fuse_qdq(model: GraphModule) -> None:
     """Put a `fake_quantize_mx` in the place of every pair that computes the same, to the bit.
 
-    Left alone are codes that something else reads, and pairs whose ends differ in format, blocks, dtype or shape. It
-    runs where the tensor was quantized: what is written to the tensor later does not reach it, and of several
-    stochastic ones each draws its turn. Changes `model` and returns it.
+    Codes that something else reads stay, and so do pairs whose ends differ in format, blocks, dtype or shape. It runs
+    where the tensor was quantized: what is written to the tensor later does not reach it, and of several stochastic
+    ones each draws its turn.
     """
     for dequantize in model.graph.find_nodes(op="call_function", target=ops.dequantize_mx):
-        quantize = _quantize_of(dequantize)
-        if quantize is None:
+        quantize = quantize_of(dequantize)
+        if quantize is None or not _can_be_fused(quantize, dequantize):
             continue
         with model.graph.inserting_before(quantize):
-            fused = model.graph.call_function(ops.fake_quantize_mx, quantize.args)
+            fused = model.graph.call_function(ops.fake_quantize_mx, tuple(Quantize.of(quantize)))
         fused.meta.update(dequantize.meta)
         dequantize.replace_all_uses_with(fused)
         erase_unread(dequantize)
-    model.recompile()
-    return model
 
 
-def _quantize_of(dequantize: Node) -> Node | None:
-    """The other end of a pair that can be fused."""
-    make_positional(dequantize, 6)
-    data, scale, *modes, dtype, axis = dequantize.args[:6]
-    if not all(n.target is operator.getitem and n.args[0].target is ops.quantize_mx for n in (data, scale)):
-        return None
-    quantize = data.args[0]
-    make_positional(quantize, 4)
-    x, *own_modes, own_axis = quantize.args[:4]
-    rank = len(shape_of(x) or ())
-    same = (
-        (scale.args, data.args) == ((quantize, 0), (quantize, 1))
-        and rank
-        and (modes, axis % rank) == (own_modes, own_axis % rank)
-        and (dtype, shape_of(dequantize)) == (dtype_of(x), shape_of(x))
-    )
-    read_once = set(quantize.users) == {data, scale} and {*data.users, *scale.users} == {dequantize}
-    return quantize if same and read_once else None
+def _can_be_fused(quantize: Node, dequantize: Node) -> bool:
+    """Whether a pair gives the dtype and shape of what it quantizes, and nothing else reads its codes."""
+    x, to = Quantize.of(quantize).x, Dequantize.of(dequantize)
+    read_once = set(quantize.users) == {to.codes, to.scale} and {*to.codes.users, *to.scale.users} == {dequantize}
+    return read_once and (to.dtype, shape_of(dequantize)) == (dtype_of(x), shape_of(x))

@@ -11,8 +11,9 @@ from torch.fx import GraphModule, Node
 
 from pt2mx import ops
 from pt2mx.fx.graph.aliasing import written_nodes
-from pt2mx.fx.graph.arguments import make_positional
-from pt2mx.fx.graph.values import set_value, shape_of
+from pt2mx.fx.graph.calls import FakeQuantize
+from pt2mx.fx.graph.graph_pass import GraphPass
+from pt2mx.fx.graph.node import set_value, shape_of
 from pt2mx.fx.graph.views import allow_any_strides, is_view
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops import linear
@@ -39,29 +40,27 @@ class Part(NamedTuple):
         return start, min(end, shape_of(source)[-1])
 
 
-def merge_fake_quantize(model: GraphModule) -> GraphModule:
+@GraphPass
+def merge_fake_quantize(model: GraphModule) -> None:
     """Let quantizations of neighbouring parts of a tensor's last dimension, with the same element, block size and
     modes, be one of all these parts, where blocks run along that dimension, none has values of two parts or heads, and
-    products alone read them. What they give are views of it: the same bits. Changes `model` and returns it."""
+    products alone read them. What they give are views of it: the same bits."""
     written, groups = written_nodes(model.graph), defaultdict(list)
     for node in model.graph.find_nodes(op="call_function", target=ops.fake_quantize_mx):
-        make_positional(node, 6)
-        part = _part(node)
+        of, part = FakeQuantize.of(node), _part(node)
         if part is None or not written.isdisjoint((node, *part.views, part.views[0].args[0])):
             continue
-        if not ROUNDINGS[node.args[5]].random and _products_read(node):
-            groups[(part.views[0].args[0], *node.args[1:3], *node.args[4:])].append(part)
+        if not ROUNDINGS[of.rounding].random and _products_read(node):
+            groups[part.views[0].args[0], of._replace(x=None, axis=-1)].append(part)
     for parts in groups.values():
         for neighbours in _neighbours(parts):
             _quantize(model, neighbours)
-    model.recompile()
-    return model
 
 
 def _part(quantize: Node) -> Part | None:
     """What is quantized, if it is a part of the last dimension, maybe split into heads, with that dimension still the
     last."""
-    node, block_size, axis = quantize.args[0], quantize.args[2], quantize.args[3]
+    node, _, block_size, axis, *_ = FakeQuantize.of(quantize)
     views: list[Node] = []
     if shape_of(node) is None or axis % len(shape_of(node)) != len(shape_of(node)) - 1:
         return None
@@ -122,9 +121,8 @@ def _quantize(model: GraphModule, parts: list[Part]) -> None:
     earliest = min((part.views[0] for part in parts), key=list(model.graph.nodes).index)
     with model.graph.inserting_before(earliest):
         whole = model.graph.call_function(aten.slice.Tensor, (source, dim, start, end))
-        together = model.graph.call_function(
-            ops.fake_quantize_mx, (whole, *quantize.args[1:3], -1, *quantize.args[4:]), quantize.kwargs
-        )
+        args = FakeQuantize.of(quantize)._replace(x=whole, axis=-1)
+        together = model.graph.call_function(ops.fake_quantize_mx, tuple(args))
     for node in (whole, together):
         node.meta.update({k: v for k, v in quantize.meta.items() if k != "val"})
         set_value(node)

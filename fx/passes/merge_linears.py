@@ -12,9 +12,11 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.aliasing import written_nodes
+from pt2mx.fx.graph.calls import LinearMX
 from pt2mx.fx.graph.constants import constant_nodes
+from pt2mx.fx.graph.graph_pass import GraphPass
+from pt2mx.fx.graph.node import set_value
 from pt2mx.fx.graph.unused import erase_unread
-from pt2mx.fx.graph.values import set_value
 from pt2mx.fx.graph.views import allow_any_strides, may_be_strided
 from pt2mx.fx.passes.fold_weights import register
 from pt2mx.ops import linear
@@ -24,15 +26,16 @@ aten = torch.ops.aten
 _WHOLE = 16  # rows of a weight that kernels take together
 
 
-def merge_linears(model: GraphModule) -> GraphModule:
+@GraphPass
+def merge_linears(model: GraphModule) -> None:
     """Let every `linear_mx` of the same x, element and block size, with weights and biases of its own, be one of the
     weights behind each other; each result is a part of its last dimension, a view. Weights whose rows are whole tiles
     are joined with such alone. Results that leave the graph, that are written to, or whose readers are not known to
-    take any strides, stay as they are. Changes `model` and returns it."""
+    take any strides, stay as they are."""
     constants, written = constant_nodes(model.graph), written_nodes(model.graph)
     groups: dict[tuple[object, ...], list[Node]] = defaultdict(list)
     for node in model.graph.find_nodes(op="call_function", target=linear.linear_mx):
-        x, data, scale, bias, element, block_size = node.args
+        x, data, scale, bias, element, block_size = LinearMX.of(node)
         own = [n for n in (data, scale, bias) if n is not None]
         is_constant = all(n.op == "get_attr" and n in constants and len(n.users) == 1 for n in own)
         if is_constant and written.isdisjoint((x, node)) and may_be_strided(node):
@@ -41,22 +44,20 @@ def merge_linears(model: GraphModule) -> GraphModule:
     for products in groups.values():
         if len(products) > 1:
             _join(model, products)
-    model.recompile()
-    return model
 
 
 def _join(model: GraphModule, products: list[Node]) -> None:
-    first = products[0]
-    x, _, _, bias, element, block_size = first.args
+    first, calls = products[0], [LinearMX.of(product) for product in products]
     with model.graph.inserting_before(first):
-        tensors = [_joined(model, [p.args[i] for p in products]) for i in (1, 2)]
-        biases = None if bias is None else _joined(model, [p.args[3] for p in products])
-        joined = model.graph.call_function(linear.linear_mx, (x, *tensors, biases, element, block_size))
+        codes, scale = (_joined(model, list(part)) for part in list(zip(*calls, strict=True))[1:3])
+        bias = None if calls[0].bias is None else _joined(model, [call.bias for call in calls])
+        args = calls[0]._replace(codes=codes, scale=scale, bias=bias)
+        joined = model.graph.call_function(linear.linear_mx, tuple(args))
     joined.meta.update(first.meta)
     set_value(joined)
     start = 0
-    for product in products:
-        end = start + len(operator.attrgetter(product.args[1].target)(model))
+    for product, call in zip(products, calls, strict=True):
+        end = start + len(operator.attrgetter(call.codes.target)(model))
         with model.graph.inserting_before(first):
             part = model.graph.call_function(aten.slice.Tensor, (joined, -1, start, end))
         part.meta.update(product.meta)

@@ -7,27 +7,30 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from pt2mx.formats import ELEMENTS
+from pt2mx.fx.graph.calls import LinearMX
 from pt2mx.fx.graph.constants import constant_nodes
+from pt2mx.fx.graph.graph_pass import GraphPass
+from pt2mx.fx.graph.node import dtype_of, shape_of
 from pt2mx.fx.graph.unused import erase_unread
-from pt2mx.fx.graph.values import dtype_of, shape_of
 from pt2mx.fx.passes.fold_weights import register
 from pt2mx.kernels.gpu.mma_layout import to_fragments
 from pt2mx.kernels.select import runs_triton
 from pt2mx.ops import linear, mma_layout
 
 
-def use_mma_layout(model: GraphModule, everywhere: bool = False) -> GraphModule:
+@GraphPass
+def use_mma_layout(model: GraphModule, everywhere: bool = False) -> None:
     """Let `linear_mx` of bfloat16 read its weight as fragments (`linear_mx_fragments`).
 
     The codes and scales become buffers `<weight>_data_f` and `<weight>_scale_f`; those that something else reads too,
     as the embedding of a tied weight, stay beside them. Products stay as they are on another device (unless
     `everywhere`), with a weight that is an input or that fragments cannot hold (`to_fragments`), and of K that 8 does
-    not divide. Changes `model` and returns it.
+    not divide.
     """
     constants = constant_nodes(model.graph)
     buffers: dict[tuple[object, ...], tuple[str, str] | None] = {}
     for node in model.graph.find_nodes(op="call_function", target=linear.linear_mx):
-        x, data, scale, _, element, block_size = node.args
+        x, data, scale, _, element, block_size = LinearMX.of(node)
         if not all(n.op == "get_attr" and n in constants for n in (data, scale)) or not _fits(x):
             continue
         codes: Tensor = operator.attrgetter(data.target)(model)
@@ -41,8 +44,6 @@ def use_mma_layout(model: GraphModule, everywhere: bool = False) -> GraphModule:
             buffers[key] = found and tuple(register(model, *pair) for pair in zip(names, found, strict=True))
         if buffers[key] is not None:
             _replace(model, node, buffers[key], len(codes))
-    model.recompile()
-    return model
 
 
 def _fits(x: Node) -> bool:
@@ -51,7 +52,7 @@ def _fits(x: Node) -> bool:
 
 
 def _replace(model: GraphModule, node: Node, names: tuple[str, str], n: int) -> None:
-    x, data, scale, bias, element, _ = node.args
+    x, data, scale, bias, element, _ = LinearMX.of(node)
     with model.graph.inserting_before(node):
         read = [model.graph.get_attr(name) for name in names]
         new = model.graph.call_function(mma_layout.linear_mx_fragments, (x, *read, bias, element, n))

@@ -9,10 +9,11 @@ from torch.fx import GraphModule, Node
 
 from pt2mx import ops
 from pt2mx.fx.graph.aliasing import written_nodes
-from pt2mx.fx.graph.arguments import make_positional
+from pt2mx.fx.graph.calls import Dequantize
+from pt2mx.fx.graph.graph_pass import GraphPass
+from pt2mx.fx.graph.node import dtype_of, make_positional, set_value, shape_of
 from pt2mx.fx.graph.qdq import PROVENANCE_KEYS, SPEC_KEY
 from pt2mx.fx.graph.unused import erase_unread
-from pt2mx.fx.graph.values import dtype_of, set_value, shape_of
 
 aten = torch.ops.aten
 
@@ -29,23 +30,24 @@ _GATHERS: dict[object, Callable[..., bool]] = {
 }
 
 
-def use_packed_embeddings(model: GraphModule) -> GraphModule:
+@GraphPass
+def use_packed_embeddings(model: GraphModule) -> None:
     """Make every gather of a dequantized weight's rows one of its codes and scales, and dequantize those rows: the same
-    bits, where blocks run along the rows. The codes stay one buffer, whatever else reads them. Changes `model` and
-    returns it."""
+    bits, where blocks run along the rows. The codes stay one buffer, whatever else reads them."""
     written = written_nodes(model.graph)
     for gather in [node for node in model.graph.nodes if node.target in _GATHERS]:
         dequantize = gather.args[0]
         if dequantize.target is not ops.dequantize_mx or not _gathers_whole_blocks(gather, dequantize):
             continue
-        *packed, element, block_size, dtype, axis = dequantize.args[:6]
+        of = Dequantize.of(dequantize)
+        packed = of.codes, of.scale
         if not written.isdisjoint((dequantize, *packed)):
             continue
-        axis = axis % len(shape_of(dequantize)) + len(shape_of(gather)) - len(shape_of(dequantize))
+        axis = of.axis % len(shape_of(dequantize)) + len(shape_of(gather)) - len(shape_of(dequantize))
         with model.graph.inserting_before(gather):
             rows = [model.graph.call_function(gather.target, (n, *gather.args[1:])) for n in packed]
-            args = (*rows, element, block_size, dtype, axis, *dequantize.args[6:])
-            gathered = model.graph.call_function(ops.dequantize_mx, args)
+            args = of._replace(codes=rows[0], scale=rows[1], axis=axis)
+            gathered = model.graph.call_function(ops.dequantize_mx, tuple(args))
         for node in rows:
             node.meta.update({key: gather.meta[key] for key in PROVENANCE_KEYS if key in gather.meta})
             set_value(node)
@@ -54,14 +56,11 @@ def use_packed_embeddings(model: GraphModule) -> GraphModule:
             gathered.meta[SPEC_KEY] = dequantize.meta[SPEC_KEY].replace(axis=axis)
         gather.replace_all_uses_with(gathered)
         erase_unread(gather)
-    model.recompile()
-    return model
 
 
 def _gathers_whole_blocks(gather: Node, dequantize: Node) -> bool:
     make_positional(gather)
-    make_positional(dequantize, 6)
     shape = shape_of(dequantize)
     if shape is None or shape_of(gather) is None or gather.kwargs:
         return False
-    return dequantize.args[5] % len(shape) != 0 and _GATHERS[gather.target](*gather.args[1:])
+    return Dequantize.of(dequantize).axis % len(shape) != 0 and _GATHERS[gather.target](*gather.args[1:])

@@ -9,9 +9,10 @@ from torch.fx import GraphModule, Node
 
 from pt2mx import ops
 from pt2mx.fx.graph.aliasing import written_nodes
-from pt2mx.fx.graph.arguments import make_positional
+from pt2mx.fx.graph.calls import Dequantize
+from pt2mx.fx.graph.graph_pass import GraphPass
+from pt2mx.fx.graph.node import dtype_of, make_positional, shape_of
 from pt2mx.fx.graph.unused import erase_unread
-from pt2mx.fx.graph.values import dtype_of, shape_of
 from pt2mx.ops import linear
 
 aten = torch.ops.aten
@@ -61,16 +62,16 @@ class Weight:
     dims: tuple[int, ...]
 
 
-def use_packed_weights(model: GraphModule) -> GraphModule:
+@GraphPass
+def use_packed_weights(model: GraphModule) -> None:
     """Let products read the codes of their weight, where its blocks run along the dimension that they reduce and along
     the last one of the codes (see `make_weights_k_major`), and x, weight, bias and result have one dtype.
 
     Other products, convolutions among them, keep their dequantized weight, which Inductor computes at each call.
-    Changes `model` and returns it.
     """
     written = written_nodes(model.graph)
     for node, product, weight in weights_of_products(model):
-        data, scale, element, block_size = weight.dequantize.args[:4]
+        data, scale, element, block_size, *_ = Dequantize.of(weight.dequantize)
         blocks_last = weight.dims == product.dims and weight.axis == len(weight.dims) - 1
         if not (blocks_last and written.isdisjoint((weight.dequantize, data, scale))):
             continue
@@ -82,8 +83,6 @@ def use_packed_weights(model: GraphModule) -> GraphModule:
         packed.meta.update(node.meta)
         node.replace_all_uses_with(packed)
         erase_unread(node)
-    model.recompile()
-    return model
 
 
 def weights_of_products(model: GraphModule) -> list[tuple[Node, Product, Weight]]:
@@ -119,18 +118,17 @@ def _weight(node: Node) -> Weight | None:
         node = node.args[0]
     if node.target is not ops.dequantize_mx or shape_of(node) is None:
         return None
-    make_positional(node, 6)
     rank = len(shape_of(node))
     sizes = torch.empty(tuple(range(rank)), device="meta")  # whose sizes are the numbers of its dimensions
     for reordering in reversed(chain):
         sizes = reordering.target(sizes, *reordering.args[1:], **reordering.kwargs)
-    return Weight(node, node.args[5] % rank, tuple(sizes.shape))
+    return Weight(node, Dequantize.of(node).axis % rank, tuple(sizes.shape))
 
 
 def _fits(node: Node, product: Product, weight: Weight) -> bool:
     """Inside autocast a product has another dtype than its operands: it stays, since what runs outside could be joined
     with it."""
-    dtype, third = weight.dequantize.args[4], argument(node, product.third)
+    dtype, third = Dequantize.of(weight.dequantize).dtype, argument(node, product.third)
     if any(dtype_of(n) != dtype for n in (node, node.args[product.x])):
         return False
     if product.packed is linear.grouped_linear_mx:

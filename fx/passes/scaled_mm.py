@@ -13,40 +13,34 @@ from torch.fx import GraphModule, Node
 
 from pt2mx import ops
 from pt2mx.fx.graph.aliasing import written_nodes
-from pt2mx.fx.graph.arguments import make_positional
+from pt2mx.fx.graph.calls import Dequantize, FakeQuantize, LinearMX, Quantize
 from pt2mx.fx.graph.constants import constant_nodes
-from pt2mx.fx.graph.subgraphs import graph_modules
-from pt2mx.fx.graph.unused import delete_unused_tensors, erase_unread
-from pt2mx.fx.graph.values import dtype_of, set_value, shape_of, value_of
+from pt2mx.fx.graph.graph_pass import GraphPass
+from pt2mx.fx.graph.node import dtype_of, set_value, shape_of, value_of
+from pt2mx.fx.graph.qdq import quantize_of
+from pt2mx.fx.graph.unused import erase_unread
 from pt2mx.fx.passes.fold_weights import fold_constant
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops import linear
 from pt2mx.ops.scaled_mm import BLOCK, FORMS, Form, scaled_mm_mx, swizzle_scale
 
 
-def use_scaled_mm(model: GraphModule, force: bool = False) -> GraphModule:
+@GraphPass
+def use_scaled_mm(model: GraphModule, force: bool = False) -> None:
     """Let tensor cores multiply the codes: `linear_mx(fake_quantize_mx(x), weight)` becomes
     `scaled_mm_mx(*quantize_mx(x), weight)`, and so does one whose x is a pair of quantization and dequantization.
 
     It is done where both have an element that tensor cores take (`pt2mx.ops.scaled_mm.FORMS`) in blocks of 32 along K,
     a multiple of 32, N is a multiple of 16, and the GPU has such cores. The scales of x are put in their order at each
-    call, those of the weight now. The sums are those of the tensor cores. Changes `model` and returns it.
+    call, those of the weight now. The sums are those of the tensor cores.
 
     Args:
         model: a lowered one, before its weights become fragments: `lower_to_inductor(..., scaled_mm=True)` does it all.
         force: on every device, where the product is emulated. For tests.
     """
-    for graph in graph_modules(model):
-        _rewrite(graph, force)
-    delete_unused_tensors(model)
-    return model
-
-
-def _rewrite(model: GraphModule, force: bool) -> None:
     written, codes, scales = written_nodes(model.graph), {}, {}
     for node in model.graph.find_nodes(op="call_function", target=linear.linear_mx):
-        make_positional(node, 6)
-        x, data, scale, bias, element, block_size = node.args
+        x, data, scale, bias, element, block_size = LinearMX.of(node)
         form = _form(x, element, block_size)
         if form is None or not _fits(node, form, force) or not written.isdisjoint((data, scale)):
             continue
@@ -55,7 +49,7 @@ def _rewrite(model: GraphModule, force: bool) -> None:
         held = scale.target if scale.op == "get_attr" else scale  # a tied weight has several nodes
         if held not in scales:
             scales[held] = _insert_before(node, swizzle_scale, scale)
-        args = (*codes[x], data, scales[held], bias, _modes(x)[0], element, dtype_of(node))
+        args = (*codes[x], data, scales[held], bias, _quantization(x).element, element, dtype_of(node))
         product = _insert_before(node, scaled_mm_mx, *args)
         product.meta.update(node.meta)
         node.replace_all_uses_with(product)
@@ -65,7 +59,6 @@ def _rewrite(model: GraphModule, force: bool) -> None:
         if isinstance(held, str) and swizzled in constants:
             fold_constant(model, swizzled, f"{held}_swizzled")
             erase_unread(swizzled)
-    model.recompile()
 
 
 def _fits(node: Node, form: Form, force: bool) -> bool:
@@ -79,41 +72,26 @@ def _fits(node: Node, form: Form, force: bool) -> bool:
 
 def _form(x: Node, element: str, block_size: int) -> Form | None:
     """How tensor cores multiply what a node quantizes by a weight of that element; None where they do not."""
-    modes = _modes(x) if value_of(x) is not None else None
-    if modes is None or not block_size == modes[1] == BLOCK or ROUNDINGS[modes[4]].random:
+    of = _quantization(x) if value_of(x) is not None else None
+    if of is None or not block_size == of.block_size == BLOCK or ROUNDINGS[of.rounding].random:
         return None  # a stochastic rounding that others read too must not draw twice
-    return FORMS.get((modes[0], element)) if modes[2] in (-1, value_of(x).dim() - 1) else None
+    return FORMS.get((of.element, element)) if of.axis in (-1, value_of(x).dim() - 1) else None
 
 
-def _modes(x: Node) -> tuple | None:
-    """(element, block size, axis, scale mode, rounding) by which a node is quantized; None where it is not."""
-    quantize = x if x.target is ops.fake_quantize_mx else _quantize_of(x)
-    if quantize is None:
-        return None
-    make_positional(quantize, 6)
-    return quantize.args[1:6]
-
-
-def _quantize_of(dequantize: Node) -> Node | None:
-    """The `quantize_mx` whose whole result a node dequantizes, along the same axis."""
-    if dequantize.target is not ops.dequantize_mx:
-        return None
-    make_positional(dequantize, 6)
-    data, scale, *modes, _, axis = dequantize.args[:6]
-    if data.target is not operator.getitem or data.args[0].target is not ops.quantize_mx:
-        return None
-    quantize, rank = data.args[0], value_of(dequantize).dim()
-    make_positional(quantize, 6)
-    same = (*modes, axis % rank) == (*quantize.args[1:3], quantize.args[3] % rank)
-    return quantize if same and (scale.args, data.args) == ((quantize, 0), (quantize, 1)) else None
+def _quantization(x: Node) -> Quantize | FakeQuantize | None:
+    """How a node is quantized; None where it is not."""
+    if x.target is ops.fake_quantize_mx:
+        return FakeQuantize.of(x)
+    quantize = quantize_of(x)
+    return None if quantize is None else Quantize.of(quantize)
 
 
 def _codes(x: Node) -> tuple[Node, Node]:
     """Codes and swizzled scales of what a node quantizes, computed where it is."""
     if x.target is ops.dequantize_mx:
-        data, scale = x.args[:2]
+        data, scale, *_ = Dequantize.of(x)
     else:
-        quantize = _insert_before(x, ops.quantize_mx, *x.args[:7])
+        quantize = _insert_before(x, ops.quantize_mx, *FakeQuantize.of(x)[:7])
         scale, data = (_insert_before(x, operator.getitem, quantize, i) for i in range(2))
     return data, _insert_before(x, swizzle_scale, scale)
 

@@ -8,6 +8,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx import ops
+from pt2mx.fx.graph.calls import LinearMX
+from pt2mx.fx.graph.graph_pass import GraphPass
 from pt2mx.ops import linear
 
 aten = torch.ops.aten
@@ -19,20 +21,18 @@ _VIEWS = (
 )  # fmt: skip
 
 
-def sink_bias(model: GraphModule) -> GraphModule:
-    """Take the bias out of every `linear_mx` that `fake_quantize_mx` alone reads, through views if need be. Changes
-    `model` and returns it."""
+@GraphPass
+def sink_bias(model: GraphModule) -> None:
+    """Take the bias out of every `linear_mx` that `fake_quantize_mx` alone reads, through views if need be."""
     for product in model.graph.find_nodes(op="call_function", target=linear.linear_mx):
-        bias = product.args[3]
+        bias = LinearMX.of(product).bias
         if bias is None or not _is_quantized_next(product):
             continue
         with model.graph.inserting_after(product):
             added = model.graph.call_function(aten.add.Tensor, (product, bias))
         added.meta.update(product.meta)
         product.replace_all_uses_with(added, delete_user_cb=lambda user, own=added: user is not own)
-        product.update_arg(3, None)
-    model.recompile()
-    return model
+        product.args = tuple(LinearMX.of(product)._replace(bias=None))
 
 
 def _is_quantized_next(node: Node) -> bool:

@@ -7,40 +7,41 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from pt2mx import ops
+from pt2mx.fx.graph.calls import Dequantize
 from pt2mx.fx.graph.constants import constant_nodes
+from pt2mx.fx.graph.graph_pass import GraphPass
+from pt2mx.fx.graph.node import set_value
 from pt2mx.fx.graph.qdq import SPEC_KEY
 from pt2mx.fx.graph.unused import erase_unread
-from pt2mx.fx.graph.values import set_value
 from pt2mx.fx.graph.views import allow_any_strides, may_be_ordered_as
 from pt2mx.fx.passes.fold_weights import register
 from pt2mx.fx.passes.packed_products import weights_of_products
 
 
-def make_weights_k_major(model: GraphModule) -> GraphModule:
+@GraphPass
+def make_weights_k_major(model: GraphModule) -> None:
     """Transpose the codes and scales of the weights of products that reduce the blocks' dimension, but do not have it
     last (`x @ w`, Hugging Face's Conv1D), or not in memory (the transpose of a parameter).
 
     They become buffers `<weight>_data_t` and `<weight>_scale_t`, behind whose `dequantize_mx` a transposition gives
     every reader what it had, to the bit. Weights whose other readers go by the order of dimensions in memory stay as
-    they are, and so do those of graphs inside, which are operands. Changes `model` and returns it.
+    they are, and so do those of graphs inside, which are operands.
     """
     constants, found = constant_nodes(model.graph), {}
     for _, product, weight in weights_of_products(model):
         last = len(weight.dims) - 1
         swap = {weight.axis: last, last: weight.axis}
         transposed = tuple(swap.get(d, d) for d in weight.dims)
-        held = all(n.op == "get_attr" and n in constants for n in weight.dequantize.args[:2])
+        held = all(n.op == "get_attr" and n in constants for n in Dequantize.of(weight.dequantize)[:2])
         if transposed == product.dims and held and _is_new_order(model, weight.dequantize, weight.axis):
             found[weight.dequantize] = (weight.axis, last)
     for dequantize, dims in found.items():
         _transpose(model, dequantize, *dims)
-    model.recompile()
-    return model
 
 
 def _is_new_order(model: GraphModule, dequantize: Node, axis: int) -> bool:
     """Whether codes do not lie in memory with their blocks last, and readers take it if they do."""
-    codes = operator.attrgetter(dequantize.args[0].target)(model)
+    codes = operator.attrgetter(Dequantize.of(dequantize).codes.target)(model)
     if codes.transpose(axis, -1).is_contiguous():
         return axis != codes.dim() - 1
     value = dequantize.meta.get("val")
@@ -48,11 +49,12 @@ def _is_new_order(model: GraphModule, dequantize: Node, axis: int) -> bool:
 
 
 def _transpose(model: GraphModule, dequantize: Node, axis: int, last: int) -> None:
-    *buffers, element, block_size, dtype, _ = dequantize.args[:6]
+    of = Dequantize.of(dequantize)
+    buffers = of.codes, of.scale
     with model.graph.inserting_before(dequantize):
         transposed = [model.graph.get_attr(_transposed_buffer(model, n, axis)) for n in buffers]
-        args = (*transposed, element, block_size, dtype, last, *dequantize.args[6:])
-        blocks_last = model.graph.call_function(ops.dequantize_mx, args)
+        args = of._replace(codes=transposed[0], scale=transposed[1], axis=last)
+        blocks_last = model.graph.call_function(ops.dequantize_mx, tuple(args))
         back = model.graph.call_function(torch.ops.aten.transpose.int, (blocks_last, axis, last))
     for new, old in zip(transposed, buffers, strict=True):
         new.meta.update(old.meta)

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.aliasing import written_nodes
-from pt2mx.fx.graph.values import value_of
+from pt2mx.fx.graph.node import value_of
 
 aten = torch.ops.aten
 _BATCH_NORMS = (aten.batch_norm.default, aten._native_batch_norm_legit_no_training.default)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from pt2mx.fx.graph.arguments import make_positional
 from pt2mx.fx.graph.constants import CONSTANT_KEY, constant_nodes, root_name
+from pt2mx.fx.graph.node import make_positional
 from pt2mx.fx.graph.unused import delete_unused_modules, delete_unused_tensors
 from pt2mx.fx.passes.fold_weights import dequantizes, fold_constant
 from pt2mx.fx.training.batch_norm import LAYERS, normalizes_outputs

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node, Proxy
 from torch.fx.proxy import GraphAppendingTracer
 
-from pt2mx.fx.graph.arguments import make_positional
+from pt2mx.fx.graph.node import make_positional
 from pt2mx.fx.graph.unused import delete_unused_modules
 
 aten = torch.ops.aten

@@ -7,7 +7,6 @@ of each partial sum (OCP MX v1.0, section 6.1).
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,6 +14,8 @@ import torch
 from torch.fx import Graph, Node
 
 from pt2mx import ops
+from pt2mx.fx.graph.calls import Dequantize, Quantize
+from pt2mx.fx.graph.qdq import quantize_of
 from pt2mx.fx.training.train_eval import called
 from pt2mx.pt2e.quantizer import reduction_axes
 
@@ -247,10 +248,9 @@ def role_of(operand: Operand, argument: Node, constants: set[Node]) -> str:
         return operand.role
     if argument.op == "call_module":  # an observer's call
         argument = argument.args[0]
-    elif argument.target is ops.dequantize_mx:  # what became of it: packed buffers, or the items of a pair
-        argument = argument.args[0]
-        if argument.target is operator.getitem:
-            argument = argument.args[0].args[0]
+    elif argument.target is ops.dequantize_mx:  # what became of it: packed buffers, or a pair
+        quantize = quantize_of(argument)
+        argument = Dequantize.of(argument).codes if quantize is None else Quantize.of(quantize).x
     return "weight" if argument in constants else "activation"
 
 

@@ -7,6 +7,7 @@ from torch import nn
 import pt2mx
 from pt2mx import MXError, MXQuantizer, lower_to_inductor, ops
 from pt2mx.fx import lower
+from pt2mx.fx.graph.graph_pass import GraphPass
 from pt2mx.fx.graph.subgraphs import graph_modules
 from pt2mx.ops import linear
 from tests.pt2e.test_prepare import assert_unchanged, snapshot
@@ -90,7 +91,7 @@ def test_a_failed_pass_leaves_it_unchanged(converted, monkeypatch):
         raise MXError("no")
 
     before = snapshot(converted)
-    monkeypatch.setattr(lower, "PASSES", (*lower.PASSES, fail))
+    monkeypatch.setattr(lower, "STEPS", (*lower.STEPS, lower.Step(GraphPass(fail))))
     with pytest.raises(MXError, match="no"):
         lower_to_inductor(converted)
     assert_unchanged(converted, before)

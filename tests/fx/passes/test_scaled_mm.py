@@ -5,9 +5,17 @@ from torch import nn
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config
 from pt2mx.fx.graph.subgraphs import graph_modules
+from pt2mx.fx.graph.unused import delete_unused_tensors
 from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.fx.passes.scaled_mm import use_scaled_mm
 from pt2mx.ops.scaled_mm import FORMS
+
+
+def scaled(model, **options):
+    for graph in graph_modules(model):
+        use_scaled_mm(graph, **options)
+    delete_unused_tensors(model)
+    return model
 
 
 class Net(nn.Module):
@@ -46,7 +54,7 @@ def test_products_on_tensor_cores_agree(form):
     activation, weight = form
     converted, before, x = lowered(weight, activation)
     want = before(x)
-    after = use_scaled_mm(before, force=True)
+    after = scaled(before, force=True)
     assert count(after, *OPERATORS) == [3, 2, 1, 1]
     assert {n for n, _ in after.named_buffers()} >= {"q.weight_scale_swizzled", "q.weight_data", "odd.weight_scale"}
     assert "q.weight_scale" not in dict(after.named_buffers())
@@ -59,7 +67,7 @@ def test_products_on_tensor_cores_agree(form):
 def test_one_product_agrees_up_to_the_order_of_sums(modes):
     model = nn.Linear(160, 48).float()
     converted, before, x = lowered("mxfp8", f"mxfp8_e5m2{modes}", torch.float32, model, (4, 160))
-    after = use_scaled_mm(lower_to_inductor(converted), force=True)
+    after = scaled(lower_to_inductor(converted), force=True)
     assert count(after, *OPERATORS) == [1, 0, 1, 1]
     torch.testing.assert_close(after(x), before(x))
     torch.testing.assert_close(after(x), converted(x))
@@ -67,7 +75,7 @@ def test_one_product_agrees_up_to_the_order_of_sums(modes):
 
 def test_graph_exports_and_compiles(compiler, tmp_path, run_python):
     converted, before, x = lowered("mxfp8", "mxfp8", torch.float32, nn.Linear(64, 32), (4, 64))
-    want, after = before(x), use_scaled_mm(before, force=True)
+    want, after = before(x), scaled(before, force=True)
     program = torch.export.export(after, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     torch.testing.assert_close(program.module()(x), want)
     torch.export.save(program, tmp_path / "model.pt2")
@@ -96,7 +104,7 @@ def test_tied_weights_and_graphs_inside():
             return self.a(x), self.b(x), torch.cond(x.sum() > 0, self.inner, lambda x: self.inner(x) + 1, (x,))
 
     converted, before, x = lowered("mxfp8", "mxfp8", torch.float32, Twice(), (4, 64))
-    after = use_scaled_mm(before, force=True)
+    after = scaled(before, force=True)
     assert [count(graph, *OPERATORS[:2]) for graph in graph_modules(after)] == [[1, 0], [1, 0], [2, 0]]
     assert sum(name.endswith("_swizzled") for name, _ in after.named_buffers()) == 1
     for sign in (x, -x):
@@ -122,7 +130,7 @@ def test_codes_of_a_pair_are_used():
     x = torch.randn(4, 64)
     model = torch.export.export(Pair(), (x,)).module()
     want = model(x)
-    after = use_scaled_mm(model, force=True)
+    after = scaled(model, force=True)
     assert count(after, *OPERATORS, "dequantize_mx.default") == [1, 0, 1, 1, 0]
     torch.testing.assert_close(after(x), want)
 
@@ -142,14 +150,14 @@ def test_codes_of_a_pair_are_used():
 )
 def test_what_tensor_cores_do_not_take_is_left_alone(weight, activation, dtype):
     _, before, _ = lowered(weight, activation, dtype)
-    after = use_scaled_mm(before, force=True)
+    after = scaled(before, force=True)
     assert count(after, *OPERATORS[:2]) == [0, 5]
 
 
 def test_without_such_cores_nothing_changes():
     _, before, _ = lowered("mxfp8", "mxfp8")
     code = before.code
-    assert use_scaled_mm(before).code == code
+    assert scaled(before).code == code
 
 
 @pytest.mark.parametrize(
@@ -165,4 +173,4 @@ def test_gpu_decides(capability, form, products, monkeypatch):
         on_gpu = torch.empty(4, 32, dtype=torch.bfloat16, device="cuda")
     (node,) = before.graph.find_nodes(op="call_function", target=torch.ops.pt2mx.linear_mx.default)
     node.meta["val"] = on_gpu
-    assert count(use_scaled_mm(before), "scaled_mm_mx.default") == [products]
+    assert count(scaled(before), "scaled_mm_mx.default") == [products]

@@ -6,7 +6,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXQuantizer
-from pt2mx.fx.graph.arguments import is_ours, make_positional, write_out_arguments
+from pt2mx.fx.graph.node import is_ours, make_positional, write_out_arguments
 from pt2mx.fx.graph.subgraphs import graph_modules
 
 
