@@ -1,4 +1,5 @@
-"""Which results of a graph may lie in memory with other strides: as a part of a larger tensor does, or transposed."""
+"""View operators, and which results of a graph may lie in memory with other strides: as a part of a larger tensor
+does, or transposed."""
 
 import operator
 
@@ -9,6 +10,14 @@ from torch.utils import _pytree as pytree
 from pt2mx.fx.graph.node import result_of, set_value
 
 aten = torch.ops.aten
+
+#: operators that put a tensor's dimensions in another order at most
+REORDERING = (
+    aten.t.default, aten.transpose.int, aten.permute.default, aten.numpy_T.default, aten.mT.default,
+    aten.alias.default, aten.detach.default, aten.contiguous.default, aten.clone.default,
+)  # fmt: skip
+#: operators that may split dimensions
+SPLITTING = (aten.view.default, aten.reshape.default, aten.unflatten.int)
 
 #: views that only some strides allow, and what takes any
 _VIEW_OF_ANY_STRIDES = {

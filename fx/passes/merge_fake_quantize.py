@@ -14,7 +14,7 @@ from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.calls import FakeQuantize
 from pt2mx.fx.graph.graph_pass import GraphPass
 from pt2mx.fx.graph.node import set_value, shape_of
-from pt2mx.fx.graph.views import allow_any_strides, is_view
+from pt2mx.fx.graph.views import SPLITTING, allow_any_strides, is_view
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops import linear
 
@@ -25,7 +25,6 @@ _READERS = (
     aten.matmul.default, aten.mm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default,
     aten.addmm.default, linear.linear_mx, aten.scaled_dot_product_attention.default,
 )  # fmt: skip
-_SPLITS = (aten.view.default, aten.reshape.default, aten.unflatten.int)
 
 
 class Part(NamedTuple):
@@ -97,7 +96,7 @@ def _keeps_last(node: Node) -> bool:
         return len(shape) - 1 not in [dim % len(shape) for dim in node.args[1:3]]
     if node.target is aten.permute.default:
         return node.args[1][-1] % len(shape) == len(shape) - 1
-    return node.target in _SPLITS and shape[:-2] == (shape_of(node.args[0]) or ())[:-1]
+    return node.target in SPLITTING and shape[:-2] == (shape_of(node.args[0]) or ())[:-1]
 
 
 def _products_read(node: Node) -> bool:

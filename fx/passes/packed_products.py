@@ -13,6 +13,7 @@ from pt2mx.fx.graph.calls import Dequantize
 from pt2mx.fx.graph.graph_pass import GraphPass
 from pt2mx.fx.graph.node import dtype_of, make_positional, shape_of
 from pt2mx.fx.graph.unused import erase_unread
+from pt2mx.fx.graph.views import REORDERING
 from pt2mx.ops import linear
 
 aten = torch.ops.aten
@@ -44,12 +45,6 @@ PRODUCTS = {
     aten.addmm.default: Product(1, 2, 0, (1, 0)),
     aten._grouped_mm.default: Product(0, 1, 2, (0, 2, 1), linear.grouped_linear_mx),
 }
-
-#: operators that put a tensor's dimensions in another order at most
-_REORDERING = (
-    aten.t.default, aten.transpose.int, aten.permute.default, aten.numpy_T.default, aten.mT.default,
-    aten.alias.default, aten.detach.default, aten.contiguous.default, aten.clone.default,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -113,7 +108,7 @@ def _is_plain(node: Node, product: Product) -> bool:
 
 def _weight(node: Node) -> Weight | None:
     chain = []
-    while node.target in _REORDERING:
+    while node.target in REORDERING:
         chain.append(node)
         node = node.args[0]
     if node.target is not ops.dequantize_mx or shape_of(node) is None:

@@ -10,15 +10,10 @@ from torch.fx import GraphModule, Node
 from pt2mx import ops
 from pt2mx.fx.graph.calls import LinearMX
 from pt2mx.fx.graph.graph_pass import GraphPass
+from pt2mx.fx.graph.views import is_view
 from pt2mx.ops import linear
 
 aten = torch.ops.aten
-
-_VIEWS = (
-    aten.view.default, aten.reshape.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default,
-    aten.squeeze.dim, aten.unflatten.int, aten.flatten.using_ints, aten.select.int, aten.slice.Tensor,
-    aten.contiguous.default,
-)  # fmt: skip
 
 
 @GraphPass
@@ -37,6 +32,6 @@ def sink_bias(model: GraphModule) -> None:
 
 def _is_quantized_next(node: Node) -> bool:
     def leads_there(user: Node) -> bool:
-        return user.target is ops.fake_quantize_mx or (user.target in _VIEWS and _is_quantized_next(user))
+        return user.target is ops.fake_quantize_mx or (is_view(user) and _is_quantized_next(user))
 
     return bool(node.users) and all(map(leads_there, node.users))

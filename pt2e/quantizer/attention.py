@@ -13,6 +13,7 @@ import dataclasses
 import torch
 from torch.fx import Node
 
+from pt2mx.fx.graph.views import is_view
 from pt2mx.pt2e.quantizer.operators import Operand, argument_of, operator_name
 from pt2mx.pt2e.quantizer.reduction_axes import einsum_free_axis
 
@@ -73,11 +74,6 @@ def _are_probabilities(node: Node) -> bool:
         name = getattr(getattr(current.target, "_overloadpacket", current.target), "__name__", "")
         if name in _SOFTMAX:
             return True
-        if name in _PASSING or name == "getitem" or _is_view(current):
+        if name in _PASSING or is_view(current):
             pending.extend(current.all_input_nodes)
     return False
-
-
-def _is_view(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(returned.alias_info is not None for returned in schema.returns)
