@@ -12,8 +12,7 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.graph_pass import GraphPass, run_passes
 from pt2mx.fx.graph.node import is_ours, write_out_arguments
 from pt2mx.fx.graph.subgraphs import graph_modules
-from pt2mx.fx.graph.tensors import copy_sharing_tensors, map_tensors
-from pt2mx.fx.graph.unused import delete_unused_tensors
+from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors, map_tensors
 from pt2mx.fx.passes.cse_quantize import cse_quantize
 from pt2mx.fx.passes.device import move_to_device
 from pt2mx.fx.passes.fold_weights import fold_all_weights

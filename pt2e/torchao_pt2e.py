@@ -6,13 +6,10 @@ callers. Its import announces CUDA extensions that a CPU machine lacks; that is 
 
 from dataclasses import replace
 
-import torch
 from torch._C._functorch import is_batchedtensor
-from torch._functorch import predispatch
 from torch._ops import OpOverloadPacket
 from torch._subclasses.fake_tensor import is_fake
 from torch.fx import GraphModule
-from torch.fx.node import has_side_effect
 from torch.fx.passes.infra.pass_manager import PassManager
 
 from pt2mx.extras import without_log_warnings
@@ -59,14 +56,6 @@ __all__ = [
     "is_fake",
     "is_prepared",
 ]
-
-# Export leaves these in a graph that makes an attention mask by vmap. Nothing reads what they return, and torchao's
-# convert removes what nothing reads, unless torch.fx knows that it does something.
-for _function in ("lazy_load_decompositions", "_vmap_increment_nesting", "_vmap_decrement_nesting"):
-    has_side_effect(getattr(predispatch, _function))
-# Nor may anything read what a region returns that writes: a cache that is updated under torch.no_grad().
-for _region in ("wrap_with_set_grad_enabled", "wrap_with_autocast", "tag_activation_checkpoint", "hints_wrapper"):
-    has_side_effect(getattr(torch.ops.higher_order, _region))
 
 #: meta key by which torchao recognizes a prepared model
 _PREPARED_KEY = "_observed_graph_module_attrs"

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from pt2mx.fx.graph.node import result_of, value_of
-from pt2mx.fx.training.train_eval import called
+from pt2mx.fx.graph.node import called, result_of, value_of
 
 aten = torch.ops.aten
 

@@ -8,8 +8,7 @@ import torch
 from torch.fx import Node
 
 from pt2mx import ops
-from pt2mx.fx.graph.calls import Dequantize, Quantize
-from pt2mx.fx.graph.node import set_value, shape_of
+from pt2mx.fx.graph.node import Dequantize, Quantize, set_value, shape_of
 from pt2mx.kernels.packing import is_packed
 from pt2mx.ops.checks import operator_modes
 from pt2mx.spec import MXSpec

@@ -9,7 +9,7 @@ from pt2mx import ops
 from pt2mx.fx.graph.constants import constant_nodes, evaluate, first_equal, root_name
 from pt2mx.fx.graph.lift_weights import lift_weights, merge_equal_operands
 from pt2mx.fx.graph.subgraphs import mark_constants
-from pt2mx.fx.graph.unused import delete_unused_tensors
+from pt2mx.fx.graph.tensors import delete_unused_tensors
 
 
 def fold_weights(model: GraphModule) -> GraphModule:

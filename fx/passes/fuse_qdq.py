@@ -5,11 +5,10 @@ from __future__ import annotations
 from torch.fx import GraphModule, Node
 
 from pt2mx import ops
-from pt2mx.fx.graph.calls import Dequantize, Quantize
 from pt2mx.fx.graph.graph_pass import GraphPass
-from pt2mx.fx.graph.node import dtype_of, shape_of
+from pt2mx.fx.graph.node import Dequantize, Quantize, dtype_of, shape_of
 from pt2mx.fx.graph.qdq import quantize_of
-from pt2mx.fx.graph.unused import erase_unread
+from pt2mx.fx.graph.tensors import erase_unread
 
 
 @GraphPass

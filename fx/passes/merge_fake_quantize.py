@@ -11,9 +11,8 @@ from torch.fx import GraphModule, Node
 
 from pt2mx import ops
 from pt2mx.fx.graph.aliasing import written_nodes
-from pt2mx.fx.graph.calls import FakeQuantize
 from pt2mx.fx.graph.graph_pass import GraphPass
-from pt2mx.fx.graph.node import set_value, shape_of
+from pt2mx.fx.graph.node import FakeQuantize, set_value, shape_of
 from pt2mx.fx.graph.views import SPLITTING, allow_any_strides, is_view
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops import linear

@@ -12,11 +12,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.aliasing import written_nodes
-from pt2mx.fx.graph.calls import LinearMX
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.graph_pass import GraphPass
-from pt2mx.fx.graph.node import set_value
-from pt2mx.fx.graph.unused import erase_unread
+from pt2mx.fx.graph.node import LinearMX, set_value
+from pt2mx.fx.graph.tensors import erase_unread
 from pt2mx.fx.graph.views import allow_any_strides, may_be_strided
 from pt2mx.fx.passes.fold_weights import register
 from pt2mx.ops import linear

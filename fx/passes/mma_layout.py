@@ -7,11 +7,10 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from pt2mx.formats import ELEMENTS
-from pt2mx.fx.graph.calls import LinearMX
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.graph_pass import GraphPass
-from pt2mx.fx.graph.node import dtype_of, shape_of
-from pt2mx.fx.graph.unused import erase_unread
+from pt2mx.fx.graph.node import LinearMX, dtype_of, shape_of
+from pt2mx.fx.graph.tensors import erase_unread
 from pt2mx.fx.passes.fold_weights import register
 from pt2mx.kernels.gpu.mma_layout import to_fragments
 from pt2mx.kernels.select import runs_triton

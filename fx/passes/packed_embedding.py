@@ -9,11 +9,10 @@ from torch.fx import GraphModule, Node
 
 from pt2mx import ops
 from pt2mx.fx.graph.aliasing import written_nodes
-from pt2mx.fx.graph.calls import Dequantize
 from pt2mx.fx.graph.graph_pass import GraphPass
-from pt2mx.fx.graph.node import dtype_of, make_positional, set_value, shape_of
+from pt2mx.fx.graph.node import Dequantize, dtype_of, make_positional, set_value, shape_of
 from pt2mx.fx.graph.qdq import PROVENANCE_KEYS, SPEC_KEY
-from pt2mx.fx.graph.unused import erase_unread
+from pt2mx.fx.graph.tensors import erase_unread
 
 aten = torch.ops.aten
 

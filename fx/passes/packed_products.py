@@ -9,10 +9,9 @@ from torch.fx import GraphModule, Node
 
 from pt2mx import ops
 from pt2mx.fx.graph.aliasing import written_nodes
-from pt2mx.fx.graph.calls import Dequantize
 from pt2mx.fx.graph.graph_pass import GraphPass
-from pt2mx.fx.graph.node import dtype_of, make_positional, shape_of
-from pt2mx.fx.graph.unused import erase_unread
+from pt2mx.fx.graph.node import Dequantize, dtype_of, make_positional, shape_of
+from pt2mx.fx.graph.tensors import erase_unread
 from pt2mx.fx.graph.views import REORDERING
 from pt2mx.ops import linear
 

@@ -13,12 +13,11 @@ from torch.fx import GraphModule, Node
 
 from pt2mx import ops
 from pt2mx.fx.graph.aliasing import written_nodes
-from pt2mx.fx.graph.calls import Dequantize, FakeQuantize, LinearMX, Quantize
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.graph_pass import GraphPass
-from pt2mx.fx.graph.node import dtype_of, set_value, shape_of, value_of
+from pt2mx.fx.graph.node import Dequantize, FakeQuantize, LinearMX, Quantize, dtype_of, set_value, shape_of, value_of
 from pt2mx.fx.graph.qdq import quantize_of
-from pt2mx.fx.graph.unused import erase_unread
+from pt2mx.fx.graph.tensors import erase_unread
 from pt2mx.fx.passes.fold_weights import fold_constant
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops import linear

@@ -8,8 +8,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx import ops
-from pt2mx.fx.graph.calls import LinearMX
 from pt2mx.fx.graph.graph_pass import GraphPass
+from pt2mx.fx.graph.node import LinearMX
 from pt2mx.fx.graph.views import is_view
 from pt2mx.ops import linear
 

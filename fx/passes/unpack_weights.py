@@ -4,10 +4,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx import ops
-from pt2mx.fx.graph.calls import Dequantize, LinearMX
 from pt2mx.fx.graph.constants import computed_from, constant_nodes, evaluate, root_name
 from pt2mx.fx.graph.graph_pass import GraphPass
-from pt2mx.fx.graph.node import dtype_of, set_value, shape_of
+from pt2mx.fx.graph.node import Dequantize, LinearMX, dtype_of, set_value, shape_of
 from pt2mx.fx.passes.fold_weights import fold_constant
 from pt2mx.ops import linear
 

@@ -7,12 +7,11 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from pt2mx import ops
-from pt2mx.fx.graph.calls import Dequantize
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.graph_pass import GraphPass
-from pt2mx.fx.graph.node import set_value
+from pt2mx.fx.graph.node import Dequantize, set_value
 from pt2mx.fx.graph.qdq import SPEC_KEY
-from pt2mx.fx.graph.unused import erase_unread
+from pt2mx.fx.graph.tensors import erase_unread
 from pt2mx.fx.graph.views import allow_any_strides, may_be_ordered_as
 from pt2mx.fx.passes.fold_weights import register
 from pt2mx.fx.passes.packed_products import weights_of_products

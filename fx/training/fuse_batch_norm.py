@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.constants import CONSTANT_KEY, constant_nodes, root_name
 from pt2mx.fx.graph.node import make_positional
-from pt2mx.fx.graph.unused import delete_unused_modules, delete_unused_tensors
+from pt2mx.fx.graph.tensors import delete_unused_modules, delete_unused_tensors
 from pt2mx.fx.passes.fold_weights import dequantizes, fold_constant
 from pt2mx.fx.training.batch_norm import LAYERS, normalizes_outputs
 from pt2mx.fx.training.train_eval import TrainEvalModule, insert_module, replace_by_module, train_eval_modules

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node, Proxy
 from torch.fx.proxy import GraphAppendingTracer
 
-from pt2mx.fx.graph.node import make_positional
-from pt2mx.fx.graph.unused import delete_unused_modules
+from pt2mx.fx.graph.node import OPERATOR_KEY, make_positional
+from pt2mx.fx.graph.tensors import delete_unused_modules
 
 aten = torch.ops.aten
 
@@ -37,10 +37,6 @@ _MODES: dict[torch._ops.OpOverload, tuple[int, object]] = {
     # of a batch norm's num_batches_tracked, which counts in training only
     aten.add_.Tensor: (1, 0),
 }
-
-
-#: meta key of the call of a `TrainEvalModule` module: the operator of which it is a form
-OPERATOR_KEY = "mx_operator"
 
 
 class TrainEvalModule(nn.Module, ABC):
@@ -143,11 +139,6 @@ def train_eval_modules(model: GraphModule) -> Iterator[tuple[Node, TrainEvalModu
         module = model.get_submodule(node.target)
         if isinstance(module, TrainEvalModule):
             yield node, module
-
-
-def called(node: Node) -> object:
-    """The operator that a node calls, also in the form of a `TrainEvalModule` module; None for other nodes."""
-    return node.target if node.op == "call_function" else node.meta.get(OPERATOR_KEY)
 
 
 def _proxies(args: object, graph: Graph) -> object:

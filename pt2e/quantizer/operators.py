@@ -14,9 +14,8 @@ import torch
 from torch.fx import Graph, Node
 
 from pt2mx import ops
-from pt2mx.fx.graph.calls import Dequantize, Quantize
+from pt2mx.fx.graph.node import Dequantize, Quantize, called
 from pt2mx.fx.graph.qdq import quantize_of
-from pt2mx.fx.training.train_eval import called
 from pt2mx.pt2e.quantizer import reduction_axes
 
 #: meta key of an operator's node: the config that a setting gave it

@@ -13,10 +13,10 @@ from pt2mx import ops
 from pt2mx.analysis.sums import QuantizationStatistics
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.module_stack import module_name
+from pt2mx.fx.graph.node import called
 from pt2mx.fx.graph.qdq import spec_of_dequantize
 from pt2mx.fx.graph.subgraphs import captured_operands, named_graph_modules
 from pt2mx.fx.training.fuse_batch_norm import ScaledWeight
-from pt2mx.fx.training.train_eval import called
 from pt2mx.kernels.packing import packed_length
 from pt2mx.pt2e.format_observer import CANDIDATES_KEY
 from pt2mx.pt2e.observer import STATISTICS_KEY, MXObserver

@@ -5,7 +5,7 @@ from torch import nn
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config
 from pt2mx.fx.graph.subgraphs import graph_modules
-from pt2mx.fx.graph.unused import delete_unused_tensors
+from pt2mx.fx.graph.tensors import delete_unused_tensors
 from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.fx.passes.scaled_mm import use_scaled_mm
 from pt2mx.ops.scaled_mm import FORMS
