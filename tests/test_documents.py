@@ -1,12 +1,12 @@
-"""README, CONTRIBUTING and the notebooks say what is so: their code runs, and what they name exists."""
+"""The documents and notebooks say what is so: their code runs, their tables equal the data, what they name exists."""
 
+import importlib
 import re
 import sys
 from pathlib import Path
 
 import nbformat
 import pytest
-import torch
 import yaml
 from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import AsyncKernelManager
@@ -14,85 +14,245 @@ from nbclient import NotebookClient
 
 import pt2mx
 from pt2mx import compat
+from pt2mx.fx import lower
 from pt2mx.modes import ROUNDINGS, SCALE_MODES
 from pt2mx.pt2e.cli import command
 from pt2mx.pt2e.quantizer import recipe
+from pt2mx.pt2e.quantizer.operators import OPERAND_NAMES, OPERANDS, OPT_IN
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+#: folders of sources; `pt2mx/ops/README.md` and the like are found in them
+FOLDERS = ("pt2mx", "fx", "pt2e", "configs", "tests", "notebooks")
+READMES = [ROOT / "README.md"] + sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("README.md"))
+DOCUMENTS = [*READMES, ROOT / "CONTRIBUTING.md"]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+#: notebooks that take more than half a minute on one core
+SLOW_NOTEBOOKS = ("01_quantize_a_model", "04_lower_and_package")
 
 
-def blocks(language: str) -> list[tuple[int, str]]:
-    """(lines of the README above it, text) of each code block in `language`."""
-    found = re.finditer(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-    return [(README.count("\n", 0, match.start(1)), match[1]) for match in found]
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
 
 
-def test_readme_code_runs(tmp_path, monkeypatch, compiler):
+def read(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def blocks(path: Path, language: str) -> list[tuple[int, str, str]]:
+    """(lines above it, the words after the language, text) of each code block in `language`."""
+    text = path.read_text()
+    found = re.finditer(rf"^```{language}\b(.*)\n((?s:.*?))^```$", text, re.MULTILINE)
+    return [(text.count("\n", 0, match.start(2)), match[1].strip(), match[2]) for match in found]
+
+
+def section(name: str, heading: str) -> str:
+    """The text below a heading, to the next one."""
+    text = re.split(rf"^#+ {re.escape(heading)}$", read(name), flags=re.MULTILINE)
+    assert len(text) == 2, f"{name} has no heading {heading!r}, or two"
+    return re.split(r"^#+ ", text[1], flags=re.MULTILINE)[0]
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of the tables in a text, without their headings."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    rules = [i for i, row in enumerate(cells) if all(re.fullmatch("-+", cell) for cell in row)]
+    return [row for i, row in enumerate(cells) if i not in rules and i + 1 not in rules]
+
+
+def named(cells: list[str]) -> list[str]:
+    """What stands in backticks in the cells."""
+    return [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+
+
+def python_blocks():
+    for path in DOCUMENTS:
+        for line, words, code in blocks(path, "python"):
+            marks = [pytest.mark.slow] if words == "slow" else []
+            yield pytest.param(path, line, code, id=f"{name_of(path)}:{line}", marks=marks)
+
+
+@pytest.mark.parametrize(("path", "line", "code"), list(python_blocks()))
+def test_code_runs_by_itself(path, line, code, tmp_path, monkeypatch, compiler):
     monkeypatch.chdir(tmp_path)
-    namespace = {"__name__": "readme"}
-    for line, code in blocks("python"):
-        exec(compile("\n" * line + code, ROOT / "README.md", "exec"), namespace)
-    x = torch.randn(3, 64)  # another batch size than the README's
-    assert torch.equal(namespace["reloaded"](x), namespace["converted"](x))
-    assert namespace["report"].to_table().splitlines()[-1] in README
+    namespace = {"__name__": "document"}
+    exec(compile("\n" * line + code, path, "exec"), namespace)
+    if path == ROOT / "README.md":
+        assert namespace["report"].to_table() in path.read_text()
 
 
-def test_readme_names_every_part_of_the_flow():
-    code = "".join(text for _, text in blocks("python"))
+def test_readme_is_one_program_and_short():
+    (_, _, code), *others = blocks(ROOT / "README.md", "python")
+    names = ("MXQuantizer", "prepare_pt2e", "convert_pt2e", "quantization_report", "lower_to_inductor")
+    assert not others and all(f"pt2mx.{name}(" in code for name in names)
+    assert all(f"torch.{name}(" in code for name in ("export.export", "export.save", "export.load", "compile"))
+    assert read("README.md").count("\n") <= 200
+
+
+def test_documents_name_every_part_of_the_flow():
+    code = "".join(text for path in READMES for _, _, text in blocks(path, "python"))
     names = {name for name in pt2mx.__all__ if name.endswith(("_pt2e", "_mx", "_report"))}
     assert len(names) == 7 and all(f"pt2mx.{name}(" in code for name in names)
     setters = [name for name in dir(pt2mx.MXQuantizer) if name.startswith("set_")]
     assert len(setters) == 10 and all(f".{name}(" in code for name in setters)
 
 
-def test_readme_recipes(tmp_path):
-    section = README.partition("## Recipes")[2].partition("## ")[0]
-    assert sorted(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == recipe.names()
-    (tmp_path / "recipe.yaml").write_text(blocks("yaml")[0][1])
-    settings = recipe.read(tmp_path / "recipe.yaml")
-    assert len(settings) == len(yaml.safe_load(blocks("yaml")[0][1])) - 1  # all but the description
-
-
-def test_readme_command_line(capsys):
+def test_table_of_formats(capsys):
     command.main(["formats"])
-    assert capsys.readouterr().out in README
-    with pytest.raises(SystemExit):
-        command.main(["quantize", "--help"])
-    options = set(re.findall(r"--[\w-]+", capsys.readouterr().out)) - {"--help"}
-    section = README.partition("## Command line")[2].partition("## ")[0]
-    assert set(re.findall(r"^\| `(--[\w-]+)`", section, re.MULTILINE)) == options
+    assert capsys.readouterr().out in section("pt2mx/README.md", "Formats")
 
 
-def test_readme_packages(capsys):
+def test_spellings_of_formats_parse():
+    spellings = [line for line in section("pt2mx/README.md", "Formats").split("\n\n") if line.startswith("- ")]
+    found = [name for name in named(spellings) if name not in ("mx", "_") and not name.startswith(("(", "torch."))]
+    assert len(found) > 20 and all(isinstance(pt2mx.parse(name), pt2mx.MXSpec) for name in found)
+
+
+def test_tables_of_scale_modes_and_roundings():
+    text = section("pt2mx/README.md", "Scale modes and roundings")
+    scale_modes, roundings = text.split("| rounding |")
+    assert [name for row in rows(scale_modes) for name in named(row[:1])] == list(SCALE_MODES)
+    assert [name for row in rows("| rounding |" + roundings) for name in named(row[:1])] == list(ROUNDINGS)
+
+
+def test_table_of_presets():
+    assert compat.table().strip() in section("pt2mx/README.md", "Matching other libraries")
+
+
+_WORDS = {"fp8_e4m3": "FP8 E4M3", "fp6_e2m3": "FP6 E2M3", "fp4_e2m1": "FP4 E2M1", "int8": "INT8"}
+
+
+def test_table_of_recipes():
+    table = {row[0].strip("`"): row[1:] for row in rows(read("configs/README.md"))}
+    assert sorted(table) == recipe.names()
+    for name, (weights, activations) in table.items():
+        settings = yaml.safe_load(read(f"configs/{name}.yaml"))
+        said = settings["global"]
+        words = {role: _WORDS[pt2mx.parse(said[role]).element.name] for role in said}
+        ends = {str(pt2mx.parse(spec)) for end in ("first", "last") for spec in settings.get(end, {1: {}})[1].values()}
+        more = f"; first and last operator {_WORDS[pt2mx.parse(ends.pop()).element.name]}" if ends else ""
+        assert not ends and weights == words["weight"] + more, name
+        assert activations == ("the same" if more else words.get("activation", "high precision")), name
+
+
+def test_example_of_a_recipe(tmp_path):
+    ((_, _, text),) = blocks(ROOT / "configs/README.md", "yaml")
+    (tmp_path / "recipe.yaml").write_text(text)
+    assert len(recipe.read(tmp_path / "recipe.yaml")) == len(yaml.safe_load(text)) - 1  # all but the description
+
+
+def test_table_of_operators():
+    text = section("pt2e/quantizer/README.md", "Quantized operators")
+    table = {name: named(row[1:]) for row in rows(text) for name in named(row[:1]) if "set_" not in name}
+    data = {}
+    for name, row in {**OPERANDS, **OPT_IN}.items():
+        short = name if name.startswith("transformers.") else name.removeprefix("aten.").partition(".")[0]
+        data.setdefault(short, row)
+    data.pop("_scaled_dot_product_flash_attention_for_cpu")  # what scaled_dot_product_attention becomes
+    assert set(table) == set(data)
+    for name, row in data.items():
+        if not callable(row):
+            operands = {operand.name for operand in row if operand.role != "bias"}
+            assert operands <= set(table[name]) <= set(OPERAND_NAMES), name
+
+
+@pytest.mark.parametrize(("heading", "commands"), [("Quantize", ["quantize"]), ("Compile and run", ["compile", "run"])])
+def test_tables_of_options(heading, commands, capsys):
     options = set()
-    for name in ("compile", "run"):
+    for name in commands:
         with pytest.raises(SystemExit):
             command.main([name, "--help"])
         options |= set(re.findall(r"--[\w-]+", capsys.readouterr().out)) - {"--help"}
-    section = README.partition("### Packages of AOTInductor")[2].partition("## ")[0]
-    assert set(re.findall(r"^\| `(--[\w-]+)`", section, re.MULTILINE)) == options
+    table = {row[0].strip("`") for row in rows(section("pt2e/cli/README.md", heading))}
+    assert table == options
 
 
-def test_readme_tables_of_modes_and_presets():
-    assert compat.table() in README
-    section = README.partition("## Formats")[2].partition("## ")[0]
-    named = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", section, re.MULTILINE))))
-    assert named == {*SCALE_MODES, *ROUNDINGS}
+def test_readme_repeats_measured_rows():
+    measured = rows(section("tests/benchmarks/README.md", "Recipes on a sentence encoder"))
+    shown = rows(section("README.md", "What you get"))
+    assert shown and all(row in measured for row in shown)
+    assert {row[0] for row in measured} <= set(recipe.names())
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
-def test_what_a_document_names_exists(document):
-    text = (ROOT / document).read_text()
-    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    named = set(re.findall(r"(?:`|^)make (\w+)", text, re.MULTILINE))
-    assert named and named <= set(targets)
-    paths = re.findall(r"`((?:pt2mx|fx|pt2e|configs|tests|notebooks|\.ci)/[\w./]*)`|\]\((?!http)([^)]+)\)", text)
-    missing = [path for pair in paths for path in pair if path and not (ROOT / path).exists()]
-    assert paths and not missing
-    extras = re.findall(r"\[(\w+)\]'", text)
-    assert all(re.search(rf"^{extra} = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE) for extra in extras)
+def test_every_pass_of_the_lowering_is_in_the_table():
+    text = section("fx/README.md", "Lowering")
+    modules = {step.graph_pass.__module__.split(".")[-1] for step in lower.STEPS}
+    assert modules and all(f"`passes/{module}.py`" in text for module in modules)
+
+
+def name_below(folder: Path, path: Path) -> str:
+    return str(path.relative_to(folder)) if folder in path.parents else ""
+
+
+@pytest.mark.parametrize("path", READMES, ids=name_of)
+def test_a_readme_names_every_file_of_its_folder(path):
+    """Those of folders that have no README of their own too."""
+    folder = path.parent
+    if folder == ROOT or folder.name == "ops":
+        return
+    inner = [readme.parent for readme in READMES if folder in readme.parent.parents]
+    mirror = [folder / name for name in ("pt2mx", "fx", "pt2e")] if folder.name == "tests" else []
+    files = [
+        file
+        for file in folder.rglob("*")
+        if file.suffix in (".py", ".ipynb") and file.name != "__init__.py"
+        if not any(part in file.parents for part in (*inner, *mirror)) and ".ipynb_checkpoints" not in file.parts
+    ]
+    words = set(named([path.read_text()])) | set(re.findall(r"\]\(([\w./]+)\)", path.read_text()))
+    unnamed = [
+        name_of(file)
+        for file in files
+        if not {name_below(folder, file), *(f"{name_below(folder, up)}/" for up in file.parents)} & words
+    ]
+    assert not unnamed, "files that it does not name"
+
+
+def without_blocks(path: Path) -> str:
+    return re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_what_a_document_names_exists(path):
+    text = without_blocks(path)
+    files = [
+        name
+        for name in re.findall(r"`([\w./-]+)`", text)
+        if re.match(r"(pt2mx|fx|pt2e|configs|tests|notebooks|\.ci)/", name)
+        or re.search(r"\w\.(py|cpp|h|npz|yaml)$", name)
+    ]
+    missing = [name for name in files if not ((ROOT / name).exists() or (path.parent / name).exists())]
+    assert not missing
+    links = re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]*))?\)", text)
+    for target, anchor in links:
+        linked = (path.parent / target).resolve() if target else path
+        assert linked.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings], (target, anchor)
+    targets = re.findall(r"^([a-z]+):", read("Makefile"), re.MULTILINE)
+    assert set(re.findall(r"(?:`|^)make (\w+)", path.read_text(), re.MULTILINE)) <= set(targets)
+    extras = re.findall(r"\[(\w+)\]'", path.read_text())
+    assert all(re.search(rf"^{extra} = \[", read("pyproject.toml"), re.MULTILINE) for extra in extras)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_dotted_names_and_modules_exist(path):
+    text = without_blocks(path)
+    for name in set(re.findall(r"`(pt2mx(?:\.\w+)+)", text)):
+        resolve(name)
+    for name in set(re.findall(r"python -m (tests[\w.]*)", path.read_text())):
+        importlib.import_module(name)
+
+
+def resolve(name: str) -> object:
+    """The module, or the attribute of one, that a dotted name means."""
+    parts = name.split(".")
+    found = importlib.import_module(parts[0])
+    for i, part in enumerate(parts[1:], 2):
+        if not hasattr(found, part):
+            importlib.import_module(".".join(parts[:i]))
+        found = getattr(found, part)
+    return found
 
 
 class ThisInterpreter(AsyncKernelManager):
@@ -104,7 +264,12 @@ class ThisInterpreter(AsyncKernelManager):
         return KernelSpec(argv=argv, display_name="this interpreter", language="python")
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def notebooks():
+    for path in NOTEBOOKS:
+        yield pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem in SLOW_NOTEBOOKS else [])
+
+
+@pytest.mark.parametrize("path", list(notebooks()))
 def test_notebook_runs(path, tmp_path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
@@ -117,5 +282,5 @@ def test_notebook_runs(path, tmp_path):
 
 
 def test_notebooks_are_numbered():
-    assert NOTEBOOKS
+    assert len(NOTEBOOKS) == 5
     assert [path.name[:3] for path in NOTEBOOKS] == [f"{i:02}_" for i in range(1, len(NOTEBOOKS) + 1)]

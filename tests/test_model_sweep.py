@@ -9,7 +9,7 @@ from tests.sweep import hugging_face, vision
 from tests.sweep.stages import NEEDED, STAGES, Flow
 from tests.sweep.table import ARCHITECTURES, COMPILED, RECIPES
 
-README = " ".join((Path(__file__).parent.parent / "README.md").read_text().split())
+README = " ".join((Path(__file__).parent / "README.md").read_text().split())
 
 #: the kinds at their fastest; all others are slow in sum
 DEFAULT = (
@@ -50,6 +50,6 @@ def test_the_table_covers_both_libraries_in_every_recipe():
     assert len(kinds) >= 9 and min(kinds.values()) >= 4
     assert set(RECIPES.values()) == {"mxfp8", "mxfp4", "mxfp6", "mxint8"}
     assert set(COMPILED) <= set(ARCHITECTURES)
-    tally = f"{len(ARCHITECTURES)} more architectures, {len(vision.ARCHITECTURES)} of torchvision and"
+    tally = f"{len(ARCHITECTURES)} architectures, {len(vision.ARCHITECTURES)} of torchvision and"
     assert f"{tally} {len(hugging_face.ARCHITECTURES)} of transformers" in README
     assert f"compiles {len(COMPILED)}, with `--compile all`" in README

@@ -28,8 +28,8 @@ class MXQuantizationConfig:
         output: the result, blocks along its last dimension.
         bias: the bias, where the operator has one.
         operands: specs (or None) of single operands by name, in place of those of their roles, such as
-            `{"query": "mxfp8", "value": None}`. The README's table names the operands of each operator; an operator
-            without one of that name is not concerned. Kept as pairs.
+            `{"query": "mxfp8", "value": None}`. The table in README.md beside names the operands of each operator; an
+            operator without one of that name is not concerned. Kept as pairs.
         ste: what becomes of a gradient in quantization-aware training: "identity" (it passes unchanged) or "clipped"
             (zero where the value saturated).
         is_qat: insert `MXFakeQuantize` instead of `MXObserver` under torchao's own `prepare_qat_pt2e`; the one of pt2mx

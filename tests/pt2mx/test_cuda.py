@@ -128,7 +128,7 @@ def check_kernels(x, spec, dtypes=(torch.bfloat16,)):
 @pytest.mark.parametrize("scale_mode", [mode for mode in SCALE_MODES if mode != "mse"])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_pairs_of_every_bf16_pattern(axis, scale_mode):
-    """`gpu_pairs`: every pattern in blocks with others of all sizes, of its own size, and without Inf and NaN."""
+    """`bf16x2`: every pattern in blocks with others of all sizes, of its own size, and without Inf and NaN."""
     from pt2mx.kernels.gpu import quantize as gpu
 
     every = every_pattern(torch.bfloat16).flatten()

@@ -1,4 +1,4 @@
-"""Products with packed weights on the CPU, in C++ (`cpu_linear.cpp`): the weight is decoded in registers.
+"""Products with packed weights on the CPU, in C++ (`src/linear.cpp`): the weight is decoded in registers.
 
 Weights count with their exact values and sums are in fp32, each in one order whatever the number of threads. A few rows
 of x are multiplied by vectors; one row in bfloat16, with a weight of 4 or 6 bits, by products of pairs where the

@@ -1,4 +1,4 @@
-"""The reference kernel's twin for the CPU, in C++ (`cpu.cpp`): one pass over memory, on torch's own threads."""
+"""The reference kernel's twin for the CPU, in C++ (`src/quantize.cpp`): one pass over memory, on torch's threads."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@
 
 #include "packing.h"
 
-// A product of x: (m, k) with a weight (n, k) that is packed along k, as cpu_linear.py fills it: field by field the same.
+// A product of x: (m, k) with a weight (n, k) that is packed along k, as ../linear.py fills it: field by field the same.
 struct LinearCall {
   const float* table;  // of the 256 codes
   int32_t format, bits, codes_per_group, bytes_per_group, dtype, tiles;
@@ -183,7 +183,7 @@ struct Int8 {
 inline Floats fma(Floats a, Floats b, Floats c) { return a * b + c; }
 #endif
 
-// run(body<Decoder>): by the number that cpu_linear.py gives a format whose blocks are whole groups; 0 are all others
+// run(body<Decoder>): by the number that ../linear.py gives a format whose blocks are whole groups; 0 are all others
 template <class Body>
 void with_decoder(int32_t format, Body body) {
   switch (format) {

@@ -1,4 +1,4 @@
-// linear_mx: x times a packed weight, whose codes are decoded in registers; built and called by cpu_linear.py.
+// linear_mx: x times a packed weight, whose codes are decoded in registers; built and called by ../linear.py.
 //
 // Some rows of the weight go together with some of x: a group of codes of each is decoded (decode.h) and multiplied
 // with all those rows of x, in fp32. Every sum is made in one thread and in one order.

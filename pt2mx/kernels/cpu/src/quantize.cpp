@@ -3,13 +3,13 @@
 // A tensor is (outer, n, inner) with blocks along n. It is cut into tiles of whole blocks that fit the first-level
 // cache. Of a tile the largest magnitudes give the shared exponents, these the factors of each block, and then the
 // values go through in chunks: widened to fp32, quantized (values.h), and narrowed or packed. Formats and modes are
-// data: `Spec`, which cpu.py fills from its tables.
+// data: `Spec`, which ../quantize.py fills from its tables.
 
 #include "block_amax.h"
 #include "packing.h"
 #include "values.h"
 
-// As cpu.py fills it: field by field the same.
+// As ../quantize.py fills it: field by field the same.
 struct Call {
   const Spec* spec;
   int32_t operation, dtype, grad_bytes;

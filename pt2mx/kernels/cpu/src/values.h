@@ -7,7 +7,7 @@
 
 #include "floats.h"
 
-// An element format and the modes, as cpu.py fills it: field by field the same.
+// An element format and the modes, as ../quantize.py fills it: field by field the same.
 struct Spec {
   const int32_t* exponent_offsets;  // of an exponent: `candidates` changes of it
   int32_t bits, mantissa_bits, emin, emax, max_code, is_int, full_range;

@@ -185,7 +185,8 @@ def test_subnormals_count_where_they_are_flushed(run_python):
     code = """
 import torch
 from pt2mx import MXSpec, fake_quantize_mx
-from pt2mx.kernels import cpu, reference
+from pt2mx.kernels import reference
+from pt2mx.kernels.cpu import quantize as cpu
 x = torch.cat([torch.randn(64, 32) * 2.0**-125, torch.randint(-2**23, 2**23, (64, 32)) * 2.0**-149])
 specs = (MXSpec("fp4_e2m1", 32, 1), MXSpec("int8", 32, 1, "mse", "up"))
 expected = {spec: reference.fake_quantize(x, spec) for spec in specs}
@@ -203,7 +204,8 @@ print(flushed.view(torch.int32).item())  # the mode is as it was
 _QUANTIZE = """
 import warnings
 import torch
-from pt2mx.kernels import cpu_build, sliced
+from pt2mx.kernels import reference_chunked
+from pt2mx.kernels.cpu import build as cpu_build
 builds = []
 build = cpu_build._build
 cpu_build._build = lambda *args: (builds.append(args), build(*args))
@@ -214,7 +216,7 @@ with warnings.catch_warnings(record=True) as caught:
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.linspace(-3, 3, 96, dtype=dtype).reshape(2, 48)
         y = pt2mx.fake_quantize_mx(x, "mxfp4")
-        expected = sliced.fake_quantize(x, pt2mx.MXSpec("fp4_e2m1", 32, 1), None)
+        expected = reference_chunked.fake_quantize(x, pt2mx.MXSpec("fp4_e2m1", 32, 1), None)
         assert torch.equal(y, expected)
 ours = [str(w.message) for w in caught if "C++ kernels of pt2mx" in str(w.message)]
 print(len(builds), cpu_build.is_available(), len(ours), "Install a C++ compiler" in "".join(ours))
@@ -231,7 +233,7 @@ def test_without_a_compiler_torch_serves_after_one_warning(run_python, tmp_path)
 
 def test_failing_compiler(run_python, tmp_path):
     compiler = tmp_path / "compiler"
-    compiler.write_text('#!/bin/sh\ncase "$*" in *cpu.cpp*) exit 1;; *) echo compiler 1.0;; esac\n')
+    compiler.write_text('#!/bin/sh\ncase "$*" in *quantize.cpp*) exit 1;; *) echo compiler 1.0;; esac\n')
     compiler.chmod(0o755)
     assert run_python(_QUANTIZE, env=environment(tmp_path, CXX=str(compiler))).split() == ["1", "False", "1", "True"]
 

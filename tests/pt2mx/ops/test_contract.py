@@ -1,0 +1,61 @@
+"""The operators are a contract with other compilers: their schemas change with their versions only."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pt2mx.ops import contract
+
+_MODES = 'str elem_dtype_name, int block_size, int axis=-1, str scale_mode="floor", str rounding="even"'
+_WEIGHT = "Tensor x, Tensor weight_data, Tensor weight_scale"
+
+#: operator -> the schema of each version. A version that was published stays as it is; a change is one more.
+RECORDED = {
+    "quantize_mx": {1: f"(Tensor data_hp, {_MODES}, SymInt? seed=None) -> (Tensor scale, Tensor data)"},
+    "dequantize_mx": {
+        1: "(Tensor data_lp, Tensor shared_exp_e8m0, str elem_dtype_name, int block_size, ScalarType target_dtype, "
+        "int block_dim=-1, SymInt? length=None) -> Tensor"
+    },
+    "fake_quantize_mx": {1: f'(Tensor x, {_MODES}, SymInt? seed=None, str ste="identity") -> Tensor'},
+    "clip_gradient_mx": {1: f"(Tensor grad, Tensor x, {_MODES}) -> Tensor"},
+    "random_bits": {1: "(Tensor seed, SymInt[] size) -> Tensor"},
+    "linear_mx": {1: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int block_size) -> Tensor"},
+    "grouped_linear_mx": {1: f"({_WEIGHT}, Tensor offs, str elem_dtype_name, int block_size) -> Tensor"},
+    "linear_mx_fragments": {1: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int n) -> Tensor"},
+    "scaled_mm_mx": {
+        1: "(Tensor x_data, Tensor x_scale, Tensor weight_data, Tensor weight_scale, Tensor? bias, "
+        "str x_elem_dtype_name, str weight_elem_dtype_name, ScalarType target_dtype) -> Tensor"
+    },
+    "swizzle_scale": {1: "(Tensor scale) -> Tensor"},
+}
+
+#: operators that exist while Inductor compiles; no program holds them
+OF_INDUCTOR = {"dense", "join_blocks", "own_buffer", "used_twice"}
+
+
+@pytest.mark.parametrize("name", contract.OPERATORS)
+def test_a_schema_changes_with_its_version(name):
+    versions = RECORDED[name]
+    assert list(versions) == list(range(1, contract.OPERATORS[name].version + 1))
+    assert str(contract.schema_of(name)) == f"pt2mx::{name}{versions[contract.OPERATORS[name].version]}"
+
+
+def test_every_operator_is_in_the_contract():
+    registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("pt2mx::")}
+    assert {name.removeprefix("pt2mx::") for name in registered} - OF_INDUCTOR == set(contract.OPERATORS)
+
+
+@pytest.mark.parametrize("name", contract.OPERATORS)
+def test_every_argument_and_result_has_a_meaning(name):
+    operator, schema = contract.OPERATORS[name], contract.schema_of(name)
+    assert set(operator.arguments) <= {argument.name for argument in schema.arguments}
+    assert all(contract.meanings(name).values())
+    assert list(operator.results) == [result.name for result in schema.returns]
+
+
+def test_the_document_is_what_is_written():
+    result = subprocess.run([sys.executable, "-m", "pt2mx.ops.contract"], capture_output=True, text=True, check=True)
+    assert (Path(contract.__file__).parent / "README.md").read_text() == result.stdout, "write it again"
