@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
-from pt2mx.fx.graph.arguments import write_out_arguments
+from pt2mx.fx.graph.node import write_out_arguments
 from pt2mx.fx.graph.subgraphs import calls, graph_modules
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, map_tensors
 from pt2mx.fx.passes.fold_weights import fold_all_weights

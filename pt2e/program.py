@@ -6,7 +6,7 @@ import torch
 from torch.export import ExportedProgram
 
 from pt2mx.errors import MXError
-from pt2mx.fx.graph.arguments import write_out_arguments
+from pt2mx.fx.graph.node import write_out_arguments
 from pt2mx.fx.graph.subgraphs import graph_modules
 from pt2mx.pt2e.archive import check_kind
 from pt2mx.pt2e.origin import Origin, warn_of_other_version

@@ -3,41 +3,45 @@
 from pt2mx.pt2e.cli import interrupts as _interrupts  # noqa: F401 - first: it ends the command at Ctrl-C
 
 # isort: split
-from pt2mx import dtypes
+import sys
+from typing import TYPE_CHECKING
+
+from pt2mx import fx, pt2e
 from pt2mx.analysis.compare import MX_FORMATS, compare_mx_formats, print_mx_format_table
 from pt2mx.analysis.measure import mx_statistics
 from pt2mx.arrays import mx_quantize
 from pt2mx.errors import MXError
 from pt2mx.formats import ELEMENTS, FORMATS, ElementFormat, parse_element
 from pt2mx.functional import dequantize_mx, fake_quantize_mx, quantize_mx
-from pt2mx.fx.inductor_pass import LoweringPass
-from pt2mx.fx.lower import lower_to_inductor
-from pt2mx.fx.portable import make_portable
-from pt2mx.ops import inductor as _inductor  # noqa: F401 - registers the operators and their decompositions
-from pt2mx.ops import linear as _linear  # noqa: F401 - registers the products with packed weights
-from pt2mx.ops import mma_layout as _fragments  # noqa: F401 - registers the product with fragments
-from pt2mx.ops import scaled_mm as _scaled_mm  # noqa: F401 - registers those of two packed tensors
-from pt2mx.pt2e.convert import convert_pt2e
-from pt2mx.pt2e.format_observer import MXFormatObserver
-from pt2mx.pt2e.observer import (
-    MXFakeQuantize,
-    MXObserver,
-    disable_fake_quant,
-    disable_observer,
-    enable_fake_quant,
-    enable_observer,
-)
-from pt2mx.pt2e.origin import origin_of
-from pt2mx.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
-from pt2mx.pt2e.program import load_program, save_program
-from pt2mx.pt2e.quantizer.config import MXQuantizationConfig, get_default_mx_quantization_config
-from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.report.report import quantization_report
-from pt2mx.pt2e.report.suggest import suggest_config
+from pt2mx.late import reach
+from pt2mx.process import prepare_process
 from pt2mx.spec import MXSpec, create_mx_spec, parse
-from pt2mx.tensor.mx_tensor import MXTensor
-from pt2mx.torchmx import MXConfig, QAttentionConfig, QLinearConfig, quantize_linear_, quantize_llm_
 from pt2mx.version import __version__
+
+if TYPE_CHECKING:  # imported when they are reached
+    from pt2mx import dtypes
+    from pt2mx.fx.inductor_pass import LoweringPass
+    from pt2mx.fx.lower import lower_to_inductor
+    from pt2mx.fx.portable import make_portable
+    from pt2mx.pt2e.convert import convert_pt2e
+    from pt2mx.pt2e.format_observer import MXFormatObserver
+    from pt2mx.pt2e.observer import (
+        MXFakeQuantize,
+        MXObserver,
+        disable_fake_quant,
+        disable_observer,
+        enable_fake_quant,
+        enable_observer,
+    )
+    from pt2mx.pt2e.origin import origin_of
+    from pt2mx.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
+    from pt2mx.pt2e.program import load_program, save_program
+    from pt2mx.pt2e.quantizer.config import MXQuantizationConfig, get_default_mx_quantization_config
+    from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
+    from pt2mx.pt2e.report.report import quantization_report
+    from pt2mx.pt2e.report.suggest import suggest_config
+    from pt2mx.tensor.mx_tensor import MXTensor
+    from pt2mx.torchmx import MXConfig, QAttentionConfig, QLinearConfig, quantize_linear_, quantize_llm_
 
 __all__ = [
     "ELEMENTS",
@@ -86,3 +90,43 @@ __all__ = [
     "save_program",
     "suggest_config",
 ]
+
+#: the same again, for Python
+_LATE = {
+    "LoweringPass": "pt2mx.fx.inductor_pass",
+    "lower_to_inductor": "pt2mx.fx.lower",
+    "make_portable": "pt2mx.fx.portable",
+    "convert_pt2e": "pt2mx.pt2e.convert",
+    "MXFormatObserver": "pt2mx.pt2e.format_observer",
+    "MXFakeQuantize": "pt2mx.pt2e.observer",
+    "MXObserver": "pt2mx.pt2e.observer",
+    "disable_fake_quant": "pt2mx.pt2e.observer",
+    "disable_observer": "pt2mx.pt2e.observer",
+    "enable_fake_quant": "pt2mx.pt2e.observer",
+    "enable_observer": "pt2mx.pt2e.observer",
+    "origin_of": "pt2mx.pt2e.origin",
+    "prepare_pt2e": "pt2mx.pt2e.prepare",
+    "prepare_qat_pt2e": "pt2mx.pt2e.prepare",
+    "load_program": "pt2mx.pt2e.program",
+    "save_program": "pt2mx.pt2e.program",
+    "MXQuantizationConfig": "pt2mx.pt2e.quantizer.config",
+    "get_default_mx_quantization_config": "pt2mx.pt2e.quantizer.config",
+    "MXQuantizer": "pt2mx.pt2e.quantizer.quantizer",
+    "quantization_report": "pt2mx.pt2e.report.report",
+    "suggest_config": "pt2mx.pt2e.report.suggest",
+    "MXTensor": "pt2mx.tensor.mx_tensor",
+    "MXConfig": "pt2mx.torchmx",
+    "QAttentionConfig": "pt2mx.torchmx",
+    "QLinearConfig": "pt2mx.torchmx",
+    "quantize_linear_": "pt2mx.torchmx",
+    "quantize_llm_": "pt2mx.torchmx",
+}
+
+reach(sys.modules[__name__], _LATE)
+for _package in (fx, pt2e):
+    reach(_package)
+prepare_process()
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

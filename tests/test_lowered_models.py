@@ -14,9 +14,9 @@ import pt2mx
 from pt2mx import MXQuantizer, lower_to_inductor, ops
 from pt2mx.extras import import_extra
 from pt2mx.fx.graph.tensors import copy_sharing_tensors
-from pt2mx.fx.passes.cse_quantize import share_quantizations
-from pt2mx.fx.passes.fuse_qdq import fuse_pairs
-from pt2mx.fx.passes.packed_embedding import gather_packed
+from pt2mx.fx.passes.cse_quantize import cse_quantize
+from pt2mx.fx.passes.fuse_qdq import fuse_qdq
+from pt2mx.fx.passes.packed_embedding import use_packed_embeddings
 from pt2mx.ops import linear
 
 aten = torch.ops.aten
@@ -96,7 +96,7 @@ def assert_as_exact(lowered, args, products):
 def assert_same_bits(converted, args):
     """Of the passes that change no sum."""
     model = copy_sharing_tensors(converted)
-    for change in (share_quantizations, fuse_pairs, gather_packed):
+    for change in (cse_quantize, fuse_qdq, use_packed_embeddings):
         change(model)
     assert not count(model)[ops.quantize_mx]
     with torch.no_grad():

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 import traceback
 
-from pt2mx.analysis.compare import print_mx_format_table
 from pt2mx.errors import MXError
-from pt2mx.pt2e.cli import compile, quantize, run
 from pt2mx.pt2e.cli.interrupts import INTERRUPTED, MESSAGE, noted_interrupts
 from pt2mx.version import __version__
+
+#: command -> (the module with its `add_arguments`, what it does)
+_COMMANDS = {
+    "quantize": ("pt2mx.pt2e.cli.quantize", "export, calibrate, convert and save a model"),
+    "compile": ("pt2mx.pt2e.cli.compile", "compile an exported program by AOTInductor"),
+    "run": ("pt2mx.pt2e.cli.run", "run a package that `pt2mx compile` wrote"),
+    "formats": ("pt2mx.pt2e.cli.formats", "print the table of element formats"),
+}
 
 #: exit statuses: of bad input, and of output that nobody reads, as shells have it
 _BAD_INPUT, _BROKEN_PIPE = 2, 141
@@ -42,21 +49,23 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="pt2mx", description="Quantize PyTorch models to the OCP MX formats.")
     parser.add_argument("--version", action="version", version=f"pt2mx {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add_command in (quantize.add_command, compile.add_command, run.add_command, _add_formats):
-        command = add_command(commands)
-        command.add_argument("--traceback", action="store_true", help="print where an error arose, to its cause")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_CommandParser)
+    for name, (module, what) in _COMMANDS.items():
+        commands.add_parser(name, module=module, help=what)
     return parser
 
 
-def _add_formats(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
-    parser = commands.add_parser("formats", help="print the table of element formats")
-    parser.set_defaults(run=_formats)
-    return parser
+class _CommandParser(argparse.ArgumentParser):
+    """Gets its arguments from the command's module when the command is given: to import all of them takes seconds."""
 
+    def __init__(self, *, module: str, **options: object):
+        super().__init__(**options)
+        self._module = module
 
-def _formats(options: argparse.Namespace) -> None:
-    print_mx_format_table()
+    def parse_known_args(self, args=None, namespace=None):
+        importlib.import_module(self._module).add_arguments(self)
+        self.add_argument("--traceback", action="store_true", help="print where an error arose, to its cause")
+        return super().parse_known_args(args, namespace)
 
 
 if __name__ == "__main__":

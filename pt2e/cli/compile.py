@@ -30,15 +30,13 @@ from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.fidelity import fidelity
 
 
-def add_command(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
-    parser = commands.add_parser("compile", help="compile an exported program by AOTInductor")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("program", help="what `pt2mx quantize` or torch.export.save wrote")
     parser.add_argument("--output", required=True, help="the package to write; its name ends in .pt2")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where it runs (default: cpu)")
     parser.add_argument("--portable", action="store_true", help="a package that runs where pt2mx is not installed")
     parser.add_argument("--unpack", action="store_true", help="keep weights dequantized: larger, mostly faster")
     parser.set_defaults(run=_compile)
-    return parser
 
 
 def compile_program(

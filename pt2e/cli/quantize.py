@@ -37,8 +37,7 @@ _REPORTS = {
 }
 
 
-def add_command(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
-    parser = commands.add_parser("quantize", help="export, calibrate, convert and save a model")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", required=True, help="minilm, torchvision:NAME, hf:DIRECTORY_OR_NAME, or module.py:factory"
     )
@@ -53,7 +52,6 @@ def add_command(commands: argparse._SubParsersAction) -> argparse.ArgumentParser
         "--allow-nan", action="store_true", help="go on, with a warning, where weights or batches hold NaN or Inf"
     )
     parser.set_defaults(run=_quantize)
-    return parser
 
 
 def _quantize(options: argparse.Namespace) -> None:

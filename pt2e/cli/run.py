@@ -23,13 +23,11 @@ from pt2mx.pt2e.packages.package import open_package
 _SECONDS = 1.0
 
 
-def add_command(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
-    parser = commands.add_parser("run", help="run a package that `pt2mx compile` wrote")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("package", help="what `pt2mx compile` wrote")
     parser.add_argument("--inputs", help="a .pt or .npz batch; by default what the program was exported with")
     parser.add_argument("--output", help="file to write the outputs to, by torch.save")
     parser.set_defaults(run=_run)
-    return parser
 
 
 def _run(options: argparse.Namespace) -> None:

@@ -1,24 +1,22 @@
 """Inductor decompositions of the operators, so that compiled graphs fuse them into their neighbours.
 
-Without them each operator would be an opaque call. Importing this module registers them.
+Without them each operator would be an opaque call. Importing this module registers them: `pt2mx.process` does, once
+Inductor's table has been imported. What needs Inductor's lowerings stands in `pt2mx.ops.lowerings`.
 """
 
 import functools
-import hashlib
+import importlib
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 
 import torch
 from torch import Tensor
-from torch._inductor import decomposition, lowering
+from torch._inductor import decomposition
 from torch._inductor.virtualized import V
 
 from pt2mx import ops
 from pt2mx.kernels import elements
 from pt2mx.kernels.axis import guards
-from pt2mx.kernels.inductor import cpu as inductor_cpu
-from pt2mx.kernels.inductor import gpu as inductor_gpu
 from pt2mx.ops.decompositions import decompositions
 from pt2mx.ops.linear import linear_mx
 
@@ -33,11 +31,12 @@ def _dense(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-lowering.register_lowering(torch.ops.pt2mx.dense, type_promotion_kind=None)(lambda x: x)
+#: type of device -> the module with the functions of `elements` for its compiler, which imports Inductor's lowerings
+_FORMS = {"cpu": "pt2mx.kernels.inductor.cpu", "cuda": "pt2mx.kernels.inductor.gpu"}
 
 
 def _forms_for(x: Tensor) -> ModuleType:
-    return {"cpu": inductor_cpu, "cuda": inductor_gpu}.get(x.device.type, elements)
+    return importlib.import_module(_FORMS.get(x.device.type, elements.__name__))
 
 
 #: rows from which a product on the CPU takes the time of the dense one: Inductor may as well see all of it
@@ -73,15 +72,8 @@ DECOMPOSITIONS = {operator: _with_its_guards(function) for operator, function in
 def _register() -> None:
     for operator, function in DECOMPOSITIONS.items():
         decomposition.register_decomposition(operator)(function)
-    # where its decomposition declines
-    lowering.make_fallback(linear_mx, lowering.constrain_to_fx_strides, warn=False, override_decomp=True)
     # Inductor copies its table on the first compile, which may lie before this import.
     decomposition.fast_random_decomps.cache_clear()
-    # AOTAutograd's cache keys a graph before decomposition: without the decompositions' identity in the key, code
-    # compiled from an older version of them would be served.
-    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
-    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
-    torch.compiler.config.cache_key_tag += f"pt2mx-{digest}"
 
 
 _register()

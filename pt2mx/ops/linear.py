@@ -12,9 +12,9 @@ from torch import Tensor
 
 from pt2mx import ops
 from pt2mx.errors import MXError
-from pt2mx.kernels.select import linear_kernels_for
 from pt2mx.ops.autocast import register_autocast
 from pt2mx.ops.checks import check_packed
+from pt2mx.ops.kernels import linear_kernels_for
 from pt2mx.spec import MXSpec
 
 

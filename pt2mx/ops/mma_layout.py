@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from pt2mx.errors import MXError
 from pt2mx.formats import ELEMENTS
 from pt2mx.kernels.gpu.mma_layout import FRAGMENTS, from_fragments
-from pt2mx.kernels.select import runs_triton
 from pt2mx.ops.autocast import register_autocast
+from pt2mx.ops.kernels import runs_triton
 
 
 def _linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: str, n: int) -> Tensor:

@@ -248,6 +248,3 @@ def _of_lists(data: list | tuple) -> Tensor:
         return torch.as_tensor(data, dtype=torch.float32)
     except (TypeError, ValueError, RuntimeError) as error:
         raise MXError(f"to_mx: nested lists of equal lengths that hold numbers are an array: {error}") from None
-
-
-torch.serialization.add_safe_globals([MXTensor])

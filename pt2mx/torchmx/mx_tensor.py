@@ -214,6 +214,3 @@ def _as_bytes(data: Tensor) -> Tensor:
     if data.dtype not in (torch.uint8, torch.int8):
         raise MXError(f"codes are uint8 or int8, not {data.dtype}: view them as torch.uint8")
     return data.view(torch.uint8)
-
-
-torch.serialization.add_safe_globals([MXTensor])

@@ -1,0 +1,190 @@
+"""What the operators `torch.ops.pt2mx.*` mean to a compiler that reads programs with them: for each a version, and the
+shapes, dtypes and layouts of its arguments. Types and defaults are those of the registered schemas.
+
+    python -m pt2mx.ops.contract > pt2mx/ops/README.md
+
+writes the document for their authors. An operator's version rises with every change of its schema or its numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from pt2mx.formats import FORMATS, ElementFormat
+from pt2mx.kernels.gpu.mma_layout import FRAGMENTS
+from pt2mx.kernels.packing import group_of
+from pt2mx.modes import ROUNDINGS, SCALE_MODES
+from pt2mx.ops.quantization import STRAIGHT_THROUGH
+from pt2mx.ops.scaled_mm import FORMS
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator: what it does, its arguments and results by name. Arguments that several have are `SHARED`."""
+
+    version: int
+    what: str
+    results: dict[str, str]
+    arguments: dict[str, str] = field(default_factory=dict)
+
+
+def _choices(names: object) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+#: arguments that mean the same in every operator
+SHARED = {
+    "elem_dtype_name": "the element, by its name in the table above or another key of `pt2mx.ELEMENTS`",
+    "block_size": "values that share a scale, at least 1; the last block along the axis may be shorter",
+    "axis": "the dimension along which blocks run and codes are packed",
+    "scale_mode": f"how a block's scale follows from its values: {_choices(SCALE_MODES)}",
+    "rounding": f"how values are rounded: {_choices(ROUNDINGS)}",
+    "seed": "of `stochastic`, 0 to 2**63 - 1; None draws one from torch's default generator. Other roundings ignore it",
+    "weight_data": "(N, bytes of K) uint8, packed along K, which is the axis",
+    "weight_scale": "(N, ceil(K / block_size)) uint8, E8M0",
+    "bias": "(N,) in x's dtype, or None",
+}
+_VALUES = "(..., n, ...) float32, float16 or bfloat16 of any strides, n values along the axis"
+_PAIRS = "; ".join(
+    f"`{x}` x `{weight}` to {', '.join(str(dtype).removeprefix('torch.') for dtype in form.results)}"
+    for (x, weight), form in FORMS.items()
+)
+
+OPERATORS = {
+    "quantize_mx": Operator(
+        1,
+        "Codes and scales of values (OCP MX v1.0, section 6.3). A scalar counts as a tensor of shape (1,). The results "
+        "have no gradient, but `dequantize_mx` of them passes its gradient straight through to `data_hp`.",
+        {
+            "scale": "(..., ceil(n / block_size), ...) uint8, E8M0",
+            "data": "(..., bytes of n, ...) uint8, packed along the axis",
+        },
+        {"data_hp": _VALUES},
+    ),
+    "dequantize_mx": Operator(
+        1,
+        "The values of codes: exact in float32, then cast with ties to even.",
+        {"": "(..., n, ...) in `target_dtype`"},
+        {
+            "data_lp": "(..., bytes of n, ...) uint8, as `quantize_mx` gives it",
+            "shared_exp_e8m0": "(..., ceil(n / block_size), ...) uint8",
+            "target_dtype": "float32, float16 or bfloat16",
+            "block_dim": "the axis",
+            "length": "n, where packing rounded it up; None means every code that the bytes hold",
+        },
+    ),
+    "fake_quantize_mx": Operator(
+        1,
+        "`dequantize_mx` of `quantize_mx`, to the bit, in x's dtype. The gradient is a straight-through estimator.",
+        {"": "x's shape and dtype"},
+        {
+            "x": _VALUES,
+            "ste": f"{_choices(STRAIGHT_THROUGH)}: the gradient passes unchanged, or is zero where the value is beyond "
+            "the largest of its block's scale",
+        },
+    ),
+    "clip_gradient_mx": Operator(
+        1,
+        "The gradient of `fake_quantize_mx` with `clipped`.",
+        {"": "grad's dtype: grad, and zero where x is beyond the largest value of its block's scale"},
+        {"grad": "x's shape, on x's device, floating-point", "x": _VALUES},
+    ),
+    "random_bits": Operator(
+        1,
+        "The numbers of stochastic rounding, by Philox-4x32-10: the i-th in row-major order is the upper 31 bits of "
+        "word i % 4 of the block whose counter is i // 4 and whose key is the seed.",
+        {"": "`size` int32, in [0, 2**31)"},
+        {"seed": "() int64", "size": "the shape of what is rounded"},
+    ),
+    "linear_mx": Operator(
+        1,
+        "`linear(x, w, bias)`, where w is `dequantize_mx` of the weight along K in x's dtype; sums are in float32, in "
+        "any order. x and bias have gradients; autocast casts both to its dtype.",
+        {"": "(..., N) in x's dtype"},
+        {"x": "(..., K) float32, float16 or bfloat16"},
+    ),
+    "grouped_linear_mx": Operator(
+        1,
+        "`linear_mx` of rows that are sorted by expert, each with the weight of its expert, as `torch._grouped_mm`.",
+        {"": "(T, N) in x's dtype"},
+        {
+            "x": "(T, K) float32, float16 or bfloat16",
+            "weight_data": "(E, N, bytes of K) uint8, packed along K, which is the axis",
+            "weight_scale": "(E, N, ceil(K / block_size)) uint8, E8M0",
+            "offs": "(E,) int32: for each expert the row after its last",
+        },
+    ),
+    "linear_mx_fragments": Operator(
+        1,
+        "`linear_mx` with the weight in the order of an NVIDIA GPU's tensor cores. Only programs that were lowered for "
+        "such a GPU hold it.",
+        {"": "(..., n) bfloat16"},
+        {
+            "x": "(..., K) bfloat16, K a multiple of 8",
+            "weight_data": "codes, uint8, as `pt2mx.kernels.gpu.mma_layout.to_fragments` gives them",
+            "weight_scale": "their scales, uint8, from there too",
+            "bias": "(n,) bfloat16, or None",
+            "elem_dtype_name": f"one of {_choices(FRAGMENTS)}",
+            "n": "rows of the weight",
+        },
+    ),
+    "scaled_mm_mx": Operator(
+        1,
+        "The product of packed activations and a packed weight, both in blocks of 32 along K, with sums in float32; K "
+        f"is a multiple of 32 and N of 16. Elements and results: {_PAIRS}.",
+        {"": "(..., N) in `target_dtype`"},
+        {
+            "x_data": "(..., bytes of K) uint8",
+            "x_scale": "`swizzle_scale` of x's scales",
+            "weight_data": "(N, bytes of K) uint8",
+            "weight_scale": "`swizzle_scale` of the weight's scales",
+            "bias": "(N,), or None",
+            "x_elem_dtype_name": "the element of x",
+            "weight_elem_dtype_name": "the element of the weight",
+            "target_dtype": "the dtype of the result",
+        },
+    ),
+    "swizzle_scale": Operator(
+        1,
+        "Scales in the order in which tensor cores read them (cuBLAS, 1D Block Scaling Factors Layout): tiles of 128 "
+        "rows and 4 columns one after the other, in a tile the 4 columns of rows r, r + 32, r + 64 and r + 96 beside "
+        "each other. Missing rows and columns are zeros.",
+        {"": "(ceil(R / 128) * 128 * ceil(C / 4) * 4,) uint8"},
+        {"scale": "(..., C) uint8, R rows in all"},
+    ),
+}
+
+
+def schema_of(name: str) -> torch.FunctionSchema:
+    """The registered schema of an operator."""
+    return getattr(torch.ops.pt2mx, name).default._schema
+
+
+def meanings(name: str) -> dict[str, str]:
+    """The arguments of an operator in the order of its schema, and what each means."""
+    own = OPERATORS[name].arguments
+    return {argument.name: own.get(argument.name) or SHARED[argument.name] for argument in schema_of(name).arguments}
+
+
+STORAGE_HEADER = ("element", "bits", "exponent", "mantissa", "bias", "special", "codes of a group", "bytes of a group")
+
+
+def storage_rows() -> list[tuple[object, ...]]:
+    """Of each element how a code is read, and the smallest group of codes that is whole bytes."""
+    rows = []
+    for name, e in FORMATS.items():
+        exponent = ("-", "-", "-") if e.is_int else (e.exponent_bits, e.mantissa_bits, e.bias)
+        rows.append((f"`{name}`", e.bits, *exponent, _special(e), *group_of(e.bits)))
+    return rows
+
+
+def _special(element: ElementFormat) -> str:
+    return ", ".join(["Inf"] * element.has_inf + ["NaN"] * element.has_nan) or "-"
+
+
+if __name__ == "__main__":
+    from pt2mx.ops.contract_text import document
+
+    print(document(), end="")

@@ -1,0 +1,66 @@
+"""The document of `pt2mx.ops.contract`, in Markdown."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable
+
+from pt2mx.ops.contract import OPERATORS, STORAGE_HEADER, meanings, schema_of, storage_rows
+
+_BEGINNING = """\
+# The operators, for authors of compilers
+
+Programs that pt2mx writes hold aten operators and those below. `import pt2mx` registers them, with kernels for every
+device, fake kernels and gradients; a compiler implements the ones that it meets, or takes a program in which
+`pt2mx.make_portable` has written them out as aten operators. A converted program holds `quantize_mx` and
+`dequantize_mx`, one in training `fake_quantize_mx`; `pt2mx.lower_to_inductor` puts the others in their place.
+
+`python -m pt2mx.ops.contract` writes this document from the registered schemas. An operator's version rises with every
+change of its schema or of its numbers.
+
+## Storage
+
+Along the axis, n values in blocks of `block_size` are `ceil(n / block_size)` scales and the bytes of n codes. Codes are
+packed along that axis: as many groups as n codes need, the missing codes of the last one being zeros. In a group the
+first code has the lowest bits, and its bytes are little-endian.
+"""
+
+_BEHIND_STORAGE = """\
+Other elements of 4 and 6 bits are packed like these; a code of another width has a byte, or two, in whose low bits it
+stands. A code of b bits is sign, exponent and mantissa from its highest bit on, or an integer in two's complement,
+whose value is that integer times `2**(2 - b)`: [the formats](../README.md#formats).
+
+A scale is an E8M0 byte e, which multiplies the values of its block by `2**(e - 127)`; 255 marks a block that held an
+Inf or a NaN, and all of whose values are NaN. How it follows from a block, and how values are rounded:
+[scale modes and roundings](../README.md#scale-modes-and-roundings).
+
+What is quantized or dequantized is dense, and its dimensions lie in memory in the order of those of the values or codes
+that it was made of; products are contiguous. All but the products have the same bits on every device, eager or
+compiled.
+"""
+
+
+def document() -> str:
+    storage = _table(STORAGE_HEADER, storage_rows())
+    parts = [_BEGINNING, storage, _BEHIND_STORAGE, "## Operators\n", *map(_section, OPERATORS)]
+    return "\n".join(parts)
+
+
+def _section(name: str) -> str:
+    operator = OPERATORS[name]
+    arguments = [(f"`{argument}`", meaning) for argument, meaning in meanings(name).items()]
+    results = [(f"-> `{result}`" if result else "->", meaning) for result, meaning in operator.results.items()]
+    return "\n".join(
+        (
+            f"### `{name}`\n",
+            textwrap.fill(f"Version {operator.version}. {operator.what}", 120, break_on_hyphens=False) + "\n",
+            f"```\n{schema_of(name)}\n```\n",
+            _table(("", ""), [*arguments, *results]),
+        )
+    )
+
+
+def _table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    header = list(header)
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)

@@ -1,0 +1,12 @@
+"""What Inductor makes of the operators that its graphs still call. Importing this module registers it: `pt2mx.process`
+does, once Inductor's lowerings have been imported."""
+
+import torch
+from torch._inductor import lowering
+
+from pt2mx.ops import inductor as _inductor  # noqa: F401 - defines `dense`
+from pt2mx.ops.linear import linear_mx
+
+lowering.register_lowering(torch.ops.pt2mx.dense, type_promotion_kind=None)(lambda x: x)
+# where its decomposition declines
+lowering.make_fallback(linear_mx, lowering.constrain_to_fx_strides, warn=False, override_decomp=True)

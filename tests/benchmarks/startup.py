@@ -1,0 +1,49 @@
+"""What a process takes until it can work: `import pt2mx` and the quick commands, over `import torch`.
+
+    python -m tests.benchmarks.startup [--repeats 9] [--json]
+
+Every time is that of a fresh process, its start and its end included; they take turns, so that all meet the same
+neighbours on the machine.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+
+from tests.benchmarks.measure import Row, hardware, medians_in_turns, print_table
+
+_STARTS = {
+    "import torch": ("-c", "import torch"),
+    "import pt2mx": ("-c", "import pt2mx"),
+    "pt2mx formats": ("-m", "pt2mx", "formats"),
+    "pt2mx --help": ("-m", "pt2mx", "--help"),
+    "pt2mx --version": ("-m", "pt2mx", "--version"),
+    "pt2mx quantize --help": ("-m", "pt2mx", "quantize", "--help"),
+}
+_HEADER = ("what", "seconds", "over import torch")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    medians = medians_in_turns([lambda arguments=each: _start(arguments) for each in _STARTS.values()], args.repeats)
+    rows: list[Row] = [
+        {"what": what, "seconds": seconds, "over import torch": seconds / medians[0]}
+        for what, seconds in zip(_STARTS, medians, strict=True)
+    ]
+    if args.json:
+        print(json.dumps({"hardware": hardware(), "rows": rows}, indent=1))
+    else:
+        print_table(rows, _HEADER)
+        print(hardware())
+
+
+def _start(arguments: tuple[str, ...]) -> None:
+    subprocess.run([sys.executable, *arguments], check=True, capture_output=True)
+
+
+if __name__ == "__main__":
+    main()

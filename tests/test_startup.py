@@ -1,0 +1,116 @@
+"""What `import pt2mx` leaves for later, and that it is there when it is needed. Each in a fresh process."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+import pt2mx
+
+#: what takes seconds to import; `import torch` brings none of it
+HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.onnx", "torch.ao.quantization")
+
+STARTED = """
+import sys
+import torch
+before = set(sys.modules)
+{start}
+new = {{name for name in sys.modules if name not in before}}
+others = {{name.partition(".")[0] for name in new}} - sys.stdlib_module_names - {{"torch", "pt2mx"}}
+heavy = {{name for name in new if name.startswith({heavy})}}
+print("brought", sorted(others), sorted(heavy))
+"""
+
+STARTS = {
+    "import": "import pt2mx",
+    "formats": "from pt2mx.pt2e.cli.command import main\nassert main(['formats']) == 0",
+    "help": "from pt2mx.pt2e.cli.command import main\ntry: main(['--help'])\nexcept SystemExit: pass",
+    "version": "from pt2mx.pt2e.cli.command import main\ntry: main(['--version'])\nexcept SystemExit: pass",
+}
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_nothing_heavy_is_imported(start, run_python):
+    printed = run_python(STARTED.format(start=STARTS[start], heavy=HEAVY)).splitlines()
+    assert printed[-1] == "brought [] []"
+
+
+def test_the_parts_are_reached_as_attributes(run_python):
+    code = """
+import pt2mx
+assert set(pt2mx.__all__) <= set(dir(pt2mx))
+print(pt2mx.fx.lower.lower_to_inductor is pt2mx.lower_to_inductor)
+print(pt2mx.pt2e.quantizer.quantizer.MXQuantizer is pt2mx.MXQuantizer)
+print(pt2mx.tensor.MXTensor is pt2mx.MXTensor, pt2mx.torchmx.MXConfig is pt2mx.MXConfig)
+from pt2mx import *
+print(all(name in globals() for name in pt2mx.__all__))
+"""
+    assert set(run_python(code).split()) == {"True"}
+
+
+def test_type_checkers_are_told_the_late_names():
+    tree = ast.parse(Path(pt2mx.__file__).read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    told = {alias.name: node.module for node in block.body for alias in node.names}
+    assert told == {**pt2mx._LATE, "dtypes": "pt2mx"}
+
+
+def test_checkpoints_of_a_process_that_knows_the_operators_alone(run_python, tmp_path):
+    """A plain checkpoint brings no torchao; one with MXTensors, both kinds of them, loads with weights_only."""
+    tensors = {
+        "core": pt2mx.MXTensor.to_mx(torch.ones(2, 64), "mxfp4"),
+        "torchmx": pt2mx.torchmx.MXTensor.to_mx(torch.ones(2, 64), pt2mx.dtypes.float4_e2m1, 32),
+    }
+    torch.save(tensors, tmp_path / "mx.pt")
+    torch.save({"plain": torch.ones(2)}, tmp_path / "plain.pt")
+    code = """
+import sys, torch, pt2mx
+torch.load("plain.pt", weights_only=True)
+print("torchao" in sys.modules)
+for name, x in torch.load("mx.pt", weights_only=True).items():
+    print(name, type(x).__module__, bool((x.to_dtype() == 1).all()))
+"""
+    assert run_python(code, cwd=tmp_path).splitlines() == [
+        "False",
+        "core pt2mx.tensor.mx_tensor True",
+        "torchmx pt2mx.torchmx.mx_tensor True",
+    ]
+
+
+def test_a_late_name_is_reached_while_dynamo_traces(run_python):
+    code = """
+import torch, pt2mx
+x = torch.randn(2, 64)
+y = torch.compile(lambda x: pt2mx.MXTensor.to_mx(x, "mxfp4").to_dtype() + 1, fullgraph=True, backend="aot_eager")(x)
+print(torch.equal(y, pt2mx.fake_quantize_mx(x, "mxfp4") + 1))
+"""
+    assert run_python(code).split() == ["True"]
+
+
+def test_dead_code_elimination_knows_what_writes_before_the_flow_is_reached(run_python):
+    code = """
+import sys, torch, pt2mx
+from torch._functorch import predispatch
+graph = torch.fx.Graph()
+graph.call_function(predispatch.lazy_load_decompositions)
+graph.call_function(torch.ops.higher_order.wrap_with_set_grad_enabled, (False, None))
+print(graph.eliminate_dead_code(), "torchao" in sys.modules)
+"""
+    assert run_python(code).split() == ["False", "False"]
+
+
+def test_any_module_of_the_flow_may_be_imported_first(run_python):
+    """Which one a program reaches first is up to it."""
+    code = """
+import importlib, pkgutil, sys
+import pt2mx
+from pt2mx import fx, pt2e
+names = [m.name for package in (fx, pt2e) for m in pkgutil.walk_packages(package.__path__, package.__name__ + ".")]
+for name in names:
+    for imported in [name for name in sys.modules if name.startswith(("pt2mx.fx.", "pt2mx.pt2e."))]:
+        del sys.modules[imported]
+    importlib.import_module(name)
+print(len(names) > 50)
+"""
+    assert run_python(code).split() == ["True"]
