@@ -37,8 +37,8 @@ _EFFECTS = {
     ),
 }
 
-#: modules whose `MXTensor` is a type that `torch.load(weights_only=True)` takes
-_STORED = ("pt2mx.tensor.mx_tensor", "pt2mx.torchmx.mx_tensor")
+#: modules whose `MXTensor` is a type that `torch.load(weights_only=True)` takes; the first is what older files name
+_STORED = ("pt2mx.tensor", "pt2mx.tensor.mx_tensor", "pt2mx.torchmx.mx_tensor")
 
 
 def prepare_process() -> None:

@@ -462,6 +462,12 @@ def test_persistence(elem):
         assert same(result, x) and result.stride() == x.stride() and torch.equal(result.to_dtype(), x.to_dtype())
 
 
+def test_a_file_that_names_the_type_by_its_older_place(monkeypatch):
+    x = mx(3, 37, elem="fp4_e2m1")
+    monkeypatch.setattr(MXTensor, "__module__", "pt2mx.tensor")
+    assert same(saved(x, weights_only=True), x)
+
+
 def saved(value: object, **options) -> object:
     file = io.BytesIO()
     torch.save(value, file)
