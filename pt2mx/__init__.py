@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # imported when they are reached
         enable_observer,
     )
     from pt2mx.pt2e.origin import origin_of
+    from pt2mx.pt2e.packages.package import load_package
     from pt2mx.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
     from pt2mx.pt2e.program import load_program, save_program
     from pt2mx.pt2e.quantizer.config import MXQuantizationConfig, get_default_mx_quantization_config
@@ -72,6 +73,7 @@ __all__ = [
     "enable_observer",
     "fake_quantize_mx",
     "get_default_mx_quantization_config",
+    "load_package",
     "load_program",
     "lower_to_inductor",
     "make_portable",
@@ -107,6 +109,7 @@ _LATE = {
     "origin_of": "pt2mx.pt2e.origin",
     "prepare_pt2e": "pt2mx.pt2e.prepare",
     "prepare_qat_pt2e": "pt2mx.pt2e.prepare",
+    "load_package": "pt2mx.pt2e.packages.package",
     "load_program": "pt2mx.pt2e.program",
     "save_program": "pt2mx.pt2e.program",
     "MXQuantizationConfig": "pt2mx.pt2e.quantizer.config",
