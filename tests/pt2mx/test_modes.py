@@ -97,6 +97,7 @@ def test_kernels_follow_the_table_of_neighbours(monkeypatch, exponent_offsets):
     assert len(exponent_offsets) > 1 or (changes == exponent_offsets[0]).all()
 
 
+@pytest.mark.slow
 def test_compiled_code_follows_the_table_of_neighbours(monkeypatch, compiler):
     monkeypatch.setitem(SCALE_MODES, "other", ScaleMode(SCALE_MODES["floor"].threshold, (1, 0)))
     x = torch.randn(20, 64)

@@ -37,6 +37,7 @@ def test_before_and_after(recipe):
         assert node.meta["val"].shape[:2] == (node.args[0].meta["val"].shape[0], 4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 def test_convolutions():
     torch.manual_seed(0)

@@ -1,6 +1,9 @@
+import pytest
+
 from pt2mx.pt2e.cli.demo import main
 
 
+@pytest.mark.slow  # tests/test_package.py runs it in an installed wheel
 def test_demo_prints_a_report_and_a_table(capsys):
     main(("mxfp8", "mxfp4_weight_only"), compile=False)
     out = capsys.readouterr().out
