@@ -34,7 +34,7 @@ class Signature:
         ranges: of each leaf that is a tensor those of its dimensions; of a number that a call may change its own; None
             of a constant.
         parameters: the names of the positional arguments.
-        guards: further conditions, as `pt2mx.pt2e.cli.dynamic_shapes.guards` and `relations` have them.
+        guards: further conditions, as `pt2mx.pt2e.packages.conditions` has them.
         written: the names of the leaves that a call writes to.
         numbers: which leaves of the outputs are numbers.
     """
