@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint types bench clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -23,6 +23,9 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+types: $(VENV)/.installed
+	$(BIN)/mypy
+
 bench: $(VENV)/.installed
 	$(BIN)/python -m tests.benchmarks.quantize
 	$(BIN)/python -m tests.benchmarks.linear
@@ -30,4 +33,4 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m tests.benchmarks.model --layers 2
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache
