@@ -8,7 +8,7 @@ or a changed one made by `_replace`, can be the `args` of a node.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,6 +51,19 @@ def result_of(node: Node, given: dict[Node, object] | None = None) -> object:
     fakes = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, torch._subclasses.FakeTensor)]
     with torch.no_grad(), fakes[0].fake_mode if fakes else nullcontext():
         return node.target(*args, **kwargs)
+
+
+def args_of(node: Node) -> tuple[Any, ...]:
+    """The positional arguments of a call. Each is of the type that the operator's schema says: `Node.args` says less."""
+    return node.args
+
+
+def node_arg(node: Node, index: int = 0) -> Node:
+    """The positional argument `index` of a call, where it is the result of another node."""
+    argument = node.args[index]
+    if not isinstance(argument, Node):
+        raise TypeError(f"argument {index} of {node} is no node: {argument!r}")
+    return argument
 
 
 def make_positional(node: Node, count: int = 0) -> None:
