@@ -54,7 +54,7 @@ def result_of(node: Node, given: dict[Node, object] | None = None) -> object:
 
 
 def args_of(node: Node) -> tuple[Any, ...]:
-    """The positional arguments of a call. Each is of the type that the operator's schema says: `Node.args` says less."""
+    """The positional arguments of a call. Each has the type that the operator's schema gives it."""
     return node.args
 
 
