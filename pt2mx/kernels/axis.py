@@ -39,7 +39,7 @@ def group_count(length: int, size: int) -> int:
 
 
 def is_one_in_the_example(size: int) -> bool:
-    """Whether code that is traced without guards would take a symbolic size to be 1 always: some operators ask for that
+    """True if code that is traced without guards would take a symbolic size to be 1 always: some operators ask for that
     of a dense tensor."""
     if isinstance(size, int) or _has_guards.get():
         return False
@@ -61,7 +61,7 @@ def split_axis(x: Tensor, axis: int, size: int) -> Tensor:
 
 
 def has_length(x: Tensor, axis: int, length: int) -> bool:
-    """Whether x is known to have `length` values along `axis`; of symbolic sizes that is not asked."""
+    """True if x is known to have `length` values along `axis`; of symbolic sizes that is not asked."""
     return isinstance(length, int) and isinstance(x.shape[axis], int) and x.shape[axis] == length
 
 

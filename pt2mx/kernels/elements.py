@@ -1,6 +1,6 @@
 """Values and the grid of an element: rounding, coding and decoding, on fp32 bit patterns. Part of the definition.
 
-`reuse`, `hold` and `from_blocks` are what a compiler may have to be told more about.
+`realize`, `realize_if_costly` and `from_blocks` do nothing here: a compiler may have to be told more (`Prims`).
 """
 
 from collections.abc import Callable
@@ -16,13 +16,13 @@ _BIAS = 127  # of fp32
 _INF = 0x7F800000
 
 
-def reuse(x: Tensor) -> Tensor:
+def realize_if_costly(x: Tensor) -> Tensor:
     """x, which both the scale of a block and its values need."""
     return x
 
 
-def hold(shared: Tensor) -> Tensor:
-    """What the values of a block share, (..., blocks, 1, ...)."""
+def realize(shared: Tensor) -> Tensor:
+    """Return what the values of a block share, (..., blocks, 1, ...)."""
     return shared
 
 

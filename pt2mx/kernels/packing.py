@@ -16,7 +16,7 @@ _GROUPS = {bits: (8 // math.gcd(bits, 8), bits // math.gcd(bits, 8)) for bits in
 
 
 def is_packed(bits: int) -> bool:
-    """Whether codes of `bits` bits share bytes, so that bytes alone do not tell how many codes they hold."""
+    """True if codes of `bits` bits share bytes, so that bytes alone do not tell how many codes they hold."""
     return bits in _GROUPS
 
 

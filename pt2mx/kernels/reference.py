@@ -4,18 +4,17 @@ Source: OCP Microscaling Formats (MX) Specification v1.0, sections 5.3 and 6.3; 
 Everything is computed in fp32 on bit patterns: a floating-point log2 is wrong one ulp below a power of two, and in
 bf16 one block in 150 would get another exponent. Every value that a kernel needs to know of a format comes from
 `pt2mx.formats` and `pt2mx.modes`; `axis` is non-negative here and inputs are checked by the callers in `pt2mx.ops`.
-`random` are the numbers of stochastic rounding (`pt2mx.kernels.philox`), in the shape of x. `forms` is a module with
-the functions of `pt2mx.kernels.elements`, which are the definition; another gives the same bits.
+`random` are the numbers of stochastic rounding (`pt2mx.kernels.philox`), in the shape of x. `prims` are the
+primitives, by default those of `pt2mx.kernels.elements`; others give the same bits.
 """
-
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from pt2mx.kernels import elements as plain
+from pt2mx.kernels import elements
 from pt2mx.kernels.axis import split_axis, trim_axis
 from pt2mx.kernels.packing import pack, unpack
+from pt2mx.kernels.prims import Prims
 from pt2mx.modes import ROUNDINGS, SCALE_MODES
 from pt2mx.spec import MXSpec
 
@@ -26,11 +25,11 @@ _SIGN = -0x80000000
 NAN_SCALE = 0xFF
 
 
-def quantize(x: Tensor, spec: MXSpec, random: Tensor | None = None, forms: ModuleType = plain) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, spec: MXSpec, random: Tensor | None = None, prims: Prims = elements) -> tuple[Tensor, Tensor]:
     """x: (..., n, ...) fp32, fp16 or bf16 -> scale (..., ceil(n / block), ...) uint8, data (..., bytes, ...) uint8."""
-    exponent, finite, elements = _quantize_blocks(x, spec, random, forms)
-    codes = plain.encode(torch.where(finite, elements, 0.0), spec.element)
-    codes = forms.from_blocks(codes, spec.axis, x.shape[spec.axis])
+    exponent, finite, values = _quantize_blocks(x, spec, random, prims)
+    codes = elements.encode(torch.where(finite, values, 0.0), spec.element)
+    codes = prims.from_blocks(codes, spec.axis, x.shape[spec.axis])
     return _scale_bytes(exponent, finite, spec, x.shape[spec.axis]), pack(codes, spec.axis, spec.element.bits)
 
 
@@ -41,33 +40,33 @@ def scales(x: Tensor, spec: MXSpec) -> Tensor:
 
 
 def dequantize(
-    data: Tensor, scale: Tensor, spec: MXSpec, dtype: torch.dtype, length: int, forms: ModuleType = plain
+    data: Tensor, scale: Tensor, spec: MXSpec, dtype: torch.dtype, length: int, prims: Prims = elements
 ) -> Tensor:
     """data: (..., bytes, ...) uint8, scale: (..., ceil(length / block), ...) uint8 -> (..., length, ...) `dtype`."""
     codes = trim_axis(unpack(data, spec.axis, spec.element.bits), spec.axis, length)
-    blocks = forms.decode(_to_blocks(codes, spec), spec.element)  # (..., blocks, block, ...)
+    blocks = prims.decode(_to_blocks(codes, spec), spec.element)  # (..., blocks, block, ...)
     scale = split_axis(scale.to(torch.int32), spec.axis, 1)  # (..., blocks, 1, ...), filled as the codes are
-    values = _scale_by_pow2(blocks, scale - _BIAS, scale != NAN_SCALE, forms)
-    return forms.from_blocks(values.to(dtype), spec.axis, length)
+    values = _scale_by_pow2(blocks, scale - _BIAS, scale != NAN_SCALE, prims)
+    return prims.from_blocks(values.to(dtype), spec.axis, length)
 
 
-def fake_quantize(x: Tensor, spec: MXSpec, random: Tensor | None = None, forms: ModuleType = plain) -> Tensor:
+def fake_quantize(x: Tensor, spec: MXSpec, random: Tensor | None = None, prims: Prims = elements) -> Tensor:
     """x: (..., n, ...) -> dequantize(quantize(x)) to the bit, in x's dtype."""
-    exponent, finite, elements = _quantize_blocks(x, spec, random, forms)
-    values = _scale_by_pow2(elements, exponent, finite, forms)
-    return forms.from_blocks(values.to(x.dtype), spec.axis, x.shape[spec.axis])
+    exponent, finite, values = _quantize_blocks(x, spec, random, prims)
+    scaled = _scale_by_pow2(values, exponent, finite, prims)
+    return prims.from_blocks(scaled.to(x.dtype), spec.axis, x.shape[spec.axis])
 
 
-def clip_gradient(grad: Tensor, x: Tensor, spec: MXSpec, forms: ModuleType = plain) -> Tensor:
+def clip_gradient(grad: Tensor, x: Tensor, spec: MXSpec, prims: Prims = elements) -> Tensor:
     """grad, x: (..., n, ...) -> grad, zero where x is beyond the largest value of its block's scale."""
     blocks = _to_blocks(x.to(torch.float32), spec)
-    exponent, finite = shared_exponent(blocks, spec, forms)
-    v = _scale_by_pow2(blocks, -exponent, finite, forms)
+    exponent, finite = shared_exponent(blocks, spec, prims)
+    v = _scale_by_pow2(blocks, -exponent, finite, prims)
     saturated = (v > spec.element.max_normal) | (v < spec.element.lowest)
-    return grad.masked_fill(forms.from_blocks(saturated, spec.axis, x.shape[spec.axis]), 0.0)
+    return grad.masked_fill(prims.from_blocks(saturated, spec.axis, x.shape[spec.axis]), 0.0)
 
 
-def shared_exponent(blocks: Tensor, spec: MXSpec, forms: ModuleType = plain) -> tuple[Tensor, Tensor]:
+def shared_exponent(blocks: Tensor, spec: MXSpec, prims: Prims = elements) -> tuple[Tensor, Tensor]:
     """blocks: (..., blocks, block, ...) fp32 -> exponent (..., blocks, 1, ...) int32 in the range of the scale, and
     whether the block is finite. Design: numerics, steps 1 to 3.
 
@@ -76,7 +75,7 @@ def shared_exponent(blocks: Tensor, spec: MXSpec, forms: ModuleType = plain) -> 
     """
     # bits compare like the floats they are; a compiled amax may return a NaN with its sign bit set
     amax = blocks.abs().amax(spec.axis + 1, keepdim=True).view(torch.int32) & 0x7FFFFFFF
-    lowered = spec.element.emax
+    lowered: int | Tensor = spec.element.emax
     if spec.scale_exp_bits > 8:  # below E8M0's range the exponents of fp32 subnormals differ
         subnormal = amax <= _MANTISSA
         amax = torch.where(subnormal, (amax.view(torch.float32) * 2.0**24).view(torch.int32), amax)
@@ -88,7 +87,7 @@ def shared_exponent(blocks: Tensor, spec: MXSpec, forms: ModuleType = plain) -> 
     exponent = (amax >> 23) - _BIAS + round_up.to(torch.int32) - lowered
     exponent, finite = _clamp(exponent, spec), amax < _INF
     if mode.searches:
-        exponent = _least_squares(blocks, exponent, finite, spec, mode.exponent_offsets, forms)
+        exponent = _least_squares(blocks, exponent, finite, spec, mode.exponent_offsets, prims)
     return exponent, finite
 
 
@@ -98,7 +97,7 @@ def squared_error_bits(block_size: int) -> int:
 
 
 def _least_squares(
-    blocks: Tensor, exponent: Tensor, finite: Tensor, spec: MXSpec, exponent_offsets: tuple[int, ...], forms: ModuleType
+    blocks: Tensor, exponent: Tensor, finite: Tensor, spec: MXSpec, exponent_offsets: tuple[int, ...], prims: Prims
 ) -> Tensor:
     """Of `exponent` with each offset added the one with the least sum of squared errors, of equal ones the first.
 
@@ -110,9 +109,9 @@ def _least_squares(
     bits = squared_error_bits(spec.block_size)
     candidates, totals = [_clamp(exponent + change, spec) for change in exponent_offsets], []
     for candidate in candidates:
-        v = _in_units(blocks, candidate, finite, rounding, forms)
-        rounded = forms.round_to_element(v, spec.element, rounding)
-        error = (v - rounded).abs() * forms.hold(_pow2(candidate - exponent))
+        v = _in_units(blocks, candidate, finite, rounding, prims)
+        rounded = prims.round_to_element(v, spec.element, rounding)
+        error = (v - rounded).abs() * prims.realize(_pow2(candidate - exponent))
         error = (error * 2.0 ** (bits - spec.element.emax - 1)).round().clamp(max=2.0**bits).to(torch.int64)
         totals.append((error * error).sum(spec.axis + 1, keepdim=True))
     best, least = candidates[0], totals[0]
@@ -122,21 +121,19 @@ def _least_squares(
     return best
 
 
-def _quantize_blocks(
-    x: Tensor, spec: MXSpec, random: Tensor | None, forms: ModuleType
-) -> tuple[Tensor, Tensor, Tensor]:
+def _quantize_blocks(x: Tensor, spec: MXSpec, random: Tensor | None, prims: Prims) -> tuple[Tensor, Tensor, Tensor]:
     """Exponent and finiteness (..., blocks, 1, ...), element values (..., blocks, block, ...) of the finite blocks."""
-    blocks = _to_blocks(forms.reuse(x).to(torch.float32), spec)
-    exponent, finite = shared_exponent(blocks, spec, forms)
+    blocks = _to_blocks(prims.realize_if_costly(x).to(torch.float32), spec)
+    exponent, finite = shared_exponent(blocks, spec, prims)
     if random is not None:
         random = _to_blocks(random, spec)
-    v = _in_units(blocks, exponent, finite, spec.rounding, forms)
-    return exponent, finite, forms.round_to_element(v, spec.element, spec.rounding, random)
+    v = _in_units(blocks, exponent, finite, spec.rounding, prims)
+    return exponent, finite, prims.round_to_element(v, spec.element, spec.rounding, random)
 
 
-def _in_units(blocks: Tensor, exponent: Tensor, finite: Tensor, rounding: str, forms: ModuleType) -> Tensor:
+def _in_units(blocks: Tensor, exponent: Tensor, finite: Tensor, rounding: str, prims: Prims) -> Tensor:
     """`blocks * 2**-exponent`, which may round to zero but where that would change what a directed rounding gives."""
-    v = _scale_by_pow2(blocks, -exponent, finite, forms)
+    v = _scale_by_pow2(blocks, -exponent, finite, prims)
     if not ROUNDINGS[rounding].directed:
         return v
     smallest = (blocks.view(torch.int32) & _SIGN | 1 << 23).view(torch.float32)  # +-2**-126
@@ -167,7 +164,7 @@ def _scale_bytes(exponent: Tensor, finite: Tensor, spec: MXSpec, length: int) ->
     return trim_axis(scale, spec.axis, -(-length // spec.block_size))
 
 
-def _scale_by_pow2(x: Tensor, exponent: Tensor, finite: Tensor, forms: ModuleType) -> Tensor:
+def _scale_by_pow2(x: Tensor, exponent: Tensor, finite: Tensor, prims: Prims) -> Tensor:
     """x * 2**exponent, or NaN where the block is not finite; exponent: int32 in [-252, 252].
 
     In two steps: one factor could be an fp32 subnormal, which the processor may flush to zero
@@ -175,4 +172,4 @@ def _scale_by_pow2(x: Tensor, exponent: Tensor, finite: Tensor, forms: ModuleTyp
     """
     half = exponent >> 1
     rest = torch.where(finite, _pow2(exponent - half), float("nan"))
-    return x * forms.hold(_pow2(half)) * forms.hold(rest)
+    return x * prims.realize(_pow2(half)) * prims.realize(rest)

@@ -19,19 +19,23 @@ _VALUES = 1 << 18
 
 
 def quantize(x: Tensor, spec: MXSpec, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-    return _by_slices(lambda x, *random: reference.quantize(x, spec, *random), spec.axis, x, *_random(x, seed))
+    def kernel(x: Tensor, random: Tensor | None = None) -> tuple[Tensor, ...]:
+        return reference.quantize(x, spec, random)
+
+    scale, codes = _by_slices(kernel, spec.axis, x, *_random(x, seed))
+    return scale, codes
 
 
 def dequantize(data: Tensor, scale: Tensor, spec: MXSpec, dtype: torch.dtype, length: int) -> Tensor:
-    def kernel(data: Tensor, scale: Tensor) -> tuple[Tensor]:
+    def kernel(data: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
         return (reference.dequantize(data, scale, spec, dtype, length),)
 
     return _by_slices(kernel, spec.axis, data, scale)[0]
 
 
 def fake_quantize(x: Tensor, spec: MXSpec, seed: Tensor | None) -> Tensor:
-    def kernel(x: Tensor, *random: Tensor) -> tuple[Tensor]:
-        return (reference.fake_quantize(x, spec, *random),)
+    def kernel(x: Tensor, random: Tensor | None = None) -> tuple[Tensor, ...]:
+        return (reference.fake_quantize(x, spec, random),)
 
     return _by_slices(kernel, spec.axis, x, *_random(x, seed))[0]
 

@@ -1,4 +1,4 @@
-"""Which kernel serves an eager call.
+"""The choice of the kernels that serve an eager call.
 
 Every kernel module has the functions of `pt2mx.kernels.reference_chunked`, takes inputs of any strides and at least one
 dimension, and gives contiguous outputs; all agree to the bit.
@@ -45,5 +45,5 @@ def _is_plain(x: Tensor) -> bool:
 
 @functools.cache
 def runs_triton(device: torch.device) -> bool:
-    """Whether Triton's kernels work on the device."""
+    """True if Triton's kernels work on the device."""
     return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)

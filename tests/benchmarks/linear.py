@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pt2mx import ELEMENTS, FORMATS, dequantize_mx, ops
-from pt2mx.kernels.gpu.mma_layout import to_fragments
+from pt2mx.kernels.gpu.mma_layout import to_mma_layout
 from pt2mx.ops.linear import linear_mx
-from pt2mx.ops.mma_layout import linear_mx_fragments
+from pt2mx.ops.mma_layout import linear_mx_mma_layout
 from tests.benchmarks.measure import Row, gpu_medians_in_turns, hardware, keep_heap, medians_in_turns, print_table
 
 _BLOCK = 32
@@ -104,12 +104,12 @@ def candidates(weight: Tensor, cache: int) -> Iterator[Candidate]:
             yield Candidate("linear_mx", name, ours, limit)
             yield Candidate("linear_mx", name, ours, limit, torch.float32)
         else:  # as lowering stores a weight on a GPU
-            fragments = copies(to_fragments(*packed[0], ELEMENTS[name], _BLOCK), cache)
+            fragments = copies(to_mma_layout(*packed[0], ELEMENTS[name], _BLOCK), cache)
 
             def lowered(x: Tensor, i: int, name: str = name, parts: list = fragments) -> Tensor:
-                return linear_mx_fragments(x, *parts[i % len(parts)], None, name, len(weight))
+                return linear_mx_mma_layout(x, *parts[i % len(parts)], None, name, len(weight))
 
-            yield Candidate("linear_mx_fragments", name, lowered, limit)
+            yield Candidate("linear_mx_mma_layout", name, lowered, limit)
         if name in _PEERS:
             torch._dynamo.reset()
             expression = torch.compile(inductor_expression(name, weight.shape[1]))

@@ -54,16 +54,18 @@ _loaded: list[tuple[ctypes.CDLL, ctypes.c_void_p] | None] = []  # what the one a
 
 
 def is_available() -> bool:
-    """Whether the kernels serve; the first call loads or builds them, and warns where that fails."""
-    return load() is not None
-
-
-def load() -> tuple[ctypes.CDLL, ctypes.c_void_p] | None:
-    """The library and torch's `torch_parallel_for`, or None."""
+    """True if the kernels serve; the first call loads or builds them, and warns where that fails."""
     if not _loaded:
         with _lock:
             if not _loaded:
                 _attempt()
+    return _loaded[0] is not None
+
+
+def load() -> tuple[ctypes.CDLL, ctypes.c_void_p]:
+    """Return the library and torch's `torch_parallel_for`; a RuntimeError where they are not available."""
+    if not is_available() or _loaded[0] is None:
+        raise RuntimeError("the C++ kernels of pt2mx are not available on this machine")
     return _loaded[0]
 
 
@@ -112,8 +114,8 @@ def _digest(content: bytes) -> str:
 
 
 def _is_sound(path: Path) -> bool:
-    """Whether a file of the cache holds what was written: loading a truncated library ends the process. Another one is
-    removed, where it can be."""
+    """True if a file of the cache holds what was written: loading a truncated library ends the process. Another one
+    is removed, where it can be."""
     with contextlib.suppress(OSError):
         if path.is_file() and _digest(path.read_bytes()) == path.stem.rpartition("-")[2]:
             return True

@@ -3,7 +3,7 @@
 Weights count with their exact values and sums are in fp32, each in one order whatever the number of threads. A few rows
 of x are multiplied by vectors; one row in bfloat16, with a weight of 4 or 6 bits, by products of pairs where the
 processor has AVX512_BF16. More rows in bfloat16 go through the matrix registers of AMX where the processor has
-them (subnormal values of x count as zero there, as in torch's own product), and else through `dense`.
+them (subnormal values of x count as zero there, as in torch's own product), and else through `dequantize_then_matmul`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def grouped_linear(x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, spec: M
 
 
 def _tiles(rows: int, n: int) -> int:
-    """How many times 32 rows of the weight go together: more of them reuse x, and each thread has some."""
+    """Return how many times 32 rows of the weight go together: more of them reuse x, and each thread has some."""
     return 1 if rows <= _MANY_ROWS else max(1, min(8, n // (64 * torch.get_num_threads())))
 
 
@@ -109,7 +109,7 @@ def _multiply(
 
 
 def _decoder(spec: MXSpec, k: int) -> tuple[int, int]:
-    """How cpp decodes rows of `k` values, and their block size: of one block as a whole, in whole groups."""
+    """Return how the C++ decodes rows of `k` values, and their block size: of one block as a whole, in whole groups."""
     block = spec.block_size if spec.block_size < k else -(-k // _GROUP) * _GROUP
     return _TABLE if block % _GROUP else _FORMATS.get(spec.element.name, _TABLE), block
 

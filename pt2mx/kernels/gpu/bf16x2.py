@@ -1,4 +1,4 @@
-"""Scales and codes of bfloat16 values, two an instruction, in Triton: what `gpu_blocks` computes in fp32, for elements
+"""Scales and codes of bfloat16 values, two an instruction, in Triton: what `blocks` computes in fp32, for elements
 that are floats and rounding to nearest even.
 
 A pair is two bfloat16 in one int32, the first in the low half. bfloat16 has fp32's exponents and eight significant
@@ -75,14 +75,14 @@ def amax_of_pairs(first, second):
 
 
 @triton.jit
-def code_words(first, second, byte, C: tl.constexpr):
-    """first, second: pairs, the values 0 and 1, and 2 and 3, of every four; byte: (lines) E8M0 -> words of four codes
+def code_words(first, second, scale, C: tl.constexpr):
+    """first, second: pairs, the values 0 and 1, and 2 and 3, of every four; scale: (lines) E8M0 -> words of four codes
     each, the first lowest."""
-    biased = 254 - byte
+    biased = 254 - scale
     factor = tl.expand_dims(tl.where(biased == 0, _TWO_TO_MINUS_127, biased << 7) * _TWICE, 1)
     v0, c0 = codes_of_pair(first, factor, C)
     v1, c1 = codes_of_pair(second, factor, C)
-    # a code in each byte, its sign, from the top of the values' halves, above it
+    # a code in each scale, its sign, from the top of the values' halves, above it
     magnitude: tl.constexpr = 0x01010101 * ((1 << (C.bits - 1)) - 1)
     words = (even_bytes(c0, c1) & magnitude) | ((odd_bytes(v0, v1) >> (8 - C.bits)) & ~magnitude)
     if C.word_bytes == 2:

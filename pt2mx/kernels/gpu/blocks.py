@@ -1,4 +1,4 @@
-"""The functions of `pt2mx.kernels.reference` on tiles of blocks (`gpu_tiles`), in Triton.
+"""The functions of `pt2mx.kernels.reference` on tiles of blocks (`pt2mx.kernels.gpu.tiles`), in Triton.
 
 Powers of two are built from their bits, and every product of a value and a power of two is exact or too small to
 matter, so that a fused multiply-add gives what the two operations give.
@@ -31,19 +31,19 @@ def maximum(a, b):
 
 @triton.jit
 def scale_of(parts, C: tl.constexpr):
-    """parts: tiles fp32 of the same lines -> E8M0 byte of the finite, int32, and whether a block is finite; (lines)."""
+    """parts: tiles fp32 of the same lines -> E8M0 scale of the finite, int32, and whether each block is; (lines)."""
     amax = tl.reduce(tl.abs(parts[0]), 1, maximum)
     for i in tl.static_range(tl.constexpr(1), tl.constexpr(len(parts))):
         amax = maximum(amax, tl.reduce(tl.abs(parts[i]), 1, maximum))
-    byte, finite = scale_of_amax(amax.to(tl.int32, bitcast=True) & _MAGNITUDE, C)
+    scale, finite = scale_of_amax(amax.to(tl.int32, bitcast=True) & _MAGNITUDE, C)
     if C.searches:
-        byte = least_squares(parts, byte, finite, C)
-    return byte, finite
+        scale = least_squares(parts, scale, finite, C)
+    return scale, finite
 
 
 @triton.jit
 def scale_of_amax(amax, C: tl.constexpr):
-    """amax: bits of the largest magnitudes in fp32 (lines) -> E8M0 byte before a search, and whether it is finite.
+    """amax: bits of the largest magnitudes in fp32 (lines) -> E8M0 scale before a search, and whether it is finite.
 
     The shift comes last: where the last step was a subtraction, ptxas (12.8, 13.0) paired those of the scales that a
     thread stores as bytes, and lost a pair of 32.
@@ -55,24 +55,24 @@ def scale_of_amax(amax, C: tl.constexpr):
 
 
 @triton.jit
-def least_squares(parts, byte, finite, C: tl.constexpr):
-    """Of `byte` with each offset added the one with the least sum of squared errors, of equal ones the first."""
-    best = clamp_scale(byte + C.exponent_offsets[0])
-    least = squared_error(parts, best, byte, finite, C)
+def least_squares(parts, scale, finite, C: tl.constexpr):
+    """Of `scale` with each offset added the one with the least sum of squared errors, of equal ones the first."""
+    best = clamp_scale(scale + C.exponent_offsets[0])
+    least = squared_error(parts, best, scale, finite, C)
     for i in tl.static_range(tl.constexpr(1), tl.constexpr(C.candidates)):
-        candidate = clamp_scale(byte + C.exponent_offsets[i])
-        total = squared_error(parts, candidate, byte, finite, C)
+        candidate = clamp_scale(scale + C.exponent_offsets[i])
+        total = squared_error(parts, candidate, scale, finite, C)
         best = tl.where(total < least, candidate, best)
         least = tl.minimum(total, least)
     return best
 
 
 @triton.jit
-def squared_error(parts, candidate, byte, finite, C: tl.constexpr):
+def squared_error(parts, candidate, scale, finite, C: tl.constexpr):
     """Sum over a block of the squared errors under the scale `candidate`, in whole units of 2**(emax + 1 - error_bits)
-    of the scale `byte`; (lines) int64."""
-    unit = tl.expand_dims(power_of_two(candidate - byte + (127 + C.error_bits - C.emax - 1)), 1)
-    total = tl.zeros_like(byte).to(tl.int64)
+    of the scale `scale`; (lines) int64."""
+    unit = tl.expand_dims(power_of_two(candidate - scale + (127 + C.error_bits - C.emax - 1)), 1)
+    total = tl.zeros_like(scale).to(tl.int64)
     for i in tl.static_range(tl.constexpr(len(parts))):
         v = in_units(parts[i], candidate, finite, C)
         p = round_magnitude(v, None, tl.constexpr(C.nearest), C)
@@ -83,8 +83,8 @@ def squared_error(parts, candidate, byte, finite, C: tl.constexpr):
 
 
 @triton.jit
-def clamp_scale(byte):
-    return tl.minimum(tl.maximum(byte, 0), MAX_SCALE)
+def clamp_scale(scale):
+    return tl.minimum(tl.maximum(scale, 0), MAX_SCALE)
 
 
 @triton.jit
@@ -104,9 +104,9 @@ def factor(biased, finite, C: tl.constexpr):
 
 
 @triton.jit
-def in_units(blocks, byte, finite, C: tl.constexpr):
+def in_units(blocks, scale, finite, C: tl.constexpr):
     """`blocks` in units of their scales, which may round to zero but where a directed rounding would see it."""
-    v = blocks * factor(MAX_SCALE - byte, finite, C)
+    v = blocks * factor(MAX_SCALE - scale, finite, C)
     if C.directed:
         bits = blocks.to(tl.int32, bitcast=True)
         smallest = (bits & _SIGN | 1 << 23).to(tl.float32, bitcast=True)  # +-2**-126
@@ -212,10 +212,10 @@ def random_at(seed, place):
 
 
 @triton.jit
-def rounded(part, byte, finite, seed, offsets, C: tl.constexpr):
+def rounded(part, scale, finite, seed, offsets, C: tl.constexpr):
     """part: tile fp32 -> the same in units of the scale, and magnitudes of the element."""
     random = None
     if C.random:
         random = random_at(seed, offsets)
-    v = in_units(part, byte, finite, C)
+    v = in_units(part, scale, finite, C)
     return v, round_magnitude(v, random, tl.constexpr(C.rounding), C)

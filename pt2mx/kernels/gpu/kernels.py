@@ -1,4 +1,4 @@
-"""The Triton kernels: each loads a tile (`gpu_tiles`), computes (`gpu_blocks`) and stores.
+"""The Triton kernels: each loads a tile (`tiles`), computes (`blocks`) and stores.
 
 Arguments: `n` and `inner` of the tensor, seen as (outer, n, inner); `size`, the bytes of data along the axis; `lines`,
 how many the tensor has; `seed`, () int64, of a random rounding.
@@ -29,35 +29,35 @@ from pt2mx.kernels.gpu.tiles import part_offsets, tile_lines, tile_offsets, word
 def fake_quantize_kernel(x, y, seed, n, inner, lines, C: tl.constexpr):
     offsets, mask = tile_offsets(n, inner, lines, C.block, C.tile, 1, C)
     blocks = load_values(x, offsets, mask)
-    byte, finite = scale_of((blocks,), C)
-    v, p = rounded(blocks, byte, finite, seed, offsets, C)
-    tl.store(y + offsets, (with_sign(p, v, C) * factor(byte, finite, C)).to(y.dtype.element_ty), mask=mask)
+    scale, finite = scale_of((blocks,), C)
+    v, p = rounded(blocks, scale, finite, seed, offsets, C)
+    tl.store(y + offsets, (with_sign(p, v, C) * factor(scale, finite, C)).to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def quantize_kernel(x, data, scale, seed, n, size, inner, lines, C: tl.constexpr):
+def quantize_kernel(x, codes, scales, seed, n, size, inner, lines, C: tl.constexpr):
     offsets, mask = part_offsets(n, inner, lines, 0, C)
     parts = (load_values(x, offsets, mask),)
     for i in tl.static_range(tl.constexpr(1), tl.constexpr(C.parts)):
         offsets, mask = part_offsets(n, inner, lines, i, C)
         parts = parts + (load_values(x, offsets, mask),)
-    byte, finite = scale_of(parts, C)
+    scale, finite = scale_of(parts, C)
     first, line = tile_lines(C)
-    tl.store(scale + first + line, tl.where(finite, byte, NAN_SCALE).to(tl.uint8), mask=first + line < lines)
+    tl.store(scales + first + line, tl.where(finite, scale, NAN_SCALE).to(tl.uint8), mask=first + line < lines)
     for i in tl.static_range(tl.constexpr(C.parts)):
         offsets, mask = part_offsets(n, inner, lines, i, C)
-        v, p = rounded(parts[i], byte, finite, seed, offsets, C)
+        v, p = rounded(parts[i], scale, finite, seed, offsets, C)
         if i == 0:
             words = encode(p, v, C)
         else:
             words |= encode(p, v, C) << (C.bits * i)
     if not C.strided:
         words = pack(words, C)
-    store_words(data, words, finite, size, inner, lines, C)
+    store_words(codes, words, finite, size, inner, lines, C)
 
 
 @triton.jit
-def quantize_pairs_kernel(x, data, scale, n, size, inner, lines, C: tl.constexpr):
+def quantize_bf16x2_kernel(x, codes, scales, n, size, inner, lines, C: tl.constexpr):
     """`quantize_kernel` of bfloat16 values, two an instruction."""
     first, line = tile_lines(C)
     if C.strided:
@@ -68,21 +68,21 @@ def quantize_pairs_kernel(x, data, scale, n, size, inner, lines, C: tl.constexpr
         mask = tl.expand_dims(first + line < lines, 1)
         pairs = tl.load(x.to(tl.pointer_type(tl.int32)) + offsets, mask=mask, other=0)
         low, high = tl.split(tl.reshape(pairs, [C.lines, PAIRS // 2, 2]))
-    byte, finite = scale_of_amax(amax_of_pairs(low, high), C)
-    tl.store(scale + first + line, tl.where(finite, byte, NAN_SCALE).to(tl.uint8), mask=first + line < lines)
-    store_words(data, code_words(low, high, byte, C), finite, size, inner, lines, C)
+    scale, finite = scale_of_amax(amax_of_pairs(low, high), C)
+    tl.store(scales + first + line, tl.where(finite, scale, NAN_SCALE).to(tl.uint8), mask=first + line < lines)
+    store_words(codes, code_words(low, high, scale, C), finite, size, inner, lines, C)
 
 
 @triton.jit
-def dequantize_kernel(data, scale, y, n, size, inner, lines, C: tl.constexpr):
+def dequantize_kernel(codes, scales, y, n, size, inner, lines, C: tl.constexpr):
     offsets, mask = word_offsets(size, inner, lines, C)
-    words = tl.load(data + offsets, mask=mask, other=0).to(tl.int32)
+    words = tl.load(codes + offsets, mask=mask, other=0).to(tl.int32)
     for i in tl.static_range(tl.constexpr(1), tl.constexpr(C.word_bytes)):
         offsets += inner
-        words |= tl.load(data + offsets, mask=mask, other=0).to(tl.int32) << (8 * i)
+        words |= tl.load(codes + offsets, mask=mask, other=0).to(tl.int32) << (8 * i)
     first, line = tile_lines(C)
-    byte = tl.load(scale + first + line, mask=first + line < lines, other=0).to(tl.int32)
-    factors = factor(byte, byte != NAN_SCALE, C)
+    scale = tl.load(scales + first + line, mask=first + line < lines, other=0).to(tl.int32)
+    factors = factor(scale, scale != NAN_SCALE, C)
     if not C.strided:
         words = unpack(words, C)
     for i in tl.static_range(tl.constexpr(C.parts)):
@@ -95,8 +95,8 @@ def dequantize_kernel(data, scale, y, n, size, inner, lines, C: tl.constexpr):
 def clip_gradient_kernel(grad, x, y, n, inner, lines, C: tl.constexpr):
     offsets, mask = tile_offsets(n, inner, lines, C.block, C.tile, 1, C)
     blocks = load_values(x, offsets, mask)
-    byte, finite = scale_of((blocks,), C)
-    v = blocks * factor(MAX_SCALE - byte, finite, C)
+    scale, finite = scale_of((blocks,), C)
+    v = blocks * factor(MAX_SCALE - scale, finite, C)
     passed = tl.load(grad + offsets, mask=mask, other=0.0)
     tl.store(y + offsets, tl.where((v > C.max_normal) | (v < C.lowest), 0.0, passed), mask=mask)
 
@@ -145,24 +145,24 @@ def unpack(words, C: tl.constexpr):
 
 
 @triton.jit
-def store_words(data, words, finite, size, inner, lines, C: tl.constexpr):
+def store_words(codes, words, finite, size, inner, lines, C: tl.constexpr):
     """Store words of packed codes, zeros for the blocks that are not finite."""
     words = tl.where(tl.expand_dims(finite, 1), words, 0)
     if C.streams:
-        store_stream(data, words, lines, C)
+        store_stream(codes, words, lines, C)
     else:
         offsets, mask = word_offsets(size, inner, lines, C)
         for i in tl.static_range(tl.constexpr(C.word_bytes)):
-            tl.store(data + offsets, (words >> (8 * i)).to(tl.uint8), mask=mask)
+            tl.store(codes + offsets, (words >> (8 * i)).to(tl.uint8), mask=mask)
             offsets += inner
 
 
 @triton.jit
-def store_stream(data, words, lines, C: tl.constexpr):
-    """Store words of four codes, 2 to 4 bytes each, as a stream of 4-byte integers."""
+def store_stream(codes, words, lines, C: tl.constexpr):
+    """Store words of four codes, 2 to 4 bytes each, as a stream of 4-scale integers."""
     first, _line = tile_lines(C)
     existing = tl.minimum(lines - first, C.lines)
-    stream = data.to(tl.pointer_type(tl.int32))
+    stream = codes.to(tl.pointer_type(tl.int32))
     # words to a group, which is whole integers
     WORDS: tl.constexpr = 4 if C.word_bytes == 3 else 4 // C.word_bytes
     GROUPS: tl.constexpr = C.tile_words // WORDS

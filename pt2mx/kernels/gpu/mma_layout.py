@@ -1,12 +1,13 @@
-"""The order in which `gpu_linear` keeps the codes of a weight: that of the tensor cores' fragments, bits included.
+"""The order in which a GPU keeps the codes of a weight: the layout of its tensor cores' operands, bits included.
 
-A warp multiplies tiles of 16 rows. Of a tile, thread 4 * g + t of PTX's `mma.m16n8k16` holds rows g and g + 8; which
-values along K is free as long as it is the same for x, so that each thread takes `VALUES` consecutive ones. A tile's
-codes lie so that each load of a warp is 512 bytes in a row.
+A warp multiplies tiles of 16 rows. Of a tile, thread 4 * g + t of PTX's `mma.m16n8k16` (PTX ISA, "Matrix Fragments for
+mma.m16n8k16") holds rows g and g + 8. The order of the values along K is free as long as x has the same one, so each
+thread takes `Fragment.values` consecutive values. Each load of a warp reads 512 consecutive bytes. Marlin (Frantar et
+al., 2024) reorders INT4 weights in this way.
 
-Codes of 8 bits that the instructions of a GPU convert lie as they are. The bits of other elements are spread over the
-words so that most pairs of values are one mask away from a pair of bfloat16: sign and magnitude at their places, which
-gives the value times a power of two, subnormals included.
+Codes that the GPU converts by an instruction stay bytes. The bits of other codes are spread over words so that a mask,
+and for some a shift, gives a pair of bfloat16 of the same sign, exponent field and mantissa: the value times a power of
+two, subnormals included (`exponent_shift`). `_BITS` draws where each bit goes.
 """
 
 from __future__ import annotations
@@ -19,11 +20,31 @@ from torch import Tensor
 from pt2mx.formats import ELEMENTS, ElementFormat
 from pt2mx.kernels.axis import pad_axis
 from pt2mx.kernels.elements import decode
-from pt2mx.kernels.gpu.bytes import FROM_BYTES
 from pt2mx.kernels.packing import unpack
 
-ROWS, THREADS = 16, 32
-_PLACES_OF_K = 4  # threads that share a row
+ROWS = 16  # of a tile
+_K_THREADS = 4  # threads of a warp that share a row
+_BF16_BIAS, _BF16_MANTISSA_BITS = 127, 7
+
+#: elements whose bytes `mma_decode` converts by instructions
+CONVERTED = ("fp8_e4m3", "fp8_e5m2", "int8", "int8_full")
+
+#: element -> the words of a group, one a row: what bits 15 to 0 of each half of a word hold. "s2" is the sign of pair
+#: 2, "e2" and "m2" are bits of its exponent and mantissa, the highest first; the low half holds the first of the two
+#: values. Pairs whose bits stand as in a bfloat16 take one mask each; the other pairs take the bits that are left over.
+_BITS = {
+    "fp4_e2m1": """
+        s0 s6 s7 s1 e6 e6 s2 e0 e0 m0 e1 e1 m1 e2 e2 m2
+        s3 e7 e7 s4 m7 m6 s5 e3 e3 m3 e4 e4 m4 e5 e5 m5""",
+    "fp6_e3m2": """
+        s0 e6 e6 e6 m6 s1 e0 e0 e0 m0 m0 e1 e1 e1 m1 m1
+        s2 e7 e7 e7 m7 s3 e2 e2 e2 m2 m2 e3 e3 e3 m3 m3
+        s4 s6 m6 s7 m7 s5 e4 e4 e4 m4 m4 e5 e5 e5 m5 m5""",
+    "fp6_e2m3": """
+        s0 s3 e3 e3 m3 m3 m3 e0 e0 m0 m0 m0 e6 e6 m6 m6
+        s1 s4 e4 e4 m4 m4 m4 e1 e1 m1 m1 m1 e7 e7 m7 m7
+        s2 s5 e5 e5 m5 m5 m5 e2 e2 m2 m2 m2 s6 m6 s7 m7""",
+}
 
 
 class Piece(NamedTuple):
@@ -35,9 +56,9 @@ class Piece(NamedTuple):
 
 
 class Fragment(NamedTuple):
-    """What one thread holds of a row at a time: `values` in `words` of 32 bits, with `scales` of them.
+    """The part of a row that one thread holds at a time: `values` codes in `words` of 32 bits, with `scales` scales.
 
-    `pairs`: for elements whose bits are spread the pieces of each pair of a group of values; the low half is the first.
+    `pairs`: where the bits are spread, the pieces of each pair of values of a group; the low half is the first value.
     """
 
     values: int
@@ -46,98 +67,92 @@ class Fragment(NamedTuple):
     pairs: tuple[tuple[Piece, ...], ...] = ()
 
     @property
-    def step(self) -> int:
+    def k_step(self) -> int:
         """Values along K that the threads of a warp hold at a time."""
-        return _PLACES_OF_K * self.values
+        return _K_THREADS * self.values
+
+    @property
+    def group_words(self) -> int:
+        """Words that hold whole pairs together."""
+        return 1 + max(piece.word for pieces in self.pairs for piece in pieces)
 
 
-def _direct(words: int, shifts: tuple[int, ...], mask: int) -> tuple[tuple[Piece, ...], ...]:
-    return tuple((Piece(word, shift, mask),) for word in range(words) for shift in shifts)
+def _fragment(element: ElementFormat) -> Fragment:
+    values = 64 if element.bits == 6 else 32  # as few as fill whole vectors of four words
+    pairs = () if element.name in CONVERTED else _pairs(element)
+    return Fragment(values, values * element.bits // 32, values // 32, pairs)
 
 
-def _of_bytes(element: ElementFormat) -> Fragment:
-    """Of an element of 8 bits: where it is spread, one word to four values."""
-    if element.name in FROM_BYTES:
-        return Fragment(values=32, words=8, scales=1)
+def _pairs(element: ElementFormat) -> tuple[tuple[Piece, ...], ...]:
+    """Read the drawing of an element: each bit goes to its place in a bfloat16."""
+    rows = (
+        [row.split() for row in _BITS[element.name].splitlines() if row] if element.bits < 8 else [_byte_bits(element)]
+    )
+    places: dict[int, list[tuple[int, int]]] = {}  # pair -> word and bit of its sign, then of exponent and mantissa
+    for word, row in enumerate(rows):
+        for bit, name in zip(range(15, -1, -1), row, strict=True):
+            own = places.setdefault(int(name[1:]), [])
+            own.insert(0 if name[0] == "s" else len(own), (word, bit))
+    top = _BF16_MANTISSA_BITS + element.bits - 2 - element.mantissa_bits
+    pairs = []
+    for _, own in sorted(places.items()):
+        masks: dict[tuple[int, int], int] = {}
+        for (word, bit), target in zip(own, (15, *range(top, -1, -1)), strict=False):
+            masks[word, target - bit] = masks.get((word, target - bit), 0) | 1 << target
+        pairs.append(tuple(Piece(word, left, mask) for (word, left), mask in masks.items()))
+    return tuple(pairs)
+
+
+def _byte_bits(element: ElementFormat) -> list[str]:
+    """The drawing of an element of 8 bits: pair 0 in place, around it the bits of pair 1."""
     m = element.mantissa_bits
-    low = Piece(0, 7 - m, (1 << 14 - 2 * m) - (1 << 7 - m))  # of the magnitude the lowest 7 - m bits, then the others
-    high = Piece(0, -m, (1 << 14 - m) - (1 << 14 - 2 * m))
-    second = (low, *([high] if m else []), Piece(0, 1, 0x8000))
-    return Fragment(32, 8, 1, (*_direct(1, (0,), 0x8000 | 0x7F << 7 - m), second))
+    return ["s0", "s1", *["e1"] * m, *["e0"] * 7, *["m1"] * (7 - m)]
 
 
-#: element -> fragment. What the pairs in place leave over of the words holds the others, in pieces.
-FRAGMENTS = {
-    "fp4_e2m1": Fragment(
-        values=32,
-        words=4,
-        scales=1,
-        pairs=_direct(2, (0, 3, 6), 0x81C0)
-        + (
-            (Piece(0, -3, 0x0180), Piece(0, 1, 0x8000), Piece(1, -4, 0x0040)),
-            (Piece(1, -6, 0x0180), Piece(0, 2, 0x8000), Piece(1, -5, 0x0040)),
-        ),
-    ),
-    "fp6_e3m2": Fragment(
-        values=64,
-        words=12,
-        scales=2,
-        pairs=_direct(3, (0, 5), 0x83E0)
-        + (
-            (Piece(0, -5, 0x03C0), Piece(2, 1, 0x8000), Piece(2, -8, 0x0020)),
-            (Piece(1, -5, 0x03C0), Piece(2, 3, 0x8000), Piece(2, -6, 0x0020)),
-        ),
-    ),
-    "fp6_e2m3": Fragment(
-        values=64,
-        words=12,
-        scales=2,
-        pairs=_direct(3, (0,), 0x81F0)
-        + tuple((Piece(word, -5, 0x01F0), Piece(word, 1, 0x8000)) for word in range(3))
-        + (
-            (Piece(0, 5, 0x01E0), Piece(2, 12, 0x8000), Piece(2, 2, 0x0010)),
-            (Piece(1, 5, 0x01E0), Piece(2, 14, 0x8000), Piece(2, 4, 0x0010)),
-        ),
-    ),
-    **{name: _of_bytes(element) for name, element in ELEMENTS.items() if element.bits == 8},
-}
-_BF16_BIAS, _BF16_MANTISSA_BITS = 127, 7
+#: element -> fragment
+FRAGMENTS = {name: _fragment(e) for name, e in ELEMENTS.items() if name in _BITS or e.bits == 8}
 
 
 def exponent_shift(element: ElementFormat) -> int:
-    """log2 of what the pairs of an element have to be multiplied with."""
+    """Return log2 of the factor that turns the spread pairs of an element into its values."""
     return _BF16_BIAS - element.bias if FRAGMENTS[element.name].pairs else 0
-
-
-def to_fragments(data: Tensor, scale: Tensor, element: ElementFormat, block_size: int) -> tuple[Tensor, Tensor] | None:
-    """The codes and scales of a weight in the order of fragments.
-
-    Args:
-        data, scale: (N, bytes), (N, ceil(K / block_size)) uint8, of a K that 8 divides.
-
-    Returns:
-        (tiles, steps, 2, words / 4, 32, 16) and (tiles, steps, 2, scales, 32) uint8: the vectors of 16 bytes of each
-        thread, for rows g and g + 8, and its scales; the rest of the last tile and step is zeros. None where the
-        product could not be exact: for another format, a NaN, an infinity, a block size that 32 does not divide, or
-        scales so large that a bfloat16 cannot hold their product with the power of two above.
-    """
-    fragment = FRAGMENTS.get(element.name)
-    if fragment is None or block_size % 32 or data.dim() != 2 or not data.numel():
-        return None
-    parts = []
-    for rows in zip(data.split(_ROWS_AT_A_TIME), scale.split(_ROWS_AT_A_TIME), strict=True):
-        parts.append(_rows_to_fragments(*rows, element, block_size))
-        if parts[-1] is None:
-            return None
-    return tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))
 
 
 _ROWS_AT_A_TIME = 256 * ROWS  # the codes are integers of 8 bytes on the way
 
 
-def _rows_to_fragments(data: Tensor, scale: Tensor, element: ElementFormat, block_size: int) -> tuple | None:
+def to_mma_layout(
+    codes: Tensor, scale: Tensor, element: ElementFormat, block_size: int
+) -> tuple[Tensor, Tensor] | None:
+    """Reorder the packed codes and the scales of a weight for the GPU's products.
+
+    Args:
+        codes, scale: (N, bytes), (N, ceil(K / block_size)) uint8, of a K that 8 divides.
+
+    Returns:
+        (n_tiles, k_steps, 2, words / 4, 32, 16) and (n_tiles, k_steps, 2, scales, 32) uint8: the vectors of 16 bytes of
+        each thread, for rows g and g + 8, and its scales; the last tile and step are filled with zeros. None where the
+        product could not be exact: for another format, a NaN, an infinity, a block size that 32 does not divide, or
+        scales so large that a bfloat16 cannot hold their product with the power of two above.
+    """
+    fragment = FRAGMENTS.get(element.name)
+    if fragment is None or block_size % 32 or codes.dim() != 2 or not codes.numel():
+        return None
+    parts = []
+    for rows in zip(codes.split(_ROWS_AT_A_TIME), scale.split(_ROWS_AT_A_TIME), strict=True):
+        part = _rows_to_mma_layout(*rows, element, block_size)
+        if part is None:
+            return None
+        parts.append(part)
+    words, scales = zip(*parts, strict=True)
+    return torch.cat(words), torch.cat(scales)
+
+
+def _rows_to_mma_layout(
+    packed: Tensor, scale: Tensor, element: ElementFormat, block_size: int
+) -> tuple[Tensor, Tensor] | None:
     fragment = FRAGMENTS[element.name]
-    codes = unpack(data, 1, element.bits)  # (N, K') int32
+    codes = unpack(packed, 1, element.bits)  # (N, K') int32
     magnitude = codes & (1 << (element.bits - 1)) - 1
     scale = scale.repeat_interleave(block_size // 32, 1)[:, : -(-codes.shape[1] // 32)].to(torch.int32)
     blocks = pad_axis(codes if element.is_int else magnitude, 1, 32).unflatten(1, (-1, 32))
@@ -145,38 +160,34 @@ def _rows_to_fragments(data: Tensor, scale: Tensor, element: ElementFormat, bloc
     special = magnitude > element.max_code if element.has_nan or element.has_inf else lost
     if bool((scale > 254 - exponent_shift(element)).any() | lost.any() | special.any()):
         return None
-    codes = pad_axis(pad_axis(codes, 0, ROWS), 1, fragment.step)
-    scale = pad_axis(pad_axis(scale, 0, ROWS), 1, _PLACES_OF_K * fragment.scales)
-    words = _spread(codes, fragment, element) if fragment.pairs else _bytes(codes)
-    words = words.view(-1, 2, 8, codes.shape[1] // fragment.step, _PLACES_OF_K, fragment.words // 4, 4)
-    words = words.permute(0, 3, 1, 5, 2, 4, 6)  # (tiles, steps, 2, vectors, 8, 4, 4)
-    scale = scale.view(-1, 2, 8, codes.shape[1] // fragment.step, _PLACES_OF_K, fragment.scales)
+    codes = pad_axis(pad_axis(codes, 0, ROWS), 1, fragment.k_step)
+    scale = pad_axis(pad_axis(scale, 0, ROWS), 1, _K_THREADS * fragment.scales)
+    words = _spread(codes, fragment, element) if fragment.pairs else codes.to(torch.uint8).view(torch.int32)
+    words = words.view(-1, 2, 8, codes.shape[1] // fragment.k_step, _K_THREADS, fragment.words // 4, 4)
+    words = words.permute(0, 3, 1, 5, 2, 4, 6)  # (n_tiles, k_steps, 2, vectors, 8, 4, 4)
+    scale = scale.view(-1, 2, 8, codes.shape[1] // fragment.k_step, _K_THREADS, fragment.scales)
     scale = scale.permute(0, 3, 1, 5, 2, 4).to(torch.uint8)
     return words.contiguous().view(torch.uint8).flatten(4, 5), scale.flatten(4, 5).contiguous()
 
 
-def from_fragments(data: Tensor, scale: Tensor, element: ElementFormat, n: int, k: int) -> Tensor:
-    """The weight that `to_fragments` took, (n, k) bfloat16; the definition of what the kernels read."""
-    fragment, (tiles, steps) = FRAGMENTS[element.name], data.shape[:2]
-    words = data.view(torch.int32).view(tiles, steps, 2, fragment.words // 4, 8, _PLACES_OF_K, 4)
-    words = words.permute(0, 2, 4, 1, 5, 3, 6).reshape(tiles * ROWS, -1)  # (N, K * bits / 32)
-    scale = scale.view(tiles, steps, 2, fragment.scales, 8, _PLACES_OF_K).permute(0, 2, 4, 1, 5, 3)
-    scale = scale.reshape(tiles * ROWS, -1).to(torch.int32) + exponent_shift(element)  # (N, K / 32)
+def from_mma_layout(codes: Tensor, scale: Tensor, element: ElementFormat, n: int, k: int) -> Tensor:
+    """Return the weight that `to_mma_layout` took, (n, k) bfloat16: the definition of what the kernels read."""
+    fragment, (n_tiles, k_steps) = FRAGMENTS[element.name], codes.shape[:2]
+    words = codes.view(torch.int32).view(n_tiles, k_steps, 2, fragment.words // 4, 8, _K_THREADS, 4)
+    words = words.permute(0, 2, 4, 1, 5, 3, 6).reshape(n_tiles * ROWS, -1)  # (N, K * bits / 32)
+    scale = scale.view(n_tiles, k_steps, 2, fragment.scales, 8, _K_THREADS).permute(0, 2, 4, 1, 5, 3)
+    scale = scale.reshape(n_tiles * ROWS, -1).to(torch.int32) + exponent_shift(element)  # (N, K / 32)
     if fragment.pairs:
-        values = _together(words, fragment).view(torch.bfloat16).to(torch.float32)
+        values = gather_bits(words, fragment).view(torch.bfloat16).to(torch.float32)
     else:
         values = decode(words.view(torch.uint8).to(torch.int32), element)
     factors = torch.where(scale == 0, 0.0, (scale << 23).view(torch.float32))
     return (values.unflatten(1, (-1, 32)) * factors[..., None]).flatten(1)[:n, :k].to(torch.bfloat16)
 
 
-def _words_of_group(fragment: Fragment) -> int:
-    return 1 + max(piece.word for pieces in fragment.pairs for piece in pieces)
-
-
-def _together(words: Tensor, fragment: Fragment) -> Tensor:
+def gather_bits(words: Tensor, fragment: Fragment) -> Tensor:
     """words: (N, K * bits / 32) int32 -> the bits of bfloat16, (N, K) int16."""
-    words = words.to(torch.int64).unflatten(1, (-1, _words_of_group(fragment)))
+    words = words.to(torch.int64).unflatten(1, (-1, fragment.group_words))
     halves = torch.stack([words & 0xFFFF, words >> 16 & 0xFFFF], -1)  # (N, groups, words, 2)
     pairs = []
     for pieces in fragment.pairs:
@@ -189,16 +200,12 @@ def _together(words: Tensor, fragment: Fragment) -> Tensor:
     return torch.where(bits < 1 << 15, bits, bits - (1 << 16)).to(torch.int16)
 
 
-def _bytes(codes: Tensor) -> Tensor:
-    return codes.to(torch.uint8).view(torch.int32)
-
-
 def _spread(codes: Tensor, fragment: Fragment, element: ElementFormat) -> Tensor:
     """codes: (N, K) int32 -> (N, K * bits / 32) int32."""
     last = _BF16_MANTISSA_BITS - element.mantissa_bits
     magnitude, sign = codes & (1 << (element.bits - 1)) - 1, codes >> (element.bits - 1)
     pairs = (magnitude << last | sign << 15).to(torch.int64).unflatten(1, (-1, len(fragment.pairs), 2))
-    words = pairs.new_zeros((*pairs.shape[:2], _words_of_group(fragment), 2))
+    words = pairs.new_zeros((*pairs.shape[:2], fragment.group_words, 2))
     for i, pieces in enumerate(fragment.pairs):
         for piece in pieces:
             bits = pairs[:, :, i] & piece.mask
@@ -206,35 +213,3 @@ def _spread(codes: Tensor, fragment: Fragment, element: ElementFormat) -> Tensor
             words[:, :, piece.word] |= bits
     words = words[..., 0] | words[..., 1] << 16
     return torch.where(words < 1 << 31, words, words - (1 << 32)).to(torch.int32).flatten(1)
-
-
-def decode_ptx(element: ElementFormat) -> str:
-    """PTX for a thread's fragment: from its words, then 4 equal registers with each scale as a pair of bfloat16 (times
-    two to the `exponent_shift`), to a pair of bfloat16 for each two values."""
-    fragment = FRAGMENTS[element.name]
-    outputs = fragment.values // 2
-    words = [f"${outputs + i}" for i in range(fragment.words)]
-    pairs = _from_pieces(fragment, words) if fragment.pairs else FROM_BYTES[element.name](words)
-    lines = [".reg .b32 h, a, u, r, none, minus;", ".reg .b16 lo, hi;", ".reg .f32 x, y;"]
-    lines += ["mov.b32 none, 0x80008000;", "mov.b32 minus, 0xBF80BF80;"]
-    for i, pair in enumerate(pairs):  # leaves it in r
-        scale = f"${outputs + fragment.words + 4 * (i * fragment.scales // outputs)}"
-        lines += [*pair, f"fma.rn.bf16x2 ${i}, r, {scale}, none;"]  # a product alone needs sm_90
-    return "{\n" + "\n".join(lines) + "\n}"
-
-
-def _from_pieces(fragment: Fragment, words: list[str]) -> list[list[str]]:
-    size = _words_of_group(fragment)
-    pairs = []
-    for first in range(0, len(words), size):
-        for pieces in fragment.pairs:
-            lines = []
-            for i, (word, left, mask) in enumerate(pieces):
-                source = words[first + word]
-                if left:
-                    shift = f"shl.b32 u, {source}, {left};" if left > 0 else f"shr.u32 u, {source}, {-left};"
-                    lines, source = [*lines, shift], "u"
-                twice = f"0x{mask << 16 | mask:08X}"
-                lines.append(f"lop3.b32 r, {source}, {twice}, r, 0xEA;" if i else f"and.b32 r, {source}, {twice};")
-            pairs.append(lines)
-    return pairs

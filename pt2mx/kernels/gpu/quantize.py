@@ -1,4 +1,4 @@
-"""The kernels on an NVIDIA GPU, in Triton: each one pass over memory. The device code is in `gpu_kernels`.
+"""The kernels on an NVIDIA GPU, in Triton: each one pass over memory. The device code is in `kernels`.
 
 They do not wait for the device and can be captured in a CUDA graph; they run on the tensor's device and the current
 stream. Blocks of more than `_LARGEST_BLOCK` values, which no program could hold in its registers, go to
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pt2mx.kernels import packing, reference_chunked
 from pt2mx.kernels.axis import resized
-from pt2mx.kernels.gpu import kernels as gpu_kernels
+from pt2mx.kernels.gpu import kernels
 from pt2mx.kernels.gpu.tiles import Constants
 from pt2mx.kernels.reference import squared_error_bits
 from pt2mx.modes import ROUNDINGS, SCALE_MODES
@@ -29,7 +29,7 @@ _LARGEST_BLOCK = 4096
 
 
 class Tile(NamedTuple):
-    """How a program works: values of its tile, warps, and, where inner is not 1, neighbours along inner a thread."""
+    """The work of a program: values of its tile, warps, and, where inner is not 1, neighbours along inner a thread."""
 
     values: int
     warps: int
@@ -41,7 +41,7 @@ _FAKE_QUANTIZE = {False: Tile(4096, 4), True: Tile(4096, 2, 8)}
 _DEQUANTIZE = {False: Tile(1024, 1), True: Tile(8192, 2, 8)}
 _QUANTIZE = {False: Tile(2048, 1), True: Tile(4096, 1, 4)}
 _QUANTIZE_PACKED = {False: Tile(4096, 4), True: Tile(4096, 1, 4)}
-_QUANTIZE_PAIRS = {False: Tile(2048, 1), True: Tile(4096, 1, 4)}
+_QUANTIZE_BF16X2 = {False: Tile(2048, 1), True: Tile(4096, 1, 4)}
 #: of all where the scale is searched for or the rounding is random: much code for each value
 _LONG = {False: Tile(1024, 4), True: Tile(2048, 2)}
 #: values of a thread where a block needs more than the tile has
@@ -49,37 +49,38 @@ _VALUES_PER_THREAD = 128
 
 
 def quantize(x: Tensor, spec: MXSpec, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-    """x: (..., n, ...) -> scale (..., ceil(n / block), ...) uint8, data (..., bytes, ...) uint8."""
+    """x: (..., n, ...) -> scale (..., ceil(n / block), ...) uint8, codes (..., bytes, ...) uint8."""
     if not _holds(spec, x.shape[spec.axis]):
         return reference_chunked.quantize(x, spec, seed)
     x, length = x.contiguous(), x.shape[spec.axis]
     bits = spec.element.bits if _packs(spec, length) else 8
     size = packing.packed_length(length, bits)
-    data = x.new_empty(resized(x, spec.axis, size), dtype=torch.uint8)
+    codes = x.new_empty(resized(x, spec.axis, size), dtype=torch.uint8)
     scale = x.new_empty(resized(x, spec.axis, -(-length // spec.block_size)), dtype=torch.uint8)
-    kernel, tiles, word, seeds = gpu_kernels.quantize_kernel, _QUANTIZE, packing.group_of(bits), (seed,)
-    if _in_pairs(x, spec):
-        kernel, tiles, word, seeds = gpu_kernels.quantize_pairs_kernel, _QUANTIZE_PAIRS, _four(bits), ()
+    seeds: tuple[Tensor | None, ...] = (seed,)
+    kernel, tiles, word = kernels.quantize_kernel, _QUANTIZE, packing.group_of(bits)
+    if _suits_bf16x2(x, spec):
+        kernel, tiles, word, seeds = kernels.quantize_bf16x2_kernel, _QUANTIZE_BF16X2, _four(bits), ()
     elif packing.is_packed(bits):
         tiles, word = _QUANTIZE_PACKED, _four(bits) if _streams(x, spec) else word
-    _launch(kernel, tiles, x.shape, spec, word, x, data, scale, *seeds, length, size)
+    _launch(kernel, tiles, x.shape, spec, word, x, codes, scale, *seeds, length, size)
     if bits != spec.element.bits:
-        data = packing.pack(data.to(torch.int32), spec.axis, spec.element.bits)
-    return scale, data
+        codes = packing.pack(codes.to(torch.int32), spec.axis, spec.element.bits)
+    return scale, codes
 
 
-def dequantize(data: Tensor, scale: Tensor, spec: MXSpec, dtype: torch.dtype, length: int) -> Tensor:
-    """data: (..., bytes, ...) uint8, scale: (..., ceil(length / block), ...) uint8 -> (..., length, ...) `dtype`."""
+def dequantize(codes: Tensor, scale: Tensor, spec: MXSpec, dtype: torch.dtype, length: int) -> Tensor:
+    """codes: (..., bytes, ...) uint8, scale: (..., ceil(length / block), ...) uint8 -> (..., length, ...) `dtype`."""
     if not _holds(spec, length):
-        return reference_chunked.dequantize(data, scale, spec, dtype, length)
+        return reference_chunked.dequantize(codes, scale, spec, dtype, length)
     bits = spec.element.bits
     if not _packs(spec, length):
-        data, bits = packing.unpack(data, spec.axis, bits).narrow(spec.axis, 0, length).to(torch.uint8), 8
-    data, scale = data.contiguous(), scale.contiguous()
-    y = data.new_empty(resized(data, spec.axis, length), dtype=dtype)
-    size = data.shape[spec.axis]
+        codes, bits = packing.unpack(codes, spec.axis, bits).narrow(spec.axis, 0, length).to(torch.uint8), 8
+    codes, scale = codes.contiguous(), scale.contiguous()
+    y = codes.new_empty(resized(codes, spec.axis, length), dtype=dtype)
+    size = codes.shape[spec.axis]
     _launch(
-        gpu_kernels.dequantize_kernel, _DEQUANTIZE, y.shape, spec, packing.group_of(bits), data, scale, y, length, size
+        kernels.dequantize_kernel, _DEQUANTIZE, y.shape, spec, packing.group_of(bits), codes, scale, y, length, size
     )
     return y
 
@@ -90,7 +91,7 @@ def fake_quantize(x: Tensor, spec: MXSpec, seed: Tensor | None) -> Tensor:
         return reference_chunked.fake_quantize(x, spec, seed)
     x = x.contiguous()
     y = torch.empty_like(x)
-    _launch(gpu_kernels.fake_quantize_kernel, _FAKE_QUANTIZE, x.shape, spec, _BYTE, x, y, seed, x.shape[spec.axis])
+    _launch(kernels.fake_quantize_kernel, _FAKE_QUANTIZE, x.shape, spec, _BYTE, x, y, seed, x.shape[spec.axis])
     return y
 
 
@@ -100,7 +101,7 @@ def clip_gradient(grad: Tensor, x: Tensor, spec: MXSpec) -> Tensor:
         return reference_chunked.clip_gradient(grad, x, spec)
     grad, x = grad.contiguous(), x.contiguous()
     y = torch.empty_like(grad)
-    _launch(gpu_kernels.clip_gradient_kernel, _FAKE_QUANTIZE, x.shape, spec, _BYTE, grad, x, y, x.shape[spec.axis])
+    _launch(kernels.clip_gradient_kernel, _FAKE_QUANTIZE, x.shape, spec, _BYTE, grad, x, y, x.shape[spec.axis])
     return y
 
 
@@ -109,17 +110,17 @@ def random_bits(seed: Tensor, shape: torch.Size) -> Tensor:
     out = torch.empty(shape, dtype=torch.int32, device=seed.device)
     if out.numel():
         with torch.cuda.device_of(out):
-            gpu_kernels.random_bits_kernel[(triton.cdiv(out.numel(), 1024),)](seed, out, out.numel(), PLACES=1024)
+            kernels.random_bits_kernel[(triton.cdiv(out.numel(), 1024),)](seed, out, out.numel(), PLACES=1024)
     return out
 
 
 def _holds(spec: MXSpec, length: int) -> bool:
-    """Whether a program can hold a block."""
+    """True if a program can hold a block."""
     return min(spec.block_size, length) <= _LARGEST_BLOCK
 
 
 def _packs(spec: MXSpec, length: int) -> bool:
-    """Whether the kernels pack: codes that take a byte each, or of which four are whole bytes, two at least; and no two
+    """True if the kernels pack: codes that take a byte each, or of which four are whole bytes, two at least; and no two
     blocks share a byte, so that each can be packed by itself."""
     codes, size = packing.group_of(spec.element.bits)
     fits = codes == 1 or (4 % codes == 0 and 4 // codes * size >= 2)
@@ -127,14 +128,14 @@ def _packs(spec: MXSpec, length: int) -> bool:
 
 
 def _streams(x: Tensor, spec: MXSpec) -> bool:
-    """Whether lines are whole blocks of a power of two and follow each other, and so do their codes."""
+    """True if lines are whole blocks of a power of two and follow each other, and so do their codes."""
     length = x.shape[spec.axis]
     block = min(spec.block_size, length)
     return _inner(x.shape, spec) == 1 and block >= 16 and block & (block - 1) == 0 and length % block == 0
 
 
-def _in_pairs(x: Tensor, spec: MXSpec) -> bool:
-    """Whether `gpu_pairs` serves: its arithmetic, and fours of values that no block, word or end of the data splits."""
+def _suits_bf16x2(x: Tensor, spec: MXSpec) -> bool:
+    """True if `bf16x2` serves: its arithmetic, and fours of values that no block, word or end of the codes splits."""
     element, mode, length = spec.element, SCALE_MODES[spec.scale_mode], x.shape[spec.axis]
     if x.dtype != torch.bfloat16 or spec.rounding != "even" or mode.searches:
         return False

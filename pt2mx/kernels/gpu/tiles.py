@@ -1,4 +1,4 @@
-"""How the GPU kernels see a tensor: tiles of blocks, their places in memory, and what is known at compile time.
+"""The view of a tensor that the GPU kernels have: tiles of blocks, their places in memory, compile-time values.
 
 A tensor is seen as (outer, n, inner) with blocks along n. A line is one block of one column: line
 `(o * blocks + b) * inner + c` holds the values `(o, b * block + i, c)`, and has one scale, at that place. A program
@@ -57,12 +57,12 @@ class Constants:
 
     @property
     def streams(self) -> bool:
-        """Whether the codes of a tile are one stream of packed bytes, which starts and ends at a multiple of four."""
+        """True if the codes of a tile are one stream of packed bytes, which starts and ends at a multiple of four."""
         return not self.strided and self.word_codes > 1 and self.whole and self.tile == self.block >= 16
 
     @property
     def max_pair(self) -> int:
-        """The largest magnitude as a pair of bfloat16 (`gpu_pairs`), as are the two that follow."""
+        """The largest magnitude as a pair of bfloat16 (`bf16x2`), as are the two that follow."""
         return _pair_of_bfloat16(self.max_normal)
 
     @property
@@ -71,7 +71,7 @@ class Constants:
 
     @property
     def rounding_pair(self) -> int:
-        """What times a binade moves its quanta to the last bits of a bfloat16."""
+        """The factor that moves the quanta of a binade to the last bits of a bfloat16."""
         return _pair_of_bfloat16(2.0 ** (7 - self.mantissa_bits))
 
     @property
@@ -96,7 +96,7 @@ class Constants:
 
     @property
     def special(self) -> bool:
-        """Whether some codes are Inf or NaN."""
+        """True if some codes are Inf or NaN."""
         return self.has_inf or self.has_nan
 
     @property

@@ -16,17 +16,17 @@ from pt2mx.kernels.axis import has_length
 from pt2mx.modes import ROUNDINGS
 
 #: operators that compute nothing and tell Inductor's lowering something
-for _name in ("own_buffer", "used_twice"):
+for _name in ("realize", "realize_if_costly"):
     torch.library.define(f"pt2mx::{_name}", "(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.impl(f"pt2mx::{_name}", "CompositeExplicitAutograd", torch.clone)
     torch.library.register_fake(f"pt2mx::{_name}", torch.empty_like)
 
 #: Inductor's names of what takes longer than writing a value and reading it again
-_DEAR = {"erf", "exp", "log", "pow", "sigmoid", "tanh"}
+_COSTLY = {"erf", "exp", "log", "pow", "sigmoid", "tanh"}
 
 
-@lowering.register_lowering(torch.ops.pt2mx.own_buffer, type_promotion_kind=None)
-def _own_buffer(x: TensorBox) -> TensorBox:
+@lowering.register_lowering(torch.ops.pt2mx.realize, type_promotion_kind=None)
+def _realize(x: TensorBox) -> TensorBox:
     """x in memory of its own, in the order of dimensions that suits its users; without it Inductor would substitute
     what computes x into each of them."""
     x = lowering.clone(x)
@@ -34,23 +34,23 @@ def _own_buffer(x: TensorBox) -> TensorBox:
     return x
 
 
-@lowering.register_lowering(torch.ops.pt2mx.used_twice, type_promotion_kind=None)
-def _used_twice(x: TensorBox) -> TensorBox:
-    """x, computed once where that is dear: a block's largest value and its quantization would each do it again."""
+@lowering.register_lowering(torch.ops.pt2mx.realize_if_costly, type_promotion_kind=None)
+def _realize_if_costly(x: TensorBox) -> TensorBox:
+    """x, computed once where that is costly: a block's largest value and its quantization would each do it again."""
     computed = x.data.data if isinstance(x.data, StorageBox) else None
-    if isinstance(computed, Pointwise) and _DEAR & computed.inner_fn_opcount().used_ops:
+    if isinstance(computed, Pointwise) and _COSTLY & computed.inner_fn_opcount().used_ops:
         x.realize()
     return x
 
 
-def reuse(x: Tensor) -> Tensor:
+def realize_if_costly(x: Tensor) -> Tensor:
     """x, which both the scale of a block and its values need."""
-    return torch.ops.pt2mx.used_twice(x)
+    return torch.ops.pt2mx.realize_if_costly(x)
 
 
-def hold(shared: Tensor) -> Tensor:
-    """What the values of a block share, (..., blocks, 1, ...), is computed once a block and not for each value."""
-    return torch.ops.pt2mx.own_buffer(shared)
+def realize(shared: Tensor) -> Tensor:
+    """Return what the values of a block share, (..., blocks, 1, ...): to compute once a block, not for each value."""
+    return torch.ops.pt2mx.realize(shared)
 
 
 def from_blocks(blocks: Tensor, axis: int, length: int) -> Tensor:
@@ -64,7 +64,7 @@ def from_blocks(blocks: Tensor, axis: int, length: int) -> Tensor:
     into `n // block` whole blocks and drops the rest.
     """
     x = blocks.flatten(axis, axis + 1)
-    x = x if axis == x.dim() - 1 else torch.ops.pt2mx.own_buffer(x)
+    x = x if axis == x.dim() - 1 else torch.ops.pt2mx.realize(x)
     if has_length(x, axis, length):
         return x
     if all(isinstance(n, int) for n in x.shape):

@@ -7,9 +7,9 @@ from torch._inductor.ir import TensorBox
 from torch._inductor.virtualized import V
 
 from pt2mx.kernels.axis import has_length, trim_axis
-from pt2mx.kernels.elements import decode, hold, reuse, round_to_element
+from pt2mx.kernels.elements import decode, realize, realize_if_costly, round_to_element
 
-__all__ = ["decode", "from_blocks", "hold", "reuse", "round_to_element"]
+__all__ = ["decode", "from_blocks", "realize", "realize_if_costly", "round_to_element"]
 
 #: computes nothing: the blocks as values, contiguous; the lowering puts channels last where convolutions of the graph
 #: want that

@@ -39,11 +39,11 @@ def test_products_read_fragments_of_one_buffer(read):
     want = model(x)
     assert targets(model).count(linear.linear_mx) == 2
     assert use_mma_layout(model, everywhere=True) is model
-    assert targets(model).count(mma_layout.linear_mx_fragments) == 2 and linear.linear_mx not in targets(model)
+    assert targets(model).count(mma_layout.linear_mx_mma_layout) == 2 and linear.linear_mx not in targets(model)
     names = {node.target for node in model.graph.find_nodes(op="get_attr")}
     assert names == {"weight_data_f", "weight_scale_f", "bias"} | ({"weight_data"} if read else set())
     torch.testing.assert_close(model(x), want, rtol=0, atol=0)
-    (first, _) = model.graph.find_nodes(op="call_function", target=mma_layout.linear_mx_fragments)
+    (first, _) = model.graph.find_nodes(op="call_function", target=mma_layout.linear_mx_mma_layout)
     assert first.args[1].meta["val"].shape == model.weight_data_f.shape == (2, 1, 2, 1, 32, 16)
     assert first.meta["val"].shape == (3, 24) and "stack_trace" in first.meta
     torch.export.export(model, (x,))

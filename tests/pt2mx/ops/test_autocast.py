@@ -7,9 +7,9 @@ from torch.nn import functional as F
 
 import pt2mx
 from pt2mx import MXQuantizer, dequantize_mx, get_default_mx_quantization_config, lower_to_inductor, quantize_mx
-from pt2mx.kernels.gpu.mma_layout import to_fragments
+from pt2mx.kernels.gpu.mma_layout import to_mma_layout
 from pt2mx.ops.linear import linear_mx
-from pt2mx.ops.mma_layout import linear_mx_fragments
+from pt2mx.ops.mma_layout import linear_mx_mma_layout
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -106,9 +106,9 @@ def test_gradient_passes_through_the_casts():
 @pytest.mark.parametrize("autocast", DTYPES)
 def test_fragments_compute_in_bfloat16(autocast):
     scale, data = quantize_mx(torch.randn(20, 64), "mxfp8")
-    fragments = to_fragments(data, scale, pt2mx.ELEMENTS["fp8_e4m3"], 32)
+    fragments = to_mma_layout(data, scale, pt2mx.ELEMENTS["fp8_e4m3"], 32)
     x, bias = torch.randn(3, 64), torch.randn(20)
     with torch.autocast("cpu", autocast):
-        got = linear_mx_fragments(x, *fragments, bias, "fp8_e4m3", 20)
-    want = linear_mx_fragments(x.bfloat16(), *fragments, bias.bfloat16(), "fp8_e4m3", 20)
+        got = linear_mx_mma_layout(x, *fragments, bias, "fp8_e4m3", 20)
+    want = linear_mx_mma_layout(x.bfloat16(), *fragments, bias.bfloat16(), "fp8_e4m3", 20)
     assert got.dtype == autocast and torch.equal(got, want.to(autocast))

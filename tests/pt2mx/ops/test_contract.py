@@ -24,7 +24,7 @@ RECORDED = {
     "random_bits": {1: "(Tensor seed, SymInt[] size) -> Tensor"},
     "linear_mx": {1: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int block_size) -> Tensor"},
     "grouped_linear_mx": {1: f"({_WEIGHT}, Tensor offs, str elem_dtype_name, int block_size) -> Tensor"},
-    "linear_mx_fragments": {1: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int n) -> Tensor"},
+    "linear_mx_mma_layout": {1: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int n) -> Tensor"},
     "scaled_mm_mx": {
         1: "(Tensor x_data, Tensor x_scale, Tensor weight_data, Tensor weight_scale, Tensor? bias, "
         "str x_elem_dtype_name, str weight_elem_dtype_name, ScalarType target_dtype) -> Tensor"
@@ -33,7 +33,7 @@ RECORDED = {
 }
 
 #: operators that exist while Inductor compiles; no program holds them
-OF_INDUCTOR = {"dense", "join_blocks", "own_buffer", "used_twice"}
+OF_INDUCTOR = {"dense", "join_blocks", "realize", "realize_if_costly"}
 
 
 @pytest.mark.parametrize("name", contract.OPERATORS)
@@ -57,5 +57,6 @@ def test_every_argument_and_result_has_a_meaning(name):
 
 
 def test_the_document_is_what_is_written():
-    result = subprocess.run([sys.executable, "-m", "pt2mx.ops.contract"], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-m", "pt2mx.ops.contract_text"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert (Path(contract.__file__).parent / "README.md").read_text() == result.stdout, "write it again"

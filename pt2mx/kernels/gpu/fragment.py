@@ -1,0 +1,92 @@
+"""The shared part of the GEMV and the GEMM kernel, in Gluon: a thread loads its fragments of the weight, and decodes
+them.
+
+Their tensors are (warps_k, warps_n, 32, 4): warps along K, warps along N, threads of a warp, and a vector of 4 words of
+one thread. The codes go from device memory to registers and are decoded there (`mma_decode`).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.constexpr_function
+def fragment_layout(C):
+    return gl.BlockedLayout([1, 1, 1, 4], [1, 1, 32, 1], [C.warps_k, C.warps_n, 1, 1], [3, 2, 1, 0])
+
+
+@gluon.constexpr_function
+def _constraints(outputs, inputs):
+    return ",".join(["=&r"] * outputs + ["r"] * inputs)
+
+
+@gluon.constexpr_function
+def _int32s(count):
+    return (gl.int32,) * count
+
+
+@gluon.jit
+def lanes(C: gl.constexpr):
+    """Warp along K and along N, thread of the warp and word of its vector, each of four dimensions."""
+    layout: gl.constexpr = fragment_layout(C)
+    in_k: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout)))
+    in_n: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout)))
+    in_warp: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout)))
+    in_vector: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    warp_k = gl.arange(0, C.warps_k, in_k)[:, None, None, None]
+    warp_n = gl.arange(0, C.warps_n, in_n)[None, :, None, None]
+    lane = gl.arange(0, 32, in_warp)[None, None, :, None]
+    word = gl.arange(0, 4, in_vector)[None, None, None, :]
+    return warp_k, warp_n, lane, word
+
+
+@gluon.jit
+def fragment_pointers(codes, scale, n_tiles, k_steps, C: gl.constexpr):
+    """Pointers to a thread's first codes and scales of each tile; what is beyond the last tile shows the last one."""
+    warp_k, warp_n, lane, word = lanes(C)
+    words = ()
+    scales = ()
+    for i in gl.static_range(gl.constexpr(C.tiles_per_warp)):
+        tile = (gl.program_id(0) * C.warps_n + warp_n) * C.tiles_per_warp + i
+        step = gl.minimum(tile, n_tiles - 1).to(gl.int64) * k_steps + gl.minimum(warp_k, k_steps - 1)
+        words = words + (codes + ((step * (2 * C.vectors * 32) + lane) * 4 + word),)
+        scales = scales + (scale + (step * (2 * C.scales * 32) + lane),)
+    return words, scales
+
+
+@gluon.jit
+def load_fragments(pointers, step, C: gl.constexpr):
+    """Words and scales of a step of each tile."""
+    first_words, first_scales = pointers
+    words = ()
+    scales = ()
+    for tile in gl.static_range(gl.constexpr(C.tiles_per_warp)):
+        for vector in gl.static_range(gl.constexpr(2 * C.vectors)):
+            at = first_words[tile] + step * (C.vectors * 256) + vector * 128
+            words = words + (gl.load(at, eviction_policy="evict_first"),)
+        for scale in gl.static_range(gl.constexpr(2 * C.scales)):
+            scales = scales + (gl.load(first_scales[tile] + step * (C.scales * 64) + scale * 32),)
+    return words, scales
+
+
+@gluon.jit
+def decode_fragment(words, scales, tile, C: gl.constexpr, in_place: gl.constexpr):
+    """The result of `load_fragments` of a tile -> pairs of bfloat16: `k8_groups` int32 of rows g, and as many of rows
+    g + 8; `in_place`: not before what stands before it."""
+    pairs = ()
+    for half in gl.static_range(2):
+        vectors = ()
+        factors = ()
+        for i in gl.static_range(gl.constexpr(C.vectors)):
+            vectors = vectors + (words[(tile * 2 + half) * C.vectors + i],)
+        for i in gl.static_range(gl.constexpr(C.scales)):
+            exponent = scales[(tile * 2 + half) * C.scales + i].to(gl.int32) + C.exponent_shift
+            factors = factors + (gl.broadcast(exponent * 0x00800080, vectors[0])[0],)  # two bfloat16
+        pairs = pairs + _decode(vectors, factors, C, in_place)
+    return pairs
+
+
+@gluon.jit
+def _decode(words, scales, C: gl.constexpr, in_place: gl.constexpr):
+    """words, scales: tuples of `vectors` and `scales` int32 -> tuple of `k8_groups` int32, pairs of bfloat16."""
+    constraints: gl.constexpr = _constraints(4 * C.k8_groups, 4 * C.vectors + 4 * C.scales)
+    return gl.inline_asm_elementwise(C.ptx, constraints, words + scales, _int32s(C.k8_groups), not in_place, 4)

@@ -1,0 +1,109 @@
+"""The choice of a kernel and of its configuration: pure functions of sizes, measured on an NVIDIA H200.
+
+`python -m tests.benchmarks.linear` measures what they choose.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pt2mx.formats import ElementFormat
+from pt2mx.kernels.gpu.mma_layout import FRAGMENTS
+
+
+class GemvConfig(NamedTuple):
+    """The work of a program of `gemv_kernel`: tiles of 16 rows a warp, steps along K that are loaded together, warps
+    that share a tile along K, and tiles of 8 rows of x."""
+
+    tiles_per_warp: int
+    k_unroll: int
+    warps_k: int
+    m_tiles: int
+
+
+class GemmTile(NamedTuple):
+    """The work of a program of `gemm_kernel`: rows of x, with the 16 rows of the weight of each warp; the sums
+    along K are split into `split_k` parts."""
+
+    m_rows: int
+    warps: int
+    split_k: int
+
+
+#: rows of x up to which `gemv_kernel` serves on GPUs other than sm_90, which have no `gemm_kernel`
+_GEMV_BATCH_WITHOUT_GEMM = 32
+#: bits of an element -> the most rows of x that `gemm_kernel` multiplies
+_LARGEST_GEMM_BATCH = {4: 1536, 6: 1536, 8: 512}
+
+#: (bits of an element, tiles of 8 rows of x, at most) -> tiles_per_warp, k_unroll, and the warps that a multiprocessor
+#: is to have
+_GEMV = {
+    (4, 1): (1, 2, 12),
+    (6, 1): (1, 1, 12),
+    (8, 1): (1, 1, 12),
+    (4, 2): (2, 1, 6),
+    (6, 2): (2, 1, 6),
+    (8, 2): (2, 2, 6),
+    (4, 4): (2, 1, 6),
+    (6, 4): (2, 1, 6),
+    (8, 4): (2, 1, 6),
+}
+_GEMV_OF_MANY_TILES = (2, 1, 12)
+#: bits of an element -> the most values of a row and warp of which up to 512 are loaded together, where 4 warps share a
+#: tile of rows
+_FEW_VALUES = {4: 512, 6: 1024, 8: 1024}
+_MOST_SPLITS = 8  # more cost what they win
+
+
+def kernel_of(batch: int, k: int, n_tiles: int, element: ElementFormat, multiprocessors: int, is_sm_90: bool) -> str:
+    """Return "gemv", "gemm" or "dequantize" (and torch's product) for `batch` rows of x."""
+    if not batch:
+        return "dequantize"
+    if not is_sm_90:
+        return "gemv" if batch <= _GEMV_BATCH_WITHOUT_GEMM else "dequantize"
+    if batch <= _largest_gemv_batch(k, n_tiles, element, multiprocessors):
+        return "gemv"
+    return "gemm" if batch <= _LARGEST_GEMM_BATCH[element.bits] else "dequantize"
+
+
+def _largest_gemv_batch(k: int, n_tiles: int, element: ElementFormat, multiprocessors: int) -> int:
+    """16 where rows are short, or the programs about as many as run at the same time."""
+    programs = -(-n_tiles // _GEMV[element.bits, 2][0])
+    suits = k <= 2048 or 1.5 * multiprocessors <= programs <= 3 * multiprocessors
+    return 16 if element.bits != 6 and suits else 8
+
+
+def gemv_config(batch: int, k: int, n_tiles: int, element: ElementFormat, multiprocessors: int) -> GemvConfig:
+    """Return the configuration of `gemv_kernel` for (batch, k) times the (n_tiles * 16, k) weight."""
+    m_tiles = _next_power_of_2(-(-batch // 8))
+    tiles_per_warp, k_unroll, warps = _GEMV[element.bits, m_tiles]
+    if m_tiles == 1 and n_tiles >= 12 * multiprocessors:
+        tiles_per_warp, k_unroll, warps = _GEMV_OF_MANY_TILES
+    programs, warps_k = -(-n_tiles // tiles_per_warp), 2
+    while programs * warps_k < warps * multiprocessors and (warps_k < 4 or 1024 * 2 * warps_k <= k):
+        warps_k *= 2  # no further than to 1024 values of a row for a warp
+    k_step = FRAGMENTS[element.name].k_step
+    steps_of_warp = max(1, -(-k // (k_step * warps_k)))
+    if tiles_per_warp == 1 and warps_k == 4 and k_step * steps_of_warp <= _FEW_VALUES[element.bits]:
+        k_unroll = min(512 // k_step, _next_power_of_2(steps_of_warp))
+    return GemvConfig(tiles_per_warp, k_unroll, warps_k, m_tiles)
+
+
+def gemm_tile(batch: int, n_tiles: int, element: ElementFormat, multiprocessors: int) -> GemmTile:
+    """Return the largest tile of `gemm_kernel` that leaves few multiprocessors idle; with 256 rows of x only elements
+    of 8 bits gain by 8 warps."""
+
+    def programs(rows: int, warps: int) -> int:
+        return -(-n_tiles // warps) * -(-batch // rows)
+
+    enough = 0.9 * multiprocessors
+    rows = min(max(_next_power_of_2(batch), 16), 256)
+    if rows == 256 and programs(rows, 4) < enough:
+        rows = 128
+    warps = 8 if (rows < 256 or element.bits == 8) and programs(rows, 8) >= enough else 4
+    wanted = multiprocessors * (2 if rows <= 32 else 1)
+    return GemmTile(rows, warps, min(max(1, wanted // programs(rows, warps)), _MOST_SPLITS))
+
+
+def _next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
