@@ -33,7 +33,8 @@ class Step(NamedTuple):
     """A pass of the lowering.
 
     Args:
-        needs_weights: whether it needs weights that the graph holds. Those of a graph that torch.compile traced are
+        graph_pass: the function that changes a graph.
+        needs_weights: True if it needs weights that the graph holds. Those of a graph that torch.compile traced are
             inputs.
         option: the argument of `lower_to_inductor` that asks for it; None for one that always runs.
     """
@@ -74,13 +75,15 @@ def lower_to_inductor(
     dequantizes its weight at each call (unless `unpack`) and compiles through the decompositions of the operators.
 
     Args:
-        converted: what `convert_pt2e` returned, or the module of a program that was exported from it, saved or loaded.
-            It stays as it is; the result shares its tensors, as far as they stay the same.
-        device: where the result runs; by default where `converted` does.
+        converted: the model that `convert_pt2e` returned, or the module of a program that was exported from it, saved
+            or loaded. It stays unchanged; the result shares its tensors, as far as they stay the same.
+        device: the device on which the result runs; by default that of `converted`.
+        scaled_mm: leave products to MX tensor cores, where the GPU has them (`use_scaled_mm`); untested on hardware.
+            False by default.
         unpack: keep weights dequantized, in the memory that the float model takes (`unpack_weights`): the fastest form
             where many rows are multiplied at a time, as in a vision model or an encoder with quantized activations. Of
             a model with quantized weights alone the result may hold no quantized tensor, and is lowered no further.
-        scaled_mm: let MX tensor cores, where the GPU has them, multiply codes (`use_scaled_mm`); untested on hardware.
+            False by default.
 
     Returns:
         The lowered model. Activations and embeddings are the same to the bit, products up to the order of their sums.
@@ -90,6 +93,19 @@ def lower_to_inductor(
 
     Raises:
         MXError: for another object, where nothing is quantized, and for what names no device of this machine.
+
+    Example:
+        >>> import torch, pt2mx
+        >>> model, x = torch.nn.Sequential(torch.nn.Linear(64, 32)), torch.ones(2, 64)
+        >>> exported = torch.export.export(model.eval(), (x,)).module()
+        >>> prepared = pt2mx.prepare_pt2e(exported, pt2mx.MXQuantizer.from_recipe("mxfp4"))
+        >>> y = prepared(x)
+        >>> converted = pt2mx.convert_pt2e(prepared)
+        >>> lowered = pt2mx.lower_to_inductor(converted)
+        >>> lowered.get_buffer("0.weight_data").shape, lowered.get_buffer("0.weight_data").dtype
+        (torch.Size([32, 32]), torch.uint8)
+        >>> "linear_mx" in lowered.code, torch.allclose(lowered(x), converted(x), atol=1e-5)
+        (True, True)
     """
     _check_converted(converted)
     model = copy_sharing_tensors(converted)

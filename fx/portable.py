@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch.export import ExportedProgram
@@ -22,14 +23,30 @@ _OBSERVER = "activation_post_process_"
 
 
 def make_portable(program: ExportedProgram) -> ExportedProgram:
-    """The program with pt2mx's operators written out in aten operators: it loads where only torch is installed, and
-    gives the same bits in eager mode.
+    """Write pt2mx's operators out in aten operators: the program loads where only torch is installed, and gives the
+    same bits in eager mode.
 
     Args:
-        program: `torch.export.export(converted, ...)`; it stays as it is.
+        program: `torch.export.export(converted, ...)`; it stays unchanged.
+
+    Returns:
+        The portable program.
 
     Raises:
         MXError: for another object, and for an export of a prepared model.
+
+    Example:
+        >>> import torch, pt2mx
+        >>> model, x = torch.nn.Sequential(torch.nn.Linear(64, 32)), torch.ones(2, 64)
+        >>> exported = torch.export.export(model.eval(), (x,)).module()
+        >>> prepared = pt2mx.prepare_pt2e(exported, pt2mx.MXQuantizer.from_recipe("mxfp8"))
+        >>> y = prepared(x)
+        >>> converted = pt2mx.convert_pt2e(prepared)
+        >>> portable = pt2mx.make_portable(torch.export.export(converted, (x,)))
+        >>> any("pt2mx" in str(node.target) for node in portable.graph.nodes)
+        False
+        >>> torch.equal(portable.module()(x), converted(x))
+        True
     """
     portable = _decompose(program, {**decompositions(random_bits), **_CALLS})
     if any(is_ours(node) for graph in graph_modules(program.graph_module) for node in graph.graph.nodes):
@@ -40,12 +57,12 @@ def make_portable(program: ExportedProgram) -> ExportedProgram:
 
 
 def is_portable(model: GraphModule) -> bool:
-    """Whether a graph is that of a program that `make_portable` returned, also after it was saved and loaded."""
+    """True of the graph of a program that `make_portable` returned, also after it was saved and loaded."""
     return any(_MARK.items() <= (node.meta.get("custom") or {}).items() for node in model.graph.nodes)
 
 
 def holds_observers(names: Iterable[str]) -> bool:
-    """Whether these names of parameters and buffers are those of a prepared model, or of an export of one."""
+    """True of names of parameters and buffers of a prepared model, or of an export of one."""
     return any(_OBSERVER in name for name in names)
 
 
@@ -63,7 +80,7 @@ def without_calls(program: ExportedProgram) -> ExportedProgram:
 _CALLS = {**product_decompositions(), ops.random_bits: random_bits}
 
 
-def _decompose(program: ExportedProgram, table: dict) -> ExportedProgram:
+def _decompose(program: ExportedProgram, table: dict[Any, Callable[..., Any]]) -> ExportedProgram:
     if not isinstance(program, ExportedProgram):
         raise MXError(
             f"expected an ExportedProgram, not {type(program).__name__}: pass torch.export.export(converted, inputs)"

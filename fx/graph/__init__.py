@@ -1,1 +1,1 @@
-"""What passes ask of a graph: its nodes, constants, memory and subgraphs."""
+"""The questions that passes ask of a graph: its nodes, constants, memory and subgraphs."""

@@ -1,4 +1,4 @@
-"""Which nodes show memory that the graph writes: `x[:, 0] = 5` exports as a write to a view of x.
+"""The nodes that show memory which the graph writes: `x[:, 0] = 5` exports as a write to a view of x.
 
 Memory is told apart by storage, not by name: one buffer may be a view of another. What an operator's result shares with
 its arguments stands in its schema. A composite operator may return an argument and not say so (dropout in evaluation,
@@ -9,19 +9,25 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from pt2mx.fx.graph.attributes import attribute_of, model_of
 from pt2mx.fx.graph.node import called, result_of, value_of
+
+if TYPE_CHECKING:
+    from torch._C import AliasInfo
 
 aten = torch.ops.aten
 
 #: operators that write running statistics, of which their schemas do not speak -> positions of these, and of the flag
 #: with which they do
-_UNDECLARED_WRITES = {
+_UNDECLARED_WRITES: dict[OpOverload, tuple[tuple[int, ...], int]] = {
     aten.batch_norm.default: ((3, 4), 5),
     aten.native_batch_norm.default: ((3, 4), 5),
     aten.instance_norm.default: ((3, 4), 5),
@@ -43,7 +49,7 @@ def written_storages(model: GraphModule) -> set[int]:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """What tensors that share memory have in common."""
+    """The identity of a tensor's memory, which all that share it have in common."""
     return tensor.untyped_storage()._cdata
 
 
@@ -67,14 +73,14 @@ def _roots(graph: Graph) -> dict[Node, frozenset[Root]]:
 
 def _held_storage(node: Node) -> Root:
     """The storage of the parameter or buffer that a node reads; the node where it reads something else."""
-    value = operator.attrgetter(node.target)(node.graph.owning_module)
+    value = attribute_of(model_of(node.graph), node)
     return storage_of(value) if isinstance(value, Tensor) else node
 
 
 def _shown_arguments(node: Node, asked: dict[str, list[int]]) -> list[Node]:
     """The arguments whose memory the value of a node may show; `asked` keeps what composite operators answered."""
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         tensors = _tensors(node, target)
         if any(returned.alias_info is not None for returned in target._schema.returns):
             return [n for n, info in tensors if info is not None]
@@ -85,21 +91,22 @@ def _shown_arguments(node: Node, asked: dict[str, list[int]]) -> list[Node]:
         if question not in asked:
             asked[question] = _returned(node, inputs)
         return [inputs[i] for i in asked[question]]
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if isinstance(target, HigherOrderOperator):
         return _shown_inside(node)
     if target is operator.getitem or node.op == "call_module":  # a module, an observer's, may pass its argument on
         return [n for n in node.args[:1] if isinstance(n, Node)]
     return node.all_input_nodes if node.op == "call_function" else []
 
 
-def _layout(node: Node) -> object:
+def _layout(node: Node) -> Any:
+    """The part of a node's value on which it depends whether an operator returns its argument."""
     value = value_of(node)
     return (value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else str(value)
 
 
 def _returned(node: Node, inputs: list[Node]) -> list[int]:
-    """Which of its inputs a composite operator returns; all of them where nothing is known of their values, or where
-    they cannot be used again (those inside torch.vmap)."""
+    """The numbers of the inputs that a composite operator returns; all of them where nothing is known of their values,
+    or where they cannot be used again (those inside torch.vmap)."""
     values = [value_of(n) for n in inputs]
     if any(value is None for value in values):
         return list(range(len(inputs)))
@@ -113,9 +120,9 @@ def _returned(node: Node, inputs: list[Node]) -> list[int]:
 
 def _written_arguments(node: Node) -> list[Node]:
     target = called(node)
-    if isinstance(target, torch._ops.HigherOrderOperator):
-        return _written_inside(node)
-    if not isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, HigherOrderOperator):
+        return _written_inside(node, target)
+    if not isinstance(target, OpOverload):
         return []
     written = [n for n, info in _tensors(node, target) if info is not None and info.is_write]
     positions, flag = _UNDECLARED_WRITES.get(target, ((), 0))
@@ -124,9 +131,9 @@ def _written_arguments(node: Node) -> list[Node]:
     return written
 
 
-def _written_inside(node: Node) -> list[Node]:
+def _written_inside(node: Node, target: HigherOrderOperator) -> list[Node]:
     """The operands of a higher-order operator that a graph which it calls writes."""
-    if "mutation" in node.target.name():  # a Triton kernel of the user's: which of its operands it writes is not said
+    if "mutation" in target.name():  # a Triton kernel of the user's: which of its operands it writes is not said
         return [n for n in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(n, Node)]
     written = []
     for graph, operands in _graphs_inside(node):
@@ -151,17 +158,14 @@ def _graphs_inside(node: Node) -> Iterator[tuple[Graph, list[tuple[Node, Node]]]
     arguments = pytree.tree_leaves((node.args, node.kwargs))
     for argument in arguments:
         if isinstance(argument, Node) and argument.op == "get_attr":
-            inner = operator.attrgetter(argument.target)(node.graph.owning_module)
+            inner = attribute_of(model_of(node.graph), argument)
             if isinstance(inner, GraphModule):
                 placeholders = inner.graph.find_nodes(op="placeholder")
                 pairs = zip(reversed(placeholders), reversed(arguments), strict=False)
-                yield (
-                    inner.graph,
-                    [(placeholder, operand) for placeholder, operand in pairs if isinstance(operand, Node)],
-                )
+                yield inner.graph, [(inside, operand) for inside, operand in pairs if isinstance(operand, Node)]
 
 
-def _tensors(node: Node, target: torch._ops.OpOverload) -> list[tuple[Node, object]]:
+def _tensors(node: Node, target: OpOverload) -> list[tuple[Node, AliasInfo | None]]:
     """(node, alias information) of all that is passed to an operator, by position and by name, in lists too."""
     arguments = target._schema.arguments
     by_name = {argument.name: argument.alias_info for argument in arguments}

@@ -1,13 +1,21 @@
-"""Which nodes are constant: computed from parameters and buffers alone."""
+"""Constant nodes: those that are computed from parameters and buffers alone."""
+
+from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from pt2mx.fx.graph.aliasing import written_nodes
+from pt2mx.fx.graph.attributes import attribute_of, name_of
+from pt2mx.fx.graph.calls import call_groups, placeholders
+from pt2mx.fx.graph.node import function_of
 
-#: meta key of a placeholder of a graph inside another: whether it stands for a constant (`pt2mx.fx.graph.subgraphs`)
+#: meta key of a placeholder of a graph inside another: whether it stands for a constant (`mark_constants`)
 CONSTANT_KEY = "mx_constant"
 
 
@@ -30,15 +38,29 @@ def constant_nodes(graph: Graph) -> set[Node]:
     return constants
 
 
-def evaluate(model: GraphModule, node: Node) -> torch.Tensor:
+def mark_constants(model: GraphModule) -> None:
+    """Mark the placeholders of graphs inside that stand for constant tensors in every call."""
+    constants = constant_nodes(model.graph)
+    for graphs, group in call_groups(model):
+        fixed = [
+            all(is_fixed and operand in constants for operand, is_fixed in operands)
+            for operands in zip(*(call.operands() for call in group), strict=True)
+        ]
+        for graph in graphs:
+            for placeholder, constant in zip(placeholders(graph), fixed, strict=True):
+                placeholder.meta[CONSTANT_KEY] = constant
+            mark_constants(graph)
+
+
+def evaluate(model: GraphModule, node: Node) -> Tensor:
     """The value of a constant node."""
-    values: dict[Node, object] = {}
+    values: dict[Node, Any] = {}
     for current in computed_from(node):
         if current.op == "get_attr":
-            values[current] = operator.attrgetter(current.target)(model)
+            values[current] = attribute_of(model, current)
         else:
             args, kwargs = torch.fx.map_arg((current.args, current.kwargs), values.__getitem__)
-            values[current] = current.target(*args, **kwargs)
+            values[current] = function_of(current)(*args, **kwargs)
     return values[node]
 
 
@@ -63,7 +85,7 @@ def first_equal(model: GraphModule, constants: set[Node]) -> dict[Node, Node]:
     for node in model.graph.nodes:
         if node in constants:
             if node.op == "get_attr":
-                key = id(operator.attrgetter(node.target)(model))
+                key: object = id(attribute_of(model, node))
             else:
                 key = repr((node.target, *torch.fx.map_arg((node.args, node.kwargs), found.__getitem__)))
             found[node] = first.setdefault(key, node)
@@ -74,14 +96,14 @@ def root_name(node: Node) -> str:
     """The qualified name of the first parameter or buffer that a constant node is computed from."""
     while node.op != "get_attr":
         node = node.all_input_nodes[0]
-    return node.target
+    return name_of(node)
 
 
 def _is_pure(node: Node) -> bool:
     if node.target is operator.getitem:
         return True
     return (
-        isinstance(node.target, torch._ops.OpOverload)
+        isinstance(node.target, OpOverload)
         and torch.Tag.nondeterministic_seeded not in node.target.tags
         and not node.target._schema.is_mutable
     )

@@ -1,4 +1,4 @@
-"""What a graph pass is: a function that changes the graph of a model."""
+"""Graph passes: functions that change the graph of a model."""
 
 from __future__ import annotations
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from pt2mx import ops
+from pt2mx.fx.graph.calls import Call, call_groups, placeholders
 from pt2mx.fx.graph.constants import CONSTANT_KEY, computed_from, constant_nodes
-from pt2mx.fx.graph.subgraphs import Call, call_groups, placeholders
+from pt2mx.fx.graph.node import Quantize
 
 
 def lift_weights(model: GraphModule) -> GraphModule:
@@ -52,11 +53,12 @@ def merge_equal_operands(model: GraphModule) -> GraphModule:
 
 
 def _identity(operand: object) -> object:
+    """Equal for operands that are the same tensor."""
     return ("get_attr", operand.target) if isinstance(operand, Node) and operand.op == "get_attr" else operand
 
 
 def _placeholders_first(graph: GraphModule) -> None:
-    """So that what reads one can follow one that is appended."""
+    """Put the placeholders before all other nodes, so that what reads one can follow one that is appended."""
     for placeholder in reversed(placeholders(graph)):
         next(iter(graph.graph.nodes)).prepend(placeholder)
 
@@ -64,9 +66,10 @@ def _placeholders_first(graph: GraphModule) -> None:
 def _weights(graph: GraphModule) -> list[Node]:
     """The `quantize_mx` nodes of what is computed from constant placeholders alone."""
     constants = constant_nodes(graph.graph)
-    quantizes = graph.graph.find_nodes(op="call_function", target=ops.quantize_mx)
     return [
-        q for q in quantizes if q.args[0] in constants and not any(n.op == "get_attr" for n in computed_from(q.args[0]))
+        node
+        for node, call in Quantize.calls_in(graph.graph)
+        if call.x in constants and not any(n.op == "get_attr" for n in computed_from(call.x))
     ]
 
 
@@ -74,7 +77,7 @@ def _lift(model: GraphModule, graphs: list[GraphModule], group: list[Call], quan
     items = [user for user in quantize.users if user.target is operator.getitem]
     for call in group:
         standing = quantize.graph.find_nodes(op="placeholder")
-        own = dict(zip(standing, (operand for operand, _ in call.operands()), strict=True))
+        own: dict[Node, Any] = dict(zip(standing, (operand for operand, _ in call.operands()), strict=True))
         with model.graph.inserting_before(call.node):
             for node in [*computed_from(quantize), *items]:
                 if node.op != "placeholder":

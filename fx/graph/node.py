@@ -1,40 +1,49 @@
-"""Nodes of a graph: what is known of their values while nothing runs, and their arguments by name.
+"""Nodes of a graph: what is known of their values while nothing runs, and the arguments of a call.
 
 Values are the `val` meta of an exported graph, or the `example_value` of one that torch.compile traced.
-`Quantize.of(node)` gives the arguments of a `quantize_mx` node, defaults too, and None for any other node. The tuple,
-or a changed one made by `_replace`, can be the `args` of a node.
+`Quantize.of(node)` gives the arguments of a `quantize_mx` node by name, defaults too, and None for any other node. Its
+`args`, or those of a copy that `dataclasses.replace` changed, can be the `args` of a node.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch._ops import OpOverload
+from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from pt2mx import ops
 from pt2mx.ops import linear
 from pt2mx.spec import MXSpec
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 #: meta key of the call of a `TrainEvalModule`: the operator of which it is a form
 OPERATOR_KEY = "mx_operator"
 
 
-def value_of(node: object) -> object:
+def value_of(node: object) -> Any:
     """The fake tensor or symbolic size that stands for a node; None where there is none."""
     return node.meta.get("val", node.meta.get("example_value")) if isinstance(node, Node) else None
 
 
 def dtype_of(node: object) -> torch.dtype | None:
+    """The dtype of a node's value; None where that is no tensor."""
     value = value_of(node)
     return value.dtype if isinstance(value, Tensor) else None
 
 
-def shape_of(node: object) -> tuple | None:
-    """The shape of a node's value. Symbolic sizes are given as text, so that comparing two shapes sets no guard."""
+def shape_of(node: object) -> tuple[int | str, ...] | None:
+    """The shape of a node's value; None where that is no tensor. Symbolic sizes are given as text, so that comparing
+    two shapes sets no guard."""
     value = value_of(node)
     return tuple(n if isinstance(n, int) else str(n) for n in value.shape) if isinstance(value, Tensor) else None
 
@@ -45,12 +54,26 @@ def set_value(node: Node) -> None:
         node.meta["val"] = result_of(node)
 
 
-def result_of(node: Node, given: dict[Node, object] | None = None) -> object:
+def result_of(node: Node, given: dict[Node, Any] | None = None) -> Any:
     """A node's operator run on the values of its inputs, which are all known, or on what is `given` in their place."""
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: (given or {}).get(n, value_of(n)))
     fakes = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, torch._subclasses.FakeTensor)]
     with torch.no_grad(), fakes[0].fake_mode if fakes else nullcontext():
-        return node.target(*args, **kwargs)
+        return function_of(node)(*args, **kwargs)
+
+
+def function_of(node: Node) -> Callable[..., Any]:
+    """The function that a `call_function` node calls."""
+    if isinstance(node.target, str):
+        raise TypeError(f"{node} ({node.op}) calls no function")
+    return node.target
+
+
+def operator_of(node: Node) -> OpOverload:
+    """The operator that a node calls."""
+    if not isinstance(node.target, OpOverload):
+        raise TypeError(f"{node} ({node.op}) calls no operator")
+    return node.target
 
 
 def args_of(node: Node) -> tuple[Any, ...]:
@@ -66,10 +89,17 @@ def node_arg(node: Node, index: int = 0) -> Node:
     return argument
 
 
+def named_args(node: Node) -> dict[str, Any]:
+    """All arguments of an operator's call by name, defaults too, in the order of the schema."""
+    arguments = operator_of(node)._schema.arguments
+    given = {a.name: value for a, value in zip(arguments, node.args, strict=False)} | node.kwargs
+    return {a.name: given.get(a.name, a.default_value) for a in arguments}
+
+
 def make_positional(node: Node, count: int = 0) -> None:
     """Move keyword arguments of an operator's call to their positions, as far as the schema has them there, and write
     out the defaults of the first `count`. A higher-order operator has no schema."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return
     arguments = [a for a in node.target._schema.arguments if not a.kwarg_only]
     args, kwargs = list(node.args), dict(node.kwargs)
@@ -86,13 +116,13 @@ def write_out_arguments(model: GraphModule) -> None:
     """
     for node in model.graph.nodes:
         if is_ours(node):
-            make_positional(node, len(node.target._schema.arguments))
+            make_positional(node, len(operator_of(node)._schema.arguments))
     model.recompile()
 
 
 def is_ours(node: Node) -> bool:
-    """Whether a node calls an operator of pt2mx."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "pt2mx"
+    """True of a node that calls an operator of pt2mx."""
+    return isinstance(node.target, OpOverload) and node.target.namespace == "pt2mx"
 
 
 def called(node: Node) -> object:
@@ -100,8 +130,41 @@ def called(node: Node) -> object:
     return node.target if node.op == "call_function" else node.meta.get(OPERATOR_KEY)
 
 
-class Quantize(NamedTuple):
-    """Arguments of `quantize_mx`. x: (..., n, ...); axis: as it was written, also from the end."""
+@dataclass(frozen=True)
+class OperatorCall:
+    """The arguments of a call. A subclass names one operator and, in the order of its schema, all of its arguments."""
+
+    operator: ClassVar[OpOverload]
+
+    @classmethod
+    def of(cls, node: Node) -> Self | None:
+        """The arguments of a node that calls the operator; None for another node."""
+        return cls.expect(node) if node.target is cls.operator else None
+
+    @classmethod
+    def expect(cls, node: Node) -> Self:
+        """The arguments of a node that is known to call the operator."""
+        if node.target is not cls.operator:
+            raise TypeError(f"{node} does not call {cls.operator}")
+        return cls(*named_args(node).values())
+
+    @classmethod
+    def calls_in(cls, graph: Graph) -> Iterator[tuple[Node, Self]]:
+        """The nodes of a graph that call the operator now, each with the arguments that it has when it is reached."""
+        for node in graph.find_nodes(op="call_function", target=cls.operator):
+            yield node, cls.expect(node)
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """All arguments, in the order of the schema."""
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+
+
+@dataclass(frozen=True)
+class Quantize(OperatorCall):
+    """`quantize_mx`. x: (..., n, ...); axis: as it was written, also from the end."""
+
+    operator: ClassVar[OpOverload] = ops.quantize_mx
 
     x: Node
     element: str
@@ -109,37 +172,28 @@ class Quantize(NamedTuple):
     axis: int
     scale_mode: str
     rounding: str
-    seed: object
-
-    @classmethod
-    def of(cls, node: Node) -> Quantize | None:
-        return cls(*_arguments(node)) if node.target is ops.quantize_mx else None
+    seed: int | Node | None
 
     @property
     def spec(self) -> MXSpec:
+        """The spec by which x is quantized."""
         return MXSpec(self.element, self.block_size, self.axis, self.scale_mode, self.rounding)
 
 
-class FakeQuantize(NamedTuple):
-    """Arguments of `fake_quantize_mx`: those of `quantize_mx` and what becomes of the gradient."""
+@dataclass(frozen=True)
+class FakeQuantize(Quantize):
+    """`fake_quantize_mx`: the arguments of `quantize_mx`, and what becomes of the gradient."""
 
-    x: Node
-    element: str
-    block_size: int
-    axis: int
-    scale_mode: str
-    rounding: str
-    seed: object
+    operator: ClassVar[OpOverload] = ops.fake_quantize_mx
+
     ste: str
 
-    @classmethod
-    def of(cls, node: Node) -> FakeQuantize | None:
-        return cls(*_arguments(node)) if node.target is ops.fake_quantize_mx else None
 
+@dataclass(frozen=True)
+class Dequantize(OperatorCall):
+    """`dequantize_mx`. codes and scale: uint8, as `quantize_mx` gives them; length: n, or None for all codes."""
 
-class Dequantize(NamedTuple):
-    """Arguments of `dequantize_mx`. codes and scale: uint8, as `quantize_mx` gives them; length: n, or None for all
-    codes."""
+    operator: ClassVar[OpOverload] = ops.dequantize_mx
 
     codes: Node
     scale: Node
@@ -147,15 +201,14 @@ class Dequantize(NamedTuple):
     block_size: int
     dtype: torch.dtype
     axis: int
-    length: object
-
-    @classmethod
-    def of(cls, node: Node) -> Dequantize | None:
-        return cls(*_arguments(node)) if node.target is ops.dequantize_mx else None
+    length: int | Node | None
 
 
-class LinearMX(NamedTuple):
-    """Arguments of `linear_mx`. x: (..., K), codes and scale: of a weight (N, K), bias: (N,) or None."""
+@dataclass(frozen=True)
+class LinearMX(OperatorCall):
+    """`linear_mx`. x: (..., K), codes and scale: of a weight (N, K), bias: (N,) or None."""
+
+    operator: ClassVar[OpOverload] = linear.linear_mx
 
     x: Node
     codes: Node
@@ -163,14 +216,3 @@ class LinearMX(NamedTuple):
     bias: Node | None
     element: str
     block_size: int
-
-    @classmethod
-    def of(cls, node: Node) -> LinearMX | None:
-        return cls(*_arguments(node)) if node.target is linear.linear_mx else None
-
-
-def _arguments(node: Node) -> tuple:
-    """All arguments of a call, in the order of the schema."""
-    arguments = node.target._schema.arguments
-    given = {a.name: value for a, value in zip(arguments, node.args, strict=False)} | node.kwargs
-    return tuple(given.get(a.name, a.default_value) for a in arguments)

@@ -8,9 +8,8 @@ import torch
 from torch.fx import Node
 
 from pt2mx import ops
-from pt2mx.fx.graph.node import Dequantize, Quantize, set_value, shape_of
+from pt2mx.fx.graph.node import Dequantize, Quantize, args_of, set_value, shape_of
 from pt2mx.kernels.packing import is_packed
-from pt2mx.ops.checks import operator_modes
 from pt2mx.spec import MXSpec
 
 #: meta key of a `dequantize_mx` node: the spec of its pair
@@ -28,7 +27,7 @@ def insert_quantize_dequantize(x: Node, spec: MXSpec, consumer: Node | None = No
     """
     graph, value = x.graph, x.meta["val"]
     axis = spec.axis % value.dim()
-    modes = operator_modes(spec.replace(axis=axis))
+    modes = spec.replace(axis=axis).op_args()
     with graph.inserting_after(x):
         quantize = graph.call_function(ops.quantize_mx, (x, *modes))
     with graph.inserting_after(quantize):
@@ -36,7 +35,7 @@ def insert_quantize_dequantize(x: Node, spec: MXSpec, consumer: Node | None = No
     with graph.inserting_after(scale):
         data = graph.call_function(operator.getitem, (quantize, 1))
     created = [quantize, scale, data]
-    packed = ()
+    packed: tuple[object, ...] = ()
     if is_packed(spec.element.bits):  # packing may round the length up
         length = value.shape[axis]
         if not isinstance(length, int):
@@ -60,10 +59,10 @@ def quantize_of(dequantize: Node) -> Node | None:
     to = Dequantize.of(dequantize)
     if to is None or not _are_items(to.codes, to.scale):
         return None
-    quantize = to.codes.args[0]
-    of = Quantize.of(quantize)
-    rank = len(shape_of(of.x) or ()) if of is not None else 0
-    if not rank or (to.codes.args[1], to.scale.args) != (1, (quantize, 0)):
+    quantize, item = args_of(to.codes)
+    of = Quantize.of(quantize) if isinstance(quantize, Node) else None
+    rank = 0 if of is None else len(shape_of(of.x) or ())
+    if of is None or not rank or (item, to.scale.args) != (1, (quantize, 0)):
         return None
     same = (to.element, to.block_size, to.axis % rank) == (of.element, of.block_size, of.axis % rank)
     return quantize if same else None
@@ -77,5 +76,7 @@ def spec_of_dequantize(dequantize: Node) -> MXSpec:
     """The spec of a pair. Of a folded weight in a re-exported graph the modes are unknown: they are in the codes."""
     if SPEC_KEY in dequantize.meta:
         return dequantize.meta[SPEC_KEY]
-    quantize, to = quantize_of(dequantize), Dequantize.of(dequantize)
-    return MXSpec(to.element, to.block_size, to.axis) if quantize is None else Quantize.of(quantize).spec
+    if (quantize := quantize_of(dequantize)) is not None:
+        return Quantize.expect(quantize).spec
+    to = Dequantize.expect(dequantize)
+    return MXSpec(to.element, to.block_size, to.axis)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +38,8 @@ def map_tensors(model: GraphModule, own: Callable[[Tensor], Tensor]) -> None:
     torch.compile an operator without one fails where one is asked for. Changes `model`, not the tensors."""
     owned = replaced(_tensors_of(model), written_storages(model), own)
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
+        held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in held:
             for name, tensor in tensors.items():
                 if tensor is not None:
                     value = owned[id(tensor)]

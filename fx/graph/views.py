@@ -1,9 +1,12 @@
 """View operators, and which results of a graph may lie in memory with other strides: as a part of a larger tensor
 does, or transposed."""
 
+from __future__ import annotations
+
 import operator
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
@@ -20,7 +23,7 @@ REORDERING = (
 SPLITTING = (aten.view.default, aten.reshape.default, aten.unflatten.int)
 
 #: views that only some strides allow, and what takes any
-_VIEW_OF_ANY_STRIDES = {
+_VIEW_OF_ANY_STRIDES: dict[object, OpOverload] = {
     aten.view.default: aten.reshape.default,
     aten._unsafe_view.default: aten.reshape.default,
     aten.view_as.default: aten.reshape_as.default,
@@ -39,7 +42,7 @@ _OWN_STRIDES = ("aten", "prims", "pt2mx")  # namespaces of operators that take a
 
 
 def may_be_strided(node: Node) -> bool:
-    """Whether all that reads the memory of a node takes it with other strides."""
+    """True if all that reads the memory of a node takes it with other strides."""
     return all(map(_takes_strides, node.users))
 
 
@@ -48,21 +51,21 @@ def _takes_strides(user: Node) -> bool:
         return False
     if is_view(user):
         return may_be_strided(user)
-    if not isinstance(user.target, torch._ops.OpOverload) or user.target.namespace not in _OWN_STRIDES:
+    if not isinstance(user.target, OpOverload) or user.target.namespace not in _OWN_STRIDES:
         return False
     composite = user.target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
     return not composite or user.target in _COMPOSITES
 
 
 def may_be_ordered_as(node: Node, value: object) -> bool:
-    """Whether all that is computed from a node, but views of it, lies in memory as before where the node's dimensions
+    """True if all that is computed from a node, but views of it, lies in memory as before where the node's dimensions
     lie there as those of `value` (a fake tensor of its shape). Elementwise operators keep the order of what they get,
     sums and products have one of their own."""
     return all(_takes_order(user, node, value) for user in node.users)
 
 
 def _takes_order(user: Node, node: Node, value: object) -> bool:
-    ours = isinstance(user.target, torch._ops.OpOverload) and user.target.namespace in _OWN_STRIDES
+    ours = isinstance(user.target, OpOverload) and user.target.namespace in _OWN_STRIDES
     if user.target in _NEED_STRIDES or not (ours or is_view(user)):
         return False
     if user.target in _VIEW_OF_ANY_STRIDES:
@@ -77,14 +80,14 @@ def _strides(value: object) -> list[tuple[int, ...]]:
 
 
 def is_view(node: Node) -> bool:
-    """Whether a node's result is memory of its first argument."""
-    if isinstance(node.target, torch._ops.OpOverload):
+    """True if a node's result is memory of its first argument."""
+    if isinstance(node.target, OpOverload):
         return any(returned.alias_info is not None for returned in node.target._schema.returns)
     return node.target is operator.getitem  # of several views
 
 
 def allow_any_strides(node: Node) -> None:
-    """Let views of a node be copies where its strides ask for that, and say what they are now."""
+    """Make copies of a node's views where its strides ask for that, and give them the values that they have now."""
     for user in node.users:
         user.target = _VIEW_OF_ANY_STRIDES.get(user.target, user.target)
         if is_view(user):

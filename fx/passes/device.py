@@ -1,5 +1,9 @@
 """Moving a program to another device: its tensors, and the devices that its graph names."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
@@ -14,7 +18,7 @@ def move_to_device(model: GraphModule, device: torch.device) -> GraphModule:
     assertions, those of autocast, and `val` meta. Tensors that are there already are shared. Changes `model` and
     returns it."""
 
-    def moved(value: object) -> object:
+    def moved(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.to(device)
         return device if isinstance(value, torch.device) else value

@@ -1,14 +1,17 @@
 """Weight folding: a quantized weight becomes buffers of its codes, and the float weight goes."""
 
+from __future__ import annotations
+
 import operator
 
 import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx import ops
-from pt2mx.fx.graph.constants import constant_nodes, evaluate, first_equal, root_name
+from pt2mx.fx.graph.attributes import register_buffer
+from pt2mx.fx.graph.constants import constant_nodes, evaluate, first_equal, mark_constants, root_name
 from pt2mx.fx.graph.lift_weights import lift_weights, merge_equal_operands
-from pt2mx.fx.graph.subgraphs import mark_constants
+from pt2mx.fx.graph.node import args_of, function_of, node_arg, operator_of
 from pt2mx.fx.graph.tensors import delete_unused_tensors
 
 
@@ -32,7 +35,7 @@ def fold_weights(model: GraphModule) -> GraphModule:
 
 
 def compute_codes(model: GraphModule, constants: set[Node]) -> None:
-    """Let what reads a quantization of a constant tensor read buffers; the quantization stays, and nothing reads it."""
+    """Give the readers of quantizations of constant tensors buffers to read; the quantizations stay, unread."""
     packed: dict[Node, list[Node]] = {}
     equal = first_equal(model, constants)
     with torch.no_grad():
@@ -60,7 +63,7 @@ def _quantizes(node: Node) -> bool:
 
 
 def dequantizes(node: Node) -> bool:
-    """Whether a node gives the values of codes, ours or torchao's."""
+    """True if a node gives the values of codes, ours or torchao's."""
     name = getattr(getattr(node.target, "_schema", None), "name", "")
     return node.target is ops.dequantize_mx or name.startswith(_DEQUANTIZATIONS)
 
@@ -73,26 +76,28 @@ _DEQUANTIZATIONS = ("quantized_decomposed::dequantize_", "torchao::dequantize_af
 def _pack(model: GraphModule, quantize: Node) -> list[Node]:
     """Register what a quantizing operator returns as buffers; gives the nodes that read them."""
     args, kwargs = torch.fx.map_arg((quantize.args, quantize.kwargs), lambda n: evaluate(model, n))
-    results = quantize.target(*args, **kwargs)
+    results = function_of(quantize)(*args, **kwargs)
     named = (
         {"data": results} if isinstance(results, torch.Tensor) else dict(zip(("scale", "data"), results, strict=True))
     )
-    root = root_name(quantize.args[0])
+    root = root_name(node_arg(quantize))
     with model.graph.inserting_before(quantize):
-        return [model.graph.get_attr(register(model, f"{root}_{suffix}", t)) for suffix, t in named.items()]
+        return [model.graph.get_attr(register_buffer(model, f"{root}_{suffix}", t)) for suffix, t in named.items()]
 
 
 def _replace(quantize: Node, buffers: list[Node]) -> None:
-    several = len(buffers) > 1
-    for node in [u for u in quantize.users if u.target is operator.getitem] if several else [quantize]:
-        buffer = buffers[node.args[1] if several else 0]
-        buffer.meta.update(node.meta)
-        node.replace_all_uses_with(buffer)
+    """Put buffers in the place of the results of a quantizing operator."""
+    results = [(quantize, 0)]
+    if len(buffers) > 1:
+        results = [(user, args_of(user)[1]) for user in quantize.users if user.target is operator.getitem]
+    for node, item in results:
+        buffers[item].meta.update(node.meta)
+        node.replace_all_uses_with(buffers[item])
 
 
 def _fold_scales(model: GraphModule, quantize: Node) -> None:
     """Scales that torchao computes from the tensor (dynamic quantization): the dequantization reads them too."""
-    for argument, value in zip(quantize.target._schema.arguments[1:], quantize.args[1:], strict=False):
+    for argument, value in zip(operator_of(quantize)._schema.arguments[1:], quantize.args[1:], strict=False):
         if isinstance(value, Node) and value.op == "call_function":
             fold_constant(model, value, f"{root_name(value)}_{argument.name}")
 
@@ -100,18 +105,7 @@ def _fold_scales(model: GraphModule, quantize: Node) -> None:
 def fold_constant(model: GraphModule, node: Node, name: str) -> Node:
     """Make the value of a constant node a buffer, named `name` or like it; gives the node that reads it."""
     with model.graph.inserting_before(node):
-        buffer = model.graph.get_attr(register(model, name, evaluate(model, node)))
+        buffer = model.graph.get_attr(register_buffer(model, name, evaluate(model, node)))
     buffer.meta.update(node.meta)
     node.replace_all_uses_with(buffer)
     return buffer
-
-
-def register(model: GraphModule, name: str, value: torch.Tensor) -> str:
-    """Register a buffer under a qualified name, or under a numbered one where that is taken."""
-    path, _, attribute = name.rpartition(".")
-    owner, unique, number = model.get_submodule(path), attribute, 0
-    while hasattr(owner, unique):
-        number += 1
-        unique = f"{attribute}_{number}"
-    owner.register_buffer(unique, value)
-    return f"{path}.{unique}" if path else unique

@@ -19,19 +19,20 @@ def fuse_qdq(model: GraphModule) -> None:
     where the tensor was quantized: what is written to the tensor later does not reach it, and of several stochastic
     ones each draws its turn.
     """
-    for dequantize in model.graph.find_nodes(op="call_function", target=ops.dequantize_mx):
+    for dequantize, to in Dequantize.calls_in(model.graph):
         quantize = quantize_of(dequantize)
-        if quantize is None or not _can_be_fused(quantize, dequantize):
+        if quantize is None or not _is_read_once(quantize, dequantize, to):
+            continue
+        of = Quantize.expect(quantize)
+        if (to.dtype, shape_of(dequantize)) != (dtype_of(of.x), shape_of(of.x)):
             continue
         with model.graph.inserting_before(quantize):
-            fused = model.graph.call_function(ops.fake_quantize_mx, tuple(Quantize.of(quantize)))
+            fused = model.graph.call_function(ops.fake_quantize_mx, of.args)
         fused.meta.update(dequantize.meta)
         dequantize.replace_all_uses_with(fused)
         erase_unread(dequantize)
 
 
-def _can_be_fused(quantize: Node, dequantize: Node) -> bool:
-    """Whether a pair gives the dtype and shape of what it quantizes, and nothing else reads its codes."""
-    x, to = Quantize.of(quantize).x, Dequantize.of(dequantize)
-    read_once = set(quantize.users) == {to.codes, to.scale} and {*to.codes.users, *to.scale.users} == {dequantize}
-    return read_once and (to.dtype, shape_of(dequantize)) == (dtype_of(x), shape_of(x))
+def _is_read_once(quantize: Node, dequantize: Node, to: Dequantize) -> bool:
+    """True if nothing but `dequantize` reads the codes and scales of its pair."""
+    return set(quantize.users) == {to.codes, to.scale} and {*to.codes.users, *to.scale.users} == {dequantize}

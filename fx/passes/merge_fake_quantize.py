@@ -4,6 +4,7 @@ which are parts of one product."""
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch.fx import GraphModule, Node
 from pt2mx import ops
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.graph_pass import GraphPass
-from pt2mx.fx.graph.node import FakeQuantize, set_value, shape_of
+from pt2mx.fx.graph.node import FakeQuantize, args_of, node_arg, set_value, shape_of
 from pt2mx.fx.graph.views import SPLITTING, allow_any_strides, is_view
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops import linear
@@ -27,106 +28,116 @@ _READERS = (
 
 
 class Part(NamedTuple):
-    """A quantization, and the nodes from the part of a tensor that it quantizes to its input, all views."""
+    """A quantization of the columns `start` to `end` of a tensor's last dimension, and the nodes from these columns to
+    its input, all views."""
 
     quantize: Node
     views: list[Node]
+    start: int
+    end: int
 
     @property
-    def bounds(self) -> tuple[int, int]:
-        source, _, start, end = self.views[0].args[:4]
-        return start, min(end, shape_of(source)[-1])
+    def source(self) -> Node:
+        """The tensor."""
+        return node_arg(self.views[0])
 
 
 @GraphPass
 def merge_fake_quantize(model: GraphModule) -> None:
-    """Let quantizations of neighbouring parts of a tensor's last dimension, with the same element, block size and
-    modes, be one of all these parts, where blocks run along that dimension, none has values of two parts or heads, and
-    products alone read them. What they give are views of it: the same bits."""
-    written, groups = written_nodes(model.graph), defaultdict(list)
-    for node in model.graph.find_nodes(op="call_function", target=ops.fake_quantize_mx):
-        of, part = FakeQuantize.of(node), _part(node)
-        if part is None or not written.isdisjoint((node, *part.views, part.views[0].args[0])):
+    """Quantize neighbouring parts of a tensor's last dimension, with the same element, block size and modes, as one,
+    where blocks run along that dimension, none has values of two parts or heads, and products alone read the parts.
+    These become views of what is quantized: the same bits."""
+    written = written_nodes(model.graph)
+    groups: dict[FakeQuantize, list[Part]] = defaultdict(list)
+    for node, call in FakeQuantize.calls_in(model.graph):
+        part = _part(node, call)
+        if part is None or not written.isdisjoint((node, *part.views, part.source)):
             continue
-        if not ROUNDINGS[of.rounding].random and _products_read(node):
-            groups[part.views[0].args[0], of._replace(x=None, axis=-1)].append(part)
-    for parts in groups.values():
+        if not ROUNDINGS[call.rounding].random and _products_read(node):
+            groups[replace(call, x=part.source, axis=-1)].append(part)
+    for call, parts in groups.items():
         for neighbours in _neighbours(parts):
-            _quantize(model, neighbours)
+            _quantize(model, call, neighbours)
 
 
-def _part(quantize: Node) -> Part | None:
-    """What is quantized, if it is a part of the last dimension, maybe split into heads, with that dimension still the
-    last."""
-    node, _, block_size, axis, *_ = FakeQuantize.of(quantize)
+def _part(quantize: Node, call: FakeQuantize) -> Part | None:
+    """The columns that are quantized, if they are some of the last dimension, maybe split into heads, with that
+    dimension still the last."""
+    node, shape = call.x, shape_of(call.x)
     views: list[Node] = []
-    if shape_of(node) is None or axis % len(shape_of(node)) != len(shape_of(node)) - 1:
+    if shape is None or call.axis % len(shape) != len(shape) - 1:
         return None
-    while isinstance(node, Node) and len(node.users) == 1 and shape_of(node) is not None:
+    while shape is not None and len(node.users) == 1:
         views.insert(0, node)
-        if not _is_whole(shape_of(node)[-1], block_size):
+        if not _is_whole(shape[-1], call.block_size):
             return None
         if node.target is aten.slice.Tensor:
-            return Part(quantize, views) if _is_part(node, block_size) else None
-        if not _keeps_last(node):
+            columns = _columns(node)
+            return Part(quantize, views, *columns) if columns and columns[0] % call.block_size == 0 else None
+        if not _keeps_last(node, shape):
             return None
-        node = node.args[0]
+        node = node_arg(node)
+        shape = shape_of(node)
     return None
 
 
-def _is_whole(length: object, block_size: int) -> bool:
+def _is_whole(length: int | str, block_size: int) -> bool:
     return isinstance(length, int) and length % block_size == 0
 
 
-def _is_part(node: Node, block_size: int) -> bool:
+def _columns(node: Node) -> tuple[int, int] | None:
+    """The start and end of a slice of the last dimension, of step 1; None for another slice."""
     source, dim, start, end, *step = node.args if len(node.args) >= 4 else (None,) * 4
     shape = shape_of(source)
-    if shape is None or not isinstance(shape[-1], int) or step not in ([], [1]) or node.kwargs:
-        return False
-    if not isinstance(start, int) or not isinstance(end, int) or not 0 <= start < min(end, shape[-1]):
-        return False
-    return dim % len(shape) == len(shape) - 1 and start % block_size == 0
+    if shape is None or not isinstance(dim, int) or dim % len(shape) != len(shape) - 1:
+        return None
+    if step not in ([], [1]) or node.kwargs:
+        return None
+    length = shape[-1]
+    if not (isinstance(length, int) and isinstance(start, int) and isinstance(end, int)):
+        return None
+    return (start, min(end, length)) if 0 <= start < min(end, length) else None
 
 
-def _keeps_last(node: Node) -> bool:
-    """Whether a view puts other dimensions than the last in another order, or splits the last one."""
-    shape = shape_of(node)
+def _keeps_last(node: Node, shape: tuple[int | str, ...]) -> bool:
+    """True of a view that puts other dimensions than the last in another order, or splits the last one."""
+    args = args_of(node)
     if node.target is aten.transpose.int:
-        return len(shape) - 1 not in [dim % len(shape) for dim in node.args[1:3]]
+        return len(shape) - 1 not in [dim % len(shape) for dim in args[1:3]]
     if node.target is aten.permute.default:
-        return node.args[1][-1] % len(shape) == len(shape) - 1
-    return node.target in SPLITTING and shape[:-2] == (shape_of(node.args[0]) or ())[:-1]
+        return args[1][-1] % len(shape) == len(shape) - 1
+    return node.target in SPLITTING and shape[:-2] == (shape_of(args[0]) or ())[:-1]
 
 
 def _products_read(node: Node) -> bool:
+    """True if products alone read a node, maybe through views."""
     return all(user.target in _READERS or (is_view(user) and _products_read(user)) for user in node.users)
 
 
 def _neighbours(parts: list[Part]) -> list[list[Part]]:
     """The parts in order, those together that follow one another; alone ones are left out."""
     runs: list[list[Part]] = []
-    for part in sorted(parts, key=lambda p: p.bounds):
-        if runs and runs[-1][-1].bounds[1] == part.bounds[0]:
+    for part in sorted(parts, key=lambda p: (p.start, p.end)):
+        if runs and runs[-1][-1].end == part.start:
             runs[-1].append(part)
         else:
             runs.append([part])
     return [run for run in runs if len(run) > 1]
 
 
-def _quantize(model: GraphModule, parts: list[Part]) -> None:
-    first, (start, end) = parts[0].views[0], (parts[0].bounds[0], parts[-1].bounds[1])
-    (source, dim), quantize = first.args[:2], parts[0].quantize
+def _quantize(model: GraphModule, call: FakeQuantize, parts: list[Part]) -> None:
+    """Quantize parts that follow one another as `call` does, which is without its x."""
+    source, dim = args_of(parts[0].views[0])[:2]
+    start, end = parts[0].start, parts[-1].end
     earliest = min((part.views[0] for part in parts), key=list(model.graph.nodes).index)
     with model.graph.inserting_before(earliest):
         whole = model.graph.call_function(aten.slice.Tensor, (source, dim, start, end))
-        args = FakeQuantize.of(quantize)._replace(x=whole, axis=-1)
-        together = model.graph.call_function(ops.fake_quantize_mx, tuple(args))
+        together = model.graph.call_function(ops.fake_quantize_mx, replace(call, x=whole).args)
     for node in (whole, together):
-        node.meta.update({k: v for k, v in quantize.meta.items() if k != "val"})
+        node.meta.update({k: v for k, v in parts[0].quantize.meta.items() if k != "val"})
         set_value(node)
     for part in parts:
-        low, high = part.bounds
-        part.views[0].args = (together, dim, low - start, high - start)
+        part.views[0].args = (together, dim, part.start - start, part.end - start)
         part.quantize.replace_all_uses_with(part.views[-1])
         model.graph.erase_node(part.quantize)
         set_value(part.views[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch.fx import GraphModule, Node
@@ -10,7 +11,15 @@ from torch.fx import GraphModule, Node
 from pt2mx import ops
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.graph_pass import GraphPass
-from pt2mx.fx.graph.node import Dequantize, dtype_of, make_positional, set_value, shape_of
+from pt2mx.fx.graph.node import (
+    Dequantize,
+    dtype_of,
+    function_of,
+    make_positional,
+    node_arg,
+    set_value,
+    shape_of,
+)
 from pt2mx.fx.graph.qdq import PROVENANCE_KEYS, SPEC_KEY
 from pt2mx.fx.graph.tensors import erase_unread
 
@@ -35,19 +44,18 @@ def use_packed_embeddings(model: GraphModule) -> None:
     bits, where blocks run along the rows. The codes stay one buffer, whatever else reads them."""
     written = written_nodes(model.graph)
     for gather in [node for node in model.graph.nodes if node.target in _GATHERS]:
-        dequantize = gather.args[0]
-        if dequantize.target is not ops.dequantize_mx or not _gathers_whole_blocks(gather, dequantize):
+        dequantize = node_arg(gather)
+        call = Dequantize.of(dequantize)
+        axis = None if call is None else _gathered_axis(gather, dequantize, call)
+        if call is None or axis is None or not written.isdisjoint((dequantize, call.codes, call.scale)):
             continue
-        of = Dequantize.of(dequantize)
-        packed = of.codes, of.scale
-        if not written.isdisjoint((dequantize, *packed)):
-            continue
-        axis = of.axis % len(shape_of(dequantize)) + len(shape_of(gather)) - len(shape_of(dequantize))
+        rest = gather.args[1:]
         with model.graph.inserting_before(gather):
-            rows = [model.graph.call_function(gather.target, (n, *gather.args[1:])) for n in packed]
-            args = of._replace(codes=rows[0], scale=rows[1], axis=axis)
-            gathered = model.graph.call_function(ops.dequantize_mx, tuple(args))
-        for node in rows:
+            codes = model.graph.call_function(function_of(gather), (call.codes, *rest))
+            scale = model.graph.call_function(function_of(gather), (call.scale, *rest))
+            args = replace(call, codes=codes, scale=scale, axis=axis).args
+            gathered = model.graph.call_function(ops.dequantize_mx, args)
+        for node in (codes, scale):
             node.meta.update({key: gather.meta[key] for key in PROVENANCE_KEYS if key in gather.meta})
             set_value(node)
         gathered.meta.update(gather.meta)
@@ -57,9 +65,12 @@ def use_packed_embeddings(model: GraphModule) -> None:
         erase_unread(gather)
 
 
-def _gathers_whole_blocks(gather: Node, dequantize: Node) -> bool:
+def _gathered_axis(gather: Node, dequantize: Node, call: Dequantize) -> int | None:
+    """The dimension of what is gathered along which blocks run; None where blocks are not gathered as a whole."""
     make_positional(gather)
-    shape = shape_of(dequantize)
-    if shape is None or shape_of(gather) is None or gather.kwargs:
-        return False
-    return Dequantize.of(dequantize).axis % len(shape) != 0 and _GATHERS[gather.target](*gather.args[1:])
+    shape, gathered = shape_of(dequantize), shape_of(gather)
+    if shape is None or gathered is None or gather.kwargs:
+        return None
+    axis = call.axis % len(shape)
+    whole = axis != 0 and _GATHERS[gather.target](*gather.args[1:])
+    return axis + len(gathered) - len(shape) if whole else None

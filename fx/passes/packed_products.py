@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from pt2mx import ops
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.graph_pass import GraphPass
-from pt2mx.fx.graph.node import Dequantize, dtype_of, make_positional, shape_of
+from pt2mx.fx.graph.node import (
+    Dequantize,
+    args_of,
+    dtype_of,
+    function_of,
+    make_positional,
+    named_args,
+    node_arg,
+    operator_of,
+    shape_of,
+)
 from pt2mx.fx.graph.tensors import erase_unread
 from pt2mx.fx.graph.views import REORDERING
 from pt2mx.ops import linear
@@ -20,7 +30,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Product:
-    """Where a product has its tensors, and what computes it with a packed weight.
+    """The places of a product's tensors among its arguments, and the operator that computes it with a packed weight.
 
     Args:
         x, weight, third: positions of the arguments; the third is the bias, or the ends of the groups.
@@ -58,22 +68,22 @@ class Weight:
 
 @GraphPass
 def use_packed_weights(model: GraphModule) -> None:
-    """Let products read the codes of their weight, where its blocks run along the dimension that they reduce and along
-    the last one of the codes (see `make_weights_k_major`), and x, weight, bias and result have one dtype.
+    """Replace products by those that read the codes of their weight, where its blocks run along the dimension that they
+    reduce and along the last one of the codes (see `make_weights_k_major`), and x, weight, bias and result have one
+    dtype.
 
     Other products, convolutions among them, keep their dequantized weight, which Inductor computes at each call.
     """
     written = written_nodes(model.graph)
     for node, product, weight in weights_of_products(model):
-        data, scale, element, block_size, *_ = Dequantize.of(weight.dequantize)
+        call = Dequantize.expect(weight.dequantize)
         blocks_last = weight.dims == product.dims and weight.axis == len(weight.dims) - 1
-        if not (blocks_last and written.isdisjoint((weight.dequantize, data, scale))):
+        if not (blocks_last and written.isdisjoint((weight.dequantize, call.codes, call.scale))):
             continue
-        third = argument(node, product.third)
+        x, third = args_of(node)[product.x], argument(node, product.third)
         with model.graph.inserting_before(node):
-            packed = model.graph.call_function(
-                product.packed, (node.args[product.x], data, scale, third, element, block_size)
-            )
+            args = (x, call.codes, call.scale, third, call.element, call.block_size)
+            packed = model.graph.call_function(product.packed, args)
         packed.meta.update(node.meta)
         node.replace_all_uses_with(packed)
         erase_unread(node)
@@ -86,45 +96,51 @@ def weights_of_products(model: GraphModule) -> list[tuple[Node, Product, Weight]
         product = PRODUCTS.get(node.target)
         if product is None or not _is_plain(node, product):
             continue
-        weight = _weight(node.args[product.weight])
+        weight = _weight(node_arg(node, product.weight))
         if weight is not None and _fits(node, product, weight):
             found.append((node, product, weight))
     return found
 
 
-def argument(node: Node, position: int | None) -> object:
+def argument(node: Node, position: int | None) -> Any:
+    """The positional argument of a call; None where it has none there."""
     return node.args[position] if position is not None and position < len(node.args) else None
 
 
 def _is_plain(node: Node, product: Product) -> bool:
-    """Whether arguments that the packed form does not have are at their defaults."""
+    """True if the arguments that the packed form does not have are at their defaults."""
     make_positional(node)
     own = (product.x, product.weight, product.third)
-    others = [a for i, a in enumerate(node.target._schema.arguments) if i not in own]
-    given = {a.name: v for a, v in zip(node.target._schema.arguments, node.args, strict=False)} | node.kwargs
-    return all(given.get(a.name, a.default_value) == a.default_value for a in others)
+    others = [a for i, a in enumerate(operator_of(node)._schema.arguments) if i not in own]
+    given = named_args(node)
+    return all(given[a.name] == a.default_value for a in others)
 
 
 def _weight(node: Node) -> Weight | None:
+    """The weight that a node gives, if it gives the dimensions of a dequantized one in some order."""
     chain = []
     while node.target in REORDERING:
         chain.append(node)
-        node = node.args[0]
-    if node.target is not ops.dequantize_mx or shape_of(node) is None:
+        node = node_arg(node)
+    call, shape = Dequantize.of(node), shape_of(node)
+    if call is None or shape is None:
         return None
-    rank = len(shape_of(node))
-    sizes = torch.empty(tuple(range(rank)), device="meta")  # whose sizes are the numbers of its dimensions
+    sizes = torch.empty(tuple(range(len(shape))), device="meta")  # whose sizes are the numbers of its dimensions
     for reordering in reversed(chain):
-        sizes = reordering.target(sizes, *reordering.args[1:], **reordering.kwargs)
-    return Weight(node, Dequantize.of(node).axis % rank, tuple(sizes.shape))
+        sizes = function_of(reordering)(sizes, *reordering.args[1:], **reordering.kwargs)
+    return Weight(node, call.axis % len(shape), tuple(sizes.shape))
 
 
 def _fits(node: Node, product: Product, weight: Weight) -> bool:
-    """Inside autocast a product has another dtype than its operands: it stays, since what runs outside could be joined
-    with it."""
-    dtype, third = Dequantize.of(weight.dequantize).dtype, argument(node, product.third)
-    if any(dtype_of(n) != dtype for n in (node, node.args[product.x])):
+    """True if the packed form takes the dtypes and shapes of a product.
+
+    Inside autocast a product has another dtype than its operands: it stays, since what runs outside could be joined
+    with it.
+    """
+    dtype = Dequantize.expect(weight.dequantize).dtype
+    x, third = args_of(node)[product.x], argument(node, product.third)
+    if any(dtype_of(n) != dtype for n in (node, x)):
         return False
     if product.packed is linear.grouped_linear_mx:
-        return dtype_of(third) == torch.int32 and len(shape_of(node.args[product.x])) == 2
-    return third is None or (dtype_of(third), shape_of(third)) == (dtype, shape_of(node)[-1:])
+        return dtype_of(third) == torch.int32 and len(shape_of(x) or ()) == 2
+    return third is None or (dtype_of(third), shape_of(third)) == (dtype, (shape_of(node) or ())[-1:])

@@ -4,6 +4,12 @@ Inductor fuses nothing into a call: without this, the queries and keys of an att
 read and written again by a kernel that quantizes alone.
 """
 
+from __future__ import annotations
+
+import functools
+import operator
+from dataclasses import replace
+
 import torch
 from torch.fx import GraphModule, Node
 
@@ -11,7 +17,6 @@ from pt2mx import ops
 from pt2mx.fx.graph.graph_pass import GraphPass
 from pt2mx.fx.graph.node import LinearMX
 from pt2mx.fx.graph.views import is_view
-from pt2mx.ops import linear
 
 aten = torch.ops.aten
 
@@ -19,18 +24,19 @@ aten = torch.ops.aten
 @GraphPass
 def sink_bias(model: GraphModule) -> None:
     """Take the bias out of every `linear_mx` that `fake_quantize_mx` alone reads, through views if need be."""
-    for product in model.graph.find_nodes(op="call_function", target=linear.linear_mx):
-        bias = LinearMX.of(product).bias
-        if bias is None or not _is_quantized_next(product):
+    for product, call in LinearMX.calls_in(model.graph):
+        if call.bias is None or not _is_quantized_next(product):
             continue
         with model.graph.inserting_after(product):
-            added = model.graph.call_function(aten.add.Tensor, (product, bias))
+            added = model.graph.call_function(aten.add.Tensor, (product, call.bias))
         added.meta.update(product.meta)
-        product.replace_all_uses_with(added, delete_user_cb=lambda user, own=added: user is not own)
-        product.args = tuple(LinearMX.of(product)._replace(bias=None))
+        product.replace_all_uses_with(added, delete_user_cb=functools.partial(operator.is_not, added))
+        product.args = replace(call, bias=None).args
 
 
 def _is_quantized_next(node: Node) -> bool:
+    """True if `fake_quantize_mx` alone reads a node, maybe through views."""
+
     def leads_there(user: Node) -> bool:
         return user.target is ops.fake_quantize_mx or (is_view(user) and _is_quantized_next(user))
 

@@ -1,5 +1,9 @@
 """Weights kept as the values that their codes stand for, where time matters and memory does not."""
 
+from __future__ import annotations
+
+from dataclasses import replace
+
 import torch
 from torch.fx import GraphModule, Node
 
@@ -8,7 +12,6 @@ from pt2mx.fx.graph.constants import computed_from, constant_nodes, evaluate, ro
 from pt2mx.fx.graph.graph_pass import GraphPass
 from pt2mx.fx.graph.node import Dequantize, LinearMX, dtype_of, set_value, shape_of
 from pt2mx.fx.passes.fold_weights import fold_constant
-from pt2mx.ops import linear
 
 aten = torch.ops.aten
 
@@ -23,16 +26,14 @@ def unpack_weights(model: GraphModule) -> None:
     """
     constants = {n for n in constant_nodes(model.graph) if all(c.op != "placeholder" for c in computed_from(n))}
     buffers: dict[tuple[object, ...], Node] = {}
-    for node in model.graph.find_nodes(op="call_function", target=linear.linear_mx):
-        x, codes, scale, *_ = LinearMX.of(node)
-        k = (shape_of(x) or (None,))[-1]
-        if constants.issuperset((codes, scale)) and isinstance(k, int):
-            constants.add(_use_plain_product(model, node, k))
-    for node in model.graph.find_nodes(op="call_function", target=ops.dequantize_mx):
+    for node, product in LinearMX.calls_in(model.graph):
+        k = (shape_of(product.x) or (None,))[-1]
+        if constants.issuperset((product.codes, product.scale)) and isinstance(k, int):
+            constants.add(_use_plain_product(model, node, product, k))
+    for node, call in Dequantize.calls_in(model.graph):
         if node in constants:
-            of = Dequantize.of(node)
-            axis, length = of.axis % evaluate(model, of.codes).dim(), shape_of(node) or of.length
-            weight = tuple(of._replace(axis=axis, length=length))
+            axis = call.axis % evaluate(model, call.codes).dim()
+            weight = replace(call, axis=axis, length=None), shape_of(node) or call.length
             if weight not in buffers:
                 buffers[weight] = fold_constant(model, node, f"{root_name(node)}_unpacked")
             node.replace_all_uses_with(buffers[weight])
@@ -40,14 +41,12 @@ def unpack_weights(model: GraphModule) -> None:
     model.graph.eliminate_dead_code()
 
 
-def _use_plain_product(model: GraphModule, packed: Node, k: int) -> Node:
-    """Replace a `linear_mx`; gives the node of its dequantized weight."""
-    x, data, scale, bias, element, block_size = LinearMX.of(packed)
+def _use_plain_product(model: GraphModule, packed: Node, call: LinearMX, k: int) -> Node:
+    """Replace a `linear_mx`, whose x is (..., k); gives the node of its dequantized weight."""
+    args = (call.codes, call.scale, call.element, call.block_size, dtype_of(packed), -1, k)
     with model.graph.inserting_before(packed):
-        weight = model.graph.call_function(
-            ops.dequantize_mx, (data, scale, element, block_size, dtype_of(packed), -1, k)
-        )
-        plain = model.graph.call_function(aten.linear.default, (x, weight, bias))
+        weight = model.graph.call_function(ops.dequantize_mx, args)
+        plain = model.graph.call_function(aten.linear.default, (call.x, weight, call.bias))
     set_value(weight)
     plain.meta.update(packed.meta)
     packed.replace_all_uses_with(plain)

@@ -1,19 +1,21 @@
 """Packed weights of products are stored with their blocks along the last dimension and one after the other."""
 
-import operator
+from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from pt2mx import ops
+from pt2mx.fx.graph.attributes import name_of, register_buffer, tensor_of
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.graph_pass import GraphPass
 from pt2mx.fx.graph.node import Dequantize, set_value
 from pt2mx.fx.graph.qdq import SPEC_KEY
 from pt2mx.fx.graph.tensors import erase_unread
 from pt2mx.fx.graph.views import allow_any_strides, may_be_ordered_as
-from pt2mx.fx.passes.fold_weights import register
 from pt2mx.fx.passes.packed_products import weights_of_products
 
 
@@ -26,12 +28,14 @@ def make_weights_k_major(model: GraphModule) -> None:
     every reader what it had, to the bit. Weights whose other readers go by the order of dimensions in memory stay as
     they are, and so do those of graphs inside, which are operands.
     """
-    constants, found = constant_nodes(model.graph), {}
+    constants = constant_nodes(model.graph)
+    found: dict[Node, tuple[int, int]] = {}
     for _, product, weight in weights_of_products(model):
         last = len(weight.dims) - 1
         swap = {weight.axis: last, last: weight.axis}
         transposed = tuple(swap.get(d, d) for d in weight.dims)
-        held = all(n.op == "get_attr" and n in constants for n in Dequantize.of(weight.dequantize)[:2])
+        call = Dequantize.expect(weight.dequantize)
+        held = all(n.op == "get_attr" and n in constants for n in (call.codes, call.scale))
         if transposed == product.dims and held and _is_new_order(model, weight.dequantize, weight.axis):
             found[weight.dequantize] = (weight.axis, last)
     for dequantize, dims in found.items():
@@ -39,8 +43,8 @@ def make_weights_k_major(model: GraphModule) -> None:
 
 
 def _is_new_order(model: GraphModule, dequantize: Node, axis: int) -> bool:
-    """Whether codes do not lie in memory with their blocks last, and readers take it if they do."""
-    codes = operator.attrgetter(Dequantize.of(dequantize).codes.target)(model)
+    """True if codes do not lie in memory with their blocks last, and readers take it if they do."""
+    codes = tensor_of(model, Dequantize.expect(dequantize).codes)
     if codes.transpose(axis, -1).is_contiguous():
         return axis != codes.dim() - 1
     value = dequantize.meta.get("val")
@@ -48,17 +52,12 @@ def _is_new_order(model: GraphModule, dequantize: Node, axis: int) -> bool:
 
 
 def _transpose(model: GraphModule, dequantize: Node, axis: int, last: int) -> None:
-    of = Dequantize.of(dequantize)
-    buffers = of.codes, of.scale
+    call = Dequantize.expect(dequantize)
     with model.graph.inserting_before(dequantize):
-        transposed = [model.graph.get_attr(_transposed_buffer(model, n, axis)) for n in buffers]
-        args = of._replace(codes=transposed[0], scale=transposed[1], axis=last)
-        blocks_last = model.graph.call_function(ops.dequantize_mx, tuple(args))
+        codes, scale = (_transposed_buffer(model, buffer, axis) for buffer in (call.codes, call.scale))
+        args = replace(call, codes=codes, scale=scale, axis=last).args
+        blocks_last = model.graph.call_function(ops.dequantize_mx, args)
         back = model.graph.call_function(torch.ops.aten.transpose.int, (blocks_last, axis, last))
-    for new, old in zip(transposed, buffers, strict=True):
-        new.meta.update(old.meta)
-        if "val" in old.meta:
-            new.meta["val"] = _transposed(old.meta["val"], axis)
     for new in (blocks_last, back):
         new.meta.update(dequantize.meta)
         set_value(new)
@@ -74,6 +73,11 @@ def _transposed(x: Tensor, axis: int) -> Tensor:
     return x.transpose(axis, -1).contiguous()
 
 
-def _transposed_buffer(model: GraphModule, node: Node, axis: int) -> str:
-    value = _transposed(operator.attrgetter(node.target)(model), axis)
-    return register(model, f"{node.target}_t", value)
+def _transposed_buffer(model: GraphModule, node: Node, axis: int) -> Node:
+    """A buffer of what a node reads, transposed."""
+    value = _transposed(tensor_of(model, node), axis)
+    buffer = model.graph.get_attr(register_buffer(model, f"{name_of(node)}_t", value))
+    buffer.meta.update(node.meta)
+    if "val" in node.meta:
+        buffer.meta["val"] = _transposed(node.meta["val"], axis)
+    return buffer

@@ -1,27 +1,38 @@
-"""Which batch norms can be folded into the layer before them."""
+"""Batch norms that can be folded into the layer before them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.aliasing import written_nodes
-from pt2mx.fx.graph.node import value_of
+from pt2mx.fx.graph.attributes import name_of
+from pt2mx.fx.graph.convolution import CONVOLUTIONS, Convolution
+from pt2mx.fx.graph.node import args_of, dtype_of, named_args, value_of
 
 aten = torch.ops.aten
 _BATCH_NORMS = (aten.batch_norm.default, aten._native_batch_norm_legit_no_training.default)
-#: layer before a batch norm -> (whether its weight is (in, out / groups, ...), position of its groups)
-LAYERS: dict[torch._ops.OpOverload, tuple[bool, int | None]] = {
-    aten.linear.default: (False, None),
-    aten.conv1d.default: (False, 6),
-    aten.conv1d.padding: (False, 6),
-    aten.conv2d.default: (False, 6),
-    aten.conv2d.padding: (False, 6),
-    aten.conv3d.default: (False, 6),
-    aten.conv3d.padding: (False, 6),
-    aten.conv_transpose1d.default: (True, 6),
-    aten.conv_transpose2d.input: (True, 6),
-    aten.conv_transpose3d.input: (True, 6),
-}
+#: layers (x, weight, bias or None, ...) into which the batch norm behind them can be folded
+LAYERS: frozenset[object] = frozenset((aten.linear.default, *CONVOLUTIONS))
+
+
+class BatchNorm(NamedTuple):
+    """The first arguments of a batch norm, which all of its forms have. x: (N, C, ...), the others: (C,) or None."""
+
+    x: Node
+    gamma: Node | None
+    beta: Node | None
+    mean: Node | None
+    variance: Node | None
+
+    @classmethod
+    def of(cls, norm: Node) -> BatchNorm:
+        """The arguments of a node that calls a batch norm, also in the form of a `TrainEvalOp`."""
+        return cls(*args_of(norm)[:5])
 
 
 def keep_batch_norms(model: GraphModule) -> GraphModule:
@@ -32,21 +43,14 @@ def keep_batch_norms(model: GraphModule) -> GraphModule:
     torchao folds a batch norm into the convolution or linear layer before it without asking for any of this, and would
     give other numbers; behind an alias it does not see them. Changes `model` and returns it.
     """
-    readers: dict[str, int] = {}
+    readers: Counter[str] = Counter()
     for node in model.graph.find_nodes(op="get_attr"):
-        readers[node.target] = readers.get(node.target, 0) + len(node.users)
+        readers[name_of(node)] += len(node.users)
     written = written_nodes(model.graph)
     norms = [norm for target in _BATCH_NORMS for norm in model.graph.find_nodes(op="call_function", target=target)]
     for norm in norms:
-        producer = norm.args[0]
-        if producer.target not in LAYERS:
-            continue
-        weights = [n for n in producer.all_input_nodes if n.op == "get_attr"]
-        shared = len(producer.users) > 1 or any(readers[weight.target] > 1 for weight in weights)
-        tensors = [n for n in (*producer.args[1:3], *norm.args[1:5]) if isinstance(n, Node)]
-        computed = any(n.op != "get_attr" or n in written for n in tensors)
-        fits = norm.args[3] is not None and normalizes_outputs(producer, norm)
-        if shared or computed or not fits or _is_grouped_transposed(producer):
+        producer = BatchNorm.of(norm).x
+        if producer.target in LAYERS and not _can_be_folded(producer, norm, readers, written):
             with model.graph.inserting_before(norm):
                 alias = model.graph.call_function(aten.alias.default, (producer,))
             alias.meta.update(producer.meta)
@@ -56,17 +60,28 @@ def keep_batch_norms(model: GraphModule) -> GraphModule:
     return model
 
 
-def normalizes_outputs(layer: Node, norm: Node) -> bool:
-    """Whether a batch norm, whose channels are dimension 1, normalizes the outputs of a convolution or linear layer,
-    which an unbatched convolution has in dimension 0 and a linear layer in the last; all in one dtype."""
-    tensors = [value_of(n) for n in (layer, *layer.args[1:2], norm.args[4], norm.args[1]) if n is not None]
-    if len(tensors) < 3 or not all(isinstance(value, Tensor) for value in tensors):
+def _can_be_folded(layer: Node, norm: Node, readers: Counter[str], written: set[Node]) -> bool:
+    """True if folding the batch norm leaves the outputs of the model as they are."""
+    _, weight, bias, *_ = named_args(layer).values()
+    weights = [n for n in layer.all_input_nodes if n.op == "get_attr"]
+    if len(layer.users) > 1 or any(readers[name_of(n)] > 1 for n in weights):
         return False
-    value, weight, *others = tensors
+    tensors = [n for n in (weight, bias, *BatchNorm.of(norm)[1:]) if isinstance(n, Node)]
+    if any(n.op != "get_attr" or n in written for n in tensors):
+        return False
+    convolution = Convolution.of(layer)
+    if convolution is not None and convolution.transposed and convolution.groups > 1:
+        return False
+    return normalizes_outputs(layer, norm)
+
+
+def normalizes_outputs(layer: Node, norm: Node) -> bool:
+    """True if a batch norm, whose channels are dimension 1, normalizes the outputs of a convolution or linear layer by
+    running statistics. An unbatched convolution has its outputs in dimension 0 and a linear layer in the last; all
+    tensors have one dtype."""
+    _, gamma, _, mean, variance = BatchNorm.of(norm)
+    value, weight = value_of(layer), value_of(named_args(layer)["weight"])
+    if mean is None or not isinstance(value, Tensor) or not isinstance(weight, Tensor):
+        return False
     batched = value.dim() == (2 if layer.target is aten.linear.default else weight.dim())
-    return batched and all(other.dtype == weight.dtype for other in others)
-
-
-def _is_grouped_transposed(node: Node) -> bool:
-    transposed, position = LAYERS[node.target]
-    return transposed and len(node.args) > position and node.args[position] > 1
+    return batched and dtype_of(variance) == weight.dtype and (gamma is None or dtype_of(gamma) == weight.dtype)

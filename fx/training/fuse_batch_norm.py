@@ -9,13 +9,17 @@ output is divided by the same factor before the batch norm sees it.
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
+from pt2mx.fx.graph.attributes import name_of
 from pt2mx.fx.graph.constants import CONSTANT_KEY, constant_nodes, root_name
-from pt2mx.fx.graph.node import make_positional
+from pt2mx.fx.graph.convolution import Convolution
+from pt2mx.fx.graph.node import args_of, make_positional, node_arg, operator_of
 from pt2mx.fx.graph.tensors import delete_unused_modules, delete_unused_tensors
 from pt2mx.fx.passes.fold_weights import dequantizes, fold_constant
 from pt2mx.fx.training.batch_norm import LAYERS, normalizes_outputs
@@ -52,21 +56,48 @@ class ScaledWeight(TrainEvalModule):
 
 class NormalizedLayer(TrainEvalModule):
     """A layer with a weight from `ScaledWeight`, and the batch norm after it: (x, weight, bias, gamma, beta, mean,
-    variance) -> normalized outputs. In evaluation the layer alone, with the batch norm in its bias."""
+    variance) -> normalized outputs. In evaluation the layer alone, with the batch norm in its bias.
 
-    def __init__(self, operator: torch._ops.OpOverload, rest: tuple, rank: int, norm: tuple) -> None:
+    Args:
+        operator: the layer, one of `LAYERS`.
+        rest: its arguments after the bias.
+        rank: the number of dimensions of its outputs.
+        norm: momentum, eps and cudnn_enabled of the batch norm.
+    """
+
+    operator: OpOverload
+
+    def __init__(self, operator: OpOverload, rest: tuple[Any, ...], rank: int, norm: tuple[float, float, bool]) -> None:
         super().__init__()
         self.operator, self.rest, self.rank = operator, rest, rank
         self.momentum, self.eps, self.cudnn = norm
 
-    def in_training(self, x, weight, bias, gamma, beta, mean, variance) -> Tensor:
+    def in_training(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gamma: Tensor | None,
+        beta: Tensor | None,
+        mean: Tensor,
+        variance: Tensor,
+    ) -> Tensor:
         shape = [1, -1, *[1] * (self.rank - 2)]
         scale = safe(scale_of(gamma, variance, self.eps))
         y = self.operator(x, weight, None, *self.rest) / scale.reshape(shape)
         y = y if bias is None else y + bias.reshape(shape)
         return aten.batch_norm.default(y, gamma, beta, mean, variance, True, self.momentum, self.eps, self.cudnn)
 
-    def in_evaluation(self, x, weight, bias, gamma, beta, mean, variance) -> Tensor:
+    def in_evaluation(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gamma: Tensor | None,
+        beta: Tensor | None,
+        mean: Tensor,
+        variance: Tensor,
+    ) -> Tensor:
         scale = scale_of(gamma, variance, self.eps)
         shift = aten.neg.default(mean) if bias is None else aten.sub.Tensor(bias, mean)
         shift = aten.mul.Tensor(shift, scale)
@@ -75,12 +106,13 @@ class NormalizedLayer(TrainEvalModule):
 
 
 def scale_of(gamma: Tensor | None, variance: Tensor, eps: float) -> Tensor:
-    """What a batch norm multiplies its channels with."""
+    """The factors of a batch norm's channels: gamma / sqrt(variance + eps)."""
     inverse = aten.rsqrt.default(aten.add.Scalar(variance, eps))
     return inverse if gamma is None else aten.mul.Tensor(gamma, inverse)
 
 
 def safe(scale: Tensor) -> Tensor:
+    """The factors, 1 for those that are 0."""
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
@@ -89,10 +121,10 @@ def fuse_batch_norms(model: GraphModule, quantizers: type[nn.Module]) -> GraphMo
     `quantizers` quantizes. Changes the graph of `model` and returns it."""
     norms = [norm for norm, module in train_eval_modules(model) if module.operator is aten.batch_norm.default]
     for norm in norms:
-        layer = norm.args[0]
+        layer = node_arg(norm)
         if _is_layer(layer) and normalizes_outputs(layer, norm):
-            quantize = layer.args[1]
-            if quantize.op == "call_module" and isinstance(model.get_submodule(quantize.target), quantizers):
+            quantize = node_arg(layer, 1)
+            if quantize.op == "call_module" and isinstance(model.get_submodule(name_of(quantize)), quantizers):
                 _fuse(model, layer, norm)
     if norms:
         model.graph.eliminate_dead_code()
@@ -108,7 +140,8 @@ def fold_biases(model: GraphModule) -> GraphModule:
         return model
     constants = constant_nodes(model.graph)
     layers = [node for node in model.graph.nodes if node.target in LAYERS and len(node.args) > 2]
-    biases = dict.fromkeys(layer.args[2] for layer in layers if _is_computed(layer.args[2], constants))
+    found = [layer.args[2] for layer in layers]
+    biases = dict.fromkeys(bias for bias in found if isinstance(bias, Node) and _is_computed(bias, constants))
     with torch.no_grad():
         for bias in biases:
             fold_constant(model, bias, f"{root_name(bias)}_folded")
@@ -119,28 +152,31 @@ def fold_biases(model: GraphModule) -> GraphModule:
     return model
 
 
-def _is_computed(bias: Node | None, constants: set[Node]) -> bool:
+def _is_computed(bias: Node, constants: set[Node]) -> bool:
     return bias in constants and bias.op == "call_function" and not dequantizes(bias)
 
 
 def _fuse(model: GraphModule, layer: Node, norm: Node) -> None:
-    _, gamma, beta, mean, variance, _, momentum, eps, cudnn = norm.args
-    x, quantize, bias, *rest = [*layer.args, *[None] * (3 - len(layer.args))]
-    weight, rank = quantize.args[0], quantize.args[0].meta["val"].dim()
-    transposed, position = LAYERS[layer.target]
-    groups = layer.args[position] if position is not None and len(layer.args) > position else 1
-    module = ScaledWeight(rank, eps, transposed, groups)
-    scaled = insert_module(norm, f"{layer.name}_weight", module, (weight, gamma, variance), quantize.meta)
+    """Put a `ScaledWeight`, a quantizer of its own and a `NormalizedLayer` in the place of a layer and its norm."""
+    _, gamma, beta, mean, variance, _, momentum, eps, cudnn = args_of(norm)
+    x, quantize, *others = args_of(layer)
+    bias, rest = (others[0], others[1:]) if others else (None, [])
+    weight = node_arg(quantize)
+    convolution = Convolution.of(layer)
+    transposed, groups = (False, 1) if convolution is None else (convolution.transposed, convolution.groups)
+    scale = ScaledWeight(weight.meta["val"].dim(), eps, transposed, groups)
+    scaled = insert_module(norm, f"{layer.name}_weight", scale, (weight, gamma, variance), quantize.meta)
     # its own: another layer may share the weight, not the batch norm
-    module = copy.deepcopy(model.get_submodule(quantize.target))
-    quantized = insert_module(norm, f"{layer.name}_weight_quantized", module, (scaled,), quantize.meta)
+    quantizer = copy.deepcopy(model.get_submodule(name_of(quantize)))
+    quantized = insert_module(norm, f"{layer.name}_weight_quantized", quantizer, (scaled,), quantize.meta)
     meta = {**layer.meta, "val": norm.meta["val"]}
-    module = NormalizedLayer(layer.target, tuple(rest), meta["val"].dim(), (momentum, eps, cudnn))
+    normalized = NormalizedLayer(operator_of(layer), tuple(rest), meta["val"].dim(), (momentum, eps, cudnn))
     args = (x, quantized, bias, gamma, beta, mean, variance)
-    replace_by_module(norm, f"{layer.name}_normalized", module, args, meta)
+    replace_by_module(norm, f"{layer.name}_normalized", normalized, args, meta)
 
 
 def _is_layer(node: Node) -> bool:
+    """True of a layer of `LAYERS` that one node alone reads."""
     if node.op != "call_function" or node.target not in LAYERS:
         return False
     make_positional(node)

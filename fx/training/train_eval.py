@@ -8,19 +8,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, Node, Proxy
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node, Proxy
+from torch.fx.node import map_aggregate
 from torch.fx.proxy import GraphAppendingTracer
 
-from pt2mx.fx.graph.node import OPERATOR_KEY, make_positional
+from pt2mx.fx.graph.attributes import free_name, model_of, name_of
+from pt2mx.fx.graph.node import OPERATOR_KEY, make_positional, node_arg, operator_of
 from pt2mx.fx.graph.tensors import delete_unused_modules
 
 aten = torch.ops.aten
 
 #: operator -> (position of the literal that says the mode, its value in evaluation)
-_MODES: dict[torch._ops.OpOverload, tuple[int, object]] = {
+_MODES: dict[object, tuple[int, Any]] = {
     aten.dropout.default: (2, False),
     aten.feature_dropout.default: (2, False),
     aten.alpha_dropout.default: (2, False),
@@ -43,40 +47,44 @@ class TrainEvalModule(nn.Module, ABC):
     """A part of a graph that is `in_training` or `in_evaluation`, by the mode of the module."""
 
     #: the operator of which this is a form, with the same arguments as far as it is quantized; None for a new one
-    operator: torch._ops.OpOverload | None = None
+    operator: OpOverload | None = None
 
-    def forward(self, *args: object) -> Tensor:
+    # a form has its own parameters, which graphs give by position
+
+    def forward(self, *args: Any) -> Tensor:
         return self.in_training(*args) if self.training else self.in_evaluation(*args)
 
     @abstractmethod
-    def in_training(self, *args: object) -> Tensor:
-        """What it computes while the model trains."""
+    def in_training(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute what it is while the model trains."""
 
     @abstractmethod
-    def in_evaluation(self, *args: object) -> Tensor:
-        """What it computes in a converted model; in torch operators alone, which `to_evaluation` records."""
+    def in_evaluation(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute what it is in a converted model; in torch operators alone, which `to_evaluation` records."""
 
 
 class TrainEvalOp(TrainEvalModule):
     """An operator, called with all its arguments; the mode takes the place of the one at `position`."""
 
-    def __init__(self, operator: torch._ops.OpOverload, position: int, training: object, evaluation: object) -> None:
+    operator: OpOverload
+
+    def __init__(self, operator: OpOverload, position: int, training: object, evaluation: object) -> None:
         super().__init__()
         self.operator, self.position, self.values = operator, position, (evaluation, training)
         self._is_impure = operator._schema.is_mutable  # torch.fx: a counter is no dead code
 
-    def in_training(self, *args: object) -> Tensor:
+    def in_training(self, *args: Any) -> Tensor:
         return self._call(args, self.values[1])
 
-    def in_evaluation(self, *args: object) -> Tensor:
+    def in_evaluation(self, *args: Any) -> Tensor:
         return args[0] if self._is_impure else self._call(args, self.values[0])  # a counter stands still
 
-    def _call(self, args: tuple, value: object) -> Tensor:
+    def _call(self, args: tuple[Any, ...], value: object) -> Tensor:
         return self.operator(*args[: self.position], value, *args[self.position + 1 :])
 
 
 def to_train_eval_modules(graph_modules: list[GraphModule]) -> list[str]:
-    """Make every operator that depends on the mode an `TrainEvalOp`, and return the names of those in training.
+    """Make every operator that depends on the mode a `TrainEvalOp`, and return the names of those in training.
 
     In a model that was exported in training mode, what evaluated there (a frozen batch norm) goes on to; in one that
     was exported in evaluation mode, everything follows the mode. Changes the graph modules.
@@ -90,19 +98,17 @@ def to_train_eval_modules(graph_modules: list[GraphModule]) -> list[str]:
         if not trains and not isinstance(evaluation, bool):
             continue  # the other value is unknown
         value = _literal(node) if trains else not evaluation
-        module = TrainEvalOp(node.target, position, value, evaluation)
+        module = TrainEvalOp(operator_of(node), position, value, evaluation)
         replace_by_module(node, f"{node.name}_by_mode", module, node.args, node.meta)
-    for model in {node.graph.owning_module for node in found}:
+    for model in {model_of(node.graph) for node in found}:
         model.recompile()
     return [node.name for node, trains in zip(found, training, strict=True) if trains]
 
 
-def insert_module(before: Node, name: str, module: nn.Module, args: tuple, meta: dict) -> Node:
+def insert_module(before: Node, name: str, module: nn.Module, args: tuple[Any, ...], meta: dict[str, Any]) -> Node:
     """Insert a call of `module`, which becomes a submodule named `name` or like it, before a node of its model."""
-    model, unique, number = before.graph.owning_module, name, 0
-    while hasattr(model, unique):
-        number += 1
-        unique = f"{name}_{number}"
+    model = model_of(before.graph)
+    unique = free_name(model, name)
     model.add_submodule(unique, module)
     with model.graph.inserting_before(before):
         call = model.graph.call_module(unique, args)
@@ -112,7 +118,7 @@ def insert_module(before: Node, name: str, module: nn.Module, args: tuple, meta:
     return call
 
 
-def replace_by_module(node: Node, name: str, module: nn.Module, args: tuple, meta: dict) -> None:
+def replace_by_module(node: Node, name: str, module: nn.Module, args: tuple[Any, ...], meta: dict[str, Any]) -> None:
     """Put a call of `module` in the place of `node`."""
     node.replace_all_uses_with(insert_module(node, name, module, args, meta))
     node.graph.erase_node(node)
@@ -123,7 +129,7 @@ def to_evaluation(model: GraphModule) -> GraphModule:
     found = list(train_eval_modules(model))
     for node, module in found:
         with model.graph.inserting_before(node):
-            result = module.in_evaluation(*_proxies(node.args, model.graph)).node
+            result = _recorded(module, node)
         result.meta.update({key: value for key, value in node.meta.items() if key != OPERATOR_KEY})
         node.replace_all_uses_with(result)
         model.graph.erase_node(node)
@@ -136,26 +142,34 @@ def to_evaluation(model: GraphModule) -> GraphModule:
 def train_eval_modules(model: GraphModule) -> Iterator[tuple[Node, TrainEvalModule]]:
     """The calls of `TrainEvalModule` modules in a graph."""
     for node in model.graph.find_nodes(op="call_module"):
-        module = model.get_submodule(node.target)
+        module = model.get_submodule(name_of(node))
         if isinstance(module, TrainEvalModule):
             yield node, module
 
 
-def _proxies(args: object, graph: Graph) -> object:
-    tracer = GraphAppendingTracer(graph)
-    return torch.fx.node.map_aggregate(args, lambda a: Proxy(a, tracer) if isinstance(a, Node) else a)
+def _recorded(module: TrainEvalModule, call: Node) -> Node:
+    """Write the operators of a module in evaluation into the graph in which it is called; gives the last one."""
+    tracer = GraphAppendingTracer(call.graph)
+
+    def proxy(argument: Any) -> Any:
+        return Proxy(argument, tracer) if isinstance(argument, Node) else argument
+
+    result: Any = module.in_evaluation(*map_aggregate(call.args, proxy))  # a proxy, since it gets proxies
+    return result.node
 
 
 def _depends_on_mode(node: Node) -> bool:
+    """True of an operator that `_MODES` has, with the mode written out."""
     if node.op != "call_function" or node.target not in _MODES:
         return False
     make_positional(node, _MODES[node.target][0] + 1)
     if node.target is aten.add_.Tensor:
-        counter = node.args[0]
-        return counter.op == "get_attr" and counter.target.endswith("num_batches_tracked")
+        counter = node_arg(node)
+        return counter.op == "get_attr" and name_of(counter).endswith("num_batches_tracked")
     # without running statistics a batch norm is the same in both modes
     return node.target is not aten.batch_norm.default or node.args[3] is not None
 
 
 def _literal(node: Node) -> object:
+    """The mode that export wrote into a graph."""
     return node.args[_MODES[node.target][0]]
