@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-import zipfile
 from pathlib import Path
+from typing import Literal
+from zipfile import BadZipFile, ZipFile
 
 from pt2mx.errors import MXError
 
@@ -18,7 +19,9 @@ _ADVICE = {
 
 def check_kind(path: object, kind: str) -> None:
     """`MXError` where the file is not a PT2 archive that holds a `"program"` or a `"package"`, as asked."""
-    kinds = {k for start, k in _KINDS.items() if any(name.startswith(start) for name in _records(path, _ADVICE[kind]))}
+    with _opened(path, _ADVICE[kind]) as archive:
+        names = _records(archive)
+    kinds = {found for start, found in _KINDS.items() if any(name.startswith(start) for name in names)}
     if kind not in kinds:
         found = "".join(f", but a {k}" for k in kinds)
         raise MXError(f"{str(path)!r} is no {kind}{found}: {_ADVICE[kind]}")
@@ -30,27 +33,28 @@ def read_record(path: object, name: str) -> bytes | None:
     Raises:
         MXError: where the file is no archive.
     """
-    found = _records(path, "give a program or a package").get(name)
-    if found is None:
-        return None
-    with zipfile.ZipFile(path) as archive:
-        return archive.read(found)
+    with _opened(path) as archive:
+        found = _records(archive).get(name)
+        return None if found is None else archive.read(found)
 
 
 def add_records(path: object, records: dict[str, bytes]) -> None:
     """Add files to an archive, by their names below its root."""
-    with zipfile.ZipFile(path, "a") as archive:
+    with _opened(path, mode="a") as archive:
         root = archive.namelist()[0].partition("/")[0]
         for name, content in records.items():
             archive.writestr(f"{root}/{name}", content)
 
 
-def _records(path: object, advice: str) -> dict[str, str]:
+def _records(archive: ZipFile) -> dict[str, str]:
     """The files in an archive: name below the root -> name."""
+    return {name.partition("/")[2]: name for name in archive.namelist()}
+
+
+def _opened(path: object, advice: str = "give a program or a package", mode: Literal["r", "a"] = "r") -> ZipFile:
     if not isinstance(path, str | os.PathLike) or not Path(path).is_file():
         raise MXError(f"no file {str(path)!r}")
     try:
-        with zipfile.ZipFile(path) as archive:
-            return {name.partition("/")[2]: name for name in archive.namelist()}
-    except (zipfile.BadZipFile, OSError):
+        return ZipFile(path, mode)
+    except (BadZipFile, OSError):
         raise MXError(f"{str(path)!r} is no PT2 archive: {advice}") from None

@@ -1,4 +1,4 @@
-"""`StatisticsCollector`: the running sums of what a spec does to a tensor, as buffers of a module."""
+"""`StatisticsCollector`: the running sums of a spec's statistics, as buffers of a module."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from pt2mx.spec import MXSpec
 
 class StatisticsCollector(nn.Module):
     """Adds up `quantization_sums` of the tensors that it is shown. The sums are buffers, so that they move, copy, save
-    and load with the model that holds them."""
+    and load with the model that holds them.
+
+    Args:
+        spec: the spec of which statistics are collected.
+    """
+
+    tensors: Tensor  # and so on, a buffer for each of `_no_sums`
+    values: Tensor
 
     def __init__(self, spec: MXSpec) -> None:
         nn.Module.__init__(self)  # not the next class' in line: an observer has others among its bases
@@ -23,7 +30,10 @@ class StatisticsCollector(nn.Module):
 
     @torch.no_grad()
     def collect(self, x: Tensor) -> None:
-        """x: (..., n, ...) float32, float16 or bfloat16.
+        """Add a tensor to the sums.
+
+        Args:
+            x: (..., n, ...) float32, float16 or bfloat16.
 
         Raises:
             MXError: inside `torch.cond` and the like while gradients are recorded: these are traced, without values.
@@ -38,7 +48,7 @@ class StatisticsCollector(nn.Module):
 
     @property
     def statistics(self) -> QuantizationStatistics | None:
-        """What was collected so far; None before the first tensor."""
+        """The statistics of all tensors so far; None before the first."""
         return QuantizationStatistics.from_sums({name: getattr(self, name) for name in _no_sums()})
 
     def reset_statistics(self) -> None:

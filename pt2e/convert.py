@@ -1,4 +1,4 @@
-"""`convert_pt2e`: torchao's, with what it misses for MX."""
+"""`convert_pt2e`: torchao's conversion, with the steps that it lacks for MX."""
 
 from __future__ import annotations
 
@@ -27,17 +27,29 @@ def convert_pt2e(model: GraphModule, fold_quantize: bool = True) -> GraphModule:
 
     Args:
         model: what `prepare_pt2e` or `prepare_qat_pt2e` returned, calibrated or trained. It stays as it is.
-        fold_quantize: quantize the weights now: the converted model holds packed uint8 buffers `<weight>_data` and
-            `<weight>_scale` instead of the float originals.
+        fold_quantize: True quantizes the weights now: the converted model holds packed uint8 buffers `<weight>_data`
+            and `<weight>_scale` instead of the float originals. With False it quantizes them in every call.
 
     Returns:
-        The converted model. In eager mode its output equals that of `model` with fake quantization on, to the bit. It
-        can be exported, saved, compiled and moved; it cannot be trained (its parameters require no gradient). Buffers
-        that calibration wrote (a cache) hold what they held when the model was prepared. A warning names weights that
-        hold a NaN or an Inf.
+        The converted model, another graph module. In eager mode its output equals that of `model` with fake
+        quantization on, to the bit. It can be exported, saved, compiled and moved; it cannot be trained (its parameters
+        require no gradient). Buffers that calibration wrote (a cache) hold what they held when the model was prepared.
+        A warning names weights that hold a NaN or an Inf.
 
     Raises:
         MXError: where `model` was not prepared, or was cast to another dtype since.
+
+    Example:
+        >>> import torch, pt2mx
+        >>> x = torch.linspace(-1, 1, 64).reshape(1, 64)
+        >>> exported = torch.export.export(torch.nn.Linear(64, 8).eval(), (x,)).module()
+        >>> prepared = pt2mx.prepare_pt2e(exported, pt2mx.MXQuantizer.from_recipe("mxfp4"))
+        >>> _ = prepared(x)  # calibration
+        >>> converted = pt2mx.convert_pt2e(prepared)
+        >>> {name: tuple(buffer.shape) for name, buffer in converted.named_buffers()}  # bytes: two FP4 codes in one
+        {'weight_scale': (8, 2), 'weight_data': (8, 32)}
+        >>> converted(x).shape
+        torch.Size([1, 8])
     """
     if not isinstance(model, GraphModule) or not torchao_pt2e.is_prepared(model):
         raise MXError(

@@ -1,14 +1,14 @@
-"""`MXFormatObserver`: what each of several formats would do to a tensor, in one calibration pass."""
+"""`MXFormatObserver`: statistics of several formats for each tensor, in one calibration pass."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor, nn
 
 from pt2mx.analysis.sums import QuantizationStatistics
 from pt2mx.errors import MXError
-from pt2mx.ops.checks import operator_modes
 from pt2mx.pt2e.collector import StatisticsCollector
 from pt2mx.pt2e.observer import MXObserver
 from pt2mx.spec import MXSpec, parse
@@ -21,44 +21,70 @@ DEFAULT_CANDIDATES = ("mxfp4", "mxfp6", "mxfp8", "mxint8")
 
 
 class MXFormatObserver(MXObserver):
-    """An `MXObserver` that collects the same statistics for other formats too, so that one calibration pass answers
-    which format each tensor can stand. Ask for it in the config, and let `suggest_config` choose:
-
-        MXQuantizationConfig(weight="mxfp8", observer=MXFormatObserver.with_args(candidates=("mxfp4", "mxfp8")))
+    """An `MXObserver` that collects the same statistics for other formats too, so that one calibration pass compares
+    the formats on each tensor. A config asks for it by `with_args`; `suggest_config` chooses from what it saw.
 
     The spec of the annotation is what fake quantization and convert apply; the candidates change no number.
 
     Args:
-        qscheme, fake_quant, observe: as in `MXObserver`.
-        candidates: formats in any spelling that `pt2mx.parse` takes. Their blocks run along the axis of the annotation.
+        qscheme: as in `MXObserver`.
+        candidates: formats in any spelling that `pt2mx.parse` takes; by default FP4, FP6, FP8 and INT8. Their blocks
+            run along the axis of the annotation.
+        options: `fake_quant` and `observe`, as in `MXObserver`.
 
     Raises:
         MXError: for no candidate, or one that is no format or whose scale is not E8M0.
+
+    Example:
+        >>> import torch, pt2mx
+        >>> x = torch.linspace(-1, 1, 64).reshape(1, 64)
+        >>> exported = torch.export.export(torch.nn.Linear(64, 8).eval(), (x,)).module()
+        >>> observer = pt2mx.MXFormatObserver.with_args(candidates=("mxfp4", "mxint8"))
+        >>> config = pt2mx.MXQuantizationConfig(activation="mxfp8", observer=observer)
+        >>> prepared = pt2mx.prepare_pt2e(exported, pt2mx.MXQuantizer().set_global(config))
+        >>> _ = prepared(x)
+        >>> (seen,) = [m for m in prepared.modules() if isinstance(m, pt2mx.MXFormatObserver)]
+        >>> {name: round(statistics.sqnr) for name, statistics in seen.candidate_statistics.items()}  # dB
+        {'mxfp4_e2m1{32}': 20, 'mxint8{32}': 42}
     """
 
-    def __init__(self, qscheme: tuple, *, candidates: Iterable[object] = DEFAULT_CANDIDATES, **options: object) -> None:
+    def __init__(self, qscheme: tuple, *, candidates: Iterable[object] = DEFAULT_CANDIDATES, **options: Any) -> None:
         super().__init__(qscheme, **options)
         specs = [spec.replace(axis=self.spec.axis) for spec in _specs(candidates)]
         # by name, so that a state_dict does not load into other candidates
         self.candidates = nn.ModuleDict({str(spec): StatisticsCollector(spec) for spec in specs})
 
     def collect(self, x: Tensor) -> None:
+        """Add a tensor to the sums of the spec and of each candidate.
+
+        Args:
+            x: (..., n, ...) float32, float16 or bfloat16.
+        """
         super().collect(x)
-        for candidate in self.candidates.values():
+        for candidate in self._collectors().values():
             candidate.collect(x)
 
     def reset_statistics(self) -> None:
+        """Forget what was collected."""
         super().reset_statistics()
-        for candidate in self.candidates.values():
+        for candidate in self._collectors().values():
             candidate.reset_statistics()
+
+    def _collectors(self) -> dict[str, StatisticsCollector]:
+        return {name: module for name, module in self.candidates.items() if isinstance(module, StatisticsCollector)}
 
     @property
     def candidate_statistics(self) -> dict[str, QuantizationStatistics]:
-        """What was collected so far of each candidate, by `str` of its spec; empty before the first tensor."""
-        seen = {name: candidate.statistics for name, candidate in self.candidates.items()}
+        """The statistics so far of each candidate, by `str` of its spec; empty before the first tensor."""
+        seen = {name: candidate.statistics for name, candidate in self._collectors().items()}
         return {name: statistics for name, statistics in seen.items() if statistics is not None}
 
     def statistics_meta(self) -> dict[str, object]:
+        """As `MXObserver.statistics_meta`, with the candidates.
+
+        Returns:
+            `QuantizationStatistics` under `STATISTICS_KEY`; `candidate_statistics` under `CANDIDATES_KEY`.
+        """
         return {**super().statistics_meta(), CANDIDATES_KEY: self.candidate_statistics}
 
 
@@ -69,5 +95,5 @@ def _specs(candidates: object) -> list[MXSpec]:
     if not specs:
         raise MXError(f"candidates={candidates!r} names no format: give some, for example ('mxfp4', 'mxfp8')")
     for spec in specs:
-        operator_modes(spec)  # the graph holds operators, which take some specs only
+        spec.op_args()  # the graph holds operators, which take some specs only
     return specs

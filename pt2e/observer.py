@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from pt2mx.errors import MXError
 from pt2mx.functional import fake_quantize_mx
 from pt2mx.fx.graph.constants import constant_nodes
+from pt2mx.fx.graph.node import node_arg
 from pt2mx.fx.graph.qdq import insert_quantize_dequantize
 from pt2mx.fx.passes.fold_weights import compute_codes
 from pt2mx.fx.training.fuse_batch_norm import ScaledWeight
@@ -33,16 +34,28 @@ class MXObserver(StatisticsCollector, ObserverBase):
     it is converted. MX scales come from each block of each tensor: nothing that is collected changes a number.
 
     Args:
-        qscheme: the spec, as `pt2mx.pt2e.qspec` writes it; torchao passes it on from the annotation.
-        fake_quant: whether fake quantization is on at first.
-        observe: whether statistics are collected at first.
-        **annotation: the other fields of a torchao `QuantizationSpec`, which have no meaning here.
+        qscheme: the spec, as `pt2mx.pt2e.qspec.mx_qscheme` writes it; torchao passes it on from the annotation.
+        fake_quant: True if fake quantization is on at first.
+        observe: True if statistics are collected at first.
+        annotation: the other fields of a torchao `QuantizationSpec`, which have no meaning here.
 
     Raises:
         MXError: for another argument.
+
+    Example:
+        >>> import torch, pt2mx
+        >>> from pt2mx.pt2e.qspec import mx_qscheme
+        >>> observer = pt2mx.MXObserver(mx_qscheme(pt2mx.MXSpec("mxfp4")))
+        >>> observer(torch.tensor([1.0, 2.0, 3.3, 6.0]))
+        tensor([1.0000, 2.0000, 3.3000, 6.0000])
+        >>> round(observer.statistics.sqnr, 1)  # dB
+        27.6
+        >>> observer.enable_fake_quant()
+        >>> observer(torch.tensor([1.0, 2.0, 3.3, 6.0]))
+        tensor([1., 2., 3., 6.])
     """
 
-    #: whether the last of a graph's observers that is converted folds the weights, as torchao's own `convert_pt2e`
+    #: True if the last of a graph's observers that is converted folds the weights, as torchao's own `convert_pt2e`
     #: leaves those of other libraries
     folds_weights = True
     _FLAGS = ("fake_quant_enabled", "observer_enabled")
@@ -68,37 +81,64 @@ class MXObserver(StatisticsCollector, ObserverBase):
         return fake_quantize_mx(x, self.spec, ste=self.ste) if self.fake_quant_enabled else x
 
     def reset_statistics(self) -> None:
+        """Forget what was collected."""
         super().reset_statistics()
         self._observed = False
 
     def enable_fake_quant(self, enabled: bool = True) -> None:
+        """Switch fake quantization.
+
+        Args:
+            enabled: True for quantized values, False for the tensor as it came.
+        """
         self.fake_quant_enabled = bool(enabled)
 
     def disable_fake_quant(self) -> None:
+        """Pass tensors through as they come."""
         self.enable_fake_quant(False)
 
     def enable_observer(self, enabled: bool = True) -> None:
+        """Switch the collection of statistics.
+
+        Args:
+            enabled: True to collect them.
+        """
         self.observer_enabled = bool(enabled)
 
     def disable_observer(self) -> None:
+        """Collect no statistics."""
         self.enable_observer(False)
 
     def calculate_qparams(self, **kwargs: object) -> None:
+        """torch.ao's hook, which has no meaning for MX.
+
+        Raises:
+            MXError: always.
+        """
         raise MXError("an MX tensor has no calibrated scale: each block's scale comes from its own values")
 
     def statistics_meta(self) -> dict[str, object]:
-        """What was collected, as the meta of the `dequantize_mx` node that takes the place of this module."""
+        """Return what was collected as the meta of the `dequantize_mx` node that takes the place of this module.
+
+        Returns:
+            `QuantizationStatistics` under `STATISTICS_KEY`; empty before the first tensor.
+        """
         return {} if self.statistics is None else {STATISTICS_KEY: self.statistics}
 
     def convert(self, model: GraphModule, node: Node) -> None:
-        """torchao's hook: replace the call of this module by a quantize/dequantize pair."""
-        x = node.args[0]
+        """Replace the call of this module by a quantize/dequantize pair; torchao's convert calls this.
+
+        Args:
+            model: the prepared graph, which is changed.
+            node: the call of this module in it.
+        """
+        x = node_arg(node)
         x.meta["val"] = observed_value(node)
         dequantize = insert_quantize_dequantize(x, self.spec, next(iter(node.users), None))
         dequantize.meta.update(self.statistics_meta())
         node.replace_all_uses_with(dequantize)
         model.graph.erase_node(node)
-        modules = [model.get_submodule(n.target) for n in model.graph.find_nodes(op="call_module")]
+        modules = [model.get_submodule(str(n.target)) for n in model.graph.find_nodes(op="call_module")]
         if self.folds_weights and not any(isinstance(module, MXObserver) for module in modules):
             compute_codes(model, constant_nodes(model.graph))
             if any(isinstance(module, ScaledWeight) for module in modules):
@@ -126,7 +166,25 @@ class MXObserver(StatisticsCollector, ObserverBase):
 
 
 class MXFakeQuantize(MXObserver, FakeQuantizeBase):
-    """Fake-quantizes with the straight-through gradient; the same kernel and switches as `MXObserver`."""
+    """Fake-quantizes with the straight-through gradient (Bengio et al., 2013); kernel and switches of `MXObserver`.
+
+    Args:
+        qscheme: as in `MXObserver`.
+        fake_quant, observe: as in `MXObserver`, with the other defaults.
+        annotation: whatever torchao passes besides; ignored.
+
+    Example:
+        >>> import torch, pt2mx
+        >>> from pt2mx.pt2e.qspec import mx_qscheme
+        >>> fake_quantize = pt2mx.MXFakeQuantize(mx_qscheme(pt2mx.MXSpec("mxfp4")))
+        >>> x = torch.tensor([1.0, 2.0, 3.3, 6.0], requires_grad=True)
+        >>> y = fake_quantize(x)
+        >>> y.detach()
+        tensor([1., 2., 3., 6.])
+        >>> y.sum().backward()
+        >>> x.grad
+        tensor([1., 1., 1., 1.])
+    """
 
     def __init__(self, qscheme: tuple, *, fake_quant: bool = True, observe: bool = False, **annotation: object) -> None:
         super().__init__(qscheme, fake_quant=fake_quant, observe=observe)
@@ -149,24 +207,92 @@ def _observers(model: nn.Module) -> list[MXObserver]:
 
 
 def enable_fake_quant(model: nn.Module) -> None:
-    """Let a prepared model compute with quantized values, as its converted form will to the bit."""
+    """Make a prepared model compute with quantized values, to the bit as its converted form will.
+
+    Args:
+        model: what `prepare_pt2e` or `prepare_qat_pt2e` returned, or a module that holds it.
+
+    Raises:
+        MXError: for a model without MX observers.
+
+    Example:
+        >>> import torch, pt2mx
+        >>> x = torch.linspace(-1, 1, 64).reshape(1, 64)
+        >>> exported = torch.export.export(torch.nn.Linear(64, 8).eval(), (x,)).module()
+        >>> prepared = pt2mx.prepare_pt2e(exported, pt2mx.MXQuantizer.from_recipe("mxfp4"))
+        >>> pt2mx.enable_fake_quant(prepared)
+        >>> torch.equal(prepared(x), pt2mx.convert_pt2e(prepared)(x))
+        True
+        >>> torch.equal(prepared(x), exported(x))
+        False
+    """
     for observer in _observers(model):
         observer.enable_fake_quant()
 
 
 def disable_fake_quant(model: nn.Module) -> None:
-    """Let a prepared model compute in high precision."""
+    """Make a prepared model compute in high precision.
+
+    Args:
+        model: as in `enable_fake_quant`.
+
+    Raises:
+        MXError: as `enable_fake_quant`.
+
+    Example:
+        >>> import torch, pt2mx
+        >>> x = torch.linspace(-1, 1, 64).reshape(1, 64)
+        >>> exported = torch.export.export(torch.nn.Linear(64, 8), (x,)).module()
+        >>> qat = pt2mx.prepare_qat_pt2e(exported, pt2mx.MXQuantizer.from_recipe("mxfp4"))
+        >>> pt2mx.disable_fake_quant(qat)
+        >>> torch.equal(qat(x), exported(x))
+        True
+    """
     for observer in _observers(model):
         observer.disable_fake_quant()
 
 
 def enable_observer(model: nn.Module) -> None:
-    """Let a prepared model collect statistics."""
+    """Make a prepared model collect statistics.
+
+    Args:
+        model: as in `enable_fake_quant`.
+
+    Raises:
+        MXError: as `enable_fake_quant`.
+
+    Example:
+        >>> import torch, pt2mx
+        >>> x = torch.linspace(-1, 1, 64).reshape(1, 64)
+        >>> exported = torch.export.export(torch.nn.Linear(64, 8), (x,)).module()
+        >>> qat = pt2mx.prepare_qat_pt2e(exported, pt2mx.MXQuantizer.from_recipe("mxfp8"))
+        >>> pt2mx.enable_observer(qat)  # training collects none by itself
+        >>> _ = qat(x)
+        >>> sorted(o.statistics.values for o in qat.modules() if isinstance(o, pt2mx.MXObserver))  # x and the weight
+        [64, 512]
+    """
     for observer in _observers(model):
         observer.enable_observer()
 
 
 def disable_observer(model: nn.Module) -> None:
-    """Let a prepared model collect no statistics, which makes it faster."""
+    """Make a prepared model collect no statistics, which makes it faster.
+
+    Args:
+        model: as in `enable_fake_quant`.
+
+    Raises:
+        MXError: as `enable_fake_quant`.
+
+    Example:
+        >>> import torch, pt2mx
+        >>> x = torch.linspace(-1, 1, 64).reshape(1, 64)
+        >>> exported = torch.export.export(torch.nn.Linear(64, 8), (x,)).module()
+        >>> prepared = pt2mx.prepare_pt2e(exported, pt2mx.MXQuantizer.from_recipe("mxfp8"))
+        >>> pt2mx.disable_observer(prepared)
+        >>> _ = prepared(x)
+        >>> [o.statistics for o in prepared.modules() if isinstance(o, pt2mx.MXObserver)]
+        [None, None]
+    """
     for observer in _observers(model):
         observer.disable_observer()

@@ -1,8 +1,9 @@
-"""What a file says of its origin: the versions that wrote it, and the recipe of the model in it."""
+"""The origin that a file names: the versions that wrote it, and the recipe of the model in it."""
 
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from dataclasses import asdict, dataclass, fields
 
@@ -19,15 +20,26 @@ _FILE = "pt2mx.json"
 
 @dataclass(frozen=True)
 class Origin:
-    """What wrote a program or package: versions of pt2mx and torch, and the recipe in YAML, if it is known."""
+    """The origin of a program or package.
 
-    pt2mx: str
-    torch: str
+    Args:
+        pt2mx, torch: versions of the libraries that wrote it.
+        recipe: that of the model, in YAML; None where it is not known.
+    """
+
+    pt2mx: str | None
+    torch: str | None
     recipe: str | None
 
     @classmethod
     def here(cls, recipe: MXQuantizer | str | None = None) -> Origin:
-        """That of a file that is written now.
+        """The origin of a file that is written now.
+
+        Args:
+            recipe: a quantizer, its YAML, or None.
+
+        Returns:
+            This version of pt2mx and of torch, and the recipe as YAML.
 
         Raises:
             MXError: for a quantizer that no recipe can hold, and for another object.
@@ -39,7 +51,7 @@ class Origin:
         return cls(__version__, torch.__version__, recipe)
 
     def extra_files(self) -> dict[str, str]:
-        """As `torch.export.save(extra_files=...)` takes it."""
+        """The origin in JSON, as `torch.export.save(extra_files=...)` takes it."""
         return {_FILE: json.dumps(asdict(self), indent=1)}
 
     def records(self) -> dict[str, bytes]:
@@ -47,27 +59,48 @@ class Origin:
         return {f"extra/{name}": text.encode() for name, text in self.extra_files().items()}
 
 
-def origin_of(path: object) -> Origin | None:
-    """What a file that `save_program`, `pt2mx quantize` or `pt2mx compile` wrote says of itself; None where it says
-    nothing, as what `torch.export.save` wrote.
+def origin_of(path: str | os.PathLike[str]) -> Origin | None:
+    """Return the origin that a file names which `save_program`, `pt2mx quantize` or `pt2mx compile` wrote.
+
+    Args:
+        path: of the file, a program or a package.
+
+    Returns:
+        `pt2mx` and `torch`, the versions that wrote it, and `recipe`, the YAML or None. None where the file names no
+        origin, as one that `torch.export.save` wrote.
 
     Raises:
         MXError: where the file is no PT2 archive, or a broken one.
+
+    Example:
+        >>> import tempfile, torch, pt2mx
+        >>> program = torch.export.export(torch.nn.Linear(64, 8), (torch.ones(1, 64),))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     pt2mx.save_program(program, f"{folder}/net.pt2", "global: {weight: mxfp8}")
+        ...     origin = pt2mx.origin_of(f"{folder}/net.pt2")
+        >>> origin.pt2mx == pt2mx.__version__, origin.recipe
+        (True, 'global: {weight: mxfp8}')
     """
     content = read_record(path, f"extra/{_FILE}")
     if content is None:
         return None
+    origin = _origin(content)
+    if origin is None:
+        raise MXError(f"{str(path)!r} does not say what wrote it: its record {_FILE} is broken")
+    return origin
+
+
+def _origin(content: bytes) -> Origin | None:
+    """The origin in a record, which may hold more; None where it is broken."""
     try:
         record = dict(json.loads(content))
     except (ValueError, TypeError):
-        record = None
-    found = [] if record is None else [record.get(field.name) for field in fields(Origin)]  # it may hold others
-    if record is None or not all(isinstance(value, str | None) for value in found):
-        raise MXError(f"{str(path)!r} does not say what wrote it: its record {_FILE} is broken")
-    return Origin(*found)
+        return None
+    found = {field.name: record.get(field.name) for field in fields(Origin)}
+    return Origin(**found) if all(isinstance(value, str | None) for value in found.values()) else None
 
 
-def recipe_of(path: object) -> str | None:
+def recipe_of(path: str | os.PathLike[str]) -> str | None:
     """The recipe that an archive says its model is of; None where it says none, or cannot be understood."""
     try:
         origin = origin_of(path)
@@ -76,7 +109,7 @@ def recipe_of(path: object) -> str | None:
     return origin.recipe if origin else None
 
 
-def other_version(path: object) -> str | None:
+def other_version(path: str | os.PathLike[str]) -> str | None:
     """A sentence for the user where another version of pt2mx wrote the archive, or none that is known."""
     try:
         origin = origin_of(path)
@@ -87,7 +120,7 @@ def other_version(path: object) -> str | None:
     return f"{str(path)!r} was written by pt2mx {origin.pt2mx}, and this is {__version__}: compare its numbers"
 
 
-def warn_of_other_version(path: object) -> None:
+def warn_of_other_version(path: str | os.PathLike[str]) -> None:
     """Warn where another version of pt2mx wrote the file."""
     if text := other_version(path):
         warnings.warn(text, stacklevel=3)

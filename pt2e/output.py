@@ -11,25 +11,29 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pt2mx.errors import MXError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 
 def check_output(path: object, suffixes: tuple[str, ...] = ()) -> None:
     """`MXError` where no file can be written at `path`, or where its name ends in none of `suffixes`, if some are
     given. That is better known before the work than after it."""
     with _errors_of_writing(path):
-        target = _target(path)
+        spelled, target = _spelled(path), _target(path)
         # the folder as it is spelled, too: `nowhere/../file`, and `file/`, which names a folder
-        folders = (os.path.dirname(path) or ".", target.parent)
-        if not all(map(os.path.isdir, folders)) or target.is_dir():
+        folders = (os.path.dirname(spelled) or ".", target.parent)
+        if not all(os.path.isdir(folder) for folder in folders) or target.is_dir():
             raise MXError(f"cannot write {str(path)!r}: it must be a file in a folder that exists")
         touched = [target] if target.exists() else []
         if not _is_device(target):
             touched.append(target.parent)
         if not all(os.access(place, os.W_OK) for place in touched):
             raise MXError(f"cannot write {str(path)!r}: no permission to; choose another place")
-    if suffixes and Path(path).suffix.lower() not in suffixes:
+    if suffixes and Path(spelled).suffix.lower() not in suffixes:
         raise MXError(f"cannot write {str(path)!r}: its name must end in {' or '.join(suffixes)}")
 
 
@@ -114,14 +118,14 @@ class _File(io.FileIO):
 
     _error: OSError | None = None
 
-    def write(self, data: object) -> int:
-        rest = memoryview(data).cast("B")
+    def write(self, data: Buffer) -> int:
+        rest = whole = memoryview(data).cast("B")
         while rest.nbytes and self._error is None:
             try:
                 rest = rest[super().write(rest) :]
             except OSError as error:
                 self._error = error
-        return len(data)
+        return whole.nbytes
 
     def seek(self, *where: int) -> int:
         """Nowhere in a pipe: torch goes back to the beginning when all is written."""
@@ -145,7 +149,14 @@ def _errors_of_writing(path: object) -> Iterator[None]:
 
 def _target(path: object) -> Path:
     """The file that `path` names, through links; a device itself: no path leads to the pipe behind /dev/stdout."""
-    return Path(path) if _is_device(Path(path)) else Path(os.path.realpath(path))
+    spelled = _spelled(path)
+    return Path(spelled) if _is_device(Path(spelled)) else Path(os.path.realpath(spelled))
+
+
+def _spelled(path: object) -> str:
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError("it is no path")
+    return os.fspath(path)
 
 
 def _is_device(target: Path) -> bool:

@@ -1,4 +1,4 @@
-"""`prepare_pt2e` and `prepare_qat_pt2e`: torchao's insertion of observers, with what it misses for MX."""
+"""`prepare_pt2e` and `prepare_qat_pt2e`: torchao's insertion of observers, with the steps that it lacks for MX."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def prepare_pt2e(model: GraphModule, quantizer: torchao_pt2e.Quantizer) -> Graph
     """Insert observers for post-training quantization.
 
     Args:
-        model: `torch.export.export(...).module()` of an evaluated model. Its graph stays as it is; the prepared model
-            shares its parameters.
+        model: `torch.export.export(...).module()` of a model in evaluation mode. Its graph stays as it is; the prepared
+            model shares its parameters.
         quantizer: an `MXQuantizer`, or torchao's `ComposableQuantizer` with one in it.
 
     Returns:
@@ -52,7 +52,16 @@ def prepare_pt2e(model: GraphModule, quantizer: torchao_pt2e.Quantizer) -> Graph
         `enable_fake_quant(model)` lets it compute as the converted model will.
 
     Raises:
-        MXError: where `model` is no exported graph, is prepared or converted already, or spans several devices.
+        MXError: where `model` is no exported graph, is prepared or converted already, or spans several devices; where
+            `quantizer` is none.
+
+    Example:
+        >>> import torch, pt2mx
+        >>> x = torch.linspace(-1, 1, 64).reshape(1, 64)
+        >>> exported = torch.export.export(torch.nn.Linear(64, 8).eval(), (x,)).module()
+        >>> prepared = pt2mx.prepare_pt2e(exported, pt2mx.MXQuantizer.from_recipe("mxfp8"))
+        >>> torch.equal(prepared(x), exported(x))  # in high precision, while it collects statistics
+        True
     """
     return _prepare(model, quantizer, for_training=False)
 
@@ -65,7 +74,35 @@ def prepare_qat_pt2e(model: GraphModule, quantizer: torchao_pt2e.Quantizer) -> G
     (`pt2mx.fx.training.fuse_batch_norm`). The model starts in the mode in which it was exported; `train()` and `eval()`
     switch it.
 
-    Arguments and errors are those of `prepare_pt2e`.
+    Following Jacob et al. (2018), section 3.2, for the batch norm.
+
+    Args:
+        model: `torch.export.export(...).module()`, in the mode in which it is to be trained. The prepared model shares
+            its parameters.
+        quantizer: as in `prepare_pt2e`.
+
+    Returns:
+        The prepared model, to be trained like any module; `convert_pt2e` converts it.
+
+    Raises:
+        MXError: as `prepare_pt2e`.
+
+    Example:
+        >>> import torch, pt2mx
+        >>> x = torch.linspace(-1, 1, 64).reshape(1, 64)
+        >>> exported = torch.export.export(torch.nn.Linear(64, 8), (x,)).module()
+        >>> qat = pt2mx.prepare_qat_pt2e(exported, pt2mx.MXQuantizer.from_recipe("mxfp4"))
+        >>> optimizer = torch.optim.SGD(qat.parameters(), lr=0.01)
+        >>> losses = []
+        >>> for _ in range(3):
+        ...     optimizer.zero_grad()
+        ...     losses.append(qat(x).square().sum())
+        ...     losses[-1].backward()
+        ...     optimizer.step()
+        >>> bool(losses[-1] < losses[0])
+        True
+        >>> torch.equal(pt2mx.convert_pt2e(qat)(x), qat.eval()(x))
+        True
     """
     return _prepare(model, quantizer, for_training=True)
 
@@ -130,11 +167,11 @@ def _insert_observers(
 def _configure_observers(graph: GraphModule) -> None:
     constants = constant_nodes(graph.graph)
     for node in graph.graph.find_nodes(op="call_module"):
-        observer = graph.get_submodule(node.target)
+        observer = graph.get_submodule(str(node.target))
         if isinstance(observer, MXObserver):
             value = node.meta["val"] = observed_value(node)
             observer.observe_once = node.args[0] in constants
-            if value is not None:
+            if isinstance(value, Tensor):
                 observer.to(value.device)
 
 

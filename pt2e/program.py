@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch.export import ExportedProgram
 
@@ -14,17 +16,33 @@ from pt2mx.pt2e.output import check_output, deferred_interrupts, whole_file
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
 
-def save_program(program: ExportedProgram, path: object, recipe: MXQuantizer | str | None = None) -> None:
-    """`torch.export.save`, of a file that says what it is: it holds all arguments of pt2mx's operators, also those that
-    are defaults today, the versions of pt2mx and torch, and the recipe, if one is given (`origin_of` reads them). It
-    takes the place of `path` when it is whole.
+def save_program(
+    program: ExportedProgram, path: str | os.PathLike[str], recipe: MXQuantizer | str | None = None
+) -> None:
+    """Save a program as `torch.export.save` does, in a file that says what it is.
+
+    The file holds all arguments of pt2mx's operators, also those that are defaults today, the versions of pt2mx and
+    torch, and the recipe, if one is given (`origin_of` reads them). It takes the place of `path` when it is whole.
 
     Args:
         program: `torch.export.export(converted, ...)`. The arguments are written out in its graph.
-        recipe: the quantizer, or its YAML.
+        path: of the file; by custom its name ends in .pt2.
+        recipe: the quantizer that the model was prepared with, or its YAML.
 
     Raises:
         MXError: for another object, and where no file can be written at `path`.
+
+    Example:
+        >>> import tempfile, torch, pt2mx
+        >>> x = torch.linspace(-1, 1, 64).reshape(1, 64)
+        >>> exported = torch.export.export(torch.nn.Linear(64, 8).eval(), (x,)).module()
+        >>> quantizer = pt2mx.MXQuantizer.from_recipe("mxfp8")
+        >>> converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(exported, quantizer))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     pt2mx.save_program(torch.export.export(converted, (x,)), f"{folder}/net.pt2", quantizer)
+        ...     loaded = pt2mx.load_program(f"{folder}/net.pt2").module()
+        >>> torch.equal(loaded(x), converted(x))
+        True
     """
     if not isinstance(program, ExportedProgram):
         raise MXError(
@@ -38,13 +56,28 @@ def save_program(program: ExportedProgram, path: object, recipe: MXQuantizer | s
         torch.export.save(program, file, extra_files=origin.extra_files())
 
 
-def load_program(path: object) -> ExportedProgram:
-    """`torch.export.load`, with a warning where another version of pt2mx wrote the file.
+def load_program(path: str | os.PathLike[str]) -> ExportedProgram:
+    """Load a program as `torch.export.load` does, with a warning where another version of pt2mx wrote the file.
 
     torch's loader runs pickles: load only files that you trust.
 
+    Args:
+        path: of what `save_program`, `pt2mx quantize` or `torch.export.save` wrote.
+
+    Returns:
+        The program; its `module()` can be called, compiled and lowered.
+
     Raises:
         MXError: where the file is no exported program.
+
+    Example:
+        >>> import tempfile, torch, pt2mx
+        >>> program = torch.export.export(torch.nn.Linear(64, 8), (torch.ones(1, 64),))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     torch.export.save(program, f"{folder}/net.pt2")
+        ...     loaded = pt2mx.load_program(f"{folder}/net.pt2")
+        >>> sorted(loaded.state_dict)
+        ['bias', 'weight']
     """
     check_kind(path, "program")
     warn_of_other_version(path)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
@@ -95,14 +96,40 @@ DEFAULT_FORMAT = parse("BFP[8|8]{64}(SN)")
 
 @dataclass(frozen=True)
 class BFPQuantizationSpec:
-    """The format of a tensor, `dtype` as `pt2mx.parse` takes it, and what observes it. The other fields are those of
-    torch.ao's `QuantizationSpec`, without effect."""
+    """The format of a tensor and the observer that calibration inserts, after pt2-bfp's `BFPQuantizationSpec`.
+
+    Args:
+        dtype: as `pt2mx.parse` takes it; kept as an `MXSpec`.
+        observer_or_fake_quant_ctr: an observer of this module, or what its `with_args` returns; None for
+            `PlaceholderObserver`.
+        qscheme, ch_axis, is_dynamic: those of torch.ao's `QuantizationSpec`, without effect.
+
+    Raises:
+        MXError: for an unknown spelling.
+
+    Example:
+        >>> from pt2mx.pt2e import pt2bfp
+        >>> spec = pt2bfp.BFPQuantizationSpec("BFP[12|8]{16}(SN)", pt2bfp.HistogramObserver)
+        >>> print(spec.dtype)
+        mxint12{16}
+    """
 
     dtype: MXSpec = DEFAULT_FORMAT
     observer_or_fake_quant_ctr: Callable | None = None
     qscheme: object = None
     ch_axis: int | None = None
     is_dynamic: bool = False
+
+    if TYPE_CHECKING:  # `dtype` is what becomes of the argument
+
+        def __init__(
+            self,
+            dtype: object = DEFAULT_FORMAT,
+            observer_or_fake_quant_ctr: Callable | None = None,
+            qscheme: object = None,
+            ch_axis: int | None = None,
+            is_dynamic: bool = False,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", parse(self.dtype))
@@ -115,51 +142,118 @@ def BFPQuantizationConfig(
     bias: BFPQuantizationSpec | None,
     is_qat: bool = False,
 ) -> MXQuantizationConfig:
-    """The config of four specs, None leaving a role in high precision."""
+    """Return the config of an operator, after pt2-bfp's class of this name.
+
+    Args:
+        input_activation: of computed operands; None leaves these, or any of the others, in high precision.
+        output_activation: of the result.
+        weight: of constant operands.
+        bias: of the bias.
+        is_qat: true for fake quantization from the start, in quantization-aware training.
+
+    Returns:
+        A `pt2mx.MXQuantizationConfig`.
+
+    Raises:
+        MXError: for another object than a `BFPQuantizationSpec`, or an observer of another library.
+
+    Example:
+        >>> from pt2mx.pt2e import pt2bfp
+        >>> spec = pt2bfp.BFPQuantizationSpec("BFP[8|8]{64}(SN)")
+        >>> pt2bfp.BFPQuantizationConfig(spec, None, spec, None).to_dict()
+        {'activation': 'mxint8{64}', 'weight': 'mxint8{64}'}
+    """
     given = {"activation": input_activation, "output": output_activation, "weight": weight, "bias": bias}
     for role, spec in given.items():
         if spec is not None and not isinstance(spec, BFPQuantizationSpec):
             raise MXError(f"{role}: expected a BFPQuantizationSpec or None, not {spec!r}")
     specs = {role: spec for role, spec in given.items() if spec is not None}
-    return MXQuantizationConfig(
-        **{role: spec.dtype for role, spec in specs.items()},
-        is_qat=is_qat,
-        observer={r: s.observer_or_fake_quant_ctr for r, s in specs.items() if s.observer_or_fake_quant_ctr} or None,
-    )
+    formats: dict[str, Any] = {role: spec.dtype for role, spec in specs.items()}
+    observers = {r: s.observer_or_fake_quant_ctr for r, s in specs.items() if s.observer_or_fake_quant_ctr}
+    return MXQuantizationConfig(**formats, is_qat=is_qat, observer=observers or None)
 
 
 def QConfig(activation: object, weight: object) -> MXQuantizationConfig:
-    """The config of two observers, each in the format that is its `dtype`, or else in `DEFAULT_FORMAT`; None or
-    `nn.Identity` leaves a role in high precision."""
+    """Return the config of an operator by its observers, after torch.ao's `QConfig`, which pt2-bfp uses.
+
+    Args:
+        activation: of computed operands: an observer of this module, or what its `with_args` returns; the format is
+            its `dtype`, or else `DEFAULT_FORMAT`. None or `nn.Identity` leaves the role in high precision.
+        weight: the same of constant operands.
+
+    Returns:
+        A `pt2mx.MXQuantizationConfig`.
+
+    Raises:
+        MXError: for an unknown format, or an observer of another library.
+
+    Example:
+        >>> from pt2mx.pt2e import pt2bfp
+        >>> observer = pt2bfp.MinMaxObserver.with_args(dtype="BFP[12|8]{16}(SN)")
+        >>> print(pt2bfp.QConfig(activation=observer, weight=pt2bfp.HistogramObserver).activation)
+        mxint12{16}
+    """
     given = {"activation": activation, "weight": weight}
     observers = {role: observer for role, observer in given.items() if observer not in (None, nn.Identity)}
-    specs = {role: _argument(observer, "dtype", DEFAULT_FORMAT) for role, observer in observers.items()}
-    return MXQuantizationConfig(**specs, observer=observers)
+    formats: dict[str, Any] = {role: _argument(made, "dtype", DEFAULT_FORMAT) for role, made in observers.items()}
+    return MXQuantizationConfig(**formats, observer=observers)
 
 
+_F = TypeVar("_F", bound=Callable)
+_GET_QSPEC = """Return the annotation of {tensor} by a config, after `{name}` of torchao's quantizers, which pt2-bfp
+    has. An `annotate` of one's own puts it into a `BFPQuantizationAnnotation`.
+
+    Args:
+        config: the config of the operator, or None.
+        axis: the dimension along which blocks run; by default that of the config's format.
+
+    Returns:
+        The spec as torchao's `QuantizationSpec`; None where {tensor} stays in high precision.
+
+    Raises:
+        MXError: for another object than a config.
+
+    Example:
+        >>> from pt2mx.pt2e import pt2bfp
+        >>> spec = pt2bfp.BFPQuantizationSpec("BFP[8|8]{{64}}(SN)")
+        >>> config = pt2bfp.BFPQuantizationConfig(spec, spec, spec, spec)
+        >>> pt2bfp.{name}(config, axis=-2).qscheme
+        ('mx', 'int8', 64, -2, 'floor', 'even', 'identity')
+        >>> pt2bfp.{name}(None) is None
+        True
+    """
+
+
+def _of(tensor: str) -> Callable[[_F], _F]:
+    def documented(function: _F) -> _F:
+        function.__doc__ = _GET_QSPEC.format(tensor=tensor, name=function.__name__)
+        return function
+
+    return documented
+
+
+@_of("a computed operand")
 def get_input_act_qspec(config: MXQuantizationConfig | None, axis: int | None = None) -> QuantizationSpec | None:
-    """The annotation of a computed operand by a config, in blocks along `axis`, by default that of its format. None
-    where it stays in high precision."""
     return _qspec(config, "activation", axis)
 
 
+@_of("a result")
 def get_output_act_qspec(config: MXQuantizationConfig | None, axis: int | None = None) -> QuantizationSpec | None:
-    """The same of a result."""
     return _qspec(config, "output", axis)
 
 
+@_of("a constant operand")
 def get_weight_qspec(config: MXQuantizationConfig | None, axis: int | None = None) -> QuantizationSpec | None:
-    """The same of a constant operand."""
     return _qspec(config, "weight", axis)
 
 
+@_of("a bias")
 def get_bias_qspec(config: MXQuantizationConfig | None, axis: int | None = None) -> QuantizationSpec | None:
-    """The same of a bias."""
     return _qspec(config, "bias", axis)
 
 
 def _argument(constructor: object, name: str, default: object) -> object:
-    """What `with_args` gave a constructor as an argument."""
+    """Return what `with_args` gave a constructor as an argument."""
     while (made := getattr(constructor, "p", None)) is not None:
         if name in made.keywords:
             return made.keywords[name]
@@ -170,7 +264,7 @@ def _argument(constructor: object, name: str, default: object) -> object:
 def _qspec(config: MXQuantizationConfig | None, role: str, axis: int | None) -> QuantizationSpec | None:
     if config is not None and not isinstance(config, MXQuantizationConfig):
         raise MXError(f"expected an MXQuantizationConfig or None, not {config!r}; its roles are {', '.join(ROLES)}")
-    spec = None if config is None else getattr(config, role)
-    if spec is None:
+    spec: MXSpec | None = None if config is None else getattr(config, role)
+    if config is None or spec is None:
         return None
     return mx_qspec(spec if axis is None else spec.replace(axis=axis), config.module_of(role), config.ste)

@@ -4,16 +4,17 @@ torchao shares one observer between the consumers of a tensor whose specs agree 
 and ch_axis. MX specs differ in element, block, axis and modes instead, so all of those sit in `qscheme`.
 """
 
+from collections.abc import Callable
+
 import torch
 
-from pt2mx.ops.checks import operator_modes
 from pt2mx.pt2e.torchao_pt2e import QuantizationSpec
 from pt2mx.spec import MXSpec
 
 _TAG = "mx"
 
 
-def mx_qspec(spec: MXSpec, constructor: type, ste: str = "identity") -> QuantizationSpec:
+def mx_qspec(spec: MXSpec, constructor: Callable, ste: str = "identity") -> QuantizationSpec:
     """The annotation of a tensor; `constructor` is the observer or fake-quantize class, `ste` what becomes of the
     gradient in training. `spec.axis` counts from the front, so that equal specs compare equal."""
     return QuantizationSpec(
@@ -24,8 +25,8 @@ def mx_qspec(spec: MXSpec, constructor: type, ste: str = "identity") -> Quantiza
 
 
 def mx_qscheme(spec: MXSpec, ste: str = "identity") -> tuple:
-    """What identifies a quantized tensor: equal ones share an observer."""
-    return (_TAG, *operator_modes(spec), ste)
+    """The identity of a quantized tensor: observers are shared where it is equal."""
+    return (_TAG, *spec.op_args(), ste)
 
 
 def spec_of_qscheme(qscheme: tuple) -> MXSpec:
@@ -34,7 +35,7 @@ def spec_of_qscheme(qscheme: tuple) -> MXSpec:
 
 
 def ste_of_qscheme(qscheme: tuple) -> str:
-    """What becomes of the gradient, "identity" where a `qscheme` does not say."""
+    """The estimator of the gradient, "identity" where a `qscheme` names none."""
     return (*qscheme, "identity")[6]
 
 

@@ -7,6 +7,7 @@ these names in torch.ao compute a scale from.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +24,13 @@ _NO_EXPONENT = -200
 
 @dataclass(frozen=True)
 class ValueRange:
-    """The least and the largest finite value of a tensor, or one a channel, and the counts of the values in equal bins
-    from `-limit` to `limit`, where a histogram was collected."""
+    """The range of a tensor's finite values.
+
+    Args:
+        least, largest: one value, or one a channel.
+        limit: where a histogram was collected, the magnitude up to which its bins reach.
+        histogram: counts of the values in equal bins from `-limit` to `limit`.
+    """
 
     least: tuple[float, ...]
     largest: tuple[float, ...]
@@ -34,16 +40,30 @@ class ValueRange:
 
 class MXMinMaxObserver(MXObserver):
     """An `MXObserver` that also keeps the least and the largest finite value, `min_val` and `max_val` (1,) float32;
-    Inf and -Inf before the first.
+    Inf and -Inf before the first. After `MinMaxObserver` and `PerChannelMinMaxObserver` of torch.ao.
 
     Args:
+        qscheme: as in `MXObserver`.
         ch_axis: a dimension, negative or not, for each index of which there is a range: `min_val` is (channels,).
+            None: one range of all values.
         eps, reduce_range: taken for the sake of torch.ao's observers, which compute a scale with them.
-        qscheme, options: as in `MXObserver`.
+        options: `fake_quant` and `observe`, as in `MXObserver`.
 
     Raises:
-        MXError: for an axis that a tensor has not.
+        MXError: for an axis that is no integer, or that a tensor has not.
+
+    Example:
+        >>> import torch, pt2mx
+        >>> from pt2mx.pt2e.qspec import mx_qscheme
+        >>> from pt2mx.pt2e.range_observers import MXMinMaxObserver
+        >>> observer = MXMinMaxObserver(mx_qscheme(pt2mx.MXSpec("mxfp8")), ch_axis=0)
+        >>> _ = observer(torch.tensor([[1.0, -2.0], [3.0, 4.0]]))
+        >>> observer.value_range
+        ValueRange(least=(-2.0, 3.0), largest=(1.0, 4.0), limit=None, histogram=())
     """
+
+    min_val: Tensor
+    max_val: Tensor
 
     def __init__(
         self,
@@ -52,7 +72,7 @@ class MXMinMaxObserver(MXObserver):
         ch_axis: int | None = None,
         eps: float | None = None,
         reduce_range: bool = False,
-        **options: object,
+        **options: Any,
     ) -> None:
         super().__init__(qscheme, **options)
         if isinstance(ch_axis, bool) or not isinstance(ch_axis, int | None):
@@ -63,6 +83,11 @@ class MXMinMaxObserver(MXObserver):
 
     @torch.no_grad()
     def collect(self, x: Tensor) -> None:
+        """Add a tensor to what was collected.
+
+        Args:
+            x: (..., n, ...) float32, float16 or bfloat16.
+        """
         super().collect(x)
         if x.numel():
             x = self._by_channel(x.detach().float())
@@ -70,22 +95,35 @@ class MXMinMaxObserver(MXObserver):
             self.min_val, self.max_val = self.combined(least.amin(1), largest.amax(1))
 
     def combined(self, least: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-        """The range with that of another batch, each (1,) or (channels,)."""
+        """The range so far, joined with that of another batch.
+
+        Args:
+            least, largest: (1,) or (channels,) float32, of the batch.
+
+        Returns:
+            The new `min_val` and `max_val`, of the same shape.
+        """
         return torch.minimum(self.min_val, least), torch.maximum(self.max_val, largest)
 
     def reset_statistics(self) -> None:
+        """Forget what was collected."""
         super().reset_statistics()
         self.min_val = torch.full_like(self.min_val, torch.inf)
         self.max_val = torch.full_like(self.max_val, -torch.inf)
 
     @property
     def value_range(self) -> ValueRange | None:
-        """What was collected so far; None before the first finite value."""
+        """The range so far; None before the first finite value."""
         if bool(self.min_val.isinf().all()):
             return None
         return ValueRange(tuple(self.min_val.tolist()), tuple(self.max_val.tolist()))
 
     def statistics_meta(self) -> dict[str, object]:
+        """As `MXObserver.statistics_meta`, with the range.
+
+        Returns:
+            `QuantizationStatistics` under `STATISTICS_KEY`; the `ValueRange`, where there is one, under `RANGE_KEY`.
+        """
         seen = self.value_range
         return super().statistics_meta() | ({} if seen is None else {RANGE_KEY: seen})
 
@@ -106,13 +144,28 @@ class MXMinMaxObserver(MXObserver):
 
 class MXMovingAverageMinMaxObserver(MXMinMaxObserver):
     """An `MXMinMaxObserver` of the moving averages of the batches' least and largest values: each batch moves them by
-    `averaging_constant` of the distance to its own, the first all the way.
+    `averaging_constant` of the distance to its own, the first all the way. After `MovingAverageMinMaxObserver` of
+    torch.ao.
+
+    Args:
+        qscheme, options: as in `MXMinMaxObserver`.
+        averaging_constant: above 0 and at most 1.
 
     Raises:
         MXError: for a constant that is not above 0 and at most 1.
+
+    Example:
+        >>> import torch, pt2mx
+        >>> from pt2mx.pt2e.qspec import mx_qscheme
+        >>> from pt2mx.pt2e.range_observers import MXMovingAverageMinMaxObserver
+        >>> observer = MXMovingAverageMinMaxObserver(mx_qscheme(pt2mx.MXSpec("mxfp8")), averaging_constant=0.5)
+        >>> for largest in (2.0, 4.0):
+        ...     _ = observer(torch.tensor([0.0, largest]))
+        >>> observer.max_val
+        tensor([3.])
     """
 
-    def __init__(self, qscheme: tuple, *, averaging_constant: float = 0.01, **options: object) -> None:
+    def __init__(self, qscheme: tuple, *, averaging_constant: float = 0.01, **options: Any) -> None:
         super().__init__(qscheme, **options)
         if isinstance(averaging_constant, bool) or not isinstance(averaging_constant, int | float):
             raise MXError(f"averaging_constant={averaging_constant!r} must be a number above 0 and at most 1")
@@ -121,6 +174,14 @@ class MXMovingAverageMinMaxObserver(MXMinMaxObserver):
         self.averaging_constant = averaging_constant
 
     def combined(self, least: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+        """The averages, moved by another batch.
+
+        Args:
+            least, largest: (1,) or (channels,) float32, of the batch.
+
+        Returns:
+            The new `min_val` and `max_val`, of the same shape.
+        """
         return self._moved(self.min_val, least), self._moved(self.max_val, largest)
 
     def _moved(self, average: Tensor, seen: Tensor) -> Tensor:
@@ -132,16 +193,29 @@ class MXMovingAverageMinMaxObserver(MXMinMaxObserver):
 class MXHistogramObserver(MXMinMaxObserver):
     """An `MXMinMaxObserver` that also counts the finite values in equal bins from `-limit` to `limit`, `limit` being
     the least power of two above every magnitude seen. So that bins of one limit are joined to those of the next, the
-    counts do not depend on the order of the batches.
+    counts do not depend on the order of the batches. After `HistogramObserver` of torch.ao.
 
     Args:
-        bins: how many, an even number.
+        qscheme, options: as in `MXMinMaxObserver`.
+        bins: an even number, 2 to 2**24.
 
     Raises:
         MXError: for another number of bins.
+
+    Example:
+        >>> import torch, pt2mx
+        >>> from pt2mx.pt2e.qspec import mx_qscheme
+        >>> from pt2mx.pt2e.range_observers import MXHistogramObserver
+        >>> observer = MXHistogramObserver(mx_qscheme(pt2mx.MXSpec("mxfp8")), bins=4)
+        >>> _ = observer(torch.tensor([-1.5, 0.5, 0.6, 1.5]))
+        >>> observer.limit, observer.histogram
+        (2.0, tensor([1, 0, 2, 1]))
     """
 
-    def __init__(self, qscheme: tuple, *, bins: int = 2048, **options: object) -> None:
+    histogram: Tensor
+    exponent: Tensor
+
+    def __init__(self, qscheme: tuple, *, bins: int = 2048, **options: Any) -> None:
         super().__init__(qscheme, **options)
         if isinstance(bins, bool) or not isinstance(bins, int) or not 2 <= bins <= 2**24 or bins % 2:
             raise MXError(f"bins={bins!r} must be an even number from 2 to 2**24")
@@ -151,6 +225,11 @@ class MXHistogramObserver(MXMinMaxObserver):
 
     @torch.no_grad()
     def collect(self, x: Tensor) -> None:
+        """Add a tensor to what was collected.
+
+        Args:
+            x: (..., n, ...) float32, float16 or bfloat16.
+        """
         super().collect(x)
         if not x.numel():
             return
@@ -169,13 +248,14 @@ class MXHistogramObserver(MXMinMaxObserver):
         self.exponent.copy_(exponent)
 
     def reset_statistics(self) -> None:
+        """Forget what was collected."""
         super().reset_statistics()
         self.histogram.zero_()
         self.exponent.fill_(_NO_EXPONENT)
 
     @property
     def limit(self) -> float:
-        """The magnitude up to which bins reach."""
+        """The magnitude up to which the bins reach."""
         return 2.0 ** int(self.exponent)
 
     @property

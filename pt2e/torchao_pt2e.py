@@ -35,6 +35,7 @@ with without_log_warnings():
     from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
     from torchao.quantization.pt2e.utils import _fuse_conv_bn_, _fuse_linear_bn_, _get_node_name_to_scope
 
+#: names of torch and torchao that are imported from here
 __all__ = [
     "Q_ANNOTATION_KEY",
     "FakeQuantizeBase",
@@ -44,17 +45,10 @@ __all__ = [
     "QuantizationSpec",
     "Quantizer",
     "SharedQuantizationSpec",
-    "annotate",
     "annotate_input_qspec_map",
     "annotate_output_qspec",
-    "convert_modules",
-    "fold_batch_norms",
-    "forget_models",
-    "forget_prepared",
-    "insert_observers",
     "is_batchedtensor",
     "is_fake",
-    "is_prepared",
 ]
 
 #: meta key by which torchao recognizes a prepared model
@@ -68,7 +62,7 @@ def fold_batch_norms(model: GraphModule) -> None:
 
 
 def annotate(model: GraphModule, quantizer: Quantizer) -> GraphModule:
-    """What torchao's prepare asks of a quantizer."""
+    """Call a quantizer as torchao's prepare does."""
     model = quantizer.transform_for_annotation(model)
     quantizer.annotate(model)
     quantizer.validate(model)
@@ -93,8 +87,8 @@ def convert_modules(model: GraphModule) -> GraphModule:
 
 
 def _annotate_own_nodes(model: GraphModule) -> None:
-    """Let the annotations of a graph, which name nodes of the one that it was copied from, name its own; a copy keeps
-    the nodes' names. torchao's passes look for the operators around them."""
+    """Rewrite the annotations of a graph, which name nodes of the one that it was copied from, to name its own; a copy
+    keeps the nodes' names. torchao's passes look for the operators around them."""
     own = {node.name: node for node in model.graph.nodes}
     for node in model.graph.nodes:
         annotation = node.meta.get(Q_ANNOTATION_KEY)
@@ -104,8 +98,8 @@ def _annotate_own_nodes(model: GraphModule) -> None:
 
 
 def _call_overloads(model: GraphModule) -> None:
-    """Let calls of operators by their name alone, as torchao's affine observers leave them, be of their one overload:
-    only that has a schema."""
+    """Call operators by their one overload where torchao's affine observers call them by their name alone: only an
+    overload has a schema."""
     for node in model.graph.nodes:
         if isinstance(node.target, OpOverloadPacket) and len(node.target.overloads()) == 1:
             node.target = getattr(node.target, *node.target.overloads())
@@ -117,11 +111,11 @@ def _holds_other_operators(model: GraphModule) -> bool:
 
 
 def is_prepared(model: object) -> bool:
-    """Whether `model` holds the modules of a prepared one."""
+    """True if `model` holds the modules of a prepared one."""
     return _PREPARED_KEY in getattr(model, "meta", {})
 
 
-def forget_prepared(model: object) -> None:
+def forget_prepared(model: GraphModule) -> None:
     """Take the mark of a prepared model away; torchao's convert leaves it."""
     model.meta.pop(_PREPARED_KEY, None)
 

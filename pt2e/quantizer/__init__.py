@@ -1,1 +1,1 @@
-"""Which operands are quantized, and how: configs, recipes and the annotation of graphs."""
+"""The choice of a spec for each operand: configs, recipes and the annotation of graphs."""

@@ -8,6 +8,7 @@ import torch
 from torch.fx import Node
 
 from pt2mx.errors import MXError
+from pt2mx.fx.graph.node import node_arg
 from pt2mx.ops.checks import HIGH_PRECISION
 from pt2mx.pt2e.qspec import mx_qspec
 from pt2mx.pt2e.quantizer.attention import REMARK, along_head_dim
@@ -25,7 +26,7 @@ REMARK_KEY = "mx_remark"
 
 @dataclass(frozen=True)
 class Plan:
-    """What a config makes of one operator: role and spec of each (argument, the node that reads it), the spec of the
+    """A config applied to one operator: role and spec of each (argument, the node that reads it), the spec of the
     output, why something was left alone, and what its user should know."""
 
     node: Node
@@ -35,16 +36,17 @@ class Plan:
     remark: str | None = None
 
     def __bool__(self) -> bool:
-        """Whether anything is quantized."""
+        """True if anything is quantized."""
         return bool(self.inputs) or self.output is not None
 
 
 def plan_operator(node: Node, config: MXQuantizationConfig, constants: set[Node]) -> Plan:
-    """What `config` makes of a call of a quantizable operator.
+    """Apply `config` to a call of a quantizable operator; nothing is annotated yet.
 
     `constants` are the constant nodes of the graph: their specs are the weights'.
     """
-    inputs, reasons = {}, []
+    inputs: dict[tuple[Node, Node], tuple[str, MXSpec]] = {}
+    reasons: list[str] = []
     operands = operands_of(node)
     apart = along_head_dim(node, operands, constants)
     remark = REMARK if apart != operands and config.value_blocks == "key_length" else None
@@ -53,14 +55,17 @@ def plan_operator(node: Node, config: MXQuantizationConfig, constants: set[Node]
         reasons.append("no product of two tensors with a reduced dimension")
     for operand in operands:
         edge = _edge(node, operand, constants)
-        role = role_of(operand, edge[0], constants) if edge else operand.role
-        spec = config.spec_of(operand.name, role) if edge else None
+        if edge is None:
+            continue
+        tensor, _ = edge
+        role = role_of(operand, tensor, constants)
+        spec = config.spec_of(operand.name, role)
         if spec is None:
             continue
-        if reason := _unfit(edge[0], node, operand):
+        if reason := _unfit(tensor, node, operand):
             reasons.append(reason)
         else:
-            inputs[edge] = role, _along(spec, edge[0], operand.axis)
+            inputs[edge] = role, _along(spec, tensor, operand.axis)
     whole = Operand("output", -1, "output", -1)
     output = None if config.output is None or _unfit(node, node, whole) else _along(config.output, node, -1)
     if not (inputs or output or reasons):
@@ -92,8 +97,8 @@ def annotate_operator(plan: Plan, config: MXQuantizationConfig) -> None:
 def _edge(node: Node, operand: Operand, constants: set[Node]) -> tuple[Node, Node] | None:
     """(the node that is quantized for an operand, the node that reads it); None where the argument is absent."""
     gather = gather_of(node, operand)
-    if gather is not None and gather.args[0] in constants and Q_ANNOTATION_KEY not in gather.meta:
-        return gather.args[0], gather
+    if gather is not None and node_arg(gather) in constants and Q_ANNOTATION_KEY not in gather.meta:
+        return node_arg(gather), gather
     argument = argument_of(node, operand)
     return None if argument is None else (argument, node)
 
@@ -106,7 +111,7 @@ def _along(spec: MXSpec, tensor: Node, axis: int) -> MXSpec:
 
 
 def _unfit(tensor: Node, consumer: Node, operand: Operand) -> str | None:
-    """Why a tensor is left in high precision although a config names a spec for it."""
+    """The reason to leave a tensor in high precision although a config names a spec for it; None: there is none."""
     value = tensor.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return f"{tensor.name} is no tensor"

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from pt2mx.fx.graph.views import is_view
-from pt2mx.pt2e.quantizer.operators import Operand, argument_of, operator_name
+from pt2mx.pt2e.quantizer.operators import Operand, argument_of
 from pt2mx.pt2e.quantizer.reduction_axes import einsum_free_axis
 
 aten = torch.ops.aten
@@ -56,7 +56,7 @@ def _head_axis(node: Node, operand: Operand, operands: tuple[Operand, ...], cons
         return None
     if not any(factor is not None and _are_probabilities(factor) for factor in factors) or _are_probabilities(argument):
         return None
-    if operator_name(node.target) == "aten.einsum":
+    if operand.item is not None:  # of an einsum, whose factors are a list
         return einsum_free_axis(node, operand.item)
     value = argument.meta.get("val")
     is_matrix = isinstance(value, torch.Tensor) and value.dim() > 1
@@ -64,7 +64,7 @@ def _head_axis(node: Node, operand: Operand, operands: tuple[Operand, ...], cons
 
 
 def _are_probabilities(node: Node) -> bool:
-    """Whether a tensor is the result of a softmax, maybe cast, masked, dropped out, or seen in another shape."""
+    """True if a tensor is the result of a softmax, maybe cast, masked, dropped out, or seen in another shape."""
     seen, pending = set(), [node]
     while pending:
         current = pending.pop()

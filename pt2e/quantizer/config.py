@@ -1,12 +1,12 @@
-"""What to quantize the operands of an operator to."""
+"""`MXQuantizationConfig`: the specs of one operator's operands."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 from pt2mx.errors import MXError, nearest
-from pt2mx.ops.checks import operator_modes
 from pt2mx.ops.quantization import check_ste
 from pt2mx.pt2e.observer import MXFakeQuantize, MXObserver
 from pt2mx.pt2e.quantizer.attention import VALUE_BLOCKS
@@ -15,6 +15,9 @@ from pt2mx.spec import MXSpec, parse
 
 #: the fields of a config that are specs; also the roles that `pt2mx.pt2e.quantizer.operators` gives to operands
 ROLES = ("activation", "weight", "output", "bias")
+
+#: what makes the modules for calibration: one constructor, or (role, constructor) pairs
+Observer = Callable | tuple[tuple[str, Callable], ...] | None
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,12 @@ class MXQuantizationConfig:
 
     Raises:
         MXError: for an unknown spelling or operand, a spec whose scale is not E8M0, or another observer.
+
+    Example:
+        >>> import pt2mx
+        >>> config = pt2mx.MXQuantizationConfig(weight="mxfp4", activation="mxfp8", operands={"value": "mxint8{16}"})
+        >>> config.to_dict()
+        {'activation': 'mxfp8_e4m3{32}', 'weight': 'mxfp4_e2m1{32}', 'operands': {'value': 'mxint8{16}'}}
     """
 
     activation: MXSpec | None = None
@@ -53,8 +62,23 @@ class MXQuantizationConfig:
     operands: tuple[tuple[str, MXSpec | None], ...] = ()
     ste: str = "identity"
     is_qat: bool = False
-    observer: Callable | tuple[tuple[str, Callable], ...] | None = None
+    observer: Observer = None
     value_blocks: str = "head_dim"
+
+    if TYPE_CHECKING:  # the fields are what becomes of the arguments
+
+        def __init__(
+            self,
+            activation: object = None,
+            weight: object = None,
+            output: object = None,
+            bias: object = None,
+            operands: object = (),
+            ste: str = "identity",
+            is_qat: bool = False,
+            observer: object = None,
+            value_blocks: str = "head_dim",
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         for role in ROLES:
@@ -68,19 +92,37 @@ class MXQuantizationConfig:
         object.__setattr__(self, "observer", _checked_observer(self.observer))
 
     def spec_of(self, operand: str, role: str) -> MXSpec | None:
-        """The spec of an operand of this name and role; None: high precision."""
+        """Return the spec of an operand.
+
+        Args:
+            operand: its name, as in `operands`.
+            role: "activation", "weight", "output" or "bias".
+
+        Returns:
+            The spec by name, else the one by role; None: high precision.
+        """
         return dict(self.operands).get(operand, getattr(self, role))
 
     def module_of(self, role: str) -> Callable:
-        """What makes the module that is inserted for a tensor of this role."""
+        """Return the constructor of the module that is inserted for a tensor.
+
+        Args:
+            role: a role, as in `spec_of`.
+
+        Returns:
+            `MXFakeQuantize` with `is_qat`, else the `observer` of the role, `MXObserver` by default.
+        """
         if self.is_qat:
             return MXFakeQuantize
         chosen = dict(self.observer).get(role) if isinstance(self.observer, tuple) else self.observer
         return chosen or MXObserver
 
     def to_dict(self) -> dict[str, object]:
-        """The fields that are not at their defaults, specs as `pt2mx.parse` spells them: plain values but for
-        `observer`, which stays what it is."""
+        """Return the fields that are not at their defaults.
+
+        Returns:
+            Specs as `pt2mx.parse` spells them; plain values but for `observer`, which stays as it is.
+        """
         specs = {role: getattr(self, role) for role in ROLES}
         plain: dict[str, object] = {role: str(spec) for role, spec in specs.items() if spec is not None}
         if self.operands:
@@ -92,7 +134,13 @@ class MXQuantizationConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> MXQuantizationConfig:
-        """The config of a dictionary such as `to_dict` makes.
+        """Make the config of a dictionary such as `to_dict` makes.
+
+        Args:
+            values: field -> value, as the class takes them.
+
+        Returns:
+            The config.
 
         Raises:
             MXError: for an unknown key or value.
@@ -102,13 +150,14 @@ class MXQuantizationConfig:
         for name in values:
             if name not in _DEFAULTS:
                 raise MXError(f"unknown key {name!r} of a config: {nearest(name, _DEFAULTS)}")
-        return cls(**values)
+        fields_given: dict[str, Any] = dict(values)
+        return cls(**fields_given)
 
 
 _DEFAULTS = {field.name: field.default for field in fields(MXQuantizationConfig)}
 
 
-def _checked_observer(observer: object) -> object:
+def _checked_observer(observer: object) -> Observer:
     """`observer`, a mapping from roles as pairs."""
     if not isinstance(observer, Mapping | tuple):
         return None if observer is None else _checked_constructor(observer)
@@ -122,19 +171,19 @@ def _checked_observer(observer: object) -> object:
     return tuple((role, _checked_constructor(by_role[role])) for role in ROLES if role in by_role)
 
 
-def _checked_constructor(observer: object) -> object:
-    if not _makes_observers(observer):
+def _checked_constructor(observer: object) -> Callable:
+    if not callable(observer) or not _makes_observers(observer):
         raise MXError(
             f"observer={observer!r} must be MXObserver, a subclass of it, or what its with_args(...) returned"
         )
     return observer
 
 
-def _makes_observers(constructor: object) -> bool:
+def _makes_observers(constructor: Callable) -> bool:
     """Tried as torchao will call it, so that a bad argument of `with_args` raises here."""
-    if not callable(constructor) or not hasattr(constructor, "with_args"):
+    if not hasattr(constructor, "with_args"):
         return False
-    return isinstance(constructor.with_args(qscheme=("mx", *operator_modes(parse("mxfp8"))))(), MXObserver)
+    return isinstance(constructor.with_args(qscheme=("mx", *parse("mxfp8").op_args()))(), MXObserver)
 
 
 def _checked_spec(name: str, value: object) -> MXSpec | None:
@@ -142,13 +191,13 @@ def _checked_spec(name: str, value: object) -> MXSpec | None:
         return None
     try:
         spec = parse(value)
-        operator_modes(spec)  # the graph holds operators, which take some specs only
+        spec.op_args()  # the graph holds operators, which take some specs only
     except MXError as error:
         raise MXError(f"{name}: {error}") from None
     return spec
 
 
-def _checked_operands(operands: object) -> tuple[tuple[str, MXSpec | None], ...]:
+def _checked_operands(operands: Any) -> tuple[tuple[str, MXSpec | None], ...]:
     try:
         named = dict(operands)
     except (TypeError, ValueError):
@@ -171,16 +220,24 @@ def get_default_mx_quantization_config(
     value_blocks: str = "head_dim",
     **modes: object,
 ) -> MXQuantizationConfig:
-    """Weights and activations in one block size and one set of modes.
+    """Make the config of weights and activations in one block size and one set of modes.
 
     Args:
         weight, activation: a format, or None; `activation=None` is weight-only quantization.
-        block_size: values that share a scale, in place of what the formats say (32 unless `"mxfp4{16}"` does).
+        block_size: values that share a scale; None takes it from the formats, 32 unless they name one (`"mxfp4{16}"`).
         operands, ste, is_qat, observer, value_blocks: see `MXQuantizationConfig`.
-        **modes: `scale_mode` and `rounding`, as `MXSpec` has them.
+        modes: `scale_mode` and `rounding`, as `MXSpec` has them.
+
+    Returns:
+        The config, for a setter of `MXQuantizer`.
 
     Raises:
         MXError: for an unknown format, mode or block size.
+
+    Example:
+        >>> import pt2mx
+        >>> pt2mx.get_default_mx_quantization_config(weight="mxfp4", block_size=16).to_dict()
+        {'activation': 'mxfp8_e4m3{16}', 'weight': 'mxfp4_e2m1{16}'}
     """
     allowed = {f.name for f in fields(MXSpec)} - {"element", "block_size"}
     if unknown := set(modes) - allowed:

@@ -1,10 +1,11 @@
-"""Which settings of a quantizer match an operator."""
+"""Matching the settings of a quantizer with the operators of a graph."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch.fx import Node
 
@@ -64,8 +65,8 @@ def _is_call(key: tuple[str, str, int], calls: Iterable[tuple[str, str, int]]) -
     )
 
 
-#: setting kind, in order of precedence -> how closely around a node a key matches, -1 for not at all
-MATCHERS: dict[str, Callable[[object, Node, Calls], int]] = {
+#: setting kind, in order of precedence -> how closely around a node a key of that kind matches, -1 for not at all
+MATCHERS: dict[str, Callable[[Any, Node, Calls], int]] = {
     "module_name_object_type_order": lambda key, node, calls: 0 if _is_call(key, calls.get(node, ())) else -1,
     "module_name": lambda key, node, calls: len(key) if _is_inside(key, node) else -1,
     "module_name_regex": lambda key, node, calls: min(

@@ -14,9 +14,9 @@ import torch
 from torch.fx import Graph, Node
 
 from pt2mx import ops
-from pt2mx.fx.graph.node import Dequantize, Quantize, called
+from pt2mx.fx.graph.node import args_of, called, node_arg
 from pt2mx.fx.graph.qdq import quantize_of
-from pt2mx.pt2e.quantizer import reduction_axes
+from pt2mx.pt2e.quantizer.reduction_axes import einsum_axes, tensordot_axes, vecdot_axes
 
 #: meta key of an operator's node: the config that a setting gave it
 CONFIG_KEY = "mx_config"
@@ -42,6 +42,7 @@ Row = tuple[Operand, ...] | Callable[[Node], tuple[Operand, ...]]
 
 
 def _factors(first: int, axes: tuple[int, int]) -> tuple[Operand, ...]:
+    """The factors of a product, its arguments `first` and `first + 1`, with their block axes."""
     return Operand("input", first, "operand", axes[0]), Operand("other", first + 1, "operand", axes[1])
 
 
@@ -76,24 +77,30 @@ def _conv(dimensions: int, transposed: bool = False) -> tuple[Operand, ...]:
 
 
 def _convolution(node: Node) -> tuple[Operand, ...]:
-    stride, transposed = node.args[3], node.args[6]
+    stride, transposed = args_of(node)[3], args_of(node)[6]
     return _conv(len(stride), transposed)
 
 
-def _product(axes: Callable[[Node], tuple[int, int] | None], position: int = 0, in_list: bool = False) -> Row:
-    """A product of two tensors whose axes follow from the call; no operands where it is no such product."""
+def _vecdot(node: Node) -> tuple[Operand, ...]:
+    return _factors(0, vecdot_axes(node))
 
-    def row(node: Node) -> tuple[Operand, ...]:
-        names = zip(("input", "other"), axes(node) or (), strict=False)
-        where = (lambda i: (position, i)) if in_list else (lambda i: (position + i, None))
-        return tuple(Operand(n, where(i)[0], "operand", axis, where(i)[1]) for i, (n, axis) in enumerate(names))
 
-    return row
+def _tensordot(node: Node) -> tuple[Operand, ...]:
+    axes = tensordot_axes(node)
+    return () if axes is None else _factors(0, axes)
+
+
+def _einsum(node: Node) -> tuple[Operand, ...]:
+    """The factors, which are one list, argument 1; none where the equation is no product of two tensors."""
+    axes = einsum_axes(node)
+    if axes is None:
+        return ()
+    return Operand("input", 1, "operand", axes[0], item=0), Operand("other", 1, "operand", axes[1], item=1)
 
 
 def _rnn(node: Node) -> tuple[Operand, ...]:
     """The parameters come in one list, direction by direction, layer by layer. The hidden state stays inside."""
-    parameters, has_biases, layers, bidirectional = (node.args[i] for i in (2, 3, 4, 7))
+    parameters, has_biases, layers, bidirectional = (args_of(node)[i] for i in (2, 3, 4, 7))
     names = ("weight_ih", "weight_hh", *(("bias_ih", "bias_hh") if has_biases else ()), "weight_hr")
     each = len(parameters) // (layers * (2 if bidirectional else 1))
     items = [(names[i % each], i) for i in range(len(parameters))]
@@ -133,9 +140,9 @@ OPERANDS: dict[str, Row] = {
     "aten.dot": _MATMUL,
     "aten.vdot": _MATMUL,
     "aten.inner": _ELEMENTWISE,
-    "aten.linalg_vecdot": _product(reduction_axes.vecdot_axes),
-    "aten.tensordot": _product(reduction_axes.tensordot_axes),
-    "aten.einsum": _product(reduction_axes.einsum_axes, 1, in_list=True),
+    "aten.linalg_vecdot": _vecdot,
+    "aten.tensordot": _tensordot,
+    "aten.einsum": _einsum,
     # the experts of a mixture: (tokens, in) x (experts, in, out)
     "aten._grouped_mm": (*_MATMUL, Operand("bias", 3, "bias", -1)),
     "transformers.grouped_mm_fallback": _MATMUL,
@@ -177,7 +184,7 @@ OPERAND_NAMES = ("input", "other", "weight", "bias", "query", "key", "value", "h
 
 @functools.cache
 def operator_name(target: object) -> str:
-    """`aten.linear` for `torch.ops.aten.linear.default`; other overloads keep their name."""
+    """`aten.linear` for `torch.ops.aten.linear.default`; other overloads keep theirs; "" for what is no operator."""
     return str(target).removesuffix(".default") if isinstance(target, _OPERATORS) else ""
 
 
@@ -209,17 +216,21 @@ def operands_of(node: Node) -> tuple[Operand, ...]:
 
 def argument_of(node: Node, operand: Operand) -> Node | None:
     """The argument of a call that is `operand`, None where it is absent."""
-    argument = node.args[operand.position] if operand.position < len(node.args) else None
+    args = args_of(node)
+    argument = args[operand.position] if operand.position < len(args) else None
     if operand.item is not None and argument is not None:
         argument = argument[operand.item]
     return argument if isinstance(argument, Node) else None
 
 
 def replace_argument(node: Node, operand: Operand, new: Node) -> None:
-    """Let a call read `new` as `operand`."""
-    if operand.item is not None:
-        new = [new if i == operand.item else n for i, n in enumerate(node.args[operand.position])]
-    node.update_arg(operand.position, new)
+    """Make a call read `new` as `operand`."""
+    if operand.item is None:
+        node.update_arg(operand.position, new)
+        return
+    items = list(args_of(node)[operand.position])
+    items[operand.item] = new
+    node.update_arg(operand.position, items)
 
 
 def gather_of(node: Node, operand: Operand) -> Node | None:
@@ -228,7 +239,7 @@ def gather_of(node: Node, operand: Operand) -> Node | None:
     gather = argument_of(node, operand)
     if gather is None or gather.target is not torch.ops.aten.index.Tensor or len(gather.users) > 1:
         return None
-    source, indices = gather.args
+    source, indices = args_of(gather)
     held = source.op in ("get_attr", "call_module") or source.target is ops.dequantize_mx
     value = source.meta.get("val")
     blocked = isinstance(value, torch.Tensor) and value.dim() > -operand.axis > 0  # the axis is not the gathered one
@@ -238,19 +249,23 @@ def gather_of(node: Node, operand: Operand) -> Node | None:
 def operand_node(node: Node, operand: Operand) -> Node | None:
     """The node that is quantized for `operand`, None where the argument is absent."""
     gather = gather_of(node, operand)
-    return argument_of(node, operand) if gather is None else gather.args[0]
+    return argument_of(node, operand) if gather is None else node_arg(gather)
 
 
 def role_of(operand: Operand, argument: Node, constants: set[Node]) -> str:
     """The config field that holds the operand's spec; `constants` are the constant nodes of the graph."""
     if operand.role != "operand":
         return operand.role
-    if argument.op == "call_module":  # an observer's call
-        argument = argument.args[0]
-    elif argument.target is ops.dequantize_mx:  # what became of it: packed buffers, or a pair
-        quantize = quantize_of(argument)
-        argument = Dequantize.of(argument).codes if quantize is None else Quantize.of(quantize).x
-    return "weight" if argument in constants else "activation"
+    return "weight" if _quantized_tensor(argument) in constants else "activation"
+
+
+def _quantized_tensor(argument: Node) -> Node:
+    """The tensor behind an observer's call or what became of it, a pair or packed buffers; else the argument itself."""
+    if argument.op == "call_module":
+        return node_arg(argument)
+    if (quantize := quantize_of(argument)) is not None:
+        return node_arg(quantize)
+    return node_arg(argument) if argument.target is ops.dequantize_mx else argument
 
 
 def _is_quantized(node: Node) -> bool:

@@ -1,4 +1,4 @@
-"""`MXQuantizer`: which operators of a graph get which MX specs."""
+"""`MXQuantizer`: the choice of an MX spec for each operand of a graph."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from pt2mx.pt2e.quantizer.annotate import REASON_KEY, Plan, annotate_operator, p
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from pt2mx.pt2e.quantizer.matching import MATCHERS, Calls, number_calls
 from pt2mx.pt2e.quantizer.operators import argument_of, names_of, operands_of, quantizable_operators, replace_argument
-from pt2mx.pt2e.quantizer.settings import Config, QuantizerSettings
+from pt2mx.pt2e.quantizer.settings import Config
+from pt2mx.pt2e.quantizer.stored_settings import StoredSettings
 from pt2mx.pt2e.torchao_pt2e import Q_ANNOTATION_KEY, Quantizer
 
 
-class MXQuantizer(QuantizerSettings, Quantizer):
+class MXQuantizer(StoredSettings, Quantizer):
     """Annotates an exported graph with MX specs.
 
     Each setter takes a config, or None for "leave in high precision", and returns the quantizer. Where several settings
@@ -31,6 +32,16 @@ class MXQuantizer(QuantizerSettings, Quantizer):
     the innermost wins.
 
     It works with `pt2mx.prepare_pt2e` as with torchao's own, and inside torchao's `ComposableQuantizer`.
+
+    Example:
+        >>> import torch, pt2mx
+        >>> fp8 = pt2mx.get_default_mx_quantization_config(weight="mxfp8", activation="mxfp8")
+        >>> quantizer = pt2mx.MXQuantizer().set_global(fp8).set_module_name("1", None)
+        >>> x = torch.linspace(-1, 1, 64).reshape(1, 64)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8)).eval()
+        >>> prepared = pt2mx.prepare_pt2e(torch.export.export(model, (x,)).module(), quantizer)
+        >>> [operator.quantized for operator in pt2mx.quantization_report(prepared).operators]
+        [True, False]
     """
 
     def transform_for_annotation(self, model: GraphModule) -> GraphModule:
@@ -39,6 +50,12 @@ class MXQuantizer(QuantizerSettings, Quantizer):
         torchao keys annotations by (producer, consumer) and reads positional arguments only: `x @ x` would get one
         spec. It observes a tensor where it is produced: what the graph writes to it later (`x[:, 0] = 5`) would be
         lost.
+
+        Args:
+            model: the exported graph, which is changed.
+
+        Returns:
+            The same graph module.
         """
         for graph in graph_modules(model):
             self._give_edges(graph)
@@ -60,7 +77,17 @@ class MXQuantizer(QuantizerSettings, Quantizer):
 
     def annotate(self, model: GraphModule) -> GraphModule:
         """Annotate every quantizable operator that a setting selects, in graphs inside the model's too; another
-        quantizer's annotations stay."""
+        quantizer's annotations stay.
+
+        Args:
+            model: the exported graph, whose nodes' meta is changed.
+
+        Returns:
+            The same graph module. A warning names settings that match nothing.
+
+        Raises:
+            MXError: for an operator that computes in float64.
+        """
         matched: set[tuple[str, object]] = set()
         propagate_module_stack(model)
         graphs = graph_modules(model)
@@ -99,8 +126,8 @@ class MXQuantizer(QuantizerSettings, Quantizer):
         return quantizable_operators(model.graph, lambda name: not asked_for.isdisjoint(names_of(name)))
 
     def _at_the_ends(self, nodes: list[Node]) -> dict[Node, tuple[tuple[str, int], Config]]:
-        """What `set_first` and `set_last` say of the quantized operators, in the order of execution, some more than
-        once, with the setting that says it."""
+        """The settings of `set_first` and `set_last`, and their configs, for the quantized operators: `nodes`, in the
+        order of execution, some more than once."""
         found: dict[Node, tuple[tuple[str, int], Config]] = {}
         for kind, ordered in (("first", nodes), ("last", nodes[::-1])):
             for count, config in sorted(self._ends[kind].items()):
@@ -126,7 +153,7 @@ class MXQuantizer(QuantizerSettings, Quantizer):
         names = {name for node in candidates for name, _ in modules_of(node) if name}
         types = {kind.rpartition(".")[2] for node in candidates for _, kind in modules_of(node)}
         known = {"module_name": names, "module_name_regex": names, "module_type": types}
-        for kind, keys in {**self._ends, **self._settings}.items():
+        for kind, keys in self._by_kind().items():
             for key in keys:
                 if (kind, key) not in matched:
                     near = nearest(key, sorted(known[kind])).split(" allowed:")[0] if kind in known else ""

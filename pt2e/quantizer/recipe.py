@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -43,7 +44,10 @@ _SPEC_FIELDS = ("element", "block_size", "scale_mode", "rounding")
 #: fields of a config that are words
 _WORDS = ("ste", "value_blocks")
 
-Setting = tuple[str, str | int | tuple[str, str, int] | None, MXQuantizationConfig | None]
+#: a name, a count or (module, type, index), by the kind of the setting; the global one has none
+Key = str | int | tuple[str, str, int] | None
+#: kind, key, config
+Setting = tuple[str, Key, MXQuantizationConfig | None]
 
 
 def names() -> list[str]:
@@ -81,19 +85,19 @@ def write(settings: list[Setting], path: object = None) -> str:
     """The YAML of settings, also written to `path` if one is given."""
     if not settings:
         raise MXError("the quantizer has no setting: a recipe of it would quantize nothing")
-    recipe: dict[str, object] = {}
+    recipe: dict[str, Any] = {}
     for kind, key, config in settings:
         if key is None:
             recipe[kind] = _plain(config)
-        elif kind == ORDER:
+        elif isinstance(key, tuple):
             recipe.setdefault(kind, []).append([*key, _plain(config)])
         else:
             recipe.setdefault(kind, {})[key] = _plain(config)
     return write_text(yaml.safe_dump(recipe, sort_keys=False), path)
 
 
-def _settings(recipe: object) -> list[Setting]:
-    _check_mapping("the recipe", recipe, ("description", *KINDS))
+def _settings(content: object) -> list[Setting]:
+    recipe = _mapping("the recipe", content, ("description", *KINDS))
     settings: list[Setting] = []
     for kind in KINDS:
         if kind not in recipe:
@@ -123,13 +127,13 @@ def _ordered(entries: object) -> list[Setting]:
 def _config(where: str, value: object) -> MXQuantizationConfig | None:
     if value is None:
         return None
-    _check_mapping(where, value, (*ROLES, "operands", *_WORDS))
-    fields = {role: _spec(f"{where}: {role}", spec) for role, spec in value.items() if role in ROLES}
-    if "operands" in value:
-        _check_mapping(f"{where}: operands", value["operands"], OPERAND_NAMES)
-        fields["operands"] = {n: _spec(f"{where}: operand {n!r}", spec) for n, spec in value["operands"].items()}
+    given = _mapping(where, value, (*ROLES, "operands", *_WORDS))
+    fields: dict[str, Any] = {role: _spec(f"{where}: {role}", spec) for role, spec in given.items() if role in ROLES}
+    if "operands" in given:
+        operands = _mapping(f"{where}: operands", given["operands"], OPERAND_NAMES)
+        fields["operands"] = {name: _spec(f"{where}: operand {name!r}", spec) for name, spec in operands.items()}
     try:
-        return MXQuantizationConfig(**fields, **{word: value[word] for word in _WORDS if word in value})
+        return MXQuantizationConfig(**fields, **{word: given[word] for word in _WORDS if word in given})
     except MXError as error:
         raise MXError(f"{where}: {error}") from None
 
@@ -137,10 +141,9 @@ def _config(where: str, value: object) -> MXQuantizationConfig | None:
 def _spec(where: str, value: object) -> MXSpec | None:
     try:
         if isinstance(value, dict):
-            _check_mapping(where, value, _SPEC_FIELDS)
-            if "element" not in value:
+            fields = dict(_mapping(where, value, _SPEC_FIELDS))
+            if "element" not in fields:
                 raise MXError(f"{where}: the element format is missing")
-            fields = dict(value)
             return parse(fields.pop("element"), **fields)
         if value is not None and not isinstance(value, str):
             raise MXError(f"a spec is a format's name or a mapping of {', '.join(_SPEC_FIELDS)}, not {value!r}")
@@ -156,9 +159,15 @@ def _plain(config: MXQuantizationConfig | None) -> dict | None:
     return {name: value for name, value in config.to_dict().items() if name not in ("observer", "is_qat")}
 
 
-def _check_mapping(where: str, value: object, allowed: tuple[str, ...]) -> None:
+def _mapping(where: str, value: object, allowed: tuple[str, ...]) -> dict[str, Any]:
+    """`value`, a mapping whose keys are among `allowed`.
+
+    Raises:
+        MXError: for anything else, naming `where` it stands.
+    """
     if not isinstance(value, dict):
         raise MXError(f"{where} must be a mapping of {', '.join(allowed)}, not {value!r}")
     for key in value:
         if key not in allowed:
             raise MXError(f"unknown key {key!r} in {where}: {nearest(key, allowed)}")
+    return value

@@ -1,28 +1,32 @@
-"""Along which dimensions a product of two tensors reduces them, where that stands in the arguments of the call."""
+"""The dimensions along which a product of two tensors reduces them, where they stand in the arguments of the call."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.fx import Node
+
+from pt2mx.fx.graph.node import args_of
 
 Axes = tuple[int, int]
 
 
 def vecdot_axes(node: Node) -> Axes:
     """linalg_vecdot(x, y, *, dim=-1)."""
-    dim = node.kwargs.get("dim", -1)
+    dim: Any = node.kwargs.get("dim", -1)
     return dim, dim
 
 
 def tensordot_axes(node: Node) -> Axes | None:
     """tensordot(x, y, dims_x, dims_y): of several reduced dimensions the last pair; None for an outer product."""
-    dims_x, dims_y = node.args[2:4]
+    dims_x, dims_y = args_of(node)[2:4]
     return (dims_x[-1], dims_y[-1]) if dims_x else None
 
 
 def einsum_axes(node: Node) -> Axes | None:
     """einsum(equation, [x, y]): of several labels that it reduces the last in x, which is the one that lies closest in
     memory. None where it is no product of two tensors, reduces no label of both, or takes a diagonal of one."""
-    equation, tensors = node.args[:2]
+    equation, tensors = args_of(node)[:2]
     terms, arrow, output = equation.replace(" ", "").partition("->")
     terms = terms.split(",")
     labels = [term.replace(".", "") for term in terms]
@@ -37,7 +41,7 @@ def einsum_axes(node: Node) -> Axes | None:
 
 def einsum_free_axis(node: Node, item: int) -> int | None:
     """The last dimension of a factor of an einsum of two that the other factor does not have; None if it has all."""
-    terms = node.args[0].replace(" ", "").partition("->")[0].split(",")
+    terms = args_of(node)[0].replace(" ", "").partition("->")[0].split(",")
     term, other = terms[item], terms[1 - item]
     free = [label for label in term.replace(".", "") if label not in other]
     return _axis(term, free[-1]) if free else None

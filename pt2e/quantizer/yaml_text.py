@@ -35,7 +35,7 @@ def read_yaml(content: bytes) -> object:
 
 class _Loader(yaml.SafeLoader):
     def check(self, node: yaml.Node, counts: dict[yaml.Node, int]) -> int:
-        """How many values a node holds, in which no key is twice; `MXError` where there is one, or too many values.
+        """The number of values that a node holds; `MXError` where a key is there twice, or for too many values.
         `counts` has those of the nodes that were seen, and -1 of those around this one."""
         if counts.get(node) == -1:
             raise MXError(f"the anchor in line {_line(node)} holds itself")

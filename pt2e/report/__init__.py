@@ -1,1 +1,1 @@
-"""What a prepared or converted model holds and loses: reports, statistics, suggestions."""
+"""The content and the losses of a prepared or converted model: reports, statistics, suggestions."""

@@ -1,4 +1,4 @@
-"""`check_diff`: do two tensors, or what two models returned, agree?"""
+"""`check_diff`: agreement of two tensors, or of the results of two models."""
 
 from __future__ import annotations
 
@@ -20,6 +20,14 @@ def check_diff(y1: object, y2: object, tol: float = 0, ntol: int = 0, handle_inf
 
     Raises:
         MXError: naming the tensor, how many of its values differ, and the first of them.
+
+    Example:
+        >>> import torch
+        >>> from pt2mx.pt2e.pt2bfp import check_diff
+        >>> check_diff(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.1]), tol=0.1)
+        >>> check_diff(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5]), tol=0.1)
+        Traceback (most recent call last):
+        pt2mx.errors.MXError: 1 of 2 values differ by more than 0.258114, the first at (1,): 2.0 and 2.5; ...
     """
     (leaves1, tree1), (leaves2, tree2) = pytree.tree_flatten(y1), pytree.tree_flatten(y2)
     if tree1 != tree2:

@@ -1,4 +1,4 @@
-"""Which operators sum products of their arguments: those that a report must name, quantized or not.
+"""The operators that sum products of their arguments: those that a report must name, quantized or not.
 
 An operator is known by the words of its name, so that custom ones (`mylib::grouped_mm`) and those of later versions of
 torch are found too.
@@ -28,7 +28,7 @@ def operator_path(target: object) -> str:
 
 
 def is_contraction(target: object) -> bool:
-    """Whether the target of a call sums products: a matrix product, a convolution, a recurrent layer, attention, a
+    """True if the target of a call sums products: a matrix product, a convolution, a recurrent layer, attention, a
     distance between vectors."""
     namespace, _, name = operator_path(target).partition(".")
     words = frozenset(name.split("_"))

@@ -1,4 +1,4 @@
-"""How far the outputs of two models agree."""
+"""The agreement of the outputs of two models."""
 
 import math
 from collections.abc import Iterable
@@ -24,9 +24,17 @@ class Fidelity(NamedTuple):
 
 
 def fidelity(pairs: Iterable[tuple[object, object]]) -> Fidelity:
-    """That of outputs with those of a reference over all pairs (outputs, those of the reference), trees of tensors.
-    Left out are tensors that are not floating, and values that are NaN or Inf in the reference (a masked score); NaN
-    where that leaves nothing of some values."""
+    """Compare outputs with those of a reference.
+
+    Left out are tensors that are not floating, and values that are NaN or Inf in the reference (a masked score).
+
+    Args:
+        pairs: (outputs, those of the reference), trees of tensors.
+
+    Returns:
+        `sqnr` in dB and `cosine` over all pairs, NaN where no finite value is left of some; `values`, the number of
+        values compared.
+    """
     signal = noise = product = energy = 0.0
     values = compared = 0
     for outputs, references in pairs:

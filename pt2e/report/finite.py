@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 
 from pt2mx import ops
 from pt2mx.fx.graph.module_stack import module_name
+from pt2mx.fx.graph.node import node_arg
 from pt2mx.fx.graph.subgraphs import graph_modules
 from pt2mx.kernels.reference import NAN_SCALE
 from pt2mx.pt2e.observer import STATISTICS_KEY
@@ -30,12 +31,13 @@ def nonfinite_weights(converted: GraphModule) -> list[str]:
     buffers = dict(converted.named_buffers())
     packed = {name.removesuffix("_scale"): scale for name, scale in buffers.items() if name.endswith("_scale")}
     folded = [name for name, scale in packed.items() if f"{name}_data" in buffers and _holds_nan_blocks(scale)]
-    return list(dict.fromkeys([*folded, *(x.target for x, _ in _nonfinite_pairs(converted) if x.op == "get_attr")]))
+    kept = [str(x.target) for x, _ in _nonfinite_pairs(converted) if x.op == "get_attr"]
+    return list(dict.fromkeys([*folded, *kept]))
 
 
 def nonfinite_operands(converted: GraphModule) -> list[str]:
-    """What a converted model quantizes that held a NaN or an Inf: weights by their names, other operands by their
-    operators' modules, as far as calibration saw them."""
+    """The operands of a converted model that held a NaN or an Inf: weights by their names, others by their operators'
+    modules, as far as calibration saw them."""
     computed = [dequantize for x, dequantize in _nonfinite_pairs(converted) if x.op != "get_attr"]
     modules = [module_name(node) or next(iter(node.users)).name for node in computed]
     return list(dict.fromkeys([*nonfinite_weights(converted), *(f"an operand of {name}" for name in modules)]))
@@ -51,9 +53,9 @@ def _nonfinite_pairs(converted: GraphModule) -> Iterator[tuple[Node, Node]]:
     """(what is quantized, its `dequantize_mx`) where calibration saw a NaN or an Inf; folded weights left out."""
     for graph in graph_modules(converted):
         for node in graph.graph.find_nodes(op="call_function", target=ops.dequantize_mx):
-            seen, scale = node.meta.get(STATISTICS_KEY), node.args[1]
+            seen, scale = node.meta.get(STATISTICS_KEY), node_arg(node, 1)
             if seen is not None and seen.nonfinite and scale.target is operator.getitem:
-                yield scale.args[0].args[0], node
+                yield node_arg(node_arg(scale)), node
 
 
 def _holds_nan_blocks(scale: Tensor) -> bool:

@@ -14,7 +14,7 @@ _STEPS = 1 << 16
 
 @dataclass(frozen=True)
 class Option:
-    """What an item costs in one form, and what is lost in it (finite)."""
+    """The cost of an item in one form, and the noise in it (finite)."""
 
     bytes: int
     noise: float

@@ -3,6 +3,7 @@ observers it is seen."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch.fx import GraphModule, Node
@@ -10,6 +11,7 @@ from torch.fx import GraphModule, Node
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.module_stack import module_name
+from pt2mx.fx.graph.node import node_arg
 from pt2mx.fx.graph.subgraphs import captured_operands, graph_modules
 from pt2mx.pt2e.observer import MXObserver
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
@@ -59,17 +61,21 @@ def observed_modules(prepared: GraphModule) -> dict[str, ObservedModule]:
 
 
 def _add_operands(
-    module: ObservedModule, inner: GraphModule, node: Node, constants: set[Node], outside: dict[Node, list[object]]
+    module: ObservedModule,
+    inner: GraphModule,
+    node: Node,
+    constants: set[Node],
+    outside: Mapping[Node, Sequence[object]],
 ) -> None:
     for operand in operands_of(node):
         argument = operand_node(node, operand)
         if argument is None:
             continue
         role = module.roles[operand.name] = role_of(operand, argument, constants)
-        observer = inner.get_submodule(argument.target) if argument.op == "call_module" else None
+        observer = inner.get_submodule(str(argument.target)) if argument.op == "call_module" else None
         if not isinstance(observer, MXObserver):
             continue
-        source = argument.args[0]
+        source = node_arg(argument)
         if role == "activation":
             module.activations.append(observer)
         elif role == "weight" and source in constants:

@@ -1,9 +1,10 @@
-"""`quantization_report`: what was quantized, with which spec, at what cost; what was not, and why."""
+"""`quantization_report`: operators with their specs and costs, and the reasons for those left alone."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import asdict, dataclass
 
 from torch.fx import GraphModule
@@ -21,7 +22,10 @@ class QuantizationReport:
     """The report of a prepared or converted model: every operator that can be quantized and every other matrix product,
     convolution, recurrent layer or attention, in the order of execution.
 
-    Bytes are those of all parameters and buffers.
+    Args:
+        operators: an `OperatorReport` for each.
+        values: the number of values of all parameters and buffers.
+        bytes_before, bytes_after: of all parameters and buffers, in the float model and in the converted one.
     """
 
     operators: tuple[OperatorReport, ...]
@@ -42,11 +46,14 @@ class QuantizationReport:
         return 8 * sum(weight.bytes_after for weight in weights) / values if values else 0.0
 
     def to_table(self, candidates: bool = False) -> str:
-        """A table of text: one line an operator, and a line of totals.
+        """Return the report as a table of text.
 
         Args:
-            candidates: instead, a line for each operand that an `MXFormatObserver` observed, with the SQNR in dB of
-                each candidate.
+            candidates: False gives one line an operator, and a line of totals; True a line for each operand that an
+                `MXFormatObserver` observed, with the SQNR in dB of each candidate.
+
+        Returns:
+            The lines.
 
         Raises:
             MXError: with `candidates`, where there was no such observer or no batch.
@@ -75,8 +82,14 @@ class QuantizationReport:
     def _observed(self) -> bool:
         return any(operand.statistics for operator in self.operators for operand in operator.operands)
 
-    def to_json(self, path: object = None) -> str:
-        """The report as JSON, also written to `path` if one is given; null stands for a ratio that is not finite.
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Write the report as JSON; null stands for a ratio that is not finite.
+
+        Args:
+            path: of the file; None writes none.
+
+        Returns:
+            The text.
 
         Raises:
             MXError: where no file can be written at `path`.
@@ -84,9 +97,15 @@ class QuantizationReport:
         bits = {"effective_bits": self.effective_bits, "weight_bits": self.weight_bits}
         return write_text(json.dumps(_finite({**bits, **asdict(self)}), indent=1, allow_nan=False), path)
 
-    def to_html(self, path: object = None) -> str:
-        """The report as one HTML page that needs nothing else, also written to `path` if one is given: the table, with
-        the SQNR of every operand and candidate as bars and histograms of block exponents.
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Write the report as one HTML page that needs nothing else: the table, with the SQNR of every operand and
+        candidate as bars, and histograms of block exponents.
+
+        Args:
+            path: of the file; None writes none.
+
+        Returns:
+            The text.
 
         Raises:
             MXError: where no file can be written at `path`.
@@ -95,10 +114,28 @@ class QuantizationReport:
 
 
 def quantization_report(model: GraphModule) -> QuantizationReport:
-    """The report of a model that `prepare_pt2e`, `prepare_qat_pt2e` or `convert_pt2e` returned.
+    """Report the operators of a model: their formats, their noise, their bytes, and the reasons for those left alone.
+
+    Args:
+        model: what `prepare_pt2e`, `prepare_qat_pt2e` or `convert_pt2e` returned.
+
+    Returns:
+        A `QuantizationReport`: `operators`, one row for each; `values`, `bytes_before` and `bytes_after` of all
+        parameters and buffers; `effective_bits`, `weight_bits`; `to_table()`, `to_json(path)` and `to_html(path)`.
 
     Raises:
         MXError: for another object.
+
+    Example:
+        >>> import torch, pt2mx
+        >>> x = torch.linspace(-1, 1, 64).reshape(1, 64)
+        >>> exported = torch.export.export(torch.nn.Linear(64, 8, bias=False).eval(), (x,)).module()
+        >>> prepared = pt2mx.prepare_pt2e(exported, pt2mx.MXQuantizer.from_recipe("mxfp4"))
+        >>> report = pt2mx.quantization_report(pt2mx.convert_pt2e(prepared))
+        >>> [(operand.role, operand.spec) for operand in report.operators[0].operands]
+        [('activation', 'mxfp4_e2m1{32}'), ('weight', 'mxfp4_e2m1{32}')]
+        >>> report.bytes_before, report.bytes_after, report.weight_bits
+        (2048, 272, 4.25)
     """
     if not isinstance(model, GraphModule):
         raise MXError(
@@ -106,17 +143,17 @@ def quantization_report(model: GraphModule) -> QuantizationReport:
             "pass what prepare_pt2e or convert_pt2e returned"
         )
     operators = tuple(operator_reports(model))
-    observers = [m for m in model.modules() if isinstance(m, MXObserver)]
+    operands = [operand for operator in operators for operand in operator.operands]
+    saved = sum(operand.bytes_before - operand.bytes_after for operand in operands)
+    observers = [module for module in model.modules() if isinstance(module, MXObserver)]
     statistics = {id(buffer) for observer in observers for buffer in observer.buffers()}
     tensors = [t for t in [*model.parameters(), *model.buffers()] if id(t) not in statistics]
     held, values = sum(t.nbytes for t in tensors), sum(t.numel() for t in tensors)
-    operands = [o for operator in operators for o in operator.operands]
-    before, after = sum(o.bytes_before for o in operands), sum(o.bytes_after for o in operands)
-    if observers:  # the model still holds the float weights
-        return QuantizationReport(operators, values, held, held - before + after)
-    packed = [o for o in operands if o.spec]
-    values += sum(o.values for o in packed) - sum(o.bytes_after for o in packed)  # codes and scales are a byte each
-    return QuantizationReport(operators, values, held - after + before, held)
+    if observers:  # of a prepared model, which holds the float weights
+        return QuantizationReport(operators, values, bytes_before=held, bytes_after=held - saved)
+    # a converted model holds the codes and scales of its weights, each value of which is a byte
+    values += sum(operand.values - operand.bytes_after for operand in operands if operand.spec)
+    return QuantizationReport(operators, values, bytes_before=held + saved, bytes_after=held)
 
 
 def _row(operator: OperatorReport, observed: bool) -> tuple[str, ...]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
@@ -13,7 +14,7 @@ from pt2mx import ops
 from pt2mx.analysis.sums import QuantizationStatistics
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.module_stack import module_name
-from pt2mx.fx.graph.node import called
+from pt2mx.fx.graph.node import called, node_arg
 from pt2mx.fx.graph.qdq import spec_of_dequantize
 from pt2mx.fx.graph.subgraphs import captured_operands, named_graph_modules
 from pt2mx.fx.training.fuse_batch_norm import ScaledWeight
@@ -109,53 +110,65 @@ def _operand_report(
     role: str,
     argument: Node,
     constants: set[Node],
-    outside: dict[Node, list[object]],
+    outside: Mapping[Node, Sequence[object]],
     counted: set[object],
 ) -> OperandReport:
-    source, spec, statistics, candidates = argument, None, None, {}
-    if argument.op == "call_module":
-        observer = model.get_submodule(argument.target)
-        source = argument.args[0]
-        if isinstance(observer, MXObserver):  # another quantizer may have put its own there
-            spec, seen = observer.spec, observer.statistics_meta()
-            statistics, candidates = seen.get(STATISTICS_KEY), seen.get(CANDIDATES_KEY, {})
-    elif argument.target is ops.dequantize_mx:
-        source, spec = argument.args[0], spec_of_dequantize(argument)
-        statistics, candidates = argument.meta.get(STATISTICS_KEY), argument.meta.get(CANDIDATES_KEY, {})
-    value, values, before, after = argument.meta.get("val", source.meta.get("val")), 0, 0, 0
+    source, spec, seen = _quantized(model, argument)
+    value = argument.meta.get("val", source.meta.get("val"))
     form: object = spec
-    if source.op == "call_module" and isinstance(model.get_submodule(source.target), ScaledWeight):
-        source, form = source.args[0], (spec, source)
+    if source.op == "call_module" and isinstance(model.get_submodule(str(source.target)), ScaledWeight):
+        source, form = node_arg(source), (spec, source)
+    each = [_Storage(0, 0, 0)]
     if source in constants and isinstance(value, torch.Tensor):
-        for origin in origins_of(source, outside):
-            found = _storage(value, spec, origin, form, counted)
-            values, before, after = (sum(pair) for pair in zip((values, before, after), found, strict=True))
-    return OperandReport(role, None if spec is None else str(spec), statistics, candidates, values, before, after)
+        each += [_storage(value, spec, origin, form, counted) for origin in origins_of(source, outside)]
+    stored = _Storage(*map(sum, zip(*each, strict=True)))
+    return OperandReport(
+        role, None if spec is None else str(spec), seen.get(STATISTICS_KEY), seen.get(CANDIDATES_KEY, {}), *stored
+    )
 
 
-def _storage(
-    value: torch.Tensor, spec: MXSpec | None, origin: object, form: object, counted: set[object]
-) -> tuple[int, int, int]:
-    """Values and bytes before and after of a constant. A tensor is counted before quantization once, and after it once
+def _quantized(model: GraphModule, argument: Node) -> tuple[Node, MXSpec | None, Mapping[str, Any]]:
+    """The tensor behind an operand, its spec (None: high precision), and a meta with what calibration saw of it."""
+    if argument.op == "call_module":
+        observer = model.get_submodule(str(argument.target))
+        if isinstance(observer, MXObserver):
+            return node_arg(argument), observer.spec, observer.statistics_meta()
+        return node_arg(argument), None, {}  # another quantizer's own
+    if argument.target is ops.dequantize_mx:
+        return node_arg(argument), spec_of_dequantize(argument), argument.meta
+    return argument, None, {}
+
+
+class _Storage(NamedTuple):
+    """The values of a constant, and its bytes before quantization and after it."""
+
+    values: int
+    before: int
+    after: int
+
+
+def _storage(value: torch.Tensor, spec: MXSpec | None, origin: object, form: object, counted: set[object]) -> _Storage:
+    """The storage that a constant adds to what is `counted`: before quantization each tensor counts once, after it once
     in each form in which it is kept."""
     first, kept = origin not in counted, (origin, form) in counted
     counted |= {origin, (origin, form)}
     held = value.numel() * value.element_size()
     after = held if spec is None else packed_bytes(value.shape, spec)
-    return (value.numel() if first else 0), (held if first else 0), (0 if kept else after)
+    return _Storage(value.numel() if first else 0, held if first else 0, 0 if kept else after)
 
 
-def origins_of(source: Node, outside: dict[Node, list[object]]) -> list[object]:
-    """What tells a constant from others: the name of a parameter or buffer, else the node that computes it. In a graph
+def origins_of(source: Node, outside: Mapping[Node, Sequence[object]]) -> list[object]:
+    """The identities of a constant: the name of a parameter or buffer, else the node that computes it. In a graph
     inside, which may be called with several (`outside` has its operands), those of all."""
     while source.target is torch.ops.aten.alias.default:
-        source = source.args[0]
+        source = node_arg(source)
     if source in outside:
-        return list(dict.fromkeys(o for node in outside[source] for o in origins_of(node, {})))
+        operands = [operand for operand in outside[source] if isinstance(operand, Node)]
+        return list(dict.fromkeys(origin for operand in operands for origin in origins_of(operand, {})))
     return [source.target if source.op == "get_attr" else source]
 
 
-def packed_bytes(shape: torch.Size, spec: MXSpec) -> int:
+def packed_bytes(shape: Sequence[int], spec: MXSpec) -> int:
     """Bytes of the codes and scales of a tensor of this shape."""
     length = shape[spec.axis]
     rows = math.prod(shape) // length if length else 0

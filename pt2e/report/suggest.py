@@ -1,4 +1,4 @@
-"""`suggest_config`: a mixed-format quantizer from what `MXFormatObserver` saw."""
+"""`suggest_config`: a mixed-format quantizer from the statistics of `MXFormatObserver`s."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 from pt2mx.analysis.sums import QuantizationStatistics
 from pt2mx.errors import MXError
 from pt2mx.pt2e.format_observer import MXFormatObserver
+from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.knapsack import Option, least_noise
 from pt2mx.pt2e.report.observed_modules import ObservedModule, ObservedWeight, observed_modules, sharing_weights
@@ -22,23 +23,23 @@ from pt2mx.spec import MXSpec, parse
 def suggest_config(
     prepared: GraphModule, target_bits: float, *, min_activation_sqnr: float | None = None
 ) -> MXQuantizer:
-    """The quantizer of least noise whose weights take at most `target_bits` bits a value on the average.
+    """Suggest the quantizer of least noise whose weights take at most `target_bits` bits a value on the average.
 
-    What is minimised is the sum over the quantized weights of noise / signal, the sum of squared quantization errors
-    normalised by the tensor's power (10 ** (-SQNR / 10)). A linear operator hands that ratio on to its output, so that
+    It minimises the sum over the quantized weights of noise / signal, the sum of squared quantization errors normalised
+    by the tensor's power (10 ** (-SQNR / 10)). A linear operator hands that ratio on to its output, so that
     each weight counts alike whatever its size or scale; noise that a later layer amplifies or hides is not seen. The
     minimum under the budget is exact (`pt2mx.pt2e.report.knapsack`).
 
-    The settings are by module name: the operators of one module, and modules that share a weight, get one choice. What
-    the config says of outputs and biases stays, and so do weights and activations without an `MXFormatObserver` or
-    which no batch reached; the former count towards the average.
+    The settings are by module name: the operators of one module, and modules that share a weight, get one choice. The
+    specs of outputs and biases stay, and so do those of weights and activations without an `MXFormatObserver` or which
+    no batch reached; such weights count towards the average.
 
     Args:
         prepared: what `prepare_pt2e` returned for a config with `observer=MXFormatObserver.with_args(...)`, after
             calibration.
-        target_bits: scales and packing counted, as `QuantizationReport.weight_bits` has it.
-        min_activation_sqnr: dB. The activations of each module get the candidate of fewest bits that has at least this
-            SQNR for all of them, and with a warning the best one where none has it. None: they keep their spec.
+        target_bits: bits a value, scales and packing counted, as `QuantizationReport.weight_bits` has it.
+        min_activation_sqnr: in dB. The activations of each module get the candidate of fewest bits that has at least
+            this SQNR for all of them, and with a warning the best one where none has it. None: they keep their spec.
 
     Returns:
         A quantizer for `prepare_pt2e` of the exported model; `to_recipe()` writes it.
@@ -46,25 +47,34 @@ def suggest_config(
     Raises:
         MXError: for a model without format observers or that has seen no batch; for a target below what the smallest
             candidates take; where operators of one module were prepared with different configs.
+
+    Example:
+        >>> import torch, pt2mx
+        >>> x = torch.linspace(-1, 1, 64).reshape(1, 64)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)).eval()
+        >>> exported = torch.export.export(model, (x,)).module()
+        >>> observer = pt2mx.MXFormatObserver.with_args(candidates=("mxfp4", "mxfp8"))
+        >>> config = pt2mx.MXQuantizationConfig(weight="mxfp8", observer=observer)
+        >>> prepared = pt2mx.prepare_pt2e(exported, pt2mx.MXQuantizer().set_global(config))
+        >>> _ = prepared(x)
+        >>> suggested = pt2mx.suggest_config(prepared, target_bits=6.25)  # FP4 takes 4.25, FP8 8.25
+        >>> sorted(spec["weight"] for _, spec in suggested.to_dict()["module_name"])
+        ['mxfp4_e2m1{32}', 'mxfp8_e4m3{32}']
     """
     _check(prepared, target_bits, min_activation_sqnr)
     modules = observed_modules(prepared)
     weights = _choose_weights(modules, target_bits)
     quantizer, poor = MXQuantizer(), []
-    for name in sorted(modules):
-        module, chosen = modules[name], {}
+    for name, module in sorted(modules.items(), key=lambda item: item[0]):
         if module.config is None:
             if _is_covered(name, modules):
                 quantizer.set_module_name(name, None)
             continue
-        if name in weights:
-            chosen["weight"] = weights[name]
+        chosen = {"weight": weights[name]} if name in weights else {}
         if min_activation_sqnr is not None and (best := _choose_activation(module, min_activation_sqnr)):
             chosen["activation"], reached = best
             poor += [] if reached else [name]
-        kept = [(operand, spec) for operand, spec in module.config.operands if operand in module.roles]
-        kept = [(operand, spec) for operand, spec in kept if spec is None or module.roles[operand] not in chosen]
-        config = replace(module.config, operands=kept, **chosen)
+        config = _with_specs(module.config, chosen, module.roles)
         quantizer.set_module_name(name, config) if name else quantizer.set_global(config)
     if poor:
         warnings.warn(
@@ -92,6 +102,15 @@ def _check(prepared: object, target_bits: object, min_activation_sqnr: object) -
         raise MXError("the model has seen no batch: run calibration batches through it first")
 
 
+def _with_specs(config: MXQuantizationConfig, chosen: dict[str, MXSpec], roles: dict[str, str]) -> MXQuantizationConfig:
+    """A module's config with the specs that were `chosen`, by role, also for single operands; `roles` are those of the
+    operands that the module has."""
+    kept = [(name, spec) for name, spec in config.operands if name in roles]
+    kept = [(name, spec) for name, spec in kept if spec is None or roles[name] not in chosen]
+    weight, activation = chosen.get("weight", config.weight), chosen.get("activation", config.activation)
+    return replace(config, operands=tuple(kept), weight=weight, activation=activation)
+
+
 def _choose_weights(modules: dict[str, ObservedModule], target_bits: float) -> dict[str, MXSpec]:
     """Module name -> spec of its weights, of the modules whose weights have candidates."""
     groups = sharing_weights(modules)
@@ -101,7 +120,8 @@ def _choose_weights(modules: dict[str, ObservedModule], target_bits: float) -> d
     budget = math.floor(target_bits * values / 8 + 1e-6)  # a target that was computed from bytes names them again
     chosen = least_noise([list(by_spec.values()) for by_spec in options], budget)
     if chosen is None:
-        least, most = (8 * sum(f(o.bytes for o in by.values()) for by in options) / values for f in (min, max))
+        sizes = [[option.bytes for option in by_spec.values()] for by_spec in options]
+        least, most = 8 * sum(map(min, sizes)) / values, 8 * sum(map(max, sizes)) / values
         raise MXError(
             f"target_bits={target_bits} is below the smallest candidates: the weights can take {least:.4g} to "
             f"{most:.4g} bits a value, scales and packing counted; raise the target or add a smaller candidate"
@@ -111,8 +131,8 @@ def _choose_weights(modules: dict[str, ObservedModule], target_bits: float) -> d
 
 
 def _options(weights: list[ObservedWeight]) -> dict[str | None, Option]:
-    """What each candidate common to the weights of a group costs; None stands for the specs that they have. A tensor is
-    kept once for each axis of its blocks, whatever reads it."""
+    """The cost of each candidate common to the weights of a group; None stands for the specs that they have. A tensor
+    is kept once for each axis of its blocks, whatever reads it."""
     seen = [w.observer.candidate_statistics if isinstance(w.observer, MXFormatObserver) else {} for w in weights]
     common = [name for name in seen[0] if all(name in statistics for statistics in seen)]
     if not common:
@@ -144,10 +164,11 @@ def _choose_activation(module: ObservedModule, least: float) -> tuple[MXSpec, bo
         name: min((s[name].sqnr for s in seen if not math.isnan(s[name].sqnr)), default=math.inf) for name in common
     }
     enough = [name for name in common if sqnr[name] >= least]
-    name = min(enough, key=lambda n: (parse(n).effective_bits, -sqnr[n])) if enough else max(common, key=sqnr.get)
-    return parse(name), bool(enough)
+    if enough:
+        return parse(min(enough, key=lambda name: (parse(name).effective_bits, -sqnr[name]))), True
+    return parse(max(common, key=lambda name: sqnr[name])), False
 
 
 def _is_covered(name: str, modules: dict[str, ObservedModule]) -> bool:
-    """Whether the setting of a module around would quantize the operators of this one."""
+    """True if the setting of a module around would quantize the operators of this one."""
     return any(m.config is not None and f"{name}.".startswith(f"{n}." if n else "") for n, m in modules.items())

@@ -1,0 +1,171 @@
+"""The settings of a quantizer in other forms: recipes and dictionaries."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pt2mx.errors import MXError, nearest
+from pt2mx.pt2e.quantizer import recipe
+from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
+from pt2mx.pt2e.quantizer.settings import Config, QuantizerSettings, checked_config
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+#: what `to_dict` calls a kind of setting, as torch.ao's `QConfigMapping` does -> the setting kinds
+_GROUPS = {
+    "": ("global",),
+    "object_type": ("operator_type", "module_type"),
+    "module_name_regex": ("module_name_regex",),
+    "module_name": ("module_name",),
+    recipe.ORDER: (recipe.ORDER,),
+    **{kind: (kind,) for kind in recipe.ENDS},
+}
+
+
+class StoredSettings(QuantizerSettings):
+    """Settings that recipes and dictionaries hold."""
+
+    @classmethod
+    def from_recipe(cls, path_or_name: str | os.PathLike[str]) -> Self:
+        """Make the quantizer that a YAML recipe describes.
+
+        Args:
+            path_or_name: the path of a recipe, or the name of one of `pt2mx.configs`, such as "mxfp8".
+
+        Returns:
+            A new quantizer.
+
+        Raises:
+            MXError: for what is wrong in it, also for two keys that mean one, as `aten.bmm` and `aten.bmm.default`.
+
+        Example:
+            >>> import pt2mx
+            >>> pt2mx.MXQuantizer.from_recipe("mxfp4").to_dict()[""]
+            {'activation': 'mxfp4_e2m1{32}', 'weight': 'mxfp4_e2m1{32}'}
+        """
+        quantizer = cls()
+        for kind, key, config in recipe.read(path_or_name):
+            before = quantizer._count()
+            try:
+                quantizer._apply(kind, key, config)
+                if key is not None and quantizer._count() == before:
+                    raise MXError(f"{kind} {key!r} says again what an earlier key says: keep one of them")
+            except MXError as error:
+                raise MXError(f"recipe {path_or_name}: {error}") from None
+        return quantizer
+
+    def to_recipe(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Write the settings as a YAML recipe.
+
+        Args:
+            path: of the file; None writes none.
+
+        Returns:
+            The YAML, which `from_recipe` reads.
+
+        Raises:
+            MXError: where there is no setting, or a filter function, which no recipe holds; where no file can be
+                written at `path`.
+
+        Example:
+            >>> import pt2mx
+            >>> int8 = pt2mx.MXQuantizationConfig(weight="mxint8")
+            >>> print(pt2mx.MXQuantizer().set_module_name("head", int8).set_last(None).to_recipe(), end="")
+            last:
+              1: null
+            module_name:
+              head:
+                weight: mxint8{32}
+        """
+        return recipe.write(self._all("a recipe"), path)
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, object]) -> Self:
+        """Make the quantizer of a dictionary such as `to_dict` makes.
+
+        Args:
+            settings: as `to_dict` returns it. Configs may also be `MXQuantizationConfig`s, and types what
+                `set_object_type` takes.
+
+        Returns:
+            A new quantizer.
+
+        Raises:
+            MXError: for an unknown key, or settings of another form.
+
+        Example:
+            >>> import torch, pt2mx
+            >>> settings = {"": {"weight": "mxfp4"}, "object_type": [(torch.nn.Embedding, None)]}
+            >>> pt2mx.MXQuantizer.from_dict(settings).to_dict()["object_type"]
+            [('torch.nn.modules.sparse.Embedding', None)]
+        """
+        if not isinstance(settings, Mapping):
+            raise MXError(f"expected a dictionary of settings, not {settings!r}")
+        quantizer = cls()
+        for group, entries in settings.items():
+            if group not in _GROUPS:
+                raise MXError(f"unknown key {group!r} of settings: {nearest(group, _GROUPS)}")
+            for key, value in [(None, entries)] if group == "" else _rows(group, entries):
+                config = MXQuantizationConfig.from_dict(value) if isinstance(value, Mapping) else checked_config(value)
+                if group == "object_type":
+                    quantizer.set_object_type(key, config)
+                else:
+                    quantizer._apply(_GROUPS[group][0], key, config)
+        return quantizer
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the settings under the keys of torch.ao's `QConfigMapping.to_dict`, and "first" and "last".
+
+        Returns:
+            The global config under "", lists of (key, ..., config) under the others. Configs are dictionaries, as
+            `MXQuantizationConfig.to_dict` makes them, or None.
+
+        Raises:
+            MXError: where there is a filter function, which no dictionary holds.
+
+        Example:
+            >>> import pt2mx
+            >>> quantizer = pt2mx.MXQuantizer().set_module_name("head", pt2mx.MXQuantizationConfig(weight="mxint8"))
+            >>> quantizer.to_dict()["module_name"]
+            [('head', {'weight': 'mxint8{32}'})]
+        """
+        of_all: dict[str, object] | None = None
+        plain: dict[str, list[tuple]] = {group: [] for group in _GROUPS if group}
+        group_of = {kind: group for group, kinds in _GROUPS.items() for kind in kinds}
+        for kind, key, config in self._all("a dictionary"):
+            values = None if config is None else config.to_dict()
+            if kind == "global":
+                of_all = values
+            else:
+                plain[group_of[kind]].append((*(key if isinstance(key, tuple) else (key,)), values))
+        return {"": of_all, **plain}
+
+    def _all(self, form: str) -> list[recipe.Setting]:
+        if self._filter is not None:
+            raise MXError(f"a filter function cannot be written to {form}: use module names or patterns instead")
+        settings: list[recipe.Setting] = [("global", None, self._global)] if self._global is not None else []
+        kinds = self._by_kind()
+        return settings + [(kind, key, config) for kind, keys in kinds.items() for key, config in keys.items()]
+
+    def _count(self) -> int:
+        """The number of settings, the global one left out."""
+        return sum(map(len, self._by_kind().values()))
+
+    def _apply(self, kind: str, key: recipe.Key, config: Config) -> None:
+        """Make a setting, by its kind and key."""
+        setter = getattr(self, f"set_{kind}")
+        if kind in recipe.ENDS:
+            setter(config, key)
+        else:
+            setter(*(key if isinstance(key, tuple) else () if key is None else (key,)), config)
+
+
+def _rows(group: str, entries: object) -> list[tuple[Any, Any]]:
+    """(key, config) of each entry of a group; a key of several parts is a tuple."""
+    length = 4 if group == recipe.ORDER else 2
+    if isinstance(entries, list | tuple) and all(isinstance(e, list | tuple) and len(e) == length for e in entries):
+        return [(tuple(key) if group == recipe.ORDER else key[0], config) for *key, config in entries]
+    raise MXError(f"settings under {group!r} must be a list of ({'key, ' * (length - 1)}config), not {entries!r}")
