@@ -10,6 +10,7 @@ The numbers are those of `PRESETS["quark"]` in `pt2mx.compat`, which says what i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -19,6 +20,8 @@ from pt2mx.formats import FORMATS
 from pt2mx.ops.checks import check_tensors
 from pt2mx.spec import MXSpec
 
+__all__ = ["DEFAULT_MICROSCALING_PARAMS", "MX_OP_DEFAULT_ATTRS", "mx_quantize_dequantize", "mx_spec"]
+
 #: what the operator takes for an attribute that is left out
 MX_OP_DEFAULT_ATTRS = {"element_dtype": "int8", "axis": 1, "block_size": 32, "rounding_mode": 0}
 #: what Quark's ready-made MX configs start from
@@ -26,25 +29,49 @@ DEFAULT_MICROSCALING_PARAMS = {**MX_OP_DEFAULT_ATTRS, "rounding_mode": 2}
 
 
 def mx_spec(attributes: Mapping[str, object]) -> MXSpec:
-    """The spec of an `MXAttributes` dictionary.
+    """Return the spec of an `MXAttributes` dictionary, by which Quark's ONNX quantizer configures an MX tensor.
 
     Args:
         attributes: `element_dtype`, one of the six OCP elements by its name in `pt2mx.FORMATS`; `axis`; `block_size`;
             `rounding_mode` 0 (half away from zero), 1 (half up) or 2 (half to even), which only int8 follows. What is
             left out is as in `MX_OP_DEFAULT_ATTRS`.
 
+    Returns:
+        The spec by `PRESETS["quark"]`; int8 reaches down to -128.
+
     Raises:
         MXError: for another key or value.
+
+    Example:
+        >>> from pt2mx import quark
+        >>> print(quark.mx_spec({"element_dtype": "fp6_e3m2", "block_size": 16}))
+        mxfp6_e3m2{16}
+        >>> print(quark.mx_spec({"rounding_mode": 2}))
+        mxint8_full{32}
     """
     return PRESETS["quark"].spec(**_arguments(attributes))
 
 
 def mx_quantize_dequantize(x: Tensor, attributes: Mapping[str, object]) -> Tensor:
-    """What Quark's operator `MXQuantizeDequantize` (`MXFixNeuron`) makes of x, (..., n, ...) float32, float16 or
-    bfloat16; same shape and dtype. A tensor of one dimension has its blocks along that one, whatever `axis` is.
+    """Quantize and dequantize as Quark's ONNX operator `MXQuantizeDequantize` (`MXFixNeuron`) does.
+
+    Args:
+        x: (..., n, ...) float32, float16 or bfloat16. A tensor of one dimension has its blocks along that one, whatever
+            `axis` is.
+        attributes: as in `mx_spec`.
+
+    Returns:
+        (..., n, ...) in the dtype of x.
 
     Raises:
         MXError: as `mx_spec` and `pt2mx.fake_quantize_mx` do.
+
+    Example:
+        >>> import torch
+        >>> from pt2mx import quark
+        >>> x = torch.tensor([[1.0, 2.9, -5.9, 0.3]])
+        >>> quark.mx_quantize_dequantize(x, {"element_dtype": "fp4_e2m1"})
+        tensor([[ 1.0000,  3.0000, -6.0000,  0.5000]])
     """
     check_tensors(x=x)
     arguments = _arguments(attributes)
@@ -53,14 +80,14 @@ def mx_quantize_dequantize(x: Tensor, attributes: Mapping[str, object]) -> Tenso
     return PRESETS["quark"].fake_quantize(x, **arguments)
 
 
-def _arguments(attributes: Mapping[str, object]) -> dict[str, object]:
+def _arguments(attributes: Mapping[str, object]) -> dict[str, Any]:
     """The arguments of the preset's `spec`."""
     if not isinstance(attributes, Mapping):
         raise MXError(f"MXAttributes are a dictionary, not {attributes!r}")
     for key in attributes:
         if key not in MX_OP_DEFAULT_ATTRS:
             raise MXError(f"MXAttributes have no {key!r}: {nearest(key, MX_OP_DEFAULT_ATTRS)}")
-    arguments = {**MX_OP_DEFAULT_ATTRS, **attributes}
+    arguments: dict[str, Any] = {**MX_OP_DEFAULT_ATTRS, **attributes}
     element = arguments.pop("element_dtype")
     if not isinstance(element, str) or element not in FORMATS:
         raise MXError(f"unknown element_dtype {element!r} in MXAttributes: {nearest(element, FORMATS)}")

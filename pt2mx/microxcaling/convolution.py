@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Protocol
 
 from torch import Tensor, nn
 from torch.nn import functional, grad
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.utils import _ntuple
 
 from pt2mx.errors import MXError
@@ -40,40 +41,87 @@ def _product(dimensions: int) -> Product:
 _PRODUCTS = {dimensions: _product(dimensions) for dimensions in (1, 2, 3)}
 
 
-def _conv(
-    dimensions: int,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Size = 1,
-    padding: Size = 0,
-    dilation: Size = 1,
-    groups: int = 1,
-    mx_specs: Mapping[str, object] | None = None,
-    name: str | None = None,
-) -> Tensor:
-    """The convolution of torch with input and weight in MX blocks along the input channels, and gradients whose
-    operands are in blocks along the batch (the weight's) and the output channels (the input's).
+class _Function(Protocol):
+    def __call__(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Size = 1,
+        padding: Size = 0,
+        dilation: Size = 1,
+        groups: int = 1,
+        mx_specs: Mapping[str, object] | None = None,
+        name: str | None = None,
+    ) -> Tensor: ...
+
+
+_FUNCTION = """Convolve, as `mx.conv{n}d` of microxcaling does: `torch.nn.functional.conv{n}d` with input and weight in
+    MX blocks along the input channels, and gradients whose operands are in blocks along the batch (the weight's) and
+    the output channels (the input's).
 
     Args:
-        input: (batch, channels in, ...).
-        weight: (channels out, channels in / groups, ...).
+        input: (batch, channels in, {sizes}).
+        weight: (channels out, channels in / groups, {kernel}).
         bias: (channels out,).
-        mx_specs: None for torch's own.
+        stride, padding, dilation, groups: as torch takes them.
+        mx_specs: as `finalize_mx_specs` returns them; None for torch's own.
+        name: a label that changes nothing.
+
+    Returns:
+        (batch, channels out, {sizes}), the sizes being those of torch.
 
     Raises:
         MXError: as `quantize_mx_op` and `quantize_elemwise_op`; for an input without a batch; for padding "same" that
             is not the same on both sides.
+
+    Example:
+        >>> import torch
+        >>> from pt2mx import microxcaling as mx
+        >>> specs = mx.finalize_mx_specs({{"a_elem_format": "fp4_e2m1", "w_elem_format": "int8", "block_size": 4}})
+        >>> x = torch.tensor([1.0, 2.9, -5.9, 0.3]).view(1, 4, {ones})
+        >>> mx.conv{n}d(x, torch.ones(1, 4, {ones}), mx_specs=specs).item()
+        -1.5
     """
-    mx_assert_test(mx_specs)
-    call = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    if mx_specs is None:
-        return getattr(functional, f"conv{dimensions}d")(input, weight, bias, **call)
-    if input.dim() != dimensions + 2:
-        raise MXError(f"input of shape {tuple(input.shape)} must have {dimensions + 2} dimensions, its batch the first")
-    if isinstance(padding, str):
-        call["padding"] = _padding_of(padding, weight.shape[2:], _ntuple(dimensions)(dilation))
-    return _PRODUCTS[dimensions](input, weight, bias, apply_mx_specs(mx_specs), call)
+
+
+def _function(dimensions: int) -> _Function:
+    def conv(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Size = 1,
+        padding: Size = 0,
+        dilation: Size = 1,
+        groups: int = 1,
+        mx_specs: Mapping[str, object] | None = None,
+        name: str | None = None,
+    ) -> Tensor:
+        mx_assert_test(mx_specs)
+        call = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+        if mx_specs is None:
+            return getattr(functional, f"conv{dimensions}d")(input, weight, bias, **call)
+        if input.dim() != dimensions + 2:
+            shape = tuple(input.shape)
+            raise MXError(f"input of shape {shape} must have {dimensions + 2} dimensions, its batch the first")
+        if isinstance(padding, str):
+            call["padding"] = _padding_of(padding, weight.shape[2:], _ntuple(dimensions)(dilation))
+        return _PRODUCTS[dimensions](input, weight, bias, apply_mx_specs(mx_specs), call)
+
+    conv.__name__ = conv.__qualname__ = f"conv{dimensions}d"
+    conv.__doc__ = _FUNCTION.format(**_words(dimensions))
+    return conv
+
+
+def _words(dimensions: int) -> dict[str, object]:
+    """Return the words of a docstring that depend on the number of dimensions."""
+    sizes = ("depth", "height", "width")[-dimensions:] if dimensions > 1 else ("length",)
+    return {
+        "n": dimensions,
+        "sizes": ", ".join(sizes),
+        "kernel": ", ".join(f"kernel {size}" for size in sizes),
+        "ones": ", ".join("1" * dimensions),
+    }
 
 
 def _padding_of(word: str, kernel: tuple[int, ...], dilation: tuple[int, ...]) -> tuple[int, ...]:
@@ -83,12 +131,32 @@ def _padding_of(word: str, kernel: tuple[int, ...], dilation: tuple[int, ...]) -
     return tuple(n // 2 for n in total)
 
 
-conv1d = partial(_conv, 1)
-conv2d = partial(_conv, 2)
-conv3d = partial(_conv, 3)
+conv1d, conv2d, conv3d = _function(1), _function(2), _function(3)
+_FUNCTIONS = {1: conv1d, 2: conv2d, 3: conv3d}
+
+_LAYER = """The layer `mx.Conv{n}d` of microxcaling: `torch.nn.Conv{n}d` that computes with `conv{n}d`.
+
+    Args:
+        in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias: as `torch.nn.Conv{n}d` takes
+            them; padding is of zeros.
+        mx_specs: as `finalize_mx_specs` returns them; None for a layer that computes as torch's.
+        name: a label that changes nothing.
+
+    Raises:
+        MXError: for an unknown key of the specs; at a call, as `conv{n}d`.
+
+    Example:
+        >>> import torch
+        >>> from pt2mx import microxcaling as mx
+        >>> specs = mx.finalize_mx_specs({{"a_elem_format": "fp4_e2m1", "w_elem_format": "int8", "block_size": 4}})
+        >>> layer = mx.Conv{n}d(4, 1, 1, bias=False, mx_specs=specs)
+        >>> layer.weight.data = torch.ones(1, 4, {ones})
+        >>> layer(torch.tensor([1.0, 2.9, -5.9, 0.3]).view(1, 4, {ones})).item()
+        -1.5
+    """
 
 
-class _ConvLayer(MxLayer):
+class _ConvLayer(MxLayer, _ConvNd):
     def __init__(
         self,
         in_channels: int,
@@ -109,17 +177,17 @@ class _ConvLayer(MxLayer):
         """inputs: (batch, channels in, ...) -> (batch, channels out, ...)."""
         if self.mx_none:
             return super().forward(inputs)
-        how: tuple[Any, ...] = self.stride, self.padding, self.dilation, self.groups, self.mx_specs
-        return _conv(len(self.kernel_size), inputs, self.weight, self.bias, *how)
+        how = self.stride, self.padding, self.dilation, self.groups, self.mx_specs
+        return _FUNCTIONS[len(self.kernel_size)](inputs, self.weight, self.bias, *how)
 
 
 class Conv1d(_ConvLayer, nn.Conv1d):
-    """`torch.nn.Conv1d` that computes with `conv1d`."""
+    __doc__ = _LAYER.format(**_words(1))
 
 
 class Conv2d(_ConvLayer, nn.Conv2d):
-    """`torch.nn.Conv2d` that computes with `conv2d`."""
+    __doc__ = _LAYER.format(**_words(2))
 
 
 class Conv3d(_ConvLayer, nn.Conv3d):
-    """`torch.nn.Conv3d` that computes with `conv3d`."""
+    __doc__ = _LAYER.format(**_words(3))

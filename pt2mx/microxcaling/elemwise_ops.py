@@ -16,17 +16,27 @@ from pt2mx.ops.checks import check_tensors
 
 @torch.no_grad()
 def quantize_elemwise_op(A: Tensor, mx_specs: Mapping[str, object] | None, round: str | None = None) -> Tensor:
-    """A rounded to the floats that the specs name, in its own dtype; A itself where they name none.
+    """Round to floats of fewer bits, as `mx.quantize_elemwise_op` of microxcaling does.
+
+    A value that rounds beyond the largest one becomes Inf; Inf and NaN stay.
 
     Args:
-        A: a floating-point tensor. No gradient passes; that of `quantize_bfloat` does.
+        A: (...) floating-point. No gradient passes; that of `quantize_bfloat` does.
         mx_specs: `bfloat`, `fp`, `bfloat_subnorms` and `round` of it are read; None for A as it is.
         round: "nearest", "floor", "even" or "dither"; by default that of the specs.
 
-    What rounds beyond the largest value becomes Inf; Inf and NaN stay.
+    Returns:
+        (...) in the dtype of A; A itself where the specs name no floats.
 
     Raises:
-        MXError: where both widths are given, or one leaves no mantissa (`bfloat` up to 9, `fp` up to 6).
+        MXError: where both widths are given, or one leaves no mantissa (`bfloat` up to 9, `fp` up to 6); for a tensor
+            without floats; for an unknown rounding.
+
+    Example:
+        >>> import torch
+        >>> from pt2mx import microxcaling as mx
+        >>> mx.quantize_elemwise_op(torch.tensor([1.01, 1 / 3]), {"bfloat": 12}, round="even")
+        tensor([1.0000, 0.3438])
     """
     if mx_specs is None:
         return A

@@ -8,7 +8,15 @@ from pt2mx.errors import MXError, nearest
 
 
 class RoundingMode(IntEnum):
-    """Roundings by number."""
+    """microxcaling's `RoundingMode`: roundings by number; functions take their names.
+
+    Example:
+        >>> from pt2mx import microxcaling as mx
+        >>> mx.RoundingMode.even.value
+        2
+        >>> mx.RoundingMode.string_enums()
+        ['nearest', 'floor', 'even']
+    """
 
     nearest = 0
     floor = 1
@@ -16,11 +24,24 @@ class RoundingMode(IntEnum):
 
     @staticmethod
     def string_enums() -> list[str]:
+        """Return the names.
+
+        Returns:
+            One for each number, in order.
+        """
         return [mode.name for mode in RoundingMode]
 
 
 class ElemFormat(Enum):
-    """Element formats by number; a value has several names."""
+    """microxcaling's `ElemFormat`: element formats by number; a number may have several names.
+
+    The 16-bit floats are here for their numbers: they are no elements of MX blocks.
+
+    Example:
+        >>> from pt2mx import microxcaling as mx
+        >>> mx.ElemFormat.from_str("FP4_E2M1")
+        <ElemFormat.fp4: 8>
+    """
 
     int8 = 1
     int4 = 2
@@ -38,7 +59,13 @@ class ElemFormat(Enum):
 
     @staticmethod
     def from_str(s: str) -> ElemFormat:
-        """The format of that name, in upper or lower case.
+        """Return the format of a name.
+
+        Args:
+            s: the name, in upper or lower case.
+
+        Returns:
+            The member of `ElemFormat`.
 
         Raises:
             MXError: for another name.
@@ -54,7 +81,7 @@ ROUNDINGS = {"nearest": "half_away", "floor": "toward_zero", "even": "even", "di
 
 
 def element_name(elem_format: ElemFormat | str) -> str:
-    """The element's name in pt2mx.
+    """Return the element's name in pt2mx.
 
     Raises:
         MXError: for an unknown format, and for 16-bit floats, which are no elements of MX blocks.
@@ -69,7 +96,7 @@ def element_name(elem_format: ElemFormat | str) -> str:
 
 
 def rounding_name(round: str) -> str:
-    """The rounding's name in pt2mx; `MXError` for an unknown one."""
+    """Return the rounding's name in pt2mx; `MXError` for an unknown one."""
     if not isinstance(round, str) or round not in ROUNDINGS:
         raise MXError(f"unknown round {round!r}: {nearest(round, ROUNDINGS)}")
     return ROUNDINGS[round]

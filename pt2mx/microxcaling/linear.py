@@ -40,35 +40,69 @@ def linear(
     prequantized_weights: bool = False,
     name: str | None = None,
 ) -> Tensor:
-    """`torch.nn.functional.linear` with operands in MX blocks along the dimension that it reduces, and gradients whose
-    operands are in blocks along those that they reduce (of the input's rows: its last but one).
+    """Compute a linear layer, as `mx.linear` of microxcaling does: `torch.nn.functional.linear` with operands in MX
+    blocks along the dimension that it reduces, and gradients whose operands are in blocks along those that they reduce
+    (of the input's rows: its last but one).
 
     Args:
         input: (..., in).
         weight: (out, in).
         bias: (out,).
-        mx_specs: None for torch's own.
-        prequantized_weights: weight and bias are bfloat16, as `Linear.prequantize_weights` makes them, and get no
-            gradient.
+        mx_specs: as `finalize_mx_specs` returns them; None for torch's own.
+        prequantized_weights: true where weight and bias are bfloat16, as `Linear.prequantize_weights` makes them; they
+            get no gradient.
+        name: a label that changes nothing.
+
+    Returns:
+        (..., out) in the dtype of the input.
 
     Raises:
-        MXError: as `quantize_mx_op` and `quantize_elemwise_op`.
+        MXError: as `quantize_mx_op` and `quantize_elemwise_op`; for prequantized weights of another dtype.
+
+    Example:
+        >>> import torch
+        >>> from pt2mx import microxcaling as mx
+        >>> specs = mx.finalize_mx_specs({"a_elem_format": "fp4_e2m1", "w_elem_format": "int8", "block_size": 4})
+        >>> mx.linear(torch.tensor([1.0, 2.9, -5.9, 0.3]), torch.eye(4), mx_specs=specs)
+        tensor([ 1.0000,  3.0000, -6.0000,  0.5000])
     """
     mx_assert_test(mx_specs)
     if mx_specs is None:
         return functional.linear(input, weight, bias)
     if prequantized_weights:
-        for parameter in (weight, bias):
-            if parameter is not None and parameter.dtype != torch.bfloat16:
-                raise MXError(f"prequantized weights are bfloat16, not {parameter.dtype}")
-        weight, bias = (None if p is None else p.detach().to(input.dtype) for p in (weight, bias))
+        weight = _prequantized(weight, input.dtype)
+        bias = None if bias is None else _prequantized(bias, input.dtype)
     rows = input.unsqueeze(0) if input.dim() == 1 else input
     y = _LINEAR(rows, weight, bias, apply_mx_specs(mx_specs))
     return y.squeeze(0) if input.dim() == 1 else y
 
 
+def _prequantized(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    if parameter.dtype != torch.bfloat16:
+        raise MXError(f"prequantized weights are bfloat16, not {parameter.dtype}")
+    return parameter.detach().to(dtype)
+
+
 class Linear(MxLayer, nn.Linear):
-    """`torch.nn.Linear` that computes with `linear`."""
+    """The layer `mx.Linear` of microxcaling: `torch.nn.Linear` that computes with `linear`.
+
+    Args:
+        in_features, out_features, bias: as `torch.nn.Linear` takes them.
+        mx_specs: as `finalize_mx_specs` returns them; None for a layer that computes as torch's.
+        name: a label that changes nothing.
+
+    Raises:
+        MXError: for an unknown key of the specs; at a call, as `linear`.
+
+    Example:
+        >>> import torch
+        >>> from pt2mx import microxcaling as mx
+        >>> specs = mx.finalize_mx_specs({"a_elem_format": "fp4_e2m1", "w_elem_format": "int8", "block_size": 4})
+        >>> layer = mx.Linear(4, 4, bias=False, mx_specs=specs)
+        >>> layer.weight.data = torch.eye(4)
+        >>> layer(torch.tensor([1.0, 2.9, -5.9, 0.3])).detach()
+        tensor([ 1.0000,  3.0000, -6.0000,  0.5000])
+    """
 
     def __init__(
         self,
@@ -82,7 +116,7 @@ class Linear(MxLayer, nn.Linear):
         self.prequantized_weights = False
 
     def prequantize_weights(self) -> None:
-        """Keep weight and bias in bfloat16, to which the specs round them, for inference.
+        """Keep weight and bias in bfloat16, to which the specs round them, for inference; without specs, do nothing.
 
         Raises:
             MXError: where the specs do not round to bfloat16 with subnormals, ties to even.

@@ -13,7 +13,7 @@ from pt2mx.microxcaling.specs import apply_mx_specs, mx_assert_test
 
 
 def product_of_matrices(first: str, second: str) -> Product:
-    """The product of operands that are activations, "a", or weights, "w"."""
+    """Return the product of operands that are activations, "a", or weights, "w"."""
     in_first, in_second = (
         [f"{operand}_elem_format", "round_mx_input_grad_input", f"{operand}_elem_format_bp"]
         for operand in (first, second)
@@ -42,17 +42,29 @@ def matmul(
     name: str | None = None,
     mode_config: str = "aa",
 ) -> Tensor:
-    """`torch.matmul(in1, in2) + bias` with operands in MX blocks along the dimensions that it and its gradients reduce.
+    """Multiply matrices, as `mx.matmul` of microxcaling does: `torch.matmul(in1, in2) + bias` with operands in MX
+    blocks along the dimensions that it and its gradients reduce.
 
     Args:
         in1: (..., rows, features).
         in2: (..., features, columns); leading dimensions are broadcast.
         bias: (columns,).
-        mx_specs: None for torch's own.
+        mx_specs: as `finalize_mx_specs` returns them; None for torch's own.
+        name: a label that changes nothing.
         mode_config: whose formats the two have: "aa", "aw" or "wa", of activations or weights.
 
+    Returns:
+        (..., rows, columns) in the dtype of the operands.
+
     Raises:
-        MXError: as `quantize_mx_op` and `quantize_elemwise_op`; for another mode.
+        MXError: as `quantize_mx_op` and `quantize_elemwise_op`; for an operand of one dimension, or another mode.
+
+    Example:
+        >>> import torch
+        >>> from pt2mx import microxcaling as mx
+        >>> specs = mx.finalize_mx_specs({"a_elem_format": "fp4_e2m1", "block_size": 4})
+        >>> mx.matmul(torch.tensor([[1.0, 2.9, -5.9, 0.3]]), torch.eye(4), mx_specs=specs)
+        tensor([[ 1.0000,  3.0000, -6.0000,  0.5000]])
     """
     mx_assert_test(mx_specs)
     if mx_specs is None:

@@ -24,7 +24,9 @@ def quantize_mx_op(
     round: str = "nearest",
     expand_and_reshape: bool = False,
 ) -> Tensor:
-    """A in blocks of an element format and back. No gradient passes: layers and `linear`, `matmul`, ... define theirs.
+    """Quantize to MX blocks and dequantize, as `mx.quantize_mx_op` of microxcaling does.
+
+    No gradient passes: layers and `linear`, `matmul`, ... define theirs.
 
     Args:
         A: (..., n, ...) float32, float16 or bfloat16.
@@ -35,8 +37,18 @@ def quantize_mx_op(
         round: "nearest", "floor", "even" or "dither".
         expand_and_reshape: changes nothing.
 
+    Returns:
+        (..., n, ...) in the dtype of A.
+
     Raises:
         MXError: for other values; for blocks along more than one dimension.
+
+    Example:
+        >>> import torch
+        >>> from pt2mx import microxcaling as mx
+        >>> A = torch.tensor([1.0, 2.9, -5.9, 0.3])
+        >>> mx.quantize_mx_op(A, {"block_size": 4}, "fp4_e2m1", axes=-1)
+        tensor([ 1.0000,  3.0000, -6.0000,  0.5000])
     """
     mx_assert_test(mx_specs)
     if elem_format is None:

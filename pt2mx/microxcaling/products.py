@@ -1,4 +1,4 @@
-"""What layers and functions share: a product of two tensors whose operands are quantized, forward and backward.
+"""The base of layers and functions: a product of two tensors whose operands are quantized, forward and backward.
 
 Every tensor is rounded to the floats of the specs (`quantize_elemwise_op`); the operands of each of the three products,
 that of the forward pass and those of the two gradients, are quantized along the dimension that it reduces, and its
@@ -22,7 +22,7 @@ from pt2mx.microxcaling.specs import MxSpecs, get_backwards_mx_specs
 
 @dataclass(frozen=True)
 class Role:
-    """How one operand of one product is quantized: keys of the specs, and the dimension of its blocks.
+    """The quantization of one operand of one product: keys of the specs, and the dimension of its blocks.
 
     Without a key for the rounding it is "nearest", whatever the specs say.
     """
@@ -47,8 +47,8 @@ class Product:
         first_gradient_roles: those of the gradient and of the second operand in it.
         second_gradient: (gradient, first, the second's shape, **call) -> the second's gradient.
         second_gradient_roles: those of the gradient and of the first operand in it.
-        is_weight: whether the second operand is a weight, by the keys for its and its gradient's rounding.
-        adds_bias: whether the bias is added after the result was rounded; else `forward` adds it to the channels, the
+        is_weight: true if the second operand is a weight, by the keys for its and its gradient's rounding.
+        adds_bias: true if the bias is added after the result was rounded; else `forward` adds it to the channels, the
             second dimension of the result.
     """
 

@@ -7,6 +7,7 @@ import collections
 import json
 import os
 from collections.abc import Mapping
+from typing import Any
 
 from pt2mx.errors import MXError, nearest
 
@@ -27,8 +28,8 @@ _SPECS: dict[str, tuple[object, str]] = {
     "block_size": (0, "values that share an exponent; 0 for the whole dimension"),
     "bfloat": (0, "bits of the floats with 8 exponent bits that hold everything else; 0 for none"),
     "fp": (0, "bits of the floats with 5 exponent bits that hold everything else; 0 for none"),
-    "bfloat_subnorms": (True, "whether those floats have subnormals"),
-    "quantize_backprop": (True, "whether the backward pass is quantized"),
+    "bfloat_subnorms": (True, "true: those floats have subnormals"),
+    "quantize_backprop": (True, "true: the backward pass is quantized"),
     "round": ("nearest", f"all that has none of its own: {_ROUND}"),
     "round_m": ("nearest", f"moments of an optimizer: {_ROUND}"),
     "round_weight": ("nearest", f"weights as floats: {_ROUND}"),
@@ -58,21 +59,38 @@ _FOLLOWS = {
 }
 
 
-class MxSpecs(collections.UserDict):
-    """A dictionary of every key, with defaults for those that are not given; they quantize nothing.
+class MxSpecs(collections.UserDict[str, Any]):
+    """microxcaling's `MxSpecs`: a dictionary of every key, with defaults for those that are not given.
+
+    The defaults quantize nothing. `help_strings` has a sentence for each key. Arguments are those of `dict`.
 
     Raises:
         MXError: for an unknown key.
+
+    Example:
+        >>> from pt2mx import microxcaling as mx
+        >>> specs = mx.MxSpecs(block_size=32)
+        >>> specs["block_size"], specs["round"]
+        (32, 'nearest')
+        >>> specs.help_strings["mx_flush_fp32_subnorms"]
+        'blocks whose largest magnitude is an fp32 subnormal become zero'
     """
 
-    def __init__(self, *args: object, **kwargs: object) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _check_keys(self.data)
         self.data = {**{key: default for key, (default, _) in _SPECS.items()}, **self.data}
         self.help_strings = {key: meaning for key, (_, meaning) in _SPECS.items()}
 
     def safe_json(self, indent: int | None = None) -> str:
-        """JSON; what it cannot hold is named by its type."""
+        """Return the dictionary as JSON; a value that JSON cannot hold is named by its type.
+
+        Args:
+            indent: spaces a level; None for one line.
+
+        Returns:
+            The text.
+        """
         return json.dumps(self.data, indent=indent, default=lambda value: f"<<{type(value).__qualname__}>>")
 
     def __str__(self) -> str:
@@ -88,12 +106,34 @@ def _check_keys(specs: Mapping[str, object]) -> None:
 
 
 def get_default_mx_specs() -> MxSpecs:
-    """Specs that quantize nothing."""
+    """Return specs that quantize nothing, as `mx.get_default_mx_specs` of microxcaling does.
+
+    Returns:
+        A dictionary of every key.
+
+    Example:
+        >>> from pt2mx import microxcaling as mx
+        >>> mx.get_default_mx_specs()["w_elem_format"] is None
+        True
+    """
     return MxSpecs()
 
 
 def get_backwards_mx_specs(specs: MxSpecs) -> MxSpecs:
-    """The specs of the backward pass: those that quantize nothing where `quantize_backprop` is false."""
+    """Return the specs of the backward pass, as `mx.get_backwards_mx_specs` of microxcaling does.
+
+    Args:
+        specs: the specs of a layer, which are left as they are.
+
+    Returns:
+        A copy; where `quantize_backprop` is false, one that quantizes nothing.
+
+    Example:
+        >>> from pt2mx import microxcaling as mx
+        >>> specs = mx.MxSpecs(a_elem_format="int8", quantize_backprop=False)
+        >>> mx.get_backwards_mx_specs(specs)["a_elem_format"] is None
+        True
+    """
     specs = specs.copy()
     if not specs["quantize_backprop"]:
         specs.update(dict.fromkeys(_FORMATS), block_size=0, bfloat=0, fp=0)
@@ -101,10 +141,23 @@ def get_backwards_mx_specs(specs: MxSpecs) -> MxSpecs:
 
 
 def apply_mx_specs(mx_specs: Mapping[str, object] | None, default_mx_specs: MxSpecs | None = None) -> MxSpecs:
-    """`default_mx_specs` with the values of `mx_specs` that are not None.
+    """Return complete specs, as `mx.apply_mx_specs` of microxcaling does.
+
+    Args:
+        mx_specs: values that are not None win over the defaults.
+        default_mx_specs: the defaults, which are changed in place; None for those that quantize nothing.
+
+    Returns:
+        A dictionary of every key.
 
     Raises:
         MXError: for an unknown key, or specs that are no dictionary.
+
+    Example:
+        >>> from pt2mx import microxcaling as mx
+        >>> specs = mx.apply_mx_specs({"block_size": 32, "round": None})
+        >>> specs["block_size"], specs["round"]
+        (32, 'nearest')
     """
     specs, given = default_mx_specs or get_default_mx_specs(), {} if mx_specs is None else mx_specs
     _check_keys(given)
@@ -113,13 +166,26 @@ def apply_mx_specs(mx_specs: Mapping[str, object] | None, default_mx_specs: MxSp
 
 
 def finalize_mx_specs(specs: Mapping[str, object], early_exit: bool = True) -> MxSpecs | None:
-    """Specs in which formats of the backward pass, and roundings, that are not given follow those that are.
+    """Return specs in which formats of the backward pass, and roundings, that are not given follow those that are, as
+    `mx.finalize_mx_specs` of microxcaling does.
 
-    The result is None, which every function and layer takes for "quantize nothing", where no format is given and
-    `early_exit` is true. `specs` is left as it is.
+    Args:
+        specs: a dictionary of some keys, which is left as it is.
+        early_exit: false for complete specs also where no format is given.
+
+    Returns:
+        A dictionary of every key; or None, which every function and layer takes for "quantize nothing".
 
     Raises:
-        MXError: for an unknown key.
+        MXError: for an unknown key, or specs that are no dictionary.
+
+    Example:
+        >>> from pt2mx import microxcaling as mx
+        >>> specs = mx.finalize_mx_specs({"w_elem_format": "fp6_e3m2", "block_size": 32, "round": "even"})
+        >>> specs["w_elem_format_bp"], specs["round_mx_output"]
+        ('fp6_e3m2', 'even')
+        >>> mx.finalize_mx_specs({"block_size": 32}) is None
+        True
     """
     _check_keys(specs)
     if early_exit and not any(specs.get(key) for key in (*_FORMATS, "bfloat", "fp")):
@@ -132,8 +198,24 @@ def finalize_mx_specs(specs: Mapping[str, object], early_exit: bool = True) -> M
 
 
 def add_mx_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add an option for each key, `--no_key` where its default is true, and `--skip_early_exit`; `--mx_dir` is taken
-    and not used."""
+    """Add the options of the specs to a parser, as `mx.add_mx_args` of microxcaling does.
+
+    They are one for each key, `--no_key` where its default is true, and `--skip_early_exit`; `--mx_dir` is taken and
+    not used.
+
+    Args:
+        parser: a parser, which is changed in place.
+
+    Returns:
+        The same parser.
+
+    Example:
+        >>> import argparse
+        >>> from pt2mx import microxcaling as mx
+        >>> parser = mx.add_mx_args(argparse.ArgumentParser())
+        >>> parser.parse_args(["--block_size", "32"]).block_size
+        32
+    """
     group = parser.add_argument_group("mx", "MX specs")
     group.add_argument("--mx_dir", help="not used")
     for key, (default, meaning) in _SPECS.items():
@@ -146,7 +228,22 @@ def add_mx_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def get_mx_specs(parsed_args: argparse.Namespace) -> MxSpecs | None:
-    """The finalized specs of what a parser with `add_mx_args` parsed."""
+    """Return the finalized specs of a command line, as `mx.get_mx_specs` of microxcaling does.
+
+    Args:
+        parsed_args: what a parser with `add_mx_args` parsed.
+
+    Returns:
+        As `finalize_mx_specs`.
+
+    Example:
+        >>> import argparse
+        >>> from pt2mx import microxcaling as mx
+        >>> parser = mx.add_mx_args(argparse.ArgumentParser())
+        >>> specs = mx.get_mx_specs(parser.parse_args(["--a_elem_format", "int8", "--block_size", "32"]))
+        >>> specs["a_elem_format_bp"], specs["block_size"]
+        ('int8', 32)
+    """
     given = vars(parsed_args)
     specs = {key: given[key] for key in _SPECS if key in given}
     specs |= {key: not given[f"no_{key}"] for key in _SPECS if f"no_{key}" in given}
@@ -154,6 +251,25 @@ def get_mx_specs(parsed_args: argparse.Namespace) -> MxSpecs | None:
 
 
 def mx_assert_test(mx_specs: object) -> None:
-    """Where the environment variable `MX_ASSERT` is `True`, `MXError` for specs that are None."""
+    """Refuse specs that are None where the environment variable `MX_ASSERT` is `True`, as `mx.mx_assert_test` of
+    microxcaling does, to find layers without specs.
+
+    Args:
+        mx_specs: specs, or None.
+
+    Raises:
+        MXError: for None, by that variable.
+
+    Example:
+        >>> import os
+        >>> from pt2mx import microxcaling as mx
+        >>> mx.mx_assert_test(None)
+        >>> os.environ["MX_ASSERT"] = "True"
+        >>> mx.mx_assert_test(None)
+        Traceback (most recent call last):
+            ...
+        pt2mx.errors.MXError: mx_specs is None and MX_ASSERT is True: pass mx_specs, as finalize_mx_specs gives them
+        >>> del os.environ["MX_ASSERT"]
+    """
     if os.environ.get("MX_ASSERT") == "True" and mx_specs is None:
         raise MXError("mx_specs is None and MX_ASSERT is True: pass mx_specs, as finalize_mx_specs gives them")

@@ -29,8 +29,28 @@ _CONV_TRANSPOSE = Product(
 
 
 class ConvTranspose2d(MxLayer, nn.ConvTranspose2d):
-    """`torch.nn.ConvTranspose2d` with input and weight in MX blocks along the input channels, and gradients whose
-    operands are in blocks along the batch (the weight's) and the output channels (the input's)."""
+    """The layer `mx.ConvTranspose2d` of microxcaling: `torch.nn.ConvTranspose2d` with input and weight in MX blocks
+    along the input channels, and gradients whose operands are in blocks along the batch (the weight's) and the output
+    channels (the input's).
+
+    Args:
+        in_channels, out_channels, kernel_size, stride, padding, output_padding, dilation, groups, bias: as
+            `torch.nn.ConvTranspose2d` takes them.
+        mx_specs: as `finalize_mx_specs` returns them; None for a layer that computes as torch's.
+        name: a label that changes nothing.
+
+    Raises:
+        MXError: for an unknown key of the specs.
+
+    Example:
+        >>> import torch
+        >>> from pt2mx import microxcaling as mx
+        >>> specs = mx.finalize_mx_specs({"a_elem_format": "fp4_e2m1", "w_elem_format": "int8", "block_size": 4})
+        >>> layer = mx.ConvTranspose2d(4, 1, 1, bias=False, mx_specs=specs)
+        >>> layer.weight.data = torch.ones(4, 1, 1, 1)
+        >>> layer(torch.tensor([1.0, 2.9, -5.9, 0.3]).view(1, 4, 1, 1)).item()
+        -1.5
+    """
 
     def __init__(
         self,
@@ -46,10 +66,8 @@ class ConvTranspose2d(MxLayer, nn.ConvTranspose2d):
         mx_specs: Mapping[str, object] | None = None,
         name: str | None = None,
     ) -> None:
-        how = {"stride": stride, "padding": padding, "output_padding": output_padding, "dilation": dilation}
-        super().__init__(
-            in_channels, out_channels, kernel_size, **how, groups=groups, bias=bias, mx_specs=mx_specs, name=name
-        )
+        how = kernel_size, stride, padding, output_padding, groups, bias, dilation
+        super().__init__(in_channels, out_channels, *how, mx_specs=mx_specs, name=name)
 
     def forward(self, inputs: Tensor, output_size: list[int] | None = None) -> Tensor:
         """inputs: (batch, channels in, height, width) -> (batch, channels out, ...).
@@ -61,11 +79,19 @@ class ConvTranspose2d(MxLayer, nn.ConvTranspose2d):
             return super().forward(inputs, output_size)
         if inputs.dim() != 4:
             raise MXError(f"input of shape {tuple(inputs.shape)} must have 4 dimensions, its batch the first")
-        sizes = self.stride, self.padding, self.kernel_size, 2, self.dilation
+        output_padding = self._output_padding(
+            inputs,
+            output_size,
+            list(self.stride),
+            list(self.padding),  # type: ignore[arg-type]  # a word is for the other convolutions only
+            list(self.kernel_size),
+            2,
+            list(self.dilation),
+        )
         call = {
             "stride": self.stride,
             "padding": self.padding,
-            "output_padding": tuple(self._output_padding(inputs, output_size, *sizes)),
+            "output_padding": tuple(output_padding),
             "groups": self.groups,
             "dilation": self.dilation,
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pt2mx import spec as core
 from pt2mx.compat import PRESETS
@@ -12,14 +13,27 @@ from pt2mx.formats import ELEMENTS, FORMATS, ElementFormat, parse_element
 
 @dataclass(repr=False)
 class MXSpec:
-    """A format of elements with a sign, `exp_bits` and `sig_bits` (without the hidden bit), in blocks of `block_size`
-    values over the flattened tensor. An integer has no exponent bits and the full range of two's complement.
+    """pychop's `MXSpec`, the format of an array: elements by the widths of their fields, and blocks over the array's
+    values in order. It is another class than `pt2mx.MXSpec`, which `to_core` returns.
 
-    As in pychop the name decides on special values: `MXFP8_E4M3` and `MXFP8_E5M2` are the formats of the OCP
-    specification, and under another name every code of these splits is a number (E4M3 to 480).
+    Args:
+        name: the name; as in pychop it decides on special values: `MXFP8_E4M3` and `MXFP8_E5M2` are the formats of the
+            OCP specification, and under another name every code of these splits is a number (E4M3 to 480).
+        exp_bits: bits of an element's exponent; 0 for integers, which have the full range of two's complement.
+        sig_bits: bits of its significand, without the sign and the hidden bit.
+        block_size: values that share a scale.
+        scale_exp_bits, scale_sig_bits: bits of a scale's exponent and significand.
 
     Raises:
         MXError: for widths that no element has (at most 16 bits, of them at most 7 of the exponent) or no scale.
+
+    Example:
+        >>> from pt2mx import pychop
+        >>> spec = pychop.MXSpec("MINE", 2, 3, block_size=16)
+        >>> spec.element_bits, spec.total_bits_per_block
+        (6, 104)
+        >>> print(spec.to_core())
+        mxfp6_e2m3{16}
     """
 
     name: str
@@ -34,29 +48,32 @@ class MXSpec:
 
     @property
     def element_bits(self) -> int:
-        """Bits of an element, its sign included."""
+        """The bits of an element, its sign included."""
         return 1 + self.exp_bits + self.sig_bits
 
     @property
     def total_bits_per_block(self) -> int:
-        """Bits of a whole block with its scale."""
+        """The bits of a whole block with its scale."""
         return self.element_bits * self.block_size + self.scale_exp_bits + self.scale_sig_bits
 
     @property
     def compression_vs_fp32(self) -> float:
-        """How many times larger a block is in 32 bits a value."""
+        """The ratio of a block in 32 bits a value to this one."""
         return 32 * self.block_size / self.total_bits_per_block
 
     @property
     def compression_vs_fp16(self) -> float:
-        """How many times larger a block is in 16 bits a value."""
+        """The ratio of a block in 16 bits a value to this one."""
         return 16 * self.block_size / self.total_bits_per_block
 
     def to_core(self) -> core.MXSpec:
-        """The `pt2mx.MXSpec` of the same values; its blocks are those of the flattened tensor."""
-        fields = (self.block_size, self.scale_exp_bits, self.scale_sig_bits)
-        names = ("block_size", "scale_exp_bits", "scale_sig_bits")
-        return PRESETS["pychop"].spec(self._element(), **dict(zip(names, fields, strict=True)))
+        """Return the `pt2mx.MXSpec` of the same numbers.
+
+        Returns:
+            A spec for the flattened array, by `PRESETS["pychop"]`.
+        """
+        fields = ("block_size", "scale_exp_bits", "scale_sig_bits")
+        return PRESETS["pychop"].spec(self._element(), **{name: getattr(self, name) for name in fields})
 
     def _element(self) -> ElementFormat:
         element = parse_element((self.exp_bits, self.sig_bits))
@@ -78,7 +95,23 @@ MX_FORMATS: dict[str, MXSpec] = {
 def create_mx_spec(
     exp_bits: int, sig_bits: int, block_size: int = 32, scale_exp_bits: int = 8, name: str | None = None
 ) -> MXSpec:
-    """A custom format; without a name it gets one from its widths."""
+    """Return a custom format, as `pychop.create_mx_spec` does.
+
+    Args:
+        exp_bits, sig_bits, block_size, scale_exp_bits: as in `MXSpec`.
+        name: by default one made from the widths.
+
+    Returns:
+        The format.
+
+    Raises:
+        MXError: as `MXSpec`.
+
+    Example:
+        >>> from pt2mx import pychop
+        >>> pychop.create_mx_spec(3, 2)
+        MXSpec(name='CUSTOM_MX6_E3M2', E3M2, block_size=32)
+    """
     parse_element((exp_bits, sig_bits))
     if name is None:
         name = f"CUSTOM_MX{1 + exp_bits + sig_bits}_E{exp_bits}M{sig_bits}"
@@ -88,8 +121,8 @@ def create_mx_spec(
 def resolve(
     format: object, block_size: int = 32, scale_exp_bits: int | None = None, scale_sig_bits: int | None = None
 ) -> MXSpec:
-    """The format that pychop's functions mean: a key of `MX_FORMATS` or a pair (exponent bits, significand bits) in
-    blocks of `block_size`, or an `MXSpec` in its own; with the widths of the scale that are given.
+    """Return the format that pychop's functions mean: a key of `MX_FORMATS` or a pair (exponent bits, significand bits)
+    in blocks of `block_size`, or an `MXSpec` in its own; with the widths of the scale that are given.
 
     Raises:
         MXError: for another format.
@@ -104,5 +137,5 @@ def resolve(
         spec = create_mx_spec(*format, block_size)
     else:
         raise MXError(f"format={format!r} must be a key of MX_FORMATS, an MXSpec or a pair (exp_bits, sig_bits)")
-    scale = {"scale_exp_bits": scale_exp_bits, "scale_sig_bits": scale_sig_bits}
+    scale: dict[str, Any] = {"scale_exp_bits": scale_exp_bits, "scale_sig_bits": scale_sig_bits}
     return replace(spec, **{name: bits for name, bits in scale.items() if bits is not None})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,23 @@ Format = str | MXSpec | tuple[int, int]
 
 
 class MXQuantizerSTE(nn.Module):
-    """`mx_quantize` of a torch tensor or JAX array (...); its gradient passes unchanged."""
+    """pychop's `MXQuantizerSTE`: `mx_quantize` as a torch module, whose gradient passes unchanged.
+
+    Args:
+        format, block_size, scale_exp_bits, scale_sig_bits: as in `mx_quantize`.
+
+    Raises:
+        MXError: as `mx_quantize`, for the format.
+
+    Example:
+        >>> import torch
+        >>> from pt2mx import pychop
+        >>> quantize = pychop.MXQuantizerSTE("mxint8", block_size=4)
+        >>> quantize
+        MXQuantizerSTE(format=mxint8, block_size=4)
+        >>> quantize(torch.tensor([1.0, 2.4, -0.3, 7.0]))
+        tensor([ 1.0000,  2.3750, -0.3125,  7.0000])
+    """
 
     def __init__(
         self,
@@ -34,6 +51,7 @@ class MXQuantizerSTE(nn.Module):
             self.format_str = f"E{self.spec.exp_bits}M{self.spec.sig_bits}"
 
     def forward(self, x: Tensor) -> Tensor:
+        """x: (...) -> (...), quantized and dequantized."""
         return mx_quantize(x, self.spec)
 
     def __repr__(self) -> str:
@@ -41,10 +59,28 @@ class MXQuantizerSTE(nn.Module):
 
 
 class MXLinear(nn.Linear):
-    """`nn.Linear`, (..., in) -> (..., out), of the quantized weight, and input and output if asked for.
+    """pychop's `MXLinear`: `nn.Linear` of the quantized weight, and of input and output if asked for.
 
     As in pychop blocks run over the flattened tensors: where `in_features` is no multiple of `block_size` they cross
-    rows. The activations' format is the weight's unless `act_format` is another; `kwargs` are those of `nn.Linear`.
+    rows. The bias is not quantized.
+
+    Args:
+        in_features, out_features, bias: as in `nn.Linear`; `kwargs` too (device and dtype).
+        weight_format: of the weight, as `format` in `mx_quantize`.
+        act_format: of input and output; by default `weight_format`.
+        block_size: values that share a scale.
+        quantize_input, quantize_output: true to quantize them.
+
+    Raises:
+        MXError: as `mx_quantize`, for the formats.
+
+    Example:
+        >>> import torch
+        >>> from pt2mx import pychop
+        >>> layer = pychop.MXLinear(4, 1, bias=False, weight_format="mxint8", block_size=4)
+        >>> layer.weight.data = torch.ones(1, 4)
+        >>> layer(torch.tensor([1.0, 2.4, -0.3, 7.0])).detach()
+        tensor([10.0625])
     """
 
     def __init__(
@@ -57,7 +93,7 @@ class MXLinear(nn.Linear):
         block_size: int = 32,
         quantize_input: bool = True,
         quantize_output: bool = False,
-        **kwargs: object,
+        **kwargs: Any,
     ) -> None:
         super().__init__(in_features, out_features, bias, **kwargs)
         act_format = weight_format if act_format is None else act_format
@@ -66,6 +102,7 @@ class MXLinear(nn.Linear):
         self.output_quantizer = MXQuantizerSTE(act_format, block_size) if quantize_output else None
 
     def forward(self, x: Tensor) -> Tensor:
+        """x: (..., in) -> (..., out)."""
         if self.input_quantizer is not None:
             x = self.input_quantizer(x)
         y = nn.functional.linear(x, self.weight_quantizer(self.weight), self.bias)
@@ -73,11 +110,33 @@ class MXLinear(nn.Linear):
 
 
 class MXAttention(nn.Module):
-    """Multi-head attention whose projections are `MXLinear` and whose scores are quantized before the mask is added.
+    """pychop's `MXAttention`: multi-head attention whose projections are `MXLinear` and whose scores are quantized
+    before the mask is added.
+
+    Args:
+        embed_dim: features of input and output, E.
+        num_heads: heads, each of E / num_heads features.
+        format, block_size: of projections and scores, as in `mx_quantize`.
+        dropout: the share of the attention weights that become zero in training.
+        bias: true for projections with a bias.
 
     Raises:
-        MXError: where `num_heads` does not divide `embed_dim`.
+        MXError: where `num_heads` does not divide `embed_dim`; as `mx_quantize`, for the format.
+
+    Example:
+        >>> import torch
+        >>> from pt2mx import pychop
+        >>> layer = pychop.MXAttention(4, 2, "mxint8", block_size=4, bias=False).eval()
+        >>> for projection in (layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj):
+        ...     projection.weight.data = torch.eye(4)
+        >>> layer(torch.tensor([[[1.0, 2.4, -0.3, 7.0]]])).detach()  # one token attends to itself
+        tensor([[[ 1.0000,  2.3750, -0.3125,  7.0000]]])
     """
+
+    q_proj: MXLinear
+    k_proj: MXLinear
+    v_proj: MXLinear
+    out_proj: MXLinear
 
     def __init__(
         self,
@@ -122,8 +181,28 @@ def convert_linear_to_mx(
     quantize_output: bool = False,
     inplace: bool = True,
 ) -> nn.Module:
-    """Replace every `nn.Linear` inside a module by an `MXLinear` that holds its parameters; in a copy of the module
-    where `inplace` is false. A module that is a linear layer itself is returned as a new one."""
+    """Replace every `nn.Linear` inside a module by an `MXLinear` that holds its parameters, as
+    `pychop.convert_linear_to_mx` does.
+
+    Args:
+        module: the module; one that is a linear layer itself stays as it is, and its `MXLinear` is returned.
+        format, block_size: of weights and activations, as in `mx_quantize`.
+        quantize_input, quantize_output: as in `MXLinear`.
+        inplace: false for a copy of the module.
+
+    Returns:
+        The module, or its copy.
+
+    Raises:
+        MXError: for another object than a module; as `mx_quantize`, for the format.
+
+    Example:
+        >>> import torch
+        >>> from pt2mx import pychop
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.ReLU())
+        >>> type(pychop.convert_linear_to_mx(model, "mxfp6_e3m2")[0]).__name__
+        'MXLinear'
+    """
     if not isinstance(module, nn.Module):
         raise MXError(f"expected a torch module, not {type(module).__name__}")
     options = (resolve(format, block_size), quantize_input, quantize_output)
@@ -137,7 +216,11 @@ def _converted(module: nn.Module, spec: MXSpec, quantize_input: bool, quantize_o
         for name, child in module.named_children():
             setattr(module, name, _converted(child, spec, quantize_input, quantize_output))
         return module
-    options = {"quantize_input": quantize_input, "quantize_output": quantize_output, "device": "meta"}
-    new = MXLinear(module.in_features, module.out_features, False, spec, **options)
+    new = MXLinear(
+        *(module.in_features, module.out_features, False, spec),
+        quantize_input=quantize_input,
+        quantize_output=quantize_output,
+        device="meta",
+    )
     new.weight, new.bias = module.weight, module.bias
     return new.train(module.training)

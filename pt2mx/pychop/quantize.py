@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable
-from typing import TextIO
+from typing import Any, TextIO
 
 from pt2mx import arrays
 from pt2mx.analysis import compare
@@ -20,8 +20,11 @@ def mx_quantize(
     scale_exp_bits: int | None = None,
     scale_sig_bits: int | None = None,
     backend: str | None = None,
-) -> object:
-    """The values of `data` after quantization, in blocks over the flattened array.
+) -> Any:
+    """Quantize and dequantize in blocks over the flattened array, as `pychop.mx_quantize` does.
+
+    Unlike pychop, `block_size` counts with every array library, an Inf or a NaN makes its block NaN, and integers
+    become float32.
 
     Args:
         data: (...) torch tensor, NumPy or JAX array of real numbers, list, or number.
@@ -34,21 +37,47 @@ def mx_quantize(
 
     Raises:
         MXError: for an unknown format or backend, or data that are no real numbers.
+
+    Example:
+        >>> import numpy as np
+        >>> from pt2mx import pychop
+        >>> x = np.array([1.0, 2.4, -0.3, 7.0], np.float32)
+        >>> pychop.mx_quantize(x, "mxfp8_e4m3")
+        array([ 1.    ,  2.5   , -0.3125,  7.    ], dtype=float32)
+        >>> pychop.mx_quantize(x, (0, 3), block_size=2)
+        array([1. , 2.5, 0. , 7. ], dtype=float32)
     """
     spec = resolve(format, block_size, scale_exp_bits, scale_sig_bits)
     return _quantize(as_array(data, backend)[1], spec)
 
 
-def _quantize(x: object, spec: MXSpec) -> object:
+def _quantize(x: Any, spec: MXSpec) -> Any:
     x, dtype = to_float(x)
     return cast(arrays.mx_quantize(x, spec.to_core(), axis=None), dtype)
 
 
 class MXTensor:
-    """The values of an array in an MX format, and how much memory its codes and scales would take.
+    """pychop's `MXTensor`: the values of an array in an MX format, and the memory that its codes and scales would take.
 
-    Arguments and errors are those of `mx_quantize`. `backend` is the library of the values, `spec` the format. (The
-    tensor of packed codes is `pt2mx.MXTensor`.)
+    It holds values, as pychop's does; `pt2mx.MXTensor` holds packed codes. `spec` is its format, `backend` the library
+    of its values.
+
+    Args:
+        data, format, block_size, scale_exp_bits, scale_sig_bits, backend: as in `mx_quantize`.
+
+    Raises:
+        MXError: as `mx_quantize`.
+
+    Example:
+        >>> import numpy as np
+        >>> from pt2mx import pychop
+        >>> x = pychop.MXTensor(np.array([1.0, 2.4, -0.3, 7.0], np.float32), "mxfp4_e2m1", block_size=4)
+        >>> x
+        MXTensor(backend=numpy, shape=(4,), format=MXFP4_E2M1)
+        >>> x.dequantize()
+        array([ 1. ,  2. , -0.5,  6. ], dtype=float32)
+        >>> x.statistics()["bits_per_element"]
+        6.0
     """
 
     def __init__(
@@ -65,12 +94,23 @@ class MXTensor:
         self.original_shape = tuple(x.shape)
         self._values = _quantize(x, self.spec)
 
-    def dequantize(self) -> object:
-        """The values, (...) as `mx_quantize` returns them."""
+    def dequantize(self) -> Any:
+        """Return the values.
+
+        Returns:
+            (...) as `mx_quantize` returns them.
+        """
         return self._values
 
     def statistics(self) -> dict[str, object]:
-        """Widths, blocks, bits a value and compression ratios; a last block counts as whole."""
+        """Return sizes, under pychop's names; a last block counts as whole.
+
+        Returns:
+            format, exp_bits, sig_bits, block_size, scale_exp_bits: of the format.
+            original_shape, num_blocks, total_elements: of the array.
+            compression_ratio_fp32, compression_ratio_fp16: the ratio of the array in these dtypes to codes and scales.
+            bits_per_element: bits a value with its share of the scale.
+        """
         spec, elements = self.spec, math.prod(self.original_shape)
         blocks = -(-elements // spec.block_size)
         values, bits = (
@@ -96,8 +136,29 @@ class MXTensor:
 
 def create_mx_ste_quantizer(
     spec: MXSpec, block_size: int = 32, scale_exp_bits: int | None = None, scale_sig_bits: int | None = None
-) -> Callable[[object], object]:
-    """`mx_quantize` in one format, as a function of the data."""
+) -> Callable[[object], Any]:
+    """Return `mx_quantize` in one format, as `pychop.create_mx_ste_quantizer` does.
+
+    Args:
+        spec, block_size, scale_exp_bits, scale_sig_bits: as `format` and the others in `mx_quantize`.
+
+    Returns:
+        A function of an array, with a straight-through gradient.
+
+    Raises:
+        MXError: as `mx_quantize`, for the format.
+
+    Example:
+        >>> import torch
+        >>> from pt2mx import pychop
+        >>> quantize = pychop.create_mx_ste_quantizer(pychop.MX_FORMATS["mxint8"])
+        >>> x = torch.tensor([1.0, 2.4, -0.3, 7.0], requires_grad=True)
+        >>> y = quantize(x)
+        >>> y.detach()
+        tensor([ 1.0000,  2.3750, -0.3125,  7.0000])
+        >>> torch.autograd.grad(y.sum(), x)
+        (tensor([1., 1., 1., 1.]),)
+    """
     return functools.partial(mx_quantize, format=resolve(spec, block_size, scale_exp_bits, scale_sig_bits))
 
 
@@ -107,8 +168,32 @@ def compare_mx_formats(
     block_size: int = 32,
     file: TextIO | None = None,
 ) -> compare.MXComparison:
-    """Print what each format makes of `data`, and return it, as `pt2mx.compare_mx_formats` does; blocks run over the
-    flattened array."""
+    """Print a table of the errors of each format on `data`, as `pychop.compare_mx_formats` does, with the columns of
+    `pt2mx.compare_mx_formats`.
+
+    Args:
+        data: as in `mx_quantize`.
+        formats: as `format` there; by default all of `MX_FORMATS`.
+        block_size: values that share a scale, over the flattened array.
+        file: where the table is printed; by default the standard output.
+
+    Returns:
+        A `pt2mx.analysis.compare.MXComparison`: `rows`, the statistics of each format.
+
+    Raises:
+        MXError: as `mx_quantize`.
+
+    Example:
+        >>> import numpy as np
+        >>> from pt2mx import pychop
+        >>> x = np.array([1.0, 2.4, -0.3, 7.0], np.float32)
+        >>> comparison = pychop.compare_mx_formats(x, ["mxint8", "mxfp4_e2m1"], block_size=4)
+        format           bits  SQNR dB  max abs error  mean abs error  saturated %  flushed %  ratio
+        mxint8_full{4}  10.00    48.54          0.025        0.009375         0.00       0.00  3.20x
+        mxfp4_e2m1{4}    6.00    16.68              1             0.4        25.00       0.00  5.33x
+        >>> [row.max_abs_error for row in comparison.rows]
+        [0.02500009536743164, 1.0]
+    """
     specs = [resolve(format, block_size).to_core() for format in (MX_FORMATS if formats is None else formats)]
     x, _ = to_float(as_array(data)[1])
     return compare.compare_mx_formats(x, specs, axis=None, file=file)

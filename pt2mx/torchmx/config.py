@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pt2mx.errors import MXError, nearest
-from pt2mx.ops.checks import operator_modes
 from pt2mx.spec import MXSpec, parse
 from pt2mx.torchmx.dtypes import DType, dtype_of
 
+_C = TypeVar("_C", bound="_Config")
 
+
+@dataclass(frozen=True)
 class _Config:
     """A frozen dataclass; a field whose metadata names a `config` class holds one of that class, or None where that is
     its default."""
@@ -24,8 +26,14 @@ class _Config:
                 raise MXError(f"{type(self).__name__}: {f.name} must be of type {kind.__name__}, not {value!r}")
 
     @classmethod
-    def load_from_dict(cls, config_dict: Mapping[str, Any]) -> Any:
-        """The config of which `to_dict` gave `config_dict`.
+    def load_from_dict(cls: type[_C], config_dict: Mapping[str, Any]) -> _C:
+        """Return the config of which `to_dict` returned `config_dict`.
+
+        Args:
+            config_dict: field -> plain value, or the dict of a config.
+
+        Returns:
+            The config.
 
         Raises:
             MXError: for a missing or unknown key, or a value that the class does not take.
@@ -47,14 +55,18 @@ class _Config:
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, without the fields that are None."""
+        """Return the fields that are not None.
+
+        Returns:
+            field -> plain value, or the dict of a config.
+        """
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {k: v.to_dict() if isinstance(v, _Config) else v for k, v in values.items() if v is not None}
 
 
 @dataclass(frozen=True)
 class MXConfig(_Config):
-    """The format of one tensor.
+    """The format of one tensor, after TorchMX's `MXConfig`.
 
     Args:
         elem_dtype_name: `"float8_e4m3"`, `"float6_e3m2"`, ..., `"int8"` or any other spelling that `pt2mx.parse` takes.
@@ -62,16 +74,28 @@ class MXConfig(_Config):
 
     Raises:
         MXError: for an unknown spelling, a block size below 1, a scale that is not E8M0.
+
+    Example:
+        >>> from pt2mx import torchmx
+        >>> config = torchmx.MXConfig("float6_e3m2", block_size=16)
+        >>> config.to_dict()
+        {'elem_dtype_name': 'float6_e3m2', 'block_size': 16}
+        >>> torchmx.MXConfig.load_from_dict(config.to_dict()) == config
+        True
     """
 
     elem_dtype_name: str
     block_size: int | None = None
 
+    if TYPE_CHECKING:  # whatever spells an element; kept as a string
+
+        def __init__(self, elem_dtype_name: object, block_size: int | None = None) -> None: ...
+
     def __post_init__(self) -> None:
         super().__post_init__()
         beside = {} if self.block_size is None else {"block_size": self.block_size}
         spec = parse(self.elem_dtype_name, **beside)
-        operator_modes(spec)
+        spec.op_args()
         if not isinstance(self.elem_dtype_name, str):
             object.__setattr__(self, "elem_dtype_name", str(spec))
         object.__setattr__(self, "block_size", spec.block_size)
@@ -89,11 +113,20 @@ class MXConfig(_Config):
 
 @dataclass(frozen=True)
 class QLinearConfig(_Config):
-    """The formats of a linear layer, both along the dimension that it reduces.
+    """The formats of a linear layer, both along the dimension that it reduces, after TorchMX's `QLinearConfig`.
 
     Args:
         weights_config: of the weight, quantized once.
         activations_config: of the input, quantized at each call.
+
+    Raises:
+        MXError: for another object than an `MXConfig`.
+
+    Example:
+        >>> from pt2mx import torchmx
+        >>> qconfig = torchmx.QLinearConfig(torchmx.MXConfig("float4_e2m1"), torchmx.MXConfig("float8_e4m3"))
+        >>> qconfig.to_dict()["weights_config"]
+        {'elem_dtype_name': 'float4_e2m1', 'block_size': 32}
     """
 
     weights_config: MXConfig = field(metadata={"config": MXConfig})
@@ -102,7 +135,7 @@ class QLinearConfig(_Config):
 
 @dataclass(frozen=True)
 class QAttentionConfig(_Config):
-    """The formats of an attention layer.
+    """The formats of an attention layer, after TorchMX's `QAttentionConfig`.
 
     Args:
         projection_config: of the query, key, value and output projections.
@@ -111,7 +144,15 @@ class QAttentionConfig(_Config):
             theirs, along the key length.
 
     Raises:
-        MXError: where some of the last four are given and others are not.
+        MXError: for objects of other classes; where some of the last four are given and others are not.
+
+    Example:
+        >>> from pt2mx import torchmx
+        >>> fp8 = torchmx.MXConfig("float8_e4m3")
+        >>> torchmx.QAttentionConfig(torchmx.QLinearConfig(fp8, fp8)).is_qkv_quantization_enabled
+        False
+        >>> torchmx.QAttentionConfig(torchmx.QLinearConfig(fp8, fp8), fp8, fp8, fp8, fp8).is_qkv_quantization_enabled
+        True
     """
 
     projection_config: QLinearConfig = field(metadata={"config": QLinearConfig})
@@ -129,5 +170,5 @@ class QAttentionConfig(_Config):
 
     @property
     def is_qkv_quantization_enabled(self) -> bool:
-        """Whether the two products of attention are quantized."""
+        """True if the two products of attention are quantized."""
         return self.query_config is not None

@@ -18,15 +18,22 @@ _TORCH_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2,
 
 @dataclass(frozen=True, repr=False)
 class DType:
-    """A dtype by its numbers.
+    """A dtype by its numbers, as `torchmx.dtypes.DType` of TorchMX describes it.
 
     Args:
         name: also what `str` gives.
         max: the largest value; of an integer in whole numbers, without the factor that MX implies.
         max_pow2: the exponent of `max`.
         exponent_bias, exponent_bits, mantissa_bits: of an integer 0, 0 and the bits beside its sign.
-        has_nan, has_inf: whether codes for them exist.
+        has_nan, has_inf: true if codes for them exist.
         torch_dtype: torch's own, where it is one byte or more.
+
+    Example:
+        >>> from pt2mx import dtypes
+        >>> dtypes.float6_e3m2
+        float6_e3m2
+        >>> dtypes.float6_e3m2.max, dtypes.float6_e3m2.exponent_bias, dtypes.int8.max
+        (28.0, 3, 127.0)
     """
 
     name: str
@@ -45,7 +52,7 @@ class DType:
 
 @functools.cache
 def dtype_of(element: ElementFormat) -> DType:
-    """An MX element as TorchMX describes it; of one element always the same object."""
+    """Return an MX element as TorchMX describes it; of one element always the same object."""
     whole = element.bits - 2 if element.is_int else 0  # an MX integer is a multiple of 2**-whole
     return DType(
         name=element.name.replace("fp", "float"),

@@ -34,5 +34,6 @@ def _quantize(linear: nn.Linear, config: MXDynamicActivationMXWeightsConfig) -> 
         )
     quantized = MXInferenceLinear.from_float(linear, config.qconfig)
     # in place, as TorchMX does it: quantize_ cannot replace a model that is itself a linear layer
-    linear.weight, linear.qconfig, linear.__class__ = quantized.weight, quantized.qconfig, MXInferenceLinear
+    linear.weight, linear.__class__ = quantized.weight, MXInferenceLinear
+    linear.qconfig = quantized.qconfig  # type: ignore[assignment]  # a module's further attributes are not declared
     return linear

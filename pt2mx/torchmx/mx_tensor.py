@@ -6,12 +6,14 @@ read (`PRESETS["torchmx"]`: the first of two FP4 codes in the high nibble, an FP
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from pt2mx.compat import PRESETS
 from pt2mx.errors import MXError
-from pt2mx.ops.checks import check_tensors, operator_modes
+from pt2mx.ops.checks import check_tensors
 from pt2mx.spec import MXSpec, parse
 from pt2mx.tensor import mx_tensor as core
 from pt2mx.torchmx.dtypes import DType, dtype_of
@@ -20,7 +22,7 @@ _TORCHMX = PRESETS["torchmx"]
 
 
 def quantize_mx(data_hp: Tensor, elem_dtype_name: str, block_size: int) -> tuple[Tensor, Tensor]:
-    """Quantize along the last dimension.
+    """Quantize along the last dimension, as `torchmx.mx_tensor.quantize_mx` of TorchMX does.
 
     Args:
         data_hp: (..., n) float32, float16 or bfloat16.
@@ -33,6 +35,12 @@ def quantize_mx(data_hp: Tensor, elem_dtype_name: str, block_size: int) -> tuple
 
     Raises:
         MXError: as `pt2mx.quantize_mx`; for int8 blocks below 2**-121, which TorchMX's scale cannot say.
+
+    Example:
+        >>> import torch
+        >>> from pt2mx.torchmx import mx_tensor
+        >>> mx_tensor.quantize_mx(torch.tensor([1.0, 2.0, 3.0, 6.0]), "float4_e2m1", 4)
+        (tensor([127], dtype=torch.uint8), tensor([36, 87], dtype=torch.uint8))
     """
     scale, data = _TORCHMX.quantize(data_hp, elem_dtype_name, block_size=block_size)
     return scale, _as_stored(data, parse(elem_dtype_name))
@@ -46,11 +54,27 @@ def dequantize_mx(
     target_dtype: torch.dtype,
     block_dim: int,
 ) -> Tensor:
-    """The values of `quantize_mx`'s codes and scales, whose blocks run along `block_dim`, in `target_dtype` (float32,
-    float16 or bfloat16); an odd number of FP4 codes comes with the one that fills their last byte.
+    """Dequantize, as `torchmx.mx_tensor.dequantize_mx` of TorchMX does.
+
+    Args:
+        data_lp, shared_exp_e8m0: data and scale as `quantize_mx` returns them.
+        elem_dtype_name: the element format, as `pt2mx.parse` takes it.
+        block_size: values that share a scale.
+        target_dtype: float32, float16 or bfloat16.
+        block_dim: the dimension along which blocks run.
+
+    Returns:
+        (..., n, ...) in `target_dtype`; an odd number of FP4 codes comes with the one that fills their last byte.
 
     Raises:
         MXError: for shapes that do not fit each other, or other dtypes.
+
+    Example:
+        >>> import torch
+        >>> from pt2mx.torchmx import mx_tensor
+        >>> scale, data = mx_tensor.quantize_mx(torch.tensor([1.0, 2.0, 3.0, 6.0]), "float4_e2m1", 4)
+        >>> mx_tensor.dequantize_mx(data, scale, "float4_e2m1", 4, torch.float32, -1)
+        tensor([1., 2., 3., 6.])
     """
     check_tensors(data_lp=data_lp, shared_exp_e8m0=shared_exp_e8m0)
     blocks = {"block_size": block_size, "axis": block_dim}
@@ -71,6 +95,17 @@ class MXTensor(core.MXTensor):
 
     Raises:
         MXError: where these do not fit each other.
+
+    Example:
+        >>> import torch
+        >>> from pt2mx import torchmx
+        >>> x = torchmx.MXTensor.to_mx(torch.tensor([1.0, 2.0, 3.0, 6.0]), torchmx.dtypes.float4_e2m1, 4)
+        >>> x
+        MXTensor(shape=(4,), elem_dtype=fp4_e2m1, block_size=4, axis=0, dtype=torch.float32, device='cpu')
+        >>> x._data, x._scale_e8m0  # the bytes that TorchMX stores
+        (tensor([36, 87], dtype=torch.uint8), tensor([127], dtype=torch.uint8))
+        >>> x.to_dtype(torch.float32)
+        tensor([1., 2., 3., 6.])
     """
 
     @staticmethod
@@ -101,7 +136,7 @@ class MXTensor(core.MXTensor):
 
     @staticmethod
     def to_mx(
-        data_hp: Tensor,
+        data_hp: object,
         elem_dtype: object,
         block_size: int | None = None,
         axis: int | None = None,
@@ -109,10 +144,20 @@ class MXTensor(core.MXTensor):
         rounding: str | None = None,
         seed: int | None = None,
     ) -> MXTensor:
-        """As `pt2mx.MXTensor.to_mx`."""
+        """Quantize; the gradient passes straight through to `data_hp`.
+
+        Args:
+            data_hp, elem_dtype, block_size, axis, scale_mode, rounding, seed: as in `pt2mx.MXTensor.to_mx`.
+
+        Returns:
+            The quantized tensor, in the shape and dtype of `data_hp`.
+
+        Raises:
+            MXError: as `pt2mx.MXTensor.to_mx`.
+        """
         fields = {"block_size": block_size, "axis": axis, "scale_mode": scale_mode, "rounding": rounding}
         spec = parse(elem_dtype, **{name: value for name, value in fields.items() if value is not None})
-        return _quantized(data_hp, *operator_modes(spec), seed)
+        return _quantized(data_hp, *spec.op_args(), seed)
 
     @property
     def _scale_e8m0(self) -> Tensor:
@@ -147,10 +192,18 @@ class MXTensor(core.MXTensor):
         return scale, _as_stored(data, self.spec)
 
     def with_parts(self, qdata: Tensor, scale: Tensor, axis: int, values: Tensor) -> MXTensor:
+        """Return other storage of the same format, as `pt2mx.MXTensor.with_parts` does.
+
+        Args:
+            qdata, scale, axis, values: as there.
+
+        Returns:
+            The tensor.
+        """
         return _from_core(super().with_parts(qdata, scale, axis, values))
 
     @classmethod
-    def __tensor_unflatten__(cls, parts: dict[str, Tensor], *layout: object) -> MXTensor:
+    def __tensor_unflatten__(cls, parts: dict[str, Tensor], *layout: Any) -> MXTensor:
         return _from_core(core.MXTensor.__tensor_unflatten__(parts, *layout))
 
 
@@ -159,12 +212,12 @@ class ToMXConstrFunc(torch.autograd.Function):
     `MXTensor.to_mx`."""
 
     @staticmethod
-    def forward(ctx: object, data_hp: Tensor, *modes: object) -> MXTensor:
+    def forward(ctx: Any, data_hp: object, *modes: Any) -> MXTensor:
         ctx.modes = len(modes)
         return _from_core(core.MXTensor.to_mx(data_hp, *modes))
 
     @staticmethod
-    def backward(ctx: object, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return (grad,) + (None,) * ctx.modes
 
 
@@ -172,12 +225,12 @@ class FromMXConstrFunc(torch.autograd.Function):
     """`apply(tensor_lp, target_dtype)`: dequantize; the gradient passes in the dtype of `tensor_lp`."""
 
     @staticmethod
-    def forward(ctx: object, tensor_lp: core.MXTensor, target_dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, tensor_lp: core.MXTensor, target_dtype: torch.dtype) -> Tensor:
         ctx.dtype = tensor_lp.dtype
         return tensor_lp.to_dtype(target_dtype)
 
     @staticmethod
-    def backward(ctx: object, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.to(ctx.dtype), None
 
 
@@ -185,18 +238,18 @@ class NoopFwToMXBw(torch.autograd.Function):
     """`apply(x, elem_dtype, block_size)`: x itself; its gradient becomes an `MXTensor`."""
 
     @staticmethod
-    def forward(ctx: object, x: Tensor, elem_dtype: object, block_size: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, elem_dtype: object, block_size: int) -> Tensor:
         ctx.format = elem_dtype, block_size
         return x
 
     @staticmethod
-    def backward(ctx: object, grad: Tensor) -> tuple[MXTensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[MXTensor, None, None]:
         return MXTensor.to_mx(grad, *ctx.format), None, None
 
 
 # one call for torch.compile, as in pt2mx.tensor
 @torch.compiler.allow_in_graph
-def _quantized(data_hp: Tensor, *modes: object) -> MXTensor:
+def _quantized(data_hp: object, *modes: Any) -> MXTensor:
     return ToMXConstrFunc.apply(data_hp, *modes)
 
 

@@ -19,13 +19,27 @@ if TYPE_CHECKING:
 
 
 def quantize_linear_(model: nn.Module, qconfig: QLinearConfig) -> None:
-    """Replace every `nn.Linear` in `model` by an `MXInferenceLinear`, in place: all of them, or none where one fails.
+    """Replace every `nn.Linear` in a model by an `MXInferenceLinear`, in place, as TorchMX's `quantize_linear_` does:
+    all of them, or none where one fails.
 
     Other modules stay as they are, subclasses of `nn.Linear` included.
+
+    Args:
+        model: the model.
+        qconfig: the formats of weights and inputs.
 
     Raises:
         MXError: for weights of another dtype than float32, float16 or bfloat16, naming the layer; for a model that is
             itself an `nn.Linear`, or holds none.
+
+    Example:
+        >>> import torch
+        >>> from pt2mx import torchmx
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 8), torch.nn.ReLU())
+        >>> config = torchmx.MXConfig("float8_e4m3", block_size=32)
+        >>> torchmx.quantize_linear_(model, torchmx.QLinearConfig(config, config))
+        >>> model[0]
+        MXInferenceLinear(in_features=32, out_features=8, bias=True, weight=mxfp8_e4m3{32}, activation=mxfp8_e4m3{32})
     """
     _check_kind("model", model, nn.Module)
     _check_kind("qconfig", qconfig, QLinearConfig)
@@ -33,7 +47,8 @@ def quantize_linear_(model: nn.Module, qconfig: QLinearConfig) -> None:
 
 
 def quantize_llm_(model: nn.Module, qattention_config: QAttentionConfig, qmlp_config: QLinearConfig) -> None:
-    """Quantize a Llama or Qwen2 of transformers in place: all of it, or nothing where something fails.
+    """Quantize a Llama or Qwen2 of transformers in place, as TorchMX's `quantize_llm_` does: all of it, or nothing
+    where something fails.
 
     The projections of attention follow `qattention_config.projection_config`; all other `nn.Linear`s, the head
     included, `qmlp_config`. Where the attention config has formats for queries, keys, values and attention weights, the
@@ -41,8 +56,25 @@ def quantize_llm_(model: nn.Module, qattention_config: QAttentionConfig, qmlp_co
     was tied to the embedding gets a weight of its own. To save the model save its `state_dict`; `save_pretrained` does
     not take weights that are `MXTensor`s.
 
+    Args:
+        model: the model.
+        qattention_config: the formats of its attention layers.
+        qmlp_config: the formats of all other linear layers.
+
     Raises:
         MXError: for other models, and as `quantize_linear_` does; where transformers is not installed.
+
+    Example:
+        >>> from pt2mx import torchmx
+        >>> from pt2mx.extras import import_extra
+        >>> transformers = import_extra("transformers", "hf")
+        >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}
+        >>> model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=8, **sizes))
+        >>> fp4, fp8 = torchmx.MXConfig("float4_e2m1"), torchmx.MXConfig("float8_e4m3")
+        >>> attention = torchmx.QAttentionConfig(torchmx.QLinearConfig(fp8, fp8))
+        >>> torchmx.quantize_llm_(model, attention, torchmx.QLinearConfig(fp4, fp8))
+        >>> model.lm_head.weight
+        MXTensor(shape=(8, 32), elem_dtype=fp4_e2m1, block_size=32, axis=1, dtype=torch.float32, device='cpu')
     """
     _check_kind("model", model, nn.Module)
     _check_kind("qattention_config", qattention_config, QAttentionConfig)
@@ -70,16 +102,34 @@ def quantize_llm_(model: nn.Module, qattention_config: QAttentionConfig, qmlp_co
 
 
 def mx_dynamic_activation_mx_weights(
-    weight_elem_dtype: dtypes.DType = dtypes.float6_e3m2,
+    weight_elem_dtype: object = dtypes.float6_e3m2,
     weight_block_size: int = 32,
-    activation_elem_dtype: dtypes.DType = dtypes.float8_e4m3,
+    activation_elem_dtype: object = dtypes.float8_e4m3,
     activation_block_size: int = 32,
 ) -> MXDynamicActivationMXWeightsConfig:
-    """What torchao's `quantize_(model, ...)` takes to quantize the weights of linear layers once, and their inputs at
-    each call. The elements are given as `pt2mx.parse` takes them.
+    """Return what torchao's `quantize_(model, ...)` takes to quantize the weights of linear layers once, and their
+    inputs at each call, as TorchMX's function of this name does.
+
+    Args:
+        weight_elem_dtype: the element of weights: a `DType`, or as `pt2mx.parse` takes it.
+        weight_block_size: values of a weight that share a scale.
+        activation_elem_dtype: the element of inputs.
+        activation_block_size: values of an input that share a scale.
+
+    Returns:
+        A config of torchao.
 
     Raises:
         MXError: for other elements and block sizes; inside `quantize_`, as `quantize_linear_` does.
+
+    Example:
+        >>> import torch
+        >>> from torchao.quantization import quantize_
+        >>> from pt2mx import torchmx
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 8))
+        >>> quantize_(model, torchmx.mx_dynamic_activation_mx_weights(torchmx.dtypes.float4_e2m1))
+        >>> model[0]
+        MXInferenceLinear(in_features=32, out_features=8, bias=True, weight=mxfp4_e2m1{32}, activation=mxfp8_e4m3{32})
     """
     from pt2mx.torchmx.dynamic_weights import MXDynamicActivationMXWeightsConfig
 

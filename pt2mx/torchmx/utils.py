@@ -17,7 +17,11 @@ from pt2mx.ops.checks import check_tensors
 
 
 def set_seed(seed: int) -> None:
-    """Seed the generators of Python, NumPy and torch, on all devices."""
+    """Seed the generators of Python, NumPy and torch, on all devices.
+
+    Args:
+        seed: the seed of all three.
+    """
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -28,8 +32,17 @@ def get_logger(
     format_string: str = "%(asctime)s - %(name)s - %(levelname)s - %(message)s",
     console_output: bool = True,
 ) -> logging.Logger:
-    """The logger of that name, which writes to the console and to the file that the environment variable `LOG_FILE`
-    names, from the level on that `LOG_LEVEL` names (by default INFO). Asked for twice, it writes each line once."""
+    """Return a logger that writes to the console and to the file that the environment variable `LOG_FILE` names, from
+    the level on that `LOG_LEVEL` names (by default INFO). Asked for twice, it writes each line once.
+
+    Args:
+        logger_name: its name.
+        format_string: the format of a line, as `logging.Formatter` takes it.
+        console_output: false for no lines on the console.
+
+    Returns:
+        The logger.
+    """
     logger = logging.getLogger(logger_name)
     logger.setLevel(os.environ.get("LOG_LEVEL", "INFO"))
     logger.propagate = False
@@ -42,29 +55,76 @@ def get_logger(
 
 
 def get_uniform_random_number(min_val: int, max_val: int, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
-    """Uniform random numbers between `min_val` and `max_val`, of that shape and dtype, from torch's generator."""
+    """Draw uniform random numbers from torch's generator.
+
+    Args:
+        min_val, max_val: the limits.
+        shape, dtype: of the result.
+
+    Returns:
+        Numbers from `min_val` to `max_val`.
+    """
     return (max_val - min_val) * torch.rand(*shape, dtype=dtype) + min_val
 
 
 def tensor_size_hp_to_fp4x2(orig_size: Sequence[int], packing_dim: int) -> list[int]:
-    """The size of a tensor whose values are packed two a byte along `packing_dim`."""
+    """Return the size of 4-bit codes.
+
+    Args:
+        orig_size: of the values.
+        packing_dim: the dimension along which a byte holds two.
+
+    Returns:
+        The size in bytes, an odd number of codes filling a last byte.
+
+    Example:
+        >>> from pt2mx.torchmx.utils import tensor_size_hp_to_fp4x2
+        >>> tensor_size_hp_to_fp4x2((2, 5), -1)
+        [2, 3]
+    """
     size = list(orig_size)
     size[packing_dim] = packed_length(size[packing_dim], 4)
     return size
 
 
 def tensor_size_fp4x2_to_hp(orig_size: Sequence[int], unpacking_dim: int) -> list[int]:
-    """The size of the values that are packed two a byte along `unpacking_dim`."""
+    """Return the size of the values of 4-bit codes.
+
+    Args:
+        orig_size: of the bytes.
+        unpacking_dim: the dimension along which a byte holds two.
+
+    Returns:
+        The size of the values.
+
+    Example:
+        >>> from pt2mx.torchmx.utils import tensor_size_fp4x2_to_hp
+        >>> tensor_size_fp4x2_to_hp((2, 3), -1)
+        [2, 6]
+    """
     size = list(orig_size)
     size[unpacking_dim] = unpacked_length(size[unpacking_dim], 4)
     return size
 
 
 def pack_uint4(uint8_data: Tensor, packing_dim: int = -1) -> Tensor:
-    """uint8_data: (..., n, ...) uint8 below 16 -> (..., ceil(n / 2), ...) uint8.
+    """Pack 4-bit codes, the first of two in the high nibble.
+
+    Args:
+        uint8_data: (..., n, ...) uint8 below 16.
+        packing_dim: the dimension of n.
+
+    Returns:
+        (..., ceil(n / 2), ...) uint8.
 
     Raises:
         MXError: for another dtype, or a dimension that is not there.
+
+    Example:
+        >>> import torch
+        >>> from pt2mx.torchmx.utils import pack_uint4
+        >>> [hex(byte) for byte in pack_uint4(torch.tensor([1, 2, 3, 4], dtype=torch.uint8))]
+        ['0x12', '0x34']
     """
     axis = _dimension(uint8_data, packing_dim)
     low_first = pack(uint8_data.to(torch.int32) & 0xF, axis, 4)
@@ -72,10 +132,23 @@ def pack_uint4(uint8_data: Tensor, packing_dim: int = -1) -> Tensor:
 
 
 def unpack_uint4(uint8_data: Tensor, packing_dim: int = -1) -> Tensor:
-    """uint8_data: (..., bytes, ...) uint8 -> (..., 2 * bytes, ...) uint8 below 16.
+    """Unpack 4-bit codes that `pack_uint4` packed.
+
+    Args:
+        uint8_data: (..., bytes, ...) uint8.
+        packing_dim: the dimension of bytes.
+
+    Returns:
+        (..., 2 * bytes, ...) uint8 below 16.
 
     Raises:
         MXError: as `pack_uint4`.
+
+    Example:
+        >>> import torch
+        >>> from pt2mx.torchmx.utils import unpack_uint4
+        >>> unpack_uint4(torch.tensor([0x12, 0x34], dtype=torch.uint8))
+        tensor([1, 2, 3, 4], dtype=torch.uint8)
     """
     axis = _dimension(uint8_data, packing_dim)
     return unpack(uint8_data << 4 | uint8_data >> 4, axis, 4).to(torch.uint8)

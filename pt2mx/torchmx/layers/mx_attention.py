@@ -6,6 +6,8 @@ holds keys and values in high precision.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -50,18 +52,25 @@ def mx_attention(
         output: (B, Q, H, D).
         weights: (B, H, Q, K), as they enter the second product.
     """
-    config: QAttentionConfig | None = getattr(module, "qconfig", None)
-    query = _quantized(query, config and config.query_config, -1)
+    of_query, of_key, of_value, of_weights = _configs(getattr(module, "qconfig", None))
+    query = _quantized(query, of_query, -1)
     # before they are repeated for the heads that share them: the same values, computed once
-    key = _repeated(_quantized(key, config and config.key_config, -1), query)
-    value = _repeated(_quantized(value, config and config.value_config, -2), query)
+    key = _repeated(_quantized(key, of_key, -1), query)
+    value = _repeated(_quantized(value, of_value, -2), query)
     scores = torch.matmul(query, key.transpose(2, 3)) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if attention_mask is not None:
         scores = scores + attention_mask
     weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)
-    weights = _quantized(weights, config and config.attention_weights_config, -1)
+    weights = _quantized(weights, of_weights, -1)
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+
+
+def _configs(config: QAttentionConfig | None) -> Sequence[MXConfig | None]:
+    """Return those of queries, keys, values and attention weights."""
+    if config is None:
+        return (None,) * 4
+    return config.query_config, config.key_config, config.value_config, config.attention_weights_config
 
 
 def _quantized(x: Tensor, config: MXConfig | None, axis: int) -> Tensor:

@@ -12,14 +12,38 @@ from pt2mx.torchmx.config import QLinearConfig
 
 
 class MXInferenceLinear(nn.Linear):
-    """`nn.Linear` whose weight, (out, in), is an `MXTensor` in blocks along `in`, and whose input is quantized along
-    its last dimension at each call. The output is `F.linear` of the dequantized two, to the bit."""
+    """The layer `MXInferenceLinear` of TorchMX: `nn.Linear` whose weight, (out, in), is an `MXTensor` in blocks along
+    `in`, and whose input is quantized along its last dimension at each call.
+
+    The output is `F.linear` of the dequantized two, to the bit. `from_float` makes such layers. The constructor is that
+    of `nn.Linear`: the layers that it makes have no config yet.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as `nn.Linear` takes them.
+
+    Example:
+        >>> import torch
+        >>> from pt2mx import torchmx
+        >>> linear = torch.nn.Linear(4, 4, bias=False)
+        >>> linear.weight.data = torch.eye(4)
+        >>> config = torchmx.MXConfig("float4_e2m1")
+        >>> quantized = torchmx.MXInferenceLinear.from_float(linear, torchmx.QLinearConfig(config, config))
+        >>> quantized(torch.tensor([1.0, 2.9, -5.9, 0.3]))
+        tensor([ 1.0000,  3.0000, -6.0000,  0.5000])
+    """
 
     qconfig: QLinearConfig
 
     @classmethod
     def from_float(cls, mod: nn.Linear, qconfig: QLinearConfig) -> MXInferenceLinear:
-        """The quantized copy of `mod`, which is left as it is; the two share their bias.
+        """Return the quantized copy of a layer, which is left as it is; the two share their bias.
+
+        Args:
+            mod: the layer.
+            qconfig: the formats of its weight and input.
+
+        Returns:
+            The quantized layer, in the mode (training or evaluation) of `mod`.
 
         Raises:
             MXError: for a weight of another dtype than float32, float16 or bfloat16, and for one quantized already.
