@@ -5,13 +5,22 @@ from collections.abc import Iterable
 
 
 class MXError(ValueError):
-    """Bad input to pt2mx. The message names the value, what is allowed and what to do."""
+    """Bad input to pt2mx. The message names the value, what is allowed and what to do.
+
+    Example:
+        >>> import pt2mx
+        >>> try:
+        ...     pt2mx.MXSpec("mxfp4", block_size=0)
+        ... except pt2mx.MXError as error:
+        ...     print(error)
+        block_size=0 must be an integer of at least 1
+    """
 
 
 def nearest(value: object, allowed: Iterable[str]) -> str:
-    """A clause for an error message: the allowed spelling nearest to `value`, then all of them."""
-    allowed = [str(a) for a in allowed]
-    by_lower = {a.lower(): a for a in allowed}
+    """Return a clause for an error message: the allowed spelling nearest to `value`, then all of them."""
+    spellings = [str(a) for a in allowed]
+    by_lower = {a.lower(): a for a in spellings}
     close = difflib.get_close_matches(str(value).lower(), by_lower, n=1, cutoff=0.4)
     hint = f"did you mean {by_lower[close[0]]!r}? " if close else ""
-    return f"{hint}allowed: {', '.join(allowed)}"
+    return f"{hint}allowed: {', '.join(spellings)}"

@@ -6,7 +6,9 @@ import importlib.util
 import logging
 import sys
 import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -14,8 +16,8 @@ from pt2mx.errors import MXError
 
 
 @contextmanager
-def without_log_warnings():
-    """No log message below an error and no complaint about old syntax, for imports that talk."""
+def without_log_warnings() -> Iterator[None]:
+    """Silence log messages below an error and complaints about old syntax, for imports that talk."""
     previous = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -26,8 +28,8 @@ def without_log_warnings():
         logging.disable(previous)
 
 
-def import_extra(package: str, extra: str) -> object:
-    """An optional package; torchvision, and transformers with it, also where torchvision is a CUDA build beside a CPU
+def import_extra(package: str, extra: str) -> Any:
+    """Import an optional package; torchvision, and transformers with it, also where it is a CUDA build beside a CPU
     torch.
 
     Raises:
@@ -51,10 +53,10 @@ _torchvision_schemas: torch.library.Library | None = None
 
 
 def _make_torchvision_importable() -> None:
-    """torchvision from the package index is a CUDA build: beside a CPU torch its library does not load, and its import
-    (also inside transformers) fails for want of two operators that no model here needs. Their schemas suffice. They
-    are defined after such a failure only: a library that loads defines them itself, and ends the process where it
-    cannot."""
+    """Define the two operators for want of which torchvision's import fails, also inside transformers: from the package
+    index it is a CUDA build, whose library does not load beside a CPU torch. No model here needs them, and their
+    schemas suffice. They are defined after such a failure only: a library that loads defines them itself, and ends the
+    process where it cannot."""
     global _torchvision_schemas
     before = set(sys.modules)
     try:

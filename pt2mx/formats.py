@@ -13,12 +13,29 @@ from pt2mx.errors import MXError, nearest
 
 @dataclass(frozen=True)
 class ElementFormat:
-    """One element format: sign, `exponent_bits`, `mantissa_bits`.
+    """One element format: sign, `exponent_bits`, `mantissa_bits` (OCP MX v1.0, section 5.3).
 
-    A value's magnitude is `2**(max(exponent, 1) - bias)` times its significand. `emax` is the exponent of the largest
-    normal, `max_normal` its value. An integer element is a fixed-point number with one binade: its magnitude is read
-    as a float with one exponent bit and bias 1, and only the sign is stored in another way (two's complement).
-    `full_range` integers also use the most negative code, which the symmetric ones leave out.
+    A value's magnitude is `2**(max(exponent, 1) - bias)` times its significand. An integer element is a fixed-point
+    number with one binade: its magnitude is read as a float with one exponent bit and bias 1, and only the sign is
+    stored in another way (two's complement). `pt2mx.ELEMENTS` holds every element format; `parse_element` finds one.
+
+    Args:
+        name: the canonical name, as operators and files hold it.
+        exponent_bits: bits of the exponent.
+        mantissa_bits: stored bits of the significand.
+        bias: what the stored exponent exceeds the exponent by.
+        emax: exponent of the largest normal.
+        max_normal: value of the largest normal.
+        has_inf: True if codes stand for Inf.
+        has_nan: True if codes stand for NaN.
+        is_int: True for an integer in two's complement.
+        full_range: True for an integer that uses the most negative code too.
+
+    Example:
+        >>> import pt2mx
+        >>> e4m3 = pt2mx.ELEMENTS["fp8_e4m3"]
+        >>> e4m3.bits, e4m3.max_normal, e4m3.emin, e4m3.has_inf
+        (8, 448.0, -6, False)
     """
 
     name: str
@@ -34,22 +51,22 @@ class ElementFormat:
 
     @property
     def bits(self) -> int:
-        """Bits of one code, sign included."""
+        """The bits of one code, sign included."""
         return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
     def is_wide(self) -> bool:
-        """Whether a code takes two bytes; the reference kernel alone serves such elements."""
+        """True if a code takes two bytes; the reference kernel alone serves such elements."""
         return self.bits > 8
 
     @property
     def emin(self) -> int:
-        """Exponent of the smallest normal; below it values are multiples of `2**(emin - mantissa_bits)`."""
+        """The exponent of the smallest normal; below it values are multiples of `2**(emin - mantissa_bits)`."""
         return 1 - self.bias
 
     @property
     def max_code(self) -> int:
-        """Magnitude code (without sign) of `max_normal`; codes above it are Inf and NaN where the format has them."""
+        """The code of `max_normal` without its sign; codes above it are Inf and NaN where the format has them."""
         significand = round(self.max_normal / 2.0**self.emax * 2**self.mantissa_bits)
         return ((self.emax + self.bias - 1) << self.mantissa_bits) + significand
 
@@ -83,7 +100,7 @@ _WIDEST_EXPONENT = 7
 
 
 def _float(exponent_bits: int, mantissa_bits: int, suffix: str = "") -> ElementFormat:
-    """The finite-only float of that split: every code is a number."""
+    """Return the finite-only float of that split: every code is a number."""
     bias = 2 ** (exponent_bits - 1) - 1
     emax = 2**exponent_bits - 1 - bias
     name = f"fp{1 + exponent_bits + mantissa_bits}_e{exponent_bits}m{mantissa_bits}{suffix}"
@@ -91,7 +108,7 @@ def _float(exponent_bits: int, mantissa_bits: int, suffix: str = "") -> ElementF
 
 
 def _integer(bits: int, full_range: bool) -> ElementFormat:
-    """The integer of that width, with an implicit factor of `2**(2 - bits)`: the element of block floating point."""
+    """Return the integer of that width times `2**(2 - bits)`: the element of block floating point."""
     name = f"int{bits}" + ("_full" if full_range else "")
     return ElementFormat(name, 1, bits - 2, 1, 0, 2 - 2.0 ** (2 - bits), is_int=True, full_range=full_range)
 
@@ -131,15 +148,26 @@ _SPELLING = re.compile(
 
 
 def parse_element(spelling: object) -> ElementFormat:
-    """The element format that `spelling` names.
+    """Return the element format that a spelling names.
 
-    Takes an `ElementFormat`; a torch dtype (`torch.float8_e4m3fn`, `torch.float4_e2m1fn_x2`, ...) or its name; a pair
-    `(exponent bits, mantissa bits)`, an integer having no exponent bits; `"fp4_e2m1"`, `"float4_e2m1"`,
-    `"mxfp4_e2m1"`, `"MXFP4[E2M1]"`, `"e2m1"`, `"fp8_e4m3_finite"`; `"int4"`, `"int4_full"`; or a bare width (`"mxfp8"`
-    is E4M3, `"mxfp6"` is E2M3).
+    Args:
+        spelling: an `ElementFormat`; a torch dtype (`torch.float8_e4m3fn`, `torch.float4_e2m1fn_x2`, ...) or its name;
+            a pair `(exponent bits, mantissa bits)`, an integer having no exponent bits; `"fp4_e2m1"`, `"float4_e2m1"`,
+            `"mxfp4_e2m1"`, `"MXFP4[E2M1]"`, `"e2m1"`, `"fp8_e4m3_finite"`; `"int4"`, `"int4_full"`; or a bare width
+            (`"mxfp8"` is E4M3, `"mxfp6"` is E2M3).
+
+    Returns:
+        The row of `pt2mx.ELEMENTS`, or the `ElementFormat` that was given.
 
     Raises:
         MXError: for anything else, naming the nearest valid spelling.
+
+    Example:
+        >>> import torch, pt2mx
+        >>> pt2mx.parse_element("mxfp4").name, pt2mx.parse_element(torch.float8_e5m2).name
+        ('fp4_e2m1', 'fp8_e5m2')
+        >>> pt2mx.parse_element((0, 7)).name
+        'int8'
     """
     if isinstance(spelling, ElementFormat):
         return spelling
@@ -165,5 +193,5 @@ def _canonical_name(text: str) -> str | None:
     if match is None:
         return None
     width = ("int" if match["kind"] == "int" else "fp") + match["bits"]
-    split = match["split"] or match["bracketed"]
-    return f"{width}_{split}" if split else _DEFAULT_OF_WIDTH.get(width, width)
+    suffix = match["split"] or match["bracketed"]
+    return f"{width}_{suffix}" if suffix else _DEFAULT_OF_WIDTH.get(width, width)

@@ -6,6 +6,8 @@ an argument given beside it wins.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from pt2mx import ops
 from pt2mx.errors import MXError
 from pt2mx.formats import parse_element
 from pt2mx.kernels import reference_chunked
-from pt2mx.ops.checks import check_length, check_seed, check_spec, check_tensors, operator_modes
+from pt2mx.ops.checks import check_length, check_seed, check_spec, check_tensors
 from pt2mx.ops.order import in_order
 from pt2mx.ops.quantization import check_ste, seed_of
 from pt2mx.spec import MXSpec, parse
@@ -33,7 +35,10 @@ def quantize_mx(
     Args:
         x: (..., n, ...) float32, float16 or bfloat16; blocks run along `axis`, the last may be shorter.
         elem_dtype: the element format, as `pt2mx.parse` takes it.
-        block_size, axis, scale_mode, rounding: fields of `MXSpec`; by default 32, -1, "floor" and "even".
+        block_size: values that share a scale; by default 32.
+        axis: the dimension along which blocks run; by default -1.
+        scale_mode: how the shared exponent follows from the block's values; by default "floor".
+        rounding: how values are rounded to the element's grid; by default "even".
         seed: of `rounding="stochastic"`: 0 to 2**63 - 1, the same numbers on every device; a generator, from which a
             seed is drawn; or None, for another draw each call.
 
@@ -44,11 +49,20 @@ def quantize_mx(
             for elements of more than 8 bits. Both are integers, and have no gradient.
 
     Raises:
-        MXError: for another dtype, an unknown format or mode, a block size below 1, an axis out of range.
+        MXError: for another dtype, an unknown format or mode, a block size below 1, an axis out of range, a scale that
+            is not E8M0.
+
+    Example:
+        >>> import torch, pt2mx
+        >>> scale, data = pt2mx.quantize_mx(torch.tensor([1.0, 2.0, 3.0, 6.0]), "mxfp4")
+        >>> scale  # 2**(127 - 127)
+        tensor([127], dtype=torch.uint8)
+        >>> data  # two codes a byte, the first in the low bits
+        tensor([ 66, 117], dtype=torch.uint8)
     """
     check_tensors(x=x)
     return ops.quantize_mx(
-        x.detach(), *operator_modes(_modes(elem_dtype, block_size, axis, scale_mode, rounding)), _seed(seed)
+        x.detach(), *_modes(elem_dtype, block_size, axis, scale_mode, rounding).op_args(), _seed(seed)
     )
 
 
@@ -61,12 +75,15 @@ def dequantize_mx(
     axis: int | None = None,
     length: int | None = None,
 ) -> Tensor:
-    """The values of MX codes: exact in fp32, then cast to `target_dtype` with ties to even.
+    """Return the values of MX codes (OCP MX v1.0, section 5.1): exact in fp32, then cast with ties to even.
 
     Args:
-        data, scale: as `quantize_mx` returns them, or viewed in torch's own dtype of the element and in E8M0.
-        elem_dtype, block_size, axis: as they were quantized.
+        data: codes as `quantize_mx` returns them, or viewed in torch's own dtype of the element.
+        scale: scales as `quantize_mx` returns them, or viewed in `torch.float8_e8m0fnu`.
+        elem_dtype: the element format, as `pt2mx.parse` takes it.
+        block_size: values that share a scale, as they were quantized; by default 32.
         target_dtype: float32, float16 or bfloat16.
+        axis: the dimension along which blocks run, as they were quantized; by default -1.
         length: n, where packing rounded it up (an odd n in FP4, an n that 4 does not divide in FP6).
 
     Returns:
@@ -74,6 +91,12 @@ def dequantize_mx(
 
     Raises:
         MXError: for shapes that do not fit each other, or other dtypes.
+
+    Example:
+        >>> import torch, pt2mx
+        >>> scale, data = pt2mx.quantize_mx(torch.tensor([0.3, 1.0, 2.9, -8.0]), "mxfp4")
+        >>> pt2mx.dequantize_mx(data, scale, "mxfp4")
+        tensor([ 0.,  1.,  3., -8.])
     """
     spec = _spec(elem_dtype, block_size=block_size, axis=axis)
     check_tensors(data=data, scale=scale)
@@ -97,17 +120,42 @@ def fake_quantize_mx(
     seed: int | torch.Generator | None = None,
     ste: str = "identity",
 ) -> Tensor:
-    """`dequantize_mx(quantize_mx(x))` to the bit, in x's shape and dtype, without the codes.
+    """Return `dequantize_mx(quantize_mx(x))` to the bit, in x's dtype, without the codes.
 
-    The gradient is the straight-through estimator: it passes unchanged (`ste="identity"`), or is zero where x is beyond
-    the largest value of its block's scale (`"clipped"`). Other arguments and errors are those of `quantize_mx`; a spec
-    may also have another scale than E8M0.
+    Its gradient is the straight-through estimator (Bengio et al., arXiv:1308.3432).
+
+    Args:
+        x: (..., n, ...) float32, float16 or bfloat16; blocks run along `axis`, the last may be shorter.
+        elem_dtype: the element format, as `pt2mx.parse` takes it; a spec may also have another scale than E8M0.
+        block_size: values that share a scale; by default 32.
+        axis: the dimension along which blocks run; by default -1.
+        scale_mode: how the shared exponent follows from the block's values; by default "floor".
+        rounding: how values are rounded to the element's grid; by default "even".
+        seed: as in `quantize_mx`.
+        ste: the gradient: `"identity"` passes it unchanged, `"clipped"` makes it zero where x is beyond the largest
+            value of its block's scale.
+
+    Returns:
+        (..., n, ...) in x's dtype.
+
+    Raises:
+        MXError: for another dtype, an unknown format, mode or `ste`, a block size below 1, an axis out of range.
+
+    Example:
+        >>> import torch, pt2mx
+        >>> x = torch.tensor([0.3, 1.0, 2.9, -7.0], requires_grad=True)
+        >>> y = pt2mx.fake_quantize_mx(x, "mxfp4", ste="clipped")
+        >>> y.detach()
+        tensor([ 0.5000,  1.0000,  3.0000, -6.0000])
+        >>> y.sum().backward()
+        >>> x.grad
+        tensor([1., 1., 1., 0.])
     """
     check_tensors(x=x)
     check_ste(ste)
     spec = _modes(elem_dtype, block_size, axis, scale_mode, rounding)
     if spec.has_e8m0_scale:
-        return ops.fake_quantize_mx(x, *operator_modes(spec), _seed(seed), ste)
+        return ops.fake_quantize_mx(x, *spec.op_args(), _seed(seed), ste)
     return _OtherScale.apply(x, check_spec(x, spec), _seed(seed), ste)
 
 
@@ -115,15 +163,15 @@ class _OtherScale(torch.autograd.Function):
     """`fake_quantize_mx` with a scale that is not E8M0: the reference kernel, no operator."""
 
     @staticmethod
-    def forward(ctx: object, x: Tensor, spec: MXSpec, seed: int | None, ste: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, spec: MXSpec, seed: int | None, ste: str) -> Tensor:
         ctx.save_for_backward(*([x] if ste == "clipped" else []))
         ctx.spec = spec
-        seed = seed_of(x, spec, seed)
-        (y,) = in_order(lambda spec, x: reference_chunked.fake_quantize(x, spec, seed), spec, torch.atleast_1d(x))
+        start = seed_of(x, spec, seed)
+        (y,) = in_order(lambda spec, x: reference_chunked.fake_quantize(x, spec, start), spec, torch.atleast_1d(x))
         return y if x.dim() else y.as_strided_((), ())
 
     @staticmethod
-    def backward(ctx: object, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         for x in ctx.saved_tensors:
             tensors = torch.atleast_1d(x), torch.atleast_1d(grad)
             (grad,) = in_order(lambda spec, x, grad: reference_chunked.clip_gradient(grad, x, spec), ctx.spec, *tensors)
@@ -135,11 +183,11 @@ class _OtherScale(torch.autograd.Function):
 _VIEWS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2, torch.int8)
 
 
-def _spec(elem_dtype: object, **fields: object) -> MXSpec:
+def _spec(elem_dtype: object, **fields: Any) -> MXSpec:
     return parse(elem_dtype, **{name: value for name, value in fields.items() if value is not None})
 
 
-def _modes(elem_dtype: object, *fields: object) -> MXSpec:
+def _modes(elem_dtype: object, *fields: Any) -> MXSpec:
     names = ("block_size", "axis", "scale_mode", "rounding")
     return _spec(elem_dtype, **dict(zip(names, fields, strict=True)))
 

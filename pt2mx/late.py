@@ -1,4 +1,4 @@
-"""What is imported later than `pt2mx`: the parts that bring torchao, Dynamo or Inductor, which take seconds."""
+"""Imports later than that of `pt2mx`: the parts that bring torchao, Dynamo or Inductor, which take seconds."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader
 
 
 def reach(package: ModuleType, names: Mapping[str, str] | None = None) -> None:
@@ -16,11 +20,11 @@ def reach(package: ModuleType, names: Mapping[str, str] | None = None) -> None:
     Args:
         names: name -> the module that defines it, for names of other modules that are attributes of `package` too.
     """
-    names = names or {}
+    elsewhere = names or {}
 
     def __getattr__(name: str) -> object:
-        if name in names:
-            value = getattr(importlib.import_module(names[name]), name)
+        if name in elsewhere:
+            value = getattr(importlib.import_module(elsewhere[name]), name)
         elif name.startswith("_") or not importlib.util.find_spec(f"{package.__name__}.{name}"):
             raise AttributeError(f"module {package.__name__!r} has no attribute {name!r}")
         else:
@@ -30,7 +34,7 @@ def reach(package: ModuleType, names: Mapping[str, str] | None = None) -> None:
         setattr(package, name, value)
         return value
 
-    package.__getattr__ = __getattr__
+    vars(package)["__getattr__"] = __getattr__
 
 
 def when_imported(name: str, call: Callable[[], object]) -> None:
@@ -45,9 +49,10 @@ def when_imported(name: str, call: Callable[[], object]) -> None:
 
 
 class _Finder:
-    """Finds the modules that are waited for where the finders after it do, and has their loaders make the calls."""
+    """A finder of the modules that are waited for: it finds them where the finders after it do, and has their loaders
+    make the calls."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.calls: dict[str, list[Callable[[], object]]] = {}
 
     def find_spec(
@@ -61,17 +66,17 @@ class _Finder:
             self._call_after(spec.loader, name)
         return spec
 
-    def _call_after(self, loader: object, name: str) -> None:
-        """The loader stays what it is: who reads a module's source asks it."""
+    def _call_after(self, loader: Loader, name: str) -> None:
+        """Have a loader make the calls. It stays what it is: who reads a module's source asks it."""
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            del loader.exec_module
+            del vars(loader)["exec_module"]
             execute(module)
             for call in self.calls.pop(name, ()):
                 call()
 
-        loader.exec_module = exec_module
+        vars(loader)["exec_module"] = exec_module
 
 
 _finder = _Finder()

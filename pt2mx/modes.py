@@ -18,7 +18,7 @@ _FP32_MANTISSA = (1 << 23) - 1
 
 @dataclass(frozen=True)
 class ScaleMode:
-    """How the shared exponent follows from a block's amax.
+    """The rule by which a block's shared exponent follows from its amax.
 
     It is `floor(log2 amax) - emax`, plus one where the fp32 mantissa field of amax is above `threshold(element)`, and
     then the one of its `exponent_offsets` (what is added to it) with the least sum of squared errors over the block;
@@ -30,7 +30,7 @@ class ScaleMode:
 
     @property
     def searches(self) -> bool:
-        """Whether the errors decide, or the amax alone."""
+        """True if the errors decide, False if the amax alone does."""
         return self.exponent_offsets != (0,)
 
 
@@ -59,7 +59,7 @@ SCALE_MODES: dict[str, ScaleMode] = {
 
 @dataclass(frozen=True)
 class Rounding:
-    """How a value, given in units of its quantum, becomes a whole number of quanta; zero keeps its sign.
+    """The rule by which a value, given in units of its quantum, becomes a whole number of quanta; zero keeps its sign.
 
     `to_quanta` takes (units fp32, random int32 in [0, 2**31) or None) and is exact. A `directed` rounding takes any
     value but zero, however small, to its neighbour on one side. One that is `random` needs a seed.
@@ -71,13 +71,20 @@ class Rounding:
 
 
 def _beyond(units: Tensor) -> Tensor:
-    """The part of a magnitude beyond the whole number below it."""
+    """Return the part of a magnitude beyond the whole number below it."""
     return (units - units.trunc()).abs()
 
 
 def _away_from_zero(units: Tensor, where: Tensor) -> Tensor:
-    """The neighbour away from zero, elsewhere that toward zero."""
+    """Return the neighbour away from zero, elsewhere that toward zero."""
     return torch.where(where, units.trunc() + torch.where(units < 0, -1.0, 1.0), units.trunc())
+
+
+def _stochastic(units: Tensor, random: Tensor | None) -> Tensor:
+    """Return the neighbour away from zero in proportion to the distance, to within 2**-31: the mean is the value."""
+    if random is None:
+        raise TypeError("stochastic rounding takes a random number for each value")
+    return _away_from_zero(units, random < (_beyond(units) * 2.0**31).to(torch.int32))
 
 
 ROUNDINGS: dict[str, Rounding] = {
@@ -96,8 +103,5 @@ ROUNDINGS: dict[str, Rounding] = {
     "up": Rounding(lambda units, random: units.ceil(), directed=True),
     # toward negative infinity
     "down": Rounding(lambda units, random: units.floor(), directed=True),
-    # away from zero in proportion to the distance, to within 2**-31, so that the mean is the value
-    "stochastic": Rounding(
-        lambda units, random: _away_from_zero(units, random < (_beyond(units) * 2.0**31).to(torch.int32)), random=True
-    ),
+    "stochastic": Rounding(_stochastic, random=True),
 }

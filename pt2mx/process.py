@@ -1,5 +1,8 @@
-"""What `import pt2mx` changes in the process. All of it stands here, but for Ctrl-C: the command `pt2mx` alone takes it
-over, before anything else is imported (`pt2mx.pt2e.cli.interrupts`)."""
+"""The changes that `import pt2mx` makes in the process.
+
+All of them stand here, but for Ctrl-C: the command `pt2mx` alone takes it over, before anything else is imported
+(`pt2mx.pt2e.cli.interrupts`).
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,14 @@ from torch.fx.node import has_side_effect
 
 from pt2mx.late import when_imported
 
-#: registered at once: `torch.ops.pt2mx.*` with kernels, fake kernels, gradients and autocast
-_OPERATORS = ("pt2mx.ops.quantization", "pt2mx.ops.linear", "pt2mx.ops.mma_layout", "pt2mx.ops.scaled_mm")
+#: registered at once: `torch.ops.pt2mx.*` with kernels, fake kernels, gradients, autocast and docstrings
+_OPERATORS = (
+    "pt2mx.ops.quantization",
+    "pt2mx.ops.linear",
+    "pt2mx.ops.mma_layout",
+    "pt2mx.ops.scaled_mm",
+    "pt2mx.ops.docstrings",
+)
 
 #: a module of Inductor -> what registers itself there, once it has been imported
 _IN_INDUCTOR = {
@@ -55,8 +64,8 @@ def prepare_process() -> None:
 
 
 def _digest() -> str:
-    """AOTAutograd's cache keys a graph before decomposition: without the decompositions' identity in the key, code
-    compiled from an older version of them would be served."""
+    """Return a digest of pt2mx's sources. AOTAutograd's cache keys a graph before decomposition: without the
+    decompositions' identity in the key, code compiled from an older version of them would be served."""
     sources = sorted(Path(__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from pt2mx.errors import MXError, nearest
 from pt2mx.formats import FORMATS, ElementFormat, parse_element
@@ -13,7 +14,7 @@ from pt2mx.modes import ROUNDINGS, SCALE_MODES
 
 @dataclass(frozen=True)
 class MXSpec:
-    """How to quantize a tensor: element format, block, axis, scale mode and rounding.
+    """The quantization of a tensor: element format, block, axis, scale mode and rounding.
 
     Args:
         element: an `ElementFormat` or any spelling that `parse_element` takes (`"fp4_e2m1"`, `"mxfp4"`, ...).
@@ -31,6 +32,14 @@ class MXSpec:
 
     Raises:
         MXError: for any other value.
+
+    Example:
+        >>> import pt2mx
+        >>> spec = pt2mx.MXSpec("fp4_e2m1", block_size=16, rounding="stochastic")
+        >>> spec.element.max_normal, spec.axis, spec.scale_mode
+        (6.0, -1, 'floor')
+        >>> print(spec)
+        mxfp4_e2m1{16}(stochastic)
     """
 
     element: ElementFormat
@@ -40,6 +49,19 @@ class MXSpec:
     rounding: str = "even"
     scale_exp_bits: int = 8
     scale_sig_bits: int = 0
+
+    if TYPE_CHECKING:  # `element` is given in any spelling, and read as what it names
+
+        def __init__(
+            self,
+            element: object,
+            block_size: int = 32,
+            axis: int = -1,
+            scale_mode: str = "floor",
+            rounding: str = "even",
+            scale_exp_bits: int = 8,
+            scale_sig_bits: int = 0,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "element", parse_element(self.element))
@@ -52,18 +74,54 @@ class MXSpec:
             if not isinstance(value, str) or value not in allowed:
                 raise MXError(f"unknown {field} {value!r}: {nearest(value, allowed)}")
 
-    def replace(self, **changes: object) -> MXSpec:
-        """This spec with some fields changed, checked again."""
+    def replace(self, **changes: Any) -> MXSpec:
+        """Return this spec with some fields changed, checked again.
+
+        Args:
+            changes: fields of `MXSpec` by name.
+
+        Returns:
+            The new spec.
+
+        Raises:
+            MXError: for a value that `MXSpec` does not take.
+
+        Example:
+            >>> import pt2mx
+            >>> print(pt2mx.parse("mxfp8").replace(block_size=64, scale_mode="rceil"))
+            mxfp8_e4m3{64}(rceil)
+        """
         return dataclasses.replace(self, **changes)
+
+    def op_args(self) -> tuple[str, int, int, str, str]:
+        """Return the arguments by which the operators `torch.ops.pt2mx.*` take this spec.
+
+        Returns:
+            The element's name, block size, axis, scale mode and rounding.
+
+        Raises:
+            MXError: for a scale that is not E8M0; the operators store no other.
+
+        Example:
+            >>> import pt2mx
+            >>> pt2mx.parse("mxfp4{16}").op_args()
+            ('fp4_e2m1', 16, -1, 'floor', 'even')
+        """
+        if not self.has_e8m0_scale:
+            raise MXError(
+                f"{self}: codes, operators and the export flow take E8M0 scales (scale_exp_bits=8, scale_sig_bits=0); "
+                "use fake_quantize_mx in eager mode for other scales"
+            )
+        return self.element.name, self.block_size, self.axis, self.scale_mode, self.rounding
 
     @property
     def has_e8m0_scale(self) -> bool:
-        """Whether scales are the E8M0 bytes of the OCP specification."""
+        """True if scales are the E8M0 bytes of the OCP specification (OCP MX v1.0, section 5.4.1)."""
         return self.scale_exp_bits == 8 and self.scale_sig_bits == 0
 
     @property
     def effective_bits(self) -> float:
-        """Bits a value, the shared scale included, for whole blocks."""
+        """The bits of a value, with its share of the scale, in whole blocks."""
         return self.element.bits + (self.scale_exp_bits + self.scale_sig_bits) / self.block_size
 
     def __str__(self) -> str:
@@ -83,15 +141,28 @@ _INTEGERS = {
 }
 
 
-def create_mx_spec(exp_bits: int, sig_bits: int, block_size: int = 32, **fields: object) -> MXSpec:
-    """The spec of a custom element: a sign, `exp_bits` exponent bits (0: an integer) and `sig_bits` stored significand
-    bits, `(4, 3)` and `(5, 2)` being the OCP formats of that split. `fields` are those of `MXSpec`.
+def create_mx_spec(exp_bits: int, sig_bits: int, block_size: int = 32, **fields: Any) -> MXSpec:
+    """Return the spec of a custom element, as pychop's function of this name does.
 
-    Elements of more than 8 bits are values of a float of 1 to 7 exponent bits, or of an integer, of at most 16 bits in
-    all. Every kernel but the reference leaves them out; each code takes two bytes.
+    An element of more than 8 bits takes two bytes a code, and is served by the reference kernel alone.
+
+    Args:
+        exp_bits: exponent bits, 1 to 7, or 0 for an integer.
+        sig_bits: stored significand bits, of which sign, exponent and significand are at most 16. `(4, 3)` and `(5, 2)`
+            are the OCP formats of that split.
+        block_size: values that share one scale.
+        fields: further fields of `MXSpec`.
+
+    Returns:
+        The spec.
 
     Raises:
-        MXError: where no element has that split.
+        MXError: if no element has that split, and for a field that `MXSpec` does not take.
+
+    Example:
+        >>> import pt2mx
+        >>> print(pt2mx.create_mx_spec(3, 4, block_size=16))
+        mxfp8_e3m4{16}
     """
     return MXSpec((exp_bits, sig_bits), block_size, **fields)
 
@@ -116,18 +187,32 @@ _BFP_ROUNDINGS = {"n": "even", "s": "stochastic", "u": "up", "d": "down"}
 _SCALE = re.compile(r"e(\d{1,3})m(\d{1,3})", re.ASCII)
 
 
-def parse(spelling: object, **overrides: object) -> MXSpec:
-    """The spec that `spelling` names: an element as `parse_element` takes it, optionally with a block size and axis in
-    braces and modes in parentheses (`"MXFP8[E4M3]{32}"`, `"mxint8{64,-2}"`, `"mxfp4{32}(rceil,half_away)"`), or a
-    block floating point shorthand (`"BFP[8|8]{64}(SN)"`: element bits, scale bits, block, symmetric or `_`, and the
-    rounding N, S, U or D: nearest, stochastic, up or down), or d-Matrix's name of one: `"BFP16_64"` is `BFP[8|8]{64}`,
-    its number that of the bits of an element and of the exponent; `"BFP16A_64"` has the full range of two's complement;
-    `"BFP16"` has blocks of 64, `"BFP12"` of 128. (pychop's bfp16 is another format: 16 bits without the exponent.)
+def parse(spelling: object, **overrides: Any) -> MXSpec:
+    """Return the spec that a spelling names. `str(spec)` parses back to the spec, its axis apart.
 
-    `overrides` are `MXSpec` fields that win over the spelling. `str(spec)` parses back to the spec, its axis apart.
+    Args:
+        spelling: an `MXSpec`; what `parse_element` takes; a string of an element with a block size and axis in braces
+            and modes in parentheses (`"MXFP8[E4M3]{32}"`, `"mxint8{64,-2}"`, `"mxfp4{32}(rceil,half_away)"`); a block
+            floating point shorthand (`"BFP[8|8]{64}(SN)"`: element bits, scale bits, block, symmetric or `_`, and the
+            rounding N, S, U or D: nearest, stochastic, up or down); or d-Matrix's name of one. `"BFP16_64"` is
+            `BFP[8|8]{64}`, its number that of the bits of an element and of the exponent; `"BFP16A_64"` has the full
+            range of two's complement; `"BFP16"` has blocks of 64, `"BFP12"` of 128. (pychop's bfp16 is another format:
+            16 bits without the exponent.)
+        overrides: fields of `MXSpec`, which win over the spelling.
+
+    Returns:
+        The spec. Fields that neither names have the defaults of `MXSpec`.
 
     Raises:
-        MXError: naming the nearest valid spelling.
+        MXError: for another spelling, naming the nearest valid one, and for a field that `MXSpec` does not take.
+
+    Example:
+        >>> import pt2mx
+        >>> spec = pt2mx.parse("MXFP4[E2M1]{16}(rceil)", axis=0)
+        >>> spec.element.name, spec.block_size, spec.axis, spec.scale_mode
+        ('fp4_e2m1', 16, 0, 'rceil')
+        >>> print(pt2mx.parse("BFP16_64"))
+        mxint8{64}
     """
     if isinstance(spelling, MXSpec):
         return spelling.replace(**overrides)
@@ -147,8 +232,9 @@ def parse(spelling: object, **overrides: object) -> MXSpec:
         raise MXError(f"in {spelling!r}: {error}") from None
 
 
-def _as_integer(spelling: str) -> tuple[str, dict[str, object]]:
-    """A spelling in lower case, block floating point as the integer format that it is, and what it says beside."""
+def _as_integer(spelling: str) -> tuple[str, dict[str, Any]]:
+    """Return a spelling in lower case, block floating point as the integer format that it is, and the fields of
+    `MXSpec` that such a shorthand names besides."""
     text = spelling.strip().lower()
     if named := _BFP_NAME.fullmatch(text):
         block = named["block"] or ("" if "{" in named["rest"] else _BFP_BLOCKS.get(named["bits"], ""))
@@ -157,7 +243,7 @@ def _as_integer(spelling: str) -> tuple[str, dict[str, object]]:
     bfp = _BFP.fullmatch(text)
     if bfp is None:
         return text, {}
-    fields: dict[str, object] = {"scale_exp_bits": int(bfp["scale"])}
+    fields: dict[str, Any] = {"scale_exp_bits": int(bfp["scale"])}
     if bfp["rounding"]:
         if bfp["rounding"] not in _BFP_ROUNDINGS:
             raise MXError(
@@ -169,9 +255,9 @@ def _as_integer(spelling: str) -> tuple[str, dict[str, object]]:
     return f"int{bfp['bits']}{full}{bfp['rest']}", fields
 
 
-def _modes(words: list[str]) -> dict[str, object]:
-    """The fields that the words in parentheses name: a scale mode, a rounding, the widths of the scale."""
-    fields: dict[str, object] = {}
+def _modes(words: list[str]) -> dict[str, Any]:
+    """Return the fields that the words in parentheses name: a scale mode, a rounding, the widths of the scale."""
+    fields: dict[str, Any] = {}
     if words and (scale := _SCALE.fullmatch(words[-1])):
         fields["scale_exp_bits"], fields["scale_sig_bits"] = int(scale[1]), int(scale[2])
         words = words[:-1]

@@ -1,1 +1,1 @@
-"""What quantization does to tensors: sums of errors, statistics, comparisons of formats."""
+"""Measurements of what quantization does to tensors: sums of errors, statistics, comparisons of formats."""

@@ -19,12 +19,24 @@ MX_FORMATS: dict[str, MXSpec] = {f"mx{name}": MXSpec(element) for name, element 
 
 @dataclass(frozen=True)
 class MXComparison:
-    """What several formats make of the same data: a row a format, in the order asked for. `str` is the table."""
+    """A comparison of what several formats make of the same data. `str` is the table.
+
+    Args:
+        rows: a row a format, in the order asked for.
+
+    Example:
+        >>> import io, torch, pt2mx
+        >>> comparison = pt2mx.compare_mx_formats(torch.ones(32), ["mxfp8", "mxfp4"], file=io.StringIO())
+        >>> comparison
+        <MXComparison of 2 formats: mxfp8_e4m3{32}, mxfp4_e2m1{32}>
+        >>> comparison.to_dict()["mxfp4_e2m1{32}"]["bits_per_element"]
+        4.25
+    """
 
     rows: tuple[MXStatistics, ...]
 
     def to_dict(self) -> dict[str, dict[str, object]]:
-        """The statistics by format, as `str(MXSpec)` spells it."""
+        """Return the statistics by format, as `str(MXSpec)` spells it."""
         return {row.format: row.to_dict() for row in self.rows}
 
     def __str__(self) -> str:
@@ -50,11 +62,22 @@ def compare_mx_formats(
     Args:
         data: (...) as `mx_quantize` takes it.
         formats: in any spelling that `pt2mx.parse` takes; by default `MX_FORMATS`.
-        block_size, axis: as in `mx_quantize`, for all formats.
+        block_size: values that share a scale, in all formats; by default that of each, 32 where it names none.
+        axis: the dimension along which blocks run, in all formats; as in `mx_quantize`.
         file: where the table is printed; by default the standard output.
+
+    Returns:
+        An `MXComparison`: `rows` are the `MXStatistics` of the formats, and `str` is the table.
 
     Raises:
         MXError: as `mx_statistics`.
+
+    Example:
+        >>> import torch, pt2mx
+        >>> comparison = pt2mx.compare_mx_formats(torch.tensor([0.25, 1.0, 3.0, -7.0]), ["mxfp8", "mxfp4"])
+        format           bits  SQNR dB  max abs error  mean abs error  saturated %  flushed %  ratio
+        mxfp8_e4m3{32}  10.00      inf              0               0         0.00       0.00  3.20x
+        mxfp4_e2m1{32}   6.00    17.45              1          0.3125        25.00      25.00  5.33x
     """
     if formats is None or isinstance(formats, str | MXSpec):
         formats = MX_FORMATS if formats is None else [formats]
@@ -71,12 +94,22 @@ def print_mx_format_table(file: TextIO | None = None) -> None:
     The columns: the bits of an element and their split, its bias, largest exponent, largest value, smallest normal and
     subnormal, and special values; block size, scale, bits a value with its share of the scale, and the compression
     ratios over fp16 and fp32.
+
+    Args:
+        file: where it is printed; by default the standard output.
+
+    Example:
+        >>> import pt2mx
+        >>> pt2mx.print_mx_format_table()  # doctest: +ELLIPSIS
+        format      bits  exponent  mantissa ...
+        mxfp8_e4m3  8     4         3 ...
+        ...
     """
     print(format_table(), file=file)
 
 
 def format_table() -> str:
-    """The table that `print_mx_format_table` prints."""
+    """Return the table that `print_mx_format_table` prints."""
     header = "format,bits,exponent,mantissa,bias,emax,max,min normal,min subnormal,special,block,scale,bits/value"
     return text_table([(*header.split(","), "x fp16", "x fp32"), *map(_format_row, MX_FORMATS.items())])
 

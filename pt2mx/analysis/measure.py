@@ -1,4 +1,4 @@
-"""What an MX format makes of a tensor: its size in the format, and what is lost."""
+"""Measurements of a tensor in an MX format: its size, and what is lost."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import EllipsisType
+from typing import TYPE_CHECKING, Any
 
 from pt2mx.analysis.sums import QuantizationStatistics, quantization_sums
 from pt2mx.arrays import as_torch, resolve
 from pt2mx.errors import MXError
 from pt2mx.functional import fake_quantize_mx
 from pt2mx.spec import MXSpec
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,14 @@ class MXStorage:
     compression_ratio_fp16: float
 
     @classmethod
-    def of(cls, shape: Sequence[int], spec: MXSpec, **fields: object) -> MXStorage:
-        """Of a tensor of that shape whose blocks run along `spec.axis`. `fields` are those that a subclass adds."""
+    def of(cls, shape: Sequence[int], spec: MXSpec, **fields: Any) -> Self:
+        """Return the size of a tensor of that shape whose blocks run along `spec.axis`.
+
+        Args:
+            shape: of the tensor.
+            spec: how it is quantized.
+            fields: those that a subclass adds.
+        """
         element, shape = spec.element, tuple(shape)
         elements, length = math.prod(shape), shape[spec.axis] if shape else 1
         blocks = elements // length * -(-length // spec.block_size) if elements else 0
@@ -61,14 +71,16 @@ class MXStorage:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """The fields by name."""
+        """Return the fields by name."""
         return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True)
 class MXStatistics(MXStorage):
-    """Also what is lost: errors are quantized minus original values, `sqnr` is in dB, `saturated` (beyond the largest
-    value of its block's scale) and `flushed` (not zero, but zero in the format) are shares of the values.
+    """The size of a tensor in an MX format, and what is lost.
+
+    Errors are quantized minus original values, `sqnr` is in dB, `saturated` (beyond the largest value of its block's
+    scale) and `flushed` (not zero, but zero in the format) are shares of the values.
 
     `compression_ratio` is that over `dtype`, the dtype of the data. `scale_exponents` counts the blocks by their shared
     exponent; its least and largest are None where no block is finite. `nan_blocks` counts those with an Inf or a NaN,
@@ -94,14 +106,37 @@ def mx_statistics(
     format: object = "mxfp8_e4m3",
     block_size: int | None = None,
     axis: int | EllipsisType | None = ...,
-    **fields: object,
+    **fields: Any,
 ) -> MXStatistics:
-    """What `mx_quantize` with the same arguments makes of `data`; `fields` are further ones of `MXSpec`.
+    """Measure what `mx_quantize` with the same arguments makes of `data`.
 
     Of stochastic rounding, SQNR and squared error are of one draw, the other errors of another.
 
+    Args:
+        data: (...) float32, float16 or bfloat16, as `mx_quantize` takes it.
+        format: as `pt2mx.parse` takes it.
+        block_size: values that share a scale; by default that of `format`, 32 where it names none.
+        axis: the dimension along which blocks run; by default that of `format`, -1 where it names none. None lets them
+            run over the flattened array.
+        fields: further fields of `MXSpec`.
+
+    Returns:
+        An `MXStatistics`. Of the size, under the names that pychop's `MXTensor.statistics()` has: `format`, `exp_bits`,
+        `sig_bits`, `block_size`, `scale_exp_bits`, `scale_sig_bits`, `original_shape`, `num_blocks`, `total_elements`,
+        `bits_per_element`, `compression_ratio_fp32`, `compression_ratio_fp16`, and `compression_ratio` over `dtype`,
+        that of `data`. Of the loss: `sqnr` in dB; `mean_squared_error`, `mean_abs_error` and `max_abs_error`; the
+        shares of the values that `saturated` (beyond the largest value of their block's scale) and were `flushed` to
+        zero; `scale_exponents`, the count of blocks by shared exponent, with `scale_exponent_min` and
+        `scale_exponent_max`; and `nan_blocks`, the count of blocks that hold an Inf or a NaN.
+
     Raises:
         MXError: as `mx_quantize`; for a traced JAX array, data without values, and `scale_exp_bits` above 8.
+
+    Example:
+        >>> import torch, pt2mx
+        >>> found = pt2mx.mx_statistics(torch.tensor([0.25, 1.0, 3.0, -7.0]), "mxfp4")
+        >>> found.max_abs_error, found.saturated, found.flushed, found.bits_per_element
+        (1.0, 0.25, 0.25, 6.0)
     """
     spec, flat = resolve(format, axis, block_size=block_size, **fields)
     x = as_torch(data)
@@ -112,9 +147,9 @@ def mx_statistics(
         raise MXError(f"data of shape {shape} has no values: there is nothing to measure")
     error = fake_quantize_mx(x, spec).double().sub_(x).abs_()
     sums = quantization_sums(x, spec)
-    seen = QuantizationStatistics.from_sums(sums)
+    seen = QuantizationStatistics.of(sums)
     whole = seen.nan_blocks == 0  # the sums are over the other blocks; a mean over all values is NaN as they are
-    measured = {
+    measured: dict[str, Any] = {
         "dtype": str(x.dtype).removeprefix("torch."),
         "sqnr": seen.sqnr if whole else math.nan,
         "mean_squared_error": float(sums["noise"]) / seen.values if whole else math.nan,

@@ -1,5 +1,8 @@
-"""What quantizing a tensor does to it: tensors in, sums out, so that batches add up."""
+"""Sums of what quantizing a tensor does to it: tensors in, sums out, so that batches add up."""
 
+from __future__ import annotations
+
+import functools
 import math
 from dataclasses import dataclass
 
@@ -14,10 +17,11 @@ from pt2mx.spec import MXSpec
 
 
 def quantization_sums(x: Tensor, spec: MXSpec) -> dict[str, Tensor]:
-    """Sums over one tensor; over several tensors they add up.
+    """Return sums over one tensor; those over several tensors add up.
 
     Args:
         x: (..., n, ...) float32, float16 or bfloat16.
+        spec: how x is quantized.
 
     Returns:
         0-d tensors `tensors` (1), `empty` (1 where x has no value), `values` (count), `nonfinite` (count of Inf and
@@ -36,7 +40,7 @@ def quantization_sums(x: Tensor, spec: MXSpec) -> dict[str, Tensor]:
     parts = [_sums(part, spec) for (part,) in slices]
     values = torch.tensor(x.numel(), device=x.device)
     counts = {"tensors": torch.ones_like(values), "empty": (values == 0).to(torch.int64), "values": values}
-    return counts | {name: sum(part[name] for part in parts) for name in parts[0]}
+    return counts | {name: functools.reduce(torch.add, [part[name] for part in parts]) for name in parts[0]}
 
 
 def _sums(x: Tensor, spec: MXSpec) -> dict[str, Tensor]:
@@ -63,7 +67,7 @@ def _sums(x: Tensor, spec: MXSpec) -> dict[str, Tensor]:
 
 
 def sqnr_db(signal: float, noise: float) -> float:
-    """Signal to quantization noise ratio in dB of two powers; inf where nothing was lost."""
+    """Return the signal to quantization noise ratio in dB of two powers; inf where nothing was lost."""
     if noise == 0:
         return math.inf
     if noise == math.inf:  # a scale mode that dequantizes to Inf in the top binade
@@ -73,7 +77,7 @@ def sqnr_db(signal: float, noise: float) -> float:
 
 @dataclass(frozen=True)
 class QuantizationStatistics:
-    """What was observed of a tensor under a spec.
+    """What calls with a tensor under a spec have shown.
 
     `tensors` counts the calls, `empty` those of them without a value, `values` the values of all, `nonfinite` the Inf
     and NaN among them, `nan_blocks` the blocks that held such, which become NaN. The rest is about the other blocks:
@@ -97,11 +101,14 @@ class QuantizationStatistics:
         return 10 ** (-self.sqnr / 10)
 
     @classmethod
-    def from_sums(cls, sums: dict[str, Tensor]) -> "QuantizationStatistics | None":
-        """The statistics of (added) `quantization_sums`, or None where no tensor was seen."""
+    def from_sums(cls, sums: dict[str, Tensor]) -> QuantizationStatistics | None:
+        """Return the statistics of (added) `quantization_sums`; None if no tensor was seen."""
+        return cls.of(sums) if int(sums["tensors"]) else None
+
+    @classmethod
+    def of(cls, sums: dict[str, Tensor]) -> QuantizationStatistics:
+        """Return the statistics of (added) `quantization_sums` of at least one tensor."""
         tensors, values, empty, nonfinite = (int(sums[name]) for name in ("tensors", "values", "empty", "nonfinite"))
-        if tensors == 0:
-            return None
         blocks = sums["exponents"].tolist()
         some = any(blocks[:NAN_SCALE])
         return cls(

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 
 def text_table(rows: Sequence[Sequence[str]], left: int | None = None) -> str:
-    """The rows, the first of which is the header, with aligned columns.
+    """Return a table with aligned columns.
 
     Args:
+        rows: the cells, the first row being the header.
         left: how many of the first columns are aligned on the left, the others being numbers; by default all.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

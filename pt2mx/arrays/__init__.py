@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from types import EllipsisType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor
+from torch import Generator, Tensor
 
 from pt2mx.arrays.numpy import as_numpy, fake_quantize_numpy, torch_from_numpy
 from pt2mx.functional import fake_quantize_mx
 from pt2mx.spec import MXSpec, parse
+
+if TYPE_CHECKING:
+    import jax
 
 
 def mx_quantize(
@@ -21,9 +25,9 @@ def mx_quantize(
     rounding: str | None = None,
     scale_exp_bits: int | None = None,
     scale_sig_bits: int | None = None,
-    seed: object = None,
-) -> object:
-    """The values of `data` after quantization to an MX format: quantized and dequantized, as `fake_quantize_mx` does.
+    seed: int | Generator | jax.Array | None = None,
+) -> Any:
+    """Quantize an array of torch, NumPy or JAX to an MX format, and dequantize it, as `fake_quantize_mx` does.
 
     Args:
         data: (...) float32, float16 or bfloat16; a torch tensor, a NumPy array (bfloat16 being that of `ml_dtypes`) or
@@ -34,7 +38,10 @@ def mx_quantize(
         block_size: values that share a scale; by default that of `format`, 32 where it names none.
         axis: the dimension along which blocks run; by default that of `format`, -1 where it names none. None lets them
             run over the flattened array, as pychop does.
-        scale_mode, rounding, scale_exp_bits, scale_sig_bits: fields of `MXSpec`; by default those of `format`.
+        scale_mode: how the shared exponent follows from the block's values; by default that of `format`.
+        rounding: how values are rounded to the element's grid; by default that of `format`.
+        scale_exp_bits: bits of the shared exponent; by default those of `format`.
+        scale_sig_bits: bits of a scale's significand; by default those of `format`.
         seed: of `rounding="stochastic"`: an integer, a torch generator, or None for another draw each call. For a JAX
             array also an integer JAX scalar; under `jax.jit` and `jax.vmap`, whose functions must be pure, one of the
             two integers is needed.
@@ -47,6 +54,11 @@ def mx_quantize(
     Raises:
         MXError: for another type or dtype (float64 too: nothing is cast silently), an unknown format or mode, a block
             size below 1, an axis out of range.
+
+    Example:
+        >>> import numpy, pt2mx
+        >>> pt2mx.mx_quantize(numpy.array([0.3, 1.0, 2.9, -7.0], dtype="float32"), "mxfp4")
+        array([ 0.5,  1. ,  3. , -6. ], dtype=float32)
     """
     spec, flat = resolve(
         format,
@@ -64,14 +76,14 @@ def mx_quantize(
         from pt2mx.arrays import jax as jax_bridge
 
         return jax_bridge.fake_quantize(data, spec, flat, seed)
-    x = as_numpy(data)
-    y = fake_quantize_numpy(x.reshape(-1) if flat else x, spec, seed).reshape(x.shape)
-    return y[()] if isinstance(data, np.generic) else y
+    array = as_numpy(data)
+    quantized = fake_quantize_numpy(array.reshape(-1) if flat else array, spec, seed).reshape(array.shape)
+    return quantized[()] if isinstance(data, np.generic) else quantized
 
 
-def resolve(format: object, axis: int | EllipsisType | None, **fields: object) -> tuple[MXSpec, bool]:
-    """The spec that `format` names, with the `fields` that are not None, and whether its blocks run over the flattened
-    array (`axis=None`; the spec's axis is then -1)."""
+def resolve(format: object, axis: int | EllipsisType | None, **fields: Any) -> tuple[MXSpec, bool]:
+    """Return the spec that `format` names, with the `fields` that are not None, and True if its blocks run over the
+    flattened array (`axis=None`; the spec's axis is then -1)."""
     fields = {name: value for name, value in fields.items() if value is not None}
     if axis is not ...:
         fields["axis"] = -1 if axis is None else axis
@@ -79,7 +91,7 @@ def resolve(format: object, axis: int | EllipsisType | None, **fields: object) -
 
 
 def as_torch(data: object) -> Tensor:
-    """A torch tensor (...) of the values of an array of any library, sharing its memory where torch can describe it.
+    """Return a torch tensor (...) of the values of an array of any library, in its memory if torch can describe that.
 
     Raises:
         MXError: for another type or dtype, and for a JAX array that is traced.
@@ -94,5 +106,5 @@ def as_torch(data: object) -> Tensor:
 
 
 def _is_jax(data: object) -> bool:
-    """Whether `data` is of JAX, found out without importing it."""
+    """True if `data` is of JAX, found out without importing it."""
     return type(data).__module__.partition(".")[0] in ("jax", "jaxlib")

@@ -17,9 +17,12 @@ from pt2mx.functional import fake_quantize_mx
 from pt2mx.modes import ROUNDINGS
 from pt2mx.spec import MXSpec
 
+#: of stochastic rounding, beside a scalar of JAX
+Seed = int | torch.Generator | None
 
-def fake_quantize(x: jax.Array, spec: MXSpec, flat: bool, seed: object) -> jax.Array:
-    """`fake_quantize_mx` of a JAX array (...), traced or not; over the flattened array where `flat`.
+
+def fake_quantize(x: jax.Array, spec: MXSpec, flat: bool, seed: Seed | jax.Array) -> jax.Array:
+    """Return `fake_quantize_mx` of a JAX array (...), traced or not; over the flattened array where `flat`.
 
     Raises:
         MXError: as `mx_quantize`.
@@ -35,7 +38,7 @@ def fake_quantize(x: jax.Array, spec: MXSpec, flat: bool, seed: object) -> jax.A
 
 
 def as_torch(x: jax.Array) -> Tensor:
-    """A torch tensor (...) of the values of a JAX array, sharing its memory where torch can reach it."""
+    """Return a torch tensor (...) of the values of a JAX array, sharing its memory where torch can reach it."""
     _check(x)
     if isinstance(x, jax.core.Tracer):
         raise MXError("a traced JAX array has no values yet: call this outside jit, vmap and grad")
@@ -53,7 +56,7 @@ class _Kernel:
     """The quantization of an array: compared by value, so that JAX finds again what it compiled with it."""
 
     spec: MXSpec
-    seed: object
+    seed: Seed
 
     def eager(self, x: jax.Array, seed: jax.Array | None) -> jax.Array:
         seed = self.seed if seed is None else int(seed)
@@ -101,7 +104,7 @@ def _identity(kernel: _Kernel, primals: tuple, tangents: tuple) -> tuple[jax.Arr
 
 
 def _shares_memory(x: jax.Array) -> bool:
-    """Whether torch can read x where it lies."""
+    """True if torch can read x where it lies."""
     devices = x.devices()
     platforms = {device.platform for device in devices}
     return len(devices) == 1 and (platforms == {"cpu"} or (platforms == {"gpu"} and torch.cuda.is_available()))

@@ -13,8 +13,8 @@ from pt2mx.spec import MXSpec
 _TAKEN = "torch tensors, NumPy arrays and JAX arrays of dtype float32, float16 or bfloat16"
 
 
-def fake_quantize_numpy(x: np.ndarray, spec: MXSpec, seed: object) -> np.ndarray:
-    """`fake_quantize_mx` of a NumPy array (...) of an allowed dtype, into an array of the same shape and dtype."""
+def fake_quantize_numpy(x: np.ndarray, spec: MXSpec, seed: int | torch.Generator | None) -> np.ndarray:
+    """Return `fake_quantize_mx` of a NumPy array (...) of an allowed dtype, in the same shape and dtype."""
     y = fake_quantize_mx(torch_from_numpy(x), spec, seed=seed)
     if y.dtype == torch.bfloat16:  # NumPy itself has none
         return y.view(torch.int16).numpy().view(x.dtype)
@@ -22,7 +22,7 @@ def fake_quantize_numpy(x: np.ndarray, spec: MXSpec, seed: object) -> np.ndarray
 
 
 def check_dtype(name: str) -> None:
-    """`MXError` where arrays of the dtype of that name are not quantized."""
+    """Raise `MXError` for the name of a dtype whose arrays are not quantized."""
     if name not in ("float32", "float16", "bfloat16"):
         raise MXError(
             f"cannot quantize an array of dtype {name} to an MX format: allowed are float32, float16 and bfloat16; "
@@ -31,7 +31,7 @@ def check_dtype(name: str) -> None:
 
 
 def as_numpy(data: object) -> np.ndarray:
-    """`data`, if it is a NumPy array or scalar of an allowed dtype."""
+    """Return `data`, a NumPy array or scalar of an allowed dtype; raise `MXError` for anything else."""
     if isinstance(data, bool | int | float | list | tuple) and not isinstance(data, np.generic):
         raise MXError(
             f"cannot quantize a Python {type(data).__name__}: convert it first, for example with "
@@ -47,7 +47,8 @@ def as_numpy(data: object) -> np.ndarray:
 
 
 def torch_from_numpy(x: np.ndarray) -> Tensor:
-    """x as a torch tensor, in place where torch can describe its memory. Nobody may write to it: x may be read-only."""
+    """Return x as a torch tensor, in place if torch can describe its memory. Nobody may write to it: x may be
+    read-only."""
     if any(stride < 0 for stride in x.strides):
         x = x.copy()  # before torch sees it: its DLPack import ends the process
     bits = x.view(np.int16) if x.dtype.name == "bfloat16" else x

@@ -3,6 +3,8 @@ dtype, which the result has too. The weight is decoded to that dtype."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,9 @@ def register_autocast(operator: torch._ops.OpOverload, computes_in: torch.dtype 
         torch.library.impl(operator.name(), key, _kernel(operator, key, device, computes_in))
 
 
-def _kernel(operator: torch._ops.OpOverload, key: str, device: str, computes_in: torch.dtype | None):
+def _kernel(
+    operator: torch._ops.OpOverload, key: str, device: str, computes_in: torch.dtype | None
+) -> Callable[..., Tensor]:
     without = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
     def kernel(*args: object) -> Tensor:
@@ -32,6 +36,7 @@ def _kernel(operator: torch._ops.OpOverload, key: str, device: str, computes_in:
 
 
 def _cast(argument: object, dtype: torch.dtype) -> object:
-    """float64 stays, as autocast has it."""
-    casts = isinstance(argument, Tensor) and argument.is_floating_point() and argument.dtype != torch.float64
-    return argument.to(dtype) if casts else argument
+    """Cast a floating tensor; float64 stays, as autocast has it."""
+    if isinstance(argument, Tensor) and argument.is_floating_point() and argument.dtype != torch.float64:
+        return argument.to(dtype)
+    return argument

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,22 +19,8 @@ HIGH_PRECISION = (torch.float32, torch.float16, torch.bfloat16)
 _make_spec = functools.lru_cache(maxsize=1024)(MXSpec)
 
 
-def operator_modes(spec: MXSpec) -> tuple[str, int, int, str, str]:
-    """The arguments by which the operators take `spec`.
-
-    Raises:
-        MXError: where its scale is not E8M0, which the operators store.
-    """
-    if not spec.has_e8m0_scale:
-        raise MXError(
-            f"{spec}: codes, operators and the export flow take E8M0 scales (scale_exp_bits=8, scale_sig_bits=0); "
-            "use fake_quantize_mx in eager mode for other scales"
-        )
-    return spec.element.name, spec.block_size, spec.axis, spec.scale_mode, spec.rounding
-
-
 def check_tensors(**tensors: object) -> None:
-    """`MXError` for an argument that is no dense tensor, by its name."""
+    """Raise `MXError` for an argument, given by its name, that is no dense tensor."""
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             raise MXError(f"{name} must be a torch.Tensor, not {type(value).__name__}: convert it with torch.as_tensor")
@@ -42,20 +29,20 @@ def check_tensors(**tensors: object) -> None:
 
 
 def check_length(length: object) -> None:
-    """`MXError` where `length` is no extent of a dimension; a symbolic one is taken as it is."""
-    integer = isinstance(length, int) and not isinstance(length, bool)
-    if not (length is None or isinstance(length, torch.SymInt) or (integer and 0 <= length < 2**63)):
+    """Raise `MXError` for a `length` that is no extent of a dimension; a symbolic one is taken as it is."""
+    if not (length is None or isinstance(length, torch.SymInt) or _is_count(length)):
         raise MXError(f"length={length!r} must be an integer of at least 0, or None for every code that data holds")
 
 
-def check_input(x: Tensor, *modes: object) -> MXSpec:
-    """The spec that the operator arguments `modes` (element name, block size, axis, scale mode, rounding) name, its
-    axis counted from the front; `MXError` where they or x's dtype are not allowed."""
+def check_input(x: Tensor, *modes: Any) -> MXSpec:
+    """Return the spec that the arguments `modes` of an operator name, in the order of `MXSpec.op_args`, its axis
+    counted from the front; raise `MXError` for others than are allowed, and for another dtype of x."""
     return check_spec(x, _make_spec(*modes))
 
 
 def check_spec(x: Tensor, spec: MXSpec) -> MXSpec:
-    """`spec` with its axis counted from the front; `MXError` where x's dtype or the axis is not allowed."""
+    """Return `spec` with its axis counted from the front; raise `MXError` for an axis or a dtype of x that is not
+    allowed."""
     if x.dtype not in HIGH_PRECISION:
         raise MXError(
             f"cannot quantize a tensor of dtype {x.dtype} to an MX format: allowed are float32, float16 and bfloat16; "
@@ -65,9 +52,8 @@ def check_spec(x: Tensor, spec: MXSpec) -> MXSpec:
 
 
 def check_seed(seed: object) -> None:
-    """`MXError` where `seed` is no seed of stochastic rounding; a symbolic one is taken as it is."""
-    integer = isinstance(seed, int) and not isinstance(seed, bool)
-    if not (seed is None or isinstance(seed, torch.SymInt) or (integer and 0 <= seed < 2**63)):
+    """Raise `MXError` for what is no seed of stochastic rounding; a symbolic one is taken as it is."""
+    if not (seed is None or isinstance(seed, torch.SymInt) or _is_count(seed)):
         raise MXError(
             f"seed={seed!r} must be an integer from 0 to 2**63 - 1, a torch.Generator, or None for a new draw each call"
         )
@@ -82,8 +68,8 @@ def check_packed(
     axis: int = -1,
     length: int | None = None,
 ) -> tuple[MXSpec, int]:
-    """Spec (axis counted from the front) and length of the values that `data` and `scale` hold, from the arguments of
-    `dequantize_mx`; `MXError` where they do not fit each other."""
+    """Return the spec (axis counted from the front) and the length of the values that `data` and `scale` hold, from the
+    arguments of `dequantize_mx`; raise `MXError` for those that do not fit each other."""
     spec = _make_spec(elem, block_size, axis)
     if not (data.dim() and scale.dim()):
         raise MXError("data and scale have at least one dimension: a tensor without any has those of shape (1,)")
@@ -112,6 +98,11 @@ def check_packed(
             f"of {spec.element} in blocks of {block_size} along dimension {spec.axis} have {tuple(expected)}"
         )
     return spec, length
+
+
+def _is_count(n: object) -> bool:
+    """True for an integer from 0 on that int64 holds."""
+    return isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**63
 
 
 def _dimension(axis: int, x: Tensor) -> int:

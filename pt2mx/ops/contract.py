@@ -1,13 +1,16 @@
-"""What the operators `torch.ops.pt2mx.*` mean to a compiler that reads programs with them: for each a version, and the
-shapes, dtypes and layouts of its arguments. Types and defaults are those of the registered schemas.
+"""The contract of the operators `torch.ops.pt2mx.*` with compilers that read programs with them.
 
-    python -m pt2mx.ops.contract > pt2mx/ops/README.md
+It says for each a version, and the shapes, dtypes and layouts of its arguments. Types and defaults are those of the
+registered schemas.
+
+    python -m pt2mx.ops.contract_text > pt2mx/ops/README.md
 
 writes the document for their authors. An operator's version rises with every change of its schema or its numbers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -30,7 +33,7 @@ class Operator:
     arguments: dict[str, str] = field(default_factory=dict)
 
 
-def _choices(names: object) -> str:
+def _choices(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
@@ -116,17 +119,17 @@ OPERATORS = {
             "offs": "(E,) int32: for each expert the row after its last",
         },
     ),
-    "linear_mx_fragments": Operator(
+    "linear_mx_mma_layout": Operator(
         1,
         "`linear_mx` with the weight in the order of an NVIDIA GPU's tensor cores. Only programs that were lowered for "
         "such a GPU hold it.",
         {"": "(..., n) bfloat16"},
         {
             "x": "(..., K) bfloat16, K a multiple of 8",
-            "weight_data": "codes, uint8, as `pt2mx.kernels.gpu.mma_layout.to_fragments` gives them",
+            "weight_data": "codes, uint8, as `pt2mx.kernels.gpu.mma_layout.to_mma_layout` gives them",
             "weight_scale": "their scales, uint8, from there too",
             "bias": "(n,) bfloat16, or None",
-            "elem_dtype_name": f"one of {_choices(FRAGMENTS)}",
+            "elem_dtype_name": f"one of {_choices(sorted(FRAGMENTS))}",
             "n": "rows of the weight",
         },
     ),
@@ -158,12 +161,12 @@ OPERATORS = {
 
 
 def schema_of(name: str) -> torch.FunctionSchema:
-    """The registered schema of an operator."""
+    """Return the registered schema of an operator."""
     return getattr(torch.ops.pt2mx, name).default._schema
 
 
 def meanings(name: str) -> dict[str, str]:
-    """The arguments of an operator in the order of its schema, and what each means."""
+    """Return the arguments of an operator in the order of its schema, and what each means."""
     own = OPERATORS[name].arguments
     return {argument.name: own.get(argument.name) or SHARED[argument.name] for argument in schema_of(name).arguments}
 
@@ -172,8 +175,8 @@ STORAGE_HEADER = ("element", "bits", "exponent", "mantissa", "bias", "special", 
 
 
 def storage_rows() -> list[tuple[object, ...]]:
-    """Of each element how a code is read, and the smallest group of codes that is whole bytes."""
-    rows = []
+    """Return a row for each element: how a code is read, and the smallest group of codes that is whole bytes."""
+    rows: list[tuple[object, ...]] = []
     for name, e in FORMATS.items():
         exponent = ("-", "-", "-") if e.is_int else (e.exponent_bits, e.mantissa_bits, e.bias)
         rows.append((f"`{name}`", e.bits, *exponent, _special(e), *group_of(e.bits)))
@@ -182,9 +185,3 @@ def storage_rows() -> list[tuple[object, ...]]:
 
 def _special(element: ElementFormat) -> str:
     return ", ".join(["Inf"] * element.has_inf + ["NaN"] * element.has_nan) or "-"
-
-
-if __name__ == "__main__":
-    from pt2mx.ops.contract_text import document
-
-    print(document(), end="")

@@ -15,8 +15,8 @@ device, fake kernels and gradients; a compiler implements the ones that it meets
 `pt2mx.make_portable` has written them out as aten operators. A converted program holds `quantize_mx` and
 `dequantize_mx`, one in training `fake_quantize_mx`; `pt2mx.lower_to_inductor` puts the others in their place.
 
-`python -m pt2mx.ops.contract` writes this document from the registered schemas. An operator's version rises with every
-change of its schema or of its numbers.
+`python -m pt2mx.ops.contract_text` writes this document from the registered schemas. An operator's version rises with
+every change of its schema or of its numbers.
 
 ## Storage
 
@@ -41,6 +41,7 @@ compiled.
 
 
 def document() -> str:
+    """Return the document."""
     storage = _table(STORAGE_HEADER, storage_rows())
     parts = [_BEGINNING, storage, _BEHIND_STORAGE, "## Operators\n", *map(_section, OPERATORS)]
     return "\n".join(parts)
@@ -61,6 +62,10 @@ def _section(name: str) -> str:
 
 
 def _table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
-    header = list(header)
-    lines = [header, ["---"] * len(header), *rows]
+    titles = list(header)
+    lines = [titles, ["---"] * len(titles), *rows]
     return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    print(document(), end="")

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.nn import functional
 
 from pt2mx import ops
 from pt2mx.formats import ELEMENTS
 from pt2mx.kernels import elements, reference
 from pt2mx.kernels.axis import is_one_in_the_example
-from pt2mx.kernels.gpu.mma_layout import from_fragments
+from pt2mx.kernels.gpu.mma_layout import from_mma_layout
 from pt2mx.ops import linear, mma_layout
 from pt2mx.ops.checks import check_input, check_packed
-from pt2mx.ops.order import dense_strides, is_dense, natural, order_in_memory, permuted_back, strides_in_order
+from pt2mx.ops.order import Order, dense_strides, is_dense, natural, order_in_memory, permuted_back, strides_in_order
 from pt2mx.ops.quantization import seed_of
+from pt2mx.spec import MXSpec
 
 
 def _contiguous_copy(x: Tensor) -> Tensor:
@@ -25,99 +29,113 @@ def _contiguous_copy(x: Tensor) -> Tensor:
 
 
 def decompositions(
-    random_bits: Callable[[Tensor, list[int]], Tensor],
-    forms_for: Callable[[Tensor], ModuleType] = lambda x: elements,
+    random_bits: Callable[[Tensor, torch.Size], Tensor],
+    prims_for: Callable[[Tensor], ModuleType] = lambda x: elements,
     dense: Callable[[Tensor], Tensor] = _contiguous_copy,
-) -> dict:
-    """operator -> its decomposition, by the reference kernels.
+) -> dict[OpOverload, Callable[..., Any]]:
+    """Return operator -> its decomposition, by the reference kernels.
 
     Args:
         random_bits: the numbers of stochastic rounding, as `pt2mx.kernels.philox.random_bits`.
-        forms_for: the module with the functions of `pt2mx.kernels.elements` that suits a tensor.
+        prims_for: the module with the functions of `pt2mx.kernels.elements` that suits a tensor.
         dense: gives the values of a tensor contiguous strides, for tracing at least.
     """
+    by = _Decompositions(random_bits, prims_for, dense)
+    return {
+        ops.quantize_mx: by.quantize,
+        ops.dequantize_mx: by.dequantize,
+        ops.fake_quantize_mx: by.fake_quantize,
+        ops.clip_gradient_mx: by.clip_gradient,
+    }
 
-    def in_order(kernel, spec, x, *others):
-        """What `kernel(spec, x, *others)` gives, with the strides that the operator's fake kernel tells: by these views
-        of it were traced. `others` have x's dimensions."""
+
+@dataclass(frozen=True)
+class _Decompositions:
+    """The decompositions of the operators, by the three functions that `decompositions` takes."""
+
+    random_bits: Callable[[Tensor, torch.Size], Tensor]
+    prims_for: Callable[[Tensor], ModuleType]
+    dense: Callable[[Tensor], Tensor]
+
+    def quantize(self, x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        spec, x, prims = check_input(x, *arguments[:5]), torch.atleast_1d(x), self.prims_for(x)
+
+        def kernel(spec: MXSpec, x: Tensor, random: Tensor | None = None) -> tuple[Tensor, ...]:
+            return reference.quantize(x, spec, random, prims)
+
+        return self._in_order(kernel, spec, x, *self._random(x, spec, *arguments[5:]))
+
+    def dequantize(
+        self, data: Tensor, scale: Tensor, elem: str, block_size: int, dtype: torch.dtype, *where: Any
+    ) -> Tensor:
+        spec, length = check_packed(data, scale, elem, block_size, dtype, *where)
+        prims = self.prims_for(data)
+
+        def kernel(spec: MXSpec, data: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+            return (reference.dequantize(data, scale, spec, dtype, length, prims),)
+
+        return self._in_order(kernel, spec, data, scale)[0]
+
+    def fake_quantize(self, x: Tensor, *arguments: Any) -> Tensor:
+        spec, row, prims = check_input(x, *arguments[:5]), torch.atleast_1d(x), self.prims_for(x)
+
+        def kernel(spec: MXSpec, x: Tensor, random: Tensor | None = None) -> tuple[Tensor, ...]:
+            return (reference.fake_quantize(x, spec, random, prims),)
+
+        (y,) = self._in_order(kernel, spec, row, *self._random(row, spec, *arguments[5:]))
+        return y if x.dim() else y.reshape(())
+
+    def clip_gradient(self, grad: Tensor, x: Tensor, *modes: Any) -> Tensor:
+        spec, rows, prims = check_input(x, *modes), (torch.atleast_1d(x), torch.atleast_1d(grad)), self.prims_for(x)
+
+        def kernel(spec: MXSpec, x: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+            return (reference.clip_gradient(grad, x, spec, prims),)
+
+        (y,) = self._in_order(kernel, spec, *rows)
+        return y if x.dim() else y.reshape(())
+
+    def _random(self, x: Tensor, spec: MXSpec, seed: int | None = None, *ste: str) -> tuple[Tensor, ...]:
+        """Return the random numbers that rounding x takes: one tensor, or none."""
+        seed_tensor = seed_of(x, spec, seed)
+        return () if seed_tensor is None else (self.random_bits(seed_tensor, x.shape),)
+
+    def _in_order(
+        self, kernel: Callable[..., tuple[Tensor, ...]], spec: MXSpec, x: Tensor, *others: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Return what `kernel(spec, x, *others)` gives, with the strides that the operator's fake kernel tells: by
+        these, views of it were traced. `others` have x's dimensions."""
         order = order_in_memory(x)
         if order == natural(x):
             results = kernel(spec, x, *others)
         else:
             spec = spec.replace(axis=order.index(spec.axis))
             results = kernel(spec, *(t.permute(order) for t in (x, *others)))
-        return tuple(laid_out(y, order, spec.axis, x) for y in results)
+        return tuple(self._laid_out(y, order, spec.axis, x) for y in results)
 
-    def laid_out(y, order, axis, x):
-        """y, whose dimensions stand in x's order, as a result for x: dense, also where filled last blocks along `axis`
-        were cut off. Scales and codes of a length that has one of them in the example stay as they are, where nothing
-        would guard that."""
+    def _laid_out(self, y: Tensor, order: Order, axis: int, x: Tensor) -> Tensor:
+        """Return y, whose dimensions stand in x's order, as a result for x: dense, also where filled last blocks along
+        `axis` were cut off. Scales and codes of a length that has one of them in the example stay as they are, where
+        nothing would guard that."""
         is_cut = not is_dense(y, natural(y))
         left = is_cut and is_one_in_the_example(y.shape[axis])
-        y = dense(y) if is_cut and not left else y
+        y = self.dense(y) if is_cut and not left else y
         y = y if order == natural(y) else permuted_back(y, order)
         strides = list(zip(dense_strides(y.shape, order), strides_in_order(x, y.shape), strict=True))
         same = all(a == b for a, b in strides if isinstance(a, int) and isinstance(b, int))
         return y if left or same else y.as_strided(y.shape, [stride for _, stride in strides])
 
-    def random(x, spec, seed=None, *ste):
-        seed = seed_of(x, spec, seed)
-        return () if seed is None else (random_bits(seed, x.shape),)
 
-    def quantize(x, *arguments):
-        spec, x, forms = check_input(x, *arguments[:5]), torch.atleast_1d(x), forms_for(x)
+def product_decompositions() -> dict[OpOverload, Callable[..., Tensor]]:
+    """Return operator -> the product with the dequantized weight, for programs that run where pt2mx is not installed.
+    Inductor keeps these operators as calls: they read the weight packed."""
 
-        def kernel(spec, x, random=None):
-            return reference.quantize(x, spec, random, forms)
-
-        return in_order(kernel, spec, x, *random(x, spec, *arguments[5:]))
-
-    def dequantize(data, scale, elem, block_size, dtype, *where):
-        spec, length = check_packed(data, scale, elem, block_size, dtype, *where)
-        forms = forms_for(data)
-
-        def kernel(spec, data, scale):
-            return (reference.dequantize(data, scale, spec, dtype, length, forms),)
-
-        return in_order(kernel, spec, data, scale)[0]
-
-    def fake_quantize(x, *arguments):
-        spec, row, forms = check_input(x, *arguments[:5]), torch.atleast_1d(x), forms_for(x)
-
-        def kernel(spec, x, random=None):
-            return (reference.fake_quantize(x, spec, random, forms),)
-
-        (y,) = in_order(kernel, spec, row, *random(row, spec, *arguments[5:]))
-        return y if x.dim() else y.reshape(())
-
-    def clip_gradient(grad, x, *modes):
-        spec, rows, forms = check_input(x, *modes), (torch.atleast_1d(x), torch.atleast_1d(grad)), forms_for(x)
-
-        def kernel(spec, x, grad):
-            return (reference.clip_gradient(grad, x, spec, forms),)
-
-        (y,) = in_order(kernel, spec, *rows)
-        return y if x.dim() else y.reshape(())
-
-    return {
-        ops.quantize_mx: quantize,
-        ops.dequantize_mx: dequantize,
-        ops.fake_quantize_mx: fake_quantize,
-        ops.clip_gradient_mx: clip_gradient,
-    }
-
-
-def product_decompositions() -> dict:
-    """operator -> the product with the dequantized weight, for programs that run where pt2mx is not installed. Inductor
-    keeps these operators as calls: they read the weight packed."""
-
-    def weight(x, data, scale, elem, block_size):
+    def weight(x: Tensor, data: Tensor, scale: Tensor, elem: str, block_size: int) -> Tensor:
         return ops.dequantize_mx(data, scale, elem, block_size, x.dtype, -1, x.shape[-1])
 
-    def linear_mx(x, data, scale, bias, elem, block_size):
+    def linear_mx(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: str, block_size: int) -> Tensor:
         return functional.linear(x, weight(x, data, scale, elem, block_size), bias)
 
-    def grouped_linear_mx(x, data, scale, offs, elem, block_size):
+    def grouped_linear_mx(x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, elem: str, block_size: int) -> Tensor:
         experts = weight(x, data, scale, elem, block_size)  # (E, N, K)
         if x.dtype == torch.bfloat16:
             return torch._grouped_mm(x, experts.transpose(-2, -1), offs=offs)
@@ -129,11 +147,11 @@ def product_decompositions() -> dict:
             y = torch.where((expert == i).unsqueeze(-1), functional.linear(x, each), y)
         return y
 
-    def linear_mx_fragments(x, data, scale, bias, elem, n):
-        return functional.linear(x, from_fragments(data, scale, ELEMENTS[elem], n, x.shape[-1]), bias)
+    def linear_mx_mma_layout(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: str, n: int) -> Tensor:
+        return functional.linear(x, from_mma_layout(data, scale, ELEMENTS[elem], n, x.shape[-1]), bias)
 
     return {
         linear.linear_mx: linear_mx,
         linear.grouped_linear_mx: grouped_linear_mx,
-        mma_layout.linear_mx_fragments: linear_mx_fragments,
+        mma_layout.linear_mx_mma_layout: linear_mx_mma_layout,
     }

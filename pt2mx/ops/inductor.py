@@ -53,7 +53,8 @@ def _linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: s
 
 
 def _with_its_guards(function: Callable) -> Callable:
-    """torch.compile guards the sizes that a decomposition asks for, AOTInductor does not."""
+    """Return a decomposition that tells whether its sizes are guarded: torch.compile guards those that it asks for,
+    AOTInductor does not."""
 
     @functools.wraps(function)
     def run(*args: object) -> object:

@@ -1,5 +1,7 @@
-"""Which kernels serve an eager call: `pt2mx.kernels.select` says it. It is imported with the first call, for it brings
-Inductor, whose C++ compiler builds the kernels of the CPU."""
+"""The kernels that serve an eager call, as `pt2mx.kernels.select` chooses them.
+
+It is imported with the first call, for it brings Inductor, whose C++ compiler builds the kernels of the CPU.
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,8 @@ there is one.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -65,13 +67,13 @@ def _check(x: Tensor, data: Tensor, scale: Tensor, elem: str, block_size: int, d
         raise MXError(f"x of shape {tuple(x.shape)} times a weight of {tuple(data.shape)} bytes: {error}") from None
 
 
-def _save_weight(ctx: object, inputs: tuple, output: Tensor) -> None:
+def _save_weight(ctx: Any, inputs: tuple, output: Tensor) -> None:
     x, data, scale, ctx.third, ctx.elem, ctx.block_size = inputs
     ctx.length = x.shape[-1]
     ctx.save_for_backward(data, scale)
 
 
-def _linear_backward(ctx: object, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     data, scale = ctx.saved_tensors
     weight = ops.dequantize_mx(data, scale, ctx.elem, ctx.block_size, grad.dtype, -1, ctx.length)
     bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None

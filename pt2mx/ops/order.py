@@ -22,7 +22,7 @@ Order = tuple[int, ...]
 
 
 def order_in_memory(x: Tensor) -> Order:
-    """The order that a pointwise operator gives its result for x; its dense strides are x's, where x is dense.
+    """Return the order that a pointwise operator gives its result for x; its dense strides are x's, where x is dense.
 
     Dimensions of length 1 count too: their strides say which of several orders is meant (a batch of one image with its
     channels last), and packed codes may have length 1 where the values have 2.
@@ -37,7 +37,7 @@ def order_in_memory(x: Tensor) -> Order:
 def in_order(
     kernel: Callable[..., Tensor | tuple[Tensor, ...]], spec: MXSpec, x: Tensor, *others: Tensor
 ) -> tuple[Tensor, ...]:
-    """What `kernel(spec, x, *others)` gives, in x's order in memory, as tensors of their own.
+    """Return what `kernel(spec, x, *others)` gives, in x's order in memory, as tensors of their own.
 
     The kernel gives contiguous tensors. It gets x as it lies in memory, unless it draws random numbers: those go by
     the place of a value in x, whatever the strides.
@@ -50,7 +50,7 @@ def in_order(
         if x.shape[spec.axis] > 2:
             return results
     elif ROUNDINGS[spec.rounding].random:
-        results = [y.permute(order).contiguous() for y in _as_tuple(kernel(spec, x, *others))]
+        results = tuple(y.permute(order).contiguous() for y in _as_tuple(kernel(spec, x, *others)))
     else:
         spec = spec.replace(axis=order.index(spec.axis))
         results = _as_tuple(kernel(spec, *(t.permute(order) for t in (x, *others))))
@@ -63,7 +63,7 @@ def _as_tuple(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def strides_in_order(x: Tensor, shape: Sequence[int]) -> list[int]:
-    """Dense strides of a result for x, whose shape may differ from x's along one dimension.
+    """Return the dense strides of a result for x, whose shape may differ from x's along one dimension.
 
     A byte may hold both values of a dimension. Its own stride then does not tell where it lies among dimensions of
     length 1, so those have the same strides in codes and values.
@@ -78,17 +78,17 @@ def strides_in_order(x: Tensor, shape: Sequence[int]) -> list[int]:
 
 
 def empty_in_order(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A result of that shape, in x's order in memory."""
+    """Return an empty result of that shape, in x's order in memory."""
     return x.new_empty_strided(shape, strides_in_order(x, shape), dtype=dtype)
 
 
 def natural(x: Tensor) -> Order:
-    """The order of a contiguous tensor with x's dimensions."""
+    """Return the order of a contiguous tensor with x's dimensions."""
     return tuple(range(x.dim()))
 
 
 def dense_strides(shape: Sequence[int], order: Sequence[int]) -> list[int]:
-    """Strides without gaps of a tensor whose dimensions lie in that order."""
+    """Return the strides without gaps of a tensor whose dimensions lie in that order."""
     strides, step = [1] * len(shape), 1
     for d in reversed(order):
         strides[d] = step
@@ -97,17 +97,17 @@ def dense_strides(shape: Sequence[int], order: Sequence[int]) -> list[int]:
 
 
 def is_dense(x: Tensor, order: Order) -> bool:
-    """Whether x is known to be dense, with its dimensions in that order; of symbolic sizes that sets no guard."""
+    """True if x is known to be dense, with its dimensions in that order; of symbolic sizes that sets no guard."""
     return _are(x.shape, x.stride(), dense_strides(x.shape, order))
 
 
 def permuted_back(x: Tensor, order: Order) -> Tensor:
-    """The inverse of `x.permute(order)`."""
+    """Return the inverse of `x.permute(order)`."""
     return x.permute([order.index(d) for d in range(len(order))])
 
 
 def _order(shape: Sequence[int], strides: Sequence[int]) -> Order | None:
-    """The order of a dense tensor; None where there are gaps, overlaps, or where symbols do not tell."""
+    """Return the order of a dense tensor; None for gaps, overlaps, and symbols that do not tell."""
 
     def compare(a: int, b: int) -> int:
         if _known(strides[a] == strides[b]):  # one of them has no second value: it lies inside the other
@@ -126,7 +126,7 @@ def _are(shape: Sequence[int], strides: Sequence[int], dense: Sequence[int]) -> 
 
 
 def _is_outside(stride: int, other: int) -> bool:
-    """Whether the larger of two strides is the first. Of dense symbolic ones it is a multiple of the other; to compare
+    """True if the larger of two strides is the first. Of dense symbolic ones it is a multiple of the other; to compare
     products of sizes would set a guard."""
     if isinstance(stride, int) and isinstance(other, int):
         return stride > other
@@ -142,7 +142,7 @@ def _divides(divisor: int, n: int) -> bool:
 
 
 def _known(statement: bool | torch.SymBool) -> bool:
-    """Whether it is true whatever the symbols in it stand for."""
+    """True if the statement is true whatever the symbols in it stand for."""
     if isinstance(statement, bool):
         return statement
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports much that eager calls do without

@@ -7,6 +7,8 @@ lack every branch that is quantized, silently.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,12 +18,12 @@ from pt2mx.errors import MXError
 _SOURCE = "_mx_source"
 
 
-def remember_source(ctx: object, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+def remember_source(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     """`setup_context` of `quantize_mx`, which autograd calls where x requires a gradient."""
     setattr(output[1], _SOURCE, inputs[0])
 
 
-def no_gradient(ctx: object, *grads: Tensor) -> tuple[None, ...]:
+def no_gradient(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
     """`backward` of `quantize_mx`: its outputs are integers."""
     return (None,) * 7
 
@@ -30,12 +32,12 @@ class _StraightThrough(torch.autograd.Function):
     """values, source -> values; the gradient of the values is that of the source."""
 
     @staticmethod
-    def forward(ctx: object, values: Tensor, source: Tensor) -> Tensor:
+    def forward(ctx: Any, values: Tensor, source: Tensor) -> Tensor:
         ctx.shape, ctx.dtype = source.shape, source.dtype
         return values.view_as(values)
 
     @staticmethod
-    def backward(ctx: object, grad: Tensor) -> tuple[None, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
         return None, grad.reshape(ctx.shape).to(ctx.dtype)
 
 

@@ -49,7 +49,7 @@ FORMS = {
 
 
 def swizzle(scale: Tensor) -> Tensor:
-    """The scales of a matrix in the order in which tensor cores read them.
+    """Return the scales of a matrix in the order in which tensor cores read them.
 
     Tiles of 128 rows and 4 columns lie one after the other, and in a tile the 4 columns of rows r, r + 32, r + 64 and
     r + 96 beside each other, for r from 0 to 31. Missing rows and columns are filled with 0. Source: cuBLAS
@@ -70,13 +70,22 @@ def swizzle(scale: Tensor) -> Tensor:
 
 
 def unswizzle(scale: Tensor, rows: int, columns: int) -> Tensor:
-    """What `swizzle` made of a (rows, columns) matrix, undone."""
+    """Return the (rows, columns) matrix of which `swizzle` made these scales."""
     tiles = scale.view((rows + 127) // 128, (columns + 3) // 4, 32, 4, 4)
     matrix = tiles.permute(0, 3, 2, 1, 4).reshape((rows + 127) // 128 * 128, (columns + 3) // 4 * 4)
     return matrix[:rows, :columns]
 
 
-def _emulate(x, x_scale, weight, weight_scale, bias, x_elem, weight_elem, dtype):
+def _emulate(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    x_elem: str,
+    weight_elem: str,
+    dtype: torch.dtype,
+) -> Tensor:
     _check(x, x_scale, weight, weight_scale, x_elem, weight_elem, dtype)
 
     def dense(data: Tensor, scale: Tensor, elem: str) -> Tensor:
@@ -90,7 +99,16 @@ def _emulate(x, x_scale, weight, weight_scale, bias, x_elem, weight_elem, dtype)
     return y.to(dtype).view(*x.shape[:-1], weight.shape[0])
 
 
-def _multiply(x, x_scale, weight, weight_scale, bias, x_elem, weight_elem, dtype):
+def _multiply(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    x_elem: str,
+    weight_elem: str,
+    dtype: torch.dtype,
+) -> Tensor:
     form = _check(x, x_scale, weight, weight_scale, x_elem, weight_elem, dtype)
     at_once = bias is not None and dtype in form.biased
     y = F.scaled_mm(
@@ -109,13 +127,22 @@ def _multiply(x, x_scale, weight, weight_scale, bias, x_elem, weight_elem, dtype
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
-def _fake(x, x_scale, weight, weight_scale, bias, x_elem, weight_elem, dtype):
+def _fake(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    x_elem: str,
+    weight_elem: str,
+    dtype: torch.dtype,
+) -> Tensor:
     _check(x, x_scale, weight, weight_scale, x_elem, weight_elem, dtype)
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
 
 
 def _values(data: Tensor, elem: str) -> int:
-    """Values of a row of codes."""
+    """Return the count of values in a row of codes."""
     return data.shape[-1] * (2 if elem == "fp4_e2m1" else 1)
 
 

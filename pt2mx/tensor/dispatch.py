@@ -1,4 +1,5 @@
-"""Which operators take an `MXTensor`, and what they do with its codes and scales. Importing this module registers them.
+"""The operators that take an `MXTensor`, and what they do with its codes and scales. Importing this module registers
+them.
 
 Products compute with the dequantized values. Everything else moves whole blocks: the operator is applied to codes and
 scales, with sizes and positions along the block axis in bytes and in scales. Shapes, strides and torch's own errors
@@ -8,13 +9,15 @@ come from the operator applied to a meta tensor of the values.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 
@@ -37,21 +40,18 @@ _PRODUCTS = ("matmul", "mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot")
     [getattr(owner, name) for owner in (torch, Tensor) for name in _PRODUCTS]
     + [F.linear, Tensor.__matmul__, Tensor.__rmatmul__]
 )
-def _product(func, types, args, kwargs):
+def _product(func: Callable, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Taken before torch takes it apart: the same call on plain tensors gives the same bits."""
-    return func(*_dequantized(args), **_dequantized(kwargs))
-
-
-def _dequantized(arguments: tuple | dict) -> tuple | dict:
-    return tree_map_only(MXTensor, MXTensor.to_dtype, arguments)
+    args, kwargs = tree_map_only(MXTensor, MXTensor.to_dtype, (args, kwargs))
+    return func(*args, **kwargs)
 
 
 def _values(x: MXTensor) -> Tensor:
-    """A tensor without memory that has the shape, strides and dtype of x's values."""
+    """Return a tensor without memory that has the shape, strides and dtype of x's values."""
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
-def _splits(op: object, x: MXTensor, what: str) -> MXError:
+def _splits(op: OpOverload, x: MXTensor, what: str) -> MXError:
     return MXError(
         f"{op}: {what} would split a block of {x.description}; blocks stay whole, so dequantize it first, with "
         ".to_dtype()"
@@ -59,18 +59,19 @@ def _splits(op: object, x: MXTensor, what: str) -> MXError:
 
 
 def _mode_of_views(x: MXTensor) -> AbstractContextManager:
-    """In inference mode too, a view of a tensor that was made outside of it is no inference tensor."""
+    """Return the mode in which views of x are made: in inference mode too, a view of a tensor that was made outside of
+    it is no inference tensor."""
     if torch.is_inference_mode_enabled() and not x.is_inference():
         return torch.inference_mode(False)
     return nullcontext()
 
 
-def _view(*operators: object) -> Callable:
-    """Registers a rule `(operator, x, values of the result, *arguments) -> Parts` for operators that give a view."""
+def _view(*operators: OpOverload) -> Callable[[Callable[..., Parts]], Callable[..., Parts]]:
+    """Register a rule `(operator, x, values of the result, *arguments) -> Parts` for operators that give a view."""
 
     def register(rule: Callable[..., Parts]) -> Callable[..., Parts]:
         @MXTensor.implements(list(operators))
-        def handler(func, types, args, kwargs):
+        def handler(func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> MXTensor:
             x, *rest = args
             with _mode_of_views(x):
                 values = func(_values(x), *rest, **kwargs)
@@ -83,45 +84,45 @@ def _view(*operators: object) -> Callable:
 
 
 @_view(aten.detach.default, aten.alias.default)
-def _same(op: object, x: MXTensor, values: Tensor) -> Parts:
+def _same(op: OpOverload, x: MXTensor, values: Tensor) -> Parts:
     return op(x.qdata), op(x.scale), x.axis
 
 
 @_view(aten.permute.default)
-def _permute(op: object, x: MXTensor, values: Tensor, dims: list[int]) -> Parts:
+def _permute(op: OpOverload, x: MXTensor, values: Tensor, dims: list[int]) -> Parts:
     dims = [d % x.dim() for d in dims]
     return x.qdata.permute(dims), x.scale.permute(dims), dims.index(x.axis)
 
 
 @_view(aten.transpose.int)
-def _transpose(op: object, x: MXTensor, values: Tensor, dim0: int, dim1: int) -> Parts:
+def _transpose(op: OpOverload, x: MXTensor, values: Tensor, dim0: int, dim1: int) -> Parts:
     dims = list(range(x.dim()))
     dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
     return _permute(op, x, values, dims)
 
 
 @_view(aten.t.default)
-def _t(op: object, x: MXTensor, values: Tensor) -> Parts:
+def _t(op: OpOverload, x: MXTensor, values: Tensor) -> Parts:
     return _permute(op, x, values, list(range(x.dim()))[::-1])
 
 
 @_view(aten.unsqueeze.default)
-def _unsqueeze(op: object, x: MXTensor, values: Tensor, dim: int) -> Parts:
+def _unsqueeze(op: OpOverload, x: MXTensor, values: Tensor, dim: int) -> Parts:
     dim = dim % values.dim()
     return x.qdata.unsqueeze(dim), x.scale.unsqueeze(dim), x.axis + (dim <= x.axis)
 
 
 @_view(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
-def _squeeze(op: object, x: MXTensor, values: Tensor, dims: int | list[int] | None = None) -> Parts:
-    dims = range(x.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
-    dims = tuple(d for d in (d % x.dim() for d in dims) if x.shape[d] == 1)
-    if x.axis in dims:
+def _squeeze(op: OpOverload, x: MXTensor, values: Tensor, dims: int | list[int] | None = None) -> Parts:
+    named = range(x.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
+    removed = tuple(d for d in (d % x.dim() for d in named) if x.shape[d] == 1)
+    if x.axis in removed:
         raise _splits(op, x, "removing the block axis")
-    return x.qdata.squeeze(dims), x.scale.squeeze(dims), x.axis - sum(d < x.axis for d in dims)
+    return x.qdata.squeeze(removed), x.scale.squeeze(removed), x.axis - sum(d < x.axis for d in removed)
 
 
 @_view(aten.expand.default)
-def _expand(op: object, x: MXTensor, values: Tensor, size: list[int], implicit: bool = False) -> Parts:
+def _expand(op: OpOverload, x: MXTensor, values: Tensor, size: list[int], implicit: bool = False) -> Parts:
     axis = x.axis + values.dim() - x.dim()
     if values.shape[axis] != x.shape[x.axis]:
         raise _splits(op, x, f"expanding dimension {x.axis} to {values.shape[axis]}")
@@ -129,7 +130,7 @@ def _expand(op: object, x: MXTensor, values: Tensor, size: list[int], implicit: 
 
 
 @_view(aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default)
-def _reshape(op: object, x: MXTensor, values: Tensor, *where: object) -> Parts:
+def _reshape(op: OpOverload, x: MXTensor, values: Tensor, *where: object) -> Parts:
     """The block axis goes where the sizes after it have the product they had: it keeps its length, or is divided or
     joined with the dimensions before it, whole blocks each."""
     length, inner = x.shape[x.axis], math.prod(x.shape[x.axis + 1 :])
@@ -146,7 +147,7 @@ def _reshape(op: object, x: MXTensor, values: Tensor, *where: object) -> Parts:
 
 
 @_view(aten.select.int)
-def _select(op: object, x: MXTensor, values: Tensor, dim: int, index: int) -> Parts:
+def _select(op: OpOverload, x: MXTensor, values: Tensor, dim: int, index: int) -> Parts:
     dim = dim % x.dim()
     if dim == x.axis:
         raise _splits(op, x, f"selecting {index} along dimension {dim}")
@@ -155,7 +156,13 @@ def _select(op: object, x: MXTensor, values: Tensor, dim: int, index: int) -> Pa
 
 @_view(aten.slice.Tensor)
 def _slice(
-    op: object, x: MXTensor, values: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step=1
+    op: OpOverload,
+    x: MXTensor,
+    values: Tensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
 ) -> Parts:
     dim = dim % x.dim()
     if dim != x.axis:
@@ -170,7 +177,7 @@ def _slice(
 
 
 @MXTensor.implements([aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int])
-def _split(func, types, args, kwargs):
+def _split(func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MXTensor]:
     """As many slices or selections, with the error of the first that splits a block."""
     x, *rest = args
     with _mode_of_views(x):
@@ -189,19 +196,19 @@ def _split(func, types, args, kwargs):
 
 
 def _dimension(arguments: list, position: int) -> int:
-    """The dimension, which is 0 where it is left out."""
+    """Return the dimension, which is 0 where it is left out."""
     return arguments[position] if len(arguments) > position else 0
 
 
 @MXTensor.implements(aten.clone.default)
-def _clone(func, types, args, kwargs):
+def _clone(func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> MXTensor:
     x = args[0]
     parts = (func(part, **kwargs) for part in (x.qdata, x.scale))
     return return_and_correct_aliasing(func, args, kwargs, x.with_parts(*parts, x.axis, func(_values(x), **kwargs)))
 
 
 @MXTensor.implements(aten._to_copy.default)
-def _to_copy(func, types, args, kwargs):
+def _to_copy(func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> MXTensor:
     """To another device. Another dtype is that in which the same codes are read."""
     x, dtype = args[0], kwargs.pop("dtype", None) or args[0].dtype
     if dtype not in HIGH_PRECISION:
@@ -212,26 +219,26 @@ def _to_copy(func, types, args, kwargs):
 
 
 @MXTensor.implements(aten.is_pinned.default)
-def _is_pinned(func, types, args, kwargs):
+def _is_pinned(func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     x, *rest = args
     return all(func(part, *rest, **kwargs) for part in (x.qdata, x.scale))
 
 
 @MXTensor.implements(aten._pin_memory.default)
-def _pin_memory(func, types, args, kwargs):
+def _pin_memory(func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> MXTensor:
     x, *rest = args
     return x.with_parts(*(func(part, *rest, **kwargs) for part in (x.qdata, x.scale)), x.axis, x)
 
 
 @MXTensor.implements(aten.record_stream.default)
-def _record_stream(func, types, args, kwargs):
+def _record_stream(func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     x, *rest = args
     for part in (x.qdata, x.scale):
         func(part, *rest, **kwargs)
 
 
 @MXTensor.implements(aten.copy_.default)
-def _copy_(func, types, args, kwargs):
+def _copy_(func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> MXTensor:
     target, source = args[:2]
     same = isinstance(target, MXTensor) and isinstance(source, MXTensor) and target.shape == source.shape
     if not same or target.spec != source.spec:
@@ -246,7 +253,7 @@ def _copy_(func, types, args, kwargs):
 
 
 @MXTensor.implements(aten.cat.default)
-def _cat(func, types, args, kwargs):
+def _cat(func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> MXTensor:
     """Along the block axis all but the last must end with a whole block."""
     tensors, *rest = args
     mx = next(t for t in tensors if isinstance(t, MXTensor))

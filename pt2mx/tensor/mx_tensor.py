@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from pt2mx import ops
-from pt2mx.analysis.measure import MXStorage
 from pt2mx.arrays import as_torch
 from pt2mx.errors import MXError
 from pt2mx.extras import without_log_warnings
-from pt2mx.formats import ELEMENTS, ElementFormat, parse_element
+from pt2mx.formats import parse_element
 from pt2mx.functional import quantize_mx
-from pt2mx.kernels.packing import packed_length, unpacked_length
-from pt2mx.ops.checks import HIGH_PRECISION, check_packed, check_tensors, operator_modes
+from pt2mx.ops.checks import HIGH_PRECISION, check_packed, check_tensors
 from pt2mx.ops.order import dense_strides, order_in_memory
-from pt2mx.spec import MXSpec, parse
+from pt2mx.spec import parse
+from pt2mx.tensor.storage import PackedStorage
 
 with without_log_warnings():
     from torchao.utils import TorchAOBaseTensor
 
 
-class MXTensor(TorchAOBaseTensor):
+class MXTensor(PackedStorage, TorchAOBaseTensor):
     """A tensor (..., n, ...) that stores MX codes and scales, and has the shape, strides, dtype and device of its
     values in high precision.
 
@@ -46,14 +49,18 @@ class MXTensor(TorchAOBaseTensor):
         stride: of the values; by default dense, in the order of `qdata`'s dimensions.
 
     Raises:
-        MXError: where these do not fit each other.
-    """
+        MXError: where these do not fit each other, and for an operator that does not take an `MXTensor`.
 
-    qdata: Tensor
-    scale: Tensor
-    block_size: int
-    axis: int
-    _element_name: str  # a string, so that a checkpoint holds plain types
+    Example:
+        >>> import torch, pt2mx
+        >>> weight = pt2mx.MXTensor.to_mx(torch.eye(4), "mxfp4")
+        >>> weight
+        MXTensor(shape=(4, 4), elem_dtype=fp4_e2m1, block_size=32, axis=1, dtype=torch.float32, device='cpu')
+        >>> weight.qdata.shape, weight.scale.shape
+        (torch.Size([4, 2]), torch.Size([4, 1]))
+        >>> torch.arange(4.0) @ weight
+        tensor([0., 1., 2., 3.])
+    """
 
     @staticmethod
     def __new__(
@@ -65,7 +72,7 @@ class MXTensor(TorchAOBaseTensor):
         axis: int = -1,
         dtype: torch.dtype = torch.float32,
         length: int | None = None,
-        stride: tuple[int, ...] | None = None,
+        stride: Sequence[int] | None = None,
     ) -> MXTensor:
         check_tensors(qdata=qdata, scale=scale)
         element = parse_element(elem_dtype)
@@ -100,12 +107,23 @@ class MXTensor(TorchAOBaseTensor):
                 gets, or nested lists of numbers, which become float32.
             elem_dtype: the element format, as `pt2mx.parse` takes it; a spec or a spelling with a block size sets the
                 other arguments, and an argument given beside it wins.
-            block_size, axis, scale_mode, rounding: fields of `MXSpec`; by default 32, -1, "floor" and "even".
+            block_size: values that share a scale; by default 32.
+            axis: the dimension along which blocks run; by default -1.
+            scale_mode: how the shared exponent follows from the block's values; by default "floor".
+            rounding: how values are rounded to the element's grid; by default "even".
             seed: of `rounding="stochastic"`; None for another draw each call.
+
+        Returns:
+            The quantized tensor, in the shape, strides, dtype and device of `data_hp`.
 
         Raises:
             MXError: as `quantize_mx` does; for a tensor without dimensions; for one that is an `MXTensor` already; for
                 what is no array.
+
+        Example:
+            >>> import pt2mx
+            >>> pt2mx.MXTensor.to_mx([0.3, 1.0, 2.9, -7.0], "mxfp4").to_dtype()
+            tensor([ 0.5000,  1.0000,  3.0000, -6.0000])
         """
         if isinstance(data_hp, MXTensor):
             raise MXError(f"to_mx: {data_hp.description} is quantized already; quantize its .to_dtype() if you mean it")
@@ -115,82 +133,73 @@ class MXTensor(TorchAOBaseTensor):
             raise MXError(f"to_mx: a tensor of at least one dimension has blocks, {data_hp!r} has none")
         fields = {"block_size": block_size, "axis": axis, "scale_mode": scale_mode, "rounding": rounding}
         spec = parse(elem_dtype, **{name: value for name, value in fields.items() if value is not None})
-        return _quantized(data_hp, *operator_modes(spec), seed)
+        return _quantized(data_hp, *spec.op_args(), seed)
 
     def to_dtype(self, target_dtype: torch.dtype | None = None) -> Tensor:
-        """The values, (..., n, ...) in `target_dtype` (float32, float16 or bfloat16; by default `self.dtype`); the
-        gradient passes unchanged."""
+        """Dequantize; the gradient passes unchanged.
+
+        Args:
+            target_dtype: float32, float16 or bfloat16; by default `self.dtype`.
+
+        Returns:
+            The values, (..., n, ...) in `target_dtype`.
+
+        Raises:
+            MXError: for another dtype.
+
+        Example:
+            >>> import torch, pt2mx
+            >>> pt2mx.MXTensor.to_mx(torch.ones(2), "mxfp8").to_dtype(torch.bfloat16)
+            tensor([1., 1.], dtype=torch.bfloat16)
+        """
         return _dequantized(self, self.dtype if target_dtype is None else target_dtype)
 
-    @property
-    def elem_dtype(self) -> ElementFormat:
-        """The element format."""
-        return ELEMENTS[self._element_name]
-
-    @property
-    def spec(self) -> MXSpec:
-        """Element, block size and axis (counted from the front); codes do not tell how they were rounded."""
-        return MXSpec(self.elem_dtype, self.block_size, self.axis)
-
-    def statistics(self) -> dict[str, object]:
-        """Size and compression, under the names that pychop's `MXTensor.statistics()` has; `pt2mx.mx_statistics` also
-        measures what quantizing data loses."""
-        return MXStorage.of(self.shape, self.spec).to_dict()
-
-    def is_shared(self) -> bool:
-        """Whether codes and scales are in shared memory."""
-        return self.qdata.is_shared() and self.scale.is_shared()
-
-    def share_memory_(self) -> MXTensor:
-        """Move codes and scales to shared memory, in place."""
-        self.qdata.share_memory_()
-        self.scale.share_memory_()
-        return self
-
-    @property
-    def description(self) -> str:
-        """Shape, element, block size and axis, for messages."""
-        return (
-            f"an MXTensor of shape {tuple(self.shape)} ({self._element_name} in blocks of {self.block_size} along "
-            f"dimension {self.axis})"
-        )
-
-    def __repr__(self) -> str:
-        return (
-            f"MXTensor(shape={tuple(self.shape)}, elem_dtype={self._element_name}, block_size={self.block_size}, "
-            f"axis={self.axis}, dtype={self.dtype}, device={str(self.device)!r})"
-        )
-
     def with_parts(self, qdata: Tensor, scale: Tensor, axis: int, values: Tensor) -> MXTensor:
-        """Other storage of the same format. `values`: any tensor with the shape, strides and dtype of the new values,
-        a meta tensor for example."""
+        """Return other storage of the same format.
+
+        Args:
+            qdata: the new codes.
+            scale: the new scales.
+            axis: the dimension along which their blocks run.
+            values: any tensor with the shape, strides and dtype of the new values, a meta tensor for example.
+
+        Returns:
+            The tensor.
+
+        Example:
+            >>> import torch, pt2mx
+            >>> x = pt2mx.MXTensor.to_mx(torch.eye(4), "mxfp4")
+            >>> x.with_parts(x.qdata[:2], x.scale[:2], 1, torch.empty(2, 4, device="meta")).shape
+            torch.Size([2, 4])
+        """
         return MXTensor(
             qdata, scale, self.elem_dtype, self.block_size, axis, values.dtype, values.shape[axis], values.stride()
         )
-
-    def holds_whole_blocks(self, length: int) -> bool:
-        """Whether the first `length` values along the axis are whole blocks that end where a byte ends."""
-        bits = self.elem_dtype.bits
-        return length % self.block_size == 0 and unpacked_length(packed_length(length, bits), bits) == length
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, int, int, torch.dtype]]:
         return ["qdata", "scale"], (self._element_name, self.block_size, self.axis, self.dtype)
 
     @classmethod
     def __tensor_unflatten__(
-        cls, parts: dict[str, Tensor], format: tuple[str, int, int, torch.dtype], size: object, stride: object
+        cls,
+        parts: dict[str, Tensor],
+        format: tuple[str, int, int, torch.dtype],
+        size: Sequence[int],
+        stride: Sequence[int],
     ) -> MXTensor:
         # the length is the size's alone: it may be symbolic, and compiled code compares what stands in `format`
         element, block_size, axis, dtype = format
         return cls(parts["qdata"], parts["scale"], element, block_size, axis, dtype, size[axis], stride)
 
     def _stable_hash_for_caching(self) -> str:
-        """What torch.compile's caches must know of an input; without it they warn, and refuse symbolic sizes."""
+        """Return what torch.compile's caches must know of an input; without it they warn, and refuse symbolic sizes."""
         layouts = [(part.shape, part.stride()) for part in (self, self.qdata, self.scale)]
         return str((self.__tensor_flatten__(), layouts, self.device, self.requires_grad))
 
     @classmethod
-    def __torch_dispatch__(cls, func: object, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+    def __torch_dispatch__(
+        cls, func: OpOverload, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
+    ) -> object:
         if func in cls._ATEN_OP_TABLE[cls]:
             return super().__torch_dispatch__(func, types, args, kwargs or {})
         if func._can_decompose():  # inference mode does not take operators apart before they get here
@@ -203,14 +212,14 @@ class _ToMX(torch.autograd.Function):
     """Quantization with a straight-through gradient."""
 
     @staticmethod
-    def forward(ctx: object, x: Tensor, element: str, block_size: int, axis: int, *modes: object) -> MXTensor:
+    def forward(ctx: Any, x: Tensor, element: str, block_size: int, axis: int, *modes: Any) -> MXTensor:
         scale, qdata = quantize_mx(x, element, block_size, axis, *modes)
         # qdata has x's order; its sizes may be symbols that tracing knows nothing of, those of x are not
         stride = dense_strides(x.shape, order_in_memory(x))
         return MXTensor(qdata, scale, element, block_size, axis, x.dtype, x.shape[axis], stride)
 
     @staticmethod
-    def backward(ctx: object, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return (grad,) + (None,) * 6
 
 
@@ -218,7 +227,7 @@ class _FromMX(torch.autograd.Function):
     """Dequantization with the gradient of a cast."""
 
     @staticmethod
-    def forward(ctx: object, x: MXTensor, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, x: MXTensor, dtype: torch.dtype) -> Tensor:
         ctx.dtype = x.dtype
         # in the order of the codes: a product of transposed values is computed, to the bit, as one of transposed plain
         # tensors
@@ -226,13 +235,13 @@ class _FromMX(torch.autograd.Function):
         return ops.dequantize_mx(x.qdata, x.scale, element, x.block_size, dtype, x.axis, length)
 
     @staticmethod
-    def backward(ctx: object, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.to(ctx.dtype), None
 
 
 # torch.compile takes both as one call each, and traces them below autograd
 @torch.compiler.allow_in_graph
-def _quantized(x: Tensor, *modes: object) -> MXTensor:
+def _quantized(x: Tensor, *modes: Any) -> MXTensor:
     return _ToMX.apply(x, *modes)
 
 

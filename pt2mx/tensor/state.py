@@ -26,12 +26,29 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in HIGH_PRECISION}
 
 
 def flatten_state(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Plain contiguous tensors, `name.qdata` and `name.scale` for each `MXTensor`, and their formats as strings.
+    """Take a state apart into plain tensors and strings.
+
+    Args:
+        state: a state dict, of plain tensors and `MXTensor`s.
+
+    Returns:
+        tensors: contiguous plain tensors, `name.qdata` and `name.scale` for each `MXTensor`.
+        metadata: the formats of the latter.
 
     Raises:
-        MXError: where a part's name is the name of another tensor.
+        MXError: if a part's name is the name of another tensor.
+
+    Example:
+        >>> import torch, pt2mx
+        >>> from pt2mx.tensor.state import flatten_state, unflatten_state
+        >>> tensors, metadata = flatten_state({"w": pt2mx.MXTensor.to_mx(torch.eye(4), "mxfp4")})
+        >>> list(tensors)
+        ['w.qdata', 'w.scale']
+        >>> unflatten_state(tensors, metadata)["w"].elem_dtype.name
+        'fp4_e2m1'
     """
-    tensors, metadata = {}, {}
+    tensors: dict[str, Tensor] = {}
+    metadata: dict[str, str] = {}
     for name, value in state.items():
         if not isinstance(value, MXTensor):
             tensors[name] = value.contiguous()
@@ -52,10 +69,17 @@ def flatten_state(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
 
 
 def unflatten_state(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> dict[str, Tensor]:
-    """The state that `flatten_state` took apart; other entries of `metadata` are left alone.
+    """Put together the state that `flatten_state` took apart.
+
+    Args:
+        tensors: plain tensors by their names.
+        metadata: the formats; other entries are left alone.
+
+    Returns:
+        The state dict.
 
     Raises:
-        MXError: where a part is missing or does not fit its format.
+        MXError: if a part is missing or does not fit its format.
     """
     state = dict(tensors)
     for key, text in (metadata or {}).items():

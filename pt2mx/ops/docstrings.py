@@ -1,0 +1,98 @@
+"""The docstrings of the operators, for `help`: the contract's words, and an example of each. Importing this module sets
+them: `pt2mx.process` does."""
+
+from __future__ import annotations
+
+import textwrap
+
+import torch
+
+from pt2mx.ops.contract import OPERATORS, meanings
+
+_WIDTH = 116
+
+#: operator -> a call of it
+_EXAMPLES = {
+    "quantize_mx": """
+        >>> torch.ops.pt2mx.quantize_mx(torch.tensor([1.0, 2.0, 3.0, 6.0]), "fp4_e2m1", 32)
+        (tensor([127], dtype=torch.uint8), tensor([ 66, 117], dtype=torch.uint8))
+        """,
+    "dequantize_mx": """
+        >>> data, scale = torch.tensor([66, 117], dtype=torch.uint8), torch.tensor([128], dtype=torch.uint8)
+        >>> torch.ops.pt2mx.dequantize_mx(data, scale, "fp4_e2m1", 32, torch.float32)
+        tensor([ 2.,  4.,  6., 12.])
+        """,
+    "fake_quantize_mx": """
+        >>> torch.ops.pt2mx.fake_quantize_mx(torch.tensor([1.1, 2.0, 3.3, 6.0]), "fp4_e2m1", 32)
+        tensor([1., 2., 3., 6.])
+        """,
+    "clip_gradient_mx": """
+        >>> x = torch.tensor([1.0, 2.0, 3.0, 7.0])
+        >>> torch.ops.pt2mx.clip_gradient_mx(torch.ones(4), x, "fp4_e2m1", 32)
+        tensor([1., 1., 1., 0.])
+        """,
+    "random_bits": """
+        >>> torch.ops.pt2mx.random_bits(torch.tensor(0), [2])
+        tensor([ 856945770, 1890902726], dtype=torch.int32)
+        """,
+    "linear_mx": """
+        >>> scale, data = pt2mx.quantize_mx(torch.eye(4), "mxfp4")
+        >>> torch.ops.pt2mx.linear_mx(torch.arange(4.0), data, scale, None, "fp4_e2m1", 32)
+        tensor([0., 1., 2., 3.])
+        """,
+    "grouped_linear_mx": """
+        >>> scale, data = pt2mx.quantize_mx(torch.stack([torch.eye(4), 2 * torch.eye(4)]), "mxfp4")
+        >>> ends = torch.tensor([1, 2], dtype=torch.int32)
+        >>> torch.ops.pt2mx.grouped_linear_mx(torch.ones(2, 4), data, scale, ends, "fp4_e2m1", 32)
+        tensor([[1., 1., 1., 1.],
+                [2., 2., 2., 2.]])
+        """,
+    "linear_mx_mma_layout": """
+        >>> from pt2mx.kernels.gpu.mma_layout import to_mma_layout
+        >>> scale, data = pt2mx.quantize_mx(torch.eye(64), "mxfp4")
+        >>> weight = to_mma_layout(data, scale, pt2mx.ELEMENTS["fp4_e2m1"], 32)
+        >>> x = torch.arange(64.0).bfloat16()
+        >>> torch.equal(torch.ops.pt2mx.linear_mx_mma_layout(x, *weight, None, "fp4_e2m1", 64), x)
+        True
+        """,
+    "scaled_mm_mx": """
+        >>> swizzle = torch.ops.pt2mx.swizzle_scale
+        >>> x_scale, x = pt2mx.quantize_mx(torch.arange(32.0).reshape(1, 32), "mxfp8")
+        >>> scale, weight = pt2mx.quantize_mx(torch.eye(32)[:16], "mxfp8")
+        >>> types = ("fp8_e4m3", "fp8_e4m3", torch.float32)
+        >>> torch.ops.pt2mx.scaled_mm_mx(x, swizzle(x_scale), weight, swizzle(scale), None, *types)[0, :4]
+        tensor([0., 1., 2., 3.])
+        """,
+    "swizzle_scale": """
+        >>> swizzled = torch.ops.pt2mx.swizzle_scale(torch.tensor([[127, 128]], dtype=torch.uint8))
+        >>> swizzled.shape, swizzled[:4]
+        (torch.Size([512]), tensor([127, 128,   0,   0], dtype=torch.uint8))
+        """,
+}
+
+
+def docstring(name: str) -> str:
+    """Return the docstring of an operator of the contract."""
+    operator = OPERATORS[name]
+    arguments = [f"{argument}: {meaning}" for argument, meaning in meanings(name).items()]
+    results = [f"{result}: {meaning}" if result else meaning for result, meaning in operator.results.items()]
+    example = ">>> import torch, pt2mx" + textwrap.dedent(_EXAMPLES[name]).rstrip()
+    sections = {
+        "Args": [_item(text.replace("`", "")) for text in arguments],
+        "Returns": [_item(text) for text in results],
+        "Raises": [_item("MXError: for arguments that do not fit each other.")],
+        "Example": [textwrap.indent(example, "    ")],
+    }
+    parts = [textwrap.fill(operator.what, _WIDTH, break_on_hyphens=False)]
+    return "\n\n".join([*parts, *(f"{title}:\n" + "\n".join(lines) for title, lines in sections.items())]) + "\n"
+
+
+def _item(text: str) -> str:
+    return textwrap.fill(text, _WIDTH, initial_indent="    ", subsequent_indent=" " * 8, break_on_hyphens=False)
+
+
+#: operator -> its docstring; doctest runs their examples
+__test__ = {name: docstring(name) for name in OPERATORS}
+
+for _name, _text in __test__.items():
+    getattr(torch.ops.pt2mx, _name).default.__doc__ = _text

@@ -1,0 +1,264 @@
+"""`Preset`: one library's conventions as data, and the functions that quantize by them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pt2mx.errors import MXError
+from pt2mx.formats import ELEMENTS, ElementFormat
+from pt2mx.functional import dequantize_mx, fake_quantize_mx, quantize_mx
+from pt2mx.kernels.packing import is_packed, pack, unpack
+from pt2mx.kernels.reference import NAN_SCALE
+from pt2mx.ops.checks import check_spec, check_tensors
+from pt2mx.spec import MXSpec, parse
+
+#: pt2mx's defaults
+_PLAIN = MXSpec("int8")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One library's conventions; the defaults are pt2mx's own.
+
+    Args:
+        name, version: the library.
+        rounding, scale_mode, axis, block_size: its defaults; `axis=None` is one row of all values in order.
+        rounding_of: another rounding for some elements, by name.
+        rounding_modes: the roundings that `rounding_mode=0, 1, ...` names in `spec`; they are those of integers.
+        full_range: whether its integers reach the most negative code.
+        int_scale_offset: what its scale bytes of 8-bit integers differ by: codes are whole numbers.
+        high_nibble_first: the order of two 4-bit codes in a byte.
+        packed_widths: widths of codes that share bytes.
+        flush_subnormal_blocks: blocks whose largest magnitude is an fp32 subnormal become zero.
+        overflow_to_nan: blocks whose shared exponent is above what the scale holds become NaN (`scale_exp_bits` below
+            8; scale mode floor).
+        reason: why the row differs from the defaults.
+        not_copied: faults by the specification that the preset leaves out.
+
+    Example:
+        >>> import torch
+        >>> from pt2mx.compat import PRESETS, Preset
+        >>> mine = Preset("mine", "1.0", "rounds toward zero", "", rounding="toward_zero")
+        >>> x = torch.tensor([1.75, 2.9, -5.9, 0.3])
+        >>> mine.fake_quantize(x, "mxfp4")
+        tensor([ 1.5000,  2.0000, -4.0000,  0.0000])
+        >>> PRESETS["modelopt"].fake_quantize(x, "mxfp4")
+        tensor([ 1.5000,  3.0000, -6.0000,  0.5000])
+    """
+
+    name: str
+    version: str
+    reason: str
+    not_copied: str
+    scale_mode: str = "floor"
+    rounding: str = "even"
+    rounding_of: tuple[tuple[str, str], ...] = ()
+    rounding_modes: tuple[str, ...] = ()
+    axis: int | None = -1
+    block_size: int = 32
+    full_range: bool = False
+    int_scale_offset: int = 0
+    high_nibble_first: bool = False
+    packed_widths: tuple[int, ...] = (4, 6)
+    flush_subnormal_blocks: bool = False
+    overflow_to_nan: bool = False
+
+    def spec(self, elem_dtype: object, rounding_mode: int | None = None, **fields: Any) -> MXSpec:
+        """Return the library's spec of an element.
+
+        Args:
+            elem_dtype: the element, as `pt2mx.parse` takes it; the rest of the spelling wins over the preset.
+            rounding_mode: the library's number of a rounding; by default the preset's rounding.
+            fields: fields of `MXSpec`, which win over both.
+
+        Returns:
+            The spec; where the preset's axis is None it is -1, of the flattened tensor.
+
+        Raises:
+            MXError: for an unknown element or field, and a number that the library does not have.
+
+        Example:
+            >>> from pt2mx.compat import PRESETS
+            >>> print(PRESETS["quark"].spec("int8", rounding_mode=1))
+            mxint8_full{32}(half_up)
+        """
+        spelled = parse(elem_dtype)
+        element = spelled.element
+        if self.full_range and element.is_int and not element.full_range:
+            element = ELEMENTS[f"{element.name}_full"]
+        preset = {
+            "block_size": self.block_size,
+            "axis": -1 if self.axis is None else self.axis,
+            "scale_mode": self.scale_mode,
+            "rounding": self._rounding(element, rounding_mode),
+        }
+        said = {name: value for name, value in vars(spelled).items() if value != getattr(_PLAIN, name)}
+        return MXSpec(**{**preset, **said, **fields, "element": element})
+
+    def fake_quantize(self, x: Tensor, elem_dtype: object, **fields: Any) -> Tensor:
+        """Quantize and dequantize as the library does.
+
+        Args:
+            x: (..., n, ...) float32, float16 or bfloat16.
+            elem_dtype, fields: as in `spec`.
+
+        Returns:
+            (..., n, ...) in the dtype of x.
+
+        Raises:
+            MXError: as `spec` and `pt2mx.fake_quantize_mx`.
+        """
+        rows, spec = self._rows(x, elem_dtype, fields)
+        return fake_quantize_mx(rows, spec).reshape(x.shape)
+
+    def quantize(self, x: Tensor, elem_dtype: object, **fields: Any) -> tuple[Tensor, Tensor]:
+        """Quantize to the bytes that the library stores.
+
+        Args:
+            x: (..., n, ...) float32, float16 or bfloat16.
+            elem_dtype, fields: as in `spec`.
+
+        Returns:
+            scale: (..., blocks, ...) uint8.
+            data: (..., bytes, ...) uint8.
+
+        Raises:
+            MXError: as `spec` and `pt2mx.quantize_mx`; where the library's scale byte cannot say the exponent
+                (TorchMX's int8 below 2**-121).
+
+        Example:
+            >>> import torch
+            >>> from pt2mx.compat import PRESETS
+            >>> x = torch.tensor([1.0, 2.0, 3.0, 6.0])
+            >>> PRESETS["torchao"].quantize(x, "mxfp4")
+            (tensor([127], dtype=torch.uint8), tensor([ 66, 117], dtype=torch.uint8))
+            >>> PRESETS["torchmx"].quantize(x, "mxfp4")  # the first code in the high nibble
+            (tensor([127], dtype=torch.uint8), tensor([36, 87], dtype=torch.uint8))
+        """
+        rows, spec = self._rows(x, elem_dtype, fields)
+        length = torch.atleast_1d(rows).shape[spec.axis]
+        return self.to_storage(*quantize_mx(rows, spec), spec, length)
+
+    def dequantize(
+        self,
+        data: Tensor,
+        scale: Tensor,
+        elem_dtype: object,
+        target_dtype: torch.dtype = torch.float32,
+        length: int | None = None,
+        **fields: Any,
+    ) -> Tensor:
+        """Dequantize the bytes that the library stores.
+
+        Args:
+            data, scale: as `quantize` returns them.
+            elem_dtype, fields: as in `spec`.
+            target_dtype: of the result: float32, float16 or bfloat16.
+            length: values along the axis, by default all that `data` holds; not read where a code takes a byte.
+
+        Returns:
+            (..., length, ...) in `target_dtype`.
+
+        Raises:
+            MXError: as `spec` and `pt2mx.dequantize_mx`.
+        """
+        check_tensors(data=data, scale=scale)
+        spec = self.spec(elem_dtype, **fields)
+        if not self._shares_bytes(spec) and data.dim():
+            length = data.shape[spec.axis]
+        scale, data = self.from_storage(scale, data, spec)
+        return dequantize_mx(data, scale, spec, target_dtype=target_dtype, length=length)
+
+    def to_storage(self, scale: Tensor, data: Tensor, spec: MXSpec, length: int) -> tuple[Tensor, Tensor]:
+        """Translate what `pt2mx.quantize_mx` returns to the library's bytes.
+
+        Args:
+            scale, data: as `pt2mx.quantize_mx` returns them.
+            spec: their format, as `spec` returns it.
+            length: values along the axis.
+
+        Returns:
+            scale and data as `quantize` returns them.
+
+        Raises:
+            MXError: as `quantize`.
+        """
+        if self._shifts_scale(spec):
+            shifted = scale.to(torch.int16) + self.int_scale_offset
+            axis = spec.axis % data.dim()
+            used = torch.cat([part.any(axis, keepdim=True) for part in data.split(spec.block_size, axis)], axis)
+            if bool(((shifted < 0) & used).any()):
+                raise MXError(
+                    f"a block's exponent is below what {self.name} stores for {spec.element} "
+                    f"({-127 - self.int_scale_offset}): scale the tensor up first"
+                )
+            scale = torch.where(scale == NAN_SCALE, scale, shifted.clamp(min=0).to(torch.uint8))
+        if self._shares_bytes(spec):
+            return scale, self._nibbles(data, spec)
+        axis = spec.axis % data.dim()
+        return scale, unpack(data, axis, spec.element.bits).narrow(axis, 0, length).to(torch.uint8)
+
+    def from_storage(self, scale: Tensor, data: Tensor, spec: MXSpec) -> tuple[Tensor, Tensor]:
+        """Translate the library's bytes to those that `pt2mx.dequantize_mx` takes.
+
+        Args:
+            scale, data: as `quantize` returns them.
+            spec: their format, as `spec` returns it.
+
+        Returns:
+            scale and data, both (..., bytes, ...) uint8.
+        """
+        if self._shifts_scale(spec):
+            shifted = (scale.to(torch.int16) - self.int_scale_offset).clamp(max=NAN_SCALE - 1).to(torch.uint8)
+            scale = torch.where(scale == NAN_SCALE, scale, shifted)
+        if self._shares_bytes(spec):
+            return scale, self._nibbles(data, spec)
+        return scale, pack(data.to(torch.int32), spec.axis % data.dim(), spec.element.bits)
+
+    def _rows(self, x: Tensor, elem_dtype: object, fields: dict[str, Any]) -> tuple[Tensor, MXSpec]:
+        check_tensors(x=x)
+        spec = self.spec(elem_dtype, **fields)
+        flat = self.axis is None and "axis" not in fields and parse(elem_dtype).axis == _PLAIN.axis
+        rows = x.reshape(-1) if flat else x
+        if self.flush_subnormal_blocks:
+            rows = _fill_blocks(rows, spec, lambda amax: amax < 2.0**-126, 0.0)
+        beyond = 2 ** (spec.scale_exp_bits - 1) + spec.element.emax  # the least exponent of an amax that overflows
+        if self.overflow_to_nan and beyond < 128:
+            rows = _fill_blocks(rows, spec, lambda amax: amax >= 2.0**beyond, math.nan)
+        return rows, spec
+
+    def _rounding(self, element: ElementFormat, number: int | None) -> str:
+        if number is not None:
+            if type(number) is not int or not 0 <= number < len(self.rounding_modes):
+                numbered = ", ".join(f"{i} ({name})" for i, name in enumerate(self.rounding_modes)) or "none"
+                raise MXError(f"{self.name} has no rounding_mode {number!r}: allowed: {numbered}")
+            if element.is_int:
+                return self.rounding_modes[number]
+        return dict(self.rounding_of).get(element.name, self.rounding)
+
+    def _nibbles(self, data: Tensor, spec: MXSpec) -> Tensor:
+        return data << 4 | data >> 4 if spec.element.bits == 4 and self.high_nibble_first else data
+
+    def _shares_bytes(self, spec: MXSpec) -> bool:
+        """True if codes are stored as `quantize_mx` packs them; else each takes a byte."""
+        return not is_packed(spec.element.bits) or spec.element.bits in self.packed_widths
+
+    def _shifts_scale(self, spec: MXSpec) -> bool:
+        """True if scale bytes differ: of 8-bit integers, the only ones that such a library has."""
+        return self.int_scale_offset != 0 and spec.element.is_int and spec.element.bits == 8
+
+
+def _fill_blocks(x: Tensor, spec: MXSpec, where: Callable[[Tensor], Tensor], value: float) -> Tensor:
+    """x with `value` in the blocks of whose largest magnitude `where` is true."""
+    axis, rows = check_spec(x, spec).axis, torch.atleast_1d(x)
+    if not rows.numel():
+        return x
+    blocks = rows.split(spec.block_size, axis)
+    parts = [block.masked_fill(where(block.abs().amax(axis, keepdim=True)), value) for block in blocks]
+    return torch.cat(parts, axis).reshape(x.shape)

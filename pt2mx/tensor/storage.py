@@ -1,0 +1,117 @@
+"""The storage of an `MXTensor`: its codes and scales, and what they tell of themselves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pt2mx.analysis.measure import MXStorage
+from pt2mx.formats import ELEMENTS, ElementFormat
+from pt2mx.kernels.packing import packed_length, unpacked_length
+from pt2mx.spec import MXSpec
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class PackedStorage:
+    """A base of `MXTensor`, which says that it has the `shape`, `dtype` and `device` of its values."""
+
+    qdata: Tensor
+    scale: Tensor
+    block_size: int
+    axis: int
+    _element_name: str  # a string, so that a checkpoint holds plain types
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def elem_dtype(self) -> ElementFormat:
+        """The element format."""
+        return ELEMENTS[self._element_name]
+
+    @property
+    def spec(self) -> MXSpec:
+        """The element, block size and axis (counted from the front); codes do not tell how they were rounded."""
+        return MXSpec(self.elem_dtype, self.block_size, self.axis)
+
+    def statistics(self) -> dict[str, object]:
+        """Return size and compression, as pychop's `MXTensor.statistics()`; `pt2mx.mx_statistics` also measures the
+        loss.
+
+        Returns:
+            `format`, `exp_bits` and `sig_bits` of the element (an integer has no exponent bits), `block_size`,
+            `scale_exp_bits`, `scale_sig_bits`, `original_shape`, `num_blocks`, `total_elements`, `bits_per_element`
+            with its share of the scale, and `compression_ratio_fp32` and `compression_ratio_fp16`.
+
+        Example:
+            >>> import torch, pt2mx
+            >>> found = pt2mx.MXTensor.to_mx(torch.ones(4, 64), "mxfp4").statistics()
+            >>> found["num_blocks"], found["bits_per_element"]
+            (8, 4.25)
+        """
+        return MXStorage.of(self.shape, self.spec).to_dict()
+
+    def is_shared(self) -> bool:
+        """Return True if codes and scales are in shared memory, as `torch.Tensor.is_shared`.
+
+        Returns:
+            True or False.
+
+        Example:
+            >>> import torch, pt2mx
+            >>> pt2mx.MXTensor.to_mx(torch.ones(4), "mxfp4").is_shared()
+            False
+        """
+        return self.qdata.is_shared() and self.scale.is_shared()
+
+    def share_memory_(self) -> Self:
+        """Move codes and scales to shared memory, in place, as `torch.Tensor.share_memory_`.
+
+        Returns:
+            This tensor.
+
+        Example:
+            >>> import torch, pt2mx
+            >>> pt2mx.MXTensor.to_mx(torch.ones(4), "mxfp4").share_memory_().is_shared()
+            True
+        """
+        self.qdata.share_memory_()
+        self.scale.share_memory_()
+        return self
+
+    def holds_whole_blocks(self, length: int) -> bool:
+        """Return True if the first `length` values along the axis are whole blocks that end where a byte ends.
+
+        Args:
+            length: a count of values.
+
+        Returns:
+            True or False.
+
+        Example:
+            >>> import torch, pt2mx
+            >>> x = pt2mx.MXTensor.to_mx(torch.ones(64), "mxfp4")
+            >>> x.holds_whole_blocks(32), x.holds_whole_blocks(16)
+            (True, False)
+        """
+        bits = self.elem_dtype.bits
+        return length % self.block_size == 0 and unpacked_length(packed_length(length, bits), bits) == length
+
+    @property
+    def description(self) -> str:
+        """The shape, element, block size and axis, for messages."""
+        return (
+            f"an MXTensor of shape {tuple(self.shape)} ({self._element_name} in blocks of {self.block_size} along "
+            f"dimension {self.axis})"
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"MXTensor(shape={tuple(self.shape)}, elem_dtype={self._element_name}, block_size={self.block_size}, "
+            f"axis={self.axis}, dtype={self.dtype}, device={str(self.device)!r})"
+        )
