@@ -25,6 +25,7 @@ lint: $(VENV)/.installed
 
 types: $(VENV)/.installed
 	$(BIN)/mypy
+	$(BIN)/python -m tests.documents
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m tests.benchmarks.quantize

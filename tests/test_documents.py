@@ -19,30 +19,14 @@ from pt2mx.modes import ROUNDINGS, SCALE_MODES
 from pt2mx.pt2e.cli import command
 from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.operators import OPERAND_NAMES, OPERANDS, OPT_IN
+from tests.documents import DOCUMENTS, NOTEBOOKS, READMES, ROOT, blocks, name_of
 
-ROOT = Path(__file__).parent.parent
-#: folders of sources; `pt2mx/ops/README.md` and the like are found in them
-FOLDERS = ("pt2mx", "fx", "pt2e", "configs", "tests", "notebooks")
-READMES = [ROOT / "README.md"] + sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("README.md"))
-DOCUMENTS = [*READMES, ROOT / "CONTRIBUTING.md"]
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 #: notebooks that take more than half a minute on one core
 SLOW_NOTEBOOKS = ("01_quantize_a_model", "04_lower_and_package")
 
 
-def name_of(path: Path) -> str:
-    return str(path.relative_to(ROOT))
-
-
 def read(name: str) -> str:
     return (ROOT / name).read_text()
-
-
-def blocks(path: Path, language: str) -> list[tuple[int, str, str]]:
-    """(lines above it, the words after the language, text) of each code block in `language`."""
-    text = path.read_text()
-    found = re.finditer(rf"^```{language}\b(.*)\n((?s:.*?))^```$", text, re.MULTILINE)
-    return [(text.count("\n", 0, match.start(2)), match[1].strip(), match[2]) for match in found]
 
 
 def section(name: str, heading: str) -> str:

@@ -141,7 +141,7 @@ def test_pairs_of_every_bf16_pattern(axis, scale_mode):
     floats = [name for name in NARROW if not ELEMENTS[name].is_int and ELEMENTS[name].mantissa_bits <= 5]
     for name in floats:
         spec = MXSpec(name, 32, axis, scale_mode)
-        assert gpu._in_pairs(x.cuda(), spec)
+        assert gpu._suits_bf16x2(x.cuda(), spec)
         for got, want in zip(gpu.quantize(x.cuda(), spec, None), reference.quantize(x, spec), strict=True):
             assert same(got, want)
 
