@@ -22,7 +22,6 @@ from pt2mx.late import when_imported
 _OPERATORS = (
     "pt2mx.ops.quantization",
     "pt2mx.ops.linear",
-    "pt2mx.ops.mma_layout",
     "pt2mx.ops.scaled_mm",
     "pt2mx.ops.docstrings",
 )

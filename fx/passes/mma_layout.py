@@ -13,16 +13,16 @@ from pt2mx.fx.graph.node import LinearMX, dtype_of, shape_of
 from pt2mx.fx.graph.tensors import erase_unread
 from pt2mx.kernels.gpu.mma_layout import to_mma_layout
 from pt2mx.kernels.select import runs_triton
-from pt2mx.ops import mma_layout
+from pt2mx.ops import linear
 
 
 @GraphPass
 def use_mma_layout(model: GraphModule, everywhere: bool = False) -> None:
-    """Replace `linear_mx` of bfloat16 by `linear_mx_mma_layout`, which reads its weight as fragments.
+    """Replace `linear_mx` of bfloat16 by `linear_mx_mma_layout`, which reads its weight in the MMA layout.
 
     The codes and scales become buffers `<weight>_data_f` and `<weight>_scale_f`; those that something else reads too,
     as the embedding of a tied weight, stay beside them. Products stay as they are on another device (unless
-    `everywhere`), with a weight that is an input or that fragments cannot hold (`to_mma_layout`), and of K that 8 does
+    `everywhere`), with a weight that is an input or that the layout cannot hold (`to_mma_layout`), and of K that 8 does
     not divide.
     """
     constants = constant_nodes(model.graph)
@@ -35,7 +35,7 @@ def use_mma_layout(model: GraphModule, everywhere: bool = False) -> None:
             continue
         key = call.codes.target, call.scale.target, call.element, call.block_size
         if key not in buffers:
-            buffers[key] = _register_fragments(model, call)
+            buffers[key] = _register_mma_layout(model, call)
         if buffers[key]:
             _replace(model, node, call, buffers[key])
 
@@ -45,14 +45,14 @@ def _fits(x: Node) -> bool:
     return dtype_of(x) == torch.bfloat16 and isinstance(k, int) and k % 8 == 0
 
 
-def _register_fragments(model: GraphModule, call: LinearMX) -> list[str]:
-    """The names of new buffers of a weight's codes and scales; none where fragments cannot hold it."""
+def _register_mma_layout(model: GraphModule, call: LinearMX) -> list[str]:
+    """The names of new buffers of a weight's codes and scales; none where the layout cannot hold it."""
     read = call.codes, call.scale
     codes, scale = (tensor_of(model, n) for n in read)
     found = to_mma_layout(codes, scale, ELEMENTS[call.element], call.block_size)
     if found is None:
         return []
-    return [register_buffer(model, f"{name_of(n)}_f", value) for n, value in zip(read, found, strict=True)]
+    return [register_buffer(model, f"{name_of(n)}_mma", value) for n, value in zip(read, found, strict=True)]
 
 
 def _replace(model: GraphModule, node: Node, call: LinearMX, names: list[str]) -> None:
@@ -60,7 +60,7 @@ def _replace(model: GraphModule, node: Node, call: LinearMX, names: list[str]) -
     with model.graph.inserting_before(node):
         read = [model.graph.get_attr(name) for name in names]
         args = (call.x, *read, call.bias, call.element, rows)
-        new = model.graph.call_function(mma_layout.linear_mx_mma_layout, args)
+        new = model.graph.call_function(linear.linear_mx_mma_layout, args)
     for buffer, old in zip(read, (call.codes, call.scale), strict=True):
         buffer.meta.update(old.meta)
         if "val" in old.meta:

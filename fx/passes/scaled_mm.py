@@ -34,7 +34,7 @@ def use_scaled_mm(model: GraphModule, force: bool = False) -> None:
     call, those of the weight now. The sums are those of the tensor cores.
 
     Args:
-        model: a lowered one, before its weights become fragments: `lower_to_inductor(..., scaled_mm=True)` does it all.
+        model: a lowered one, its weights not in the MMA layout; `lower_to_inductor(..., scaled_mm=True)` does it all.
         force: on every device, where the product is emulated. For tests.
     """
     written = written_nodes(model.graph)

@@ -21,12 +21,12 @@ from pt2mx.pt2e.packages.extents import dynamic_sizes, input_nodes, linear
 
 
 def guards(program: ExportedProgram) -> list[str]:
-    """What tracing assumed of the inputs: an even length, say."""
+    """Return what tracing assumed of the inputs: an even length, say."""
     return list(getattr(program, "_guards_code", ()))
 
 
 def relations(program: ExportedProgram) -> list[str]:
-    """Which dimensions are equal to others, or a function of them."""
+    """Return the equations of dimensions that are equal to others, or a function of them."""
     found: list[str] = []
     known: dict[sympy.Symbol, sympy.Expr] = {}
     print_python = PythonPrinter().doprint
@@ -42,7 +42,7 @@ def relations(program: ExportedProgram) -> list[str]:
 
 
 def guards_follow(program: ExportedProgram, module: GraphModule) -> bool:
-    """Whether the guards follow from the shapes of the inputs, and the ranges of their symbols."""
+    """True if the guards follow from the shapes of the inputs and the ranges of their symbols."""
     values = [node.meta["val"] for node in input_nodes(program)]
     args, kwargs = pytree.tree_unflatten(values, program.call_spec.in_spec)
     known = by_name(values, parameters(module, len(args)), args, kwargs)
@@ -61,13 +61,13 @@ def guards_follow(program: ExportedProgram, module: GraphModule) -> bool:
 
 
 def parameters(module: GraphModule, count: int) -> list[str]:
-    """The names of the first parameters of an exported module."""
+    """Return the names of the first `count` parameters of an exported module."""
     return list(inspect.signature(module.forward).parameters)[:count]
 
 
 def by_name(leaves: list, names: list[str], args: tuple, kwargs: dict) -> dict[str, object]:
-    """`L` of the conditions: arguments by their names, and their leaves. `*args` are `args_0` and so on where a module
-    is called, and may be `args` with an index in guards."""
+    """Return `L` of the conditions: the arguments by their names, and their leaves. `*args` are `args_0` and so on where
+    a module is called, and may be `args` with an index in guards."""
     found: dict[str, object] = dict(zip(names, args, strict=True)) | kwargs
     several: dict[str, dict[int, object]] = {}
     for name, value in zip(names, args, strict=True):

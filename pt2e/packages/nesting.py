@@ -1,4 +1,4 @@
-"""Arguments that are nested as in an example: dicts are matched by their keys, tuples and lists by their order."""
+"""Arguments nested as in an example: dicts are matched by their keys, tuples and lists by their order."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from pt2mx.errors import MXError
 
 
 def leaves_by_name(given: object, names: object, where: str, optional: Container[str] = ()) -> dict[str, object]:
-    """The leaves of an argument by their names.
+    """Return the leaves of an argument by their names.
 
     Args:
+        given: the argument.
         names: the names of the leaves, nested as in the example.
         where: what the argument is called in errors.
         optional: the names of leaves that a dict may lack.
 
     Raises:
-        MXError: where it is nested in another way, or has other keys.
+        MXError: for an argument nested in another way, or with other keys.
     """
     if isinstance(names, str):
         return {names: given}
@@ -41,7 +42,7 @@ def leaves_by_name(given: object, names: object, where: str, optional: Container
 
 
 def are_all(names: object, some: Container[str]) -> bool:
-    """Whether each leaf of a tree of names is one of `some`."""
+    """True if each leaf of a tree of names is one of `some`."""
     return all(name in some for name in pytree.tree_leaves(names))
 
 

@@ -1,12 +1,15 @@
-"""Packages that AOTInductor compiled: a file that holds machine code, the weights, and how it wants to be called."""
+"""Packages that AOTInductor compiled: files with machine code, the weights, and the signature."""
 
 from __future__ import annotations
 
 import io
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import fields
+from typing import Protocol
 
+import sympy
 import torch
 from torch._inductor.package import package_aoti
 from torch.export import ExportedProgram
@@ -24,17 +27,27 @@ from pt2mx.pt2e.packages.signature import Signature
 _EXAMPLE = "data/sample_inputs/model.pt"
 
 
+class CompiledModel(Protocol):
+    """What `torch._inductor.aoti_load_package` returns."""
+
+    def __call__(self, *args: object, **kwargs: object) -> object: ...
+
+    def get_metadata(self) -> dict[str, str]: ...
+
+
 class Package:
-    """A loaded package, called as the model that was exported.
+    """A loaded package. `load_package` makes it.
 
     Calls from several threads take turns. AOTInductor keeps Python's global lock while it waits for its runner, and the
     runner would wait for that lock in pt2mx's operators: neither would ever go on.
 
-    Machine code checks nothing: each call holds its arguments against the signature, and raises an `MXError` for others
-    than the program takes.
+    Args:
+        model: the machine code, which checks nothing.
+        signature: what each call's arguments are compared with. It is an attribute; so is `device`, on which the
+            package runs.
     """
 
-    def __init__(self, model: Callable, signature: Signature) -> None:
+    def __init__(self, model: CompiledModel, signature: Signature) -> None:
         self.signature = signature
         self.device = torch.device(model.get_metadata()["AOTI_DEVICE_KEY"])
         if self.device.type == "cuda" and self.device.index is None:  # where it was loaded
@@ -42,14 +55,23 @@ class Package:
         self._model, self._lock = model, threading.Lock()
 
     def __call__(self, *args: object, **kwargs: object) -> object:
+        """Run the model as the one that was exported runs.
+
+        Raises:
+            MXError: for arguments that the program does not take; it names the input.
+        """
         args, kwargs = self.signature.checked(args, kwargs, self.device)
         with self._lock:
             outputs = self._model(*args, **kwargs)
         return self.signature.returned(outputs)
 
 
-def check_package_output(path: object) -> None:
-    """`MXError` where no package can be written at `path`."""
+def check_package_output(path: str | os.PathLike[str]) -> None:
+    """Refuse a path at which no package can be written.
+
+    Raises:
+        MXError: for such a path, and for a name that does not end in `.pt2`.
+    """
     check_output(path)
     if not str(path).endswith(".pt2"):
         raise MXError(f"cannot write {str(path)!r}: the name of a package ends in .pt2")
@@ -59,7 +81,7 @@ def write_package(
     code: ExportedProgram,
     program: ExportedProgram,
     module: GraphModule,
-    path: object,
+    path: str | os.PathLike[str],
     stated: list[list[Range] | None],
     eager: Callable,
     origin: Origin,
@@ -69,17 +91,26 @@ def write_package(
     Args:
         code: what is compiled: `program`, maybe decomposed further.
         program: an export of `module`, with example inputs on the package's device.
+        module: a graph module.
+        path: of the package.
         stated: the ranges of the inputs.
         eager: the model that the package is to agree with, called with inputs on that device.
+        origin: the record of what wrote the package.
+
+    Raises:
+        MXError: where the file cannot be written.
     """
     args, kwargs = code.example_inputs
     files = torch._inductor.aot_compile(
         code.module(check_guards=False), args, kwargs, options={"aot_inductor.package": True}
     )
+    if isinstance(files, str | GraphModule):  # without that option
+        raise TypeError(f"AOTInductor gave {type(files).__name__}, not the files of a package")
     with whole_file(path) as file:
         with deferred_interrupts():
             package_aoti(file, files)
-        least, conditions = {}, []
+        least: dict[sympy.Symbol, int] = {}
+        conditions: list[str] = []
         if dynamic := symbols(program):
             any_extent = Signature.of(program, module, dict.fromkeys(dynamic, 0))
             compiled = Package(torch._inductor.aoti_load_package(file.name), any_extent)
@@ -89,21 +120,36 @@ def write_package(
         add_records(file.name, {_EXAMPLE: content.getvalue(), **origin.records()})
 
 
-def load_package(path: object) -> Package:
-    """The package that `pt2mx compile` wrote; with a warning where another version of pt2mx did.
+def load_package(path: str | os.PathLike[str]) -> Package:
+    """Load a package that `pt2mx compile` wrote, with a warning where another version of pt2mx wrote it.
 
     Packages are machine code: load only those that you trust.
 
+    Args:
+        path: of the package.
+
+    Returns:
+        A callable that takes and returns what the exported model does. It raises an MXError for arguments of another
+        number, nesting, dtype, shape or device than the program takes. Its `device` is where it runs.
+
     Raises:
-        MXError: where the file is none.
+        MXError: where the file is no package, or one that does not hold the signature.
+
+    Example:
+        >>> import tempfile, pt2mx
+        >>> with tempfile.NamedTemporaryFile(suffix=".pt2") as file:
+        ...     package = pt2mx.load_package(file.name)  # of `pt2mx compile model.pt2 --output FILE`
+        Traceback (most recent call last):
+        ...
+        pt2mx.errors.MXError: XXX
     """
     package = open_package(path)
     warn_of_other_version(path)
     return package
 
 
-def open_package(path: object) -> Package:
-    """`load_package`, without the warning."""
+def open_package(path: str | os.PathLike[str]) -> Package:
+    """Load a package as `load_package` does, without the warning."""
     check_kind(path, "package")
     content = read_record(path, _EXAMPLE)
     if content is None:

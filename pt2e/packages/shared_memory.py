@@ -1,4 +1,4 @@
-"""Inputs that share memory, which compiled code takes not to."""
+"""Inputs that share memory. Compiled code assumes that inputs that it writes to do not."""
 
 from __future__ import annotations
 
@@ -10,8 +10,16 @@ from pt2mx.errors import MXError
 
 
 def check_shared_memory(inputs: Mapping[str, object], written: Iterable[str]) -> None:
-    """`MXError` where an input that is written to shares memory with another: compiled code may read the other before
-    or after it writes."""
+    """Refuse an input that is written to and shares memory with another: compiled code may read the other before or
+    after it writes.
+
+    Args:
+        inputs: the inputs by their names.
+        written: the names of those that the call writes to.
+
+    Raises:
+        MXError: for such a pair; it names both.
+    """
     spans = {name: _span(leaf) for name, leaf in inputs.items() if isinstance(leaf, Tensor) and leaf.numel()}
     for name in spans.keys() & set(written):
         for other, span in spans.items():
@@ -22,7 +30,7 @@ def check_shared_memory(inputs: Mapping[str, object], written: Iterable[str]) ->
 
 
 def _span(tensor: Tensor) -> tuple[object, int, int]:
-    """The device of a tensor, where it begins in memory, and where it ends."""
+    """Return the device of a tensor, the address at which it begins, and that at which it ends."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.device, tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
 

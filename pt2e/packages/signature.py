@@ -1,9 +1,9 @@
-"""How a model wants to be called: the tree, dtypes and shapes of its inputs, against which arguments are held."""
+"""The signature of a model, with which arguments are compared: the tree, dtypes and shapes of its inputs."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -31,12 +31,12 @@ class Signature:
         args: positional arguments of the example: trees of tensors on the CPU, and of constants.
         kwargs: its keyword arguments.
         names: a name of each leaf.
-        ranges: of each leaf that is a tensor those of its dimensions; of a number that a call may change its own; None
-            of a constant.
+        ranges: for each leaf that is a tensor the ranges of its dimensions; for a number that a call may change its own
+            range, as a list of one; None for a constant.
         parameters: the names of the positional arguments.
-        guards: further conditions, as `pt2mx.pt2e.packages.conditions` has them.
+        guards: further conditions, in the form of `pt2mx.pt2e.packages.conditions`.
         written: the names of the leaves that a call writes to.
-        numbers: which leaves of the outputs are numbers.
+        numbers: the indices of those leaves of the outputs that are numbers.
     """
 
     args: tuple
@@ -52,7 +52,14 @@ class Signature:
     def of(
         cls, program: ExportedProgram, module: GraphModule, least: Mapping | None = None, conditions: Iterable[str] = ()
     ) -> Signature:
-        """That of the program that `module` was exported to; `least` as `ranges` takes it, and further conditions."""
+        """Return the signature of a program.
+
+        Args:
+            program: with example inputs.
+            module: what was exported to it.
+            least: lower bounds of symbols, as `ranges` takes them.
+            conditions: further ones.
+        """
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.detach().cpu(), program.example_inputs)
         nodes, written = input_nodes(program), written_nodes(program.graph)
         return cls(
@@ -68,7 +75,7 @@ class Signature:
 
     @cached_property
     def inputs(self) -> list[tuple[str, object, list[Range] | None]]:
-        """(name, example, ranges) of each leaf."""
+        """The (name, example, ranges) of each leaf."""
         return list(zip(self.names, self._flat[0], self.ranges, strict=True))
 
     @cached_property
@@ -77,16 +84,22 @@ class Signature:
         args, kwargs = self.unflatten(self.names)
         return {**dict(zip(self.parameters, args, strict=True)), **kwargs}
 
-    def unflatten(self, leaves: list[object]) -> tuple[tuple, dict]:
-        """The arguments whose leaves these are."""
+    def unflatten(self, leaves: Sequence[object]) -> tuple[tuple, dict]:
+        """Return the arguments, positional and keyword, with these leaves."""
         return pytree.tree_unflatten(leaves, self._flat[1])
 
     def checked(self, args: tuple, kwargs: dict, device: torch.device | None = None) -> tuple[tuple, dict]:
-        """The arguments as compiled code reads them: tensors have the strides of the example's, by a copy if need be.
+        """Return the arguments as compiled code reads them: tensors have the strides of the example's, by a copy if
+        need be.
+
+        Args:
+            args: positional arguments of a call.
+            kwargs: its keyword arguments.
+            device: the device on which tensors must be; by default any.
 
         Raises:
-            MXError: where they are others than the model takes: their number, names, nesting, dtypes, shapes, device,
-                or a constant that is not the example's; and where one that is written to shares memory with another.
+            MXError: for arguments that the model does not take (their number, names, nesting, dtypes, shapes, device,
+                or a constant that is not the example's), and for one that is written to and shares memory with another.
         """
         by_parameter = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         if len(args) + len(kwargs) != len(self.trees) or by_parameter.keys() != self.trees.keys():
@@ -106,7 +119,7 @@ class Signature:
         return args, kwargs
 
     def returned(self, outputs: object) -> object:
-        """The outputs of compiled code, which makes tensors of numbers, as the model returns them."""
+        """Return the outputs of compiled code, which makes tensors of numbers, as the model returns them."""
         if not self.numbers:
             return outputs
         leaves, tree = pytree.tree_flatten(outputs)
@@ -122,8 +135,9 @@ class Signature:
                 raise MXError(f"the shapes of the inputs must meet the condition {self._readable(condition)}")
 
     def _arranged(self, name: str, given: object, order: list[int] | None) -> object:
-        """A tensor whose dimensions lie in memory without gaps, in this order; the one that is given if it does."""
-        if order is None:
+        """Return the tensor with its dimensions in this order in memory, without gaps: itself if it lies so. Another
+        leaf has no order."""
+        if order is None or not isinstance(given, Tensor):
             return given
         sorted_dims = given.permute(order)
         if sorted_dims.is_contiguous() and not given.is_neg():
@@ -157,7 +171,7 @@ class Signature:
 
 
 def _numbers(program: ExportedProgram) -> list[int]:
-    """Which leaves of the program's outputs are numbers, constants or sizes."""
+    """Return the indices of the leaves of the program's outputs that are numbers: constants or sizes."""
     specs = [spec for spec in program.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
     others = [i for i, spec in enumerate(specs) if not isinstance(spec.arg, TensorArgument)]
     return [i for i in others if getattr(specs[i].arg, "value", 0) is not None]
@@ -166,7 +180,18 @@ def _numbers(program: ExportedProgram) -> list[int]:
 def check_leaf(
     name: str, given: object, example: object, extents: list[Range] | None, device: torch.device | None = None
 ) -> None:
-    """`MXError` where a leaf of the arguments is another than the model takes."""
+    """Refuse a leaf of the arguments that the model does not take.
+
+    Args:
+        name: the name of the leaf, for the error.
+        given: the leaf of a call.
+        example: the leaf of the example.
+        extents: its ranges, as in `Signature.ranges`.
+        device: the device on which a tensor must be; by default any.
+
+    Raises:
+        MXError: for another type, dtype, shape or device, a number out of its range, or another constant.
+    """
     if extents is None:
         if type(given) is not type(example) or given != example:
             raise MXError(
@@ -175,11 +200,10 @@ def check_leaf(
             )
         return
     if not isinstance(example, Tensor):
-        if type(given) is not type(example) or not _is_within([given], extents):
+        if type(given) is not type(example) or not isinstance(given, int | float) or not _is_within([given], extents):
             raise MXError(f"the input {name!r} must be a number of {_shown(extents).rstrip(',')}, not {given!r}")
         return
-    fits = type(given) in _PLAIN and given.dtype == example.dtype and given.layout == torch.strided
-    if not fits or given.dim() != len(extents) or not _is_within(given.shape, extents):
+    if not isinstance(given, Tensor) or not _fits(given, example, extents):
         raise MXError(
             f"the input {name!r} must be of shape ({_shown(extents)}) and {example.dtype}, not {_kind(given)}"
         )
@@ -191,7 +215,12 @@ def check_leaf(
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _is_within(sizes: Iterable[int], extents: list[Range]) -> bool:
+def _fits(given: Tensor, example: Tensor, extents: list[Range]) -> bool:
+    plain = type(given) in _PLAIN and given.dtype == example.dtype and given.layout == torch.strided
+    return plain and given.dim() == len(extents) and _is_within(given.shape, extents)
+
+
+def _is_within(sizes: Iterable[float], extents: list[Range]) -> bool:
     return all(least <= n and (most is None or n <= most) for n, (least, most) in zip(sizes, extents, strict=True))
 
 
@@ -203,7 +232,9 @@ def _shown(extents: list[Range]) -> str:
 def _kind(given: object) -> str:
     if isinstance(given, int | float | str | bool | None):
         return repr(given)
-    return f"{tuple(given.shape)} {given.dtype}" if type(given) in _PLAIN else type(given).__name__
+    if isinstance(given, Tensor) and type(given) in _PLAIN:
+        return f"{tuple(given.shape)} {given.dtype}"
+    return type(given).__name__
 
 
 def _described(args: tuple, kwargs: dict) -> str:
@@ -212,10 +243,11 @@ def _described(args: tuple, kwargs: dict) -> str:
 
 
 def memory_order(tensor: Tensor) -> list[int]:
-    """The dimensions of a tensor from the one with the largest stride to the one with the least."""
-    return sorted(range(tensor.dim()), key=lambda i: (-tensor.stride(i), i))
+    """Return the dimensions of a tensor from the one with the largest stride to the one with the least."""
+    strides = tensor.stride()
+    return sorted(range(tensor.dim()), key=lambda i: (-strides[i], i))
 
 
 def in_memory_order(tensor: Tensor, order: list[int]) -> Tensor:
-    """The tensor with its dimensions in this order in memory, and without gaps or overlaps."""
+    """Return the tensor with its dimensions in this order in memory, without gaps or overlaps."""
     return tensor.permute(order).contiguous().permute([order.index(i) for i in range(len(order))])

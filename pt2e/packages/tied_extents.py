@@ -1,12 +1,13 @@
 """Extents that depend on others without a guard of the export that says so.
 
 A mask of fewer rows than its ids is refused by the program, at run time, and read past its end by compiled code. Which
-extents are tied shows where the program is tried with one of them changed: it takes it changed together with others.
+extents are tied shows when the program is tried with one of them changed: it takes that one changed together with
+others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import sympy
 
@@ -17,11 +18,12 @@ Tie = tuple[sympy.Symbol, sympy.Symbol]
 
 
 def tied_extents(example: Mapping[sympy.Symbol, int], dims: Mapping[sympy.Symbol, int], agree: Trial) -> list[Tie]:
-    """The ties among a program's symbols. Those that are equal are tied in both directions.
+    """Return the ties among a program's symbols. Equal ones are tied in both directions.
 
     Args:
-        example: the extents of the symbols in the example. Only symbols that have the same there are tied.
-        dims: which dimension of its input each symbol is.
+        example: the extents of the symbols in the example. Only symbols with the same extent there are tied.
+        dims: the dimension of its input that each symbol is.
+        agree: runs a trial.
     """
     ties: list[Tie] = []
     for extent in sorted(set(example.values())):
@@ -32,17 +34,23 @@ def tied_extents(example: Mapping[sympy.Symbol, int], dims: Mapping[sympy.Symbol
         # program takes even ones only
         extents = (extent + 1, 2 * extent, extent - 1, extent // 2)
         changed = next((n for n in extents if n and agree(dict.fromkeys(alike, n))), None)
-        for symbol in alike if changed is not None else ():
-            found = _together(symbol, alike, dims, lambda some, n=changed: agree(dict.fromkeys(some, n)) is True)
-            others = [other for other in found if other != symbol]
+        if changed is None:
+            continue
+        for symbol in alike:
+            others = [other for other in _together(symbol, alike, dims, changed, agree) if other != symbol]
             ties += [(other, symbol) if changed > extent else (symbol, other) for other in others]
     return ties
 
 
 def _together(
-    symbol: sympy.Symbol, alike: list[sympy.Symbol], dims: Mapping[sympy.Symbol, int], taken: Callable[[list], bool]
+    symbol: sympy.Symbol, alike: list[sympy.Symbol], dims: Mapping[sympy.Symbol, int], extent: int, agree: Trial
 ) -> list[sympy.Symbol]:
-    """The least set that holds `symbol` and is taken; `alike` is."""
+    """Return the smallest set found that holds `symbol` and that the program takes changed to `extent`; it takes
+    `alike`."""
+
+    def taken(some: list[sympy.Symbol]) -> bool:
+        return agree(dict.fromkeys(some, extent)) is True
+
     pairs = [[symbol, other] for other in alike if other != symbol]
     of_one_dim = [other for other in alike if dims[other] == dims[symbol]]
     found = next((some for some in ([symbol], *pairs, of_one_dim) if taken(some)), alike)

@@ -1,4 +1,4 @@
-"""Trials of compiled code: with inputs of other extents than the example's it is held against the program."""
+"""Trials of compiled code: it is compared with the program on inputs of other extents than the example's."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ from pt2mx.pt2e.report.fidelity import fidelity
 _AGREEMENT = 20.0
 
 Call = Callable[..., object]
-#: extents of some symbols, the others having the example's -> whether compiled code gives what the program gives; None
-#: where that does not take such inputs
+#: extents of some symbols, the others having the example's -> True if compiled code gives what the program gives; None
+#: if the program does not take such inputs
 Trial = Callable[[Mapping[sympy.Symbol, int]], bool | None]
 
 
 def trial(program: ExportedProgram, eager: Call, compiled: Call) -> Trial:
-    """The trials of a program with example inputs, whose values are cut or repeated to the extents that are tried.
+    """Return a function that runs trials of a program. The values of its example inputs are cut or repeated to the
+    extents that are tried.
 
     Args:
+        program: an exported program with example inputs.
         eager: the program's module. It raises an error where the program does not take its inputs.
         compiled: called with the same inputs.
     """
-    example = {symbol: extent for symbol, (extent, _) in symbols(program).items()}
+    example = {symbol: place.extent for symbol, place in symbols(program).items()}
 
     def agree(extents: Mapping[sympy.Symbol, int]) -> bool | None:
         return _agree(_resized(program, {**example, **extents}), eager, compiled)
@@ -40,7 +42,7 @@ def trial(program: ExportedProgram, eager: Call, compiled: Call) -> Trial:
 
 
 def _resized(program: ExportedProgram, extents: Mapping[sympy.Symbol, int]) -> tuple[tuple, dict] | None:
-    """The example's inputs with the sizes at these extents; None where there are none."""
+    """Return the example's inputs with the sizes at these extents; None where there are none."""
     leaves, tree = pytree.tree_flatten(program.example_inputs)
     resized = []
     for leaf, sizes in zip(leaves, sizes_at(program, extents), strict=True):
@@ -58,7 +60,7 @@ def _resized(program: ExportedProgram, extents: Mapping[sympy.Symbol, int]) -> t
 
 
 def _agree(inputs: tuple[tuple, dict] | None, eager: Call, compiled: Call) -> bool | None:
-    """Whether compiled code gives what the program gives; None where that does not take the inputs."""
+    """True if compiled code gives what the program gives; None if the program does not take the inputs."""
     if inputs is None:
         return None
     args, kwargs = inputs
@@ -78,7 +80,7 @@ def _agree(inputs: tuple[tuple, dict] | None, eager: Call, compiled: Call) -> bo
 
 
 def _alike(want: object, got: object) -> bool:
-    """Whether two outputs are equal, of floating tensors their shapes and dtypes."""
+    """True if two outputs are equal; of floating tensors only the shapes and dtypes are compared."""
     if not isinstance(want, Tensor) or not isinstance(got, Tensor):
         return want == got
     if want.shape != got.shape or want.dtype != got.dtype:

@@ -1,17 +1,19 @@
 """Products with packed weights through dense ones: dequantize the weight, then torch's own product.
 
-The definition of `linear_mx` and `grouped_linear_mx`, and what serves where no faster twin does: large batches, whose
-time is that of the product, and devices without one.
+They define `linear_mx`, `grouped_linear_mx` and `linear_mx_mma_layout`, and serve where no faster twin does: large
+batches, whose time is that of the product, and devices without one.
 """
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pt2mx.formats import ElementFormat
+from pt2mx.kernels.gpu.mma_layout import from_mma_layout
 from pt2mx.kernels.select import kernels_for
 from pt2mx.spec import MXSpec
 
-__all__ = ["grouped_linear", "linear"]
+__all__ = ["grouped_linear", "linear", "linear_mma_layout"]
 
 
 def linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, spec: MXSpec) -> Tensor:
@@ -23,6 +25,13 @@ def grouped_linear(x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, spec: M
     """x: (T, K), data: (E, N, bytes) uint8, scale: (E, N, blocks) uint8, offs: (E,) int32 -> (T, N)."""
     weight = _weight(x, data, scale, spec)  # (E, N, K)
     return torch._grouped_mm(x, weight.transpose(-2, -1), offs=offs)
+
+
+def linear_mma_layout(
+    x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, element: ElementFormat, n: int
+) -> Tensor:
+    """x: (..., K) bfloat16, codes, scale: as of `to_mma_layout`, bias: (n,) bfloat16 or None -> (..., n) bfloat16."""
+    return F.linear(x, from_mma_layout(codes, scale, element, n, x.shape[-1]), bias)
 
 
 def _weight(x: Tensor, data: Tensor, scale: Tensor, spec: MXSpec) -> Tensor:

@@ -1,7 +1,7 @@
 """The choice of the kernels that serve an eager call.
 
 Every kernel module has the functions of `pt2mx.kernels.reference_chunked`, takes inputs of any strides and at least one
-dimension, and gives contiguous outputs; all agree to the bit.
+dimension, and gives contiguous outputs; all agree to the bit. Products choose in `pt2mx.ops.linear`.
 """
 
 import functools
@@ -15,32 +15,31 @@ from pt2mx.formats import ElementFormat
 from pt2mx.kernels import reference_chunked
 from pt2mx.kernels.cpu import quantize as cpu
 
+__all__ = ["device_with_kernels", "kernels_for", "runs_triton"]
+
 
 def kernels_for(x: Tensor, element: ElementFormat | None = None) -> ModuleType:
     """The fastest kernels that can work on x, and with `element` where the call has one."""
-    plain = _is_plain(x) and not (element and element.is_wide)
-    if plain and x.device.type == "cpu" and cpu.is_available():
+    device = device_with_kernels(x, element)
+    if device == "cpu":
         return cpu
-    if plain and x.device.type == "cuda" and runs_triton(x.device):
+    if device == "cuda":
         from pt2mx.kernels.gpu import quantize as gpu
 
         return gpu
     return reference_chunked
 
 
-def linear_kernels_for(x: Tensor, element: ElementFormat | None = None) -> ModuleType:
-    """The fastest kernels of `linear_mx` and `grouped_linear_mx` that can work on x with weights of `element`."""
-    from pt2mx.kernels import dequantize_then_matmul
-    from pt2mx.kernels.cpu import linear as cpu_linear
-
-    plain = _is_plain(x) and not (element and element.is_wide)
-    if plain and x.device.type == "cpu" and cpu.is_available():
-        return cpu_linear
-    return dequantize_then_matmul
-
-
-def _is_plain(x: Tensor) -> bool:
-    return type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided and not torch.compiler.is_compiling()
+def device_with_kernels(x: Tensor, element: ElementFormat | None = None) -> str | None:
+    """Return the type of x's device, "cpu" or "cuda", if there are kernels of our own that can work on x there; else
+    None, and torch's operators serve."""
+    plain = type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided and not torch.compiler.is_compiling()
+    if plain and not (element and element.is_wide):
+        if x.device.type == "cpu" and cpu.is_available():
+            return "cpu"
+        if x.device.type == "cuda" and runs_triton(x.device):
+            return "cuda"
+    return None
 
 
 @functools.cache

@@ -1,12 +1,14 @@
-"""`torch.ops.pt2mx.linear_mx` and `grouped_linear_mx`: products with weights that stay packed. Design: lowering.
+"""`torch.ops.pt2mx.linear_mx`, `grouped_linear_mx`, `linear_mx_mma_layout`: products with weights that stay packed.
 
 They compute what `linear(x, dequantize_mx(weight))` does, with fp32 sums in another order, and are what the lowered
-program calls (`pt2mx.fx.lower`). How: `pt2mx.kernels.dequantize_then_matmul` on every device, and a faster twin where
-there is one.
+program calls (`pt2mx.fx.lower`). `pt2mx.kernels.dequantize_then_matmul` defines them on every device; `_TWINS` lists
+where a faster twin serves.
 """
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -14,10 +16,24 @@ from torch import Tensor
 
 from pt2mx import ops
 from pt2mx.errors import MXError
+from pt2mx.formats import ELEMENTS, ElementFormat
+from pt2mx.kernels.gpu.mma_layout import FRAGMENTS
+from pt2mx.kernels.select import device_with_kernels
 from pt2mx.ops.autocast import register_autocast
 from pt2mx.ops.checks import check_packed
-from pt2mx.ops.kernels import linear_kernels_for
 from pt2mx.spec import MXSpec
+
+#: function, type of device -> module of `pt2mx.kernels` whose function of that name is faster than the definition
+_TWINS: dict[tuple[str, str | None], str] = {
+    ("linear", "cpu"): "cpu.linear",
+    ("grouped_linear", "cpu"): "cpu.linear",
+    ("linear_mma_layout", "cuda"): "gpu.linear",
+}
+
+
+def _kernels_for(function: str, x: Tensor, element: ElementFormat) -> ModuleType:
+    module = _TWINS.get((function, device_with_kernels(x, element)), "dequantize_then_matmul")
+    return importlib.import_module(f"pt2mx.kernels.{module}")
 
 
 def _linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: str, block_size: int) -> Tensor:
@@ -29,7 +45,7 @@ def _linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: s
             f"bias of shape {tuple(bias.shape)}, {bias.dtype} on {bias.device} does not fit a weight of "
             f"{data.shape[0]} rows and x in {x.dtype} on {x.device}"
         )
-    return linear_kernels_for(x, spec.element).linear(x, data, scale, bias, spec)
+    return _kernels_for("linear", x, spec.element).linear(x, data, scale, bias, spec)
 
 
 def _linear_fake(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: str, block_size: int) -> Tensor:
@@ -46,12 +62,25 @@ def _grouped_linear(x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, elem: 
             f"x must be (T, K) and offs ({data.shape[0]},) int32, an end for each expert; got {tuple(x.shape)} and "
             f"{tuple(offs.shape)} {offs.dtype}"
         )
-    return linear_kernels_for(x, spec.element).grouped_linear(x, data, scale, offs, spec)
+    return _kernels_for("grouped_linear", x, spec.element).grouped_linear(x, data, scale, offs, spec)
 
 
 def _grouped_linear_fake(x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, elem: str, block_size: int) -> Tensor:
     _check(x, data, scale, elem, block_size, dimensions=3)
     return x.new_empty((x.shape[0], data.shape[1]))
+
+
+def _linear_mma_layout(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: str, n: int) -> Tensor:
+    """x: (..., K) bfloat16, data and scale as `pt2mx.kernels.gpu.mma_layout.to_mma_layout` gives them, bias: (n,)
+    bfloat16 or None -> (..., n) bfloat16."""
+    _check_mma_layout(x, data, scale, bias, elem, n)
+    element = ELEMENTS[elem]
+    return _kernels_for("linear_mma_layout", x, element).linear_mma_layout(x, data, scale, bias, element, n)
+
+
+def _linear_mma_layout_fake(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: str, n: int) -> Tensor:
+    _check_mma_layout(x, data, scale, bias, elem, n)
+    return x.new_empty((*x.shape[:-1], n))
 
 
 def _check(x: Tensor, data: Tensor, scale: Tensor, elem: str, block_size: int, dimensions: int) -> MXSpec:
@@ -67,6 +96,22 @@ def _check(x: Tensor, data: Tensor, scale: Tensor, elem: str, block_size: int, d
         raise MXError(f"x of shape {tuple(x.shape)} times a weight of {tuple(data.shape)} bytes: {error}") from None
 
 
+def _check_mma_layout(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: str, n: int) -> None:
+    if elem not in FRAGMENTS:
+        raise MXError(f"no MMA layout of {elem!r}: allowed are {', '.join(sorted(FRAGMENTS))}")
+    if x.dtype != torch.bfloat16 or not x.dim() or (bias is not None and bias.dtype != torch.bfloat16):
+        raise MXError(f"weights in the MMA layout take bfloat16 x and bias of at least one dimension, not {x.dtype}")
+    if x.shape[-1] % 8:
+        raise MXError(f"the MMA layout is of a K that 8 divides, not {x.shape[-1]}: use linear_mx")
+    fragment, steps = FRAGMENTS[elem], -(-x.shape[-1] // FRAGMENTS[elem].k_step)
+    shapes = (-(-n // 16), steps, 2, fragment.words // 4, 32, 16), (-(-n // 16), steps, 2, fragment.scales, 32)
+    if (tuple(data.shape), tuple(scale.shape)) != shapes or not (data.dtype == scale.dtype == torch.uint8):
+        raise MXError(
+            f"data {tuple(data.shape)} and scale {tuple(scale.shape)} are no MMA layout of a ({n}, {x.shape[-1]}) "
+            f"weight of {elem}: those are {shapes[0]} and {shapes[1]} uint8"
+        )
+
+
 def _save_weight(ctx: Any, inputs: tuple, output: Tensor) -> None:
     x, data, scale, ctx.third, ctx.elem, ctx.block_size = inputs
     ctx.length = x.shape[-1]
@@ -80,24 +125,27 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad @ weight, None, None, bias, None, None
 
 
+#: operator -> its arguments after the weight, kernel, fake kernel
 _OPERATORS = {
-    "linear_mx": ("Tensor? bias", _linear, _linear_fake),
-    "grouped_linear_mx": ("Tensor offs", _grouped_linear, _grouped_linear_fake),
+    "linear_mx": ("Tensor? bias, str elem_dtype_name, int block_size", _linear, _linear_fake),
+    "grouped_linear_mx": ("Tensor offs, str elem_dtype_name, int block_size", _grouped_linear, _grouped_linear_fake),
+    "linear_mx_mma_layout": ("Tensor? bias, str elem_dtype_name, int n", _linear_mma_layout, _linear_mma_layout_fake),
 }
 
 #: the kernels take any strides: without the second tag Inductor copies x for each of the products that share it
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 
-for _name, (_third, _kernel, _fake) in _OPERATORS.items():
-    _schema = (
-        f"(Tensor x, Tensor weight_data, Tensor weight_scale, {_third}, str elem_dtype_name, int block_size) -> Tensor"
+for _name, (_rest, _kernel, _fake) in _OPERATORS.items():
+    torch.library.define(
+        f"pt2mx::{_name}", f"(Tensor x, Tensor weight_data, Tensor weight_scale, {_rest}) -> Tensor", tags=_TAGS
     )
-    torch.library.define(f"pt2mx::{_name}", _schema, tags=_TAGS)
     torch.library.impl(f"pt2mx::{_name}", "CompositeExplicitAutograd", _kernel)
     torch.library.register_fake(f"pt2mx::{_name}", _fake)
 
 torch.library.register_autograd("pt2mx::linear_mx", _linear_backward, setup_context=_save_weight)
 
 linear_mx = torch.ops.pt2mx.linear_mx.default
-register_autocast(linear_mx)
 grouped_linear_mx = torch.ops.pt2mx.grouped_linear_mx.default
+linear_mx_mma_layout = torch.ops.pt2mx.linear_mx_mma_layout.default
+register_autocast(linear_mx)
+register_autocast(linear_mx_mma_layout, computes_in=torch.bfloat16)

@@ -17,9 +17,9 @@ from torch import Tensor
 from pt2mx.errors import MXError, nearest
 from pt2mx.kernels.axis import resized
 from pt2mx.kernels.packing import is_packed, packed_length
+from pt2mx.kernels.select import kernels_for
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.checks import check_input, check_packed, check_seed
-from pt2mx.ops.kernels import kernels_for
 from pt2mx.ops.order import empty_in_order, in_order
 from pt2mx.ops.pair_gradient import dequantize_straight_through, no_gradient, remember_source
 from pt2mx.spec import MXSpec

@@ -20,8 +20,7 @@ from torch.nn import functional as F
 
 from pt2mx import ELEMENTS, FORMATS, dequantize_mx, ops
 from pt2mx.kernels.gpu.mma_layout import to_mma_layout
-from pt2mx.ops.linear import linear_mx
-from pt2mx.ops.mma_layout import linear_mx_mma_layout
+from pt2mx.ops.linear import linear_mx, linear_mx_mma_layout
 from tests.benchmarks.measure import Row, gpu_medians_in_turns, hardware, keep_heap, medians_in_turns, print_table
 
 _BLOCK = 32
@@ -104,9 +103,9 @@ def candidates(weight: Tensor, cache: int) -> Iterator[Candidate]:
             yield Candidate("linear_mx", name, ours, limit)
             yield Candidate("linear_mx", name, ours, limit, torch.float32)
         else:  # as lowering stores a weight on a GPU
-            fragments = copies(to_mma_layout(*packed[0], ELEMENTS[name], _BLOCK), cache)
+            stored = copies(to_mma_layout(*packed[0], ELEMENTS[name], _BLOCK), cache)
 
-            def lowered(x: Tensor, i: int, name: str = name, parts: list = fragments) -> Tensor:
+            def lowered(x: Tensor, i: int, name: str = name, parts: list = stored) -> Tensor:
                 return linear_mx_mma_layout(x, *parts[i % len(parts)], None, name, len(weight))
 
             yield Candidate("linear_mx_mma_layout", name, lowered, limit)

@@ -13,14 +13,10 @@ import pt2mx
 from pt2mx import lower_to_inductor
 from pt2mx.fx import inductor_pass
 from pt2mx.fx.inductor_pass import LoweringPass
-from tests.fx.test_lower import BATCH, IDS, Tied, convert
+from tests.graph import called
+from tests.models import IDS
 
 pytestmark = pytest.mark.usefixtures("compiler")
-
-
-@pytest.fixture(scope="module")
-def converted():
-    return convert(Tied(), (IDS,), shapes=BATCH)
 
 
 class Recording(LoweringPass):
@@ -45,10 +41,6 @@ def packed_calls(codes):
     return len(re.findall(r"torch\.ops\.pt2mx\.linear_mx\.default\(", "".join(codes)))
 
 
-def operators(model):
-    return [str(n.target) for n in model.graph.nodes if n.op == "call_function"]
-
-
 def test_a_converted_model_gets_the_lowered_graph(converted):
     own = Recording()
     got, codes = compiled(converted, own, (IDS,))
@@ -56,7 +48,7 @@ def test_a_converted_model_gets_the_lowered_graph(converted):
     # the weight whose codes are transposed in a lowered one is dequantized, and those of one input are not joined
     assert packed_calls(codes) == 3 and "dequantize_mx" not in re.findall(r"torch\.ops\.pt2mx\.(\w+)", "".join(codes))
     (graph,) = own.graphs
-    got, want = Counter(graph), Counter(operators(lower_to_inductor(converted)))
+    got, want = Counter(graph), Counter(map(str, called(lower_to_inductor(converted))))
     assert want - got == {"aten.slice.Tensor": 2}
     assert got - want == {"pt2mx.dequantize_mx.default": 1, "aten.matmul.default": 1}
 

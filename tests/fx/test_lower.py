@@ -8,47 +8,12 @@ import pt2mx
 from pt2mx import MXError, MXQuantizer, lower_to_inductor, ops
 from pt2mx.fx import lower
 from pt2mx.fx.graph.graph_pass import GraphPass
-from pt2mx.fx.graph.subgraphs import graph_modules
 from pt2mx.ops import linear
-from tests.pt2e.test_prepare import assert_unchanged, snapshot
+from tests.flow import convert
+from tests.graph import assert_unchanged, called, count, snapshot
+from tests.models import BATCH, IDS, Tied
 
 aten = torch.ops.aten
-IDS = torch.tensor([[3, 0, 7, 19], [1, 1, 2, 5]])
-BATCH = ({0: torch.export.Dim("batch")},)
-
-
-class Tied(nn.Module):
-    """An embedding that is the head too, projections that share their input, and a weight that is not transposed."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(20, 64)
-        self.query, self.key = nn.Linear(64, 64), nn.Linear(64, 64)
-        self.up = nn.Parameter(torch.randn(64, 64))
-        self.head = nn.Linear(64, 20, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, ids):
-        x = self.embedding(ids)
-        x = torch.nn.functional.gelu(self.query(x)) + self.key(x)
-        return self.head(x @ self.up)
-
-
-def convert(model, args, recipe="mxfp8", fold=True, shapes=None):
-    with torch.no_grad():
-        program = torch.export.export(model.eval(), args, dynamic_shapes=shapes)
-    prepared = pt2mx.prepare_pt2e(program.module(), MXQuantizer.from_recipe(recipe))
-    return pt2mx.convert_pt2e(prepared, fold_quantize=fold)
-
-
-@pytest.fixture(scope="module")
-def converted():
-    return convert(Tied(), (IDS,), shapes=BATCH)
-
-
-def count(model, target):
-    return sum(len(m.graph.find_nodes(op="call_function", target=target)) for m in graph_modules(model))
 
 
 @pytest.mark.parametrize("fold", [True, False])
@@ -122,8 +87,7 @@ def test_a_reloaded_program_is_lowered_alike(converted, tmp_path):
     )
     ids = torch.randint(20, (5, 4))
     assert torch.equal(reloaded(ids), lowered(ids))
-    targets = [[n.target for n in m.graph.nodes if n.op == "call_function"] for m in (lowered, reloaded)]
-    assert targets[0] == targets[1]
+    assert called(lowered) == called(reloaded)
 
 
 def test_report_names_what_is_left(converted):

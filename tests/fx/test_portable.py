@@ -10,7 +10,7 @@ import pt2mx
 from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config
 from pt2mx.fx.portable import is_portable, without_calls
 from pt2mx.ops.linear import grouped_linear_mx, linear_mx
-from tests.fx.graph.test_subgraphs import Cond, X
+from tests.subgraph_models import Cond, X
 
 WITHOUT_PT2MX = """
 import sys

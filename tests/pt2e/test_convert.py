@@ -7,19 +7,21 @@ from torch import nn
 
 import pt2mx
 from pt2mx import FORMATS, MXError, MXQuantizer, get_default_mx_quantization_config, ops
-from tests.pt2e.test_prepare import BATCH, INPUTS, QUANTIZER, Net, assert_unchanged, exported, snapshot
+from tests.flow import calibrated, exported
+from tests.graph import assert_unchanged, snapshot
+from tests.models import BATCH, IMAGES, NormalizedConv, exported_conv
+
+QUANTIZER = MXQuantizer().set_global(get_default_mx_quantization_config())
 
 
 def prepared(quantizer=QUANTIZER):
-    model = pt2mx.prepare_pt2e(exported(), quantizer)
-    model(*INPUTS)
-    return model
+    return calibrated(exported_conv(), quantizer, *IMAGES)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", FORMATS)
 def test_equals_the_prepared_model_to_the_bit(name, dtype, quantize):
-    model, inputs = Net().eval().to(dtype), (INPUTS[0].to(dtype),)
+    model, inputs = NormalizedConv().eval().to(dtype), (IMAGES[0].to(dtype),)
     quantizer = MXQuantizer().set_global(get_default_mx_quantization_config(name, name))
     want, _, converted = quantize(torch.export.export(model, inputs), quantizer, inputs)
     assert torch.equal(converted(*inputs), want) and want.dtype == dtype
@@ -57,7 +59,7 @@ def test_the_prepared_model_is_unchanged():
     before = snapshot(model)
     pt2mx.convert_pt2e(model)
     assert_unchanged(model, before)
-    assert torch.equal(pt2mx.convert_pt2e(model)(*INPUTS), pt2mx.convert_pt2e(model)(*INPUTS))
+    assert torch.equal(pt2mx.convert_pt2e(model)(*IMAGES), pt2mx.convert_pt2e(model)(*IMAGES))
 
 
 def test_a_failed_convert_leaves_the_model_usable(monkeypatch):
@@ -72,11 +74,11 @@ def test_a_failed_convert_leaves_the_model_usable(monkeypatch):
         patch.setattr(pt2mx.MXObserver, "convert", fail)
         pt2mx.convert_pt2e(model)
     assert_unchanged(model, before)
-    assert pt2mx.convert_pt2e(model)(*INPUTS).shape == (2, 4)
+    assert pt2mx.convert_pt2e(model)(*IMAGES).shape == (2, 4)
 
 
 @pytest.mark.parametrize(
-    "model", [lambda: Net(), lambda: exported(), lambda: None, lambda: pt2mx.convert_pt2e(prepared())]
+    "model", [lambda: NormalizedConv(), lambda: exported_conv(), lambda: None, lambda: pt2mx.convert_pt2e(prepared())]
 )
 def test_what_was_not_prepared_is_refused(model):
     with pytest.raises(MXError, match="expected a prepared model"):
@@ -95,11 +97,11 @@ def test_bad_fold_argument():
 
 def test_exports_saves_and_loads(tmp_path, run_python):
     converted = pt2mx.convert_pt2e(prepared())
-    program = torch.export.export(converted, INPUTS, dynamic_shapes=BATCH)
+    program = torch.export.export(converted, IMAGES, dynamic_shapes=BATCH)
     torch.export.save(program, tmp_path / "m.pt2")
-    want = converted(*INPUTS)
-    assert torch.equal(torch.export.load(tmp_path / "m.pt2").module()(*INPUTS), want)
-    torch.save((INPUTS, want), tmp_path / "io.pt")
+    want = converted(*IMAGES)
+    assert torch.equal(torch.export.load(tmp_path / "m.pt2").module()(*IMAGES), want)
+    torch.save((IMAGES, want), tmp_path / "io.pt")
     code = """
 import torch, pt2mx
 inputs, want = torch.load("io.pt")
@@ -109,34 +111,34 @@ print(torch.equal(torch.export.load("m.pt2").module()(*inputs), want))
 
 
 def test_state_dict_and_deepcopy():
-    converted, want = pt2mx.convert_pt2e(prepared()), None
-    want = converted(*INPUTS)
+    converted = pt2mx.convert_pt2e(prepared())
+    want = converted(*IMAGES)
     copied = copy.deepcopy(converted)
-    assert torch.equal(copied(*INPUTS), want)
+    assert torch.equal(copied(*IMAGES), want)
     for buffer in copied.buffers():
         buffer.zero_()
     copied.load_state_dict(converted.state_dict())
-    assert torch.equal(copied(*INPUTS), want)
+    assert torch.equal(copied(*IMAGES), want)
 
 
 def test_a_model_in_which_nothing_was_selected_converts_to_itself():
-    model = exported()
+    model = exported_conv()
     quantizer = MXQuantizer().set_operator_type("aten.bmm", get_default_mx_quantization_config())
     with pytest.warns(UserWarning, match="matches no operator"):
         converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(model, quantizer))
-    assert torch.allclose(converted(*INPUTS), model(*INPUTS), atol=1e-5)
+    assert torch.allclose(converted(*IMAGES), model(*IMAGES), atol=1e-5)
 
 
 def test_compiles_with_gradients_on():
     torch._dynamo.reset()
     converted = pt2mx.convert_pt2e(prepared())
     assert torch.is_grad_enabled()
-    assert torch.allclose(torch.compile(converted, backend="aot_eager")(*INPUTS), converted(*INPUTS), atol=1e-5)
+    assert torch.allclose(torch.compile(converted, backend="aot_eager")(*IMAGES), converted(*IMAGES), atol=1e-5)
 
 
 def test_an_uncalibrated_model_converts():
-    converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(exported(), QUANTIZER))
-    assert torch.equal(converted(*INPUTS), pt2mx.convert_pt2e(prepared())(*INPUTS))
+    converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(exported_conv(), QUANTIZER))
+    assert torch.equal(converted(*IMAGES), pt2mx.convert_pt2e(prepared())(*IMAGES))
 
 
 def test_written_buffers_are_not_folded(quantize):
@@ -295,7 +297,7 @@ def test_a_cast_weight_leaves_no_original(quantize):
 
 
 def test_training_on_does_not_change_what_was_converted():
-    qat = pt2mx.prepare_qat_pt2e(exported(nn.Linear(8, 8), (torch.randn(2, 8),)), QUANTIZER)
+    qat = pt2mx.prepare_qat_pt2e(exported(nn.Linear(8, 8).eval(), torch.randn(2, 8)), QUANTIZER)
     x = torch.randn(2, 8)
     converted = pt2mx.convert_pt2e(qat)
     want = converted(x)

@@ -15,7 +15,7 @@ from pt2mx import (
     fake_quantize_mx,
 )
 from pt2mx.analysis.sums import QuantizationStatistics, quantization_sums
-from tests.pt2e.test_prepare import INPUTS, exported
+from tests.models import IMAGES, exported_conv
 
 QSCHEME = ("mx", "fp8_e4m3", 32, 1, "floor", "even")
 OBSERVER = MXFormatObserver.with_args(candidates=("mxfp4", "MXFP6[E2M3]{16}", "mxint8(rceil)"))
@@ -61,11 +61,11 @@ def test_state_dict_deepcopy_and_other_candidates():
 
 
 def test_prepare_inserts_what_the_config_asks_for():
-    prepared = pt2mx.prepare_pt2e(exported(), MXQuantizer().set_global(CONFIG))
+    prepared = pt2mx.prepare_pt2e(exported_conv(), MXQuantizer().set_global(CONFIG))
     found = observers(prepared)
     assert {type(o) for o in found} == {MXFormatObserver} and len(found) == 4
     for _ in range(2):
-        prepared(*INPUTS)
+        prepared(*IMAGES)
     for observer in found:
         assert {c.spec.axis for c in observer.candidates.values()} == {observer.spec.axis}
         values = {s.values for s in observer.candidate_statistics.values()}
@@ -76,30 +76,30 @@ def test_prepare_inserts_what_the_config_asks_for():
 
 def test_convert_applies_the_annotation_and_keeps_the_candidates():
     plain = MXQuantizationConfig(weight="mxfp8", activation="mxfp8")
-    models = [pt2mx.prepare_pt2e(exported(), MXQuantizer().set_global(c)) for c in (CONFIG, plain)]
+    models = [pt2mx.prepare_pt2e(exported_conv(), MXQuantizer().set_global(c)) for c in (CONFIG, plain)]
     for model in models:
-        model(*INPUTS)
+        model(*IMAGES)
         pt2mx.enable_fake_quant(model)
     converted, want = (pt2mx.convert_pt2e(model) for model in models)
     with torch.no_grad():
-        assert torch.equal(converted(*INPUTS), models[0](*INPUTS)) and torch.equal(converted(*INPUTS), want(*INPUTS))
+        assert torch.equal(converted(*IMAGES), models[0](*IMAGES)) and torch.equal(converted(*IMAGES), want(*IMAGES))
     assert converted.state_dict().keys() == want.state_dict().keys()
     for model in (models[0], converted):
         weight = pt2mx.quantization_report(model).operators[1].operands[1]
         assert list(weight.candidates) == ["mxfp4_e2m1{32}", "mxfp6_e2m3{16}", "mxint8{32}(rceil)"]
-        sums = quantization_sums(exported().get_parameter("fc.weight").detach(), pt2mx.parse("mxfp4"))
+        sums = quantization_sums(exported_conv().get_parameter("fc.weight").detach(), pt2mx.parse("mxfp4"))
         assert weight.candidates["mxfp4_e2m1{32}"] == QuantizationStatistics.from_sums(sums)
 
 
 def test_training_takes_fake_quantization_whatever_the_observer():
-    prepared = pt2mx.prepare_qat_pt2e(exported(), MXQuantizer().set_global(CONFIG))
+    prepared = pt2mx.prepare_qat_pt2e(exported_conv(), MXQuantizer().set_global(CONFIG))
     assert {type(o) for o in observers(prepared)} == {MXFakeQuantize}
 
 
 @pytest.mark.slow
 def test_a_compiled_prepared_model_collects(compiler):
-    prepared = pt2mx.prepare_pt2e(exported(), MXQuantizer().set_global(CONFIG))
-    torch.compile(prepared, backend="aot_eager")(*INPUTS)
+    prepared = pt2mx.prepare_pt2e(exported_conv(), MXQuantizer().set_global(CONFIG))
+    torch.compile(prepared, backend="aot_eager")(*IMAGES)
     assert all(len(o.candidate_statistics) == 3 for o in observers(prepared))
 
 

@@ -6,67 +6,35 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXError, MXFakeQuantize, MXObserver, MXQuantizer, get_default_mx_quantization_config
+from tests.flow import exported
+from tests.graph import assert_unchanged, snapshot
+from tests.models import IMAGES, NormalizedConv, exported_conv
 
 QUANTIZER = MXQuantizer().set_global(get_default_mx_quantization_config())
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv, self.bn = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
-        self.fc = nn.Linear(8, 4)
-        with torch.no_grad():
-            self.bn.running_mean.normal_()
-            self.bn.running_var.uniform_(0.5, 2)
-
-    def forward(self, x):
-        return self.fc(torch.relu(self.bn(self.conv(x))).mean((2, 3)))
-
-
-INPUTS = (torch.randn(2, 3, 8, 8),)
-BATCH = ({0: torch.export.Dim("batch")},)
-
-
-def exported(model=None, inputs=INPUTS):
-    if model is None:
-        return torch.export.export(Net().eval(), INPUTS, dynamic_shapes=BATCH).module()
-    return torch.export.export(model.eval(), inputs).module()
-
-
-def snapshot(model):
-    return model.code, {n: (t.clone(), t.requires_grad) for n, t in [*model.named_parameters(), *model.named_buffers()]}
-
-
-def assert_unchanged(model, before):
-    code, tensors = snapshot(model)
-    assert code == before[0] and tensors.keys() == before[1].keys()
-    for name, (value, requires_grad) in tensors.items():
-        assert torch.equal(value, before[1][name][0]) and requires_grad == before[1][name][1]
-
-
 def test_observers_pass_through_until_told_otherwise():
-    model = exported()
+    model = exported_conv()
     prepared = pt2mx.prepare_pt2e(model, QUANTIZER)
-    want = model(*INPUTS)
-    assert torch.allclose(prepared(*INPUTS), want, atol=1e-5)  # batch norm was folded
+    want = model(*IMAGES)
+    assert torch.allclose(prepared(*IMAGES), want, atol=1e-5)  # batch norm was folded
     observers = [m for m in prepared.modules() if type(m) is MXObserver]
     assert len(observers) == 4 and all(o.statistics is not None for o in observers)
     pt2mx.enable_fake_quant(prepared)
-    quantized = prepared(*INPUTS)
+    quantized = prepared(*IMAGES)
     assert not torch.allclose(quantized, want, atol=1e-3)
     pt2mx.disable_fake_quant(prepared)
-    assert torch.allclose(prepared(*INPUTS), want, atol=1e-5)
+    assert torch.allclose(prepared(*IMAGES), want, atol=1e-5)
 
 
 def test_the_callers_model_is_unchanged():
-    model = exported()
-    before, want = snapshot(model), model(*INPUTS)
+    model = exported_conv()
+    before, want = snapshot(model), model(*IMAGES)
     prepared = pt2mx.prepare_pt2e(model, QUANTIZER)
-    prepared(*INPUTS)
+    prepared(*IMAGES)
     pt2mx.convert_pt2e(prepared)
     assert_unchanged(model, before)
-    assert torch.equal(model(*INPUTS), want)
+    assert torch.equal(model(*IMAGES), want)
     assert not any("mx_reason" in n.meta or "quantization_annotation" in n.meta for n in model.graph.nodes)
 
 
@@ -78,12 +46,12 @@ def test_a_failed_prepare_leaves_the_model_usable():
                 node.meta.clear()
             raise MXError("no")
 
-    model = exported()
+    model = exported_conv()
     before = snapshot(model)
     with pytest.raises(MXError, match="no"):
         pt2mx.prepare_pt2e(model, Broken().set_global(get_default_mx_quantization_config()))
     assert_unchanged(model, before)
-    assert pt2mx.prepare_pt2e(model, QUANTIZER)(*INPUTS).shape == (2, 4)
+    assert pt2mx.prepare_pt2e(model, QUANTIZER)(*IMAGES).shape == (2, 4)
 
 
 def test_a_shared_weight_is_observed_once():
@@ -98,7 +66,7 @@ def test_a_shared_weight_is_observed_once():
             return self.second(self.first(x))
 
     inputs = (torch.randn(2, 8),)
-    prepared = pt2mx.prepare_pt2e(exported(Tied(), inputs), QUANTIZER)
+    prepared = pt2mx.prepare_pt2e(exported(Tied().eval(), *inputs), QUANTIZER)
     assert len([m for m in prepared.modules() if isinstance(m, MXObserver)]) == 3
     converted = pt2mx.convert_pt2e(prepared)
     assert len([n for n in converted.state_dict() if n.endswith("_data")]) == 1
@@ -115,20 +83,20 @@ def test_dead_code_is_not_quantized():
             return self.used(x)
 
     inputs = (torch.randn(2, 8),)
-    prepared = pt2mx.prepare_pt2e(exported(Dead(), inputs), QUANTIZER)
+    prepared = pt2mx.prepare_pt2e(exported(Dead().eval(), *inputs), QUANTIZER)
     assert len(pt2mx.quantization_report(prepared).operators) == 1
 
 
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (lambda: Net(), "expected an exported graph, not Net: pass torch.export.export"),
-        (lambda: torch.export.export(Net().eval(), INPUTS), "pass exported_program.module()"),
-        (lambda: torch.fx.symbolic_trace(Net()), "expected an exported graph"),
+        (lambda: NormalizedConv(), "expected an exported graph, not NormalizedConv: pass torch.export.export"),
+        (lambda: torch.export.export(NormalizedConv().eval(), IMAGES), "pass exported_program.module()"),
+        (lambda: torch.fx.symbolic_trace(NormalizedConv()), "expected an exported graph"),
         (lambda: None, "expected an exported graph, not NoneType"),
-        (lambda: pt2mx.prepare_pt2e(exported(), QUANTIZER), "prepared already: calibrate"),
-        (lambda: pt2mx.prepare_qat_pt2e(exported(), QUANTIZER), "prepared already"),
-        (lambda: pt2mx.convert_pt2e(pt2mx.prepare_pt2e(exported(), QUANTIZER)), "converted already"),
+        (lambda: pt2mx.prepare_pt2e(exported_conv(), QUANTIZER), "prepared already: calibrate"),
+        (lambda: pt2mx.prepare_qat_pt2e(exported_conv(), QUANTIZER), "prepared already"),
+        (lambda: pt2mx.convert_pt2e(pt2mx.prepare_pt2e(exported_conv(), QUANTIZER)), "converted already"),
     ],
 )
 @pytest.mark.parametrize("prepare", [pt2mx.prepare_pt2e, pt2mx.prepare_qat_pt2e])
@@ -138,7 +106,7 @@ def test_what_cannot_be_prepared(prepare, model, message):
 
 
 def test_a_model_on_two_devices_is_refused_before_anything_happens():
-    model = exported()
+    model = exported_conv()
     model.fc.bias = nn.Parameter(torch.zeros(4, device="meta"))
     with pytest.raises(MXError, match="spans the devices cpu, meta: move it to one device"):
         pt2mx.prepare_pt2e(model, QUANTIZER)
@@ -147,11 +115,11 @@ def test_a_model_on_two_devices_is_refused_before_anything_happens():
 @pytest.mark.parametrize("quantizer", [None, "mxfp4", MXQuantizer])
 def test_what_is_no_quantizer(quantizer):
     with pytest.raises(MXError, match="expected an MXQuantizer"):
-        pt2mx.prepare_pt2e(exported(), quantizer)
+        pt2mx.prepare_pt2e(exported_conv(), quantizer)
 
 
 def test_float64_is_refused_with_a_remedy():
-    model = exported(nn.Linear(4, 4).double(), (torch.randn(2, 4, dtype=torch.float64),))
+    model = exported(nn.Linear(4, 4).double().eval(), torch.randn(2, 4, dtype=torch.float64))
     before = snapshot(model)
     with pytest.raises(MXError, match=r"linear computes in float64.*model.float\(\)"):
         pt2mx.prepare_pt2e(model, QUANTIZER)
@@ -160,7 +128,7 @@ def test_float64_is_refused_with_a_remedy():
 
 def test_qat_trains_and_its_config_needs_no_flag():
     torch.manual_seed(0)
-    model = exported(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1)), (torch.randn(16, 8),))
+    model = exported(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1)).eval(), torch.randn(16, 8))
     prepared = pt2mx.prepare_qat_pt2e(model, QUANTIZER)
     assert {type(m) for m in prepared.modules() if isinstance(m, MXObserver)} == {MXFakeQuantize}
     x, y = torch.randn(16, 8), torch.randn(16, 1)
@@ -181,25 +149,25 @@ def test_qat_flag_of_the_config_serves_torchaos_own_prepare():
     from torchao.quantization.pt2e.quantize_pt2e import prepare_qat_pt2e
 
     quantizer = MXQuantizer().set_global(get_default_mx_quantization_config(is_qat=True))
-    prepared = prepare_qat_pt2e(exported(nn.Linear(4, 4), (torch.randn(2, 4),)), quantizer)
+    prepared = prepare_qat_pt2e(exported(nn.Linear(4, 4).eval(), torch.randn(2, 4)), quantizer)
     assert {type(m) for m in prepared.modules() if isinstance(m, MXObserver)} == {MXFakeQuantize}
 
 
 def test_state_dict_of_a_prepared_model():
-    prepared = pt2mx.prepare_pt2e(exported(), QUANTIZER)
-    prepared(*INPUTS)
+    prepared = pt2mx.prepare_pt2e(exported_conv(), QUANTIZER)
+    prepared(*IMAGES)
     pt2mx.enable_fake_quant(prepared)
-    other = pt2mx.prepare_pt2e(exported(), QUANTIZER)
+    other = pt2mx.prepare_pt2e(exported_conv(), QUANTIZER)
     other.load_state_dict(prepared.state_dict())
-    assert torch.equal(other(*INPUTS), prepared(*INPUTS))
+    assert torch.equal(other(*IMAGES), prepared(*IMAGES))
 
 
 def test_deepcopy_of_a_prepared_model():
-    prepared = pt2mx.prepare_pt2e(exported(), QUANTIZER)
+    prepared = pt2mx.prepare_pt2e(exported_conv(), QUANTIZER)
     pt2mx.enable_fake_quant(prepared)
     copied = copy.deepcopy(prepared)
-    assert torch.equal(copied(*INPUTS), prepared(*INPUTS))
-    assert torch.equal(pt2mx.convert_pt2e(copied)(*INPUTS), prepared(*INPUTS))
+    assert torch.equal(copied(*IMAGES), prepared(*IMAGES))
+    assert torch.equal(pt2mx.convert_pt2e(copied)(*IMAGES), prepared(*IMAGES))
 
 
 def test_qat_converts_after_torchaos_switch_to_eval():
@@ -223,6 +191,6 @@ def test_what_trains_in_an_evaluated_model_is_named():
         def forward(self, x):
             return self.linear(torch.nn.functional.dropout(x, 0.5, True))
 
-    model = exported(Sampling().eval(), (torch.randn(2, 8),))
+    model = exported(Sampling().eval(), torch.randn(2, 8))
     with pytest.warns(UserWarning, match=r"^dropout of the exported model train, and evaluate in the prepared"):
         pt2mx.prepare_pt2e(model, QUANTIZER)

@@ -20,7 +20,6 @@ import warnings
 from pathlib import Path
 
 import torch
-from torch._inductor import cpp_builder
 
 __all__ = ["DTYPES", "is_available", "load"]
 
@@ -90,6 +89,8 @@ def _attempt() -> None:
 
 def _library() -> ctypes.CDLL:
     """The shared library, from the cache or built now."""
+    from torch._inductor import cpp_builder  # imports much that `import pt2mx` does without
+
     compiler = cpp_builder.get_cpp_compiler()
     capability = torch.backends.cpu.get_cpu_capability()
     flags = _FLAGS + _VECTOR_FLAGS.get(capability, ())

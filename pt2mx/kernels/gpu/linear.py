@@ -24,17 +24,20 @@ from pt2mx.kernels.gpu.mma_layout import FRAGMENTS, ROWS
 _TILES_OF_PART = 1024
 
 
-def linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, element: ElementFormat, n: int) -> Tensor:
-    """x: (batch, K) bfloat16, contiguous, codes, scale: as of `to_mma_layout`, bias: (n,) or None -> (batch, n)."""
-    (batch, k), n_tiles = x.shape, len(codes)
+def linear_mma_layout(
+    x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, element: ElementFormat, n: int
+) -> Tensor:
+    """As `pt2mx.kernels.dequantize_then_matmul.linear_mma_layout`."""
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    if rows.data_ptr() % 16:  # as a part of a tensor may be: it is read 16 bytes at a time
+        rows = rows.clone()
+    (batch, k), n_tiles = rows.shape, len(codes)
     out = x.new_empty(batch, n)
-    if x.data_ptr() % 16:  # as a part of a tensor may be: it is read 16 bytes at a time
-        x = x.clone()
     is_sm_90 = torch.cuda.get_device_capability(x.device)[0] == 9
     multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
     product = _PRODUCTS[tuning.kernel_of(batch, k, n_tiles, element, multiprocessors, is_sm_90)]
-    product(x, codes, scale, bias, out, element)
-    return out
+    product(rows, codes, scale, bias, out, element)
+    return out.view(*x.shape[:-1], n)
 
 
 def _gemv(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor, element: ElementFormat) -> None:

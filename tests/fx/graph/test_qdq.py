@@ -7,11 +7,6 @@ from pt2mx import MXSpec, fake_quantize_mx, ops
 from pt2mx.fx.graph.qdq import insert_quantize_dequantize, spec_of_dequantize
 
 
-class Double(torch.nn.Module):
-    def forward(self, x):
-        return x * 2
-
-
 def converted(spec, dtype=torch.float32, dynamic=False):
     shapes = ({0: torch.export.Dim("n"), 1: torch.export.Dim("k", max=4096)},) if dynamic else None
     model = torch.export.export(Double(), (torch.randn(3, 70, dtype=dtype),), dynamic_shapes=shapes).module()

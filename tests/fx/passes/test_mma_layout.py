@@ -3,7 +3,7 @@ import torch
 
 from pt2mx import quantize_mx
 from pt2mx.fx.passes.mma_layout import use_mma_layout
-from pt2mx.ops import linear, mma_layout
+from pt2mx.ops import linear
 
 
 class Packed(torch.nn.Module):
@@ -34,17 +34,17 @@ def targets(model):
 
 
 @pytest.mark.parametrize("read", [False, True])
-def test_products_read_fragments_of_one_buffer(read):
+def test_products_read_one_buffer(read):
     model, x = exported(read=read)
     want = model(x)
     assert targets(model).count(linear.linear_mx) == 2
     assert use_mma_layout(model, everywhere=True) is model
-    assert targets(model).count(mma_layout.linear_mx_mma_layout) == 2 and linear.linear_mx not in targets(model)
+    assert targets(model).count(linear.linear_mx_mma_layout) == 2 and linear.linear_mx not in targets(model)
     names = {node.target for node in model.graph.find_nodes(op="get_attr")}
-    assert names == {"weight_data_f", "weight_scale_f", "bias"} | ({"weight_data"} if read else set())
+    assert names == {"weight_data_mma", "weight_scale_mma", "bias"} | ({"weight_data"} if read else set())
     torch.testing.assert_close(model(x), want, rtol=0, atol=0)
-    (first, _) = model.graph.find_nodes(op="call_function", target=mma_layout.linear_mx_mma_layout)
-    assert first.args[1].meta["val"].shape == model.weight_data_f.shape == (2, 1, 2, 1, 32, 16)
+    (first, _) = model.graph.find_nodes(op="call_function", target=linear.linear_mx_mma_layout)
+    assert first.args[1].meta["val"].shape == model.weight_data_mma.shape == (2, 1, 2, 1, 32, 16)
     assert first.meta["val"].shape == (3, 24) and "stack_trace" in first.meta
     torch.export.export(model, (x,))
 
@@ -63,7 +63,7 @@ def test_on_the_cpu_nothing_changes():
     assert use_mma_layout(model).code == before
 
 
-def test_a_weight_that_fragments_cannot_hold_stays():
+def test_a_weight_that_the_layout_cannot_hold_stays():
     model, x = exported()
     model.weight_scale[0, 0] = 255
     before = model.code

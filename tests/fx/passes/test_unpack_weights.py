@@ -5,7 +5,10 @@ from torch import nn
 import pt2mx
 from pt2mx import lower_to_inductor, ops
 from pt2mx.ops import linear
-from tests.fx.test_lower import BATCH, IDS, Tied, convert, count
+from tests.flow import convert
+from tests.graph import count
+from tests.models import BATCH, IDS, Tied
+from tests.subgraph_models import QUANTIZER, Cond, X
 
 aten = torch.ops.aten
 
@@ -54,8 +57,6 @@ def test_convolutions():
 
 
 def test_weights_that_a_graph_inside_reads_stay_packed(quantize):
-    from tests.fx.graph.test_subgraphs import QUANTIZER, Cond, X
-
     _, _, converted = quantize(torch.export.export(Cond().eval(), (X,)), QUANTIZER, (X,))
     lowered = lower_to_inductor(converted, unpack=True)
     with torch.no_grad():

@@ -7,11 +7,6 @@ from pt2mx.pt2e.packages.extents import symbols
 from pt2mx.pt2e.packages.trial import trial
 
 
-class Double(nn.Module):
-    def forward(self, x):
-        return x * 2
-
-
 @pytest.mark.parametrize("extent", [0, 1, 3, 5])
 def test_values_are_cut_or_repeated_in_the_order_of_the_memory(extent):
     x = torch.randn(4, 3, 5).transpose(0, 2)

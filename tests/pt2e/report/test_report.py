@@ -9,14 +9,15 @@ from torch import nn
 import pt2mx
 from pt2mx import MXError, MXFormatObserver, MXQuantizationConfig, MXQuantizer, quantization_report
 from pt2mx.analysis.sums import QuantizationStatistics, quantization_sums
-from tests.pt2e.test_prepare import INPUTS, Net, exported
+from tests.flow import calibrated, exported
+from tests.models import IMAGES, NormalizedConv, exported_conv
 
 CONFIG = MXQuantizationConfig(weight="mxfp4", activation="mxfp8")
 
 
 def models():
-    prepared = pt2mx.prepare_pt2e(exported(), MXQuantizer().set_global(CONFIG).set_module_name("conv", None))
-    prepared(*INPUTS)
+    quantizer = MXQuantizer().set_global(CONFIG).set_module_name("conv", None)
+    prepared = calibrated(exported_conv(), quantizer, *IMAGES)
     return prepared, pt2mx.convert_pt2e(prepared)
 
 
@@ -32,7 +33,7 @@ def test_every_operator_its_specs_statistics_bytes_and_reasons(which):
         ("bias", None, 16, 16),
     ]
     assert linear.reason is None and linear.quantized
-    weight = exported().get_parameter("fc.weight")
+    weight = exported_conv().get_parameter("fc.weight")
     assert isinstance(linear.operands[1].statistics, QuantizationStatistics)
     assert linear.operands[1].statistics.values == weight.numel() == 32
     assert linear.operands[0].statistics.values == 2 * 8
@@ -64,7 +65,7 @@ def test_statistics_are_those_of_the_tensor():
 
 def test_a_re_exported_model_still_tells_its_specs():
     _, converted = models()
-    again = torch.export.export(converted, INPUTS).module()
+    again = torch.export.export(converted, IMAGES).module()
     linear = quantization_report(again).operators[1]
     assert [o.spec for o in linear.operands] == ["mxfp8_e4m3{32}", "mxfp4_e2m1{32}", None]
     assert linear.operands[0].statistics is None
@@ -90,7 +91,7 @@ def test_shared_weights_are_counted_once():
 
 
 def test_ratios_that_are_not_finite_are_null_in_json():
-    prepared = pt2mx.prepare_pt2e(exported(), MXQuantizer().set_global(CONFIG))
+    prepared = pt2mx.prepare_pt2e(exported_conv(), MXQuantizer().set_global(CONFIG))
     prepared(torch.zeros(2, 3, 8, 8))
     report = quantization_report(prepared)
     assert report.operators[0].operands[0].statistics.sqnr == float("inf")
@@ -121,7 +122,7 @@ def test_table_and_json(tmp_path):
     assert read["operators"][1]["operands"][1]["spec"] == "mxfp4_e2m1{32}"
 
 
-@pytest.mark.parametrize("model", [None, Net()])
+@pytest.mark.parametrize("model", [None, NormalizedConv()])
 def test_other_objects_are_refused(model):
     with pytest.raises(MXError, match="expected a prepared or converted graph module"):
         quantization_report(model)
@@ -148,10 +149,8 @@ def test_roles_of_operands_whose_producer_takes_a_list(fold):
 def prepare(model, inputs, config=CONFIG):
     """Prepared from an exported module, after one batch."""
     with torch.no_grad():
-        exported = torch.export.export(model.eval(), inputs).module()
-        prepared = pt2mx.prepare_pt2e(exported, MXQuantizer().set_global(config))
-        prepared(*inputs)
-    return prepared
+        graph = exported(model.eval(), *inputs)
+    return calibrated(graph, MXQuantizer().set_global(config), *inputs)
 
 
 class Unsupported(nn.Module):
@@ -198,7 +197,7 @@ def test_operators_of_sub_graphs_are_named():
 
 
 def test_an_exported_model_that_was_never_prepared():
-    report = quantization_report(exported())
+    report = quantization_report(exported_conv())
     assert [(o.operator, o.reason) for o in report.operators] == [
         ("aten.conv2d", "not annotated"), ("aten.linear", "not annotated"),
     ]  # fmt: skip
@@ -341,7 +340,7 @@ def test_html_of_names_and_numbers_that_need_care():
     text = quantization_report(prepared).to_html()
     ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>"))
     assert "a &lt; b &amp; c" in text and ">nan<" in text
-    assert "<h1>" in quantization_report(exported()).to_html()
+    assert "<h1>" in quantization_report(exported_conv()).to_html()
 
 
 class SharedByBranches(nn.Module):

@@ -8,8 +8,7 @@ from torch.nn import functional as F
 import pt2mx
 from pt2mx import MXQuantizer, dequantize_mx, get_default_mx_quantization_config, lower_to_inductor, quantize_mx
 from pt2mx.kernels.gpu.mma_layout import to_mma_layout
-from pt2mx.ops.linear import linear_mx
-from pt2mx.ops.mma_layout import linear_mx_mma_layout
+from pt2mx.ops.linear import linear_mx, linear_mx_mma_layout
 
 DTYPES = (torch.bfloat16, torch.float16)
 

@@ -6,8 +6,7 @@ from torch.nn import functional as F
 
 from pt2mx import ELEMENTS, FORMATS, dequantize_mx, quantize_mx
 from pt2mx.kernels.gpu.mma_layout import FRAGMENTS, from_mma_layout, to_mma_layout
-from pt2mx.ops.linear import grouped_linear_mx, linear_mx
-from pt2mx.ops.mma_layout import linear_mx_mma_layout
+from pt2mx.ops.linear import grouped_linear_mx, linear_mx, linear_mx_mma_layout
 
 pytestmark = pytest.mark.cuda
 

@@ -5,10 +5,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pt2mx import ELEMENTS, FORMATS, MXSpec, ops
-from pt2mx.kernels import dequantize_then_matmul, reference
+from pt2mx import FORMATS, MXSpec, ops
+from pt2mx.kernels import reference
 from pt2mx.kernels.cpu import linear as cpu_linear
-from pt2mx.kernels.select import linear_kernels_for
 from tests.oracle import NARROW
 from tests.pt2mx.kernels.cpu.test_quantize import DTYPES, environment
 
@@ -36,12 +35,6 @@ def check(x: Tensor, data: Tensor, scale: Tensor, spec: MXSpec, bias: Tensor | N
 @pytest.fixture
 def without_tiles(monkeypatch):
     monkeypatch.setattr(cpu_linear, "_has_tiles", lambda: False)
-
-
-def test_serves_plain_cpu_tensors():
-    assert linear_kernels_for(torch.ones(1)) is cpu_linear
-    assert linear_kernels_for(torch.ones(1, device="meta")) is dequantize_then_matmul
-    assert all((linear_kernels_for(torch.ones(1), e) is dequantize_then_matmul) == e.is_wide for e in ELEMENTS.values())
 
 
 @pytest.mark.parametrize("name", NARROW)

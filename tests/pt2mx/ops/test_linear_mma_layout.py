@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from pt2mx import ELEMENTS, FORMATS, MXError, dequantize_mx, quantize_mx
 from pt2mx.kernels.gpu.mma_layout import to_mma_layout
-from pt2mx.ops.mma_layout import linear_mx_mma_layout
+from pt2mx.ops.linear import linear_mx_mma_layout
 
 
 @pytest.mark.parametrize("bias", [False, True])
