@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,14 +16,14 @@ from pt2mx.pt2e.packages.nesting import are_all, leaves_by_name
 from pt2mx.pt2e.packages.signature import Signature, check_leaf
 
 
-def load_batches(folder: object) -> dict[Path, object]:
-    """The batches in a folder by their files, in the order of the names.
+def load_batches(folder: str | os.PathLike[str]) -> dict[Path, object]:
+    """Return the batches in a folder by their files, in the order of the names.
 
     `.pt` holds a tensor, or a tuple or a dict of them (and of numbers, for inputs that are such); `.npz` arrays by the
     names of the inputs, or unnamed in order.
 
     Raises:
-        MXError: where there is no such folder, no batch in it, or a file that holds none.
+        MXError: for a folder that does not exist or has no batches, and for a file that holds none.
     """
     files = batch_files(folder)
     if not files:
@@ -30,13 +31,17 @@ def load_batches(folder: object) -> dict[Path, object]:
     return {file: load_batch(file) for file in files}
 
 
-def batch_files(folder: object) -> list[Path]:
-    """The files of batches in a folder, in the order of their names; none where it is no folder."""
+def batch_files(folder: str | os.PathLike[str]) -> list[Path]:
+    """Return the files of batches in a folder, in the order of their names; none if it is no folder."""
     return sorted(file for file in Path(folder).glob("*") if file.suffix in (".pt", ".npz"))
 
 
 def load_batch(file: Path) -> object:
-    """The batch in a file, as `load_batches` reads it; `MXError` where it holds none."""
+    """Return the batch in a file, as `load_batches` reads it.
+
+    Raises:
+        MXError: for a file that holds none.
+    """
     try:
         if file.suffix == ".pt":
             return torch.load(file, weights_only=True)
@@ -49,12 +54,19 @@ def load_batch(file: Path) -> object:
 
 
 def conform(batch: object, signature: Signature, source: object, note: Callable[[str], None]) -> tuple[tuple, dict]:
-    """The arguments of a call with a batch: a tensor, a tuple or list in order, or a dict by name. What is nested in it
-    is matched as `leaves_by_name` does. Constants may be left out; they stay as in the example. float64 is cast to the
-    example's dtype, with a note to the user.
+    """Return the arguments, positional and keyword, of a call with a batch.
+
+    What is nested in the batch is matched by `leaves_by_name`. Constants may be left out; they stay as in the example.
+    float64 is cast to the example's dtype, with a note to the user.
+
+    Args:
+        batch: a tensor, a tuple or list of the inputs in order, or a dict of them by name.
+        signature: of the model.
+        source: the batch's file, for errors and notes.
+        note: tells the user something.
 
     Raises:
-        MXError: where the batch is no such call, which names `source`, the file, and the input.
+        MXError: for a batch that the model does not take; it names the source and the input.
     """
     leaves = []
     given_leaves = _leaves(batch, signature, source)
@@ -74,12 +86,12 @@ def conform(batch: object, signature: Signature, source: object, note: Callable[
 
 
 def _leaves(batch: object, signature: Signature, source: object) -> list[object]:
-    """The leaves of the arguments that a batch stands for."""
+    """Return the leaves of the arguments that a batch stands for."""
     constants = {name: example for name, example, extents in signature.inputs if extents is None}
     trees = signature.trees
     if isinstance(batch, dict):
         trees = {**dict(zip(signature.names, signature.names, strict=True)), **trees}
-        parts, held = batch, sorted(map(str, batch))
+        parts, held = batch, str(sorted(map(str, batch)))
     else:
         given = list(batch) if isinstance(batch, list | tuple) else [batch]
         if not any(isinstance(part, dict | list | tuple) for part in given):  # the leaves

@@ -7,12 +7,14 @@ import importlib
 import os
 import sys
 import traceback
+from collections.abc import Iterable
+from typing import Any
 
 from pt2mx.errors import MXError
 from pt2mx.pt2e.cli.interrupts import INTERRUPTED, MESSAGE, noted_interrupts
 from pt2mx.version import __version__
 
-#: command -> (the module with its `add_arguments`, what it does)
+#: command -> (the module with its `add_arguments`, the help text)
 _COMMANDS = {
     "quantize": ("pt2mx.pt2e.cli.quantize", "export, calibrate, convert and save a model"),
     "compile": ("pt2mx.pt2e.cli.compile", "compile an exported program by AOTInductor"),
@@ -25,8 +27,22 @@ _BAD_INPUT, _BROKEN_PIPE = 2, 141
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status: 0, 2 for bad input, 130 after Ctrl-C, 141 where the
-    reader of the output went away."""
+    """Run the command line.
+
+    Args:
+        arguments: those of the command; by default the process's own.
+
+    Returns:
+        The exit status: 0, 2 for bad input, 130 after Ctrl-C, 141 where the reader of the output went away.
+
+    Raises:
+        SystemExit: for `--help`, `--version` and a command line that argparse refuses.
+
+    Example:
+        >>> from pt2mx.pt2e.cli.command import main
+        >>> main(["run", "no_such_package.pt2"])  # the error goes to stderr
+        2
+    """
     options = _parser().parse_args(arguments)
     with noted_interrupts() as interrupts:
         try:
@@ -56,13 +72,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class _CommandParser(argparse.ArgumentParser):
-    """Gets its arguments from the command's module when the command is given: to import all of them takes seconds."""
+    """A parser that gets its arguments from the command's module once the command is given: to import all of the
+    modules takes seconds."""
 
-    def __init__(self, *, module: str, **options: object):
+    def __init__(self, *, module: str, **options: Any) -> None:
         super().__init__(**options)
         self._module = module
 
-    def parse_known_args(self, args=None, namespace=None):
+    def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
         importlib.import_module(self._module).add_arguments(self)
         self.add_argument("--traceback", action="store_true", help="print where an error arose, to its cause")
         return super().parse_known_args(args, namespace)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 import warnings
 from collections.abc import Callable
@@ -24,10 +25,10 @@ from pt2mx.pt2e.cli.stage import advance, note, progress_bar, user_errors
 from pt2mx.pt2e.origin import Origin, other_version, recipe_of
 from pt2mx.pt2e.output import check_distinct
 from pt2mx.pt2e.packages.extents import ranges
-from pt2mx.pt2e.packages.package import check_package_output, open_package, write_package
+from pt2mx.pt2e.packages.package import Package, check_package_output, open_package, write_package
 from pt2mx.pt2e.packages.signature import in_memory_order, memory_order
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.report.fidelity import fidelity
+from pt2mx.pt2e.report.fidelity import Fidelity, fidelity
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def compile_program(
     program: ExportedProgram,
-    path: object,
+    path: str | os.PathLike[str],
     device: str = "cpu",
     portable: bool = False,
     unpack: bool = False,
@@ -55,15 +56,16 @@ def compile_program(
 
     Args:
         program: `torch.export.export(converted, ...)`, with its example inputs; it stays as it is.
-        path: a name that ends in `.pt2`.
+        path: of the package, a name that ends in `.pt2`.
+        device: "cpu" or "cuda", where the package runs.
         portable: write pt2mx's operators out, so that the package runs in a process without pt2mx. A weight is then
             dequantized at each call. Otherwise a process imports pt2mx before it loads the package.
         unpack: keep weights dequantized in the package, as `lower_to_inductor` does; otherwise they stay packed.
         recipe: the quantizer, or its YAML, which the package then holds (`origin_of`).
 
     Raises:
-        MXError: where nothing is quantized in the program, where it has no example inputs or an input that is a
-            dynamic number, and where no package can be written at `path`.
+        MXError: for a program in which nothing is quantized, one without example inputs or with an input that is a
+            dynamic number, and a path at which no package can be written.
     """
     check_package_output(path)
     origin = Origin.here(recipe)
@@ -84,7 +86,7 @@ def compile_program(
 
 
 def _on_its_device(model: GraphModule) -> Callable[..., object]:
-    """The model, called with inputs of any device. It writes to no buffer of `model`."""
+    """Return the model as a function of inputs on any device. It writes to no buffer of `model`."""
     model = copy_sharing_tensors(model)
     device = next((t.device for t in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
 
@@ -116,11 +118,15 @@ def _compile(options: argparse.Namespace) -> None:
 
         advance(progress, "compare")
         with user_errors("run the package"), torch.no_grad():
-            package = open_package(options.output)
-            args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(package.device), program.example_inputs)
-            eager = program.module()(*program.example_inputs[0], **program.example_inputs[1])
-            found = fidelity([(package(*args, **kwargs), eager)])
+            found = _compared(open_package(options.output), program)
         progress.update()
     print(f"compiled against eager: {found}")
     sizes = [Path(path).stat().st_size / 1e6 for path in (options.output, options.program)]
     print(f"{options.output}: {sizes[0]:.1f} MB (the program: {sizes[1]:.1f} MB), {seconds:.0f} s")
+
+
+def _compared(package: Package, program: ExportedProgram) -> Fidelity:
+    """Compare the outputs of a package with those of its program, for the example inputs."""
+    args, kwargs = program.example_inputs
+    on_device, keywords = pytree.tree_map_only(Tensor, lambda t: t.to(package.device), (args, kwargs))
+    return fidelity([(package(*on_device, **keywords), program.module()(*args, **kwargs))])

@@ -11,16 +11,17 @@ from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
 from pt2mx.pt2e.packages.conditions import guards_follow
-from pt2mx.pt2e.packages.extents import dynamic_sizes, input_nodes, is_symbolic, linear, range_of
+from pt2mx.pt2e.packages.extents import dynamic_sizes, input_nodes, linear, range_of, symbolic
 
 
 def dynamic_shapes(program: ExportedProgram, module: GraphModule) -> tuple:
-    """What a graph module with the program's signature is exported with to have its dynamic shapes: ranges, dimensions
-    that are equal, and those that are a linear function of another. Where the program has other guards (an even length,
-    a sum of two), dimensions are left to export, which finds them again.
+    """Return the dynamic shapes with which a graph module of the program's signature is exported to have those of the
+    program: ranges, dimensions that are equal, and those that are a linear function of another. Where the program has
+    other guards (an even length, a sum of two), dimensions are left to export, which finds them again.
 
     Args:
-        module: the program's.
+        program: an exported program.
+        module: its graph module.
 
     Raises:
         MXError: for an input that is a dynamic number.
@@ -29,10 +30,11 @@ def dynamic_shapes(program: ExportedProgram, module: GraphModule) -> tuple:
     stated = all(linear(size) for _, size in dynamic_sizes(program)) and guards_follow(program, module)
 
     def dim(expression: sympy.Expr) -> object:
-        if not stated:
+        parts = linear(expression) if stated else None
+        if parts is None:
             least, most = range_of(program, expression)
             return Dim.AUTO(min=least, max=most)
-        symbol, factor, offset = linear(expression)
+        symbol, factor, offset = parts
         if symbol not in dims:
             least, most = range_of(program, symbol)
             dims[symbol] = Dim(f"d{len(dims)}", min=least, max=most)
@@ -48,7 +50,8 @@ def dynamic_shapes(program: ExportedProgram, module: GraphModule) -> tuple:
             )
         if not isinstance(value, Tensor):
             return None
-        return {i: dim(size.node.expr) for i, size in enumerate(value.shape) if is_symbolic(size)}
+        sizes = enumerate(value.shape)
+        return {i: dim(expression) for i, size in sizes if (expression := symbolic(size)) is not None}
 
     leaves = [of_leaf(node) for node in input_nodes(program)]
     args, kwargs = pytree.tree_unflatten(leaves, program.call_spec.in_spec)

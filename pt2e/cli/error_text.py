@@ -1,4 +1,4 @@
-"""What an error of other code (a model's, torch's) says to the user in one line: type, message, and where it arose."""
+"""Errors of other code (a model's, torch's) in one line for the user: type, message, and the place."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Place = tuple[str, int, str]
 
 
 def one_line(error: BaseException) -> str:
-    """`TypeError: can only add tensors (net.py:12 in forward)`.
+    """Return an error as `TypeError: can only add tensors (net.py:12 in forward)`.
 
     The lines of a message are joined, and what is beyond 800 characters is cut. The place is the innermost one in the
     user's code; where there is none, in that of installed packages, torch apart.
@@ -56,15 +56,15 @@ def _place(error: BaseException) -> Place | None:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, what it was raised from, and so on."""
+    """Yield an error, what it was raised from, and so on."""
     while error is not None:
         yield error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def _places(error: BaseException) -> Iterator[Place]:
-    """Where an error passed, from the outermost to the innermost place; of an exported graph the places that its nodes
-    are from."""
+    """Yield the places that an error passed, from the outermost to the innermost; for an exported graph those that its
+    nodes are from."""
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
         if os.path.exists(file):
@@ -74,7 +74,7 @@ def _places(error: BaseException) -> Iterator[Place]:
 
 
 def _executed(frame: FrameType, line: int) -> Node | None:
-    """The node that a frame of generated code was at: the line assigns to the node's name."""
+    """Return the node that a frame of generated code was at: the line assigns to the node's name."""
     model = frame.f_locals.get("self")
     if not isinstance(model, GraphModule):
         return None
@@ -83,6 +83,7 @@ def _executed(frame: FrameType, line: int) -> Node | None:
 
 
 def _owner(file: str) -> str:
+    """Return the owner of a file: "user", "package", "python" or "machinery"."""
     if any(_is_below(file, folder) for folder in _MACHINERY):
         return "machinery"
     if _INSTALLED & set(Path(file).parts):
@@ -94,5 +95,5 @@ def _is_below(file: str, folder: str) -> bool:
     return Path(os.path.realpath(file)).is_relative_to(os.path.realpath(folder))
 
 
-_MACHINERY = [str(Path(module.__file__).parent) for module in (torch, torchao, pt2mx, pt2mx.fx, pt2mx.pt2e)]
+_MACHINERY = [folder for package in (torch, torchao, pt2mx, pt2mx.fx, pt2mx.pt2e) for folder in package.__path__]
 _STANDARD = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]

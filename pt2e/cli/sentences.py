@@ -4,7 +4,7 @@ from pathlib import Path
 
 
 def sentences() -> list[str]:
-    """Questions, then as many answers, in the same order."""
+    """Return questions, then as many answers, in the same order."""
     lines = Path(__file__).with_name("sentences.txt").read_text().splitlines()
     pairs = [line.split(" | ") for line in lines]
     return [question for question, _ in pairs] + [answer for _, answer in pairs]

@@ -12,7 +12,14 @@ from pt2mx.pt2e.cli.error_text import one_line
 
 @contextmanager
 def user_errors(what: str) -> Iterator[None]:
-    """Code of others runs here (a factory, a model, export): what it raises becomes one line for the user."""
+    """Turn what code of others (a factory, a model, export) raises in the block into one line for the user.
+
+    Args:
+        what: what the block does, as in "could not load the model".
+
+    Raises:
+        MXError: for any exception of the block; an MXError passes as it is.
+    """
     try:
         yield
     except MXError:
@@ -22,16 +29,16 @@ def user_errors(what: str) -> Iterator[None]:
 
 
 def note(text: str) -> None:
-    """Tell the user what is no result: on stderr, past a progress bar."""
+    """Print a line on stderr that is no result, above a progress bar."""
     tqdm.write(f"pt2mx: {text}", file=sys.stderr)
 
 
 def progress_bar(stages: int) -> tqdm:
-    """A bar over that many stages, the first being to load; none where stderr is no terminal."""
+    """Return a bar over that many stages, the first being to load. It shows if stderr is a terminal."""
     return tqdm(total=stages, desc="load", disable=None, file=sys.stderr)
 
 
 def advance(progress: tqdm, name: str) -> None:
-    """The stage before is done, and the one called `name` begins."""
+    """End a stage and begin the one called `name`."""
     progress.update()
     progress.set_description(name)

@@ -1,4 +1,4 @@
-"""What the `dynamic_shapes` of `torch.export.export` state of a model's inputs: known before the export."""
+"""The shapes that `dynamic_shapes` of `torch.export.export` state of a model's inputs, known before the export."""
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ _ANY_NUMBER: Range = (-sys.maxsize, None)
 
 
 def stated_signature(forward: Callable, args: tuple, kwargs: dict, dynamic_shapes: object = None) -> Signature:
-    """The signature of `torch.export.export(module, args, kwargs, dynamic_shapes=...)`, as far as these say it."""
+    """Return the signature of `torch.export.export(module, args, kwargs, dynamic_shapes=...)`, as far as these state it.
+
+    Args:
+        forward: the module's.
+        args: positional arguments of the example.
+        kwargs: its keyword arguments.
+        dynamic_shapes: as export takes them; None for shapes that are all fixed.
+    """
     names = _parameters(forward, len(args))
     trees = [*zip(names, args, strict=True), *kwargs.items()]
     if dynamic_shapes is None or isinstance(dynamic_shapes, dict):
@@ -39,7 +46,7 @@ _UNKNOWN = object()
 
 
 def _parameters(forward: Callable, count: int) -> list[str]:
-    """The names of the first `count` positional parameters; `args_0` and so on of `*args`, as torch names them."""
+    """Return the names of the first `count` positional parameters; `args_0` and so on for `*args`, as torch names them."""
     parameters = list(inspect.signature(forward).parameters.values())
     several = [p.name for p in parameters if p.kind is p.VAR_POSITIONAL]
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:count]
@@ -48,6 +55,7 @@ def _parameters(forward: Callable, count: int) -> list[str]:
 
 
 def _of_tree(tree: object, spec: object) -> list[list[Range] | None]:
+    """Return `Signature.ranges` of the leaves of an argument."""
     if isinstance(tree, Tensor):
         return [_of_tensor(tree, spec)]
     if isinstance(tree, dict | list | tuple):
@@ -69,7 +77,7 @@ def _of_tensor(tensor: Tensor, spec: object) -> list[Range]:
 
 
 def _spec_of(spec: object, key: object) -> object:
-    """What a spec says of a part."""
+    """Return what a spec says of a part: the value at a key or an index."""
     if spec is None or isinstance(spec, dict):
         return (spec or {}).get(key)
     if isinstance(spec, list | tuple) and isinstance(key, int):

@@ -136,12 +136,14 @@ def load_package(path: str | os.PathLike[str]) -> Package:
         MXError: where the file is no package, or one that does not hold the signature.
 
     Example:
-        >>> import tempfile, pt2mx
-        >>> with tempfile.NamedTemporaryFile(suffix=".pt2") as file:
-        ...     package = pt2mx.load_package(file.name)  # of `pt2mx compile model.pt2 --output FILE`
+        >>> import tempfile, torch, pt2mx
+        >>> program = torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     torch.export.save(program, f"{folder}/net.pt2")  # `pt2mx compile` makes a package of it
+        ...     package = pt2mx.load_package(f"{folder}/net.pt2")
         Traceback (most recent call last):
         ...
-        pt2mx.errors.MXError: XXX
+        pt2mx.errors.MXError: '...net.pt2' is no package, but a program: give what `pt2mx compile` wrote
     """
     package = open_package(path)
     warn_of_other_version(path)

@@ -13,6 +13,7 @@ import pt2mx
 from pt2mx import lower_to_inductor
 from pt2mx.fx import inductor_pass
 from pt2mx.fx.inductor_pass import LoweringPass
+from tests.flow import convert
 from tests.graph import called
 from tests.models import IDS
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from pt2mx.formats import ELEMENTS
-from pt2mx.kernels import reference, reference_chunked
+from pt2mx.kernels import reference_chunked
 from pt2mx.kernels.axis import resized
+from pt2mx.kernels.constants import spec_constants
 from pt2mx.kernels.cpu.build import DTYPES, is_available, load
 from pt2mx.kernels.packing import group_of, packed_length
 from pt2mx.modes import SCALE_MODES
@@ -31,7 +32,7 @@ class _Spec(ctypes.Structure):
     _fields_ = (
         ("exponent_offsets", ctypes.POINTER(ctypes.c_int32)),
         *((name, ctypes.c_int32) for name in _integers),
-        ("highest", ctypes.c_float),
+        ("max_normal", ctypes.c_float),
         ("lowest", ctypes.c_float),
     )
 
@@ -125,23 +126,8 @@ def _run(
 @functools.lru_cache(maxsize=1024)
 def _spec(name: str, scale_mode: str, rounding: str, block_size: int) -> _Spec:
     element, mode = ELEMENTS[name], SCALE_MODES[scale_mode]
-    codes_per_group, bytes_per_group = group_of(element.bits)
-    return _Spec(
-        bits=element.bits,
-        mantissa_bits=element.mantissa_bits,
-        emin=element.emin,
-        emax=element.emax,
-        max_code=element.max_code,
-        is_int=element.is_int,
-        full_range=element.full_range,
-        rounding=_ROUNDINGS.index(rounding),
-        threshold=mode.threshold(element),
-        exponent_offsets=(ctypes.c_int32 * len(mode.exponent_offsets))(*mode.exponent_offsets),
-        candidates=len(mode.exponent_offsets),
-        searches=mode.searches,
-        error_bits=reference.squared_error_bits(block_size),
-        codes_per_group=codes_per_group,
-        bytes_per_group=bytes_per_group,
-        highest=element.max_normal,
-        lowest=element.lowest,
-    )
+    constants = spec_constants(element, mode, block_size)
+    constants["codes_per_group"], constants["bytes_per_group"] = group_of(element.bits)
+    constants["rounding"], constants["candidates"] = _ROUNDINGS.index(rounding), len(mode.exponent_offsets)
+    constants["exponent_offsets"] = (ctypes.c_int32 * len(mode.exponent_offsets))(*mode.exponent_offsets)
+    return _Spec(**{field[0]: constants[field[0]] for field in _Spec._fields_})

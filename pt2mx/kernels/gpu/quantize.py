@@ -17,9 +17,9 @@ from torch import Tensor
 
 from pt2mx.kernels import packing, reference_chunked
 from pt2mx.kernels.axis import resized
+from pt2mx.kernels.constants import spec_constants
 from pt2mx.kernels.gpu import kernels
 from pt2mx.kernels.gpu.tiles import Constants
-from pt2mx.kernels.reference import squared_error_bits
 from pt2mx.modes import ROUNDINGS, SCALE_MODES
 from pt2mx.spec import MXSpec
 
@@ -183,27 +183,13 @@ def _launch(
 
 @functools.lru_cache(maxsize=4096)
 def _constants(spec: MXSpec, word: tuple[int, int], length: int, inner: int, wide: bool, tile: Tile) -> Constants:
-    element, mode, rounding = spec.element, SCALE_MODES[spec.scale_mode], ROUNDINGS[spec.rounding]
+    rounding = ROUNDINGS[spec.rounding]
     word_codes, word_bytes = word
     block = min(spec.block_size, length)
     size = max(triton.next_power_of_2(block), word_codes)
     lines = max(tile.vector, tile.values // size)
     return Constants(
-        bits=element.bits,
-        mantissa_bits=element.mantissa_bits,
-        bias=element.bias,
-        emin=element.emin,
-        emax=element.emax,
-        max_code=element.max_code,
-        max_normal=element.max_normal,
-        lowest=element.lowest,
-        has_inf=element.has_inf,
-        has_nan=element.has_nan,
-        is_int=element.is_int,
-        threshold=mode.threshold(element),
-        exponent_offsets=mode.exponent_offsets,
-        searches=mode.searches,
-        error_bits=squared_error_bits(spec.block_size),
+        **spec_constants(spec.element, SCALE_MODES[spec.scale_mode], spec.block_size),
         rounding=spec.rounding,
         nearest="even" if rounding.random else spec.rounding,
         directed=rounding.directed,

@@ -36,6 +36,7 @@ class Constants:
     has_inf: bool
     has_nan: bool
     is_int: bool
+    full_range: bool
     threshold: int
     exponent_offsets: tuple[int, ...]
     searches: bool

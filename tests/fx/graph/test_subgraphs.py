@@ -7,6 +7,8 @@ from torch import nn
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, ops
 from pt2mx.fx.graph.subgraphs import calls, graph_modules
+from tests.subgraph_models import MODELS, QUANTIZER, Autocast, Base, Checkpoint, Cond, NoGrad, X
+
 
 @pytest.mark.parametrize("model", MODELS)
 def test_what_is_inside_is_quantized(model, quantize, tmp_path):

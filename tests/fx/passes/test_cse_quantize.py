@@ -5,6 +5,7 @@ from pt2mx import MXSpec, fake_quantize_mx, ops
 from pt2mx.fx.graph.qdq import insert_quantize_dequantize
 from pt2mx.fx.passes.cse_quantize import cse_quantize
 from pt2mx.fx.passes.fuse_qdq import fuse_qdq
+from tests.graph import count
 
 
 class Readers(torch.nn.Module):
@@ -34,10 +35,6 @@ def quantized(model, *specs):
         exported.graph.erase_node(alias)
     exported.recompile()
     return exported
-
-
-def count(model, target):
-    return len(model.graph.find_nodes(op="call_function", target=target))
 
 
 def test_equal_ones_are_done_once():

@@ -6,21 +6,22 @@ import torch
 from pt2mx import FORMATS, MXSpec, fake_quantize_mx, ops
 from pt2mx.fx.graph.qdq import spec_of_dequantize
 from pt2mx.fx.passes.fuse_qdq import fuse_qdq
-from tests.fx.graph.test_qdq import converted
+from tests.graph import called
+from tests.models import quantized_double
 
 PAIR = [ops.quantize_mx, operator.getitem, operator.getitem, ops.dequantize_mx]
 
 
 def targets(model):
     ours = (*PAIR, ops.fake_quantize_mx)
-    return [n.target for n in model.graph.nodes if n.op == "call_function" and n.target in ours]
+    return [target for target in called(model) if target in ours]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_pair_becomes_one_operator(name, dtype):
     spec = MXSpec(name, 16, -1, "rceil", "half_away")
-    model, _ = converted(spec, dtype)
+    model, _ = quantized_double(spec, dtype)
     x = torch.randn(3, 70, dtype=dtype)
     want = model(x)
     assert targets(model) == PAIR
@@ -30,7 +31,7 @@ def test_a_pair_becomes_one_operator(name, dtype):
 
 
 def test_place_and_value_are_those_of_the_pair():
-    model, dequantize = converted(MXSpec("fp6_e2m3"))
+    model, dequantize = quantized_double(MXSpec("fp6_e2m3"))
     place = {"stack_trace": "File here", "nn_module_stack": {"layer": ("layer", "torch.nn.Linear")}}
     dequantize.meta.update(place)
     value = dequantize.meta["val"]
@@ -41,7 +42,7 @@ def test_place_and_value_are_those_of_the_pair():
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp4_e2m1"])
 def test_dynamic_lengths(name):
-    model, _ = converted(MXSpec(name, 32, -1), dynamic=True)
+    model, _ = quantized_double(MXSpec(name, 32, -1), dynamic=True)
     assert targets(fuse_qdq(model)) == [ops.fake_quantize_mx]
     for shape in [(2, 2), (3, 71), (65, 33)]:
         x = torch.randn(shape)
@@ -50,7 +51,7 @@ def test_dynamic_lengths(name):
 
 @pytest.mark.parametrize("seed", [None, 11])
 def test_stochastic_rounding_draws_the_same_numbers(seed):
-    model, dequantize = converted(MXSpec("fp4_e2m1", rounding="stochastic"))
+    model, dequantize = quantized_double(MXSpec("fp4_e2m1", rounding="stochastic"))
     quantize = dequantize.args[0].args[0]
     quantize.args = (*quantize.args, seed)
     model.recompile()
@@ -86,7 +87,7 @@ def swapped(model, quantize, dequantize):
 
 @pytest.mark.parametrize("change", [read_codes, another_dtype, another_axis, another_element, swapped])
 def test_what_is_no_plain_pair_stays(change):
-    model, dequantize = converted(MXSpec("fp8_e4m3"))
+    model, dequantize = quantized_double(MXSpec("fp8_e4m3"))
     change(model, dequantize.args[0].args[0], dequantize)
     assert targets(fuse_qdq(model)) == PAIR
 

@@ -4,6 +4,8 @@ import torch
 from pt2mx import quantize_mx
 from pt2mx.fx.passes.mma_layout import use_mma_layout
 from pt2mx.ops import linear
+from tests.flow import exported
+from tests.graph import called
 
 
 class Packed(torch.nn.Module):
@@ -24,22 +26,18 @@ class Packed(torch.nn.Module):
         return (y, self.weight_data[:2].clone()) if self.read else y
 
 
-def exported(dtype=torch.bfloat16, **options):
+def products(dtype=torch.bfloat16, **options):
     x = torch.randn(3, options.get("k", 64), dtype=dtype)
-    return torch.export.export(Packed(dtype=dtype, **options), (x,)).module(), x
-
-
-def targets(model):
-    return [node.target for node in model.graph.nodes if node.op == "call_function"]
+    return exported(Packed(dtype=dtype, **options), x), x
 
 
 @pytest.mark.parametrize("read", [False, True])
 def test_products_read_one_buffer(read):
-    model, x = exported(read=read)
+    model, x = products(read=read)
     want = model(x)
-    assert targets(model).count(linear.linear_mx) == 2
+    assert called(model).count(linear.linear_mx) == 2
     assert use_mma_layout(model, everywhere=True) is model
-    assert targets(model).count(linear.linear_mx_mma_layout) == 2 and linear.linear_mx not in targets(model)
+    assert called(model).count(linear.linear_mx_mma_layout) == 2 and linear.linear_mx not in called(model)
     names = {node.target for node in model.graph.find_nodes(op="get_attr")}
     assert names == {"weight_data_mma", "weight_scale_mma", "bias"} | ({"weight_data"} if read else set())
     torch.testing.assert_close(model(x), want, rtol=0, atol=0)
@@ -51,20 +49,20 @@ def test_products_read_one_buffer(read):
 
 @pytest.mark.parametrize("options", [{"dtype": torch.float32}, {"k": 36}])
 def test_others_stay(options):
-    model, x = exported(**options)
+    model, x = products(**options)
     before, want = model.code, model(x)
     assert use_mma_layout(model, everywhere=True).code == before
     assert torch.equal(model(x), want)
 
 
 def test_on_the_cpu_nothing_changes():
-    model, _ = exported()
+    model, _ = products()
     before = model.code
     assert use_mma_layout(model).code == before
 
 
 def test_a_weight_that_the_layout_cannot_hold_stays():
-    model, x = exported()
+    model, x = products()
     model.weight_scale[0, 0] = 255
     before = model.code
     assert use_mma_layout(model, everywhere=True).code == before

@@ -2,33 +2,20 @@ import pytest
 import torch
 from torch import nn
 
-from pt2mx import FORMATS, MXSpec, ops, quantize_mx
+from pt2mx import FORMATS, MXSpec, ops
 from pt2mx.fx.graph.qdq import spec_of_dequantize
 from pt2mx.fx.passes.packed_embedding import use_packed_embeddings
+from tests.flow import exported
+from tests.packed_weight import Gather
 
 aten = torch.ops.aten
-
-
-class Gather(nn.Module):
-    """A packed weight of 16 rows of 70, and what `read` makes of it."""
-
-    def __init__(self, read, name="fp4_e2m1", axis=-1, dtype=torch.float32):
-        super().__init__()
-        weight = torch.randn(16, 70)
-        scale, data = quantize_mx(weight, name, axis=axis)
-        self.register_buffer("data", data)
-        self.register_buffer("scale", scale)
-        self.read, self.modes = read, (name, 32, dtype, axis, weight.shape[axis])
-
-    def forward(self, ids):
-        return self.read(ops.dequantize_mx(self.data, self.scale, *self.modes), ids)
 
 
 IDS = torch.tensor([[3, 0, 3], [15, 7, 1]])
 
 
 def lowered(gather, ids=IDS):
-    model = torch.export.export(gather, (ids,)).module()
+    model = exported(gather, ids)
     want = model(ids)
     assert use_packed_embeddings(model) is model
     assert all(torch.equal(a, b) for a, b in zip(_list(model(ids)), _list(want), strict=True))

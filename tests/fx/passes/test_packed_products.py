@@ -1,49 +1,23 @@
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
-from pt2mx import FORMATS, dequantize_mx, ops, quantize_mx
+from pt2mx import FORMATS, dequantize_mx, ops
 from pt2mx.fx.passes.packed_products import use_packed_weights
 from pt2mx.ops import linear
+from tests.flow import exported
+from tests.graph import calls
+from tests.packed_weight import PACKED, Product, is_packed
 
 aten = torch.ops.aten
-PACKED = (linear.linear_mx, linear.grouped_linear_mx)
-
-
-class Product(nn.Module):
-    """A packed weight, and what `product` makes of x and of it."""
-
-    def __init__(self, product, shape=(24, 70), name="fp4_e2m1", axis=-1, dtype=torch.float32):
-        super().__init__()
-        weight = torch.randn(shape)
-        scale, data = quantize_mx(weight, name, axis=axis)
-        self.register_buffer("data", data)
-        self.register_buffer("scale", scale)
-        self.bias = nn.Parameter(torch.randn(24, dtype=dtype), False)
-        self.product, self.modes = product, (name, 32, dtype, axis, weight.shape[axis])
-
-    def weight(self):
-        return ops.dequantize_mx(self.data, self.scale, *self.modes)
-
-    def forward(self, x, *args):
-        return self.product(x, self.weight(), self.bias, *args)
 
 
 def lowered(model, *args):
-    exported = torch.export.export(model, args).module()
-    want = exported(*args)
-    assert use_packed_weights(exported) is exported
-    torch.testing.assert_close(exported(*args), want)
-    return exported
-
-
-def calls(model, *targets):
-    return [node for node in model.graph.nodes if node.op == "call_function" and node.target in targets]
-
-
-def is_packed(model):
-    return bool(calls(model, *PACKED)) and not calls(model, ops.dequantize_mx)
+    model = exported(model, *args)
+    want = model(*args)
+    assert use_packed_weights(model) is model
+    torch.testing.assert_close(model(*args), want)
+    return model
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -8,11 +8,9 @@ from pt2mx.fx.graph.tensors import delete_unused_tensors
 from pt2mx.fx.passes.packed_products import use_packed_weights
 from pt2mx.fx.passes.weights_k_major import make_weights_k_major
 from pt2mx.ops import linear
-from tests.fx.passes.test_packed_products import Product, calls, is_packed
-
-
-def exported(module, *args):
-    return torch.export.export(module, args).module()
+from tests.flow import exported
+from tests.graph import calls
+from tests.packed_weight import Product, is_packed
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -1,10 +1,10 @@
 import pytest
 import torch
-from torch import nn
 from torch.export import Dim
 
 from pt2mx.pt2e.packages.extents import symbols
 from pt2mx.pt2e.packages.trial import trial
+from tests.models import Double
 
 
 @pytest.mark.parametrize("extent", [0, 1, 3, 5])

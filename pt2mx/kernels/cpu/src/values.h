@@ -13,7 +13,7 @@ struct Spec {
   int32_t bits, mantissa_bits, emin, emax, max_code, is_int, full_range;
   int32_t rounding, threshold, candidates, searches, error_bits;
   int32_t codes_per_group, bytes_per_group;
-  float highest, lowest;
+  float max_normal, lowest;
 };
 
 namespace {
@@ -74,7 +74,7 @@ struct Grid {
         max_code(ints(s.max_code)),
         full_range(ints(s.full_range)),
         negate(ints(s.is_int ? -1 : 0)),
-        highest(floats(s.highest)),
+        highest(floats(s.max_normal)),
         lowest(floats(s.lowest)),
         zero(Floats(ints(s.is_int ? 0 : kSign))) {}  // adding it turns -0 into 0, or changes nothing
 };
@@ -233,7 +233,7 @@ NOINLINE void to_errors(const Chunk& c, const Spec& spec, int32_t* out) {
 }
 
 NOINLINE void to_saturated(const Chunk& c, const Spec& spec, int32_t* out) {
-  const Floats highest = floats(spec.highest), lowest = floats(spec.lowest);
+  const Floats highest = floats(spec.max_normal), lowest = floats(spec.lowest);
   const float* x = c.x;
   each_vector(c, [=] BODY {
     const Floats v = load<Floats>(x + i) * in0 * in1;

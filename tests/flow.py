@@ -1,0 +1,48 @@
+"""Steps of the flow, for tests of what comes out of them."""
+
+import io
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
+
+import pt2mx
+from pt2mx import MXQuantizer
+
+
+def exported(model: nn.Module, *inputs: object, **options) -> GraphModule:
+    """The graph of a model in the mode that it is in."""
+    return torch.export.export(model, inputs, **options).module()
+
+
+def calibrated(
+    graph: GraphModule, quantizer: MXQuantizer, *inputs: object, prepare=pt2mx.prepare_pt2e, **named: object
+) -> GraphModule:
+    """Prepared, after one batch."""
+    prepared = prepare(graph, quantizer)
+    with torch.no_grad():
+        prepared(*inputs, **named)
+    return prepared
+
+
+def convert(
+    model: nn.Module,
+    inputs: tuple,
+    quantizer: str | MXQuantizer = "mxfp8",
+    fold: bool = True,
+    shapes: object = None,
+) -> GraphModule:
+    """An evaluated model exported, prepared by a quantizer or a recipe of that name, and converted uncalibrated."""
+    quantizer = MXQuantizer.from_recipe(quantizer) if isinstance(quantizer, str) else quantizer
+    with torch.no_grad():
+        graph = exported(model.eval(), *inputs, dynamic_shapes=shapes)
+    return pt2mx.convert_pt2e(pt2mx.prepare_pt2e(graph, quantizer), fold_quantize=fold)
+
+
+def reloaded(program: ExportedProgram) -> ExportedProgram:
+    """The program after it was saved."""
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    return torch.export.load(file)

@@ -1,0 +1,98 @@
+"""Small models that several tests quantize."""
+
+import torch
+from torch import Tensor, nn
+
+from pt2mx import MXSpec
+from pt2mx.fx.graph.qdq import insert_quantize_dequantize
+from tests.flow import exported
+
+BATCH = ({0: torch.export.Dim("batch")},)
+#: the arguments of NormalizedConv
+IMAGES = (torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)),)
+#: the argument of Tied
+IDS = torch.tensor([[3, 0, 7, 19], [1, 1, 2, 5]])
+
+
+class Double(nn.Module):
+    """Nothing to quantize."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+def quantized_double(
+    spec: MXSpec, dtype: torch.dtype = torch.float32, dynamic: bool = False
+) -> tuple[torch.fx.GraphModule, torch.fx.Node]:
+    """Its graph for (3, 70), with x quantized and dequantized, and the node that dequantizes."""
+    shapes = ({0: torch.export.Dim("n"), 1: torch.export.Dim("k", max=4096)},) if dynamic else None
+    model = exported(Double(), torch.randn(3, 70, dtype=dtype), dynamic_shapes=shapes)
+    (mul,) = model.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
+    x = mul.args[0]
+    dequantize = insert_quantize_dequantize(x, spec)
+    mul.replace_input_with(x, dequantize)
+    model.recompile()
+    return model, dequantize
+
+
+class NormalizedConv(nn.Module):
+    """A convolution with a batch norm, and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.bn = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+        self.fc = nn.Linear(8, 4)
+        with torch.no_grad():
+            self.bn.running_mean.normal_()
+            self.bn.running_var.uniform_(0.5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, 3, H, W) -> (B, 4)
+        return self.fc(torch.relu(self.bn(self.conv(x))).mean((2, 3)))
+
+
+def exported_conv() -> torch.fx.GraphModule:
+    """The evaluated convolution, of any number of images."""
+    return exported(NormalizedConv().eval(), *IMAGES, dynamic_shapes=BATCH)
+
+
+class Tied(nn.Module):
+    """An embedding that is the head too, projections that share their input, and a weight that is not transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(20, 64)
+        self.query, self.key = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.up = nn.Parameter(torch.randn(64, 64))
+        self.head = nn.Linear(64, 20, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:  # (B, S) -> (B, S, 20)
+        x = self.embedding(ids)
+        x = torch.nn.functional.gelu(self.query(x)) + self.key(x)
+        return self.head(x @ self.up)
+
+
+class Gated(nn.Module):
+    """A table, two layers of one input, and a layer of their product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 64)
+        self.first, self.second, self.last = nn.Linear(64, 64), nn.Linear(64, 64, bias=False), nn.Linear(64, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:  # (B, S) -> (B, S, 8)
+        x = self.table(ids)
+        return self.last(torch.relu(self.first(x)) * self.second(x))
+
+
+class Logits(nn.Module):
+    """A language model of transformers, whose result is one tensor."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:  # (B, S) -> (B, S, vocabulary)
+        return self.model(input_ids=ids).logits

@@ -1,0 +1,57 @@
+"""A weight that is codes and scales, and what reads it."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from pt2mx import ops, quantize_mx
+from pt2mx.ops import linear
+from tests.graph import calls
+
+#: the products that read such a weight
+PACKED = (linear.linear_mx, linear.grouped_linear_mx)
+
+
+class PackedWeight(nn.Module):
+    """The buffers `data` and `scale`."""
+
+    def __init__(self, shape: tuple[int, ...], name: str = "fp4_e2m1", axis: int = -1, dtype=torch.float32) -> None:
+        super().__init__()
+        weight = torch.randn(shape)
+        scale, data = quantize_mx(weight, name, axis=axis)
+        self.register_buffer("data", data)
+        self.register_buffer("scale", scale)
+        self.modes = (name, 32, dtype, axis, weight.shape[axis])
+
+    def weight(self) -> Tensor:
+        return ops.dequantize_mx(self.data, self.scale, *self.modes)
+
+
+class Product(PackedWeight):
+    """What `product` makes of x, of the weight and of a bias."""
+
+    def __init__(self, product: Callable, shape=(24, 70), name="fp4_e2m1", axis=-1, dtype=torch.float32) -> None:
+        super().__init__(shape, name, axis, dtype)
+        self.bias = nn.Parameter(torch.randn(24, dtype=dtype), False)
+        self.product = product
+
+    def forward(self, x: Tensor, *args: Tensor) -> object:
+        return self.product(x, self.weight(), self.bias, *args)
+
+
+class Gather(PackedWeight):
+    """What `read` makes of the weight, 16 rows of 70, and of indices."""
+
+    def __init__(self, read: Callable, name="fp4_e2m1", axis=-1, dtype=torch.float32) -> None:
+        super().__init__((16, 70), name, axis, dtype)
+        self.read = read
+
+    def forward(self, ids: Tensor) -> object:
+        return self.read(self.weight(), ids)
+
+
+def is_packed(model: GraphModule) -> bool:
+    """Whether the products of a graph read codes and scales."""
+    return bool(calls(model, *PACKED)) and not calls(model, ops.dequantize_mx)
