@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 
 import numpy as np
@@ -88,22 +88,37 @@ def conform(batch: object, signature: Signature, source: object, note: Callable[
 def _leaves(batch: object, signature: Signature, source: object) -> list[object]:
     """Return the leaves of the arguments that a batch stands for."""
     constants = {name: example for name, example, extents in signature.inputs if extents is None}
-    trees = signature.trees
-    if isinstance(batch, dict):
-        trees = {**dict(zip(signature.names, signature.names, strict=True)), **trees}
-        parts, held = batch, str(sorted(map(str, batch)))
-    else:
-        given = list(batch) if isinstance(batch, list | tuple) else [batch]
-        if not any(isinstance(part, dict | list | tuple) for part in given):  # the leaves
-            trees = dict(zip(signature.names, signature.names, strict=True))
-        varying = [name for name, tree in trees.items() if not are_all(tree, constants)]
-        chosen = list(trees) if len(given) == len(trees) else varying
-        parts = dict(zip(chosen, given, strict=True)) if len(given) == len(chosen) else {}
-        held = f"{len(given)} values"
+    parts, trees = _by_key(batch, signature) if isinstance(batch, dict) else _in_order(batch, signature, constants)
     by_name = dict(constants)
     if parts.keys() <= trees.keys():
         for name, part in parts.items():
             by_name.update(leaves_by_name(part, trees[name], f"{source}: {name}", constants))
-    if parts.keys() <= trees.keys() and by_name.keys() == set(signature.names):
-        return [by_name[name] for name in signature.names]
+        if by_name.keys() == set(signature.names):
+            return [by_name[name] for name in signature.names]
+    held = sorted(map(str, batch)) if isinstance(batch, dict) else f"{len(_values(batch))} values"
     raise MXError(f"{source}: a batch must hold the inputs {signature.names}, this one holds {held}")
+
+
+def _by_key(batch: dict, signature: Signature) -> tuple[dict, dict[str, object]]:
+    """Return a batch, and the names of the leaves of each argument and of each leaf, which may be its keys."""
+    return batch, {**_leaf_trees(signature), **signature.trees}
+
+
+def _in_order(batch: object, signature: Signature, constants: Container[str]) -> tuple[dict, dict[str, object]]:
+    """Return the values of a batch by the names of arguments, and the names of the leaves of each argument; of leaves,
+    where nothing is nested. There are no values where their number fits neither all arguments nor those that vary."""
+    given = _values(batch)
+    nested = any(isinstance(part, dict | list | tuple) for part in given)
+    trees = signature.trees if nested else _leaf_trees(signature)
+    varying = [name for name, tree in trees.items() if not are_all(tree, constants)]
+    chosen = list(trees) if len(given) == len(trees) else varying
+    return dict(zip(chosen, given, strict=True)) if len(given) == len(chosen) else {}, trees
+
+
+def _values(batch: object) -> list[object]:
+    return list(batch) if isinstance(batch, list | tuple) else [batch]
+
+
+def _leaf_trees(signature: Signature) -> dict[str, object]:
+    """Return `Signature.trees` of a model whose arguments are the leaves."""
+    return {name: name for name in signature.names}

@@ -128,5 +128,7 @@ def _compile(options: argparse.Namespace) -> None:
 def _compared(package: Package, program: ExportedProgram) -> Fidelity:
     """Compare the outputs of a package with those of its program, for the example inputs."""
     args, kwargs = program.example_inputs
-    on_device, keywords = pytree.tree_map_only(Tensor, lambda t: t.to(package.device), (args, kwargs))
-    return fidelity([(package(*on_device, **keywords), program.module()(*args, **kwargs))])
+    # copies: a program may write to its inputs
+    copies, keywords = pytree.tree_map_only(Tensor, lambda t: t.to(package.device, copy=True), (args, kwargs))
+    eager = program.module()(*args, **kwargs)
+    return fidelity([(package(*copies, **keywords), eager)])

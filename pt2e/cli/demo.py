@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.export import Dim, ExportedProgram
+from torch.fx import GraphModule
 from torch.nn.functional import cosine_similarity
 from tqdm import tqdm
 
@@ -19,18 +22,24 @@ from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.report import QuantizationReport, quantization_report
 
 RECIPES = ("mxfp8", "mxfp6_weights_mxfp8_activations", "mxfp4_weight_only")
+_HEADINGS = ("recipe", "MB", "of float", "bits", "cosine", "worst", "retrieval", "reloaded", "compiled")
 
 
 def main(recipes: tuple[str, ...] = RECIPES, compile: bool = True) -> None:
-    """Print the report of the first recipe, then a table of all of them."""
+    """Print the report of the first recipe, then a table of all of them.
+
+    Args:
+        recipes: names of shipped recipes.
+        compile: also compile each converted model, and compare it with eager.
+    """
     encoder, tokenize = load_minilm()
     texts = sentences()
-    inputs = tokenize(texts)  # (72, S) int64, twice
-    batch, sequence = torch.export.Dim("batch"), torch.export.Dim("sequence", max=512)
-    shapes = {name: {0: batch, 1: sequence} for name in ("input_ids", "attention_mask")}
-    program = torch.export.export(encoder, tokenize(texts[:2]), dynamic_shapes=shapes)
+    inputs, example = tokenize(texts), tokenize(texts[:2])  # (72, S) int64, twice
+    dims = {0: Dim("batch"), 1: Dim("sequence", max=512)}
+    shapes = dict.fromkeys(("input_ids", "attention_mask"), dims)
+    program = torch.export.export(encoder, example, dynamic_shapes=shapes)
     embeddings = _embed(program.module(), inputs)
-    rows = [("recipe", "MB", "of float", "bits", "cosine", "worst", "retrieval", "reloaded", "compiled")]
+    rows = [_HEADINGS]
     with tempfile.TemporaryDirectory() as folder:
         float_size = _save(program, Path(folder) / "float.pt2")
         for recipe in tqdm(recipes, disable=None, file=sys.stderr):
@@ -38,52 +47,57 @@ def main(recipes: tuple[str, ...] = RECIPES, compile: bool = True) -> None:
             if recipe == recipes[0]:
                 print(report.to_table(), end="\n\n")
             got = _embed(converted, inputs)
-            cosine = cosine_similarity(got, embeddings)
             path = Path(folder) / f"{recipe}.pt2"
-            size = _save(torch.export.export(converted, tokenize(texts[:2]), dynamic_shapes=shapes), path)
+            size = _save(torch.export.export(converted, example, dynamic_shapes=shapes), path)
             reloaded = _embed(torch.export.load(path).module(), inputs)
-            compiled = _embed(torch.compile(converted), inputs) if compile else None
-            rows.append(
-                (
-                    recipe,
-                    f"{size / 1e6:.1f}",
-                    f"{size / float_size:.3f}x",
-                    f"{report.effective_bits:.2f}",
-                    f"{cosine.mean():.4f}",
-                    f"{cosine.min():.4f}",
-                    f"{_agreement(got, embeddings):.0%}",
-                    "same bits" if torch.equal(reloaded, got) else "DIFFERS",
-                    f"cosine {cosine_similarity(compiled, got).mean():.6f}" if compile else "not run",
-                )
-            )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+            sizes = (f"{size / 1e6:.1f}", f"{size / float_size:.3f}x", f"{report.effective_bits:.2f}")
+            same = "same bits" if torch.equal(reloaded, got) else "DIFFERS"
+            compiled = _compiled(converted, inputs, got) if compile else "not run"
+            rows.append((recipe, *sizes, *_against(embeddings, got), same, compiled))
+    _print_table(rows)
     print(f"\nall-MiniLM-L6-v2, {float_size / 1e6:.1f} MB in float32; {len(texts)} sentences. cosine: to the float")
     print("embeddings, on the average and at worst. retrieval: questions whose nearest answer is the float model's.")
     print("compiled: torch.compile against eager; sums in another order flip a few roundings of activations.")
 
 
-def quantize(model: nn.Module, recipe: str, inputs: tuple[Tensor, Tensor]) -> tuple[nn.Module, QuantizationReport]:
-    """Prepare, calibrate on the inputs and convert an exported model."""
+def quantize(model: GraphModule, recipe: str, inputs: tuple[Tensor, Tensor]) -> tuple[GraphModule, QuantizationReport]:
+    """Prepare, calibrate on the inputs and convert an exported model; return it with its report."""
     prepared = prepare_pt2e(model, MXQuantizer.from_recipe(recipe))
     _embed(prepared, inputs)
     converted = convert_pt2e(prepared)
     return converted, quantization_report(converted)
 
 
-def _embed(model: nn.Module, inputs: tuple[Tensor, Tensor]) -> Tensor:
+def _embed(model: Callable[..., Tensor], inputs: tuple[Tensor, Tensor]) -> Tensor:
     with torch.no_grad():
         return model(*inputs)  # (72, 384) float32
 
 
+def _against(embeddings: Tensor, got: Tensor) -> tuple[str, str, str]:
+    """Return the cells that compare embeddings with those of the float model."""
+    cosine = cosine_similarity(got, embeddings)  # (72,)
+    return f"{cosine.mean():.4f}", f"{cosine.min():.4f}", f"{_agreement(got, embeddings):.0%}"
+
+
+def _compiled(converted: GraphModule, inputs: tuple[Tensor, Tensor], eager: Tensor) -> str:
+    """Return the cell that compares the compiled model with the eager one."""
+    return f"cosine {cosine_similarity(_embed(torch.compile(converted), inputs), eager).mean():.6f}"
+
+
 def _agreement(got: Tensor, want: Tensor) -> float:
-    """Share of questions whose nearest answer is the same by both sets of embeddings."""
+    """Return the share of questions whose nearest answer is the same by both sets of embeddings."""
     nearest = [(e[: len(e) // 2] @ e[len(e) // 2 :].T).argmax(1) for e in (got, want)]
     return (nearest[0] == nearest[1]).float().mean().item()
 
 
-def _save(program: torch.export.ExportedProgram, path: Path) -> int:
+def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _save(program: ExportedProgram, path: Path) -> int:
+    """Save a program; return the size of the file in bytes."""
     torch.export.save(program, path)
     return path.stat().st_size
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError, nearest
 from pt2mx.extras import import_extra
@@ -75,7 +76,8 @@ def export(module: nn.Module, batch: Batch, dynamic_shapes: DynamicShapes = None
 
 
 def call(model: Callable[..., object], batch: Batch) -> object:
-    """Call a model with a batch."""
+    """Call a model with a copy of a batch: the model may write to its inputs."""
+    batch = pytree.tree_map_only(Tensor, Tensor.clone, batch)
     return model(**batch) if isinstance(batch, dict) else model(*batch)
 
 
@@ -87,8 +89,8 @@ def load_model(source: str) -> LoadedModel:
     """Load a model that the command line names.
 
     Args:
-        source: `minilm`, `torchvision:NAME`, `hf:DIRECTORY_OR_NAME` or `module.py:factory`. A factory returns the model,
-            its example inputs (a tuple or a dict) and, optionally, dynamic shapes.
+        source: `minilm`, `torchvision:NAME`, `hf:DIRECTORY_OR_NAME` or `module.py:factory`. A factory returns the
+            model, its example inputs (a tuple or a dict) and, optionally, dynamic shapes.
 
     Raises:
         MXError: for an unknown model, or one of a package that is not installed.

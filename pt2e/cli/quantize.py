@@ -25,11 +25,11 @@ from pt2mx.pt2e.prepare import prepare_pt2e
 from pt2mx.pt2e.program import save_program
 from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.report.fidelity import fidelity
+from pt2mx.pt2e.report.fidelity import Fidelity, fidelity
 from pt2mx.pt2e.report.finite import listed, nonfinite_operands, nonfinite_parameters
 from pt2mx.pt2e.report.report import QuantizationReport, quantization_report
 
-#: how the name of a report ends -> what writes it
+#: end of the name of a report -> the method that writes it
 _REPORTS = {
     ".json": QuantizationReport.to_json,
     ".html": QuantizationReport.to_html,
@@ -58,43 +58,24 @@ def _quantize(options: argparse.Namespace) -> None:
     quantizer = MXQuantizer.from_recipe(options.recipe)  # a typo in it should not cost the loading of a model
     _check_files(options)
     with progress_bar(5) as progress:
-        with user_errors("load the model"):
-            loaded = load_model(options.model)
-        _refuse_nan("the weights", nonfinite_parameters(loaded.module), options)
+        loaded = _load(options)
         batches = _calibration(loaded, options)
 
         advance(progress, "export")
-        with user_errors("export the model"):
-            float_model = loaded.export().module()
-        with user_errors("prepare the model"):
-            prepared = prepare_pt2e(float_model, quantizer)
-        if not any(operator.quantized for operator in quantization_report(prepared).operators):
-            raise MXError(f"the recipe {options.recipe!r} selects no operator of the model: nothing would be quantized")
+        float_model, prepared = _prepare(loaded, quantizer, options)
 
         advance(progress, "calibrate")
         _calibrate(prepared, batches)
 
         advance(progress, "convert")
-        with user_errors("convert the model"), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "NaN or Inf in")  # it is told here
-            converted = convert_pt2e(prepared)
-        _refuse_nan("what is quantized:", nonfinite_operands(converted), options)
-        with torch.no_grad(), user_errors("run the converted model"):
-            compared = list(batches.values()) or [loaded.example]
-            found = fidelity((call(converted, batch), call(float_model, batch)) for batch in compared)
-        nan = ["there is nothing to compare"] * math.isnan(found.sqnr)
-        _refuse_nan("every output of the float model:", nan, options)
+        converted = _convert(prepared, options)
+        found = _compare(converted, float_model, list(batches.values()) or [loaded.example], options)
 
         advance(progress, "save")
-        with user_errors("export the converted model"):
-            program = export(converted, loaded.example, loaded.dynamic_shapes)
-        with user_errors(f"write {options.output!r}"):
-            save_program(program, options.output, quantizer)
+        _save(converted, loaded, quantizer, options)
         progress.update()
     report = quantization_report(converted)
-    if options.report:
-        with user_errors(f"write {options.report!r}"):
-            _REPORTS[Path(options.report).suffix.lower()](report, options.report)
+    _write_report(report, options)
     print(report.to_table())
     if options.compile:
         with user_errors("compile the result"):
@@ -115,22 +96,29 @@ def _check_files(options: argparse.Namespace) -> None:
     check_distinct({"--output": options.output, "--report": options.report}, inputs)
 
 
-def _calibration(loaded: LoadedModel, options: argparse.Namespace) -> dict[object, Batch]:
-    """The batches to calibrate with, by where they are from."""
+def _load(options: argparse.Namespace) -> LoadedModel:
+    with user_errors("load the model"):
+        loaded = load_model(options.model)
+    _refuse_nan("the weights", nonfinite_parameters(loaded.module), options)
+    return loaded
+
+
+def _calibration(loaded: LoadedModel, options: argparse.Namespace) -> dict[str, Batch]:
+    """Return the batches to calibrate with, by their files or, for a built-in one, its number."""
     if options.calibration is None:
         batches = {f"built-in batch {i}": batch for i, batch in enumerate(loaded.batches)}
     elif options.calibration == "none":
         return {}
     else:
         files = load_batches(options.calibration)
-        batches = {file: loaded.conform(batch, file, note) for file, batch in files.items()}
+        batches = {str(file): loaded.conform(batch, file, note) for file, batch in files.items()}
     for source, batch in batches.items():
         _refuse_nan(f"{source}: the inputs", _nonfinite_inputs(loaded, batch), options)
     return batches
 
 
 def _nonfinite_inputs(loaded: LoadedModel, batch: Batch) -> Iterable[str]:
-    """The inputs that hold a NaN, or no finite value: a mask may hold -Inf beside others."""
+    """Yield the inputs that hold a NaN, or no finite value: a mask may hold -Inf beside others."""
     leaves = pytree.tree_leaves(batch)
     for name, leaf in zip(loaded.signature.names, leaves, strict=True):
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
@@ -139,6 +127,7 @@ def _nonfinite_inputs(loaded: LoadedModel, batch: Batch) -> Iterable[str]:
 
 
 def _refuse_nan(what: str, names: Iterable[str], options: argparse.Namespace) -> None:
+    """Raise an error if there are names; with `--allow-nan` note a warning."""
     if names := list(names):
         text = f"NaN or Inf in {what} {listed(names)}"
         if not options.allow_nan:
@@ -146,11 +135,55 @@ def _refuse_nan(what: str, names: Iterable[str], options: argparse.Namespace) ->
         note(f"warning: {text}")
 
 
-def _calibrate(prepared: GraphModule, batches: dict[object, Batch]) -> None:
+def _prepare(
+    loaded: LoadedModel, quantizer: MXQuantizer, options: argparse.Namespace
+) -> tuple[GraphModule, GraphModule]:
+    """Return the exported float model, and the prepared one, in which something will be quantized."""
+    with user_errors("export the model"):
+        float_model = loaded.export().module()
+    with user_errors("prepare the model"):
+        prepared = prepare_pt2e(float_model, quantizer)
+    if not any(operator.quantized for operator in quantization_report(prepared).operators):
+        raise MXError(f"the recipe {options.recipe!r} selects no operator of the model: nothing would be quantized")
+    return float_model, prepared
+
+
+def _calibrate(prepared: GraphModule, batches: dict[str, Batch]) -> None:
     with torch.no_grad():
         for source, batch in tqdm(batches.items(), desc="batches", leave=False, disable=None, file=sys.stderr):
             with user_errors(f"run the calibration batch {source} through the model"):
                 call(prepared, batch)
+
+
+def _convert(prepared: GraphModule, options: argparse.Namespace) -> GraphModule:
+    with user_errors("convert the model"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "NaN or Inf in")  # it is told here
+        converted = convert_pt2e(prepared)
+    _refuse_nan("what is quantized:", nonfinite_operands(converted), options)
+    return converted
+
+
+def _compare(
+    converted: GraphModule, float_model: GraphModule, batches: list[Batch], options: argparse.Namespace
+) -> Fidelity:
+    with torch.no_grad(), user_errors("run the converted model"):
+        found = fidelity((call(converted, batch), call(float_model, batch)) for batch in batches)
+    nan = ["there is nothing to compare"] * math.isnan(found.sqnr)
+    _refuse_nan("every output of the float model:", nan, options)
+    return found
+
+
+def _save(converted: GraphModule, loaded: LoadedModel, quantizer: MXQuantizer, options: argparse.Namespace) -> None:
+    with user_errors("export the converted model"):
+        program = export(converted, loaded.example, loaded.dynamic_shapes)
+    with user_errors(f"write {options.output!r}"):
+        save_program(program, options.output, quantizer)
+
+
+def _write_report(report: QuantizationReport, options: argparse.Namespace) -> None:
+    if options.report:
+        with user_errors(f"write {options.report!r}"):
+            _REPORTS[Path(options.report).suffix.lower()](report, options.report)
 
 
 def _compare_compiled(converted: GraphModule, batch: Batch) -> str:

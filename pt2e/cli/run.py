@@ -45,7 +45,8 @@ def _run(options: argparse.Namespace) -> None:
         args, kwargs = _arguments(options.inputs, signature)
     args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(package.device), (args, kwargs))
     with user_errors("run the package"), torch.no_grad():
-        outputs = package(*args, **kwargs)
+        copies, keywords = pytree.tree_map_only(Tensor, Tensor.clone, (args, kwargs))  # it may write to its inputs
+        outputs = package(*copies, **keywords)
         seconds = _time(lambda: package(*args, **kwargs))
     if options.output is not None:
         with user_errors(f"write {options.output!r}"), whole_file(options.output) as file, deferred_interrupts():

@@ -18,7 +18,7 @@ _ANY_NUMBER: Range = (-sys.maxsize, None)
 
 
 def stated_signature(forward: Callable, args: tuple, kwargs: dict, dynamic_shapes: object = None) -> Signature:
-    """Return the signature of `torch.export.export(module, args, kwargs, dynamic_shapes=...)`, as far as these state it.
+    """Return the signature of `torch.export.export(module, args, kwargs, dynamic_shapes=...)`, as far as it is stated.
 
     Args:
         forward: the module's.
@@ -46,7 +46,7 @@ _UNKNOWN = object()
 
 
 def _parameters(forward: Callable, count: int) -> list[str]:
-    """Return the names of the first `count` positional parameters; `args_0` and so on for `*args`, as torch names them."""
+    """Return the names of the first `count` positional parameters; `args_0` and so on for `*args`, as in torch."""
     parameters = list(inspect.signature(forward).parameters.values())
     several = [p.name for p in parameters if p.kind is p.VAR_POSITIONAL]
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:count]

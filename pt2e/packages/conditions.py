@@ -66,8 +66,8 @@ def parameters(module: GraphModule, count: int) -> list[str]:
 
 
 def by_name(leaves: list, names: list[str], args: tuple, kwargs: dict) -> dict[str, object]:
-    """Return `L` of the conditions: the arguments by their names, and their leaves. `*args` are `args_0` and so on where
-    a module is called, and may be `args` with an index in guards."""
+    """Return `L` of the conditions: the arguments by their names, and their leaves. `*args` are `args_0` and so on in a
+    call of a module, and may be `args` with an index in guards."""
     found: dict[str, object] = dict(zip(names, args, strict=True)) | kwargs
     several: dict[str, dict[int, object]] = {}
     for name, value in zip(names, args, strict=True):

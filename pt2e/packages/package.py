@@ -28,7 +28,7 @@ _EXAMPLE = "data/sample_inputs/model.pt"
 
 
 class CompiledModel(Protocol):
-    """What `torch._inductor.aoti_load_package` returns."""
+    """The machine code that `torch._inductor.aoti_load_package` loads."""
 
     def __call__(self, *args: object, **kwargs: object) -> object: ...
 
@@ -109,15 +109,22 @@ def write_package(
     with whole_file(path) as file:
         with deferred_interrupts():
             package_aoti(file, files)
-        least: dict[sympy.Symbol, int] = {}
-        conditions: list[str] = []
-        if dynamic := symbols(program):
-            any_extent = Signature.of(program, module, dict.fromkeys(dynamic, 0))
-            compiled = Package(torch._inductor.aoti_load_package(file.name), any_extent)
-            least, conditions = least_extents(program, stated, eager, compiled)
+        least, conditions = _tried_extents(file.name, program, module, stated, eager)
         signature, content = Signature.of(program, module, least, conditions), io.BytesIO()
         torch.save({field.name: getattr(signature, field.name) for field in fields(signature)}, content)
         add_records(file.name, {_EXAMPLE: content.getvalue(), **origin.records()})
+
+
+def _tried_extents(
+    file: str, program: ExportedProgram, module: GraphModule, stated: list[list[Range] | None], eager: Callable
+) -> tuple[dict[sympy.Symbol, int], list[str]]:
+    """Return what trials of the machine code in a file show: `least_extents` of the program."""
+    dynamic = symbols(program)
+    if not dynamic:
+        return {}, []
+    any_extent = Signature.of(program, module, dict.fromkeys(dynamic, 0))
+    compiled = Package(torch._inductor.aoti_load_package(file), any_extent)
+    return least_extents(program, stated, eager, compiled)
 
 
 def load_package(path: str | os.PathLike[str]) -> Package:
