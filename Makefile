@@ -22,6 +22,7 @@ test: $(VENV)/.installed
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror pt2mx/kernels/cpu/src/*
 
 types: $(VENV)/.installed
 	$(BIN)/mypy

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Protocol
+from typing import Any, Protocol
 
 import sympy
 import torch
@@ -30,7 +30,7 @@ _EXAMPLE = "data/sample_inputs/model.pt"
 class CompiledModel(Protocol):
     """The machine code that `torch._inductor.aoti_load_package` loads."""
 
-    def __call__(self, *args: object, **kwargs: object) -> object: ...
+    def __call__(self, *args: object, **kwargs: object) -> Any: ...
 
     def get_metadata(self) -> dict[str, str]: ...
 
@@ -54,7 +54,7 @@ class Package:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._model, self._lock = model, threading.Lock()
 
-    def __call__(self, *args: object, **kwargs: object) -> object:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run the model as the one that was exported runs.
 
         Raises:

@@ -77,7 +77,7 @@ def sqnr_db(signal: float, noise: float) -> float:
 
 @dataclass(frozen=True)
 class QuantizationStatistics:
-    """What calls with a tensor under a spec have shown.
+    """The findings of calls with a tensor under a spec.
 
     `tensors` counts the calls, `empty` those of them without a value, `values` the values of all, `nonfinite` the Inf
     and NaN among them, `nan_blocks` the blocks that held such, which become NaN. The rest is about the other blocks:

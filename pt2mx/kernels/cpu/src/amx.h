@@ -1,8 +1,8 @@
-// The product of bfloat16 values in the matrix registers of AMX: 32 rows of the weight are decoded to bfloat16 at a time,
-// which is exact, and multiplied with 32 rows of x, with sums in fp32. Included by linear.cpp.
+// The product of bfloat16 values in the matrix registers of AMX: 32 rows of the weight are decoded to bfloat16 at a
+// time, which is exact, and multiplied with 32 rows of x, with sums in fp32. Included by linear.cpp.
 //
-// The registers take subnormal numbers for zero, as they do in torch's own products of bfloat16 values. Rows with weights
-// that small, and rows with codes that have to be looked up, go the way of other rows.
+// The registers take subnormal numbers for zero, as they do in torch's own products of bfloat16 values. Rows with
+// weights that small, and rows with codes that have to be looked up, go the way of other rows.
 
 #pragma once
 
@@ -19,7 +19,7 @@ namespace {
 
 constexpr i64 kSide = 16;         // rows of a register; 32 values of 16 bits, or 16 sums, a row
 constexpr i64 kPair = 2 * kSide;  // rows of the weight, and of x, that go together
-constexpr i64 kDepth = 8;        // groups that are decoded at a time: of both operands they fit the first-level cache
+constexpr i64 kDepth = 8;         // groups that are decoded at a time: of both operands they fit the first-level cache
 constexpr i64 kTile = kSide * kGroup;
 
 bool has_tiles() {
@@ -33,14 +33,12 @@ bool has_tiles() {
 
 struct Tiled {
   Linear& linear;
-  const i64 pairs, blocks;  // of 32 rows of x, and of the weight's rows that go together
-  Buffer<u16> x;            // (pairs, groups, 2, kSide pairs of places, kSide rows, 2)
+  const i64 pairs, blocks;      // of 32 rows of x, and of the weight's rows that go together
+  Buffer<u16> x;                // (pairs, groups, 2, kSide pairs of places, kSide rows, 2)
   mutable std::once_flag once;  // linear is prepared for rows that go the other way
 
   explicit Tiled(Linear& linear)
-      : linear(linear),
-        pairs((linear.call.m + kPair - 1) / kPair),
-        blocks(linear.call.tiles) {
+      : linear(linear), pairs((linear.call.m + kPair - 1) / kPair), blocks(linear.call.tiles) {
     x.resize(pairs * linear.groups * 2 * kTile);
   }
 };
@@ -102,7 +100,7 @@ bool decode_chunk(const Linear& linear, Decoder& decoder, i64 row, i64 begin, i6
 // sums: (2, 2, kSide, kSide) += w: (depth, 2, kSide, kGroup) times x: (depth, 2, kSide, kSide, 2), of which only the
 // first half where the second one is empty.
 __attribute__((target("amx-tile,amx-bf16"))) NOINLINE void multiply_tiles(const u16* w, const u16* x, i64 depth,
-                                                                        bool full, float* sums) {
+                                                                          bool full, float* sums) {
   constexpr i64 kSums = kSide * kSide;
   _tile_loadd(0, sums, 64);
   _tile_loadd(2, sums + 2 * kSums, 64);
@@ -157,7 +155,8 @@ void run_tiles(i64 begin, i64 end, void* context) {
     for (i64 g = 0; g < groups; g += kDepth) {
       const i64 depth = std::min(kDepth, groups - g);
       for (i64 b = 0; b < tiled.blocks; ++b) {
-        subnormal |= decode_chunk(tiled.linear, decoder, row + b * kPair, g, g + depth, w.data() + b * kDepth * 2 * kTile);
+        subnormal |=
+            decode_chunk(tiled.linear, decoder, row + b * kPair, g, g + depth, w.data() + b * kDepth * 2 * kTile);
       }
       for (i64 p = 0; p < tiled.pairs; ++p) {
         for (i64 b = 0; b < tiled.blocks; ++b) {
@@ -200,7 +199,9 @@ int32_t multiply_in_tiles(Linear& linear, ParallelFor parallel_for) {
 namespace {
 bool has_tiles() { return false; }
 template <class Decoder>
-int32_t multiply_in_tiles(Linear&, ParallelFor) { return 1; }
+int32_t multiply_in_tiles(Linear&, ParallelFor) {
+  return 1;
+}
 }  // namespace
 
 #endif

@@ -1,8 +1,8 @@
-// The product of a row of bfloat16 values by AVX512_BF16: codes of 4 and 6 bits become bfloat16, which is exact, by a table
-// in a register, and pairs of products are added in fp32. Included by linear.cpp.
+// The product of a row of bfloat16 values by AVX512_BF16: codes of 4 and 6 bits become bfloat16, which is exact, by a
+// table in a register, and pairs of products are added in fp32. Included by linear.cpp.
 //
-// These instructions take subnormal numbers for zero, and a scale is applied to the sum of its block: where x has values so
-// small, or a row of the weight scales so extreme, that this could lose something, they go the way of other rows.
+// These instructions take subnormal numbers for zero, and a scale is applied to the sum of its block: values of x so
+// small, and rows of the weight with scales so extreme, that this could lose something, go the way of other rows.
 
 #pragma once
 
@@ -24,7 +24,7 @@ bool has_pairs() {
   static const bool available = [] {  // to ask the processor takes microseconds in a virtual machine
     unsigned a = 0, b = 0, c = 0, d = 0;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(c >> 1 & 1)) return false;  // AVX512_VBMI
-    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);              // AVX512_BF16
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);               // AVX512_BF16
   }();
   return available;
 }
@@ -123,11 +123,12 @@ PAIRS inline __m512 add_products(__m512 sum, __m512i w, const u16* x) {
 // total + spans of a row of the weight times x.
 template <class Pairs>
 PAIRS NOINLINE __m512 multiply_pairs(const Pairs& own, const u8* codes, const float* factors, const u16* x, i64 spans,
-                                   __m512 total) {
+                                     __m512 total) {
   const Pairs decoder = own;  // in registers
   const __m512i block_of_lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
   for (i64 s = 0; s < spans; ++s, codes += Pairs::kBytes, factors += 4, x += kSpan) {
-    for (i64 at = 0; at < Pairs::kBytes; at += 64) __builtin_prefetch(codes + kAhead + at, 0, 1);  // to L2: more at a time
+    for (i64 at = 0; at < Pairs::kBytes; at += 64)
+      __builtin_prefetch(codes + kAhead + at, 0, 1);  // to L2: more at a time
     __m512i w[4];
     decoder.decode(codes, w);
     __m512 sum = _mm512_setzero_ps();
@@ -146,8 +147,8 @@ PAIRS NOINLINE __m512 multiply_pairs(const Pairs& own, const u8* codes, const fl
   return total;
 }
 
-// The factors of the groups [begin, end) of a row, `per_block` of them a block of `scale`, and zeros up to a whole span.
-// Returns whether all are from 2**-64 to 2**64, or the least one, which blocks of zeros have.
+// The factors of the groups [begin, end) of a row, `per_block` of them a block of `scale`, and zeros up to a whole
+// span. Returns whether all are from 2**-64 to 2**64, or the least one, which blocks of zeros have.
 inline bool set_factors(const u8* scale, i64 per_block, i64 begin, i64 end, float* out) {
   u8 expanded[kChunk];
   const u8* bytes = scales_of_groups(scale, per_block, begin, end, expanded);
@@ -239,7 +240,9 @@ struct PairsOf {
   using type = void;
 };
 template <class Pairs, class Decoder>
-int32_t multiply_in_pairs(Linear&, i64, i64, ParallelFor) { return 1; }
+int32_t multiply_in_pairs(Linear&, i64, i64, ParallelFor) {
+  return 1;
+}
 }  // namespace
 
 #endif

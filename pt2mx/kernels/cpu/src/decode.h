@@ -5,7 +5,7 @@
 
 #include "packing.h"
 
-// A product of x: (m, k) with a weight (n, k) that is packed along k, as ../linear.py fills it: field by field the same.
+// A product of x: (m, k) with a weight (n, k) that is packed along k: the fields of _Call in ../linear.py.
 struct LinearCall {
   const float* table;  // of the 256 codes
   int32_t format, bits, codes_per_group, bytes_per_group, dtype, tiles;
@@ -36,8 +36,8 @@ inline Factors factors_of(u8 scale, int32_t shift) {  // 2**(scale - 127 + shift
 }
 
 // A decoder has: kBytes of a group; kShift, the power of two by which its values are too small; decode, which gives
-// them times a float or `Factors` by kPairs in the order 0, 2, .. 30, 1, 3, .. 31 or else as they are stored; and invalid, whether there was a code
-// that it cannot decode.
+// them times a float or `Factors` by kPairs in the order 0, 2, .. 30, 1, 3, .. 31 or else as they are stored; and
+// invalid, whether there was a code that it cannot decode.
 
 // The place in a group of value `i` that a decoder gives.
 inline i64 place(bool pairs, i64 i) { return pairs ? i % (kGroup / 2) * 2 + i / (kGroup / 2) : i; }
@@ -113,7 +113,7 @@ struct Nibbles {
 #endif
 };
 
-// 16 codes each at the top of 16 bits (what is below them does not matter): those at even places, and those at odd ones.
+// 16 codes each at the top of 16 bits, with any bits below them: those at even places, and those at odd ones.
 template <int Bits>
 inline void split_pairs(const u8* data, __m256i* even, __m256i* odd) {
   if (Bits == 8) {
@@ -154,9 +154,7 @@ struct Halves {
     if (Nan) largest = _mm256_max_epu8(largest, _mm256_and_si256(load256(data), _mm256_set1_epi8(0x7F)));
   }
   // the NaN S.1111.111 of E4M3, which fp16 takes for a number
-  bool invalid() const {
-    return Nan && _mm256_movemask_epi8(_mm256_cmpeq_epi8(largest, _mm256_set1_epi8(0x7F)));
-  }
+  bool invalid() const { return Nan && _mm256_movemask_epi8(_mm256_cmpeq_epi8(largest, _mm256_set1_epi8(0x7F))); }
 };
 
 struct Int8 {

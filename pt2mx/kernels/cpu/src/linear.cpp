@@ -11,7 +11,7 @@
 namespace {
 
 constexpr int kRows = kWidth == 16 ? 4 : 2;  // of the weight that go together
-constexpr i64 kStrip = 32;                    // groups that are summed by themselves: sums of sums are more exact
+constexpr i64 kStrip = 32;                   // groups that are summed by themselves: sums of sums are more exact
 constexpr i64 kChunk = 128;                  // groups whose factors are converted at a time
 constexpr i64 kGrain = 1 << 18;              // products that are worth another thread
 
@@ -39,10 +39,9 @@ class Buffer {
 
 struct Linear {
   const LinearCall& call;
-  const i64 groups;           // of a row, the last one perhaps not whole
-  Buffer<float> x;            // (m up to a multiple of 4, groups * kGroup) in the order of the decoder
-  std::vector<float> bias;    // (n), or empty
-
+  const i64 groups;         // of a row, the last one perhaps not whole
+  Buffer<float> x;          // (m up to a multiple of 4, groups * kGroup) in the order of the decoder
+  std::vector<float> bias;  // (n), or empty
 
   explicit Linear(const LinearCall& c) : call(c), groups((c.k + kGroup - 1) / kGroup) {
     if (!c.bias) return;
@@ -136,7 +135,7 @@ struct Scales {
 // fetched meanwhile.
 template <class Decoder, int R, class F>
 NOINLINE void multiply(Decoder& decoder, const u8* const* data, i64 ahead, const F* const* factors, const float* x,
-                     i64 stride, i64 groups, Floats (*sums)[R]) {
+                       i64 stride, i64 groups, Floats (*sums)[R]) {
   for (i64 begin = 0; begin < groups; begin += kStrip) {
     Floats sum[kRows][R] = {};
     const i64 end = std::min(begin + kStrip, groups);
@@ -172,7 +171,8 @@ class Rows {
     ahead_ = decoded ? 0 : kRows * c.row_bytes;
     for (int q = 0; q < kRows; ++q) {
       const i64 at = std::min(row + q, c.n - 1);
-      data_[q] = decoded ? reinterpret_cast<const u8*>(decoded + q * linear.groups * kGroup) : c.data + at * c.row_bytes;
+      data_[q] =
+          decoded ? reinterpret_cast<const u8*>(decoded + q * linear.groups * kGroup) : c.data + at * c.row_bytes;
       scale_[q] = c.scale + at * c.row_blocks;
       if (whole_ < linear.groups) last_group<Decoder>(c, at, rest_[q]);
     }

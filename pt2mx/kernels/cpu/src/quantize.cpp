@@ -1,4 +1,4 @@
-// The CPU twin of pt2mx/kernels/reference.py, equal to it to the bit; built and called by pt2mx/kernels/cpu/quantize.py.
+// The CPU twin of pt2mx/kernels/reference.py, equal to it to the bit; built and called by ../quantize.py.
 //
 // A tensor is (outer, n, inner) with blocks along n. It is cut into tiles of whole blocks that fit the first-level
 // cache. Of a tile the largest magnitudes give the shared exponents, these the factors of each block, and then the
@@ -25,12 +25,12 @@ namespace {
 
 enum Operation { QUANTIZE, DEQUANTIZE, FAKE_QUANTIZE, CLIP_GRADIENT };
 
-constexpr i64 kColumns = 512;      // of a tile
-constexpr i64 kTile = 2048;        // values of a tile of short blocks
-constexpr i64 kChunk = 2048;       // values that go through a step at a time
-constexpr i64 kFlat = 64;          // rows shorter than this are not worth a loop of their own
-constexpr i64 kGrain = 1 << 15;    // values that are worth another thread
-constexpr i64 kLanes = 16;         // values of one block that go together: a multiple of every kWidth
+constexpr i64 kColumns = 512;                     // of a tile
+constexpr i64 kTile = 2048;                       // values of a tile of short blocks
+constexpr i64 kChunk = 2048;                      // values that go through a step at a time
+constexpr i64 kFlat = 64;                         // rows shorter than this are not worth a loop of their own
+constexpr i64 kGrain = 1 << 15;                   // values that are worth another thread
+constexpr i64 kLanes = 16;                        // values of one block that go together: a multiple of every kWidth
 constexpr i64 kBlocks = std::max(kTile, kChunk);  // of a tile: as many as the codes of a group may share it
 
 // ---- a tile: whole blocks of some columns ----
@@ -168,7 +168,8 @@ void Tile::each_chunk(bool values, Step step) {
           float* out = expanded_[k] + (r - row) * w_;
           const float* in = factors_[k] + b * w_;
           if (w_ == 1) std::fill(out, out + (last - r), *in);
-          else for (i64 i = r; i < last; ++i, out += w_) std::copy(in, in + w_, out);
+          else
+            for (i64 i = r; i < last; ++i, out += w_) std::copy(in, in + w_, out);
         }
         r = last;
       }

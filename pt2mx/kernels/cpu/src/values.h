@@ -51,10 +51,15 @@ const u32* random_bits(u64 seed, i64 first, i64 n, u32* out) {
 
 // ---- a vector of values ----
 
+// b where a is NaN, as in `larger`
 template <class V>
-inline V smaller(V a, V b) { return a < b ? a : b; }  // b where a is NaN
+inline V smaller(V a, V b) {
+  return a < b ? a : b;
+}
 template <class V>
-inline V larger(V a, V b) { return a > b ? a : b; }
+inline V larger(V a, V b) {
+  return a > b ? a : b;
+}
 inline Floats magnitude(Floats x) { return Floats(Ints(x) & kMagnitude); }
 inline Floats one_if(Ints condition) { return Floats(condition & int32_t(0x3F800000)); }
 
@@ -130,9 +135,9 @@ inline Floats to_element(Floats v, const Grid& g, const u32* random) {
 template <int R>
 inline Ints to_code(Floats v, const Grid& g, const u32* random) {
   const Ints binade = binade_of(v, g);
-  const Ints quanta =
-      R == EVEN ? Ints(magnitude(v) + rounder(binade, g)) - Ints(rounder(binade, g))
-                : __builtin_convertvector(smaller(quanta_of<R>(v, binade, g, random), floats(512.0f)), Ints);
+  const Ints quanta = R == EVEN
+                          ? Ints(magnitude(v) + rounder(binade, g)) - Ints(rounder(binade, g))
+                          : __builtin_convertvector(smaller(quanta_of<R>(v, binade, g, random), floats(512.0f)), Ints);
   const Ints sign = Ints(v) >> 31, negate = sign & g.negate;
   // the quanta of a normal hold its hidden bit, which counts as one binade
   Ints code = ((binade - g.lowest_binade) >> g.code_shift) + quanta;
@@ -153,7 +158,7 @@ struct Chunk {
   const float* x;
   i64 n;
   Factors f;
-  i64 run;  // values that share a factor, a multiple of kLanes; 0: each has its own
+  i64 run;         // values that share a factor, a multiple of kLanes; 0: each has its own
   const u8* next;  // what the next tile will read, `next_bytes` for each value
   i64 next_bytes;
   const u32* random;
@@ -262,13 +267,14 @@ NOINLINE void from_codes(const Chunk& c, const Spec& spec, const u8* codes, floa
 }
 
 constexpr decltype(&to_values<EVEN>) kToValues[] = {
-    to_values<EVEN>,        to_values<HALF_AWAY>, to_values<HALF_TOWARD_ZERO>, to_values<HALF_UP>,
-    to_values<TOWARD_ZERO>, to_values<UP>,        to_values<DOWN>,             to_values<STOCHASTIC>};
-constexpr decltype(&to_codes<EVEN>) kToCodes[] = {
-    to_codes<EVEN>,        to_codes<HALF_AWAY>, to_codes<HALF_TOWARD_ZERO>, to_codes<HALF_UP>,
-    to_codes<TOWARD_ZERO>, to_codes<UP>,        to_codes<DOWN>,             to_codes<STOCHASTIC>};
+    to_values<EVEN>, to_values<HALF_AWAY>, to_values<HALF_TOWARD_ZERO>, to_values<HALF_UP>, to_values<TOWARD_ZERO>,
+    to_values<UP>,   to_values<DOWN>,      to_values<STOCHASTIC>};
+constexpr decltype(&to_codes<EVEN>) kToCodes[] = {to_codes<EVEN>,    to_codes<HALF_AWAY>,   to_codes<HALF_TOWARD_ZERO>,
+                                                  to_codes<HALF_UP>, to_codes<TOWARD_ZERO>, to_codes<UP>,
+                                                  to_codes<DOWN>,    to_codes<STOCHASTIC>};
 constexpr decltype(&to_errors<EVEN>) kToErrors[] = {
-    to_errors<EVEN>,        to_errors<HALF_AWAY>, to_errors<HALF_TOWARD_ZERO>, to_errors<HALF_UP>,
-    to_errors<TOWARD_ZERO>, to_errors<UP>,        to_errors<DOWN>,             to_errors<EVEN>};  // a scale does not depend on the seed
+    to_errors<EVEN>,    to_errors<HALF_AWAY>,   to_errors<HALF_TOWARD_ZERO>,
+    to_errors<HALF_UP>, to_errors<TOWARD_ZERO>, to_errors<UP>,
+    to_errors<DOWN>,    to_errors<EVEN>};  // a scale does not depend on the seed
 
 }  // namespace
