@@ -8,6 +8,7 @@ import pytest
 import torch
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+pytest.register_assert_rewrite("tests.cpu_kernels", "tests.graph")
 
 import pt2mx
 from pt2mx.extras import import_extra
@@ -40,7 +41,7 @@ def run_python():
 
     def run(code: str, arguments: tuple | list = (), **options) -> str:
         result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, **options)
-        assert result.returncode == 0, result.stderr
+        assert result.returncode == 0, result.stdout + result.stderr
         return result.stdout
 
     return run

@@ -8,7 +8,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 import pt2mx
-from pt2mx import MXQuantizer
+from pt2mx import MXQuantizationConfig, MXQuantizer
 
 
 def exported(model: nn.Module, *inputs: object, **options) -> GraphModule:
@@ -24,6 +24,13 @@ def calibrated(
     with torch.no_grad():
         prepared(*inputs, **named)
     return prepared
+
+
+def prepare(model: nn.Module, inputs: tuple, config: MXQuantizationConfig) -> GraphModule:
+    """An evaluated model exported, prepared with one config for all of it, after one batch."""
+    with torch.no_grad():
+        graph = exported(model.eval(), *inputs)
+    return calibrated(graph, MXQuantizer().set_global(config), *inputs)
 
 
 def convert(

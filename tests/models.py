@@ -87,6 +87,75 @@ class Gated(nn.Module):
         return self.last(torch.relu(self.first(x)) * self.second(x))
 
 
+class _Attention(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x):  # (B, S, width)
+        q, k, v = (f(x).unflatten(-1, (4, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        return self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class _Layer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.attention, self.up, self.down = _Attention(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x):
+        x = x + self.attention(x)
+        return self.norm(x + self.down(nn.functional.gelu(self.up(x))))
+
+
+class Encoder(nn.Module):
+    """A small BERT whose head shares the embedding's weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.layers = nn.Embedding(200, 64), nn.Sequential(_Layer(64), _Layer(64))
+        self.head = nn.Linear(64, 200, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.head(self.layers(self.embedding(tokens)))
+
+
+class Depthwise(nn.Module):
+    """Channels that fill no block and do not divide by a group of packed codes."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.depth = nn.Conv2d(3, 20, 3), nn.Conv2d(20, 20, 3, groups=20)
+        self.point, self.head = nn.Conv2d(20, 70, 1), nn.Linear(70, 10)
+
+    def forward(self, x):
+        return self.head(self.point(self.depth(self.stem(x).relu())).relu().mean((2, 3)))
+
+
+class Products(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return torch.bmm(self.q_proj(x), self.k_proj(x).transpose(1, 2)) @ x
+
+
+class TwoLayers(nn.Module):
+    """Projections and products of activations, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Products(), Products()])
+        self.lm_head = nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, S, 32) -> (B, S, 8)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(x)
+
+
 class Logits(nn.Module):
     """A language model of transformers, whose result is one tensor."""
 
@@ -96,3 +165,19 @@ class Logits(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:  # (B, S) -> (B, S, vocabulary)
         return self.model(input_ids=ids).logits
+
+
+def _linear() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+
+
+def _convolution() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten(), nn.Linear(1152, 8))
+
+
+#: name -> (what makes the model, in evaluation; its input; a linear layer of it)
+OF_EACH_KIND = {
+    "linear": (lambda: _linear().eval(), torch.randn(4, 64), "0"),
+    "convolution": (lambda: _convolution().eval(), torch.randn(2, 3, 8, 8), "4"),
+    "gated": (lambda: Gated().eval(), torch.arange(10).view(2, 5), "first"),
+}

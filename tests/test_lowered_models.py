@@ -18,6 +18,10 @@ from pt2mx.fx.passes.cse_quantize import cse_quantize
 from pt2mx.fx.passes.fuse_qdq import fuse_qdq
 from pt2mx.fx.passes.packed_embedding import use_packed_embeddings
 from pt2mx.ops import linear
+from tests.compare import relative_error
+from tests.flow import convert
+from tests.graph import called, count
+from tests.models import Logits
 
 aten = torch.ops.aten
 IDS = torch.tensor([[3, 0, 7, 19, 2, 2, 40], [1, 1, 2, 5, 90, 33, 8]])
@@ -42,23 +46,6 @@ ARCHITECTURES = {
 }
 
 
-class Logits(nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids):  # (B, S) -> (B, S, vocabulary)
-        return self.model(input_ids=ids, use_cache=False).logits
-
-
-def convert(module, recipe):
-    return pt2mx.convert_pt2e(pt2mx.prepare_pt2e(module, MXQuantizer.from_recipe(recipe)))
-
-
-def count(model):
-    return Counter(node.target for node in model.graph.nodes if node.op == "call_function")
-
-
 class Errors(TorchDispatchMode):
     """Relative errors of every product with a packed weight, and of the plain product, against a float64 one of the
     same operands."""
@@ -81,7 +68,7 @@ class Errors(TorchDispatchMode):
                 exact = torch.cat(
                     [x[a:b].double() @ w.double().T for a, b, w in zip(ends, ends[1:], weight, strict=False)]
                 )
-            self.found.append([((z.double() - exact).norm() / exact.norm()).item() for z in (y, plain)])
+            self.found.append([relative_error(z, exact) for z in (y, plain)])
         return y
 
 
@@ -98,7 +85,7 @@ def assert_same_bits(converted, args):
     model = copy_sharing_tensors(converted)
     for change in (cse_quantize, fuse_qdq, use_packed_embeddings):
         change(model)
-    assert not count(model)[ops.quantize_mx]
+    assert not count(model, ops.quantize_mx)
     with torch.no_grad():
         assert torch.equal(model(*args), converted(*args))
 
@@ -108,11 +95,10 @@ def assert_same_bits(converted, args):
 def test_language_models(name, recipe):
     kind, sizes, dtype, products, embeddings = ARCHITECTURES[name]
     kind = getattr(import_extra("transformers", "hf"), kind)
-    model = Logits(kind(kind.config_class(**sizes, bos_token_id=0, eos_token_id=0)).eval().to(dtype))
-    with torch.no_grad():
-        converted = convert(torch.export.export(model, (IDS,)).module(), recipe)
+    model = Logits(kind(kind.config_class(**sizes, bos_token_id=0, eos_token_id=0, use_cache=False)).eval().to(dtype))
+    converted = convert(model, (IDS,), recipe)
     lowered = lower_to_inductor(converted)
-    found = count(lowered)
+    found = Counter(called(lowered))
     assert found[linear.linear_mx] + found[linear.grouped_linear_mx] == products
     assert (found[linear.grouped_linear_mx] > 0) == ("experts" in str(sizes))
     assert found[ops.dequantize_mx] == embeddings and found[aten.embedding.default] == 2 * embeddings
@@ -128,7 +114,7 @@ def test_language_models(name, recipe):
 @pytest.mark.parametrize(("name", "products"), [("minilm", 24), ("resnet18", 1)])
 def test_real_models(name, products, recipe, request):
     model = request.getfixturevalue(name)
-    converted = convert(model.program.module(), recipe)
+    converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(model.program.module(), MXQuantizer.from_recipe(recipe)))
     lowered = lower_to_inductor(converted)
     assert_same_bits(converted, model.args)
     assert_as_exact(lowered, model.args, products)
@@ -155,7 +141,7 @@ def test_no_kernel_of_a_bert_layer_only_quantizes(compiler):
     model = nn.Sequential(nn.LayerNorm(64), bert.BertLayer(config)).eval()
     x = torch.randn(2, 7, 64)
     with torch.no_grad():
-        converted = convert(torch.export.export(model, (x,)).module(), "mxfp8")
+        converted = convert(model, (x,))
         got, (code,) = run_and_get_code(torch.compile(lower_to_inductor(converted)), x)
     torch.testing.assert_close(got, converted(x), rtol=0.1, atol=0.1)
     found = kernels(code)

@@ -1,7 +1,5 @@
 """Models that read memory by its strides: quantized ones have the strides of float ones at every stage of the flow."""
 
-import io
-
 import pytest
 import torch
 from torch import nn
@@ -9,6 +7,8 @@ from torch import nn
 import pt2mx
 from pt2mx import MXQuantizationConfig, MXQuantizer
 from pt2mx.fx.lower import lower_to_inductor
+from tests.compare import sqnr
+from tests.flow import reloaded
 
 LAST = torch.channels_last
 
@@ -105,10 +105,6 @@ def stages(quantize):
     return run
 
 
-def sqnr(want, got):
-    return 20 * torch.log10(want.norm() / (want - got).norm())
-
-
 def leaves(x):
     return list(x) if isinstance(x, tuple) else [x]
 
@@ -125,16 +121,13 @@ def test_every_stage(name, stages):
     want = model(*inputs)
     for got, float_value in zip(leaves(prepared), leaves(want), strict=True):
         assert got.stride() == float_value.stride()
-        assert sqnr(float_value, got) > 12
+        assert sqnr(got, float_value) > 12
     assert equal(converted(*inputs), prepared)
     again = torch.export.export(converted, inputs)
     portable = pt2mx.make_portable(again)
     for program in (again, portable):
-        file = io.BytesIO()
-        torch.export.save(program, file)
-        file.seek(0)
         assert equal(program.module()(*inputs), prepared)
-        assert equal(torch.export.load(file).module()(*inputs), prepared)
+        assert equal(reloaded(program).module()(*inputs), prepared)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "as_strided" else pytest.mark.slow) for n in CASES])

@@ -11,19 +11,11 @@ import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config
 from pt2mx.extras import import_extra
 from tests.benchmarks import qat
+from tests.models import Logits
 
 #: of the losses that Inductor's and eager's kernels compute from one set of weights: one activation that moves to the
 #: other side of a rounding boundary, of one of 1024 tokens, is worth up to 1.1e-4 (MXFP4)
 TOLERANCE = 3e-4
-
-
-class Logits(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: Tensor) -> Tensor:  # (B, T) -> (B, T, vocabulary)
-        return self.model(input_ids=ids).logits
 
 
 def prepared_transformer(kind: str, spelling: str, layers: int) -> torch.fx.GraphModule:

@@ -33,6 +33,8 @@ _UNDECLARED_WRITES: dict[OpOverload, tuple[tuple[int, ...], int]] = {
     aten.instance_norm.default: ((3, 4), 5),
 }
 
+_CALLS = ("call_function", "call_module")
+
 #: what stands for a piece of memory: the node that makes it, or the storage of a parameter or buffer
 Root = Node | int
 
@@ -56,7 +58,7 @@ def storage_of(tensor: Tensor) -> int:
 def _memory(graph: Graph) -> tuple[dict[Node, frozenset[Root]], frozenset[Root]]:
     """The memory that each node may show, and what of it is written. Both are empty where the graph writes nothing:
     most do not, and need no analysis."""
-    written = [n for node in graph.nodes for n in _written_arguments(node)]
+    written = [n for node in graph.nodes if node.op in _CALLS for n in _written_arguments(node)]
     roots = _roots(graph) if written else {}
     return roots, frozenset().union(*(roots[n] for n in written))
 

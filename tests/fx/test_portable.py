@@ -1,4 +1,3 @@
-import io
 import subprocess
 import sys
 
@@ -10,6 +9,7 @@ import pt2mx
 from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config
 from pt2mx.fx.portable import is_portable, without_calls
 from pt2mx.ops.linear import grouped_linear_mx, linear_mx
+from tests.flow import calibrated, convert, exported, reloaded
 from tests.subgraph_models import Cond, X
 
 WITHOUT_PT2MX = """
@@ -41,8 +41,7 @@ def test_runs_where_pt2mx_is_not_installed(tmp_path):
     for name, (model, inputs, formats) in cases.items():
         dynamic = ({0: torch.export.Dim("batch")},) if name != "inner" else None
         quantizer = MXQuantizer().set_global(get_default_mx_quantization_config(*formats))
-        exported = torch.export.export(model, (inputs,), dynamic_shapes=dynamic).module()
-        converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(exported, quantizer))
+        converted = convert(model, (inputs,), quantizer, shapes=dynamic)
         with torch.no_grad():
             program = pt2mx.make_portable(torch.export.export(converted, (inputs,), dynamic_shapes=dynamic))
             inputs = inputs if dynamic is None else torch.randn(7, 3, 8, 8)
@@ -143,9 +142,8 @@ LENGTHS = (0, 1, 2, 31, 32, 33, 64, 99, 100)
 @pytest.mark.parametrize(("model", "count"), [(Selected(), first), (First(), torch.tensor)], ids=["nonzero", "item"])
 def test_a_blocked_dimension_as_long_as_the_data_say(model, count, formats):
     x, y = torch.randn(4, 100), torch.randn(100, 8)
-    exported = torch.export.export(model, (x, y, count(70))).module()
-    prepared = pt2mx.prepare_pt2e(exported, MXQuantizer().set_global(get_default_mx_quantization_config(*formats)))
-    prepared(x, y, count(70))
+    quantizer = MXQuantizer().set_global(get_default_mx_quantization_config(*formats))
+    prepared = calibrated(exported(model, x, y, count(70)), quantizer, x, y, count(70))
     converted = pt2mx.convert_pt2e(prepared)
     program = torch.export.export(converted, (x, y, count(70)))
     portable, lowered = pt2mx.make_portable(program).module(), pt2mx.lower_to_inductor(converted)
@@ -200,15 +198,11 @@ def test_a_package_as_long_as_the_data_say(tmp_path):
 @pytest.fixture(scope="module")
 def quantized():
     """Linear's prepared model, its converted one, and the module of its portable program, saved and loaded."""
-    x, file = torch.randn(2, 64), io.BytesIO()
-    exported = torch.export.export(nn.Linear(64, 32), (x,)).module()
-    prepared = pt2mx.prepare_pt2e(exported, MXQuantizer.from_recipe("mxfp8"))
-    with torch.no_grad():
-        prepared(x)
+    x = torch.randn(2, 64)
+    prepared = calibrated(exported(nn.Linear(64, 32), x), MXQuantizer.from_recipe("mxfp8"), x)
     converted = pt2mx.convert_pt2e(prepared)
-    torch.export.save(pt2mx.make_portable(torch.export.export(converted, (x,))), file)
-    file.seek(0)
-    return x, prepared, converted, torch.export.load(file).module()
+    portable = pt2mx.make_portable(torch.export.export(converted, (x,)))
+    return x, prepared, converted, reloaded(portable).module()
 
 
 @pytest.mark.parametrize(

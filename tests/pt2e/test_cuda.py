@@ -11,10 +11,11 @@ from pt2mx import FORMATS, MXQuantizer, get_default_mx_quantization_config
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.cli.command import main
 from pt2mx.pt2e.packages.package import load_package
-from tests.fx.graph import test_subgraphs as subgraphs
-from tests.fx.training import test_fuse_batch_norm as batch_norms
-from tests.fx.training import test_train_eval as modes
-from tests.pt2e.test_prepare import INPUTS, Net
+from tests.compare import relative_error
+from tests.flow import exported
+from tests.models import IMAGES, NormalizedConv
+from tests.subgraph_models import QUANTIZER, Autocast, Checkpoint, Cond, NoGrad, X
+from tests.training_models import NORMALIZED_LAYERS, WITH_MODES, layer_and_norm
 
 pytestmark = pytest.mark.cuda
 
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", FORMATS)
 def test_converted_is_prepared_to_the_bit(name, dtype, quantize):
-    model, inputs = Net().eval().to("cuda", dtype), (INPUTS[0].to("cuda", dtype),)
+    model, inputs = NormalizedConv().eval().to("cuda", dtype), (IMAGES[0].to("cuda", dtype),)
     quantizer = MXQuantizer().set_global(get_default_mx_quantization_config(name, name))
     want, _, converted = quantize(torch.export.export(model, inputs), quantizer, inputs)
     assert torch.equal(converted(*inputs), want)
@@ -69,7 +70,7 @@ def test_lowered_to_a_device_without_an_index(unpack, quantize):
     with torch.no_grad():
         lowered = torch.compile(pt2mx.lower_to_inductor(converted, "cuda", unpack=unpack), fullgraph=True)
         # Inductor quantizes x as it is, before it is rounded to bfloat16
-        assert ((lowered(x) - want).norm() / want.norm()).item() < 0.05
+        assert relative_error(lowered(x), want) < 0.05
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -84,7 +85,7 @@ def test_lowered_to_a_device_that_is_not_the_current_one(rows, quantize):
         for lowered in (there, torch.compile(there, fullgraph=True)):
             got = lowered(x.to("cuda:1"))
             assert got.device == torch.device("cuda:1")
-            assert ((got.to("cuda:0") - want).norm() / want.norm()).item() < 0.01
+            assert relative_error(got, want) < 0.01
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4_weight_only"])
@@ -104,23 +105,24 @@ def test_packages(recipe, options, quantize, tmp_path, capsys):
     for batch in (1, 6, 700):
         x = torch.randn(batch, 64, dtype=torch.bfloat16)
         got, want = package(x.cuda()), converted(x)
-        assert got.is_cuda and ((got.cpu() - want).float().norm() / want.float().norm()).item() < 0.02
+        assert got.is_cuda and relative_error(got, want) < 0.02
 
 
-@pytest.mark.parametrize("model", [subgraphs.NoGrad, subgraphs.Autocast, subgraphs.Cond, subgraphs.Checkpoint])
+@pytest.mark.parametrize("model", [NoGrad, Autocast, Cond, Checkpoint])
 def test_graphs_inside_graphs(model, quantize):
-    x = subgraphs.X.cuda()
-    want, _, converted = quantize(torch.export.export(model().eval().cuda(), (x,)), subgraphs.QUANTIZER, (x,))
+    x = X.cuda()
+    want, _, converted = quantize(torch.export.export(model().eval().cuda(), (x,)), QUANTIZER, (x,))
     with torch.no_grad():
         assert torch.equal(converted(x), want)
     assert all(t.device.type == "cuda" for t in converted.state_dict().values())
 
 
-@pytest.mark.parametrize("name", batch_norms.LAYERS)
+@pytest.mark.parametrize("name", NORMALIZED_LAYERS)
 def test_batch_norms_fold_without_difference(name):
-    model, inputs = batch_norms.layer_and_norm(name)
+    model, inputs = layer_and_norm(name)
     inputs = tuple(x.cuda() for x in inputs)
-    prepared = batch_norms.prepared_for_training(model.cuda(), inputs)
+    quantizer = MXQuantizer().set_global(get_default_mx_quantization_config("mxfp6{8}", "mxfp8{8}"))
+    prepared = pt2mx.prepare_qat_pt2e(exported(model.cuda().train(), *inputs), quantizer)
     optimizer = torch.optim.SGD(prepared.parameters(), 1e-2)
     for _ in range(3):
         optimizer.zero_grad()
@@ -133,12 +135,13 @@ def test_batch_norms_fold_without_difference(name):
 
 @pytest.mark.parametrize("name", ["dropout", "batch_norm", "lstm", "gru"])
 def test_modes(name):
-    model, shape = modes.MODELS[name]
+    model, shape = WITH_MODES[name]
     model, x = copy.deepcopy(model).train().cuda(), torch.randn(shape, device="cuda")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The tensor attributes self.rnn", UserWarning)  # torch.export
-        exported = torch.export.export(model, (x,)).module()
-    prepared = pt2mx.prepare_qat_pt2e(exported, modes.QUANTIZER)
+        graph = exported(model, x)
+    quantizer = MXQuantizer().set_global(get_default_mx_quantization_config("mxint8", "mxint8"))
+    prepared = pt2mx.prepare_qat_pt2e(graph, quantizer)
     prepared(x).sum().backward()
     converted = pt2mx.convert_pt2e(prepared)
     with torch.no_grad():
@@ -148,10 +151,10 @@ def test_modes(name):
 def test_formats_are_compared_on_the_device(quantize):
     observer = pt2mx.MXFormatObserver.with_args(candidates=("mxfp4", "mxfp8"))
     config = pt2mx.MXQuantizationConfig(weight="mxfp8", activation="mxfp8", observer=observer)
-    exported = torch.export.export(Net().eval().cuda(), (INPUTS[0].cuda(),))
-    _, prepared, _ = quantize(exported, MXQuantizer().set_global(config), (INPUTS[0].cuda(),))
-    cpu = torch.export.export(Net().eval(), INPUTS)
-    _, prepared_on_cpu, _ = quantize(cpu, MXQuantizer().set_global(config), INPUTS)
+    on_gpu = torch.export.export(NormalizedConv().eval().cuda(), (IMAGES[0].cuda(),))
+    _, prepared, _ = quantize(on_gpu, MXQuantizer().set_global(config), (IMAGES[0].cuda(),))
+    cpu = torch.export.export(NormalizedConv().eval(), IMAGES)
+    _, prepared_on_cpu, _ = quantize(cpu, MXQuantizer().set_global(config), IMAGES)
     for got, want in zip(*(pt2mx.quantization_report(p).operators for p in (prepared, prepared_on_cpu)), strict=True):
         for a, b in zip(got.operands, want.operands, strict=True):
             assert a.candidates.keys() == b.candidates.keys() and len(a.candidates) == (2 if a.spec else 0)
@@ -165,8 +168,7 @@ def test_training_compiles_and_agrees():
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 8)).cuda().train()
     x, losses = torch.randn(16, 64, device="cuda"), []
     for compiled in (False, True):
-        exported = torch.export.export(copy.deepcopy(model), (x,)).module()
-        prepared = pt2mx.prepare_qat_pt2e(exported, MXQuantizer.from_recipe("mxfp8"))
+        prepared = pt2mx.prepare_qat_pt2e(exported(copy.deepcopy(model), x), MXQuantizer.from_recipe("mxfp8"))
         step = torch.compile(prepared, fullgraph=True) if compiled else prepared
         optimizer, found = torch.optim.SGD(prepared.parameters(), 1e-2), []
         for _ in range(10):

@@ -18,6 +18,9 @@ from pt2mx import (
     prepare_qat_pt2e,
 )
 from pt2mx.pt2e.torchao_pt2e import Q_ANNOTATION_KEY, QuantizationAnnotation, QuantizationSpec, Quantizer
+from tests.flow import exported
+from tests.graph import quantized_at_each_call
+from tests.models import OF_EACH_KIND
 
 aten = torch.ops.aten
 
@@ -28,35 +31,6 @@ def _inductor():
     before = torch._inductor.config.pre_grad_custom_pass
     yield
     torch._inductor.config.pre_grad_custom_pass = before
-
-
-class Branches(nn.Module):
-    """Two layers of one input, and a table."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(20, 64)
-        self.first, self.second, self.last = nn.Linear(64, 64), nn.Linear(64, 64, bias=False), nn.Linear(64, 8)
-
-    def forward(self, ids):
-        x = self.table(ids)
-        return self.last(torch.relu(self.first(x)) * self.second(x))
-
-
-def linear():
-    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
-
-
-def convolution():
-    return nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten(), nn.Linear(1152, 8))
-
-
-#: model, its input, the module that ours quantizes
-MODELS = {
-    "linear": (linear, torch.randn(4, 64), "0"),
-    "convolution": (convolution, torch.randn(2, 3, 8, 8), "4"),
-    "branches": (Branches, torch.arange(10).view(2, 5), "first"),
-}
 
 
 def x86(**options):
@@ -109,16 +83,6 @@ def mx(module):
     return MXQuantizer().set_module_name(module, get_default_mx_quantization_config("mxfp4", "mxfp8"))
 
 
-def exported(model, x):
-    return torch.export.export(model.eval(), (x,)).module()
-
-
-def quantized_at_each_call(model):
-    """The parameters that a quantizing operator reads."""
-    quantize = [n for n in model.graph.nodes if "::quantize_" in str(getattr(n.target, "_schema", ""))]
-    return {n.args[0].target for n in quantize if n.args[0].op == "get_attr"}
-
-
 @torch.no_grad()
 def check(prepared, x):
     """Against torchao's convert; a copy of a prepared model is converted as the model is."""
@@ -134,13 +98,13 @@ def check(prepared, x):
 
 
 @pytest.mark.parametrize(
-    ("name", "beside"), [("linear", False), ("linear", True), ("convolution", True), ("branches", True)]
+    ("name", "beside"), [("linear", False), ("linear", True), ("convolution", True), ("gated", True)]
 )
 @pytest.mark.parametrize(
     "quantizer", [pytest.param(q, marks=pytest.mark.slow if q == "xnnpack, trained" else ()) for q in QUANTIZERS]
 )
 def test_quantizers_of_torchao(quantizer, name, beside):
-    make, x, module = MODELS[name]
+    make, x, module = OF_EACH_KIND[name]
     model, other = make(), QUANTIZERS[quantizer]()
     prepare = prepare_qat_pt2e if "trained" in quantizer else prepare_pt2e
     prepared = prepare(exported(model, x), composed(mx(module), other) if beside else other)
@@ -245,7 +209,7 @@ SPECS = {
 def test_weights_and_biases_stay_as_another_quantizer_has_them(specs, dtypes, beside):
     """A quantized bias is no float constant; weights in groups, and scales that are computed, are folded too."""
     x, other = torch.randn(4, 64), OperandQuantizer(*specs)
-    prepared = prepare_pt2e(exported(linear(), x), composed(mx("0"), other) if beside else other)
+    prepared = prepare_pt2e(exported(OF_EACH_KIND["linear"][0](), x), composed(mx("0"), other) if beside else other)
     prepared(x)
     state = check(prepared, x).state_dict()
     for layer in ["2"] if beside else ["0", "2"]:
@@ -255,3 +219,40 @@ def test_weights_and_biases_stay_as_another_quantizer_has_them(specs, dtypes, be
         if "group, dynamic" in specs:
             assert state[f"{layer}.weight_scale"].shape == (len(state[f"{layer}.weight_data"]), 4)
     assert not beside or state["0.weight_scale"].dtype == torch.uint8
+
+
+X86 = """
+import torch
+from torch import nn
+from torchao.quantization.pt2e.quantizer import ComposableQuantizer
+from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
+import pt2mx
+
+torch.manual_seed(0)
+model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).eval(), torch.randn(4, 64)
+int8 = x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())
+mx = pt2mx.MXQuantizer().set_module_name("2", pt2mx.get_default_mx_quantization_config("mxfp4", "mxfp8"))
+prepared = pt2mx.prepare_pt2e(torch.export.export(model, (x,)).module(), ComposableQuantizer([mx, int8]))
+prepared(x)
+converted = pt2mx.convert_pt2e(prepared)
+print(sorted((n, str(t.dtype)) for n, t in converted.state_dict().items() if "weight" in n))
+
+# the MX layer sees what the int8 layer returns
+linear, mxfp8 = nn.functional.linear, lambda t: pt2mx.fake_quantize_mx(t, "mxfp8")
+weight, observed = converted.get_buffer("0.weight_data"), converted._scale_0
+q = next(n for n in converted.graph.nodes if "quantize_per_tensor" in str(n.target))
+x8 = torch.ops.quantized_decomposed.quantize_per_tensor(x, *q.args[1:])
+x8 = torch.ops.quantized_decomposed.dequantize_per_tensor(x8, *q.args[1:])
+first = torch.relu(linear(x8, weight.float() * observed[:, None], model[0].bias))
+want = linear(mxfp8(first), pt2mx.fake_quantize_mx(model[2].weight, "mxfp4"), model[2].bias)
+print(torch.equal(converted(x), want))
+print(torch.allclose(torch.export.export(converted, (x,)).module()(x), want))
+"""
+
+
+def test_beside_int8_for_x86_in_one_model(run_python):
+    """MX first, then X86. In a process of its own: the import of the X86 quantizer changes Inductor's config."""
+    weights, equal, exported_again = run_python(X86).splitlines()
+    assert weights == str([("0.weight_data", "torch.int8"), ("2.weight_data", "torch.uint8"),
+                           ("2.weight_scale", "torch.uint8")])  # fmt: skip
+    assert equal == exported_again == "True"

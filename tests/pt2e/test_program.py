@@ -13,6 +13,7 @@ from pt2mx.pt2e import origin
 from pt2mx.pt2e.archive import add_records, read_record
 from pt2mx.pt2e.origin import Origin, origin_of, recipe_of
 from pt2mx.pt2e.output import whole_file
+from tests.flow import calibrated, exported
 
 X = torch.randn(4, 64)
 
@@ -20,11 +21,8 @@ X = torch.randn(4, 64)
 @pytest.fixture(scope="module")
 def converted():
     torch.manual_seed(0)
-    model = torch.export.export(nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 8)), (X,)).module()
-    prepared = pt2mx.prepare_pt2e(model, MXQuantizer.from_recipe("mxfp6"))
-    with torch.no_grad():
-        prepared(X)
-    return pt2mx.convert_pt2e(prepared)
+    model = exported(nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 8)), X)
+    return pt2mx.convert_pt2e(calibrated(model, MXQuantizer.from_recipe("mxfp6"), X))
 
 
 @pytest.fixture

@@ -17,18 +17,20 @@ from pt2mx import (
     prepare_pt2e,
     prepare_qat_pt2e,
 )
-from tests.pt2e.test_other_quantizers import MODELS, exported, quantized_at_each_call
+from tests.flow import exported
+from tests.graph import quantized_at_each_call
+from tests.models import OF_EACH_KIND, TwoLayers
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", OF_EACH_KIND)
 @pytest.mark.parametrize("qat", [False, True], ids=["calibrated", "trained"])
 def test_prepare_and_convert_of_torchao_with_our_quantizer(name, qat):
     """Its prepare and ours, its convert and ours: the same numbers, and weights folded, a tied one once."""
-    make, x, _ = MODELS[name]
+    make, x, _ = OF_EACH_KIND[name]
     config = get_default_mx_quantization_config("mxfp4", "mxfp8", is_qat=qat)
     for prepare in (torchao.prepare_pt2e, prepare_qat_pt2e if qat else prepare_pt2e):
         model = make()
-        if name == "branches":
+        if name == "gated":
             model.second.weight = model.first.weight
         prepared = prepare(exported(model, x), MXQuantizer().set_global(config))
         with torch.no_grad():
@@ -45,12 +47,12 @@ def test_prepare_and_convert_of_torchao_with_our_quantizer(name, qat):
                 assert not quantized_at_each_call(converted)
                 assert not [key for key, t in state.items() if t.is_floating_point() and t.dim() > 1]
                 codes = [key for key in state if key.endswith("_data")]
-                assert len(codes) == {"linear": 2, "convolution": 2, "branches": 3}[name]
+                assert len(codes) == {"linear": 2, "convolution": 2, "gated": 3}[name]
 
 
 def test_torchaos_convert_says_where_it_leaves_weights_in_float():
     """A batch norm that pt2mx has fused for training is folded by its own convert alone."""
-    make, x, _ = MODELS["convolution"]
+    make, x, _ = OF_EACH_KIND["convolution"]
     quantizer = MXQuantizer().set_global(get_default_mx_quantization_config("mxfp4", "mxfp8"))
     prepared = prepare_qat_pt2e(exported(make(), x), quantizer)
     with torch.no_grad():
@@ -74,3 +76,15 @@ def test_a_float_weight_that_something_else_reads_stays_in_torchaos_convert():
     converted = torchao.convert_pt2e(torchao.prepare_pt2e(exported(model, x), quantizer))
     assert {"layer.weight", "layer.weight_data", "layer.weight_scale"} <= set(converted.state_dict())
     assert torch.equal(converted(x)[1], model(x)[1])
+
+
+def test_weights_are_folded_where_torchao_folds_none_too():
+    """Products of activations among them."""
+    x, quantizer = torch.randn(2, 4, 32), MXQuantizer().set_global(get_default_mx_quantization_config())
+    prepared, ours = (
+        prepare(exported(TwoLayers().eval(), x), quantizer) for prepare in (torchao.prepare_pt2e, prepare_pt2e)
+    )
+    ours.load_state_dict(prepared.state_dict(), strict=False)
+    enable_fake_quant(ours)
+    converted = torchao.convert_pt2e(prepared, fold_quantize=False)
+    assert not quantized_at_each_call(converted) and torch.equal(converted(x), ours(x))

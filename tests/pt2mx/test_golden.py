@@ -1,10 +1,8 @@
 """What peer libraries gave for the same inputs; `golden.npz` holds a manifest that says where they follow the
 specification, and where they deviate, in how many values."""
 
-import json
 from collections import Counter
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,10 +10,9 @@ import torch
 
 from pt2mx import ELEMENTS, FORMATS, dequantize_mx, fake_quantize_mx, microxcaling
 from pt2mx.compat import PRESETS, Preset
+from tests.golden import ENTRIES, GOLDEN
 from tests.oracle import round_value
 
-GOLDEN = np.load(Path(__file__).with_name("golden.npz"))
-ENTRIES = json.loads(bytes(GOLDEN["manifest_json"]))["entries"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ROUNDINGS = {
     "even": "even",

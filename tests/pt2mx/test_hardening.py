@@ -19,6 +19,7 @@ from pt2mx import (
     quantize_mx,
 )
 from pt2mx.compat import PRESETS
+from tests.cpu_kernels import environment
 
 
 def packed(name="mxfp4"):
@@ -125,12 +126,9 @@ def test_statistics_of_a_tensor_of_codes():
 
 @pytest.mark.slow
 def test_a_damaged_library_is_built_again(run_python, tmp_path):
-    import os
-
     code = "import torch, pt2mx; print(pt2mx.fake_quantize_mx(torch.ones(32), 'mxfp4').sum().item())"
-    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
-    run_python(code, env=environment)
+    run_python(code, env=environment(tmp_path))
     (library,) = tmp_path.rglob("*.so")
     library.write_bytes(b"")
-    assert run_python(code, env=environment).split() == ["32.0"]
+    assert run_python(code, env=environment(tmp_path)).split() == ["32.0"]
     assert library.stat().st_size > 1000

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 import pt2mx
 from pt2mx.fx.graph.aliasing import written_nodes, written_storages
 from pt2mx.fx.graph.constants import constant_nodes
+from tests.compare import sqnr
 
 aten = torch.ops.aten
 MXFP8 = pt2mx.get_default_mx_quantization_config("mxfp8", "mxfp8")
@@ -189,10 +190,6 @@ def test_every_way_to_write():
             quantized = copy.deepcopy(fake(x))
     state = exported.state_dict()
     assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
-
-
-def sqnr(got, want):
-    return 10 * torch.log10(want.square().sum() / (got - want).square().sum())
 
 
 def test_what_writes_nothing_needs_no_analysis():

@@ -1,13 +1,11 @@
-import io
-
 import pytest
 import torch
 from torch import nn
 
 import pt2mx
-from pt2mx import MXQuantizer
 from pt2mx.fx.graph.node import is_ours, make_positional, write_out_arguments
 from pt2mx.fx.graph.subgraphs import graph_modules
+from tests.flow import convert, reloaded
 
 
 class Net(nn.Module):
@@ -29,11 +27,7 @@ IDS = torch.arange(33)
 @pytest.fixture(scope="module", params=["mxfp8", "mxfp6"])  # one of codes that are packed, with lengths
 def converted(request):
     torch.manual_seed(0)
-    with torch.no_grad():
-        exported = torch.export.export(Net().eval(), (IDS,)).module()
-        prepared = pt2mx.prepare_pt2e(exported, MXQuantizer.from_recipe(request.param))
-        prepared(IDS)
-        return pt2mx.convert_pt2e(prepared)
+    return convert(Net(), (IDS,), request.param)
 
 
 def lacking(model):
@@ -56,10 +50,7 @@ def test_what_tracing_left_out_is_written_out_again(converted):
     for graph in graph_modules(program.graph_module):
         write_out_arguments(graph)
     assert lacking(program.graph_module) == []
-    file = io.BytesIO()
-    torch.export.save(program, file)
-    file.seek(0)
-    loaded = torch.export.load(file)
+    loaded = reloaded(program)
     assert lacking(loaded.graph_module) == []
     with torch.no_grad():
         assert torch.equal(loaded.module()(IDS), converted(IDS))

@@ -7,47 +7,17 @@ from torch import nn
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config
 from pt2mx.fx.training.fuse_batch_norm import NormalizedLayer, ScaledWeight
+from tests.flow import exported
+from tests.training_models import NORMALIZED_LAYERS, layer_and_norm
 
 QUANTIZER = MXQuantizer().set_global(get_default_mx_quantization_config("mxfp6{8}", "mxfp8{8}"))
 
-LAYERS = {
-    "conv1d": (nn.Conv1d(6, 8, 3), nn.BatchNorm1d(8, 1e-3, 0.2), (4, 6, 9)),
-    "conv1d without bias": (nn.Conv1d(6, 8, 3, bias=False), nn.BatchNorm1d(8), (4, 6, 9)),
-    "conv2d": (nn.Conv2d(6, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8, 1e-2, 0.3), (4, 6, 8, 8)),
-    "conv2d, padding same": (nn.Conv2d(6, 8, 3, padding="same", bias=False), nn.BatchNorm2d(8), (4, 6, 8, 8)),
-    "conv2d, grouped": (nn.Conv2d(6, 9, 3, groups=3), nn.BatchNorm2d(9), (4, 6, 8, 8)),
-    "conv2d, depthwise": (nn.Conv2d(6, 6, 3, groups=6, bias=False), nn.BatchNorm2d(6), (4, 6, 8, 8)),
-    "conv2d, not affine": (nn.Conv2d(6, 8, 3), nn.BatchNorm2d(8, affine=False), (4, 6, 8, 8)),
-    "conv3d": (nn.Conv3d(3, 4, 2), nn.BatchNorm3d(4), (2, 3, 4, 4, 4)),
-    "conv_transpose1d": (nn.ConvTranspose1d(6, 8, 3), nn.BatchNorm1d(8), (4, 6, 9)),
-    "conv_transpose2d": (nn.ConvTranspose2d(6, 8, 3, 2), nn.BatchNorm2d(8), (4, 6, 8, 8)),
-    "conv_transpose2d, grouped": (nn.ConvTranspose2d(6, 8, 3, groups=2, bias=False), nn.BatchNorm2d(8), (4, 6, 8, 8)),
-    "conv_transpose3d": (nn.ConvTranspose3d(3, 4, 2), nn.BatchNorm3d(4), (2, 3, 4, 4, 4)),
-    "linear": (nn.Linear(6, 8), nn.BatchNorm1d(8, 1e-3), (16, 6)),
-    "linear without bias": (nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), (16, 6)),
-}
-
-
-def layer_and_norm(name):
-    layer, norm, shape = LAYERS[name]
-    model = copy.deepcopy(nn.Sequential(layer, norm, nn.ReLU()))
-    torch.manual_seed(0)
-    norm = model[1]
-    with torch.no_grad():
-        norm.running_mean.normal_(0, 0.3)
-        norm.running_var.uniform_(0.5, 2)
-        if norm.affine:
-            norm.weight.normal_(1, 0.5)
-            norm.bias.normal_()
-            norm.weight[0] = 0.0
-    return model, (torch.randn(shape),)
-
 
 def prepared_for_training(model, inputs):
-    return pt2mx.prepare_qat_pt2e(torch.export.export(model.train(), inputs).module(), QUANTIZER)
+    return pt2mx.prepare_qat_pt2e(exported(model.train(), *inputs), QUANTIZER)
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", NORMALIZED_LAYERS)
 def test_fused_in_training_and_folded_without_difference(name):
     model, inputs = layer_and_norm(name)
     prepared = prepared_for_training(model, inputs)

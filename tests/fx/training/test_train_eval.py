@@ -7,42 +7,17 @@ from torch import nn
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config
 from pt2mx.fx.training.train_eval import TrainEvalOp, to_evaluation, to_train_eval_modules
+from tests.training_models import WITH_MODES
 
 pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes self.rnn:UserWarning")  # torch.export
 
 QUANTIZER = MXQuantizer().set_global(get_default_mx_quantization_config("mxint8", "mxint8"))
 
 
-class Attention(nn.Module):
-    def forward(self, x):
-        return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.3 if self.training else 0.0)
-
-
-class Recurrent(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.rnn = kind(8, 8, num_layers=2, dropout=0.4, batch_first=True)
-
-    def forward(self, x):
-        return self.rnn(x)[0]
-
-
-MODELS = {
-    "dropout": (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3)), (4, 8)),
-    "dropout2d": (nn.Sequential(nn.Conv2d(4, 4, 1), nn.Dropout2d(0.5)), (4, 4, 3, 3)),
-    "alpha_dropout": (nn.Sequential(nn.Linear(8, 8), nn.AlphaDropout(0.2)), (4, 8)),
-    "rrelu": (nn.Sequential(nn.Linear(8, 8), nn.RReLU()), (4, 8)),
-    "batch_norm": (nn.Sequential(nn.BatchNorm1d(8, 1e-3, 0.2), nn.Linear(8, 8)), (4, 8)),
-    "attention": (Attention(), (2, 4, 8, 16)),
-    "lstm": (Recurrent(nn.LSTM), (3, 5, 8)),
-    "gru": (Recurrent(nn.GRU), (3, 5, 8)),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", WITH_MODES)
 def test_train_and_eval_switch_what_the_model_had(name):
     """The prepared model in high precision and the model itself, in each mode, with the same random numbers."""
-    model, shape = MODELS[name]
+    model, shape = WITH_MODES[name]
     model, x = copy.deepcopy(model).train(), torch.randn(shape)
     prepared = pt2mx.prepare_qat_pt2e(torch.export.export(model, (x,)).module(), QUANTIZER)
     assert prepared.training
@@ -62,9 +37,9 @@ def test_train_and_eval_switch_what_the_model_had(name):
     assert prepared.training  # the copy has a mode of its own
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "attention"])
+@pytest.mark.parametrize("name", [name for name in WITH_MODES if name != "attention"])
 def test_a_model_exported_in_evaluation_can_train(name):
-    model, shape = MODELS[name]
+    model, shape = WITH_MODES[name]
     model, x = copy.deepcopy(model).eval(), torch.randn(shape)
     prepared = pt2mx.prepare_qat_pt2e(torch.export.export(model, (x,)).module(), QUANTIZER)
     assert not prepared.training

@@ -13,6 +13,7 @@ from pt2mx.pt2e.cli.models import export
 from pt2mx.pt2e.origin import origin_of
 from pt2mx.pt2e.packages import package
 from pt2mx.pt2e.packages.package import load_package
+from tests.flow import calibrated
 
 
 class Net(nn.Module):
@@ -54,10 +55,8 @@ def inputs(x=4, rows=5, left=3, right=3, images=2, both=None):
 def converted():
     torch.manual_seed(0)
     with torch.no_grad():
-        exported = torch.export.export(Net().eval(), inputs(), CONSTANTS, dynamic_shapes=SHAPES).module()
-        prepared = pt2mx.prepare_pt2e(exported, MXQuantizer.from_recipe("mxfp8"))
-        prepared(*inputs(), **CONSTANTS)
-        return pt2mx.convert_pt2e(prepared)
+        graph = torch.export.export(Net().eval(), inputs(), CONSTANTS, dynamic_shapes=SHAPES).module()
+    return pt2mx.convert_pt2e(calibrated(graph, MXQuantizer.from_recipe("mxfp8"), *inputs(), **CONSTANTS))
 
 
 @pytest.fixture(scope="module")

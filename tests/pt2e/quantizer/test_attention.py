@@ -8,6 +8,7 @@ from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.attention import REMARK
+from tests.flow import convert
 
 CONFIGS = {
     where: pt2mx.get_default_mx_quantization_config("mxfp8", "mxfp8", value_blocks=where)
@@ -86,8 +87,7 @@ def converted_of(function, inputs, config):
             return function(*inputs)
 
     module = function if isinstance(function, nn.Module) else Module()
-    exported = torch.export.export(module.eval(), inputs).module()
-    return pt2mx.convert_pt2e(pt2mx.prepare_pt2e(exported, pt2mx.MXQuantizer().set_global(config)))
+    return convert(module, inputs, pt2mx.MXQuantizer().set_global(config))
 
 
 def qkv():

@@ -1,36 +1,16 @@
 import pytest
 import torch
 from torch import nn
-from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 from torchao.quantization.pt2e.quantizer import ComposableQuantizer
 
 import pt2mx
 from pt2mx import MXError, MXQuantizationConfig, MXQuantizer, get_default_mx_quantization_config
+from tests.flow import exported
+from tests.models import TwoLayers
 
 FP8 = get_default_mx_quantization_config()
 FP4 = MXQuantizationConfig(weight="mxfp4")
 INT8 = MXQuantizationConfig(weight="mxint8")
-
-
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.q_proj, self.k_proj = nn.Linear(32, 32), nn.Linear(32, 32)
-
-    def forward(self, x):
-        return torch.bmm(self.q_proj(x), self.k_proj(x).transpose(1, 2)) @ x
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([Layer(), Layer()])
-        self.lm_head = nn.Linear(32, 8)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return self.lm_head(x)
 
 
 class Attention(nn.Module):
@@ -41,13 +21,13 @@ class Attention(nn.Module):
 INPUTS = (torch.randn(2, 4, 32),)
 
 
-def exported():
-    return torch.export.export(Model().eval(), INPUTS).module()
+def prepared(quantizer):
+    return pt2mx.prepare_pt2e(exported(TwoLayers().eval(), *INPUTS), quantizer)
 
 
 def specs(quantizer):
     """Operator's place -> the specs of its operands, first letter first: "fp8/fp4"."""
-    report = pt2mx.quantization_report(pt2mx.prepare_pt2e(exported(), quantizer))
+    report = pt2mx.quantization_report(prepared(quantizer))
     return {
         f"{o.module}:{o.operator.removeprefix('aten.')}": "/".join(
             p.spec.removeprefix("mx").split("{")[0] if p.spec else "-" for p in o.operands if p.role != "bias"
@@ -165,7 +145,7 @@ def test_an_operand_that_no_operator_has_is_reported():
     quantizer = MXQuantizer().set_global(FP8)
     quantizer.set_module_name("lm_head", MXQuantizationConfig(weight="mxfp4", operands={"query": "mxfp8"}))
     with pytest.warns(UserWarning, match="the operand 'query' has one; they have bias, input, weight"):
-        pt2mx.prepare_pt2e(exported(), quantizer)
+        prepared(quantizer)
 
 
 ORDER = ("layers.0.q_proj:linear", "layers.0.k_proj:linear", "layers.0:bmm", "layers.0:matmul")
@@ -197,7 +177,7 @@ def test_ends_win_over_names_and_the_smallest_count_wins():
     got = specs(quantizer)
     assert got["layers.0.q_proj:linear"] == "-/-" and got["layers.0.k_proj:linear"] == "-/fp4_e2m1"
     assert got["lm_head:linear"] == "-/int8"
-    report = pt2mx.quantization_report(pt2mx.prepare_pt2e(exported(), quantizer))
+    report = pt2mx.quantization_report(prepared(quantizer))
     assert report.operators[0].reason == "excluded by first 1"
     quantizer.set_filter_function(lambda node: node.name != "linear")
     assert specs(quantizer)["layers.0.k_proj:linear"] == "-/-", "with the filter it is the first"
@@ -211,16 +191,16 @@ def test_the_recipe_with_ends():
 
 
 def test_reasons_for_what_is_left_alone():
-    quantizer = MXQuantizer().set_global(FP4).set_module_name("lm_head", None).set_module_type("Layer", FP8)
+    quantizer = MXQuantizer().set_global(FP4).set_module_name("lm_head", None).set_module_type("Products", FP8)
     quantizer.set_filter_function(lambda node: node.name != "linear_1")
-    report = pt2mx.quantization_report(pt2mx.prepare_pt2e(exported(), quantizer))
+    report = pt2mx.quantization_report(prepared(quantizer))
     reasons = {o.name: o.reason for o in report.operators}
     assert reasons["linear_4"] == "excluded by module_name 'lm_head'"
     assert reasons["linear_1"] == "excluded by the filter function"
     assert reasons["linear"] is None
-    alone = pt2mx.quantization_report(pt2mx.prepare_pt2e(exported(), MXQuantizer().set_module_name("lm_head", FP4)))
+    alone = pt2mx.quantization_report(prepared(MXQuantizer().set_module_name("lm_head", FP4)))
     assert {o.reason for o in alone.operators if o.module != "lm_head"} == {"no setting matches it"}
-    weight_only = pt2mx.quantization_report(pt2mx.prepare_pt2e(exported(), MXQuantizer().set_global(FP4)))
+    weight_only = pt2mx.quantization_report(prepared(MXQuantizer().set_global(FP4)))
     assert {o.reason for o in weight_only.operators if o.operator == "aten.bmm"} == {
         "the config names no spec for its operands"
     }
@@ -241,7 +221,7 @@ def test_a_setting_that_matches_nothing_is_reported(setting, message):
     quantizer = MXQuantizer().set_global(FP8)
     getattr(quantizer, f"set_{kind}")(key, FP4)
     with pytest.warns(UserWarning, match=message):
-        pt2mx.prepare_pt2e(exported(), quantizer)
+        prepared(quantizer)
 
 
 @pytest.mark.parametrize(
@@ -267,60 +247,10 @@ def test_bad_settings(make, message):
         make(MXQuantizer())
 
 
-def test_works_with_torchaos_own_functions():
-    """Without what pt2mx's wrappers add: weights stay float and are quantized at run time."""
-    prepared = prepare_pt2e(exported(), MXQuantizer().set_global(FP8))
-    ours = pt2mx.prepare_pt2e(exported(), MXQuantizer().set_global(FP8))
-    pt2mx.enable_fake_quant(ours)
-    torch.manual_seed(3)
-    x = torch.randn(2, 4, 32)
-    ours.load_state_dict(prepared.state_dict(), strict=False)
-    pt2mx.enable_fake_quant(ours)
-    converted = convert_pt2e(prepared, fold_quantize=False)
-    assert torch.equal(converted(x), ours(x))
-
-
 def test_inside_a_composable_quantizer():
     both = ComposableQuantizer([MXQuantizer().set_module_name("lm_head", FP4), MXQuantizer().set_global(FP8)])
     got = specs(both)
     assert got["lm_head:linear"] == "-/fp4_e2m1" and got["layers.0:bmm"] == "fp8_e4m3/fp8_e4m3"
-
-
-X86 = """
-import torch
-from torch import nn
-from torchao.quantization.pt2e.quantizer import ComposableQuantizer
-from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
-import pt2mx
-
-torch.manual_seed(0)
-model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).eval(), torch.randn(4, 64)
-int8 = x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())
-mx = pt2mx.MXQuantizer().set_module_name("2", pt2mx.get_default_mx_quantization_config("mxfp4", "mxfp8"))
-prepared = pt2mx.prepare_pt2e(torch.export.export(model, (x,)).module(), ComposableQuantizer([mx, int8]))
-prepared(x)
-converted = pt2mx.convert_pt2e(prepared)
-print(sorted((n, str(t.dtype)) for n, t in converted.state_dict().items() if "weight" in n))
-
-# the MX layer sees what the int8 layer returns
-linear, mxfp8 = nn.functional.linear, lambda t: pt2mx.fake_quantize_mx(t, "mxfp8")
-weight, observed = converted.get_buffer("0.weight_data"), converted._scale_0
-q = next(n for n in converted.graph.nodes if "quantize_per_tensor" in str(n.target))
-x8 = torch.ops.quantized_decomposed.quantize_per_tensor(x, *q.args[1:])
-x8 = torch.ops.quantized_decomposed.dequantize_per_tensor(x8, *q.args[1:])
-first = torch.relu(linear(x8, weight.float() * observed[:, None], model[0].bias))
-want = linear(mxfp8(first), pt2mx.fake_quantize_mx(model[2].weight, "mxfp4"), model[2].bias)
-print(torch.equal(converted(x), want))
-print(torch.allclose(torch.export.export(converted, (x,)).module()(x), want))
-"""
-
-
-def test_beside_int8_for_x86_in_one_model(run_python):
-    """MX first, then X86. In a process of its own: the import of the X86 quantizer changes Inductor's config."""
-    weights, equal, exported_again = run_python(X86).splitlines()
-    assert weights == str([("0.weight_data", "torch.int8"), ("2.weight_data", "torch.uint8"),
-                           ("2.weight_scale", "torch.uint8")])  # fmt: skip
-    assert equal == exported_again == "True"
 
 
 @pytest.mark.parametrize("ste", ["identity", "clipped"])

@@ -7,6 +7,7 @@ from torch import nn
 import pt2mx
 from pt2mx import MXQuantizer
 from pt2mx.pt2e.report.finite import listed, nonfinite_operands, nonfinite_parameters
+from tests.flow import calibrated, exported
 
 NAN, INF = float("nan"), float("inf")
 
@@ -28,9 +29,7 @@ def converted(change=None, x=None, qat=False, fold=True):
     if change:
         change(model)
     prepare = pt2mx.prepare_qat_pt2e if qat else pt2mx.prepare_pt2e
-    prepared = prepare(torch.export.export(model, (x,)).module(), MXQuantizer.from_recipe("mxfp8"))
-    with torch.no_grad():
-        prepared(x)
+    prepared = calibrated(exported(model, x), MXQuantizer.from_recipe("mxfp8"), x, prepare=prepare)
     return pt2mx.convert_pt2e(prepared, fold)
 
 

@@ -9,57 +9,13 @@ from torch.nn import functional
 import pt2mx
 from pt2mx import MXError, MXFormatObserver, MXQuantizationConfig, MXQuantizer, suggest_config
 from pt2mx.kernels.packing import packed_length
+from tests.flow import calibrated
+from tests.models import Depthwise, Encoder
 
 CANDIDATES = ("mxfp4", "mxfp6", "mxfp8", "mxint8")
 CONFIG = MXQuantizationConfig(
     weight="mxfp8", activation="mxfp8", observer=MXFormatObserver.with_args(candidates=CANDIDATES)
 )
-
-
-class Attention(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
-
-    def forward(self, x):  # (B, S, width)
-        q, k, v = (f(x).unflatten(-1, (4, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
-        return self.out(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-
-
-class Layer(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.attention, self.up, self.down = Attention(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.norm = nn.LayerNorm(width)
-
-    def forward(self, x):
-        x = x + self.attention(x)
-        return self.norm(x + self.down(functional.gelu(self.up(x))))
-
-
-class Encoder(nn.Module):
-    """A small BERT whose head shares the embedding's weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.layers = nn.Embedding(200, 64), nn.Sequential(Layer(64), Layer(64))
-        self.head = nn.Linear(64, 200, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens):
-        return self.head(self.layers(self.embedding(tokens)))
-
-
-class ConvNet(nn.Module):
-    """Channels that fill no block and do not divide by a group of packed codes."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem, self.depth = nn.Conv2d(3, 20, 3), nn.Conv2d(20, 20, 3, groups=20)
-        self.point, self.head = nn.Conv2d(20, 70, 1), nn.Linear(70, 10)
-
-    def forward(self, x):
-        return self.head(self.point(self.depth(self.stem(x).relu())).relu().mean((2, 3)))
 
 
 def export(make, inputs):
@@ -79,24 +35,22 @@ def encoder():
 
 @functools.cache
 def conv_net():
-    return export(ConvNet, (torch.randn(2, 3, 12, 12),))
+    return export(Depthwise, (torch.randn(2, 3, 12, 12),))
 
 
-def calibrated(model, quantizer):
-    exported, inputs = model
-    prepared = pt2mx.prepare_pt2e(exported, quantizer)
-    with torch.no_grad():
-        prepared(*inputs)
-    return prepared
+def calibrate(model, quantizer):
+    """`model`: an exported one and its inputs."""
+    graph, inputs = model
+    return calibrated(graph, quantizer, *inputs)
 
 
 def observed(model, config=CONFIG):
-    return calibrated(model, MXQuantizer().set_global(config))
+    return calibrate(model, MXQuantizer().set_global(config))
 
 
 def noise(model, quantizer):
     """(weight bits, sum of noise / signal of the weights) under a quantizer."""
-    report = pt2mx.quantization_report(calibrated(model, quantizer))
+    report = pt2mx.quantization_report(calibrate(model, quantizer))
     weights = [w for o in report.operators for w in o.operands if w.role == "weight" and w.bytes_before]
     assert all(w.spec for w in weights)
     return report.weight_bits, sum(w.statistics.relative_noise for w in weights)
@@ -133,7 +87,7 @@ def test_the_suggestion_is_a_recipe_and_converts_to_its_bits(tmp_path):
     quantizer.to_recipe(tmp_path / "mixed.yaml")
     again = MXQuantizer.from_recipe(tmp_path / "mixed.yaml")
     assert again.to_recipe() == quantizer.to_recipe()
-    prepared = calibrated(model, again)
+    prepared = calibrate(model, again)
     pt2mx.enable_fake_quant(prepared)
     converted = pt2mx.convert_pt2e(prepared)
     with torch.no_grad():
@@ -149,7 +103,7 @@ def test_modules_that_share_a_weight_get_one_choice():
     prepared = observed(model)
     chosen = set()
     for target in (4.3, 4.6, 5, 6, 7, 8):
-        again = calibrated(model, suggest_config(prepared, target))
+        again = calibrate(model, suggest_config(prepared, target))
         operators = {o.module: o for o in pt2mx.quantization_report(again).operators}
         assert operators["embedding"].operands[0].spec == operators["head"].operands[1].spec
         chosen.add(operators["head"].operands[1].spec)
@@ -162,7 +116,7 @@ def test_activations_get_the_fewest_bits_of_a_sufficient_sqnr():
     model = encoder()
     prepared = observed(model)
     seen = {o.module: o for o in pt2mx.quantization_report(prepared).operators}
-    report = pt2mx.quantization_report(calibrated(model, suggest_config(prepared, 8.25, min_activation_sqnr=22)))
+    report = pt2mx.quantization_report(calibrate(model, suggest_config(prepared, 8.25, min_activation_sqnr=22)))
     for operator in report.operators:
         for before, after in zip(seen[operator.module].operands, operator.operands, strict=True):
             if before.role != "activation":
@@ -172,14 +126,14 @@ def test_activations_get_the_fewest_bits_of_a_sufficient_sqnr():
             if operator.operator == "aten.linear":  # one activation
                 smaller = [n for n in sqnr if pt2mx.parse(n).effective_bits < pt2mx.parse(after.spec).effective_bits]
                 assert all(sqnr[name] < 22 for name in smaller)
-    unchanged = pt2mx.quantization_report(calibrated(model, suggest_config(prepared, 8.25)))
+    unchanged = pt2mx.quantization_report(calibrate(model, suggest_config(prepared, 8.25)))
     assert {a.spec for o in unchanged.operators for a in o.operands if a.role == "activation"} == {"mxfp8_e4m3{32}"}
 
 
 def test_an_sqnr_out_of_reach_is_warned_about():
     with pytest.warns(UserWarning, match=r"SQNR of 300 dB for the activations of .*layers\.0\.up.*the highest"):
         quantizer = suggest_config(observed(encoder()), 8.25, min_activation_sqnr=300)
-    report = pt2mx.quantization_report(calibrated(encoder(), quantizer))
+    report = pt2mx.quantization_report(calibrate(encoder(), quantizer))
     up = next(o for o in report.operators if o.module == "layers.0.up")
     assert up.operands[0].spec == "mxint8{32}"
 
@@ -188,10 +142,10 @@ def test_what_was_left_alone_stays_so_and_other_specs_are_kept():
     model = encoder()
     config = MXQuantizationConfig(weight="mxfp8", bias="mxint8", output="mxint8", observer=CONFIG.observer)
     quantizer = MXQuantizer().set_module_name("layers.1", config).set_module_name("layers.1.attention", None)
-    prepared = calibrated(model, quantizer)
+    prepared = calibrate(model, quantizer)
     suggested = suggest_config(prepared, 6.25)
     assert all(c is None or (c.bias, c.output) == (config.bias, config.output) for c in settings(suggested).values())
-    specs = {o.module: o.quantized for o in pt2mx.quantization_report(calibrated(model, suggested)).operators}
+    specs = {o.module: o.quantized for o in pt2mx.quantization_report(calibrate(model, suggested)).operators}
     assert [name for name, quantized in specs.items() if quantized] == ["layers.1.up", "layers.1.down"]
 
 
@@ -199,11 +153,11 @@ def test_specs_of_single_operands_make_room_for_the_choice():
     config = MXQuantizationConfig(
         weight="mxfp8", activation="mxfp8", operands={"weight": "mxint8", "query": "mxint8"}, observer=CONFIG.observer
     )
-    suggested = suggest_config(calibrated(encoder(), MXQuantizer().set_global(config)), 4.5)
+    suggested = suggest_config(calibrate(encoder(), MXQuantizer().set_global(config)), 4.5)
     kept = {name: dict(config.operands) for name, config in settings(suggested).items()}
     assert kept["layers.0.up"] == {}
     assert kept["layers.0.attention"] == {"query": pt2mx.parse("mxint8")}
-    assert pt2mx.quantization_report(calibrated(encoder(), suggested)).weight_bits <= 4.5
+    assert pt2mx.quantization_report(calibrate(encoder(), suggested)).weight_bits <= 4.5
 
 
 def settings(quantizer):
@@ -220,8 +174,8 @@ def test_operators_of_the_root_and_of_modules_inside_an_excluded_one():
             return self.out(self.inner(functional.linear(x, self.weight)))
 
     model = export(Root, (torch.randn(2, 32),))
-    prepared = calibrated(model, MXQuantizer().set_global(CONFIG).set_module_name("inner", None))
-    report = pt2mx.quantization_report(calibrated(model, suggest_config(prepared, 6.25)))
+    prepared = calibrate(model, MXQuantizer().set_global(CONFIG).set_module_name("inner", None))
+    report = pt2mx.quantization_report(calibrate(model, suggest_config(prepared, 6.25)))
     assert [(o.module, o.quantized) for o in report.operators] == [("", True), ("inner", False), ("out", True)]
     assert report.weight_bits <= 6.25
 
@@ -229,8 +183,8 @@ def test_operators_of_the_root_and_of_modules_inside_an_excluded_one():
 def test_weights_without_candidates_count_towards_the_average():
     model = encoder()
     quantizer = MXQuantizer().set_global(CONFIG).set_module_name("layers.0", MXQuantizationConfig(weight="mxfp8"))
-    prepared = calibrated(model, quantizer)
-    report = pt2mx.quantization_report(calibrated(model, suggest_config(prepared, 6.5)))
+    prepared = calibrate(model, quantizer)
+    report = pt2mx.quantization_report(calibrate(model, suggest_config(prepared, 6.5)))
     assert report.weight_bits <= 6.5
     first = [o.operands[1].spec for o in report.operators if o.module.startswith("layers.0.") and o.quantized]
     assert first == ["mxfp8_e4m3{32}"] * 6
@@ -247,7 +201,7 @@ def test_candidates_are_chosen_by_what_was_seen():
 
     model = Two()
     model.exact.weight.data = torch.ones(64, 64)  # every format represents it
-    prepared = calibrated(
+    prepared = calibrate(
         (torch.export.export(model, (torch.randn(2, 64),)).module(), (torch.randn(2, 64),)),
         MXQuantizer().set_global(CONFIG),
     )
@@ -267,7 +221,7 @@ def test_a_tensor_with_values_that_are_not_finite():
     model = One()
     model.fc.weight.data.fill_(math.nan)
     inputs = (torch.full((2, 64), math.inf),)
-    prepared = calibrated((torch.export.export(model, inputs).module(), inputs), MXQuantizer().set_global(CONFIG))
+    prepared = calibrate((torch.export.export(model, inputs).module(), inputs), MXQuantizer().set_global(CONFIG))
     chosen = settings(suggest_config(prepared, 5, min_activation_sqnr=20))["fc"]
     assert (str(chosen.weight), str(chosen.activation)) == ("mxfp4_e2m1{32}", "mxfp4_e2m1{32}")
 
@@ -301,7 +255,7 @@ def test_different_configs_in_one_module_are_refused():
             return functional.linear(x, self.weight) @ x.t()
 
     model = export(Mixed, (torch.randn(4, 32),))
-    prepared = calibrated(model, MXQuantizer().set_global(CONFIG).set_operator_type("aten.matmul", None))
+    prepared = calibrate(model, MXQuantizer().set_global(CONFIG).set_operator_type("aten.matmul", None))
     with pytest.raises(MXError, match="operators of the module '' were prepared with different configs"):
         suggest_config(prepared, 6)
 

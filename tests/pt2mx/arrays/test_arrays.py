@@ -1,8 +1,5 @@
 """`mx_quantize` of torch tensors and NumPy arrays, and what pychop gave for the same inputs."""
 
-import json
-from pathlib import Path
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -10,8 +7,8 @@ import torch
 
 from pt2mx import MX_FORMATS, MXError, MXSpec, fake_quantize_mx, mx_quantize
 from pt2mx.arrays import as_torch
+from tests.golden import GOLDEN, OF_PYCHOP
 
-GOLDEN = np.load(Path(__file__).parents[1] / "golden.npz")
 DTYPES = {
     "float32": (np.float32, torch.float32),
     "float16": (np.float16, torch.float16),
@@ -23,16 +20,10 @@ def sample(*shape, dtype=np.float32):
     return np.random.default_rng(0).standard_normal(shape).astype(dtype)
 
 
-def pychop_entries():
-    """pychop's results that follow the specification (blocks over the flattened array, int8 down to -128)."""
-    entries = json.loads(bytes(GOLDEN["manifest_json"]))["entries"]
-    return [entry for entry in entries if entry["lib"] == "pychop" and entry["expect"] == "exact"]
-
-
-@pytest.mark.parametrize("fmt", sorted({entry["fmt"] for entry in pychop_entries()}))
+@pytest.mark.parametrize("fmt", sorted({entry["fmt"] for entry in OF_PYCHOP}))
 @pytest.mark.parametrize("convert", [np.asarray, torch.from_numpy])
 def test_pychop_gives_the_same_bits(fmt, convert):
-    entries = [entry for entry in pychop_entries() if entry["fmt"] == fmt]
+    entries = [entry for entry in OF_PYCHOP if entry["fmt"] == fmt]
     for entry in entries:
         x, want = GOLDEN["in/" + entry["input"]], GOLDEN[entry["dq"]]
         got = mx_quantize(convert(x), "int8_full" if fmt == "int8" else fmt, block_size=entry["block"], axis=None)

@@ -7,7 +7,8 @@ from pt2mx import ELEMENTS, MXSpec, MXTensor, dequantize_mx, fake_quantize_mx, q
 from pt2mx.kernels import packing
 from pt2mx.kernels.cpu import quantize as cpu
 from pt2mx.kernels.packing import is_packed, pack, packed_length, unpack, unpacked_length
-from tests.pt2mx.kernels.cpu.test_quantize import check, random_values
+from tests.cpu_kernels import check_cpu
+from tests.random_values import random_values
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def test_kernels_follow_the_table_of_widths(name):
     shapes = [((3, 1), 1), ((7, 70), 1), ((70, 7), 0), ((3, 33, 300), 1), ((2, 19, 1000), 1), ((1, 40, 3000), 1)]
     for i, (shape, axis) in enumerate(shapes):
         for block in (1, 3, 32, 33, 1000):
-            check(random_values(shape, torch.float32, i % 5), MXSpec(name, block, axis, ("floor", "mse")[i % 2]))
+            check_cpu(random_values(shape, torch.float32, i % 5), MXSpec(name, block, axis, ("floor", "mse")[i % 2]))
 
 
 @pytest.mark.usefixtures("all_packed")

@@ -28,7 +28,7 @@ def test_words_equal_the_oracle(seed):
 def test_a_place_has_one_number_in_every_shape():
     seed = torch.tensor(9)
     bits = random_bits(seed, torch.Size([5, 7]))
-    assert bits.dtype == torch.int32 and bits.min() >= 0
+    assert bits.dtype == torch.int32
     assert bits.flatten().tolist() == [int(random_number(i, 9) * 2**31) for i in range(35)]
     assert torch.equal(random_bits(seed, torch.Size([35])), bits.flatten())
     assert torch.equal(ops.random_bits(seed, [5, 7]), bits)

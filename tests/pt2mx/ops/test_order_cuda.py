@@ -5,8 +5,9 @@ import itertools
 import pytest
 import torch
 
-from tests.pt2mx.ops.test_inductor import through_all_operators
-from tests.pt2mx.ops.test_order import NAMES, all_operators, laid_out, same, views
+from tests.compare import same
+from tests.memory_order import NAMES, all_operators, laid_out, views
+from tests.operators import through_all_operators
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("compiler")]
 
@@ -26,7 +27,7 @@ def test_orders_and_views(name, rounding):
         for axis in range(max(x.dim(), 1)):
             got_all, want_all = (all_operators(t, name, axis, rounding) for t in (on_gpu(x), x))
             for got, want in zip(got_all, want_all, strict=True):
-                assert same(got.cpu(), want) and (not x.numel() or got.stride() == want.stride()), (
+                assert same(got, want) and (not x.numel() or got.stride() == want.stride()), (
                     x.shape,
                     x.stride(),
                     axis,
@@ -39,4 +40,4 @@ def test_compiled(name, order):
     x = laid_out((2, 40, 3, 5), order)
     run = torch.compile(through_all_operators, fullgraph=True, dynamic=False)
     for got, want in zip(run(on_gpu(x), name, 1), through_all_operators(x, name, 1), strict=True):
-        assert same(got.cpu(), want) and got.stride() == want.stride()
+        assert same(got, want) and got.stride() == want.stride()

@@ -11,7 +11,7 @@ import torch
 
 from pt2mx import MXError
 from pt2mx.pychop import MXQuantizerSTE, MXTensor, create_mx_spec, mx_quantize
-from tests.pt2mx import test_golden
+from tests.golden import GOLDEN, OF_PYCHOP
 
 RECORDED = np.load(Path(__file__).with_name("recorded.npz"))
 ENTRIES = json.loads(bytes(RECORDED["manifest_json"]))
@@ -35,12 +35,11 @@ def test_values_are_those_of_pychop():
 
 
 def test_golden_values_of_pychop():
-    entries = [e for e in test_golden.ENTRIES if e["lib"] == "pychop" and e["expect"] == "exact"]
-    for entry in entries:
-        x, want = (test_golden.GOLDEN[key] for key in ("in/" + entry["input"], entry["dq"]))
+    for entry in OF_PYCHOP:
+        x, want = (GOLDEN[key] for key in ("in/" + entry["input"], entry["dq"]))
         got = mx_quantize(x, "mx" + entry["fmt"], entry["block"])
         assert np.array_equal(got.reshape(want.shape), want, equal_nan=True), entry
-    assert len(entries) == 67
+    assert len(OF_PYCHOP) == 67
 
 
 def test_statistics_are_those_of_pychop():

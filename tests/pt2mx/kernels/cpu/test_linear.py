@@ -8,17 +8,14 @@ from torch.nn import functional as F
 from pt2mx import FORMATS, MXSpec, ops
 from pt2mx.kernels import reference
 from pt2mx.kernels.cpu import linear as cpu_linear
+from tests.compare import relative_error
+from tests.cpu_kernels import DTYPES, environment
 from tests.oracle import NARROW
-from tests.pt2mx.kernels.cpu.test_quantize import DTYPES, environment
 
 
 def packed(n: int, k: int, name: str, block: int) -> tuple[Tensor, Tensor, MXSpec]:
     scale, data = ops.quantize_mx(torch.randn(n, k), name, block)
     return data, scale, MXSpec(name, block, 1)
-
-
-def error(y: Tensor, exact: Tensor) -> float:
-    return ((y.double() - exact).norm() / exact.norm()).item()
 
 
 def check(x: Tensor, data: Tensor, scale: Tensor, spec: MXSpec, bias: Tensor | None = None) -> None:
@@ -27,9 +24,9 @@ def check(x: Tensor, data: Tensor, scale: Tensor, spec: MXSpec, bias: Tensor | N
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     y = cpu_linear.linear(x, data, scale, bias, spec)
     assert y.shape == exact.shape and y.dtype == x.dtype
-    plain = error(F.linear(x, weight.to(x.dtype), bias), exact)
+    plain = relative_error(F.linear(x, weight.to(x.dtype), bias), exact)
     # a sum of few values has an error of few units in its last place, by chance none
-    assert error(y, exact) <= max(1.5 * plain, 4e-7), (spec, x.shape, x.dtype)
+    assert relative_error(y, exact) <= max(1.5 * plain, 4e-7), (spec, x.shape, x.dtype)
 
 
 @pytest.fixture
@@ -196,18 +193,13 @@ def test_grouped(name, dtype):
 def test_other_processors(run_python, tmp_path, capability):
     """The kernels for processors with fewer vector instructions."""
     code = """
-import torch
-from tests.pt2mx.kernels.cpu.test_linear import *
-for name in NARROW:
-    test_every_element(name)
-for name in FORMATS:
-    test_long_rows(name, torch.float32)
-    test_every_code_with_every_scale(name, 3)
-    test_nan_scale_spoils_its_row_only(name, 6)
-test_nan_code_of_e4m3()
-test_bits_after_the_last_code_do_not_count()
-print(torch.backends.cpu.get_cpu_capability(), cpu_linear._has_tiles())
+import sys
+import pytest, torch
+from pt2mx.kernels.cpu import linear
+assert pytest.main(["-q", "-x", sys.argv[1], "-k", sys.argv[2]]) == 0
+print(torch.backends.cpu.get_cpu_capability(), linear._has_tiles(), sep=", ")
 """
-    printed = run_python(code, env=environment(tmp_path, ATEN_CPU_CAPABILITY=capability))
-    name, tiles = printed.strip().lower().rsplit(maxsplit=1)
+    tests = "every_element or (long_rows and float32) or (every_code and 3) or nan_scale or nan_code or last_code"
+    printed = run_python(code, [__file__, tests], env=environment(tmp_path, ATEN_CPU_CAPABILITY=capability))
+    name, tiles = printed.strip().lower().splitlines()[-1].split(", ")
     assert name in (capability, "default", "no avx") and tiles == "false"

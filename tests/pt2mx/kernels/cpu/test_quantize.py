@@ -1,6 +1,5 @@
 """The C++ kernels against the reference, to the bit; their build, cache and fallback."""
 
-import os
 import subprocess
 import sys
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from pt2mx import ELEMENTS, FORMATS, MXSpec
 from pt2mx.kernels import reference, reference_chunked
@@ -16,56 +14,10 @@ from pt2mx.kernels.cpu import quantize as cpu
 from pt2mx.kernels.packing import packed_length
 from pt2mx.kernels.philox import random_bits
 from pt2mx.kernels.select import kernels_for
-from pt2mx.modes import ROUNDINGS, SCALE_MODES
+from pt2mx.modes import ROUNDINGS
+from tests.cpu_kernels import DTYPES, MODES, assert_same, check_cpu, environment
 from tests.oracle import NARROW
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MODES = [(scale_mode, rounding) for scale_mode in SCALE_MODES for rounding in ROUNDINGS]
-
-
-def assert_same(actual: Tensor, expected: Tensor, context: object) -> None:
-    """Equal to the bit, but for the payloads of NaNs; contiguous."""
-    assert actual.shape == expected.shape and actual.dtype == expected.dtype, context
-    assert actual.is_contiguous(), context
-    if expected.dtype.is_floating_point:
-        integer = torch.int32 if expected.dtype == torch.float32 else torch.int16
-        nan = expected.isnan()
-        assert torch.equal(actual.isnan(), nan), context
-        actual, expected = actual.view(integer).masked_fill(nan, 0), expected.view(integer).masked_fill(nan, 0)
-    differs = actual != expected
-    assert not differs.any(), (context, differs.nonzero()[:5].tolist(), actual[differs][:5], expected[differs][:5])
-
-
-def check(x: Tensor, spec: MXSpec, seed: int = 0, target: torch.dtype = torch.float32) -> None:
-    """Every function on x: (..., n, ...), blocks along spec.axis, which counts from the front."""
-    seeds = torch.tensor(seed) if ROUNDINGS[spec.rounding].random else None
-    random = [] if seeds is None else [random_bits(seeds, x.shape)]
-    context = (spec, spec.axis, x.shape, x.dtype, target)
-    scale, data = reference.quantize(x, spec, *random)
-    actual_scale, actual_data = cpu.quantize(x, spec, seeds)
-    assert_same(actual_scale, scale, context)
-    assert_same(actual_data, data, context)
-    assert_same(cpu.fake_quantize(x, spec, seeds), reference.fake_quantize(x, spec, *random), context)
-    length = x.shape[spec.axis]
-    expected = reference.dequantize(data, scale, spec, target, length)
-    assert_same(cpu.dequantize(data, scale, spec, target, length), expected, context)
-    grad = torch.randn(x.shape).to(target)
-    assert_same(cpu.clip_gradient(grad, x, spec), reference.clip_gradient(grad, x, spec).contiguous(), context)
-
-
-def random_values(shape: tuple[int, ...], dtype: torch.dtype, kind: int) -> Tensor:
-    """Of a kind that matters: near each other, any bit pattern, any binade, fp32 subnormals, ties."""
-    if kind == 0:
-        x = torch.randn(shape)
-    elif kind == 1:
-        x = torch.randint(-(2**31), 2**31, shape, dtype=torch.int64).to(torch.int32).view(torch.float32)
-    elif kind == 2:
-        x = torch.randn(shape) * 2.0 ** torch.randint(-149, 128, shape)
-    elif kind == 3:
-        x = torch.randint(-(2**23), 2**23, shape) * 2.0**-149
-    else:
-        x = torch.randint(-64, 65, shape) * 2.0 ** int(torch.randint(-140, 115, ()))
-    return x.to(dtype)
+from tests.random_values import random_values
 
 
 def test_serves_plain_cpu_tensors():
@@ -84,7 +36,7 @@ def test_every_mode(name):
         dtype, target = DTYPES[i % 3], DTYPES[i // 3 % 3]
         for block, axis in layouts if name in FORMATS and rounding == "even" else layouts[i // 9 % 3 :][:1]:
             x = torch.cat([random_values((6, 70), dtype, kind) for kind in range(5)])
-            check(x, MXSpec(name, block, axis, scale_mode, rounding), seed=2**62 + i, target=target)
+            check_cpu(x, MXSpec(name, block, axis, scale_mode, rounding), seed=2**62 + i, target=target)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -134,7 +86,7 @@ def test_shapes_axes_and_blocks(shape, axis, block, name, mode, dtype, kind, tra
     x = random_values(tuple(shape), dtype, kind)
     if transposed:
         x = x.transpose(0, -1)
-    check(x, MXSpec(name, block, axis % x.dim(), *mode))
+    check_cpu(x, MXSpec(name, block, axis % x.dim(), *mode))
 
 
 @pytest.mark.parametrize("shape, axis", [((3, 9000), 1), ((9000, 3), 0), ((2, 300, 70), 1), ((2, 70, 1100), 1)])
@@ -142,14 +94,14 @@ def test_shapes_axes_and_blocks(shape, axis, block, name, mode, dtype, kind, tra
 def test_tensors_of_several_tiles(shape, axis, block):
     for i, name in enumerate(("fp6_e3m2", "fp4_e2m1", "int8")):
         x = random_values(shape, DTYPES[i], 2)
-        check(x, MXSpec(name, block, axis, "mse" if i == 0 else "rceil", "stochastic"), target=DTYPES[-i])
+        check_cpu(x, MXSpec(name, block, axis, "mse" if i == 0 else "rceil", "stochastic"), target=DTYPES[-i])
 
 
 def test_expanded_and_sliced_inputs():
     x = torch.randn(70, 96)
     channels_last = torch.randn(3, 64, 5, 5).to(memory_format=torch.channels_last)
     for view in (x[:, ::3], x[3:, 5:], x[:1].expand(40, 96), x.T, channels_last):
-        check(view, MXSpec("fp6_e2m3", 32, 1))
+        check_cpu(view, MXSpec("fp6_e2m3", 32, 1))
     grad = torch.ones(()).expand(70, 96)
     spec = MXSpec("fp4_e2m1", 32, 1)
     assert_same(cpu.clip_gradient(grad, x, spec), reference.clip_gradient(grad, x, spec).contiguous(), "expanded")
@@ -162,8 +114,8 @@ def test_not_finite_blocks():
     for name in FORMATS:
         for i, rounding in enumerate(ROUNDINGS):
             dtype = DTYPES[i % 3]
-            check(x.to(dtype), MXSpec(name, 32, 1, "mse", rounding), target=dtype)
-            check(x.to(dtype).T, MXSpec(name, 32, 0, "floor", rounding), target=dtype)
+            check_cpu(x.to(dtype), MXSpec(name, 32, 1, "mse", rounding), target=dtype)
+            check_cpu(x.to(dtype).T, MXSpec(name, 32, 0, "floor", rounding), target=dtype)
 
 
 @pytest.mark.parametrize("rounding", ["even", "stochastic"])
@@ -223,10 +175,6 @@ print(len(builds), cpu_build.is_available(), len(ours), "Install a C++ compiler"
 """
 
 
-def environment(folder: object, **variables: str) -> dict[str, str]:
-    return {**os.environ, "TORCH_EXTENSIONS_DIR": str(folder), **variables}
-
-
 def test_without_a_compiler_torch_serves_after_one_warning(run_python, tmp_path):
     assert run_python(_QUANTIZE, env=environment(tmp_path, CXX="/nonexistent")).split() == ["0", "False", "1", "True"]
 
@@ -263,11 +211,13 @@ def test_other_processors(run_python, tmp_path, capability):
     """The kernels for processors with fewer vector instructions."""
     code = """
 import torch
-from tests.pt2mx.kernels.cpu.test_quantize import *
+from pt2mx import FORMATS, MXSpec
+from tests.cpu_kernels import DTYPES, MODES, check_cpu
+from tests.random_values import random_values
 for name in FORMATS:
     for i, (scale_mode, rounding) in enumerate(MODES):
         x = torch.cat([random_values((7, 50), DTYPES[i % 3], kind) for kind in range(5)])
-        check(x, MXSpec(name, 32, i % 2, scale_mode, rounding), target=DTYPES[i % 3])
+        check_cpu(x, MXSpec(name, 32, i % 2, scale_mode, rounding), target=DTYPES[i % 3])
 print(torch.backends.cpu.get_cpu_capability())
 """
     printed = run_python(code, env=environment(tmp_path, ATEN_CPU_CAPABILITY=capability))

@@ -10,12 +10,9 @@ from pt2mx.kernels import elements, reference
 from pt2mx.kernels.inductor import cpu as inductor_cpu
 from pt2mx.modes import ROUNDINGS, SCALE_MODES
 from pt2mx.spec import MXSpec
+from tests.compare import same
 
 EVERY_BF16 = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(torch.bfloat16).float()
-
-
-def same(got, want):
-    return bool(((got.view(torch.int32) == want.view(torch.int32)) | (want.isnan() & got.isnan())).all())
 
 
 def values_of_a_scale(element):

@@ -6,8 +6,8 @@ from torch._inductor.utils import run_and_get_code
 
 from pt2mx import fake_quantize_mx
 from pt2mx.kernels.inductor import gpu as inductor_gpu
-from tests.pt2mx.ops.test_inductor import Operators, outputs_of_a_package
-from tests.pt2mx.test_cuda import same
+from tests.compare import relative_error, same
+from tests.operators import Operators, outputs_of_a_package
 
 pytestmark = pytest.mark.usefixtures("compiler")
 
@@ -76,7 +76,7 @@ def test_convolutions_find_their_input_quantized_by_the_kernel_before():
             compiled = torch.compile(lambda *tensors, q=quantize: run(*tensors, q), fullgraph=True)
             got, (code,) = run_and_get_code(compiled, x, *weights)
             want = run(x, *weights, quantize)
-            assert ((got - want).float().norm() / want.float().norm()).item() < 0.01
+            assert relative_error(got, want) < 0.01
             kernels.append(code.count(".run("))
     # torch 2.13's scheduler computes the scales in a kernel of their own
     assert kernels[1] <= kernels[0] + (torch.__version__ >= "2.13")
