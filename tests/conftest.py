@@ -8,12 +8,13 @@ import pytest
 import torch
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-pytest.register_assert_rewrite("tests.cpu_kernels", "tests.graph")
 
 import pt2mx
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.cli.models import load_minilm
 from pt2mx.pt2e.cli.sentences import sentences
+
+pytest.register_assert_rewrite("tests.cpu_kernels", "tests.graph")
 
 
 @pytest.fixture(autouse=True)

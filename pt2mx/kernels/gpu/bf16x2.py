@@ -82,7 +82,7 @@ def code_words(first, second, scale, C: tl.constexpr):
     factor = tl.expand_dims(tl.where(biased == 0, _TWO_TO_MINUS_127, biased << 7) * _TWICE, 1)
     v0, c0 = codes_of_pair(first, factor, C)
     v1, c1 = codes_of_pair(second, factor, C)
-    # a code in each scale, its sign, from the top of the values' halves, above it
+    # a code in each byte, its sign, from the top of the values' halves, above it
     magnitude: tl.constexpr = 0x01010101 * ((1 << (C.bits - 1)) - 1)
     words = (even_bytes(c0, c1) & magnitude) | ((odd_bytes(v0, v1) >> (8 - C.bits)) & ~magnitude)
     if C.word_bytes == 2:

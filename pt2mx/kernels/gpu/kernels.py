@@ -159,7 +159,7 @@ def store_words(codes, words, finite, size, inner, lines, C: tl.constexpr):
 
 @triton.jit
 def store_stream(codes, words, lines, C: tl.constexpr):
-    """Store words of four codes, 2 to 4 bytes each, as a stream of 4-scale integers."""
+    """Store words of four codes, 2 to 4 bytes each, as a stream of 4-byte integers."""
     first, _line = tile_lines(C)
     existing = tl.minimum(lines - first, C.lines)
     stream = codes.to(tl.pointer_type(tl.int32))
