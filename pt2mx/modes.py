@@ -48,9 +48,11 @@ SCALE_MODES: dict[str, ScaleMode] = {
     "floor": ScaleMode(_never),
     # up unless amax is a power of two
     "ceil": ScaleMode(lambda element: 0),
-    # up where amax / max_normal is above a power of two, so that nothing saturates
+    # up where amax / max_normal is above a power of two, so that nothing saturates: Mishra et al., "Recipes for
+    # Pre-training LLMs with MXFP8" (arXiv:2506.08027), and cuBLAS, "1D Block Quantization"
     "rceil": ScaleMode(_max_normal_mantissa),
-    # up where amax plus half a unit in the last place of the element reaches the next power of two
+    # up where amax plus half a unit in the last place of the element reaches the next power of two: "even" of torchao's
+    # `ScaleCalculationMode` and of Quark
     "even": ScaleMode(lambda element: _FP32_MANTISSA - (1 << (22 - element.mantissa_bits))),
     # of floor and its two neighbours the one that loses least
     "mse": ScaleMode(_never, exponent_offsets=(0, -1, 1)),
@@ -81,7 +83,10 @@ def _away_from_zero(units: Tensor, where: Tensor) -> Tensor:
 
 
 def _stochastic(units: Tensor, random: Tensor | None) -> Tensor:
-    """Return the neighbour away from zero in proportion to the distance, to within 2**-31: the mean is the value."""
+    """Return the neighbour away from zero in proportion to the distance, to within 2**-31: the mean is the value.
+
+    Source: Croci et al., "Stochastic rounding: implementation, error analysis and applications" (2022).
+    """
     if random is None:
         raise TypeError("stochastic rounding takes a random number for each value")
     return _away_from_zero(units, random < (_beyond(units) * 2.0**31).to(torch.int32))

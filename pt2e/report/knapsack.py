@@ -1,4 +1,7 @@
-"""The multiple-choice knapsack: one option for each item, of least total noise, within a budget of bytes."""
+"""The multiple-choice knapsack: one option for each item, of least total noise, within a budget of bytes.
+
+Source: Kellerer, Pferschy, Pisinger, "Knapsack Problems" (2004), chapter 11.
+"""
 
 from __future__ import annotations
 

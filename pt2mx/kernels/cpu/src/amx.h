@@ -3,6 +3,8 @@
 //
 // The registers take subnormal numbers for zero, as they do in torch's own products of bfloat16 values. Rows with
 // weights that small, and rows with codes that have to be looked up, go the way of other rows.
+//
+// Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, "Programming with Intel AMX".
 
 #pragma once
 
