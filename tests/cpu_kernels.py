@@ -1,0 +1,46 @@
+"""The C++ kernels of quantization beside the reference, on numbers of every kind."""
+
+import os
+
+import torch
+from torch import Tensor
+
+from pt2mx import MXSpec
+from pt2mx.kernels import reference
+from pt2mx.kernels.cpu import quantize as cpu
+from pt2mx.kernels.philox import random_bits
+from pt2mx.modes import ROUNDINGS, SCALE_MODES
+from tests.compare import differing
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MODES = [(scale_mode, rounding) for scale_mode in SCALE_MODES for rounding in ROUNDINGS]
+
+
+def assert_same(actual: Tensor, expected: Tensor, context: object) -> None:
+    """Equal to the bit, but for the payloads of NaNs; contiguous."""
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype, context
+    assert actual.is_contiguous(), context
+    differs = differing(actual, expected)
+    assert not differs.any(), (context, differs.nonzero()[:5].tolist(), actual[differs][:5], expected[differs][:5])
+
+
+def check_cpu(x: Tensor, spec: MXSpec, seed: int = 0, target: torch.dtype = torch.float32) -> None:
+    """Every function on x: (..., n, ...), blocks along spec.axis, which counts from the front."""
+    seeds = torch.tensor(seed) if ROUNDINGS[spec.rounding].random else None
+    random = [] if seeds is None else [random_bits(seeds, x.shape)]
+    context = (spec, spec.axis, x.shape, x.dtype, target)
+    scale, data = reference.quantize(x, spec, *random)
+    actual_scale, actual_data = cpu.quantize(x, spec, seeds)
+    assert_same(actual_scale, scale, context)
+    assert_same(actual_data, data, context)
+    assert_same(cpu.fake_quantize(x, spec, seeds), reference.fake_quantize(x, spec, *random), context)
+    length = x.shape[spec.axis]
+    expected = reference.dequantize(data, scale, spec, target, length)
+    assert_same(cpu.dequantize(data, scale, spec, target, length), expected, context)
+    grad = torch.randn(x.shape).to(target)
+    assert_same(cpu.clip_gradient(grad, x, spec), reference.clip_gradient(grad, x, spec).contiguous(), context)
+
+
+def environment(folder: object, **variables: str) -> dict[str, str]:
+    """For a process that builds its kernels in that folder."""
+    return {**os.environ, "TORCH_EXTENSIONS_DIR": str(folder), **variables}

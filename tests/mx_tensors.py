@@ -1,0 +1,23 @@
+"""`MXTensor`s of random values."""
+
+import torch
+from torch import nn
+
+from pt2mx import MXTensor
+
+
+def mx(*shape: int, elem: str = "fp8_e4m3", dtype=torch.float32, **fields) -> MXTensor:
+    return MXTensor.to_mx(torch.randn(shape, dtype=dtype), elem, **fields)
+
+
+def same(a: MXTensor, b: MXTensor) -> bool:
+    """Whether codes, scales and all that says what they mean are equal."""
+    parts = [torch.equal(getattr(a, part), getattr(b, part)) for part in ("qdata", "scale")]
+    return all(parts) and (a.spec, a.shape, a.dtype) == (b.spec, b.shape, b.dtype)
+
+
+def parameter_model() -> nn.Module:
+    """For (B, 70); the weight of the first of two layers is an `MXTensor`."""
+    model = nn.Sequential(nn.Linear(70, 8), nn.Linear(8, 3))
+    model[0].weight = nn.Parameter(MXTensor.to_mx(model[0].weight.detach(), "mxfp4"), requires_grad=False)
+    return model

@@ -1,0 +1,44 @@
+"""All operators of one tensor, for comparisons of what runs them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from pt2mx import dequantize_mx, fake_quantize_mx, quantize_mx
+
+
+def through_all_operators(x: Tensor, name: str, axis: int, scale_mode: str = "floor") -> tuple[Tensor, ...]:
+    """(fake_quantize, scale, data, dequantize) of x, each between other operators."""
+    x = torch.relu(x) - 0.3  # a producer and consumers for the kernels to fuse with
+    fake = fake_quantize_mx(x, name, axis=axis, scale_mode=scale_mode) * 2
+    scale, data = quantize_mx(x, name, axis=axis, scale_mode=scale_mode)
+    values = dequantize_mx(data, scale, name, axis=axis, target_dtype=x.dtype, length=x.shape[axis])
+    return fake, scale + 1, data ^ 1, values * 2
+
+
+class Operators(nn.Module):
+    """`through_all_operators` along dimension 1."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # (3, n, 5)
+        return through_all_operators(x, self.name, 1)
+
+
+def outputs_of_a_package(
+    operators: nn.Module, device: str, example: int, path: Path
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """What a package that was exported with `example` values along the quantized dimension gives for other numbers of
+    them, and what is wanted. AOTInductor has no guards: what is so of the example's sizes must not be taken to be so
+    always."""
+    shapes = ({1: torch.export.Dim("n", min=2, max=999)},)
+    program = torch.export.export(operators, (torch.randn(3, example, 5, device=device),), dynamic_shapes=shapes)
+    torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+    package = torch._inductor.aoti_load_package(str(path))
+    for n in (2, 20, 32, 33, 40, 64, 100):
+        x = torch.randn(3, n, 5)
+        yield from zip(package(x.to(device)), operators(x), strict=True)

@@ -1,0 +1,149 @@
+"""What a report says of single operators: roles, bytes, reasons and notes."""
+
+import pytest
+import torch
+from torch import nn
+
+import pt2mx
+from pt2mx import MXQuantizationConfig, MXQuantizer, quantization_report
+from tests.flow import prepare
+from tests.models import exported_conv
+
+CONFIG = MXQuantizationConfig(weight="mxfp4", activation="mxfp8")
+
+
+@pytest.mark.parametrize("fold", [True, False])
+def test_roles_of_operands_whose_producer_takes_a_list(fold):
+    class Cat(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(16, 4))
+
+        def forward(self, x):
+            return torch.cat([x, x], -1) @ self.weight, torch.stack([x, x]) @ x.t()
+
+    inputs = (torch.randn(2, 8),)
+    prepared = pt2mx.prepare_pt2e(torch.export.export(Cat(), inputs).module(), MXQuantizer().set_global(CONFIG))
+    for model in (prepared, pt2mx.convert_pt2e(prepared, fold_quantize=fold)):
+        first, second = quantization_report(model).operators
+        assert [o.role for o in first.operands] == ["activation", "weight"]
+        assert [o.role for o in second.operands] == ["activation", "activation"]
+
+
+class Unsupported(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.centers = nn.Linear(8, 8), nn.Parameter(torch.randn(5, 8))
+
+    def forward(self, x):
+        return torch.cdist(self.fc(x), self.centers)
+
+
+def test_operators_that_are_not_supported_are_named():
+    prepared = prepare(Unsupported(), (torch.randn(4, 8),), CONFIG)
+    for model in (prepared, pt2mx.convert_pt2e(prepared)):
+        report = quantization_report(model)
+        fc, cdist = report.operators
+        assert fc.quantized and (cdist.operator, cdist.quantized) == ("aten.cdist", False)
+        assert cdist.reason == "operator not supported"
+        assert [(o.role, o.spec, o.bytes_before, o.bytes_after) for o in cdist.operands] == [
+            ("activation", None, 0, 0), ("weight", None, 160, 160),
+        ]  # fmt: skip
+        assert report.bytes_before == 4 * (64 + 8 + 40) and report.bytes_after == 8 * 5 + 32 + 160
+        assert "aten.cdist   -               -" in report.to_table() and "1 of 2 operators" in report.summary
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda x: torch.cdist(x, x) @ x, lambda x: x + 1, (self.fc(x),))
+
+
+def test_operators_of_sub_graphs_are_named():
+    prepared = prepare(Branches(), (torch.ones(8, 8),), CONFIG)
+    report = quantization_report(prepared)
+    by_name = {o.name: o for o in report.operators}
+    assert next(iter(by_name)) == "linear" and by_name["linear"].quantized
+    (cdist,) = [o for name, o in by_name.items() if name.startswith("true_graph_0.") and o.operator == "aten.cdist"]
+    assert cdist.reason == "operator not supported"
+    (matmul,) = [o for o in report.operators if o.operator == "aten.matmul"]
+    assert matmul.name.startswith("true_graph_0.") and matmul.quantized
+
+
+def test_an_exported_model_that_was_never_prepared():
+    report = quantization_report(exported_conv())
+    assert [(o.operator, o.reason) for o in report.operators] == [
+        ("aten.conv2d", "not annotated"), ("aten.linear", "not annotated"),
+    ]  # fmt: skip
+    assert report.bytes_before == report.bytes_after and report.effective_bits == pytest.approx(32, rel=0.01)
+    assert report.weight_bits == 0
+
+
+def test_a_weight_that_is_kept_in_two_forms_is_counted_so():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 32))
+
+        def forward(self, x, y):
+            return x @ self.weight, torch.cdist(y, self.weight), nn.functional.linear(y, self.weight)
+
+    inputs = (torch.randn(2, 64), torch.randn(2, 32))
+    report = quantization_report(prepared := prepare(Both(), inputs, MXQuantizationConfig(weight="mxfp4")))
+    along_rows, along_columns = 64 * (16 + 1), 32 * (32 + 2)
+    assert [(o.operands[1].bytes_before, o.operands[1].bytes_after) for o in report.operators] == [
+        (8192, along_columns), (0, 8192), (0, along_rows),
+    ]  # fmt: skip
+    assert report.bytes_after == 8192 + along_rows + along_columns
+    held = sum(t.nbytes for t in pt2mx.convert_pt2e(prepared).state_dict().values())
+    assert report.bytes_after == held
+
+
+def test_values_that_are_odd_are_said():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(64, 8)
+
+        def forward(self, x):
+            return self.fc(x)
+
+    batch = ({0: torch.export.Dim("batch")},)
+    x = torch.randn(3, 64)
+    x[0, 0], x[1, 40] = float("inf"), float("nan")
+    model = torch.export.export(Masked().eval(), (x,), dynamic_shapes=batch).module()
+    prepared = pt2mx.prepare_pt2e(model, MXQuantizer().set_global(CONFIG))
+    prepared(x), prepared(x[:0])
+    for model in (prepared, pt2mx.convert_pt2e(prepared)):
+        (operator,) = quantization_report(model).operators
+        assert operator.reason is None
+        assert operator.notes == "activation: 2 of 192 values are Inf or NaN, 1 of 2 tensors are empty"
+        assert operator.notes in quantization_report(model).to_table()
+        assert operator.operands[0].statistics.sqnr > 20
+
+
+class SharedByBranches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(32, 32, bias=False)
+
+    def forward(self, x):
+        return self.fc(torch.cond(x.sum() > 0, lambda x: self.fc(x), lambda x: self.fc(x + 1), (x,)))
+
+
+def test_a_weight_that_graphs_inside_share_is_counted_once():
+    prepared = prepare(SharedByBranches(), (torch.ones(4, 32),), CONFIG)
+    for report in (quantization_report(prepared), quantization_report(pt2mx.convert_pt2e(prepared))):
+        assert (report.bytes_before, report.bytes_after, report.values) == (32 * 32 * 4, 32 * 17, 32 * 32)
+
+
+def test_a_weight_with_a_batch_norm_in_training_is_counted():
+    x = torch.randn(4, 32, 3, 3)
+    model = torch.export.export(nn.Sequential(nn.Conv2d(32, 32, 1, bias=False), nn.BatchNorm2d(32)).eval(), (x,))
+    prepared = pt2mx.prepare_qat_pt2e(model.module(), MXQuantizer().set_global(CONFIG))
+    (operator,) = quantization_report(prepared).operators
+    weight = operator.operands[1]
+    assert (weight.role, weight.bytes_before, weight.bytes_after) == ("weight", 32 * 32 * 4, 32 * 17)

@@ -1,0 +1,71 @@
+"""Models that training changes: layers with a batch norm, and what computes otherwise in training."""
+
+import copy
+
+import torch
+from torch import nn
+
+#: name -> (the layer, its batch norm, the shape of its input)
+NORMALIZED_LAYERS = {
+    "conv1d": (nn.Conv1d(6, 8, 3), nn.BatchNorm1d(8, 1e-3, 0.2), (4, 6, 9)),
+    "conv1d without bias": (nn.Conv1d(6, 8, 3, bias=False), nn.BatchNorm1d(8), (4, 6, 9)),
+    "conv2d": (nn.Conv2d(6, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8, 1e-2, 0.3), (4, 6, 8, 8)),
+    "conv2d, padding same": (nn.Conv2d(6, 8, 3, padding="same", bias=False), nn.BatchNorm2d(8), (4, 6, 8, 8)),
+    "conv2d, grouped": (nn.Conv2d(6, 9, 3, groups=3), nn.BatchNorm2d(9), (4, 6, 8, 8)),
+    "conv2d, depthwise": (nn.Conv2d(6, 6, 3, groups=6, bias=False), nn.BatchNorm2d(6), (4, 6, 8, 8)),
+    "conv2d, not affine": (nn.Conv2d(6, 8, 3), nn.BatchNorm2d(8, affine=False), (4, 6, 8, 8)),
+    "conv3d": (nn.Conv3d(3, 4, 2), nn.BatchNorm3d(4), (2, 3, 4, 4, 4)),
+    "conv_transpose1d": (nn.ConvTranspose1d(6, 8, 3), nn.BatchNorm1d(8), (4, 6, 9)),
+    "conv_transpose2d": (nn.ConvTranspose2d(6, 8, 3, 2), nn.BatchNorm2d(8), (4, 6, 8, 8)),
+    "conv_transpose2d, grouped": (nn.ConvTranspose2d(6, 8, 3, groups=2, bias=False), nn.BatchNorm2d(8), (4, 6, 8, 8)),
+    "conv_transpose3d": (nn.ConvTranspose3d(3, 4, 2), nn.BatchNorm3d(4), (2, 3, 4, 4, 4)),
+    "linear": (nn.Linear(6, 8), nn.BatchNorm1d(8, 1e-3), (16, 6)),
+    "linear without bias": (nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), (16, 6)),
+}
+
+
+def layer_and_norm(name):
+    """(the two and an activation, with statistics and one channel that is scaled by zero; the inputs)."""
+    layer, norm, shape = NORMALIZED_LAYERS[name]
+    model = copy.deepcopy(nn.Sequential(layer, norm, nn.ReLU()))
+    torch.manual_seed(0)
+    norm = model[1]
+    with torch.no_grad():
+        norm.running_mean.normal_(0, 0.3)
+        norm.running_var.uniform_(0.5, 2)
+        if norm.affine:
+            norm.weight.normal_(1, 0.5)
+            norm.bias.normal_()
+            norm.weight[0] = 0.0
+    return model, (torch.randn(shape),)
+
+
+class Attention(nn.Module):
+    """With dropout of its probabilities in training."""
+
+    def forward(self, x):
+        return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.3 if self.training else 0.0)
+
+
+class Recurrent(nn.Module):
+    """Two layers with dropout between them."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.rnn = kind(8, 8, num_layers=2, dropout=0.4, batch_first=True)
+
+    def forward(self, x):
+        return self.rnn(x)[0]
+
+
+#: with a training mode, by what has it: name -> (the model, the shape of its input)
+WITH_MODES = {
+    "dropout": (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3)), (4, 8)),
+    "dropout2d": (nn.Sequential(nn.Conv2d(4, 4, 1), nn.Dropout2d(0.5)), (4, 4, 3, 3)),
+    "alpha_dropout": (nn.Sequential(nn.Linear(8, 8), nn.AlphaDropout(0.2)), (4, 8)),
+    "rrelu": (nn.Sequential(nn.Linear(8, 8), nn.RReLU()), (4, 8)),
+    "batch_norm": (nn.Sequential(nn.BatchNorm1d(8, 1e-3, 0.2), nn.Linear(8, 8)), (4, 8)),
+    "attention": (Attention(), (2, 4, 8, 16)),
+    "lstm": (Recurrent(nn.LSTM), (3, 5, 8)),
+    "gru": (Recurrent(nn.GRU), (3, 5, 8)),
+}
