@@ -81,3 +81,9 @@ def test_factories(name, batch, factories):
 def test_unknown_models(source, message, factories):
     with pytest.raises(MXError, match=message):
         load_model(source.format(factories))
+
+
+def test_a_call_leaves_its_batch():
+    x = torch.ones(3)
+    for batch in ((x,), {"x": x}):
+        assert torch.equal(call(lambda x: x.add_(1), batch), torch.full((3,), 2.0)) and torch.equal(x, torch.ones(3))
