@@ -30,8 +30,8 @@ MODULES = {
     for path in sorted(folder.rglob("*.py"))
     if not any(link.is_symlink() for link in path.parents)
 }
-#: imported where there is a GPU, or by Inductor
-ELSEWHERE = ("pt2mx.kernels.gpu", "pt2mx.kernels.inductor")
+#: what the operators call: twins of one definition, whose docstrings give shapes
+INTERNAL = "pt2mx.kernels"
 SECTIONS = ("Args", "Returns", "Yields", "Raises", "Example")
 QUESTION = re.compile(r"(What|Whether|Which|Where|How|Let|When|If)\b")
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -54,7 +54,7 @@ def public() -> Iterator[tuple[str, Callable]]:
     """(the name under which it is reached first, callable), the operators among them; the same object once."""
     seen = set()
     for module in MODULES:
-        if module.startswith(ELSEWHERE) or not has_public_names(MODULES[module]):
+        if module.startswith(INTERNAL) or not has_public_names(MODULES[module]):
             continue
         package = importlib.import_module(module)
         for name in package.__all__:

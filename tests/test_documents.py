@@ -106,17 +106,21 @@ def test_table_of_presets():
 _WORDS = {"fp8_e4m3": "FP8 E4M3", "fp6_e2m3": "FP6 E2M3", "fp4_e2m1": "FP4 E2M1", "int8": "INT8"}
 
 
+def formats_in(settings, role):
+    """The elements that a recipe, or a part of it, names for a role."""
+    if not isinstance(settings, dict):
+        return set()
+    own = {_WORDS[pt2mx.parse(settings[role]).element.name]} if settings.get(role) else set()
+    return own.union(*(formats_in(part, role) for part in settings.values()))
+
+
 def test_table_of_recipes():
     table = {row[0].strip("`"): row[1:] for row in rows(read("configs/README.md"))}
     assert sorted(table) == recipe.names()
     for name, (weights, activations) in table.items():
         settings = yaml.safe_load(read(f"configs/{name}.yaml"))
-        said = settings["global"]
-        words = {role: _WORDS[pt2mx.parse(said[role]).element.name] for role in said}
-        ends = {str(pt2mx.parse(spec)) for end in ("first", "last") for spec in settings.get(end, {1: {}})[1].values()}
-        more = f"; first and last operator {_WORDS[pt2mx.parse(ends.pop()).element.name]}" if ends else ""
-        assert not ends and weights == words["weight"] + more, name
-        assert activations == ("the same" if more else words.get("activation", "high precision")), name
+        for role, cell in (("weight", weights), ("activation", weights if activations == "the same" else activations)):
+            assert {word for word in _WORDS.values() if word in cell} == formats_in(settings, role), name
 
 
 def test_example_of_a_recipe(tmp_path):

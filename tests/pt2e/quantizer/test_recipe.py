@@ -3,30 +3,26 @@ import pytest
 from pt2mx import MXError, MXQuantizationConfig, MXQuantizer, MXSpec
 from pt2mx.pt2e.quantizer import recipe
 
+FP8 = MXQuantizationConfig(weight="mxfp8", activation="mxfp8")
+
+
+def everywhere(weight, activation):
+    return "global", None, MXQuantizationConfig(weight=weight, activation=activation)
+
+
 SHIPPED = {
-    "mxfp8": ("fp8_e4m3", "fp8_e4m3"),
-    "mxfp6": ("fp6_e2m3", "fp6_e2m3"),
-    "mxfp4": ("fp4_e2m1", "fp4_e2m1"),
-    "mxint8": ("int8", "int8"),
-    "mxfp4_weight_only": ("fp4_e2m1", None),
-    "mxfp6_weights_mxfp8_activations": ("fp6_e2m3", "fp8_e4m3"),
+    "mxfp8": [everywhere("fp8_e4m3", "fp8_e4m3")],
+    "mxfp6": [everywhere("fp6_e2m3", "fp6_e2m3")],
+    "mxfp4": [everywhere("fp4_e2m1", "fp4_e2m1")],
+    "mxint8": [everywhere("int8", "int8")],
+    "mxfp4_weight_only": [everywhere("fp4_e2m1", None)],
+    "mxfp6_weights_mxfp8_activations": [everywhere("fp6_e2m3", "fp8_e4m3")],
+    "mxfp4_first_last_mxfp8": [everywhere("fp4_e2m1", "fp4_e2m1"), ("first", 1, FP8), ("last", 1, FP8)],
 }
 
 
 def test_the_shipped_recipes():
-    assert set(recipe.names()) == {*SHIPPED, "mxfp4_first_last_mxfp8"}
-    for name, (weight, activation) in SHIPPED.items():
-        want = MXQuantizationConfig(weight=weight, activation=activation)
-        assert recipe.read(name) == [("global", None, want)]
-
-
-def test_the_shipped_recipe_with_ends():
-    fp8 = MXQuantizationConfig(weight="mxfp8", activation="mxfp8")
-    assert recipe.read("mxfp4_first_last_mxfp8") == [
-        ("global", None, MXQuantizationConfig(weight="mxfp4", activation="mxfp4")),
-        ("first", 1, fp8),
-        ("last", 1, fp8),
-    ]
+    assert {name: recipe.read(name) for name in recipe.names()} == SHIPPED
 
 
 def test_every_kind_of_setting(tmp_path):

@@ -27,7 +27,7 @@ PYCHOP_NAMES = {"mxfp8_e5m2", "mxfp8_e4m3", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4_e
 
 
 def test_the_formats_have_pychops_names():
-    assert set(MX_FORMATS) == PYCHOP_NAMES
+    assert set(MX_FORMATS) >= PYCHOP_NAMES
     assert all(parse(name) == spec == MXSpec(name, 32) for name, spec in MX_FORMATS.items())
     assert [spec.element for spec in MX_FORMATS.values()] == list(FORMATS.values())
 
@@ -41,7 +41,7 @@ def test_format_table(capsys):
         "x fp16 x fp32"
     ).split(" ")
     rows = {line.split()[0]: line.split()[1:] for line in lines[1:]}
-    assert set(rows) == PYCHOP_NAMES
+    assert list(rows) == list(MX_FORMATS)
     e4m3 = ["8", "4", "3", "7", "8", "448", "2^-6", "2^-9", "NaN", "32", "E8M0", "8.25", "1.94", "3.88"]
     assert rows["mxfp8_e4m3"] == e4m3
     assert rows["mxfp8_e5m2"][8:10] == ["Inf,", "NaN"]
@@ -142,17 +142,17 @@ def test_compare_prints_and_returns(capsys):
     printed = capsys.readouterr().out
     assert printed == f"{comparison}\n"
     lines = printed.splitlines()
-    assert lines[0].split()[:4] == ["format", "bits", "SQNR", "dB"] and len(lines) == 7
+    assert lines[0].split()[:4] == ["format", "bits", "SQNR", "dB"] and len(lines) == 1 + len(MX_FORMATS)
     rows = {row.format.partition("{")[0]: row for row in comparison.rows}
     assert list(rows) == list(MX_FORMATS)
     assert rows["mxint8"] == mx_statistics(x, "mxint8")
     assert rows["mxint8"].sqnr > rows["mxfp8_e4m3"].sqnr > rows["mxfp8_e5m2"].sqnr > rows["mxfp4_e2m1"].sqnr
-    fp4, cells = rows["mxfp4_e2m1"], lines[5].split()
+    fp4, cells = rows["mxfp4_e2m1"], lines[1 + list(rows).index("mxfp4_e2m1")].split()
     assert cells[:3] == ["mxfp4_e2m1{32}", "4.25", f"{fp4.sqnr:.2f}"] and cells[-1] == "3.76x"
     assert float(cells[3]) == pytest.approx(fp4.max_abs_error, rel=1e-3)
     assert float(cells[4]) == pytest.approx(fp4.mean_abs_error, rel=1e-3)
     assert [float(cell) for cell in cells[5:7]] == pytest.approx([100 * fp4.saturated, 100 * fp4.flushed], abs=5e-3)
-    assert repr(comparison).startswith("<MXComparison of 6 formats: mxfp8_e4m3{32}, ")
+    assert repr(comparison).startswith(f"<MXComparison of {len(MX_FORMATS)} formats: mxfp8_e4m3{{32}}, ")
     assert comparison.to_dict()["mxint8{32}"] == rows["mxint8"].to_dict()
 
 

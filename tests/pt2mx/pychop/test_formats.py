@@ -14,7 +14,7 @@ TABLE = {
 }
 
 
-@pytest.mark.parametrize("name", MX_FORMATS)
+@pytest.mark.parametrize("name", TABLE)
 def test_fields_of_the_formats(name):
     spec = MX_FORMATS[name]
     sizes = (spec.element_bits, spec.total_bits_per_block, spec.compression_vs_fp16, spec.compression_vs_fp32)
