@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from pt2mx import FORMATS, MXSpec, ops
 from pt2mx.kernels import reference
 from pt2mx.kernels.cpu import linear as cpu_linear
+from pt2mx.kernels.packing import packed_length
 from tests.compare import relative_error
 from tests.cpu_kernels import DTYPES, environment
 from tests.oracle import NARROW
@@ -63,7 +64,7 @@ def test_more_rows_than_a_panel(name):
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_code_with_every_scale(name, rows):
     """A row of the identity gives a column of the dequantized weight, to the bit: NaN, Inf, subnormal values."""
-    size = {4: 16, 6: 24, 8: 32}[FORMATS[name].bits]
+    size = packed_length(32, FORMATS[name].bits)
     data = torch.randint(0, 256, (256 * 8, size)).to(torch.uint8)
     data[:256] = torch.arange(256, dtype=torch.uint8)[:, None]
     scale = torch.arange(256).repeat(8)[:, None].to(torch.uint8)

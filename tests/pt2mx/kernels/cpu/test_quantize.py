@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pt2mx import ELEMENTS, FORMATS, MXSpec
 from pt2mx.kernels import reference, reference_chunked
 from pt2mx.kernels.cpu import quantize as cpu
-from pt2mx.kernels.packing import packed_length
+from pt2mx.kernels.packing import is_packed, packed_length, unpacked_length
 from pt2mx.kernels.philox import random_bits
 from pt2mx.kernels.select import kernels_for
 from pt2mx.modes import ROUNDINGS
@@ -53,12 +53,11 @@ def test_every_bfloat16_pattern(name):
 @pytest.mark.parametrize("name", NARROW)
 def test_every_code_with_every_scale(name):
     """Bytes of which some bits are no part of a code included."""
-    codes = 2 ** ELEMENTS[name].bits
-    bytes_ = torch.arange(256, dtype=torch.uint8)
-    data = bytes_ if packed_length(4, ELEMENTS[name].bits) == 4 else torch.randint(0, 256, (3 * codes,)).to(torch.uint8)
+    bits, bytes_ = ELEMENTS[name].bits, torch.arange(256, dtype=torch.uint8)
+    data = torch.randint(0, 256, (packed_length(8 << bits, bits),)).to(torch.uint8) if is_packed(bits) else bytes_
     data = data[None].expand(256, -1)  # (scales, bytes)
     scale = bytes_[:, None]
-    length = {4: 2 * data.shape[1], 6: data.shape[1] // 3 * 4}.get(ELEMENTS[name].bits, data.shape[1])
+    length = unpacked_length(data.shape[1], bits)
     for dtype in DTYPES:
         spec = MXSpec(name, length, 1)
         expected = reference.dequantize(data, scale, spec, dtype, length)
