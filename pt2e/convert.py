@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
+from pt2mx.fx.graph.calls import calls
 from pt2mx.fx.graph.node import write_out_arguments
-from pt2mx.fx.graph.subgraphs import calls, graph_modules
+from pt2mx.fx.graph.subgraphs import graph_modules
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, map_tensors
 from pt2mx.fx.passes.fold_weights import fold_all_weights
 from pt2mx.fx.training.fuse_batch_norm import fold_biases

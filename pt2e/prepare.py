@@ -10,8 +10,9 @@ from torch.fx import GraphModule
 
 from pt2mx import ops
 from pt2mx.errors import MXError
-from pt2mx.fx.graph.constants import constant_nodes
-from pt2mx.fx.graph.subgraphs import calls, graph_modules, mark_constants
+from pt2mx.fx.graph.calls import calls
+from pt2mx.fx.graph.constants import constant_nodes, mark_constants
+from pt2mx.fx.graph.subgraphs import graph_modules
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, held_in_written_memory
 from pt2mx.fx.portable import holds_observers, is_portable
 from pt2mx.fx.training.batch_norm import keep_batch_norms

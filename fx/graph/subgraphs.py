@@ -8,8 +8,6 @@ from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.attributes import attribute_of, name_of
 from pt2mx.fx.graph.calls import calls, placeholders
-from pt2mx.fx.graph.constants import mark_constants  # noqa: F401
-from pt2mx.fx.graph.module_stack import propagate_module_stack  # noqa: F401
 
 
 def graph_modules(model: GraphModule) -> list[GraphModule]:

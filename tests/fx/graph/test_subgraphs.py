@@ -6,7 +6,8 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, ops
-from pt2mx.fx.graph.subgraphs import calls, graph_modules
+from pt2mx.fx.graph.calls import calls
+from pt2mx.fx.graph.subgraphs import graph_modules
 from tests.subgraph_models import MODELS, QUANTIZER, Autocast, Base, Checkpoint, Cond, NoGrad, X
 
 
