@@ -15,17 +15,20 @@ if TYPE_CHECKING:
 
 
 def reach(package: ModuleType, names: Mapping[str, str] | None = None) -> None:
-    """Import the modules of `package` when they are reached as its attributes, and so on in the packages among them.
+    """Import the modules of `package` when they are reached as its attributes, and so on in the packages among them. A
+    `__getattr__` of its own goes on to serve other names.
 
     Args:
         names: name -> the module that defines it, for names of other modules that are attributes of `package` too.
     """
-    elsewhere = names or {}
+    elsewhere, own = names or {}, vars(package).get("__getattr__")
 
     def __getattr__(name: str) -> object:
         if name in elsewhere:
             value = getattr(importlib.import_module(elsewhere[name]), name)
         elif name.startswith("_") or not importlib.util.find_spec(f"{package.__name__}.{name}"):
+            if own is not None:
+                return own(name)
             raise AttributeError(f"module {package.__name__!r} has no attribute {name!r}")
         else:
             value = importlib.import_module(f"{package.__name__}.{name}")

@@ -87,3 +87,9 @@ def test_what_is_left_out_is_refused_by_name(name):
         exec(f"from pt2mx.microxcaling import {name}")
     with pytest.raises(ImportError, match="cannot import name 'others'"):
         exec("from pt2mx.microxcaling import others")
+
+
+def test_a_name_that_is_not_offered_gives_its_reason_however_the_package_was_reached(run_python):
+    for first in ("", "from pt2mx import microxcaling", "import pt2mx; pt2mx.microxcaling"):
+        code = f"{first}\ntry:\n    from pt2mx.microxcaling import tanh\nexcept ValueError as error:\n    print(error)"
+        assert "pt2mx.microxcaling has no tanh" in run_python(code)
