@@ -20,8 +20,8 @@ from pt2mx.ops import linear
 def use_mma_layout(model: GraphModule, everywhere: bool = False) -> None:
     """Replace `linear_mx` of bfloat16 by `linear_mx_mma_layout`, which reads its weight in the MMA layout.
 
-    The codes and scales become buffers `<weight>_data_mma` and `<weight>_scale_mma`; those that something reads besides,
-    as the embedding of a tied weight, stay beside them. Products stay as they are on another device (unless
+    The codes and scales become buffers `<weight>_data_mma` and `<weight>_scale_mma`; those that something reads
+    besides, as the embedding of a tied weight, stay beside them. Products stay as they are on another device (unless
     `everywhere`), with a weight that is an input or that the layout cannot hold (`to_mma_layout`), and of K that 8 does
     not divide.
     """
