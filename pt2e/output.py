@@ -155,7 +155,7 @@ def _target(path: object) -> Path:
 
 def _spelled(path: object) -> str:
     if not isinstance(path, str | os.PathLike):
-        raise TypeError("it is no path")
+        raise TypeError(f"a path is a string or an os.PathLike object, not of type {type(path).__name__}")
     return os.fspath(path)
 
 

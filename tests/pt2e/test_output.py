@@ -157,6 +157,11 @@ def test_what_is_no_place_for_a_file(path, tmp_path, monkeypatch):
             write(path)
 
 
+def test_an_object_that_is_no_path_is_named_by_its_type():
+    with pytest.raises(MXError, match=r"cannot write .5.: a path is a string or an os\.PathLike .*, not of type int"):
+        check_output(5)
+
+
 def test_suffixes():
     check_output("report.JSON", (".json", ".html"))
     with pytest.raises(MXError, match=r"cannot write 'report': its name must end in \.json or \.html"):
