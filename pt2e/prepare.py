@@ -109,16 +109,11 @@ def prepare_qat_pt2e(model: GraphModule, quantizer: torchao_pt2e.Quantizer) -> G
 
 
 def _prepare(model: GraphModule, quantizer: torchao_pt2e.Quantizer, for_training: bool) -> GraphModule:
-    _check_exported(model)
+    check_exported(model)
     if not isinstance(quantizer, torchao_pt2e.Quantizer):
         raise MXError(f"expected an MXQuantizer, not {type(quantizer).__name__}")
     meta = dict(model.meta)
-    model = copy_sharing_tensors(model)
-    for graph in graph_modules(model):
-        graph.graph.eliminate_dead_code()
-    if not for_training:
-        keep_batch_norms(model)
-        torchao_pt2e.fold_batch_norms(model)
+    model = to_annotate(model, for_training)
     mark_constants(model)
     try:
         model = torchao_pt2e.annotate(model, quantizer)
@@ -142,6 +137,18 @@ def _prepare(model: GraphModule, quantizer: torchao_pt2e.Quantizer, for_training
     if not for_training:
         prepared.meta[INITIAL_KEY] = {name: _kept(t) for name, t in held_in_written_memory(model).items()}
     return prepared.train(bool(training) and for_training)
+
+
+def to_annotate(model: GraphModule, for_training: bool = False) -> GraphModule:
+    """A copy of an exported graph as quantizers see it: without dead code and, but for training, with its batch norms
+    folded into the layers before them. It shares the parameters that this does not change."""
+    model = copy_sharing_tensors(model)
+    for graph in graph_modules(model):
+        graph.graph.eliminate_dead_code()
+    if not for_training:
+        keep_batch_norms(model)
+        torchao_pt2e.fold_batch_norms(model)
+    return model
 
 
 def _kept(tensor: Tensor) -> Tensor:
@@ -176,7 +183,8 @@ def _configure_observers(graph: GraphModule) -> None:
                 observer.to(value.device)
 
 
-def _check_exported(model: object) -> None:
+def check_exported(model: object) -> None:
+    """Raise an MXError for a model that is no exported float graph on one device."""
     if isinstance(model, torch.export.ExportedProgram):
         raise MXError("expected a graph module, not an ExportedProgram: pass exported_program.module()")
     if torchao_pt2e.is_prepared(model):

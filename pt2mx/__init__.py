@@ -33,6 +33,8 @@ if TYPE_CHECKING:  # imported when they are reached
         enable_fake_quant,
         enable_observer,
     )
+    from pt2mx.pt2e.optimize.optimize import optimize
+    from pt2mx.pt2e.optimize.report import optimization_report
     from pt2mx.pt2e.origin import origin_of
     from pt2mx.pt2e.packages.package import load_package
     from pt2mx.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
@@ -79,6 +81,8 @@ __all__ = [
     "make_portable",
     "mx_quantize",
     "mx_statistics",
+    "optimization_report",
+    "optimize",
     "origin_of",
     "parse",
     "parse_element",
@@ -106,6 +110,8 @@ _LATE = {
     "disable_observer": "pt2mx.pt2e.observer",
     "enable_fake_quant": "pt2mx.pt2e.observer",
     "enable_observer": "pt2mx.pt2e.observer",
+    "optimization_report": "pt2mx.pt2e.optimize.report",
+    "optimize": "pt2mx.pt2e.optimize.optimize",
     "origin_of": "pt2mx.pt2e.origin",
     "prepare_pt2e": "pt2mx.pt2e.prepare",
     "prepare_qat_pt2e": "pt2mx.pt2e.prepare",

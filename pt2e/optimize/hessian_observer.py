@@ -1,0 +1,81 @@
+"""`MXHessianObserver`: what calibration shows of the input of a product, sums of squares and of products of columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+#: rows that one batch adds at most, taken evenly: of a convolution each position of an image is a row
+_ROWS = 8192
+#: columns whose products are summed together; of more, products of columns of different parts are left out
+_COLUMNS = 4096
+
+
+class MXHessianObserver(nn.Module):
+    """Adds up what products of a tensor with a weight depend on, and passes the tensor through.
+
+    The sums are in float32, on the tensor's device, and hold at most 4,096 x 4,096 values a part of the columns.
+
+    Args:
+        rows: tensor -> (groups, rows, K), the rows that meet the weight's columns.
+        line: columns that blocks of the weight do not cross, which stay in one part where it holds them.
+
+    Example:
+        >>> import torch
+        >>> from pt2mx.pt2e.optimize.hessian_observer import MXHessianObserver
+        >>> observer = MXHessianObserver(lambda x: x.unsqueeze(0), line=2)
+        >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+        >>> observer(x) is x
+        True
+        >>> observer.parts[0]  # x.T @ x
+        tensor([[[10., 14.],
+                 [14., 20.]]])
+        >>> observer.count, observer.amax
+        (2, tensor([[3., 4.]]))
+    """
+
+    def __init__(self, rows: Callable[[Tensor], Tensor], line: int) -> None:
+        super().__init__()
+        self.rows, self.line = rows, line
+        self.count = 0
+        self.parts: list[Tensor] = []
+        self.amax: Tensor | None = None
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.rows(x.detach())
+        if rows.shape[1] == 0:
+            return x
+        if rows.shape[1] > _ROWS:
+            step = rows.shape[1] / _ROWS
+            rows = rows[:, (torch.arange(_ROWS, device=rows.device) * step).long()]
+        rows = rows.float()
+        found = [part.mT @ part for part in rows.split(part_size(rows.shape[2], self.line), 2)]
+        amax = rows.abs().amax(1)
+        self.parts = [a + b for a, b in zip(self.parts, found, strict=True)] if self.parts else found
+        self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)
+        self.count += rows.shape[1]
+        return x
+
+    def mean_squares(self) -> Tensor:
+        """Return the mean of the squares of each column, (groups, K)."""
+        return torch.cat([part.diagonal(dim1=1, dim2=2) for part in self.parts], 1) / max(self.count, 1)
+
+    def all_reduce(self) -> None:
+        """Add up the sums of all ranks of `torch.distributed`, each of which has seen batches of its own."""
+        count = torch.tensor(self.count, device=self.parts[0].device)
+        dist.all_reduce(count)
+        self.count = int(count)
+        for part in self.parts:
+            dist.all_reduce(part)
+        dist.all_reduce(self.amax, dist.ReduceOp.MAX)
+
+
+def part_size(k: int, line: int) -> int:
+    """Return the columns of a part: all, as many whole lines as it holds, or a piece of one line."""
+    if k <= _COLUMNS:
+        return k
+    return _COLUMNS // line * line if line <= _COLUMNS else _COLUMNS

@@ -1,0 +1,143 @@
+"""`optimize`: weights of an exported model, rounded such that the model's outputs change little."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from tqdm import tqdm
+
+from pt2mx.errors import MXError, nearest
+from pt2mx.fx.graph.attributes import register_buffer
+from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors
+from pt2mx.pt2e.optimize.hessian_observer import MXHessianObserver
+from pt2mx.pt2e.optimize.report import REPORT_KEY, OptimizationReport
+from pt2mx.pt2e.optimize.rounding import round_weight
+from pt2mx.pt2e.optimize.sites import Site, weight_sites
+from pt2mx.pt2e.prepare import check_exported, to_annotate
+from pt2mx.pt2e.torchao_pt2e import Quantizer
+
+#: preset -> True if it looks at inputs
+PRESETS = {"fast": False, "balanced": True}
+
+
+def optimize(
+    model: GraphModule,
+    quantizer: Quantizer,
+    batches: Iterable[object] = (),
+    *,
+    preset: str = "balanced",
+    progress: bool = False,
+) -> GraphModule:
+    """Round the weights that a quantizer will quantize, so that quantizing them then changes nothing.
+
+    `balanced` rounds the weights of linear layers, matrix products and convolutions by GPTQ (Frantar et al.,
+    arXiv:2210.17323), with one pass over the batches; block scales are chosen beforehand by the scale mode "even".
+    Other weights, and all of them with `fast`, get the block scales of least squared error.
+
+    Args:
+        model: `torch.export.export(...).module()` of a model in evaluation mode. It stays as it is.
+        quantizer: the `MXQuantizer` by which the result is going to be prepared.
+        batches: inputs for calibration, each a tuple of positional or a dictionary of named arguments, or one tensor.
+            `fast` takes none.
+        preset: "fast" or "balanced".
+        progress: True shows a bar with the name of each weight.
+
+    Returns:
+        An exported graph of the same signature, for `prepare_pt2e` with this quantizer. Batch norms that prepare folds
+        are folded. `optimization_report` says what became of each weight.
+
+    Raises:
+        MXError: as `prepare_pt2e`; for an unknown preset, and for `balanced` without batches.
+
+    Example:
+        >>> import torch, pt2mx
+        >>> x = torch.linspace(-1, 1, 128).reshape(2, 64)
+        >>> linear = torch.nn.Linear(64, 8).eval()
+        >>> exported = torch.export.export(linear, (x,)).module()
+        >>> quantizer = pt2mx.MXQuantizer.from_recipe("mxfp4_weight_only")
+        >>> optimized = pt2mx.optimize(exported, quantizer, [(x,)])
+        >>> def error(model):
+        ...     converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(model, quantizer))
+        ...     return (converted(x) - linear(x)).square().sum()
+        >>> bool(error(optimized) < error(exported))
+        True
+    """
+    if preset not in PRESETS:
+        raise MXError(f"unknown preset {preset!r}: {nearest(str(preset), list(PRESETS))}")
+    check_exported(model)
+    if not isinstance(quantizer, Quantizer):
+        raise MXError(f"expected an MXQuantizer, not {type(quantizer).__name__}")
+    result = to_annotate(model)
+    sites = weight_sites(result, quantizer)
+    if PRESETS[preset]:
+        _observe(result, sites, batches)
+    reports = []
+    with tqdm(sites, disable=not progress, file=sys.stderr) as bar:
+        for site in bar:
+            bar.set_postfix_str(site.name)
+            rounded, report = round_weight(site, PRESETS[preset])
+            reports.append(report)
+            if rounded is not None:
+                _replace(result, site, rounded)
+    result.graph.eliminate_dead_code()
+    delete_unused_tensors(result)
+    result.recompile()
+    result.meta[REPORT_KEY] = OptimizationReport(tuple(reports))
+    return result
+
+
+def _observe(model: GraphModule, sites: list[Site], batches: Iterable[object]) -> None:
+    """Run the batches through a copy of the graph that observes what the weights are multiplied with: what is read
+    several times in one way by one observer."""
+    observed = copy_sharing_tensors(model)
+    nodes = {node.name: node for node in observed.graph.nodes}
+    shared: dict[tuple[object, ...], MXHessianObserver] = {}
+    for site in sites:
+        for reader in site.readers:
+            if (product := reader.product) is None:
+                continue
+            line = site.value.shape[product.layout.axis]
+            key = (product.source, product.layout.rows, line)
+            if key not in shared:
+                shared[key] = MXHessianObserver(product.layout.rows, line)
+                name = f"hessian_{len(shared)}"
+                observed.add_submodule(name, shared[key])
+                with observed.graph.inserting_before(nodes[reader.node.name]):
+                    observed.graph.call_module(name, (nodes[product.source.name],))
+            site.inputs.append((product.layout, shared[key]))
+    observed.recompile()
+    empty = True
+    with torch.no_grad():
+        for batch in batches:
+            empty = False
+            if isinstance(batch, dict):
+                observed(**batch)
+            else:
+                observed(*(batch if isinstance(batch, tuple | list) else (batch,)))
+    if empty:
+        raise MXError("batches is empty: give batches of inputs, or preset='fast', which takes none")
+
+
+def _replace(model: GraphModule, site: Site, value: Tensor) -> None:
+    """Make the readers of a weight read `value`: under the weight's names where nothing else reads it, or from a buffer
+    of its own."""
+    readers = {reader.node for reader in site.readers}
+    if site.node.op == "get_attr" and all(user in readers for node in site.equal for user in node.users):
+        for module in model.modules():
+            for parameters in (module._parameters, module._buffers):
+                held: dict[str, Any] = parameters
+                for name, tensor in held.items():
+                    if tensor is site.value:
+                        trained = isinstance(tensor, nn.Parameter)
+                        held[name] = nn.Parameter(value, tensor.requires_grad) if trained else value
+        return
+    with model.graph.inserting_before(site.node):
+        node = model.graph.get_attr(register_buffer(model, f"{site.name}_rounded", value))
+    node.meta.update(site.node.meta)
+    for reader in site.readers:
+        reader.node.replace_input_with(reader.weight, node)

@@ -1,0 +1,93 @@
+"""The rounding of one weight for all that read it, and its error."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pt2mx.algorithms import block_exponents, gptq
+from pt2mx.functional import fake_quantize_mx
+from pt2mx.pt2e.optimize.report import WeightReport
+from pt2mx.pt2e.optimize.sites import Site
+from pt2mx.spec import MXSpec
+
+#: the scale modes by which GPTQ's blocks get their scales, and those of other weights
+_EVEN, _LEAST_SQUARES = "even", "mse"
+#: scale modes and roundings under which rounded values would not quantize to themselves
+_UNSTABLE = ("ceil", "stochastic")
+
+
+@torch.no_grad()
+def round_weight(site: Site, by_inputs: bool) -> tuple[Tensor | None, WeightReport]:
+    """The rounded weight, or None where it stays, and its report. `by_inputs`: by GPTQ where inputs were observed."""
+    specs = {reader.spec for reader in site.readers}
+    spec = next(iter(specs))
+    if len(specs) > 1:
+        return None, _report(site, None, why="its readers quantize it in different ways")
+    if unstable := [mode for mode in (spec.scale_mode, spec.rounding) if mode in _UNSTABLE]:
+        return None, _report(site, spec, why=f"{unstable[0]} would quantize rounded values to others")
+    value = site.value.detach()
+    why = _not_by_gptq(site, spec) if by_inputs else "the preset looks at no inputs"
+    algorithm = "scales" if why else "gptq"
+    rounded = fake_quantize_mx(value, spec.replace(scale_mode=_LEAST_SQUARES)) if why else _by_gptq(site, value, spec)
+    rounded = fake_quantize_mx(rounded.to(value.dtype), spec)  # as it will be stored
+    before, after = (_error(site, value, q) for q in (fake_quantize_mx(value, spec), rounded))
+    if after >= before:
+        tried = f"{why}; scales of least error gain" if why else "gptq gains"
+        return None, _report(site, spec, "", before, before, f"{tried} nothing over rounding to nearest")
+    return rounded, _report(site, spec, algorithm, before, after, why)
+
+
+def _not_by_gptq(site: Site, spec: MXSpec) -> str:
+    """The reason for which GPTQ does not apply; "" where it does."""
+    if not site.inputs:
+        return "no product whose input is observed reads it"
+    if any(layout.axis != spec.axis for layout, _ in site.inputs):
+        return "its blocks do not run along the dimension that the product reduces"
+    if not any(observer.count for _, observer in site.inputs):
+        return "no batch reached what reads it"
+    if not all(part.isfinite().all() for part in _hessians(site)):
+        return "its inputs hold an Inf or a NaN, or their squares overflow"
+    return ""
+
+
+def _by_gptq(site: Site, value: Tensor, spec: MXSpec) -> Tensor:
+    layout, _ = site.inputs[0]
+    matrices, hessians = layout.to_matrices(value.float()), _hessians(site)
+    even, line = spec.replace(scale_mode=_EVEN), value.shape[layout.axis]
+    groups = []
+    for g, matrix in enumerate(matrices):
+        parts = zip(matrix.split(hessians[0].shape[-1], 1), hessians, strict=True)
+        groups.append(torch.cat([_round_part(part, h[g], even, min(line, part.shape[1])) for part, h in parts], 1))
+    return layout.from_matrices(torch.stack(groups), value.shape)
+
+
+def _round_part(part: Tensor, hessian: Tensor, spec: MXSpec, line: int) -> Tensor:
+    return gptq(part, hessian, spec, exponents=block_exponents(part, spec, line=line), line=line)
+
+
+def _hessians(site: Site) -> list[Tensor]:
+    """The sums over all inputs that the weight meets, by parts of its columns, (groups, K', K') each."""
+    seen = dict.fromkeys(observer for _, observer in site.inputs if observer.count)
+    return [sum(parts[1:], parts[0]) for parts in zip(*(observer.parts for observer in seen), strict=True)]
+
+
+def _error(site: Site, value: Tensor, rounded: Tensor) -> float:
+    """The share of the energy of the weight's products that rounding changes; of the weight itself, where its inputs
+    were not observed."""
+    hessians = _hessians(site) if any(observer.count for _, observer in site.inputs) else []
+    energies = []
+    for tensor in ((value - rounded).float(), value.float()):
+        if not hessians:
+            energies.append(float(tensor.square().sum(dtype=torch.float64)))
+            continue
+        matrices = site.inputs[0][0].to_matrices(tensor)
+        parts = zip(matrices.split(hessians[0].shape[-1], 2), hessians, strict=True)
+        energies.append(sum(float(((part @ h) * part).sum(dtype=torch.float64)) for part, h in parts))
+    return energies[0] / energies[1] if energies[1] else 0.0
+
+
+def _report(
+    site: Site, spec: MXSpec | None, algorithm: str = "", before: float = 0.0, after: float = 0.0, why: str = ""
+) -> WeightReport:
+    return WeightReport(site.name, site.modules, spec, algorithm, before, after, why)

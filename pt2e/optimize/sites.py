@@ -1,0 +1,84 @@
+"""The weights of an exported graph that a quantizer quantizes, and the operators that read them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from pt2mx.fx.graph.constants import constant_nodes, evaluate, first_equal, mark_constants, root_name
+from pt2mx.fx.graph.module_stack import module_name
+from pt2mx.fx.graph.tensors import copy_sharing_tensors
+from pt2mx.pt2e import torchao_pt2e
+from pt2mx.pt2e.optimize.hessian_observer import MXHessianObserver
+from pt2mx.pt2e.optimize.layouts import Layout, Product, product_of
+from pt2mx.pt2e.quantizer.annotate import plan_operator
+from pt2mx.pt2e.quantizer.operators import CONFIG_KEY, quantizable_operators
+from pt2mx.pt2e.torchao_pt2e import Q_ANNOTATION_KEY, Quantizer
+from pt2mx.spec import MXSpec
+
+
+@dataclass(frozen=True)
+class Reader:
+    """An operator that reads a weight, as `weight`, and quantizes it by `spec`. `product`: what it computes, where that
+    is in the table of products."""
+
+    node: Node
+    weight: Node
+    spec: MXSpec
+    product: Product | None
+
+
+@dataclass
+class Site:
+    """A weight: its name, the constant node that is quantized, those of equal value, and its readers. `inputs`: what
+    calibration has shown of their products."""
+
+    name: str
+    node: Node
+    value: Tensor
+    equal: list[Node]
+    readers: list[Reader] = field(default_factory=list)
+    inputs: list[tuple[Layout, MXHessianObserver]] = field(default_factory=list)
+
+    @property
+    def modules(self) -> str:
+        """The names of the modules that read the weight."""
+        return ", ".join(dict.fromkeys(module_name(reader.node) for reader in self.readers))
+
+
+def weight_sites(model: GraphModule, quantizer: Quantizer) -> list[Site]:
+    """The weights that `quantizer` quantizes in the outermost graph of `model`, each once however many operators read
+    it. The nodes are those of `model`, which stays as it is."""
+    nodes = {node.name: node for node in model.graph.nodes}
+    equal = first_equal(model, constant_nodes(model.graph))
+    sites: dict[Node, Site] = {}
+    for operator, weight, spec in _quantized_weights(model, quantizer):
+        node = nodes[operator.name]
+        tensor = nodes[weight.name if weight.name in nodes else weight.all_input_nodes[0].name]  # behind an alias
+        if tensor not in equal:  # a weight that the model computes
+            continue
+        first = equal[tensor]
+        if first not in sites:
+            same = [n for n, other in equal.items() if other is first]
+            sites[first] = Site(root_name(first), first, evaluate(model, first), same)
+        sites[first].readers.append(Reader(node, tensor, spec, product_of(node, tensor)))
+    return list(sites.values())
+
+
+def _quantized_weights(model: GraphModule, quantizer: Quantizer) -> Iterator[tuple[Node, Node, MXSpec]]:
+    """(operator, weight, spec) of an annotated copy of the graph."""
+    annotated = copy_sharing_tensors(model)
+    mark_constants(annotated)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # prepare gives them
+        annotated = torchao_pt2e.annotate(annotated, quantizer)
+    constants = constant_nodes(annotated.graph)
+    for node in quantizable_operators(annotated.graph):
+        if Q_ANNOTATION_KEY in node.meta and CONFIG_KEY in node.meta:
+            for (tensor, _), (role, spec) in plan_operator(node, node.meta[CONFIG_KEY], constants).inputs.items():
+                if role == "weight":
+                    yield node, tensor, spec

@@ -1,0 +1,6 @@
+"""Rounding of weights by what a model's inputs show: what `pt2mx.pt2e.optimize` does to graphs."""
+
+from pt2mx.algorithms.gptq import gptq
+from pt2mx.algorithms.scales import block_exponents, round_to_blocks
+
+__all__ = ["block_exponents", "gptq", "round_to_blocks"]

@@ -1,0 +1,123 @@
+"""The scales of a weight's blocks, chosen before its values are rounded.
+
+A weight is a matrix (N, K) here, blocks run along K. Where K is several lines (the taps of a convolution, each with its
+channels), a block ends with its line.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pt2mx.errors import MXError
+from pt2mx.kernels import elements, reference
+from pt2mx.spec import MXSpec
+
+#: changes of a block's exponent that `block_exponents` compares where inputs are known
+_OFFSETS = (0, -1, 1)
+#: exponents whose powers of two, and their reciprocals, are normal in fp32
+_LIMIT = 126
+
+
+def block_exponents(
+    weight: Tensor, spec: MXSpec, *, importance: Tensor | None = None, line: int | None = None
+) -> Tensor:
+    """Choose the shared exponent of each block.
+
+    Without `importance` it is that of the spec's scale mode. With it, of that exponent and its two neighbours the one
+    of least error, each column's squared error weighted: the error of the product, where columns of x are independent.
+
+    Args:
+        weight: (N, K) float.
+        spec: the format; its axis has no meaning here.
+        importance: (K,) mean squares of the columns of x, or None.
+        line: columns of a line; None: K.
+
+    Returns:
+        (N, blocks) int32, the blocks of the first line first.
+
+    Raises:
+        MXError: for a line that does not divide K.
+
+    Example:
+        >>> import torch, pt2mx
+        >>> from pt2mx.algorithms import block_exponents
+        >>> block_exponents(torch.tensor([[1.0, 7.0, 6.0, 48.0]]), pt2mx.MXSpec("mxfp4", 2))
+        tensor([[0, 3]], dtype=torch.int32)
+    """
+    blocks = to_blocks(weight.float(), spec, line)  # (N, blocks, block)
+    whole = spec.replace(axis=1, block_size=blocks.shape[2])
+    exponent, _ = reference.shared_exponent(blocks, whole)
+    candidates = torch.stack([exponent + offset for offset in (_OFFSETS if importance is not None else (0,))])
+    candidates = candidates.clamp(-_LIMIT, _LIMIT)  # (candidates, N, blocks, 1)
+    if importance is None:
+        return candidates[0].squeeze(2)
+    weights = to_blocks(importance.float().unsqueeze(0), spec, line)
+    errors = [((_rounded(blocks, c, spec) - blocks).square() * weights).sum(2, keepdim=True) for c in candidates]
+    best = torch.stack(errors).argmin(0, keepdim=True)  # of equal ones the first
+    return candidates.gather(0, best).squeeze(0).squeeze(2)
+
+
+def round_to_blocks(weight: Tensor, exponents: Tensor, spec: MXSpec, *, line: int | None = None) -> Tensor:
+    """Round each value to the nearest one of its block's scale.
+
+    Args:
+        weight: (N, K) float.
+        exponents: (N, blocks) int32, as `block_exponents` gives them.
+        spec, line: as there.
+
+    Returns:
+        (N, K) float32 values of the format.
+
+    Raises:
+        MXError: as `block_exponents`.
+
+    Example:
+        >>> import torch, pt2mx
+        >>> from pt2mx.algorithms import round_to_blocks
+        >>> round_to_blocks(torch.tensor([[1.1, 7.0]]), torch.tensor([[0]]), pt2mx.MXSpec("mxfp4", 2))
+        tensor([[1., 6.]])
+    """
+    blocks = to_blocks(weight.float(), spec, line)
+    return from_blocks(_rounded(blocks, exponents.unsqueeze(2), spec), weight.shape[1], line)
+
+
+def to_blocks(weight: Tensor, spec: MXSpec, line: int | None) -> Tensor:
+    """(N, K) -> (N, blocks, block), zeros behind the values of a ragged block."""
+    line = check_line(weight.shape[1], line)
+    block = min(spec.block_size, line)
+    lines = weight.unflatten(1, (-1, line))
+    lines = torch.nn.functional.pad(lines, (0, -line % block))
+    return lines.unflatten(2, (-1, block)).flatten(1, 2)
+
+
+def from_blocks(blocks: Tensor, k: int, line: int | None) -> Tensor:
+    """(N, blocks, block) -> (N, K)."""
+    line = check_line(k, line)
+    return blocks.flatten(1).unflatten(1, (k // line, -1))[:, :, :line].flatten(1)
+
+
+def block_of_column(k: int, spec: MXSpec, line: int | None) -> Tensor:
+    """The block of each column, (K,) int64."""
+    line = check_line(k, line)
+    blocks = -(-line // min(spec.block_size, line))
+    column = torch.arange(k)
+    return column // line * blocks + column % line // spec.block_size
+
+
+def check_line(k: int, line: int | None) -> int:
+    """The columns of a line."""
+    line = k if line is None else line
+    if line < 1 or k % line:
+        raise MXError(f"lines of {line} columns do not divide a weight of {k}: give the channels of a tap")
+    return line
+
+
+def pow2(exponents: Tensor) -> Tensor:
+    """2**exponents in fp32; exponents: integers in [-126, 126]."""
+    return ((exponents.to(torch.int32) + 127) << 23).view(torch.float32)
+
+
+def _rounded(blocks: Tensor, exponents: Tensor, spec: MXSpec) -> Tensor:
+    units = elements.round_to_element(blocks * pow2(-exponents), spec.element, spec.rounding)
+    return units * pow2(exponents)
