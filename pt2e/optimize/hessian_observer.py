@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 #: rows that one batch adds at most, taken evenly: of a convolution each position of an image is a row
@@ -63,15 +62,6 @@ class MXHessianObserver(nn.Module):
     def mean_squares(self) -> Tensor:
         """Return the mean of the squares of each column, (groups, K)."""
         return torch.cat([part.diagonal(dim1=1, dim2=2) for part in self.parts], 1) / max(self.count, 1)
-
-    def all_reduce(self) -> None:
-        """Add up the sums of all ranks of `torch.distributed`, each of which has seen batches of its own."""
-        count = torch.tensor(self.count, device=self.parts[0].device)
-        dist.all_reduce(count)
-        self.count = int(count)
-        for part in self.parts:
-            dist.all_reduce(part)
-        dist.all_reduce(self.amax, dist.ReduceOp.MAX)
 
 
 def part_size(k: int, line: int) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from tqdm import tqdm
@@ -15,6 +16,7 @@ from pt2mx.errors import MXError, nearest
 from pt2mx.fx.graph.attributes import register_buffer
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors
 from pt2mx.pt2e.optimize.hessian_observer import MXHessianObserver
+from pt2mx.pt2e.optimize.ranks import Rounded, add_up, least, share_out
 from pt2mx.pt2e.optimize.report import REPORT_KEY, OptimizationReport
 from pt2mx.pt2e.optimize.rounding import round_weight
 from pt2mx.pt2e.optimize.sites import Site, weight_sites
@@ -32,6 +34,7 @@ def optimize(
     *,
     preset: str = "balanced",
     progress: bool = False,
+    group: dist.ProcessGroup | None = None,
 ) -> GraphModule:
     """Round the weights that a quantizer will quantize, so that quantizing them then changes nothing.
 
@@ -46,6 +49,9 @@ def optimize(
             `fast` takes none.
         preset: "fast" or "balanced".
         progress: True shows a bar with the name of each weight.
+        group: the ranks of `torch.distributed` that calibrate together, `torch.distributed.group.WORLD` for all of
+            them: each calls `optimize` with the same model and with batches of its own, and gets the same result.
+            None: this process by itself.
 
     Returns:
         An exported graph of the same signature, for `prepare_pt2e` with this quantizer. Batch norms that prepare folds
@@ -74,16 +80,22 @@ def optimize(
         raise MXError(f"expected an MXQuantizer, not {type(quantizer).__name__}")
     result = to_annotate(model)
     sites = weight_sites(result, quantizer)
-    if PRESETS[preset]:
-        _observe(result, sites, batches)
+    by_inputs = PRESETS[preset]
+    if by_inputs:
+        _observe(result, sites, batches, group)
     reports = []
-    with tqdm(sites, disable=not progress, file=sys.stderr) as bar:
-        for site in bar:
+    with tqdm(total=len(sites), disable=not progress, file=sys.stderr) as bar:
+
+        def work(site: Site) -> Rounded:
             bar.set_postfix_str(site.name)
-            rounded, report = round_weight(site, PRESETS[preset])
+            found = round_weight(site, by_inputs)
+            bar.update()
+            return found
+
+        for site, (value, report) in share_out(sites, work, group):
             reports.append(report)
-            if rounded is not None:
-                _replace(result, site, rounded)
+            if value is not None:
+                _replace(result, site, value)
     result.graph.eliminate_dead_code()
     delete_unused_tensors(result)
     result.recompile()
@@ -91,7 +103,7 @@ def optimize(
     return result
 
 
-def _observe(model: GraphModule, sites: list[Site], batches: Iterable[object]) -> None:
+def _observe(model: GraphModule, sites: list[Site], batches: Iterable[object], group: dist.ProcessGroup | None) -> None:
     """Run the batches through a copy of the graph that observes what the weights are multiplied with: what is read
     several times in one way by one observer."""
     observed = copy_sharing_tensors(model)
@@ -111,16 +123,18 @@ def _observe(model: GraphModule, sites: list[Site], batches: Iterable[object]) -
                     observed.graph.call_module(name, (nodes[product.source.name],))
             site.inputs.append((product.layout, shared[key]))
     observed.recompile()
-    empty = True
+    count = 0
     with torch.no_grad():
         for batch in batches:
-            empty = False
+            count += 1
             if isinstance(batch, dict):
                 observed(**batch)
             else:
                 observed(*(batch if isinstance(batch, tuple | list) else (batch,)))
-    if empty:
+    if not least(count, group):
         raise MXError("batches is empty: give batches of inputs, or preset='fast', which takes none")
+    if sites:
+        add_up(shared.values(), sites[0].value.device, group)
 
 
 def _replace(model: GraphModule, site: Site, value: Tensor) -> None:

@@ -1,0 +1,67 @@
+"""Calibration on several ranks of `torch.distributed`: each runs batches of its own, their sums are added up, and the
+weights are shared out among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pt2mx.pt2e.optimize.hessian_observer import MXHessianObserver
+from pt2mx.pt2e.optimize.report import WeightReport
+from pt2mx.pt2e.optimize.sites import Site
+
+Rounded = tuple[Tensor | None, WeightReport]
+
+
+def least(count: int, group: dist.ProcessGroup | None) -> int:
+    """The least of the counts of all ranks."""
+    counts = [count]
+    if group is not None:
+        counts *= group.size()
+        dist.all_gather_object(counts, count, group=group)
+    return min(counts)
+
+
+def add_up(observers: Iterable[MXHessianObserver], device: torch.device, group: dist.ProcessGroup | None) -> None:
+    """Give the observers of every rank the sums over all ranks. A rank may have seen no rows of some input."""
+    if group is None:
+        return
+    for observer in observers:
+        found: list[tuple[int, list[torch.Size]]] = [(0, [])] * group.size()
+        dist.all_gather_object(found, (observer.count, [part.shape for part in observer.parts]), group=group)
+        shapes = max((shapes for _, shapes in found), key=len)
+        if not shapes:
+            continue
+        if observer.amax is None:
+            observer.parts = [torch.zeros(shape, device=device) for shape in shapes]
+            observer.amax = torch.zeros(shapes[0][0], sum(shape[1] for shape in shapes), device=device)
+        for part in observer.parts:
+            dist.all_reduce(part, group=group)
+        dist.all_reduce(observer.amax, dist.ReduceOp.MAX, group=group)
+        observer.count = sum(count for count, _ in found)
+
+
+def share_out(
+    sites: Sequence[Site], work: Callable[[Site], Rounded], group: dist.ProcessGroup | None
+) -> Iterable[tuple[Site, Rounded]]:
+    """Yield what `work` gives for each weight, in order. Of several ranks each does its share, before the first is
+    yielded: rank r those with the numbers r, r + ranks, and so on."""
+    if group is None:
+        yield from ((site, work(site)) for site in sites)
+        return
+    rank, ranks = group.rank(), group.size()
+    own = {i: work(site) for i, site in enumerate(sites) if i % ranks == rank}
+    for i, site in enumerate(sites):
+        value, *reports = own.get(i, (None,))
+        source = dist.get_global_rank(group, i % ranks)
+        message: list[Any] = [value is not None, *reports] if reports else [None, None]
+        dist.broadcast_object_list(message, source, group=group)
+        changed, report = message
+        if changed:
+            value = torch.empty_like(site.value) if value is None else value.contiguous()
+            dist.broadcast(value, source, group=group)
+        yield site, (value, report)

@@ -1,0 +1,62 @@
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import pt2mx
+from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config
+
+QUANTIZER = MXQuantizer().set_global(get_default_mx_quantization_config(weight="mxfp4", activation=None))
+
+
+class Branches(nn.Module):
+    """The second layer sees rows only where the flag is set, none on the second rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(64, 48), nn.Linear(64, 48), nn.Linear(48, 8)
+
+    def forward(self, x, chosen):
+        y = self.first(x)
+        return self.last(torch.relu(y.index_add(0, chosen, self.second(x[chosen]))))
+
+
+def model():
+    torch.manual_seed(0)
+    rows = torch.export.Dim("rows", min=0, max=64)
+    args = torch.randn(32, 64), torch.arange(5)
+    return torch.export.export(Branches().eval(), args, dynamic_shapes=({}, {0: rows})).module()
+
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    mixing = torch.randn(64, 64, generator=generator) / 8
+    found = [torch.randn(32, 64, generator=generator) @ mixing for _ in range(6)]
+    return [(x, torch.arange(20) if i < 3 else torch.arange(0)) for i, x in enumerate(found)]
+
+
+def calibrate(rank, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
+    own = batches()[3 * rank : 3 * rank + 3]
+    optimized = pt2mx.optimize(model(), QUANTIZER, own, group=dist.group.WORLD)
+    report = [(w.weight, w.algorithm, w.before, w.after) for w in pt2mx.optimization_report(optimized).weights]
+    try:
+        pt2mx.optimize(model(), QUANTIZER, own if rank else [], group=dist.group.WORLD)
+    except MXError as error:
+        message = str(error)
+    torch.save((dict(optimized.named_parameters()), report, message), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_two_ranks_give_what_one_gives(tmp_path):
+    torch.multiprocessing.spawn(calibrate, (str(tmp_path),), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    want = pt2mx.optimize(model(), QUANTIZER, batches())
+    for name, tensor in want.named_parameters():
+        assert torch.equal(first[0][name], second[0][name])
+        assert (first[0][name] == tensor).float().mean() > 0.97  # the order of sums differs
+    assert first[1] == second[1] and [row[1] for row in first[1]] == ["gptq"] * 3
+    for row, alone in zip(first[1], pt2mx.optimization_report(want).weights, strict=True):
+        assert row[0] == alone.weight and row[2:] == pytest.approx((alone.before, alone.after), rel=0.02)
+    assert "batches is empty" in first[2] and first[2] == second[2]  # no rank waits for ever
