@@ -40,36 +40,39 @@ class Layout:
 
 def _flat(x: Tensor) -> Tensor:
     """(..., K) -> (1, rows, K)."""
-    return x.reshape(1, -1, x.shape[-1])
+    return x.reshape(1, x.shape[:-1].numel(), x.shape[-1])
 
 
 def _batched(x: Tensor) -> Tensor:
     """(..., rows, K) -> (groups, rows, K)."""
-    return x.reshape(-1, *x.shape[-2:])
+    return x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
 
 
 def _from_matrices(matrices: Tensor, shape: torch.Size) -> Tensor:
     return matrices.reshape(shape)
 
 
-def _out_in(node: Node, weight: Node) -> Layout:
+def _out_in(node: Node, weight: Node) -> Layout | None:
     """x @ W.T, W: (N, K)."""
+    if len(shape_of(weight) or ()) != 2:
+        return None
     return Layout(1, lambda w: w.unsqueeze(0), _from_matrices, _flat)
 
 
 def _in_out(node: Node, weight: Node) -> Layout | None:
     """x @ W, W: (K,), (K, N), or (..., K, N), whose matrices have rows of x of their own."""
-    rank = len(shape_of(weight) or ())
+    shape = shape_of(weight) or ()
+    rank = len(shape)
     if rank == 1:
         return Layout(0, lambda w: w.view(1, 1, -1), _from_matrices, _flat)
-    same = len(shape_of(args_of(node)[0]) or ()) == rank
-    if rank > 2 and not same:  # x is broadcast
+    one = all(size == 1 for size in shape[:-2])
+    if not one and (shape_of(args_of(node)[0]) or ())[:-2] != shape[:-2]:  # x or the matrices are broadcast
         return None
     return Layout(
         rank - 2,
         lambda w: w.reshape(-1, *w.shape[-2:]).mT,
         lambda matrices, shape: matrices.mT.reshape(shape),
-        _flat if rank == 2 else _batched,
+        _flat if one else _batched,
     )
 
 
@@ -146,3 +149,8 @@ def product_of(node: Node, weight: Node) -> Product | None:
     source, factor = args_of(node)[x], args_of(node)[second]
     layout = make(node, weight) if factor is weight and isinstance(source, Node) else None
     return None if layout is None else Product(source, layout)
+
+
+def reads_rows(product: Product) -> bool:
+    """True if the rows are those of the input as it is, (..., K)."""
+    return product.layout.rows is _flat

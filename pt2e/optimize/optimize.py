@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.fx import GraphModule
 from tqdm import tqdm
 
 from pt2mx.errors import MXError, nearest
-from pt2mx.fx.graph.attributes import register_buffer
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors
 from pt2mx.pt2e.optimize.hessian_observer import MXHessianObserver
 from pt2mx.pt2e.optimize.ranks import Rounded, add_up, least, share_out
 from pt2mx.pt2e.optimize.report import REPORT_KEY, OptimizationReport
+from pt2mx.pt2e.optimize.rotation import rotate_products
 from pt2mx.pt2e.optimize.rounding import round_weight
-from pt2mx.pt2e.optimize.sites import Site, weight_sites
+from pt2mx.pt2e.optimize.sites import Site, set_weight, weight_sites
 from pt2mx.pt2e.prepare import check_exported, to_annotate
 from pt2mx.pt2e.torchao_pt2e import Quantizer
 
-#: preset -> True if it looks at inputs
-PRESETS = {"fast": False, "balanced": True}
+
+class Preset(NamedTuple):
+    """The algorithms of a preset: GPTQ by the inputs of products, and products in rotated coordinates."""
+
+    by_inputs: bool
+    rotates: bool
+
+
+PRESETS = {"fast": Preset(by_inputs=False, rotates=False), "balanced": Preset(by_inputs=True, rotates=True)}
 
 
 def optimize(
@@ -80,7 +86,10 @@ def optimize(
         raise MXError(f"expected an MXQuantizer, not {type(quantizer).__name__}")
     result = to_annotate(model)
     sites = weight_sites(result, quantizer)
-    by_inputs = PRESETS[preset]
+    by_inputs, rotates = PRESETS[preset]
+    if rotates:
+        rotate_products(result, sites)
+        sites = weight_sites(result, quantizer)
     if by_inputs:
         _observe(result, sites, batches, group)
     reports = []
@@ -95,7 +104,7 @@ def optimize(
         for site, (value, report) in share_out(sites, work, group):
             reports.append(report)
             if value is not None:
-                _replace(result, site, value)
+                set_weight(result, site, value)
     result.graph.eliminate_dead_code()
     delete_unused_tensors(result)
     result.recompile()
@@ -135,23 +144,3 @@ def _observe(model: GraphModule, sites: list[Site], batches: Iterable[object], g
         raise MXError("batches is empty: give batches of inputs, or preset='fast', which takes none")
     if sites:
         add_up(shared.values(), sites[0].value.device, group)
-
-
-def _replace(model: GraphModule, site: Site, value: Tensor) -> None:
-    """Make the readers of a weight read `value`: under the weight's names where nothing else reads it, or from a buffer
-    of its own."""
-    readers = {reader.node for reader in site.readers}
-    if site.node.op == "get_attr" and all(user in readers for node in site.equal for user in node.users):
-        for module in model.modules():
-            for parameters in (module._parameters, module._buffers):
-                held: dict[str, Any] = parameters
-                for name, tensor in held.items():
-                    if tensor is site.value:
-                        trained = isinstance(tensor, nn.Parameter)
-                        held[name] = nn.Parameter(value, tensor.requires_grad) if trained else value
-        return
-    with model.graph.inserting_before(site.node):
-        node = model.graph.get_attr(register_buffer(model, f"{site.name}_rounded", value))
-    node.meta.update(site.node.meta)
-    for reader in site.readers:
-        reader.node.replace_input_with(reader.weight, node)

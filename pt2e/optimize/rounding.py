@@ -8,31 +8,26 @@ from torch import Tensor
 from pt2mx.algorithms import block_exponents, gptq
 from pt2mx.functional import fake_quantize_mx
 from pt2mx.pt2e.optimize.report import WeightReport
-from pt2mx.pt2e.optimize.sites import Site
+from pt2mx.pt2e.optimize.sites import Site, why_not_rounded
 from pt2mx.spec import MXSpec
 
 #: the scale modes by which GPTQ's blocks get their scales, and those of other weights
 _EVEN, _LEAST_SQUARES = "even", "mse"
-#: scale modes and roundings under which rounded values would not quantize to themselves
-_UNSTABLE = ("ceil", "stochastic")
 
 
 @torch.no_grad()
 def round_weight(site: Site, by_inputs: bool) -> tuple[Tensor | None, WeightReport]:
     """The rounded weight, or None where it stays, and its report. `by_inputs`: by GPTQ where inputs were observed."""
-    specs = {reader.spec for reader in site.readers}
-    spec = next(iter(specs))
-    if len(specs) > 1:
-        return None, _report(site, None, why="its readers quantize it in different ways")
-    if unstable := [mode for mode in (spec.scale_mode, spec.rounding) if mode in _UNSTABLE]:
-        return None, _report(site, spec, why=f"{unstable[0]} would quantize rounded values to others")
-    value = site.value.detach()
+    spec, value = site.readers[0].spec, site.value.detach()
+    if why := why_not_rounded(site):
+        same = all(reader.spec == spec for reader in site.readers)
+        return None, _report(site, spec if same else None, why=why)
     why = _not_by_gptq(site, spec) if by_inputs else "the preset looks at no inputs"
     algorithm = "scales" if why else "gptq"
     rounded = fake_quantize_mx(value, spec.replace(scale_mode=_LEAST_SQUARES)) if why else _by_gptq(site, value, spec)
     rounded = fake_quantize_mx(rounded.to(value.dtype), spec)  # as it will be stored
     before, after = (_error(site, value, q) for q in (fake_quantize_mx(value, spec), rounded))
-    if after >= before:
+    if not after < before:
         tried = f"{why}; scales of least error gain" if why else "gptq gains"
         return None, _report(site, spec, "", before, before, f"{tried} nothing over rounding to nearest")
     return rounded, _report(site, spec, algorithm, before, after, why)
@@ -76,8 +71,11 @@ def _error(site: Site, value: Tensor, rounded: Tensor) -> float:
     """The share of the energy of the weight's products that rounding changes; of the weight itself, where its inputs
     were not observed."""
     hessians = _hessians(site) if any(observer.count for _, observer in site.inputs) else []
-    energies = []
-    for tensor in ((value - rounded).float(), value.float()):
+    if not all(part.isfinite().all() for part in hessians):
+        hessians = []
+    hessians = [part / max(map(_peak, hessians)) for part in hessians]
+    energies, unit = [], _peak(value.float())
+    for tensor in ((value.float() - rounded.float()) / unit, value.float() / unit):
         if not hessians:
             energies.append(float(tensor.square().sum(dtype=torch.float64)))
             continue
@@ -85,6 +83,11 @@ def _error(site: Site, value: Tensor, rounded: Tensor) -> float:
         parts = zip(matrices.split(hessians[0].shape[-1], 2), hessians, strict=True)
         energies.append(sum(float(((part @ h) * part).sum(dtype=torch.float64)) for part, h in parts))
     return energies[0] / energies[1] if energies[1] else 0.0
+
+
+def _peak(values: Tensor) -> float:
+    """The largest absolute value, by which squares of the others stay within fp32; not zero."""
+    return max(float(values.abs().max()), torch.finfo(torch.float32).tiny)
 
 
 def _report(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from pt2mx.fx.graph.attributes import register_buffer
 from pt2mx.fx.graph.constants import constant_nodes, evaluate, first_equal, mark_constants, root_name
 from pt2mx.fx.graph.module_stack import module_name
 from pt2mx.fx.graph.tensors import copy_sharing_tensors
@@ -19,6 +21,9 @@ from pt2mx.pt2e.quantizer.annotate import plan_operator
 from pt2mx.pt2e.quantizer.operators import CONFIG_KEY, quantizable_operators
 from pt2mx.pt2e.torchao_pt2e import Q_ANNOTATION_KEY, Quantizer
 from pt2mx.spec import MXSpec
+
+#: scale modes and roundings under which rounded values would not quantize to themselves
+_UNSTABLE = ("ceil", "stochastic")
 
 
 @dataclass(frozen=True)
@@ -82,3 +87,38 @@ def _quantized_weights(model: GraphModule, quantizer: Quantizer) -> Iterator[tup
             for (tensor, _), (role, spec) in plan_operator(node, node.meta[CONFIG_KEY], constants).inputs.items():
                 if role == "weight":
                     yield node, tensor, spec
+
+
+def why_not_rounded(site: Site) -> str:
+    """The reason for which a weight is not rounded; "" where it is."""
+    spec = site.readers[0].spec
+    if any(reader.spec != spec for reader in site.readers):
+        return "its readers quantize it in different ways"
+    if unstable := [mode for mode in (spec.scale_mode, spec.rounding) if mode in _UNSTABLE]:
+        return f"{unstable[0]} would quantize rounded values to others"
+    return "" if site.value.isfinite().all() else "it holds an Inf or a NaN"
+
+
+def is_read_by_these_alone(site: Site) -> bool:
+    """True if nothing but its quantized readers reads the parameter or buffer."""
+    readers = {reader.node for reader in site.readers}
+    return site.node.op == "get_attr" and all(user in readers for node in site.equal for user in node.users)
+
+
+def set_weight(model: GraphModule, site: Site, value: Tensor) -> None:
+    """Make the readers of a weight read `value`: under the weight's names where nothing else reads it, or from a buffer
+    of its own."""
+    if not is_read_by_these_alone(site):
+        with model.graph.inserting_before(site.node):
+            node = model.graph.get_attr(register_buffer(model, f"{site.name}_rounded", value))
+        node.meta.update(site.node.meta)
+        for reader in site.readers:
+            reader.node.replace_input_with(reader.weight, node)
+        return
+    for module in model.modules():
+        for parameters in (module._parameters, module._buffers):
+            held: dict[str, Any] = parameters
+            for name, tensor in held.items():
+                if tensor is site.value:
+                    trained = isinstance(tensor, nn.Parameter)
+                    held[name] = nn.Parameter(value, tensor.requires_grad) if trained else value

@@ -67,9 +67,9 @@ def gptq(
     if exponents is None:
         exponents = block_exponents(weight, spec, line=line)
     columns = weight.float().t().contiguous()  # (K, N): a column is a row in memory
-    hessian = hessian.float().clone()
     dead = hessian.diagonal() <= 0
-    hessian.diagonal()[dead] = 1.0
+    hessian = hessian.float() / (1.0 if dead.all() else hessian.diagonal().amax())
+    hessian.diagonal()[dead] = 1.0 if dead.all() else hessian.diagonal()[~dead].mean()
     order = torch.arange(k, device=weight.device)
     if act_order:
         order = hessian.diagonal().argsort(descending=True, stable=True)

@@ -133,6 +133,14 @@ OPERATORS = {
             "n": "rows of the weight",
         },
     ),
+    "hadamard": Operator(
+        1,
+        "Values times Sylvester's Hadamard matrix over the square root of `size`, block by block along "
+        "the axis: twice is the identity, within rounding. Sums in float32, then a cast. The gradient is that of the "
+        "product.",
+        {"": "x's shape and dtype, contiguous"},
+        {"x": _VALUES, "size": "values of a block, a power of two that divides n"},
+    ),
     "scaled_mm_mx": Operator(
         1,
         "The product of packed activations and a packed weight, both in blocks of 32 along K, with sums in float32; K "

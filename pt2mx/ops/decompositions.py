@@ -17,7 +17,7 @@ from pt2mx.formats import ELEMENTS
 from pt2mx.kernels import elements, reference
 from pt2mx.kernels.axis import is_one_in_the_example
 from pt2mx.kernels.gpu.mma_layout import from_mma_layout
-from pt2mx.ops import linear
+from pt2mx.ops import hadamard, linear
 from pt2mx.ops.checks import check_input, check_packed
 from pt2mx.ops.order import Order, dense_strides, is_dense, natural, order_in_memory, permuted_back, strides_in_order
 from pt2mx.ops.quantization import seed_of
@@ -154,4 +154,5 @@ def product_decompositions() -> dict[OpOverload, Callable[..., Tensor]]:
         linear.linear_mx: linear_mx,
         linear.grouped_linear_mx: grouped_linear_mx,
         linear.linear_mx_mma_layout: linear_mx_mma_layout,
+        hadamard.hadamard: hadamard.rotate,
     }

@@ -55,6 +55,10 @@ _EXAMPLES = {
         >>> torch.equal(torch.ops.pt2mx.linear_mx_mma_layout(x, *weight, None, "fp4_e2m1", 64), x)
         True
         """,
+    "hadamard": """
+        >>> torch.ops.pt2mx.hadamard(torch.tensor([8.0, 0.0, 0.0, 0.0]), 4)
+        tensor([4., 4., 4., 4.])
+        """,
     "scaled_mm_mx": """
         >>> swizzle = torch.ops.pt2mx.swizzle_scale
         >>> x_scale, x = pt2mx.quantize_mx(torch.arange(32.0).reshape(1, 32), "mxfp8")

@@ -25,6 +25,7 @@ RECORDED = {
     "linear_mx": {1: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int block_size) -> Tensor"},
     "grouped_linear_mx": {1: f"({_WEIGHT}, Tensor offs, str elem_dtype_name, int block_size) -> Tensor"},
     "linear_mx_mma_layout": {1: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int n) -> Tensor"},
+    "hadamard": {1: "(Tensor x, int size, int axis=-1) -> Tensor"},
     "scaled_mm_mx": {
         1: "(Tensor x_data, Tensor x_scale, Tensor weight_data, Tensor weight_scale, Tensor? bias, "
         "str x_elem_dtype_name, str weight_elem_dtype_name, ScalarType target_dtype) -> Tensor"

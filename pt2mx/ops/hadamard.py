@@ -1,0 +1,71 @@
+"""`torch.ops.pt2mx.hadamard`: values rotated within blocks, so that outliers are shared out among their neighbours.
+
+Source: the fast Walsh-Hadamard transform; QuaRot (Ashkboos et al., arXiv:2404.00456) rotates whole rows. A product
+stays what it is if both of its factors are rotated along the dimension that it reduces.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pt2mx.errors import MXError
+from pt2mx.ops.checks import HIGH_PRECISION
+
+
+def rotate(x: Tensor, size: int, axis: int = -1) -> Tensor:
+    """x: (..., n, ...), `size` a power of two that divides n -> x times the normalized Hadamard matrix, block by block
+    along the axis, in x's dtype.
+
+    Sums are made in float32, in one order and without a product before the last step: they have the same bits on every
+    device, eager or compiled.
+    """
+    y = x.float().movedim(axis, -1)
+    shape = y.shape
+    half = 1
+    while half < size:
+        first, second = y.unflatten(-1, (-1, 2, half)).unbind(-2)
+        y = torch.stack((first + second, first - second), -2).view(shape)
+        half *= 2
+    return (y * size**-0.5).movedim(-1, axis).to(x.dtype)
+
+
+def _hadamard(x: Tensor, size: int, axis: int = -1) -> Tensor:
+    _check(x, size, axis)
+    return rotate(x, size, axis).contiguous()
+
+
+def _hadamard_fake(x: Tensor, size: int, axis: int = -1) -> Tensor:
+    _check(x, size, axis)
+    return x.new_empty(x.shape)
+
+
+def _check(x: Tensor, size: int, axis: int) -> None:
+    if x.dtype not in HIGH_PRECISION:
+        raise MXError(f"hadamard takes float32, float16 or bfloat16, not {x.dtype}: cast x")
+    if not -x.dim() <= axis < x.dim():
+        raise MXError(f"axis={axis} is out of range for x of shape {tuple(x.shape)}")
+    if size < 1 or size & (size - 1) or x.shape[axis] % size:
+        raise MXError(
+            f"blocks of {size} do not rotate {x.shape[axis]} values: the size must be a power of two that divides them"
+        )
+
+
+def _save_arguments(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    _, ctx.size, ctx.axis = inputs
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return hadamard(grad, ctx.size, ctx.axis), None, None  # the matrix is its own transpose
+
+
+torch.library.define(
+    "pt2mx::hadamard", "(Tensor x, int size, int axis=-1) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
+torch.library.impl("pt2mx::hadamard", "CompositeExplicitAutograd", _hadamard)
+torch.library.register_fake("pt2mx::hadamard", _hadamard_fake)
+torch.library.register_autograd("pt2mx::hadamard", _backward, setup_context=_save_arguments)
+
+hadamard = torch.ops.pt2mx.hadamard.default
