@@ -1,4 +1,4 @@
-"""`optimize`: weights of an exported model, rounded such that the model's outputs change little."""
+"""`optimize`: weights of an exported model, rotated and rounded such that the model's outputs change little."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def optimize(
 
     `balanced` rounds the weights of linear layers, matrix products and convolutions by GPTQ (Frantar et al.,
     arXiv:2210.17323), with one pass over the batches; block scales are chosen beforehand by the scale mode "even".
-    Other weights, and all of them with `fast`, get the block scales of least squared error.
+    Inputs and weights of linear layers and matrix products are rotated within blocks of 32 (`torch.ops.pt2mx.hadamard`,
+    after QuaRot, arXiv:2404.00456). Other weights, and all of them with `fast`, get the block scales of least squared
+    error.
 
     Args:
         model: `torch.export.export(...).module()` of a model in evaluation mode. It stays as it is.

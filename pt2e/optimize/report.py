@@ -13,7 +13,7 @@ from pt2mx.spec import MXSpec
 #: meta key of an optimized model
 REPORT_KEY = "mx_optimization"
 
-_HEADINGS = ("weight", "format", "algorithm", "error before", "after", "why not")
+_HEADINGS = ("weight", "format", "algorithm", "rotated", "error before", "after", "why not")
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class WeightReport:
         modules: the modules that read it.
         spec: its format; None where several readers differ.
         algorithm: "gptq", "scales", or "" where it stayed.
+        rotated: values that are rotated together, with the inputs of its products; 0 where none are.
         before, after: the squared error over the squared value, of the weight's products with the inputs of the
             calibration, or of the weight itself where they were not seen; rounded to nearest, and as it is now.
         reason: why a better algorithm did not apply; "" where it did.
@@ -34,6 +35,7 @@ class WeightReport:
     modules: str
     spec: MXSpec | None
     algorithm: str
+    rotated: int
     before: float
     after: float
     reason: str
@@ -55,13 +57,10 @@ class OptimizationReport:
         Returns:
             A line for each weight; errors are shares of the value's energy.
         """
-        rows = [
-            _HEADINGS,
-            *(
-                (w.weight, str(w.spec or ""), w.algorithm, f"{w.before:.2e}", f"{w.after:.2e}", w.reason)
-                for w in self.weights
-            ),
-        ]
+        rows = [_HEADINGS]
+        for w in self.weights:
+            errors = f"{w.before:.2e}", f"{w.after:.2e}"
+            rows.append((w.weight, str(w.spec or ""), w.algorithm, str(w.rotated or ""), *errors, w.reason))
         return text_table(rows)
 
 

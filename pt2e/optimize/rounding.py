@@ -7,6 +7,8 @@ from torch import Tensor
 
 from pt2mx.algorithms import block_exponents, gptq
 from pt2mx.functional import fake_quantize_mx
+from pt2mx.fx.graph.node import args_of
+from pt2mx.ops.hadamard import hadamard
 from pt2mx.pt2e.optimize.report import WeightReport
 from pt2mx.pt2e.optimize.sites import Site, why_not_rounded
 from pt2mx.spec import MXSpec
@@ -93,4 +95,6 @@ def _peak(values: Tensor) -> float:
 def _report(
     site: Site, spec: MXSpec | None, algorithm: str = "", before: float = 0.0, after: float = 0.0, why: str = ""
 ) -> WeightReport:
-    return WeightReport(site.name, site.modules, spec, algorithm, before, after, why)
+    sources = [reader.product.source for reader in site.readers if reader.product is not None]
+    rotated = max((args_of(source)[1] for source in sources if source.target is hadamard), default=0)
+    return WeightReport(site.name, site.modules, spec, algorithm, rotated, before, after, why)

@@ -96,6 +96,8 @@ def why_not_rounded(site: Site) -> str:
         return "its readers quantize it in different ways"
     if unstable := [mode for mode in (spec.scale_mode, spec.rounding) if mode in _UNSTABLE]:
         return f"{unstable[0]} would quantize rounded values to others"
+    if not site.value.numel():
+        return "it is empty"
     return "" if site.value.isfinite().all() else "it holds an Inf or a NaN"
 
 

@@ -10,7 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pt2mx.algorithms.scales import block_exponents, block_of_column, pow2, round_to_blocks
+from pt2mx.algorithms.scales import (
+    block_exponents,
+    block_of_column,
+    check_exponents,
+    check_matrix,
+    pow2,
+    round_to_blocks,
+)
 from pt2mx.errors import MXError
 from pt2mx.kernels import elements
 from pt2mx.spec import MXSpec
@@ -51,8 +58,8 @@ def gptq(
         FP8 E4M3 all but 240 times a scale, where that is the largest of a block.
 
     Raises:
-        MXError: for shapes that do not belong together, a random rounding, a negative damping, and a Hessian that is
-            not finite or far from positive semidefinite.
+        MXError: for shapes that do not belong together, exponents beyond +-126, a random rounding, a negative damping,
+            and a Hessian that is not finite or far from positive semidefinite.
 
     Example:
         >>> import torch, pt2mx
@@ -62,10 +69,12 @@ def gptq(
         >>> pt2mx.fake_quantize_mx(weight, spec), gptq(weight, x.T @ x, spec)
         (tensor([[0.2500, 0.2500]]), tensor([[0.2500, 0.3750]]))
     """
+    check_matrix(weight)
     k = weight.shape[1]
     _check(k, hessian, spec, damping)
     if exponents is None:
         exponents = block_exponents(weight, spec, line=line)
+    check_exponents(exponents, weight, spec, line)
     columns = weight.float().t().contiguous()  # (K, N): a column is a row in memory
     dead = hessian.diagonal() <= 0
     hessian = hessian.float() / (1.0 if dead.all() else hessian.diagonal().amax())

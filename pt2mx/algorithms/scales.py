@@ -37,7 +37,7 @@ def block_exponents(
         (N, blocks) int32, the blocks of the first line first.
 
     Raises:
-        MXError: for a line that does not divide K.
+        MXError: for a weight that is no matrix, a line that does not divide K, and an importance of another size.
 
     Example:
         >>> import torch, pt2mx
@@ -45,6 +45,9 @@ def block_exponents(
         >>> block_exponents(torch.tensor([[1.0, 7.0, 6.0, 48.0]]), pt2mx.MXSpec("mxfp4", 2))
         tensor([[0, 3]], dtype=torch.int32)
     """
+    check_matrix(weight)
+    if importance is not None and importance.shape != weight.shape[1:]:
+        raise MXError(f"the importance of {weight.shape[1]} columns has the shape {tuple(importance.shape)}")
     blocks = to_blocks(weight.float(), spec, line)  # (N, blocks, block)
     whole = spec.replace(axis=1, block_size=blocks.shape[2])
     exponent, _ = reference.shared_exponent(blocks, whole)
@@ -70,7 +73,7 @@ def round_to_blocks(weight: Tensor, exponents: Tensor, spec: MXSpec, *, line: in
         (N, K) float32 values of the format.
 
     Raises:
-        MXError: as `block_exponents`.
+        MXError: as `block_exponents`, and for exponents that it does not give: of another shape, or beyond +-126.
 
     Example:
         >>> import torch, pt2mx
@@ -78,6 +81,8 @@ def round_to_blocks(weight: Tensor, exponents: Tensor, spec: MXSpec, *, line: in
         >>> round_to_blocks(torch.tensor([[1.1, 7.0]]), torch.tensor([[0]]), pt2mx.MXSpec("mxfp4", 2))
         tensor([[1., 6.]])
     """
+    check_matrix(weight)
+    check_exponents(exponents, weight, spec, line)
     blocks = to_blocks(weight.float(), spec, line)
     return from_blocks(_rounded(blocks, exponents.unsqueeze(2), spec), weight.shape[1], line)
 
@@ -103,6 +108,22 @@ def block_of_column(k: int, spec: MXSpec, line: int | None) -> Tensor:
     blocks = -(-line // min(spec.block_size, line))
     column = torch.arange(k)
     return column // line * blocks + column % line // spec.block_size
+
+
+def check_matrix(weight: Tensor) -> None:
+    if weight.dim() != 2:
+        raise MXError(f"the weight must be a matrix (N, K), not of shape {tuple(weight.shape)}")
+
+
+def check_exponents(exponents: Tensor, weight: Tensor, spec: MXSpec, line: int | None) -> None:
+    """Raise an MXError for exponents that do not belong to the blocks of a weight."""
+    line = check_line(weight.shape[1], line)
+    shape = (len(weight), weight.shape[1] // line * -(-line // spec.block_size))
+    if exponents.shape != shape or exponents.is_floating_point() or exponents.is_complex():
+        found = f"{exponents.dtype} of shape {tuple(exponents.shape)}"
+        raise MXError(f"the exponents of these blocks must be integers of shape {shape}, not {found}")
+    if exponents.numel() and exponents.abs().max() > _LIMIT:
+        raise MXError(f"exponents must lie within +-{_LIMIT}")
 
 
 def check_line(k: int, line: int | None) -> int:

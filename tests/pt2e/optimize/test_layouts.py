@@ -32,6 +32,9 @@ CASES |= {
     "matmul of a vector": (Product(torch.matmul, 12, 5), (12,)),
     "addmm": (Product(lambda x, w: torch.addmm(torch.zeros(5), x, w), 12, 5), (7, 12)),
     "bmm": (Product(torch.bmm, 3, 12, 5), (3, 7, 12)),
+    "matmul by one matrix": (Product(torch.matmul, 1, 12, 5), (3, 7, 12)),
+    "matmul of many axes": (Product(torch.matmul, 2, 3, 12, 5), (2, 3, 7, 12)),
+    "no rows": (Product(torch.bmm, 3, 12, 5), (3, 0, 12)),
 }
 
 
@@ -74,4 +77,10 @@ def test_what_is_no_product_of_the_table():
     _, found = product(Product(lambda x, w: w @ x, 5, 12), torch.randn(12, 3))  # the weight comes first
     assert found is None
     _, found = product(Product(torch.matmul, 3, 12, 5), torch.randn(7, 12))  # one x for all
+    assert found is None
+    _, found = product(Product(torch.matmul, 3, 12, 5), torch.randn(1, 7, 12))
+    assert found is None
+    _, found = product(Product(torch.matmul, 1, 3, 12, 5), torch.randn(2, 3, 7, 12))  # each matrix for two
+    assert found is None
+    _, found = product(Product(nn.functional.linear, 12), torch.randn(7, 12))
     assert found is None

@@ -175,6 +175,35 @@ def test_reasons():
     assert table[0].split()[:3] == ["weight", "format", "algorithm"] and len(table) == 3
 
 
+class Weight(nn.Module):
+    """x @ weight.T"""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight)
+
+
+@pytest.mark.parametrize("factors", [(1e30, 1), (1e-35, 1), (1, 1e17), (1, 1e-20)])
+def test_values_whose_squares_leave_the_range(factors):
+    weight, x = torch.randn(16, 64) * factors[0], correlated(256, 64) * factors[1]
+    optimized = pt2mx.optimize(exported(Weight(weight), x), MXQuantizer().set_global(W4), [x])
+    row = rows(optimized)["weight"]
+    assert row.algorithm == "gptq" and 0 < row.after < 0.7 * row.before < 0.05
+
+
+def test_weights_that_cannot_be_rounded():
+    x = correlated(16, 64)
+    broken = torch.randn(16, 64)
+    broken[3, 5] = float("nan")
+    for weight, reason in ((broken, "it holds an Inf or a NaN"), (torch.randn(0, 64), "it is empty")):
+        optimized = pt2mx.optimize(exported(Weight(weight), x), MXQuantizer().set_global(W4), [x])
+        assert rows(optimized)["weight"].reason == reason
+        assert torch.equal(optimized.get_parameter("weight").nan_to_num(), weight.nan_to_num())  # the NaN is one
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_models(dtype):
     torch.manual_seed(0)

@@ -98,6 +98,15 @@ def test_columns_without_input_are_rounded_to_nearest():
     assert torch.equal(gptq(weight, torch.zeros(64, 64), spec), fake_quantize_mx(weight, spec))
 
 
+@pytest.mark.parametrize("factor", [1e-38, 1e-10, 1e10, 3e34])
+def test_a_multiple_of_the_hessian_gives_the_same(factor):
+    weight, h, spec = torch.randn(8, 64), hessian(64), MXSpec("mxfp4", 32)
+    h[5], h[:, 5] = 0, 0  # a column without input must not outweigh the others in the damping
+    assert loss(weight, gptq(weight, h * factor, spec), h) == pytest.approx(
+        loss(weight, gptq(weight, h, spec), h), 0.02
+    )
+
+
 def test_fewer_inputs_than_columns():
     weight, spec = torch.randn(8, 128), MXSpec("mxfp4", 32)
     h = hessian(128, rows=16)
@@ -125,3 +134,25 @@ def test_bad_input(arguments, message):
         gptq(torch.ones(2, 4), *arguments, damping=1e-6)
     with pytest.raises(MXError, match="damping=-1 must be at least 0"):
         gptq(torch.ones(2, 4), torch.eye(4), MXSpec("mxfp4"), damping=-1)
+    with pytest.raises(MXError, match=r"must be a matrix \(N, K\), not of shape \(4,\)"):
+        gptq(torch.ones(4), torch.eye(4), MXSpec("mxfp4"))
+
+
+@pytest.mark.parametrize(
+    ("exponents", "message"),
+    [
+        (
+            torch.zeros(2, 1, dtype=torch.int32),
+            r"must be integers of shape \(2, 2\), not torch.int32 of shape \(2, 1\)",
+        ),
+        (torch.zeros(1, 2, dtype=torch.int32), r"must be integers of shape \(2, 2\)"),
+        (torch.zeros(2, 2), r"must be integers of shape \(2, 2\), not torch.float32"),
+        (torch.full((2, 2), 127), r"within \+-126"),
+    ],
+)
+def test_bad_exponents(exponents, message):
+    weight, spec = torch.ones(2, 4), MXSpec("mxfp4", 2)
+    with pytest.raises(MXError, match=message):
+        gptq(weight, torch.eye(4), spec, exponents=exponents)
+    with pytest.raises(MXError, match=message):
+        round_to_blocks(weight, exponents, spec)

@@ -45,3 +45,10 @@ def test_weighted_scales_never_lose_more_than_those_of_the_mode():
 def test_lines_that_do_not_divide():
     with pytest.raises(MXError, match="lines of 30 columns do not divide a weight of 64"):
         block_exponents(torch.ones(2, 64), MXSpec("mxfp4"), line=30)
+
+
+def test_shapes_that_do_not_belong_together():
+    with pytest.raises(MXError, match=r"the importance of 64 columns has the shape \(2,\)"):
+        block_exponents(torch.ones(2, 64), MXSpec("mxfp4"), importance=torch.ones(2))
+    with pytest.raises(MXError, match="must be a matrix"):
+        block_exponents(torch.ones(64), MXSpec("mxfp4"))

@@ -1,0 +1,96 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import pt2mx
+from pt2mx import MXQuantizer, get_default_mx_quantization_config
+from pt2mx.ops.hadamard import hadamard
+from pt2mx.ops.linear import linear_mx
+from pt2mx.pt2e.optimize.rotation import rotate_products
+from pt2mx.pt2e.optimize.sites import weight_sites
+from pt2mx.pt2e.prepare import to_annotate
+from tests.graph import count
+
+W4 = MXQuantizer().set_global(get_default_mx_quantization_config(weight="mxfp4", activation=None))
+
+
+class Net(nn.Module):
+    """Two layers of one input, one whose length 4 divides, one that no power of two from 4 on divides, a convolution
+    and a tied embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(20, 64)
+        self.query, self.key = nn.Linear(64, 64), nn.Linear(64, 36, bias=False)
+        self.four, self.odd = nn.Linear(36, 33), nn.Linear(33, 64)
+        self.conv, self.head = nn.Conv1d(64, 64, 1), nn.Linear(64, 20, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids):  # (B, S) -> (B, S, 20)
+        x = self.embedding(ids)
+        y = self.odd(torch.relu(self.four(self.key(x)))) + self.query(x)
+        return self.head(self.conv(y.transpose(1, 2)).transpose(1, 2))
+
+
+def rotated(model, *args, quantizer=W4):
+    graph = to_annotate(torch.export.export(model.eval(), args).module())
+    rotate_products(graph, weight_sites(graph, quantizer))
+    graph.graph.lint()
+    graph.recompile()
+    return graph
+
+
+def test_the_float_model_stays_within_rounding():
+    torch.manual_seed(0)
+    model, ids = Net(), torch.randint(0, 20, (2, 5))
+    before = copy.deepcopy(model.state_dict())
+    graph = rotated(model, ids)
+    torch.testing.assert_close(graph(ids), model(ids), rtol=1e-4, atol=1e-5)
+    nodes = graph.graph.find_nodes(op="call_function", target=hadamard)
+    assert [node.args[1] for node in nodes] == [32, 4]  # one for query and key
+    assert all(node.meta["val"].shape[:2] == (2, 5) and node.meta["nn_module_stack"] for node in nodes)
+    state = graph.state_dict()
+    stays = {name for name, tensor in before.items() if torch.equal(state[name], tensor)}
+    assert set(before) - stays == {"query.weight", "key.weight", "four.weight"}
+
+
+def test_an_input_that_is_written_stays():
+    class Written(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            x = x.clone()
+            y = self.first(x)
+            x[0] = 1
+            return y + self.second(x)
+
+    x = torch.randn(4, 64)
+    model = Written()
+    graph = rotated(model, x)
+    assert count(graph, hadamard) == 0
+    assert torch.equal(graph(x), model(x))
+
+
+@pytest.mark.parametrize("activation", [None, "mxfp8"])
+def test_rotated_models_keep_the_packed_products(activation, compiler):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)).eval()
+    x = torch.randn(4, 64)
+    quantizer = MXQuantizer().set_global(get_default_mx_quantization_config(weight="mxfp4", activation=activation))
+    optimized = pt2mx.optimize(torch.export.export(model, (x,)).module(), quantizer, [x])
+    assert [row.rotated for row in pt2mx.optimization_report(optimized).weights] == [32, 32]
+    prepared = pt2mx.prepare_pt2e(optimized, quantizer)
+    converted = pt2mx.convert_pt2e(prepared)
+    pt2mx.enable_fake_quant(prepared)
+    assert torch.equal(converted(x), prepared(x)) and count(converted, hadamard) == 2
+    lowered = pt2mx.lower_to_inductor(converted)
+    assert count(lowered, linear_mx) == 2 and count(lowered, hadamard) == 2
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(lowered)(x), converted(x), rtol=1e-3, atol=1e-3)
+    program = pt2mx.make_portable(torch.export.export(converted, (x,)))
+    assert count(program.graph_module, hadamard) == 0
+    assert torch.equal(program.module()(x), converted(x))
