@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 #: rows that one batch adds at most, taken evenly: of a convolution each position of an image is a row
-_ROWS = 8192
+ROWS = 8192
 #: columns whose products are summed together; of more, products of columns of different parts are left out
 _COLUMNS = 4096
 
@@ -48,9 +48,9 @@ class MXHessianObserver(nn.Module):
         rows = self.rows(x.detach())
         if rows.shape[1] == 0:
             return x
-        if rows.shape[1] > _ROWS:
-            step = rows.shape[1] / _ROWS
-            rows = rows[:, (torch.arange(_ROWS, device=rows.device) * step).long()]
+        if rows.shape[1] > ROWS:
+            step = rows.shape[1] / ROWS
+            rows = rows[:, (torch.arange(ROWS, device=rows.device) * step).long()]
         rows = rows.float()
         found = [part.mT @ part for part in rows.split(part_size(rows.shape[2], self.line), 2)]
         amax = rows.abs().amax(1)

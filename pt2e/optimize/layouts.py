@@ -17,6 +17,7 @@ from torch.fx import Node
 
 from pt2mx.fx.graph.convolution import CONVOLUTIONS, Convolution
 from pt2mx.fx.graph.node import args_of, named_args, shape_of
+from pt2mx.pt2e.optimize.hessian_observer import ROWS
 
 aten = torch.ops.aten
 
@@ -93,7 +94,8 @@ def _convolution(node: Node, weight: Node) -> Layout | None:
 
 
 def patches(x: Tensor, groups: int, arguments: dict[str, Any]) -> Tensor:
-    """The windows of a convolution's input ("im2col"), (groups, rows, taps * channels), channels fastest."""
+    """The windows of a convolution's input ("im2col"), (groups, rows, taps * channels), channels fastest; of many those
+    that an observer takes, chosen before they are copied."""
     taps = arguments["taps"]
     dims = len(taps)
     stride, dilation = (_each(arguments[name], dims) for name in ("stride", "dilation"))
@@ -103,7 +105,13 @@ def patches(x: Tensor, groups: int, arguments: dict[str, Any]) -> Tensor:
         x = x.unfold(2 + i, dilation[i] * (taps[i] - 1) + 1, stride[i])[..., :: dilation[i]]
     x = x.unflatten(1, (groups, -1))  # (B, groups, channels, windows, ..., taps, ...)
     windows, inside = range(3, 3 + dims), range(3 + dims, 3 + 2 * dims)
-    return x.permute(1, 0, *windows, *inside, 2).flatten(1 + dims + 1).flatten(1, 1 + dims)
+    x = x.permute(1, 0, *windows, *inside, 2)
+    counts = x.shape[1 : 2 + dims]
+    if (total := counts.numel()) > ROWS:
+        taken = (torch.arange(ROWS, device=x.device) * (total / ROWS)).long()
+        index: tuple[Any, ...] = (slice(None), *torch.unravel_index(taken, counts))
+        return x[index].flatten(2)
+    return x.flatten(2 + dims).flatten(1, 1 + dims)
 
 
 def _padding(padding: Any, taps: tuple[int, ...], dilation: list[int]) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isnan
 
 from torch.fx import GraphModule
 
@@ -28,6 +29,7 @@ class WeightReport:
         rotated: values that are rotated together, with the inputs of its products; 0 where none are.
         before, after: the squared error over the squared value, of the weight's products with the inputs of the
             calibration, or of the weight itself where they were not seen; rounded to nearest, and as it is now.
+            NaN where rounding was not tried.
         reason: why a better algorithm did not apply; "" where it did.
     """
 
@@ -59,9 +61,13 @@ class OptimizationReport:
         """
         rows = [_HEADINGS]
         for w in self.weights:
-            errors = f"{w.before:.2e}", f"{w.after:.2e}"
+            errors = _share(w.before), _share(w.after)
             rows.append((w.weight, str(w.spec or ""), w.algorithm, str(w.rotated or ""), *errors, w.reason))
         return text_table(rows)
+
+
+def _share(error: float) -> str:
+    return "" if isnan(error) else f"{error:.2e}"
 
 
 def optimization_report(model: GraphModule) -> OptimizationReport:

@@ -50,6 +50,8 @@ def _size(site: Site, written: set[Node]) -> int:
         return 0
     if any(p is None or not reads_rows(p) or p.source in written or p.source is site.node for p in products):
         return 0
+    if any(p.source.target is hadamard for p in products if p is not None):  # rotated again, they would be as before
+        return 0
     axes = {reader.spec.axis for reader in site.readers} | {p.layout.axis for p in products if p is not None}
     if len(axes) > 1:
         return 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import nan
+
 import torch
 from torch import Tensor
 
@@ -93,7 +95,7 @@ def _peak(values: Tensor) -> float:
 
 
 def _report(
-    site: Site, spec: MXSpec | None, algorithm: str = "", before: float = 0.0, after: float = 0.0, why: str = ""
+    site: Site, spec: MXSpec | None, algorithm: str = "", before: float = nan, after: float = nan, why: str = ""
 ) -> WeightReport:
     sources = [reader.product.source for reader in site.readers if reader.product is not None]
     rotated = max((args_of(source)[1] for source in sources if source.target is hadamard), default=0)

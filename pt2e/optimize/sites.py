@@ -58,13 +58,10 @@ class Site:
 def weight_sites(model: GraphModule, quantizer: Quantizer) -> list[Site]:
     """The weights that `quantizer` quantizes in the outermost graph of `model`, each once however many operators read
     it. The nodes are those of `model`, which stays as it is."""
-    nodes = {node.name: node for node in model.graph.nodes}
     equal = first_equal(model, constant_nodes(model.graph))
     sites: dict[Node, Site] = {}
-    for operator, weight, spec in _quantized_weights(model, quantizer):
-        node = nodes[operator.name]
-        tensor = nodes[weight.name if weight.name in nodes else weight.all_input_nodes[0].name]  # behind an alias
-        if tensor not in equal:  # a weight that the model computes
+    for node, tensor, role, spec in quantized_inputs(model, quantizer):
+        if role != "weight" or tensor not in equal:  # the model may compute a weight
             continue
         first = equal[tensor]
         if first not in sites:
@@ -74,8 +71,10 @@ def weight_sites(model: GraphModule, quantizer: Quantizer) -> list[Site]:
     return list(sites.values())
 
 
-def _quantized_weights(model: GraphModule, quantizer: Quantizer) -> Iterator[tuple[Node, Node, MXSpec]]:
-    """(operator, weight, spec) of an annotated copy of the graph."""
+def quantized_inputs(model: GraphModule, quantizer: Quantizer) -> Iterator[tuple[Node, Node, str, MXSpec]]:
+    """Operator, quantized tensor, its role and spec, for all that `quantizer` quantizes in the outermost graph of
+    `model`. A copy is annotated; the nodes are those of `model`."""
+    nodes = {node.name: node for node in model.graph.nodes}
     annotated = copy_sharing_tensors(model)
     mark_constants(annotated)
     with warnings.catch_warnings():
@@ -85,8 +84,8 @@ def _quantized_weights(model: GraphModule, quantizer: Quantizer) -> Iterator[tup
     for node in quantizable_operators(annotated.graph):
         if Q_ANNOTATION_KEY in node.meta and CONFIG_KEY in node.meta:
             for (tensor, _), (role, spec) in plan_operator(node, node.meta[CONFIG_KEY], constants).inputs.items():
-                if role == "weight":
-                    yield node, tensor, spec
+                name = tensor.name if tensor.name in nodes else tensor.all_input_nodes[0].name  # behind an alias
+                yield nodes[node.name], nodes[name], role, spec
 
 
 def why_not_rounded(site: Site) -> str:

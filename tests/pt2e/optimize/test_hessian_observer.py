@@ -30,7 +30,7 @@ def test_many_columns_are_summed_in_parts(monkeypatch):
 
 
 def test_many_rows_are_sampled(monkeypatch):
-    monkeypatch.setattr(hessian_observer, "_ROWS", 10)
+    monkeypatch.setattr(hessian_observer, "ROWS", 10)
     observer = MXHessianObserver(flat, 1)
     observer(torch.arange(100.0).unsqueeze(1))
     assert observer.count == 10 and observer.amax.item() == 90

@@ -67,6 +67,16 @@ def test_rows_times_matrices_are_the_product(case):
     assert matrices.shape[2] % weight.shape[layout.axis] == 0
 
 
+def test_of_many_windows_those_are_copied_that_an_observer_takes():
+    x = torch.randn(3, 4, 120, 60)
+    _, found = product(nn.Conv2d(4, 6, (3, 2), groups=2, padding=1), x)
+    rows = found.layout.rows(x)
+    windows = nn.functional.unfold(x, (3, 2), padding=1).unflatten(1, (2, 2, 6))  # (B, groups, channels, taps, windows)
+    every = windows.permute(1, 0, 4, 3, 2).reshape(2, -1, 12)
+    assert rows.shape == (2, 8192, 12) and every.shape[1] > 8192
+    assert torch.equal(rows, every[:, (torch.arange(8192) * (every.shape[1] / 8192)).long()])
+
+
 def test_what_is_no_product_of_the_table():
     embedding = nn.Embedding(10, 8)
     graph = torch.export.export(embedding, (torch.tensor([1]),)).module().graph

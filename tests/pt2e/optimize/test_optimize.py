@@ -1,4 +1,5 @@
 import copy
+import math
 
 import pytest
 import torch
@@ -82,6 +83,16 @@ def test_two_runs_give_the_same_bits():
     graph, batches, _ = net()
     first, second = (pt2mx.optimize(graph, MXQuantizer().set_global(W4), batches) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def test_an_optimized_model_optimized_again_stays():
+    graph, batches, ids = net()
+    quantizer = MXQuantizer().set_global(W4)
+    optimized = pt2mx.optimize(graph, quantizer, batches)
+    for preset in ("balanced", "fast"):
+        again = pt2mx.optimize(optimized, quantizer, batches, preset=preset)
+        assert torch.equal(again(ids), optimized(ids)) and len(again.graph.nodes) == len(optimized.graph.nodes)
+        assert not any(row.algorithm for row in rows(again).values())
 
 
 def test_an_optimized_model_can_be_exported_trained_and_saved(tmp_path):
@@ -168,6 +179,7 @@ def test_reasons():
     report = rows(optimized)
     assert report["0.weight"].algorithm == "gptq"
     assert report["1.weight"].algorithm == "" and "ceil would quantize" in report["1.weight"].reason
+    assert math.isnan(report["1.weight"].before) and "nan" not in pt2mx.optimization_report(optimized).to_table()
     assert torch.equal(optimized.get_parameter("1.weight"), graph.get_parameter("1.weight"))
     bad = pt2mx.optimize(graph, MXQuantizer().set_global(W4), [x, torch.full_like(x, float("inf"))])
     assert all("Inf or a NaN" in row.reason and row.algorithm == "scales" for row in rows(bad).values())
