@@ -8,10 +8,12 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.fx import GraphModule
 from tqdm import tqdm
 
 from pt2mx.errors import MXError, nearest
+from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors
 from pt2mx.pt2e.optimize.hessian_observer import MXHessianObserver
 from pt2mx.pt2e.optimize.ranks import Rounded, add_up, least, share_out
@@ -81,8 +83,10 @@ def optimize(
         >>> bool(error(optimized) < error(exported))
         True
     """
-    if preset not in PRESETS:
+    if not isinstance(preset, str) or preset not in PRESETS:
         raise MXError(f"unknown preset {preset!r}: {nearest(str(preset), list(PRESETS))}")
+    if isinstance(batches, Tensor | dict):
+        raise MXError(f"batches must be a list of batches, not one {type(batches).__name__}: pass [batch]")
     check_exported(model)
     if not isinstance(quantizer, Quantizer):
         raise MXError(f"expected an MXQuantizer, not {type(quantizer).__name__}")
@@ -119,13 +123,15 @@ def _observe(model: GraphModule, sites: list[Site], batches: Iterable[object], g
     several times in one way by one observer."""
     observed = copy_sharing_tensors(model)
     nodes = {node.name: node for node in observed.graph.nodes}
+    written = written_nodes(model.graph)
     shared: dict[tuple[object, ...], MXHessianObserver] = {}
     for site in sites:
         for reader in site.readers:
             if (product := reader.product) is None:
                 continue
             line = site.value.shape[product.layout.axis]
-            key = (product.source, product.layout.rows, line)
+            # what is written between two readers is not the same for both
+            key = (product.source, product.layout.rows, line, reader.node if product.source in written else None)
             if key not in shared:
                 shared[key] = MXHessianObserver(product.layout.rows, line)
                 name = f"hessian_{len(shared)}"

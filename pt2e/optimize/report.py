@@ -29,7 +29,7 @@ class WeightReport:
         rotated: values that are rotated together, with the inputs of its products; 0 where none are.
         before, after: the squared error over the squared value, of the weight's products with the inputs of the
             calibration, or of the weight itself where they were not seen; rounded to nearest, and as it is now.
-            NaN where rounding was not tried.
+            NaN where rounding was not tried. Of a rotated weight the former is that of the rotated one.
         reason: why a better algorithm did not apply; "" where it did.
     """
 

@@ -16,6 +16,8 @@ from pt2mx.ops.hadamard import hadamard, rotate
 from pt2mx.pt2e.optimize.layouts import reads_rows
 from pt2mx.pt2e.optimize.sites import Site, is_read_by_these_alone, set_weight, why_not_rounded
 
+#: bits of an element from which on rounding alone loses little, and rotation gains nothing
+_BITS = 8
 #: values that are rotated together at most, and at least
 _LARGEST, _SMALLEST = 32, 4
 
@@ -46,7 +48,7 @@ def _size(site: Site, written: set[Node]) -> int:
     """The values that are rotated together: the largest power of two that divides them, up to 32; 0 for a weight that
     stays."""
     products = [reader.product for reader in site.readers]
-    if not is_read_by_these_alone(site) or why_not_rounded(site):
+    if not is_read_by_these_alone(site) or why_not_rounded(site) or site.readers[0].spec.element.bits >= _BITS:
         return 0
     if any(p is None or not reads_rows(p) or p.source in written or p.source is site.node for p in products):
         return 0

@@ -135,9 +135,9 @@ OPERATORS = {
     ),
     "hadamard": Operator(
         1,
-        "Values times Sylvester's Hadamard matrix over the square root of `size`, block by block along "
-        "the axis: twice is the identity, within rounding. Sums in float32, then a cast. The gradient is that of the "
-        "product.",
+        "Values, those negated whose index in its block has an odd form b0 b1 + b2 b3 + ... of its bits, times "
+        "Sylvester's Hadamard matrix over the square root of `size`, block by block along the axis. Sums in float32, "
+        "then a cast. The gradient is that of the product.",
         {"": "x's shape and dtype, contiguous"},
         {"x": _VALUES, "size": "values of a block, a power of two that divides n"},
     ),

@@ -58,6 +58,8 @@ _EXAMPLES = {
     "hadamard": """
         >>> torch.ops.pt2mx.hadamard(torch.tensor([8.0, 0.0, 0.0, 0.0]), 4)
         tensor([4., 4., 4., 4.])
+        >>> torch.ops.pt2mx.hadamard(torch.ones(4), 4)
+        tensor([ 1.,  1.,  1., -1.])
         """,
     "scaled_mm_mx": """
         >>> swizzle = torch.ops.pt2mx.swizzle_scale

@@ -16,20 +16,37 @@ from pt2mx.ops.checks import HIGH_PRECISION
 
 
 def rotate(x: Tensor, size: int, axis: int = -1) -> Tensor:
-    """x: (..., n, ...), `size` a power of two that divides n -> x times the normalized Hadamard matrix, block by block
-    along the axis, in x's dtype.
+    """x: (..., n, ...), `size` a power of two that divides n -> x, with the signs of `signs`, times the Hadamard matrix
+    over the square root of `size`, block by block along the axis, in x's dtype.
 
     Sums are made in float32, in one order and without a product before the last step: they have the same bits on every
     device, eager or compiled.
     """
     y = x.float().movedim(axis, -1)
-    shape = y.shape
-    half = 1
+    return _transformed((y.unflatten(-1, (-1, size)) * signs(size, x.device)).flatten(-2), size, axis).to(x.dtype)
+
+
+def signs(size: int, device: torch.device) -> Tensor:
+    """(size,) float32: -1 where the form b0 b1 + b2 b3 + ... of an index's bits is odd, else 1.
+
+    A bent function (Rothaus, "On bent functions", 1976), or next to one: its transform is flat. Without the signs the
+    mean of a block, which the outputs of a ReLU have, would become one large value.
+    """
+    index = torch.arange(size, device=device)
+    odd = index & (index >> 1) & 0x5555
+    for shift in (8, 4, 2):
+        odd = odd ^ (odd >> shift)
+    return 1.0 - 2.0 * (odd & 1)
+
+
+def _transformed(y: Tensor, size: int, axis: int) -> Tensor:
+    """y: (..., n) float32, the axis last -> its transform, the axis where it belongs."""
+    shape, half = y.shape, 1
     while half < size:
         first, second = y.unflatten(-1, (-1, 2, half)).unbind(-2)
         y = torch.stack((first + second, first - second), -2).view(shape)
         half *= 2
-    return (y * size**-0.5).movedim(-1, axis).to(x.dtype)
+    return (y * size**-0.5).movedim(-1, axis)
 
 
 def _hadamard(x: Tensor, size: int, axis: int = -1) -> Tensor:
@@ -58,7 +75,9 @@ def _save_arguments(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return hadamard(grad, ctx.size, ctx.axis), None, None  # the matrix is its own transpose
+    y = _transformed(grad.float().movedim(ctx.axis, -1), ctx.size, -1)  # the matrix is its own transpose
+    y = (y.unflatten(-1, (-1, ctx.size)) * signs(ctx.size, grad.device)).flatten(-2)
+    return y.movedim(-1, ctx.axis).to(grad.dtype), None, None
 
 
 torch.library.define(

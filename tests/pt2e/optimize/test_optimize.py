@@ -256,5 +256,32 @@ def test_bad_input(options, message):
         pt2mx.optimize(Net(), MXQuantizer().set_global(W4))
     with pytest.raises(MXError, match="expected an MXQuantizer, not str"):
         pt2mx.optimize(graph, "mxfp4")
+    with pytest.raises(MXError, match=r"not one Tensor: pass \[batch\]"):
+        pt2mx.optimize(graph, MXQuantizer().set_global(W4), torch.ones(2, 3))
     with pytest.raises(MXError, match="no report of an optimization"):
         pt2mx.optimization_report(graph)
+
+
+def test_an_input_that_is_written_between_its_readers():
+    class Written(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            x = x.clone()
+            row = x[:1]
+            y = self.first(x)
+            row.mul_(100)
+            return y + self.second(x)
+
+    torch.manual_seed(0)
+    model, x = Written().eval(), correlated(32, 64)
+    optimized = pt2mx.optimize(exported(model, x), MXQuantizer().set_global(W4), [x])
+    later = torch.cat([x[:1] * 100, x[1:]])
+    for name, seen in (("first", x), ("second", later)):
+        exact = seen @ getattr(model, name).weight.detach().T
+        off = exact - seen @ optimized.get_parameter(f"{name}.weight").detach().T
+        assert rows(optimized)[f"{name}.weight"].after == pytest.approx(
+            float(off.square().sum() / exact.square().sum()), rel=1e-3
+        )
