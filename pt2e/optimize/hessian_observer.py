@@ -21,6 +21,7 @@ class MXHessianObserver(nn.Module):
     Args:
         rows: tensor -> (groups, rows, K), the rows that meet the weight's columns.
         line: columns that blocks of the weight do not cross, which stay in one part where it holds them.
+        block: columns of a block, which stay in one part.
 
     Example:
         >>> import torch
@@ -36,9 +37,9 @@ class MXHessianObserver(nn.Module):
         (2, tensor([[3., 4.]]))
     """
 
-    def __init__(self, rows: Callable[[Tensor], Tensor], line: int) -> None:
+    def __init__(self, rows: Callable[[Tensor], Tensor], line: int, block: int = 32) -> None:
         super().__init__()
-        self.rows, self.line = rows, line
+        self.rows, self.line, self.block = rows, line, block
         self.count = 0
         self.parts: list[Tensor] = []
         self.amax: Tensor | None = None
@@ -52,7 +53,7 @@ class MXHessianObserver(nn.Module):
             step = rows.shape[1] / ROWS
             rows = rows[:, (torch.arange(ROWS, device=rows.device) * step).long()]
         rows = rows.float()
-        found = [part.mT @ part for part in rows.split(part_size(rows.shape[2], self.line), 2)]
+        found = [part.mT @ part for part in rows.split(part_size(rows.shape[2], self.line, self.block), 2)]
         amax = rows.abs().amax(1)
         self.parts = [a + b for a, b in zip(self.parts, found, strict=True)] if self.parts else found
         self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)
@@ -64,8 +65,9 @@ class MXHessianObserver(nn.Module):
         return torch.cat([part.diagonal(dim1=1, dim2=2) for part in self.parts], 1) / max(self.count, 1)
 
 
-def part_size(k: int, line: int) -> int:
-    """Return the columns of a part: all, as many whole lines as it holds, or a piece of one line."""
+def part_size(k: int, line: int, block: int) -> int:
+    """Return the columns of a part: all, as many whole lines as it holds, or as many whole blocks of one line."""
     if k <= _COLUMNS:
         return k
-    return _COLUMNS // line * line if line <= _COLUMNS else _COLUMNS
+    whole = line if line <= _COLUMNS else min(block, line)
+    return max(_COLUMNS // whole, 1) * whole

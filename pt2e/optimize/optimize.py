@@ -131,9 +131,10 @@ def _observe(model: GraphModule, sites: list[Site], batches: Iterable[object], g
                 continue
             line = site.value.shape[product.layout.axis]
             # what is written between two readers is not the same for both
-            key = (product.source, product.layout.rows, line, reader.node if product.source in written else None)
+            apart = reader.node if product.source in written else None
+            key = (product.source, product.layout.rows, line, reader.spec.block_size, apart)
             if key not in shared:
-                shared[key] = MXHessianObserver(product.layout.rows, line)
+                shared[key] = MXHessianObserver(product.layout.rows, line, reader.spec.block_size)
                 name = f"hessian_{len(shared)}"
                 observed.add_submodule(name, shared[key])
                 with observed.graph.inserting_before(nodes[reader.node.name]):

@@ -21,7 +21,8 @@ def test_sums_over_batches():
 
 def test_many_columns_are_summed_in_parts(monkeypatch):
     monkeypatch.setattr(hessian_observer, "_COLUMNS", 64)
-    assert [part_size(*sizes) for sizes in ((64, 7), (70, 10), (70, 33), (130, 130))] == [64, 60, 33, 64]
+    sizes = ((64, 7, 32), (70, 10, 32), (70, 33, 32), (130, 130, 32), (130, 130, 48), (130, 130, 100), (130, 130, 999))
+    assert [part_size(*each) for each in sizes] == [64, 60, 33, 64, 48, 100, 130]
     observer, x = MXHessianObserver(flat, 10), torch.randn(5, 70)
     observer(x)
     whole = x.T @ x

@@ -7,6 +7,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config
+from pt2mx.pt2e.optimize import hessian_observer
 
 W4 = get_default_mx_quantization_config(weight="mxfp4", activation=None)
 
@@ -285,3 +286,24 @@ def test_an_input_that_is_written_between_its_readers():
         assert rows(optimized)[f"{name}.weight"].after == pytest.approx(
             float(off.square().sum() / exact.square().sum()), rel=1e-3
         )
+
+
+def test_a_weight_in_parts(monkeypatch):
+    monkeypatch.setattr(hessian_observer, "_COLUMNS", 64)
+    torch.manual_seed(0)
+    model, x = nn.Linear(150, 16).eval(), correlated(512, 150)
+    spec = pt2mx.MXSpec("mxfp4", 48)  # 48 columns a part: whole blocks
+    quantizer = MXQuantizer().set_global(get_default_mx_quantization_config(weight=spec, activation=None))
+    optimized = pt2mx.optimize(exported(model, x), quantizer, [x])
+    (row,) = pt2mx.optimization_report(optimized).weights
+    assert row.algorithm == "gptq" and row.after < 0.8 * row.before
+
+
+def test_few_inputs_do_not_teach_noise():
+    torch.manual_seed(0)
+    model, x, other = nn.Linear(256, 64).eval(), torch.randn(64, 256), torch.randn(2048, 256)
+    quantizer = MXQuantizer().set_global(W4)
+    graph = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("rows")},)).module()
+    near, optimized = (quantized(g, quantizer) for g in (graph, pt2mx.optimize(graph, quantizer, [x])))
+    errors = [(g(other) - model(other)).square().sum() for g in (near, optimized)]
+    assert errors[1] < 1.2 * errors[0]
