@@ -50,8 +50,7 @@ class MXHessianObserver(nn.Module):
         if rows.shape[1] == 0:
             return x
         if rows.shape[1] > ROWS:
-            step = rows.shape[1] / ROWS
-            rows = rows[:, (torch.arange(ROWS, device=rows.device) * step).long()]
+            rows = rows[:, sample(rows.shape[1], rows.device)]
         rows = rows.float()
         found = [part.mT @ part for part in rows.split(part_size(rows.shape[2], self.line, self.block), 2)]
         amax = rows.abs().amax(1)
@@ -63,6 +62,11 @@ class MXHessianObserver(nn.Module):
     def mean_squares(self) -> Tensor:
         """Return the mean of the squares of each column, (groups, K)."""
         return torch.cat([part.diagonal(dim1=1, dim2=2) for part in self.parts], 1) / max(self.count, 1)
+
+
+def sample(total: int, device: torch.device) -> Tensor:
+    """Return the numbers of `ROWS` rows of `total`, taken evenly."""
+    return (torch.arange(ROWS, device=device) * (total / ROWS)).long()
 
 
 def part_size(k: int, line: int, block: int) -> int:

@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from pt2mx.fx.graph.convolution import CONVOLUTIONS, Convolution
 from pt2mx.fx.graph.node import args_of, named_args, shape_of
-from pt2mx.pt2e.optimize.hessian_observer import ROWS
+from pt2mx.pt2e.optimize.hessian_observer import ROWS, sample
 
 aten = torch.ops.aten
 
@@ -108,8 +108,7 @@ def patches(x: Tensor, groups: int, arguments: dict[str, Any]) -> Tensor:
     x = x.permute(1, 0, *windows, *inside, 2)
     counts = x.shape[1 : 2 + dims]
     if (total := counts.numel()) > ROWS:
-        taken = (torch.arange(ROWS, device=x.device) * (total / ROWS)).long()
-        index: tuple[Any, ...] = (slice(None), *torch.unravel_index(taken, counts))
+        index: tuple[Any, ...] = (slice(None), *torch.unravel_index(sample(total, x.device), counts))
         return x[index].flatten(2)
     return x.flatten(2 + dims).flatten(1, 1 + dims)
 
@@ -143,9 +142,10 @@ _PRODUCTS: dict[object, tuple[int, int, _Maker]] = {
 
 @dataclass(frozen=True)
 class Product:
-    """An input, and how it meets a weight."""
+    """An input, its position in the arguments, and how it meets a weight."""
 
     source: Node
+    position: int
     layout: Layout
 
 
@@ -156,7 +156,7 @@ def product_of(node: Node, weight: Node) -> Product | None:
     x, second, make = _PRODUCTS[node.target]
     source, factor = args_of(node)[x], args_of(node)[second]
     layout = make(node, weight) if factor is weight and isinstance(source, Node) else None
-    return None if layout is None else Product(source, layout)
+    return None if layout is None else Product(source, x, layout)
 
 
 def reads_rows(product: Product) -> bool:

@@ -27,21 +27,21 @@ def rotate_products(model: GraphModule, sites: list[Site]) -> None:
     """Rotate the weights that linear layers and matrix products alone read, and their inputs. Changes `model`."""
     order = {node: i for i, node in enumerate(model.graph.nodes)}
     written = written_nodes(model.graph)
-    rotated: dict[tuple[Node, int], list[Node]] = {}
+    rotated: dict[tuple[Node, int], list[tuple[Node, int]]] = {}
     for site in sites:
         if size := _size(site, written):
             set_weight(model, site, rotate(site.value, size, site.readers[0].spec.axis))
             for reader in site.readers:
                 if reader.product is not None:
-                    rotated.setdefault((reader.product.source, size), []).append(reader.node)
+                    rotated.setdefault((reader.product.source, size), []).append((reader.node, reader.product.position))
     for (source, size), readers in rotated.items():
-        first = min(readers, key=order.__getitem__)
+        first = min((product for product, _ in readers), key=order.__getitem__)
         with model.graph.inserting_before(first):
             node = model.graph.call_function(hadamard, (source, size))
         node.meta.update({key: first.meta[key] for key in PROVENANCE_KEYS if key in first.meta})
         set_value(node)
-        for product in readers:
-            product.replace_input_with(source, node)
+        for product, position in readers:  # which may read the tensor elsewhere too, as a bias
+            product.update_arg(position, node)
 
 
 def _size(site: Site, written: set[Node]) -> int:

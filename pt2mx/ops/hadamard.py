@@ -22,8 +22,7 @@ def rotate(x: Tensor, size: int, axis: int = -1) -> Tensor:
     Sums are made in float32, in one order and without a product before the last step: they have the same bits on every
     device, eager or compiled.
     """
-    y = x.float().movedim(axis, -1)
-    return _transformed((y.unflatten(-1, (-1, size)) * signs(size, x.device)).flatten(-2), size, axis).to(x.dtype)
+    return _transformed(_signed(x.float().movedim(axis, -1), size), size).movedim(-1, axis).to(x.dtype)
 
 
 def signs(size: int, device: torch.device) -> Tensor:
@@ -39,14 +38,19 @@ def signs(size: int, device: torch.device) -> Tensor:
     return 1.0 - 2.0 * (odd & 1)
 
 
-def _transformed(y: Tensor, size: int, axis: int) -> Tensor:
-    """y: (..., n) float32, the axis last -> its transform, the axis where it belongs."""
+def _signed(y: Tensor, size: int) -> Tensor:
+    """y: (..., n), the axis last -> y with the signs of `signs` in each block."""
+    return y * signs(size, y.device).repeat(y.shape[-1] // size)
+
+
+def _transformed(y: Tensor, size: int) -> Tensor:
+    """y: (..., n) float32, the axis last -> its transform, which is its own inverse and transpose."""
     shape, half = y.shape, 1
     while half < size:
         first, second = y.unflatten(-1, (-1, 2, half)).unbind(-2)
         y = torch.stack((first + second, first - second), -2).view(shape)
         half *= 2
-    return (y * size**-0.5).movedim(-1, axis)
+    return y * size**-0.5
 
 
 def _hadamard(x: Tensor, size: int, axis: int = -1) -> Tensor:
@@ -75,8 +79,7 @@ def _save_arguments(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    y = _transformed(grad.float().movedim(ctx.axis, -1), ctx.size, -1)  # the matrix is its own transpose
-    y = (y.unflatten(-1, (-1, ctx.size)) * signs(ctx.size, grad.device)).flatten(-2)
+    y = _signed(_transformed(grad.float().movedim(ctx.axis, -1), ctx.size), ctx.size)
     return y.movedim(-1, ctx.axis).to(grad.dtype), None, None
 
 

@@ -75,6 +75,22 @@ def test_an_input_that_is_written_stays():
     assert torch.equal(graph(x), model(x))
 
 
+def test_an_input_that_is_the_bias_too():
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 64))
+
+        def forward(self, x):
+            return torch.addmm(x, x, self.weight)
+
+    torch.manual_seed(0)
+    model, x = Residual(), torch.randn(4, 64)
+    graph = rotated(model, x)
+    assert count(graph, hadamard) == 1
+    torch.testing.assert_close(graph(x), model(x), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("activation", [None, "mxfp8"])
 def test_rotated_models_keep_the_packed_products(activation, compiler):
     torch.manual_seed(0)

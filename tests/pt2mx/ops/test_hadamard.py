@@ -40,6 +40,10 @@ def test_a_product_of_rotated_factors_is_the_product():
     torch.testing.assert_close(hadamard(x, 32) @ hadamard(w, 32).T, x @ w.T, rtol=1e-4, atol=1e-4)
 
 
+def test_empty():
+    assert hadamard(torch.ones(0, 64), 32).shape == (0, 64) and hadamard(torch.ones(3, 0), 32).shape == (3, 0)
+
+
 def test_an_outlier_is_shared_out():
     x = torch.zeros(64)
     x[5] = 32.0
