@@ -17,6 +17,7 @@ from pt2mx.fx.passes.cse_quantize import cse_quantize
 from pt2mx.fx.passes.device import move_to_device
 from pt2mx.fx.passes.fold_weights import fold_all_weights
 from pt2mx.fx.passes.fuse_qdq import fuse_qdq
+from pt2mx.fx.passes.fuse_rotation import fuse_rotation
 from pt2mx.fx.passes.merge_fake_quantize import merge_fake_quantize
 from pt2mx.fx.passes.merge_linears import merge_linears
 from pt2mx.fx.passes.mma_layout import use_mma_layout
@@ -56,6 +57,7 @@ STEPS = (
     Step(merge_fake_quantize),
     Step(use_scaled_mm, needs_weights=True, option="scaled_mm"),
     Step(unpack_weights, needs_weights=True, option="unpack"),
+    Step(fuse_rotation),
     Step(use_mma_layout, needs_weights=True),
 )
 

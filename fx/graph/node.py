@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from pt2mx import ops
-from pt2mx.ops import linear
+from pt2mx.ops import hadamard, linear
 from pt2mx.spec import MXSpec
 
 if TYPE_CHECKING:
@@ -205,8 +205,20 @@ class Dequantize(OperatorCall):
 
 
 @dataclass(frozen=True)
+class Hadamard(OperatorCall):
+    """`hadamard`. x: (..., n, ...); axis: as it was written, also from the end."""
+
+    operator: ClassVar[OpOverload] = hadamard.hadamard
+
+    x: Node
+    size: int
+    axis: int
+
+
+@dataclass(frozen=True)
 class LinearMX(OperatorCall):
-    """`linear_mx`. x: (..., K), codes and scale: of a weight (N, K), bias: (N,) or None."""
+    """`linear_mx`. x: (..., K), codes and scale: of a weight (N, K), bias: (N,) or None;
+    rotation: blocks of x that are rotated first, 0 for none."""
 
     operator: ClassVar[OpOverload] = linear.linear_mx
 
@@ -216,3 +228,4 @@ class LinearMX(OperatorCall):
     bias: Node | None
     element: str
     block_size: int
+    rotation: int

@@ -46,6 +46,27 @@ def map_tensors(model: GraphModule, own: Callable[[Tensor], Tensor]) -> None:
                     tensors[name] = value.requires_grad_(False) if isinstance(tensor, nn.Parameter) else value
 
 
+def replace_tensor(model: GraphModule, old: Tensor, new: Tensor, in_place: bool = False) -> None:
+    """Put `new` in the place of a parameter or buffer, under each of its names; a parameter stays one. `in_place`:
+    into its memory, which other models may share, where no other tensor of `model` does."""
+    if in_place and _is_alone(model, old):
+        old.detach().copy_(new)
+        return
+    for module in model.modules():
+        held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in held:
+            for name, tensor in tensors.items():
+                if tensor is old:
+                    trained = isinstance(old, nn.Parameter)
+                    tensors[name] = nn.Parameter(new, old.requires_grad) if trained else new
+
+
+def _is_alone(model: GraphModule, tensor: Tensor) -> bool:
+    """True if no other tensor of the model lies in the memory, and each value in a place of its own."""
+    sharing = [other for other in _tensors_of(model) if storage_of(other) == storage_of(tensor)]
+    return all(other is tensor for other in sharing) and 0 not in tensor.stride()
+
+
 def held_in_written_memory(model: GraphModule) -> dict[str, Tensor]:
     """The parameters and buffers, by every name, that lie in memory which the graph of `model` writes."""
     written = written_storages(model)

@@ -59,7 +59,7 @@ def _replace(model: GraphModule, node: Node, call: LinearMX, names: list[str]) -
     rows = len(tensor_of(model, call.codes))
     with model.graph.inserting_before(node):
         read = [model.graph.get_attr(name) for name in names]
-        args = (call.x, *read, call.bias, call.element, rows)
+        args = (call.x, *read, call.bias, call.element, rows, call.rotation)
         new = model.graph.call_function(linear.linear_mx_mma_layout, args)
     for buffer, old in zip(read, (call.codes, call.scale), strict=True):
         buffer.meta.update(old.meta)

@@ -42,7 +42,7 @@ def use_scaled_mm(model: GraphModule, force: bool = False) -> None:
     scales: dict[object, Node] = {}
     for node, call in LinearMX.calls_in(model.graph):
         of = _quantization(call.x)
-        form = None if of is None else _form(of, call)
+        form = None if of is None or call.rotation else _form(of, call)
         if of is None or form is None or not _fits(node, call, form, force):
             continue
         if not written.isdisjoint((call.codes, call.scale)):

@@ -12,6 +12,7 @@ from pt2mx.fx.graph.constants import computed_from, constant_nodes, evaluate, ro
 from pt2mx.fx.graph.graph_pass import GraphPass
 from pt2mx.fx.graph.node import Dequantize, LinearMX, dtype_of, set_value, shape_of
 from pt2mx.fx.passes.fold_weights import fold_constant
+from pt2mx.ops.hadamard import hadamard
 
 aten = torch.ops.aten
 
@@ -46,7 +47,11 @@ def _use_plain_product(model: GraphModule, packed: Node, call: LinearMX, k: int)
     args = (call.codes, call.scale, call.element, call.block_size, dtype_of(packed), -1, k)
     with model.graph.inserting_before(packed):
         weight = model.graph.call_function(ops.dequantize_mx, args)
-        plain = model.graph.call_function(aten.linear.default, (call.x, weight, call.bias))
+        x = call.x
+        if call.rotation:
+            x = model.graph.call_function(hadamard, (x, call.rotation))
+            set_value(x)
+        plain = model.graph.call_function(aten.linear.default, (x, weight, call.bias))
     set_value(weight)
     plain.meta.update(packed.meta)
     packed.replace_all_uses_with(plain)

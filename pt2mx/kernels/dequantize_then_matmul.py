@@ -10,14 +10,16 @@ from torch.nn import functional as F
 
 from pt2mx.formats import ElementFormat
 from pt2mx.kernels.gpu.mma_layout import from_mma_layout
-from pt2mx.kernels.select import kernels_for
+from pt2mx.kernels.select import kernels_for, rotate
 from pt2mx.spec import MXSpec
 
 __all__ = ["grouped_linear", "linear", "linear_mma_layout"]
 
 
-def linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, spec: MXSpec) -> Tensor:
-    """x: (..., K), data: (N, bytes) uint8, scale: (N, blocks) uint8, bias: (N,) or None -> (..., N)."""
+def linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, spec: MXSpec, rotation: int = 0) -> Tensor:
+    """x: (..., K), data: (N, bytes) uint8, scale: (N, blocks) uint8, bias: (N,) or None -> (..., N); `rotation`: values
+    of x that are rotated together first, 0 for none."""
+    x = rotate(x, rotation) if rotation else x
     return F.linear(x, _weight(x, data, scale, spec), bias)
 
 
@@ -28,9 +30,11 @@ def grouped_linear(x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, spec: M
 
 
 def linear_mma_layout(
-    x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, element: ElementFormat, n: int
+    x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, element: ElementFormat, n: int, rotation: int = 0
 ) -> Tensor:
-    """x: (..., K) bfloat16, codes, scale: as of `to_mma_layout`, bias: (n,) bfloat16 or None -> (..., n) bfloat16."""
+    """x: (..., K) bfloat16, codes, scale: as of `to_mma_layout`, bias: (n,) bfloat16 or None -> (..., n) bfloat16;
+    `rotation` as above."""
+    x = rotate(x, rotation) if rotation else x
     return F.linear(x, from_mma_layout(codes, scale, element, n, x.shape[-1]), bias)
 
 

@@ -5,6 +5,7 @@ dimension, and gives contiguous outputs; all agree to the bit. Products choose i
 """
 
 import functools
+import importlib
 import importlib.util
 from types import ModuleType
 
@@ -15,7 +16,10 @@ from pt2mx.formats import ElementFormat
 from pt2mx.kernels import reference_chunked
 from pt2mx.kernels.cpu import quantize as cpu
 
-__all__ = ["device_with_kernels", "kernels_for", "runs_triton"]
+__all__ = ["device_with_kernels", "kernels_for", "rotate", "runs_triton"]
+
+#: type of device -> module with the twin of `pt2mx.kernels.hadamard.rotate`
+_ROTATIONS = {"cpu": "cpu.hadamard", "cuda": "gpu.hadamard"}
 
 
 def kernels_for(x: Tensor, element: ElementFormat | None = None) -> ModuleType:
@@ -28,6 +32,12 @@ def kernels_for(x: Tensor, element: ElementFormat | None = None) -> ModuleType:
 
         return gpu
     return reference_chunked
+
+
+def rotate(x: Tensor, size: int, axis: int = -1) -> Tensor:
+    """Return `pt2mx.kernels.hadamard.rotate(x, size, axis)`, by the fastest kernel that can work on x."""
+    module = _ROTATIONS.get(device_with_kernels(x) or "", "hadamard")
+    return importlib.import_module(f"pt2mx.kernels.{module}").rotate(x, size, axis)
 
 
 def device_with_kernels(x: Tensor, element: ElementFormat | None = None) -> str | None:

@@ -48,6 +48,7 @@ SHARED = {
     "weight_data": "(N, bytes of K) uint8, packed along K, which is the axis",
     "weight_scale": "(N, ceil(K / block_size)) uint8, E8M0",
     "bias": "(N,) in x's dtype, or None",
+    "rotation": "blocks of x that `hadamard` rotates along K first, rounded to x's dtype; 0 for none",
 }
 _VALUES = "(..., n, ...) float32, float16 or bfloat16 of any strides, n values along the axis"
 _PAIRS = "; ".join(
@@ -102,7 +103,7 @@ OPERATORS = {
         {"seed": "() int64", "size": "the shape of what is rounded"},
     ),
     "linear_mx": Operator(
-        1,
+        2,
         "`linear(x, w, bias)`, where w is `dequantize_mx` of the weight along K in x's dtype; sums are in float32, in "
         "any order. x and bias have gradients; autocast casts both to its dtype.",
         {"": "(..., N) in x's dtype"},
@@ -120,7 +121,7 @@ OPERATORS = {
         },
     ),
     "linear_mx_mma_layout": Operator(
-        1,
+        2,
         "`linear_mx` with the weight in the order of an NVIDIA GPU's tensor cores. Only programs that were lowered for "
         "such a GPU hold it.",
         {"": "(..., n) bfloat16"},
@@ -140,6 +141,17 @@ OPERATORS = {
         "then a cast. The gradient is that of the product.",
         {"": "x's shape and dtype, contiguous"},
         {"x": _VALUES, "size": "values of a block, a power of two that divides n"},
+    ),
+    "rotated_fake_quantize_mx": Operator(
+        1,
+        "`fake_quantize_mx` of `hadamard`, to the bit, both in blocks along the last dimension. The gradient is that "
+        "of `hadamard`.",
+        {"": "x's shape and dtype, contiguous"},
+        {
+            "x": "(..., n) float32, float16 or bfloat16 of any strides",
+            "size": "values that are rotated together, a power of two that divides n",
+            "rounding": f"how values are rounded: {_choices(r for r in ROUNDINGS if not ROUNDINGS[r].random)}",
+        },
     ),
     "scaled_mm_mx": Operator(
         1,

@@ -17,7 +17,8 @@ from pt2mx.formats import ELEMENTS
 from pt2mx.kernels import elements, reference
 from pt2mx.kernels.axis import is_one_in_the_example
 from pt2mx.kernels.gpu.mma_layout import from_mma_layout
-from pt2mx.ops import hadamard, linear
+from pt2mx.kernels.hadamard import rotate
+from pt2mx.ops import hadamard, linear, rotated_quantization
 from pt2mx.ops.checks import check_input, check_packed
 from pt2mx.ops.order import Order, dense_strides, is_dense, natural, order_in_memory, permuted_back, strides_in_order
 from pt2mx.ops.quantization import seed_of
@@ -132,8 +133,13 @@ def product_decompositions() -> dict[OpOverload, Callable[..., Tensor]]:
     def weight(x: Tensor, data: Tensor, scale: Tensor, elem: str, block_size: int) -> Tensor:
         return ops.dequantize_mx(data, scale, elem, block_size, x.dtype, -1, x.shape[-1])
 
-    def linear_mx(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: str, block_size: int) -> Tensor:
-        return functional.linear(x, weight(x, data, scale, elem, block_size), bias)
+    def rotated(x: Tensor, rotation: int) -> Tensor:
+        return rotate(x, rotation) if rotation else x
+
+    def linear_mx(
+        x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: str, block_size: int, rotation: int = 0
+    ) -> Tensor:
+        return functional.linear(rotated(x, rotation), weight(x, data, scale, elem, block_size), bias)
 
     def grouped_linear_mx(x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, elem: str, block_size: int) -> Tensor:
         experts = weight(x, data, scale, elem, block_size)  # (E, N, K)
@@ -147,12 +153,21 @@ def product_decompositions() -> dict[OpOverload, Callable[..., Tensor]]:
             y = torch.where((expert == i).unsqueeze(-1), functional.linear(x, each), y)
         return y
 
-    def linear_mx_mma_layout(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: str, n: int) -> Tensor:
-        return functional.linear(x, from_mma_layout(data, scale, ELEMENTS[elem], n, x.shape[-1]), bias)
+    def linear_mx_mma_layout(
+        x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: str, n: int, rotation: int = 0
+    ) -> Tensor:
+        weight = from_mma_layout(data, scale, ELEMENTS[elem], n, x.shape[-1])
+        return functional.linear(rotated(x, rotation), weight, bias)
+
+    def rotated_fake_quantize_mx(
+        x: Tensor, size: int, elem: str, block_size: int, scale_mode: str = "floor", rounding: str = "even"
+    ) -> Tensor:
+        return ops.fake_quantize_mx(rotate(x, size), elem, block_size, -1, scale_mode, rounding)
 
     return {
         linear.linear_mx: linear_mx,
         linear.grouped_linear_mx: grouped_linear_mx,
         linear.linear_mx_mma_layout: linear_mx_mma_layout,
-        hadamard.hadamard: hadamard.rotate,
+        hadamard.hadamard: rotate,
+        rotated_quantization.rotated_fake_quantize_mx: rotated_fake_quantize_mx,
     }

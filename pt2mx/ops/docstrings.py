@@ -61,6 +61,10 @@ _EXAMPLES = {
         >>> torch.ops.pt2mx.hadamard(torch.ones(4), 4)
         tensor([ 1.,  1.,  1., -1.])
         """,
+    "rotated_fake_quantize_mx": """
+        >>> torch.ops.pt2mx.rotated_fake_quantize_mx(torch.tensor([8.0, 0.0, 0.0, 1.0]), 4, "fp4_e2m1", 32)
+        tensor([4., 4., 4., 4.])
+        """,
     "scaled_mm_mx": """
         >>> swizzle = torch.ops.pt2mx.swizzle_scale
         >>> x_scale, x = pt2mx.quantize_mx(torch.arange(32.0).reshape(1, 32), "mxfp8")

@@ -18,6 +18,7 @@ from pt2mx import ops
 from pt2mx.kernels import elements
 from pt2mx.kernels.axis import guards
 from pt2mx.ops.decompositions import decompositions
+from pt2mx.ops.hadamard import hadamard
 from pt2mx.ops.linear import linear_mx
 
 #: computes nothing: for tracing the values are contiguous, in memory they may lie as Inductor wants, cut from a tensor
@@ -43,12 +44,15 @@ def _forms_for(x: Tensor) -> ModuleType:
 _DENSE_ROWS = 128
 
 
-def _linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: str, block_size: int) -> Tensor:
+def _linear(
+    x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: str, block_size: int, rotation: int = 0
+) -> Tensor:
     """`linear_mx` of many rows; of few or an unknown number it stays a call."""
     known = all(isinstance(n, int) for n in x.shape[:-1])  # asking a symbolic size for its number would fix it
     if x.device.type != "cpu" or not known or x.shape[:-1].numel() < _DENSE_ROWS:
         return NotImplemented
     weight = ops.dequantize_mx(data, scale, elem, block_size, x.dtype, -1, x.shape[-1])
+    x = hadamard(x, rotation) if rotation else x
     return torch.nn.functional.linear(x, weight, bias)
 
 

@@ -8,6 +8,7 @@ where a faster twin serves.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -18,9 +19,11 @@ from pt2mx import ops
 from pt2mx.errors import MXError
 from pt2mx.formats import ELEMENTS, ElementFormat
 from pt2mx.kernels.gpu.mma_layout import FRAGMENTS
+from pt2mx.kernels.hadamard import rotate_back
 from pt2mx.kernels.select import device_with_kernels
 from pt2mx.ops.autocast import register_autocast
 from pt2mx.ops.checks import check_packed
+from pt2mx.ops.hadamard import check_rotation
 from pt2mx.spec import MXSpec
 
 #: function, type of device -> module of `pt2mx.kernels` whose function of that name is faster than the definition
@@ -36,20 +39,24 @@ def _kernels_for(function: str, x: Tensor, element: ElementFormat) -> ModuleType
     return importlib.import_module(f"pt2mx.kernels.{module}")
 
 
-def _linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: str, block_size: int) -> Tensor:
+def _linear(
+    x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: str, block_size: int, rotation: int = 0
+) -> Tensor:
     """x: (..., K) float, data: (N, bytes of K) uint8, scale: (N, ceil(K / block_size)) uint8, bias: (N,) as x or None
     -> (..., N) in x's dtype."""
-    spec = _check(x, data, scale, elem, block_size, dimensions=2)
+    spec = _check(x, data, scale, elem, block_size, dimensions=2, rotation=rotation)
     if bias is not None and (bias.shape != data.shape[:1] or bias.dtype != x.dtype or bias.device != x.device):
         raise MXError(
             f"bias of shape {tuple(bias.shape)}, {bias.dtype} on {bias.device} does not fit a weight of "
             f"{data.shape[0]} rows and x in {x.dtype} on {x.device}"
         )
-    return _kernels_for("linear", x, spec.element).linear(x, data, scale, bias, spec)
+    return _kernels_for("linear", x, spec.element).linear(x, data, scale, bias, spec, rotation)
 
 
-def _linear_fake(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: str, block_size: int) -> Tensor:
-    _check(x, data, scale, elem, block_size, dimensions=2)
+def _linear_fake(
+    x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: str, block_size: int, rotation: int = 0
+) -> Tensor:
+    _check(x, data, scale, elem, block_size, dimensions=2, rotation=rotation)
     return x.new_empty((*x.shape[:-1], data.shape[0]))
 
 
@@ -70,39 +77,51 @@ def _grouped_linear_fake(x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, e
     return x.new_empty((x.shape[0], data.shape[1]))
 
 
-def _linear_mma_layout(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: str, n: int) -> Tensor:
+def _linear_mma_layout(
+    x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: str, n: int, rotation: int = 0
+) -> Tensor:
     """x: (..., K) bfloat16, data and scale as `pt2mx.kernels.gpu.mma_layout.to_mma_layout` gives them, bias: (n,)
     bfloat16 or None -> (..., n) bfloat16."""
-    _check_mma_layout(x, data, scale, bias, elem, n)
+    _check_mma_layout(x, data, scale, bias, elem, n, rotation)
     element = ELEMENTS[elem]
-    return _kernels_for("linear_mma_layout", x, element).linear_mma_layout(x, data, scale, bias, element, n)
+    return _kernels_for("linear_mma_layout", x, element).linear_mma_layout(x, data, scale, bias, element, n, rotation)
 
 
-def _linear_mma_layout_fake(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: str, n: int) -> Tensor:
-    _check_mma_layout(x, data, scale, bias, elem, n)
+def _linear_mma_layout_fake(
+    x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: str, n: int, rotation: int = 0
+) -> Tensor:
+    _check_mma_layout(x, data, scale, bias, elem, n, rotation)
     return x.new_empty((*x.shape[:-1], n))
 
 
-def _check(x: Tensor, data: Tensor, scale: Tensor, elem: str, block_size: int, dimensions: int) -> MXSpec:
+def _check(
+    x: Tensor, data: Tensor, scale: Tensor, elem: str, block_size: int, dimensions: int, rotation: int = 0
+) -> MXSpec:
     if not x.dim() or data.dim() != dimensions:
         raise MXError(
             f"x of shape {tuple(x.shape)} and a weight of {data.dim()} dimensions, not (..., K) and {dimensions}"
         )
     if x.device != data.device:
         raise MXError(f"x is on {x.device} and the weight on {data.device}: move one to the device of the other")
+    if rotation:
+        check_rotation(x, rotation)
     try:
         return check_packed(data, scale, elem, block_size, x.dtype, -1, x.shape[-1])[0]
     except MXError as error:
         raise MXError(f"x of shape {tuple(x.shape)} times a weight of {tuple(data.shape)} bytes: {error}") from None
 
 
-def _check_mma_layout(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: str, n: int) -> None:
+def _check_mma_layout(
+    x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: str, n: int, rotation: int
+) -> None:
     if elem not in FRAGMENTS:
         raise MXError(f"no MMA layout of {elem!r}: allowed are {', '.join(sorted(FRAGMENTS))}")
     if x.dtype != torch.bfloat16 or not x.dim() or (bias is not None and bias.dtype != torch.bfloat16):
         raise MXError(f"weights in the MMA layout take bfloat16 x and bias of at least one dimension, not {x.dtype}")
     if x.shape[-1] % 8:
         raise MXError(f"the MMA layout is of a K that 8 divides, not {x.shape[-1]}: use linear_mx")
+    if rotation:
+        check_rotation(x, rotation)
     fragment, steps = FRAGMENTS[elem], -(-x.shape[-1] // FRAGMENTS[elem].k_step)
     shapes = (-(-n // 16), steps, 2, fragment.words // 4, 32, 16), (-(-n // 16), steps, 2, fragment.scales, 32)
     if (tuple(data.shape), tuple(scale.shape)) != shapes or not (data.dtype == scale.dtype == torch.uint8):
@@ -113,7 +132,7 @@ def _check_mma_layout(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | Non
 
 
 def _save_weight(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    x, data, scale, ctx.third, ctx.elem, ctx.block_size = inputs
+    x, data, scale, _, ctx.elem, ctx.block_size, ctx.rotation = inputs
     ctx.length = x.shape[-1]
     ctx.save_for_backward(data, scale)
 
@@ -122,14 +141,19 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     data, scale = ctx.saved_tensors
     weight = ops.dequantize_mx(data, scale, ctx.elem, ctx.block_size, grad.dtype, -1, ctx.length)
     bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
-    return grad @ weight, None, None, bias, None, None
+    x = rotate_back(grad @ weight, ctx.rotation) if ctx.rotation else grad @ weight
+    return x, None, None, bias, None, None, None
 
 
 #: operator -> its arguments after the weight, kernel, fake kernel
-_OPERATORS = {
-    "linear_mx": ("Tensor? bias, str elem_dtype_name, int block_size", _linear, _linear_fake),
+_OPERATORS: dict[str, tuple[str, Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "linear_mx": ("Tensor? bias, str elem_dtype_name, int block_size, int rotation=0", _linear, _linear_fake),
     "grouped_linear_mx": ("Tensor offs, str elem_dtype_name, int block_size", _grouped_linear, _grouped_linear_fake),
-    "linear_mx_mma_layout": ("Tensor? bias, str elem_dtype_name, int n", _linear_mma_layout, _linear_mma_layout_fake),
+    "linear_mx_mma_layout": (
+        "Tensor? bias, str elem_dtype_name, int n, int rotation=0",
+        _linear_mma_layout,
+        _linear_mma_layout_fake,
+    ),
 }
 
 #: the kernels take any strides: without the second tag Inductor copies x for each of the products that share it

@@ -6,7 +6,8 @@
 MiniLM (pretrained, or its shape with random weights; 32 sentences of 64 tokens) and ResNet-18 (8 images of 224x224)
 with MXFP8 weights and activations; one step of decoding with a decoder of the shape of Llama 3.2 1B (random weights,
 tied embedding, batch 1, static cache) with MXFP4 weights, its head's too. Where activations are quantized there is a
-row for packed weights and one for `lower_to_inductor(unpack=True)`. All sides are compiled alike, as a whole (on a
+row for packed weights and one for `lower_to_inductor(unpack=True)`; the rows "rotated" are of products in rotated
+coordinates, packed. All sides are compiled alike, as a whole (on a
 GPU with CUDA graphs), and called in turns; the times are medians. On a GPU ten calls are queued at a time, as in
 decoding, where none waits for the host.
 
@@ -23,8 +24,10 @@ from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 import pt2mx
+from pt2mx.algorithms import Rotation
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.cli.models import SentenceEncoder, load_minilm
 from pt2mx.pt2e.cli.sentences import sentences
@@ -87,14 +90,11 @@ def measure(name: str, load: Callable, recipe: str, dtype: torch.dtype, options:
     model, inputs = load(options)
     model, inputs = model.eval().to(options.device, dtype), tuple(to(x, options.device, dtype) for x in inputs)
     program = torch.export.export(model, inputs)
-    prepared = pt2mx.prepare_pt2e(program.module(), pt2mx.MXQuantizer.from_recipe(recipe))
-    prepared(*inputs)
-    converted = pt2mx.convert_pt2e(prepared)
-    kinds = ["packed"] if recipe.endswith("weight_only") else ["packed", "unpacked"]
-    lowered = [pt2mx.lower_to_inductor(converted, options.device, unpack=kind == "unpacked") for kind in kinds]
+    kinds = ["packed", "rotated"] if recipe.endswith("weight_only") else ["packed", "unpacked", "rotated"]
+    lowered = [lower(program.module(), kind, inputs, recipe, options.device) for kind in kinds]
     sizes = [gigabytes(m) for m in (model, *lowered)]
     sides = [torch.compile(m, mode=options.mode) for m in (model, *lowered)]
-    del prepared, program, converted
+    del program
     compiling = [timed(lambda side=side: queued(side, inputs, 1)) for side in sides]
     count = {"cpu": 1, "cuda": 10}[options.device]
     calls = [lambda side=side: queued(side, inputs, count) for side in sides]
@@ -105,6 +105,15 @@ def measure(name: str, load: Callable, recipe: str, dtype: torch.dtype, options:
         Row(name, recipe, kind, dtype_name, times[0], ms, ms / times[0], compiling[0], seconds, sizes[0], size)
         for kind, ms, seconds, size in zip(kinds, times[1:], compiling[1:], sizes[1:], strict=True)
     ]
+
+
+def lower(exported: GraphModule, kind: str, inputs: tuple[Tensor, ...], recipe: str, device: str) -> GraphModule:
+    quantizer = pt2mx.MXQuantizer.from_recipe(recipe)
+    if kind == "rotated":
+        exported = pt2mx.optimize(exported, quantizer, algorithms=(Rotation(),))
+    prepared = pt2mx.prepare_pt2e(exported, quantizer)
+    prepared(*inputs)
+    return pt2mx.lower_to_inductor(pt2mx.convert_pt2e(prepared), device, unpack=kind == "unpacked")
 
 
 def queued(program: Program, inputs: tuple[Tensor, ...], count: int) -> None:

@@ -1,4 +1,4 @@
-"""fake_quantize_mx, quantize_mx and dequantize_mx over a plain copy of the tensor, beside what else computes the same.
+"""fake_quantize_mx, quantize_mx, dequantize_mx and rotation over a plain copy of the tensor, and their peers.
 
     python -m tests.benchmarks.quantize [--device cpu|cuda] [--size 4096] [--repeats 15] [--json]
 
@@ -29,7 +29,10 @@ from tests.benchmarks.measure import (
 
 _BLOCK = 32
 
-_HEADER = ("device", "what", "layout", "fake_quantize", "quantize", "dequantize")
+#: values that are rotated together
+_ROTATION = 32
+
+_HEADER = ("device", "what", "layout", "fake_quantize", "quantize", "dequantize", "rotated_fake_quantize", "hadamard")
 
 
 def main() -> None:
@@ -79,9 +82,17 @@ def cpu_rows(size: int, repeats: int) -> list[Row]:
                     d, s, n, _BLOCK, torch.float32, a
                 ),
             }
+            if layout == "axis -1":
+                calls["rotated_fake_quantize"] = lambda n=name: torch.ops.pt2mx.rotated_fake_quantize_mx(
+                    x, _ROTATION, n, _BLOCK
+                )
             for operation, call in calls.items():
                 row[operation] = over_clone(call, values, repeats)
             rows.append(row)
+    for dtype in (torch.float32, torch.bfloat16):
+        values = x.to(dtype)
+        took = over_clone(lambda v=values: torch.ops.pt2mx.hadamard(v, _ROTATION), values, repeats)
+        rows.append({"device": "cpu", "what": f"rotation, {dtype}", "layout": "axis -1", "hadamard": took})
     for name in FORMATS:
         for peer, call in peers(x, name):
             row = {"device": "cpu", "what": f"{peer} {name}", "layout": "axis -1"}
@@ -174,7 +185,15 @@ def gpu_rows(size: int, repeats: int) -> list[Row]:
                     packed + x.nbytes,
                 ),
             }
+            if layout == "axis -1":
+                calls["rotated_fake_quantize"] = (
+                    lambda n=name: torch.ops.pt2mx.rotated_fake_quantize_mx(x, _ROTATION, n, _BLOCK),
+                    2 * x.nbytes,
+                )
             rows.append(row(f"pt2mx {name}", layout, calls))
+    rows.append(
+        row("rotation", "axis -1", {"hadamard": (lambda: torch.ops.pt2mx.hadamard(x, _ROTATION), 2 * x.nbytes)})
+    )
     for name in ("fp8_e4m3", "fp4_e2m1"):
         torch._dynamo.reset()
         inductor = torch.compile(lambda x, name=name: pt2mx.fake_quantize_mx(x, name, _BLOCK))

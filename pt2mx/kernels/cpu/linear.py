@@ -17,6 +17,7 @@ from torch import Tensor
 from pt2mx.formats import ELEMENTS
 from pt2mx.kernels import dequantize_then_matmul, elements
 from pt2mx.kernels.cpu.build import DTYPES, load
+from pt2mx.kernels.cpu.hadamard import rotate
 from pt2mx.kernels.packing import group_of
 from pt2mx.spec import MXSpec
 
@@ -42,14 +43,16 @@ class _Call(ctypes.Structure):
             (name, ctypes.c_int32)
             for name in ("format", "bits", "codes_per_group", "bytes_per_group", "dtype", "tiles")
         ),
-        *((name, ctypes.c_int64) for name in ("m", "n", "k", "block", "row_bytes", "row_blocks")),
+        *((name, ctypes.c_int64) for name in ("m", "n", "k", "block", "row_bytes", "row_blocks", "rotation")),
         *((name, ctypes.c_void_p) for name in ("x", "data", "scale", "bias", "out")),
     )
 
 
-def linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, spec: MXSpec) -> Tensor:
+def linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, spec: MXSpec, rotation: int = 0) -> Tensor:
     """As `pt2mx.kernels.dequantize_then_matmul.linear`."""
     rows, n = x.shape[:-1].numel(), data.shape[0]
+    if rotation and (rows > _FEW_ROWS or not rows):  # on all threads
+        x, rotation = rotate(x, rotation), 0
     tiled = rows > _FEW_ROWS and x.dtype == torch.bfloat16 and _decoder(spec, x.shape[-1])[0] and _has_tiles()
     if 0 in (x.numel(), n) or (rows > _SOME_ROWS and not tiled):
         return dequantize_then_matmul.linear(x, data, scale, bias, spec)
@@ -57,7 +60,7 @@ def linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, spec: MX
     weight = data.contiguous(), scale.contiguous(), None if bias is None else bias.contiguous()
     flat = x.contiguous().view(rows, x.shape[-1]), out.view(rows, n)
     for panel, result in zip(*(t.split(_PANEL) for t in flat), strict=True):
-        _multiply(panel, *weight, result, spec, _tiles(len(panel), n) if tiled else 0)
+        _multiply(panel, *weight, result, spec, _tiles(len(panel), n) if tiled else 0, rotation)
     return out
 
 
@@ -78,7 +81,14 @@ def _tiles(rows: int, n: int) -> int:
 
 
 def _multiply(
-    x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor, spec: MXSpec, tiles: int
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    spec: MXSpec,
+    tiles: int,
+    rotation: int,
 ) -> None:
     """x: (M, K), data: (N, bytes), scale: (N, blocks), bias: (N,) or None, out: (M, N), all contiguous."""
     library, parallel_for = load()
@@ -98,6 +108,7 @@ def _multiply(
         block=block,
         row_bytes=data.shape[1],
         row_blocks=scale.shape[1],
+        rotation=rotation,
         x=x.data_ptr(),
         data=data.data_ptr(),
         scale=scale.data_ptr(),

@@ -17,7 +17,15 @@ from pt2mx.kernels.packing import group_of, packed_length
 from pt2mx.modes import SCALE_MODES
 from pt2mx.spec import MXSpec
 
-__all__ = ["clip_gradient", "dequantize", "fake_quantize", "is_available", "quantize", "random_bits"]
+__all__ = [
+    "clip_gradient",
+    "dequantize",
+    "fake_quantize",
+    "is_available",
+    "quantize",
+    "random_bits",
+    "rotated_fake_quantize",
+]
 
 # in the order of cpp's enumerations
 _ROUNDINGS = ("even", "half_away", "half_toward_zero", "half_up", "toward_zero", "up", "down", "stochastic")
@@ -67,6 +75,12 @@ def fake_quantize(x: Tensor, spec: MXSpec, seed: Tensor | None) -> Tensor:
     return y
 
 
+def rotated_fake_quantize(x: Tensor, size: int, spec: MXSpec) -> Tensor:
+    y = _empty(x.shape, x.dtype)
+    _run(_FAKE_QUANTIZE, x.contiguous(), y, spec, x.dtype, x.shape, rotation=size)
+    return y
+
+
 def clip_gradient(grad: Tensor, x: Tensor, spec: MXSpec) -> Tensor:
     if grad.shape != x.shape or grad.itemsize not in (2, 4):  # autograd gives x's shape and dtype
         return reference_chunked.clip_gradient(grad, x, spec)
@@ -96,9 +110,10 @@ def _run(
     scale: Tensor | None = None,
     grad: Tensor | None = None,
     seed: Tensor | None = None,
+    rotation: int = 0,
 ) -> None:
     """The contiguous tensors `x`, `grad` and `scale` into `out` (and `scale`); `shape` is that of the values, of type
-    `dtype`."""
+    `dtype`. `rotation`: blocks of x that are rotated first, along its last dimension, which is the axis."""
     n = shape[spec.axis]
     if 0 in shape:
         return
@@ -119,7 +134,11 @@ def _run(
         seed=0 if seed is None else int(seed),
     )
     library, parallel_for = load()
-    if library.pt2mx_run(ctypes.addressof(call), parallel_for):
+    if rotation:
+        failed = library.pt2mx_rotate_fake_quantize(ctypes.addressof(call), rotation, parallel_for)
+    else:
+        failed = library.pt2mx_run(ctypes.addressof(call), parallel_for)
+    if failed:
         raise RuntimeError("torch_parallel_for failed")
 
 

@@ -219,3 +219,30 @@ def rounded(part, scale, finite, seed, offsets, C: tl.constexpr):
         random = random_at(seed, offsets)
     v = in_units(part, scale, finite, C)
     return v, round_magnitude(v, random, tl.constexpr(C.rounding), C)
+
+
+# --- rotation ---
+
+
+@triton.jit
+def rotated(values, SIZE: tl.constexpr):
+    """Values of any shape in fp32, whole blocks of SIZE -> the same rotated.
+
+    Each stage adds and subtracts neighbours, and puts the differences behind the sums: after the last one every value
+    is back in its place.
+    """
+    BLOCKS: tl.constexpr = values.numel // SIZE
+    index = tl.arange(0, SIZE)
+    odd = index & (index >> 1) & 0x5555
+    odd ^= odd >> 8
+    odd ^= odd >> 4
+    odd ^= odd >> 2
+    y = tl.reshape(values, [BLOCKS, SIZE])
+    y = tl.where((odd & 1)[None, :] == 1, -y, y)
+    HALF: tl.constexpr = SIZE // 2
+    for i in tl.static_range(20):
+        if SIZE >> i > 1:
+            first, second = tl.split(tl.reshape(y, [BLOCKS, HALF, 2]))
+            y = tl.join(first + second, first - second)
+            y = tl.reshape(tl.permute(y, (0, 2, 1)), [BLOCKS, SIZE])
+    return tl.reshape(y * SIZE**-0.5, values.shape)

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from pt2mx.kernels.gpu.fragment import decode_fragment, fragment_layout, fragment_pointers, lanes, load_fragments
 from pt2mx.kernels.gpu.pdl import pdl_launch_dependents, pdl_wait
+from pt2mx.kernels.gpu.rotation_ptx import BLOCK, SUM_COLUMNS, rotate_ptx
 
 #: acc + 16 values along K, twice. Operands: acc; four words of rows g, of rows g + 8, of x; acc
 _MMA = gl.constexpr(
@@ -18,19 +19,25 @@ _MMA = gl.constexpr(
 )
 _MMA_CONSTRAINTS = gl.constexpr(",".join(["=&f"] * 4 + ["r"] * 12 + ["f"] * 4))
 
+_ROTATE = gl.constexpr(rotate_ptx())
+_ROTATE_CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 16 + ["l"] * 4))
+_ROTATE_RESULTS = gl.constexpr((gl.int32,) * 4)
+_SUM_COLUMNS = gl.constexpr(SUM_COLUMNS)
+_SUM_COLUMNS_CONSTRAINTS = gl.constexpr(",".join(["=&f"] * 4 + ["f"] * 4))
+_BLOCK = gl.constexpr(BLOCK)
+
 
 @gluon.jit(do_not_specialize=["batch", "n", "k", "n_tiles", "k_steps"])
 def gemv_kernel(x, codes, scale, bias, out, batch, n, k, n_tiles, k_steps, C: gl.constexpr):
     """x: (batch, k) bf16, codes: (n_tiles, k_steps, 2, vectors, 32, 16), scale: (n_tiles, k_steps, 2, scales, 32)
-    uint8, bias: (n,) -> out: (batch, n)."""
+    uint8, bias: (n,) -> out: (batch, n). `C.rotates`: x is one row, which is rotated first in blocks of 32."""
     layout: gl.constexpr = fragment_layout(C)
     acc = ()
     for _ in gl.static_range(gl.constexpr(C.tiles_per_warp * C.m_tiles)):
         acc = acc + (gl.full([C.warps_k, C.warps_n, 32, 4], 0.0, gl.float32, layout),)
-    x_words = x.to(gl.pointer_type(gl.int32))
     code_words = codes.to(gl.pointer_type(gl.int32))
     pointers = fragment_pointers(code_words, scale, n_tiles, k_steps, C)
-    x_pointers = _x_pointers(x_words, batch, k, C)
+    x_pointers = _row_pointers(x, C) if C.rotates else _x_pointers(x, batch, k, C)
     pdl_wait(C)
     words, scales, pairs = _load(pointers, x_pointers, k, k_steps, 0, C)
     for start in range(C.k_unroll * C.warps_k, k_steps, C.k_unroll * C.warps_k):
@@ -46,11 +53,20 @@ def gemv_kernel(x, codes, scale, bias, out, batch, n, k, n_tiles, k_steps, C: gl
 def _x_pointers(x, batch, k, C: gl.constexpr):
     """Pointers to a thread's first values of each tile of x, and their place along K; beyond the last row, the last."""
     warp_k, warp_n, lane, word = lanes(C)
+    words = x.to(gl.pointer_type(gl.int32))
     pairs = ()
     for m_tile in gl.static_range(gl.constexpr(C.m_tiles)):
         m = gl.minimum(8 * m_tile + lane // 4, batch - 1).to(gl.int64)
-        pairs = pairs + (x + (m * (k // 8 * 4) + (warp_k * 4 + lane % 4) * (4 * C.k8_groups) + word),)
+        pairs = pairs + (words + (m * (k // 8 * 4) + (warp_k * 4 + lane % 4) * (4 * C.k8_groups) + word),)
     return pairs, (warp_k * 4 + lane % 4 + warp_n * 0) * (8 * C.k8_groups)
+
+
+@gluon.jit
+def _row_pointers(x, C: gl.constexpr):
+    """Pointers to four values of a thread in its first block of the one row of x, and the place of that along K."""
+    warp_k, warp_n, lane, _ = lanes(C)
+    first = (warp_k * 4 + lane % 4 + warp_n * 0) * (8 * C.k8_groups)
+    return (x.to(gl.pointer_type(gl.int64)) + (first // 4 + lane // 4),), first
 
 
 @gluon.jit
@@ -68,7 +84,12 @@ def _load(pointers, x_pointers, k, k_steps, start, C: gl.constexpr):
         of_step = load_fragments(pointers, step, C)
         words = words + of_step[0]
         scales = scales + of_step[1]
-        for m_tile in gl.static_range(gl.constexpr(C.m_tiles)):
+        if C.rotates:
+            at = first_pairs[0] + (start + i * C.warps_k) * (8 * C.k8_groups)
+            for block in gl.static_range(gl.constexpr(8 * C.k8_groups // _BLOCK)):
+                mask = first_k + (start + i * C.warps_k) * (32 * C.k8_groups) + _BLOCK * block < k
+                pairs = pairs + (gl.load(at + _BLOCK // 4 * block, mask, 0),)
+        for m_tile in gl.static_range(gl.constexpr(0 if C.rotates else C.m_tiles)):
             at = first_pairs[m_tile] + (start + i * C.warps_k) * (16 * C.k8_groups)
             for group in gl.static_range(gl.constexpr(C.k8_groups)):
                 if C.whole_k:
@@ -82,6 +103,8 @@ def _load(pointers, x_pointers, k, k_steps, start, C: gl.constexpr):
 @gluon.jit
 def _multiply(acc, words, scales, pairs, C: gl.constexpr):
     """acc + the products of what `_load` gave."""
+    if C.rotates:
+        pairs = _rotated(pairs, words, C)
     for step in gl.static_range(gl.constexpr(C.k_unroll)):
         new = ()
         for tile in gl.static_range(gl.constexpr(C.tiles_per_warp)):
@@ -98,6 +121,16 @@ def _multiply(acc, words, scales, pairs, C: gl.constexpr):
 
 
 @gluon.jit
+def _rotated(values, words, C: gl.constexpr):
+    """Four values of each block, which the threads of a warp share, as operands: each column has those of a thread."""
+    pairs = ()
+    for i in gl.static_range(gl.constexpr(C.k_unroll * 8 * C.k8_groups // _BLOCK)):
+        four = gl.broadcast(values[i], words[0])[0]
+        pairs = pairs + gl.inline_asm_elementwise(_ROTATE, _ROTATE_CONSTRAINTS, (four,), _ROTATE_RESULTS, True, 4)
+    return pairs
+
+
+@gluon.jit
 def _store(acc, bias, out, batch, n, C: gl.constexpr):
     """Add what the warps along K have and the bias, and store the sums of each tile."""
     of_rows: gl.constexpr = gl.SliceLayout(0, fragment_layout(C))
@@ -108,7 +141,10 @@ def _store(acc, bias, out, batch, n, C: gl.constexpr):
         row = ((gl.program_id(0) * C.warps_n + warp_n) * C.tiles_per_warp + tile) * 16 + lane // 4 + word // 2 * 8
         added = gl.load(bias + row, mask=row < n, other=0).to(gl.float32) if C.has_bias else 0.0
         for m_tile in gl.static_range(gl.constexpr(C.m_tiles)):
-            total = gl.sum(acc[tile * C.m_tiles + m_tile], 0) + added  # (warps_n, 32, 4)
+            sums = acc[tile * C.m_tiles + m_tile]
+            if C.rotates:
+                sums = gl.inline_asm_elementwise(_SUM_COLUMNS, _SUM_COLUMNS_CONSTRAINTS, (sums,), gl.float32, True, 4)
+            total = gl.sum(sums, 0) + added  # (warps_n, 32, 4)
             m = 8 * m_tile + lane % 4 * 2 + word % 2
             at = m.to(gl.int64) * n + row
             gl.store(out + at, total.to(out.dtype.element_ty), mask=(row < n) & (m < batch))

@@ -28,6 +28,7 @@ class KernelConfig(NamedTuple):
     has_bias: bool = False
     whole_k: bool = True  # K is a multiple of what a program takes at a time
     use_pdl: bool = False
+    rotates: bool = False  # GEMV: x is rotated first
 
 
 @functools.lru_cache(maxsize=1024)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pt2mx.kernels.gpu.bf16x2 import amax_of_pairs, code_words, pair_of
 from pt2mx.kernels.gpu.blocks import (
@@ -17,6 +18,7 @@ from pt2mx.kernels.gpu.blocks import (
     encode,
     factor,
     random_at,
+    rotated,
     rounded,
     scale_of,
     scale_of_amax,
@@ -26,9 +28,12 @@ from pt2mx.kernels.gpu.tiles import part_offsets, tile_lines, tile_offsets, word
 
 
 @triton.jit
-def fake_quantize_kernel(x, y, seed, n, inner, lines, C: tl.constexpr):
+def fake_quantize_kernel(x, y, seed, n, inner, lines, C: tl.constexpr, ROTATION: tl.constexpr = 0):
+    """`ROTATION`: values of x that are rotated together first."""
     offsets, mask = tile_offsets(n, inner, lines, C.block, C.tile, 1, C)
     blocks = load_values(x, offsets, mask)
+    if ROTATION:
+        blocks = rotated(blocks, ROTATION).to(y.dtype.element_ty).to(tl.float32)
     scale, finite = scale_of((blocks,), C)
     v, p = rounded(blocks, scale, finite, seed, offsets, C)
     tl.store(y + offsets, (with_sign(p, v, C) * factor(scale, finite, C)).to(y.dtype.element_ty), mask=mask)
@@ -99,6 +104,21 @@ def clip_gradient_kernel(grad, x, y, n, inner, lines, C: tl.constexpr):
     v = blocks * factor(MAX_SCALE - scale, finite, C)
     passed = tl.load(grad + offsets, mask=mask, other=0.0)
     tl.store(y + offsets, tl.where((v > C.max_normal) | (v < C.lowest), 0.0, passed), mask=mask)
+
+
+@triton.jit
+def rotate_kernel(x, out, count, VALUES: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr):
+    """x: (count,) -> out: (count,), in blocks of SIZE."""
+    first = tl.program_id(0)
+    if WIDE:
+        first = first.to(tl.int64)
+    at = first * VALUES + tl.arange(0, VALUES)
+    if PDL:
+        gdc_wait()
+    values = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_launch_dependents()
+    tl.store(out + at, rotated(values, SIZE).to(out.dtype.element_ty), mask=at < count)
 
 
 @triton.jit

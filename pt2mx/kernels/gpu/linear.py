@@ -7,6 +7,8 @@ CUDA graph, and give the same bits in every run.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 from torch import Tensor
@@ -16,6 +18,7 @@ from pt2mx.kernels.gpu import tuning
 from pt2mx.kernels.gpu.dequantize_kernel import dequantize_kernel
 from pt2mx.kernels.gpu.gemm import gemm
 from pt2mx.kernels.gpu.gemv_kernel import gemv_kernel
+from pt2mx.kernels.gpu.hadamard import rotate
 from pt2mx.kernels.gpu.kernel_config import kernel_config
 from pt2mx.kernels.gpu.mma_layout import FRAGMENTS, ROWS
 
@@ -25,22 +28,34 @@ _TILES_OF_PART = 1024
 
 
 def linear_mma_layout(
-    x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, element: ElementFormat, n: int
+    x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, element: ElementFormat, n: int, rotation: int = 0
 ) -> Tensor:
     """As `pt2mx.kernels.dequantize_then_matmul.linear_mma_layout`."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     if rows.data_ptr() % 16:  # as a part of a tensor may be: it is read 16 bytes at a time
         rows = rows.clone()
     (batch, k), n_tiles = rows.shape, len(codes)
+    rotates = tuning.rotates_in_gemv(batch, k, n_tiles, rotation)
+    if rotation and not rotates:
+        rows = rotate(rows, rotation)
     out = x.new_empty(batch, n)
     is_sm_90 = torch.cuda.get_device_capability(x.device)[0] == 9
     multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    product = _PRODUCTS[tuning.kernel_of(batch, k, n_tiles, element, multiprocessors, is_sm_90)]
+    name = tuning.kernel_of(batch, k, n_tiles, element, multiprocessors, is_sm_90)
+    product = functools.partial(_gemv, rotates=True) if rotates else _PRODUCTS[name]
     product(rows, codes, scale, bias, out, element)
     return out.view(*x.shape[:-1], n)
 
 
-def _gemv(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor, element: ElementFormat) -> None:
+def _gemv(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    element: ElementFormat,
+    rotates: bool = False,
+) -> None:
     (batch, k), (n_tiles, k_steps) = x.shape, codes.shape[:2]
     multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
     chosen = tuning.gemv_config(batch, k, n_tiles, element, multiprocessors)
@@ -52,6 +67,7 @@ def _gemv(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, out: Ten
         has_bias=bias is not None,
         whole_k=k % (FRAGMENTS[element.name].k_step * chosen.warps_k * chosen.k_unroll) == 0,
         use_pdl=use_pdl,
+        rotates=rotates,
     )
     sizes, grid = (batch, out.shape[1], k, n_tiles, k_steps), (triton.cdiv(n_tiles, chosen.tiles_per_warp),)
     with torch.cuda.device_of(x):

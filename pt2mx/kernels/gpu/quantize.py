@@ -19,11 +19,12 @@ from pt2mx.kernels import packing, reference_chunked
 from pt2mx.kernels.axis import resized
 from pt2mx.kernels.constants import spec_constants
 from pt2mx.kernels.gpu import kernels
+from pt2mx.kernels.gpu.hadamard import rotate
 from pt2mx.kernels.gpu.tiles import Constants
 from pt2mx.modes import ROUNDINGS, SCALE_MODES
 from pt2mx.spec import MXSpec
 
-__all__ = ["clip_gradient", "dequantize", "fake_quantize", "quantize", "random_bits"]
+__all__ = ["clip_gradient", "dequantize", "fake_quantize", "quantize", "random_bits", "rotated_fake_quantize"]
 
 _LARGEST_BLOCK = 4096
 
@@ -38,6 +39,7 @@ class Tile(NamedTuple):
 
 #: (whether inner is not 1) -> tile; what was fastest on an H200, in bf16 and blocks of 32
 _FAKE_QUANTIZE = {False: Tile(4096, 4), True: Tile(4096, 2, 8)}
+_ROTATED_FAKE_QUANTIZE = {False: Tile(1024, 1)}
 _DEQUANTIZE = {False: Tile(1024, 1), True: Tile(8192, 2, 8)}
 _QUANTIZE = {False: Tile(2048, 1), True: Tile(4096, 1, 4)}
 _QUANTIZE_PACKED = {False: Tile(4096, 4), True: Tile(4096, 1, 4)}
@@ -92,6 +94,17 @@ def fake_quantize(x: Tensor, spec: MXSpec, seed: Tensor | None) -> Tensor:
     x = x.contiguous()
     y = torch.empty_like(x)
     _launch(kernels.fake_quantize_kernel, _FAKE_QUANTIZE, x.shape, spec, _BYTE, x, y, seed, x.shape[spec.axis])
+    return y
+
+
+def rotated_fake_quantize(x: Tensor, size: int, spec: MXSpec) -> Tensor:
+    """x: (..., n) -> fake_quantize(rotate(x)), blocks of both along the last dimension."""
+    tiles, n = _ROTATED_FAKE_QUANTIZE, x.shape[-1]
+    if size > tiles[False].values or not _streams(x, spec) or not _holds(spec, n):
+        return fake_quantize(rotate(x, size), spec, None)
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    _launch(kernels.fake_quantize_kernel, tiles, x.shape, spec, _BYTE, x, y, None, n, ROTATION=size)
     return y
 
 
@@ -165,6 +178,7 @@ def _launch(
     spec: MXSpec,
     word: tuple[int, int],
     *arguments: Tensor | int | None,
+    **compile_time: int,
 ) -> None:
     """Run `kernel` on every tile of a tensor of that shape; `word` as in `Constants`."""
     if 0 in shape:
@@ -178,7 +192,8 @@ def _launch(
     constants = _constants(spec, word, length, inner, wide, tile)
     warps = max(tile.warps, constants.lines * constants.tile // (32 * _VALUES_PER_THREAD))
     with torch.cuda.device_of(arguments[0]):
-        kernel[(triton.cdiv(lines, constants.lines),)](*arguments, inner, lines, constants, num_warps=warps)
+        grid = (triton.cdiv(lines, constants.lines),)
+        kernel[grid](*arguments, inner, lines, constants, **compile_time, num_warps=warps)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from pt2mx.formats import ElementFormat
 from pt2mx.kernels.gpu.mma_layout import FRAGMENTS
+from pt2mx.kernels.gpu.rotation_ptx import BLOCK
 
 
 class GemvConfig(NamedTuple):
@@ -53,6 +54,9 @@ _GEMV_OF_MANY_TILES = (2, 1, 12)
 #: tile of rows
 _FEW_VALUES = {4: 512, 6: 1024, 8: 1024}
 _MOST_SPLITS = 8  # more cost what they win
+#: values along K, times tiles of 16 rows, of the largest weight whose products rotate x by themselves: 8192 x 2048 took
+#: 0.3 microseconds more, 2048 x 16384 1.8, and a launch takes 0.8
+_LARGEST_ROTATED_GEMV = 1 << 20
 
 
 def kernel_of(batch: int, k: int, n_tiles: int, element: ElementFormat, multiprocessors: int, is_sm_90: bool) -> str:
@@ -87,6 +91,12 @@ def gemv_config(batch: int, k: int, n_tiles: int, element: ElementFormat, multip
     if tiles_per_warp == 1 and warps_k == 4 and k_step * steps_of_warp <= _FEW_VALUES[element.bits]:
         k_unroll = min(512 // k_step, _next_power_of_2(steps_of_warp))
     return GemvConfig(tiles_per_warp, k_unroll, warps_k, m_tiles)
+
+
+def rotates_in_gemv(batch: int, k: int, n_tiles: int, rotation: int) -> bool:
+    """True if `gemv_kernel` rotates x by itself: each of its programs does it anew, and of more of them a launch for
+    the rotation alone takes less time."""
+    return rotation == BLOCK and batch == 1 and k * n_tiles <= _LARGEST_ROTATED_GEMV
 
 
 def gemm_tile(batch: int, n_tiles: int, element: ElementFormat, multiprocessors: int) -> GemmTile:

@@ -22,10 +22,20 @@ RECORDED = {
     "fake_quantize_mx": {1: f'(Tensor x, {_MODES}, SymInt? seed=None, str ste="identity") -> Tensor'},
     "clip_gradient_mx": {1: f"(Tensor grad, Tensor x, {_MODES}) -> Tensor"},
     "random_bits": {1: "(Tensor seed, SymInt[] size) -> Tensor"},
-    "linear_mx": {1: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int block_size) -> Tensor"},
+    "linear_mx": {
+        1: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int block_size) -> Tensor",
+        2: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int block_size, int rotation=0) -> Tensor",
+    },
     "grouped_linear_mx": {1: f"({_WEIGHT}, Tensor offs, str elem_dtype_name, int block_size) -> Tensor"},
-    "linear_mx_mma_layout": {1: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int n) -> Tensor"},
+    "linear_mx_mma_layout": {
+        1: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int n) -> Tensor",
+        2: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int n, int rotation=0) -> Tensor",
+    },
     "hadamard": {1: "(Tensor x, int size, int axis=-1) -> Tensor"},
+    "rotated_fake_quantize_mx": {
+        1: '(Tensor x, int size, str elem_dtype_name, int block_size, str scale_mode="floor", '
+        'str rounding="even") -> Tensor'
+    },
     "scaled_mm_mx": {
         1: "(Tensor x_data, Tensor x_scale, Tensor weight_data, Tensor weight_scale, Tensor? bias, "
         "str x_elem_dtype_name, str weight_elem_dtype_name, ScalarType target_dtype) -> Tensor"

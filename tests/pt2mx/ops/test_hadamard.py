@@ -3,7 +3,8 @@ import torch
 from torch.library import opcheck
 
 from pt2mx import MXError
-from pt2mx.ops.hadamard import hadamard, rotate
+from pt2mx.kernels.hadamard import rotate
+from pt2mx.ops.hadamard import hadamard
 
 
 def matrix(size):

@@ -165,3 +165,28 @@ def test_errors_of_groups():
             grouped_linear_mx(torch.randn(5, 64), data, scale, wrong, *modes)
     with pytest.raises(MXError, match=r"x must be \(T, K\) and offs"):
         grouped_linear_mx(torch.randn(1, 5, 64), data, scale, offs, *modes)
+
+
+@pytest.mark.parametrize("rows", [3, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rotated_x(dtype, rows, compiler):
+    x, (*weight, name, block), bias = torch.randn(rows, 96, dtype=dtype), packed(8, 96), torch.randn(8, dtype=dtype)
+    rotated = torch.ops.pt2mx.hadamard(x, 32)
+    want = linear_mx(rotated, *weight, bias, name, block)
+    assert torch.equal(linear_mx(x, *weight, bias, name, block, 32), want)
+    got = torch.compile(lambda x: linear_mx(x + 0, *weight, bias, name, block, 32), fullgraph=True)(x)
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+    torch.library.opcheck(linear_mx, (x, *weight, bias, name, block, 32))
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = linear_mx(x, *weight, bias, name, block, 32)
+    assert torch.equal(cast, linear_mx(x.bfloat16(), *weight, bias.bfloat16(), name, block, 32))
+    with pytest.raises(MXError, match="blocks of 64 do not rotate 96 values"):
+        linear_mx(x, *weight, bias, name, block, 64)
+
+
+def test_gradient_of_a_rotated_x():
+    x, (*weight, name, block) = torch.randn(3, 64, requires_grad=True), packed(8, 64)
+    grad = torch.randn(3, 8)
+    (got,) = torch.autograd.grad(linear_mx(x, *weight, None, name, block, 32), x, grad)
+    (want,) = torch.autograd.grad(linear_mx(torch.ops.pt2mx.hadamard(x, 32), *weight, None, name, block), x, grad)
+    torch.testing.assert_close(got, want)

@@ -22,6 +22,18 @@ def test_product(name, bias):
     opcheck(linear_mx_mma_layout, (x, *weight, bias, name, 20))
 
 
+@pytest.mark.parametrize("rotation", [8, 32])
+def test_a_rotated_x(rotation):
+    scale, data = quantize_mx(torch.randn(20, 64), "mxfp4")
+    weight = to_mma_layout(data, scale, ELEMENTS["fp4_e2m1"], 32)
+    x = torch.randn(3, 64).bfloat16()
+    want = linear_mx_mma_layout(torch.ops.pt2mx.hadamard(x, rotation), *weight, None, "fp4_e2m1", 20)
+    assert torch.equal(linear_mx_mma_layout(x, *weight, None, "fp4_e2m1", 20, rotation), want)
+    opcheck(linear_mx_mma_layout, (x, *weight, None, "fp4_e2m1", 20, rotation))
+    with pytest.raises(MXError, match="blocks of 128 do not rotate 64 values"):
+        linear_mx_mma_layout(x, *weight, None, "fp4_e2m1", 20, 128)
+
+
 @pytest.mark.parametrize(
     ("x", "elem", "n", "message"),
     [

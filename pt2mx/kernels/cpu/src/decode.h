@@ -11,6 +11,7 @@ struct LinearCall {
   int32_t format, bits, codes_per_group, bytes_per_group, dtype, tiles;
   int64_t m, n, k, block;
   int64_t row_bytes, row_blocks;
+  int64_t rotation;  // values of x that are rotated together first; 0: none
   const void* x;
   const uint8_t* data;
   const uint8_t* scale;

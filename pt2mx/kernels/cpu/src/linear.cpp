@@ -4,9 +4,9 @@
 // with all those rows of x, in fp32. Every sum is made in one thread and in one order.
 
 #include <type_traits>
-#include <vector>
 
 #include "decode.h"
+#include "rotate.h"
 
 namespace {
 
@@ -268,8 +268,11 @@ extern "C" {
 // Whether calls with `tiles` are served.
 int32_t pt2mx_has_tiles() { return has_tiles(); }
 
-int32_t pt2mx_linear(const LinearCall* call, ParallelFor parallel_for) {
-  Linear linear(*call);
+int32_t pt2mx_linear(const LinearCall* given, ParallelFor parallel_for) {
+  LinearCall own = *given, *call = &own;
+  std::vector<float> rotated;
+  if (own.rotation) own.x = rotate_copy(own.rotation, own.dtype, own.x, own.m * own.k, rotated);
+  Linear linear(own);
   int32_t error = 0;
   with_decoder(call->format, [&](auto* decoder) {
     using Decoder = std::remove_pointer_t<decltype(decoder)>;

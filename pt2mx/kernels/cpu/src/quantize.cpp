@@ -7,6 +7,7 @@
 
 #include "block_amax.h"
 #include "packing.h"
+#include "rotate.h"
 #include "values.h"
 
 // As ../quantize.py fills it: field by field the same.
@@ -332,6 +333,28 @@ void run_tiles(i64 begin, i64 end, void* context) {
   for (i64 i = begin; i < end; ++i) tile.run(i);
 }
 
+// FAKE_QUANTIZE of x rotated, where inner is 1: some rows at a time go to the output and are quantized there.
+struct RotatedWork {
+  const Call& call;  // whose x is its output
+  const Cut cut;
+  const Rotation rotation;
+  const void* x;
+};
+
+void run_rotated(i64 begin, i64 end, void* context) {
+  const RotatedWork& work = *static_cast<const RotatedWork*>(context);
+  const Call& c = work.call;
+  const KeepSubnormals keep;
+  const i64 rows = std::max<i64>(1, kRotated / c.n);
+  std::vector<float> y(std::max(work.rotation.size(), kRotated) + kWidth);
+  Tile tile(c, work.cut);
+  for (i64 row = begin; row < end; row += rows) {
+    const i64 last = std::min(row + rows, end);
+    rotate_run(work.rotation, c.dtype, work.x, row * c.n, last * c.n, c.out, y.data());
+    for (i64 i = row * work.cut.segments; i < last * work.cut.segments; ++i) tile.run(i);
+  }
+}
+
 struct Random {
   u64 seed;
   int32_t* out;
@@ -355,6 +378,13 @@ int32_t pt2mx_run(const Call* call, ParallelFor parallel_for) {
   const i64 tiles = call->outer * work.cut.segments * work.cut.strips;
   const i64 values = std::min(work.cut.rows, call->n) * work.cut.columns;
   return parallel_for(0, tiles, std::max<i64>(1, kGrain / values), run_tiles, &work);
+}
+
+int32_t pt2mx_rotate_fake_quantize(const Call* call, i64 size, ParallelFor parallel_for) {
+  Call in_place = *call;
+  in_place.x = call->out;
+  RotatedWork work{in_place, Cut(in_place), Rotation(size), call->x};
+  return parallel_for(0, call->outer, std::max<i64>(1, kGrain / call->n), run_rotated, &work);
 }
 
 // out: (n) int32, the numbers of the first n values of a tensor

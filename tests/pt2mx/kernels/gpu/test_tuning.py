@@ -3,7 +3,7 @@
 import pytest
 
 from pt2mx import ELEMENTS
-from pt2mx.kernels.gpu.tuning import GemmTile, GemvConfig, gemm_tile, gemv_config, kernel_of
+from pt2mx.kernels.gpu.tuning import GemmTile, GemvConfig, gemm_tile, gemv_config, kernel_of, rotates_in_gemv
 
 FP4, FP6, FP8 = ELEMENTS["fp4_e2m1"], ELEMENTS["fp6_e3m2"], ELEMENTS["fp8_e4m3"]
 
@@ -58,3 +58,13 @@ def test_gemv_config(element, batch, n, k, config):
 )
 def test_gemm_tile(element, batch, n, tile):
     assert gemm_tile(batch, n // 16, element, 132) == tile
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "alone"),
+    [(2048, 2048, True), (3072, 2048, True), (2048, 8192, True), (16384, 2048, False), (128256, 2048, False)],
+)
+def test_small_products_rotate_by_themselves(n, k, alone):
+    assert rotates_in_gemv(1, k, n // 16, 32) == alone
+    assert not rotates_in_gemv(2, k, n // 16, 32) and not rotates_in_gemv(1, k, n // 16, 16)
+    assert not rotates_in_gemv(1, k, n // 16, 0)

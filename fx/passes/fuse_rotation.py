@@ -1,0 +1,47 @@
+"""Rotated inputs are rotated where they are read: in the kernel that quantizes them, or that of the product."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch.fx import GraphModule, Node
+
+from pt2mx.fx.graph.aliasing import written_nodes
+from pt2mx.fx.graph.graph_pass import GraphPass
+from pt2mx.fx.graph.node import FakeQuantize, Hadamard, LinearMX, shape_of
+from pt2mx.fx.graph.tensors import erase_unread
+from pt2mx.modes import ROUNDINGS
+from pt2mx.ops.rotated_quantization import rotated_fake_quantize_mx
+
+
+@GraphPass
+def fuse_rotation(model: GraphModule) -> None:
+    """Make `fake_quantize_mx(hadamard(x))` one `rotated_fake_quantize_mx`, and `hadamard` an argument of `linear_mx`,
+    where it runs along the last dimension and nothing else reads the rotated tensor. A gradient that is clipped and a
+    random rounding keep two operators, and so does a product of a tensor that the graph writes."""
+    written = written_nodes(model.graph)
+    for node, of in FakeQuantize.calls_in(model.graph):
+        rotation = _rotation(of.x)
+        along_last = rotation is not None and of.axis in (-1, len(shape_of(of.x) or ()) - 1)
+        if rotation is None or not along_last or of.ste != "identity" or ROUNDINGS[of.rounding].random:
+            continue
+        args = (rotation.x, rotation.size, of.element, of.block_size, of.scale_mode, of.rounding)
+        with model.graph.inserting_before(of.x):
+            fused = model.graph.call_function(rotated_fake_quantize_mx, args)
+        fused.meta.update(node.meta)
+        node.replace_all_uses_with(fused)
+        erase_unread(node)
+    for node, call in LinearMX.calls_in(model.graph):
+        rotation = _rotation(call.x)
+        if rotation is None or call.rotation or not written.isdisjoint((rotation.x, call.x)):
+            continue
+        node.args = replace(call, x=rotation.x, rotation=rotation.size).args
+        erase_unread(call.x)
+
+
+def _rotation(node: Node) -> Hadamard | None:
+    """The rotation along the last dimension that one node alone reads; None where a node gives another tensor."""
+    call, shape = Hadamard.of(node), shape_of(node)
+    if call is None or shape is None or len(node.users) > 1 or call.axis not in (-1, len(shape) - 1):
+        return None
+    return call

@@ -1,0 +1,40 @@
+"""The twin of `pt2mx.kernels.hadamard` for the CPU, in C++ (`src/hadamard.cpp`): one pass over memory."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from pt2mx.kernels.cpu.build import DTYPES, load
+
+__all__ = ["rotate"]
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (
+        ("dtype", ctypes.c_int32),
+        *((name, ctypes.c_int64) for name in ("outer", "n", "inner", "size")),
+        *((name, ctypes.c_void_p) for name in ("x", "out")),
+    )
+
+
+def rotate(x: Tensor, size: int, axis: int = -1) -> Tensor:
+    x, axis = x.contiguous(), axis % x.dim()
+    out = torch.empty_like(x)
+    if not x.numel():
+        return out
+    call = _Call(
+        dtype=DTYPES.index(x.dtype),
+        outer=x.shape[:axis].numel(),
+        n=x.shape[axis],
+        inner=x.shape[axis + 1 :].numel(),
+        size=size,
+        x=x.data_ptr(),
+        out=out.data_ptr(),
+    )
+    library, parallel_for = load()
+    if library.pt2mx_hadamard(ctypes.addressof(call), parallel_for):
+        raise RuntimeError("torch_parallel_for failed")
+    return out

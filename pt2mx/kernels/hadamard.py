@@ -1,0 +1,53 @@
+"""The definition of rotation within blocks, in plain torch operations that compilers can trace: the fast Walsh-Hadamard
+transform of values some of which are negated.
+
+Sums are made in float32, in one order and without a product before the last step: they have the same bits on every
+device, eager or compiled. The twins (`cpu.hadamard`, `gpu.hadamard`) have the function `rotate`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["rotate", "rotate_back", "signs"]
+
+
+def rotate(x: Tensor, size: int, axis: int = -1) -> Tensor:
+    """x: (..., n, ...), `size` a power of two that divides n -> x, with the signs of `signs`, times the Hadamard matrix
+    over the square root of `size`, block by block along the axis, in x's dtype and contiguous."""
+    y = _transformed(_signed(x.float().movedim(axis, -1), size), size)
+    return y.movedim(-1, axis).to(x.dtype).contiguous()
+
+
+def rotate_back(y: Tensor, size: int, axis: int = -1) -> Tensor:
+    """The inverse of `rotate`, which is its gradient too."""
+    return _signed(_transformed(y.float().movedim(axis, -1), size), size).movedim(-1, axis).to(y.dtype)
+
+
+def signs(size: int, device: torch.device) -> Tensor:
+    """(size,) float32: -1 where the form b0 b1 + b2 b3 + ... of an index's bits is odd, else 1.
+
+    A bent function (Rothaus, "On bent functions", 1976), or next to one: its transform is flat. Without the signs the
+    mean of a block, which the outputs of a ReLU have, would become one large value.
+    """
+    index = torch.arange(size, device=device)
+    odd = index & (index >> 1) & 0x5555
+    for shift in (8, 4, 2):
+        odd = odd ^ (odd >> shift)
+    return 1.0 - 2.0 * (odd & 1)
+
+
+def _signed(y: Tensor, size: int) -> Tensor:
+    """y: (..., n), the axis last -> y with the signs of `signs` in each block."""
+    return y * signs(size, y.device).repeat(y.shape[-1] // size)
+
+
+def _transformed(y: Tensor, size: int) -> Tensor:
+    """y: (..., n) float32, the axis last -> its transform, which is its own inverse and transpose."""
+    shape, half = y.shape, 1
+    while half < size:
+        first, second = y.unflatten(-1, (-1, 2, half)).unbind(-2)
+        y = torch.stack((first + second, first - second), -2).view(shape)
+        half *= 2
+    return y * size**-0.5

@@ -1,0 +1,67 @@
+"""`torch.ops.pt2mx.rotated_fake_quantize_mx`: `fake_quantize_mx` of `hadamard`, to the bit, in one pass over memory.
+
+The lowered program calls it (`pt2mx.fx.passes.fuse_rotation`). Inductor keeps it a call: a sum of 32 neighbours in one
+order is nothing that it could fuse.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pt2mx.errors import MXError
+from pt2mx.kernels.hadamard import rotate_back
+from pt2mx.kernels.select import device_with_kernels, kernels_for, rotate
+from pt2mx.modes import ROUNDINGS
+from pt2mx.ops.checks import check_input
+from pt2mx.ops.hadamard import check_rotation
+from pt2mx.spec import MXSpec
+
+#: type of device -> module of `pt2mx.kernels` that does both in one pass
+_TWINS = {"cpu": "cpu.quantize", "cuda": "gpu.quantize"}
+
+
+def _rotated_fake_quantize(x: Tensor, size: int, *modes: Any) -> Tensor:
+    spec = _check(x, size, *modes)
+    device = device_with_kernels(x, spec.element)
+    if device is not None:
+        return importlib.import_module(f"pt2mx.kernels.{_TWINS[device]}").rotated_fake_quantize(x, size, spec)
+    return kernels_for(x, spec.element).fake_quantize(rotate(x, size), spec, None)
+
+
+def _rotated_fake_quantize_fake(x: Tensor, size: int, *modes: Any) -> Tensor:
+    _check(x, size, *modes)
+    return x.new_empty(x.shape)
+
+
+def _check(
+    x: Tensor, size: int, elem: str, block_size: int, scale_mode: str = "floor", rounding: str = "even"
+) -> MXSpec:
+    check_rotation(x, size)
+    spec = check_input(x, elem, block_size, -1, scale_mode, rounding)
+    if ROUNDINGS[rounding].random:
+        raise MXError(f"rotated values are not rounded {rounding!r} at once: use hadamard and fake_quantize_mx")
+    return spec
+
+
+def _save_size(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ctx.size = inputs[1]
+
+
+def _straight_through(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return (rotate_back(grad, ctx.size),) + (None,) * 5
+
+
+torch.library.define(
+    "pt2mx::rotated_fake_quantize_mx",
+    '(Tensor x, int size, str elem_dtype_name, int block_size, str scale_mode="floor", str rounding="even") -> Tensor',
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+torch.library.impl("pt2mx::rotated_fake_quantize_mx", "CompositeExplicitAutograd", _rotated_fake_quantize)
+torch.library.register_fake("pt2mx::rotated_fake_quantize_mx", _rotated_fake_quantize_fake)
+torch.library.register_autograd("pt2mx::rotated_fake_quantize_mx", _straight_through, setup_context=_save_size)
+
+rotated_fake_quantize_mx = torch.ops.pt2mx.rotated_fake_quantize_mx.default
