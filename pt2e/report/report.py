@@ -133,7 +133,7 @@ def quantization_report(model: GraphModule) -> QuantizationReport:
         >>> prepared = pt2mx.prepare_pt2e(exported, pt2mx.MXQuantizer.from_recipe("mxfp4"))
         >>> report = pt2mx.quantization_report(pt2mx.convert_pt2e(prepared))
         >>> [(operand.role, operand.spec) for operand in report.operators[0].operands]
-        [('activation', 'mxfp4_e2m1{32}'), ('weight', 'mxfp4_e2m1{32}')]
+        [('activation', 'mxfp4_e2m1{32}(even,even)'), ('weight', 'mxfp4_e2m1{32}(even,even)')]
         >>> report.bytes_before, report.bytes_after, report.weight_bits
         (2048, 272, 4.25)
     """

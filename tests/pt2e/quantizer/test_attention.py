@@ -134,7 +134,7 @@ def test_a_recipe_says_where():
 
 def test_a_recipe_is_read_back(tmp_path):
     pt2mx.MXQuantizer().set_global(CONFIGS["key_length"]).to_recipe(tmp_path / "r.yaml")
-    ((_, _, config),) = recipe.read(tmp_path / "r.yaml")
+    ((_, _, config),) = recipe.read(tmp_path / "r.yaml").settings
     assert config == CONFIGS["key_length"]
 
 

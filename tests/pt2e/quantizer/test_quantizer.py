@@ -190,6 +190,17 @@ def test_the_recipe_with_ends():
     assert {spec for name, spec in got.items() if name not in ends} == {"fp4_e2m1/fp4_e2m1"}
 
 
+def test_attention_is_in_8_bits_beside_weights_in_4():
+    """Factors that the model computes are activations: of the products that export leaves of an attention, both."""
+    quantizer = MXQuantizer.from_recipe("mxfp4_weights_mxfp8_activations")
+    got = specs(quantizer)
+    products = {name: spec for name, spec in got.items() if name.endswith(("bmm", "matmul"))}
+    assert products and set(products.values()) == {"fp8_e4m3/fp8_e4m3"}
+    assert {spec for name, spec in got.items() if name not in products} == {"fp8_e4m3/fp4_e2m1"}
+    fused = pt2mx.quantization_report(pt2mx.prepare_pt2e(exported(Attention(), *INPUTS), quantizer))
+    assert [operand.spec for operand in fused.operators[0].operands] == ["mxfp8_e4m3{32}"] * 3
+
+
 def test_reasons_for_what_is_left_alone():
     quantizer = MXQuantizer().set_global(FP4).set_module_name("lm_head", None).set_module_type("Products", FP8)
     quantizer.set_filter_function(lambda node: node.name != "linear_1")

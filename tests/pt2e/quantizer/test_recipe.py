@@ -1,9 +1,15 @@
 import pytest
+import torch
 
+import pt2mx
 from pt2mx import MXError, MXQuantizationConfig, MXQuantizer, MXSpec
+from pt2mx.algorithms import GPTQ, Rotation
 from pt2mx.pt2e.quantizer import recipe
+from tests.flow import calibrated, exported
+from tests.models import TwoLayers
 
 FP8 = MXQuantizationConfig(weight="mxfp8", activation="mxfp8")
+FP4 = MXSpec("fp4_e2m1", scale_mode="even")
 
 
 def everywhere(weight, activation):
@@ -13,16 +19,42 @@ def everywhere(weight, activation):
 SHIPPED = {
     "mxfp8": [everywhere("fp8_e4m3", "fp8_e4m3")],
     "mxfp6": [everywhere("fp6_e2m3", "fp6_e2m3")],
-    "mxfp4": [everywhere("fp4_e2m1", "fp4_e2m1")],
+    "mxfp4": [everywhere(FP4, FP4)],
     "mxint8": [everywhere("int8", "int8")],
-    "mxfp4_weight_only": [everywhere("fp4_e2m1", None)],
+    "mxfp4_weight_only": [everywhere(FP4, None)],
+    "mxfp4_weights_mxfp8_activations": [everywhere(FP4, "fp8_e4m3")],
     "mxfp6_weights_mxfp8_activations": [everywhere("fp6_e2m3", "fp8_e4m3")],
-    "mxfp4_first_last_mxfp8": [everywhere("fp4_e2m1", "fp4_e2m1"), ("first", 1, FP8), ("last", 1, FP8)],
+    "mxfp4_first_last_mxfp8": [everywhere(FP4, FP4), ("first", 1, FP8), ("last", 1, FP8)],
 }
 
 
 def test_the_shipped_recipes():
-    assert {name: recipe.read(name) for name in recipe.names()} == SHIPPED
+    assert {name: recipe.read(name).settings for name in recipe.names()} == SHIPPED
+
+
+def test_only_recipes_round_scales_of_fp4_by_even():
+    """The format itself keeps the rule of the specification (OCP MX v1.0, section 6.3)."""
+    assert MXSpec("mxfp4").scale_mode == "floor"
+    assert MXQuantizationConfig(weight="mxfp4").weight == MXSpec("mxfp4")
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_recipe_written_again_says_the_same(name, tmp_path):
+    quantizer = MXQuantizer.from_recipe(name)
+    quantizer.to_recipe(tmp_path / "r.yaml")
+    assert MXQuantizer.from_recipe(tmp_path / "r.yaml").to_dict() == quantizer.to_dict()
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_recipe_converts_to_the_bit(name):
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, 32)
+    graph = exported(TwoLayers().eval(), x)
+    prepared = calibrated(graph, MXQuantizer.from_recipe(name), x)
+    converted = pt2mx.convert_pt2e(prepared)
+    pt2mx.enable_fake_quant(prepared)
+    with torch.no_grad():
+        assert torch.equal(prepared(x), converted(x)) and not torch.equal(converted(x), graph(x))
 
 
 def test_every_kind_of_setting(tmp_path):
@@ -37,7 +69,7 @@ first: {2: null}
 last: {1: {weight: mxint8}, 3: {weight: mxfp6}}
 operator_type: {aten.bmm: {activation: mxfp6, operands: {other: {element: mxint8, block_size: 16}, input: null}}}
 """)
-    assert recipe.read(path) == [
+    assert recipe.read(path).settings == [
         ("global", None, MXQuantizationConfig(weight="mxfp4", activation=MXSpec("fp8_e4m3", 16, scale_mode="rceil"))),
         ("first", 2, None),
         ("last", 1, MXQuantizationConfig(weight="mxint8")),
@@ -51,6 +83,22 @@ operator_type: {aten.bmm: {activation: mxfp6, operands: {other: {element: mxint8
             MXQuantizationConfig(activation="mxfp6", operands={"input": None, "other": "mxint8{16}"}),
         ),
     ]
+
+
+def test_the_section_of_algorithms(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("global: {weight: mxfp4}\nalgorithms: {gptq: {damping: 0.1}, rotation: }\n")
+    quantizer = MXQuantizer.from_recipe(path)
+    assert quantizer.algorithms == (Rotation(), GPTQ(damping=0.1))
+    quantizer.to_recipe(path)
+    assert MXQuantizer.from_recipe(path).algorithms == quantizer.algorithms
+    assert MXQuantizer.from_dict(quantizer.to_dict()).algorithms == quantizer.algorithms
+    assert quantizer.set_algorithms("best").to_recipe().endswith("algorithms: best\n")
+    assert "algorithms" not in quantizer.set_algorithms(None).to_recipe()
+    assert MXQuantizer.from_recipe("mxfp8").algorithms is None
+    path.write_text("global: {weight: mxfp4}\nalgorithms: {gptk: }\n")
+    with pytest.raises(MXError, match=r"r\.yaml: unknown algorithm 'gptk': did you mean 'gptq'"):
+        MXQuantizer.from_recipe(path)
 
 
 def test_quantizer_and_recipe_round_trip(tmp_path):
