@@ -6,6 +6,7 @@ import argparse
 import math
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,11 +16,15 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
+from pt2mx.algorithms.options import PRESETS, ScaleSearch
 from pt2mx.errors import MXError
 from pt2mx.pt2e.cli.batches import batch_files, load_batches
 from pt2mx.pt2e.cli.models import Batch, LoadedModel, call, export, load_model, source_file
 from pt2mx.pt2e.cli.stage import advance, note, progress_bar, user_errors
 from pt2mx.pt2e.convert import convert_pt2e
+from pt2mx.pt2e.optimize.calibrate import is_padding_mask
+from pt2mx.pt2e.optimize.optimize import optimize
+from pt2mx.pt2e.optimize.report import optimization_report
 from pt2mx.pt2e.output import check_distinct, check_output
 from pt2mx.pt2e.prepare import prepare_pt2e
 from pt2mx.pt2e.program import save_program
@@ -45,6 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibration", help="folder of .pt/.npz batches, or none; by default the model's built-in sample"
     )
+    parser.add_argument(
+        "--optimize",
+        choices=[*PRESETS, "none"],
+        help="round the weights by a preset of pt2mx.optimize, with the batches of --calibration; by default as the "
+        "section algorithms: of the recipe says, none without one",
+    )
     parser.add_argument("--output", default="out.pt2", help="the exported program to write (default: out.pt2)")
     parser.add_argument("--compile", action="store_true", help="also compile the result and compare it with eager")
     parser.add_argument("--report", help="file to write the report to; its name ends in .json, .html or .htm")
@@ -56,13 +67,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _quantize(options: argparse.Namespace) -> None:
     quantizer = MXQuantizer.from_recipe(options.recipe)  # a typo in it should not cost the loading of a model
+    if options.optimize is not None:
+        quantizer.set_algorithms(None if options.optimize == "none" else options.optimize)
+    if options.calibration == "none" and any(one != ScaleSearch() for one in quantizer.algorithms or ()):
+        raise MXError("the algorithms look at inputs: give --calibration a folder of batches, or --optimize fast")
     _check_files(options)
-    with progress_bar(5) as progress:
+    with progress_bar(5 if quantizer.algorithms is None else 6) as progress:
         loaded = _load(options)
         batches = _calibration(loaded, options)
 
         advance(progress, "export")
-        float_model, prepared = _prepare(loaded, quantizer, options)
+        float_model = _export(loaded)
+        optimized = float_model
+        if quantizer.algorithms is not None:
+            advance(progress, "optimize")
+            optimized = _optimize(float_model, quantizer, batches)
+        prepared = _prepare(optimized, quantizer, options)
 
         advance(progress, "calibrate")
         _calibrate(prepared, batches)
@@ -77,6 +97,8 @@ def _quantize(options: argparse.Namespace) -> None:
     report = quantization_report(converted)
     _write_report(report, options)
     print(report.to_table())
+    if quantizer.algorithms is not None:
+        print(_rounded(optimized))
     if options.compile:
         with user_errors("compile the result"):
             print(_compare_compiled(converted, loaded.example))
@@ -135,17 +157,31 @@ def _refuse_nan(what: str, names: Iterable[str], options: argparse.Namespace) ->
         note(f"warning: {text}")
 
 
-def _prepare(
-    loaded: LoadedModel, quantizer: MXQuantizer, options: argparse.Namespace
-) -> tuple[GraphModule, GraphModule]:
-    """Return the exported float model, and the prepared one, in which something will be quantized."""
+def _export(loaded: LoadedModel) -> GraphModule:
     with user_errors("export the model"):
-        float_model = loaded.export().module()
+        return loaded.export().module()
+
+
+def _optimize(model: GraphModule, quantizer: MXQuantizer, batches: dict[str, Batch]) -> GraphModule:
+    inputs = model.graph.find_nodes(op="placeholder")
+    masks = [node.name for node in inputs if node.name == "attention_mask" and is_padding_mask(node)]
+    with user_errors("optimize the weights"), torch.no_grad():
+        return optimize(
+            model,
+            quantizer,
+            list(batches.values()),
+            padding_mask=masks[0] if masks else None,
+            progress=sys.stderr.isatty(),
+        )
+
+
+def _prepare(optimized: GraphModule, quantizer: MXQuantizer, options: argparse.Namespace) -> GraphModule:
+    """The prepared model, in which something will be quantized."""
     with user_errors("prepare the model"):
-        prepared = prepare_pt2e(float_model, quantizer)
+        prepared = prepare_pt2e(optimized, quantizer)
     if not any(operator.quantized for operator in quantization_report(prepared).operators):
         raise MXError(f"the recipe {options.recipe!r} selects no operator of the model: nothing would be quantized")
-    return float_model, prepared
+    return prepared
 
 
 def _calibrate(prepared: GraphModule, batches: dict[str, Batch]) -> None:
@@ -178,6 +214,15 @@ def _save(converted: GraphModule, loaded: LoadedModel, quantizer: MXQuantizer, o
         program = export(converted, loaded.example, loaded.dynamic_shapes)
     with user_errors(f"write {options.output!r}"):
         save_program(program, options.output, quantizer)
+
+
+def _rounded(optimized: GraphModule) -> str:
+    """A line on what the optimization did."""
+    weights = optimization_report(optimized).weights
+    counts = Counter(weight.algorithm or "nearest values" for weight in weights)
+    how = ", ".join(f"{count} rounded by {name}" for name, count in counts.items())
+    changed = f"{sum(bool(w.smoothed) for w in weights)} smoothed, {sum(bool(w.rotated) for w in weights)} rotated"
+    return f"{len(weights)} weights: {how}; {changed}"
 
 
 def _write_report(report: QuantizationReport, options: argparse.Namespace) -> None:

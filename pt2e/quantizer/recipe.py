@@ -8,21 +8,25 @@
       .*lm_head: null
     first:
       2: {weight: mxint8}
+    algorithms: balanced
 
 A config maps roles to specs; `null` leaves in high precision. A spec is a spelling that `pt2mx.parse` takes, or a
 mapping of `MXSpec` fields (`{element: fp4_e2m1, block_size: 16}`). `operands` maps names of operands to specs, `ste`
 says what becomes of gradients, `value_blocks` where the blocks of an attention's values run. `first` and `last` map
 counts of operators to configs; `module_name_object_type_order` is a list of [module, type, index, config].
+`algorithms` is what `pt2mx.optimize` does to the weights: a preset, or a mapping from algorithms to their options
+(`{gptq: {damping: 0.1}}`).
 """
 
 from __future__ import annotations
 
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
+from pt2mx.algorithms.options import Algorithm, chosen_algorithms, plain_algorithms
 from pt2mx.errors import MXError, nearest
 from pt2mx.pt2e.output import write_text
 from pt2mx.pt2e.quantizer.config import ROLES, MXQuantizationConfig
@@ -37,6 +41,8 @@ ORDER = "module_name_object_type_order"
 #: kinds of settings: the suffixes of `MXQuantizer`'s setters; all but the global one hold a mapping from key to config,
 #: or a list where the key has parts
 KINDS = ("global", *ENDS, ORDER, "module_name", "module_name_regex", "module_type", "operator_type")
+#: the key of what is done to weights beforehand
+ALGORITHMS = "algorithms"
 #: characters of an error, which may hold a value of the file
 _LONGEST = 1000
 _SPEC_FIELDS = ("element", "block_size", "scale_mode", "rounding")
@@ -50,21 +56,30 @@ Key = str | int | tuple[str, str, int] | None
 Setting = tuple[str, Key, MXQuantizationConfig | None]
 
 
+class Recipe(NamedTuple):
+    """The settings of a recipe, and the algorithms by which weights are optimized; None where it names none."""
+
+    settings: list[Setting]
+    algorithms: tuple[Algorithm, ...] | None
+
+
 def names() -> list[str]:
     """The recipes that pt2mx ships."""
     folder = resources.files("pt2mx.configs")
     return sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml"))
 
 
-def read(path_or_name: object) -> list[Setting]:
-    """The settings (kind, key, config) of a recipe file, or of a shipped recipe by name.
+def read(path_or_name: object) -> Recipe:
+    """The settings (kind, key, config) and algorithms of a recipe file, or of a shipped recipe by name.
 
     Raises:
         MXError: where there is no such recipe, or for an unknown key or value in it, naming the nearest valid one.
     """
     source = str(path_or_name)
     try:
-        return _settings(read_yaml(_content(source)))
+        content = _mapping("the recipe", read_yaml(_content(source)), ("description", *KINDS, ALGORITHMS))
+        chosen = content.get(ALGORITHMS)
+        return Recipe(_settings(content), None if chosen is None else chosen_algorithms(chosen))
     except MXError as error:
         text = str(error)
         raise MXError(f"recipe {source}: {text if len(text) <= _LONGEST else text[:_LONGEST] + ' ...'}") from None
@@ -81,23 +96,24 @@ def _content(source: str) -> bytes:
     raise MXError(f"no recipe {source!r}: not a file, and of the shipped ones {nearest(source, names())}")
 
 
-def write(settings: list[Setting], path: object = None) -> str:
-    """The YAML of settings, also written to `path` if one is given."""
-    if not settings:
+def write(given: Recipe, path: object = None) -> str:
+    """The YAML of a recipe, also written to `path` if one is given."""
+    if not given.settings:
         raise MXError("the quantizer has no setting: a recipe of it would quantize nothing")
     recipe: dict[str, Any] = {}
-    for kind, key, config in settings:
+    for kind, key, config in given.settings:
         if key is None:
             recipe[kind] = _plain(config)
         elif isinstance(key, tuple):
             recipe.setdefault(kind, []).append([*key, _plain(config)])
         else:
             recipe.setdefault(kind, {})[key] = _plain(config)
+    if given.algorithms is not None:
+        recipe[ALGORITHMS] = plain_algorithms(given.algorithms)
     return write_text(yaml.safe_dump(recipe, sort_keys=False), path)
 
 
-def _settings(content: object) -> list[Setting]:
-    recipe = _mapping("the recipe", content, ("description", *KINDS))
+def _settings(recipe: dict[str, Any]) -> list[Setting]:
     settings: list[Setting] = []
     for kind in KINDS:
         if kind not in recipe:

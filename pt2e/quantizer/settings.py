@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Node
 
+from pt2mx.algorithms.options import Algorithm, chosen_algorithms
 from pt2mx.errors import MXError
 from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
@@ -33,6 +34,7 @@ class QuantizerSettings:
         self._ends: dict[str, dict[int, Config]] = {kind: {} for kind in recipe.ENDS}
         #: setting kind -> key -> config, in order of precedence
         self._settings: dict[str, dict[Any, Config]] = {kind: {} for kind in MATCHERS}
+        self._algorithms: tuple[Algorithm, ...] | None = None
 
     def set_global(self, config: Config) -> Self:
         """Set the config of every operator that no other setting matches.
@@ -209,6 +211,37 @@ class QuantizerSettings:
         if function is not None and not callable(function):
             raise MXError(f"the filter must be a function of a node that returns a bool, not {function!r}")
         self._filter = function
+        return self
+
+    @property
+    def algorithms(self) -> tuple[Algorithm, ...] | None:
+        """The algorithms that `set_algorithms` or a recipe set, in the order in which they are applied; None: no word.
+
+        Returns:
+            A tuple of algorithms of `pt2mx.algorithms`, or None.
+        """
+        return self._algorithms
+
+    def set_algorithms(self, algorithms: str | Sequence[Algorithm] | Mapping[str, object] | None) -> Self:
+        """Set the algorithms by which `pt2mx.optimize` and `pt2mx quantize` round the weights.
+
+        Args:
+            algorithms: a preset ("fast", "balanced", "best"), algorithms of `pt2mx.algorithms`, or a mapping from their
+                names to their options; None: `pt2mx.optimize` takes "balanced", and `pt2mx quantize` rounds to nearest.
+
+        Returns:
+            The quantizer.
+
+        Raises:
+            MXError: for an unknown preset, algorithm or option.
+
+        Example:
+            >>> import pt2mx
+            >>> quantizer = pt2mx.MXQuantizer.from_recipe("mxfp4").set_algorithms("fast")
+            >>> quantizer.algorithms
+            (ScaleSearch(by_inputs=False),)
+        """
+        self._algorithms = None if algorithms is None else chosen_algorithms(algorithms)
         return self
 
     def _by_kind(self) -> dict[str, dict[Any, Config]]:

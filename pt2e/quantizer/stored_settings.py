@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from pt2mx.algorithms.options import chosen_algorithms, plain_algorithms
 from pt2mx.errors import MXError, nearest
 from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
@@ -44,10 +45,11 @@ class StoredSettings(QuantizerSettings):
         Example:
             >>> import pt2mx
             >>> pt2mx.MXQuantizer.from_recipe("mxfp4").to_dict()[""]
-            {'activation': 'mxfp4_e2m1{32}', 'weight': 'mxfp4_e2m1{32}'}
+            {'activation': 'mxfp4_e2m1{32}(even,even)', 'weight': 'mxfp4_e2m1{32}(even,even)'}
         """
         quantizer = cls()
-        for kind, key, config in recipe.read(path_or_name):
+        settings, quantizer._algorithms = recipe.read(path_or_name)
+        for kind, key, config in settings:
             before = quantizer._count()
             try:
                 quantizer._apply(kind, key, config)
@@ -80,7 +82,7 @@ class StoredSettings(QuantizerSettings):
               head:
                 weight: mxint8{32}
         """
-        return recipe.write(self._all("a recipe"), path)
+        return recipe.write(recipe.Recipe(self._all("a recipe"), self.algorithms), path)
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, object]) -> Self:
@@ -106,8 +108,11 @@ class StoredSettings(QuantizerSettings):
             raise MXError(f"expected a dictionary of settings, not {settings!r}")
         quantizer = cls()
         for group, entries in settings.items():
+            if group == recipe.ALGORITHMS:
+                quantizer._algorithms = None if entries is None else chosen_algorithms(entries)
+                continue
             if group not in _GROUPS:
-                raise MXError(f"unknown key {group!r} of settings: {nearest(group, _GROUPS)}")
+                raise MXError(f"unknown key {group!r} of settings: {nearest(group, [*_GROUPS, recipe.ALGORITHMS])}")
             for key, value in [(None, entries)] if group == "" else _rows(group, entries):
                 config = MXQuantizationConfig.from_dict(value) if isinstance(value, Mapping) else checked_config(value)
                 if group == "object_type":
@@ -121,7 +126,7 @@ class StoredSettings(QuantizerSettings):
 
         Returns:
             The global config under "", lists of (key, ..., config) under the others. Configs are dictionaries, as
-            `MXQuantizationConfig.to_dict` makes them, or None.
+            `MXQuantizationConfig.to_dict` makes them, or None. "algorithms", where they are set, as in a recipe.
 
         Raises:
             MXError: where there is a filter function, which no dictionary holds.
@@ -141,7 +146,8 @@ class StoredSettings(QuantizerSettings):
                 of_all = values
             else:
                 plain[group_of[kind]].append((*(key if isinstance(key, tuple) else (key,)), values))
-        return {"": of_all, **plain}
+        chosen = {} if self.algorithms is None else {recipe.ALGORITHMS: plain_algorithms(self.algorithms)}
+        return {"": of_all, **plain, **chosen}
 
     def _all(self, form: str) -> list[recipe.Setting]:
         if self._filter is not None:

@@ -1,6 +1,16 @@
 """Rounding of weights by what a model's inputs show: what `pt2mx.pt2e.optimize` does to graphs."""
 
 from pt2mx.algorithms.gptq import gptq
+from pt2mx.algorithms.options import GPTQ, LearnedRounding, Rotation, ScaleSearch, Smoothing
 from pt2mx.algorithms.scales import block_exponents, round_to_blocks
 
-__all__ = ["block_exponents", "gptq", "round_to_blocks"]
+__all__ = [
+    "GPTQ",
+    "LearnedRounding",
+    "Rotation",
+    "ScaleSearch",
+    "Smoothing",
+    "block_exponents",
+    "gptq",
+    "round_to_blocks",
+]

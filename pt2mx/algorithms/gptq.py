@@ -7,6 +7,9 @@ for their scales are chosen beforehand.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -84,11 +87,24 @@ def gptq(
         order = hessian.diagonal().argsort(descending=True, stable=True)
     factor = _inverse_factor(hessian[order][:, order], damping)  # (K, K) upper
     scale = pow2(exponents.t())[block_of_column(k, spec, line).to(weight.device)]  # (K, N)
-    rounded = _round_columns(columns[order], factor, scale[order], spec)
+    with _one_thread(weight):
+        rounded = _round_columns(columns[order], factor, scale[order], spec)
     result = torch.empty_like(columns)
     result[order] = rounded
     result[dead] = round_to_blocks(weight, exponents, spec, line=line).t()[dead]
     return result.t().contiguous()
+
+
+@contextmanager
+def _one_thread(x: Tensor) -> Iterator[None]:
+    """Keep operators on the CPU in one thread: for columns of a few thousand values, threads wait for each other."""
+    threads = torch.get_num_threads()
+    if x.device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _round_columns(columns: Tensor, factor: Tensor, scale: Tensor, spec: MXSpec) -> Tensor:

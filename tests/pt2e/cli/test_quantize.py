@@ -129,6 +129,27 @@ def test_it_writes_program_and_report_and_prints_the_table(folder, capsys):
     assert origin_of("q.pt2").recipe == MXQuantizer.from_recipe("mxfp6").to_recipe()
 
 
+def test_it_optimizes_as_the_recipe_or_the_option_says(folder, capsys):
+    (folder / "r.yaml").write_text("global: {weight: mxfp4}\nalgorithms: {gptq: , rotation: }\n")
+    calibration = ["--calibration", batches(folder, **{f"b{i}": (torch.randn(256, 64),) for i in range(2)})]
+    said = {
+        "": ["2 weights: 2 rounded by gptq; 0 smoothed, 2 rotated"],
+        "--optimize none": [],
+        "--optimize fast": ["2 weights: 1 rounded by scales, 1 rounded by nearest values; 0 smoothed, 0 rotated"],
+    }
+    sqnr = {}
+    for how, line in said.items():
+        assert quantize(*calibration, *how.split(), recipe="r.yaml") == 0
+        lines = capsys.readouterr().out.splitlines()
+        sqnr[how] = float(next(x for x in lines if x.startswith("output")).split("SQNR ")[1].split()[0])
+        assert [x for x in lines if " weights: " in x] == line
+        program = torch.export.load(folder / "out.pt2").module()
+        assert program(torch.randn(7, 64)).shape == (7, 16)
+    assert sqnr["--optimize none"] <= sqnr["--optimize fast"] < sqnr[""]
+    assert quantize("--calibration", "none", recipe="r.yaml") == 2
+    assert "give --calibration a folder of batches" in capsys.readouterr().err
+
+
 def test_compile_compares_with_eager(capsys):
     torch._dynamo.reset()
     assert quantize("--compile", recipe="mxfp4_weight_only") == 0

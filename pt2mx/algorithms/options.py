@@ -1,0 +1,227 @@
+"""The algorithms that `pt2mx.optimize` may apply, with their options, and the presets made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from pt2mx.errors import MXError, nearest
+
+
+class Algorithm:
+    """One of the classes of `ALGORITHMS`. It is no algorithm of its own."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):  # type: ignore[arg-type]
+            value, (kind, least, most) = getattr(self, field.name), _RANGES[field.name]
+            right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+            if not right or not least <= value <= most:  # NaN is in no range
+                name = type(self).__name__
+                allowed = "True or False" if kind is bool else f"a number from {least} to {most}"
+                hint = "; YAML takes 1e-2 for text: write 0.01" if isinstance(value, str) else ""
+                raise MXError(f"{name}({field.name}={value!r}): {field.name} must be {allowed}{hint}")
+
+
+@dataclass(frozen=True)
+class Smoothing(Algorithm):
+    """Channels of an input divided, and the weight's columns multiplied, by a power of two: of large channels and small
+    weights. Source: SmoothQuant (Xiao et al., arXiv:2211.10438); with `weight_only` AWQ (Lin et al., arXiv:2306.00978).
+
+    Args:
+        strength: 0 leaves all to the weight, 1 makes the channels of the input equally large.
+        weight_only: also the inputs that stay in high precision.
+
+    Raises:
+        MXError: for an option out of its range.
+
+    Example:
+        >>> from pt2mx.algorithms import Smoothing
+        >>> Smoothing(strength=0.6)
+        Smoothing(strength=0.6, weight_only=False)
+    """
+
+    strength: float = 0.5
+    weight_only: bool = False
+
+
+@dataclass(frozen=True)
+class Rotation(Algorithm):
+    """Inputs and weights of products rotated within blocks by a Hadamard matrix. Source: QuaRot (Ashkboos et al.,
+    arXiv:2404.00456).
+
+    Args:
+        size: values that are rotated together at most; of other lengths the largest power of two that divides.
+        attention: also queries and keys, where both are quantized.
+
+    Raises:
+        MXError: for a size that is no power of two.
+
+    Example:
+        >>> from pt2mx.algorithms import Rotation
+        >>> Rotation(size=64)
+        Rotation(size=64, attention=False)
+    """
+
+    size: int = 32
+    attention: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.size & (self.size - 1):
+            raise MXError(f"Rotation(size={self.size}): size must be a power of two")
+
+
+@dataclass(frozen=True)
+class ScaleSearch(Algorithm):
+    """Scales of blocks of least squared error, for the weights that GPTQ does not round.
+
+    Args:
+        by_inputs: True weights the error of each column by the mean square of its input: the error of the product,
+            where columns of the input are independent.
+
+    Raises:
+        MXError: for an option out of its range.
+
+    Example:
+        >>> from pt2mx.algorithms import ScaleSearch
+        >>> ScaleSearch()
+        ScaleSearch(by_inputs=False)
+    """
+
+    by_inputs: bool = False
+
+
+@dataclass(frozen=True)
+class GPTQ(Algorithm):
+    """Columns rounded one after the other, each error made up for by the columns to come. Source: Frantar et al.,
+    arXiv:2210.17323.
+
+    Args:
+        damping: added to the diagonal of the Hessian, times its mean.
+        damping_of_few: added to `damping`, times columns over rows of the calibration: of few inputs it would learn the
+            noise.
+        act_order: True takes the columns by falling energy of their input.
+
+    Raises:
+        MXError: for an option out of its range.
+
+    Example:
+        >>> from pt2mx.algorithms import GPTQ
+        >>> GPTQ(damping=0.1)
+        GPTQ(damping=0.1, damping_of_few=0.5, act_order=True)
+    """
+
+    damping: float = 0.01
+    damping_of_few: float = 0.5
+    act_order: bool = True
+
+
+@dataclass(frozen=True)
+class LearnedRounding(Algorithm):
+    """Weights of a repeated block trained by the signs of gradients, until its outputs come nearest to the float
+    block's. Source: Cheng et al., arXiv:2309.05516 (AutoRound).
+
+    Args:
+        steps: of each block.
+        seed: of the order of the batches.
+
+    Raises:
+        MXError: for an option out of its range.
+
+    Example:
+        >>> from pt2mx.algorithms import LearnedRounding
+        >>> LearnedRounding(steps=50)
+        LearnedRounding(steps=50, seed=0)
+    """
+
+    steps: int = 110
+    seed: int = 0
+
+
+#: name in recipes -> algorithm, in the order in which they are applied
+ALGORITHMS: dict[str, type[Algorithm]] = {
+    "smoothing": Smoothing,
+    "rotation": Rotation,
+    "scale_search": ScaleSearch,
+    "gptq": GPTQ,
+    "learned_rounding": LearnedRounding,
+}
+
+#: option -> its type, least and largest value
+_RANGES: dict[str, tuple[Any, float, float]] = {
+    "strength": ((int, float), 0, 1),
+    "weight_only": (bool, 0, 1),
+    "size": (int, 4, 1024),
+    "attention": (bool, 0, 1),
+    "by_inputs": (bool, 0, 1),
+    "damping": ((int, float), 0, 1e6),
+    "damping_of_few": ((int, float), 0, 1e6),
+    "act_order": (bool, 0, 1),
+    "steps": (int, 1, 100_000),
+    "seed": (int, 0, 2**63 - 1),
+}
+
+PRESETS: dict[str, tuple[Algorithm, ...]] = {
+    "fast": (ScaleSearch(),),
+    "balanced": (Rotation(), ScaleSearch(), GPTQ()),
+    "best": (Smoothing(), Rotation(attention=True), ScaleSearch(), GPTQ(), LearnedRounding()),
+}
+
+
+def chosen_algorithms(choice: object) -> tuple[Algorithm, ...]:
+    """The algorithms that a choice means, in the order in which they are applied.
+
+    Args:
+        choice: the name of a preset, algorithms in any order, or a mapping from their names to their options.
+
+    Returns:
+        A tuple of instances of the classes of `ALGORITHMS`, each class once.
+
+    Raises:
+        MXError: for an unknown name or option, an algorithm given twice, and none.
+
+    Example:
+        >>> from pt2mx.algorithms.options import chosen_algorithms
+        >>> chosen_algorithms({"gptq": {"damping": 0.1}, "rotation": None})
+        (Rotation(size=32, attention=False), GPTQ(damping=0.1, damping_of_few=0.5, act_order=True))
+    """
+    if isinstance(choice, str):
+        if choice not in PRESETS:
+            raise MXError(f"unknown preset {choice!r}: {nearest(choice, list(PRESETS))}")
+        return PRESETS[choice]
+    if isinstance(choice, Mapping):
+        given: list[object] = [_made(name, options) for name, options in choice.items()]
+    else:
+        given = list(choice) if isinstance(choice, Iterable) else [choice]
+    known = [one for one in given if isinstance(one, Algorithm) and type(one) in ALGORITHMS.values()]
+    if len(known) < len(given):
+        names = ", ".join(kind.__name__ for kind in ALGORITHMS.values())
+        raise MXError(
+            f"algorithms must be a preset's name, a tuple of {names}, or a mapping from {', '.join(ALGORITHMS)} to "
+            f"their options, not {given!r}"
+        )
+    by_kind = {type(one): one for one in known}
+    if len(by_kind) < len(given) or not given:
+        raise MXError(f"algorithms={given!r} must name at least one algorithm, and each once")
+    return tuple(by_kind[kind] for kind in ALGORITHMS.values() if kind in by_kind)
+
+
+def plain_algorithms(algorithms: tuple[Algorithm, ...]) -> str | dict[str, dict[str, Any]]:
+    """The form of a recipe: the name of a preset, or options by the names of algorithms."""
+    names = {kind: name for name, kind in ALGORITHMS.items()}
+    preset = [name for name, of_preset in PRESETS.items() if of_preset == algorithms]
+    return preset[0] if preset else {names[type(one)]: asdict(one) for one in algorithms}  # type: ignore[call-overload]
+
+
+def _made(name: object, options: object) -> Algorithm:
+    if not isinstance(name, str) or name not in ALGORITHMS:
+        raise MXError(f"unknown algorithm {name!r}: {nearest(str(name), list(ALGORITHMS))}")
+    kind = ALGORITHMS[name]
+    allowed = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    if not isinstance(options, Mapping | None):
+        raise MXError(f"algorithm {name}: its options must be a mapping, not {options!r}")
+    for option in options or ():
+        if option not in allowed:
+            raise MXError(f"algorithm {name}: unknown option {option!r}: allowed: {', '.join(allowed) or 'none'}")
+    return kind(**(options or {}))
