@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # imported when they are reached
         enable_fake_quant,
         enable_observer,
     )
+    from pt2mx.pt2e.optimize.distill import distill
     from pt2mx.pt2e.optimize.optimize import optimize
     from pt2mx.pt2e.optimize.report import optimization_report
     from pt2mx.pt2e.origin import origin_of
@@ -70,6 +71,7 @@ __all__ = [
     "dequantize_mx",
     "disable_fake_quant",
     "disable_observer",
+    "distill",
     "dtypes",
     "enable_fake_quant",
     "enable_observer",
@@ -110,6 +112,7 @@ _LATE = {
     "disable_observer": "pt2mx.pt2e.observer",
     "enable_fake_quant": "pt2mx.pt2e.observer",
     "enable_observer": "pt2mx.pt2e.observer",
+    "distill": "pt2mx.pt2e.optimize.distill",
     "optimization_report": "pt2mx.pt2e.optimize.report",
     "optimize": "pt2mx.pt2e.optimize.optimize",
     "origin_of": "pt2mx.pt2e.origin",

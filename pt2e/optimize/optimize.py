@@ -3,36 +3,37 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.fx import GraphModule
 from tqdm import tqdm
 
+from pt2mx.algorithms.options import (
+    GPTQ,
+    PRESETS,
+    Algorithm,
+    LearnedRounding,
+    Rotation,
+    ScaleSearch,
+    Smoothing,
+    chosen_algorithms,
+)
 from pt2mx.errors import MXError, nearest
-from pt2mx.fx.graph.aliasing import written_nodes
+from pt2mx.functional import fake_quantize_mx
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors
-from pt2mx.pt2e.optimize.hessian_observer import MXHessianObserver
-from pt2mx.pt2e.optimize.ranks import Rounded, add_up, least, share_out
-from pt2mx.pt2e.optimize.report import REPORT_KEY, OptimizationReport
-from pt2mx.pt2e.optimize.rotation import rotate_products
-from pt2mx.pt2e.optimize.rounding import round_weight
+from pt2mx.pt2e.optimize.calibrate import observe, padding_mask_of
+from pt2mx.pt2e.optimize.learned_rounding import learn_rounding
+from pt2mx.pt2e.optimize.ranks import Rounded, share_out
+from pt2mx.pt2e.optimize.report import REPORT_KEY, OptimizationReport, WeightReport
+from pt2mx.pt2e.optimize.rotation import rotate_attention, rotate_products
+from pt2mx.pt2e.optimize.rounding import round_weight, rounding_errors
 from pt2mx.pt2e.optimize.sites import Site, set_weight, weight_sites
+from pt2mx.pt2e.optimize.smoothing import smooth_products
 from pt2mx.pt2e.prepare import check_exported, to_annotate
 from pt2mx.pt2e.torchao_pt2e import Quantizer
-
-
-class Preset(NamedTuple):
-    """The algorithms of a preset: GPTQ by the inputs of products, and products in rotated coordinates."""
-
-    by_inputs: bool
-    rotates: bool
-
-
-PRESETS = {"fast": Preset(by_inputs=False, rotates=False), "balanced": Preset(by_inputs=True, rotates=True)}
 
 
 def optimize(
@@ -40,25 +41,34 @@ def optimize(
     quantizer: Quantizer,
     batches: Iterable[object] = (),
     *,
-    preset: str = "balanced",
+    preset: str | None = None,
+    algorithms: Sequence[Algorithm] | None = None,
+    padding_mask: str | None = None,
     progress: bool = False,
+    in_place: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> GraphModule:
     """Round the weights that a quantizer will quantize, so that quantizing them then changes nothing.
 
-    `balanced` rounds the weights of linear layers, matrix products and convolutions by GPTQ (Frantar et al.,
-    arXiv:2210.17323), with one pass over the batches; block scales are chosen beforehand by the scale mode "even".
-    Inputs and weights of linear layers and matrix products are rotated within blocks of 32 (`torch.ops.pt2mx.hadamard`,
-    after QuaRot, arXiv:2404.00456). Other weights, and all of them with `fast`, get the block scales of least squared
-    error.
+    Presets: `fast` chooses block scales of least squared error and looks at no inputs. `balanced` rounds the weights of
+    linear layers, matrix products and convolutions by GPTQ, with one pass over the batches, and rotates the inputs and
+    weights of the first two within blocks of 32; other weights are rounded as by `fast`. `best` also divides the
+    channels of inputs that are quantized below 8 bits by powers of two, rotates queries and keys, and trains the
+    rounding of each repeated block. `pt2mx.algorithms` names the sources.
 
     Args:
-        model: `torch.export.export(...).module()` of a model in evaluation mode. It stays as it is.
+        model: `torch.export.export(...).module()` of a model in evaluation mode. It stays as it is, but for `in_place`.
         quantizer: the `MXQuantizer` by which the result is going to be prepared.
         batches: inputs for calibration, each a tuple of positional or a dictionary of named arguments, or one tensor.
             `fast` takes none.
-        preset: "fast" or "balanced".
+        preset: "fast", "balanced" or "best"; None: that of the quantizer's recipe, or "balanced".
+        algorithms: in place of a preset, a tuple of `Smoothing`, `Rotation`, `ScaleSearch`, `GPTQ` and
+            `LearnedRounding` of `pt2mx.algorithms`, with their options.
+        padding_mask: the name of an input, (batch, sequence), that is zero where there is padding, "attention_mask" of
+            many models: what linear layers see there is left out. None: all is seen.
         progress: True shows a bar with the name of each weight.
+        in_place: True writes the new weights into the memory of the old ones, for models that fill the memory: `model`,
+            and what shares its parameters, must not be used any more, nor if this fails.
         group: the ranks of `torch.distributed` that calibrate together, `torch.distributed.group.WORLD` for all of
             them: each calls `optimize` with the same model and with batches of its own, and gets the same result.
             None: this process by itself.
@@ -68,7 +78,8 @@ def optimize(
         are folded. `optimization_report` says what became of each weight.
 
     Raises:
-        MXError: as `prepare_pt2e`; for an unknown preset, and for `balanced` without batches.
+        MXError: as `prepare_pt2e`; for an unknown preset, algorithm or padding mask, and where an algorithm that looks
+            at inputs has no batches.
 
     Example:
         >>> import torch, pt2mx
@@ -83,27 +94,40 @@ def optimize(
         >>> bool(error(optimized) < error(exported))
         True
     """
-    if not isinstance(preset, str) or preset not in PRESETS:
-        raise MXError(f"unknown preset {preset!r}: {nearest(str(preset), list(PRESETS))}")
+    chosen = _chosen(preset, algorithms, quantizer)
+    if (in_place or group) and any(isinstance(one, LearnedRounding) for one in chosen):
+        raise MXError("learned rounding needs the float weights and all batches: give neither in_place nor group")
     if isinstance(batches, Tensor | dict):
         raise MXError(f"batches must be a list of batches, not one {type(batches).__name__}: pass [batch]")
     check_exported(model)
     if not isinstance(quantizer, Quantizer):
         raise MXError(f"expected an MXQuantizer, not {type(quantizer).__name__}")
     result = to_annotate(model)
-    sites = weight_sites(result, quantizer)
-    by_inputs, rotates = PRESETS[preset]
-    if rotates:
-        rotate_products(result, sites)
-        sites = weight_sites(result, quantizer)
-    if by_inputs:
-        _observe(result, sites, batches, group)
-    reports = []
+    sites = weight_sites(result, quantizer, in_place)
+    mask = None if padding_mask is None else padding_mask_of(result, padding_mask)
+    inputs, smoothed = {}, {}
+    if any(isinstance(one, Smoothing | GPTQ) or one == ScaleSearch(by_inputs=True) for one in chosen):
+        batches = list(batches) if any(isinstance(one, LearnedRounding) for one in chosen) else batches
+        inputs = observe(result, sites, batches, mask, group)
+    for one in chosen:
+        if isinstance(one, Smoothing):
+            smoothed = smooth_products(result, sites, inputs, one)
+            sites = weight_sites(result, quantizer, in_place)
+        elif isinstance(one, Rotation):
+            rotate_products(result, sites, inputs, one)
+            if one.attention:
+                rotate_attention(result, quantizer, one)
+            sites = weight_sites(result, quantizer, in_place)
+    for site in sites:
+        observed = [(r.product.layout, inputs[r.node]) for r in site.readers if r.product and r.node in inputs]
+        site.inputs, site.smoothed = observed, smoothed.get(site.readers[0].node, "")
+    original = copy_sharing_tensors(result)
+    reports: list[WeightReport] = []
     with tqdm(total=len(sites), disable=not progress, file=sys.stderr) as bar:
 
         def work(site: Site) -> Rounded:
             bar.set_postfix_str(site.name)
-            found = round_weight(site, by_inputs)
+            found = round_weight(site, chosen)
             bar.update()
             return found
 
@@ -111,6 +135,12 @@ def optimize(
             reports.append(report)
             if value is not None:
                 set_weight(result, site, value)
+    for one in chosen:
+        if isinstance(one, LearnedRounding):
+            learned = learn_rounding(
+                result, original, quantizer, list(batches), steps=one.steps, seed=one.seed, progress=progress
+            )
+            _report_learned(reports, sites, {w for block in learned for w in block.weights}, result, quantizer)
     result.graph.eliminate_dead_code()
     delete_unused_tensors(result)
     result.recompile()
@@ -118,38 +148,23 @@ def optimize(
     return result
 
 
-def _observe(model: GraphModule, sites: list[Site], batches: Iterable[object], group: dist.ProcessGroup | None) -> None:
-    """Run the batches through a copy of the graph that observes what the weights are multiplied with: what is read
-    several times in one way by one observer."""
-    observed = copy_sharing_tensors(model)
-    nodes = {node.name: node for node in observed.graph.nodes}
-    written = written_nodes(model.graph)
-    shared: dict[tuple[object, ...], MXHessianObserver] = {}
-    for site in sites:
-        for reader in site.readers:
-            if (product := reader.product) is None:
-                continue
-            line = site.value.shape[product.layout.axis]
-            # what is written between two readers is not the same for both
-            apart = reader.node if product.source in written else None
-            key = (product.source, product.layout.rows, line, reader.spec.block_size, apart)
-            if key not in shared:
-                shared[key] = MXHessianObserver(product.layout.rows, line, reader.spec.block_size)
-                name = f"hessian_{len(shared)}"
-                observed.add_submodule(name, shared[key])
-                with observed.graph.inserting_before(nodes[reader.node.name]):
-                    observed.graph.call_module(name, (nodes[product.source.name],))
-            site.inputs.append((product.layout, shared[key]))
-    observed.recompile()
-    count = 0
-    with torch.no_grad():
-        for batch in batches:
-            count += 1
-            if isinstance(batch, dict):
-                observed(**batch)
-            else:
-                observed(*(batch if isinstance(batch, tuple | list) else (batch,)))
-    if not least(count, group):
-        raise MXError("batches is empty: give batches of inputs, or preset='fast', which takes none")
-    if sites:
-        add_up(shared.values(), sites[0].value.device, group)
+def _report_learned(
+    reports: list[WeightReport], sites: list[Site], learned: set[str], result: GraphModule, quantizer: Quantizer
+) -> None:
+    """Say of the weights whose rounding was learned what their error is now."""
+    now = {reader.node: site for site in weight_sites(result, quantizer) for reader in site.readers}
+    for i, site in enumerate(sites):
+        if (changed := now[site.readers[0].node]).name in learned:
+            algorithm = ", ".join([*filter(None, [reports[i].algorithm]), "learned_rounding"])
+            (after,) = rounding_errors(site, fake_quantize_mx(changed.value.detach(), site.readers[0].spec))
+            reports[i] = replace(reports[i], algorithm=algorithm, after=after)
+
+
+def _chosen(preset: str | None, algorithms: object, quantizer: Quantizer) -> tuple[Algorithm, ...]:
+    """The algorithms that are asked for; without a word those of the quantizer's recipe."""
+    if preset is not None and algorithms is not None:
+        raise MXError(f"preset={preset!r} and algorithms say the same: give one of them")
+    if preset is not None and not isinstance(preset, str):
+        raise MXError(f"unknown preset {preset!r}: {nearest(str(preset), list(PRESETS))}")
+    of_recipe = getattr(quantizer, "algorithms", None) or "balanced"
+    return chosen_algorithms(next(one for one in (preset, algorithms, of_recipe) if one is not None))

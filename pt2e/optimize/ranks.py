@@ -31,9 +31,10 @@ def add_up(observers: Iterable[MXHessianObserver], device: torch.device, group: 
     if group is None:
         return
     for observer in observers:
-        found: list[tuple[int, list[torch.Size]]] = [(0, [])] * group.size()
-        dist.all_gather_object(found, (observer.count, [part.shape for part in observer.parts]), group=group)
-        shapes = max((shapes for _, shapes in found), key=len)
+        found: list[tuple[int, Tensor, list[torch.Size]]] = [(0, observer.counts, [])] * group.size()
+        seen = observer.count, observer.counts, [part.shape for part in observer.parts]
+        dist.all_gather_object(found, seen, group=group)
+        shapes = max((shapes for *_, shapes in found), key=len)
         if not shapes:
             continue
         if observer.amax is None:
@@ -42,7 +43,8 @@ def add_up(observers: Iterable[MXHessianObserver], device: torch.device, group: 
         for part in observer.parts:
             dist.all_reduce(part, group=group)
         dist.all_reduce(observer.amax, dist.ReduceOp.MAX, group=group)
-        observer.count = sum(count for count, _ in found)
+        observer.count = sum(count for count, *_ in found)
+        observer.counts = torch.stack([counts for _, counts, _ in found if len(counts)]).sum(0)
 
 
 def share_out(

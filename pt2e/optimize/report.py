@@ -14,7 +14,7 @@ from pt2mx.spec import MXSpec
 #: meta key of an optimized model
 REPORT_KEY = "mx_optimization"
 
-_HEADINGS = ("weight", "format", "algorithm", "rotated", "error before", "after", "why not")
+_HEADINGS = ("weight", "format", "algorithm", "smoothed", "rotated", "error before", "after", "why not")
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,12 @@ class WeightReport:
         modules: the modules that read it.
         spec: its format; None where several readers differ.
         algorithm: "gptq", "scales", or "" where it stayed.
+        smoothed: the parameters into which the factors of its input's channels were folded, "div" where the graph
+            divides by them, "" where there are none.
         rotated: values that are rotated together, with the inputs of its products; 0 where none are.
         before, after: the squared error over the squared value, of the weight's products with the inputs of the
             calibration, or of the weight itself where they were not seen; rounded to nearest, and as it is now.
-            NaN where rounding was not tried. Of a rotated weight the former is that of the rotated one.
+            NaN where rounding was not tried. Of a smoothed or rotated weight the former is that of the changed one.
         reason: why a better algorithm did not apply; "" where it did.
     """
 
@@ -37,6 +39,7 @@ class WeightReport:
     modules: str
     spec: MXSpec | None
     algorithm: str
+    smoothed: str
     rotated: int
     before: float
     after: float
@@ -62,7 +65,7 @@ class OptimizationReport:
         rows = [_HEADINGS]
         for w in self.weights:
             errors = _share(w.before), _share(w.after)
-            rows.append((w.weight, str(w.spec or ""), w.algorithm, str(w.rotated or ""), *errors, w.reason))
+            rows.append((w.weight, str(w.spec or ""), w.algorithm, w.smoothed, str(w.rotated or ""), *errors, w.reason))
         return text_table(rows)
 
 

@@ -1,62 +1,123 @@
 """Products in rotated coordinates: outliers of inputs and weights are shared out among 32 neighbours.
 
 Both factors are rotated along the dimension that the product reduces, which leaves the product as it is: the weight
-now, the input by a node of the graph (`torch.ops.pt2mx.hadamard`), one for all the products that read it.
+now, the input by a node of the graph (`torch.ops.pt2mx.hadamard`), one for all the products that read it. Queries and
+keys are both rotated by nodes.
 """
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch.fx import GraphModule, Node
 
+from pt2mx.algorithms import Rotation
 from pt2mx.fx.graph.aliasing import written_nodes
-from pt2mx.fx.graph.node import set_value
+from pt2mx.fx.graph.node import args_of, set_value, shape_of
 from pt2mx.fx.graph.qdq import PROVENANCE_KEYS
-from pt2mx.ops.hadamard import hadamard, rotate
-from pt2mx.pt2e.optimize.layouts import reads_rows
-from pt2mx.pt2e.optimize.sites import Site, is_read_by_these_alone, set_weight, why_not_rounded
+from pt2mx.ops.hadamard import hadamard
+from pt2mx.pt2e.optimize.hessian_observer import MXHessianObserver
+from pt2mx.pt2e.optimize.sites import Site, can_change_coordinates, quantized_inputs, set_weight
+from pt2mx.pt2e.torchao_pt2e import Quantizer
+from pt2mx.spec import MXSpec
 
 #: bits of an element from which on rounding alone loses little, and rotation gains nothing
 _BITS = 8
-#: values that are rotated together at most, and at least
-_LARGEST, _SMALLEST = 32, 4
+#: values that are rotated together at least
+_SMALLEST = 4
+
+#: reader of a weight -> what calibration has shown of its input
+Inputs = dict[Node, MXHessianObserver]
 
 
 @torch.no_grad()
-def rotate_products(model: GraphModule, sites: list[Site]) -> None:
-    """Rotate the weights that linear layers and matrix products alone read, and their inputs. Changes `model`."""
+def rotate_products(model: GraphModule, sites: list[Site], inputs: Inputs, options: Rotation) -> None:
+    """Rotate the weights that linear layers and matrix products alone read, and their inputs. Changes `model`, and
+    replaces the observers of the rotated inputs."""
     order = {node: i for i, node in enumerate(model.graph.nodes)}
     written = written_nodes(model.graph)
     rotated: dict[tuple[Node, int], list[tuple[Node, int]]] = {}
+    seen: dict[tuple[int, int], MXHessianObserver] = {}
     for site in sites:
-        if size := _size(site, written):
-            set_weight(model, site, rotate(site.value, size, site.readers[0].spec.axis))
+        if size := _size(site, written, inputs, options):
+            set_weight(model, site, hadamard(site.value, size, site.readers[0].spec.axis))
             for reader in site.readers:
                 if reader.product is not None:
                     rotated.setdefault((reader.product.source, size), []).append((reader.node, reader.product.position))
+                if (observer := inputs.get(reader.node)) is not None:
+                    key = id(observer), size
+                    seen[key] = seen.get(key) or _rotated(observer, size)
+                    inputs[reader.node] = seen[key]
     for (source, size), readers in rotated.items():
-        first = min((product for product, _ in readers), key=order.__getitem__)
-        with model.graph.inserting_before(first):
-            node = model.graph.call_function(hadamard, (source, size))
-        node.meta.update({key: first.meta[key] for key in PROVENANCE_KEYS if key in first.meta})
-        set_value(node)
-        for product, position in readers:  # which may read the tensor elsewhere too, as a bias
-            product.update_arg(position, node)
+        _rotate_inputs(source, size, -1, readers, min((product for product, _ in readers), key=order.__getitem__))
 
 
-def _size(site: Site, written: set[Node]) -> int:
-    """The values that are rotated together: the largest power of two that divides them, up to 32; 0 for a weight that
-    stays."""
-    products = [reader.product for reader in site.readers]
-    if not is_read_by_these_alone(site) or why_not_rounded(site) or site.readers[0].spec.element.bits >= _BITS:
+def rotate_attention(model: GraphModule, quantizer: Quantizer, options: Rotation) -> None:
+    """Rotate queries and keys, and other factors that a product computes and quantizes both along the dimension that it
+    reduces. Changes `model`."""
+    written = written_nodes(model.graph)
+    quantized = {(n, tensor): spec for n, tensor, role, spec in quantized_inputs(model, quantizer) if role != "weight"}
+    for node in list(model.graph.nodes):
+        factors = list(zip(args_of(node), _TWO_FACTORS.get(node.target, ()), strict=False))
+        sizes = {_length(x, axis, quantized.get((node, x))) for x, axis in factors if x not in written}
+        size = _largest(sizes.pop(), options) if len(sizes) == 1 else 0
+        if size and len({x for x, _ in factors} - written) == 2:
+            for i, (x, axis) in enumerate(factors):
+                _rotate_inputs(x, size, axis, [(node, i)], node)
+
+
+#: operator -> the dimensions of its first two arguments, counted from the end, that it reduces
+_TWO_FACTORS: dict[object, tuple[int, int]] = {
+    torch.ops.aten.scaled_dot_product_attention.default: (-1, -1),
+    torch.ops.aten.matmul.default: (-1, -2),
+    torch.ops.aten.bmm.default: (-1, -2),
+}
+
+
+def _length(x: Node, axis: int, spec: MXSpec | None) -> int:
+    """The length of a factor along the dimension that is reduced; 0 where rotating it would gain nothing."""
+    shape = shape_of(x) or ()
+    if spec is None or spec.element.bits >= _BITS or x.target is hadamard or spec.axis != axis + len(shape):
         return 0
-    if any(p is None or not reads_rows(p) or p.source in written or p.source is site.node for p in products):
+    length = shape[axis]
+    return length if isinstance(length, int) else 0
+
+
+def _rotate_inputs(source: Node, size: int, axis: int, readers: list[tuple[Node, int]], first: Node) -> None:
+    """Give readers, of which `first` is the first, the rotated `source` at a position of their arguments."""
+    with first.graph.inserting_before(first):
+        node = first.graph.call_function(hadamard, (source, size, axis) if axis != -1 else (source, size))
+    node.meta.update({key: first.meta[key] for key in PROVENANCE_KEYS if key in first.meta})
+    set_value(node)
+    for product, position in readers:  # which may read the tensor elsewhere too, as a bias
+        product.update_arg(position, node)
+
+
+def _size(site: Site, written: set[Node], inputs: Inputs, options: Rotation) -> int:
+    """The values that are rotated together; 0 for a weight that stays."""
+    products = can_change_coordinates(site, written)
+    if not products or site.readers[0].spec.element.bits >= _BITS:
         return 0
-    if any(p.source.target is hadamard for p in products if p is not None):  # rotated again, they would be as before
+    if any(p.source.target is hadamard for p in products):  # rotated again, they would be as before
         return 0
-    axes = {reader.spec.axis for reader in site.readers} | {p.layout.axis for p in products if p is not None}
-    if len(axes) > 1:
+    axis = products[0].layout.axis
+    if {reader.spec.axis for reader in site.readers} != {axis}:
         return 0
-    values = site.value.shape[axes.pop()]
-    size = min(_LARGEST, values & -values)
+    size = _largest(site.value.shape[axis], options)
+    parts = [part for reader in site.readers if reader.node in inputs for part in inputs[reader.node].parts]
+    return size if size and all(part.shape[-1] % size == 0 for part in parts) else 0
+
+
+def _largest(values: int, options: Rotation) -> int:
+    """The largest power of two that divides a number of values, up to that of the options; 0 if it is too small."""
+    size = min(options.size, values & -values)
     return size if size >= _SMALLEST else 0
+
+
+def _rotated(observer: MXHessianObserver, size: int) -> MXHessianObserver:
+    """The observer of an input that is rotated; of its largest values it knows nothing."""
+    rotated = copy.copy(observer)
+    rotated.parts = [hadamard(hadamard(part, size, -1), size, -2) for part in observer.parts]
+    rotated.amax = None
+    return rotated

@@ -5,20 +5,19 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.attributes import register_buffer
 from pt2mx.fx.graph.constants import constant_nodes, evaluate, first_equal, mark_constants, root_name
 from pt2mx.fx.graph.module_stack import module_name
-from pt2mx.fx.graph.tensors import copy_sharing_tensors
+from pt2mx.fx.graph.tensors import copy_sharing_tensors, replace_tensor
 from pt2mx.pt2e import torchao_pt2e
 from pt2mx.pt2e.optimize.hessian_observer import MXHessianObserver
-from pt2mx.pt2e.optimize.layouts import Layout, Product, product_of
+from pt2mx.pt2e.optimize.layouts import Layout, Product, product_of, reads_rows
 from pt2mx.pt2e.quantizer.annotate import plan_operator
-from pt2mx.pt2e.quantizer.operators import CONFIG_KEY, quantizable_operators
+from pt2mx.pt2e.quantizer.operators import CONFIG_KEY, gather_of, operands_of, quantizable_operators
 from pt2mx.pt2e.torchao_pt2e import Q_ANNOTATION_KEY, Quantizer
 from pt2mx.spec import MXSpec
 
@@ -29,18 +28,26 @@ _UNSTABLE = ("ceil", "stochastic")
 @dataclass(frozen=True)
 class Reader:
     """An operator that reads a weight, as `weight`, and quantizes it by `spec`. `product`: what it computes, where that
-    is in the table of products."""
+    is in the table of products; `activation`: the spec of the product's input, None where that is not quantized."""
 
     node: Node
     weight: Node
     spec: MXSpec
     product: Product | None
+    activation: MXSpec | None = None
+
+    @property
+    def argument_of(self) -> Node:
+        """The node that the weight is an argument of: the operator, or what gathers rows of the weight for it."""
+        nodes = (self.node, *self.node.all_input_nodes)
+        return next(node for node in nodes if self.weight in node.all_input_nodes)
 
 
 @dataclass
 class Site:
     """A weight: its name, the constant node that is quantized, those of equal value, and its readers. `inputs`: what
-    calibration has shown of their products."""
+    calibration has shown of their products; `smoothed`: where the factors of their inputs went; `in_place`: new values
+    are written where the old ones lie."""
 
     name: str
     node: Node
@@ -48,6 +55,8 @@ class Site:
     equal: list[Node]
     readers: list[Reader] = field(default_factory=list)
     inputs: list[tuple[Layout, MXHessianObserver]] = field(default_factory=list)
+    smoothed: str = ""
+    in_place: bool = False
 
     @property
     def modules(self) -> str:
@@ -55,19 +64,23 @@ class Site:
         return ", ".join(dict.fromkeys(module_name(reader.node) for reader in self.readers))
 
 
-def weight_sites(model: GraphModule, quantizer: Quantizer) -> list[Site]:
+def weight_sites(model: GraphModule, quantizer: Quantizer, in_place: bool = False) -> list[Site]:
     """The weights that `quantizer` quantizes in the outermost graph of `model`, each once however many operators read
     it. The nodes are those of `model`, which stays as it is."""
     equal = first_equal(model, constant_nodes(model.graph))
     sites: dict[Node, Site] = {}
-    for node, tensor, role, spec in quantized_inputs(model, quantizer):
+    inputs = list(quantized_inputs(model, quantizer))
+    specs = {(node, tensor): spec for node, tensor, _, spec in inputs}
+    for node, tensor, role, spec in inputs:
         if role != "weight" or tensor not in equal:  # the model may compute a weight
             continue
         first = equal[tensor]
         if first not in sites:
             same = [n for n, other in equal.items() if other is first]
-            sites[first] = Site(root_name(first), first, evaluate(model, first), same)
-        sites[first].readers.append(Reader(node, tensor, spec, product_of(node, tensor)))
+            sites[first] = Site(root_name(first), first, evaluate(model, first), same, in_place=in_place)
+        product = product_of(node, tensor)
+        activation = None if product is None else specs.get((node, product.source))
+        sites[first].readers.append(Reader(node, tensor, spec, product, activation))
     return list(sites.values())
 
 
@@ -82,7 +95,10 @@ def quantized_inputs(model: GraphModule, quantizer: Quantizer) -> Iterator[tuple
         annotated = torchao_pt2e.annotate(annotated, quantizer)
     constants = constant_nodes(annotated.graph)
     for node in quantizable_operators(annotated.graph):
-        if Q_ANNOTATION_KEY in node.meta and CONFIG_KEY in node.meta:
+        if CONFIG_KEY in node.meta:
+            for gather in (gather_of(node, operand) for operand in operands_of(node)):
+                if gather is not None:  # planned anew, it is not annotated yet
+                    gather.meta.pop(Q_ANNOTATION_KEY, None)
             for (tensor, _), (role, spec) in plan_operator(node, node.meta[CONFIG_KEY], constants).inputs.items():
                 name = tensor.name if tensor.name in nodes else tensor.all_input_nodes[0].name  # behind an alias
                 yield nodes[node.name], nodes[name], role, spec
@@ -102,8 +118,19 @@ def why_not_rounded(site: Site) -> str:
 
 def is_read_by_these_alone(site: Site) -> bool:
     """True if nothing but its quantized readers reads the parameter or buffer."""
-    readers = {reader.node for reader in site.readers}
+    readers = {reader.argument_of for reader in site.readers}
     return site.node.op == "get_attr" and all(user in readers for node in site.equal for user in node.users)
+
+
+def can_change_coordinates(site: Site, written: set[Node]) -> list[Product]:
+    """The products of a weight, where the columns of all their factors can be changed and the products stay: matrix
+    products of rows, which alone read the weight; none elsewhere."""
+    products = [reader.product for reader in site.readers if reader.product is not None]
+    if len(products) < len(site.readers) or not is_read_by_these_alone(site) or why_not_rounded(site):
+        return []
+    if any(not reads_rows(p) or p.source in written or p.source is site.node for p in products):
+        return []
+    return products if len({p.layout.axis for p in products}) == 1 else []
 
 
 def set_weight(model: GraphModule, site: Site, value: Tensor) -> None:
@@ -114,12 +141,6 @@ def set_weight(model: GraphModule, site: Site, value: Tensor) -> None:
             node = model.graph.get_attr(register_buffer(model, f"{site.name}_rounded", value))
         node.meta.update(site.node.meta)
         for reader in site.readers:
-            reader.node.replace_input_with(reader.weight, node)
+            reader.argument_of.replace_input_with(reader.weight, node)
         return
-    for module in model.modules():
-        for parameters in (module._parameters, module._buffers):
-            held: dict[str, Any] = parameters
-            for name, tensor in held.items():
-                if tensor is site.value:
-                    trained = isinstance(tensor, nn.Parameter)
-                    held[name] = nn.Parameter(value, tensor.requires_grad) if trained else value
+    replace_tensor(model, site.value, value, site.in_place)

@@ -1,7 +1,18 @@
+import pytest
 import torch
 
+from pt2mx import MXSpec
+from pt2mx.algorithms import gptq
 from pt2mx.pt2e.optimize import hessian_observer
-from pt2mx.pt2e.optimize.hessian_observer import MXHessianObserver, part_size
+from pt2mx.pt2e.optimize.hessian_observer import (
+    MXHessianObserver,
+    Size,
+    bytes_of_sums,
+    columns_within,
+    part_size,
+    sample,
+    with_mean_expert,
+)
 
 
 def flat(x):
@@ -14,16 +25,17 @@ def test_sums_over_batches():
     for batch in batches:
         assert observer(batch) is batch
     rows = torch.cat([batch.float().reshape(-1, 40) for batch in batches])
-    assert observer.count == 17 and torch.equal(observer.amax, rows.abs().amax(0, keepdim=True))
+    assert observer.count == 17 and observer.counts.tolist() == [17]
+    assert torch.equal(observer.amax, rows.abs().amax(0, keepdim=True))
     torch.testing.assert_close(observer.parts, [(rows.T @ rows).unsqueeze(0)])
     torch.testing.assert_close(observer.mean_squares(), rows.square().mean(0, keepdim=True))
 
 
-def test_many_columns_are_summed_in_parts(monkeypatch):
-    monkeypatch.setattr(hessian_observer, "_COLUMNS", 64)
+def test_many_columns_are_summed_in_parts():
     sizes = ((64, 7, 32), (70, 10, 32), (70, 33, 32), (130, 130, 32), (130, 130, 48), (130, 130, 100), (130, 130, 999))
-    assert [part_size(*each) for each in sizes] == [64, 60, 33, 64, 48, 100, 130]
-    observer, x = MXHessianObserver(flat, 10), torch.randn(5, 70)
+    assert [part_size(*each, 64) for each in sizes] == [64, 60, 33, 64, 48, 100, 130]
+    assert [part_size(3 * line, line, 32, 64) for line in (20, 96, 100, 128)] == [60, 32, 100, 64]  # three lines
+    observer, x = MXHessianObserver(flat, 10, columns=64), torch.randn(5, 70)
     observer(x)
     whole = x.T @ x
     torch.testing.assert_close(observer.parts, [whole[None, :60, :60], whole[None, 60:, 60:]])
@@ -34,4 +46,77 @@ def test_many_rows_are_sampled(monkeypatch):
     monkeypatch.setattr(hessian_observer, "ROWS", 10)
     observer = MXHessianObserver(flat, 1)
     observer(torch.arange(100.0).unsqueeze(1))
-    assert observer.count == 10 and observer.amax.item() == 90
+    assert observer.count == 10
+    taken = sample(100, torch.device("cpu"))
+    assert (taken // 10).tolist() == list(range(10)) and len(set((taken % 10).tolist())) > 5
+    torch.testing.assert_close(observer.parts[0].item(), float(taken.square().sum()))
+    # of periods that divide the step every place is met
+    assert all(len(set((sample(10 * n, torch.device("cpu")) % n).tolist())) == n for n in (2, 4, 5))
+
+
+def by_sizes(x, sizes):
+    return [rows.unsqueeze(0) for rows in x.split(sizes.tolist())]
+
+
+def test_groups_with_rows_of_their_own_number():
+    observer = MXHessianObserver(by_sizes, 40, columns=32)
+    batches = [(torch.randn(9, 40), torch.tensor([4, 0, 5])), (torch.randn(3, 40), torch.tensor([1, 0, 2]))]
+    for x, sizes in [*batches, (torch.randn(0, 40), torch.tensor([0, 0, 0]))]:
+        assert observer(x, sizes) is x
+    assert observer.count == 12 and observer.counts.tolist() == [5, 0, 7]
+    for group in range(3):
+        rows = torch.cat([x.split(sizes.tolist())[group] for x, sizes in batches])
+        hessian = rows.T @ rows
+        torch.testing.assert_close(observer.parts[0][group], hessian[:32, :32])
+        torch.testing.assert_close(observer.parts[1][group], hessian[32:, 32:])
+        want = rows.abs().amax(0) if len(rows) else torch.zeros(40)
+        assert torch.equal(observer.amax[group], want)
+        torch.testing.assert_close(observer.mean_squares()[group], rows.square().sum(0) / max(len(rows), 1))
+
+
+def test_experts_of_few_rows_have_some_of_the_mean_expert():
+    parts = [torch.tensor([[[4.0]], [[0.0]], [[8.0]]]), torch.tensor([[[1.0]], [[0.0]], [[2.0]]])]
+    counts = torch.tensor([4, 0, 8])
+    # two columns: one row of the mean expert, of 12 rows, which stands for a quarter of one
+    found, rows = with_mean_expert(parts, counts)
+    assert [part.flatten().tolist() for part in found] == [[5.0, 1.0, 9.0], [1.25, 0.25, 2.25]]
+    assert rows.tolist() == [4.25, 0.25, 8.25]
+
+
+@pytest.mark.parametrize(("rows", "limit"), [(0, 0.7), (16, 0.8), (64, 1)])
+def test_an_expert_of_few_rows_is_rounded_better_than_by_itself_or_to_nearest(rows, limit):
+    torch.manual_seed(0)
+    mixing, weight, spec = torch.randn(64, 64) * 0.8 ** torch.arange(64), torch.randn(32, 64), MXSpec("mxfp4", axis=1)
+    observer = MXHessianObserver(by_sizes, 64)
+    observer(torch.randn(400 + rows, 64) @ mixing.T, torch.tensor([200, rows, 200]))
+    other = torch.randn(4096, 64) @ mixing.T
+
+    def error(hessian, count):
+        off = gptq(weight, hessian, spec, damping=0.01 + 0.5 * 64 / max(count, 1)) - weight
+        return (other @ off.T).square().sum() / (other @ weight.T).square().sum()
+
+    (hessians,), counts = with_mean_expert(observer.parts, observer.counts)
+    alone = error(observer.parts[0][1], rows)  # to nearest, where there are none
+    assert error(hessians[1], float(counts[1])) < limit * alone
+
+
+def test_the_sums_of_all_observers_stay_within_a_budget():
+    assert bytes_of_sums(Size(1, 4096, 4096, 32), 4096) == 64 << 20
+    assert bytes_of_sums(Size(8, 96, 96, 32), 64) == 8 * 4 * (64**2 + 32**2)
+    # the products of a layer of Llama 3.1 8B: queries, output, gate, down
+    layer = [Size(1, 4096, 4096, 32)] * 3 + [Size(1, 14336, 14336, 32)]
+    found = {gib: columns_within(gib << 30, layer * 32) for gib in (1, 4, 8, 16)}
+    assert found == {1: 256, 4: 1024, 8: 2048, 16: 4096}
+    for gib, columns in found.items():
+        assert sum(bytes_of_sums(size, columns) for size in layer * 32) <= gib << 30
+    # those of Qwen3 30B A3B: 128 experts
+    experts = [Size(128, 2048, 2048, 32), Size(128, 768, 768, 32)] * 48
+    assert columns_within(30 << 30, experts) == 256
+    assert columns_within(0, layer) == 32 and columns_within(0, []) == 4096
+
+
+def test_the_sums_take_the_bytes_that_are_said():
+    for k, line, block, columns in ((70, 10, 32, 64), (70, 35, 32, 32), (130, 130, 48, 64), (64, 64, 32, 64)):
+        observer = MXHessianObserver(lambda x: x.repeat(3, 1, 1), line, block, columns)
+        observer(torch.randn(2, k))
+        assert sum(part.nbytes for part in observer.parts) == bytes_of_sums(Size(3, k, line, block), columns)

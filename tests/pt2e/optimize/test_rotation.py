@@ -6,6 +6,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config
+from pt2mx.algorithms import Rotation
 from pt2mx.ops.hadamard import hadamard
 from pt2mx.ops.linear import linear_mx
 from pt2mx.pt2e.optimize.rotation import rotate_products
@@ -36,7 +37,7 @@ class Net(nn.Module):
 
 def rotated(model, *args, quantizer=W4):
     graph = to_annotate(torch.export.export(model.eval(), args).module())
-    rotate_products(graph, weight_sites(graph, quantizer))
+    rotate_products(graph, weight_sites(graph, quantizer), {}, Rotation())
     graph.graph.lint()
     graph.recompile()
     return graph
@@ -104,9 +105,42 @@ def test_rotated_models_keep_the_packed_products(activation, compiler):
     pt2mx.enable_fake_quant(prepared)
     assert torch.equal(converted(x), prepared(x)) and count(converted, hadamard) == 2
     lowered = pt2mx.lower_to_inductor(converted)
-    assert count(lowered, linear_mx) == 2 and count(lowered, hadamard) == 2
+    assert count(lowered, linear_mx) == 2 and count(lowered, hadamard) == 0  # in the kernels that read them
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(lowered)(x), converted(x), rtol=1e-3, atol=1e-3)
     program = pt2mx.make_portable(torch.export.export(converted, (x,)))
     assert count(program.graph_module, hadamard) == 0
     assert torch.equal(program.module()(x), converted(x))
+
+
+class Attention(nn.Module):
+    def __init__(self, fused):
+        super().__init__()
+        self.q, self.k, self.v, self.fused = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64), fused
+
+    def forward(self, x):  # (B, S, 64) -> (B, 4, S, 16)
+        q, k, v = (layer(x).unflatten(-1, (4, 16)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        if self.fused:
+            return nn.functional.scaled_dot_product_attention(q, k, v)
+        return torch.softmax(q @ k.transpose(-2, -1) / 4, -1) @ v
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_queries_and_keys(fused):
+    torch.manual_seed(0)
+    model, x = Attention(fused).eval(), torch.randn(2, 5, 64)
+    graph = torch.export.export(model, (x,)).module()
+    w4a4 = MXQuantizer().set_global(get_default_mx_quantization_config(weight="mxfp4", activation="mxfp4"))
+    optimized = pt2mx.optimize(graph, w4a4, [x], algorithms=Rotation(attention=True))
+    nodes = optimized.graph.find_nodes(op="call_function", target=hadamard)
+    axes = sorted(tuple(node.args[1:]) for node in nodes)
+    assert axes == ([(16,), (16,), (32,)] if fused else [(16,), (16, -2), (32,)])
+    torch.testing.assert_close(optimized(x), graph(x), rtol=1e-4, atol=1e-5)
+    prepared = pt2mx.prepare_pt2e(optimized, w4a4)
+    converted = pt2mx.convert_pt2e(prepared)
+    pt2mx.enable_fake_quant(prepared)
+    assert torch.equal(converted(x), prepared(x))
+    again = pt2mx.optimize(optimized, w4a4, [x], algorithms=Rotation(attention=True))
+    assert count(again, hadamard) == 3
+    eight = pt2mx.optimize(graph, MXQuantizer.from_recipe("mxfp8"), [x], algorithms=Rotation(attention=True))
+    assert count(eight, hadamard) == 0

@@ -1,0 +1,104 @@
+"""The run of a model with batches, in which observers see the inputs of products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from pt2mx.errors import MXError, nearest
+from pt2mx.fx.graph.aliasing import written_nodes
+from pt2mx.fx.graph.node import dtype_of, shape_of
+from pt2mx.fx.graph.tensors import copy_sharing_tensors
+from pt2mx.pt2e.optimize.hessian_observer import MXHessianObserver, Size, columns_within
+from pt2mx.pt2e.optimize.layouts import without_padding
+from pt2mx.pt2e.optimize.ranks import add_up, least
+from pt2mx.pt2e.optimize.sites import Site
+
+
+def padding_mask_of(model: GraphModule, name: str) -> Node:
+    """The input of that name, which says where there is padding.
+
+    Raises:
+        MXError: where there is none, and for one that is not (batch, sequence) of booleans or integers.
+    """
+    inputs = {node.name: node for node in model.graph.find_nodes(op="placeholder")}
+    if name not in inputs:
+        raise MXError(f"padding_mask={name!r} is no input of the model: {nearest(str(name), list(inputs))}")
+    node = inputs[name]
+    if not is_padding_mask(node):
+        raise MXError(
+            f"padding_mask={name!r} is {dtype_of(node)} of shape {shape_of(node)}: it must be (batch, sequence), "
+            "booleans or integers, zero where there is padding"
+        )
+    return node
+
+
+def is_padding_mask(node: Node) -> bool:
+    """True of (batch, sequence) booleans or integers."""
+    dtype = dtype_of(node)
+    return dtype is not None and not dtype.is_floating_point and len(shape_of(node) or ()) == 2
+
+
+def observe(
+    model: GraphModule,
+    sites: list[Site],
+    batches: Iterable[object],
+    mask: Node | None,
+    group: dist.ProcessGroup | None,
+) -> dict[Node, MXHessianObserver]:
+    """Run the batches through a copy of the graph that observes what the weights are multiplied with: what is read
+    several times in one way by one observer. Gives the observers by the nodes that read the weights."""
+    observed = copy_sharing_tensors(model)
+    nodes = {node.name: node for node in observed.graph.nodes}
+    written = written_nodes(model.graph)
+    shared: dict[tuple[object, ...], MXHessianObserver] = {}
+    sizes: list[Size] = []
+    found: dict[Node, MXHessianObserver] = {}
+    for site in sites:
+        for reader in site.readers:
+            if (product := reader.product) is None or not site.value.numel():
+                continue
+            product = product if mask is None else without_padding(product, mask)
+            line, block = site.value.shape[product.layout.axis], reader.spec.block_size
+            read = product.source, *product.beside
+            # what is written between two readers is not the same for both
+            apart = None if written.isdisjoint(read) else reader.node
+            key = (read, product.layout.rows, line, block, apart)
+            if key not in shared:
+                shared[key] = MXHessianObserver(product.layout.rows, line, block)
+                groups, _, k = product.layout.to_matrices(site.value.to("meta")).shape
+                sizes.append(Size(groups, k, line, block))
+                name = f"hessian_{len(shared)}"
+                observed.add_submodule(name, shared[key])
+                with observed.graph.inserting_before(nodes[reader.node.name]):
+                    observed.graph.call_module(name, tuple(nodes[node.name] for node in read))
+            found[reader.node] = shared[key]
+    columns = columns_within(_budget(model), sizes)
+    for observer in shared.values():
+        observer.columns = columns
+    observed.recompile()
+    count = 0
+    with torch.no_grad():
+        for batch in batches:
+            count += 1
+            batch = pytree.tree_map_only(Tensor, Tensor.clone, batch)  # the model may write to its inputs
+            if isinstance(batch, dict):
+                observed(**batch)
+            else:
+                observed(*(batch if isinstance(batch, tuple | list) else (batch,)))
+    if not least(count, group):
+        raise MXError("batches is empty: give batches of inputs, or preset='fast', which takes none")
+    if sites:
+        add_up(shared.values(), sites[0].value.device, group)
+    return found
+
+
+def _budget(model: GraphModule) -> int:
+    """The bytes that the sums of all observers may take: half of the model's, or 1 GiB."""
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return max(sum(tensor.nbytes for tensor in tensors.values()) // 2, 1 << 30)

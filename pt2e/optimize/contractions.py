@@ -1,0 +1,146 @@
+"""Products of two tensors as batches of matrix products: what becomes of each dimension.
+
+The dimensions of both factors get labels, as those of an einsum. A label of one factor alone is a row (of the input) or
+a column of the result (of the weight), one of both is reduced, or tells products apart that have nothing to do with
+each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from pt2mx.fx.graph.node import args_of
+from pt2mx.pt2e.quantizer.reduction_axes import einsum_axes
+
+aten = torch.ops.aten
+
+Shape = tuple[int | str, ...]
+Labels = tuple[Hashable, ...]
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """A tensor as (groups, rows, columns): the dimensions that become each, the last one fastest."""
+
+    groups: tuple[int, ...]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x -> (groups, rows, columns)."""
+        sizes = [prod(x.shape[i] for i in dims) for dims in (self.groups, self.rows, self.columns)]
+        return x.permute(self._order).reshape(sizes)
+
+    def inverse(self, matrices: Tensor, shape: torch.Size) -> Tensor:
+        """(groups, rows, columns) -> the tensor of that shape."""
+        x = matrices.reshape([shape[i] for i in self._order])
+        return x.permute([self._order.index(i) for i in range(x.dim())]).contiguous()
+
+    @property
+    def columns_last(self) -> bool:
+        """True if the columns are the tensor's last dimension."""
+        return self.columns == (len(self._order) - 1,)
+
+    @property
+    def _order(self) -> tuple[int, ...]:
+        return self.groups + self.rows + self.columns
+
+
+class Contraction(NamedTuple):
+    """The labels of both factors, and those that are reduced; blocks run along the last one of these."""
+
+    first: Labels
+    second: Labels
+    reduced: Labels
+
+    def matrices(self, of: int) -> Matrices:
+        """The first (0) or the second (1) factor as matrices, whose columns are reduced."""
+        own, other = (self.first, self.second) if of == 0 else (self.second, self.first)
+        groups = [label for label in self.first if label in self.second and label not in self.reduced]
+        rows = [label for label in own if label not in other]
+        return Matrices(*(tuple(map(own.index, labels)) for labels in (groups, rows, self.reduced)))
+
+
+def contraction_of(node: Node, first: Shape, second: Shape) -> Contraction | None:
+    """The contraction that a node computes of factors of these shapes; None where it is none, or broadcasts a dimension
+    within a label."""
+    found = _CONTRACTIONS[node.target](node, first, second) if node.target in _CONTRACTIONS else None
+    if found is None:
+        return None
+    sizes = dict(zip(found.second, second, strict=True))
+    fits = all(sizes.get(label, size) == size for label, size in zip(found.first, first, strict=True))
+    return found if fits else None
+
+
+def _matmul(node: Node, first: Shape, second: Shape) -> Contraction:
+    """(..., rows, k) x (..., k, n), either a vector (k,) too."""
+    left = (*_batch(first[:-2], second[:-2]), "rows", "k") if len(first) > 1 else ("k",)
+    right = (*_batch(second[:-2], first[:-2]), "k", "n") if len(second) > 1 else ("k",)
+    return Contraction(left, right, ("k",))
+
+
+def _batch(own: Shape, other: Shape) -> Labels:
+    """The labels of dimensions that are matched from the right; one that is broadcast has a label of its own."""
+    alone = [size == 1 and other[-i:][:1] != (1,) for i, size in zip(range(len(own), 0, -1), own, strict=True)]
+    return tuple(f"one {i}" if one else i for i, one in zip(range(len(own), 0, -1), alone, strict=True))
+
+
+def _sum_of_matmuls(node: Node, first: Shape, second: Shape) -> Contraction:
+    """(b, rows, k) x (b, k, n), summed over b."""
+    return Contraction(("b", "rows", "k"), ("b", "k", "n"), ("b", "k"))
+
+
+def _inner(node: Node, first: Shape, second: Shape) -> Contraction:
+    """(..., k) x (..., k), also x @ W.T."""
+    left, right = (tuple((side, i) for i in range(len(shape) - 1)) for side, shape in enumerate((first, second)))
+    return Contraction((*left, "k"), (*right, "k"), ("k",))
+
+
+def _tensordot(node: Node, first: Shape, second: Shape) -> Contraction | None:
+    pairs = [(i % len(first), j % len(second)) for i, j in zip(*args_of(node)[2:4], strict=True)]
+    right: list[Hashable] = [("second", j) for j in range(len(second))]
+    for i, j in pairs:
+        right[j] = i
+    return Contraction(tuple(range(len(first))), tuple(right), tuple(i for i, _ in pairs)) if pairs else None
+
+
+def _einsum(node: Node, first: Shape, second: Shape) -> Contraction | None:
+    if einsum_axes(node) is None:
+        return None
+    terms, arrow, output = args_of(node)[0].replace(" ", "").partition("->")
+    left, right = (_expanded(term, shape) for term, shape in zip(terms.split(","), (first, second), strict=True))
+    reduced = tuple(label for label in left if label in right and isinstance(label, str) and label not in output)
+    kept = {label for label in (*left, *right) if label not in reduced}
+    summed = arrow and not all(isinstance(label, int) or label in output for label in kept)
+    return None if summed else Contraction(left, right, reduced)
+
+
+def _expanded(term: str, shape: Shape) -> Labels:
+    """The labels of a term; an ellipsis has those of its dimensions, counted from its right."""
+    head, _, tail = term.partition("...")
+    return (*head, *range(len(shape) - len(head) - len(tail), 0, -1), *tail)
+
+
+_Of = Callable[[Node, Shape, Shape], "Contraction | None"]
+
+
+def _rows(make: _Of, operators: Iterable[object]) -> dict[object, _Of]:
+    return dict.fromkeys(operators, make)
+
+
+_CONTRACTIONS: dict[object, _Of] = {
+    **_rows(_inner, (aten.linear.default, aten.inner.default)),
+    **_rows(_matmul, (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)),
+    **_rows(_matmul, (aten.matmul.default, aten.linalg_matmul.default, aten.mv.default, aten.addmv.default)),
+    **_rows(_matmul, (aten.dot.default, aten.vdot.default)),
+    aten.addbmm.default: _sum_of_matmuls,
+    aten.tensordot.default: _tensordot,
+    aten.einsum.default: _einsum,
+}

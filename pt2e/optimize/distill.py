@@ -1,0 +1,198 @@
+"""`distill`: a model that is prepared for training learns the outputs of the float program."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from tqdm import tqdm
+
+from pt2mx.errors import MXError
+from pt2mx.fx.graph.aliasing import written_storages
+from pt2mx.fx.graph.tensors import replaced
+from pt2mx.pt2e.observer import MXFakeQuantize
+from pt2mx.pt2e.optimize.training import LOSS_SCALE, called_with, check_batches, hold_out, relative_error
+from pt2mx.pt2e.prepare import PreparedModule
+
+#: times an epoch that the held-out batches are looked at
+_LOOKS = 4
+
+
+def distill(
+    prepared: GraphModule,
+    float_program: Callable[..., object],
+    batches: Sequence[object],
+    loss: Callable[[object, object], Tensor] | None = None,
+    *,
+    epochs: int = 1,
+    lr: float = 2e-4,
+    seed: int = 0,
+    progress: bool = False,
+) -> GraphModule:
+    """Train a prepared model to give the outputs of the float program ("self-distillation").
+
+    All parameters that require a gradient are trained, by Adam with a rate that falls to zero; the step is kept that is
+    best on batches that are held out, one of eight. Weights that `optimize` rounded start in the middle of the cells of
+    their codes: before the first step the model computes what it was optimized to.
+
+    Args:
+        prepared: what `prepare_qat_pt2e` returned, best of an optimized model. It is trained in place; its parameters
+            and buffers become new tensors, for it shares the old ones with the exported model.
+        float_program: the exported float model, or any function of the same arguments that gives the same outputs.
+        batches: inputs, as `optimize` takes them, of the kind that the model will see. Thousands of sentences once are
+            better than hundreds often. A single batch is not held out.
+        loss: (outputs of `prepared`, outputs of `float_program`) -> one number, a tensor. None: the squared error over
+            the squared output, the mean of it over all float outputs.
+        epochs: how often all batches are trained on.
+        lr: the rate of the first step.
+        seed: of the held-out batches, their order, and of dropout where the model trains with it.
+        progress: True shows a bar with the held-out loss.
+
+    Returns:
+        `prepared`, in the mode that it was in, for `convert_pt2e`. The same arguments give the same bits.
+
+    Raises:
+        MXError: for what is not prepared for training or has fake quantization off, without batches, and for a loss
+            that gives no number or none that can be trained. The model is then as it was, after other errors too.
+
+    Example:
+        >>> import torch, pt2mx
+        >>> x = torch.linspace(-3, 3, 512).outer(torch.linspace(-1, 1, 32)).sin()
+        >>> batches = list(x[torch.randperm(512, generator=torch.Generator().manual_seed(0))].split(64))
+        >>> exported = torch.export.export(torch.nn.Linear(32, 8).eval(), (batches[0],)).module()
+        >>> quantizer = pt2mx.MXQuantizer.from_recipe("mxfp4")
+        >>> optimized = pt2mx.optimize(exported, quantizer, batches)
+        >>> prepared = pt2mx.prepare_qat_pt2e(optimized, quantizer)
+        >>> def error():
+        ...     return (prepared(x[:64]) - exported(x[:64])).square().sum()
+        >>> before = error()
+        >>> prepared is pt2mx.distill(prepared, exported, batches, epochs=20, lr=1e-3)
+        True
+        >>> bool(error() < before)
+        True
+    """
+    if not isinstance(prepared, PreparedModule) or not _quantizes(prepared):
+        raise MXError("expected what prepare_qat_pt2e returned, a model that quantizes: see pt2mx.enable_fake_quant")
+    if not callable(float_program):
+        raise MXError(f"float_program must be a module or a function, not {type(float_program).__name__}")
+    check_batches(batches)
+    if epochs < 1 or not 0 < lr < math.inf:
+        raise MXError(f"epochs={epochs} must be at least 1, and lr={lr} above 0 and finite")
+    if not any(parameter.requires_grad for parameter in prepared.parameters()):
+        raise MXError("no parameter of the prepared model requires a gradient: call requires_grad_() on what to train")
+    chosen = relative_error if loss is None else loss
+    with _own_tensors(prepared), torch.random.fork_rng(_devices(prepared)):
+        torch.manual_seed(seed)
+        _Distillation(prepared, float_program, batches, chosen, lr).run(epochs, seed, progress)
+    return prepared
+
+
+class _Distillation:
+    """A model in training, of which each step is one batch."""
+
+    def __init__(
+        self,
+        model: PreparedModule,
+        float_program: Callable[..., object],
+        batches: Sequence[object],
+        loss: Callable[[object, object], Tensor],
+        lr: float,
+    ) -> None:
+        self.model, self.float_program, self.batches, self.loss, self.lr = model, float_program, batches, loss, lr
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        # steps of a small rate would be lost in 16 bits
+        self.masters = [p if p.dtype == torch.float32 else p.detach().float() for p in self.parameters]
+        self.optimizer = torch.optim.Adam(self.masters, lr)
+
+    def run(self, epochs: int, seed: int, progress: bool) -> None:
+        """Train, and go back to the best step."""
+        generator = torch.Generator().manual_seed(seed)
+        train, held = hold_out(len(self.batches), generator)
+        best, state = self._held_out_error(held), _copied(self.model)
+        if not math.isfinite(best):
+            raise MXError(f"the loss of the held-out batches is {best} before training: look at inputs and outputs")
+        steps = epochs * len(train)
+        order = [train[i] for _ in range(epochs) for i in torch.randperm(len(train), generator=generator).tolist()]
+        with tqdm(order, disable=not progress, file=sys.stderr) as bar:
+            for step, i in enumerate(bar):
+                self.optimizer.param_groups[0]["lr"] = self.lr * (1 - step / steps)
+                self._step(self.batches[i])
+                if (step + 1) % max(len(train) // _LOOKS, 1) and step + 1 < steps:
+                    continue
+                error = self._held_out_error(held)
+                bar.set_postfix_str(f"held-out loss {error:.4g}")
+                if error < best:
+                    best, state = error, _copied(self.model)
+        with torch.no_grad():
+            for tensor, value in zip([*self.model.parameters(), *self.model.buffers()], state, strict=True):
+                tensor.copy_(value)
+
+    @torch.enable_grad()
+    def _step(self, batch: object) -> None:
+        error = self._error(batch)
+        if not error.requires_grad:
+            raise MXError("the loss has no gradient: compute it from the outputs of the prepared model")
+        self.model.zero_grad()
+        (error * LOSS_SCALE).backward()
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+        self.optimizer.step()
+        self.model.zero_grad()
+        with torch.no_grad():
+            for parameter, master in zip(self.parameters, self.masters, strict=True):
+                parameter.copy_(master)
+
+    def _error(self, batch: object) -> Tensor:
+        with torch.no_grad():
+            wanted = called_with(self.float_program, batch)
+        error = self.loss(called_with(self.model, batch), wanted)
+        if not isinstance(error, Tensor) or error.numel() != 1:
+            found = f"a tensor of {error.numel()}" if isinstance(error, Tensor) else type(error).__name__
+            raise MXError(f"the loss must give one number, a tensor, not {found}")
+        return error.reshape(())
+
+    @torch.no_grad()
+    def _held_out_error(self, held: list[int]) -> float:
+        training = self.model.training
+        self.model.eval()
+        try:
+            return float(torch.stack([self._error(self.batches[i]).float() for i in held]).mean())
+        finally:
+            self.model.train(training)
+
+
+@contextmanager
+def _own_tensors(model: GraphModule) -> Iterator[None]:
+    """Give a model parameters and buffers of its own, which the exported one does not share; those it had come back
+    where the block fails."""
+    dictionaries: list[dict[str, Any]] = [
+        d for module in model.modules() for d in (module._parameters, module._buffers)
+    ]
+    held = [(d, name, tensor) for d in dictionaries for name, tensor in d.items() if tensor is not None]
+    owned = replaced([tensor for _, _, tensor in held], written_storages(model), Tensor.clone)
+    for place, name, tensor in held:
+        place[name] = owned[id(tensor)]
+    try:
+        yield
+    except BaseException:
+        for place, name, tensor in held:
+            place[name] = tensor
+        raise
+
+
+def _copied(model: nn.Module) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())]
+
+
+def _quantizes(model: nn.Module) -> bool:
+    return any(isinstance(module, MXFakeQuantize) and module.fake_quant_enabled for module in model.modules())
+
+
+def _devices(model: nn.Module) -> list[torch.device]:
+    return list({tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"})

@@ -1,0 +1,132 @@
+"""Products with smoothed inputs: large channels are divided, and the weight's columns multiplied, by powers of two.
+
+Sources: SmoothQuant (Xiao et al., arXiv:2211.10438) for inputs that are quantized, AWQ (Lin et al., arXiv:2306.00978)
+for those that are not. The input's part goes into what computes it where `folding` proves that possible, and into a
+`div` elsewhere, one for all the products that read a tensor. Powers of two change no rounding of the float model.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from pt2mx.algorithms import Smoothing
+from pt2mx.fx.graph.aliasing import written_nodes
+from pt2mx.fx.graph.attributes import register_buffer
+from pt2mx.fx.graph.constants import evaluate
+from pt2mx.fx.graph.node import set_value
+from pt2mx.fx.graph.qdq import PROVENANCE_KEYS
+from pt2mx.ops.hadamard import hadamard
+from pt2mx.pt2e.optimize.folding import Folder
+from pt2mx.pt2e.optimize.hessian_observer import MXHessianObserver
+from pt2mx.pt2e.optimize.layouts import Product
+from pt2mx.pt2e.optimize.sites import Reader, Site, can_change_coordinates, set_weight
+
+#: exponents of factors: an input is multiplied by 16 at most, which 16 bits hold
+_LEAST, _LARGEST = -4, 10
+#: bits of an element from which on rounding alone loses little, and smoothing gains nothing
+_BITS = 8
+
+#: reader of a weight -> what calibration has shown of its input
+Inputs = dict[Node, MXHessianObserver]
+_Pair = tuple[Site, Product]
+
+
+@torch.no_grad()
+def smooth_products(model: GraphModule, sites: list[Site], inputs: Inputs, options: Smoothing) -> dict[Node, str]:
+    """Smooth the products of weights that linear layers and matrix products alone read. Changes `model`, and replaces
+    the observers of the smoothed inputs. Gives for each product the parameters into which its input's part went, or
+    "div"."""
+    written, folder = written_nodes(model.graph), Folder(model, any(site.in_place for site in sites))
+    order = {node: i for i, node in enumerate(model.graph.nodes)}
+    where: dict[Node, str] = {}
+    for source, pairs in _by_source(sites, written, options).items():
+        readers = [reader for site, _ in pairs for reader in site.readers]
+        exponents = _exponents(model, pairs, inputs[readers[0].node], options) if _seen(readers, inputs) else None
+        if exponents is None or not exponents.any():
+            continue
+        factor = torch.exp2(exponents)
+        for site, product in pairs:
+            site.value = evaluate(model, site.node)  # what was folded into it
+            matrices = product.layout.to_matrices(site.value) * factor.to(site.value.dtype)
+            set_weight(model, site, product.layout.from_matrices(matrices, site.value.shape))
+        alone = set(source.users) == {reader.node for reader in readers} and all(map(_reads_once, readers))
+        folded = folder.fold(source, 1 / factor) if alone else []
+        if not folded:
+            first = min((reader.node for reader in readers), key=order.__getitem__)
+            _divide(model, source, factor, first, readers)
+        smoothed: dict[int, MXHessianObserver] = {}
+        for reader in readers:
+            observer = inputs[reader.node]
+            inputs[reader.node] = smoothed.setdefault(id(observer), _divided(observer, factor))
+            where[reader.node] = ", ".join(folded) or "div"
+    return where
+
+
+def _by_source(sites: list[Site], written: set[Node], options: Smoothing) -> dict[Node, list[_Pair]]:
+    """The weights whose products all read one tensor, by that tensor."""
+    found: dict[Node, list[_Pair]] = {}
+    for site in sites:
+        products = can_change_coordinates(site, written)
+        sources = {product.source for product in products}
+        if len(sources) == 1 and all(_gains(reader, options) for reader in site.readers):
+            found.setdefault(sources.pop(), []).append((site, products[0]))
+    return {source: pairs for source, pairs in found.items() if source.target is not hadamard}
+
+
+def _gains(reader: Reader, options: Smoothing) -> bool:
+    if reader.activation is None:
+        return options.weight_only and reader.spec.element.bits < _BITS
+    return reader.activation.element.bits < _BITS
+
+
+def _seen(readers: list[Reader], inputs: Inputs) -> bool:
+    observers = [inputs.get(reader.node) for reader in readers]
+    return all(one is not None and one.amax is not None and len(one.amax) == 1 for one in observers)
+
+
+def _exponents(model: GraphModule, pairs: list[_Pair], seen: MXHessianObserver, options: Smoothing) -> Tensor | None:
+    """The exponents of the factors by which the weights' columns are multiplied, (K,) float32 integers."""
+    if seen.amax is None or not seen.amax.isfinite().all():
+        return None
+    largest = [p.layout.to_matrices(evaluate(model, site.node)).float().abs().amax((0, 1)) for site, p in pairs]
+    weight = torch.stack(largest).amax(0)
+    x = seen.amax[0]
+    power = 0.0 if all(reader.activation is None for site, _ in pairs for reader in site.readers) else 1.0
+    log = options.strength * x.log2() - power * (1 - options.strength) * weight.log2()
+    used = (x > 0) & (weight > 0)
+    if not used.any():
+        return None
+    log = torch.where(used, log - log[used].median(), 0.0)
+    return log.round().clamp(_LEAST, _LARGEST)
+
+
+def _divided(observer: MXHessianObserver, factor: Tensor) -> MXHessianObserver:
+    """The observer of an input divided by a factor, (K,)."""
+    divided = copy.copy(observer)
+    parts = zip(observer.parts, factor.split(observer.parts[0].shape[-1]), strict=True)
+    divided.parts = [part / (f[:, None] * f) for part, f in parts]
+    divided.amax = None if observer.amax is None else observer.amax / factor
+    return divided
+
+
+def _reads_once(reader: Reader) -> bool:
+    """True if the product reads its input nowhere else, as a bias for example."""
+    return reader.product is not None and list(reader.node.args).count(reader.product.source) == 1
+
+
+def _divide(model: GraphModule, source: Node, factor: Tensor, first: Node, readers: list[Reader]) -> None:
+    """Give readers the source divided by a factor: a `mul` could be quantized itself."""
+    value = factor.to(source.meta["val"].dtype)
+    with model.graph.inserting_before(first):
+        buffer = model.graph.get_attr(register_buffer(model, f"{source.name}_smoothing", value))
+        buffer.meta["val"] = source.meta["val"].new_empty(value.shape)
+        node = model.graph.call_function(torch.ops.aten.div.Tensor, (source, buffer))
+    node.meta.update({key: first.meta[key] for key in PROVENANCE_KEYS if key in first.meta})
+    set_value(node)
+    for reader in readers:
+        if reader.product is not None:
+            reader.node.update_arg(reader.product.position, node)

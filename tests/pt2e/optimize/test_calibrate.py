@@ -1,0 +1,112 @@
+import pytest
+import torch
+from torch import nn
+
+import pt2mx
+from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config
+from pt2mx.pt2e.optimize import hessian_observer
+from tests.optimized_models import W4, correlated, exported, quantized, rows
+
+
+def test_batches_stay_where_the_model_writes_its_input():
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(64, 8)
+
+        def forward(self, x):
+            return self.linear(x.mul_(2))
+
+    x = correlated(16, 64)
+    graph, before = exported(Writes(), x.clone()), x.clone()
+    assert rows(pt2mx.optimize(graph, MXQuantizer().set_global(W4), [x]))["linear.weight"].algorithm == "gptq"
+    assert torch.equal(x, before)
+
+
+def test_batches_by_name():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(64, 8)
+
+        def forward(self, x, scale=None):
+            return self.linear(x) * scale
+
+    x = correlated(16, 64)
+    graph = exported(Scaled(), x, scale=torch.ones(1))
+    optimized = pt2mx.optimize(graph, MXQuantizer().set_global(W4), [{"x": x, "scale": torch.ones(1)}])
+    assert rows(optimized)["linear.weight"].algorithm == "gptq"
+
+
+def test_an_input_that_is_written_between_its_readers():
+    class Written(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            x = x.clone()
+            row = x[:1]
+            y = self.first(x)
+            row.mul_(100)
+            return y + self.second(x)
+
+    torch.manual_seed(0)
+    model, x = Written().eval(), correlated(32, 64)
+    optimized = pt2mx.optimize(exported(model, x), MXQuantizer().set_global(W4), [x])
+    later = torch.cat([x[:1] * 100, x[1:]])
+    for name, seen in (("first", x), ("second", later)):
+        exact = seen @ getattr(model, name).weight.detach().T
+        off = exact - seen @ optimized.get_parameter(f"{name}.weight").detach().T
+        assert rows(optimized)[f"{name}.weight"].after == pytest.approx(
+            float(off.square().sum() / exact.square().sum()), rel=1e-3
+        )
+
+
+def test_padding_is_left_out():
+    torch.manual_seed(0)
+    model, mask = (
+        nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).eval(),
+        torch.zeros(8, 16, dtype=torch.long),
+    )
+    mask[:, :4] = 1
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x, mask):
+            return self.model(x) * mask.unsqueeze(2)
+
+    x = torch.where(mask.bool().unsqueeze(2), correlated(8, 16, 64), 10 * torch.randn(64))
+    graph, quantizer = exported(Masked(), x, mask), MXQuantizer().set_global(W4)
+    plain, masked = (pt2mx.optimize(graph, quantizer, [(x, mask)], padding_mask=name) for name in (None, "mask"))
+    want = graph(x, mask)
+    error = [(quantized(one, quantizer)(x, mask) - want).square().sum() for one in (plain, masked)]
+    assert error[1] < 0.8 * error[0]
+    with pytest.raises(MXError, match="padding_mask='masks' is no input of the model: did you mean 'mask'"):
+        pt2mx.optimize(graph, quantizer, [(x, mask)], padding_mask="masks")
+    with pytest.raises(MXError, match=r"padding_mask='x' is torch\.float32 of shape \(8, 16, 64\): it must be"):
+        pt2mx.optimize(graph, quantizer, [(x, mask)], padding_mask="x")
+
+
+def test_few_inputs_do_not_teach_noise():
+    torch.manual_seed(0)
+    model, x, other = nn.Linear(256, 64).eval(), torch.randn(64, 256), torch.randn(2048, 256)
+    quantizer = MXQuantizer().set_global(W4)
+    graph = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("rows")},)).module()
+    near, optimized = (quantized(g, quantizer) for g in (graph, pt2mx.optimize(graph, quantizer, [x])))
+    errors = [(g(other) - model(other)).square().sum() for g in (near, optimized)]
+    assert errors[1] < 1.2 * errors[0]
+
+
+def test_a_weight_in_parts(monkeypatch):
+    monkeypatch.setattr(hessian_observer, "_COLUMNS", 64)
+    torch.manual_seed(0)
+    model, x = nn.Linear(150, 16).eval(), correlated(512, 150)
+    spec = pt2mx.MXSpec("mxfp4", 48)  # 48 columns a part: whole blocks
+    quantizer = MXQuantizer().set_global(get_default_mx_quantization_config(weight=spec, activation=None))
+    optimized = pt2mx.optimize(exported(model, x), quantizer, [x])
+    (row,) = pt2mx.optimization_report(optimized).weights
+    assert row.algorithm == "gptq" and row.after < 0.8 * row.before

@@ -1,0 +1,192 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import pt2mx
+from pt2mx import MXError, MXQuantizer
+from pt2mx.pt2e.optimize.distill import distill
+
+QUANTIZER = MXQuantizer.from_recipe("mxfp4")
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 32)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x):
+        return {"out": self.down(self.dropout(torch.relu(self.norm(self.up(x))))), "rows": torch.arange(len(x))}
+
+
+def net(dtype=torch.float32, training=False):
+    """A graph, batches whose 32 columns depend on 6 numbers, and one more."""
+    torch.manual_seed(0)
+    mixing = torch.randn(6, 32) / 6**0.5
+    batches = [(torch.randn(64, 6) @ mixing).to(dtype) for _ in range(9)]
+    model = Net().to(dtype).train(training)
+    exported = torch.export.export(model, (batches[0],)).module()
+    return exported, batches[1:], batches[0]
+
+
+def prepared_of(exported, batches):
+    return pt2mx.prepare_qat_pt2e(pt2mx.optimize(exported, QUANTIZER, batches), QUANTIZER)
+
+
+def error(model, exported, x):
+    with torch.no_grad():
+        wanted = exported(x)["out"].float()
+        return ((model(x)["out"].float() - wanted).square().sum() / wanted.square().sum()).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_outputs_come_nearer_and_the_exported_model_stays(dtype):
+    exported, batches, x = net(dtype)
+    prepared = prepared_of(exported, batches)
+    held = {name: tensor.clone() for name, tensor in exported.state_dict().items()}
+    before = error(prepared, exported, x)
+    assert distill(prepared, exported, batches, epochs=20, lr=3e-3) is prepared
+    assert error(prepared, exported, x) < 0.9 * before
+    assert all(torch.equal(tensor, held[name]) for name, tensor in exported.state_dict().items())
+    converted = pt2mx.convert_pt2e(prepared)
+    assert torch.equal(converted(x)["out"], prepared(x)["out"])
+    assert all(p.dtype == dtype and p.grad is None and p.requires_grad for p in prepared.parameters())
+
+
+def test_steps_that_are_too_long_are_not_kept():
+    exported, batches, x = net()
+    prepared = prepared_of(exported, batches)
+    wanted = prepared(x)["out"]
+    distill(prepared, exported, batches, lr=10.0)
+    assert torch.equal(prepared(x)["out"], wanted)
+
+
+def test_two_runs_give_the_same_bits_and_seeds_do_not():
+    exported, batches, _ = net(training=True)  # with dropout
+    prepared = pt2mx.prepare_qat_pt2e(exported, QUANTIZER)
+    state = torch.random.get_rng_state()
+    models = [distill(copy.deepcopy(prepared), exported, batches, lr=1e-3, seed=seed) for seed in (0, 0, 1)]
+    assert torch.equal(torch.random.get_rng_state(), state)
+    first, second, other = (model.state_dict() for model in models)
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+    assert not all(torch.equal(tensor, other[name]) for name, tensor in first.items())
+    assert all(model.training for model in models)
+
+
+def test_a_loss_and_a_function_of_the_users():
+    exported, batches, x = net()
+    prepared = prepared_of(exported, batches)
+
+    def cosine(found, wanted):
+        return 1 - nn.functional.cosine_similarity(found["out"], wanted["wanted"], dim=-1).mean()
+
+    def program(inputs):
+        return {"wanted": exported(inputs)["out"]}
+
+    before = cosine(prepared(x), program(x)).item()
+    distill(prepared, program, batches, cosine, epochs=20, lr=3e-3)
+    assert cosine(prepared(x), program(x)).item() < 0.9 * before
+
+
+def test_batch_norms_named_batches_and_dynamic_shapes():
+    class Images(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.head(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
+
+    torch.manual_seed(0)
+    batches = [{"x": torch.randn(rows, 3, 8, 8)} for rows in (16, 8, 12)]
+    shapes = {"x": {0: torch.export.Dim("rows")}}
+    model = Images().eval()
+    exported = torch.export.export(model, (), batches[0], dynamic_shapes=shapes).module()
+    trained = torch.export.export(model.train(), (), batches[0], dynamic_shapes=shapes).module()
+    prepared = pt2mx.prepare_qat_pt2e(trained, QUANTIZER)
+    counted = prepared.get_buffer("norm.num_batches_tracked").item()
+    with torch.no_grad():  # the caller may be under it
+        distill(prepared, exported, batches, epochs=20, lr=3e-3)
+    assert prepared.training and trained.get_buffer("norm.num_batches_tracked") == counted
+    assert prepared.get_buffer("norm.num_batches_tracked") > counted
+    x = batches[0]["x"]
+    assert torch.equal(pt2mx.convert_pt2e(prepared)(x=x), prepared.eval()(x=x))
+
+
+def test_parameters_that_are_frozen_and_tied():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+            self.second.weight = self.first.weight
+            self.second.bias.requires_grad_(False)
+
+        def forward(self, x):
+            return self.second(torch.relu(self.first(x)))
+
+    torch.manual_seed(0)
+    batches = [torch.randn(64, 32) for _ in range(4)]
+    exported = torch.export.export(Tied().eval(), (batches[0],)).module()
+    prepared = pt2mx.prepare_qat_pt2e(exported, QUANTIZER)
+    distill(prepared, exported, batches, epochs=10, lr=1e-3)
+    found = dict(prepared.named_parameters(remove_duplicate=False))
+    (weight,) = {parameter for name, parameter in found.items() if name.endswith("weight")}
+    assert not torch.equal(weight, exported.get_parameter("first.weight"))
+    assert torch.equal(found["second.bias"], exported.get_parameter("second.bias"))
+    assert not torch.equal(found["first.bias"], exported.get_parameter("first.bias"))
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda found, wanted: found["out"], "must give one number, a tensor, not a tensor of 2048"),
+        (lambda found, wanted: 0.5, "must give one number, a tensor, not float"),
+        (lambda found, wanted: torch.tensor(0.5), "no gradient"),
+        (lambda found, wanted: found["out"].sum() / 0, "is -?inf before training"),
+    ],
+)
+def test_a_failed_call_leaves_the_model_as_it_was(loss, message):
+    exported, batches, _ = net()
+    prepared = prepared_of(exported, batches)
+    held = dict(prepared.named_parameters())
+    values = {name: tensor.clone() for name, tensor in held.items()}
+    with pytest.raises(MXError, match=message):
+        distill(prepared, exported, batches, loss)
+    calls = []
+
+    def interrupted(found, wanted):
+        calls.append(None)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return (found["out"] - wanted["out"]).square().sum()
+
+    with pytest.raises(KeyboardInterrupt):
+        distill(prepared, exported, batches, interrupted)
+    for name, tensor in prepared.named_parameters():
+        assert tensor is held[name] and torch.equal(tensor, values[name]) and tensor.grad is None
+
+
+def test_bad_input():
+    exported, batches, _ = net()
+    prepared = prepared_of(exported, batches)
+    with pytest.raises(MXError, match="expected what prepare_qat_pt2e returned"):
+        distill(exported, exported, batches)
+    with pytest.raises(MXError, match="expected what prepare_qat_pt2e returned"):
+        distill(pt2mx.prepare_pt2e(exported, QUANTIZER), exported, batches)
+    with pytest.raises(MXError, match="must be a module or a function, not str"):
+        distill(prepared, "model", batches)
+    with pytest.raises(MXError, match=r"not Tensor: pass \[batch\]"):
+        distill(prepared, exported, batches[0])
+    with pytest.raises(MXError, match="batches is empty"):
+        distill(prepared, exported, [])
+    with pytest.raises(MXError, match="epochs=0"):
+        distill(prepared, exported, batches, epochs=0)
+    with pytest.raises(MXError, match="lr=-1"):
+        distill(prepared, exported, batches, lr=-1)
+    with pytest.raises(MXError, match="no parameter of the prepared model requires a gradient"):
+        distill(copy.deepcopy(prepared).requires_grad_(False), exported, batches)
+    pt2mx.disable_fake_quant(prepared)
+    with pytest.raises(MXError, match="enable_fake_quant"):
+        distill(prepared, exported, batches)

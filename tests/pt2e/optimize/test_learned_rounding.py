@@ -1,0 +1,194 @@
+import pytest
+import torch
+from torch import nn
+
+import pt2mx
+from pt2mx import MXError, MXQuantizer, MXSpec, get_default_mx_quantization_config
+from pt2mx.algorithms import gptq
+from pt2mx.fx.graph.tensors import copy_sharing_tensors
+from pt2mx.pt2e.optimize.learned_rounding import learn_rounding
+
+FP4 = MXSpec("mxfp4", scale_mode="even")
+W4 = MXQuantizer().set_global(get_default_mx_quantization_config(weight=FP4, activation=None))
+W4A4 = MXQuantizer().set_global(get_default_mx_quantization_config(weight=FP4, activation=FP4))
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.head = nn.Linear(32, 8)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def net(model=None, dtype=torch.float32):
+    """A graph, batches whose 32 columns depend on 6 numbers, and one more."""
+    torch.manual_seed(0)
+    mixing = torch.randn(6, 32) / 6**0.5
+    batches = [(torch.randn(128, 6) @ mixing).to(dtype) for _ in range(9)]
+    model = (model or Net()).to(dtype).eval()
+    return torch.export.export(model, (batches[0],)).module(), batches[1:], batches[0]
+
+
+def quantized(graph, quantizer):
+    return pt2mx.convert_pt2e(pt2mx.prepare_pt2e(graph, quantizer))
+
+
+def error(graph, quantizer, original, x):
+    wanted = original(x).float()
+    return ((quantized(graph, quantizer)(x).float() - wanted).square().sum() / wanted.square().sum()).item()
+
+
+def learned(graph, start, quantizer, batches, **options):
+    copied = copy_sharing_tensors(start)
+    return copied, learn_rounding(copied, graph, quantizer, batches, **options)
+
+
+@pytest.mark.parametrize(("quantizer", "less"), [(W4, 0.85), (W4A4, 0.92)], ids=["W4", "W4A4"])
+def test_outputs_come_nearer_than_by_nearest_and_than_by_gptq(quantizer, less):
+    graph, batches, x = net()
+    for start in (graph, by_gptq(graph, batches)):
+        before = {name: tensor.clone() for name, tensor in start.state_dict().items()}
+        found, blocks = learned(graph, start, quantizer, batches, steps=60)
+        assert error(found, quantizer, graph, x) < less * error(start, quantizer, graph, x)
+        assert [block.name for block in blocks] == ["layers.0", "layers.1", ""]
+        assert blocks[0].weights == ("layers.0.up.weight", "layers.0.down.weight")
+        assert all(block.after < block.before for block in blocks)
+        for name, tensor in start.state_dict().items():
+            assert torch.equal(tensor, before[name])  # the copy shares them
+        for name, parameter in found.named_parameters():
+            if name.endswith("weight"):
+                assert torch.equal(pt2mx.fake_quantize_mx(parameter, FP4), parameter)
+            else:
+                assert torch.equal(parameter, before[name])
+        prepared = pt2mx.prepare_pt2e(found, quantizer)
+        pt2mx.enable_fake_quant(prepared)
+        assert torch.equal(pt2mx.convert_pt2e(prepared)(x), prepared(x))
+
+
+def by_gptq(graph, batches):
+    """The graph with one weight rounded."""
+    start = copy_sharing_tensors(graph)
+    stack = torch.cat(batches)
+    weight = start.get_parameter("layers.0.up.weight")
+    rounded = gptq(weight, stack.T @ stack, FP4)
+    start.get_submodule("layers.0.up").weight = nn.Parameter(rounded)
+    return start
+
+
+def test_a_step_that_gains_nothing_is_not_kept():
+    graph, batches, x = net()
+    found, blocks = learned(graph, graph, W4, batches, steps=3, lr=50.0)  # far beyond
+    assert blocks == [] and torch.equal(found(x), graph(x))
+
+
+def test_graphs_inside_and_outputs_without_gradient():
+    class Inside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.before, self.inside, self.last = Layer(), nn.Linear(32, 32), nn.Linear(32, 8)
+
+        def forward(self, x):
+            x = self.before(x)
+            with torch.no_grad():
+                x = torch.relu(self.inside(x))
+            return self.last(x)
+
+    graph, batches, _ = net(Inside())
+    with torch.no_grad():  # the caller may be under it
+        found, (block,) = learned(graph, graph, W4, batches, steps=30)
+    assert torch.equal(found.get_parameter("inside.weight"), graph.get_parameter("inside.weight"))
+    weight = graph.get_parameter("before.up.weight").detach()
+    assert torch.equal(found.get_parameter("before.up.weight"), pt2mx.fake_quantize_mx(weight, FP4))
+    assert block.after < block.before
+
+
+def test_two_runs_give_the_same_bits_and_seeds_do_not():
+    graph, batches, _ = net()
+    first, second, other = (learned(graph, graph, W4, batches, steps=8, seed=s)[0].state_dict() for s in (0, 0, 1))
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+    assert not all(torch.equal(tensor, other[name]) for name, tensor in first.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_models(dtype):
+    graph, batches, x = net(dtype=dtype)
+    found, blocks = learned(graph, graph, W4, batches, steps=40)
+    assert len(blocks) == 3 and found.get_parameter("head.weight").dtype == dtype
+    assert error(found, W4, graph, x) < 0.9 * error(graph, W4, graph, x)
+
+
+def test_weights_that_stay():
+    class Others(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.table = nn.ModuleList(Layer() for _ in range(2)), nn.Embedding(4, 32)
+            self.layers[1].up.weight = self.layers[0].up.weight
+            self.register_buffer("calls", torch.zeros(()))
+            self.last = nn.Linear(32, 32)
+
+        def forward(self, x):
+            x = x + self.table(torch.arange(len(x)) % 4)
+            for layer in self.layers:
+                x = layer(x)
+            self.calls.add_(1)
+            return self.last(x + self.calls)
+
+    graph, batches, _ = net(Others())
+    ceil = get_default_mx_quantization_config(weight=MXSpec("mxfp4", scale_mode="ceil"), activation=None)
+    quantizer = MXQuantizer().set_global(get_default_mx_quantization_config(weight=FP4, activation=None))
+    quantizer.set_module_name("layers.1.down", ceil)
+    found, blocks = learned(graph, graph, quantizer, batches, steps=10)
+    # not: one of two blocks, one that would not quantize to itself, an embedding, one beside memory that is written
+    assert [block.weights for block in blocks] == [("layers.0.down.weight",)]
+    assert found.get_buffer("calls") == graph.get_buffer("calls") == 0
+
+
+def test_dynamic_shapes_named_batches_and_a_single_one():
+    torch.manual_seed(0)
+    shapes = {"x": {0: torch.export.Dim("rows")}}
+    graph = torch.export.export(Net().eval(), (), {"x": torch.randn(4, 32)}, dynamic_shapes=shapes).module()
+    batches = [{"x": torch.randn(rows, 32)} for rows in (96, 33, 64)]
+    for chosen in (batches, batches[:1]):
+        _, blocks = learned(graph, graph, W4, chosen, steps=30)
+        assert len(blocks) == 3
+
+
+def test_convolutions_and_constant_chains():
+    class Images(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.weight = nn.Conv2d(4, 32, 3), nn.Parameter(torch.randn(32, 16) / 4)
+
+        def forward(self, x):
+            return torch.relu(self.conv(x)).mean((2, 3)) @ (self.weight * 2)
+
+    torch.manual_seed(0)
+    batches = [torch.randn(16, 4, 9, 9) for _ in range(4)]
+    graph = torch.export.export(Images().eval(), (batches[0],)).module()
+    found, (block,) = learned(graph, graph, W4, batches, steps=30)
+    assert block.weights == ("conv.weight", "weight") and "weight_rounded" in dict(found.named_buffers())
+    assert error(found, W4, graph, batches[0]) < error(graph, W4, graph, batches[0])
+
+
+def test_bad_input():
+    graph, batches, _ = net()
+    with pytest.raises(MXError, match="batches is empty"):
+        learn_rounding(graph, graph, W4, [])
+    with pytest.raises(MXError, match=r"not Tensor: pass \[batch\]"):
+        learn_rounding(graph, graph, W4, batches[0])
+    with pytest.raises(MXError, match="steps=0"):
+        learn_rounding(graph, graph, W4, batches, steps=0)

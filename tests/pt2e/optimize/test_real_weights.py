@@ -1,0 +1,31 @@
+"""What `optimize` wins back on trained weights: the benchmark's cases, each in one or two formats."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.benchmarks.accuracy.models import MODELS
+from tests.benchmarks.accuracy.packages import NotInstalledError
+
+#: model, format, baseline, and the share of its loss that may be left; the slow ones are the reach
+SHARES = [
+    ("digits-cnn", "W4", "over even", 0.65),
+    ("digits-mlp", "W4", "over even", 0.15),
+    pytest.param("minilm", "W4", "over floor", 0.58, marks=pytest.mark.slow),
+    pytest.param("smollm2", "W4", "over floor", 0.16, marks=pytest.mark.slow),
+    pytest.param("smollm2", "W4A4", "over even", 0.36, marks=pytest.mark.slow),
+    pytest.param("crepe-tiny", "W4", "over even", 0.3, marks=pytest.mark.slow),
+    pytest.param("crepe-tiny", "W4A8", "over even", 0.3, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("model", "name", "baseline", "share"), SHARES)
+def test_gptq_leaves_a_share_of_the_loss_of_rounding_to_nearest(
+    model: str, name: str, baseline: str, share: float
+) -> None:
+    try:
+        case = replace(MODELS[model](), formats=(name,))
+    except NotInstalledError as error:
+        pytest.skip(str(error))
+    rounded = {row.get("rounding"): row for row in case.rows(("balanced",))}
+    assert float(str(rounded["balanced"][baseline])) <= share

@@ -1,0 +1,140 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import pt2mx
+from pt2mx import MXQuantizer, get_default_mx_quantization_config
+from tests.optimized_models import W4, correlated, exported, quantized, rows
+
+
+class Convolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
+        self.grouped, self.last = nn.Conv2d(16, 32, 3, stride=2, groups=2), nn.ConvTranspose2d(32, 8, 2)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.grouped(torch.relu(self.norm(self.first(x))))))
+
+
+def test_convolutions_with_their_batch_norms():
+    torch.manual_seed(0)
+    model = Convolutions()
+    model.norm.running_mean.normal_()
+    model.norm.running_var.uniform_(0.5, 2)
+    smooth = nn.functional.avg_pool2d(torch.randn(8, 3, 24, 24), 5, 1, 2) * 5
+    graph = exported(model, smooth)
+    quantizer = MXQuantizer().set_global(W4)
+    optimized = pt2mx.optimize(graph, quantizer, [smooth.flip(-1), (smooth,)])
+    torch.testing.assert_close(pt2mx.optimize(graph, MXQuantizer().set_global(None), [smooth])(smooth), graph(smooth))
+    report = rows(optimized)
+    assert [row.algorithm for row in report.values()] == ["gptq"] * 3
+    assert all(row.after < 0.6 * row.before for row in report.values())
+    assert not any("batch_norm" in node.name for node in optimized.graph.nodes)
+    want = graph(smooth)
+    error = [(quantized(model, quantizer)(smooth) - want).square().sum() for model in (graph, optimized)]
+    assert error[1] < 0.6 * error[0]
+
+
+class Shared(nn.Module):
+    """One linear layer for two inputs, one weight in two formats, one that a plain operator reads too, and a constant
+    chain."""
+
+    def __init__(self):
+        super().__init__()
+        self.twice, self.plain = nn.Linear(64, 64), nn.Linear(64, 64, bias=False)
+        self.weight = nn.Parameter(torch.randn(64, 32))
+
+    def forward(self, x):
+        y = self.twice(self.twice(x))
+        y = self.plain(y) + self.plain.weight.sum()
+        return y @ (self.weight * 2)
+
+
+def test_weights_that_are_shared():
+    torch.manual_seed(0)
+    x = correlated(32, 64)
+    graph = exported(Shared(), x)
+    quantizer = MXQuantizer().set_global(W4)
+    optimized = pt2mx.optimize(graph, quantizer, [x])
+    report = rows(optimized)
+    assert [row.algorithm for row in report.values()] == ["gptq"] * 3
+    # what else reads a weight goes on to read the float one
+    assert torch.equal(optimized.get_parameter("plain.weight"), graph.get_parameter("plain.weight"))
+    assert {"plain.weight_rounded", "weight_rounded"} == set(dict(optimized.named_buffers()))
+    assert {"plain.weight", "twice.weight", "twice.bias"} == set(dict(optimized.named_parameters()))
+    want = graph(x)
+    error = [(quantized(model, quantizer)(x) - want).square().sum() for model in (graph, optimized)]
+    assert error[1] < error[0]
+
+
+def test_reasons():
+    torch.manual_seed(0)
+    x = correlated(16, 64)
+    graph = exported(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), x)
+    ceil = get_default_mx_quantization_config(weight=pt2mx.MXSpec("mxfp4", scale_mode="ceil"), activation=None)
+    optimized = pt2mx.optimize(graph, MXQuantizer().set_global(ceil).set_module_name("0", W4), [x])
+    report = rows(optimized)
+    assert report["0.weight"].algorithm == "gptq"
+    assert report["1.weight"].algorithm == "" and "ceil would quantize" in report["1.weight"].reason
+    assert math.isnan(report["1.weight"].before) and "nan" not in pt2mx.optimization_report(optimized).to_table()
+    assert torch.equal(optimized.get_parameter("1.weight"), graph.get_parameter("1.weight"))
+    bad = pt2mx.optimize(graph, MXQuantizer().set_global(W4), [x, torch.full_like(x, float("inf"))])
+    assert all("Inf or a NaN" in row.reason and row.algorithm == "scales" for row in rows(bad).values())
+    table = pt2mx.optimization_report(optimized).to_table().splitlines()
+    assert table[0].split()[:3] == ["weight", "format", "algorithm"] and len(table) == 3
+
+
+class Weight(nn.Module):
+    """x @ weight.T"""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight)
+
+
+@pytest.mark.parametrize("factors", [(1e30, 1), (1e-35, 1), (1, 1e17), (1, 1e-20)])
+def test_values_whose_squares_leave_the_range(factors):
+    weight, x = torch.randn(16, 64) * factors[0], correlated(256, 64) * factors[1]
+    optimized = pt2mx.optimize(exported(Weight(weight), x), MXQuantizer().set_global(W4), [x])
+    row = rows(optimized)["weight"]
+    assert row.algorithm == "gptq" and 0 < row.after < 0.7 * row.before < 0.05
+
+
+def test_weights_that_cannot_be_rounded():
+    x = correlated(16, 64)
+    broken = torch.randn(16, 64)
+    broken[3, 5] = float("nan")
+    for weight, reason in ((broken, "it holds an Inf or a NaN"), (torch.randn(0, 64), "it is empty")):
+        optimized = pt2mx.optimize(exported(Weight(weight), x), MXQuantizer().set_global(W4), [x])
+        assert rows(optimized)["weight"].reason == reason
+        assert torch.equal(optimized.get_parameter("weight").nan_to_num(), weight.nan_to_num())  # the NaN is one
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_models(dtype):
+    torch.manual_seed(0)
+    x = correlated(32, 64).to(dtype)
+    graph = exported(nn.Linear(64, 64).to(dtype), x)
+    optimized = pt2mx.optimize(graph, MXQuantizer().set_global(W4), [x])
+    row = rows(optimized)["weight"]
+    assert optimized.get_parameter("weight").dtype == dtype and row.algorithm == "gptq" and row.after < 0.5 * row.before
+
+
+def test_one_weight_in_products_that_take_it_apart_in_two_ways():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 64, 32))
+
+        def forward(self, x):  # (3, rows, 64): by one matrix each, and the first rows by all
+            return x @ self.weight, x[0] @ self.weight
+
+    x = correlated(3, 32, 64)
+    row = rows(pt2mx.optimize(exported(Both(), x), MXQuantizer().set_global(W4), [x]))["weight"]
+    assert row.algorithm != "gptq" and row.reason.startswith("its products reduce other dimensions of it")
