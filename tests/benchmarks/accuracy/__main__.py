@@ -1,0 +1,45 @@
+"""Accuracy at 4 bits on pretrained weights: rounded to nearest, and by the presets of `pt2mx.optimize`.
+
+    python -m tests.benchmarks.accuracy [--only minilm crepe-tiny ...] [--presets balanced ...] [--json]
+
+One table a model, each measured in a process of its own. `loss` is what the format costs (1 - cosine, or
+log-perplexity), and beside it over that of rounding to nearest by the scale modes floor and even; then the seconds of
+`optimize`, and the most memory of the process meanwhile. Each model's file says what it is calibrated and judged on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+from pt2mx.pt2e.optimize.optimize import PRESETS
+from tests.benchmarks.accuracy.models import MODELS, rows
+from tests.benchmarks.accuracy.packages import NotInstalledError
+from tests.benchmarks.measure import Row, hardware, print_table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME")
+    parser.add_argument("--presets", nargs="+", choices=PRESETS, default=list(PRESETS), metavar="PRESET")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    found: dict[str, list[Row]] = {}
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as processes:
+        for name in options.only:
+            try:
+                found[name] = processes.submit(rows, name, options.presets).result()
+            except NotInstalledError as error:
+                print(f"{name} is left out: {error}", file=sys.stderr)
+                continue
+            if not options.json:
+                print(f"\n{name}")
+                print_table(found[name], list(dict.fromkeys(key for row in found[name] for key in row)))
+    print(json.dumps({"hardware": hardware(), "models": found}, indent=1) if options.json else f"\n{hardware()}")
+
+
+if __name__ == "__main__":
+    main()

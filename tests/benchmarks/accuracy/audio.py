@@ -1,0 +1,38 @@
+"""Speech that packages ship, mono at 16 kHz: for calibration two speakers, English and Mandarin (`f5-tts`, 12 s), for
+test a third one, Mandarin (`s3tokenizer`, 8 s).
+
+Speech of the telephone will not do for calibration (`pyannote.audio` ships some): it has nothing above 4 kHz, and what
+GPTQ rounds for it is worse than rounding to nearest where there is something.
+"""
+
+from __future__ import annotations
+
+import wave
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tests.benchmarks.accuracy.packages import folder
+
+RATE = 16_000
+
+
+def calibration() -> list[Tensor]:
+    """Recordings, (samples,) float32 within +-1."""
+    examples = folder("f5_tts") / "infer" / "examples" / "basic"
+    return [_read(examples / f"basic_ref_{language}.wav") for language in ("en", "zh")]
+
+
+def held_out() -> list[Tensor]:
+    """Recordings that calibration does not see."""
+    return [_read(folder("s3tokenizer") / "assets" / f"BAC009S0764W012{i}.wav") for i in (1, 2)]
+
+
+def _read(path: Path) -> Tensor:
+    with wave.open(str(path)) as file:
+        rate, samples = file.getframerate(), np.frombuffer(file.readframes(file.getnframes()), np.int16)
+    size = len(samples) * RATE // rate
+    spectrum = torch.fft.rfft(torch.from_numpy(samples / 2**15))[: size // 2 + 1]
+    return (torch.fft.irfft(spectrum, size) * (size / len(samples))).float()

