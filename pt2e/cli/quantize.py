@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
-from pt2mx.algorithms.options import PRESETS, ScaleSearch
+from pt2mx.algorithms.options import PRESETS, look_at_inputs
 from pt2mx.errors import MXError
 from pt2mx.pt2e.cli.batches import batch_files, load_batches
 from pt2mx.pt2e.cli.models import Batch, LoadedModel, call, export, load_model, source_file
@@ -69,7 +69,7 @@ def _quantize(options: argparse.Namespace) -> None:
     quantizer = MXQuantizer.from_recipe(options.recipe)  # a typo in it should not cost the loading of a model
     if options.optimize is not None:
         quantizer.set_algorithms(None if options.optimize == "none" else options.optimize)
-    if options.calibration == "none" and any(one != ScaleSearch() for one in quantizer.algorithms or ()):
+    if options.calibration == "none" and look_at_inputs(quantizer.algorithms or ()):
         raise MXError("the algorithms look at inputs: give --calibration a folder of batches, or --optimize fast")
     _check_files(options)
     with progress_bar(5 if quantizer.algorithms is None else 6) as progress:

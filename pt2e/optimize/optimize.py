@@ -8,23 +8,23 @@ from dataclasses import replace
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from tqdm import tqdm
 
 from pt2mx.algorithms.options import (
-    GPTQ,
     PRESETS,
     Algorithm,
     LearnedRounding,
     Rotation,
-    ScaleSearch,
     Smoothing,
     chosen_algorithms,
+    look_at_inputs,
 )
 from pt2mx.errors import MXError, nearest
 from pt2mx.functional import fake_quantize_mx
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors
 from pt2mx.pt2e.optimize.calibrate import observe, padding_mask_of
+from pt2mx.pt2e.optimize.coordinates import Inputs
 from pt2mx.pt2e.optimize.learned_rounding import learn_rounding
 from pt2mx.pt2e.optimize.ranks import Rounded, share_out
 from pt2mx.pt2e.optimize.report import REPORT_KEY, OptimizationReport, WeightReport
@@ -105,47 +105,67 @@ def optimize(
     result = to_annotate(model)
     sites = weight_sites(result, quantizer, in_place)
     mask = None if padding_mask is None else padding_mask_of(result, padding_mask)
-    inputs, smoothed = {}, {}
-    if any(isinstance(one, Smoothing | GPTQ) or one == ScaleSearch(by_inputs=True) for one in chosen):
-        batches = list(batches) if any(isinstance(one, LearnedRounding) for one in chosen) else batches
-        inputs = observe(result, sites, batches, mask, group)
-    for one in chosen:
+    learned = next((one for one in chosen if isinstance(one, LearnedRounding)), None)
+    batches = batches if learned is None else list(batches)
+    inputs = observe(result, sites, batches, mask, group) if look_at_inputs(chosen) else {}
+    sites = _in_other_coordinates(result, sites, quantizer, inputs, chosen)
+    original = None if learned is None else copy_sharing_tensors(result)
+    reports = _round(result, sites, chosen, progress, group)
+    if learned is not None and original is not None:
+        blocks = learn_rounding(
+            result, original, quantizer, list(batches), steps=learned.steps, seed=learned.seed, progress=progress
+        )
+        _report_learned(reports, sites, {w for block in blocks for w in block.weights}, result, quantizer)
+    result.graph.eliminate_dead_code()
+    delete_unused_tensors(result)
+    result.recompile()
+    result.meta[REPORT_KEY] = OptimizationReport(tuple(reports))
+    return result
+
+
+def _in_other_coordinates(
+    model: GraphModule, sites: list[Site], quantizer: Quantizer, inputs: Inputs, algorithms: Sequence[Algorithm]
+) -> list[Site]:
+    """Smooth and rotate the products of `model`. Gives its weights, with what is known of their inputs."""
+    smoothed: dict[Node, str] = {}
+    in_place = any(site.in_place for site in sites)
+    for one in algorithms:
         if isinstance(one, Smoothing):
-            smoothed = smooth_products(result, sites, inputs, one)
-            sites = weight_sites(result, quantizer, in_place)
+            smoothed = smooth_products(model, sites, inputs, one)
+            sites = weight_sites(model, quantizer, in_place)
         elif isinstance(one, Rotation):
-            rotate_products(result, sites, inputs, one)
+            rotate_products(model, sites, inputs, one)
             if one.attention:
-                rotate_attention(result, quantizer, one)
-            sites = weight_sites(result, quantizer, in_place)
+                rotate_attention(model, quantizer, one)
+            sites = weight_sites(model, quantizer, in_place)
     for site in sites:
         observed = [(r.product.layout, inputs[r.node]) for r in site.readers if r.product and r.node in inputs]
         site.inputs, site.smoothed = observed, smoothed.get(site.readers[0].node, "")
-    original = copy_sharing_tensors(result)
-    reports: list[WeightReport] = []
+    return sites
+
+
+def _round(
+    model: GraphModule,
+    sites: list[Site],
+    algorithms: Sequence[Algorithm],
+    progress: bool,
+    group: dist.ProcessGroup | None,
+) -> list[WeightReport]:
+    """Round the weights of `model`, each rank its share of them."""
+    reports = []
     with tqdm(total=len(sites), disable=not progress, file=sys.stderr) as bar:
 
         def work(site: Site) -> Rounded:
             bar.set_postfix_str(site.name)
-            found = round_weight(site, chosen)
+            found = round_weight(site, algorithms)
             bar.update()
             return found
 
         for site, (value, report) in share_out(sites, work, group):
             reports.append(report)
             if value is not None:
-                set_weight(result, site, value)
-    for one in chosen:
-        if isinstance(one, LearnedRounding):
-            learned = learn_rounding(
-                result, original, quantizer, list(batches), steps=one.steps, seed=one.seed, progress=progress
-            )
-            _report_learned(reports, sites, {w for block in learned for w in block.weights}, result, quantizer)
-    result.graph.eliminate_dead_code()
-    delete_unused_tensors(result)
-    result.recompile()
-    result.meta[REPORT_KEY] = OptimizationReport(tuple(reports))
-    return result
+                set_weight(model, site, value)
+    return reports
 
 
 def _report_learned(

@@ -14,28 +14,22 @@ from torch.fx import GraphModule, Node
 
 from pt2mx.algorithms import Rotation
 from pt2mx.fx.graph.aliasing import written_nodes
-from pt2mx.fx.graph.node import args_of, set_value, shape_of
-from pt2mx.fx.graph.qdq import PROVENANCE_KEYS
+from pt2mx.fx.graph.node import args_of, shape_of
 from pt2mx.ops.hadamard import hadamard
+from pt2mx.pt2e.optimize.coordinates import BITS, Inputs, can_change_coordinates, read_instead
 from pt2mx.pt2e.optimize.hessian_observer import MXHessianObserver
-from pt2mx.pt2e.optimize.sites import Site, can_change_coordinates, quantized_inputs, set_weight
+from pt2mx.pt2e.optimize.sites import Site, quantized_inputs, set_weight
 from pt2mx.pt2e.torchao_pt2e import Quantizer
 from pt2mx.spec import MXSpec
 
-#: bits of an element from which on rounding alone loses little, and rotation gains nothing
-_BITS = 8
 #: values that are rotated together at least
 _SMALLEST = 4
-
-#: reader of a weight -> what calibration has shown of its input
-Inputs = dict[Node, MXHessianObserver]
 
 
 @torch.no_grad()
 def rotate_products(model: GraphModule, sites: list[Site], inputs: Inputs, options: Rotation) -> None:
     """Rotate the weights that linear layers and matrix products alone read, and their inputs. Changes `model`, and
     replaces the observers of the rotated inputs."""
-    order = {node: i for i, node in enumerate(model.graph.nodes)}
     written = written_nodes(model.graph)
     rotated: dict[tuple[Node, int], list[tuple[Node, int]]] = {}
     seen: dict[tuple[int, int], MXHessianObserver] = {}
@@ -50,7 +44,7 @@ def rotate_products(model: GraphModule, sites: list[Site], inputs: Inputs, optio
                     seen[key] = seen.get(key) or _rotated(observer, size)
                     inputs[reader.node] = seen[key]
     for (source, size), readers in rotated.items():
-        _rotate_inputs(source, size, -1, readers, min((product for product, _ in readers), key=order.__getitem__))
+        read_instead(readers, hadamard, (source, size))
 
 
 def rotate_attention(model: GraphModule, quantizer: Quantizer, options: Rotation) -> None:
@@ -64,7 +58,7 @@ def rotate_attention(model: GraphModule, quantizer: Quantizer, options: Rotation
         size = _largest(sizes.pop(), options) if len(sizes) == 1 else 0
         if size and len({x for x, _ in factors} - written) == 2:
             for i, (x, axis) in enumerate(factors):
-                _rotate_inputs(x, size, axis, [(node, i)], node)
+                read_instead([(node, i)], hadamard, (x, size) if axis == -1 else (x, size, axis))
 
 
 #: operator -> the dimensions of its first two arguments, counted from the end, that it reduces
@@ -78,26 +72,16 @@ _TWO_FACTORS: dict[object, tuple[int, int]] = {
 def _length(x: Node, axis: int, spec: MXSpec | None) -> int:
     """The length of a factor along the dimension that is reduced; 0 where rotating it would gain nothing."""
     shape = shape_of(x) or ()
-    if spec is None or spec.element.bits >= _BITS or x.target is hadamard or spec.axis != axis + len(shape):
+    if spec is None or spec.element.bits >= BITS or x.target is hadamard or spec.axis != axis + len(shape):
         return 0
     length = shape[axis]
     return length if isinstance(length, int) else 0
 
 
-def _rotate_inputs(source: Node, size: int, axis: int, readers: list[tuple[Node, int]], first: Node) -> None:
-    """Give readers, of which `first` is the first, the rotated `source` at a position of their arguments."""
-    with first.graph.inserting_before(first):
-        node = first.graph.call_function(hadamard, (source, size, axis) if axis != -1 else (source, size))
-    node.meta.update({key: first.meta[key] for key in PROVENANCE_KEYS if key in first.meta})
-    set_value(node)
-    for product, position in readers:  # which may read the tensor elsewhere too, as a bias
-        product.update_arg(position, node)
-
-
 def _size(site: Site, written: set[Node], inputs: Inputs, options: Rotation) -> int:
     """The values that are rotated together; 0 for a weight that stays."""
     products = can_change_coordinates(site, written)
-    if not products or site.readers[0].spec.element.bits >= _BITS:
+    if not products or site.readers[0].spec.element.bits >= BITS:
         return 0
     if any(p.source.target is hadamard for p in products):  # rotated again, they would be as before
         return 0

@@ -15,7 +15,7 @@ from pt2mx.fx.graph.module_stack import module_name
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, replace_tensor
 from pt2mx.pt2e import torchao_pt2e
 from pt2mx.pt2e.optimize.hessian_observer import MXHessianObserver
-from pt2mx.pt2e.optimize.layouts import Layout, Product, product_of, reads_rows
+from pt2mx.pt2e.optimize.layouts import Layout, Product, product_of
 from pt2mx.pt2e.quantizer.annotate import plan_operator
 from pt2mx.pt2e.quantizer.operators import CONFIG_KEY, gather_of, operands_of, quantizable_operators
 from pt2mx.pt2e.torchao_pt2e import Q_ANNOTATION_KEY, Quantizer
@@ -120,17 +120,6 @@ def is_read_by_these_alone(site: Site) -> bool:
     """True if nothing but its quantized readers reads the parameter or buffer."""
     readers = {reader.argument_of for reader in site.readers}
     return site.node.op == "get_attr" and all(user in readers for node in site.equal for user in node.users)
-
-
-def can_change_coordinates(site: Site, written: set[Node]) -> list[Product]:
-    """The products of a weight, where the columns of all their factors can be changed and the products stay: matrix
-    products of rows, which alone read the weight; none elsewhere."""
-    products = [reader.product for reader in site.readers if reader.product is not None]
-    if len(products) < len(site.readers) or not is_read_by_these_alone(site) or why_not_rounded(site):
-        return []
-    if any(not reads_rows(p) or p.source in written or p.source is site.node for p in products):
-        return []
-    return products if len({p.layout.axis for p in products}) == 1 else []
 
 
 def set_weight(model: GraphModule, site: Site, value: Tensor) -> None:

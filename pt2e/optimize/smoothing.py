@@ -17,21 +17,15 @@ from pt2mx.algorithms import Smoothing
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.attributes import register_buffer
 from pt2mx.fx.graph.constants import evaluate
-from pt2mx.fx.graph.node import set_value
-from pt2mx.fx.graph.qdq import PROVENANCE_KEYS
 from pt2mx.ops.hadamard import hadamard
+from pt2mx.pt2e.optimize.coordinates import BITS, Inputs, can_change_coordinates, first_of, read_instead
 from pt2mx.pt2e.optimize.folding import Folder
 from pt2mx.pt2e.optimize.hessian_observer import MXHessianObserver
 from pt2mx.pt2e.optimize.layouts import Product
-from pt2mx.pt2e.optimize.sites import Reader, Site, can_change_coordinates, set_weight
+from pt2mx.pt2e.optimize.sites import Reader, Site, set_weight
 
 #: exponents of factors: an input is multiplied by 16 at most, which 16 bits hold
 _LEAST, _LARGEST = -4, 10
-#: bits of an element from which on rounding alone loses little, and smoothing gains nothing
-_BITS = 8
-
-#: reader of a weight -> what calibration has shown of its input
-Inputs = dict[Node, MXHessianObserver]
 _Pair = tuple[Site, Product]
 
 
@@ -41,7 +35,6 @@ def smooth_products(model: GraphModule, sites: list[Site], inputs: Inputs, optio
     the observers of the smoothed inputs. Gives for each product the parameters into which its input's part went, or
     "div"."""
     written, folder = written_nodes(model.graph), Folder(model, any(site.in_place for site in sites))
-    order = {node: i for i, node in enumerate(model.graph.nodes)}
     where: dict[Node, str] = {}
     for source, pairs in _by_source(sites, written, options).items():
         readers = [reader for site, _ in pairs for reader in site.readers]
@@ -56,8 +49,7 @@ def smooth_products(model: GraphModule, sites: list[Site], inputs: Inputs, optio
         alone = set(source.users) == {reader.node for reader in readers} and all(map(_reads_once, readers))
         folded = folder.fold(source, 1 / factor) if alone else []
         if not folded:
-            first = min((reader.node for reader in readers), key=order.__getitem__)
-            _divide(model, source, factor, first, readers)
+            _divide(model, source, factor, readers)
         smoothed: dict[int, MXHessianObserver] = {}
         for reader in readers:
             observer = inputs[reader.node]
@@ -79,8 +71,8 @@ def _by_source(sites: list[Site], written: set[Node], options: Smoothing) -> dic
 
 def _gains(reader: Reader, options: Smoothing) -> bool:
     if reader.activation is None:
-        return options.weight_only and reader.spec.element.bits < _BITS
-    return reader.activation.element.bits < _BITS
+        return options.weight_only and reader.spec.element.bits < BITS
+    return reader.activation.element.bits < BITS
 
 
 def _seen(readers: list[Reader], inputs: Inputs) -> bool:
@@ -118,15 +110,11 @@ def _reads_once(reader: Reader) -> bool:
     return reader.product is not None and list(reader.node.args).count(reader.product.source) == 1
 
 
-def _divide(model: GraphModule, source: Node, factor: Tensor, first: Node, readers: list[Reader]) -> None:
+def _divide(model: GraphModule, source: Node, factor: Tensor, readers: list[Reader]) -> None:
     """Give readers the source divided by a factor: a `mul` could be quantized itself."""
     value = factor.to(source.meta["val"].dtype)
-    with model.graph.inserting_before(first):
+    with model.graph.inserting_before(first_of(reader.node for reader in readers)):
         buffer = model.graph.get_attr(register_buffer(model, f"{source.name}_smoothing", value))
-        buffer.meta["val"] = source.meta["val"].new_empty(value.shape)
-        node = model.graph.call_function(torch.ops.aten.div.Tensor, (source, buffer))
-    node.meta.update({key: first.meta[key] for key in PROVENANCE_KEYS if key in first.meta})
-    set_value(node)
-    for reader in readers:
-        if reader.product is not None:
-            reader.node.update_arg(reader.product.position, node)
+    buffer.meta["val"] = source.meta["val"].new_empty(value.shape)
+    positions = [(reader.node, reader.product.position) for reader in readers if reader.product is not None]
+    read_instead(positions, torch.ops.aten.div.Tensor, (source, buffer))

@@ -207,6 +207,15 @@ def chosen_algorithms(choice: object) -> tuple[Algorithm, ...]:
     return tuple(by_kind[kind] for kind in ALGORITHMS.values() if kind in by_kind)
 
 
+def look_at_inputs(algorithms: tuple[Algorithm, ...]) -> bool:
+    """True if an algorithm needs batches."""
+    return any(isinstance(one, Smoothing | GPTQ | LearnedRounding) or _weighs(one) for one in algorithms)
+
+
+def _weighs(algorithm: Algorithm) -> bool:
+    return isinstance(algorithm, ScaleSearch) and algorithm.by_inputs
+
+
 def plain_algorithms(algorithms: tuple[Algorithm, ...]) -> str | dict[str, dict[str, Any]]:
     """The form of a recipe: the name of a preset, or options by the names of algorithms."""
     names = {kind: name for name, kind in ALGORITHMS.items()}

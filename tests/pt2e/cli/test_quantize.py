@@ -148,6 +148,9 @@ def test_it_optimizes_as_the_recipe_or_the_option_says(folder, capsys):
     assert sqnr["--optimize none"] <= sqnr["--optimize fast"] < sqnr[""]
     assert quantize("--calibration", "none", recipe="r.yaml") == 2
     assert "give --calibration a folder of batches" in capsys.readouterr().err
+    (folder / "r.yaml").write_text("global: {weight: mxfp4}\nalgorithms: {rotation: , scale_search: }\n")
+    assert quantize("--calibration", "none", recipe="r.yaml") == 0  # these look at no inputs
+    assert "2 rotated" in capsys.readouterr().out
 
 
 def test_compile_compares_with_eager(capsys):
