@@ -14,10 +14,13 @@ from pt2mx.errors import MXError, nearest
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.node import dtype_of, shape_of
 from pt2mx.fx.graph.tensors import copy_sharing_tensors
-from pt2mx.pt2e.optimize.hessian_observer import MXHessianObserver, Size, columns_within
+from pt2mx.pt2e.optimize.hessian_observer import MXHessianObserver, Size, bytes_of_sums, columns_within
 from pt2mx.pt2e.optimize.layouts import without_padding
 from pt2mx.pt2e.optimize.ranks import add_up, least
 from pt2mx.pt2e.optimize.sites import Site
+
+#: bytes of sums that every model may take
+_LEAST_BUDGET = 1 << 30
 
 
 def padding_mask_of(model: GraphModule, name: str) -> Node:
@@ -78,9 +81,7 @@ def observe(
                 with observed.graph.inserting_before(nodes[reader.node.name]):
                     observed.graph.call_module(name, tuple(nodes[node.name] for node in read))
             found[reader.node] = shared[key]
-    columns = columns_within(_budget(model), sizes)
-    for observer in shared.values():
-        observer.columns = columns
+    _place(list(shared.values()), sizes, *_budgets(model))
     observed.recompile()
     count = 0
     with torch.no_grad():
@@ -93,12 +94,28 @@ def observe(
                 observed(*(batch if isinstance(batch, tuple | list) else (batch,)))
     if not least(count, group):
         raise MXError("batches is empty: give batches of inputs, or preset='fast', which takes none")
+    for i in range(len(shared)):  # nothing but `found` holds the sums: what is replaced there is gone
+        observed.delete_submodule(f"hessian_{i + 1}")
     if sites:
         add_up(shared.values(), sites[0].value.device, group)
     return found
 
 
-def _budget(model: GraphModule) -> int:
-    """The bytes that the sums of all observers may take: half of the model's, or 1 GiB."""
-    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return max(sum(tensor.nbytes for tensor in tensors.values()) // 2, 1 << 30)
+def _budgets(model: GraphModule) -> tuple[int, int]:
+    """The bytes that the sums of all observers may take on the model's device, and on the host beside it. On an
+    accelerator a quarter of the model's, or 1 GiB, with as much as the model on the host; on the host half of it."""
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values()
+    size = sum(tensor.nbytes for tensor in tensors)
+    on_host = all(tensor.device.type == "cpu" for tensor in tensors)
+    return (max(size // 2, _LEAST_BUDGET), 0) if on_host else (max(size // 4, _LEAST_BUDGET), size)
+
+
+def _place(observers: list[MXHessianObserver], sizes: list[Size], on_device: int, on_host: int) -> None:
+    """Give the observers columns with which their sums fit into both, and the host where the device is full."""
+    columns = columns_within(on_device + on_host, sizes)
+    for observer, size in zip(observers, sizes, strict=True):
+        observer.columns, needed = columns, bytes_of_sums(size, columns)
+        if on_host and needed > on_device:
+            observer.home = torch.device("cpu")
+        else:
+            on_device -= needed

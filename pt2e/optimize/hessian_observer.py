@@ -25,9 +25,9 @@ Rows = Tensor | Sequence[Tensor]
 class MXHessianObserver(nn.Module):
     """Adds up what products of a tensor with a weight depend on, and passes the tensor through.
 
-    The sums are in float32, on the tensor's device: `parts`, of products of columns, (groups, K', K') for each part of
-    K' columns; `amax`, the largest absolute value of each column, (groups, K); `count`, the rows that were seen, and
-    `counts`, those of each group, (groups,).
+    The sums are in float32: `parts`, of products of columns, (groups, K', K') for each part of K' columns, on the
+    tensor's device or on `home`; `amax`, the largest absolute value of each column, (groups, K), on the former;
+    `count`, the rows that were seen, and `counts`, those of each group, (groups,).
 
     Args:
         rows: tensor -> (groups, rows, K), the rows that meet the weight's columns, or (1, rows, K) of each group. It
@@ -35,6 +35,7 @@ class MXHessianObserver(nn.Module):
         line: columns that blocks of the weight do not cross, which stay in one part where it holds them.
         block: columns of a block, which stay in one part.
         columns: columns of a part at most; None: 4,096.
+        home: the device that keeps `parts`, the host where an accelerator's memory is short; None: the tensor's.
 
     Example:
         >>> import torch
@@ -50,9 +51,16 @@ class MXHessianObserver(nn.Module):
         (2, tensor([[3., 4.]]))
     """
 
-    def __init__(self, rows: Callable[..., Rows], line: int, block: int = 32, columns: int | None = None) -> None:
+    def __init__(
+        self,
+        rows: Callable[..., Rows],
+        line: int,
+        block: int = 32,
+        columns: int | None = None,
+        home: torch.device | None = None,
+    ) -> None:
         super().__init__()
-        self.rows, self.line, self.block = rows, line, block
+        self.rows, self.line, self.block, self.home = rows, line, block, home
         self.columns = _COLUMNS if columns is None else columns
         self.count = 0
         self.counts = torch.zeros(0, dtype=torch.int64)
@@ -77,7 +85,7 @@ class MXHessianObserver(nn.Module):
             k, device = rows.shape[2], rows.device
             size = part_size(k, self.line, self.block, self.columns)
             widths = [min(size, k - first) for first in range(0, k, size)]
-            self.parts = [torch.zeros(groups, width, width, device=device) for width in widths]
+            self.parts = [torch.zeros(groups, width, width, device=self.home or device) for width in widths]
             self.amax = torch.zeros(groups, k, device=device)
             self.counts = torch.zeros(groups, dtype=torch.int64)
         return self.amax
@@ -90,7 +98,10 @@ class MXHessianObserver(nn.Module):
             rows = rows[:, sample(rows.shape[1], rows.device)]
         rows = rows.float()
         for part, columns in zip(self.parts, rows.split([part.shape[1] for part in self.parts], 2), strict=True):
-            part[own].baddbmm_(columns.mT, columns)
+            if part.device == rows.device:
+                part[own].baddbmm_(columns.mT, columns)
+            else:
+                part[own] += (columns.mT @ columns).to(part.device)
         torch.maximum(amax[own], rows.abs().amax(1), out=amax[own])
         self.counts[own] += rows.shape[1]
         self.count += rows.shape[1]

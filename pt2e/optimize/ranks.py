@@ -38,10 +38,12 @@ def add_up(observers: Iterable[MXHessianObserver], device: torch.device, group: 
         if not shapes:
             continue
         if observer.amax is None:
-            observer.parts = [torch.zeros(shape, device=device) for shape in shapes]
+            observer.parts = [torch.zeros(shape, device=observer.home or device) for shape in shapes]
             observer.amax = torch.zeros(shapes[0][0], sum(shape[1] for shape in shapes), device=device)
         for part in observer.parts:
-            dist.all_reduce(part, group=group)
+            moved = part.to(device)  # a rank's device speaks to those of the others; the host may not
+            dist.all_reduce(moved, group=group)
+            part.copy_(moved)
         dist.all_reduce(observer.amax, dist.ReduceOp.MAX, group=group)
         observer.count = sum(count for count, *_ in found)
         observer.counts = torch.stack([counts for _, counts, _ in found if len(counts)]).sum(0)

@@ -8,6 +8,7 @@ keys are both rotated by nodes.
 from __future__ import annotations
 
 import copy
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.fx import GraphModule, Node
@@ -32,7 +33,8 @@ def rotate_products(model: GraphModule, sites: list[Site], inputs: Inputs, optio
     replaces the observers of the rotated inputs."""
     written = written_nodes(model.graph)
     rotated: dict[tuple[Node, int], list[tuple[Node, int]]] = {}
-    seen: dict[tuple[int, int], MXHessianObserver] = {}
+    # an observer that nothing else holds any more is gone: one sum of many is there twice, not all
+    seen: WeakKeyDictionary[MXHessianObserver, dict[int, MXHessianObserver]] = WeakKeyDictionary()
     for site in sites:
         if size := _size(site, written, inputs, options):
             set_weight(model, site, hadamard(site.value, size, site.readers[0].spec.axis))
@@ -40,9 +42,9 @@ def rotate_products(model: GraphModule, sites: list[Site], inputs: Inputs, optio
                 if reader.product is not None:
                     rotated.setdefault((reader.product.source, size), []).append((reader.node, reader.product.position))
                 if (observer := inputs.get(reader.node)) is not None:
-                    key = id(observer), size
-                    seen[key] = seen.get(key) or _rotated(observer, size)
-                    inputs[reader.node] = seen[key]
+                    by_size = seen.setdefault(observer, {})
+                    by_size[size] = by_size.get(size) or _rotated(observer, size)
+                    inputs[reader.node] = by_size[size]
     for (source, size), readers in rotated.items():
         read_instead(readers, hadamard, (source, size))
 

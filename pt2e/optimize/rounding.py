@@ -114,7 +114,8 @@ def _line(site: Site) -> int:
 
 def _hessians(site: Site) -> list[Tensor]:
     """The sums over all inputs that the weight meets, by parts of its columns, (groups, K', K') each."""
-    return [sum(parts[1:], parts[0]) for parts in zip(*(observer.parts for observer in _seen(site)), strict=True)]
+    device, every = site.value.device, [observer.parts for observer in _seen(site)]
+    return [sum((part.to(device) for part in parts[1:]), parts[0].to(device)) for parts in zip(*every, strict=True)]
 
 
 def _seen(site: Site) -> list[MXHessianObserver]:

@@ -100,7 +100,7 @@ def _divided(observer: MXHessianObserver, factor: Tensor) -> MXHessianObserver:
     """The observer of an input divided by a factor, (K,)."""
     divided = copy.copy(observer)
     parts = zip(observer.parts, factor.split(observer.parts[0].shape[-1]), strict=True)
-    divided.parts = [part / (f[:, None] * f) for part, f in parts]
+    divided.parts = [part / (f[:, None] * f).to(part.device) for part, f in parts]
     divided.amax = None if observer.amax is None else observer.amax / factor
     return divided
 

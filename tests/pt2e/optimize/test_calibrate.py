@@ -4,7 +4,8 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config
-from pt2mx.pt2e.optimize import hessian_observer
+from pt2mx.pt2e.optimize import calibrate, hessian_observer
+from pt2mx.pt2e.optimize.hessian_observer import MXHessianObserver
 from tests.optimized_models import W4, correlated, exported, quantized, rows
 
 
@@ -110,3 +111,12 @@ def test_a_weight_in_parts(monkeypatch):
     optimized = pt2mx.optimize(exported(model, x), quantizer, [x])
     (row,) = pt2mx.optimization_report(optimized).weights
     assert row.algorithm == "gptq" and row.after < 0.8 * row.before
+
+
+def test_what_a_device_has_no_room_for_lies_on_the_host():
+    sizes = [hessian_observer.Size(1, k, k, 32) for k in (64, 512, 128)]
+    for on_device, on_host, homes in ((100_000, 2 << 20, [None, "cpu", None]), (2 << 20, 0, [None] * 3)):
+        observers = [MXHessianObserver(lambda x: x, size.line) for size in sizes]
+        calibrate._place(observers, sizes, on_device, on_host)
+        assert [one.home and one.home.type for one in observers] == homes
+        assert {one.columns for one in observers} == {4096}

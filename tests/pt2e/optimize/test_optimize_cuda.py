@@ -4,6 +4,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx.algorithms import gptq
+from pt2mx.pt2e.optimize import calibrate, optimize
 
 pytestmark = pytest.mark.cuda
 
@@ -39,3 +40,24 @@ def test_gptq_agrees_with_the_cpu():
     on_cpu, on_gpu = gptq(weight, hessian, spec), gptq(weight.cuda(), hessian.cuda(), spec).cpu()
     loss = [((weight - q) @ hessian * (weight - q)).sum() for q in (on_cpu, on_gpu)]
     assert loss[1] == pytest.approx(loss[0], rel=0.02) and (on_cpu == on_gpu).float().mean() > 0.9
+
+
+def test_sums_that_the_gpu_has_no_room_for_lie_on_the_host(monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 64)).eval()
+    x = torch.randn(1024, 64, device="cuda")
+    graph = torch.export.export(model.cuda(), (x,)).module()
+    want = pt2mx.optimize(graph, QUANTIZER, [x])
+    homes, placed = [], calibrate.observe
+
+    def observe(*args):
+        found = placed(*args)
+        homes.extend(part.device.type for observer in found.values() for part in observer.parts)
+        return found
+
+    monkeypatch.setattr(calibrate, "_LEAST_BUDGET", 0)
+    monkeypatch.setattr(optimize, "observe", observe)
+    found = pt2mx.optimize(graph, QUANTIZER, [x])
+    assert homes == ["cuda", "cpu", "cpu"]
+    for one, other in zip(found.parameters(), want.parameters(), strict=True):
+        assert (one == other).float().mean() > 0.97  # the order of sums differs
