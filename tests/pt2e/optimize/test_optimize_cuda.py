@@ -44,7 +44,7 @@ def test_gptq_agrees_with_the_cpu():
 
 def test_sums_that_the_gpu_has_no_room_for_lie_on_the_host(monkeypatch):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 64)).eval()
+    model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 1024)).eval()
     x = torch.randn(1024, 64, device="cuda")
     graph = torch.export.export(model.cuda(), (x,)).module()
     want = pt2mx.optimize(graph, QUANTIZER, [x])
@@ -58,6 +58,6 @@ def test_sums_that_the_gpu_has_no_room_for_lie_on_the_host(monkeypatch):
     monkeypatch.setattr(calibrate, "_LEAST_BUDGET", 0)
     monkeypatch.setattr(optimize, "observe", observe)
     found = pt2mx.optimize(graph, QUANTIZER, [x])
-    assert homes == ["cuda", "cpu", "cpu"]
+    assert homes == ["cuda", "cpu"]
     for one, other in zip(found.parameters(), want.parameters(), strict=True):
         assert (one == other).float().mean() > 0.97  # the order of sums differs
