@@ -14,6 +14,9 @@ from pt2mx.pt2e.optimize.hessian_observer import MXHessianObserver
 from pt2mx.pt2e.optimize.report import WeightReport
 from pt2mx.pt2e.optimize.sites import Site
 
+#: weights that a rank rounds before the ranks exchange theirs
+_AT_ONCE = 8
+
 Rounded = tuple[Tensor | None, WeightReport]
 
 
@@ -52,20 +55,22 @@ def add_up(observers: Iterable[MXHessianObserver], device: torch.device, group: 
 def share_out(
     sites: Sequence[Site], work: Callable[[Site], Rounded], group: dist.ProcessGroup | None
 ) -> Iterable[tuple[Site, Rounded]]:
-    """Yield what `work` gives for each weight, in order. Of several ranks each does its share, before the first is
-    yielded: rank r those with the numbers r, r + ranks, and so on."""
+    """Yield what `work` gives for each weight, in order. Of several ranks each does its share: rank r those with the
+    numbers r, r + ranks, and so on, a few before these are yielded and their memory is free."""
     if group is None:
         yield from ((site, work(site)) for site in sites)
         return
     rank, ranks = group.rank(), group.size()
-    own = {i: work(site) for i, site in enumerate(sites) if i % ranks == rank}
-    for i, site in enumerate(sites):
-        value, *reports = own.get(i, (None,))
-        source = dist.get_global_rank(group, i % ranks)
-        message: list[Any] = [value is not None, *reports] if reports else [None, None]
-        dist.broadcast_object_list(message, source, group=group)
-        changed, report = message
-        if changed:
-            value = torch.empty_like(site.value) if value is None else value.contiguous()
-            dist.broadcast(value, source, group=group)
-        yield site, (value, report)
+    for first in range(0, len(sites), _AT_ONCE * ranks):
+        few = sites[first : first + _AT_ONCE * ranks]
+        own = {i: work(site) for i, site in enumerate(few) if i % ranks == rank}
+        for i, site in enumerate(few):
+            value, *reports = own.pop(i, (None,))
+            source = dist.get_global_rank(group, i % ranks)
+            message: list[Any] = [value is not None, *reports] if reports else [None, None]
+            dist.broadcast_object_list(message, source, group=group)
+            changed, report = message
+            if changed:
+                value = torch.empty_like(site.value) if value is None else value.contiguous()
+                dist.broadcast(value, source, group=group)
+            yield site, (value, report)
