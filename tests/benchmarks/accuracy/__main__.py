@@ -1,6 +1,6 @@
-"""Accuracy at 4 bits on pretrained weights: rounded to nearest, and by the presets of `pt2mx.optimize`.
+"""Accuracy at 4 bits on pretrained weights: rounded to nearest, by the presets of `pt2mx.optimize`, and distilled.
 
-    python -m tests.benchmarks.accuracy [--only minilm crepe-tiny ...] [--presets balanced ...] [--json]
+    python -m tests.benchmarks.accuracy [--only minilm crepe-tiny ...] [--presets balanced distilled ...] [--json]
 
 One table a model, each measured in a process of its own. `loss` is what the format costs (1 - cosine, or
 log-perplexity), and beside it over that of rounding to nearest by the scale modes floor and even; then the seconds of
@@ -16,15 +16,18 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 from pt2mx.pt2e.optimize.optimize import PRESETS
+from tests.benchmarks.accuracy.case import DISTILLED
 from tests.benchmarks.accuracy.models import MODELS, rows
 from tests.benchmarks.accuracy.packages import NotInstalledError
 from tests.benchmarks.measure import Row, hardware, print_table
+
+ROUNDINGS = (*PRESETS, DISTILLED)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME")
-    parser.add_argument("--presets", nargs="+", choices=PRESETS, default=list(PRESETS), metavar="PRESET")
+    parser.add_argument("--presets", nargs="+", choices=ROUNDINGS, default=list(ROUNDINGS), metavar="PRESET")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     found: dict[str, list[Row]] = {}

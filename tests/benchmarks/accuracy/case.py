@@ -21,6 +21,8 @@ from tests.benchmarks.measure import Row, timed
 FORMATS = {"W4": ("mxfp4", None), "W4A8": ("mxfp4", "mxfp8"), "W4A4": ("mxfp4", "mxfp4")}
 #: scale modes of FP4 that models are rounded to nearest by; the presets start from the last one
 SCALE_MODES = ("floor", "even")
+#: the row of a model that `distill` trained, from what `balanced` rounded
+DISTILLED = "distilled"
 OVER = tuple(f"over {mode}" for mode in SCALE_MODES)
 
 Forward = Callable[..., Tensor]
@@ -44,6 +46,7 @@ class Case:
         judge: a model that is called as `model` -> its figures.
         formats: those that are measured.
         padding_mask: as `optimize` takes it.
+        lessons: what a model is distilled on; none: it is not.
     """
 
     model: GraphModule
@@ -52,9 +55,10 @@ class Case:
     judge: Callable[[Forward], Figures]
     formats: Sequence[str] = tuple(FORMATS)
     padding_mask: str | None = None
+    lessons: Sequence[object] = ()
 
-    def rows(self, presets: Sequence[str]) -> Iterator[Row]:
-        """The float model, then each format rounded to nearest, and by the presets."""
+    def rows(self, roundings: Sequence[str]) -> Iterator[Row]:
+        """The float model, then each format rounded to nearest, and by presets or distilled."""
         yield {"format": "float", **self._judge(self.model).shown}
         for name in self.formats:
             nearest: list[float] = []
@@ -62,17 +66,24 @@ class Case:
                 figures = self._judge(_quantized(self.model, self.quantizer(name, mode)))
                 nearest.append(figures.loss)
                 yield _row(name, f"nearest, {mode}", figures, nearest)
-            for preset in presets:
-                yield self._optimized(name, preset, nearest)
+            for rounding in roundings:
+                if rounding != DISTILLED or self.lessons:
+                    yield self._optimized(name, rounding, nearest)
 
-    def _optimized(self, name: str, preset: str, nearest: list[float]) -> Row:
+    def _optimized(self, name: str, rounding: str, nearest: list[float]) -> Row:
         chosen, results = self.quantizer(name, SCALE_MODES[-1]), []
         _forget_peak()
-        options = {"preset": preset, "padding_mask": self.padding_mask}
-        seconds = timed(lambda: results.append(pt2mx.optimize(self.model, chosen, self.batches, **options)))
+        seconds = timed(lambda: results.append(self._prepared(chosen, rounding)))
         cost = {"seconds": f"{seconds:.1f}", "peak MB": _peak()}
-        figures = self._judge(_quantized(results[0], chosen))
-        return {**_row(name, preset, figures, nearest), **cost}
+        figures = self._judge(pt2mx.convert_pt2e(results[0]))
+        return {**_row(name, rounding, figures, nearest), **cost}
+
+    def _prepared(self, chosen: MXQuantizer, rounding: str) -> GraphModule:
+        preset = "balanced" if rounding == DISTILLED else rounding
+        optimized = pt2mx.optimize(self.model, chosen, self.batches, preset=preset, padding_mask=self.padding_mask)
+        if rounding != DISTILLED:
+            return pt2mx.prepare_pt2e(optimized, chosen)
+        return pt2mx.distill(pt2mx.prepare_qat_pt2e(optimized, chosen), self.model, self.lessons)
 
     @torch.no_grad()
     def _judge(self, model: GraphModule) -> Figures:
