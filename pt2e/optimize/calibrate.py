@@ -14,11 +14,13 @@ from pt2mx.errors import MXError, nearest
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.node import dtype_of, shape_of
 from pt2mx.fx.graph.tensors import copy_sharing_tensors
-from pt2mx.pt2e.optimize.hessian_observer import MXHessianObserver, Size, bytes_of_sums, columns_within
+from pt2mx.pt2e.optimize.hessian_observer import FEWEST_COLUMNS, MXHessianObserver, Size, bytes_of_sums, columns_within
 from pt2mx.pt2e.optimize.layouts import without_padding
 from pt2mx.pt2e.optimize.ranks import add_up, least
 from pt2mx.pt2e.optimize.sites import Site
 
+#: what no module of a user's model is called
+_NAME = "_pt2mx_hessian_"
 #: bytes of sums that every model may take
 _LEAST_BUDGET = 1 << 30
 
@@ -76,7 +78,7 @@ def observe(
                 shared[key] = MXHessianObserver(product.layout.rows, line, block)
                 groups, _, k = product.layout.to_matrices(site.value.to("meta")).shape
                 sizes.append(Size(groups, k, line, block))
-                name = f"hessian_{len(shared)}"
+                name = f"{_NAME}{len(shared)}"
                 observed.add_submodule(name, shared[key])
                 with observed.graph.inserting_before(nodes[reader.node.name]):
                     observed.graph.call_module(name, tuple(nodes[node.name] for node in read))
@@ -95,7 +97,7 @@ def observe(
     if not least(count, group):
         raise MXError("batches is empty: give batches of inputs, or preset='fast', which takes none")
     for i in range(len(shared)):  # nothing but `found` holds the sums: what is replaced there is gone
-        observed.delete_submodule(f"hessian_{i + 1}")
+        observed.delete_submodule(f"{_NAME}{i + 1}")
     if sites:
         add_up(shared.values(), sites[0].value.device, group)
     return found
@@ -113,9 +115,22 @@ def _budgets(model: GraphModule) -> tuple[int, int]:
 def _place(observers: list[MXHessianObserver], sizes: list[Size], on_device: int, on_host: int) -> None:
     """Give the observers columns with which their sums fit into both, and the host where the device is full."""
     columns = columns_within(on_device + on_host, sizes)
-    for observer, size in zip(observers, sizes, strict=True):
-        observer.columns, needed = columns, bytes_of_sums(size, columns)
-        if on_host and needed > on_device:
-            observer.home = torch.device("cpu")
+    while True:
+        needed = [bytes_of_sums(size, columns) for size in sizes]
+        there = _without_room(needed, on_device) if on_host else set()
+        if sum(needed[i] for i in there) <= on_host or columns <= FEWEST_COLUMNS:
+            break
+        columns //= 2
+    for i, observer in enumerate(observers):
+        observer.columns, observer.home = columns, torch.device("cpu") if i in there else None
+
+
+def _without_room(needed: list[int], room: int) -> set[int]:
+    """The numbers of those that find no room any more, when they come one by one."""
+    without = set()
+    for i, size in enumerate(needed):
+        if size > room:
+            without.add(i)
         else:
-            on_device -= needed
+            room -= size
+    return without

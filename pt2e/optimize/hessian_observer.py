@@ -12,6 +12,8 @@ from torch import Tensor, nn
 ROWS = 8192
 #: columns whose products are summed together at most; of more, products of columns of different parts are left out
 _COLUMNS = 4096
+#: and at least, however small the memory
+FEWEST_COLUMNS = 32
 #: the fraction whose multiples lie evenly in [0, 1), however many
 _GOLDEN = (5**0.5 - 1) / 2
 #: rows of the mean expert, of K columns times this, that are added to those of each expert, and how many rows of its
@@ -98,10 +100,11 @@ class MXHessianObserver(nn.Module):
             rows = rows[:, sample(rows.shape[1], rows.device)]
         rows = rows.float()
         for part, columns in zip(self.parts, rows.split([part.shape[1] for part in self.parts], 2), strict=True):
-            if part.device == rows.device:
-                part[own].baddbmm_(columns.mT, columns)
-            else:
-                part[own] += (columns.mT @ columns).to(part.device)
+            here = part.device == rows.device
+            sums = part[own] if here else torch.zeros_like(part[own], device=rows.device)
+            sums.baddbmm_(columns.mT, columns)  # in place: autocast lets it alone
+            if not here:
+                part[own] += sums.to(part.device)
         torch.maximum(amax[own], rows.abs().amax(1), out=amax[own])
         self.counts[own] += rows.shape[1]
         self.count += rows.shape[1]
@@ -160,6 +163,6 @@ def columns_within(budget: int, sizes: Iterable[Size]) -> int:
     most so many bytes; 32 where none is small enough."""
     sizes = list(sizes)
     columns = _COLUMNS
-    while columns > 32 and sum(bytes_of_sums(size, columns) for size in sizes) > budget:
+    while columns > FEWEST_COLUMNS and sum(bytes_of_sums(size, columns) for size in sizes) > budget:
         columns //= 2
     return columns

@@ -71,6 +71,8 @@ def share_out(
             dist.broadcast_object_list(message, source, group=group)
             changed, report = message
             if changed:
-                value = torch.empty_like(site.value) if value is None else value.contiguous()
+                if value is None:  # what is sent is memory: the strides of all ranks must be the same
+                    value = torch.empty_like(site.value, memory_format=torch.contiguous_format)
+                value = value.contiguous()
                 dist.broadcast(value, source, group=group)
             yield site, (value, report)

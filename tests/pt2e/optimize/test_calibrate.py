@@ -120,3 +120,21 @@ def test_what_a_device_has_no_room_for_lies_on_the_host():
         calibrate._place(observers, sizes, on_device, on_host)
         assert [one.home and one.home.type for one in observers] == homes
         assert {one.columns for one in observers} == {4096}
+    # 64 and 128 fit beside; what is left does not fit on the host but in parts
+    observers = [MXHessianObserver(lambda x: x, size.line) for size in sizes]
+    calibrate._place(observers, sizes, 100_000, 600_000)
+    assert {one.columns for one in observers} == {256} and observers[1].home == torch.device("cpu")
+
+
+def test_a_module_may_have_any_name():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.hessian_1 = nn.Linear(64, 8)
+
+        def forward(self, x):
+            return self.hessian_1(x)
+
+    x = correlated(64, 64)
+    optimized = pt2mx.optimize(exported(Named(), x), MXQuantizer().set_global(W4), [x])
+    assert rows(optimized)["hessian_1.weight"].algorithm == "gptq"
