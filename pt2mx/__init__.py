@@ -25,6 +25,8 @@ if TYPE_CHECKING:  # imported when they are reached
     from pt2mx.fx.portable import make_portable
     from pt2mx.pt2e.convert import convert_pt2e
     from pt2mx.pt2e.format_observer import MXFormatObserver
+    from pt2mx.pt2e.language.language_model import LanguageModel
+    from pt2mx.pt2e.language.quantize import quantize_language_model
     from pt2mx.pt2e.observer import (
         MXFakeQuantize,
         MXObserver,
@@ -52,6 +54,7 @@ __all__ = [
     "FORMATS",
     "MX_FORMATS",
     "ElementFormat",
+    "LanguageModel",
     "LoweringPass",
     "MXConfig",
     "MXError",
@@ -92,6 +95,7 @@ __all__ = [
     "prepare_qat_pt2e",
     "print_mx_format_table",
     "quantization_report",
+    "quantize_language_model",
     "quantize_linear_",
     "quantize_llm_",
     "quantize_mx",
@@ -106,6 +110,8 @@ _LATE = {
     "make_portable": "pt2mx.fx.portable",
     "convert_pt2e": "pt2mx.pt2e.convert",
     "MXFormatObserver": "pt2mx.pt2e.format_observer",
+    "LanguageModel": "pt2mx.pt2e.language.language_model",
+    "quantize_language_model": "pt2mx.pt2e.language.quantize",
     "MXFakeQuantize": "pt2mx.pt2e.observer",
     "MXObserver": "pt2mx.pt2e.observer",
     "disable_fake_quant": "pt2mx.pt2e.observer",

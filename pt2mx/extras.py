@@ -35,12 +35,13 @@ def import_extra(package: str, extra: str) -> Any:
     Raises:
         MXError: where it is not installed.
     """
-    if importlib.util.find_spec(package.partition(".")[0]) is None:
+    root = package.partition(".")[0]
+    if importlib.util.find_spec(root) is None:
         raise MXError(f"{package} is not installed: pip install 'pt2mx[{extra}]'")
     with without_log_warnings():
-        if package in _IMPORT_TORCHVISION and importlib.util.find_spec("torchvision"):
+        if root in _IMPORT_TORCHVISION and importlib.util.find_spec("torchvision"):
             _make_torchvision_importable()
-        for module in _LAZY.get(package, ()):
+        for module in _LAZY.get(root, ()):
             importlib.import_module(module)
         return importlib.import_module(package)
 

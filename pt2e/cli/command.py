@@ -18,6 +18,8 @@ from pt2mx.version import __version__
 _COMMANDS = {
     "quantize": ("pt2mx.pt2e.cli.quantize", "export, calibrate, convert and save a model"),
     "compile": ("pt2mx.pt2e.cli.compile", "compile an exported program by AOTInductor"),
+    "generate": ("pt2mx.pt2e.cli.generate", "continue prompts with a quantized language model"),
+    "perplexity": ("pt2mx.pt2e.cli.perplexity", "judge language models by a text that they predict"),
     "run": ("pt2mx.pt2e.cli.run", "run a package that `pt2mx compile` wrote"),
     "formats": ("pt2mx.pt2e.cli.formats", "print the table of element formats"),
 }
@@ -43,7 +45,11 @@ def main(arguments: list[str] | None = None) -> int:
         >>> main(["run", "no_such_package.pt2"])  # the error goes to stderr
         2
     """
-    options = _parser().parse_args(arguments)
+    try:
+        options = _parser().parse_args(arguments)
+    except MXError as error:  # a command that needs a package which is not installed
+        print(f"pt2mx: error: {error}", file=sys.stderr)
+        return _BAD_INPUT
     with noted_interrupts() as interrupts:
         try:
             options.run(options)

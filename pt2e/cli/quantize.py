@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 import sys
 import warnings
@@ -48,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--recipe", required=True, help=f"a YAML file, or one of {', '.join(recipe.names())}")
     parser.add_argument(
-        "--calibration", help="folder of .pt/.npz batches, or none; by default the model's built-in sample"
+        "--calibration",
+        help="folder of .pt/.npz batches, of a language model a text, or none; by default the model's built-in sample",
     )
     parser.add_argument(
         "--optimize",
@@ -56,7 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="round the weights by a preset of pt2mx.optimize, with the batches of --calibration; by default as the "
         "section algorithms: of the recipe says, none without one",
     )
-    parser.add_argument("--output", default="out.pt2", help="the exported program to write (default: out.pt2)")
+    parser.add_argument(
+        "--output",
+        default="out.pt2",
+        help="the exported program to write (default: out.pt2), or of a language model a folder",
+    )
     parser.add_argument("--compile", action="store_true", help="also compile the result and compare it with eager")
     parser.add_argument("--report", help="file to write the report to; its name ends in .json, .html or .htm")
     parser.add_argument(
@@ -69,6 +75,11 @@ def _quantize(options: argparse.Namespace) -> None:
     quantizer = MXQuantizer.from_recipe(options.recipe)  # a typo in it should not cost the loading of a model
     if options.optimize is not None:
         quantizer.set_algorithms(None if options.optimize == "none" else options.optimize)
+    if options.model.startswith("hf:") and Path(options.output).suffix.lower() != ".pt2":
+        importlib.import_module("pt2mx.pt2e.cli.language").quantize_to_folder(
+            options, quantizer
+        )  # imports transformers
+        return
     if options.calibration == "none" and look_at_inputs(quantizer.algorithms or ()):
         raise MXError("the algorithms look at inputs: give --calibration a folder of batches, or --optimize fast")
     _check_files(options)

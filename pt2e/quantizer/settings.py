@@ -214,6 +214,17 @@ class QuantizerSettings:
         return self
 
     @property
+    def filter_function(self) -> Callable[[Node], bool] | None:
+        """The function that `set_filter_function` set.
+
+        Example:
+            >>> import pt2mx
+            >>> pt2mx.MXQuantizer().filter_function is None
+            True
+        """
+        return self._filter
+
+    @property
     def algorithms(self) -> tuple[Algorithm, ...] | None:
         """The algorithms that `set_algorithms` or a recipe set, in the order in which they are applied; None: no word.
 

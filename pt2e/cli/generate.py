@@ -1,0 +1,103 @@
+"""The command `pt2mx generate`: a language model continues a prompt."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from pt2mx.errors import MXError
+from pt2mx.extras import import_extra
+from pt2mx.pt2e.cli.stage import note, user_errors
+from pt2mx.pt2e.language.language_model import LanguageModel
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", help="what `pt2mx quantize --model hf:... --output FOLDER` wrote")
+    parser.add_argument("--prompt", help="by default prompts are asked for, one after the other")
+    parser.add_argument("--chat", action="store_true", help="put prompts into the tokenizer's chat template")
+    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="default: 256")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="sample; 0 (default): the likeliest token"
+    )
+    parser.add_argument("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens")
+    parser.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest tokens of probability P")
+    parser.add_argument("--repetition-penalty", type=float, metavar="R", help="above 1: repeat less")
+    parser.add_argument("--seed", type=int, default=0, help="of sampling; default: 0")
+    parser.add_argument("--device", help="cpu or cuda; by default as exported")
+    parser.add_argument("--compile", action="store_true", help="compile the model first: worth it for long texts")
+    parser.set_defaults(run=_generate)
+
+
+def _generate(options: argparse.Namespace) -> None:
+    settings = _settings(options)
+    with user_errors(f"load {options.folder!r}"):
+        model = LanguageModel.from_pretrained(options.folder, options.device)
+    if model.tokenizer is None:
+        raise MXError(f"{options.folder!r} holds no tokenizer: put tokenizer.json there")
+    if options.compile:
+        model.compile()
+    torch.manual_seed(options.seed)
+    for prompt in [options.prompt] if options.prompt is not None else _asked():
+        with user_errors("generate"):
+            _answer(model, _in_template(model.tokenizer, prompt) if options.chat else prompt, settings)
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    if options.max_new_tokens < 1:
+        raise MXError(f"--max-new-tokens {options.max_new_tokens} must be at least 1")
+    if options.temperature < 0:
+        raise MXError(f"--temperature {options.temperature} must be at least 0")
+    names = ("top_k", "top_p", "repetition_penalty")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    sampled = options.temperature > 0
+    if not sampled and (unused := sorted(given.keys() & {"top_k", "top_p"})):
+        raise MXError(f"--{unused[0].replace('_', '-')} is for sampling: give --temperature, too")
+    temperature = {"temperature": options.temperature} if sampled else {"top_k": None, "top_p": None}
+    return {"max_new_tokens": options.max_new_tokens, "do_sample": sampled, **temperature, **given}
+
+
+def _asked() -> Iterator[str]:
+    """Prompts from the terminal, or lines of a file on stdin, until there are no more."""
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", flush=True)
+        if not (line := sys.stdin.readline()):
+            return
+        if line.strip():
+            yield line.rstrip("\n")
+
+
+def _in_template(tokenizer: Any, prompt: str) -> str:
+    if tokenizer.chat_template is None:
+        raise MXError(
+            "--chat: the tokenizer has no chat template; leave it out, and write the prompt as the model has it"
+        )
+    messages = [{"role": "user", "content": prompt}]
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def _answer(model: LanguageModel, prompt: str, settings: dict[str, Any]) -> None:
+    """Print the continuation of a prompt as it grows, then its speed."""
+    base = import_extra("transformers", "hf").TextStreamer
+
+    class Streamer(base):  # type: ignore[valid-type, misc]
+        """Prints tokens, and notes when each came; the first call is the prompt's."""
+
+        def __init__(self) -> None:
+            super().__init__(model.tokenizer, skip_prompt=True, skip_special_tokens=True)
+            self.times: list[float] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.times.append(time.perf_counter())
+            super().put(value)
+
+    streamer, begin = Streamer(), time.perf_counter()
+    model.generate(text=prompt, streamer=streamer, **settings)
+    _, *times = streamer.times
+    speed = f", then {(len(times) - 1) / (times[-1] - times[0]):.1f} tokens/s" if len(times) > 1 else ""
+    note(f"first token after {times[0] - begin:.2f} s{speed}")

@@ -1,0 +1,87 @@
+"""Language models on the command line: a checkpoint's folder, and the folder that `pt2mx quantize` makes of it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from pt2mx.algorithms.options import look_at_inputs
+from pt2mx.errors import MXError
+from pt2mx.extras import import_extra
+from pt2mx.pt2e.cli.hugging_face import from_pretrained
+from pt2mx.pt2e.cli.stage import advance, note, progress_bar, user_errors
+from pt2mx.pt2e.language.folder import REPORT, load_tokenizer
+from pt2mx.pt2e.language.quantize import quantize_language_model
+from pt2mx.pt2e.language.texts import blocks, built_in_text, read_text
+from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
+from pt2mx.pt2e.report.report import quantization_report
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def load_decoder(name: str) -> PreTrainedModel:
+    """Return the causal language model of a checkpoint, in evaluation mode.
+
+    Raises:
+        MXError: for a checkpoint that cannot be loaded, or holds another kind of model.
+    """
+    transformers = import_extra("transformers", "hf")
+    try:
+        return from_pretrained(transformers.AutoModelForCausalLM, name)
+    except Exception as error:  # of any of the libraries that read a checkpoint
+        raise MXError(
+            f"{name!r} is no causal language model that can be loaded (a local folder works offline; for another model "
+            f"give --output a name that ends in .pt2): {error}"
+        ) from None
+
+
+def calibration(source: str | None, tokenizer: Any, quantizer: MXQuantizer) -> list[Tensor]:
+    """Return the blocks of tokens to calibrate with: of a text, by default of the built-in one, or none.
+
+    Raises:
+        MXError: for a text that cannot be read, and where an algorithm needs one.
+    """
+    if source == "none" or (source is None and tokenizer is None):
+        if look_at_inputs(quantizer.algorithms or ()):
+            raise MXError("the algorithms look at inputs: give --calibration a text, and the folder a tokenizer")
+        return []
+    return blocks(built_in_text() if source is None else read_text(source), tokenizer)
+
+
+def quantize_to_folder(options: argparse.Namespace, quantizer: MXQuantizer) -> None:
+    """The command `pt2mx quantize` for a language model."""
+    _check(options)
+    with progress_bar(5 if quantizer.algorithms is None else 6) as progress:
+        name = options.model.removeprefix("hf:")
+        model, tokenizer = load_decoder(name), load_tokenizer(name)
+        if tokenizer is None:
+            note(f"{name} holds no tokenizer: the result takes and gives tokens, no text")
+        texts = calibration(options.calibration, tokenizer, quantizer)
+        with user_errors("quantize the model"):
+            found = quantize_language_model(model, quantizer, texts, tokenizer, lambda stage: advance(progress, stage))
+        report = quantization_report(found.program.module())
+        if not any(operator.quantized for operator in report.operators):
+            raise MXError(f"the recipe {options.recipe!r} selects no operator of the model: nothing would be quantized")
+        advance(progress, "save")
+        with user_errors(f"write {options.output!r}"):
+            found.save_pretrained(options.output, quantizer)
+            report.to_json(options.report or Path(options.output) / REPORT)
+        progress.update()
+    print(report.to_table())
+    size = sum(file.stat().st_size for file in Path(options.output).iterdir())
+    print(f"{options.output}: {size / 1e6:.1f} MB, {report.effective_bits:.2f} bits a value")
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise an error for what a folder cannot be made of, before the work."""
+    if options.compile:
+        raise MXError("--compile is for a program: `pt2mx generate --compile` compiles a language model")
+    place = Path(options.output)
+    if place.exists() and not place.is_dir():
+        raise MXError(f"--output {options.output!r} is a file: a language model is written to a folder")
+    if place.resolve() == Path(options.model.removeprefix("hf:")).resolve():
+        raise MXError(f"--output {options.output!r} is the folder of the checkpoint: give another one")

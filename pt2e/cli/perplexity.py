@@ -1,0 +1,89 @@
+"""The command `pt2mx perplexity`: how well language models, quantized and float, predict a text."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from pt2mx.errors import MXError
+from pt2mx.pt2e.cli.language import calibration, load_decoder
+from pt2mx.pt2e.cli.stage import user_errors
+from pt2mx.pt2e.language.folder import is_quantized, load_tokenizer
+from pt2mx.pt2e.language.language_model import LanguageModel
+from pt2mx.pt2e.language.perplexity import Predict, perplexity
+from pt2mx.pt2e.language.quantize import quantize_language_model
+from pt2mx.pt2e.language.texts import BLOCK, blocks, read_text
+from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_COLUMNS = ("model", "perplexity", "KL, nats", "same argmax")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", help="what `pt2mx quantize` wrote, or a checkpoint of a language model")
+    parser.add_argument("--text", required=True, help="a text file, or a folder of .txt files")
+    parser.add_argument("--tokens", type=int, metavar="N", help="use the first N tokens of the text")
+    parser.add_argument("--float", help="of a quantized folder: the checkpoint to compare it with")
+    parser.add_argument(
+        "--recipe", nargs="+", default=[], help="of a checkpoint: recipes to quantize it by, a row each"
+    )
+    parser.add_argument("--calibration", help="text for the recipes' algorithms, or none; by default a built-in sample")
+    parser.set_defaults(run=_perplexity)
+
+
+def _perplexity(options: argparse.Namespace) -> None:
+    quantizers = {name: MXQuantizer.from_recipe(name) for name in options.recipe}  # a typo should not cost a row
+    quantized = is_quantized(options.folder)
+    for name, given, kind in (("--recipe", options.recipe, quantized), ("--float", options.float, not quantized)):
+        if given and kind:
+            raise MXError(
+                f"{options.folder!r} is {'quantized' if quantized else 'a checkpoint'}: {name} has no meaning"
+            )
+    if options.tokens is not None and options.tokens < 2:
+        raise MXError(f"--tokens {options.tokens} must be at least 2")
+    tokenizer = load_tokenizer(options.folder)
+    text = blocks(read_text(options.text), tokenizer, options.tokens)
+    source = options.float if quantized else options.folder
+    model = None if source is None else load_decoder(source)
+    exact = None if model is None else _predictions(model, use_cache=False)
+    rows: Iterable[tuple[str, Predict]] = [] if exact is None else [("float", exact)]
+    if quantized:
+        with user_errors(f"load {options.folder!r}"):
+            rows = [*rows, (Path(options.folder).name, _predictions(LanguageModel.from_pretrained(options.folder)))]
+    elif model is not None:
+        rows = chain(rows, _by_recipes(model, quantizers, options.calibration, tokenizer))
+    print(_row(*_COLUMNS))
+    for name, predict in rows:
+        beside = None if predict is exact else exact
+        with user_errors(f"run {name}"):
+            found = perplexity(predict, tqdm(text, desc=name, leave=False, disable=None, file=sys.stderr), beside)
+        cells = [] if found.agreement is None else [f"{found.divergence:.4f}", f"{found.agreement:.1%}"]
+        print(_row(name, f"{found.perplexity:.2f}", *cells), flush=True)
+    print(f"{sum(block.shape[1] - 1 for block in text)} tokens, predicted in blocks of {BLOCK}")
+
+
+def _by_recipes(
+    model: PreTrainedModel, quantizers: dict[str, MXQuantizer], source: str | None, tokenizer: Any
+) -> Iterator[tuple[str, Predict]]:
+    """Yield the predictions of the model quantized by each recipe, made when they are asked for."""
+    for name, quantizer in quantizers.items():
+        with user_errors(f"quantize by {name}"):
+            texts = calibration(source, tokenizer, quantizer)
+            made = quantize_language_model(model, quantizer, texts, tokenizer)
+        yield name, _predictions(made)
+
+
+def _predictions(model: PreTrainedModel | LanguageModel, **options: bool) -> Predict:
+    return lambda block: model(input_ids=block.to(model.device), **options).logits
+
+
+def _row(*cells: str) -> str:
+    return f"{cells[0]:<36}" + "".join(f"{cell:>14}" for cell in cells[1:])

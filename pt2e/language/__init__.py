@@ -1,0 +1,1 @@
+"""Language models: a checkpoint of transformers as one program with its cache, quantized, in a folder, to text."""

@@ -1,0 +1,248 @@
+"""`LanguageModel`: a quantized decoder in a folder, which generates text as transformers' models do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from pt2mx.errors import MXError
+from pt2mx.extras import import_extra
+from pt2mx.fx.lower import lower_to_inductor
+from pt2mx.pt2e.language.cache import LayerShapes, empty_cache
+from pt2mx.pt2e.language.folder import Folder, load_folder, save_folder
+from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
+
+_generation = import_extra("transformers.generation.utils", "hf")
+_outputs = import_extra("transformers.modeling_outputs", "hf")
+
+#: tokens of a prompt that are read at once, a bound on the memory of attention
+_CHUNK = 1024
+#: a cache has a multiple of so many slots: few programs are compiled
+_SLOTS = 256
+
+
+class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[name-defined]
+    """A decoder with its cache, quantized, and what it takes to make text of it.
+
+    `generate` is that of transformers, with its arguments and results: greedy, sampling, beams, streamers, stopping
+    criteria and a `GenerationConfig`. `text=` beside takes and gives text.
+
+    Args:
+        program: what `pt2mx quantize` exports: a decoder as `CachedDecoder` has it.
+        config: transformers' configuration of the model.
+        generation_config: its settings for `generate`; None: transformers' defaults.
+        tokenizer: for `text=`; None: there is none.
+
+    Raises:
+        MXError: for a program that is no decoder with a cache.
+
+    Example:
+        >>> import tempfile, torch, transformers
+        >>> from pt2mx import LanguageModel, MXQuantizer, quantize_language_model
+        >>> sizes = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+        >>> config = transformers.LlamaConfig(**sizes, vocab_size=128, bos_token_id=1, eos_token_id=None)
+        >>> model = transformers.LlamaForCausalLM(config).eval()
+        >>> quantized = quantize_language_model(model, MXQuantizer.from_recipe("mxfp8"))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     quantized.save_pretrained(folder)
+        ...     loaded = LanguageModel.from_pretrained(folder)
+        >>> prompt = torch.tensor([[1, 2, 3]])
+        >>> options = dict(max_new_tokens=5, do_sample=False)
+        >>> torch.equal(loaded.generate(prompt, **options), quantized.generate(prompt, **options))
+        True
+    """
+
+    main_input_name = "input_ids"
+    base_model_prefix = ""
+    _is_stateful = False
+
+    def __init__(
+        self, program: ExportedProgram, config: Any, generation_config: Any = None, tokenizer: Any = None
+    ) -> None:
+        super().__init__()
+        self.program = program
+        self.config, self.tokenizer = config, tokenizer
+        self.generation_config = generation_config or import_extra("transformers", "hf").GenerationConfig()
+        self.shapes, self.device, self.dtype = _caches(program)
+        self.decoder = lower_to_inductor(program.module())
+        self._prompt: Callable[..., Tensor] = self.decoder
+        self._token: Callable[..., Tensor] = self.decoder
+
+    @classmethod
+    def from_pretrained(cls, folder: Folder, device: str | None = None) -> LanguageModel:
+        """Load what `save_pretrained` or `pt2mx quantize` wrote.
+
+        Args:
+            folder: with the program, the configuration and, where there is one, the tokenizer.
+            device: that the model runs on; None: the one it was exported on.
+
+        Returns:
+            The model, lowered, not compiled.
+
+        Raises:
+            MXError: where the folder holds no such program.
+        """
+        return cls(*load_folder(folder, device))
+
+    def save_pretrained(self, folder: Folder, recipe: MXQuantizer | str | None = None) -> None:
+        """Write the program, the configurations and the tokenizer to a folder.
+
+        Args:
+            folder: made where it is not there.
+            recipe: the quantizer that the model was quantized with, or its YAML.
+
+        Raises:
+            MXError: where no file can be written there.
+        """
+        save_folder(folder, self.program, recipe, self.config, self.generation_config, self.tokenizer)
+
+    def compile(self, **options: Any) -> None:
+        """Compile the model in place, when it first reads a prompt, for any length, and a single token.
+
+        Args:
+            **options: of `torch.compile`, for single tokens.
+        """
+        self._prompt = torch.compile(self.decoder, dynamic=True)
+        self._token = torch.compile(self.decoder, **options)
+
+    @torch.no_grad()
+    def generate(self, inputs: Tensor | None = None, *, text: str | Sequence[str] | None = None, **options: Any) -> Any:
+        """Generate tokens, or text for `text`.
+
+        Args:
+            inputs: (B, S) int64 tokens, as transformers' `generate` takes them, padded on the left.
+            text: one prompt or several, in place of `inputs`.
+            **options: as transformers' `generate` takes them.
+
+        Returns:
+            What transformers' `generate` returns; for `text` what was generated, a string for each prompt.
+
+        Raises:
+            MXError: for text without a tokenizer, and for what the cache has no room for.
+        """
+        if text is None:
+            return super().generate(inputs, **options)
+        if self.tokenizer is None:
+            raise MXError("the model has no tokenizer: give input_ids, or save one in its folder")
+        prompts = [text] if isinstance(text, str) else list(text)
+        tokens = self._tokens(prompts)
+        found = super().generate(**tokens, **options)
+        new = getattr(found, "sequences", found)[:, tokens["input_ids"].shape[1] :]
+        texts = self.tokenizer.batch_decode(new, skip_special_tokens=True)
+        return texts[0] if isinstance(text, str) else texts
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> Any:
+        """Read tokens as the model of transformers does, a prompt in chunks.
+
+        Args:
+            input_ids: (B, S) int64.
+            attention_mask: (B, tokens of the cache and these), zero at padding, on the left; None: there is none.
+            position_ids: (B, S) int64; None: as the mask has them.
+            past_key_values: what `new_cache` or an earlier call gave, changed; None: a new one.
+            logits_to_keep: of how many of the last tokens logits are wanted, 0 for all; or (T,) int64, their columns.
+            **kwargs: what else `generate` gives to a model, without effect.
+
+        Returns:
+            transformers' `CausalLMOutputWithPast`: logits (B, T, vocabulary), and the cache.
+
+        Raises:
+            MXError: for more tokens than the cache has room for.
+        """
+        batch, length = input_ids.shape
+        cache = self.new_cache(batch, length) if past_key_values is None else past_key_values
+        taken, slots = cache.get_seq_length(), cache.layers[0].get_max_length()
+        if taken + length > slots:
+            raise MXError(f"{taken} + {length} tokens do not fit into a cache of {slots}: give a larger max_length")
+        mask = torch.ones(batch, slots, dtype=torch.long, device=self.device)
+        if attention_mask is not None:
+            mask[:, : attention_mask.shape[1]] = attention_mask
+        if position_ids is None:
+            position_ids = (mask.cumsum(1) - 1).clamp(min=0)[:, taken : taken + length]
+        columns = torch.arange(length, device=self.device)
+        kept = columns[-logits_to_keep:] if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = []
+        for first in range(0, length, _CHUNK):
+            here = slice(first, min(first + _CHUNK, length))
+            wanted = kept[(kept >= here.start) & (kept < here.stop)] - first
+            logits.append(self._read(input_ids[:, here], position_ids[:, here], mask, wanted, cache))
+        return _outputs.CausalLMOutputWithPast(logits=torch.cat(logits, 1), past_key_values=cache)
+
+    def _read(self, tokens: Tensor, positions: Tensor, mask: Tensor, wanted: Tensor, cache: Any) -> Tensor:
+        decoder = self._token if tokens.shape[1] == 1 else self._prompt
+        logits = decoder(
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=mask,
+            start=torch.tensor([cache.get_seq_length()], device=self.device),
+            logits_to_keep=wanted,
+            keys=[layer.keys for layer in cache.layers],
+            values=[layer.values for layer in cache.layers],
+        )
+        for layer in cache.layers:
+            layer.length += tokens.shape[1]
+        return logits
+
+    def new_cache(self, batch: int, tokens: int) -> Any:
+        """Make an empty cache, for `past_key_values`.
+
+        Args:
+            batch: the number of sequences.
+            tokens: of each, for which there is room at least.
+
+        Returns:
+            transformers' `Cache`.
+        """
+        slots = -(-tokens // _SLOTS) * _SLOTS
+        return empty_cache(self.shapes, batch, slots, self.device, self.dtype)
+
+    def _tokens(self, prompts: list[str]) -> dict[str, Tensor]:
+        self.tokenizer.padding_side = "left"
+        if self.tokenizer.pad_token is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        return self.tokenizer(prompts, padding=len(prompts) > 1, return_tensors="pt").to(self.device)
+
+    # what transformers' generate asks of a model
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], mode: object, batch_size: int, max_cache_length: int
+    ) -> None:
+        if model_kwargs.get("past_key_values") is None:
+            sequences = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
+            model_kwargs["past_key_values"] = self.new_cache(sequences, max_cache_length)
+
+    def _optimize_model_for_decode(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def _supports_logits_to_keep(self) -> bool:
+        return True
+
+    def is_remote_code(self) -> bool:
+        """Say that the model's code is here.
+
+        Returns:
+            False.
+        """
+        return False
+
+
+def _caches(program: ExportedProgram) -> tuple[LayerShapes, torch.device, torch.dtype]:
+    """The shapes of the program's caches, and where and of what they are."""
+    inputs = {node.name: node.meta["val"] for node in program.graph.find_nodes(op="placeholder")}
+    keys, values = ([inputs[n] for n in inputs if n.startswith(f"{kind}_")] for kind in ("keys", "values"))
+    if not keys or len(keys) != len(values):
+        raise MXError("the program has no inputs `keys` and `values`: it is no decoder with a cache")
+    shapes = [((k.shape[1], k.shape[3]), (v.shape[1], v.shape[3])) for k, v in zip(keys, values, strict=True)]
+    return shapes, keys[0].device, keys[0].dtype

@@ -1,0 +1,52 @@
+"""Text as tokens, in blocks: what a language model is calibrated and judged on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pt2mx.errors import MXError
+from pt2mx.pt2e.cli.sentences import sentences
+
+#: tokens of one block
+BLOCK = 512
+
+
+def read_text(path: str) -> str:
+    """The text of a file, or of the files `*.txt` in a folder, by name.
+
+    Raises:
+        MXError: where there is none, and for a file that is no UTF-8.
+    """
+    place = Path(path)
+    files = sorted(place.glob("*.txt")) if place.is_dir() else [place] if place.is_file() else []
+    try:
+        text = "\n\n".join(file.read_text() for file in files)
+    except UnicodeDecodeError as error:
+        raise MXError(f"{path!r} is no text in UTF-8: {error}") from None
+    if not text.strip():
+        raise MXError(f"no text in {path!r}: give a text file, or a folder of .txt files")
+    return text
+
+
+def built_in_text() -> str:
+    """The built-in sample: questions, then their answers."""
+    return "\n".join(sentences())
+
+
+def blocks(text: str, tokenizer: Any, most: int | None = None) -> list[Tensor]:
+    """Tokens of a text, (1, `BLOCK`) int64 each, the last one shorter, at most `most` of them in all.
+
+    Raises:
+        MXError: without a tokenizer, and for a text of fewer than two tokens.
+    """
+    if tokenizer is None:
+        raise MXError("the folder holds no tokenizer: text cannot be read; put tokenizer.json beside config.json")
+    ids = torch.tensor([tokenizer(text, verbose=False)["input_ids"]], dtype=torch.long)[:, :most]
+    found = [block for block in ids.split(BLOCK, 1) if block.shape[1] > 1]
+    if not found:
+        raise MXError("the text has fewer than two tokens: give a longer one")
+    return found

@@ -1,0 +1,63 @@
+"""Tiny causal language models of transformers, with random weights and a tokenizer of bytes."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from pt2mx.extras import import_extra
+
+transformers = import_extra("transformers", "hf")
+
+_SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+_SMALL = {**_SIZES, "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 512}
+_TOKENS = {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 257}
+_WIDE = {**_SMALL, "head_dim": 16}
+
+#: family -> transformers' config class and what is set of it
+FAMILIES = {
+    "llama": ("LlamaConfig", _SMALL),
+    "qwen2": ("Qwen2Config", _SMALL),
+    "qwen3": ("Qwen3Config", _WIDE),
+    "gemma2": ("Gemma2Config", {**_WIDE, "sliding_window": 8}),
+    "gemma3": ("Gemma3TextConfig", {**_WIDE, "sliding_window": 8}),
+    "phi3": ("Phi3Config", _SMALL),
+    "mistral": ("MistralConfig", {**_SMALL, "sliding_window": 8}),
+    "mixtral": ("MixtralConfig", {**_SMALL, "num_local_experts": 4}),
+    "gpt_oss": ("GptOssConfig", {**_WIDE, "num_local_experts": 4, "sliding_window": 8, "rope_parameters": None}),
+    "smollm3": ("SmolLM3Config", _SMALL),
+    "gpt2": ("GPT2Config", {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 300, "n_positions": 512}),
+}
+
+
+def tiny_decoder(family: str):
+    """A model of that family, in evaluation mode."""
+    name, fields = FAMILIES[family]
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**fields, **_TOKENS)).eval()
+
+
+def tokenizer_of_bytes():
+    """A tokenizer whose tokens are bytes, and those of the beginning and the end of a text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+def checkpoint(family: str, folder: Path, tokenizer: bool = True) -> str:
+    """The folder of a checkpoint, as `save_pretrained` writes it."""
+    tiny_decoder(family).save_pretrained(folder)
+    if tokenizer:
+        tokenizer_of_bytes().save_pretrained(folder)
+    return str(folder)
+
+
+def padded(batch: int = 3, length: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens of prompts of different lengths, padded on the left, and their mask."""
+    ids = torch.randint(256, (batch, length), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    for row in range(1, batch):
+        mask[row, : 3 * row] = 0
+    return ids.where(mask.bool(), 257), mask

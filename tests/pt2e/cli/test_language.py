@@ -1,0 +1,108 @@
+"""The commands for language models, from a checkpoint's folder to text."""
+
+import json
+import re
+
+import pytest
+
+from pt2mx.pt2e.cli.command import main
+from tests.language_models import checkpoint, transformers
+
+QUANTIZE = ("quantize", "--recipe", "mxfp8", "--model")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a checkpoint, "llama", and what `pt2mx quantize` makes of it, "quantized"."""
+    path = tmp_path_factory.mktemp("language")
+    checkpoint("llama", path / "llama")
+    (path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 10)
+    model, output = f"hf:{path}/llama", str(path / "quantized")
+    assert main(["quantize", "--model", model, "--recipe", "mxfp4_weight_only", "--output", output]) == 0
+    return path
+
+
+@pytest.fixture
+def run(place, monkeypatch, capsys):
+    """Runs a command in that folder: (exit status, stdout, stderr)."""
+    monkeypatch.chdir(place)
+
+    def run(*arguments):
+        capsys.readouterr()
+        status = main(list(arguments))
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def test_the_folder(place):
+    names = {"config.json", "generation_config.json", "program.pt2", "report.json", "tokenizer.json"}
+    assert names <= {file.name for file in (place / "quantized").iterdir()}
+    report = json.loads((place / "quantized" / "report.json").read_text())
+    assert sum(any(operand["spec"] for operand in row["operands"]) for row in report["operators"]) == 16
+
+
+def test_generate(run):
+    arguments = ("generate", "quantized", "--prompt", "Hello", "--max-new-tokens", "12")
+    status, out, err = run(*arguments)
+    assert status == 0 and re.search(r"first token after [\d.]+ s", err)
+    assert run(*arguments)[1] == out
+    sampled = [run(*arguments, "--temperature", "5", "--seed", seed)[1] for seed in "001"]
+    assert sampled[0] == sampled[1] != sampled[2]
+
+
+def test_generate_asks_for_prompts(run, monkeypatch, tmp_path):
+    (tmp_path / "prompts").write_text("Hello\n\nWorld\n")
+    with open(tmp_path / "prompts") as file:
+        monkeypatch.setattr("sys.stdin", file)
+        status, _, err = run("generate", "quantized", "--max-new-tokens", "3")
+    assert status == 0 and err.count("first token after") == 2
+
+
+def test_perplexity(run):
+    recipes = ("mxint8", "mxfp4_weight_only")
+    text = ("--text", "text.txt", "--tokens", "200")
+    status, out, _ = run("perplexity", "llama", *text, "--recipe", *recipes)
+    header, *rows, last = (line.split() for line in out.splitlines())
+    assert status == 0 and header[:2] == ["model", "perplexity"] and last[:2] == ["199", "tokens,"]
+    assert [row[0] for row in rows] == ["float", *recipes] and len(rows[0]) == 2
+    assert float(rows[1][2]) < float(rows[2][2]) < 0.1  # KL
+    status, out, _ = run("perplexity", "quantized", *text, "--float", "llama")
+    assert out.splitlines()[2].split()[1:] == rows[2][1:]
+    assert run("perplexity", "quantized", *text)[1].splitlines()[1].split()[1] == rows[2][1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("generate", "llama", "--prompt", "x"), r"'llama' holds no program\.pt2"),
+        (("generate", "quantized", "--prompt", "x", "--max-new-tokens", "0"), "--max-new-tokens 0 must be at least 1"),
+        (("generate", "quantized", "--prompt", "x", "--top-k", "3"), "--top-k is for sampling"),
+        (("generate", "quantized", "--prompt", "x", "--chat"), "no chat template"),
+        (("perplexity", "quantized", "--text", "text.txt", "--recipe", "mxfp8"), "--recipe has no meaning"),
+        (("perplexity", "llama", "--text", "none.txt"), "no text in 'none.txt'"),
+        (("perplexity", "llama", "--text", "text.txt", "--tokens", "1"), "--tokens 1 must be at least 2"),
+        ((*QUANTIZE, "hf:llama", "--output", "llama"), "is the folder of the checkpoint"),
+        ((*QUANTIZE, "hf:llama", "--output", "text.txt"), "is a file: a language model is written to a folder"),
+        ((*QUANTIZE, "hf:llama", "--output", "o", "--compile"), "--compile is for a program"),
+        ((*QUANTIZE, "hf:nowhere", "--output", "o"), "no causal language model"),
+    ],
+)
+def test_errors(run, arguments, text):
+    status, _, err = run(*arguments)
+    assert status == 2 and re.search(text, err), err
+
+
+def test_a_checkpoint_without_a_tokenizer(run, place):
+    checkpoint("gpt2", place / "gpt2", tokenizer=False)
+    status, _, err = run(*QUANTIZE, "hf:gpt2", "--output", "tokens")
+    assert status == 0 and "holds no tokenizer" in err
+    status, _, err = run("generate", "tokens", "--prompt", "x")
+    assert status == 2 and "holds no tokenizer" in err
+
+
+def test_another_kind_of_model(run, place):
+    config = transformers.BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    transformers.BertModel(config).save_pretrained(place / "bert")
+    status, _, err = run(*QUANTIZE, "hf:bert", "--output", "o")
+    assert status == 2 and "BertLMHeadModel" in err

@@ -1,0 +1,51 @@
+import pytest
+import torch
+
+from pt2mx import MXError
+from pt2mx.pt2e.language.cache import layer_shapes
+from pt2mx.pt2e.language.decoder import export_decoder, inputs
+from tests.language_models import FAMILIES, padded, tiny_decoder, transformers
+
+#: those that differ in what a program sees: one mask, two masks, an eager attention with sinks and experts, no RoPE
+DEFAULT = ("llama", "gemma3", "gpt_oss", "gpt2")
+EACH = [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", EACH)
+def test_a_prompt_and_single_tokens_give_what_the_model_gives(family):
+    model = tiny_decoder(family)
+    before, usual = {k: v.clone() for k, v in model.state_dict().items()}, model.config._attn_implementation
+    program = export_decoder(model).module()
+    assert model.config._attn_implementation == usual
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    ids = torch.randint(256, (3, 76))
+    want = model(ids).logits
+    call = inputs(layer_shapes(model), torch.device("cpu"), torch.float32, ids)
+    prompt = {name: call[name][:, :12] for name in ("input_ids", "position_ids")}
+    found = [program(**{**call, **prompt, "logits_to_keep": torch.arange(12)})]
+    for i in range(12, 76):
+        token = {"input_ids": ids[:, i : i + 1], "position_ids": torch.full((3, 1), i), "start": torch.tensor([i])}
+        found.append(program(**{**call, **token, "logits_to_keep": torch.tensor([0])}))
+    assert torch.allclose(torch.cat(found, 1), want, atol=2e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", DEFAULT)
+def test_padding_changes_nothing(family):
+    model = tiny_decoder(family)
+    program = export_decoder(model).module()
+    ids, mask = padded()
+    call = inputs(layer_shapes(model), torch.device("cpu"), torch.float32, ids)
+    call["attention_mask"], call["position_ids"] = mask, (mask.cumsum(1) - 1).clamp(min=0)
+    found = program(**call)
+    assert found.isfinite().all()
+    for row, padding in enumerate((mask == 0).sum(1).tolist()):
+        assert torch.allclose(found[row, padding:], model(ids[row : row + 1, padding:]).logits[0], atol=2e-6)
+
+
+def test_what_keeps_no_keys_and_values_is_refused():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "state_size": 4, "vocab_size": 64}
+    recurrent = transformers.AutoModelForCausalLM.from_config(transformers.MambaConfig(**sizes)).eval()
+    with pytest.raises(MXError, match="MambaForCausalLM"):
+        export_decoder(recurrent)

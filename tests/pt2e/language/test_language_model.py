@@ -1,0 +1,130 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import pt2mx
+from pt2mx import MXError, MXQuantizer
+from pt2mx.pt2e.language.language_model import LanguageModel
+from pt2mx.pt2e.language.quantize import quantize_language_model
+from tests.language_models import padded, tiny_decoder, tokenizer_of_bytes, transformers
+
+RECIPE = "mxfp4_weight_only"
+#: arguments of generate
+MODES = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2},
+    "beams": {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},
+}
+
+
+def quantized(family, recipe=RECIPE, tokenizer=None):
+    return quantize_language_model(tiny_decoder(family), MXQuantizer.from_recipe(recipe), tokenizer=tokenizer)
+
+
+def with_rounded_weights(family):
+    """The eager model, whose linear layers and embeddings hold what the recipe makes of them."""
+    model, spec = copy.deepcopy(tiny_decoder(family)), pt2mx.MXSpec("mxfp4", scale_mode="even")
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                module.weight.copy_(pt2mx.fake_quantize_mx(module.weight, spec))
+    return model
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return quantized("llama", tokenizer=tokenizer_of_bytes())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_generate_gives_the_tokens_of_transformers(family):
+    model, eager = quantized(family), with_rounded_weights(family)
+    ids, mask = padded()
+    for options in MODES.values():
+        calls = {"attention_mask": mask, "max_new_tokens": 20, **options}
+        torch.manual_seed(1)
+        want = eager.generate(ids, **calls)
+        torch.manual_seed(1)
+        assert torch.equal(model.generate(ids, **calls), want)
+
+
+def test_greedy_text_is_that_of_a_plain_loop_and_of_single_prompts(llama):
+    ids, mask = padded()
+    found = llama.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=False, eos_token_id=None)
+    plain = llama.program.module()
+    for row in range(3):
+        tokens = ids[row : row + 1, int((mask[row] == 0).sum()) :]
+        alone = llama.generate(tokens, max_new_tokens=16, do_sample=False, eos_token_id=None)
+        assert torch.equal(alone[0, -16:], found[row, -16:])
+        for _ in range(16):  # the whole text anew for each token
+            cache = llama.new_cache(1, tokens.shape[1])
+            length = tokens.shape[1]
+            logits = plain(
+                input_ids=tokens,
+                position_ids=torch.arange(length).unsqueeze(0),
+                attention_mask=torch.ones(1, cache.layers[0].get_max_length(), dtype=torch.long),
+                start=torch.tensor([0]),
+                logits_to_keep=torch.tensor([length - 1]),
+                keys=[layer.keys for layer in cache.layers],
+                values=[layer.values for layer in cache.layers],
+            )
+            tokens = torch.cat([tokens, logits[:, -1].argmax(-1, keepdim=True)], 1)
+        assert torch.equal(tokens, alone)
+
+
+def test_a_prompt_in_chunks_gives_the_same(llama, monkeypatch):
+    ids = torch.randint(256, (2, 40))
+    want = llama(ids).logits
+    monkeypatch.setattr("pt2mx.pt2e.language.language_model._CHUNK", 16)
+    assert torch.allclose(llama(ids).logits, want, atol=2e-6)
+    assert torch.allclose(llama(ids, logits_to_keep=20).logits, want[:, -20:], atol=2e-6)
+    assert llama(ids, logits_to_keep=1).logits.shape == (2, 1, 300)
+
+
+def test_a_text_goes_on_where_it_ended(llama):
+    ids = torch.randint(256, (1, 20))
+    whole, first = llama(ids), llama(ids[:, :15])
+    rest = llama(ids[:, 15:], past_key_values=first.past_key_values)
+    assert torch.allclose(torch.cat([first.logits, rest.logits], 1), whole.logits, atol=2e-6)
+    assert rest.past_key_values.get_seq_length() == 20
+
+
+def test_more_tokens_than_the_cache_has_room_for(llama):
+    cache = llama.new_cache(1, 10)
+    slots = cache.layers[0].get_max_length()
+    with pytest.raises(MXError, match=rf"0 \+ {slots + 1} tokens do not fit into a cache of {slots}"):
+        llama(torch.zeros(1, slots + 1, dtype=torch.long), past_key_values=cache)
+
+
+def test_text(llama):
+    first = llama.generate(text="Hello", max_new_tokens=8, do_sample=False)
+    both = llama.generate(text=["Hello", "A longer prompt"], max_new_tokens=8, do_sample=False)
+    assert isinstance(first, str) and both[0] == first and len(both) == 2
+    streamed = []
+
+    class Streamer(transformers.TextStreamer):
+        def on_finalized_text(self, text, stream_end=False):
+            streamed.append(text)
+
+    streamer = Streamer(llama.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    llama.generate(text="Hello", max_new_tokens=8, do_sample=False, streamer=streamer)
+    assert "".join(streamed) == first
+    with pytest.raises(MXError, match="no tokenizer"):
+        quantized("gpt2").generate(text="Hello")
+
+
+def test_a_folder_holds_all(llama, tmp_path):
+    llama.save_pretrained(tmp_path / "model", MXQuantizer.from_recipe(RECIPE))
+    loaded = LanguageModel.from_pretrained(tmp_path / "model")
+    ids, mask = padded()
+    assert torch.equal(loaded(ids, attention_mask=mask).logits, llama(ids, attention_mask=mask).logits)
+    text = llama.generate(text="Hello", max_new_tokens=8, do_sample=False)
+    assert loaded.generate(text="Hello", max_new_tokens=8, do_sample=False) == text
+    assert loaded.generation_config.eos_token_id == llama.generation_config.eos_token_id
+    assert "fp4_e2m1" in pt2mx.origin_of(tmp_path / "model" / "program.pt2").recipe
+    with pytest.raises(MXError, match=r"holds no program\.pt2"):
+        LanguageModel.from_pretrained(tmp_path)
+    with pytest.raises(MXError, match="cannot write to"):
+        llama.save_pretrained(tmp_path / "model" / "config.json")

@@ -1,0 +1,57 @@
+import pytest
+import torch
+
+import pt2mx
+from pt2mx import MXQuantizer
+from pt2mx.pt2e.language import decoder
+from pt2mx.pt2e.language.cache import layer_shapes
+from pt2mx.pt2e.language.quantize import quantize_language_model, without_products_of_activations
+from tests.language_models import tiny_decoder
+
+
+@pytest.mark.parametrize(("family", "quantized"), [("llama", 16), ("gpt2", 11), ("gpt_oss", 16), ("mixtral", 16)])
+def test_products_with_weights_are_quantized_and_no_others(family, quantized):
+    model = tiny_decoder(family)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found = quantize_language_model(model, MXQuantizer.from_recipe("mxfp8"))
+    operators = pt2mx.quantization_report(found.program.module()).operators
+    assert sum(operator.quantized for operator in operators) == quantized
+    left = {operator.operator for operator in operators if not operator.quantized}
+    assert left <= {"aten.scaled_dot_product_attention", "aten.matmul"}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_converted_equals_prepared():
+    model, ids = tiny_decoder("llama"), torch.randint(256, (2, 20))
+    quantizer = without_products_of_activations(MXQuantizer.from_recipe("mxfp8"))
+    prepared = pt2mx.prepare_pt2e(decoder.export_decoder(model).module(), quantizer)
+
+    def call(program):
+        return program(**decoder.inputs(layer_shapes(model), torch.device("cpu"), torch.float32, ids))
+
+    with torch.no_grad():
+        call(prepared)
+        pt2mx.disable_observer(prepared)
+        pt2mx.enable_fake_quant(prepared)
+        want = call(prepared)
+        assert torch.equal(call(quantize_language_model(model, quantizer).program.module()), want)
+
+
+def test_algorithms_lower_the_error():
+    model, ids = tiny_decoder("llama"), torch.randint(256, (1, 512))
+    errors = []
+    for algorithms in (None, "balanced"):
+        quantizer = MXQuantizer.from_recipe("mxfp4_weight_only").set_algorithms(algorithms)
+        stages = []
+        found = quantize_language_model(model, quantizer, [ids], stage=stages.append)
+        assert stages == ["export", *["optimize"] * (algorithms is not None), "calibrate", "convert"]
+        with torch.no_grad():
+            errors.append((found(ids).logits - model(ids).logits).square().mean())
+    assert errors[1] < 0.85 * errors[0]
+
+
+def test_a_filter_of_the_users_stays():
+    quantizer = MXQuantizer.from_recipe("mxfp8").set_filter_function(lambda node: "lm_head" not in str(node.meta))
+    found = quantize_language_model(tiny_decoder("llama"), quantizer)
+    (head,) = [o for o in pt2mx.quantization_report(found.program.module()).operators if "lm_head" in o.module]
+    assert not head.quantized
