@@ -12,6 +12,8 @@ from torch.export import ExportedProgram
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
+from pt2mx.fx.graph.node import is_ours
+from pt2mx.fx.graph.subgraphs import graph_modules
 from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.pt2e.language.cache import LayerShapes, empty_cache
 from pt2mx.pt2e.language.folder import Folder, load_folder, save_folder
@@ -33,7 +35,7 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
     criteria and a `GenerationConfig`. `text=` beside takes and gives text.
 
     Args:
-        program: what `pt2mx quantize` exports: a decoder as `CachedDecoder` has it.
+        program: what `pt2mx quantize` exports: a decoder as `CachedDecoder` has it; a float one serves, too.
         config: transformers' configuration of the model.
         generation_config: its settings for `generate`; None: transformers' defaults.
         tokenizer: for `text=`; None: there is none.
@@ -69,7 +71,9 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         self.config, self.tokenizer = config, tokenizer
         self.generation_config = generation_config or import_extra("transformers", "hf").GenerationConfig()
         self.shapes, self.device, self.dtype = _caches(program)
-        self.decoder = lower_to_inductor(program.module())
+        decoder = program.module()
+        quantized = any(is_ours(node) for graph in graph_modules(decoder) for node in graph.graph.nodes)
+        self.decoder = lower_to_inductor(decoder) if quantized else decoder
         self._prompt: Callable[..., Tensor] = self.decoder
         self._token: Callable[..., Tensor] = self.decoder
 
@@ -206,7 +210,11 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
             transformers' `Cache`.
         """
         slots = -(-tokens // _SLOTS) * _SLOTS
-        return empty_cache(self.shapes, batch, slots, self.device, self.dtype)
+        cache = empty_cache(self.shapes, batch, slots, self.device, self.dtype)
+        for layer in cache.layers:  # CUDA graphs may write to what stays where it is
+            torch._dynamo.mark_static_address(layer.keys)
+            torch._dynamo.mark_static_address(layer.values)
+        return cache
 
     def _tokens(self, prompts: list[str]) -> dict[str, Tensor]:
         self.tokenizer.padding_side = "left"

@@ -1,0 +1,142 @@
+"""Language models: seconds of the flow, time to the first token and tokens a second, beside the float program.
+
+    python -m tests.benchmarks.language [--shape 1b|8b] [--device cuda] [--recipe mxfp4_weight_only] [--layers N]
+        [--prompts 512 4096] [--batches 1 4 16] [--mode reduce-overhead]
+
+A Llama of the shape of 3.2 1B or 3.1 8B, random weights in bfloat16, exported with its cache. Both sides are the same
+program, compiled alike, and called by `LanguageModel`: what Python does between two steps is in the figures. Each is
+the median of calls after two that warm up. On a GPU also the most memory of each side while it decodes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pt2mx import LanguageModel, MXQuantizer, quantize_language_model
+from pt2mx.extras import import_extra
+from pt2mx.pt2e.language.decoder import export_decoder
+from tests.benchmarks.measure import Row, hardware, print_table
+
+#: shape -> what is set of a LlamaConfig
+SHAPES: dict[str, dict[str, Any]] = {
+    "1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+    },
+    "8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+}
+VOCABULARY, LONGEST = 128256, 8192
+
+
+def llama(shape: str, layers: int | None, device: str) -> Any:
+    transformers = import_extra("transformers", "hf")
+    fields = {**SHAPES[shape], **({"num_hidden_layers": layers} if layers else {})}
+    config = transformers.LlamaConfig(**fields, vocab_size=VOCABULARY, max_position_embeddings=LONGEST)
+    torch.manual_seed(0)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            return transformers.LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(default)
+
+
+def measured(model: LanguageModel, prompts: list[int], batches: list[int], mode: str | None) -> dict[str, float]:
+    """Milliseconds of a prompt's first token and of a step, by prompt length and batch."""
+    model.compile(**({"mode": mode} if mode else {}))
+    found = {}
+    with torch.no_grad():
+        for length in prompts:
+            ids = torch.randint(VOCABULARY, (1, length), device=model.device)
+            cache = model.new_cache(1, length)
+
+            def first(ids: Any = ids, cache: Any = cache) -> None:
+                cache.reset()
+                model(ids, past_key_values=cache, logits_to_keep=1)
+
+            found[f"first token, {length}"] = _milliseconds(first, 5)
+        for batch in batches:
+            cache = model.new_cache(batch, 512)
+            token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
+            model(token.expand(batch, 1).repeat(1, 64), past_key_values=cache, logits_to_keep=1)
+            found[f"step, batch {batch}"] = _milliseconds(lambda t=token, c=cache: model(t, past_key_values=c), 50)
+    return found
+
+
+def _milliseconds(call: Callable[[], object], repeats: int) -> float:
+    times = []
+    for _ in range(repeats + 2):
+        _synchronize()
+        begin = time.perf_counter()
+        call()
+        _synchronize()
+        times.append(time.perf_counter() - begin)
+    return 1e3 * sorted(times[2:])[repeats // 2]
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="1b")
+    parser.add_argument("--layers", type=int, help="of the model, for a shorter run")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--recipe", default="mxfp4_weight_only")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[512, 4096])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--mode", help="of torch.compile, for single tokens")
+    options = parser.parse_args()
+    model = llama(options.shape, options.layers, options.device)
+    size, times = sum(p.nbytes for p in model.parameters()), {}
+    begin = time.perf_counter()
+
+    def stage(name: str) -> None:
+        times[name] = time.perf_counter()
+
+    quantized = quantize_language_model(model, MXQuantizer.from_recipe(options.recipe), stage=stage)
+    _synchronize()
+    ends = [*list(times.values())[1:], time.perf_counter()]
+    print(f"{size / 1e9:.2f} GB, " + ", ".join(f"{n} {e - times[n]:.1f} s" for n, e in zip(times, ends, strict=True)))
+    print(f"{time.perf_counter() - begin:.1f} s in all")
+    program = export_decoder(model)
+    del model
+    sides = {"bfloat16": LanguageModel(program, quantized.config), options.recipe: quantized}
+    del program, quantized
+    found = {}
+    for name in list(sides):
+        side = sides.pop(name)
+        found[name] = measured(side, options.prompts, options.batches, options.mode)
+        del side
+        gc.collect()
+    exact, mx = found.values()
+    rows: list[Row] = [
+        {"": key, "bfloat16 ms": f"{exact[key]:.2f}", "mx ms": f"{mx[key]:.2f}", "times": f"{exact[key] / mx[key]:.2f}"}
+        for key in exact
+    ]
+    print_table(rows, tuple(rows[0]))
+    print(hardware())
+
+
+if __name__ == "__main__":
+    main()
