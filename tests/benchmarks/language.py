@@ -5,15 +5,17 @@
 
 A Llama of the shape of 3.2 1B or 3.1 8B, random weights in bfloat16, exported with its cache. Both sides are the same
 program, compiled alike, and called by `LanguageModel`: what Python does between two steps is in the figures. Each is
-the median of calls after two that warm up. On a GPU also the most memory of each side while it decodes.
+the median of calls after two that warm up.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,26 +61,31 @@ def llama(shape: str, layers: int | None, device: str) -> Any:
         torch.set_default_dtype(default)
 
 
-def measured(model: LanguageModel, prompts: list[int], batches: list[int], mode: str | None) -> dict[str, float]:
-    """Milliseconds of a prompt's first token and of a step, by prompt length and batch."""
+def measured(
+    model: LanguageModel, name: str, prompts: list[int], batches: list[int], mode: str | None
+) -> dict[str, float]:
+    """The milliseconds of a prompt's first token and of a step, printed as they are found."""
     model.compile(**({"mode": mode} if mode else {}))
-    found = {}
+    found: dict[str, float] = {}
+
+    def measure(what: str, call: Callable[[], object], repeats: int) -> None:
+        found[what] = _milliseconds(call, repeats)
+        print(f"{name}: {what}: {found[what]:.2f} ms", flush=True)
+
     with torch.no_grad():
-        for length in prompts:
-            ids = torch.randint(VOCABULARY, (1, length), device=model.device)
-            cache = model.new_cache(1, length)
-
-            def first(ids: Any = ids, cache: Any = cache) -> None:
-                cache.reset()
-                model(ids, past_key_values=cache, logits_to_keep=1)
-
-            found[f"first token, {length}"] = _milliseconds(first, 5)
         for batch in batches:
             cache = model.new_cache(batch, 512)
             token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
-            model(token.expand(batch, 1).repeat(1, 64), past_key_values=cache, logits_to_keep=1)
-            found[f"step, batch {batch}"] = _milliseconds(lambda t=token, c=cache: model(t, past_key_values=c), 50)
+            measure(f"step, batch {batch}", partial(model, token, past_key_values=cache), 50)
+        for length in prompts:
+            ids = torch.randint(VOCABULARY, (1, length), device=model.device)
+            measure(f"first token, {length}", partial(_first_token, model, ids, model.new_cache(1, length)), 5)
     return found
+
+
+def _first_token(model: LanguageModel, ids: torch.Tensor, cache: Any) -> None:
+    cache.reset()
+    model(ids, past_key_values=cache, logits_to_keep=1)
 
 
 def _milliseconds(call: Callable[[], object], repeats: int) -> float:
@@ -89,7 +96,7 @@ def _milliseconds(call: Callable[[], object], repeats: int) -> float:
         call()
         _synchronize()
         times.append(time.perf_counter() - begin)
-    return 1e3 * sorted(times[2:])[repeats // 2]
+    return 1e3 * statistics.median(times[2:])
 
 
 def _synchronize() -> None:
@@ -123,16 +130,15 @@ def main() -> None:
     del model
     sides = {"bfloat16": LanguageModel(program, quantized.config), options.recipe: quantized}
     del program, quantized
-    found = {}
+    found = []
     for name in list(sides):
         side = sides.pop(name)
-        found[name] = measured(side, options.prompts, options.batches, options.mode)
+        found.append(measured(side, name, options.prompts, options.batches, options.mode))
         del side
         gc.collect()
-    exact, mx = found.values()
+    exact, mx = found
     rows: list[Row] = [
-        {"": key, "bfloat16 ms": f"{exact[key]:.2f}", "mx ms": f"{mx[key]:.2f}", "times": f"{exact[key] / mx[key]:.2f}"}
-        for key in exact
+        {"": what, "bfloat16 ms": exact[what], "mx ms": mx[what], "times": exact[what] / mx[what]} for what in exact
     ]
     print_table(rows, tuple(rows[0]))
     print(hardware())

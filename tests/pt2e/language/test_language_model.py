@@ -6,6 +6,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXError, MXQuantizer
+from pt2mx.pt2e.language.decoder import export_decoder
 from pt2mx.pt2e.language.language_model import LanguageModel
 from pt2mx.pt2e.language.quantize import quantize_language_model
 from tests.language_models import padded, tiny_decoder, tokenizer_of_bytes, transformers
@@ -128,3 +129,26 @@ def test_a_folder_holds_all(llama, tmp_path):
         LanguageModel.from_pretrained(tmp_path)
     with pytest.raises(MXError, match="cannot write to"):
         llama.save_pretrained(tmp_path / "model" / "config.json")
+
+
+@pytest.mark.slow
+def test_compiled(llama, compiler):
+    ids, mask = padded()
+    model = LanguageModel(llama.program, llama.config, llama.generation_config)
+    model.compile()
+    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(model.generate(ids, **options), llama.generate(ids, **options))
+
+
+def test_a_float_program_serves_too():
+    model, ids = tiny_decoder("llama"), torch.randint(256, (2, 10))
+    with torch.no_grad():
+        assert torch.allclose(
+            LanguageModel(export_decoder(model), model.config)(ids).logits, model(ids).logits, atol=2e-6
+        )
+
+
+def test_a_program_of_another_kind_is_refused():
+    x = torch.randn(2, 4)
+    with pytest.raises(MXError, match="no decoder with a cache"):
+        LanguageModel(torch.export.export(nn.Linear(4, 4), (x,)), None)
