@@ -26,6 +26,13 @@ FAMILIES = {
     "mixtral": ("MixtralConfig", {**_SMALL, "num_local_experts": 4}),
     "gpt_oss": ("GptOssConfig", {**_WIDE, "num_local_experts": 4, "sliding_window": 8, "rope_parameters": None}),
     "smollm3": ("SmolLM3Config", _SMALL),
+    "falcon": ("FalconConfig", {**_SIZES, "vocab_size": 300, "alibi": False}),
+    "bloom": ("BloomConfig", {"hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 300}),
+    "opt": ("OPTConfig", {**_SMALL, "ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "gpt_neox": ("GPTNeoXConfig", {**_SIZES, "vocab_size": 300}),
+    "gptj": ("GPTJConfig", {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 300, "rotary_dim": 16}),
+    "qwen2_moe": ("Qwen2MoeConfig", {**_SMALL, "num_experts": 4, "moe_intermediate_size": 32}),
+    "glm4": ("Glm4Config", _WIDE),
     "gpt2": ("GPT2Config", {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 300, "n_positions": 512}),
 }
 

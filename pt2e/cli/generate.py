@@ -44,7 +44,8 @@ def _generate(options: argparse.Namespace) -> None:
     torch.manual_seed(options.seed)
     for prompt in [options.prompt] if options.prompt is not None else _asked():
         with user_errors("generate"):
-            _answer(model, _in_template(model.tokenizer, prompt) if options.chat else prompt, settings)
+            tokens = _in_template(model, prompt) if options.chat else model.tokens([prompt])
+            _answer(model, tokens, settings)
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
@@ -72,16 +73,17 @@ def _asked() -> Iterator[str]:
             yield line.rstrip("\n")
 
 
-def _in_template(tokenizer: Any, prompt: str) -> str:
-    if tokenizer.chat_template is None:
+def _in_template(model: LanguageModel, prompt: str) -> dict[str, torch.Tensor]:
+    if model.tokenizer.chat_template is None:
         raise MXError(
             "--chat: the tokenizer has no chat template; leave it out, and write the prompt as the model has it"
         )
     messages = [{"role": "user", "content": prompt}]
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+    return dict(model.tokenizer.apply_chat_template(messages, **options).to(model.device))
 
 
-def _answer(model: LanguageModel, prompt: str, settings: dict[str, Any]) -> None:
+def _answer(model: LanguageModel, tokens: dict[str, Any], settings: dict[str, Any]) -> None:
     """Print the continuation of a prompt as it grows, then its speed."""
     base = import_extra("transformers", "hf").TextStreamer
 
@@ -97,7 +99,7 @@ def _answer(model: LanguageModel, prompt: str, settings: dict[str, Any]) -> None
             super().put(value)
 
     streamer, begin = Streamer(), time.perf_counter()
-    model.generate(text=prompt, streamer=streamer, **settings)
+    model.generate(tokens.pop("input_ids"), streamer=streamer, **tokens, **settings)
     _, *times = streamer.times
     speed = f", then {(len(times) - 1) / (times[-1] - times[0]):.1f} tokens/s" if len(times) > 1 else ""
     note(f"first token after {times[0] - begin:.2f} s{speed}")

@@ -6,12 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.export import ExportedProgram
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 
 _cache_utils = import_extra("transformers.cache_utils", "hf")
 
+#: a cache has a multiple of so many slots: few programs are compiled
+_SLOTS = 256
 #: (heads, width) of the keys and of the values of each layer
 LayerShapes = list[tuple[tuple[int, int], tuple[int, int]]]
 
@@ -48,6 +51,11 @@ class CacheLayer(_cache_utils.CacheLayerMixin):  # type: ignore[name-defined]
     def reset(self) -> None:
         self.length = 0
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens, of a number that is given as a negative one; of a positive one keep so many."""
+        number = int(tokens_to_remove)
+        self.length = min(self.length, number) if number > 0 else self.length + number
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Put the rows of a batch in another order, in place, as beam search does."""
         for tensor in (self.keys, self.values):
@@ -61,6 +69,23 @@ def empty_cache(shapes: LayerShapes, batch: int, slots: int, device: torch.devic
         return torch.zeros(batch, heads, slots, width, device=device, dtype=dtype)
 
     return _cache_utils.Cache(layers=[CacheLayer(zeros(*keys), zeros(*values)) for keys, values in shapes])
+
+
+def room_for(tokens: int) -> int:
+    """The slots of a cache with room for so many tokens."""
+    return -(-tokens // _SLOTS) * _SLOTS
+
+
+def slots_of(cache: Any) -> int:
+    """The slots that a cache has."""
+    return cache.layers[0].get_max_length()
+
+
+def grow(cache: Any, slots: int) -> None:
+    """Give a cache more slots, in place."""
+    for layer in cache.layers:
+        more = (0, 0, 0, slots - layer.get_max_length())
+        layer.keys, layer.values = (torch.nn.functional.pad(one, more) for one in (layer.keys, layer.values))
 
 
 def cache_within(keys: list[Tensor], values: list[Tensor], start: Tensor) -> Any:
@@ -89,6 +114,16 @@ def layer_shapes(model: Any) -> LayerShapes:
     if not found:
         raise MXError(f"{type(model).__name__} keeps no cache: it is no causal language model")
     return found
+
+
+def caches_of(program: ExportedProgram) -> tuple[LayerShapes, torch.device, torch.dtype]:
+    """The shapes of the program's caches, and where and of what they are."""
+    inputs = {node.name: node.meta["val"] for node in program.graph.find_nodes(op="placeholder")}
+    keys, values = ([inputs[n] for n in inputs if n.startswith(f"{kind}_")] for kind in ("keys", "values"))
+    if not keys or len(keys) != len(values):
+        raise MXError("the program has no inputs `keys` and `values`: it is no decoder with a cache")
+    shapes = [((k.shape[1], k.shape[3]), (v.shape[1], v.shape[3])) for k, v in zip(keys, values, strict=True)]
+    return shapes, keys[0].device, keys[0].dtype
 
 
 def _is_of_tokens(held: object) -> bool:

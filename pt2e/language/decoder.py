@@ -5,6 +5,7 @@ One program serves for prompts of any length and for single tokens, so that both
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,8 @@ from pt2mx.pt2e.language.cache import LayerShapes, cache_within, empty_cache, la
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+#: of logits computed in another order, in 16 bits, over their norm
+_AGREEMENT = 0.05
 _SIZE = Dim.DYNAMIC
 #: inputs of the program -> the dimensions that may have any size; of `keys` and `values` one tensor a layer
 DYNAMIC: dict[str, dict[int, Any]] = {
@@ -37,6 +40,7 @@ class CachedDecoder(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+        self._taken = inspect.signature(model.forward).parameters
 
     def forward(
         self,
@@ -61,14 +65,15 @@ class CachedDecoder(nn.Module):
         Returns:
             (B, T, vocabulary) logits.
         """
-        return self.model(
+        optional = {"position_ids": position_ids, "logits_to_keep": logits_to_keep}
+        logits = self.model(
             input_ids=input_ids,
-            position_ids=position_ids,
             attention_mask=attention_mask,
             past_key_values=cache_within(keys, values, start),
-            logits_to_keep=logits_to_keep,
             use_cache=True,
+            **{name: value for name, value in optional.items() if name in self._taken},
         ).logits
+        return logits if "logits_to_keep" in self._taken else logits[:, logits_to_keep]
 
 
 def export_decoder(model: PreTrainedModel) -> ExportedProgram:
@@ -77,16 +82,43 @@ def export_decoder(model: PreTrainedModel) -> ExportedProgram:
     Raises:
         MXError: for a model that keeps anything but keys and values, and one that cannot be exported.
     """
-    example, usual = inputs(layer_shapes(model), model.device, model.dtype), model.config._attn_implementation
+    shapes, usual = layer_shapes(model), model.config._attn_implementation
+    example = inputs(shapes, model.device, model.dtype)
     if usual == "sdpa":
         attention.register()
         model.set_attn_implementation(attention.NAME)
     try:
-        return export(CachedDecoder(model), example)
+        program = export(CachedDecoder(model), example)
     except Exception as error:
         raise MXError(f"{type(model).__name__} cannot be exported with its cache: {error}") from error
     finally:
         model.set_attn_implementation(usual)
+    _check(model, program, shapes)
+    return program
+
+
+@torch.no_grad()
+def _check(model: PreTrainedModel, program: ExportedProgram, shapes: LayerShapes) -> None:
+    """Raise an error for a model that takes its cache to be as long as what was read, or sees tokens to come."""
+    prompt, length = 12, 16
+    tokens = torch.arange(2 * length).reshape(2, length) % model.config.get_text_config().vocab_size
+    call = inputs(shapes, model.device, model.dtype, tokens)
+    for name in ("keys", "values"):
+        call[name] = [nn.functional.pad(one, (0, 0, 0, 5)) for one in call[name]]
+    call["attention_mask"] = nn.functional.pad(call["attention_mask"], (0, 5), value=1)
+    decoder, found = program.module(), []
+    for first, last in ((0, prompt), *((i, i + 1) for i in range(prompt, length))):
+        here = {name: call[name][:, first:last] for name in ("input_ids", "position_ids")}
+        kept = torch.arange(last - first, device=model.device)
+        start = torch.full((1,), first, device=model.device)
+        found.append(decoder(**{**call, **here, "start": start, "logits_to_keep": kept}))
+    wanted = model(input_ids=call["input_ids"], use_cache=False).logits.float()
+    error = (torch.cat(found, 1).float() - wanted).norm() / wanted.norm()
+    if not error < _AGREEMENT:
+        raise MXError(
+            f"{type(model).__name__} with a cache of fixed length gives other logits than without one ({error:.2g} of "
+            "their norm): its attention cannot be exported with its cache"
+        )
 
 
 def export(decoder: nn.Module, example: dict[str, Any]) -> ExportedProgram:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,20 @@ from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
 #: beside the files that transformers writes
 PROGRAM, REPORT = "program.pt2", "report.json"
+
+_GENERATION = "generation_config.json"
+_TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
 
 Folder = str | os.PathLike[str]
 
@@ -33,12 +49,17 @@ def save_folder(folder: Folder, program: ExportedProgram, recipe: MXQuantizer | 
     """
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
+        if is_quantized(folder):  # of another model: a tokenizer that is left would be taken for this one's
+            for name in (REPORT, _GENERATION, *_TOKENIZER):
+                (Path(folder) / name).unlink(missing_ok=True)
+        save_program(program, Path(folder) / PROGRAM, recipe)
         for part in parts:
             if part is not None:
                 part.save_pretrained(folder)
     except OSError as error:
         raise MXError(f"cannot write to {str(folder)!r}: {error.strerror}; give a folder") from None
-    save_program(program, Path(folder) / PROGRAM, recipe)
+    except ValueError as error:  # of a generation config that contradicts itself
+        raise MXError(f"cannot write to {str(folder)!r}: {error}") from None
 
 
 def load_folder(folder: Folder, device: str | None = None) -> tuple[ExportedProgram, Any, Any, Any]:
@@ -50,20 +71,48 @@ def load_folder(folder: Folder, device: str | None = None) -> tuple[ExportedProg
     if not is_quantized(folder):
         raise MXError(f"{str(folder)!r} holds no {PROGRAM}: give the folder that `pt2mx quantize` wrote")
     transformers = import_extra("transformers", "hf")
-    program = load_program(Path(folder) / PROGRAM)
+    with _errors_of(folder, PROGRAM):
+        program = load_program(Path(folder) / PROGRAM)
     if device is not None:
-        program = move_to_device_pass(program, device)
-    config = transformers.AutoConfig.from_pretrained(folder)
-    settings = Path(folder) / "generation_config.json"
-    generation = transformers.GenerationConfig.from_pretrained(folder) if settings.is_file() else None
+        try:
+            program = move_to_device_pass(program, device)
+        except Exception as error:  # no such device, or one that is not here
+            raise MXError(f"cannot move the model to device={device!r}: {error}") from None
+    with _errors_of(folder, "config.json"):
+        config = transformers.AutoConfig.from_pretrained(folder)
+    generation = None
+    if (Path(folder) / _GENERATION).is_file():
+        with _errors_of(folder, _GENERATION):
+            generation = transformers.GenerationConfig.from_pretrained(folder)
     return program, config, generation, load_tokenizer(folder)
 
 
-def load_tokenizer(folder: Folder) -> Any:
-    """The tokenizer of a checkpoint; None where there is none, or but an empty one, as transformers makes it."""
-    transformers = import_extra("transformers", "hf")
+@contextmanager
+def _errors_of(folder: Folder, name: str) -> Iterator[None]:
+    """Name the file for which another library's error is raised."""
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        return tokenizer if len(set(tokenizer("a text of tokens")["input_ids"])) > 1 else None
-    except Exception:  # tokenizers fail in as many ways as there are of them
+        yield
+    except MXError:
+        raise
+    except Exception as error:
+        raise MXError(f"cannot read {name!r} in {str(folder)!r}: {error}; quantize the model anew") from error
+
+
+def load_tokenizer(folder: Folder) -> Any:
+    """The tokenizer of a checkpoint; None where it holds none.
+
+    Raises:
+        MXError: where a file of it cannot be read.
+    """
+    transformers = import_extra("transformers", "hf")
+    files = [name for name in _TOKENIZER if (Path(folder) / name).is_file()]
+    if Path(folder).is_dir() and not files:
         return None
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # tokenizers fail in as many ways as there are of them
+        if not files:
+            return None
+        raise MXError(
+            f"cannot read the tokenizer in {str(folder)!r}: {error}; take its files away, or mend them"
+        ) from None

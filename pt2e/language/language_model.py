@@ -15,8 +15,10 @@ from pt2mx.extras import import_extra
 from pt2mx.fx.graph.node import is_ours
 from pt2mx.fx.graph.subgraphs import graph_modules
 from pt2mx.fx.lower import lower_to_inductor
-from pt2mx.pt2e.language.cache import LayerShapes, empty_cache
+from pt2mx.pt2e.language.arguments import check_prompts, check_step
+from pt2mx.pt2e.language.cache import CacheLayer, caches_of, empty_cache, grow, room_for, slots_of
 from pt2mx.pt2e.language.folder import Folder, load_folder, save_folder
+from pt2mx.pt2e.language.texts import padded_tokens
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
 _generation = import_extra("transformers.generation.utils", "hf")
@@ -24,8 +26,6 @@ _outputs = import_extra("transformers.modeling_outputs", "hf")
 
 #: tokens of a prompt that are read at once, a bound on the memory of attention
 _CHUNK = 1024
-#: a cache has a multiple of so many slots: few programs are compiled
-_SLOTS = 256
 
 
 class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[name-defined]
@@ -70,7 +70,7 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         self.program = program
         self.config, self.tokenizer = config, tokenizer
         self.generation_config = generation_config or import_extra("transformers", "hf").GenerationConfig()
-        self.shapes, self.device, self.dtype = _caches(program)
+        self.shapes, self.device, self.dtype = caches_of(program)
         decoder = program.module()
         quantized = any(is_ours(node) for graph in graph_modules(decoder) for node in graph.graph.nodes)
         self.decoder = lower_to_inductor(decoder) if quantized else decoder
@@ -124,21 +124,36 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
             **options: as transformers' `generate` takes them.
 
         Returns:
-            What transformers' `generate` returns; for `text` what was generated, a string for each prompt.
+            What transformers' `generate` returns; for `text` what was generated, a string for each sequence, by itself
+            where there is one for one prompt.
 
         Raises:
-            MXError: for text without a tokenizer, and for what the cache has no room for.
+            MXError: for text without a tokenizer, and for what is no text.
         """
+        if self.tokenizer is not None:
+            options = {"tokenizer": self.tokenizer, **options}  # stop_strings asks for it
         if text is None:
             return super().generate(inputs, **options)
-        if self.tokenizer is None:
-            raise MXError("the model has no tokenizer: give input_ids, or save one in its folder")
-        prompts = [text] if isinstance(text, str) else list(text)
-        tokens = self._tokens(prompts)
+        prompts = check_prompts(text, inputs, options)
+        tokens = self.tokens(prompts)
         found = super().generate(**tokens, **options)
         new = getattr(found, "sequences", found)[:, tokens["input_ids"].shape[1] :]
         texts = self.tokenizer.batch_decode(new, skip_special_tokens=True)
-        return texts[0] if isinstance(text, str) else texts
+        return texts[0] if isinstance(text, str) and len(texts) == 1 else texts
+
+    def tokens(self, prompts: list[str]) -> dict[str, Tensor]:
+        """Give the tokens of prompts, padded on the left, as `generate` takes them.
+
+        Args:
+            prompts: texts.
+
+        Returns:
+            `input_ids` and `attention_mask`, (B, S) int64 on the model's device.
+
+        Raises:
+            MXError: without a tokenizer, and for a prompt without tokens.
+        """
+        return {name: tensor.to(self.device) for name, tensor in padded_tokens(self.tokenizer, prompts).items()}
 
     def forward(
         self,
@@ -147,6 +162,7 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
         logits_to_keep: int | Tensor = 0,
+        use_cache: bool | None = None,
         **kwargs: Any,
     ) -> Any:
         """Read tokens as the model of transformers does, a prompt in chunks.
@@ -157,6 +173,7 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
             position_ids: (B, S) int64; None: as the mask has them.
             past_key_values: what `new_cache` or an earlier call gave, changed; None: a new one.
             logits_to_keep: of how many of the last tokens logits are wanted, 0 for all; or (T,) int64, their columns.
+            use_cache: False does not return the cache.
             **kwargs: what else `generate` gives to a model, without effect.
 
         Returns:
@@ -165,24 +182,38 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         Raises:
             MXError: for more tokens than the cache has room for.
         """
+        cache = self._cache_for(input_ids, past_key_values)
+        taken, slots = cache.get_seq_length(), slots_of(cache)
+        check_step(input_ids, attention_mask, position_ids, len(cache.layers[0].keys), taken, slots)
         batch, length = input_ids.shape
-        cache = self.new_cache(batch, length) if past_key_values is None else past_key_values
-        taken, slots = cache.get_seq_length(), cache.layers[0].get_max_length()
-        if taken + length > slots:
-            raise MXError(f"{taken} + {length} tokens do not fit into a cache of {slots}: give a larger max_length")
         mask = torch.ones(batch, slots, dtype=torch.long, device=self.device)
         if attention_mask is not None:
             mask[:, : attention_mask.shape[1]] = attention_mask
         if position_ids is None:
             position_ids = (mask.cumsum(1) - 1).clamp(min=0)[:, taken : taken + length]
         columns = torch.arange(length, device=self.device)
-        kept = columns[-logits_to_keep:] if isinstance(logits_to_keep, int) else logits_to_keep
+        kept = columns[-logits_to_keep:] if isinstance(logits_to_keep, int) else columns[logits_to_keep].reshape(-1)
         logits = []
         for first in range(0, length, _CHUNK):
             here = slice(first, min(first + _CHUNK, length))
             wanted = kept[(kept >= here.start) & (kept < here.stop)] - first
             logits.append(self._read(input_ids[:, here], position_ids[:, here], mask, wanted, cache))
-        return _outputs.CausalLMOutputWithPast(logits=torch.cat(logits, 1), past_key_values=cache)
+        by_chunk = (kept // _CHUNK).argsort(stable=True)  # the order in which they were found
+        found = torch.cat(logits, 1)[:, by_chunk.argsort()]
+        return _outputs.CausalLMOutputWithPast(logits=found, past_key_values=None if use_cache is False else cache)
+
+    def _cache_for(self, tokens: Tensor, given: Any) -> Any:
+        """The cache to write to: the one that is given, one of this kind in place of an empty one of transformers, or
+        one that grows."""
+        if given is not None and all(isinstance(layer, CacheLayer) for layer in given.layers) and given.layers:
+            if getattr(given, "grows", False) and given.get_seq_length() + tokens.shape[1] > slots_of(given):
+                grow(given, room_for(given.get_seq_length() + tokens.shape[1]))
+            return given
+        if given is not None and given.get_seq_length():
+            raise MXError(f"past_key_values is a filled {type(given).__name__}: give what new_cache or a call gave")
+        cache = self.new_cache(tokens.shape[0], tokens.shape[-1])
+        cache.grows = True
+        return cache
 
     def _read(self, tokens: Tensor, positions: Tensor, mask: Tensor, wanted: Tensor, cache: Any) -> Tensor:
         decoder = self._token if tokens.shape[1] == 1 else self._prompt
@@ -209,25 +240,38 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         Returns:
             transformers' `Cache`.
         """
-        slots = -(-tokens // _SLOTS) * _SLOTS
-        cache = empty_cache(self.shapes, batch, slots, self.device, self.dtype)
+        cache = empty_cache(self.shapes, batch, room_for(tokens), self.device, self.dtype)
         for layer in cache.layers:  # CUDA graphs may write to what stays where it is
             torch._dynamo.mark_static_address(layer.keys)
             torch._dynamo.mark_static_address(layer.values)
         return cache
 
-    def _tokens(self, prompts: list[str]) -> dict[str, Tensor]:
-        self.tokenizer.padding_side = "left"
-        if self.tokenizer.pad_token is None:
-            self.tokenizer.pad_token = self.tokenizer.eos_token
-        return self.tokenizer(prompts, padding=len(prompts) > 1, return_tensors="pt").to(self.device)
+    def train(self, mode: bool = True) -> LanguageModel:
+        """Stay in evaluation mode.
+
+        Args:
+            mode: False, as `eval` gives it.
+
+        Returns:
+            The model.
+
+        Raises:
+            MXError: for True.
+        """
+        if mode:
+            raise MXError("a quantized program is for inference: train a model with prepare_qat_pt2e")
+        return self
 
     # what transformers' generate asks of a model
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], mode: object, batch_size: int, max_cache_length: int
     ) -> None:
-        if model_kwargs.get("past_key_values") is None:
+        given = model_kwargs.get("past_key_values")
+        if given is not None and isinstance(given.layers[0] if given.layers else None, CacheLayer):
+            if max_cache_length > slots_of(given):
+                grow(given, room_for(max_cache_length))
+        elif generation_config.use_cache:
             sequences = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
             model_kwargs["past_key_values"] = self.new_cache(sequences, max_cache_length)
 
@@ -244,13 +288,3 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
             False.
         """
         return False
-
-
-def _caches(program: ExportedProgram) -> tuple[LayerShapes, torch.device, torch.dtype]:
-    """The shapes of the program's caches, and where and of what they are."""
-    inputs = {node.name: node.meta["val"] for node in program.graph.find_nodes(op="placeholder")}
-    keys, values = ([inputs[n] for n in inputs if n.startswith(f"{kind}_")] for kind in ("keys", "values"))
-    if not keys or len(keys) != len(values):
-        raise MXError("the program has no inputs `keys` and `values`: it is no decoder with a cache")
-    shapes = [((k.shape[1], k.shape[3]), (v.shape[1], v.shape[3])) for k, v in zip(keys, values, strict=True)]
-    return shapes, keys[0].device, keys[0].dtype

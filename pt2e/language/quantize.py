@@ -14,6 +14,7 @@ from pt2mx.fx.graph.attributes import attribute_of
 from pt2mx.fx.graph.constants import computed_from
 from pt2mx.pt2e.convert import convert_pt2e
 from pt2mx.pt2e.language import decoder
+from pt2mx.pt2e.language.arguments import check_model, check_texts
 from pt2mx.pt2e.language.cache import layer_shapes
 from pt2mx.pt2e.language.language_model import LanguageModel
 from pt2mx.pt2e.optimize.optimize import optimize
@@ -66,6 +67,8 @@ def quantize_language_model(
         >>> quantized.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5, do_sample=False).shape
         torch.Size([1, 8])
     """
+    check_model(model)
+    check_texts(texts, model.config.get_text_config().vocab_size)
     stage("export")
     shapes = layer_shapes(model)
     graph = decoder.export_decoder(model).module()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pt2mx.errors import MXError
 from pt2mx.pt2e.cli.sentences import sentences
@@ -35,6 +35,22 @@ def read_text(path: str) -> str:
 def built_in_text() -> str:
     """The built-in sample: questions, then their answers."""
     return "\n".join(sentences())
+
+
+def padded_tokens(tokenizer: Any, prompts: list[str]) -> dict[str, Tensor]:
+    """`input_ids` and `attention_mask` of prompts, (B, S) int64, padded on the left.
+
+    Raises:
+        MXError: without a tokenizer, and for a prompt without tokens.
+    """
+    if tokenizer is None:
+        raise MXError("the model has no tokenizer: give input_ids, or save one in its folder")
+    rows = [torch.tensor(tokenizer(prompt)["input_ids"], dtype=torch.long) for prompt in prompts]
+    if empty := [prompt for prompt, row in zip(prompts, rows, strict=True) if not len(row)]:
+        raise MXError(f"the prompt {empty[0]!r} has no tokens: give another one")
+    ones = [torch.ones_like(row) for row in rows]  # the padding's tokens do not matter
+    pair = (nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_side="left") for tensors in (rows, ones))
+    return dict(zip(("input_ids", "attention_mask"), pair, strict=True))
 
 
 def blocks(text: str, tokenizer: Any, most: int | None = None) -> list[Tensor]:

@@ -49,3 +49,10 @@ def test_what_keeps_no_keys_and_values_is_refused():
     recurrent = transformers.AutoModelForCausalLM.from_config(transformers.MambaConfig(**sizes)).eval()
     with pytest.raises(MXError, match="MambaForCausalLM"):
         export_decoder(recurrent)
+
+
+def test_attention_that_needs_a_cache_of_its_own_length_is_refused():
+    fields = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 300, "window_size": 8}
+    config = transformers.GPTNeoConfig(**fields, attention_types=[[["global", "local"], 1]])
+    with pytest.raises(MXError, match="gives other logits than without one"):
+        export_decoder(transformers.AutoModelForCausalLM.from_config(config).eval())

@@ -95,7 +95,7 @@ def test_a_text_goes_on_where_it_ended(llama):
 def test_more_tokens_than_the_cache_has_room_for(llama):
     cache = llama.new_cache(1, 10)
     slots = cache.layers[0].get_max_length()
-    with pytest.raises(MXError, match=rf"0 \+ {slots + 1} tokens do not fit into a cache of {slots}"):
+    with pytest.raises(MXError, match=rf"0 \+ {slots + 1} tokens do not fit into a cache of {slots}: make one"):
         llama(torch.zeros(1, slots + 1, dtype=torch.long), past_key_values=cache)
 
 
@@ -152,3 +152,81 @@ def test_a_program_of_another_kind_is_refused():
     x = torch.randn(2, 4)
     with pytest.raises(MXError, match="no decoder with a cache"):
         LanguageModel(torch.export.export(nn.Linear(4, 4), (x,)), None)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_cache": False},
+        {"prompt_lookup_num_tokens": 3},
+        {"guidance_scale": 1.5},
+        {"stop_strings": ["a"], "tokenizer": tokenizer_of_bytes()},
+        {"prefill_chunk_size": 5},
+        {"cache_implementation": "static"},
+        {"output_scores": True, "return_dict_in_generate": True},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_arguments_of_generate(llama, options):
+    eager, ids = with_rounded_weights("llama"), torch.randint(256, (1, 12)).repeat(1, 2)
+    calls = {"max_new_tokens": 16, "do_sample": False, **options}
+    want, found = eager.generate(ids, **calls), llama.generate(ids, **calls)
+    assert torch.equal(getattr(found, "sequences", found), getattr(want, "sequences", want))
+
+
+def test_generate_goes_on_with_a_cache_that_grows(llama):
+    ids = torch.randint(256, (1, 12))
+    calls = {"do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+    first = llama.generate(ids, max_new_tokens=230, **calls)
+    second = llama.generate(first.sequences, max_new_tokens=60, past_key_values=first.past_key_values, **calls)
+    assert torch.equal(second.sequences, llama.generate(ids, max_new_tokens=290, **calls).sequences)
+    grown = llama(ids)
+    for _ in range(21):  # a cache that a call made grows with the calls
+        grown = llama(ids, past_key_values=grown.past_key_values)
+    assert grown.past_key_values.get_seq_length() == 264
+
+
+def test_which_logits_are_kept(llama, monkeypatch):
+    monkeypatch.setattr("pt2mx.pt2e.language.language_model._CHUNK", 8)
+    ids = torch.randint(256, (1, 20))
+    want = llama(ids).logits
+    for kept in ([-1], [10, 2], [19, 0, 9, 8]):
+        assert torch.equal(llama(ids, logits_to_keep=torch.tensor(kept)).logits, want[:, kept])
+    with pytest.raises(IndexError):
+        llama(ids, logits_to_keep=torch.tensor([20]))
+
+
+def test_a_folder_is_written_anew(llama, tmp_path):
+    llama.save_pretrained(tmp_path)
+    LanguageModel(llama.program, llama.config, llama.generation_config).save_pretrained(tmp_path)
+    assert LanguageModel.from_pretrained(tmp_path).tokenizer is None
+    for name, content in (("config.json", "{"), ("generation_config.json", "[]"), ("tokenizer.json", "{")):
+        llama.save_pretrained(tmp_path)
+        (tmp_path / name).write_text(content)
+        with pytest.raises(MXError, match="cannot read"):
+            LanguageModel.from_pretrained(tmp_path)
+
+
+def test_what_is_no_input(llama):
+    ids = torch.zeros(2, 3, dtype=torch.long)
+    cache = llama.new_cache(1, 8)
+    filled = transformers.DynamicCache()
+    filled.update(torch.zeros(2, 2, 3, 16), torch.zeros(2, 2, 3, 16), 0)
+    for call, text in [
+        (lambda: llama.generate(text=""), "none of them empty"),
+        (lambda: llama.generate(text=["a", 5]), "must be a prompt or a list of prompts"),
+        (lambda: llama.generate(text=[]), "must be a prompt or a list of prompts"),
+        (lambda: llama.generate(ids, text="a"), "text and inputs say the same"),
+        (lambda: llama(ids[0]), r"must be tokens, \(B, S\) int64"),
+        (lambda: llama(ids[:, :0]), "hold no token"),
+        (lambda: llama(ids, past_key_values=cache), "hold 2 sequences, the cache 1"),
+        (lambda: llama(ids, past_key_values=filled), "past_key_values is a filled DynamicCache"),
+        (lambda: llama(ids, attention_mask=torch.ones(1, 3)), r"attention_mask must be of shape \(2, 3\)"),
+        (lambda: llama(ids, position_ids=torch.zeros(1, 3)), r"position_ids must be of shape \(2, 3\)"),
+        (llama.train, "is for inference"),
+    ]:
+        with pytest.raises(MXError, match=text):
+            call()
+    assert llama.eval() is llama
+    assert llama(ids, past_key_values=transformers.DynamicCache()).logits.shape == (2, 3, 300)
+    assert len(llama.generate(text="abc", num_return_sequences=2, num_beams=2, max_new_tokens=2)) == 2

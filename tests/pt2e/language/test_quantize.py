@@ -2,11 +2,11 @@ import pytest
 import torch
 
 import pt2mx
-from pt2mx import MXQuantizer
+from pt2mx import MXError, MXQuantizer
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.cache import layer_shapes
 from pt2mx.pt2e.language.quantize import quantize_language_model, without_products_of_activations
-from tests.language_models import tiny_decoder
+from tests.language_models import tiny_decoder, transformers
 
 
 @pytest.mark.parametrize(("family", "quantized"), [("llama", 16), ("gpt2", 11), ("gpt_oss", 16), ("mixtral", 16)])
@@ -55,3 +55,23 @@ def test_a_filter_of_the_users_stays():
     found = quantize_language_model(tiny_decoder("llama"), quantizer)
     (head,) = [o for o in pt2mx.quantization_report(found.program.module()).operators if "lm_head" in o.module]
     assert not head.quantized
+
+
+def test_what_is_no_language_model_and_no_text():
+    quantizer, model = MXQuantizer.from_recipe("mxfp8"), tiny_decoder("llama")
+    t5 = transformers.T5Config(d_model=32, d_ff=32, d_kv=16, num_layers=1, num_heads=2, vocab_size=64)
+    classifier = transformers.LlamaForSequenceClassification(model.config)
+    for one, text in ((transformers.T5ForConditionalGeneration(t5), "T5"), (classifier, "LlamaForSeq")):
+        with pytest.raises(MXError, match=f"{text}.* is no causal language model"):
+            quantize_language_model(one.eval(), quantizer)
+    with pytest.raises(MXError, match="not Linear"):
+        quantize_language_model(torch.nn.Linear(4, 4), quantizer)
+    for texts, text in (
+        (torch.zeros(1, 4, dtype=torch.long), "must be a list of tokens"),
+        ([torch.zeros(4, dtype=torch.long)], r"not torch.int64 of shape \(4,\)"),
+        ([torch.zeros(1, 4)], "not torch.float32"),
+        (["text"], "not str: tokenize"),
+        ([torch.full((1, 2), 300)], "from 300 to 300: the model has 300"),
+    ):
+        with pytest.raises(MXError, match=text):
+            quantize_language_model(model, quantizer, texts)
