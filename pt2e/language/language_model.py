@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
@@ -71,11 +73,15 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         self.config, self.tokenizer = config, tokenizer
         self.generation_config = generation_config or import_extra("transformers", "hf").GenerationConfig()
         self.shapes, self.device, self.dtype = caches_of(program)
-        decoder = program.module()
+        self._prompt: Callable[..., Tensor] | None = None
+        self._token: Callable[..., Tensor] | None = None
+
+    @cached_property
+    def decoder(self) -> GraphModule:
+        """The program, lowered when it is first asked for: saving it takes no part in that."""
+        decoder = self.program.module()
         quantized = any(is_ours(node) for graph in graph_modules(decoder) for node in graph.graph.nodes)
-        self.decoder = lower_to_inductor(decoder) if quantized else decoder
-        self._prompt: Callable[..., Tensor] = self.decoder
-        self._token: Callable[..., Tensor] = self.decoder
+        return lower_to_inductor(decoder) if quantized else decoder
 
     @classmethod
     def from_pretrained(cls, folder: Folder, device: str | None = None) -> LanguageModel:
@@ -216,8 +222,8 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         return cache
 
     def _read(self, tokens: Tensor, positions: Tensor, mask: Tensor, wanted: Tensor, cache: Any) -> Tensor:
-        decoder = self._token if tokens.shape[1] == 1 else self._prompt
-        logits = decoder(
+        compiled = self._token if tokens.shape[1] == 1 else self._prompt
+        logits = (self.decoder if compiled is None else compiled)(
             input_ids=tokens,
             position_ids=positions,
             attention_mask=mask,
