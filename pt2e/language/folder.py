@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ from torch.export.passes import move_to_device_pass
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.cli.stage import user_errors
 from pt2mx.pt2e.program import load_program, save_program
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
@@ -71,31 +70,18 @@ def load_folder(folder: Folder, device: str | None = None) -> tuple[ExportedProg
     if not is_quantized(folder):
         raise MXError(f"{str(folder)!r} holds no {PROGRAM}: give the folder that `pt2mx quantize` wrote")
     transformers = import_extra("transformers", "hf")
-    with _errors_of(folder, PROGRAM):
+    with user_errors(f"read {PROGRAM!r} in {str(folder)!r}"):
         program = load_program(Path(folder) / PROGRAM)
     if device is not None:
-        try:
+        with user_errors(f"move the model to device={device!r}"):
             program = move_to_device_pass(program, device)
-        except Exception as error:  # no such device, or one that is not here
-            raise MXError(f"cannot move the model to device={device!r}: {error}") from None
-    with _errors_of(folder, "config.json"):
+    with user_errors(f"read 'config.json' in {str(folder)!r}"):
         config = transformers.AutoConfig.from_pretrained(folder)
     generation = None
     if (Path(folder) / _GENERATION).is_file():
-        with _errors_of(folder, _GENERATION):
+        with user_errors(f"read {_GENERATION!r} in {str(folder)!r}"):
             generation = transformers.GenerationConfig.from_pretrained(folder)
     return program, config, generation, load_tokenizer(folder)
-
-
-@contextmanager
-def _errors_of(folder: Folder, name: str) -> Iterator[None]:
-    """Name the file for which another library's error is raised."""
-    try:
-        yield
-    except MXError:
-        raise
-    except Exception as error:
-        raise MXError(f"cannot read {name!r} in {str(folder)!r}: {error}; quantize the model anew") from error
 
 
 def load_tokenizer(folder: Folder) -> Any:

@@ -92,7 +92,7 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
             device: that the model runs on; None: the one it was exported on.
 
         Returns:
-            The model, lowered, not compiled.
+            The model, not compiled.
 
         Raises:
             MXError: where the folder holds no such program.

@@ -6,9 +6,7 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError, nearest
 from pt2mx.fx.graph.aliasing import written_nodes
@@ -18,6 +16,7 @@ from pt2mx.pt2e.optimize.hessian_observer import FEWEST_COLUMNS, MXHessianObserv
 from pt2mx.pt2e.optimize.layouts import without_padding
 from pt2mx.pt2e.optimize.ranks import add_up, least
 from pt2mx.pt2e.optimize.sites import Site
+from pt2mx.pt2e.optimize.training import called_with
 
 #: what no module of a user's model is called
 _NAME = "_pt2mx_hessian_"
@@ -89,11 +88,7 @@ def observe(
     with torch.no_grad():
         for batch in batches:
             count += 1
-            batch = pytree.tree_map_only(Tensor, Tensor.clone, batch)  # the model may write to its inputs
-            if isinstance(batch, dict):
-                observed(**batch)
-            else:
-                observed(*(batch if isinstance(batch, tuple | list) else (batch,)))
+            called_with(observed, batch)
     if not least(count, group):
         raise MXError("batches is empty: give batches of inputs, or preset='fast', which takes none")
     for i in range(len(shared)):  # nothing but `found` holds the sums: what is replaced there is gone

@@ -203,7 +203,7 @@ def test_a_folder_is_written_anew(llama, tmp_path):
     for name, content in (("config.json", "{"), ("generation_config.json", "[]"), ("tokenizer.json", "{")):
         llama.save_pretrained(tmp_path)
         (tmp_path / name).write_text(content)
-        with pytest.raises(MXError, match="cannot read"):
+        with pytest.raises(MXError, match=r"(could not|cannot) read"):
             LanguageModel.from_pretrained(tmp_path)
 
 
