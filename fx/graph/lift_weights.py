@@ -1,28 +1,45 @@
-"""Weights that are quantized inside a subgraph are quantized outside of it: their codes and scales become operands."""
+"""Constants that are computed inside a subgraph are computed outside of it: they become operands of its calls."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.calls import Call, call_groups, placeholders
-from pt2mx.fx.graph.constants import CONSTANT_KEY, computed_from, constant_nodes
+from pt2mx.fx.graph.constants import CONSTANT_KEY, computed_from, constant_nodes, mark_constants
 from pt2mx.fx.graph.node import Quantize
 
 
 def lift_weights(model: GraphModule) -> GraphModule:
     """Move every `quantize_mx` of a constant operand out of the graphs inside `model`: they get codes and scale as
     operands instead, and lose operands that they no longer read. Changes `model` and returns it."""
+    return _lift_all(model, lambda graph: [_items(quantize) for quantize in _weights(graph)])
+
+
+def lift_constants(model: GraphModule, chosen: set[Node]) -> GraphModule:
+    """Move the computation of chosen constants out of the graphs inside `model`. Changes `model` and returns it."""
+    mark_constants(model)
+
+    def computed(graph: GraphModule) -> list[list[Node]]:
+        constants = constant_nodes(graph.graph)
+        return [[n] for n in graph.graph.nodes if n in chosen and n in constants and n.op == "call_function"]
+
+    return _lift_all(model, computed)
+
+
+def _lift_all(model: GraphModule, find: Callable[[GraphModule], list[list[Node]]]) -> GraphModule:
+    """Lift the nodes that `find` gives for each graph inside `model`, those of one list together."""
     groups = call_groups(model)
     for graphs, group in groups:
         for graph in graphs:
-            lift_weights(graph)
+            _lift_all(graph, find)
             _placeholders_first(graph)
         for graph in graphs:
-            for quantize in _weights(graph):
-                _lift(model, graphs, group, quantize)
+            for nodes in find(graph):
+                _lift(model, graphs, group, nodes)
         _drop_unused(graphs, group)
         for graph in graphs:
             graph.recompile()
@@ -73,18 +90,24 @@ def _weights(graph: GraphModule) -> list[Node]:
     ]
 
 
-def _lift(model: GraphModule, graphs: list[GraphModule], group: list[Call], quantize: Node) -> None:
-    items = [user for user in quantize.users if user.target is operator.getitem]
+def _items(quantize: Node) -> list[Node]:
+    """The codes and the scales."""
+    return [user for user in quantize.users if user.target is operator.getitem]
+
+
+def _lift(model: GraphModule, graphs: list[GraphModule], group: list[Call], nodes: list[Node]) -> None:
+    inner = nodes[0].graph
+    computed = {n for node in nodes for n in computed_from(node) if n.op != "placeholder"}
+    order = [node for node in inner.nodes if node in computed]
     for call in group:
-        standing = quantize.graph.find_nodes(op="placeholder")
+        standing = inner.find_nodes(op="placeholder")
         own: dict[Node, Any] = dict(zip(standing, (operand for operand, _ in call.operands()), strict=True))
         with model.graph.inserting_before(call.node):
-            for node in [*computed_from(quantize), *items]:
-                if node.op != "placeholder":
-                    own[node] = model.graph.node_copy(node, own.__getitem__)
-        for item in items:
-            call.append(own[item])
-    for item in items:
+            for node in order:
+                own[node] = model.graph.node_copy(node, own.__getitem__)
+        for node in nodes:
+            call.append(own[node])
+    for item in nodes:
         for graph in graphs:
             last = placeholders(graph)[-1]
             with graph.graph.inserting_after(last):
@@ -92,9 +115,9 @@ def _lift(model: GraphModule, graphs: list[GraphModule], group: list[Call], quan
             placeholder.target = placeholder.name  # the name is unique
             placeholder.meta.update(item.meta)
             placeholder.meta[CONSTANT_KEY] = True
-            if graph.graph is quantize.graph:
+            if graph.graph is inner:
                 item.replace_all_uses_with(placeholder)
-    quantize.graph.eliminate_dead_code()
+    inner.eliminate_dead_code()
 
 
 def _drop_unused(graphs: list[GraphModule], group: list[Call]) -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.fx import GraphModule, Node
 
 from pt2mx.errors import MXError, nearest
 from pt2mx.fx.graph.aliasing import written_nodes
+from pt2mx.fx.graph.attributes import model_of
 from pt2mx.fx.graph.node import dtype_of, shape_of
+from pt2mx.fx.graph.subgraphs import graph_modules
 from pt2mx.fx.graph.tensors import copy_sharing_tensors
 from pt2mx.pt2e.optimize.hessian_observer import FEWEST_COLUMNS, MXHessianObserver, Size, bytes_of_sums, columns_within
+from pt2mx.pt2e.optimize.index_observer import MXIndexObserver
 from pt2mx.pt2e.optimize.layouts import without_padding
 from pt2mx.pt2e.optimize.ranks import add_up, least
 from pt2mx.pt2e.optimize.sites import Site
@@ -48,26 +53,37 @@ def is_padding_mask(node: Node) -> bool:
     return dtype is not None and not dtype.is_floating_point and len(shape_of(node) or ()) == 2
 
 
+class Seen(NamedTuple):
+    """The findings of calibration, by the operators that read the weights: on the inputs of products, and on the rows
+    that embeddings read."""
+
+    inputs: dict[Node, MXHessianObserver]
+    rows: dict[Node, MXIndexObserver]
+
+
 def observe(
     model: GraphModule,
     sites: list[Site],
     batches: Iterable[object],
     mask: Node | None,
     group: dist.ProcessGroup | None,
-) -> dict[Node, MXHessianObserver]:
-    """Run the batches through a copy of the graph that observes what the weights are multiplied with: what is read
-    several times in one way by one observer. Gives the observers by the nodes that read the weights."""
-    observed = copy_sharing_tensors(model)
-    nodes = {node.name: node for node in observed.graph.nodes}
-    written = written_nodes(model.graph)
+) -> Seen:
+    """Run the batches through a copy of the model that observes what the weights are multiplied with, and the indices
+    of embeddings: what is read several times in one way by one observer."""
+    observed = _Observed(model)
+    written = {node for graph in graph_modules(model) for node in written_nodes(graph.graph)}
     shared: dict[tuple[object, ...], MXHessianObserver] = {}
     sizes: list[Size] = []
-    found: dict[Node, MXHessianObserver] = {}
+    seen = Seen({}, {})
     for site in sites:
         for reader in site.readers:
+            if reader.indices is not None and reader.node not in seen.rows:
+                seen.rows[reader.node] = MXIndexObserver(site.value.shape[0])
+                observed.add(seen.rows[reader.node], _unpadded(reader.indices, mask), reader.node)
             if (product := reader.product) is None or not site.value.numel():
                 continue
-            product = product if mask is None else without_padding(product, mask)
+            if mask is not None and mask.graph is reader.node.graph:
+                product = without_padding(product, mask)
             line, block = site.value.shape[product.layout.axis], reader.spec.block_size
             read = product.source, *product.beside
             # what is written between two readers is not the same for both
@@ -77,25 +93,53 @@ def observe(
                 shared[key] = MXHessianObserver(product.layout.rows, line, block)
                 groups, _, k = product.layout.to_matrices(site.value.to("meta")).shape
                 sizes.append(Size(groups, k, line, block))
-                name = f"{_NAME}{len(shared)}"
-                observed.add_submodule(name, shared[key])
-                with observed.graph.inserting_before(nodes[reader.node.name]):
-                    observed.graph.call_module(name, tuple(nodes[node.name] for node in read))
-            found[reader.node] = shared[key]
+                observed.add(shared[key], read, reader.node)
+            seen.inputs[reader.node] = shared[key]
     _place(list(shared.values()), sizes, *_budgets(model))
-    observed.recompile()
-    count = 0
-    with torch.no_grad():
-        for batch in batches:
-            count += 1
-            called_with(observed, batch)
+    count = observed.run(batches)
     if not least(count, group):
         raise MXError("batches is empty: give batches of inputs, or preset='fast', which takes none")
-    for i in range(len(shared)):  # nothing but `found` holds the sums: what is replaced there is gone
-        observed.delete_submodule(f"{_NAME}{i + 1}")
     if sites:
-        add_up(shared.values(), sites[0].value.device, group)
-    return found
+        add_up(shared.values(), seen.rows.values(), sites[0].value.device, group)
+    return seen
+
+
+def _unpadded(indices: Node, mask: Node | None) -> tuple[Node, ...]:
+    """The indices, and a mask that says where they are padding."""
+    fits = mask is not None and mask.graph is indices.graph and str(shape_of(mask)) == str(shape_of(indices))
+    return (indices, mask) if mask is not None and fits else (indices,)
+
+
+class _Observed:
+    """A copy of a model, in whose graphs modules see what nodes give."""
+
+    def __init__(self, model: GraphModule) -> None:
+        self.model = copy_sharing_tensors(model)
+        graphs = zip(graph_modules(model), graph_modules(self.model), strict=True)
+        pairs = [pair for own, copy in graphs for pair in zip(own.graph.nodes, copy.graph.nodes, strict=True)]
+        self.copies = dict(pairs)
+        self.names: list[tuple[GraphModule, str]] = []
+
+    def add(self, module: nn.Module, nodes: Iterable[Node], before: Node) -> None:
+        """Have a module see nodes, before another one runs."""
+        graph, name = self.copies[before].graph, f"{_NAME}{len(self.names)}"
+        model_of(graph).add_submodule(name, module)
+        with graph.inserting_before(self.copies[before]):
+            graph.call_module(name, tuple(self.copies[node] for node in nodes))
+        self.names.append((model_of(graph), name))
+
+    def run(self, batches: Iterable[object]) -> int:
+        """Run the batches, give their number, and let go of the modules: what their owner replaces is gone."""
+        for graph in graph_modules(self.model):
+            graph.recompile()
+        count = 0
+        with torch.no_grad():
+            for batch in batches:
+                count += 1
+                called_with(self.model, batch)
+        for owner, name in self.names:
+            owner.delete_submodule(name)
+        return count
 
 
 def _budgets(model: GraphModule) -> tuple[int, int]:

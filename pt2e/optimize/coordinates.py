@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
+from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.node import set_value
 from pt2mx.fx.graph.qdq import PROVENANCE_KEYS
+from pt2mx.fx.graph.subgraphs import captured_operands, graph_modules
 from pt2mx.pt2e.optimize.hessian_observer import MXHessianObserver
 from pt2mx.pt2e.optimize.layouts import Product, reads_rows
 from pt2mx.pt2e.optimize.sites import Site, is_read_by_these_alone, why_not_rounded
@@ -41,12 +43,21 @@ def read_instead(readers: Sequence[tuple[Node, int]], target: Callable[..., Any]
         reader.update_arg(position, new)
 
 
-def can_change_coordinates(site: Site, written: set[Node]) -> list[Product]:
+def fixed_nodes(model: GraphModule) -> set[Node]:
+    """The nodes of the graphs of a model that are written, and the placeholders of graphs inside that are not the same
+    in each call: what is done to one weight would be to the products of another."""
+    written = {node for graph in graph_modules(model) for node in written_nodes(graph.graph)}
+    return written | {node for node, held in captured_operands(model).items() if len(set(map(id, held))) > 1}
+
+
+def can_change_coordinates(site: Site, fixed: set[Node]) -> list[Product]:
     """The products of a weight, where the columns of all their factors can be changed and the products stay: matrix
     products of rows, which alone read the weight; none elsewhere."""
     products = [reader.product for reader in site.readers if reader.product is not None]
     if len(products) < len(site.readers) or not is_read_by_these_alone(site) or why_not_rounded(site):
         return []
-    if any(not reads_rows(p) or p.source in written or p.source is site.node for p in products):
+    if any(not reads_rows(p) or p.source in fixed or p.source is site.node for p in products):
+        return []
+    if any(reader.weight in fixed for reader in site.readers):
         return []
     return products if len({p.layout.axis for p in products}) == 1 else []

@@ -87,7 +87,8 @@ def learn_rounding(
     generator = torch.Generator().manual_seed(seed)
     train, held = hold_out(len(batches), generator)
     blocks, sites, written = cut_blocks(model), weight_sites(model, quantizer), written_nodes(model.graph)
-    floats = {reader.node.name: site.value for site in weight_sites(original, quantizer) for reader in site.readers}
+    originals = [(reader, site) for site in weight_sites(original, quantizer) for reader in site.readers]
+    floats = {reader.node.name: site.value for reader, site in originals if reader.node.graph is original.graph}
     quantized = [(node, tensor, spec) for node, tensor, _, spec in quantized_inputs(model, quantizer)]
     memory = {node: tensor_of(model, node) for node in model.graph.find_nodes(op="get_attr") if node in written}
     values = [

@@ -22,15 +22,16 @@ from pt2mx.algorithms.options import (
 )
 from pt2mx.errors import MXError, nearest
 from pt2mx.functional import fake_quantize_mx
+from pt2mx.fx.graph.lift_weights import lift_constants
+from pt2mx.fx.graph.subgraphs import graph_modules
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors
-from pt2mx.pt2e.optimize.calibrate import observe, padding_mask_of
-from pt2mx.pt2e.optimize.coordinates import Inputs
+from pt2mx.pt2e.optimize.calibrate import Seen, observe, padding_mask_of
 from pt2mx.pt2e.optimize.learned_rounding import learn_rounding
 from pt2mx.pt2e.optimize.ranks import Rounded, share_out
 from pt2mx.pt2e.optimize.report import REPORT_KEY, OptimizationReport, WeightReport
 from pt2mx.pt2e.optimize.rotation import rotate_attention, rotate_products
 from pt2mx.pt2e.optimize.rounding import round_weight, rounding_errors
-from pt2mx.pt2e.optimize.sites import Site, set_weight, weight_sites
+from pt2mx.pt2e.optimize.sites import Site, quantized_inputs, set_weight, weight_sites
 from pt2mx.pt2e.optimize.smoothing import smooth_products
 from pt2mx.pt2e.prepare import check_exported, to_annotate
 from pt2mx.pt2e.torchao_pt2e import Quantizer
@@ -103,12 +104,13 @@ def optimize(
     if not isinstance(quantizer, Quantizer):
         raise MXError(f"expected an MXQuantizer, not {type(quantizer).__name__}")
     result = to_annotate(model)
-    sites = weight_sites(result, quantizer, in_place)
+    weights = {tensor for _, tensor, role, _ in quantized_inputs(result, quantizer) if role == "weight"}
+    sites = weight_sites(lift_constants(result, weights), quantizer, in_place)
     mask = None if padding_mask is None else padding_mask_of(result, padding_mask)
     learned = next((one for one in chosen if isinstance(one, LearnedRounding)), None)
     batches = batches if learned is None else list(batches)
-    inputs = observe(result, sites, batches, mask, group) if look_at_inputs(chosen) else {}
-    sites = _in_other_coordinates(result, sites, quantizer, inputs, chosen)
+    seen = observe(result, sites, batches, mask, group) if look_at_inputs(chosen) else Seen({}, {})
+    sites = _in_other_coordinates(result, sites, quantizer, seen, chosen)
     original = None if learned is None else copy_sharing_tensors(result)
     reports = _round(result, sites, chosen, progress, group)
     if learned is not None and original is not None:
@@ -116,31 +118,33 @@ def optimize(
             result, original, quantizer, list(batches), steps=learned.steps, seed=learned.seed, progress=progress
         )
         _report_learned(reports, sites, {w for block in blocks for w in block.weights}, result, quantizer)
-    result.graph.eliminate_dead_code()
+    for graph in graph_modules(result):
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
     delete_unused_tensors(result)
-    result.recompile()
     result.meta[REPORT_KEY] = OptimizationReport(tuple(reports))
     return result
 
 
 def _in_other_coordinates(
-    model: GraphModule, sites: list[Site], quantizer: Quantizer, inputs: Inputs, algorithms: Sequence[Algorithm]
+    model: GraphModule, sites: list[Site], quantizer: Quantizer, seen: Seen, algorithms: Sequence[Algorithm]
 ) -> list[Site]:
     """Smooth and rotate the products of `model`. Gives its weights, with what is known of their inputs."""
     smoothed: dict[Node, str] = {}
     in_place = any(site.in_place for site in sites)
     for one in algorithms:
         if isinstance(one, Smoothing):
-            smoothed = smooth_products(model, sites, inputs, one)
+            smoothed = smooth_products(model, sites, seen.inputs, one)
             sites = weight_sites(model, quantizer, in_place)
         elif isinstance(one, Rotation):
-            rotate_products(model, sites, inputs, one)
+            rotate_products(model, sites, seen.inputs, one)
             if one.attention:
                 rotate_attention(model, quantizer, one)
             sites = weight_sites(model, quantizer, in_place)
     for site in sites:
-        observed = [(r.product.layout, inputs[r.node]) for r in site.readers if r.product and r.node in inputs]
-        site.inputs, site.smoothed = observed, smoothed.get(site.readers[0].node, "")
+        inputs = [(r.product.layout, seen.inputs[r.node]) for r in site.readers if r.product and r.node in seen.inputs]
+        site.inputs, site.smoothed = inputs, smoothed.get(site.readers[0].node, "")
+        site.rows = [seen.rows[r.node] for r in site.readers if r.node in seen.rows]
     return sites
 
 

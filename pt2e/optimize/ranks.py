@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pt2mx.pt2e.optimize.hessian_observer import MXHessianObserver
+from pt2mx.pt2e.optimize.index_observer import MXIndexObserver
 from pt2mx.pt2e.optimize.report import WeightReport
 from pt2mx.pt2e.optimize.sites import Site
 
@@ -29,10 +30,18 @@ def least(count: int, group: dist.ProcessGroup | None) -> int:
     return min(counts)
 
 
-def add_up(observers: Iterable[MXHessianObserver], device: torch.device, group: dist.ProcessGroup | None) -> None:
+def add_up(
+    observers: Iterable[MXHessianObserver],
+    rows: Iterable[MXIndexObserver],
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+) -> None:
     """Give the observers of every rank the sums over all ranks. A rank may have seen no rows of some input."""
     if group is None:
         return
+    for counter in rows:
+        counter.counts = counter.counts.to(device)
+        dist.all_reduce(counter.counts, group=group)
     for observer in observers:
         found: list[tuple[int, Tensor, list[torch.Size]]] = [(0, observer.counts, [])] * group.size()
         seen = observer.count, observer.counts, [part.shape for part in observer.parts]

@@ -30,8 +30,9 @@ class WeightReport:
             divides by them, "" where there are none.
         rotated: values that are rotated together, with the inputs of its products; 0 where none are.
         before, after: the squared error over the squared value, of the weight's products with the inputs of the
-            calibration, or of the weight itself where they were not seen; rounded to nearest, and as it is now.
-            NaN where rounding was not tried. Of a smoothed or rotated weight the former is that of the changed one.
+            calibration, of an embedding's rows as often as it read them, or of the weight itself where nothing was
+            seen; rounded to nearest, and as it is now. NaN where rounding was not tried. Of a smoothed or rotated
+            weight the former is that of the changed one.
         reason: why a better algorithm did not apply; "" where it did.
     """
 

@@ -16,8 +16,9 @@ from torch.fx import GraphModule, Node
 from pt2mx.algorithms import Rotation
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.node import args_of, shape_of
+from pt2mx.fx.graph.subgraphs import graph_modules
 from pt2mx.ops.hadamard import hadamard
-from pt2mx.pt2e.optimize.coordinates import BITS, Inputs, can_change_coordinates, read_instead
+from pt2mx.pt2e.optimize.coordinates import BITS, Inputs, can_change_coordinates, fixed_nodes, read_instead
 from pt2mx.pt2e.optimize.hessian_observer import MXHessianObserver
 from pt2mx.pt2e.optimize.sites import Site, quantized_inputs, set_weight
 from pt2mx.pt2e.torchao_pt2e import Quantizer
@@ -31,12 +32,12 @@ _SMALLEST = 4
 def rotate_products(model: GraphModule, sites: list[Site], inputs: Inputs, options: Rotation) -> None:
     """Rotate the weights that linear layers and matrix products alone read, and their inputs. Changes `model`, and
     replaces the observers of the rotated inputs."""
-    written = written_nodes(model.graph)
+    fixed = fixed_nodes(model)
     rotated: dict[tuple[Node, int], list[tuple[Node, int]]] = {}
     # an observer that nothing else holds any more is gone: one sum of many is there twice, not all
     seen: WeakKeyDictionary[MXHessianObserver, dict[int, MXHessianObserver]] = WeakKeyDictionary()
     for site in sites:
-        if size := _size(site, written, inputs, options):
+        if size := _size(site, fixed, inputs, options):
             set_weight(model, site, hadamard(site.value, size, site.readers[0].spec.axis))
             for reader in site.readers:
                 if reader.product is not None:
@@ -52,9 +53,9 @@ def rotate_products(model: GraphModule, sites: list[Site], inputs: Inputs, optio
 def rotate_attention(model: GraphModule, quantizer: Quantizer, options: Rotation) -> None:
     """Rotate queries and keys, and other factors that a product computes and quantizes both along the dimension that it
     reduces. Changes `model`."""
-    written = written_nodes(model.graph)
+    written = {node for graph in graph_modules(model) for node in written_nodes(graph.graph)}
     quantized = {(n, tensor): spec for n, tensor, role, spec in quantized_inputs(model, quantizer) if role != "weight"}
-    for node in list(model.graph.nodes):
+    for node in [node for graph in graph_modules(model) for node in graph.graph.nodes]:
         factors = list(zip(args_of(node), _TWO_FACTORS.get(node.target, ()), strict=False))
         sizes = {_length(x, axis, quantized.get((node, x))) for x, axis in factors if x not in written}
         size = _largest(sizes.pop(), options) if len(sizes) == 1 else 0
@@ -80,9 +81,9 @@ def _length(x: Node, axis: int, spec: MXSpec | None) -> int:
     return length if isinstance(length, int) else 0
 
 
-def _size(site: Site, written: set[Node], inputs: Inputs, options: Rotation) -> int:
+def _size(site: Site, fixed: set[Node], inputs: Inputs, options: Rotation) -> int:
     """The values that are rotated together; 0 for a weight that stays."""
-    products = can_change_coordinates(site, written)
+    products = can_change_coordinates(site, fixed)
     if not products or site.readers[0].spec.element.bits >= BITS:
         return 0
     if any(p.source.target is hadamard for p in products):  # rotated again, they would be as before

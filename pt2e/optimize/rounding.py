@@ -129,18 +129,20 @@ def _are_alike(site: Site) -> bool:
 
 @torch.no_grad()
 def rounding_errors(site: Site, *roundings: Tensor) -> list[float]:
-    """The share of the energy of the weight's products that each rounding changes; of the weight itself, where its
-    inputs were not observed."""
+    """The share of the energy of the weight's products that each rounding changes; of the rows that embeddings read, as
+    often as they do; of the weight itself, where its inputs were not observed."""
     value = site.value.detach()
     hessians = _hessians(site)
     if not all(part.isfinite().all() for part in hessians):
         hessians = []
     hessians = [part / max(map(_peak, hessians)) for part in hessians]
     unit = _peak(value.float())
+    reads = sum((observer.counts.to(value.device) for observer in site.rows), torch.zeros(1, device=value.device))
 
     def energy(tensor: Tensor) -> float:
         if not hessians:
-            return float(tensor.square().sum(dtype=torch.float64))
+            rows = tensor.square().flatten(1).sum(1, dtype=torch.float64) if tensor.dim() > 1 else tensor.square()
+            return float((rows * reads).sum() if reads.any() else rows.sum(dtype=torch.float64))
         matrices = site.inputs[0][0].to_matrices(tensor)
         parts = zip(matrices.split(hessians[0].shape[-1], 2), hessians, strict=True)
         return sum(float(((part @ h) * part).sum(dtype=torch.float64)) for part, h in parts)

@@ -1,4 +1,5 @@
-"""The weights of an exported graph that a quantizer quantizes, and the operators that read them."""
+"""The weights of an exported graph that a quantizer quantizes, and the operators that read them, those of the graphs
+inside it too, where a placeholder stands for the weight."""
 
 from __future__ import annotations
 
@@ -7,17 +8,29 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from pt2mx.fx.graph.attributes import register_buffer
+from pt2mx.fx.graph.calls import calls
 from pt2mx.fx.graph.constants import constant_nodes, evaluate, first_equal, mark_constants, root_name
 from pt2mx.fx.graph.module_stack import module_name
+from pt2mx.fx.graph.node import named_args
+from pt2mx.fx.graph.subgraphs import captured_operands, graph_modules
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, replace_tensor
 from pt2mx.pt2e import torchao_pt2e
 from pt2mx.pt2e.optimize.hessian_observer import MXHessianObserver
+from pt2mx.pt2e.optimize.index_observer import MXIndexObserver
 from pt2mx.pt2e.optimize.layouts import Layout, Product, product_of
 from pt2mx.pt2e.quantizer.annotate import plan_operator
-from pt2mx.pt2e.quantizer.operators import CONFIG_KEY, gather_of, operands_of, quantizable_operators
+from pt2mx.pt2e.quantizer.operators import (
+    CONFIG_KEY,
+    OPERANDS,
+    ROWS,
+    gather_of,
+    operands_of,
+    operator_name,
+    quantizable_operators,
+)
 from pt2mx.pt2e.torchao_pt2e import Q_ANNOTATION_KEY, Quantizer
 from pt2mx.spec import MXSpec
 
@@ -37,6 +50,12 @@ class Reader:
     activation: MXSpec | None = None
 
     @property
+    def indices(self) -> Node | None:
+        """The numbers of the weight's rows that an embedding reads; None of other operators."""
+        indices = named_args(self.node)["indices"] if OPERANDS.get(operator_name(self.node.target)) is ROWS else None
+        return indices if isinstance(indices, Node) else None
+
+    @property
     def argument_of(self) -> Node:
         """The node that the weight is an argument of: the operator, or what gathers rows of the weight for it."""
         nodes = (self.node, *self.node.all_input_nodes)
@@ -45,16 +64,18 @@ class Reader:
 
 @dataclass
 class Site:
-    """A weight: its name, the constant node that is quantized, those of equal value, and its readers. `inputs`: what
-    calibration has shown of their products; `smoothed`: where the factors of their inputs went; `in_place`: new values
-    are written where the old ones lie."""
+    """A weight: its name, the constant node of the outermost graph that is quantized, those of equal value, and its
+    readers. `inputs`: what calibration has shown of their products, `rows`: of the rows that embeddings read;
+    `smoothed`: where the factors of their inputs went; `in_place`: new values are written where the old ones lie."""
 
     name: str
     node: Node
     value: Tensor
     equal: list[Node]
+    inside: Inside
     readers: list[Reader] = field(default_factory=list)
     inputs: list[tuple[Layout, MXHessianObserver]] = field(default_factory=list)
+    rows: list[MXIndexObserver] = field(default_factory=list)
     smoothed: str = ""
     in_place: bool = False
 
@@ -64,37 +85,55 @@ class Site:
         return ", ".join(dict.fromkeys(module_name(reader.node) for reader in self.readers))
 
 
+@dataclass(frozen=True)
+class Inside:
+    """The graphs inside a model: what their placeholders stand for, and the nodes that call them."""
+
+    standing: dict[Node, list[object]]
+    calls: set[Node]
+
+
 def weight_sites(model: GraphModule, quantizer: Quantizer, in_place: bool = False) -> list[Site]:
-    """The weights that `quantizer` quantizes in the outermost graph of `model`, each once however many operators read
-    it. The nodes are those of `model`, which stays as it is."""
+    """The weights that `quantizer` quantizes in `model`, each once however many operators read it. The nodes are those
+    of `model`, which stays as it is, but for the marks of constant placeholders. A weight that a graph inside computes
+    is none: `lift_constants` has it computed outside."""
+    mark_constants(model)
+    graphs = graph_modules(model)
+    inside = Inside(captured_operands(model), {call.node for graph in graphs for call in calls(graph)})
     equal = first_equal(model, constant_nodes(model.graph))
+    fixed = {node for graph in graphs for node in constant_nodes(graph.graph)}
     sites: dict[Node, Site] = {}
     inputs = list(quantized_inputs(model, quantizer))
     specs = {(node, tensor): spec for node, tensor, _, spec in inputs}
     for node, tensor, role, spec in inputs:
-        if role != "weight" or tensor not in equal:  # the model may compute a weight
+        if role != "weight" or tensor not in fixed:  # the model may compute a weight
             continue
-        first = equal[tensor]
-        if first not in sites:
-            same = [n for n, other in equal.items() if other is first]
-            sites[first] = Site(root_name(first), first, evaluate(model, first), same, in_place=in_place)
-        product = product_of(node, tensor)
-        activation = None if product is None else specs.get((node, product.source))
-        sites[first].readers.append(Reader(node, tensor, spec, product, activation))
+        held = inside.standing.get(tensor, [tensor])  # one for each call of the graph
+        for first in dict.fromkeys(equal[one] for one in held if isinstance(one, Node) and one in equal):
+            if first not in sites:
+                same = [n for n, other in equal.items() if other is first]
+                sites[first] = Site(root_name(first), first, evaluate(model, first), same, inside, in_place=in_place)
+            product = product_of(node, tensor)
+            activation = None if product is None else specs.get((node, product.source))
+            sites[first].readers.append(Reader(node, tensor, spec, product, activation))
     return list(sites.values())
 
 
 def quantized_inputs(model: GraphModule, quantizer: Quantizer) -> Iterator[tuple[Node, Node, str, MXSpec]]:
-    """Operator, quantized tensor, its role and spec, for all that `quantizer` quantizes in the outermost graph of
-    `model`. A copy is annotated; the nodes are those of `model`."""
-    nodes = {node.name: node for node in model.graph.nodes}
+    """Operator, quantized tensor, its role and spec, for all that `quantizer` quantizes in `model` and in the graphs
+    inside it. A copy is annotated; the nodes are those of `model`."""
     annotated = copy_sharing_tensors(model)
     mark_constants(annotated)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # prepare gives them
         annotated = torchao_pt2e.annotate(annotated, quantizer)
-    constants = constant_nodes(annotated.graph)
-    for node in quantizable_operators(annotated.graph):
+    for own, copy in zip(graph_modules(model), graph_modules(annotated), strict=True):
+        yield from _quantized_in(copy.graph, {node.name: node for node in own.graph.nodes})
+
+
+def _quantized_in(graph: Graph, nodes: dict[str, Node]) -> Iterator[tuple[Node, Node, str, MXSpec]]:
+    constants = constant_nodes(graph)
+    for node in quantizable_operators(graph):
         if CONFIG_KEY in node.meta:
             for gather in (gather_of(node, operand) for operand in operands_of(node)):
                 if gather is not None:  # planned anew, it is not annotated yet
@@ -113,13 +152,28 @@ def why_not_rounded(site: Site) -> str:
         return f"{unstable[0]} would quantize rounded values to others"
     if not site.value.numel():
         return "it is empty"
-    return "" if site.value.isfinite().all() else "it holds an Inf or a NaN"
+    if not site.value.isfinite().all():
+        return "it holds an Inf or a NaN"
+    if not _all_quantize(site, _placeholders_of(site)):
+        return "a graph inside reads it in high precision too"
+    return ""
 
 
 def is_read_by_these_alone(site: Site) -> bool:
     """True if nothing but its quantized readers reads the parameter or buffer."""
-    readers = {reader.argument_of for reader in site.readers}
-    return site.node.op == "get_attr" and all(user in readers for node in site.equal for user in node.users)
+    return site.node.op == "get_attr" and _all_quantize(site, [*site.equal, *_placeholders_of(site)])
+
+
+def _placeholders_of(site: Site) -> list[Node]:
+    """The placeholders of graphs inside that stand for a weight, in some call."""
+    equal = set(site.equal)
+    return [node for node, held in site.inside.standing.items() if any(one in equal for one in held)]
+
+
+def _all_quantize(site: Site, nodes: list[Node]) -> bool:
+    """True if all that read nodes of the weight quantize it, or are calls of graphs inside."""
+    readers = {reader.argument_of for reader in site.readers} | site.inside.calls
+    return all(user in readers for node in nodes for user in node.users)
 
 
 def set_weight(model: GraphModule, site: Site, value: Tensor) -> None:
@@ -130,6 +184,10 @@ def set_weight(model: GraphModule, site: Site, value: Tensor) -> None:
             node = model.graph.get_attr(register_buffer(model, f"{site.name}_rounded", value))
         node.meta.update(site.node.meta)
         for reader in site.readers:
-            reader.argument_of.replace_input_with(reader.weight, node)
+            if reader.node.graph is model.graph:
+                reader.argument_of.replace_input_with(reader.weight, node)
+        for same in site.equal:
+            for call in site.inside.calls & set(same.users):
+                call.replace_input_with(same, node)
         return
     replace_tensor(model, site.value, value, site.in_place)

@@ -62,6 +62,8 @@ def _by_source(sites: list[Site], written: set[Node], options: Smoothing) -> dic
     """The weights whose products all read one tensor, by that tensor."""
     found: dict[Node, list[_Pair]] = {}
     for site in sites:
+        if any(reader.node.graph is not site.node.graph for reader in site.readers):
+            continue  # export gives graphs inside no buffers, which the inputs' part may need
         products = can_change_coordinates(site, written)
         sources = {product.source for product in products}
         if len(sources) == 1 and all(_gains(reader, options) for reader in site.readers):

@@ -62,8 +62,8 @@ _ATTENTION = (
     Operand("key", 1, "activation", -1),
     Operand("value", 2, "activation", -2),
 )
-# gathers rows; blocks run along them, so that a row can be gathered before it is dequantized
-_ROWS = (Operand("weight", 0, "weight", -1),)
+#: gathers rows; blocks run along them, so that a row can be gathered before it is dequantized
+ROWS = (Operand("weight", 0, "weight", -1),)
 
 
 def _conv(dimensions: int, transposed: bool = False) -> tuple[Operand, ...]:
@@ -168,9 +168,9 @@ OPERANDS: dict[str, Row] = {
     "aten.scaled_dot_product_attention": _ATTENTION,
     "aten._scaled_dot_product_flash_attention_for_cpu": _ATTENTION,
     "flex_attention": _ATTENTION,
-    "aten.embedding": _ROWS,
-    "aten.embedding_bag": _ROWS,
-    "aten.embedding_bag.padding_idx": _ROWS,
+    "aten.embedding": ROWS,
+    "aten.embedding_bag": ROWS,
+    "aten.embedding_bag.padding_idx": ROWS,
 }
 
 #: operators that are quantized only where `MXQuantizer.set_operator_type` names them: residual connections, gates

@@ -17,10 +17,11 @@ class Branches(nn.Module):
         super().__init__()
         self.first, self.second, self.last = nn.Linear(64, 48), nn.Linear(64, 48), nn.Linear(48, 8)
         self.columns = nn.Parameter(torch.randn(64, 48).T)  # not in the order of memory
+        self.table = nn.Embedding(32, 48)
         self.image = nn.Conv2d(64, 32, 2).to(memory_format=torch.channels_last)
 
     def forward(self, x, chosen):
-        y = self.first(x)
+        y = self.first(x).index_add(0, chosen, self.table(chosen))
         y = y + nn.functional.linear(x, self.columns)
         z = self.image(x.T.reshape(1, 64, 4, 8)).mean()
         return z + self.last(torch.relu(y.index_add(0, chosen, self.second(x[chosen]))))
@@ -42,7 +43,7 @@ def batches():
 
 def calibrate(rank, folder):
     torch.set_num_threads(1)
-    ranks._AT_ONCE = 1  # of five weights the last is exchanged by itself; the process ends with this
+    ranks._AT_ONCE = 1  # of six weights the last is exchanged by itself; the process ends with this
     dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
     own = batches()[3 * rank : 3 * rank + 3]
     optimized = pt2mx.optimize(model(), QUANTIZER, own, group=dist.group.WORLD)
@@ -62,7 +63,7 @@ def test_two_ranks_give_what_one_gives(tmp_path):
     for name, tensor in want.named_parameters():
         assert torch.equal(first[0][name], second[0][name])
         assert (first[0][name] == tensor).float().mean() > 0.97  # the order of sums differs
-    assert first[1] == second[1] and [row[1] for row in first[1]] == ["gptq"] * 5
+    assert first[1] == second[1] and [row[1] for row in first[1]] == ["gptq"] + ["scales"] + ["gptq"] * 4
     for row, alone in zip(first[1], pt2mx.optimization_report(want).weights, strict=True):
         assert row[0] == alone.weight and row[2:] == pytest.approx((alone.before, alone.after), rel=0.02)
     assert "batches is empty" in first[2] and first[2] == second[2]  # no rank waits for ever

@@ -1,0 +1,130 @@
+"""Weights that conditions, loops and other graphs inside read."""
+
+import pytest
+import torch
+from torch import nn
+
+import pt2mx
+from pt2mx import MXQuantizer, get_default_mx_quantization_config, optimization_report
+from tests.subgraph_models import MODELS, QUANTIZER, Base, Nested, ViewedWeight
+
+
+def inputs():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(64, 64, generator=generator) @ torch.randn(64, 64, generator=generator) / 8
+
+
+@torch.no_grad()
+def error(model, quantizer, x, want):
+    """The error of the converted model, which gives the bits of the prepared one."""
+    prepared = pt2mx.prepare_pt2e(model, quantizer)
+    prepared(x)
+    converted = pt2mx.convert_pt2e(prepared)(x)
+    pt2mx.enable_fake_quant(prepared)
+    assert torch.equal(prepared(x), converted)
+    return float((converted - want).square().sum() / want.square().sum())
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_outputs_come_nearer(kind):
+    torch.manual_seed(0)
+    x = inputs()
+    model = torch.export.export(kind().eval(), (x,)).module()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        want = model(x)
+        optimized = pt2mx.optimize(model, QUANTIZER, [(x,)])
+        exported = torch.export.export(optimized, (x,)).module()
+        assert torch.equal(exported(x), optimized(x))
+        assert torch.equal(model(x), want)
+    bound = 0.6 if kind is ViewedWeight else 0.35
+    assert error(optimized, QUANTIZER, x, want) < bound * error(model, QUANTIZER, x, want)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+    inner, outer = optimization_report(optimized).weights
+    assert (inner.weight, outer.weight) == ("inner.weight", "outer.weight") and outer.algorithm == "gptq"
+    if kind is Nested:  # it is read along both of its dimensions
+        assert inner.reason == "its readers quantize it in different ways"
+    else:
+        assert inner.algorithm == "gptq" and inner.after < 0.6 * inner.before
+        assert inner.rotated == (0 if kind is ViewedWeight else 32)
+
+
+def test_a_weight_that_a_graph_inside_also_reads_unquantized():
+    class Penalized(Base):
+        def apply_inner(self, x):
+            with torch.no_grad():
+                return self.inner(x) + self.inner.weight.abs().mean()
+
+    torch.manual_seed(0)
+    x = inputs()
+    model = torch.export.export(Penalized().eval(), (x,)).module()
+    optimized = pt2mx.optimize(model, QUANTIZER, [(x,)])
+    assert torch.equal(optimized.get_parameter("inner.weight"), model.get_parameter("inner.weight"))
+    assert optimization_report(optimized).weights[0].reason == "a graph inside reads it in high precision too"
+
+
+def test_a_weight_that_the_graph_around_also_reads_unquantized():
+    class Penalized(Base):
+        def apply_inner(self, x):
+            with torch.no_grad():
+                y = self.inner(x)
+            return y + self.inner.weight.abs().mean()
+
+    torch.manual_seed(0)
+    x = inputs()
+    model = torch.export.export(Penalized().eval(), (x,)).module()
+    with torch.no_grad():
+        want = model(x)
+    optimized = pt2mx.optimize(model, QUANTIZER, [(x,)])
+    assert torch.equal(optimized.get_parameter("inner.weight"), model.get_parameter("inner.weight"))
+    assert optimization_report(optimized).weights[0].algorithm == "gptq"  # in a buffer of its own
+    assert error(optimized, QUANTIZER, x, want) < 0.5 * error(model, QUANTIZER, x, want)
+
+
+def test_one_graph_for_two_weights():
+    class Layers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(3)])
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = self.block(layer, x)
+            return x
+
+        @torch.compiler.nested_compile_region
+        def block(self, layer, x):
+            return torch.relu(layer(x))
+
+    torch.manual_seed(0)
+    x = inputs()
+    model = torch.export.export(Layers().eval(), (x,), strict=True).module()
+    with torch.no_grad():
+        want = model(x)
+    optimized = pt2mx.optimize(model, QUANTIZER, [(x,)])
+    rows = [(w.weight, w.algorithm, w.rotated) for w in optimization_report(optimized).weights]
+    assert [row[1:] for row in rows] == [("gptq", 0), ("gptq", 0), ("gptq", 32)]  # the last has a graph of its own
+    assert error(optimized, QUANTIZER, x, want) < 0.7 * error(model, QUANTIZER, x, want)
+
+
+def test_rotated_attention_and_a_padding_mask():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.project = nn.Linear(64, 64)
+
+        def forward(self, x, mask):
+            with torch.no_grad():
+                y = self.project(x)
+                return nn.functional.scaled_dot_product_attention(y, y * 2, x)
+
+    torch.manual_seed(0)
+    x, mask = inputs().reshape(4, 16, 64), torch.ones(4, 16, dtype=torch.int64)
+    model = torch.export.export(Attention().eval(), (x, mask)).module()
+    quantizer = MXQuantizer().set_global(get_default_mx_quantization_config(weight="mxfp4", activation="mxfp4"))
+    algorithms = pt2mx.algorithms.Rotation(attention=True), pt2mx.algorithms.GPTQ()
+    optimized = pt2mx.optimize(model, quantizer, [(x, mask)], algorithms=algorithms, padding_mask="mask")
+    (inner,) = [graph for _, graph in optimized.named_children() if isinstance(graph, torch.fx.GraphModule)]
+    rotations = inner.graph.find_nodes(op="call_function", target=torch.ops.pt2mx.hadamard.default)
+    assert len(rotations) == 3  # of the layer's input, queries and keys
+    assert torch.allclose(optimized(x, mask), model(x, mask), atol=0.1)
