@@ -55,6 +55,11 @@ class Call:
     form: _Form
     graphs: tuple[tuple[str, GraphModule], ...]
 
+    @property
+    def is_autocast(self) -> bool:
+        """True if operators inside may have another dtype than outside."""
+        return self.form is _FORMS["wrap_with_autocast"]
+
     def operands(self) -> list[tuple[object, bool]]:
         """For each placeholder of the graphs its operand, and whether that is fixed."""
         return [(operand, kind.fixed) for kind in self.form.operands for operand in self._sequence(kind)]

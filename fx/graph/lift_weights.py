@@ -10,7 +10,10 @@ from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.calls import Call, call_groups, placeholders
 from pt2mx.fx.graph.constants import CONSTANT_KEY, computed_from, constant_nodes, mark_constants
-from pt2mx.fx.graph.node import Quantize
+from pt2mx.fx.graph.node import Quantize, dtype_of, result_of
+
+#: meta key of a node that `lift_constants` lifts
+_CHOSEN_KEY = "mx_lifted"
 
 
 def lift_weights(model: GraphModule) -> GraphModule:
@@ -22,10 +25,12 @@ def lift_weights(model: GraphModule) -> GraphModule:
 def lift_constants(model: GraphModule, chosen: set[Node]) -> GraphModule:
     """Move the computation of chosen constants out of the graphs inside `model`. Changes `model` and returns it."""
     mark_constants(model)
+    for node in chosen:
+        node.meta[_CHOSEN_KEY] = True  # of its copies too
 
     def computed(graph: GraphModule) -> list[list[Node]]:
         constants = constant_nodes(graph.graph)
-        return [[n] for n in graph.graph.nodes if n in chosen and n in constants and n.op == "call_function"]
+        return [[n] for n in constants if n.meta.get(_CHOSEN_KEY) and n.op == "call_function"]
 
     return _lift_all(model, computed)
 
@@ -39,7 +44,8 @@ def _lift_all(model: GraphModule, find: Callable[[GraphModule], list[list[Node]]
             _placeholders_first(graph)
         for graph in graphs:
             for nodes in find(graph):
-                _lift(model, graphs, group, nodes)
+                if not any(call.is_autocast for call in group) or _is_as_outside(nodes):
+                    _lift(model, graphs, group, nodes)
         _drop_unused(graphs, group)
         for graph in graphs:
             graph.recompile()
@@ -93,6 +99,12 @@ def _weights(graph: GraphModule) -> list[Node]:
 def _items(quantize: Node) -> list[Node]:
     """The codes and the scales."""
     return [user for user in quantize.users if user.target is operator.getitem]
+
+
+def _is_as_outside(nodes: list[Node]) -> bool:
+    """True if what computes nodes inside autocast gives the same dtypes outside of it."""
+    computed = {n for node in nodes for n in computed_from(node) if n.op == "call_function"}
+    return all(dtype_of(n) is None or dtype_of(n) == result_of(n).dtype for n in computed)
 
 
 def _lift(model: GraphModule, graphs: list[GraphModule], group: list[Call], nodes: list[Node]) -> None:

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
+from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
 from pt2mx.pt2e.language import attention
-from pt2mx.pt2e.language.cache import LayerShapes, cache_within, empty_cache, layer_shapes
+from pt2mx.pt2e.language.cache import Layers, cache_within, empty_cache, equal_extents, layers_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 #: of logits computed in another order, in 16 bits, over their norm
 _AGREEMENT = 0.05
 _SIZE = Dim.DYNAMIC
-#: inputs of the program -> the dimensions that may have any size; of `keys` and `values` one tensor a layer
+#: inputs of the program -> the dimensions that may have any size; of `keys` and `values` one tensor or two a layer
 DYNAMIC: dict[str, dict[int, Any]] = {
     "input_ids": {0: _SIZE, 1: _SIZE},
     "position_ids": {0: _SIZE, 1: _SIZE},
@@ -65,6 +66,10 @@ class CachedDecoder(nn.Module):
         Returns:
             (B, T, vocabulary) logits.
         """
+        given = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask}
+        for same in equal_extents({**given, "keys": keys, "values": values}):
+            for tensor, dim in same[1:]:
+                torch._check(tensor.shape[dim] == same[0][0].shape[same[0][1]])
         optional = {"position_ids": position_ids, "logits_to_keep": logits_to_keep}
         logits = self.model(
             input_ids=input_ids,
@@ -82,8 +87,8 @@ def export_decoder(model: PreTrainedModel) -> ExportedProgram:
     Raises:
         MXError: for a model that keeps anything but keys and values, and one that cannot be exported.
     """
-    shapes, usual = layer_shapes(model), model.config._attn_implementation
-    example = inputs(shapes, model.device, model.dtype)
+    layers, usual = layers_of(model), model.config._attn_implementation
+    example = inputs(layers, model.device)
     if usual == "sdpa":
         attention.register()
         model.set_attn_implementation(attention.NAME)
@@ -93,16 +98,16 @@ def export_decoder(model: PreTrainedModel) -> ExportedProgram:
         raise MXError(f"{type(model).__name__} cannot be exported with its cache: {error}") from error
     finally:
         model.set_attn_implementation(usual)
-    _check(model, program, shapes)
+    _check(model, program, layers)
     return program
 
 
 @torch.no_grad()
-def _check(model: PreTrainedModel, program: ExportedProgram, shapes: LayerShapes) -> None:
+def _check(model: PreTrainedModel, program: ExportedProgram, layers: Layers) -> None:
     """Raise an error for a model that takes its cache to be as long as what was read, or sees tokens to come."""
     prompt, length = 12, 16
     tokens = torch.arange(2 * length).reshape(2, length) % model.config.get_text_config().vocab_size
-    call = inputs(shapes, model.device, model.dtype, tokens)
+    call = inputs(layers, model.device, tokens)
     for name in ("keys", "values"):
         call[name] = [nn.functional.pad(one, (0, 0, 0, 5)) for one in call[name]]
     call["attention_mask"] = nn.functional.pad(call["attention_mask"], (0, 5), value=1)
@@ -123,20 +128,12 @@ def _check(model: PreTrainedModel, program: ExportedProgram, shapes: LayerShapes
 
 def export(decoder: nn.Module, example: dict[str, Any]) -> ExportedProgram:
     """Export what takes a decoder's inputs: the float decoder, or the converted one."""
-    shapes = {
-        name: [DYNAMIC[name]] * len(value) if isinstance(value, list) else DYNAMIC[name]
-        for name, value in example.items()
-    }
+    shapes = {name: pytree.tree_map(lambda _, name=name: DYNAMIC[name], value) for name, value in example.items()}
     with torch.no_grad():
         return torch.export.export(decoder, (), example, dynamic_shapes=shapes, strict=False)
 
 
-def inputs(
-    shapes: LayerShapes,
-    device: torch.device,
-    dtype: torch.dtype,
-    tokens: Tensor | None = None,
-) -> dict[str, Any]:
+def inputs(layers: Layers, device: torch.device, tokens: Tensor | None = None) -> dict[str, Any]:
     """A decoder's inputs that read tokens, (B, S), without padding, into a cache of their length.
 
     Args:
@@ -145,7 +142,7 @@ def inputs(
     ids = torch.zeros(2, 3, dtype=torch.long) if tokens is None else tokens
     batch, length = ids.shape
     slots, kept = (length + 2, length - 1) if tokens is None else (length, length)
-    cache = empty_cache(shapes, batch, slots, device, dtype)
+    cache = empty_cache(layers, batch, slots, device)
     return {
         "input_ids": ids.to(device),
         "position_ids": torch.arange(length, device=device).repeat(batch, 1),

@@ -18,7 +18,7 @@ from pt2mx.fx.graph.node import is_ours
 from pt2mx.fx.graph.subgraphs import graph_modules
 from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.pt2e.language.arguments import check_prompts, check_step
-from pt2mx.pt2e.language.cache import CacheLayer, caches_of, empty_cache, grow, room_for, slots_of
+from pt2mx.pt2e.language.cache import CacheLayer, cache_of, empty_cache, grow, room_for, slots_of
 from pt2mx.pt2e.language.folder import Folder, load_folder, save_folder
 from pt2mx.pt2e.language.texts import padded_tokens
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
@@ -72,7 +72,7 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         self.program = program
         self.config, self.tokenizer = config, tokenizer
         self.generation_config = generation_config or import_extra("transformers", "hf").GenerationConfig()
-        self.shapes, self.device, self.dtype = caches_of(program)
+        self.layers, self.device, self.dtype = cache_of(program)
         self._prompt: Callable[..., Tensor] | None = None
         self._token: Callable[..., Tensor] | None = None
 
@@ -190,7 +190,7 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         """
         cache = self._cache_for(input_ids, past_key_values)
         taken, slots = cache.get_seq_length(), slots_of(cache)
-        check_step(input_ids, attention_mask, position_ids, len(cache.layers[0].keys), taken, slots)
+        check_step(input_ids, attention_mask, position_ids, len(cache.layers[0].tensors[0]), taken, slots)
         batch, length = input_ids.shape
         mask = torch.ones(batch, slots, dtype=torch.long, device=self.device)
         if attention_mask is not None:
@@ -246,10 +246,9 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         Returns:
             transformers' `Cache`.
         """
-        cache = empty_cache(self.shapes, batch, room_for(tokens), self.device, self.dtype)
-        for layer in cache.layers:  # CUDA graphs may write to what stays where it is
-            torch._dynamo.mark_static_address(layer.keys)
-            torch._dynamo.mark_static_address(layer.values)
+        cache = empty_cache(self.layers, batch, room_for(tokens), self.device)
+        for tensor in (tensor for layer in cache.layers for tensor in layer.tensors):
+            torch._dynamo.mark_static_address(tensor)  # CUDA graphs may write to what stays where it is
         return cache
 
     def train(self, mode: bool = True) -> LanguageModel:

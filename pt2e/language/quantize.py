@@ -15,8 +15,9 @@ from pt2mx.fx.graph.constants import computed_from
 from pt2mx.pt2e.convert import convert_pt2e
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.arguments import check_model, check_texts
-from pt2mx.pt2e.language.cache import layer_shapes
+from pt2mx.pt2e.language.cache import layers_of
 from pt2mx.pt2e.language.language_model import LanguageModel
+from pt2mx.pt2e.language.packed_cache import layers_in, pack_cache
 from pt2mx.pt2e.optimize.optimize import optimize
 from pt2mx.pt2e.prepare import prepare_pt2e
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
@@ -70,10 +71,10 @@ def quantize_language_model(
     check_model(model)
     check_texts(texts, model.config.get_text_config().vocab_size)
     stage("export")
-    shapes = layer_shapes(model)
+    layers = layers_of(model)
     graph = decoder.export_decoder(model).module()
     own = without_products_of_activations(quantizer)
-    batches = [decoder.inputs(shapes, model.device, model.dtype, text) for text in texts]
+    batches = [decoder.inputs(layers, model.device, text) for text in texts]
     if own.algorithms is not None:
         stage("optimize")
         graph = optimize(graph, own, batches)
@@ -83,8 +84,8 @@ def quantize_language_model(
         for batch in batches:
             prepared(**batch)
     stage("convert")
-    converted = convert_pt2e(prepared)
-    program = decoder.export(converted, decoder.inputs(shapes, model.device, model.dtype))
+    converted = pack_cache(convert_pt2e(prepared))
+    program = decoder.export(converted, decoder.inputs(layers_in(converted), model.device))
     return LanguageModel(program, copy.deepcopy(model.config), copy.deepcopy(model.generation_config), tokenizer)
 
 

@@ -56,7 +56,7 @@ def can_change_coordinates(site: Site, fixed: set[Node]) -> list[Product]:
     products = [reader.product for reader in site.readers if reader.product is not None]
     if len(products) < len(site.readers) or not is_read_by_these_alone(site) or why_not_rounded(site):
         return []
-    if any(not reads_rows(p) or p.source in fixed or p.source is site.node for p in products):
+    if any(not reads_rows(p) or p.source in fixed for p in products):
         return []
     if any(reader.weight in fixed for reader in site.readers):
         return []

@@ -32,5 +32,6 @@ class MXIndexObserver(nn.Module):
 
     def forward(self, indices: Tensor, mask: Tensor | None = None) -> Tensor:
         read = indices if mask is None else indices[mask != 0]
-        self.counts = self.counts.to(read.device) + torch.bincount(read.flatten(), minlength=self.rows)
+        read = read[(read >= 0) & (read < self.rows)]  # of others the embedding says that they are none
+        self.counts = self.counts.to(read.device) + torch.bincount(read, minlength=self.rows)
         return indices

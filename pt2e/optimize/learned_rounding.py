@@ -87,6 +87,7 @@ def learn_rounding(
     generator = torch.Generator().manual_seed(seed)
     train, held = hold_out(len(batches), generator)
     blocks, sites, written = cut_blocks(model), weight_sites(model, quantizer), written_nodes(model.graph)
+    float_blocks = cut_blocks(original)
     originals = [(reader, site) for site in weight_sites(original, quantizer) for reader in site.readers]
     floats = {reader.node.name: site.value for reader, site in originals if reader.node.graph is original.graph}
     quantized = [(node, tensor, spec) for node, tensor, _, spec in quantized_inputs(model, quantizer)]
@@ -101,15 +102,14 @@ def learn_rounding(
             bar.set_postfix_str(block.name)
             nodes = set(block.nodes)
             inside = [site for site in sites if any(reader.node in nodes for reader in site.readers)]
-            exact = [floats[_reader_in(site, nodes)].detach() for site in inside]
             inputs = [[known[node] for node in block.inputs] for known in values]
             with torch.no_grad():
-                float_block = _with_weights(model, block, inside, ())
-                wanted = [float_block(*exact, *arguments) for arguments in inputs]
+                float_block, _ = float_blocks[i].copy(original)
+                wanted = [float_block(*arguments) for arguments in inputs]
             chosen = [] if nodes & written else [site for site in inside if _is_learnable(site, nodes)]
             if chosen:
                 run = _with_weights(model, block, chosen, [q for q in quantized if q[0] in nodes])
-                weights = [_latent(site, exact[inside.index(site)]) for site in chosen]
+                weights = [_latent(site, floats[_reader_in(site, nodes)].detach()) for site in chosen]
                 training = _Training(run, weights, [site.value.dtype for site in chosen], inputs, wanted, held)
                 before, after, found = training.run(_order(train, generator), steps, lr or 1 / steps)
                 if found:

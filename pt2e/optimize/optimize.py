@@ -22,7 +22,7 @@ from pt2mx.algorithms.options import (
 )
 from pt2mx.errors import MXError, nearest
 from pt2mx.functional import fake_quantize_mx
-from pt2mx.fx.graph.lift_weights import lift_constants
+from pt2mx.fx.graph.lift_weights import lift_constants, merge_equal_operands
 from pt2mx.fx.graph.subgraphs import graph_modules
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors
 from pt2mx.pt2e.optimize.calibrate import Seen, observe, padding_mask_of
@@ -118,6 +118,7 @@ def optimize(
             result, original, quantizer, list(batches), steps=learned.steps, seed=learned.seed, progress=progress
         )
         _report_learned(reports, sites, {w for block in blocks for w in block.weights}, result, quantizer)
+    merge_equal_operands(result)
     for graph in graph_modules(result):
         graph.graph.eliminate_dead_code()
         graph.recompile()

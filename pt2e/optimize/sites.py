@@ -4,11 +4,13 @@ inside it too, where a placeholder stands for the weight."""
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
 
 from pt2mx.fx.graph.attributes import register_buffer
 from pt2mx.fx.graph.calls import calls
@@ -154,14 +156,20 @@ def why_not_rounded(site: Site) -> str:
         return "it is empty"
     if not site.value.isfinite().all():
         return "it holds an Inf or a NaN"
-    if not _all_quantize(site, _placeholders_of(site)):
+    reads, readers = _reads(site), Counter(reader.argument_of for reader in site.readers)
+    if any(reads[reader] > count for reader, count in readers.items()):
+        return "an operator quantizes it and reads it in high precision too"
+    others = {user for node in _placeholders_of(site) for user in node.users} - readers.keys() - site.inside.calls
+    if others and _is_read_inside(site):
         return "a graph inside reads it in high precision too"
     return ""
 
 
 def is_read_by_these_alone(site: Site) -> bool:
     """True if nothing but its quantized readers reads the parameter or buffer."""
-    return site.node.op == "get_attr" and _all_quantize(site, [*site.equal, *_placeholders_of(site)])
+    readers = Counter(reader.argument_of for reader in site.readers)
+    alone = all(n <= readers[user] for user, n in _reads(site).items() if user not in site.inside.calls)
+    return site.node.op == "get_attr" and alone
 
 
 def _placeholders_of(site: Site) -> list[Node]:
@@ -170,10 +178,18 @@ def _placeholders_of(site: Site) -> list[Node]:
     return [node for node, held in site.inside.standing.items() if any(one in equal for one in held)]
 
 
-def _all_quantize(site: Site, nodes: list[Node]) -> bool:
-    """True if all that read nodes of the weight quantize it, or are calls of graphs inside."""
-    readers = {reader.argument_of for reader in site.readers} | site.inside.calls
-    return all(user in readers for node in nodes for user in node.users)
+def _reads(site: Site) -> Counter[Node]:
+    """The nodes that read a weight, by whatever name and in whatever graph, and how often each does."""
+    reads: Counter[Node] = Counter()
+    for node in (*site.equal, *_placeholders_of(site)):
+        for user in node.users:
+            reads[user] += pytree.tree_leaves((user.args, user.kwargs)).count(node)
+    return reads
+
+
+def _is_read_inside(site: Site) -> bool:
+    """True if a graph inside quantizes the weight."""
+    return any(reader.node.graph is not site.node.graph for reader in site.readers)
 
 
 def set_weight(model: GraphModule, site: Site, value: Tensor) -> None:
@@ -186,7 +202,7 @@ def set_weight(model: GraphModule, site: Site, value: Tensor) -> None:
         for reader in site.readers:
             if reader.node.graph is model.graph:
                 reader.argument_of.replace_input_with(reader.weight, node)
-        for same in site.equal:
+        for same in site.equal if _is_read_inside(site) else ():
             for call in site.inside.calls & set(same.users):
                 call.replace_input_with(same, node)
         return

@@ -82,7 +82,7 @@ class MXQuantizationConfig:
 
     def __post_init__(self) -> None:
         for role in ROLES:
-            object.__setattr__(self, role, _checked_spec(role, getattr(self, role)))
+            object.__setattr__(self, role, checked_spec(role, getattr(self, role)))
         object.__setattr__(self, "operands", _checked_operands(self.operands))
         check_ste(self.ste)
         if not isinstance(self.is_qat, bool):
@@ -186,7 +186,12 @@ def _makes_observers(constructor: Callable) -> bool:
     return isinstance(constructor.with_args(qscheme=("mx", *parse("mxfp8").op_args()))(), MXObserver)
 
 
-def _checked_spec(name: str, value: object) -> MXSpec | None:
+def checked_spec(name: str, value: object) -> MXSpec | None:
+    """The spec that `value` is or spells, which operators of a graph take; None for None.
+
+    Raises:
+        MXError: for another one, naming what it is for.
+    """
     if value is None:
         return None
     try:
@@ -205,7 +210,7 @@ def _checked_operands(operands: Any) -> tuple[tuple[str, MXSpec | None], ...]:
     for name in named:
         if name not in OPERAND_NAMES:
             raise MXError(f"unknown operand {name!r}: {nearest(name, OPERAND_NAMES)}")
-    return tuple((name, _checked_spec(f"operand {name!r}", spec)) for name, spec in sorted(named.items()))
+    return tuple((name, checked_spec(f"operand {name!r}", spec)) for name, spec in sorted(named.items()))
 
 
 def get_default_mx_quantization_config(

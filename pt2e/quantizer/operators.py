@@ -173,11 +173,18 @@ OPERANDS: dict[str, Row] = {
     "aten.embedding_bag.padding_idx": ROWS,
 }
 
-#: operators that are quantized only where `MXQuantizer.set_operator_type` names them: residual connections, gates
-OPT_IN: dict[str, Row] = {"aten.add.Tensor": _ELEMENTWISE, "aten.mul.Tensor": _ELEMENTWISE}
+#: what a decoder writes to its cache, (B, heads, S, width); quantized only by `MXQuantizer.set_kv_cache`
+CACHE_WRITE = "aten.index_copy_"
+
+#: operators that are quantized only where a setting names them: residual connections, gates, a cache
+OPT_IN: dict[str, Row] = {
+    "aten.add.Tensor": _ELEMENTWISE,
+    "aten.mul.Tensor": _ELEMENTWISE,
+    CACHE_WRITE: (Operand("source", 3, "activation", -1),),
+}
 
 #: every name that a config's `operands` may have
-OPERAND_NAMES = ("input", "other", "weight", "bias", "query", "key", "value", "hidden") + (
+OPERAND_NAMES = ("input", "other", "weight", "bias", "query", "key", "value", "hidden", "source") + (
     "weight_ih", "weight_hh", "weight_hr", "bias_ih", "bias_hh",
 )  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 
 import torch
 from torch.fx import GraphModule, Node
@@ -11,13 +12,21 @@ from pt2mx.errors import nearest
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.module_stack import modules_of, propagate_module_stack
-from pt2mx.fx.graph.node import make_positional
+from pt2mx.fx.graph.node import called, make_positional
 from pt2mx.fx.graph.subgraphs import graph_modules, nodes_in_order
 from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.annotate import REASON_KEY, Plan, annotate_operator, plan_operator
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from pt2mx.pt2e.quantizer.matching import MATCHERS, Calls, number_calls
-from pt2mx.pt2e.quantizer.operators import argument_of, names_of, operands_of, quantizable_operators, replace_argument
+from pt2mx.pt2e.quantizer.operators import (
+    CACHE_WRITE,
+    argument_of,
+    names_of,
+    operands_of,
+    operator_name,
+    quantizable_operators,
+    replace_argument,
+)
 from pt2mx.pt2e.quantizer.settings import Config
 from pt2mx.pt2e.quantizer.stored_settings import StoredSettings
 from pt2mx.pt2e.torchao_pt2e import Q_ANNOTATION_KEY, Quantizer
@@ -105,7 +114,7 @@ class MXQuantizer(StoredSettings, Quantizer):
                 node.meta[REASON_KEY] = reason
             else:
                 chosen[node], plans[node] = config, plan_operator(node, config, constants)
-        for node, (source, config) in self._at_the_ends([n for n in nodes_in_order(model) if plans.get(n)]).items():
+        for node, (source, config) in self._at_the_ends(_layers(nodes_in_order(model), plans)).items():
             matched.add(source)
             if config is None:
                 node.meta[REASON_KEY] = f"excluded by {source[0]} {source[1]}"
@@ -122,7 +131,7 @@ class MXQuantizer(StoredSettings, Quantizer):
         """Nothing is left to check: `annotate` makes annotations that are valid."""
 
     def _candidates(self, model: GraphModule) -> list[Node]:
-        asked_for = self._settings["operator_type"].keys()
+        asked_for = set(self._settings["operator_type"]) | ({CACHE_WRITE} if self._kv_cache else set())
         return quantizable_operators(model.graph, lambda name: not asked_for.isdisjoint(names_of(name)))
 
     def _at_the_ends(self, nodes: list[Node]) -> dict[Node, tuple[tuple[str, int], Config]]:
@@ -137,6 +146,9 @@ class MXQuantizer(StoredSettings, Quantizer):
 
     def _config_of(self, node: Node, calls: Calls, matched: set[tuple[str, object]]) -> tuple[Config, str]:
         """The config of an operator, and the reason if it is None. Notes every setting that matches in `matched`."""
+        if self._kv_cache is not None and _writes_cache(node):
+            matched.add(("kv_cache", None))
+            return MXQuantizationConfig(activation=self._kv_cache), ""
         found: list[tuple[str, Config]] = []
         for kind, matches in MATCHERS.items():
             hits = [key for key in self._settings[kind] if matches(key, node, calls) >= 0]
@@ -153,6 +165,8 @@ class MXQuantizer(StoredSettings, Quantizer):
         names = {name for node in candidates for name, _ in modules_of(node) if name}
         types = {kind.rpartition(".")[2] for node in candidates for _, kind in modules_of(node)}
         known = {"module_name": names, "module_name_regex": names, "module_type": types}
+        if self._kv_cache is not None and ("kv_cache", None) not in matched:
+            warnings.warn("kv_cache is set, but the model writes to no cache by aten.index_copy_", stacklevel=3)
         for kind, keys in self._by_kind().items():
             for key in keys:
                 if (kind, key) not in matched:
@@ -173,6 +187,15 @@ def _warn_unknown_operands(chosen: dict[Node, MXQuantizationConfig]) -> None:
                     + ", ".join(sorted(names)),
                     stacklevel=3,
                 )
+
+
+def _writes_cache(node: Node) -> bool:
+    return operator_name(called(node)) == CACHE_WRITE
+
+
+def _layers(nodes: Iterator[Node], plans: dict[Node, Plan]) -> list[Node]:
+    """The operators that are quantized, without what writes a cache."""
+    return [node for node in nodes if plans.get(node) and not _writes_cache(node)]
 
 
 def _arguments(node: Node) -> list[Node]:

@@ -9,13 +9,14 @@
     first:
       2: {weight: mxint8}
     algorithms: balanced
+    kv_cache: mxfp8
 
 A config maps roles to specs; `null` leaves in high precision. A spec is a spelling that `pt2mx.parse` takes, or a
 mapping of `MXSpec` fields (`{element: fp4_e2m1, block_size: 16}`). `operands` maps names of operands to specs, `ste`
 says what becomes of gradients, `value_blocks` where the blocks of an attention's values run. `first` and `last` map
 counts of operators to configs; `module_name_object_type_order` is a list of [module, type, index, config].
 `algorithms` is what `pt2mx.optimize` does to the weights: a preset, or a mapping from algorithms to their options
-(`{gptq: {damping: 0.1}}`).
+(`{gptq: {damping: 0.1}}`), `kv_cache` the spec of the keys and values that a decoder keeps.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ ORDER = "module_name_object_type_order"
 #: kinds of settings: the suffixes of `MXQuantizer`'s setters; all but the global one hold a mapping from key to config,
 #: or a list where the key has parts
 KINDS = ("global", *ENDS, ORDER, "module_name", "module_name_regex", "module_type", "operator_type")
-#: the key of what is done to weights beforehand
-ALGORITHMS = "algorithms"
+#: the keys of what is done to weights beforehand, and of the format of a decoder's cache
+ALGORITHMS, KV_CACHE = "algorithms", "kv_cache"
 #: characters of an error, which may hold a value of the file
 _LONGEST = 1000
 _SPEC_FIELDS = ("element", "block_size", "scale_mode", "rounding")
@@ -57,10 +58,12 @@ Setting = tuple[str, Key, MXQuantizationConfig | None]
 
 
 class Recipe(NamedTuple):
-    """The settings of a recipe, and the algorithms by which weights are optimized; None where it names none."""
+    """The settings of a recipe, the algorithms by which weights are optimized, and the format of the cache; None where
+    it names none."""
 
     settings: list[Setting]
     algorithms: tuple[Algorithm, ...] | None
+    kv_cache: MXSpec | None
 
 
 def names() -> list[str]:
@@ -70,16 +73,17 @@ def names() -> list[str]:
 
 
 def read(path_or_name: object) -> Recipe:
-    """The settings (kind, key, config) and algorithms of a recipe file, or of a shipped recipe by name.
+    """The settings (kind, key, config), algorithms and cache of a recipe file, or of a shipped recipe by name.
 
     Raises:
         MXError: where there is no such recipe, or for an unknown key or value in it, naming the nearest valid one.
     """
     source = str(path_or_name)
     try:
-        content = _mapping("the recipe", read_yaml(_content(source)), ("description", *KINDS, ALGORITHMS))
-        chosen = content.get(ALGORITHMS)
-        return Recipe(_settings(content), None if chosen is None else chosen_algorithms(chosen))
+        content = _mapping("the recipe", read_yaml(_content(source)), ("description", *KINDS, ALGORITHMS, KV_CACHE))
+        chosen, cache = content.get(ALGORITHMS), _spec(KV_CACHE, content.get(KV_CACHE))
+        settings = _settings(content, needed=cache is None)
+        return Recipe(settings, None if chosen is None else chosen_algorithms(chosen), cache)
     except MXError as error:
         text = str(error)
         raise MXError(f"recipe {source}: {text if len(text) <= _LONGEST else text[:_LONGEST] + ' ...'}") from None
@@ -98,7 +102,7 @@ def _content(source: str) -> bytes:
 
 def write(given: Recipe, path: object = None) -> str:
     """The YAML of a recipe, also written to `path` if one is given."""
-    if not given.settings:
+    if not given.settings and given.kv_cache is None:
         raise MXError("the quantizer has no setting: a recipe of it would quantize nothing")
     recipe: dict[str, Any] = {}
     for kind, key, config in given.settings:
@@ -110,10 +114,12 @@ def write(given: Recipe, path: object = None) -> str:
             recipe.setdefault(kind, {})[key] = _plain(config)
     if given.algorithms is not None:
         recipe[ALGORITHMS] = plain_algorithms(given.algorithms)
+    if given.kv_cache is not None:
+        recipe[KV_CACHE] = str(given.kv_cache)
     return write_text(yaml.safe_dump(recipe, sort_keys=False), path)
 
 
-def _settings(recipe: dict[str, Any]) -> list[Setting]:
+def _settings(recipe: dict[str, Any], needed: bool) -> list[Setting]:
     settings: list[Setting] = []
     for kind in KINDS:
         if kind not in recipe:
@@ -129,7 +135,7 @@ def _settings(recipe: dict[str, Any]) -> list[Setting]:
             raise MXError(f"{kind} must map {keys} to configs, not be {recipe[kind]!r}")
         for key, value in recipe[kind].items():
             settings.append((kind, key if kind in ENDS else str(key), _config(f"{kind} {key!r}", value)))
-    if not settings:
+    if needed and not settings:
         raise MXError(f"it quantizes nothing: give it at least one of {', '.join(KINDS)}")
     return settings
 

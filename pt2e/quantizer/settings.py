@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.fx import Node
 
-from pt2mx.algorithms.options import Algorithm, chosen_algorithms
 from pt2mx.errors import MXError
 from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from pt2mx.pt2e.quantizer.matching import MATCHERS
+from pt2mx.pt2e.quantizer.model_settings import ModelSettings
 from pt2mx.pt2e.quantizer.setting_keys import object_key, operator_key, type_key
 
 if TYPE_CHECKING:
@@ -22,19 +20,17 @@ if TYPE_CHECKING:
 Config = MXQuantizationConfig | None
 
 
-class QuantizerSettings:
+class QuantizerSettings(ModelSettings):
     """The configs of a quantizer, and the operators that each is for. Each setter takes a config, or None for "leave in
     high precision", and returns the quantizer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._filter: Callable[[Node], bool] | None = None
         self._global: Config = None
         #: "first" or "last" -> count -> config
         self._ends: dict[str, dict[int, Config]] = {kind: {} for kind in recipe.ENDS}
         #: setting kind -> key -> config, in order of precedence
         self._settings: dict[str, dict[Any, Config]] = {kind: {} for kind in MATCHERS}
-        self._algorithms: tuple[Algorithm, ...] | None = None
 
     def set_global(self, config: Config) -> Self:
         """Set the config of every operator that no other setting matches.
@@ -194,65 +190,6 @@ class QuantizerSettings:
         if isinstance(index, bool) or not isinstance(index, int) or index < 0:
             raise MXError(f"{recipe.ORDER}: index={index!r} must be an integer of at least 0")
         self._settings[recipe.ORDER][module_name, object_key(object_type)[1], index] = checked_config(config)
-        return self
-
-    def set_filter_function(self, function: Callable[[Node], bool] | None) -> Self:
-        """Quantize only the operators that a function accepts. Recipes and dictionaries do not hold it.
-
-        Args:
-            function: True of the `torch.fx.Node` of an operator that may be quantized; None takes the filter away.
-
-        Returns:
-            The quantizer.
-
-        Raises:
-            MXError: for what cannot be called.
-        """
-        if function is not None and not callable(function):
-            raise MXError(f"the filter must be a function of a node that returns a bool, not {function!r}")
-        self._filter = function
-        return self
-
-    @property
-    def filter_function(self) -> Callable[[Node], bool] | None:
-        """The function that `set_filter_function` set.
-
-        Example:
-            >>> import pt2mx
-            >>> pt2mx.MXQuantizer().filter_function is None
-            True
-        """
-        return self._filter
-
-    @property
-    def algorithms(self) -> tuple[Algorithm, ...] | None:
-        """The algorithms that `set_algorithms` or a recipe set, in the order in which they are applied; None: no word.
-
-        Returns:
-            A tuple of algorithms of `pt2mx.algorithms`, or None.
-        """
-        return self._algorithms
-
-    def set_algorithms(self, algorithms: str | Sequence[Algorithm] | Mapping[str, object] | None) -> Self:
-        """Set the algorithms by which `pt2mx.optimize` and `pt2mx quantize` round the weights.
-
-        Args:
-            algorithms: a preset ("fast", "balanced", "best"), algorithms of `pt2mx.algorithms`, or a mapping from their
-                names to their options; None: `pt2mx.optimize` takes "balanced", and `pt2mx quantize` rounds to nearest.
-
-        Returns:
-            The quantizer.
-
-        Raises:
-            MXError: for an unknown preset, algorithm or option.
-
-        Example:
-            >>> import pt2mx
-            >>> quantizer = pt2mx.MXQuantizer.from_recipe("mxfp4").set_algorithms("fast")
-            >>> quantizer.algorithms
-            (ScaleSearch(by_inputs=False),)
-        """
-        self._algorithms = None if algorithms is None else chosen_algorithms(algorithms)
         return self
 
     def _by_kind(self) -> dict[str, dict[Any, Config]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from pt2mx.algorithms.options import chosen_algorithms, plain_algorithms
 from pt2mx.errors import MXError, nearest
@@ -48,7 +48,7 @@ class StoredSettings(QuantizerSettings):
             {'activation': 'mxfp4_e2m1{32}(even,even)', 'weight': 'mxfp4_e2m1{32}(even,even)'}
         """
         quantizer = cls()
-        settings, quantizer._algorithms = recipe.read(path_or_name)
+        settings, quantizer._algorithms, quantizer._kv_cache = recipe.read(path_or_name)
         for kind, key, config in settings:
             before = quantizer._count()
             try:
@@ -82,7 +82,7 @@ class StoredSettings(QuantizerSettings):
               head:
                 weight: mxint8{32}
         """
-        return recipe.write(recipe.Recipe(self._all("a recipe"), self.algorithms), path)
+        return recipe.write(recipe.Recipe(self._all("a recipe"), self.algorithms, self.kv_cache), path)
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, object]) -> Self:
@@ -111,8 +111,12 @@ class StoredSettings(QuantizerSettings):
             if group == recipe.ALGORITHMS:
                 quantizer._algorithms = None if entries is None else chosen_algorithms(entries)
                 continue
+            if group == recipe.KV_CACHE:
+                quantizer.set_kv_cache(cast("str | None", entries))
+                continue
             if group not in _GROUPS:
-                raise MXError(f"unknown key {group!r} of settings: {nearest(group, [*_GROUPS, recipe.ALGORITHMS])}")
+                known = [*_GROUPS, recipe.ALGORITHMS, recipe.KV_CACHE]
+                raise MXError(f"unknown key {group!r} of settings: {nearest(group, known)}")
             for key, value in [(None, entries)] if group == "" else _rows(group, entries):
                 config = MXQuantizationConfig.from_dict(value) if isinstance(value, Mapping) else checked_config(value)
                 if group == "object_type":
@@ -126,7 +130,8 @@ class StoredSettings(QuantizerSettings):
 
         Returns:
             The global config under "", lists of (key, ..., config) under the others. Configs are dictionaries, as
-            `MXQuantizationConfig.to_dict` makes them, or None. "algorithms", where they are set, as in a recipe.
+            `MXQuantizationConfig.to_dict` makes them, or None. "algorithms" and "kv_cache", where they are set, as in a
+            recipe.
 
         Raises:
             MXError: where there is a filter function, which no dictionary holds.
@@ -147,7 +152,8 @@ class StoredSettings(QuantizerSettings):
             else:
                 plain[group_of[kind]].append((*(key if isinstance(key, tuple) else (key,)), values))
         chosen = {} if self.algorithms is None else {recipe.ALGORITHMS: plain_algorithms(self.algorithms)}
-        return {"": of_all, **plain, **chosen}
+        cache = {} if self.kv_cache is None else {recipe.KV_CACHE: str(self.kv_cache)}
+        return {"": of_all, **plain, **chosen, **cache}
 
     def _all(self, form: str) -> list[recipe.Setting]:
         if self._filter is not None:

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from pt2mx import MXError
-from pt2mx.pt2e.language.cache import layer_shapes
+from pt2mx.pt2e.language.cache import layers_of
 from pt2mx.pt2e.language.decoder import export_decoder, inputs
 from tests.language_models import FAMILIES, padded, tiny_decoder, transformers
 
@@ -21,7 +21,7 @@ def test_a_prompt_and_single_tokens_give_what_the_model_gives(family):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     ids = torch.randint(256, (3, 76))
     want = model(ids).logits
-    call = inputs(layer_shapes(model), torch.device("cpu"), torch.float32, ids)
+    call = inputs(layers_of(model), torch.device("cpu"), ids)
     prompt = {name: call[name][:, :12] for name in ("input_ids", "position_ids")}
     found = [program(**{**call, **prompt, "logits_to_keep": torch.arange(12)})]
     for i in range(12, 76):
@@ -36,7 +36,7 @@ def test_padding_changes_nothing(family):
     model = tiny_decoder(family)
     program = export_decoder(model).module()
     ids, mask = padded()
-    call = inputs(layer_shapes(model), torch.device("cpu"), torch.float32, ids)
+    call = inputs(layers_of(model), torch.device("cpu"), ids)
     call["attention_mask"], call["position_ids"] = mask, (mask.cumsum(1) - 1).clamp(min=0)
     found = program(**call)
     assert found.isfinite().all()

@@ -4,7 +4,7 @@ import torch
 import pt2mx
 from pt2mx import MXError, MXQuantizer
 from pt2mx.pt2e.language import decoder
-from pt2mx.pt2e.language.cache import layer_shapes
+from pt2mx.pt2e.language.cache import layers_of
 from pt2mx.pt2e.language.quantize import quantize_language_model, without_products_of_activations
 from tests.language_models import tiny_decoder, transformers
 
@@ -27,7 +27,7 @@ def test_converted_equals_prepared():
     prepared = pt2mx.prepare_pt2e(decoder.export_decoder(model).module(), quantizer)
 
     def call(program):
-        return program(**decoder.inputs(layer_shapes(model), torch.device("cpu"), torch.float32, ids))
+        return program(**decoder.inputs(layers_of(model), torch.device("cpu"), ids))
 
     with torch.no_grad():
         call(prepared)

@@ -128,3 +128,99 @@ def test_rotated_attention_and_a_padding_mask():
     rotations = inner.graph.find_nodes(op="call_function", target=torch.ops.pt2mx.hadamard.default)
     assert len(rotations) == 3  # of the layer's input, queries and keys
     assert torch.allclose(optimized(x, mask), model(x, mask), atol=0.1)
+
+
+def exported(forward, x):
+    """A model of two weights, (64, 64), exported."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Parameter(torch.randn(64, 64) / 8), nn.Parameter(torch.randn(64, 64) / 8)
+
+        def forward(self, x):
+            return forward(self, x)
+
+    torch.manual_seed(0)
+    return torch.export.export(Model().eval(), (x,)).module()
+
+
+def times_itself(model, x):
+    with torch.no_grad():
+        return x + nn.functional.linear(model.first, model.first)
+
+
+def plus_itself(model, x):
+    with torch.no_grad():
+        return torch.addmm(model.first, x, model.first)
+
+
+def plus_itself_outside(model, x):
+    return torch.addmm(model.first, x, model.first)
+
+
+@pytest.mark.parametrize("forward", [times_itself, plus_itself, plus_itself_outside])
+def test_a_weight_that_its_own_product_reads_unquantized_too(forward):
+    x = inputs()
+    model = exported(forward, x)
+    optimized = pt2mx.optimize(model, QUANTIZER, [(x,)])
+    assert torch.equal(optimized(x), model(x))
+    assert optimization_report(optimized).weights[0].reason.startswith("an operator quantizes it and reads it")
+
+
+def test_one_value_in_both_branches():
+    x = inputs()
+
+    def branches(model, x):
+        return torch.cond(x.sum() > 0, lambda x: x @ model.first.t(), lambda x: x @ model.first.t() + 1, (x,))
+
+    with torch.no_grad():
+        model = exported(branches, x)
+        optimized = pt2mx.optimize(model, QUANTIZER, [(x,)])
+        assert torch.equal(torch.export.export(optimized, (x,)).module()(x), optimized(x))
+        assert error(optimized, QUANTIZER, x, model(x)) < 0.5 * error(model, QUANTIZER, x, model(x))
+
+
+def test_what_autocast_computes_stays_inside():
+    def product(model, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return (x @ (model.first @ model.second)).float()
+
+    x = inputs()
+    model = exported(product, x)
+    with torch.no_grad():
+        want = model(x)
+        optimized = pt2mx.optimize(model, QUANTIZER, [(x,)])
+    error(optimized, QUANTIZER, x, want)  # converted is prepared
+
+
+def test_a_weight_that_is_computed_two_graphs_deep():
+    def deep(model, x):
+        def inner(x):
+            with torch.no_grad():
+                return x @ model.first.t()
+
+        return torch.cond(x.sum() > 0, inner, lambda x: x + 1, (x,))
+
+    x = inputs().abs()
+    model = exported(deep, x)
+    with torch.no_grad():
+        optimized = pt2mx.optimize(model, QUANTIZER, [(x,)])
+        want = model(x)
+    assert [(w.weight, w.algorithm) for w in optimization_report(optimized).weights] == [("first", "gptq")]
+    assert error(optimized, QUANTIZER, x, want) < 0.6 * error(model, QUANTIZER, x, want)
+
+
+def test_a_reader_outside_is_rounded_where_a_graph_inside_reads_unquantized():
+    def carried(model, x):
+        scale = torch.cond(x.sum() > 0, lambda w: w.abs().mean(), lambda w: w.abs().amax(), (model.first,))
+        return nn.functional.linear(x, model.first) * scale
+
+    x = inputs()
+    model = exported(carried, x)
+    with torch.no_grad():
+        optimized = pt2mx.optimize(model, QUANTIZER, [(x,)])
+        want = model(x)
+    assert optimization_report(optimized).weights[0].algorithm == "gptq"
+    assert torch.equal(optimized.get_parameter("first"), model.get_parameter("first"))
+    assert error(optimized, QUANTIZER, x, want) < 0.6 * error(model, QUANTIZER, x, want)

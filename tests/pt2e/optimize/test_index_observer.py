@@ -28,6 +28,7 @@ def test_counts():
     observer = MXIndexObserver(5)
     for ids in (torch.tensor([4, 1]), torch.tensor([[1, 0]], dtype=torch.int32), torch.empty(0, dtype=torch.int64)):
         observer(ids)
+    observer(torch.tensor([-1, 7]))  # of which the embedding says that there are none
     assert observer.counts.tolist() == [1, 2, 0, 0, 1]
 
 

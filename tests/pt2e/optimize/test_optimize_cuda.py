@@ -52,7 +52,7 @@ def test_sums_that_the_gpu_has_no_room_for_lie_on_the_host(monkeypatch):
 
     def observe(*args):
         found = placed(*args)
-        homes.extend(part.device.type for observer in found.values() for part in observer.parts)
+        homes.extend(part.device.type for observer in found.inputs.values() for part in observer.parts)
         return found
 
     monkeypatch.setattr(calibrate, "_LEAST_BUDGET", 0)

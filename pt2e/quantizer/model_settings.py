@@ -1,0 +1,118 @@
+"""The settings of a quantizer that are of the model as a whole: a filter, algorithms, the format of a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torch.fx import Node
+
+from pt2mx.algorithms.options import Algorithm, chosen_algorithms
+from pt2mx.errors import MXError
+from pt2mx.pt2e.quantizer.config import checked_spec
+from pt2mx.spec import MXSpec
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class ModelSettings:
+    """Each setter returns the quantizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._filter: Callable[[Node], bool] | None = None
+        self._algorithms: tuple[Algorithm, ...] | None = None
+        self._kv_cache: MXSpec | None = None
+
+    def set_filter_function(self, function: Callable[[Node], bool] | None) -> Self:
+        """Quantize only the operators that a function accepts. Recipes and dictionaries do not hold it.
+
+        Args:
+            function: True of the `torch.fx.Node` of an operator that may be quantized; None takes the filter away.
+
+        Returns:
+            The quantizer.
+
+        Raises:
+            MXError: for what cannot be called.
+        """
+        if function is not None and not callable(function):
+            raise MXError(f"the filter must be a function of a node that returns a bool, not {function!r}")
+        self._filter = function
+        return self
+
+    @property
+    def filter_function(self) -> Callable[[Node], bool] | None:
+        """The function that `set_filter_function` set.
+
+        Example:
+            >>> import pt2mx
+            >>> pt2mx.MXQuantizer().filter_function is None
+            True
+        """
+        return self._filter
+
+    @property
+    def algorithms(self) -> tuple[Algorithm, ...] | None:
+        """The algorithms that `set_algorithms` or a recipe set, in the order in which they are applied; None: no word.
+
+        Returns:
+            A tuple of algorithms of `pt2mx.algorithms`, or None.
+        """
+        return self._algorithms
+
+    def set_algorithms(self, algorithms: str | Sequence[Algorithm] | Mapping[str, object] | None) -> Self:
+        """Set the algorithms by which `pt2mx.optimize` and `pt2mx quantize` round the weights.
+
+        Args:
+            algorithms: a preset ("fast", "balanced", "best"), algorithms of `pt2mx.algorithms`, or a mapping from their
+                names to their options; None: `pt2mx.optimize` takes "balanced", and `pt2mx quantize` rounds to nearest.
+
+        Returns:
+            The quantizer.
+
+        Raises:
+            MXError: for an unknown preset, algorithm or option.
+
+        Example:
+            >>> import pt2mx
+            >>> quantizer = pt2mx.MXQuantizer.from_recipe("mxfp4").set_algorithms("fast")
+            >>> quantizer.algorithms
+            (ScaleSearch(by_inputs=False),)
+        """
+        self._algorithms = None if algorithms is None else chosen_algorithms(algorithms)
+        return self
+
+    @property
+    def kv_cache(self) -> MXSpec | None:
+        """The spec that `set_kv_cache` or a recipe set; None: the cache stays in high precision.
+
+        Returns:
+            An `MXSpec`, or None.
+        """
+        return self._kv_cache
+
+    def set_kv_cache(self, spec: MXSpec | str | None) -> Self:
+        """Set the format of keys and values that a decoder writes to its cache, blocks along the head dimension.
+
+        It is for what `aten.index_copy_` writes, as a cache of fixed length does, whatever the other settings say of
+        the modules around it. A language model of `pt2mx.quantize_language_model` stores codes and scales.
+
+        Args:
+            spec: None leaves the cache in high precision.
+
+        Returns:
+            The quantizer.
+
+        Raises:
+            MXError: for an unknown spec.
+
+        Example:
+            >>> import pt2mx
+            >>> quantizer = pt2mx.MXQuantizer.from_recipe("mxfp4_weight_only").set_kv_cache("mxfp8")
+            >>> str(quantizer.kv_cache)
+            'mxfp8_e4m3{32}'
+        """
+        self._kv_cache = checked_spec("kv_cache", spec)
+        return self

@@ -1,0 +1,121 @@
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+import pt2mx
+from pt2mx import LanguageModel, MXError, MXQuantizer, quantize_language_model
+from pt2mx.pt2e.language import decoder
+from pt2mx.pt2e.language.cache import empty_cache, layers_of
+from pt2mx.pt2e.language.packed_cache import layers_in, pack_cache
+from tests.language_models import padded, tiny_decoder
+
+#: bytes of the codes and the scales of a head's 16 values
+BYTES = {"mxfp8": (16, 1), "mxint8": (16, 1), "mxfp6": (12, 1), "mxfp4": (8, 1), "mxfp8{8}": (16, 2)}
+
+
+def quantizer(kv_cache="mxfp8"):
+    return MXQuantizer.from_recipe("mxfp4_weight_only").set_kv_cache(kv_cache)
+
+
+def steps(model, layers, ids, mask):
+    """The logits of a prompt of 8 tokens, and of each further one."""
+    call = decoder.inputs(layers, torch.device("cpu"), ids)
+    call["attention_mask"], call["position_ids"] = mask, (mask.cumsum(1) - 1).clamp(min=0)
+    found = []
+    for first, last in ((0, 8), *((i, i + 1) for i in range(8, ids.shape[1]))):
+        here = {name: call[name][:, first:last] for name in ("input_ids", "position_ids")}
+        kept = torch.arange(last - first)
+        found.append(model(**{**call, **here, "start": torch.tensor([first]), "logits_to_keep": kept}))
+    return torch.cat(found, 1), (call["keys"], call["values"])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("family", "kv_cache"), [("gemma3", "mxfp8"), ("gpt2", "mxfp8"), *(("llama", f) for f in BYTES)]
+)
+def test_codes_give_the_bits_of_the_prepared_model(family, kv_cache):
+    model = tiny_decoder(family)
+    layers = layers_of(model)
+    graph = decoder.export_decoder(model).module()
+    prepared = pt2mx.prepare_pt2e(graph, quantizer(kv_cache))
+    ids, mask = padded()
+    steps(prepared, layers, ids, mask)
+    converted = pt2mx.convert_pt2e(prepared)
+    pt2mx.enable_fake_quant(prepared)
+    want, cache = steps(prepared, layers, ids, mask)
+    packed = pack_cache(converted)
+    assert [tuple(t.shape[3] for t in keys) for keys, _ in layers_in(packed)] == [BYTES[kv_cache]] * len(layers)
+    program = decoder.export(packed, decoder.inputs(layers_in(packed), torch.device("cpu")))
+    for run in (packed, program.module()):
+        found, codes = steps(run, layers_in(packed), ids, mask)
+        assert torch.equal(found, want)
+        assert all(tensor.dtype == torch.uint8 for tensor in pytree.tree_leaves(codes))
+    assert not torch.equal(steps(graph, layers, ids, mask)[0], want)
+    assert cache[0][0].abs().sum() > 0
+
+
+@torch.no_grad()
+def test_generate_save_and_load(tmp_path):
+    model = tiny_decoder("llama")
+    quantized = quantize_language_model(model, quantizer())
+    ids, mask = padded()
+    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    want = quantized.generate(ids, **options)
+    quantized.save_pretrained(tmp_path, quantizer())
+    loaded = LanguageModel.from_pretrained(tmp_path)
+    assert loaded.dtype == torch.float32
+    assert torch.equal(loaded.generate(ids, **options), want)
+    beams = loaded.generate(ids, **options, num_beams=3)
+    assert torch.equal(beams, quantized.generate(ids, **options, num_beams=3)) and beams.shape == want.shape
+    recipe = MXQuantizer.from_recipe(tmp_path / "recipe.yaml") if (tmp_path / "recipe.yaml").exists() else None
+    assert recipe is None or str(recipe.kv_cache) == "mxfp8_e4m3{32}"
+    # bytes of a token: 2 layers, keys and values, 2 heads, 16 codes and a scale each
+    cache = empty_cache(loaded.layers, 1, 10, torch.device("cpu"))
+    assert sum(tensor.nbytes for layer in cache.layers for tensor in layer.tensors) == 10 * 2 * 2 * 2 * 17
+
+
+def test_a_growing_cache():
+    quantized = quantize_language_model(tiny_decoder("llama"), quantizer())
+    ids = torch.randint(256, (1, 300))
+    with torch.no_grad():
+        want = quantized(ids).logits
+        first = quantized(ids[:, :200])
+        assert first.past_key_values.layers[0].get_max_length() == 256
+        second = quantized(ids[:, 200:], past_key_values=first.past_key_values)
+    assert torch.allclose(torch.cat([first.logits, second.logits], 1), want, atol=1e-5)
+
+
+def test_the_setting_in_recipes_and_dictionaries(tmp_path):
+    text = quantizer("mxfp4{16}").to_recipe(tmp_path / "recipe.yaml")
+    assert text.endswith("kv_cache: mxfp4_e2m1{16}\n")
+    read = MXQuantizer.from_recipe(tmp_path / "recipe.yaml")
+    assert read.kv_cache == quantizer("mxfp4{16}").kv_cache
+    assert MXQuantizer.from_dict(read.to_dict()).to_dict() == read.to_dict()
+    assert MXQuantizer.from_recipe("mxfp4").kv_cache is None
+    (tmp_path / "cache_only.yaml").write_text("kv_cache: mxfp8\n")
+    assert MXQuantizer.from_recipe(tmp_path / "cache_only.yaml").kv_cache == pt2mx.parse("mxfp8")
+    with pytest.raises(MXError, match="kv_cache"):
+        MXQuantizer().set_kv_cache("fp3")
+    (tmp_path / "bad.yaml").write_text("kv_cache: [mxfp8]\n")
+    with pytest.raises(MXError, match="kv_cache"):
+        MXQuantizer.from_recipe(tmp_path / "bad.yaml")
+
+
+def test_a_model_without_a_cache_is_warned_about():
+    x = torch.randn(2, 64)
+    exported = torch.export.export(torch.nn.Linear(64, 8).eval(), (x,)).module()
+    with pytest.warns(UserWarning, match="writes to no cache"):
+        pt2mx.prepare_pt2e(exported, quantizer())
+
+
+def test_first_and_last_do_not_count_the_cache():
+    config = pt2mx.MXQuantizationConfig(weight="mxfp8")
+    graph = decoder.export_decoder(tiny_decoder("llama")).module()
+    chosen = quantizer().set_first(config, 2).set_operator_type("aten.embedding", None)
+    prepared = pt2mx.prepare_pt2e(graph, chosen)
+    rows = [row for row in pt2mx.quantization_report(prepared).operators if row.quantized]
+    writes = [row for row in rows if row.operator == "aten.index_copy_"]
+    assert len(writes) == 4 and all(row.operands[0].spec == "mxfp8_e4m3{32}" for row in writes)
+    linears = [row for row in rows if row.operator == "aten.linear"]
+    formats = [next(one.spec for one in row.operands if one.role == "weight") for row in linears]
+    assert [text.startswith("mxfp8") for text in formats[:4]] == [True, True, False, False]
