@@ -21,6 +21,7 @@ from pt2mx.fx.passes.fuse_rotation import fuse_rotation
 from pt2mx.fx.passes.merge_fake_quantize import merge_fake_quantize
 from pt2mx.fx.passes.merge_linears import merge_linears
 from pt2mx.fx.passes.mma_layout import use_mma_layout
+from pt2mx.fx.passes.packed_attention import use_packed_attention
 from pt2mx.fx.passes.packed_embedding import use_packed_embeddings
 from pt2mx.fx.passes.packed_products import use_packed_weights
 from pt2mx.fx.passes.scaled_mm import use_scaled_mm
@@ -50,6 +51,7 @@ STEPS = (
     Step(cse_quantize),
     Step(fuse_qdq),
     Step(make_weights_k_major, needs_weights=True),
+    Step(use_packed_attention),
     Step(use_packed_embeddings),
     Step(use_packed_weights),
     Step(merge_linears, needs_weights=True),

@@ -22,6 +22,7 @@ from pt2mx.late import when_imported
 _OPERATORS = (
     "pt2mx.ops.quantization",
     "pt2mx.ops.linear",
+    "pt2mx.ops.attention",
     "pt2mx.ops.scaled_mm",
     "pt2mx.ops.hadamard",
     "pt2mx.ops.rotated_quantization",

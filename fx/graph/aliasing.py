@@ -8,7 +8,7 @@ einsum of one tensor); it is asked, by a call on fake tensors.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +48,24 @@ def written_nodes(graph: Graph) -> set[Node]:
 def written_storages(model: GraphModule) -> set[int]:
     """The storages of parameters and buffers that the graph of `model` writes, as `storage_of` names them."""
     return {root for root in _memory(model.graph)[1] if not isinstance(root, Node)}
+
+
+class Writes:
+    """The writes of a graph, in their order."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._order = {node: i for i, node in enumerate(graph.nodes)}
+        self._roots = _roots(graph)
+        writers = {node: args for node in graph.nodes if node.op in _CALLS and (args := _written_arguments(node))}
+        self._written = {node: self._memory_of(args) for node, args in writers.items()}
+
+    def between(self, first: Node, last: Node, read: Iterable[Node]) -> bool:
+        """True if something behind `first` and before `last` writes memory that nodes show."""
+        shown, begin, end = self._memory_of(read), self._order[first], self._order[last]
+        return any(begin < self._order[node] < end and roots & shown for node, roots in self._written.items())
+
+    def _memory_of(self, nodes: Iterable[Node]) -> frozenset[Root]:
+        return frozenset[Root]().union(*(self._roots[node] for node in nodes))
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -134,6 +134,23 @@ OPERATORS = {
             "n": "rows of the weight",
         },
     ),
+    "attention_mx": Operator(
+        1,
+        "`scaled_dot_product_attention` over a cache of codes: keys and values are `dequantize_mx` of theirs along the "
+        "last dimension, in the query's dtype. Each key has the queries of as many heads as there are more of them. "
+        "Sums are in float32, in any order; a query that sees no key gives zeros.",
+        {"": "(B, heads, S, `value_width`) in the query's dtype"},
+        {
+            "query": "(B, heads, S, D) float32, float16 or bfloat16",
+            "key_data": "(B, heads of the keys, L, bytes of D) uint8, packed along D, which is the axis",
+            "key_scale": "(B, heads of the keys, L, ceil(D / block_size)) uint8, E8M0",
+            "value_data": "(B, heads of the keys, L, bytes of `value_width`) uint8",
+            "value_scale": "(B, heads of the keys, L, ceil(`value_width` / block_size)) uint8, E8M0",
+            "value_width": "values of a head",
+            "mask": "(B or 1, heads or 1, S, L) booleans, false where a key is hidden from a query; or None",
+            "scale": "of the scores; None: D ** -0.5",
+        },
+    ),
     "hadamard": Operator(
         1,
         "Values, those negated whose index in its block has an odd form b0 b1 + b2 b3 + ... of its bits, times "

@@ -18,7 +18,7 @@ from pt2mx.kernels import elements, reference
 from pt2mx.kernels.axis import is_one_in_the_example
 from pt2mx.kernels.gpu.mma_layout import from_mma_layout
 from pt2mx.kernels.hadamard import rotate
-from pt2mx.ops import hadamard, linear, rotated_quantization
+from pt2mx.ops import attention, hadamard, linear, rotated_quantization
 from pt2mx.ops.checks import check_input, check_packed
 from pt2mx.ops.order import Order, dense_strides, is_dense, natural, order_in_memory, permuted_back, strides_in_order
 from pt2mx.ops.quantization import seed_of
@@ -164,7 +164,26 @@ def product_decompositions() -> dict[OpOverload, Callable[..., Tensor]]:
     ) -> Tensor:
         return ops.fake_quantize_mx(rotate(x, size), elem, block_size, -1, scale_mode, rounding)
 
+    def attention_mx(
+        query: Tensor,
+        key_data: Tensor,
+        key_scale: Tensor,
+        value_data: Tensor,
+        value_scale: Tensor,
+        elem: str,
+        block_size: int,
+        value_width: int,
+        mask: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        keys = ops.dequantize_mx(key_data, key_scale, elem, block_size, query.dtype, -1, query.shape[-1])
+        values = ops.dequantize_mx(value_data, value_scale, elem, block_size, query.dtype, -1, value_width)
+        grouped = query.shape[1] != keys.shape[1]
+        found = functional.scaled_dot_product_attention(query, keys, values, mask, scale=scale, enable_gqa=grouped)
+        return found.contiguous()
+
     return {
+        attention.attention_mx: attention_mx,
         linear.linear_mx: linear_mx,
         linear.grouped_linear_mx: grouped_linear_mx,
         linear.linear_mx_mma_layout: linear_mx_mma_layout,

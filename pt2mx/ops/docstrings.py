@@ -55,6 +55,12 @@ _EXAMPLES = {
         >>> torch.equal(torch.ops.pt2mx.linear_mx_mma_layout(x, *weight, None, "fp4_e2m1", 64), x)
         True
         """,
+    "attention_mx": """
+        >>> scale, data = pt2mx.quantize_mx(torch.eye(4).reshape(1, 1, 4, 4), "mxfp4")
+        >>> query = torch.tensor([8.0, 0.0, 0.0, 0.0]).reshape(1, 1, 1, 4)
+        >>> torch.ops.pt2mx.attention_mx(query, data, scale, data, scale, "fp4_e2m1", 32, 4).flatten()
+        tensor([0.9479, 0.0174, 0.0174, 0.0174])
+        """,
     "hadamard": """
         >>> torch.ops.pt2mx.hadamard(torch.tensor([8.0, 0.0, 0.0, 0.0]), 4)
         tensor([4., 4., 4., 4.])

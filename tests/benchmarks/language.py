@@ -1,7 +1,7 @@
 """Language models: seconds of the flow, time to the first token and tokens a second, beside the float program.
 
     python -m tests.benchmarks.language [--shape 1b|8b] [--device cuda] [--recipe mxfp4_weight_only] [--layers N]
-        [--prompts 512 4096] [--batches 1 4 16] [--mode reduce-overhead]
+        [--prompts 512 4096] [--batches 1 4 16] [--slots 512] [--kv-cache mxfp8] [--mode reduce-overhead]
 
 A Llama of the shape of 3.2 1B or 3.1 8B, random weights in bfloat16, exported with its cache. Both sides are the same
 program, compiled alike, and called by `LanguageModel`: what Python does between two steps is in the figures. Each is
@@ -62,7 +62,7 @@ def llama(shape: str, layers: int | None, device: str) -> Any:
 
 
 def measured(
-    model: LanguageModel, name: str, prompts: list[int], batches: list[int], mode: str | None
+    model: LanguageModel, name: str, prompts: list[int], batches: list[int], slots: int, mode: str | None
 ) -> dict[str, float]:
     """The milliseconds of a prompt's first token and of a step, printed as they are found."""
     model.compile(**({"mode": mode} if mode else {}))
@@ -74,7 +74,9 @@ def measured(
 
     with torch.no_grad():
         for batch in batches:
-            cache = model.new_cache(batch, 512)
+            cache = model.new_cache(batch, slots)
+            for layer in cache.layers:  # the last ones are free
+                layer.length = slots - 64
             token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
             measure(f"step, batch {batch}", partial(model, token, past_key_values=cache), 50)
         for length in prompts:
@@ -112,6 +114,8 @@ def main() -> None:
     parser.add_argument("--recipe", default="mxfp4_weight_only")
     parser.add_argument("--prompts", type=int, nargs="+", default=[512, 4096])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--slots", type=int, default=512, help="of the cache that a step reads; default: 512")
+    parser.add_argument("--kv-cache", help="the format of the quantized side's cache; default: bfloat16")
     parser.add_argument("--mode", help="of torch.compile, for single tokens")
     options = parser.parse_args()
     model = llama(options.shape, options.layers, options.device)
@@ -121,7 +125,8 @@ def main() -> None:
     def stage(name: str) -> None:
         times[name] = time.perf_counter()
 
-    quantized = quantize_language_model(model, MXQuantizer.from_recipe(options.recipe), stage=stage)
+    quantizer = MXQuantizer.from_recipe(options.recipe).set_kv_cache(options.kv_cache)
+    quantized = quantize_language_model(model, quantizer, stage=stage)
     _synchronize()
     ends = [*list(times.values())[1:], time.perf_counter()]
     print(f"{size / 1e9:.2f} GB, " + ", ".join(f"{n} {e - times[n]:.1f} s" for n, e in zip(times, ends, strict=True)))
@@ -133,7 +138,7 @@ def main() -> None:
     found = []
     for name in list(sides):
         side = sides.pop(name)
-        found.append(measured(side, name, options.prompts, options.batches, options.mode))
+        found.append(measured(side, name, options.prompts, options.batches, options.slots, options.mode))
         del side
         gc.collect()
     exact, mx = found

@@ -34,6 +34,7 @@ _FUNCTIONS = {
     "pt2mx_run": (ctypes.c_void_p, ctypes.c_void_p),
     "pt2mx_random_bits": (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),
     "pt2mx_linear": (ctypes.c_void_p, ctypes.c_void_p),
+    "pt2mx_attention": (ctypes.c_void_p, ctypes.c_void_p),
     "pt2mx_hadamard": (ctypes.c_void_p, ctypes.c_void_p),
     "pt2mx_rotate_fake_quantize": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),
     "pt2mx_has_tiles": (),

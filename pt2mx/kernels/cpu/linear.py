@@ -28,7 +28,7 @@ _FORMATS = {
     **{name: 1 for name, element in ELEMENTS.items() if element.bits == 4},
     **{"fp8_e4m3": 2, "fp8_e5m2": 3, "fp6_e3m2": 4, "fp6_e2m3": 5, "int8": 6, "int8_full": 6},
 }
-_TABLE, _GROUP = 0, 32
+TABLE, _GROUP = 0, 32
 
 #: rows of x up to which vectors are faster than AMX, and than a dense product
 _FEW_ROWS, _SOME_ROWS = 4, 32
@@ -53,7 +53,7 @@ def linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, spec: MX
     rows, n = x.shape[:-1].numel(), data.shape[0]
     if rotation and (rows > _FEW_ROWS or not rows):  # on all threads
         x, rotation = rotate(x, rotation), 0
-    tiled = rows > _FEW_ROWS and x.dtype == torch.bfloat16 and _decoder(spec, x.shape[-1])[0] and _has_tiles()
+    tiled = rows > _FEW_ROWS and x.dtype == torch.bfloat16 and decoder_of(spec, x.shape[-1])[0] and _has_tiles()
     if 0 in (x.numel(), n) or (rows > _SOME_ROWS and not tiled):
         return dequantize_then_matmul.linear(x, data, scale, bias, spec)
     out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device="cpu")
@@ -92,10 +92,10 @@ def _multiply(
 ) -> None:
     """x: (M, K), data: (N, bytes), scale: (N, blocks), bias: (N,) or None, out: (M, N), all contiguous."""
     library, parallel_for = load()
-    decoder, block = _decoder(spec, x.shape[1])
+    decoder, block = decoder_of(spec, x.shape[1])
     codes_per_group, bytes_per_group = group_of(spec.element.bits)
     call = _Call(
-        table=_table(spec.element.name).data_ptr(),
+        table=table_of(spec.element.name).data_ptr(),
         format=decoder,
         bits=spec.element.bits,
         codes_per_group=codes_per_group,
@@ -119,14 +119,14 @@ def _multiply(
         raise RuntimeError("torch_parallel_for failed")
 
 
-def _decoder(spec: MXSpec, k: int) -> tuple[int, int]:
+def decoder_of(spec: MXSpec, k: int) -> tuple[int, int]:
     """Return how the C++ decodes rows of `k` values, and their block size: of one block as a whole, in whole groups."""
     block = spec.block_size if spec.block_size < k else -(-k // _GROUP) * _GROUP
-    return _TABLE if block % _GROUP else _FORMATS.get(spec.element.name, _TABLE), block
+    return TABLE if block % _GROUP else _FORMATS.get(spec.element.name, TABLE), block
 
 
 @functools.cache
-def _table(name: str) -> Tensor:
+def table_of(name: str) -> Tensor:
     """Values of the 256 bytes that may hold a code, (256,) fp32."""
     element = ELEMENTS[name]
     codes = torch.arange(256, dtype=torch.int32) & ((1 << element.bits) - 1)

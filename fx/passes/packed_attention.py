@@ -1,0 +1,57 @@
+"""Attention over a cache of codes: `scaled_dot_product_attention` of dequantized keys and values becomes
+`attention_mx`, which reads the codes."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from pt2mx.fx.graph.aliasing import Writes
+from pt2mx.fx.graph.graph_pass import GraphPass
+from pt2mx.fx.graph.node import Dequantize, dtype_of, named_args, node_arg, shape_of, value_of
+from pt2mx.fx.graph.tensors import erase_unread
+from pt2mx.ops.attention import attention_mx
+
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+
+
+@GraphPass
+def use_packed_attention(model: GraphModule) -> None:
+    """Replace attention whose keys and values are dequantized from blocks along the head dimension, of one format, in
+    the query's dtype, with a mask of booleans or none."""
+    calls = model.graph.find_nodes(op="call_function", target=_ATTENTION)
+    found = [(node, pair) for node in calls if (pair := _pair(node))]
+    writes = Writes(model.graph) if found else None
+    for node, pair in found:
+        if writes and any(writes.between(one, node, Dequantize.expect(one).args[:2]) for one in pair):
+            continue
+        given, (key, value) = named_args(node), map(Dequantize.expect, pair)
+        width = value_of(pair[1]).shape[3]
+        packed = key.codes, key.scale, value.codes, value.scale, key.element, key.block_size, width
+        with model.graph.inserting_before(node):
+            args = (given["query"], *packed, given["attn_mask"], given["scale"])
+            attention = model.graph.call_function(attention_mx, args)
+        attention.meta.update(node.meta)
+        node.replace_all_uses_with(attention)
+        model.graph.erase_node(node)  # dropout, which it might have, is taken to be an effect
+        for one in dict.fromkeys((given["key"], given["value"])):
+            erase_unread(one)
+
+
+def _pair(node: Node) -> tuple[Node, Node] | None:
+    """The nodes that dequantize the keys and values of an attention, where the operator can take their codes."""
+    given = named_args(node)
+    query, mask = given["query"], given["attn_mask"]
+    pair = _behind_aliases(given["key"]), _behind_aliases(given["value"])
+    if not all(map(Dequantize.of, pair)) or given["is_causal"] or given["dropout_p"]:
+        return None
+    key, value = map(Dequantize.expect, pair)
+    ranks = {len(shape_of(one) or ()) for one in (query, *pair, *(() if mask is None else (mask,)))}
+    alike = (key.element, key.block_size, key.axis % 4) == (value.element, value.block_size, 3)
+    plain = dtype_of(mask) in (None, torch.bool) and isinstance((shape_of(pair[1]) or ("",))[-1], int)
+    return pair if {dtype_of(one) for one in pair} == {dtype_of(query)} and ranks == {4} and alike and plain else None
+
+
+def _behind_aliases(node: Node) -> Node:
+    """The node that gives what aliases of it do."""
+    return _behind_aliases(node_arg(node)) if node.target is torch.ops.aten.alias.default else node

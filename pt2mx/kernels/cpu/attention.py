@@ -1,0 +1,100 @@
+"""Attention of a few queries over packed keys and values on the CPU, in C++ (`src/attention.cpp`).
+
+Keys and values are decoded in registers, and those that are hidden from every query are not read. Sums are in fp32,
+each in one order whatever the number of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from pt2mx.kernels import dequantize_then_attend
+from pt2mx.kernels.cpu.build import DTYPES, load
+from pt2mx.kernels.cpu.linear import TABLE, decoder_of, table_of
+from pt2mx.kernels.dequantize_then_attend import Packed
+from pt2mx.spec import MXSpec
+
+__all__ = ["attend"]
+
+#: queries of a head of the keys up to which it is faster than a dense product, and the widest head that it takes
+_FEW_QUERIES, _WIDEST, _GROUP = 32, 512, 32
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (
+        ("table", ctypes.c_void_p),
+        ("format", ctypes.c_int32),
+        ("dtype", ctypes.c_int32),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("heads", "queries", "group", "slots", "width", "value_width", "block", "value_block")
+        ),
+        *((name, ctypes.c_int64) for name in ("key_bytes", "key_blocks", "value_bytes", "value_blocks")),
+        *((name, ctypes.c_int64) for name in ("mask_batch", "mask_head", "mask_query", "mask_slot")),
+        ("factor", ctypes.c_float),
+        ("pairs", ctypes.c_int64),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("query", "key", "key_scale", "value", "value_scale", "mask", "out", "invalid")
+        ),
+    )
+
+
+def attend(
+    query: Tensor, key: Packed, value: Packed, spec: MXSpec, value_width: int, mask: Tensor | None, scale: float | None
+) -> Tensor:
+    """As `pt2mx.kernels.dequantize_then_attend.attend`."""
+    found = _attend(query, key, value, spec, value_width, mask, scale)
+    if found is None:
+        return dequantize_then_attend.attend(query, key, value, spec, value_width, mask, scale)
+    return found
+
+
+def _attend(
+    query: Tensor, key: Packed, value: Packed, spec: MXSpec, value_width: int, mask: Tensor | None, scale: float | None
+) -> Tensor | None:
+    """None where the definition serves: many queries, blocks that are not whole groups, a code that is no number."""
+    (batch, heads, queries, width), (_, key_heads, slots, _) = query.shape, key[0].shape
+    group = heads // key_heads
+    (decoder, block), (value_decoder, value_block) = decoder_of(spec, width), decoder_of(spec, value_width)
+    whole = width % _GROUP == value_width % _GROUP == 0 and max(width, value_width) <= _WIDEST
+    fits = TABLE not in (decoder, value_decoder) and whole and group * queries <= _FEW_QUERIES
+    if not fits or 0 in (query.numel(), slots):
+        return None
+    library, parallel_for = load()
+    out = query.new_empty(batch, heads, queries, value_width)
+    invalid = torch.zeros(1, dtype=torch.int32)
+    tensors = [tensor.contiguous() for tensor in (query, *key, *value)]
+    hidden = None if mask is None else mask.expand(batch, heads, queries, slots)
+    call = _Call(
+        table=table_of(spec.element.name).data_ptr(),
+        format=decoder,
+        dtype=DTYPES.index(query.dtype),
+        heads=key_heads,
+        queries=queries,
+        group=group,
+        slots=slots,
+        width=width,
+        value_width=value_width,
+        block=block,
+        value_block=value_block,
+        key_bytes=key[0].shape[3],
+        key_blocks=key[1].shape[3],
+        value_bytes=value[0].shape[3],
+        value_blocks=value[1].shape[3],
+        factor=width**-0.5 if scale is None else scale,
+        pairs=batch * key_heads,
+        out=out.data_ptr(),
+        invalid=invalid.data_ptr(),
+    )
+    for name, tensor in zip(("query", "key", "key_scale", "value", "value_scale"), tensors, strict=True):
+        setattr(call, name, tensor.data_ptr())
+    if hidden is not None:
+        call.mask, strides = hidden.data_ptr(), hidden.stride()
+        call.mask_batch, call.mask_head, call.mask_query, call.mask_slot = strides
+    if library.pt2mx_attention(ctypes.addressof(call), parallel_for):
+        raise RuntimeError("torch_parallel_for failed")
+    return None if invalid.item() else out

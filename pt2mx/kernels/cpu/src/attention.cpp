@@ -1,0 +1,211 @@
+// attention_mx: a few queries over packed keys and values, whose codes are decoded in registers; built and called by
+// ../attention.py.
+//
+// A head of the keys serves a group of heads of the query. Its scores are kept for all slots, so that each weight is
+// known when its value is read. Every sum is made in one thread and in one order.
+
+#include <cmath>
+#include <vector>
+
+#include "decode.h"
+
+namespace {
+
+constexpr i64 kWidest = 512, kMostRows = 32;  // as in ../attention.py
+
+}  // namespace
+
+// The fields of _Call in ../attention.py. Tensors but the mask are contiguous; strides of that are in bytes.
+struct AttentionCall {
+  const float* table;
+  int32_t format, dtype;
+  int64_t heads, queries, group, slots, width, value_width, block, value_block;
+  int64_t key_bytes, key_blocks, value_bytes, value_blocks;  // of a row
+  int64_t mask_batch, mask_head, mask_query, mask_slot;
+  float factor;
+  int64_t pairs;  // sequences times heads of the keys
+  const void* query;
+  const uint8_t *key, *key_scale, *value, *value_scale;
+  const uint8_t* mask;  // or null
+  void* out;
+  int32_t* invalid;  // set to 1 where a code is one that cannot be decoded
+};
+
+namespace {
+
+// e**x of numbers up to 0, within 2 units in the last place: 2**n times a polynomial of what is left.
+inline Floats exponential(Floats x) {
+  x = Floats((Ints(x) & Ints(x > floats(-104.0f))) | (Ints(floats(-104.0f)) & Ints(x <= floats(-104.0f))));
+  const Floats n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
+  const Floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  Floats p = floats(1.9875691500e-4f);
+  for (const float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
+    p = p * r + c;
+  }
+  const Floats y = p * r * r + r + 1.0f;
+  const Ints whole = __builtin_convertvector(n, Ints), half = whole >> 1;
+  return y * Floats((half + kBias) << 23) * Floats((whole - half + kBias) << 23);
+}
+
+inline float sum_of_lanes(Floats v) {  // halves are added to each other
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps(__m512(v));
+#endif
+  float lanes[kWidth];
+  store(lanes, v);
+  for (i64 half = kWidth / 2; half; half /= 2) {
+    for (i64 i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  }
+  return lanes[0];
+}
+
+// A row of `groups` whole groups, `per_block` of them a block, to vectors in the order of the decoder.
+template <class Decoder>
+inline void decode_groups(Decoder& decoder, const u8* codes, const u8* scale, i64 groups, i64 per_block, Floats* out) {
+  for (i64 g = 0; g < groups; ++g) {
+    decoder.decode(codes + g * Decoder::kBytes, factors_of(scale[g / per_block], Decoder::kShift), out + g * kVectors);
+  }
+}
+
+void to_fp32(const void* from, i64 first, i64 n, int32_t dtype, float* out) {
+  if (dtype == FP32) std::memcpy(out, static_cast<const float*>(from) + first, 4 * n);
+  else widen(static_cast<const u16*>(from) + first, n, dtype, out);
+}
+
+// One head of the keys of one sequence, with the queries that read it.
+template <class Decoder>
+class Head {
+ public:
+  Head(const AttentionCall& call, i64 pair)
+      : c(call), pair_(pair), rows_(call.group * call.queries), decoder_(like(call)) {
+    query_.resize(rows_ * c.width);
+    scores_.resize(rows_ * stride());
+    std::vector<float> row(c.width);
+    for (i64 r = 0; r < rows_; ++r) {
+      to_fp32(c.query, (pair_ * rows_ + r) * c.width, c.width, c.dtype, row.data());
+      float* out = query_.data() + r * c.width;
+      for (i64 i = 0; i < c.width; ++i)
+        out[i] = c.factor * row[i / kGroup * kGroup + place(Decoder::kPairs, i % kGroup)];
+    }
+  }
+
+  void run() {
+    score();
+    for (i64 r = 0; r < rows_; ++r) sums_[r] = softmax(scores_.data() + r * stride());
+    add_values();
+    if (decoder_.invalid()) *c.invalid = 1;
+  }
+
+ private:
+  static LinearCall like(const AttentionCall& c) {
+    LinearCall call{};
+    call.table = c.table;
+    return call;
+  }
+
+  i64 stride() const { return (c.slots + kWidth - 1) / kWidth * kWidth; }
+
+  void score() {
+    const i64 groups = c.width / kGroup, vectors = groups * kVectors, per_block = std::max<i64>(c.block / kGroup, 1);
+    const u8* seen[kMostRows];
+    for (i64 r = 0; r < rows_; ++r) {
+      const i64 head = pair_ % c.heads * c.group + r / c.queries;
+      seen[r] = c.mask + pair_ / c.heads * c.mask_batch + head * c.mask_head + r % c.queries * c.mask_query;
+    }
+    Floats key[kWidest / kGroup * kVectors];
+    std::fill(scores_.begin(), scores_.end(), -INFINITY);
+    for (i64 slot = 0; slot < c.slots; ++slot) {
+      bool decoded = false;
+      for (i64 r = 0; r < rows_; ++r) {
+        if (c.mask && !seen[r][slot * c.mask_slot]) continue;
+        if (!decoded) {
+          const i64 row = pair_ * c.slots + slot;
+          decode_groups(decoder_, c.key + row * c.key_bytes, c.key_scale + row * c.key_blocks, groups, per_block, key);
+          decoded = true;
+        }
+        Floats sum{};
+        const float* query = query_.data() + r * c.width;
+        for (i64 v = 0; v < vectors; ++v) sum = fma(key[v], load<Floats>(query + v * kWidth), sum);
+        scores_[r * stride() + slot] = sum_of_lanes(sum);
+      }
+    }
+  }
+
+  // Scores of a row to weights, whose sum it gives.
+  float softmax(float* scores) const {
+    float largest = -INFINITY;
+    for (i64 i = 0; i < stride(); ++i) largest = scores[i] > largest || scores[i] != scores[i] ? scores[i] : largest;
+    const float shift = largest == -INFINITY ? 0.0f : largest;  // of a row that sees nothing all weights are 0
+    Floats sum{};
+    for (i64 i = 0; i < stride(); i += kWidth) {
+      const Floats x = load<Floats>(scores + i) - shift;
+      const Ints seen = load<Floats>(scores + i) != floats(-INFINITY), invalid = (x != x) & seen;
+      const Floats weight = Floats((Ints(exponential(x)) & seen) | (invalid & int32_t(0x7FC00000)));
+      store(scores + i, weight);
+      sum += weight;
+    }
+    return sum_of_lanes(sum);
+  }
+
+  void add_values() {
+    const i64 groups = c.value_width / kGroup, vectors = groups * kVectors;
+    Floats value[kWidest / kGroup * kVectors];
+    std::vector<float> sums(rows_ * c.value_width), row(c.value_width);
+    for (i64 slot = 0; slot < c.slots; ++slot) {
+      bool decoded = false;
+      for (i64 r = 0; r < rows_; ++r) {
+        const float weight = scores_[r * stride() + slot];
+        if (weight == 0.0f) continue;
+        if (!decoded) {
+          const i64 at = pair_ * c.slots + slot;
+          const u8 *codes = c.value + at * c.value_bytes, *scale = c.value_scale + at * c.value_blocks;
+          decode_groups(decoder_, codes, scale, groups, std::max<i64>(c.value_block / kGroup, 1), value);
+          decoded = true;
+        }
+        float* sum = sums.data() + r * c.value_width;
+        for (i64 v = 0; v < vectors; ++v) {
+          store(sum + v * kWidth, fma(value[v], floats(weight), load<Floats>(sum + v * kWidth)));
+        }
+      }
+    }
+    for (i64 r = 0; r < rows_; ++r) put(r, sums.data() + r * c.value_width, row.data());
+  }
+
+  void put(i64 r, const float* sums, float* row) {
+    const float whole = sums_[r] == 0.0f ? 1.0f : sums_[r];
+    for (i64 i = 0; i < c.value_width; ++i) {
+      const float y = sums[i] / whole;
+      row[i / kGroup * kGroup + place(Decoder::kPairs, i % kGroup)] = y == y ? y : from_bits(0x7FC00000);
+    }
+    const i64 at = (pair_ * rows_ + r) * c.value_width;
+    if (c.dtype == FP32) std::memcpy(static_cast<float*>(c.out) + at, row, 4 * c.value_width);
+    else narrow(row, c.value_width, c.dtype, static_cast<u16*>(c.out) + at);
+  }
+
+  const AttentionCall& c;
+  const i64 pair_, rows_;
+  Decoder decoder_;
+  std::vector<float> query_, scores_;
+  float sums_[kMostRows];
+};
+
+template <class Decoder>
+void run(i64 begin, i64 end, void* context) {
+  const KeepSubnormals keep;
+  for (i64 pair = begin; pair < end; ++pair) Head<Decoder>(*static_cast<const AttentionCall*>(context), pair).run();
+}
+
+}  // namespace
+
+extern "C" {
+
+int32_t pt2mx_attention(AttentionCall* call, ParallelFor parallel_for) {
+  int32_t error = 0;
+  with_decoder(call->format, [&](auto* decoder) {
+    using Decoder = std::remove_pointer_t<decltype(decoder)>;
+    error = parallel_for(0, call->pairs, 1, run<Decoder>, call);
+  });
+  return error;
+}
+
+}  // extern "C"

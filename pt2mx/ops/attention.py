@@ -1,0 +1,97 @@
+"""`torch.ops.pt2mx.attention_mx`: attention over keys and values that stay packed, as a cache of codes holds them.
+
+It computes what `scaled_dot_product_attention` does of the dequantized keys and values, with fp32 sums in another
+order, and is what the lowered program calls (`pt2mx.fx.lower`). `pt2mx.kernels.dequantize_then_attend` defines it on
+every device; `_TWINS` lists where a faster twin serves.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+from torch import Tensor
+
+from pt2mx.errors import MXError
+from pt2mx.kernels.select import device_with_kernels
+from pt2mx.ops.checks import check_packed
+from pt2mx.spec import MXSpec
+
+#: type of device -> module of `pt2mx.kernels` that is faster than the definition
+_TWINS = {"cpu": "cpu.attention", "cuda": "gpu.attention"}
+
+
+def _attention(
+    query: Tensor,
+    key_data: Tensor,
+    key_scale: Tensor,
+    value_data: Tensor,
+    value_scale: Tensor,
+    elem: str,
+    block_size: int,
+    value_width: int,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    spec = _check(query, key_data, key_scale, value_data, value_scale, elem, block_size, value_width, mask)
+    module = _TWINS.get(device_with_kernels(query, spec.element) or "", "dequantize_then_attend")
+    kernels = importlib.import_module(f"pt2mx.kernels.{module}")
+    packed = (key_data, key_scale), (value_data, value_scale)
+    return kernels.attend(query, *packed, spec, value_width, mask, scale).contiguous()
+
+
+def _attention_fake(
+    query: Tensor,
+    key_data: Tensor,
+    key_scale: Tensor,
+    value_data: Tensor,
+    value_scale: Tensor,
+    elem: str,
+    block_size: int,
+    value_width: int,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    _check(query, key_data, key_scale, value_data, value_scale, elem, block_size, value_width, mask)
+    return query.new_empty((*query.shape[:3], value_width))
+
+
+def _check(
+    query: Tensor,
+    key_data: Tensor,
+    key_scale: Tensor,
+    value_data: Tensor,
+    value_scale: Tensor,
+    elem: str,
+    block_size: int,
+    value_width: int,
+    mask: Tensor | None,
+) -> MXSpec:
+    if not query.dim() == key_data.dim() == value_data.dim() == 4 or key_data.shape[:3] != value_data.shape[:3]:
+        raise MXError(
+            f"query {tuple(query.shape)}, keys {tuple(key_data.shape)} and values {tuple(value_data.shape)} must be "
+            "(B, heads, S, D), (B, heads, L, bytes) and (B, heads, L, bytes)"
+        )
+    if query.shape[0] != key_data.shape[0] or query.shape[1] % key_data.shape[1]:
+        raise MXError(
+            f"a query of {query.shape[0]} sequences and {query.shape[1]} heads does not fit keys of "
+            f"{key_data.shape[0]} sequences and {key_data.shape[1]} heads: a multiple of these is allowed"
+        )
+    if any(tensor.device != query.device for tensor in (key_data, key_scale, value_data, value_scale)):
+        raise MXError(f"the query is on {query.device} and keys or values on another device: move them to one")
+    if mask is not None and (mask.dtype != torch.bool or mask.dim() != 4):
+        raise MXError(f"the mask is {mask.dtype} of {mask.dim()} dimensions: it must be (B, heads, S, L) booleans")
+    check_packed(value_data, value_scale, elem, block_size, query.dtype, -1, value_width)
+    return check_packed(key_data, key_scale, elem, block_size, query.dtype, -1, query.shape[-1])[0]
+
+
+torch.library.define(
+    "pt2mx::attention_mx",
+    "(Tensor query, Tensor key_data, Tensor key_scale, Tensor value_data, Tensor value_scale, str elem_dtype_name, "
+    "int block_size, int value_width, Tensor? mask=None, float? scale=None) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
+)
+torch.library.impl("pt2mx::attention_mx", "CompositeExplicitAutograd", _attention)
+torch.library.register_fake("pt2mx::attention_mx", _attention_fake)
+
+attention_mx = torch.ops.pt2mx.attention_mx.default

@@ -1,0 +1,35 @@
+"""Random queries over a packed cache, and what attention gives of it."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pt2mx import ops
+
+#: of sums in another order, and of weights in the query's dtype
+_TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+
+
+def packed(name, dtype, sizes=(2, 8, 2, 1, 77, 64, 64), block=32, mask=None, scale=None, device="cpu"):
+    """The arguments of attention_mx for (batch, heads, heads of the keys, queries, slots, width, width of the values),
+    and the result in float32."""
+    batch, heads, key_heads, queries, slots, width, value_width = sizes
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(batch, heads, queries, width, generator=generator).to(device, dtype)
+    stored: list[Tensor] = []
+    held: list[Tensor] = []
+    for n in (width, value_width):
+        x = torch.randn(batch, key_heads, slots, n, generator=generator).to(device, dtype)
+        code_scale, codes = ops.quantize_mx(x, name, block)
+        stored += [codes, code_scale]
+        held.append(ops.dequantize_mx(codes, code_scale, name, block, dtype, -1, n).float())
+    mask = None if mask is None else mask.to(device)
+    grouped = heads != key_heads
+    want = F.scaled_dot_product_attention(query.float(), *held, mask, scale=scale, enable_gqa=grouped)
+    return (query, *stored, name, block, value_width, mask, scale), want
+
+
+def close(found: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    assert found.dtype == dtype and found.shape == want.shape and found.is_contiguous()
+    finite = want.isfinite()
+    assert float((found.float() - want)[finite].norm() / want[finite].norm()) < _TOLERANCE[dtype]

@@ -1,0 +1,120 @@
+"""The operator attention_mx: schema, errors, formats, shapes, masks, compilation."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from pt2mx import FORMATS, MXError, MXSpec, ops
+from pt2mx.kernels import dequantize_then_attend
+from pt2mx.ops import attention
+from pt2mx.ops.attention import attention_mx
+from tests.attention import close, packed
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_formats_and_dtypes(name, dtype):
+    args, want = packed(name, dtype)
+    close(attention_mx(*args), want, dtype)
+
+
+@pytest.mark.parametrize("sizes", [(1, 3, 3, 4, 300, 128, 64), (3, 4, 1, 2, 33, 32, 96), (2, 2, 1, 40, 50, 64, 64)])
+@pytest.mark.parametrize("block", [8, 32, 64, 256])
+def test_shapes_and_blocks(sizes, block):
+    args, want = packed("fp8_e4m3", torch.float32, sizes, block)
+    close(attention_mx(*args), want, torch.float32)
+
+
+@pytest.mark.parametrize("width", [16, 40, 544])
+def test_widths_that_no_kernel_takes(width):
+    args, want = packed("fp6_e3m2", torch.float32, (2, 4, 2, 1, 20, width, width))
+    close(attention_mx(*args), want, torch.float32)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1, 77), (1, 8, 1, 77), (2, 8, 1, 77), (1, 1, 1, 77)])
+def test_masks(shape):
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(0)) > 0.5
+    args, want = packed("fp4_e2m1", torch.float32, mask=mask)
+    close(attention_mx(*args), want, torch.float32)
+    strided = torch.stack([mask, ~mask], -1)[..., 0]
+    assert torch.equal(attention_mx(*args[:8], strided, args[9]), attention_mx(*args))
+
+
+def test_a_query_that_sees_nothing_gives_zeros():
+    mask = torch.ones(2, 1, 1, 77, dtype=torch.bool)
+    mask[1] = False
+    args, _ = packed("fp8_e4m3", torch.float32, mask=mask)
+    found = attention_mx(*args)
+    assert found[0].abs().sum() > 0 and not found[1].any()
+    hidden = dequantize_then_attend.attend(
+        args[0], args[1:3], args[3:5], MXSpec("fp8_e4m3", 32), args[7], mask, None
+    )  # as torch's own attention does
+    assert not hidden[1].any()
+
+
+def test_values_that_are_no_numbers():
+    (query, *cache, name, block, width, mask, scale), _ = packed("fp8_e4m3", torch.float32)
+    cache[1][0, 0, 3] = 255  # a block that held an Inf or a NaN
+    found = attention_mx(query, *cache, name, block, width, mask, scale)
+    assert found[0, :4].isnan().all() and found[0, 4:].isfinite().all() and found[1].isfinite().all()
+    cache[1][0, 0, 3] = 127
+    cache[2][0, 1, 5, 7] = 127  # the code of a NaN
+    found = attention_mx(query, *cache, name, block, width, mask, scale)
+    assert found[0, 4:, :, 7].isnan().all() and found.isnan().sum() == 4
+
+
+def test_the_scale_and_large_scores():
+    args, want = packed("fp8_e4m3", torch.float32, scale=40.0)
+    close(attention_mx(*args), want, torch.float32)
+    assert not torch.allclose(want, packed("fp8_e4m3", torch.float32)[1])
+
+
+def test_two_threads_give_the_bits_of_one():
+    args, _ = packed("fp8_e4m3", torch.bfloat16)
+    threads = torch.get_num_threads()
+    found = []
+    for number in (1, 2):
+        torch.set_num_threads(number)
+        found.append(attention_mx(*args))
+    torch.set_num_threads(threads)
+    assert torch.equal(*found)
+
+
+def test_opcheck_and_compilation():
+    args, _ = packed("fp6_e2m3", torch.bfloat16, mask=torch.ones(2, 1, 1, 77, dtype=torch.bool))
+    torch.library.opcheck(attention_mx, args)
+    compiled = torch.compile(lambda query, *rest: attention_mx(query * 2, *rest) + 1, fullgraph=True)
+    assert torch.equal(compiled(*args), attention_mx(args[0] * 2, *args[1:]) + 1)
+
+
+def test_without_kernels(monkeypatch):
+    args, want = packed("fp8_e4m3", torch.float32)
+    monkeypatch.setattr(attention, "device_with_kernels", lambda *_: None)
+    close(attention_mx(*args), want, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a: (a[0][0], *a[1:]), r"query \(8, 1, 64\)"),
+        (lambda a: (a[0][:1], *a[1:]), "a query of 1 sequences"),
+        (lambda a: (a[0][:, :3], *a[1:]), "and 3 heads"),
+        (lambda a: (*a[:8], torch.ones(2, 1, 1, 77), None), "the mask is torch.float32 of 4 dimensions"),
+        (lambda a: (*a[:5], "fp3", *a[6:]), "fp3"),
+        (lambda a: (*a[:7], 32, *a[8:]), "32"),
+        (lambda a: (a[0].double(), *a[1:]), "float64"),
+        (lambda a: (*a[:3], a[3][:, :, :5], *a[4:]), "keys"),
+    ],
+)
+def test_bad_input(change, message):
+    args, _ = packed("fp8_e4m3", torch.float32)
+    with pytest.raises(MXError, match=message):
+        attention_mx(*change(args))
+
+
+def test_it_is_what_the_dequantized_cache_gives():
+    args, want = packed("int8", torch.float32)
+    query, key, key_scale, value, value_scale, name, block, width, _, _ = args
+    keys = ops.dequantize_mx(key, key_scale, name, block, torch.float32, -1, 64)
+    values = ops.dequantize_mx(value, value_scale, name, block, torch.float32, -1, width)
+    assert torch.equal(want, F.scaled_dot_product_attention(query, keys, values, enable_gqa=True))

@@ -1,0 +1,61 @@
+import pytest
+import torch
+
+from pt2mx import FORMATS
+from pt2mx.kernels.gpu import attention
+from pt2mx.ops.attention import attention_mx
+from tests.attention import close, packed
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_formats_and_dtypes(name, dtype):
+    args, want = packed(name, dtype, device="cuda")
+    close(attention_mx(*args), want, dtype)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 3, 3, 4, 300, 128, 64), (3, 4, 1, 2, 33, 32, 128), (1, 32, 8, 1, 5000, 128, 128), (2, 2, 1, 40, 50, 64, 64)],
+)
+@pytest.mark.parametrize("block", [32, 64, 256])
+def test_shapes_and_blocks(sizes, block):
+    args, want = packed("fp8_e4m3", torch.bfloat16, sizes, block, device="cuda")
+    close(attention_mx(*args), want, torch.bfloat16)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1, 777), (1, 8, 1, 777), (2, 8, 1, 777)])
+def test_masks(shape):
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(0)) > 0.5
+    mask[..., 300:] = False
+    args, want = packed("fp4_e2m1", torch.bfloat16, (2, 8, 2, 1, 777, 64, 64), mask=mask, device="cuda")
+    close(attention_mx(*args), want, torch.bfloat16)
+
+
+def test_a_query_that_sees_nothing_gives_zeros():
+    mask = torch.ones(2, 1, 1, 77, dtype=torch.bool)
+    mask[1] = False
+    args, _ = packed("fp8_e4m3", torch.bfloat16, mask=mask, device="cuda")
+    found = attention_mx(*args)
+    assert found[0].abs().sum() > 0 and not found[1].any()
+
+
+def test_a_captured_graph_gives_the_same_bits():
+    args, _ = packed("fp8_e4m3", torch.bfloat16, (1, 32, 8, 1, 2000, 128, 128), device="cuda")
+    want = attention_mx(*args)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = attention_mx(*args)
+    graph.replay()
+    assert torch.equal(found, want)
+
+
+def test_the_kernel_serves(monkeypatch):
+    def refused(*_):
+        raise AssertionError("the definition was called")
+
+    monkeypatch.setattr(attention.dequantize_then_attend, "attend", refused)
+    args, want = packed("fp6_e3m2", torch.bfloat16, device="cuda")
+    close(attention_mx(*args), want, torch.bfloat16)
