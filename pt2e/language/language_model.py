@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -20,14 +20,12 @@ from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.pt2e.language.arguments import check_prompts, check_step
 from pt2mx.pt2e.language.cache import CacheLayer, cache_of, empty_cache, grow, room_for, slots_of
 from pt2mx.pt2e.language.folder import Folder, load_folder, save_folder
+from pt2mx.pt2e.language.reader import Reader
 from pt2mx.pt2e.language.texts import padded_tokens
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
 _generation = import_extra("transformers.generation.utils", "hf")
 _outputs = import_extra("transformers.modeling_outputs", "hf")
-
-#: tokens of a prompt that are read at once, a bound on the memory of attention
-_CHUNK = 1024
 
 
 class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[name-defined]
@@ -73,8 +71,6 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         self.config, self.tokenizer = config, tokenizer
         self.generation_config = generation_config or import_extra("transformers", "hf").GenerationConfig()
         self.layers, self.device, self.dtype = cache_of(program)
-        self._prompt: Callable[..., Tensor] | None = None
-        self._token: Callable[..., Tensor] | None = None
 
     @cached_property
     def decoder(self) -> GraphModule:
@@ -82,6 +78,11 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         decoder = self.program.module()
         quantized = any(is_ours(node) for graph in graph_modules(decoder) for node in graph.graph.nodes)
         return lower_to_inductor(decoder) if quantized else decoder
+
+    @cached_property
+    def reader(self) -> Reader:
+        """The calls of the decoder, compiled or not."""
+        return Reader(self.decoder, self.device)
 
     @classmethod
     def from_pretrained(cls, folder: Folder, device: str | None = None) -> LanguageModel:
@@ -115,10 +116,9 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         """Compile the model in place, when it first reads a prompt, for any length, and a single token.
 
         Args:
-            **options: of `torch.compile`, for single tokens.
+            **options: of `torch.compile`, for single tokens, and on a GPU for prompts too.
         """
-        self._prompt = torch.compile(self.decoder, dynamic=True)
-        self._token = torch.compile(self.decoder, **options)
+        self.reader.compile(**options)
 
     @torch.no_grad()
     def generate(self, inputs: Tensor | None = None, *, text: str | Sequence[str] | None = None, **options: Any) -> Any:
@@ -199,13 +199,7 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
             position_ids = (mask.cumsum(1) - 1).clamp(min=0)[:, taken : taken + length]
         columns = torch.arange(length, device=self.device)
         kept = columns[-logits_to_keep:] if isinstance(logits_to_keep, int) else columns[logits_to_keep].reshape(-1)
-        logits = []
-        for first in range(0, length, _CHUNK):
-            here = slice(first, min(first + _CHUNK, length))
-            wanted = kept[(kept >= here.start) & (kept < here.stop)] - first
-            logits.append(self._read(input_ids[:, here], position_ids[:, here], mask, wanted, cache))
-        by_chunk = (kept // _CHUNK).argsort(stable=True)  # the order in which they were found
-        found = torch.cat(logits, 1)[:, by_chunk.argsort()]
+        found = self.reader.read(input_ids, position_ids, mask, kept, cache)
         return _outputs.CausalLMOutputWithPast(logits=found, past_key_values=None if use_cache is False else cache)
 
     def _cache_for(self, tokens: Tensor, given: Any) -> Any:
@@ -220,21 +214,6 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         cache = self.new_cache(tokens.shape[0], tokens.shape[-1])
         cache.grows = True
         return cache
-
-    def _read(self, tokens: Tensor, positions: Tensor, mask: Tensor, wanted: Tensor, cache: Any) -> Tensor:
-        compiled = self._token if tokens.shape[1] == 1 else self._prompt
-        logits = (self.decoder if compiled is None else compiled)(
-            input_ids=tokens,
-            position_ids=positions,
-            attention_mask=mask,
-            start=torch.tensor([cache.get_seq_length()], device=self.device),
-            logits_to_keep=wanted,
-            keys=[layer.keys for layer in cache.layers],
-            values=[layer.values for layer in cache.layers],
-        )
-        for layer in cache.layers:
-            layer.length += tokens.shape[1]
-        return logits
 
     def new_cache(self, batch: int, tokens: int) -> Any:
         """Make an empty cache, for `past_key_values`.

@@ -1,4 +1,9 @@
-"""The device code of attention over packed keys and values, in Triton."""
+"""The device code of attention over packed keys and values, in Triton.
+
+Tensor cores multiply codes' values without their scales: a block's scale multiplies the score of its part of a key, and
+the weight of its part of a value, of which there are fewer. Elements have 8 significant bits at most, which bfloat16
+and float16 hold.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,8 @@ from pt2mx.kernels.gpu.blocks import NAN_SCALE, decode, factor
 
 
 class Elements(NamedTuple):
-    """The compile-time values of an element: fields of `ElementFormat`. `special`: some codes are no numbers."""
+    """The compile-time values of an element: fields of `ElementFormat`. `special`: some codes are no numbers;
+    `converts`: the device has an instruction for its values."""
 
     bits: int
     mantissa_bits: int
@@ -20,6 +26,7 @@ class Elements(NamedTuple):
     max_normal: float
     is_int: bool
     special: bool
+    converts: bool
 
 
 @triton.jit
@@ -34,62 +41,95 @@ def attend_kernel(
     part, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
     parts, pairs = tl.num_programs(0), tl.num_programs(1)
     row = tl.arange(0, ROWS)
-    column = tl.arange(0, WIDTH)
+    column = tl.arange(0, BLOCK)
     inside = row < rows
-    q = tl.load(query + (pair * rows + row[:, None]) * WIDTH + column[None, :], mask=inside[:, None], other=0.0)
+    q = ()
+    for i in tl.static_range(tl.constexpr(WIDTH // BLOCK)):
+        own = (pair * rows + row[:, None]) * WIDTH + BLOCK * i + column[None, :]
+        q = q + (tl.load(query + own, mask=inside[:, None], other=0.0),)
     head = pair % heads * (rows // queries) + row // queries
     seen_by = mask + pair // heads * mask_batch + head * mask_head + row % queries * mask_query
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     whole = tl.zeros([ROWS], tl.float32)
-    total = tl.zeros([ROWS, VALUE_WIDTH], tl.float32)
-    for block in range(part * blocks, tl.minimum((part + 1) * blocks, tl.cdiv(slots, SLOTS))):
+    total = ()
+    for _ in tl.static_range(tl.constexpr(VALUE_WIDTH // VALUE_BLOCK)):
+        total = total + (tl.zeros([ROWS, VALUE_BLOCK], tl.float32),)
+    for block in tl.range(part * blocks, tl.minimum((part + 1) * blocks, tl.cdiv(slots, SLOTS)), num_stages=3):
         slot = block * SLOTS + tl.arange(0, SLOTS)
-        seen = inside[:, None] & (slot < slots)[None, :]
+        there = slot < slots
+        at = pair * slots + slot
+        scores = tl.zeros([ROWS, SLOTS], tl.float32)
+        for i in tl.static_range(tl.constexpr(WIDTH // BLOCK)):
+            k = elements(key, at, there, i, WIDTH, BLOCK, query.dtype.element_ty, C)
+            factors = factors_of(key_scale, at, there, i, WIDTH // BLOCK, C)
+            scores += tl.dot(q[i], tl.trans(k)) * factors[None, :]
+        seen = inside[:, None] & there[None, :]
         if MASKED:
             seen &= tl.load(seen_by[:, None] + slot[None, :] * mask_slot, mask=seen, other=0) != 0
-        if tl.max(seen.to(tl.int32)) > 0:  # most slots of a cache that has just begun are hidden from all
-            at = pair * slots + slot
-            k = values_at(key, key_scale, at, slot < slots, WIDTH, BLOCK, C).to(q.dtype)
-            scores = tl.where(seen, tl.dot(q, tl.trans(k)) * scale, float("-inf"))
-            most = tl.maximum(largest, tl.max(scores, 1))
-            shift = tl.where(most == float("-inf"), 0.0, most)
-            weights = tl.exp(scores - shift[:, None])
-            before = tl.exp(largest - shift)
-            v = values_at(value, value_scale, at, slot < slots, VALUE_WIDTH, VALUE_BLOCK, C).to(q.dtype)
-            total = total * before[:, None] + tl.dot(weights.to(q.dtype), v)
-            whole = whole * before + tl.sum(weights, 1)
-            largest = most
+        scores = tl.where(seen, scores * scale, float("-inf"))
+        most = tl.maximum(largest, tl.max(scores, 1))
+        shift = tl.where(most == float("-inf"), 0.0, most)
+        weights = tl.exp(scores - shift[:, None])
+        before = tl.exp(largest - shift)
+        new = ()
+        for i in tl.static_range(tl.constexpr(VALUE_WIDTH // VALUE_BLOCK)):
+            v = elements(value, at, there, i, VALUE_WIDTH, VALUE_BLOCK, query.dtype.element_ty, C)
+            factors = factors_of(value_scale, at, there, i, VALUE_WIDTH // VALUE_BLOCK, C)
+            of_block = (weights * factors[None, :]).to(query.dtype.element_ty)
+            new = new + (total[i] * before[:, None] + tl.dot(of_block, v),)
+        total = new
+        whole = whole * before + tl.sum(weights, 1)
+        largest = most
     first = (part * pairs + pair) * ROWS
     tl.store(limits + first + row, largest)
     tl.store(limits + parts * pairs * ROWS + first + row, whole)
-    wide = tl.arange(0, VALUE_WIDTH)
-    tl.store(sums + (first + row[:, None]) * VALUE_WIDTH + wide[None, :], total)
+    wide = tl.arange(0, VALUE_BLOCK)
+    for i in tl.static_range(tl.constexpr(VALUE_WIDTH // VALUE_BLOCK)):
+        tl.store(sums + (first + row[:, None]) * VALUE_WIDTH + VALUE_BLOCK * i + wide[None, :], total[i])
 
 
 @triton.jit
-def values_at(codes, scales, at, inside, WIDTH: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr):
-    """codes: (n, bytes of WIDTH), scales: (n, WIDTH / BLOCK) -> (len(at), WIDTH) fp32, rows `at` of them."""
-    BYTES: tl.constexpr = WIDTH * C.bits // 8
-    column = tl.arange(0, WIDTH)
-    bit = column * C.bits
-    first = at[:, None] * BYTES + (bit // 8)[None, :]
-    words = tl.load(codes + first, mask=inside[:, None], other=0).to(tl.int32)
-    if C.bits == 6:  # a code may reach into the next byte
-        more = (bit % 8 + C.bits > 8)[None, :] & inside[:, None]
-        words |= tl.load(codes + first + 1, mask=more, other=0).to(tl.int32) << 8
-    found = words >> (bit % 8)[None, :] & ((1 << C.bits) - 1)
-    block = at[:, None] * (WIDTH // BLOCK) + tl.arange(0, WIDTH // BLOCK)[None, :]
-    scale = tl.load(scales + block, mask=inside[:, None], other=127).to(tl.int32)
-    factors = tl.reshape(factor(tl.reshape(scale, [scale.numel]), tl.reshape(scale != NAN_SCALE, [scale.numel]), C),
-                         [at.numel, WIDTH // BLOCK, 1])  # fmt: skip
-    values = tl.reshape(decode(found, C), [at.numel, WIDTH // BLOCK, BLOCK]) * factors
-    return tl.reshape(values, [at.numel, WIDTH])
+def factors_of(scales, at, there, i, COUNT: tl.constexpr, C: tl.constexpr):
+    """What the elements of block `i` of the rows `at` are multiplied by, (len(at),) fp32."""
+    scale = tl.load(scales + at * COUNT + i, mask=there, other=127).to(tl.int32)
+    found = tl.reshape(factor(scale, scale != NAN_SCALE, C), [at.numel])
+    if C.is_int:  # elements are whole numbers here
+        found *= 2.0**-C.mantissa_bits
+    return found
+
+
+@triton.jit
+def elements(codes, at, there, i, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr, C: tl.constexpr):
+    """codes: (n, bytes of WIDTH) -> (len(at), BLOCK), the elements of block `i` of the rows `at`."""
+    first = (at * (WIDTH * C.bits // 8))[:, None] + BLOCK * C.bits // 8 * i
+    inside = there[:, None]
+    if C.bits == 8:
+        found = tl.load(codes + first + tl.arange(0, BLOCK)[None, :], mask=inside, other=0)
+    elif C.bits == 4:
+        pairs = tl.load(codes + first + tl.arange(0, BLOCK // 2)[None, :], mask=inside, other=0)
+        found = tl.reshape(tl.join(pairs & 15, pairs >> 4), [at.numel, BLOCK])
+    else:  # a code may reach into the next byte
+        bit = tl.arange(0, BLOCK) * C.bits
+        more = (bit % 8 + C.bits > 8)[None, :] & inside
+        words = tl.load(codes + first + (bit // 8)[None, :], mask=inside, other=0).to(tl.int32)
+        words |= tl.load(codes + first + (bit // 8)[None, :] + 1, mask=more, other=0).to(tl.int32) << 8
+        found = words >> (bit % 8)[None, :] & ((1 << C.bits) - 1)
+    if C.is_int and C.bits == 8:
+        values = found.to(tl.int8, bitcast=True).to(tl.float32)
+    elif C.converts:
+        if C.mantissa_bits == 3:
+            values = found.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        else:
+            values = found.to(tl.float8e5, bitcast=True).to(tl.float16)
+    else:
+        values = decode(found.to(tl.int32), C)
+    return values.to(DTYPE)
 
 
 @triton.jit
 def join_kernel(
     sums, limits, out, pairs, parts, rows,
-    PARTS: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
+    PARTS: tl.constexpr, VALUE_WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """What `attend_kernel` gives -> out: (pairs, rows, VALUE_WIDTH)."""
     pair, row = tl.program_id(0).to(tl.int64), tl.program_id(1)

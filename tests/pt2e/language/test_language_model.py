@@ -6,6 +6,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXError, MXQuantizer
+from pt2mx.pt2e.language import reader
 from pt2mx.pt2e.language.decoder import export_decoder
 from pt2mx.pt2e.language.language_model import LanguageModel
 from pt2mx.pt2e.language.quantize import quantize_language_model
@@ -78,7 +79,7 @@ def test_greedy_text_is_that_of_a_plain_loop_and_of_single_prompts(llama):
 def test_a_prompt_in_chunks_gives_the_same(llama, monkeypatch):
     ids = torch.randint(256, (2, 40))
     want = llama(ids).logits
-    monkeypatch.setattr("pt2mx.pt2e.language.language_model._CHUNK", 16)
+    monkeypatch.setitem(reader._CHUNK, "cpu", 16)
     assert torch.allclose(llama(ids).logits, want, atol=2e-6)
     assert torch.allclose(llama(ids, logits_to_keep=20).logits, want[:, -20:], atol=2e-6)
     assert llama(ids, logits_to_keep=1).logits.shape == (2, 1, 300)
@@ -187,7 +188,7 @@ def test_generate_goes_on_with_a_cache_that_grows(llama):
 
 
 def test_which_logits_are_kept(llama, monkeypatch):
-    monkeypatch.setattr("pt2mx.pt2e.language.language_model._CHUNK", 8)
+    monkeypatch.setitem(reader._CHUNK, "cpu", 8)
     ids = torch.randint(256, (1, 20))
     want = llama(ids).logits
     for kept in ([-1], [10, 2], [19, 0, 9, 8]):

@@ -1,0 +1,140 @@
+import contextlib
+import functools
+import io
+import os
+import socket
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pt2mx import LanguageModel, MXError
+from pt2mx.pt2e.cli.command import main
+from pt2mx.pt2e.language import ranks
+from pt2mx.pt2e.language.folder import is_quantized
+from tests.language_models import padded, tokenizer_of_bytes
+from tests.pt2e.language.test_tensor_parallel import model
+
+#: (family, compiled) that take longer
+MORE = (("llama", True), ("qwen3", False), ("gemma3", False), ("mistral", False))
+GREEDY, SAMPLED = {"do_sample": False}, {"do_sample": True, "temperature": 0.8, "top_k": 20}
+
+
+def quantize(checkpoint, output, *options):
+    recipe = ["--recipe", "mxfp4_weight_only"]
+    return main(["quantize", "--model", f"hf:{checkpoint}", *recipe, "--output", str(output), *options])
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Of a family: a checkpoint, and what is quantized of it whole and for two ranks."""
+
+    @functools.cache
+    def made(family):
+        place = tmp_path_factory.mktemp(family)
+        tokens = {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 257}
+        model(family, num_hidden_layers=1, **tokens).save_pretrained(place / "checkpoint")
+        tokenizer_of_bytes().save_pretrained(place / "checkpoint")
+        for name, options in (("whole", ["--calibration", "none"]), ("ranks", ["--tensor-parallel", "2"])):
+            assert quantize(place / "checkpoint", place / name, *options) == 0
+        return place
+
+    return made
+
+
+def computed(folder, compiled=False):
+    """What a model gives, by name."""
+    ids, mask = padded()
+    loaded, found = LanguageModel.from_pretrained(folder), {}
+    if compiled:
+        loaded.compile()
+    prompt = loaded(ids, mask)
+    token = loaded(ids[:, :1], torch.cat([mask, mask[:, -1:]], 1), past_key_values=prompt.past_key_values)
+    found["prompt"], found["token"] = prompt.logits, token.logits
+    for name, options in {"greedy": GREEDY, "sampled": SAMPLED}.items() if not compiled else ():
+        torch.manual_seed(1)
+        found[name] = loaded.generate(ids, attention_mask=mask, max_new_tokens=12, **options)
+    return found
+
+
+def spoken(arguments, lines=""):
+    """What `pt2mx generate` prints, given lines on stdin."""
+    sys.stdin = io.StringIO(lines)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main(["generate", *arguments, "--max-new-tokens", "8"]) == 0
+    return out.getvalue()
+
+
+def run(rank, folders, results, port, compiled):
+    torch.set_num_threads(1)
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}
+    os.environ.update(address, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")  # as torchrun does
+    found = {"exported by one": computed(f"{folders}/ranks")}
+    if compiled:
+        found["compiled"] = computed(f"{folders}/ranks", compiled)
+    assert quantize(f"{folders}/checkpoint", f"{results}/written", "--tensor-parallel", "2") == 0
+    found["exported by two"] = computed(f"{results}/written")
+    found["said"] = spoken([f"{results}/written", "--prompt", "Hello"])
+    found["asked"] = spoken([f"{results}/written"], "" if rank else "Hello\nHello\n")  # a terminal is the first rank's
+    torch.save(found, f"{results}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("family", "compiled"), [("llama", False), *(pytest.param(*row, marks=pytest.mark.slow) for row in MORE)]
+)
+def test_two_ranks_give_what_one_gives(folders, family, compiled, tmp_path):
+    place = folders(family)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(run, (str(place), str(tmp_path), port, compiled), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    text, want = spoken([f"{place}/whole", "--prompt", "Hello"]), computed(place / "whole")
+    assert (first.pop("said"), first.pop("asked")) == (text, 2 * text)
+    assert (second.pop("said"), second.pop("asked")) == ("", "")
+    for name, kinds in first.items():
+        for kind, found in kinds.items():
+            assert torch.equal(found, second[name][kind])
+            assert torch.allclose(found, want[kind], atol=1e-5), (name, kind)
+
+
+def test_files_of_a_folder(folders, tmp_path):
+    place, programs = folders("llama"), ["program.rank0of2.pt2", "program.rank1of2.pt2"]
+    files = {file.name for file in (place / "ranks").iterdir()}
+    assert files == {*programs, *(file.name for file in (place / "whole").iterdir())} - {"program.pt2"}
+    assert is_quantized(place / "ranks") and not is_quantized(place / "checkpoint")
+    for name, want in (("ranks", programs), ("whole", ["program.pt2"]), ("ranks", programs)):
+        for rank in ranks.places(len(want)):
+            with rank:
+                LanguageModel.from_pretrained(place / name).save_pretrained(tmp_path)
+        assert ranks.programs_in(tmp_path) == want
+
+
+def test_another_number_of_processes(folders, monkeypatch):
+    with pytest.raises(MXError, match=r"ranks is 2 and that of processes 1: start `torchrun --nproc-per-node 2"):
+        LanguageModel.from_pretrained(folders("llama") / "ranks")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(MXError, match="ranks is 2 and that of processes 3"):
+        LanguageModel.from_pretrained(folders("llama") / "ranks")
+    with pytest.raises(MXError, match=r"ranks is 1 and that of processes 3.* no torchrun"):
+        ranks.places(1)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--tensor-parallel", "2", "--optimize", "balanced"], "values of all ranks: run `torchrun --nproc-per-node 2"),
+        (["--tensor-parallel", "2", "--calibration", "text.txt"], "values of all ranks"),
+        (["--tensor-parallel", "0"], "--tensor-parallel 0 must be at least 1"),
+        (["--tensor-parallel", "2", "--output", "llama.pt2"], "--tensor-parallel is for a language model"),
+        (["--tensor-parallel", "4"], "num_key_value_heads=2 cannot be divided among 4 ranks"),
+    ],
+)
+def test_errors_of_the_command(folders, options, text, tmp_path, capsys):
+    assert quantize(folders("llama") / "checkpoint", tmp_path / "out", *options) == 2
+    assert text in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

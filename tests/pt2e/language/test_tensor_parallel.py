@@ -1,0 +1,134 @@
+import pytest
+import torch
+import torch.distributed as dist
+
+from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config
+from pt2mx.pt2e.language import ranks
+from pt2mx.pt2e.language.quantize import quantize_language_model
+from pt2mx.pt2e.language.tensor_parallel import shard
+from tests.language_models import FAMILIES, transformers
+
+#: with biases everywhere, norms and inputs on all ranks, heads that are gathered or share a weight
+DIVIDED = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "mistral", "phi3", "gpt_neox", "glm4", "smollm3")
+#: layers whose columns are divided; every rank holds what is in the second list
+COLUMNS, WHOLE = ("o_proj", "down_proj"), ("norm", "embed_tokens", "inv_freq")
+TOKENS = torch.arange(40).reshape(2, 20)
+TEXT = [torch.randint(256, (1, 512), generator=torch.Generator().manual_seed(1))]
+BALANCED = MXQuantizer.from_recipe("mxfp4_weight_only").set_algorithms("balanced")
+
+
+def model(family, **fields):
+    """Tiny, of extents that two ranks can divide."""
+    name, sizes = FAMILIES[family]
+    torch.manual_seed(0)
+    tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = getattr(transformers, name)(**{**sizes, "intermediate_size": 128, **tokens, **fields})
+    found = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in found.parameters():
+            if parameter.dim() == 1:  # biases that are zero would hide that they are added twice
+                parameter.add_(torch.randn_like(parameter) / 10)
+    return found
+
+
+def weight_only(weight):
+    return MXQuantizer().set_global(get_default_mx_quantization_config(weight=weight, activation=None))
+
+
+def each_rank(work, count=2):
+    """What `work` gives on each rank of a group without others."""
+    found = []
+    for place in ranks.places(count):
+        with place:
+            found.append(work())
+    return found
+
+
+def compute(rank, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
+    with torch.no_grad():
+        found = {family: shard(model(family))(TOKENS).logits for family in DIVIDED}
+    found["balanced"] = quantize_language_model(shard(model("llama")), BALANCED, TEXT)(TOKENS).logits
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_two_ranks_compute_what_one_does(tmp_path):
+    torch.multiprocessing.spawn(compute, (str(tmp_path),), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    for name, logits in first.items():
+        assert torch.equal(logits, second[name])  # the ranks choose the same tokens
+    with torch.no_grad():
+        for family in DIVIDED:
+            assert torch.allclose(first[family], model(family)(TOKENS).logits, atol=1e-5), family
+        logits = model("llama")(TOKENS).logits
+    whole = quantize_language_model(model("llama"), BALANCED, TEXT)(TOKENS).logits
+    error, alone = ((found - logits).square().mean() for found in (first["balanced"], whole))
+    assert error < 1.1 * alone  # its columns are rounded by what a rank sees
+
+
+@pytest.mark.parametrize("element", ["mxfp4", "mxfp8"])
+def test_packed_shards_are_parts_of_the_whole(element):
+    whole = quantize_language_model(model("llama"), weight_only(element)).program.state_dict
+    first, second = each_rank(
+        lambda: quantize_language_model(shard(model("llama")), weight_only(element)).program.state_dict
+    )
+    assert first.keys() == second.keys() == whole.keys()
+    for name, tensor in whole.items():
+        if any(word in name for word in WHOLE):
+            assert torch.equal(first[name], tensor) and torch.equal(second[name], tensor)
+        else:
+            dim = int(any(word in name for word in COLUMNS))
+            assert torch.equal(torch.cat([first[name], second[name]], dim), tensor), name
+
+
+def test_the_model_stays_and_lends_what_is_whole():
+    one = model("llama")
+    before = {name: tensor.clone() for name, tensor in one.state_dict().items()}
+    part, _ = each_rank(lambda: shard(one))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in one.state_dict().items())
+    assert part.model.embed_tokens.weight is one.model.embed_tokens.weight
+    assert part.model.layers[0].mlp.down_proj.in_features == 64
+    assert not one.model.layers[0].mlp.down_proj._forward_hooks
+
+
+def test_a_head_is_whole_where_it_shares_a_weight_or_cannot_be_divided():
+    for family, fields, rows in (("gemma3", {}, 300), ("llama", {"vocab_size": 301}, 301), ("llama", {}, 150)):
+        part, _ = each_rank(lambda family=family, fields=fields: shard(model(family, **fields)))
+        assert part.lm_head.weight.shape[0] == rows
+        assert (part.lm_head.weight is part.get_input_embeddings().weight) == (family == "gemma3")
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "count", "text"),
+    [
+        ("llama", {}, 4, "num_key_value_heads=2 cannot be divided among 4 ranks"),
+        ("llama", {"num_key_value_heads": 4}, 3, "num_attention_heads=4 cannot be divided among 3 ranks"),
+        ("llama", {"intermediate_size": 129}, 2, r"129 outputs of model.layers.0.mlp.gate_proj cannot be divided"),
+        ("gpt2", {}, 2, "no plan to divide the layers of GPT2LMHeadModel"),
+        ("gpt_oss", {}, 2, "no plan to divide the layers of GptOss"),
+        ("mixtral", {}, 2, "mlp.experts of Mixtral.* by 'moe_tp_experts': supported are linear layers"),
+    ],
+)
+def test_what_cannot_be_divided(family, fields, count, text):
+    with pytest.raises(MXError, match=text):
+        each_rank(lambda: shard(model(family, **fields)), count)
+    assert not dist.is_initialized()
+
+
+def test_code_that_counts_on_all_heads():
+    sizes = {**FAMILIES["llama"][1], "intermediate_size": 128}
+    whole = transformers.AutoModelForCausalLM.from_config(transformers.DogeConfig(**sizes)).eval()
+    with pytest.raises(MXError, match="DogeForCausalLM cannot compute some of its heads"):
+        each_rank(lambda: shard(whole))
+
+
+def test_blocks_of_two_ranks():
+    narrow = model("llama", intermediate_size=96)
+    with pytest.raises(MXError, match=r"a rank has 48 inputs of .* no multiple of its block size, 32"):
+        each_rank(lambda: quantize_language_model(shard(narrow), weight_only("mxfp4")))
+    each_rank(lambda: quantize_language_model(shard(narrow), weight_only("mxfp4{16}")))
+    each_rank(
+        lambda: quantize_language_model(shard(narrow), weight_only("mxfp4").set_module_name_regex(r".*down_proj", None))
+    )
