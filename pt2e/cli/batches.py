@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Container
 from pathlib import Path
 
@@ -16,28 +15,11 @@ from pt2mx.pt2e.packages.nesting import are_all, leaves_by_name
 from pt2mx.pt2e.packages.signature import Signature, check_leaf
 
 
-def load_batches(folder: str | os.PathLike[str]) -> dict[Path, object]:
-    """Return the batches in a folder by their files, in the order of the names.
+def load_batch(file: Path) -> object:
+    """Return the batch in a file.
 
     `.pt` holds a tensor, or a tuple or a dict of them (and of numbers, for inputs that are such); `.npz` arrays by the
     names of the inputs, or unnamed in order.
-
-    Raises:
-        MXError: for a folder that does not exist or has no batches, and for a file that holds none.
-    """
-    files = batch_files(folder)
-    if not files:
-        raise MXError(f"no calibration batches: {str(folder)!r} must be a folder that holds .pt or .npz files")
-    return {file: load_batch(file) for file in files}
-
-
-def batch_files(folder: str | os.PathLike[str]) -> list[Path]:
-    """Return the files of batches in a folder, in the order of their names; none if it is no folder."""
-    return sorted(file for file in Path(folder).glob("*") if file.suffix in (".pt", ".npz"))
-
-
-def load_batch(file: Path) -> object:
-    """Return the batch in a file, as `load_batches` reads it.
 
     Raises:
         MXError: for a file that holds none.

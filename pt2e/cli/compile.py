@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import time
 import warnings
@@ -21,7 +22,7 @@ from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.fx.portable import without_calls
 from pt2mx.pt2e.archive import check_kind
 from pt2mx.pt2e.cli.dynamic_shapes import dynamic_shapes
-from pt2mx.pt2e.cli.stage import advance, note, progress_bar, user_errors
+from pt2mx.pt2e.cli.stage import Stages, note, user_errors
 from pt2mx.pt2e.origin import Origin, other_version, recipe_of
 from pt2mx.pt2e.output import check_distinct
 from pt2mx.pt2e.packages.extents import ranges
@@ -32,8 +33,10 @@ from pt2mx.pt2e.report.fidelity import Fidelity, fidelity
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("program", help="what `pt2mx quantize` or torch.export.save wrote")
-    parser.add_argument("--output", required=True, help="the package to write; its name ends in .pt2")
+    parser.add_argument(
+        "program", help="what `pt2mx quantize` or torch.export.save wrote; the folder of a language model gets packages"
+    )
+    parser.add_argument("--output", help="the package to write; its name ends in .pt2")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where it runs (default: cpu)")
     parser.add_argument("--portable", action="store_true", help="a package that runs where pt2mx is not installed")
     parser.add_argument("--unpack", action="store_true", help="keep weights dequantized: larger, mostly faster")
@@ -98,6 +101,11 @@ def _on_its_device(model: GraphModule) -> Callable[..., object]:
 
 
 def _compile(options: argparse.Namespace) -> None:
+    if Path(options.program).is_dir():
+        importlib.import_module("pt2mx.pt2e.cli.language_packages").compile_folder(options)  # imports transformers
+        return
+    if options.output is None:
+        raise MXError("give --output, the package to write: a name that ends in .pt2")
     check_package_output(options.output)
     check_distinct({"--output": options.output}, {"the program": options.program})
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -105,18 +113,18 @@ def _compile(options: argparse.Namespace) -> None:
     check_kind(options.program, "program")
     if text := other_version(options.program):
         note(text)
-    with progress_bar(3) as progress:
+    with Stages(3) as progress:
         with user_errors(f"load {options.program!r}"):
             program = torch.export.load(options.program)
 
-        advance(progress, "compile")
+        progress.begin("compile")
         begin = time.perf_counter()
         with user_errors("compile the program"):
             recipe = recipe_of(options.program)
             compile_program(program, options.output, options.device, options.portable, options.unpack, recipe)
         seconds = time.perf_counter() - begin
 
-        advance(progress, "compare")
+        progress.begin("compare")
         with user_errors("run the package"), torch.no_grad():
             found = _compared(open_package(options.output), program)
         progress.update()

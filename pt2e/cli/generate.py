@@ -14,6 +14,7 @@ from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.cli.stage import note, user_errors
 from pt2mx.pt2e.language.language_model import LanguageModel
+from pt2mx.pt2e.language.ranks import first_speaks, of_first
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,8 +43,8 @@ def _generate(options: argparse.Namespace) -> None:
     if options.compile:
         model.compile()
     torch.manual_seed(options.seed)
-    for prompt in [options.prompt] if options.prompt is not None else _asked():
-        with user_errors("generate"):
+    for prompt in [options.prompt] if options.prompt is not None else of_first(_asked()):
+        with user_errors("generate"), first_speaks():
             tokens = _in_template(model, prompt) if options.chat else model.tokens([prompt])
             _answer(model, tokens, settings)
 

@@ -12,12 +12,14 @@ from pt2mx.algorithms.options import look_at_inputs
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.cli.hugging_face import from_pretrained
-from pt2mx.pt2e.cli.stage import advance, note, progress_bar, user_errors
+from pt2mx.pt2e.cli.stage import Stages, note, user_errors
+from pt2mx.pt2e.language import ranks
 from pt2mx.pt2e.language.folder import REPORT, load_tokenizer
 from pt2mx.pt2e.language.quantize import quantize_language_model
+from pt2mx.pt2e.language.tensor_parallel import shard
 from pt2mx.pt2e.language.texts import blocks, built_in_text, read_text
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.report.report import quantization_report
+from pt2mx.pt2e.report.report import QuantizationReport, quantization_report
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,25 +57,49 @@ def calibration(source: str | None, tokenizer: Any, quantizer: MXQuantizer) -> l
 def quantize_to_folder(options: argparse.Namespace, quantizer: MXQuantizer) -> None:
     """The command `pt2mx quantize` for a language model."""
     _check(options)
-    with progress_bar(5 if quantizer.algorithms is None else 6) as progress:
+    places = ranks.places(options.tensor_parallel)
+    if len(places) > 1:
+        _check_blind(options, quantizer)
+    stages = 4 if quantizer.algorithms is None else 5
+    with ranks.first_speaks(), Stages(1 + stages * len(places)) as progress:
         name = options.model.removeprefix("hf:")
         model, tokenizer = load_decoder(name), load_tokenizer(name)
         if tokenizer is None:
             note(f"{name} holds no tokenizer: the result takes and gives tokens, no text")
-        texts = calibration(options.calibration, tokenizer, quantizer)
-        with user_errors("quantize the model"):
-            found = quantize_language_model(model, quantizer, texts, tokenizer, lambda stage: advance(progress, stage))
-        report = quantization_report(found.program.module())
-        if not any(operator.quantized for operator in report.operators):
-            raise MXError(f"the recipe {options.recipe!r} selects no operator of the model: nothing would be quantized")
-        advance(progress, "save")
-        with user_errors(f"write {options.output!r}"):
-            found.save_pretrained(options.output, quantizer)
-            report.to_json(options.report or Path(options.output) / REPORT)
+        texts = calibration(options.calibration, tokenizer, quantizer) if len(places) == 1 else []
+        reports = []
+        for place in places:
+            with place:
+                reports.append(_quantize_rank(model, quantizer, texts, tokenizer, options, progress))
         progress.update()
-    print(report.to_table())
-    size = sum(file.stat().st_size for file in Path(options.output).iterdir())
-    print(f"{options.output}: {size / 1e6:.1f} MB, {report.effective_bits:.2f} bits a value")
+        seconds = progress.seconds()
+        ranks.wait()
+        print(reports[0].to_table())
+        size = sum(file.stat().st_size for file in Path(options.output).iterdir())
+        print(f"{options.output}: {size / 1e6:.1f} MB, {reports[0].effective_bits:.2f} bits a value; {seconds}")
+
+
+def _quantize_rank(
+    model: PreTrainedModel,
+    quantizer: MXQuantizer,
+    texts: list[Tensor],
+    tokenizer: Any,
+    options: argparse.Namespace,
+    progress: Stages,
+) -> QuantizationReport:
+    """Write what a rank has of the model, the only one or one of several, and give the report of that."""
+    with user_errors("quantize the model"):
+        part = model if options.tensor_parallel == 1 else shard(model)
+        found = quantize_language_model(part, quantizer, texts, tokenizer, progress.begin)
+    report = quantization_report(found.program.module())
+    if not any(operator.quantized for operator in report.operators):
+        raise MXError(f"the recipe {options.recipe!r} selects no operator of the model: nothing would be quantized")
+    progress.begin("save")
+    with user_errors(f"write {options.output!r}"):
+        found.save_pretrained(options.output, quantizer)
+        if ranks.is_first():
+            report.to_json(options.report or Path(options.output) / REPORT)
+    return report
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -85,3 +111,14 @@ def _check(options: argparse.Namespace) -> None:
         raise MXError(f"--output {options.output!r} is a file: a language model is written to a folder")
     if place.resolve() == Path(options.model.removeprefix("hf:")).resolve():
         raise MXError(f"--output {options.output!r} is the folder of the checkpoint: give another one")
+    if options.tensor_parallel < 1:
+        raise MXError(f"--tensor-parallel {options.tensor_parallel} must be at least 1")
+
+
+def _check_blind(options: argparse.Namespace, quantizer: MXQuantizer) -> None:
+    """Raise an error for what one process cannot do: a rank without the others computes no values."""
+    if options.calibration not in (None, "none") or look_at_inputs(quantizer.algorithms or ()):
+        raise MXError(
+            "calibration takes the values of all ranks: run `torchrun --nproc-per-node "
+            f"{options.tensor_parallel} -m pt2mx quantize ...`, or give --optimize fast or none, and no --calibration"
+        )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,12 @@ from torch.utils import _pytree as pytree
 from pt2mx.errors import MXError, nearest
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.cli.batches import conform
+from pt2mx.pt2e.cli.calibration import Reader
+from pt2mx.pt2e.cli.checkpoint_inputs import CheckpointInputs
 from pt2mx.pt2e.cli.hugging_face import from_pretrained, load_checkpoint
 from pt2mx.pt2e.cli.sentences import sentences
 from pt2mx.pt2e.cli.stated_shapes import stated_signature
+from pt2mx.pt2e.cli.torchvision_models import load_torchvision
 from pt2mx.pt2e.packages.signature import Signature
 
 #: positional or keyword arguments of one call
@@ -36,12 +39,14 @@ class LoadedModel:
         example: one batch: a tuple of positional or a dict of keyword arguments.
         dynamic_shapes: as `torch.export.export` takes them.
         batches: the built-in calibration sample, of the form of `example`.
+        readers: what makes batches of a folder's files, as `load_batches` takes it.
     """
 
     module: nn.Module
     example: Batch
     dynamic_shapes: DynamicShapes = None
     batches: Sequence[Batch] = ()
+    readers: Mapping[str, Reader] = field(default_factory=dict)
 
     def export(self) -> torch.export.ExportedProgram:
         """Return the exported program of the model."""
@@ -158,19 +163,16 @@ def _minilm(name: str) -> LoadedModel:
 
 
 def _torchvision(name: str) -> LoadedModel:
-    models = import_extra("torchvision", "vision").models
-    if name not in models.list_models():
-        raise MXError(f"torchvision has no model {name!r}: {nearest(name, models.list_models()).split(' allowed')[0]}")
-    torch.manual_seed(0)  # random weights: torchvision's pretrained ones would be downloaded
-    module = models.get_model(name, weights=None).eval()
-    batches = [(torch.randn(2, 3, 224, 224),) for _ in range(2)]
-    return LoadedModel(module, batches[0], ({0: torch.export.Dim("batch")},), batches)
+    module, batches, readers = load_torchvision(name)
+    return LoadedModel(module, batches[0], ({0: torch.export.Dim("batch")},), batches, readers)
 
 
 def _hugging_face(name: str) -> LoadedModel:
-    module, batches = load_checkpoint(name)
-    automatic = {key: dict.fromkeys(range(value.dim()), torch.export.Dim.AUTO) for key, value in batches[0].items()}
-    return LoadedModel(module, batches[0], automatic, batches)
+    module = load_checkpoint(name)
+    torch.manual_seed(0)
+    inputs = CheckpointInputs(module, name)
+    batches = inputs.batches()
+    return LoadedModel(module, batches[0], inputs.dynamic_shapes(batches[0]), batches, inputs.readers(batches[0]))
 
 
 _LOADERS = {"minilm": _minilm, "torchvision": _torchvision, "hf": _hugging_face}

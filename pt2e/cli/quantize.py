@@ -19,9 +19,9 @@ from tqdm import tqdm
 
 from pt2mx.algorithms.options import PRESETS, look_at_inputs
 from pt2mx.errors import MXError
-from pt2mx.pt2e.cli.batches import batch_files, load_batches
+from pt2mx.pt2e.cli.calibration import batch_files, load_batches
 from pt2mx.pt2e.cli.models import Batch, LoadedModel, call, export, load_model, source_file
-from pt2mx.pt2e.cli.stage import advance, note, progress_bar, user_errors
+from pt2mx.pt2e.cli.stage import Stages, note, user_errors
 from pt2mx.pt2e.convert import convert_pt2e
 from pt2mx.pt2e.optimize.calibrate import is_padding_mask
 from pt2mx.pt2e.optimize.optimize import optimize
@@ -50,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipe", required=True, help=f"a YAML file, or one of {', '.join(recipe.names())}")
     parser.add_argument(
         "--calibration",
-        help="folder of .pt/.npz batches, of a language model a text, or none; by default the model's built-in sample",
+        help="folder of .pt/.npz batches, of images (.png, .jpg) or of recordings (.wav), of a language model a text, "
+        "or none; by default the model's built-in sample",
     )
     parser.add_argument(
         "--optimize",
@@ -62,6 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         default="out.pt2",
         help="the exported program to write (default: out.pt2), or of a language model a folder",
+    )
+    parser.add_argument(
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of a language model: divide its layers among N ranks of torchrun (default: 1)",
     )
     parser.add_argument("--compile", action="store_true", help="also compile the result and compare it with eager")
     parser.add_argument("--report", help="file to write the report to; its name ends in .json, .html or .htm")
@@ -80,31 +88,34 @@ def _quantize(options: argparse.Namespace) -> None:
             options, quantizer
         )  # imports transformers
         return
+    if options.tensor_parallel != 1:
+        raise MXError("--tensor-parallel is for a language model: give --model hf:NAME, and --output a folder")
     if options.calibration == "none" and look_at_inputs(quantizer.algorithms or ()):
         raise MXError("the algorithms look at inputs: give --calibration a folder of batches, or --optimize fast")
     _check_files(options)
-    with progress_bar(5 if quantizer.algorithms is None else 6) as progress:
+    with Stages(5 if quantizer.algorithms is None else 6) as progress:
         loaded = _load(options)
         batches = _calibration(loaded, options)
 
-        advance(progress, "export")
+        progress.begin("export")
         float_model = _export(loaded)
         optimized = float_model
         if quantizer.algorithms is not None:
-            advance(progress, "optimize")
+            progress.begin("optimize")
             optimized = _optimize(float_model, quantizer, batches)
         prepared = _prepare(optimized, quantizer, options)
 
-        advance(progress, "calibrate")
+        progress.begin("calibrate")
         _calibrate(prepared, batches)
 
-        advance(progress, "convert")
+        progress.begin("convert")
         converted = _convert(prepared, options)
         found = _compare(converted, float_model, list(batches.values()) or [loaded.example], options)
 
-        advance(progress, "save")
+        progress.begin("save")
         _save(converted, loaded, quantizer, options)
         progress.update()
+        seconds = progress.seconds()
     report = quantization_report(converted)
     _write_report(report, options)
     print(report.to_table())
@@ -115,7 +126,7 @@ def _quantize(options: argparse.Namespace) -> None:
             print(_compare_compiled(converted, loaded.example))
     print(f"output against the float model: {found}")
     size = Path(options.output).stat().st_size
-    print(f"{options.output}: {size / 1e6:.1f} MB, {report.effective_bits:.2f} bits a value")
+    print(f"{options.output}: {size / 1e6:.1f} MB, {report.effective_bits:.2f} bits a value; {seconds}")
 
 
 def _check_files(options: argparse.Namespace) -> None:
@@ -143,8 +154,8 @@ def _calibration(loaded: LoadedModel, options: argparse.Namespace) -> dict[str, 
     elif options.calibration == "none":
         return {}
     else:
-        files = load_batches(options.calibration)
-        batches = {str(file): loaded.conform(batch, file, note) for file, batch in files.items()}
+        given = load_batches(options.calibration, loaded.readers)
+        batches = {source: loaded.conform(batch, source, note) for source, batch in given.items()}
     for source, batch in batches.items():
         _refuse_nan(f"{source}: the inputs", _nonfinite_inputs(loaded, batch), options)
     return batches

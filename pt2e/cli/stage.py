@@ -1,6 +1,7 @@
 """Stages of a command: each has a name, and what goes wrong in it becomes one line for the user."""
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -33,12 +34,24 @@ def note(text: str) -> None:
     tqdm.write(f"pt2mx: {text}", file=sys.stderr)
 
 
-def progress_bar(stages: int) -> tqdm:
-    """Return a bar over that many stages, the first being to load. It shows if stderr is a terminal."""
-    return tqdm(total=stages, desc="load", disable=None, file=sys.stderr)
+class Stages(tqdm):
+    """A bar over stages, the first being to load. It shows if stderr is a terminal.
 
+    Args:
+        stages: their number.
+    """
 
-def advance(progress: tqdm, name: str) -> None:
-    """End a stage and begin the one called `name`."""
-    progress.update()
-    progress.set_description(name)
+    def __init__(self, stages: int) -> None:
+        super().__init__(total=stages, desc="load", disable=None, file=sys.stderr)
+        self._begun = [("load", time.perf_counter())]
+
+    def begin(self, name: str) -> None:
+        """End a stage and begin the one called `name`."""
+        self.update()
+        self.set_description(name)
+        self._begun.append((name, time.perf_counter()))
+
+    def seconds(self) -> str:
+        """Return the seconds of each stage until now, as a line of text."""
+        ends = [*(begun for _, begun in self._begun[1:]), time.perf_counter()]
+        return ", ".join(f"{name} {end - begun:.1f} s" for (name, begun), end in zip(self._begun, ends, strict=True))

@@ -35,6 +35,14 @@ DYNAMIC: dict[str, dict[int, Any]] = {
 }
 
 
+#: the same of inputs whose length is fixed
+_OF_LENGTH: dict[str, dict[int, Any]] = {
+    "input_ids": {0: _SIZE},
+    "position_ids": {0: _SIZE},
+    "logits_to_keep": {},
+}
+
+
 class CachedDecoder(nn.Module):
     """A causal language model whose cache is an input."""
 
@@ -126,22 +134,30 @@ def _check(model: PreTrainedModel, program: ExportedProgram, layers: Layers) -> 
         )
 
 
-def export(decoder: nn.Module, example: dict[str, Any]) -> ExportedProgram:
-    """Export what takes a decoder's inputs: the float decoder, or the converted one."""
-    shapes = {name: pytree.tree_map(lambda _, name=name: DYNAMIC[name], value) for name, value in example.items()}
+def export(decoder: nn.Module, example: dict[str, Any], length: int | None = None) -> ExportedProgram:
+    """Export what takes a decoder's inputs: the float decoder, the converted one, or one that takes its weights too.
+
+    Args:
+        length: of the tokens, where it is to be fixed, and with it the number of logits; None: any.
+    """
+    dynamic = DYNAMIC if length is None else {**DYNAMIC, **_OF_LENGTH}
+    shapes = {n: pytree.tree_map(lambda _, n=n: dynamic.get(n, {}), value) for n, value in example.items()}
     with torch.no_grad():
         return torch.export.export(decoder, (), example, dynamic_shapes=shapes, strict=False)
 
 
-def inputs(layers: Layers, device: torch.device, tokens: Tensor | None = None) -> dict[str, Any]:
-    """A decoder's inputs that read tokens, (B, S), without padding, into a cache of their length.
+def inputs(
+    layers: Layers, device: torch.device, tokens: Tensor | None = None, slots: int | None = None
+) -> dict[str, Any]:
+    """A decoder's inputs that read tokens, (B, S), without padding.
 
     Args:
         tokens: None: some for an export, for which no two extents may be equal.
+        slots: of the cache; None: as many as tokens.
     """
     ids = torch.zeros(2, 3, dtype=torch.long) if tokens is None else tokens
     batch, length = ids.shape
-    slots, kept = (length + 2, length - 1) if tokens is None else (length, length)
+    slots, kept = (length + 2, length - 1) if tokens is None else (slots or length, length)
     cache = empty_cache(layers, batch, slots, device)
     return {
         "input_ids": ids.to(device),

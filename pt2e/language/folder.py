@@ -12,11 +12,13 @@ from torch.export.passes import move_to_device_pass
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.cli.stage import user_errors
+from pt2mx.pt2e.language import ranks
+from pt2mx.pt2e.language.tensor_parallel import is_shard
 from pt2mx.pt2e.program import load_program, save_program
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
 #: beside the files that transformers writes
-PROGRAM, REPORT = "program.pt2", "report.json"
+REPORT = "report.json"
 
 _GENERATION = "generation_config.json"
 _TOKENIZER = (
@@ -37,23 +39,29 @@ Folder = str | os.PathLike[str]
 
 def is_quantized(folder: Folder) -> bool:
     """True of a folder that holds a quantized language model."""
-    return (Path(folder) / PROGRAM).is_file()
+    return bool(ranks.programs_in(folder))
 
 
 def save_folder(folder: Folder, program: ExportedProgram, recipe: MXQuantizer | str | None, *parts: Any) -> None:
-    """Write a program and what transformers saves beside it: configurations and a tokenizer, or None.
+    """Write a program and what transformers saves beside it: configurations and a tokenizer, or None. Of a model that
+    is divided among ranks each writes its own program, the first one the rest.
 
     Raises:
         MXError: where no file can be written there.
     """
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        if is_quantized(folder):  # of another model: a tokenizer that is left would be taken for this one's
-            for name in (REPORT, _GENERATION, *_TOKENIZER):
+        divided = is_shard(program)
+        writes_rest = ranks.is_first() or not divided
+        if writes_rest and is_quantized(folder):
+            # of another model: a tokenizer that is left would be taken for this one's
+            for name in (REPORT, _GENERATION, *_TOKENIZER, *ranks.programs_of_others(folder, divided)):
                 (Path(folder) / name).unlink(missing_ok=True)
-        save_program(program, Path(folder) / PROGRAM, recipe)
+            for package in Path(folder).glob("*.aoti.pt2"):
+                package.unlink()
+        save_program(program, Path(folder) / ranks.program_file(divided), recipe)
         for part in parts:
-            if part is not None:
+            if part is not None and writes_rest:
                 part.save_pretrained(folder)
     except OSError as error:
         raise MXError(f"cannot write to {str(folder)!r}: {error.strerror}; give a folder") from None
@@ -65,13 +73,12 @@ def load_folder(folder: Folder, device: str | None = None) -> tuple[ExportedProg
     """The program, on the device if one is given, the configuration, that of `generate`, and the tokenizer or None.
 
     Raises:
-        MXError: where the folder holds no such program.
+        MXError: where the folder holds no such program, or those of another number of ranks.
     """
-    if not is_quantized(folder):
-        raise MXError(f"{str(folder)!r} holds no {PROGRAM}: give the folder that `pt2mx quantize` wrote")
+    name = ranks.own_program_in(folder)
     transformers = import_extra("transformers", "hf")
-    with user_errors(f"read {PROGRAM!r} in {str(folder)!r}"):
-        program = load_program(Path(folder) / PROGRAM)
+    with user_errors(f"read {name!r} in {str(folder)!r}"):
+        program = load_program(Path(folder) / name)
     if device is not None:
         with user_errors(f"move the model to device={device!r}"):
             program = move_to_device_pass(program, device)

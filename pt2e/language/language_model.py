@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +20,10 @@ from pt2mx.fx.graph.subgraphs import graph_modules
 from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.pt2e.language.arguments import check_prompts, check_step
 from pt2mx.pt2e.language.cache import CacheLayer, cache_of, empty_cache, grow, room_for, slots_of
-from pt2mx.pt2e.language.folder import Folder, load_folder, save_folder
+from pt2mx.pt2e.language.folder import Folder, is_quantized, load_folder, save_folder
+from pt2mx.pt2e.language.packages import load_packages, write_packages
 from pt2mx.pt2e.language.reader import Reader
+from pt2mx.pt2e.language.tensor_parallel import is_shard
 from pt2mx.pt2e.language.texts import padded_tokens
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
@@ -71,6 +74,7 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         self.config, self.tokenizer = config, tokenizer
         self.generation_config = generation_config or import_extra("transformers", "hf").GenerationConfig()
         self.layers, self.device, self.dtype = cache_of(program)
+        self._folder: Path | None = None
 
     @cached_property
     def decoder(self) -> GraphModule:
@@ -81,12 +85,13 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
 
     @cached_property
     def reader(self) -> Reader:
-        """The calls of the decoder, compiled or not."""
-        return Reader(self.decoder, self.device)
+        """The calls of the decoder, by the packages of the folder where it has any."""
+        packages = {} if self._folder is None else load_packages(self.decoder, self.device, self._folder)
+        return Reader(self.decoder, self.device, packages)
 
     @classmethod
     def from_pretrained(cls, folder: Folder, device: str | None = None) -> LanguageModel:
-        """Load what `save_pretrained` or `pt2mx quantize` wrote.
+        """Load what `save_pretrained` or `pt2mx quantize` wrote; of a model for several ranks that of this one.
 
         Args:
             folder: with the program, the configuration and, where there is one, the tokenizer.
@@ -96,9 +101,28 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
             The model, not compiled.
 
         Raises:
-            MXError: where the folder holds no such program.
+            MXError: where the folder holds no such program, or one for another number of ranks.
         """
-        return cls(*load_folder(folder, device))
+        model = cls(*load_folder(folder, device))
+        model._folder = Path(folder)
+        return model
+
+    def write_packages(self, folder: Folder) -> None:
+        """Compile the model by AOTInductor, for its device, into packages beside the program of its folder.
+
+        What `from_pretrained` loads from there runs at once. The packages hold no weights: these are the program's.
+
+        Args:
+            folder: that `save_pretrained` wrote.
+
+        Raises:
+            MXError: where it holds no program, and for a model that is divided among ranks.
+        """
+        if not is_quantized(folder):
+            raise MXError(f"{str(folder)!r} holds no program: give the folder that save_pretrained wrote")
+        if is_shard(self.program):
+            raise MXError("a model that is divided among ranks has no packages: call compile() on each rank")
+        write_packages(self.decoder, self.layers, self.device, Path(folder))
 
     def save_pretrained(self, folder: Folder, recipe: MXQuantizer | str | None = None) -> None:
         """Write the program, the configurations and the tokenizer to a folder.

@@ -46,7 +46,7 @@ def pack_cache(model: GraphModule) -> GraphModule:
 
 
 def _check_extents(inputs: dict[str, Any]) -> None:
-    """Let an export know which extents are the same."""
+    """Say in the graph which extents are the same."""
     graph = inputs["input_ids"].graph
     last = graph.find_nodes(op="placeholder")[-1]
     with graph.inserting_after(last):

@@ -18,6 +18,7 @@ from pt2mx.pt2e.language.arguments import check_model, check_texts
 from pt2mx.pt2e.language.cache import layers_of
 from pt2mx.pt2e.language.language_model import LanguageModel
 from pt2mx.pt2e.language.packed_cache import layers_in, pack_cache
+from pt2mx.pt2e.language.tensor_parallel import check_blocks
 from pt2mx.pt2e.optimize.optimize import optimize
 from pt2mx.pt2e.prepare import prepare_pt2e
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
@@ -46,7 +47,7 @@ def quantize_language_model(
     change with each token, and the angles of positions.
 
     Args:
-        model: of transformers, in evaluation mode. It stays as it is.
+        model: of transformers, in evaluation mode, or what `shard` made of one. It stays as it is.
         quantizer: its algorithms are applied, as `pt2mx.optimize` does.
         texts: tokens to calibrate with, (B, S) int64 each, without padding.
         tokenizer: of the result.
@@ -74,6 +75,7 @@ def quantize_language_model(
     layers = layers_of(model)
     graph = decoder.export_decoder(model).module()
     own = without_products_of_activations(quantizer)
+    check_blocks(graph, own)
     batches = [decoder.inputs(layers, model.device, text) for text in texts]
     if own.algorithms is not None:
         stage("optimize")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,11 +21,14 @@ class Reader:
     Args:
         decoder: `pt2mx.pt2e.language.decoder.CachedDecoder`, exported.
         device: that it runs on.
+        packages: "prompt" and "token" -> what reads these in place of the decoder; none: there are none.
     """
 
-    def __init__(self, decoder: Callable[..., Tensor], device: torch.device) -> None:
-        self.decoder, self.device = decoder, device
-        self._prompt, self._token, self._pads = decoder, decoder, False
+    def __init__(
+        self, decoder: Callable[..., Tensor], device: torch.device, packages: Mapping[str, Callable[..., Tensor]]
+    ) -> None:
+        self.decoder, self.device, self._pads = decoder, device, False
+        self._prompt, self._token = packages.get("prompt", decoder), packages.get("token", decoder)
 
     def compile(self, **options: Any) -> None:
         """Compile the program when it first reads, for prompts of any length and for single tokens; `options` are those
@@ -53,7 +56,8 @@ class Reader:
         more = -length % _LENGTHS if self._pads and length > 1 else 0
         if more and taken + length + more <= mask.shape[1]:  # what is written behind the last token is written again
             tokens, positions = F.pad(tokens, (0, more)), F.pad(positions, (0, more))
-        logits = (self._token if length == 1 else self._prompt)(
+        program = self._prompt if length > 1 else self._token if len(kept) == 1 else self.decoder
+        logits = program(
             input_ids=tokens,
             position_ids=positions,
             attention_mask=mask,

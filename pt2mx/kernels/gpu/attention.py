@@ -76,4 +76,5 @@ def attend(
 def _elements(element: ElementFormat, converts_fp8: bool) -> Elements:
     names = ("bits", "mantissa_bits", "bias", "emin", "max_normal", "is_int")
     special, converts = element.has_inf or element.has_nan, converts_fp8 and element.name in ("fp8_e4m3", "fp8_e5m2")
-    return Elements(*(getattr(element, name) for name in names), special=special, converts=converts)
+    fields = {name: getattr(element, name) for name in names}
+    return Elements(**fields, special=special, converts=converts)

@@ -90,7 +90,7 @@ def attend_kernel(
 
 @triton.jit
 def factors_of(scales, at, there, i, COUNT: tl.constexpr, C: tl.constexpr):
-    """What the elements of block `i` of the rows `at` are multiplied by, (len(at),) fp32."""
+    """The factors of the elements of block `i` of the rows `at`, (len(at),) fp32."""
     scale = tl.load(scales + at * COUNT + i, mask=there, other=127).to(tl.int32)
     found = tl.reshape(factor(scale, scale != NAN_SCALE, C), [at.numel])
     if C.is_int:  # elements are whole numbers here
@@ -131,7 +131,7 @@ def join_kernel(
     sums, limits, out, pairs, parts, rows,
     PARTS: tl.constexpr, VALUE_WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """What `attend_kernel` gives -> out: (pairs, rows, VALUE_WIDTH)."""
+    """sums, limits: of `attend_kernel` -> out: (pairs, rows, VALUE_WIDTH)."""
     pair, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
     part = tl.arange(0, PARTS)
     at = (part.to(tl.int64) * pairs + pair) * ROWS + row

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from pt2mx import MXError
-from pt2mx.pt2e.cli.batches import conform, load_batches
+from pt2mx.pt2e.cli.batches import conform, load_batch
 from pt2mx.pt2e.cli.stated_shapes import stated_signature
 
 
@@ -107,29 +107,21 @@ def test_float64_is_cast_with_a_note(signature):
     assert told == ["file.pt: x is cast from float64 to float32", "file.pt: mask is cast from float64 to float32"]
 
 
-def test_batches_of_a_folder_in_the_order_of_their_names(tmp_path):
-    torch.save(torch.ones(1), tmp_path / "b.pt")
+def test_files_of_batches(tmp_path):
     torch.save({"x": torch.ones(2)}, tmp_path / "a.pt")
-    torch.save((torch.ones(2), 3), tmp_path / "e.pt")
+    torch.save((torch.ones(2), 3), tmp_path / "b.pt")
     np.savez(tmp_path / "c.npz", x=np.ones(3, np.float32))
     np.savez(tmp_path / "d.npz", np.ones(4, np.int64), np.zeros(4, np.int64))
-    (tmp_path / "notes.txt").write_text("no batch")
-    found = load_batches(tmp_path)
-    assert [file.name for file in found] == ["a.pt", "b.pt", "c.npz", "d.npz", "e.pt"]
-    a, b, c, d, e = found.values()
-    assert a["x"].shape == (2,) and b.shape == (1,) and c["x"].dtype == torch.float32 and e[1] == 3
+    a, b, c, d = (load_batch(file) for file in sorted(tmp_path.iterdir()))
+    assert a["x"].shape == (2,) and b[1] == 3 and c["x"].dtype == torch.float32
     assert isinstance(d, tuple) and [t.sum().item() for t in d] == [4, 0]
 
 
-def test_bad_calibration_folders(tmp_path):
-    for folder in (tmp_path / "none", tmp_path):
-        with pytest.raises(MXError, match=r"must be a folder that holds \.pt or \.npz files"):
-            load_batches(folder)
+def test_files_that_hold_no_batch(tmp_path):
     for content, name in ((b"no", "x.pt"), (b"", "y.npz")):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(MXError, match=f"{name} is no batch: "):
-            load_batches(tmp_path)
-        (tmp_path / name).unlink()
+            load_batch(tmp_path / name)
     np.savez(tmp_path / "z.npz", np.array(["text"]))
     with pytest.raises(MXError, match=r"z\.npz is no batch: TypeError: can't convert np\.ndarray"):
-        load_batches(tmp_path)
+        load_batch(tmp_path / "z.npz")

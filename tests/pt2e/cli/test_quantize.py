@@ -121,7 +121,7 @@ def test_it_writes_program_and_report_and_prints_the_table(folder, capsys):
     assert lines[3].startswith("2 of 2 operators quantized")
     assert lines[-2].startswith("output against the float model: SQNR ") and "cosine 0.99" in lines[-2]
     size, read = (folder / "q.pt2").stat().st_size, json.loads((folder / "q.json").read_text())
-    assert lines[-1] == f"q.pt2: {size / 1e6:.1f} MB, {read['effective_bits']:.2f} bits a value"
+    assert lines[-1].startswith(f"q.pt2: {size / 1e6:.1f} MB, {read['effective_bits']:.2f} bits a value; load ")
     assert err == "", "progress bars are off when stderr is no terminal"
     program = torch.export.load(folder / "q.pt2").module()
     assert program(torch.randn(7, 64)).shape == (7, 16)

@@ -24,6 +24,11 @@ SHIPPED = {
     "mxfp4_weight_only": [everywhere(FP4, None)],
     "mxfp4_weights_mxfp8_activations": [everywhere(FP4, "fp8_e4m3")],
     "mxfp6_weights_mxfp8_activations": [everywhere("fp6_e2m3", "fp8_e4m3")],
+    "mxfp4_decoder": [
+        everywhere(FP4, None),
+        ("module_name_regex", r"(.*\.)?(lm_head|embed_out|output)", MXQuantizationConfig(weight="int8")),
+        ("operator_type", "aten.embedding", MXQuantizationConfig(weight="int8")),
+    ],
     "mxfp4_first_last_mxfp8": [everywhere(FP4, FP4), ("first", 1, FP8), ("last", 1, FP8)],
 }
 

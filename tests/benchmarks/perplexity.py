@@ -1,0 +1,91 @@
+"""SmolLM2-135M-Instruct by recipes, with and without algorithms, and with quantized caches.
+
+    python -m tests.benchmarks.perplexity [--tokens 4096] [--threads 1] [--only mxfp8 ...]
+
+Everything that `pt2mx quantize` quantizes of a language model: the decoder's layers, head and embedding. Perplexity on
+docstrings of Python's standard library in blocks of 512, calibrated on 8,192 tokens of others; the divergence from the
+float model's next-token distribution, and how often both find the same most likely token. Tokens a second of a
+generation of 64 tokens, on so many threads, not compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pt2mx import LanguageModel, MXQuantizer, quantize_language_model
+from pt2mx.pt2e.language.perplexity import perplexity
+from pt2mx.pt2e.language.texts import BLOCK, blocks
+from pt2mx.pt2e.quantizer import recipe
+from tests.benchmarks.accuracy.smollm2 import load
+from tests.benchmarks.accuracy.texts import sentences
+from tests.benchmarks.measure import Row, hardware, print_table
+
+_SEEN = 8192
+#: formats of the cache, beside weights by `mxfp4_decoder`
+_CACHES = ("none", "mxfp8", "mxfp8(even)", "mxint8", "mxfp6", "mxfp4(even)")
+
+
+def cases() -> dict[str, MXQuantizer]:
+    """The quantizers by what a row is called."""
+    found = {name: MXQuantizer.from_recipe(name).set_algorithms(None) for name in recipe.names()}
+    found |= {f"{name}, balanced": MXQuantizer.from_recipe(name).set_algorithms("balanced") for name in recipe.names()}
+    for cache in _CACHES:
+        quantizer = MXQuantizer.from_recipe("mxfp4_decoder")
+        found[f"mxfp4_decoder, cache {cache}"] = quantizer.set_kv_cache(None if cache == "none" else cache)
+    return found
+
+
+def tokens_a_second(model: Any, prompt: Tensor) -> float:
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    model.generate(prompt, max_new_tokens=4, **options)
+    begin = time.perf_counter()
+    model.generate(prompt, max_new_tokens=64, **options)
+    return 64 / (time.perf_counter() - begin)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--only", nargs="+", help="rows")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    model, tokenizer = load()
+    text = " ".join(sentences())
+    every = blocks(text, tokenizer, _SEEN + options.tokens)
+    seen, held_out = every[: _SEEN // BLOCK], every[_SEEN // BLOCK :]
+    rows: list[Row] = []
+
+    def exact(block: Tensor) -> Tensor:
+        return model(input_ids=block, use_cache=False).logits
+
+    def add(name: str, run: Any, reference: Any, seconds: float) -> None:
+        found = perplexity(lambda block: run(input_ids=block).logits, held_out, reference)
+        row: Row = {"": name, "perplexity": f"{found.perplexity:.2f}", "seconds": f"{seconds:.0f}"}
+        if found.divergence is not None and found.agreement is not None:
+            row |= {"KL": f"{found.divergence:.4f}", "same": f"{found.agreement:.1%}"}
+        row["tokens/s"] = f"{tokens_a_second(run, held_out[0][:, :16]):.1f}"
+        rows.append(row)
+        print(row, flush=True)
+
+    if not options.only:
+        add("float32", model, None, 0)
+        add("bfloat16", model.to(torch.bfloat16), None, 0)
+        model.to(torch.float32)
+    for name, quantizer in cases().items():
+        if options.only and name not in options.only:
+            continue
+        begin = time.perf_counter()
+        quantized: LanguageModel = quantize_language_model(model, quantizer, seen, tokenizer)
+        add(name, quantized, exact, time.perf_counter() - begin)
+    print_table(rows, ("", "perplexity", "KL", "same", "tokens/s", "seconds"))
+    print(hardware())
+
+
+if __name__ == "__main__":
+    main()

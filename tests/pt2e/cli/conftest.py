@@ -1,0 +1,54 @@
+import wave
+
+import numpy as np
+import pytest
+import torch
+
+from pt2mx.extras import import_extra
+
+
+@pytest.fixture
+def transformers():
+    return import_extra("transformers", "hf")
+
+
+@pytest.fixture
+def checkpoint(tmp_path, transformers):
+    """Saves a model with random weights, and processors, into a folder."""
+
+    def save(name: str, config: str, fields: dict, *processors, dtype="float32", **options) -> str:
+        folder = tmp_path / "checkpoint"
+        model = getattr(transformers, name)(getattr(transformers, config)(**fields))
+        model.to(getattr(torch, dtype)).save_pretrained(folder, **options)
+        for processor in processors:
+            processor.save_pretrained(folder)
+        return str(folder)
+
+    return save
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """A folder of three images of one colour each, red, green and blue, the last taller."""
+    image, folder = import_extra("PIL.Image", "vision"), tmp_path / "photos"
+    folder.mkdir()
+    for name, size, colour in (("a.png", (60, 40), "red"), ("b.JPG", (60, 40), "lime"), ("c.jpeg", (40, 60), "blue")):
+        image.new("RGB", size, colour).save(folder / name)
+    return folder
+
+
+@pytest.fixture
+def write_wav(tmp_path):
+    """Writes integers, (time, channels), as a .wav file."""
+
+    def write(name: str, samples: np.ndarray, rate: int = 16000):
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        with wave.open(str(file), "wb") as recording:
+            recording.setnchannels(samples.shape[1])
+            recording.setsampwidth(samples.dtype.itemsize)
+            recording.setframerate(rate)
+            recording.writeframes(samples.tobytes())
+        return file
+
+    return write

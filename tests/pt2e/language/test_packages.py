@@ -1,0 +1,44 @@
+import pytest
+import torch
+
+from pt2mx import LanguageModel, MXError, MXQuantizer, quantize_language_model
+from pt2mx.pt2e.language import decoder
+from pt2mx.pt2e.language.packages import paths_in, without_weights
+from tests.language_models import padded, tiny_decoder
+
+QUANTIZER = MXQuantizer.from_recipe("mxfp4_weight_only").set_kv_cache("mxfp8")
+
+
+def test_a_decoder_that_takes_its_weights():
+    quantized = quantize_language_model(tiny_decoder("llama"), QUANTIZER)
+    model, weights = without_weights(quantized.decoder)
+    assert not [*model.parameters(), *model.buffers()] and len(weights) > 20
+    ids, _ = padded()
+    call = decoder.inputs(quantized.layers, quantized.device, ids)
+    again = decoder.inputs(quantized.layers, quantized.device, ids)
+    with torch.no_grad():
+        assert torch.equal(model(**call, weights=weights), quantized.decoder(**again))
+
+
+@pytest.mark.slow
+def test_packages(tmp_path):
+    quantized = quantize_language_model(tiny_decoder("llama"), QUANTIZER)
+    with pytest.raises(MXError, match="holds no program"):
+        quantized.write_packages(tmp_path)
+    quantized.save_pretrained(tmp_path, QUANTIZER)
+    quantized.write_packages(tmp_path)
+    loaded = LanguageModel.from_pretrained(tmp_path)
+    ids, mask = padded()
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    want = quantized.generate(ids, attention_mask=mask, **options)
+    assert torch.equal(loaded.generate(ids, attention_mask=mask, **options), want)
+    assert loaded.reader._token is not loaded.decoder
+    one = loaded(ids[:1, :1], logits_to_keep=torch.tensor([0, 0])).logits  # what the package for tokens does not take
+    assert one.shape == (1, 2, 300)
+    path = paths_in(tmp_path, torch.device("cpu"))["token"]
+    assert path.is_file()
+    path.write_bytes(b"no package")
+    with pytest.raises(MXError, match="cannot load"):
+        LanguageModel.from_pretrained(tmp_path)(ids)
+    quantized.save_pretrained(tmp_path, QUANTIZER)  # what was compiled of the old program is gone
+    assert not path.exists()
