@@ -27,7 +27,7 @@ from tests.benchmarks.measure import Row, hardware, print_table
 
 _SEEN = 8192
 #: formats of the cache, beside weights by `mxfp4_decoder`
-_CACHES = ("none", "mxfp8", "mxfp8(even)", "mxint8", "mxfp6", "mxfp4(even)")
+_CACHES = ("none", "mxint8", "mxfp8", "mxfp8(even)", "mxfp6", "mxfp4(even)")
 
 
 def cases() -> dict[str, MXQuantizer]:

@@ -31,6 +31,10 @@ RECORDED = {
         1: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int n) -> Tensor",
         2: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int n, int rotation=0) -> Tensor",
     },
+    "attention_mx": {
+        1: "(Tensor query, Tensor key_data, Tensor key_scale, Tensor value_data, Tensor value_scale, "
+        "str elem_dtype_name, int block_size, int value_width, Tensor? mask=None, float? scale=None) -> Tensor"
+    },
     "hadamard": {1: "(Tensor x, int size, int axis=-1) -> Tensor"},
     "rotated_fake_quantize_mx": {
         1: '(Tensor x, int size, str elem_dtype_name, int block_size, str scale_mode="floor", '
