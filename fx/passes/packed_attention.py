@@ -23,7 +23,7 @@ def use_packed_attention(model: GraphModule) -> None:
     found = [(node, pair) for node in calls if (pair := _pair(node))]
     writes = Writes(model.graph) if found else None
     for node, pair in found:
-        if writes and any(writes.between(one, node, Dequantize.expect(one).args[:2]) for one in pair):
+        if writes and any(writes.between(one, node, (one, *Dequantize.expect(one).args[:2])) for one in pair):
             continue
         given, (key, value) = named_args(node), map(Dequantize.expect, pair)
         width = value_of(pair[1]).shape[3]
@@ -48,8 +48,19 @@ def _pair(node: Node) -> tuple[Node, Node] | None:
     key, value = map(Dequantize.expect, pair)
     ranks = {len(shape_of(one) or ()) for one in (query, *pair, *(() if mask is None else (mask,)))}
     alike = (key.element, key.block_size, key.axis % 4) == (value.element, value.block_size, 3)
+    if ranks != {4} or not _is_grouped(query, *pair):
+        return None
     plain = dtype_of(mask) in (None, torch.bool) and isinstance((shape_of(pair[1]) or ("",))[-1], int)
     return pair if {dtype_of(one) for one in pair} == {dtype_of(query)} and ranks == {4} and alike and plain else None
+
+
+def _is_grouped(query: Node, keys: Node, values: Node) -> bool:
+    """True if nothing is broadcast but the heads of the keys."""
+    (batch, heads, *_), (*of_keys, _), (*of_values, _) = (shape_of(one) or () for one in (query, keys, values))
+    if of_keys != of_values or batch != of_keys[0]:
+        return False
+    key_heads = of_keys[1]
+    return isinstance(heads, int) and isinstance(key_heads, int) and key_heads > 0 and heads % key_heads == 0
 
 
 def _behind_aliases(node: Node) -> Node:

@@ -5,12 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.cli.error_text import one_line
 
 if TYPE_CHECKING:
     from PIL import Image
+
+#: Pillow's modes of values of 16 bits
+_WIDE = ("I;16", "I;16L", "I;16B", "I;16N", "I")
 
 
 def read_image(file: Path, mode: str = "RGB") -> Image.Image:
@@ -27,6 +32,10 @@ def read_image(file: Path, mode: str = "RGB") -> Image.Image:
     pillow, operations = import_extra("PIL.Image", "vision"), import_extra("PIL.ImageOps", "vision")
     try:
         with pillow.open(file) as image:
-            return operations.exif_transpose(image).convert(mode)
+            upright = operations.exif_transpose(image)
+            if upright.mode in _WIDE:  # which `convert` would clip to 255
+                scaled = (np.asarray(upright, dtype=np.float64) / 257).round().clip(0, 255)
+                upright = pillow.fromarray(scaled.astype(np.uint8))
+            return upright.convert(mode)
     except Exception as error:  # a decoder fails in many ways on a broken file
         raise MXError(f"{str(file)!r} is no image: {one_line(error)}") from None

@@ -27,7 +27,8 @@ def read_recording(file: Path, rate: int) -> np.ndarray:
     try:
         with wave.open(str(file)) as recording:
             width, channels, found = recording.getsampwidth(), recording.getnchannels(), recording.getframerate()
-            frames = recording.readframes(recording.getnframes())
+            count = recording.getnframes()
+            frames = recording.readframes(count)
     except (wave.Error, EOFError, OSError) as error:
         raise MXError(f"{str(file)!r} is no .wav file of PCM samples: {one_line(error)}") from None
     if width not in _PCM:
@@ -37,6 +38,8 @@ def read_recording(file: Path, rate: int) -> np.ndarray:
             f"{str(file)!r} has {found} samples a second, the model takes {rate}: convert it, as by "
             f"`ffmpeg -i {file.name} -ar {rate} converted.wav`"
         )
+    if len(frames) != count * width * channels:
+        raise MXError(f"{str(file)!r} ends after {len(frames)} of {count * width * channels} bytes: copy it again")
     dtype, silence, largest = _PCM[width]
     samples = (np.frombuffer(frames, dtype).astype(np.float32) - silence) / largest
     if not samples.size:

@@ -42,6 +42,14 @@ def is_quantized(folder: Folder) -> bool:
     return bool(ranks.programs_in(folder))
 
 
+def check_holds_program(folder: Folder, program: ExportedProgram) -> None:
+    """Raise an MXError for a folder that packages of a program cannot be written to."""
+    if not is_quantized(folder):
+        raise MXError(f"{str(folder)!r} holds no program: give the folder that save_pretrained wrote")
+    if is_shard(program):
+        raise MXError("a model that is divided among ranks has no packages: call compile() on each rank")
+
+
 def save_folder(folder: Folder, program: ExportedProgram, recipe: MXQuantizer | str | None, *parts: Any) -> None:
     """Write a program and what transformers saves beside it: configurations and a tokenizer, or None. Of a model that
     is divided among ranks each writes its own program, the first one the rest.

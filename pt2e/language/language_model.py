@@ -20,10 +20,9 @@ from pt2mx.fx.graph.subgraphs import graph_modules
 from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.pt2e.language.arguments import check_prompts, check_step
 from pt2mx.pt2e.language.cache import CacheLayer, cache_of, empty_cache, grow, room_for, slots_of
-from pt2mx.pt2e.language.folder import Folder, is_quantized, load_folder, save_folder
+from pt2mx.pt2e.language.folder import Folder, check_holds_program, load_folder, save_folder
 from pt2mx.pt2e.language.packages import load_packages, write_packages
 from pt2mx.pt2e.language.reader import Reader
-from pt2mx.pt2e.language.tensor_parallel import is_shard
 from pt2mx.pt2e.language.texts import padded_tokens
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
@@ -107,22 +106,22 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         model._folder = Path(folder)
         return model
 
-    def write_packages(self, folder: Folder) -> None:
+    def write_packages(self, folder: Folder) -> list[Path]:
         """Compile the model by AOTInductor, for its device, into packages beside the program of its folder.
 
-        What `from_pretrained` loads from there runs at once. The packages hold no weights: these are the program's.
+        They hold no weights: these are the program's. `from_pretrained` loads them.
 
         Args:
             folder: that `save_pretrained` wrote.
 
+        Returns:
+            The packages.
+
         Raises:
-            MXError: where it holds no program, and for a model that is divided among ranks.
+            MXError: where it holds no program, and for a model of several ranks.
         """
-        if not is_quantized(folder):
-            raise MXError(f"{str(folder)!r} holds no program: give the folder that save_pretrained wrote")
-        if is_shard(self.program):
-            raise MXError("a model that is divided among ranks has no packages: call compile() on each rank")
-        write_packages(self.decoder, self.layers, self.device, Path(folder))
+        check_holds_program(folder, self.program)
+        return write_packages(self.decoder, self.layers, self.device, Path(folder))
 
     def save_pretrained(self, folder: Folder, recipe: MXQuantizer | str | None = None) -> None:
         """Write the program, the configurations and the tokenizer to a folder.

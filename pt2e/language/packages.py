@@ -6,6 +6,7 @@ and lie in memory once.
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -26,13 +27,8 @@ from pt2mx.pt2e.language.cache import Layers
 _LENGTHS = {"prompt": None, "token": 1}
 
 
-def paths_in(folder: Path, device: torch.device) -> dict[str, Path]:
-    """The packages of a folder for a device, by what they read."""
-    return {what: folder / f"{what}.{device.type}.aoti.pt2" for what in _LENGTHS}
-
-
-def write_packages(lowered: GraphModule, layers: Layers, device: torch.device, folder: Path) -> None:
-    """Compile a lowered decoder for prompts of any length and for single tokens.
+def write_packages(lowered: GraphModule, layers: Layers, device: torch.device, folder: Path) -> list[Path]:
+    """Compile a lowered decoder for prompts of any length and for single tokens. Gives the packages.
 
     Args:
         lowered: it stays as it is.
@@ -41,7 +37,8 @@ def write_packages(lowered: GraphModule, layers: Layers, device: torch.device, f
         folder: that the packages are written to.
     """
     model, weights = without_weights(lowered)
-    for what, path in paths_in(folder, device).items():
+    paths = _paths(model, device, folder)
+    for what, path in paths.items():
         length = _LENGTHS[what]
         tokens = None if length is None else torch.zeros(2, length, dtype=torch.long)
         given = {**decoder.inputs(layers, device, tokens, slots=5), "weights": weights}
@@ -50,6 +47,7 @@ def write_packages(lowered: GraphModule, layers: Layers, device: torch.device, f
             warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
             program = decoder.export(model, given, length)
             torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+    return list(paths.values())
 
 
 def load_packages(lowered: GraphModule, device: torch.device, folder: Path) -> dict[str, Callable[..., Tensor]]:
@@ -58,10 +56,12 @@ def load_packages(lowered: GraphModule, device: torch.device, folder: Path) -> d
     Raises:
         MXError: for packages that cannot be loaded.
     """
-    paths = paths_in(folder, device)
+    if not any(folder.glob("*.aoti.pt2")):
+        return {}
+    model, weights = without_weights(lowered)
+    paths = _paths(model, device, folder)
     if not all(path.is_file() for path in paths.values()):
         return {}
-    _, weights = without_weights(lowered)
     found: dict[str, Callable[..., Tensor]] = {}
     for what, path in paths.items():
         try:
@@ -73,9 +73,19 @@ def load_packages(lowered: GraphModule, device: torch.device, folder: Path) -> d
     return found
 
 
+def _paths(model: GraphModule, device: torch.device, folder: Path) -> dict[str, Path]:
+    """The packages for a device, by what they read. Their names tell of which program they are."""
+    digest = hashlib.sha256(model.code.encode()).hexdigest()[:8]
+    return {what: folder / f"{what}.{device.type}.{digest}.aoti.pt2" for what in _LENGTHS}
+
+
 def _with(weights: list[Tensor], code: Callable[..., Any]) -> Callable[..., Tensor]:
-    def call(**inputs: Any) -> Tensor:
-        return code(**inputs, weights=weights)
+    def call(keys: list[Any], values: list[Any], **inputs: Tensor) -> Tensor:
+        # machine code asks nothing: it reads what it is given as the contiguous int64 that it was compiled for
+        read = {name: value.to(torch.int64).contiguous() for name, value in inputs.items()}
+        if not all(tensor.is_contiguous() for tensor in pytree.tree_leaves((keys, values))):
+            raise MXError("the cache is not contiguous: give what new_cache or a call gave")
+        return code(**read, keys=keys, values=values, weights=weights)
 
     return call
 

@@ -114,5 +114,6 @@ class ModelSettings:
             >>> str(quantizer.kv_cache)
             'mxfp8_e4m3{32}'
         """
-        self._kv_cache = checked_spec("kv_cache", spec)
+        found = checked_spec("kv_cache", spec)
+        self._kv_cache = None if found is None else found.replace(axis=-1)
         return self

@@ -12,7 +12,7 @@ from pt2mx.errors import nearest
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.module_stack import modules_of, propagate_module_stack
-from pt2mx.fx.graph.node import called, make_positional
+from pt2mx.fx.graph.node import args_of, called, make_positional, shape_of
 from pt2mx.fx.graph.subgraphs import graph_modules, nodes_in_order
 from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.annotate import REASON_KEY, Plan, annotate_operator, plan_operator
@@ -132,7 +132,8 @@ class MXQuantizer(StoredSettings, Quantizer):
 
     def _candidates(self, model: GraphModule) -> list[Node]:
         asked_for = set(self._settings["operator_type"]) | ({CACHE_WRITE} if self._kv_cache else set())
-        return quantizable_operators(model.graph, lambda name: not asked_for.isdisjoint(names_of(name)))
+        found = quantizable_operators(model.graph, lambda name: not asked_for.isdisjoint(names_of(name)))
+        return [node for node in found if operator_name(called(node)) != CACHE_WRITE or _writes_cache(node)]
 
     def _at_the_ends(self, nodes: list[Node]) -> dict[Node, tuple[tuple[str, int], Config]]:
         """The settings of `set_first` and `set_last`, and their configs, for the quantized operators: `nodes`, in the
@@ -190,7 +191,8 @@ def _warn_unknown_operands(chosen: dict[Node, MXQuantizationConfig]) -> None:
 
 
 def _writes_cache(node: Node) -> bool:
-    return operator_name(called(node)) == CACHE_WRITE
+    """True of a write of (B, heads, S, width) to slots."""
+    return operator_name(called(node)) == CACHE_WRITE and args_of(node)[1] == 2 and len(shape_of(node) or ()) == 4
 
 
 def _layers(nodes: Iterator[Node], plans: dict[Node, Plan]) -> list[Node]:

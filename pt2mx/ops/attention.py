@@ -8,6 +8,7 @@ every device; `_TWINS` lists where a faster twin serves.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -72,7 +73,8 @@ def _check(
             f"query {tuple(query.shape)}, keys {tuple(key_data.shape)} and values {tuple(value_data.shape)} must be "
             "(B, heads, S, D), (B, heads, L, bytes) and (B, heads, L, bytes)"
         )
-    if query.shape[0] != key_data.shape[0] or query.shape[1] % key_data.shape[1]:
+    heads, key_heads = query.shape[1], key_data.shape[1]
+    if query.shape[0] != key_data.shape[0] or (heads if key_heads == 0 else heads % key_heads):
         raise MXError(
             f"a query of {query.shape[0]} sequences and {query.shape[1]} heads does not fit keys of "
             f"{key_data.shape[0]} sequences and {key_data.shape[1]} heads: a multiple of these is allowed"
@@ -81,8 +83,20 @@ def _check(
         raise MXError(f"the query is on {query.device} and keys or values on another device: move them to one")
     if mask is not None and (mask.dtype != torch.bool or mask.dim() != 4):
         raise MXError(f"the mask is {mask.dtype} of {mask.dim()} dimensions: it must be (B, heads, S, L) booleans")
+    wanted = *query.shape[:3], key_data.shape[2]
+    if mask is not None and (mask.device != query.device or not _broadcasts(mask.shape, wanted)):
+        raise MXError(
+            f"a mask of {tuple(mask.shape)} on {mask.device} does not fit: it must be on {query.device} and broadcast "
+            f"to {tuple(wanted)}"
+        )
     check_packed(value_data, value_scale, elem, block_size, query.dtype, -1, value_width)
     return check_packed(key_data, key_scale, elem, block_size, query.dtype, -1, query.shape[-1])[0]
+
+
+def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    """False where that is known: symbolic sizes are checked when they run."""
+    pairs = [(n, m) for n, m in zip(shape, to, strict=True) if isinstance(n, int) and isinstance(m, int)]
+    return all(n in (1, m) for n, m in pairs)
 
 
 torch.library.define(

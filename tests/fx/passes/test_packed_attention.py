@@ -79,3 +79,35 @@ def test_what_stays(module, options):
     use_packed_attention(model)
     assert not calls(model, attention_mx)
     assert torch.equal(model(*cloned(args)), want)
+
+
+class Written(Cached):
+    """Writes to the keys after they are dequantized."""
+
+    def forward(self, query, key, value, mask, slot, codes, scales, value_codes, value_scales):
+        keys = ops.dequantize_mx(codes, scales, "fp8_e4m3", 32, query.dtype, -1)
+        values = ops.dequantize_mx(value_codes, value_scales, "fp8_e4m3", 32, query.dtype, -1)
+        keys[:, :, 0] = 1
+        return F.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
+
+
+def test_keys_that_are_written_stay():
+    args = inputs()
+    model = exported(Written(), *cloned(args))
+    want = model(*cloned(args))
+    use_packed_attention(model)
+    assert not calls(model, attention_mx) and torch.equal(model(*cloned(args)), want)
+
+
+@pytest.mark.parametrize("heads", [{"query": (2, 1), "keys": (2, 2)}, {"query": (2, 2), "keys": (1, 2)}])
+def test_what_is_broadcast_stays(heads):
+    class Broadcast(nn.Module):
+        def forward(self, query, codes, scales):
+            keys = ops.dequantize_mx(codes, scales, "fp8_e4m3", 32, query.dtype, -1)
+            return F.scaled_dot_product_attention(query, keys, keys)
+
+    torch.manual_seed(0)
+    scale, codes = ops.quantize_mx(torch.randn(*heads["keys"], 10, 64), "fp8_e4m3", 32)
+    model = exported(Broadcast(), torch.randn(*heads["query"], 1, 64), codes, scale)
+    use_packed_attention(model)
+    assert not calls(model, attention_mx)

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from pt2mx import MXError
@@ -31,3 +32,9 @@ def test_no_image(tmp_path):
     (tmp_path / "a.png").write_text("no")
     with pytest.raises(MXError, match=r"a\.png' is no image: UnidentifiedImageError"):
         read_image(tmp_path / "a.png")
+
+
+def test_sixteen_bits_are_scaled(tmp_path):
+    ramp = np.linspace(0, 65535, 256).round().astype(np.uint16).reshape(16, 16)
+    import_extra("PIL.Image", "vision").fromarray(ramp).save(tmp_path / "ramp.png")
+    assert np.abs(np.asarray(read_image(tmp_path / "ramp.png", "L")).reshape(-1) - np.arange(256.0)).max() <= 1

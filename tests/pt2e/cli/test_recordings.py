@@ -37,3 +37,11 @@ def test_no_recordings(tmp_path, write_wav):
         read_recording(write_wav("b.wav", np.zeros((0, 1), np.int16)), 16000)
     with pytest.raises(MXError, match="has 24 bits a sample: convert it to 16"):
         read_recording(write_wav("c.wav", np.zeros((2, 1), "V3")), 16000)
+
+
+@pytest.mark.parametrize("missing", [1, 2, 100])
+def test_a_recording_that_is_cut_off(missing, write_wav):
+    path = write_wav("a.wav", np.zeros((200, 1), np.int16))
+    path.write_bytes(path.read_bytes()[:-missing])
+    with pytest.raises(MXError, match="ends after"):
+        read_recording(path, 16000)

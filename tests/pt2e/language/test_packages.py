@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from pt2mx import LanguageModel, MXError, MXQuantizer, quantize_language_model
-from pt2mx.pt2e.language import decoder
-from pt2mx.pt2e.language.packages import paths_in, without_weights
+from pt2mx.pt2e.language import decoder, reader
+from pt2mx.pt2e.language.packages import without_weights
 from tests.language_models import padded, tiny_decoder
 
 QUANTIZER = MXQuantizer.from_recipe("mxfp4_weight_only").set_kv_cache("mxfp8")
@@ -21,7 +21,7 @@ def test_a_decoder_that_takes_its_weights():
 
 
 @pytest.mark.slow
-def test_packages(tmp_path):
+def test_packages(tmp_path, monkeypatch):
     quantized = quantize_language_model(tiny_decoder("llama"), QUANTIZER)
     with pytest.raises(MXError, match="holds no program"):
         quantized.write_packages(tmp_path)
@@ -35,8 +35,14 @@ def test_packages(tmp_path):
     assert loaded.reader._token is not loaded.decoder
     one = loaded(ids[:1, :1], logits_to_keep=torch.tensor([0, 0])).logits  # what the package for tokens does not take
     assert one.shape == (1, 2, 300)
-    path = paths_in(tmp_path, torch.device("cpu"))["token"]
-    assert path.is_file()
+    # machine code asks nothing of strides and dtypes: rows of several, by columns, in chunks
+    with torch.no_grad():
+        wanted = quantized(ids).logits
+        for given in (ids, torch.stack([ids, ids], -1)[..., 0], ids.to(torch.int32)):
+            assert torch.allclose(loaded(given).logits, wanted, atol=1e-5)
+        monkeypatch.setitem(reader._CHUNK, "cpu", 5)
+        assert torch.allclose(loaded(ids).logits, wanted, atol=1e-5)
+    (path,) = tmp_path.glob("token.cpu.*.aoti.pt2")
     path.write_bytes(b"no package")
     with pytest.raises(MXError, match="cannot load"):
         LanguageModel.from_pretrained(tmp_path)(ids)

@@ -104,6 +104,9 @@ def test_without_kernels(monkeypatch):
         (lambda a: (*a[:7], 32, *a[8:]), "32"),
         (lambda a: (a[0].double(), *a[1:]), "float64"),
         (lambda a: (*a[:3], a[3][:, :, :5], *a[4:]), "keys"),
+        (lambda a: (*a[:8], torch.ones(3, 1, 1, 77, dtype=torch.bool), None), "a mask of"),
+        (lambda a: (*a[:8], torch.ones(2, 1, 1, 7, dtype=torch.bool), None), "a mask of"),
+        (lambda a: (a[0], *(t[:, :0] for t in a[1:5]), *a[5:]), "and 0 heads"),
     ],
 )
 def test_bad_input(change, message):
