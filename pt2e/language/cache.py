@@ -48,8 +48,9 @@ class CacheLayer(_cache_utils.CacheLayerMixin):  # type: ignore[name-defined]
         stores codes does not get here: it was exported with tensors."""
         slots = self.length + torch.arange(key_states.shape[2], device=key_states.device)
         keys, values = self.tensors
-        keys.index_copy_(2, slots, key_states)
-        values.index_copy_(2, slots, value_states)
+        # of transposed ones Inductor (torch 2.13) cannot fuse the quantization to INT8, where the length is dynamic
+        keys.index_copy_(2, slots, key_states.contiguous())
+        values.index_copy_(2, slots, value_states.contiguous())
         return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from pt2mx import LanguageModel, MXError, MXQuantizer, quantize_language_model
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.cache import empty_cache, layers_of
 from pt2mx.pt2e.language.packed_cache import layers_in, pack_cache
-from tests.language_models import padded, tiny_decoder
+from tests.language_models import padded, tiny_decoder, transformers
 
 #: bytes of the codes and the scales of a head's 16 values
 BYTES = {"mxfp8": (16, 1), "mxint8": (16, 1), "mxfp6": (12, 1), "mxfp4": (8, 1), "mxfp8{8}": (16, 2)}
@@ -72,6 +72,20 @@ def test_generate_save_and_load(tmp_path):
     # bytes of a token: 2 layers, keys and values, 2 heads, 16 codes and a scale each
     cache = empty_cache(loaded.layers, 1, 10, torch.device("cpu"))
     assert sum(tensor.nbytes for layer in cache.layers for tensor in layer.tensors) == 10 * 2 * 2 * 2 * 17
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_cache", ["mxint8", "mxfp8"])
+def test_compiled(kv_cache):
+    sizes = {"hidden_size": 192, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 300}
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=3, num_key_value_heads=3)
+    quantized = quantize_language_model(transformers.LlamaForCausalLM(config).eval(), quantizer(kv_cache))
+    ids, mask = padded()
+    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    want = quantized.generate(ids, **options)
+    quantized.compile()
+    assert torch.equal(quantized.generate(ids, **options), want)
 
 
 def test_a_growing_cache():
