@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 from pt2mx.fx.graph.calls import Call, call_groups, placeholders
 from pt2mx.fx.graph.constants import CONSTANT_KEY, computed_from, constant_nodes, mark_constants
 from pt2mx.fx.graph.node import Quantize, dtype_of, result_of
+from pt2mx.fx.graph.subgraphs import graph_modules
 
 #: meta key of a node that `lift_constants` lifts
 _CHOSEN_KEY = "mx_lifted"
@@ -32,7 +33,11 @@ def lift_constants(model: GraphModule, chosen: set[Node]) -> GraphModule:
         constants = constant_nodes(graph.graph)
         return [[n] for n in constants if n.meta.get(_CHOSEN_KEY) and n.op == "call_function"]
 
-    return _lift_all(model, computed)
+    _lift_all(model, computed)
+    for graph in graph_modules(model):
+        for node in graph.graph.nodes:
+            node.meta.pop(_CHOSEN_KEY, None)
+    return model
 
 
 def _lift_all(model: GraphModule, find: Callable[[GraphModule], list[list[Node]]]) -> GraphModule:

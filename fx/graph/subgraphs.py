@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from torch.fx import GraphModule, Node
 
+from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.attributes import attribute_of, name_of
 from pt2mx.fx.graph.calls import calls, placeholders
 
@@ -17,6 +18,11 @@ def graph_modules(model: GraphModule) -> list[GraphModule]:
         for _, graph in call.graphs:
             found.update(dict.fromkeys(graph_modules(graph)))
     return [*found, model]
+
+
+def written_in(model: GraphModule) -> set[Node]:
+    """The nodes of the model's graph, and of those inside it, that show memory which the graph writes."""
+    return {node for graph in graph_modules(model) for node in written_nodes(graph.graph)}
 
 
 def captured_operands(model: GraphModule) -> dict[Node, list[object]]:

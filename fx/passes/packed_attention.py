@@ -46,21 +46,22 @@ def _pair(node: Node) -> tuple[Node, Node] | None:
     if not all(map(Dequantize.of, pair)) or given["is_causal"] or given["dropout_p"]:
         return None
     key, value = map(Dequantize.expect, pair)
-    ranks = {len(shape_of(one) or ()) for one in (query, *pair, *(() if mask is None else (mask,)))}
-    alike = (key.element, key.block_size, key.axis % 4) == (value.element, value.block_size, 3)
-    if ranks != {4} or not _is_grouped(query, *pair):
+    if {len(shape_of(one) or ()) for one in (query, *pair, *(() if mask is None else (mask,)))} != {4}:
         return None
-    plain = dtype_of(mask) in (None, torch.bool) and isinstance((shape_of(pair[1]) or ("",))[-1], int)
-    return pair if {dtype_of(one) for one in pair} == {dtype_of(query)} and ranks == {4} and alike and plain else None
+    blocks = (key.element, key.block_size, key.axis % 4) == (value.element, value.block_size, 3)
+    dtypes = {dtype_of(one) for one in pair} == {dtype_of(query)} and dtype_of(mask) in (None, torch.bool)
+    return pair if blocks and value.axis % 4 == 3 and dtypes and _is_grouped(query, *pair) else None
 
 
 def _is_grouped(query: Node, keys: Node, values: Node) -> bool:
-    """True if nothing is broadcast but the heads of the keys."""
-    (batch, heads, *_), (*of_keys, _), (*of_values, _) = (shape_of(one) or () for one in (query, keys, values))
+    """True if nothing is broadcast but the heads of the keys, and the number of heads and their width are known."""
+    (batch, heads, *_), (*of_keys, _), (*of_values, width) = (shape_of(one) or () for one in (query, keys, values))
     if of_keys != of_values or batch != of_keys[0]:
         return False
     key_heads = of_keys[1]
-    return isinstance(heads, int) and isinstance(key_heads, int) and key_heads > 0 and heads % key_heads == 0
+    if not (isinstance(heads, int) and isinstance(key_heads, int) and isinstance(width, int)):
+        return False
+    return key_heads > 0 and heads % key_heads == 0
 
 
 def _behind_aliases(node: Node) -> Node:

@@ -22,6 +22,7 @@ from pt2mx.fx.graph.attributes import tensor_of
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.cache import Layers
+from pt2mx.pt2e.language.graph_inputs import free_inputs, set_inputs
 
 #: what is read -> how many tokens the program reads that is compiled for it
 _LENGTHS = {"prompt": None, "token": 1}
@@ -93,13 +94,8 @@ def _with(weights: list[Tensor], code: Callable[..., Any]) -> Callable[..., Tens
 def without_weights(lowered: GraphModule) -> tuple[GraphModule, list[Tensor]]:
     """A decoder that takes its parameters and buffers as a further input `weights`, and these."""
     model = copy_sharing_tensors(lowered)
-    graph, weights = model.graph, []
-    info = graph._codegen.pytree_info  # type: ignore[attr-defined]
-    _, named = pytree.tree_unflatten(graph.find_nodes(op="placeholder"), info.in_spec)
-    for node in graph.find_nodes(op="call_module", target="_guards_fn"):
-        graph.erase_node(node)  # of the inputs that the program has
+    graph, named, weights = model.graph, {**free_inputs(model), "weights": []}, []
     last = graph.find_nodes(op="placeholder")[-1]
-    named["weights"] = []
     for node in graph.find_nodes(op="get_attr"):
         weights.append(tensor_of(model, node))
         with graph.inserting_after(last):
@@ -108,9 +104,6 @@ def without_weights(lowered: GraphModule) -> tuple[GraphModule, list[Tensor]]:
         node.replace_all_uses_with(last)
         graph.erase_node(node)
         named["weights"].append(last)
-    _, in_spec = pytree.tree_flatten(((), named))
-    names = [*info.orig_args, "weights"]
-    graph._codegen.pytree_info = info._replace(orig_args=names, in_spec=in_spec)  # type: ignore[attr-defined]
+    set_inputs(model, named)
     delete_unused_tensors(model)
-    model.recompile()
     return model, weights

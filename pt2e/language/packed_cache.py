@@ -19,6 +19,7 @@ from pt2mx.fx.graph.node import Dequantize, args_of, set_value, value_of
 from pt2mx.fx.graph.qdq import SPEC_KEY
 from pt2mx.fx.graph.tensors import erase_unread
 from pt2mx.pt2e.language.cache import equal_extents
+from pt2mx.pt2e.language.graph_inputs import free_inputs, inputs_of, set_inputs
 
 _WRITE = torch.ops.aten.index_copy_.default
 _SIZE = torch.ops.aten.sym_size.int
@@ -31,17 +32,11 @@ def pack_cache(model: GraphModule) -> GraphModule:
     Raises:
         MXError: where such a tensor is read before it is written, or written in another way too.
     """
-    graph = model.graph
-    info = graph._codegen.pytree_info  # type: ignore[attr-defined]
-    args, named = pytree.tree_unflatten(graph.find_nodes(op="placeholder"), info.in_spec)
-    for node in graph.find_nodes(op="call_module", target="_guards_fn"):
-        graph.erase_node(node)  # of the inputs that the model had
+    named = free_inputs(model)
     for kind in ("keys", "values"):
         named[kind] = [_packed(held) for held in named[kind]]
     _check_extents(named)
-    _, in_spec = pytree.tree_flatten((args, named))
-    graph._codegen.pytree_info = info._replace(in_spec=in_spec)  # type: ignore[attr-defined]
-    model.recompile()
+    set_inputs(model, named)
     return model
 
 
@@ -61,8 +56,7 @@ def _check_extents(inputs: dict[str, Any]) -> None:
 
 def layers_in(model: GraphModule) -> Any:
     """The keys and values of each layer that a decoder's graph takes: tensors, or codes and scales."""
-    placeholders = [node.meta["val"] for node in model.graph.find_nodes(op="placeholder")]
-    _, named = pytree.tree_unflatten(placeholders, model.graph._codegen.pytree_info.in_spec)  # type: ignore[attr-defined]
+    named = pytree.tree_map(value_of, inputs_of(model))
     return list(zip(named["keys"], named["values"], strict=True))
 
 

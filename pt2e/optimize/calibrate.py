@@ -11,10 +11,9 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from pt2mx.errors import MXError, nearest
-from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.attributes import model_of
 from pt2mx.fx.graph.node import dtype_of, shape_of
-from pt2mx.fx.graph.subgraphs import graph_modules
+from pt2mx.fx.graph.subgraphs import graph_modules, written_in
 from pt2mx.fx.graph.tensors import copy_sharing_tensors
 from pt2mx.pt2e.optimize.hessian_observer import FEWEST_COLUMNS, MXHessianObserver, Size, bytes_of_sums, columns_within
 from pt2mx.pt2e.optimize.index_observer import MXIndexObserver
@@ -71,7 +70,7 @@ def observe(
     """Run the batches through a copy of the model that observes what the weights are multiplied with, and the indices
     of embeddings: what is read several times in one way by one observer."""
     observed = _Observed(model)
-    written = {node for graph in graph_modules(model) for node in written_nodes(graph.graph)}
+    written = written_in(model)
     shared: dict[tuple[object, ...], MXHessianObserver] = {}
     sizes: list[Size] = []
     seen = Seen({}, {})

@@ -10,10 +10,9 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.node import set_value
 from pt2mx.fx.graph.qdq import PROVENANCE_KEYS
-from pt2mx.fx.graph.subgraphs import captured_operands, graph_modules
+from pt2mx.fx.graph.subgraphs import captured_operands, written_in
 from pt2mx.pt2e.optimize.hessian_observer import MXHessianObserver
 from pt2mx.pt2e.optimize.layouts import Product, reads_rows
 from pt2mx.pt2e.optimize.sites import Site, is_read_by_these_alone, why_not_rounded
@@ -46,7 +45,7 @@ def read_instead(readers: Sequence[tuple[Node, int]], target: Callable[..., Any]
 def fixed_nodes(model: GraphModule) -> set[Node]:
     """The nodes of the graphs of a model that are written, and the placeholders of graphs inside that are not the same
     in each call: what is done to one weight would be to the products of another."""
-    written = {node for graph in graph_modules(model) for node in written_nodes(graph.graph)}
+    written = written_in(model)
     return written | {node for node, held in captured_operands(model).items() if len(set(map(id, held))) > 1}
 
 

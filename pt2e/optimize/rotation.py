@@ -14,9 +14,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx.algorithms import Rotation
-from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.node import args_of, shape_of
-from pt2mx.fx.graph.subgraphs import graph_modules
+from pt2mx.fx.graph.subgraphs import graph_modules, written_in
 from pt2mx.ops.hadamard import hadamard
 from pt2mx.pt2e.optimize.coordinates import BITS, Inputs, can_change_coordinates, fixed_nodes, read_instead
 from pt2mx.pt2e.optimize.hessian_observer import MXHessianObserver
@@ -53,7 +52,7 @@ def rotate_products(model: GraphModule, sites: list[Site], inputs: Inputs, optio
 def rotate_attention(model: GraphModule, quantizer: Quantizer, options: Rotation) -> None:
     """Rotate queries and keys, and other factors that a product computes and quantizes both along the dimension that it
     reduces. Changes `model`."""
-    written = {node for graph in graph_modules(model) for node in written_nodes(graph.graph)}
+    written = written_in(model)
     quantized = {(n, tensor): spec for n, tensor, role, spec in quantized_inputs(model, quantizer) if role != "weight"}
     for node in [node for graph in graph_modules(model) for node in graph.graph.nodes]:
         factors = list(zip(args_of(node), _TWO_FACTORS.get(node.target, ()), strict=False))

@@ -111,3 +111,20 @@ def test_what_is_broadcast_stays(heads):
     model = exported(Broadcast(), torch.randn(*heads["query"], 1, 64), codes, scale)
     use_packed_attention(model)
     assert not calls(model, attention_mx)
+
+
+def test_values_with_blocks_along_the_slots_stay():
+    class Across(nn.Module):
+        def forward(self, query, codes, scales, value_codes, value_scales):
+            keys = ops.dequantize_mx(codes, scales, "fp8_e4m3", 32, query.dtype, -1)
+            values = ops.dequantize_mx(value_codes, value_scales, "fp8_e4m3", 32, query.dtype, 2)
+            return F.scaled_dot_product_attention(query, keys, values)
+
+    torch.manual_seed(0)
+    held = torch.randn(2, 2, 64, 64)
+    (scale, codes), (value_scale, value_codes) = (ops.quantize_mx(held, "fp8_e4m3", 32, axis) for axis in (-1, 2))
+    args = torch.randn(2, 2, 1, 64), codes, scale, value_codes, value_scale
+    model = exported(Across(), *args)
+    want = model(*args)
+    use_packed_attention(model)
+    assert not calls(model, attention_mx) and torch.equal(model(*args), want)
