@@ -14,7 +14,7 @@ from pt2mx.fx.graph.node import is_ours, write_out_arguments
 from pt2mx.fx.graph.subgraphs import graph_modules
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors, map_tensors
 from pt2mx.fx.passes.cse_quantize import cse_quantize
-from pt2mx.fx.passes.device import move_to_device
+from pt2mx.fx.passes.device import device_named, move_to_device
 from pt2mx.fx.passes.fold_weights import fold_all_weights
 from pt2mx.fx.passes.fuse_qdq import fuse_qdq
 from pt2mx.fx.passes.fuse_rotation import fuse_rotation
@@ -115,7 +115,7 @@ def lower_to_inductor(
     model = copy_sharing_tensors(converted)
     map_tensors(model, Tensor.detach)
     if device is not None:
-        move_to_device(model, _device(device))
+        move_to_device(model, device_named(device))
     fold_all_weights(model)
     asked = {None: True, "scaled_mm": scaled_mm, "unpack": unpack}
     passes = [step.graph_pass for step in STEPS if asked[step.option]]
@@ -124,17 +124,6 @@ def lower_to_inductor(
         write_out_arguments(graph)
     delete_unused_tensors(model)
     return model
-
-
-def _device(device: torch.device | str) -> torch.device:
-    """`device` with its index, which the assertions of an exported graph compare too."""
-    try:
-        return torch.empty(0, device=torch.device(device)).device
-    except (RuntimeError, TypeError, AssertionError, ImportError) as error:
-        raise MXError(
-            f"device={device!r} must be a torch.device that this torch can use, or its name, such as 'cpu' or"
-            f" 'cuda:0': {str(error).splitlines()[0]}"
-        ) from None
 
 
 def _check_converted(model: object) -> None:

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
+from pt2mx.fx.graph.aliasing import storage_of
 from pt2mx.fx.graph.calls import calls
 from pt2mx.fx.graph.node import write_out_arguments
 from pt2mx.fx.graph.subgraphs import graph_modules
-from pt2mx.fx.graph.tensors import copy_sharing_tensors, map_tensors
+from pt2mx.fx.graph.tensors import copy_sharing_tensors, map_tensors, storages_of
 from pt2mx.fx.passes.fold_weights import fold_all_weights
 from pt2mx.fx.training.fuse_batch_norm import fold_biases
 from pt2mx.fx.training.train_eval import to_evaluation
@@ -60,7 +61,7 @@ def convert_pt2e(model: GraphModule, fold_quantize: bool = True) -> GraphModule:
     if not isinstance(fold_quantize, bool):
         raise MXError(f"fold_quantize={fold_quantize!r} must be True or False")
     _check_dtypes(model)
-    meta = dict(model.meta)
+    meta, shared = dict(model.meta), storages_of(model)
     model = copy_sharing_tensors(model)
     _reset_buffers(model, meta.pop(INITIAL_KEY, {}))
     for module in model.modules():
@@ -77,7 +78,8 @@ def convert_pt2e(model: GraphModule, fold_quantize: bool = True) -> GraphModule:
         fold_all_weights(converted)
     for graph in graph_modules(converted):
         write_out_arguments(graph)
-    map_tensors(converted, Tensor.clone)  # training the prepared model further must not change it
+    # training the prepared model further must not change it; codes and scales are its own
+    map_tensors(converted, lambda tensor: tensor.clone() if storage_of(tensor) in shared else tensor)
     if names := nonfinite_weights(converted):
         warnings.warn(f"NaN or Inf in {listed(names)}: blocks that hold such become NaN as a whole", stacklevel=2)
     return converted

@@ -92,6 +92,11 @@ def replaced(tensors: list[Tensor], written: set[int], own: Callable[[Tensor], T
     return found
 
 
+def storages_of(model: nn.Module) -> set[int]:
+    """The memory of the parameters and buffers of a model."""
+    return set(map(storage_of, _tensors_of(model)))
+
+
 def _tensors_of(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 

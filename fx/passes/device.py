@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.node import map_aggregate
 
+from pt2mx.errors import MXError
 from pt2mx.fx.graph.subgraphs import graph_modules
 from pt2mx.fx.graph.tensors import map_tensors
 
@@ -33,3 +34,14 @@ def move_to_device(model: GraphModule, device: torch.device) -> GraphModule:
                 node.meta["val"] = map_aggregate(node.meta["val"], moved)
         graph.recompile()
     return model
+
+
+def device_named(device: torch.device | str) -> torch.device:
+    """`device` with its index, which the assertions of an exported graph compare too."""
+    try:
+        return torch.empty(0, device=torch.device(device)).device
+    except (RuntimeError, TypeError, AssertionError, ImportError) as error:
+        raise MXError(
+            f"device={device!r} must be a torch.device that this torch can use, or its name, such as 'cpu' or"
+            f" 'cuda:0': {str(error).splitlines()[0]}"
+        ) from None

@@ -21,6 +21,7 @@ from pt2mx.fx.graph.tensors import copy_sharing_tensors
 from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.fx.portable import without_calls
 from pt2mx.pt2e.archive import check_kind
+from pt2mx.pt2e.cli.devices import add_device, check_device
 from pt2mx.pt2e.cli.dynamic_shapes import dynamic_shapes
 from pt2mx.pt2e.cli.stage import Stages, note, user_errors
 from pt2mx.pt2e.origin import Origin, other_version, recipe_of
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "program", help="what `pt2mx quantize` or torch.export.save wrote; the folder of a language model gets packages"
     )
     parser.add_argument("--output", help="the package to write; its name ends in .pt2")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where it runs (default: cpu)")
+    add_device(parser, "where it runs")
     parser.add_argument("--portable", action="store_true", help="a package that runs where pt2mx is not installed")
     parser.add_argument("--unpack", action="store_true", help="keep weights dequantized: larger, mostly faster")
     parser.set_defaults(run=_compile)
@@ -101,6 +102,7 @@ def _on_its_device(model: GraphModule) -> Callable[..., object]:
 
 
 def _compile(options: argparse.Namespace) -> None:
+    check_device(options.device)
     if Path(options.program).is_dir():
         importlib.import_module("pt2mx.pt2e.cli.language_packages").compile_folder(options)  # imports transformers
         return
@@ -108,8 +110,6 @@ def _compile(options: argparse.Namespace) -> None:
         raise MXError("give --output, the package to write: a name that ends in .pt2")
     check_package_output(options.output)
     check_distinct({"--output": options.output}, {"the program": options.program})
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise MXError("--device cuda needs an NVIDIA GPU and a torch that is built for it: leave it out for the CPU")
     check_kind(options.program, "program")
     if text := other_version(options.program):
         note(text)

@@ -63,7 +63,7 @@ def quantize_to_folder(options: argparse.Namespace, quantizer: MXQuantizer) -> N
     stages = 4 if quantizer.algorithms is None else 5
     with ranks.first_speaks(), Stages(1 + stages * len(places)) as progress:
         name = options.model.removeprefix("hf:")
-        model, tokenizer = load_decoder(name), load_tokenizer(name)
+        model, tokenizer = load_decoder(name).to(options.device), load_tokenizer(name)
         if tokenizer is None:
             note(f"{name} holds no tokenizer: the result takes and gives tokens, no text")
         texts = calibration(options.calibration, tokenizer, quantizer) if len(places) == 1 else []

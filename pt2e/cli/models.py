@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,11 @@ class LoadedModel:
     def export(self) -> torch.export.ExportedProgram:
         """Return the exported program of the model."""
         return export(self.module, self.example, self.dynamic_shapes)
+
+    def to(self, device: str) -> LoadedModel:
+        """Return the model, moved, and its inputs on a device."""
+        example, batches = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), (self.example, self.batches))
+        return replace(self, module=self.module.to(device), example=example, batches=batches)
 
     @property
     def signature(self) -> Signature:

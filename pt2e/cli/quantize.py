@@ -20,6 +20,7 @@ from tqdm import tqdm
 from pt2mx.algorithms.options import PRESETS, look_at_inputs
 from pt2mx.errors import MXError
 from pt2mx.pt2e.cli.calibration import batch_files, load_batches
+from pt2mx.pt2e.cli.devices import add_device, check_device
 from pt2mx.pt2e.cli.models import Batch, LoadedModel, call, export, load_model, source_file
 from pt2mx.pt2e.cli.stage import Stages, note, user_errors
 from pt2mx.pt2e.convert import convert_pt2e
@@ -64,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="out.pt2",
         help="the exported program to write (default: out.pt2), or of a language model a folder",
     )
+    add_device(parser, "where the model is quantized, and its program runs")
     parser.add_argument(
         "--tensor-parallel",
         type=int,
@@ -80,6 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _quantize(options: argparse.Namespace) -> None:
+    check_device(options.device)
     quantizer = MXQuantizer.from_recipe(options.recipe)  # a typo in it should not cost the loading of a model
     if options.optimize is not None:
         quantizer.set_algorithms(None if options.optimize == "none" else options.optimize)
@@ -142,7 +145,7 @@ def _check_files(options: argparse.Namespace) -> None:
 
 def _load(options: argparse.Namespace) -> LoadedModel:
     with user_errors("load the model"):
-        loaded = load_model(options.model)
+        loaded = load_model(options.model).to(options.device)
     _refuse_nan("the weights", nonfinite_parameters(loaded.module), options)
     return loaded
 
@@ -155,7 +158,8 @@ def _calibration(loaded: LoadedModel, options: argparse.Namespace) -> dict[str, 
         return {}
     else:
         given = load_batches(options.calibration, loaded.readers)
-        batches = {source: loaded.conform(batch, source, note) for source, batch in given.items()}
+        conformed = {source: loaded.conform(batch, source, note) for source, batch in given.items()}
+        batches = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(options.device), conformed)
     for source, batch in batches.items():
         _refuse_nan(f"{source}: the inputs", _nonfinite_inputs(loaded, batch), options)
     return batches

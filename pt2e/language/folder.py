@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from torch.export import ExportedProgram
-from torch.export.passes import move_to_device_pass
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
@@ -77,8 +76,8 @@ def save_folder(folder: Folder, program: ExportedProgram, recipe: MXQuantizer | 
         raise MXError(f"cannot write to {str(folder)!r}: {error}") from None
 
 
-def load_folder(folder: Folder, device: str | None = None) -> tuple[ExportedProgram, Any, Any, Any]:
-    """The program, on the device if one is given, the configuration, that of `generate`, and the tokenizer or None.
+def load_folder(folder: Folder) -> tuple[ExportedProgram, Any, Any, Any]:
+    """The program, the configuration, that of `generate`, and the tokenizer or None.
 
     Raises:
         MXError: where the folder holds no such program, or those of another number of ranks.
@@ -87,9 +86,6 @@ def load_folder(folder: Folder, device: str | None = None) -> tuple[ExportedProg
     transformers = import_extra("transformers", "hf")
     with user_errors(f"read {name!r} in {str(folder)!r}"):
         program = load_program(Path(folder) / name)
-    if device is not None:
-        with user_errors(f"move the model to device={device!r}"):
-            program = move_to_device_pass(program, device)
     with user_errors(f"read 'config.json' in {str(folder)!r}"):
         config = transformers.AutoConfig.from_pretrained(folder)
     generation = None

@@ -18,6 +18,7 @@ from pt2mx.extras import import_extra
 from pt2mx.fx.graph.node import is_ours
 from pt2mx.fx.graph.subgraphs import graph_modules
 from pt2mx.fx.lower import lower_to_inductor
+from pt2mx.fx.passes.device import device_named, move_to_device
 from pt2mx.pt2e.language.arguments import check_prompts, check_step
 from pt2mx.pt2e.language.cache import CacheLayer, cache_of, empty_cache, grow, room_for, slots_of
 from pt2mx.pt2e.language.folder import Folder, check_holds_program, load_folder, save_folder
@@ -80,7 +81,7 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         """The program, lowered when it is first asked for: saving it takes no part in that."""
         decoder = self.program.module()
         quantized = any(is_ours(node) for graph in graph_modules(decoder) for node in graph.graph.nodes)
-        return lower_to_inductor(decoder) if quantized else decoder
+        return lower_to_inductor(decoder, self.device) if quantized else move_to_device(decoder, self.device)
 
     @cached_property
     def reader(self) -> Reader:
@@ -102,8 +103,10 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         Raises:
             MXError: where the folder holds no such program, or one for another number of ranks.
         """
-        model = cls(*load_folder(folder, device))
+        model = cls(*load_folder(folder))
         model._folder = Path(folder)
+        if device is not None:
+            model.device = device_named(device)
         return model
 
     def write_packages(self, folder: Folder) -> list[Path]:

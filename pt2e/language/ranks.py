@@ -38,7 +38,13 @@ def join(ranks: int) -> None:
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group()
-        atexit.register(dist.destroy_process_group)
+        atexit.register(_leave)
+
+
+def _leave() -> None:
+    """End this process's part in the group. CUDA graphs that hold its collectives would keep NCCL waiting."""
+    torch.compiler.reset()
+    dist.destroy_process_group()
 
 
 def places(ranks: int) -> list[AbstractContextManager[None]]:

@@ -2,16 +2,19 @@
 
     python -m tests.benchmarks.language [--shape 1b|8b] [--device cuda] [--recipe mxfp4_weight_only] [--layers N]
         [--prompts 512 4096] [--batches 1 4 16] [--slots 512] [--kv-cache mxfp8] [--mode reduce-overhead]
+        [--side both|bfloat16|quantized]
 
 A Llama of the shape of 3.2 1B or 3.1 8B, random weights in bfloat16, exported with its cache. Both sides are the same
 program, compiled alike, and called by `LanguageModel`: what Python does between two steps is in the figures. Each is
-the median of calls after two that warm up.
+the median of calls after two that warm up. Under `torchrun --nproc-per-node N -m ...` the layers are divided among the
+ranks.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -22,7 +25,9 @@ import torch
 
 from pt2mx import LanguageModel, MXQuantizer, quantize_language_model
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.language import ranks
 from pt2mx.pt2e.language.decoder import export_decoder
+from pt2mx.pt2e.language.tensor_parallel import shard
 from tests.benchmarks.measure import Row, hardware, print_table
 
 #: shape -> what is set of a LlamaConfig
@@ -114,12 +119,23 @@ def main() -> None:
     parser.add_argument("--recipe", default="mxfp4_weight_only")
     parser.add_argument("--prompts", type=int, nargs="+", default=[512, 4096])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--side", choices=("both", "quantized"), default="both", help="what is compiled and timed")
+    parser.add_argument("--side", choices=("both", "bfloat16", "quantized"), default="both", help="what is timed")
     parser.add_argument("--slots", type=int, default=512, help="of the cache that a step reads; default: 512")
     parser.add_argument("--kv-cache", help="the format of the quantized side's cache; default: bfloat16")
     parser.add_argument("--mode", help="of torch.compile, for single tokens")
     options = parser.parse_args()
+    if torch.distributed.is_torchelastic_launched():
+        ranks.join(int(os.environ["WORLD_SIZE"]))
+    with ranks.first_speaks():
+        run(options)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Quantize, compile and time the model, or what this rank has of it."""
     model = llama(options.shape, options.layers, options.device)
+    if torch.distributed.is_initialized():
+        model = shard(model)
+        gc.collect()  # the whole one
     size, times = sum(p.nbytes for p in model.parameters()), {}
     begin = time.perf_counter()
 
@@ -132,9 +148,11 @@ def main() -> None:
     ends = [*list(times.values())[1:], time.perf_counter()]
     print(f"{size / 1e9:.2f} GB, " + ", ".join(f"{n} {e - times[n]:.1f} s" for n, e in zip(times, ends, strict=True)))
     print(f"{time.perf_counter() - begin:.1f} s in all")
-    sides = {options.recipe: quantized}
-    if options.side == "both":
-        sides = {"bfloat16": LanguageModel(export_decoder(model), quantized.config), **sides}
+    sides = {}
+    if options.side != "quantized":
+        sides["bfloat16"] = LanguageModel(export_decoder(model), quantized.config)
+    if options.side != "bfloat16":
+        sides[options.recipe] = quantized
     del model, quantized
     found = []
     for name in list(sides):

@@ -1,7 +1,7 @@
 """Memory and time of `pt2mx quantize` for a language model, from its checkpoint to its folder.
 
     python -m tests.benchmarks.memory [--shape 1b] [--layers N] [--recipe mxfp4_weight_only]
-        [--checkpoint FOLDER]
+        [--checkpoint FOLDER] [--device cuda]
 
 A Llama of the shape of 3.2 1B or 3.1 8B, random weights in bfloat16, written to a temporary folder; the command runs
 in a process of its own, without calibration. The most memory that it had resident, over the bytes of the checkpoint;
@@ -36,13 +36,15 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="of the model, for a shorter run")
     parser.add_argument("--recipe", default="mxfp4_weight_only")
     parser.add_argument("--checkpoint", help="one that is there, in place of a random one")
+    parser.add_argument("--device", default="cpu", help="where it is quantized; default: cpu")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         source = Path(options.checkpoint or folder) if options.checkpoint else Path(folder) / "checkpoint"
         if not options.checkpoint:
-            llama(options.shape, options.layers, "cpu").save_pretrained(source)
+            llama(options.shape, options.layers, options.device).save_pretrained(source)
         size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
         command = ["quantize", "--model", f"hf:{source}", "--recipe", options.recipe, "--calibration", "none"]
+        command += ["--device", options.device]
         begin = time.perf_counter()
         done = subprocess.run(
             [sys.executable, "-c", _COMMAND, *command, "--output", f"{folder}/quantized"],

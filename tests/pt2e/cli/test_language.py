@@ -59,6 +59,25 @@ def test_generate_asks_for_prompts(run, monkeypatch, tmp_path):
     assert status == 0 and err.count("first token after") == 2
 
 
+@pytest.mark.parametrize(
+    ("option", "name"),
+    [(("--output", "x.pt2"), "--output"), (("--portable",), "--portable"), (("--unpack",), "--unpack")],
+)
+def test_what_is_not_for_packages_of_a_language_model(run, option, name):
+    status, out, err = run("compile", "quantized", *option)
+    assert (status, out) == (2, "") and f"{name} is not for a language model" in err
+
+
+@pytest.mark.slow
+def test_compile(run, place):
+    arguments = ("generate", "quantized", "--prompt", "Hello", "--max-new-tokens", "6")
+    text = run(*arguments)[1]
+    status, out, _ = run("compile", "quantized")
+    assert status == 0 and "32 of 32 tokens are the same" in out
+    packages = sorted(file.name.split(".")[0] for file in (place / "quantized").glob("*.aoti.pt2"))
+    assert packages == ["prompt", "token"] and run(*arguments)[1] == text
+
+
 def test_perplexity(run):
     recipes = ("mxint8", "mxfp4_weight_only")
     text = ("--text", "text.txt", "--tokens", "200")

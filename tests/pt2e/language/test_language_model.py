@@ -231,3 +231,23 @@ def test_what_is_no_input(llama):
     assert llama.eval() is llama
     assert llama(ids, past_key_values=transformers.DynamicCache()).logits.shape == (2, 3, 300)
     assert len(llama.generate(text="abc", num_return_sequences=2, num_beams=2, max_new_tokens=2)) == 2
+
+
+def test_prompts_that_a_compiled_reader_fills_up():
+    """As on a GPU: what is written behind a prompt is written again by the tokens that follow."""
+    model = quantize_language_model(tiny_decoder("llama"), MXQuantizer.from_recipe("mxfp4_weight_only"))
+    ids, mask = padded()
+    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    want, logits = model.generate(ids, **options), model(ids).logits
+    model.reader._pads = True
+    assert torch.equal(model.generate(ids, **options), want)
+    assert torch.allclose(model(ids).logits, logits, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", ["nowhere", "cuda:99"])
+def test_a_device_that_is_not_there(device, tmp_path):
+    quantize_language_model(tiny_decoder("llama"), MXQuantizer.from_recipe("mxfp4_weight_only")).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(MXError, match=f"device='{device}' must be"):
+        LanguageModel.from_pretrained(tmp_path, device)
