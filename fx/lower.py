@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.graph_pass import GraphPass, run_passes
 from pt2mx.fx.graph.node import is_ours, write_out_arguments
+from pt2mx.fx.graph.origins import note_origins
 from pt2mx.fx.graph.subgraphs import graph_modules
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors, map_tensors
 from pt2mx.fx.passes.cse_quantize import cse_quantize
@@ -120,6 +121,7 @@ def lower_to_inductor(
     asked = {None: True, "scaled_mm": scaled_mm, "unpack": unpack}
     passes = [step.graph_pass for step in STEPS if asked[step.option]]
     for graph in graph_modules(model):
+        note_origins(graph.graph)
         run_passes(graph, passes)
         write_out_arguments(graph)
     delete_unused_tensors(model)

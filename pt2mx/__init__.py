@@ -24,6 +24,9 @@ if TYPE_CHECKING:  # imported when they are reached
     from pt2mx.fx.lower import lower_to_inductor
     from pt2mx.fx.portable import make_portable
     from pt2mx.pt2e.convert import convert_pt2e
+    from pt2mx.pt2e.debug.bisect import bisect
+    from pt2mx.pt2e.debug.print_graph import print_graph
+    from pt2mx.pt2e.debug.stages import compare_stages
     from pt2mx.pt2e.format_observer import MXFormatObserver
     from pt2mx.pt2e.language.language_model import LanguageModel
     from pt2mx.pt2e.language.quantize import quantize_language_model
@@ -68,7 +71,9 @@ __all__ = [
     "QAttentionConfig",
     "QLinearConfig",
     "__version__",
+    "bisect",
     "compare_mx_formats",
+    "compare_stages",
     "convert_pt2e",
     "create_mx_spec",
     "dequantize_mx",
@@ -93,6 +98,7 @@ __all__ = [
     "parse_element",
     "prepare_pt2e",
     "prepare_qat_pt2e",
+    "print_graph",
     "print_mx_format_table",
     "quantization_report",
     "quantize_language_model",
@@ -109,6 +115,9 @@ _LATE = {
     "lower_to_inductor": "pt2mx.fx.lower",
     "make_portable": "pt2mx.fx.portable",
     "convert_pt2e": "pt2mx.pt2e.convert",
+    "bisect": "pt2mx.pt2e.debug.bisect",
+    "print_graph": "pt2mx.pt2e.debug.print_graph",
+    "compare_stages": "pt2mx.pt2e.debug.stages",
     "MXFormatObserver": "pt2mx.pt2e.format_observer",
     "LanguageModel": "pt2mx.pt2e.language.language_model",
     "quantize_language_model": "pt2mx.pt2e.language.quantize",

@@ -1,0 +1,1 @@
+"""Looking into a model: its graph, and where two of its forms come apart."""

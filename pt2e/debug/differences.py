@@ -1,0 +1,58 @@
+"""The difference of two tensors, in sums over batches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from pt2mx.analysis.sums import sqnr_db
+
+
+@dataclass
+class Difference:
+    """How far values are from those of a reference, over all batches that were added.
+
+    Left out are values that are NaN or Inf in the reference (a masked score).
+    """
+
+    signal: float = 0.0
+    noise: float = 0.0
+    product: float = 0.0
+    energy: float = 0.0
+    max: float = 0.0
+    values: int = 0
+
+    def add(self, got: Tensor, want: Tensor) -> None:
+        """Count one more pair of tensors of one shape."""
+        finite = want.isfinite()
+        got, want = got[finite].double(), want[finite].double()
+        if not want.numel():
+            return
+        self.signal += want.square().sum().item()
+        self.noise += (got - want).square().sum().item()
+        self.product += (got * want).sum().item()
+        self.energy += got.square().sum().item()
+        self.max = max(self.max, (got - want).abs().max().nan_to_num(nan=math.inf).item())
+        self.values += want.numel()
+
+    @property
+    def sqnr(self) -> float:
+        """In dB; Inf where nothing differs, NaN where nothing was compared."""
+        if not self.values:
+            return math.nan
+        return sqnr_db(self.signal, math.inf if math.isnan(self.noise) else self.noise)
+
+    @property
+    def cosine(self) -> float:
+        """The cosine of the two vectors of all values."""
+        scale = math.sqrt(self.signal * self.energy)
+        return self.product / scale if scale else float(self.signal == self.energy)
+
+
+def comparable(got: object, want: object) -> bool:
+    """True of two floating tensors of one shape."""
+    if not isinstance(got, Tensor) or not isinstance(want, Tensor):
+        return False
+    return got.shape == want.shape and got.is_floating_point() and want.is_floating_point()

@@ -1,0 +1,168 @@
+"""`compare_stages`: the error of each operator in every form of a model."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from pt2mx.errors import MXError
+from pt2mx.fx.graph.module_stack import module_name
+from pt2mx.pt2e.debug.comparison import OUTPUT, Compared, StageComparison
+from pt2mx.pt2e.debug.differences import comparable
+from pt2mx.pt2e.debug.watched import Watched, check_module, run
+from pt2mx.pt2e.observer import MXObserver
+
+#: a form of a model: a graph, or a function of the same inputs, of which only the outputs are seen
+Stage = GraphModule | ExportedProgram | Callable[..., Any]
+
+
+def compare_stages(
+    float_model: GraphModule | ExportedProgram, stages: Mapping[str, Stage], batches: Iterable[Any]
+) -> StageComparison:
+    """Compare forms of a model with the float one, operator by operator.
+
+    For each operator that a form shares with the float model there are two errors. The propagated one is that of its
+    output in a run of the form: everything before it is quantized too. The isolated one is that of its output for the
+    float model's inputs: only its own operands are quantized, so that a fault stands out where it is. Operators are
+    found again by the node that they were made from, through every stage of the flow, also after a program was saved;
+    those in the branches of conditions and the bodies of loops are compared call by call.
+
+    Args:
+        float_model: the exported float model.
+        stages: name -> prepared, converted, lowered or reloaded model of it; or a compiled model or another function of
+            the same arguments, of which only the outputs are compared.
+        batches: of inputs: a tensor, a tuple of positional or a dict of keyword arguments each. They are kept as sums.
+
+    Returns:
+        The errors, worst first.
+
+    Raises:
+        MXError: for other objects, batches that the model does not take, no batch, and a form that shares no operator
+            with the float model.
+
+    Example:
+        >>> import torch, pt2mx
+        >>> x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).eval()
+        >>> exported = torch.export.export(model, (x,)).module()
+        >>> prepared = pt2mx.prepare_pt2e(exported, pt2mx.MXQuantizer.from_recipe("mxfp4"))
+        >>> converted = pt2mx.convert_pt2e(prepared)
+        >>> found = pt2mx.compare_stages(exported, {"converted": converted}, [x])
+        >>> sorted(row.module for row in found.rows if row.isolated.sqnr < 30)
+        ['0', '2']
+    """
+    reference = _graph(float_model, "float_model")
+    if not isinstance(stages, Mapping) or not stages:
+        raise MXError("stages must be a dict of at least one: name -> a form of the model")
+    forms = {name: _form(form, name) for name, form in stages.items()}
+    found = {name: _Stage() for name in forms}
+    count = 0
+    with torch.no_grad():
+        for batch in batches:
+            count += 1
+            values, outputs = values_of(reference, batch)
+            for name, form in forms.items():
+                if isinstance(form, GraphModule):
+                    with _quantizing(form):
+                        found[name].compare(form, batch, values, outputs)
+                else:
+                    found[name].compare_outputs(_call(form, batch), outputs)
+    if not count:
+        raise MXError("there is no batch to compare the stages with")
+    for name, stage in found.items():
+        if not stage.rows:
+            raise MXError(f"the stage {name!r} shares no operator with the float model: give forms of one export")
+    return StageComparison.of({name: stage.rows for name, stage in found.items()})
+
+
+class _Stage:
+    """What was found of one form."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, Compared] = {}
+
+    def compare(self, form: GraphModule, batch: Any, values: Mapping[str, list[Any]], outputs: list[Tensor]) -> None:
+        left = {key: deque(found) for key, found in values.items()}  # a loop has several of a key
+        known: dict[str, Any] = {}
+
+        def seen(key: str, node: Node, value: Any, watched: Watched) -> None:
+            if not left.get(key):
+                return
+            known[key] = want = left[key].popleft()
+            if node.op == "placeholder" or not comparable(value, want):
+                return
+            row = self._row(key, node)
+            row.propagated.add(value, want)
+            again = watched.again(node, known)
+            if comparable(again, want):
+                row.isolated.add(again, want)
+
+        self.compare_outputs(run(form, batch, seen).outputs, outputs)
+
+    def compare_outputs(self, got: Any, outputs: list[Tensor]) -> None:
+        leaves = [leaf for leaf in pytree.tree_leaves(got) if isinstance(leaf, Tensor)]
+        if len(leaves) != len(outputs):
+            raise MXError(f"a stage gives {len(leaves)} tensors where the float model gives {len(outputs)}")
+        for i, (one, want) in enumerate(zip(leaves, outputs, strict=True)):
+            if comparable(one.to(want.device), want):
+                row = self.rows.setdefault(f"{OUTPUT} {i}", Compared("", OUTPUT, f"{OUTPUT} {i}"))
+                row.propagated.add(one.to(want.device), want)
+
+    def _row(self, key: str, node: Node) -> Compared:
+        if key not in self.rows:
+            self.rows[key] = Compared(module_name(node), str(node.target), key)
+        return self.rows[key]
+
+
+def values_of(reference: GraphModule, batch: Any) -> tuple[dict[str, list[Any]], list[Tensor]]:
+    """Key -> the values of the float model, in the order of the calls; and its outputs."""
+    found: dict[str, list[Any]] = defaultdict(list)
+
+    def seen(key: str, node: Node, value: Any, watched: Watched) -> None:
+        found[key].append(value)
+
+    outputs = run(reference, batch, seen).outputs
+    return found, [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+
+
+@contextmanager
+def _quantizing(form: GraphModule) -> Iterator[None]:
+    """A prepared model that quantizes, and observes nothing."""
+    observers = [module for module in form.modules() if isinstance(module, MXObserver)]
+    before = [(one.observer_enabled, one.fake_quant_enabled) for one in observers]
+    try:
+        for one in observers:
+            one.disable_observer()
+            one.enable_fake_quant()
+        yield
+    finally:
+        for one, (observing, quantizing) in zip(observers, before, strict=True):
+            one.enable_observer(observing)
+            one.enable_fake_quant(quantizing)
+
+
+def _graph(model: object, what: str) -> GraphModule:
+    return check_module(model.module() if isinstance(model, ExportedProgram) else model, what)
+
+
+def _form(form: object, name: str) -> GraphModule | Callable[..., Any]:
+    if isinstance(form, GraphModule | ExportedProgram):
+        return _graph(form, f"the stage {name!r}")
+    if not callable(form):
+        raise MXError(f"the stage {name!r} must be a graph or a function, not {type(form).__name__}")
+    return form
+
+
+def _call(form: Callable[..., Any], batch: Any) -> Any:
+    batch = pytree.tree_map_only(Tensor, Tensor.clone, batch)
+    if isinstance(batch, dict):
+        return form(**batch)
+    return form(*batch) if isinstance(batch, tuple | list) else form(batch)

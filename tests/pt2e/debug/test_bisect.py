@@ -1,0 +1,110 @@
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from pt2mx import MXError
+from pt2mx.pt2e.debug.bisect import bisect, relative_error
+from tests.pt2e.debug.test_stages import IDS, stages
+
+
+@pytest.fixture(scope="module")
+def net():
+    return stages()
+
+
+def broken(converted, name, factor=1.5):
+    """The converted model, in which the weight of one linear layer is scaled after it was quantized."""
+    model = torch.export.export(converted, (IDS,)).module()
+    node = next(n for n in model.graph.nodes if n.name == name)
+    with model.graph.inserting_before(node):
+        larger = model.graph.call_function(torch.ops.aten.mul.Tensor, (node.args[1], factor))
+    node.args = (node.args[0], larger, *node.args[2:])
+    model.recompile()
+    return model
+
+
+def test_another_graph(net, tmp_path):
+    _, forms = net
+    assert bisect(forms["converted"], forms["lowered"], IDS) is None
+    path = tmp_path / "piece.py"
+    found = bisect(forms["converted"], broken(forms["converted"], "linear_3"), IDS, path=path)
+    assert (found.nodes, found.modules, found.path) == (("linear_3",), ("wide",), path)
+    assert 0.4 < found.error < 0.6  # with a bias
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=True)
+    *code, last = done.stdout.splitlines()
+    assert last == f"relative error: {found.error}" and any("linear" in line for line in code)
+
+
+def test_a_form_that_is_made_of_pieces(net, tmp_path):
+    _, forms = net
+    assert bisect(forms["converted"], lambda piece, inputs: piece, IDS) is None
+
+    def wrong_gelu(piece, inputs):
+        for node in piece.graph.find_nodes(op="call_function", target=torch.ops.aten.gelu.default):
+            node.kwargs = {"approximate": "tanh"}
+        piece.recompile()
+        made = torch.fx.GraphModule(piece, piece.graph)
+        for node in piece.graph.find_nodes(op="call_function", target=torch.ops.aten.gelu.default):
+            node.kwargs = {}
+        piece.recompile()
+        return made
+
+    found = bisect(forms["lowered"], wrong_gelu, IDS, bound=1e-5, path=tmp_path / "gelu.py")
+    assert found.nodes == ("gelu",) and 1e-5 < found.error < 1e-2
+    done = subprocess.run([sys.executable, str(found.path)], capture_output=True, text=True, check=True)
+    assert f"relative error: {found.error}" in done.stdout
+
+
+@pytest.mark.slow
+def test_compiled(net):
+    exported, forms = net
+    assert bisect(forms["lowered"], "compile", IDS, bound=0.05) is None
+    found = bisect(exported, "compile", IDS, bound=1e-12)  # sums in another order
+    assert len(found.nodes) <= 2 and found.error < 1e-5
+
+
+def test_inside_of_a_condition():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            return torch.cond(x.sum() > 0, self.one, self.two, (x,))
+
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).abs()
+    exported, forms = stages(Branches(), (x,), "mxfp4", "mxfp4")
+    found = bisect(exported, forms["converted"], x)
+    assert found.nodes == ("linear",) and 0.05 < found.error < 0.3
+
+
+def test_relative_error():
+    one = torch.tensor([3.0, 4.0])
+    assert relative_error(one, one) == 0
+    assert relative_error([one + torch.tensor([0.0, 0.5])], [one]) == 0.1
+    assert relative_error(one * math.nan, one) == math.inf
+    assert relative_error(torch.ones(3), torch.ones(2)) == math.inf
+    assert relative_error(torch.ones(1), torch.zeros(1)) == math.inf
+    assert relative_error(torch.tensor([1]), torch.tensor([2])) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"second": "compil"}, "second='compil' is unknown: did you mean 'compile'"),
+        ({"second": 3}, "second must be one of compile, a graph or a function, not 3"),
+        ({"bound": 0}, "bound=0 must be a number above 0"),
+        ({"path": "piece.pt"}, r"path='piece\.pt' must end in \.py"),
+        ({"first": nn.Linear(1, 1)}, "first must be a GraphModule, and is a module"),
+        ({"batch": (1, 2)}, "the model takes ids"),
+    ],
+)
+def test_errors(net, options, text):
+    exported, _ = net
+    given = {"first": exported, "second": "compile", "batch": IDS, **options}
+    with pytest.raises(MXError, match=text):
+        bisect(given.pop("first"), given.pop("second"), given.pop("batch"), **given)
