@@ -49,6 +49,8 @@ if TYPE_CHECKING:  # imported when they are reached
     from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
     from pt2mx.pt2e.report.report import quantization_report
     from pt2mx.pt2e.report.suggest import suggest_config
+    from pt2mx.pt2e.sensitivity.accuracy_control import quantize_with_accuracy_control
+    from pt2mx.pt2e.sensitivity.sensitivity import sensitivity
     from pt2mx.tensor.mx_tensor import MXTensor
     from pt2mx.torchmx import MXConfig, QAttentionConfig, QLinearConfig, quantize_linear_, quantize_llm_
 
@@ -105,7 +107,9 @@ __all__ = [
     "quantize_linear_",
     "quantize_llm_",
     "quantize_mx",
+    "quantize_with_accuracy_control",
     "save_program",
+    "sensitivity",
     "suggest_config",
 ]
 
@@ -141,6 +145,8 @@ _LATE = {
     "MXQuantizer": "pt2mx.pt2e.quantizer.quantizer",
     "quantization_report": "pt2mx.pt2e.report.report",
     "suggest_config": "pt2mx.pt2e.report.suggest",
+    "quantize_with_accuracy_control": "pt2mx.pt2e.sensitivity.accuracy_control",
+    "sensitivity": "pt2mx.pt2e.sensitivity.sensitivity",
     "MXTensor": "pt2mx.tensor.mx_tensor",
     "MXConfig": "pt2mx.torchmx",
     "QAttentionConfig": "pt2mx.torchmx",

@@ -17,7 +17,7 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.module_stack import module_name
 from pt2mx.pt2e.debug.comparison import OUTPUT, Compared, StageComparison
 from pt2mx.pt2e.debug.differences import comparable
-from pt2mx.pt2e.debug.watched import Watched, check_module, run
+from pt2mx.pt2e.debug.watched import Watched, call, check_module, run
 from pt2mx.pt2e.observer import MXObserver
 
 #: a form of a model: a graph, or a function of the same inputs, of which only the outputs are seen
@@ -74,7 +74,7 @@ def compare_stages(
                     with _quantizing(form):
                         found[name].compare(form, batch, values, outputs)
                 else:
-                    found[name].compare_outputs(_call(form, batch), outputs)
+                    found[name].compare_outputs(call(form, batch), outputs)
     if not count:
         raise MXError("there is no batch to compare the stages with")
     for name, stage in found.items():
@@ -159,10 +159,3 @@ def _form(form: object, name: str) -> GraphModule | Callable[..., Any]:
     if not callable(form):
         raise MXError(f"the stage {name!r} must be a graph or a function, not {type(form).__name__}")
     return form
-
-
-def _call(form: Callable[..., Any], batch: Any) -> Any:
-    batch = pytree.tree_map_only(Tensor, Tensor.clone, batch)
-    if isinstance(batch, dict):
-        return form(**batch)
-    return form(*batch) if isinstance(batch, tuple | list) else form(batch)

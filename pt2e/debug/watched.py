@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -64,7 +64,8 @@ class Watched(Interpreter):
 
     def given(self, node: Node, known: Mapping[str, Any]) -> Any:
         """The value of a node outside of a cone."""
-        return known.get(self.keys.get(node, ""), self.env[node])
+        key = self.keys.get(node)
+        return self.env[node] if key is None or key not in known else known[key]
 
     def _is_given(self, node: Node, known: Mapping[str, Any]) -> bool:
         return node.op in ("placeholder", "get_attr") or self.keys.get(node) in known
@@ -87,27 +88,35 @@ def leaves_of(model: GraphModule, batch: Any) -> list[Any]:
     Raises:
         MXError: for another number of arguments or other names than the model takes.
     """
+    leaves = pytree.tree_leaves(_bound(model, batch))
+    count = len(model.graph.find_nodes(op="placeholder"))
+    if len(leaves) != count:
+        raise MXError(f"the model takes {count} tensors and numbers, and a batch holds {len(leaves)}")
+    return leaves
+
+
+def _bound(model: GraphModule, batch: Any) -> tuple[list[Any], dict[str, Any]]:
+    """The positional and the keyword arguments of a call, as the graph was exported."""
     info = getattr(model.graph._codegen, "pytree_info", None)
-    holders = model.graph.find_nodes(op="placeholder")
-    names = [node.target for node in holders] if info is None else list(info.orig_args)
-    names = names[1:] if names[:1] == ["self"] else names
+    if info is None:
+        names = positional = [str(node.target) for node in model.graph.find_nodes(op="placeholder")]
+    else:
+        names = [name for name in info.orig_args if name != "self"]
+        positional = names[: info.in_spec.child(0).num_children]
     if isinstance(batch, dict):
         given = batch
     else:
-        values = batch if isinstance(batch, Sequence) and not isinstance(batch, str) else (batch,)
+        values = batch if isinstance(batch, tuple | list) else (batch,)
         given = dict(zip(names, values, strict=False)) if len(values) <= len(names) else {}
     if set(given) != set(names):
-        raise MXError(f"the model takes {', '.join(map(str, names))}: give each of them once, not {_what(batch)}")
-    leaves = pytree.tree_leaves([given[name] for name in names])
-    if len(leaves) != len(holders):
-        raise MXError(f"the model takes {len(holders)} tensors and numbers, and a batch holds {len(leaves)}")
-    return leaves
+        raise MXError(f"the model takes {', '.join(names)}: give each of them once, not {_what(batch)}")
+    return [given[name] for name in positional], {name: given[name] for name in names[len(positional) :]}
 
 
 def _what(batch: Any) -> str:
     if isinstance(batch, dict):
         return ", ".join(map(str, batch)) or "none"
-    return f"{len(batch)} values" if isinstance(batch, Sequence) else f"a {type(batch).__name__}"
+    return f"{len(batch)} values" if isinstance(batch, tuple | list) else f"a {type(batch).__name__}"
 
 
 def run(model: GraphModule, batch: Any, seen: Seen = lambda key, node, value, watched: None) -> Watched:
@@ -116,6 +125,17 @@ def run(model: GraphModule, batch: Any, seen: Seen = lambda key, node, value, wa
     watched = Watched(model, seen)
     watched.outputs = watched.run(*leaves, enable_io_processing=False)
     return watched
+
+
+def call(form: Callable[..., Any], batch: Any) -> Any:
+    """Call a model with a copy of a batch: it may write to its inputs."""
+    batch = pytree.tree_map_only(Tensor, Tensor.clone, batch)
+    if isinstance(form, GraphModule):
+        args, kwargs = _bound(form, batch)
+        return form(*args, **kwargs)
+    if isinstance(batch, dict):
+        return form(**batch)
+    return form(*batch) if isinstance(batch, tuple | list) else form(batch)
 
 
 def check_module(model: object, what: str) -> GraphModule:

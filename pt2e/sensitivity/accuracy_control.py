@@ -1,0 +1,139 @@
+"""`quantize_with_accuracy_control`: as much of a model quantized as its quality allows."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
+
+from pt2mx.errors import MXError
+from pt2mx.pt2e.convert import convert_pt2e
+from pt2mx.pt2e.debug.watched import call, check_module
+from pt2mx.pt2e.prepare import prepare_pt2e
+from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
+from pt2mx.pt2e.report.observed_modules import observed_modules
+
+#: gives the quality of a model that is called as the exported one is: larger is better
+Evaluate = Callable[[GraphModule], float]
+
+
+class ControlledModel(NamedTuple):
+    """What `quantize_with_accuracy_control` found.
+
+    `model` is converted, `quantizer` makes it again, `lifted` are the modules that stay in float, `score` is the
+    quality, and `float_score` that of the float model.
+    """
+
+    model: GraphModule
+    quantizer: MXQuantizer
+    lifted: tuple[str, ...]
+    score: float
+    float_score: float
+
+
+def quantize_with_accuracy_control(
+    model: GraphModule | ExportedProgram,
+    quantizer: MXQuantizer,
+    evaluate: Evaluate,
+    max_drop: float,
+    *,
+    order: Sequence[str] | None = None,
+    batches: Iterable[Any] = (),
+) -> ControlledModel:
+    """Quantize a model, and lift the costliest modules back to float until its quality drops by at most `max_drop`.
+
+    The modules are lifted in one order, and the fewest of them are, by a binary search: about log2 of their number
+    evaluations after those that find the order. Without an order each module is quantized by itself and evaluated.
+
+    Args:
+        model: the exported float model.
+        quantizer: that of the model as a whole, without settings for the modules that may be lifted.
+        evaluate: gives the quality of a graph module, a number, larger is better.
+        max_drop: of the quality, below that of the float model.
+        order: the modules, costliest first, as `sensitivity` gives them: `list(found.of(candidate))`. None: evaluated.
+        batches: to calibrate with, for the report: they change no number.
+
+    Returns:
+        The converted model, the quantizer with the lifted modules, their names, and both scores.
+
+    Raises:
+        MXError: for other objects, an unknown module in `order`, an evaluation that is no number, and where the quality
+            drops by more with nothing quantized.
+
+    Example:
+        >>> import torch, pt2mx
+        >>> x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).eval()
+        >>> exported = torch.export.export(model, (x,)).module()
+        >>> def evaluate(graph):  # minus the relative error
+        ...     return -((graph(x) - model(x)).norm() / model(x).norm()).item()
+        >>> quantizer = pt2mx.MXQuantizer.from_recipe("mxfp4")
+        >>> found = pt2mx.quantize_with_accuracy_control(exported, quantizer, evaluate, 0.17)
+        >>> len(found.lifted), found.score > -0.17
+        (1, True)
+    """
+    model = check_module(model.module() if isinstance(model, ExportedProgram) else model, "model")
+    if not isinstance(quantizer, MXQuantizer):
+        raise MXError(f"quantizer must be an MXQuantizer, not {type(quantizer).__name__}")
+    if isinstance(max_drop, bool) or not isinstance(max_drop, int | float) or not 0 <= max_drop < math.inf:
+        raise MXError(f"max_drop={max_drop!r} must be a number of at least 0")
+    batches = list(batches)
+    float_score = _score(evaluate, model)
+    prepared = observed_modules(prepare_pt2e(model, quantizer))
+    modules = [name for name, one in prepared.items() if one.config is not None and name]
+    if order is None:
+        alone = {one: _without(quantizer, [name for name in modules if name != one]) for one in modules}
+        scores = {one: _score(evaluate, _converted(model, own, ())) for one, own in alone.items()}
+        order = sorted(modules, key=scores.__getitem__)
+    elif unknown := [name for name in order if name not in modules]:
+        raise MXError(f"the quantizer quantizes no module {unknown[0]!r}: order names some of {', '.join(modules)}")
+    order = list(dict.fromkeys([*order, *modules]))
+
+    low, high, best = 0, len(order), None
+    while low < high:
+        count = 0 if (low, high) == (0, len(order)) else (low + high) // 2  # often nothing need be lifted
+        own = _without(quantizer, order[:count])
+        converted = _converted(model, own, batches)
+        score = _score(evaluate, converted)
+        if float_score - score <= max_drop:
+            high, best = count, ControlledModel(converted, own, tuple(order[:count]), score, float_score)
+        else:
+            low = count + 1
+    if best is None:
+        raise MXError(
+            f"the quality drops by more than max_drop={max_drop} though {order[-1]!r} alone is quantized, the least "
+            "costly module: allow more, or use a format of more bits"
+        )
+    return best
+
+
+def _without(quantizer: MXQuantizer, modules: Sequence[str]) -> MXQuantizer:
+    """The quantizer, which leaves these modules alone."""
+    own = copy.deepcopy(quantizer)
+    for name in modules:
+        own.set_module_name(name, None)
+    return own
+
+
+def _converted(model: GraphModule, quantizer: MXQuantizer, batches: Sequence[Any]) -> GraphModule:
+    prepared = prepare_pt2e(model, quantizer)
+    with torch.no_grad():
+        for batch in batches:
+            call(prepared, batch)
+    return convert_pt2e(prepared)
+
+
+def _score(evaluate: Evaluate, model: GraphModule) -> float:
+    with torch.no_grad():
+        score = evaluate(model)
+    if isinstance(score, Tensor) and score.numel() == 1:
+        score = score.item()
+    if isinstance(score, bool) or not isinstance(score, int | float) or math.isnan(score):
+        raise MXError(f"evaluate gave {score!r}: it must give a number, larger for a better model")
+    return float(score)

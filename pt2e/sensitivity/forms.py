@@ -1,0 +1,89 @@
+"""A model prepared by each candidate, in which what is quantized can be switched module by module."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch.fx import GraphModule, Node
+
+from pt2mx.fx.graph.module_stack import module_name
+from pt2mx.fx.graph.subgraphs import graph_modules
+from pt2mx.pt2e.observer import MXObserver, disable_fake_quant, disable_observer
+from pt2mx.pt2e.prepare import prepare_pt2e
+from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
+from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
+from pt2mx.pt2e.report.observed_modules import ObservedModule, observed_modules
+
+#: which operands of a module are quantized
+OPERANDS = ("both", "weights", "activations")
+
+
+@dataclass
+class Form:
+    """A prepared model in which nothing is quantized until it is switched on.
+
+    `modules` are those that have something to quantize, by name; `operators` their nodes, in the outermost graph.
+    """
+
+    model: GraphModule
+    modules: dict[str, ObservedModule]
+    operators: dict[str, list[Node]]
+
+    @classmethod
+    def of(cls, model: GraphModule, config: MXQuantizationConfig) -> Form:
+        """The model prepared by a config."""
+        prepared = prepare_pt2e(model, MXQuantizer().set_global(config))
+        for graph in graph_modules(prepared):
+            _separate_observers(graph)
+        disable_observer(prepared)
+        disable_fake_quant(prepared)
+        modules = {name: m for name, m in observed_modules(prepared).items() if m.weights or m.activations}
+        operators: dict[str, list[Node]] = {name: [] for name in modules}
+        for node in prepared.graph.nodes:
+            if node.op == "call_function" and module_name(node) in operators and _reads_observer(node, prepared):
+                operators[module_name(node)].append(node)
+        return cls(prepared, modules, operators)
+
+    @contextmanager
+    def quantizing(self, modules: Mapping[str, str]) -> Iterator[GraphModule]:
+        """The model, in which these modules are quantized: name -> which operands."""
+        observers = [one for name, operands in modules.items() for one in self._observers(name, operands)]
+        try:
+            for one in observers:
+                one.enable_fake_quant()
+            yield self.model
+        finally:
+            for one in observers:
+                one.disable_fake_quant()
+
+    def _observers(self, name: str, operands: str) -> list[MXObserver]:
+        module = self.modules[name]
+        weights = [weight.observer for weight in module.weights] if operands != "activations" else []
+        return [*weights, *(module.activations if operands != "weights" else [])]
+
+
+def _separate_observers(graph: GraphModule) -> None:
+    """Give each module an observer of its own of a tensor that several read."""
+    for node in [n for n in graph.graph.nodes if _is_observer(n, graph)]:
+        observer = graph.get_submodule(str(node.target))
+        _, *others = dict.fromkeys(module_name(user) for user in node.users)
+        for i, name in enumerate(others):
+            target = f"{node.target}_{i}_of_{len(others)}"
+            graph.add_submodule(target, copy.deepcopy(observer))
+            with graph.graph.inserting_after(node):
+                own = graph.graph.call_module(target, node.args)
+            own.meta.update(node.meta)
+            for user in [user for user in node.users if module_name(user) == name]:
+                user.replace_input_with(node, own)
+    graph.recompile()
+
+
+def _is_observer(node: Node, graph: GraphModule) -> bool:
+    return node.op == "call_module" and isinstance(graph.get_submodule(str(node.target)), MXObserver)
+
+
+def _reads_observer(node: Node, graph: GraphModule) -> bool:
+    return any(_is_observer(one, graph) for one in node.all_input_nodes)

@@ -1,0 +1,118 @@
+"""The result of `sensitivity`: a row for each module, candidate and kind of operands."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass
+
+import torch
+
+from pt2mx.analysis.tables import text_table
+from pt2mx.pt2e.output import whole_file
+
+
+@dataclass(frozen=True)
+class SensitivityRow:
+    """A module in a candidate format, by the model's output.
+
+    `alone`: the metric where only this module is quantized; `left`: where all but this one are; `estimate`: that of
+    `alone` by gradients. None where it was not asked for. `operands`: "both", "weights" or "activations".
+    """
+
+    module: str
+    candidate: str
+    operands: str
+    alone: float | None = None
+    left: float | None = None
+    estimate: float | None = None
+
+    @property
+    def cost(self) -> float:
+        """What quantizing the module costs: `alone` where it was measured, else the estimate."""
+        value = self.alone if self.alone is not None else self.estimate
+        return math.nan if value is None else value
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """The sensitivity of a model's output, the costliest modules first.
+
+    `metric` says what the numbers are; `whole` has, by candidate, that of the model quantized as a whole (operands
+    "both"), where it was measured.
+    """
+
+    metric: str
+    rows: tuple[SensitivityRow, ...]
+    whole: dict[str, float]
+
+    def of(self, candidate: str, operands: str = "both") -> dict[str, SensitivityRow]:
+        """The rows of a candidate, the costliest first.
+
+        Args:
+            candidate: as it was given.
+            operands: "both", "weights" or "activations".
+
+        Returns:
+            Module -> row.
+        """
+        return {row.module: row for row in self.rows if (row.candidate, row.operands) == (candidate, operands)}
+
+    def agreement(self, candidate: str, operands: str = "both") -> float:
+        """Spearman's rank correlation of estimate and measurement.
+
+        Args:
+            candidate: as it was given.
+            operands: "both", "weights" or "activations".
+
+        Returns:
+            -1 to 1; NaN with fewer than two modules that have both.
+        """
+        rows = self.of(candidate, operands).values()
+        pairs = [(row.alone, row.estimate) for row in rows if row.alone is not None and row.estimate is not None]
+        if len(pairs) < 2:
+            return math.nan
+        ranks = torch.tensor([_ranks([pair[i] for pair in pairs]) for i in (0, 1)])
+        return torch.corrcoef(ranks)[0, 1].item()
+
+    def to_table(self, worst: int | None = 20) -> str:
+        """Give a table in plain text.
+
+        Args:
+            worst: how many rows; None for all.
+
+        Returns:
+            The table.
+        """
+        columns = ("module", "candidate", "operands", "alone", "left", "estimate")
+        cells = [
+            (row.module, row.candidate, row.operands, *map(_number, (row.alone, row.left, row.estimate)))
+            for row in self.rows[:worst]
+        ]
+        whole = "".join(f"\n{name}, everything: {value:.4g}" for name, value in self.whole.items())
+        return f"{text_table([columns, *cells], left=3)}{whole}"
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Give the result as JSON, and write it to a file.
+
+        Args:
+            path: of the file; None: none is written.
+
+        Returns:
+            The JSON.
+        """
+        text = json.dumps({"metric": self.metric, "whole": self.whole, "rows": [asdict(row) for row in self.rows]})
+        if path is not None:
+            with whole_file(path) as file:
+                file.write(text.encode())
+        return text
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _ranks(values: list[float]) -> list[float]:
+    """The rank of each value from 0 on; equal values have the middle of theirs."""
+    return [sum(other < value for other in values) + (values.count(value) - 1) / 2 for value in values]

@@ -1,0 +1,89 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import pt2mx
+from pt2mx import MXError
+from pt2mx.pt2e.sensitivity.accuracy_control import quantize_with_accuracy_control
+
+
+@pytest.fixture(scope="module")
+def net():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))).eval(), torch.randn(32, 64)
+    for i, layer in enumerate(model):
+        layer.weight.data *= 1 + i / 4  # so that none costs what another does
+    exported = torch.export.export(model, (x,)).module()
+    return exported, x, exported(x)
+
+
+def quality(net):
+    _, x, want = net
+    calls = []
+
+    def evaluate(graph):
+        calls.append(graph)
+        return -((graph(x) - want).norm() / want.norm()).item()
+
+    return evaluate, calls
+
+
+QUANTIZER = pt2mx.MXQuantizer.from_recipe("mxfp4")
+
+
+def test_the_fewest_modules_are_lifted(net):
+    evaluate, calls = quality(net)
+    order = ["3", "0", "5", "1", "2", "4"]
+    whole = quantize_with_accuracy_control(net[0], QUANTIZER, evaluate, 10.0, order=order)
+    assert whole.lifted == () and whole.float_score == 0 and len(calls) == 2
+    drops = []
+    for count in range(6):
+        quantizer = pt2mx.MXQuantizer.from_recipe("mxfp4")
+        for name in order[:count]:
+            quantizer.set_module_name(name, None)
+        drops.append(-evaluate(pt2mx.convert_pt2e(pt2mx.prepare_pt2e(net[0], quantizer))))
+    assert drops == sorted(drops, reverse=True)
+    for count, drop in enumerate(drops):
+        calls.clear()
+        found = quantize_with_accuracy_control(net[0], QUANTIZER, evaluate, drop, order=order)
+        assert found.lifted == tuple(order[:count]) and math.isclose(found.score, -drop) and len(calls) <= 5
+        again = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(net[0], found.quantizer))
+        assert torch.equal(again(net[1]), found.model(net[1]))
+    with pytest.raises(MXError, match="the quality drops by more than max_drop=0 though '4' alone is quantized"):
+        quantize_with_accuracy_control(net[0], QUANTIZER, evaluate, 0, order=order)
+
+
+def test_an_order_is_found_by_evaluating(net):
+    evaluate, _ = quality(net)
+    found = quantize_with_accuracy_control(net[0], QUANTIZER, evaluate, 0.3, batches=[net[1]])
+    costs = {}
+    for name in map(str, range(6)):
+        quantizer = pt2mx.MXQuantizer.from_recipe("mxfp4")
+        for other in map(str, range(6)):
+            if other != name:
+                quantizer.set_module_name(other, None)
+        costs[name] = evaluate(pt2mx.convert_pt2e(pt2mx.prepare_pt2e(net[0], quantizer)))
+    assert found.lifted == tuple(sorted(costs, key=costs.get)[: len(found.lifted)]) and found.lifted
+    assert found.score >= -0.3
+    assert pt2mx.quantization_report(found.model).operators
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"quantizer": "mxfp4"}, "quantizer must be an MXQuantizer, not str"),
+        ({"max_drop": -1}, "max_drop=-1 must be a number of at least 0"),
+        ({"order": ["9"]}, "the quantizer quantizes no module '9'"),
+        ({"evaluate": lambda graph: "good"}, "evaluate gave 'good': it must give a number"),
+        ({"evaluate": lambda graph: math.nan}, "evaluate gave nan: it must give a number"),
+        ({"model": 3}, "model must be a GraphModule, and is of type int"),
+    ],
+)
+def test_errors(net, options, text):
+    given = {"model": net[0], "quantizer": QUANTIZER, "evaluate": quality(net)[0], "max_drop": 1.0, **options}
+    with pytest.raises(MXError, match=text):
+        quantize_with_accuracy_control(
+            given["model"], given["quantizer"], given["evaluate"], given["max_drop"], order=given.get("order")
+        )
