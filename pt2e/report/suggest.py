@@ -9,26 +9,33 @@ from dataclasses import replace
 from torch.fx import GraphModule
 
 from pt2mx.analysis.sums import QuantizationStatistics
-from pt2mx.errors import MXError
+from pt2mx.errors import MXError, nearest
 from pt2mx.pt2e.format_observer import MXFormatObserver
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.knapsack import Option, least_noise
 from pt2mx.pt2e.report.observed_modules import ObservedModule, ObservedWeight, observed_modules, sharing_weights
 from pt2mx.pt2e.report.rows import packed_bytes
+from pt2mx.pt2e.sensitivity.result import Sensitivity
 from pt2mx.pt2e.torchao_pt2e import is_prepared
 from pt2mx.spec import MXSpec, parse
 
 
 def suggest_config(
-    prepared: GraphModule, target_bits: float, *, min_activation_sqnr: float | None = None
+    prepared: GraphModule,
+    target_bits: float,
+    *,
+    min_activation_sqnr: float | None = None,
+    objective: str = "tensors",
+    sensitivity: Sensitivity | None = None,
 ) -> MXQuantizer:
     """Suggest the quantizer of least noise whose weights take at most `target_bits` bits a value on the average.
 
-    It minimises the sum over the quantized weights of noise / signal, the sum of squared quantization errors normalised
-    by the tensor's power (10 ** (-SQNR / 10)). A linear operator hands that ratio on to its output, so that
-    each weight counts alike whatever its size or scale; noise that a later layer amplifies or hides is not seen. The
-    minimum under the budget is exact (`pt2mx.pt2e.report.knapsack`).
+    With `objective="tensors"` it minimises the sum over the quantized weights of noise / signal, the sum of squared
+    quantization errors normalised by the tensor's power (10 ** (-SQNR / 10)). A linear operator hands that ratio on to
+    its output, so that each weight counts alike whatever its size or scale; noise that a later layer amplifies or hides
+    is not seen. With `objective="output"` it minimises the sum of what the modules cost the model's output, as
+    `sensitivity` found it. The minimum under the budget is exact (`pt2mx.pt2e.report.knapsack`).
 
     The settings are by module name: the operators of one module, and modules that share a weight, get one choice. The
     specs of outputs and biases stay, and so do those of weights and activations without an `MXFormatObserver` or which
@@ -40,13 +47,17 @@ def suggest_config(
         target_bits: bits a value, scales and packing counted, as `QuantizationReport.weight_bits` has it.
         min_activation_sqnr: in dB. The activations of each module get the candidate of fewest bits that has at least
             this SQNR for all of them, and with a warning the best one where none has it. None: they keep their spec.
+        objective: "tensors" or "output".
+        sensitivity: of `pt2mx.sensitivity`, for "output": with the candidates of the observers, and operands "weights"
+            (or "both").
 
     Returns:
         A quantizer for `prepare_pt2e` of the exported model; `to_recipe()` writes it.
 
     Raises:
         MXError: for a model without format observers or that has seen no batch; for a target below what the smallest
-            candidates take; where operators of one module were prepared with different configs.
+            candidates take; where operators of one module were prepared with different configs; for "output" without a
+            sensitivity, or one that lacks a module or a candidate.
 
     Example:
         >>> import torch, pt2mx
@@ -62,8 +73,12 @@ def suggest_config(
         ['mxfp4_e2m1{32}', 'mxfp8_e4m3{32}']
     """
     _check(prepared, target_bits, min_activation_sqnr)
+    if objective not in ("tensors", "output"):
+        raise MXError(f"objective={objective!r} is unknown: {nearest(str(objective), ('tensors', 'output'))}")
+    if (objective == "output") != isinstance(sensitivity, Sensitivity):
+        raise MXError("objective='output' and sensitivity=pt2mx.sensitivity(...) go together: give both or neither")
     modules = observed_modules(prepared)
-    weights = _choose_weights(modules, target_bits)
+    weights = _choose_weights(modules, target_bits, sensitivity)
     quantizer, poor = MXQuantizer(), []
     for name, module in sorted(modules.items(), key=lambda item: item[0]):
         if module.config is None:
@@ -111,11 +126,15 @@ def _with_specs(config: MXQuantizationConfig, chosen: dict[str, MXSpec], roles: 
     return replace(config, operands=tuple(kept), weight=weight, activation=activation)
 
 
-def _choose_weights(modules: dict[str, ObservedModule], target_bits: float) -> dict[str, MXSpec]:
+def _choose_weights(
+    modules: dict[str, ObservedModule], target_bits: float, sensitivity: Sensitivity | None
+) -> dict[str, MXSpec]:
     """Module name -> spec of its weights, of the modules whose weights have candidates."""
     groups = sharing_weights(modules)
     weights = [[w for name in names for w in modules[name].weights] for names in groups]
     options = [_options(group) for group in weights]
+    if sensitivity is not None:
+        options = [_by_output(names, group, sensitivity) for names, group in zip(groups, options, strict=True)]
     values = sum(math.prod(shape) for shape in {w.origin: w.shape for group in weights for w in group}.values())
     budget = math.floor(target_bits * values / 8 + 1e-6)  # a target that was computed from bytes names them again
     chosen = least_noise([list(by_spec.values()) for by_spec in options], budget)
@@ -146,6 +165,27 @@ def _options(weights: list[ObservedWeight]) -> dict[str | None, Option]:
         )
         for name in common
     }
+
+
+def _by_output(
+    modules: list[str], options: dict[str | None, Option], sensitivity: Sensitivity
+) -> dict[str | None, Option]:
+    """The options of modules that share weights, whose noise is what they cost the model's output."""
+    rows = sorted(sensitivity.rows, key=lambda row: row.operands)  # "both" before "weights", which counts
+    costs = {(row.module, row.candidate): row.cost for row in rows if row.operands != "activations"}
+    names = {candidate: str(parse(candidate)) for _, candidate in costs}
+    costs = {(module, names[candidate]): value for (module, candidate), value in costs.items()}
+
+    def cost(spec: str) -> float:
+        keys = [(name, spec) for name in modules]
+        if missing := [name for name, key in zip(modules, keys, strict=True) if math.isnan(costs.get(key, math.nan))]:
+            raise MXError(
+                f"the sensitivity has nothing of the weights of {missing[0]!r} in {spec}: measure the candidates of "
+                "the observers, with operands=['weights']"
+            )
+        return max(sum(costs[key] for key in keys), 0.0)
+
+    return {spec: option if spec is None else replace(option, noise=cost(spec)) for spec, option in options.items()}
 
 
 def _noise(seen: QuantizationStatistics) -> float:

@@ -226,6 +226,37 @@ def test_a_tensor_with_values_that_are_not_finite():
     assert (str(chosen.weight), str(chosen.activation)) == ("mxfp4_e2m1{32}", "mxfp4_e2m1{32}")
 
 
+class Heads(nn.Module):
+    """Two layers alike, of which the output hides one."""
+
+    def __init__(self):
+        super().__init__()
+        self.loud, self.quiet = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.loud(x) + self.quiet(x) / 100
+
+
+def test_the_objective_is_the_output_of_the_model():
+    torch.manual_seed(0)
+    model, x = Heads().eval(), torch.randn(16, 64)
+    exported = torch.export.export(model, (x,)).module()
+    prepared = calibrate((exported, (x,)), MXQuantizer().set_global(CONFIG))
+    found = pt2mx.sensitivity(exported, [x], CANDIDATES, metric="noise", operands=["weights"])
+    suggested = suggest_config(prepared, 6.25, objective="output", sensitivity=found)
+    chosen = {name: spec["weight"] for name, spec in suggested.to_dict()["module_name"]}
+    assert chosen["quiet"] == "mxfp4_e2m1{32}" and chosen["loud"] in ("mxfp8_e4m3{32}", "int8{32}", "mxint8{32}")
+    with pytest.raises(MXError, match="objective='model' is unknown"):
+        suggest_config(prepared, 6.25, objective="model")
+    with pytest.raises(MXError, match="go together"):
+        suggest_config(prepared, 6.25, objective="output")
+    with pytest.raises(MXError, match="go together"):
+        suggest_config(prepared, 6.25, sensitivity=found)
+    fewer = pt2mx.sensitivity(exported, [x], ["mxfp4"], metric="noise")
+    with pytest.raises(MXError, match="the sensitivity has nothing of the weights of 'loud' in mxfp6"):
+        suggest_config(prepared, 6.25, objective="output", sensitivity=fewer)
+
+
 def test_errors():
     model = encoder()
     prepared = observed(model)
