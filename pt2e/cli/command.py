@@ -21,6 +21,7 @@ _COMMANDS = {
     "generate": ("pt2mx.pt2e.cli.generate", "continue prompts with a quantized language model"),
     "perplexity": ("pt2mx.pt2e.cli.perplexity", "judge language models by a text that they predict"),
     "run": ("pt2mx.pt2e.cli.run", "run a package that `pt2mx compile` wrote"),
+    "recipes": ("pt2mx.pt2e.cli.recipes", "list, show and check recipes"),
     "formats": ("pt2mx.pt2e.cli.formats", "print the table of element formats"),
 }
 

@@ -89,6 +89,24 @@ def read(path_or_name: object) -> Recipe:
         raise MXError(f"recipe {source}: {text if len(text) <= _LONGEST else text[:_LONGEST] + ' ...'}") from None
 
 
+def text(path_or_name: object) -> str:
+    """The YAML of a recipe file, or of a shipped recipe by name, as it was written.
+
+    Raises:
+        MXError: where there is no such recipe, and where a file is no text.
+    """
+    try:
+        return _content(str(path_or_name)).decode()
+    except UnicodeDecodeError as error:
+        raise MXError(f"{str(path_or_name)!r} is no text: {error}") from None
+
+
+def description(path_or_name: object) -> str:
+    """What a recipe says of itself; "" where it says nothing."""
+    content = read_yaml(_content(str(path_or_name)))
+    return str(content.get("description", "")) if isinstance(content, dict) else ""
+
+
 def _content(source: str) -> bytes:
     if source in names():
         return resources.files("pt2mx.configs").joinpath(f"{source}.yaml").read_bytes()

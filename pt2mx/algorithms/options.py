@@ -162,6 +162,12 @@ _RANGES: dict[str, tuple[Any, float, float]] = {
     "seed": (int, 0, 2**63 - 1),
 }
 
+
+def range_of(option: str) -> tuple[Any, float, float]:
+    """The type of an option, and its least and largest value."""
+    return _RANGES[option]
+
+
 PRESETS: dict[str, tuple[Algorithm, ...]] = {
     "fast": (ScaleSearch(),),
     "balanced": (Rotation(), ScaleSearch(), GPTQ()),

@@ -1,0 +1,109 @@
+"""The JSON schema of recipes, by which editors complete and check them: made of the tables that read them."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from typing import Any
+
+from pt2mx.algorithms.options import ALGORITHMS, PRESETS, range_of
+from pt2mx.formats import ELEMENTS
+from pt2mx.modes import ROUNDINGS, SCALE_MODES
+from pt2mx.ops.quantization import STRAIGHT_THROUGH
+from pt2mx.pt2e.quantizer import recipe
+from pt2mx.pt2e.quantizer.attention import VALUE_BLOCKS
+from pt2mx.pt2e.quantizer.config import ROLES
+from pt2mx.pt2e.quantizer.operators import OPERAND_NAMES
+
+#: kind of setting -> what its keys are
+_MEANINGS = {
+    "global": "every operator that nothing else names",
+    "first": "how many of the first operators -> their config",
+    "last": "how many of the last operators -> their config",
+    "module_name_object_type_order": "lists of module, operator, index, config",
+    "module_name": "qualified name of a module -> its config",
+    "module_name_regex": "regular expression of a module's whole name -> its config",
+    "module_type": "class of a module -> its config",
+    "operator_type": "operator, such as aten.linear -> its config",
+}
+
+
+def recipe_schema() -> dict[str, Any]:
+    """Give the JSON schema (draft 2020-12) of recipe files.
+
+    Returns:
+        The schema, as `json.dumps` takes it.
+
+    Example:
+        >>> from pt2mx.pt2e.quantizer.recipe_schema import recipe_schema
+        >>> schema = recipe_schema()
+        >>> sorted(schema["properties"])[:3], schema["$defs"]["spec_fields"]["required"]
+        (['algorithms', 'description', 'first'], ['element'])
+    """
+    config = {"$ref": "#/$defs/config"}
+    settings = {kind: {"description": _MEANINGS[kind], **_setting(kind, config)} for kind in recipe.KINDS}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "pt2mx recipe",
+        "type": "object",
+        "additionalProperties": False,
+        "anyOf": [{"required": [name]} for name in (*recipe.KINDS, recipe.KV_CACHE)],
+        "properties": {
+            "description": {"type": "string"},
+            **settings,
+            recipe.ALGORITHMS: {"description": "what is done to weights beforehand", **_algorithms()},
+            recipe.KV_CACHE: {"description": "of a decoder's keys and values", "$ref": "#/$defs/spec"},
+        },
+        "$defs": {"config": _config(), "spec": _spec(), "spec_fields": _spec_fields()},
+    }
+
+
+def _setting(kind: str, config: dict[str, Any]) -> dict[str, Any]:
+    if kind == "global":
+        return config
+    if kind == recipe.ORDER:
+        key = [{"type": "string"}, {"type": "string"}, {"type": "integer"}, config]
+        return {"type": "array", "items": {"type": "array", "prefixItems": key, "minItems": 4, "maxItems": 4}}
+    counts = {"propertyNames": {"pattern": "^[0-9]+$"}} if kind in recipe.ENDS else {}
+    return {"type": "object", "additionalProperties": config, **counts}
+
+
+def _config() -> dict[str, Any]:
+    spec = {"$ref": "#/$defs/spec"}
+    roles: dict[str, Any] = dict.fromkeys(ROLES, spec)
+    operands = {"type": "object", "additionalProperties": False, "properties": dict.fromkeys(OPERAND_NAMES, spec)}
+    words = {"ste": {"enum": list(STRAIGHT_THROUGH)}, "value_blocks": {"enum": list(VALUE_BLOCKS)}}
+    properties = {**roles, "operands": operands, **words}
+    return {"type": ["object", "null"], "additionalProperties": False, "properties": properties}
+
+
+def _spec() -> dict[str, Any]:
+    text = {"type": "string", "examples": ["mxfp4", "mxfp6", "mxfp8", "mxint8", "mxfp4(even)", "mxfp8_e5m2{16}"]}
+    return {"anyOf": [text, {"$ref": "#/$defs/spec_fields"}, {"type": "null"}]}
+
+
+def _spec_fields() -> dict[str, Any]:
+    properties = {
+        "element": {"type": "string", "examples": list(ELEMENTS)},
+        "block_size": {"type": "integer", "minimum": 1},
+        "scale_mode": {"enum": list(SCALE_MODES)},
+        "rounding": {"enum": list(ROUNDINGS)},
+    }
+    return {"type": "object", "additionalProperties": False, "properties": properties, "required": ["element"]}
+
+
+def _algorithms() -> dict[str, Any]:
+    kinds = {name: _options(kind) for name, kind in ALGORITHMS.items()}
+    chosen = {"type": "object", "additionalProperties": False, "minProperties": 1, "properties": kinds}
+    return {"anyOf": [{"enum": list(PRESETS)}, chosen, {"type": "null"}]}
+
+
+def _options(kind: Any) -> dict[str, Any]:
+    properties: dict[str, Any] = {}
+    for field in fields(kind):
+        types, least, most = range_of(field.name)
+        number = {"minimum": least, "maximum": most}
+        name = "boolean" if types is bool else "integer" if types is int else "number"
+        properties[field.name] = {"type": name, **({} if types is bool else number)}
+        if field.default is not MISSING:
+            properties[field.name]["default"] = field.default
+    return {"type": ["object", "null"], "additionalProperties": False, "properties": properties}

@@ -1,0 +1,57 @@
+import json
+
+import pytest
+
+from pt2mx.pt2e.cli.command import main
+from pt2mx.pt2e.quantizer import recipe
+
+MODEL = """
+import torch
+
+def make():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)), torch.ones(2, 64)
+"""
+
+
+def test_list(capsys):
+    assert main(["recipes", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == recipe.names() and "FP4" in lines[0]
+    assert main(["recipes", "list", "--json"]) == 0
+    assert [row["recipe"] for row in json.loads(capsys.readouterr().out)] == recipe.names()
+
+
+def test_show_and_schema(capsys):
+    assert main(["recipes", "show", "mxfp4_decoder"]) == 0
+    assert capsys.readouterr().out == recipe.text("mxfp4_decoder")
+    assert main(["recipes", "schema"]) == 0
+    assert json.loads(capsys.readouterr().out)["title"] == "pt2mx recipe"
+
+
+def test_check(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(MODEL)
+    (tmp_path / "mine.yaml").write_text("module_name: {'0': {weight: mxfp4}}")
+    assert main(["recipes", "check", "mine.yaml"]) == 0
+    assert capsys.readouterr().out == "mine.yaml: a recipe with 1 settings\n"
+    assert main(["recipes", "check", "mine.yaml", "--model", "net.py:make"]) == 0
+    assert "1 of 2 operators quantized" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["show", "mxfp5"], "no recipe 'mxfp5'"),
+        (["show", "binary.yaml"], "binary.yaml"),
+        (["check", "wrong.yaml"], "unknown key 'globl' in the recipe: did you mean 'global'"),
+        (["check", "mxfp8", "--model", "nothing"], "unknown model 'nothing'"),
+    ],
+)
+def test_errors(arguments, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wrong.yaml").write_text("globl: {weight: mxfp4}")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    assert main(["recipes", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert text in err and err.count("\n") == 1
