@@ -38,6 +38,16 @@ def read_record(path: object, name: str) -> bytes | None:
         return None if found is None else archive.read(found)
 
 
+def record_names(path: object) -> list[str]:
+    """The names of the files in the archive, below its root.
+
+    Raises:
+        MXError: where the file is no archive.
+    """
+    with _opened(path) as archive:
+        return list(_records(archive))
+
+
 def add_records(path: object, records: dict[str, bytes]) -> None:
     """Add files to an archive, by their names below its root."""
     with _opened(path, mode="a") as archive:

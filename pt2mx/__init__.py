@@ -23,6 +23,10 @@ if TYPE_CHECKING:  # imported when they are reached
     from pt2mx.fx.inductor_pass import LoweringPass
     from pt2mx.fx.lower import lower_to_inductor
     from pt2mx.fx.portable import make_portable
+    from pt2mx.pt2e.checkpoints.convert_files import convert_checkpoint
+    from pt2mx.pt2e.checkpoints.load import load_checkpoint
+    from pt2mx.pt2e.checkpoints.quantization_config import PT2MXConfig
+    from pt2mx.pt2e.checkpoints.save import save_checkpoint
     from pt2mx.pt2e.convert import convert_pt2e
     from pt2mx.pt2e.debug.bisect import bisect
     from pt2mx.pt2e.debug.print_graph import print_graph
@@ -38,11 +42,15 @@ if TYPE_CHECKING:  # imported when they are reached
         enable_fake_quant,
         enable_observer,
     )
+    from pt2mx.pt2e.onnx.export import export_onnx
+    from pt2mx.pt2e.onnx.functions import onnx_functions
+    from pt2mx.pt2e.onnx.quantize_onnx import quantize_onnx
     from pt2mx.pt2e.optimize.distill import distill
     from pt2mx.pt2e.optimize.optimize import optimize
     from pt2mx.pt2e.optimize.report import optimization_report
     from pt2mx.pt2e.origin import origin_of
     from pt2mx.pt2e.packages.package import load_package
+    from pt2mx.pt2e.packed_weights import packed_weights
     from pt2mx.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
     from pt2mx.pt2e.program import load_program, save_program
     from pt2mx.pt2e.quantizer.config import MXQuantizationConfig, get_default_mx_quantization_config
@@ -70,12 +78,14 @@ __all__ = [
     "MXQuantizer",
     "MXSpec",
     "MXTensor",
+    "PT2MXConfig",
     "QAttentionConfig",
     "QLinearConfig",
     "__version__",
     "bisect",
     "compare_mx_formats",
     "compare_stages",
+    "convert_checkpoint",
     "convert_pt2e",
     "create_mx_spec",
     "dequantize_mx",
@@ -85,17 +95,21 @@ __all__ = [
     "dtypes",
     "enable_fake_quant",
     "enable_observer",
+    "export_onnx",
     "fake_quantize_mx",
     "get_default_mx_quantization_config",
+    "load_checkpoint",
     "load_package",
     "load_program",
     "lower_to_inductor",
     "make_portable",
     "mx_quantize",
     "mx_statistics",
+    "onnx_functions",
     "optimization_report",
     "optimize",
     "origin_of",
+    "packed_weights",
     "parse",
     "parse_element",
     "prepare_pt2e",
@@ -107,7 +121,9 @@ __all__ = [
     "quantize_linear_",
     "quantize_llm_",
     "quantize_mx",
+    "quantize_onnx",
     "quantize_with_accuracy_control",
+    "save_checkpoint",
     "save_program",
     "sensitivity",
     "suggest_config",
@@ -115,6 +131,14 @@ __all__ = [
 
 #: the same again, for Python
 _LATE = {
+    "PT2MXConfig": "pt2mx.pt2e.checkpoints.quantization_config",
+    "convert_checkpoint": "pt2mx.pt2e.checkpoints.convert_files",
+    "load_checkpoint": "pt2mx.pt2e.checkpoints.load",
+    "save_checkpoint": "pt2mx.pt2e.checkpoints.save",
+    "export_onnx": "pt2mx.pt2e.onnx.export",
+    "onnx_functions": "pt2mx.pt2e.onnx.functions",
+    "quantize_onnx": "pt2mx.pt2e.onnx.quantize_onnx",
+    "packed_weights": "pt2mx.pt2e.packed_weights",
     "LoweringPass": "pt2mx.fx.inductor_pass",
     "lower_to_inductor": "pt2mx.fx.lower",
     "make_portable": "pt2mx.fx.portable",

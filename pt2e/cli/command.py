@@ -21,6 +21,10 @@ _COMMANDS = {
     "generate": ("pt2mx.pt2e.cli.generate", "continue prompts with a quantized language model"),
     "perplexity": ("pt2mx.pt2e.cli.perplexity", "judge language models by a text that they predict"),
     "run": ("pt2mx.pt2e.cli.run", "run a package that `pt2mx compile` wrote"),
+    "inspect": ("pt2mx.pt2e.cli.inspect_file", "say what a program, a package or a language model holds"),
+    "export-onnx": ("pt2mx.pt2e.cli.export_onnx", "write an ONNX file of an exported program"),
+    "save-checkpoint": ("pt2mx.pt2e.cli.save_checkpoint", "write a checkpoint that transformers loads"),
+    "convert-checkpoint": ("pt2mx.pt2e.cli.convert_checkpoint", "quantize a checkpoint file by file"),
     "recipes": ("pt2mx.pt2e.cli.recipes", "list, show and check recipes"),
     "formats": ("pt2mx.pt2e.cli.formats", "print the table of element formats"),
 }

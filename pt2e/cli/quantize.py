@@ -46,9 +46,14 @@ _REPORTS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--model", required=True, help="minilm, torchvision:NAME, hf:DIRECTORY_OR_NAME, or module.py:factory"
+        "--model",
+        required=True,
+        help="minilm, torchvision:NAME, hf:DIRECTORY_OR_NAME, module.py:factory or onnx:FILE",
     )
-    parser.add_argument("--recipe", required=True, help=f"a YAML file, or one of {', '.join(recipe.names())}")
+    parser.add_argument(
+        "--recipe",
+        help=f"a YAML file, or one of {', '.join(recipe.names())}; none for a checkpoint that is MX already",
+    )
     parser.add_argument(
         "--calibration",
         help="folder of .pt/.npz batches, of images (.png, .jpg) or of recordings (.wav), of a language model a text, "
@@ -83,13 +88,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _quantize(options: argparse.Namespace) -> None:
     check_device(options.device)
+    is_language_model = options.model.startswith("hf:") and Path(options.output).suffix.lower() != ".pt2"
+    if is_language_model:
+        ready = importlib.import_module("pt2mx.pt2e.cli.mx_checkpoint")  # imports transformers
+        if ready.is_for(options):
+            ready.load_to_folder(options)
+            return
+    if options.recipe is None:
+        raise MXError(f"give --recipe, a YAML file or one of {', '.join(recipe.names())}")
     quantizer = MXQuantizer.from_recipe(options.recipe)  # a typo in it should not cost the loading of a model
     if options.optimize is not None:
         quantizer.set_algorithms(None if options.optimize == "none" else options.optimize)
-    if options.model.startswith("hf:") and Path(options.output).suffix.lower() != ".pt2":
-        importlib.import_module("pt2mx.pt2e.cli.language").quantize_to_folder(
-            options, quantizer
-        )  # imports transformers
+    if is_language_model:
+        importlib.import_module("pt2mx.pt2e.cli.language").quantize_to_folder(options, quantizer)
+        return
+    if options.model.startswith("onnx:"):
+        _check_files(options)
+        _write_report(importlib.import_module("pt2mx.pt2e.cli.onnx_files").quantize_file(options, quantizer), options)
         return
     if options.tensor_parallel != 1:
         raise MXError("--tensor-parallel is for a language model: give --model hf:NAME, and --output a folder")

@@ -108,7 +108,7 @@ class StageComparison:
 
 
 def _badness(row: Compared) -> tuple[bool, float, float]:
-    """What is sorted by: outputs last, then the isolated, then the propagated error."""
+    """The key of sorting: outputs last, then the isolated, then the propagated error."""
     isolated, propagated = (math.inf if math.isnan(d.sqnr) else d.sqnr for d in (row.isolated, row.propagated))
     return row.operator == OUTPUT, isolated, propagated
 

@@ -12,7 +12,7 @@ from pt2mx.analysis.sums import sqnr_db
 
 @dataclass
 class Difference:
-    """How far values are from those of a reference, over all batches that were added.
+    """The distance of values from those of a reference, over all batches that were added.
 
     Left out are values that are NaN or Inf in the reference (a masked score).
     """

@@ -84,7 +84,7 @@ def compare_stages(
 
 
 class _Stage:
-    """What was found of one form."""
+    """The findings of one form."""
 
     def __init__(self) -> None:
         self.rows: dict[str, Compared] = {}

@@ -159,12 +159,21 @@ def load_package(path: str | os.PathLike[str]) -> Package:
 
 def open_package(path: str | os.PathLike[str]) -> Package:
     """Load a package as `load_package` does, without the warning."""
+    signature = read_signature(path)
+    return Package(torch._inductor.aoti_load_package(str(path)), signature)
+
+
+def read_signature(path: str | os.PathLike[str]) -> Signature:
+    """Read how a package is called; its machine code is not loaded.
+
+    Raises:
+        MXError: as `load_package`.
+    """
     check_kind(path, "package")
     content = read_record(path, _EXAMPLE)
     if content is None:
         raise MXError(f"{str(path)!r} does not say how to call it: load it by torch._inductor.aoti_load_package")
     try:
-        signature = Signature(**torch.load(io.BytesIO(content), weights_only=True))
+        return Signature(**torch.load(io.BytesIO(content), weights_only=True))
     except TypeError:
         raise MXError(f"{str(path)!r} is of another version of pt2mx: compile its program again") from None
-    return Package(torch._inductor.aoti_load_package(str(path)), signature)

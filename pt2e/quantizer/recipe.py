@@ -102,7 +102,7 @@ def text(path_or_name: object) -> str:
 
 
 def description(path_or_name: object) -> str:
-    """What a recipe says of itself; "" where it says nothing."""
+    """The words of a recipe on itself; "" where it says nothing."""
     content = read_yaml(_content(str(path_or_name)))
     return str(content.get("description", "")) if isinstance(content, dict) else ""
 

@@ -1,1 +1,1 @@
-"""Which modules of a model can stand which formats, by the model's own output."""
+"""The formats that modules of a model can stand, by the model's own output."""

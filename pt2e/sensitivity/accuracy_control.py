@@ -24,7 +24,7 @@ Evaluate = Callable[[GraphModule], float]
 
 
 class ControlledModel(NamedTuple):
-    """What `quantize_with_accuracy_control` found.
+    """The result of `quantize_with_accuracy_control`.
 
     `model` is converted, `quantizer` makes it again, `lifted` are the modules that stay in float, `score` is the
     quality, and `float_score` that of the float model.

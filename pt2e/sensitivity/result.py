@@ -30,7 +30,7 @@ class SensitivityRow:
 
     @property
     def cost(self) -> float:
-        """What quantizing the module costs: `alone` where it was measured, else the estimate."""
+        """The cost of quantizing the module: `alone` where it was measured, else the estimate."""
         value = self.alone if self.alone is not None else self.estimate
         return math.nan if value is None else value
 

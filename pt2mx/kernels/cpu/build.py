@@ -17,18 +17,22 @@ import subprocess
 import tempfile
 import threading
 import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
-__all__ = ["DTYPES", "is_available", "load"]
+__all__ = ["DTYPES", "HEADERS", "SOURCES", "cache_folder", "is_available", "load", "use_built"]
+
+_T = TypeVar("_T")
 
 #: tensors' dtypes, in the order of cpp's enumeration
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 _FOLDER = Path(__file__).parent / "src"
-_SOURCES = tuple(str(path) for path in sorted(_FOLDER.glob("*.cpp")))
-_HEADERS = tuple(str(path) for path in sorted(_FOLDER.glob("*.h")))
+SOURCES = tuple(str(path) for path in sorted(_FOLDER.glob("*.cpp")))
+HEADERS = tuple(str(path) for path in sorted(_FOLDER.glob("*.h")))
 #: what the library offers, and its arguments
 _FUNCTIONS = {
     "pt2mx_run": (ctypes.c_void_p, ctypes.c_void_p),
@@ -92,25 +96,49 @@ def _attempt() -> None:
 
 def _library() -> ctypes.CDLL:
     """The shared library, from the cache or built now."""
+    return use_built("cpu", SOURCES, HEADERS, lambda path: ctypes.CDLL(str(path)))
+
+
+def use_built(
+    name: str,
+    sources: Sequence[str],
+    headers: Sequence[str],
+    use: Callable[[Path], _T],
+    more: tuple[str, ...] = (),
+    capability: str | None = None,
+) -> _T:
+    """Return what `use` makes of a shared library: one of the cache, or one that is built now, from which it is gone
+    after the call where the cache cannot be written. `use` raises OSError for a library that does not serve.
+
+    Args:
+        name: of its files in the cache.
+        sources, headers: what it is built from.
+        use: is called with the path of the library.
+        more: arguments of the compiler after the sources.
+        capability: of the processor, as `torch.backends.cpu.get_cpu_capability` names it; None: of this one.
+
+    Raises:
+        RuntimeError: where it cannot be compiled, or there is no compiler.
+        OSError: where `use` takes no library.
+    """
     from torch._inductor import cpp_builder  # imports much that `import pt2mx` does without
 
     compiler = cpp_builder.get_cpp_compiler()
-    capability = torch.backends.cpu.get_cpu_capability()
-    flags = _FLAGS + _VECTOR_FLAGS.get(capability, ())
-    source = [Path(path).read_bytes() for path in _HEADERS + _SOURCES]
+    flags = _FLAGS + _VECTOR_FLAGS.get(capability or torch.backends.cpu.get_cpu_capability(), ())
+    content = [Path(path).read_bytes() for path in (*headers, *sources)]
     version = cpp_builder.get_compiler_version_info(compiler)
-    key = _digest(repr((source, flags, compiler, version, platform.machine())).encode())
-    cache = _cache_folder()
-    for path in cache.glob(f"cpu-{key}-*.so"):
+    key = _digest(repr((content, flags, more, compiler, version, platform.machine())).encode())
+    cache = cache_folder()
+    for path in cache.glob(f"{name}-{key}-*.so"):
         if _is_sound(path):
             with contextlib.suppress(OSError):  # a folder that may not be executed from
-                return ctypes.CDLL(str(path))
+                return use(path)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        path = Path(folder) / "cpu.so"
-        _build(compiler, flags, path)
+        path = Path(folder) / f"{name}.so"
+        _build(compiler, (*flags, *sources, *more), path)
         with contextlib.suppress(OSError):  # or that cannot be written
-            return ctypes.CDLL(str(_keep(path, cache, key)))
-        return ctypes.CDLL(str(path))
+            return use(_keep(path, cache, f"{name}-{key}"))
+        return use(path)
 
 
 def _digest(content: bytes) -> str:
@@ -128,11 +156,11 @@ def _is_sound(path: Path) -> bool:
     return False
 
 
-def _keep(built: Path, cache: Path, key: str) -> Path:
+def _keep(built: Path, cache: Path, name: str) -> Path:
     """Copy a library to the cache, under a name that has its digest. Other processes may do the same now: each writes a
     file of its own, and moves it there."""
     content = built.read_bytes()
-    path = cache / f"cpu-{key}-{_digest(content)}.so"
+    path = cache / f"{name}-{_digest(content)}.so"
     cache.mkdir(parents=True, exist_ok=True)
     handle, unfinished = tempfile.mkstemp(suffix=".tmp", dir=cache)
     try:
@@ -146,15 +174,15 @@ def _keep(built: Path, cache: Path, key: str) -> Path:
     return path
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
     if root := os.environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(root) / "pt2mx"
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(caches) / "torch_extensions" / "pt2mx"
 
 
-def _build(compiler: str, flags: tuple[str, ...], path: Path) -> None:
-    command = [compiler, *flags, *_SOURCES, "-o", str(path)]
+def _build(compiler: str, arguments: tuple[str, ...], path: Path) -> None:
+    command = [compiler, *arguments, "-o", str(path)]
     result = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if result.returncode:
         raise RuntimeError(f"{' '.join(command)} failed: {result.stderr[-2000:]}")

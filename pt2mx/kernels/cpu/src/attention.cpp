@@ -13,26 +13,6 @@ namespace {
 
 constexpr i64 kWidest = 512, kMostRows = 32;  // as in ../attention.py
 
-}  // namespace
-
-// The fields of _Call in ../attention.py. Tensors but the mask are contiguous; strides of that are in bytes.
-struct AttentionCall {
-  const float* table;
-  int32_t format, dtype;
-  int64_t heads, queries, group, slots, width, value_width, block, value_block;
-  int64_t key_bytes, key_blocks, value_bytes, value_blocks;  // of a row
-  int64_t mask_batch, mask_head, mask_query, mask_slot;
-  float factor;
-  int64_t pairs;  // sequences times heads of the keys
-  const void* query;
-  const uint8_t *key, *key_scale, *value, *value_scale;
-  const uint8_t* mask;  // or null
-  void* out;
-  int32_t* invalid;  // set to 1 where a code is one that cannot be decoded
-};
-
-namespace {
-
 // e**x of numbers up to 0, within 2 units in the last place: 2**n times a polynomial of what is left.
 inline Floats exponential(Floats x) {
   x = Floats((Ints(x) & Ints(x > floats(-104.0f))) | (Ints(floats(-104.0f)) & Ints(x <= floats(-104.0f))));

@@ -5,20 +5,6 @@
 
 #include "packing.h"
 
-// A product of x: (m, k) with a weight (n, k) that is packed along k: the fields of _Call in ../linear.py.
-struct LinearCall {
-  const float* table;  // of the 256 codes
-  int32_t format, bits, codes_per_group, bytes_per_group, dtype, tiles;
-  int64_t m, n, k, block;
-  int64_t row_bytes, row_blocks;
-  int64_t rotation;  // values of x that are rotated together first; 0: none
-  const void* x;
-  const uint8_t* data;
-  const uint8_t* scale;
-  const void* bias;  // or null
-  void* out;
-};
-
 namespace {
 
 constexpr i64 kGroup = 32;  // codes that are decoded together; a block of the formats below is whole groups

@@ -1,4 +1,4 @@
-// What the kernels share: bits of floats, the formats of 16 bits, vectors, torch's threads.
+// What the kernels share: bits of floats, the formats of 16 bits, vectors.
 
 #pragma once
 
@@ -9,9 +9,7 @@
 #include <immintrin.h>
 #endif
 
-// torch's own (torch/csrc/stable/c/shim.h), so that its settings and its pool of threads serve here.
-typedef int32_t (*ParallelFor)(int64_t begin, int64_t end, int64_t grain, void (*work)(int64_t, int64_t, void*),
-                               void* context);
+#include "calls.h"
 
 namespace {
 
@@ -20,8 +18,6 @@ using u8 = uint8_t;
 using u16 = uint16_t;
 using u32 = uint32_t;
 using u64 = uint64_t;
-
-enum Dtype { FP32, FP16, BF16 };
 
 constexpr int32_t kBias = 127, kMantissa = 0x7FFFFF, kInf = 0x7F800000, kMagnitude = 0x7FFFFFFF, kSign = INT32_MIN;
 

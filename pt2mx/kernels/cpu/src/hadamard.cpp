@@ -5,14 +5,6 @@
 
 #include "rotate.h"
 
-// As ../hadamard.py fills it: field by field the same.
-struct HadamardCall {
-  int32_t dtype;
-  i64 outer, n, inner, size;
-  const void* x;
-  void* out;
-};
-
 namespace {
 
 constexpr i64 kColumns = 64;     // that go through together

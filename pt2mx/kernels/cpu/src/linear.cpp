@@ -265,7 +265,6 @@ void run(i64 begin, i64 end, void* context) {
 
 extern "C" {
 
-// Whether calls with `tiles` are served.
 int32_t pt2mx_has_tiles() { return has_tiles(); }
 
 int32_t pt2mx_linear(const LinearCall* given, ParallelFor parallel_for) {

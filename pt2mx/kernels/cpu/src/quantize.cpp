@@ -10,21 +10,7 @@
 #include "rotate.h"
 #include "values.h"
 
-// As ../quantize.py fills it: field by field the same.
-struct Call {
-  const Spec* spec;
-  int32_t operation, dtype, grad_bytes;
-  i64 outer, n, inner, block;
-  const void* x;     // values, or the codes of DEQUANTIZE
-  const void* grad;  // CLIP_GRADIENT
-  void* out;         // values, or the codes of QUANTIZE
-  u8* scale;         // written by QUANTIZE, read by DEQUANTIZE
-  u64 seed;
-};
-
 namespace {
-
-enum Operation { QUANTIZE, DEQUANTIZE, FAKE_QUANTIZE, CLIP_GRADIENT };
 
 constexpr i64 kColumns = 512;                     // of a tile
 constexpr i64 kTile = 2048;                       // values of a tile of short blocks

@@ -7,15 +7,6 @@
 
 #include "floats.h"
 
-// An element format and the modes, as ../quantize.py fills it: field by field the same.
-struct Spec {
-  const int32_t* exponent_offsets;  // of an exponent: `candidates` changes of it
-  int32_t bits, mantissa_bits, emin, emax, max_code, is_int, full_range;
-  int32_t rounding, threshold, candidates, searches, error_bits;
-  int32_t codes_per_group, bytes_per_group;
-  float max_normal, lowest;
-};
-
 namespace {
 
 enum Rounding { EVEN, HALF_AWAY, HALF_TOWARD_ZERO, HALF_UP, TOWARD_ZERO, UP, DOWN, STOCHASTIC };

@@ -1,0 +1,1 @@
+"""Checkpoints of Hugging Face that hold MX weights, out and in."""

@@ -1,0 +1,96 @@
+"""The files of a checkpoint: its configuration, and tensors that are read one at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pt2mx.errors import MXError
+from pt2mx.pt2e.checkpoints.safetensors_shards import ShardReader
+
+#: the configuration, the tensors where they are in one file, and what says in which of several each is
+CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+#: ModelOpt's own file
+MODELOPT = "hf_quant_config.json"
+
+
+class CheckpointTensors(Mapping[str, Tensor]):
+    """The tensors of a checkpoint by name. Each is read when it is asked for, into memory of its own.
+
+    Args:
+        folder: with the files.
+
+    Raises:
+        MXError: where there are none, or one is missing or not whole.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._place: dict[str, Path] = {}
+        for shard in shards_of(folder):
+            with ShardReader(folder / shard) as reader:
+                self._place |= dict.fromkeys(reader.entries, folder / shard)
+
+    def __getitem__(self, name: str) -> Tensor:
+        with ShardReader(self._place[name]) as reader:
+            entry = reader.entries[name]
+            whole = torch.empty(entry.shape, dtype=entry.dtype)
+            for first, rows in reader.slices(name):
+                (whole[first : first + len(rows)] if entry.shape else whole).copy_(rows)
+        return whole
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._place)
+
+    def __len__(self) -> int:
+        return len(self._place)
+
+
+def quantization_of(folder: Path) -> dict[str, Any] | None:
+    """The `quantization_config` of a checkpoint, as config.json or ModelOpt's own file has it; None where it has none.
+
+    Raises:
+        MXError: where config.json is not there or cannot be read.
+    """
+    found = read_json(folder / CONFIG).get("quantization_config")
+    if found is None and (folder / MODELOPT).is_file():
+        return {"quant_method": "modelopt", **read_json(folder / MODELOPT)}
+    return found
+
+
+def shards_of(folder: Path) -> list[str]:
+    """The files that hold the tensors of a checkpoint.
+
+    Raises:
+        MXError: where there are none, or one is missing.
+    """
+    if (folder / INDEX).is_file():
+        shards = sorted(set(read_json(folder / INDEX)["weight_map"].values()))
+    elif (folder / WHOLE).is_file():
+        shards = [WHOLE]
+    else:
+        raise MXError(f"{str(folder)!r} holds neither {WHOLE} nor {INDEX}: give a checkpoint of safetensors")
+    if missing := [shard for shard in shards if not (folder / shard).is_file()]:
+        raise MXError(f"{str(folder / INDEX)!r} names {missing[0]!r}, which is not there: fetch the missing shards")
+    return shards
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file.
+
+    Raises:
+        MXError: where there is no such file, or something else in it.
+    """
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise MXError(f"{str(path.parent)!r} holds no {path.name}: give the folder of a checkpoint") from None
+    except (OSError, ValueError) as error:
+        raise MXError(f"cannot read {str(path)!r}: {error}") from None
+    if not isinstance(content, dict):
+        raise MXError(f"cannot read {str(path)!r}: it holds no JSON object")
+    return content

@@ -1,0 +1,82 @@
+"""Shards of a checkpoint, quantized some rows at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pt2mx.algorithms.options import GPTQ
+from pt2mx.errors import MXError
+from pt2mx.functional import quantize_mx
+from pt2mx.pt2e.checkpoints.conversion_plan import ConversionPlan
+from pt2mx.pt2e.checkpoints.safetensors_shards import ShardReader, ShardWriter
+from pt2mx.pt2e.checkpoints.statistics import InputStatistics
+from pt2mx.pt2e.output import whole_file
+
+
+@dataclass(frozen=True)
+class ShardConverter:
+    """Writes the shards of a plan.
+
+    Args:
+        plan: what becomes of each tensor.
+        statistics: parameter of the model -> what its inputs show; others are rounded to nearest.
+        gptq: the options by which those are rounded that have some.
+    """
+
+    plan: ConversionPlan
+    statistics: Mapping[str, InputStatistics]
+    gptq: GPTQ
+
+    def convert(
+        self, shards: Collection[str], source: Path, output: Path, jobs: int, finished: Callable[[str], None]
+    ) -> None:
+        """Convert shards, `jobs` at a time, each on its share of the threads."""
+        stopped, threads = threading.Event(), torch.get_num_threads()
+        pool = ThreadPoolExecutor(jobs, initializer=lambda: torch.set_num_threads(max(1, threads // jobs)))
+        try:
+            running = {pool.submit(self._convert, source / shard, output / shard, stopped): shard for shard in shards}
+            for future in as_completed(running):
+                future.result()
+                finished(running[future])
+        finally:
+            stopped.set()
+            pool.shutdown(cancel_futures=True)
+            torch.set_num_threads(threads)  # also those of threads to come
+
+    def _convert(self, source: Path, target: Path, stopped: threading.Event) -> None:
+        entries = {
+            written: entry
+            for name, read in self.plan.entries[source.name].items()
+            for written, entry in self.plan.outputs(name, read).items()
+        }
+        with ShardReader(source) as reader, whole_file(target) as file:
+            writer = ShardWriter(file, entries, {**reader.metadata, "format": "pt"})
+            for name in reader.entries:
+                for first, rows in self._slices(reader, name):
+                    if stopped.is_set():
+                        raise MXError("another shard failed")
+                    for written, values in self._converted(name, rows).items():
+                        writer.write(written, first, values)
+
+    def _slices(self, reader: ShardReader, name: str) -> Iterator[tuple[int, Tensor]]:
+        """The parts of a tensor; a weight that GPTQ rounds comes as a whole, rounded."""
+        statistics = self.statistics.get(self.plan.parameters.get(name, ""))
+        if statistics is None:
+            yield from reader.slices(name)
+        else:
+            yield 0, statistics.round(reader.tensor(name), self.plan.chosen[name], self.gptq)
+
+    def _converted(self, name: str, rows: Tensor) -> dict[str, Tensor]:
+        """rows: (n, ...), some rows of a tensor -> those of the tensors that are written for it."""
+        spec = self.plan.chosen.get(name)
+        if spec is None:
+            return {name: rows.to(self.plan.dtype_of(rows.dtype))}
+        scale, data = quantize_mx(rows.mT if name in self.plan.transposed else rows, spec)
+        return self.plan.layout.to_tensors(name, spec.element.name, data, scale)

@@ -1,0 +1,120 @@
+"""Layers of eager models whose weights stay packed: `MXLinear`, `MXEmbedding`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from pt2mx.functional import dequantize_mx, fake_quantize_mx, quantize_mx
+from pt2mx.kernels.packing import packed_length
+from pt2mx.ops.linear import linear_mx
+from pt2mx.pt2e.checkpoints.selection import LayerSpecs, as_matrix
+from pt2mx.spec import MXSpec
+
+
+class PackedWeight(nn.Module):
+    """The weight of a layer, (rows, columns), as codes and scales in blocks along the columns.
+
+    Args:
+        rows, columns: of the weight.
+        spec: its format.
+        dtype: in which its values are read; it changes as that of a parameter does (`to`, `half`).
+        device: of the buffers, which hold nothing yet.
+    """
+
+    weight_packed: Tensor
+    weight_scale: Tensor
+    _float: Tensor
+
+    def __init__(
+        self, rows: int, columns: int, spec: MXSpec, dtype: torch.dtype, device: torch.device | str | None = None
+    ) -> None:
+        super().__init__()
+        self.rows, self.columns, self.spec = rows, columns, spec
+        widths = {
+            "weight_packed": packed_length(columns, spec.element.bits),
+            "weight_scale": -(-columns // spec.block_size),
+        }
+        for name, width in widths.items():
+            self.register_buffer(name, torch.empty(rows, width, dtype=torch.uint8, device=device))
+        self.register_buffer("_float", torch.empty(0, dtype=dtype, device=device), persistent=False)
+
+    @torch.no_grad()
+    def pack(self, weight: Tensor) -> None:
+        """Quantize a weight, (rows, columns) float, and hold it on its device."""
+        self.weight_scale, self.weight_packed = quantize_mx(weight, self.spec)
+        self._float = weight.new_empty(0)
+
+    @property
+    def weight(self) -> Tensor:
+        """The values, dequantized at each read: (rows, columns)."""
+        return self._values(self.weight_packed, self.weight_scale)
+
+    def _values(self, packed: Tensor, scale: Tensor) -> Tensor:
+        return dequantize_mx(packed, scale, self.spec, target_dtype=self._float.dtype, length=self.columns)
+
+    def extra_repr(self) -> str:
+        return f"{self.columns}, {self.rows}, weight={self.spec}"
+
+
+class MXLinear(PackedWeight):
+    """`nn.Linear` on the operator `linear_mx`.
+
+    Args:
+        in_features, out_features: as `nn.Linear` has them.
+        specs: the formats of the weight and of the input, which is fake-quantized at each call where it has one.
+        bias: (out_features,) float, or None; it is shared.
+        dtype, device: of the weight.
+
+    Example:
+        >>> import torch, pt2mx
+        >>> from pt2mx.pt2e.checkpoints.eager_modules import MXLinear
+        >>> from pt2mx.pt2e.checkpoints.selection import LayerSpecs
+        >>> linear = MXLinear(4, 4, LayerSpecs(pt2mx.parse("mxfp4"), pt2mx.parse("mxfp4")))
+        >>> linear.pack(torch.eye(4))
+        >>> linear(torch.tensor([1.0, 2.9, -5.9, 0.3]))
+        tensor([ 1.0000,  3.0000, -6.0000,  0.5000])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        specs: LayerSpecs,
+        bias: nn.Parameter | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(out_features, in_features, specs.weight, dtype, device)
+        self.in_features, self.out_features, self.activation = in_features, out_features, specs.activation
+        self.bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., in_features) -> (..., out_features)."""
+        if self.activation is not None:
+            x = fake_quantize_mx(x, self.activation)
+        element, block_size = self.spec.element.name, self.spec.block_size
+        return linear_mx(x, self.weight_packed, self.weight_scale, self.bias, element, block_size)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, activation={self.activation}, bias={self.bias is not None}"
+
+
+class MXEmbedding(PackedWeight):
+    """`nn.Embedding` that gathers packed rows before it dequantizes them."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids: (...) integers -> (..., columns)."""
+        return self._values(self.weight_packed[ids], self.weight_scale[ids])
+
+
+def packed_twin(layer: nn.Module, specs: LayerSpecs) -> PackedWeight:
+    """The packed layer, without values yet, for an `nn.Linear`, an `nn.Embedding` or a Conv1D of transformers; it takes
+    over the bias."""
+    assert isinstance(layer.weight, Tensor)
+    weight = as_matrix(layer, layer.weight)
+    rows, columns = weight.shape
+    if isinstance(layer, nn.Embedding):
+        return MXEmbedding(rows, columns, specs.weight, weight.dtype, weight.device).train(layer.training)
+    twin = MXLinear(columns, rows, specs, layer.bias, weight.dtype, weight.device)  # type: ignore[arg-type]
+    return twin.train(layer.training)

@@ -1,0 +1,217 @@
+"""`load_checkpoint`: a checkpoint that holds codes and scales as a language model that computes with them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pt2mx.errors import MXError
+from pt2mx.extras import import_extra
+from pt2mx.pt2e.checkpoints.checkpoint_files import CheckpointTensors, quantization_of
+from pt2mx.pt2e.checkpoints.checkpoint_names import parts_of
+from pt2mx.pt2e.checkpoints.configs import is_known, read_config
+from pt2mx.pt2e.checkpoints.fold_transposes import fold_transposes
+from pt2mx.pt2e.checkpoints.layouts import Layout
+from pt2mx.pt2e.checkpoints.model_modules import is_transposed, tied_names, weights_of
+from pt2mx.pt2e.checkpoints.packed_modules import hold_packed, placeholder
+from pt2mx.pt2e.checkpoints.schemes import EXPERTS, LINEAR, Scheme, Schemes
+from pt2mx.pt2e.cli.stage import user_errors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from pt2mx.pt2e.language.language_model import LanguageModel
+
+_GENERATION = "generation_config.json"
+
+
+class Packed(NamedTuple):
+    """A weight that the checkpoint holds as codes: its scheme, and the tensors it is made of, each with its rows; None:
+    it is one tensor of its own name."""
+
+    scheme: Scheme
+    parts: dict[str, Tensor] | None
+
+
+def is_mx_checkpoint(folder: str | os.PathLike[str]) -> bool:
+    """Say whether a folder is a checkpoint that `load_checkpoint` is for.
+
+    Args:
+        folder: of a checkpoint.
+
+    Returns:
+        True where its configuration names a layout of codes and scales.
+
+    Raises:
+        MXError: where its config.json cannot be read.
+
+    Example:
+        >>> import tempfile, pt2mx
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     pt2mx.is_mx_checkpoint(folder)
+        False
+    """
+    if not (Path(folder) / "config.json").is_file():
+        return False
+    config = quantization_of(Path(folder))
+    return config is not None and is_known(config)
+
+
+def load_checkpoint(
+    folder: str | os.PathLike[str], device: str | torch.device = "cpu", stage: Callable[[str], None] = lambda name: None
+) -> LanguageModel:
+    """Load a checkpoint that is MX already, with its codes and scales to the bit. No float copy of the model is made.
+
+    It is one of compressed-tensors (MXFP4, MXFP6, MXFP8, mixed), gpt-oss (MXFP4), Quark, ModelOpt (MXFP8), or FP8 in
+    blocks of [1, 32] with E8M0 scales. What the checkpoint says of inputs is done, but for the last: transformers, too,
+    multiplies its weights with inputs in high precision where it has no kernel.
+
+    Args:
+        folder: that the checkpoint is in.
+        device: that the model is exported on.
+        stage: is told the name of each stage as it begins.
+
+    Returns:
+        A model that generates, and can be saved.
+
+    Raises:
+        MXError: for a checkpoint that cannot be read, or holds what is no MX format, by name.
+
+    Example:
+        >>> import tempfile, torch, transformers, pt2mx
+        >>> sizes = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+        >>> config = transformers.LlamaConfig(**sizes, vocab_size=128, bos_token_id=1, eos_token_id=None)
+        >>> model = transformers.LlamaForCausalLM(config).bfloat16().eval()
+        >>> quantized = pt2mx.quantize_language_model(model, pt2mx.MXQuantizer.from_recipe("mxfp4_weight_only"))
+        >>> with tempfile.TemporaryDirectory() as place:
+        ...     pt2mx.save_checkpoint(quantized, model, f"{place}/mxfp4", unpack=[".*embed_tokens"])
+        ...     loaded = pt2mx.load_checkpoint(f"{place}/mxfp4")
+        >>> loaded.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5, do_sample=False).shape
+        torch.Size([1, 8])
+    """
+    from pt2mx.pt2e.language.cache import layers_of
+    from pt2mx.pt2e.language.decoder import export, export_decoder, inputs
+    from pt2mx.pt2e.language.folder import load_tokenizer
+    from pt2mx.pt2e.language.language_model import LanguageModel
+
+    transformers = import_extra("transformers", "hf")
+    place = Path(folder)
+    model = load_packed_model(place).to(device)
+    generation = None
+    if (place / _GENERATION).is_file():
+        with user_errors(f"read {_GENERATION!r} in {str(folder)!r}"):
+            generation = transformers.GenerationConfig.from_pretrained(place)
+    stage("export")
+    program = export_decoder(model)
+    graph = program.module()
+    if fold_transposes(graph):
+        program = export(graph, inputs(layers_of(model), model.device))
+    return LanguageModel(program, model.config, generation, load_tokenizer(place))
+
+
+def load_packed_model(folder: Path) -> PreTrainedModel:
+    """Load a checkpoint as the model of transformers whose weights are codes and scales.
+
+    Args:
+        folder: as in `load_checkpoint`.
+
+    Returns:
+        The model, in evaluation mode.
+
+    Raises:
+        MXError: as `load_checkpoint`.
+    """
+    config = quantization_of(folder)
+    if config is None:
+        raise MXError(f"{str(folder)!r} holds a checkpoint in high precision: quantize it with a recipe")
+    schemes, tensors = read_config(config), CheckpointTensors(folder)
+    skeleton, dtype = _skeleton(folder)
+    packed = _packed(skeleton, schemes, tensors)
+    if not packed:
+        raise MXError(f"{str(folder)!r} holds no codes, although its quantization_config is of {schemes.layout.name}")
+    model = _with_floats(skeleton, dtype, packed, schemes.layout, tensors)
+    tied = tied_names(skeleton)
+    for name, weight in packed.items():
+        data, scale = _codes(skeleton, name, weight, schemes.layout, tensors)
+        for same in {name, *(tied.get(name, set()) - packed.keys())}:
+            path, _, attribute = same.rpartition(".")
+            transposed = is_transposed(skeleton, same)
+            hold_packed(model.get_submodule(path), attribute, weight.scheme, data, scale, transposed)
+    return model
+
+
+def _skeleton(folder: Path) -> tuple[PreTrainedModel, torch.dtype]:
+    """The model without its weights, and their dtype."""
+    transformers = import_extra("transformers", "hf")
+    with user_errors(f"build the model of {str(folder / 'config.json')!r}"), torch.device("meta"):
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        dtype = config.dtype or torch.bfloat16
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval(), dtype
+
+
+def _packed(skeleton: PreTrainedModel, schemes: Schemes, tensors: CheckpointTensors) -> dict[str, Packed]:
+    """Parameter -> how the checkpoint holds it, for those of which it holds scales."""
+    found = {}
+    for name, kind in weights_of(skeleton).items():
+        whole = is_transposed(skeleton, name)
+        parts = None if whole else parts_of(skeleton, [name])[name]
+        names = [name] if parts is None else list(parts)
+        said = [name, *names] if kind == EXPERTS else [part.rpartition(".")[0] for part in (name, *names)]
+        kind = kind if whole else LINEAR if kind == EXPERTS else kind
+        scheme = next(filter(None, (schemes.of(one, kind) for one in reversed(said))), None)
+        if scheme is not None and schemes.layout.names(names[0], scheme.element)[1] in tensors:
+            found[name] = Packed(scheme, parts)
+    return found
+
+
+def _with_floats(
+    skeleton: PreTrainedModel, dtype: torch.dtype, packed: dict[str, Packed], layout: Layout, tensors: CheckpointTensors
+) -> PreTrainedModel:
+    """The model with the tensors that the checkpoint holds in high precision, and no memory for the others."""
+    from transformers.utils import logging
+
+    codes = {
+        own
+        for name, weight in packed.items()
+        for part in weight.parts or (name,)
+        for own in layout.names(part, weight.scheme.element)
+    }
+    state = {name: tensors[name] for name in tensors if name not in codes}
+    state |= {name: placeholder(skeleton.get_parameter(name).shape, dtype) for name in packed}
+    logging.disable_progress_bar()
+    with user_errors("load the tensors in high precision"):
+        model, info = type(skeleton).from_pretrained(
+            None, config=skeleton.config, state_dict=state, dtype=dtype, output_loading_info=True
+        )
+    for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+        if info[problem]:
+            names = ", ".join(sorted(map(str, info[problem]))[:3])
+            raise MXError(f"{problem.replace('_', ' ')} of the checkpoint: {names}; {layout.name} has codes elsewhere")
+    return model.eval()
+
+
+def _codes(
+    skeleton: PreTrainedModel, name: str, weight: Packed, layout: Layout, tensors: CheckpointTensors
+) -> tuple[Tensor, Tensor]:
+    """data (..., N, bytes of K) and scale (..., N, K / 32) of a parameter."""
+    element = weight.scheme.element
+    if weight.parts is None:
+        return layout.from_tensors(name, element, tensors)
+    found: list[Tensor] = []
+    shape = skeleton.get_parameter(name).shape[:-1]
+    for part, rows in weight.parts.items():
+        own = layout.from_tensors(part, element, tensors)
+        if len(weight.parts) == 1:
+            return own[0], own[1]
+        found = found or [torch.empty(shape.numel(), one.shape[-1], dtype=torch.uint8) for one in own]
+        for whole, one in zip(found, own, strict=True):
+            whole[rows] = one
+    data, scale = (one.view(*shape, -1) for one in found)
+    return data, scale

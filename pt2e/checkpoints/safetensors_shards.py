@@ -1,0 +1,187 @@
+"""Files of safetensors, read and written some rows at a time, so that no tensor need fit into memory.
+
+A file is the length of its header (8 bytes, little-endian), the header (JSON: name -> dtype, shape, offsets) and the
+tensors' bytes behind each other. Shapes are known before the work, so the header is written first.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pt2mx.errors import MXError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+#: dtypes by the names that the format gives them
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+#: bytes that are read at a time, but for longer rows
+SLICE = 1 << 24
+_METADATA = "__metadata__"
+_LENGTH = 8
+#: of a header, as the reference implementation has it
+_LONGEST = 100_000_000
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file: rows along its first dimension, one of a scalar, and the position of its bytes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        return self.nbytes // self.rows if self.rows else 0
+
+
+class ShardReader:
+    """The tensors of a file.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        MXError: where it cannot be read, or is no whole file of safetensors.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = open(path, "rb", buffering=0)
+        except OSError as error:
+            raise MXError(f"cannot read {str(path)!r}: {error.strerror}") from None
+        try:
+            self.entries, self.metadata = _header(self._file, path)
+        except MXError:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._file.close()
+
+    def slices(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """The tensor in parts, each with the index of its first row; of a scalar itself."""
+        entry = self.entries[name]
+        step = max(1, SLICE // max(1, entry.row_bytes))
+        for first in range(0, entry.rows, step):
+            yield first, self._rows(entry, first, min(step, entry.rows - first))
+
+    def tensor(self, name: str) -> Tensor:
+        """The whole tensor."""
+        entry = self.entries[name]
+        return self._rows(entry, 0, entry.rows)
+
+    def _rows(self, entry: Entry, first: int, count: int) -> Tensor:
+        buffer = torch.empty(count * entry.row_bytes, dtype=torch.uint8)
+        _read(self._file, entry.begin + first * entry.row_bytes, buffer, self.path)
+        return buffer.view(entry.dtype).view((count, *entry.shape[1:]) if entry.shape else ())
+
+
+class ShardWriter:
+    """A file of tensors whose values come in any order.
+
+    Args:
+        file: what is written to.
+        entries: name -> dtype and shape.
+        metadata: strings that go into the header.
+    """
+
+    def __init__(self, file: io.FileIO, entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> None:
+        # the largest dtypes first, so that each tensor's bytes begin where its dtype wants them
+        ordered = sorted(entries, key=lambda name: (-entries[name].dtype.itemsize, name))
+        header: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
+        self._file, self._entries, end = file, {}, 0
+        for name in ordered:
+            entry = entries[name]
+            header[name] = {
+                "dtype": _NAMES[entry.dtype],
+                "shape": list(entry.shape),
+                "data_offsets": [end, end + entry.nbytes],
+            }
+            self._entries[name] = Entry(entry.dtype, entry.shape, end)
+            end += entry.nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % _LENGTH)
+        self._begin = _LENGTH + len(text)
+        file.write(len(text).to_bytes(_LENGTH, "little") + text)
+        file.truncate(self._begin + end)
+
+    def write(self, name: str, first: int, rows: Tensor) -> None:
+        """Write rows of a tensor, the first of them at index `first`."""
+        entry = self._entries[name]
+        assert rows.dtype == entry.dtype and tuple(rows.shape[1:]) == entry.shape[1:], name
+        self._file.seek(self._begin + entry.begin + first * entry.row_bytes)
+        self._file.write(rows.contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+def _header(file: io.FileIO, path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(_LENGTH), "little")
+    try:
+        if not 2 <= length <= min(size - _LENGTH, _LONGEST):
+            raise ValueError("no header of that length")
+        content = json.loads(file.read(length))
+        metadata = content.pop(_METADATA, None) or {}
+        entries = {}
+        for name, given in content.items():
+            begin, end = given["data_offsets"]
+            entry = Entry(DTYPES[given["dtype"]], tuple(given["shape"]), _LENGTH + length + begin)
+            if end - begin != entry.nbytes or _LENGTH + length + end > size:
+                raise ValueError(f"{name} is not whole")
+            entries[name] = entry
+    except KeyError as error:
+        raise MXError(f"{str(path)!r} has a dtype or an entry that is not known: {error}") from None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise MXError(f"{str(path)!r} is no whole file of safetensors: {error}; fetch it again") from None
+    return entries, metadata
+
+
+def _read(file: io.FileIO, position: int, buffer: Tensor, path: Path) -> None:
+    view, read = buffer.numpy().data, 0
+    while read < len(view):
+        count = os.preadv(file.fileno(), [view[read:]], position + read)
+        if not count:
+            raise MXError(f"{str(path)!r} ends too early: it changed while it was read")
+        read += count

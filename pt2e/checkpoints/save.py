@@ -1,0 +1,170 @@
+"""`save_checkpoint`: a converted model as a checkpoint of Hugging Face, which other libraries load."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
+
+from pt2mx.errors import MXError
+from pt2mx.extras import import_extra
+from pt2mx.pt2e.checkpoints.contents import Contents, contents_of
+from pt2mx.pt2e.checkpoints.layouts import LAYOUTS, Layout, layout_named
+from pt2mx.pt2e.checkpoints.model_modules import is_transposed, weights_of
+from pt2mx.pt2e.checkpoints.packed_uses import uses_of
+from pt2mx.pt2e.checkpoints.plain_configs import modelopt_file
+from pt2mx.pt2e.language.tensor_parallel import is_shard
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_SHARD = "5GB"
+
+
+def save_checkpoint(
+    converted: Any,
+    model: PreTrainedModel,
+    folder: str | os.PathLike[str],
+    layout: str | None = None,
+    *,
+    unpack: Sequence[str] = (),
+    tokenizer: Any = None,
+    max_shard_size: int | str = _SHARD,
+) -> None:
+    """Write a converted model as a checkpoint that other libraries load, `AutoModelForCausalLM.from_pretrained` too.
+
+    Codes and scales are those of the converted model, to the bit, and so are the tensors in high precision. The folder
+    appears whole or not at all.
+
+    Args:
+        converted: what `convert_pt2e` returned, the program exported from it, or a `LanguageModel`.
+        model: the float model of transformers that was converted, for its configuration and its names; on the meta
+            device, too, where the converted model holds all weights.
+        folder: new or empty.
+        layout: "compressed-tensors", "mxfp4" (gpt-oss's experts), "quark", "modelopt" or "fp8"; None: the first of
+            these that has the formats of the weights.
+        unpack: regular expressions of modules, such as `".*embed_tokens"`, whose weights are written as the values that
+            their codes stand for, in the model's dtype: what the layout has no place for.
+        tokenizer: is written, too; None: that of a `LanguageModel`, if it has one.
+        max_shard_size: of a file of tensors.
+
+    Raises:
+        MXError: for what the layout or its readers have no place for, by name and before anything is written: other
+            formats, blocks and axes, scale modes of inputs, a dtype that readers do not compute in, a quantized cache.
+
+    Example:
+        >>> import tempfile, torch, transformers, pt2mx
+        >>> sizes = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+        >>> config = transformers.LlamaConfig(**sizes, vocab_size=128, bos_token_id=1, eos_token_id=None)
+        >>> model = transformers.LlamaForCausalLM(config).bfloat16().eval()
+        >>> quantized = pt2mx.quantize_language_model(model, pt2mx.MXQuantizer.from_recipe("mxfp4_weight_only"))
+        >>> with tempfile.TemporaryDirectory() as place:
+        ...     pt2mx.save_checkpoint(quantized, model, f"{place}/mxfp4", unpack=[".*embed_tokens"])
+        ...     loaded = transformers.AutoModelForCausalLM.from_pretrained(f"{place}/mxfp4")
+        >>> loaded.config.quantization_config.quantization_config.format
+        'mxfp4-pack-quantized'
+    """
+    transformers = import_extra("transformers", "hf")
+    if not isinstance(model, transformers.PreTrainedModel):
+        raise MXError(f"expected the float model of transformers that was converted, not {type(model).__name__}")
+    graph = _graph_of(converted)
+    chosen = _default_layout(graph, model) if layout is None else layout_named(layout)
+    contents = contents_of(graph, model, chosen, unpack)
+    with whole_folder(folder) as place:
+        _write_tensors(contents.tensors, place, max_shard_size)
+        _write_configs(contents, getattr(converted, "generation_config", model.generation_config), place)
+        tokenizer = tokenizer or getattr(converted, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(place)
+
+
+@contextmanager
+def whole_folder(folder: str | os.PathLike[str]) -> Iterator[Path]:
+    """A folder to write to, which gets its name when the block ends. If the block fails, nothing is left.
+
+    Raises:
+        MXError: where no folder can be written there, or one is there that holds something.
+    """
+    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+        raise MXError(f"cannot write to {folder!r}: give the path of a folder")
+    target = Path(os.path.realpath(folder))
+    written = target.with_name(f".{secrets.token_hex(8)}")
+    try:
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise MXError(f"{str(folder)!r} is there already: give a folder that is new or empty")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        written.mkdir()
+        yield written
+        os.replace(written, target)
+    except OSError as error:
+        raise MXError(f"cannot write to {str(folder)!r}: {error.strerror or error}; give a folder") from None
+    finally:
+        shutil.rmtree(written, ignore_errors=True)
+
+
+def _graph_of(converted: Any) -> GraphModule:
+    program = getattr(converted, "program", converted)
+    if isinstance(program, ExportedProgram):
+        if is_shard(program):
+            raise MXError("the program is that of one of several ranks: save what was quantized for one")
+        return program.module(check_guards=False)
+    if not isinstance(program, GraphModule):
+        raise MXError(
+            f"expected a LanguageModel, an ExportedProgram or what convert_pt2e returned, not {type(program).__name__}"
+        )
+    return program
+
+
+def _default_layout(graph: GraphModule, model: PreTrainedModel) -> Layout:
+    """The first layout that has the formats of all packed weights, one of experts alone where they are in one tensor.
+
+    Raises:
+        MXError: where there is none.
+    """
+    uses = uses_of(graph)
+    transposed = [name for name in weights_of(model) if is_transposed(model, name)]
+    packed_experts = any(use.weight.endswith(name) for use in uses for name in transposed)
+    for layout in LAYOUTS.values():
+        if layout.only_experts == packed_experts and all(use.element in layout.stored for use in uses):
+            return layout
+    elements = sorted({use.element for use in uses})
+    raise MXError(f"no layout has weights in {', '.join(elements)}: {'; '.join(map(_able, LAYOUTS.values()))}")
+
+
+def _able(layout: Layout) -> str:
+    return f"{layout.name} has {', '.join(layout.stored)}" + " of experts" * layout.only_experts
+
+
+def _write_tensors(tensors: dict[str, Tensor], place: Path, max_shard_size: int | str) -> None:
+    """Write tensors, into several files with an index where they are more than one may hold."""
+    safetensors = import_extra("safetensors.torch", "hf")
+    hub = import_extra("huggingface_hub", "hf")
+    pattern = "model{suffix}.safetensors"
+    split = hub.split_torch_state_dict_into_shards(tensors, filename_pattern=pattern, max_shard_size=max_shard_size)
+    for file, names in split.filename_to_tensors.items():
+        shard = {name: tensors[name].contiguous() for name in names}
+        safetensors.save_file(shard, place / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (place / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _write_configs(contents: Contents, generation_config: Any, place: Path) -> None:
+    contents.config.save_pretrained(place)
+    quantization = contents.config.quantization_config
+    if quantization["quant_method"] == "modelopt":
+        text = json.dumps(modelopt_file(quantization), indent=2) + "\n"
+        (place / "hf_quant_config.json").write_text(text)
+    try:
+        generation_config.save_pretrained(place)
+    except ValueError as error:  # of a configuration that contradicts itself
+        raise MXError(f"the generation config of the model cannot be written: {error}") from None

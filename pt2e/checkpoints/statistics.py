@@ -1,0 +1,138 @@
+"""Statistics of the inputs of linear layers, by which GPTQ rounds the weights of a checkpoint."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pt2mx.algorithms import gptq
+from pt2mx.algorithms.options import GPTQ
+from pt2mx.errors import MXError
+from pt2mx.pt2e.checkpoints.safetensors_shards import Entry, ShardReader, ShardWriter
+from pt2mx.pt2e.checkpoints.selection import is_linear
+from pt2mx.pt2e.output import whole_file
+from pt2mx.spec import MXSpec
+
+#: key of a file's metadata: parameter -> rows
+_ROWS = "rows"
+
+
+@dataclass(frozen=True)
+class InputStatistics:
+    """The inputs x of a layer, (rows, K), as calibration shows them.
+
+    Args:
+        hessian: (K, K) float32, the sum of `x.T @ x`.
+        rows: their number.
+    """
+
+    hessian: Tensor
+    rows: int
+
+    def round(self, weight: Tensor, spec: MXSpec, options: GPTQ) -> Tensor:
+        """weight: (N, K) float -> its values in the format, (N, K) float32, as GPTQ rounds them."""
+        damping = options.damping + options.damping_of_few * weight.shape[1] / self.rows
+        return gptq(weight, self.hessian, spec, damping=damping, act_order=options.act_order)
+
+
+@torch.no_grad()
+def collect_statistics(model: nn.Module, batches: Iterable[Any]) -> dict[str, InputStatistics]:
+    """Run a float model, and sum up what its linear layers are given.
+
+    Args:
+        model: in evaluation mode, on any device.
+        batches: what it is called with: a tensor, a tuple of arguments, or a mapping of keyword arguments.
+
+    Returns:
+        Name of a weight -> the statistics of its inputs, on the CPU; weights that no batch reached have none.
+
+    Example:
+        >>> import torch
+        >>> from pt2mx.pt2e.checkpoints.statistics import collect_statistics
+        >>> found = collect_statistics(torch.nn.Sequential(torch.nn.Linear(2, 4)), [torch.eye(2), torch.ones(1, 2)])
+        >>> found["0.weight"].rows, found["0.weight"].hessian
+        (3, tensor([[2., 1.],
+                [1., 2.]]))
+    """
+    sums: dict[str, Tensor] = {}
+    rows: dict[str, int] = {}
+
+    def add(name: str, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        x = args[0].detach().flatten(0, -2).float()  # (rows, K)
+        sums[name] = torch.addmm(sums[name], x.T, x) if name in sums else x.T @ x
+        rows[name] = rows.get(name, 0) + len(x)
+
+    linears = {name: module for name, module in model.named_modules() if is_linear(module)}
+    hooks = [module.register_forward_pre_hook(functools.partial(add, name)) for name, module in linears.items()]
+    try:
+        for batch in batches:
+            if isinstance(batch, Mapping):
+                model(**batch)
+            else:
+                model(*(batch if isinstance(batch, tuple) else (batch,)))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {f"{name}.weight": InputStatistics(total.cpu(), rows[name]) for name, total in sums.items()}
+
+
+def save_statistics(statistics: Mapping[str, InputStatistics], path: str | os.PathLike[str]) -> None:
+    """Write statistics to a file of safetensors.
+
+    Args:
+        statistics: as `collect_statistics` returns them.
+        path: of the file.
+
+    Raises:
+        MXError: where no file can be written there.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from pt2mx.pt2e.checkpoints.statistics import StatisticsFile, collect_statistics, save_statistics
+        >>> found = collect_statistics(torch.nn.Sequential(torch.nn.Linear(2, 4)), [torch.ones(3, 2)])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_statistics(found, f"{folder}/inputs.safetensors")
+        ...     StatisticsFile(f"{folder}/inputs.safetensors")["0.weight"].rows
+        3
+    """
+    entries = {name: Entry(torch.float32, tuple(one.hessian.shape)) for name, one in statistics.items()}
+    with whole_file(path) as file:
+        writer = ShardWriter(file, entries, {_ROWS: json.dumps({name: one.rows for name, one in statistics.items()})})
+        for name, one in statistics.items():
+            writer.write(name, 0, one.hessian.float())
+
+
+class StatisticsFile(Mapping[str, InputStatistics]):
+    """The statistics in a file. Each is read when it is asked for.
+
+    Args:
+        path: of what `save_statistics` wrote.
+
+    Raises:
+        MXError: for another file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+        with ShardReader(self._path) as reader:
+            if _ROWS not in reader.metadata:
+                raise MXError(f"{str(path)!r} holds no statistics: give what save_statistics wrote")
+            self._rows: dict[str, int] = json.loads(reader.metadata[_ROWS])
+
+    def __getitem__(self, name: str) -> InputStatistics:
+        with ShardReader(self._path) as reader:
+            return InputStatistics(reader.tensor(name), self._rows[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)

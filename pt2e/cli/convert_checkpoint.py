@@ -1,0 +1,65 @@
+"""The command `pt2mx convert-checkpoint`: a float checkpoint becomes a quantized one, without its model."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from tqdm import tqdm
+
+from pt2mx.pt2e.checkpoints.convert_files import ConversionReport, convert_checkpoint
+from pt2mx.pt2e.checkpoints.layouts import LAYOUTS
+from pt2mx.pt2e.checkpoints.statistics import StatisticsFile
+from pt2mx.pt2e.cli.stage import note
+
+#: tensors that are named for each reason
+_NAMED = 4
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", help="the folder of the checkpoint: config.json and safetensors")
+    parser.add_argument("output", help="the folder to write; one of an interrupted run is gone on with")
+    parser.add_argument("--recipe", default="mxfp4_weight_only", help="a shipped recipe, or the path of one")
+    parser.add_argument("--layout", default="compressed-tensors", choices=LAYOUTS, help="how codes and scales are held")
+    parser.add_argument("--dtype", help="of float tensors that stay, such as bfloat16; by default their own")
+    parser.add_argument("--statistics", help="of inputs, by which GPTQ rounds: a file of save_statistics")
+    parser.add_argument("--jobs", type=int, default=1, help="shards that are converted at a time")
+    parser.set_defaults(run=_convert)
+
+
+def _convert(options: argparse.Namespace) -> None:
+    begin = time.perf_counter()
+    with tqdm(desc="shards", disable=None, file=sys.stderr) as bar:
+
+        def finished(shard: str, shards: int) -> None:
+            bar.total = shards
+            bar.update()
+
+        report = convert_checkpoint(
+            options.source,
+            options.output,
+            options.recipe,
+            layout=options.layout,
+            dtype=options.dtype,
+            statistics=None if options.statistics is None else StatisticsFile(options.statistics),
+            jobs=options.jobs,
+            finished=finished,
+        )
+    _print(report)
+    before, after = report.bytes_before / 1e6, report.bytes_after / 1e6
+    seconds = time.perf_counter() - begin
+    print(f"{options.output}: {after:.1f} MB (the float checkpoint: {before:.1f} MB), {seconds:.0f} s")
+
+
+def _print(report: ConversionReport) -> None:
+    if report.kept:
+        note(f"kept {len(report.kept)} shards that an earlier run had finished")
+    by_reason: dict[str, list[str]] = {}
+    for name, why in report.left.items():
+        by_reason.setdefault(why, []).append(name)
+    for why, names in by_reason.items():
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        note(f"in high precision: {', '.join(names[:_NAMED])}{more}: {why}")
+    for spec in dict.fromkeys(report.quantized.values()):
+        print(f"{spec}: {list(report.quantized.values()).count(spec)} tensors")

@@ -1,0 +1,69 @@
+"""The command `pt2mx export-onnx`: an exported program becomes an ONNX file."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from pt2mx.extras import import_extra
+from pt2mx.pt2e.archive import check_kind
+from pt2mx.pt2e.cli.stage import Stages, note, user_errors
+from pt2mx.pt2e.onnx.export import OPSETS, export_onnx
+from pt2mx.pt2e.onnx.targets import TARGETS
+from pt2mx.pt2e.origin import other_version
+from pt2mx.pt2e.output import check_distinct, check_output
+from pt2mx.pt2e.report.fidelity import fidelity
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("program", help="what `pt2mx quantize` or torch.export.save wrote")
+    parser.add_argument("--output", required=True, help="the file to write; its name ends in .onnx")
+    opsets = f"{OPSETS[0]} to {OPSETS[-1]}; by default that of torch's exporter"
+    parser.add_argument("--opset", type=int, help=opsets)
+    parser.add_argument("--target", default="pt2mx", help=f"whose nodes: {', '.join(TARGETS)} (default: pt2mx)")
+    parser.set_defaults(run=_export)
+
+
+def _export(options: argparse.Namespace) -> None:
+    check_output(options.output, (".onnx",))
+    check_distinct({"--output": options.output}, {"the program": options.program})
+    import_extra("onnx", "onnx")
+    check_kind(options.program, "program")
+    if text := other_version(options.program):
+        note(text)
+    with Stages(3) as progress:
+        with user_errors(f"load {options.program!r}"):
+            program = torch.export.load(options.program)
+        progress.begin("export")
+        nodes = export_onnx(program, options.output, opset=options.opset, target=options.target)
+        progress.begin("compare")
+        found = _compared(options.output, program)
+        progress.update()
+    sizes = [Path(path).stat().st_size for path in (options.output, options.program)]
+    print(f"{options.output}: {sizes[0]:,} bytes (the program: {sizes[1]:,}), {nodes} MX nodes; {progress.seconds()}")
+    print(f"onnxruntime against the program: {found}")
+
+
+def _compared(path: str, program: ExportedProgram) -> str:
+    """The agreement of the outputs for the example inputs, in words."""
+    args, kwargs = program.example_inputs
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    try:
+        runtime = import_extra("onnxruntime", "onnx")
+        options = runtime.SessionOptions()
+        options.log_severity_level = 4  # what goes wrong is raised too
+        session = runtime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        feeds = {value.name: x.numpy() for value, x in zip(session.get_inputs(), tensors, strict=True)}
+        got = [torch.from_numpy(y) for y in session.run(None, feeds)]
+    except Exception as error:  # it is not installed, or lacks kernels
+        return f"not compared: {str(error).strip().splitlines()[0]}"
+    with torch.no_grad():
+        want = [y for y in pytree.tree_leaves(program.module()(*args, **kwargs)) if isinstance(y, Tensor)]
+    floats = [(g.double(), w.double()) for g, w in zip(got, want, strict=True) if w.is_floating_point()]
+    largest = max((float((g - w).abs().nan_to_num().max()) for g, w in floats if w.numel()), default=0.0)
+    return f"{fidelity([(got, want)])}, largest difference {largest:.1e}"

@@ -1,0 +1,63 @@
+"""`pt2mx quantize` of a checkpoint that is MX already: its codes and scales become a program as they are."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from pt2mx.errors import MXError
+from pt2mx.pt2e.checkpoints.load import is_mx_checkpoint, load_checkpoint
+from pt2mx.pt2e.cli.stage import Stages, note, user_errors
+from pt2mx.pt2e.language.folder import REPORT
+from pt2mx.pt2e.report.report import quantization_report
+
+
+def is_for(options: argparse.Namespace) -> bool:
+    """True where `--model` is such a checkpoint, and `--output` no single program."""
+    folder = options.model.removeprefix("hf:")
+    return folder != options.model and Path(options.output).suffix.lower() != ".pt2" and is_mx_checkpoint(folder)
+
+
+def load_to_folder(options: argparse.Namespace) -> None:
+    """The command for such a checkpoint."""
+    name = options.model.removeprefix("hf:")
+    _check(options)
+    with Stages(3) as progress:
+        with user_errors(f"load {name!r}"):
+            found = load_checkpoint(name, options.device, progress.begin)
+        if found.tokenizer is None:
+            note(f"{name} holds no tokenizer: the result takes and gives tokens, no text")
+        report = quantization_report(found.program.module())
+        progress.begin("save")
+        with user_errors(f"write {options.output!r}"):
+            found.save_pretrained(options.output)
+            report.to_json(options.report or Path(options.output) / REPORT)
+        progress.update()
+        seconds = progress.seconds()
+    print(report.to_table())
+    size = sum(file.stat().st_size for file in Path(options.output).iterdir())
+    print(f"{options.output}: {size / 1e6:.1f} MB, {report.effective_bits:.2f} bits a value; {seconds}")
+
+
+#: options that say how to quantize -> their values that ask for nothing
+_ASKING = {
+    "recipe": (None,),
+    "optimize": (None, "none"),
+    "calibration": (None, "none"),
+    "tensor_parallel": (1,),
+    "compile": (False,),
+}
+
+
+def _check(options: argparse.Namespace) -> None:
+    for name, nothing in _ASKING.items():
+        if getattr(options, name) not in nothing:
+            raise MXError(
+                f"{options.model!r} is quantized already, and taken as it is: leave --{name.replace('_', '-')} out, or "
+                "give the float checkpoint"
+            )
+    place = Path(options.output)
+    if place.exists() and not place.is_dir():
+        raise MXError(f"--output {options.output!r} is a file: a language model is written to a folder")
+    if place.resolve() == Path(options.model.removeprefix("hf:")).resolve():
+        raise MXError(f"--output {options.output!r} is the folder of the checkpoint: give another one")

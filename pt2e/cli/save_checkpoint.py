@@ -1,0 +1,63 @@
+"""`pt2mx save-checkpoint`: a quantized language model as a checkpoint of Hugging Face."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pt2mx.extras import import_extra
+from pt2mx.pt2e.checkpoints.layouts import LAYOUTS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", help="what `pt2mx quantize --model hf:... --output FOLDER` wrote")
+    parser.add_argument("--float", required=True, metavar="CHECKPOINT", help="the checkpoint that it was made of")
+    parser.add_argument("--output", required=True, help="the folder to write, new or empty")
+    parser.add_argument(
+        "--layout", choices=[*LAYOUTS], help="of the checkpoint; by default the first that has the formats"
+    )
+    parser.add_argument(
+        "--unpack",
+        nargs="+",
+        default=[],
+        metavar="REGEX",
+        help="modules whose weights are written as values, not codes, such as '.*embed_tokens'",
+    )
+    parser.add_argument("--max-shard-size", default="5GB", help="of a file of tensors (default: 5GB)")
+    parser.set_defaults(run=_save_checkpoint)
+
+
+def _save_checkpoint(options: argparse.Namespace) -> None:
+    from pt2mx.pt2e.checkpoints.save import save_checkpoint  # imports transformers
+    from pt2mx.pt2e.cli.stage import user_errors
+    from pt2mx.pt2e.language.language_model import LanguageModel
+
+    quantized = LanguageModel.from_pretrained(options.folder)
+    model = _skeleton(options.float)
+    with user_errors(f"write {options.output!r}"):
+        save_checkpoint(
+            quantized,
+            model,
+            options.output,
+            options.layout,
+            unpack=options.unpack,
+            max_shard_size=options.max_shard_size,
+        )
+    size = sum(file.stat().st_size for file in Path(options.output).iterdir())
+    print(f"{options.output}: {size / 1e6:.1f} MB")
+
+
+def _skeleton(name: str) -> PreTrainedModel:
+    """The float model without its weights: the quantized one holds what they became."""
+    import torch
+
+    from pt2mx.pt2e.cli.stage import user_errors
+
+    transformers = import_extra("transformers", "hf")
+    with user_errors(f"read the configuration of {name!r}"), torch.device("meta"):
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        return transformers.AutoModelForCausalLM.from_config(config).eval()

@@ -1,0 +1,182 @@
+"""The packed weights of a program, for those who feed them to other hardware or write them to other files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
+
+from pt2mx import ops
+from pt2mx.errors import MXError
+from pt2mx.functional import dequantize_mx
+from pt2mx.fx.graph.attributes import model_of, name_of, tensor_of
+from pt2mx.fx.graph.node import Dequantize, named_args, shape_of
+from pt2mx.fx.graph.qdq import spec_of_dequantize
+from pt2mx.fx.graph.subgraphs import captured_operands, nodes_in_order, written_in
+from pt2mx.fx.graph.tensors import copy_sharing_tensors
+from pt2mx.fx.passes.fold_weights import fold_all_weights
+from pt2mx.fx.portable import holds_observers, is_portable
+from pt2mx.kernels.packing import unpacked_length
+from pt2mx.ops import linear, scaled_mm
+from pt2mx.spec import MXSpec
+
+aten = torch.ops.aten
+
+#: products of lowered models, whose weight has its blocks along the last dimension
+_PRODUCTS = (linear.linear_mx, linear.grouped_linear_mx)
+#: products whose weight lies in the order of a GPU's tensor cores
+_REORDERED = (linear.linear_mx_mma_layout, scaled_mm.scaled_mm_mx)
+#: what reads rows of codes, or passes all of them on
+_ROWS = (aten.embedding.default, aten.index_select.default, aten.index.Tensor, aten.alias.default, aten.detach.default)
+
+
+class PackedWeight(NamedTuple):
+    """A weight as a program holds it.
+
+    Args:
+        name: of the parameter that was quantized, or of the first of those from which the values were computed: the
+            experts of transformers' mixtures are transposed first.
+        spec: the element, the block size and the axis, counted from the front. Of a weight that was quantized before
+            the program was exported, scale mode and rounding are unknown, and stand as their defaults.
+        codes: (..., bytes of n, ...) uint8, packed along the axis.
+        scales: (..., ceil(n / block_size), ...) uint8, E8M0.
+        shape: (..., n, ...), that of the values.
+    """
+
+    name: str
+    spec: MXSpec
+    codes: Tensor
+    scales: Tensor
+    shape: tuple[int, ...]
+
+    def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the values.
+
+        Args:
+            dtype: float32, float16 or bfloat16.
+
+        Returns:
+            A tensor of `shape`.
+
+        Raises:
+            MXError: for another dtype.
+
+        Example:
+            >>> import torch, pt2mx
+            >>> scales, codes = pt2mx.quantize_mx(torch.ones(2, 33), "mxfp4")
+            >>> weight = pt2mx.PackedWeight("weight", pt2mx.MXSpec("mxfp4"), codes, scales, (2, 33))
+            >>> weight.dequantized().shape
+            torch.Size([2, 33])
+        """
+        length = self.shape[self.spec.axis]
+        return dequantize_mx(self.codes, self.scales, self.spec, target_dtype=dtype, length=length)
+
+
+def packed_weights(program: GraphModule | ExportedProgram) -> Iterator[PackedWeight]:
+    """Yield the quantized weights of a program, each once, in the order in which it reads them.
+
+    A lowered model may hold weights in another form: with the last two dimensions swapped, so that blocks run along the
+    last one (`_t` ends the name), and several behind each other (`_joined`, after the name of the first).
+
+    Args:
+        program: what `convert_pt2e` or `lower_to_inductor` returned, an export of it, or what `load_program` returned.
+            It stays unchanged, and the tensors are its own.
+
+    Returns:
+        An iterator over `PackedWeight`: name, spec, codes, scales, shape. It is empty where no weight is quantized.
+
+    Raises:
+        MXError: for another object, a prepared model, a portable program, whose operators are written out, and one that
+            was lowered to the layout of a GPU's tensor cores.
+
+    Example:
+        >>> import torch, pt2mx
+        >>> model, x = torch.nn.Sequential(torch.nn.Linear(64, 32)), torch.ones(2, 64)
+        >>> exported = torch.export.export(model.eval(), (x,)).module()
+        >>> prepared = pt2mx.prepare_pt2e(exported, pt2mx.MXQuantizer.from_recipe("mxfp4_weight_only"))
+        >>> for weight in pt2mx.packed_weights(pt2mx.convert_pt2e(prepared)):
+        ...     print(weight.name, weight.spec, weight.codes.shape, weight.scales.shape, weight.shape)
+        0.weight mxfp4_e2m1{32}(even,even) torch.Size([32, 32]) torch.Size([32, 2]) (32, 64)
+    """
+    if isinstance(program, ExportedProgram):
+        program = program.module(check_guards=False)
+    if not isinstance(program, GraphModule):
+        raise MXError(f"expected a converted graph module or an ExportedProgram, not {type(program).__name__}")
+    if is_portable(program):
+        raise MXError("a portable program holds no packed weights by name: give the one that it was made of")
+    if holds_observers(program.state_dict()):
+        raise MXError("a prepared model has no packed weights yet: pass what convert_pt2e returned")
+    return _weights(fold_all_weights(copy_sharing_tensors(program)))
+
+
+def _weights(model: GraphModule) -> Iterator[PackedWeight]:
+    """Yield each weight of a folded model at the first of its readers."""
+    outside, written = captured_operands(model), written_in(model)
+    found: set[tuple[object, ...]] = set()
+    for node in nodes_in_order(model):
+        read = _read(node)
+        if read is None:
+            continue
+        codes, scales = _stored(read.codes, outside), _stored(read.scales, outside)
+        if codes is None or scales is None or not written.isdisjoint((codes, scales)):
+            continue
+        weight = _weight(codes, scales, read)
+        place = (weight.codes.data_ptr(), weight.codes.shape, weight.codes.stride())
+        if place not in found:
+            found.add(place)
+            yield weight
+
+
+class _Read(NamedTuple):
+    """Codes and scales that a node reads; `axis` counts from the end, `length` is None where the bytes tell it."""
+
+    codes: Node
+    scales: Node
+    spec: MXSpec
+    axis: int
+    length: int | None
+
+
+def _read(node: Node) -> _Read | None:
+    """The codes and scales that an operator reads, of a weight or of anything else; None for other nodes."""
+    if node.target in _REORDERED:
+        raise MXError(f"{node} has a weight in the layout of a GPU's tensor cores: pass the model before it is lowered")
+    if node.target is ops.dequantize_mx:
+        call, rank = Dequantize.expect(node), len(shape_of(node) or ())
+        length = call.length if isinstance(call.length, int) else None
+        return _Read(call.codes, call.scale, spec_of_dequantize(node), call.axis % rank - rank, length)
+    if node.target in _PRODUCTS:
+        args = named_args(node)
+        spec, k = MXSpec(args["elem_dtype_name"], args["block_size"]), (shape_of(args["x"]) or ())[-1]
+        return _Read(args["weight_data"], args["weight_scale"], spec, -1, k if isinstance(k, int) else None)
+    return None
+
+
+def _stored(node: Node, outside: Mapping[Node, Sequence[object]]) -> Node | None:
+    """The `get_attr` node of the buffer behind an operand; None where it is computed, or an input."""
+    while node.op != "get_attr":
+        operands = outside.get(node, []) if node.op == "placeholder" else node.args[:1] if node.target in _ROWS else []
+        source = operands[0] if len(set(operands)) == 1 else None
+        if not isinstance(source, Node):
+            return None
+        node = source
+    return node
+
+
+def _weight(codes: Node, scales: Node, read: _Read) -> PackedWeight:
+    data, bytes_of_scales = (tensor_of(model_of(node.graph), node) for node in (codes, scales))
+    axis = read.axis + data.dim()
+    length = unpacked_length(data.shape[axis], read.spec.element.bits) if read.length is None else read.length
+    shape = (*data.shape[:axis], length, *data.shape[axis + 1 :])
+    spec = read.spec.replace(axis=axis)
+    return PackedWeight(parameter_name(name_of(codes)), spec, data, bytes_of_scales, shape)
+
+
+def parameter_name(codes: str) -> str:
+    """The name of the parameter whose codes a buffer of that name holds."""
+    before, _, after = codes.rpartition("_data")
+    return before + after

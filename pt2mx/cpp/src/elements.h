@@ -1,0 +1,44 @@
+// Element formats and modes by name, as the kernels take them.
+
+#pragma once
+
+#include <string>
+
+#include "calls.h"
+
+namespace pt2mx {
+
+constexpr int kModes = 5;       // scale modes
+constexpr int kCandidates = 3;  // of the mode that searches
+
+// A row of elements.inc.
+struct Element {
+  const char* name;
+  int32_t decoder;  // how decode.h takes blocks of whole groups; 0: by the table of codes
+  int32_t bits, mantissa_bits, emin, emax, max_code, is_int, full_range;
+  int32_t codes_per_group, bytes_per_group;
+  float max_normal, lowest;
+  int32_t thresholds[kModes];
+};
+
+const Element& element_of(const std::string& name);
+
+// Bytes of n codes.
+inline int64_t packed_length(const Element& e, int64_t n) {
+  return (n + e.codes_per_group - 1) / e.codes_per_group * e.bytes_per_group;
+}
+
+Spec spec_of(const Element& element, int64_t block_size, const std::string& scale_mode = "floor",
+             const std::string& rounding = "even");
+
+// The values of the 256 bytes that may hold a code.
+const float* table_of(const Element& element);
+
+// How rows of k values are decoded, and their block size: of one block as a whole, in whole groups.
+struct Blocks {
+  int32_t decoder;
+  int64_t size;
+};
+Blocks blocks_of(const Element& element, int64_t block_size, int64_t k);
+
+}  // namespace pt2mx

@@ -1,0 +1,30 @@
+// The operators are registered when this library is loaded, where Python has not registered them in the process.
+
+#include "tensors.h"
+
+namespace {
+
+#include "schemas.inc"
+
+// True if this library defined the schemas: else Python's pt2mx is there, and serves.
+bool defined = false;
+
+STABLE_TORCH_LIBRARY_FRAGMENT(pt2mx, library) {
+  try {
+    for (const char* schema : kSchemas) library.def(schema);
+    defined = true;
+  } catch (const std::exception&) {  // the name is taken: torch's stable interface does not tell it before
+  }
+}
+
+STABLE_TORCH_LIBRARY_IMPL(pt2mx, CPU, library) {
+  if (!defined) return;
+  library.impl("linear_mx", TORCH_BOX(&pt2mx::linear));
+  library.impl("grouped_linear_mx", TORCH_BOX(&pt2mx::grouped_linear));
+  library.impl("attention_mx", TORCH_BOX(&pt2mx::attention));
+  library.impl("hadamard", TORCH_BOX(&pt2mx::hadamard));
+  library.impl("rotated_fake_quantize_mx", TORCH_BOX(&pt2mx::rotated_fake_quantize));
+  library.impl("random_bits", TORCH_BOX(&pt2mx::random_bits));
+}
+
+}  // namespace

@@ -1,0 +1,71 @@
+// Tensors by torch's stable C++ interface.
+
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include "elements.h"
+
+namespace pt2mx {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Shape = std::vector<int64_t>;
+
+inline Shape shape_of(const Tensor& x) { return {x.sizes().begin(), x.sizes().end()}; }
+
+// The product of the extents [first, last).
+inline int64_t product(const Shape& shape, size_t first, size_t last) {
+  int64_t n = 1;
+  for (size_t d = first; d < last; ++d) n *= shape[d];
+  return n;
+}
+
+inline Dtype dtype_of(const Tensor& x) {
+  switch (x.scalar_type()) {
+    case ScalarType::Float: return FP32;
+    case ScalarType::Half: return FP16;
+    default: STD_TORCH_CHECK(x.scalar_type() == ScalarType::BFloat16, "pt2mx takes float32, float16 or bfloat16");
+  }
+  return BF16;
+}
+
+inline Tensor dense(const Tensor& x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
+
+inline void check_served(int32_t error) { STD_TORCH_CHECK(error == 0, "torch_parallel_for failed"); }
+
+// Calls an operator of torch that gives one tensor.
+template <class... Arguments>
+Tensor call(const char* name, const Arguments&... arguments) {
+  StableIValue stack[] = {torch::stable::detail::from(arguments)...};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, "", stack, TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+// ---- of the other files ----
+
+// The values of codes that are packed along the last dimension, `n` of them there.
+Tensor dequantize(const Tensor& data, const Tensor& scale, const Element& element, int64_t block_size, ScalarType dtype,
+                  int64_t n);
+
+// Refuses codes and scales that do not hold `n` values along their last dimension.
+void check_packed(const Tensor& data, const Tensor& scale, const Element& element, int64_t block_size, int64_t n);
+
+Tensor hadamard(const Tensor& x, int64_t size, int64_t axis);
+Tensor rotated_fake_quantize(const Tensor& x, int64_t size, const std::string& element, int64_t block_size,
+                             const std::string& scale_mode, const std::string& rounding);
+Tensor random_bits(const Tensor& seed, const Shape& size);
+Tensor linear(const Tensor& x, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& bias,
+              const std::string& element, int64_t block_size, int64_t rotation);
+Tensor grouped_linear(const Tensor& x, const Tensor& data, const Tensor& scale, const Tensor& offs,
+                      const std::string& element, int64_t block_size);
+Tensor attention(const Tensor& query, const Tensor& key, const Tensor& key_scale, const Tensor& value,
+                 const Tensor& value_scale, const std::string& element, int64_t block_size, int64_t value_width,
+                 const std::optional<Tensor>& mask, const std::optional<double>& scale);
+
+}  // namespace pt2mx

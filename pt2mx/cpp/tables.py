@@ -1,0 +1,80 @@
+"""The tables of Python that the C++ reads: elements, modes, and the schemas of the operators that packages call.
+
+    python -m pt2mx.cpp.tables
+
+writes them to `src/`, as arrays.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+
+from pt2mx.formats import ELEMENTS, ElementFormat
+from pt2mx.kernels.constants import spec_constants
+from pt2mx.kernels.cpu.linear import decoder_of
+from pt2mx.kernels.packing import group_of
+from pt2mx.modes import ROUNDINGS, SCALE_MODES
+from pt2mx.ops.contract import schema_of
+from pt2mx.spec import MXSpec
+
+SOURCES = Path(__file__).parent / "src"
+
+#: what Inductor leaves as calls in a package for the CPU: it writes out the other operators
+OPERATORS = (
+    "linear_mx",
+    "grouped_linear_mx",
+    "attention_mx",
+    "hadamard",
+    "rotated_fake_quantize_mx",
+    "random_bits",
+)
+
+_ELEMENT = ("bits", "mantissa_bits", "emin", "emax", "max_code", "is_int", "full_range")
+_BEGINNING = """\
+// Written by `python -m pt2mx.cpp.tables`, from the tables of pt2mx in Python.
+// clang-format off
+"""
+
+
+def files() -> dict[Path, str]:
+    """Return what each file holds."""
+    elements = (
+        _array("Element kElements", map(_element, (e for e in ELEMENTS.values() if not e.is_wide))),
+        _array("ScaleMode kScaleModes", map(_scale_mode, SCALE_MODES)),
+        _array("const char* kRoundings", map(json.dumps, ROUNDINGS)),
+    )
+    schemas = (_array("const char* kSchemas", map(_schema, OPERATORS)),)
+    contents = {"elements.inc": elements, "schemas.inc": schemas}
+    return {SOURCES / name: "\n".join((_BEGINNING, *arrays)) for name, arrays in contents.items()}
+
+
+def _array(declaration: str, rows: Iterable[str]) -> str:
+    return f"constexpr {declaration}[] = {{\n" + "".join(f"    {row},\n" for row in rows) + "};\n"
+
+
+def _schema(name: str) -> str:
+    lines = textwrap.wrap(str(schema_of(name)).removeprefix("pt2mx::"), 100)
+    return "\n    ".join(map(json.dumps, (*(f"{line} " for line in lines[:-1]), lines[-1])))
+
+
+def _element(element: ElementFormat) -> str:
+    """Return a row of `Element`, field by field."""
+    fields = [spec_constants(element, SCALE_MODES["floor"], 1)[name] for name in _ELEMENT]
+    decoder, _ = decoder_of(MXSpec(element, 32), 32)
+    thresholds = ", ".join(str(mode.threshold(element)) for mode in SCALE_MODES.values())
+    numbers = (decoder, *map(int, fields), *group_of(element.bits))
+    limits = (f"{float(limit)}f" for limit in (element.max_normal, element.lowest))
+    return f'{{"{element.name}", {", ".join((*map(str, numbers), *limits))}, {{{thresholds}}}}}'
+
+
+def _scale_mode(name: str) -> str:
+    offsets = SCALE_MODES[name].exponent_offsets
+    return f'{{"{name}", {len(offsets)}, {{{", ".join(map(str, offsets))}}}}}'
+
+
+if __name__ == "__main__":
+    for path, text in files().items():
+        path.write_text(text)

@@ -1,0 +1,84 @@
+// What the kernels offer: functions over contiguous tensors, given as pointers, on torch's threads. The modules of the
+// folder above fill the structs, field by field the same, and so do the operators of pt2mx/cpp.
+
+#pragma once
+
+#include <cstdint>
+
+// torch's own (torch/csrc/stable/c/shim.h), so that its settings and its pool of threads serve here.
+typedef int32_t (*ParallelFor)(int64_t begin, int64_t end, int64_t grain, void (*work)(int64_t, int64_t, void*),
+                               void* context);
+
+// An element format and the modes, as ../quantize.py fills it.
+struct Spec {
+  const int32_t* exponent_offsets;  // of an exponent: `candidates` changes of it
+  int32_t bits, mantissa_bits, emin, emax, max_code, is_int, full_range;
+  int32_t rounding, threshold, candidates, searches, error_bits;
+  int32_t codes_per_group, bytes_per_group;
+  float max_normal, lowest;
+};
+
+// As ../quantize.py fills it. The tensor is (outer, n, inner), with blocks along n.
+struct Call {
+  const Spec* spec;
+  int32_t operation, dtype, grad_bytes;
+  int64_t outer, n, inner, block;
+  const void* x;     // values, or the codes of DEQUANTIZE
+  const void* grad;  // CLIP_GRADIENT
+  void* out;         // values, or the codes of QUANTIZE
+  uint8_t* scale;    // written by QUANTIZE, read by DEQUANTIZE
+  uint64_t seed;
+};
+
+// A product of x: (m, k) with a weight (n, k) that is packed along k, as ../linear.py fills it.
+struct LinearCall {
+  const float* table;  // of the 256 codes
+  int32_t format, bits, codes_per_group, bytes_per_group, dtype, tiles;
+  int64_t m, n, k, block;
+  int64_t row_bytes, row_blocks;
+  int64_t rotation;  // values of x that are rotated together first; 0: none
+  const void* x;
+  const uint8_t* data;
+  const uint8_t* scale;
+  const void* bias;  // or null
+  void* out;
+};
+
+// As ../attention.py fills it. Tensors but the mask are contiguous; strides of that are in bytes.
+struct AttentionCall {
+  const float* table;
+  int32_t format, dtype;
+  int64_t heads, queries, group, slots, width, value_width, block, value_block;
+  int64_t key_bytes, key_blocks, value_bytes, value_blocks;  // of a row
+  int64_t mask_batch, mask_head, mask_query, mask_slot;
+  float factor;
+  int64_t pairs;  // sequences times heads of the keys
+  const void* query;
+  const uint8_t *key, *key_scale, *value, *value_scale;
+  const uint8_t* mask;  // or null
+  void* out;
+  int32_t* invalid;  // set to 1 where a code is one that cannot be decoded
+};
+
+// As ../hadamard.py fills it.
+struct HadamardCall {
+  int32_t dtype;
+  int64_t outer, n, inner, size;
+  const void* x;
+  void* out;
+};
+
+enum Dtype { FP32, FP16, BF16 };
+enum Operation { QUANTIZE, DEQUANTIZE, FAKE_QUANTIZE, CLIP_GRADIENT };
+
+extern "C" {
+
+int32_t pt2mx_run(const Call* call, ParallelFor parallel_for);
+int32_t pt2mx_rotate_fake_quantize(const Call* call, int64_t size, ParallelFor parallel_for);
+int32_t pt2mx_random_bits(uint64_t seed, int32_t* out, int64_t n, ParallelFor parallel_for);
+int32_t pt2mx_linear(const LinearCall* call, ParallelFor parallel_for);
+int32_t pt2mx_has_tiles();  // whether calls with `tiles` are served
+int32_t pt2mx_attention(AttentionCall* call, ParallelFor parallel_for);
+int32_t pt2mx_hadamard(const HadamardCall* call, ParallelFor parallel_for);
+
+}  // extern "C"

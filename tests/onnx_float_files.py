@@ -1,0 +1,130 @@
+"""Float ONNX files of several opsets, as exporters of other times wrote them."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import onnx
+import torch
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from torch import nn
+
+#: constants by name, as arrays or, of types that numpy lacks, tensors
+Constants = dict[str, np.ndarray | TensorProto]
+
+
+def model_of(
+    nodes: list[NodeProto],
+    inputs: dict[str, tuple[int, list]],
+    outputs: dict[str, int],
+    constants: Constants,
+    opset: int = 18,
+    ir_version: int = 10,
+) -> ModelProto:
+    """A model of nodes; `inputs` are (data type, shape) by name, `outputs` the ranks of floats. Of an IR below 4 all
+    constants are inputs too."""
+    values = [helper.make_tensor_value_info(name, *kind) for name, kind in inputs.items()]
+    held = [c if isinstance(c, TensorProto) else numpy_helper.from_array(c, name) for name, c in constants.items()]
+    if ir_version < 4:
+        values += [helper.make_tensor_value_info(t.name, t.data_type, t.dims) for t in held]
+    results = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [None] * n) for name, n in outputs.items()]
+    graph = helper.make_graph(nodes, "net", values, results, held)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=ir_version)
+    onnx.checker.check_model(model)
+    return model
+
+
+def weight(*shape: int) -> np.ndarray:
+    """Normal values, as a layer starts with."""
+    return (np.random.randn(*shape) / 8).astype(np.float32)
+
+
+def old_network(opset: int, ir_version: int) -> ModelProto:
+    """Convolutions, one transposed, and products of constants that come in several ways: as exporters wrote them at
+    opset 11 and 13, with axes as attributes where the opset has them so."""
+    axes_are_inputs = opset >= 13
+    constant = helper.make_node("Constant", [], ["w2"], "", value=numpy_helper.from_array(weight(40, 24)))
+    nodes = [
+        helper.make_node("Conv", ["x", "conv1.weight", "conv1.bias"], ["c1"], "conv1", pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["c1"], ["r1"]),
+        helper.make_node("ConvTranspose", ["r1", "up.weight"], ["c2"], "", strides=[2, 2]),
+        helper.make_node("Conv", ["c2", "grouped.weight"], ["c3"], "grouped", group=2),
+        helper.make_node("GlobalAveragePool", ["c3"], ["p"]),
+        helper.make_node("Squeeze", ["p", "two"] if axes_are_inputs else ["p"], ["f"], "",
+                         **({} if axes_are_inputs else {"axes": [2, 3]})),
+        helper.make_node("Gemm", ["f", "fc.weight", "fc.bias"], ["g"], "fc", transB=1),
+        constant,
+        helper.make_node("Transpose", ["w2"], ["w2t"], "", perm=[1, 0]),
+        helper.make_node("MatMul", ["g", "w2t"], ["m"], "head"),
+        helper.make_node("Softmax", ["m"], ["y"], "", axis=1),
+    ]  # fmt: skip
+    constants = {
+        "conv1.weight": weight(48, 3, 3, 3),
+        "conv1.bias": weight(48),
+        "up.weight": weight(48, 40, 2, 2),
+        "grouped.weight": weight(36, 20, 3, 3),
+        "fc.weight": weight(24, 36),
+        "fc.bias": weight(24),
+    }
+    if axes_are_inputs:
+        constants["two"] = np.array([2, 3])
+    inputs = {"x": (TensorProto.FLOAT, ["batch", 3, 8, 8])}
+    return model_of(nodes, inputs, {"y": 2}, constants, opset, ir_version)
+
+
+def recurrent_network() -> ModelProto:
+    """Rows of an embedding, an LSTM, a GRU whose hidden states alone are read, and the embedding again as the head."""
+    nodes = [
+        helper.make_node("Gather", ["table", "ids"], ["e"], "embed"),  # (S, B, 40)
+        helper.make_node("LSTM", ["e", "lw", "lr", "lb"], ["h"], "lstm", hidden_size=20, direction="bidirectional"),
+        helper.make_node("Transpose", ["h"], ["t"], "", perm=[0, 2, 1, 3]),
+        helper.make_node("Reshape", ["t", "shape"], ["s"], ""),  # (S, B, 40)
+        helper.make_node("GRU", ["s", "gw", "gr"], ["", "last"], "gru", hidden_size=40),
+        helper.make_node("Squeeze", ["last", "zero"], ["l"], ""),  # (B, 40)
+        helper.make_node("Transpose", ["table"], ["tt"], "", perm=[1, 0]),
+        helper.make_node("MatMul", ["l", "tt"], ["y"], "head"),
+    ]  # fmt: skip
+    constants = {
+        "table": weight(70, 40),
+        "lw": weight(2, 80, 40),
+        "lr": weight(2, 80, 20),
+        "lb": weight(2, 160),
+        "gw": weight(1, 120, 40),
+        "gr": weight(1, 120, 40),
+        "shape": np.array([0, 0, -1]),
+        "zero": np.array([0]),
+    }
+    return model_of(nodes, {"ids": (TensorProto.INT64, ["length", "batch"])}, {"y": 2}, constants)
+
+
+def branching_network() -> ModelProto:
+    """A product, and one in each branch of an If, which read a constant outside."""
+
+    def branch(name: str, factor: float) -> onnx.GraphProto:
+        constant = numpy_helper.from_array(np.float32([factor]), f"{name}_factor")
+        nodes = [
+            helper.make_node("MatMul", ["h", "w"], [f"{name}_m"], f"{name}_product"),
+            helper.make_node("Mul", [f"{name}_m", f"{name}_factor"], [f"{name}_y"], ""),
+        ]
+        return helper.make_graph(
+            nodes, name, [], [helper.make_tensor_value_info(f"{name}_y", TensorProto.FLOAT, [None] * 2)], [constant]
+        )
+
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["h"], "first"),
+        helper.make_node("If", ["flag"], ["y"], "choice", then_branch=branch("a", 2.0), else_branch=branch("b", 3.0)),
+    ]
+    inputs = {"x": (TensorProto.FLOAT, ["batch", 40]), "flag": (TensorProto.BOOL, [])}
+    return model_of(nodes, inputs, {"y": 2}, {"w": weight(40, 40)})
+
+
+def export(module: nn.Module, inputs: tuple, path: str, dynamic_shapes: object = None) -> None:
+    """What torch.onnx.export writes of a module today."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporter, of its own code
+        program = torch.onnx.export(
+            module.eval(), inputs, dynamo=True, verbose=False, dynamic_shapes=dynamic_shapes, external_data=False
+        )
+    assert program is not None
+    program.save(path)

@@ -1,0 +1,88 @@
+"""ONNX models in onnxruntime, and their nodes of the domain `pt2mx` beside the operators that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnxruntime
+import torch
+from onnx import NodeProto, TensorProto, helper
+from torch import Tensor
+
+import pt2mx
+from pt2mx.pt2e.onnx.bodies import add_bodies
+from pt2mx.pt2e.onnx.nodes import DOMAIN, VERSION, DequantizeMX, FakeQuantizeMX
+from tests.compare import differing
+
+DTYPES = {
+    TensorProto.FLOAT: torch.float32,
+    TensorProto.FLOAT16: torch.float16,
+    TensorProto.BFLOAT16: torch.bfloat16,
+    TensorProto.UINT8: torch.uint8,
+    TensorProto.INT64: torch.int64,
+}
+
+
+def model_of(nodes: list[NodeProto], inputs: dict[str, tuple[int, list]], opset: int = 18) -> onnx.ModelProto:
+    """A model of nodes, with bodies, whose outputs are those of all nodes; `inputs` are (data type, shape) by name."""
+    values = [helper.make_tensor_value_info(name, *kind) for name, kind in inputs.items()]
+    outputs = [onnx.ValueInfoProto(name=node.output[0]) for node in nodes]
+    graph = helper.make_graph(nodes, "net", values, outputs)
+    imports = [helper.make_opsetid("", opset), helper.make_opsetid(DOMAIN, VERSION)]
+    return add_bodies(helper.make_model(graph, opset_imports=imports, ir_version=10))
+
+
+def session(model: onnx.ModelProto | str, threads: int = 1) -> onnxruntime.InferenceSession:
+    """A session on the CPU, by default on one core."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    source = model if isinstance(model, str) else model.SerializeToString()
+    return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+
+
+def run(model: onnx.ModelProto | str, *inputs: Tensor | np.ndarray) -> list[Tensor]:
+    """The outputs for inputs in the model's order."""
+    runtime = session(model)
+    names = [value.name for value in runtime.get_inputs()]
+    return [torch.from_numpy(y) for y in runtime.run(None, dict(zip(names, map(np.asarray, inputs), strict=True)))]
+
+
+def differences(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> dict[str, int]:
+    """Node -> values of its output whose bits differ from those that pt2mx's operator gives for the node's own inputs.
+
+    NaNs are alike. Nodes in graphs inside are left out.
+    """
+    model = onnx.ModelProto.FromString(model.SerializeToString())
+    kinds = (FakeQuantizeMX, DequantizeMX)
+    nodes = [(node, found) for kind in kinds for node in model.graph.node if (found := kind.of(node)) is not None]
+    constants = {c.name: _tensor(onnx.numpy_helper.to_array(c)) for c in model.graph.initializer}
+    wanted = dict.fromkeys(name for node, _ in nodes for name in (*node.input, *node.output) if name not in constants)
+    known = {value.name for value in (*model.graph.input, *model.graph.output)}
+    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in wanted if name not in known)
+    given = {name: torch.from_numpy(array) for name, array in feeds.items()}
+    computed = [name for name in wanted if name not in given]
+    values = (
+        constants | given | dict(zip(computed, map(_tensor, session(model).run(computed, dict(feeds))), strict=True))
+    )
+    return {
+        node.name: int(differing(values[node.output[0]], operator(attributes, *(values[i] for i in node.input))).sum())
+        for node, attributes in nodes
+    }
+
+
+def operator(node: FakeQuantizeMX | DequantizeMX, *inputs: Tensor) -> Tensor:
+    """What pt2mx computes for a node of these attributes."""
+    if isinstance(node, FakeQuantizeMX):
+        return pt2mx.fake_quantize_mx(*inputs, node.spec)
+    dtype, length = DTYPES[node.dtype], None if node.length == -1 else node.length
+    return torch.ops.pt2mx.dequantize_mx(*inputs, node.element, node.block_size, dtype, node.axis, length)
+
+
+def _tensor(array: np.ndarray) -> Tensor:
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array.copy())

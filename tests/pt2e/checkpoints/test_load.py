@@ -1,0 +1,173 @@
+import json
+import os
+import re
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import pt2mx
+from pt2mx import MXError
+from pt2mx.pt2e.checkpoints.convert_files import convert_checkpoint
+from pt2mx.pt2e.checkpoints.load import is_mx_checkpoint, load_checkpoint, load_packed_model
+from pt2mx.pt2e.checkpoints.save import save_checkpoint
+from pt2mx.pt2e.language.quantize import quantize_language_model
+from tests.language_models import tokenizer_of_bytes, transformers
+
+FP4, FP8 = "mxfp4{32}(even,even)", "mxfp8_e4m3{32}(rceil)"
+OTHERS = {".*embed_tokens": None, ".*mlp.gate": None, ".*router": None}
+
+pytestmark = pytest.mark.filterwarnings("ignore:the setting module_name_regex")
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {**OTHERS, ".*": (FP4, FP4)}),
+        pytest.param("mixtral", {**OTHERS, ".*": (FP4, None)}, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", {".*experts": (FP4, None)}, marks=pytest.mark.slow),
+    ],
+)
+def test_the_program_is_that_of_the_converted_model(bf16, quantizer, logits, tmp_path, family, settings):
+    model = bf16(family).model
+    quantized = quantize_language_model(model, quantizer(settings), tokenizer=tokenizer_of_bytes())
+    save_checkpoint(quantized, model, tmp_path / "out")
+    stages = []
+    loaded = load_checkpoint(tmp_path / "out", stage=stages.append)
+    assert stages == ["export"] and loaded.tokenizer is not None and loaded.generation_config.pad_token_id == 257
+    wanted, found = ({n: t for n, t in one.program.state_dict.items() if "lifted" not in n and "inv_freq" not in n}
+                     for one in (quantized, loaded))  # fmt: skip
+    assert wanted.keys() == found.keys() and all(torch.equal(wanted[name], found[name]) for name in wanted)
+    assert torch.equal(logits(loaded), logits(quantized))
+    assert torch.equal(logits(load_packed_model(tmp_path / "out"), mask=True), logits(quantized))
+    reports = [pt2mx.quantization_report(one.program.module()).operators for one in (quantized, loaded)]
+    specs = [[[operand.spec for operand in row.operands] for row in report] for report in reports]
+    assert specs[0] == specs[1]
+    save_checkpoint(loaded, model, tmp_path / "again")
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "again"))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    assert (tmp_path / "out" / "config.json").read_text() == (tmp_path / "again" / "config.json").read_text()
+
+
+@pytest.mark.slow
+def test_generation(bf16, convert, tmp_path):
+    float_one = bf16("qwen2")
+    save_checkpoint(convert(float_one.graph, {".*_proj": (FP4, None)}), float_one.model, tmp_path / "out")
+    loaded = load_checkpoint(tmp_path / "out")
+    prompt = torch.tensor([[1, 2, 3]])
+    tokens = loaded.generate(prompt, max_new_tokens=5, do_sample=False)
+    stock = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(tokens, stock.generate(prompt, max_new_tokens=5, do_sample=False))
+    loaded.save_pretrained(tmp_path / "quantized")
+    again = pt2mx.LanguageModel.from_pretrained(tmp_path / "quantized")
+    assert torch.equal(again.generate(prompt, max_new_tokens=5, do_sample=False), tokens)
+
+
+@pytest.fixture
+def checkpoint(bf16, convert, tmp_path):
+    """Makes a checkpoint by a layout, whose tensors and quantization_config a function changes."""
+
+    def make(change, layout="compressed-tensors", specs=(FP8, None)):
+        float_one, folder = bf16("llama"), tmp_path / f"checkpoint of {getattr(change, '__name__', '')}"
+        save_checkpoint(convert(float_one.graph, {".*q_proj": specs}), float_one.model, folder, layout)
+        tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+        change(tensors, config["quantization_config"])
+        save_file(tensors, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+    return make
+
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+
+
+def _blocks_of_128(tensors, config):
+    tensors[f"{Q}_scale_inv"] = torch.ones(1, 1, dtype=torch.uint8)
+
+
+def _float_scales(tensors, config):
+    tensors[f"{Q}_scale_inv"] = torch.ones(64, 2)
+
+
+def _e8m0_scales(tensors, config):
+    tensors[f"{Q}_scale_inv"] = tensors[f"{Q}_scale_inv"].view(torch.float8_e8m0fnu)
+    config["quant_method"] = "fp8"
+
+
+def test_scales_of_their_own_dtype(checkpoint, logits):
+    plain = logits(load_packed_model(checkpoint(lambda tensors, config: None, "fp8")))
+    assert torch.equal(logits(load_packed_model(checkpoint(_e8m0_scales, "fp8"))), plain)
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "text"),
+    [
+        ("fp8", _blocks_of_128, "codes of shape (64, 64) and scales of shape (1, 1)"),
+        ("fp8", _float_scales, "q_proj.weight_scale_inv is torch.float32"),
+        ("compressed-tensors", lambda tensors, config: tensors.pop(Q), f"the checkpoint holds no {Q}"),
+        ("compressed-tensors", lambda tensors, config: tensors.pop("model.norm.weight"), "missing keys of the"),
+        ("compressed-tensors", lambda tensors, config: config.update(config_groups={}), "holds no codes"),
+        ("compressed-tensors", lambda tensors, config: config.update(quant_method="awq"), "'awq' of the checkpoint is"),
+        (
+            "compressed-tensors",
+            lambda tensors, config: config["config_groups"]["group_0"]["weights"].update(group_size=16),
+            "weights of group_0 in config_groups are not MX, but have group_size 16",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_no_mx_checkpoint(checkpoint, layout, change, text):
+    with pytest.raises(MXError, match=re.escape(text)):
+        load_checkpoint(checkpoint(change, layout))
+
+
+def test_folders_that_hold_none(bf16, tmp_path):
+    folder = bf16("llama").folder
+    assert not is_mx_checkpoint(folder) and not is_mx_checkpoint(tmp_path)
+    with pytest.raises(MXError, match="holds a checkpoint in high precision: quantize it"):
+        load_checkpoint(folder)
+    with pytest.raises(MXError, match=r"holds no config\.json"):
+        load_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(MXError, match="cannot read"):
+        is_mx_checkpoint(tmp_path)
+    shutil.copy(folder / "config.json", tmp_path)
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "MXFP8", "group_size": 32}}')
+    assert is_mx_checkpoint(tmp_path)
+    with pytest.raises(MXError, match=r"holds neither model\.safetensors nor"):
+        load_checkpoint(tmp_path)
+
+
+MEMORY = """
+import resource, sys, threading
+from pathlib import Path
+from pt2mx.pt2e.checkpoints.load import load_packed_model
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+load_packed_model(Path(sys.argv[1]))  # imports
+before, peak, done = resident(), [0], threading.Event()
+def watch():
+    while not done.wait(0.002):
+        peak[0] = max(peak[0], resident())
+thread = threading.Thread(target=watch)
+thread.start()
+model = load_packed_model(Path(sys.argv[2]))
+done.set()
+thread.join()
+print(peak[0] - before)
+"""
+
+
+def test_no_float_copy_is_made(run_python, tmp_path):
+    quantizer = pt2mx.MXQuantizer().set_module_name_regex(".*_proj", pt2mx.MXQuantizationConfig(weight=FP4))
+    for name, width in (("small", 64), ("large", 768)):
+        sizes = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": 4, "num_attention_heads": 8}
+        config = transformers.LlamaConfig(**sizes, vocab_size=256)
+        transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / f"{name} float")
+        convert_checkpoint(tmp_path / f"{name} float", tmp_path / name, quantizer)
+    floats, codes = (os.path.getsize(tmp_path / name / "model.safetensors") for name in ("large float", "large"))
+    grown = int(run_python(MEMORY, [str(tmp_path / name) for name in ("small", "large")]))
+    assert floats > 55e6 and grown < 1.4 * codes < 0.5 * floats

@@ -1,0 +1,90 @@
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pt2mx import MXError
+from pt2mx.pt2e.checkpoints import safetensors_shards
+from pt2mx.pt2e.checkpoints.safetensors_shards import DTYPES, Entry, ShardReader, ShardWriter
+from pt2mx.pt2e.output import whole_file
+
+
+def tensors():
+    """Each dtype, odd shapes, a scalar and nothing."""
+    bits = torch.randint(0, 2, (3, 5), dtype=torch.uint8)
+    return {
+        **{name: bits.to(dtype, copy=True) for name, dtype in DTYPES.items() if name != "F8_E8M0"},
+        "scales": bits.clone().view(torch.float8_e8m0fnu),
+        "vector": torch.randn(7),
+        "scalar": torch.tensor(3.0),
+        "none": torch.empty(0, 4),
+        "deep": torch.randn(2, 3, 4).bfloat16(),
+    }
+
+
+@pytest.mark.parametrize("size", [1, 7, 16, 1 << 20])
+def test_a_file_is_read_in_slices(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(safetensors_shards, "SLICE", size)
+    save_file(tensors(), tmp_path / "a.safetensors", {"format": "pt", "by": "test"})
+    with ShardReader(tmp_path / "a.safetensors") as reader:
+        assert reader.metadata == {"format": "pt", "by": "test"}
+        for name, tensor in load_file(tmp_path / "a.safetensors").items():
+            parts = dict(reader.slices(name))
+            assert reader.entries[name].dtype == tensor.dtype and reader.entries[name].shape == tuple(tensor.shape)
+            if tensor.dim() and tensor.numel():
+                assert torch.cat([part.view(torch.uint8) for part in parts.values()]).equal(tensor.view(torch.uint8))
+                assert list(parts) == list(range(0, len(tensor), max(1, size // tensor[0].nbytes)))
+            else:
+                assert all(part.equal(tensor) for part in parts.values()) and len(parts) == tensor.numel()
+
+
+def test_a_file_is_written_in_any_order(tmp_path):
+    given = tensors()
+    entries = {name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in given.items()}
+    with whole_file(tmp_path / "a.safetensors") as file:
+        writer = ShardWriter(file, entries, {"format": "pt"})
+        for name, tensor in reversed(given.items()):
+            if tensor.dim() > 1:
+                writer.write(name, 1, tensor[1:])
+                writer.write(name, 0, tensor[:1])
+            else:
+                writer.write(name, 0, tensor)
+    read = load_file(tmp_path / "a.safetensors")
+    assert read.keys() == given.keys()
+    for name, tensor in given.items():
+        same = read[name].reshape(-1).view(torch.uint8).equal(tensor.reshape(-1).view(torch.uint8))
+        assert read[name].dtype == tensor.dtype and read[name].shape == tensor.shape and same, name
+
+
+def test_bytes_are_those_that_safetensors_writes(tmp_path):
+    given = {"a": torch.randn(3, 5), "b": torch.ones(3, dtype=torch.uint8), "c": torch.ones(3).bfloat16()}
+    save_file(given, tmp_path / "theirs.safetensors", {"format": "pt"})
+    with whole_file(tmp_path / "ours.safetensors") as file:
+        entries = {name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in given.items()}
+        writer = ShardWriter(file, entries, {"format": "pt"})
+        for name, tensor in given.items():
+            writer.write(name, 0, tensor)
+    assert (tmp_path / "ours.safetensors").read_bytes() == (tmp_path / "theirs.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (b"", "no header of that length"),
+        (b"{]", "no whole file"),
+        (b"[]", "no whole file"),
+        (b'{"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}', "dtype or an entry that is not known: 'F4'"),
+        (b'{"a": {"shape": [2], "data_offsets": [0, 1]}}', "not known: 'dtype'"),
+        (b'{"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 1]}}', "a is not whole"),
+        (b'{"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}', "a is not whole"),
+    ],
+)
+def test_damaged_files(tmp_path, header, message):
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(MXError, match=message):
+        ShardReader(path)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(MXError, match=r"cannot read .*: No such file"):
+        ShardReader(tmp_path / "a.safetensors")

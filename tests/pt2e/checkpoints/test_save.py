@@ -1,0 +1,206 @@
+import copy
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import pt2mx
+from pt2mx import MXError
+from pt2mx.pt2e.checkpoints.load import load_packed_model
+from pt2mx.pt2e.checkpoints.save import save_checkpoint
+from tests.language_models import transformers
+from tests.pt2e.checkpoints.conftest import INPUTS
+
+FP4, FP6, FP8 = "mxfp4{32}(even,even)", "mxfp6{32}(even,even)", "mxfp8_e4m3{32}(rceil)"
+E3M2 = "mxfp6_e3m2{32}"
+EMBEDDING, ALL = ".*embed_tokens", ".*"
+OTHERS = {EMBEDDING: None, ".*mlp.gate": None}
+MIXED = {EMBEDDING: None, ".*o_proj": (FP8, None), ".*mlp.*": (FP4, FP6), ".*head": None, ALL: (FP4, None)}
+
+pytestmark = pytest.mark.filterwarnings("ignore:the setting module_name_regex")
+
+
+def files(folder):
+    return {path.name for path in folder.iterdir()}
+
+
+def stock(folder, **options):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "form"),
+    [
+        ("llama", {EMBEDDING: None, ALL: (FP4, FP4)}, "mxfp4-pack-quantized"),
+        ("qwen2", {EMBEDDING: None, ALL: (FP6, FP6)}, "mxfp6-pack-quantized"),
+        ("qwen2", {ALL: (FP8, None)}, "mxfp8-quantized"),
+        ("llama", MIXED, "mixed-precision"),
+        ("mixtral", {**OTHERS, ALL: (FP4, None)}, "mxfp4-pack-quantized"),
+        ("mixtral", {**OTHERS, ".*experts": (FP6, None), ALL: (FP4, FP4)}, "mixed-precision"),
+        ("gpt_oss", {EMBEDDING: None, ".*mlp.*": None, ALL: (FP6, FP6)}, "mxfp6-pack-quantized"),
+    ],
+)
+def test_compressed_tensors_computes_the_same_logits(bf16, convert, logits, tmp_path, family, settings, form):
+    float_one = bf16(family)
+    converted = convert(float_one.graph, settings)
+    save_checkpoint(converted, float_one.model, tmp_path / "out")
+    loaded = stock(tmp_path / "out")
+    assert loaded.config.quantization_config.quantization_config.format == form
+    assert torch.equal(logits(loaded), logits(converted))
+    assert torch.equal(logits(load_packed_model(tmp_path / "out")), logits(converted))
+
+
+def test_gpt_oss_is_read_by_transformers(bf16, convert, logits, tmp_path):
+    float_one = bf16("gpt_oss")
+    converted = convert(float_one.graph, {".*experts": (FP4, None)})
+    save_checkpoint(converted, float_one.model, tmp_path / "out")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert tensors["model.layers.0.mlp.experts.gate_up_proj_blocks"].shape == (4, 192, 2, 16)
+    assert tensors["model.layers.0.mlp.experts.down_proj_scales"].shape == (4, 64, 3)
+    loaded = stock(tmp_path / "out", quantization_config=transformers.Mxfp4Config(dequantize=True))
+    assert torch.equal(logits(loaded), logits(converted))
+    assert torch.equal(logits(load_packed_model(tmp_path / "out")), logits(converted))
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "settings", "scales"),
+    [
+        ("llama", None, {".*head|.*o_proj": (E3M2, E3M2), ".*q_proj": (FP4, None)}, 3),
+        ("mixtral", "quark", {".*experts": (E3M2, None), ".*k_proj": (FP8, None)}, 13),
+        ("llama", "modelopt", {".*q_proj|.*down_proj": (FP8, FP8)}, 2),
+        ("qwen2", "fp8", {EMBEDDING: (FP8, None), ".*mlp.*": (FP8, None)}, 4),
+    ],
+)
+def test_layouts_without_an_installed_reader(bf16, convert, logits, tmp_path, family, layout, settings, scales):
+    float_one = bf16(family)
+    converted = convert(float_one.graph, {**settings, ALL: None})
+    save_checkpoint(converted, float_one.model, tmp_path / "out", layout)
+    method = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["quant_method"]
+    assert method == {None: "quark", "fp8": "mxfp8"}.get(layout, layout)
+    assert ("hf_quant_config.json" in files(tmp_path / "out")) == (layout == "modelopt")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert sum(name.endswith(("_scale", "_scale_inv")) for name in tensors) == scales
+    assert all(tensor.dtype in (torch.bfloat16, torch.uint8, torch.float8_e4m3fn) for tensor in tensors.values())
+    for name, buffer in converted.named_buffers():
+        weight, _, kind = name.rpartition("_")
+        if weight in tensors and kind in ("data", "scale"):
+            stored = tensors[weight if kind == "data" else weight + ("_scale_inv" if layout == "fp8" else "_scale")]
+            assert torch.equal(stored.view(torch.uint8), buffer)
+    assert torch.equal(logits(load_packed_model(tmp_path / "out")), logits(converted))
+
+
+def test_a_tied_head_shards_and_what_is_unpacked(bf16, convert, logits, tmp_path):
+    float_one = bf16("llama", tie_word_embeddings=True)
+    converted = convert(float_one.graph, {".*k_proj": None, ALL: (FP4, None)})
+    unpack = [EMBEDDING, ".*v_proj"]
+    save_checkpoint(converted, float_one.model, tmp_path / "out", unpack=unpack, max_shard_size=20_000)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert {"lm_head.weight_packed", "model.embed_tokens.weight", "model.layers.0.self_attn.v_proj.weight"} <= {*index}
+    assert len(set(index.values())) > 1
+    loaded = stock(tmp_path / "out")
+    assert not loaded.config.tie_word_embeddings
+    assert torch.equal(logits(loaded), logits(converted))
+    assert torch.equal(logits(load_packed_model(tmp_path / "out")), logits(converted))
+
+
+def test_a_tied_head_in_high_precision_stays_tied(bf16, convert, logits, tmp_path):
+    float_one = bf16("qwen2", tie_word_embeddings=True)
+    converted = convert(float_one.graph, {".*mlp.*": (FP4, None)})
+    save_checkpoint(converted, float_one.model, tmp_path / "out")
+    assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(logits(stock(tmp_path / "out")), logits(converted))
+    assert torch.equal(logits(load_packed_model(tmp_path / "out")), logits(converted))
+
+
+def test_rounded_weights_and_a_model_without_memory(bf16, convert, quantizer, logits, tmp_path):
+    float_one, settings = bf16("llama", tie_word_embeddings=True), {".*_proj|.*head": (FP4, None)}
+    rounded = pt2mx.optimize(float_one.graph, quantizer(settings).set_algorithms("fast"), [])
+    converted = convert(rounded, settings)
+    with torch.device("meta"):
+        skeleton = transformers.AutoModelForCausalLM.from_config(float_one.model.config)
+    save_checkpoint(converted, skeleton, tmp_path / "out")
+    found = {name: t for name, t in load_packed_model(tmp_path / "out").named_buffers() if t.dtype == torch.uint8}
+    held = {name.replace("_rounded", ""): tensor for name, tensor in converted.named_buffers()}
+    assert len(found) == 16 and any("_rounded" in name for name, _ in converted.named_buffers())
+    for name, tensor in found.items():
+        assert any(torch.equal(tensor, held[same]) for same in (name, f"model.embed_tokens.{name[8:]}") if same in held)
+    assert torch.equal(logits(stock(tmp_path / "out")), logits(converted))
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "settings", "text"),
+    [
+        ("llama", None, {".*q_proj": ("mxint8", None)}, "no layout has weights in int8"),
+        ("llama", "quark", {".*q_proj": ("mxint8", None)}, "quark cannot hold model.layers.0.self_attn.q_proj.weight"),
+        ("llama", None, {".*q_proj": ("mxfp4{16}", None)}, "q_proj.weight has blocks of 16"),
+        ("llama", None, {EMBEDDING: (FP4, None)}, "take embeddings in fp8_e4m3 alone: leave model.embed_tokens"),
+        ("llama", None, {".*q_proj": ("mxfp4", "mxfp4")}, "inputs of model.layers.0.self_attn.q_proj are mxfp4"),
+        ("llama", None, {".*q_proj": ("mxfp4", "mxfp6_e3m2")}, "it has fp4_e2m1 with scale_mode even"),
+        ("llama", None, {ALL: ("mxfp8_e5m2", None)}, "no layout has weights in fp8_e5m2"),
+        ("llama", "mxfp4", {".*q_proj": (FP4, None)}, "mxfp4 holds experts alone"),
+        ("llama", "modelopt", {".*q_proj": (FP8, None)}, "modelopt quantizes inputs too"),
+        ("llama", "fp8", {".*q_proj": (FP8, FP8)}, "fp8 holds weights alone"),
+        ("llama", "awq", {".*q_proj": (FP8, FP8)}, "unknown layout 'awq'"),
+        ("mixtral", None, {".*mlp.gate": (FP4, None)}, "weight of a MixtralTopKRouter"),
+        ("mixtral", None, {".*experts": (FP4, FP4)}, "quantize no inputs of experts"),
+        ("mixtral", None, {".*experts": (FP8, None)}, "reads experts in FP8 with one scale a row"),
+        ("mixtral", None, {".*q_proj": (FP4, None)}, "quantize experts too"),
+        ("mixtral", "mxfp4", {".*experts": (FP4, None)}, "read for gpt-oss alone"),
+        ("gpt_oss", "quark", {".*experts": (FP4, None)}, "no place for model.layers.0.mlp.experts"),
+    ],
+)
+def test_what_a_layout_cannot_hold(bf16, convert, tmp_path, family, layout, settings, text):
+    float_one = bf16(family)
+    with pytest.raises(MXError, match=re.escape(text)):
+        save_checkpoint(convert(float_one.graph, settings), float_one.model, tmp_path / "out", layout)
+    assert not files(tmp_path)
+
+
+def test_what_no_checkpoint_holds(bf16, convert, quantizer, tmp_path):
+    float_one, settings = bf16("llama"), {".*q_proj": (FP4, None)}
+    model, converted = float_one.model, convert(float_one.graph, settings)
+    fp8 = pt2mx.MXQuantizationConfig(activation="mxfp8")
+    attention = pt2mx.MXQuantizer().set_operator_type("aten.scaled_dot_product_attention", fp8)
+    rotated = pt2mx.optimize(float_one.graph, quantizer(settings).set_algorithms({"rotation": {}}), [INPUTS])
+    full = copy.deepcopy(model).float()
+    full_graph = torch.export.export(full, (), INPUTS, strict=False).module()
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    for one, owner, folder, text in (
+        (
+            pt2mx.convert_pt2e(pt2mx.prepare_pt2e(float_one.graph, attention)),
+            model,
+            "out",
+            "self_attn calls pt2mx.quantize_mx",
+        ),
+        (convert(rotated, settings), model, "out", "q_proj calls pt2mx.hadamard for what is neither a weight"),
+        (convert(full_graph, settings), full, "out", "in torch.float32, readers of compressed-tensors in bfloat16"),
+        (converted, bf16("gpt_oss").model, "out", "which GptOssForCausalLM has not|has no weight"),
+        (converted, torch.nn.Linear(2, 2), "out", "not Linear"),
+        ("text", model, "out", "not str"),
+        (float_one.graph, model, "out", "no weight of the converted model is packed"),
+        (converted, model, "taken", "is there already"),
+        (converted, model, "taken/file", "is there already"),
+        (converted, model, "taken/file/out", "File exists|Not a directory"),
+    ):
+        with pytest.raises(MXError, match=text):
+            save_checkpoint(one, owner, tmp_path / folder)
+    with pytest.raises(MXError, match=r"'q_proj' is no module with a packed weight, such as model\.layers\.0"):
+        save_checkpoint(converted, model, tmp_path / "out", unpack=["q_proj"])
+    both = convert(float_one.graph, {".*q_proj": (FP4, FP4)})
+    with pytest.raises(MXError, match=r"inputs of .*q_proj.weight are quantized, which"):
+        save_checkpoint(both, model, tmp_path / "out", unpack=[".*q_proj"])
+    assert files(tmp_path) == {"taken"}
+
+
+def test_nothing_is_left_where_writing_fails(bf16, convert, tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", fail)
+    float_one = bf16("llama")
+    with pytest.raises(MXError, match="No space left"):
+        save_checkpoint(convert(float_one.graph, {".*q_proj": (FP4, None)}), float_one.model, tmp_path / "out")
+    assert not files(tmp_path)

@@ -1,0 +1,96 @@
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import pt2mx
+from pt2mx import MXError, MXQuantizer
+from pt2mx.algorithms import GPTQ, Rotation, gptq
+from pt2mx.pt2e.checkpoints.convert_files import convert_checkpoint
+from pt2mx.pt2e.checkpoints.statistics import InputStatistics, StatisticsFile, collect_statistics, save_statistics
+from tests.language_models import tiny_decoder, transformers
+
+SPEC = "mxfp4(even,even)"
+
+
+@pytest.fixture
+def llama(tmp_path):
+    tiny_decoder("llama").bfloat16().save_pretrained(tmp_path / "float", max_shard_size="60KB")
+    return transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "float", dtype="auto").eval()
+
+
+def batches():
+    return [torch.randint(256, (4, 64)) for _ in range(4)]
+
+
+def test_sums_of_inputs():
+    net = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 4, bias=False), nn.Conv1d(5, 5, 1))
+    xs = [torch.randn(2, 5, 8), torch.randn(3, 5, 8)]
+    found = collect_statistics(net, xs)
+    assert set(found) == {"0.weight", "2.weight"}
+    rows = torch.cat([x.flatten(0, -2) for x in xs])
+    assert found["0.weight"].rows == found["2.weight"].rows == 25
+    assert torch.allclose(found["0.weight"].hessian, rows.T @ rows, atol=1e-5)
+    inner = torch.relu(net[0](rows))
+    assert torch.allclose(found["2.weight"].hessian, inner.T @ inner, atol=1e-5)
+    assert not any(module._forward_pre_hooks for module in net)
+
+
+def test_batches_of_each_form(llama):
+    ids = torch.randint(256, (2, 9))
+    forms = [collect_statistics(llama, [one]) for one in (ids, (ids,), {"input_ids": ids})]
+    for one in forms[1:]:
+        assert all(torch.equal(one[name].hessian, forms[0][name].hessian) for name in forms[0]) and len(one) == 15
+
+
+def test_a_file_of_statistics(tmp_path):
+    given = {"a.weight": InputStatistics(torch.eye(3), 7), "b.weight": InputStatistics(torch.ones(2, 2), 9)}
+    save_statistics(given, tmp_path / "inputs.safetensors")
+    read = StatisticsFile(tmp_path / "inputs.safetensors")
+    assert len(read) == 2 and list(read) == ["a.weight", "b.weight"] and "c.weight" not in read
+    for name, one in given.items():
+        assert torch.equal(read[name].hessian, one.hessian) and read[name].rows == one.rows
+    save_file({"a": torch.ones(2)}, tmp_path / "other.safetensors")
+    with pytest.raises(MXError, match="holds no statistics"):
+        StatisticsFile(tmp_path / "other.safetensors")
+
+
+@torch.no_grad()
+def test_weights_are_rounded_by_gptq(llama, tmp_path):
+    statistics = collect_statistics(llama, batches())
+    del statistics["lm_head.weight"]
+    save_statistics(statistics, tmp_path / "inputs.safetensors")
+    quantizer = MXQuantizer.from_recipe("mxfp4_weight_only").set_algorithms((GPTQ(damping=0.02),))
+    convert_checkpoint(tmp_path / "float", tmp_path / "out", quantizer, statistics=statistics)
+    convert_checkpoint(
+        tmp_path / "float", tmp_path / "file", quantizer, statistics=StatisticsFile(tmp_path / "inputs.safetensors")
+    )
+    after = {}
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        after |= load_file(path)
+        assert path.read_bytes() == (tmp_path / "file" / path.name).read_bytes()
+    for name, one in statistics.items():
+        weight = llama.get_parameter(name)
+        damping = 0.02 + 0.5 * weight.shape[1] / one.rows
+        rounded = gptq(weight, one.hessian, pt2mx.parse(SPEC), damping=damping)
+        held = after[f"{name}_packed"], after[f"{name}_scale"]
+        assert torch.equal(pt2mx.dequantize_mx(*held, SPEC), rounded), name
+        nearest = pt2mx.fake_quantize_mx(weight.float(), SPEC)
+        assert _error(weight, rounded, one) < _error(weight, nearest, one), name
+    scale, data = pt2mx.quantize_mx(llama.lm_head.weight, SPEC)
+    assert torch.equal(after["lm_head.weight_packed"], data) and torch.equal(after["lm_head.weight_scale"], scale)
+
+
+def _error(weight, rounded, statistics):
+    """Of the products of the inputs that were seen."""
+    difference = weight.float() - rounded
+    return float(((difference @ statistics.hessian) * difference).sum())
+
+
+def test_recipes_with_other_algorithms(llama, tmp_path):
+    quantizer = MXQuantizer.from_recipe("mxfp4_weight_only").set_algorithms((Rotation(), GPTQ()))
+    with pytest.raises(MXError, match="the recipe has Rotation, which is not applied"):
+        convert_checkpoint(tmp_path / "float", tmp_path / "out", quantizer, statistics={})
+    with pytest.raises(MXError, match="the recipe has Rotation, GPTQ, which is not applied"):
+        convert_checkpoint(tmp_path / "float", tmp_path / "out", quantizer)
+    assert not (tmp_path / "out").exists()

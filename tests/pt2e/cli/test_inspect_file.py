@@ -1,0 +1,132 @@
+"""`pt2mx inspect`: what it prints of programs, packages and folders."""
+
+import json
+from math import prod
+
+import pytest
+import torch
+from torch import nn
+
+import pt2mx
+from pt2mx import MXQuantizer
+from pt2mx.pt2e.cli import command
+from pt2mx.pt2e.cli.compile import compile_program
+from pt2mx.pt2e.contents.contents import contents_of
+from pt2mx.pt2e.contents.held import HeldTensor
+from pt2mx.pt2e.contents.text import _histogram
+from pt2mx.pt2e.packed_weights import packed_weights
+from tests.flow import convert
+from tests.language_models import tiny_decoder, tokenizer_of_bytes
+
+BATCH = ({0: torch.export.Dim("batch", max=64)},)
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 250), nn.GELU(), nn.Linear(250, 10)).eval()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A program, what was made of it, and packages of it."""
+    folder, x = tmp_path_factory.mktemp("files"), torch.randn(8, 64)
+    quantizer = MXQuantizer.from_recipe("mxfp4")
+    program = torch.export.export(convert(mlp(), (x,), quantizer, shapes=BATCH), (x,), dynamic_shapes=BATCH)
+    pt2mx.save_program(program, folder / "program.pt2", quantizer)
+    torch.export.save(pt2mx.make_portable(program), folder / "portable.pt2")
+    torch.export.save(torch.export.export(mlp(), (x,)), folder / "float.pt2")
+    compile_program(program, folder / "package.pt2", recipe=quantizer)
+    return folder, program
+
+
+def run(*arguments, capsys):
+    assert command.main(["inspect", *map(str, arguments)]) == 0
+    return capsys.readouterr()
+
+
+def test_a_program(files, capsys):
+    folder, program = files
+    (found,) = json.loads(run(folder / "program.pt2", "--json", capsys=capsys).out)
+    assert found["kind"] == "program" and found["bytes"] == (folder / "program.pt2").stat().st_size
+    assert found["origin"]["pt2mx"] == pt2mx.__version__ and "mxfp4_e2m1{32}" in found["origin"]["recipe"]
+    assert found["inputs"] == [{"name": "input", "dtype": "float32", "shape": ["0..64", 64], "bytes": None}]
+    assert found["activations"] == {"mxfp4_e2m1{32}(even,even)": 2}
+    assert found["operators"]["pt2mx.dequantize_mx"] == 4 and found["operators"]["aten.linear"] == 2
+    assert {t["name"]: t["bytes"] for t in found["tensors"]} == {"0.bias": 1000, "2.bias": 40}
+    for weight, held in zip(packed_weights(program), found["weights"], strict=True):
+        assert (held["name"], held["format"]) == (weight.name, "fp4_e2m1{32}")
+        assert (held["axis"], tuple(held["shape"])) == (1, weight.shape)
+        assert held["bytes"] == weight.codes.numel() + weight.scales.numel()
+        assert held["bits"] == 8 * held["bytes"] / prod(weight.shape)
+        exponents = weight.scales.flatten().int() - 127
+        assert held["scales"] == {str(e): int((exponents == e).sum()) for e in exponents.unique().tolist()}
+        assert sum(held["scales"].values()) == weight.scales.numel() and held["nan_blocks"] == 0
+
+
+def test_the_table(files, capsys):
+    lines = run(files[0] / "program.pt2", capsys=capsys).out.splitlines()
+    assert lines[0].endswith(f"written by pt2mx {pt2mx.__version__} and torch {torch.__version__}")
+    assert "inputs: input float32 (0..64, 64)" in lines
+    (row,) = [line.split() for line in lines if line.startswith("0.weight")]
+    assert row[:2] == ["0.weight", "fp4_e2m1{32}"] and row[-4:] == ["250x64", "1", "8,500", "4.25"]
+    assert ["pt2mx.quantize_mx", "2"] in [line.split() for line in lines]
+    assert lines[-1].startswith("2 packed weights: 18,500 values, 9,830 bytes, 4.25 bits a value; 2 other tensors")
+
+
+def test_a_package(files, capsys):
+    (program,), (package,) = (contents_of(files[0] / name) for name in ("program.pt2", "package.pt2"))
+    assert (package.kind, package.origin, package.target["AOTI_DEVICE_KEY"]) == ("package", program.origin, "cpu")
+    assert package.inputs == (HeldTensor("input", "float32", ("0..64", 64)),)
+    assert package.operators == {"pt2mx.linear_mx": 2} and set(package.tensors) == set(program.tensors)
+    for ours, theirs in zip(package.weights, program.weights, strict=True):
+        assert (ours.name, ours.format, ours.axis, ours.shape) == (
+            theirs.name,
+            theirs.format,
+            theirs.axis,
+            theirs.shape,
+        )
+        assert ours.bytes == theirs.bytes and ours.scales is None
+    out = run(files[0] / "package.pt2", capsys=capsys).out
+    assert "a package of" in out and "for: cpu, " in out
+
+
+def test_programs_without_packed_weights(files, capsys):
+    captured = run(files[0] / "portable.pt2", capsys=capsys)
+    assert "portable: operators are written out" in captured.out
+    assert "was written by" not in captured.out
+    (found,) = json.loads(run(files[0] / "float.pt2", "--json", capsys=capsys).out)
+    assert (found["weights"], found["origin"], found["portable"]) == ([], None, False)
+    assert {t["name"] for t in found["tensors"]} == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
+def test_the_folder_of_a_language_model(tmp_path, capsys):
+    """Experts are weights of three dimensions."""
+    model = pt2mx.quantize_language_model(tiny_decoder("mixtral"), MXQuantizer.from_recipe("mxfp4_weight_only"))
+    model.tokenizer = tokenizer_of_bytes()
+    model.save_pretrained(tmp_path / "model")
+    (found,) = contents_of(tmp_path / "model")
+    assert found.file.endswith("program.pt2") and len(found.weights) > 8
+    assert any(weight.name.endswith("gate_up_proj") and len(weight.shape) == 3 for weight in found.weights)
+    assert all(weight.bits < 5 for weight in found.weights)
+    assert f"{len(found.weights)} packed weights" in run(tmp_path / "model", capsys=capsys).out
+
+
+def test_bad_input(tmp_path, capsys):
+    (tmp_path / "text.pt2").write_text("no archive")
+    (tmp_path / "folder").mkdir()
+    for name, message in (
+        ("none.pt2", "no file"),
+        ("text.pt2", "is no PT2 archive"),
+        ("folder", "holds no program.pt2: give a file"),
+    ):
+        assert command.main(["inspect", str(tmp_path / name)]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == "" and captured.err.startswith("pt2mx: error: ") and captured.err.count("\n") == 1
+        assert message in captured.err
+
+
+def test_histograms():
+    assert _histogram({-3: 8, -1: 1}) == "-3 █ ▁ -1"
+    assert _histogram({0: 5}) == "0 █ 0" and _histogram({}) == ""
+    wide = _histogram(dict.fromkeys(range(-127, 128), 1))
+    assert wide.startswith("-127 █") and wide.endswith(" 127") and len(wide) < 40

@@ -1,0 +1,102 @@
+import json
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+from pt2mx.pt2e.cli.command import main
+from tests.onnx_float_files import branching_network, old_network
+from tests.onnx_nodes import run
+
+IMAGES = np.float32(np.random.RandomState(0).randn(2, 3, 8, 8))
+
+
+@pytest.fixture
+def network(tmp_path, monkeypatch):
+    """A float file, in whose folder the commands run."""
+    np.random.seed(0)
+    monkeypatch.chdir(tmp_path)
+    onnx.save(old_network(13, 7), "net.onnx")
+    (tmp_path / "batches").mkdir()
+    np.savez(tmp_path / "batches" / "a.npz", x=IMAGES)
+    torch.save(torch.from_numpy(IMAGES), tmp_path / "batches" / "b.pt")
+    return tmp_path
+
+
+def quantize(*options, recipe="mxfp8", model="onnx:net.onnx", output="out.onnx"):
+    return main(["quantize", "--model", model, "--recipe", recipe, "--output", output, *options])
+
+
+def test_a_file_becomes_one_that_onnxruntime_runs(network, capsys):
+    assert quantize() == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].split()[:2] == ["module", "operator"]
+    assert [line.split()[1] for line in out[1:6]] == ["Conv", "ConvTranspose", "Conv", "Gemm", "MatMul"]
+    assert out[6].startswith("5 of 5 operators quantized; parameters ")
+    assert out[7].startswith("out.onnx: 0.") and "(the float file: 0.1 MB); load " in out[7]
+    assert run("out.onnx", IMAGES)[0].shape == (2, 40)
+
+
+def test_batches_and_a_report(network, capsys):
+    assert quantize("--calibration", "batches", "--report", "report.json") == 0
+    assert "output against the float model: SQNR " in capsys.readouterr().out
+    report = json.loads((network / "report.json").read_text())
+    assert [operator["operator"] for operator in report["operators"]][:2] == ["Conv", "ConvTranspose"]
+    assert report["fidelity"][2] == 2 * 2 * 40
+
+
+def test_what_lies_inside_a_branch_is_said(network, capsys):
+    onnx.save(branching_network(), "net.onnx")
+    assert quantize("--calibration", "none") == 0
+    assert "inside the sub-graph of choice" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "match"),
+    [
+        ((), {"model": "onnx:missing.onnx"}, "no file 'missing.onnx': give onnx:FILE"),
+        ((), {"model": "onnx:"}, "no file '': give onnx:FILE"),
+        ((), {"model": "onnx:batches/a.npz"}, "'batches/a.npz' is no ONNX file that can be read"),
+        ((), {"output": "out.pt2"}, "cannot write 'out.pt2': its name must end in .onnx"),
+        ((), {"output": "net.onnx"}, "are one file, 'net.onnx'"),
+        ((), {"output": "nowhere/out.onnx"}, "it must be a file in a folder that exists"),
+        ((), {"recipe": "mxfp9"}, "no recipe 'mxfp9'"),
+        ((), {"recipe": "mxfp4_decoder"}, "algorithms is not for ONNX files"),
+        (("--optimize", "fast"), {}, "--optimize is for PyTorch models"),
+        (("--compile",), {}, "--compile is for PyTorch models"),
+        (("--tensor-parallel", "2"), {}, "--tensor-parallel is for PyTorch models"),
+        (("--calibration", "nowhere"), {}, "no calibration batches: 'nowhere'"),
+        (("--report", "report.txt"), {}, "its name must end in .json or .html or .htm"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(network, capsys, options, given, match):
+    before = {file: file.read_bytes() for file in network.rglob("*") if file.is_file()}
+    assert quantize(*options, **given) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("pt2mx: error: ") and match in line
+    assert {file: file.read_bytes() for file in network.rglob("*") if file.is_file()} == before
+
+
+def test_batches_that_do_not_fit(network, capsys):
+    for name, batch in (
+        ("c.npz", {"z": IMAGES}),
+        ("c.npz", {"x": IMAGES[:, :2]}),
+        ("c.npz", {"x": IMAGES, "z": IMAGES}),
+    ):
+        np.savez(network / "batches" / name, **batch)
+        assert quantize("--calibration", "batches") == 2
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert line.startswith("pt2mx: error: ") and ("must hold the inputs ['x']" in line or "batch 2: " in line)
+        assert not (network / "out.onnx").exists()
+
+
+def test_weights_that_are_not_finite(network, capsys):
+    model = old_network(13, 7)
+    index = next(i for i, t in enumerate(model.graph.initializer) if t.name == "conv1.weight")
+    bad = np.full((48, 3, 3, 3), np.inf, np.float32)
+    model.graph.initializer[index].CopyFrom(onnx.numpy_helper.from_array(bad, "conv1.weight"))
+    onnx.save(model, "net.onnx")
+    assert quantize() == 2
+    assert "NaN or Inf in the weights conv1.weight" in capsys.readouterr().err
+    assert quantize("--allow-nan") == 0

@@ -1,0 +1,243 @@
+import onnx
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+import pt2mx
+from pt2mx import MXQuantizer
+from pt2mx.extras import import_extra
+from pt2mx.fx.lower import lower_to_inductor
+from pt2mx.pt2e.onnx.export import OPSETS, export_onnx
+from pt2mx.pt2e.onnx.nodes import DOMAIN, DequantizeMX, FakeQuantizeMX
+from tests.compare import same, sqnr
+from tests.flow import convert, exported, reloaded
+from tests.onnx_nodes import differences, run
+
+BATCH, SEQUENCE = Dim("batch"), Dim("sequence", max=512)
+# torch.export's, of every recurrent module
+pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes self.lstm._flat_weights")
+
+
+class Attention(nn.Module):
+    """An embedding, a product of which queries, keys and values are parts, and probabilities along the sequence."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.qkv, self.out = nn.Embedding(100, 96), nn.Linear(96, 288), nn.Linear(96, 96)
+
+    def forward(self, ids):  # (B, S) -> (B, S, 96)
+        x = self.embedding(ids)
+        q, k, v = self.qkv(x).unflatten(-1, (3, 3, 32)).permute(2, 0, 3, 1, 4).unbind(0)
+        return self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Images(nn.Module):
+    """Ragged blocks along the channels, a grouped and a transposed convolution."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.grouped = nn.Conv2d(40, 64, 3, padding=1), nn.Conv2d(64, 64, 3, groups=2)
+        self.last = nn.ConvTranspose2d(64, 20, 2)
+
+    def forward(self, x):  # (B, 40, H, W) -> (B, 20, H - 1, W - 1)
+        return self.last(torch.relu(self.grouped(torch.relu(self.first(x)))))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.lstm = nn.LSTM(40, 48, batch_first=True)
+
+    def forward(self, x):  # (B, S, 40) -> (B, S, 48)
+        return self.lstm(x)[0]
+
+
+class Product(nn.Module):
+    """Blocks along a dynamic dimension."""
+
+    def forward(self, a, b):  # (B, M, K), (B, K, N)
+        return a @ b
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda y: self.linear(y), lambda y: self.linear(-y) * 2, (x,))
+
+
+def ids(*shape):
+    return torch.randint(0, 100, shape)
+
+
+#: model, example inputs, dynamic shapes, other inputs, nodes of mxfp4
+MODELS = {
+    "attention": (Attention(), (ids(2, 50),), ({0: BATCH, 1: SEQUENCE},), [(ids(3, 7),), (ids(2, 64),)], 8),
+    "images": (Images(), (torch.randn(2, 40, 6, 6),), ({0: BATCH},), [(torch.randn(3, 40, 6, 6),)], 6),
+    "recurrent": (Recurrent(), (torch.randn(2, 3, 40),), ({0: BATCH},), [(torch.randn(4, 3, 40),)], 3),
+    "product": (
+        Product(),
+        (torch.randn(2, 3, 40), torch.randn(2, 40, 6)),
+        ({2: Dim("k")}, {1: Dim("k")}),
+        [(torch.randn(2, 3, n), torch.randn(2, n, 6)) for n in (7, 67, 64)],
+        2,
+    ),
+}
+
+
+def exported_to(path, model, inputs, recipe="mxfp4", shapes=None, **options):
+    converted = convert(model, inputs, recipe, shapes=shapes)
+    export_onnx(converted, path, inputs, shapes, **options)
+    return converted, onnx.load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [(name, "mxfp4") for name in MODELS] + [("attention", "mxfp8"), ("images", "mxint8"), ("product", "mxfp6")],
+)
+def test_every_node_gives_the_bits_of_its_operator(name, recipe, tmp_path):
+    model, inputs, shapes, others, count = MODELS[name]
+    converted, written = exported_to(tmp_path / "net.onnx", model, inputs, recipe, shapes)
+    names = [value.name for value in written.graph.input]
+    for batch in (inputs, *others):
+        found = differences(written, dict(zip(names, (x.numpy() for x in batch), strict=True)))
+        assert len(found) == count and not any(found.values())
+        with torch.no_grad():
+            assert sqnr(run(written, *batch)[0], converted(*batch)) > 30
+
+
+@pytest.mark.parametrize("name", ["attention", "images", "recurrent"])
+def test_outputs_with_packed_weights_alone(name, tmp_path):
+    model, inputs, shapes, others, _ = MODELS[name]
+    converted, written = exported_to(tmp_path / "net.onnx", model, inputs, "mxfp4_weight_only", shapes)
+    assert not list(FakeQuantizeMX.nodes_in(written))
+    for batch in (inputs, *others):
+        with torch.no_grad():
+            torch.testing.assert_close(run(written, *batch)[0], converted(*batch), rtol=1e-5, atol=1e-5)
+
+
+def test_float16(tmp_path):
+    _, inputs, shapes, others, count = MODELS["attention"]
+    _, written = exported_to(tmp_path / "net.onnx", Attention().half(), inputs, "mxfp8", shapes)
+    found = differences(written, {written.graph.input[0].name: others[0][0].numpy()})
+    assert len(found) == count and not any(found.values())
+    assert run(written, *others[0])[0].dtype == torch.float16
+    assert {node.dtype for _, node in DequantizeMX.nodes_in(written)} == {onnx.TensorProto.FLOAT16}
+
+
+def test_bfloat16(tmp_path):
+    """onnxruntime has no product in bfloat16 on the CPU: an embedding and a quantized value, without one."""
+    model = nn.Sequential(nn.Embedding(100, 96)).bfloat16()
+    converted, written = exported_to(tmp_path / "net.onnx", model, (ids(2, 5),))
+    (output,) = written.graph.output
+    assert output.type.tensor_type.elem_type == onnx.TensorProto.BFLOAT16
+    written.graph.node.append(onnx.helper.make_node("Cast", [output.name], ["y"], to=onnx.TensorProto.FLOAT))
+    output.CopyFrom(onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None))
+    batch = ids(2, 5)
+    assert same(run(written, batch)[0], converted(batch).float())
+
+
+def test_branches(tmp_path):
+    inputs = (torch.randn(2, 64),)
+    converted, written = exported_to(tmp_path / "net.onnx", Branches(), inputs, "mxfp8")
+    for x in (inputs[0], -inputs[0]):
+        assert sqnr(run(written, x)[0], converted(x)) > 100
+
+
+def test_weights_stay_as_they_are_stored(tmp_path):
+    model, inputs, shapes, *_ = MODELS["attention"]
+    converted, written = exported_to(tmp_path / "net.onnx", model, inputs, "mxfp4", shapes)
+    held = {c.name: torch.from_numpy(onnx.numpy_helper.to_array(c).copy()) for c in written.graph.initializer}
+    for name, buffer in converted.named_buffers():
+        if name.endswith(("_data", "_scale")):
+            assert torch.equal(held[name], buffer), name
+    assert not any(tensor.is_floating_point() and tensor.numel() > 300 for tensor in held.values())
+    # rows are looked up packed
+    gathered = [node for node in written.graph.node if node.op_type == "Gather"]
+    assert {"embedding.weight_data", "embedding.weight_scale"} <= {node.input[0] for node in gathered}
+
+
+@pytest.mark.parametrize("opset", [None, OPSETS[0], OPSETS[-1]])
+def test_opsets(opset, tmp_path):
+    model, inputs, shapes, others, _ = MODELS["attention"]
+    converted, written = exported_to(tmp_path / "net.onnx", model, inputs, "mxfp8", shapes, opset=opset)
+    (version,) = [entry.version for entry in written.opset_import if entry.domain == ""]
+    assert version == (opset or 20)
+    assert sqnr(run(written, *others[0])[0], converted(*others[0])) > 30
+
+
+@pytest.mark.parametrize(("recipe", "most"), [("mxfp4", 0.15), ("mxfp8", 0.28)])
+def test_size_of_the_file(recipe, most, tmp_path):
+    model = nn.Sequential(nn.Linear(768, 768), nn.GELU(), nn.Linear(768, 768))
+    exported_to(tmp_path / "net.onnx", model, (torch.randn(2, 768),), recipe)
+    floats = sum(parameter.numel() * 4 for parameter in model.parameters())
+    assert (tmp_path / "net.onnx").stat().st_size < most * floats
+
+
+@pytest.mark.parametrize("name", ["attention", "product"])
+def test_saved_program_brings_its_inputs_and_shapes(name, tmp_path):
+    model, inputs, shapes, others, count = MODELS[name]
+    converted = convert(model, inputs, "mxfp4", shapes=shapes)
+    program = reloaded(torch.export.export(converted, inputs, dynamic_shapes=shapes))
+    assert export_onnx(program, tmp_path / "net.onnx") == count
+    for batch in others:
+        assert sqnr(run(str(tmp_path / "net.onnx"), *batch)[0], converted(*batch)) > 30
+
+
+def test_keyword_inputs(tmp_path):
+    model, inputs, *_ = MODELS["product"]
+    graph = torch.export.export(model, (), dict(zip("ab", inputs, strict=True))).module()
+    converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(graph, MXQuantizer.from_recipe("mxfp8")))
+    export_onnx(converted, tmp_path / "net.onnx", dict(zip("ab", inputs, strict=True)))
+    written = onnx.load(tmp_path / "net.onnx")
+    assert [value.name for value in written.graph.input] == ["a", "b"]
+    assert sqnr(run(written, *inputs)[0], converted(a=inputs[0], b=inputs[1])) > 100
+
+
+def test_lowered_model_and_a_rotated_one(tmp_path):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 8)).eval(), torch.randn(4, 64)
+    converted = convert(model, (x,))
+    export_onnx(lower_to_inductor(converted), tmp_path / "lowered.onnx", (x,))
+    assert sqnr(run(str(tmp_path / "lowered.onnx"), x)[0], converted(x)) > 100
+    graph, quantizer = exported(model, x), MXQuantizer.from_recipe("mxfp4")
+    found = pt2mx.optimize(graph, quantizer, [(x,)], algorithms=pt2mx.algorithms.Rotation(size=32))
+    rotated = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(found, quantizer))
+    export_onnx(rotated, tmp_path / "rotated.onnx", (x,))
+    assert sqnr(run(str(tmp_path / "rotated.onnx"), x)[0], rotated(x)) > 20
+
+
+def test_functions_are_one_a_spec(tmp_path):
+    _, written = exported_to(
+        tmp_path / "net.onnx", nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), (torch.randn(2, 64),)
+    )
+    assert len([node for node in written.graph.node if node.domain == DOMAIN]) == 8
+    assert len(written.functions) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["mxfp4", "mxfp8"])
+def test_every_node_of_minilm(recipe, minilm, tmp_path):
+    converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(minilm.program.module(), MXQuantizer.from_recipe(recipe)))
+    export_onnx(converted, tmp_path / "net.onnx", minilm.args, minilm.shapes)
+    written = onnx.load(tmp_path / "net.onnx")
+    names = [value.name for value in written.graph.input]
+    found = differences(written, {name: x.numpy() for name, x in zip(names, minilm.inputs, strict=True)})
+    assert len(found) == 81 and not any(found.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["mxfp4", "mxfp8"])
+def test_every_node_of_resnet50(recipe, tmp_path):
+    model, inputs = import_extra("torchvision", "vision").models.resnet50(), (torch.randn(2, 3, 96, 96),)
+    converted, written = exported_to(tmp_path / "net.onnx", model, inputs, recipe, ({0: BATCH},))
+    found = differences(written, {written.graph.input[0].name: inputs[0].numpy()})
+    assert len(found) == 104 and not any(found.values())
+    assert sqnr(run(written, *inputs)[0], converted(*inputs)) > 30

@@ -1,0 +1,94 @@
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import pt2mx
+from pt2mx import MXError, MXQuantizer
+from pt2mx.pt2e.onnx.export import export_onnx
+from tests.compare import same
+from tests.flow import convert, exported
+
+X, SQUARE = (torch.randn(2, 64),), (torch.randn(64, 64),)
+
+
+def linear(recipe="mxfp8", **changes):
+    quantizer = MXQuantizer.from_recipe(recipe)
+    if changes:
+        config = pt2mx.get_default_mx_quantization_config("mxfp8", pt2mx.parse("mxfp8").replace(**changes))
+        quantizer = MXQuantizer().set_global(config)
+    return convert(nn.Linear(64, 8), X, quantizer)
+
+
+def prepared():
+    return pt2mx.prepare_pt2e(exported(nn.Linear(64, 8), *X), MXQuantizer.from_recipe("mxfp8"))
+
+
+class Eigenvalues(nn.Module):
+    """No translation of torch's exporter."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return torch.linalg.eigvalsh(self.linear(x))
+
+
+class Counter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 8)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return self.linear(x) * self.calls
+
+
+def test_the_model_stays_as_it_is(tmp_path):
+    converted = linear()
+    code, want = converted.code, converted(*X)
+    export_onnx(converted, tmp_path / "net.onnx", X)
+    assert converted.code == code and same(converted(*X), want)
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "options", "message"),
+    [
+        (lambda: nn.Linear(64, 8), X, {}, "expected a converted graph module or an ExportedProgram, not Linear"),
+        (lambda: exported(nn.Linear(64, 8), *X), X, {}, "not one without quantized tensors: pass what convert_pt2e"),
+        (prepared, X, {}, "not one with observers, of a prepared model"),
+        (linear, None, {}, "give example_inputs: a tuple of the model's inputs, or a mapping of its keyword inputs"),
+        (linear, X[0], {}, "a tuple of inputs or a mapping of keyword inputs, not Tensor"),
+        (linear, X, {"target": "openvino"}, "unknown target 'openvino'"),
+        (linear, X, {"opset": 17}, "opset=17 must be an integer from 18 to 25"),
+        (linear, X, {"opset": 26}, "opset=26 must be an integer from 18 to 25"),
+        (linear, X, {"opset": True}, "opset=True must be an integer from 18 to 25"),
+        (lambda: linear(rounding="stochastic"), X, {}, "ONNX files hold the scale modes"),
+        (lambda: linear(scale_mode="mse"), X, {}, "ONNX files hold the scale modes"),
+        (lambda: convert(Eigenvalues(), SQUARE), SQUARE, {}, "No ONNX function found for <OpOverload(op='aten._linalg"),
+        (lambda: convert(Counter(), X), X, {}, "the model writes to its buffer 'calls'"),
+    ],
+)
+def test_bad_input_writes_nothing(model, inputs, options, message, tmp_path):
+    (tmp_path / "net.onnx").write_bytes(b"before")
+    with pytest.raises(MXError, match=re.escape(message)):
+        export_onnx(model(), tmp_path / "net.onnx", inputs, **options)
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"before"]
+
+
+def test_a_place_where_no_file_can_be_written(tmp_path):
+    with pytest.raises(MXError, match="it must be a file in a folder that exists"):
+        export_onnx(linear(), tmp_path / "nowhere" / "net.onnx", X)
+
+
+def test_codes_that_are_an_output_have_no_form(tmp_path):
+    class Codes(nn.Module):
+        def forward(self, x):
+            return torch.ops.pt2mx.quantize_mx(x, "fp8_e4m3", 32)
+
+    with pytest.raises(MXError, match=r"pt2mx\.quantize_mx\.default of 'quantize_mx' has no ONNX form"):
+        export_onnx(exported(Codes(), *X), tmp_path / "net.onnx", X)
+    assert not list(tmp_path.iterdir())

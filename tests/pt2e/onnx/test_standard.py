@@ -1,0 +1,165 @@
+"""The target "standard", in onnx's reference evaluator."""
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+import pt2mx
+from pt2mx import MXSpec
+from pt2mx.modes import SCALE_MODES
+from pt2mx.pt2e.onnx.export import export_onnx
+from pt2mx.pt2e.onnx.nodes import DequantizeMX, FakeQuantizeMX
+from pt2mx.pt2e.onnx.quantize_onnx import quantize_onnx
+from pt2mx.pt2e.onnx.standard import to_standard
+from tests.compare import same
+from tests.onnx_float_files import old_network, recurrent_network
+from tests.random_values import random_values
+
+NATIVE = ("fp4_e2m1", "fp8_e4m3", "fp8_e5m2", "int8", "int8_full")
+MODES = [mode for mode, rule in SCALE_MODES.items() if not rule.searches]
+SHAPES = [((6, 70), -1), ((2, 45, 3), 1), ((33, 4), 0)]
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+def model_of(nodes, inputs, y, constants=None, opset=24):
+    held = [numpy_helper.from_array(v.numpy(), name) for name, v in (constants or {}).items()]
+    imports = [helper.make_opsetid("", opset), helper.make_opsetid("pt2mx", 1)]
+    graph = helper.make_graph(nodes, "net", inputs, [y], held)
+    return helper.make_model(graph, opset_imports=imports, ir_version=10)
+
+
+def value(name, shape, dtype=TensorProto.FLOAT):
+    return helper.make_tensor_value_info(name, dtype, shape)
+
+
+def evaluated(model, **inputs):
+    onnx.checker.check_model(model, full_check=True)
+    with np.errstate(all="ignore"):
+        (y,) = ReferenceEvaluator(model).run(None, inputs)
+    return torch.from_numpy(np.array(y, np.float32))
+
+
+def adversarial(shape):
+    return torch.cat([random_values(shape, torch.float32, kind) for kind in range(5)])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("element", NATIVE)
+@pytest.mark.parametrize(("shape", "axis"), SHAPES)
+def test_activations(element, mode, shape, axis):
+    x = torch.cat([adversarial(shape) for _ in range(4)])
+    node = FakeQuantizeMX(element, 32, axis, -1, mode).make(["x"], "y", "fq")
+    model = to_standard(model_of([node], [value("x", [None, *x.shape[1:]])], value("y", [None] * x.dim()), opset=20))
+    kinds = [node.op_type.partition(".")[0] for node in model.graph.node]
+    symmetric = element == "int8"
+    assert kinds == (["FakeQuantizeMX"] if symmetric else ["ScaleMX", "QuantizeLinear", "DequantizeLinear"])
+    want = pt2mx.fake_quantize_mx(x, MXSpec(element, 32, axis, scale_mode=mode))
+    assert same(evaluated(model, x=x.numpy()), want)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("element", NATIVE)
+@pytest.mark.parametrize(("shape", "axis"), SHAPES)
+def test_weights(element, dtype, shape, axis):
+    x, kind = adversarial(shape), {"float32": 1, "float16": 10, "bfloat16": 16}[dtype]
+    spec = MXSpec(element, 32, axis)
+    scale, codes = pt2mx.quantize_mx(x, spec)
+    node = DequantizeMX(element, 32, axis, x.shape[axis], kind).make(["c", "s"], "y", "dq")
+    model = to_standard(model_of([node], [], value("y", x.shape, kind), {"c": codes, "s": scale}))
+    native = {tensor.name: tensor for tensor in model.graph.initializer}
+    assert list(native) == ["c_native", "s_native"] and not model.functions
+    assert tuple(native["c_native"].dims) == tuple(x.shape) and tuple(native["s_native"].dims) == tuple(scale.shape)
+    want = pt2mx.dequantize_mx(codes, scale, spec, target_dtype=getattr(torch, dtype), length=x.shape[axis])
+    assert same(evaluated(model), want.float())
+    if not spec.element.is_int:
+        assert native["s_native"].data_type == TensorProto.FLOAT8E8M0
+        assert native["s_native"].raw_data == scale.numpy().tobytes()
+
+
+def test_bytes_of_fp4_are_those_that_pt2mx_stores():
+    scale, codes = pt2mx.quantize_mx(torch.randn(6, 64), "mxfp4")
+    node = DequantizeMX("fp4_e2m1", 32, -1, 64).make(["c", "s"], "y", "dq")
+    model = to_standard(model_of([node], [], value("y", [6, 64]), {"c": codes, "s": scale}))
+    assert model.graph.initializer[0].data_type == TensorProto.FLOAT4E2M1
+    assert model.graph.initializer[0].raw_data == codes.numpy().tobytes()
+
+
+def test_rows_of_an_embedding_are_gathered_from_values():
+    x = torch.randn(20, 40)
+    scale, codes = pt2mx.quantize_mx(x, "mxfp8")
+    nodes = [
+        helper.make_node("Gather", ["c", "ids"], ["rows"], "codes"),
+        helper.make_node("Gather", ["s", "ids"], ["scales"], "scales"),
+        DequantizeMX("fp8_e4m3", 32, -1, 40).make(["rows", "scales"], "y", "dq"),
+    ]
+    inputs = [value("ids", [None, 3], TensorProto.INT64)]
+    model = to_standard(model_of(nodes, inputs, value("y", [None, 3, 40]), {"c": codes, "s": scale}))
+    assert [node.op_type for node in model.graph.node] == ["DequantizeLinear", "Gather"]
+    ids = np.random.randint(0, 20, (2, 3))
+    assert same(evaluated(model, ids=ids), pt2mx.fake_quantize_mx(x, "mxfp8")[torch.from_numpy(ids)])
+
+
+@pytest.mark.parametrize(
+    ("fake", "shape"),
+    [
+        (FakeQuantizeMX("fp6_e3m2"), [None, 40]),
+        (FakeQuantizeMX("fp4_e2m1", rounding="half_away"), [None, 40]),
+        (FakeQuantizeMX("int8"), [None, 40]),
+        (FakeQuantizeMX("fp8_e5m2"), [40]),
+    ],
+)
+def test_what_onnx_does_not_say_keeps_its_body(fake, shape):
+    model = to_standard(model_of([fake.make(["x"], "y", "fq")], [value("x", shape)], value("y", shape)))
+    assert [node.op_type.partition(".")[0] for node in model.graph.node] == ["FakeQuantizeMX"]
+    x = torch.randn(40) if len(shape) == 1 else torch.randn(5, 40)
+    assert same(evaluated(model, x=x.numpy()), pt2mx.fake_quantize_mx(x, fake.spec))
+
+
+@pytest.mark.parametrize(("network", "x"), [
+    (lambda: old_network(18, 10), {"x": np.float32(np.random.RandomState(0).randn(2, 3, 8, 8))}),
+    (recurrent_network, {"ids": np.random.RandomState(0).randint(0, 70, (5, 3))}),
+])  # fmt: skip
+def test_a_file_of_the_target_gives_what_the_file_of_bodies_does(tmp_path, network, x):
+    onnx.save(network(), tmp_path / "float.onnx")
+    outputs = []
+    for target in ("pt2mx", "standard"):
+        quantize_onnx(tmp_path / "float.onnx", tmp_path / "mx.onnx", "mxfp8", target=target)
+        outputs.append(evaluated(onnx.load(tmp_path / "mx.onnx"), **x))
+    assert torch.allclose(*outputs, rtol=0, atol=1e-6)
+    nodes = {node.domain for node in onnx.load(tmp_path / "mx.onnx").graph.node if "Scale" not in node.op_type}
+    assert nodes == {""}
+
+
+@pytest.mark.parametrize("kind", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
+def test_activations_of_other_types_are_cast(kind):
+    dtype = {TensorProto.FLOAT16: torch.float16, TensorProto.BFLOAT16: torch.bfloat16}[kind]
+    x = adversarial((6, 70)).to(dtype)
+    nodes = [
+        helper.make_node("Cast", ["x"], ["h"], "", to=kind),
+        FakeQuantizeMX("fp8_e4m3").make(["h"], "q", "fq"),
+        helper.make_node("Cast", ["q"], ["y"], "", to=TensorProto.FLOAT),
+    ]
+    model = to_standard(model_of(nodes, [value("x", [None, 70])], value("y", [None, 70])))
+    kinds = [node.op_type.partition(".")[0] for node in model.graph.node]
+    assert kinds == ["Cast", "Cast", "ScaleMX", "QuantizeLinear", "DequantizeLinear", "CastLike", "Cast"]
+    assert same(evaluated(model, x=x.float().numpy()), pt2mx.fake_quantize_mx(x, "mxfp8").float())
+
+
+def test_an_exported_program(tmp_path):
+    """Its weight and activation are standard nodes, and the output is that of the converted model."""
+    layer, x = torch.nn.Linear(70, 8).eval(), torch.randn(3, 70)
+    prepared = pt2mx.prepare_pt2e(torch.export.export(layer, (x,)).module(), pt2mx.MXQuantizer.from_recipe("mxfp4"))
+    converted = pt2mx.convert_pt2e(prepared)
+    export_onnx(converted, tmp_path / "net.onnx", (x,), target="standard")
+    model = onnx.load(tmp_path / "net.onnx")
+    kinds = sorted(node.op_type.partition(".")[0] for node in model.graph.node)
+    assert kinds == ["DequantizeLinear", "DequantizeLinear", "Gemm", "QuantizeLinear", "ScaleMX"]
+    assert torch.allclose(evaluated(model, input=x.numpy()), converted(x), atol=1e-6)

@@ -1,0 +1,226 @@
+"""`packed_weights`: the values of each are those that quantizing the float weight gives, to the bit."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import pt2mx
+from pt2mx import MXError, MXQuantizer
+from pt2mx.pt2e.packed_weights import PackedWeight, packed_weights
+from tests.compare import differing
+from tests.flow import convert, prepare
+from tests.language_models import tiny_decoder
+from tests.models import IDS, IMAGES, Encoder, NormalizedConv, Tied
+from tests.subgraph_models import QUANTIZER, Cond, WhileLoop
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(20, 24, num_layers=2, bidirectional=True, batch_first=True)
+
+    def forward(self, x):
+        return self.lstm(x)[0]
+
+
+class Convolutions(nn.Module):
+    """Blocks along the channels, which come first in the weight of a transposed convolution."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.ConvTranspose2d(3, 36, 3), nn.Conv2d(36, 6, 3)
+
+    def forward(self, x):
+        return self.down(self.up(x))
+
+
+class TwoTables(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tables = nn.ModuleList([nn.Embedding(20, 70), nn.Embedding(5, 70)])
+
+    def forward(self, ids):
+        return self.tables[0](ids) + self.tables[1](ids % 5)
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
+
+
+#: model, its arguments, quantizer, and the weights that are quantized
+CASES = {
+    "readme": (mlp, (torch.randn(8, 64),), "mxfp4_weight_only", ["0.weight", "2.weight"]),
+    "tied": (Tied, (IDS,), "mxfp4", ["head.weight", "query.weight", "key.weight", "up"]),
+    "tables": (TwoTables, (IDS,), "mxfp6", ["tables.0.weight", "tables.1.weight"]),
+    "convolutions": (Convolutions, IMAGES, "mxfp6", ["up.weight", "down.weight"]),
+    "lstm": (
+        Recurrent,
+        (torch.randn(2, 5, 20),),
+        "mxfp8",
+        [f"lstm.weight_{kind}_l{i}{way}" for i in "01" for way in ("", "_reverse") for kind in ("ih", "hh")],
+    ),
+    "cond": (Cond, (torch.randn(8, 64),), QUANTIZER, ["inner.weight", "outer.weight"]),
+    "while_loop": (WhileLoop, (torch.randn(8, 64),), QUANTIZER, ["inner.weight", "outer.weight"]),
+}
+
+
+def check(model, found, specs=None):
+    """`specs`: with the modes, where the program does not know them."""
+    for weight in found:
+        parameter = model.get_parameter(weight.name).detach()
+        spec = specs[weight.name] if specs else weight.spec
+        assert (weight.spec.element, weight.spec.block_size, weight.spec.axis) == (
+            spec.element,
+            spec.block_size,
+            spec.axis,
+        )
+        assert weight.shape == parameter.shape
+        assert weight.codes.dtype == weight.scales.dtype == torch.uint8
+        assert not differing(weight.dequantized(), pt2mx.fake_quantize_mx(parameter, spec)).any(), weight.name
+        args = (weight.codes, weight.scales, weight.spec)
+        values = pt2mx.dequantize_mx(*args, length=weight.shape[weight.spec.axis])
+        assert torch.equal(values, weight.dequantized())
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attributes self.lstm._flat_weights")  # export's
+@pytest.mark.parametrize("name", CASES)
+def test_weights(name):
+    torch.manual_seed(0)
+    make, inputs, quantizer, names = CASES[name]
+    model = make().eval()
+    for fold in (True, False):
+        converted = convert(model, inputs, quantizer, fold=fold)
+        found = list(packed_weights(converted))
+        assert sorted(weight.name for weight in found) == sorted(names)
+        check(model, found)
+
+
+_READ = """
+import sys, torch, pt2mx
+from pt2mx.pt2e.packed_weights import packed_weights
+for name in sys.argv[1:]:
+    found = packed_weights(pt2mx.load_program(f"{name}.pt2"))
+    torch.save([(w.name, w.spec.element.name, w.spec.block_size, w.spec.axis, *w[2:]) for w in found], f"{name}.pt")
+"""
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attributes self.lstm._flat_weights")
+def test_files_in_a_fresh_process(tmp_path):
+    models, specs = {}, {}
+    for name, (make, inputs, quantizer, _) in CASES.items():
+        torch.manual_seed(0)
+        models[name] = make().eval()
+        converted = convert(models[name], inputs, quantizer)
+        specs[name] = {weight.name: weight.spec for weight in packed_weights(converted)}
+        pt2mx.save_program(torch.export.export(converted, inputs), tmp_path / f"{name}.pt2")
+    result = subprocess.run([sys.executable, "-c", _READ, *CASES], capture_output=True, text=True, cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    for name, model in models.items():
+        read = torch.load(tmp_path / f"{name}.pt")
+        found = [PackedWeight(row[0], pt2mx.MXSpec(*row[1:4]), *row[4:]) for row in read]
+        assert {weight.name for weight in found} == set(CASES[name][3])
+        check(model, found, specs[name])
+
+
+def test_the_tensors_are_the_program_s_own():
+    converted = convert(mlp(), (torch.randn(8, 64),), "mxfp4")
+    code, buffers = converted.code, dict(converted.named_buffers())
+    for weight in packed_weights(converted):
+        assert weight.codes.data_ptr() == buffers[f"{weight.name}_data"].data_ptr()
+        assert weight.scales.data_ptr() == buffers[f"{weight.name}_scale"].data_ptr()
+    assert converted.code == code and dict(converted.named_buffers()).keys() == buffers.keys()
+
+
+def test_an_encoder():
+    """Projections, an embedding, products of activations: of those nothing is a weight."""
+    torch.manual_seed(0)
+    model, ids = Encoder().eval(), torch.randint(0, 20, (2, 7))
+    found = list(packed_weights(convert(model, (ids,), "mxfp4")))
+    float_weights = {name for name, p in model.named_parameters(remove_duplicate=False) if p.dim() == 2}
+    assert {weight.name for weight in found} <= float_weights and len(found) > 4
+    check(model, found)
+
+
+def test_minilm(minilm):
+    """The pretrained encoder: a table and 36 layers."""
+    converted = pt2mx.convert_pt2e(
+        pt2mx.prepare_pt2e(minilm.program.module(), MXQuantizer.from_recipe("mxfp4_weight_only"))
+    )
+    found = list(packed_weights(converted))
+    assert len(found) >= 37
+    held = minilm.program.state_dict
+    for weight in found:
+        assert torch.equal(weight.dequantized(), pt2mx.fake_quantize_mx(held[weight.name].detach(), weight.spec))
+
+
+def test_experts():
+    """Weights of three dimensions, which the graph transposes before they are quantized."""
+    model, recipe = tiny_decoder("mixtral"), MXQuantizer.from_recipe("mxfp4_weight_only")
+    found = list(packed_weights(pt2mx.quantize_language_model(model, recipe).program.module()))
+    assert {weight.name.rpartition(".")[2] for weight in found if len(weight.shape) == 3} == {
+        "gate_up_proj",
+        "down_proj",
+    }
+    for weight in found:
+        parameter = next(p for name, p in model.named_parameters() if name.endswith(weight.name.removeprefix("model.")))
+        values = parameter.detach().transpose(-2, -1) if parameter.dim() == 3 else parameter.detach()
+        assert weight.shape == values.shape
+        spec = weight.spec.replace(scale_mode="even")
+        assert torch.equal(weight.dequantized(), pt2mx.fake_quantize_mx(values, spec)), weight.name
+
+
+def test_a_batch_norm_is_folded_into_the_weight():
+    """The values are those of the weight that was quantized, which is no parameter any more."""
+    model = NormalizedConv().eval()
+    (conv, fc) = packed_weights(convert(model, IMAGES, "mxfp8"))
+    scaled = model.conv.weight * (model.bn.weight / torch.sqrt(model.bn.running_var + model.bn.eps)).view(-1, 1, 1, 1)
+    assert torch.allclose(conv.dequantized(), pt2mx.fake_quantize_mx(scaled.detach(), conv.spec), rtol=0.13)
+    assert conv.shape == (8, 3, 3, 3) and fc.name == "fc.weight"
+
+
+@pytest.mark.parametrize("name", ["readme", "tied", "cond"])
+def test_lowered(name):
+    """What is stored in another form says so in its name."""
+    torch.manual_seed(0)
+    make, inputs, quantizer, _ = CASES[name]
+    model = make().eval()
+    converted = convert(model, inputs, quantizer)
+    values = {weight.name: weight.dequantized() for weight in packed_weights(converted)}
+    lowered = pt2mx.lower_to_inductor(converted)
+    for program in (lowered, torch.export.export(lowered, inputs)):
+        for weight in packed_weights(program):
+            found = weight.dequantized()
+            first = values[weight.name.removesuffix("_joined").removesuffix("_t")]
+            found = found.T if weight.name.endswith("_t") else found
+            found = found[: len(first)] if weight.name.endswith("_joined") else found
+            assert torch.equal(found, first), weight.name
+
+
+def test_the_modes_of_a_converted_model():
+    quantizer = MXQuantizer().set_global(
+        pt2mx.MXQuantizationConfig(weight=pt2mx.MXSpec("mxfp4", 16, scale_mode="rceil", rounding="half_away"))
+    )
+    model = mlp()
+    found = list(packed_weights(convert(model, (torch.randn(8, 64),), quantizer)))
+    check(model, found)
+    for weight in found:
+        assert (weight.spec.block_size, weight.spec.scale_mode, weight.spec.rounding) == (16, "rceil", "half_away")
+
+
+def test_nothing_quantized():
+    x = torch.randn(8, 64)
+    assert not list(packed_weights(torch.export.export(mlp(), (x,))))
+
+
+def test_what_has_no_packed_weights():
+    x = torch.randn(8, 64)
+    with pytest.raises(MXError, match="not Sequential"):
+        packed_weights(mlp())
+    with pytest.raises(MXError, match="pass what convert_pt2e returned"):
+        packed_weights(prepare(mlp(), (x,), pt2mx.get_default_mx_quantization_config("mxfp4")))
+    program = torch.export.export(convert(mlp(), (x,), "mxfp4"), (x,))
+    with pytest.raises(MXError, match="give the one that it was made of"):
+        packed_weights(pt2mx.make_portable(program))

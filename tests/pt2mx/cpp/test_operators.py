@@ -1,0 +1,162 @@
+"""The operators of the C++ library in a process without pt2mx, beside those of Python: equal to the bit."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import pt2mx
+from pt2mx import MXSpec, cpp
+from pt2mx.cpp import tables
+from pt2mx.ops.contract import schema_of
+from tests.compare import differing
+
+ours = torch.ops.pt2mx
+
+_ELEMENTS = ("fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4_e2m1", "int8", "fp5_e2m2", "int4", "int3_full")
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+#: what the other process does: it knows torch and the library
+_CALLS = """
+import sys, torch
+library, given, found = sys.argv[1:]
+torch.ops.load_library(library)
+assert "pt2mx" not in sys.modules
+calls = torch.load(given)
+with torch.no_grad():
+    torch.save([getattr(torch.ops.pt2mx, name)(*args) for name, args in calls], found)
+"""
+
+
+def check(calls, tmp_path):
+    """Each (name, arguments) gives the same in both processes."""
+    given, found = tmp_path / "given.pt", tmp_path / "found.pt"
+    torch.save(calls, given)
+    command = [sys.executable, "-W", "error", "-c", _CALLS, str(cpp.library_path()), str(given), str(found)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    for (name, args), actual in zip(calls, torch.load(found), strict=True):
+        expected = getattr(ours, name)(*args)
+        assert actual.shape == expected.shape and actual.dtype == expected.dtype
+        assert actual.stride() == expected.stride()
+        assert not differing(actual, expected).any(), (name, [a for a in args if not torch.is_tensor(a)], actual.shape)
+
+
+def packed(shape, element, block_size):
+    """(scales, codes), the first block an Inf."""
+    x = torch.randn(shape)
+    x.view(-1)[:1] = torch.inf
+    return pt2mx.quantize_mx(x, MXSpec(element, block_size))
+
+
+def test_the_schemas_are_those_of_python():
+    for path, text in tables.files().items():
+        assert path.read_text() == text, "run python -m pt2mx.cpp.tables"
+    text = "".join(line.strip() for line in (tables.SOURCES / "schemas.inc").read_text().splitlines())
+    text = text.replace('""', "").replace("\\", "")
+    for name in tables.OPERATORS:
+        assert str(schema_of(name)).removeprefix("pt2mx::") in text
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+def test_products(dtype, tmp_path):
+    torch.manual_seed(0)
+    calls = []
+    for element in _ELEMENTS:
+        for rows, n, k, block, rotation in (
+            ((), 5, 64, 32, 0),
+            ((1,), 33, 100, 32, 0),
+            ((3,), 64, 96, 16, 32),
+            ((2, 3), 70, 64, 64, 64),
+            ((40,), 32, 128, 32, 0),
+            ((70,), 260, 64, 8, 16),
+            ((0,), 4, 32, 32, 0),
+        ):
+            scale, data = packed((n, k), element, block)
+            x = torch.randn(*rows, k).to(dtype)
+            bias = None if n % 2 else torch.randn(n).to(dtype)
+            calls.append(("linear_mx", (x, data, scale, bias, element, block, rotation)))
+    x = torch.randn(300, 64).to(dtype).t().contiguous().t()  # not contiguous, more than a panel of rows
+    scale, data = packed((48, 64), "fp4_e2m1", 32)
+    calls.append(("linear_mx", (x, data, scale, None, "fp4_e2m1", 32, 0)))
+    scale, data = packed((3, 16, 64), "fp8_e4m3", 32)
+    offs = torch.tensor([2, 2, 40], dtype=torch.int32)
+    calls.append(("grouped_linear_mx", (torch.randn(41, 64).to(dtype), data, scale, offs, "fp8_e4m3", 32)))
+    check(calls, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+def test_attention(dtype, tmp_path):
+    torch.manual_seed(0)
+    calls = []
+    for element, block in (("fp8_e4m3", 32), ("fp4_e2m1", 16), ("int8", 64), ("fp6_e2m3", 32)):
+        for heads, key_heads, queries, slots, width, value_width in (
+            (4, 2, 1, 9, 64, 32),
+            (4, 4, 3, 20, 32, 64),
+            (2, 1, 40, 17, 64, 64),
+            (2, 2, 2, 5, 40, 40),
+            (2, 2, 2, 0, 32, 32),
+        ):
+            key_scale, key = packed((2, key_heads, slots, width), element, block)
+            value_scale, value = packed((2, key_heads, slots, value_width), element, block)
+            query = torch.randn(2, heads, queries, width).to(dtype)
+            for mask in (None, torch.rand(1, 1, queries, slots) < 0.7, torch.rand(2, heads, queries, slots) < 0.5):
+                args = (query, key, key_scale, value, value_scale, element, block, value_width, mask, None)
+                calls.append(("attention_mx", args))
+            calls.append(("attention_mx", (*args[:-2], None, 0.3)))
+    check(calls, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+def test_rotations(dtype, tmp_path):
+    torch.manual_seed(0)
+    calls = [
+        ("hadamard", (torch.randn(shape).to(dtype), size, axis))
+        for shape, size, axis in (((3, 64), 32, -1), ((2, 128, 5), 64, 1), ((256,), 1, 0), ((0, 8), 8, -1))
+    ]
+    for element in _ELEMENTS:
+        for scale_mode in pt2mx.modes.SCALE_MODES:
+            for rounding in set(pt2mx.modes.ROUNDINGS) - {"stochastic"}:
+                x = torch.randn(4, 96).to(dtype)
+                calls.append(("rotated_fake_quantize_mx", (x, 32, element, 20, scale_mode, rounding)))
+    calls.append(("random_bits", (torch.tensor(2**62 + 5), [3, 1000])))
+    check(calls, tmp_path)
+
+
+def test_python_s_operators_stay_where_they_are(tmp_path):
+    """In a process that has imported pt2mx the library registers nothing, and says nothing."""
+    code = f"""
+import torch, pt2mx
+scale, data = pt2mx.quantize_mx(torch.ones(8, 64), pt2mx.MXSpec("fp4_e2m1"))
+before = torch._C._dispatch_dump("pt2mx::linear_mx")
+torch.ops.load_library({str(cpp.library_path())!r})
+assert torch._C._dispatch_dump("pt2mx::linear_mx") == before
+assert (torch.ops.pt2mx.linear_mx(torch.ones(2, 64), data, scale, None, "fp4_e2m1", 32) == 64).all()
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({0: torch.ones(2, 96)}, "96 codes of fp4_e2m1 do not take 32 bytes"),
+        ({0: torch.ones(2, 64, dtype=torch.float64)}, "float32, float16 or bfloat16"),
+        ({2: torch.ones(8, 3, dtype=torch.uint8)}, "scales do not fit"),
+        ({3: torch.ones(7)}, "bias does not fit"),
+        ({4: "fp16_e5m10"}, "unknown element of pt2mx's C\\+\\+ operators: fp16_e5m10"),
+        ({6: 48}, "blocks of 48 do not rotate 64"),
+    ],
+)
+def test_bad_arguments_are_errors(change, message, tmp_path):
+    scale, data = packed((8, 64), "fp4_e2m1", 32)
+    args = [torch.ones(5, 64), data, scale, None, "fp4_e2m1", 32, 0]
+    for place, value in change.items():
+        args[place] = value
+    torch.save([("linear_mx", args)], tmp_path / "given.pt")
+    command = [sys.executable, "-c", _CALLS, str(cpp.library_path()), str(tmp_path / "given.pt"), "found"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 1 and re.search(message, result.stderr)
