@@ -24,7 +24,7 @@ test: $(VENV)/.installed
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror pt2mx/kernels/cpu/src/*
+	$(BIN)/clang-format --dry-run --Werror pt2mx/kernels/cpu/src/* pt2mx/cpp/src/*.cpp pt2mx/cpp/src/*.h pt2mx/cpp/example/*.cpp
 
 types: $(VENV)/.installed
 	$(BIN)/mypy

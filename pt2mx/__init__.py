@@ -19,7 +19,7 @@ from pt2mx.spec import MXSpec, create_mx_spec, parse
 from pt2mx.version import __version__
 
 if TYPE_CHECKING:  # imported when they are reached
-    from pt2mx import dtypes
+    from pt2mx import cpp, dtypes
     from pt2mx.fx.inductor_pass import LoweringPass
     from pt2mx.fx.lower import lower_to_inductor
     from pt2mx.fx.portable import make_portable
@@ -87,6 +87,7 @@ __all__ = [
     "compare_stages",
     "convert_checkpoint",
     "convert_pt2e",
+    "cpp",
     "create_mx_spec",
     "dequantize_mx",
     "disable_fake_quant",

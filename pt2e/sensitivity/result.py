@@ -24,15 +24,14 @@ class SensitivityRow:
     module: str
     candidate: str
     operands: str
-    alone: float | None = None
-    left: float | None = None
-    estimate: float | None = None
+    alone: float = math.nan
+    left: float = math.nan
+    estimate: float = math.nan
 
     @property
     def cost(self) -> float:
         """The cost of quantizing the module: `alone` where it was measured, else the estimate."""
-        value = self.alone if self.alone is not None else self.estimate
-        return math.nan if value is None else value
+        return self.estimate if math.isnan(self.alone) else self.alone
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Sensitivity:
             -1 to 1; NaN with fewer than two modules that have both.
         """
         rows = self.of(candidate, operands).values()
-        pairs = [(row.alone, row.estimate) for row in rows if row.alone is not None and row.estimate is not None]
+        pairs = [(row.alone, row.estimate) for row in rows if not math.isnan(row.alone + row.estimate)]
         if len(pairs) < 2:
             return math.nan
         ranks = torch.tensor([_ranks([pair[i] for pair in pairs]) for i in (0, 1)])
@@ -102,15 +101,16 @@ class Sensitivity:
         Returns:
             The JSON.
         """
-        text = json.dumps({"metric": self.metric, "whole": self.whole, "rows": [asdict(row) for row in self.rows]})
+        rows = [{key: None if value != value else value for key, value in asdict(row).items()} for row in self.rows]
+        text = json.dumps({"metric": self.metric, "whole": self.whole, "rows": rows})
         if path is not None:
             with whole_file(path) as file:
                 file.write(text.encode())
         return text
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
+def _number(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.4g}"
 
 
 def _ranks(values: list[float]) -> list[float]:

@@ -85,7 +85,7 @@ def sensitivity(
     for name, form in forms.items():
         if not form.modules:
             raise MXError(f"the candidate {name!r} quantizes nothing of the model")
-    found: dict[tuple[str, str, str], dict[str, float]] = defaultdict(dict)
+    found: dict[tuple[str, str, str], dict[str, Any]] = defaultdict(dict)
     whole: dict[str, float] = {}
     steps = sum(len(form.modules) for form in forms.values()) * measures * len(operands) * (1 + left)
     with torch.no_grad(), tqdm(total=steps + len(batches) * estimated, disable=not progress, leave=False) as bar:
@@ -114,12 +114,9 @@ def sensitivity(
                 bar.update()
             for key, total in totals.items():
                 found[key]["estimate"] = total / count
-    made = [SensitivityRow(*key, *map(numbers.get, _NUMBERS)) for key, numbers in found.items()]
+    made = [SensitivityRow(*key, **numbers) for key, numbers in found.items()]
     made.sort(key=lambda row: -row.cost if not math.isnan(row.cost) else math.inf)
     return Sensitivity(metric if isinstance(metric, str) else metric.__name__, tuple(made), whole)
-
-
-_NUMBERS = ("alone", "left", "estimate")
 
 
 #: what is quantized of a module of which these operands are left in float

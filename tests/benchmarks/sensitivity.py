@@ -45,7 +45,7 @@ def main() -> None:
         for operands in OPERANDS:
             alone, estimates = measured.of(candidate, operands), estimated.of(candidate, operands)
             both = [
-                SensitivityRow(name, candidate, operands, row.alone, None, estimates[name].estimate)
+                SensitivityRow(name, candidate, operands, row.alone, row.left, estimates[name].estimate)
                 for name, row in alone.items()
                 if name in estimates
             ]

@@ -109,11 +109,11 @@ def test_inputs_by_name_and_graphs_inside():
         exported = torch.export.export(Branches().eval(), (batch["x"],), {"bias": batch["bias"]}).module()
     found = sensitivity(exported, [batch, {**batch, "x": -batch["x"]}], ["mxfp4"], metric="noise", method="both")
     rows = found.of("mxfp4")
-    assert rows["up"].estimate > 0 and rows["one"].alone > 0 and rows["one"].estimate is None
+    assert rows["up"].estimate > 0 and rows["one"].alone > 0 and math.isnan(rows["one"].estimate)
 
 
 def test_result(tmp_path):
-    rows = [SensitivityRow(name, "mxfp4", "both", alone, None, estimate) for name, alone, estimate in (
+    rows = [SensitivityRow(name, "mxfp4", "both", alone, math.nan, estimate) for name, alone, estimate in (
         ("a", 3.0, 2.0), ("b", 2.0, 3.0), ("c", 1.0, 0.5))]  # fmt: skip
     found = Sensitivity("kl", tuple(rows), {"mxfp4": 7.0})
     assert math.isclose(found.agreement("mxfp4"), 0.5, abs_tol=1e-6) and math.isnan(found.agreement("mxfp8"))
