@@ -53,7 +53,7 @@ def test_type_checkers_are_told_the_late_names():
     tree = ast.parse(Path(pt2mx.__file__).read_text())
     (block,) = [node for node in tree.body if isinstance(node, ast.If)]
     told = {alias.name: node.module for node in block.body for alias in node.names}
-    assert told == {**pt2mx._LATE, "dtypes": "pt2mx"}
+    assert told == {**pt2mx._LATE, "cpp": "pt2mx", "dtypes": "pt2mx"}
 
 
 def test_checkpoints_of_a_process_that_knows_the_operators_alone(run_python, tmp_path):
