@@ -109,7 +109,7 @@ def test_modelopt_and_fp8_and_gpt_oss():
         ({"config_groups": {"g": group(4, "Linear", weights={**_MX, "num_bits": 4, "type": "int"})}}, "type 'int'"),
         ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int4"}}}, "dtype 'int4', qscheme None"),
         ({"quant_method": "quark", "export": {"weight_format": "fake"}}, "weight_format 'fake'"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, "'NVFP4' of the checkpoint, in groups"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, "'NVFP4' of the checkpoint in groups"),
     ],
 )  # fmt: skip
 def test_what_is_not_mx(config, text):

@@ -24,7 +24,10 @@ def group_of(element, inputs=None):
 def test_bytes_are_those_of_compressed_tensors_own_compressor(element):
     weight = torch.randn(48, 96, dtype=torch.bfloat16) * torch.randn(48, 1).exp2().bfloat16()
     scale, data = pt2mx.quantize_mx(weight, element, scale_mode="even")
-    values = pt2mx.dequantize_mx(scale, data, element, dtype=torch.bfloat16)
+    if element == "fp4_e2m1":  # compressed-tensors' compressor loses the sign of zero in FP4
+        low, high = (code.where(code != 8, 0) for code in (data & 15, data >> 4))
+        data = low | high << 4
+    values = pt2mx.dequantize_mx(data, scale, element, target_dtype=torch.bfloat16)
     group = group_of(element)
     given = {"weight": values, "weight_scale": (scale.float() - 127).exp2().bfloat16()}
     wanted = BaseCompressor.get_value_from_registry(group.format).compress(given, group)
