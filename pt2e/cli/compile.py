@@ -69,7 +69,7 @@ def compile_program(
 
     Raises:
         MXError: for a program in which nothing is quantized, one without example inputs or with an input that is a
-            dynamic number, and a path at which no package can be written.
+            dynamic number, a path at which no package can be written, and machine code that crashes.
     """
     check_package_output(path)
     origin = Origin.here(recipe)
@@ -86,7 +86,7 @@ def compile_program(
         warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
         exported = torch.export.export(lowered, args, kwargs, dynamic_shapes=shapes)
         code = without_calls(exported) if portable else exported
-        write_package(code, exported, lowered, path, ranges(program), _on_its_device(eager), origin)
+        write_package(code, exported, lowered, path, device, ranges(program), _on_its_device(eager), origin)
 
 
 def _on_its_device(model: GraphModule) -> Callable[..., object]:

@@ -23,6 +23,7 @@ from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.cache import Layers
 from pt2mx.pt2e.language.graph_inputs import free_inputs, set_inputs
+from pt2mx.pt2e.packages.crash import check_loads
 
 #: what is read -> how many tokens the program reads that is compiled for it
 _LENGTHS = {"prompt": None, "token": 1}
@@ -36,6 +37,9 @@ def write_packages(lowered: GraphModule, layers: Layers, device: torch.device, f
         layers: of its cache.
         device: that it runs on.
         folder: that the packages are written to.
+
+    Raises:
+        MXError: for machine code that crashes; none is left.
     """
     model, weights = without_weights(lowered)
     paths = _paths(model, device, folder)
@@ -48,6 +52,12 @@ def write_packages(lowered: GraphModule, layers: Layers, device: torch.device, f
             warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
             program = decoder.export(model, given, length)
             torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+        try:
+            check_loads(str(path), device)
+        except MXError:
+            for written in paths.values():
+                written.unlink(missing_ok=True)
+            raise
     return list(paths.values())
 
 

@@ -19,6 +19,7 @@ from pt2mx.errors import MXError
 from pt2mx.pt2e.archive import add_records, check_kind, read_record
 from pt2mx.pt2e.origin import Origin, warn_of_other_version
 from pt2mx.pt2e.output import check_output, deferred_interrupts, whole_file
+from pt2mx.pt2e.packages.crash import check_loads
 from pt2mx.pt2e.packages.extents import Range, symbols
 from pt2mx.pt2e.packages.least_extents import least_extents
 from pt2mx.pt2e.packages.signature import Signature
@@ -82,6 +83,7 @@ def write_package(
     program: ExportedProgram,
     module: GraphModule,
     path: str | os.PathLike[str],
+    device: torch.device | str,
     stated: list[list[Range] | None],
     eager: Callable,
     origin: Origin,
@@ -93,12 +95,13 @@ def write_package(
         program: an export of `module`, with example inputs on the package's device.
         module: a graph module.
         path: of the package.
+        device: that the code is for.
         stated: the ranges of the inputs.
         eager: the model that the package is to agree with, called with inputs on that device.
         origin: the record of what wrote the package.
 
     Raises:
-        MXError: where the file cannot be written.
+        MXError: where the file cannot be written, or its code crashes.
     """
     args, kwargs = code.example_inputs
     files = torch._inductor.aot_compile(
@@ -109,6 +112,7 @@ def write_package(
     with whole_file(path) as file:
         with deferred_interrupts():
             package_aoti(file, files)
+        check_loads(file.name, torch.device(device))
         least, conditions = _tried_extents(file.name, program, module, stated, eager)
         signature, content = Signature.of(program, module, least, conditions), io.BytesIO()
         torch.save({field.name: getattr(signature, field.name) for field in fields(signature)}, content)

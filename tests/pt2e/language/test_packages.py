@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from pt2mx import LanguageModel, MXError, MXQuantizer, quantize_language_model
-from pt2mx.pt2e.language import decoder, reader
+from pt2mx.pt2e.language import decoder, packages, reader
 from pt2mx.pt2e.language.packages import without_weights
 from tests.language_models import padded, tiny_decoder
 
@@ -48,3 +48,18 @@ def test_packages(tmp_path, monkeypatch):
         LanguageModel.from_pretrained(tmp_path)(ids)
     quantized.save_pretrained(tmp_path, QUANTIZER)  # what was compiled of the old program is gone
     assert not path.exists()
+
+
+@pytest.mark.slow
+def test_packages_that_crash_are_not_left(tmp_path, monkeypatch):
+    quantized = quantize_language_model(tiny_decoder("llama"), QUANTIZER)
+    quantized.save_pretrained(tmp_path, QUANTIZER)
+
+    def crashes(path, device):
+        assert device == quantized.device
+        raise MXError("crashes")
+
+    monkeypatch.setattr(packages, "check_loads", crashes)
+    with pytest.raises(MXError, match="crashes"):
+        quantized.write_packages(tmp_path)
+    assert not [*tmp_path.glob("*.aoti.pt2")]

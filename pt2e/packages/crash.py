@@ -1,0 +1,33 @@
+"""Packages that end the process that loads them, found in a process that may end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import torch
+
+from pt2mx.errors import MXError
+
+_LOAD = "import sys, torch, pt2mx; torch._inductor.aoti_load_package(sys.argv[1])"
+
+
+def check_loads(path: str, device: torch.device) -> None:
+    """Load a package in a child process: machine code for a GPU that was linked badly crashes, and with it the process.
+
+    Packages for a CPU are not tried: none was seen to crash, and a child takes seconds.
+
+    Raises:
+        MXError: where the child crashed, or could not load the package.
+    """
+    if device.type == "cpu":
+        return
+    child = subprocess.run([sys.executable, "-c", _LOAD, path], capture_output=True, text=True)
+    if child.returncode < 0:
+        raise MXError(
+            f"the machine code for {device} crashes while torch {torch.__version__} loads it (signal "
+            f"{-child.returncode}), as that of any model does where the C++ compiler links libstdc++ statically: set "
+            "CXX to one that links it dynamically, or use torch.compile"
+        )
+    if child.returncode:
+        raise MXError(f"the machine code for {device} cannot be loaded: {child.stderr.strip().splitlines()[-1]}")

@@ -1,0 +1,52 @@
+import subprocess
+
+import pytest
+import torch
+
+from pt2mx import MXError
+from pt2mx.pt2e.packages import crash
+
+CUDA = torch.device("cuda")
+
+
+def _ends_with(status, stderr, monkeypatch):
+    found = []
+
+    def run(command, **options):
+        found.append(command)
+        return subprocess.CompletedProcess(command, status, "", stderr)
+
+    monkeypatch.setattr(crash.subprocess, "run", run)
+    return found
+
+
+def test_code_for_a_cpu_is_not_tried(monkeypatch):
+    started = _ends_with(-11, "", monkeypatch)
+    crash.check_loads("m.pt2", torch.device("cpu"))
+    assert not started
+
+
+def test_code_that_loads(monkeypatch):
+    started = _ends_with(0, "", monkeypatch)
+    crash.check_loads("m.pt2", CUDA)
+    assert [command[-1] for command in started] == ["m.pt2"]
+
+
+@pytest.mark.parametrize(
+    "status, stderr, message",
+    [
+        (-11, "", r"crashes while torch .* \(signal 11\).*set CXX"),
+        (1, "Traceback\nKeyError: 3\n", "loaded: KeyError: 3"),
+    ],
+)
+def test_code_that_does_not(status, stderr, message, monkeypatch):
+    _ends_with(status, stderr, monkeypatch)
+    with pytest.raises(MXError, match=message):
+        crash.check_loads("m.pt2", CUDA)
+
+
+def test_a_real_child(tmp_path):
+    path = tmp_path / "m.pt2"
+    path.write_bytes(b"no package")
+    with pytest.raises(MXError, match="the machine code for cuda cannot be loaded"):
+        crash.check_loads(str(path), CUDA)
