@@ -18,6 +18,8 @@ int main(int count, char** arguments) {
     return 2;
   }
   try {
+    for (char* path : {arguments[1], arguments[2]})
+      if (!std::ifstream(path)) throw std::runtime_error(std::string("cannot read ") + path);
     std::ifstream given(arguments[2], std::ios::binary);
     const std::vector<char> bytes{std::istreambuf_iterator<char>(given), {}};
     const c10::IValue list = torch::pickle_load(bytes);
@@ -30,7 +32,12 @@ int main(int count, char** arguments) {
 
     const std::vector<c10::IValue> values(outputs.begin(), outputs.end());
     const std::vector<char> results = torch::pickle_save(c10::ivalue::Tuple::create(values));
-    std::ofstream(arguments[3], std::ios::binary).write(results.data(), std::streamsize(results.size()));
+    std::ofstream file(arguments[3], std::ios::binary);
+    if (!file.write(results.data(), std::streamsize(results.size())).flush())
+      throw std::runtime_error(std::string("cannot write ") + arguments[3]);
+  } catch (const c10::Error& error) {
+    std::cerr << "host: " << error.what_without_backtrace() << "\n";
+    return 1;
   } catch (const std::exception& error) {
     std::cerr << "host: " << error.what() << "\n";
     return 1;

@@ -98,6 +98,14 @@ def test_a_package_of_packed_weights(host, tmp_path):
     linked = subprocess.run(["ldd", str(host)], capture_output=True, text=True).stdout
     assert "libpt2mx_ops.so" in linked and "libpython" not in linked and "libtorch_python" not in linked
 
+    for paths in (["none", "inputs.pt", "o"], [str(package), "none", "o"]):
+        found = subprocess.run([str(host), *paths], capture_output=True, text=True, cwd=tmp_path)
+        assert (found.returncode, found.stderr) == (1, "host: cannot read none\n")
+    found = subprocess.run(
+        [str(host), str(package), "inputs.pt", "/dev/full"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert (found.returncode, found.stderr) == (1, "host: cannot write /dev/full\n")
+
     # what AOTInductor and the operators refuse
     result = run(host, package, (rows(65),), tmp_path, AOTI_RUNTIME_CHECK_INPUTS="1")
     assert result.returncode == 1 and "dim value is too large at 0, expected to be <= 64" in result.stderr
