@@ -65,7 +65,7 @@ def test_wheel_holds_one_top_level_package(wheel):
     sources = [
         (root, path) for root in (*LAYERS.items(), ("pt2mx.configs", ROOT / "configs")) for path in root[1].rglob("*")
     ]
-    kept = {".py", ".cpp", ".h", ".txt", ".yaml", ".typed"}
+    kept = {".py", ".cpp", ".h", ".txt", ".yaml", ".typed", ".html", ".css", ".js"}
     missing = [
         str(path)
         for (package, folder), path in sources

@@ -5,16 +5,27 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
+from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from pt2mx.analysis.tables import text_table
 from pt2mx.errors import MXError
 from pt2mx.pt2e.observer import MXObserver
 from pt2mx.pt2e.output import write_text
-from pt2mx.pt2e.report.html import page
+from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
+from pt2mx.pt2e.report.page.context import PageContext
+from pt2mx.pt2e.report.page.page import page
 from pt2mx.pt2e.report.rows import OperandReport, OperatorReport, operator_reports
+from pt2mx.pt2e.report.stored import read_report
+from pt2mx.pt2e.sensitivity.recipe_comparison import RecipeComparison
+from pt2mx.pt2e.sensitivity.result import Sensitivity
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -63,7 +74,7 @@ class QuantizationReport:
         header = ("module", "operator", "activation", "weight", "SQNR a", "SQNR w", "bytes", "after", "")
         rows = [header, *(_row(operator, self._observed) for operator in self.operators)]
         *columns, notes = zip(*rows, strict=True)
-        lines = text_table(list(zip(*columns, strict=True)), left=4).splitlines()
+        lines = text_table(list(zip(*columns, strict=True)), left=4).split("\n")
         width = max(map(len, lines))
         lines = [f"{line:{width}}  {note}".rstrip() for line, note in zip(lines, notes, strict=True)]
         return "\n".join([*lines, self.summary])
@@ -97,20 +108,63 @@ class QuantizationReport:
         bits = {"effective_bits": self.effective_bits, "weight_bits": self.weight_bits}
         return write_text(json.dumps(_finite({**bits, **asdict(self)}), indent=1, allow_nan=False), path)
 
-    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Write the report as one HTML page that needs nothing else: the table, with the SQNR of every operand and
-        candidate as bars, and histograms of block exponents.
+    @classmethod
+    def from_json(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a report that `to_json` wrote.
+
+        Args:
+            path: of the file.
+
+        Returns:
+            The report. A SQNR that was not finite is NaN.
+
+        Raises:
+            MXError: where there is no such file, or it holds something else.
+        """
+        return cls(**read_report(path))
+
+    def to_html(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        model: str = "",
+        recipe: str | MXQuantizer = "",
+        quality: Mapping[str, float] | None = None,
+        comparison: RecipeComparison | None = None,
+        sensitivity: Sensitivity | None = None,
+        before: GraphModule | ExportedProgram | None = None,
+        after: GraphModule | ExportedProgram | None = None,
+    ) -> str:
+        """Write the report as one HTML page that needs nothing else: the totals, the noise along the depth, a table
+        that sorts, filters and opens. It shows more where more is given.
 
         Args:
             path: of the file; None writes none.
+            model: what the page calls the model.
+            recipe: that of the model, to be copied: the name of a shipped one, a YAML file, or the quantizer.
+            quality: name of a metric -> number, the most important first; by default that of `recipe` in `comparison`.
+            comparison: of `pt2mx.compare_recipes`, for the plot of quality against bytes.
+            sensitivity: of `pt2mx.sensitivity`, for the operators of each module.
+            before: the exported float model, and
+            after: the converted or lowered one, for the graph around an operator.
 
         Returns:
             The text.
 
         Raises:
-            MXError: where no file can be written at `path`.
+            MXError: for other objects or no such recipe, and where no file can be written at `path`.
+
+        Example:
+            >>> import torch, pt2mx
+            >>> exported = torch.export.export(torch.nn.Linear(64, 8), (torch.ones(2, 64),)).module()
+            >>> converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(exported, pt2mx.MXQuantizer.from_recipe("mxfp8")))
+            >>> report = pt2mx.quantization_report(converted)
+            >>> text = report.to_html(model="a layer", recipe="mxfp8", before=exported, after=converted)
+            >>> text.splitlines()[0]
+            '<!DOCTYPE html>'
         """
-        return write_text(page(self), path)
+        context = PageContext(model, recipe, quality or {}, comparison, sensitivity, before, after)
+        return write_text(page(self, context), path)
 
 
 def quantization_report(model: GraphModule) -> QuantizationReport:

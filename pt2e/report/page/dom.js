@@ -1,0 +1,74 @@
+"use strict";
+// Elements, and numbers as a reader likes them. Text reaches the page as text nodes alone: no name is ever HTML.
+
+const data = JSON.parse(document.getElementById("data").textContent);
+const operators = data.operators;
+/** module -> [candidate, operands, alone, left, estimate]; a map, for a module may be called "constructor". */
+const sensitivities = new Map(Object.entries(data.sensitivity?.modules ?? {}));
+
+/** What is there of some children: those that a condition left out are false or null. */
+const present = (...children) => children.flat(Infinity).filter((child) => ![null, undefined, false].includes(child));
+
+function build(node, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (typeof value === "function") node.addEventListener(name, value);
+    else if (![null, undefined, false].includes(value)) node.setAttribute(name, value === true ? "" : value);
+  }
+  node.append(...present(children));
+  return node;
+}
+
+const html = (tag, attributes = {}, ...children) => build(document.createElement(tag), attributes, children);
+
+const svg = (tag, attributes = {}, ...children) =>
+  build(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+
+const find = (selector, within = document) => within.querySelector(selector);
+
+/** A number of the data: null is none, and words stand for what JSON has no number for. */
+const number = (value) => (value === null || value === undefined ? NaN : Number(value));
+
+const UNITS = ["B", "kB", "MB", "GB", "TB"];
+
+/** A size as [number, unit]: three digits. */
+function size(bytes) {
+  const power = bytes >= 1000 ? Math.min(Math.floor(Math.log10(bytes) / 3 + 1e-9), UNITS.length - 1) : 0;
+  return [significant(bytes / 1000 ** power), UNITS[power]];
+}
+
+const sizeText = (bytes) => size(bytes).join(" ");
+
+/** Three digits before an exponent is needed; words for what is not finite. */
+function significant(value, digits = 3) {
+  if (Number.isNaN(value)) return "–";
+  if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(digits - 1).replace("-", "−");
+  const whole = Math.floor(Math.log10(size || 1)) + 1;
+  return value.toFixed(Math.max(digits - whole, 0)).replace("-", "−");
+}
+
+/** Four digits of the distance from 1, so that .9987 and .9991 differ. */
+const qualityText = (value) => (value > 0.9 && value < 1 ? value.toFixed(4) : significant(value));
+
+const decibels = (value) =>
+  Number.isFinite(value) ? value.toFixed(1).replace("-", "−") : significant(value);
+
+function percent(share) {
+  if (share === 0) return "0";
+  return share < 0.0001 ? "< 0.01 %" : `${(100 * share).toFixed(share < 0.1 ? 2 : 1)} %`;
+}
+
+/** 2⁻⁷ */
+const powerOfTwo = (exponent) =>
+  `2${String(exponent).replace(/./g, (digit) => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(digit)])}`;
+
+const ENGLISH = new Intl.NumberFormat("en");
+
+const count = (value) => ENGLISH.format(value);
+
+/** A name that may go on in a new line after each of its parts. */
+const breakable = (name) => name.split(/(?<=\.)/).flatMap((part) => [part, html("wbr")]);
+
+/** What an operator is called: its module, or where it is in none its own name. */
+const nameOf = (operator) => operator.module || operator.name;

@@ -1,0 +1,82 @@
+"""A model's graph in rows that a page can draw, and the nodes in it that the operators of a report are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from operator import getitem
+from typing import NamedTuple
+
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
+
+from pt2mx.fx.graph.node import value_of
+from pt2mx.fx.graph.origins import by_origin, origin
+from pt2mx.fx.graph.subgraphs import named_graph_modules
+from pt2mx.pt2e.debug.node_text import format_text, module_text, operator_text, shape_text
+from pt2mx.pt2e.debug.watched import check_module
+
+
+class GraphRow(NamedTuple):
+    """A node; `inputs` are numbers of rows."""
+
+    name: str
+    operator: str
+    shape: str
+    format: str
+    module: str
+    inputs: list[int]
+
+
+@dataclass(frozen=True)
+class DrawnGraph:
+    """The rows of a model's graph and of those inside it. Items of tuples are left out: who reads one reads the tuple.
+
+    `named` and `by_origin` have the row of a node by its name, and by what it was in the first export; `origins` the
+    latter by the former. In a graph inside, names and origins follow its path.
+    """
+
+    rows: list[GraphRow]
+    named: dict[str, int]
+    by_origin: dict[str, int]
+    origins: dict[str, str]
+
+    @classmethod
+    def of(cls, model: GraphModule | ExportedProgram, what: str) -> DrawnGraph:
+        """The graph of a model, which is the argument `what` of a caller."""
+        drawn = cls([], {}, {}, {})
+        graph = check_module(model.module() if isinstance(model, ExportedProgram) else model, what)
+        for path, inner in named_graph_modules(graph):
+            drawn._add(f"{path}." if path else "", inner)
+        return drawn
+
+    def _add(self, path: str, model: GraphModule) -> None:
+        numbers: dict[Node, int] = {}
+        for node in model.graph.nodes:
+            if node.target is getitem and node.all_input_nodes[0] in numbers:
+                numbers[node] = numbers[node.all_input_nodes[0]]
+                continue
+            if node.op != "output" and not node.users and value_of(node) is None:  # guards and assertions
+                continue
+            inputs = list(dict.fromkeys(numbers[one] for one in node.all_input_nodes if one in numbers))
+            texts = operator_text(node), shape_text(node), format_text(node, model), module_text(node)
+            numbers[node] = self.named[path + node.name] = len(self.rows)
+            self.origins[path + node.name] = path + origin(node)
+            self.rows.append(GraphRow(path + node.name, *texts, inputs))
+        made = by_origin(model.graph).items()
+        self.by_origin.update({path + name: numbers[node] for name, node in made if node in numbers})
+
+    def row_of(self, name: str) -> int | None:
+        """The row of an operator, by its name here or by what it was in the first export."""
+        return self.named.get(name, self.by_origin.get(name))
+
+
+def places(names: Iterable[str], before: DrawnGraph | None, after: DrawnGraph | None) -> list[tuple[int | None, ...]]:
+    """The rows, before and after, of the operators that a report names."""
+
+    def place(name: str) -> Iterator[int | None]:
+        first = after.origins.get(name, name) if after else name
+        yield before.by_origin.get(first, before.named.get(name)) if before else None
+        yield after.row_of(name) if after else None
+
+    return [tuple(place(name)) for name in names]

@@ -1,0 +1,165 @@
+"""Pages in headless Chromium: they sort, filter and open, by mouse and by keyboard, without an error or a request."""
+
+import math
+
+import pytest
+
+from pt2mx.pt2e.sensitivity.result import Sensitivity, SensitivityRow
+from tests.browser import CHROMIUM, Browser, Page
+from tests.reports import HOSTILE, full_report, operator, report_of
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+
+PLOTS = "[...document.querySelectorAll('main > section:not([hidden]) .plot')]"
+READY = (
+    "document.readyState === 'complete' && document.documentElement.dataset.ready "
+    f"&& {PLOTS}.every((plot) => plot.querySelector('svg'))"
+)
+ROWS = "[...document.querySelectorAll('.operators .row')]"
+SHOWN = f"{ROWS}.filter((row) => !row.hidden)"
+NAMES = f"{SHOWN}.map((row) => row.querySelector('.open').textContent)"
+
+
+def column(number: int) -> str:
+    """The numbers that a column shows."""
+    return f"{SHOWN}.map((row) => parseFloat(row.cells[{number}].textContent))"
+
+
+@pytest.fixture(scope="module")
+def show(tmp_path_factory):
+    """Open a page; at the end it must have had no error, no request of others and nothing beyond its width."""
+    folder = tmp_path_factory.mktemp("pages")
+    with Browser(folder / "profile") as browser:
+
+        def shown(text: str, width: int = 1280) -> Page:
+            file = folder / f"report{len(browser.pages)}.html"
+            file.write_text(text)
+            page = Page(browser, file, width)
+            page.wait(READY)
+            return page
+
+        yield shown
+        for page in browser.pages.values():
+            assert page.problems == []
+            assert len(set(page.requests)) == 1, "its own file"
+            assert page.run("document.documentElement.scrollWidth <= innerWidth")
+
+
+@pytest.fixture(scope="module", params=[1280, 390])
+def page(show, request):
+    found = full_report()
+    return show(found.report.to_html(**found.more), request.param)
+
+
+@pytest.fixture
+def fresh(page):
+    """The page as it was first."""
+    page.run("delete document.documentElement.dataset.ready")
+    page.send("Page.reload")
+    page.wait(READY)
+    return page
+
+
+def test_the_answer_and_the_sections(fresh):
+    answers = fresh.run("[...document.querySelectorAll('.answers .large')].map((one) => one.textContent)")
+    assert answers[1:] == ["5.50", "0.9712", "8"]
+    assert fresh.run("document.querySelectorAll('main > section:not([hidden])').length") == 5
+    assert fresh.run("document.querySelector('#recipe code').textContent").startswith("description: ")
+    assert "layers.3" in fresh.run("document.querySelector('.outliers').textContent")
+    assert fresh.run("document.querySelectorAll('#comparison circle.front').length") == 3
+
+
+def test_it_sorts(fresh):
+    order = fresh.run(NAMES)
+    assert order == [*(f"layers.{i}" for i in range(8)), "head"]
+    state = "document.querySelectorAll('.operators > thead th')[2].ariaSort"
+    fresh.run("document.querySelectorAll('.operators > thead button')[2].focus()")
+    for expected, reverse in (("ascending", False), ("descending", True)):
+        fresh.press("Enter")
+        assert fresh.run(state) == expected
+        *numbers, last = fresh.run(column(2))
+        assert numbers == sorted(numbers, reverse=reverse) and last is None, "the head has no ratio"
+        assert fresh.run(NAMES)[0 if expected == "ascending" else -2] == "layers.3"
+    fresh.press("Enter")
+    assert (fresh.run(state), fresh.run(NAMES)) == ("none", order)
+
+
+def test_it_filters(fresh):
+    fresh.run("document.querySelector('#operators input').focus()")
+    fresh.press(*"layers.5")
+    assert fresh.run(NAMES) == ["layers.5"]
+    assert fresh.run("document.querySelector('.count').textContent") == "1 of 9 operators"
+    for kind, expected in (("left in high precision", ["head"]), ("quantized", [f"layers.{i}" for i in range(8)])):
+        fresh.run("document.querySelector('#operators form').reset()")
+        fresh.run(f"document.querySelector('#operators select').value = '{kind}'")
+        fresh.run("document.querySelector('#operators form').dispatchEvent(new Event('input'))")
+        assert fresh.run(NAMES) == expected
+
+
+def test_a_row_opens_by_keyboard_and_by_mouse(fresh):
+    shown = "[...document.querySelectorAll('.more')].filter((row) => !row.hidden).map((row) => row.textContent)"
+    fresh.run("document.querySelector('.open').focus()")
+    fresh.press("Enter")
+    (text,) = fresh.run(shown)
+    for part in ("saturated", "flushed", "candidates", "mxfp8_e4m3{32}", "sensitivity", "blocks by shared exponent"):
+        assert part in text
+    assert fresh.run("document.querySelectorAll('.more .histogram rect').length") > 0
+    assert fresh.run("document.activeElement.ariaExpanded") == "true"
+    fresh.run(f"{ROWS}[0].click()")
+    assert fresh.run(shown) == [] and fresh.run("document.querySelector('.open').ariaExpanded") == "false"
+
+
+def test_plots_by_keyboard(fresh):
+    fresh.run("document.querySelector('#depth svg').focus()")
+    fresh.press("Home", "ArrowRight")
+    readout = fresh.run("document.querySelector('#depth .readout').textContent")
+    assert readout.startswith("layers.0, weight in mxfp4_e2m1{32}: ")
+    fresh.press("Enter")
+    assert fresh.run("document.activeElement.textContent + document.activeElement.ariaExpanded") == "layers.0true"
+
+
+def test_the_graph_around_an_operator(fresh):
+    panels = (
+        "[...document.querySelectorAll('.graph-panel')].map((one) => one.querySelector('.centre .what').textContent)"
+    )
+    fresh.run("document.querySelectorAll('.open')[2].click()")
+    fresh.run("document.querySelector('.more button').click()")
+    assert fresh.run("document.querySelector('#graph select').selectedOptions[0].text") == "layers.2 (aten.linear)"
+    assert fresh.run(panels) == ["aten.linear", "aten.linear"]
+    nodes = "[...document.querySelectorAll('.graph-panel:last-child .node .what')].map((one) => one.textContent)"
+    assert {"pt2mx.dequantize_mx", "pt2mx.quantize_mx"} <= set(fresh.run(nodes))
+    fresh.run("document.querySelector('.graph-panel:last-child .node:not(.centre)').focus()")
+    name = fresh.run("document.activeElement.ariaLabel")
+    fresh.press("Enter")
+    assert fresh.run("document.querySelector('.graph-panel:last-child .centre').ariaLabel") == name
+    assert fresh.run("document.activeElement.ariaLabel") == name, "the focus stays on it"
+
+
+def test_what_assistive_technology_hears(fresh):
+    nodes = fresh.send("Accessibility.getFullAXTree")["nodes"]
+    heard = [(node["role"]["value"], node.get("name", {}).get("value", "")) for node in nodes if not node["ignored"]]
+    roles = {role for role, _ in heard}
+    assert {"main", "banner", "navigation", "table", "columnheader", "row", "rowheader", "cell", "search"} <= roles
+    assert sum(role == "columnheader" for role, _ in heard) == 8 + 4
+    assert all(name for role, name in heard if role in ("button", "link", "combobox", "searchbox", "heading"))
+    assert ("heading", "Operators") in heard
+
+
+def test_hostile_names(show):
+    report = report_of(*(operator(name, 20.0, reason=name) for name in HOSTILE))
+    found = Sensitivity("kl", (SensitivityRow(HOSTILE[0], "mxfp4", "both", alone=math.inf),), {})
+    page = show(report.to_html(model=HOSTILE[1], sensitivity=found), 390)
+    assert page.run(NAMES) == list(HOSTILE)
+    page.run(f"{ROWS}.forEach((row) => row.querySelector('.open').click())")
+    assert page.run("document.querySelectorAll('img, main script').length") == 0
+    assert page.run("document.title") == HOSTILE[1]
+
+
+@pytest.mark.parametrize("ratios", [(), (math.nan,), (math.inf, -math.inf, math.nan, 10.0)])
+def test_no_rows_and_ratios_that_are_not_finite(show, ratios):
+    page = show(report_of(*(operator(f"m{i}", sqnr) for i, sqnr in enumerate(ratios))).to_html())
+    words = {math.nan: "\u2013", math.inf: "∞", -math.inf: "\u2212∞", 10.0: "10.0"}
+    assert page.run(f"{ROWS}.map((row) => row.cells[2].textContent)") == [words[ratio] for ratio in ratios]
+    page.run("document.querySelectorAll('.operators > thead button')[2].click()")
+    assert page.run(NAMES) == (["m1", "m3", "m0", "m2"] if len(ratios) > 1 else [f"m{i}" for i in range(len(ratios))])
+    page.run(f"{ROWS}.forEach((row) => row.click())")
