@@ -10,6 +10,9 @@ import torch
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 from torch import nn
 
+import pt2mx
+from pt2mx.pt2e.onnx.nodes import DequantizeMX
+
 #: constants by name, as arrays or, of types that numpy lacks, tensors
 Constants = dict[str, np.ndarray | TensorProto]
 
@@ -128,3 +131,18 @@ def export(module: nn.Module, inputs: tuple, path: str, dynamic_shapes: object =
         )
     assert program is not None
     program.save(path)
+
+
+def with_dequantized_weights(floats: ModelProto, model: ModelProto) -> ModelProto:
+    """The float model, with what the quantized one decodes in the place of its constants."""
+    held = {t.name: torch.from_numpy(numpy_helper.to_array(t).copy()) for t in model.graph.initializer}
+    producers = {name: node for node in model.graph.node for name in node.output}
+    plain = onnx.ModelProto.FromString(floats.SerializeToString())
+    by_name = {t.name: t for t in plain.graph.initializer}
+    by_name |= {n.output[0]: n.attribute[0].t for n in plain.graph.node if n.op_type == "Constant"}
+    for node, a in DequantizeMX.nodes_in(model):
+        codes, scale = (name if name in held else producers[name].input[0] for name in node.input)
+        values = pt2mx.dequantize_mx(held[codes], held[scale], a.spec, length=a.length)
+        name = codes.removesuffix("_codes")
+        by_name[name].CopyFrom(numpy_helper.from_array(values.numpy(), name))
+    return plain

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +12,9 @@ import torch
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.cli.calibration import batch_files, load_batches
+from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.cli.stage import Stages, user_errors
+from pt2mx.pt2e.cli.summary import quantized
 from pt2mx.pt2e.onnx.quantize_onnx import OnnxReport, quantize_onnx
 from pt2mx.pt2e.output import check_distinct, check_output
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
@@ -22,15 +25,15 @@ PREFIX = "onnx:"
 _FOR_TORCH = {"optimize": None, "compile": False, "tensor_parallel": 1, "device": "cpu"}
 
 
-def quantize_file(options: argparse.Namespace, quantizer: MXQuantizer) -> OnnxReport:
-    """Quantize the file of `options.model` to `options.output`, and print what became of its nodes.
+def quantize_file(options: argparse.Namespace, quantizer: MXQuantizer) -> tuple[OnnxReport, Result]:
+    """Quantize the file of `options.model` to `options.output`.
 
     Args:
         options: those of `pt2mx quantize`.
         quantizer: that of `options.recipe`.
 
     Returns:
-        The report of `pt2mx.quantize_onnx`.
+        The report of `pt2mx.quantize_onnx`, and what the command prints.
 
     Raises:
         MXError: for an option that is not for ONNX files, and as `pt2mx.quantize_onnx`.
@@ -42,14 +45,8 @@ def quantize_file(options: argparse.Namespace, quantizer: MXQuantizer) -> OnnxRe
         progress.begin("quantize")
         with user_errors(f"quantize {path!r}"):
             report = quantize_onnx(path, options.output, quantizer, batches, allow_nan=options.allow_nan)
-        progress.update()
-        seconds = progress.seconds()
-    print(report.to_table())
-    if report.fidelity is not None:
-        print(f"output against the float model: {report.fidelity}")
-    sizes = [Path(file).stat().st_size / 1e6 for file in (options.output, path)]
-    print(f"{options.output}: {sizes[0]:.1f} MB (the float file: {sizes[1]:.1f} MB); {seconds}")
-    return report
+    before = [f"the float file: {Path(path).stat().st_size / 1e6:.1f} MB"]
+    return report, quantized(report, options, progress, lines=before, output_against_the_float_model=report.fidelity)
 
 
 def _check(options: argparse.Namespace, path: str) -> None:
@@ -76,9 +73,12 @@ def _batches(options: argparse.Namespace, path: str) -> list[dict[str, np.ndarra
 
 def _batch(given: object, names: list[str], file: str) -> dict[str, np.ndarray]:
     """A batch of a file, by the names of the inputs."""
-    if not isinstance(given, dict):
+    if isinstance(given, dict):
+        named: dict[Any, Any] = given
+    else:
         values = list(given) if isinstance(given, list | tuple) else [given]
-        given = dict(zip(names, values, strict=True)) if len(values) == len(names) else {}
-    if set(given) != set(names):
-        raise MXError(f"{file}: a batch must hold the inputs {names}, this one holds {sorted(map(str, given))}")
-    return {name: torch.as_tensor(value).numpy() for name, value in given.items()}
+        named = dict(zip(names if len(values) == len(names) else range(len(values)), values, strict=True))
+    if set(named) != set(names):
+        raise MXError(f"{file}: a batch must hold the inputs {names}, this one holds {list(named)}")
+    with user_errors(f"make arrays of {file}"):  # numpy has no bfloat16
+        return {name: torch.as_tensor(value).numpy() for name, value in named.items()}

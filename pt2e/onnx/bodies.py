@@ -195,15 +195,16 @@ def _decode(f: Function, codes: str, element: ElementFormat, blocks: Blocks) -> 
     """codes: (..., bytes, ...) uint8 -> (..., codes that they hold, ...) float32, each the entry of a table."""
     per_group, size = group_of(element.bits)
     codes = f.op("Cast", codes, to=_TYPE.INT32)
+    groups = f.op("Div", blocks.extent(f, codes), [size])
     if size == 1:  # a table for each of the codes that share a byte
         each = unpack(torch.arange(256, dtype=torch.uint8).unsqueeze(1), 1, element.bits)  # (256, per_group)
         tables = decode(each, element).T.contiguous().numpy()
         values = [f.op("Gather", table, codes) for table in tables]
     else:
-        groups = f.op("Reshape", codes, blocks.shape(f, codes, [-1, size]))
+        grouped = blocks.reshape(f, codes, codes, groups, [size])
         word: Input = np.zeros((), np.int32)
         for i in range(size):
-            byte = f.op("Gather", groups, np.asarray(i), axis=blocks.inner)
+            byte = f.op("Gather", grouped, np.asarray(i), axis=blocks.inner)
             word = f.op("Add", word, f.op("Mul", byte, np.asarray(1 << 8 * i, np.int32)))
         count = 1 << element.bits
         table = decode(torch.arange(count, dtype=torch.int32), element).numpy()
@@ -212,4 +213,4 @@ def _decode(f: Function, codes: str, element: ElementFormat, blocks: Blocks) -> 
     if per_group == 1:
         return values[0]
     stacked = f.op("Concat", *(f.op("Unsqueeze", value, [blocks.inner]) for value in values), axis=blocks.inner)
-    return f.op("Reshape", stacked, blocks.shape(f, codes, [-1]))
+    return blocks.reshape(f, stacked, codes, f.op("Mul", groups, [per_group]))

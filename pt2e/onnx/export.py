@@ -16,6 +16,7 @@ from pt2mx.extras import import_extra, without_log_warnings
 from pt2mx.pt2e.cli.error_text import one_line
 from pt2mx.pt2e.onnx.exportable import exportable
 from pt2mx.pt2e.onnx.nodes import DequantizeMX, FakeQuantizeMX
+from pt2mx.pt2e.onnx.origins import note_origins
 from pt2mx.pt2e.onnx.targets import rewriter_of
 from pt2mx.pt2e.output import check_output
 
@@ -51,9 +52,9 @@ def export_onnx(
         The number of nodes that stand for quantized activations and packed weights.
 
     Raises:
-        MXError: for another model, target or opset, for what has no ONNX form (directed and stochastic roundings of
-            activations, the scale mode `mse`, buffers that the model writes), for a file above 2 GB, and where no file
-            can be written.
+        MXError: for another model, target or opset, for inputs and dynamic shapes that the model does not take, for
+            what has no ONNX form (directed and stochastic roundings of activations, the scale mode `mse`, buffers that
+            the model writes), for a file above 2 GB, and where no file can be written.
 
     Example:
         >>> import tempfile, onnxruntime, torch, pt2mx
@@ -72,7 +73,7 @@ def export_onnx(
     """
     import_extra("onnx", "onnx")
     rewrite = rewriter_of(target)
-    if opset is not None and opset not in OPSETS:
+    if opset is not None and not (isinstance(opset, int) and opset in OPSETS):
         raise MXError(f"opset={opset!r} must be an integer from {OPSETS[0]} to {OPSETS[-1]}")
     check_output(path)
     made = _model(exportable(model, example_inputs, dynamic_shapes), opset)
@@ -92,9 +93,11 @@ def _model(program: ExportedProgram, opset: int | None) -> Any:
             )
         except Exception as error:  # of an operator without a translation, below pages of advice
             raise MXError(f"could not export the program to ONNX: {one_line(_cause(error))}") from error
-    if exported is None:
+    if exported is None or exported.exported_program is None:
         raise MXError("torch.onnx.export returned no model")
-    return exported.model_proto
+    model = exported.model_proto
+    note_origins(model, exported.exported_program.graph)
+    return model
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
 
 from pt2mx import ops
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.graph_pass import run_passes
-from pt2mx.fx.graph.node import is_ours
+from pt2mx.fx.graph.node import is_ours, value_of
 from pt2mx.fx.graph.subgraphs import graph_modules
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors, held_in_written_memory, map_tensors
 from pt2mx.fx.passes.cse_quantize import cse_quantize
@@ -25,6 +27,7 @@ from pt2mx.fx.passes.packed_embedding import use_packed_embeddings
 from pt2mx.fx.portable import holds_observers, is_portable
 from pt2mx.ops.decompositions import product_decompositions
 from pt2mx.pt2e.cli.dynamic_shapes import dynamic_shapes as shapes_of
+from pt2mx.pt2e.cli.stage import user_errors
 from pt2mx.pt2e.onnx.size_assertions import drop_size_assertions
 
 _PASSES = (drop_size_assertions, cse_quantize, fuse_qdq, use_packed_embeddings, merge_fake_quantize)
@@ -41,7 +44,8 @@ def exportable(model: object, inputs: object, dynamic_shapes: Any) -> ExportedPr
         dynamic_shapes: as `torch.export.export` takes them; None for those of the program.
 
     Raises:
-        MXError: for another model, one that holds what has no ONNX form, and missing inputs.
+        MXError: for another model, one that holds what has no ONNX form, inputs that are missing or that the model does
+            not take, and dynamic shapes that it does not have.
     """
     graph, (args, kwargs), shapes = _parts(model, inputs, dynamic_shapes)
     graph = copy_sharing_tensors(graph)
@@ -53,7 +57,9 @@ def exportable(model: object, inputs: object, dynamic_shapes: Any) -> ExportedPr
     with torch.no_grad(), warnings.catch_warnings():
         # torch, of its own code
         warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
-        program = torch.export.export(graph, args, kwargs, dynamic_shapes=shapes)
+        with user_errors("export the model for these inputs and dynamic shapes"):
+            program = torch.export.export(graph, args, kwargs, dynamic_shapes=shapes)
+        _check_dtypes(graph, program)
         if any(_is_product(node) for each in graph_modules(program.graph_module) for node in each.graph.nodes):
             program = program.run_decompositions(product_decompositions())
     _check_operators(program)
@@ -72,7 +78,10 @@ def _parts(model: object, inputs: object, shapes: Any) -> tuple[GraphModule, tup
     if given is None:
         raise MXError("give example_inputs: a tuple of the model's inputs, or a mapping of its keyword inputs")
     _check_converted(graph)
-    return graph, given, shapes
+    args, kwargs = given
+    # in the order of the signature: torch.export takes them in that of the mapping, without regard to names
+    named = {name: kwargs[name] for name in inspect.signature(graph.forward).parameters if name in kwargs}
+    return graph, (args, named | kwargs), shapes
 
 
 def _positional_and_named(inputs: object) -> tuple[tuple, dict[str, Any]]:
@@ -97,12 +106,24 @@ def _check_converted(model: GraphModule) -> None:
     raise MXError(f"expected a converted model, not {found}: pass what convert_pt2e returned, or an export of it")
 
 
-def _is_product(node: torch.fx.Node) -> bool:
+def _check_dtypes(model: GraphModule, program: ExportedProgram) -> None:
+    """Raise an MXError for an input of another dtype than the model's, in which fused operators would compute."""
+    inputs = list(program.graph.find_nodes(op="placeholder"))[-len(program.graph_signature.user_inputs) :]
+    for node, given in zip(model.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        x, known = value_of(given), value_of(node)
+        if isinstance(x, Tensor) and isinstance(known, Tensor) and x.dtype != known.dtype:
+            raise MXError(f"the input {node.target!r} is of {x.dtype}, but the model was exported for {known.dtype}")
+
+
+def _is_product(node: Node) -> bool:
     return is_ours(node) and node.target not in _NODES
 
 
 def _check_operators(program: ExportedProgram) -> None:
-    """Raise an MXError for what no node stands for."""
+    """Raise an MXError for what no node stands for, and for outputs that are no tensors."""
+    for value in pytree.tree_leaves(program.graph.output_node().args):
+        if not isinstance(value, Node) and value is not None:
+            raise MXError(f"the output {value!r} is no tensor, and an ONNX file has no other outputs: leave it out")
     for graph in graph_modules(program.graph_module):
         for node in graph.graph.nodes:
             if _is_product(node):

@@ -26,10 +26,20 @@ def read_model(path: str | os.PathLike[str]) -> ModelProto:
     try:
         model = onnx.load(os.fspath(path))
     except Exception as error:  # protobuf's, of a damaged file, or of external data that is missing
-        raise MXError(f"{os.fspath(path)!r} is no ONNX file that can be read: {first_line(error)}") from None
+        raise MXError(f"{str(path)!r} is no ONNX file that can be read: {first_line(error)}") from None
     if not model.graph.node:
         raise MXError(f"{os.fspath(path)!r} holds no graph: give the ONNX file of a model")
     return model
+
+
+def check_model(model: ModelProto, name: str) -> None:
+    """Raise an MXError for a model that onnx's checker refuses; it takes none that is larger than a file."""
+    if _is_larger_than_a_file(model):
+        return
+    try:
+        onnx.checker.check_model(model)
+    except onnx.checker.ValidationError as error:
+        raise MXError(f"{name} is not valid: {first_line(error)}") from None
 
 
 def serialized(model: ModelProto) -> bytes:
@@ -38,12 +48,9 @@ def serialized(model: ModelProto) -> bytes:
     Raises:
         MXError: for a model that is too large for one, or that onnx's checker refuses.
     """
-    if (size := model.ByteSize()) > _MOST:
-        raise MXError(f"the model has {size:,} bytes, an ONNX file at most {_MOST:,}: quantize more of it, or parts")
-    try:
-        onnx.checker.check_model(model)
-    except onnx.checker.ValidationError as error:
-        raise MXError(f"the model that was written is not valid: {first_line(error)}") from None
+    if _is_larger_than_a_file(model):
+        raise MXError(f"the model has more than the {_MOST:,} bytes of an ONNX file: quantize more of it, or parts")
+    check_model(model, "the model that was written")
     return model.SerializeToString()
 
 
@@ -56,3 +63,10 @@ def write_model(model: ModelProto, path: str | os.PathLike[str]) -> None:
     data = serialized(model)
     with whole_file(path) as file:
         file.write(data)
+
+
+def _is_larger_than_a_file(model: ModelProto) -> bool:
+    try:
+        return model.ByteSize() > _MOST
+    except Exception:  # protobuf's EncodeError: it does not even count beyond
+        return True

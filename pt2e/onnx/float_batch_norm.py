@@ -9,6 +9,7 @@ import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
 
 from pt2mx.pt2e.onnx.float_operators import attributes_of
+from pt2mx.pt2e.onnx.names import names_in, unused
 from pt2mx.pt2e.onnx.nodes import graphs_in
 
 #: convolution -> the dimension of its weight that counts output channels
@@ -24,11 +25,13 @@ def fold_batch_norms(model: ModelProto) -> None:
     readers = Counter(name for each in graphs_in(graph) for node in each.node for name in node.input)
     readers.update(output.name for each in graphs_in(graph) for output in each.output)
     producers = {name: node for node in graph.node for name in node.output}
+    taken = names_in(graph)
     kept: list[NodeProto] = []
     for node in graph.node:
         before = producers.get(node.input[0]) if node.input else None
         if before is not None and _is_foldable(before, node, constants, readers):
             bias = _fold(before, node, constants)
+            bias.name = unused(f"{node.output[0]}_bias", taken)
             graph.initializer.append(bias)
             constants[bias.name] = bias
             before.input[2:] = [bias.name]
@@ -55,7 +58,7 @@ def _is_foldable(
 
 
 def _fold(conv: NodeProto, norm: NodeProto, constants: Mapping[str, TensorProto]) -> TensorProto:
-    """Scale the weight of a convolution, and return its bias."""
+    """Scale the weight of a convolution, and return its bias, which has no name yet."""
     weight = constants[conv.input[1]]
     values, *given = (numpy_helper.to_array(constants[name]).astype(np.float64) for name in conv.input[1:])
     gain, shift, mean, variance = (numpy_helper.to_array(constants[name]).astype(np.float64) for name in norm.input[1:])
@@ -65,4 +68,4 @@ def _fold(conv: NodeProto, norm: NodeProto, constants: Mapping[str, TensorProto]
     dtype = numpy_helper.to_array(weight).dtype
     weight.CopyFrom(numpy_helper.from_array(scaled.astype(dtype), weight.name))
     bias = ((given[0] if given else 0.0) - mean) * factor + shift
-    return numpy_helper.from_array(bias.astype(dtype), f"{norm.output[0]}_bias")
+    return numpy_helper.from_array(bias.astype(dtype))

@@ -42,13 +42,16 @@ def _made(model: ModelProto, node: NodeProto, constants: dict[str, TensorProto])
     alone = GraphProto(name="node", node=[node], output=results)
     alone.initializer.extend(constants[name] for name in node.input if name)
     whole = helper.make_model(alone, opset_imports=model.opset_import, ir_version=model.ir_version)
-    values = ReferenceEvaluator(whole).run(None, {})
+    try:
+        values = ReferenceEvaluator(whole).run(None, {})
+    except Exception:  # a shape that does not fit: runtimes say so
+        return []
     return [numpy_helper.from_array(v, name) for v, name in zip(values, node.output, strict=True)]
 
 
 def _value(node: NodeProto) -> TensorProto | None:
-    """The value of a `Constant` node; None of a sparse one, and of text."""
-    ((name, value),) = attributes_of(node).items()
+    """The value of a `Constant` node; None of a sparse one, of text, and where there is none."""
+    name, value = next(iter(attributes_of(node).items()), ("", None))
     if name == "value":
         return value
     kinds = {"value_float": "float32", "value_floats": "float32", "value_int": "int64", "value_ints": "int64"}

@@ -10,16 +10,19 @@ import onnx.inliner
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.onnx.files import read_model
+from pt2mx.pt2e.onnx.files import check_model, read_model
 from pt2mx.pt2e.onnx.float_batch_norm import fold_batch_norms
 from pt2mx.pt2e.onnx.float_constants import hoist_constants
 from pt2mx.pt2e.onnx.float_operators import attributes_of
+from pt2mx.pt2e.onnx.names import unused
 from pt2mx.pt2e.onnx.nodes import graphs_in
-from pt2mx.pt2e.onnx.opsets import raise_opset
+from pt2mx.pt2e.onnx.opsets import first_line, raise_opset
 from pt2mx.pt2e.onnx.shapes import TensorType, tensor_types
 
 #: domains whose nodes say that a file is quantized already
 _QUANTIZED = ("pt2mx", "com.amd.quark", "com.vai.quantize")
+#: operators that keep the values that they read
+_REARRANGING = ("Transpose", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten")
 #: operators that pass a softmax's probabilities on: casts, masks, other shapes
 _PASSING = frozenset({
     "Cast", "Identity", "Dropout", "Where", "Mul", "Div", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Expand",
@@ -34,7 +37,8 @@ def read_float(path: str | os.PathLike[str]) -> ModelProto:
     gets a name of its own.
 
     Raises:
-        MXError: where the file is no ONNX model or cannot be converted, and where it is quantized already.
+        MXError: where the file is no ONNX model, or one that is not valid, where it cannot be converted, and where it
+            is quantized already.
     """
     model = read_model(path)
     for node in (node for graph in graphs_in(model.graph) for node in graph.node):
@@ -45,22 +49,18 @@ def read_float(path: str | os.PathLike[str]) -> ModelProto:
 
 def _current(model: ModelProto) -> ModelProto:
     if model.functions:
-        model = onnx.inliner.inline_local_functions(model)
+        try:
+            model = onnx.inliner.inline_local_functions(model)
+        except Exception as error:
+            raise MXError(f"the functions of the model cannot be inlined: {first_line(error)}") from None
     model = raise_opset(model)
+    check_model(model, "the float model")
     hoist_constants(model)
     fold_batch_norms(model)
     taken: set[str] = set()
     for i, node in enumerate(model.graph.node):
         node.name = unused(node.name or f"{node.op_type}_{i}", taken)
     return model
-
-
-def unused(name: str, taken: set[str]) -> str:
-    """`name`, or the first of `name_1`, ... that is not taken; it is taken then."""
-    candidates = (name if i == 0 else f"{name}_{i}" for i in range(len(taken) + 1))
-    found = next(candidate for candidate in candidates if candidate not in taken)
-    taken.add(found)
-    return found
 
 
 def graphs_inside(node: NodeProto) -> Iterator[GraphProto]:
@@ -91,17 +91,16 @@ class FloatGraph:
     """The graph of a model that `read_float` returned.
 
     Args:
-        model: the model. `constants`, `producers` and `read_inside` (what graphs inside read) are by tensor's name.
+        model: the model. `constants`, `defaults` (initializers that are inputs too) and `producers` are by tensor's
+            name.
     """
 
     def __init__(self, model: ModelProto) -> None:
         self.model, self.graph = model, model.graph
-        fed = {value.name for value in model.graph.input}  # an initializer that is an input is only its default
-        self.constants = {t.name: t for t in model.graph.initializer if t.name not in fed}
+        self.constants = {t.name: t for t in model.graph.initializer}
+        fed = {value.name for value in model.graph.input}
+        self.defaults = {name: self.constants.pop(name) for name in fed & set(self.constants)}
         self.producers = {name: node for node in model.graph.node for name in node.output if name}
-        inside = [graph for node in model.graph.node for graph in graphs_inside(node)]
-        self.read_inside = {name for graph in inside for node in graph.node for name in node.input}
-        self.read_inside |= {output.name for graph in inside for output in graph.output}
         self._types = tensor_types(model)
 
     def source(self, tensor: str) -> Source | None:
@@ -114,6 +113,13 @@ class FloatGraph:
             chain.insert(0, node)
             tensor = node.input[0]
         return Source(self.constants[tensor], tuple(chain))
+
+    def is_dequantized(self, tensor: str) -> bool:
+        """True of what a DequantizeLinear gave, maybe in another shape."""
+        node = self.producers.get(tensor)
+        while node is not None and node.op_type in _REARRANGING:
+            node = self.producers.get(node.input[0])
+        return node is not None and node.op_type == "DequantizeLinear"
 
     def is_probabilities(self, tensor: str) -> bool:
         """True if a tensor is the result of a softmax, maybe cast, masked or in another shape."""

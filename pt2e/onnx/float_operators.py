@@ -84,6 +84,6 @@ ATEN = {
 
 def operands_of(node: NodeProto) -> tuple[Operand, ...]:
     """The operands of a node that are there; none of an operator that is not quantized."""
-    row = OPERANDS.get(node.op_type, ()) if node.domain in ("", "ai.onnx") else ()
+    row = OPERANDS.get(node.op_type, ()) if node.domain == "" else ()
     operands = row(node) if callable(row) else row
     return tuple(o for o in operands if o.position < len(node.input) and node.input[o.position])

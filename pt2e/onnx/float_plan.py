@@ -85,7 +85,7 @@ def _planned(
         return NodePlan(node, module, reasons=(reason,))
     found: list[QuantizedOperand] = []
     reasons: list[str] = []
-    remark = None
+    remarks: list[str] = []
     for operand in operands_of(node):
         tensor = node.input[operand.position]
         source = graph.source(tensor)
@@ -99,13 +99,20 @@ def _planned(
         axis = operand.axis
         if _is_value(graph, node, operand, source):
             axis = {-1: -2, -2: -1}[axis] if config.value_blocks == "head_dim" else axis
-            remark = REMARK if config.value_blocks == "key_length" else None
+            remarks += [REMARK] * (config.value_blocks == "key_length")
+        if axis < -1 and source is None and graph.shape(tensor) is None:
+            reasons.append(f"{tensor} has an unknown rank")
+            continue
+        if tensor in graph.defaults:
+            remarks.append(f"{tensor} is a default of an input, no constant: it is quantized at each call")
         found.append(QuantizedOperand(operand, tensor, role, _along(graph, spec, axis, tensor, source), source))
-    output = config.output if config.output and graph.dtype(node.output[0]) in HIGH_PRECISION else None
+    first = node.output[0]  # empty where a recurrent layer's hidden states are not read
+    output = config.output if first and _dtype(graph, first, node) in HIGH_PRECISION else None
     if not (found or output or reasons):
         reasons.append("the config names no spec for its operands")
     whole = None if output is None else output.replace(axis=-1)
-    return NodePlan(node, module, tuple(found), whole, tuple(dict.fromkeys(reasons)), remark if found else None)
+    remark = "; ".join(dict.fromkeys(remarks)) if found else None
+    return NodePlan(node, module, tuple(found), whole, tuple(dict.fromkeys(reasons)), remark or None)
 
 
 def _module_of(place: Node) -> str:
@@ -131,9 +138,18 @@ def _along(graph: FloatGraph, spec: MXSpec, axis: int, tensor: str, source: Sour
     return spec.replace(axis=axis if shape is None else max(axis, -len(shape)) % len(shape))
 
 
+def _dtype(graph: FloatGraph, tensor: str, node: NodeProto) -> int | None:
+    """The data type of a tensor that a node reads or gives. Behind an operator of another domain it is unknown, and
+    that of the constant beside it is taken."""
+    constants = (source.constant for name in node.input if (source := graph.source(name)) is not None)
+    return graph.dtype(tensor) or next((constant.data_type for constant in constants), None)
+
+
 def _unfit(graph: FloatGraph, tensor: str, source: Source | None, node: NodeProto, operand: Operand) -> str | None:
-    """The reason to leave a tensor in high precision although a config names a spec for it; None: there is none."""
-    dtype = graph.dtype(tensor) if source is None else source.constant.data_type
+    """The reason to leave a tensor as it is although a config names a spec for it; None: there is none."""
+    if graph.is_dequantized(tensor):
+        return f"{tensor} is quantized already, before a DequantizeLinear"
+    dtype = _dtype(graph, tensor, node) if source is None else source.constant.data_type
     shape = graph.shape(tensor) if source is None else tuple(source.constant.dims)
     if dtype == TensorProto.DOUBLE:
         raise MXError(

@@ -12,8 +12,9 @@ import torch
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from pt2mx.functional import quantize_mx
-from pt2mx.pt2e.onnx.float_graph import FloatGraph, Source, unused
+from pt2mx.pt2e.onnx.float_graph import FloatGraph, Source
 from pt2mx.pt2e.onnx.float_plan import NodePlan, QuantizedOperand
+from pt2mx.pt2e.onnx.names import names_in, unused
 from pt2mx.pt2e.onnx.nodes import DequantizeMX, FakeQuantizeMX
 from pt2mx.pt2e.onnx.unread import remove_unread
 from pt2mx.spec import MXSpec
@@ -28,8 +29,7 @@ class Rewriter:
 
     def __init__(self, graph: FloatGraph) -> None:
         self._graph = graph
-        self._taken = {name for node in graph.graph.node for name in (*node.output, node.name)}
-        self._taken |= {value.name for value in (*graph.graph.input, *graph.graph.initializer)} | graph.read_inside
+        self._taken = names_in(graph.graph)
         #: constant, spec -> names of its codes and scales
         self._packed: dict[tuple[str, MXSpec], tuple[str, str]] = {}
         #: tensor, spec -> name of what is read in its place
@@ -44,10 +44,16 @@ class Rewriter:
             plan = by_name.get(node.name)
             if plan is None:
                 self._nodes.append(node)
-            elif node.op_type == "Gather" and plan.operands:
+                continue
+            output = node.output[0]
+            if plan.output is not None:
+                node.output[0] = unused(f"{output}_float", self._taken)
+            if node.op_type == "Gather" and plan.operands:
                 self._gather(node, plan.operands[0])
             else:
                 self._quantize(node, plan)
+            if plan.output is not None:
+                self._add(self._fake_quantize(output, plan.output), [node.output[0]], output)
         del self._graph.graph.node[:]
         self._graph.graph.node.extend(self._nodes)
         remove_unread(self._graph.graph)
@@ -60,10 +66,6 @@ class Rewriter:
                 name = self._through(self._dequantized(operand.source, operand.spec), operand)
             node.input[operand.operand.position] = name
         self._nodes.append(node)
-        if plan.output is not None:
-            given = node.output[0]
-            node.output[0] = unused(f"{given}_float", self._taken)
-            self._add(self._fake_quantize(given, plan.output), [node.output[0]], given)
 
     def _fake_quantized(self, tensor: str, spec: MXSpec) -> str:
         """The name of a computed tensor, quantized and dequantized by a node that stands before its first reader."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pt2mx.errors import MXError
 from pt2mx.pt2e.onnx.function import onnx
+from pt2mx.pt2e.onnx.nodes import graphs_in
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -25,7 +26,8 @@ def raise_opset(model: ModelProto, least: int = OPSET) -> ModelProto:
     Raises:
         MXError: where ONNX's converter fails.
     """
-    for entry in model.opset_import:
+    nodes = (node for graph in graphs_in(model.graph) for node in graph.node)
+    for entry in (*model.opset_import, *nodes):
         if entry.domain == "ai.onnx":  # another spelling
             entry.domain = ""
     opset = opset_of(model)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from pt2mx.pt2e.onnx.float_report import OnnxReport, bytes_of, rows
 from pt2mx.pt2e.onnx.float_rewrite import Rewriter, as_torch
 from pt2mx.pt2e.onnx.float_settings import quantizer_of
 from pt2mx.pt2e.onnx.function import onnx
+from pt2mx.pt2e.onnx.opsets import first_line
 from pt2mx.pt2e.onnx.targets import rewriter_of
 from pt2mx.pt2e.output import check_distinct, check_output
 from pt2mx.pt2e.report.fidelity import Fidelity, fidelity
@@ -73,30 +75,30 @@ def quantize_onnx(
         (16384, 2176)
     """
     quantizer, rewrite = quantizer_of(config), rewriter_of(target)
+    if isinstance(calibration, Mapping) or not isinstance(calibration, Iterable | None):
+        raise MXError(f"calibration must be a list of batches by name, not of type {type(calibration).__name__}")
     check_output(output)
     check_distinct({"output": output}, {"input": input})
     graph = FloatGraph(read_float(input))
     plans = plan(graph, quantizer)
+    operators, before = rows(graph, plans), list(graph.graph.initializer)
     if not any(plans):
-        raise MXError(f"nothing to quantize in {os.fspath(input)!r}: {_reason(plans)}")
+        reasons = dict.fromkeys(row.reason for row in operators if row.reason)
+        reason = "; ".join(reasons) or "it holds no MatMul, Gemm, Conv, recurrent layer or embedding"
+        raise MXError(f"nothing to quantize in {os.fspath(input)!r}: {reason}")
     if not allow_nan:
         _refuse_nan(plans)
-    operators, before = rows(graph, plans), list(graph.graph.initializer)
     values = sum(int(np.prod(constant.dims)) for constant in before)
     bytes_before = sum(map(bytes_of, before))
     Rewriter(graph).apply(plans)
     bytes_after = sum(map(bytes_of, graph.graph.initializer))
     found = None
     if calibration is not None:  # of the nodes with bodies, whatever the target: they are what onnxruntime runs
-        copy = onnx.ModelProto.FromString(graph.model.SerializeToString())
+        copy = onnx.ModelProto()
+        copy.CopyFrom(graph.model)
         found = _compared(serialized(add_bodies(copy)), os.fspath(input), calibration)
     write_model(rewrite(graph.model), output)
     return OnnxReport(operators, values, bytes_before, bytes_after, found)
-
-
-def _reason(plans: list[NodePlan]) -> str:
-    reasons = dict.fromkeys(reason for found in plans for reason in found.reasons)
-    return "; ".join(reasons) or "it holds no MatMul, Gemm, Conv, recurrent layer or embedding"
 
 
 def _refuse_nan(plans: list[NodePlan]) -> None:
@@ -109,13 +111,22 @@ def _compared(quantized: bytes, path: str, batches: Iterable[Mapping[str, np.nda
     """Compare the outputs of both files."""
     runtime = import_extra("onnxruntime", "onnx")
     options = runtime.SessionOptions()
-    options.log_severity_level = 3
-    sessions = [runtime.InferenceSession(m, options, providers=["CPUExecutionProvider"]) for m in (quantized, path)]
-    pairs = []
+    options.log_severity_level = 4  # what goes wrong is raised too
+    try:
+        sessions = [runtime.InferenceSession(m, options, providers=["CPUExecutionProvider"]) for m in (path, quantized)]
+    except Exception as error:  # onnxruntime's, of operators that it lacks
+        raise MXError(f"cannot compare outputs: onnxruntime does not run {path!r}: {first_line(error)}") from None
+    return fidelity((got, want) for want, got in _outputs(sessions, batches))
+
+
+def _outputs(sessions: list[Any], batches: Iterable[Mapping[str, np.ndarray]]) -> Iterator[list[list[torch.Tensor]]]:
+    """The outputs of each session, batch by batch."""
     for number, batch in enumerate(batches):
+        if not isinstance(batch, Mapping):
+            raise MXError(f"batch {number} must be a mapping of inputs by name, not of type {type(batch).__name__}")
         try:
-            outputs = [session.run(None, dict(batch)) for session in sessions]
+            feeds = {name: np.asarray(value) for name, value in batch.items()}
+            outputs = [[torch.from_numpy(np.asarray(y)) for y in session.run(None, feeds)] for session in sessions]
         except Exception as error:  # onnxruntime's, of names, types and shapes
-            raise MXError(f"batch {number}: {str(error).strip().splitlines()[0]}") from None
-        pairs.append([[torch.from_numpy(np.asarray(o)) for o in each] for each in outputs])
-    return fidelity((pair[0], pair[1]) for pair in pairs)
+            raise MXError(f"batch {number}: {first_line(error)}") from None
+        yield outputs

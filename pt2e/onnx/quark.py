@@ -106,6 +106,8 @@ _DEFAULTS = tuple(quark.MX_OP_DEFAULT_ATTRS.items())
 
 def _spec(node: Any, ranks: dict[str, int]) -> MXSpec:
     """The spec of a node, its axis -1 or counted from the front. A vector has its blocks along its only dimension."""
+    if len(node.input) != 1:
+        raise MXError(f"{node.op_type} {node.name!r} has {len(node.input)} inputs, and Quark's operator one")
     values = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
     values = {name: value.decode() if isinstance(value, bytes) else value for name, value in values.items()}
     try:

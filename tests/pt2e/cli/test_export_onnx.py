@@ -54,6 +54,17 @@ def test_a_file_that_onnxruntime_does_not_run_is_written_all_the_same(here, caps
     assert [path.name for path in tmp_path.iterdir()] == ["net.onnx"]
 
 
+def test_complex_outputs_are_not_compared(here, capsys, tmp_path):
+    class Complex(nn.Linear):
+        def forward(self, x):
+            return torch.view_as_complex(super().forward(x).unflatten(-1, (4, 2)))
+
+    x = torch.randn(4, 64)
+    torch.export.save(torch.export.export(convert(Complex(64, 8), (x,)), (x,)), tmp_path / "complex.pt2")
+    assert export("complex.pt2", "--output", "net.onnx") == 0
+    assert "onnxruntime against the program: not compared: " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -34,7 +34,7 @@ def test_a_file_becomes_one_that_onnxruntime_runs(network, capsys):
     assert out[0].split()[:2] == ["module", "operator"]
     assert [line.split()[1] for line in out[1:6]] == ["Conv", "ConvTranspose", "Conv", "Gemm", "MatMul"]
     assert out[6].startswith("5 of 5 operators quantized; parameters ")
-    assert out[7].startswith("out.onnx: 0.") and "(the float file: 0.1 MB); load " in out[7]
+    assert out[7] == "the float file: 0.1 MB" and out[8].startswith("out.onnx: 0.") and "; load " in out[8]
     assert run("out.onnx", IMAGES)[0].shape == (2, 40)
 
 
@@ -89,6 +89,20 @@ def test_batches_that_do_not_fit(network, capsys):
         (line,) = capsys.readouterr().err.strip().splitlines()
         assert line.startswith("pt2mx: error: ") and ("must hold the inputs ['x']" in line or "batch 2: " in line)
         assert not (network / "out.onnx").exists()
+
+
+@pytest.mark.parametrize(
+    ("batch", "match"),
+    [
+        (torch.zeros(2, 3, 8, 8, dtype=torch.bfloat16), "could not make arrays of batches/b.pt: TypeError: "),
+        ((torch.zeros(1), torch.zeros(1)), "b.pt: a batch must hold the inputs ['x'], this one holds [0, 1]"),
+    ],
+)
+def test_batches_that_are_no_arrays_of_the_inputs(network, capsys, batch, match):
+    torch.save(batch, network / "batches" / "b.pt")
+    assert quantize("--calibration", "batches") == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert match in line and not (network / "out.onnx").exists()
 
 
 def test_weights_that_are_not_finite(network, capsys):

@@ -91,6 +91,47 @@ def test_any_axis_and_length(shape, axis, block_size, static):
         assert same(y, operator(spec_of(node), x).reshape(shape))
 
 
+@pytest.mark.parametrize("static", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [((0, 64), -1), ((2, 0, 33), -1), ((0, 64, 5), 1), ((2, 40, 0), 1), ((3, 0), -1), ((2, 0, 4), 1)],
+)
+def test_tensors_that_hold_nothing(shape, axis, static):
+    length = shape[axis] if static else -1
+    x = torch.randn(shape)
+    nodes = [FakeQuantizeMX("fp8_e4m3", 32, axis, length).make(["X"], "Y")]
+    inputs, feeds = {"X": (TensorProto.FLOAT, [None] * len(shape))}, [x]
+    for element in ("fp8_e4m3", "fp6_e3m2", "fp4_e2m1") if static or shape[axis] % 4 == 0 else ():
+        scale, data = torch.ops.pt2mx.quantize_mx(x, element, 32, axis)
+        nodes.append(DequantizeMX(element, 32, axis, length).make([f"{element}_data", f"{element}_scale"], element))
+        inputs |= {f"{element}_{name}": (TensorProto.UINT8, [None] * len(shape)) for name in ("data", "scale")}
+        feeds += [data, scale]
+    assert {tuple(y.shape) for y in run(model_of(nodes, inputs), *feeds)} == {shape}
+
+
+@pytest.mark.parametrize("element", ["fp8_e4m3", "fp6_e3m2", "fp4_e2m1"])
+def test_weights_of_several_widths_share_a_function(element):
+    nodes, inputs, feeds, wanted = [], {}, [], []
+    for width in (64, 128):
+        scale, data = torch.ops.pt2mx.quantize_mx(torch.randn(3, width), element, 32)
+        node = DequantizeMX(element, 32, -1, width)
+        nodes.append(node.make([f"codes{width}", f"scale{width}"], f"Y{width}"))
+        inputs |= {f"{name}{width}": (TensorProto.UINT8, [None, None]) for name in ("codes", "scale")}
+        feeds += [data, scale]
+        wanted.append(operator(node, data, scale))
+    model = model_of(nodes, inputs)
+    assert len(model.functions) == 1
+    assert all(same(y, want) for y, want in zip(run(model, *feeds), wanted, strict=True))
+
+
+def test_axes_counted_from_the_end_have_functions_of_their_own():
+    nodes = [FakeQuantizeMX("int8", 32, axis).make(["X"], str(axis)) for axis in (-1, -2)]
+    x = torch.randn(40, 40)
+    model = model_of(nodes, {"X": (TensorProto.FLOAT, [None, None])})
+    for axis, y in zip((-1, -2), run(model, x), strict=True):
+        assert same(y, pt2mx.fake_quantize_mx(x, "mxint8", axis=axis))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_other_dtypes(dtype):
     x = adversarial(800).to(dtype)

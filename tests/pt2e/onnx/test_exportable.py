@@ -36,6 +36,14 @@ class Eigenvalues(nn.Module):
         return torch.linalg.eigvalsh(self.linear(x))
 
 
+class WithNumber(nn.Linear):
+    def __init__(self):
+        super().__init__(64, 8)
+
+    def forward(self, x):
+        return super().forward(x), 3
+
+
 class Counter(nn.Module):
     def __init__(self):
         super().__init__()
@@ -65,11 +73,17 @@ def test_the_model_stays_as_it_is(tmp_path):
         (linear, X, {"target": "openvino"}, "unknown target 'openvino'"),
         (linear, X, {"opset": 17}, "opset=17 must be an integer from 18 to 25"),
         (linear, X, {"opset": 26}, "opset=26 must be an integer from 18 to 25"),
+        (linear, X, {"opset": 20.0}, "opset=20.0 must be an integer from 18 to 25"),
         (linear, X, {"opset": True}, "opset=True must be an integer from 18 to 25"),
         (lambda: linear(rounding="stochastic"), X, {}, "ONNX files hold the scale modes"),
         (lambda: linear(scale_mode="mse"), X, {}, "ONNX files hold the scale modes"),
         (lambda: convert(Eigenvalues(), SQUARE), SQUARE, {}, "No ONNX function found for <OpOverload(op='aten._linalg"),
         (lambda: convert(Counter(), X), X, {}, "the model writes to its buffer 'calls'"),
+        (linear, (torch.randn(2, 65),), {}, "could not export the model for these inputs and dynamic shapes: Assert"),
+        (linear, (*X, *X), {}, "could not export the model for these inputs and dynamic shapes: TypeError: too many"),
+        (linear, X, {"dynamic_shapes": ({5: torch.export.Dim("n")},)}, "and dynamic shapes: IndexError"),
+        (linear, (X[0].half(),), {}, "the input 'input' is of torch.float16, but the model was exported for torch.fl"),
+        (lambda: convert(WithNumber(), X), X, {}, "the output 3 is no tensor, and an ONNX file has no other outputs"),
     ],
 )
 def test_bad_input_writes_nothing(model, inputs, options, message, tmp_path):

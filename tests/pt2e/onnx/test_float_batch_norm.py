@@ -85,3 +85,11 @@ def test_groups_of_a_transposed_convolution_stay():
     model.graph.initializer[0].CopyFrom(onnx.numpy_helper.from_array(weight(6, 4, 3, 3), "w"))
     fold_batch_norms(model)
     assert [node.op_type for node in model.graph.node] == ["ConvTranspose", "BatchNormalization", "Relu"]
+
+
+def test_the_name_of_the_bias_is_a_new_one():
+    model = network("Conv", constants={"n_bias": weight(8)})
+    model.graph.node.append(helper.make_node("Neg", ["n_bias"], ["also"]))
+    fold_batch_norms(model)
+    onnx.checker.check_model(model)
+    assert list(model.graph.node[0].input) == ["x", "w", "n_bias_1"]

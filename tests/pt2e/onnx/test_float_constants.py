@@ -68,3 +68,15 @@ def test_casts_and_shapes_of_constants_are_constants():
     assert [node.op_type for node in model.graph.node] == ["MatMul", "Transpose", "MatMul"]
     assert constants_of(model)["v"].shape == (5, 6)
     assert torch.equal(run(model, x)[0], want)
+
+
+def test_what_has_no_value_stays():
+    nodes = [
+        helper.make_node("Reshape", ["flat", "shape"], ["y"]),
+        helper.make_node("Constant", [], ["nothing"]),
+    ]
+    held = {"flat": weight(30), "shape": np.array([4, 4])}
+    model = model_of(nodes, {"x": (TensorProto.FLOAT, [1])}, {"y": 2}, held)
+    before = model.SerializeToString()
+    hoist_constants(model)
+    assert model.SerializeToString() == before

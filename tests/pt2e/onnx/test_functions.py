@@ -32,6 +32,10 @@ def quark_node(x, y, name="MXQuantizeDequantize", domain="com.amd.quark", **attr
     return helper.make_node(name, [x], [y], f"{y}_node", domain=domain, **attributes)
 
 
+def with_inputs(*names):
+    return helper.make_node("MXQuantizeDequantize", names, ["y"], "y_node", domain="com.amd.quark")
+
+
 def outputs(path, *inputs):
     return run(str(path), *inputs)
 
@@ -140,6 +144,8 @@ def test_half_precision(tmp_path):
         (quark_node("x", "y", axes=1), "'y_node': MXAttributes have no 'axes'"),
         (quark_node("x", "y", axis=2), "'y_node': axis=2 is out of range for a tensor of rank 2"),
         (quark_node("x", "y", block_size=0), "'y_node': block_size=0 must be"),
+        (with_inputs("x", "x"), "MXQuantizeDequantize 'y_node' has 2 inputs, and Quark's operator one"),
+        (with_inputs(), "the types of the model's tensors cannot be inferred: "),
     ],
 )
 def test_errors_leave_the_file_as_it_was(tmp_path, node, match):

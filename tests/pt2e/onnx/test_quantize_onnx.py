@@ -6,11 +6,16 @@ from onnx import TensorProto, helper, numpy_helper
 
 import pt2mx
 from pt2mx import MXError, MXQuantizationConfig, MXQuantizer
-from pt2mx.extras import import_extra
-from pt2mx.pt2e.cli.models import load_minilm
 from pt2mx.pt2e.onnx.nodes import DequantizeMX, FakeQuantizeMX
 from pt2mx.pt2e.onnx.quantize_onnx import quantize_onnx
-from tests.onnx_float_files import branching_network, export, model_of, old_network, recurrent_network, weight
+from tests.onnx_float_files import (
+    branching_network,
+    model_of,
+    old_network,
+    recurrent_network,
+    weight,
+    with_dequantized_weights,
+)
 from tests.onnx_nodes import differences, run
 
 FP4 = MXQuantizationConfig(weight="mxfp4", activation="mxfp8")
@@ -34,21 +39,6 @@ def specs(model):
     """Node of ours -> (element, block size, axis, length)."""
     nodes = [*FakeQuantizeMX.nodes_in(model), *DequantizeMX.nodes_in(model)]
     return {node.output[0]: (a.element, a.block_size, a.axis, a.length) for node, a in nodes}
-
-
-def with_dequantized_weights(floats, model):
-    """The float model, with what the quantized one decodes in the place of its constants."""
-    held = {t.name: torch.from_numpy(numpy_helper.to_array(t).copy()) for t in model.graph.initializer}
-    producers = {name: node for node in model.graph.node for name in node.output}
-    plain = onnx.ModelProto.FromString(floats.SerializeToString())
-    by_name = {t.name: t for t in plain.graph.initializer}
-    by_name |= {n.output[0]: n.attribute[0].t for n in plain.graph.node if n.op_type == "Constant"}
-    for node, a in DequantizeMX.nodes_in(model):
-        codes, scale = (name if name in held else producers[name].input[0] for name in node.input)
-        values = pt2mx.dequantize_mx(held[codes], held[scale], a.spec, length=a.length)
-        name = codes.removesuffix("_codes")
-        by_name[name].CopyFrom(numpy_helper.from_array(values.numpy(), name))
-    return plain
 
 
 IMAGES = np.float32(np.random.RandomState(0).randn(2, 3, 8, 8))
@@ -203,6 +193,27 @@ def test_output_and_bias(tmp_path):
     assert set(differences(model, {"x": IMAGES}).values()) == {0}
 
 
+def test_output_of_an_embedding(tmp_path):
+    config = MXQuantizationConfig(weight="mxfp4", output="mxfp8")
+    floats = model_of(
+        [helper.make_node("Gather", ["table", "ids"], ["y"], "embed")],
+        {"ids": (TensorProto.INT64, [None])}, {"y": 2}, {"table": weight(20, 40)},
+    )  # fmt: skip
+    _, model = quantized(floats, tmp_path, config)
+    assert specs(model) == {"y": ("fp8_e4m3", 32, -1, 40), "y_float": ("fp4_e2m1", 32, -1, 40)}
+    assert set(differences(model, {"ids": np.array([3, -1, 7])}).values()) == {0}
+
+
+def test_outputs_of_recurrent_layers_are_quantized_where_they_are_read(tmp_path):
+    _, model = quantized(recurrent_network(), tmp_path, MXQuantizationConfig(weight="mxfp4", output="mxint8"))
+    assert {name: spec for name, spec in specs(model).items() if spec[0] == "int8"} == {
+        "e": ("int8", 32, -1, 40),
+        "h": ("int8", 32, -1, 20),
+        "y": ("int8", 32, -1, 70),
+    }
+    assert set(differences(model, {"ids": np.random.randint(0, 70, (5, 3))}).values()) == {0}
+
+
 @pytest.mark.parametrize("dtype", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
 def test_half_precision(tmp_path, dtype):
     values = torch.from_numpy(weight(40, 24)).to({10: torch.float16, 16: torch.bfloat16}[dtype])
@@ -279,7 +290,8 @@ def test_dictionary_of_quark(tmp_path):
 
 def test_calibration_compares_the_outputs(tmp_path):
     floats = old_network(18, 10)
-    report, _ = quantized(floats, tmp_path, "mxfp8", calibration=({"x": IMAGES + i} for i in range(3)))
+    batches = ({"x": torch.from_numpy(IMAGES + i)} for i in range(3))
+    report, _ = quantized(floats, tmp_path, "mxfp8", calibration=batches)
     (want,) = run(floats, IMAGES)
     assert report.fidelity.values == 3 * want.numel() and report.fidelity.cosine > 0.999
     assert '"fidelity"' in report.to_json()
@@ -402,90 +414,14 @@ def test_errors_of_files_and_batches(tmp_path):
         quantize_onnx(given, tmp_path / "nowhere" / "mx.onnx", FP4)
     with pytest.raises(MXError, match="batch 1: "):
         quantize_onnx(given, tmp_path / "mx.onnx", FP4, [{"x": IMAGES}, {"z": IMAGES}])
+    for batches, match in (
+        ({"x": IMAGES}, "calibration must be a list of batches by name, not of type dict"),
+        (3, "calibration must be a list of batches by name, not of type int"),
+        ([IMAGES], "batch 0 must be a mapping of inputs by name, not of type ndarray"),
+    ):
+        with pytest.raises(MXError, match=match):
+            quantize_onnx(given, tmp_path / "mx.onnx", FP4, batches)
     assert not (tmp_path / "mx.onnx").exists()
     onnx.save(not_finite(), given)
     quantize_onnx(given, tmp_path / "mx.onnx", WEIGHTS, allow_nan=True)
     assert run(str(tmp_path / "mx.onnx"), IMAGES)[0].shape == (2, 40)
-
-
-@pytest.fixture(scope="module")
-def resnet(tmp_path_factory):
-    """ResNet-50 with random weights, as torch exports it; the exporter folds batch norms."""
-    torch.manual_seed(0)
-    path = tmp_path_factory.mktemp("resnet") / "resnet50.onnx"
-    module = import_extra("torchvision", "vision").models.resnet50(weights=None)
-    export(module, (torch.randn(2, 3, 64, 64),), path, ({0: torch.export.Dim("batch")},))
-    return path
-
-
-@pytest.fixture(scope="module")
-def minilm(tmp_path_factory):
-    path = tmp_path_factory.mktemp("minilm") / "minilm.onnx"
-    encoder, tokenize = load_minilm()
-    shape = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence", max=512)}
-    inputs = tokenize(["one sentence", "and another that is longer"])
-    export(encoder, inputs, path, {"input_ids": shape, "attention_mask": shape})
-    return path
-
-
-def size(path):
-    return path.stat().st_size
-
-
-#: of the float file
-LARGEST = {"mxfp4": 0.15, "mxfp8": 0.28, "mxfp4_weight_only": 0.15}
-
-
-@pytest.mark.parametrize("config", ["mxfp4", pytest.param("mxfp8", marks=pytest.mark.slow)])
-def test_resnet(resnet, tmp_path, config):
-    report = quantize_onnx(resnet, tmp_path / "mx.onnx", config)
-    assert sum(o.quantized for o in report.operators) == len(report.operators) == 54
-    assert [o.module for o in report.operators][:3] == ["conv1", "layer1.0.conv1", "layer1.0.conv2"]
-    assert size(tmp_path / "mx.onnx") < LARGEST[config] * size(resnet)
-    found = differences(onnx.load(tmp_path / "mx.onnx"), {"x": np.random.randn(1, 3, 64, 64).astype(np.float32)})
-    assert set(found.values()) == {0} and len(found) == 104
-
-
-@pytest.mark.parametrize("config", [pytest.param("mxfp4", marks=pytest.mark.slow), "mxfp8"])
-def test_minilm(minilm, tmp_path, config):
-    report = quantize_onnx(minilm, tmp_path / "mx.onnx", config)
-    assert sum(o.quantized for o in report.operators) == len(report.operators) == 51
-    assert size(tmp_path / "mx.onnx") < LARGEST[config] * size(minilm)
-    ids = np.random.randint(0, 30000, (2, 7))
-    found = differences(onnx.load(tmp_path / "mx.onnx"), {"input_ids": ids, "attention_mask": np.ones_like(ids)})
-    assert set(found.values()) == {0} and len(found) == 87
-
-
-def test_weights_of_minilm_alone(minilm, tmp_path):
-    quantize_onnx(minilm, tmp_path / "mx.onnx", "mxfp4_weight_only")
-    assert size(tmp_path / "mx.onnx") < LARGEST["mxfp4_weight_only"] * size(minilm)
-    model = onnx.load(tmp_path / "mx.onnx")
-    ids = np.random.randint(0, 30000, (2, 7))
-    (got,) = run(model, ids, np.ones_like(ids))
-    (want,) = run(with_dequantized_weights(onnx.load(minilm), model), ids, np.ones_like(ids))
-    assert torch.allclose(got, want, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_weights_of_resnet_alone(resnet, tmp_path):
-    quantize_onnx(resnet, tmp_path / "mx.onnx", "mxfp4_weight_only")
-    model, x = onnx.load(tmp_path / "mx.onnx"), torch.randn(1, 3, 64, 64)
-    (got,), (want,) = run(model, x), run(with_dequantized_weights(onnx.load(resnet), model), x)
-    assert torch.allclose(got, want, rtol=1e-5, atol=1e-5)
-
-
-def test_names_of_torchs_modules(minilm, tmp_path):
-    """The exporter notes scopes and classes."""
-    weights = MXQuantizationConfig(weight="mxfp4")
-    quantizer = MXQuantizer().set_global(weights).set_module_type("torch.nn.Embedding", None)
-    quantizer.set_module_name_regex(r"bert\.encoder\.layer\.\d+\.attention.*", None).set_operator_type(
-        "aten.linear", FP8
-    )
-    report = quantize_onnx(minilm, tmp_path / "mx.onnx", quantizer)
-    left = [o.module for o in report.operators if not o.quantized]
-    layers = [f"bert.encoder.layer.{i}.attention" for i in range(6)]
-    assert left[:3] == [f"bert.embeddings.{name}_embeddings" for name in ("word", "token_type", "position")]
-    assert len(left) == 3 + len(layers) * 6  # query, key, value, both products, output
-    assert all(module.startswith(layer) for module, layer in zip(left[3::6], layers, strict=True))
-    found = [{operand.spec for operand in o.operands} for o in report.operators if o.quantized]
-    assert found == [{"mxfp8_e4m3{32}"}] * 2 * len(layers)
