@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pt2mx.errors import MXError
@@ -37,11 +36,7 @@ class CheckpointTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         with ShardReader(self._place[name]) as reader:
-            entry = reader.entries[name]
-            whole = torch.empty(entry.shape, dtype=entry.dtype)
-            for first, rows in reader.slices(name):
-                (whole[first : first + len(rows)] if entry.shape else whole).copy_(rows)
-        return whole
+            return reader.tensor(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._place)
@@ -59,6 +54,8 @@ def quantization_of(folder: Path) -> dict[str, Any] | None:
     found = read_json(folder / CONFIG).get("quantization_config")
     if found is None and (folder / MODELOPT).is_file():
         return {"quant_method": "modelopt", **read_json(folder / MODELOPT)}
+    if not isinstance(found, dict | None):
+        raise MXError(f"cannot read {str(folder / CONFIG)!r}: its quantization_config {found!r} is no JSON object")
     return found
 
 
@@ -66,10 +63,10 @@ def shards_of(folder: Path) -> list[str]:
     """The files that hold the tensors of a checkpoint.
 
     Raises:
-        MXError: where there are none, or one is missing.
+        MXError: where there are none, one is missing, or the index is of no such form.
     """
     if (folder / INDEX).is_file():
-        shards = sorted(set(read_json(folder / INDEX)["weight_map"].values()))
+        shards = _shards_in(folder / INDEX)
     elif (folder / WHOLE).is_file():
         shards = [WHOLE]
     else:
@@ -77,6 +74,16 @@ def shards_of(folder: Path) -> list[str]:
     if missing := [shard for shard in shards if not (folder / shard).is_file()]:
         raise MXError(f"{str(folder / INDEX)!r} names {missing[0]!r}, which is not there: fetch the missing shards")
     return shards
+
+
+def _shards_in(index: Path) -> list[str]:
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict):
+        raise MXError(f"cannot read {str(index)!r}: it has no weight_map that says where each tensor is")
+    for name, shard in places.items():
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise MXError(f"{str(index)!r} has {name} in {shard!r}, which is no file beside it: put all shards there")
+    return sorted(set(places.values()))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from pt2mx.errors import MXError
+from pt2mx.pt2e.checkpoints.model_modules import is_transposed, weights_of
+from pt2mx.pt2e.checkpoints.schemes import EXPERTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,3 +41,14 @@ def parts_of(model: PreTrainedModel, names: Iterable[str]) -> dict[str, dict[str
             raise MXError(f"the checkpoint has {name} in another order than rows: it cannot be quantized there")
         found[name] = {own: part[..., 0].flatten() for own, part in parts.items()}
     return found
+
+
+def experts_in_one_tensor(model: PreTrainedModel) -> set[str]:
+    """The modules of experts whose weights are one tensor each in the checkpoint, too.
+
+    Args:
+        model: on any device, also without memory.
+    """
+    experts = [name for name, kind in weights_of(model).items() if kind == EXPERTS]
+    whole = (name for name in experts if is_transposed(model, name) or len(parts_of(model, [name])[name]) == 1)
+    return {name.rpartition(".")[0] for name in whole}

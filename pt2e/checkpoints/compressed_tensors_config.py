@@ -66,6 +66,8 @@ def read(config: Mapping[str, Any]) -> Rules:
     """First what is ignored, then modules by name, by pattern, by class, as compressed-tensors has it."""
     if config.get("kv_cache_scheme"):
         raise MXError("the checkpoint quantizes its cache (kv_cache_scheme), which is not read: take the entry out")
+    if config.get("transform_config"):
+        raise MXError("the checkpoint transforms inputs (transform_config), which is not read: give one without")
     ignored: Rules = []
     for pattern in config.get("ignore") or ():
         ignored += [(_by_name(pattern), None), (_by_class(pattern), None)]
@@ -127,7 +129,8 @@ def _element(name: str, what: str, given: Mapping[str, Any] | None, dynamic: boo
 
 def _by_name(target: str) -> Matches:
     if target.startswith("re:"):
-        return lambda name, kind: re.match(target[3:], name) is not None
+        pattern = re.compile(target[3:])
+        return lambda name, kind: pattern.match(name) is not None
     return lambda name, kind: name == target
 
 

@@ -9,7 +9,8 @@ from typing import Any
 from pt2mx.errors import MXError
 from pt2mx.pt2e.checkpoints import compressed_tensors_config, plain_configs, quark_config
 from pt2mx.pt2e.checkpoints.layouts import LAYOUTS, Layout
-from pt2mx.pt2e.checkpoints.schemes import EMBEDDING, Module, Rules, Schemes
+from pt2mx.pt2e.checkpoints.schemes import EMBEDDING, LINEAR, Module, Rules, Schemes
+from pt2mx.pt2e.cli.stage import user_errors
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def write_config(layout: Layout, modules: Mapping[str, Module]) -> dict[str, Any
         The dictionary that goes into config.json.
 
     Raises:
-        MXError: where the layout cannot hold a scheme, naming the module.
+        MXError: where the layout cannot hold a scheme, or readers would take another for it, naming the module.
 
     Example:
         >>> from pt2mx.pt2e.checkpoints.configs import read_config, write_config
@@ -61,7 +62,16 @@ def write_config(layout: Layout, modules: Mapping[str, Module]) -> dict[str, Any
             if module.kind == EMBEDDING:
                 layout.check_embedding(name, module.scheme.element)
             layout.check_inputs(name, module.scheme.inputs)
-    return _METHODS[layout.name].write(modules)
+    config = _METHODS[layout.name].write(modules)
+    schemes = read_config(config)
+    for name, module in modules.items():
+        found = schemes.of(name)
+        if module.kind == LINEAR and (found and found.element) != (module.scheme and module.scheme.element):
+            raise MXError(
+                f"readers of {layout.name}, who take the beginning or the end of a name for it, would not tell {name} "
+                "from another module: quantize both or none"
+            )
+    return config
 
 
 def read_config(config: Mapping[str, Any]) -> Schemes:
@@ -74,12 +84,13 @@ def read_config(config: Mapping[str, Any]) -> Schemes:
         The schemes.
 
     Raises:
-        MXError: for a method that is no layout here, and for tensors that are not MX.
+        MXError: for a method that is no layout here, for what is not of its form, and for tensors that are not MX.
     """
     method = _method(config)
     if method not in _METHODS:
         raise MXError(f"quant_method {config.get('quant_method')!r} of the checkpoint is none of {', '.join(_METHODS)}")
-    return Schemes(LAYOUTS[method], _METHODS[method].read(config))
+    with user_errors(f"read the quantization_config of {method}"):
+        return Schemes(LAYOUTS[method], _METHODS[method].read(config))
 
 
 def is_known(config: Mapping[str, Any]) -> bool:

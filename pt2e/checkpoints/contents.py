@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from pt2mx import ops
 from pt2mx.errors import MXError
-from pt2mx.formats import ELEMENTS
 from pt2mx.fx.graph.node import Dequantize
 from pt2mx.pt2e.checkpoints.checkpoint_names import parts_of
 from pt2mx.pt2e.checkpoints.configs import write_config
@@ -23,6 +21,7 @@ from pt2mx.pt2e.checkpoints.model_modules import is_transposed, tied_names, weig
 from pt2mx.pt2e.checkpoints.packed_uses import Use, float_tensors, uses_of
 from pt2mx.pt2e.checkpoints.readers import check_readers
 from pt2mx.pt2e.checkpoints.schemes import EMBEDDING, EXPERTS, LINEAR, Module, Scheme
+from pt2mx.pt2e.checkpoints.unpack import take_values
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,20 +59,21 @@ def contents_of(graph: GraphModule, model: PreTrainedModel, layout: Layout, unpa
     prefix = _prefix(graph, uses, model)
     packed = _packed(uses, model, prefix)
     _check_dtypes(graph, layout)
-    unpacked = _unpack(packed, unpack, _dtype(graph))
+    unpacked = take_values(packed, unpack, model, _dtype(graph))
     kinds = weights_of(model)
     for name, use in packed.items():
         _check(name, kinds[name], use, layout)
     tensors = {**_float_values(graph, model, prefix, {*packed, *unpacked}), **unpacked}
     modules = _modules(model, kinds, packed)
-    check_readers(layout, modules, {name.rpartition(".")[0] for name in kinds if is_transposed(model, name)})
+    check_readers(layout, modules, model)
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = str(_dtype(graph)).removeprefix("torch.")
     config.quantization_config = write_config(layout, _named_both_ways(model, modules))
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
     if any(set(names) & set(packed) for names in tied_names(model).values()):
-        config.tie_word_embeddings = False  # readers tie no codes
-    return Contents({**_checkpoint_tensors(model, tensors), **_packed_tensors(model, packed, layout)}, config)
+        config.tie_word_embeddings, tied = False, {}  # readers tie no codes, and then no bias either
+    return Contents({**_checkpoint_tensors(model, tensors, tied), **_packed_tensors(model, packed, layout)}, config)
 
 
 def _prefix(graph: GraphModule, uses: list[Use], model: PreTrainedModel) -> str:
@@ -103,23 +103,6 @@ def _packed(uses: list[Use], model: PreTrainedModel, prefix: str) -> dict[str, U
         if name in found and found[name].inputs != use.inputs:
             raise MXError(f"inputs of {module} are quantized in some calls only: a checkpoint says it once a module")
         found[name] = use
-    return found
-
-
-def _unpack(packed: dict[str, Use], patterns: Sequence[str], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Take weights out of `packed`, and give their values."""
-    found = {}
-    for pattern in patterns:
-        names = [name for name in packed if re.fullmatch(pattern, name.rpartition(".")[0])]
-        if not names:
-            raise MXError(f"unpack: {pattern!r} is no module with a packed weight, such as {next(iter(packed))}")
-        for name in names:
-            use = packed.pop(name)
-            if use.inputs is not None:
-                raise MXError(f"unpack: inputs of {name} are quantized, which a checkpoint says beside codes alone")
-            axis, length = use.data.dim() - 1, use.data.shape[-1] * 8 // ELEMENTS[use.element].bits
-            values = ops.dequantize_mx(use.data, use.scale, use.element, use.block_size, dtype, axis, length)
-            found[name] = values
     return found
 
 
@@ -200,12 +183,14 @@ def _named_both_ways(model: PreTrainedModel, modules: dict[str, Module]) -> dict
     return found
 
 
-def _checkpoint_tensors(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Float tensors by the names of the checkpoint, tied ones once."""
+def _checkpoint_tensors(model: PreTrainedModel, tensors: dict[str, Tensor], tied: dict[str, str]) -> dict[str, Tensor]:
+    """Float tensors by the names of the checkpoint, those once that readers tie: name -> the name that is written."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
     kept = {name: tensor for name, tensor in tensors.items() if tied.get(name) not in tensors}
+    owners = {tensor.data_ptr(): name for name, tensor in kept.items()}
+    # files of safetensors hold no memory twice
+    kept = {name: tensor if owners[tensor.data_ptr()] == name else tensor.clone() for name, tensor in kept.items()}
     return revert_weight_conversion(model, kept)
 
 

@@ -17,11 +17,11 @@ from pt2mx.ops.checks import HIGH_PRECISION
 from pt2mx.pt2e.checkpoints.checkpoint_files import CONFIG, quantization_of, read_json, shards_of
 from pt2mx.pt2e.checkpoints.configs import write_config
 from pt2mx.pt2e.checkpoints.layouts import BLOCK, Layout
-from pt2mx.pt2e.checkpoints.model_modules import weights_of
+from pt2mx.pt2e.checkpoints.model_modules import are_experts, weights_of
 from pt2mx.pt2e.checkpoints.readers import check_readers
 from pt2mx.pt2e.checkpoints.safetensors_shards import Entry, ShardReader
 from pt2mx.pt2e.checkpoints.schemes import Module, Scheme
-from pt2mx.pt2e.checkpoints.selection import LayerSpecs, Selection, are_experts, holds_columns, select_weights
+from pt2mx.pt2e.checkpoints.selection import LayerSpecs, Selection, holds_columns, select_weights
 from pt2mx.pt2e.cli.stage import user_errors
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.spec import MXSpec
@@ -109,9 +109,7 @@ def plan_conversion(source: Path, quantizer: MXQuantizer, layout: Layout, dtype:
     plan = ConversionPlan(config, entries, metadata, layout, dtype)
     modules = _choose(plan, model, select_weights(model, quantizer))
     _check_dtype(plan)
-    # experts in one tensor, as gpt-oss has them, are no experts that readers merge
-    apart = {name for name, layer in model.named_modules() if are_experts(layer) and holds_columns(layer)}
-    check_readers(layout, {name: one for name, one in modules.items() if name not in apart}, plan.transposed)
+    check_readers(layout, modules, model)
     plan.config = {**config, "quantization_config": write_config(layout, modules)}
     if dtype is not None:
         plan.config["dtype"] = str(dtype).removeprefix("torch.")
@@ -137,6 +135,11 @@ def _choose(plan: ConversionPlan, model: PreTrainedModel, selection: Selection) 
             specs, place = selection.chosen.get(parameter), parameter.rpartition(".")[0]
             scheme, reason = None, selection.left.get(parameter, "no linear layer holds it")
             if specs is not None:
+                if not merged and entry.shape != tuple(model.get_parameter(parameter).shape):
+                    raise MXError(
+                        f"the checkpoint has {name} of shape {entry.shape}, its {CONFIG} of "
+                        f"{tuple(model.get_parameter(parameter).shape)}: give files that belong together"
+                    )
                 reason = _unfit(plan, model.get_submodule(place), name, entry, merged, specs)
             if specs is not None and not reason:
                 scheme = Scheme(specs.weight.element.name, specs.activation)

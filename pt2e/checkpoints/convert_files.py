@@ -109,6 +109,7 @@ def convert_checkpoint(
     if not source.is_dir():
         raise MXError(f"{str(source)!r} is no folder: give that of a checkpoint")
     plan = plan_conversion(source, quantizer, layout_named(layout), _dtype(dtype))
+    _check_statistics(statistics, plan)
     formats = {name: str(spec) for name, spec in plan.chosen.items()}
     manifest = {
         "pt2mx": __version__,
@@ -129,12 +130,27 @@ def convert_checkpoint(
     return ConversionReport(formats, plan.left, sorted(done), before, plan.size())
 
 
+def _check_statistics(statistics: object, plan: ConversionPlan) -> None:
+    """Raise an error for statistics of no weight that is quantized: all would be rounded to nearest."""
+    if statistics is not None and not isinstance(statistics, Mapping):
+        raise MXError(f"statistics={statistics!r} must be what collect_statistics returns, or a StatisticsFile")
+    weights = plan.parameters.values()
+    if statistics and statistics.keys().isdisjoint(weights):
+        raise MXError(
+            f"the statistics are of {next(iter(statistics))}, and of no weight that is quantized, such as "
+            f"{next(iter(weights))}: collect them of this model"
+        )
+
+
 @contextmanager
 def _errors_of_writing(output: Path) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
-        raise MXError(f"cannot write to {str(output)!r}: {error.strerror}; give a folder") from None
+    except MXError:
+        raise
+    except (OSError, ValueError) as error:  # the latter of a path that holds a NUL
+        reason = getattr(error, "strerror", None) or error
+        raise MXError(f"cannot write to {str(output)!r}: {reason}; give a folder") from None
 
 
 def _resume(output: Path, shards: Container[str], manifest: dict[str, Any]) -> set[str]:
@@ -145,9 +161,8 @@ def _resume(output: Path, shards: Container[str], manifest: dict[str, Any]) -> s
     """
     text = json.dumps(manifest)
     output.mkdir(parents=True, exist_ok=True)
-    for name in filter(_PARTIAL.fullmatch, os.listdir(output)):
-        (output / name).unlink()
-    held = set(os.listdir(output))
+    partial = set(filter(_PARTIAL.fullmatch, os.listdir(output)))
+    held = set(os.listdir(output)) - partial
     if held and MANIFEST not in held:
         raise MXError(f"{str(output)!r} holds files already: give a new folder")
     if held and (output / MANIFEST).read_text("utf-8") != text:
@@ -155,6 +170,8 @@ def _resume(output: Path, shards: Container[str], manifest: dict[str, Any]) -> s
             f"{str(output)!r} holds an unfinished conversion with other settings or of another checkpoint: remove the "
             "folder, or give another"
         )
+    for name in partial:
+        (output / name).unlink()
     write_text(text, output / MANIFEST)
     return {name for name in held if name in shards}
 

@@ -101,7 +101,19 @@ class MXLinear(PackedWeight):
 
 
 class MXEmbedding(PackedWeight):
-    """`nn.Embedding` that gathers packed rows before it dequantizes them."""
+    """`nn.Embedding` that gathers packed rows before it dequantizes them, with the attributes that models read."""
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        spec: MXSpec,
+        padding_idx: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(num_embeddings, embedding_dim, spec, dtype, device)
+        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids: (...) integers -> (..., columns)."""
@@ -115,6 +127,7 @@ def packed_twin(layer: nn.Module, specs: LayerSpecs) -> PackedWeight:
     weight = as_matrix(layer, layer.weight)
     rows, columns = weight.shape
     if isinstance(layer, nn.Embedding):
-        return MXEmbedding(rows, columns, specs.weight, weight.dtype, weight.device).train(layer.training)
+        embedding = MXEmbedding(rows, columns, specs.weight, layer.padding_idx, weight.dtype, weight.device)
+        return embedding.train(layer.training)
     twin = MXLinear(columns, rows, specs, layer.bias, weight.dtype, weight.device)  # type: ignore[arg-type]
     return twin.train(layer.training)

@@ -11,8 +11,8 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from pt2mx.errors import MXError
 from pt2mx.pt2e.checkpoints.eager_modules import PackedWeight, packed_twin
-from pt2mx.pt2e.checkpoints.model_modules import tied_names
-from pt2mx.pt2e.checkpoints.selection import LayerSpecs, are_experts, as_matrix, select_weights
+from pt2mx.pt2e.checkpoints.model_modules import are_experts, tied_names
+from pt2mx.pt2e.checkpoints.selection import LayerSpecs, as_matrix, select_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,6 +44,14 @@ class MXHfQuantizer(HfQuantizer):
             for weight, specs in self._chosen.items():
                 name = weight.rpartition(".")[0]
                 model.set_submodule(name, packed_twin(model.get_submodule(name), specs))
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        if self._same:  # the config says then that nothing is tied: what is, such as the bias of BERT's head, is copied
+            for name in model.all_tied_weights_keys:
+                path, _, attribute = name.rpartition(".")
+                tied = model.get_parameter(name)
+                setattr(model.get_submodule(path), attribute, nn.Parameter(tied.detach().clone(), tied.requires_grad))
+            model.all_tied_weights_keys = {}
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         return not self.pre_quantized and param_name in self._chosen

@@ -221,7 +221,6 @@ LAYOUTS: dict[str, Layout] = {
             "fp8",
             {"fp8_e4m3": Stored("", "_scale_inv", torch.float8_e4m3fn)},
             dtypes=_FLOATS,
-            embeddings=("fp8_e4m3",),
         ),
     )
 }

@@ -16,10 +16,11 @@ from pt2mx.pt2e.checkpoints.checkpoint_files import CheckpointTensors, quantizat
 from pt2mx.pt2e.checkpoints.checkpoint_names import parts_of
 from pt2mx.pt2e.checkpoints.configs import is_known, read_config
 from pt2mx.pt2e.checkpoints.fold_transposes import fold_transposes
-from pt2mx.pt2e.checkpoints.layouts import Layout
+from pt2mx.pt2e.checkpoints.layouts import BLOCK, Layout
 from pt2mx.pt2e.checkpoints.model_modules import is_transposed, tied_names, weights_of
 from pt2mx.pt2e.checkpoints.packed_modules import hold_packed, placeholder
 from pt2mx.pt2e.checkpoints.schemes import EXPERTS, LINEAR, Scheme, Schemes
+from pt2mx.pt2e.checkpoints.selection import as_matrix
 from pt2mx.pt2e.cli.stage import user_errors
 
 if TYPE_CHECKING:
@@ -51,9 +52,10 @@ def is_mx_checkpoint(folder: str | os.PathLike[str]) -> bool:
         MXError: where its config.json cannot be read.
 
     Example:
-        >>> import tempfile, pt2mx
+        >>> import tempfile
+        >>> from pt2mx.pt2e.checkpoints.load import is_mx_checkpoint
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     pt2mx.is_mx_checkpoint(folder)
+        ...     is_mx_checkpoint(folder)
         False
     """
     if not (Path(folder) / "config.json").is_file():
@@ -100,8 +102,12 @@ def load_checkpoint(
     from pt2mx.pt2e.language.language_model import LanguageModel
 
     transformers = import_extra("transformers", "hf")
+    if not isinstance(folder, str | os.PathLike):
+        raise MXError(f"{folder!r} is no path: give the folder of a checkpoint")
     place = Path(folder)
-    model = load_packed_model(place).to(device)
+    model = load_packed_model(place)
+    with user_errors(f"use the device {device!r}"):
+        model.to(device)
     generation = None
     if (place / _GENERATION).is_file():
         with user_errors(f"read {_GENERATION!r} in {str(folder)!r}"):
@@ -133,11 +139,21 @@ def load_packed_model(folder: Path) -> PreTrainedModel:
     skeleton, dtype = _skeleton(folder)
     packed = _packed(skeleton, schemes, tensors)
     if not packed:
-        raise MXError(f"{str(folder)!r} holds no codes, although its quantization_config is of {schemes.layout.name}")
+        raise MXError(
+            f"{str(folder)!r} holds no codes of a {type(skeleton).__name__}, although its quantization_config is of "
+            f"{schemes.layout.name}"
+        )
     model = _with_floats(skeleton, dtype, packed, schemes.layout, tensors)
     tied = tied_names(skeleton)
     for name, weight in packed.items():
         data, scale = _codes(skeleton, name, weight, schemes.layout, tensors)
+        found = (*scale.shape[:-1], scale.shape[-1] * BLOCK)
+        wanted = as_matrix(skeleton.get_submodule(name.rpartition(".")[0]), skeleton.get_parameter(name)).shape
+        if found != wanted:
+            raise MXError(
+                f"the checkpoint has {name} of shape {found}, its config.json of {tuple(wanted)}: give files that "
+                "belong together"
+            )
         for same in {name, *(tied.get(name, set()) - packed.keys())}:
             path, _, attribute = same.rpartition(".")
             transposed = is_transposed(skeleton, same)

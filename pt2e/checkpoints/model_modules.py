@@ -24,10 +24,16 @@ def weights_of(model: nn.Module) -> dict[str, str]:
 
 
 def _kind(module: nn.Module, parameter: nn.Parameter) -> str:
-    if parameter.dim() == 3:
+    if are_experts(module) and parameter.dim() == 3:
         return EXPERTS
-    classes = {nn.Linear: LINEAR, nn.Embedding: EMBEDDING}
-    return next((kind for one, kind in classes.items() if isinstance(module, one)), type(module).__name__)
+    if type(module) is nn.Linear:  # readers know no subclass
+        return LINEAR
+    return EMBEDDING if isinstance(module, nn.Embedding) else type(module).__name__
+
+
+def are_experts(module: nn.Module) -> bool:
+    """True of a module of transformers that holds the weights of all experts of a layer, (experts, ..., ...) each."""
+    return hasattr(module, "is_transposed")
 
 
 def is_transposed(model: nn.Module, weight: str) -> bool:

@@ -29,7 +29,8 @@ _BLOCK_SIZE = [1, BLOCK]
 
 def write_mxfp4(modules: Mapping[str, Module]) -> dict[str, Any]:
     """The experts are quantized, all else is named."""
-    return {"quant_method": "mxfp4", "modules_to_not_convert": [*unquantized(modules), *_embeddings(modules)]}
+    embeddings = [name for name, module in modules.items() if module.kind == EMBEDDING]
+    return {"quant_method": "mxfp4", "modules_to_not_convert": [*unquantized(modules), *embeddings]}
 
 
 def read_mxfp4(config: Mapping[str, Any]) -> Rules:
@@ -87,7 +88,6 @@ def write_fp8(modules: Mapping[str, Module]) -> dict[str, Any]:
         "activation_scheme": "dynamic",
         "weight_block_size": _BLOCK_SIZE,
         "modules_to_not_convert": unquantized(modules),
-        "modules_to_convert": _embeddings(modules, quantized=True) or None,
     }
 
 
@@ -96,12 +96,8 @@ def read_fp8(config: Mapping[str, Any]) -> Rules:
     return [(_not_converted(config), None), (always, Scheme("fp8_e4m3"))]
 
 
-def _embeddings(modules: Mapping[str, Module], quantized: bool = False) -> list[str]:
-    embeddings = {name: module for name, module in modules.items() if module.kind == EMBEDDING}
-    return [name for name, module in embeddings.items() if (module.scheme is not None) == quantized]
-
-
 def _not_converted(config: Mapping[str, Any]) -> Matches:
     """True of a module that a name is the beginning or the end of, or a pattern matches, as transformers has it."""
     names = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
-    return lambda name, kind: any(re.match(one, name) or name.endswith(one) for one in names)
+    patterns = [(re.compile(one), one) for one in names]
+    return lambda name, kind: any(pattern.match(name) or name.endswith(end) for pattern, end in patterns)

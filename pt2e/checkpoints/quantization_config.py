@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -77,7 +78,7 @@ class PT2MXConfig(QuantizationConfigMixin):
             raise MXError(f"quant_method={quant_method!r} is another quantizer's: it must be {METHOD!r}")
         self.quant_method = METHOD
         self.recipe = _plain(recipe) if recipe is not None else _plain(_of_formats(weight, activation))
-        self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
+        self.modules_to_not_convert = None if modules_to_not_convert is None else _patterns(modules_to_not_convert)
 
     @property
     def quantizer(self) -> MXQuantizer:
@@ -92,6 +93,17 @@ def _of_formats(weight: object, activation: object) -> MXQuantizer:
     if weight is None:
         raise MXError("give a format of weights: those are what a checkpoint holds")
     return MXQuantizer().set_global(MXQuantizationConfig(weight=weight, activation=activation))
+
+
+def _patterns(names: Sequence[str]) -> list[str]:
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise MXError(f"modules_to_not_convert={names!r} must be a list of names or patterns, such as ['lm_head']")
+    for name in names:
+        try:
+            re.compile(name)
+        except re.error as error:
+            raise MXError(f"modules_to_not_convert: {name!r} is no regular expression: {error}") from None
+    return list(names)
 
 
 def _plain(recipe: object) -> dict[str, Any]:

@@ -14,6 +14,9 @@ from pt2mx.spec import MXSpec
 _DTYPES = {"fp4_e2m1": "fp4", "fp6_e2m3": "fp6_e2m3", "fp6_e3m2": "fp6_e3m2", "fp8_e4m3": "fp8_e4m3"}
 _ELEMENTS = {dtype: element for element, dtype in _DTYPES.items()}
 
+#: rotations of an entry of `algo_config` that no weight holds: they are done in each call
+_ONLINE = ("online_r1_rotation", "r3", "r4")
+
 
 def write(modules: Mapping[str, Module]) -> dict[str, Any]:
     """The commonest scheme is that of all linear layers; layers with another are named."""
@@ -50,6 +53,9 @@ def read(config: Mapping[str, Any]) -> Rules:
         raise MXError(f"weight_format {export['weight_format']!r} of the checkpoint: expected 'real_quantized' weights")
     if config.get("layer_type_quant_config") or config.get("kv_cache_quant_config"):
         raise MXError("layer_type_quant_config and kv_cache_quant_config of the checkpoint are not read")
+    for algorithm in config.get("algo_config") or ():
+        if online := [key for key in _ONLINE if algorithm.get(key)]:
+            raise MXError(f"the checkpoint rotates inputs ({', '.join(online)} of algo_config), which is not read")
     rules: Rules = [(by_wildcard(name), None) for name in config.get("exclude") or ()]
     for name, layer in (config.get("layer_quant_config") or {}).items():
         rules.append((by_wildcard(name), _scheme(name, layer)))

@@ -2,41 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from pt2mx.errors import MXError
+from pt2mx.pt2e.checkpoints.checkpoint_names import experts_in_one_tensor
 from pt2mx.pt2e.checkpoints.layouts import Layout
 from pt2mx.pt2e.checkpoints.schemes import EXPERTS, LINEAR, Module, commonest
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-def check_readers(layout: Layout, modules: Mapping[str, Module], whole: Collection[str]) -> None:
+#: experts that transformers (5.17) makes linear layers of before compressed-tensors' weights are loaded
+_SPLIT = "Llama4TextExperts"
+
+
+def check_readers(layout: Layout, modules: Mapping[str, Module], model: PreTrainedModel) -> None:
     """Raise an error for experts that readers would not find or not compute with as they are.
 
     Args:
         layout: of the checkpoint.
-        modules: of the model, by name.
-        whole: those whose experts are one tensor in the checkpoint, too, as in gpt-oss.
+        modules: by their names in the model; others are not looked at.
+        model: on any device, also without memory.
 
     Raises:
         MXError: naming a module.
     """
-    experts = {name: module for name, module in modules.items() if module.kind == EXPERTS}
+    layers = dict(model.named_modules())
+    experts = {name: module for name, module in modules.items() if module.kind == EXPERTS and name in layers}
+    whole = experts_in_one_tensor(model)
     for name, module in experts.items():
         if module.scheme is None:
             continue
         if module.scheme.inputs is not None:
             raise MXError(f"readers of checkpoints quantize no inputs of experts: leave those of {name} alone")
-        if layout.only_experts and name not in whole:
-            raise MXError(f"{layout.name} is read for gpt-oss alone, whose experts are one tensor: {name} are several")
+        if layout.only_experts and not layers[name].is_transposed:
+            raise MXError(f"{layout.name} is read for experts as gpt-oss has them alone: {name} are others")
         if name in whole and not layout.only_experts:
-            raise MXError(f"{layout.name} has no place for {name}, experts in one tensor: the layout mxfp4 has")
-    merged = {name: module for name, module in experts.items() if name not in whole}
-    if layout.name == "compressed-tensors" and merged:
-        _check_compressed_tensors(merged, modules)
+            raise MXError(f"{layout.name} has no place for {name}, experts in one tensor: leave them in high precision")
+    if layout.name == "compressed-tensors":
+        for name, module in modules.items():
+            if module.kind == _SPLIT:
+                raise MXError(f"transformers would not find the weights of {name}, a {_SPLIT}: give another layout")
+        _check_merged({name: module for name, module in experts.items() if name not in whole}, modules)
 
 
-def _check_compressed_tensors(experts: Mapping[str, Module], modules: Mapping[str, Module]) -> None:
+def _check_merged(experts: Mapping[str, Module], modules: Mapping[str, Module]) -> None:
     """transformers (5.17) makes one parameter of experts when it loads, by one scheme for all."""
+    if not experts:
+        return
     (name, first), *_ = experts.items()
     if any(module.scheme != first.scheme for module in experts.values()):
         raise MXError(f"transformers reads all experts in one format: {name} and others differ")

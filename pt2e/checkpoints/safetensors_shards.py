@@ -146,7 +146,6 @@ class ShardWriter:
         text += b" " * (-len(text) % _LENGTH)
         self._begin = _LENGTH + len(text)
         file.write(len(text).to_bytes(_LENGTH, "little") + text)
-        file.truncate(self._begin + end)
 
     def write(self, name: str, first: int, rows: Tensor) -> None:
         """Write rows of a tensor, the first of them at index `first`."""

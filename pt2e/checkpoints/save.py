@@ -81,7 +81,10 @@ def save_checkpoint(
     contents = contents_of(graph, model, chosen, unpack)
     with whole_folder(folder) as place:
         _write_tensors(contents.tensors, place, max_shard_size)
-        _write_configs(contents, getattr(converted, "generation_config", model.generation_config), place)
+        generation = next(
+            (one.generation_config for one in (converted, model) if hasattr(one, "generation_config")), None
+        )
+        _write_configs(contents, generation, place)
         tokenizer = tokenizer or getattr(converted, "tokenizer", None)
         if tokenizer is not None:
             tokenizer.save_pretrained(place)
@@ -96,19 +99,24 @@ def whole_folder(folder: str | os.PathLike[str]) -> Iterator[Path]:
     """
     if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
         raise MXError(f"cannot write to {folder!r}: give the path of a folder")
-    target = Path(os.path.realpath(folder))
-    written = target.with_name(f".{secrets.token_hex(8)}")
+    written: Path | None = None
     try:
+        target = Path(os.path.realpath(folder))
+        written = target.with_name(f".{secrets.token_hex(8)}")
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise MXError(f"{str(folder)!r} is there already: give a folder that is new or empty")
         target.parent.mkdir(parents=True, exist_ok=True)
         written.mkdir()
         yield written
         os.replace(written, target)
-    except OSError as error:
-        raise MXError(f"cannot write to {str(folder)!r}: {error.strerror or error}; give a folder") from None
+    except MXError:
+        raise
+    except (OSError, ValueError) as error:  # the latter of a path that holds a NUL
+        reason = getattr(error, "strerror", None) or error
+        raise MXError(f"cannot write to {str(folder)!r}: {reason}; give a folder") from None
     finally:
-        shutil.rmtree(written, ignore_errors=True)
+        if written is not None:
+            shutil.rmtree(written, ignore_errors=True)
 
 
 def _graph_of(converted: Any) -> GraphModule:
@@ -149,7 +157,10 @@ def _write_tensors(tensors: dict[str, Tensor], place: Path, max_shard_size: int 
     safetensors = import_extra("safetensors.torch", "hf")
     hub = import_extra("huggingface_hub", "hf")
     pattern = "model{suffix}.safetensors"
-    split = hub.split_torch_state_dict_into_shards(tensors, filename_pattern=pattern, max_shard_size=max_shard_size)
+    try:
+        split = hub.split_torch_state_dict_into_shards(tensors, filename_pattern=pattern, max_shard_size=max_shard_size)
+    except ValueError as error:
+        raise MXError(f"max_shard_size={max_shard_size!r} must be a number of bytes, such as '5GB': {error}") from None
     for file, names in split.filename_to_tensors.items():
         shard = {name: tensors[name].contiguous() for name in names}
         safetensors.save_file(shard, place / file, metadata={"format": "pt"})
@@ -164,6 +175,8 @@ def _write_configs(contents: Contents, generation_config: Any, place: Path) -> N
     if quantization["quant_method"] == "modelopt":
         text = json.dumps(modelopt_file(quantization), indent=2) + "\n"
         (place / "hf_quant_config.json").write_text(text)
+    if generation_config is None:  # of an encoder
+        return
     try:
         generation_config.save_pretrained(place)
     except ValueError as error:  # of a configuration that contradicts itself

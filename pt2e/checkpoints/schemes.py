@@ -88,9 +88,8 @@ def unquantized(modules: Mapping[str, Module]) -> list[str]:
 
 def by_wildcard(pattern: str) -> Matches:
     """True of names that a pattern with `*`, or one that begins with "re:", matches as a whole."""
-    if pattern.startswith("re:"):
-        return lambda name, kind: re.fullmatch(pattern[3:], name) is not None
-    return lambda name, kind: fnmatch.fnmatchcase(name, pattern)
+    compiled = re.compile(pattern[3:] if pattern.startswith("re:") else fnmatch.translate(pattern))
+    return lambda name, kind: compiled.fullmatch(name) is not None
 
 
 def always(name: str, kind: str) -> bool:

@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from pt2mx.algorithms.options import Algorithm
 from pt2mx.errors import MXError
-from pt2mx.pt2e.checkpoints.model_modules import tied_names
+from pt2mx.pt2e.checkpoints.model_modules import are_experts, tied_names
 from pt2mx.pt2e.qspec import mx_spec
 from pt2mx.pt2e.quantizer.annotate import REASON_KEY
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
@@ -113,11 +113,6 @@ def as_matrix(layer: nn.Module, weight: Tensor) -> Tensor:
 def holds_columns(layer: nn.Module) -> bool:
     """True of a layer whose weight is (..., in, out): a Conv1D of transformers, the experts of gpt-oss."""
     return _OPERATORS.get(_kind(layer)) is aten.addmm or getattr(layer, "is_transposed", False)
-
-
-def are_experts(module: nn.Module) -> bool:
-    """True of a module of transformers that holds the weights of all experts of a layer, (experts, ..., ...) each."""
-    return hasattr(module, "is_transposed")
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, Callable]]]:

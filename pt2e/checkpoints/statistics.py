@@ -37,6 +37,10 @@ class InputStatistics:
     hessian: Tensor
     rows: int
 
+    def __post_init__(self) -> None:
+        if type(self.rows) is not int or self.rows < 1:
+            raise MXError(f"rows={self.rows!r} of inputs must be their number, at least 1")
+
     def round(self, weight: Tensor, spec: MXSpec, options: GPTQ) -> Tensor:
         """weight: (N, K) float -> its values in the format, (N, K) float32, as GPTQ rounds them."""
         damping = options.damping + options.damping_of_few * weight.shape[1] / self.rows
@@ -65,13 +69,17 @@ def collect_statistics(model: nn.Module, batches: Iterable[Any]) -> dict[str, In
     sums: dict[str, Tensor] = {}
     rows: dict[str, int] = {}
 
-    def add(name: str, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
-        x = args[0].detach().flatten(0, -2).float()  # (rows, K)
+    def add(name: str, layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        given = args[0] if args else kwargs["input"]
+        x = given.detach().reshape(-1, given.shape[-1]).float()  # (rows, K)
         sums[name] = torch.addmm(sums[name], x.T, x) if name in sums else x.T @ x
         rows[name] = rows.get(name, 0) + len(x)
 
     linears = {name: module for name, module in model.named_modules() if is_linear(module)}
-    hooks = [module.register_forward_pre_hook(functools.partial(add, name)) for name, module in linears.items()]
+    hooks = [
+        module.register_forward_pre_hook(functools.partial(add, name), with_kwargs=True)
+        for name, module in linears.items()
+    ]
     try:
         for batch in batches:
             if isinstance(batch, Mapping):
@@ -81,7 +89,7 @@ def collect_statistics(model: nn.Module, batches: Iterable[Any]) -> dict[str, In
     finally:
         for hook in hooks:
             hook.remove()
-    return {f"{name}.weight": InputStatistics(total.cpu(), rows[name]) for name, total in sums.items()}
+    return {f"{name}.weight": InputStatistics(total.cpu(), rows[name]) for name, total in sums.items() if rows[name]}
 
 
 def save_statistics(statistics: Mapping[str, InputStatistics], path: str | os.PathLike[str]) -> None:
@@ -123,9 +131,13 @@ class StatisticsFile(Mapping[str, InputStatistics]):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
         with ShardReader(self._path) as reader:
-            if _ROWS not in reader.metadata:
+            try:
+                self._rows: dict[str, int] = json.loads(reader.metadata[_ROWS])
+                wrong = self._rows.keys() != reader.entries.keys()
+            except (KeyError, ValueError, AttributeError):
+                wrong = True
+            if wrong:
                 raise MXError(f"{str(path)!r} holds no statistics: give what save_statistics wrote")
-            self._rows: dict[str, int] = json.loads(reader.metadata[_ROWS])
 
     def __getitem__(self, name: str) -> InputStatistics:
         with ShardReader(self._path) as reader:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
+from collections import Counter
+from dataclasses import asdict
 
 from tqdm import tqdm
 
 from pt2mx.pt2e.checkpoints.convert_files import ConversionReport, convert_checkpoint
 from pt2mx.pt2e.checkpoints.layouts import LAYOUTS
 from pt2mx.pt2e.checkpoints.statistics import StatisticsFile
-from pt2mx.pt2e.cli.stage import note
+from pt2mx.pt2e.cli.result import Result
+from pt2mx.pt2e.cli.stage import Stages, note
 
 #: tensors that are named for each reason
 _NAMED = 4
@@ -28,9 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_convert)
 
 
-def _convert(options: argparse.Namespace) -> None:
-    begin = time.perf_counter()
-    with tqdm(desc="shards", disable=None, file=sys.stderr) as bar:
+def _convert(options: argparse.Namespace) -> Result:
+    with Stages(1, "convert") as progress, tqdm(desc="shards", disable=None, file=sys.stderr) as bar:
 
         def finished(shard: str, shards: int) -> None:
             bar.total = shards
@@ -46,13 +47,17 @@ def _convert(options: argparse.Namespace) -> None:
             jobs=options.jobs,
             finished=finished,
         )
-    _print(report)
-    before, after = report.bytes_before / 1e6, report.bytes_after / 1e6
-    seconds = time.perf_counter() - begin
-    print(f"{options.output}: {after:.1f} MB (the float checkpoint: {before:.1f} MB), {seconds:.0f} s")
+    _note_left(report)
+    before, after = report.bytes_before, report.bytes_after
+    formats = Counter(report.quantized.values())
+    text = [
+        *(f"{spec}: {count} tensors" for spec, count in formats.items()),
+        f"{options.output}: {after / 1e6:.1f} MB (the float checkpoint: {before / 1e6:.1f} MB); {progress.seconds()}",
+    ]
+    return Result("\n".join(text), {"output": options.output, **asdict(report), "seconds": progress.times()})
 
 
-def _print(report: ConversionReport) -> None:
+def _note_left(report: ConversionReport) -> None:
     if report.kept:
         note(f"kept {len(report.kept)} shards that an earlier run had finished")
     by_reason: dict[str, list[str]] = {}
@@ -61,5 +66,3 @@ def _print(report: ConversionReport) -> None:
     for why, names in by_reason.items():
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         note(f"in high precision: {', '.join(names[:_NAMED])}{more}: {why}")
-    for spec in dict.fromkeys(report.quantized.values()):
-        print(f"{spec}: {list(report.quantized.values()).count(spec)} tensors")

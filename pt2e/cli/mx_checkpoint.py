@@ -7,7 +7,9 @@ from pathlib import Path
 
 from pt2mx.errors import MXError
 from pt2mx.pt2e.checkpoints.load import is_mx_checkpoint, load_checkpoint
+from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.cli.stage import Stages, note, user_errors
+from pt2mx.pt2e.cli.summary import quantized
 from pt2mx.pt2e.language.folder import REPORT
 from pt2mx.pt2e.report.report import quantization_report
 
@@ -18,7 +20,7 @@ def is_for(options: argparse.Namespace) -> bool:
     return folder != options.model and Path(options.output).suffix.lower() != ".pt2" and is_mx_checkpoint(folder)
 
 
-def load_to_folder(options: argparse.Namespace) -> None:
+def load_to_folder(options: argparse.Namespace) -> Result:
     """The command for such a checkpoint."""
     name = options.model.removeprefix("hf:")
     _check(options)
@@ -32,11 +34,7 @@ def load_to_folder(options: argparse.Namespace) -> None:
         with user_errors(f"write {options.output!r}"):
             found.save_pretrained(options.output)
             report.to_json(options.report or Path(options.output) / REPORT)
-        progress.update()
-        seconds = progress.seconds()
-    print(report.to_table())
-    size = sum(file.stat().st_size for file in Path(options.output).iterdir())
-    print(f"{options.output}: {size / 1e6:.1f} MB, {report.effective_bits:.2f} bits a value; {seconds}")
+    return quantized(report, options, progress)
 
 
 #: options that say how to quantize -> their values that ask for nothing

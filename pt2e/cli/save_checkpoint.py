@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.checkpoints.layouts import LAYOUTS
+from pt2mx.pt2e.cli.result import Result
+from pt2mx.pt2e.cli.stage import Stages, user_errors
+from pt2mx.pt2e.cli.summary import bytes_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,31 +33,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_save_checkpoint)
 
 
-def _save_checkpoint(options: argparse.Namespace) -> None:
+def _save_checkpoint(options: argparse.Namespace) -> Result:
     from pt2mx.pt2e.checkpoints.save import save_checkpoint  # imports transformers
-    from pt2mx.pt2e.cli.stage import user_errors
     from pt2mx.pt2e.language.language_model import LanguageModel
 
-    quantized = LanguageModel.from_pretrained(options.folder)
-    model = _skeleton(options.float)
-    with user_errors(f"write {options.output!r}"):
-        save_checkpoint(
-            quantized,
-            model,
-            options.output,
-            options.layout,
-            unpack=options.unpack,
-            max_shard_size=options.max_shard_size,
-        )
-    size = sum(file.stat().st_size for file in Path(options.output).iterdir())
-    print(f"{options.output}: {size / 1e6:.1f} MB")
+    with Stages(2) as progress:
+        quantized = LanguageModel.from_pretrained(options.folder)
+        model = _skeleton(options.float)
+        progress.begin("save")
+        with user_errors(f"write {options.output!r}"):
+            save_checkpoint(
+                quantized,
+                model,
+                options.output,
+                options.layout,
+                unpack=options.unpack,
+                max_shard_size=options.max_shard_size,
+            )
+    size = bytes_of(options.output)
+    text = f"{options.output}: {size / 1e6:.1f} MB; {progress.seconds()}"
+    return Result(text, {"output": options.output, "bytes": size, "seconds": progress.times()})
 
 
 def _skeleton(name: str) -> PreTrainedModel:
     """The float model without its weights: the quantized one holds what they became."""
     import torch
-
-    from pt2mx.pt2e.cli.stage import user_errors
 
     transformers = import_extra("transformers", "hf")
     with user_errors(f"read the configuration of {name!r}"), torch.device("meta"):

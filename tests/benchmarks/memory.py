@@ -1,31 +1,35 @@
 """Memory and time of `pt2mx quantize` for a language model, from its checkpoint to its folder.
 
     python -m tests.benchmarks.memory [--shape 1b] [--layers N] [--recipe mxfp4_weight_only]
-        [--checkpoint FOLDER] [--device cuda]
+        [--checkpoint FOLDER] [--codes] [--device cuda]
 
 A Llama of the shape of 3.2 1B or 3.1 8B, random weights in bfloat16, written to a temporary folder; the command runs
 in a process of its own, without calibration. The most memory that it had resident, over the bytes of the checkpoint;
-on a GPU the most that torch's allocator had there.
+on a GPU the most that torch's allocator had there. `--codes`: the checkpoint is first converted file to file, and the
+command takes its codes as they are.
 """
 
 from __future__ import annotations
 
 import argparse
-import resource
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from pt2mx.pt2e.checkpoints.convert_files import convert_checkpoint
 from tests.benchmarks.language import SHAPES, llama
 from tests.benchmarks.measure import hardware
 
-#: runs the command in a process that says last what its GPU's allocator had at most
+#: runs the command in a process that says last what it had resident at most, and its GPU's allocator; not by
+#: getrusage, which counts what the parent had before the program began
 _COMMAND = """
-import sys, torch
+import re, sys, torch
+from pathlib import Path
 from pt2mx.pt2e.cli.command import main
 main(sys.argv[1:])
+print(1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]))
 print(torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0)
 """
 
@@ -36,25 +40,29 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="of the model, for a shorter run")
     parser.add_argument("--recipe", default="mxfp4_weight_only")
     parser.add_argument("--checkpoint", help="one that is there, in place of a random one")
+    parser.add_argument("--codes", action="store_true", help="measure how codes are loaded that are made file to file")
     parser.add_argument("--device", default="cpu", help="where it is quantized; default: cpu")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         source = Path(options.checkpoint or folder) if options.checkpoint else Path(folder) / "checkpoint"
         if not options.checkpoint:
             llama(options.shape, options.layers, options.device).save_pretrained(source)
+        command = ["--recipe", options.recipe, "--calibration", "none", "--device", options.device]
+        if options.codes:
+            convert_checkpoint(source, f"{folder}/codes", options.recipe)
+            source, command = Path(folder) / "codes", ["--device", options.device]
         size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
-        command = ["quantize", "--model", f"hf:{source}", "--recipe", options.recipe, "--calibration", "none"]
-        command += ["--device", options.device]
+        command = ["quantize", "--model", f"hf:{source}", "--output", f"{folder}/quantized", *command]
         begin = time.perf_counter()
         done = subprocess.run(
-            [sys.executable, "-c", _COMMAND, *command, "--output", f"{folder}/quantized"],
+            [sys.executable, "-c", _COMMAND, *command],
             stdout=subprocess.PIPE,
             text=True,
             check=True,
         )
         seconds = time.perf_counter() - begin
-        peak = 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-        *_, last, on_gpu = done.stdout.splitlines()
+        *_, last, resident, on_gpu = done.stdout.splitlines()
+        peak = int(resident)
         print(last)
         print(f"checkpoint {size / 1e9:.2f} GB, {seconds:.0f} s, peak {peak / 1e9:.2f} GB on the host", end="")
         print(f", {(peak - 1e9) / size:.2f} times the checkpoint and 1 GB", end="")

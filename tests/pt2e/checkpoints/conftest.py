@@ -7,10 +7,31 @@ import torch
 import pt2mx
 from pt2mx.pt2e.language import attention, decoder
 from pt2mx.pt2e.language.quantize import without_products_of_activations
+from tests.float_checkpoints import float_checkpoint
 from tests.language_models import FAMILIES, transformers
 
 IDS = torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(0))
 INPUTS = {"input_ids": IDS, "use_cache": False, "return_dict": False}
+_SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 300}
+#: those that checkpoints hold in their own ways
+_FAMILIES = {
+    **FAMILIES,
+    "granitemoe": ("GraniteMoeConfig", {**_SIZES, "num_key_value_heads": 2, "num_local_experts": 4}),
+    "llama4": ("Llama4TextConfig", {**_SIZES, "head_dim": 16, "num_key_value_heads": 2, "num_local_experts": 4}),
+    "roberta": ("RobertaConfig", {**_SIZES, "is_decoder": True}),
+    "mamba": ("MambaConfig", {"hidden_size": 64, "vocab_size": 300}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    transformers.utils.logging.disable_progress_bar()
+
+
+@pytest.fixture
+def llama(tmp_path):
+    """The folder of a float checkpoint in shards."""
+    return float_checkpoint("llama", tmp_path / "float")
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +41,7 @@ def bf16(tmp_path_factory):
 
     @functools.cache
     def make(family, **fields):
-        name, sizes = FAMILIES[family]
+        name, sizes = _FAMILIES[family]
         torch.manual_seed(0)
         config = getattr(transformers, name)(**{**sizes, "num_hidden_layers": 1, "pad_token_id": 257, **fields})
         folder = tmp_path_factory.mktemp("float") / family
@@ -49,10 +70,15 @@ def quantizer():
 
 @pytest.fixture(scope="session")
 def convert(quantizer):
-    """A graph, quantized by settings."""
+    """A graph, quantized by settings; once for all tests, which read it."""
+    found = {}
 
     def run(graph, settings):
-        return pt2mx.convert_pt2e(pt2mx.prepare_pt2e(graph, without_products_of_activations(quantizer(settings))))
+        key = id(graph), repr(settings)
+        if key not in found:
+            prepared = pt2mx.prepare_pt2e(graph, without_products_of_activations(quantizer(settings)))
+            found[key] = graph, pt2mx.convert_pt2e(prepared)  # the graph stays, and so its id is its own
+        return found[key][1]
 
     return run
 

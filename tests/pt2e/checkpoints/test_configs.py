@@ -84,9 +84,9 @@ def test_modelopt_and_fp8_and_gpt_oss():
     for one in (config, {"quant_method": "modelopt", **modelopt_file(config)}):
         schemes = read_config(one)
         assert schemes.of("a") == Scheme("fp8_e4m3", RCEIL8) and schemes.of("head") is None
-    modules = {"a": Module("Linear", Scheme("fp8_e4m3")), "e": Module("Embedding", Scheme("fp8_e4m3"))}
+    modules = {"a": Module("Linear", Scheme("fp8_e4m3")), "e": Module("Embedding", None)}
     config = write_config(LAYOUTS["fp8"], {**modules, "model.head": Module("Linear", None)})
-    assert config["weight_block_size"] == [1, 32] and config["modules_to_convert"] == ["e"]
+    assert config["weight_block_size"] == [1, 32] and config["modules_to_not_convert"] == ["model.head"]
     for method in ("fp8", "mxfp8"):
         of = read_config({**config, "quant_method": method}).of
         assert of("a") == Scheme("fp8_e4m3") and of("model.head") is None
@@ -110,8 +110,22 @@ def test_modelopt_and_fp8_and_gpt_oss():
         ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int4"}}}, "dtype 'int4', qscheme None"),
         ({"quant_method": "quark", "export": {"weight_format": "fake"}}, "weight_format 'fake'"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, "'NVFP4' of the checkpoint in groups"),
+        ({"transform_config": {"config_groups": {"u": {}}}}, "transforms inputs (transform_config)"),
+        ({"quant_method": "quark", "algo_config": [{"name": "rotation", "r3": True}]}, "rotates inputs (r3 of"),
+        ({"config_groups": {"MXFP4": ["Linear"]}}, "could not read the quantization_config of compressed-tensors"),
+        ({"ignore": ["re:["]}, "quantization_config of compressed-tensors: error: unterminated character set"),
+        ({"quant_method": "quark"}, "could not read the quantization_config of quark: KeyError: 'global_quant_config'"),
+        ({"quant_method": "quark", "exclude": ["re:["]}, "quantization_config of quark: error: unterminated"),
+        ({"quant_method": "fp8", "modules_to_not_convert": ["["]}, "quantization_config of fp8: error: unterminated"),
     ],
 )  # fmt: skip
 def test_what_is_not_mx(config, text):
     with pytest.raises(MXError, match=re.escape(text)):
         read_config({"quant_method": "compressed-tensors", **config} if config else {})
+
+
+def test_names_that_readers_confuse():
+    modules = {"heads.1": Module("Linear", None), "heads.10": Module("Linear", Scheme("fp8_e4m3"))}
+    with pytest.raises(MXError, match=r"would not tell heads\.10 from another module"):
+        write_config(LAYOUTS["fp8"], modules)
+    assert write_config(LAYOUTS["quark"], modules)["exclude"] == ["heads.1"]

@@ -29,11 +29,12 @@ def test_linear(weight, activation, columns):
 @pytest.mark.parametrize("weight", FORMATS)
 @torch.no_grad()
 def test_embedding(weight):
-    embedding = nn.Embedding(30, 70)
+    embedding = nn.Embedding(30, 70, padding_idx=3)
     packed = packed_twin(embedding, LayerSpecs(pt2mx.parse(weight)))
     packed.pack(embedding.weight)
     ids = torch.randint(30, (2, 3, 5))
     assert isinstance(packed, MXEmbedding)
+    assert (packed.num_embeddings, packed.embedding_dim, packed.padding_idx) == (30, 70, 3)
     assert torch.equal(packed(ids), nn.functional.embedding(ids, pt2mx.fake_quantize_mx(embedding.weight, weight)))
 
 

@@ -4,18 +4,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
 import pt2mx
 from pt2mx import MXError, MXQuantizationConfig, MXQuantizer
 from pt2mx.pt2e.checkpoints.eager_modules import MXEmbedding, MXLinear, PackedWeight
+from pt2mx.pt2e.checkpoints.hf_quantizer import MXHfQuantizer
 from pt2mx.pt2e.checkpoints.quantization_config import PT2MXConfig
 from pt2mx.pt2e.checkpoints.selection import as_matrix
 from tests.language_models import tiny_decoder, transformers
-
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    transformers.utils.logging.disable_progress_bar()
 
 
 def load(folder, config=None, dtype="auto", kind=transformers.AutoModelForCausalLM):
@@ -49,8 +46,13 @@ def equal_states(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("recipe", ["mxfp4", "mxint8", "mxfp4_weight_only", "mxfp6_weights_mxfp8_activations"])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "falcon", "opt", "mixtral"])
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    [
+        *(("llama", recipe) for recipe in ("mxint8", "mxfp4_weight_only", "mxfp6_weights_mxfp8_activations")),
+        *((family, "mxfp4") for family in ("llama", "gpt2", "gemma2", "falcon", "opt", "mixtral")),
+    ],
+)
 @torch.no_grad()
 def test_logits_are_those_of_fake_quantized_weights(tmp_path, family, recipe):
     tiny_decoder(family).save_pretrained(tmp_path)
@@ -128,20 +130,10 @@ def test_files_hold_the_bytes_of_quantize_mx(tmp_path):
     }
 
 
-def test_a_saved_model_loads_where_the_config_was_imported(tmp_path, run_python):
-    tiny_decoder("llama").save_pretrained(tmp_path / "float")
-    quantized = load(tmp_path / "float", PT2MXConfig("mxfp4"))
-    quantized.save_pretrained(tmp_path / "packed")
-    code = """
-import sys
-import pt2mx
-assert "transformers" not in sys.modules
-import pt2mx.pt2e.checkpoints.quantization_config
-import transformers
-model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
-print(type(model.lm_head).__name__)
-"""
-    assert run_python(code, [str(tmp_path / "packed")]).strip() == "MXLinear"
+def test_the_import_registers_it_with_transformers():
+    """`from_pretrained` reads then what `save_pretrained` wrote."""
+    assert AUTO_QUANTIZATION_CONFIG_MAPPING["pt2mx"] is PT2MXConfig
+    assert AUTO_QUANTIZER_MAPPING["pt2mx"] is MXHfQuantizer
 
 
 @torch.no_grad()
@@ -194,6 +186,20 @@ def test_a_tied_head_gets_codes_of_its_own(tmp_path):
     again = load(tmp_path / "packed")
     assert equal_states(again, quantized) and not again.config.tie_word_embeddings
     ids = torch.randint(256, (2, 5))
+    assert torch.equal(again(ids).logits, quantized(ids).logits)
+
+
+@torch.no_grad()
+def test_a_bias_that_is_tied_beside_the_head(tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=100, **sizes))
+    model.cls.predictions.bias.normal_()
+    model.save_pretrained(tmp_path / "float")
+    quantized = load(tmp_path / "float", PT2MXConfig("mxfp4"), kind=transformers.AutoModelForMaskedLM)
+    assert torch.equal(quantized.cls.predictions.decoder.bias, model.cls.predictions.bias)
+    quantized.save_pretrained(tmp_path / "packed")
+    again, ids = load(tmp_path / "packed", kind=transformers.AutoModelForMaskedLM), torch.randint(100, (2, 5))
+    assert equal_states(again, quantized)
     assert torch.equal(again(ids).logits, quantized(ids).logits)
 
 

@@ -49,6 +49,9 @@ def test_a_recipe_survives_json(recipe):
         ({"recipe": observed()}, "names observers"),
         ({"recipe": MXQuantizer().set_filter_function(lambda node: True)}, "a filter function cannot"),
         ({"recipe": "mxfp4", "quant_method": "awq"}, "is another quantizer's"),
+        ({"recipe": "mxfp4", "modules_to_not_convert": "lm_head"}, "='lm_head' must be a list of names"),
+        ({"recipe": "mxfp4", "modules_to_not_convert": [3]}, "must be a list of names"),
+        ({"recipe": "mxfp4", "modules_to_not_convert": ["["]}, "'\\[' is no regular expression"),
     ],
 )
 def test_bad_configs(arguments, message):

@@ -1,6 +1,7 @@
 import copy
 import json
 import re
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -65,12 +66,53 @@ def test_gpt_oss_is_read_by_transformers(bf16, convert, logits, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("family", "settings", "unpack"),
+    [
+        ("granitemoe", {".*experts": None, ".*router": None}, []),  # experts in one tensor, in high precision
+        ("roberta", {".*embeddings": None}, []),  # the head's bias is tied as its weight is
+        ("gpt_oss", {".*router": None}, [".*experts"]),  # whose parameter is transposed
+        ("gpt2", {".*attn": None, ".*wpe": None}, [".*wte", ".*mlp.*"]),  # layers that hold columns
+    ],
+)
+def test_names_and_forms_that_transformers_looks_for(bf16, convert, logits, tmp_path, family, settings, unpack):
+    float_one = bf16(family)
+    if family == "roberta":
+        float_one.model.lm_head.bias.data.normal_()
+    converted = convert(float_one.graph, {EMBEDDING: None, **settings, ALL: (FP4, None)})
+    save_checkpoint(converted, float_one.model, tmp_path / "out", "compressed-tensors", unpack=unpack)
+    assert torch.equal(logits(stock(tmp_path / "out")), logits(converted))
+    assert torch.equal(logits(load_packed_model(tmp_path / "out")), logits(converted))
+
+
+@torch.no_grad()
+def test_an_encoder(convert, tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = transformers.BertModel(transformers.BertConfig(vocab_size=100, **sizes)).bfloat16().eval()
+    ids = torch.arange(20).reshape(2, 10)
+    converted = convert(torch.export.export(model, (ids,), strict=False).module(), {".*embed.*": None, ALL: (FP4, FP4)})
+    save_checkpoint(converted, model, tmp_path / "out")
+    loaded = transformers.AutoModel.from_pretrained(tmp_path / "out")
+    assert torch.equal(loaded(ids).last_hidden_state, converted(ids).last_hidden_state)
+    assert files(tmp_path / "out") == {"config.json", "model.safetensors"}
+
+
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="transformers reads FP8 by accelerate")
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss"])
+def test_transformers_reads_fp8(bf16, convert, logits, tmp_path, family):
+    float_one = bf16(family)
+    settings = {**OTHERS, ".*router": None, ".*experts": None if family == "gpt_oss" else (FP8, None), ALL: (FP8, None)}
+    converted = convert(float_one.graph, settings)
+    save_checkpoint(converted, float_one.model, tmp_path / "out", "fp8")
+    assert torch.equal(logits(stock(tmp_path / "out")), logits(converted))
+
+
+@pytest.mark.parametrize(
     ("family", "layout", "settings", "scales"),
     [
         ("llama", None, {".*head|.*o_proj": (E3M2, E3M2), ".*q_proj": (FP4, None)}, 3),
         ("mixtral", "quark", {".*experts": (E3M2, None), ".*k_proj": (FP8, None)}, 13),
         ("llama", "modelopt", {".*q_proj|.*down_proj": (FP8, FP8)}, 2),
-        ("qwen2", "fp8", {EMBEDDING: (FP8, None), ".*mlp.*": (FP8, None)}, 4),
+        ("qwen2", "fp8", {".*mlp.*": (FP8, None)}, 3),
     ],
 )
 def test_layouts_without_an_installed_reader(bf16, convert, logits, tmp_path, family, layout, settings, scales):
@@ -147,8 +189,18 @@ def test_rounded_weights_and_a_model_without_memory(bf16, convert, quantizer, lo
         ("mixtral", None, {".*experts": (FP4, FP4)}, "quantize no inputs of experts"),
         ("mixtral", None, {".*experts": (FP8, None)}, "reads experts in FP8 with one scale a row"),
         ("mixtral", None, {".*q_proj": (FP4, None)}, "quantize experts too"),
-        ("mixtral", "mxfp4", {".*experts": (FP4, None)}, "read for gpt-oss alone"),
+        ("mixtral", "mxfp4", {".*experts": (FP4, None)}, "read for experts as gpt-oss has them alone"),
         ("gpt_oss", "quark", {".*experts": (FP4, None)}, "no place for model.layers.0.mlp.experts"),
+        ("granitemoe", "quark", {".*experts": (FP4, None)}, "no place for model.layers.0.block_sparse_moe.experts"),
+        (
+            "llama4",
+            None,
+            {".*q_proj": (FP4, None)},
+            "would not find the weights of model.layers.0.feed_forward.experts",
+        ),
+        ("llama", "fp8", {EMBEDDING: (FP8, None)}, "fp8 take no packed embeddings: leave model.embed_tokens"),
+        ("falcon", None, {".*dense_h_to_4h": (FP4, None)}, "is the weight of a FalconLinear"),
+        ("mamba", None, {".*conv1d|.*mixer": (FP4, None)}, "conv1d.weight is the weight of a Conv1d"),
     ],
 )
 def test_what_a_layout_cannot_hold(bf16, convert, tmp_path, family, layout, settings, text):
@@ -189,6 +241,19 @@ def test_what_no_checkpoint_holds(bf16, convert, quantizer, tmp_path):
             save_checkpoint(one, owner, tmp_path / folder)
     with pytest.raises(MXError, match=r"'q_proj' is no module with a packed weight, such as model\.layers\.0"):
         save_checkpoint(converted, model, tmp_path / "out", unpack=["q_proj"])
+    mamba = bf16("mamba")
+    packed = convert(mamba.graph, {".*conv1d|.*mixer": (FP4, None)})
+    with pytest.raises(MXError, match=r"unpack: .*conv1d.weight of a Conv1d cannot be told from its transpose"):
+        save_checkpoint(packed, mamba.model, tmp_path / "out", unpack=[".*conv1d"])
+    for options, text in (
+        ({"unpack": ["["]}, "'\\[' is no regular expression"),
+        ({"unpack": ".*_proj"}, "unpack='.*_proj' must be a list"),
+        ({"max_shard_size": "five"}, "max_shard_size='five' must be a number of bytes"),
+    ):
+        with pytest.raises(MXError, match=text):
+            save_checkpoint(converted, model, tmp_path / "out", **options)
+    with pytest.raises(MXError, match="embedded null byte"):
+        save_checkpoint(converted, model, f"{tmp_path}/a\0b")
     both = convert(float_one.graph, {".*q_proj": (FP4, FP4)})
     with pytest.raises(MXError, match=r"inputs of .*q_proj.weight are quantized, which"):
         save_checkpoint(both, model, tmp_path / "out", unpack=[".*q_proj"])

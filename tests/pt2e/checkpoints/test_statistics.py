@@ -36,6 +36,30 @@ def test_sums_of_inputs():
     assert not any(module._forward_pre_hooks for module in net)
 
 
+def test_inputs_of_each_form():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.vector, self.keyword, self.none = (nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x):
+            return self.vector(x), self.keyword(input=x[None]), self.none(x.new_empty(0, 4))
+
+    found = collect_statistics(Net(), [torch.arange(4.0)])
+    assert {name: one.rows for name, one in found.items()} == {"vector.weight": 1, "keyword.weight": 1}
+    assert torch.equal(found["vector.weight"].hessian, torch.outer(torch.arange(4.0), torch.arange(4.0)))
+
+
+def test_statistics_of_another_model(llama, tmp_path):
+    for statistics, text in (
+        ({"fc": InputStatistics(torch.eye(64), 1)}, "are of fc, and of no"),
+        ([1], "must be what"),
+    ):
+        with pytest.raises(MXError, match=text):
+            convert_checkpoint(tmp_path / "float", tmp_path / "out", statistics=statistics)
+    assert not (tmp_path / "out").exists()
+
+
 def test_batches_of_each_form(llama):
     ids = torch.randint(256, (2, 9))
     forms = [collect_statistics(llama, [one]) for one in (ids, (ids,), {"input_ids": ids})]
@@ -50,9 +74,12 @@ def test_a_file_of_statistics(tmp_path):
     assert len(read) == 2 and list(read) == ["a.weight", "b.weight"] and "c.weight" not in read
     for name, one in given.items():
         assert torch.equal(read[name].hessian, one.hessian) and read[name].rows == one.rows
-    save_file({"a": torch.ones(2)}, tmp_path / "other.safetensors")
-    with pytest.raises(MXError, match="holds no statistics"):
-        StatisticsFile(tmp_path / "other.safetensors")
+    for metadata in ({}, {"rows": "{"}, {"rows": "3"}, {"rows": '{"b": 3}'}):
+        save_file({"a": torch.ones(2)}, tmp_path / "other.safetensors", metadata)
+        with pytest.raises(MXError, match="holds no statistics"):
+            StatisticsFile(tmp_path / "other.safetensors")
+    with pytest.raises(MXError, match="rows=0 of inputs must be their number"):
+        InputStatistics(torch.zeros(3, 3), 0)
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ def test_a_checkpoint_is_converted(llama, tmp_path, capsys):
     assert main(["convert-checkpoint", llama, out, "--recipe", "mxfp4_weight_only", "--jobs", "2"]) == 0
     printed, notes = capsys.readouterr()
     assert printed.splitlines()[0] == "mxfp4_e2m1{32}(even,even): 15 tensors"
-    assert printed.splitlines()[1].startswith(f"{out}: 0.1 MB (the float checkpoint: 0.2 MB), ")
+    assert printed.splitlines()[1].startswith(f"{out}: 0.1 MB (the float checkpoint: 0.2 MB); convert ")
     assert "in high precision: model.embed_tokens.weight: readers of compressed-tensors keep" in notes
     loaded = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="auto")
     assert loaded(torch.arange(40)[None]).logits.isfinite().all()

@@ -1,44 +1,47 @@
-"""From a float checkpoint to one that is MX, and from that to a folder that generates."""
+"""From a float checkpoint to one that is MX, from that to a folder that generates, and back to a checkpoint."""
 
 import pytest
 import torch
-import transformers
+from safetensors.torch import load_file
 
-from pt2mx import LanguageModel
+import pt2mx
 from pt2mx.pt2e.cli.command import main
-from tests.language_models import checkpoint
+from tests.language_models import FAMILIES, tokenizer_of_bytes, transformers
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with a checkpoint in bfloat16, "float", what `pt2mx quantize` makes of it, and the MX checkpoint."""
+    """A folder with a checkpoint in bfloat16, "float", the MX checkpoint "mx" that is made of it file to file, and what
+    `pt2mx quantize` makes of that, "quantized"."""
     path = tmp_path_factory.mktemp("checkpoints")
-    checkpoint("llama", path / "tiny")
-    model = transformers.AutoModelForCausalLM.from_pretrained(path / "tiny", dtype=torch.bfloat16)
-    model.save_pretrained(path / "float")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        if (path / "tiny" / name).exists():
-            (path / "float" / name).write_bytes((path / "tiny" / name).read_bytes())
-    options = ["--recipe", "mxfp4_weight_only", "--output", str(path / "quantized")]
-    assert main(["quantize", "--model", f"hf:{path / 'float'}", *options]) == 0
-    saved = ["--float", str(path / "float"), "--output", str(path / "mx"), "--unpack", ".*embed_tokens", "lm_head"]
-    assert main(["save-checkpoint", str(path / "quantized"), *saved]) == 0
+    name, sizes = FAMILIES["llama"]
+    config = getattr(transformers, name)(**{**sizes, "num_hidden_layers": 1})
+    transformers.AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(path / "float")
+    tokenizer_of_bytes().save_pretrained(path / "float")
+    assert main(["convert-checkpoint", str(path / "float"), str(path / "mx")]) == 0
+    assert main(["quantize", "--model", f"hf:{path / 'mx'}", "--output", str(path / "quantized")]) == 0
     return path
 
 
-def test_codes_go_out_and_in_to_the_bit(place, capsys):
-    assert main(["quantize", "--model", f"hf:{place / 'mx'}", "--output", str(place / "again")]) == 0
-    assert "bits a value" in capsys.readouterr().out
-    before, after = (LanguageModel.from_pretrained(place / name).program.state_dict for name in ("quantized", "again"))
-    codes = {name.split("layers")[-1]: t for name, t in before.items() if "layers" in name and name.endswith("_data")}
-    found = {name.split("layers")[-1]: t for name, t in after.items() if "layers" in name and t.dtype == torch.uint8}
-    assert codes and all(any(torch.equal(tensor, other) for other in found.values()) for tensor in codes.values())
-    stock = transformers.AutoModelForCausalLM.from_pretrained(place / "mx")
+def tensors(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def test_codes_go_in_and_out_to_the_bit(place, capsys):
+    arguments = ["save-checkpoint", str(place / "quantized"), "--float", str(place / "float"), "--output"]
+    assert main([*arguments, str(place / "again")]) == 0
+    assert "again: 0.1 MB" in capsys.readouterr().out
+    before, after = tensors(place / "mx"), tensors(place / "again")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     ids = torch.arange(40).reshape(2, 20)
     with torch.no_grad():
-        want = stock(ids).logits
+        want = transformers.AutoModelForCausalLM.from_pretrained(place / "again")(ids).logits
         # the language model multiplies codes, in another order
-        assert torch.allclose(LanguageModel.from_pretrained(place / "again")(ids).logits, want, atol=0.02)
+        assert torch.allclose(pt2mx.LanguageModel.from_pretrained(place / "quantized")(ids).logits, want, atol=0.02)
+    assert main([*arguments, str(place / "values"), "--unpack", "lm_head"]) == 0
+    codes = before["lm_head.weight_packed"], before["lm_head.weight_scale"]
+    values = pt2mx.dequantize_mx(*codes, "mxfp4", target_dtype=torch.bfloat16)
+    assert torch.equal(tensors(place / "values")["lm_head.weight"], values)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,163 @@
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import pt2mx
+from pt2mx import MXError, MXQuantizationConfig, MXQuantizer
+from pt2mx.pt2e.checkpoints.convert_files import convert_checkpoint
+from pt2mx.pt2e.checkpoints.load import load_packed_model
+from tests.float_checkpoints import float_checkpoint, of_weights, tensors
+from tests.language_models import tiny_decoder, transformers
+
+_WEIGHT_ONLY = "mxfp4_weight_only"
+
+
+def test_what_a_recipe_leaves_out(llama, tmp_path):
+    quantizer = MXQuantizer.from_recipe(_WEIGHT_ONLY).set_module_name("lm_head", None)
+    quantizer.set_module_name_regex(r".*\.down_proj", MXQuantizationConfig(weight="mxfp8"))
+    report = convert_checkpoint(llama, tmp_path / "out", quantizer)
+    assert report.left["lm_head.weight"] == "excluded by module_name 'lm_head'"
+    assert report.quantized["model.layers.1.mlp.down_proj.weight"] == "mxfp8_e4m3{32}"
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["ignore"] == ["lm_head"] and config["format"] == "mixed-precision"
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert loaded(torch.arange(40)[None]).logits.isfinite().all()
+
+
+def test_names_that_transformers_changes(tmp_path):
+    """A checkpoint of GPT-2's age: without the prefix of its base model, and with columns as outputs."""
+    float_checkpoint("gptj", tmp_path / "float")
+    folder = tmp_path / "float"
+    for path in folder.glob("*.safetensors"):
+        held = load_file(path)
+        save_file({name.removeprefix("transformer."): value for name, value in held.items()}, path, {"format": "pt"})
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"] = {name.removeprefix("transformer."): shard for name, shard in index["weight_map"].items()}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    report = convert_checkpoint(folder, tmp_path / "out")
+    assert "h.0.mlp.fc_in.weight" in report.quantized
+    with pytest.raises(MXError, match=r"no tensor of the checkpoint would be quantized.*keep layers of type Conv1D"):
+        convert_checkpoint(float_checkpoint("gpt2", tmp_path / "gpt2"), tmp_path / "gpt2_out")
+
+
+def test_a_tied_head_stays(tmp_path):
+    model = tiny_decoder("gemma2").bfloat16()
+    model.save_pretrained(tmp_path / "float")
+    report = convert_checkpoint(tmp_path / "float", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["ignore"] == ["lm_head"]
+    assert "model.embed_tokens.weight" in report.left
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert torch.equal(loaded.lm_head.weight, model.model.embed_tokens.weight)
+
+
+def test_experts(tmp_path):
+    float_checkpoint("gpt_oss", tmp_path / "float")
+    report = convert_checkpoint(tmp_path / "float", tmp_path / "out", layout="mxfp4")
+    assert len(report.quantized) == 4 and all("experts" in name for name in report.quantized)
+    before, after = tensors(tmp_path / "float"), tensors(tmp_path / "out")
+    name = "model.layers.1.mlp.experts.down_proj"
+    scale, data = pt2mx.quantize_mx(before[name].mT, "mxfp4(even,even)")
+    assert torch.equal(after[f"{name}_blocks"].flatten(-2), data) and after[f"{name}_blocks"].dim() == 4
+    assert torch.equal(after[f"{name}_scales"], scale)
+    assert torch.equal(after[f"{name}_bias"], before[f"{name}_bias"])
+    report = convert_checkpoint(tmp_path / "float", tmp_path / "linear")
+    assert report.left[name] == "compressed-tensors has no place for experts in one tensor"
+    assert len(report.quantized) == 9
+
+
+def test_experts_in_one_tensor_stay(bf16, logits, tmp_path):
+    report = convert_checkpoint(bf16("granitemoe").folder, tmp_path / "out")
+    name = "model.layers.0.block_sparse_moe.input_linear.weight"
+    assert (
+        report.left[name] == "compressed-tensors has no place for experts in one tensor" and len(report.quantized) == 5
+    )
+    stock = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(logits(stock), logits(load_packed_model(tmp_path / "out")))
+
+
+def test_experts_that_readers_take_for_quantized(tmp_path):
+    float_checkpoint("mixtral", tmp_path / "float")
+    quantizer = MXQuantizer.from_recipe(_WEIGHT_ONLY).set_module_name("model.layers.1.mlp.experts", None)
+    with pytest.raises(MXError, match=r"reads all experts in one format"):
+        convert_checkpoint(tmp_path / "float", tmp_path / "out", quantizer)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "message"),
+    [
+        ("mxint8", {}, "compressed-tensors cannot hold .*_proj.weight in int8"),
+        ("mxfp8", {}, "cannot say that inputs of .* are mxfp8_e4m3"),
+        (of_weights("mxfp4{16}"), {}, r"cannot hold .* in mxfp4_e2m1\{16\}: its blocks have 32 values"),
+        ("mxfp4_decoder", {}, "which is not applied to weights"),
+        ("no_such_recipe", {}, "no recipe 'no_such_recipe'"),
+        (_WEIGHT_ONLY, {"layout": "gguf"}, "unknown layout 'gguf'"),
+        (_WEIGHT_ONLY, {"layout": "mxfp4"}, "no tensor of the checkpoint would be quantized .*mxfp4 has experts alone"),
+        (_WEIGHT_ONLY, {"dtype": "int8"}, "dtype='int8' must be"),
+        (_WEIGHT_ONLY, {"dtype": "no_dtype"}, "dtype='no_dtype' must be"),
+        (_WEIGHT_ONLY, {"jobs": 0}, "jobs=0 must be"),
+        (MXQuantizer().set_global(MXQuantizationConfig(weight="mxfp4", output="mxfp8")), {}, "a bias or an output"),
+    ],
+)
+def test_settings_that_no_checkpoint_holds(llama, tmp_path, recipe, options, message):
+    with pytest.raises(MXError, match=message):
+        convert_checkpoint(llama, tmp_path / "out", recipe, **options)
+    assert not (tmp_path / "out").exists()
+
+
+def write(text, name="config.json"):
+    return lambda folder: (folder / name).write_text(text)
+
+
+def index(weight_map):
+    return write(json.dumps({"weight_map": weight_map}), "model.safetensors.index.json")
+
+
+def reshape(folder):
+    path = next(path for path in folder.glob("*.safetensors") if "lm_head.weight" in load_file(path))
+    save_file({**load_file(path), "lm_head.weight": torch.ones(10, 32)}, path)
+
+
+def cut(size):
+    return lambda folder: os.truncate(sorted(folder.glob("*.safetensors"))[1], size)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
+        (write("{"), "cannot read"),
+        (write("[]"), "holds no JSON object"),
+        (write('{"architectures": ["Net"]}'), "the architecture 'Net', which transformers has not"),
+        (write('{"quantization_config": {"quant_method": "fp8"}}'), "is quantized already"),
+        (lambda folder: (folder / "model.safetensors.index.json").unlink(), "holds neither model.safetensors nor"),
+        (lambda folder: sorted(folder.glob("*.safetensors"))[1].unlink(), "which is not there: fetch"),
+        (write('{"quantization_config": 3}'), "its quantization_config 3 is no JSON object"),
+        (write("{}", "model.safetensors.index.json"), "it has no weight_map"),
+        (index(["a"]), "it has no weight_map"),
+        (index({"a": 3}), "has a in 3, which is no file beside it"),
+        (index({"a": "../model.safetensors"}), "has a in '../model.safetensors', which is no file beside it"),
+        (reshape, r"has lm_head.weight of shape \(10, 32\), its config.json of \(300, 64\)"),
+        (cut(5000), "no whole file of safetensors"),
+        (cut(4), "no whole file of safetensors"),
+    ],
+)
+def test_bad_checkpoints(llama, tmp_path, damage, message):
+    damage(llama)
+    with pytest.raises(MXError, match=message):
+        convert_checkpoint(llama, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_weight_that_is_not_there(tmp_path):
+    folder = float_checkpoint("llama", tmp_path / "float", shard="1GB")
+    held = load_file(folder / "model.safetensors")
+    del held["lm_head.weight"]  # transformers draws it
+    save_file(held, folder / "model.safetensors", {"format": "pt"})
+    report = convert_checkpoint(folder, tmp_path / "out")
+    assert report.left["lm_head.weight"] == "the checkpoint does not hold it"
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"]["ignore"] == ["lm_head"]

@@ -1,0 +1,187 @@
+import json
+import re
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import pt2mx
+from pt2mx import MXError, MXQuantizationConfig, MXQuantizer
+from pt2mx.pt2e.checkpoints import safetensors_shards
+from pt2mx.pt2e.checkpoints.convert_files import MANIFEST, convert_checkpoint
+from pt2mx.pt2e.checkpoints.load import load_packed_model
+from pt2mx.pt2e.checkpoints.selection import select_weights
+from tests.float_checkpoints import float_checkpoint, of_weights, tensors
+from tests.language_models import transformers
+
+_WEIGHT_ONLY = "mxfp4_weight_only"
+
+
+def fake_quantized(folder, recipe, but=("model.embed_tokens.weight",)):
+    """The model with the values of its quantized weights and inputs."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    quantizer = recipe if isinstance(recipe, MXQuantizer) else MXQuantizer.from_recipe(recipe)
+    for name, specs in select_weights(model, quantizer).chosen.items():
+        if name in but:
+            continue
+        parameter, layer = model.get_parameter(name), model.get_submodule(name.rpartition(".")[0])
+        parameter.data = pt2mx.fake_quantize_mx(parameter.data, specs.weight)
+        if specs.activation:
+            layer.register_forward_pre_hook(
+                lambda _, args, spec=specs.activation: (pt2mx.fake_quantize_mx(args[0], spec),)
+            )
+    return model
+
+
+@pytest.mark.parametrize(
+    ("layout", "weight", "names", "rows"),
+    [
+        ("compressed-tensors", "mxfp4", ("weight_packed", "weight_scale"), 1),
+        ("compressed-tensors", "mxfp4", ("weight_packed", "weight_scale"), 1000),
+        ("compressed-tensors", "mxfp6_e2m3(rceil)", ("weight_packed", "weight_scale"), 5),
+        ("compressed-tensors", "mxfp8_e4m3", ("weight", "weight_scale"), 7),
+        ("quark", "mxfp6_e3m2", ("weight", "weight_scale"), 5),
+        ("fp8", "mxfp8_e4m3", ("weight", "weight_scale_inv"), 5),
+    ],
+)
+def test_bytes_are_those_of_quantize_mx(llama, tmp_path, monkeypatch, layout, weight, names, rows):
+    monkeypatch.setattr(safetensors_shards, "SLICE", rows * 128)  # rows of 64 bfloat16 values
+    report = convert_checkpoint(llama, tmp_path / "out", of_weights(weight), layout=layout)
+    before, after = tensors(llama), tensors(tmp_path / "out")
+    assert len(report.quantized) == 15 and set(report.left) == {"model.embed_tokens.weight"}
+    for name, tensor in before.items():
+        if name in report.quantized:
+            module = name.removesuffix("weight")
+            scale, data = pt2mx.quantize_mx(tensor, weight)
+            assert torch.equal(after.pop(module + names[0]).view(torch.uint8), data), name
+            assert torch.equal(after.pop(module + names[1]), scale), name
+        else:
+            assert torch.equal(after.pop(name), tensor), name
+    assert not after
+
+
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    [("llama", _WEIGHT_ONLY), ("qwen2", "mxfp4"), ("mixtral", _WEIGHT_ONLY)],
+)
+def test_transformers_loads_it_to_the_bit(tmp_path, family, recipe):
+    float_checkpoint(family, tmp_path / "float")
+    convert_checkpoint(tmp_path / "float", tmp_path / "out", recipe, jobs=2)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").eval()
+    ids = torch.randint(256, (2, 24))
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, fake_quantized(tmp_path / "float", recipe)(ids).logits)
+
+
+def test_modelopt(llama, tmp_path):
+    """Bytes of `quantize_mx`, both files of the configuration, and inputs in the format that they name."""
+    specs = MXQuantizationConfig(weight="mxfp8(rceil)", activation="mxfp8(rceil)")
+    quantizer = MXQuantizer().set_global(specs).set_module_name("lm_head", None)
+    report = convert_checkpoint(llama, tmp_path / "out", quantizer, layout="modelopt")
+    before, after = tensors(llama), tensors(tmp_path / "out")
+    assert len(report.quantized) == 14
+    for name in report.quantized:
+        scale, data = pt2mx.quantize_mx(before.pop(name), "mxfp8(rceil)")
+        held = after.pop(name)
+        assert held.dtype == torch.float8_e4m3fn and torch.equal(held.view(torch.uint8), data)
+        assert torch.equal(after.pop(f"{name}_scale"), scale)
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in after)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert written["quant_method"] == "modelopt" and written["ignore"] == ["lm_head"]
+    own = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())
+    assert own["quantization"] == {
+        "quant_algo": "MXFP8",
+        "kv_cache_quant_algo": None,
+        "group_size": 32,
+        "exclude_modules": ["lm_head"],
+    }
+    ids = torch.randint(256, (2, 24))
+    wanted = fake_quantized(llama, quantizer)(ids).logits
+    assert torch.equal(load_packed_model(tmp_path / "out")(ids).logits, wanted)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    del config["quantization_config"]  # as ModelOpt's own file alone says it
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    assert torch.equal(load_packed_model(tmp_path / "out")(ids).logits, wanted)
+
+
+def test_a_cast_of_what_stays(tmp_path):
+    float_checkpoint("llama", tmp_path / "float", torch.float32)
+    with pytest.raises(MXError, match=r"compute in bfloat16, and the checkpoint is in torch\.float32: give the dtype"):
+        convert_checkpoint(tmp_path / "float", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    convert_checkpoint(tmp_path / "float", tmp_path / "out", dtype="bfloat16")
+    before, after = tensors(tmp_path / "float"), tensors(tmp_path / "out")
+    assert torch.equal(after["model.norm.weight"], before["model.norm.weight"].bfloat16())
+    scale, data = pt2mx.quantize_mx(
+        before["lm_head.weight"], MXQuantizer.from_recipe(_WEIGHT_ONLY).to_dict()[""]["weight"]
+    )
+    assert torch.equal(after["lm_head.weight_packed"], data)
+    assert torch.equal(after["lm_head.weight_scale"], scale)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert loaded(torch.arange(40)[None]).logits.dtype == torch.bfloat16
+
+
+def test_a_shard_that_fails_stops_the_others_and_leaves_nothing(llama, tmp_path):
+    shard = sorted(llama.glob("*.safetensors"))[-1]
+    held = load_file(shard)
+    name = next(name for name in held if name.endswith("proj.weight") or name == "lm_head.weight")
+    held[name][0, 0] = torch.inf
+    save_file(held, shard, {"format": "pt"})
+    with pytest.raises(MXError, match="has blocks that are NaN"):
+        convert_checkpoint(llama, tmp_path / "out", jobs=2)
+    left = {path.name for path in (tmp_path / "out").iterdir()}
+    assert shard.name not in left and "config.json" not in left
+    assert not [name for name in left if name.startswith(".") and name != MANIFEST]
+
+
+FULL_DISK = """
+import resource, sys
+from pt2mx import MXError
+from pt2mx.pt2e.checkpoints.convert_files import convert_checkpoint
+resource.setrlimit(resource.RLIMIT_FSIZE, (8000, 8000))
+try:
+    convert_checkpoint(sys.argv[1], sys.argv[2])
+except MXError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="limits are those of POSIX")
+def test_a_full_disk(llama, tmp_path, run_python):
+    printed = run_python(FULL_DISK, [str(llama), str(tmp_path / "out")])
+    assert re.fullmatch(r"cannot write '.*\.safetensors': File too large\n", printed)
+    assert not list((tmp_path / "out").glob(".*.safetensors"))
+    report = convert_checkpoint(llama, tmp_path / "out")
+    assert len(report.quantized) == 15
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_tensor(tmp_path, run_python):
+    """An embedding and a head of 100 MB: what is held at a time is some slices."""
+    config = transformers.LlamaConfig(
+        vocab_size=50_000, hidden_size=1024, intermediate_size=1024, num_hidden_layers=1, num_attention_heads=8
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path / "float")
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in transformers.LlamaForCausalLM(config).state_dict().items()}
+    ones = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    save_file(ones, tmp_path / "float" / "model.safetensors")
+    code = """
+import resource, sys
+from pathlib import Path
+from pt2mx import MXQuantizer
+from pt2mx.pt2e.checkpoints.conversion_plan import plan_conversion
+from pt2mx.pt2e.checkpoints.convert_files import convert_checkpoint
+from pt2mx.pt2e.checkpoints.layouts import LAYOUTS
+quantizer = MXQuantizer.from_recipe("mxfp4_weight_only")
+plan_conversion(Path(sys.argv[1]), quantizer, LAYOUTS["compressed-tensors"], None)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+convert_checkpoint(sys.argv[1], sys.argv[2], quantizer)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+    grown = int(run_python(code, [str(tmp_path / "float"), str(tmp_path / "out")]))
+    assert grown < 90  # MiB
