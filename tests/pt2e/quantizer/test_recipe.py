@@ -9,11 +9,20 @@ from tests.flow import calibrated, exported
 from tests.models import TwoLayers
 
 FP8 = MXQuantizationConfig(weight="mxfp8", activation="mxfp8")
+INT8 = MXQuantizationConfig(weight="int8", activation="int8")
 FP4 = MXSpec("fp4_e2m1", scale_mode="even")
 
 
 def everywhere(weight, activation):
     return "global", None, MXQuantizationConfig(weight=weight, activation=activation)
+
+
+def _ends(weight):
+    config = MXQuantizationConfig(weight=weight)
+    return (
+        ("module_name_regex", r"(.*\.)?(lm_head|embed_out|output)", config),
+        ("operator_type", "aten.embedding", config),
+    )
 
 
 SHIPPED = {
@@ -24,11 +33,16 @@ SHIPPED = {
     "mxfp4_weight_only": [everywhere(FP4, None)],
     "mxfp4_weights_mxfp8_activations": [everywhere(FP4, "fp8_e4m3")],
     "mxfp6_weights_mxfp8_activations": [everywhere("fp6_e2m3", "fp8_e4m3")],
-    "mxfp4_decoder": [
-        everywhere(FP4, None),
-        ("module_name_regex", r"(.*\.)?(lm_head|embed_out|output)", MXQuantizationConfig(weight="int8")),
-        ("operator_type", "aten.embedding", MXQuantizationConfig(weight="int8")),
-    ],
+    "mxfp4_decoder": [everywhere(FP4, None), *_ends("int8")],
+    "encoder_smallest": [everywhere(FP4, "int8")],
+    "encoder_balanced": [everywhere("fp6_e2m3", "int8")],
+    "encoder_best": [everywhere("int8", "int8")],
+    "cnn_smallest": [everywhere(FP4, "int8"), ("first", 1, INT8)],
+    "cnn_balanced": [everywhere("fp6_e2m3", "int8"), ("first", 1, INT8)],
+    "cnn_best": [everywhere("int8", "int8")],
+    "decoder_smallest": [everywhere(FP4, None), *_ends("fp6_e2m3")],
+    "decoder_balanced": [everywhere("fp6_e2m3", None), *_ends("int8")],
+    "decoder_best": [everywhere("int8", None)],
     "mxfp4_first_last_mxfp8": [everywhere(FP4, FP4), ("first", 1, FP8), ("last", 1, FP8)],
 }
 

@@ -1,0 +1,118 @@
+"""Recipes by task: bits, bytes, quality and seconds, as `configs/measured.json` and the tables of `configs/` have them.
+
+    python -m tests.benchmarks.recipes [--tasks encoder cnn decoder] [--recipes NAME_OR_FILE ...] [--write]
+
+An encoder is all-MiniLM-L6-v2, a CNN the tiny CREPE, a decoder SmolLM2-135M-Instruct with its head and embedding, each
+with pretrained weights (`accuracy/` says on what they are calibrated and judged). Weights are rounded by the algorithms
+that the recipe names; a decoder's cache is left out. Seconds: optimizing, preparing and converting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+import pt2mx
+from pt2mx import MXQuantizer
+from pt2mx.pt2e.quantizer import recipe
+from pt2mx.pt2e.quantizer.measured import summary, table, tasks
+from tests.benchmarks.accuracy.case import Case, Figures
+from tests.benchmarks.accuracy.models import MODELS
+from tests.benchmarks.measure import Row, hardware, print_table, timed
+
+#: task -> the model of `accuracy/`, its name, the metric
+TASKS = {
+    "encoder": ("minilm", "all-MiniLM-L6-v2", "cosine"),
+    "cnn": ("crepe-tiny", "CREPE, tiny", "cosine"),
+    "decoder": ("smollm2", "SmolLM2-135M-Instruct", "perplexity"),
+}
+CONFIGS = Path(__file__).parents[2] / "configs"
+MEASURED = CONFIGS / "measured.json"
+_COMMENT = "# Measured: "
+
+
+def converted(case: Case, chosen: MXQuantizer) -> GraphModule:
+    """The model of a case, by a recipe and the algorithms that it names."""
+    model = case.model
+    if chosen.algorithms is not None:
+        model = pt2mx.optimize(model, chosen, case.batches, padding_mask=case.padding_mask)
+    return pt2mx.convert_pt2e(pt2mx.prepare_pt2e(model, chosen))
+
+
+def measured(case: Case, chosen: MXQuantizer) -> dict[str, Any]:
+    """What a recipe costs and gives."""
+    results: list[GraphModule] = []
+    seconds = timed(lambda: results.append(converted(case, chosen)))
+    report = pt2mx.quantization_report(results[0])
+    with torch.no_grad():
+        figures = case.judge(results[0])
+    return {
+        "bits": round(report.effective_bits, 2),
+        "size": round(report.bytes_after / report.bytes_before, 3),
+        "seconds": round(seconds, 1),
+        "loss": round(figures.loss, 4),
+        "quality": _quality(figures),
+    }
+
+
+def tables() -> str:
+    """What configs/README.md has of the measurements."""
+    return "\n\n".join(f"### {name}: {task['model']}\n\n{table(task)}" for name, task in tasks().items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--recipes", nargs="+", default=recipe.names(), help="names or files; all that are shipped")
+    parser.add_argument("--write", action="store_true", help="update configs/measured.json, and comments")
+    parser.add_argument(
+        "--tables", action="store_true", help="print the tables of configs/README.md, and measure nothing"
+    )
+    options = parser.parse_args()
+    if options.tables:
+        print(tables())
+        return
+    rows: list[Row] = []
+    for task in options.tasks:
+        case = MODELS[TASKS[task][0]]()
+        with torch.no_grad():
+            exact = _quality(case.judge(case.model))
+        for name in options.recipes:
+            found = measured(case, MXQuantizer.from_recipe(name))
+            rows.append({"task": task, "recipe": name, **found})
+            print(rows[-1], flush=True)
+            if options.write:
+                _keep(task, name, found, exact)
+    print_table(rows, ("task", "recipe", "bits", "size", "quality", "loss", "seconds"))
+    print(hardware())
+
+
+def _quality(figures: Figures) -> str:
+    return next(iter(figures.shown.values())).split(",")[0]
+
+
+def _keep(task: str, name: str, found: dict[str, Any], exact: str) -> None:
+    content = json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
+    rows = content.get(task, {}).get("recipes", {}) | {name: found}
+    _, model, metric = TASKS[task]
+    content[task] = {"model": model, "metric": metric, "float": exact, "recipes": dict(sorted(rows.items()))}
+    MEASURED.write_text(json.dumps({task: content[task] for task in TASKS if task in content}, indent=1) + "\n")
+    comment(name)
+
+
+def comment(name: str) -> None:
+    """Write a recipe's measurements into its comment, where it is a shipped one."""
+    path = CONFIGS / f"{name}.yaml"
+    if path.is_file():
+        kept = [row for row in path.read_text().splitlines() if not row.startswith(_COMMENT)]
+        place = next(i for i, row in enumerate(kept) if not row.startswith("#"))
+        path.write_text("\n".join([*kept[:place], f"{_COMMENT}{summary(name)}.", *kept[place:], ""]))
+
+
+if __name__ == "__main__":
+    main()
