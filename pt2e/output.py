@@ -68,7 +68,12 @@ def whole_file(path: object) -> Iterator[io.FileIO]:
         file = _File(written, "w" if device else "x")
     try:
         with file:
-            yield file
+            try:
+                yield file
+            except Exception:
+                with _errors_of_writing(path):
+                    file.check()  # what the block met may follow from it
+                raise
             with _errors_of_writing(path):
                 file.check()
                 if not device:

@@ -9,10 +9,11 @@ from dataclasses import replace
 from torch._C._functorch import is_batchedtensor
 from torch._ops import OpOverloadPacket
 from torch._subclasses.fake_tensor import is_fake
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_manager import PassManager
 
 from pt2mx.extras import without_log_warnings
+from pt2mx.fx.graph.origins import take_place
 
 with without_log_warnings():
     import torchao
@@ -56,9 +57,14 @@ _PREPARED_KEY = "_observed_graph_module_attrs"
 
 
 def fold_batch_norms(model: GraphModule) -> None:
-    """Fold the batch norms of a model in evaluation into the layers before them."""
+    """Fold the batch norms of a model in evaluation into the layers before them, which then stand for the norms."""
+    layers = {node: node.args[0] for node in model.graph.nodes if "batch_norm" in str(node.target)}
     _fuse_conv_bn_(model)
     _fuse_linear_bn_(model)
+    left = set(model.graph.nodes)
+    for norm, layer in layers.items():
+        if norm not in left and isinstance(layer, Node):
+            take_place(layer, norm)
 
 
 def annotate(model: GraphModule, quantizer: Quantizer) -> GraphModule:

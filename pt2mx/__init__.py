@@ -1,6 +1,6 @@
 """pt2mx quantizes PyTorch models to the OCP Microscaling (MX) formats in the PT2 export flow."""
 
-from pt2mx.pt2e.cli import interrupts as _interrupts  # noqa: F401 - first: it ends the command at Ctrl-C
+from pt2mx.pt2e.cli import start as _start  # noqa: F401 - first: the command `pt2mx` begins before torch is there
 
 # isort: split
 import sys
@@ -58,6 +58,7 @@ if TYPE_CHECKING:  # imported when they are reached
     from pt2mx.pt2e.report.report import quantization_report
     from pt2mx.pt2e.report.suggest import suggest_config
     from pt2mx.pt2e.sensitivity.accuracy_control import quantize_with_accuracy_control
+    from pt2mx.pt2e.sensitivity.compare_recipes import compare_recipes
     from pt2mx.pt2e.sensitivity.sensitivity import sensitivity
     from pt2mx.tensor.mx_tensor import MXTensor
     from pt2mx.torchmx import MXConfig, QAttentionConfig, QLinearConfig, quantize_linear_, quantize_llm_
@@ -84,6 +85,7 @@ __all__ = [
     "__version__",
     "bisect",
     "compare_mx_formats",
+    "compare_recipes",
     "compare_stages",
     "convert_checkpoint",
     "convert_pt2e",
@@ -171,6 +173,7 @@ _LATE = {
     "quantization_report": "pt2mx.pt2e.report.report",
     "suggest_config": "pt2mx.pt2e.report.suggest",
     "quantize_with_accuracy_control": "pt2mx.pt2e.sensitivity.accuracy_control",
+    "compare_recipes": "pt2mx.pt2e.sensitivity.compare_recipes",
     "sensitivity": "pt2mx.pt2e.sensitivity.sensitivity",
     "MXTensor": "pt2mx.tensor.mx_tensor",
     "MXConfig": "pt2mx.torchmx",

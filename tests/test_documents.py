@@ -14,11 +14,14 @@ from nbclient import NotebookClient
 
 import pt2mx
 from pt2mx import compat
+from pt2mx.extras import import_extra
 from pt2mx.fx import lower
 from pt2mx.modes import ROUNDINGS, SCALE_MODES
 from pt2mx.pt2e.cli import command
 from pt2mx.pt2e.quantizer import recipe
+from pt2mx.pt2e.quantizer.measured import summary, tasks
 from pt2mx.pt2e.quantizer.operators import OPERAND_NAMES, OPERANDS, OPT_IN
+from tests.benchmarks.recipes import tables as recipe_tables
 from tests.documents import DOCUMENTS, NOTEBOOKS, READMES, ROOT, blocks, name_of
 
 #: notebooks that take more than half a minute on one core
@@ -59,6 +62,8 @@ def python_blocks():
 @pytest.mark.parametrize(("path", "line", "code"), list(python_blocks()))
 def test_code_runs_by_itself(path, line, code, tmp_path, monkeypatch, compiler):
     monkeypatch.chdir(tmp_path)
+    if "import transformers" in code:  # which looks for a torchvision of the same build as torch
+        import_extra("transformers", "hf")
     namespace = {"__name__": "document"}
     exec(compile("\n" * line + code, path, "exec"), namespace)
     if path == ROOT / "README.md":
@@ -117,12 +122,23 @@ def formats_in(settings, role):
 
 
 def test_table_of_recipes():
-    table = {row[0].strip("`"): row[1:] for row in rows(read("configs/README.md"))}
+    table = {row[0].strip("`"): row[1:] for row in rows(section("configs/README.md", "The recipes"))}
     assert sorted(table) == recipe.names()
     for name, (weights, activations) in table.items():
         settings = yaml.safe_load(read(f"configs/{name}.yaml"))
         for role, cell in (("weight", weights), ("activation", weights if activations == "the same" else activations)):
             assert {word for word in _WORDS.values() if word in cell} == formats_in(settings, role), name
+
+
+def test_measurements_of_recipes():
+    found, table = tasks(), rows(section("configs/README.md", "Which one"))
+    assert recipe_tables() in read("configs/README.md")
+    chosen = {name for row in table[: len(found)] for name in named(row[1:4])}
+    assert chosen == {f"{task}_{wish}" for task in found for wish in ("smallest", "balanced", "best")}
+    for name in recipe.names():
+        first, second, third, *_ = read(f"configs/{name}.yaml").splitlines()
+        assert first.startswith("# For: ") and second.startswith("# Costs: "), name
+        assert third == f"# Measured: {summary(name)}.", name
 
 
 def test_example_of_a_recipe(tmp_path):

@@ -20,7 +20,10 @@ def note_origins(graph: Graph) -> None:
 
 
 def origin(node: Node) -> str:
-    """The name that a node, or what it was made from, had in the first export; its own where that is not known."""
+    """The name that a node, or what it was made from, had in the first export; its own where that is not known. An item
+    of a tuple is called by the tuple, `lstm[0]`: exports make items anew."""
+    if node.target is getitem and isinstance(node.args[0], Node):
+        return f"{origin(node.args[0])}[{node.args[1]}]"
     if _KEY in node.meta:
         return node.meta[_KEY]
     sources = node.meta.get("from_node")
@@ -30,6 +33,13 @@ def origin(node: Node) -> str:
     while source.from_node:
         source = source.from_node[-1]
     return source.name
+
+
+def take_place(node: Node, of: Node) -> None:
+    """Note that a node now computes what another did, into which that was folded."""
+    for key in ("from_node", _KEY):
+        if key in of.meta:
+            node.meta[key] = of.meta[key]
 
 
 def by_origin(graph: Graph) -> dict[str, Node]:

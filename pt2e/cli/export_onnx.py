@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.archive import check_kind
+from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.cli.stage import Stages, note, user_errors
 from pt2mx.pt2e.onnx.export import OPSETS, export_onnx
 from pt2mx.pt2e.onnx.targets import TARGETS
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_export)
 
 
-def _export(options: argparse.Namespace) -> None:
+def _export(options: argparse.Namespace) -> Result:
     check_output(options.output, (".onnx",))
     check_distinct({"--output": options.output}, {"the program": options.program})
     import_extra("onnx", "onnx")
@@ -43,10 +44,20 @@ def _export(options: argparse.Namespace) -> None:
         nodes = export_onnx(program, options.output, opset=options.opset, target=options.target)
         progress.begin("compare")
         found = _compared(options.output, program)
-        progress.update()
-    sizes = [Path(path).stat().st_size for path in (options.output, options.program)]
-    print(f"{options.output}: {sizes[0]:,} bytes (the program: {sizes[1]:,}), {nodes} MX nodes; {progress.seconds()}")
-    print(f"onnxruntime against the program: {found}")
+    size, before = (Path(path).stat().st_size for path in (options.output, options.program))
+    text = (
+        f"{options.output}: {size:,} bytes (the program: {before:,}), {nodes} MX nodes; {progress.seconds()}\n"
+        f"onnxruntime against the program: {found}"
+    )
+    data = {
+        "output": options.output,
+        "bytes": size,
+        "program_bytes": before,
+        "mx_nodes": nodes,
+        "onnxruntime_against_the_program": found,
+        "seconds": progress.times(),
+    }
+    return Result(text, data)
 
 
 def _compared(path: str, program: ExportedProgram) -> str:
@@ -60,10 +71,11 @@ def _compared(path: str, program: ExportedProgram) -> str:
         session = runtime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         feeds = {value.name: x.numpy() for value, x in zip(session.get_inputs(), tensors, strict=True)}
         got = [torch.from_numpy(y) for y in session.run(None, feeds)]
-    except Exception as error:  # it is not installed, or lacks kernels
-        return f"not compared: {str(error).strip().splitlines()[0]}"
-    with torch.no_grad():
-        want = [y for y in pytree.tree_leaves(program.module()(*args, **kwargs)) if isinstance(y, Tensor)]
-    floats = [(g.double(), w.double()) for g, w in zip(got, want, strict=True) if w.is_floating_point()]
-    largest = max((float((g - w).abs().nan_to_num().max()) for g, w in floats if w.numel()), default=0.0)
-    return f"{fidelity([(got, want)])}, largest difference {largest:.1e}"
+        with torch.no_grad():
+            want = [y for y in pytree.tree_leaves(program.module()(*args, **kwargs)) if isinstance(y, Tensor)]
+        floats = [(g.double(), w.double()) for g, w in zip(got, want, strict=True) if w.is_floating_point()]
+        largest = max((float((g - w).abs().nan_to_num().max()) for g, w in floats if w.numel()), default=0.0)
+        found = fidelity([(got, want)])
+    except Exception as error:  # it is not installed, lacks kernels, or has outputs in another form (complex ones)
+        return f"not compared: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
+    return f"{found}, largest difference {largest:.1e}"

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 
-from pt2mx.analysis.compare import print_mx_format_table
+from pt2mx.analysis.compare import MX_FORMATS, format_table
+from pt2mx.pt2e.cli.result import Result
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_formats)
 
 
-def _formats(options: argparse.Namespace) -> None:
-    print_mx_format_table()
+def _formats(options: argparse.Namespace) -> Result:
+    rows = [
+        {"format": name, **asdict(spec.element), "block_size": spec.block_size, "effective_bits": spec.effective_bits}
+        for name, spec in MX_FORMATS.items()
+    ]
+    return Result(format_table(), {"formats": rows})

@@ -12,9 +12,10 @@ import torch
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.cli.stage import note, user_errors
+from pt2mx.pt2e.cli.result import Result
+from pt2mx.pt2e.cli.stage import Stages, note, user_errors
 from pt2mx.pt2e.language.language_model import LanguageModel
-from pt2mx.pt2e.language.ranks import first_speaks, of_first
+from pt2mx.pt2e.language.ranks import first_speaks, is_first, of_first
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,8 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_generate)
 
 
-def _generate(options: argparse.Namespace) -> None:
+def _generate(options: argparse.Namespace) -> Result | None:
     settings = _settings(options)
+    progress = Stages(2)
     with user_errors(f"load {options.folder!r}"):
         model = LanguageModel.from_pretrained(options.folder, options.device)
     if model.tokenizer is None:
@@ -43,10 +45,14 @@ def _generate(options: argparse.Namespace) -> None:
     if options.compile:
         model.compile()
     torch.manual_seed(options.seed)
+    progress.begin("generate")
+    answers = []
     for prompt in [options.prompt] if options.prompt is not None else of_first(_asked()):
         with user_errors("generate"), first_speaks():
             tokens = _in_template(model, prompt) if options.chat else model.tokens([prompt])
-            _answer(model, tokens, settings)
+            answers.append({"prompt": prompt, **_answer(model, tokens, settings)})
+    # the text has been printed as it grew
+    return Result("", {"answers": answers}) if options.json and is_first() else None
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
@@ -84,8 +90,8 @@ def _in_template(model: LanguageModel, prompt: str) -> dict[str, torch.Tensor]:
     return dict(model.tokenizer.apply_chat_template(messages, **options).to(model.device))
 
 
-def _answer(model: LanguageModel, tokens: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Print the continuation of a prompt as it grows, then its speed."""
+def _answer(model: LanguageModel, tokens: dict[str, Any], settings: dict[str, Any]) -> dict[str, object]:
+    """Print the continuation of a prompt as it grows, then its speed; return them."""
     base = import_extra("transformers", "hf").TextStreamer
 
     class Streamer(base):  # type: ignore[valid-type, misc]
@@ -94,13 +100,20 @@ def _answer(model: LanguageModel, tokens: dict[str, Any], settings: dict[str, An
         def __init__(self) -> None:
             super().__init__(model.tokenizer, skip_prompt=True, skip_special_tokens=True)
             self.times: list[float] = []
+            self.text = ""
 
         def put(self, value: torch.Tensor) -> None:
             self.times.append(time.perf_counter())
             super().put(value)
 
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            self.text += text
+            super().on_finalized_text(text, stream_end)
+
     streamer, begin = Streamer(), time.perf_counter()
     model.generate(tokens.pop("input_ids"), streamer=streamer, **tokens, **settings)
     _, *times = streamer.times
-    speed = f", then {(len(times) - 1) / (times[-1] - times[0]):.1f} tokens/s" if len(times) > 1 else ""
-    note(f"first token after {times[0] - begin:.2f} s{speed}")
+    first = times[0] - begin
+    rate = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else None
+    note(f"first token after {first:.2f} s" + ("" if rate is None else f", then {rate:.1f} tokens/s"))
+    return {"text": streamer.text, "tokens": len(times), "first_token_seconds": first, "tokens_per_second": rate}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 
+from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.cli.stage import note, user_errors
 from pt2mx.pt2e.contents.contents import contents_of
 from pt2mx.pt2e.contents.text import as_json, table
@@ -13,17 +13,14 @@ from pt2mx.pt2e.origin import other_version
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", help="a program, a package, or the folder of a quantized language model")
-    parser.add_argument("--json", action="store_true", help="print JSON, a list with an entry for each file")
     parser.set_defaults(run=_inspect)
 
 
-def _inspect(options: argparse.Namespace) -> None:
+def _inspect(options: argparse.Namespace) -> Result:
     with user_errors(f"read {options.file!r}"):
         found = contents_of(options.file)
     for contents in found:
         if text := other_version(contents.file):
             note(text)
-    if options.json:
-        print(json.dumps([as_json(contents) for contents in found], indent=1))
-    else:
-        print("\n\n\n".join(map(table, found)))
+    text = "\n\n\n".join(map(table, found))
+    return Result(text, {"files": [as_json(contents) for contents in found]})

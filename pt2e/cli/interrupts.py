@@ -54,12 +54,12 @@ def _may_be_interrupted() -> bool:
     return main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
 
 
-def _is_command() -> bool:
+def is_command() -> bool:
     """True if this process is the script `pt2mx`, or `python -m pt2mx`, which has that name while pt2mx is imported."""
     arguments = sys.argv or [""]
     name = sys.orig_argv[-len(arguments)] if arguments[0] == "-m" else os.path.basename(arguments[0])
     return name.removesuffix(".exe") in ("pt2mx", "-mpt2mx")
 
 
-if _is_command():
+if is_command():
     end_at_interrupts()

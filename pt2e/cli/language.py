@@ -12,7 +12,9 @@ from pt2mx.algorithms.options import look_at_inputs
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.cli.hugging_face import from_pretrained
+from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.cli.stage import Stages, note, user_errors
+from pt2mx.pt2e.cli.summary import quantized
 from pt2mx.pt2e.language import ranks
 from pt2mx.pt2e.language.folder import REPORT, load_tokenizer
 from pt2mx.pt2e.language.quantize import quantize_language_model
@@ -54,8 +56,8 @@ def calibration(source: str | None, tokenizer: Any, quantizer: MXQuantizer) -> l
     return blocks(built_in_text() if source is None else read_text(source), tokenizer)
 
 
-def quantize_to_folder(options: argparse.Namespace, quantizer: MXQuantizer) -> None:
-    """The command `pt2mx quantize` for a language model."""
+def quantize_to_folder(options: argparse.Namespace, quantizer: MXQuantizer) -> Result | None:
+    """The command `pt2mx quantize` for a language model; its result, on the first rank."""
     _check(options)
     places = ranks.places(options.tensor_parallel)
     if len(places) > 1:
@@ -72,11 +74,8 @@ def quantize_to_folder(options: argparse.Namespace, quantizer: MXQuantizer) -> N
             with place:
                 reports.append(_quantize_rank(model, quantizer, texts, tokenizer, options, progress))
         progress.update()
-        seconds = progress.seconds()
         ranks.wait()
-        print(reports[0].to_table())
-        size = sum(file.stat().st_size for file in Path(options.output).iterdir())
-        print(f"{options.output}: {size / 1e6:.1f} MB, {reports[0].effective_bits:.2f} bits a value; {seconds}")
+    return quantized(reports[0], options, progress) if ranks.is_first() else None
 
 
 def _quantize_rank(

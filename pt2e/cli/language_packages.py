@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import time
 
 import torch
 
 from pt2mx.errors import MXError
+from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.cli.stage import Stages, user_errors
 from pt2mx.pt2e.language.language_model import LanguageModel
 
+#: by which packages are compared with the program: a batch of two texts
+_TOKENS = 32
 
-def compile_folder(options: argparse.Namespace) -> None:
+
+def compile_folder(options: argparse.Namespace) -> Result:
     """The command `pt2mx compile` for a language model."""
     given = {"--output": options.output, "--portable": options.portable, "--unpack": options.unpack}
     for name, value in given.items():
@@ -22,21 +25,24 @@ def compile_folder(options: argparse.Namespace) -> None:
         with user_errors(f"load {options.program!r}"):
             model = LanguageModel.from_pretrained(options.program, options.device)
         progress.begin("compile")
-        begin = time.perf_counter()
         with user_errors("compile the model"):
             paths = model.write_packages(options.program)
-        seconds = time.perf_counter() - begin
         progress.begin("compare")
         with user_errors("run the packages"):
             same = _agrees(model, LanguageModel.from_pretrained(options.program, options.device))
-        progress.update()
-    print(f"compiled against eager: {same} of 32 tokens are the same")
-    print(", ".join(f"{path}: {path.stat().st_size / 1e6:.1f} MB" for path in paths) + f", {seconds:.0f} s")
+    sizes = {str(path): path.stat().st_size for path in paths}
+    text = [
+        f"compiled against eager: {same} of {_TOKENS} tokens are the same",
+        *(f"{path}: {size / 1e6:.1f} MB" for path, size in sizes.items()),
+        progress.seconds(),
+    ]
+    data = {"packages": sizes, "tokens": _TOKENS, "same_tokens": same, "seconds": progress.times()}
+    return Result("\n".join(text), data)
 
 
 def _agrees(model: LanguageModel, compiled: LanguageModel) -> int:
     """Count the tokens for which both find the same most likely one."""
     vocabulary = model.config.get_text_config().vocab_size
-    ids = torch.randint(vocabulary, (2, 16), generator=torch.Generator().manual_seed(0)).to(model.device)
+    ids = torch.randint(vocabulary, (2, _TOKENS // 2), generator=torch.Generator().manual_seed(0)).to(model.device)
     with torch.no_grad():
         return int((model(ids).logits.argmax(-1) == compiled(ids).logits.argmax(-1)).sum())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,10 +14,11 @@ from tqdm import tqdm
 
 from pt2mx.errors import MXError
 from pt2mx.pt2e.cli.language import calibration, load_decoder
-from pt2mx.pt2e.cli.stage import user_errors
+from pt2mx.pt2e.cli.result import Result
+from pt2mx.pt2e.cli.stage import Stages, note, user_errors
 from pt2mx.pt2e.language.folder import is_quantized, load_tokenizer
 from pt2mx.pt2e.language.language_model import LanguageModel
-from pt2mx.pt2e.language.perplexity import Predict, perplexity
+from pt2mx.pt2e.language.perplexity import Perplexity, Predict, perplexity
 from pt2mx.pt2e.language.quantize import quantize_language_model
 from pt2mx.pt2e.language.texts import BLOCK, blocks, read_text
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
@@ -39,9 +41,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_perplexity)
 
 
-def _perplexity(options: argparse.Namespace) -> None:
+def _perplexity(options: argparse.Namespace) -> Result:
     quantizers = {name: MXQuantizer.from_recipe(name) for name in options.recipe}  # a typo should not cost a row
     quantized = is_quantized(options.folder)
+    _check(options, quantized)
+    with Stages(2 + 2 * len(quantizers) + (quantized and options.float is not None)) as progress:
+        tokenizer = load_tokenizer(options.folder)
+        text = blocks(read_text(options.text), tokenizer, options.tokens)
+        source = options.float if quantized else options.folder
+        model = None if source is None else load_decoder(source)
+        exact = None if model is None else _predictions(model, use_cache=False)
+        rows: Iterable[tuple[str, Predict]] = [] if exact is None else [("float", exact)]
+        if quantized:
+            with user_errors(f"load {options.folder!r}"):
+                rows = [*rows, (Path(options.folder).name, _predictions(LanguageModel.from_pretrained(options.folder)))]
+        elif model is not None:
+            rows = chain(rows, _by_recipes(model, quantizers, options.calibration, tokenizer, progress))
+        found: list[tuple[str, Perplexity]] = []
+        for name, predict in rows:
+            progress.begin(f"predict: {name}")
+            beside = None if predict is exact else exact
+            with user_errors(f"run {name}"):
+                bar = tqdm(text, desc=name, leave=False, disable=None, file=sys.stderr)
+                found.append((name, perplexity(predict, bar, beside)))
+            note(f"{name}: perplexity {found[-1][1].perplexity:.2f}")  # of a long run, in case it is interrupted
+    tokens = sum(block.shape[1] - 1 for block in text)
+    table = [_row(*_COLUMNS), *(_row(name, *_cells(row)) for name, row in found)]
+    models = [{"model": name, **asdict(row)} for name, row in found]
+    return Result(
+        "\n".join([*table, f"{tokens} tokens, predicted in blocks of {BLOCK}"]),
+        {"tokens": tokens, "block": BLOCK, "models": models, "seconds": progress.times()},
+    )
+
+
+def _check(options: argparse.Namespace, quantized: bool) -> None:
+    """Raise an error for options that do not go together, before the work."""
     for name, given, kind in (("--recipe", options.recipe, quantized), ("--float", options.float, not quantized)):
         if given and kind:
             raise MXError(
@@ -49,32 +83,23 @@ def _perplexity(options: argparse.Namespace) -> None:
             )
     if options.tokens is not None and options.tokens < 2:
         raise MXError(f"--tokens {options.tokens} must be at least 2")
-    tokenizer = load_tokenizer(options.folder)
-    text = blocks(read_text(options.text), tokenizer, options.tokens)
-    source = options.float if quantized else options.folder
-    model = None if source is None else load_decoder(source)
-    exact = None if model is None else _predictions(model, use_cache=False)
-    rows: Iterable[tuple[str, Predict]] = [] if exact is None else [("float", exact)]
-    if quantized:
-        with user_errors(f"load {options.folder!r}"):
-            rows = [*rows, (Path(options.folder).name, _predictions(LanguageModel.from_pretrained(options.folder)))]
-    elif model is not None:
-        rows = chain(rows, _by_recipes(model, quantizers, options.calibration, tokenizer))
-    print(_row(*_COLUMNS))
-    for name, predict in rows:
-        beside = None if predict is exact else exact
-        with user_errors(f"run {name}"):
-            found = perplexity(predict, tqdm(text, desc=name, leave=False, disable=None, file=sys.stderr), beside)
-        cells = [] if found.agreement is None else [f"{found.divergence:.4f}", f"{found.agreement:.1%}"]
-        print(_row(name, f"{found.perplexity:.2f}", *cells), flush=True)
-    print(f"{sum(block.shape[1] - 1 for block in text)} tokens, predicted in blocks of {BLOCK}")
+
+
+def _cells(found: Perplexity) -> list[str]:
+    compared = [] if found.agreement is None else [f"{found.divergence:.4f}", f"{found.agreement:.1%}"]
+    return [f"{found.perplexity:.2f}", *compared]
 
 
 def _by_recipes(
-    model: PreTrainedModel, quantizers: dict[str, MXQuantizer], source: str | None, tokenizer: Any
+    model: PreTrainedModel,
+    quantizers: dict[str, MXQuantizer],
+    source: str | None,
+    tokenizer: Any,
+    progress: Stages,
 ) -> Iterator[tuple[str, Predict]]:
     """Yield the predictions of the model quantized by each recipe, made when they are asked for."""
     for name, quantizer in quantizers.items():
+        progress.begin(f"quantize: {name}")
         with user_errors(f"quantize by {name}"):
             texts = calibration(source, tokenizer, quantizer)
             made = quantize_language_model(model, quantizer, texts, tokenizer)

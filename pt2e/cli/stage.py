@@ -1,14 +1,19 @@
-"""Stages of a command: each has a name, and what goes wrong in it becomes one line for the user."""
+"""Stages of a command: each is named on stderr as it begins, and what goes wrong in it becomes one line for the user.
+
+The first stage is to import torch, so this module imports nothing that takes seconds.
+"""
+
+from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-from tqdm import tqdm
+from types import TracebackType
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.cli.error_text import one_line
+
+_begun = time.perf_counter()
 
 
 @contextmanager
@@ -26,32 +31,68 @@ def user_errors(what: str) -> Iterator[None]:
     except MXError:
         raise
     except Exception as error:
+        from pt2mx.pt2e.cli.error_text import one_line  # imports torch
+
         raise MXError(f"could not {what}: {one_line(error)}") from error
 
 
 def note(text: str) -> None:
     """Print a line on stderr that is no result, above a progress bar."""
-    tqdm.write(f"pt2mx: {text}", file=sys.stderr)
+    _print(f"pt2mx: {text}")
 
 
-class Stages(tqdm):
-    """A bar over stages, the first being to load. It shows if stderr is a terminal.
+def stage_line(name: str) -> None:
+    """Print a line on stderr: the seconds since the process began, and the stage that begins."""
+    _print(f"[{time.perf_counter() - _begun:6.1f} s] {name}")
+
+
+def _print(line: str) -> None:
+    """Print a line on stderr, above a progress bar: there is none where tqdm is not imported."""
+    bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    if bars is None:
+        print(line, file=sys.stderr, flush=True)
+    else:
+        bars.write(line, file=sys.stderr)
+
+
+class Stages:
+    """The stages of a command. Each has a line on stderr when it begins, on any output.
 
     Args:
         stages: their number.
+        first: the name of the first one, which begins now; None: none does.
     """
 
-    def __init__(self, stages: int) -> None:
-        super().__init__(total=stages, desc="load", disable=None, file=sys.stderr)
-        self._begun = [("load", time.perf_counter())]
+    def __init__(self, stages: int, first: str | None = "load") -> None:
+        self._stages = stages
+        self._begun: list[tuple[str, float]] = []
+        self._end: float | None = None
+        if first is not None:
+            self.begin(first)
+
+    def __enter__(self) -> Stages:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.update()
 
     def begin(self, name: str) -> None:
         """End a stage and begin the one called `name`."""
-        self.update()
-        self.set_description(name)
         self._begun.append((name, time.perf_counter()))
+        stage_line(f"{len(self._begun)}/{self._stages} {name}")
+
+    def update(self) -> None:
+        """End the last stage."""
+        self._end = self._end or time.perf_counter()
+
+    def times(self) -> dict[str, float]:
+        """Return the seconds of each stage until now, in which stages of one name are one."""
+        ends = [*(begun for _, begun in self._begun[1:]), self._end or time.perf_counter()]
+        found: dict[str, float] = {}
+        for (name, begun), end in zip(self._begun, ends, strict=True):
+            found[name] = found.get(name, 0.0) + end - begun
+        return found
 
     def seconds(self) -> str:
         """Return the seconds of each stage until now, as a line of text."""
-        ends = [*(begun for _, begun in self._begun[1:]), time.perf_counter()]
-        return ", ".join(f"{name} {end - begun:.1f} s" for (name, begun), end in zip(self._begun, ends, strict=True))
+        return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.times().items())

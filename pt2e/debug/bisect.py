@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import math
 import os
-from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError, nearest
 from pt2mx.fx.graph.module_stack import module_name
-from pt2mx.pt2e.debug.differences import comparable
+from pt2mx.pt2e.debug.differences import relative_error
+from pt2mx.pt2e.debug.onnx_stage import OnnxStage
 from pt2mx.pt2e.debug.pieces import piece_of, save_piece, smallest
-from pt2mx.pt2e.debug.watched import Watched, check_module, run
+from pt2mx.pt2e.debug.watched import check_module, run, unchanged
+from pt2mx.pt2e.debug.worst_operator import Found, worst_in_file, worst_operator
 
 #: makes another form of a piece and its inputs: a function of them
 Make = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -54,7 +54,7 @@ class Piece:
 
 def bisect(
     first: GraphModule | ExportedProgram,
-    second: str | GraphModule | ExportedProgram | Make,
+    second: str | os.PathLike[str] | GraphModule | ExportedProgram | Make,
     batch: Any,
     *,
     bound: float = 1e-2,
@@ -63,13 +63,14 @@ def bisect(
     """Find the smallest piece of a graph whose two forms differ.
 
     Each piece is given the values that it has in a run of `first`, so that no error before it counts. With another
-    graph as the second form the pieces are single operators, found again as `compare_stages` does, and the one of the
-    largest error is chosen. Otherwise the second form is made of pieces of `first`, by two binary searches.
+    graph, or a file, as the second form the pieces are single operators, found again as `compare_stages` does, and the
+    one of the largest error is chosen. Otherwise the second form is made of pieces of `first`, by two binary searches.
 
     Args:
         first: a graph: converted or lowered, say.
-        second: "compile"; another graph made from the same export; or a function of a piece (a `GraphModule`) and its
-            inputs that gives its other form.
+        second: "compile"; another graph made from the same export; the path, ending in .onnx, of a file that
+            `export_onnx` wrote of it; or a function of a piece (a `GraphModule`) and its inputs that gives its other
+            form.
         batch: a tensor, a tuple of positional or a dict of keyword arguments.
         bound: on the norm of the difference of outputs over their norm; what differs by less is equal.
         path: of a Python file that runs the piece, beside a file of tensors; None: none is written.
@@ -96,15 +97,22 @@ def bisect(
         raise MXError(f"bound={bound!r} must be a number above 0")
     if path is not None and Path(path).suffix != ".py":
         raise MXError(f"path={str(path)!r} must end in .py")
-    if isinstance(second, str) and second not in FORMS:
-        raise MXError(f"second={second!r} is unknown: {nearest(second, FORMS)}")
-    with torch.no_grad():
+    file = None
+    if isinstance(second, str | os.PathLike) and Path(second).suffix == ".onnx":
+        file = OnnxStage(second, "second")
+    elif isinstance(second, str) and second not in FORMS:
+        raise MXError(f"second={second!r} is unknown: {nearest(second, [*FORMS, 'FILE.onnx'])}")
+    with torch.no_grad(), unchanged(graph, second):
         if isinstance(second, GraphModule | ExportedProgram):
-            found = _worst_operator(graph, _graph(second, "second"), batch)
+            found = worst_operator(graph, _graph(second, "second"), batch)
+        elif file is not None:
+            found = worst_in_file(graph, file, batch)
         elif isinstance(second, str) or callable(second):
-            found = _smallest_piece(graph, second, run(graph, batch).env, bound)
+            found = _smallest_piece(graph, second, run(graph, batch).values, bound)
         else:
-            raise MXError(f"second must be one of {', '.join(FORMS)}, a graph or a function, not {second!r}")
+            raise MXError(
+                f"second must be one of {', '.join(FORMS)}, a graph, an ONNX file or a function, not {second!r}"
+            )
     if found is None or found.error <= bound:
         return None
     modules = tuple(dict.fromkeys(module_name(node) for node in found.nodes))
@@ -114,58 +122,19 @@ def bisect(
     return piece
 
 
-class _Found(NamedTuple):
-    nodes: list[Node]
-    error: float
-    content: dict[str, Any]
-
-
-def _worst_operator(first: GraphModule, second: GraphModule, batch: Any) -> _Found | None:
-    """The operator of the largest error, both given the inputs that it has in `first`."""
-    nodes: dict[str, tuple[Node, Watched]] = {}
-    values: dict[str, deque[Any]] = defaultdict(deque)
-    known: dict[str, Any] = {}
-    found: list[_Found] = []
-
-    def seen_first(key: str, node: Node, value: Any, watched: Watched) -> None:
-        nodes[key] = node, watched
-        values[key].append(value)
-
-    def seen_second(key: str, node: Node, value: Any, watched: Watched) -> None:
-        if not values.get(key):
-            return
-        known[key] = want = values[key].popleft()
-        if node.op == "placeholder" or not comparable(value, want):
-            return
-        error = relative_error(watched.again(node, known), want)
-        if not found or error > found[0].error:
-            one, run_of_first = nodes[key]
-            module, inputs = piece_of(run_of_first.model, [one])
-            other, other_inputs = piece_of(watched.model, watched.cone(node, known))
-            content = {"first": module, "inputs": [run_of_first.env[n] for n in inputs], "second": other}
-            given = [watched.given(n, known) for n in other_inputs]
-            found[:] = [_Found([one], error, {**content, "second_inputs": given, "form": None, "outputs": None})]
-
-    run(first, batch, seen_first)
-    run(second, batch, seen_second)
-    return found[0] if found else None
-
-
-def _smallest_piece(graph: GraphModule, second: str | Make, values: dict[Node, Any], bound: float) -> _Found | None:
+def _smallest_piece(graph: GraphModule, second: str | Make, values: dict[Node, Any], bound: float) -> Found | None:
     """The shortest range of operators of which `second` makes something else."""
     calls = (node for node in graph.graph.nodes if node.op in ("call_function", "call_module", "call_method"))
     nodes = [node for node in calls if values[node] is not None]  # assertions compute nothing
     make = FORMS[second] if isinstance(second, str) else second
 
-    def compared(first: int, last: int) -> _Found:
+    def compared(first: int, last: int) -> Found:
         module, needed = piece_of(graph, nodes[first:last])
         inputs = [values[node] for node in needed]
         outputs = make(module, inputs)(*_copies(inputs))
         content = {"first": module, "inputs": inputs, "form": second if isinstance(second, str) else None}
         error = relative_error(outputs, module(*_copies(inputs)))
-        return _Found(
-            nodes[first:last], error, {**content, "second": None, "second_inputs": inputs, "outputs": outputs}
-        )
+        return Found(nodes[first:last], error, {**content, "second": None, "second_inputs": inputs, "outputs": outputs})
 
     if not nodes or compared(0, len(nodes)).error <= bound:
         return None
@@ -174,32 +143,6 @@ def _smallest_piece(graph: GraphModule, second: str | Make, values: dict[Node, A
 
 def _copies(inputs: Sequence[Any]) -> list[Any]:
     return [one.clone() if isinstance(one, Tensor) else one for one in inputs]
-
-
-def relative_error(got: Any, want: Any) -> float:
-    """Give the largest norm of a difference of two outputs over the norm of the second.
-
-    Args:
-        got: a tensor, or a tree of them.
-        want: another one of that form.
-
-    Returns:
-        The error, 0 where nothing floating is in them; Inf where a shape or a NaN differs.
-    """
-    errors = [0.0]
-    for one, other in zip(_tensors(got), _tensors(want), strict=True):
-        if not comparable(one, other):
-            errors.append(math.inf if one.shape != other.shape else 0.0)
-            continue
-        finite = other.isfinite()
-        distance = (one[finite].double() - other[finite].double()).norm().item()
-        scale = other[finite].double().norm().item()
-        errors.append(math.inf if math.isnan(distance) else distance / scale if scale else math.inf * bool(distance))
-    return max(0.0 if math.isnan(error) else error for error in errors)
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _graph(model: object, what: str) -> GraphModule:

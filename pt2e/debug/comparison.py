@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any
@@ -16,6 +16,8 @@ from pt2mx.pt2e.output import whole_file
 
 #: the operator of a row that stands for an output of the model
 OUTPUT = "output"
+#: most names in a line
+_MOST = 5
 _COLUMNS = ("stage", "module", "operator", "node", "isolated dB", "cosine", "max", "propagated dB", "cosine", "max")
 _STYLE = """:root { color-scheme: light dark } body { font: 14px system-ui, sans-serif; margin: 2em }
 table { border-collapse: collapse } th, td { padding: .2em .7em; text-align: left }
@@ -40,18 +42,23 @@ class Compared:
 
 @dataclass(frozen=True)
 class StageComparison:
-    """The errors of the operators of all stages, worst isolated error first; outputs last."""
+    """The errors of the operators of all stages, worst isolated error first; outputs last. `missing` has, by stage, the
+    operators of the float model that were not found in it."""
 
     rows: tuple[Compared, ...]
+    missing: dict[str, tuple[str, ...]]
 
     @classmethod
-    def of(cls, stages: Mapping[str, Mapping[str, Compared]]) -> StageComparison:
-        """The comparison of the rows of each stage."""
+    def of(cls, stages: Mapping[str, Mapping[str, Compared]], operators: Iterable[str]) -> StageComparison:
+        """The comparison of the rows of each stage, and of the operators of the float model."""
+        operators = list(operators)
+        graphs = {name: found for name, found in stages.items() if any(key in found for key in operators)}
+        missing = {name: tuple(key for key in operators if key not in found) for name, found in graphs.items()}
         rows = [row for found in stages.values() for row in found.values()]
         for name, found in stages.items():
             for row in found.values():
                 row.stage = name
-        return cls(tuple(sorted(rows, key=_badness)))
+        return cls(tuple(sorted(rows, key=_badness)), missing)
 
     def of_stage(self, name: str) -> tuple[Compared, ...]:
         """The rows of one stage, worst first.
@@ -71,11 +78,12 @@ class StageComparison:
             worst: how many operators; None for all. Outputs are always in it.
 
         Returns:
-            The table, a line a row.
+            The table, a line a row, and one for each stage in which operators are missing.
         """
         operators = [row for row in self.rows if row.operator != OUTPUT]
         kept = [*operators[:worst], *(row for row in self.rows if row.operator == OUTPUT)]
-        return text_table([_COLUMNS, *(_cells(row) for row in kept)], left=4)
+        table = text_table([_COLUMNS, *(_cells(row) for row in kept)], left=4)
+        return "\n".join([table, *(_left_out(name, keys) for name, keys in self.missing.items() if keys)])
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
         """Give all rows as JSON, and write them to a file.
@@ -107,6 +115,11 @@ class StageComparison:
         return _written(page, path)
 
 
+def _left_out(stage: str, keys: tuple[str, ...]) -> str:
+    more = f" and {len(keys) - _MOST} more" if len(keys) > _MOST else ""
+    return f"{stage} has nothing of {', '.join(keys[:_MOST])}{more}: not compared"
+
+
 def _badness(row: Compared) -> tuple[bool, float, float]:
     """The key of sorting: outputs last, then the isolated, then the propagated error."""
     isolated, propagated = (math.inf if math.isnan(d.sqnr) else d.sqnr for d in (row.isolated, row.propagated))
@@ -115,7 +128,7 @@ def _badness(row: Compared) -> tuple[bool, float, float]:
 
 def _cells(row: Compared) -> tuple[str, ...]:
     errors = [cell for d in (row.isolated, row.propagated) for cell in _error(d)]
-    return row.stage, row.module, row.operator.removesuffix(".default"), row.node, *errors
+    return row.stage, row.module, row.operator, row.node, *errors
 
 
 def _error(one: Difference) -> tuple[str, str, str]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from pt2mx.analysis.sums import sqnr_db
 
@@ -56,3 +58,30 @@ def comparable(got: object, want: object) -> bool:
     if not isinstance(got, Tensor) or not isinstance(want, Tensor):
         return False
     return got.shape == want.shape and got.is_floating_point() and want.is_floating_point()
+
+
+def relative_error(got: Any, want: Any) -> float:
+    """Give the largest norm of a difference of two outputs over the norm of the second.
+
+    Args:
+        got: a tensor, or a tree of them.
+        want: another one of that form.
+
+    Returns:
+        The error, 0 where nothing floating is in them; Inf where a number of tensors, a shape or a NaN differs.
+    """
+    pairs = list(zip(_tensors(got), _tensors(want), strict=False))
+    errors = [0.0 if len(pairs) == len(_tensors(got)) == len(_tensors(want)) else math.inf]
+    for one, other in pairs:
+        if not comparable(one, other):
+            errors.append(math.inf if one.shape != other.shape else 0.0)
+            continue
+        finite = other.isfinite()
+        distance = (one[finite].double() - other[finite].double()).norm().item()
+        scale = other[finite].double().norm().item()
+        errors.append(math.inf if math.isnan(distance) else distance / scale if scale else math.inf * bool(distance))
+    return max(0.0 if math.isnan(error) else error for error in errors)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]

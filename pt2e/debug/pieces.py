@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 
 import pt2mx
-from pt2mx.pt2e.debug.bisect import FORMS, relative_error
+from pt2mx.pt2e.debug.bisect import FORMS
+from pt2mx.pt2e.debug.differences import relative_error
 
 torch.manual_seed(0)
 piece = torch.load(Path(__file__).with_suffix(".pt"), weights_only=False)

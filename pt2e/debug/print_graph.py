@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from pathlib import Path
 from typing import TextIO
 
-import torch
-from torch import Tensor
-from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from pt2mx.analysis.tables import text_table
 from pt2mx.errors import MXError, nearest
-from pt2mx.fx.graph.module_stack import modules_of
-from pt2mx.fx.graph.node import is_ours, named_args, value_of
 from pt2mx.fx.graph.subgraphs import named_graph_modules
+from pt2mx.pt2e.debug.node_text import (
+    format_text,
+    module_text,
+    modules_around,
+    operator_text,
+    shape_text,
+    source_text,
+)
 from pt2mx.pt2e.debug.watched import check_module
-from pt2mx.pt2e.observer import MXObserver
-from pt2mx.spec import MXSpec
 
 _COLUMNS = ("node", "operator", "shape", "format", "inputs", "module", "source")
-_SHORT = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.int64: "i64", torch.uint8: "u8"}
 
 
 def print_graph(
@@ -64,67 +62,22 @@ def print_graph(
 def _around(graphs: dict[str, GraphModule], name: str, hops: int) -> set[Node]:
     """The nodes of that name or in that module, and their neighbours."""
     nodes = [node for one in graphs.values() for node in one.graph.nodes]
-    found = {node for node in nodes if node.name == name} or {node for node in nodes if name in _modules(node)}
+    found = {node for node in nodes if node.name == name} or {node for node in nodes if name in modules_around(node)}
     if not found:
-        names = [*(node.name for node in nodes), *dict.fromkeys(m for node in nodes for m in _modules(node))]
+        names = [*(node.name for node in nodes), *dict.fromkeys(m for node in nodes for m in modules_around(node))]
         raise MXError(f"the graph has no node and no module {name!r}: {nearest(name, names)}")
     for _ in range(hops):
         found |= {near for node in found for near in (*node.all_input_nodes, *node.users)}
     return found
 
 
-def _modules(node: Node) -> list[str]:
-    return [name for name, _ in modules_of(node) if name]
-
-
 def _row(node: Node, model: GraphModule) -> tuple[str, ...]:
-    inputs = ", ".join(one.name for one in node.all_input_nodes)
     return (
         node.name,
-        _operator(node),
-        _shape(value_of(node)),
-        _format(node, model),
-        inputs,
-        _module(node),
-        _source(node),
+        operator_text(node),
+        shape_text(node),
+        format_text(node, model),
+        ", ".join(one.name for one in node.all_input_nodes),
+        module_text(node),
+        source_text(node),
     )
-
-
-def _operator(node: Node) -> str:
-    if node.op != "call_function":
-        return f"{node.op} {node.target}" if node.op in ("get_attr", "call_module") else node.op
-    if isinstance(node.target, OpOverload):
-        return str(node.target).removesuffix(".default")
-    return str(getattr(node.target, "__name__", node.target) if callable(node.target) else node.target)
-
-
-def _shape(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"{_SHORT.get(value.dtype, str(value.dtype).removeprefix('torch.'))}[{', '.join(map(str, value.shape))}]"
-    if isinstance(value, tuple | list):
-        return ", ".join(_shape(one) for one in value)
-    return "" if value is None else str(value)
-
-
-def _format(node: Node, model: GraphModule) -> str:
-    """The spec of what an operator of ours or an observer does to its values or weights."""
-    if node.op == "call_module":
-        module = model.get_submodule(str(node.target))
-        return str(module.spec) if isinstance(module, MXObserver) else ""
-    if not is_ours(node):
-        return ""
-    named = named_args(node)
-    if "elem_dtype_name" not in named or "block_size" not in named:
-        return ""
-    return str(MXSpec(named["elem_dtype_name"], named["block_size"]))
-
-
-def _module(node: Node) -> str:
-    return _modules(node)[-1] if _modules(node) else ""
-
-
-def _source(node: Node) -> str:
-    """The innermost line of the model's own source that a node was traced at."""
-    frames = re.findall(r'File "(.+?)", line (\d+)', node.meta.get("stack_trace") or "")
-    own = [f"{Path(path).name}:{line}" for path, line in frames if "/torch/" not in Path(path).as_posix()]
-    return own[-1] if own else ""

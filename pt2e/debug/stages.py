@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,13 +16,25 @@ from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.module_stack import module_name
+from pt2mx.fx.graph.origins import by_origin
 from pt2mx.pt2e.debug.comparison import OUTPUT, Compared, StageComparison
 from pt2mx.pt2e.debug.differences import comparable
-from pt2mx.pt2e.debug.watched import Watched, call, check_module, run
+from pt2mx.pt2e.debug.node_text import operator_text
+from pt2mx.pt2e.debug.onnx_stage import OnnxStage
+from pt2mx.pt2e.debug.watched import (
+    Watched,
+    call,
+    check_module,
+    is_tuple_of_operator,
+    keyed_nodes,
+    named_leaves,
+    run,
+    unchanged,
+)
 from pt2mx.pt2e.observer import MXObserver
 
-#: a form of a model: a graph, or a function of the same inputs, of which only the outputs are seen
-Stage = GraphModule | ExportedProgram | Callable[..., Any]
+#: a form of a model: a graph, an ONNX file, or a function of the same inputs, of which only the outputs are seen
+Stage = GraphModule | ExportedProgram | str | os.PathLike[str] | Callable[..., Any]
 
 
 def compare_stages(
@@ -37,8 +50,9 @@ def compare_stages(
 
     Args:
         float_model: the exported float model.
-        stages: name -> prepared, converted, lowered or reloaded model of it; or a compiled model or another function of
-            the same arguments, of which only the outputs are compared.
+        stages: name -> prepared, converted, lowered or reloaded model of it; the path of an ONNX file that
+            `export_onnx` wrote of it, which onnxruntime runs; or a compiled model or another function of the same
+            arguments, of which only the outputs are compared.
         batches: of inputs: a tensor, a tuple of positional or a dict of keyword arguments each. They are kept as sums.
 
     Returns:
@@ -64,15 +78,23 @@ def compare_stages(
         raise MXError("stages must be a dict of at least one: name -> a form of the model")
     forms = {name: _form(form, name) for name, form in stages.items()}
     found = {name: _Stage() for name in forms}
+    nodes = {key: node for key, node, _ in keyed_nodes(reference)}
+    others = {key for key, node in nodes.items() if node.op == "placeholder" or not node.users}
+    operators: dict[str, None] = {}
     count = 0
-    with torch.no_grad():
+    with torch.no_grad(), unchanged(reference, *forms.values()):
         for batch in batches:
             count += 1
             values, outputs = values_of(reference, batch)
+            operators |= dict.fromkeys(
+                key for key, (one, *_) in values.items() if key not in others and comparable(one, one)
+            )
             for name, form in forms.items():
                 if isinstance(form, GraphModule):
                     with _quantizing(form):
                         found[name].compare(form, batch, values, outputs)
+                elif isinstance(form, OnnxStage):
+                    found[name].compare_file(form, reference, batch, values, outputs)
                 else:
                     found[name].compare_outputs(call(form, batch), outputs)
     if not count:
@@ -80,7 +102,7 @@ def compare_stages(
     for name, stage in found.items():
         if not stage.rows:
             raise MXError(f"the stage {name!r} shares no operator with the float model: give forms of one export")
-    return StageComparison.of({name: stage.rows for name, stage in found.items()})
+    return StageComparison.of({name: stage.rows for name, stage in found.items()}, operators)
 
 
 class _Stage:
@@ -96,7 +118,10 @@ class _Stage:
         def seen(key: str, node: Node, value: Any, watched: Watched) -> None:
             if not left.get(key):
                 return
-            known[key] = want = left[key].popleft()
+            want = left[key].popleft()
+            if is_tuple_of_operator(node, want):
+                return  # its items are compared, and computed from what came before it
+            known[key] = want
             if node.op == "placeholder" or not comparable(value, want):
                 return
             row = self._row(key, node)
@@ -106,6 +131,26 @@ class _Stage:
                 row.isolated.add(again, want)
 
         self.compare_outputs(run(form, batch, seen).outputs, outputs)
+
+    def compare_file(
+        self,
+        form: OnnxStage,
+        reference: GraphModule,
+        batch: Any,
+        values: Mapping[str, list[Any]],
+        outputs: list[Tensor],
+    ) -> None:
+        nodes = by_origin(reference.graph)
+        known = {key: values[key][0] for key, node in nodes.items() if node.op != "placeholder"}
+        known = {key: value for key, value in known.items() if comparable(value, value)}
+        propagated, isolated, got = form.run(named_leaves(reference, batch), known)
+        for key, value in propagated.items():
+            want = known[key].to(value.device)
+            if comparable(value, want):
+                row = self._row(key, nodes[key])
+                row.propagated.add(value, want)
+                row.isolated.add(isolated[key], want)
+        self.compare_outputs(got, outputs)
 
     def compare_outputs(self, got: Any, outputs: list[Tensor]) -> None:
         leaves = [leaf for leaf in pytree.tree_leaves(got) if isinstance(leaf, Tensor)]
@@ -118,7 +163,7 @@ class _Stage:
 
     def _row(self, key: str, node: Node) -> Compared:
         if key not in self.rows:
-            self.rows[key] = Compared(module_name(node), str(node.target), key)
+            self.rows[key] = Compared(module_name(node), operator_text(node), key)
         return self.rows[key]
 
 
@@ -153,9 +198,11 @@ def _graph(model: object, what: str) -> GraphModule:
     return check_module(model.module() if isinstance(model, ExportedProgram) else model, what)
 
 
-def _form(form: object, name: str) -> GraphModule | Callable[..., Any]:
+def _form(form: object, name: str) -> GraphModule | OnnxStage | Callable[..., Any]:
     if isinstance(form, GraphModule | ExportedProgram):
         return _graph(form, f"the stage {name!r}")
+    if isinstance(form, str | os.PathLike):
+        return OnnxStage(form, name)
     if not callable(form):
-        raise MXError(f"the stage {name!r} must be a graph or a function, not {type(form).__name__}")
+        raise MXError(f"the stage {name!r} must be a graph, an ONNX file or a function, not {type(form).__name__}")
     return form

@@ -8,11 +8,15 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Interpreter, Node, map_arg
 from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
+from pt2mx.fx.graph.aliasing import written_nodes
+from pt2mx.fx.graph.attributes import attribute_of
 from pt2mx.fx.graph.origins import by_origin, origin
+from pt2mx.fx.graph.tensors import held_in_written_memory
 
 #: is shown a value: its key (the place of its graph and its origin), its node, the value, and the run
 Seen = Callable[[str, Node, Any, "Watched"], None]
@@ -31,15 +35,23 @@ class Watched(Interpreter):
         super().__init__(model, garbage_collect_values=False)
         self.model, self.seen, self.place = model, seen, place
         self.outputs: Any = None
+        #: the value of each node when it was computed; `env` shows what later nodes wrote to it
+        self.values: dict[Node, Any] = {}
+        self._written = written_nodes(model.graph)
         self.keys = {node: place + name for name, node in by_origin(model.graph).items()}
 
     def run_node(self, node: Node) -> Any:
         """Run a node, the graphs that it takes watched, and show its value."""
         with self._watched_graphs(node):
-            value = super().run_node(node)
+            value = self.computed(node)
+        self.values[node] = pytree.tree_map_only(Tensor, Tensor.clone, value) if node in self._written else value
         if node in self.keys:
-            self.seen(self.keys[node], node, value, self)
+            self.seen(self.keys[node], node, self.values[node], self)
         return value
+
+    def computed(self, node: Node) -> Any:
+        """The value of a node."""
+        return super().run_node(node)
 
     def cone(self, node: Node, known: Mapping[str, Any]) -> list[Node]:
         """The nodes, in order, that compute a node from the values that are `known` by key."""
@@ -55,7 +67,11 @@ class Watched(Interpreter):
         values: dict[Node, Any] = {}
 
         def value(one: Node) -> Any:
-            return values[one] if one in values else self.given(one, known)
+            if one not in values:
+                values[one] = self.given(one, known)
+                if one in self._written:
+                    values[one] = pytree.tree_map_only(Tensor, Tensor.clone, values[one])
+            return values[one]
 
         for one in self.cone(node, known):
             args, kwargs = map_arg((one.args, one.kwargs), value)
@@ -65,21 +81,45 @@ class Watched(Interpreter):
     def given(self, node: Node, known: Mapping[str, Any]) -> Any:
         """The value of a node outside of a cone."""
         key = self.keys.get(node)
-        return self.env[node] if key is None or key not in known else known[key]
+        return self.values[node] if key is None or key not in known else known[key]
 
     def _is_given(self, node: Node, known: Mapping[str, Any]) -> bool:
         return node.op in ("placeholder", "get_attr") or self.keys.get(node) in known
 
+    def inside(self, graph: GraphModule, place: str) -> Watched:
+        """The run of a graph that a node of this one is given."""
+        return Watched(graph, self.seen, place)
+
     @contextmanager
     def _watched_graphs(self, node: Node) -> Iterator[None]:
         """Have the graphs that a node is given run as this one does."""
-        graphs = [self.env[one] for one in node.all_input_nodes if isinstance(self.env.get(one), GraphModule)]
         with ExitStack() as stack:
-            for i, graph in enumerate(graphs):
-                run = Watched(graph, self.seen, f"{self.place}{origin(node)}.{i}/")
-                graph.forward = partial(run.run, enable_io_processing=False)
+            for place, graph in graphs_at(self.model, node, self.place):
+                graph.forward = partial(self.inside(graph, place).run, enable_io_processing=False)
                 stack.callback(delattr, graph, "forward")
             yield
+
+
+def graphs_at(model: GraphModule, node: Node, place: str) -> list[tuple[str, GraphModule]]:
+    """(place, graph) of what a node of a graph at a place is given to call."""
+    readers = [one for one in node.all_input_nodes if one.op == "get_attr"]
+    graphs = [graph for one in readers if isinstance(graph := attribute_of(model, one), GraphModule)]
+    return [(f"{place}{origin(node)}.{i}/", graph) for i, graph in enumerate(graphs)]
+
+
+def keyed_nodes(model: GraphModule, place: str = "") -> Iterator[tuple[str, Node, GraphModule]]:
+    """(key, node, its graph) of all that a run shows, in the graphs inside too."""
+    for name, node in by_origin(model.graph).items():
+        yield place + name, node, model
+    for node in model.graph.nodes:
+        for inner, graph in graphs_at(model, node, place):
+            yield from keyed_nodes(graph, inner)
+
+
+def is_tuple_of_operator(node: Node, value: Any) -> bool:
+    """True of an operator with several outputs, such as an LSTM; not of a condition or a loop, which is made of others
+    that are seen themselves."""
+    return isinstance(value, tuple | list) and not isinstance(node.target, HigherOrderOperator)
 
 
 def leaves_of(model: GraphModule, batch: Any) -> list[Any]:
@@ -93,6 +133,12 @@ def leaves_of(model: GraphModule, batch: Any) -> list[Any]:
     if len(leaves) != count:
         raise MXError(f"the model takes {count} tensors and numbers, and a batch holds {len(leaves)}")
     return leaves
+
+
+def named_leaves(model: GraphModule, batch: Any) -> dict[str, Any]:
+    """The same by the names of the placeholders."""
+    names = [str(node.target) for node in model.graph.find_nodes(op="placeholder")]
+    return dict(zip(names, leaves_of(model, batch), strict=True))
 
 
 def _bound(model: GraphModule, batch: Any) -> tuple[list[Any], dict[str, Any]]:
@@ -136,6 +182,18 @@ def call(form: Callable[..., Any], batch: Any) -> Any:
     if isinstance(batch, dict):
         return form(**batch)
     return form(*batch) if isinstance(batch, tuple | list) else form(batch)
+
+
+@contextmanager
+def unchanged(*models: object) -> Iterator[None]:
+    """Give the buffers that graphs write (a cache, a counter) their values back when the block ends."""
+    held = [tensor for one in models if isinstance(one, GraphModule) for tensor in held_in_written_memory(one).values()]
+    before = [tensor.clone() for tensor in held]
+    try:
+        yield
+    finally:
+        for tensor, values in zip(held, before, strict=True):
+            tensor.copy_(values)
 
 
 def check_module(model: object, what: str) -> GraphModule:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -56,20 +57,27 @@ def save_folder(folder: Folder, program: ExportedProgram, recipe: MXQuantizer | 
     Raises:
         MXError: where no file can be written there.
     """
+    divided = is_shard(program)
+    writes_rest = ranks.is_first() or not divided
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        divided = is_shard(program)
-        writes_rest = ranks.is_first() or not divided
-        if writes_rest and is_quantized(folder):
-            # of another model: a tokenizer that is left would be taken for this one's
-            for name in (REPORT, _GENERATION, *_TOKENIZER, *ranks.programs_of_others(folder, divided)):
-                (Path(folder) / name).unlink(missing_ok=True)
-            for package in Path(folder).glob("*.aoti.pt2"):
-                package.unlink()
-        save_program(program, Path(folder) / ranks.program_file(divided), recipe)
-        for part in parts:
-            if part is not None and writes_rest:
-                part.save_pretrained(folder)
+        # the program is the largest file: until it is whole, what was in the folder stays
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".") as rest:
+            for part in parts:
+                if part is not None and writes_rest:
+                    part.save_pretrained(rest)
+            overwrites = writes_rest and is_quantized(folder)
+            save_program(program, Path(folder) / ranks.program_file(divided), recipe)
+            if overwrites:
+                # of another model: a tokenizer that is left would be taken for this one's
+                for name in (REPORT, _GENERATION, *_TOKENIZER, *ranks.programs_of_others(folder, divided)):
+                    (Path(folder) / name).unlink(missing_ok=True)
+                for package in Path(folder).glob("*.aoti.pt2"):
+                    package.unlink()
+            for file in filter(Path.is_file, Path(rest).rglob("*")):
+                place = Path(folder) / file.relative_to(rest)
+                place.parent.mkdir(exist_ok=True)
+                os.replace(file, place)
     except OSError as error:
         raise MXError(f"cannot write to {str(folder)!r}: {error.strerror}; give a folder") from None
     except ValueError as error:  # of a generation config that contradicts itself

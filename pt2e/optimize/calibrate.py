@@ -52,6 +52,12 @@ def is_padding_mask(node: Node) -> bool:
     return dtype is not None and not dtype.is_floating_point and len(shape_of(node) or ()) == 2
 
 
+def named_padding_mask(model: GraphModule) -> str | None:
+    """The input that is a padding mask by its name and its type; None where there is none."""
+    inputs = model.graph.find_nodes(op="placeholder")
+    return next((node.name for node in inputs if node.name == "attention_mask" and is_padding_mask(node)), None)
+
+
 class Seen(NamedTuple):
     """The findings of calibration, by the operators that read the weights: on the inputs of products, and on the rows
     that embeddings read."""

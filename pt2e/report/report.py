@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsFloat
 
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
@@ -128,8 +128,8 @@ class QuantizationReport:
         path: str | os.PathLike[str] | None = None,
         *,
         model: str = "",
-        recipe: str | MXQuantizer = "",
-        quality: Mapping[str, float] | None = None,
+        recipe: str | os.PathLike[str] | MXQuantizer = "",
+        quality: Mapping[str, SupportsFloat] | None = None,
         comparison: RecipeComparison | None = None,
         sensitivity: Sensitivity | None = None,
         before: GraphModule | ExportedProgram | None = None,

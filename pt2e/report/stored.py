@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,10 @@ def read_report(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     try:
         held = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError, RecursionError) as error:
         raise MXError(f"cannot read {str(path)!r} as a report in JSON: {error}") from None
     try:
-        return {"operators": tuple(map(_operator, held["operators"])), **{name: held[name] for name in _TOTALS}}
+        return {"operators": tuple(map(_operator, held["operators"])), **{name: index(held[name]) for name in _TOTALS}}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise MXError(
             f"{str(path)!r} is no report that QuantizationReport.to_json wrote: {type(error).__name__}: {error}"

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
 from pt2mx.pt2e.convert import convert_pt2e
-from pt2mx.pt2e.debug.watched import call, check_module
+from pt2mx.pt2e.debug.watched import call, check_module, unchanged
 from pt2mx.pt2e.prepare import prepare_pt2e
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.observed_modules import observed_modules
@@ -87,6 +87,8 @@ def quantize_with_accuracy_control(
     float_score = _score(evaluate, model)
     prepared = observed_modules(prepare_pt2e(model, quantizer))
     modules = [name for name, one in prepared.items() if one.config is not None and name]
+    if not modules:
+        raise MXError("the quantizer quantizes nothing of the model: there is nothing to lift")
     if order is None:
         alone = {one: _without(quantizer, [name for name in modules if name != one]) for one in modules}
         scores = {one: _score(evaluate, _converted(model, own, ())) for one, own in alone.items()}
@@ -130,7 +132,7 @@ def _converted(model: GraphModule, quantizer: MXQuantizer, batches: Sequence[Any
 
 
 def _score(evaluate: Evaluate, model: GraphModule) -> float:
-    with torch.no_grad():
+    with torch.no_grad(), unchanged(model):
         score = evaluate(model)
     if isinstance(score, Tensor) and score.numel() == 1:
         score = score.item()

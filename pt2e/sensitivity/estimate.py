@@ -2,39 +2,35 @@
 
 An operator's error e in its output moves the model's output by J e. With a random direction v of the metric's curvature
 H there, g = J' v is one backward pass, and (g' e)^2 / 2 has the mean e' J' H J e / 2: the distance that the metric sees
-of a small e. Each candidate's e is that of its operator alone, run on the float model's inputs. The items of a batch
-(dimension 0) are samples of their own: one pass gives as many as there are items.
+of a small e. Each candidate's e is that of its operator alone, run on the float model's inputs; those of the operators
+of a module, and of the turns of a loop, add up. The items of a batch (dimension 0) are samples of their own: one pass
+gives as many as there are items.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
+from operator import getitem
 from typing import Any
 
 import torch
 from torch import Generator, Tensor
 from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
 
-from pt2mx.fx.graph.origins import by_origin, origin
+from pt2mx.fx.graph.module_stack import module_name
+from pt2mx.fx.graph.tensors import copy_sharing_tensors, map_tensors
 from pt2mx.pt2e.debug.differences import comparable
-from pt2mx.pt2e.debug.watched import Watched, leaves_of
-from pt2mx.pt2e.sensitivity.forms import Form
-from pt2mx.pt2e.sensitivity.metrics import Metric, outputs_of
+from pt2mx.pt2e.debug.watched import Watched, is_tuple_of_operator, keyed_nodes, leaves_of, run, unchanged
+from pt2mx.pt2e.sensitivity.forms import Form, is_quantized
+from pt2mx.pt2e.sensitivity.metrics import METRICS, Metric, outputs_of, own_distance
+from pt2mx.pt2e.sensitivity.unrolled import Unrolled
 
-
-class _WithGradients(Watched):
-    """A run after which `gradients` has those of the operators that are wanted, by key."""
-
-    def __init__(self, model: GraphModule, wanted: set[str]) -> None:
-        super().__init__(model, lambda key, node, value, watched: None)
-        self.wanted, self.probes = wanted, dict[str, Tensor]()
-
-    def run_node(self, node: Node) -> Any:
-        """Run a node; what is wanted gets a zero added, whose gradient is its own."""
-        value = super().run_node(node)
-        if self.keys.get(node) in self.wanted and isinstance(value, Tensor) and value.is_floating_point():
-            probe = self.probes[self.keys[node]] = torch.zeros_like(value, requires_grad=True)
-            return value + probe
-        return value
+#: module, candidate, operands
+Key = tuple[str, str, str]
+#: by the key of a node: for each call its gradients, one for each draw; None where no output depends on it
+Gradients = Mapping[str, list[list[Tensor | None]]]
 
 
 def estimates(
@@ -42,65 +38,106 @@ def estimates(
     forms: dict[str, Form],
     operands: tuple[str, ...],
     batch: Any,
-    metric: Metric,
+    metric: str,
     draws: int,
     seed: Generator,
-) -> tuple[dict[tuple[str, str, str], float], float]:
+) -> tuple[dict[Key, float], float]:
     """(module, candidate, operands) -> the estimated distance of the outputs of a batch, as a sum; and what it is
-    divided by. Operators inside of conditions and loops have none.
+    divided by.
 
     Args:
         draws: how many directions, one backward pass each.
+
+    Raises:
+        MXError: for a higher-order operator through which no gradients pass, and for outputs that cannot be compared.
     """
-    wanted = {origin(node) for form in forms.values() for nodes in form.operators.values() for node in nodes}
-    leaves = leaves_of(model, batch)
+    wanted = {key for form in forms.values() for key, node, graph in keyed_nodes(form.model) if _operator(node, graph)}
+    values: dict[str, deque[Any]] = defaultdict(deque)
+    probes: dict[str, list[Tensor]] = {}
+
+    def seen(key: str, node: Node, value: Any, watched: Watched) -> None:
+        values[key].append(value.detach() if isinstance(value, Tensor) else value)
+
     with torch.enable_grad():
-        run = _WithGradients(model, wanted & by_origin(model.graph).keys())
-        outputs = outputs_of(run.run(*leaves, enable_io_processing=False))
-        gradients = [_gradients(outputs, run.probes, metric, seed) for _ in range(draws)]
-    count = sum(metric.distance(y.detach(), y.detach())[1] for y in outputs)
-    known = {key: _detached(run.env[node]) for node, key in run.keys.items()}
-    found: dict[tuple[str, str, str], float] = {}
-    with torch.no_grad():
-        for candidate, form in forms.items():
-            again = _ready(form.model, leaves)
-            for name, nodes in form.operators.items():
-                for which in operands:
-                    with form.quantizing({name: which}):
-                        terms = [_term(again, node, known, gradients) for node in nodes]
-                    if any(term is not None for term in terms):
-                        found[name, candidate, which] = sum(term or 0.0 for term in terms)
+        once = Unrolled(_constant(model), seen, wanted, probes)
+        outputs = outputs_of(once.run(*leaves_of(model, batch), enable_io_processing=False))
+        own_distance(metric, [pytree.tree_map(Tensor.detach, outputs)])
+        drawn = [_gradients(outputs, probes, METRICS[metric], seed) for _ in range(draws)]
+    count = sum(METRICS[metric].distance(y.detach(), y.detach())[1] for y in outputs)
+    gradients = {key: [list(each) for each in zip(*(one[key] for one in drawn), strict=True)] for key in probes}
+    found: dict[Key, float] = {}
+    for candidate, form in forms.items():
+        for (module, which), moved in _moved(form, operands, batch, values, gradients).items():
+            squares = sum(one.square().sum().item() for one in moved.values())
+            found[module, candidate, which] = 0.5 * squares / draws
     return found, count
 
 
+def _moved(
+    form: Form,
+    operands: tuple[str, ...],
+    batch: Any,
+    values: Mapping[str, deque[Any]],
+    gradients: Gradients,
+) -> dict[tuple[str, str], dict[int, Tensor]]:
+    """(module, operands) -> g' e of each draw and item, by the number of items: what its errors move the output by."""
+    left = {key: deque(of_calls) for key, of_calls in values.items()}
+    left_gradients = {key: deque(of_calls) for key, of_calls in gradients.items()}
+    known: dict[str, Any] = {}
+    found: dict[tuple[str, str], dict[int, Tensor]] = defaultdict(dict)
+
+    def seen(key: str, node: Node, value: Any, watched: Watched) -> None:
+        if not left.get(key):
+            return
+        want = left[key].popleft()
+        if is_tuple_of_operator(node, want):
+            return
+        known[key] = want
+        drawn = left_gradients[key].popleft() if left_gradients.get(key) else []
+        operator = _operator(node, watched.model)
+        if operator is None or not comparable(value, want) or not any(one is not None for one in drawn):
+            return
+        module = module_name(operator)
+        for which in operands if module in form.modules else ():
+            if not form.observers(module, which):
+                continue
+            with form.quantizing({module: which}):
+                error = _by_item(watched.again(node, known)) - _by_item(want)
+            zero = torch.zeros(len(error), dtype=error.dtype, device=error.device)
+            terms = [zero if one is None else (_by_item(one) * error).sum(-1) for one in drawn]
+            sums = found[module, which]
+            sums[len(error)] = sums.get(len(error), 0) + torch.stack(terms)
+
+    with torch.no_grad(), unchanged(form.model):
+        run(form.model, batch, seen)
+    return found
+
+
+def _by_item(value: Tensor) -> Tensor:
+    """(items, values of each) in float64."""
+    return value.double().reshape(len(value), -1) if value.dim() else value.double().reshape(1, 1)
+
+
+def _operator(node: Node, graph: GraphModule) -> Node | None:
+    """The quantized operator whose output a node is, or an item of it; None where there is none."""
+    read = node.all_input_nodes if node.target is getitem else []
+    return next((one for one in (node, *read) if is_quantized(one, graph)), None)
+
+
+def _constant(model: GraphModule) -> GraphModule:
+    """A copy whose buffers, which the graph may write, are its own, and whose parameters need no gradient."""
+    model = copy_sharing_tensors(model)
+    map_tensors(model, Tensor.detach)
+    return model
+
+
 def _gradients(
-    outputs: list[Tensor], probes: dict[str, Tensor], metric: Metric, seed: Generator
-) -> dict[str, Tensor | None]:
-    """Those of the operators, by key, in a random direction; None where an output does not depend on it."""
+    outputs: list[Tensor], probes: dict[str, list[Tensor]], metric: Metric, seed: Generator
+) -> dict[str, list[Tensor | None]]:
+    """Those of the values of each call, by key, in a random direction; None where no output depends on it."""
     total = torch.stack([(y * metric.direction(y.detach(), seed)).sum() for y in outputs]).sum()
-    found = torch.autograd.grad(total, list(probes.values()), allow_unused=True, retain_graph=True)
-    return dict(zip(probes, found, strict=True))
-
-
-def _ready(model: GraphModule, leaves: list[Any]) -> Watched:
-    """A run of a graph that has not begun, of which cones can be computed."""
-    watched = Watched(model, lambda key, node, value, watched: None)
-    watched.env.update(zip(model.graph.find_nodes(op="placeholder"), leaves, strict=True))
-    for node in model.graph.find_nodes(op="get_attr"):
-        watched.env[node] = watched.fetch_attr(str(node.target))
-    return watched
-
-
-def _term(again: Watched, node: Node, known: dict[str, Any], gradients: list[dict[str, Tensor | None]]) -> float | None:
-    """Half the sum over items of (g' e)^2, the mean of all draws; None where the operator's gradient is not known."""
-    key = again.keys.get(node, "")
-    drawn = [one[key] for one in gradients if one.get(key) is not None]
-    if not drawn or not comparable(value := again.again(node, known), known[key]):
-        return None
-    error = (value.double() - known[key].double()).flatten(1)
-    moved = torch.stack([(one.double().flatten(1) * error).sum(-1) for one in drawn if one is not None])
-    return 0.5 * moved.square().sum().item() / len(drawn)
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
+    flat = [probe for of_calls in probes.values() for probe in of_calls]
+    none: list[Tensor | None] = [None] * len(flat)
+    found = torch.autograd.grad(total, flat, allow_unused=True, retain_graph=True) if total.requires_grad else none
+    each: Iterator[Tensor | None] = iter(found)
+    return {key: [next(each) for _ in of_calls] for key, of_calls in probes.items()}

@@ -25,12 +25,11 @@ OPERANDS = ("both", "weights", "activations")
 class Form:
     """A prepared model in which nothing is quantized until it is switched on.
 
-    `modules` are those that have something to quantize, by name; `operators` their nodes, in the outermost graph.
+    `modules` are those that have something to quantize, by name.
     """
 
     model: GraphModule
     modules: dict[str, ObservedModule]
-    operators: dict[str, list[Node]]
 
     @classmethod
     def of(cls, model: GraphModule, config: MXQuantizationConfig) -> Form:
@@ -41,16 +40,12 @@ class Form:
         disable_observer(prepared)
         disable_fake_quant(prepared)
         modules = {name: m for name, m in observed_modules(prepared).items() if m.weights or m.activations}
-        operators: dict[str, list[Node]] = {name: [] for name in modules}
-        for node in prepared.graph.nodes:
-            if node.op == "call_function" and module_name(node) in operators and _reads_observer(node, prepared):
-                operators[module_name(node)].append(node)
-        return cls(prepared, modules, operators)
+        return cls(prepared, modules)
 
     @contextmanager
     def quantizing(self, modules: Mapping[str, str]) -> Iterator[GraphModule]:
         """The model, in which these modules are quantized: name -> which operands."""
-        observers = [one for name, operands in modules.items() for one in self._observers(name, operands)]
+        observers = [one for name, operands in modules.items() for one in self.observers(name, operands)]
         try:
             for one in observers:
                 one.enable_fake_quant()
@@ -59,7 +54,8 @@ class Form:
             for one in observers:
                 one.disable_fake_quant()
 
-    def _observers(self, name: str, operands: str) -> list[MXObserver]:
+    def observers(self, name: str, operands: str) -> list[MXObserver]:
+        """Those of a module that quantize these operands; none of an attention's weights."""
         module = self.modules[name]
         weights = [weight.observer for weight in module.weights] if operands != "activations" else []
         return [*weights, *(module.activations if operands != "weights" else [])]
@@ -85,5 +81,6 @@ def _is_observer(node: Node, graph: GraphModule) -> bool:
     return node.op == "call_module" and isinstance(graph.get_submodule(str(node.target)), MXObserver)
 
 
-def _reads_observer(node: Node, graph: GraphModule) -> bool:
-    return any(_is_observer(one, graph) for one in node.all_input_nodes)
+def is_quantized(node: Node, graph: GraphModule) -> bool:
+    """True of an operator of which an operand can be quantized; in a prepared graph an LSTM is a module."""
+    return node.op in ("call_function", "call_module") and any(_is_observer(one, graph) for one in node.all_input_nodes)

@@ -8,7 +8,7 @@ v the difference of a label drawn from the prediction and the prediction itself 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,15 +16,27 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from pt2mx.errors import MXError
+from pt2mx.errors import MXError, nearest
+
+#: a user's metric: (outputs, those of the float model) -> a number, smaller for a better model
+Distance = Callable[[Any, Any], float]
+
+
+class Quality(NamedTuple):
+    """The form in which a distance is read: its name, the number of a distance, and its better end."""
+
+    name: str
+    of: Callable[[float], float]
+    larger_is_better: bool
 
 
 class Metric(NamedTuple):
-    """A distance of outputs, as a sum over rows (the last dimension) and what it is divided by, and its directions."""
+    """A distance of outputs, as a sum over rows (the last dimension) and what it is divided by, its directions, and the
+    form in which it is read."""
 
     distance: Callable[[Tensor, Tensor], tuple[float, float]]
     direction: Callable[[Tensor, Generator], Tensor]
-    meaning: str
+    quality: Quality
 
 
 def _divergence(got: Tensor, want: Tensor) -> tuple[float, float]:
@@ -34,7 +46,7 @@ def _divergence(got: Tensor, want: Tensor) -> tuple[float, float]:
 
 def _label(want: Tensor, generator: Generator) -> Tensor:
     chances = want.softmax(-1)
-    labels = torch.multinomial(chances.flatten(0, -2), 1, generator=generator).reshape(want.shape[:-1])
+    labels = torch.multinomial(chances.reshape(-1, want.shape[-1]), 1, generator=generator).reshape(want.shape[:-1])
     return F.one_hot(labels, want.shape[-1]).to(want.dtype) - chances
 
 
@@ -59,11 +71,67 @@ def _signs(like: Tensor, generator: Generator) -> Tensor:
     return torch.randint(2, like.shape, generator=generator).to(like) * 2 - 1
 
 
+def _decibels(noise: float) -> float:
+    return -10 * math.log10(noise) if noise else math.inf
+
+
+#: largest distance of outputs from themselves, by rounding
+_EQUAL = 1e-3
 METRICS = {
-    "kl": Metric(_divergence, _label, "divergence of the distributions that logits predict, in nats"),
-    "cosine": Metric(_one_minus_cosine, _across, "one minus the cosine of embeddings"),
-    "noise": Metric(_noise, _any_way, "power of the error over that of the output"),
+    "kl": Metric(_divergence, _label, Quality("divergence, nats", lambda distance: distance, False)),
+    "cosine": Metric(_one_minus_cosine, _across, Quality("cosine", lambda distance: 1 - distance, True)),
+    "noise": Metric(_noise, _any_way, Quality("SQNR, dB", _decibels, True)),
 }
+
+
+def check_metric(metric: object) -> None:
+    """`MXError` for what is neither the name of a metric nor a function."""
+    if isinstance(metric, str):
+        if metric not in METRICS:
+            raise MXError(f"metric={metric!r} is unknown: {nearest(metric, METRICS)}")
+    elif not callable(metric):
+        raise MXError(f"metric must be one of {', '.join(METRICS)}, or a function, not {type(metric).__name__}")
+
+
+def name_of_metric(metric: str | Distance) -> str:
+    """The name of a metric, that of a function too."""
+    return metric if isinstance(metric, str) else str(getattr(metric, "__name__", type(metric).__name__))
+
+
+def mean_distance(metric: str | Distance, pairs: Iterable[tuple[Any, Any]]) -> float:
+    """The metric over all (outputs of a batch, those of the float model); NaN where there is none."""
+    totals, counts = 0.0, 0.0
+    for got, want in pairs:
+        if callable(metric):
+            total, count = _number(metric(got, want)), 1.0
+        else:
+            total, count = distance_over(METRICS[metric], outputs_of(got), outputs_of(want))
+        totals, counts = totals + total, counts + count
+    return totals / counts if counts else math.nan
+
+
+def own_distance(metric: str | Distance, wanted: Iterable[Any]) -> float:
+    """The metric of the float model's outputs, one for each batch, and themselves: 0 but for a user's loss.
+
+    Raises:
+        MXError: where they cannot be compared.
+    """
+    own = mean_distance(metric, ((want, want) for want in wanted))
+    if math.isnan(own) or (isinstance(metric, str) and abs(own) > _EQUAL):
+        raise MXError(
+            "the float model's outputs hold NaN, no value, or zeros alone: there is nothing to compare with by "
+            f"{name_of_metric(metric)!r}"
+        )
+    return 0.0 if isinstance(metric, str) else own
+
+
+def _number(value: object) -> float:
+    """What a user's metric gave."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise MXError(f"the metric gave {value!r}: it must give a number, smaller for a better model")
+    return float(value)
 
 
 def outputs_of(tree: Any) -> list[Tensor]:

@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass
 import torch
 
 from pt2mx.analysis.tables import text_table
-from pt2mx.pt2e.output import whole_file
+from pt2mx.pt2e.output import write_text
+
+_NUMBERS = ("alone", "left", "estimate")
 
 
 @dataclass(frozen=True)
@@ -84,13 +86,13 @@ class Sensitivity:
         Returns:
             The table.
         """
-        columns = ("module", "candidate", "operands", "alone", "left", "estimate")
+        measured = [name for name in _NUMBERS if any(not math.isnan(getattr(row, name)) for row in self.rows)]
         cells = [
-            (row.module, row.candidate, row.operands, *map(_number, (row.alone, row.left, row.estimate)))
+            (row.module, row.candidate, row.operands, *(_number(getattr(row, name)) for name in measured))
             for row in self.rows[:worst]
         ]
         whole = "".join(f"\n{name}, everything: {value:.4g}" for name, value in self.whole.items())
-        return f"{text_table([columns, *cells], left=3)}{whole}"
+        return f"{text_table([('module', 'candidate', 'operands', *measured), *cells], left=3)}{whole}"
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
         """Give the result as JSON, and write it to a file.
@@ -101,12 +103,16 @@ class Sensitivity:
         Returns:
             The JSON.
         """
-        rows = [{key: None if value != value else value for key, value in asdict(row).items()} for row in self.rows]
-        text = json.dumps({"metric": self.metric, "whole": self.whole, "rows": rows})
-        if path is not None:
-            with whole_file(path) as file:
-                file.write(text.encode())
-        return text
+        rows = [{key: as_json(value) for key, value in asdict(row).items()} for row in self.rows]
+        whole = {name: as_json(value) for name, value in self.whole.items()}
+        return write_text(json.dumps({"metric": self.metric, "whole": whole, "rows": rows}, allow_nan=False), path)
+
+
+def as_json(value: object) -> object:
+    """A value as JSON has it: null was not measured, a distance may be infinite."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return value
 
 
 def _number(value: float) -> str:

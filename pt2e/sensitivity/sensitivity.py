@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,16 +14,15 @@ from torch.fx import GraphModule
 from tqdm import tqdm
 
 from pt2mx.errors import MXError, nearest
-from pt2mx.pt2e.debug.watched import call, check_module
+from pt2mx.pt2e.debug.watched import call, check_module, unchanged
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig, get_default_mx_quantization_config
 from pt2mx.pt2e.sensitivity.estimate import estimates
 from pt2mx.pt2e.sensitivity.forms import OPERANDS, Form
-from pt2mx.pt2e.sensitivity.metrics import METRICS, distance_over, outputs_of
+from pt2mx.pt2e.sensitivity.metrics import METRICS, Distance, check_metric, mean_distance, name_of_metric, own_distance
 from pt2mx.pt2e.sensitivity.result import Sensitivity, SensitivityRow
 
-#: a user's metric: (outputs, those of the float model) -> a number, 0 where they are equal
-Distance = Callable[[Any, Any], float]
-_METHODS = {"forward": (True, False), "gradient": (False, True), "both": (True, True)}
+#: method -> whether it measures, and whether it estimates
+METHODS = {"forward": (True, False), "gradient": (False, True), "both": (True, True)}
 
 
 def sensitivity(
@@ -50,7 +49,7 @@ def sensitivity(
         batches: of inputs: a tensor, a tuple of positional or a dict of keyword arguments each.
         candidates: formats, of weights and activations alike, or name -> config.
         metric: "kl" of logits, "cosine" of embeddings, "noise" over signal; or a function of the outputs and those of
-            the float model.
+            the float model, smaller for a better model.
         method: "forward", "gradient" or "both".
         operands: of "both", "weights" and "activations": what is quantized of a module.
         left: True measures too the model as a whole with each module left in float.
@@ -63,7 +62,8 @@ def sensitivity(
         The rows, costliest first.
 
     Raises:
-        MXError: for other objects or names, without a batch, and where a candidate quantizes nothing.
+        MXError: for other objects or names, without a batch, where a candidate quantizes nothing, for a float model
+            whose output cannot be compared, and for gradients where none pass.
 
     Example:
         >>> import torch, pt2mx
@@ -78,6 +78,8 @@ def sensitivity(
     measures, estimated = _check(metric, method, operands)
     if isinstance(draws, bool) or not isinstance(draws, int) or draws < 1:
         raise MXError(f"draws={draws!r} must be an integer of at least 1")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise MXError(f"seed={seed!r} must be an integer")
     batches = list(batches)
     if not batches:
         raise MXError("there is no batch to be sensitive to")
@@ -87,15 +89,20 @@ def sensitivity(
             raise MXError(f"the candidate {name!r} quantizes nothing of the model")
     found: dict[tuple[str, str, str], dict[str, Any]] = defaultdict(dict)
     whole: dict[str, float] = {}
-    steps = sum(len(form.modules) for form in forms.values()) * measures * len(operands) * (1 + left)
+    kinds = [form.observers(module, one) for form in forms.values() for module in form.modules for one in operands]
+    if not any(kinds):
+        raise MXError(f"the candidates quantize no {' and no '.join(operands)} of any module: give other operands")
+    steps = sum(map(bool, kinds)) * measures * (1 + left)
     with torch.no_grad(), tqdm(total=steps + len(batches) * estimated, disable=not progress, leave=False) as bar:
         if measures:
-            wanted = [call(model, batch) for batch in batches]
+            with unchanged(model):
+                wanted = [call(model, batch) for batch in batches]
+            own_distance(metric, wanted)
             for name, form in forms.items():
                 everything = dict.fromkeys(form.modules, "both")
                 whole[name] = _measure(form, everything, batches, wanted, metric)
                 for module in form.modules:
-                    for which in operands:
+                    for which in (one for one in operands if form.observers(module, one)):
                         row = found[module, name, which]
                         row["alone"] = _measure(form, {module: which}, batches, wanted, metric)
                         bar.update()
@@ -107,16 +114,18 @@ def sensitivity(
         if estimated and not callable(metric):
             totals, count, generator = defaultdict[Any, float](float), 0.0, Generator().manual_seed(seed)
             for batch in batches:
-                terms, rows = estimates(model, forms, tuple(operands), batch, METRICS[metric], draws, generator)
+                terms, rows = estimates(model, forms, tuple(operands), batch, metric, draws, generator)
                 count += rows
                 for key, term in terms.items():
                     totals[key] += term
                 bar.update()
+            if not totals:
+                raise MXError("no gradient of an output reaches a module: give method='forward'")
             for key, total in totals.items():
                 found[key]["estimate"] = total / count
     made = [SensitivityRow(*key, **numbers) for key, numbers in found.items()]
     made.sort(key=lambda row: -row.cost if not math.isnan(row.cost) else math.inf)
-    return Sensitivity(metric if isinstance(metric, str) else metric.__name__, tuple(made), whole)
+    return Sensitivity(name_of_metric(metric), tuple(made), whole)
 
 
 #: what is quantized of a module of which these operands are left in float
@@ -127,28 +136,16 @@ def _measure(
     form: Form, modules: Mapping[str, str], batches: Sequence[Any], wanted: Sequence[Any], metric: str | Distance
 ) -> float:
     """The metric over all batches where these modules are quantized."""
-    totals, counts = 0.0, 0.0
-    with form.quantizing(modules) as model:
-        for batch, want in zip(batches, wanted, strict=True):
-            got = call(model, batch)
-            if callable(metric):
-                total, count = float(metric(got, want)), 1.0
-            else:
-                total, count = distance_over(METRICS[metric], outputs_of(got), outputs_of(want))
-            totals, counts = totals + total, counts + count
-    return totals / counts if counts else math.nan
+    with form.quantizing(modules) as model, unchanged(model):
+        return mean_distance(metric, ((call(model, batch), want) for batch, want in zip(batches, wanted, strict=True)))
 
 
 def _check(metric: object, method: object, operands: object) -> tuple[bool, bool]:
-    if method not in _METHODS:
-        raise MXError(f"method={method!r} is unknown: {nearest(str(method), _METHODS)}")
-    measures, estimated = _METHODS[str(method)]
-    if isinstance(metric, str):
-        if metric not in METRICS:
-            raise MXError(f"metric={metric!r} is unknown: {nearest(metric, METRICS)}")
-    elif not callable(metric):
-        raise MXError(f"metric must be one of {', '.join(METRICS)}, or a function, not {type(metric).__name__}")
-    elif estimated:
+    if method not in METHODS:
+        raise MXError(f"method={method!r} is unknown: {nearest(str(method), METHODS)}")
+    measures, estimated = METHODS[str(method)]
+    check_metric(metric)
+    if estimated and not isinstance(metric, str):
         raise MXError(f"method={method!r} needs one of {', '.join(METRICS)}: a function serves with method='forward'")
     if isinstance(operands, str) or not operands or set(operands) - set(OPERANDS):  # type: ignore[call-overload]
         raise MXError(f"operands={operands!r} must be a list of {', '.join(OPERANDS)}")
@@ -163,7 +160,7 @@ def _configs(candidates: object) -> dict[str, MXQuantizationConfig]:
                 raise MXError(f"the candidate {name!r} must be an MXQuantizationConfig, not {type(config).__name__}")
     else:
         formats = [candidates] if isinstance(candidates, str) else list(candidates)  # type: ignore[call-overload]
-        named = {one: get_default_mx_quantization_config(weight=one, activation=one) for one in formats}
+        named = {str(one): get_default_mx_quantization_config(weight=one, activation=one) for one in formats}
     if not named:
         raise MXError("there is no candidate: give formats, such as ['mxfp4', 'mxfp8']")
     return named

@@ -102,6 +102,15 @@ def test_a_full_disk(old, tmp_path, run_python):
     assert old.read_text() == "old" and os.listdir(tmp_path) == ["old.pt2"]
 
 
+def test_an_error_that_follows_from_a_full_disk_is_that_of_the_disk(old):
+    with pytest.raises(MXError, match=r"cannot write '/dev/full': No space left on device"):
+        with whole_file("/dev/full") as file:
+            file.write(b"text")
+            raise RuntimeError("what was written is no archive")
+    with pytest.raises(RuntimeError, match=r"of something else"), whole_file(old):
+        raise RuntimeError("of something else")
+
+
 def test_modes_and_links_stay(old, tmp_path):
     old.chmod(0o640)
     link = tmp_path / "link"

@@ -10,7 +10,8 @@ function drawComparison(section) {
   }));
   find(".lead", section).textContent = `${metric} against size; ${up ? "more" : "less"} is better. `
     + "The line joins the recipes that no other beats in both.";
-  plotComparison(find(".plot", section), metric, rows.filter((row) => Number.isFinite(row.quality)));
+  // a logarithm has no place for a model without parameters
+  plotComparison(find(".plot", section), metric, rows.filter((row) => row.bytes && Number.isFinite(row.quality)));
   const timed = rows.some((row) => !Number.isNaN(row.milliseconds));
   const line = (row) => html(
     "tr", { class: row.own && "own" },
@@ -28,7 +29,8 @@ function drawComparison(section) {
 }
 
 function plotComparison(figure, metric, rows) {
-  if (!rows.length) return;
+  figure.hidden = !rows.length;
+  if (figure.hidden) return;
   const points = rows.map((row) => ({
     x: row.bytes,
     y: row.quality,
@@ -79,13 +81,14 @@ function drawDepth(section, open) {
   const starts = operators.map((operator, x) => [x, layerOf(operator)])
     .filter(([x, layer], i, all) => layer !== null && layer !== all[i - 1]?.[1]);
   const layers = starts.length > 2;
+  const whole = ticks(1, operators.length, 8).filter(Number.isInteger);
   const thin = (pixels) => starts.filter((_, i) => i % Math.ceil((starts.length * 26) / pixels) === 0);
   plot(find(".plot", section), points, {
     name: "SQNR along the depth", height: 300, radius: 3.2,
     hint: "Point at an operand, or walk through them with the arrow keys.",
     x: {
       name: layers ? "layer" : "operator", range: [-0.5, operators.length - 0.5], grid: layers,
-      ticks: (pixels) => (layers ? thin(pixels) : ticks(1, operators.length, 8).map((n) => [n - 1, `${n}`])),
+      ticks: (pixels) => (layers ? thin(pixels) : whole.map((n) => [n - 1, `${n}`])),
     },
     y: { name: "SQNR, dB", range, ticks: () => ticks(...range, 6).map((v) => [v, `${v}`]) },
   });

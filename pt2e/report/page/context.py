@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import NoneType
+from typing import SupportsFloat
 
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
@@ -17,7 +19,7 @@ from pt2mx.pt2e.sensitivity.result import Sensitivity
 
 _KINDS: dict[str, tuple[type, ...]] = {
     "model": (str,),
-    "recipe": (str, MXQuantizer),
+    "recipe": (str, os.PathLike, MXQuantizer),
     "quality": (Mapping,),
     "comparison": (RecipeComparison, NoneType),
     "sensitivity": (Sensitivity, NoneType),
@@ -29,8 +31,8 @@ class PageContext:
     """The arguments of `QuantizationReport.to_html`, which has their meaning."""
 
     model: str = ""
-    recipe: str | MXQuantizer = ""
-    quality: Mapping[str, float] = field(default_factory=dict)
+    recipe: str | os.PathLike[str] | MXQuantizer = ""
+    quality: Mapping[str, SupportsFloat] = field(default_factory=dict)
     comparison: RecipeComparison | None = None
     sensitivity: Sensitivity | None = None
     before: GraphModule | ExportedProgram | None = None
@@ -45,7 +47,7 @@ class PageContext:
     @property
     def recipe_name(self) -> str:
         """The name of the recipe, where it has one."""
-        return self.recipe if isinstance(self.recipe, str) else ""
+        return "" if isinstance(self.recipe, MXQuantizer) else os.fspath(self.recipe)
 
     def recipe_text(self) -> str:
         """The YAML of the recipe; "" where none was given.
@@ -55,11 +57,25 @@ class PageContext:
         """
         if isinstance(self.recipe, MXQuantizer):
             return self.recipe.to_recipe()
-        return recipes.text(self.recipe) if self.recipe else ""
+        return recipes.text(self.recipe) if self.recipe_name else ""
 
-    def known_quality(self) -> Mapping[str, float]:
-        """The quality as it was given, else that of the recipe in the comparison."""
+    def known_quality(self) -> dict[str, float]:
+        """The quality as it was given, else that of the recipe in the comparison.
+
+        Raises:
+            MXError: where a quality is no number.
+        """
         if self.quality or self.comparison is None:
-            return self.quality
+            return {name: _number(name, value) for name, value in self.quality.items()}
         own = [row.quality for row in self.comparison.rows if row.name == self.recipe_name]
         return {self.comparison.metric: own[0]} if own else {}
+
+
+def _number(name: str, value: SupportsFloat) -> float:
+    """A number of any library."""
+    try:
+        if isinstance(value, SupportsFloat):
+            return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several values
+        pass
+    raise MXError(f"quality[{name!r}] must be a number, not {value!r}")

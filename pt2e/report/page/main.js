@@ -13,11 +13,12 @@ function drawHead() {
   const [best, ...others] = data.quality.map(([name, quality]) => [name, number(quality)]);
   const smaller = before > after ? `${(before / after).toFixed(1)}× less than` : "of";
   const ofWeights = weightBits > 0 && `${significant(weightBits)} of the quantized weights`;
+  const compared = best?.[0] === data.comparison?.metric && "against the float model";
   const more = others.map(([name, quality]) => `${name} ${qualityText(quality)}`).join(", ");
   find("#answers").append(...present(
     answer(value, unit, "parameters", `${smaller} ${sizeText(before)}`),
     answer(significant(bits), null, "bits a value", ofWeights),
-    best && answer(qualityText(best[1]), null, best[0], more || "against the float model"),
+    best && answer(qualityText(best[1]), null, best[0], more || compared),
     answer(count(quantized), `of ${count(operators.length)}`, "operators quantized", null),
   ));
 }

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.cli import stage
 
 
 @pytest.fixture
@@ -52,3 +53,15 @@ def write_wav(tmp_path):
         return file
 
     return write
+
+
+@pytest.fixture(autouse=True)
+def no_stage_lines(request, monkeypatch):
+    """Stages say nothing on stderr, which tests compare with what else a command says; `stage_lines` has them speak."""
+    if "stage_lines" not in request.fixturenames:
+        monkeypatch.setattr(stage, "stage_line", lambda name: None)
+
+
+@pytest.fixture
+def stage_lines():
+    """What names the stages of a command is printed."""

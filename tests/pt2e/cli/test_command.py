@@ -1,4 +1,8 @@
+import argparse
+import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -8,7 +12,8 @@ import torch
 
 import pt2mx
 from pt2mx.pt2e import output
-from pt2mx.pt2e.cli.command import main
+from pt2mx.pt2e.cli.command import COMMANDS, command_parser, main, subparsers
+from pt2mx.pt2e.cli.examples import EXAMPLES
 
 FACTORY = """
 import signal
@@ -30,6 +35,10 @@ class Swallowing(nn.Module):  # as code in C++ does
 def make():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 16)), (torch.randn(4, 64),)
+
+def talks():
+    print("a factory that prints")
+    return make()
 
 def interrupted():
     signal.raise_signal(signal.SIGINT)
@@ -74,11 +83,93 @@ def test_a_reader_that_went_away_ends_it_quietly(tmp_path):
     assert (result.returncode, result.stderr) == (141, "")
 
 
-def test_every_command_prints_tracebacks(capsys):
-    for command in ("quantize", "compile", "run", "formats"):
-        with pytest.raises(SystemExit):
-            main([command, "--help"])
-        assert "--traceback" in capsys.readouterr().out
+@pytest.fixture(scope="module")
+def parsers():
+    """The parsers of all commands, with their arguments."""
+    found = subparsers(command_parser())
+    for parser in found.values():
+        parser.fill()
+    return found
+
+
+def leaves(parser):
+    inner = subparsers(parser)
+    return [leaf for each in inner.values() for leaf in leaves(each)] if inner else [parser]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_examples_that_parse(command, parsers):
+    text = parsers[command].format_help()
+    for what, line in EXAMPLES[command]:
+        assert f"  # {what}\n  pt2mx {command} {line}".rstrip() in text
+        words = shlex.split(line.partition(" > ")[0])
+        options, rest = argparse.ArgumentParser.parse_known_args(parsers[command], words)
+        assert callable(options.run) and not rest
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_knows_json_and_tracebacks(command, parsers):
+    for leaf in leaves(parsers[command]):
+        assert {"--json", "--traceback"} <= set(re.findall(r"--[\w-]+", leaf.format_help())), leaf.prog
+
+
+#: a command line of each command that no machine takes
+BAD_INPUT = {
+    "quantize": "--model net.py:make --recipe mxfp44",
+    "compile": "none.pt2 --output o.pt2",
+    "generate": "nowhere",
+    "perplexity": "nowhere --text none.txt --tokens 1",
+    "compare": "net.py:make --calibration none",
+    "sensitivity": "net.py:make --bits 4",
+    "run": "none.pt2",
+    "inspect": "none.pt2",
+    "export-onnx": "none.pt2 --output o.onx",
+    "save-checkpoint": "nowhere --float nowhere --output o",
+    "convert-checkpoint": "nowhere o",
+    "recipes": "show mxfp44",
+    "formats": "mxfp4",
+    "demo": "--output net.py/nowhere",
+    "doctor": "torch",
+    "completion": "tcsh",
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("more", ["", " --json"])
+def test_bad_input_is_one_line_and_status_2(command, more, factory, tmp_path, capsys):
+    before = set(tmp_path.iterdir())
+    try:
+        status = main([command, *shlex.split(BAD_INPUT[command] + more)])
+    except SystemExit as exit:  # of argparse
+        status = exit.code
+    out, err = capsys.readouterr()
+    assert (status, out) == (2, "") and err.startswith("pt2mx: error: ") and err.count("\n") == 1
+    assert set(tmp_path.iterdir()) - {tmp_path / "__pycache__"} == before
+
+
+def test_json_is_alone_on_stdout(factory, capsys):
+    assert main(["quantize", "--model", "net.py:talks", "--recipe", "mxfp4", "--output", "q.pt2", "--json"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert err == "a factory that prints\n" and found["output"] == "q.pt2"
+    assert found["bytes"] == os.path.getsize("q.pt2") and len(found["report"]["operators"]) == 2
+    assert list(found["seconds"]) == ["load", "export", "calibrate", "convert", "compare", "save"]
+    assert 10 < found["output_against_the_float_model"]["sqnr"] < 40
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="it is a device of Linux")
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_no_place_for_the_result_is_one_line_and_status_2(more, tmp_path):
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "pt2mx", "formats", *more],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+        )
+    assert result.returncode == 2
+    assert result.stderr == "pt2mx: error: cannot write the result to stdout: No space left on device\n"
 
 
 def test_version(capsys):

@@ -2,17 +2,20 @@ import pytest
 
 from pt2mx import MXError
 from pt2mx.pt2e.cli import demo_language, smollm2
+from pt2mx.pt2e.cli.summary import bytes_of
 from tests.language_models import checkpoint
 
 
 def test_from_a_checkpoint_to_text(tmp_path, monkeypatch, capsys):
     folder = checkpoint("llama", tmp_path / "checkpoint")
     monkeypatch.setattr(demo_language, "smollm2_checkpoint", lambda: folder)
-    demo_language.main("mxfp4_weight_only")
+    found = demo_language.main(tmp_path, "mxfp4_weight_only")
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("SmolLM2-135M-Instruct by mxfp4_weight_only: 0 -> ")
     assert [line.strip()[:20] for line in lines[2:5]] == [prompt[:20] for prompt in demo_language._PROMPTS]
     assert "tokens a second" in lines[5]
+    assert found["folder"] == str(tmp_path / demo_language.NAME) and (tmp_path / demo_language.NAME).is_dir()
+    assert list(found["texts"]) == list(demo_language._PROMPTS) and found["bytes"] == bytes_of(found["folder"])
 
 
 def test_packages_that_are_missing(monkeypatch):
@@ -26,6 +29,6 @@ def test_packages_that_are_missing(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not smollm2.is_installed(), reason="needs the packages of SmolLM2")
-def test_a_real_model_writes_english(capsys):
-    demo_language.main()
+def test_a_real_model_writes_english(tmp_path, capsys):
+    demo_language.main(tmp_path)
     assert "The capital of France is Paris" in capsys.readouterr().out

@@ -46,7 +46,7 @@ def run(*arguments, capsys):
 
 def test_a_program(files, capsys):
     folder, program = files
-    (found,) = json.loads(run(folder / "program.pt2", "--json", capsys=capsys).out)
+    (found,) = json.loads(run(folder / "program.pt2", "--json", capsys=capsys).out)["files"]
     assert found["kind"] == "program" and found["bytes"] == (folder / "program.pt2").stat().st_size
     assert found["origin"]["pt2mx"] == pt2mx.__version__ and "mxfp4_e2m1{32}" in found["origin"]["recipe"]
     assert found["inputs"] == [{"name": "input", "dtype": "float32", "shape": ["0..64", 64], "bytes": None}]
@@ -94,7 +94,7 @@ def test_programs_without_packed_weights(files, capsys):
     captured = run(files[0] / "portable.pt2", capsys=capsys)
     assert "portable: operators are written out" in captured.out
     assert "was written by" not in captured.out
-    (found,) = json.loads(run(files[0] / "float.pt2", "--json", capsys=capsys).out)
+    (found,) = json.loads(run(files[0] / "float.pt2", "--json", capsys=capsys).out)["files"]
     assert (found["weights"], found["origin"], found["portable"]) == ([], None, False)
     assert {t["name"] for t in found["tensors"]} == {"0.weight", "0.bias", "2.weight", "2.bias"}
 

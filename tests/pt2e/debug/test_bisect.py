@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from pt2mx import MXError
-from pt2mx.pt2e.debug.bisect import bisect, relative_error
-from tests.pt2e.debug.test_stages import IDS, stages
+from pt2mx.pt2e.debug.bisect import bisect
+from pt2mx.pt2e.debug.differences import relative_error
+from tests.stage_models import IDS, stages
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +97,7 @@ def test_relative_error():
     ("options", "text"),
     [
         ({"second": "compil"}, "second='compil' is unknown: did you mean 'compile'"),
-        ({"second": 3}, "second must be one of compile, a graph or a function, not 3"),
+        ({"second": 3}, "second must be one of compile, a graph, an ONNX file or a function, not 3"),
         ({"bound": 0}, "bound=0 must be a number above 0"),
         ({"path": "piece.pt"}, r"path='piece\.pt' must end in \.py"),
         ({"first": nn.Linear(1, 1)}, "first must be a GraphModule, and is a module"),

@@ -6,7 +6,7 @@ from torch import nn
 
 from pt2mx import MXError
 from pt2mx.pt2e.debug.print_graph import print_graph
-from tests.pt2e.debug.test_stages import stages
+from tests.stage_models import stages
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def test_shapes_formats_places_and_sources(net):
     (row,) = [line for line in lines(forms["converted"]) if line.startswith("linear_2 ")]
     name, operator, *_, module, source = row.split()
     assert (name, operator, module) == ("linear_2", "aten.linear", "up") and "f32[2, 32, 256]" in row
-    assert source.rpartition(":")[0] == "test_stages.py"
+    assert source.rpartition(":")[0] == "stage_models.py"
     for form, operator, spec in (
         ("prepared", "call_module", "mxfp8_e4m3{32}"),
         ("converted", "pt2mx.dequantize_mx", "mxfp4_e2m1{32}"),

@@ -8,35 +8,7 @@ from torch import nn
 import pt2mx
 from pt2mx import MXError
 from pt2mx.pt2e.debug.stages import compare_stages
-
-IDS = torch.arange(64).reshape(2, 32)
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.emb, self.norm = nn.Embedding(100, 64), nn.LayerNorm(64)
-        self.q, self.k, self.up, self.down = (nn.Linear(64, n) for n in (64, 64, 256, 100))
-        self.wide = nn.Linear(256, 64)
-
-    def forward(self, ids):
-        x = self.norm(self.emb(ids))
-        heads = [part[:, None] for part in (self.q(x), self.k(x), x)]
-        x = x + nn.functional.scaled_dot_product_attention(*heads)[:, 0]
-        return self.down(self.wide(nn.functional.gelu(self.up(x))))
-
-
-def stages(model=None, example=(IDS,), weight="mxfp4", activation="mxfp8"):
-    """The exported model, and its forms by name."""
-    torch.manual_seed(0)
-    model = (model or Net()).eval()
-    exported = torch.export.export(model, example).module()
-    config = pt2mx.get_default_mx_quantization_config(weight=weight, activation=activation)
-    prepared = pt2mx.prepare_pt2e(exported, pt2mx.MXQuantizer().set_global(config))
-    with torch.no_grad():
-        prepared(*example)
-    converted = pt2mx.convert_pt2e(prepared)
-    return exported, {"prepared": prepared, "converted": converted, "lowered": pt2mx.lower_to_inductor(converted)}
+from tests.stage_models import GRU, IDS, Normalized, stages
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +105,52 @@ def test_graphs_inside_are_compared():
         assert len(inside) == 2 and all(10 < row.isolated.sqnr < 25 and "/" in row.node for row in inside), name
 
 
+@GRU
+def test_folded_norms_written_inputs_and_tuples():
+    x = torch.randn(2, 32, 10, 10, generator=torch.Generator().manual_seed(0))
+    exported, forms = stages(Normalized(), (x,), "mxfp8", "mxfp8")
+    forms["again"] = torch.export.export(forms["converted"], (x,)).module()
+    found = compare_stages(exported, forms, [x])
+    for name in forms:
+        rows = {row.node: row for row in found.of_stage(name)}
+        for node in ("batch_norm", "gru[0]", "linear"):
+            assert 20 < rows[node].isolated.sqnr < 40, (name, node)
+        assert math.isinf(rows["relu_"].isolated.sqnr) and 20 < rows["relu_"].propagated.sqnr < 40
+        assert found.missing[name] == ("conv2d",)  # folded: no form has its value
+    assert "again has nothing of conv2d: not compared" in found.to_table()
+    # by hand: the convolution
+    with torch.no_grad():
+        scale = exported.norm.weight / (exported.norm.running_var + 1e-5).sqrt()
+        folded = exported.conv.weight * scale[:, None, None, None]
+        bias = (exported.conv.bias - exported.norm.running_mean) * scale + exported.norm.bias
+        want = nn.functional.conv2d(x, folded, bias)
+        spec = pt2mx.parse("mxfp8", axis=1)
+        got = nn.functional.conv2d(pt2mx.fake_quantize_mx(x, spec), pt2mx.fake_quantize_mx(folded, spec), bias)
+    sqnr = 10 * math.log10(want.double().square().sum() / (got - want).double().square().sum())
+    row = next(row for row in found.of_stage("converted") if row.node == "batch_norm")
+    assert math.isclose(row.isolated.sqnr, sqnr, abs_tol=0.01)
+
+
+def test_buffers_that_a_model_writes_get_their_values_back():
+    class Counter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+            self.register_buffer("seen", torch.zeros(64))
+
+        def forward(self, x):
+            self.seen.add_(x.sum(0))
+            return self.linear(x) + self.seen
+
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    exported, forms = stages(Counter(), (x,), "mxfp8", "mxfp8")
+    before = {name: form.seen.clone() for name, form in {"float": exported, **forms}.items()}
+    found = compare_stages(exported, forms, [x, 2 * x])
+    assert all(torch.equal(form.seen, before[name]) for name, form in {"float": exported, **forms}.items())
+    linear = [row for row in found.rows if row.node == "linear"]
+    assert len(linear) == 3 and all(row.isolated.sqnr > 20 for row in linear)
+
+
 def test_functions_and_reloaded_programs(net, tmp_path):
     exported, forms = net
     pt2mx.save_program(torch.export.export(forms["converted"], (IDS,)), tmp_path / "net.pt2")
@@ -160,7 +178,7 @@ def test_files(net, tmp_path):
     [
         ((nn.Linear(2, 2), {"a": len}, [IDS]), "float_model must be a GraphModule, and is a module"),
         ((None, {}, [IDS]), "stages must be a dict"),
-        ((None, {"a": 3}, [IDS]), "the stage 'a' must be a graph or a function, not int"),
+        ((None, {"a": 3}, [IDS]), "the stage 'a' must be a graph, an ONNX file or a function, not int"),
         ((None, {"a": len}, []), "there is no batch"),
         ((None, {"a": len}, [(IDS, IDS)]), "the model takes ids: give each of them once, not 2 values"),
         ((None, {"a": len}, [{"x": IDS}]), "the model takes ids: give each of them once, not x"),

@@ -30,6 +30,8 @@ def test_ratios_that_were_not_finite_are_nan(tmp_path):
         ("{}", "is no report that QuantizationReport.to_json wrote: KeyError: 'operators'"),
         ('{"operators": [{"operands": 5}]}', "is no report that QuantizationReport.to_json wrote: TypeError"),
         ('{"operators": []}', "is no report that QuantizationReport.to_json wrote: KeyError: 'values'"),
+        ('{"operators": [], "values": "1"}', "is no report that QuantizationReport.to_json wrote: TypeError: 'str'"),
+        ("[" * 100_000, "cannot read .* as a report in JSON: maximum recursion depth"),
     ],
 )
 def test_what_is_no_report(text, message, tmp_path):
@@ -38,6 +40,11 @@ def test_what_is_no_report(text, message, tmp_path):
         file.write_text(text)
     with pytest.raises(MXError, match=message):
         QuantizationReport.from_json(file)
+
+
+def test_what_is_no_path():
+    with pytest.raises(MXError, match=r"cannot read '5' as a report in JSON: .*not int"):
+        QuantizationReport.from_json(5)
 
 
 def test_fields_that_no_operator_has(tmp_path):

@@ -78,6 +78,7 @@ def test_an_order_is_found_by_evaluating(net):
         ({"order": ["9"]}, "the quantizer quantizes no module '9'"),
         ({"evaluate": lambda graph: "good"}, "evaluate gave 'good': it must give a number"),
         ({"evaluate": lambda graph: math.nan}, "evaluate gave nan: it must give a number"),
+        ({"quantizer": pt2mx.MXQuantizer().set_module_name("0", None)}, "the quantizer quantizes nothing of the model"),
         ({"model": 3}, "model must be a GraphModule, and is of type int"),
     ],
 )

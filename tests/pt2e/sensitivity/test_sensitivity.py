@@ -8,8 +8,10 @@ from torch.nn import functional as F
 
 import pt2mx
 from pt2mx import MXError
+from pt2mx.pt2e.sensitivity import unrolled
 from pt2mx.pt2e.sensitivity.result import Sensitivity, SensitivityRow
 from pt2mx.pt2e.sensitivity.sensitivity import sensitivity
+from tests.subgraph_models import MODELS, Cond, X
 
 
 class Net(nn.Module):
@@ -75,6 +77,26 @@ def test_the_estimate_is_near_the_measurement(net, metric):
     assert {row.estimate for row in again.rows} == {row.estimate for row in found.rows} and not again.whole
 
 
+def test_modules_without_weights_have_no_rows_of_weights():
+    class Product(nn.Module):
+        def forward(self, x):
+            return x @ x.mT
+
+    model = nn.Sequential(nn.Linear(64, 64), Product())
+    exported = torch.export.export(model.eval(), (X,)).module()
+    options = {"metric": "noise", "operands": ["weights", "activations"], "method": "both"}
+    rows = sensitivity(exported, [X], ["mxfp8"], **options).rows
+    assert {(row.module, row.operands) for row in rows} == {
+        ("0", "weights"),
+        ("0", "activations"),
+        ("1", "activations"),
+    }
+    assert all(row.alone > 0 and row.estimate > 0 for row in rows)
+    exported = torch.export.export(Product().eval(), (X,)).module()
+    with pytest.raises(MXError, match=r"the candidates quantize no weights of any module: give other operands"):
+        sensitivity(exported, [X], ["mxfp8"], operands=["weights"])
+
+
 def test_the_model_stays_as_it_is(net):
     exported, batches = net
     before = exported(batches[0])
@@ -109,7 +131,96 @@ def test_inputs_by_name_and_graphs_inside():
         exported = torch.export.export(Branches().eval(), (batch["x"],), {"bias": batch["bias"]}).module()
     found = sensitivity(exported, [batch, {**batch, "x": -batch["x"]}], ["mxfp4"], metric="noise", method="both")
     rows = found.of("mxfp4")
-    assert rows["up"].estimate > 0 and rows["one"].alone > 0 and math.isnan(rows["one"].estimate)
+    assert all(rows[name].alone > 0 and rows[name].estimate > 0 for name in ("up", "one", "two"))
+
+
+@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
+def test_estimates_inside_of_graphs(make):
+    with torch.no_grad():
+        exported = torch.export.export(make().eval(), (X,)).module()
+    options = {"metric": "noise", "method": "both", "draws": 64}
+    rows = sensitivity(exported, [X, -X], ["mxfp8"], **options).rows
+    assert len(rows) == 2  # the layer inside, and the one outside
+    for row in rows:
+        assert 0.75 < row.estimate / row.alone < 1.33, row
+
+
+def test_an_operator_without_gradients_is_refused(monkeypatch):
+    monkeypatch.delitem(unrolled._RUN, "cond")
+    exported = torch.export.export(Cond().eval(), (X,)).module()
+    with pytest.raises(MXError, match=r"no gradients pass through cond: give method='forward'"):
+        sensitivity(exported, [X], ["mxfp8"], method="gradient", metric="noise")
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attributes self.lstm._flat_weights")  # export's
+def test_operators_with_several_outputs_and_inputs_that_are_written():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm, self.relu = nn.Conv1d(64, 64, 1), nn.BatchNorm1d(64), nn.ReLU(inplace=True)
+            self.lstm, self.head = nn.LSTM(64, 64, batch_first=True), nn.Linear(64, 64)
+            self.norm.running_var.uniform_(0.5, 2)
+
+        def forward(self, x):  # (B, 64, 5)
+            x = self.relu(self.norm(self.conv(x)))
+            return self.head(self.lstm(x.transpose(1, 2))[0])
+
+    x = torch.randn(32, 64, 5)
+    exported = torch.export.export(Recurrent().eval(), (x,)).module()
+    found = sensitivity(exported, [x], ["mxfp8"], metric="noise", method="both", draws=8)
+    assert {row.module for row in found.rows} == {"conv", "lstm", "head"}
+    for row in found.rows:
+        assert 0.6 < row.estimate / row.alone < 1.6, row
+
+
+@pytest.mark.parametrize("metric", ["kl", "cosine", "noise"])
+@pytest.mark.parametrize("shape", [(), (8,), (4, 8), (2, 2, 8)])
+def test_outputs_of_any_shape(metric, shape):
+    class Shaped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(64, 8)
+
+        def forward(self, x):
+            y = self.linear(x)
+            return {"y": {0: y.sum(), 1: y[0], 2: y}.get(len(shape), y.reshape(2, 2, 8)), "label": y.argmax(-1)}
+
+    exported = torch.export.export(Shaped().eval(), (X,)).module()
+    (row,) = sensitivity(exported, [X], ["mxfp8"], metric=metric, method="both", draws=4).rows
+    assert exported(X)["y"].shape == shape and row.alone >= 0 and row.estimate >= 0
+
+
+def test_no_gradient():
+    class Detached(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(64, 8)
+
+        def forward(self, x):
+            return self.linear(x).detach()
+
+    exported = torch.export.export(Detached().eval(), (X,)).module()
+    with pytest.raises(MXError, match=r"no gradient of an output reaches a module: give method='forward'"):
+        sensitivity(exported, [X], ["mxfp8"], method="gradient")
+
+
+def test_buffers_that_a_model_writes_stay():
+    class Counter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+            self.register_buffer("seen", torch.zeros(64))
+
+        def forward(self, x):
+            y = self.linear(x)
+            self.seen.add_(y.sum(0))
+            return y + self.seen
+
+    exported = torch.export.export(Counter().eval(), (X,)).module()
+    found = sensitivity(exported, [X, -X], ["mxfp8"], metric="noise", method="both")
+    assert torch.equal(exported.seen, torch.zeros(64)) and not exported.seen.requires_grad
+    again = sensitivity(exported, [X, -X], ["mxfp8"], metric="noise", method="both")
+    assert found == again and found.rows[0].alone > 0
 
 
 def test_result(tmp_path):
@@ -139,6 +250,10 @@ def test_result(tmp_path):
         ({"candidates": ["mxfp5"]}, "mxfp5"),
         ({"candidates": {"a": "mxfp4"}}, "the candidate 'a' must be an MXQuantizationConfig, not str"),
         ({"draws": 0}, "draws=0 must be an integer of at least 1"),
+        ({"seed": "a"}, "seed='a' must be an integer"),
+        ({"batches": [torch.full((4, 64), math.nan)]}, "the float model's outputs hold NaN, no value, or zeros alone"),
+        ({"batches": [torch.ones(0, 64)], "metric": "noise"}, "the float model's outputs hold NaN, no value"),
+        ({"metric": lambda got, want: "bad", "method": "forward"}, "the metric gave 'bad': it must give a number"),
     ],
 )
 def test_errors(net, options, text):

@@ -4,13 +4,14 @@ import math
 
 import pytest
 
+from pt2mx.pt2e.sensitivity.recipe_comparison import RecipeComparison, RecipeRow
 from pt2mx.pt2e.sensitivity.result import Sensitivity, SensitivityRow
 from tests.browser import CHROMIUM, Browser, Page
 from tests.reports import HOSTILE, full_report, operator, report_of
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 
-PLOTS = "[...document.querySelectorAll('main > section:not([hidden]) .plot')]"
+PLOTS = "[...document.querySelectorAll('main > section:not([hidden]) .plot:not([hidden])')]"
 READY = (
     "document.readyState === 'complete' && document.documentElement.dataset.ready "
     f"&& {PLOTS}.every((plot) => plot.querySelector('svg'))"
@@ -64,7 +65,7 @@ def test_the_answer_and_the_sections(fresh):
     answers = fresh.run("[...document.querySelectorAll('.answers .large')].map((one) => one.textContent)")
     assert answers[1:] == ["5.50", "0.9712", "8"]
     assert fresh.run("document.querySelectorAll('main > section:not([hidden])').length") == 5
-    assert fresh.run("document.querySelector('#recipe code').textContent").startswith("description: ")
+    assert "description: " in fresh.run("document.querySelector('#recipe code').textContent")
     assert "layers.3" in fresh.run("document.querySelector('.outliers').textContent")
     assert fresh.run("document.querySelectorAll('#comparison circle.front').length") == 3
 
@@ -163,3 +164,26 @@ def test_no_rows_and_ratios_that_are_not_finite(show, ratios):
     page.run("document.querySelectorAll('.operators > thead button')[2].click()")
     assert page.run(NAMES) == (["m1", "m3", "m0", "m2"] if len(ratios) > 1 else [f"m{i}" for i in range(len(ratios))])
     page.run(f"{ROWS}.forEach((row) => row.click())")
+
+
+@pytest.mark.parametrize(("count", "places"), [(1, "1"), (2, "12"), (3, "123"), (8, "12345678")])
+def test_operators_have_whole_numbers(show, count, places):
+    page = show(report_of(*(operator(name, 10.0) for name in "abcdefgh"[:count])).to_html())
+    texts = page.run("[...document.querySelectorAll('#depth .grid text')].map((one) => one.textContent)")
+    assert texts[-count:] == list(places) and all(text.isdigit() for text in texts)
+
+
+def test_a_comparison_of_a_model_without_parameters(show):
+    found = RecipeComparison.of("cosine", True, [RecipeRow("float", 0, 0.0, 1.0), RecipeRow("mxfp8", 0, 0.0, 0.999)])
+    page = show(report_of(operator("m", 10.0)).to_html(recipe="mxfp8", comparison=found))
+    assert page.run("document.querySelector('#comparison .plot').offsetHeight") == 0
+    assert page.run("[...document.querySelectorAll('#comparison tbody th')].map((one) => one.textContent)") == [
+        "floatfront", "mxfp8",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("metric", "note"), [("cosine", "against the float model"), ("accuracy", None)])
+def test_only_a_comparison_is_with_the_float_model(show, metric, note):
+    found = RecipeComparison.of("cosine", True, [RecipeRow("float", 256, 32.0, 1.0), RecipeRow("mxfp8", 66, 8.2, 0.99)])
+    page = show(report_of(operator("m", 10.0)).to_html(quality={metric: 0.9}, comparison=found))
+    assert page.run("document.querySelectorAll('#answers > div')[2].querySelector('.note')?.textContent") == note

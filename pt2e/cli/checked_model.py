@@ -1,0 +1,78 @@
+"""A model that a command names, with its batches, in which no NaN hides."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+from pt2mx.errors import MXError
+from pt2mx.pt2e.cli.calibration import load_batches
+from pt2mx.pt2e.cli.models import Batch, LoadedModel, load_model
+from pt2mx.pt2e.cli.stage import note, user_errors
+from pt2mx.pt2e.report.finite import listed, nonfinite_parameters
+
+
+def add_allow_nan(parser: argparse.ArgumentParser) -> None:
+    """Add the option `--allow-nan`."""
+    parser.add_argument(
+        "--allow-nan", action="store_true", help="go on, with a warning, where weights or batches hold NaN or Inf"
+    )
+
+
+def checked_model(options: argparse.Namespace) -> LoadedModel:
+    """Return the model of `options.model` on `options.device`.
+
+    Raises:
+        MXError: for a model that cannot be loaded, and without `--allow-nan` one that holds a NaN or an Inf.
+    """
+    with user_errors("load the model"):
+        loaded = load_model(options.model).to(options.device)
+    refuse_nan("the weights", nonfinite_parameters(loaded.module), options)
+    return loaded
+
+
+def checked_batches(loaded: LoadedModel, options: argparse.Namespace) -> dict[str, Batch]:
+    """Return the batches of `options.calibration` by their files or, for a built-in one, its number.
+
+    Raises:
+        MXError: for batches that the model does not take, and without `--allow-nan` for such as hold a NaN.
+    """
+    if options.calibration is None:
+        batches = {f"built-in batch {i}": batch for i, batch in enumerate(loaded.batches)}
+    elif options.calibration == "none":
+        return {}
+    else:
+        given = load_batches(options.calibration, loaded.readers)
+        conformed = {source: loaded.conform(batch, source, note) for source, batch in given.items()}
+        batches = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(options.device), conformed)
+    for source, batch in batches.items():
+        refuse_nan(f"{source}: the inputs", _nonfinite_inputs(loaded, batch), options)
+    return batches
+
+
+def refuse_nan(what: str, names: Iterable[str], options: argparse.Namespace) -> None:
+    """Raise an error if there are names; with `--allow-nan` note a warning."""
+    if names := list(names):
+        text = f"NaN or Inf in {what} {listed(names)}"
+        if not options.allow_nan:
+            raise MXError(f"{text}: mend it, or give --allow-nan to quantize all the same")
+        note(f"warning: {text}")
+
+
+def exported_module(loaded: LoadedModel) -> GraphModule:
+    """Return the graph module of a model's export."""
+    with user_errors("export the model"):
+        return loaded.export().module()
+
+
+def _nonfinite_inputs(loaded: LoadedModel, batch: Batch) -> Iterable[str]:
+    """Yield the inputs that hold a NaN, or no finite value: a mask may hold -Inf beside others."""
+    leaves = pytree.tree_leaves(batch)
+    for name, leaf in zip(loaded.signature.names, leaves, strict=True):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
+            if leaf.isnan().any() or not leaf.isfinite().any():
+                yield name

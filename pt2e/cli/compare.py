@@ -1,0 +1,121 @@
+"""The command `pt2mx compare`: a model by all recipes and formats, its size and its quality."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+
+import torch
+from torch.fx import GraphModule
+
+from pt2mx.algorithms.options import PRESETS, look_at_inputs
+from pt2mx.errors import MXError
+from pt2mx.pt2e.cli.checked_model import checked_batches, checked_model, exported_module
+from pt2mx.pt2e.cli.judged_model import add_judged_model, check_judged_model, metric_of
+from pt2mx.pt2e.cli.models import Batch, call
+from pt2mx.pt2e.cli.result import Result
+from pt2mx.pt2e.cli.stage import Stages, note, user_errors
+from pt2mx.pt2e.convert import convert_pt2e
+from pt2mx.pt2e.output import check_output
+from pt2mx.pt2e.prepare import prepare_pt2e
+from pt2mx.pt2e.quantizer import recipe
+from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
+from pt2mx.pt2e.report.report import quantization_report
+from pt2mx.pt2e.sensitivity.compare_recipes import (
+    FLOAT,
+    FORMATS_BESIDE,
+    chosen_quantizers,
+    compare_recipes,
+    optimized_by,
+)
+from pt2mx.pt2e.sensitivity.recipe_comparison import RecipeComparison
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_judged_model(parser)
+    parser.add_argument(
+        "--recipes",
+        metavar="A,B",
+        help=f"names, files and formats; by default all of {', '.join([*recipe.names(), *FORMATS_BESIDE])}",
+    )
+    parser.add_argument(
+        "--optimize",
+        choices=[*PRESETS, "none"],
+        help="round the weights of all recipes by a preset of pt2mx.optimize; by default as each recipe says",
+    )
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help="page to write, ending in .html: the plot, and the report of the best recipe",
+    )
+    parser.add_argument("--speed", action="store_true", help="compile each result too, and time a batch")
+    parser.set_defaults(run=_compare)
+
+
+def _compare(options: argparse.Namespace) -> Result:
+    check_judged_model(options)
+    if options.output is not None:
+        check_output(options.output, suffixes=(".html", ".htm"))
+    # a typo should not cost the loading of a model
+    quantizers = chosen_quantizers(None if options.recipes is None else options.recipes.split(","))
+    for quantizer in quantizers.values() if options.optimize is not None else ():
+        quantizer.set_algorithms(None if options.optimize == "none" else options.optimize)
+    with Stages(3 + len(quantizers) + (options.output is not None)) as progress:
+        loaded = checked_model(options)
+        batches = list(checked_batches(loaded, options).values())
+        seen, judged = _divided(batches, quantizers)
+        progress.begin("export")
+        exported = exported_module(loaded)
+        with user_errors("run the model"):
+            found = compare_recipes(
+                exported,
+                judged,
+                quantizers,
+                metric=metric_of(options, loaded),
+                calibration=seen,
+                speed=options.speed,
+                stage=progress.begin,
+            )
+            if options.output is not None:
+                progress.begin("page")
+                _write_page(exported, seen, judged, found, quantizers, options)
+    note(f"{options.model}, {len(judged)} batches; {progress.seconds()}")
+    return Result(str(found), {**json.loads(found.to_json()), "seconds": progress.times()})
+
+
+def _write_page(
+    exported: GraphModule,
+    seen: Sequence[Batch],
+    judged: Sequence[Batch],
+    found: RecipeComparison,
+    quantizers: dict[str, MXQuantizer],
+    options: argparse.Namespace,
+) -> None:
+    """Write the page of the recipe of best quality, which is quantized once more, and calibrated for its statistics."""
+    names = [row.name for row in found.front() if row.name != FLOAT]
+    if not names:
+        raise MXError(f"no recipe works, so there is no page: {found.rows[-1].note}")
+    optimized = optimized_by(exported, quantizers[names[-1]], seen)
+    prepared = prepare_pt2e(optimized, quantizers[names[-1]])
+    with torch.no_grad():
+        for batch in judged:
+            call(prepared, batch)
+    converted = convert_pt2e(prepared)
+    named = names[-1] if names[-1] in recipe.names() else quantizers[names[-1]]
+    report = quantization_report(converted)
+    report.to_html(
+        options.output, model=options.model, recipe=named, comparison=found, before=exported, after=converted
+    )
+
+
+def _divided(batches: list[Batch], quantizers: dict[str, MXQuantizer]) -> tuple[list[Batch], list[Batch]]:
+    """Return the batches for algorithms, and those to judge by, which are others where there are several."""
+    if not any(look_at_inputs(one.algorithms or ()) for one in quantizers.values()):
+        return [], batches
+    half = len(batches) // 2
+    if half == 0:
+        note("there is one batch: recipes with algorithms are judged by what they have seen")
+        return batches, batches
+    note(f"{half} of {len(batches)} batches are for the algorithms of recipes, the others judge")
+    return batches[:half], batches[half:]

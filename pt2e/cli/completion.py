@@ -1,0 +1,108 @@
+"""The command `pt2mx completion`: the script with which a shell completes the command line, made of its parsers."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator
+
+from pt2mx.pt2e.cli.command import CommandParser, command_parser, subparsers
+from pt2mx.pt2e.cli.result import Result
+from pt2mx.pt2e.quantizer import recipe
+
+#: what names an argument -> words that it may take, beside files
+_WORDS = {"recipe": recipe.names(), "model": ["minilm", "torchvision:", "hf:", "onnx:"]}
+
+#: what is typed is compared with the words before it, the longest command first; where no word fits, a file may
+_BASH = """\
+_pt2mx() {{
+    local word=${{COMP_WORDS[COMP_CWORD]}} words="" options=""
+    case " ${{COMP_WORDS[*]:1:$((COMP_CWORD - 1))}} " in
+{cases}
+    esac
+    if [[ $word == -* ]]; then words=$options; fi
+    COMPREPLY=($(compgen -W "$words" -- "$word"))
+}}
+complete -o default -F _pt2mx pt2mx"""
+_ZSH = "autoload -U +X bashcompinit && bashcompinit"
+
+Path = tuple[str, ...]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=_SHELLS, help="the shell that is to complete")
+    parser.set_defaults(run=_completion)
+
+
+def _completion(options: argparse.Namespace) -> Result:
+    script = _SHELLS[options.shell]()
+    return Result(script, {"shell": options.shell, "script": script})
+
+
+def _parsers(parser: argparse.ArgumentParser, path: Path = ()) -> Iterator[tuple[Path, argparse.ArgumentParser]]:
+    """Yield the parsers below a parser and itself, the deepest first, each with the commands that lead to it."""
+    if isinstance(parser, CommandParser):
+        parser.fill()
+    for name, inner in subparsers(parser).items():
+        yield from _parsers(inner, (*path, name))
+    yield path, parser
+
+
+def _words(action: argparse.Action) -> Iterable[str]:
+    """The words that an argument may take; none if it takes a file, or anything else."""
+    return map(str, action.choices) if action.choices else _WORDS.get(action.dest, ())
+
+
+def _bash() -> str:
+    cases = []
+    for path, parser in _parsers(command_parser()):
+        before = " ".join(["", *path, ""])
+        options = [action for action in parser._actions if action.option_strings]
+        values: dict[str, list[str]] = {}
+        for action in options:
+            if action.nargs != 0:  # it takes a value
+                patterns = (f'"{before}"*"{option} "' for option in action.option_strings)
+                values.setdefault(" ".join(_words(action)), []).extend(patterns)
+        cases += [f'{"|".join(patterns)}) words="{words}" ;;' for words, patterns in values.items()]
+        words = [word for action in parser._actions if action not in options for word in _words(action)]
+        names = [name for action in options for name in action.option_strings]
+        cases.append(f'"{before}"*) words="{" ".join(words)}" options="{" ".join(names)}" ;;')
+    return _BASH.format(cases="\n".join(f"    {case}" for case in cases))
+
+
+def _zsh() -> str:
+    return f"{_ZSH}\n{_bash()}"
+
+
+def _fish() -> str:
+    lines = []
+    for path, parser in _parsers(command_parser()):
+        inner = list(subparsers(parser))
+        seen = [f"__fish_seen_subcommand_from {name}" for name in path]
+        unseen = [f"not __fish_seen_subcommand_from {' '.join(inner)}"] if inner else []
+        place = f"complete -c pt2mx -n {_quoted('; and '.join([*seen, *unseen]))}"
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                lines += [f"{place} -f -a {one.dest} -d {_quoted(one.help)}" for one in action._choices_actions]
+            elif argument := _fish_argument(action):
+                lines.append(f"{place}{argument} -d {_quoted(action.help)}")
+    return "\n".join(lines)
+
+
+def _fish_argument(action: argparse.Action) -> str:
+    """The options of fish's `complete` for an argument: its names, if a word or a file follows, and the words."""
+    words = " ".join(_words(action))
+    given = f" -a {_quoted(words)}" if words else ""
+    if not action.option_strings:
+        return f" -f{given}" if action.choices else given
+    names = [f" -{'l' if name.startswith('--') else 's'} {name.lstrip('-')}" for name in action.option_strings]
+    value = "" if action.nargs == 0 else " -x" if action.choices else " -r"
+    return "".join(names) + value + given
+
+
+def _quoted(text: str | None) -> str:
+    """Return the help of an argument, or words, as a string of fish."""
+    return "'" + (text or "").replace("\\", "\\\\").replace("'", "\\'").replace("%%", "%") + "'"
+
+
+#: shell -> what makes its script
+_SHELLS = {"bash": _bash, "zsh": _zsh, "fish": _fish}

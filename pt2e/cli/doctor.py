@@ -1,0 +1,77 @@
+"""The command `pt2mx doctor`: what is installed, what is missing, and the command that mends it.
+
+It runs before torch is imported, which may be what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import platform
+import warnings
+from importlib.metadata import PackageNotFoundError
+
+from pt2mx.pt2e.cli.doctor_checks import CHECKS, Check, NotNeeded
+from pt2mx.pt2e.cli.result import Result
+from pt2mx.pt2e.cli.stage import Stages
+from pt2mx.version import __version__
+
+#: the exit status where the flow cannot run
+BROKEN = 1
+#: longest reason in a row
+_LONGEST = 200
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> Result:
+    stages = Stages(len(CHECKS), first=None)
+    rows = []
+    for group, checks in CHECKS.items():
+        stages.begin(f"look at {group}")
+        rows += [_row(check) for check in checks]
+    works = all(row["status"] == "ok" for row in rows if row["needed"])
+    missing = sum(row["status"] == "missing" for row in rows)
+    verdict = "the flow can run" if works else "the flow cannot run"
+    text = [
+        f"pt2mx {__version__}, {platform.platform()}",
+        *map(_line, rows),
+        f"{verdict}; {missing or 'nothing'} of {len(rows)} missing",
+    ]
+    data = {"pt2mx": __version__, "platform": platform.platform(), "flow_can_run": works, "checks": rows}
+    return Result("\n".join(text), data, 0 if works else BROKEN)
+
+
+def _row(check: Check) -> dict[str, object]:
+    """A check as JSON has it: its status is "ok", "missing", "not needed" or "unknown"."""
+    row = {"name": check.name, "purpose": check.purpose, "needed": check.needed, "mend": None}
+    previous = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # imports that talk
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return {**row, "status": "ok", "found": check.look()}
+    except NotNeeded as error:
+        return {**row, "status": "not needed", "found": str(error)}
+    except Exception as error:  # an import of a broken package raises anything
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch" and check.name != "torch":
+            return {**row, "status": "unknown", "found": "it cannot be looked at without torch"}
+        return {**row, "status": "missing", "found": _reason(error, check.mend), "mend": check.mend}
+    finally:
+        logging.disable(previous)
+
+
+def _reason(error: Exception, mend: str) -> str:
+    if isinstance(error, PackageNotFoundError):
+        return f"{error.name} is not installed"
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"{error.name.partition('.')[0]} is not installed"
+    text = " ".join(str(error).split()).removesuffix(f": {mend}") or type(error).__name__
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
+
+
+def _line(row: dict[str, object]) -> str:
+    line = f"{row['status']:<12}{row['name']:<14}{row['found']}"
+    return line if row["mend"] is None else f"{line}\n{'':26}for {row['purpose']}: {row['mend']}"

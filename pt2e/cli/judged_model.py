@@ -1,0 +1,50 @@
+"""The model of `pt2mx compare` and `pt2mx sensitivity`, and the metric by which its output is judged."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+from pt2mx.errors import MXError
+from pt2mx.pt2e.cli.checked_model import add_allow_nan
+from pt2mx.pt2e.cli.devices import add_device, check_device
+from pt2mx.pt2e.cli.models import LoadedModel
+from pt2mx.pt2e.sensitivity.metrics import METRICS
+
+#: architectures of transformers that give logits
+_LOGITS = re.compile(r"For\w*(Classification|LM|CTC|Generation|PreTraining)$|LMHeadModel$")
+
+
+def add_judged_model(parser: argparse.ArgumentParser) -> None:
+    """Add the model, what it is judged by, and where it runs."""
+    parser.add_argument("model", help="minilm, torchvision:NAME, hf:DIRECTORY_OR_NAME or module.py:factory")
+    parser.add_argument(
+        "--calibration",
+        help="folder of .pt/.npz batches, of images (.png, .jpg) or of recordings (.wav); by default the model's "
+        "built-in sample",
+    )
+    parser.add_argument(
+        "--metric",
+        choices=METRICS,
+        help="kl of logits, cosine of embeddings, noise over signal; by default kl for torchvision's models and "
+        "checkpoints that give logits, cosine for others",
+    )
+    add_device(parser, "where the model runs")
+    add_allow_nan(parser)
+
+
+def check_judged_model(options: argparse.Namespace) -> None:
+    """Raise an `MXError` for options that cannot be, before the work."""
+    check_device(options.device)
+    if options.model.startswith("onnx:"):
+        raise MXError("an ONNX file is not taken here: `pt2mx quantize --model onnx:FILE` compares its outputs")
+    if options.calibration == "none":
+        raise MXError("--calibration none leaves no batch to judge by: give a folder, or leave it out")
+
+
+def metric_of(options: argparse.Namespace, loaded: LoadedModel) -> str:
+    """Return the metric of the options, by default the one that fits the model."""
+    if options.metric is not None:
+        return options.metric
+    logits = options.model.startswith("torchvision:") or _LOGITS.search(type(loaded.module).__name__)
+    return "kl" if logits else "cosine"

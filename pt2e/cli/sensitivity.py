@@ -1,0 +1,132 @@
+"""The command `pt2mx sensitivity`: which modules of a model stand which formats, and a recipe that follows from it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch.fx import GraphModule
+
+from pt2mx.errors import MXError
+from pt2mx.pt2e.cli.checked_model import checked_batches, checked_model, exported_module
+from pt2mx.pt2e.cli.judged_model import add_judged_model, check_judged_model, metric_of
+from pt2mx.pt2e.cli.models import Batch, call
+from pt2mx.pt2e.cli.result import Result
+from pt2mx.pt2e.cli.stage import Stages, note, user_errors
+from pt2mx.pt2e.format_observer import MXFormatObserver
+from pt2mx.pt2e.output import check_output
+from pt2mx.pt2e.prepare import prepare_pt2e
+from pt2mx.pt2e.quantizer import recipe
+from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
+from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
+from pt2mx.pt2e.report.suggest import suggest_config
+from pt2mx.pt2e.sensitivity.forms import OPERANDS
+from pt2mx.pt2e.sensitivity.result import Sensitivity
+from pt2mx.pt2e.sensitivity.sensitivity import METHODS, sensitivity
+from pt2mx.spec import parse
+
+_WORST = 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_judged_model(parser)
+    parser.add_argument(
+        "--formats", metavar="A,B", default="mxfp4,mxfp6,mxfp8", help="candidates (default: mxfp4,mxfp6,mxfp8)"
+    )
+    parser.add_argument(
+        "--method",
+        choices=METHODS,
+        default="gradient",
+        help="forward runs the model for each module and format, gradient estimates by backward passes (default)",
+    )
+    parser.add_argument(
+        "--operands",
+        choices=OPERANDS,
+        help="what is quantized of a module (default: both, and weights with --bits)",
+    )
+    parser.add_argument("--left", action="store_true", help="with forward: also all but each module quantized")
+    parser.add_argument("--bits", type=float, help="suggest formats of the weights, of so many bits a value at most")
+    parser.add_argument("--activation", metavar="FORMAT", help="with --bits: of all activations (default: in float)")
+    parser.add_argument("--output", metavar="FILE", help="with --bits: the recipe to write")
+    parser.add_argument("--full", action="store_true", help=f"print all rows, not the {_WORST} costliest")
+    parser.set_defaults(run=_sensitivity)
+
+
+def _sensitivity(options: argparse.Namespace) -> Result:
+    formats = _check(options)
+    with Stages(4 if options.bits is None else 5) as progress:
+        loaded = checked_model(options)
+        batches = list(checked_batches(loaded, options).values())
+        progress.begin("export")
+        exported = exported_module(loaded)
+        progress.begin("measure")
+        with user_errors("run the model"):
+            found = sensitivity(
+                exported,
+                batches,
+                formats,
+                metric=metric_of(options, loaded),
+                method=options.method,
+                operands=[options.operands or ("both" if options.bits is None else "weights")],
+                left=options.left,
+                progress=sys.stderr.isatty(),
+            )
+        quantizer = None
+        if options.bits is not None:
+            progress.begin("suggest")
+            quantizer = _suggested(exported, batches[0], found, formats, options)
+    if quantizer is not None:
+        quantizer.to_recipe(options.output)
+        note(f"{options.output}: {_kinds(options.output)}")
+    note(f"{options.model}, {len(batches)} batches; {progress.seconds()}")
+    text = found.to_table(None if options.full else _WORST)
+    return Result(text, {**json.loads(found.to_json()), "output": options.output, "seconds": progress.times()})
+
+
+def _check(options: argparse.Namespace) -> list[str]:
+    """Return the candidates; an `MXError` for options that cannot be, before the work."""
+    check_judged_model(options)
+    if (options.bits is None) != (options.output is None):
+        raise MXError("--bits and --output go together: the bits of the recipe, and the file to write it to")
+    if options.bits is not None:
+        check_output(options.output)
+        if options.operands == "activations":
+            raise MXError("--bits chooses formats of weights: give --operands weights or both")
+    elif options.activation is not None:
+        raise MXError("--activation is of the recipe: give --bits and --output, too")
+    if options.left and options.method == "gradient":
+        raise MXError("--left is measured: give --method forward or both")
+    if options.activation is not None:
+        options.activation = _spec(options.activation)
+    return list(dict.fromkeys(map(_spec, options.formats.split(","))))
+
+
+def _spec(name: str) -> str:
+    """Return the spec of a format: that of the shipped recipe of the name, FP4 with scales by `even`, where there is
+    one."""
+    spec = parse(name)
+    settings = recipe.read(name).settings if name in recipe.names() else []
+    return next((str(config.weight) for kind, _, config in settings if kind == "global" and config), str(spec))
+
+
+def _suggested(
+    exported: GraphModule, batch: Batch, found: Sensitivity, formats: Sequence[str], options: argparse.Namespace
+) -> MXQuantizer:
+    """The quantizer of formats that cost the output least."""
+    observer = MXFormatObserver.with_args(candidates=tuple(formats))
+    config = MXQuantizationConfig(weight=formats[0], activation=options.activation, observer=observer)
+    prepared = prepare_pt2e(exported, MXQuantizer().set_global(config))
+    with torch.no_grad(), user_errors("run the model"):
+        call(prepared, batch)  # the weights are the same in each
+    return suggest_config(prepared, options.bits, objective="output", sensitivity=found)
+
+
+def _kinds(path: str) -> str:
+    """How many modules of a recipe have weights of which format."""
+    weights = [config.weight for _, _, config in recipe.read(path).settings if config]
+    counts = Counter(str(weight) for weight in weights if weight is not None)
+    return ", ".join(f"{count} x {name}" for name, count in counts.items())

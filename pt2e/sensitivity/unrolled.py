@@ -1,0 +1,97 @@
+"""Runs of a graph through which gradients pass: conditions and loops are run by Python, not by their operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import HigherOrderOperator
+from torch.fx import GraphModule, Node
+
+from pt2mx.errors import MXError
+from pt2mx.pt2e.debug.watched import Seen, Watched
+
+
+def _cond(chosen: Any, true: Any, false: Any, operands: Sequence[Any]) -> Any:
+    return (true if chosen else false)(*operands)
+
+
+def _while_loop(goes_on: Any, body: Any, carried: Sequence[Any], fixed: Sequence[Any]) -> Any:
+    while goes_on(*carried, *fixed):
+        carried = body(*carried, *fixed)
+    return tuple(carried)
+
+
+def _scan(step: Any, carried: Sequence[Any], slices: Sequence[Tensor], fixed: Sequence[Any]) -> Any:
+    made = []
+    for each in zip(*slices, strict=True):
+        found = step(*carried, *each, *fixed)
+        carried = found[: len(carried)]
+        made.append(found[len(carried) :])
+    return (*carried, *map(torch.stack, zip(*made, strict=True)))
+
+
+def _map(each: Any, slices: Sequence[Tensor], fixed: Sequence[Any]) -> Any:
+    made = [each(*one, *fixed) for one in zip(*slices, strict=True)]
+    return tuple(map(torch.stack, zip(*made, strict=True)))
+
+
+def _autocast(device: str, dtype: Any, enabled: bool, cache_enabled: bool, graph: Any, *operands: Any) -> Any:
+    with torch.autocast(device, dtype, enabled, cache_enabled):
+        return graph(*operands)
+
+
+#: what runs an operator's graphs
+_RUN: dict[str, Callable[..., Any]] = {
+    "cond": _cond,
+    "while_loop": _while_loop,
+    "scan": _scan,
+    "map_impl": _map,
+    "wrap_with_autocast": _autocast,
+    "wrap_with_set_grad_enabled": lambda enabled, graph, *operands: graph(*operands),
+    "tag_activation_checkpoint": lambda graph, *operands, **options: graph(*operands),
+    "hints_wrapper": lambda graph, operands, options, **hints: graph(*operands),
+    "invoke_subgraph": lambda graph, name, *operands: graph(*operands),
+}
+
+
+class Unrolled(Watched):
+    """A run that adds a zero to values which are wanted, each time that they are computed: its gradient is theirs.
+
+    Args:
+        wanted: their keys.
+        probes: gets the zeros, by key, in the order of the calls.
+    """
+
+    def __init__(
+        self, model: GraphModule, seen: Seen, wanted: set[str], probes: dict[str, list[Tensor]], place: str = ""
+    ) -> None:
+        super().__init__(model, seen, place)
+        self.wanted, self.probes = wanted, probes
+
+    def inside(self, graph: GraphModule, place: str) -> Watched:
+        """The run of a graph that a node of this one is given."""
+        return Unrolled(graph, self.seen, self.wanted, self.probes, place)
+
+    def computed(self, node: Node) -> Any:
+        """The value of a node; what is wanted has its zero."""
+        value = super().computed(node)
+        key = self.keys.get(node)
+        if key in self.wanted and isinstance(value, Tensor) and value.is_floating_point():
+            self.probes.setdefault(key, []).append(torch.zeros_like(value, requires_grad=True))
+            return value + self.probes[key][-1]
+        return value
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call an operator; that of a condition or loop by Python.
+
+        Raises:
+            MXError: for one that is not known here.
+        """
+        if not isinstance(target, HigherOrderOperator):
+            return super().call_function(target, args, kwargs)
+        if target.name() not in _RUN:
+            raise MXError(f"no gradients pass through {target.name()}: give method='forward'")
+        return _RUN[target.name()](*args, **kwargs)

@@ -1,0 +1,46 @@
+"""Faults put into converted models, as bugs of a flow would."""
+
+import copy
+
+import torch
+from torch.fx import GraphModule, Node
+
+from pt2mx import ops
+from pt2mx.fx.graph.module_stack import module_name
+from pt2mx.fx.graph.node import named_args
+
+
+def scaled_weight(converted: GraphModule, module: str, factor: float = 1.5) -> GraphModule:
+    """The model, in which a module's weight is scaled after it was quantized."""
+    broken, weight = _weight(converted, module)
+    with broken.graph.inserting_after(weight):
+        larger = broken.graph.call_function(torch.ops.aten.mul.Tensor, (weight, factor))
+    weight.replace_all_uses_with(larger, delete_user_cb=lambda user: user is not larger)
+    broken.recompile()
+    return broken
+
+
+def turned_scales(converted: GraphModule, module: str) -> GraphModule:
+    """The model, in which the scales of a module's weight, whose first two extents are equal, are along a wrong axis:
+    blocks of 8-bit codes run down the rows that ran along the columns."""
+    broken, weight = _weight(converted, module)
+    named = named_args(weight)
+    with broken.graph.inserting_before(weight):
+        scale = broken.graph.call_function(torch.ops.aten.transpose.int, (named["shared_exp_e8m0"], 0, 1))
+    weight.args, weight.kwargs = (
+        (named["data_lp"], scale),
+        {
+            **{name: value for name, value in named.items() if name not in ("data_lp", "shared_exp_e8m0")},
+            "block_dim": 0,
+        },
+    )
+    broken.recompile()
+    return broken
+
+
+def _weight(converted: GraphModule, module: str) -> tuple[GraphModule, Node]:
+    """A copy of a model, and the node in it that dequantizes a module's first weight."""
+    broken = copy.deepcopy(converted)
+    dequantized = broken.graph.find_nodes(op="call_function", target=ops.dequantize_mx)
+    read = [n for n in dequantized if n.args[0].op == "get_attr" and any(module_name(u) == module for u in n.users)]
+    return broken, read[0]

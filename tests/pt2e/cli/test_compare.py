@@ -1,0 +1,89 @@
+import json
+
+import pytest
+import torch
+
+import pt2mx
+from pt2mx.pt2e.cli.command import main
+from tests.factories import FACTORY
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(FACTORY)
+    (tmp_path / "batches").mkdir()
+    for i in range(3):
+        torch.save(torch.randn(8, 64, generator=torch.Generator().manual_seed(i)), tmp_path / "batches" / f"{i}.pt")
+    return tmp_path
+
+
+def test_table_and_json(capsys):
+    assert main(["compare", "net.py:make", "--recipes", "mxfp4,mxfp8"]) == 0
+    out, err = capsys.readouterr()
+    assert [line.split()[1] for line in out.splitlines()[1:-1]] == ["mxfp4", "mxfp8", "float"]
+    assert "net.py:make, 1 batches; load" in err and "mxfp8" in err
+    assert main(["compare", "net.py:make", "--recipes", "mxfp4,mxfp8", "--json", "--metric", "kl"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["metric"] == "divergence, nats" and [row["on_front"] for row in found["rows"]] == [True] * 3
+
+
+def test_numbers_are_those_of_the_function(capsys, folder):
+    quantizer = pt2mx.MXQuantizer().set_module_name("2", pt2mx.get_default_mx_quantization_config("mxfp4", "mxfp4"))
+    quantizer.to_recipe("mine.yaml")
+    assert main(["compare", "net.py:make", "--recipes", "mine.yaml", "--json", "--calibration", "batches"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    namespace = {}
+    exec(FACTORY, namespace)
+    model, x, shapes = namespace["make"]()
+    exported = torch.export.export(model.eval(), (x,), dynamic_shapes=shapes).module()
+    batches = [torch.load(folder / "batches" / f"{i}.pt") for i in range(3)]
+    assert list(found.pop("seconds")) == ["load", "export", "float", "mine.yaml"]
+    again = pt2mx.compare_recipes(exported, batches, {"mine.yaml": quantizer})
+    assert json.loads(again.to_json()) == found
+
+
+def test_algorithms_see_other_batches_than_judge(capsys):
+    options = ["compare", "net.py:make", "--calibration", "batches"]
+    assert main([*options, "--recipes", "mxfp4,mxfp4_weight_only", "--optimize", "balanced"]) == 0
+    assert "1 of 3 batches are for the algorithms of recipes, the others judge" in capsys.readouterr().err
+    assert main(["compare", "net.py:make", "--recipes", "mxfp4_decoder"]) == 0
+    assert "judged by what they have seen" in capsys.readouterr().err
+    assert main([*options, "--recipes", "mxfp4_decoder", "--optimize", "none"]) == 0
+    assert "net.py:make, 3 batches" in capsys.readouterr().err
+
+
+def test_a_page(capsys, folder):
+    options = ["compare", "net.py:make", "--recipes", "mxfp4,mxfp8_e5m2", "--output", "page.html"]
+    assert main(options) == 0
+    page = (folder / "page.html").read_text()
+    assert page.startswith("<!DOCTYPE html>") and "mxfp8_e5m2" in page and "mxfp4" in page and "net.py:make" in page
+    capsys.readouterr()
+    assert main([*options[:-1], "page.pdf"]) == 2
+    assert "its name must end in .html or .htm" in capsys.readouterr().err
+    assert main(["compare", "net.py:text", "--recipes", "mxfp8", "--output", "none.html"]) == 2
+    assert "no recipe works, so there is no page: it selects no operator" in capsys.readouterr().err
+    assert not (folder / "none.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["nothing"], "unknown model 'nothing'"),
+        (["onnx:net.onnx"], "an ONNX file is not taken here"),
+        (["net.py:make", "--recipes", "mxfp5"], "no recipe, file or format 'mxfp5'"),
+        (["net.py:make", "--recipes", ""], "no recipe, file or format ''"),
+        (["net.py:make", "--calibration", "none"], "--calibration none leaves no batch to judge by"),
+        (["net.py:make", "--calibration", "nowhere"], "no calibration batches: 'nowhere'"),
+        (["net.py:broken"], "NaN or Inf in the weights 0.weight"),
+    ],
+)
+def test_errors(arguments, text, capsys):
+    assert main(["compare", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert text in err and err.count("\n") == 1 and not out
+
+
+def test_models_without_weights(capsys):
+    assert main(["compare", "net.py:text", "--recipes", "mxfp8"]) == 0
+    assert "it selects no operator of the model" in capsys.readouterr().out

@@ -1,0 +1,34 @@
+import re
+
+import pytest
+
+from pt2mx import MXError
+from pt2mx.pt2e.cli.stage import Stages, note, user_errors
+
+
+def test_each_stage_has_a_line_when_it_begins(stage_lines, capsys):
+    with Stages(3) as stages:
+        assert re.fullmatch(r"\[ *\d+\.\d s\] 1/3 load\n", capsys.readouterr().err)
+        stages.begin("work")
+        note("said")
+        stages.begin("work")
+    out, err = capsys.readouterr()
+    assert out == "" and [line.split("] ")[-1] for line in err.splitlines()] == ["2/3 work", "pt2mx: said", "3/3 work"]
+    assert list(stages.times()) == ["load", "work"]
+    assert stages.times() == stages.times(), "the last stage has ended"
+    assert re.fullmatch(r"load 0\.0 s, work 0\.0 s", stages.seconds())
+
+
+def test_stages_without_a_first_one(stage_lines, capsys):
+    stages = Stages(1, first=None)
+    assert capsys.readouterr().err == ""
+    stages.begin("look")
+    assert capsys.readouterr().err.endswith("1/1 look\n")
+
+
+def test_user_errors_are_one_line():
+    with pytest.raises(MXError, match=r"could not load it: KeyError: 'a' \(.*test_stage\.py:\d+ in test_user"):
+        with user_errors("load it"):
+            raise KeyError("a")
+    with pytest.raises(MXError, match=r"^as it is$"), user_errors("load it"):
+        raise MXError("as it is")

@@ -1,0 +1,67 @@
+"""What the process `pt2mx` does before torch is imported; each in a process in which torch cannot be."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import pt2mx
+from pt2mx.pt2e.cli.command import COMMANDS
+
+#: the command line of `pt2mx`, without a module
+WITHOUT = """
+import sys
+sys.modules[sys.argv[1]] = None
+sys.argv = ["/bin/pt2mx", *sys.argv[2:]]
+sys.orig_argv = ["python", *sys.argv]
+import pt2mx
+"""
+
+
+def run(*arguments, without="torch"):
+    command = [sys.executable, "-c", WITHOUT, without, *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h", "quantize"]])
+def test_help_needs_no_torch(arguments):
+    result = run(*arguments)
+    assert (result.returncode, result.stderr) == (0, "") and all(f"\n    {name}" in result.stdout for name in COMMANDS)
+    assert "exit status: 0 done" in result.stdout
+
+
+def test_version_needs_no_torch():
+    result = run("--version")
+    assert (result.returncode, result.stdout) == (0, f"pt2mx {pt2mx.__version__}\n")
+
+
+@pytest.mark.parametrize(("arguments", "message"), [([], "COMMAND"), (["quantz"], "invalid choice: 'quantz'")])
+def test_a_wrong_command_line_needs_no_torch(arguments, message):
+    result = run(*arguments)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert message in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_the_first_stage_is_to_import_torch():
+    result = run("quantize", "--model", "minilm")
+    assert result.stderr.splitlines()[0].endswith(" s] import torch") and "ModuleNotFoundError" in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [["quantize", "--help"], ["formats"]])
+def test_help_and_texts_name_no_stage(arguments):
+    assert " s] " not in run(*arguments).stderr
+
+
+def test_doctor_runs_without_torch():
+    result = run("doctor", "--json")
+    found = json.loads(result.stdout)
+    status = {row["name"]: row["status"] for row in found["checks"]}
+    assert result.returncode == 1 and found["flow_can_run"] is False
+    assert (status["Python"], status["numpy"], status["torch"]) == ("ok", "ok", "missing")
+    assert {status[name] for name in ("torchao", "CPU kernels", "GPU", "[vision]", "[hf]")} == {"unknown"}
+    assert "Traceback" not in result.stderr
+
+
+def test_another_process_is_left_alone(run_python):
+    assert run_python("import sys\nsys.argv = ['net.py', '--help']\nimport pt2mx\nprint('went on')") == "went on\n"

@@ -1,0 +1,72 @@
+"""The folder of a language model is as it was until all of the new one is written."""
+
+import os
+
+import pytest
+import torch
+from torch import nn
+
+import pt2mx
+from pt2mx import MXError
+from pt2mx.pt2e.language import folder as folder_module
+from pt2mx.pt2e.language.folder import save_folder
+
+
+class Part:
+    """What transformers saves: a file, and one in a folder."""
+
+    def __init__(self, text, error=None):
+        self.text, self.error = text, error
+
+    def save_pretrained(self, folder):
+        for name in ("config.json", "inner/more.json"):
+            path = os.path.join(folder, name)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "w") as file:
+                file.write(self.text)
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture(scope="module")
+def program():
+    return torch.export.export(nn.Linear(4, 4), (torch.randn(2, 4),))
+
+
+def contents(folder):
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_it_is_written_and_overwritten(program, tmp_path):
+    save_folder(tmp_path / "new", program, None, Part("old"), None)
+    (tmp_path / "new" / "tokenizer.json").write_text("of the old one")
+    (tmp_path / "new" / "model.aoti.pt2").write_text("of the old one")
+    (tmp_path / "new" / "notes.txt").write_text("of the user")
+    save_folder(tmp_path / "new", program, None, Part("new"))
+    found = contents(tmp_path / "new")
+    assert set(found) == {"program.pt2", "config.json", "inner/more.json", "notes.txt"}
+    assert found["config.json"] == found["inner/more.json"] == b"new"
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (OSError(28, "No space left on device"), MXError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+        (RuntimeError("of a tokenizer"), RuntimeError),
+    ],
+)
+def test_what_fails_leaves_what_was_there(error, raised, program, tmp_path, monkeypatch):
+    save_folder(tmp_path, program, None, Part("old"))
+    before = contents(tmp_path)
+    with pytest.raises(raised):
+        save_folder(tmp_path, program, None, Part("new", error))
+    assert contents(tmp_path) == before
+
+    def full(*arguments):
+        raise pt2mx.MXError("cannot write 'program.pt2': No space left on device")
+
+    monkeypatch.setattr(folder_module, "save_program", full)
+    with pytest.raises(MXError, match=r"cannot write to .*: cannot write 'program\.pt2': No space left"):
+        save_folder(tmp_path, program, None, Part("new"))
+    assert contents(tmp_path) == before and not [path for path in tmp_path.iterdir() if path.name.startswith(".")]

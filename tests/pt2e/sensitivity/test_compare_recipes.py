@@ -1,0 +1,141 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import pt2mx
+from pt2mx import MXError
+from pt2mx.pt2e.quantizer import recipe
+from pt2mx.pt2e.sensitivity.compare_recipes import FORMATS_BESIDE, compare_recipes
+
+
+@pytest.fixture(scope="module")
+def net():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64), nn.Linear(64, 10)).eval()
+    batches = [torch.randn(32, 64) for _ in range(3)]
+    return torch.export.export(model, (batches[0],)).module(), batches
+
+
+def by_hand(exported, name):
+    prepared = pt2mx.prepare_pt2e(exported, pt2mx.MXQuantizer.from_recipe(name))
+    return pt2mx.convert_pt2e(prepared)
+
+
+def test_numbers_are_those_of_the_flow(net):
+    exported, batches = net
+    found = compare_recipes(exported, batches[1:], ["mxfp4", "mxfp8"], metric="kl")
+    rows = {row.name: row for row in found.rows}
+    for name in ("mxfp4", "mxfp8"):
+        converted, totals = by_hand(exported, name), []
+        for x in batches[1:]:
+            got, want = (F.log_softmax(m(x).double(), -1) for m in (converted, exported))
+            totals.append((want.exp() * (want - got)).sum(-1).mean().item())
+        assert math.isclose(rows[name].quality, sum(totals) / 2, rel_tol=1e-9)
+        report = pt2mx.quantization_report(converted)
+        assert (rows[name].bytes, rows[name].bits) == (report.bytes_after, report.effective_bits)
+        held = sum(t.nbytes for t in [*converted.parameters(), *converted.buffers()])
+        assert rows[name].bytes == held
+    assert (rows["float"].bytes, rows["float"].bits, rows["float"].quality) == (report.bytes_before, 32, 0)
+    assert found.metric == "divergence, nats" and not found.larger_is_better
+    assert [row.name for row in found.front()] == ["mxfp4", "mxfp8", "float"]
+
+
+@pytest.mark.parametrize(("metric", "at_float"), [("cosine", 1.0), ("noise", math.inf)])
+def test_qualities_are_better_where_they_are_larger(net, metric, at_float):
+    exported, batches = net
+    found = compare_recipes(exported, batches, ["mxfp4", "mxint8"], metric=metric)
+    assert found.larger_is_better
+    four, eight, whole = (row.quality for row in found.rows)
+    assert four < eight < whole and math.isclose(whole, at_float)
+    if metric == "cosine":
+        cosines = [F.cosine_similarity(by_hand(exported, "mxfp4")(x), exported(x)) for x in batches]
+        assert math.isclose(four, torch.cat(cosines).mean().item(), rel_tol=1e-6)
+
+
+def test_all_recipes_and_formats_and_the_stages(net):
+    exported, batches = net
+    stages = []
+    found = compare_recipes(exported, batches[1:], calibration=batches[:1], stage=stages.append)
+    names = [*recipe.names(), *FORMATS_BESIDE]
+    assert stages == ["float", *names] and {row.name for row in found.rows} == {"float", *names}
+    assert not any(row.note for row in found.rows)  # nor a warning on what is for other models
+    rows = {row.name: row for row in found.rows}
+    assert rows["mxfp4_decoder"].quality > rows["mxfp4_weight_only"].quality  # GPTQ
+
+
+def test_a_recipe_that_fails_is_a_row(net):
+    exported, batches = net
+    nothing = pt2mx.MXQuantizer().set_module_name("0", None)
+    needs_batches = pt2mx.MXQuantizer.from_recipe("mxfp4").set_algorithms("balanced")
+    given = {"nothing": nothing, "needs": needs_batches, "works": pt2mx.MXQuantizer.from_recipe("mxfp8")}
+    rows = {row.name: row for row in compare_recipes(exported, batches, given).rows}
+    assert rows["nothing"].note == "it selects no operator of the model" and math.isnan(rows["nothing"].quality)
+    assert "batches" in rows["needs"].note and rows["works"].quality > 0.99 and not rows["works"].note
+
+
+def test_a_users_metric_and_a_program(net):
+    exported, batches = net
+
+    def largest(got, want):
+        return (got - want).abs().max()
+
+    program = torch.export.export(exported, (batches[0],))
+    found = compare_recipes(program, batches[:1], ["mxfp8"], metric=largest)
+    difference = (by_hand(exported, "mxfp8")(batches[0]) - exported(batches[0])).abs().max().item()
+    assert found.metric == "largest" and math.isclose(found.rows[0].quality, difference, rel_tol=1e-6)
+
+
+def test_a_users_loss(net):
+    exported, batches = net
+    labels = exported(batches[0]).argmax(-1)
+
+    def loss(got, want):
+        return F.cross_entropy(got, labels).item()
+
+    found = compare_recipes(exported, batches[:1], ["mxfp4"], metric=loss)
+    rows = {row.name: row.quality for row in found.rows}
+    assert math.isclose(rows["float"], loss(exported(batches[0]), None)) and rows["mxfp4"] != rows["float"]
+    with pytest.raises(MXError, match=r"the metric gave 'good': it must give a number"):
+        compare_recipes(exported, batches, ["mxfp4"], metric=lambda got, want: "good")
+
+
+def test_the_model_stays_as_it_is(net):
+    exported, batches = net
+    before, code, mode = {n: t.clone() for n, t in exported.state_dict().items()}, exported.code, exported.training
+    compare_recipes(exported, batches, ["mxfp4", "mxfp4_decoder"], calibration=batches)
+    assert exported.code == code and exported.training == mode
+    assert all(torch.equal(t, before[name]) for name, t in exported.state_dict().items())
+
+
+@pytest.mark.slow
+def test_speed(net, compiler):
+    found = compare_recipes(*net, ["mxfp8"], speed=True)
+    assert all(0 < row.milliseconds < 1000 for row in found.rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"model": nn.Linear(1, 1)}, r"model must be a GraphModule, and is a module"),
+        ({"batches": []}, r"there is no batch to judge the recipes by"),
+        ({"batches": [(1, 2)]}, r"the model takes input: give each of them once, not 2 values"),
+        (
+            {"batches": [torch.full((32, 64), math.nan)]},
+            r"the float model's outputs hold NaN, no value, or zeros alone",
+        ),
+        ({"metric": "cos"}, r"metric='cos' is unknown: did you mean 'cosine'"),
+        ({"metric": 3}, r"metric must be one of kl, cosine, noise, or a function, not int"),
+        ({"recipes": ["mxfp5"]}, r"no recipe, file or format 'mxfp5': did you mean 'mxfp8'"),
+        ({"recipes": []}, r"there is no recipe to compare"),
+        ({"recipes": "mxfp4"}, r"recipes='mxfp4' must be a list of names, or a dict of quantizers"),
+        ({"recipes": {"a": "mxfp4"}}, r"the recipe 'a' must be an MXQuantizer, not str"),
+        ({"recipes": {"float": pt2mx.MXQuantizer()}}, r"'float' is the float model"),
+    ],
+)
+def test_errors(net, options, text):
+    given = {"model": net[0], "batches": net[1], **options}
+    with pytest.raises(MXError, match=text):
+        compare_recipes(given.pop("model"), given.pop("batches"), given.pop("recipes", ["mxfp8"]), **given)

@@ -1,0 +1,49 @@
+import json
+import math
+
+import pytest
+
+from pt2mx import MXError
+from pt2mx.pt2e.sensitivity.recipe_comparison import RecipeComparison, RecipeRow
+
+ROWS = [RecipeRow("float", 400, 32.0, 1.0), RecipeRow("failed", note="it broke"), RecipeRow("eight", 100, 8.0, 0.9)]
+ROWS += [RecipeRow("four", 50, 4.0, 0.7, 1.25), RecipeRow("worse", 50, 4.0, 0.6), RecipeRow("wasteful", 200, 16.0, 0.9)]
+
+
+@pytest.mark.parametrize("larger_is_better", [True, False])
+def test_the_front_is_what_no_other_beats(larger_is_better):
+    sign = 1 if larger_is_better else -1
+    rows = [RecipeRow(row.name, row.bytes, row.bits, sign * row.quality) for row in ROWS]
+    found = RecipeComparison.of("quality", larger_is_better, rows)
+    assert [row.name for row in found.rows] == ["four", "worse", "eight", "wasteful", "float", "failed"]
+    assert [row.name for row in found.front()] == ["four", "eight", "float"]
+    for row in found.rows[:-1]:  # by definition
+        beaten = [
+            o for o in rows
+            if o.bytes <= row.bytes and sign * o.quality >= sign * row.quality
+            and (o.bytes, o.quality) != (row.bytes, row.quality)
+        ]  # fmt: skip
+        assert row.on_front is not any(beaten)
+
+
+def test_equals_are_one_on_the_front():
+    found = RecipeComparison.of("q", True, [RecipeRow("a", 1, 1.0, 0.5), RecipeRow("b", 1, 1.0, 0.5)])
+    assert [row.name for row in found.front()] == ["a"]
+
+
+def test_table_and_json(tmp_path):
+    found = RecipeComparison.of("cosine", True, ROWS)
+    lines = str(found).splitlines()
+    assert lines[0].split() == ["recipe", "bytes", "bits", "cosine", "ms"]
+    assert lines[1].split() == ["*", "four", "50", "4.00", "0.7", "1.25"]
+    assert lines[6].split() == ["failed", "it", "broke"]
+    content = json.loads(found.to_json(tmp_path / "r.json"))
+    assert content == json.loads((tmp_path / "r.json").read_text()) and content["metric"] == "cosine"
+    assert content["rows"][0] == {
+        "name": "four", "bytes": 50, "bits": 4.0, "quality": 0.7, "milliseconds": 1.25, "on_front": True, "note": ""
+    }  # fmt: skip
+    assert content["rows"][-1]["quality"] is None
+    endless = RecipeComparison.of("SQNR", True, [RecipeRow("float", 1, 32.0, math.inf)])
+    assert json.loads(endless.to_json())["rows"][0]["quality"] == "inf"
+    with pytest.raises(MXError, match=r"cannot write '.*nowhere/r.json'"):
+        found.to_json(tmp_path / "nowhere" / "r.json")
