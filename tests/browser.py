@@ -7,6 +7,7 @@ import json
 import os
 import select
 import shutil
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -34,6 +35,7 @@ class Browser:
             pass_fds=(to_browser, from_browser),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
         os.close(to_browser)
         os.close(from_browser)
@@ -42,7 +44,7 @@ class Browser:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
+        os.killpg(self._process.pid, signal.SIGKILL)  # a launcher and the browser that it started
         self._process.wait()
         os.close(self._to)
         os.close(self._from)
@@ -52,20 +54,24 @@ class Browser:
         self._count += 1
         message = {"id": self._count, "method": method, "params": parameters}
         os.write(self._to, json.dumps(message | ({"sessionId": session} if session else {})).encode() + b"\0")
-        while (answer := self._read()).get("id") != self._count:
+        end = time.monotonic() + _SECONDS
+        while (answer := self._read(end)).get("id") != self._count:
             if page := self.pages.get(answer.get("sessionId", "")):
                 page.note(answer["method"], answer["params"])
         assert "error" not in answer, answer
         return answer["result"]
 
-    def _read(self) -> dict[str, Any]:
-        while b"\0" not in self._rest:
-            assert select.select([self._from], [], [], _SECONDS)[0], "the browser does not answer"
-            data = os.read(self._from, 1 << 16)
-            assert data, "the browser has ended"
-            self._rest += data
-        line, _, self._rest = self._rest.partition(b"\0")
-        return json.loads(line)
+    def _read(self, end: float) -> dict[str, Any]:
+        while (left := end - time.monotonic()) > 0:
+            line, found, rest = self._rest.partition(b"\0")
+            if found:
+                self._rest = rest
+                return json.loads(line)
+            if select.select([self._from], [], [], left)[0]:
+                data = os.read(self._from, 1 << 16)
+                assert data, "the browser has ended"
+                self._rest += data
+        raise AssertionError("the browser does not answer")
 
 
 class Page:

@@ -20,6 +20,7 @@ from pt2mx.pt2e.convert import convert_pt2e
 from pt2mx.pt2e.output import check_output
 from pt2mx.pt2e.prepare import prepare_pt2e
 from pt2mx.pt2e.quantizer import recipe
+from pt2mx.pt2e.quantizer.measured import tasks
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.report import quantization_report
 from pt2mx.pt2e.sensitivity.compare_recipes import (
@@ -31,13 +32,17 @@ from pt2mx.pt2e.sensitivity.compare_recipes import (
 )
 from pt2mx.pt2e.sensitivity.recipe_comparison import RecipeComparison
 
+#: how the names of models begin -> whose recipes are compared by default; those of other tasks are left out
+_TASKS = {"minilm": "encoder", "torchvision:": "cnn"}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_judged_model(parser)
     parser.add_argument(
         "--recipes",
         metavar="A,B",
-        help=f"names, files and formats; by default all of {', '.join([*recipe.names(), *FORMATS_BESIDE])}",
+        help=f"names, files and formats; by default all of {', '.join([*recipe.names(), *FORMATS_BESIDE])}, "
+        "but those of other tasks where the model's is known",
     )
     parser.add_argument(
         "--optimize",
@@ -58,7 +63,9 @@ def _compare(options: argparse.Namespace) -> Result:
     if options.output is not None:
         check_output(options.output, suffixes=(".html", ".htm"))
     # a typo should not cost the loading of a model
-    quantizers = chosen_quantizers(None if options.recipes is None else options.recipes.split(","))
+    quantizers = chosen_quantizers(
+        _default_recipes(options.model) if options.recipes is None else options.recipes.split(",")
+    )
     for quantizer in quantizers.values() if options.optimize is not None else ():
         quantizer.set_algorithms(None if options.optimize == "none" else options.optimize)
     with Stages(3 + len(quantizers) + (options.output is not None)) as progress:
@@ -82,6 +89,13 @@ def _compare(options: argparse.Namespace) -> Result:
                 _write_page(exported, seen, judged, found, quantizers, options)
     note(f"{options.model}, {len(judged)} batches; {progress.seconds()}")
     return Result(str(found), {**json.loads(found.to_json()), "seconds": progress.times()})
+
+
+def _default_recipes(model: str) -> list[str]:
+    """Return the recipes and formats for a model of that name."""
+    task = next((task for start, task in _TASKS.items() if model.startswith(start)), None)
+    others = tuple(f"{other}_" for other in tasks() if task not in (None, other))
+    return [name for name in (*recipe.names(), *FORMATS_BESIDE) if not name.startswith(others)]
 
 
 def _write_page(

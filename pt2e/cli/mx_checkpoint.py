@@ -15,9 +15,9 @@ from pt2mx.pt2e.report.report import quantization_report
 
 
 def is_for(options: argparse.Namespace) -> bool:
-    """True where `--model` is such a checkpoint, and `--output` no single program."""
+    """True where `--model` is such a checkpoint."""
     folder = options.model.removeprefix("hf:")
-    return folder != options.model and Path(options.output).suffix.lower() != ".pt2" and is_mx_checkpoint(folder)
+    return folder != options.model and is_mx_checkpoint(folder)
 
 
 def load_to_folder(options: argparse.Namespace) -> Result:
@@ -55,6 +55,8 @@ def _check(options: argparse.Namespace) -> None:
                 "give the float checkpoint"
             )
     place = Path(options.output)
+    if place.suffix.lower() == ".pt2":
+        raise MXError(f"{options.model!r} becomes a language model: give --output a folder, not {options.output!r}")
     if place.exists() and not place.is_dir():
         raise MXError(f"--output {options.output!r} is a file: a language model is written to a folder")
     if place.resolve() == Path(options.model.removeprefix("hf:")).resolve():

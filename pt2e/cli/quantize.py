@@ -83,8 +83,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _quantize(options: argparse.Namespace) -> Result | None:
     check_device(options.device)
-    is_language_model = options.model.startswith("hf:") and Path(options.output).suffix.lower() != ".pt2"
-    if is_language_model:
+    from_checkpoint = options.model.startswith("hf:")
+    is_language_model = from_checkpoint and Path(options.output).suffix.lower() != ".pt2"
+    if from_checkpoint:
         ready = importlib.import_module("pt2mx.pt2e.cli.mx_checkpoint")  # imports transformers
         if ready.is_for(options):
             return ready.load_to_folder(options)

@@ -95,8 +95,8 @@ def bisect(
     graph = _graph(first, "first")
     if isinstance(bound, bool) or not isinstance(bound, int | float) or not 0 < bound < math.inf:
         raise MXError(f"bound={bound!r} must be a number above 0")
-    if path is not None and Path(path).suffix != ".py":
-        raise MXError(f"path={str(path)!r} must end in .py")
+    if path is not None and (not isinstance(path, str | os.PathLike) or Path(path).suffix != ".py"):
+        raise MXError(f"path={path!r} must be a path that ends in .py")
     file = None
     if isinstance(second, str | os.PathLike) and Path(second).suffix == ".onnx":
         file = OnnxStage(second, "second")

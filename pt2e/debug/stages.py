@@ -76,7 +76,9 @@ def compare_stages(
     reference = _graph(float_model, "float_model")
     if not isinstance(stages, Mapping) or not stages:
         raise MXError("stages must be a dict of at least one: name -> a form of the model")
-    forms = {name: _form(form, name) for name, form in stages.items()}
+    if isinstance(batches, Tensor | dict):
+        raise MXError(f"batches is one of type {type(batches).__name__}: give a list of batches")
+    forms = {str(name): _form(form, str(name)) for name, form in stages.items()}
     found = {name: _Stage() for name in forms}
     nodes = {key: node for key, node, _ in keyed_nodes(reference)}
     others = {key for key, node in nodes.items() if node.op == "placeholder" or not node.users}
@@ -85,6 +87,8 @@ def compare_stages(
     with torch.no_grad(), unchanged(reference, *forms.values()):
         for batch in batches:
             count += 1
+            if any(isinstance(leaf, Tensor) and not leaf.numel() for leaf in pytree.tree_leaves(batch)):
+                raise MXError("a batch has an input without values: there is nothing to compare")
             values, outputs = values_of(reference, batch)
             operators |= dict.fromkeys(
                 key for key, (one, *_) in values.items() if key not in others and comparable(one, one)

@@ -166,10 +166,20 @@ def _what(batch: Any) -> str:
 
 
 def run(model: GraphModule, batch: Any, seen: Seen = lambda key, node, value, watched: None) -> Watched:
-    """Run a model with a batch, and show `seen` each value. Gives the run: `env` has the values, `outputs` the last."""
+    """Run a model with a batch, and show `seen` each value. Gives the run: `env` has the values, `outputs` the last.
+
+    Raises:
+        MXError: for a batch that the model does not take.
+    """
     leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(model, batch)]
     watched = Watched(model, seen)
-    watched.outputs = watched.run(*leaves, enable_io_processing=False)
+    try:
+        watched.outputs = watched.run(*leaves, enable_io_processing=False)
+    except MXError:
+        raise
+    except (AssertionError, RuntimeError) as error:  # of the export's guards, and of operators
+        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves if isinstance(leaf, Tensor))
+        raise MXError(f"the model does not run on inputs of shape {shapes}: {' '.join(str(error).split())}") from error
     return watched
 
 

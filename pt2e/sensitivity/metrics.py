@@ -126,7 +126,7 @@ def own_distance(metric: str | Distance, wanted: Iterable[Any]) -> float:
 
 
 def _number(value: object) -> float:
-    """What a user's metric gave."""
+    """The number that a user's metric gave."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, int | float):

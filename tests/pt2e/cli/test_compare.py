@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import pt2mx
+from pt2mx.pt2e.cli import compare
 from pt2mx.pt2e.cli.command import main
+from pt2mx.pt2e.quantizer import recipe
 from tests.factories import FACTORY
 
 
@@ -51,6 +53,14 @@ def test_algorithms_see_other_batches_than_judge(capsys):
     assert "judged by what they have seen" in capsys.readouterr().err
     assert main([*options, "--recipes", "mxfp4_decoder", "--optimize", "none"]) == 0
     assert "net.py:make, 3 batches" in capsys.readouterr().err
+
+
+def test_recipes_of_other_tasks_are_left_out_by_default():
+    chosen = {model: compare._default_recipes(model) for model in ("minilm", "torchvision:resnet18", "net.py:make")}
+    assert len(chosen["net.py:make"]) == len(recipe.names()) + 2 > len(chosen["minilm"])
+    for model, task in (("minilm", "encoder"), ("torchvision:resnet18", "cnn")):
+        named = {name.partition("_")[0] for name in chosen[model]}
+        assert {"encoder", "cnn", "decoder"} & named == {task} and "mxfp8" in named
 
 
 def test_a_page(capsys, folder):

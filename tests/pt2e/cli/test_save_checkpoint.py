@@ -48,6 +48,7 @@ def test_codes_go_in_and_out_to_the_bit(place, capsys):
     ("arguments", "text"),
     [
         (["quantize", "--model", "hf:mx", "--recipe", "mxfp4", "--output", "o"], "leave --recipe out"),
+        (["quantize", "--model", "hf:mx", "--output", "o.pt2"], "becomes a language model: give --output a folder"),
         (["quantize", "--model", "hf:mx", "--output", "mx"], "is the folder of the checkpoint"),
         (["quantize", "--model", "hf:float", "--output", "o"], "give --recipe, a YAML file or one of"),
         (["save-checkpoint", "quantized", "--float", "float", "--output", "mx", "--unpack", ".*"], "is there already"),

@@ -173,6 +173,12 @@ def test_files(net, tmp_path):
     assert header.split()[:2] == ["stage", "module"] and len(lines) == 3 + len(forms)
 
 
+def test_names_of_stages_are_text(net):
+    exported, forms = net
+    found = compare_stages(exported, dict.fromkeys([1], forms["converted"]), [IDS])
+    assert found.to_table().splitlines()[1].startswith("1 ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -180,6 +186,9 @@ def test_files(net, tmp_path):
         ((None, {}, [IDS]), "stages must be a dict"),
         ((None, {"a": 3}, [IDS]), "the stage 'a' must be a graph, an ONNX file or a function, not int"),
         ((None, {"a": len}, []), "there is no batch"),
+        ((None, {"a": len}, IDS), "batches is one of type Tensor: give a list of batches"),
+        ((None, {"a": len}, [IDS[:0]]), "a batch has an input without values"),
+        ((None, {"a": len}, [IDS.float()]), r"the model does not run on inputs of shape \(.*\): "),
         ((None, {"a": len}, [(IDS, IDS)]), "the model takes ids: give each of them once, not 2 values"),
         ((None, {"a": len}, [{"x": IDS}]), "the model takes ids: give each of them once, not x"),
         ((None, {"a": lambda ids: (ids, ids)}, [IDS]), "gives 2 tensors where the float model gives 1"),

@@ -6,6 +6,7 @@ import pytest
 
 from pt2mx.pt2e.sensitivity.recipe_comparison import RecipeComparison, RecipeRow
 from pt2mx.pt2e.sensitivity.result import Sensitivity, SensitivityRow
+from tests import browser
 from tests.browser import CHROMIUM, Browser, Page
 from tests.reports import HOSTILE, full_report, operator, report_of
 
@@ -187,3 +188,21 @@ def test_only_a_comparison_is_with_the_float_model(show, metric, note):
     found = RecipeComparison.of("cosine", True, [RecipeRow("float", 256, 32.0, 1.0), RecipeRow("mxfp8", 66, 8.2, 0.99)])
     page = show(report_of(operator("m", 10.0)).to_html(quality={metric: 0.9}, comparison=found))
     assert page.run("document.querySelectorAll('#answers > div')[2].querySelector('.note')?.textContent") == note
+
+
+@pytest.mark.parametrize(
+    ("does", "message"),
+    [
+        ("exit 3", "the browser has ended"),
+        ("sleep 60", "the browser does not answer"),
+        ("""while printf '{"method": "busy"}\\0' >&4; do sleep 0.01; done""", "the browser does not answer"),
+    ],
+)
+def test_a_browser_that_does_not_answer_is_waited_for_no_longer(does, message, tmp_path, monkeypatch):
+    launcher = tmp_path / "chromium"
+    launcher.write_text(f"#!/bin/sh\n{does}\n")
+    launcher.chmod(0o755)
+    monkeypatch.setattr(browser, "CHROMIUM", launcher)
+    monkeypatch.setattr(browser, "_SECONDS", 0.2)
+    with pytest.raises(AssertionError, match=message), Browser(tmp_path) as ended:
+        ended.send("Target.getTargets")
