@@ -1,11 +1,11 @@
 """SmolLM2-135M-Instruct by recipes, with and without algorithms, and with quantized caches.
 
-    python -m tests.benchmarks.perplexity [--tokens 4096] [--threads 1] [--only mxfp8 ...]
+    python -m tests.benchmarks.perplexity [--tokens 4096] [--threads 1] [--compile] [--only mxfp8 ...]
 
 Everything that `pt2mx quantize` quantizes of a language model: the decoder's layers, head and embedding. Perplexity on
 docstrings of Python's standard library in blocks of 512, calibrated on 8,192 tokens of others; the divergence from the
 float model's next-token distribution, and how often both find the same most likely token. Tokens a second of a
-generation of 64 tokens, on so many threads, not compiled.
+generation of 64 tokens, on so many threads; `--compile`: of quantized models compiled.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--compile", action="store_true", help="compile quantized models, which takes a minute each")
     parser.add_argument("--only", nargs="+", help="rows")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -82,7 +83,10 @@ def main() -> None:
             continue
         begin = time.perf_counter()
         quantized: LanguageModel = quantize_language_model(model, quantizer, seen, tokenizer)
-        add(name, quantized, exact, time.perf_counter() - begin)
+        seconds = time.perf_counter() - begin
+        if options.compile:
+            quantized.compile()
+        add(name, quantized, exact, seconds)
     print_table(rows, ("", "perplexity", "KL", "same", "tokens/s", "seconds"))
     print(hardware())
 
