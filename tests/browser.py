@@ -53,7 +53,11 @@ class Browser:
         """Send a command, to a page or to the browser itself, and give its result."""
         self._count += 1
         message = {"id": self._count, "method": method, "params": parameters}
-        os.write(self._to, json.dumps(message | ({"sessionId": session} if session else {})).encode() + b"\0")
+        text = json.dumps(message | ({"sessionId": session} if session else {}))
+        try:
+            os.write(self._to, text.encode() + b"\0")
+        except BrokenPipeError:
+            raise AssertionError("the browser has ended") from None
         end = time.monotonic() + _SECONDS
         while (answer := self._read(end)).get("id") != self._count:
             if page := self.pages.get(answer.get("sessionId", "")):
