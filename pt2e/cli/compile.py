@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.tensors import copy_sharing_tensors
 from pt2mx.fx.lower import lower_to_inductor
+from pt2mx.fx.passes.device import move_to_device
 from pt2mx.fx.portable import without_calls
 from pt2mx.pt2e.archive import check_kind
 from pt2mx.pt2e.cli.devices import add_device, check_device
@@ -86,16 +87,19 @@ def compile_program(
         warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
         exported = torch.export.export(lowered, args, kwargs, dynamic_shapes=shapes)
         code = without_calls(exported) if portable else exported
-        write_package(code, exported, lowered, path, device, ranges(program), _on_its_device(eager), origin)
+        write_package(code, exported, lowered, path, device, ranges(program), _on_the_cpu(eager), origin)
 
 
-def _on_its_device(model: GraphModule) -> Callable[..., object]:
-    """Return the model as a function of inputs on any device. It writes to no buffer of `model`."""
-    model = copy_sharing_tensors(model)
-    device = next((t.device for t in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
+def _on_the_cpu(model: GraphModule) -> Callable[..., object]:
+    """Return the model as a function of inputs on any device. It writes to no buffer of `model`.
+
+    It runs on the CPU, which refuses an index out of range by an error: on a GPU that ends the process.
+    """
+    cpu = torch.device("cpu")
+    model = move_to_device(copy_sharing_tensors(model), cpu)
 
     def call(*args: object, **kwargs: object) -> object:
-        args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(device), (args, kwargs))
+        args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(cpu), (args, kwargs))
         return model(*args, **kwargs)
 
     return call

@@ -97,7 +97,8 @@ def write_package(
         path: of the package.
         device: that the code is for.
         stated: the ranges of the inputs.
-        eager: the model that the package is to agree with, called with inputs on that device.
+        eager: the model that the package is to agree with, called with inputs on that device; it raises an error where
+            the program does not take its inputs, which a GPU may not.
         origin: the record of what wrote the package.
 
     Raises:

@@ -8,8 +8,10 @@ import torch
 
 import pt2mx
 from pt2mx import FORMATS, MXQuantizer, get_default_mx_quantization_config
+from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.cli.command import main
+from pt2mx.pt2e.cli.compile import compile_program
 from pt2mx.pt2e.packages.package import load_package
 from tests.compare import relative_error
 from tests.flow import exported
@@ -179,3 +181,31 @@ def test_training_compiles_and_agrees():
             found.append(loss.item())
         losses.append(found)
     assert losses[1] == pytest.approx(losses[0], abs=1e-4) and losses[0][-1] < losses[0][0]
+
+
+class Masked(torch.nn.Module):
+    """Reads a mask at each id's place, past its end where the mask is shorter."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(64, 64)
+
+    def forward(self, x, mask):
+        return self.linear(x) * mask[torch.arange(x.shape[0], device=x.device)].unsqueeze(1)
+
+
+def test_a_program_that_a_package_tries_with_an_index_out_of_range(quantize, tmp_path):
+    """On a GPU an index out of range ends the process."""
+    torch.manual_seed(0)
+    inputs = torch.randn(8, 64, device="cuda"), torch.ones(8, device="cuda")
+    rows = {0: torch.export.Dim.DYNAMIC}
+    program = torch.export.export(Masked().cuda(), inputs, dynamic_shapes=(rows, rows))
+    _, _, converted = quantize(program, MXQuantizer.from_recipe("mxfp8"), inputs)
+    program = torch.export.export(converted, inputs, dynamic_shapes=(rows, rows))
+    path = str(tmp_path / "masked.aoti.pt2")
+    compile_program(program, path, "cuda")
+    package = load_package(path)
+    shorter = inputs[0][:5], inputs[1][:6]
+    assert torch.allclose(package(*shorter), converted(*shorter), atol=1e-5)
+    with pytest.raises(MXError, match="mask"):
+        package(inputs[0], inputs[1][:6])
