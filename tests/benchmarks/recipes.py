@@ -19,7 +19,6 @@ from torch.fx import GraphModule
 
 import pt2mx
 from pt2mx import MXQuantizer
-from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.measured import summary, table, tasks
 from tests.benchmarks.accuracy.case import Case, Figures
 from tests.benchmarks.accuracy.models import MODELS
@@ -68,7 +67,7 @@ def tables() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--recipes", nargs="+", default=recipe.names(), help="names or files; all that are shipped")
+    parser.add_argument("--recipes", nargs="+", help="names or files; by default those that were measured before")
     parser.add_argument("--write", action="store_true", help="update configs/measured.json, and comments")
     parser.add_argument(
         "--tables", action="store_true", help="print the tables of configs/README.md, and measure nothing"
@@ -82,7 +81,7 @@ def main() -> None:
         case = MODELS[TASKS[task][0]]()
         with torch.no_grad():
             exact = _quality(case.judge(case.model))
-        for name in options.recipes:
+        for name in options.recipes or tasks()[task]["recipes"]:
             found = measured(case, MXQuantizer.from_recipe(name))
             rows.append({"task": task, "recipe": name, **found})
             print(rows[-1], flush=True)
