@@ -14,6 +14,7 @@ from pt2mx.fx.graph.node import is_ours, write_out_arguments
 from pt2mx.fx.graph.origins import note_origins
 from pt2mx.fx.graph.subgraphs import graph_modules
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors, map_tensors
+from pt2mx.fx.passes.bfloat16_products import use_bfloat16_products
 from pt2mx.fx.passes.cse_quantize import cse_quantize
 from pt2mx.fx.passes.device import device_named, move_to_device
 from pt2mx.fx.passes.fold_weights import fold_all_weights
@@ -59,8 +60,9 @@ STEPS = (
     Step(sink_bias),
     Step(merge_fake_quantize),
     Step(use_scaled_mm, needs_weights=True, option="scaled_mm"),
-    Step(unpack_weights, needs_weights=True, option="unpack"),
     Step(fuse_rotation),
+    Step(use_bfloat16_products),
+    Step(unpack_weights, needs_weights=True, option="unpack"),
     Step(use_mma_layout, needs_weights=True),
 )
 

@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from pt2mx import ops
-from pt2mx.ops import hadamard, linear
+from pt2mx.ops import hadamard, linear, rotated_quantization
 from pt2mx.spec import MXSpec
 
 if TYPE_CHECKING:
@@ -216,9 +216,24 @@ class Hadamard(OperatorCall):
 
 
 @dataclass(frozen=True)
+class RotatedFakeQuantize(OperatorCall):
+    """`rotated_fake_quantize_mx`. x: (..., n); target_dtype: of the result, None for x's."""
+
+    operator: ClassVar[OpOverload] = rotated_quantization.rotated_fake_quantize_mx
+
+    x: Node
+    size: int
+    element: str
+    block_size: int
+    scale_mode: str
+    rounding: str
+    target_dtype: torch.dtype | None
+
+
+@dataclass(frozen=True)
 class LinearMX(OperatorCall):
     """`linear_mx`. x: (..., K), codes and scale: of a weight (N, K), bias: (N,) or None;
-    rotation: blocks of x that are rotated first, 0 for none."""
+    rotation: blocks of x that are rotated first, 0 for none; target_dtype: of the result, None for x's."""
 
     operator: ClassVar[OpOverload] = linear.linear_mx
 
@@ -229,3 +244,4 @@ class LinearMX(OperatorCall):
     element: str
     block_size: int
     rotation: int
+    target_dtype: torch.dtype | None

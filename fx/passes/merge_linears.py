@@ -38,7 +38,8 @@ def merge_linears(model: GraphModule) -> None:
         is_constant = all(n.op == "get_attr" and n in constants and len(n.users) == 1 for n in own)
         if is_constant and written.isdisjoint((call.x, node)) and may_be_strided(node):
             is_whole = len(tensor_of(model, call.codes)) % _WHOLE == 0
-            groups[call.x, call.element, call.block_size, call.rotation, call.bias is None, is_whole].append(node)
+            same = call.x, call.element, call.block_size, call.rotation, call.target_dtype, call.bias is None, is_whole
+            groups[same].append(node)
     for products in groups.values():
         if len(products) > 1:
             _join(model, products)

@@ -28,7 +28,7 @@ def use_mma_layout(model: GraphModule, everywhere: bool = False) -> None:
     constants = constant_nodes(model.graph)
     buffers: dict[tuple[object, ...], list[str]] = {}
     for node, call in LinearMX.calls_in(model.graph):
-        if not all(n.op == "get_attr" and n in constants for n in (call.codes, call.scale)) or not _fits(call.x):
+        if not all(n.op == "get_attr" and n in constants for n in (call.codes, call.scale)) or not _fits(call):
             continue
         codes = tensor_of(model, call.codes)
         if not everywhere and not (codes.device.type == "cuda" and runs_triton(codes.device)):
@@ -40,9 +40,9 @@ def use_mma_layout(model: GraphModule, everywhere: bool = False) -> None:
             _replace(model, node, call, buffers[key])
 
 
-def _fits(x: Node) -> bool:
-    k = (shape_of(x) or (None,))[-1]
-    return dtype_of(x) == torch.bfloat16 and isinstance(k, int) and k % 8 == 0
+def _fits(call: LinearMX) -> bool:
+    k = (shape_of(call.x) or (None,))[-1]
+    return dtype_of(call.x) == torch.bfloat16 and call.target_dtype is None and isinstance(k, int) and k % 8 == 0
 
 
 def _register_mma_layout(model: GraphModule, call: LinearMX) -> list[str]:

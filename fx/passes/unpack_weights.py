@@ -12,7 +12,9 @@ from pt2mx.fx.graph.constants import computed_from, constant_nodes, evaluate, ro
 from pt2mx.fx.graph.graph_pass import GraphPass
 from pt2mx.fx.graph.node import Dequantize, LinearMX, dtype_of, set_value, shape_of
 from pt2mx.fx.passes.fold_weights import fold_constant
+from pt2mx.kernels.cpu.linear import multiplies_bfloats
 from pt2mx.ops.hadamard import hadamard
+from pt2mx.spec import MXSpec
 
 aten = torch.ops.aten
 
@@ -22,14 +24,17 @@ def unpack_weights(model: GraphModule) -> None:
     """Dequantize every weight now, to a buffer `<weight>_data_unpacked`, once for all that read it: `linear_mx` becomes
     `linear`, and convolutions and other readers of a `dequantize_mx` find it computed.
 
-    Rows that are gathered stay packed, and so do the experts of `grouped_linear_mx` and weights that are operands of a
-    graph inside another.
+    Rows that are gathered stay packed, and so do the experts of `grouped_linear_mx`, weights that are operands of a
+    graph inside another, and those of products that this machine's units for bfloat16 compute faster.
     """
     constants = {n for n in constant_nodes(model.graph) if all(c.op != "placeholder" for c in computed_from(n))}
     buffers: dict[tuple[object, ...], Node] = {}
     for node, product in LinearMX.calls_in(model.graph):
         k = (shape_of(product.x) or (None,))[-1]
-        if constants.issuperset((product.codes, product.scale)) and isinstance(k, int):
+        if not constants.issuperset((product.codes, product.scale)) or not isinstance(k, int):
+            continue
+        of_bfloats = product.target_dtype is not None
+        if not of_bfloats or not multiplies_bfloats(MXSpec(product.element, product.block_size), k):
             constants.add(_use_plain_product(model, node, product, k))
     for node, call in Dequantize.calls_in(model.graph):
         if node in constants:
@@ -50,6 +55,9 @@ def _use_plain_product(model: GraphModule, packed: Node, call: LinearMX, k: int)
         x = call.x
         if call.rotation:
             x = model.graph.call_function(hadamard, (x, call.rotation))
+            set_value(x)
+        if dtype_of(x) != dtype_of(packed):
+            x = model.graph.call_function(aten.to.dtype, (x, dtype_of(packed)))
             set_value(x)
         plain = model.graph.call_function(aten.linear.default, (x, weight, call.bias))
     set_value(weight)

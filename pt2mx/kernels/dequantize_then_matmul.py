@@ -16,10 +16,19 @@ from pt2mx.spec import MXSpec
 __all__ = ["grouped_linear", "linear", "linear_mma_layout"]
 
 
-def linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, spec: MXSpec, rotation: int = 0) -> Tensor:
-    """x: (..., K), data: (N, bytes) uint8, scale: (N, blocks) uint8, bias: (N,) or None -> (..., N); `rotation`: values
-    of x that are rotated together first, 0 for none."""
+def linear(
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    spec: MXSpec,
+    rotation: int = 0,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """x: (..., K), data: (N, bytes) uint8, scale: (N, blocks) uint8, bias: (N,) or None -> (..., N) in `dtype`, that of
+    the bias, by default x's; `rotation`: values of x that are rotated together first, 0 for none."""
     x = rotate(x, rotation) if rotation else x
+    x = x.to(dtype or x.dtype)
     return F.linear(x, _weight(x, data, scale, spec), bias)
 
 

@@ -36,7 +36,9 @@ def _kernel(
 
 
 def _cast(argument: object, dtype: torch.dtype) -> object:
-    """Cast a floating tensor; float64 stays, as autocast has it."""
+    """Cast a floating tensor; float64 stays, as autocast has it. A dtype that was asked for is left to it too."""
+    if isinstance(argument, torch.dtype):
+        return None
     if isinstance(argument, Tensor) and argument.is_floating_point() and argument.dtype != torch.float64:
         return argument.to(dtype)
     return argument

@@ -103,11 +103,16 @@ OPERATORS = {
         {"seed": "() int64", "size": "the shape of what is rounded"},
     ),
     "linear_mx": Operator(
-        2,
-        "`linear(x, w, bias)`, where w is `dequantize_mx` of the weight along K in x's dtype; sums are in float32, in "
-        "any order. x and bias have gradients; autocast casts both to its dtype.",
-        {"": "(..., N) in x's dtype"},
-        {"x": "(..., K) float32, float16 or bfloat16"},
+        3,
+        "`linear(x, w, bias)`, where w is `dequantize_mx` of the weight along K in the dtype of the result; sums are "
+        "in float32, in any order. x and bias have gradients; autocast casts both to its dtype.",
+        {"": "(..., N) in `target_dtype`"},
+        {
+            "x": "(..., K) float32, float16 or bfloat16",
+            "bias": "(N,) in the dtype of the result, or None",
+            "target_dtype": "the dtype of the result; None: that of x. float32 of quantized values in bfloat16, which "
+            "holds them exactly, is a product of bfloat16 units",
+        },
     ),
     "grouped_linear_mx": Operator(
         1,
@@ -160,13 +165,14 @@ OPERATORS = {
         {"x": _VALUES, "size": "values of a block, a power of two that divides n"},
     ),
     "rotated_fake_quantize_mx": Operator(
-        1,
+        2,
         "`fake_quantize_mx` of `hadamard`, to the bit, both in blocks along the last dimension. The gradient is that "
         "of `hadamard`.",
-        {"": "x's shape and dtype, contiguous"},
+        {"": "x's shape, contiguous, in `target_dtype`"},
         {
             "x": "(..., n) float32, float16 or bfloat16 of any strides",
-            "size": "values that are rotated together, a power of two that divides n",
+            "size": "values that are rotated together, a power of two that divides n; 1 for none",
+            "target_dtype": "the dtype of the result; None: that of x. bfloat16 holds every element of at most 8 bits",
             "rounding": f"how values are rounded: {_choices(r for r in ROUNDINGS if not ROUNDINGS[r].random)}",
         },
     ),

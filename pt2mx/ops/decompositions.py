@@ -137,9 +137,17 @@ def product_decompositions() -> dict[OpOverload, Callable[..., Tensor]]:
         return rotate(x, rotation) if rotation else x
 
     def linear_mx(
-        x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: str, block_size: int, rotation: int = 0
+        x: Tensor,
+        data: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        elem: str,
+        block_size: int,
+        rotation: int = 0,
+        target_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        return functional.linear(rotated(x, rotation), weight(x, data, scale, elem, block_size), bias)
+        x = rotated(x, rotation).to(target_dtype or x.dtype)
+        return functional.linear(x, weight(x, data, scale, elem, block_size), bias)
 
     def grouped_linear_mx(x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, elem: str, block_size: int) -> Tensor:
         experts = weight(x, data, scale, elem, block_size)  # (E, N, K)
@@ -160,9 +168,16 @@ def product_decompositions() -> dict[OpOverload, Callable[..., Tensor]]:
         return functional.linear(rotated(x, rotation), weight, bias)
 
     def rotated_fake_quantize_mx(
-        x: Tensor, size: int, elem: str, block_size: int, scale_mode: str = "floor", rounding: str = "even"
+        x: Tensor,
+        size: int,
+        elem: str,
+        block_size: int,
+        scale_mode: str = "floor",
+        rounding: str = "even",
+        target_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        return ops.fake_quantize_mx(rotate(x, size), elem, block_size, -1, scale_mode, rounding)
+        y = ops.fake_quantize_mx(rotate(x, size), elem, block_size, -1, scale_mode, rounding)
+        return y.to(target_dtype or x.dtype)
 
     def attention_mx(
         query: Tensor,

@@ -17,9 +17,11 @@ from torch._inductor.virtualized import V
 from pt2mx import ops
 from pt2mx.kernels import elements
 from pt2mx.kernels.axis import guards
+from pt2mx.kernels.cpu import linear as cpu_linear
 from pt2mx.ops.decompositions import decompositions
 from pt2mx.ops.hadamard import hadamard
 from pt2mx.ops.linear import linear_mx
+from pt2mx.spec import MXSpec
 
 #: computes nothing: for tracing the values are contiguous, in memory they may lie as Inductor wants, cut from a tensor
 #: with filled blocks for example
@@ -45,15 +47,24 @@ _DENSE_ROWS = 128
 
 
 def _linear(
-    x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: str, block_size: int, rotation: int = 0
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    elem: str,
+    block_size: int,
+    rotation: int = 0,
+    target_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`linear_mx` of many rows; of few or an unknown number it stays a call."""
+    """`linear_mx` of many rows; of few or an unknown number it stays a call, and where `linear` has a faster kernel."""
     known = all(isinstance(n, int) for n in x.shape[:-1])  # asking a symbolic size for its number would fix it
     if x.device.type != "cpu" or not known or x.shape[:-1].numel() < _DENSE_ROWS:
         return NotImplemented
-    weight = ops.dequantize_mx(data, scale, elem, block_size, x.dtype, -1, x.shape[-1])
+    if target_dtype is not None and cpu_linear.multiplies_bfloats(MXSpec(elem, block_size), x.shape[-1]):
+        return NotImplemented
+    weight = ops.dequantize_mx(data, scale, elem, block_size, target_dtype or x.dtype, -1, x.shape[-1])
     x = hadamard(x, rotation) if rotation else x
-    return torch.nn.functional.linear(x, weight, bias)
+    return torch.nn.functional.linear(x.to(weight.dtype), weight, bias)
 
 
 def _with_its_guards(function: Callable) -> Callable:

@@ -40,24 +40,40 @@ def _kernels_for(function: str, x: Tensor, element: ElementFormat) -> ModuleType
 
 
 def _linear(
-    x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: str, block_size: int, rotation: int = 0
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    elem: str,
+    block_size: int,
+    rotation: int = 0,
+    target_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """x: (..., K) float, data: (N, bytes of K) uint8, scale: (N, ceil(K / block_size)) uint8, bias: (N,) as x or None
-    -> (..., N) in x's dtype."""
-    spec = _check(x, data, scale, elem, block_size, dimensions=2, rotation=rotation)
-    if bias is not None and (bias.shape != data.shape[:1] or bias.dtype != x.dtype or bias.device != x.device):
+    """x: (..., K) float, data: (N, bytes of K) uint8, scale: (N, ceil(K / block_size)) uint8, bias: (N,) as the result
+    or None -> (..., N) in `target_dtype`, by default x's."""
+    spec, dtype = _check(x, data, scale, elem, block_size, dimensions=2, rotation=rotation), target_dtype or x.dtype
+    if not dtype.is_floating_point:
+        raise MXError(f"target_dtype={dtype} must be a floating-point dtype, or None for that of x")
+    if bias is not None and (bias.shape != data.shape[:1] or bias.dtype != dtype or bias.device != x.device):
         raise MXError(
             f"bias of shape {tuple(bias.shape)}, {bias.dtype} on {bias.device} does not fit a weight of "
-            f"{data.shape[0]} rows and x in {x.dtype} on {x.device}"
+            f"{data.shape[0]} rows and a result in {dtype} on {x.device}"
         )
-    return _kernels_for("linear", x, spec.element).linear(x, data, scale, bias, spec, rotation)
+    return _kernels_for("linear", x, spec.element).linear(x, data, scale, bias, spec, rotation, dtype)
 
 
 def _linear_fake(
-    x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: str, block_size: int, rotation: int = 0
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    elem: str,
+    block_size: int,
+    rotation: int = 0,
+    target_dtype: torch.dtype | None = None,
 ) -> Tensor:
     _check(x, data, scale, elem, block_size, dimensions=2, rotation=rotation)
-    return x.new_empty((*x.shape[:-1], data.shape[0]))
+    return x.new_empty((*x.shape[:-1], data.shape[0]), dtype=target_dtype or x.dtype)
 
 
 def _grouped_linear(x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, elem: str, block_size: int) -> Tensor:
@@ -132,8 +148,8 @@ def _check_mma_layout(
 
 
 def _save_weight(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    x, data, scale, _, ctx.elem, ctx.block_size, ctx.rotation = inputs
-    ctx.length = x.shape[-1]
+    x, data, scale, _, ctx.elem, ctx.block_size, ctx.rotation, _ = inputs
+    ctx.length, ctx.dtype = x.shape[-1], x.dtype
     ctx.save_for_backward(data, scale)
 
 
@@ -142,12 +158,16 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     weight = ops.dequantize_mx(data, scale, ctx.elem, ctx.block_size, grad.dtype, -1, ctx.length)
     bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
     x = rotate_back(grad @ weight, ctx.rotation) if ctx.rotation else grad @ weight
-    return x, None, None, bias, None, None, None
+    return x.to(ctx.dtype), None, None, bias, None, None, None, None
 
 
 #: operator -> its arguments after the weight, kernel, fake kernel
 _OPERATORS: dict[str, tuple[str, Callable[..., Tensor], Callable[..., Tensor]]] = {
-    "linear_mx": ("Tensor? bias, str elem_dtype_name, int block_size, int rotation=0", _linear, _linear_fake),
+    "linear_mx": (
+        "Tensor? bias, str elem_dtype_name, int block_size, int rotation=0, ScalarType? target_dtype=None",
+        _linear,
+        _linear_fake,
+    ),
     "grouped_linear_mx": ("Tensor offs, str elem_dtype_name, int block_size", _grouped_linear, _grouped_linear_fake),
     "linear_mx_mma_layout": (
         "Tensor? bias, str elem_dtype_name, int n, int rotation=0",

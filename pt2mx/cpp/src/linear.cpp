@@ -5,39 +5,48 @@
 namespace pt2mx {
 namespace {
 
-constexpr int64_t kFewRows = 4, kSomeRows = 32, kPanel = 256, kManyRows = 64;
+constexpr int64_t kFewRows = 4, kSomeRows = 32, kManyRows = 64, kPanel = 256, kDecoded = 1 << 20;
 
-// How many times 32 rows of the weight go together.
-int32_t tiles_of(int64_t rows, int64_t n) {
-  if (rows <= kManyRows) return 1;
+int64_t parts(int64_t n, int64_t size) { return (n + size - 1) / size; }
+
+// How many rows and columns of the result one thread computes at a time.
+void set_task(LinearCall& call) {
   const int64_t threads = torch::stable::get_num_threads();
-  return int32_t(std::max<int64_t>(1, std::min<int64_t>(8, n / (64 * threads))));
+  int64_t across = parts(call.n, std::max<int64_t>(32, std::min<int64_t>(1024, kDecoded / (2 * call.k))));
+  across = std::min(parts(across, threads) * threads, parts(call.n, 32));
+  call.task_columns = parts(parts(call.n, across), 32) * 32;
+  const int64_t down = std::max<int64_t>(1, std::min(parts(threads, across), call.m / 128));
+  call.task_rows = parts(parts(call.m, down), 32) * 32;
 }
 
 }  // namespace
 
 Tensor linear(const Tensor& given, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& bias,
-              const std::string& name, int64_t block_size, int64_t rotation) {
+              const std::string& name, int64_t block_size, int64_t rotation,
+              const std::optional<ScalarType>& target_dtype) {
   const Element& element = element_of(name);
   STD_TORCH_CHECK(given.dim() > 0 && data.dim() == 2, "linear_mx takes (..., K) and a weight of two dimensions");
   Shape shape = shape_of(given);
   const int64_t k = shape.back(), rows = product(shape, 0, shape.size() - 1), n = data.size(0);
+  const ScalarType result = target_dtype.value_or(given.scalar_type());
   check_packed(data, scale, element, block_size, k);
-  STD_TORCH_CHECK(!bias || (bias->numel() == n && bias->scalar_type() == given.scalar_type()),
-                  "linear_mx: the bias does not fit");
+  STD_TORCH_CHECK(!bias || (bias->numel() == n && bias->scalar_type() == result), "linear_mx: the bias does not fit");
   Tensor x = given;
   if (rotation && (rows > kFewRows || !rows)) {  // on all threads
     x = hadamard(x, rotation, -1);
     rotation = 0;
   }
+  const auto dense_product = [&] {
+    const Tensor weight = dequantize(data, scale, element, block_size, result, k);
+    return call("aten::linear", result == x.scalar_type() ? x : torch::stable::to(x, result), weight, bias);
+  };
   const Blocks blocks = blocks_of(element, block_size, k);
-  const Dtype dtype = dtype_of(x);
-  const bool tiled = rows > kFewRows && dtype == BF16 && blocks.decoder && pt2mx_has_tiles();
-  if (!x.numel() || !n || (rows > kSomeRows && !tiled)) {
-    return call("aten::linear", x, dequantize(data, scale, element, block_size, x.scalar_type(), k), bias);
-  }
+  const bool bfloats = dtype_of(x) == BF16 && blocks.decoder, tiles = bfloats && pt2mx_has_tiles();
+  int64_t panel = rows <= (tiles ? kPanel : kSomeRows) ? kPanel : 0;
+  if (bfloats && rows > kManyRows && pt2mx_has_bfloats()) panel = rows;
+  if (!x.numel() || !n || !panel) return dense_product();
   shape.back() = n;
-  Tensor out = torch::stable::empty(shape, x.scalar_type());
+  Tensor out = torch::stable::empty(shape, result);
   const Tensor values = dense(x), codes = dense(data), scales = dense(scale);
   const std::optional<Tensor> added = bias ? std::optional(dense(*bias)) : std::nullopt;
   LinearCall call{};
@@ -46,7 +55,8 @@ Tensor linear(const Tensor& given, const Tensor& data, const Tensor& scale, cons
   call.bits = element.bits;
   call.codes_per_group = element.codes_per_group;
   call.bytes_per_group = element.bytes_per_group;
-  call.dtype = dtype;
+  call.dtype = dtype_of(x);
+  call.out_dtype = dtype_of(result);
   call.n = n;
   call.k = k;
   call.block = blocks.size;
@@ -56,13 +66,16 @@ Tensor linear(const Tensor& given, const Tensor& data, const Tensor& scale, cons
   call.data = static_cast<const uint8_t*>(codes.const_data_ptr());
   call.scale = static_cast<const uint8_t*>(scales.const_data_ptr());
   call.bias = added ? added->const_data_ptr() : nullptr;
-  const int64_t bytes = dtype == FP32 ? 4 : 2;
-  for (int64_t row = 0; row < rows; row += kPanel) {
-    call.m = std::min(kPanel, rows - row);
-    call.tiles = tiled ? tiles_of(call.m, n) : 0;
-    call.x = static_cast<const char*>(values.const_data_ptr()) + row * k * bytes;
-    call.out = static_cast<char*>(out.mutable_data_ptr()) + row * n * bytes;
-    check_served(pt2mx_linear(&call, torch_parallel_for));
+  const auto bytes = [](int32_t dtype) -> int64_t { return dtype == FP32 ? 4 : 2; };
+  for (int64_t row = 0; row < rows; row += panel) {
+    call.m = std::min(panel, rows - row);
+    call.tiles = tiles && call.m > kFewRows;
+    if (bfloats && call.m > kSomeRows && pt2mx_has_bfloats()) set_task(call);
+    call.x = static_cast<const char*>(values.const_data_ptr()) + row * k * bytes(call.dtype);
+    call.out = static_cast<char*>(out.mutable_data_ptr()) + row * n * bytes(call.out_dtype);
+    const int32_t error = pt2mx_linear(&call, torch_parallel_for);
+    if (error == kUnserved) return dense_product();
+    check_served(error);
   }
   return out;
 }
@@ -80,8 +93,9 @@ Tensor grouped_linear(const Tensor& x, const Tensor& data, const Tensor& scale, 
     const int64_t rows = end[expert] - first;
     if (rows <= 0) continue;
     Tensor at = x, to = out;
-    const Tensor y = linear(torch::stable::narrow(at, 0, first, rows), torch::stable::select(data, 0, expert),
-                            torch::stable::select(scale, 0, expert), std::nullopt, element, block_size, 0);
+    const Tensor y =
+        linear(torch::stable::narrow(at, 0, first, rows), torch::stable::select(data, 0, expert),
+               torch::stable::select(scale, 0, expert), std::nullopt, element, block_size, 0, std::nullopt);
     Tensor place = torch::stable::narrow(to, 0, first, rows);
     torch::stable::copy_(place, y);
   }

@@ -36,7 +36,7 @@ Tensor dequantize(const Tensor& data, const Tensor& scale, const Element& elemen
   Call call{};
   call.spec = &spec;
   call.operation = DEQUANTIZE;
-  call.dtype = dtype_of(out);
+  call.dtype = call.out_dtype = dtype_of(out);
   call.outer = out.numel() / n;
   call.n = n;
   call.inner = 1;
@@ -68,24 +68,31 @@ Tensor hadamard(const Tensor& given, int64_t size, int64_t axis) {
 }
 
 Tensor rotated_fake_quantize(const Tensor& given, int64_t size, const std::string& element, int64_t block_size,
-                             const std::string& scale_mode, const std::string& rounding) {
-  const Tensor x = dense(given);
+                             const std::string& scale_mode, const std::string& rounding,
+                             const std::optional<ScalarType>& target_dtype) {
+  Tensor x = dense(given);
   check_rotation(x, size, x.dim() - 1);
   STD_TORCH_CHECK(block_size > 0 && rounding != "stochastic", "rotated values are not rounded like this");
-  Tensor out = torch::stable::empty(shape_of(x), x.scalar_type());
+  Tensor out = torch::stable::empty(shape_of(x), target_dtype.value_or(x.scalar_type()));
   if (!x.numel()) return out;
+  if (size > 1 && out.scalar_type() != x.scalar_type()) {  // rotated values go to their place first
+    x = hadamard(x, size, -1);
+    size = 1;
+  }
   const Spec spec = spec_of(element_of(element), block_size, scale_mode, rounding);
   Call call{};
   call.spec = &spec;
   call.operation = FAKE_QUANTIZE;
   call.dtype = dtype_of(x);
+  call.out_dtype = dtype_of(out);
   call.n = x.size(x.dim() - 1);
   call.outer = x.numel() / call.n;
   call.inner = 1;
   call.block = std::min(block_size, call.n);
   call.x = x.const_data_ptr();
   call.out = out.mutable_data_ptr();
-  check_served(pt2mx_rotate_fake_quantize(&call, size, torch_parallel_for));
+  check_served(size > 1 ? pt2mx_rotate_fake_quantize(&call, size, torch_parallel_for)
+                        : pt2mx_run(&call, torch_parallel_for));
   return out;
 }
 

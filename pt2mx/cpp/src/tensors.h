@@ -26,14 +26,15 @@ inline int64_t product(const Shape& shape, size_t first, size_t last) {
   return n;
 }
 
-inline Dtype dtype_of(const Tensor& x) {
-  switch (x.scalar_type()) {
+inline Dtype dtype_of(ScalarType type) {
+  switch (type) {
     case ScalarType::Float: return FP32;
     case ScalarType::Half: return FP16;
-    default: STD_TORCH_CHECK(x.scalar_type() == ScalarType::BFloat16, "pt2mx takes float32, float16 or bfloat16");
+    default: STD_TORCH_CHECK(type == ScalarType::BFloat16, "pt2mx takes float32, float16 or bfloat16");
   }
   return BF16;
 }
+inline Dtype dtype_of(const Tensor& x) { return dtype_of(x.scalar_type()); }
 
 inline Tensor dense(const Tensor& x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
 
@@ -58,10 +59,12 @@ void check_packed(const Tensor& data, const Tensor& scale, const Element& elemen
 
 Tensor hadamard(const Tensor& x, int64_t size, int64_t axis);
 Tensor rotated_fake_quantize(const Tensor& x, int64_t size, const std::string& element, int64_t block_size,
-                             const std::string& scale_mode, const std::string& rounding);
+                             const std::string& scale_mode, const std::string& rounding,
+                             const std::optional<ScalarType>& target_dtype);
 Tensor random_bits(const Tensor& seed, const Shape& size);
 Tensor linear(const Tensor& x, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& bias,
-              const std::string& element, int64_t block_size, int64_t rotation);
+              const std::string& element, int64_t block_size, int64_t rotation,
+              const std::optional<ScalarType>& target_dtype);
 Tensor grouped_linear(const Tensor& x, const Tensor& data, const Tensor& scale, const Tensor& offs,
                       const std::string& element, int64_t block_size);
 Tensor attention(const Tensor& query, const Tensor& key, const Tensor& key_scale, const Tensor& value,

@@ -42,6 +42,7 @@ _FUNCTIONS = {
     "pt2mx_hadamard": (ctypes.c_void_p, ctypes.c_void_p),
     "pt2mx_rotate_fake_quantize": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),
     "pt2mx_has_tiles": (),
+    "pt2mx_has_bfloats": (),
 }
 # no contraction to fused multiply-adds, no -ffast-math: both change bits
 _FLAGS = (

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from pt2mx.formats import ELEMENTS
 from pt2mx.kernels import dequantize_then_matmul, elements
-from pt2mx.kernels.cpu.build import DTYPES, load
+from pt2mx.kernels.cpu.build import DTYPES, is_available, load
 from pt2mx.kernels.cpu.hadamard import rotate
 from pt2mx.kernels.packing import group_of
 from pt2mx.spec import MXSpec
 
-__all__ = ["grouped_linear", "linear"]
+__all__ = ["grouped_linear", "linear", "multiplies_bfloats"]
 
 #: elements that are decoded in registers, where blocks are whole groups of 32 -> cpp's number of how
 _FORMATS = {
@@ -32,8 +32,11 @@ TABLE, _GROUP = 0, 32
 
 #: rows of x up to which vectors are faster than AMX, and than a dense product
 _FEW_ROWS, _SOME_ROWS = 4, 32
-#: rows of x that stay in the second-level cache with AMX, and from which on more of the weight is decoded at a time
 _PANEL, _MANY_ROWS = 256, 64
+#: bytes of the weight that are decoded at a time, of a second-level cache
+_DECODED = 1 << 20
+#: what the C++ returns that has computed nothing
+_UNSERVED = -1
 
 
 class _Call(ctypes.Structure):
@@ -41,27 +44,47 @@ class _Call(ctypes.Structure):
         ("table", ctypes.c_void_p),
         *(
             (name, ctypes.c_int32)
-            for name in ("format", "bits", "codes_per_group", "bytes_per_group", "dtype", "tiles")
+            for name in ("format", "bits", "codes_per_group", "bytes_per_group", "dtype", "out_dtype", "tiles")
         ),
-        *((name, ctypes.c_int64) for name in ("m", "n", "k", "block", "row_bytes", "row_blocks", "rotation")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("m", "n", "k", "block", "task_rows", "task_columns", "row_bytes", "row_blocks", "rotation")
+        ),
         *((name, ctypes.c_void_p) for name in ("x", "data", "scale", "bias", "out")),
     )
 
 
-def linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, spec: MXSpec, rotation: int = 0) -> Tensor:
+def linear(
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    spec: MXSpec,
+    rotation: int = 0,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """As `pt2mx.kernels.dequantize_then_matmul.linear`."""
-    rows, n = x.shape[:-1].numel(), data.shape[0]
+    rows, n, dtype = x.shape[:-1].numel(), data.shape[0], dtype or x.dtype
     if rotation and (rows > _FEW_ROWS or not rows):  # on all threads
         x, rotation = rotate(x, rotation), 0
-    tiled = rows > _FEW_ROWS and x.dtype == torch.bfloat16 and decoder_of(spec, x.shape[-1])[0] and _has_tiles()
-    if 0 in (x.numel(), n) or (rows > _SOME_ROWS and not tiled):
-        return dequantize_then_matmul.linear(x, data, scale, bias, spec)
-    out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device="cpu")
+    panel = _panel(x, rows, spec)
+    if 0 in (x.numel(), n) or not panel:
+        return dequantize_then_matmul.linear(x, data, scale, bias, spec, dtype=dtype)
+    out = torch.empty((*x.shape[:-1], n), dtype=dtype, device="cpu")
     weight = data.contiguous(), scale.contiguous(), None if bias is None else bias.contiguous()
     flat = x.contiguous().view(rows, x.shape[-1]), out.view(rows, n)
-    for panel, result in zip(*(t.split(_PANEL) for t in flat), strict=True):
-        _multiply(panel, *weight, result, spec, _tiles(len(panel), n) if tiled else 0, rotation)
+    for some, result in zip(*(t.split(panel) for t in flat), strict=True):
+        if not _multiply(some, *weight, result, spec, rotation):
+            return dequantize_then_matmul.linear(x, data, scale, bias, spec, dtype=dtype)
     return out
+
+
+def _panel(x: Tensor, rows: int, spec: MXSpec) -> int:
+    """Return how many rows of x are multiplied at a time; 0 where a dense product serves."""
+    bfloats = x.dtype == torch.bfloat16 and decoder_of(spec, x.shape[-1])[0] != TABLE
+    if bfloats and rows > _MANY_ROWS and _has_bfloats():
+        return rows
+    return _PANEL if rows <= (_PANEL if bfloats and _has_tiles() else _SOME_ROWS) else 0
 
 
 def grouped_linear(x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, spec: MXSpec) -> Tensor:
@@ -75,25 +98,17 @@ def grouped_linear(x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, spec: M
     return out
 
 
-def _tiles(rows: int, n: int) -> int:
-    """Return how many times 32 rows of the weight go together: more of them reuse x, and each thread has some."""
-    return 1 if rows <= _MANY_ROWS else max(1, min(8, n // (64 * torch.get_num_threads())))
-
-
 def _multiply(
-    x: Tensor,
-    data: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    spec: MXSpec,
-    tiles: int,
-    rotation: int,
-) -> None:
-    """x: (M, K), data: (N, bytes), scale: (N, blocks), bias: (N,) or None, out: (M, N), all contiguous."""
+    x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor, spec: MXSpec, rotation: int
+) -> bool:
+    """x: (M, K), data: (N, bytes), scale: (N, blocks), bias: (N,) or None, out: (M, N), all contiguous. False where
+    nothing was computed: an operand holds values so small that bfloat16 units would take their products for zero."""
     library, parallel_for = load()
-    decoder, block = decoder_of(spec, x.shape[1])
+    rows, k = x.shape
+    decoder, block = decoder_of(spec, k)
     codes_per_group, bytes_per_group = group_of(spec.element.bits)
+    bfloats = x.dtype == torch.bfloat16 and decoder != TABLE
+    many = _task(rows, data.shape[0], k) if bfloats and rows > _SOME_ROWS and _has_bfloats() else (0, 0)
     call = _Call(
         table=table_of(spec.element.name).data_ptr(),
         format=decoder,
@@ -101,11 +116,14 @@ def _multiply(
         codes_per_group=codes_per_group,
         bytes_per_group=bytes_per_group,
         dtype=DTYPES.index(x.dtype),
-        tiles=tiles,
-        m=x.shape[0],
+        out_dtype=DTYPES.index(out.dtype),
+        tiles=bfloats and rows > _FEW_ROWS and _has_tiles(),
+        m=rows,
         n=data.shape[0],
-        k=x.shape[1],
+        k=k,
         block=block,
+        task_rows=many[0],
+        task_columns=many[1],
         row_bytes=data.shape[1],
         row_blocks=scale.shape[1],
         rotation=rotation,
@@ -115,8 +133,24 @@ def _multiply(
         bias=None if bias is None else bias.data_ptr(),
         out=out.data_ptr(),
     )
-    if library.pt2mx_linear(ctypes.addressof(call), parallel_for):
+    error = library.pt2mx_linear(ctypes.addressof(call), parallel_for)
+    if error not in (0, _UNSERVED):
         raise RuntimeError("torch_parallel_for failed")
+    return error == 0
+
+
+def _task(rows: int, n: int, k: int) -> tuple[int, int]:
+    """Return how many rows and columns of the result one thread computes at a time. The weight's rows of that many
+    columns stay in the second-level cache, decoded."""
+    threads = torch.get_num_threads()
+    across = _parts(n, max(32, min(1024, _DECODED // (2 * k))))
+    across = min(_parts(across, threads) * threads, _parts(n, 32))
+    down = max(1, min(_parts(threads, across), rows // 128))
+    return _parts(_parts(rows, down), 32) * 32, _parts(_parts(n, across), 32) * 32
+
+
+def _parts(n: int, size: int) -> int:
+    return -(-n // size)
 
 
 def decoder_of(spec: MXSpec, k: int) -> tuple[int, int]:
@@ -133,6 +167,16 @@ def table_of(name: str) -> Tensor:
     return elements.decode(codes, element)
 
 
+def multiplies_bfloats(spec: MXSpec, k: int) -> bool:
+    """True if many rows of `k` bfloat16 values are multiplied by a weight on units for bfloat16."""
+    return decoder_of(spec, k)[0] != TABLE and is_available() and _has_bfloats()
+
+
 @functools.cache
 def _has_tiles() -> bool:
     return bool(load()[0].pt2mx_has_tiles())
+
+
+@functools.cache
+def _has_bfloats() -> bool:
+    return bool(load()[0].pt2mx_has_bfloats())

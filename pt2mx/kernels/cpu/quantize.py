@@ -13,6 +13,7 @@ from pt2mx.kernels import reference_chunked
 from pt2mx.kernels.axis import resized
 from pt2mx.kernels.constants import spec_constants
 from pt2mx.kernels.cpu.build import DTYPES, is_available, load
+from pt2mx.kernels.cpu.hadamard import rotate
 from pt2mx.kernels.packing import group_of, packed_length
 from pt2mx.modes import SCALE_MODES
 from pt2mx.spec import MXSpec
@@ -48,7 +49,7 @@ class _Spec(ctypes.Structure):
 class _Call(ctypes.Structure):
     _fields_ = (
         ("spec", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("operation", "dtype", "grad_bytes")),
+        *((name, ctypes.c_int32) for name in ("operation", "dtype", "out_dtype", "grad_bytes")),
         *((name, ctypes.c_int64) for name in ("outer", "n", "inner", "block")),
         *((name, ctypes.c_void_p) for name in ("x", "grad", "out", "scale")),
         ("seed", ctypes.c_uint64),
@@ -75,9 +76,11 @@ def fake_quantize(x: Tensor, spec: MXSpec, seed: Tensor | None) -> Tensor:
     return y
 
 
-def rotated_fake_quantize(x: Tensor, size: int, spec: MXSpec) -> Tensor:
-    y = _empty(x.shape, x.dtype)
-    _run(_FAKE_QUANTIZE, x.contiguous(), y, spec, x.dtype, x.shape, rotation=size)
+def rotated_fake_quantize(x: Tensor, size: int, spec: MXSpec, dtype: torch.dtype) -> Tensor:
+    y = _empty(x.shape, dtype)
+    if dtype != x.dtype and size > 1:  # rotated values go to their place first
+        x, size = rotate(x, size), 1
+    _run(_FAKE_QUANTIZE, x.contiguous(), y, spec, x.dtype, x.shape, rotation=size if size > 1 else 0)
     return y
 
 
@@ -122,6 +125,7 @@ def _run(
         spec=ctypes.addressof(table),
         operation=operation,
         dtype=DTYPES.index(dtype),
+        out_dtype=DTYPES.index(out.dtype) if out.dtype in DTYPES else 0,
         grad_bytes=0 if grad is None else grad.itemsize,
         outer=shape[: spec.axis].numel(),
         n=n,

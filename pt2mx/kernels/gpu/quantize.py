@@ -97,15 +97,15 @@ def fake_quantize(x: Tensor, spec: MXSpec, seed: Tensor | None) -> Tensor:
     return y
 
 
-def rotated_fake_quantize(x: Tensor, size: int, spec: MXSpec) -> Tensor:
-    """x: (..., n) -> fake_quantize(rotate(x)), blocks of both along the last dimension."""
+def rotated_fake_quantize(x: Tensor, size: int, spec: MXSpec, dtype: torch.dtype) -> Tensor:
+    """x: (..., n) -> fake_quantize(rotate(x)) in `dtype`, blocks of both along the last dimension."""
     tiles, n = _ROTATED_FAKE_QUANTIZE, x.shape[-1]
     if size > tiles[False].values or not _streams(x, spec) or not _holds(spec, n):
-        return fake_quantize(rotate(x, size), spec, None)
+        return fake_quantize(rotate(x, size), spec, None).to(dtype)
     x = x.contiguous()
     y = torch.empty_like(x)
     _launch(kernels.fake_quantize_kernel, tiles, x.shape, spec, _BYTE, x, y, None, n, ROTATION=size)
-    return y
+    return y.to(dtype)
 
 
 def clip_gradient(grad: Tensor, x: Tensor, spec: MXSpec) -> Tensor:

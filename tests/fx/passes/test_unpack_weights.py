@@ -4,6 +4,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import lower_to_inductor, ops
+from pt2mx.fx.passes import unpack_weights
 from pt2mx.ops import linear
 from tests.flow import convert
 from tests.graph import count
@@ -11,6 +12,12 @@ from tests.models import BATCH, IDS, Tied
 from tests.subgraph_models import QUANTIZER, Cond, X
 
 aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def without_units_for_bfloat16(monkeypatch):
+    """Products that they compute stay packed."""
+    monkeypatch.setattr(unpack_weights, "multiplies_bfloats", lambda spec, k: False)
 
 
 class Vision(nn.Module):

@@ -25,6 +25,8 @@ RECORDED = {
     "linear_mx": {
         1: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int block_size) -> Tensor",
         2: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int block_size, int rotation=0) -> Tensor",
+        3: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int block_size, int rotation=0, "
+        "ScalarType? target_dtype=None) -> Tensor",
     },
     "grouped_linear_mx": {1: f"({_WEIGHT}, Tensor offs, str elem_dtype_name, int block_size) -> Tensor"},
     "linear_mx_mma_layout": {
@@ -38,7 +40,9 @@ RECORDED = {
     "hadamard": {1: "(Tensor x, int size, int axis=-1) -> Tensor"},
     "rotated_fake_quantize_mx": {
         1: '(Tensor x, int size, str elem_dtype_name, int block_size, str scale_mode="floor", '
-        'str rounding="even") -> Tensor'
+        'str rounding="even") -> Tensor',
+        2: '(Tensor x, int size, str elem_dtype_name, int block_size, str scale_mode="floor", '
+        'str rounding="even", ScalarType? target_dtype=None) -> Tensor',
     },
     "scaled_mm_mx": {
         1: "(Tensor x_data, Tensor x_scale, Tensor weight_data, Tensor weight_scale, Tensor? bias, "

@@ -11,6 +11,8 @@
 #if defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__linux__) && \
     (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
 
+#define PT2MX_TILES
+
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -45,7 +47,6 @@ struct Tiled {
   }
 };
 
-template <class Decoder>
 void arrange(i64 begin, i64 end, void* context) {
   Tiled& tiled = *static_cast<Tiled*>(context);
   const LinearCall& c = tiled.linear.call;
@@ -53,10 +54,7 @@ void arrange(i64 begin, i64 end, void* context) {
   for (i64 m = begin * kPair; m < std::min(end * kPair, c.m); ++m) {
     u16* row = tiled.x.data() + (m / kPair * tiled.linear.groups * 2 + m % kPair / kSide) * kTile + m % kSide * 2;
     for (i64 first = 0; first < c.k; first += kGroup, row += 2 * kTile) {
-      for (i64 i = 0; i < kGroup; ++i) {
-        const i64 at = first + place(Decoder::kPairs, i);
-        if (at < c.k) row[i % kSide * kSide * 2 + i / kSide] = x[m * c.k + at];
-      }
+      for (i64 i = 0; i < std::min(kGroup, c.k - first); ++i) row[i / 2 * kSide * 2 + i % 2] = x[m * c.k + first + i];
     }
   }
 }
@@ -68,6 +66,14 @@ struct TileConfig {
   u8 rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 const TileConfig kTileConfig;
+
+// The values of a group in their order, which are those at even and at odd places, or else the two halves.
+template <bool Pairs>
+inline Ints to_bfloats(Ints first, Ints second) {
+  if (Pairs) return (second & int32_t(0xFFFF0000)) | ((first >> 16) & 0xFFFF);
+  const __m256i low = _mm512_cvtepi32_epi16(__m512i(first >> 16)), high = _mm512_cvtepi32_epi16(__m512i(second >> 16));
+  return Ints(_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));
+}
 
 // One chunk of the weight's rows from `row` on, decoded: w (depth, 2, kSide, kGroup). Returns whether a weight is
 // subnormal.
@@ -93,7 +99,7 @@ bool decode_chunk(const Linear& linear, Decoder& decoder, i64 row, i64 begin, i6
         for (int v = 0; v < kVectors; ++v) subnormal |= _mm512_fpclass_ps_mask(__m512(values[v]), 0x20);
       }
       __builtin_prefetch(codes + kPair * c.row_bytes);
-      store(out, (Ints(values[1]) & int32_t(0xFFFF0000)) | Ints((Ints(values[0]) >> 16) & 0xFFFF));
+      store(out, to_bfloats<Decoder::kPairs>(Ints(values[0]), Ints(values[1])));
     }
   }
   return subnormal;
@@ -189,7 +195,7 @@ void run_tiles(i64 begin, i64 end, void* context) {
 template <class Decoder>
 int32_t multiply_in_tiles(Linear& linear, ParallelFor parallel_for) {
   Tiled tiled(linear);
-  if (const int32_t error = parallel_for(0, tiled.pairs, 1, arrange<Decoder>, &tiled)) return error;
+  if (const int32_t error = parallel_for(0, tiled.pairs, 1, arrange, &tiled)) return error;
   const i64 rows = tiled.blocks * kPair;
   return parallel_for(0, (linear.call.n + rows - 1) / rows, 1, run_tiles<Decoder>, &tiled);
 }

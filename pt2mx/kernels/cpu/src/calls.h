@@ -21,7 +21,7 @@ struct Spec {
 // As ../quantize.py fills it. The tensor is (outer, n, inner), with blocks along n.
 struct Call {
   const Spec* spec;
-  int32_t operation, dtype, grad_bytes;
+  int32_t operation, dtype, out_dtype, grad_bytes;  // out_dtype: of the values of FAKE_QUANTIZE and DEQUANTIZE
   int64_t outer, n, inner, block;
   const void* x;     // values, or the codes of DEQUANTIZE
   const void* grad;  // CLIP_GRADIENT
@@ -32,9 +32,10 @@ struct Call {
 
 // A product of x: (m, k) with a weight (n, k) that is packed along k, as ../linear.py fills it.
 struct LinearCall {
-  const float* table;  // of the 256 codes
-  int32_t format, bits, codes_per_group, bytes_per_group, dtype, tiles;
+  const float* table;                                                               // of the 256 codes
+  int32_t format, bits, codes_per_group, bytes_per_group, dtype, out_dtype, tiles;  // bias has out_dtype too
   int64_t m, n, k, block;
+  int64_t task_rows, task_columns;  // of the result, where many rows are multiplied at a time; else 0
   int64_t row_bytes, row_blocks;
   int64_t rotation;  // values of x that are rotated together first; 0: none
   const void* x;
@@ -68,6 +69,9 @@ struct HadamardCall {
   void* out;
 };
 
+// What a function returns that has computed nothing; other numbers but 0 are torch's errors.
+constexpr int32_t kUnserved = -1;
+
 enum Dtype { FP32, FP16, BF16 };
 enum Operation { QUANTIZE, DEQUANTIZE, FAKE_QUANTIZE, CLIP_GRADIENT };
 
@@ -77,7 +81,8 @@ int32_t pt2mx_run(const Call* call, ParallelFor parallel_for);
 int32_t pt2mx_rotate_fake_quantize(const Call* call, int64_t size, ParallelFor parallel_for);
 int32_t pt2mx_random_bits(uint64_t seed, int32_t* out, int64_t n, ParallelFor parallel_for);
 int32_t pt2mx_linear(const LinearCall* call, ParallelFor parallel_for);
-int32_t pt2mx_has_tiles();  // whether calls with `tiles` are served
+int32_t pt2mx_has_tiles();    // whether calls with `tiles` are served
+int32_t pt2mx_has_bfloats();  // whether calls with `task_rows` are
 int32_t pt2mx_attention(AttentionCall* call, ParallelFor parallel_for);
 int32_t pt2mx_hadamard(const HadamardCall* call, ParallelFor parallel_for);
 

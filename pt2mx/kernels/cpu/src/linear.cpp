@@ -46,7 +46,7 @@ struct Linear {
   explicit Linear(const LinearCall& c) : call(c), groups((c.k + kGroup - 1) / kGroup) {
     if (!c.bias) return;
     bias.resize(c.n);
-    to_floats(c.bias, 0, c.n, c.dtype, bias.data());
+    to_floats(c.bias, 0, c.n, c.out_dtype, bias.data());
   }
 };
 
@@ -73,11 +73,11 @@ inline float sum_of(Floats v) {
   return lanes[0];
 }
 
-// y: (n) to the output, from its value `at` on, in x's dtype.
+// y: (n) to the output, from its value `at` on.
 void put(const LinearCall& c, i64 at, i64 n, float* y) {
   for (i64 i = 0; i < n; ++i) y[i] = y[i] == y[i] ? y[i] : from_bits(0x7FC00000);  // as narrow_bfloat needs it
-  if (c.dtype == FP32) std::memcpy(static_cast<float*>(c.out) + at, y, 4 * n);
-  else narrow(y, n, c.dtype, static_cast<u16*>(c.out) + at);
+  if (c.out_dtype == FP32) std::memcpy(static_cast<float*>(c.out) + at, y, 4 * n);
+  else narrow(y, n, c.out_dtype, static_cast<u16*>(c.out) + at);
 }
 
 // y: (n) sums to the output, from its value (m, row) on.
@@ -262,10 +262,12 @@ void run(i64 begin, i64 end, void* context) {
 
 #include "avx512_bf16.h"
 #include "amx.h"
+#include "many_rows.h"
 
 extern "C" {
 
 int32_t pt2mx_has_tiles() { return has_tiles(); }
+int32_t pt2mx_has_bfloats() { return has_tiles() || has_pairs(); }
 
 int32_t pt2mx_linear(const LinearCall* given, ParallelFor parallel_for) {
   LinearCall own = *given, *call = &own;
@@ -276,6 +278,10 @@ int32_t pt2mx_linear(const LinearCall* given, ParallelFor parallel_for) {
   with_decoder(call->format, [&](auto* decoder) {
     using Decoder = std::remove_pointer_t<decltype(decoder)>;
     if constexpr (!std::is_same<Decoder, Decoded>::value) {
+      if (call->task_rows) {
+        error = multiply_many_rows<Decoder>(linear, parallel_for);
+        return;
+      }
       if (call->tiles) {
         error = multiply_in_tiles<Decoder>(linear, parallel_for);
         return;

@@ -264,9 +264,9 @@ void Tile::run(i64 index) {
 
   // to_floats(where): the values of a chunk, which go to their place in the tensor's dtype
   const auto put = [&](const Chunk& c, i64 row, auto to_floats) {
-    if (call_.dtype != FP32) {
+    if (call_.out_dtype != FP32) {
       to_floats(y_);
-      return narrow(y_, c.n, call_.dtype, static_cast<u16*>(call_.out) + offset(row));
+      return narrow(y_, c.n, call_.out_dtype, static_cast<u16*>(call_.out) + offset(row));
     }
     float* out = static_cast<float*>(call_.out) + offset(row);
     if (c.n % kWidth == 0) return to_floats(out);

@@ -1,0 +1,71 @@
+"""Products of quantized float32 activations on units for bfloat16, exactly."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from pt2mx.formats import ELEMENTS
+from pt2mx.fx.graph.graph_pass import GraphPass
+from pt2mx.fx.graph.node import Dequantize, FakeQuantize, LinearMX, RotatedFakeQuantize, set_value, shape_of, value_of
+from pt2mx.kernels.cpu.linear import TABLE, decoder_of
+from pt2mx.modes import ROUNDINGS
+from pt2mx.ops.rotated_quantization import rotated_fake_quantize_mx
+from pt2mx.spec import MXSpec
+
+aten = torch.ops.aten
+
+
+@GraphPass
+def use_bfloat16_products(model: GraphModule) -> None:
+    """Give a float32 `linear_mx` on the CPU its x in bfloat16, where a quantization gives x, and keep its result in
+    float32. The values of x and of the weight stay what they are: 8 bits and the exponent of a float32, which a
+    bfloat16 holds. Sums are in float32 as before.
+
+    A quantization along the last dimension that such products alone read becomes one kernel that writes bfloat16;
+    other values are cast. Products of a rotated x, and with weights that the kernels for bfloat16 do not decode, stay
+    as they are. Gradients of x pass through bfloat16.
+    """
+    readers: dict[Node, list[Node]] = defaultdict(list)
+    for node, call in LinearMX.calls_in(model.graph):
+        if not call.rotation and call.target_dtype is None and _is_quantized(call.x) and _fits(node, call):
+            readers[call.x].append(node)
+    for x, products in readers.items():
+        with model.graph.inserting_after(x):
+            args = _in_one_kernel(x) if set(x.users) == set(products) else None
+            if args is None:
+                values = model.graph.call_function(aten.to.dtype, (x, torch.bfloat16))
+            else:
+                values = model.graph.call_function(rotated_fake_quantize_mx, args)
+        set_value(values)
+        for product in products:
+            product.args = replace(LinearMX.expect(product), x=values, target_dtype=torch.float32).args
+    model.graph.eliminate_dead_code()
+
+
+def _is_quantized(x: Node) -> bool:
+    of = FakeQuantize.of(x) or RotatedFakeQuantize.of(x) or Dequantize.of(x)
+    return of is not None and not ELEMENTS[of.element].is_wide
+
+
+def _in_one_kernel(x: Node) -> tuple[Any, ...] | None:
+    """The arguments of `rotated_fake_quantize_mx` that gives the values of a node in bfloat16; None where it cannot."""
+    if (rotated := RotatedFakeQuantize.of(x)) is not None:
+        return replace(rotated, target_dtype=torch.bfloat16).args
+    of = FakeQuantize.of(x)
+    if of is None or of.axis not in (-1, len(shape_of(x) or ()) - 1):
+        return None
+    if of.ste != "identity" or ROUNDINGS[of.rounding].random:
+        return None
+    return of.x, 1, of.element, of.block_size, of.scale_mode, of.rounding, torch.bfloat16
+
+
+def _fits(node: Node, call: LinearMX) -> bool:
+    value, k = value_of(node), (shape_of(call.x) or (None,))[-1]
+    if value is None or value.dtype != torch.float32 or value.device.type != "cpu" or not isinstance(k, int):
+        return False
+    return decoder_of(MXSpec(call.element, call.block_size), k)[0] != TABLE

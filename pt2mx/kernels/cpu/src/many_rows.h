@@ -1,0 +1,228 @@
+// The product of many rows of bfloat16 values: a task decodes some rows of the weight to bfloat16, which is exact, and
+// multiplies them with 32 rows of x at a time, in the matrix registers of AMX or by AVX512_BF16, with sums in fp32.
+// Included by linear.cpp.
+//
+// Both take subnormal numbers for zero. Where an operand is so small that a product could be one, nothing is computed:
+// the caller multiplies in another way.
+
+#pragma once
+
+#if defined(PT2MX_TILES)
+
+#include <atomic>
+
+namespace {
+
+constexpr i64 kStripSums = 16;             // groups that are summed by themselves
+constexpr u16 kLeast = (kBias - 63) << 7;  // of a bfloat16: products of two are no less than 2**-126
+constexpr i64 kSquare = kPair * kPair;     // sums of a call of a kernel
+
+// sums: (kPair, kPair) = x: kPair rows of `groups` groups, `stride` values apart, times w: (groups, 2, kSide pairs of
+// values, kSide rows, 2).
+using Square = void (*)(const u16* x, i64 stride, const u16* w, i64 groups, float* sums);
+
+__attribute__((target("amx-tile,amx-bf16"))) NOINLINE void square_in_tiles(const u16* x, i64 stride, const u16* w,
+                                                                           i64 groups, float* sums) {
+  const u16* below = x + kSide * stride;
+  const i64 bytes = 2 * stride, row = 4 * kPair;
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (i64 g = 0; g < groups; ++g, x += kGroup, below += kGroup, w += 2 * kTile) {
+    _tile_loadd(4, x, bytes);
+    _tile_loadd(6, w, 64);
+    _tile_loadd(5, below, bytes);
+    _tile_loadd(7, w + kTile, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_stored(0, sums, row);
+  _tile_stored(1, sums + kSide, row);
+  _tile_stored(2, sums + kSide * kPair, row);
+  _tile_stored(3, sums + kSide * kPair + kSide, row);
+}
+
+__attribute__((target("avx512bf16"))) NOINLINE void square_in_vectors(const u16* x, i64 stride, const u16* w,
+                                                                      i64 groups, float* sums) {
+  constexpr int kRowsOfX = 8;
+  for (i64 row = 0; row < kPair; row += kRowsOfX, x += kRowsOfX * stride, sums += kRowsOfX * kPair) {
+    __m512 sum[kRowsOfX][2] = {};
+    for (i64 pair = 0; pair < groups * kSide; ++pair) {
+      const u16* values = w + pair / kSide * 2 * kTile + pair % kSide * kGroup;
+      const __m512bh left = __m512bh(_mm512_loadu_si512(values)), right = __m512bh(_mm512_loadu_si512(values + kTile));
+      for (int r = 0; r < kRowsOfX; ++r) {
+        const __m512bh both = __m512bh(_mm512_set1_epi32(load<int32_t>(x + r * stride + 2 * pair)));
+        sum[r][0] = _mm512_dpbf16_ps(sum[r][0], both, left);
+        sum[r][1] = _mm512_dpbf16_ps(sum[r][1], both, right);
+      }
+    }
+    for (int r = 0; r < kRowsOfX; ++r) {
+      _mm512_storeu_ps(sums + r * kPair, sum[r][0]);
+      _mm512_storeu_ps(sums + r * kPair + kSide, sum[r][1]);
+    }
+  }
+}
+
+inline bool has_tiny(const u16* values, i64 n) {
+  u16 tiny = 0;
+#pragma omp simd reduction(| : tiny)
+  for (i64 i = 0; i < n; ++i) tiny |= u16(u16((values[i] & 0x7FFF) - 1) < u16(kLeast - 1));
+  return tiny;
+}
+
+// A (16, 16) matrix of pairs, in place.
+inline void transpose(u16* pairs) {
+  __m512i a[16], b[16];
+  for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(pairs + i * kGroup);
+  for (int i = 0; i < 16; i += 2) {
+    b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+    b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    for (int j = 0; j < 2; ++j) {
+      a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + j + 2]);
+      a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + j + 2]);
+    }
+  }
+  for (int i = 0; i < 4; ++i) {  // lanes of 128 bits: of rows i, i + 4, i + 8 and i + 12
+    const __m512i low = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88), high = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xDD);
+    const __m512i low2 = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88);
+    const __m512i high2 = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xDD);
+    b[i] = _mm512_shuffle_i32x4(low, low2, 0x88);
+    b[i + 8] = _mm512_shuffle_i32x4(low, low2, 0xDD);
+    b[i + 4] = _mm512_shuffle_i32x4(high, high2, 0x88);
+    b[i + 12] = _mm512_shuffle_i32x4(high, high2, 0xDD);
+  }
+  for (int i = 0; i < 16; ++i) _mm512_storeu_si512(pairs + i * kGroup, b[i]);
+}
+
+// As `finish`, faster for kPair sums to fp32.
+inline void finish_part(const Linear& linear, i64 m, i64 row, i64 n, float* y) {
+  if (n < kPair || linear.call.out_dtype != FP32) return finish(linear, m, row, n, y);
+  float* out = static_cast<float*>(linear.call.out) + m * linear.call.n + row;
+  for (i64 i = 0; i < kPair; i += kWidth) {
+    Floats sums = load<Floats>(y + i);
+    if (!linear.bias.empty()) sums += load<Floats>(linear.bias.data() + row + i);
+    store(out + i, sums == sums ? sums : Floats(ints(0x7FC00000)));
+  }
+}
+
+struct Many {
+  const Linear& linear;
+  const Square square;
+  const i64 stride, across;  // values of a row of x, filled with zeros; tasks next to each other
+  const u16* x;
+  Buffer<u16> filled;
+  std::atomic<bool> tiny{false};
+
+  Many(const Linear& linear, Square square)
+      : linear(linear),
+        square(square),
+        stride(linear.groups * kGroup),
+        across((linear.call.n + linear.call.task_columns - 1) / linear.call.task_columns),
+        x(static_cast<const u16*>(linear.call.x)) {}
+};
+
+// Rows of x are looked through for tiny values, and filled with zeros up to whole groups.
+void look_through(i64 begin, i64 end, void* context) {
+  Many& many = *static_cast<Many*>(context);
+  const i64 k = many.linear.call.k;
+  const u16* x = static_cast<const u16*>(many.linear.call.x);
+  if (has_tiny(x + begin * k, (end - begin) * k)) many.tiny = true;
+  if (many.stride == k) return;
+  for (i64 row = begin; row < end; ++row) {
+    u16* out = many.filled.data() + row * many.stride;
+    std::memset(std::copy(x + row * k, x + (row + 1) * k, out), 0, 2 * (many.stride - k));
+  }
+}
+
+// Rows [row, last) of the weight, decoded: w (pairs of 16 rows, groups, 2, kSide pairs of values, kSide rows, 2).
+template <class Decoder>
+bool decode_rows(const Linear& linear, i64 row, i64 last, u16* w) {
+  Decoder decoder(linear.call);
+  bool tiny = false;
+  for (; row < last; row += kPair) {
+    for (i64 g = 0; g < linear.groups; g += kDepth) {
+      const i64 depth = std::min(kDepth, linear.groups - g);
+      decode_chunk(linear, decoder, row, g, g + depth, w);
+      tiny |= has_tiny(w, depth * 2 * kTile);
+      for (const u16* end = w + depth * 2 * kTile; w < end; w += kTile) transpose(w);
+    }
+  }
+  return tiny || decoder.invalid();
+}
+
+template <class Decoder>
+void run_many(i64 begin, i64 end, void* context) {
+  Many& many = *static_cast<Many*>(context);
+  const LinearCall& c = many.linear.call;
+  const i64 groups = many.linear.groups, panel = groups * 2 * kTile;
+  const KeepSubnormals keep;
+  const i64 panels = (c.task_columns + kPair - 1) / kPair;
+  Buffer<u16> w, rest;
+  Buffer<float> sums;
+  w.resize(panels * panel);
+  rest.resize(kPair * many.stride);
+  sums.resize((panels + 1) * kSquare);
+  float* strip = sums.data() + panels * kSquare;
+  if (many.square == square_in_tiles) configure();
+  for (i64 task = begin; task < end && !many.tiny; ++task) {
+    const i64 first = task % many.across * c.task_columns, last = std::min(first + c.task_columns, c.n);
+    const i64 bottom = std::min((task / many.across + 1) * c.task_rows, c.m);
+    if (decode_rows<Decoder>(many.linear, first, last, w.data())) many.tiny = true;
+    for (i64 m = task / many.across * c.task_rows; m < bottom; m += kPair) {
+      const i64 rows = std::min(kPair, bottom - m);
+      const u16* x = many.x + m * many.stride;
+      if (rows < kPair) {
+        rest.zero();
+        std::memcpy(rest.data(), x, 2 * rows * many.stride);
+        x = rest.data();
+      }
+      for (i64 g = 0; g < groups; g += kStripSums) {  // a strip of x stays in the first-level cache
+        const i64 depth = std::min(kStripSums, groups - g);
+        for (i64 p = 0; p < panels; ++p) {
+          float* total = sums.data() + p * kSquare;
+          many.square(x + g * kGroup, many.stride, w.data() + p * panel + g * 2 * kTile, depth, g ? strip : total);
+          for (i64 i = 0; g && i < kSquare; ++i) total[i] += strip[i];
+        }
+      }
+      for (i64 r = 0; r < rows; ++r) {
+        for (i64 n = first; n < last; n += kPair) {
+          finish_part(many.linear, m + r, n, std::min(kPair, last - n), sums.data() + (n - first) * kPair + r * kPair);
+        }
+      }
+    }
+  }
+  if (many.square == square_in_tiles) release();
+}
+
+template <class Decoder>
+int32_t multiply_many_rows(const Linear& linear, ParallelFor parallel_for) {
+  const LinearCall& c = linear.call;
+  Many many(linear, c.tiles ? square_in_tiles : square_in_vectors);
+  if (many.stride != c.k) {
+    many.filled.resize(c.m * many.stride);
+    many.x = many.filled.data();
+  }
+  if (const int32_t error = parallel_for(0, c.m, std::max<i64>(1, (1 << 16) / c.k), look_through, &many)) return error;
+  const i64 tasks = many.across * ((c.m + c.task_rows - 1) / c.task_rows);
+  if (many.tiny) return kUnserved;
+  const int32_t error = parallel_for(0, tasks, 1, run_many<Decoder>, &many);
+  return error ? error : many.tiny ? kUnserved : 0;
+}
+
+}  // namespace
+
+#else
+
+namespace {
+template <class Decoder>
+int32_t multiply_many_rows(const Linear&, ParallelFor) {
+  return kUnserved;
+}
+}  // namespace
+
+#endif

@@ -1,0 +1,137 @@
+import pytest
+import torch
+from torch import nn
+
+import pt2mx
+from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_inductor, ops
+from pt2mx.fx.passes import unpack_weights
+from pt2mx.ops.linear import linear_mx
+from pt2mx.ops.rotated_quantization import rotated_fake_quantize_mx
+from tests.compare import relative_error
+from tests.flow import convert
+from tests.graph import calls, count
+from tests.models import BATCH
+from tests.subgraph_models import QUANTIZER, Cond, X
+
+aten = torch.ops.aten
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 160), nn.Linear(160, 48)
+
+    def forward(self, x):
+        return self.down(nn.functional.gelu(self.up(x)))
+
+
+def lowered(name, model=None, shape=(80, 64), **options):
+    x = torch.randn(shape)
+    quantizer = MXQuantizer().set_global(get_default_mx_quantization_config(name, name))
+    converted = convert(model or Net(), (x,), quantizer, shapes=BATCH)
+    return converted, lower_to_inductor(converted, **options), x
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxint8", "mxfp6_e3m2", "mxfp4", "mxfp8_e5m2(rceil,half_away)"])
+def test_x_is_quantized_to_bfloat16(name):
+    converted, model, x = lowered(name)
+    for product in calls(model, linear_mx):
+        assert product.args[0].target is rotated_fake_quantize_mx and product.args[0].args[1] == 1
+        assert product.args[0].meta["val"].dtype == torch.bfloat16 and product.args[-1] == torch.float32
+        assert product.meta["val"].dtype == torch.float32
+    assert count(model, linear_mx) == 2 and not count(model, ops.fake_quantize_mx)
+    assert model(x).dtype == torch.float32
+    torch.testing.assert_close(model(x), converted(x), rtol=1e-5, atol=1e-5)
+
+
+def test_values_are_those_of_the_quantization():
+    _, model, x = lowered("mxint8")
+    (first, _) = calls(model, rotated_fake_quantize_mx)
+    assert torch.equal(rotated_fake_quantize_mx(x, *first.args[1:]).float(), ops.fake_quantize_mx(x, "int8", 32))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_other_dtypes_stay(dtype):
+    x, quantizer = torch.randn(80, 64, dtype=dtype), MXQuantizer.from_recipe("mxfp8")
+    model = lower_to_inductor(convert(Net().to(dtype), (x,), quantizer))
+    assert {product.args[-1] for product in calls(model, linear_mx)} == {None}
+
+
+def test_weights_alone_stay():
+    x = torch.randn(80, 64)
+    model = lower_to_inductor(convert(Net(), (x,), "mxfp4_weight_only"))
+    assert {product.args[-1] for product in calls(model, linear_mx)} == {None}
+
+
+def test_what_the_kernels_do_not_decode_stays():
+    """Blocks that are no whole groups of 32."""
+    _, model, _ = lowered("mxfp8{20}")
+    assert {product.args[-1] for product in calls(model, linear_mx)} <= {None}
+
+
+def test_values_with_other_readers_are_cast():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x):
+            y = ops.fake_quantize_mx(x, "fp8_e4m3", 32)
+            return self.linear(y) + y
+
+    x = torch.randn(80, 64)
+    converted = convert(Shared(), (x,), "mxfp8")
+    model = lower_to_inductor(converted)
+    (product,) = calls(model, linear_mx)
+    assert product.args[-1] == torch.float32 and product.args[0].meta["val"].dtype == torch.bfloat16
+    torch.testing.assert_close(model(x), converted(x), rtol=1e-5, atol=1e-5)
+
+
+def test_graphs_inside(quantize):
+    _, _, converted = quantize(torch.export.export(Cond().eval(), (X,)), QUANTIZER, (X,))
+    model = lower_to_inductor(converted)
+    for x in (X, -X):
+        torch.testing.assert_close(model(x), converted(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_unpacking_leaves_them_where_units_serve(served, monkeypatch):
+    monkeypatch.setattr(unpack_weights, "multiplies_bfloats", lambda spec, k: served)
+    converted, model, x = lowered("mxfp8", unpack=True)
+    assert (count(model, linear_mx), count(model, aten.linear.default)) == ((2, 0) if served else (0, 2))
+    torch.testing.assert_close(model(x), converted(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("rows", [3, 80, 200])
+def test_compiled_and_eager_agree(rows):
+    converted, model, x = lowered("mxfp4", shape=(rows, 64))
+    with torch.no_grad():
+        got = torch.compile(model, fullgraph=True)(x)
+    assert relative_error(got, converted(x).double()) < 0.02  # gelu differs in last bits, a value in its FP4 then
+
+
+def test_autocast_decides_the_dtype():
+    _, model, x = lowered("mxfp8")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = model(x)
+    assert got.dtype == torch.bfloat16 and relative_error(got, model(x).double()) < 0.03
+
+
+def test_a_gradient_passes():
+    converted, model, x = lowered("mxfp8")
+    grads = []
+    for each in (converted, model):
+        own = x.clone().requires_grad_()
+        each(own).square().sum().backward()
+        grads.append(own.grad)
+    assert relative_error(grads[1], grads[0].double()) < 0.02
+
+
+def test_saved_and_portable(tmp_path):
+    converted, model, x = lowered("mxfp6_e2m3")
+    program = torch.export.export(model, (x,))
+    torch.export.save(program, tmp_path / "net.pt2")
+    assert torch.equal(torch.export.load(tmp_path / "net.pt2").module()(x), model(x))
+    portable = pt2mx.make_portable(program).module()
+    torch.testing.assert_close(portable(x), converted(x), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,103 @@
+"""Products of many rows of bfloat16 values on AMX and AVX512_BF16, with results in fp32 and in 16 bits."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from pt2mx import FORMATS, MXSpec, ops
+from pt2mx.kernels import reference
+from pt2mx.kernels.cpu import linear as cpu_linear
+from tests.compare import relative_error
+
+
+@pytest.fixture(params=["tiles", "vectors"])
+def unit(request, monkeypatch):
+    """AMX, or AVX512_BF16 alone; on machines without them a dense product."""
+    if request.param == "vectors":
+        monkeypatch.setattr(cpu_linear, "_has_tiles", lambda: False)
+    return request.param
+
+
+def operands(rows, n, k, name, block=32):
+    """x that is quantized, in bfloat16, and a packed weight with its values."""
+    x = ops.fake_quantize_mx(torch.randn(rows, k), name, block).bfloat16()
+    scale, data = ops.quantize_mx(torch.randn(n, k), name, block)
+    spec = MXSpec(name, block, 1)
+    return x, data, scale, spec, reference.dequantize(data, scale, spec, torch.float32, k)
+
+
+@pytest.mark.parametrize(("rows", "n", "k", "block"), [(65, 37, 64, 32), (300, 130, 1100, 64), (97, 33, 333, 32)])
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_less_exact_than_a_float_product(unit, name, rows, n, k, block):
+    x, data, scale, spec, weight = operands(rows, n, k, name, block)
+    bias = torch.randn(n)
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    got = cpu_linear.linear(x, data, scale, bias, spec, dtype=torch.float32)
+    assert got.dtype == torch.float32
+    # a sum of few values has an error of few units in its last place, by chance none
+    assert relative_error(got, exact) <= max(1.1 * relative_error(F.linear(x.float(), weight, bias), exact), 4e-8)
+    half = cpu_linear.linear(x, data, scale, bias.bfloat16(), spec)
+    rounded = F.linear(x.double(), weight.double(), bias.bfloat16().double()).bfloat16()
+    assert half.dtype == torch.bfloat16 and relative_error(half, rounded.double()) < 1e-3
+    fp16 = cpu_linear.linear(x, data, scale, None, spec, dtype=torch.float16)
+    assert torch.equal(fp16, cpu_linear.linear(x, data, scale, None, spec, dtype=torch.float32).half())
+
+
+@pytest.mark.parametrize("name", ["int8", "fp4_e2m1"])
+def test_a_row_does_not_depend_on_the_others(unit, name):
+    """Nor on how rows and columns are shared among threads."""
+    x, data, scale, spec, _ = operands(400, 300, 1600, name)
+    want = cpu_linear.linear(x, data, scale, None, spec, dtype=torch.float32)
+    for threads in (1, 3):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            again = cpu_linear.linear(x[100:300], data, scale, None, spec, dtype=torch.float32)
+        finally:
+            torch.set_num_threads(before)
+        assert torch.equal(again, want[100:300])
+
+
+def test_the_same_bits_in_ten_runs(unit):
+    x, data, scale, spec, _ = operands(200, 96, 512, "fp8_e4m3")
+    want = cpu_linear.linear(x, data, scale, None, spec, dtype=torch.float32)
+    assert all(torch.equal(cpu_linear.linear(x, data, scale, None, spec, dtype=torch.float32), want) for _ in range(9))
+
+
+@pytest.mark.parametrize("tiny", ["x", "weight"])
+def test_tiny_values_count(unit, tiny):
+    """The units take subnormal numbers for zero."""
+    x, data, scale, spec, weight = operands(70, 40, 64, "int8")
+    if tiny == "x":
+        x = (x.float() * 2.0**-120).bfloat16()
+    else:
+        scale = torch.zeros_like(scale)  # 2**-127
+        weight = reference.dequantize(data, scale, spec, torch.float32, 64)
+    got = cpu_linear.linear(x, data, scale, None, spec, dtype=torch.float32)
+    exact = F.linear(x.double(), weight.double())
+    assert exact.any() and relative_error(got, exact) < 1e-6
+
+
+def test_what_is_not_finite():
+    x, data, scale, spec, weight = operands(70, 40, 64, "fp8_e5m2")
+    x[3, 5], x[4, 6] = float("nan"), float("inf")
+    scale[7, 0] = 255
+    weight = reference.dequantize(data, scale, spec, torch.float32, 64)
+    got = cpu_linear.linear(x, data, scale, None, spec, dtype=torch.float32)
+    want = F.linear(x.float(), weight)
+    assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got.isinf(), want.isinf())
+    assert got[3].isnan().all() and got[:, 7].isnan().all() and not got[5, :7].isnan().any()
+
+
+def test_strides_and_dimensions(unit):
+    x, data, scale, spec, _ = operands(300, 40, 64, "fp6_e3m2")
+    want = cpu_linear.linear(x, data, scale, None, spec, dtype=torch.float32)
+    folded = x.view(3, 100, 64).transpose(0, 1)
+    got = cpu_linear.linear(folded, data, scale, None, spec, dtype=torch.float32)
+    assert torch.equal(got, want.view(3, 100, 40).transpose(0, 1))
+
+
+def test_tasks_cover_the_result():
+    for rows, n, k in ((65, 32, 64), (2048, 1536, 384), (100_000, 33, 4096), (70, 128_256, 2048)):
+        down, across = cpu_linear._task(rows, n, k)
+        assert down % 32 == across % 32 == 0 and 32 <= across <= 1024 and 32 <= down <= rows + 31
