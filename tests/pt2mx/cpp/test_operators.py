@@ -89,6 +89,33 @@ def test_products(dtype, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+def test_products_of_many_rows(dtype, tmp_path):
+    """On units for bfloat16, where x is of that dtype; and the result in another."""
+    torch.manual_seed(0)
+    calls = []
+    for element in _ELEMENTS:
+        for rows, n, k in ((65, 37, 64), (130, 96, 1100)):
+            scale, data = packed((n, k), element, 32)
+            x = torch.randn(rows, k).to(dtype)
+            calls.append(("linear_mx", (x, data, scale, torch.randn(n), element, 32, 0, torch.float32)))
+            calls.append(("linear_mx", (x, data, scale, None, element, 32, 0, None)))
+    calls.append(("linear_mx", (x * 2.0**-120, data, scale, None, element, 32, 0, torch.float32)))
+    check(calls, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+def test_dequantization(dtype, tmp_path):
+    torch.manual_seed(0)
+    calls = []
+    for element in _ELEMENTS:
+        scale, data = packed((6, 96), element, 32)
+        calls.append(("dequantize_mx", (data, scale, element, 32, dtype, -1, None)))
+        scale, data = torch.ops.pt2mx.quantize_mx(torch.randn(3, 50, 7), element, 20, 1)
+        calls.append(("dequantize_mx", (data, scale, element, 20, dtype, 1, 50)))
+    check(calls, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
 def test_attention(dtype, tmp_path):
     torch.manual_seed(0)
     calls = []
@@ -122,6 +149,9 @@ def test_rotations(dtype, tmp_path):
             for rounding in set(pt2mx.modes.ROUNDINGS) - {"stochastic"}:
                 x = torch.randn(4, 96).to(dtype)
                 calls.append(("rotated_fake_quantize_mx", (x, 32, element, 20, scale_mode, rounding)))
+        for size in (1, 32):
+            args = (x, size, element, 20, "floor", "even", torch.bfloat16)
+            calls.append(("rotated_fake_quantize_mx", args))
     calls.append(("random_bits", (torch.tensor(2**62 + 5), [3, 1000])))
     check(calls, tmp_path)
 
