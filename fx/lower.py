@@ -15,6 +15,7 @@ from pt2mx.fx.graph.origins import note_origins
 from pt2mx.fx.graph.subgraphs import graph_modules
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors, map_tensors
 from pt2mx.fx.passes.bfloat16_products import use_bfloat16_products
+from pt2mx.fx.passes.convolutions_as_products import use_products_for_convolutions
 from pt2mx.fx.passes.cse_quantize import cse_quantize
 from pt2mx.fx.passes.device import device_named, move_to_device
 from pt2mx.fx.passes.fold_weights import fold_all_weights
@@ -62,6 +63,7 @@ STEPS = (
     Step(use_scaled_mm, needs_weights=True, option="scaled_mm"),
     Step(fuse_rotation),
     Step(use_bfloat16_products),
+    Step(use_products_for_convolutions, needs_weights=True),
     Step(unpack_weights, needs_weights=True, option="unpack"),
     Step(use_mma_layout, needs_weights=True),
 )

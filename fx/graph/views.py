@@ -7,10 +7,11 @@ import operator
 
 import torch
 from torch._ops import OpOverload
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from pt2mx.fx.graph.node import result_of, set_value
+from pt2mx.ops.order import order_in_memory
 
 aten = torch.ops.aten
 
@@ -73,6 +74,61 @@ def _takes_order(user: Node, node: Node, value: object) -> bool:
     result = result_of(user, {node: value})
     same = _strides(result) == _strides(user.meta["val"])
     return same or (is_view(user) and may_be_ordered_as(user, result))
+
+
+def takes_any_order(node: Node) -> bool:
+    """True if all that is computed from a node, of it or of its results, takes it in another order of dimensions in
+    memory."""
+    reached, left = {node}, [node]
+    while left:
+        for user in left.pop().users:
+            known = user.op == "output" or user.target is operator.getitem or isinstance(user.target, OpOverload)
+            if not known or user.target in _NEED_STRIDES:
+                return False
+            if isinstance(user.target, OpOverload) and user.target.namespace not in _OWN_STRIDES:
+                return False
+            if user not in reached:
+                reached.add(user)
+                left.append(user)
+    return True
+
+
+def settle_order(graph: Graph, changed: dict[Node, object]) -> None:
+    """Bring a graph in order in which nodes lie in memory in another order of dimensions than before, and all readers
+    take that (`takes_any_order`): what is computed from them gets the value that it has now, views that its strides do
+    not allow become copies, and results of the graph get the order that they had.
+
+    Args:
+        changed: such nodes, and the value that each had.
+    """
+    for node in graph.nodes:
+        if node.op == "output":
+            node.args = torch.fx.map_arg(node.args, lambda n: _in_order(n, changed[n]) if n in changed else n)
+        elif not changed.keys().isdisjoint(node.all_input_nodes):
+            before = node.meta.get("val")
+            node.target = _VIEW_OF_ANY_STRIDES.get(node.target, node.target)
+            set_value(node)
+            if _strides(before) != _strides(node.meta.get("val")):
+                changed[node] = before
+
+
+def _in_order(node: Node, value: object) -> Node:
+    """A copy of a node that lies in memory as `value` does; the node itself where it is no tensor."""
+    if not isinstance(value, torch.Tensor):
+        return node
+    order = order_in_memory(value)
+    steps = (
+        (aten.permute.default, order, {}),
+        (aten.clone.default, None, {"memory_format": torch.contiguous_format}),
+        (aten.permute.default, [order.index(d) for d in range(len(order))], {}),
+    )
+    meta = node.meta
+    for target, dims, options in steps:
+        with node.graph.inserting_after(node):
+            node = node.graph.call_function(target, (node,) if dims is None else (node, dims), options)
+        node.meta.update(meta)
+        set_value(node)
+    return node
 
 
 def _strides(value: object) -> list[tuple[int, ...]]:

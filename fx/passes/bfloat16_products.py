@@ -32,7 +32,7 @@ def use_bfloat16_products(model: GraphModule) -> None:
     """
     readers: dict[Node, list[Node]] = defaultdict(list)
     for node, call in LinearMX.calls_in(model.graph):
-        if not call.rotation and call.target_dtype is None and _is_quantized(call.x) and _fits(node, call):
+        if not call.rotation and call.target_dtype is None and is_quantized(call.x) and _fits(node, call):
             readers[call.x].append(node)
     for x, products in readers.items():
         with model.graph.inserting_after(x):
@@ -47,7 +47,8 @@ def use_bfloat16_products(model: GraphModule) -> None:
     model.graph.eliminate_dead_code()
 
 
-def _is_quantized(x: Node) -> bool:
+def is_quantized(x: Node) -> bool:
+    """True if a node gives values that a bfloat16 holds."""
     of = FakeQuantize.of(x) or RotatedFakeQuantize.of(x) or Dequantize.of(x)
     return of is not None and not ELEMENTS[of.element].is_wide
 
@@ -57,7 +58,13 @@ def _in_one_kernel(x: Node) -> tuple[Any, ...] | None:
     if (rotated := RotatedFakeQuantize.of(x)) is not None:
         return replace(rotated, target_dtype=torch.bfloat16).args
     of = FakeQuantize.of(x)
-    if of is None or of.axis not in (-1, len(shape_of(x) or ()) - 1):
+    return None if of is None else quantization_to_bfloat16(of, len(shape_of(x) or ()))
+
+
+def quantization_to_bfloat16(of: FakeQuantize, dimensions: int) -> tuple[Any, ...] | None:
+    """The arguments of `rotated_fake_quantize_mx` that does what a `fake_quantize_mx` of a tensor of so many dimensions
+    does, and gives bfloat16; None where it cannot."""
+    if of.axis not in (-1, dimensions - 1):
         return None
     if of.ste != "identity" or ROUNDINGS[of.rounding].random:
         return None

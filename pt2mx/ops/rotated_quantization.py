@@ -69,7 +69,7 @@ torch.library.define(
     "pt2mx::rotated_fake_quantize_mx",
     '(Tensor x, int size, str elem_dtype_name, int block_size, str scale_mode="floor", str rounding="even", '
     "ScalarType? target_dtype=None) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),  # kernels take any strides
 )
 torch.library.impl("pt2mx::rotated_fake_quantize_mx", "CompositeExplicitAutograd", _rotated_fake_quantize)
 torch.library.register_fake("pt2mx::rotated_fake_quantize_mx", _rotated_fake_quantize_fake)

@@ -8,6 +8,7 @@ import pt2mx
 from pt2mx import MXError, MXQuantizer, lower_to_inductor, ops
 from pt2mx.fx import lower
 from pt2mx.fx.graph.graph_pass import GraphPass
+from pt2mx.fx.passes import convolutions_as_products
 from pt2mx.ops import linear
 from pt2mx.ops.rotated_quantization import rotated_fake_quantize_mx
 from tests.flow import convert
@@ -186,7 +187,9 @@ def test_graphs_inside(fold):
         assert torch.equal(again(x), lowered(x))
 
 
-def test_convolutions_keep_their_weight_packed():
+def test_convolutions_keep_their_weight_packed(monkeypatch):
+    monkeypatch.setattr(convolutions_as_products, "multiplies_bfloats", lambda spec, k: False)
+
     class Net(nn.Module):
         def __init__(self):
             super().__init__()

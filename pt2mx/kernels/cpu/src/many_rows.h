@@ -99,15 +99,23 @@ inline void transpose(u16* pairs) {
   for (int i = 0; i < 16; ++i) _mm512_storeu_si512(pairs + i * kGroup, b[i]);
 }
 
-// As `finish`, faster for kPair sums to fp32.
+// As `finish`, faster for kPair sums to fp32 or bfloat16.
 inline void finish_part(const Linear& linear, i64 m, i64 row, i64 n, float* y) {
-  if (n < kPair || linear.call.out_dtype != FP32) return finish(linear, m, row, n, y);
-  float* out = static_cast<float*>(linear.call.out) + m * linear.call.n + row;
-  for (i64 i = 0; i < kPair; i += kWidth) {
-    Floats sums = load<Floats>(y + i);
-    if (!linear.bias.empty()) sums += load<Floats>(linear.bias.data() + row + i);
-    store(out + i, sums == sums ? sums : Floats(ints(0x7FC00000)));
+  const LinearCall& c = linear.call;
+  if (n < kPair || c.out_dtype == FP16) return finish(linear, m, row, n, y);
+  const i64 at = m * c.n + row;
+  Floats sums[2];
+  for (int i = 0; i < 2; ++i) {
+    sums[i] = load<Floats>(y + i * kWidth);
+    if (!linear.bias.empty()) sums[i] += load<Floats>(linear.bias.data() + row + i * kWidth);
+    sums[i] = sums[i] == sums[i] ? sums[i] : Floats(ints(0x7FC00000));
   }
+  if (c.out_dtype == FP32) {
+    std::memcpy(static_cast<float*>(c.out) + at, sums, sizeof sums);
+    return;
+  }
+  for (Floats& v : sums) v = Floats(Ints(v) + 0x7FFF + (Ints(v) >> 16 & 1));  // as narrow_bfloat
+  store(static_cast<u16*>(c.out) + at, to_bfloats<false>(Ints(sums[0]), Ints(sums[1])));
 }
 
 struct Many {

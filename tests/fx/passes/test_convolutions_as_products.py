@@ -1,0 +1,155 @@
+import pytest
+import torch
+from torch import nn
+
+import pt2mx
+from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_inductor, ops
+from pt2mx.fx.passes import convolutions_as_products
+from pt2mx.ops.linear import linear_mx
+from tests.compare import relative_error
+from tests.flow import convert
+from tests.graph import count
+
+aten = torch.ops.aten
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+@pytest.fixture(autouse=True)
+def units_for_bfloat16(monkeypatch):
+    """On every machine: a dense product serves where there are none."""
+    monkeypatch.setattr(convolutions_as_products, "multiplies_bfloats", lambda spec, k: spec.block_size % 32 == 0)
+
+
+def lowered(model, x, name="mxfp8", shapes=None):
+    quantizer = MXQuantizer().set_global(get_default_mx_quantization_config(name, name))
+    converted = convert(model, (x,), quantizer, shapes=shapes)
+    return converted, lower_to_inductor(converted)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("kernel", "options"),
+    [
+        (3, {"padding": 1}),
+        (3, {}),
+        (3, {"stride": 2, "padding": 1}),
+        ((1, 5), {"padding": (0, 2), "stride": (2, 1)}),
+        (1, {}),
+        (1, {"stride": 2}),
+        (1, {"stride": (1, 3), "padding": 1}),
+        (7, {"padding": 3, "stride": 4}),
+    ],
+)
+def test_kernels(kernel, options, bias):
+    torch.manual_seed(0)
+    model, x = nn.Conv2d(64, 40, kernel, bias=bias, **options), torch.randn(2, 64, 9, 11)
+    converted, found = lowered(model, x)
+    assert count(found, linear_mx) == 1 and not count(found, aten.conv2d.default)
+    torch.testing.assert_close(found(x), converted(x), **CLOSE)
+    assert found(x).stride() == converted(x).stride()
+    held = {name: t.shape for name, t in found.state_dict().items() if t.dtype == torch.uint8}
+    taps = model.kernel_size[0] * model.kernel_size[1]
+    assert held == {"weight_data_rows": (40, 64 * taps), "weight_scale_rows": (40, 2 * taps)}
+
+
+@pytest.mark.parametrize("name", ["mxint8", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxfp8_e5m2{64}", "mxfp8{128}"])
+def test_formats(name):
+    """The last one's blocks are longer than the channels: a tap is a block of them."""
+    model, x = nn.Conv2d(64, 32, 3, padding=1), torch.randn(1, 64, 6, 6)
+    converted, found = lowered(model, x, name)
+    assert count(found, linear_mx) == 1
+    torch.testing.assert_close(found(x), converted(x), **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("model", "channels"),
+    [
+        (nn.Conv2d(3, 32, 3), 3),
+        (nn.Conv2d(48, 32, 3), 48),
+        (nn.Conv2d(64, 64, 3, groups=2), 64),
+        (nn.Conv2d(64, 64, 3, dilation=2), 64),
+        (nn.Conv2d(64, 64, 3, padding="same"), 64),
+        (nn.Conv2d(64, 64, 3).bfloat16(), 64),
+    ],
+)
+def test_others_stay(model, channels):
+    x = torch.randn(2, channels, 8, 8, dtype=model.weight.dtype)
+    converted, found = lowered(model, x)
+    assert not count(found, linear_mx)
+    assert torch.equal(found(x), converted(x))
+
+
+def test_weights_alone_stay():
+    x = torch.randn(2, 64, 8, 8)
+    converted = convert(nn.Conv2d(64, 64, 3), (x,), "mxfp4_weight_only")
+    assert not count(lower_to_inductor(converted), linear_mx)
+
+
+class Views(nn.Module):
+    """Reads results of convolutions by views that go by the order in memory, and adds to one in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(32, 64, 3, padding=1), nn.Conv2d(64, 32, 1)
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, x):
+        y = torch.relu_(self.first(x))
+        z = self.second(y).add_(x)
+        rows = z.view(z.shape[0], 32, -1)
+        return self.head(rows.mean(2)), rows, z, y.transpose(1, 2)
+
+
+def test_views_behind(tmp_path):
+    model, x = Views(), torch.randn(2, 32, 6, 5)
+    batch = {0: torch.export.Dim.DYNAMIC, 2: torch.export.Dim.DYNAMIC}
+    converted, found = lowered(model, x, shapes=(batch,))
+    assert count(found, linear_mx) == 3 and not count(found, aten.conv2d.default)
+    program = torch.export.export(found, (x,), dynamic_shapes=(batch,))
+    torch.export.save(program, tmp_path / "views.pt2")
+    again, portable = torch.export.load(tmp_path / "views.pt2").module(), pt2mx.make_portable(program).module()
+    for given in (x, torch.randn(3, 32, 9, 5)):
+        want = converted(given)
+        for each in (found, again, portable):
+            torch.testing.assert_close(each(given), want, **CLOSE)
+        assert [t.stride() for t in found(given)] == [t.stride() for t in want]
+
+
+@pytest.mark.usefixtures("compiler")
+def test_compiled():
+    model, x = Views(), torch.randn(2, 32, 6, 5)
+    converted, found = lowered(model, x, "mxint8")
+    with torch.no_grad():
+        for got, want in zip(torch.compile(found, fullgraph=True)(x), converted(x), strict=True):
+            assert relative_error(got, want.double()) < 1e-3 and got.stride() == want.stride()
+
+
+def test_memory_that_another_order_would_misread_stays():
+    class Strided(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(32, 32, 3)
+
+        def forward(self, x):
+            return torch.relu(self.conv(x)).as_strided((4,), (1,))
+
+    x = torch.randn(1, 32, 5, 5)
+    converted, found = lowered(Strided(), x)
+    assert not count(found, linear_mx) and torch.equal(found(x), converted(x))
+
+
+def test_channels_last():
+    model, x = nn.Conv2d(64, 32, 3), torch.randn(2, 64, 8, 8).to(memory_format=torch.channels_last)
+    converted, found = lowered(model, x)
+    assert count(found, linear_mx) == 1
+    torch.testing.assert_close(found(x), converted(x), **CLOSE)
+    assert found(x).stride() == converted(x).stride()
+
+
+def test_the_quantization_is_of_values_along_channels():
+    model, x = nn.Conv2d(64, 32, 1, bias=False), torch.randn(1, 64, 3, 3)
+    nn.init.zeros_(model.weight)
+    with torch.no_grad():
+        model.weight[:, :, 0, 0].fill_diagonal_(1.0)
+    _, found = lowered(model, x, "mxfp4")
+    assert torch.equal(found(x), ops.fake_quantize_mx(x, "fp4_e2m1", 32, 1)[:, :32])
