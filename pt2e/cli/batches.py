@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Container
 from pathlib import Path
 
@@ -29,6 +30,10 @@ def load_batch(file: Path) -> object:
             return torch.load(file, weights_only=True)
         with np.load(file) as arrays:
             tensors = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+    except pickle.UnpicklingError as error:  # whose advice is to load it unsafely
+        raise MXError(
+            f"{file} is no batch: it holds more than tensors, numbers, lists and dicts, or is damaged"
+        ) from error
     except Exception as error:
         raise MXError(f"{file} is no batch: {one_line(error)}") from error
     unnamed = all(name.startswith("arr_") for name in tensors)

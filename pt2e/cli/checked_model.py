@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
+from pathlib import Path
 
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.cli.calibration import load_batches
-from pt2mx.pt2e.cli.models import Batch, LoadedModel, load_model
+from pt2mx.pt2e.cli.calibration import batch_files, load_batches
+from pt2mx.pt2e.cli.models import Batch, LoadedModel, load_model, source_file
 from pt2mx.pt2e.cli.stage import note, user_errors
 from pt2mx.pt2e.report.finite import listed, nonfinite_parameters
 
@@ -52,6 +53,17 @@ def checked_batches(loaded: LoadedModel, options: argparse.Namespace) -> dict[st
     for source, batch in batches.items():
         refuse_nan(f"{source}: the inputs", _nonfinite_inputs(loaded, batch), options)
     return batches
+
+
+def input_files(options: argparse.Namespace) -> dict[str, object]:
+    """Return the user's files that `options.model` and `options.calibration` name, by what an error calls them."""
+    files: dict[str, object] = {"the model": source_file(options.model)}
+    if options.model.startswith("hf:"):
+        folder = Path(options.model.removeprefix("hf:"))
+        files |= {f"the checkpoint's file {file.name!r}": file for file in folder.glob("*")}
+    if options.calibration not in (None, "none"):
+        files |= {f"the calibration batch {file.name!r}": file for file in batch_files(options.calibration)}
+    return files
 
 
 def refuse_nan(what: str, names: Iterable[str], options: argparse.Namespace) -> None:

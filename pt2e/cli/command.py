@@ -8,12 +8,14 @@ import os
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext, redirect_stdout
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 from pt2mx.errors import MXError
 from pt2mx.pt2e.cli.examples import examples_text
 from pt2mx.pt2e.cli.interrupts import INTERRUPTED, MESSAGE, noted_interrupts
+from pt2mx.pt2e.cli.result import result_alone
+from pt2mx.pt2e.cli.stage import warnings_as_notes
 from pt2mx.version import __version__
 
 #: command -> (the module with its `add_arguments`, the help text)
@@ -65,11 +67,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         options = command_parser().parse_args(arguments)
     except MXError as error:  # a command that needs a package which is not installed
-        print(f"pt2mx: error: {error}", file=sys.stderr)
+        print(_error_line(error), file=sys.stderr)
         return _BAD_INPUT
     with noted_interrupts() as interrupts:
         try:
-            return _run(options)
+            return _run(options, interrupts)
         except BrokenPipeError:
             _leave_stdout()
             return _BROKEN_PIPE
@@ -79,14 +81,23 @@ def main(arguments: list[str] | None = None) -> int:
                 raise
             if options.traceback:
                 traceback.print_exception(error)
-            print(MESSAGE if interrupted else f"pt2mx: error: {error}", file=sys.stderr)
+            print(MESSAGE if interrupted else _error_line(error), file=sys.stderr)
             return INTERRUPTED if interrupted else _BAD_INPUT
 
 
-def _run(options: argparse.Namespace) -> int:
+def _error_line(error: BaseException) -> str:
+    """Return an error as one line: that of another library in it may have several."""
+    return f"pt2mx: error: {' '.join(str(error).split())}"
+
+
+def _run(options: argparse.Namespace, interrupts: list[int]) -> int:
     """Run the command and print its result. With --json whatever else is printed goes to stderr."""
-    with redirect_stdout(sys.stderr) if options.json else nullcontext():
+    if sys.stdout is None:
+        raise MXError("stdout is closed: there is no place for the result")
+    with result_alone() if options.json else nullcontext(), warnings_as_notes():
         result = options.run(options)
+    if interrupts:  # an import that was under way may have made another error of it, which was caught
+        raise KeyboardInterrupt
     try:
         if result is not None:
             print(result.to_json() if options.json else result.text)

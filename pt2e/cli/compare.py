@@ -12,12 +12,18 @@ from torch.fx import GraphModule
 from pt2mx.algorithms.options import PRESETS, look_at_inputs
 from pt2mx.errors import MXError
 from pt2mx.pt2e.cli.checked_model import checked_batches, checked_model, exported_module
-from pt2mx.pt2e.cli.judged_model import add_judged_model, check_judged_model, metric_of
+from pt2mx.pt2e.cli.judged_model import (
+    add_judged_model,
+    check_judged_model,
+    check_written,
+    counted,
+    metric_of,
+    names_in,
+)
 from pt2mx.pt2e.cli.models import Batch, call
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.cli.stage import Stages, note, user_errors
 from pt2mx.pt2e.convert import convert_pt2e
-from pt2mx.pt2e.output import check_output
 from pt2mx.pt2e.prepare import prepare_pt2e
 from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.measured import tasks
@@ -60,12 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _compare(options: argparse.Namespace) -> Result:
     check_judged_model(options)
+    names = _default_recipes(options.model) if options.recipes is None else names_in(options.recipes)
     if options.output is not None:
-        check_output(options.output, suffixes=(".html", ".htm"))
-    # a typo should not cost the loading of a model
-    quantizers = chosen_quantizers(
-        _default_recipes(options.model) if options.recipes is None else options.recipes.split(",")
-    )
+        check_written(options, names, suffixes=(".html", ".htm"))
+    quantizers = chosen_quantizers(names)  # a typo should not cost the loading of a model
     for quantizer in quantizers.values() if options.optimize is not None else ():
         quantizer.set_algorithms(None if options.optimize == "none" else options.optimize)
     with Stages(3 + len(quantizers) + (options.output is not None)) as progress:
@@ -87,7 +91,7 @@ def _compare(options: argparse.Namespace) -> Result:
             if options.output is not None:
                 progress.begin("page")
                 _write_page(exported, seen, judged, found, quantizers, options)
-    note(f"{options.model}, {len(judged)} batches; {progress.seconds()}")
+    note(f"{options.model}, {counted(judged)}; {progress.seconds()}")
     return Result(str(found), {**json.loads(found.to_json()), "seconds": progress.times()})
 
 

@@ -10,7 +10,7 @@ from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.quantizer import recipe
 
 #: what names an argument -> words that it may take, beside files
-_WORDS = {"recipe": recipe.names(), "model": ["minilm", "torchvision:", "hf:", "onnx:"]}
+_WORDS = {"recipe": recipe.names(), "recipes": recipe.names(), "model": ["minilm", "torchvision:", "hf:", "onnx:"]}
 
 #: what is typed is compared with the words before it, the longest command first; where no word fits, a file may
 _BASH = """\

@@ -19,6 +19,8 @@ from pt2mx.pt2e.torchao_pt2e import torchao
 
 #: longest message in one line; the whole is in the traceback
 _LONGEST = 800
+#: what an interpreter of graphs adds to the message of an error
+_AT_NODE = "\n\nWhile executing %"
 #: a place in a node's `stack_trace`, innermost last
 _PLACE = re.compile(r'File "(.+)", line (\d+), in (\S+)')
 #: folders that hold installed packages
@@ -33,7 +35,7 @@ def one_line(error: BaseException) -> str:
     The lines of a message are joined, and what is beyond 800 characters is cut. The place is the innermost one in the
     user's code; where there is none, in that of installed packages, torch apart.
     """
-    lines = [line.strip() for line in str(error).splitlines()]
+    lines = [line.strip() for line in str(error).partition(_AT_NODE)[0].splitlines()]
     message = " ".join(line for line in lines if line)
     if len(message) > _LONGEST:
         message = f"{message[:_LONGEST].rstrip()} ... (--traceback prints the whole)"

@@ -18,6 +18,7 @@ from pt2mx.extras import import_extra
 from pt2mx.pt2e.cli.batches import conform
 from pt2mx.pt2e.cli.calibration import Reader
 from pt2mx.pt2e.cli.checkpoint_inputs import CheckpointInputs
+from pt2mx.pt2e.cli.export_log import log_of_success
 from pt2mx.pt2e.cli.hugging_face import from_pretrained, load_checkpoint
 from pt2mx.pt2e.cli.sentences import sentences
 from pt2mx.pt2e.cli.stated_shapes import stated_signature
@@ -81,7 +82,7 @@ class LoadedModel:
 def export(module: nn.Module, batch: Batch, dynamic_shapes: DynamicShapes = None) -> torch.export.ExportedProgram:
     """Return `torch.export.export` of a module called with a batch."""
     args, kwargs = _arguments(batch)
-    with torch.no_grad():
+    with torch.no_grad(), log_of_success():
         return torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes)
 
 
@@ -105,15 +106,17 @@ def load_model(source: str) -> LoadedModel:
     Raises:
         MXError: for an unknown model, or one of a package that is not installed.
     """
+    if source == "minilm":
+        return _minilm()
     kind, _, name = source.partition(":")
     if kind in _LOADERS:
         return _LOADERS[kind](name)
     if (path := source_file(source)) is not None:
         return _from_factory(path, source.removeprefix(f"{path}:"))
-    raise MXError(
-        f"unknown model {source!r}: {nearest(kind, [*_LOADERS, 'torchvision:NAME', 'hf:DIRECTORY_OR_NAME'])}"
-        ", or module.py:factory"
-    )
+    if source.endswith(".py"):
+        raise MXError(f"the model {source!r} names no function: give {source}:FACTORY")
+    names = ["minilm", "torchvision:NAME", "hf:DIRECTORY_OR_NAME", "module.py:factory"]
+    raise MXError(f"unknown model {source!r}: {nearest(source, names)}")
 
 
 def source_file(source: str) -> str | None:
@@ -159,7 +162,7 @@ def load_minilm() -> tuple[SentenceEncoder, Callable[[list[str]], tuple[Tensor, 
     return SentenceEncoder(from_pretrained(transformers.AutoModel, folder)).eval(), tokenize
 
 
-def _minilm(name: str) -> LoadedModel:
+def _minilm() -> LoadedModel:
     encoder, tokenize = load_minilm()
     texts = sentences()
     batches = [tokenize(texts[i : i + 12]) for i in range(0, len(texts), 12)]
@@ -180,7 +183,7 @@ def _hugging_face(name: str) -> LoadedModel:
     return LoadedModel(module, batches[0], inputs.dynamic_shapes(batches[0]), batches, inputs.readers(batches[0]))
 
 
-_LOADERS = {"minilm": _minilm, "torchvision": _torchvision, "hf": _hugging_face}
+_LOADERS = {"torchvision": _torchvision, "hf": _hugging_face}
 
 
 def _from_factory(path: str, factory: str) -> LoadedModel:

@@ -16,10 +16,16 @@ from tqdm import tqdm
 
 from pt2mx.algorithms.options import PRESETS, look_at_inputs
 from pt2mx.errors import MXError
-from pt2mx.pt2e.cli.calibration import batch_files
-from pt2mx.pt2e.cli.checked_model import add_allow_nan, checked_batches, checked_model, exported_module, refuse_nan
+from pt2mx.pt2e.cli.checked_model import (
+    add_allow_nan,
+    checked_batches,
+    checked_model,
+    exported_module,
+    input_files,
+    refuse_nan,
+)
 from pt2mx.pt2e.cli.devices import add_device, check_device
-from pt2mx.pt2e.cli.models import Batch, LoadedModel, call, export, source_file
+from pt2mx.pt2e.cli.models import Batch, LoadedModel, call, export
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.cli.stage import Stages, user_errors
 from pt2mx.pt2e.cli.summary import add_full, quantized
@@ -151,10 +157,8 @@ def _check_files(options: argparse.Namespace) -> None:
     check_output(options.output)
     if options.report is not None:
         check_output(options.report, suffixes=(_JSON, *_PAGES))
-    inputs = {"--recipe": options.recipe if Path(options.recipe).is_file() else None}
-    inputs["the model"] = source_file(options.model)
-    if options.calibration not in (None, "none"):
-        inputs |= {f"the calibration batch {file.name!r}": file for file in batch_files(options.calibration)}
+    recipe_file = options.recipe if Path(options.recipe).is_file() else None
+    inputs = {"--recipe": recipe_file, **input_files(options)}
     check_distinct({"--output": options.output, "--report": options.report}, inputs)
 
 

@@ -55,7 +55,7 @@ def _check(options: argparse.Namespace) -> Result:
     settings = len(recipe.read(options.recipe).settings)
     data: dict[str, object] = {"recipe": options.recipe, "settings": settings}
     if options.model is None:
-        return Result(f"{options.recipe}: a recipe with {settings} settings", data)
+        return Result(f"{options.recipe}: a recipe with {settings} setting{'s' * (settings != 1)}", data)
     with Stages(3) as progress:
         with user_errors("load the model"):
             loaded = load_model(options.model)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 
 
@@ -24,6 +28,21 @@ class Result:
     def to_json(self) -> str:
         """Return the data as one JSON object; null stands for a number that is not finite."""
         return json.dumps(_finite(self.data), indent=1, allow_nan=False)
+
+
+@contextmanager
+def result_alone() -> Iterator[None]:
+    """Have what is printed in the block go to stderr, also by other processes and by code in C++, so that the result
+    stands alone on stdout."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _finite(value: object) -> object:

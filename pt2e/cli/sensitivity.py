@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -13,19 +14,24 @@ from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
 from pt2mx.pt2e.cli.checked_model import checked_batches, checked_model, exported_module
-from pt2mx.pt2e.cli.judged_model import add_judged_model, check_judged_model, metric_of
+from pt2mx.pt2e.cli.judged_model import (
+    add_judged_model,
+    check_judged_model,
+    check_written,
+    counted,
+    metric_of,
+    names_in,
+)
 from pt2mx.pt2e.cli.models import Batch, call
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.cli.stage import Stages, note, user_errors
 from pt2mx.pt2e.format_observer import MXFormatObserver
-from pt2mx.pt2e.output import check_output
 from pt2mx.pt2e.prepare import prepare_pt2e
 from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.suggest import suggest_config
-from pt2mx.pt2e.sensitivity.forms import OPERANDS
-from pt2mx.pt2e.sensitivity.result import Sensitivity
+from pt2mx.pt2e.sensitivity.result import OPERANDS, Sensitivity
 from pt2mx.pt2e.sensitivity.sensitivity import METHODS, sensitivity
 from pt2mx.spec import parse
 
@@ -82,7 +88,7 @@ def _sensitivity(options: argparse.Namespace) -> Result:
     if quantizer is not None:
         quantizer.to_recipe(options.output)
         note(f"{options.output}: {_kinds(options.output)}")
-    note(f"{options.model}, {len(batches)} batches; {progress.seconds()}")
+    note(f"{options.model}, {counted(batches)}; {progress.seconds()}")
     text = found.to_table(None if options.full else _WORST)
     return Result(text, {**json.loads(found.to_json()), "output": options.output, "seconds": progress.times()})
 
@@ -93,7 +99,7 @@ def _check(options: argparse.Namespace) -> list[str]:
     if (options.bits is None) != (options.output is None):
         raise MXError("--bits and --output go together: the bits of the recipe, and the file to write it to")
     if options.bits is not None:
-        check_output(options.output)
+        check_written(options)
         if options.operands == "activations":
             raise MXError("--bits chooses formats of weights: give --operands weights or both")
     elif options.activation is not None:
@@ -102,7 +108,12 @@ def _check(options: argparse.Namespace) -> list[str]:
         raise MXError("--left is measured: give --method forward or both")
     if options.activation is not None:
         options.activation = _spec(options.activation)
-    return list(dict.fromkeys(map(_spec, options.formats.split(","))))
+    formats = list(dict.fromkeys(map(_spec, names_in(options.formats))))
+    if options.bits is not None:
+        least = min(parse(one).effective_bits for one in formats)
+        if not least <= options.bits < math.inf:
+            raise MXError(f"--bits {options.bits:g} must be a number of at least {least:g}, the least of --formats")
+    return formats
 
 
 def _spec(name: str) -> str:

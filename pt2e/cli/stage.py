@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -39,6 +40,17 @@ def user_errors(what: str) -> Iterator[None]:
 def note(text: str) -> None:
     """Print a line on stderr that is no result, above a progress bar."""
     _print(f"pt2mx: {text}")
+
+
+@contextmanager
+def warnings_as_notes() -> Iterator[None]:
+    """Have warnings that are printed in the block look as a command's notes do: Python's name a line of its source."""
+    previous = warnings.formatwarning
+    warnings.formatwarning = lambda message, *place: f"pt2mx: warning: {' '.join(str(message).split())}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = previous
 
 
 def stage_line(name: str) -> None:

@@ -6,6 +6,7 @@ first stage. In every other process it does nothing.
 
 from __future__ import annotations
 
+import os
 import sys
 
 from pt2mx.pt2e.cli.interrupts import is_command  # first: it sees to Ctrl-C
@@ -27,6 +28,8 @@ def start(arguments: list[str]) -> None:
     """
     from pt2mx.pt2e.cli.command import COMMANDS, main
 
+    if sys.stderr is None:  # closed: `print` would take stdout for it
+        sys.stderr = open(os.devnull, "w")
     first = arguments[0] if arguments else None
     if first not in COMMANDS or first in _WITHOUT_TORCH:
         sys.exit(main(arguments))

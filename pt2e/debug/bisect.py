@@ -10,17 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from pt2mx.errors import MXError, nearest
 from pt2mx.fx.graph.module_stack import module_name
+from pt2mx.pt2e.debug.batches import check_values, copied
 from pt2mx.pt2e.debug.differences import relative_error
 from pt2mx.pt2e.debug.onnx_stage import OnnxStage
 from pt2mx.pt2e.debug.pieces import piece_of, save_piece, smallest
 from pt2mx.pt2e.debug.watched import check_module, run, unchanged
 from pt2mx.pt2e.debug.worst_operator import Found, worst_in_file, worst_operator
+from pt2mx.pt2e.output import check_output
 
 #: makes another form of a piece and its inputs: a function of them
 Make = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -79,7 +81,8 @@ def bisect(
         The piece; None where the forms agree.
 
     Raises:
-        MXError: for other objects, for a batch that the model does not take, and for a bound that is no number above 0.
+        MXError: for other objects, for a batch that the model does not take or without values, for a bound that is no
+            number above 0, and where the two forms share no operator.
 
     Example:
         >>> import torch, pt2mx
@@ -97,13 +100,17 @@ def bisect(
         raise MXError(f"bound={bound!r} must be a number above 0")
     if path is not None and (not isinstance(path, str | os.PathLike) or Path(path).suffix != ".py"):
         raise MXError(f"path={path!r} must be a path that ends in .py")
-    file = None
+    for place in () if path is None else (Path(path), Path(path).with_suffix(".pt")):
+        check_output(place)
+    check_values(batch)
+    file: OnnxStage | None = None
+    found: Found | None
     if isinstance(second, str | os.PathLike) and Path(second).suffix == ".onnx":
         file = OnnxStage(second, "second")
     elif isinstance(second, str) and second not in FORMS:
         raise MXError(f"second={second!r} is unknown: {nearest(second, [*FORMS, 'FILE.onnx'])}")
     with torch.no_grad(), unchanged(graph, second):
-        if isinstance(second, GraphModule | ExportedProgram):
+        if isinstance(second, nn.Module | ExportedProgram):
             found = worst_operator(graph, _graph(second, "second"), batch)
         elif file is not None:
             found = worst_in_file(graph, file, batch)
@@ -131,18 +138,17 @@ def _smallest_piece(graph: GraphModule, second: str | Make, values: dict[Node, A
     def compared(first: int, last: int) -> Found:
         module, needed = piece_of(graph, nodes[first:last])
         inputs = [values[node] for node in needed]
-        outputs = make(module, inputs)(*_copies(inputs))
+        other = make(module, inputs)
+        if not callable(other):
+            raise MXError(f"second must make a function of a piece and its inputs, not a {type(other).__name__}")
+        outputs = other(*copied(inputs))
         content = {"first": module, "inputs": inputs, "form": second if isinstance(second, str) else None}
-        error = relative_error(outputs, module(*_copies(inputs)))
+        error = relative_error(outputs, module(*copied(inputs)))
         return Found(nodes[first:last], error, {**content, "second": None, "second_inputs": inputs, "outputs": outputs})
 
     if not nodes or compared(0, len(nodes)).error <= bound:
         return None
     return compared(*smallest(len(nodes), lambda first, last: compared(first, last).error > bound))
-
-
-def _copies(inputs: Sequence[Any]) -> list[Any]:
-    return [one.clone() if isinstance(one, Tensor) else one for one in inputs]
 
 
 def _graph(model: object, what: str) -> GraphModule:

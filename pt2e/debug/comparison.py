@@ -7,21 +7,25 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from html import escape
 from typing import Any
 
-from pt2mx.analysis.tables import text_table
+from pt2mx.analysis.tables import text_table, worst_rows
+from pt2mx.errors import MXError, nearest
 from pt2mx.pt2e.debug.differences import Difference
-from pt2mx.pt2e.output import whole_file
+from pt2mx.pt2e.output import write_text
+from pt2mx.pt2e.report.page.table_page import table_page
 
 #: the operator of a row that stands for an output of the model
 OUTPUT = "output"
 #: most names in a line
 _MOST = 5
 _COLUMNS = ("stage", "module", "operator", "node", "isolated dB", "cosine", "max", "propagated dB", "cosine", "max")
-_STYLE = """:root { color-scheme: light dark } body { font: 14px system-ui, sans-serif; margin: 2em }
-table { border-collapse: collapse } th, td { padding: .2em .7em; text-align: left }
-td.number { text-align: right; font-variant-numeric: tabular-nums } th { border-bottom: 1px solid gray }"""
+#: how many of them are words
+_WORDS = 4
+_LEAD = (
+    "Each operator beside the float model's, the worst first. Isolated: its error for the float model's inputs; "
+    "propagated: that in a run of the stage. SQNR in dB, higher is better."
+)
 
 
 @dataclass
@@ -68,7 +72,12 @@ class StageComparison:
 
         Returns:
             Its rows.
+
+        Raises:
+            MXError: for another stage.
         """
+        if name not in (names := dict.fromkeys(row.stage for row in self.rows)):
+            raise MXError(f"there is no stage {name!r}: {nearest(name, names)}")
         return tuple(row for row in self.rows if row.stage == name)
 
     def to_table(self, worst: int | None = 20) -> str:
@@ -81,9 +90,9 @@ class StageComparison:
             The table, a line a row, and one for each stage in which operators are missing.
         """
         operators = [row for row in self.rows if row.operator != OUTPUT]
-        kept = [*operators[:worst], *(row for row in self.rows if row.operator == OUTPUT)]
-        table = text_table([_COLUMNS, *(_cells(row) for row in kept)], left=4)
-        return "\n".join([table, *(_left_out(name, keys) for name, keys in self.missing.items() if keys)])
+        kept = [*worst_rows(operators, worst), *(row for row in self.rows if row.operator == OUTPUT)]
+        table = text_table([_COLUMNS, *(_cells(row) for row in kept)], left=_WORDS)
+        return "\n".join([table, *self._missing_lines()])
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
         """Give all rows as JSON, and write them to a file.
@@ -94,8 +103,7 @@ class StageComparison:
         Returns:
             The JSON.
         """
-        text = json.dumps([_numbers(row) for row in self.rows], indent=1)
-        return _written(text, path)
+        return write_text(json.dumps([_numbers(row) for row in self.rows], indent=1), path)
 
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
         """Give all rows as an HTML page, and write it to a file.
@@ -106,13 +114,11 @@ class StageComparison:
         Returns:
             The page.
         """
-        head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
-        lines = "".join(f"<tr>{_html(_cells(row))}</tr>\n" for row in self.rows)
-        page = (
-            f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/><title>Stages</title><style>{_STYLE}'
-            f"</style></head><body><h1>Stages</h1><table><tr>{head}</tr>\n{lines}</table></body></html>\n"
-        )
-        return _written(page, path)
+        rows = [_cells(row) for row in self.rows]
+        return write_text(table_page("Stages", _LEAD, _COLUMNS, rows, _WORDS, self._missing_lines()), path)
+
+    def _missing_lines(self) -> list[str]:
+        return [_left_out(name, keys) for name, keys in self.missing.items() if keys]
 
 
 def _left_out(stage: str, keys: tuple[str, ...]) -> str:
@@ -142,14 +148,3 @@ def _numbers(row: Compared) -> dict[str, Any]:
         numbers = {"sqnr": one.sqnr, "cosine": one.cosine, "max": one.max}
         found[name] = {key: value if math.isfinite(value) else str(value) for key, value in numbers.items()}
     return found
-
-
-def _html(cells: tuple[str, ...]) -> str:
-    return "".join(f'<td class="number">{c}</td>' if i > 3 else f"<td>{escape(c)}</td>" for i, c in enumerate(cells))
-
-
-def _written(text: str, path: str | os.PathLike[str] | None) -> str:
-    if path is not None:
-        with whole_file(path) as file:
-            file.write(text.encode())
-    return text

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -36,7 +37,7 @@ class Difference:
         self.noise += (got - want).square().sum().item()
         self.product += (got * want).sum().item()
         self.energy += got.square().sum().item()
-        self.max = max(self.max, (got - want).abs().max().nan_to_num(nan=math.inf).item())
+        self.max = max(self.max, (got - want).abs().nan_to_num(nan=math.inf, posinf=math.inf).max().item())
         self.values += want.numel()
 
     @property
@@ -68,7 +69,7 @@ def relative_error(got: Any, want: Any) -> float:
         want: another one of that form.
 
     Returns:
-        The error, 0 where nothing floating is in them; Inf where a number of tensors, a shape or a NaN differs.
+        The error, 0 where nothing floating is in them; Inf where a number of tensors, a shape, a NaN or an Inf differs.
     """
     pairs = list(zip(_tensors(got), _tensors(want), strict=False))
     errors = [0.0 if len(pairs) == len(_tensors(got)) == len(_tensors(want)) else math.inf]
@@ -77,6 +78,10 @@ def relative_error(got: Any, want: Any) -> float:
             errors.append(math.inf if one.shape != other.shape else 0.0)
             continue
         finite = other.isfinite()
+        rest, other_rest = one[~finite].double(), other[~finite].double()
+        if not torch.allclose(rest, other_rest, rtol=0, atol=0, equal_nan=True):
+            errors.append(math.inf)
+            continue
         distance = (one[finite].double() - other[finite].double()).norm().item()
         scale = other[finite].double().norm().item()
         errors.append(math.inf if math.isnan(distance) else distance / scale if scale else math.inf * bool(distance))

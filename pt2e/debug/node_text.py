@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.module_stack import modules_of
-from pt2mx.fx.graph.node import is_ours, named_args, value_of
+from pt2mx.fx.graph.node import called, is_ours, named_args, value_of
 from pt2mx.pt2e.observer import MXObserver
 from pt2mx.spec import MXSpec
 
@@ -20,10 +20,11 @@ _SHORT = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", to
 
 def operator_text(node: Node) -> str:
     """The operator that a node calls, or the name that it reads."""
+    operator = called(node)
+    if isinstance(operator, OpOverload):
+        return str(operator).removesuffix(".default")
     if node.op != "call_function":
         return f"{node.op} {node.target}" if node.op in ("get_attr", "call_module") else node.op
-    if isinstance(node.target, OpOverload):
-        return str(node.target).removesuffix(".default")
     return str(getattr(node.target, "__name__", node.target) if callable(node.target) else node.target)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from typing import TextIO
 
@@ -9,7 +10,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from pt2mx.analysis.tables import text_table
-from pt2mx.errors import MXError, nearest
+from pt2mx.errors import MXError
 from pt2mx.fx.graph.subgraphs import named_graph_modules
 from pt2mx.pt2e.debug.node_text import (
     format_text,
@@ -21,6 +22,8 @@ from pt2mx.pt2e.debug.node_text import (
 )
 from pt2mx.pt2e.debug.watched import check_module
 
+#: most names in a cell, and in an error
+_MOST = 6
 _COLUMNS = ("node", "operator", "shape", "format", "inputs", "module", "source")
 
 
@@ -51,6 +54,8 @@ def print_graph(
     if isinstance(hops, bool) or not isinstance(hops, int) or hops < 0:
         raise MXError(f"hops={hops!r} must be an integer of at least 0")
     file = sys.stdout if file is None else file
+    if not hasattr(file, "write"):
+        raise MXError(f"file must be open for writing, or None for stdout, not {file!r}")
     graphs = dict(named_graph_modules(graph))
     wanted = None if around is None else _around(graphs, around, hops)
     for name, one in graphs.items():
@@ -65,10 +70,16 @@ def _around(graphs: dict[str, GraphModule], name: str, hops: int) -> set[Node]:
     found = {node for node in nodes if node.name == name} or {node for node in nodes if name in modules_around(node)}
     if not found:
         names = [*(node.name for node in nodes), *dict.fromkeys(m for node in nodes for m in modules_around(node))]
-        raise MXError(f"the graph has no node and no module {name!r}: {nearest(name, names)}")
+        close = difflib.get_close_matches(str(name), names, n=_MOST, cutoff=0)  # a graph has thousands
+        raise MXError(f"the graph has no node and no module {name!r}, the closest are {', '.join(close)}")
     for _ in range(hops):
         found |= {near for node in found for near in (*node.all_input_nodes, *node.users)}
     return found
+
+
+def _names(nodes: list[Node]) -> str:
+    more = f" and {len(nodes) - _MOST} more" if len(nodes) > _MOST else ""
+    return ", ".join(one.name for one in nodes[:_MOST]) + more
 
 
 def _row(node: Node, model: GraphModule) -> tuple[str, ...]:
@@ -77,7 +88,7 @@ def _row(node: Node, model: GraphModule) -> tuple[str, ...]:
         operator_text(node),
         shape_text(node),
         format_text(node, model),
-        ", ".join(one.name for one in node.all_input_nodes),
+        _names(node.all_input_nodes),
         module_text(node),
         source_text(node),
     )

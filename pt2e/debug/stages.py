@@ -6,6 +6,7 @@ import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import getitem
 from typing import Any
 
 import torch
@@ -17,20 +18,12 @@ from torch.utils import _pytree as pytree
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.module_stack import module_name
 from pt2mx.fx.graph.origins import by_origin
+from pt2mx.pt2e.debug.batches import arguments_of, check_values, copied, named_leaves, several
 from pt2mx.pt2e.debug.comparison import OUTPUT, Compared, StageComparison
 from pt2mx.pt2e.debug.differences import comparable
 from pt2mx.pt2e.debug.node_text import operator_text
 from pt2mx.pt2e.debug.onnx_stage import OnnxStage
-from pt2mx.pt2e.debug.watched import (
-    Watched,
-    call,
-    check_module,
-    is_tuple_of_operator,
-    keyed_nodes,
-    named_leaves,
-    run,
-    unchanged,
-)
+from pt2mx.pt2e.debug.watched import Watched, check_module, is_tuple_of_operator, keyed_nodes, run, unchanged
 from pt2mx.pt2e.observer import MXObserver
 
 #: a form of a model: a graph, an ONNX file, or a function of the same inputs, of which only the outputs are seen
@@ -76,8 +69,6 @@ def compare_stages(
     reference = _graph(float_model, "float_model")
     if not isinstance(stages, Mapping) or not stages:
         raise MXError("stages must be a dict of at least one: name -> a form of the model")
-    if isinstance(batches, Tensor | dict):
-        raise MXError(f"batches is one of type {type(batches).__name__}: give a list of batches")
     forms = {str(name): _form(form, str(name)) for name, form in stages.items()}
     found = {name: _Stage() for name in forms}
     nodes = {key: node for key, node, _ in keyed_nodes(reference)}
@@ -85,10 +76,9 @@ def compare_stages(
     operators: dict[str, None] = {}
     count = 0
     with torch.no_grad(), unchanged(reference, *forms.values()):
-        for batch in batches:
+        for batch in several(batches):
             count += 1
-            if any(isinstance(leaf, Tensor) and not leaf.numel() for leaf in pytree.tree_leaves(batch)):
-                raise MXError("a batch has an input without values: there is nothing to compare")
+            check_values(batch)
             values, outputs = values_of(reference, batch)
             operators |= dict.fromkeys(
                 key for key, (one, *_) in values.items() if key not in others and comparable(one, one)
@@ -100,7 +90,8 @@ def compare_stages(
                 elif isinstance(form, OnnxStage):
                     found[name].compare_file(form, reference, batch, values, outputs)
                 else:
-                    found[name].compare_outputs(call(form, batch), outputs)
+                    args, kwargs = copied(arguments_of(reference, batch))
+                    found[name].compare_outputs(form(*args, **kwargs), outputs)
     if not count:
         raise MXError("there is no batch to compare the stages with")
     for name, stage in found.items():
@@ -167,7 +158,8 @@ class _Stage:
 
     def _row(self, key: str, node: Node) -> Compared:
         if key not in self.rows:
-            self.rows[key] = Compared(module_name(node), operator_text(node), key)
+            operator = node.all_input_nodes[0] if node.target is getitem else node  # an item is the operator's
+            self.rows[key] = Compared(module_name(node), operator_text(operator), key)
         return self.rows[key]
 
 

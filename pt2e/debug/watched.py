@@ -17,6 +17,7 @@ from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.attributes import attribute_of
 from pt2mx.fx.graph.origins import by_origin, origin
 from pt2mx.fx.graph.tensors import held_in_written_memory
+from pt2mx.pt2e.debug.batches import copied, errors_of_running, leaves_of
 
 #: is shown a value: its key (the place of its graph and its origin), its node, the value, and the run
 Seen = Callable[[str, Node, Any, "Watched"], None]
@@ -122,76 +123,17 @@ def is_tuple_of_operator(node: Node, value: Any) -> bool:
     return isinstance(value, tuple | list) and not isinstance(node.target, HigherOrderOperator)
 
 
-def leaves_of(model: GraphModule, batch: Any) -> list[Any]:
-    """A batch (a tensor, a tuple of positional or a dict of keyword arguments) as the placeholders of a graph take it.
-
-    Raises:
-        MXError: for another number of arguments or other names than the model takes.
-    """
-    leaves = pytree.tree_leaves(_bound(model, batch))
-    count = len(model.graph.find_nodes(op="placeholder"))
-    if len(leaves) != count:
-        raise MXError(f"the model takes {count} tensors and numbers, and a batch holds {len(leaves)}")
-    return leaves
-
-
-def named_leaves(model: GraphModule, batch: Any) -> dict[str, Any]:
-    """The same by the names of the placeholders."""
-    names = [str(node.target) for node in model.graph.find_nodes(op="placeholder")]
-    return dict(zip(names, leaves_of(model, batch), strict=True))
-
-
-def _bound(model: GraphModule, batch: Any) -> tuple[list[Any], dict[str, Any]]:
-    """The positional and the keyword arguments of a call, as the graph was exported."""
-    info = getattr(model.graph._codegen, "pytree_info", None)
-    if info is None:
-        names = positional = [str(node.target) for node in model.graph.find_nodes(op="placeholder")]
-    else:
-        names = [name for name in info.orig_args if name != "self"]
-        positional = names[: info.in_spec.child(0).num_children]
-    if isinstance(batch, dict):
-        given = batch
-    else:
-        values = batch if isinstance(batch, tuple | list) else (batch,)
-        given = dict(zip(names, values, strict=False)) if len(values) <= len(names) else {}
-    if set(given) != set(names):
-        raise MXError(f"the model takes {', '.join(names)}: give each of them once, not {_what(batch)}")
-    return [given[name] for name in positional], {name: given[name] for name in names[len(positional) :]}
-
-
-def _what(batch: Any) -> str:
-    if isinstance(batch, dict):
-        return ", ".join(map(str, batch)) or "none"
-    return f"{len(batch)} values" if isinstance(batch, tuple | list) else f"a {type(batch).__name__}"
-
-
 def run(model: GraphModule, batch: Any, seen: Seen = lambda key, node, value, watched: None) -> Watched:
     """Run a model with a batch, and show `seen` each value. Gives the run: `env` has the values, `outputs` the last.
 
     Raises:
         MXError: for a batch that the model does not take.
     """
-    leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(model, batch)]
+    leaves = copied(leaves_of(model, batch))
     watched = Watched(model, seen)
-    try:
+    with errors_of_running(leaves):
         watched.outputs = watched.run(*leaves, enable_io_processing=False)
-    except MXError:
-        raise
-    except (AssertionError, RuntimeError) as error:  # of the export's guards, and of operators
-        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves if isinstance(leaf, Tensor))
-        raise MXError(f"the model does not run on inputs of shape {shapes}: {' '.join(str(error).split())}") from error
     return watched
-
-
-def call(form: Callable[..., Any], batch: Any) -> Any:
-    """Call a model with a copy of a batch: it may write to its inputs."""
-    batch = pytree.tree_map_only(Tensor, Tensor.clone, batch)
-    if isinstance(form, GraphModule):
-        args, kwargs = _bound(form, batch)
-        return form(*args, **kwargs)
-    if isinstance(batch, dict):
-        return form(**batch)
-    return form(*batch) if isinstance(batch, tuple | list) else form(batch)
 
 
 @contextmanager

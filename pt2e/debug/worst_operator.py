@@ -10,10 +10,11 @@ from torch.fx import GraphModule, Node
 
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.origins import by_origin
+from pt2mx.pt2e.debug.batches import named_leaves
 from pt2mx.pt2e.debug.differences import comparable, relative_error
 from pt2mx.pt2e.debug.onnx_stage import OnnxStage
 from pt2mx.pt2e.debug.pieces import piece_of
-from pt2mx.pt2e.debug.watched import Watched, is_tuple_of_operator, named_leaves, run
+from pt2mx.pt2e.debug.watched import Watched, is_tuple_of_operator, run
 
 
 class Found(NamedTuple):
@@ -24,8 +25,12 @@ class Found(NamedTuple):
     content: dict[str, Any]
 
 
-def worst_operator(first: GraphModule, second: GraphModule, batch: Any) -> Found | None:
-    """The operator of the largest error, both given the inputs that it has in `first`."""
+def worst_operator(first: GraphModule, second: GraphModule, batch: Any) -> Found:
+    """The operator of the largest error, both given the inputs that it has in `first`.
+
+    Raises:
+        MXError: where no value of the two can be compared.
+    """
     nodes: dict[str, tuple[Node, Watched]] = {}
     values: dict[str, deque[Any]] = defaultdict(deque)
     known: dict[str, Any] = {}
@@ -54,7 +59,9 @@ def worst_operator(first: GraphModule, second: GraphModule, batch: Any) -> Found
 
     run(first, batch, seen_first)
     run(second, batch, seen_second)
-    return found[0] if found else None
+    if not found:
+        raise MXError("the two graphs share no operator: give forms of one export")
+    return found[0]
 
 
 def worst_in_file(first: GraphModule, file: OnnxStage, batch: Any) -> Found | None:

@@ -17,6 +17,7 @@ from pt2mx.errors import MXError
 from pt2mx.pt2e.observer import MXObserver
 from pt2mx.pt2e.output import write_text
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
+from pt2mx.pt2e.report.lowered import refuse_lowered
 from pt2mx.pt2e.report.page.context import PageContext
 from pt2mx.pt2e.report.page.page import page
 from pt2mx.pt2e.report.rows import OperandReport, OperatorReport, operator_reports
@@ -178,7 +179,7 @@ def quantization_report(model: GraphModule) -> QuantizationReport:
         parameters and buffers; `effective_bits`, `weight_bits`; `to_table()`, `to_json(path)` and `to_html(path)`.
 
     Raises:
-        MXError: for another object.
+        MXError: for another object, and for a model that `lower_to_inductor` returned.
 
     Example:
         >>> import torch, pt2mx
@@ -196,6 +197,7 @@ def quantization_report(model: GraphModule) -> QuantizationReport:
             f"expected a prepared or converted graph module, not {type(model).__name__}: "
             "pass what prepare_pt2e or convert_pt2e returned"
         )
+    refuse_lowered(model)
     operators = tuple(operator_reports(model))
     operands = [operand for operator in operators for operand in operator.operands]
     saved = sum(operand.bytes_before - operand.bytes_after for operand in operands)

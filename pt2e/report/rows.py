@@ -14,7 +14,7 @@ from pt2mx import ops
 from pt2mx.analysis.sums import QuantizationStatistics
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.module_stack import module_name
-from pt2mx.fx.graph.node import called, node_arg
+from pt2mx.fx.graph.node import FakeQuantize, called, node_arg
 from pt2mx.fx.graph.qdq import spec_of_dequantize
 from pt2mx.fx.graph.subgraphs import captured_operands, named_graph_modules
 from pt2mx.fx.training.fuse_batch_norm import ScaledWeight
@@ -136,6 +136,8 @@ def _quantized(model: GraphModule, argument: Node) -> tuple[Node, MXSpec | None,
         return node_arg(argument), None, {}  # another quantizer's own
     if argument.target is ops.dequantize_mx:
         return node_arg(argument), spec_of_dequantize(argument), argument.meta
+    if (fake := FakeQuantize.of(argument)) is not None:
+        return fake.x, fake.spec, argument.meta
     return argument, None, {}
 
 

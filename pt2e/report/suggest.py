@@ -20,6 +20,9 @@ from pt2mx.pt2e.sensitivity.result import Sensitivity
 from pt2mx.pt2e.torchao_pt2e import is_prepared
 from pt2mx.spec import MXSpec, parse
 
+#: noise where all is lost, finite as a knapsack needs it
+_WORST = 1e30
+
 
 def suggest_config(
     prepared: GraphModule,
@@ -173,7 +176,7 @@ def _by_output(
     """The options of modules that share weights, whose noise is what they cost the model's output."""
     rows = sorted(sensitivity.rows, key=lambda row: row.operands)  # "both" before "weights", which counts
     costs = {(row.module, row.candidate): row.cost for row in rows if row.operands != "activations"}
-    names = {candidate: str(parse(candidate)) for _, candidate in costs}
+    names = {candidate: _format_named(candidate) for _, candidate in costs}
     costs = {(module, names[candidate]): value for (module, candidate), value in costs.items()}
 
     def cost(spec: str) -> float:
@@ -183,14 +186,25 @@ def _by_output(
                 f"the sensitivity has nothing of the weights of {missing[0]!r} in {spec}: measure the candidates of "
                 "the observers, with operands=['weights']"
             )
-        return max(sum(costs[key] for key in keys), 0.0)
+        return min(max(sum(costs[key] for key in keys), 0.0), _WORST)
 
     return {spec: option if spec is None else replace(option, noise=cost(spec)) for spec, option in options.items()}
 
 
+def _format_named(candidate: str) -> str:
+    """The spec of a candidate of a sensitivity."""
+    try:
+        return str(parse(candidate))
+    except MXError:
+        raise MXError(
+            f"the sensitivity has the candidate {candidate!r}, which is no format: measure the candidates of the "
+            "observers, by their names"
+        ) from None
+
+
 def _noise(seen: QuantizationStatistics) -> float:
     """Relative noise, 0 where there was nothing finite to lose, and finite where all was lost."""
-    return 0.0 if math.isnan(seen.sqnr) else min(seen.relative_noise, 1e30)
+    return 0.0 if math.isnan(seen.sqnr) else min(seen.relative_noise, _WORST)
 
 
 def _choose_activation(module: ObservedModule, least: float) -> tuple[MXSpec, bool] | None:

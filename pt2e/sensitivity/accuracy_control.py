@@ -8,16 +8,17 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
 from pt2mx.pt2e.convert import convert_pt2e
-from pt2mx.pt2e.debug.watched import call, check_module, unchanged
+from pt2mx.pt2e.debug.batches import call, several
+from pt2mx.pt2e.debug.watched import check_module, unchanged
 from pt2mx.pt2e.prepare import prepare_pt2e
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.observed_modules import observed_modules
+from pt2mx.pt2e.sensitivity.metrics import number_of
 
 #: gives the quality of a model that is called as the exported one is: larger is better
 Evaluate = Callable[[GraphModule], float]
@@ -83,12 +84,18 @@ def quantize_with_accuracy_control(
         raise MXError(f"quantizer must be an MXQuantizer, not {type(quantizer).__name__}")
     if isinstance(max_drop, bool) or not isinstance(max_drop, int | float) or not 0 <= max_drop < math.inf:
         raise MXError(f"max_drop={max_drop!r} must be a number of at least 0")
-    batches = list(batches)
+    if not callable(evaluate):
+        raise MXError(f"evaluate must be a function of a graph module, not {type(evaluate).__name__}")
+    if isinstance(order, str) or not isinstance(order, Iterable | None):
+        raise MXError(f"order must be a list of modules, not {type(order).__name__}")
+    batches = list(several(batches))
     float_score = _score(evaluate, model)
+    if math.isinf(float_score):
+        raise MXError(f"evaluate gave {float_score} for the float model: no drop from it can be told")
     prepared = observed_modules(prepare_pt2e(model, quantizer))
     modules = [name for name, one in prepared.items() if one.config is not None and name]
     if not modules:
-        raise MXError("the quantizer quantizes nothing of the model: there is nothing to lift")
+        raise MXError("the quantizer quantizes nothing of the model in a module with a name: there is nothing to lift")
     if order is None:
         alone = {one: _without(quantizer, [name for name in modules if name != one]) for one in modules}
         scores = {one: _score(evaluate, _converted(model, own, ())) for one, own in alone.items()}
@@ -134,8 +141,7 @@ def _converted(model: GraphModule, quantizer: MXQuantizer, batches: Sequence[Any
 def _score(evaluate: Evaluate, model: GraphModule) -> float:
     with torch.no_grad(), unchanged(model):
         score = evaluate(model)
-    if isinstance(score, Tensor) and score.numel() == 1:
-        score = score.item()
-    if isinstance(score, bool) or not isinstance(score, int | float) or math.isnan(score):
-        raise MXError(f"evaluate gave {score!r}: it must give a number, larger for a better model")
-    return float(score)
+    found = number_of(score, "evaluate", "larger")
+    if math.isnan(found):
+        raise MXError("evaluate gave nan: it must give a number, larger for a better model")
+    return found

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +18,11 @@ from pt2mx.errors import MXError, nearest
 from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.pt2e.cli.error_text import one_line
 from pt2mx.pt2e.convert import convert_pt2e
-from pt2mx.pt2e.debug.watched import call, check_module, unchanged
+from pt2mx.pt2e.debug.batches import call, several
+from pt2mx.pt2e.debug.watched import check_module, unchanged
 from pt2mx.pt2e.optimize.calibrate import named_padding_mask
 from pt2mx.pt2e.optimize.optimize import optimize
-from pt2mx.pt2e.prepare import prepare_pt2e
+from pt2mx.pt2e.prepare import check_exported, prepare_pt2e
 from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.config import get_default_mx_quantization_config
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
@@ -77,8 +78,8 @@ def compare_recipes(
         The recipes and the float model, the smallest first, with the front of those that no other beats.
 
     Raises:
-        MXError: for other objects, an unknown recipe or metric, no batch, batches that the model does not take, and a
-            float model whose output cannot be compared.
+        MXError: for other objects, a model that is prepared or converted, an unknown recipe or metric, no batch,
+            batches that the model does not take, and a float model whose output cannot be compared.
 
     Example:
         >>> import torch, pt2mx
@@ -90,8 +91,10 @@ def compare_recipes(
         [('mxfp4_weight_only', 2736), ('mxfp8', 5040), ('float', 18720)]
     """
     model = check_module(model.module() if isinstance(model, ExportedProgram) else model, "model")
+    check_exported(model)
     check_metric(metric)
-    quantizers, batches, calibration = chosen_quantizers(recipes), list(batches), list(calibration)
+    quantizers = chosen_quantizers(recipes)
+    batches, calibration = list(several(batches)), list(several(calibration, "calibration"))
     if not batches:
         raise MXError("there is no batch to judge the recipes by")
     stage(FLOAT)
@@ -136,7 +139,7 @@ def chosen_quantizers(recipes: object) -> dict[str, MXQuantizer]:
 
 def _quantizer(name: str) -> MXQuantizer:
     """The quantizer of a recipe, or of a format."""
-    if name in recipe.names() or Path(name).is_file():
+    if name in recipe.names() or os.path.isfile(name):
         return MXQuantizer.from_recipe(name)
     try:
         return MXQuantizer().set_global(get_default_mx_quantization_config(weight=name, activation=name))

@@ -21,8 +21,9 @@ from torch.utils import _pytree as pytree
 
 from pt2mx.fx.graph.module_stack import module_name
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, map_tensors
+from pt2mx.pt2e.debug.batches import errors_of_running, leaves_of
 from pt2mx.pt2e.debug.differences import comparable
-from pt2mx.pt2e.debug.watched import Watched, is_tuple_of_operator, keyed_nodes, leaves_of, run, unchanged
+from pt2mx.pt2e.debug.watched import Watched, is_tuple_of_operator, keyed_nodes, run, unchanged
 from pt2mx.pt2e.sensitivity.forms import Form, is_quantized
 from pt2mx.pt2e.sensitivity.metrics import METRICS, Metric, outputs_of, own_distance
 from pt2mx.pt2e.sensitivity.unrolled import Unrolled
@@ -60,7 +61,9 @@ def estimates(
 
     with torch.enable_grad():
         once = Unrolled(_constant(model), seen, wanted, probes)
-        outputs = outputs_of(once.run(*leaves_of(model, batch), enable_io_processing=False))
+        leaves = leaves_of(model, batch)
+        with errors_of_running(leaves):
+            outputs = outputs_of(once.run(*leaves, enable_io_processing=False))
         own_distance(metric, [pytree.tree_map(Tensor.detach, outputs)])
         drawn = [_gradients(outputs, probes, METRICS[metric], seed) for _ in range(draws)]
     count = sum(METRICS[metric].distance(y.detach(), y.detach())[1] for y in outputs)

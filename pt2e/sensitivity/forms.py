@@ -17,9 +17,6 @@ from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.observed_modules import ObservedModule, observed_modules
 
-#: which operands of a module are quantized
-OPERANDS = ("both", "weights", "activations")
-
 
 @dataclass
 class Form:

@@ -41,7 +41,7 @@ class Metric(NamedTuple):
 
 def _divergence(got: Tensor, want: Tensor) -> tuple[float, float]:
     of_got, of_want = (F.log_softmax(y.double(), -1) for y in (got, want))
-    return (of_want.exp() * (of_want - of_got)).sum().item(), want.numel() / want.shape[-1]
+    return (of_want.exp() * (of_want - of_got)).sum().item(), math.prod(want.shape[:-1])
 
 
 def _label(want: Tensor, generator: Generator) -> Tensor:
@@ -51,12 +51,14 @@ def _label(want: Tensor, generator: Generator) -> Tensor:
 
 
 def _one_minus_cosine(got: Tensor, want: Tensor) -> tuple[float, float]:
-    return (1 - F.cosine_similarity(got.double(), want.double(), dim=-1)).sum().item(), want.numel() / want.shape[-1]
+    rows = want.any(-1)  # one of zeros has no direction
+    return (1 - F.cosine_similarity(got[rows].double(), want[rows].double(), dim=-1)).sum().item(), rows.sum().item()
 
 
 def _across(want: Tensor, generator: Generator) -> Tensor:
     unit, signs = F.normalize(want, dim=-1), _signs(want, generator)
-    return (signs - (signs * unit).sum(-1, keepdim=True) * unit) / want.norm(dim=-1, keepdim=True)
+    across = (signs - (signs * unit).sum(-1, keepdim=True) * unit) / want.norm(dim=-1, keepdim=True)
+    return across.where(want.any(-1, keepdim=True), 0)
 
 
 def _noise(got: Tensor, want: Tensor) -> tuple[float, float]:
@@ -103,7 +105,7 @@ def mean_distance(metric: str | Distance, pairs: Iterable[tuple[Any, Any]]) -> f
     totals, counts = 0.0, 0.0
     for got, want in pairs:
         if callable(metric):
-            total, count = _number(metric(got, want)), 1.0
+            total, count = number_of(metric(got, want), "the metric", "smaller"), 1.0
         else:
             total, count = distance_over(METRICS[metric], outputs_of(got), outputs_of(want))
         totals, counts = totals + total, counts + count
@@ -117,21 +119,38 @@ def own_distance(metric: str | Distance, wanted: Iterable[Any]) -> float:
         MXError: where they cannot be compared.
     """
     own = mean_distance(metric, ((want, want) for want in wanted))
-    if math.isnan(own) or (isinstance(metric, str) and abs(own) > _EQUAL):
+    if not isinstance(metric, str) and not math.isfinite(own):
         raise MXError(
-            "the float model's outputs hold NaN, no value, or zeros alone: there is nothing to compare with by "
+            f"the metric {name_of_metric(metric)} gives {own} for the float model: it must give a finite number"
+        )
+    if not math.isfinite(own) or (isinstance(metric, str) and abs(own) > _EQUAL):
+        raise MXError(
+            "the float model's outputs hold NaN or Inf, no value, or zeros alone: there is nothing to compare with by "
             f"{name_of_metric(metric)!r}"
         )
     return 0.0 if isinstance(metric, str) else own
 
 
-def _number(value: object) -> float:
-    """The number that a user's metric gave."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise MXError(f"the metric gave {value!r}: it must give a number, smaller for a better model")
-    return float(value)
+def number_of(value: object, source: str, better: str) -> float:
+    """The number that a user's function gave, of any library.
+
+    Args:
+        value: a number, or a tensor or an array of one.
+        source: the function, as the error names it.
+        better: "smaller" or "larger": the number of a better model.
+
+    Raises:
+        MXError: for anything else.
+    """
+    try:
+        found = value.item() if hasattr(value, "item") else value
+    except (ValueError, RuntimeError):  # of several values
+        found = None
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        shape = getattr(value, "shape", None)
+        given = repr(value) if shape is None else f"a {type(value).__name__} of shape {tuple(shape)}"
+        raise MXError(f"{source} gave {given}: it must give a number, {better} for a better model")
+    return float(found)
 
 
 def outputs_of(tree: Any) -> list[Tensor]:

@@ -26,7 +26,7 @@ class RecipeRow:
         bits: of a value of them, on the average.
         quality: by the metric of the comparison; NaN where the recipe failed.
         milliseconds: of a batch, compiled; NaN where it was not measured.
-        on_front: True where no other recipe is as small and as good, and in one of both better.
+        on_front: True where no other recipe is as small and as good, and in one of both better; of equals, the first.
         note: the reason of what failed; "" where nothing did.
     """
 

@@ -9,9 +9,12 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from pt2mx.analysis.tables import text_table
+from pt2mx.analysis.tables import text_table, worst_rows
+from pt2mx.errors import MXError, nearest
 from pt2mx.pt2e.output import write_text
 
+#: which operands of a module are quantized
+OPERANDS = ("both", "weights", "activations")
 _NUMBERS = ("alone", "left", "estimate")
 
 
@@ -20,7 +23,8 @@ class SensitivityRow:
     """A module in a candidate format, by the model's output.
 
     `alone`: the metric where only this module is quantized; `left`: where all but this one are; `estimate`: that of
-    `alone` by gradients. None where it was not asked for. `operands`: "both", "weights" or "activations".
+    `alone` by gradients. NaN where it was not asked for, infinite where the output became NaN. `operands`: "both",
+    "weights" or "activations".
     """
 
     module: str
@@ -57,7 +61,14 @@ class Sensitivity:
 
         Returns:
             Module -> row.
+
+        Raises:
+            MXError: for another candidate, or other operands.
         """
+        if candidate not in (candidates := {row.candidate for row in self.rows}):
+            raise MXError(f"candidate={candidate!r} was not measured: {nearest(candidate, sorted(candidates))}")
+        if operands not in OPERANDS:
+            raise MXError(f"operands={operands!r} is unknown: {nearest(operands, OPERANDS)}")
         return {row.module: row for row in self.rows if (row.candidate, row.operands) == (candidate, operands)}
 
     def agreement(self, candidate: str, operands: str = "both") -> float:
@@ -69,6 +80,9 @@ class Sensitivity:
 
         Returns:
             -1 to 1; NaN with fewer than two modules that have both.
+
+        Raises:
+            MXError: as `of`.
         """
         rows = self.of(candidate, operands).values()
         pairs = [(row.alone, row.estimate) for row in rows if not math.isnan(row.alone + row.estimate)]
@@ -89,7 +103,7 @@ class Sensitivity:
         measured = [name for name in _NUMBERS if any(not math.isnan(getattr(row, name)) for row in self.rows)]
         cells = [
             (row.module, row.candidate, row.operands, *(_number(getattr(row, name)) for name in measured))
-            for row in self.rows[:worst]
+            for row in worst_rows(self.rows, worst)
         ]
         whole = "".join(f"\n{name}, everything: {value:.4g}" for name, value in self.whole.items())
         return f"{text_table([('module', 'candidate', 'operands', *measured), *cells], left=3)}{whole}"

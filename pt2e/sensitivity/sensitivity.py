@@ -14,12 +14,13 @@ from torch.fx import GraphModule
 from tqdm import tqdm
 
 from pt2mx.errors import MXError, nearest
-from pt2mx.pt2e.debug.watched import call, check_module, unchanged
+from pt2mx.pt2e.debug.batches import call, several
+from pt2mx.pt2e.debug.watched import check_module, unchanged
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig, get_default_mx_quantization_config
 from pt2mx.pt2e.sensitivity.estimate import estimates
-from pt2mx.pt2e.sensitivity.forms import OPERANDS, Form
+from pt2mx.pt2e.sensitivity.forms import Form
 from pt2mx.pt2e.sensitivity.metrics import METRICS, Distance, check_metric, mean_distance, name_of_metric, own_distance
-from pt2mx.pt2e.sensitivity.result import Sensitivity, SensitivityRow
+from pt2mx.pt2e.sensitivity.result import OPERANDS, Sensitivity, SensitivityRow
 
 #: method -> whether it measures, and whether it estimates
 METHODS = {"forward": (True, False), "gradient": (False, True), "both": (True, True)}
@@ -80,7 +81,7 @@ def sensitivity(
         raise MXError(f"draws={draws!r} must be an integer of at least 1")
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise MXError(f"seed={seed!r} must be an integer")
-    batches = list(batches)
+    batches = list(several(batches))
     if not batches:
         raise MXError("there is no batch to be sensitive to")
     forms = {name: Form.of(model, config) for name, config in _configs(candidates).items()}
@@ -122,7 +123,7 @@ def sensitivity(
             if not totals:
                 raise MXError("no gradient of an output reaches a module: give method='forward'")
             for key, total in totals.items():
-                found[key]["estimate"] = total / count
+                found[key]["estimate"] = _finite_or_far(total / count)
     made = [SensitivityRow(*key, **numbers) for key, numbers in found.items()]
     made.sort(key=lambda row: -row.cost if not math.isnan(row.cost) else math.inf)
     return Sensitivity(name_of_metric(metric), tuple(made), whole)
@@ -137,17 +138,24 @@ def _measure(
 ) -> float:
     """The metric over all batches where these modules are quantized."""
     with form.quantizing(modules) as model, unchanged(model):
-        return mean_distance(metric, ((call(model, batch), want) for batch, want in zip(batches, wanted, strict=True)))
+        found = mean_distance(metric, ((call(model, batch), want) for batch, want in zip(batches, wanted, strict=True)))
+    return _finite_or_far(found)
+
+
+def _finite_or_far(distance: float) -> float:
+    """The distance; outputs that became NaN are as far as can be."""
+    return math.inf if math.isnan(distance) else distance
 
 
 def _check(metric: object, method: object, operands: object) -> tuple[bool, bool]:
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         raise MXError(f"method={method!r} is unknown: {nearest(str(method), METHODS)}")
-    measures, estimated = METHODS[str(method)]
+    measures, estimated = METHODS[method]
     check_metric(metric)
     if estimated and not isinstance(metric, str):
         raise MXError(f"method={method!r} needs one of {', '.join(METRICS)}: a function serves with method='forward'")
-    if isinstance(operands, str) or not operands or set(operands) - set(OPERANDS):  # type: ignore[call-overload]
+    names = operands if isinstance(operands, Sequence) and not isinstance(operands, str) else ()
+    if not names or any(name not in OPERANDS for name in names):
         raise MXError(f"operands={operands!r} must be a list of {', '.join(OPERANDS)}")
     return measures, estimated
 
@@ -159,7 +167,9 @@ def _configs(candidates: object) -> dict[str, MXQuantizationConfig]:
             if not isinstance(config, MXQuantizationConfig):
                 raise MXError(f"the candidate {name!r} must be an MXQuantizationConfig, not {type(config).__name__}")
     else:
-        formats = [candidates] if isinstance(candidates, str) else list(candidates)  # type: ignore[call-overload]
+        if not isinstance(candidates, Iterable):
+            raise MXError(f"candidates must be formats, or a dict of configs, not {type(candidates).__name__}")
+        formats = [candidates] if isinstance(candidates, str) else list(candidates)
         named = {str(one): get_default_mx_quantization_config(weight=one, activation=one) for one in formats}
     if not named:
         raise MXError("there is no candidate: give formats, such as ['mxfp4', 'mxfp8']")

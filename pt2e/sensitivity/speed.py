@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from pt2mx.pt2e.debug.watched import call
+from pt2mx.pt2e.debug.batches import arguments_of, copied
 
 #: of what is timed: the least number of runs, and the seconds that they take together
 _RUNS, _SECONDS = 5, 1.0
@@ -22,14 +22,20 @@ def compiled_milliseconds(model: GraphModule, batch: Any) -> float:
     """Compile a graph, and give the median time of a batch."""
     torch.compiler.reset()
     compiled = torch.compile(model)
+    arguments = arguments_of(model, batch)
+
+    def call() -> Any:
+        args, kwargs = copied(arguments)
+        return compiled(*args, **kwargs)
+
     devices = {leaf.device for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)}
     try:
         with torch.no_grad():
             for _ in range(2):  # the first compiles
-                call(compiled, batch)
+                call()
             times: list[float] = []
             while len(times) < _RUNS or sum(times) < _SECONDS:
-                times.append(_seconds(lambda: call(compiled, batch), devices))
+                times.append(_seconds(call, devices))
             return 1e3 * median(times)
     finally:
         torch.compiler.reset()

@@ -28,30 +28,31 @@ _SCRIPTS = ("dom.js", "plot.js", "charts.js", "details.js", "table.js", "layers.
 
 def page(report: QuantizationReport, context: PageContext) -> str:
     """The page of a report."""
-    style, script = _read("page.css"), "\n".join(map(_read, _SCRIPTS))
+    style, script = asset("page.css"), "\n".join(map(asset, _SCRIPTS))
     data = json.dumps(contents(report, context), separators=(",", ":"), allow_nan=False)
     parts = {
-        "policy": f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}",
-        "title": _text(context.model or "Quantization report"),
-        "summary": _text(report.summary),
-        "table": _text(report.to_table()),
+        "policy": f"default-src 'none'; style-src {digest(style)}; script-src {digest(script)}",
+        "title": escaped(context.model or "Quantization report"),
+        "summary": escaped(report.summary),
+        "table": escaped(report.to_table()),
         "version": __version__,
         "style": style,
         "script": script,
         "data": data.replace("<", r"\u003c"),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda name: parts[name[1]], _read("page.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda name: parts[name[1]], asset("page.html"))
 
 
-def _read(name: str) -> str:
+def asset(name: str) -> str:
+    """A file of this folder."""
     return resources.files("pt2mx.pt2e.report.page").joinpath(name).read_text(encoding="utf-8")
 
 
-def _text(text: str) -> str:
+def escaped(text: str) -> str:
     """Text in HTML; what is not ASCII, a surrogate too, as a reference."""
     return escape(text).encode("ascii", "xmlcharrefreplace").decode()
 
 
-def _digest(text: str) -> str:
+def digest(text: str) -> str:
     """The source expression of an inline style or script."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

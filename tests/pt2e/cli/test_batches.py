@@ -122,6 +122,10 @@ def test_files_that_hold_no_batch(tmp_path):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(MXError, match=f"{name} is no batch: "):
             load_batch(tmp_path / name)
+    torch.save(slice(3), tmp_path / "object.pt")
+    for name in ("x.pt", "object.pt"):
+        with pytest.raises(MXError, match=f"{name} is no batch: it holds more than tensors, .*, or is damaged$"):
+            load_batch(tmp_path / name)
     np.savez(tmp_path / "z.npz", np.array(["text"]))
     with pytest.raises(MXError, match=r"z\.npz is no batch: TypeError: can't convert np\.ndarray"):
         load_batch(tmp_path / "z.npz")

@@ -17,6 +17,8 @@ from pt2mx.pt2e.cli.examples import EXAMPLES
 
 FACTORY = """
 import signal
+import subprocess
+import warnings
 import torch
 from torch import nn
 
@@ -40,8 +42,26 @@ def talks():
     print("a factory that prints")
     return make()
 
+def long_winded():
+    from pt2mx import MXError
+    raise MXError("of another\\n   library")
+
+def runs():
+    subprocess.run(["echo", "a process that prints"], check=True)
+    return make()
+
+def warns():
+    print(warnings.formatwarning(UserWarning("careful"), UserWarning, "net.py", 1), end="")
+    return make()
+
 def interrupted():
     signal.raise_signal(signal.SIGINT)
+
+def caught():  # as an import may do, of which another error comes
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        return make()
 
 def in_forward():
     return Interrupted(), (torch.randn(4, 64),)
@@ -147,6 +167,23 @@ def test_bad_input_is_one_line_and_status_2(command, more, factory, tmp_path, ca
     assert set(tmp_path.iterdir()) - {tmp_path / "__pycache__"} == before
 
 
+def test_processes_that_print_leave_json_alone(factory, capfd):
+    assert main(["recipes", "check", "mxfp8", "--model", "net.py:runs", "--json"]) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out)["model"] == "net.py:runs" and err == "a process that prints\n"
+    assert main(["formats"]) == 0 and capfd.readouterr().out.startswith("format")
+
+
+def test_errors_of_several_lines_are_one(factory, capsys):
+    assert main(["recipes", "check", "mxfp8", "--model", "net.py:long_winded"]) == 2
+    assert capsys.readouterr() == ("", "pt2mx: error: of another library\n")
+
+
+def test_warnings_are_lines_as_notes_are(factory, capsys):
+    assert main(["recipes", "check", "mxfp8", "--model", "net.py:warns", "--json"]) == 0
+    assert capsys.readouterr().err == "pt2mx: warning: careful\n"
+
+
 def test_json_is_alone_on_stdout(factory, capsys):
     assert main(["quantize", "--model", "net.py:talks", "--recipe", "mxfp4", "--output", "q.pt2", "--json"]) == 0
     out, err = capsys.readouterr()
@@ -178,7 +215,7 @@ def test_version(capsys):
     assert exit.value.code == 0 and capsys.readouterr().out == f"pt2mx {pt2mx.__version__}\n"
 
 
-@pytest.mark.parametrize("name", ["interrupted", "in_forward", "swallowed"])
+@pytest.mark.parametrize("name", ["interrupted", "caught", "in_forward", "swallowed"])
 def test_an_interrupt_is_one_line_and_status_130(name, factory, capsys):
     assert main(["quantize", "--model", f"net.py:{name}", "--recipe", "mxfp8"]) == 130
     assert capsys.readouterr() == ("", "pt2mx: interrupted\n")

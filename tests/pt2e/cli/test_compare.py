@@ -24,7 +24,7 @@ def test_table_and_json(capsys):
     assert main(["compare", "net.py:make", "--recipes", "mxfp4,mxfp8"]) == 0
     out, err = capsys.readouterr()
     assert [line.split()[1] for line in out.splitlines()[1:-1]] == ["mxfp4", "mxfp8", "float"]
-    assert "net.py:make, 1 batches; load" in err and "mxfp8" in err
+    assert "net.py:make, 1 batch; load" in err and "mxfp8" in err
     assert main(["compare", "net.py:make", "--recipes", "mxfp4,mxfp8", "--json", "--metric", "kl"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["metric"] == "divergence, nats" and [row["on_front"] for row in found["rows"]] == [True] * 3
@@ -92,6 +92,20 @@ def test_errors(arguments, text, capsys):
     assert main(["compare", *arguments]) == 2
     out, err = capsys.readouterr()
     assert text in err and err.count("\n") == 1 and not out
+
+
+def test_names_with_blanks_are_those_of_recipes(capsys):
+    assert main(["compare", "net.py:make", "--recipes", "mxfp4", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert main(["compare", "net.py:make", "--recipes", " mxfp4 ", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == rows  # and not those of the format, whose scales are others
+
+
+def test_no_file_that_is_read_is_written(capsys, folder):
+    (folder / "mine.html").write_text("global: {weight: mxfp8}")
+    assert main(["compare", "net.py:make", "--recipes", "mine.html", "--output", "./mine.html"]) == 2
+    assert "the recipe 'mine.html' and --output are one file" in capsys.readouterr().err
+    assert (folder / "mine.html").read_text() == "global: {weight: mxfp8}"
 
 
 def test_models_without_weights(capsys):

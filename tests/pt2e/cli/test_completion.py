@@ -31,6 +31,7 @@ LINES = [
     (["quantize", "--model", "net.py:make", "--device", ""], ["cpu", "cuda"]),
     (["quantize", "--recipe", "mxfp6"], [name for name in recipe.names() if name.startswith("mxfp6")]),
     (["quantize", "--output", ""], []),
+    (["compare", "minilm", "--recipes", "encoder_b"], ["encoder_balanced", "encoder_best"]),
     (["compile", ""], []),
     (["recipes", ""], ["list", "show", "check", "schema"]),
     (["recipes", "check", "--m"], ["--model"]),

@@ -33,6 +33,13 @@ def fail(message=""):
     raise RuntimeError(message)  # it arises here
 
 
+def test_what_an_interpreter_of_graphs_adds_is_left_out():
+    graph = torch.fx.symbolic_trace(nn.Linear(4, 4))
+    error = caught(lambda: torch.fx.Interpreter(graph).run(torch.ones(3)))
+    assert "While executing %linear" in str(error) and one_line(error).startswith("RuntimeError: ")
+    assert "While executing" not in one_line(error) and "cannot be multiplied (1x3 and 4x4) (" in one_line(error)
+
+
 def test_type_message_and_place():
     error = caught(lambda: fail("what it is"))
     assert one_line(error) == f"RuntimeError: what it is ({HERE}:{line_of('# it arises here')} in fail)"

@@ -75,7 +75,12 @@ def test_factories(name, batch, factories):
         ("nothing.py:make", "no file 'nothing.py'"),
         ("{}:plian", "has no function 'plian': did you mean 'plain'"),
         ("{}:wrong", "wrong must return"),
-        ("{}", "unknown model"),
+        ("{}", r"the model '.*\.py' names no function: give .*\.py:FACTORY"),
+        ("minilm:x", "unknown model 'minilm:x': did you mean 'minilm'"),
+        (
+            "net:make",
+            "unknown model 'net:make': .*allowed: minilm, torchvision:NAME, hf:DIRECTORY_OR_NAME, module.py:factory",
+        ),
     ],
 )
 def test_unknown_models(source, message, factories):

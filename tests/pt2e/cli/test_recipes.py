@@ -35,7 +35,7 @@ def test_check(tmp_path, monkeypatch, capsys):
     (tmp_path / "net.py").write_text(MODEL)
     (tmp_path / "mine.yaml").write_text("module_name: {'0': {weight: mxfp4}}")
     assert main(["recipes", "check", "mine.yaml"]) == 0
-    assert capsys.readouterr().out == "mine.yaml: a recipe with 1 settings\n"
+    assert capsys.readouterr().out == "mine.yaml: a recipe with 1 setting\n"
     assert main(["recipes", "check", "mine.yaml", "--model", "net.py:make"]) == 0
     assert "1 of 2 operators quantized" in capsys.readouterr().out
 

@@ -1,6 +1,7 @@
 import json
 
 import pytest
+import torch
 
 import pt2mx
 from pt2mx.pt2e.cli.command import main
@@ -47,8 +48,15 @@ def test_a_recipe_of_so_many_bits(capsys, folder):
     [
         (["--formats", "mxfp5"], "unknown MX element format 'mxfp5'"),
         (["--bits", "5"], "--bits and --output go together"),
-        (["--bits", "3", "--output", "r.yaml"], "target_bits=3.0 is below the smallest candidates"),
-        (["--bits", "nan", "--output", "r.yaml"], "target_bits=nan must be a finite number"),
+        (["--bits", "3", "--output", "r.yaml"], "--bits 3 must be a number of at least 4.25, the least of --formats"),
+        (["--bits", "nan", "--output", "r.yaml"], "--bits nan must be a number of at least 4.25"),
+        (["--bits", "inf", "--output", "r.yaml"], "--bits inf must be a number of at least 4.25"),
+        (
+            ["--bits", "5", "--output", "r.yaml", "--formats", "mxfp8,mxfp6"],
+            "--bits 5 must be a number of at least 6.25",
+        ),
+        (["--bits", "5", "--output", "net.py"], "the model and --output are one file, 'net.py'"),
+        (["--bits", "5", "--output", "./net.py"], "the model and --output are one file, './net.py'"),
         (["--bits", "5", "--output", "nowhere/r.yaml"], "cannot write 'nowhere/r.yaml'"),
         (["--bits", "5", "--output", "r.yaml", "--operands", "activations"], "--bits chooses formats of weights"),
         (["--activation", "mxfp8"], "--activation is of the recipe"),
@@ -61,6 +69,32 @@ def test_errors(arguments, text, capsys, folder):
     out, err = capsys.readouterr()
     assert text in err and err.count("\n") == 1 and not out
     assert {file.name for file in folder.iterdir()} == {"net.py"}
+
+
+def test_calibration_is_not_written_over(capsys, folder):
+    (folder / "batches").mkdir()
+    torch.save(torch.ones(8, 64), folder / "batches" / "0.pt")
+    options = ["--calibration", "batches", "--bits", "5", "--output", "batches/0.pt"]
+    assert main(["sensitivity", "net.py:make", *options]) == 2
+    assert "the calibration batch '0.pt' and --output are one file" in capsys.readouterr().err
+    assert torch.equal(torch.load(folder / "batches" / "0.pt"), torch.ones(8, 64))
+
+
+def test_a_checkpoint_is_not_written_over(capsys, folder):
+    (folder / "bert").mkdir()
+    (folder / "bert" / "config.json").write_text("{}")
+    for command in (["sensitivity", "hf:bert", "--bits", "5"], ["quantize", "--model", "hf:bert", "--recipe", "mxfp8"]):
+        name = "bert/config.json" if command[0] == "sensitivity" else "bert/model.pt2"
+        (folder / name).write_text("{}")
+        assert main([*command, "--output", name]) == 2
+        assert f"the checkpoint's file '{name[5:]}' and --output are one file" in capsys.readouterr().err
+        assert (folder / name).read_text() == "{}"
+
+
+def test_names_with_blanks_are_those_of_recipes(capsys):
+    assert main(["sensitivity", "net.py:make", "--formats", "mxfp8, mxfp4", "--json"]) == 0
+    found = {row["candidate"] for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert found == {"mxfp8_e4m3{32}", "mxfp4_e2m1{32}(even,even)"}
 
 
 def test_a_model_in_which_nothing_is_quantized(capsys):

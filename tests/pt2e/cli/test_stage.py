@@ -1,9 +1,10 @@
 import re
+import warnings
 
 import pytest
 
 from pt2mx import MXError
-from pt2mx.pt2e.cli.stage import Stages, note, user_errors
+from pt2mx.pt2e.cli.stage import Stages, note, user_errors, warnings_as_notes
 
 
 def test_each_stage_has_a_line_when_it_begins(stage_lines, capsys):
@@ -24,6 +25,16 @@ def test_stages_without_a_first_one(stage_lines, capsys):
     assert capsys.readouterr().err == ""
     stages.begin("look")
     assert capsys.readouterr().err.endswith("1/1 look\n")
+
+
+def test_warnings_look_as_notes():
+    def text():
+        return warnings.formatwarning(UserWarning("of two\n  lines"), UserWarning, "file.py", 3)
+
+    before = text()
+    with warnings_as_notes():
+        assert text() == "pt2mx: warning: of two lines\n"
+    assert text() == before == "file.py:3: UserWarning: of two\n  lines\n"
 
 
 def test_user_errors_are_one_line():

@@ -65,3 +65,14 @@ def test_doctor_runs_without_torch():
 
 def test_another_process_is_left_alone(run_python):
     assert run_python("import sys\nsys.argv = ['net.py', '--help']\nimport pt2mx\nprint('went on')") == "went on\n"
+
+
+@pytest.mark.parametrize(
+    ("closed", "status", "printed"),
+    [("2>&-", 1, ("flow_can_run", "")), (">&-", 2, ("", "pt2mx: error: stdout is closed: there is no place"))],
+)
+def test_streams_that_are_closed(closed, status, printed):
+    arguments = [sys.executable, "-c", WITHOUT, "torch", "doctor", "--json"]
+    result = subprocess.run(["bash", "-c", f'exec "$0" "$@" {closed}', *arguments], capture_output=True, text=True)
+    assert result.returncode == status and all(map(str.__contains__, (result.stdout, result.stderr), printed))
+    assert not result.stdout or json.loads(result.stdout)["flow_can_run"] is False

@@ -83,6 +83,12 @@ def test_inside_of_a_condition():
     assert found.nodes == ("linear",) and 0.05 < found.error < 0.3
 
 
+def test_graphs_of_other_models(net):
+    other = torch.export.export(nn.Embedding(100, 8), (IDS,)).module()  # of the same name, and another shape
+    with pytest.raises(MXError, match="the two graphs share no operator: give forms of one export"):
+        bisect(net[0], other, IDS)
+
+
 def test_relative_error():
     one = torch.tensor([3.0, 4.0])
     assert relative_error(one, one) == 0
@@ -91,6 +97,10 @@ def test_relative_error():
     assert relative_error(torch.ones(3), torch.ones(2)) == math.inf
     assert relative_error(torch.ones(1), torch.zeros(1)) == math.inf
     assert relative_error(torch.tensor([1]), torch.tensor([2])) == 0
+    odd = torch.tensor([math.nan, math.inf, -math.inf, 4.0])
+    assert relative_error(odd, odd) == 0 and relative_error(odd + torch.tensor([0.0, 0, 0, 1]), odd) == 0.25
+    for position in range(3):  # a number where there was none
+        assert relative_error(odd.index_fill(0, torch.tensor(position), 1.0), odd) == math.inf
 
 
 @pytest.mark.parametrize(
@@ -102,7 +112,15 @@ def test_relative_error():
         ({"path": 5}, r"path=5 must be a path that ends in \.py"),
         ({"path": "piece.pt"}, r"path='piece\.pt' must be a path that ends in \.py"),
         ({"first": nn.Linear(1, 1)}, "first must be a GraphModule, and is a module"),
+        ({"path": "nowhere/piece.py"}, r"cannot write 'nowhere/piece\.py'"),
         ({"batch": (1, 2)}, "the model takes ids"),
+        ({"batch": None}, "the model takes a tensor as ids, and a batch holds a NoneType"),
+        ({"batch": IDS[:0]}, "the inputs of a batch are without values"),
+        ({"second": nn.Linear(1, 1)}, "second must be a GraphModule, and is a module"),
+        (
+            {"second": lambda piece, inputs: None},
+            "second must make a function of a piece and its inputs, not a NoneType",
+        ),
     ],
 )
 def test_errors(net, options, text):

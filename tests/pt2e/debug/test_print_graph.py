@@ -65,10 +65,21 @@ def test_graphs_inside():
     assert sum("aten.linear" in line for line in found) == 2
 
 
+@pytest.mark.filterwarnings("ignore:The tensor attributes self._flat_weights")  # export's
+def test_long_cells():
+    model = nn.LSTM(64, 32, num_layers=2)
+    _, forms = stages(model, (torch.ones(3, 2, 64),), "mxfp8", "mxfp8")
+    (row,) = [line for line in lines(forms["converted"]) if " aten.lstm.input " in line]
+    assert row.endswith(" and 5 more")  # of an input, two states and eight weights
+    assert any(" aten.lstm.input " in line for line in lines(forms["prepared"]))  # where it is a module
+
+
 def test_errors(net):
     exported, _ = net
-    with pytest.raises(MXError, match="no node and no module 'linea': did you mean 'linear'"):
+    with pytest.raises(MXError, match="no node and no module 'linea', the closest are linear, linear_4"):
         print_graph(exported, "linea")
+    with pytest.raises(MXError, match="file must be open for writing, or None for stdout, not 'graph"):
+        print_graph(exported, file="graph")
     with pytest.raises(MXError, match="hops=-1 must be an integer"):
         print_graph(exported, hops=-1)
     with pytest.raises(MXError, match="model must be a GraphModule, and is a module"):

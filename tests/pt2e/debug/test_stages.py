@@ -7,7 +7,9 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXError
+from pt2mx.pt2e.debug.differences import Difference
 from pt2mx.pt2e.debug.stages import compare_stages
+from pt2mx.pt2e.report.page.page import asset
 from tests.stage_models import GRU, IDS, Normalized, stages
 
 
@@ -158,6 +160,8 @@ def test_functions_and_reloaded_programs(net, tmp_path):
     found = compare_stages(exported, {"file": reloaded, "function": lambda ids: forms["converted"](ids)}, [IDS])
     (output,) = found.of_stage("function")
     assert (output.operator, output.isolated.values) == ("output", 0)
+    by_name = compare_stages(exported, {"function": lambda other: forms["converted"](other)}, [{"ids": IDS}])
+    assert by_name.rows[0].propagated == output.propagated  # called as the graph is
     last = {row.node: row for row in found.of_stage("file")}
     assert last["linear_4"].propagated == last["output 0"].propagated == output.propagated
 
@@ -169,14 +173,46 @@ def test_files(net, tmp_path):
     assert rows == json.loads((tmp_path / "stages.json").read_text()) and len(rows) == len(found.rows)
     assert {"stage", "module", "operator", "node", "isolated", "propagated"} == set(rows[0])
     assert found.to_html(tmp_path / "stages.html") == (tmp_path / "stages.html").read_text()
+    page = (tmp_path / "stages.html").read_text()
+    assert asset("page.css") in page and page.count("<tr>") == 1 + len(found.rows)
     header, *lines = found.to_table(3).splitlines()
     assert header.split()[:2] == ["stage", "module"] and len(lines) == 3 + len(forms)
 
 
 def test_names_of_stages_are_text(net):
     exported, forms = net
-    found = compare_stages(exported, dict.fromkeys([1], forms["converted"]), [IDS])
+    found = compare_stages(exported, dict.fromkeys([1, "<b>"], forms["converted"]), [IDS])
     assert found.to_table().splitlines()[1].startswith("1 ")
+    assert "&lt;b&gt;" in found.to_html() and "<b>" not in found.to_html()
+    with pytest.raises(MXError, match="there is no stage '2': allowed: 1, <b>"):
+        found.of_stage("2")
+    with pytest.raises(MXError, match="worst=-1 must be a number of rows"):
+        found.to_table(-1)
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attributes self.rnn._flat_weights")  # export's
+def test_items_of_an_operator_are_called_by_it():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = nn.LSTM(64, 32)
+
+        def forward(self, x):
+            y, (state, _) = self.rnn(x)
+            return y, state
+
+    exported, forms = stages(Recurrent(), (torch.randn(3, 2, 64),), "mxfp8", "mxfp8")
+    found = compare_stages(exported, forms, [torch.randn(3, 2, 64)])
+    for name in forms:
+        items = {row.node: row for row in found.of_stage(name) if row.node.startswith("lstm")}
+        assert {(row.module, row.operator) for row in items.values()} == {("rnn", "aten.lstm.input")}, name
+        assert {"lstm[0]", "lstm[1]"} <= set(items)
+
+
+def test_values_beyond_all_bounds():
+    one = Difference()
+    one.add(torch.tensor([math.inf, 1.0]), torch.tensor([1.0, 1.0]))
+    assert one.max == math.inf and one.sqnr == -math.inf
 
 
 @pytest.mark.parametrize(
@@ -187,7 +223,9 @@ def test_names_of_stages_are_text(net):
         ((None, {"a": 3}, [IDS]), "the stage 'a' must be a graph, an ONNX file or a function, not int"),
         ((None, {"a": len}, []), "there is no batch"),
         ((None, {"a": len}, IDS), "batches is one of type Tensor: give a list of batches"),
-        ((None, {"a": len}, [IDS[:0]]), "a batch has an input without values"),
+        ((None, {"a": len}, None), "batches is one of type NoneType: give a list of batches"),
+        ((None, {"a": len}, [None]), "the model takes a tensor as ids, and a batch holds a NoneType"),
+        ((None, {"a": len}, [IDS[:0]]), "the inputs of a batch are without values"),
         ((None, {"a": len}, [IDS.float()]), r"the model does not run on inputs of shape \(.*\): "),
         ((None, {"a": len}, [(IDS, IDS)]), "the model takes ids: give each of them once, not 2 values"),
         ((None, {"a": len}, [{"x": IDS}]), "the model takes ids: give each of them once, not x"),

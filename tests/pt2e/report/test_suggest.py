@@ -9,6 +9,7 @@ from torch.nn import functional
 import pt2mx
 from pt2mx import MXError, MXFormatObserver, MXQuantizationConfig, MXQuantizer, suggest_config
 from pt2mx.kernels.packing import packed_length
+from pt2mx.pt2e.sensitivity.result import Sensitivity, SensitivityRow
 from tests.flow import calibrated
 from tests.models import Depthwise, Encoder
 
@@ -252,9 +253,24 @@ def test_the_objective_is_the_output_of_the_model():
         suggest_config(prepared, 6.25, objective="output")
     with pytest.raises(MXError, match="go together"):
         suggest_config(prepared, 6.25, sensitivity=found)
+    own = pt2mx.sensitivity(exported, [x], {"mine": MXQuantizationConfig(weight="mxfp4")}, metric="noise")
+    with pytest.raises(MXError, match="the sensitivity has the candidate 'mine', which is no format"):
+        suggest_config(prepared, 6.25, objective="output", sensitivity=own)
     fewer = pt2mx.sensitivity(exported, [x], ["mxfp4"], metric="noise")
     with pytest.raises(MXError, match="the sensitivity has nothing of the weights of 'loud' in mxfp6"):
         suggest_config(prepared, 6.25, objective="output", sensitivity=fewer)
+
+
+def test_a_cost_that_is_infinite_is_avoided():
+    torch.manual_seed(0)
+    exported = torch.export.export(Heads().eval(), (torch.randn(16, 64),)).module()
+    prepared = calibrate((exported, (torch.randn(16, 64),)), MXQuantizer().set_global(CONFIG))
+    costs = {"mxfp4": math.inf, "mxfp6": 0.5, "mxfp8": 0.25, "mxint8": 0.25}
+    rows = [SensitivityRow(name, one, "weights", cost) for name in ("loud", "quiet") for one, cost in costs.items()]
+    found = Sensitivity("kl", tuple(rows), {})
+    for bits, spec in ((6.25, "mxfp6_e2m3{32}"), (4.25, "mxfp4_e2m1{32}")):  # 6.25 bits are FP4 and FP8, too
+        suggested = suggest_config(prepared, bits, objective="output", sensitivity=found)
+        assert {config["weight"] for _, config in suggested.to_dict()["module_name"]} == {spec}
 
 
 def test_errors():

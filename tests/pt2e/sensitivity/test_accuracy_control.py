@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -78,6 +79,12 @@ def test_an_order_is_found_by_evaluating(net):
         ({"order": ["9"]}, "the quantizer quantizes no module '9'"),
         ({"evaluate": lambda graph: "good"}, "evaluate gave 'good': it must give a number"),
         ({"evaluate": lambda graph: math.nan}, "evaluate gave nan: it must give a number"),
+        ({"evaluate": lambda graph: -math.inf}, "evaluate gave -inf for the float model: no drop from it can be told"),
+        ({"evaluate": lambda graph: torch.ones(2)}, r"evaluate gave a Tensor of shape \(2,\): it must give a number"),
+        ({"evaluate": 3}, "evaluate must be a function of a graph module, not int"),
+        ({"order": "0"}, "order must be a list of modules, not str"),
+        ({"order": 3}, "order must be a list of modules, not int"),
+        ({"batches": torch.ones(32, 64)}, "batches is one of type Tensor: give a list of batches"),
         ({"quantizer": pt2mx.MXQuantizer().set_module_name("0", None)}, "the quantizer quantizes nothing of the model"),
         ({"model": 3}, "model must be a GraphModule, and is of type int"),
     ],
@@ -85,6 +92,21 @@ def test_an_order_is_found_by_evaluating(net):
 def test_errors(net, options, text):
     given = {"model": net[0], "quantizer": QUANTIZER, "evaluate": quality(net)[0], "max_drop": 1.0, **options}
     with pytest.raises(MXError, match=text):
-        quantize_with_accuracy_control(
-            given["model"], given["quantizer"], given["evaluate"], given["max_drop"], order=given.get("order")
-        )
+        quantize_with_accuracy_control(**given)
+
+
+def test_scores_of_other_libraries_and_quality_that_is_lost(net):
+    def evaluate(graph):
+        linears = sum("linear" in str(node.target) for node in graph.graph.nodes)
+        quantized = sum("dequantize_mx" in str(node.target) for node in graph.graph.nodes)
+        return np.float32(-math.inf if quantized > linears else 1)
+
+    found = quantize_with_accuracy_control(net[0], QUANTIZER, evaluate, 0.5, order=list("012345"))
+    assert (found.lifted, found.score, found.float_score) == (("0", "1", "2"), 1, 1)  # an infinite drop is one
+
+
+def test_operators_of_the_root_cannot_be_lifted():
+    x = torch.ones(2, 64)
+    exported = torch.export.export(nn.Linear(64, 8).eval(), (x,)).module()
+    with pytest.raises(MXError, match="quantizes nothing of the model in a module with a name"):
+        quantize_with_accuracy_control(exported, QUANTIZER, lambda graph: 1.0, 1.0)

@@ -88,6 +88,14 @@ def test_a_users_metric_and_a_program(net):
     assert found.metric == "largest" and math.isclose(found.rows[0].quality, difference, rel_tol=1e-6)
 
 
+def test_models_that_are_quantized_are_refused(net):
+    exported, batches = net
+    prepared = pt2mx.prepare_pt2e(exported, pt2mx.MXQuantizer.from_recipe("mxfp8"))
+    for model, text in ((prepared, "is prepared already"), (by_hand(exported, "mxfp8"), "is converted already")):
+        with pytest.raises(MXError, match=text):
+            compare_recipes(model, batches, ["mxfp4"])
+
+
 def test_a_users_loss(net):
     exported, batches = net
     labels = exported(batches[0]).argmax(-1)
@@ -116,15 +124,36 @@ def test_speed(net, compiler):
     assert all(0 < row.milliseconds < 1000 for row in found.rows)
 
 
+@pytest.mark.slow
+def test_speed_with_inputs_by_name(compiler):
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(64, 8)
+
+        def forward(self, x, *, mask):
+            return self.linear(x) * mask
+
+    batch = {"x": torch.randn(4, 64), "mask": torch.ones(4, 8)}
+    exported = torch.export.export(Masked().eval(), (batch["x"],), {"mask": batch["mask"]}).module()
+    for given in (batch, tuple(batch.values())):
+        found = compare_recipes(exported, [given], ["mxfp8"], speed=True)
+        assert all(0 < row.milliseconds < 1000 for row in found.rows)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
         ({"model": nn.Linear(1, 1)}, r"model must be a GraphModule, and is a module"),
         ({"batches": []}, r"there is no batch to judge the recipes by"),
+        ({"batches": torch.ones(2, 32, 64)}, r"batches is one of type Tensor: give a list of batches"),
+        ({"batches": [torch.ones(2, 64)]}, r"the model does not run on inputs of shape \(2, 64\)"),
+        ({"calibration": torch.ones(32, 64)}, r"calibration is one of type Tensor: give a list of batches"),
+        ({"recipes": ["mxfp8", "x" * 5000]}, r"no recipe, file or format 'xxx"),
         ({"batches": [(1, 2)]}, r"the model takes input: give each of them once, not 2 values"),
         (
             {"batches": [torch.full((32, 64), math.nan)]},
-            r"the float model's outputs hold NaN, no value, or zeros alone",
+            r"the float model's outputs hold NaN or Inf, no value, or zeros alone",
         ),
         ({"metric": "cos"}, r"metric='cos' is unknown: did you mean 'cosine'"),
         ({"metric": 3}, r"metric must be one of kl, cosine, noise, or a function, not int"),

@@ -1,6 +1,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -190,6 +191,40 @@ def test_outputs_of_any_shape(metric, shape):
     assert exported(X)["y"].shape == shape and row.alone >= 0 and row.estimate >= 0
 
 
+def test_rows_of_zeros_have_no_direction():
+    class Half(nn.Module):  # as of padding
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(64, 8)
+
+        def forward(self, x):
+            return self.linear(x) * (torch.arange(4) % 2)[:, None]
+
+    exported = torch.export.export(Half().eval(), (X,)).module()
+    found = sensitivity(exported, [X], ["mxfp8"], metric="cosine", method="both", draws=256)
+    got, want = with_only(exported, ["linear"], "mxfp8")(X), exported(X)
+    cosines = F.cosine_similarity(got.double(), want.double())[1::2]
+    assert math.isclose(found.rows[0].alone, 1 - cosines.mean().item(), rel_tol=1e-6)
+    assert 0.7 < found.rows[0].estimate / found.rows[0].alone < 1.4
+
+
+def test_modules_that_make_nan_are_the_costliest(net):
+    exported, batches = net
+    prediction = exported(batches[0])
+
+    def distance(got, want):  # in NumPy's numbers, and NaN where a head is quantized
+        return np.float32("nan") if "strong" in quantized_in(got) else np.float32(0.5)
+
+    def quantized_in(got):
+        strong = with_only(exported, ["strong"])(batches[0])
+        return ["strong"] if torch.equal(got, strong) and not torch.equal(got, prediction) else []
+
+    found = sensitivity(exported, batches[:1], ["mxfp4"], metric=distance)
+    assert found.rows[0].module == "strong" and found.rows[0].alone == math.inf
+    assert {row.alone for row in found.rows[1:]} == {0.5}
+    assert json.loads(found.to_json())["rows"][0]["alone"] == "inf"
+
+
 def test_no_gradient():
     class Detached(nn.Module):
         def __init__(self):
@@ -227,11 +262,22 @@ def test_result(tmp_path):
     rows = [SensitivityRow(name, "mxfp4", "both", alone, math.nan, estimate) for name, alone, estimate in (
         ("a", 3.0, 2.0), ("b", 2.0, 3.0), ("c", 1.0, 0.5))]  # fmt: skip
     found = Sensitivity("kl", tuple(rows), {"mxfp4": 7.0})
-    assert math.isclose(found.agreement("mxfp4"), 0.5, abs_tol=1e-6) and math.isnan(found.agreement("mxfp8"))
+    assert math.isclose(found.agreement("mxfp4"), 0.5, abs_tol=1e-6)
+    assert math.isnan(found.agreement("mxfp4", "weights")) and found.of("mxfp4", "weights") == {}
+    with pytest.raises(MXError, match="candidate='mxfp5' was not measured: did you mean 'mxfp4'"):
+        found.agreement("mxfp5")
+    with pytest.raises(MXError, match="operands='weight' is unknown: did you mean 'weights'"):
+        found.of("mxfp4", "weight")
+    with pytest.raises(MXError, match="worst='all' must be a number of rows, or None for all"):
+        found.to_table("all")
     assert json.loads(found.to_json(tmp_path / "s.json"))["rows"][0]["module"] == "a"
     assert json.loads((tmp_path / "s.json").read_text())["whole"] == {"mxfp4": 7.0}
     _, row, whole = found.to_table(1).splitlines()
     assert row.split() == ["a", "mxfp4", "both", "3", "2"] and whole == "mxfp4, everything: 7"
+
+
+def distance_nan(got, want):
+    return math.nan
 
 
 @pytest.mark.parametrize(
@@ -245,15 +291,29 @@ def test_result(tmp_path):
         ({"operands": "weights"}, "operands='weights' must be a list of both, weights, activations"),
         ({"operands": ["weight"]}, "must be a list of both, weights, activations"),
         ({"batches": []}, "there is no batch"),
+        ({"batches": torch.ones(3, 4, 64)}, "batches is one of type Tensor: give a list of batches"),
+        ({"batches": None}, "batches is one of type NoneType: give a list of batches"),
+        ({"batches": [torch.ones(4, 63)]}, r"the model does not run on inputs of shape \(4, 63\)"),
+        ({"batches": [torch.ones(4, 63)], "method": "forward"}, r"the model does not run on inputs of shape \(4, 63\)"),
+        ({"batches": [None]}, "the model takes a tensor as x, and a batch holds a NoneType"),
+        ({"candidates": 4}, "candidates must be formats, or a dict of configs, not int"),
+        ({"method": ["forward"]}, r"method=\['forward'\] is unknown"),
+        ({"operands": 3}, "operands=3 must be a list of both, weights, activations"),
+        ({"operands": [["both"]]}, "must be a list of both, weights, activations"),
         ({"batches": [(1, 2)]}, "the model takes x: give each of them once, not 2 values"),
         ({"candidates": []}, "there is no candidate"),
         ({"candidates": ["mxfp5"]}, "mxfp5"),
         ({"candidates": {"a": "mxfp4"}}, "the candidate 'a' must be an MXQuantizationConfig, not str"),
         ({"draws": 0}, "draws=0 must be an integer of at least 1"),
         ({"seed": "a"}, "seed='a' must be an integer"),
-        ({"batches": [torch.full((4, 64), math.nan)]}, "the float model's outputs hold NaN, no value, or zeros alone"),
-        ({"batches": [torch.ones(0, 64)], "metric": "noise"}, "the float model's outputs hold NaN, no value"),
+        (
+            {"batches": [torch.full((4, 64), math.nan)]},
+            "the float model's outputs hold NaN or Inf, no value, or zeros alone",
+        ),
+        ({"batches": [torch.ones(0, 64)], "metric": "noise"}, "the float model's outputs hold NaN or Inf, no value"),
         ({"metric": lambda got, want: "bad", "method": "forward"}, "the metric gave 'bad': it must give a number"),
+        ({"metric": lambda got, want: got, "method": "forward"}, r"the metric gave a Tensor of shape \(64, 64\)"),
+        ({"metric": distance_nan, "method": "forward"}, "the metric distance_nan gives nan for the float model"),
     ],
 )
 def test_errors(net, options, text):
