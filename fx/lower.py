@@ -98,7 +98,7 @@ def lower_to_inductor(
         The lowered model. Activations and embeddings are the same to the bit, products up to the order of their sums.
         It can be exported, saved, copied and compiled; `torch.autocast` around it casts packed products as linear
         layers.
-        `quantization_report` is for the converted model: of this one it names the operators that are left.
+        `quantization_report` is for the converted model, and refuses this one.
 
     Raises:
         MXError: for another object, where nothing is quantized, and for what names no device of this machine.

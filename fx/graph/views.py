@@ -3,7 +3,9 @@ does, or transposed."""
 
 from __future__ import annotations
 
+import functools
 import operator
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -117,18 +119,17 @@ def _in_order(node: Node, value: object) -> Node:
     if not isinstance(value, torch.Tensor):
         return node
     order = order_in_memory(value)
-    steps = (
-        (aten.permute.default, order, {}),
-        (aten.clone.default, None, {"memory_format": torch.contiguous_format}),
-        (aten.permute.default, [order.index(d) for d in range(len(order))], {}),
-    )
-    meta = node.meta
-    for target, dims, options in steps:
-        with node.graph.inserting_after(node):
-            node = node.graph.call_function(target, (node,) if dims is None else (node, dims), options)
-        node.meta.update(meta)
-        set_value(node)
-    return node
+    call = functools.partial(_call_after, node.meta)
+    dense = call(call(node, aten.permute.default, order), aten.clone.default, memory_format=torch.contiguous_format)
+    return call(dense, aten.permute.default, [order.index(d) for d in range(len(order))])
+
+
+def _call_after(meta: dict[str, Any], node: Node, target: OpOverload, *args: Any, **kwargs: Any) -> Node:
+    with node.graph.inserting_after(node):
+        new = node.graph.call_function(target, (node, *args), kwargs)
+    new.meta.update(meta)
+    set_value(new)
+    return new
 
 
 def _strides(value: object) -> list[tuple[int, ...]]:

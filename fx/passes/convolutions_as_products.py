@@ -74,19 +74,19 @@ def _convolution(node: Node) -> Convolution | None:
     x, weight = FakeQuantize.of(given["input"]), Dequantize.of(given["weight"])
     if x is None or weight is None or value is None or value.dtype != torch.float32 or value.device.type != "cpu":
         return None
-    shape, kernel = shape_of(given["input"]) or (), shape_of(given["weight"]) or ()
+    shape, sizes = shape_of(given["input"]) or (), shape_of(given["weight"]) or ()
     if len(shape) != 4 or given["groups"] != 1 or {*given["dilation"]} != {1} or not _is_dense(value):
         return None
     if x.axis % 4 != 1 or weight.axis % 4 != 1 or not is_quantized(given["input"]):
         return None
-    if quantization_to_bfloat16(replace(x, axis=-1), 4) is None or not all(isinstance(n, int) for n in kernel):
+    if quantization_to_bfloat16(replace(x, axis=-1), 4) is None:
         return None
-    _, channels, *size = kernel
+    _, channels, high, wide = (int(n) for n in sizes)  # of a buffer
     spec = MXSpec(weight.element, min(weight.block_size, channels))
-    if channels % spec.block_size or not multiplies_bfloats(spec, channels * size[0] * size[1]):
+    if channels % spec.block_size or not multiplies_bfloats(spec, channels * high * wide):
         return None
     stride, padding = (tuple(n) * (2 // len(n)) for n in (given["stride"], given["padding"]))
-    return Convolution(x, weight.codes, weight.scale, given["bias"], spec, tuple(size), stride, padding)
+    return Convolution(x, weight.codes, weight.scale, given["bias"], spec, (high, wide), stride, padding)
 
 
 def _is_dense(value: Tensor) -> bool:

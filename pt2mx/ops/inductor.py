@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._inductor import decomposition
 from torch._inductor.virtualized import V
+from torch._ops import OpOverload
 
 from pt2mx import ops
 from pt2mx.formats import ELEMENTS
@@ -94,7 +95,11 @@ def _with_its_guards(function: Callable) -> Callable:
 #: operator -> the same in aten operators. Philox stays a call: its rounds use each value twice, which Inductor,
 #: substituting values, would double ten times
 _OF_FLOATS = decompositions(ops.random_bits, _forms_for, torch.ops.pt2mx.dense.default)
-_OF_OPERATORS = {**_OF_FLOATS, ops.dequantize_mx: _dequantize, linear_mx: _linear}
+_OF_OPERATORS: dict[OpOverload, Callable[..., Any]] = {
+    **_OF_FLOATS,
+    ops.dequantize_mx: _dequantize,
+    linear_mx: _linear,
+}
 DECOMPOSITIONS = {operator: _with_its_guards(function) for operator, function in _OF_OPERATORS.items()}
 
 

@@ -3,7 +3,8 @@
 Weights count with their exact values and sums are in fp32, each in one order whatever the number of threads. A few rows
 of x are multiplied by vectors; one row in bfloat16, with a weight of 4 or 6 bits, by products of pairs where the
 processor has AVX512_BF16. More rows in bfloat16 go through the matrix registers of AMX where the processor has
-them (subnormal values of x count as zero there, as in torch's own product), and else through `dequantize_then_matmul`.
+them (subnormal values of x count as zero there, as in torch's own product); many rows through these or AVX512_BF16,
+with the weight decoded first (`src/many_rows.h`), and where neither serves through `dequantize_then_matmul`.
 """
 
 from __future__ import annotations
