@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from torch.fx import GraphModule, Node
 from pt2mx.formats import ELEMENTS
 from pt2mx.fx.graph.graph_pass import GraphPass
 from pt2mx.fx.graph.node import Dequantize, FakeQuantize, LinearMX, RotatedFakeQuantize, set_value, shape_of, value_of
-from pt2mx.kernels.cpu.linear import TABLE, decoder_of
+from pt2mx.kernels.cpu.linear import FEW_ROWS, TABLE, decoder_of
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.rotated_quantization import rotated_fake_quantize_mx
 from pt2mx.spec import MXSpec
@@ -27,8 +28,8 @@ def use_bfloat16_products(model: GraphModule) -> None:
     bfloat16 holds. Sums are in float32 as before.
 
     A quantization along the last dimension that such products alone read becomes one kernel that writes bfloat16;
-    other values are cast. Products of a rotated x, and with weights that the kernels for bfloat16 do not decode, stay
-    as they are. Gradients of x pass through bfloat16.
+    other values are cast. Products of a rotated x, of a few rows, and with weights that the kernels for bfloat16 do not
+    decode, stay as they are. Gradients of x pass through bfloat16.
     """
     readers: dict[Node, list[Node]] = defaultdict(list)
     for node, call in LinearMX.calls_in(model.graph):
@@ -72,7 +73,12 @@ def quantization_to_bfloat16(of: FakeQuantize, dimensions: int) -> tuple[Any, ..
 
 
 def _fits(node: Node, call: LinearMX) -> bool:
-    value, k = value_of(node), (shape_of(call.x) or (None,))[-1]
-    if value is None or value.dtype != torch.float32 or value.device.type != "cpu" or not isinstance(k, int):
+    value, shape = value_of(node), shape_of(call.x)
+    if value is None or value.dtype != torch.float32 or value.device.type != "cpu" or shape is None:
+        return False
+    *rows, k = shape
+    known = [n for n in rows if isinstance(n, int)]
+    few = len(known) == len(rows) and math.prod(known) <= FEW_ROWS
+    if few or not isinstance(k, int):
         return False
     return decoder_of(MXSpec(call.element, call.block_size), k)[0] != TABLE

@@ -50,9 +50,10 @@ def test_a_converted_model_gets_the_lowered_graph(converted):
     assert packed_calls(codes) == 3 and "dequantize_mx" not in re.findall(r"torch\.ops\.pt2mx\.(\w+)", "".join(codes))
     (graph,) = own.graphs
     got, want = Counter(graph), Counter(map(str, called(lower_to_inductor(converted))))
-    assert want - got == {"aten.slice.Tensor": 2, "pt2mx.rotated_fake_quantize_mx.default": 1}
-    left = ("pt2mx.dequantize_mx.default", "pt2mx.fake_quantize_mx.default", "aten.matmul.default")
-    assert got - want == dict.fromkeys(left, 1)
+    # the number of rows is known here, and few
+    assert want - got == {"aten.slice.Tensor": 2, "pt2mx.rotated_fake_quantize_mx.default": 3}
+    left = {"pt2mx.dequantize_mx.default": 1, "pt2mx.fake_quantize_mx.default": 3, "aten.matmul.default": 1}
+    assert got - want == left
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ from pt2mx.fx import lower
 from pt2mx.fx.graph.graph_pass import GraphPass
 from pt2mx.fx.passes import convolutions_as_products
 from pt2mx.ops import linear
-from pt2mx.ops.rotated_quantization import rotated_fake_quantize_mx
 from tests.flow import convert
 from tests.graph import assert_unchanged, called, count, snapshot
 from tests.models import BATCH, IDS, Tied
@@ -24,8 +23,8 @@ def test_before_and_after(recipe, fold):
     model = convert(Tied(), (IDS,), recipe, fold)
     lowered = lower_to_inductor(model)
     torch.testing.assert_close(lowered(IDS), model(IDS), rtol=1e-5, atol=1e-4)
-    activations = 3 if recipe == "mxfp8" else 0
-    assert count(lowered, linear.linear_mx) == 3 and count(lowered, rotated_fake_quantize_mx) == activations
+    pairs = 3 if recipe == "mxfp8" else 0
+    assert count(lowered, linear.linear_mx) == 3 and count(lowered, ops.fake_quantize_mx) == pairs
     assert count(lowered, ops.dequantize_mx) == 1 and count(lowered, aten.embedding.default) == 2
     left = (ops.quantize_mx, aten.linear.default, aten.matmul.default)
     assert not any(count(lowered, target) for target in left)
@@ -180,7 +179,7 @@ def test_graphs_inside(fold):
     lowered = lower_to_inductor(model)
     for x in inputs:
         torch.testing.assert_close(lowered(x), model(x))
-    assert count(lowered, linear.linear_mx) == 4 and count(lowered, rotated_fake_quantize_mx) == 4
+    assert count(lowered, linear.linear_mx) == 4 and count(lowered, ops.fake_quantize_mx) == 4
     assert not any(count(lowered, t) for t in (ops.quantize_mx, ops.dequantize_mx, aten.linear.default))
     again = torch.export.export(lowered, inputs[:1]).module()
     for x in inputs:

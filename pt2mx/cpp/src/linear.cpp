@@ -5,7 +5,7 @@
 namespace pt2mx {
 namespace {
 
-constexpr int64_t kFewRows = 4, kSomeRows = 32, kManyRows = 64, kPanel = 256, kDecoded = 1 << 20;
+constexpr int64_t kVectorRows = 4, kFewRows = 32, kDecoded = 1 << 20;
 
 int64_t parts(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
@@ -32,7 +32,7 @@ Tensor linear(const Tensor& given, const Tensor& data, const Tensor& scale, cons
   check_packed(data, scale, element, block_size, k);
   STD_TORCH_CHECK(!bias || (bias->numel() == n && bias->scalar_type() == result), "linear_mx: the bias does not fit");
   Tensor x = given;
-  if (rotation && (rows > kFewRows || !rows)) {  // on all threads
+  if (rotation && (rows > kVectorRows || !rows)) {  // on all threads
     x = hadamard(x, rotation, -1);
     rotation = 0;
   }
@@ -41,10 +41,8 @@ Tensor linear(const Tensor& given, const Tensor& data, const Tensor& scale, cons
     return call("aten::linear", result == x.scalar_type() ? x : torch::stable::to(x, result), weight, bias);
   };
   const Blocks blocks = blocks_of(element, block_size, k);
-  const bool bfloats = dtype_of(x) == BF16 && blocks.decoder, tiles = bfloats && pt2mx_has_tiles();
-  int64_t panel = rows <= (tiles ? kPanel : kSomeRows) ? kPanel : 0;
-  if (bfloats && rows > kManyRows && pt2mx_has_bfloats()) panel = rows;
-  if (!x.numel() || !n || !panel) return dense_product();
+  const bool bfloats = dtype_of(x) == BF16 && blocks.decoder && pt2mx_has_bfloats();
+  if (!x.numel() || !n || (rows > kFewRows && !bfloats)) return dense_product();
   shape.back() = n;
   Tensor out = torch::stable::empty(shape, result);
   const Tensor values = dense(x), codes = dense(data), scales = dense(scale);
@@ -66,17 +64,14 @@ Tensor linear(const Tensor& given, const Tensor& data, const Tensor& scale, cons
   call.data = static_cast<const uint8_t*>(codes.const_data_ptr());
   call.scale = static_cast<const uint8_t*>(scales.const_data_ptr());
   call.bias = added ? added->const_data_ptr() : nullptr;
-  const auto bytes = [](int32_t dtype) -> int64_t { return dtype == FP32 ? 4 : 2; };
-  for (int64_t row = 0; row < rows; row += panel) {
-    call.m = std::min(panel, rows - row);
-    call.tiles = tiles && call.m > kFewRows;
-    if (bfloats && call.m > kSomeRows && pt2mx_has_bfloats()) set_task(call);
-    call.x = static_cast<const char*>(values.const_data_ptr()) + row * k * bytes(call.dtype);
-    call.out = static_cast<char*>(out.mutable_data_ptr()) + row * n * bytes(call.out_dtype);
-    const int32_t error = pt2mx_linear(&call, torch_parallel_for);
-    if (error == kUnserved) return dense_product();
-    check_served(error);
-  }
+  call.m = rows;
+  call.tiles = bfloats && rows > kVectorRows && pt2mx_has_tiles();
+  if (bfloats && rows > kFewRows) set_task(call);
+  call.x = values.const_data_ptr();
+  call.out = out.mutable_data_ptr();
+  const int32_t error = pt2mx_linear(&call, torch_parallel_for);
+  if (error == kUnserved) return dense_product();
+  check_served(error);
   return out;
 }
 

@@ -32,8 +32,7 @@ _FORMATS = {
 TABLE, _GROUP = 0, 32
 
 #: rows of x up to which vectors are faster than AMX, and than a dense product
-_FEW_ROWS, _SOME_ROWS = 4, 32
-_PANEL, _MANY_ROWS = 256, 64
+_VECTOR_ROWS, FEW_ROWS = 4, 32
 #: bytes of the weight that are decoded at a time, of a second-level cache
 _DECODED = 1 << 20
 #: what the C++ returns that has computed nothing
@@ -66,26 +65,19 @@ def linear(
 ) -> Tensor:
     """As `pt2mx.kernels.dequantize_then_matmul.linear`."""
     rows, n, dtype = x.shape[:-1].numel(), data.shape[0], dtype or x.dtype
-    if rotation and (rows > _FEW_ROWS or not rows):  # on all threads
+    if rotation and (rows > _VECTOR_ROWS or not rows):  # on all threads
         x, rotation = rotate(x, rotation), 0
-    panel = _panel(x, rows, spec)
-    if 0 in (x.numel(), n) or not panel:
+    if 0 in (x.numel(), n) or not (rows <= FEW_ROWS or _are_bfloats(x, spec)):
         return dequantize_then_matmul.linear(x, data, scale, bias, spec, dtype=dtype)
     out = torch.empty((*x.shape[:-1], n), dtype=dtype, device="cpu")
-    weight = data.contiguous(), scale.contiguous(), None if bias is None else bias.contiguous()
-    flat = x.contiguous().view(rows, x.shape[-1]), out.view(rows, n)
-    for some, result in zip(*(t.split(panel) for t in flat), strict=True):
-        if not _multiply(some, *weight, result, spec, rotation):
-            return dequantize_then_matmul.linear(x, data, scale, bias, spec, dtype=dtype)
-    return out
+    flat, weight = x.contiguous().view(rows, x.shape[-1]), (data.contiguous(), scale.contiguous())
+    if _multiply(flat, *weight, None if bias is None else bias.contiguous(), out.view(rows, n), spec, rotation):
+        return out
+    return dequantize_then_matmul.linear(x, data, scale, bias, spec, dtype=dtype)
 
 
-def _panel(x: Tensor, rows: int, spec: MXSpec) -> int:
-    """Return how many rows of x are multiplied at a time; 0 where a dense product serves."""
-    bfloats = x.dtype == torch.bfloat16 and decoder_of(spec, x.shape[-1])[0] != TABLE
-    if bfloats and rows > _MANY_ROWS and _has_bfloats():
-        return rows
-    return _PANEL if rows <= (_PANEL if bfloats and _has_tiles() else _SOME_ROWS) else 0
+def _are_bfloats(x: Tensor, spec: MXSpec) -> bool:
+    return x.dtype == torch.bfloat16 and multiplies_bfloats(spec, x.shape[-1])
 
 
 def grouped_linear(x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, spec: MXSpec) -> Tensor:
@@ -108,8 +100,8 @@ def _multiply(
     rows, k = x.shape
     decoder, block = decoder_of(spec, k)
     codes_per_group, bytes_per_group = group_of(spec.element.bits)
-    bfloats = x.dtype == torch.bfloat16 and decoder != TABLE
-    many = _task(rows, data.shape[0], k) if bfloats and rows > _SOME_ROWS and _has_bfloats() else (0, 0)
+    bfloats = _are_bfloats(x, spec)
+    many = _task(rows, data.shape[0], k) if bfloats and rows > FEW_ROWS else (0, 0)
     call = _Call(
         table=table_of(spec.element.name).data_ptr(),
         format=decoder,
@@ -118,7 +110,7 @@ def _multiply(
         bytes_per_group=bytes_per_group,
         dtype=DTYPES.index(x.dtype),
         out_dtype=DTYPES.index(out.dtype),
-        tiles=bfloats and rows > _FEW_ROWS and _has_tiles(),
+        tiles=bfloats and rows > _VECTOR_ROWS and _has_tiles(),
         m=rows,
         n=data.shape[0],
         k=k,

@@ -57,6 +57,13 @@ def test_other_dtypes_stay(dtype):
     assert {product.args[-1] for product in calls(model, linear_mx)} == {None}
 
 
+def test_few_rows_stay():
+    """Vectors multiply them; how many an unknown number is shows later."""
+    for shapes, dtype in ((None, None), (BATCH, torch.float32)):
+        model = lower_to_inductor(convert(Net(), (torch.randn(32, 64),), "mxfp8", shapes=shapes))
+        assert {product.args[-1] for product in calls(model, linear_mx)} == {dtype}
+
+
 def test_weights_alone_stay():
     x = torch.randn(80, 64)
     model = lower_to_inductor(convert(Net(), (x,), "mxfp4_weight_only"))
