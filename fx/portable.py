@@ -6,13 +6,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from pt2mx import ops
 from pt2mx.errors import MXError
-from pt2mx.formats import ELEMENTS
 from pt2mx.fx.graph.node import is_ours
 from pt2mx.fx.graph.subgraphs import graph_modules
 from pt2mx.kernels.philox import random_bits
@@ -50,7 +48,7 @@ def make_portable(program: ExportedProgram) -> ExportedProgram:
         >>> torch.equal(portable.module()(x), converted(x))
         True
     """
-    portable = _decompose(program, {**_CALLS, **_OPERATORS})
+    portable = _decompose(program, {**decompositions(random_bits), **_CALLS})
     if any(is_ours(node) for graph in graph_modules(program.graph_module) for node in graph.graph.nodes):
         for node in portable.graph.nodes:
             if node.op == "call_function":
@@ -78,19 +76,8 @@ def without_calls(program: ExportedProgram) -> ExportedProgram:
     return _decompose(program, _CALLS)
 
 
-def _dequantize(data: Tensor, scale: Tensor, elem: str, *rest: Any) -> Tensor:
-    """`dequantize_mx` where Inductor keeps it as a call: of codes that share bytes."""
-    return NotImplemented if ELEMENTS[elem].bits == 8 else _OPERATORS[ops.dequantize_mx](data, scale, elem, *rest)
-
-
-_OPERATORS = decompositions(random_bits)
-#: what Inductor keeps as calls: products that read packed weights, codes that share bytes, and the numbers of
-#: stochastic rounding
-_CALLS: dict[Any, Callable[..., Any]] = {
-    **product_decompositions(),
-    ops.random_bits: random_bits,
-    ops.dequantize_mx: _dequantize,
-}
+#: what Inductor keeps as calls: products that read packed weights, and the numbers of stochastic rounding
+_CALLS: dict[Any, Callable[..., Any]] = {**product_decompositions(), ops.random_bits: random_bits}
 
 
 def _decompose(program: ExportedProgram, table: dict[Any, Callable[..., Any]]) -> ExportedProgram:

@@ -11,12 +11,13 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pt2mx
-from pt2mx import MXQuantizer, lower_to_inductor, ops
+from pt2mx import MXQuantizer, MXSpec, lower_to_inductor, ops
 from pt2mx.extras import import_extra
 from pt2mx.fx.graph.tensors import copy_sharing_tensors
 from pt2mx.fx.passes.cse_quantize import cse_quantize
 from pt2mx.fx.passes.fuse_qdq import fuse_qdq
 from pt2mx.fx.passes.packed_embedding import use_packed_embeddings
+from pt2mx.kernels.cpu.linear import multiplies_bfloats
 from pt2mx.ops import linear
 from tests.compare import relative_error
 from tests.flow import convert
@@ -57,7 +58,8 @@ class Errors(TorchDispatchMode):
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         y = operator(*args, **kwargs or {})
         if operator in (linear.linear_mx, linear.grouped_linear_mx):
-            x, data, scale, third, name, block_size = args
+            x, data, scale, third, name, block_size, *_ = args
+            x = x.to(y.dtype)
             weight = ops.dequantize_mx(data, scale, name, block_size, x.dtype, -1, x.shape[-1])
             if operator is linear.linear_mx:
                 plain = F.linear(x, weight, third)
@@ -111,13 +113,15 @@ def test_language_models(name, recipe):
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4_weight_only"])
-@pytest.mark.parametrize(("name", "products"), [("minilm", 24), ("resnet18", 1)])
-def test_real_models(name, products, recipe, request):
+@pytest.mark.parametrize(("name", "products", "convolutions"), [("minilm", 24, 0), ("resnet18", 1, 19)])
+def test_real_models(name, products, convolutions, recipe, request):
+    """Convolutions of quantized activations are products where there are units for bfloat16."""
     model = request.getfixturevalue(name)
     converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(model.program.module(), MXQuantizer.from_recipe(recipe)))
     lowered = lower_to_inductor(converted)
     assert_same_bits(converted, model.args)
-    assert_as_exact(lowered, model.args, products)
+    convolved = recipe == "mxfp8" and multiplies_bfloats(MXSpec("fp8_e4m3", 32), 64)
+    assert_as_exact(lowered, model.args, products + convolutions * convolved)
     again = torch.export.export(lowered, model.args, dynamic_shapes=model.shapes).module()
     with torch.no_grad():
         assert torch.equal(again(*model.inputs), lowered(*model.inputs))

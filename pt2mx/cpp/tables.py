@@ -24,7 +24,6 @@ SOURCES = Path(__file__).parent / "src"
 
 #: what Inductor leaves as calls in a package for the CPU: it writes out the other operators
 OPERATORS = (
-    "dequantize_mx",
     "linear_mx",
     "grouped_linear_mx",
     "attention_mx",

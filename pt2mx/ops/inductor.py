@@ -17,12 +17,9 @@ from torch._inductor.virtualized import V
 from torch._ops import OpOverload
 
 from pt2mx import ops
-from pt2mx.formats import ELEMENTS
 from pt2mx.kernels import elements
 from pt2mx.kernels.axis import guards
 from pt2mx.kernels.cpu import linear as cpu_linear
-from pt2mx.kernels.cpu.build import is_available
-from pt2mx.kernels.packing import group_of
 from pt2mx.ops.decompositions import decompositions
 from pt2mx.ops.hadamard import hadamard
 from pt2mx.ops.linear import linear_mx
@@ -72,14 +69,6 @@ def _linear(
     return torch.nn.functional.linear(x.to(weight.dtype), weight, bias)
 
 
-def _dequantize(data: Tensor, scale: Tensor, elem: str, *rest: Any) -> Tensor:
-    """`dequantize_mx`; on the CPU a call where several codes share a byte: Inductor takes those apart one by one, and
-    again for each reader."""
-    if data.device.type == "cpu" and group_of(ELEMENTS[elem].bits)[0] > 1 and is_available():
-        return NotImplemented
-    return _OF_FLOATS[ops.dequantize_mx](data, scale, elem, *rest)
-
-
 def _with_its_guards(function: Callable) -> Callable:
     """Return a decomposition that tells whether its sizes are guarded: torch.compile guards those that it asks for,
     AOTInductor does not."""
@@ -94,10 +83,8 @@ def _with_its_guards(function: Callable) -> Callable:
 
 #: operator -> the same in aten operators. Philox stays a call: its rounds use each value twice, which Inductor,
 #: substituting values, would double ten times
-_OF_FLOATS = decompositions(ops.random_bits, _forms_for, torch.ops.pt2mx.dense.default)
 _OF_OPERATORS: dict[OpOverload, Callable[..., Any]] = {
-    **_OF_FLOATS,
-    ops.dequantize_mx: _dequantize,
+    **decompositions(ops.random_bits, _forms_for, torch.ops.pt2mx.dense.default),
     linear_mx: _linear,
 }
 DECOMPOSITIONS = {operator: _with_its_guards(function) for operator, function in _OF_OPERATORS.items()}

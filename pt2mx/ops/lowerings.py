@@ -4,11 +4,9 @@
 import torch
 from torch._inductor import lowering
 
-from pt2mx import ops
 from pt2mx.ops import inductor as _inductor  # noqa: F401 - defines `dense`
 from pt2mx.ops.linear import linear_mx
 
 lowering.register_lowering(torch.ops.pt2mx.dense, type_promotion_kind=None)(lambda x: x)
-# where their decompositions decline
-for _operator in (linear_mx, ops.dequantize_mx):
-    lowering.make_fallback(_operator, lowering.constrain_to_fx_strides, warn=False, override_decomp=True)
+# where its decomposition declines
+lowering.make_fallback(linear_mx, lowering.constrain_to_fx_strides, warn=False, override_decomp=True)

@@ -19,7 +19,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pt2mx, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(pt2mx, CPU, library) {
   if (!defined) return;
-  library.impl("dequantize_mx", TORCH_BOX(&pt2mx::dequantize_along));
   library.impl("linear_mx", TORCH_BOX(&pt2mx::linear));
   library.impl("grouped_linear_mx", TORCH_BOX(&pt2mx::grouped_linear));
   library.impl("attention_mx", TORCH_BOX(&pt2mx::attention));

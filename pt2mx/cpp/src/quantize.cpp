@@ -14,27 +14,21 @@ void check_rotation(const Tensor& x, int64_t size, int64_t axis) {
 
 }  // namespace
 
-void check_packed(const Tensor& data, const Tensor& scale, const Element& element, int64_t block_size, int64_t n,
-                  int64_t axis) {
+void check_packed(const Tensor& data, const Tensor& scale, const Element& element, int64_t block_size, int64_t n) {
   Shape wanted = shape_of(data);
   STD_TORCH_CHECK(!wanted.empty() && block_size > 0, "codes have a dimension, and blocks a value at least");
   STD_TORCH_CHECK(data.scalar_type() == ScalarType::Byte && scale.scalar_type() == ScalarType::Byte,
                   "codes and scales are uint8");
-  int64_t& along = wanted.at(size_t(axis < 0 ? axis + data.dim() : axis));
-  STD_TORCH_CHECK(along == packed_length(element, n), n, " codes of ", element.name, " do not take ", along, " bytes");
-  along = (n + block_size - 1) / block_size;
+  STD_TORCH_CHECK(wanted.back() == packed_length(element, n), n, " codes of ", element.name, " do not take ",
+                  wanted.back(), " bytes");
+  wanted.back() = (n + block_size - 1) / block_size;
   STD_TORCH_CHECK(shape_of(scale) == wanted, "the scales do not fit the codes");
 }
 
-Tensor dequantize_along(const Tensor& data, const Tensor& scale, const std::string& name, int64_t block_size,
-                        ScalarType dtype, int64_t axis, const std::optional<int64_t>& length) {
-  const Element& element = element_of(name);
+Tensor dequantize(const Tensor& data, const Tensor& scale, const Element& element, int64_t block_size, ScalarType dtype,
+                  int64_t n) {
   Shape shape = shape_of(data);
-  const size_t along = size_t(axis < 0 ? axis + data.dim() : axis);
-  STD_TORCH_CHECK(along < shape.size(), "dequantize_mx: no such axis");
-  const int64_t held = shape[along] / element.bytes_per_group * element.codes_per_group, n = length.value_or(held);
-  check_packed(data, scale, element, block_size, n, int64_t(along));
-  shape[along] = n;
+  shape.back() = n;
   Tensor out = torch::stable::empty(shape, dtype);
   if (!out.numel()) return out;
   const Tensor codes = dense(data), scales = dense(scale);
@@ -43,20 +37,15 @@ Tensor dequantize_along(const Tensor& data, const Tensor& scale, const std::stri
   call.spec = &spec;
   call.operation = DEQUANTIZE;
   call.dtype = call.out_dtype = dtype_of(out);
-  call.outer = product(shape, 0, along);
+  call.outer = out.numel() / n;
   call.n = n;
-  call.inner = product(shape, along + 1, shape.size());
+  call.inner = 1;
   call.block = std::min(block_size, n);
   call.x = codes.const_data_ptr();
   call.scale = static_cast<uint8_t*>(scales.data_ptr());
   call.out = out.mutable_data_ptr();
   check_served(pt2mx_run(&call, torch_parallel_for));
   return out;
-}
-
-Tensor dequantize(const Tensor& data, const Tensor& scale, const Element& element, int64_t block_size, ScalarType dtype,
-                  int64_t n) {
-  return dequantize_along(data, scale, element.name, block_size, dtype, -1, n);
 }
 
 Tensor hadamard(const Tensor& given, int64_t size, int64_t axis) {

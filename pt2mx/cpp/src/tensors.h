@@ -54,12 +54,8 @@ Tensor call(const char* name, const Arguments&... arguments) {
 Tensor dequantize(const Tensor& data, const Tensor& scale, const Element& element, int64_t block_size, ScalarType dtype,
                   int64_t n);
 
-Tensor dequantize_along(const Tensor& data, const Tensor& scale, const std::string& element, int64_t block_size,
-                        ScalarType dtype, int64_t axis, const std::optional<int64_t>& length);
-
-// Refuses codes and scales that do not hold `n` values along a dimension, by default the last.
-void check_packed(const Tensor& data, const Tensor& scale, const Element& element, int64_t block_size, int64_t n,
-                  int64_t axis = -1);
+// Refuses codes and scales that do not hold `n` values along their last dimension.
+void check_packed(const Tensor& data, const Tensor& scale, const Element& element, int64_t block_size, int64_t n);
 
 Tensor hadamard(const Tensor& x, int64_t size, int64_t axis);
 Tensor rotated_fake_quantize(const Tensor& x, int64_t size, const std::string& element, int64_t block_size,

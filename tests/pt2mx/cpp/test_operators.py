@@ -104,18 +104,6 @@ def test_products_of_many_rows(dtype, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
-def test_dequantization(dtype, tmp_path):
-    torch.manual_seed(0)
-    calls = []
-    for element in _ELEMENTS:
-        scale, data = packed((6, 96), element, 32)
-        calls.append(("dequantize_mx", (data, scale, element, 32, dtype, -1, None)))
-        scale, data = torch.ops.pt2mx.quantize_mx(torch.randn(3, 50, 7), element, 20, 1)
-        calls.append(("dequantize_mx", (data, scale, element, 20, dtype, 1, 50)))
-    check(calls, tmp_path)
-
-
-@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
 def test_attention(dtype, tmp_path):
     torch.manual_seed(0)
     calls = []

@@ -1,5 +1,5 @@
-// The product of bfloat16 values in the matrix registers of AMX: 32 rows of the weight are decoded to bfloat16 at a
-// time, which is exact, and multiplied with 32 rows of x, with sums in fp32. Included by linear.cpp.
+// The product of up to 32 rows of bfloat16 values in the matrix registers of AMX: 32 rows of the weight are decoded to
+// bfloat16 at a time, which is exact, and multiplied with x, with sums in fp32. Included by linear.cpp.
 //
 // The registers take subnormal numbers for zero, as they do in torch's own products of bfloat16 values. Rows with
 // weights that small, and rows with codes that have to be looked up, go the way of other rows.
@@ -37,27 +37,21 @@ bool has_tiles() {
 
 struct Tiled {
   Linear& linear;
-  const i64 pairs, blocks;      // of 32 rows of x, and of the weight's rows that go together
-  Buffer<u16> x;                // (pairs, groups, 2, kSide pairs of places, kSide rows, 2)
+  Buffer<u16> x;                // (groups, 2, kSide pairs of values, kSide rows, 2)
   mutable std::once_flag once;  // linear is prepared for rows that go the other way
 
-  explicit Tiled(Linear& linear)
-      : linear(linear), pairs((linear.call.m + kPair - 1) / kPair), blocks(linear.call.tiles) {
-    x.resize(pairs * linear.groups * 2 * kTile);
-  }
-};
-
-void arrange(i64 begin, i64 end, void* context) {
-  Tiled& tiled = *static_cast<Tiled*>(context);
-  const LinearCall& c = tiled.linear.call;
-  const u16* x = static_cast<const u16*>(c.x);
-  for (i64 m = begin * kPair; m < std::min(end * kPair, c.m); ++m) {
-    u16* row = tiled.x.data() + (m / kPair * tiled.linear.groups * 2 + m % kPair / kSide) * kTile + m % kSide * 2;
-    for (i64 first = 0; first < c.k; first += kGroup, row += 2 * kTile) {
-      for (i64 i = 0; i < std::min(kGroup, c.k - first); ++i) row[i / 2 * kSide * 2 + i % 2] = x[m * c.k + first + i];
+  explicit Tiled(Linear& linear) : linear(linear) {
+    x.resize(linear.groups * 2 * kTile);
+    const LinearCall& c = linear.call;
+    for (i64 m = 0; m < c.m; ++m) {
+      const u16* values = static_cast<const u16*>(c.x) + m * c.k;
+      u16* row = x.data() + m / kSide * kTile + m % kSide * 2;
+      for (i64 first = 0; first < c.k; first += kGroup, row += 2 * kTile) {
+        for (i64 i = 0; i < std::min(kGroup, c.k - first); ++i) row[i / 2 * kSide * 2 + i % 2] = values[first + i];
+      }
     }
   }
-}
+};
 
 // Eight registers of 16 rows of 64 bytes. In static memory: GCC takes _tile_loadconfig to read its first bytes only.
 struct TileConfig {
@@ -149,44 +143,32 @@ template <class Decoder>
 void run_tiles(i64 begin, i64 end, void* context) {
   const Tiled& tiled = *static_cast<const Tiled*>(context);
   const LinearCall& c = tiled.linear.call;
-  const i64 groups = tiled.linear.groups, rows = tiled.blocks * kPair, pair_sums = kPair * kPair;
+  const i64 groups = tiled.linear.groups;
   const KeepSubnormals keep;
   Buffer<u16> w;
-  Buffer<float> sums;
-  w.resize(tiled.blocks * kDepth * 2 * kTile);
-  sums.resize(tiled.pairs * tiled.blocks * pair_sums);
+  Buffer<float> sums;  // (2, kSide, 2, kSide), the weight's rows first
+  w.resize(kDepth * 2 * kTile);
+  sums.resize(kPair * kPair);
   configure();
-  for (i64 row = begin * rows; row < std::min(end * rows, c.n); row += rows) {
+  for (i64 row = begin * kPair; row < std::min(end * kPair, c.n); row += kPair) {
     Decoder decoder(c);
     bool subnormal = false;
     sums.zero();
     for (i64 g = 0; g < groups; g += kDepth) {
       const i64 depth = std::min(kDepth, groups - g);
-      for (i64 b = 0; b < tiled.blocks; ++b) {
-        subnormal |=
-            decode_chunk(tiled.linear, decoder, row + b * kPair, g, g + depth, w.data() + b * kDepth * 2 * kTile);
-      }
-      for (i64 p = 0; p < tiled.pairs; ++p) {
-        for (i64 b = 0; b < tiled.blocks; ++b) {
-          multiply_tiles(w.data() + b * kDepth * 2 * kTile, tiled.x.data() + (p * groups + g) * 2 * kTile, depth,
-                         p * kPair + kSide < c.m, sums.data() + (p * tiled.blocks + b) * pair_sums);
-        }
-      }
+      subnormal |= decode_chunk(tiled.linear, decoder, row, g, g + depth, w.data());
+      multiply_tiles(w.data(), tiled.x.data() + g * 2 * kTile, depth, kSide < c.m, sums.data());
     }
     if (subnormal || decoder.invalid()) {
       std::call_once(tiled.once, [&] { prepare(tiled.linear, Decoder::kPairs); });
-      run<Decoder, 4>(row / kRows, (std::min(row + rows, c.n) + kRows - 1) / kRows, &tiled.linear);
+      run<Decoder, 4>(row / kRows, (std::min(row + kPair, c.n) + kRows - 1) / kRows, &tiled.linear);
       continue;
     }
     for (i64 m = 0; m < c.m; ++m) {
-      for (i64 n = row; n < std::min(row + rows, c.n); n += kPair) {
-        // of (2, kSide, 2, kSide), the weight's rows first
-        const float* from = sums.data() + (m / kPair * tiled.blocks + (n - row) / kPair) * pair_sums +
-                            m % kPair / kSide * kSide * kSide + m % kSide;
-        float y[kPair];
-        for (i64 q = 0; q < kPair; ++q) y[q] = from[(q / kSide * 2 * kSide + q % kSide) * kSide];
-        finish(tiled.linear, m, n, std::min(kPair, c.n - n), y);
-      }
+      const float* from = sums.data() + m / kSide * kSide * kSide + m % kSide;
+      float y[kPair];
+      for (i64 q = 0; q < kPair; ++q) y[q] = from[(q / kSide * 2 * kSide + q % kSide) * kSide];
+      finish(tiled.linear, m, row, std::min(kPair, c.n - row), y);
     }
   }
   release();
@@ -195,9 +177,7 @@ void run_tiles(i64 begin, i64 end, void* context) {
 template <class Decoder>
 int32_t multiply_in_tiles(Linear& linear, ParallelFor parallel_for) {
   Tiled tiled(linear);
-  if (const int32_t error = parallel_for(0, tiled.pairs, 1, arrange, &tiled)) return error;
-  const i64 rows = tiled.blocks * kPair;
-  return parallel_for(0, (linear.call.n + rows - 1) / rows, 1, run_tiles<Decoder>, &tiled);
+  return parallel_for(0, (linear.call.n + kPair - 1) / kPair, 1, run_tiles<Decoder>, &tiled);
 }
 
 }  // namespace

@@ -1,0 +1,84 @@
+"""Products of quantized float32 activations by packed weights on units for bfloat16, over float32 products of the same
+values.
+
+    python -m tests.benchmarks.products [--sizes 2048x1536x384 ...] [--elements int8 ...] [--repeats 15] [--json]
+
+Times in milliseconds, in turns: `F.linear` in float32 and in bfloat16 of dense operands; `linear_mx` of x in bfloat16
+with a result in float32, on AMX and on AVX512_BF16 where the processor has them (with `quantize` x is quantized in the
+same call, from float32). Errors are relative to the product in float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pt2mx import FORMATS, MXSpec, ops
+from pt2mx.kernels.cpu import linear as cpu_linear
+from pt2mx.ops.linear import linear_mx
+from pt2mx.ops.rotated_quantization import rotated_fake_quantize_mx
+from tests.benchmarks.measure import Row, hardware, medians_in_turns, print_table
+
+_BLOCK = 32
+#: rows of x, rows of the weight, values of a row
+_SIZES = ("2048x1536x384", "2048x384x1536", "512x4096x4096", "64x4096x4096")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", default=_SIZES, metavar="MxNxK")
+    parser.add_argument("--elements", nargs="+", choices=FORMATS, default=("int8", "fp8_e4m3", "fp6_e2m3", "fp4_e2m1"))
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    if not cpu_linear.multiplies_bfloats(MXSpec("int8", _BLOCK), _BLOCK):
+        parser.exit(1, "this processor has no units for bfloat16\n")
+    sizes = [tuple(map(int, size.split("x"))) for size in options.sizes]
+    rows = [row for name in options.elements for size in sizes for row in measured(name, *size, options.repeats)]
+    if options.json:
+        print(json.dumps({"hardware": hardware(), "rows": rows}, indent=1))
+    else:
+        print_table(rows, tuple(rows[0]))
+        print(hardware())
+
+
+@torch.no_grad()
+def measured(name: str, m: int, n: int, k: int, repeats: int) -> Iterator[Row]:
+    given, weight = torch.randn(m, k), torch.randn(n, k)
+    scale, data = ops.quantize_mx(weight, name, _BLOCK)
+    dense = ops.dequantize_mx(data, scale, name, _BLOCK, torch.float32, -1, k)
+    x = ops.fake_quantize_mx(given, name, _BLOCK)
+    half, dense_half = x.bfloat16(), dense.bfloat16()
+
+    def ours(x: Tensor, tiles: bool) -> Tensor:
+        with mock.patch.object(cpu_linear, "_has_tiles", lambda: tiles):
+            return linear_mx(x, data, scale, None, name, _BLOCK, 0, torch.float32)
+
+    def quantized(tiles: bool) -> Tensor:
+        return ours(rotated_fake_quantize_mx(given, 1, name, _BLOCK, "floor", "even", torch.bfloat16), tiles)
+
+    calls: dict[str, Callable[[], Tensor]] = {
+        "float32": lambda: F.linear(x, dense),
+        "bfloat16": lambda: F.linear(half, dense_half),
+        "AVX512_BF16": lambda: ours(half, False),
+    }
+    if cpu_linear._has_tiles():
+        calls |= {"AMX": lambda: ours(half, True)}
+    calls |= {"quantize": lambda: quantized(cpu_linear._has_tiles())}
+    exact = F.linear(x.double(), dense.double())
+    seconds = medians_in_turns(list(calls.values()), repeats)
+    row: Row = {"element": name, "size": f"{m}x{n}x{k}"}
+    row |= {what: 1e3 * second for what, second in zip(calls, seconds, strict=True)}
+    row["ratio"] = row["quantize"] / row["float32"]
+    errors = [float((f().double() - exact).norm() / exact.norm()) for f in (calls["float32"], list(calls.values())[-2])]
+    yield row | {"error": f"{errors[1]:.1e}", "float32's": f"{errors[0]:.1e}"}
+
+
+if __name__ == "__main__":
+    main()
