@@ -29,6 +29,14 @@ bool has_pairs() {
   return available;
 }
 
+// Whether these products take less time than float32's: Intel's take two cycles each (Xeon with AMX, measured:
+// tests/benchmarks/products.py).
+bool has_fast_pairs() {
+  unsigned a = 0, vendor[3] = {};
+  return has_pairs() && __get_cpuid(0, &a, &vendor[0], &vendor[2], &vendor[1]) &&
+         !std::memcmp(vendor, "AuthenticAMD", sizeof vendor);
+}
+
 // The first `n` values of the table of codes as bfloat16, twice where they are 16: look-ups take five bits.
 inline __m512i table_of(const LinearCall& call, int n) {
   u16 values[32];
@@ -234,6 +242,7 @@ int32_t multiply_in_pairs(Linear& linear, i64 tiles, i64 grain, ParallelFor para
 
 namespace {
 bool has_pairs() { return false; }
+bool has_fast_pairs() { return false; }
 bool has_tiny_values(const LinearCall&) { return false; }
 template <class Decoder>
 struct PairsOf {

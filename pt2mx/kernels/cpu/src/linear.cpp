@@ -267,7 +267,7 @@ void run(i64 begin, i64 end, void* context) {
 extern "C" {
 
 int32_t pt2mx_has_tiles() { return has_tiles(); }
-int32_t pt2mx_has_bfloats() { return has_tiles() || has_pairs(); }
+int32_t pt2mx_has_bfloats() { return has_tiles() || has_fast_pairs(); }
 
 int32_t pt2mx_linear(const LinearCall* given, ParallelFor parallel_for) {
   LinearCall own = *given, *call = &own;
