@@ -22,7 +22,7 @@ from pt2mx.kernels.gpu.mma_layout import FRAGMENTS
 from pt2mx.kernels.hadamard import rotate_back
 from pt2mx.kernels.select import device_with_kernels
 from pt2mx.ops.autocast import register_autocast
-from pt2mx.ops.checks import check_packed
+from pt2mx.ops.checks import HIGH_PRECISION, check_packed
 from pt2mx.ops.hadamard import check_rotation
 from pt2mx.spec import MXSpec
 
@@ -39,7 +39,19 @@ def _kernels_for(function: str, x: Tensor, element: ElementFormat) -> ModuleType
     return importlib.import_module(f"pt2mx.kernels.{module}")
 
 
-def _linear(
+def _linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, *modes: Any) -> Tensor:
+    """x: (..., K) float, data: (N, bytes of K) uint8, scale: (N, ceil(K / block_size)) uint8, bias: (N,) as the result
+    or None -> (..., N) in the target dtype, by default x's."""
+    spec, rotation, dtype = _check_linear(x, data, scale, bias, *modes)
+    return _kernels_for("linear", x, spec.element).linear(x, data, scale, bias, spec, rotation, dtype)
+
+
+def _linear_fake(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, *modes: Any) -> Tensor:
+    _, _, dtype = _check_linear(x, data, scale, bias, *modes)
+    return x.new_empty((*x.shape[:-1], data.shape[0]), dtype=dtype)
+
+
+def _check_linear(
     x: Tensor,
     data: Tensor,
     scale: Tensor,
@@ -48,32 +60,16 @@ def _linear(
     block_size: int,
     rotation: int = 0,
     target_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """x: (..., K) float, data: (N, bytes of K) uint8, scale: (N, ceil(K / block_size)) uint8, bias: (N,) as the result
-    or None -> (..., N) in `target_dtype`, by default x's."""
+) -> tuple[MXSpec, int, torch.dtype]:
     spec, dtype = _check(x, data, scale, elem, block_size, dimensions=2, rotation=rotation), target_dtype or x.dtype
-    if not dtype.is_floating_point:
-        raise MXError(f"target_dtype={dtype} must be a floating-point dtype, or None for that of x")
+    if dtype not in HIGH_PRECISION:
+        raise MXError(f"target_dtype={dtype} must be float32, float16 or bfloat16, or None for that of x")
     if bias is not None and (bias.shape != data.shape[:1] or bias.dtype != dtype or bias.device != x.device):
         raise MXError(
             f"bias of shape {tuple(bias.shape)}, {bias.dtype} on {bias.device} does not fit a weight of "
             f"{data.shape[0]} rows and a result in {dtype} on {x.device}"
         )
-    return _kernels_for("linear", x, spec.element).linear(x, data, scale, bias, spec, rotation, dtype)
-
-
-def _linear_fake(
-    x: Tensor,
-    data: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    elem: str,
-    block_size: int,
-    rotation: int = 0,
-    target_dtype: torch.dtype | None = None,
-) -> Tensor:
-    _check(x, data, scale, elem, block_size, dimensions=2, rotation=rotation)
-    return x.new_empty((*x.shape[:-1], data.shape[0]), dtype=target_dtype or x.dtype)
+    return spec, rotation, dtype
 
 
 def _grouped_linear(x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, elem: str, block_size: int) -> Tensor:

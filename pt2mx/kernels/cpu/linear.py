@@ -95,7 +95,7 @@ def _multiply(
     x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor, spec: MXSpec, rotation: int
 ) -> bool:
     """x: (M, K), data: (N, bytes), scale: (N, blocks), bias: (N,) or None, out: (M, N), all contiguous. False where
-    nothing was computed: an operand holds values so small that bfloat16 units would take their products for zero."""
+    nothing was computed: values are so small that bfloat16 units would take their products for zero."""
     library, parallel_for = load()
     rows, k = x.shape
     decoder, block = decoder_of(spec, k)

@@ -157,6 +157,13 @@ def test_errors(case):
         linear_mx(*arguments(torch.randn(2, 70), data, scale), *modes)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.float8_e4m3fn])
+def test_a_result_has_a_dtype_of_high_precision(dtype):
+    scale, data = ops.quantize_mx(torch.randn(9, 70), "fp4_e2m1", 32)
+    with pytest.raises(MXError, match=f"target_dtype={dtype} must be float32, float16 or bfloat16"):
+        linear_mx(torch.randn(2, 70), data, scale, None, "fp4_e2m1", 32, 0, dtype)
+
+
 def test_errors_of_groups():
     data, scale, *modes = packed(3, 16, 64)
     offs = torch.tensor([2, 2, 5], dtype=torch.int32)

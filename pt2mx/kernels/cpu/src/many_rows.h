@@ -2,8 +2,8 @@
 // multiplies them with 32 rows of x at a time, in the matrix registers of AMX or by AVX512_BF16, with sums in fp32.
 // Included by linear.cpp.
 //
-// Both take subnormal numbers for zero. Where an operand is so small that a product could be one, nothing is computed:
-// the caller multiplies in another way.
+// Both take subnormal numbers for zero. Where the least values of x and of the weight are so small that a product could
+// be one, nothing is computed: the caller multiplies in another way.
 
 #pragma once
 
@@ -13,9 +13,8 @@
 
 namespace {
 
-constexpr i64 kStripSums = 16;             // groups that are summed by themselves
-constexpr u16 kLeast = (kBias - 63) << 7;  // of a bfloat16: products of two are no less than 2**-126
-constexpr i64 kSquare = kPair * kPair;     // sums of a call of a kernel
+constexpr i64 kStripSums = 16;          // groups that are summed by themselves
+constexpr i64 kSquare = kPair * kPair;  // sums of a call of a kernel
 
 // sums: (kPair, kPair) = x: kPair rows of `groups` groups, `stride` values apart, times w: (groups, 2, kSide pairs of
 // values, kSide rows, 2).
@@ -66,12 +65,16 @@ __attribute__((target("avx512bf16"))) NOINLINE void square_in_vectors(const u16*
   }
 }
 
-inline bool has_tiny(const u16* values, i64 n) {
-  u16 tiny = 0;
-#pragma omp simd reduction(| : tiny)
-  for (i64 i = 0; i < n; ++i) tiny |= u16(u16((values[i] & 0x7FFF) - 1) < u16(kLeast - 1));
-  return tiny;
+// The exponent of the least value that is not zero, with its bias; 0 of a subnormal one.
+inline i64 least_exponent(const u16* values, i64 n) {
+  u16 least = 0x7FFE;
+#pragma omp simd reduction(min : least)
+  for (i64 i = 0; i < n; ++i) least = std::min(least, u16((values[i] & 0x7FFF) - 1));
+  return (least + 1) >> 7;
 }
+
+// Whether products of values with these least exponents are normal numbers, as the values are.
+inline bool is_served(i64 x, i64 w) { return x > 0 && w > 0 && x + w - 2 * kBias >= 1 - kBias; }
 
 // A (16, 16) matrix of pairs, in place.
 inline void transpose(u16* pairs) {
@@ -124,7 +127,8 @@ struct Many {
   const i64 stride, across;  // values of a row of x, filled with zeros; tasks next to each other
   const u16* x;
   Buffer<u16> filled;
-  std::atomic<bool> tiny{false};
+  std::atomic<i64> least{2 * kBias};  // exponent of x
+  std::atomic<bool> unserved{false};
 
   Many(const Linear& linear, Square square)
       : linear(linear),
@@ -134,12 +138,13 @@ struct Many {
         x(static_cast<const u16*>(linear.call.x)) {}
 };
 
-// Rows of x are looked through for tiny values, and filled with zeros up to whole groups.
+// Rows of x are looked through for their least value, and filled with zeros up to whole groups.
 void look_through(i64 begin, i64 end, void* context) {
   Many& many = *static_cast<Many*>(context);
   const i64 k = many.linear.call.k;
   const u16* x = static_cast<const u16*>(many.linear.call.x);
-  if (has_tiny(x + begin * k, (end - begin) * k)) many.tiny = true;
+  const i64 own = least_exponent(x + begin * k, (end - begin) * k);
+  for (i64 least = many.least; own < least && !many.least.compare_exchange_weak(least, own);) {}
   if (many.stride == k) return;
   for (i64 row = begin; row < end; ++row) {
     u16* out = many.filled.data() + row * many.stride;
@@ -148,19 +153,20 @@ void look_through(i64 begin, i64 end, void* context) {
 }
 
 // Rows [row, last) of the weight, decoded: w (pairs of 16 rows, groups, 2, kSide pairs of values, kSide rows, 2).
+// Returns whether products with them are served.
 template <class Decoder>
-bool decode_rows(const Linear& linear, i64 row, i64 last, u16* w) {
+bool decode_rows(const Linear& linear, i64 row, i64 last, i64 least_of_x, u16* w) {
   Decoder decoder(linear.call);
-  bool tiny = false;
+  i64 least = 2 * kBias;
   for (; row < last; row += kPair) {
     for (i64 g = 0; g < linear.groups; g += kDepth) {
       const i64 depth = std::min(kDepth, linear.groups - g);
       decode_chunk(linear, decoder, row, g, g + depth, w);
-      tiny |= has_tiny(w, depth * 2 * kTile);
+      least = std::min(least, least_exponent(w, depth * 2 * kTile));
       for (const u16* end = w + depth * 2 * kTile; w < end; w += kTile) transpose(w);
     }
   }
-  return tiny || decoder.invalid();
+  return is_served(least_of_x, least) && !decoder.invalid();
 }
 
 template <class Decoder>
@@ -177,10 +183,10 @@ void run_many(i64 begin, i64 end, void* context) {
   sums.resize((panels + 1) * kSquare);
   float* strip = sums.data() + panels * kSquare;
   if (many.square == square_in_tiles) configure();
-  for (i64 task = begin; task < end && !many.tiny; ++task) {
+  for (i64 task = begin; task < end && !many.unserved; ++task) {
     const i64 first = task % many.across * c.task_columns, last = std::min(first + c.task_columns, c.n);
     const i64 bottom = std::min((task / many.across + 1) * c.task_rows, c.m);
-    if (decode_rows<Decoder>(many.linear, first, last, w.data())) many.tiny = true;
+    if (!decode_rows<Decoder>(many.linear, first, last, many.least, w.data())) many.unserved = true;
     for (i64 m = task / many.across * c.task_rows; m < bottom; m += kPair) {
       const i64 rows = std::min(kPair, bottom - m);
       const u16* x = many.x + m * many.stride;
@@ -217,9 +223,8 @@ int32_t multiply_many_rows(const Linear& linear, ParallelFor parallel_for) {
   }
   if (const int32_t error = parallel_for(0, c.m, std::max<i64>(1, (1 << 16) / c.k), look_through, &many)) return error;
   const i64 tasks = many.across * ((c.m + c.task_rows - 1) / c.task_rows);
-  if (many.tiny) return kUnserved;
   const int32_t error = parallel_for(0, tasks, 1, run_many<Decoder>, &many);
-  return error ? error : many.tiny ? kUnserved : 0;
+  return error ? error : many.unserved ? kUnserved : 0;
 }
 
 }  // namespace

@@ -78,6 +78,22 @@ def test_tiny_values_count(unit, tiny):
     assert exact.any() and relative_error(got, exact) < 1e-6
 
 
+@pytest.mark.parametrize(("power", "dense"), [(-80, 0), (-126, 1)])
+def test_small_values_are_multiplied_as_long_as_products_are_normal(unit, power, dense, monkeypatch):
+    """Activations have such values: GELU of -10 is less than 2**-73. Without units a dense product serves."""
+    calls = []
+    plain = cpu_linear.dequantize_then_matmul.linear
+    monkeypatch.setattr(
+        cpu_linear.dequantize_then_matmul, "linear", lambda *args, **options: calls.append(1) or plain(*args, **options)
+    )
+    x, data, scale, spec, weight = operands(70, 40, 64, "int8")
+    x[5, 7] = 2.0**power
+    got = cpu_linear.linear(x, data, scale, None, spec, dtype=torch.float32)
+    assert len(calls) == (dense if cpu_linear.multiplies_bfloats(spec, 64) else 1)
+    exact = F.linear(x.double(), weight.double())
+    assert relative_error(got, exact) < 1e-6
+
+
 def test_what_is_not_finite():
     x, data, scale, spec, weight = operands(70, 40, 64, "fp8_e5m2")
     x[3, 5], x[4, 6] = float("nan"), float("inf")
