@@ -37,11 +37,23 @@ FAMILIES = {
 }
 
 
-def tiny_decoder(family: str):
-    """A model of that family, in evaluation mode."""
-    name, fields = FAMILIES[family]
+def tiny_decoder(family: str, **fields):
+    """A model of that family, in evaluation mode; `fields` take the place of its config's."""
+    name, small = FAMILIES[family]
     torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**fields, **_TOKENS)).eval()
+    config = getattr(transformers, name)(**{**small, **_TOKENS, **fields})
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+def divisible_decoder(family: str, **fields):
+    """One of extents that two ranks can divide, whose text has no end; biases and norms are not at their start."""
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    found = tiny_decoder(family, **{"intermediate_size": 128, **ends, **fields})
+    with torch.no_grad():
+        for parameter in found.parameters():
+            if parameter.dim() == 1:  # biases that are zero would hide that they are added twice
+                parameter.add_(torch.randn_like(parameter) / 10)
+    return found
 
 
 def tokenizer_of_bytes():

@@ -21,11 +21,6 @@ DEFAULT = (
     "MambaForCausalLM",
     "Wav2Vec2ForCTC",
 )
-COMPILED_BY_DEFAULT = ("BertForSequenceClassification",)
-
-
-def sweep(names, default):
-    return [pytest.param(name, marks=() if name in default else pytest.mark.slow) for name in names]
 
 
 def run(name, stages):
@@ -34,12 +29,15 @@ def run(name, stages):
         getattr(flow, stage)()
 
 
-@pytest.mark.parametrize("name", sweep(ARCHITECTURES, DEFAULT))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.slow) for name in ARCHITECTURES]
+)
 def test_converts_to_the_bit_reloads_and_skips_nothing_silently(name):
     run(name, STAGES[:-1])
 
 
-@pytest.mark.parametrize("name", sweep(ARCHITECTURES, COMPILED_BY_DEFAULT))
+@pytest.mark.slow  # MiniLM is compiled by default, in test_real_models.py
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_compiled_agrees(name, compiler):
     run(name, (*NEEDED, "compile"))
 

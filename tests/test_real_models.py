@@ -70,10 +70,20 @@ def compiled_and_eager(converted, args):
         return got, converted(*args), "\n".join(line for line in lines if not line.lstrip().startswith("#"))
 
 
-@pytest.mark.parametrize("recipe", ["mxfp4_weight_only", pytest.param("mxfp8", marks=pytest.mark.slow)])
-def test_compiled_has_no_opaque_call_and_agrees(recipe, model):
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("minilm", "mxfp4_weight_only"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("minilm", "mxfp8"), ("resnet18", "mxfp4_weight_only"), ("resnet18", "mxfp8"))
+        ),
+    ],
+)
+def test_compiled_has_no_opaque_call_and_agrees(name, recipe, request):
     """Weight-only, eager and compiled differ by the order of sums alone. A quantized activation can turn a difference
     in the last bit into a step of its grid, so there the distance to the float model is the measure."""
+    model = request.getfixturevalue(name)
     prepared = pt2mx.prepare_pt2e(model.program.module(), MXQuantizer.from_recipe(recipe))
     converted = pt2mx.convert_pt2e(prepared)
     got, want, code = compiled_and_eager(converted, model.args)

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config
+from tests.rank_processes import run_ranks
 
 MXFP8 = get_default_mx_quantization_config()
 
@@ -205,7 +206,7 @@ def train_on_half(rank, folder):
 
 def test_two_processes_take_the_steps_of_one(tmp_path):
     """Gradients are the means over the halves: the order of sums is all that differs."""
-    torch.multiprocessing.spawn(train_on_half, (str(tmp_path),), nprocs=2)
+    run_ranks(train_on_half, str(tmp_path))
     x, labels = data(Block())
     prepared = prepare().eval()
     want = torch.tensor(train(prepared, (x, labels), 4))

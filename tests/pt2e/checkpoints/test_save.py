@@ -1,7 +1,6 @@
 import copy
 import json
 import re
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -96,7 +95,6 @@ def test_an_encoder(convert, tmp_path):
     assert files(tmp_path / "out") == {"config.json", "model.safetensors"}
 
 
-@pytest.mark.skipif(find_spec("accelerate") is None, reason="transformers reads FP8 by accelerate")
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss"])
 def test_transformers_reads_fp8(bf16, convert, logits, tmp_path, family):
     float_one = bf16(family)

@@ -153,8 +153,7 @@ def test_it_optimizes_as_the_recipe_or_the_option_says(folder, capsys):
     assert "2 rotated" in capsys.readouterr().out
 
 
-def test_compile_compares_with_eager(capsys):
-    torch._dynamo.reset()
+def test_compile_compares_with_eager(capsys, compiler):
     assert quantize("--compile", recipe="mxfp4_weight_only") == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("compiled against eager")]
     assert float(line.split("SQNR ")[1].split()[0]) > 100
@@ -225,10 +224,7 @@ def test_batches_without_values_compare_nothing(folder, capsys):
     assert line in capsys.readouterr().out.splitlines()
 
 
-@pytest.mark.parametrize(
-    ("model", "line"),
-    [("broken", 'raise KeyError("first'), ("wrong_type", 'y = y + "text"')],
-)
+@pytest.mark.parametrize(("model", "line"), [("broken", 'raise KeyError("first'), ("wrong_type", 'y = y + "text"')])
 def test_errors_of_the_model_name_their_line(model, line, capsys):
     assert quantize(model=model) == 2
     number = next(i for i, text in enumerate(FACTORY.splitlines(), 1) if line in text)

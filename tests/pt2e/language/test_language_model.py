@@ -21,8 +21,13 @@ MODES = {
 }
 
 
-def quantized(family, recipe=RECIPE, tokenizer=None):
-    return quantize_language_model(tiny_decoder(family), MXQuantizer.from_recipe(recipe), tokenizer=tokenizer)
+def quantized(family, tokenizer=None):
+    return quantize_language_model(tiny_decoder(family), MXQuantizer.from_recipe(RECIPE), tokenizer=tokenizer)
+
+
+def another(model):
+    """One of the same program, without a tokenizer."""
+    return LanguageModel(model.program, model.config, model.generation_config)
 
 
 def with_rounded_weights(family):
@@ -41,8 +46,8 @@ def llama():
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_generate_gives_the_tokens_of_transformers(family):
-    model, eager = quantized(family), with_rounded_weights(family)
+def test_generate_gives_the_tokens_of_transformers(llama, family):
+    model, eager = llama if family == "llama" else quantized(family), with_rounded_weights(family)
     ids, mask = padded()
     for options in MODES.values():
         calls = {"attention_mask": mask, "max_new_tokens": 20, **options}
@@ -114,7 +119,7 @@ def test_text(llama):
     llama.generate(text="Hello", max_new_tokens=8, do_sample=False, streamer=streamer)
     assert "".join(streamed) == first
     with pytest.raises(MXError, match="no tokenizer"):
-        quantized("gpt2").generate(text="Hello")
+        another(llama).generate(text="Hello")
 
 
 def test_a_folder_holds_all(llama, tmp_path):
@@ -135,7 +140,7 @@ def test_a_folder_holds_all(llama, tmp_path):
 @pytest.mark.slow
 def test_compiled(llama, compiler):
     ids, mask = padded()
-    model = LanguageModel(llama.program, llama.config, llama.generation_config)
+    model = another(llama)
     model.compile()
     options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
     assert torch.equal(model.generate(ids, **options), llama.generate(ids, **options))
@@ -199,7 +204,7 @@ def test_which_logits_are_kept(llama, monkeypatch):
 
 def test_a_folder_is_written_anew(llama, tmp_path):
     llama.save_pretrained(tmp_path)
-    LanguageModel(llama.program, llama.config, llama.generation_config).save_pretrained(tmp_path)
+    another(llama).save_pretrained(tmp_path)
     assert LanguageModel.from_pretrained(tmp_path).tokenizer is None
     for name, content in (("config.json", "{"), ("generation_config.json", "[]"), ("tokenizer.json", "{")):
         llama.save_pretrained(tmp_path)
@@ -233,10 +238,9 @@ def test_what_is_no_input(llama):
     assert len(llama.generate(text="abc", num_return_sequences=2, num_beams=2, max_new_tokens=2)) == 2
 
 
-def test_prompts_that_a_compiled_reader_fills_up():
+def test_prompts_that_a_compiled_reader_fills_up(llama):
     """As on a GPU: what is written behind a prompt is written again by the tokens that follow."""
-    model = quantize_language_model(tiny_decoder("llama"), MXQuantizer.from_recipe("mxfp4_weight_only"))
-    ids, mask = padded()
+    model, (ids, mask) = another(llama), padded()
     options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
     want, logits = model.generate(ids, **options), model(ids).logits
     model.reader._pads = True
@@ -245,9 +249,7 @@ def test_prompts_that_a_compiled_reader_fills_up():
 
 
 @pytest.mark.parametrize("device", ["nowhere", "cuda:99"])
-def test_a_device_that_is_not_there(device, tmp_path):
-    quantize_language_model(tiny_decoder("llama"), MXQuantizer.from_recipe("mxfp4_weight_only")).save_pretrained(
-        tmp_path
-    )
+def test_a_device_that_is_not_there(llama, device, tmp_path):
+    llama.save_pretrained(tmp_path)
     with pytest.raises(MXError, match=f"device='{device}' must be"):
         LanguageModel.from_pretrained(tmp_path, device)

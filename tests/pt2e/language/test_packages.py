@@ -10,9 +10,9 @@ QUANTIZER = MXQuantizer.from_recipe("mxfp4_weight_only").set_kv_cache("mxfp8")
 
 
 def test_a_decoder_that_takes_its_weights():
-    quantized = quantize_language_model(tiny_decoder("llama"), QUANTIZER)
+    quantized = quantize_language_model(tiny_decoder("llama", num_hidden_layers=1), QUANTIZER)
     model, weights = without_weights(quantized.decoder)
-    assert not [*model.parameters(), *model.buffers()] and len(weights) > 20
+    assert not [*model.parameters(), *model.buffers()] and len(weights) > 12
     ids, _ = padded()
     call = decoder.inputs(quantized.layers, quantized.device, ids)
     again = decoder.inputs(quantized.layers, quantized.device, ids)

@@ -1,3 +1,5 @@
+import functools
+
 import pytest
 import torch
 from torch.utils import _pytree as pytree
@@ -29,14 +31,20 @@ def steps(model, layers, ids, mask):
     return torch.cat(found, 1), (call["keys"], call["values"])
 
 
+@functools.cache
+def exported(family, layers):
+    """The layers of a model's cache, and its program."""
+    model = tiny_decoder(family, num_hidden_layers=layers)
+    return layers_of(model), decoder.export_decoder(model)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("family", "kv_cache"), [("gemma3", "mxfp8"), ("gpt2", "mxfp8"), *(("llama", f) for f in BYTES)]
+    ("family", "layers", "kv_cache"), [("gemma3", 2, "mxfp8"), ("gpt2", 2, "mxfp8"), *(("llama", 1, f) for f in BYTES)]
 )
-def test_codes_give_the_bits_of_the_prepared_model(family, kv_cache):
-    model = tiny_decoder(family)
-    layers = layers_of(model)
-    graph = decoder.export_decoder(model).module()
+def test_codes_give_the_bits_of_the_prepared_model(family, layers, kv_cache):
+    layers, program = exported(family, layers)
+    graph = program.module()
     prepared = pt2mx.prepare_pt2e(graph, quantizer(kv_cache))
     ids, mask = padded()
     steps(prepared, layers, ids, mask)
@@ -54,10 +62,13 @@ def test_codes_give_the_bits_of_the_prepared_model(family, kv_cache):
     assert cache[0][0].abs().sum() > 0
 
 
+@pytest.fixture(scope="module")
+def quantized():
+    return quantize_language_model(tiny_decoder("llama"), quantizer())
+
+
 @torch.no_grad()
-def test_generate_save_and_load(tmp_path):
-    model = tiny_decoder("llama")
-    quantized = quantize_language_model(model, quantizer())
+def test_generate_save_and_load(quantized, tmp_path):
     ids, mask = padded()
     options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
     want = quantized.generate(ids, **options)
@@ -88,8 +99,7 @@ def test_compiled(kv_cache):
     assert torch.equal(quantized.generate(ids, **options), want)
 
 
-def test_a_growing_cache():
-    quantized = quantize_language_model(tiny_decoder("llama"), quantizer())
+def test_a_growing_cache(quantized):
     ids = torch.randint(256, (1, 300))
     with torch.no_grad():
         want = quantized(ids).logits

@@ -9,9 +9,9 @@ from pt2mx.pt2e.language.quantize import quantize_language_model, without_produc
 from tests.language_models import tiny_decoder, transformers
 
 
-@pytest.mark.parametrize(("family", "quantized"), [("llama", 16), ("gpt2", 11), ("gpt_oss", 16), ("mixtral", 16)])
+@pytest.mark.parametrize(("family", "quantized"), [("llama", 9), ("gpt2", 7), ("gpt_oss", 9), ("mixtral", 9)])
 def test_products_with_weights_are_quantized_and_no_others(family, quantized):
-    model = tiny_decoder(family)
+    model = tiny_decoder(family, num_hidden_layers=1)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     found = quantize_language_model(model, MXQuantizer.from_recipe("mxfp8"))
     operators = pt2mx.quantization_report(found.program.module()).operators
@@ -22,7 +22,7 @@ def test_products_with_weights_are_quantized_and_no_others(family, quantized):
 
 
 def test_converted_equals_prepared():
-    model, ids = tiny_decoder("llama"), torch.randint(256, (2, 20))
+    model, ids = tiny_decoder("llama", num_hidden_layers=1), torch.randint(256, (2, 20))
     quantizer = without_products_of_activations(MXQuantizer.from_recipe("mxfp8"))
     prepared = pt2mx.prepare_pt2e(decoder.export_decoder(model).module(), quantizer)
 
@@ -38,7 +38,7 @@ def test_converted_equals_prepared():
 
 
 def test_algorithms_lower_the_error():
-    model, ids = tiny_decoder("llama"), torch.randint(256, (1, 512))
+    model, ids = tiny_decoder("llama", num_hidden_layers=1), torch.randint(256, (1, 512))
     errors = []
     for algorithms in (None, "balanced"):
         quantizer = MXQuantizer.from_recipe("mxfp4_weight_only").set_algorithms(algorithms)
@@ -47,12 +47,12 @@ def test_algorithms_lower_the_error():
         assert stages == ["export", *["optimize"] * (algorithms is not None), "calibrate", "convert"]
         with torch.no_grad():
             errors.append((found(ids).logits - model(ids).logits).square().mean())
-    assert errors[1] < 0.85 * errors[0]
+    assert errors[1] < 0.9 * errors[0]
 
 
 def test_a_filter_of_the_users_stays():
     quantizer = MXQuantizer.from_recipe("mxfp8").set_filter_function(lambda node: "lm_head" not in str(node.meta))
-    found = quantize_language_model(tiny_decoder("llama"), quantizer)
+    found = quantize_language_model(tiny_decoder("llama", num_hidden_layers=1), quantizer)
     (head,) = [o for o in pt2mx.quantization_report(found.program.module()).operators if "lm_head" in o.module]
     assert not head.quantized
 

@@ -13,8 +13,8 @@ from pt2mx import LanguageModel, MXError
 from pt2mx.pt2e.cli.command import main
 from pt2mx.pt2e.language import ranks
 from pt2mx.pt2e.language.folder import is_quantized
-from tests.language_models import padded, tokenizer_of_bytes
-from tests.pt2e.language.test_tensor_parallel import model
+from tests.language_models import divisible_decoder, padded, tokenizer_of_bytes
+from tests.rank_processes import run_ranks
 
 #: (family, compiled and written by two ranks too), which take longer
 MORE = (("llama", True), ("qwen3", False), ("gemma3", False), ("mistral", False))
@@ -34,7 +34,7 @@ def folders(tmp_path_factory):
     def made(family):
         place = tmp_path_factory.mktemp(family)
         tokens = {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 257}
-        model(family, num_hidden_layers=1, **tokens).save_pretrained(place / "checkpoint")
+        divisible_decoder(family, num_hidden_layers=1, **tokens).save_pretrained(place / "checkpoint")
         tokenizer_of_bytes().save_pretrained(place / "checkpoint")
         for name, options in (("whole", ["--calibration", "none"]), ("ranks", ["--tensor-parallel", "2"])):
             assert quantize(place / "checkpoint", place / name, *options) == 0
@@ -89,7 +89,7 @@ def test_two_ranks_give_what_one_gives(folders, family, thorough, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(run, (str(place), str(tmp_path), port, thorough), nprocs=2)
+    run_ranks(run, str(place), str(tmp_path), port, thorough)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     text, want = spoken([f"{place}/whole", "--prompt", "Hello"]), computed(place / "whole")
     assert (first.pop("said"), first.pop("asked")) == (text, 2 * text)

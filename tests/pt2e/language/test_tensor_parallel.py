@@ -6,7 +6,8 @@ from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config
 from pt2mx.pt2e.language import ranks
 from pt2mx.pt2e.language.quantize import quantize_language_model
 from pt2mx.pt2e.language.tensor_parallel import shard
-from tests.language_models import FAMILIES, transformers
+from tests.language_models import FAMILIES, divisible_decoder, transformers
+from tests.rank_processes import run_ranks
 
 #: with biases everywhere, norms and inputs on all ranks, heads that are gathered or share a weight
 DIVIDED = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "mistral", "phi3", "gpt_neox", "glm4", "smollm3")
@@ -15,20 +16,6 @@ COLUMNS, WHOLE = ("o_proj", "down_proj"), ("norm", "embed_tokens", "inv_freq")
 TOKENS = torch.arange(40).reshape(2, 20)
 TEXT = torch.randint(256, (1, 512), generator=torch.Generator().manual_seed(1))
 BALANCED = MXQuantizer.from_recipe("mxfp4_weight_only").set_algorithms("balanced")
-
-
-def model(family, **fields):
-    """Tiny, of extents that two ranks can divide."""
-    name, sizes = FAMILIES[family]
-    torch.manual_seed(0)
-    tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    config = getattr(transformers, name)(**{**sizes, "intermediate_size": 128, **tokens, **fields})
-    found = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in found.parameters():
-            if parameter.dim() == 1:  # biases that are zero would hide that they are added twice
-                parameter.add_(torch.randn_like(parameter) / 10)
-    return found
 
 
 def weight_only(weight):
@@ -48,31 +35,33 @@ def compute(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
     with torch.no_grad():
-        found = {family: shard(model(family))(TOKENS).logits for family in DIVIDED}
-    found["balanced"] = quantize_language_model(shard(model("llama", num_hidden_layers=1)), BALANCED, [TEXT])(
-        TEXT
-    ).logits
+        found = {family: shard(divisible_decoder(family))(TOKENS).logits for family in DIVIDED}
+    found["balanced"] = quantize_language_model(
+        shard(divisible_decoder("llama", num_hidden_layers=1)), BALANCED, [TEXT]
+    )(TEXT).logits
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
 def test_two_ranks_compute_what_one_does(tmp_path):
-    torch.multiprocessing.spawn(compute, (str(tmp_path),), nprocs=2)
+    run_ranks(compute, str(tmp_path))
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     for name, logits in first.items():
         assert torch.equal(logits, second[name])  # the ranks choose the same tokens
     with torch.no_grad():
         for family in DIVIDED:
-            assert torch.allclose(first[family], model(family)(TOKENS).logits, atol=1e-5), family
-        one = model("llama", num_hidden_layers=1)
+            assert torch.allclose(first[family], divisible_decoder(family)(TOKENS).logits, atol=1e-5), family
+        one = divisible_decoder("llama", num_hidden_layers=1)
         want = one(TEXT).logits
     nearest = quantize_language_model(one, MXQuantizer.from_recipe("mxfp4_weight_only"))(TEXT).logits
     assert (first["balanced"] - want).square().mean() < 0.95 * (nearest - want).square().mean()
 
 
-@pytest.mark.parametrize(("element", "inputs"), [("mxfp4", 128), ("mxfp8{16}", 96)])
-def test_packed_shards_are_parts_of_the_whole(element, inputs):
-    one, quantizer = model("llama", num_hidden_layers=1, intermediate_size=inputs), weight_only(element)
+def test_packed_shards_are_parts_of_the_whole():
+    """Two codes in a byte, and blocks of 16 where a rank has 48 inputs; in both, rows are divided and columns."""
+    smaller = get_default_mx_quantization_config(weight="mxfp8{16}", activation=None)
+    one = divisible_decoder("llama", num_hidden_layers=1, intermediate_size=96)
+    quantizer = weight_only("mxfp4").set_module_name_regex(r".*\.mlp\..*", smaller)
     whole = quantize_language_model(one, quantizer).program.state_dict
     first, second = each_rank(lambda: quantize_language_model(shard(one), quantizer).program.state_dict)
     assert first.keys() == second.keys() == whole.keys()
@@ -85,7 +74,7 @@ def test_packed_shards_are_parts_of_the_whole(element, inputs):
 
 
 def test_the_model_stays_and_lends_what_is_whole():
-    one = model("llama")
+    one = divisible_decoder("llama")
     before = {name: tensor.clone() for name, tensor in one.state_dict().items()}
     part, _ = each_rank(lambda: shard(one))
     assert all(torch.equal(tensor, before[name]) for name, tensor in one.state_dict().items())
@@ -96,7 +85,7 @@ def test_the_model_stays_and_lends_what_is_whole():
 
 def test_a_head_is_whole_where_it_shares_a_weight_or_cannot_be_divided():
     for family, fields, rows in (("gemma3", {}, 300), ("llama", {"vocab_size": 301}, 301), ("llama", {}, 150)):
-        part, _ = each_rank(lambda family=family, fields=fields: shard(model(family, **fields)))
+        part, _ = each_rank(lambda family=family, fields=fields: shard(divisible_decoder(family, **fields)))
         assert part.lm_head.weight.shape[0] == rows
         assert (part.lm_head.weight is part.get_input_embeddings().weight) == (family == "gemma3")
 
@@ -114,16 +103,16 @@ def test_a_head_is_whole_where_it_shares_a_weight_or_cannot_be_divided():
 )
 def test_what_cannot_be_divided(family, fields, count, text):
     with pytest.raises(MXError, match=text):
-        each_rank(lambda: shard(model(family, **fields)), count)
+        each_rank(lambda: shard(divisible_decoder(family, **fields)), count)
     assert not dist.is_initialized()
 
 
 def test_without_ranks_and_with_one():
     with pytest.raises(MXError, match="no ranks: run under torchrun"):
-        shard(model("llama"))
+        shard(divisible_decoder("llama"))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        whole = model("gpt2")
+        whole = divisible_decoder("gpt2")
         assert shard(whole) is whole
     finally:
         dist.destroy_process_group()
@@ -137,6 +126,6 @@ def test_code_that_counts_on_all_heads():
 
 
 def test_blocks_of_two_ranks():
-    narrow = model("llama", intermediate_size=96, num_hidden_layers=1)
+    narrow = divisible_decoder("llama", intermediate_size=96, num_hidden_layers=1)
     with pytest.raises(MXError, match=r"a rank has 48 inputs of .*down_proj, no multiple of its block size, 32"):
         each_rank(lambda: quantize_language_model(shard(narrow), weight_only("mxfp4")))

@@ -16,12 +16,6 @@ from tests.onnx_nodes import differences, run
 BATCH = torch.export.Dim("batch")
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    np.random.seed(0)
-    torch.manual_seed(0)
-
-
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()

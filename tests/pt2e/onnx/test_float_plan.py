@@ -1,7 +1,6 @@
 import numpy as np
 import onnx
 import pytest
-import torch
 from onnx import TensorProto, helper
 
 from pt2mx import MXError, MXQuantizationConfig
@@ -96,9 +95,3 @@ def test_nothing_but_products_inside_a_loop(tmp_path):
     onnx.save(model_of([loop], X, {"y": 2}, {"w": weight(40, 40), "n": np.array(3)}), tmp_path / "float.onnx")
     with pytest.raises(MXError, match=r"nothing to quantize in .*: inside the sub-graph of loop$"):
         quantize_onnx(tmp_path / "float.onnx", tmp_path / "mx.onnx", CONFIG)
-
-
-@pytest.fixture(autouse=True)
-def _seeded():
-    np.random.seed(0)
-    torch.manual_seed(0)

@@ -23,12 +23,6 @@ MODES = [mode for mode, rule in SCALE_MODES.items() if not rule.searches]
 SHAPES = [((6, 70), -1), ((2, 45, 3), 1), ((33, 4), 0)]
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    np.random.seed(0)
-    torch.manual_seed(0)
-
-
 def model_of(nodes, inputs, y, constants=None, opset=24):
     held = [numpy_helper.from_array(v.numpy(), name) for name, v in (constants or {}).items()]
     imports = [helper.make_opsetid("", opset), helper.make_opsetid("pt2mx", 1)]

@@ -6,6 +6,7 @@ from torch import nn
 import pt2mx
 from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config
 from pt2mx.pt2e.optimize import ranks
+from tests.rank_processes import run_ranks
 
 QUANTIZER = MXQuantizer().set_global(get_default_mx_quantization_config(weight="mxfp4", activation=None))
 
@@ -57,7 +58,7 @@ def calibrate(rank, folder):
 
 
 def test_two_ranks_give_what_one_gives(tmp_path):
-    torch.multiprocessing.spawn(calibrate, (str(tmp_path),), nprocs=2)
+    run_ranks(calibrate, str(tmp_path))
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     want = pt2mx.optimize(model(), QUANTIZER, batches())
     for name, tensor in want.named_parameters():

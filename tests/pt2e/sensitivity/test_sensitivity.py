@@ -9,10 +9,8 @@ from torch.nn import functional as F
 
 import pt2mx
 from pt2mx import MXError
-from pt2mx.pt2e.sensitivity import unrolled
-from pt2mx.pt2e.sensitivity.result import Sensitivity, SensitivityRow
 from pt2mx.pt2e.sensitivity.sensitivity import sensitivity
-from tests.subgraph_models import MODELS, Cond, X
+from tests.subgraph_models import X
 
 
 class Net(nn.Module):
@@ -135,24 +133,6 @@ def test_inputs_by_name_and_graphs_inside():
     assert all(rows[name].alone > 0 and rows[name].estimate > 0 for name in ("up", "one", "two"))
 
 
-@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
-def test_estimates_inside_of_graphs(make):
-    with torch.no_grad():
-        exported = torch.export.export(make().eval(), (X,)).module()
-    options = {"metric": "noise", "method": "both", "draws": 64}
-    rows = sensitivity(exported, [X, -X], ["mxfp8"], **options).rows
-    assert len(rows) == 2  # the layer inside, and the one outside
-    for row in rows:
-        assert 0.75 < row.estimate / row.alone < 1.33, row
-
-
-def test_an_operator_without_gradients_is_refused(monkeypatch):
-    monkeypatch.delitem(unrolled._RUN, "cond")
-    exported = torch.export.export(Cond().eval(), (X,)).module()
-    with pytest.raises(MXError, match=r"no gradients pass through cond: give method='forward'"):
-        sensitivity(exported, [X], ["mxfp8"], method="gradient", metric="noise")
-
-
 @pytest.mark.filterwarnings("ignore:The tensor attributes self.lstm._flat_weights")  # export's
 def test_operators_with_several_outputs_and_inputs_that_are_written():
     class Recurrent(nn.Module):
@@ -256,24 +236,6 @@ def test_buffers_that_a_model_writes_stay():
     assert torch.equal(exported.seen, torch.zeros(64)) and not exported.seen.requires_grad
     again = sensitivity(exported, [X, -X], ["mxfp8"], metric="noise", method="both")
     assert found == again and found.rows[0].alone > 0
-
-
-def test_result(tmp_path):
-    rows = [SensitivityRow(name, "mxfp4", "both", alone, math.nan, estimate) for name, alone, estimate in (
-        ("a", 3.0, 2.0), ("b", 2.0, 3.0), ("c", 1.0, 0.5))]  # fmt: skip
-    found = Sensitivity("kl", tuple(rows), {"mxfp4": 7.0})
-    assert math.isclose(found.agreement("mxfp4"), 0.5, abs_tol=1e-6)
-    assert math.isnan(found.agreement("mxfp4", "weights")) and found.of("mxfp4", "weights") == {}
-    with pytest.raises(MXError, match="candidate='mxfp5' was not measured: did you mean 'mxfp4'"):
-        found.agreement("mxfp5")
-    with pytest.raises(MXError, match="operands='weight' is unknown: did you mean 'weights'"):
-        found.of("mxfp4", "weight")
-    with pytest.raises(MXError, match="worst='all' must be a number of rows, or None for all"):
-        found.to_table("all")
-    assert json.loads(found.to_json(tmp_path / "s.json"))["rows"][0]["module"] == "a"
-    assert json.loads((tmp_path / "s.json").read_text())["whole"] == {"mxfp4": 7.0}
-    _, row, whole = found.to_table(1).splitlines()
-    assert row.split() == ["a", "mxfp4", "both", "3", "2"] and whole == "mxfp4, everything: 7"
 
 
 def distance_nan(got, want):

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("compiler")
 
 @pytest.mark.parametrize(
     ("name", "dynamic"),
-    [*((name, False) for name in FORMATS), ("fp8_e4m3", True), pytest.param("fp6_e2m3", True, marks=pytest.mark.slow)],
+    [*((name, False) for name in FORMATS), pytest.param("fp6_e2m3", True, marks=pytest.mark.slow)],
 )
 def test_equals_eager(name, dynamic):
     compiled = torch.compile(through_all_operators, fullgraph=True, dynamic=dynamic)
@@ -40,7 +40,7 @@ def test_packages_take_other_lengths_than_the_example(name, example, tmp_path):
 def test_compiled_takes_other_lengths():
     """With guards there is code of its own for one block."""
     compiled = torch.compile(through_all_operators, fullgraph=True, dynamic=True)
-    for n in (20, 33):
+    for n in (20, 70):
         x = torch.randn(3, n, 5)
         for got, want in zip(compiled(x, "fp8_e4m3", 1), through_all_operators(x, "fp8_e4m3", 1), strict=True):
             assert torch.equal(got, want)

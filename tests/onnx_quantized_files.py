@@ -1,0 +1,29 @@
+"""Float ONNX files through `quantize_onnx`, and the nodes of ours that come out."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import ModelProto
+
+from pt2mx import MXQuantizationConfig
+from pt2mx.pt2e.onnx.float_report import OnnxReport
+from pt2mx.pt2e.onnx.nodes import DequantizeMX, FakeQuantizeMX
+from pt2mx.pt2e.onnx.quantize_onnx import quantize_onnx
+
+FP4 = MXQuantizationConfig(weight="mxfp4", activation="mxfp8")
+WEIGHTS = MXQuantizationConfig(weight="mxfp6_e3m2")
+IMAGES = np.float32(np.random.RandomState(0).randn(2, 3, 8, 8))
+
+
+def quantized(model: ModelProto, folder: Path, config: object = FP4, **options) -> tuple[OnnxReport, ModelProto]:
+    """The report, and the quantized model of a float one."""
+    onnx.save(model, folder / "float.onnx")
+    report = quantize_onnx(folder / "float.onnx", folder / "mx.onnx", config, **options)
+    return report, onnx.load(folder / "mx.onnx")
+
+
+def specs(model: ModelProto) -> dict[str, tuple[str, int, int, int]]:
+    """Node of ours -> (element, block size, axis, length)."""
+    nodes = [*FakeQuantizeMX.nodes_in(model), *DequantizeMX.nodes_in(model)]
+    return {node.output[0]: (a.element, a.block_size, a.axis, a.length) for node, a in nodes}
