@@ -13,8 +13,8 @@ from torch import Tensor
 from pt2mx.errors import MXError
 from pt2mx.formats import ELEMENTS, ElementFormat
 from pt2mx.functional import dequantize_mx, fake_quantize_mx, quantize_mx
+from pt2mx.kernels.elements import NAN_SCALE
 from pt2mx.kernels.packing import is_packed, pack, unpack
-from pt2mx.kernels.reference import NAN_SCALE
 from pt2mx.ops.checks import check_spec, check_tensors
 from pt2mx.spec import MXSpec, parse
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from pt2mx.kernels.elements import NAN_SCALE
 from pt2mx.kernels.packing import pack, unpack
-from pt2mx.kernels.reference import NAN_SCALE
 from pt2mx.pt2e.onnx.blocks import Blocks
 from pt2mx.pt2e.onnx.bodies import add_bodies, unit_of
 from pt2mx.pt2e.onnx.function import Function, onnx

@@ -13,7 +13,7 @@ from pt2mx import ops
 from pt2mx.fx.graph.module_stack import module_name
 from pt2mx.fx.graph.node import node_arg
 from pt2mx.fx.graph.subgraphs import graph_modules
-from pt2mx.kernels.reference import NAN_SCALE
+from pt2mx.kernels.elements import NAN_SCALE
 from pt2mx.pt2e.observer import STATISTICS_KEY
 from pt2mx.pt2e.torchao_pt2e import is_fake
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.functional import fake_quantize_mx
-from pt2mx.kernels.reference import NAN_SCALE, scales
+from pt2mx.kernels.elements import NAN_SCALE
+from pt2mx.kernels.reference import scales
 from pt2mx.kernels.reference_chunked import split
 from pt2mx.spec import MXSpec
 

@@ -1,4 +1,5 @@
-"""Values and the grid of an element: rounding, coding and decoding, on fp32 bit patterns. Part of the definition.
+"""Values and the grid of an element: rounding, coding, decoding and scaling, on fp32 bit patterns. Part of the
+definition.
 
 `realize`, `realize_if_costly` and `from_blocks` do nothing here: a compiler may have to be told more (`Prims`).
 """
@@ -12,7 +13,8 @@ from pt2mx.formats import ElementFormat
 from pt2mx.kernels.axis import trim_axis
 from pt2mx.modes import ROUNDINGS
 
-_BIAS = 127  # of fp32
+BIAS = 127  # of fp32 and of E8M0
+NAN_SCALE = 0xFF
 _INF = 0x7F800000
 
 
@@ -26,6 +28,32 @@ def realize(shared: Tensor) -> Tensor:
     return shared
 
 
+def times_scales(blocks: Tensor, scale: Tensor) -> Tensor:
+    """blocks: (..., blocks, block, ...) fp32, scale: (..., blocks, 1, ...) int32, E8M0 -> the values they stand for."""
+    return times_pow2(blocks, scale - BIAS, scale != NAN_SCALE, realize)
+
+
+def times_pow2(x: Tensor, exponent: Tensor, finite: Tensor, realize: Callable[[Tensor], Tensor]) -> Tensor:
+    """x * 2**exponent, or NaN where the block is not finite; exponent: int32 in [-252, 252].
+
+    In two steps: one factor could be an fp32 subnormal, which the processor may flush to zero
+    (`torch.set_flush_denormal`).
+    """
+    half = exponent >> 1
+    rest = torch.where(finite, pow2(exponent - half), float("nan"))
+    return x * realize(pow2(half)) * realize(rest)
+
+
+def pow2(exponent: Tensor) -> Tensor:
+    """2**exponent in fp32; exponent: int32 in [-126, 127]."""
+    return ((exponent + BIAS) << 23).view(torch.float32)
+
+
+def scale_bytes(exponent: Tensor, finite: Tensor) -> Tensor:
+    """exponent: int32 in [-127, 127] -> E8M0, uint8."""
+    return torch.where(finite, exponent + BIAS, NAN_SCALE).to(torch.uint8)
+
+
 def from_blocks(blocks: Tensor, axis: int, length: int) -> Tensor:
     """(..., blocks, block, ...) -> (..., length, ...), the filling of the last blocks cut off."""
     return trim_axis(blocks.flatten(axis, axis + 1), axis, length)
@@ -33,13 +61,13 @@ def from_blocks(blocks: Tensor, axis: int, length: int) -> Tensor:
 
 def round_to_element(v: Tensor, element: ElementFormat, rounding: str, random: Tensor | None = None) -> Tensor:
     """v: fp32 in units of the block's scale -> a neighbouring value of the element, saturated (step 4)."""
-    lowest, highest = ((e + _BIAS) << 23 for e in (element.emin, element.emax))
+    lowest, highest = ((e + BIAS) << 23 for e in (element.emin, element.emax))
     binade = (v.view(torch.int32) & _INF).clamp(lowest)  # bits of 2**floor(log2 |v|)
     if element.mantissa_bits == 0:  # of 2**127 the reciprocal would be a subnormal
         binade = binade.clamp(max=highest)
     quantum = binade - (element.mantissa_bits << 23)
     # times the reciprocal, from its bits: a GPU's division is not exact even by a power of two
-    units = v * ((2 * _BIAS << 23) - quantum).view(torch.float32)
+    units = v * ((2 * BIAS << 23) - quantum).view(torch.float32)
     p = ROUNDINGS[rounding].to_quanta(units, random) * quantum.view(torch.float32)
     p = p.clamp(element.lowest, element.max_normal)
     # two's complement has no negative zero
@@ -49,7 +77,7 @@ def round_to_element(v: Tensor, element: ElementFormat, rounding: str, random: T
 def encode(p: Tensor, element: ElementFormat) -> Tensor:
     """p: fp32 values of the element -> codes, int32 in [0, 2**bits)."""
     m = element.mantissa_bits
-    normal = ((p.view(torch.int32) & 0x7FFFFFFF) >> (23 - m)) - ((_BIAS - element.bias) << m)
+    normal = ((p.view(torch.int32) & 0x7FFFFFFF) >> (23 - m)) - ((BIAS - element.bias) << m)
     subnormal = (p.abs() * 2.0 ** (m - element.emin)).to(torch.int32)
     magnitude = torch.where(p.abs() < 2.0**element.emin, subnormal, normal)
     sign = p.view(torch.int32) < 0
@@ -61,7 +89,7 @@ def encode(p: Tensor, element: ElementFormat) -> Tensor:
 def finite_magnitude(magnitude: Tensor, element: ElementFormat) -> Tensor:
     """magnitude: int32, codes without their sign -> values in fp32, as if there were no Inf and NaN."""
     m = element.mantissa_bits
-    normal = ((magnitude + ((_BIAS - element.bias) << m)) << (23 - m)).view(torch.float32)
+    normal = ((magnitude + ((BIAS - element.bias) << m)) << (23 - m)).view(torch.float32)
     subnormal = magnitude.to(torch.float32) * 2.0 ** (element.emin - m)
     return torch.where(magnitude < 1 << m, subnormal, normal)
 

@@ -24,6 +24,12 @@ class Prims(Protocol):
     def from_blocks(self, blocks: Tensor, axis: int, length: int) -> Tensor:
         """(..., blocks, block, ...) -> (..., length, ...), the filling of the last blocks cut off."""
 
+    def times_scales(self, blocks: Tensor, scale: Tensor) -> Tensor:
+        """blocks: fp32, scale: (..., blocks, 1, ...) int32, E8M0 -> the values that they stand for."""
+
+    def scale_bytes(self, exponent: Tensor, finite: Tensor) -> Tensor:
+        """exponent: int32, and whether the block is finite -> E8M0, uint8."""
+
     def round_to_element(
         self, v: Tensor, element: ElementFormat, rounding: str, random: Tensor | None = None
     ) -> Tensor:

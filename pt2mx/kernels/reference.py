@@ -13,16 +13,15 @@ from torch import Tensor
 
 from pt2mx.kernels import elements
 from pt2mx.kernels.axis import split_axis, trim_axis
+from pt2mx.kernels.elements import BIAS, pow2, times_pow2
 from pt2mx.kernels.packing import pack, unpack
 from pt2mx.kernels.prims import Prims
 from pt2mx.modes import ROUNDINGS, SCALE_MODES
 from pt2mx.spec import MXSpec
 
-_BIAS = 127  # of fp32 and of E8M0
 _MANTISSA = 0x7FFFFF
 _INF = 0x7F800000
 _SIGN = -0x80000000
-NAN_SCALE = 0xFF
 
 
 def quantize(x: Tensor, spec: MXSpec, random: Tensor | None = None, prims: Prims = elements) -> tuple[Tensor, Tensor]:
@@ -30,7 +29,8 @@ def quantize(x: Tensor, spec: MXSpec, random: Tensor | None = None, prims: Prims
     exponent, finite, values = _quantize_blocks(x, spec, random, prims)
     codes = elements.encode(torch.where(finite, values, 0.0), spec.element)
     codes = prims.from_blocks(codes, spec.axis, x.shape[spec.axis])
-    return _scale_bytes(exponent, finite, spec, x.shape[spec.axis]), pack(codes, spec.axis, spec.element.bits)
+    scale = _scale_bytes(exponent, finite, spec, x.shape[spec.axis], prims)
+    return scale, pack(codes, spec.axis, spec.element.bits)
 
 
 def scales(x: Tensor, spec: MXSpec) -> Tensor:
@@ -46,14 +46,13 @@ def dequantize(
     codes = trim_axis(unpack(data, spec.axis, spec.element.bits), spec.axis, length)
     blocks = prims.decode(_to_blocks(codes, spec), spec.element)  # (..., blocks, block, ...)
     scale = split_axis(scale.to(torch.int32), spec.axis, 1)  # (..., blocks, 1, ...), filled as the codes are
-    values = _scale_by_pow2(blocks, scale - _BIAS, scale != NAN_SCALE, prims)
-    return prims.from_blocks(values.to(dtype), spec.axis, length)
+    return prims.from_blocks(prims.times_scales(blocks, scale).to(dtype), spec.axis, length)
 
 
 def fake_quantize(x: Tensor, spec: MXSpec, random: Tensor | None = None, prims: Prims = elements) -> Tensor:
     """x: (..., n, ...) -> dequantize(quantize(x)) to the bit, in x's dtype."""
     exponent, finite, values = _quantize_blocks(x, spec, random, prims)
-    scaled = _scale_by_pow2(values, exponent, finite, prims)
+    scaled = times_pow2(values, exponent, finite, prims.realize)
     return prims.from_blocks(scaled.to(x.dtype), spec.axis, x.shape[spec.axis])
 
 
@@ -61,7 +60,7 @@ def clip_gradient(grad: Tensor, x: Tensor, spec: MXSpec, prims: Prims = elements
     """grad, x: (..., n, ...) -> grad, zero where x is beyond the largest value of its block's scale."""
     blocks = _to_blocks(x.to(torch.float32), spec)
     exponent, finite = shared_exponent(blocks, spec, prims)
-    v = _scale_by_pow2(blocks, -exponent, finite, prims)
+    v = times_pow2(blocks, -exponent, finite, prims.realize)
     saturated = (v > spec.element.max_normal) | (v < spec.element.lowest)
     return grad.masked_fill(prims.from_blocks(saturated, spec.axis, x.shape[spec.axis]), 0.0)
 
@@ -84,7 +83,7 @@ def shared_exponent(blocks: Tensor, spec: MXSpec, prims: Prims = elements) -> tu
     threshold = mode.threshold(spec.element)
     mantissa = amax & _MANTISSA
     round_up = torch.where(amax == mantissa, mantissa > (threshold + _MANTISSA + 1) >> 1, mantissa > threshold)
-    exponent = (amax >> 23) - _BIAS + round_up.to(torch.int32) - lowered
+    exponent = (amax >> 23) - BIAS + round_up.to(torch.int32) - lowered
     exponent, finite = _clamp(exponent, spec), amax < _INF
     if mode.searches:
         exponent = _least_squares(blocks, exponent, finite, spec, mode.exponent_offsets, prims)
@@ -111,7 +110,7 @@ def _least_squares(
     for candidate in candidates:
         v = _in_units(blocks, candidate, finite, rounding, prims)
         rounded = prims.round_to_element(v, spec.element, rounding)
-        error = (v - rounded).abs() * prims.realize(_pow2(candidate - exponent))
+        error = (v - rounded).abs() * prims.realize(pow2(candidate - exponent))
         error = (error * 2.0 ** (bits - spec.element.emax - 1)).round().clamp(max=2.0**bits).to(torch.int64)
         totals.append((error * error).sum(spec.axis + 1, keepdim=True))
     best, least = candidates[0], totals[0]
@@ -133,7 +132,7 @@ def _quantize_blocks(x: Tensor, spec: MXSpec, random: Tensor | None, prims: Prim
 
 def _in_units(blocks: Tensor, exponent: Tensor, finite: Tensor, rounding: str, prims: Prims) -> Tensor:
     """`blocks * 2**-exponent`, which may round to zero but where that would change what a directed rounding gives."""
-    v = _scale_by_pow2(blocks, -exponent, finite, prims)
+    v = times_pow2(blocks, -exponent, finite, prims.realize)
     if not ROUNDINGS[rounding].directed:
         return v
     smallest = (blocks.view(torch.int32) & _SIGN | 1 << 23).view(torch.float32)  # +-2**-126
@@ -149,27 +148,11 @@ def _to_blocks(x: Tensor, spec: MXSpec) -> Tensor:
 
 
 def _clamp(exponent: Tensor, spec: MXSpec) -> Tensor:
-    """`exponent` in the range of the scale. No block needs one below -213, and `_scale_by_pow2` takes -252."""
+    """`exponent` in the range of the scale. No block needs one below -213, and `times_pow2` takes -252."""
     limit = 2 ** (spec.scale_exp_bits - 1) - 1
     return exponent.clamp(max(-limit, -252), limit)
 
 
-def _pow2(exponent: Tensor) -> Tensor:
-    """2**exponent in fp32; exponent: int32 in [-126, 127]."""
-    return ((exponent + _BIAS) << 23).view(torch.float32)
-
-
-def _scale_bytes(exponent: Tensor, finite: Tensor, spec: MXSpec, length: int) -> Tensor:
-    scale = torch.where(finite, exponent + _BIAS, NAN_SCALE).to(torch.uint8).squeeze(spec.axis + 1)
+def _scale_bytes(exponent: Tensor, finite: Tensor, spec: MXSpec, length: int, prims: Prims = elements) -> Tensor:
+    scale = prims.scale_bytes(exponent, finite).squeeze(spec.axis + 1)
     return trim_axis(scale, spec.axis, -(-length // spec.block_size))
-
-
-def _scale_by_pow2(x: Tensor, exponent: Tensor, finite: Tensor, prims: Prims) -> Tensor:
-    """x * 2**exponent, or NaN where the block is not finite; exponent: int32 in [-252, 252].
-
-    In two steps: one factor could be an fp32 subnormal, which the processor may flush to zero
-    (`torch.set_flush_denormal`).
-    """
-    half = exponent >> 1
-    rest = torch.where(finite, _pow2(exponent - half), float("nan"))
-    return x * prims.realize(_pow2(half)) * prims.realize(rest)

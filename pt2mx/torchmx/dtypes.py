@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from pt2mx.formats import FORMATS, ElementFormat
-from pt2mx.kernels.reference import NAN_SCALE
+from pt2mx.kernels.elements import NAN_SCALE
 
 _TORCH_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
 

@@ -15,6 +15,8 @@ from pt2mx.kernels import elements
 from pt2mx.kernels.axis import has_length
 from pt2mx.modes import ROUNDINGS
 
+scale_bytes = elements.scale_bytes
+
 #: operators that compute nothing and tell Inductor's lowering something
 for _name in ("realize", "realize_if_costly"):
     torch.library.define(f"pt2mx::{_name}", "(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
@@ -51,6 +53,10 @@ def realize_if_costly(x: Tensor) -> Tensor:
 def realize(shared: Tensor) -> Tensor:
     """Return what the values of a block share, (..., blocks, 1, ...): to compute once a block, not for each value."""
     return torch.ops.pt2mx.realize(shared)
+
+
+def times_scales(blocks: Tensor, scale: Tensor) -> Tensor:
+    return elements.times_pow2(blocks, scale - elements.BIAS, scale != elements.NAN_SCALE, realize)
 
 
 def from_blocks(blocks: Tensor, axis: int, length: int) -> Tensor:

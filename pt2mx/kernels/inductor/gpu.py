@@ -1,4 +1,8 @@
-"""The functions of `pt2mx.kernels.elements` for Inductor's Triton, to the bit: all but one are the definition."""
+"""The functions of `pt2mx.kernels.elements` for Inductor's Triton, to the bit: most are the definition.
+
+Scales are read and written without sums of bytes: ptxas (12.8, 13.0) computes two of those in an instruction, and was
+seen to add 0 instead of -127 to a pair, so that a block of every row came out wrong.
+"""
 
 import torch
 from torch import Tensor
@@ -7,9 +11,20 @@ from torch._inductor.ir import TensorBox
 from torch._inductor.virtualized import V
 
 from pt2mx.kernels.axis import has_length, trim_axis
-from pt2mx.kernels.elements import decode, realize, realize_if_costly, round_to_element
+from pt2mx.kernels.elements import BIAS, NAN_SCALE, decode, realize, realize_if_costly, round_to_element
 
-__all__ = ["decode", "from_blocks", "realize", "realize_if_costly", "round_to_element"]
+__all__ = [
+    "decode",
+    "from_blocks",
+    "realize",
+    "realize_if_costly",
+    "round_to_element",
+    "scale_bytes",
+    "times_scales",
+]
+
+_TWO_TO_MINUS_127 = 0x400000  # bits in fp32
+_NAN = 0x7FC00000
 
 #: computes nothing: the blocks as values, contiguous; the lowering puts channels last where convolutions of the graph
 #: want that
@@ -35,6 +50,18 @@ def _lower_join_blocks(blocks: TensorBox, axis: int) -> TensorBox:
     sizes, at = list(values.get_size()), order.index(axis)
     values = lowering.view(values, [*sizes[:at], sizes[at] * sizes[at + 1], *sizes[at + 2 :]])
     return lowering.permute(values, [order.index(d) for d in range(len(order))])
+
+
+def times_scales(blocks: Tensor, scale: Tensor) -> Tensor:
+    """In one step, by a factor whose bits are those of the scale: a GPU does not flush 2**-127 to zero."""
+    factor = torch.where(scale == 0, _TWO_TO_MINUS_127, scale << 23)
+    return blocks * torch.where(scale == NAN_SCALE, _NAN, factor).view(torch.float32)
+
+
+def scale_bytes(exponent: Tensor, finite: Tensor) -> Tensor:
+    """The sum is one of floats."""
+    biased = exponent.to(torch.float32) + float(BIAS)
+    return torch.where(finite, biased, float(NAN_SCALE)).to(torch.uint8)
 
 
 def from_blocks(blocks: Tensor, axis: int, length: int) -> Tensor:
