@@ -1,4 +1,4 @@
-"""Products of quantized float32 activations on units for bfloat16, exactly."""
+"""Products of quantized activations on units for bfloat16, exactly."""
 
 from __future__ import annotations
 
@@ -12,8 +12,17 @@ from torch.fx import GraphModule, Node
 
 from pt2mx.formats import ELEMENTS
 from pt2mx.fx.graph.graph_pass import GraphPass
-from pt2mx.fx.graph.node import Dequantize, FakeQuantize, LinearMX, RotatedFakeQuantize, set_value, shape_of, value_of
-from pt2mx.kernels.cpu.linear import FEW_ROWS, TABLE, decoder_of
+from pt2mx.fx.graph.node import (
+    Dequantize,
+    FakeQuantize,
+    LinearMX,
+    RotatedFakeQuantize,
+    dtype_of,
+    set_value,
+    shape_of,
+    value_of,
+)
+from pt2mx.kernels.cpu.linear import FEW_ROWS, TABLE, VECTOR_ROWS, decoder_of, multiplies_integers
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.rotated_quantization import rotated_fake_quantize_mx
 from pt2mx.spec import MXSpec
@@ -30,28 +39,44 @@ def use_bfloat16_products(model: GraphModule) -> None:
     A quantization along the last dimension that such products alone read becomes one kernel that writes bfloat16;
     other values are cast. Products of a rotated x, of a few rows, and with weights that the kernels for bfloat16 do not
     decode, stay as they are. Gradients of x pass through bfloat16.
+
+    Where this machine multiplies the codes of both operands as integers, products in bfloat16 and those of fewer rows
+    take part: that is faster than what else computes them.
     """
     readers: dict[Node, list[Node]] = defaultdict(list)
     for node, call in LinearMX.calls_in(model.graph):
         if not call.rotation and call.target_dtype is None and is_quantized(call.x) and _fits(node, call):
             readers[call.x].append(node)
     for x, products in readers.items():
-        with model.graph.inserting_after(x):
-            args = _in_one_kernel(x) if set(x.users) == set(products) else None
-            if args is None:
-                values = model.graph.call_function(aten.to.dtype, (x, torch.bfloat16))
-            else:
-                values = model.graph.call_function(rotated_fake_quantize_mx, args)
-        set_value(values)
+        dtype = dtype_of(x)
+        values = _in_bfloat16(model, x, alone=set(x.users) == set(products))
         for product in products:
-            product.args = replace(LinearMX.expect(product), x=values, target_dtype=torch.float32).args
+            product.args = replace(LinearMX.expect(product), x=values, target_dtype=dtype).args
     model.graph.eliminate_dead_code()
+
+
+def _in_bfloat16(model: GraphModule, x: Node, alone: bool) -> Node:
+    """Insert the node that gives the values of a quantization in bfloat16; `alone`: nothing reads them otherwise."""
+    args = _in_one_kernel(x) if alone else None
+    if args is None and dtype_of(x) == torch.bfloat16:
+        return x
+    with model.graph.inserting_after(x):
+        if args is None:
+            values = model.graph.call_function(aten.to.dtype, (x, torch.bfloat16))
+        else:
+            values = model.graph.call_function(rotated_fake_quantize_mx, args)
+    set_value(values)
+    return values
 
 
 def is_quantized(x: Node) -> bool:
     """True if a node gives values that a bfloat16 holds."""
-    of = FakeQuantize.of(x) or RotatedFakeQuantize.of(x) or Dequantize.of(x)
+    of = _quantization(x)
     return of is not None and not ELEMENTS[of.element].is_wide
+
+
+def _quantization(x: Node) -> FakeQuantize | RotatedFakeQuantize | Dequantize | None:
+    return FakeQuantize.of(x) or RotatedFakeQuantize.of(x) or Dequantize.of(x)
 
 
 def _in_one_kernel(x: Node) -> tuple[Any, ...] | None:
@@ -74,11 +99,17 @@ def quantization_to_bfloat16(of: FakeQuantize, dimensions: int) -> tuple[Any, ..
 
 def _fits(node: Node, call: LinearMX) -> bool:
     value, shape = value_of(node), shape_of(call.x)
-    if value is None or value.dtype != torch.float32 or value.device.type != "cpu" or shape is None:
+    if value is None or value.device.type != "cpu" or shape is None:
         return False
     *rows, k = shape
-    known = [n for n in rows if isinstance(n, int)]
-    few = len(known) == len(rows) and math.prod(known) <= FEW_ROWS
-    if few or not isinstance(k, int):
+    if not isinstance(k, int):
         return False
+    integers = all(
+        multiplies_integers(MXSpec(of.element, of.block_size), k) for of in (call, _quantization(call.x)) if of
+    )
+    known = [n for n in rows if isinstance(n, int)]
+    if len(known) == len(rows) and math.prod(known) <= (VECTOR_ROWS if integers else FEW_ROWS):
+        return False
+    if value.dtype != torch.float32:
+        return value.dtype == torch.bfloat16 and integers
     return decoder_of(MXSpec(call.element, call.block_size), k)[0] != TABLE

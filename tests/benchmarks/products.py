@@ -4,13 +4,15 @@ values.
     python -m tests.benchmarks.products [--sizes 2048x1536x384 ...] [--elements int8 ...] [--repeats 15] [--json]
 
 Times in milliseconds, in turns: `F.linear` in float32 and in bfloat16 of dense operands; `linear_mx` of x in bfloat16
-with a result in float32, on AMX and on AVX512_BF16 where the processor has them (with `quantize` x is quantized in the
-same call, from float32). Errors are relative to the product in float64.
+with a result in float32, on each unit that the processor has, on AVX512_VNNI where elements are integers (with
+`quantize` x is quantized in the same call, from float32, and the unit is the one that serves). Errors are relative to
+the product in float64.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 from collections.abc import Callable, Iterator
 from unittest import mock
@@ -28,6 +30,7 @@ from tests.benchmarks.measure import Row, hardware, medians_in_turns, print_tabl
 _BLOCK = 32
 #: rows of x, rows of the weight, values of a row
 _SIZES = ("2048x1536x384", "2048x384x1536", "512x4096x4096", "64x4096x4096")
+_UNITS = {unit: getattr(cpu_linear, unit) for unit in ("AVX512_BF16", "AVX512_VNNI", "AMX")}
 
 
 def main() -> None:
@@ -44,7 +47,7 @@ def main() -> None:
     if options.json:
         print(json.dumps({"hardware": hardware(), "rows": rows}, indent=1))
     else:
-        print_table(rows, tuple(rows[0]))
+        print_table(rows, tuple(max(rows, key=len)))
         print(hardware())
 
 
@@ -56,27 +59,25 @@ def measured(name: str, m: int, n: int, k: int, repeats: int) -> Iterator[Row]:
     x = ops.fake_quantize_mx(given, name, _BLOCK)
     half, dense_half = x.bfloat16(), dense.bfloat16()
 
-    def ours(x: Tensor, tiles: bool) -> Tensor:
-        with mock.patch.object(cpu_linear, "_has_tiles", lambda: tiles):
+    def ours(x: Tensor, units: int) -> Tensor:
+        with mock.patch.object(cpu_linear, "units_for", lambda spec, k: units):
             return linear_mx(x, data, scale, None, name, _BLOCK, 0, torch.float32)
 
-    def quantized(tiles: bool) -> Tensor:
-        return ours(rotated_fake_quantize_mx(given, 1, name, _BLOCK, "floor", "even", torch.bfloat16), tiles)
+    def quantized() -> Tensor:
+        return ours(rotated_fake_quantize_mx(given, 1, name, _BLOCK, "floor", "even", torch.bfloat16), present)
 
-    calls: dict[str, Callable[[], Tensor]] = {
-        "float32": lambda: F.linear(x, dense),
-        "bfloat16": lambda: F.linear(half, dense_half),
-        "AVX512_BF16": lambda: ours(half, False),
-    }
-    if cpu_linear._has_tiles():
-        calls |= {"AMX": lambda: ours(half, True)}
-    calls |= {"quantize": lambda: quantized(cpu_linear._has_tiles())}
+    present = cpu_linear.units_for(MXSpec(name, _BLOCK), k)
+    units = {name: number for name, number in _UNITS.items() if number & present}
+    calls: dict[str, Callable[[], Tensor]] = {"float32": lambda: F.linear(x, dense)}
+    calls |= {"bfloat16": lambda: F.linear(half, dense_half)}
+    calls |= {unit: functools.partial(ours, half, number) for unit, number in units.items()}
+    calls |= {"quantize": quantized}
     exact = F.linear(x.double(), dense.double())
     seconds = medians_in_turns(list(calls.values()), repeats)
     row: Row = {"element": name, "size": f"{m}x{n}x{k}"}
     row |= {what: 1e3 * second for what, second in zip(calls, seconds, strict=True)}
     row["ratio"] = row["quantize"] / row["float32"]
-    errors = [float((f().double() - exact).norm() / exact.norm()) for f in (calls["float32"], list(calls.values())[-2])]
+    errors = [float((f().double() - exact).norm() / exact.norm()) for f in (calls["float32"], quantized)]
     yield row | {"error": f"{errors[1]:.1e}", "float32's": f"{errors[0]:.1e}"}
 
 

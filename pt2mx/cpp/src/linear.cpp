@@ -5,7 +5,7 @@
 namespace pt2mx {
 namespace {
 
-constexpr int64_t kVectorRows = 4, kFewRows = 32, kDecoded = 1 << 20;
+constexpr int64_t kVectorRows = 4, kDecoded = 1 << 20;
 
 int64_t parts(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
@@ -41,8 +41,8 @@ Tensor linear(const Tensor& given, const Tensor& data, const Tensor& scale, cons
     return call("aten::linear", result == x.scalar_type() ? x : torch::stable::to(x, result), weight, bias);
   };
   const Blocks blocks = blocks_of(element, block_size, k);
-  const bool bfloats = dtype_of(x) == BF16 && blocks.decoder && pt2mx_has_bfloats();
-  if (!x.numel() || !n || (rows > kFewRows && !bfloats)) return dense_product();
+  const int32_t units = dtype_of(x) == BF16 && rows > kVectorRows ? pt2mx_units(blocks.decoder, table_of(element)) : 0;
+  if (!x.numel() || !n || (rows > kFewRows && !units)) return dense_product();
   shape.back() = n;
   Tensor out = torch::stable::empty(shape, result);
   const Tensor values = dense(x), codes = dense(data), scales = dense(scale);
@@ -65,8 +65,8 @@ Tensor linear(const Tensor& given, const Tensor& data, const Tensor& scale, cons
   call.scale = static_cast<const uint8_t*>(scales.const_data_ptr());
   call.bias = added ? added->const_data_ptr() : nullptr;
   call.m = rows;
-  call.tiles = bfloats && rows > kVectorRows && pt2mx_has_tiles();
-  if (bfloats && rows > kFewRows) set_task(call);
+  call.units = units;
+  if (units) set_task(call);
   call.x = values.const_data_ptr();
   call.out = out.mutable_data_ptr();
   const int32_t error = pt2mx_linear(&call, torch_parallel_for);

@@ -31,8 +31,10 @@ _FORMATS = {
 }
 TABLE, _GROUP = 0, 32
 
-#: rows of x up to which vectors are faster than AMX, and than a dense product
-_VECTOR_ROWS, FEW_ROWS = 4, 32
+#: rows of x up to which vectors are faster than units for bfloat16, and than a dense product
+VECTOR_ROWS, FEW_ROWS = 4, 32
+#: units of processors for many rows of bfloat16 values, numbered as in cpp; the first that serves is used
+AMX, AVX512_VNNI, AVX512_BF16 = 1, 2, 4
 #: bytes of the weight that are decoded at a time, of a second-level cache
 _DECODED = 1 << 20
 #: what the C++ returns that has computed nothing
@@ -44,7 +46,7 @@ class _Call(ctypes.Structure):
         ("table", ctypes.c_void_p),
         *(
             (name, ctypes.c_int32)
-            for name in ("format", "bits", "codes_per_group", "bytes_per_group", "dtype", "out_dtype", "tiles")
+            for name in ("format", "bits", "codes_per_group", "bytes_per_group", "dtype", "out_dtype", "units")
         ),
         *(
             (name, ctypes.c_int64)
@@ -65,19 +67,17 @@ def linear(
 ) -> Tensor:
     """As `pt2mx.kernels.dequantize_then_matmul.linear`."""
     rows, n, dtype = x.shape[:-1].numel(), data.shape[0], dtype or x.dtype
-    if rotation and (rows > _VECTOR_ROWS or not rows):  # on all threads
+    if rotation and (rows > VECTOR_ROWS or not rows):  # on all threads
         x, rotation = rotate(x, rotation), 0
-    if 0 in (x.numel(), n) or not (rows <= FEW_ROWS or _are_bfloats(x, spec)):
+    units = units_for(spec, x.shape[-1]) if x.dtype == torch.bfloat16 and rows > VECTOR_ROWS else 0
+    if 0 in (x.numel(), n) or not (rows <= FEW_ROWS or units):
         return dequantize_then_matmul.linear(x, data, scale, bias, spec, dtype=dtype)
     out = torch.empty((*x.shape[:-1], n), dtype=dtype, device="cpu")
     flat, weight = x.contiguous().view(rows, x.shape[-1]), (data.contiguous(), scale.contiguous())
-    if _multiply(flat, *weight, None if bias is None else bias.contiguous(), out.view(rows, n), spec, rotation):
+    bias = None if bias is None else bias.contiguous()
+    if _multiply(flat, *weight, bias, out.view(rows, n), spec, rotation, units):
         return out
     return dequantize_then_matmul.linear(x, data, scale, bias, spec, dtype=dtype)
-
-
-def _are_bfloats(x: Tensor, spec: MXSpec) -> bool:
-    return x.dtype == torch.bfloat16 and multiplies_bfloats(spec, x.shape[-1])
 
 
 def grouped_linear(x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, spec: MXSpec) -> Tensor:
@@ -92,7 +92,7 @@ def grouped_linear(x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, spec: M
 
 
 def _multiply(
-    x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor, spec: MXSpec, rotation: int
+    x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor, spec: MXSpec, rotation: int, units: int
 ) -> bool:
     """x: (M, K), data: (N, bytes), scale: (N, blocks), bias: (N,) or None, out: (M, N), all contiguous. False where
     nothing was computed: values are so small that bfloat16 units would take their products for zero."""
@@ -100,8 +100,7 @@ def _multiply(
     rows, k = x.shape
     decoder, block = decoder_of(spec, k)
     codes_per_group, bytes_per_group = group_of(spec.element.bits)
-    bfloats = _are_bfloats(x, spec)
-    many = _task(rows, data.shape[0], k) if bfloats and rows > FEW_ROWS else (0, 0)
+    task = _task(rows, data.shape[0], k) if units else (0, 0)
     call = _Call(
         table=table_of(spec.element.name).data_ptr(),
         format=decoder,
@@ -110,13 +109,13 @@ def _multiply(
         bytes_per_group=bytes_per_group,
         dtype=DTYPES.index(x.dtype),
         out_dtype=DTYPES.index(out.dtype),
-        tiles=bfloats and rows > _VECTOR_ROWS and _has_tiles(),
+        units=units,
         m=rows,
         n=data.shape[0],
         k=k,
         block=block,
-        task_rows=many[0],
-        task_columns=many[1],
+        task_rows=task[0],
+        task_columns=task[1],
         row_bytes=data.shape[1],
         row_blocks=scale.shape[1],
         rotation=rotation,
@@ -160,16 +159,22 @@ def table_of(name: str) -> Tensor:
     return elements.decode(codes, element)
 
 
+def units_for(spec: MXSpec, k: int) -> int:
+    """Units that multiply rows of `k` bfloat16 values by a weight; 0 where none does."""
+    decoder, _ = decoder_of(spec, k)
+    return _units(spec.element.name, decoder) if decoder != TABLE and is_available() else 0
+
+
+@functools.cache
+def _units(name: str, decoder: int) -> int:
+    return int(load()[0].pt2mx_units(decoder, table_of(name).data_ptr()))
+
+
 def multiplies_bfloats(spec: MXSpec, k: int) -> bool:
     """True if many rows of `k` bfloat16 values are multiplied by a weight on units for bfloat16."""
-    return decoder_of(spec, k)[0] != TABLE and is_available() and _has_bfloats()
+    return bool(units_for(spec, k))
 
 
-@functools.cache
-def _has_tiles() -> bool:
-    return bool(load()[0].pt2mx_has_tiles())
-
-
-@functools.cache
-def _has_bfloats() -> bool:
-    return bool(load()[0].pt2mx_has_bfloats())
+def multiplies_integers(spec: MXSpec, k: int) -> bool:
+    """True if rows of `k` values of such specs are multiplied by AVX512_VNNI: their codes are integers."""
+    return units_for(spec, k) & (AMX | AVX512_VNNI) == AVX512_VNNI

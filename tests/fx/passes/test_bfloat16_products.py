@@ -4,7 +4,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_inductor, ops
-from pt2mx.fx.passes import unpack_weights
+from pt2mx.fx.passes import bfloat16_products, unpack_weights
 from pt2mx.ops.linear import linear_mx
 from pt2mx.ops.rotated_quantization import rotated_fake_quantize_mx
 from tests.compare import relative_error
@@ -61,6 +61,50 @@ def test_few_rows_stay():
     """Vectors multiply them; how many an unknown number is shows later."""
     for shapes, dtype in ((None, None), (BATCH, torch.float32)):
         model = lower_to_inductor(convert(Net(), (torch.randn(32, 64),), "mxfp8", shapes=shapes))
+        assert {product.args[-1] for product in calls(model, linear_mx)} == {dtype}
+
+
+@pytest.fixture(params=[True, False])
+def integers(request, monkeypatch):
+    """Whether the machine multiplies codes of INT8 and FP4 as integers."""
+    names = ("int8", "fp4_e2m1") if request.param else ()
+    monkeypatch.setattr(bfloat16_products, "multiplies_integers", lambda spec, k: spec.element.name in names)
+    return request.param
+
+
+def test_integers_in_bfloat16(integers):
+    x = torch.randn(80, 64, dtype=torch.bfloat16)
+    for activation, weight in (("mxint8", "mxint8"), ("mxfp8", "mxint8"), ("mxint8", "mxfp8")):
+        quantizer = MXQuantizer().set_global(get_default_mx_quantization_config(weight, activation))
+        converted = convert(Net().bfloat16(), (x,), quantizer)
+        model = lower_to_inductor(converted)
+        both = integers and activation == weight
+        assert {product.args[-1] for product in calls(model, linear_mx)} == {torch.bfloat16 if both else None}
+        assert count(model, rotated_fake_quantize_mx) == 2 * both
+        assert relative_error(model(x), converted(x).double()) < 0.01
+
+
+def test_integers_that_others_read_stay_where_they_are(integers):
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x):
+            y = ops.fake_quantize_mx(x, "int8", 32)
+            return self.linear(y) + y
+
+    x = torch.randn(80, 64, dtype=torch.bfloat16)
+    model = lower_to_inductor(convert(Shared().bfloat16(), (x,), "mxfp4_weight_only"))
+    (product,) = calls(model, linear_mx)
+    assert product.args[0].target is ops.fake_quantize_mx and (product.args[-1] == torch.bfloat16) == integers
+
+
+def test_few_rows_of_integers(integers):
+    """More than vectors multiply in one go."""
+    for rows in (4, 5):
+        model = lower_to_inductor(convert(Net(), (torch.randn(rows, 64),), "mxint8"))
+        dtype = torch.float32 if integers and rows > 4 else None
         assert {product.args[-1] for product in calls(model, linear_mx)} == {dtype}
 
 

@@ -100,6 +100,11 @@ def test_products_of_many_rows(dtype, tmp_path):
             calls.append(("linear_mx", (x, data, scale, torch.randn(n), element, 32, 0, torch.float32)))
             calls.append(("linear_mx", (x, data, scale, None, element, 32, 0, None)))
     calls.append(("linear_mx", (x * 2.0**-120, data, scale, None, element, 32, 0, torch.float32)))
+    for element in ("int8", "fp4_e2m1", "fp6_e2m3"):  # as integers, where x is of such an element too
+        scale, data = pt2mx.quantize_mx(torch.randn(37, 100), MXSpec(element, 32))
+        for rows in (7, 65):
+            x = ours.fake_quantize_mx(torch.randn(rows, 100), element, 32).to(dtype)
+            calls.append(("linear_mx", (x, data, scale, None, element, 32, 0, torch.float32)))
     check(calls, tmp_path)
 
 

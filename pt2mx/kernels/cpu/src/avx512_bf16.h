@@ -32,9 +32,12 @@ bool has_pairs() {
 // Whether these products take less time than float32's: Intel's take two cycles each (Xeon with AMX, measured:
 // tests/benchmarks/products.py).
 bool has_fast_pairs() {
-  unsigned a = 0, vendor[3] = {};
-  return has_pairs() && __get_cpuid(0, &a, &vendor[0], &vendor[2], &vendor[1]) &&
-         !std::memcmp(vendor, "AuthenticAMD", sizeof vendor);
+  static const bool fast = [] {
+    unsigned a = 0, vendor[3] = {};
+    return has_pairs() && __get_cpuid(0, &a, &vendor[0], &vendor[2], &vendor[1]) &&
+           !std::memcmp(vendor, "AuthenticAMD", sizeof vendor);
+  }();
+  return fast;
 }
 
 // The first `n` values of the table of codes as bfloat16, twice where they are 16: look-ups take five bits.

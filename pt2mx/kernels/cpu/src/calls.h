@@ -33,9 +33,9 @@ struct Call {
 // A product of x: (m, k) with a weight (n, k) that is packed along k, as ../linear.py fills it.
 struct LinearCall {
   const float* table;                                                               // of the 256 codes
-  int32_t format, bits, codes_per_group, bytes_per_group, dtype, out_dtype, tiles;  // bias has out_dtype too
+  int32_t format, bits, codes_per_group, bytes_per_group, dtype, out_dtype, units;  // bias has out_dtype too
   int64_t m, n, k, block;
-  int64_t task_rows, task_columns;  // of the result, where many rows are multiplied at a time; else 0
+  int64_t task_rows, task_columns;  // of the result, where there are units
   int64_t row_bytes, row_blocks;
   int64_t rotation;  // values of x that are rotated together first; 0: none
   const void* x;
@@ -72,6 +72,13 @@ struct HadamardCall {
 // What a function returns that has computed nothing; other numbers but 0 are torch's errors.
 constexpr int32_t kUnserved = -1;
 
+// Rows of x up to which products in vectors, which need no units, are no slower than a dense product.
+constexpr int64_t kFewRows = 32;
+
+// Units for products of many rows of bfloat16 values, in the order of preference: AMX; AVX512_VNNI, where the values
+// are integers times powers of two; AVX512_BF16.
+enum Unit { AMX = 1, AVX512_VNNI = 2, AVX512_BF16 = 4 };
+
 enum Dtype { FP32, FP16, BF16 };
 enum Operation { QUANTIZE, DEQUANTIZE, FAKE_QUANTIZE, CLIP_GRADIENT };
 
@@ -81,8 +88,8 @@ int32_t pt2mx_run(const Call* call, ParallelFor parallel_for);
 int32_t pt2mx_rotate_fake_quantize(const Call* call, int64_t size, ParallelFor parallel_for);
 int32_t pt2mx_random_bits(uint64_t seed, int32_t* out, int64_t n, ParallelFor parallel_for);
 int32_t pt2mx_linear(const LinearCall* call, ParallelFor parallel_for);
-int32_t pt2mx_has_tiles();    // whether calls with `tiles` are served
-int32_t pt2mx_has_bfloats();  // whether calls with `task_rows` are
+int32_t pt2mx_has_tiles();                                // whether the processor has AMX
+int32_t pt2mx_units(int32_t format, const float* table);  // that serve a weight, of a LinearCall's format and table
 int32_t pt2mx_attention(AttentionCall* call, ParallelFor parallel_for);
 int32_t pt2mx_hadamard(const HadamardCall* call, ParallelFor parallel_for);
 

@@ -26,6 +26,7 @@ template <class T>
 class Buffer {
  public:
   void resize(i64 n) { lines_.resize((n * sizeof(T) + sizeof(Line) - 1) / sizeof(Line)); }
+  i64 size() const { return i64(lines_.size() * sizeof(Line) / sizeof(T)); }
   void zero() { std::memset(static_cast<void*>(lines_.data()), 0, lines_.size() * sizeof(Line)); }
   T* data() { return reinterpret_cast<T*>(lines_.data()); }
   const T* data() const { return reinterpret_cast<const T*>(lines_.data()); }
@@ -35,6 +36,29 @@ class Buffer {
     u8 bytes[64];
   };
   std::vector<Line> lines_;
+};
+
+enum Use { OF_X, OF_WEIGHT };
+constexpr i64 kKept = 1 << 25;  // bytes that a thread keeps at most
+
+// Memory that a thread's next call finds again: fresh pages take longer than to write what goes there.
+template <Use>
+class Scratch {
+ public:
+  explicit Scratch(i64 bytes) {
+    static thread_local Buffer<u8> kept;
+    Buffer<u8>& buffer = bytes <= kKept ? kept : own_;
+    if (buffer.size() < bytes) {
+      buffer = Buffer<u8>();  // of which nothing is copied
+      buffer.resize(bytes);
+    }
+    data_ = buffer.data();
+  }
+  u8* data() const { return data_; }
+
+ private:
+  Buffer<u8> own_;
+  u8* data_;
 };
 
 struct Linear {
@@ -263,11 +287,23 @@ void run(i64 begin, i64 end, void* context) {
 #include "avx512_bf16.h"
 #include "amx.h"
 #include "many_rows.h"
+#include "vnni.h"
 
 extern "C" {
 
 int32_t pt2mx_has_tiles() { return has_tiles(); }
-int32_t pt2mx_has_bfloats() { return has_tiles() || has_fast_pairs(); }
+
+int32_t pt2mx_units(int32_t format, const float* table) {
+  int32_t units = 0;
+  with_decoder(format, [&](auto* decoder) {
+    using Decoder = std::remove_pointer_t<decltype(decoder)>;
+    if constexpr (!std::is_same<Decoder, Decoded>::value) {
+      units = (has_tiles() ? AMX : 0) | (has_quads<Decoder>(table) ? AVX512_VNNI : 0) |
+              (has_fast_pairs() ? AVX512_BF16 : 0);
+    }
+  });
+  return units;
+}
 
 int32_t pt2mx_linear(const LinearCall* given, ParallelFor parallel_for) {
   LinearCall own = *given, *call = &own;
@@ -278,14 +314,14 @@ int32_t pt2mx_linear(const LinearCall* given, ParallelFor parallel_for) {
   with_decoder(call->format, [&](auto* decoder) {
     using Decoder = std::remove_pointer_t<decltype(decoder)>;
     if constexpr (!std::is_same<Decoder, Decoded>::value) {
-      if (call->task_rows) {
-        error = multiply_many_rows<Decoder>(linear, parallel_for);
-        return;
+      const bool many = call->m > kFewRows;
+      error = kUnserved;
+      if (~call->units & AMX && call->units & AVX512_VNNI) error = multiply_in_codes<Decoder>(linear, parallel_for);
+      if (error == kUnserved && call->units & (many ? AMX | AVX512_BF16 : AMX)) {
+        const auto multiply = many ? multiply_many_rows<Decoder> : multiply_in_tiles<Decoder>;
+        error = multiply(linear, parallel_for);
       }
-      if (call->tiles) {
-        error = multiply_in_tiles<Decoder>(linear, parallel_for);
-        return;
-      }
+      if (many || error != kUnserved) return;
     }
     const i64 tiles = (call->n + kRows - 1) / kRows;
     const i64 grain = std::max<i64>(1, kGrain / (kRows * call->m * call->k));

@@ -176,9 +176,10 @@ void run_many(i64 begin, i64 end, void* context) {
   const i64 groups = many.linear.groups, panel = groups * 2 * kTile;
   const KeepSubnormals keep;
   const i64 panels = (c.task_columns + kPair - 1) / kPair;
-  Buffer<u16> w, rest;
+  const Scratch<OF_WEIGHT> scratch(2 * panels * panel);
+  u16* const w = reinterpret_cast<u16*>(scratch.data());
+  Buffer<u16> rest;
   Buffer<float> sums;
-  w.resize(panels * panel);
   rest.resize(kPair * many.stride);
   sums.resize((panels + 1) * kSquare);
   float* strip = sums.data() + panels * kSquare;
@@ -186,7 +187,7 @@ void run_many(i64 begin, i64 end, void* context) {
   for (i64 task = begin; task < end && !many.unserved; ++task) {
     const i64 first = task % many.across * c.task_columns, last = std::min(first + c.task_columns, c.n);
     const i64 bottom = std::min((task / many.across + 1) * c.task_rows, c.m);
-    if (!decode_rows<Decoder>(many.linear, first, last, many.least, w.data())) many.unserved = true;
+    if (!decode_rows<Decoder>(many.linear, first, last, many.least, w)) many.unserved = true;
     for (i64 m = task / many.across * c.task_rows; m < bottom; m += kPair) {
       const i64 rows = std::min(kPair, bottom - m);
       const u16* x = many.x + m * many.stride;
@@ -199,7 +200,7 @@ void run_many(i64 begin, i64 end, void* context) {
         const i64 depth = std::min(kStripSums, groups - g);
         for (i64 p = 0; p < panels; ++p) {
           float* total = sums.data() + p * kSquare;
-          many.square(x + g * kGroup, many.stride, w.data() + p * panel + g * 2 * kTile, depth, g ? strip : total);
+          many.square(x + g * kGroup, many.stride, w + p * panel + g * 2 * kTile, depth, g ? strip : total);
           for (i64 i = 0; g && i < kSquare; ++i) total[i] += strip[i];
         }
       }
@@ -214,9 +215,9 @@ void run_many(i64 begin, i64 end, void* context) {
 }
 
 template <class Decoder>
-int32_t multiply_many_rows(const Linear& linear, ParallelFor parallel_for) {
+int32_t multiply_many_rows(Linear& linear, ParallelFor parallel_for) {
   const LinearCall& c = linear.call;
-  Many many(linear, c.tiles ? square_in_tiles : square_in_vectors);
+  Many many(linear, c.units & AMX ? square_in_tiles : square_in_vectors);
   if (many.stride != c.k) {
     many.filled.resize(c.m * many.stride);
     many.x = many.filled.data();
@@ -233,7 +234,7 @@ int32_t multiply_many_rows(const Linear& linear, ParallelFor parallel_for) {
 
 namespace {
 template <class Decoder>
-int32_t multiply_many_rows(const Linear&, ParallelFor) {
+int32_t multiply_many_rows(Linear&, ParallelFor) {
   return kUnserved;
 }
 }  // namespace

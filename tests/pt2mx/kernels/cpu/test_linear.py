@@ -32,7 +32,8 @@ def check(x: Tensor, data: Tensor, scale: Tensor, spec: MXSpec, bias: Tensor | N
 
 @pytest.fixture
 def without_tiles(monkeypatch):
-    monkeypatch.setattr(cpu_linear, "_has_tiles", lambda: False)
+    units_for = cpu_linear.units_for
+    monkeypatch.setattr(cpu_linear, "units_for", lambda spec, k: units_for(spec, k) & ~cpu_linear.AMX)
 
 
 @pytest.mark.parametrize("name", NARROW)
@@ -196,11 +197,12 @@ def test_other_processors(run_python, tmp_path, capability):
     code = """
 import sys
 import pytest, torch
+from pt2mx import MXSpec
 from pt2mx.kernels.cpu import linear
 assert pytest.main(["-q", "-x", sys.argv[1], "-k", sys.argv[2]]) == 0
-print(torch.backends.cpu.get_cpu_capability(), linear._has_tiles(), sep=", ")
+print(torch.backends.cpu.get_cpu_capability(), linear.multiplies_bfloats(MXSpec("int8", 32), 32), sep=", ")
 """
     tests = "every_element or (long_rows and float32) or (every_code and 3) or nan_scale or nan_code or last_code"
     printed = run_python(code, [__file__, tests], env=environment(tmp_path, ATEN_CPU_CAPABILITY=capability))
-    name, tiles = printed.strip().lower().splitlines()[-1].split(", ")
-    assert name in (capability, "default", "no avx") and tiles == "false"
+    name, units = printed.strip().lower().splitlines()[-1].split(", ")
+    assert name in (capability, "default", "no avx") and units == "false"

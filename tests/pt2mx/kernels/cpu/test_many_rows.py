@@ -1,4 +1,4 @@
-"""Products of many rows of bfloat16 values on AMX and AVX512_BF16, with results in fp32 and in 16 bits."""
+"""Products of many rows of bfloat16 values on each unit, with results in fp32 and in 16 bits."""
 
 import pytest
 import torch
@@ -10,12 +10,13 @@ from pt2mx.kernels.cpu import linear as cpu_linear
 from tests.compare import relative_error
 
 
-@pytest.fixture(params=["tiles", "vectors"])
+@pytest.fixture(params=["first", "without AMX", "AVX512_BF16"])
 def unit(request, monkeypatch):
-    """AMX, or AVX512_BF16 alone; on machines without them a dense product."""
-    if request.param == "vectors":
-        monkeypatch.setattr(cpu_linear, "_has_tiles", lambda: False)
-    return request.param
+    """The unit that serves; that without AMX, which is AVX512_VNNI for some elements; AVX512_BF16 alone. On machines
+    without them a dense product."""
+    units_for = cpu_linear.units_for
+    own = {"first": -1, "without AMX": ~cpu_linear.AMX, "AVX512_BF16": cpu_linear.AVX512_BF16}[request.param]
+    monkeypatch.setattr(cpu_linear, "units_for", lambda spec, k: units_for(spec, k) & own)
 
 
 def operands(rows, n, k, name, block=32):
@@ -58,8 +59,9 @@ def test_a_row_does_not_depend_on_the_others(unit, name):
         assert torch.equal(again, want[100:300])
 
 
-def test_the_same_bits_in_ten_runs(unit):
-    x, data, scale, spec, _ = operands(200, 96, 512, "fp8_e4m3")
+@pytest.mark.parametrize("name", ["int8", "fp8_e4m3"])
+def test_the_same_bits_in_ten_runs(unit, name):
+    x, data, scale, spec, _ = operands(200, 96, 512, name)
     want = cpu_linear.linear(x, data, scale, None, spec, dtype=torch.float32)
     assert all(torch.equal(cpu_linear.linear(x, data, scale, None, spec, dtype=torch.float32), want) for _ in range(9))
 
@@ -80,7 +82,7 @@ def test_tiny_values_count(unit, tiny):
 
 @pytest.mark.parametrize(("power", "dense"), [(-80, 0), (-126, 1)])
 def test_small_values_are_multiplied_as_long_as_products_are_normal(unit, power, dense, monkeypatch):
-    """Activations have such values: GELU of -10 is less than 2**-73. Without units a dense product serves."""
+    """Activations have such values: GELU of -10 is less than 2**-73. Where no unit serves, a dense product does."""
     calls = []
     plain = cpu_linear.dequantize_then_matmul.linear
     monkeypatch.setattr(
@@ -89,7 +91,8 @@ def test_small_values_are_multiplied_as_long_as_products_are_normal(unit, power,
     x, data, scale, spec, weight = operands(70, 40, 64, "int8")
     x[5, 7] = 2.0**power
     got = cpu_linear.linear(x, data, scale, None, spec, dtype=torch.float32)
-    assert len(calls) == (dense if cpu_linear.multiplies_bfloats(spec, 64) else 1)
+    units = cpu_linear.AMX | cpu_linear.AVX512_BF16  # that value is no integer times a block's power of two
+    assert len(calls) == (dense if cpu_linear.units_for(spec, 64) & units else 1)
     exact = F.linear(x.double(), weight.double())
     assert relative_error(got, exact) < 1e-6
 

@@ -1,0 +1,337 @@
+// The product of many rows of bfloat16 values by AVX512_VNNI, where values of x and of the weight are codes of 8 bits
+// times a power of two for each group: four products an instruction and sum, twice those of AVX512_BF16. Included by
+// linear.cpp.
+//
+// x comes without its codes. They are looked for, and where a value has none, nothing is computed. Sums of a group are
+// exact; those of a row are in fp32, in one order. A power of two is the bits of a float's exponent: those of x and of
+// the weight are added as integers, and where the sum could leave the normal numbers, or the weight has a NaN, nothing
+// is computed either. The caller then multiplies in another way.
+
+#pragma once
+
+#if defined(PT2MX_TILES)
+
+namespace {
+
+constexpr i64 kTall = 8;               // rows of x that go together
+constexpr i64 kQuads = kGroup / 4;     // instructions for a group
+constexpr int32_t kCodeMantissa = 6;   // a block's largest code is from 2**6 to 2**7
+constexpr int32_t kLargestPower = 90;  // of a group's sum: 2**20 of these, in 2**17 groups, are finite
+
+// ---- the weight ----
+
+// The codes of a group as they are multiplied: 32 integers, plus 128. Of tables of 16, `Bits` of them a code.
+template <int Bits>
+struct CodesByTable {
+  static constexpr bool kServed = true;
+  __m256i tables[1 << (Bits - 4)];
+  int32_t shift = 0;  // codes are values times 2**shift
+
+  explicit CodesByTable(const float* table) {
+    while (shift < 8 && !are_codes(table)) ++shift;
+    for (int t = 0; t < 1 << (Bits - 4); ++t) {
+      u8 codes[16];
+      for (int i = 0; i < 16; ++i) codes[i] = u8(128 + int32_t(table[16 * t + i] * (1 << shift)));
+      tables[t] = _mm256_broadcastsi128_si256(load128(codes));
+    }
+  }
+  bool valid() const { return shift < 8; }
+  __m256i decode(const u8* data) const {
+    if (Bits == 4) {
+      const __m128i bytes = load128(data), low = _mm_and_si128(bytes, _mm_set1_epi8(15));
+      const __m128i high = _mm_and_si128(_mm_srli_epi16(bytes, 4), _mm_set1_epi8(15));
+      const __m256i first = _mm256_castsi128_si256(_mm_unpacklo_epi8(low, high));
+      return _mm256_shuffle_epi8(tables[0], _mm256_inserti128_si256(first, _mm_unpackhi_epi8(low, high), 1));
+    }
+    __m256i even, odd;
+    split_pairs<6>(data, &even, &odd);
+    const __m256i codes = _mm256_or_si256(_mm256_srli_epi16(even, 10),
+                                          _mm256_and_si256(_mm256_srli_epi16(odd, 2), _mm256_set1_epi16(0x3F00)));
+    const __m256i places = _mm256_and_si256(codes, _mm256_set1_epi8(15));
+    const __m256i top = _mm256_and_si256(codes, _mm256_set1_epi8(48));
+    __m256i out = _mm256_shuffle_epi8(tables[0], places);
+    for (int t = 1; t < 1 << (Bits - 4); ++t) {
+      out =
+          _mm256_mask_shuffle_epi8(out, _mm256_cmpeq_epi8_mask(top, _mm256_set1_epi8(char(16 * t))), tables[t], places);
+    }
+    return out;
+  }
+
+ private:
+  bool are_codes(const float* table) const {
+    return std::all_of(table, table + (1 << Bits), [&](float value) {
+      const float code = value * (1 << shift);
+      return code >= -128 && code <= 127 && code == float(int32_t(code));
+    });
+  }
+};
+
+template <class Decoder>
+struct CodesOf {
+  static constexpr bool kServed = false;
+};
+template <>
+struct CodesOf<Nibbles> : CodesByTable<4> {
+  using CodesByTable<4>::CodesByTable;
+};
+template <>
+struct CodesOf<Halves<2, 3, false>> : CodesByTable<6> {
+  using CodesByTable<6>::CodesByTable;
+};
+template <>
+struct CodesOf<Int8> {
+  static constexpr bool kServed = true;
+  static constexpr int32_t shift = kCodeMantissa;
+  explicit CodesOf(const float*) {}
+  bool valid() const { return true; }
+  __m256i decode(const u8* data) const { return _mm256_xor_si256(load256(data), _mm256_set1_epi8(char(128))); }
+};
+
+// Whether the processor has AVX512_VNNI, and the codes of a weight are integers.
+template <class Decoder>
+bool has_quads(const float* table) {
+  static const bool available = [] {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c >> 11 & 1);
+  }();
+  if constexpr (CodesOf<Decoder>::kServed) return available && CodesOf<Decoder>(table).valid();
+  return false;
+}
+
+// The exponents of powers of two that are multiplied; that of groups of zeros is 0.
+struct Powers {
+  int32_t least = INT16_MAX, most = INT16_MIN;
+  void add(int32_t power) {
+    least = std::min(least, power);
+    most = std::max(most, power);
+  }
+  void add(Powers other) {
+    add(other.least);
+    add(other.most);
+  }
+};
+
+// Rows [row, last) of the weight: codes (16 rows each, groups, kQuads, kSide rows, 4), and of each group the exponents
+// of floats, as their bits: powers (16 rows each, groups, kSide). Returns whether products with them are served.
+template <class Decoder>
+bool decode_codes(const Linear& linear, i64 row, i64 last, Powers x, u8* codes, int32_t* powers) {
+  const LinearCall& c = linear.call;
+  const CodesOf<Decoder> decoder(c.table);
+  const i64 groups = linear.groups, per_block = c.block / kGroup;
+  Powers all;
+  bool finite = true;
+  for (; row < last; row += kSide, codes += groups * kTile, powers += groups * kSide) {
+    for (i64 begin = 0; begin < groups; begin += 2) {  // the codes of two groups are a square
+      u8* square = codes + begin * kTile;
+      for (i64 q = 0; q < kSide; ++q) {
+        const i64 at = std::min(row + q, c.n - 1);
+        u8 rest[Decoder::kBytes];
+        for (i64 g = begin; g < std::min(begin + 2, groups); ++g) {
+          const u8* data = c.data + at * c.row_bytes + g * Decoder::kBytes;
+          __builtin_prefetch(data + kSide * c.row_bytes);
+          if ((g + 1) * kGroup > c.k) data = last_group<Decoder>(c, at, rest);
+          const u8 scale = c.scale[at * c.row_blocks + g / per_block];
+          const __m256i values = decoder.decode(data);
+          _mm256_storeu_si256(reinterpret_cast<__m256i*>(square + q * 2 * kGroup + (g - begin) * kGroup), values);
+          const bool zeros = !_mm256_cmpneq_epi8_mask(values, _mm256_set1_epi8(char(128)));
+          const int32_t power = zeros ? 0 : scale - kBias - decoder.shift;
+          all.add(power);
+          finite &= scale != 255;
+          powers[g * kSide + q] = (power + kBias) * (1 << 23);
+        }
+      }
+      transpose(reinterpret_cast<u16*>(square));
+    }
+  }
+  return finite && all.most < kBias - kCodeMantissa && x.least + all.least > -kBias &&
+         x.most + all.most <= kLargestPower;
+}
+
+// ---- x ----
+
+// A group of x as codes times 2**power, which has `sum` of them. Returns whether it is.
+inline bool to_codes(const u16* x, u8* codes, int32_t* power, int32_t* sum) {
+  const __m512i values = _mm512_loadu_si512(x), magnitudes = _mm512_and_si512(values, _mm512_set1_epi16(0x7FFF));
+  // -2**n counts as the number below it: there is a code of -128, and none of 128
+  const __m512i keys = _mm512_subs_epu16(magnitudes, _mm512_srli_epi16(values, 15));
+  const __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(keys), _mm512_extracti64x4_epi64(keys, 1));
+  const __m128i most = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+  const __m128i largest = _mm_minpos_epu16(_mm_xor_si128(most, _mm_set1_epi16(-1)));
+  const int32_t exponent = (~_mm_cvtsi128_si32(largest) & 0xFFFF) >> 7;
+  if (exponent <= kCodeMantissa) {  // the power of two would be subnormal
+    *power = *sum = 0;
+    std::memset(codes, 0, kGroup);
+    return !_mm512_test_epi16_mask(magnitudes, magnitudes);
+  }
+  if (exponent >= 2 * kBias) return false;  // -Inf counts as 2**127
+  *power = exponent - kBias - kCodeMantissa;
+  const __m512 factor = _mm512_set1_ps(from_bits((exponent - kCodeMantissa) << 23));
+  const __m512 inverse = _mm512_set1_ps(from_bits((2 * kBias + kCodeMantissa - exponent) << 23));
+  __m512i total = _mm512_setzero_si512();
+  __mmask16 exact = 0xFFFF;
+  for (int h = 0; h < 2; ++h) {
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + h * kSide));
+    const __m512 part = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+    const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(part, inverse));
+    exact &= _mm512_cmp_ps_mask(_mm512_mul_ps(_mm512_cvtepi32_ps(whole), factor), part, _CMP_EQ_OQ);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + h * kSide), _mm512_cvtepi32_epi8(whole));
+    total = _mm512_add_epi32(total, whole);
+  }
+  *sum = _mm512_reduce_add_epi32(total);
+  return exact == 0xFFFF;
+}
+
+struct Coded {
+  const Linear& linear;
+  const i64 across;  // tasks next to each other
+  const i64 rows;    // of x, up to a multiple of kTall
+  const Scratch<OF_X> scratch;
+  u8* const codes;       // (kTall rows each, groups, kTall, kGroup) of x
+  int32_t* const notes;  // (kTall rows each, groups, 2, kTall): powers as exponents of floats; what sums begin with
+  Powers powers;         // of x
+  std::mutex mutex;      // of them
+  std::atomic<bool> unserved{false};
+
+  explicit Coded(const Linear& linear)
+      : linear(linear),
+        across((linear.call.n + linear.call.task_columns - 1) / linear.call.task_columns),
+        rows((linear.call.m + kTall - 1) / kTall * kTall),
+        scratch(rows * linear.groups * (kGroup + 2 * i64(sizeof(int32_t)))),
+        codes(scratch.data()),
+        notes(reinterpret_cast<int32_t*>(codes + rows * linear.groups * kGroup)) {}
+
+  // The rows of x that go together from `row` on, with the last again below it. Returns whether all values have codes.
+  bool set_rows(i64 row, Powers& powers) {
+    const LinearCall& c = linear.call;
+    const i64 present = std::min(kTall, c.m - row);
+    u8* to = codes + row * linear.groups * kGroup;
+    int32_t* note = notes + row * linear.groups * 2;
+    for (i64 first = 0; first < c.k; first += kGroup, note += 2 * kTall) {
+      const i64 n = std::min(kGroup, c.k - first);
+      for (i64 r = 0; r < kTall; ++r, to += kGroup) {
+        const u16* x = static_cast<const u16*>(c.x) + (row + std::min(r, present - 1)) * c.k + first;
+        u16 rest[kGroup] = {};
+        if (n < kGroup) x = static_cast<const u16*>(std::memcpy(rest, x, 2 * n));
+        int32_t power, sum;
+        if (!to_codes(x, to, &power, &sum)) return false;
+        powers.add(power);
+        note[r] = power * (1 << 23);
+        note[kTall + r] = -128 * sum;  // for what the weight's codes are too large by
+      }
+    }
+    return true;
+  }
+};
+
+void run_codes_of_x(i64 begin, i64 end, void* context) {
+  Coded& coded = *static_cast<Coded*>(context);
+  const KeepSubnormals keep;
+  Powers powers;
+  for (i64 row = begin * kTall; row < end * kTall && !coded.unserved; row += kTall) {
+    if (!coded.set_rows(row, powers)) coded.unserved = true;
+  }
+  const std::lock_guard<std::mutex> lock(coded.mutex);
+  coded.powers.add(powers);
+}
+
+// ---- the product ----
+
+// sums: (kTall, 16 of kPair) = x times 16 rows of the weight. Some groups are summed by themselves: sums of sums are
+// more exact.
+__attribute__((target("avx512vnni"))) NOINLINE void multiply_codes(const u8* x, const int32_t* notes, const u8* w,
+                                                                   const int32_t* powers, i64 groups, float* sums) {
+  __m512 total[kTall];
+  for (int r = 0; r < kTall; ++r) total[r] = _mm512_setzero_ps();
+  for (i64 begin = 0; begin < groups; begin += kStripSums) {
+    __m512 strip[kTall];
+    for (int r = 0; r < kTall; ++r) strip[r] = _mm512_setzero_ps();
+    const i64 end = std::min(begin + kStripSums, groups);
+    for (i64 g = begin; g < end; ++g, x += kTall * kGroup, notes += 2 * kTall, w += kTile, powers += kSide) {
+      __m512i sum[kTall];
+      for (int r = 0; r < kTall; ++r) sum[r] = _mm512_set1_epi32(notes[kTall + r]);
+      for (int i = 0; i < kQuads; ++i) {
+        const __m512i quads = _mm512_loadu_si512(w + i * 4 * kSide);
+        for (int r = 0; r < kTall; ++r) {
+          sum[r] = _mm512_dpbusd_epi32(sum[r], quads, _mm512_set1_epi32(load<int32_t>(x + r * kGroup + 4 * i)));
+        }
+      }
+      const __m512i of_weight = _mm512_loadu_si512(powers);
+      for (int r = 0; r < kTall; ++r) {
+        const __m512 power = _mm512_castsi512_ps(_mm512_add_epi32(of_weight, _mm512_set1_epi32(notes[r])));
+        strip[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r]), power, strip[r]);
+      }
+    }
+    for (int r = 0; r < kTall; ++r) total[r] = _mm512_add_ps(total[r], strip[r]);
+  }
+  for (int r = 0; r < kTall; ++r) _mm512_storeu_ps(sums + r * kPair, total[r]);
+}
+
+template <class Decoder>
+void run_codes(i64 begin, i64 end, void* context) {
+  Coded& coded = *static_cast<Coded*>(context);
+  const Linear& linear = coded.linear;
+  const LinearCall& c = linear.call;
+  const i64 groups = linear.groups, panels = (c.task_columns + kSide - 1) / kSide;
+  const KeepSubnormals keep;
+  const i64 bytes = (panels * groups + 1) * kTile;  // the last square may be half empty
+  const Scratch<OF_WEIGHT> scratch(bytes + panels * groups * kSide * i64(sizeof(int32_t)));
+  u8* const w = scratch.data();
+  int32_t* const powers = reinterpret_cast<int32_t*>(w + bytes);
+  alignas(64) float sums[kTall * kPair];
+  for (i64 task = begin; task < end && !coded.unserved; ++task) {
+    const i64 first = task % coded.across * c.task_columns, last = std::min(first + c.task_columns, c.n);
+    const i64 top = task / coded.across * c.task_rows, bottom = std::min(top + c.task_rows, c.m);
+    if (!decode_codes<Decoder>(linear, first, last, coded.powers, w, powers)) {
+      coded.unserved = true;
+      return;
+    }
+    for (i64 m = top; m < bottom; m += kTall) {
+      const u8* x = coded.codes + m * groups * kGroup;
+      const int32_t* notes = coded.notes + m * groups * 2;
+      for (i64 n = first; n < last; n += kPair) {
+        for (i64 half = n; half < std::min(n + kPair, last); half += kSide) {
+          const i64 at = (half - first) / kSide * groups;
+          multiply_codes(x, notes, w + at * kTile, powers + at * kSide, groups, sums + half - n);
+        }
+        for (i64 r = 0; r < std::min(kTall, bottom - m); ++r) {
+          finish_part(linear, m + r, n, std::min(kPair, last - n), sums + r * kPair);
+        }
+      }
+    }
+  }
+}
+
+template <class Decoder>
+int32_t multiply_in_codes(const Linear& linear, ParallelFor parallel_for) {
+  if constexpr (CodesOf<Decoder>::kServed) {
+    const LinearCall& c = linear.call;
+    Coded coded(linear);
+    run_codes_of_x(0, 1, &coded);  // where these have no codes, no thread looks further
+    const i64 grain = std::max<i64>(1, (1 << 16) / (kTall * c.k));
+    if (!coded.unserved && c.m > kTall) {
+      if (const int32_t error = parallel_for(1, coded.rows / kTall, grain, run_codes_of_x, &coded)) return error;
+    }
+    if (coded.unserved) return kUnserved;
+    const i64 tasks = coded.across * ((c.m + c.task_rows - 1) / c.task_rows);
+    const int32_t error = parallel_for(0, tasks, 1, run_codes<Decoder>, &coded);
+    return error ? error : coded.unserved ? kUnserved : 0;
+  }
+  return kUnserved;
+}
+
+}  // namespace
+
+#else
+
+namespace {
+template <class Decoder>
+bool has_quads(const float*) {
+  return false;
+}
+template <class Decoder>
+int32_t multiply_in_codes(const Linear&, ParallelFor) {
+  return kUnserved;
+}
+}  // namespace
+
+#endif

@@ -1,0 +1,175 @@
+"""Products of integers times powers of two on AVX512_VNNI. On machines without it a dense product serves."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from pt2mx import MXSpec, ops
+from pt2mx.kernels import reference
+from pt2mx.kernels.cpu import linear as cpu_linear
+from pt2mx.kernels.packing import pack
+from tests.compare import relative_error, same
+
+NAMES = ("int8", "int8_full", "fp4_e2m1", "fp6_e2m3", "int4")
+
+
+@pytest.fixture
+def dense_calls(monkeypatch):
+    """Calls of the dense product, with AVX512_VNNI as the only unit."""
+    calls, units_for, dense = [], cpu_linear.units_for, cpu_linear.dequantize_then_matmul.linear
+    monkeypatch.setattr(cpu_linear, "units_for", lambda spec, k: units_for(spec, k) & cpu_linear.AVX512_VNNI)
+    monkeypatch.setattr(
+        cpu_linear.dequantize_then_matmul, "linear", lambda *args, **options: calls.append(1) or dense(*args, **options)
+    )
+    return calls
+
+
+def has_unit():
+    return cpu_linear.units_for(MXSpec("int8", 32), 32) & cpu_linear.AVX512_VNNI
+
+
+def weight(n, k, name, block=32, scales=(120, 134)):
+    """A weight of random codes and scales: its bytes, scales and spec, and its values."""
+    spec = MXSpec(name, block, 1)
+    codes = torch.randint(1 << spec.element.bits, (n, k), dtype=torch.uint8)
+    data = pack(codes, 1, spec.element.bits) if spec.element.bits < 8 else codes
+    scale = torch.randint(*scales, (n, -(-k // block)), dtype=torch.uint8)
+    return data, scale, spec, reference.dequantize(data, scale, spec, torch.float32, k)
+
+
+def quantized(rows, k, name, power=0):
+    x = ops.fake_quantize_mx(torch.randn(rows, k) * 2.0**power, name, 32)
+    return x.bfloat16()
+
+
+def multiplied(x, weight, dtype=torch.float32, bias=None):
+    data, scale, spec, values = weight
+    got = cpu_linear.linear(x, data, scale, bias, spec, dtype=dtype)
+    return got, F.linear(x.double(), values.double(), None if bias is None else bias.double())
+
+
+def test_elements_that_are_integers():
+    """Other elements have no codes of 8 bits; blocks are whole groups."""
+    for name in NAMES:
+        assert cpu_linear.multiplies_integers(MXSpec(name, 64), 64) or not has_unit() or cpu_linear.AMX & has_unit()
+    for name in ("fp8_e4m3", "fp8_e5m2", "fp6_e3m2"):
+        assert not cpu_linear.multiplies_integers(MXSpec(name, 32), 64)
+    assert not cpu_linear.multiplies_integers(MXSpec("int8", 20), 64)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("of_x", ["int8", "fp4_e2m1", "fp6_e2m3"])
+def test_a_block_is_exact(dense_calls, name, of_x):
+    """Every code of the weight, and of x its own elements."""
+    x, w = quantized(400, 32, of_x), weight(300, 32, name)
+    got, exact = multiplied(x, w)
+    assert torch.equal(got.double(), exact)
+    assert not dense_calls or not has_unit()
+
+
+@pytest.mark.parametrize("name", ["int8", "fp4_e2m1", "fp6_e2m3"])
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "block"),
+    [(5, 1, 1, 32), (8, 16, 32, 32), (33, 17, 70, 32), (32, 40, 96, 32), (65, 37, 333, 64), (300, 130, 1100, 32)],
+)
+def test_sizes_that_are_multiples_of_nothing(dense_calls, name, rows, n, k, block):
+    x, w, bias = quantized(rows, k, name), weight(n, k, name, block), torch.randn(n)
+    for given in (None, bias):
+        got, exact = multiplied(x, w, bias=given)
+        plain = F.linear(x.float(), w[-1], given)
+        assert got.shape == (rows, n)
+        assert relative_error(got, exact) <= max(1.1 * relative_error(plain, exact), 4e-8)
+    half, exact = multiplied(x, w, torch.bfloat16, bias.bfloat16())
+    assert relative_error(half, exact.bfloat16().double()) < 1e-3
+    assert not dense_calls or not has_unit()
+
+
+def test_a_long_row_is_no_less_exact(dense_calls):
+    x, w = quantized(40, 100_000, "int8"), weight(20, 100_000, "int8")
+    got, exact = multiplied(x, w)
+    assert relative_error(got, exact) <= relative_error(F.linear(x.float(), w[-1]), exact)
+    assert not dense_calls or not has_unit()
+
+
+@pytest.mark.parametrize("name", ["int8", "fp4_e2m1"])
+@pytest.mark.parametrize(
+    ("power", "scale", "served"),
+    [(0, 1, False), (-124, 127, False), (-110, 60, False), (60, 200, False), (-124, 254, False)]
+    + [(0, 30, True), (-60, 80, True), (-90, 200, True), (60, 1, True), (110, 20, True), (0, 200, True)],
+)
+def test_every_scale_counts(dense_calls, name, power, scale, served):
+    """Where a product could leave the normal numbers, or a sum be infinite, another product serves."""
+    x, w = quantized(40, 32, name, power), weight(40, 32, name, scales=(scale, scale + 1))
+    got, exact = multiplied(x, w)
+    assert same(got, exact.float() if served else F.linear(x.float(), w[-1]))
+    assert bool(dense_calls) != (served and bool(has_unit()))
+
+
+@pytest.mark.parametrize("largest", [100, 127])
+def test_the_least_code(dense_calls, largest):
+    """-128, alone and beside the largest code."""
+    x = torch.randint(-100, largest + 1, (40, 64)).bfloat16()
+    x[:, 3], x[:, 40], x[::2, 41] = -128, -128, largest
+    got, exact = multiplied(x * 2.0**-9, weight(50, 64, "int8_full", scales=(127, 128)))
+    assert torch.equal(got.double(), exact) and (not dense_calls or not has_unit())
+
+
+def test_zeros(dense_calls):
+    """Blocks of zeros have any scale, and no say in which scales are served."""
+    x, (data, scale, spec, _) = quantized(40, 128, "int8"), weight(40, 128, "int8")
+    x[:, :32], x[7] = 0, -0.0
+    data[:, 32:64], scale[:, 1] = 0, 0
+    data[5], scale[5, ::2], scale[5, 1::2] = 0, 254, 0
+    values = reference.dequantize(data, scale, spec, torch.float32, 128)
+    got, exact = multiplied(x, (data, scale, spec, values))
+    assert relative_error(got, exact) < 1e-7 and not got[7].any() and not got[:, 5].any()
+    assert not dense_calls or not has_unit()
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("value", [2.0**-20, 129.0, float("inf"), -float("inf"), float("nan"), 2.0**-133])
+def test_values_without_a_code(dense_calls, value, last):
+    """Wherever they are, the whole product goes another way."""
+    x, w = quantized(70, 64, "int8"), weight(40, 64, "int8")
+    row = x[-1 if last else 0]
+    row[:32], row[17] = 0, value
+    if abs(value) < 1e9:
+        row[18] = 1
+    got, exact = multiplied(x, w)
+    plain = F.linear(x.float(), w[-1])
+    assert torch.equal(got.isnan(), plain.isnan()) and dense_calls
+    finite = exact.isfinite()
+    assert torch.equal(got[~finite].nan_to_num(), plain[~finite].nan_to_num())
+    assert relative_error(got[finite], exact[finite]) < 1e-6
+
+
+def test_other_activations_take_the_way_of_other_units(monkeypatch):
+    w = weight(40, 320, "int8")
+    units_for = cpu_linear.units_for
+    for x in (quantized(70, 320, "fp8_e4m3"), torch.randn(70, 320).bfloat16()):
+        results = [multiplied(x, w)[0]]
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu_linear, "units_for", lambda spec, k: units_for(spec, k) & ~cpu_linear.AVX512_VNNI)
+            results.append(multiplied(x, w)[0])
+        assert torch.equal(*results)
+
+
+def test_a_scale_of_nan(dense_calls):
+    x, (data, scale, spec, _) = quantized(40, 64, "int8"), weight(40, 64, "int8")
+    scale[3, 1], data[3, 32:], x[5] = 255, 0, 0
+    values = reference.dequantize(data, scale, spec, torch.float32, 64)
+    got, exact = multiplied(x, (data, scale, spec, values))
+    assert got[:, 3].isnan().all() and torch.equal(got.isnan(), exact.isnan())
+
+
+@pytest.mark.parametrize("rows", [6, 40])
+def test_any_number_of_threads(dense_calls, rows):
+    x, w = quantized(rows, 1000, "fp6_e2m3"), weight(500, 1000, "fp4_e2m1")
+    before, results = torch.get_num_threads(), []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        try:
+            results += [multiplied(x, w)[0] for _ in range(4)]
+        finally:
+            torch.set_num_threads(before)
+    assert all(torch.equal(result, results[0]) for result in results[1:])
