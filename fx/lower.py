@@ -15,10 +15,12 @@ from pt2mx.fx.graph.origins import note_origins
 from pt2mx.fx.graph.subgraphs import graph_modules
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors, map_tensors
 from pt2mx.fx.passes.bfloat16_products import use_bfloat16_products
+from pt2mx.fx.passes.bfloat16_tensor_cores import use_bfloat16_tensor_cores
 from pt2mx.fx.passes.convolutions_as_products import use_products_for_convolutions
 from pt2mx.fx.passes.cse_quantize import cse_quantize
 from pt2mx.fx.passes.device import device_named, move_to_device
 from pt2mx.fx.passes.fold_weights import fold_all_weights
+from pt2mx.fx.passes.fp8_rows import use_fp8_rows
 from pt2mx.fx.passes.fuse_qdq import fuse_qdq
 from pt2mx.fx.passes.fuse_rotation import fuse_rotation
 from pt2mx.fx.passes.merge_fake_quantize import merge_fake_quantize
@@ -27,6 +29,7 @@ from pt2mx.fx.passes.mma_layout import use_mma_layout
 from pt2mx.fx.passes.packed_attention import use_packed_attention
 from pt2mx.fx.passes.packed_embedding import use_packed_embeddings
 from pt2mx.fx.passes.packed_products import use_packed_weights
+from pt2mx.fx.passes.quantize_in_calls import quantize_in_calls
 from pt2mx.fx.passes.scaled_mm import use_scaled_mm
 from pt2mx.fx.passes.sink_bias import sink_bias
 from pt2mx.fx.passes.unpack_weights import unpack_weights
@@ -58,11 +61,14 @@ STEPS = (
     Step(use_packed_embeddings),
     Step(use_packed_weights),
     Step(merge_linears, needs_weights=True),
+    Step(use_fp8_rows, needs_weights=True, option="unpack"),
     Step(sink_bias),
     Step(merge_fake_quantize),
+    Step(quantize_in_calls),
     Step(use_scaled_mm, needs_weights=True, option="scaled_mm"),
     Step(fuse_rotation),
     Step(use_bfloat16_products),
+    Step(use_bfloat16_tensor_cores, needs_weights=True),
     Step(use_products_for_convolutions, needs_weights=True),
     Step(unpack_weights, needs_weights=True, option="unpack"),
     Step(use_mma_layout, needs_weights=True),
@@ -90,8 +96,10 @@ def lower_to_inductor(
         scaled_mm: leave products to MX tensor cores, where the GPU has them (`use_scaled_mm`); untested on hardware.
             False by default.
         unpack: keep weights dequantized, in the memory that the float model takes (`unpack_weights`): the fastest form
-            where many rows are multiplied at a time, as in a vision model or an encoder with quantized activations. Of
-            a model with quantized weights alone the result may hold no quantized tensor, and is lowered no further.
+            where many rows are multiplied at a time, as in a vision model or an encoder with quantized activations.
+            GPUs with tensor cores for FP8 multiply elements of 4 and 6 bits on those, with weights of 8 bits
+            (`use_fp8_rows`). Of a model with quantized weights alone the result may hold no quantized tensor, and is
+            lowered no further.
             False by default.
 
     Returns:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from pt2mx import ops
 from pt2mx.fx.graph.constants import computed_from, constant_nodes, evaluate, root_name
 from pt2mx.fx.graph.graph_pass import GraphPass
-from pt2mx.fx.graph.node import Dequantize, LinearMX, dtype_of, set_value, shape_of
+from pt2mx.fx.graph.node import Dequantize, LinearMX, dtype_of, set_value, shape_of, value_of
 from pt2mx.fx.passes.fold_weights import fold_constant
 from pt2mx.kernels.cpu.linear import multiplies_bfloats
 from pt2mx.ops.hadamard import hadamard
@@ -33,7 +35,7 @@ def unpack_weights(model: GraphModule) -> None:
         k = (shape_of(product.x) or (None,))[-1]
         if not constants.issuperset((product.codes, product.scale)) or not isinstance(k, int):
             continue
-        of_bfloats = product.target_dtype is not None
+        of_bfloats = product.target_dtype is not None and value_of(node).device.type == "cpu"
         if not of_bfloats or not multiplies_bfloats(MXSpec(product.element, product.block_size), k):
             constants.add(_use_plain_product(model, node, product, k))
     for node, call in Dequantize.calls_in(model.graph):
@@ -49,6 +51,8 @@ def unpack_weights(model: GraphModule) -> None:
 
 def _use_plain_product(model: GraphModule, packed: Node, call: LinearMX, k: int) -> Node:
     """Replace a `linear_mx`, whose x is (..., k); gives the node of its dequantized weight."""
+    if _is_of_tensor_cores(packed, call):
+        return _use_tensor_cores(model, packed, call, k)
     args = (call.codes, call.scale, call.element, call.block_size, dtype_of(packed), -1, k)
     with model.graph.inserting_before(packed):
         weight = model.graph.call_function(ops.dequantize_mx, args)
@@ -61,6 +65,34 @@ def _use_plain_product(model: GraphModule, packed: Node, call: LinearMX, k: int)
             set_value(x)
         plain = model.graph.call_function(aten.linear.default, (x, weight, call.bias))
     set_value(weight)
+    plain.meta.update(packed.meta)
+    packed.replace_all_uses_with(plain)
+    model.graph.erase_node(packed)
+    return weight
+
+
+def _is_of_tensor_cores(packed: Node, call: LinearMX) -> bool:
+    """True of a product of bfloat16 to float32 on a GPU, of known sizes: `mm` has no more than two dimensions."""
+    value, shape = value_of(packed), shape_of(packed) or (None,)
+    known = all(isinstance(n, int) for n in shape)
+    return known and call.target_dtype == torch.float32 and dtype_of(call.x) == torch.bfloat16 and value.is_cuda
+
+
+def _use_tensor_cores(model: GraphModule, packed: Node, call: LinearMX, k: int) -> Node:
+    """As `_use_plain_product`, by a `mm` of bfloat16 with a result in float32."""
+
+    def insert(target: OpOverload, *args: Any) -> Node:
+        node = model.graph.call_function(target, args)
+        set_value(node)
+        return node
+
+    with model.graph.inserting_before(packed):
+        weight = insert(ops.dequantize_mx, call.codes, call.scale, call.element, call.block_size, torch.bfloat16, -1, k)
+        rows = insert(aten.reshape.default, call.x, [-1, k])
+        product = insert(aten.mm.dtype, rows, insert(aten.t.default, weight), torch.float32)
+        plain = insert(aten.view.default, product, list(shape_of(packed) or ()))
+        if call.bias is not None:
+            plain = insert(aten.add.Tensor, plain, call.bias)
     plain.meta.update(packed.meta)
     packed.replace_all_uses_with(plain)
     model.graph.erase_node(packed)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from pt2mx.formats import FORMATS, ElementFormat
+from pt2mx.kernels.fp8_rows import ACTIVATIONS, ROOMS
 from pt2mx.kernels.gpu.mma_layout import FRAGMENTS
 from pt2mx.kernels.packing import group_of
 from pt2mx.modes import ROUNDINGS, SCALE_MODES
@@ -55,6 +56,12 @@ _PAIRS = "; ".join(
     f"`{x}` x `{weight}` to {', '.join(str(dtype).removeprefix('torch.') for dtype in form.results)}"
     for (x, weight), form in FORMS.items()
 )
+_ROOM = ", ".join(f"2**-{room.spread} of it for `{name}`" for name, room in ROOMS.items())
+_ROWS = {
+    "data": "(..., K) uint8, codes of `fp8_e4m3` without negative zeros",
+    "scale": "(..., 1) float32, a power of two, or -1 of a row that does not fit",
+    "rest": "(..., K) in x's dtype: the values of the rows that do not fit; the others mean nothing",
+}
 
 OPERATORS = {
     "quantize_mx": Operator(
@@ -190,6 +197,48 @@ OPERATORS = {
             "x_elem_dtype_name": "the element of x",
             "weight_elem_dtype_name": "the element of the weight",
             "target_dtype": "the dtype of the result",
+        },
+    ),
+    "quantize_fp8_rows": Operator(
+        1,
+        "`quantize_mx` of an activation of x, in blocks of 32 along the last dimension, as FP8 rows: E4M3 codes with "
+        "one scale a row, which stand for the same values. A row does not fit where the scale of a block that is not "
+        f"zero is too far below the row's largest ({_ROOM}), or a value is not finite: its scale is -1.",
+        _ROWS,
+        {
+            "x": "(..., K) float32, float16 or bfloat16 of any strides, K a multiple of 32",
+            "elem_dtype_name": f"one of {_choices(ROOMS)}",
+            "rounding": f"how values are rounded: {_choices(r for r in ROUNDINGS if not ROUNDINGS[r].random)}",
+            "activation": f"what is computed of x first, and rounded to its dtype: {_choices(ACTIVATIONS)}",
+        },
+    ),
+    "layer_norm_fp8_rows": Operator(
+        1,
+        "`quantize_fp8_rows` of the layer norm of x + residual along the last dimension. Sum and norm are rounded to "
+        "x's dtype.",
+        {"normed": "x's shape and dtype: the norm before it is quantized", **_ROWS},
+        {
+            "x": "(..., K) float32, float16 or bfloat16 of any strides, K a multiple of 32",
+            "residual": "x's shape and dtype, or None",
+            "weight": "(K,), or None",
+            "bias": "(K,), or None",
+            "eps": "what is added to the variance",
+            "elem_dtype_name": f"one of {_choices(ROOMS)}",
+            "rounding": f"how values are rounded: {_choices(r for r in ROUNDINGS if not ROUNDINGS[r].random)}",
+        },
+    ),
+    "mm_fp8_rows": Operator(
+        1,
+        "The product of FP8 rows and a weight of FP8 rows that all fit; rows that do not fit count as what they have "
+        "in `rest`. On a GPU sums are those of its tensor cores for FP8, with partial sums in float32.",
+        {"": "(..., N) in the dtype of `rest`"},
+        {
+            "data": "(..., K) uint8, K a multiple of 16",
+            "scale": "(..., 1) float32",
+            "rest": "(..., K) float32, float16 or bfloat16",
+            "weight_data": "(N, K) uint8, N a multiple of 16",
+            "weight_scale": "(N, 1) float32",
+            "bias": "(N,) in the dtype of `rest`, or None",
         },
     ),
     "swizzle_scale": Operator(

@@ -79,6 +79,23 @@ _EXAMPLES = {
         >>> torch.ops.pt2mx.scaled_mm_mx(x, swizzle(x_scale), weight, swizzle(scale), None, *types)[0, :4]
         tensor([0., 1., 2., 3.])
         """,
+    "quantize_fp8_rows": """
+        >>> data, scale, _ = torch.ops.pt2mx.quantize_fp8_rows(torch.ones(1, 32), "fp4_e2m1")
+        >>> data.view(torch.float8_e4m3fn)[0, 0], scale
+        (tensor(256., dtype=torch.float8_e4m3fn), tensor([[0.0039]]))
+        """,
+    "layer_norm_fp8_rows": """
+        >>> x = torch.tensor([[1.0, -1.0] * 16])
+        >>> normed, *rows = torch.ops.pt2mx.layer_norm_fp8_rows(x, x, None, None, 0.0, "fp4_e2m1")
+        >>> normed[0, :4]
+        tensor([ 1., -1.,  1., -1.])
+        """,
+    "mm_fp8_rows": """
+        >>> weight, scale, _ = torch.ops.pt2mx.quantize_fp8_rows(torch.eye(32), "fp4_e2m1")
+        >>> rows = torch.ops.pt2mx.quantize_fp8_rows(torch.full((1, 32), 3.0), "fp6_e2m3")
+        >>> torch.ops.pt2mx.mm_fp8_rows(*rows, weight, scale)[0, :4]
+        tensor([3., 3., 3., 3.])
+        """,
     "swizzle_scale": """
         >>> swizzled = torch.ops.pt2mx.swizzle_scale(torch.tensor([[127, 128]], dtype=torch.uint8))
         >>> swizzled.shape, swizzled[:4]

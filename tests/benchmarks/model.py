@@ -1,19 +1,19 @@
 """Compiled converted models over the compiled float ones in the same dtype: time, and gigabytes of weights.
 
-    python -m tests.benchmarks.model [--device cpu|cuda] [--models minilm resnet18 llama] [--layers 16] [--json]
-        [--random-minilm] [--recipes mxint8 mxfp6 mxfp4 mxfp8] [--dtypes float32]
+    python -m tests.benchmarks.model [--device cpu|cuda] [--models minilm bert_large resnet18 llama] [--layers 16]
+        [--random-minilm] [--recipes mxint8 mxfp6 mxfp4 mxfp8] [--dtypes float32] [--kinds unpacked] [--json]
 
-MiniLM (pretrained, or its shape with random weights; 32 sentences of 64 tokens) and ResNet-18 (8 images of 224x224)
-with MXFP8 weights and activations; one step of decoding with a decoder of the shape of Llama 3.2 1B (random weights,
-tied embedding, batch 1, static cache) with MXFP4 weights, its head's too. Where activations are quantized there is a
-row for packed weights and one for `lower_to_inductor(unpack=True)`; the rows "rotated" are of products in rotated
-coordinates, packed. All sides are compiled alike, as a whole (on a
-GPU with CUDA graphs), and called in turns; the times are medians. On a GPU ten calls are queued at a time, as in
-decoding, where none waits for the host.
+With MXFP8 weights and activations: MiniLM (pretrained, or its shape with random weights; 32 sentences of 64 tokens),
+four layers of the shape of BERT-large (random weights; 32 x 128 tokens) and ResNet-18 (8 images of 224x224). One step
+of decoding with a decoder of the shape of Llama 3.2 1B (random weights, tied embedding, batch 1, static cache) with
+MXFP4 weights, its head's too. Where activations are quantized there is a row for packed weights and one for
+`lower_to_inductor(unpack=True)`; the rows "rotated" are of products in rotated coordinates, packed. All sides are
+compiled alike, as a whole (on a GPU with CUDA graphs), and called in turns; the times are medians. On a GPU ten calls
+are queued at a time, as in decoding, where none waits for the host.
 
 Reach: with packed weights alone at most 0.5x. With quantized activations on a CPU with units for bfloat16, MiniLM in
-float32 at most 0.45x (0.6x in MXFP8), in bfloat16 0.95x (1.05x); ResNet-18 0.6x and 1.0x. On an H200 in bfloat16 0.9x
-(1.05x in MXFP8).
+float32 at most 0.45x (0.6x in MXFP8), in bfloat16 0.95x (1.05x); ResNet-18 0.6x and 1.0x. On an H200 MiniLM and
+BERT-large in bfloat16 0.9x (1.05x in MXFP8), BERT-large in float32 0.35x.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", metavar="NAME", help="instead of the one of each model")
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), help="of MiniLM and ResNet-18")
     parser.add_argument("--random-minilm", action="store_true", help="where the pretrained weights are not installed")
+    parser.add_argument("--kinds", nargs="+", choices=("packed", "unpacked", "rotated"), help="default: all")
     parser.add_argument("--layers", type=int, default=16, help="of the decoder")
     parser.add_argument("--repeats", type=int, help="default: 20 on the CPU, 50 on a GPU")
     parser.add_argument("--mode", help="of torch.compile; default on a GPU: reduce-overhead")
@@ -95,6 +96,7 @@ def measure(name: str, load: Callable, recipe: str, dtype: torch.dtype, options:
     model, inputs = model.eval().to(options.device, dtype), tuple(to(x, options.device, dtype) for x in inputs)
     program = torch.export.export(model, inputs)
     kinds = ["packed", "rotated"] if recipe.endswith("weight_only") else ["packed", "unpacked", "rotated"]
+    kinds = [kind for kind in kinds if kind in (options.kinds or kinds)]
     lowered = [lower(program.module(), kind, inputs, recipe, options.device) for kind in kinds]
     sizes = [gigabytes(m) for m in (model, *lowered)]
     sides = [torch.compile(m, mode=options.mode) for m in (model, *lowered)]
@@ -141,17 +143,24 @@ def gigabytes(model: nn.Module) -> float:
 
 def minilm(options: argparse.Namespace) -> tuple[nn.Module, tuple[Tensor, ...]]:
     if options.random_minilm:
-        transformers = import_extra("transformers", "hf")
-        config = transformers.BertConfig(
-            hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536
-        )
-        encoder = SentenceEncoder(transformers.BertModel(config, add_pooling_layer=False))
-        tokens = torch.randint(config.vocab_size, (32, 64))
-        return encoder, (tokens, torch.ones_like(tokens))
+        return random_bert(32, 64, hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
     encoder, tokenize = load_minilm()
     texts = sentences()
     tokens = tokenize([" ".join(texts[i : i + 16]) for i in range(32)])
     return encoder, tuple(t[:, :64].contiguous() for t in tokens)
+
+
+def bert_large(options: argparse.Namespace) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    sizes = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
+    return random_bert(32, 128, num_hidden_layers=4, **sizes)
+
+
+def random_bert(batch: int, length: int, **sizes: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    transformers = import_extra("transformers", "hf")
+    config = transformers.BertConfig(**sizes)
+    encoder = SentenceEncoder(transformers.BertModel(config, add_pooling_layer=False))
+    tokens = torch.randint(config.vocab_size, (batch, length))
+    return encoder, (tokens, torch.ones_like(tokens))
 
 
 def resnet18(options: argparse.Namespace) -> tuple[nn.Module, tuple[Tensor, ...]]:
@@ -167,6 +176,7 @@ def llama(options: argparse.Namespace) -> tuple[nn.Module, tuple[Tensor, ...]]:
 #: model -> what loads it, its recipe, its dtype where it has one of its own
 MODELS = {
     "minilm": (minilm, "mxfp8", None),
+    "bert_large": (bert_large, "mxfp8", None),
     "resnet18": (resnet18, "mxfp8", None),
     "llama": (llama, "mxfp4_weight_only", ("bfloat16",)),
 }

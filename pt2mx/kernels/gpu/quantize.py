@@ -189,7 +189,7 @@ def _launch(
     long = SCALE_MODES[spec.scale_mode].searches or ROUNDINGS[spec.rounding].random
     tile = (_LONG if long else tiles)[inner > 1]
     wide = lines * min(spec.block_size, length) >= 2**31 - max(tile.values, tile.vector * 2 * _LARGEST_BLOCK)
-    constants = _constants(spec, word, length, inner, wide, tile)
+    constants = constants_of(spec, word, length, inner, wide, tile)
     warps = max(tile.warps, constants.lines * constants.tile // (32 * _VALUES_PER_THREAD))
     with torch.cuda.device_of(arguments[0]):
         grid = (triton.cdiv(lines, constants.lines),)
@@ -197,7 +197,7 @@ def _launch(
 
 
 @functools.lru_cache(maxsize=4096)
-def _constants(spec: MXSpec, word: tuple[int, int], length: int, inner: int, wide: bool, tile: Tile) -> Constants:
+def constants_of(spec: MXSpec, word: tuple[int, int], length: int, inner: int, wide: bool, tile: Tile) -> Constants:
     rounding = ROUNDINGS[spec.rounding]
     word_codes, word_bytes = word
     block = min(spec.block_size, length)

@@ -10,6 +10,7 @@ import torch
 from pt2mx.ops import contract
 
 _MODES = 'str elem_dtype_name, int block_size, int axis=-1, str scale_mode="floor", str rounding="even"'
+_ROW_MODES = 'str elem_dtype_name, str scale_mode="floor", str rounding="even"'
 _WEIGHT = "Tensor x, Tensor weight_data, Tensor weight_scale"
 
 #: operator -> the schema of each version. A version that was published stays as it is; a change is one more.
@@ -47,6 +48,17 @@ RECORDED = {
     "scaled_mm_mx": {
         1: "(Tensor x_data, Tensor x_scale, Tensor weight_data, Tensor weight_scale, Tensor? bias, "
         "str x_elem_dtype_name, str weight_elem_dtype_name, ScalarType target_dtype) -> Tensor"
+    },
+    "quantize_fp8_rows": {
+        1: f'(Tensor x, {_ROW_MODES}, str activation="none") -> (Tensor data, Tensor scale, Tensor rest)'
+    },
+    "layer_norm_fp8_rows": {
+        1: f"(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, {_ROW_MODES}) -> "
+        "(Tensor normed, Tensor data, Tensor scale, Tensor rest)"
+    },
+    "mm_fp8_rows": {
+        1: "(Tensor data, Tensor scale, Tensor rest, Tensor weight_data, Tensor weight_scale, "
+        "Tensor? bias=None) -> Tensor"
     },
     "swizzle_scale": {1: "(Tensor scale) -> Tensor"},
 }

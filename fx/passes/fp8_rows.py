@@ -1,0 +1,172 @@
+"""Products of quantized activations and weights on tensor cores for FP8 (`pt2mx.kernels.fp8_rows`)."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+
+from pt2mx.formats import ELEMENTS
+from pt2mx.fx.graph.attributes import name_of, register_buffer, tensor_of
+from pt2mx.fx.graph.constants import constant_nodes
+from pt2mx.fx.graph.graph_pass import GraphPass
+from pt2mx.fx.graph.node import FakeQuantize, LinearMX, named_args, set_value, shape_of, value_of
+from pt2mx.fx.graph.tensors import erase_unread
+from pt2mx.kernels.fp8_rows import BLOCK, ROOMS, of_packed
+from pt2mx.modes import ROUNDINGS
+from pt2mx.ops.fp8_rows import layer_norm_fp8_rows, mm_fp8_rows, quantize_fp8_rows
+
+aten = torch.ops.aten
+
+#: compute capabilities of GPUs whose tensor cores multiply FP8 at twice the rate of bfloat16
+_CAPABILITIES = ((8, 9), (9, 0))
+#: rows of x, and values of a weight, from which FP8 is faster than bfloat16: 2048 x 1024 x 1024 takes 0.82 of the time
+#: on an H200, 2048 x 1536 x 384 1.3
+_LEAST_ROWS, _LEAST_WEIGHT = 256, 1 << 20
+
+
+class Norm(NamedTuple):
+    """A layer norm along the last dimension, of the sum of x and what is added to it."""
+
+    node: Node
+    x: Node
+    residual: Node | None
+    weight: Node | None
+    bias: Node | None
+    eps: float
+
+
+@GraphPass
+def use_fp8_rows(model: GraphModule, force: bool = False) -> None:
+    """Multiply `linear_mx(fake_quantize_mx(x), weight)` of bfloat16 as FP8 rows, where both elements leave room for
+    their scales in E4M3 and the GPU has tensor cores for it. The kernel that makes rows of x computes the activation
+    or the layer norm before it too.
+
+    The weight becomes codes of 8 bits, `<weight>_data_fp8`, with a scale for each of its rows; one that has a row
+    whose scales lie too far apart stays as it is, and so do small products.
+
+    Args:
+        force: on every device and for every size. For tests.
+    """
+    constants, weights = constant_nodes(model.graph), dict[tuple[object, ...], tuple[str, str] | None]()
+    rows: dict[Node, list[Node]] = {}
+    for node, call in LinearMX.calls_in(model.graph):
+        of = FakeQuantize.of(call.x)
+        if of is None or not _fits(node, call, of, force) or not constants.issuperset((call.codes, call.scale)):
+            continue
+        if any(n.op != "get_attr" for n in (call.codes, call.scale)):
+            continue
+        key = call.codes.target, call.scale.target, call.element
+        if key not in weights:
+            weights[key] = _register_rows(model, call)
+        if (names := weights[key]) is None:
+            continue
+        if call.x not in rows:
+            rows[call.x] = _rows_of(call.x, of)
+        with model.graph.inserting_before(node):
+            weight = [_read(model, name, old) for name, old in zip(names, (call.codes, call.scale), strict=True)]
+            product = model.graph.call_function(mm_fp8_rows, (*rows[call.x], *weight, call.bias))
+        product.meta.update(node.meta)
+        node.replace_all_uses_with(product)
+        erase_unread(node)
+
+
+def _fits(node: Node, call: LinearMX, of: FakeQuantize, force: bool) -> bool:
+    """True if the tensor cores take a product, are there, and are worth it."""
+    value, x, weight = value_of(node), shape_of(call.x), shape_of(call.codes)
+    if value is None or x is None or weight is None or value.dtype != torch.bfloat16 or call.target_dtype is not None:
+        return False
+    if not {of.element, call.element} <= ROOMS.keys() or not of.block_size == call.block_size == BLOCK or call.rotation:
+        return False
+    if of.axis not in (-1, len(x) - 1) or ROUNDINGS[of.rounding].random:
+        return False
+    (*rows, k), n = x, weight[0]
+    if not isinstance(k, int) or k % BLOCK or not isinstance(n, int) or n % 16:
+        return False
+    if force:
+        return True
+    known = all(isinstance(r, int) for r in rows)
+    if k * n < _LEAST_WEIGHT or (known and math.prod(r for r in rows if isinstance(r, int)) < _LEAST_ROWS):
+        return False
+    return value.device.type == "cuda" and torch.cuda.get_device_capability(value.device) in _CAPABILITIES
+
+
+def _register_rows(model: GraphModule, call: LinearMX) -> tuple[str, str] | None:
+    """The names of new buffers of a weight's FP8 rows; None where a row does not fit."""
+    (k,) = (shape_of(call.x) or (0,))[-1:]
+    codes, scale = of_packed(tensor_of(model, call.codes), tensor_of(model, call.scale), ELEMENTS[call.element], int(k))
+    if bool((scale < 0).any()):
+        return None
+    return (
+        register_buffer(model, f"{name_of(call.codes)}_fp8", codes),
+        register_buffer(model, f"{name_of(call.scale)}_fp8", scale),
+    )
+
+
+def _read(model: GraphModule, name: str, instead_of: Node) -> Node:
+    node = model.graph.get_attr(name)
+    value = tensor_of(model, node)
+    if "val" in instead_of.meta:
+        node.meta["val"] = instead_of.meta["val"].new_empty(value.shape, dtype=value.dtype)
+    return node
+
+
+def _rows_of(x: Node, of: FakeQuantize) -> list[Node]:
+    """Codes, scale and rest of what a `fake_quantize_mx` gives, made where what it quantizes is."""
+    modes = of.element, of.scale_mode, of.rounding
+    norm = _norm_before(of.x)
+    if norm is not None:
+        call = _call_before(norm.node, layer_norm_fp8_rows, *norm[1:], *modes)
+        normed, *rows = (_call_before(norm.node, operator.getitem, call, i) for i in range(4))
+        normed.meta.update(norm.node.meta)
+        norm.node.replace_all_uses_with(normed)
+        erase_unread(norm.node)
+        return rows
+    activation, source = _activation_before(of.x)
+    call = _call_before(x, quantize_fp8_rows, source, *modes, activation)
+    return [_call_before(x, operator.getitem, call, i) for i in range(3)]
+
+
+def _activation_before(x: Node) -> tuple[str, Node]:
+    """The name of the activation that gives x to its one reader, and what it is computed of; "none" and x where it is
+    none of those that the kernel knows."""
+    named: dict[object, str] = {
+        aten.gelu.default: "gelu",
+        aten.silu.default: "silu",
+        aten.relu.default: "relu",
+    }
+    name = named.get(x.target)
+    if name is None or len(x.users) > 1:
+        return "none", x
+    given = named_args(x)
+    if name == "gelu" and given["approximate"] == "tanh":
+        name = "gelu_tanh"
+    return name, given[next(iter(given))]
+
+
+def _norm_before(x: Node) -> Norm | None:
+    """The layer norm of which x is the result; None where it is another node."""
+    if x.target is not aten.layer_norm.default:
+        return None
+    given, shape = named_args(x), shape_of(x)
+    source = given["input"]
+    if shape is None or list(given["normalized_shape"]) != list(shape[-1:]):
+        return None
+    of_norm = source, None, given["weight"], given["bias"], given["eps"]
+    if source.target is aten.add.Tensor and len(source.users) == 1:
+        added = named_args(source)
+        a, b = added["self"], added["other"]
+        alike = shape_of(a) == shape_of(b) == shape and value_of(a).dtype == value_of(b).dtype == value_of(x).dtype
+        if added["alpha"] == 1 and alike:
+            of_norm = a, b, *of_norm[2:]
+    return Norm(x, *of_norm)
+
+
+def _call_before(place: Node, target: object, *args: object) -> Node:
+    with place.graph.inserting_before(place):
+        node = place.graph.call_function(target, args)  # type: ignore[arg-type]
+    set_value(node)
+    return node

@@ -1,0 +1,108 @@
+"""FP8 rows: quantized values as E4M3 codes with one scale a row, exactly.
+
+An element of 4 or 6 bits leaves room in E4M3: the factor between the scale of a block and the largest scale of its row
+goes into the codes. Tensor cores for FP8 then multiply whole rows, and the scales come after the sums. A row whose
+scales lie too far apart, or that holds a NaN, does not fit: its codes are zeros, its scale is -1, and its values are
+kept as they are (`rest`), for a product of its own.
+
+The functions here define the operators of `pt2mx.ops.fp8_rows`, for every device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pt2mx.formats import ELEMENTS, ElementFormat
+from pt2mx.kernels.elements import BIAS, NAN_SCALE
+from pt2mx.kernels.select import kernels_for
+from pt2mx.spec import MXSpec
+
+#: values of a block
+BLOCK = 32
+#: the dtype of the codes
+E4M3 = torch.float8_e4m3fn
+#: the scale of a row that does not fit
+UNFIT = -1.0
+
+
+class Room(NamedTuple):
+    """The room that E4M3 leaves an element: values in units of the largest scale of a row become codes times
+    `2**shift`, and blocks fit whose scales are down to `2**-spread` of the largest."""
+
+    shift: int
+    spread: int
+
+    @classmethod
+    def of(cls, element: ElementFormat) -> Room:
+        e4m3 = ELEMENTS["fp8_e4m3"]
+        shift = math.floor(math.log2(e4m3.max_normal / element.max_normal))
+        quantum, quantum_e4m3 = (e.emin - e.mantissa_bits for e in (element, e4m3))
+        return cls(shift, shift + quantum - quantum_e4m3)
+
+
+#: element -> its room
+ROOMS = {name: Room.of(ELEMENTS[name]) for name in ("fp4_e2m1", "fp6_e2m3", "fp6_e3m2")}
+
+#: what is computed of x before it is quantized
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "relu": F.relu,
+}
+
+
+def quantize(x: Tensor, spec: MXSpec, activation: str) -> tuple[Tensor, Tensor, Tensor]:
+    """x: (..., K), K a multiple of 32 -> codes (..., K) uint8, scale (..., 1) float32, rest (..., K) in x's dtype,
+    which means something in the rows that do not fit alone."""
+    x, kernels = ACTIVATIONS[activation](x), kernels_for(x, spec.element)
+    scale, data = kernels.quantize(x, spec, None)
+    holds = (x.unflatten(-1, (-1, BLOCK)) != 0).any(-1)
+    codes, row_scale = of_packed(data, scale, spec.element, x.shape[-1], holds)
+    return codes, row_scale, kernels.dequantize(data, scale, spec, x.dtype, x.shape[-1])
+
+
+def layer_norm_quantize(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, spec: MXSpec
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, residual: (..., K), weight, bias: (K,) -> the layer norm of x + residual, and what `quantize` gives of it."""
+    x = x if residual is None else x + residual
+    normed = F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    return normed, *quantize(normed, spec, "none")
+
+
+def of_packed(
+    data: Tensor, scale: Tensor, element: ElementFormat, length: int, holds: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """data: (..., bytes of length) uint8, scale: (..., length / 32) uint8 -> codes (..., length), scale (..., 1).
+    `holds`: the blocks whose scale counts, by default those that hold more than zeros."""
+    spec, room = MXSpec(element, BLOCK), ROOMS[element.name]
+    units = kernels_for(data, element).dequantize(
+        data, torch.full_like(scale, BIAS), spec.replace(axis=data.dim() - 1), torch.float32, length
+    )
+    units = units.unflatten(-1, (length // BLOCK, BLOCK))
+    exponent, holds = scale.to(torch.int32), (units != 0).any(-1) if holds is None else holds
+    top = torch.where(holds, exponent, 0).amax(-1, keepdim=True).clamp(min=room.shift + 1)
+    below = exponent - top
+    fits = ((exponent != NAN_SCALE) & ((below >= -room.spread) | ~holds)).all(-1, keepdim=True)
+    factor = torch.exp2((below + room.shift).clamp(-BIAS + 1, BIAS).to(torch.float32))
+    codes = torch.where(fits.unsqueeze(-1) & (units != 0), units * factor.unsqueeze(-1), 0.0).flatten(-2)
+    row_scale = torch.where(fits, torch.exp2((top - room.shift - BIAS).to(torch.float32)), UNFIT)
+    return codes.to(E4M3).view(torch.uint8), row_scale
+
+
+def mm(
+    codes: Tensor, scale: Tensor, rest: Tensor, weight_codes: Tensor, weight_scale: Tensor, bias: Tensor | None
+) -> Tensor:
+    """codes: (..., K), scale: (..., 1), rest: (..., K), weight_codes: (N, K), weight_scale: (N, 1) of rows that fit,
+    bias: (N,) or None -> (..., N) in the dtype of rest."""
+    weight = weight_codes.view(E4M3).to(torch.float32) * weight_scale
+    x = torch.where(scale < 0, rest.to(torch.float32), codes.view(E4M3).to(torch.float32) * scale)
+    return F.linear(x, weight, None if bias is None else bias.to(torch.float32)).to(rest.dtype)

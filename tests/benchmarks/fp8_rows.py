@@ -1,0 +1,71 @@
+"""FP4 and FP6 products on tensor cores for FP8, over `F.linear` in bfloat16 of the same values.
+
+    python -m tests.benchmarks.fp8_rows [--sizes 2048x8192x8192 ...] [--elements fp4_e2m1 ...] [--repeats 30] [--json]
+
+On an NVIDIA GPU, microseconds, sides in turns, eight calls in a CUDA graph: `F.linear`, the same behind
+`fake_quantize_mx` of x, `mm_fp8_rows` of `quantize_fp8_rows` of x, and what makes the rows alone, also with GELU and
+with a layer norm of a sum. Errors are relative to the product in float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pt2mx import ops
+from pt2mx.kernels.fp8_rows import BLOCK, ROOMS
+from pt2mx.ops.fp8_rows import layer_norm_fp8_rows, mm_fp8_rows, quantize_fp8_rows
+from tests.benchmarks.linear import graph_seconds
+from tests.benchmarks.measure import Row, hardware, print_table
+
+_SIZES = ("2048x8192x8192", "4096x4096x1024", "4096x1024x4096", "4096x1024x1024", "4096x3072x1024")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", default=_SIZES, metavar="MxNxK")
+    parser.add_argument("--elements", nargs="+", choices=tuple(ROOMS), default=tuple(ROOMS))
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    rows = [row_of(size, element, options.repeats) for size in options.sizes for element in options.elements]
+    if options.json:
+        print(json.dumps({"hardware": hardware(), "rows": rows}, indent=1))
+    else:
+        print_table(rows, tuple(rows[0]))
+        print(hardware())
+
+
+@torch.no_grad()
+def row_of(size: str, element: str, repeats: int) -> Row:
+    m, n, k = map(int, size.split("x"))
+    x, w = (torch.randn(rows, k, device="cuda", dtype=torch.bfloat16) for rows in (m, n))
+    bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
+    dense = ops.fake_quantize_mx(w, element, BLOCK)
+    weight, scale, _ = quantize_fp8_rows(w, element)
+    sides: dict[str, Callable[[Tensor, int], object]] = {
+        "bfloat16": lambda x, _: F.linear(x, dense, bias),
+        "quantize_bfloat16": lambda x, _: F.linear(ops.fake_quantize_mx(x, element, BLOCK), dense, bias),
+        "fp8_rows": lambda x, _: mm_fp8_rows(*quantize_fp8_rows(x, element), weight, scale, bias),
+        "quantize": lambda x, _: quantize_fp8_rows(x, element),
+        "gelu": lambda x, _: quantize_fp8_rows(x, element, "floor", "even", "gelu"),
+        "layer_norm": lambda x, _: layer_norm_fp8_rows(x, x, w[0], w[0], 1e-5, element),
+    }
+    times = [1e6 * seconds for seconds in graph_seconds([(side, x) for side in sides.values()], repeats)]
+    row: Row = {"element": element, "size": size, **dict(zip(sides, times, strict=True))}
+    some = x[:256]
+    values = ops.fake_quantize_mx(some, element, BLOCK)
+    exact = values.double() @ dense.double().T + bias
+    got = mm_fp8_rows(*quantize_fp8_rows(some, element), weight, scale, bias)
+    for name, y in (("error_bfloat16", F.linear(values, dense, bias)), ("error", got)):
+        row[name] = f"{((y.double() - exact).norm() / exact.norm()).item():.4e}"
+    return row | {"speed_up": times[0] / times[2]}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""float32 products of quantized activations in bfloat16 on a GPU's tensor cores."""
+
+import pytest
+import torch
+from torch import nn
+
+from pt2mx import lower_to_inductor
+from pt2mx.fx.passes.bfloat16_tensor_cores import use_bfloat16_tensor_cores
+from pt2mx.ops.linear import linear_mx
+from tests.compare import relative_error
+from tests.flow import convert
+from tests.graph import calls, count
+
+
+class Net(nn.Module):
+    def __init__(self, width=64):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return self.down(nn.functional.gelu(self.up(x)))
+
+
+def converted_and_lowered(recipe, x, monkeypatch):
+    """Lowered as on a machine whose processor leaves the products alone."""
+    monkeypatch.setattr("pt2mx.fx.passes.bfloat16_products._fits", lambda *args: False)
+    converted = convert(Net().to(x.dtype), (x,), recipe)
+    lowered = lower_to_inductor(converted)
+    use_bfloat16_tensor_cores(lowered, force=True)
+    return converted, lowered
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxint8", "mxfp4"])
+def test_x_is_cast_and_the_result_is_float32(recipe, monkeypatch):
+    x = torch.randn(80, 64)
+    converted, lowered = converted_and_lowered(recipe, x, monkeypatch)
+    for product in calls(lowered, linear_mx):
+        assert product.args[0].meta["val"].dtype == torch.bfloat16 and product.args[-1] == torch.float32
+    assert count(lowered, linear_mx) == 2
+    assert relative_error(lowered(x), converted(x)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype"), [("mxfp8", torch.bfloat16), ("mxfp8", torch.float16), ("mxfp4_weight_only", torch.float32)]
+)
+def test_others_stay(recipe, dtype, monkeypatch):
+    _, lowered = converted_and_lowered(recipe, torch.randn(80, 64, dtype=dtype), monkeypatch)
+    assert {product.args[-1] for product in calls(lowered, linear_mx)} == {None}
+
+
+def test_a_weight_of_tiny_values_stays(monkeypatch):
+    monkeypatch.setattr("pt2mx.fx.passes.bfloat16_products._fits", lambda *args: False)
+    model, x = Net(), torch.randn(80, 64)
+    with torch.no_grad():
+        model.up.weight[3] *= 2.0**-120
+    lowered = lower_to_inductor(convert(model, (x,), "mxfp8"))
+    use_bfloat16_tensor_cores(lowered, force=True)
+    assert [product.args[-1] for product in calls(lowered, linear_mx)] == [None, torch.float32]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("unpack", [False, True])
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxint8", "mxfp4"])
+def test_on_a_gpu(recipe, unpack):
+    x = torch.randn(3, 100, 256)
+    converted = convert(Net(256), (x,), recipe)
+    lowered, want = lower_to_inductor(converted, "cuda", unpack=unpack), converted(x)
+    assert count(lowered, linear_mx) == (0 if unpack else 2)
+    assert count(lowered, torch.ops.aten.mm.dtype) == (2 if unpack else 0)
+    for run in (lowered, torch.compile(lowered)):
+        got = run(x.cuda())
+        assert got.dtype == torch.float32 and relative_error(got.cpu(), want) < 1e-6
