@@ -98,8 +98,8 @@ def lower_to_inductor(
         unpack: keep weights dequantized, in the memory that the float model takes (`unpack_weights`): the fastest form
             where many rows are multiplied at a time, as in a vision model or an encoder with quantized activations.
             GPUs with tensor cores for FP8 multiply elements of 4 and 6 bits on those, with weights of 8 bits
-            (`use_fp8_rows`). Of a model with quantized weights alone the result may hold no quantized tensor, and is
-            lowered no further.
+            (`use_fp8_rows`); no gradient passes the products of quantized activations there. Of a model with quantized
+            weights alone the result may hold no quantized tensor, and is lowered no further.
             False by default.
 
     Returns:

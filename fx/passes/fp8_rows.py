@@ -10,6 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx.formats import ELEMENTS
+from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.attributes import name_of, register_buffer, tensor_of
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.graph_pass import GraphPass
@@ -52,6 +53,7 @@ def use_fp8_rows(model: GraphModule, force: bool = False) -> None:
         force: on every device and for every size. For tests.
     """
     constants, weights = constant_nodes(model.graph), dict[tuple[object, ...], tuple[str, str] | None]()
+    written = written_nodes(model.graph)
     rows: dict[Node, list[Node]] = {}
     for node, call in LinearMX.calls_in(model.graph):
         of = FakeQuantize.of(call.x)
@@ -65,11 +67,13 @@ def use_fp8_rows(model: GraphModule, force: bool = False) -> None:
         if (names := weights[key]) is None:
             continue
         if call.x not in rows:
-            rows[call.x] = _rows_of(call.x, of)
+            rows[call.x] = _rows_of(call.x, of, written)
         with model.graph.inserting_before(node):
             weight = [_read(model, name, old) for name, old in zip(names, (call.codes, call.scale), strict=True)]
             product = model.graph.call_function(mm_fp8_rows, (*rows[call.x], *weight, call.bias))
         product.meta.update(node.meta)
+        if node in written:
+            written.add(product)
         node.replace_all_uses_with(product)
         erase_unread(node)
 
@@ -114,10 +118,11 @@ def _read(model: GraphModule, name: str, instead_of: Node) -> Node:
     return node
 
 
-def _rows_of(x: Node, of: FakeQuantize) -> list[Node]:
-    """Codes, scale and rest of what a `fake_quantize_mx` gives, made where what it quantizes is."""
+def _rows_of(x: Node, of: FakeQuantize, written: set[Node]) -> list[Node]:
+    """Codes, scale and rest of what a `fake_quantize_mx` gives, made where what it quantizes is. What the graph writes
+    is `written`, and read where it was: elsewhere it may hold other values."""
     modes = of.element, of.scale_mode, of.rounding
-    norm = _norm_before(of.x)
+    norm = _norm_before(of.x, written)
     if norm is not None:
         call = _call_before(norm.node, layer_norm_fp8_rows, *norm[1:], *modes)
         normed, *rows = (_call_before(norm.node, operator.getitem, call, i) for i in range(4))
@@ -125,21 +130,21 @@ def _rows_of(x: Node, of: FakeQuantize) -> list[Node]:
         norm.node.replace_all_uses_with(normed)
         erase_unread(norm.node)
         return rows
-    activation, source = _activation_before(of.x)
+    activation, source = _activation_before(of.x, written)
     call = _call_before(x, quantize_fp8_rows, source, *modes, activation)
     return [_call_before(x, operator.getitem, call, i) for i in range(3)]
 
 
-def _activation_before(x: Node) -> tuple[str, Node]:
+def _activation_before(x: Node, written: set[Node]) -> tuple[str, Node]:
     """The name of the activation that gives x to its one reader, and what it is computed of; "none" and x where it is
-    none of those that the kernel knows."""
+    none of those that the kernel knows, or what it is computed of is written."""
     named: dict[object, str] = {
         aten.gelu.default: "gelu",
         aten.silu.default: "silu",
         aten.relu.default: "relu",
     }
     name = named.get(x.target)
-    if name is None or len(x.users) > 1:
+    if name is None or len(x.users) > 1 or not written.isdisjoint((x, *x.all_input_nodes)):
         return "none", x
     given = named_args(x)
     if name == "gelu" and given["approximate"] == "tanh":
@@ -147,9 +152,9 @@ def _activation_before(x: Node) -> tuple[str, Node]:
     return name, given[next(iter(given))]
 
 
-def _norm_before(x: Node) -> Norm | None:
-    """The layer norm of which x is the result; None where it is another node."""
-    if x.target is not aten.layer_norm.default:
+def _norm_before(x: Node, written: set[Node]) -> Norm | None:
+    """The layer norm of which x is the result; None where it is another node, or written."""
+    if x.target is not aten.layer_norm.default or x in written:
         return None
     given, shape = named_args(x), shape_of(x)
     source = given["input"]
@@ -160,7 +165,7 @@ def _norm_before(x: Node) -> Norm | None:
         added = named_args(source)
         a, b = added["self"], added["other"]
         alike = shape_of(a) == shape_of(b) == shape and value_of(a).dtype == value_of(b).dtype == value_of(x).dtype
-        if added["alpha"] == 1 and alike:
+        if added["alpha"] == 1 and alike and written.isdisjoint((a, b)):
             of_norm = a, b, *of_norm[2:]
     return Norm(x, *of_norm)
 

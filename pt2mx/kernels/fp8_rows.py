@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pt2mx.formats import ELEMENTS, ElementFormat
-from pt2mx.kernels.elements import BIAS, NAN_SCALE
+from pt2mx.kernels.elements import BIAS, NAN_SCALE, pow2
 from pt2mx.kernels.select import kernels_for
 from pt2mx.spec import MXSpec
 
@@ -92,9 +92,9 @@ def of_packed(
     top = torch.where(holds, exponent, 0).amax(-1, keepdim=True).clamp(min=room.shift + 1)
     below = exponent - top
     fits = ((exponent != NAN_SCALE) & ((below >= -room.spread) | ~holds)).all(-1, keepdim=True)
-    factor = torch.exp2((below + room.shift).clamp(-BIAS + 1, BIAS).to(torch.float32))
+    factor = pow2((below + room.shift).clamp(-BIAS + 1, BIAS))
     codes = torch.where(fits.unsqueeze(-1) & (units != 0), units * factor.unsqueeze(-1), 0.0).flatten(-2)
-    row_scale = torch.where(fits, torch.exp2((top - room.shift - BIAS).to(torch.float32)), UNFIT)
+    row_scale = torch.where(fits, pow2(top - room.shift - BIAS), UNFIT)
     return codes.to(E4M3).view(torch.uint8), row_scale
 
 

@@ -87,7 +87,7 @@ def _quantize(
     activation: str = "none",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x, k = x.contiguous(), x.shape[-1]
-    residual = None if residual is None else residual.contiguous()
+    residual, weight, bias = (None if t is None else t.contiguous() for t in (residual, weight, bias))
     normed, rest = torch.empty_like(x) if norm else x, torch.empty_like(x)
     codes, scale = x.new_empty(x.shape, dtype=torch.uint8), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
     if not x.numel():
@@ -113,7 +113,8 @@ def mm(
     (n, k), m = weight_codes.shape, scale.numel()
     if not m:
         return rest.new_empty((*codes.shape[:-1], n))
-    x, weight = codes.contiguous().view(m, k).view(E4M3), weight_codes.contiguous().view(E4M3).t()
+    weight_codes, bias = weight_codes.contiguous(), None if bias is None else bias.contiguous()
+    x, weight = codes.contiguous().view(m, k).view(E4M3), weight_codes.view(E4M3).t()
     scales = scale.contiguous().view(m, 1), weight_scale.contiguous().view(1, n)
     out = torch._scaled_mm(x, weight, *scales, bias=bias, out_dtype=rest.dtype)
     config = Unfit(_uses_pdl(x), bias is not None)

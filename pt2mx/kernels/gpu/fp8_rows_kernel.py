@@ -1,8 +1,4 @@
-"""The device code of `fp8_rows`.
-
-No kernel lets the next one start before its end: cuBLAS (13.0) was seen to read the scales of rows before they were
-written.
-"""
+"""The device code of `fp8_rows`."""
 
 from __future__ import annotations
 

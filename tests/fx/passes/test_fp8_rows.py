@@ -150,6 +150,24 @@ def test_a_norm_with_several_readers_and_one_of_another_shape():
     assert relative_error(rows(x), converted(x)) < 4e-3
 
 
+def test_what_is_added_before_a_norm_is_read_before_it_is_written():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.norm, self.second = nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            y = self.first(x)
+            summed = x + y
+            y.mul_(3)
+            return self.second(self.norm(summed)) + y
+
+    x = torch.randn(40, 64).bfloat16()
+    converted, _, rows = with_rows(Net(), x)
+    assert count(rows, mm_fp8_rows) == 2 and calls(rows, layer_norm_fp8_rows)[0].args[1] is None
+    assert relative_error(rows(x), converted(x)) < 4e-3
+
+
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()

@@ -100,3 +100,21 @@ def test_products(gpu, name, shape, biased):
         if want[row].isfinite().all() and want[row].abs().max() > 1e-30:
             assert ((got[row].double() - want[row]).norm() / want[row].norm()).item() < 3e-3
     assert all(torch.equal(gpu.mm(*rows, weight, scale, bias).nan_to_num(7), got.nan_to_num(7)) for _ in range(10))
+
+
+def test_strides_of_any_kind(gpu):
+    """Also those of a norm's weight, and of what rows that do not fit are multiplied with."""
+    spec = MXSpec("fp4_e2m1", BLOCK, axis=1)
+    x, residual, weight = (torch.randn(64, 40, device="cuda").bfloat16().t() for _ in range(3))
+    scale, bias = weight[:2]
+    got, want = (
+        gpu.layer_norm_quantize(*map(layout, (x, residual, scale, bias)), 1e-5, spec)
+        for layout in (lambda t: t, torch.Tensor.contiguous)
+    )
+    assert torch.equal(got[0], want[0])
+    check_rows(got[1:], want[1:])
+    rows = gpu.quantize(rows_of_every_kind((40, 64)), spec, "none")
+    weight, scale, _ = gpu.quantize(torch.randn(16, 64, device="cuda").bfloat16(), spec, "none")
+    bias = torch.randn(16, 2, device="cuda").bfloat16()[:, 0]
+    got = gpu.mm(*rows, weight.t().contiguous().t(), scale, bias)
+    assert torch.equal(got.nan_to_num(7), gpu.mm(*rows, weight, scale, bias.contiguous()).nan_to_num(7))
