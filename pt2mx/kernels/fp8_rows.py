@@ -93,7 +93,7 @@ def of_packed(
     below = exponent - top
     fits = ((exponent != NAN_SCALE) & ((below >= -room.spread) | ~holds)).all(-1, keepdim=True)
     factor = pow2((below + room.shift).clamp(-BIAS + 1, BIAS))
-    codes = torch.where(fits.unsqueeze(-1) & (units != 0), units * factor.unsqueeze(-1), 0.0).flatten(-2)
+    codes = torch.where(fits.unsqueeze(-1), units * factor.unsqueeze(-1), 0.0).flatten(-2)
     row_scale = torch.where(fits, pow2(top - room.shift - BIAS), UNFIT)
     return codes.to(E4M3).view(torch.uint8), row_scale
 

@@ -23,6 +23,14 @@ def pair_of(low, high):
 
 
 @triton.jit
+def round_to_pair(low, high):
+    """low, high: fp32 -> pairs."""
+    return tl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def fused_multiply_add(a, b, c):
     return tl.inline_asm_elementwise(
         "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], tl.int32, is_pure=True, pack=1
@@ -40,12 +48,6 @@ def least_magnitude(a, b):
 def largest(a, b):
     """max(a, b)"""
     return tl.inline_asm_elementwise("max.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
-
-
-@triton.jit
-def largest_or_nan(a, b):
-    """max(a, b), or NaN if one is."""
-    return tl.inline_asm_elementwise("max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -68,9 +70,9 @@ def odd_bytes(a, b):
 
 
 @triton.jit
-def amax_of_pairs(first, second):
-    """first, second: pairs of the same lines -> bits of the largest magnitude in fp32, or of a NaN; (lines) int32."""
-    pair = tl.reduce(largest_magnitude(first, second), 1, largest_or_nan)
+def amax_of_pairs(pairs):
+    """pairs: (..., n) -> bits of the largest magnitude in fp32, or of a NaN; (...) int32."""
+    pair = tl.reduce(pairs, len(pairs.shape) - 1, largest_magnitude)
     return tl.maximum(pair << 16, pair & 0x7FFF0000)
 
 
@@ -107,3 +109,22 @@ def codes_of_pair(pair, factor, C: tl.constexpr):
     # each binade has 2**mantissa_bits codes; its number stands in the exponent field
     codes = quanta + (binade >> (7 - C.mantissa_bits)) + C.first_code_pair
     return v, codes
+
+
+@triton.jit
+def magnitudes_of_pair(pair, scale, C: tl.constexpr):
+    """The magnitudes of quantized and dequantized values, of integers too, where `pairs_round` is true of the scale;
+    scale: int32 that broadcasts to pairs."""
+    most = (scale - 127 << 7) * _TWICE + C.max_pair
+    least = (scale - 127 << 7) * _TWICE + C.min_normal_pair
+    a = least_magnitude(pair, most)
+    binade = largest(a & _EXPONENTS, least)
+    # adding 2**(7 - mantissa bits) binades rounds to a whole number of quanta, ties to even
+    sums = fused_multiply_add(binade, C.rounding_pair, a)
+    return fused_multiply_add(binade, C.rounding_pair ^ _MINUS_ZEROS, sums)
+
+
+@triton.jit
+def pairs_round(scale, C: tl.constexpr):
+    """True where neither the least binade nor the sums of `magnitudes_of_pair` leave the normal numbers."""
+    return (scale + C.emin >= 1) & (scale + C.emax - C.mantissa_bits <= 246)

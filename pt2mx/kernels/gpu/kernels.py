@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pt2mx.kernels.gpu.bf16x2 import amax_of_pairs, code_words, pair_of
+from pt2mx.kernels.gpu.bf16x2 import amax_of_pairs, code_words, largest_magnitude, pair_of
 from pt2mx.kernels.gpu.blocks import (
     MAX_SCALE,
     NAN_SCALE,
@@ -73,7 +73,7 @@ def quantize_bf16x2_kernel(x, codes, scales, n, size, inner, lines, C: tl.conste
         mask = tl.expand_dims(first + line < lines, 1)
         pairs = tl.load(x.to(tl.pointer_type(tl.int32)) + offsets, mask=mask, other=0)
         low, high = tl.split(tl.reshape(pairs, [C.lines, PAIRS // 2, 2]))
-    scale, finite = scale_of_amax(amax_of_pairs(low, high), C)
+    scale, finite = scale_of_amax(amax_of_pairs(largest_magnitude(low, high)), C)
     tl.store(scales + first + line, tl.where(finite, scale, NAN_SCALE).to(tl.uint8), mask=first + line < lines)
     store_words(codes, code_words(low, high, scale, C), finite, size, inner, lines, C)
 

@@ -1,0 +1,131 @@
+"""The twin of `pt2mx.kernels.quantized_activations` for NVIDIA GPUs: one pass over memory, two bfloat16 an instruction.
+
+The kernels do not wait for the device and can be captured in a CUDA graph. The definition serves what they do not take.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from pt2mx.kernels import quantized_activations
+from pt2mx.kernels.fp8_rows import BLOCK
+from pt2mx.kernels.gpu.activations_kernel import fake_quantize_activation_kernel
+from pt2mx.kernels.gpu.quantize import Tile, constants_of
+from pt2mx.kernels.gpu.tiles import Constants
+from pt2mx.spec import MXSpec
+
+#: whether a kernel makes FP8 rows -> values of a program and of a thread: what was fastest on an H200. A longer row has
+#: a program of its own
+_VALUES = {True: (1024, 32), False: (2048, 16)}
+
+
+@dataclass(frozen=True)
+class Config:
+    """The compile-time values of the kernels that quantize what they compute."""
+
+    rows: int  # of a program
+    blocks: int  # of a row, a power of two
+    whole: bool  # True if a row has as many
+    pdl: bool
+    norm: bool
+    has_residual: bool
+    has_weight: bool
+    has_bias: bool
+    activation: str = "none"
+    shift: int = 0  # those of `fp8_rows.Room`
+    spread: int = 0
+
+
+def suits(spec: MXSpec, x: Tensor, *of_norm: Tensor | None) -> bool:
+    """True if the kernels can quantize along the last dimension of x, and read what a norm has beside it."""
+    dtypes = (t.dtype for t in (x, *of_norm) if t is not None)
+    return x.dim() > 0 and quantized_activations.suits_gpu(spec, x.shape[-1], *dtypes)
+
+
+def activation_fake_quantize(x: Tensor, activation: str, spec: MXSpec, dtype: torch.dtype) -> Tensor:
+    if not suits(spec, x) or dtype != x.dtype:
+        return quantized_activations.activation_fake_quantize(x, activation, spec, dtype)
+    out = x.new_empty(x.shape)
+    launch(fake_quantize_activation_kernel, x.reshape(-1, BLOCK), (out,), spec, activation=activation)
+    return out
+
+
+def layer_norm_fake_quantize(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    spec: MXSpec,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    if not suits(spec, x, residual, weight, bias) or dtype != x.dtype:
+        return quantized_activations.layer_norm_fake_quantize(x, residual, weight, bias, eps, spec, dtype)
+    normed, out = x.new_empty(x.shape), x.new_empty(x.shape)
+    launch(fake_quantize_activation_kernel, x, (out,), spec, normed, residual, weight, bias, eps)
+    return normed, out
+
+
+def launch(
+    kernel: triton.JITFunction,
+    x: Tensor,
+    outputs: tuple[Tensor, ...],
+    spec: MXSpec,
+    normed: Tensor | None = None,
+    residual: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 0.0,
+    **compile_time: Any,
+) -> None:
+    """Run `kernel` on the rows of x; a layer norm goes to `normed`, where there is one."""
+    if not x.numel():
+        return
+    k = x.shape[-1]
+    given = tuple(t is not None for t in (normed, residual, weight, bias))
+    plan, rows = _plan(spec, k, x.device, given, **compile_time), x.numel() // k
+    inputs = [None if t is None else _in_pairs(t) for t in (x, residual, weight, bias)]
+    with torch.cuda.device_of(x):
+        kernel[(-(-rows // plan.config.rows),)](
+            *inputs,
+            *(normed, *outputs, k, rows, eps, plan.constants, plan.config),
+            num_warps=plan.warps,
+            launch_pdl=plan.config.pdl,
+        )
+
+
+class _Plan(NamedTuple):
+    config: Config
+    constants: Constants
+    warps: int
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(spec: MXSpec, k: int, device: torch.device, given: tuple[bool, ...], **compile_time: Any) -> _Plan:
+    """The way in which rows of k values are shared out; found again in two microseconds instead of twenty."""
+    blocks = triton.next_power_of_2(k // BLOCK)
+    of_program, of_thread = _VALUES["shift" in compile_time]
+    rows = max(1, of_program // (BLOCK * blocks))
+    is_given = dict(zip(("norm", "has_residual", "has_weight", "has_bias"), given, strict=True))
+    config = Config(rows, blocks, k == BLOCK * blocks, uses_pdl(device), **(is_given | compile_time))
+    values = BLOCK * blocks * rows
+    warps = min(16, max(1, values // (32 * of_thread)))
+    return _Plan(config, constants_of(spec, (1, 1), BLOCK, 1, False, Tile(values, 1)), warps)
+
+
+@functools.cache
+def uses_pdl(device: torch.device) -> bool:
+    """True if a kernel may start before the one that it waits for is done."""
+    return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def _in_pairs(t: Tensor) -> Tensor:
+    """t, contiguous and where pairs can be read."""
+    t = t.contiguous()
+    return t if t.data_ptr() % 4 == 0 else t.clone()
