@@ -40,13 +40,14 @@ def lanes(C: gl.constexpr):
 
 
 @gluon.jit
-def fragment_pointers(codes, scale, n_tiles, k_steps, C: gl.constexpr):
-    """Pointers to a thread's first codes and scales of each tile; what is beyond the last tile shows the last one."""
+def fragment_pointers(codes, scale, part, n_tiles, k_steps, C: gl.constexpr):
+    """Pointers to a thread's first codes and scales of each tile of a part of the weight, which a program has; what is
+    beyond the last tile shows the last one."""
     warp_k, warp_n, lane, word = lanes(C)
     words = ()
     scales = ()
     for i in gl.static_range(gl.constexpr(C.tiles_per_warp)):
-        tile = (gl.program_id(0) * C.warps_n + warp_n) * C.tiles_per_warp + i
+        tile = (part * C.warps_n + warp_n) * C.tiles_per_warp + i
         step = gl.minimum(tile, n_tiles - 1).to(gl.int64) * k_steps + gl.minimum(warp_k, k_steps - 1)
         words = words + (codes + ((step * (2 * C.vectors * 32) + lane) * 4 + word),)
         scales = scales + (scale + (step * (2 * C.scales * 32) + lane),)

@@ -29,18 +29,23 @@ def gemm(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, out: Tens
     tile = tuning.gemm_tile(batch, n_tiles, element, multiprocessors)
     split_steps = triton.cdiv(triton.cdiv(k_steps, 2), tile.split_k) * 2
     split_k = triton.cdiv(k_steps, split_steps)
+    # of a weight that many rows of programs read, and that the L2 cache may not hold, all read the same part at a time
+    m_first = element.bits == 8 and batch > 2 * tile.m_rows
     parts = out if split_k == 1 else torch.empty(split_k, batch, n, dtype=torch.float32, device=x.device)
     config = kernel_config(
         element,
         warps_n=tile.warps,
         m_rows=tile.m_rows,
         stages=min(8, _SHARED_BYTES // (tile.m_rows * STAGE_K.value * x.element_size())),
+        load_steps=_load_steps(element, tile.m_rows),
+        m_first=m_first,
         has_bias=bias is not None and split_k == 1,
         use_pdl=True,
     )
-    grid = (triton.cdiv(n_tiles, tile.warps), triton.cdiv(batch, tile.m_rows), split_k)
+    of_m, of_n = triton.cdiv(batch, tile.m_rows), triton.cdiv(n_tiles, tile.warps)
+    grid = (of_m, of_n, split_k) if m_first else (of_n, of_m, split_k)
     with torch.cuda.device_of(x):
-        shuffled = _shuffled(x, grid[1] * tile.m_rows, element)
+        shuffled = _shuffled(x, of_m * tile.m_rows, element)
         descriptor = TensorDescriptor.from_tensor(shuffled, [tile.m_rows, STAGE_K.value], _SHARED_LAYOUT)
         sizes = batch, n, n_tiles, k_steps, split_steps
         gemm_kernel[grid](descriptor, codes, scale, bias, parts, *sizes, config, num_warps=tile.warps, launch_pdl=True)
@@ -50,6 +55,11 @@ def gemm(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, out: Tens
             reduce_split_k_kernel[(triton.cdiv(size, 2048),)](
                 parts, bias, out, n, size, split_k, config, num_warps=8, launch_pdl=True
             )
+
+
+def _load_steps(element: ElementFormat, m_rows: int) -> int:
+    """Those of two stages; where registers would not hold the words of so many, those of one."""
+    return 1 if element.bits == 8 and m_rows == 256 else 2 * STAGE_K.value // FRAGMENTS[element.name].k_step
 
 
 def _shuffled(x: Tensor, rows: int, element: ElementFormat) -> Tensor:

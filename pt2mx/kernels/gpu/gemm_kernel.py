@@ -27,15 +27,20 @@ def gemm_kernel(x, codes, scale, bias, out, batch, n, n_tiles, k_steps, split_st
     """x: descriptor of (batch, K') bfloat16 in the order of the threads, codes and scale: as of `gemv_kernel`, bias:
     (n,) -> out: (split_k, batch, n). A program takes `split_steps` steps along K."""
     pair_steps: gl.constexpr = 8 // C.k8_groups  # steps of two stages
+    load_stages: gl.constexpr = C.load_steps * C.k8_groups // 4
     first = gl.program_id(2) * split_steps
     count = (gl.minimum(first + split_steps, k_steps) - first + pair_steps - 1) // pair_steps * 2
     first_k = first * (C.k8_groups // 4 * STAGE_K)
-    first_m = gl.program_id(1) * C.m_rows
+    if C.m_first:
+        of_m, part = gl.program_id(0), gl.program_id(1)
+    else:
+        part, of_m = gl.program_id(0), gl.program_id(1)
+    first_m = of_m * C.m_rows
     ring = gl.allocate_shared_memory(gl.bfloat16, [C.stages, C.m_rows, STAGE_K], x.layout)
     ready = gl.allocate_shared_memory(gl.int64, [C.stages, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(gl.constexpr(C.stages)):
         mbarrier.init(ready.index(stage), count=1)
-    pointers = fragment_pointers(codes.to(gl.pointer_type(gl.int32)), scale, n_tiles, k_steps, C)
+    pointers = fragment_pointers(codes.to(gl.pointer_type(gl.int32)), scale, part, n_tiles, k_steps, C)
     pdl_wait(C)
     for stage in gl.static_range(gl.constexpr(C.stages)):
         _copy_stage(x, ring, ready, stage, stage < count, first_k, first_m, C)
@@ -45,10 +50,12 @@ def gemm_kernel(x, codes, scale, bias, out, batch, n, n_tiles, k_steps, split_st
     # The tensor cores read `before` until the wait: what is decoded meanwhile needs registers of its own, which it gets
     # where the wait names `before` and each operand is decoded behind the wait for the last but one (`in_place`).
     for at in range(0, count, 2):
-        next_words, next_scales = _load(pointers, first + (at // 2 + 1) * pair_steps, k_steps - 1, C)
-        _prefetch(pointers, first + (at // 2 + 2) * pair_steps, k_steps - 1, C)
         for i in gl.static_range(2):
-            a = _operand_of_stage(words, scales, i, C)  # while the tensor cores are at the stage before
+            if i % load_stages == 0:
+                step = first + (at + i) * 4 // C.k8_groups
+                next_words, next_scales = _load(pointers, step + C.load_steps, k_steps - 1, C)
+                _prefetch(pointers, step + 16 // C.k8_groups, k_steps - 1, C)  # four stages ahead
+            a = _operand_of_stage(words, scales, i % load_stages, C)  # while the tensor cores are at the stage before
             mbarrier.wait(ready.index((at + i) % C.stages), (at + i) // C.stages & 1)
             sums = warpgroup_mma(a, ring.index((at + i) % C.stages).permute((1, 0)), acc, is_async=True)
             acc, before = warpgroup_mma_wait(1, [sums, before])
@@ -56,10 +63,11 @@ def gemm_kernel(x, codes, scale, bias, out, batch, n, n_tiles, k_steps, split_st
             wanted = (free >= 0) & (free + C.stages < count)
             _copy_stage(x, ring, ready, free + C.stages, wanted, first_k, first_m, C)
             before = a
-        words, scales = next_words, next_scales
+            if (i + 1) % load_stages == 0:
+                words, scales = next_words, next_scales
     pdl_launch_dependents(C)
     acc, _ = warpgroup_mma_wait(0, [acc, before])
-    _store(acc, bias, out, batch, n, first_m, C)
+    _store(acc, bias, out, part * (C.warps_n * 16), batch, n, first_m, C)
 
 
 @gluon.constexpr_function
@@ -77,10 +85,10 @@ def _copy_stage(x, ring, ready, at, wanted, first_k, first_m, C: gl.constexpr):
 
 @gluon.jit
 def _load(pointers, step, last, C: gl.constexpr):
-    """Words and scales of two stages from `step` on."""
+    """Words and scales of `load_steps` steps from `step` on."""
     words = ()
     scales = ()
-    for i in gl.static_range(gl.constexpr(8 // C.k8_groups)):
+    for i in gl.static_range(gl.constexpr(C.load_steps)):
         of_step = load_fragments(pointers, gl.minimum(step + i, last), C)
         words = words + of_step[0]
         scales = scales + of_step[1]
@@ -95,7 +103,7 @@ _PREFETCH = gl.constexpr("prefetch.global.L2 [$4]; mov.b32 $0, 0; mov.b32 $1, 0;
 def _prefetch(pointers, step, last, C: gl.constexpr):
     """Bring the words that `_load` will read there into the L2 cache."""
     words, _ = pointers
-    for i in gl.static_range(gl.constexpr(8 // C.k8_groups)):
+    for i in gl.static_range(gl.constexpr(C.load_steps)):
         for vector in gl.static_range(gl.constexpr(2 * C.vectors)):
             at = words[0] + gl.minimum(step + i, last) * (C.vectors * 256) + vector * 128
             gl.inline_asm_elementwise(_PREFETCH, "=r,=r,=r,=r,l,l,l,l", [at.to(gl.int64)], gl.int32, False, 4)
@@ -103,7 +111,7 @@ def _prefetch(pointers, step, last, C: gl.constexpr):
 
 @gluon.jit
 def _operand_of_stage(words, scales, stage, C: gl.constexpr):
-    """The first or second stage of what `_load` gave."""
+    """A stage of what `_load` gave."""
     stages_of_step: gl.constexpr = C.k8_groups // 4
     pairs = decode_fragment(words, scales, stage // stages_of_step, C, True)
     return _operand(pairs, stage % stages_of_step * 4, C)
@@ -128,11 +136,11 @@ def _operand(pairs, first, C: gl.constexpr):
 
 
 @gluon.jit
-def _store(acc, bias, out, batch, n, first_m, C: gl.constexpr):
+def _store(acc, bias, out, first_n, batch, n, first_m, C: gl.constexpr):
     """Add the bias and store the sums of a program."""
     layout: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, C.warps_n], [0, 1])
     sums = gl.convert_layout(acc, layout)
-    row = gl.program_id(0) * (C.warps_n * 16) + gl.arange(0, C.warps_n * 16, gl.SliceLayout(1, layout))
+    row = first_n + gl.arange(0, C.warps_n * 16, gl.SliceLayout(1, layout))
     m = first_m + gl.arange(0, C.m_rows, gl.SliceLayout(0, layout))
     if C.has_bias:
         sums += gl.load(bias + row, mask=row < n, other=0).to(gl.float32)[:, None]

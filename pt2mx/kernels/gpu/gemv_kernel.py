@@ -36,7 +36,7 @@ def gemv_kernel(x, codes, scale, bias, out, batch, n, k, n_tiles, k_steps, C: gl
     for _ in gl.static_range(gl.constexpr(C.tiles_per_warp * C.m_tiles)):
         acc = acc + (gl.full([C.warps_k, C.warps_n, 32, 4], 0.0, gl.float32, layout),)
     code_words = codes.to(gl.pointer_type(gl.int32))
-    pointers = fragment_pointers(code_words, scale, n_tiles, k_steps, C)
+    pointers = fragment_pointers(code_words, scale, gl.program_id(0), n_tiles, k_steps, C)
     x_pointers = _row_pointers(x, C) if C.rotates else _x_pointers(x, batch, k, C)
     pdl_wait(C)
     words, scales, pairs = _load(pointers, x_pointers, k, k_steps, 0, C)

@@ -25,6 +25,8 @@ class KernelConfig(NamedTuple):
     m_tiles: int = 0  # GEMV: tiles of 8 rows of x
     m_rows: int = 0  # GEMM: rows of x that a program multiplies
     stages: int = 0  # GEMM: of the ring in shared memory
+    load_steps: int = 0  # GEMM: steps along K that are loaded together, of one stage or two
+    m_first: bool = False  # GEMM: neighbouring programs have the same rows of the weight, and else those of x
     has_bias: bool = False
     whole_k: bool = True  # K is a multiple of what a program takes at a time
     use_pdl: bool = False

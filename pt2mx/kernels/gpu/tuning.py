@@ -34,7 +34,7 @@ class GemmTile(NamedTuple):
 #: rows of x up to which `gemv_kernel` serves on GPUs other than sm_90, which have no `gemm_kernel`
 _GEMV_BATCH_WITHOUT_GEMM = 32
 #: bits of an element -> the most rows of x that `gemm_kernel` multiplies
-_LARGEST_GEMM_BATCH = {4: 1536, 6: 1536, 8: 512}
+_LARGEST_GEMM_BATCH = {4: 1536, 6: 1536, 8: 1024}
 
 #: (bits of an element, tiles of 8 rows of x, at most) -> tiles_per_warp, k_unroll, and the warps that a multiprocessor
 #: is to have

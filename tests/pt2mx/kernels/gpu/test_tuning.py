@@ -15,7 +15,7 @@ FP4, FP6, FP8 = ELEMENTS["fp4_e2m1"], ELEMENTS["fp6_e3m2"], ELEMENTS["fp8_e4m3"]
         (FP4, 8192, 8192, "gemv gemv gemv gemv gemm gemm gemm gemm dequantize"),
         (FP4, 4096, 4096, "gemv gemv gemm gemm gemm gemm gemm gemm dequantize"),
         (FP6, 4096, 2048, "gemv gemv gemm gemm gemm gemm gemm gemm dequantize"),
-        (FP8, 4096, 2048, "gemv gemv gemv gemv gemm gemm dequantize dequantize dequantize"),
+        (FP8, 4096, 2048, "gemv gemv gemv gemv gemm gemm gemm dequantize dequantize"),
     ],
 )
 def test_kernels(element, n, k, kernels):
