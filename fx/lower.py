@@ -29,7 +29,7 @@ from pt2mx.fx.passes.mma_layout import use_mma_layout
 from pt2mx.fx.passes.packed_attention import use_packed_attention
 from pt2mx.fx.passes.packed_embedding import use_packed_embeddings
 from pt2mx.fx.passes.packed_products import use_packed_weights
-from pt2mx.fx.passes.quantize_in_calls import quantize_in_calls
+from pt2mx.fx.passes.quantize_in_passing import quantize_in_passing
 from pt2mx.fx.passes.scaled_mm import use_scaled_mm
 from pt2mx.fx.passes.sink_bias import sink_bias
 from pt2mx.fx.passes.unpack_weights import unpack_weights
@@ -62,14 +62,14 @@ STEPS = (
     Step(use_packed_weights),
     Step(merge_linears, needs_weights=True),
     Step(use_fp8_rows, needs_weights=True, option="unpack"),
-    Step(sink_bias),
     Step(merge_fake_quantize),
-    Step(quantize_in_calls),
+    Step(sink_bias),
     Step(use_scaled_mm, needs_weights=True, option="scaled_mm"),
     Step(fuse_rotation),
     Step(use_bfloat16_products),
     Step(use_bfloat16_tensor_cores, needs_weights=True),
     Step(use_products_for_convolutions, needs_weights=True),
+    Step(quantize_in_passing),
     Step(unpack_weights, needs_weights=True, option="unpack"),
     Step(use_mma_layout, needs_weights=True),
 )

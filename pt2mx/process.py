@@ -22,11 +22,13 @@ from pt2mx.late import when_imported
 _OPERATORS = (
     "pt2mx.ops.quantization",
     "pt2mx.ops.linear",
+    "pt2mx.ops.convolution",
     "pt2mx.ops.attention",
     "pt2mx.ops.scaled_mm",
     "pt2mx.ops.fp8_rows",
     "pt2mx.ops.hadamard",
     "pt2mx.ops.rotated_quantization",
+    "pt2mx.ops.quantized_activations",
     "pt2mx.ops.docstrings",
 )
 

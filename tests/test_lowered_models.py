@@ -19,6 +19,7 @@ from pt2mx.fx.passes.fuse_qdq import fuse_qdq
 from pt2mx.fx.passes.packed_embedding import use_packed_embeddings
 from pt2mx.kernels.cpu.linear import multiplies_bfloats
 from pt2mx.ops import linear
+from pt2mx.ops.convolution import conv2d_mx
 from tests.compare import relative_error
 from tests.flow import convert
 from tests.graph import called, count
@@ -71,6 +72,13 @@ class Errors(TorchDispatchMode):
                     [x[a:b].double() @ w.double().T for a, b, w in zip(ends, ends[1:], weight, strict=False)]
                 )
             self.found.append([relative_error(z, exact) for z in (y, plain)])
+        if operator is conv2d_mx:
+            x, data, scale, bias, name, block_size, *moves = args[:9]
+            x = x.to(y.dtype).permute(0, 3, 1, 2)
+            weight = ops.dequantize_mx(data, scale, name, block_size, x.dtype, -1, x.shape[1]).permute(0, 3, 1, 2)
+            exact = F.conv2d(x.double(), weight.double(), bias if bias is None else bias.double(), *moves)
+            found = (y.permute(0, 3, 1, 2), F.conv2d(x, weight, bias, *moves))
+            self.found.append([relative_error(z, exact) for z in found])
         return y
 
 

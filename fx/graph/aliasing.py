@@ -64,6 +64,10 @@ class Writes:
         shown, begin, end = self._memory_of(read), self._order[first], self._order[last]
         return any(begin < self._order[node] < end and roots & shown for node, roots in self._written.items())
 
+    def shows_another(self, node: Node) -> bool:
+        """True if the value of a node is, or may be, memory of its arguments."""
+        return node not in self._roots[node]
+
     def _memory_of(self, nodes: Iterable[Node]) -> frozenset[Root]:
         return frozenset[Root]().union(*(self._roots[node] for node in nodes))
 

@@ -12,6 +12,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
+from pt2mx.fx.graph.aliasing import Writes
 from pt2mx.fx.graph.node import result_of, set_value
 from pt2mx.ops.order import order_in_memory
 
@@ -78,9 +79,10 @@ def _takes_order(user: Node, node: Node, value: object) -> bool:
     return same or (is_view(user) and may_be_ordered_as(user, result))
 
 
-def takes_any_order(node: Node) -> bool:
+def takes_any_order(node: Node, writes: Writes) -> bool:
     """True if all that is computed from a node, of it or of its results, takes it in another order of dimensions in
-    memory."""
+    memory: no view that could become a copy is one through which the graph writes later."""
+    end = node.graph.output_node()
     reached, left = {node}, [node]
     while left:
         for user in left.pop().users:
@@ -89,10 +91,20 @@ def takes_any_order(node: Node) -> bool:
                 return False
             if isinstance(user.target, OpOverload) and user.target.namespace not in _OWN_STRIDES:
                 return False
+            if writes.shows_another(user) and _may_become_a_copy(user) and writes.between(user, end, (user,)):
+                return False
             if user not in reached:
                 reached.add(user)
                 left.append(user)
     return True
+
+
+def _may_become_a_copy(user: Node) -> bool:
+    """True of a view, and of what may be one, that another order in memory makes a copy."""
+    composite = isinstance(user.target, OpOverload) and user.target.has_kernel_for_dispatch_key(
+        torch._C.DispatchKey.CompositeImplicitAutograd
+    )
+    return user.target in _VIEW_OF_ANY_STRIDES or (composite and user.target not in _COMPOSITES)
 
 
 def settle_order(graph: Graph, changed: dict[Node, object]) -> None:
@@ -105,7 +117,8 @@ def settle_order(graph: Graph, changed: dict[Node, object]) -> None:
     """
     for node in graph.nodes:
         if node.op == "output":
-            node.args = torch.fx.map_arg(node.args, lambda n: _in_order(n, changed[n]) if n in changed else n)
+            with graph.inserting_before(node):  # behind all that writes to them
+                node.args = torch.fx.map_arg(node.args, lambda n: _in_order(n, changed[n]) if n in changed else n)
         elif not changed.keys().isdisjoint(node.all_input_nodes):
             before = node.meta.get("val")
             node.target = _VIEW_OF_ANY_STRIDES.get(node.target, node.target)
@@ -119,14 +132,13 @@ def _in_order(node: Node, value: object) -> Node:
     if not isinstance(value, torch.Tensor):
         return node
     order = order_in_memory(value)
-    call = functools.partial(_call_after, node.meta)
+    call = functools.partial(_call, node.meta)
     dense = call(call(node, aten.permute.default, order), aten.clone.default, memory_format=torch.contiguous_format)
     return call(dense, aten.permute.default, [order.index(d) for d in range(len(order))])
 
 
-def _call_after(meta: dict[str, Any], node: Node, target: OpOverload, *args: Any, **kwargs: Any) -> Node:
-    with node.graph.inserting_after(node):
-        new = node.graph.call_function(target, (node, *args), kwargs)
+def _call(meta: dict[str, Any], node: Node, target: OpOverload, *args: Any, **kwargs: Any) -> Node:
+    new = node.graph.call_function(target, (node, *args), kwargs)
     new.meta.update(meta)
     set_value(new)
     return new

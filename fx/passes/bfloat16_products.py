@@ -22,7 +22,7 @@ from pt2mx.fx.graph.node import (
     shape_of,
     value_of,
 )
-from pt2mx.kernels.cpu.linear import FEW_ROWS, TABLE, VECTOR_ROWS, decoder_of, multiplies_integers
+from pt2mx.kernels.cpu.linear import FEW_ROWS, TABLE, VECTOR_ROWS, decoder_of, multiplies_integers, suit_units
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.rotated_quantization import rotated_fake_quantize_mx
 from pt2mx.spec import MXSpec
@@ -34,7 +34,7 @@ aten = torch.ops.aten
 def use_bfloat16_products(model: GraphModule) -> None:
     """Give a float32 `linear_mx` on the CPU its x in bfloat16, where a quantization gives x, and keep its result in
     float32. The values of x and of the weight stay what they are: 8 bits and the exponent of a float32, which a
-    bfloat16 holds. Sums are in float32 as before.
+    bfloat16 holds, but for those of E4M3 and E5M2 below 2**-133. Sums are in float32 as before.
 
     A quantization along the last dimension that such products alone read becomes one kernel that writes bfloat16;
     other values are cast. Products of a rotated x, of a few rows, and with weights that the kernels for bfloat16 do not
@@ -104,12 +104,12 @@ def _fits(node: Node, call: LinearMX) -> bool:
     *rows, k = shape
     if not isinstance(k, int):
         return False
-    integers = all(
-        multiplies_integers(MXSpec(of.element, of.block_size), k) for of in (call, _quantization(call.x)) if of
-    )
+    of, weight = _quantization(call.x), MXSpec(call.element, call.block_size)
+    x = MXSpec(of.element, of.block_size) if of else None
+    integers = all(multiplies_integers(spec, k) for spec in (x, weight) if spec)
     known = [n for n in rows if isinstance(n, int)]
     if len(known) == len(rows) and math.prod(known) <= (VECTOR_ROWS if integers else FEW_ROWS):
         return False
     if value.dtype != torch.float32:
         return value.dtype == torch.bfloat16 and integers
-    return decoder_of(MXSpec(call.element, call.block_size), k)[0] != TABLE
+    return decoder_of(weight, k)[0] != TABLE and suit_units(x, weight, k)

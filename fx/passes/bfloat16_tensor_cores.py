@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from pt2mx.formats import ELEMENTS
@@ -13,11 +14,11 @@ from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.graph_pass import GraphPass
 from pt2mx.fx.graph.node import LinearMX, set_value, value_of
 from pt2mx.fx.passes.bfloat16_products import is_quantized
+from pt2mx.ops import dequantize_mx
 
 aten = torch.ops.aten
 
-#: the least scale of a weight, E8M0, with which a bfloat16 holds the least value of each element of 8 bits: 2**-16 of
-#: E5M2 is 2**-133
+#: the least scale, E8M0, with which a bfloat16 holds all values of each element of 8 bits: 2**-16 of E5M2 is 2**-133
 _LEAST_SCALE = 127 - 133 + 16
 
 
@@ -26,8 +27,8 @@ def use_bfloat16_tensor_cores(model: GraphModule, force: bool = False) -> None:
     """Give a float32 `linear_mx` on a GPU its x in bfloat16, where a quantization gives x, and keep its result in
     float32: on tensor cores, which sum in float32, it takes a tenth of the time of float32.
 
-    A bfloat16 holds the values of both, but for those of x below 2**-133. Weights with smaller scales than it holds,
-    or that are no constants, stay as they are.
+    A bfloat16 holds the values of both, but for those of x below 2**-133. Weights with smaller values, or
+    that are no constants, stay as they are.
 
     Args:
         force: on every device. For tests.
@@ -37,15 +38,23 @@ def use_bfloat16_tensor_cores(model: GraphModule, force: bool = False) -> None:
     for node, call in LinearMX.calls_in(model.graph):
         if call.rotation or call.target_dtype is not None or not is_quantized(call.x) or not _fits(node, call, force):
             continue
-        if call.scale not in constants or call.scale.op != "get_attr":
+        if any(n not in constants or n.op != "get_attr" for n in (call.codes, call.scale)):
             continue
-        if bool((tensor_of(model, call.scale) < _LEAST_SCALE).any()):
+        if not _holds(call, tensor_of(model, call.codes), tensor_of(model, call.scale)):
             continue
         if call.x not in values:
             with model.graph.inserting_after(call.x):
                 values[call.x] = model.graph.call_function(aten.to.dtype, (call.x, torch.bfloat16))
             set_value(values[call.x])
         node.args = replace(call, x=values[call.x], target_dtype=torch.float32).args
+
+
+def _holds(call: LinearMX, codes: Tensor, scale: Tensor) -> bool:
+    """True if a bfloat16 holds every value of a weight."""
+    small = (scale < _LEAST_SCALE).any(-1)
+    length = value_of(call.x).shape[-1]
+    values = dequantize_mx(codes[small], scale[small], call.element, call.block_size, torch.float32, -1, length)
+    return torch.equal(values, values.to(torch.bfloat16).to(torch.float32))
 
 
 def _fits(node: Node, call: LinearMX, force: bool) -> bool:

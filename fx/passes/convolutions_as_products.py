@@ -1,7 +1,6 @@
-"""Convolutions of quantized activations as products, on units for bfloat16.
+"""Convolutions of quantized activations as products with packed weights, on units for bfloat16 or for codes of 8 bits.
 
-The patches of x under the kernel are gathered as rows, their channels last, and multiplied with the weight, whose
-blocks along its input channels are blocks of a row then.
+Channels come last, so that blocks along them are blocks of a pixel, whatever lies around it.
 """
 
 from __future__ import annotations
@@ -14,53 +13,63 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from pt2mx.fx.graph.aliasing import Writes
 from pt2mx.fx.graph.attributes import name_of, register_buffer, tensor_of
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.graph_pass import GraphPass
-from pt2mx.fx.graph.node import Dequantize, FakeQuantize, named_args, set_value, shape_of, value_of
+from pt2mx.fx.graph.node import Dequantize, FakeQuantize, named_args, operator_of, set_value, shape_of, value_of
 from pt2mx.fx.graph.tensors import erase_unread
 from pt2mx.fx.graph.views import settle_order, takes_any_order
 from pt2mx.fx.passes.bfloat16_products import is_quantized, quantization_to_bfloat16
-from pt2mx.kernels.cpu.linear import multiplies_bfloats
-from pt2mx.ops.linear import linear_mx
+from pt2mx.kernels.cpu.linear import multiplies_bfloats, suit_units
+from pt2mx.ops.convolution import conv2d_mx
 from pt2mx.ops.rotated_quantization import rotated_fake_quantize_mx
 from pt2mx.spec import MXSpec
 
 aten = torch.ops.aten
 
+#: operator -> dimensions of its images
+_DIMENSIONS = {aten.conv1d.default: 1, aten.conv2d.default: 2}
+_GROUP = 32  # channels that are multiplied together
+
 
 @dataclass(frozen=True)
 class Convolution:
-    """A convolution in two dimensions of x: (B, C, H, W) by `codes` and `scale` of a weight (N, C, *kernel); `spec` is
-    that of the weight as rows, `padding` and `stride` are of height and width."""
+    """A convolution of images in `dimensions` by `codes` and `scale` of a weight (N, C, *kernel); `x` is the node that
+    quantizes the images, and `quantization` the arguments that do it with their channels last; `spec` is of the weight
+    with its channels last, `moves` are stride, padding and dilation, of height and width each."""
 
-    x: FakeQuantize
+    dimensions: int
+    x: Node
+    quantization: tuple[Any, ...]
     codes: Node
     scale: Node
     bias: Node | None
     spec: MXSpec
-    kernel: tuple[int, int]
-    stride: tuple[int, int]
-    padding: tuple[int, int]
+    moves: tuple[tuple[int, int], ...]
 
 
 @GraphPass
 def use_products_for_convolutions(model: GraphModule) -> None:
-    """Replace `conv2d` in float32 by `linear_mx` of patches in bfloat16, where x is quantized along its channels, the
-    weight is held packed along them, both of these are whole blocks of 32, and this machine has units for bfloat16.
+    """Replace `conv1d` and `conv2d` by `conv2d_mx` of x in bfloat16, where x is quantized along its channels, the
+    weight is held packed along them in blocks of 32 or more, and this machine has units that multiply them.
 
-    The codes become buffers `<weight>_data_rows` and `<weight>_scale_rows`. Grouped and dilated convolutions stay. The
-    values of x and of the weight stay what they are; sums are in float32 in another order. Results lie in memory with
-    their channels last, and what is computed from them may.
+    The codes become buffers `<weight>_data_rows` and `<weight>_scale_rows`, with their channels last. Convolutions with
+    groups stay, and those whose channels would fill less than three quarters of groups of 32. The values of x and of
+    the weight stay what they are; sums are in float32 in another order. Results lie in memory with their channels last,
+    and what is computed from them may.
     """
-    constants, products = constant_nodes(model.graph), {}
-    for node in model.graph.find_nodes(op="call_function", target=aten.conv2d.default):
+    constants, products, writes = constant_nodes(model.graph), {}, Writes(model.graph)
+    quantized: dict[Node, Node] = {}  # of a node the values with their channels last, for all convolutions of it
+    for node in [n for n in model.graph.nodes if n.target in _DIMENSIONS]:
         convolution = _convolution(node)
         if convolution is None or not constants.issuperset((convolution.codes, convolution.scale)):
             continue
-        if any(n.op != "get_attr" for n in (convolution.codes, convolution.scale)) or not takes_any_order(node):
+        if any(n.op != "get_attr" for n in (convolution.codes, convolution.scale)) or not takes_any_order(node, writes):
             continue
-        product = _product(model, node, convolution)
+        if convolution.x not in quantized:
+            quantized[convolution.x] = _channels_last(model, convolution)
+        product = _product(model, node, convolution, quantized[convolution.x])
         product.meta.update({key: value for key, value in node.meta.items() if key != "val"})
         node.replace_all_uses_with(product)
         erase_unread(node)
@@ -69,65 +78,61 @@ def use_products_for_convolutions(model: GraphModule) -> None:
 
 
 def _convolution(node: Node) -> Convolution | None:
-    """The convolution that a node computes, if units for bfloat16 do it as a product."""
-    given, value = named_args(node), value_of(node)
+    """The convolution that a node computes, if units do it as a product."""
+    given, value, dimensions = named_args(node), value_of(node), _DIMENSIONS[operator_of(node)]
     x, weight = FakeQuantize.of(given["input"]), Dequantize.of(given["weight"])
-    if x is None or weight is None or value is None or value.dtype != torch.float32 or value.device.type != "cpu":
+    if x is None or weight is None or value is None or value.device.type != "cpu":
         return None
-    shape, sizes = shape_of(given["input"]) or (), shape_of(given["weight"]) or ()
-    if len(shape) != 4 or given["groups"] != 1 or {*given["dilation"]} != {1} or not _is_dense(value):
+    if value.dtype not in (torch.float32, torch.bfloat16) or given["groups"] != 1 or not _is_dense(value):
         return None
-    if x.axis % 4 != 1 or weight.axis % 4 != 1 or not is_quantized(given["input"]):
+    rank, (_, channels, *_) = dimensions + 2, shape_of(given["weight"]) or ()
+    if len(shape_of(given["input"]) or ()) != rank or x.axis % rank != 1 or weight.axis % rank != 1:
         return None
-    if quantization_to_bfloat16(replace(x, axis=-1), 4) is None:
+    quantization, spec = quantization_to_bfloat16(replace(x, axis=-1), rank), MXSpec(weight.element, weight.block_size)
+    if quantization is None or not is_quantized(given["input"]) or not isinstance(channels, int):
         return None
-    _, channels, high, wide = (int(n) for n in sizes)  # of a buffer
-    spec = MXSpec(weight.element, min(weight.block_size, channels))
-    if channels % spec.block_size or not multiplies_bfloats(spec, channels * high * wide):
+    if 4 * channels < 3 * (channels + -channels % _GROUP) or not multiplies_bfloats(spec, channels):
         return None
-    stride, padding = (tuple(n) * (2 // len(n)) for n in (given["stride"], given["padding"]))
-    return Convolution(x, weight.codes, weight.scale, given["bias"], spec, (high, wide), stride, padding)
+    if not suit_units(MXSpec(x.element, x.block_size), spec, channels):
+        return None
+    first = ((1,), (0,), (1,))  # of a dimension that is none
+    moves = zip(first, (given[name] for name in ("stride", "padding", "dilation")), strict=True)
+    pairs = tuple((*one, *own) if dimensions == 1 else tuple(own) * (2 // len(own)) for one, own in moves)
+    return Convolution(dimensions, given["input"], quantization, weight.codes, weight.scale, given["bias"], spec, pairs)
 
 
 def _is_dense(value: Tensor) -> bool:
-    return value.is_contiguous() or value.is_contiguous(memory_format=torch.channels_last)
+    return value.is_contiguous() or (value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last))
 
 
-def _product(model: GraphModule, node: Node, convolution: Convolution) -> Node:
+def _channels_last(model: GraphModule, convolution: Convolution) -> Node:
+    """Insert what quantizes x, in its place: the values (B, H, W, C) in bfloat16."""
+    with model.graph.inserting_before(convolution.x):
+        call = _caller(model.graph)
+        x, *modes = convolution.quantization
+        last = call(aten.permute.default, x, (0, 2, 3, 1) if convolution.dimensions == 2 else (0, 2, 1))
+        if convolution.dimensions == 1:
+            last = call(aten.unsqueeze.default, last, 1)
+        return call(rotated_fake_quantize_mx, last, *modes)
+
+
+def _product(model: GraphModule, node: Node, convolution: Convolution, values: Node) -> Node:
     """Insert what computes a convolution; gives its result."""
     with model.graph.inserting_before(node):
         call = _caller(model.graph)
-        last = call(aten.permute.default, convolution.x.x, (0, 2, 3, 1))  # (B, H, W, C)
-        of = replace(convolution.x, x=last, axis=-1)
-        values = call(rotated_fake_quantize_mx, *(quantization_to_bfloat16(of, 4) or ()))
-        rows = [_rows(model, n) for n in (convolution.codes, convolution.scale)]
-        spec, bias = convolution.spec, convolution.bias
-        patches = _patches(call, values, convolution)
-        result = call(
-            linear_mx, patches, *rows, bias, spec.element.name, spec.block_size, 0, torch.float32
-        )  # (B, H', W', N)
-        return call(aten.permute.default, result, (0, 3, 1, 2))
+        rows = [_rows(model, n, convolution.dimensions) for n in (convolution.codes, convolution.scale)]
+        spec, dtype = convolution.spec, node.meta["val"].dtype
+        modes = (spec.element.name, spec.block_size, *convolution.moves, dtype)
+        result = call(conv2d_mx, values, *rows, convolution.bias, *modes)  # (B, H', W', N)
+        if convolution.dimensions == 2:
+            return call(aten.permute.default, result, (0, 3, 1, 2))
+        return call(aten.permute.default, call(aten.squeeze.dim, result, 1), (0, 2, 1))
 
 
-def _patches(call: Callable[..., Node], x: Node, convolution: Convolution) -> Node:
-    """(B, H, W, C) -> (B, H', W', values under the kernel)."""
-    (high, wide), (down, right) = convolution.padding, convolution.stride
-    if high or wide:
-        x = call(aten.constant_pad_nd.default, x, (0, 0, wide, wide, high, high))
-    if convolution.kernel == (1, 1):
-        if (down, right) == (1, 1):
-            return x
-        x = call(aten.slice.Tensor, x, 1, None, None, down)
-        return call(aten.slice.Tensor, x, 2, None, None, right)
-    x = call(aten.unfold.default, x, 1, convolution.kernel[0], down)
-    x = call(aten.unfold.default, x, 2, convolution.kernel[1], right)  # (B, H', W', C, *kernel)
-    x = call(aten.permute.default, x, (0, 1, 2, 4, 5, 3))
-    return call(aten.flatten.using_ints, x, 3)
-
-
-def _rows(model: GraphModule, node: Node) -> Node:
-    """A buffer of codes or scales (N, C, *kernel) as rows (N, kernel and C), placed before `node`'s readers."""
-    value = tensor_of(model, node).permute(0, 2, 3, 1).flatten(1).contiguous()
+def _rows(model: GraphModule, node: Node, dimensions: int) -> Node:
+    """A buffer of codes or scales (N, C, *kernel) as (N, height, width, C), placed before `node`'s readers."""
+    value = tensor_of(model, node)
+    value = (value if dimensions == 2 else value.unsqueeze(2)).permute(0, 2, 3, 1).contiguous()
     name = f"{name_of(node)}_rows"
     buffer = model.graph.get_attr(register_buffer(model, name, value))
     buffer.meta.update(node.meta)

@@ -4,40 +4,27 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx.formats import ELEMENTS
+from pt2mx.fx.graph.activations import activation_before, call_before, norm_before
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.attributes import name_of, register_buffer, tensor_of
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.graph_pass import GraphPass
-from pt2mx.fx.graph.node import FakeQuantize, LinearMX, named_args, set_value, shape_of, value_of
+from pt2mx.fx.graph.node import FakeQuantize, LinearMX, shape_of, value_of
 from pt2mx.fx.graph.tensors import erase_unread
 from pt2mx.kernels.fp8_rows import BLOCK, ROOMS, of_packed
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.fp8_rows import layer_norm_fp8_rows, mm_fp8_rows, quantize_fp8_rows
-
-aten = torch.ops.aten
 
 #: compute capabilities of GPUs whose tensor cores multiply FP8 at twice the rate of bfloat16
 _CAPABILITIES = ((8, 9), (9, 0))
 #: rows of x, and values of a weight, from which FP8 is faster than bfloat16: 2048 x 1024 x 1024 takes 0.82 of the time
 #: on an H200, 2048 x 1536 x 384 1.3
 _LEAST_ROWS, _LEAST_WEIGHT = 256, 1 << 20
-
-
-class Norm(NamedTuple):
-    """A layer norm along the last dimension, of the sum of x and what is added to it."""
-
-    node: Node
-    x: Node
-    residual: Node | None
-    weight: Node | None
-    bias: Node | None
-    eps: float
 
 
 @GraphPass
@@ -122,56 +109,14 @@ def _rows_of(x: Node, of: FakeQuantize, written: set[Node]) -> list[Node]:
     """Codes, scale and rest of what a `fake_quantize_mx` gives, made where what it quantizes is. What the graph writes
     is `written`, and read where it was: elsewhere it may hold other values."""
     modes = of.element, of.scale_mode, of.rounding
-    norm = _norm_before(of.x, written)
+    norm = norm_before(of.x, written)
     if norm is not None:
-        call = _call_before(norm.node, layer_norm_fp8_rows, *norm[1:], *modes)
-        normed, *rows = (_call_before(norm.node, operator.getitem, call, i) for i in range(4))
+        call = call_before(norm.node, layer_norm_fp8_rows, *norm[1:], *modes)
+        normed, *rows = (call_before(norm.node, operator.getitem, call, i) for i in range(4))
         normed.meta.update(norm.node.meta)
         norm.node.replace_all_uses_with(normed)
         erase_unread(norm.node)
         return rows
-    activation, source = _activation_before(of.x, written)
-    call = _call_before(x, quantize_fp8_rows, source, *modes, activation)
-    return [_call_before(x, operator.getitem, call, i) for i in range(3)]
-
-
-def _activation_before(x: Node, written: set[Node]) -> tuple[str, Node]:
-    """The name of the activation that gives x to its one reader, and what it is computed of; "none" and x where it is
-    none of those that the kernel knows, or what it is computed of is written."""
-    named: dict[object, str] = {
-        aten.gelu.default: "gelu",
-        aten.silu.default: "silu",
-        aten.relu.default: "relu",
-    }
-    name = named.get(x.target)
-    if name is None or len(x.users) > 1 or not written.isdisjoint((x, *x.all_input_nodes)):
-        return "none", x
-    given = named_args(x)
-    if name == "gelu" and given["approximate"] == "tanh":
-        name = "gelu_tanh"
-    return name, given[next(iter(given))]
-
-
-def _norm_before(x: Node, written: set[Node]) -> Norm | None:
-    """The layer norm of which x is the result; None where it is another node, or written."""
-    if x.target is not aten.layer_norm.default or x in written:
-        return None
-    given, shape = named_args(x), shape_of(x)
-    source = given["input"]
-    if shape is None or list(given["normalized_shape"]) != list(shape[-1:]):
-        return None
-    of_norm = source, None, given["weight"], given["bias"], given["eps"]
-    if source.target is aten.add.Tensor and len(source.users) == 1:
-        added = named_args(source)
-        a, b = added["self"], added["other"]
-        alike = shape_of(a) == shape_of(b) == shape and value_of(a).dtype == value_of(b).dtype == value_of(x).dtype
-        if added["alpha"] == 1 and alike and written.isdisjoint((a, b)):
-            of_norm = a, b, *of_norm[2:]
-    return Norm(x, *of_norm)
-
-
-def _call_before(place: Node, target: object, *args: object) -> Node:
-    with place.graph.inserting_before(place):
-        node = place.graph.call_function(target, args)  # type: ignore[arg-type]
-    set_value(node)
-    return node
+    activation, source = activation_before(of.x, written)
+    call = call_before(x, quantize_fp8_rows, source, *modes, activation)
+    return [call_before(x, operator.getitem, call, i) for i in range(3)]

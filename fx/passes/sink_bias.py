@@ -17,6 +17,7 @@ from pt2mx import ops
 from pt2mx.fx.graph.graph_pass import GraphPass
 from pt2mx.fx.graph.node import LinearMX
 from pt2mx.fx.graph.views import is_view
+from pt2mx.fx.passes.quantize_in_passing import is_quantized_in_passing
 
 aten = torch.ops.aten
 
@@ -35,9 +36,11 @@ def sink_bias(model: GraphModule) -> None:
 
 
 def _is_quantized_next(node: Node) -> bool:
-    """True if `fake_quantize_mx` alone reads a node, maybe through views."""
+    """True if `fake_quantize_mx` alone reads a node, maybe through views, and no call takes its place."""
 
     def leads_there(user: Node) -> bool:
-        return user.target is ops.fake_quantize_mx or (is_view(user) and _is_quantized_next(user))
+        if user.target is ops.fake_quantize_mx:
+            return not is_quantized_in_passing(user)
+        return is_view(user) and _is_quantized_next(user)
 
     return bool(node.users) and all(map(leads_there, node.users))

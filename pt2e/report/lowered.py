@@ -11,6 +11,7 @@ from pt2mx.fx.graph.node import node_arg
 from pt2mx.fx.graph.subgraphs import graph_modules
 from pt2mx.ops import linear, scaled_mm
 from pt2mx.ops.attention import attention_mx
+from pt2mx.ops.convolution import conv2d_mx
 from pt2mx.ops.fp8_rows import mm_fp8_rows
 
 aten = torch.ops.aten
@@ -20,6 +21,7 @@ _PACKED = (
     linear.linear_mx,
     linear.grouped_linear_mx,
     linear.linear_mx_mma_layout,
+    conv2d_mx,
     scaled_mm.scaled_mm_mx,
     mm_fp8_rows,
     attention_mx,

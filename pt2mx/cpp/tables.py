@@ -26,9 +26,12 @@ SOURCES = Path(__file__).parent / "src"
 OPERATORS = (
     "linear_mx",
     "grouped_linear_mx",
+    "conv2d_mx",
     "attention_mx",
     "hadamard",
     "rotated_fake_quantize_mx",
+    "activation_fake_quantize_mx",
+    "layer_norm_fake_quantize_mx",
     "random_bits",
 )
 

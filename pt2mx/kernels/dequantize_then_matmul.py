@@ -1,8 +1,10 @@
 """Products with packed weights through dense ones: dequantize the weight, then torch's own product.
 
-They define `linear_mx`, `grouped_linear_mx` and `linear_mx_mma_layout`, and serve where no faster twin does: large
-batches, whose time is that of the product, and devices without one.
+They define `linear_mx`, `grouped_linear_mx`, `linear_mx_mma_layout` and `conv2d_mx`, and serve where no faster twin
+does: large batches, whose time is that of the product, and devices without one.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from pt2mx.kernels.gpu.mma_layout import from_mma_layout
 from pt2mx.kernels.select import kernels_for, rotate
 from pt2mx.spec import MXSpec
 
-__all__ = ["grouped_linear", "linear", "linear_mma_layout"]
+__all__ = ["conv2d", "grouped_linear", "linear", "linear_mma_layout"]
 
 
 def linear(
@@ -49,6 +51,33 @@ def linear_mma_layout(
     `rotation` as above."""
     x = rotate(x, rotation) if rotation else x
     return F.linear(x, from_mma_layout(codes, scale, element, n, x.shape[-1]), bias)
+
+
+def conv2d(
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    spec: MXSpec,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """x: (B, H, W, C), data: (N, *kernel, bytes) uint8, scale: (N, *kernel, blocks) uint8, bias: (N,) or None -> (B,
+    H', W', N) in `dtype`, that of the bias, by default x's."""
+    x = x.to(dtype or x.dtype)
+    weight = _weight(x, data, scale, spec).permute(0, 3, 1, 2)
+    y = F.conv2d(x.permute(0, 3, 1, 2), weight, bias, stride, padding, dilation)
+    return y.permute(0, 2, 3, 1).contiguous()
+
+
+def places(
+    size: Sequence[int], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> list[int]:
+    """Return the size of a convolution's result, (H', W'), of an image of (H, W)."""
+    pairs = zip(size, kernel, stride, padding, dilation, strict=True)
+    return [(n + 2 * beside - apart * (taps - 1) - 1) // step + 1 for n, taps, step, beside, apart in pairs]
 
 
 def _weight(x: Tensor, data: Tensor, scale: Tensor, spec: MXSpec) -> Tensor:

@@ -19,6 +19,11 @@ HIGH_PRECISION = (torch.float32, torch.float16, torch.bfloat16)
 _make_spec = functools.lru_cache(maxsize=1024)(MXSpec)
 
 
+@functools.lru_cache(maxsize=1024)
+def _on_axis(spec: MXSpec, axis: int) -> MXSpec:
+    return spec.replace(axis=axis)
+
+
 def check_tensors(**tensors: object) -> None:
     """Raise `MXError` for an argument, given by its name, that is no dense tensor."""
     for name, value in tensors.items():
@@ -48,7 +53,7 @@ def check_spec(x: Tensor, spec: MXSpec) -> MXSpec:
             f"cannot quantize a tensor of dtype {x.dtype} to an MX format: allowed are float32, float16 and bfloat16; "
             "cast it first, for example with x.float()"
         )
-    return spec.replace(axis=_dimension(spec.axis, x))
+    return _on_axis(spec, _dimension(spec.axis, x))
 
 
 def check_seed(seed: object) -> None:
@@ -75,7 +80,7 @@ def check_packed(
         raise MXError("data and scale have at least one dimension: a tensor without any has those of shape (1,)")
     if data.device != scale.device:
         raise MXError(f"data is on {data.device} and scale on {scale.device}: move one to the device of the other")
-    spec = spec.replace(axis=_dimension(axis, data))
+    spec = _on_axis(spec, _dimension(axis, data))
     if data.dtype != torch.uint8 or scale.dtype != torch.uint8:
         raise MXError(
             f"codes and scales are uint8, not {data.dtype} and {scale.dtype}: view them with .view(torch.uint8)"

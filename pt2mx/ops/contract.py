@@ -1,11 +1,8 @@
 """The contract of the operators `torch.ops.pt2mx.*` with compilers that read programs with them.
 
 It says for each a version, and the shapes, dtypes and layouts of its arguments. Types and defaults are those of the
-registered schemas.
-
-    python -m pt2mx.ops.contract_text > pt2mx/ops/README.md
-
-writes the document for their authors. An operator's version rises with every change of its schema or its numbers.
+registered schemas. `contract_text` writes the document for their authors. An operator's version rises with every change
+of its schema or its numbers.
 """
 
 from __future__ import annotations
@@ -15,10 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pt2mx.formats import FORMATS, ElementFormat
 from pt2mx.kernels.fp8_rows import ACTIVATIONS, ROOMS
 from pt2mx.kernels.gpu.mma_layout import FRAGMENTS
-from pt2mx.kernels.packing import group_of
 from pt2mx.modes import ROUNDINGS, SCALE_MODES
 from pt2mx.ops.quantization import STRAIGHT_THROUGH
 from pt2mx.ops.scaled_mm import FORMS
@@ -52,13 +47,14 @@ SHARED = {
     "rotation": "blocks of x that `hadamard` rotates along K first, rounded to x's dtype; 0 for none",
 }
 _VALUES = "(..., n, ...) float32, float16 or bfloat16 of any strides, n values along the axis"
+_LAST = "(..., K) float32, float16 or bfloat16 of any strides"
 _PAIRS = "; ".join(
     f"`{x}` x `{weight}` to {', '.join(str(dtype).removeprefix('torch.') for dtype in form.results)}"
     for (x, weight), form in FORMS.items()
 )
 _ROOM = ", ".join(f"2**-{room.spread} of it for `{name}`" for name, room in ROOMS.items())
 _ROWS = {
-    "data": "(..., K) uint8, codes of `fp8_e4m3` without negative zeros",
+    "data": "(..., K) uint8, codes of `fp8_e4m3`",
     "scale": "(..., 1) float32, a power of two, or -1 of a row that does not fit",
     "rest": "(..., K) in x's dtype: the values of the rows that do not fit; the others mean nothing",
 }
@@ -92,8 +88,7 @@ OPERATORS = {
         {"": "x's shape and dtype"},
         {
             "x": _VALUES,
-            "ste": f"{_choices(STRAIGHT_THROUGH)}: the gradient passes unchanged, or is zero where the value is beyond "
-            "the largest of its block's scale",
+            "ste": f"{_choices(STRAIGHT_THROUGH)}: the gradient passes, or is zero beyond the largest value of a scale",
         },
     ),
     "clip_gradient_mx": Operator(
@@ -130,6 +125,21 @@ OPERATORS = {
             "weight_data": "(E, N, bytes of K) uint8, packed along K, which is the axis",
             "weight_scale": "(E, N, ceil(K / block_size)) uint8, E8M0",
             "offs": "(E,) int32: for each expert the row after its last",
+        },
+    ),
+    "conv2d_mx": Operator(
+        1,
+        "`conv2d(x, w, bias)` with channels last, where w is `dequantize_mx` of the weight along C in the dtype of the "
+        "result; sums are in float32, in any order. x and bias have gradients; autocast casts both to its dtype.",
+        {"": "(B, H', W', N) in `target_dtype`, contiguous"},
+        {
+            "x": "(B, H, W, C) float32, float16 or bfloat16 of any strides",
+            "weight_data": "(N, height and width of the kernel, bytes of C) uint8, packed along C, which is the axis",
+            "weight_scale": "(N, height and width of the kernel, ceil(C / block_size)) uint8, E8M0",
+            "bias": "(N,) in the dtype of the result, or None",
+            **dict.fromkeys(("stride", "dilation"), "of height and width, at least 1"),
+            "padding": "of height and width, zeros on both sides",
+            "target_dtype": "as of `linear_mx`",
         },
     ),
     "linear_mx_mma_layout": Operator(
@@ -200,10 +210,10 @@ OPERATORS = {
         },
     ),
     "quantize_fp8_rows": Operator(
-        1,
-        "`quantize_mx` of an activation of x, in blocks of 32 along the last dimension, as FP8 rows: E4M3 codes with "
-        "one scale a row, which stand for the same values. A row does not fit where the scale of a block that is not "
-        f"zero is too far below the row's largest ({_ROOM}), or a value is not finite: its scale is -1.",
+        2,
+        "`quantize_mx` of an activation of x, in blocks of 32 along the last dimension, as FP8 rows: E4M3 codes of the "
+        "same values with one scale a row. A row does not fit that is not finite, or where the scale of a block that "
+        f"is not zero is too far below the largest ({_ROOM}).",
         _ROWS,
         {
             "x": "(..., K) float32, float16 or bfloat16 of any strides, K a multiple of 32",
@@ -213,15 +223,13 @@ OPERATORS = {
         },
     ),
     "layer_norm_fp8_rows": Operator(
-        1,
-        "`quantize_fp8_rows` of the layer norm of x + residual along the last dimension. Sum and norm are rounded to "
-        "x's dtype.",
+        2,
+        "`quantize_fp8_rows` of the layer norm of x + residual along the last dimension, both rounded to x's dtype.",
         {"normed": "x's shape and dtype: the norm before it is quantized", **_ROWS},
         {
             "x": "(..., K) float32, float16 or bfloat16 of any strides, K a multiple of 32",
             "residual": "x's shape and dtype, or None",
-            "weight": "(K,), or None",
-            "bias": "(K,), or None",
+            **dict.fromkeys(("weight", "bias"), "(K,) in x's dtype or float32, or None"),
             "eps": "what is added to the variance",
             "elem_dtype_name": f"one of {_choices(ROOMS)}",
             "rounding": f"how values are rounded: {_choices(r for r in ROUNDINGS if not ROUNDINGS[r].random)}",
@@ -239,6 +247,35 @@ OPERATORS = {
             "weight_data": "(N, K) uint8, N a multiple of 16",
             "weight_scale": "(N, 1) float32",
             "bias": "(N,) in the dtype of `rest`, or None",
+        },
+    ),
+    "activation_fake_quantize_mx": Operator(
+        1,
+        "`fake_quantize_mx` of an activation of x along the last dimension, to the bit. The activation is rounded to "
+        "x's dtype; its last bits are the device's own. The gradient is that of the activation.",
+        {"": "x's shape, in `target_dtype`"},
+        {
+            "x": _LAST,
+            "activation": f"what is computed of x: {_choices(ACTIVATIONS)}",
+            "rounding": f"how values are rounded: {_choices(r for r in ROUNDINGS if not ROUNDINGS[r].random)}",
+            "target_dtype": "float32, float16 or bfloat16; None is that of x",
+        },
+    ),
+    "layer_norm_fake_quantize_mx": Operator(
+        1,
+        "The layer norm of x + residual along the last dimension, and `fake_quantize_mx` of it, to the bit. Sum and "
+        "norm are rounded to the dtype of the sum; the last bits of the norm are the device's own.",
+        {
+            "normed": "x's shape, in the dtype of the sum: the norm before it is quantized",
+            "quantized": "x's shape, in `target_dtype`",
+        },
+        {
+            "x": _LAST,
+            "residual": "x's shape, float32, float16 or bfloat16, or None",
+            **dict.fromkeys(("weight", "bias"), "(K,) float32, float16 or bfloat16, or None"),
+            "eps": "what is added to the variance",
+            "rounding": f"how values are rounded: {_choices(r for r in ROUNDINGS if not ROUNDINGS[r].random)}",
+            "target_dtype": "float32, float16 or bfloat16; None is that of the sum",
         },
     ),
     "swizzle_scale": Operator(
@@ -261,19 +298,3 @@ def meanings(name: str) -> dict[str, str]:
     """Return the arguments of an operator in the order of its schema, and what each means."""
     own = OPERATORS[name].arguments
     return {argument.name: own.get(argument.name) or SHARED[argument.name] for argument in schema_of(name).arguments}
-
-
-STORAGE_HEADER = ("element", "bits", "exponent", "mantissa", "bias", "special", "codes of a group", "bytes of a group")
-
-
-def storage_rows() -> list[tuple[object, ...]]:
-    """Return a row for each element: how a code is read, and the smallest group of codes that is whole bytes."""
-    rows: list[tuple[object, ...]] = []
-    for name, e in FORMATS.items():
-        exponent = ("-", "-", "-") if e.is_int else (e.exponent_bits, e.mantissa_bits, e.bias)
-        rows.append((f"`{name}`", e.bits, *exponent, _special(e), *group_of(e.bits)))
-    return rows
-
-
-def _special(element: ElementFormat) -> str:
-    return ", ".join(["Inf"] * element.has_inf + ["NaN"] * element.has_nan) or "-"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable
 
-from pt2mx.ops.contract import OPERATORS, STORAGE_HEADER, meanings, schema_of, storage_rows
+from pt2mx.formats import FORMATS, ElementFormat
+from pt2mx.kernels.packing import group_of
+from pt2mx.ops.contract import OPERATORS, meanings, schema_of
 
 _BEGINNING = """\
 # The operators, for authors of compilers
@@ -39,12 +41,27 @@ that it was made of; products are contiguous. All but the products have the same
 compiled.
 """
 
+_STORAGE_HEADER = ("element", "bits", "exponent", "mantissa", "bias", "special", "codes of a group", "bytes of a group")
+
 
 def document() -> str:
     """Return the document."""
-    storage = _table(STORAGE_HEADER, storage_rows())
+    storage = _table(_STORAGE_HEADER, _storage_rows())
     parts = [_BEGINNING, storage, _BEHIND_STORAGE, "## Operators\n", *map(_section, OPERATORS)]
     return "\n".join(parts)
+
+
+def _storage_rows() -> list[tuple[object, ...]]:
+    """Return a row for each element: how a code is read, and the smallest group of codes that is whole bytes."""
+    rows: list[tuple[object, ...]] = []
+    for name, e in FORMATS.items():
+        exponent = ("-", "-", "-") if e.is_int else (e.exponent_bits, e.mantissa_bits, e.bias)
+        rows.append((f"`{name}`", e.bits, *exponent, _special(e), *group_of(e.bits)))
+    return rows
+
+
+def _special(element: ElementFormat) -> str:
+    return ", ".join(["Inf"] * element.has_inf + ["NaN"] * element.has_nan) or "-"
 
 
 def _section(name: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -18,7 +18,7 @@ from pt2mx.kernels import elements, reference
 from pt2mx.kernels.axis import is_one_in_the_example
 from pt2mx.kernels.gpu.mma_layout import from_mma_layout
 from pt2mx.kernels.hadamard import rotate
-from pt2mx.ops import attention, hadamard, linear, rotated_quantization
+from pt2mx.ops import attention, convolution, hadamard, linear, rotated_quantization
 from pt2mx.ops.checks import check_input, check_packed
 from pt2mx.ops.order import Order, dense_strides, is_dense, natural, order_in_memory, permuted_back, strides_in_order
 from pt2mx.ops.quantization import seed_of
@@ -167,6 +167,23 @@ def product_decompositions() -> dict[OpOverload, Callable[..., Tensor]]:
         weight = from_mma_layout(data, scale, ELEMENTS[elem], n, x.shape[-1])
         return functional.linear(rotated(x, rotation), weight, bias)
 
+    def conv2d_mx(
+        x: Tensor,
+        data: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        elem: str,
+        block_size: int,
+        stride: Sequence[int] = (1, 1),
+        padding: Sequence[int] = (0, 0),
+        dilation: Sequence[int] = (1, 1),
+        target_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        x = x.to(target_dtype or x.dtype)
+        kernel = weight(x, data, scale, elem, block_size).permute(0, 3, 1, 2)
+        y = functional.conv2d(x.permute(0, 3, 1, 2), kernel, bias, stride, padding, dilation)
+        return y.permute(0, 2, 3, 1).contiguous()
+
     def rotated_fake_quantize_mx(
         x: Tensor,
         size: int,
@@ -202,6 +219,7 @@ def product_decompositions() -> dict[OpOverload, Callable[..., Tensor]]:
         linear.linear_mx: linear_mx,
         linear.grouped_linear_mx: grouped_linear_mx,
         linear.linear_mx_mma_layout: linear_mx_mma_layout,
+        convolution.conv2d_mx: conv2d_mx,
         hadamard.hadamard: rotate,
         rotated_quantization.rotated_fake_quantize_mx: rotated_fake_quantize_mx,
     }

@@ -47,6 +47,11 @@ _EXAMPLES = {
         tensor([[1., 1., 1., 1.],
                 [2., 2., 2., 2.]])
         """,
+    "conv2d_mx": """
+        >>> scale, data = pt2mx.quantize_mx(torch.ones(1, 2, 2, 4), "mxfp4")  # a kernel of 2 x 2, 4 channels
+        >>> torch.ops.pt2mx.conv2d_mx(torch.ones(1, 3, 3, 4), data, scale, None, "fp4_e2m1", 32, stride=2)
+        tensor([[[[16.]]]])
+        """,
     "linear_mx_mma_layout": """
         >>> from pt2mx.kernels.gpu.mma_layout import to_mma_layout
         >>> scale, data = pt2mx.quantize_mx(torch.eye(64), "mxfp4")
@@ -95,6 +100,15 @@ _EXAMPLES = {
         >>> rows = torch.ops.pt2mx.quantize_fp8_rows(torch.full((1, 32), 3.0), "fp6_e2m3")
         >>> torch.ops.pt2mx.mm_fp8_rows(*rows, weight, scale)[0, :4]
         tensor([3., 3., 3., 3.])
+        """,
+    "activation_fake_quantize_mx": """
+        >>> torch.ops.pt2mx.activation_fake_quantize_mx(torch.tensor([-1.0, 1.1, 4.0]), "relu", "fp4_e2m1", 32)
+        tensor([0., 1., 4.])
+        """,
+    "layer_norm_fake_quantize_mx": """
+        >>> x = torch.tensor([[1.0, -1.0, 2.0, -2.0]])
+        >>> torch.ops.pt2mx.layer_norm_fake_quantize_mx(x, x, None, None, 0.0, "fp4_e2m1", 32)
+        (tensor([[ 0.6325, -0.6325,  1.2649, -1.2649]]), tensor([[ 0.7500, -0.7500,  1.5000, -1.5000]]))
         """,
     "swizzle_scale": """
         >>> swizzled = torch.ops.pt2mx.swizzle_scale(torch.tensor([[127, 128]], dtype=torch.uint8))

@@ -100,6 +100,8 @@ def _check_layer_norm(
     for name, of_norm in (("weight", weight), ("bias", bias)):
         if of_norm is not None and of_norm.shape != x.shape[-1:]:
             raise MXError(f"{name} of shape {tuple(of_norm.shape)} must be ({x.shape[-1]},), one of each column of x")
+        if of_norm is not None and of_norm.dtype not in (x.dtype, torch.float32):
+            raise MXError(f"{name} of {of_norm.dtype} must be in x's dtype, {x.dtype}, or float32: cast it")
     return spec
 
 

@@ -21,9 +21,12 @@ STABLE_TORCH_LIBRARY_IMPL(pt2mx, CPU, library) {
   if (!defined) return;
   library.impl("linear_mx", TORCH_BOX(&pt2mx::linear));
   library.impl("grouped_linear_mx", TORCH_BOX(&pt2mx::grouped_linear));
+  library.impl("conv2d_mx", TORCH_BOX(&pt2mx::conv2d));
   library.impl("attention_mx", TORCH_BOX(&pt2mx::attention));
   library.impl("hadamard", TORCH_BOX(&pt2mx::hadamard));
   library.impl("rotated_fake_quantize_mx", TORCH_BOX(&pt2mx::rotated_fake_quantize));
+  library.impl("activation_fake_quantize_mx", TORCH_BOX(&pt2mx::activation_fake_quantize));
+  library.impl("layer_norm_fake_quantize_mx", TORCH_BOX(&pt2mx::layer_norm_fake_quantize));
   library.impl("random_bits", TORCH_BOX(&pt2mx::random_bits));
 }
 

@@ -1,6 +1,6 @@
 // linear_mx and grouped_linear_mx: as pt2mx/kernels/cpu/linear.py has them, with the same choice of kernel.
 
-#include "tensors.h"
+#include "products.h"
 
 namespace pt2mx {
 namespace {
@@ -10,16 +10,47 @@ constexpr int64_t kVectorRows = 4, kDecoded = 1 << 20;
 int64_t parts(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
 // How many rows and columns of the result one thread computes at a time.
-void set_task(LinearCall& call) {
+void set_task(LinearCall& call, int64_t k) {
   const int64_t threads = torch::stable::get_num_threads();
-  int64_t across = parts(call.n, std::max<int64_t>(32, std::min<int64_t>(1024, kDecoded / (2 * call.k))));
-  across = std::min(parts(across, threads) * threads, parts(call.n, 32));
+  int64_t down = threads;
+  int64_t across = parts(call.n, std::max<int64_t>(32, std::min<int64_t>(1024, kDecoded / (2 * k))));
+  if (call.m < 4 * call.n) {
+    across = std::min(parts(across, threads) * threads, parts(call.n, 32));
+    down = std::max<int64_t>(1, std::min(parts(threads, across), call.m / 128));
+  }
   call.task_columns = parts(parts(call.n, across), 32) * 32;
-  const int64_t down = std::max<int64_t>(1, std::min(parts(threads, across), call.m / 128));
   call.task_rows = parts(parts(call.m, down), 32) * 32;
 }
 
 }  // namespace
+
+LinearCall call_of(const Tensor& x, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& bias,
+                   Tensor& out, const Element& element, int64_t block_size, int32_t units, int64_t taps) {
+  const int64_t k = x.size(-1), n = out.size(-1);
+  const Blocks blocks = blocks_of(element, block_size, k);
+  LinearCall call{};
+  call.table = table_of(element);
+  call.format = blocks.decoder;
+  call.bits = element.bits;
+  call.codes_per_group = element.codes_per_group;
+  call.bytes_per_group = element.bytes_per_group;
+  call.dtype = dtype_of(x);
+  call.out_dtype = dtype_of(out);
+  call.units = units;
+  call.m = out.numel() / n;
+  call.n = n;
+  call.k = k;
+  call.block = blocks.size;
+  call.row_bytes = data.numel() / n;
+  call.row_blocks = scale.numel() / n;
+  call.x = x.const_data_ptr();
+  call.data = static_cast<const uint8_t*>(data.const_data_ptr());
+  call.scale = static_cast<const uint8_t*>(scale.const_data_ptr());
+  call.bias = bias ? bias->const_data_ptr() : nullptr;
+  call.out = out.mutable_data_ptr();
+  if (units) set_task(call, k * taps);
+  return call;
+}
 
 Tensor linear(const Tensor& given, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& bias,
               const std::string& name, int64_t block_size, int64_t rotation,
@@ -47,28 +78,8 @@ Tensor linear(const Tensor& given, const Tensor& data, const Tensor& scale, cons
   Tensor out = torch::stable::empty(shape, result);
   const Tensor values = dense(x), codes = dense(data), scales = dense(scale);
   const std::optional<Tensor> added = bias ? std::optional(dense(*bias)) : std::nullopt;
-  LinearCall call{};
-  call.table = table_of(element);
-  call.format = blocks.decoder;
-  call.bits = element.bits;
-  call.codes_per_group = element.codes_per_group;
-  call.bytes_per_group = element.bytes_per_group;
-  call.dtype = dtype_of(x);
-  call.out_dtype = dtype_of(result);
-  call.n = n;
-  call.k = k;
-  call.block = blocks.size;
-  call.row_bytes = data.size(1);
-  call.row_blocks = scale.size(1);
+  LinearCall call = call_of(values, codes, scales, added, out, element, block_size, units);
   call.rotation = rotation;
-  call.data = static_cast<const uint8_t*>(codes.const_data_ptr());
-  call.scale = static_cast<const uint8_t*>(scales.const_data_ptr());
-  call.bias = added ? added->const_data_ptr() : nullptr;
-  call.m = rows;
-  call.units = units;
-  if (units) set_task(call);
-  call.x = values.const_data_ptr();
-  call.out = out.mutable_data_ptr();
   const int32_t error = pt2mx_linear(&call, torch_parallel_for);
   if (error == kUnserved) return dense_product();
   check_served(error);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <optional>
+#include <tuple>
 #include <vector>
 
 #include <torch/csrc/stable/library.h>
@@ -40,12 +41,16 @@ inline Tensor dense(const Tensor& x) { return x.is_contiguous() ? x : torch::sta
 
 inline void check_served(int32_t error) { STD_TORCH_CHECK(error == 0, "torch_parallel_for failed"); }
 
-// Calls an operator of torch that gives one tensor.
+// Calls an overload of an operator of torch that gives one tensor.
+template <class... Arguments>
+Tensor call_overload(const char* name, const char* overload, const Arguments&... arguments) {
+  StableIValue stack[] = {torch::stable::detail::from(arguments)...};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, overload, stack, TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
 template <class... Arguments>
 Tensor call(const char* name, const Arguments&... arguments) {
-  StableIValue stack[] = {torch::stable::detail::from(arguments)...};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, "", stack, TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(stack[0]);
+  return call_overload(name, "", arguments...);
 }
 
 // ---- of the other files ----
@@ -61,12 +66,24 @@ Tensor hadamard(const Tensor& x, int64_t size, int64_t axis);
 Tensor rotated_fake_quantize(const Tensor& x, int64_t size, const std::string& element, int64_t block_size,
                              const std::string& scale_mode, const std::string& rounding,
                              const std::optional<ScalarType>& target_dtype);
+Tensor activation_fake_quantize(const Tensor& x, const std::string& activation, const std::string& element,
+                                int64_t block_size, const std::string& scale_mode, const std::string& rounding,
+                                const std::optional<ScalarType>& target_dtype);
+std::tuple<Tensor, Tensor> layer_norm_fake_quantize(const Tensor& x, const std::optional<Tensor>& residual,
+                                                    const std::optional<Tensor>& weight,
+                                                    const std::optional<Tensor>& bias, double eps,
+                                                    const std::string& element, int64_t block_size,
+                                                    const std::string& scale_mode, const std::string& rounding,
+                                                    const std::optional<ScalarType>& target_dtype);
 Tensor random_bits(const Tensor& seed, const Shape& size);
 Tensor linear(const Tensor& x, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& bias,
               const std::string& element, int64_t block_size, int64_t rotation,
               const std::optional<ScalarType>& target_dtype);
 Tensor grouped_linear(const Tensor& x, const Tensor& data, const Tensor& scale, const Tensor& offs,
                       const std::string& element, int64_t block_size);
+Tensor conv2d(const Tensor& x, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& bias,
+              const std::string& element, int64_t block_size, const Shape& stride, const Shape& padding,
+              const Shape& dilation, const std::optional<ScalarType>& target_dtype);
 Tensor attention(const Tensor& query, const Tensor& key, const Tensor& key_scale, const Tensor& value,
                  const Tensor& value_scale, const std::string& element, int64_t block_size, int64_t value_width,
                  const std::optional<Tensor>& mask, const std::optional<double>& scale);

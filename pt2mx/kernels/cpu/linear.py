@@ -22,7 +22,7 @@ from pt2mx.kernels.cpu.hadamard import rotate
 from pt2mx.kernels.packing import group_of
 from pt2mx.spec import MXSpec
 
-__all__ = ["grouped_linear", "linear", "multiplies_bfloats"]
+__all__ = ["Call", "call_of", "grouped_linear", "linear", "multiplies_bfloats", "units_for"]
 
 #: elements that are decoded in registers, where blocks are whole groups of 32 -> cpp's number of how
 _FORMATS = {
@@ -41,7 +41,7 @@ _DECODED = 1 << 20
 _UNSERVED = -1
 
 
-class _Call(ctypes.Structure):
+class Call(ctypes.Structure):
     _fields_ = (
         ("table", ctypes.c_void_p),
         *(
@@ -97,11 +97,21 @@ def _multiply(
     """x: (M, K), data: (N, bytes), scale: (N, blocks), bias: (N,) or None, out: (M, N), all contiguous. False where
     nothing was computed: values are so small that bfloat16 units would take their products for zero."""
     library, parallel_for = load()
-    rows, k = x.shape
+    call = call_of(x, data, scale, bias, out, spec, units)
+    call.rotation = rotation
+    return is_served(library.pt2mx_linear(ctypes.addressof(call), parallel_for))
+
+
+def call_of(
+    x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor, spec: MXSpec, units: int, taps: int = 1
+) -> Call:
+    """Return the C++'s form of a product of contiguous tensors. x: (..., K), data: (N, ..., bytes), scale: (N, ...,
+    blocks), bias: (N,) or None, out: (..., N); `taps`: values of x, K each, that a row of the weight multiplies."""
+    k, (rows, n) = x.shape[-1], (out.shape[:-1].numel(), out.shape[-1])
     decoder, block = decoder_of(spec, k)
     codes_per_group, bytes_per_group = group_of(spec.element.bits)
-    task = _task(rows, data.shape[0], k) if units else (0, 0)
-    call = _Call(
+    task = _task(rows, n, k * taps) if units else (0, 0)
+    return Call(
         table=table_of(spec.element.name).data_ptr(),
         format=decoder,
         bits=spec.element.bits,
@@ -111,21 +121,23 @@ def _multiply(
         out_dtype=DTYPES.index(out.dtype),
         units=units,
         m=rows,
-        n=data.shape[0],
+        n=n,
         k=k,
         block=block,
         task_rows=task[0],
         task_columns=task[1],
-        row_bytes=data.shape[1],
-        row_blocks=scale.shape[1],
-        rotation=rotation,
+        row_bytes=data.shape[1:].numel(),
+        row_blocks=scale.shape[1:].numel(),
         x=x.data_ptr(),
         data=data.data_ptr(),
         scale=scale.data_ptr(),
         bias=None if bias is None else bias.data_ptr(),
         out=out.data_ptr(),
     )
-    error = library.pt2mx_linear(ctypes.addressof(call), parallel_for)
+
+
+def is_served(error: int) -> bool:
+    """Return False for what the C++ returns that has computed nothing; a RuntimeError for torch's errors."""
     if error not in (0, _UNSERVED):
         raise RuntimeError("torch_parallel_for failed")
     return error == 0
@@ -136,8 +148,11 @@ def _task(rows: int, n: int, k: int) -> tuple[int, int]:
     columns stay in the second-level cache, decoded."""
     threads = torch.get_num_threads()
     across = _parts(n, max(32, min(1024, _DECODED // (2 * k))))
-    across = min(_parts(across, threads) * threads, _parts(n, 32))
-    down = max(1, min(_parts(threads, across), rows // 128))
+    if rows >= 4 * n:  # to decode the weight for each thread takes less time than to gather all rows
+        down = threads
+    else:
+        across = min(_parts(across, threads) * threads, _parts(n, 32))
+        down = max(1, min(_parts(threads, across), rows // 128))
     return _parts(_parts(rows, down), 32) * 32, _parts(_parts(n, across), 32) * 32
 
 
@@ -178,3 +193,9 @@ def multiplies_bfloats(spec: MXSpec, k: int) -> bool:
 def multiplies_integers(spec: MXSpec, k: int) -> bool:
     """True if rows of `k` values of such specs are multiplied by AVX512_VNNI: their codes are integers."""
     return units_for(spec, k) & (AMX | AVX512_VNNI) == AVX512_VNNI
+
+
+def suit_units(x: MXSpec | None, weight: MXSpec, k: int) -> bool:
+    """False where integers of 8 bits are all that the units multiply, and one operand has other values."""
+    integers = all(multiplies_integers(spec, k) for spec in (x, weight) if spec)
+    return integers or units_for(weight, k) != AVX512_VNNI

@@ -26,6 +26,7 @@ __all__ = [
     "quantize",
     "random_bits",
     "rotated_fake_quantize",
+    "spec_of",
 ]
 
 # in the order of cpp's enumerations
@@ -120,7 +121,7 @@ def _run(
     n = shape[spec.axis]
     if 0 in shape:
         return
-    table = _spec(spec.element.name, spec.scale_mode, spec.rounding, spec.block_size)
+    table = spec_of(spec)
     call = _Call(
         spec=ctypes.addressof(table),
         operation=operation,
@@ -144,6 +145,11 @@ def _run(
         failed = library.pt2mx_run(ctypes.addressof(call), parallel_for)
     if failed:
         raise RuntimeError("torch_parallel_for failed")
+
+
+def spec_of(spec: MXSpec) -> ctypes.Structure:
+    """The numbers of a spec as the C++ reads them, kept for the next call."""
+    return _spec(spec.element.name, spec.scale_mode, spec.rounding, spec.block_size)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -4,7 +4,11 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_inductor, ops
+from pt2mx.fx import lower
+from pt2mx.fx.graph.node import LinearMX
 from pt2mx.fx.passes import bfloat16_products, unpack_weights
+from pt2mx.fx.passes.quantize_in_passing import quantize_in_passing
+from pt2mx.kernels.cpu import linear as linear_of_cpu
 from pt2mx.ops.linear import linear_mx
 from pt2mx.ops.rotated_quantization import rotated_fake_quantize_mx
 from tests.compare import relative_error
@@ -14,6 +18,12 @@ from tests.models import BATCH
 from tests.subgraph_models import QUANTIZER, Cond, X
 
 aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def without_fused_activations(monkeypatch):
+    steps = [step for step in lower.STEPS if step.graph_pass is not quantize_in_passing]
+    monkeypatch.setattr(lower, "STEPS", steps)
 
 
 class Net(nn.Module):
@@ -186,3 +196,17 @@ def test_saved_and_portable(tmp_path):
     assert torch.equal(torch.export.load(tmp_path / "net.pt2").module()(x), model(x))
     portable = pt2mx.make_portable(program).module()
     torch.testing.assert_close(portable(x), converted(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("activation", "dtype"), [("mxint8", torch.float32), ("mxfp8", None)])
+def test_a_processor_that_multiplies_integers_alone(activation, dtype, monkeypatch):
+    def units(spec, k):
+        return linear_of_cpu.AVX512_VNNI if spec.element.name in ("int8", "fp4_e2m1") else 0
+
+    monkeypatch.setattr(linear_of_cpu, "units_for", units)
+    quantizer = MXQuantizer().set_global(get_default_mx_quantization_config("mxfp4", activation))
+    x = torch.randn(80, 64)
+    converted = convert(Net(), (x,), quantizer)
+    found = lower_to_inductor(converted)
+    assert {LinearMX.expect(product).target_dtype for product in calls(found, linear_mx)} == {dtype}
+    assert relative_error(found(x), converted(x)) < 1e-6

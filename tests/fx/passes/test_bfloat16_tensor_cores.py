@@ -48,6 +48,16 @@ def test_others_stay(recipe, dtype, monkeypatch):
     assert {product.args[-1] for product in calls(lowered, linear_mx)} == {None}
 
 
+def test_blocks_of_zeros_have_any_scale(monkeypatch):
+    monkeypatch.setattr("pt2mx.fx.passes.bfloat16_products._fits", lambda *args: False)
+    model, x = Net(), torch.randn(80, 64)
+    with torch.no_grad():
+        model.up.weight[3, :32] = 0
+    lowered = lower_to_inductor(convert(model, (x,), "mxfp8"))
+    use_bfloat16_tensor_cores(lowered, force=True)
+    assert {product.args[-1] for product in calls(lowered, linear_mx)} == {torch.float32}
+
+
 def test_a_weight_of_tiny_values_stays(monkeypatch):
     monkeypatch.setattr("pt2mx.fx.passes.bfloat16_products._fits", lambda *args: False)
     model, x = Net(), torch.randn(80, 64)

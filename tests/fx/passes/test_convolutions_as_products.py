@@ -5,7 +5,8 @@ from torch import nn
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_inductor, ops
 from pt2mx.fx.passes import convolutions_as_products
-from pt2mx.ops.linear import linear_mx
+from pt2mx.ops.convolution import conv2d_mx
+from pt2mx.ops.rotated_quantization import rotated_fake_quantize_mx
 from tests.compare import relative_error
 from tests.flow import convert
 from tests.graph import count
@@ -38,26 +39,59 @@ def lowered(model, x, name="mxfp8", shapes=None):
         (1, {"stride": 2}),
         (1, {"stride": (1, 3), "padding": 1}),
         (7, {"padding": 3, "stride": 4}),
+        (3, {"dilation": (1, 2), "padding": (0, 2)}),
     ],
 )
 def test_kernels(kernel, options, bias):
     torch.manual_seed(0)
     model, x = nn.Conv2d(64, 40, kernel, bias=bias, **options), torch.randn(2, 64, 9, 11)
     converted, found = lowered(model, x)
-    assert count(found, linear_mx) == 1 and not count(found, aten.conv2d.default)
+    assert count(found, conv2d_mx) == 1 and not count(found, aten.conv2d.default)
     torch.testing.assert_close(found(x), converted(x), **CLOSE)
     assert found(x).stride() == converted(x).stride()
     held = {name: t.shape for name, t in found.state_dict().items() if t.dtype == torch.uint8}
-    taps = model.kernel_size[0] * model.kernel_size[1]
-    assert held == {"weight_data_rows": (40, 64 * taps), "weight_scale_rows": (40, 2 * taps)}
+    assert held == {"weight_data_rows": (40, *model.kernel_size, 64), "weight_scale_rows": (40, *model.kernel_size, 2)}
+
+
+@pytest.mark.parametrize("options", [{"padding": 2}, {"stride": 3, "dilation": 2, "bias": False}])
+def test_one_dimension(options):
+    model, x = nn.Conv1d(32, 20, 5, **options), torch.randn(3, 32, 40)
+    converted, found = lowered(model, x)
+    assert count(found, conv2d_mx) == 1 and not count(found, aten.conv1d.default)
+    torch.testing.assert_close(found(x), converted(x), **CLOSE)
+    assert found(x).stride() == converted(x).stride()
+    assert found.state_dict()["weight_data_rows"].shape == (20, 1, 5, 32)
 
 
 @pytest.mark.parametrize("name", ["mxint8", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxfp8_e5m2{64}", "mxfp8{128}"])
-def test_formats(name):
-    """The last one's blocks are longer than the channels: a tap is a block of them."""
-    model, x = nn.Conv2d(64, 32, 3, padding=1), torch.randn(1, 64, 6, 6)
+@pytest.mark.parametrize("channels", [64, 50])
+def test_formats(name, channels):
+    """The last one's blocks are longer than the channels; channels that are no whole groups."""
+    model, x = nn.Conv2d(channels, 32, 3, padding=1), torch.randn(1, channels, 6, 6)
     converted, found = lowered(model, x, name)
-    assert count(found, linear_mx) == 1
+    assert count(found, conv2d_mx) == 1
+    torch.testing.assert_close(found(x), converted(x), **CLOSE)
+
+
+def test_bfloat16():
+    model, x = nn.Conv2d(64, 32, 3).bfloat16(), torch.randn(2, 64, 8, 8).bfloat16()
+    converted, found = lowered(model, x, "mxint8")
+    assert count(found, conv2d_mx) == 1 and found(x).dtype == torch.bfloat16
+    assert relative_error(found(x), converted(x).double()) < 1e-2
+
+
+def test_a_quantization_is_shared():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Conv2d(32, 32, 3, padding=1), nn.Conv2d(32, 32, 1)
+
+        def forward(self, x):
+            return self.first(x) + self.second(x)
+
+    model, x = Both(), torch.randn(2, 32, 8, 8)
+    converted, found = lowered(model, x)
+    assert count(found, conv2d_mx) == 2 and count(found, rotated_fake_quantize_mx) == 1
     torch.testing.assert_close(found(x), converted(x), **CLOSE)
 
 
@@ -65,24 +99,24 @@ def test_formats(name):
     ("model", "channels"),
     [
         (nn.Conv2d(3, 32, 3), 3),
-        (nn.Conv2d(48, 32, 3), 48),
+        (nn.Conv2d(40, 32, 3), 40),
         (nn.Conv2d(64, 64, 3, groups=2), 64),
-        (nn.Conv2d(64, 64, 3, dilation=2), 64),
         (nn.Conv2d(64, 64, 3, padding="same"), 64),
-        (nn.Conv2d(64, 64, 3).bfloat16(), 64),
+        (nn.Conv2d(64, 64, 3).half(), 64),
+        (nn.ConvTranspose2d(64, 64, 3), 64),
     ],
 )
 def test_others_stay(model, channels):
     x = torch.randn(2, channels, 8, 8, dtype=model.weight.dtype)
     converted, found = lowered(model, x)
-    assert not count(found, linear_mx)
+    assert not count(found, conv2d_mx)
     assert torch.equal(found(x), converted(x))
 
 
 def test_weights_alone_stay():
     x = torch.randn(2, 64, 8, 8)
     converted = convert(nn.Conv2d(64, 64, 3), (x,), "mxfp4_weight_only")
-    assert not count(lower_to_inductor(converted), linear_mx)
+    assert not count(lower_to_inductor(converted), conv2d_mx)
 
 
 class Views(nn.Module):
@@ -104,7 +138,7 @@ def test_views_behind(tmp_path):
     model, x = Views(), torch.randn(2, 32, 6, 5)
     batch = {0: torch.export.Dim.DYNAMIC, 2: torch.export.Dim.DYNAMIC}
     converted, found = lowered(model, x, shapes=(batch,))
-    assert count(found, linear_mx) == 3 and not count(found, aten.conv2d.default)
+    assert count(found, conv2d_mx) == 2 and not count(found, aten.conv2d.default)
     program = torch.export.export(found, (x,), dynamic_shapes=(batch,))
     torch.export.save(program, tmp_path / "views.pt2")
     again, portable = torch.export.load(tmp_path / "views.pt2").module(), pt2mx.make_portable(program).module()
@@ -135,13 +169,78 @@ def test_memory_that_another_order_would_misread_stays():
 
     x = torch.randn(1, 32, 5, 5)
     converted, found = lowered(Strided(), x)
-    assert not count(found, linear_mx) and torch.equal(found(x), converted(x))
+    assert not count(found, conv2d_mx) and torch.equal(found(x), converted(x))
+
+
+def first_channels(y):
+    y[:, :2] = 5.0
+    return y
+
+
+def whole_view(y):
+    y.view(-1).mul_(2)
+    return y
+
+
+def flat(y):
+    y.flatten(1).mul_(2.0)
+    return y.sum((2, 3))
+
+
+def reshaped(y):
+    y.reshape(len(y), -1)[:, 0] = 100.0
+    return y.sum((2, 3))
+
+
+def through_another(y):
+    other = torch.zeros_like(y)
+    other.copy_(y)
+    other.view(-1)[3] = 2.0
+    return other
+
+
+@pytest.mark.parametrize("write", [first_channels, whole_view, flat, reshaped, through_another])
+def test_results_that_are_written(write):
+    """A view through which a graph writes stays one, and an output is what it is at the end."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.convolution = nn.Conv2d(64, 64, 3, padding=1)
+
+        def forward(self, x):
+            return write(self.convolution(x))
+
+    torch.manual_seed(0)
+    x = torch.randn(2, 64, 5, 5)
+    converted, found = lowered(Net(), x, "mxint8")
+    assert count(found, conv2d_mx) == (write is first_channels)
+    torch.testing.assert_close(found(x), converted(x), **CLOSE)
+
+
+def test_an_input_that_is_written_after_it_is_quantized():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.convolution = nn.Conv2d(64, 64, 3, padding=1)
+
+        def forward(self, x):
+            doubled = x * 2
+            quantized = ops.fake_quantize_mx(doubled, "int8", 32, axis=1)
+            doubled.zero_()
+            return self.convolution(quantized)
+
+    x = torch.randn(2, 64, 5, 5)
+    converted = convert(Net(), (x,), "mxfp4_weight_only")
+    found = lower_to_inductor(converted)
+    assert count(found, conv2d_mx) == 1
+    torch.testing.assert_close(found(x), converted(x), **CLOSE)
 
 
 def test_channels_last():
     model, x = nn.Conv2d(64, 32, 3), torch.randn(2, 64, 8, 8).to(memory_format=torch.channels_last)
     converted, found = lowered(model, x)
-    assert count(found, linear_mx) == 1
+    assert count(found, conv2d_mx) == 1
     torch.testing.assert_close(found(x), converted(x), **CLOSE)
     assert found(x).stride() == converted(x).stride()
 

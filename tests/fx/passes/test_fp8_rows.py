@@ -5,16 +5,18 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch._inductor.utils import run_and_get_code
 from torch.nn import functional as F
 
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_inductor, ops
 from pt2mx.fx import lower
 from pt2mx.fx.graph.graph_pass import GraphPass
+from pt2mx.fx.passes import quantize_in_passing
 from pt2mx.fx.passes.fp8_rows import use_fp8_rows
-from pt2mx.fx.passes.quantize_in_calls import quantize_in_calls
+from pt2mx.ops import inductor
 from pt2mx.ops.fp8_rows import layer_norm_fp8_rows, mm_fp8_rows, quantize_fp8_rows
 from pt2mx.ops.linear import linear_mx
-from pt2mx.ops.rotated_quantization import rotated_fake_quantize_mx
+from pt2mx.ops.quantized_activations import activation_fake_quantize_mx
 from tests.compare import relative_error
 from tests.flow import convert
 from tests.graph import calls, count
@@ -47,7 +49,6 @@ def with_rows(model, x, recipe="mxfp4", **options):
     converted = convert(model.eval().to(x.dtype), (x,), recipe, **options)
     lowered, rows = lower_to_inductor(converted), lower_to_inductor(converted)
     use_fp8_rows(rows, force=True)
-    quantize_in_calls(rows)
     return converted, lowered, rows
 
 
@@ -168,6 +169,17 @@ def test_what_is_added_before_a_norm_is_read_before_it_is_written():
     assert relative_error(rows(x), converted(x)) < 4e-3
 
 
+def test_compiled_without_cuda_graphs(monkeypatch):
+    """Inductor sees what the calls compute, and rows are never made."""
+    monkeypatch.setattr(inductor, "_calls_are_cheap", lambda x: False)
+    x = torch.randn(40, 64).bfloat16()
+    converted, _, rows = with_rows(Layer(), x)
+    with torch.no_grad():
+        found, (code, *_) = run_and_get_code(torch.compile(rows), x)
+    assert "fp8_rows.default" not in code
+    assert relative_error(found, converted(x)) < 2e-2
+
+
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
@@ -182,10 +194,13 @@ def test_queries_keys_and_values_are_quantized_by_a_call(monkeypatch):
     forced = GraphPass(functools.partial(use_fp8_rows.edit, force=True))
     steps = [step._replace(graph_pass=forced) if step.graph_pass is use_fp8_rows else step for step in lower.STEPS]
     monkeypatch.setattr(lower, "STEPS", steps)
+    monkeypatch.setattr(quantize_in_passing, "_LEAST_VALUES", 0)
+    monkeypatch.setitem(quantize_in_passing._SERVES, "cpu", quantize_in_passing._serves_gpu)
+    monkeypatch.setattr(quantize_in_passing, "runs_triton", lambda device: True)
     x = torch.randn(2, 20, 64).bfloat16()
     converted = convert(Attention().bfloat16(), (x,), "mxfp4")
     rows = lower_to_inductor(converted, unpack=True)
-    assert count(rows, mm_fp8_rows) == 1 and count(rows, rotated_fake_quantize_mx) == 1
+    assert count(rows, mm_fp8_rows) == 1 and count(rows, activation_fake_quantize_mx) == 1
     assert not count(rows, ops.fake_quantize_mx)
     assert relative_error(rows(x), converted(x)) < 4e-3
 

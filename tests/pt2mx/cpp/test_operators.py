@@ -38,11 +38,15 @@ def check(calls, tmp_path):
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
-    for (name, args), actual in zip(calls, torch.load(found), strict=True):
-        expected = getattr(ours, name)(*args)
-        assert actual.shape == expected.shape and actual.dtype == expected.dtype
-        assert actual.stride() == expected.stride()
-        assert not differing(actual, expected).any(), (name, [a for a in args if not torch.is_tensor(a)], actual.shape)
+    for (name, args), results in zip(calls, torch.load(found), strict=True):
+        wanted = getattr(ours, name)(*args)
+        if torch.is_tensor(wanted):
+            results, wanted = [results], [wanted]
+        for actual, expected in zip(results, wanted, strict=True):
+            assert actual.shape == expected.shape and actual.dtype == expected.dtype
+            assert actual.stride() == expected.stride()
+            context = name, [a for a in args if not torch.is_tensor(a)], actual.shape
+            assert not differing(actual, expected).any(), context
 
 
 def packed(shape, element, block_size):
@@ -109,6 +113,21 @@ def test_products_of_many_rows(dtype, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+def test_convolutions(dtype, tmp_path):
+    """On every unit, and where none serves."""
+    torch.manual_seed(0)
+    calls = []
+    for element, block in (("int8", 32), ("fp8_e4m3", 64), ("fp6_e2m3", 32), ("fp4_e2m1", 16)):
+        x = ours.fake_quantize_mx(torch.randn(2, 9, 8, 50), element, 32).to(dtype)
+        for kernel, moves in (((3, 3), ([1, 2], [1, 1], [1, 1])), ((1, 1), ([2, 2], [0, 0], [1, 1]))):
+            scale, data = packed((40, *kernel, 50), element, block)
+            bias = torch.randn(40)
+            calls.append(("conv2d_mx", (x, data, scale, bias, element, block, *moves, torch.float32)))
+            calls.append(("conv2d_mx", (x, data, scale, None, element, block, *moves, None)))
+    check(calls, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
 def test_attention(dtype, tmp_path):
     torch.manual_seed(0)
     calls = []
@@ -146,6 +165,24 @@ def test_rotations(dtype, tmp_path):
             args = (x, size, element, 20, "floor", "even", torch.bfloat16)
             calls.append(("rotated_fake_quantize_mx", args))
     calls.append(("random_bits", (torch.tensor(2**62 + 5), [3, 1000])))
+    check(calls, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+def test_quantized_activations(dtype, tmp_path):
+    torch.manual_seed(0)
+    calls = []
+    for i, element in enumerate(_ELEMENTS):
+        x, weight = torch.randn(6, 4, 70).to(dtype), torch.randn(2, 70)
+        modes = (element, (32, 20)[i % 2], ("floor", "ceil", "mse")[i % 3], ("even", "half_away")[i % 2])
+        for activation in ("none", "gelu", "gelu_tanh", "silu", "relu"):
+            calls.append(("activation_fake_quantize_mx", (x, activation, *modes)))
+        calls.append(("activation_fake_quantize_mx", (x.permute(1, 2, 0), "gelu", element, 32, "floor", "even", dtype)))
+        for residual, of_norm in ((None, (None, None)), (x.flip(0), (weight[0], weight[1].to(dtype)))):
+            args = (x, residual, *of_norm, 1e-5, *modes, torch.bfloat16)
+            calls.append(("layer_norm_fake_quantize_mx", args))
+    calls.append(("layer_norm_fake_quantize_mx", (x[:0], None, None, None, 1e-5, *modes)))
+    calls.append(("activation_fake_quantize_mx", (x[0, 0, 0], "silu", *modes)))
     check(calls, tmp_path)
 
 

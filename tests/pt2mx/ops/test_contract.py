@@ -10,6 +10,9 @@ import torch
 from pt2mx.ops import contract
 
 _MODES = 'str elem_dtype_name, int block_size, int axis=-1, str scale_mode="floor", str rounding="even"'
+_LAST_MODES = (
+    'str elem_dtype_name, int block_size, str scale_mode="floor", str rounding="even", ScalarType? target_dtype=None'
+)
 _ROW_MODES = 'str elem_dtype_name, str scale_mode="floor", str rounding="even"'
 _WEIGHT = "Tensor x, Tensor weight_data, Tensor weight_scale"
 
@@ -30,6 +33,10 @@ RECORDED = {
         "ScalarType? target_dtype=None) -> Tensor",
     },
     "grouped_linear_mx": {1: f"({_WEIGHT}, Tensor offs, str elem_dtype_name, int block_size) -> Tensor"},
+    "conv2d_mx": {
+        1: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int block_size, int[2] stride=1, int[2] padding=0, "
+        "int[2] dilation=1, ScalarType? target_dtype=None) -> Tensor"
+    },
     "linear_mx_mma_layout": {
         1: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int n) -> Tensor",
         2: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int n, int rotation=0) -> Tensor",
@@ -50,15 +57,20 @@ RECORDED = {
         "str x_elem_dtype_name, str weight_elem_dtype_name, ScalarType target_dtype) -> Tensor"
     },
     "quantize_fp8_rows": {
-        1: f'(Tensor x, {_ROW_MODES}, str activation="none") -> (Tensor data, Tensor scale, Tensor rest)'
+        2: f'(Tensor x, {_ROW_MODES}, str activation="none") -> (Tensor data, Tensor scale, Tensor rest)'
     },
     "layer_norm_fp8_rows": {
-        1: f"(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, {_ROW_MODES}) -> "
+        2: f"(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, {_ROW_MODES}) -> "
         "(Tensor normed, Tensor data, Tensor scale, Tensor rest)"
     },
     "mm_fp8_rows": {
         1: "(Tensor data, Tensor scale, Tensor rest, Tensor weight_data, Tensor weight_scale, "
         "Tensor? bias=None) -> Tensor"
+    },
+    "activation_fake_quantize_mx": {1: f"(Tensor x, str activation, {_LAST_MODES}) -> Tensor"},
+    "layer_norm_fake_quantize_mx": {
+        1: f"(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, {_LAST_MODES}) -> "
+        "(Tensor normed, Tensor quantized)"
     },
     "swizzle_scale": {1: "(Tensor scale) -> Tensor"},
 }

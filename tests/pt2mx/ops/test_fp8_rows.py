@@ -62,6 +62,8 @@ def test_what_is_no_norm():
     x = torch.ones(2, 32)
     with pytest.raises(MXError, match=re.escape("residual (32,) torch.float32 must have the shape and the dtype of x")):
         layer_norm_fp8_rows(x, x[0], None, None, 1e-5, "fp4_e2m1")
+    with pytest.raises(MXError, match=re.escape("weight of torch.float16")):
+        layer_norm_fp8_rows(x, None, x[0].half(), None, 1e-5, "fp4_e2m1")
     with pytest.raises(MXError, match=re.escape("bias of shape (31,) must be (32,)")):
         layer_norm_fp8_rows(x, None, None, x[0, 1:], 1e-5, "fp4_e2m1")
 

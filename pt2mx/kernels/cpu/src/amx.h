@@ -72,8 +72,7 @@ inline Ints to_bfloats(Ints first, Ints second) {
 // One chunk of the weight's rows from `row` on, decoded: w (depth, 2, kSide, kGroup). Returns whether a weight is
 // subnormal.
 template <class Decoder>
-bool decode_chunk(const Linear& linear, Decoder& decoder, i64 row, i64 begin, i64 end, u16* w) {
-  const LinearCall& c = linear.call;
+bool decode_chunk(const LinearCall& c, Decoder& decoder, i64 row, i64 begin, i64 end, u16* w) {
   __mmask16 subnormal = 0;
   for (i64 q = 0; q < kPair; ++q) {
     const i64 at = std::min(row + q, c.n - 1);
@@ -156,7 +155,7 @@ void run_tiles(i64 begin, i64 end, void* context) {
     sums.zero();
     for (i64 g = 0; g < groups; g += kDepth) {
       const i64 depth = std::min(kDepth, groups - g);
-      subnormal |= decode_chunk(tiled.linear, decoder, row, g, g + depth, w.data());
+      subnormal |= decode_chunk(c, decoder, row, g, g + depth, w.data());
       multiply_tiles(w.data(), tiled.x.data() + g * 2 * kTile, depth, kSide < c.m, sums.data());
     }
     if (subnormal || decoder.invalid()) {

@@ -45,6 +45,14 @@ struct LinearCall {
   void* out;
 };
 
+// A convolution of x: (images, size, k) as a product, as ../convolution.py fills it: (height, width) each. A row of the
+// weight is that of one tap after the other, each packed by itself; `m` counts the places of the results of all images.
+struct ConvolutionCall {
+  LinearCall linear;
+  int64_t pixels;  // of x, in all images
+  int64_t size[2], out_size[2], kernel[2], stride[2], padding[2], dilation[2];
+};
+
 // As ../attention.py fills it. Tensors but the mask are contiguous; strides of that are in bytes.
 struct AttentionCall {
   const float* table;
@@ -69,6 +77,18 @@ struct HadamardCall {
   void* out;
 };
 
+// Rows of x that are activated, or normed with what is added to them, and quantized, as ../activations.py fills it.
+// Weight and bias: (n).
+struct ActivationCall {
+  const Spec* spec;
+  int32_t activation, is_norm, dtype, out_dtype, weight_dtype, bias_dtype;
+  float eps;
+  int64_t rows, n, block;
+  const void *x, *residual, *weight, *bias;  // but x: or null
+  void* normed;                              // or null
+  void* out;
+};
+
 // What a function returns that has computed nothing; other numbers but 0 are torch's errors.
 constexpr int32_t kUnserved = -1;
 
@@ -88,9 +108,11 @@ int32_t pt2mx_run(const Call* call, ParallelFor parallel_for);
 int32_t pt2mx_rotate_fake_quantize(const Call* call, int64_t size, ParallelFor parallel_for);
 int32_t pt2mx_random_bits(uint64_t seed, int32_t* out, int64_t n, ParallelFor parallel_for);
 int32_t pt2mx_linear(const LinearCall* call, ParallelFor parallel_for);
+int32_t pt2mx_convolution(const ConvolutionCall* call, ParallelFor parallel_for);
 int32_t pt2mx_has_tiles();                                // whether the processor has AMX
 int32_t pt2mx_units(int32_t format, const float* table);  // that serve a weight, of a LinearCall's format and table
 int32_t pt2mx_attention(AttentionCall* call, ParallelFor parallel_for);
+int32_t pt2mx_quantize_activation(const ActivationCall* call, ParallelFor parallel_for);
 int32_t pt2mx_hadamard(const HadamardCall* call, ParallelFor parallel_for);
 
 }  // extern "C"

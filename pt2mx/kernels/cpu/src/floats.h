@@ -136,4 +136,72 @@ inline void store(T* to, V v) {
 inline Floats floats(float x) { return Floats{} + x; }
 inline Ints ints(int32_t x) { return Ints{} + x; }
 
+// a * b + c, rounded once where the processor does so
+inline Floats fused(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+// ---- a vector of values of a dtype ----
+
+inline Floats widened(const void* x, int32_t dtype, i64 at) {
+  if (dtype == FP32) return load<Floats>(static_cast<const float*>(x) + at);
+  const u16* from = static_cast<const u16*>(x) + at;
+#if defined(__AVX512F__)
+  const __m256i halves = load<__m256i>(from);
+  return dtype == FP16 ? Floats(_mm512_cvtph_ps(halves)) : Floats(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+#else
+  float out[kWidth];
+  widen(from, kWidth, dtype, out);
+  return load<Floats>(out);
+#endif
+}
+
+// v as a dtype has it, ties to even; a NaN of bfloat16 whose lower bits are ones would not stay one
+inline Floats rounded(Floats v, int32_t dtype) {
+  if (dtype == FP32) return v;
+  if (dtype == BF16) return Floats((Ints(v) + 0x7FFF + (Ints(v) >> 16 & 1)) & ~0xFFFF);
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps(_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+#else
+  float out[kWidth];
+  store(out, v);
+  for (float& x : out) x = widen_half(narrow_half(x));
+  return load<Floats>(out);
+#endif
+}
+
+// Stores values that the dtype has.
+inline void store_as(void* out, int32_t dtype, i64 at, Floats v) {
+  if (dtype == FP32) return store(static_cast<float*>(out) + at, v);
+  u16* to = static_cast<u16*>(out) + at;
+#if defined(__AVX512F__)
+  if (dtype == BF16) store(to, _mm512_cvtepi32_epi16(_mm512_srli_epi32(__m512i(v), 16)));
+  else store(to, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+#else
+  float in[kWidth];
+  store(in, v);
+  narrow(in, kWidth, dtype, to);
+#endif
+}
+
+// The same of two vectors.
+inline void store_two(void* out, int32_t dtype, i64 at, Floats first, Floats second) {
+#if defined(__AVX512BW__)
+  if (dtype == BF16) {
+    alignas(64) static constexpr u16 kUpper[] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                                                 33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+    const __m512i halves = _mm512_permutex2var_epi16(__m512i(first), load<__m512i>(kUpper), __m512i(second));
+    return store(static_cast<u16*>(out) + at, halves);
+  }
+#endif
+  store_as(out, dtype, at, first);
+  store_as(out, dtype, at + kWidth, second);
+}
+
 }  // namespace

@@ -7,6 +7,7 @@
 
 #include "decode.h"
 #include "rotate.h"
+#include "windows.h"
 
 namespace {
 
@@ -63,14 +64,25 @@ class Scratch {
 
 struct Linear {
   const LinearCall& call;
-  const i64 groups;         // of a row, the last one perhaps not whole
+  const Windows windows;
+  const i64 tap_groups;     // of a tap, the last one perhaps not whole
+  const i64 groups;         // of a row
   Buffer<float> x;          // (m up to a multiple of 4, groups * kGroup) in the order of the decoder
   std::vector<float> bias;  // (n), or empty
 
-  explicit Linear(const LinearCall& c) : call(c), groups((c.k + kGroup - 1) / kGroup) {
+  explicit Linear(const LinearCall& c, const ConvolutionCall* convolution = nullptr)
+      : call(c), windows(c, convolution), tap_groups((c.k + kGroup - 1) / kGroup), groups(windows.taps * tap_groups) {
     if (!c.bias) return;
     bias.resize(c.n);
     to_floats(c.bias, 0, c.n, c.out_dtype, bias.data());
+  }
+
+  // Of one tap: its part of the weight's rows.
+  LinearCall call_of(i64 tap) const {
+    LinearCall c = call;
+    c.data += tap * (c.row_bytes / windows.taps);
+    c.scale += tap * (c.row_blocks / windows.taps);
+    return c;
   }
 };
 
@@ -289,6 +301,20 @@ void run(i64 begin, i64 end, void* context) {
 #include "many_rows.h"
 #include "vnni.h"
 
+namespace {
+
+// On what serves of the call's units; `many`: rows, for which all of these do.
+template <class Decoder>
+int32_t multiply_on_units(Linear& linear, bool many, ParallelFor parallel_for) {
+  const int32_t units = linear.call.units;
+  int32_t error = kUnserved;
+  if (~units & AMX && units & AVX512_VNNI) error = multiply_in_codes<Decoder>(linear, parallel_for);
+  if (error != kUnserved || !(units & (many ? AMX | AVX512_BF16 : AMX))) return error;
+  return many ? multiply_many_rows<Decoder>(linear, parallel_for) : multiply_in_tiles<Decoder>(linear, parallel_for);
+}
+
+}  // namespace
+
 extern "C" {
 
 int32_t pt2mx_has_tiles() { return has_tiles(); }
@@ -315,12 +341,7 @@ int32_t pt2mx_linear(const LinearCall* given, ParallelFor parallel_for) {
     using Decoder = std::remove_pointer_t<decltype(decoder)>;
     if constexpr (!std::is_same<Decoder, Decoded>::value) {
       const bool many = call->m > kFewRows;
-      error = kUnserved;
-      if (~call->units & AMX && call->units & AVX512_VNNI) error = multiply_in_codes<Decoder>(linear, parallel_for);
-      if (error == kUnserved && call->units & (many ? AMX | AVX512_BF16 : AMX)) {
-        const auto multiply = many ? multiply_many_rows<Decoder> : multiply_in_tiles<Decoder>;
-        error = multiply(linear, parallel_for);
-      }
+      error = multiply_on_units<Decoder>(linear, many, parallel_for);
       if (many || error != kUnserved) return;
     }
     const i64 tiles = (call->n + kRows - 1) / kRows;
@@ -334,6 +355,18 @@ int32_t pt2mx_linear(const LinearCall* given, ParallelFor parallel_for) {
     }
     prepare(linear, Decoder::kPairs);
     error = parallel_for(0, tiles, grain, call->m == 1 ? run<Decoder, 1> : run<Decoder, 4>, &linear);
+  });
+  return error;
+}
+
+int32_t pt2mx_convolution(const ConvolutionCall* call, ParallelFor parallel_for) {
+  Linear linear(call->linear, call);
+  int32_t error = kUnserved;
+  with_decoder(call->linear.format, [&](auto* decoder) {
+    using Decoder = std::remove_pointer_t<decltype(decoder)>;
+    if constexpr (!std::is_same<Decoder, Decoded>::value) {
+      error = multiply_on_units<Decoder>(linear, true, parallel_for);
+    }
   });
   return error;
 }

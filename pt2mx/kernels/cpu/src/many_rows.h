@@ -18,8 +18,6 @@ constexpr i64 kSquare = kPair * kPair;  // sums of a call of a kernel
 
 // sums: (kPair, kPair) = x: kPair rows of `groups` groups, `stride` values apart, times w: (groups, 2, kSide pairs of
 // values, kSide rows, 2).
-using Square = void (*)(const u16* x, i64 stride, const u16* w, i64 groups, float* sums);
-
 __attribute__((target("amx-tile,amx-bf16"))) NOINLINE void square_in_tiles(const u16* x, i64 stride, const u16* w,
                                                                            i64 groups, float* sums) {
   const u16* below = x + kSide * stride;
@@ -44,23 +42,56 @@ __attribute__((target("amx-tile,amx-bf16"))) NOINLINE void square_in_tiles(const
   _tile_stored(3, sums + kSide * kPair + kSide, row);
 }
 
-__attribute__((target("avx512bf16"))) NOINLINE void square_in_vectors(const u16* x, i64 stride, const u16* w,
-                                                                      i64 groups, float* sums) {
-  constexpr int kRowsOfX = 8;
-  for (i64 row = 0; row < kPair; row += kRowsOfX, x += kRowsOfX * stride, sums += kRowsOfX * kPair) {
-    __m512 sum[kRowsOfX][2] = {};
-    for (i64 pair = 0; pair < groups * kSide; ++pair) {
-      const u16* values = w + pair / kSide * 2 * kTile + pair % kSide * kGroup;
-      const __m512bh left = __m512bh(_mm512_loadu_si512(values)), right = __m512bh(_mm512_loadu_si512(values + kTile));
-      for (int r = 0; r < kRowsOfX; ++r) {
-        const __m512bh both = __m512bh(_mm512_set1_epi32(load<int32_t>(x + r * stride + 2 * pair)));
-        sum[r][0] = _mm512_dpbf16_ps(sum[r][0], both, left);
-        sum[r][1] = _mm512_dpbf16_ps(sum[r][1], both, right);
-      }
+// sums: (panels, kPair, kPair), and room for one more, = x as above, times w: (panels, groups, ..). A strip of x stays
+// in the first-level cache.
+inline void squares_in_tiles(const u16* x, i64 stride, const u16* w, i64 groups, i64 panels, float* sums) {
+  float* strip = sums + panels * kSquare;
+  for (i64 g = 0; g < groups; g += kStripSums) {
+    const i64 depth = std::min(kStripSums, groups - g);
+    for (i64 p = 0; p < panels; ++p) {
+      float* total = sums + p * kSquare;
+      square_in_tiles(x + g * kGroup, stride, w + (p * groups + g) * 2 * kTile, depth, g ? strip : total);
+      for (i64 i = 0; g && i < kSquare; ++i) total[i] += strip[i];
     }
-    for (int r = 0; r < kRowsOfX; ++r) {
-      _mm512_storeu_ps(sums + r * kPair, sum[r][0]);
-      _mm512_storeu_ps(sums + r * kPair + kSide, sum[r][1]);
+  }
+}
+
+// sums: (rows, kPair) = x: (taps, kPair) pixels of `groups` groups, times w: (taps, groups, ..) as above. Rows up to a
+// multiple of 8 are written.
+__attribute__((target("avx512bf16"))) NOINLINE void square_in_vectors(const u16* const* x, i64 rows, const u16* w,
+                                                                      i64 taps, i64 groups, float* sums) {
+  constexpr int kRowsOfX = 8;
+  for (i64 row = 0; row < rows; row += kRowsOfX, x += kRowsOfX, sums += kRowsOfX * kPair) {
+    std::memset(sums, 0, kRowsOfX * kPair * sizeof(float));
+    const u16* panel = w;
+    for (i64 tap = 0, g = 0; tap < taps;) {
+      __m512 sum[kRowsOfX][2] = {};
+      for (i64 left = kStripSums; left && tap < taps;) {
+        const u16* pixel[kRowsOfX];
+        for (int r = 0; r < kRowsOfX; ++r) pixel[r] = x[tap * kPair + r] + g * kGroup;
+        const i64 n = std::min(groups - g, left);
+        for (i64 i = 0; i < n; ++i, panel += 2 * kTile) {
+          for (i64 pair = 0; pair < kSide; ++pair) {
+            const u16* values = panel + pair * kGroup;
+            const __m512bh first = __m512bh(_mm512_loadu_si512(values));
+            const __m512bh second = __m512bh(_mm512_loadu_si512(values + kTile));
+            for (int r = 0; r < kRowsOfX; ++r) {
+              const __m512bh both = __m512bh(_mm512_set1_epi32(load<int32_t>(pixel[r] + i * kGroup + 2 * pair)));
+              sum[r][0] = _mm512_dpbf16_ps(sum[r][0], both, first);
+              sum[r][1] = _mm512_dpbf16_ps(sum[r][1], both, second);
+            }
+          }
+        }
+        left -= n;
+        g += n;
+        if (g == groups) ++tap, g = 0;
+      }
+      for (int r = 0; r < kRowsOfX; ++r) {
+        for (int h = 0; h < 2; ++h) {
+          float* total = sums + r * kPair + h * kSide;
+          _mm512_storeu_ps(total, _mm512_add_ps(_mm512_loadu_ps(total), sum[r][h]));
+        }
+      }
     }
   }
 }
@@ -123,32 +154,51 @@ inline void finish_part(const Linear& linear, i64 m, i64 row, i64 n, float* y) {
 
 struct Many {
   const Linear& linear;
-  const Square square;
-  const i64 stride, across;  // values of a row of x, filled with zeros; tasks next to each other
-  const u16* x;
-  Buffer<u16> filled;
+  const i64 width, stride, across;  // values of a pixel and of a row, filled with zeros; tasks next to each other
+  const u16* x;                     // pixels
+  Buffer<u16> filled, zeros;
   std::atomic<i64> least{2 * kBias};  // exponent of x
   std::atomic<bool> unserved{false};
 
-  Many(const Linear& linear, Square square)
+  explicit Many(const Linear& linear)
       : linear(linear),
-        square(square),
+        width(linear.tap_groups * kGroup),
         stride(linear.groups * kGroup),
         across((linear.call.n + linear.call.task_columns - 1) / linear.call.task_columns),
-        x(static_cast<const u16*>(linear.call.x)) {}
+        x(static_cast<const u16*>(linear.call.x)) {
+    zeros.resize(width);
+  }
+
+  // The pixels of `n` rows from `row` on: (taps, kPair). Those of missing rows stay as they are.
+  void find(i64 row, i64 n, const u16** out) const {
+    linear.windows.each_tap(row, n, [&](i64 r, i64 tap, i64 pixel) {
+      out[tap * kPair + r] = pixel < 0 ? zeros.data() : x + pixel * width;
+    });
+  }
+
+  // The same rows, `stride` values apart: where they are, or in `rest`.
+  const u16* gather(const u16* const* pixels, i64 n, u16* rest) const {
+    if (linear.windows.are_rows() && n == kPair) return pixels[0];
+    for (i64 r = 0; r < n; ++r) {
+      for (i64 tap = 0; tap < linear.windows.taps; ++tap) {
+        std::memcpy(rest + r * stride + tap * width, pixels[tap * kPair + r], 2 * width);
+      }
+    }
+    return rest;
+  }
 };
 
-// Rows of x are looked through for their least value, and filled with zeros up to whole groups.
+// Pixels are looked through for their least value, and filled with zeros up to whole groups.
 void look_through(i64 begin, i64 end, void* context) {
   Many& many = *static_cast<Many*>(context);
   const i64 k = many.linear.call.k;
   const u16* x = static_cast<const u16*>(many.linear.call.x);
   const i64 own = least_exponent(x + begin * k, (end - begin) * k);
   for (i64 least = many.least; own < least && !many.least.compare_exchange_weak(least, own);) {}
-  if (many.stride == k) return;
+  if (many.width == k) return;
   for (i64 row = begin; row < end; ++row) {
-    u16* out = many.filled.data() + row * many.stride;
-    std::memset(std::copy(x + row * k, x + (row + 1) * k, out), 0, 2 * (many.stride - k));
+    u16* out = many.filled.data() + row * many.width;
+    std::memset(std::copy(x + row * k, x + (row + 1) * k, out), 0, 2 * (many.width - k));
   }
 }
 
@@ -159,11 +209,14 @@ bool decode_rows(const Linear& linear, i64 row, i64 last, i64 least_of_x, u16* w
   Decoder decoder(linear.call);
   i64 least = 2 * kBias;
   for (; row < last; row += kPair) {
-    for (i64 g = 0; g < linear.groups; g += kDepth) {
-      const i64 depth = std::min(kDepth, linear.groups - g);
-      decode_chunk(linear, decoder, row, g, g + depth, w);
-      least = std::min(least, least_exponent(w, depth * 2 * kTile));
-      for (const u16* end = w + depth * 2 * kTile; w < end; w += kTile) transpose(w);
+    for (i64 tap = 0; tap < linear.windows.taps; ++tap) {
+      const LinearCall c = linear.call_of(tap);
+      for (i64 g = 0; g < linear.tap_groups; g += kDepth) {
+        const i64 depth = std::min(kDepth, linear.tap_groups - g);
+        decode_chunk(c, decoder, row, g, g + depth, w);
+        least = std::min(least, least_exponent(w, depth * 2 * kTile));
+        for (const u16* end = w + depth * 2 * kTile; w < end; w += kTile) transpose(w);
+      }
     }
   }
   return is_served(least_of_x, least) && !decoder.invalid();
@@ -178,30 +231,26 @@ void run_many(i64 begin, i64 end, void* context) {
   const i64 panels = (c.task_columns + kPair - 1) / kPair;
   const Scratch<OF_WEIGHT> scratch(2 * panels * panel);
   u16* const w = reinterpret_cast<u16*>(scratch.data());
+  std::vector<const u16*> pixels(many.linear.windows.taps * kPair, many.x);
   Buffer<u16> rest;
   Buffer<float> sums;
-  rest.resize(kPair * many.stride);
+  const bool tiles = c.units & AMX;
+  if (tiles) rest.resize(kPair * many.stride);
   sums.resize((panels + 1) * kSquare);
-  float* strip = sums.data() + panels * kSquare;
-  if (many.square == square_in_tiles) configure();
+  if (tiles) configure();
   for (i64 task = begin; task < end && !many.unserved; ++task) {
     const i64 first = task % many.across * c.task_columns, last = std::min(first + c.task_columns, c.n);
     const i64 bottom = std::min((task / many.across + 1) * c.task_rows, c.m);
     if (!decode_rows<Decoder>(many.linear, first, last, many.least, w)) many.unserved = true;
     for (i64 m = task / many.across * c.task_rows; m < bottom; m += kPair) {
       const i64 rows = std::min(kPair, bottom - m);
-      const u16* x = many.x + m * many.stride;
-      if (rows < kPair) {
-        rest.zero();
-        std::memcpy(rest.data(), x, 2 * rows * many.stride);
-        x = rest.data();
-      }
-      for (i64 g = 0; g < groups; g += kStripSums) {  // a strip of x stays in the first-level cache
-        const i64 depth = std::min(kStripSums, groups - g);
+      many.find(m, rows, pixels.data());
+      if (tiles) {
+        squares_in_tiles(many.gather(pixels.data(), rows, rest.data()), many.stride, w, groups, panels, sums.data());
+      } else {
         for (i64 p = 0; p < panels; ++p) {
-          float* total = sums.data() + p * kSquare;
-          many.square(x + g * kGroup, many.stride, w + p * panel + g * 2 * kTile, depth, g ? strip : total);
-          for (i64 i = 0; g && i < kSquare; ++i) total[i] += strip[i];
+          square_in_vectors(pixels.data(), rows, w + p * panel, many.linear.windows.taps, many.linear.tap_groups,
+                            sums.data() + p * kSquare);
         }
       }
       for (i64 r = 0; r < rows; ++r) {
@@ -211,18 +260,19 @@ void run_many(i64 begin, i64 end, void* context) {
       }
     }
   }
-  if (many.square == square_in_tiles) release();
+  if (tiles) release();
 }
 
 template <class Decoder>
 int32_t multiply_many_rows(Linear& linear, ParallelFor parallel_for) {
   const LinearCall& c = linear.call;
-  Many many(linear, c.units & AMX ? square_in_tiles : square_in_vectors);
-  if (many.stride != c.k) {
-    many.filled.resize(c.m * many.stride);
+  Many many(linear);
+  const i64 pixels = linear.windows.pixels, grain = std::max<i64>(1, (1 << 16) / c.k);
+  if (many.width != c.k) {
+    many.filled.resize(pixels * many.width);
     many.x = many.filled.data();
   }
-  if (const int32_t error = parallel_for(0, c.m, std::max<i64>(1, (1 << 16) / c.k), look_through, &many)) return error;
+  if (const int32_t error = parallel_for(0, pixels, grain, look_through, &many)) return error;
   const i64 tasks = many.across * ((c.m + c.task_rows - 1) / c.task_rows);
   const int32_t error = parallel_for(0, tasks, 1, run_many<Decoder>, &many);
   return error ? error : many.unserved ? kUnserved : 0;

@@ -14,6 +14,16 @@ enum Rounding { EVEN, HALF_AWAY, HALF_TOWARD_ZERO, HALF_UP, TOWARD_ZERO, UP, DOW
 constexpr int32_t kNotFinite = 128;  // the "exponent" of a block with an Inf or a NaN: byte 255 of E8M0
 constexpr float kSmallestNormal = 0x1p-126f;
 
+inline int32_t clamp_exponent(int32_t exponent) { return std::min(std::max(exponent, -127), 127); }
+
+// Of a block with the magnitude `amax`, as the bits of a float.
+inline int32_t exponent_of(int32_t amax, const Spec& s) {
+  const int32_t mantissa = amax & kMantissa, subnormal_threshold = (s.threshold + kMantissa + 1) >> 1;
+  const int32_t round_up = mantissa > (amax == mantissa ? subnormal_threshold : s.threshold);
+  const int32_t exponent = clamp_exponent((amax >> 23) - kBias + round_up - s.emax);
+  return amax < kInf ? exponent : kNotFinite;
+}
+
 // ---- the random numbers of stochastic rounding: pt2mx/kernels/philox.py ----
 
 // Numbers of the values [first, first + n); `out` has room for whole counters. Returns where the first one is.
@@ -51,6 +61,10 @@ template <class V>
 inline V larger(V a, V b) {
   return a > b ? a : b;
 }
+#if defined(__AVX512F__)  // the same, for which GCC may compare and blend
+inline Floats smaller(Floats a, Floats b) { return _mm512_min_ps(a, b); }
+inline Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+#endif
 inline Floats magnitude(Floats x) { return Floats(Ints(x) & kMagnitude); }
 inline Floats one_if(Ints condition) { return Floats(condition & int32_t(0x3F800000)); }
 

@@ -111,36 +111,51 @@ struct Powers {
   }
 };
 
-// Rows [row, last) of the weight: codes (16 rows each, groups, kQuads, kSide rows, 4), and of each group the exponents
-// of floats, as their bits: powers (16 rows each, groups, kSide). Returns whether products with them are served.
+// A group of 16 rows of the weight as it is multiplied.
+struct Panel {
+  u8 codes[kTile];        // (kQuads, kSide rows, 4)
+  int32_t powers[kSide];  // the exponents of floats, as their bits
+};
+
+// A group of a pixel of x.
+struct Record {
+  u8 codes[kGroup];
+  int32_t power;  // as those of the weight
+  int32_t first;  // what a sum begins with, for what the weight's codes are too large by
+};
+
+// Rows [row, last) of the weight, from a multiple of 16 on: (16 rows each, groups) panels. Returns whether products
+// with them are served.
 template <class Decoder>
-bool decode_codes(const Linear& linear, i64 row, i64 last, Powers x, u8* codes, int32_t* powers) {
-  const LinearCall& c = linear.call;
-  const CodesOf<Decoder> decoder(c.table);
-  const i64 groups = linear.groups, per_block = c.block / kGroup;
+bool decode_codes(const Linear& linear, i64 row, i64 last, Powers x, Panel* panels) {
+  const CodesOf<Decoder> decoder(linear.call.table);
+  const i64 groups = linear.tap_groups, taps = linear.windows.taps;
   Powers all;
   bool finite = true;
-  for (; row < last; row += kSide, codes += groups * kTile, powers += groups * kSide) {
+  for (i64 part = row / kSide * taps; part < (last + kSide - 1) / kSide * taps; ++part, panels += groups) {
+    const LinearCall c = linear.call_of(part % taps);
     for (i64 begin = 0; begin < groups; begin += 2) {  // the codes of two groups are a square
-      u8* square = codes + begin * kTile;
+      alignas(64) u8 square[2 * kTile];
+      const i64 end = std::min(begin + 2, groups);
       for (i64 q = 0; q < kSide; ++q) {
-        const i64 at = std::min(row + q, c.n - 1);
+        const i64 at = std::min(part / taps * kSide + q, c.n - 1);
         u8 rest[Decoder::kBytes];
-        for (i64 g = begin; g < std::min(begin + 2, groups); ++g) {
+        for (i64 g = begin; g < end; ++g) {
           const u8* data = c.data + at * c.row_bytes + g * Decoder::kBytes;
           __builtin_prefetch(data + kSide * c.row_bytes);
           if ((g + 1) * kGroup > c.k) data = last_group<Decoder>(c, at, rest);
-          const u8 scale = c.scale[at * c.row_blocks + g / per_block];
+          const u8 scale = c.scale[at * c.row_blocks + g / (c.block / kGroup)];
           const __m256i values = decoder.decode(data);
-          _mm256_storeu_si256(reinterpret_cast<__m256i*>(square + q * 2 * kGroup + (g - begin) * kGroup), values);
+          store(square + (2 * q + g - begin) * kGroup, values);
           const bool zeros = !_mm256_cmpneq_epi8_mask(values, _mm256_set1_epi8(char(128)));
           const int32_t power = zeros ? 0 : scale - kBias - decoder.shift;
           all.add(power);
           finite &= scale != 255;
-          powers[g * kSide + q] = (power + kBias) * (1 << 23);
+          panels[g].powers[q] = (power + kBias) * (1 << 23);
         }
       }
       transpose(reinterpret_cast<u16*>(square));
+      for (i64 g = begin; g < end; ++g) std::memcpy(panels[g].codes, square + (g - begin) * kTile, kTile);
     }
   }
   return finite && all.most < kBias - kCodeMantissa && x.least + all.least > -kBias &&
@@ -149,8 +164,8 @@ bool decode_codes(const Linear& linear, i64 row, i64 last, Powers x, u8* codes, 
 
 // ---- x ----
 
-// A group of x as codes times 2**power, which has `sum` of them. Returns whether it is.
-inline bool to_codes(const u16* x, u8* codes, int32_t* power, int32_t* sum) {
+// A group of x as codes times 2**power. Returns whether it is.
+inline bool to_codes(const u16* x, Record* out, int32_t* power) {
   const __m512i values = _mm512_loadu_si512(x), magnitudes = _mm512_and_si512(values, _mm512_set1_epi16(0x7FFF));
   // -2**n counts as the number below it: there is a code of -128, and none of 128
   const __m512i keys = _mm512_subs_epu16(magnitudes, _mm512_srli_epi16(values, 15));
@@ -159,8 +174,8 @@ inline bool to_codes(const u16* x, u8* codes, int32_t* power, int32_t* sum) {
   const __m128i largest = _mm_minpos_epu16(_mm_xor_si128(most, _mm_set1_epi16(-1)));
   const int32_t exponent = (~_mm_cvtsi128_si32(largest) & 0xFFFF) >> 7;
   if (exponent <= kCodeMantissa) {  // the power of two would be subnormal
-    *power = *sum = 0;
-    std::memset(codes, 0, kGroup);
+    *power = 0;
+    *out = {};
     return !_mm512_test_epi16_mask(magnitudes, magnitudes);
   }
   if (exponent >= 2 * kBias) return false;  // -Inf counts as 2**127
@@ -174,52 +189,56 @@ inline bool to_codes(const u16* x, u8* codes, int32_t* power, int32_t* sum) {
     const __m512 part = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
     const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(part, inverse));
     exact &= _mm512_cmp_ps_mask(_mm512_mul_ps(_mm512_cvtepi32_ps(whole), factor), part, _CMP_EQ_OQ);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + h * kSide), _mm512_cvtepi32_epi8(whole));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out->codes + h * kSide), _mm512_cvtepi32_epi8(whole));
     total = _mm512_add_epi32(total, whole);
   }
-  *sum = _mm512_reduce_add_epi32(total);
+  out->power = *power * (1 << 23);
+  out->first = -128 * _mm512_reduce_add_epi32(total);
   return exact == 0xFFFF;
 }
 
 struct Coded {
   const Linear& linear;
-  const i64 across;  // tasks next to each other
-  const i64 rows;    // of x, up to a multiple of kTall
+  const i64 across;          // tasks next to each other
+  const i64 pixels, groups;  // of a pixel
   const Scratch<OF_X> scratch;
-  u8* const codes;       // (kTall rows each, groups, kTall, kGroup) of x
-  int32_t* const notes;  // (kTall rows each, groups, 2, kTall): powers as exponents of floats; what sums begin with
-  Powers powers;         // of x
-  std::mutex mutex;      // of them
+  Record* const records;  // (pixels, groups), and those of a pixel of zeros
+  Powers powers;          // of x
+  std::mutex mutex;       // of them
   std::atomic<bool> unserved{false};
 
   explicit Coded(const Linear& linear)
       : linear(linear),
         across((linear.call.n + linear.call.task_columns - 1) / linear.call.task_columns),
-        rows((linear.call.m + kTall - 1) / kTall * kTall),
-        scratch(rows * linear.groups * (kGroup + 2 * i64(sizeof(int32_t)))),
-        codes(scratch.data()),
-        notes(reinterpret_cast<int32_t*>(codes + rows * linear.groups * kGroup)) {}
+        pixels(linear.windows.pixels),
+        groups(linear.tap_groups),
+        scratch((pixels + 1) * groups * i64(sizeof(Record))),
+        records(reinterpret_cast<Record*>(scratch.data())) {
+    std::fill(records + pixels * groups, records + (pixels + 1) * groups, Record{});
+    if (!linear.windows.are_rows()) powers.add(0);  // of these
+  }
 
-  // The rows of x that go together from `row` on, with the last again below it. Returns whether all values have codes.
-  bool set_rows(i64 row, Powers& powers) {
-    const LinearCall& c = linear.call;
-    const i64 present = std::min(kTall, c.m - row);
-    u8* to = codes + row * linear.groups * kGroup;
-    int32_t* note = notes + row * linear.groups * 2;
-    for (i64 first = 0; first < c.k; first += kGroup, note += 2 * kTall) {
-      const i64 n = std::min(kGroup, c.k - first);
-      for (i64 r = 0; r < kTall; ++r, to += kGroup) {
-        const u16* x = static_cast<const u16*>(c.x) + (row + std::min(r, present - 1)) * c.k + first;
-        u16 rest[kGroup] = {};
-        if (n < kGroup) x = static_cast<const u16*>(std::memcpy(rest, x, 2 * n));
-        int32_t power, sum;
-        if (!to_codes(x, to, &power, &sum)) return false;
-        powers.add(power);
-        note[r] = power * (1 << 23);
-        note[kTall + r] = -128 * sum;  // for what the weight's codes are too large by
-      }
+  // Returns whether all values of a pixel have codes.
+  bool set_pixel(i64 pixel, Powers& powers) {
+    const i64 k = linear.call.k;
+    const u16* x = static_cast<const u16*>(linear.call.x) + pixel * k;
+    Record* out = records + pixel * groups;
+    for (i64 first = 0; first < k; first += kGroup, ++out) {
+      const u16* values = x + first;
+      u16 rest[kGroup] = {};
+      if (k - first < kGroup) values = static_cast<const u16*>(std::memcpy(rest, values, 2 * (k - first)));
+      int32_t power;
+      if (!to_codes(values, out, &power)) return false;
+      powers.add(power);
     }
     return true;
+  }
+
+  // The pixels of `n` rows from `row` on, up to kTall: (taps, kTall). Those of missing rows stay as they are.
+  void find(i64 row, i64 n, const Record** out) const {
+    linear.windows.each_tap(row, n, [&](i64 r, i64 tap, i64 pixel) {
+      out[tap * kTall + r] = records + (pixel < 0 ? pixels : pixel) * groups;
+    });
   }
 };
 
@@ -227,8 +246,8 @@ void run_codes_of_x(i64 begin, i64 end, void* context) {
   Coded& coded = *static_cast<Coded*>(context);
   const KeepSubnormals keep;
   Powers powers;
-  for (i64 row = begin * kTall; row < end * kTall && !coded.unserved; row += kTall) {
-    if (!coded.set_rows(row, powers)) coded.unserved = true;
+  for (i64 pixel = begin; pixel < end && !coded.unserved; ++pixel) {
+    if (!coded.set_pixel(pixel, powers)) coded.unserved = true;
   }
   const std::lock_guard<std::mutex> lock(coded.mutex);
   coded.powers.add(powers);
@@ -236,30 +255,40 @@ void run_codes_of_x(i64 begin, i64 end, void* context) {
 
 // ---- the product ----
 
-// sums: (kTall, 16 of kPair) = x times 16 rows of the weight. Some groups are summed by themselves: sums of sums are
-// more exact.
-__attribute__((target("avx512vnni"))) NOINLINE void multiply_codes(const u8* x, const int32_t* notes, const u8* w,
-                                                                   const int32_t* powers, i64 groups, float* sums) {
+// sums: (kTall, 16 of kPair) = x: (taps, kTall) pixels of `groups` groups, times w: (taps, groups). Some groups are
+// summed by themselves: sums of sums are more exact.
+__attribute__((target("avx512vnni"))) NOINLINE void multiply_codes(const Record* const* x, const Panel* w, i64 taps,
+                                                                   i64 groups, float* sums) {
   __m512 total[kTall];
+#pragma GCC unroll 8
   for (int r = 0; r < kTall; ++r) total[r] = _mm512_setzero_ps();
-  for (i64 begin = 0; begin < groups; begin += kStripSums) {
+  for (i64 tap = 0, g = 0; tap < taps;) {
     __m512 strip[kTall];
+#pragma GCC unroll 8
     for (int r = 0; r < kTall; ++r) strip[r] = _mm512_setzero_ps();
-    const i64 end = std::min(begin + kStripSums, groups);
-    for (i64 g = begin; g < end; ++g, x += kTall * kGroup, notes += 2 * kTall, w += kTile, powers += kSide) {
-      __m512i sum[kTall];
-      for (int r = 0; r < kTall; ++r) sum[r] = _mm512_set1_epi32(notes[kTall + r]);
-      for (int i = 0; i < kQuads; ++i) {
-        const __m512i quads = _mm512_loadu_si512(w + i * 4 * kSide);
+    for (i64 left = kStripSums; left && tap < taps;) {
+      const Record* row[kTall];
+      for (int r = 0; r < kTall; ++r) row[r] = x[tap * kTall + r] + g;
+      const i64 n = std::min(groups - g, left);
+      for (i64 i = 0; i < n; ++i, ++w) {
+        __m512i sum[kTall];
+        for (int r = 0; r < kTall; ++r) sum[r] = _mm512_set1_epi32(row[r][i].first);
+        for (int q = 0; q < kQuads; ++q) {
+          const __m512i quads = _mm512_loadu_si512(w->codes + q * 4 * kSide);
+          for (int r = 0; r < kTall; ++r) {
+            const int32_t values = load<int32_t>(row[r][i].codes + 4 * q);
+            sum[r] = _mm512_dpbusd_epi32(sum[r], quads, _mm512_set1_epi32(values));
+          }
+        }
+        const __m512i powers = _mm512_loadu_si512(w->powers);
         for (int r = 0; r < kTall; ++r) {
-          sum[r] = _mm512_dpbusd_epi32(sum[r], quads, _mm512_set1_epi32(load<int32_t>(x + r * kGroup + 4 * i)));
+          const __m512i power = _mm512_add_epi32(powers, _mm512_set1_epi32(row[r][i].power));
+          strip[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r]), _mm512_castsi512_ps(power), strip[r]);
         }
       }
-      const __m512i of_weight = _mm512_loadu_si512(powers);
-      for (int r = 0; r < kTall; ++r) {
-        const __m512 power = _mm512_castsi512_ps(_mm512_add_epi32(of_weight, _mm512_set1_epi32(notes[r])));
-        strip[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r]), power, strip[r]);
-      }
+      left -= n;
+      g += n;
+      if (g == groups) ++tap, g = 0;
     }
     for (int r = 0; r < kTall; ++r) total[r] = _mm512_add_ps(total[r], strip[r]);
   }
@@ -271,31 +300,28 @@ void run_codes(i64 begin, i64 end, void* context) {
   Coded& coded = *static_cast<Coded*>(context);
   const Linear& linear = coded.linear;
   const LinearCall& c = linear.call;
-  const i64 groups = linear.groups, panels = (c.task_columns + kSide - 1) / kSide;
+  const i64 panels = (c.task_columns + kSide - 1) / kSide;
   const KeepSubnormals keep;
-  const i64 bytes = (panels * groups + 1) * kTile;  // the last square may be half empty
-  const Scratch<OF_WEIGHT> scratch(bytes + panels * groups * kSide * i64(sizeof(int32_t)));
-  u8* const w = scratch.data();
-  int32_t* const powers = reinterpret_cast<int32_t*>(w + bytes);
+  const Scratch<OF_WEIGHT> scratch(panels * linear.groups * i64(sizeof(Panel)));
+  Panel* const w = reinterpret_cast<Panel*>(scratch.data());
+  std::vector<const Record*> x(linear.windows.taps * kTall, coded.records);
   alignas(64) float sums[kTall * kPair];
   for (i64 task = begin; task < end && !coded.unserved; ++task) {
     const i64 first = task % coded.across * c.task_columns, last = std::min(first + c.task_columns, c.n);
     const i64 top = task / coded.across * c.task_rows, bottom = std::min(top + c.task_rows, c.m);
-    if (!decode_codes<Decoder>(linear, first, last, coded.powers, w, powers)) {
+    if (!decode_codes<Decoder>(linear, first, last, coded.powers, w)) {
       coded.unserved = true;
       return;
     }
     for (i64 m = top; m < bottom; m += kTall) {
-      const u8* x = coded.codes + m * groups * kGroup;
-      const int32_t* notes = coded.notes + m * groups * 2;
+      const i64 rows = std::min(kTall, bottom - m);
+      coded.find(m, rows, x.data());
       for (i64 n = first; n < last; n += kPair) {
         for (i64 half = n; half < std::min(n + kPair, last); half += kSide) {
-          const i64 at = (half - first) / kSide * groups;
-          multiply_codes(x, notes, w + at * kTile, powers + at * kSide, groups, sums + half - n);
+          const Panel* panel = w + (half - first) / kSide * linear.groups;
+          multiply_codes(x.data(), panel, linear.windows.taps, coded.groups, sums + half - n);
         }
-        for (i64 r = 0; r < std::min(kTall, bottom - m); ++r) {
-          finish_part(linear, m + r, n, std::min(kPair, last - n), sums + r * kPair);
-        }
+        for (i64 r = 0; r < rows; ++r) { finish_part(linear, m + r, n, std::min(kPair, last - n), sums + r * kPair); }
       }
     }
   }
@@ -306,10 +332,10 @@ int32_t multiply_in_codes(const Linear& linear, ParallelFor parallel_for) {
   if constexpr (CodesOf<Decoder>::kServed) {
     const LinearCall& c = linear.call;
     Coded coded(linear);
-    run_codes_of_x(0, 1, &coded);  // where these have no codes, no thread looks further
-    const i64 grain = std::max<i64>(1, (1 << 16) / (kTall * c.k));
-    if (!coded.unserved && c.m > kTall) {
-      if (const int32_t error = parallel_for(1, coded.rows / kTall, grain, run_codes_of_x, &coded)) return error;
+    const i64 first = std::min(kTall, coded.pixels), grain = std::max<i64>(1, (1 << 16) / c.k);
+    run_codes_of_x(0, first, &coded);  // where these have no codes, no thread looks further
+    if (!coded.unserved && coded.pixels > first) {
+      if (const int32_t error = parallel_for(first, coded.pixels, grain, run_codes_of_x, &coded)) return error;
     }
     if (coded.unserved) return kUnserved;
     const i64 tasks = coded.across * ((c.m + c.task_rows - 1) / c.task_rows);

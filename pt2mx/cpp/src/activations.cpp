@@ -1,0 +1,80 @@
+// activation_fake_quantize_mx, layer_norm_fake_quantize_mx: as pt2mx/kernels/cpu/activations.py has them.
+
+#include <algorithm>
+
+#include "tensors.h"
+
+namespace pt2mx {
+namespace {
+
+// As the enumeration of the kernels has them.
+constexpr const char* kActivations[] = {"none", "gelu", "gelu_tanh", "silu", "relu"};
+
+int32_t number_of(const std::string& activation) {
+  const auto* found = std::find(std::begin(kActivations), std::end(kActivations), activation);
+  STD_TORCH_CHECK(found != std::end(kActivations), "no activation: ", activation);
+  return int32_t(found - std::begin(kActivations));
+}
+
+// x and `out` of `call`, whose other tensors are set.
+void run(ActivationCall& call, const Tensor& x, const std::string& element, int64_t block_size,
+         const std::string& scale_mode, const std::string& rounding, const Tensor& out) {
+  STD_TORCH_CHECK(block_size > 0 && rounding != "stochastic", "values are not rounded like this");
+  if (!x.numel()) return;
+  const Spec spec = spec_of(element_of(element), block_size, scale_mode, rounding);
+  call.spec = &spec;
+  call.dtype = dtype_of(x);
+  call.out_dtype = dtype_of(out);
+  call.n = x.dim() ? x.size(x.dim() - 1) : 1;
+  call.rows = x.numel() / call.n;
+  call.block = std::min(block_size, call.n);
+  call.x = x.const_data_ptr();
+  call.out = out.mutable_data_ptr();
+  check_served(pt2mx_quantize_activation(&call, torch_parallel_for));
+}
+
+}  // namespace
+
+Tensor activation_fake_quantize(const Tensor& given, const std::string& activation, const std::string& element,
+                                int64_t block_size, const std::string& scale_mode, const std::string& rounding,
+                                const std::optional<ScalarType>& target_dtype) {
+  const Tensor x = dense(given);
+  const Tensor out = torch::stable::empty(shape_of(x), target_dtype.value_or(x.scalar_type()));
+  ActivationCall call{};
+  call.activation = number_of(activation);
+  run(call, x, element, block_size, scale_mode, rounding, out);
+  return out;
+}
+
+std::tuple<Tensor, Tensor> layer_norm_fake_quantize(const Tensor& given, const std::optional<Tensor>& residual,
+                                                    const std::optional<Tensor>& weight,
+                                                    const std::optional<Tensor>& bias, double eps,
+                                                    const std::string& element, int64_t block_size,
+                                                    const std::string& scale_mode, const std::string& rounding,
+                                                    const std::optional<ScalarType>& target_dtype) {
+  const Tensor x = dense(given);
+  STD_TORCH_CHECK(x.dim() > 0, "a layer norm is of rows");
+  STD_TORCH_CHECK(!residual || (residual->scalar_type() == x.scalar_type() && shape_of(*residual) == shape_of(x)),
+                  "the residual must have the shape and the dtype of x");
+  const Tensor normed = torch::stable::empty(shape_of(x), x.scalar_type());
+  const Tensor out = torch::stable::empty(shape_of(x), target_dtype.value_or(x.scalar_type()));
+  Tensor kept[3];  // while the kernel reads them
+  const auto take = [&](const std::optional<Tensor>& from, int index, int32_t* dtype) -> const void* {
+    if (!from) return nullptr;
+    STD_TORCH_CHECK(!dtype || shape_of(*from) == Shape{x.size(x.dim() - 1)}, "a norm has one weight for each column");
+    kept[index] = dense(*from);
+    if (dtype) *dtype = dtype_of(kept[index]);
+    return kept[index].const_data_ptr();
+  };
+  ActivationCall call{};
+  call.is_norm = 1;
+  call.eps = float(eps);
+  call.residual = take(residual, 0, nullptr);
+  call.weight = take(weight, 1, &call.weight_dtype);
+  call.bias = take(bias, 2, &call.bias_dtype);
+  call.normed = normed.mutable_data_ptr();
+  run(call, x, element, block_size, scale_mode, rounding, out);
+  return {normed, out};
+}
+
+}  // namespace pt2mx

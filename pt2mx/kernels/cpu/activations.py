@@ -1,0 +1,82 @@
+"""The twin of `pt2mx.kernels.quantized_activations` for the CPU, in C++ (`src/activations.cpp`): one pass over memory.
+
+GELU, SiLU and norms are as near to their exact values as torch's; what is made of them is equal to the bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from pt2mx.kernels.cpu.build import DTYPES, load
+from pt2mx.kernels.cpu.quantize import spec_of
+from pt2mx.spec import MXSpec
+
+__all__ = ["activation_fake_quantize", "layer_norm_fake_quantize"]
+
+# in the order of cpp's enumeration
+_ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", "relu")
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (
+        ("spec", ctypes.c_void_p),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("activation", "is_norm", "dtype", "out_dtype", "weight_dtype", "bias_dtype")
+        ),
+        ("eps", ctypes.c_float),
+        *((name, ctypes.c_int64) for name in ("rows", "n", "block")),
+        *((name, ctypes.c_void_p) for name in ("x", "residual", "weight", "bias", "normed", "out")),
+    )
+
+
+def activation_fake_quantize(x: Tensor, activation: str, spec: MXSpec, dtype: torch.dtype) -> Tensor:
+    x, out = x.contiguous(), torch.empty(x.shape, dtype=dtype, device="cpu")
+    _run(x, out, spec, activation=_ACTIVATIONS.index(activation))
+    return out
+
+
+def layer_norm_fake_quantize(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    spec: MXSpec,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    x = x.contiguous()
+    residual, weight, bias = (None if t is None else t.contiguous() for t in (residual, weight, bias))
+    normed, out = torch.empty_like(x), torch.empty(x.shape, dtype=dtype, device="cpu")
+    tensors = {"residual": residual, "weight": weight, "bias": bias, "normed": normed}
+    dtypes = {
+        f"{name}_dtype": DTYPES.index(t.dtype) for name, t in (("weight", weight), ("bias", bias)) if t is not None
+    }
+    pointers = {name: t.data_ptr() for name, t in tensors.items() if t is not None}
+    _run(x, out, spec, is_norm=1, eps=eps, **dtypes, **pointers)
+    return normed, out
+
+
+def _run(x: Tensor, out: Tensor, spec: MXSpec, **fields: float) -> None:
+    """The contiguous x into `out`, along its last dimension."""
+    if not x.numel():
+        return
+    n = x.shape[-1] if x.dim() else 1
+    table = spec_of(spec)
+    call = _Call(
+        spec=ctypes.addressof(table),
+        dtype=DTYPES.index(x.dtype),
+        out_dtype=DTYPES.index(out.dtype),
+        rows=x.numel() // n,
+        n=n,
+        block=min(spec.block_size, n),
+        x=x.data_ptr(),
+        out=out.data_ptr(),
+        **fields,
+    )
+    library, parallel_for = load()
+    if library.pt2mx_quantize_activation(ctypes.addressof(call), parallel_for):
+        raise RuntimeError("torch_parallel_for failed")

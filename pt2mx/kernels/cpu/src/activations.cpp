@@ -1,0 +1,228 @@
+// Activations and layer norms whose kernel quantizes what it computes (pt2mx/kernels/quantized_activations.py), row by
+// row; built and called by ../activations.py. What in_registers.h does not serve is written, and read by quantize.cpp.
+
+#include <memory>
+#include <vector>
+
+#include "in_registers.h"
+
+namespace {
+
+constexpr i64 kGrain = 1 << 14;  // values that are worth another thread
+constexpr i64 kLong = 1 << 13;   // values of a row that are cut into blocks
+constexpr i64 kCommon = 32;      // values of a block that stay in registers
+
+// ---- activations, in fp32 ----
+
+// 0.5 + x P(x**2) / Q(x**2), fitted to the least largest error, 8e-9, up to 5.54; from there on it is 0 or 1.
+inline Floats normal_distribution(Floats x) {
+  constexpr float p[] = {6.35233755e-06f, 0.000170771746f, 0.00468882034f, 0.0340567939f, 0.398942232f};
+  constexpr float q[] = {7.42036354e-05f, 0.0018954823f, 0.0287602618f, 0.252033561f, 1.0f};
+  const Floats z = larger(smaller(x, floats(5.54f)), floats(-5.54f)), s = z * z;
+  Floats above = floats(2.25035279e-08f), below = floats(1.19035974e-06f);
+  for (int i = 0; i < 5; ++i) {
+    above = fused(above, s, floats(p[i]));
+    below = fused(below, s, floats(q[i]));
+  }
+  return larger(fused(z, above / below, floats(0.5f)), floats(0.0f));
+}
+
+// 1 + exp(x), Inf from 2**128 on
+inline Floats one_plus_exp(Floats x) {
+  constexpr float of_fraction[] = {8.3333333e-3f, 4.1666667e-2f, 1.6666667e-1f, 0.5f, 1.0f, 1.0f};
+  const Floats t = larger(smaller(x, floats(89.0f)), floats(-87.0f));
+  const Floats whole = (t * 1.44269504f + 0x1.8p23f) - 0x1.8p23f;
+  const Floats rest = fused(whole, floats(2.12194440e-4f), fused(whole, floats(-0.693359375f), t));
+  Floats y = floats(1.3888889e-3f);
+  for (const float c : of_fraction) y = fused(y, rest, floats(c));
+  return fused(y, Floats((__builtin_convertvector(whole, Ints) + kBias) << 23), floats(1.0f));
+}
+
+enum Activation { NONE, GELU, GELU_TANH, SILU, RELU };
+
+template <int A>
+inline Floats activated(Floats x) {
+  switch (A) {
+    case GELU: return x * normal_distribution(x);
+    case GELU_TANH: return x / one_plus_exp(x * fused(x * x, floats(-0.0713548163f), floats(-1.59576912f)));
+    case SILU: return x / one_plus_exp(-x);
+    case RELU: return x < 0.0f ? floats(0.0f) : x;
+    default: return x;
+  }
+}
+
+// ---- rows ----
+
+struct Work {
+  const ActivationCall& call;  // without a spec activations are stored
+  const InRegisters quantizer;
+  std::vector<float> weight, bias;  // of a norm, with zeros behind them
+};
+
+// The values of x from `at` on, zeros after `count` of them.
+template <int D>
+inline Floats some_of(const void* x, i64 at, i64 count) {
+  if (count >= kWidth) return widened(x, D, at);
+  constexpr i64 size = D == FP32 ? 4 : 2;
+  u8 values[kWidth * size] = {};
+  std::memcpy(values, static_cast<const u8*>(x) + at * size, count * size);
+  return widened(values, D, 0);
+}
+
+inline void store_some(void* out, int32_t dtype, i64 at, i64 count, Floats v) {
+  if (count >= kWidth) return store_as(out, dtype, at, v);
+  const i64 size = dtype == FP32 ? 4 : 2;
+  u8 values[kWidth * 4];
+  store_as(values, dtype, 0, v);
+  std::memcpy(static_cast<u8*>(out) + at * size, values, count * size);
+}
+
+// values(i, count): `count` values of a row from i on, as its dtype has them, and zeros behind; the row begins at `at`.
+template <class Values>
+inline void finish_row(const Work& work, i64 at, Floats* block, Values values) {
+  const ActivationCall& c = work.call;
+  const InRegisters quantizer = work.quantizer;
+  const bool quantizes = c.spec;
+  for (i64 first = 0; first < c.n; first += c.block) {
+    const i64 n = std::min(c.block, c.n - first), to = at + first;
+    if (n == kCommon) {
+      Floats v[kCommon / kWidth];
+      for (i64 i = 0; i < kCommon / kWidth; ++i) v[i] = values(first + i * kWidth, kWidth);
+      if (quantizes) quantizer.quantize(v, kCommon / kWidth);
+      for (i64 i = 0; i < kCommon / kWidth; i += 2) store_two(c.out, c.out_dtype, to + i * kWidth, v[i], v[i + 1]);
+      continue;
+    }
+    const i64 vectors = (n + kWidth - 1) / kWidth;
+    for (i64 i = 0; i < vectors; ++i) block[i] = values(first + i * kWidth, n - i * kWidth);
+    if (quantizes) quantizer.quantize(block, vectors);
+    for (i64 i = 0; i < vectors; ++i) store_some(c.out, c.out_dtype, to + i * kWidth, n - i * kWidth, block[i]);
+  }
+}
+
+template <int D, int A>
+inline void run_activation(const Work& work, i64 row, Floats* block) {
+  const i64 at = row * work.call.n;
+  finish_row(work, at, block, [&](i64 i, i64 count) __attribute__((always_inline)) {
+    const Floats x = some_of<D>(work.call.x, at + i, count);
+    return A == NONE || A == RELU ? activated<A>(x) : rounded(activated<A>(x), D);
+  });
+}
+
+// The sum of term(i, sum), which adds what stands at i of n values to a sum.
+template <class Term>
+inline double sum_over(i64 n, Term term) {
+  constexpr i64 kSums = 4;
+  Floats sums[kSums] = {};
+  i64 i = 0;
+  for (; i + kSums * kWidth <= n; i += kSums * kWidth) {
+    for (i64 k = 0; k < kSums; ++k) sums[k] = term(i + k * kWidth, sums[k]);
+  }
+  for (; i < n; i += kWidth) sums[0] = term(i, sums[0]);
+  double sum = 0;
+  for (const Floats& lanes : sums) {
+    for (i64 lane = 0; lane < kWidth; ++lane) sum += lanes[lane];
+  }
+  return sum;
+}
+
+// values: of a row, with room for vectors.
+template <int D>
+inline void run_norm(const Work& work, i64 row, Floats* block, float* values) {
+  const ActivationCall& c = work.call;
+  const i64 at = row * c.n, last = c.n / kWidth * kWidth;
+  const double sum = sum_over(c.n, [&](i64 i, Floats sum) __attribute__((always_inline)) {
+    Floats x = some_of<D>(c.x, at + i, c.n - i);
+    if (c.residual) x = rounded(x + some_of<D>(c.residual, at + i, c.n - i), D);
+    store(values + i, x);
+    return sum + x;
+  });
+  const float mean = float(sum / double(c.n)), rest = float(sum / double(c.n) - mean);
+  if (last < c.n) std::fill(values + c.n, values + last + kWidth, mean);  // and no `rest`: that adds next to nothing
+  const double squares = sum_over(c.n, [&](i64 i, Floats sum) __attribute__((always_inline)) {
+    const Floats x = (load<Floats>(values + i) - mean) - rest;
+    return fused(x, x, sum);
+  });
+  const float inverse = 1.0f / std::sqrt(float(squares / double(c.n)) + c.eps);
+  finish_row(work, at, block, [&](i64 i, i64 count) __attribute__((always_inline)) {
+    const Floats x = ((load<Floats>(values + i) - mean) - rest) * inverse;
+    const Floats y = rounded(fused(x, load<Floats>(&work.weight[i]), load<Floats>(&work.bias[i])), D);
+    if (c.normed) store_some(c.normed, D, at + i, count, y);
+    return y;
+  });
+}
+
+template <int D>
+void run_rows(i64 begin, i64 end, void* context) {
+  const Work& work = *static_cast<const Work*>(context);
+  const ActivationCall& c = work.call;
+  const KeepSubnormals keep;
+  std::vector<Floats> block((c.block + kWidth - 1) / kWidth);
+  std::vector<float> values(c.is_norm ? c.n + kWidth : 0);
+  const auto each = [&](auto run) {
+    for (i64 row = begin; row < end; ++row) run(row);
+  };
+  if (c.is_norm) return each([&](i64 row) { run_norm<D>(work, row, block.data(), values.data()); });
+  switch (c.activation) {
+    case GELU: return each([&](i64 row) { run_activation<D, GELU>(work, row, block.data()); });
+    case GELU_TANH: return each([&](i64 row) { run_activation<D, GELU_TANH>(work, row, block.data()); });
+    case SILU: return each([&](i64 row) { run_activation<D, SILU>(work, row, block.data()); });
+    case RELU: return each([&](i64 row) { run_activation<D, RELU>(work, row, block.data()); });
+    default: return each([&](i64 row) { run_activation<D, NONE>(work, row, block.data()); });
+  }
+}
+
+// n values as fp32, or `value` where there are none; NaNs are the canonical one, as `rounded` needs it
+std::vector<float> of_norm(const void* x, int32_t dtype, i64 n, float value) {
+  std::vector<float> out(n + kWidth);
+  if (!x) std::fill(out.begin(), out.begin() + n, value);
+  else if (dtype == FP32) std::memcpy(out.data(), x, 4 * n);
+  else widen(static_cast<const u16*>(x), n, dtype, out.data());
+  for (float& y : out) y = y == y ? y : from_bits(0x7FC00000);
+  return out;
+}
+
+int32_t run(ActivationCall call, const Spec& spec, ParallelFor parallel_for) {
+  if (!call.is_norm && call.n > kLong && call.n % call.block == 0) {  // for all threads
+    call.rows *= call.n / call.block;
+    call.n = call.block;
+  }
+  Work work{call, InRegisters(spec, call.out_dtype), {}, {}};
+  if (call.is_norm) {
+    work.weight = of_norm(call.weight, call.weight_dtype, call.n, 1.0f);
+    work.bias = of_norm(call.bias, call.bias_dtype, call.n, 0.0f);
+  }
+  constexpr decltype(&run_rows<FP32>) kRun[] = {run_rows<FP32>, run_rows<FP16>, run_rows<BF16>};
+  return parallel_for(0, call.rows, std::max<i64>(1, kGrain / call.n), kRun[call.dtype], &work);
+}
+
+}  // namespace
+
+extern "C" {
+
+int32_t pt2mx_quantize_activation(const ActivationCall* call, ParallelFor parallel_for) {
+  const Spec& spec = *call->spec;
+  if (InRegisters::serves(spec, call->block, call->n)) return run(*call, spec, parallel_for);
+  ActivationCall stored = *call;
+  std::unique_ptr<u8[]> memory;
+  if (!call->normed) memory.reset(new u8[call->rows * call->n * (call->dtype == FP32 ? 4 : 2)]);
+  stored.out = call->normed ? call->normed : memory.get();
+  stored.spec = nullptr;
+  stored.normed = nullptr;
+  stored.out_dtype = call->dtype;
+  stored.block = std::min(kCommon, call->n);
+  if (const int32_t error = run(stored, spec, parallel_for)) return error;
+  Call quantization{};
+  quantization.spec = &spec;
+  quantization.operation = FAKE_QUANTIZE;
+  quantization.dtype = call->dtype;
+  quantization.out_dtype = call->out_dtype;
+  quantization.outer = call->rows;
+  quantization.n = call->n;
+  quantization.inner = 1;
+  quantization.block = call->block;
+  quantization.x = stored.out;
+  quantization.out = call->out;
+  return pt2mx_run(&quantization, parallel_for);
+}
+
+}  // extern "C"

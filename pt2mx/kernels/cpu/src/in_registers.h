@@ -1,0 +1,84 @@
+// Blocks of values that another step has in registers, quantized there: rounded to the nearest, ties to even. The same
+// values as those of quantize.cpp, to the bit.
+
+#pragma once
+
+#include "values.h"
+
+namespace {
+
+// Magnitudes of a block's largest value between which scales and quantized values are normal numbers.
+constexpr int32_t kLeastUsual = (kBias - 60) << 23, kMostUsual = (kBias + 90) << 23;
+
+inline int32_t largest_lane(Ints v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_epi32(__m512i(v));
+#else
+  int32_t lanes[kWidth], largest = 0;
+  store(lanes, v);
+#pragma omp simd reduction(max : largest)
+  for (i64 i = 0; i < kWidth; ++i) largest = std::max(largest, lanes[i]);
+  return largest;
+#endif
+}
+
+class InRegisters {
+ public:
+  // `out_dtype`: in which the values are stored.
+  InRegisters(const Spec& spec, int32_t out_dtype)
+      : spec_(&spec),
+        dtype_(out_dtype),
+        is_int_(spec.is_int),
+        rounding_(kMantissa - spec.threshold),
+        emax_(spec.emax << 23),
+        emin_(spec.emin << 23),
+        to_rounder_(ints((23 - spec.mantissa_bits) << 23 | 1 << 22)),
+        rounder_(std::ldexp(1.5f, spec.emin - spec.mantissa_bits + 23)) {}
+
+  // What is served: blocks along rows of n values.
+  static bool serves(const Spec& spec, i64 block, i64 n) {
+    return spec.rounding == EVEN && !spec.searches && (block % 16 == 0 || block == n);
+  }
+
+  // v: the vectors of a block, with zeros after its end -> its values, which the dtype of the result holds.
+  inline __attribute__((always_inline)) void quantize(Floats* v, i64 vectors) const {
+    Ints most{};
+    for (i64 i = 0; i < vectors; ++i) most = larger(most, Ints(v[i]) & kMagnitude);
+    const int32_t amax = largest_lane(most);
+    if (amax != 0 && u32(amax - kLeastUsual) >= u32(kMostUsual - kLeastUsual)) {
+      for (i64 i = 0; i < vectors; ++i) v[i] = unusual(v[i], amax, *spec_, dtype_);
+      return;
+    }
+    // A mantissa above the threshold carries into the exponent. The scale of zeros does not matter.
+    const int32_t exponent = ((std::max(amax, kLeastUsual) + rounding_) & kInf) - emax_;
+    const float scale = from_bits(exponent);
+    const Floats highest = floats(scale * spec_->max_normal), lowest = floats(scale * spec_->lowest);
+    if (is_int_) {
+      const Floats rounder = floats(scale * rounder_);
+      for (i64 i = 0; i < vectors; ++i) v[i] = larger(smaller((v[i] + rounder) - rounder, highest), lowest);
+      return;
+    }
+    const Ints least = ints(exponent + emin_);
+    for (i64 i = 0; i < vectors; ++i) {
+      const Floats rounder = Floats(larger(Ints(v[i]) & kInf, least) + to_rounder_);
+      const Floats p = larger(smaller((v[i] + rounder) - rounder, highest), lowest);
+      v[i] = Floats(Ints(p) | (Ints(v[i]) & kSign));
+    }
+  }
+
+ private:
+  // Scales and values may be subnormal or out of range, and values are rounded to the dtype of the result.
+  static NOINLINE Floats unusual(Floats v, int32_t amax, const Spec& spec, int32_t dtype) {
+    const int32_t exponent = exponent_of(amax, spec);
+    const Floats in = floats(std::ldexp(1.0f, -exponent));
+    const Floats out = floats(amax < kInf ? std::ldexp(1.0f, exponent) : from_bits(0x7FC00000));
+    return rounded(to_element<EVEN>(v * in, Grid(spec), nullptr) * out, dtype);
+  }
+
+  const Spec* spec_;
+  int32_t dtype_, is_int_, rounding_, emax_, emin_;
+  Ints to_rounder_;  // from a binade, as bits, to 1.5 * 2**23 quanta: what is added and taken off again rounds
+  float rounder_;    // of integers
+};
+
+}  // namespace

@@ -1,0 +1,174 @@
+"""Activations that are quantized where they are computed: what is fused, what stays, and the same numbers."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_inductor, ops
+from pt2mx.fx.passes import quantize_in_passing as module
+from pt2mx.ops.linear import linear_mx
+from pt2mx.ops.quantized_activations import activation_fake_quantize_mx, layer_norm_fake_quantize_mx
+from tests.compare import relative_error
+from tests.flow import convert
+from tests.graph import calls, count
+from tests.models import BATCH
+
+FUSED = (activation_fake_quantize_mx, layer_norm_fake_quantize_mx)
+
+
+@pytest.fixture(autouse=True)
+def small_tensors_too(monkeypatch):
+    monkeypatch.setattr(module, "_LEAST_VALUES", 0)
+
+
+class Layer(nn.Module):
+    """A layer of an encoder, but for attention."""
+
+    def __init__(self, width=64, activation=None):
+        super().__init__()
+        self.first, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.activation, self.dropout = activation or nn.GELU(), nn.Dropout(0.5)
+
+    def forward(self, x):
+        normed = self.dropout(self.norm(self.dropout(self.first(x)) + x))
+        return self.down(self.activation(self.up(normed))) + normed
+
+
+def lowered(model, x, recipe="mxfp8", **options):
+    converted = convert(model.eval().to(x.dtype), (x,), recipe, **options)
+    return converted, lower_to_inductor(converted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", ["mxint8", "mxfp8", "mxfp4"])
+@pytest.mark.parametrize("width", [64, 72])
+def test_a_layer_with_its_norm_and_activation(recipe, dtype, width):
+    x = torch.randn(3, 40, width, dtype=dtype)
+    converted, fused = lowered(Layer(width), x, recipe)
+    assert count(fused, layer_norm_fake_quantize_mx) == 1 and not count(fused, ops.fake_quantize_mx)
+    assert "gelu" in [n.args[1] for n in calls(fused, activation_fake_quantize_mx)]
+    assert not count(fused, torch.ops.aten.gelu.default) and not count(fused, torch.ops.aten.layer_norm.default)
+    (norm,) = calls(fused, layer_norm_fake_quantize_mx)
+    assert norm.args[1] is not None  # the residual
+    assert [value.shape for value in norm.meta["val"]] == [x.shape] * 2
+    assert relative_error(fused(x), converted(x)) < (2e-3 if dtype == torch.float32 else 3e-2)
+
+
+@pytest.mark.parametrize(
+    ("activation", "names"),
+    [(nn.GELU("tanh"), ["gelu_tanh"]), (nn.SiLU(), ["silu"]), (nn.ReLU(), ["relu"]), (nn.Tanh(), [])],
+)
+def test_activations(activation, names):
+    x = torch.randn(40, 64)
+    converted, fused = lowered(Layer(activation=activation), x)
+    assert [n.args[1] for n in calls(fused, activation_fake_quantize_mx) if n.args[1] != "none"] == names
+    assert relative_error(fused(x), converted(x)) < 2e-3
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x):
+        heads = [layer(x).view(2, 20, 2, 32).transpose(1, 2) for layer in (self.q, self.k, self.v)]
+        return F.scaled_dot_product_attention(*heads)
+
+
+def test_queries_keys_and_values_are_quantized_by_one_call():
+    x = torch.randn(2, 20, 64)
+    converted, fused = lowered(Attention(), x)
+    assert count(fused, linear_mx) == 1 and calls(fused, linear_mx)[0].args[3] is not None  # the bias
+    assert [n.args[1] for n in calls(fused, activation_fake_quantize_mx)][-1] == "none"
+    assert not count(fused, ops.fake_quantize_mx)
+    assert relative_error(fused(x), converted(x)) < 1e-3
+
+
+def test_a_sum_that_something_else_reads_stays():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.first = nn.LayerNorm(64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            summed = x + x.flip(0)
+            return self.first(self.norm(summed)) + summed
+
+    x = torch.randn(40, 64)
+    converted, fused = lowered(Net(), x)
+    assert calls(fused, layer_norm_fake_quantize_mx)[0].args[1] is None
+    assert relative_error(fused(x), converted(x)) < 1e-3
+
+
+def test_what_is_written_is_read_where_it_was():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.norm, self.second = nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            y = self.first(x)
+            summed = x + y
+            active = F.gelu(y)
+            y.mul_(3)
+            normed = self.norm(summed)
+            late = self.second(normed)
+            z = self.norm(y)
+            z.add_(1)
+            return late + self.second(active) + self.second(z) + y
+
+    x = torch.randn(40, 64)
+    converted, fused = lowered(Net(), x)
+    assert [n.args[1] for n in calls(fused, layer_norm_fake_quantize_mx)] == [None]  # of what is not written
+    assert "gelu" not in [n.args[1] for n in calls(fused, activation_fake_quantize_mx)]
+    assert relative_error(fused(x), converted(x)) < 1e-3
+
+
+@pytest.mark.parametrize("activations", ["mxfp8(stochastic)", "int12", None])
+def test_what_stays(activations):
+    quantizer: object = "mxfp4_weight_only"
+    if activations:
+        quantizer = MXQuantizer().set_global(get_default_mx_quantization_config("mxfp8", activations))
+    _, same = lowered(Layer(), torch.randn(40, 64), quantizer)
+    assert not sum(count(same, target) for target in FUSED)
+
+
+def test_small_tensors_stay(monkeypatch):
+    monkeypatch.undo()
+    _, same = lowered(Layer(), torch.randn(40, 64))
+    assert not sum(count(same, target) for target in FUSED)
+
+
+def test_a_machine_without_a_compiler(monkeypatch):
+    monkeypatch.setattr(module, "is_available", lambda: False)
+    _, same = lowered(Layer(), torch.randn(40, 64))
+    assert not sum(count(same, target) for target in FUSED)
+
+
+@pytest.mark.parametrize("recipe", ["mxint8", "mxfp8"])
+def test_dynamic_rows_export_and_compilation(recipe):
+    x = torch.randn(80, 64)
+    converted, fused = lowered(Layer(), x, recipe, shapes=BATCH)
+    program = torch.export.export(fused, (x,), dynamic_shapes=BATCH).module()
+    compiled = torch.compile(fused, dynamic=True)
+    for n in (80, 37):
+        want = fused(x[:n])
+        assert torch.equal(program(x[:n]), want) and relative_error(want, converted(x[:n])) < 2e-3
+        torch.testing.assert_close(compiled(x[:n]), want)
+
+
+def test_a_gradient_passes():
+    x = torch.randn(40, 64, requires_grad=True)
+    converted, fused = lowered(Layer(), x.detach())
+    (want,) = torch.autograd.grad(converted(x).sum(), x)
+    (got,) = torch.autograd.grad(fused(x).sum(), x)
+    assert relative_error(got, want) < 1e-2
+
+
+def test_autocast_around_it():
+    x = torch.randn(40, 64)
+    converted, fused = lowered(Layer(), x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert relative_error(fused(x), converted(x)) < 5e-2

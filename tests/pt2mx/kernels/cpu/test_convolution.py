@@ -1,0 +1,145 @@
+"""The C++ kernels of conv2d_mx, on each unit of this machine. On machines without one a dense convolution serves."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from pt2mx import FORMATS, MXSpec, ops
+from pt2mx.kernels import reference
+from pt2mx.kernels.cpu import convolution, linear
+from tests.compare import relative_error
+
+UNITS = {"amx": linear.AMX, "vnni": linear.AVX512_VNNI, "bf16": linear.AVX512_BF16, "none": 0}
+#: kernel, stride, padding, dilation, size of an image
+WINDOWS = (
+    ((3, 3), (1, 1), (1, 1), (1, 1), (9, 11)),
+    ((3, 3), (2, 2), (1, 1), (1, 1), (14, 13)),
+    ((1, 1), (1, 1), (0, 0), (1, 1), (5, 5)),
+    ((1, 1), (2, 3), (0, 0), (1, 1), (9, 8)),
+    ((1, 1), (1, 2), (1, 2), (1, 1), (4, 4)),
+    ((1, 5), (2, 1), (0, 2), (1, 2), (7, 20)),
+    ((7, 7), (4, 4), (3, 3), (1, 1), (20, 20)),
+    ((3, 2), (1, 1), (5, 4), (2, 3), (3, 4)),
+)
+
+
+@pytest.fixture(params=UNITS)
+def unit(request, monkeypatch):
+    """The name of the one unit that may serve, where this machine has it."""
+    units_for = linear.units_for
+    monkeypatch.setattr(convolution, "units_for", lambda spec, k: units_for(spec, k) & UNITS[request.param])
+    return request.param
+
+
+@pytest.fixture
+def dense_calls(monkeypatch):
+    calls, dense = [], convolution.dequantize_then_matmul.conv2d
+    monkeypatch.setattr(convolution.dequantize_then_matmul, "conv2d", lambda *args: calls.append(1) or dense(*args))
+    return calls
+
+
+def packed(n, kernel, channels, name, block=32):
+    scale, data = ops.quantize_mx(torch.randn(n, *kernel, channels), name, block)
+    return data, scale, MXSpec(name, block, 3)
+
+
+def quantized(shape, name):
+    return ops.fake_quantize_mx(torch.randn(shape), name, 32).bfloat16()
+
+
+def check(x, weight, moves, bias=None, dtype=torch.float32, bound=1.1):
+    """No less exact than torch's own convolution."""
+    data, scale, spec = weight
+    values = reference.dequantize(data, scale, spec, torch.float32, x.shape[-1]).permute(0, 3, 1, 2)
+    images = x.permute(0, 3, 1, 2)
+    exact = F.conv2d(images.double(), values.double(), None if bias is None else bias.double(), *moves)
+    plain = F.conv2d(images.float(), values, None if bias is None else bias.float(), *moves)
+    got = convolution.conv2d(x, data, scale, bias, spec, *moves, dtype)
+    assert got.is_contiguous() and got.dtype == dtype
+    got, error = got.permute(0, 3, 1, 2), relative_error(plain.to(dtype), exact)
+    assert got.shape == exact.shape
+    assert relative_error(got, exact) <= max(bound * error, 1e-7), (spec, x.shape, moves)
+    return got
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("name", ["int8", "fp8_e4m3", "fp6_e2m3"])
+def test_windows(unit, window, name):
+    kernel, *moves, size = window
+    for batch, channels, n in ((2, 64, 40), (1, 32, 64), (3, 50, 17)):
+        weight, bias = packed(n, kernel, channels, name), torch.randn(n)
+        check(quantized((batch, *size, channels), name), weight, moves, bias)
+
+
+@pytest.mark.parametrize("block", [32, 64, 2**20])
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats(unit, name, block):
+    for of_x in (name, "int8", "fp8_e4m3"):
+        x, weight = quantized((2, 8, 8, 96), of_x), packed(33, (3, 3), 96, name, block)
+        check(x, weight, ((1, 1), (1, 1), (1, 1)))
+        check(x, weight, ((1, 1), (1, 1), (1, 1)), torch.randn(33).bfloat16(), torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8_e4m3"])
+def test_many_channels_and_many_images(unit, name):
+    moves = ((1, 1), (1, 1), (1, 1))
+    check(quantized((1, 4, 4, 1100), name), packed(70, (3, 3), 1100, name), moves)
+    check(quantized((40, 6, 7, 32), name), packed(600, (3, 3), 32, name), moves)
+    data, scale, spec = packed(8, (3, 3), 32, name)
+    none = convolution.conv2d(quantized((0, 6, 7, 32), name), data, scale, None, spec, *moves, torch.float32)
+    assert none.shape == (0, 6, 7, 8)
+
+
+@pytest.mark.parametrize("name", ["int8", "fp4_e2m1", "fp8_e5m2"])
+def test_units_serve(unit, dense_calls, name):
+    available = linear.units_for(MXSpec(name, 32), 64) & UNITS[unit]
+    check(quantized((1, 8, 8, 64), name), packed(32, (3, 3), 64, name), ((1, 1), (1, 1), (1, 1)))
+    assert bool(dense_calls) != bool(available)
+
+
+@pytest.mark.parametrize("value", [2.0**-20, float("inf"), float("nan"), 2.0**-133])
+def test_values_without_a_code(value):
+    """Another unit serves, or none."""
+    x, (data, scale, spec) = quantized((2, 6, 6, 64), "int8"), packed(40, (3, 3), 64, "int8")
+    x[1, 2, 3, :32], x[1, 2, 3, 17] = 0, value
+    if abs(value) < 1:
+        x[1, 2, 3, 18] = 1
+    moves = ((1, 1), (1, 1), (1, 1))
+    got = convolution.conv2d(x, data, scale, None, spec, *moves, torch.float32)
+    plain = convolution.dequantize_then_matmul.conv2d(x, data, scale, None, spec, *moves, torch.float32)
+    assert torch.equal(got.isfinite(), plain.isfinite())
+    torch.testing.assert_close(got, plain, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def test_zeros_around_the_image_count_as_zeros():
+    """Blocks with the largest and the least scales that are served, beside what is outside."""
+    for name, power in (("int8", 60), ("int8", -60), ("fp8_e4m3", 40)):
+        x = (ops.fake_quantize_mx(torch.randn(1, 3, 3, 32), name, 32) * 2.0**power).bfloat16()
+        check(x, packed(20, (3, 3), 32, name), ((1, 1), (2, 2), (1, 1)))
+
+
+def test_a_scale_of_nan(unit):
+    x, (data, scale, spec) = quantized((1, 5, 5, 64), "int8"), packed(40, (3, 3), 64, "int8")
+    scale[7, 1, 1, 1] = 255
+    got = convolution.conv2d(x, data, scale, None, spec, (1, 1), (1, 1), (1, 1), torch.float32)
+    assert got[..., 7].isnan().all() and got.isnan().sum() == got[..., 7].numel()
+
+
+def test_strided_operands(unit):
+    data, scale, spec = packed(40, (3, 3), 128, "int8")
+    x = quantized((2, 64, 9, 9), "int8").permute(0, 2, 3, 1)
+    half = (data[..., ::2], scale[..., ::2], spec)
+    check(x, half, ((1, 1), (1, 1), (1, 1)), torch.randn(80)[::2])
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8_e4m3"])
+def test_same_bits_in_every_run_with_any_threads(unit, name):
+    x, (data, scale, spec) = quantized((3, 10, 10, 64), name), packed(70, (3, 3), 64, name)
+    threads, results = torch.get_num_threads(), []
+    try:
+        for run in range(10):
+            torch.set_num_threads(1 + run % 2)
+            results.append(convolution.conv2d(x, data, scale, None, spec, (1, 1), (1, 1), (1, 1), torch.float32))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(results[0], y) for y in results)
