@@ -58,7 +58,7 @@ def quantize_in_passing(model: GraphModule) -> None:
             quantized = call_before(x, activation_fake_quantize_mx, source, activation, *modes)
         else:
             continue  # a call already
-        quantized.meta.update(x.meta)
+        quantized.meta.update({key: value for key, value in x.meta.items() if key != "val"})
         x.replace_all_uses_with(quantized)
         erase_unread(x)
 
@@ -73,6 +73,8 @@ def _quantization(x: Node) -> FakeQuantize | RotatedFakeQuantize | None:
     of = FakeQuantize.of(x) or RotatedFakeQuantize.of(x)
     value, shape = (None, None) if of is None else (value_of(of.x), shape_of(of.x))
     if of is None or value is None or not shape or ELEMENTS[of.element].is_wide:
+        return None
+    if not value.is_contiguous():  # a quantization keeps the order of dimensions in memory, and a call does not
         return None
     if isinstance(of, RotatedFakeQuantize):
         stays = of.size > 1
@@ -99,7 +101,7 @@ def _serves_gpu(of: FakeQuantize | RotatedFakeQuantize, value: Tensor) -> bool:
     source = of.x
     while is_view(source):
         source = node_arg(source)
-    return source.target in _CALLS and value.is_contiguous()
+    return source.target in _CALLS
 
 
 _SERVES = {"cpu": _serves_cpu, "cuda": _serves_gpu}

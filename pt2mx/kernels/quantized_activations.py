@@ -28,7 +28,8 @@ def suits_gpu(spec: MXSpec, length: object, *dtypes: torch.dtype) -> bool:
 
 def activation_fake_quantize(x: Tensor, activation: str, spec: MXSpec, dtype: torch.dtype) -> Tensor:
     """x: (..., K) -> quantized values of an activation of it, in `dtype`. Activations are rounded to x's dtype."""
-    return kernels_for(x, spec.element).fake_quantize(ACTIVATIONS[activation](x), spec, None).to(dtype)
+    wide = ACTIVATIONS[activation](x).to(torch.promote_types(x.dtype, dtype))
+    return kernels_for(x, spec.element).fake_quantize(wide, spec, None).to(dtype)
 
 
 def layer_norm_fake_quantize(

@@ -272,7 +272,7 @@ OPERATORS = {
         {
             "x": _LAST,
             "residual": "x's shape, float32, float16 or bfloat16, or None",
-            **dict.fromkeys(("weight", "bias"), "(K,) float32, float16 or bfloat16, or None"),
+            **dict.fromkeys(("weight", "bias"), "(K,) in the dtype of the sum or float32, or None"),
             "eps": "what is added to the variance",
             "rounding": f"how values are rounded: {_choices(r for r in ROUNDINGS if not ROUNDINGS[r].random)}",
             "target_dtype": "float32, float16 or bfloat16; None is that of the sum",

@@ -64,10 +64,15 @@ def _check(
             f"bias of shape {tuple(bias.shape)}, {bias.dtype} on {bias.device} does not fit a weight of "
             f"{data.shape[0]} rows and a result in {dtype} on {x.device}"
         )
-    if min(stride) < 1 or min(dilation) < 1 or min(padding) < 0:
+    if 0 in (*x.shape[1:], *data.shape[:3]):
+        raise MXError(
+            f"x of shape {tuple(x.shape)} and codes of shape {tuple(data.shape)} have no pixel, channel or row: none "
+            "of these may be 0"
+        )
+    if any(len(pair) != 2 for pair in moves) or min(stride) < 1 or min(dilation) < 1 or min(padding) < 0:
         raise MXError(
             f"stride={list(stride)} and dilation={list(dilation)} must be at least 1, padding={list(padding)} at least "
-            "0: they are of height and width"
+            "0, two numbers each: of height and width"
         )
     size = places(x.shape[1:3], data.shape[1:3], *moves)
     if any(isinstance(n, int) and n < 1 for n in size):

@@ -67,6 +67,11 @@ def _in_one_dtype(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | 
     """x and what is added to it, in the dtype of their sum: under `torch.autocast` a product has another one."""
     if residual is None or residual.dtype == x.dtype or residual.shape != x.shape:
         return x, residual
+    if residual.dtype not in HIGH_PRECISION or x.dtype not in HIGH_PRECISION or residual.device != x.device:
+        raise MXError(
+            f"x {x.dtype} on {x.device} and the residual {residual.dtype} on {residual.device} must be float32, "
+            "float16 or bfloat16 on one device"
+        )
     return x + residual, None
 
 
@@ -108,8 +113,10 @@ def _check_layer_norm(
             continue
         if of_norm.shape != x.shape[-1:]:
             raise MXError(f"{name} of shape {tuple(of_norm.shape)} must be ({x.shape[-1]},), one of each column of x")
-        if of_norm.dtype not in HIGH_PRECISION:
-            raise MXError(f"{name} of {of_norm.dtype} must be float32, float16 or bfloat16: cast it")
+        if of_norm.dtype not in (x.dtype, torch.float32):
+            raise MXError(f"{name} of {of_norm.dtype} must be in the dtype of the sum, {x.dtype}, or float32: cast it")
+    if weight is not None and bias is not None and weight.dtype != bias.dtype:
+        raise MXError(f"weight of {weight.dtype} and bias of {bias.dtype} must be in one dtype: cast one")
     return spec, dtype
 
 

@@ -172,3 +172,17 @@ def test_autocast_around_it():
     converted, fused = lowered(Layer(), x)
     with torch.autocast("cpu", torch.bfloat16):
         assert relative_error(fused(x), converted(x)) < 5e-2
+
+
+def test_dimensions_keep_their_order_in_memory():
+    """`view` and strides behind a quantization of a permuted tensor."""
+
+    class Net(nn.Module):
+        def forward(self, x):
+            quantized = ops.fake_quantize_mx(x.transpose(0, 1) * 1.0, "fp8_e4m3", 32)
+            return quantized.transpose(0, 1).view(-1), quantized
+
+    x = torch.randn(8, 4, 64)
+    exported = torch.export.export(Net(), (x,)).module()
+    for got, want in zip(lower_to_inductor(exported)(x), exported(x), strict=True):
+        assert torch.equal(got, want) and got.stride() == want.stride()

@@ -77,7 +77,7 @@ def test_a_package(files, capsys):
     (program,), (package,) = (contents_of(files[0] / name) for name in ("program.pt2", "package.pt2"))
     assert (package.kind, package.origin, package.target["AOTI_DEVICE_KEY"]) == ("package", program.origin, "cpu")
     assert package.inputs == (HeldTensor("input", "float32", ("0..64", 64)),)
-    calls = {"pt2mx.linear_mx": 2, "pt2mx.rotated_fake_quantize_mx": 2}
+    calls = {"pt2mx.linear_mx": 2, "pt2mx.rotated_fake_quantize_mx": 1, "pt2mx.activation_fake_quantize_mx": 1}
     assert package.operators == calls and set(package.tensors) == set(program.tensors)
     for ours, theirs in zip(package.weights, program.weights, strict=True):
         assert (ours.name, ours.format, ours.axis, ours.shape) == (

@@ -14,6 +14,11 @@ _LAST_MODES = (
     'str elem_dtype_name, int block_size, str scale_mode="floor", str rounding="even", ScalarType? target_dtype=None'
 )
 _ROW_MODES = 'str elem_dtype_name, str scale_mode="floor", str rounding="even"'
+_QUANTIZE_ROWS = f'(Tensor x, {_ROW_MODES}, str activation="none") -> (Tensor data, Tensor scale, Tensor rest)'
+_LAYER_NORM_ROWS = (
+    f"(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, {_ROW_MODES}) -> "
+    "(Tensor normed, Tensor data, Tensor scale, Tensor rest)"
+)
 _WEIGHT = "Tensor x, Tensor weight_data, Tensor weight_scale"
 
 #: operator -> the schema of each version. A version that was published stays as it is; a change is one more.
@@ -56,13 +61,8 @@ RECORDED = {
         1: "(Tensor x_data, Tensor x_scale, Tensor weight_data, Tensor weight_scale, Tensor? bias, "
         "str x_elem_dtype_name, str weight_elem_dtype_name, ScalarType target_dtype) -> Tensor"
     },
-    "quantize_fp8_rows": {
-        2: f'(Tensor x, {_ROW_MODES}, str activation="none") -> (Tensor data, Tensor scale, Tensor rest)'
-    },
-    "layer_norm_fp8_rows": {
-        2: f"(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, {_ROW_MODES}) -> "
-        "(Tensor normed, Tensor data, Tensor scale, Tensor rest)"
-    },
+    "quantize_fp8_rows": dict.fromkeys((1, 2), _QUANTIZE_ROWS),
+    "layer_norm_fp8_rows": dict.fromkeys((1, 2), _LAYER_NORM_ROWS),
     "mm_fp8_rows": {
         1: "(Tensor data, Tensor scale, Tensor rest, Tensor weight_data, Tensor weight_scale, "
         "Tensor? bias=None) -> Tensor"

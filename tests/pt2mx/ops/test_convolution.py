@@ -87,6 +87,8 @@ def test_compiled_and_exported(tmp_path):
         ({"x": torch.randn(1, 5, 5, 40).double()}, "float64"),
         ({"bias": torch.randn(7)}, "does not fit a weight of 8 rows"),
         ({"stride": [0, 1]}, r"stride=\[0, 1\]"),
+        ({"stride": [2]}, "two numbers each"),
+        ({"x": torch.randn(1, 0, 5, 40), "padding": [2, 2]}, "have no pixel, channel or row"),
         ({"padding": [-1, 0]}, r"padding=\[-1, 0\]"),
         ({"target_dtype": torch.int32}, "target_dtype=torch.int32"),
     ],

@@ -141,7 +141,7 @@ def test_what_is_no_activation(args, message):
         ((torch.ones(32), None, None), "the residual (32,) must have the shape of x, (2, 32)"),
         ((None, torch.ones(32, device="meta"), None), "weight is on meta and x on cpu: move one"),
         ((None, None, torch.ones(31)), "bias of shape (31,) must be (32,)"),
-        ((None, torch.ones(32, dtype=torch.float64), None), "weight of torch.float64 must be float32"),
+        ((None, torch.ones(32, dtype=torch.float64), None), "weight of torch.float64 must be in the dtype of the sum"),
     ],
 )
 def test_what_is_no_norm(args, message):

@@ -125,26 +125,35 @@ inline double sum_over(i64 n, Term term) {
   return sum;
 }
 
-// values: of a row, with room for vectors.
+// values: of a row, with room for vectors. Sums are of differences: equal values have a norm of zero, and what the
+// first sum rounded is found by the second. The mean is a sum of two floats.
 template <int D>
 inline void run_norm(const Work& work, i64 row, Floats* block, float* values) {
   const ActivationCall& c = work.call;
-  const i64 at = row * c.n, last = c.n / kWidth * kWidth;
-  const double sum = sum_over(c.n, [&](i64 i, Floats sum) __attribute__((always_inline)) {
+  const i64 at = row * c.n, end = (c.n + kWidth - 1) / kWidth * kWidth, padding = end - c.n;
+  for (i64 i = 0; i < c.n; i += kWidth) {
     Floats x = some_of<D>(c.x, at + i, c.n - i);
     if (c.residual) x = rounded(x + some_of<D>(c.residual, at + i, c.n - i), D);
     store(values + i, x);
-    return sum + x;
-  });
-  const float mean = float(sum / double(c.n)), rest = float(sum / double(c.n) - mean);
-  if (last < c.n) std::fill(values + c.n, values + last + kWidth, mean);  // and no `rest`: that adds next to nothing
-  const double squares = sum_over(c.n, [&](i64 i, Floats sum) __attribute__((always_inline)) {
-    const Floats x = (load<Floats>(values + i) - mean) - rest;
+  }
+  float mean = values[0], rest = 0;
+  const auto difference = [&](i64 i)
+                              __attribute__((always_inline)) { return (load<Floats>(values + i) - mean) - rest; };
+  for (int pass = 0; pass < 2; ++pass) {
+    std::fill(values + c.n, values + end, mean);  // of which the difference is -rest
+    const auto add = [&](i64 i, Floats sum) __attribute__((always_inline)) { return sum + difference(i); };
+    const double sum = sum_over(c.n, add) + double(padding) * rest, exact = double(mean) + rest + sum / double(c.n);
+    mean = float(exact), rest = float(exact - mean);
+  }
+  std::fill(values + c.n, values + end, mean);
+  const auto add_square = [&](i64 i, Floats sum) __attribute__((always_inline)) {
+    const Floats x = difference(i);
     return fused(x, x, sum);
-  });
+  };
+  const double squares = sum_over(c.n, add_square) - double(padding) * rest * rest;
   const float inverse = 1.0f / std::sqrt(float(squares / double(c.n)) + c.eps);
   finish_row(work, at, block, [&](i64 i, i64 count) __attribute__((always_inline)) {
-    const Floats x = ((load<Floats>(values + i) - mean) - rest) * inverse;
+    const Floats x = difference(i) * inverse;
     const Floats y = rounded(fused(x, load<Floats>(&work.weight[i]), load<Floats>(&work.bias[i])), D);
     if (c.normed) store_some(c.normed, D, at + i, count, y);
     return y;

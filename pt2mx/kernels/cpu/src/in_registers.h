@@ -35,9 +35,10 @@ class InRegisters {
         to_rounder_(ints((23 - spec.mantissa_bits) << 23 | 1 << 22)),
         rounder_(std::ldexp(1.5f, spec.emin - spec.mantissa_bits + 23)) {}
 
-  // What is served: blocks along rows of n values.
+  // What is served: blocks along rows of n values. The least binade of a usual block is one of normal numbers.
   static bool serves(const Spec& spec, i64 block, i64 n) {
-    return spec.rounding == EVEN && !spec.searches && (block % 16 == 0 || block == n);
+    const bool is_narrow = spec.emax - spec.emin < 60;
+    return is_narrow && spec.rounding == EVEN && !spec.searches && (block % 16 == 0 || block == n);
   }
 
   // v: the vectors of a block, with zeros after its end -> its values, which the dtype of the result holds.

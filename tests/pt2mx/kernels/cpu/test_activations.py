@@ -134,3 +134,11 @@ def test_other_processors(capability, tmp_path):
     variables = environment(tmp_path, ATEN_CPU_CAPABILITY=capability)
     result = subprocess.run([sys.executable, "-c", _CHECKS], env=variables, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("length", [1, 17, 33, 768])
+@pytest.mark.parametrize("value", [3.3, 0.1, 10000.1])
+def test_a_norm_of_equal_values_is_zero(value, length):
+    x = torch.full((2, length), value)
+    normed, quantized = cpu.layer_norm_fake_quantize(x, None, None, None, 1e-12, MXSpec("fp8_e4m3", axis=1), x.dtype)
+    assert not normed.any() and not quantized.any()
