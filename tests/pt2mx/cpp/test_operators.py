@@ -178,7 +178,7 @@ def test_quantized_activations(dtype, tmp_path):
         for activation in ("none", "gelu", "gelu_tanh", "silu", "relu"):
             calls.append(("activation_fake_quantize_mx", (x, activation, *modes)))
         calls.append(("activation_fake_quantize_mx", (x.permute(1, 2, 0), "gelu", element, 32, "floor", "even", dtype)))
-        for residual, of_norm in ((None, (None, None)), (x.flip(0), (weight[0], weight[1].to(dtype)))):
+        for residual, of_norm in ((None, (None, None)), (x.flip(0), tuple(weight if i % 2 else weight.to(dtype)))):
             args = (x, residual, *of_norm, 1e-5, *modes, torch.bfloat16)
             calls.append(("layer_norm_fake_quantize_mx", args))
     calls.append(("layer_norm_fake_quantize_mx", (x[:0], None, None, None, 1e-5, *modes)))
