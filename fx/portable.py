@@ -14,7 +14,7 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.node import is_ours
 from pt2mx.fx.graph.subgraphs import graph_modules
 from pt2mx.kernels.philox import random_bits
-from pt2mx.ops.decompositions import decompositions, product_decompositions
+from pt2mx.ops.decompositions import call_decompositions, decompositions
 
 #: what marks the nodes of a portable program, among their meta that is saved with it
 _MARK = {"mx_operators": "written out"}
@@ -76,8 +76,8 @@ def without_calls(program: ExportedProgram) -> ExportedProgram:
     return _decompose(program, _CALLS)
 
 
-#: what Inductor keeps as calls: products that read packed weights, and the numbers of stochastic rounding
-_CALLS: dict[Any, Callable[..., Any]] = {**product_decompositions(), ops.random_bits: random_bits}
+#: what Inductor keeps as calls: products that read packed weights, quantized activations, random numbers
+_CALLS: dict[Any, Callable[..., Any]] = {**call_decompositions(), ops.random_bits: random_bits}
 
 
 def _decompose(program: ExportedProgram, table: dict[Any, Callable[..., Any]]) -> ExportedProgram:

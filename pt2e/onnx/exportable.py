@@ -25,7 +25,7 @@ from pt2mx.fx.passes.fuse_qdq import fuse_qdq
 from pt2mx.fx.passes.merge_fake_quantize import merge_fake_quantize
 from pt2mx.fx.passes.packed_embedding import use_packed_embeddings
 from pt2mx.fx.portable import holds_observers, is_portable
-from pt2mx.ops.decompositions import product_decompositions
+from pt2mx.ops.decompositions import call_decompositions
 from pt2mx.pt2e.cli.dynamic_shapes import dynamic_shapes as shapes_of
 from pt2mx.pt2e.cli.stage import user_errors
 from pt2mx.pt2e.onnx.size_assertions import drop_size_assertions
@@ -61,7 +61,7 @@ def exportable(model: object, inputs: object, dynamic_shapes: Any) -> ExportedPr
             program = torch.export.export(graph, args, kwargs, dynamic_shapes=shapes)
         _check_dtypes(graph, program)
         if any(_is_product(node) for each in graph_modules(program.graph_module) for node in each.graph.nodes):
-            program = program.run_decompositions(product_decompositions())
+            program = program.run_decompositions(call_decompositions())
     _check_operators(program)
     return program
 

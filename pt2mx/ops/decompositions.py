@@ -19,6 +19,7 @@ from pt2mx.kernels.axis import is_one_in_the_example
 from pt2mx.kernels.gpu.mma_layout import from_mma_layout
 from pt2mx.kernels.hadamard import rotate
 from pt2mx.ops import attention, convolution, hadamard, linear, rotated_quantization
+from pt2mx.ops.activation_decompositions import ACTIVATION_DECOMPOSITIONS
 from pt2mx.ops.checks import check_input, check_packed
 from pt2mx.ops.order import Order, dense_strides, is_dense, natural, order_in_memory, permuted_back, strides_in_order
 from pt2mx.ops.quantization import seed_of
@@ -126,9 +127,9 @@ class _Decompositions:
         return y if left or same else y.as_strided(y.shape, [stride for _, stride in strides])
 
 
-def product_decompositions() -> dict[OpOverload, Callable[..., Tensor]]:
-    """Return operator -> the product with the dequantized weight, for programs that run where pt2mx is not installed.
-    Inductor keeps these operators as calls: they read the weight packed."""
+def call_decompositions() -> dict[OpOverload, Callable[..., Any]]:
+    """Return operator -> its decomposition, of those that Inductor keeps as calls, for programs that run where pt2mx is
+    not installed. Products multiply with the dequantized weight."""
 
     def weight(x: Tensor, data: Tensor, scale: Tensor, elem: str, block_size: int) -> Tensor:
         return ops.dequantize_mx(data, scale, elem, block_size, x.dtype, -1, x.shape[-1])
@@ -222,4 +223,5 @@ def product_decompositions() -> dict[OpOverload, Callable[..., Tensor]]:
         convolution.conv2d_mx: conv2d_mx,
         hadamard.hadamard: rotate,
         rotated_quantization.rotated_fake_quantize_mx: rotated_fake_quantize_mx,
+        **ACTIVATION_DECOMPOSITIONS,
     }

@@ -21,12 +21,10 @@ from pt2mx import ops
 from pt2mx.kernels import elements
 from pt2mx.kernels.axis import guards
 from pt2mx.kernels.cpu import linear as cpu_linear
-from pt2mx.kernels.fp8_rows import ACTIVATIONS, BLOCK, E4M3, UNFIT
+from pt2mx.ops.activation_decompositions import ACTIVATION_DECOMPOSITIONS
 from pt2mx.ops.decompositions import decompositions
-from pt2mx.ops.fp8_rows import layer_norm_fp8_rows, mm_fp8_rows, quantize_fp8_rows
 from pt2mx.ops.hadamard import hadamard
 from pt2mx.ops.linear import linear_mx
-from pt2mx.ops.quantized_activations import activation_fake_quantize_mx, layer_norm_fake_quantize_mx
 from pt2mx.spec import MXSpec
 
 #: computes nothing: for tracing the values are contiguous, in memory they may lie as Inductor wants, cut from a tensor
@@ -73,60 +71,19 @@ def _linear(
     return functional.linear(x.to(weight.dtype), weight, bias)
 
 
-# ---- calls that a CUDA graph makes cheap: on a GPU each takes 60 microseconds of the CPU otherwise, and several times
-# that of a small kernel's. Without graphs Inductor sees what they compute. ----
+def _unless_calls_are_cheap(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a decomposition that leaves a call where one takes no longer than its kernel: on a GPU it takes several
+    times as long as a small one, but in CUDA graphs."""
+
+    @functools.wraps(function)
+    def run(x: Tensor, *args: object) -> object:
+        return NotImplemented if _calls_are_cheap(x) else function(x, *args)
+
+    return run
 
 
 def _calls_are_cheap(x: Tensor) -> bool:
     return x.device.type != "cuda" or config.triton.cudagraphs
-
-
-def _activation(
-    x: Tensor, activation: str, elem: str, block: int, mode: str = "floor", rounding: str = "even", dtype: Any = None
-) -> Tensor:
-    if _calls_are_cheap(x):
-        return NotImplemented
-    return ops.fake_quantize_mx(ACTIVATIONS[activation](x), elem, block, -1, mode, rounding).to(dtype or x.dtype)
-
-
-def _layer_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, *modes: Any
-) -> tuple[Tensor, Tensor]:
-    if _calls_are_cheap(x):
-        return NotImplemented
-    x = x if residual is None else x + residual
-    normed = functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
-    return normed, _activation(normed, "none", *modes)
-
-
-def _fp8_rows(
-    x: Tensor, elem: str, mode: str = "floor", rounding: str = "even", activation: str = "none"
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows that do not fit, all of them: `_mm_fp8_rows` reads their values."""
-    if _calls_are_cheap(x):
-        return NotImplemented
-    scale = x.new_full((*x.shape[:-1], 1), UNFIT, dtype=torch.float32)
-    rest = ops.fake_quantize_mx(ACTIVATIONS[activation](x), elem, BLOCK, -1, mode, rounding)
-    return torch.zeros_like(x, dtype=torch.uint8), scale, rest
-
-
-def _layer_norm_fp8_rows(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, *modes: str
-) -> tuple[Tensor, ...]:
-    if _calls_are_cheap(x):
-        return NotImplemented
-    x = x if residual is None else x + residual
-    normed = functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
-    return normed, *_fp8_rows(normed, *modes)
-
-
-def _mm_fp8_rows(
-    data: Tensor, scale: Tensor, rest: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None
-) -> Tensor:
-    if _calls_are_cheap(data):
-        return NotImplemented
-    values, dense = (codes.view(E4M3).to(torch.float32) * s for codes, s in ((data, scale), (weight, weight_scale)))
-    return functional.linear(torch.where(scale < 0, rest, values.to(rest.dtype)), dense.to(rest.dtype), bias)
 
 
 def _with_its_guards(function: Callable) -> Callable:
@@ -146,11 +103,7 @@ def _with_its_guards(function: Callable) -> Callable:
 _OF_OPERATORS: dict[OpOverload, Callable[..., Any]] = {
     **decompositions(ops.random_bits, _forms_for, torch.ops.pt2mx.dense.default),
     linear_mx: _linear,
-    activation_fake_quantize_mx: _activation,
-    layer_norm_fake_quantize_mx: _layer_norm,
-    quantize_fp8_rows: _fp8_rows,
-    layer_norm_fp8_rows: _layer_norm_fp8_rows,
-    mm_fp8_rows: _mm_fp8_rows,
+    **{operator: _unless_calls_are_cheap(function) for operator, function in ACTIVATION_DECOMPOSITIONS.items()},
 }
 DECOMPOSITIONS = {operator: _with_its_guards(function) for operator, function in _OF_OPERATORS.items()}
 

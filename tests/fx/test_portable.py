@@ -8,7 +8,10 @@ from torch import nn
 import pt2mx
 from pt2mx import MXError, MXQuantizer, MXSpec, get_default_mx_quantization_config
 from pt2mx.fx.portable import is_portable, without_calls
+from pt2mx.ops.fp8_rows import layer_norm_fp8_rows, mm_fp8_rows, quantize_fp8_rows
 from pt2mx.ops.linear import grouped_linear_mx, linear_mx
+from pt2mx.ops.quantized_activations import activation_fake_quantize_mx, layer_norm_fake_quantize_mx
+from tests.compare import sqnr
 from tests.flow import calibrated, convert, exported, reloaded
 from tests.subgraph_models import Cond, X
 
@@ -97,6 +100,37 @@ def test_products_with_packed_weights(dtype, bias, write_out, element):
         want = model(x, offs)
         tolerance = 16 * torch.finfo(dtype).eps * want.abs().max().item()
         torch.testing.assert_close(written.module()(x, offs), want, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("write_out", [pt2mx.make_portable, without_calls])
+def test_quantized_activations(write_out):
+    x = torch.randn(2048, 64)  # values enough for calls
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    lowered_model = pt2mx.lower_to_inductor(convert(model.eval(), (x,), "mxfp8"))
+    program = torch.export.export(lowered_model, (x,))
+    assert {activation_fake_quantize_mx, layer_norm_fake_quantize_mx} <= {n.target for n in program.graph.nodes}
+    written = write_out(program)
+    left = {str(n.target) for n in written.graph.nodes if str(n.target).startswith("pt2mx")}
+    inline = {"pt2mx.fake_quantize_mx.default", "pt2mx.dequantize_mx.default"}
+    assert left <= (set() if write_out is pt2mx.make_portable else inline)
+    assert sqnr(written.module()(x), lowered_model(x)) > 55
+
+
+@pytest.mark.parametrize("write_out", [pt2mx.make_portable, without_calls])
+def test_fp8_rows(write_out):
+    class Rows(nn.Module):
+        def forward(self, x, weight, weight_scale):  # (T, 64), (48, 64), (48, 1) -> (T, 48)
+            y = mm_fp8_rows(*quantize_fp8_rows(x, "fp4_e2m1", "even", "even", "gelu"), weight, weight_scale)
+            normed, *rows = layer_norm_fp8_rows(x, None, None, None, 1e-5, "fp6_e2m3", "floor", "even")
+            return y + mm_fp8_rows(*rows, weight, weight_scale), normed
+
+    args = torch.randn(9, 64), *quantize_fp8_rows(torch.randn(48, 64), "fp4_e2m1")[:2]
+    program = torch.export.export(Rows(), args, strict=False)
+    written = write_out(program)
+    left = {str(n.target) for n in written.graph.nodes if str(n.target).startswith("pt2mx")}
+    assert left == (set() if write_out is pt2mx.make_portable else {"pt2mx.fake_quantize_mx.default"})
+    for got, want in zip(written.module()(*args), program.module()(*args), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("program", [None, Net()])

@@ -8,6 +8,7 @@ import pt2mx
 from pt2mx import MXQuantizer
 from pt2mx.extras import import_extra
 from pt2mx.fx.lower import lower_to_inductor
+from pt2mx.ops.quantized_activations import activation_fake_quantize_mx, layer_norm_fake_quantize_mx
 from pt2mx.pt2e.onnx.export import OPSETS, export_onnx
 from pt2mx.pt2e.onnx.nodes import DOMAIN, DequantizeMX, FakeQuantizeMX
 from tests.compare import same, sqnr
@@ -211,6 +212,15 @@ def test_keyword_inputs_in_any_order(positional, tmp_path):
     written = onnx.load(tmp_path / "net.onnx")
     assert [value.name for value in written.graph.input] == ["a", "b"]
     assert sqnr(run(written, *inputs.values())[0], converted(**inputs)) > 100
+
+
+def test_lowered_model_that_quantizes_in_passing(tmp_path):
+    x = torch.randn(2048, 64)  # values enough for calls
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    lowered = lower_to_inductor(convert(model.eval(), (x,), "mxfp8"))
+    assert {n.target for n in lowered.graph.nodes} >= {activation_fake_quantize_mx, layer_norm_fake_quantize_mx}
+    export_onnx(lowered, tmp_path / "lowered.onnx", (x,))
+    assert sqnr(run(str(tmp_path / "lowered.onnx"), x)[0], lowered(x)) > 50
 
 
 def test_lowered_model_and_a_rotated_one(tmp_path):
