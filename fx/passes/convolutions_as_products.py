@@ -21,7 +21,7 @@ from pt2mx.fx.graph.node import Dequantize, FakeQuantize, named_args, operator_o
 from pt2mx.fx.graph.tensors import erase_unread
 from pt2mx.fx.graph.views import settle_order, takes_any_order
 from pt2mx.fx.passes.bfloat16_products import is_quantized, quantization_to_bfloat16
-from pt2mx.kernels.cpu.linear import multiplies_bfloats, suit_units
+from pt2mx.kernels.cpu.linear import has_units, suit_units
 from pt2mx.ops.convolution import conv2d_mx
 from pt2mx.ops.rotated_quantization import rotated_fake_quantize_mx
 from pt2mx.spec import MXSpec
@@ -61,6 +61,7 @@ def use_products_for_convolutions(model: GraphModule) -> None:
     """
     constants, products, writes = constant_nodes(model.graph), {}, Writes(model.graph)
     quantized: dict[Node, Node] = {}  # of a node the values with their channels last, for all convolutions of it
+    held: dict[tuple[str, int], str] = {}  # of a weight's codes or scales the buffer with their channels last
     for node in [n for n in model.graph.nodes if n.target in _DIMENSIONS]:
         convolution = _convolution(node)
         if convolution is None or not constants.issuperset((convolution.codes, convolution.scale)):
@@ -69,7 +70,7 @@ def use_products_for_convolutions(model: GraphModule) -> None:
             continue
         if convolution.x not in quantized:
             quantized[convolution.x] = _channels_last(model, convolution)
-        product = _product(model, node, convolution, quantized[convolution.x])
+        product = _product(model, node, convolution, quantized[convolution.x], held)
         product.meta.update({key: value for key, value in node.meta.items() if key != "val"})
         node.replace_all_uses_with(product)
         erase_unread(node)
@@ -91,7 +92,7 @@ def _convolution(node: Node) -> Convolution | None:
     quantization, spec = quantization_to_bfloat16(replace(x, axis=-1), rank), MXSpec(weight.element, weight.block_size)
     if quantization is None or not is_quantized(given["input"]) or not isinstance(channels, int):
         return None
-    if 4 * channels < 3 * (channels + -channels % _GROUP) or not multiplies_bfloats(spec, channels):
+    if 4 * channels < 3 * (channels + -channels % _GROUP) or not has_units(spec, channels):
         return None
     if not suit_units(MXSpec(x.element, x.block_size), spec, channels):
         return None
@@ -116,11 +117,13 @@ def _channels_last(model: GraphModule, convolution: Convolution) -> Node:
         return call(rotated_fake_quantize_mx, last, *modes)
 
 
-def _product(model: GraphModule, node: Node, convolution: Convolution, values: Node) -> Node:
+def _product(
+    model: GraphModule, node: Node, convolution: Convolution, values: Node, held: dict[tuple[str, int], str]
+) -> Node:
     """Insert what computes a convolution; gives its result."""
     with model.graph.inserting_before(node):
         call = _caller(model.graph)
-        rows = [_rows(model, n, convolution.dimensions) for n in (convolution.codes, convolution.scale)]
+        rows = [_rows(model, n, convolution.dimensions, held) for n in (convolution.codes, convolution.scale)]
         spec, dtype = convolution.spec, node.meta["val"].dtype
         modes = (spec.element.name, spec.block_size, *convolution.moves, dtype)
         result = call(conv2d_mx, values, *rows, convolution.bias, *modes)  # (B, H', W', N)
@@ -129,12 +132,14 @@ def _product(model: GraphModule, node: Node, convolution: Convolution, values: N
         return call(aten.permute.default, call(aten.squeeze.dim, result, 1), (0, 2, 1))
 
 
-def _rows(model: GraphModule, node: Node, dimensions: int) -> Node:
-    """A buffer of codes or scales (N, C, *kernel) as (N, height, width, C), placed before `node`'s readers."""
+def _rows(model: GraphModule, node: Node, dimensions: int, held: dict[tuple[str, int], str]) -> Node:
+    """A read of codes or scales (N, C, *kernel) as (N, height, width, C), a buffer that all their readers share."""
     value = tensor_of(model, node)
-    value = (value if dimensions == 2 else value.unsqueeze(2)).permute(0, 2, 3, 1).contiguous()
-    name = f"{name_of(node)}_rows"
-    buffer = model.graph.get_attr(register_buffer(model, name, value))
+    value = (value if dimensions == 2 else value.unsqueeze(2)).permute(0, 2, 3, 1)
+    weight = name_of(node), dimensions
+    if weight not in held:
+        held[weight] = register_buffer(model, f"{name_of(node)}_rows", value.contiguous())
+    buffer = model.graph.get_attr(held[weight])
     buffer.meta.update(node.meta)
     if "val" in node.meta:
         buffer.meta["val"] = node.meta["val"].new_empty(value.shape)

@@ -33,6 +33,11 @@ aten = torch.ops.aten
 
 #: values from which a call, which takes 25 us more, is faster than a part of another kernel
 _LEAST_VALUES = 1 << 16
+#: what Inductor does not generate on a GPU
+_CALLS = (
+    aten.linear.default, aten.addmm.default, aten.mm.default, aten.bmm.default, aten.matmul.default,
+    aten.scaled_dot_product_attention.default, linear_mx, mm_fp8_rows, attention_mx,
+)  # fmt: skip
 
 
 @GraphPass
@@ -106,8 +111,3 @@ def _serves_gpu(of: FakeQuantize | RotatedFakeQuantize, value: Tensor) -> bool:
 
 
 _SERVES = {"cpu": _serves_cpu, "cuda": _serves_gpu}
-#: what Inductor does not generate on a GPU
-_CALLS = (
-    aten.linear.default, aten.addmm.default, aten.mm.default, aten.bmm.default, aten.matmul.default,
-    aten.scaled_dot_product_attention.default, linear_mx, mm_fp8_rows, attention_mx,
-)  # fmt: skip

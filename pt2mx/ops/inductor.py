@@ -64,7 +64,7 @@ def _linear(
     known = all(isinstance(n, int) for n in x.shape[:-1])  # asking a symbolic size for its number would fix it
     if x.device.type != "cpu" or not known or x.shape[:-1].numel() < _DENSE_ROWS:
         return NotImplemented
-    if target_dtype is not None and cpu_linear.multiplies_bfloats(MXSpec(elem, block_size), x.shape[-1]):
+    if target_dtype is not None and cpu_linear.has_units(MXSpec(elem, block_size), x.shape[-1]):
         return NotImplemented
     weight = ops.dequantize_mx(data, scale, elem, block_size, target_dtype or x.dtype, -1, x.shape[-1])
     x = hadamard(x, rotation) if rotation else x

@@ -22,7 +22,7 @@ from pt2mx.kernels.cpu.hadamard import rotate
 from pt2mx.kernels.packing import group_of
 from pt2mx.spec import MXSpec
 
-__all__ = ["Call", "call_of", "grouped_linear", "linear", "multiplies_bfloats", "units_for"]
+__all__ = ["Call", "call_of", "grouped_linear", "has_units", "linear", "units_for"]
 
 #: elements that are decoded in registers, where blocks are whole groups of 32 -> cpp's number of how
 _FORMATS = {
@@ -185,8 +185,9 @@ def _units(name: str, decoder: int) -> int:
     return int(load()[0].pt2mx_units(decoder, table_of(name).data_ptr()))
 
 
-def multiplies_bfloats(spec: MXSpec, k: int) -> bool:
-    """True if many rows of `k` bfloat16 values are multiplied by a weight on units for bfloat16."""
+def has_units(spec: MXSpec, k: int) -> bool:
+    """True if many rows of `k` bfloat16 values are multiplied by a packed weight on units for bfloat16 or for integers
+    of 8 bits."""
     return bool(units_for(spec, k))
 
 

@@ -157,7 +157,7 @@ def test_graphs_inside(quantize):
 
 @pytest.mark.parametrize("served", [True, False])
 def test_unpacking_leaves_them_where_units_serve(served, monkeypatch):
-    monkeypatch.setattr(unpack_weights, "multiplies_bfloats", lambda spec, k: served)
+    monkeypatch.setattr(unpack_weights, "has_units", lambda spec, k: served)
     converted, model, x = lowered("mxfp8", unpack=True)
     assert (count(model, linear_mx), count(model, aten.linear.default)) == ((2, 0) if served else (0, 2))
     torch.testing.assert_close(model(x), converted(x), rtol=1e-5, atol=1e-5)

@@ -18,7 +18,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 @pytest.fixture(autouse=True)
 def units_for_bfloat16(monkeypatch):
     """On every machine: a dense product serves where there are none."""
-    monkeypatch.setattr(convolutions_as_products, "multiplies_bfloats", lambda spec, k: spec.block_size % 32 == 0)
+    monkeypatch.setattr(convolutions_as_products, "has_units", lambda spec, k: spec.block_size % 32 == 0)
 
 
 def lowered(model, x, name="mxfp8", shapes=None):
@@ -51,6 +51,25 @@ def test_kernels(kernel, options, bias):
     assert found(x).stride() == converted(x).stride()
     held = {name: t.shape for name, t in found.state_dict().items() if t.dtype == torch.uint8}
     assert held == {"weight_data_rows": (40, *model.kernel_size, 64), "weight_scale_rows": (40, *model.kernel_size, 2)}
+
+
+def test_a_weight_of_several_convolutions_is_held_once():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(64, 64, 3, padding=1)
+
+        def forward(self, x):
+            return self.conv(torch.relu(self.conv(x)))
+
+    x = torch.randn(2, 64, 9, 11)
+    converted, found = lowered(Twice(), x)
+    assert count(found, conv2d_mx) == 2
+    assert [name for name, t in found.state_dict().items() if t.dtype == torch.uint8] == [
+        "conv.weight_data_rows",
+        "conv.weight_scale_rows",
+    ]
+    torch.testing.assert_close(found(x), converted(x), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("options", [{"padding": 2}, {"stride": 3, "dilation": 2, "bias": False}])

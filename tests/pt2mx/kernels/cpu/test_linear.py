@@ -200,7 +200,7 @@ import pytest, torch
 from pt2mx import MXSpec
 from pt2mx.kernels.cpu import linear
 assert pytest.main(["-q", "-x", sys.argv[1], "-k", sys.argv[2]]) == 0
-print(torch.backends.cpu.get_cpu_capability(), linear.multiplies_bfloats(MXSpec("int8", 32), 32), sep=", ")
+print(torch.backends.cpu.get_cpu_capability(), linear.has_units(MXSpec("int8", 32), 32), sep=", ")
 """
     tests = "every_element or (long_rows and float32) or (every_code and 3) or nan_scale or nan_code or last_code"
     printed = run_python(code, [__file__, tests], env=environment(tmp_path, ATEN_CPU_CAPABILITY=capability))
