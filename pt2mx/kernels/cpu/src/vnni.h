@@ -13,7 +13,7 @@
 
 namespace {
 
-constexpr i64 kTall = 8;               // rows of x that go together
+constexpr i64 kTall = 5;               // rows of x that go together, with kPair columns: 20 sums in registers
 constexpr i64 kQuads = kGroup / 4;     // instructions for a group
 constexpr int32_t kCodeMantissa = 6;   // a block's largest code is from 2**6 to 2**7
 constexpr int32_t kLargestPower = 90;  // of a group's sum: 2**20 of these, in 2**17 groups, are finite
@@ -124,15 +124,16 @@ struct Record {
   int32_t first;  // what a sum begins with, for what the weight's codes are too large by
 };
 
-// Rows [row, last) of the weight, from a multiple of 16 on: (16 rows each, groups) panels. Returns whether products
-// with them are served.
+// Rows [row, last) of the weight, from a multiple of 32 on and up to one: (16 rows each, groups) panels. Returns
+// whether products with them are served.
 template <class Decoder>
 bool decode_codes(const Linear& linear, i64 row, i64 last, Powers x, Panel* panels) {
   const CodesOf<Decoder> decoder(linear.call.table);
   const i64 groups = linear.tap_groups, taps = linear.windows.taps;
   Powers all;
   bool finite = true;
-  for (i64 part = row / kSide * taps; part < (last + kSide - 1) / kSide * taps; ++part, panels += groups) {
+  const i64 end_of_pair = (last + kPair - 1) / kPair * (kPair / kSide);
+  for (i64 part = row / kSide * taps; part < end_of_pair * taps; ++part, panels += groups) {
     const LinearCall c = linear.call_of(part % taps);
     for (i64 begin = 0; begin < groups; begin += 2) {  // the codes of two groups are a square
       alignas(64) u8 square[2 * kTile];
@@ -255,44 +256,51 @@ void run_codes_of_x(i64 begin, i64 end, void* context) {
 
 // ---- the product ----
 
-// sums: (kTall, 16 of kPair) = x: (taps, kTall) pixels of `groups` groups, times w: (taps, groups). Some groups are
-// summed by themselves: sums of sums are more exact.
+// sums: (kTall, kPair) = x: (taps, kTall) pixels of `groups` groups, times w: (2, taps, groups). Some groups are summed
+// by themselves: sums of sums are more exact.
 __attribute__((target("avx512vnni"))) NOINLINE void multiply_codes(const Record* const* x, const Panel* w, i64 taps,
                                                                    i64 groups, float* sums) {
-  __m512 total[kTall];
-#pragma GCC unroll 8
-  for (int r = 0; r < kTall; ++r) total[r] = _mm512_setzero_ps();
+  constexpr int kHalves = kPair / kSide;
+  const i64 panels = taps * groups;
+  std::memset(sums, 0, kTall * kPair * sizeof(float));
   for (i64 tap = 0, g = 0; tap < taps;) {
-    __m512 strip[kTall];
-#pragma GCC unroll 8
-    for (int r = 0; r < kTall; ++r) strip[r] = _mm512_setzero_ps();
+    __m512 strip[kTall][kHalves] = {};
     for (i64 left = kStripSums; left && tap < taps;) {
       const Record* row[kTall];
       for (int r = 0; r < kTall; ++r) row[r] = x[tap * kTall + r] + g;
       const i64 n = std::min(groups - g, left);
       for (i64 i = 0; i < n; ++i, ++w) {
-        __m512i sum[kTall];
-        for (int r = 0; r < kTall; ++r) sum[r] = _mm512_set1_epi32(row[r][i].first);
+        __m512i sum[kTall][kHalves];
+        for (int r = 0; r < kTall; ++r) {
+          for (int h = 0; h < kHalves; ++h) sum[r][h] = _mm512_set1_epi32(row[r][i].first);
+        }
         for (int q = 0; q < kQuads; ++q) {
-          const __m512i quads = _mm512_loadu_si512(w->codes + q * 4 * kSide);
+          __m512i quads[kHalves];
+          for (int h = 0; h < kHalves; ++h) quads[h] = _mm512_loadu_si512(w[h * panels].codes + q * 4 * kSide);
           for (int r = 0; r < kTall; ++r) {
-            const int32_t values = load<int32_t>(row[r][i].codes + 4 * q);
-            sum[r] = _mm512_dpbusd_epi32(sum[r], quads, _mm512_set1_epi32(values));
+            const __m512i values = _mm512_set1_epi32(load<int32_t>(row[r][i].codes + 4 * q));
+            for (int h = 0; h < kHalves; ++h) sum[r][h] = _mm512_dpbusd_epi32(sum[r][h], quads[h], values);
           }
         }
-        const __m512i powers = _mm512_loadu_si512(w->powers);
-        for (int r = 0; r < kTall; ++r) {
-          const __m512i power = _mm512_add_epi32(powers, _mm512_set1_epi32(row[r][i].power));
-          strip[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r]), _mm512_castsi512_ps(power), strip[r]);
+        for (int h = 0; h < kHalves; ++h) {
+          const __m512i powers = _mm512_loadu_si512(w[h * panels].powers);
+          for (int r = 0; r < kTall; ++r) {
+            const __m512i power = _mm512_add_epi32(powers, _mm512_set1_epi32(row[r][i].power));
+            strip[r][h] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r][h]), _mm512_castsi512_ps(power), strip[r][h]);
+          }
         }
       }
       left -= n;
       g += n;
       if (g == groups) ++tap, g = 0;
     }
-    for (int r = 0; r < kTall; ++r) total[r] = _mm512_add_ps(total[r], strip[r]);
+    for (int r = 0; r < kTall; ++r) {
+      for (int h = 0; h < kHalves; ++h) {
+        float* total = sums + r * kPair + h * kSide;
+        _mm512_storeu_ps(total, _mm512_add_ps(_mm512_loadu_ps(total), strip[r][h]));
+      }
+    }
   }
-  for (int r = 0; r < kTall; ++r) _mm512_storeu_ps(sums + r * kPair, total[r]);
 }
 
 template <class Decoder>
@@ -300,7 +308,7 @@ void run_codes(i64 begin, i64 end, void* context) {
   Coded& coded = *static_cast<Coded*>(context);
   const Linear& linear = coded.linear;
   const LinearCall& c = linear.call;
-  const i64 panels = (c.task_columns + kSide - 1) / kSide;
+  const i64 panels = (c.task_columns + kPair - 1) / kPair * (kPair / kSide);
   const KeepSubnormals keep;
   const Scratch<OF_WEIGHT> scratch(panels * linear.groups * i64(sizeof(Panel)));
   Panel* const w = reinterpret_cast<Panel*>(scratch.data());
@@ -317,10 +325,8 @@ void run_codes(i64 begin, i64 end, void* context) {
       const i64 rows = std::min(kTall, bottom - m);
       coded.find(m, rows, x.data());
       for (i64 n = first; n < last; n += kPair) {
-        for (i64 half = n; half < std::min(n + kPair, last); half += kSide) {
-          const Panel* panel = w + (half - first) / kSide * linear.groups;
-          multiply_codes(x.data(), panel, linear.windows.taps, coded.groups, sums + half - n);
-        }
+        const Panel* panel = w + (n - first) / kSide * linear.groups;
+        multiply_codes(x.data(), panel, linear.windows.taps, coded.groups, sums);
         for (i64 r = 0; r < rows; ++r) { finish_part(linear, m + r, n, std::min(kPair, last - n), sums + r * kPair); }
       }
     }
