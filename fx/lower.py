@@ -30,6 +30,7 @@ from pt2mx.fx.passes.packed_attention import use_packed_attention
 from pt2mx.fx.passes.packed_embedding import use_packed_embeddings
 from pt2mx.fx.passes.packed_products import use_packed_weights
 from pt2mx.fx.passes.quantize_in_passing import quantize_in_passing
+from pt2mx.fx.passes.quantize_in_products import quantize_in_products
 from pt2mx.fx.passes.scaled_mm import use_scaled_mm
 from pt2mx.fx.passes.sink_bias import sink_bias
 from pt2mx.fx.passes.unpack_weights import unpack_weights
@@ -71,6 +72,7 @@ STEPS = (
     Step(use_products_for_convolutions, needs_weights=True),
     Step(quantize_in_passing),
     Step(unpack_weights, needs_weights=True, option="unpack"),
+    Step(quantize_in_products),
     Step(use_mma_layout, needs_weights=True),
 )
 

@@ -130,10 +130,13 @@ def _quantize(model: GraphModule, call: FakeQuantize, parts: list[Part]) -> None
     source, dim = args_of(parts[0].views[0])[:2]
     start, end = parts[0].start, parts[-1].end
     earliest = min((part.views[0] for part in parts), key=list(model.graph.nodes).index)
+    inserted: list[Node] = []
     with model.graph.inserting_before(earliest):
-        whole = model.graph.call_function(aten.slice.Tensor, (source, dim, start, end))
-        together = model.graph.call_function(ops.fake_quantize_mx, replace(call, x=whole).args)
-    for node in (whole, together):
+        if (start, end) != (0, (shape_of(source) or ())[-1]):
+            source = model.graph.call_function(aten.slice.Tensor, (source, dim, start, end))
+            inserted.append(source)
+        together = model.graph.call_function(ops.fake_quantize_mx, replace(call, x=source).args)
+    for node in (*inserted, together):
         node.meta.update({k: v for k, v in parts[0].quantize.meta.items() if k != "val"})
         set_value(node)
     for part in parts:

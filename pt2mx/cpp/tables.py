@@ -32,6 +32,7 @@ OPERATORS = (
     "rotated_fake_quantize_mx",
     "activation_fake_quantize_mx",
     "layer_norm_fake_quantize_mx",
+    "linear_fake_quantize_mx",
     "random_bits",
 )
 

@@ -7,39 +7,22 @@ of its schema or its numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-
 import torch
 
-from pt2mx.kernels.fp8_rows import ACTIVATIONS, ROOMS
 from pt2mx.kernels.gpu.mma_layout import FRAGMENTS
 from pt2mx.modes import ROUNDINGS, SCALE_MODES
+from pt2mx.ops.contract_activations import OF_ACTIVATIONS
+from pt2mx.ops.contract_entry import NOT_RANDOM, Operator, choices
 from pt2mx.ops.quantization import STRAIGHT_THROUGH
 from pt2mx.ops.scaled_mm import FORMS
-
-
-@dataclass(frozen=True)
-class Operator:
-    """One operator: what it does, its arguments and results by name. Arguments that several have are `SHARED`."""
-
-    version: int
-    what: str
-    results: dict[str, str]
-    arguments: dict[str, str] = field(default_factory=dict)
-
-
-def _choices(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
-
 
 #: arguments that mean the same in every operator
 SHARED = {
     "elem_dtype_name": "the element, by its name in the table above or another key of `pt2mx.ELEMENTS`",
     "block_size": "values that share a scale, at least 1; the last block along the axis may be shorter",
     "axis": "the dimension along which blocks run and codes are packed",
-    "scale_mode": f"how a block's scale follows from its values: {_choices(SCALE_MODES)}",
-    "rounding": f"how values are rounded: {_choices(ROUNDINGS)}",
+    "scale_mode": f"how a block's scale follows from its values: {choices(SCALE_MODES)}",
+    "rounding": f"how values are rounded: {choices(ROUNDINGS)}",
     "seed": "of `stochastic`, 0 to 2**63 - 1; None draws one from torch's default generator. Other roundings ignore it",
     "weight_data": "(N, bytes of K) uint8, packed along K, which is the axis",
     "weight_scale": "(N, ceil(K / block_size)) uint8, E8M0",
@@ -47,17 +30,10 @@ SHARED = {
     "rotation": "blocks of x that `hadamard` rotates along K first, rounded to x's dtype; 0 for none",
 }
 _VALUES = "(..., n, ...) float32, float16 or bfloat16 of any strides, n values along the axis"
-_LAST = "(..., K) float32, float16 or bfloat16 of any strides"
 _PAIRS = "; ".join(
     f"`{x}` x `{weight}` to {', '.join(str(dtype).removeprefix('torch.') for dtype in form.results)}"
     for (x, weight), form in FORMS.items()
 )
-_ROOM = ", ".join(f"2**-{room.spread} of it for `{name}`" for name, room in ROOMS.items())
-_ROWS = {
-    "data": "(..., K) uint8, codes of `fp8_e4m3`",
-    "scale": "(..., 1) float32, a power of two, or -1 of a row that does not fit",
-    "rest": "(..., K) in x's dtype: the values of the rows that do not fit; the others mean nothing",
-}
 
 OPERATORS = {
     "quantize_mx": Operator(
@@ -88,7 +64,7 @@ OPERATORS = {
         {"": "x's shape and dtype"},
         {
             "x": _VALUES,
-            "ste": f"{_choices(STRAIGHT_THROUGH)}: the gradient passes, or is zero beyond the largest value of a scale",
+            "ste": f"{choices(STRAIGHT_THROUGH)}: the gradient passes, or is zero beyond the largest value of a scale",
         },
     ),
     "clip_gradient_mx": Operator(
@@ -152,7 +128,7 @@ OPERATORS = {
             "weight_data": "codes, uint8, as `pt2mx.kernels.gpu.mma_layout.to_mma_layout` gives them",
             "weight_scale": "their scales, uint8, from there too",
             "bias": "(n,) bfloat16, or None",
-            "elem_dtype_name": f"one of {_choices(sorted(FRAGMENTS))}",
+            "elem_dtype_name": f"one of {choices(sorted(FRAGMENTS))}",
             "n": "rows of the weight",
         },
     ),
@@ -190,7 +166,7 @@ OPERATORS = {
             "x": "(..., n) float32, float16 or bfloat16 of any strides",
             "size": "values that are rotated together, a power of two that divides n; 1 for none",
             "target_dtype": "the dtype of the result; None: that of x. bfloat16 holds every element of at most 8 bits",
-            "rounding": f"how values are rounded: {_choices(r for r in ROUNDINGS if not ROUNDINGS[r].random)}",
+            "rounding": NOT_RANDOM,
         },
     ),
     "scaled_mm_mx": Operator(
@@ -209,75 +185,7 @@ OPERATORS = {
             "target_dtype": "the dtype of the result",
         },
     ),
-    "quantize_fp8_rows": Operator(
-        2,
-        "`quantize_mx` of an activation of x, in blocks of 32 along the last dimension, as FP8 rows: E4M3 codes of the "
-        "same values with one scale a row. A row does not fit that is not finite, or where the scale of a block that "
-        f"is not zero is too far below the largest ({_ROOM}).",
-        _ROWS,
-        {
-            "x": "(..., K) float32, float16 or bfloat16 of any strides, K a multiple of 32",
-            "elem_dtype_name": f"one of {_choices(ROOMS)}",
-            "rounding": f"how values are rounded: {_choices(r for r in ROUNDINGS if not ROUNDINGS[r].random)}",
-            "activation": f"what is computed of x first, and rounded to its dtype: {_choices(ACTIVATIONS)}",
-        },
-    ),
-    "layer_norm_fp8_rows": Operator(
-        2,
-        "`quantize_fp8_rows` of the layer norm of x + residual along the last dimension, both rounded to x's dtype.",
-        {"normed": "x's shape and dtype: the norm before it is quantized", **_ROWS},
-        {
-            "x": "(..., K) float32, float16 or bfloat16 of any strides, K a multiple of 32",
-            "residual": "x's shape and dtype, or None",
-            **dict.fromkeys(("weight", "bias"), "(K,) in x's dtype or float32, or None"),
-            "eps": "what is added to the variance",
-            "elem_dtype_name": f"one of {_choices(ROOMS)}",
-            "rounding": f"how values are rounded: {_choices(r for r in ROUNDINGS if not ROUNDINGS[r].random)}",
-        },
-    ),
-    "mm_fp8_rows": Operator(
-        1,
-        "The product of FP8 rows and a weight of FP8 rows that all fit; rows that do not fit count as what they have "
-        "in `rest`. On a GPU sums are those of its tensor cores for FP8, with partial sums in float32.",
-        {"": "(..., N) in the dtype of `rest`"},
-        {
-            "data": "(..., K) uint8, K a multiple of 16",
-            "scale": "(..., 1) float32",
-            "rest": "(..., K) float32, float16 or bfloat16",
-            "weight_data": "(N, K) uint8, N a multiple of 16",
-            "weight_scale": "(N, 1) float32",
-            "bias": "(N,) in the dtype of `rest`, or None",
-        },
-    ),
-    "activation_fake_quantize_mx": Operator(
-        1,
-        "`fake_quantize_mx` of an activation of x along the last dimension, to the bit. The activation is rounded to "
-        "x's dtype; its last bits are the device's own. The gradient is that of the activation.",
-        {"": "x's shape, in `target_dtype`"},
-        {
-            "x": _LAST,
-            "activation": f"what is computed of x: {_choices(ACTIVATIONS)}",
-            "rounding": f"how values are rounded: {_choices(r for r in ROUNDINGS if not ROUNDINGS[r].random)}",
-            "target_dtype": "float32, float16 or bfloat16; None is that of x",
-        },
-    ),
-    "layer_norm_fake_quantize_mx": Operator(
-        1,
-        "The layer norm of x + residual along the last dimension, and `fake_quantize_mx` of it, to the bit. Sum and "
-        "norm are rounded to the dtype of the sum; the last bits of the norm are the device's own.",
-        {
-            "normed": "x's shape, in the dtype of the sum: the norm before it is quantized",
-            "quantized": "x's shape, in `target_dtype`",
-        },
-        {
-            "x": _LAST,
-            "residual": "x's shape, float32, float16 or bfloat16, or None",
-            **dict.fromkeys(("weight", "bias"), "(K,) in the dtype of the sum or float32, or None"),
-            "eps": "what is added to the variance",
-            "rounding": f"how values are rounded: {_choices(r for r in ROUNDINGS if not ROUNDINGS[r].random)}",
-            "target_dtype": "float32, float16 or bfloat16; None is that of the sum",
-        },
-    ),
+    **OF_ACTIVATIONS,
     "swizzle_scale": Operator(
         1,
         "Scales in the order in which tensor cores read them (cuBLAS, 1D Block Scaling Factors Layout): tiles of 128 "

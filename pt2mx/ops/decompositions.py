@@ -18,11 +18,12 @@ from pt2mx.kernels import elements, reference
 from pt2mx.kernels.axis import is_one_in_the_example
 from pt2mx.kernels.gpu.mma_layout import from_mma_layout
 from pt2mx.kernels.hadamard import rotate
-from pt2mx.ops import attention, convolution, hadamard, linear, rotated_quantization
+from pt2mx.ops import attention, convolution, hadamard, linear, quantized_linear, rotated_quantization
 from pt2mx.ops.activation_decompositions import ACTIVATION_DECOMPOSITIONS
 from pt2mx.ops.checks import check_input, check_packed
 from pt2mx.ops.order import Order, dense_strides, is_dense, natural, order_in_memory, permuted_back, strides_in_order
 from pt2mx.ops.quantization import seed_of
+from pt2mx.ops.quantized_activations import activation_fake_quantize_mx
 from pt2mx.spec import MXSpec
 
 
@@ -150,6 +151,20 @@ def call_decompositions() -> dict[OpOverload, Callable[..., Any]]:
         x = rotated(x, rotation).to(target_dtype or x.dtype)
         return functional.linear(x, weight(x, data, scale, elem, block_size), bias)
 
+    def linear_fake_quantize_mx(
+        x: Tensor,
+        data: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        elem: str,
+        block_size: int,
+        product_dtype: torch.dtype | None,
+        activation: str,
+        *modes: Any,
+    ) -> Tensor:
+        product = linear_mx(x, data, scale, bias, elem, block_size, 0, product_dtype)
+        return ACTIVATION_DECOMPOSITIONS[activation_fake_quantize_mx](product, activation, *modes)
+
     def grouped_linear_mx(x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, elem: str, block_size: int) -> Tensor:
         experts = weight(x, data, scale, elem, block_size)  # (E, N, K)
         if x.dtype == torch.bfloat16:
@@ -218,6 +233,7 @@ def call_decompositions() -> dict[OpOverload, Callable[..., Any]]:
     return {
         attention.attention_mx: attention_mx,
         linear.linear_mx: linear_mx,
+        quantized_linear.linear_fake_quantize_mx: linear_fake_quantize_mx,
         linear.grouped_linear_mx: grouped_linear_mx,
         linear.linear_mx_mma_layout: linear_mx_mma_layout,
         convolution.conv2d_mx: conv2d_mx,

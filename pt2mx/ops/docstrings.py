@@ -110,6 +110,13 @@ _EXAMPLES = {
         >>> torch.ops.pt2mx.layer_norm_fake_quantize_mx(x, x, None, None, 0.0, "fp4_e2m1", 32)
         (tensor([[ 0.6325, -0.6325,  1.2649, -1.2649]]), tensor([[ 0.7500, -0.7500,  1.5000, -1.5000]]))
         """,
+    "linear_fake_quantize_mx": """
+        >>> scale, data = pt2mx.quantize_mx(torch.eye(4), "mxfp4")
+        >>> x = torch.tensor([-1.0, 1.1, 4.0, 0.0])
+        >>> modes = (None, "relu", "fp4_e2m1", 32)
+        >>> torch.ops.pt2mx.linear_fake_quantize_mx(x, data, scale, None, "fp4_e2m1", 32, *modes)
+        tensor([0., 1., 4., 0.])
+        """,
     "swizzle_scale": """
         >>> swizzled = torch.ops.pt2mx.swizzle_scale(torch.tensor([[127, 128]], dtype=torch.uint8))
         >>> swizzled.shape, swizzled[:4]

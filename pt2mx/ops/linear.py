@@ -42,16 +42,16 @@ def _kernels_for(function: str, x: Tensor, element: ElementFormat) -> ModuleType
 def _linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, *modes: Any) -> Tensor:
     """x: (..., K) float, data: (N, bytes of K) uint8, scale: (N, ceil(K / block_size)) uint8, bias: (N,) as the result
     or None -> (..., N) in the target dtype, by default x's."""
-    spec, rotation, dtype = _check_linear(x, data, scale, bias, *modes)
+    spec, rotation, dtype = check_linear(x, data, scale, bias, *modes)
     return _kernels_for("linear", x, spec.element).linear(x, data, scale, bias, spec, rotation, dtype)
 
 
 def _linear_fake(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, *modes: Any) -> Tensor:
-    _, _, dtype = _check_linear(x, data, scale, bias, *modes)
+    _, _, dtype = check_linear(x, data, scale, bias, *modes)
     return x.new_empty((*x.shape[:-1], data.shape[0]), dtype=dtype)
 
 
-def _check_linear(
+def check_linear(
     x: Tensor,
     data: Tensor,
     scale: Tensor,
@@ -61,6 +61,7 @@ def _check_linear(
     rotation: int = 0,
     target_dtype: torch.dtype | None = None,
 ) -> tuple[MXSpec, int, torch.dtype]:
+    """Return the weight's spec, the rotation and the dtype of the result; MXError for what does not fit."""
     spec, dtype = _check(x, data, scale, elem, block_size, dimensions=2, rotation=rotation), target_dtype or x.dtype
     if dtype not in HIGH_PRECISION:
         raise MXError(f"target_dtype={dtype} must be float32, float16 or bfloat16, or None for that of x")

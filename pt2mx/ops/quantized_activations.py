@@ -8,6 +8,7 @@ Lowered programs call them (`pt2mx.fx.passes.quantize_in_passing`), and Inductor
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -36,14 +37,14 @@ def _kernels_for(x: Tensor, spec: MXSpec) -> ModuleType:
 
 
 def _activation(x: Tensor, activation: str, *modes: Any) -> Tensor:
-    spec, dtype = _check(x, *modes)
-    _check_activation(activation)
+    spec, dtype = check_quantization(x, *modes)
+    check_activation(activation)
     return _kernels_for(x, spec).activation_fake_quantize(x, activation, spec, dtype)
 
 
 def _activation_fake(x: Tensor, activation: str, *modes: Any) -> Tensor:
-    _, dtype = _check(x, *modes)
-    _check_activation(activation)
+    _, dtype = check_quantization(x, *modes)
+    check_activation(activation)
     return x.new_empty(x.shape, dtype=dtype)
 
 
@@ -75,7 +76,7 @@ def _in_one_dtype(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | 
     return x + residual, None
 
 
-def _check(
+def check_quantization(
     x: Tensor,
     elem: str,
     block_size: int,
@@ -83,6 +84,7 @@ def _check(
     rounding: str = "even",
     target_dtype: torch.dtype | None = None,
 ) -> tuple[MXSpec, torch.dtype]:
+    """Return the spec and the dtype of quantized values of x; MXError for what the operators do not take."""
     spec = check_input(x, elem, block_size, -1, scale_mode, rounding)
     if ROUNDINGS[rounding].random:
         raise MXError(f"values are not rounded {rounding!r} where they are computed: use fake_quantize_mx of them")
@@ -92,7 +94,8 @@ def _check(
     return spec, dtype
 
 
-def _check_activation(activation: str) -> None:
+def check_activation(activation: str) -> None:
+    """Raise MXError for what is no activation."""
     if activation not in ACTIVATIONS:
         raise MXError(f"activation={activation!r} must be one of {', '.join(ACTIVATIONS)}")
 
@@ -100,7 +103,7 @@ def _check_activation(activation: str) -> None:
 def _check_layer_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, *modes: Any
 ) -> tuple[MXSpec, torch.dtype]:
-    spec, dtype = _check(x, *modes)
+    spec, dtype = check_quantization(x, *modes)
     if not x.dim():
         raise MXError("a layer norm is of rows: x has no dimension; pass x.view(1)")
     if residual is not None and residual.shape != x.shape:
@@ -130,11 +133,11 @@ def _save_activation(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _activation_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (x,) = ctx.saved_tensors
-    grad = grad.to(x.dtype)
-    return _BACKWARD[ctx.activation](grad, x), *(None,) * 6
+    return BACKWARD[ctx.activation](grad.to(x.dtype), x), *(None,) * 6
 
 
-_BACKWARD: dict[str, Any] = {
+#: activation -> the gradient of x: of that of its result, and x
+BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "none": lambda grad, x: grad,
     "gelu": lambda grad, x: aten.gelu_backward(grad, x),
     "gelu_tanh": lambda grad, x: aten.gelu_backward(grad, x, approximate="tanh"),

@@ -10,12 +10,6 @@ namespace {
 // As the enumeration of the kernels has them.
 constexpr const char* kActivations[] = {"none", "gelu", "gelu_tanh", "silu", "relu"};
 
-int32_t number_of(const std::string& activation) {
-  const auto* found = std::find(std::begin(kActivations), std::end(kActivations), activation);
-  STD_TORCH_CHECK(found != std::end(kActivations), "no activation: ", activation);
-  return int32_t(found - std::begin(kActivations));
-}
-
 // x and `out` of `call`, whose other tensors are set.
 void run(ActivationCall& call, const Tensor& x, const std::string& element, int64_t block_size,
          const std::string& scale_mode, const std::string& rounding, const Tensor& out) {
@@ -35,13 +29,19 @@ void run(ActivationCall& call, const Tensor& x, const std::string& element, int6
 
 }  // namespace
 
+int32_t number_of_activation(const std::string& name) {
+  const auto* found = std::find(std::begin(kActivations), std::end(kActivations), name);
+  STD_TORCH_CHECK(found != std::end(kActivations), "no activation: ", name);
+  return int32_t(found - std::begin(kActivations));
+}
+
 Tensor activation_fake_quantize(const Tensor& given, const std::string& activation, const std::string& element,
                                 int64_t block_size, const std::string& scale_mode, const std::string& rounding,
                                 const std::optional<ScalarType>& target_dtype) {
   const Tensor x = dense(given);
   const Tensor out = torch::stable::empty(shape_of(x), target_dtype.value_or(x.scalar_type()));
   ActivationCall call{};
-  call.activation = number_of(activation);
+  call.activation = number_of_activation(activation);
   run(call, x, element, block_size, scale_mode, rounding, out);
   return out;
 }

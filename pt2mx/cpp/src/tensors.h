@@ -75,10 +75,17 @@ std::tuple<Tensor, Tensor> layer_norm_fake_quantize(const Tensor& x, const std::
                                                     const std::string& element, int64_t block_size,
                                                     const std::string& scale_mode, const std::string& rounding,
                                                     const std::optional<ScalarType>& target_dtype);
+// The number that the kernels have for it.
+int32_t number_of_activation(const std::string& name);
 Tensor random_bits(const Tensor& seed, const Shape& size);
 Tensor linear(const Tensor& x, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& bias,
               const std::string& element, int64_t block_size, int64_t rotation,
               const std::optional<ScalarType>& target_dtype);
+Tensor linear_fake_quantize(const Tensor& x, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& bias,
+                            const std::string& element, int64_t block_size,
+                            const std::optional<ScalarType>& product_dtype, const std::string& activation,
+                            const std::string& out_element, int64_t out_block_size, const std::string& scale_mode,
+                            const std::string& rounding, const std::optional<ScalarType>& target_dtype);
 Tensor grouped_linear(const Tensor& x, const Tensor& data, const Tensor& scale, const Tensor& offs,
                       const std::string& element, int64_t block_size);
 Tensor conv2d(const Tensor& x, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& bias,

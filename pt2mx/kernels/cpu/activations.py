@@ -16,8 +16,8 @@ from pt2mx.spec import MXSpec
 
 __all__ = ["activation_fake_quantize", "layer_norm_fake_quantize"]
 
-# in the order of cpp's enumeration
-_ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", "relu")
+#: in the order of cpp's enumeration
+ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", "relu")
 
 
 class _Call(ctypes.Structure):
@@ -35,7 +35,7 @@ class _Call(ctypes.Structure):
 
 def activation_fake_quantize(x: Tensor, activation: str, spec: MXSpec, dtype: torch.dtype) -> Tensor:
     x, out = x.contiguous(), torch.empty(x.shape, dtype=dtype, device="cpu")
-    _run(x, out, spec, activation=_ACTIVATIONS.index(activation))
+    _run(x, out, spec, activation=ACTIVATIONS.index(activation))
     return out
 
 

@@ -52,7 +52,7 @@ class Call(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in ("m", "n", "k", "block", "task_rows", "task_columns", "row_bytes", "row_blocks", "rotation")
         ),
-        *((name, ctypes.c_void_p) for name in ("x", "data", "scale", "bias", "out")),
+        *((name, ctypes.c_void_p) for name in ("x", "data", "scale", "bias", "epilogue", "out")),
     )
 
 

@@ -186,6 +186,24 @@ def test_quantized_activations(dtype, tmp_path):
     check(calls, tmp_path)
 
 
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+def test_quantized_products(dtype, tmp_path):
+    """On every unit, and in two steps."""
+    torch.manual_seed(0)
+    calls = []
+    for element in ("int8", "fp8_e4m3", "fp4_e2m1"):
+        for rows, n, block in ((70, 64, 32), (70, 40, 32), (7, 64, 32), (70, 64, 16), (0, 64, 32)):
+            scale, data = packed((n, 96), element, 32)
+            x = ours.fake_quantize_mx(torch.randn(rows, 96), element, 32).to(dtype)
+            for activation, rounding in (("gelu", "even"), ("none", "half_away")):
+                modes = activation, element, block, "floor", rounding
+                bias = torch.randn(n)
+                args = (x, data, scale, bias, element, 32, torch.float32, *modes, torch.bfloat16)
+                calls.append(("linear_fake_quantize_mx", args))
+                calls.append(("linear_fake_quantize_mx", (x, data, scale, None, element, 32, None, *modes, None)))
+    check(calls, tmp_path)
+
+
 def test_python_s_operators_stay_where_they_are(tmp_path):
     """In a process that has imported pt2mx the library registers nothing, and says nothing."""
     code = f"""

@@ -72,6 +72,11 @@ RECORDED = {
         1: f"(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, {_LAST_MODES}) -> "
         "(Tensor normed, Tensor quantized)"
     },
+    "linear_fake_quantize_mx": {
+        1: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int block_size, ScalarType? product_dtype, str activation, "
+        'str out_elem_dtype_name, int out_block_size, str scale_mode="floor", str rounding="even", '
+        "ScalarType? target_dtype=None) -> Tensor"
+    },
     "swizzle_scale": {1: "(Tensor scale) -> Tensor"},
 }
 

@@ -30,6 +30,13 @@ struct Call {
   uint64_t seed;
 };
 
+// What is made of a product before it is stored: an activation, quantized in blocks along the rows, in `out_dtype`.
+struct Epilogue {
+  const Spec* spec;
+  int32_t activation, out_dtype;
+  int64_t block;
+};
+
 // A product of x: (m, k) with a weight (n, k) that is packed along k, as ../linear.py fills it.
 struct LinearCall {
   const float* table;                                                               // of the 256 codes
@@ -41,7 +48,8 @@ struct LinearCall {
   const void* x;
   const uint8_t* data;
   const uint8_t* scale;
-  const void* bias;  // or null
+  const void* bias;          // or null
+  const Epilogue* epilogue;  // or null; units alone have one, for some of them and sizes
   void* out;
 };
 

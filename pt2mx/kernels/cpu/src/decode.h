@@ -12,18 +12,18 @@ constexpr int kVectors = kGroup / kWidth;
 
 // What the values of a group are multiplied by. Of an extreme scale in two steps: one factor alone could be subnormal,
 // or out of range.
-struct Factors {
+struct TwoFactors {
   float first, second;
 };
-inline Floats operator*(Floats values, Factors f) { return values * f.first * f.second; }
+inline Floats operator*(Floats values, TwoFactors f) { return values * f.first * f.second; }
 
-inline Factors factors_of(u8 scale, int32_t shift) {  // 2**(scale - 127 + shift), NaN of the byte 255
+inline TwoFactors factors_of(u8 scale, int32_t shift) {  // 2**(scale - 127 + shift), NaN of the byte 255
   const int32_t exponent = scale - kBias + shift, half = exponent >> 1;
   return {from_bits((half + kBias) << 23), from_bits(scale == 255 ? 0x7FC00000 : (exponent - half + kBias) << 23)};
 }
 
 // A decoder has: kBytes of a group; kShift, the power of two by which its values are too small; decode, which gives
-// them times a float or `Factors` by kPairs in the order 0, 2, .. 30, 1, 3, .. 31 or else as they are stored; and
+// them times a float or `TwoFactors` by kPairs in the order 0, 2, .. 30, 1, 3, .. 31 or else as they are stored; and
 // invalid, whether there was a code that it cannot decode.
 
 // The place in a group of value `i` that a decoder gives.
@@ -200,7 +200,7 @@ NOINLINE void decode_row(const LinearCall& c, i64 row, bool pairs, float* out) {
       codes = unpacked;
     }
     for (i64 i = first; i < last;) {
-      const Factors f = factors_of(scale[i / c.block], 0);
+      const TwoFactors f = factors_of(scale[i / c.block], 0);
       const i64 end = i / c.block == (last - 1) / c.block ? last : (i / c.block + 1) * c.block;
       for (; i < end; ++i) values[i - first] = c.table[codes[i - first]] * f.first * f.second;
     }

@@ -3,9 +3,12 @@
 // Some rows of the weight go together with some of x: a group of codes of each is decoded (decode.h) and multiplied
 // with all those rows of x, in fp32. Every sum is made in one thread and in one order.
 
+#include <optional>
 #include <type_traits>
 
+#include "activation.h"
 #include "decode.h"
+#include "in_registers.h"
 #include "rotate.h"
 #include "windows.h"
 
@@ -65,13 +68,15 @@ class Scratch {
 struct Linear {
   const LinearCall& call;
   const Windows windows;
-  const i64 tap_groups;     // of a tap, the last one perhaps not whole
-  const i64 groups;         // of a row
-  Buffer<float> x;          // (m up to a multiple of 4, groups * kGroup) in the order of the decoder
-  std::vector<float> bias;  // (n), or empty
+  const i64 tap_groups;                  // of a tap, the last one perhaps not whole
+  const i64 groups;                      // of a row
+  Buffer<float> x;                       // (m up to a multiple of 4, groups * kGroup) in the order of the decoder
+  std::vector<float> bias;               // (n), or empty
+  std::optional<InRegisters> quantizer;  // of the epilogue
 
   explicit Linear(const LinearCall& c, const ConvolutionCall* convolution = nullptr)
       : call(c), windows(c, convolution), tap_groups((c.k + kGroup - 1) / kGroup), groups(windows.taps * tap_groups) {
+    if (c.epilogue) quantizer.emplace(*c.epilogue->spec, c.epilogue->out_dtype);
     if (!c.bias) return;
     bias.resize(c.n);
     to_floats(c.bias, 0, c.n, c.out_dtype, bias.data());
@@ -144,7 +149,7 @@ inline const u8* scales_of_groups(const u8* scale, i64 per_block, i64 begin, i64
 // The factors of some groups of a row.
 struct Scales {
   float one[kChunk];
-  Factors two[kChunk];
+  TwoFactors two[kChunk];
   bool ordinary;  // one factor is enough, and gives no subnormal values: no decoder's are less than 2**-24
 
   // Of the groups [begin, end), `per_block` of them a block of `scale`.
@@ -239,7 +244,7 @@ class Rows {
       const i64 end = std::min(g + kChunk, linear_.groups), full = std::min(end, whole_);
       Scales scales[kRows];
       const float* one[kRows];
-      const Factors* two[kRows];
+      const TwoFactors* two[kRows];
       const u8* data[kRows];
       bool ordinary = true;
       for (int q = 0; q < kRows; ++q) {
@@ -303,6 +308,14 @@ void run(i64 begin, i64 end, void* context) {
 
 namespace {
 
+// Whether there is no epilogue, or the kernels for many rows can do it: a block is what they finish at a time.
+bool can_finish(const LinearCall& c) {
+  if (!c.epilogue) return true;
+  const Epilogue& e = *c.epilogue;
+  return c.units && c.m > kFewRows && c.out_dtype != FP16 && e.block == kGroup && c.n % kGroup == 0 &&
+         InRegisters::serves(*e.spec, e.block, c.n);
+}
+
 // On what serves of the call's units; `many`: rows, for which all of these do.
 template <class Decoder>
 int32_t multiply_on_units(Linear& linear, bool many, ParallelFor parallel_for) {
@@ -332,6 +345,7 @@ int32_t pt2mx_units(int32_t format, const float* table) {
 }
 
 int32_t pt2mx_linear(const LinearCall* given, ParallelFor parallel_for) {
+  if (!can_finish(*given)) return kUnserved;
   LinearCall own = *given, *call = &own;
   std::vector<float> rotated;
   if (own.rotation) own.x = rotate_copy(own.rotation, own.dtype, own.x, own.m * own.k, rotated);

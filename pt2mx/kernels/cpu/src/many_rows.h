@@ -133,7 +133,7 @@ inline void transpose(u16* pairs) {
   for (int i = 0; i < 16; ++i) _mm512_storeu_si512(pairs + i * kGroup, b[i]);
 }
 
-// As `finish`, faster for kPair sums to fp32 or bfloat16.
+// As `finish`, faster for kPair sums to fp32 or bfloat16, and with the epilogue.
 inline void finish_part(const Linear& linear, i64 m, i64 row, i64 n, float* y) {
   const LinearCall& c = linear.call;
   if (n < kPair || c.out_dtype == FP16) return finish(linear, m, row, n, y);
@@ -142,14 +142,12 @@ inline void finish_part(const Linear& linear, i64 m, i64 row, i64 n, float* y) {
   for (int i = 0; i < 2; ++i) {
     sums[i] = load<Floats>(y + i * kWidth);
     if (!linear.bias.empty()) sums[i] += load<Floats>(linear.bias.data() + row + i * kWidth);
-    sums[i] = sums[i] == sums[i] ? sums[i] : Floats(ints(0x7FC00000));
+    sums[i] = rounded(sums[i] == sums[i] ? sums[i] : Floats(ints(0x7FC00000)), c.out_dtype);
   }
-  if (c.out_dtype == FP32) {
-    std::memcpy(static_cast<float*>(c.out) + at, sums, sizeof sums);
-    return;
-  }
-  for (Floats& v : sums) v = Floats(Ints(v) + 0x7FFF + (Ints(v) >> 16 & 1));  // as narrow_bfloat
-  store(static_cast<u16*>(c.out) + at, to_bfloats<false>(Ints(sums[0]), Ints(sums[1])));
+  if (!linear.quantizer) return store_two(c.out, c.out_dtype, at, sums[0], sums[1]);
+  for (Floats& v : sums) v = rounded(activated(c.epilogue->activation, v), c.out_dtype);
+  linear.quantizer->quantize(sums, 2);
+  store_two(c.out, c.epilogue->out_dtype, at, sums[0], sums[1]);
 }
 
 struct Many {

@@ -1,0 +1,104 @@
+"""The part of the contract for activations that are quantized where they are computed."""
+
+from __future__ import annotations
+
+from pt2mx.kernels.fp8_rows import ACTIVATIONS, ROOMS
+from pt2mx.ops.contract_entry import NOT_RANDOM, Operator, choices
+
+_LAST = "(..., K) float32, float16 or bfloat16 of any strides"
+_ROOM = ", ".join(f"2**-{room.spread} of it for `{name}`" for name, room in ROOMS.items())
+_ROWS = {
+    "data": "(..., K) uint8, codes of `fp8_e4m3`",
+    "scale": "(..., 1) float32, a power of two, or -1 of a row that does not fit",
+    "rest": "(..., K) in x's dtype: the values of the rows that do not fit; the others mean nothing",
+}
+
+OF_ACTIVATIONS = {
+    "quantize_fp8_rows": Operator(
+        2,
+        "`quantize_mx` of an activation of x, in blocks of 32 along the last dimension, as FP8 rows: E4M3 codes of the "
+        "same values with one scale a row. A row does not fit that is not finite, or where the scale of a block that "
+        f"is not zero is too far below the largest ({_ROOM}).",
+        _ROWS,
+        {
+            "x": "(..., K) float32, float16 or bfloat16 of any strides, K a multiple of 32",
+            "elem_dtype_name": f"one of {choices(ROOMS)}",
+            "rounding": NOT_RANDOM,
+            "activation": f"what is computed of x first, and rounded to its dtype: {choices(ACTIVATIONS)}",
+        },
+    ),
+    "layer_norm_fp8_rows": Operator(
+        2,
+        "`quantize_fp8_rows` of the layer norm of x + residual along the last dimension, both rounded to x's dtype.",
+        {"normed": "x's shape and dtype: the norm before it is quantized", **_ROWS},
+        {
+            "x": "(..., K) float32, float16 or bfloat16 of any strides, K a multiple of 32",
+            "residual": "x's shape and dtype, or None",
+            **dict.fromkeys(("weight", "bias"), "(K,) in x's dtype or float32, or None"),
+            "eps": "what is added to the variance",
+            "elem_dtype_name": f"one of {choices(ROOMS)}",
+            "rounding": NOT_RANDOM,
+        },
+    ),
+    "mm_fp8_rows": Operator(
+        1,
+        "The product of FP8 rows and a weight of FP8 rows that all fit; rows that do not fit count as what they have "
+        "in `rest`. On a GPU sums are those of its tensor cores for FP8, with partial sums in float32.",
+        {"": "(..., N) in the dtype of `rest`"},
+        {
+            "data": "(..., K) uint8, K a multiple of 16",
+            "scale": "(..., 1) float32",
+            "rest": "(..., K) float32, float16 or bfloat16",
+            "weight_data": "(N, K) uint8, N a multiple of 16",
+            "weight_scale": "(N, 1) float32",
+            "bias": "(N,) in the dtype of `rest`, or None",
+        },
+    ),
+    "activation_fake_quantize_mx": Operator(
+        1,
+        "`fake_quantize_mx` of an activation of x along the last dimension, to the bit. The activation is rounded to "
+        "x's dtype; its last bits are the device's own. The gradient is that of the activation.",
+        {"": "x's shape, in `target_dtype`"},
+        {
+            "x": _LAST,
+            "activation": f"what is computed of x: {choices(ACTIVATIONS)}",
+            "rounding": NOT_RANDOM,
+            "target_dtype": "float32, float16 or bfloat16; None is that of x",
+        },
+    ),
+    "layer_norm_fake_quantize_mx": Operator(
+        1,
+        "The layer norm of x + residual along the last dimension, and `fake_quantize_mx` of it, to the bit. Sum and "
+        "norm are rounded to the dtype of the sum; the last bits of the norm are the device's own.",
+        {
+            "normed": "x's shape, in the dtype of the sum: the norm before it is quantized",
+            "quantized": "x's shape, in `target_dtype`",
+        },
+        {
+            "x": _LAST,
+            "residual": "x's shape, float32, float16 or bfloat16, or None",
+            **dict.fromkeys(("weight", "bias"), "(K,) in the dtype of the sum or float32, or None"),
+            "eps": "what is added to the variance",
+            "rounding": NOT_RANDOM,
+            "target_dtype": "float32, float16 or bfloat16; None is that of the sum",
+        },
+    ),
+    "linear_fake_quantize_mx": Operator(
+        1,
+        "`activation_fake_quantize_mx` of `linear_mx`, to the bit. The gradient is that of both; autocast casts x and "
+        "bias to its dtype.",
+        {"": "(..., N) in `target_dtype`"},
+        {
+            "x": "(..., K) float32, float16 or bfloat16",
+            "bias": "(N,) in the dtype of the product, or None",
+            "elem_dtype_name": "the element of the weight, as of `linear_mx`",
+            "block_size": "that of the weight",
+            "product_dtype": "the dtype to which the product is rounded; None is that of x",
+            "activation": f"what is computed of the product: {choices(ACTIVATIONS)}",
+            "out_elem_dtype_name": "the element of the result",
+            "out_block_size": "that of the result",
+            "rounding": NOT_RANDOM,
+            "target_dtype": "float32, float16 or bfloat16; None is that of the product",
+        },
+    ),
+}

@@ -1,0 +1,153 @@
+"""Products whose result is quantized by their kernel: which, and to the same bits."""
+
+import pytest
+import torch
+from torch import nn
+
+import pt2mx
+from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config, lower_to_inductor
+from pt2mx.fx import lower
+from pt2mx.fx.passes import quantize_in_passing, quantize_in_products
+from pt2mx.ops.linear import linear_mx
+from pt2mx.ops.quantized_activations import activation_fake_quantize_mx
+from pt2mx.ops.quantized_linear import linear_fake_quantize_mx
+from tests.flow import convert
+from tests.graph import calls, count
+
+
+@pytest.fixture(autouse=True)
+def small_tensors_on_every_machine(monkeypatch):
+    monkeypatch.setattr(quantize_in_passing, "_LEAST_VALUES", 0)
+    monkeypatch.setattr(quantize_in_products, "has_units", lambda spec, k: True)
+
+
+class Layer(nn.Module):
+    def __init__(self, activation=None, between=None):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)
+        self.activation, self.between = activation or nn.GELU(), between or nn.Identity()
+
+    def forward(self, x):
+        return self.down(self.activation(self.between(self.up(x))))
+
+
+def lowered(model, x, recipe="mxint8", monkeypatch=None, **options):
+    """The lowered model; and without the pass."""
+    converted = convert(model.eval().to(x.dtype), (x,), recipe, **options)
+    found = lower_to_inductor(converted)
+    with pytest.MonkeyPatch.context() as patch:
+        steps = [step for step in lower.STEPS if step.graph_pass is not quantize_in_products.quantize_in_products]
+        patch.setattr(lower, "STEPS", tuple(steps))
+        return found, lower_to_inductor(converted)
+
+
+def needs_bfloat16_products(model):
+    """These are found on machines with units alone."""
+    if not any(n.args[7] is not None for n in calls(model, linear_mx) if len(n.args) > 7):
+        pytest.skip("no units for bfloat16")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", ["mxint8", "mxfp8", "mxfp4"])
+@pytest.mark.parametrize("activation", [nn.GELU(), nn.GELU("tanh"), nn.SiLU(), nn.ReLU(), nn.Identity()])
+def test_an_activation_between_two_products(activation, recipe, dtype):
+    torch.manual_seed(0)
+    x = torch.randn(2, 40, 64, dtype=dtype)
+    found, without = lowered(Layer(activation), x, recipe)
+    if dtype == torch.float32:
+        needs_bfloat16_products(without)
+    assert count(found, linear_fake_quantize_mx) == 1 and count(found, linear_mx) == 1
+    assert not any("product" in str(n.args[0]) for n in calls(found, activation_fake_quantize_mx))
+    assert torch.equal(found(x), without(x))
+    compiled = torch.compile(found)
+    torch.testing.assert_close(compiled(x), found(x), rtol=0, atol=0)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x):  # (B, S, 64)
+        q, k, v = (layer(x).unflatten(-1, (2, 32)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+def test_queries_keys_and_values():
+    """They are one product, quantized as one."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 40, 64, dtype=torch.bfloat16)
+    found, without = lowered(Attention(), x, "mxfp8")
+    assert (count(found, linear_fake_quantize_mx), count(found, linear_mx)) == (1, 0)
+    assert torch.equal(found(x), without(x))
+
+
+class Twice(Layer):
+    def forward(self, x):
+        y = self.up(x)
+        return self.down(self.activation(y)), y
+
+
+class Written(Layer):
+    def forward(self, x):
+        y = self.up(x)
+        y[:, :3] = 1.0
+        return self.down(self.activation(y))
+
+
+@pytest.mark.parametrize("model", [Twice(), Written(), Layer(between=nn.Tanh())])
+def test_products_that_something_else_reads_stay(model):
+    torch.manual_seed(0)
+    x = torch.randn(40, 64, dtype=torch.bfloat16)
+    found, without = lowered(model, x, "mxfp8")
+    assert not count(found, linear_fake_quantize_mx)
+    torch.testing.assert_close(found(x), without(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rows", [8, 32])
+def test_few_rows_stay(rows):
+    found, _ = lowered(Layer(), torch.randn(rows, 64, dtype=torch.bfloat16))
+    assert not count(found, linear_fake_quantize_mx)
+
+
+def test_blocks_of_another_size_stay():
+    x = torch.randn(40, 64, dtype=torch.bfloat16)
+    quantizer = MXQuantizer().set_global(get_default_mx_quantization_config("mxfp8", "mxfp8", block_size=16))
+    found = lower_to_inductor(convert(Layer().bfloat16().eval(), (x,), quantizer))
+    assert count(found, activation_fake_quantize_mx) and not count(found, linear_fake_quantize_mx)
+
+
+def test_dynamic_rows():
+    torch.manual_seed(0)
+    x, rows = torch.randn(40, 64, dtype=torch.bfloat16), torch.export.Dim("rows", min=2)
+    found, without = lowered(Layer(), x, "mxfp8", shapes=({0: rows},))
+    assert count(found, linear_fake_quantize_mx) == 1
+    for n in (2, 33, 100):
+        other = torch.randn(n, 64, dtype=torch.bfloat16)
+        assert torch.equal(found(other), without(other))
+
+
+def test_what_else_knows_lowered_products():
+    torch.manual_seed(0)
+    x = torch.randn(2048, 64, dtype=torch.bfloat16)
+    found, _ = lowered(Layer(), x, "mxfp8")
+    assert [weight.name for weight in pt2mx.packed_weights(found)] == ["up.weight", "down.weight"]
+    with pytest.raises(MXError, match="reads a packed weight"):
+        pt2mx.quantization_report(found)
+    program = pt2mx.make_portable(torch.export.export(found, (x,)))
+    assert "pt2mx" not in str(program)
+    torch.testing.assert_close(program.module()(x), found(x), rtol=0.05, atol=0.05)
+
+
+def test_gradients_and_autocast():
+    torch.manual_seed(0)
+    x = torch.randn(40, 64, dtype=torch.bfloat16)
+    found, without = lowered(Layer(), x, "mxfp8")
+    grads = []
+    for model in (found, without):
+        leaf = x.clone().requires_grad_()
+        model(leaf).float().square().sum().backward()
+        grads.append(leaf.grad)
+        with torch.autocast("cpu", torch.float16):
+            assert model(x).dtype == torch.float16
+    torch.testing.assert_close(*grads, rtol=0.02, atol=0.02)

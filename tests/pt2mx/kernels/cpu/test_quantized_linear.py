@@ -1,0 +1,125 @@
+"""Products that quantize their result, on each unit of this machine, against two steps."""
+
+import pytest
+import torch
+
+from pt2mx import MXSpec, ops
+from pt2mx.kernels.cpu import activations, linear, quantized_linear
+
+UNITS = {"amx": linear.AMX, "vnni": linear.AVX512_VNNI, "bf16": linear.AVX512_BF16}
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture(params=UNITS)
+def unit(request, monkeypatch):
+    """The name of the one unit that may serve, where this machine has it."""
+    units_for = linear.units_for
+    for module in (linear, quantized_linear):
+        monkeypatch.setattr(module, "units_for", lambda spec, k: units_for(spec, k) & UNITS[request.param])
+    return request.param
+
+
+def packed(n, k, name, block=32):
+    scale, data = ops.quantize_mx(torch.randn(n, k), name, block)
+    return data, scale, MXSpec(name, block, 1)
+
+
+def quantized(rows, k, name):
+    return ops.fake_quantize_mx(torch.randn(rows, k), name, 32).bfloat16()
+
+
+def check(x, weight, bias, product_dtype, activation, quantization, dtype):
+    """Gives what one kernel computed, or None where it declined."""
+    data, scale, spec = weight
+    got = quantized_linear.linear_fake_quantize(
+        x, data, scale, bias, spec, product_dtype, activation, quantization, dtype
+    )
+    product = linear.linear(x, data, scale, bias, spec, dtype=product_dtype)
+    want = activations.activation_fake_quantize(product, activation, quantization, dtype)
+    if got is not None:
+        assert got.dtype == dtype and got.is_contiguous() and got.shape == want.shape
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+    return got
+
+
+@pytest.mark.parametrize("product_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["int8", "fp6_e2m3", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "fp6_e3m2"])
+def test_two_steps_to_the_bit(unit, name, product_dtype):
+    torch.manual_seed(0)
+    served = linear.units_for(MXSpec(name, 32), 96) != 0
+    for rows, n, k in ((33, 32, 96), (50, 96, 70), (131, 160, 416)):
+        for activation in ("none", "gelu", "gelu_tanh", "silu", "relu"):
+            modes = "ceil" if activation == "silu" else "floor"
+            quantization, dtype = MXSpec(name, 32, -1, modes), DTYPES[activation == "gelu"]
+            bias = torch.randn(n).to(product_dtype) if activation != "relu" else None
+            x, weight = quantized(rows, k, name), packed(n, k, name)
+            got = check(x, weight, bias, product_dtype, activation, quantization, dtype)
+            assert (got is not None) == served
+
+
+def test_other_elements_of_the_result_and_any_values(unit):
+    """A NaN, an Inf, subnormal values and a block of zeros, through a weight of one value a row."""
+    torch.manual_seed(0)
+    x = quantized(40, 64, "int8")
+    data, scale, spec = packed(64, 64, "int8")
+    bias = torch.randn(64)
+    bias[:4] = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0])
+    bias[32:] = 2.0**-140
+    for name in ("fp4_e2m1", "fp8_e5m2", "int8_full", "fp6_e3m2"):
+        for activation in ("none", "gelu", "relu"):
+            for dtype in (*DTYPES, torch.float16):
+                check(x * 0, (data, scale, spec), bias, torch.float32, activation, MXSpec(name, 32), dtype)
+                check(x, (data, scale, spec), bias, torch.float32, activation, MXSpec(name, 32), dtype)
+
+
+@pytest.mark.parametrize(
+    ("n", "product_dtype", "quantization"),
+    [
+        (72, torch.float32, MXSpec("int8", 32)),
+        (64, torch.float16, MXSpec("int8", 32)),
+        (64, torch.float32, MXSpec("int8", 16)),
+        (64, torch.float32, MXSpec("int8", 64)),
+        (64, torch.float32, MXSpec("int8", 32, -1, "mse")),
+        (64, torch.float32, MXSpec("int8", 32, -1, "floor", "half_away")),
+    ],
+)
+def test_declined(unit, n, product_dtype, quantization):
+    bias = torch.randn(n).to(product_dtype)
+    x, weight = quantized(40, 64, "int8"), packed(n, 64, "int8")
+    assert check(x, weight, bias, product_dtype, "gelu", quantization, torch.bfloat16) is None
+
+
+def test_a_result_of_one_block(unit):
+    got = check(
+        quantized(40, 64, "int8"), packed(32, 64, "int8"), None, torch.float32, "none", MXSpec("int8", 64), DTYPES[0]
+    )
+    assert (got is not None) == bool(linear.units_for(MXSpec("int8", 32), 64))
+
+
+@pytest.mark.parametrize(("rows", "n"), [(0, 64), (1, 64), (32, 64), (40, 0)])
+def test_sizes_without_units(unit, rows, n):
+    assert (
+        check(
+            quantized(rows, 64, "int8"),
+            packed(n, 64, "int8"),
+            None,
+            torch.float32,
+            "gelu",
+            MXSpec("int8", 32),
+            DTYPES[0],
+        )
+        is None
+    )
+
+
+def test_threads_and_strides_do_not_change_bits():
+    torch.manual_seed(0)
+    x = quantized(2 * 70, 96, "int8").view(70, 2, 96).transpose(0, 1)
+    data, scale, spec = packed(64, 96, "int8")
+    args = data.t().contiguous().t(), scale, None, spec, torch.float32, "gelu", MXSpec("int8", 32), torch.bfloat16
+    threads, found = torch.get_num_threads(), []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        found.append(quantized_linear.linear_fake_quantize(x, *args))
+    torch.set_num_threads(threads)
+    assert all(f is None for f in found) or all(torch.equal(f, found[0]) for f in found)
