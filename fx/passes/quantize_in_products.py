@@ -41,7 +41,7 @@ def quantize_in_products(model: GraphModule) -> None:
 
 
 def _quantization(node: Node) -> tuple[Any, ...] | None:
-    """What is quantized, the activation before, and the modes; None of another node."""
+    """The product that is quantized, the activation before, and the modes; None of another node."""
     if node.target is activation_fake_quantize_mx:
         return tuple(named_args(node).values())
     rotated = RotatedFakeQuantize.of(node)

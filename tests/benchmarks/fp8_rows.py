@@ -4,7 +4,7 @@
 
 On an NVIDIA GPU, microseconds, sides in turns, eight calls in a CUDA graph: `F.linear`, the same behind
 `fake_quantize_mx` of x, `mm_fp8_rows` of `quantize_fp8_rows` of x, and what makes the rows alone, also with GELU and
-with a layer norm of a sum. Errors are relative to the product in float64.
+with a layer norm of a sum; and the same as values in bfloat16. Errors are relative to the product in float64.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from pt2mx import ops
 from pt2mx.kernels.fp8_rows import BLOCK, ROOMS
 from pt2mx.ops.fp8_rows import layer_norm_fp8_rows, mm_fp8_rows, quantize_fp8_rows
+from pt2mx.ops.quantized_activations import activation_fake_quantize_mx, layer_norm_fake_quantize_mx
 from tests.benchmarks.linear import graph_seconds
 from tests.benchmarks.measure import Row, hardware, print_table
 
@@ -55,6 +56,9 @@ def row_of(size: str, element: str, repeats: int) -> Row:
         "quantize": lambda x, _: quantize_fp8_rows(x, element),
         "gelu": lambda x, _: quantize_fp8_rows(x, element, "floor", "even", "gelu"),
         "layer_norm": lambda x, _: layer_norm_fp8_rows(x, x, w[0], w[0], 1e-5, element),
+        "values": lambda x, _: activation_fake_quantize_mx(x, "none", element, BLOCK),
+        "gelu_values": lambda x, _: activation_fake_quantize_mx(x, "gelu", element, BLOCK),
+        "layer_norm_values": lambda x, _: layer_norm_fake_quantize_mx(x, x, w[0], w[0], 1e-5, element, BLOCK),
     }
     times = [1e6 * seconds for seconds in graph_seconds([(side, x) for side in sides.values()], repeats)]
     row: Row = {"element": element, "size": size, **dict(zip(sides, times, strict=True))}

@@ -28,7 +28,7 @@ def fake_quantize_activation_kernel(
     (rows, k), that or an activation of x, quantized and dequantized."""
     _row, column, at, mask = pair_offsets(k, rows, F)
     pairs = load_pairs(x, residual, weight, bias, normed, at, mask, column, k, eps, F)
-    amax = amax_of_pairs(pairs)
+    amax = amax_of_pairs(pairs, 2)
     scale, finite = scale_of_amax(amax, C)
     plain = (finite & pairs_round(scale, C)) | (amax == 0)
     out = out.to(tl.pointer_type(tl.int32)) + at

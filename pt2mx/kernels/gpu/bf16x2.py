@@ -70,9 +70,9 @@ def odd_bytes(a, b):
 
 
 @triton.jit
-def amax_of_pairs(pairs):
-    """pairs: (..., n) -> bits of the largest magnitude in fp32, or of a NaN; (...) int32."""
-    pair = tl.reduce(pairs, len(pairs.shape) - 1, largest_magnitude)
+def amax_of_pairs(pairs, AXIS: tl.constexpr):
+    """pairs: of blocks along AXIS -> bits of the largest magnitude of each in fp32, or of a NaN; int32, without it."""
+    pair = tl.reduce(pairs, AXIS, largest_magnitude)
     return tl.maximum(pair << 16, pair & 0x7FFF0000)
 
 

@@ -31,7 +31,7 @@ def quantize_rows_kernel(
     `fp8_rows.quantize` gives of that, or of an activation of x."""
     row, column, at, mask = pair_offsets(k, rows, F)
     pairs = load_pairs(x, residual, weight, bias, normed, at, mask, column, k, eps, F)
-    amax = amax_of_pairs(pairs)
+    amax = amax_of_pairs(pairs, 2)
     scale, finite = scale_of_amax(amax, C)
     top = tl.maximum(tl.max(tl.where(amax > 0, scale, 0), 1), F.shift + 1)
     fits = finite & (scale >= top[:, None] - F.spread) | (amax == 0)

@@ -73,7 +73,7 @@ def quantize_bf16x2_kernel(x, codes, scales, n, size, inner, lines, C: tl.conste
         mask = tl.expand_dims(first + line < lines, 1)
         pairs = tl.load(x.to(tl.pointer_type(tl.int32)) + offsets, mask=mask, other=0)
         low, high = tl.split(tl.reshape(pairs, [C.lines, PAIRS // 2, 2]))
-    scale, finite = scale_of_amax(amax_of_pairs(largest_magnitude(low, high)), C)
+    scale, finite = scale_of_amax(amax_of_pairs(largest_magnitude(low, high), 1), C)
     tl.store(scales + first + line, tl.where(finite, scale, NAN_SCALE).to(tl.uint8), mask=first + line < lines)
     store_words(codes, code_words(low, high, scale, C), finite, size, inner, lines, C)
 

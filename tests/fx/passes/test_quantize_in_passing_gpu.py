@@ -16,6 +16,7 @@ from tests.graph import calls, count
 @pytest.fixture(autouse=True)
 def rules_of_a_gpu(monkeypatch):
     monkeypatch.setattr(module, "_LEAST_VALUES", 0)
+    monkeypatch.setattr("pt2mx.fx.passes.quantize_in_products.has_units", lambda spec, k: False)
     monkeypatch.setitem(module._SERVES, "cpu", module._serves_gpu)
     monkeypatch.setattr(module, "runs_triton", lambda device: True)
     monkeypatch.setattr("pt2mx.fx.passes.bfloat16_products._fits", lambda *args: False)
