@@ -10,6 +10,12 @@ from tests.compare import same
 pytestmark = pytest.mark.cuda
 
 
+@pytest.fixture(autouse=True)
+def compiled_afresh():
+    """As one function after the other is compiled, not one in ever more ways, of which Dynamo takes 8."""
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("width", [384, 1024, 4096])
 @pytest.mark.parametrize("name", ["fp4_e2m1", "fp6_e2m3", "fp8_e4m3", "int8"])
 def test_an_embedding_and_a_norm(name, width):
