@@ -136,10 +136,10 @@ def _rows(model: GraphModule, node: Node, dimensions: int, held: dict[tuple[str,
     """A read of codes or scales (N, C, *kernel) as (N, height, width, C), a buffer that all their readers share."""
     value = tensor_of(model, node)
     value = (value if dimensions == 2 else value.unsqueeze(2)).permute(0, 2, 3, 1)
-    weight = name_of(node), dimensions
-    if weight not in held:
-        held[weight] = register_buffer(model, f"{name_of(node)}_rows", value.contiguous())
-    buffer = model.graph.get_attr(held[weight])
+    key = name_of(node), dimensions
+    if key not in held:
+        held[key] = register_buffer(model, f"{name_of(node)}_rows", value.contiguous())
+    buffer = model.graph.get_attr(held[key])
     buffer.meta.update(node.meta)
     if "val" in node.meta:
         buffer.meta["val"] = node.meta["val"].new_empty(value.shape)

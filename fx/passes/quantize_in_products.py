@@ -13,7 +13,7 @@ from pt2mx.fx.graph.activations import call_before
 from pt2mx.fx.graph.graph_pass import GraphPass
 from pt2mx.fx.graph.node import LinearMX, RotatedFakeQuantize, dtype_of, named_args, shape_of, value_of
 from pt2mx.kernels.cpu.linear import FEW_ROWS, has_units
-from pt2mx.kernels.cpu.quantized_linear import BLOCK
+from pt2mx.kernels.cpu.quantized_linear import suits
 from pt2mx.ops.quantized_activations import activation_fake_quantize_mx
 from pt2mx.ops.quantized_linear import linear_fake_quantize_mx
 from pt2mx.spec import MXSpec
@@ -23,14 +23,19 @@ from pt2mx.spec import MXSpec
 def quantize_in_products(model: GraphModule) -> None:
     """Replace `activation_fake_quantize_mx`, or `rotated_fake_quantize_mx` without a rotation, of a `linear_mx` that
     nothing else reads by `linear_fake_quantize_mx`, where this machine's units multiply many rows of bfloat16 values
-    with the weight and blocks are of 32 values. The values stay the same to the bit."""
+    with the weight and its kernel quantizes like this: in blocks of 32 values, to even. The values stay the same to the
+    bit."""
     for quantized in list(model.graph.nodes):
         found = _quantization(quantized)
         if found is None:
             continue
         product, activation, *modes = found
         call = LinearMX.of(product)
-        if call is None or set(product.users) != {quantized} or not _fits(product, call, modes[1]):
+        if call is None or set(product.users) != {quantized} or not _fits(product, call):
+            continue
+        element, block_size, scale_mode, rounding, _ = modes
+        spec = MXSpec(element, block_size, -1, scale_mode, rounding)
+        if not suits(spec, (shape_of(product) or (None,))[-1], dtype_of(product)):
             continue
         weight = call.x, call.codes, call.scale, call.bias, call.element, call.block_size
         fused = call_before(product, linear_fake_quantize_mx, *weight, dtype_of(product), activation, *modes)
@@ -48,13 +53,12 @@ def _quantization(node: Node) -> tuple[Any, ...] | None:
     return (rotated.x, "none", *rotated.args[2:]) if rotated is not None and rotated.size == 1 else None
 
 
-def _fits(product: Node, call: LinearMX, block_size: int) -> bool:
+def _fits(product: Node, call: LinearMX) -> bool:
     value, k = value_of(product), (shape_of(call.x) or (None,))[-1]
     if value is None or value.device.type != "cpu" or call.rotation or dtype_of(call.x) != torch.bfloat16:
         return False
-    *rows, n = value.shape
+    rows = value.shape[:-1]
     known = [size for size in rows if isinstance(size, int)]
     if len(known) == len(rows) and math.prod(known) <= FEW_ROWS:
         return False
-    whole = isinstance(n, int) and n % BLOCK == 0 and min(block_size, n) == BLOCK
-    return whole and isinstance(k, int) and has_units(MXSpec(call.element, call.block_size), k)
+    return isinstance(k, int) and has_units(MXSpec(call.element, call.block_size), k)

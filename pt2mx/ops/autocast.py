@@ -12,25 +12,29 @@ from torch import Tensor
 _DEVICES = {"AutocastCPU": "cpu", "AutocastCUDA": "cuda", "AutocastXPU": "xpu"}
 
 
-def register_autocast(operator: torch._ops.OpOverload, computes_in: torch.dtype | None = None) -> None:
+def register_autocast(
+    operator: torch._ops.OpOverload, computes_in: torch.dtype | None = None, of_product: int | None = None
+) -> None:
     """Cast the floating arguments of a product of x: (..., K), whatever dtypes they have, under `torch.autocast`.
 
     Args:
         computes_in: the one dtype that the operator takes; its result is cast to that of autocast.
+        of_product: how many arguments are the product's, where more is done with it, whose dtypes stay.
     """
     for key, device in _DEVICES.items():
-        torch.library.impl(operator.name(), key, _kernel(operator, key, device, computes_in))
+        torch.library.impl(operator.name(), key, _kernel(operator, key, device, computes_in, of_product))
 
 
 def _kernel(
-    operator: torch._ops.OpOverload, key: str, device: str, computes_in: torch.dtype | None
+    operator: torch._ops.OpOverload, key: str, device: str, computes_in: torch.dtype | None, of_product: int | None
 ) -> Callable[..., Tensor]:
     without = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
     def kernel(*args: object) -> Tensor:
         dtype = torch.get_autocast_dtype(device)
         with torch._C._ExcludeDispatchKeyGuard(without):
-            return operator(*(_cast(a, computes_in or dtype) for a in args)).to(dtype)
+            cast = (_cast(a, computes_in or dtype) for a in args[:of_product])
+            return operator(*cast).to(dtype) if of_product is None else operator(*cast, *args[of_product:])
 
     return kernel
 

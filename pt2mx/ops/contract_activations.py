@@ -86,7 +86,7 @@ OF_ACTIVATIONS = {
     "linear_fake_quantize_mx": Operator(
         1,
         "`activation_fake_quantize_mx` of `linear_mx`, to the bit. The gradient is that of both; autocast casts x and "
-        "bias to its dtype.",
+        "bias to its dtype, to which the product is rounded then.",
         {"": "(..., N) in `target_dtype`"},
         {
             "x": "(..., K) float32, float16 or bfloat16",

@@ -89,4 +89,4 @@ torch.library.register_fake("pt2mx::linear_fake_quantize_mx", _linear_fake)
 torch.library.register_autograd("pt2mx::linear_fake_quantize_mx", _backward, setup_context=_save)
 
 linear_fake_quantize_mx = torch.ops.pt2mx.linear_fake_quantize_mx.default
-register_autocast(linear_fake_quantize_mx)
+register_autocast(linear_fake_quantize_mx, of_product=7)

@@ -12,13 +12,16 @@ Tensor linear_fake_quantize(const Tensor& x, const Tensor& data, const Tensor& s
                             const std::string& scale_mode, const std::string& rounding,
                             const std::optional<ScalarType>& target_dtype) {
   const Element& element = element_of(name);
-  STD_TORCH_CHECK(x.dim() > 0 && data.dim() == 2, "a product takes (..., K) and a weight of two dimensions");
-  STD_TORCH_CHECK(out_block_size > 0 && rounding != "stochastic", "values are not rounded like this");
+  STD_TORCH_CHECK(x.dim() > 0 && data.dim() == 2,
+                  "linear_fake_quantize_mx takes (..., K) and a weight of two dimensions, not ", data.dim());
+  STD_TORCH_CHECK(out_block_size > 0, "a block has at least 1 value, not ", out_block_size);
+  STD_TORCH_CHECK(rounding != "stochastic", "a product is not rounded stochastically: quantize its result");
   Shape shape = shape_of(x);
   const int64_t k = shape.back(), rows = product(shape, 0, shape.size() - 1), n = data.size(0);
   const ScalarType of_product = product_dtype.value_or(x.scalar_type()), result = target_dtype.value_or(of_product);
   check_packed(data, scale, element, block_size, k);
-  STD_TORCH_CHECK(!bias || (bias->numel() == n && bias->scalar_type() == of_product), "the bias does not fit");
+  STD_TORCH_CHECK(!bias || (bias->numel() == n && bias->scalar_type() == of_product),
+                  "linear_fake_quantize_mx: the bias does not fit");
   const auto in_two_steps = [&] {
     const Tensor y = linear(x, data, scale, bias, name, block_size, 0, product_dtype);
     return activation_fake_quantize(y, activation, out_name, out_block_size, scale_mode, rounding, result);

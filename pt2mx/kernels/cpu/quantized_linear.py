@@ -11,10 +11,19 @@ from pt2mx.kernels.cpu.activations import ACTIVATIONS
 from pt2mx.kernels.cpu.build import DTYPES, load
 from pt2mx.kernels.cpu.linear import FEW_ROWS, call_of, is_served, units_for
 from pt2mx.kernels.cpu.quantize import spec_of
+from pt2mx.modes import SCALE_MODES
 from pt2mx.spec import MXSpec
 
 #: values of a block: those of a row that the kernel finishes at a time
 BLOCK = 32
+
+
+def suits(quantization: MXSpec, n: object, product_dtype: torch.dtype | None) -> bool:
+    """True if the kernel quantizes products of n columns, rounded to a dtype: a block is what it finishes at a time."""
+    element, mode = quantization.element, SCALE_MODES[quantization.scale_mode]
+    whole = isinstance(n, int) and n % BLOCK == 0 and min(quantization.block_size, n) == BLOCK
+    in_registers = quantization.rounding == "even" and not mode.searches and not element.is_wide
+    return whole and in_registers and product_dtype in (torch.float32, torch.bfloat16)
 
 
 class _Epilogue(ctypes.Structure):
@@ -41,7 +50,7 @@ def linear_fake_quantize(
     quantized activation of the product, to the bit what two steps give. None where units do not serve."""
     rows, n = x.shape[:-1].numel(), data.shape[0]
     units = units_for(spec, x.shape[-1]) if x.dtype == torch.bfloat16 and rows > FEW_ROWS else 0
-    if not units or not x.numel() or not n:
+    if not units or not x.numel() or not suits(quantization, n, product_dtype):
         return None
     table = spec_of(quantization)
     epilogue = _Epilogue(

@@ -63,15 +63,25 @@ def test_gradients_are_those_of_two_steps(activation):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_autocast():
+@pytest.mark.parametrize("target_dtype", [None, torch.float32, torch.float16])
+def test_autocast_is_that_of_two_steps(target_dtype):
     data, scale = packed(64, 96)
     x, bias = torch.randn(40, 96), torch.randn(64)
-    args = "int8", 32, torch.float32, "gelu", "int8", 32, "floor", "even", torch.float32
+    args = x, data, scale, bias, "int8", 32, torch.float32, "gelu", "int8", 32, "floor", "even", target_dtype
     with torch.autocast("cpu", torch.bfloat16):
-        got = linear_fake_quantize_mx(x, data, scale, bias, *args)
-    args = (*args[:2], None, *args[3:8], None)
-    want = linear_fake_quantize_mx(x.bfloat16(), data, scale, bias.bfloat16(), *args)
-    assert got.dtype == torch.bfloat16 and torch.equal(got, want)
+        got, want = linear_fake_quantize_mx(*args), in_two_steps(*args)
+    assert got.dtype == want.dtype == (target_dtype or torch.bfloat16) and torch.equal(got, want)
+
+
+@pytest.mark.parametrize("out_elem", ["int10", "int16", "fp16_e5m10", "fp10_e5m4"])
+def test_wide_elements(out_elem):
+    torch.manual_seed(0)
+    data, scale = packed(64, 64)
+    x = pt2mx.fake_quantize_mx(torch.randn(40, 64), MXSpec("int8", 32)).bfloat16()
+    for activation in ("none", "gelu"):
+        for dtype in (torch.float32, torch.bfloat16):
+            args = x, data, scale, None, "int8", 32, torch.float32, activation, out_elem, 32, "floor", "even", dtype
+            assert torch.equal(linear_fake_quantize_mx(*args), in_two_steps(*args))
 
 
 def test_dynamic_rows_compile():

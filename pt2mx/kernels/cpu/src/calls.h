@@ -49,7 +49,7 @@ struct LinearCall {
   const uint8_t* data;
   const uint8_t* scale;
   const void* bias;          // or null
-  const Epilogue* epilogue;  // or null; units alone have one, for some of them and sizes
+  const Epilogue* epilogue;  // or null; `can_finish` in linear.cpp says which are served
   void* out;
 };
 

@@ -313,7 +313,7 @@ bool can_finish(const LinearCall& c) {
   if (!c.epilogue) return true;
   const Epilogue& e = *c.epilogue;
   return c.units && c.m > kFewRows && c.out_dtype != FP16 && e.block == kGroup && c.n % kGroup == 0 &&
-         InRegisters::serves(*e.spec, e.block, c.n);
+         e.spec->bits <= 8 && InRegisters::serves(*e.spec, e.block, c.n);
 }
 
 // On what serves of the call's units; `many`: rows, for which all of these do.

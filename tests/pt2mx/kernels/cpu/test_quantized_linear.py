@@ -80,6 +80,7 @@ def test_other_elements_of_the_result_and_any_values(unit):
         (64, torch.float32, MXSpec("int8", 16)),
         (64, torch.float32, MXSpec("int8", 64)),
         (64, torch.float32, MXSpec("int8", 32, -1, "mse")),
+        (64, torch.float32, MXSpec("int12", 32)),
         (64, torch.float32, MXSpec("int8", 32, -1, "floor", "half_away")),
     ],
 )
