@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pt2mx import ops
+from pt2mx.errors import MXError
 from pt2mx.kernels.cpu import quantized_linear
 from pt2mx.kernels.select import device_with_kernels
 from pt2mx.ops.autocast import register_autocast
@@ -59,7 +60,10 @@ def _check(
     weight, _, product_dtype = check_linear(x, data, scale, bias, elem, block_size, 0, product_dtype)
     check_activation(activation)
     target_dtype = target_dtype or product_dtype
-    quantization, dtype = check_quantization(x, out_elem, out_block_size, scale_mode, rounding, target_dtype)
+    try:
+        quantization, dtype = check_quantization(x, out_elem, out_block_size, scale_mode, rounding, target_dtype)
+    except MXError as error:
+        raise MXError(f"the result of the product: {error}") from None
     return weight, product_dtype, activation, quantization, dtype
 
 
