@@ -24,6 +24,7 @@ _OPERATORS = (
     "pt2mx.ops.linear",
     "pt2mx.ops.convolution",
     "pt2mx.ops.attention",
+    "pt2mx.ops.bfloat16_products",
     "pt2mx.ops.scaled_mm",
     "pt2mx.ops.fp8_rows",
     "pt2mx.ops.hadamard",

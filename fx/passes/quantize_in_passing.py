@@ -23,6 +23,7 @@ from pt2mx.kernels.quantized_activations import suits_gpu
 from pt2mx.kernels.select import runs_triton
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.attention import attention_mx
+from pt2mx.ops.bfloat16_products import attention_bfloat16, matmul_bfloat16
 from pt2mx.ops.fp8_rows import mm_fp8_rows
 from pt2mx.ops.linear import linear_mx
 from pt2mx.ops.order import natural, order_in_memory
@@ -36,7 +37,8 @@ _LEAST_VALUES = 1 << 16
 #: what Inductor does not generate on a GPU
 _CALLS = (
     aten.linear.default, aten.addmm.default, aten.mm.default, aten.bmm.default, aten.matmul.default,
-    aten.scaled_dot_product_attention.default, linear_mx, mm_fp8_rows, attention_mx,
+    aten.scaled_dot_product_attention.default, linear_mx, mm_fp8_rows, attention_mx, matmul_bfloat16,
+    attention_bfloat16,
 )  # fmt: skip
 
 

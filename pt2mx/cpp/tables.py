@@ -28,6 +28,8 @@ OPERATORS = (
     "grouped_linear_mx",
     "conv2d_mx",
     "attention_mx",
+    "matmul_bfloat16",
+    "attention_bfloat16",
     "hadamard",
     "rotated_fake_quantize_mx",
     "activation_fake_quantize_mx",

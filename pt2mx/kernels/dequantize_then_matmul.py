@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from pt2mx.formats import ElementFormat
 from pt2mx.kernels.gpu.mma_layout import from_mma_layout
-from pt2mx.kernels.select import kernels_for, rotate
+from pt2mx.kernels.select import device_with_kernels, kernels_for, rotate
 from pt2mx.spec import MXSpec
 
 __all__ = ["conv2d", "grouped_linear", "linear", "linear_mma_layout"]
@@ -30,10 +30,10 @@ def linear(
     """x: (..., K), data: (N, bytes) uint8, scale: (N, blocks) uint8, bias: (N,) or None -> (..., N) in `dtype`, that of
     the bias, by default x's; `rotation`: values of x that are rotated together first, 0 for none."""
     x = rotate(x, rotation) if rotation else x
-    if x.is_cuda and x.dtype == torch.bfloat16 and dtype == torch.float32:  # on tensor cores, which sum in float32
-        rows, weight = x.reshape(-1, x.shape[-1]), _weight(x, data, scale, spec)
-        y = torch.mm(rows, weight.t(), out_dtype=dtype).view(*x.shape[:-1], len(weight))
-        return y if bias is None else y + bias
+    if x.dtype == torch.bfloat16 and dtype == torch.float32 and device_with_kernels(x, spec.element) == "cuda":
+        from pt2mx.kernels.gpu import bfloat16_products
+
+        return bfloat16_products.linear(x, _weight(x, data, scale, spec), bias)
     x = x.to(dtype or x.dtype)
     return F.linear(x, _weight(x, data, scale, spec), bias)
 

@@ -84,7 +84,7 @@ def _check(
     if mask is not None and (mask.dtype != torch.bool or mask.dim() != 4):
         raise MXError(f"the mask is {mask.dtype} of {mask.dim()} dimensions: it must be (B, heads, S, L) booleans")
     wanted = *query.shape[:3], key_data.shape[2]
-    if mask is not None and (mask.device != query.device or not _broadcasts(mask.shape, wanted)):
+    if mask is not None and (mask.device != query.device or not broadcasts(mask.shape, wanted)):
         raise MXError(
             f"a mask of {tuple(mask.shape)} on {mask.device} does not fit: it must be on {query.device} and broadcast "
             f"to {tuple(wanted)}"
@@ -93,8 +93,9 @@ def _check(
     return check_packed(key_data, key_scale, elem, block_size, query.dtype, -1, query.shape[-1])[0]
 
 
-def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
-    """False where that is known: symbolic sizes are checked when they run."""
+def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    """Return False where a shape is known not to broadcast to one of as many dimensions. Symbolic sizes are checked
+    when they run."""
     pairs = [(n, m) for n, m in zip(shape, to, strict=True) if isinstance(n, int) and isinstance(m, int)]
     return all(n in (1, m) for n, m in pairs)
 

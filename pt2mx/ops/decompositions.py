@@ -18,7 +18,15 @@ from pt2mx.kernels import elements, reference
 from pt2mx.kernels.axis import is_one_in_the_example
 from pt2mx.kernels.gpu.mma_layout import from_mma_layout
 from pt2mx.kernels.hadamard import rotate
-from pt2mx.ops import attention, convolution, hadamard, linear, quantized_linear, rotated_quantization
+from pt2mx.ops import (
+    attention,
+    bfloat16_products,
+    convolution,
+    hadamard,
+    linear,
+    quantized_linear,
+    rotated_quantization,
+)
 from pt2mx.ops.activation_decompositions import ACTIVATION_DECOMPOSITIONS
 from pt2mx.ops.checks import check_input, check_packed
 from pt2mx.ops.order import Order, dense_strides, is_dense, natural, order_in_memory, permuted_back, strides_in_order
@@ -230,8 +238,21 @@ def call_decompositions() -> dict[OpOverload, Callable[..., Any]]:
         found = functional.scaled_dot_product_attention(query, keys, values, mask, scale=scale, enable_gqa=grouped)
         return found.contiguous()
 
+    def attention_bfloat16(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        is_causal: bool = False,
+        scale: float | None = None,
+    ) -> Tensor:
+        found = bfloat16_products.dense_attention(query, key, value, mask, is_causal, scale)
+        return found.transpose(1, 2).contiguous().transpose(1, 2)
+
     return {
         attention.attention_mx: attention_mx,
+        bfloat16_products.matmul_bfloat16: torch.matmul,
+        bfloat16_products.attention_bfloat16: attention_bfloat16,
         linear.linear_mx: linear_mx,
         quantized_linear.linear_fake_quantize_mx: linear_fake_quantize_mx,
         linear.grouped_linear_mx: grouped_linear_mx,

@@ -117,6 +117,18 @@ _EXAMPLES = {
         >>> torch.ops.pt2mx.linear_fake_quantize_mx(x, data, scale, None, "fp4_e2m1", 32, *modes)
         tensor([0., 1., 4., 0.])
         """,
+    "matmul_bfloat16": """
+        >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+        >>> torch.ops.pt2mx.matmul_bfloat16(x, x)
+        tensor([[ 7., 10.],
+                [15., 22.]])
+        """,
+    "attention_bfloat16": """
+        >>> query = torch.tensor([8.0, 0.0, 0.0, 0.0]).reshape(1, 1, 1, 4)
+        >>> keys = torch.eye(4).reshape(1, 1, 4, 4)
+        >>> torch.ops.pt2mx.attention_bfloat16(query, keys, keys).flatten()
+        tensor([0.9479, 0.0174, 0.0174, 0.0174])
+        """,
     "swizzle_scale": """
         >>> swizzled = torch.ops.pt2mx.swizzle_scale(torch.tensor([[127, 128]], dtype=torch.uint8))
         >>> swizzled.shape, swizzled[:4]

@@ -23,6 +23,8 @@ STABLE_TORCH_LIBRARY_IMPL(pt2mx, CPU, library) {
   library.impl("grouped_linear_mx", TORCH_BOX(&pt2mx::grouped_linear));
   library.impl("conv2d_mx", TORCH_BOX(&pt2mx::conv2d));
   library.impl("attention_mx", TORCH_BOX(&pt2mx::attention));
+  library.impl("matmul_bfloat16", TORCH_BOX(&pt2mx::matmul_bfloat16));
+  library.impl("attention_bfloat16", TORCH_BOX(&pt2mx::attention_bfloat16));
   library.impl("hadamard", TORCH_BOX(&pt2mx::hadamard));
   library.impl("rotated_fake_quantize_mx", TORCH_BOX(&pt2mx::rotated_fake_quantize));
   library.impl("activation_fake_quantize_mx", TORCH_BOX(&pt2mx::activation_fake_quantize));

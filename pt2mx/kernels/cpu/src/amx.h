@@ -8,32 +8,13 @@
 
 #pragma once
 
-#if defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__linux__) && \
-    (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
-
-#define PT2MX_TILES
-
-#include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
+#if defined(PT2MX_TILES)
 
 #include <mutex>
 
 namespace {
 
-constexpr i64 kSide = 16;         // rows of a register; 32 values of 16 bits, or 16 sums, a row
-constexpr i64 kPair = 2 * kSide;  // rows of the weight, and of x, that go together
-constexpr i64 kDepth = 8;         // groups that are decoded at a time: of both operands they fit the first-level cache
-constexpr i64 kTile = kSide * kGroup;
-
-bool has_tiles() {
-  static const bool available = [] {
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    const bool present = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1);
-    return present && syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
-  }();
-  return available;
-}
+constexpr i64 kDepth = 8;  // groups that are decoded at a time: of both operands they fit the first-level cache
 
 struct Tiled {
   Linear& linear;
@@ -52,14 +33,6 @@ struct Tiled {
     }
   }
 };
-
-// Eight registers of 16 rows of 64 bytes. In static memory: GCC takes _tile_loadconfig to read its first bytes only.
-struct TileConfig {
-  u8 palette = 1, start = 0, reserved[14] = {};
-  u16 row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  u8 rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-const TileConfig kTileConfig;
 
 // The values of a group in their order, which are those at even and at odd places, or else the two halves.
 template <bool Pairs>
@@ -135,9 +108,6 @@ __attribute__((target("amx-tile,amx-bf16"))) NOINLINE void multiply_tiles(const 
   _tile_stored(3, sums + 3 * kSums, 64);
 }
 
-__attribute__((target("amx-tile"))) NOINLINE void configure() { _tile_loadconfig(&kTileConfig); }
-__attribute__((target("amx-tile"))) NOINLINE void release() { _tile_release(); }
-
 template <class Decoder>
 void run_tiles(i64 begin, i64 end, void* context) {
   const Tiled& tiled = *static_cast<const Tiled*>(context);
@@ -184,7 +154,6 @@ int32_t multiply_in_tiles(Linear& linear, ParallelFor parallel_for) {
 #else
 
 namespace {
-bool has_tiles() { return false; }
 template <class Decoder>
 int32_t multiply_in_tiles(Linear&, ParallelFor) {
   return 1;

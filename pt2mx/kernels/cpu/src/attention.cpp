@@ -4,40 +4,14 @@
 // A head of the keys serves a group of heads of the query. Its scores are kept for all slots, so that each weight is
 // known when its value is read. Every sum is made in one thread and in one order.
 
-#include <cmath>
 #include <vector>
 
 #include "decode.h"
+#include "softmax.h"
 
 namespace {
 
 constexpr i64 kWidest = 512, kMostRows = 32;  // as in ../attention.py
-
-// e**x of numbers up to 0, within 2 units in the last place: 2**n times a polynomial of what is left.
-inline Floats exponential(Floats x) {
-  x = Floats((Ints(x) & Ints(x > floats(-104.0f))) | (Ints(floats(-104.0f)) & Ints(x <= floats(-104.0f))));
-  const Floats n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
-  const Floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  Floats p = floats(1.9875691500e-4f);
-  for (const float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
-    p = p * r + c;
-  }
-  const Floats y = p * r * r + r + 1.0f;
-  const Ints whole = __builtin_convertvector(n, Ints), half = whole >> 1;
-  return y * Floats((half + kBias) << 23) * Floats((whole - half + kBias) << 23);
-}
-
-inline float sum_of_lanes(Floats v) {  // halves are added to each other
-#if defined(__AVX512F__)
-  return _mm512_reduce_add_ps(__m512(v));
-#endif
-  float lanes[kWidth];
-  store(lanes, v);
-  for (i64 half = kWidth / 2; half; half /= 2) {
-    for (i64 i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-  }
-  return lanes[0];
-}
 
 // A row of `groups` whole groups, `per_block` of them a block, to vectors in the order of the decoder.
 template <class Decoder>
@@ -71,7 +45,10 @@ class Head {
 
   void run() {
     score();
-    for (i64 r = 0; r < rows_; ++r) sums_[r] = softmax(scores_.data() + r * stride());
+    for (i64 r = 0; r < rows_; ++r) {
+      float* scores = scores_.data() + r * stride();
+      sums_[r] = softmax(scores, stride(), largest_score(scores, stride()));
+    }
     add_values();
     if (decoder_.invalid()) *c.invalid = 1;
   }
@@ -109,22 +86,6 @@ class Head {
         scores_[r * stride() + slot] = sum_of_lanes(sum);
       }
     }
-  }
-
-  // Scores of a row to weights, whose sum it gives.
-  float softmax(float* scores) const {
-    float largest = -INFINITY;
-    for (i64 i = 0; i < stride(); ++i) largest = scores[i] > largest || scores[i] != scores[i] ? scores[i] : largest;
-    const float shift = largest == -INFINITY ? 0.0f : largest;  // of a row that sees nothing all weights are 0
-    Floats sum{};
-    for (i64 i = 0; i < stride(); i += kWidth) {
-      const Floats x = load<Floats>(scores + i) - shift;
-      const Ints seen = load<Floats>(scores + i) != floats(-INFINITY), invalid = (x != x) & seen;
-      const Floats weight = Floats((Ints(exponential(x)) & seen) | (invalid & int32_t(0x7FC00000)));
-      store(scores + i, weight);
-      sum += weight;
-    }
-    return sum_of_lanes(sum);
   }
 
   void add_values() {

@@ -6,9 +6,7 @@
 
 #pragma once
 
-#if defined(__AVX512BW__) && defined(__AVX512DQ__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
-
-#include <cpuid.h>
+#if defined(PT2MX_PAIRS)
 
 #include <cmath>
 #include <mutex>
@@ -19,26 +17,6 @@ namespace {
 
 constexpr i64 kSpan = 4 * kGroup;  // values that are decoded together, to four vectors of 32
 constexpr i64 kAhead = 6144;       // bytes, of the codes that are fetched: the processor alone does it too late
-
-bool has_pairs() {
-  static const bool available = [] {  // to ask the processor takes microseconds in a virtual machine
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(c >> 1 & 1)) return false;  // AVX512_VBMI
-    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);               // AVX512_BF16
-  }();
-  return available;
-}
-
-// Whether these products take less time than float32's: Intel's take two cycles each (Xeon with AMX, measured:
-// tests/benchmarks/products.py).
-bool has_fast_pairs() {
-  static const bool fast = [] {
-    unsigned a = 0, vendor[3] = {};
-    return has_pairs() && __get_cpuid(0, &a, &vendor[0], &vendor[2], &vendor[1]) &&
-           !std::memcmp(vendor, "AuthenticAMD", sizeof vendor);
-  }();
-  return fast;
-}
 
 // The first `n` values of the table of codes as bfloat16, twice where they are 16: look-ups take five bits.
 inline __m512i table_of(const LinearCall& call, int n) {
@@ -244,8 +222,6 @@ int32_t multiply_in_pairs(Linear& linear, i64 tiles, i64 grain, ParallelFor para
 #else
 
 namespace {
-bool has_pairs() { return false; }
-bool has_fast_pairs() { return false; }
 bool has_tiny_values(const LinearCall&) { return false; }
 template <class Decoder>
 struct PairsOf {

@@ -77,6 +77,30 @@ struct AttentionCall {
   int32_t* invalid;  // set to 1 where a code is one that cannot be decoded
 };
 
+// x: (first, second, m, k) times y: (first, second, k, n) in fp32, as ../bfloat16_products.py fills it: values that a
+// bfloat16 holds. Strides of these are in values; of the last two dimensions of y, and of x the last, one is 1.
+struct MatmulCall {
+  int32_t units;
+  int64_t threads, first, second, m, n, k;
+  int64_t x_stride[3], y_stride[4];
+  const float *x, *y;
+  float* out;  // contiguous
+};
+
+// Attention in fp32: query (batch, heads, queries, width), key (batch, heads / group, keys, width), value (batch, heads
+// / group, keys, value_width), as ../bfloat16_products.py fills it: values of the query and the key that a bfloat16
+// holds. Strides are in values, and 1 along the last dimension; out is (batch, queries, heads, value_width).
+struct DenseAttentionCall {
+  int32_t units, causal;
+  int64_t threads, batch, heads, group, queries, keys, width, value_width;
+  int64_t query_stride[3], key_stride[3], value_stride[3], mask_stride[3];
+  float factor;
+  const float *query, *key, *value;
+  const uint8_t* seen;  // a mask of booleans, or null
+  const float* added;   // a mask that is added, or null
+  float* out;
+};
+
 // As ../hadamard.py fills it.
 struct HadamardCall {
   int32_t dtype;
@@ -120,6 +144,9 @@ int32_t pt2mx_convolution(const ConvolutionCall* call, ParallelFor parallel_for)
 int32_t pt2mx_has_tiles();                                // whether the processor has AMX
 int32_t pt2mx_units(int32_t format, const float* table);  // that serve a weight, of a LinearCall's format and table
 int32_t pt2mx_attention(AttentionCall* call, ParallelFor parallel_for);
+int32_t pt2mx_bfloat16_units();  // that serve the next two
+int32_t pt2mx_matmul(const MatmulCall* call, ParallelFor parallel_for);
+int32_t pt2mx_dense_attention(const DenseAttentionCall* call, ParallelFor parallel_for);
 int32_t pt2mx_quantize_activation(const ActivationCall* call, ParallelFor parallel_for);
 int32_t pt2mx_hadamard(const HadamardCall* call, ParallelFor parallel_for);
 

@@ -7,9 +7,11 @@
 #include <type_traits>
 
 #include "activation.h"
+#include "buffer.h"
 #include "decode.h"
 #include "in_registers.h"
 #include "rotate.h"
+#include "squares.h"
 #include "windows.h"
 
 namespace {
@@ -24,46 +26,6 @@ void to_floats(const void* from, i64 first, i64 n, int32_t dtype, float* out) {
   if (dtype == FP32) std::memcpy(out, static_cast<const float*>(from) + first, 4 * n);
   else widen(static_cast<const u16*>(from) + first, n, dtype, out);
 }
-
-// Memory in whole lines of the cache: vectors that cross two take twice as long.
-template <class T>
-class Buffer {
- public:
-  void resize(i64 n) { lines_.resize((n * sizeof(T) + sizeof(Line) - 1) / sizeof(Line)); }
-  i64 size() const { return i64(lines_.size() * sizeof(Line) / sizeof(T)); }
-  void zero() { std::memset(static_cast<void*>(lines_.data()), 0, lines_.size() * sizeof(Line)); }
-  T* data() { return reinterpret_cast<T*>(lines_.data()); }
-  const T* data() const { return reinterpret_cast<const T*>(lines_.data()); }
-
- private:
-  struct alignas(64) Line {
-    u8 bytes[64];
-  };
-  std::vector<Line> lines_;
-};
-
-enum Use { OF_X, OF_WEIGHT };
-constexpr i64 kKept = 1 << 25;  // bytes that a thread keeps at most
-
-// Memory that a thread's next call finds again: fresh pages take longer than to write what goes there.
-template <Use>
-class Scratch {
- public:
-  explicit Scratch(i64 bytes) {
-    static thread_local Buffer<u8> kept;
-    Buffer<u8>& buffer = bytes <= kKept ? kept : own_;
-    if (buffer.size() < bytes) {
-      buffer = Buffer<u8>();  // of which nothing is copied
-      buffer.resize(bytes);
-    }
-    data_ = buffer.data();
-  }
-  u8* data() const { return data_; }
-
- private:
-  Buffer<u8> own_;
-  u8* data_;
-};
 
 struct Linear {
   const LinearCall& call;

@@ -1,0 +1,108 @@
+"""Products of two quantized activations, and attention over them, on units for bfloat16, exactly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from pt2mx.fx.graph.aliasing import written_nodes
+from pt2mx.fx.graph.graph_pass import GraphPass
+from pt2mx.fx.graph.node import args_of, dtype_of, named_args, node_arg, set_value, shape_of, value_of
+from pt2mx.fx.graph.views import REORDERING, SPLITTING, allow_any_strides, is_view
+from pt2mx.fx.passes.bfloat16_products import is_quantized
+from pt2mx.kernels.cpu import bfloat16_products
+from pt2mx.kernels.select import runs_triton
+from pt2mx.ops.bfloat16_products import attention_bfloat16, matmul_bfloat16
+
+aten = torch.ops.aten
+
+#: products of two numbers from which a call, which takes 25 us more, is faster on the CPU
+_LEAST_PRODUCTS = 1 << 21
+
+
+@GraphPass
+def use_bfloat16_for_activations(model: GraphModule) -> None:
+    """Replace `matmul`, `bmm` and `mm` of two quantized float32 tensors, and attention over a quantized query, key and
+    value, by `matmul_bfloat16` and `attention_bfloat16`, where the device has units for bfloat16. Small products and
+    those that broadcast stay, and what the graph writes."""
+    written = written_nodes(model.graph)
+    for node in list(model.graph.nodes):
+        rewrite = _REWRITES.get(node.target)
+        call = rewrite(node) if rewrite else None
+        if call is None:
+            continue
+        operator, operands, rest = call
+        if not all(_holds_bfloat16(operand, written) for operand in operands):
+            continue
+        with model.graph.inserting_before(node):
+            product = model.graph.call_function(operator, (*operands, *rest))
+        product.meta.update(node.meta)
+        set_value(product)
+        node.replace_all_uses_with(product)
+        allow_any_strides(product)
+        model.graph.erase_node(node)  # dropout, which attention might have, is taken to be an effect
+
+
+_Call = tuple[torch._ops.OpOverload, tuple[Node, ...], tuple[Any, ...]]
+
+
+def _matmul(node: Node) -> _Call | None:
+    x, y, shape = node_arg(node, 0), node_arg(node, 1), shape_of(node)
+    shapes = shape_of(x), shape_of(y)
+    if shape is None or None in shapes or any(dtype_of(n) != torch.float32 for n in (node, x, y)):
+        return None
+    of_x, of_y = shapes
+    fits = len(of_x or ()) == len(of_y or ()) >= 2 and (of_x or ())[:-2] == (of_y or ())[:-2]
+    return (matmul_bfloat16, (x, y), ()) if fits and _serves(node, (*shape, (of_x or ())[-1])) else None
+
+
+def _attention(node: Node) -> _Call | None:
+    given = named_args(node)
+    operands = given["query"], given["key"], given["value"]
+    mask = given["attn_mask"]
+    if given["dropout_p"] or any(dtype_of(n) != torch.float32 for n in (node, *operands)):
+        return None
+    (*of_query, width), (*of_key, _), (*of_value, _) = ((shape_of(n) or (0,)) for n in operands)
+    if len(of_query) != 3 or of_key != of_value or of_query[0] != of_key[0]:
+        return None
+    if mask is not None and (given["is_causal"] or dtype_of(mask) not in (torch.bool, torch.float32)):
+        return None
+    heads, key_heads = of_query[1], of_key[1]
+    if not (isinstance(heads, int) and isinstance(key_heads, int) and key_heads and heads % key_heads == 0):
+        return None
+    rest = mask, given["is_causal"], given["scale"]
+    return (attention_bfloat16, operands, rest) if _serves(node, (*of_query, of_key[2], width)) else None
+
+
+_REWRITES: dict[object, Callable[[Node], _Call | None]] = {
+    **dict.fromkeys((aten.matmul.default, aten.bmm.default, aten.mm.default), _matmul),
+    aten.scaled_dot_product_attention.default: _attention,
+}
+
+
+def _serves(node: Node, sizes: tuple[int | str, ...]) -> bool:
+    """True if the device of a product has units for it. `sizes`: of all dimensions, also the one that is reduced."""
+    value = value_of(node)
+    if not isinstance(value, Tensor):
+        return False
+    if value.device.type == "cuda":
+        return runs_triton(value.device)
+    known = [n for n in sizes if isinstance(n, int)]
+    small = len(known) == len(sizes) and math.prod(known) < _LEAST_PRODUCTS
+    return value.device.type == "cpu" and not small and bool(bfloat16_products.units())
+
+
+def _holds_bfloat16(node: Node, written: set[Node]) -> bool:
+    """True if a quantization gives the values of a node, maybe in another order or copied, and nothing writes them."""
+    while node not in written and args_of(node) and isinstance(node.args[0], Node):
+        if is_quantized(node):
+            return True
+        if not (node.target in (*REORDERING, *SPLITTING) or is_view(node)):
+            return False
+        node = node.args[0]
+    return False

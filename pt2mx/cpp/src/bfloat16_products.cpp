@@ -1,0 +1,134 @@
+// matmul_bfloat16, attention_bfloat16: as pt2mx/kernels/cpu/bfloat16_products.py has them, with the same choice of
+// kernel.
+
+#include <algorithm>
+#include <cmath>
+
+#include "tensors.h"
+
+namespace pt2mx {
+namespace {
+
+constexpr int64_t kLeastRows = 16, kWidest = 512;
+
+const float* floats_of(const Tensor& x) { return static_cast<const float*>(x.const_data_ptr()); }
+
+Tensor transposed(const Tensor& x) { return call_overload("aten::transpose", "int", x, int64_t(1), int64_t(2)); }
+
+// The tensor, or a copy of it that is contiguous where its last dimension is not.
+Tensor with_rows(const Tensor& x) { return x.stride(x.dim() - 1) == 1 ? x : dense(x); }
+
+// The strides of a matrix, and of the two dimensions before it; of more dimensions x has to be contiguous.
+Shape strides_of(const Tensor& x) {
+  Shape strides;
+  for (int64_t d = std::max<int64_t>(0, x.dim() - 4); d < x.dim(); ++d) strides.push_back(x.stride(d));
+  strides.insert(strides.begin(), 4 - strides.size(), 0);
+  if (x.dim() > 4) strides[0] = x.size(-3) * strides[1];
+  return strides;
+}
+
+void copy_strides(const Shape& strides, int64_t n, int64_t* out) {
+  std::copy(strides.begin(), strides.begin() + n, out);
+}
+
+}  // namespace
+
+Tensor matmul_bfloat16(const Tensor& given, const Tensor& other) {
+  const Shape of_x = shape_of(given), of_y = shape_of(other);
+  const int64_t dimensions = given.dim(), batch = dimensions - 2;
+  STD_TORCH_CHECK(dimensions >= 2 && other.dim() == dimensions && of_x.back() == of_y[batch] &&
+                      std::equal(of_x.begin(), of_x.begin() + batch, of_y.begin()) &&
+                      given.scalar_type() == other.scalar_type(),
+                  "matmul_bfloat16 takes (*batch, M, K) and (*batch, K, N) of one dtype");
+  const int32_t units = pt2mx_bfloat16_units();
+  if (given.scalar_type() != ScalarType::Float || !units || of_x[batch] < kLeastRows || !given.numel() ||
+      !other.numel()) {
+    return call("aten::matmul", given, other);
+  }
+  const bool flat = dimensions > 4;
+  const Tensor x = flat ? dense(given) : with_rows(given);
+  const bool strided = !flat && (other.stride(batch) == 1 || other.stride(batch + 1) == 1);
+  const Tensor y = strided ? other : dense(other);
+  Shape shape = of_x;
+  shape.back() = of_y.back();
+  Tensor out = torch::stable::empty(shape, ScalarType::Float);
+  MatmulCall task{};
+  task.units = units;
+  task.threads = torch::stable::get_num_threads();
+  task.second = batch ? of_x[batch - 1] : 1;
+  task.first = product(of_x, 0, batch) / task.second;
+  task.m = of_x[batch];
+  task.k = of_x.back();
+  task.n = of_y.back();
+  copy_strides(strides_of(x), 3, task.x_stride);
+  copy_strides(strides_of(y), 4, task.y_stride);
+  task.x = floats_of(x);
+  task.y = floats_of(y);
+  task.out = static_cast<float*>(out.mutable_data_ptr());
+  const int32_t error = pt2mx_matmul(&task, torch_parallel_for);
+  if (error == kUnserved) return call("aten::matmul", given, other);
+  check_served(error);
+  return out;
+}
+
+Tensor attention_bfloat16(const Tensor& query, const Tensor& key, const Tensor& value,
+                          const std::optional<Tensor>& mask, bool is_causal, const std::optional<double>& scale) {
+  STD_TORCH_CHECK(query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && (!mask || mask->dim() <= 4),
+                  "attention_bfloat16 takes tensors of four dimensions");
+  const int64_t batch = query.size(0), heads = query.size(1), queries = query.size(2), width = query.size(3);
+  const int64_t key_heads = key.size(1), keys = key.size(2), value_width = value.size(3);
+  STD_TORCH_CHECK(key.size(0) == batch && (key_heads ? heads % key_heads == 0 : heads == 0) && key.size(3) == width &&
+                      value.size(0) == batch && value.size(1) == key_heads && value.size(2) == keys &&
+                      !(mask && is_causal),
+                  "attention_bfloat16: query, key, value and mask do not fit");
+  const auto attend = [&] {
+    const Tensor found =
+        call("aten::scaled_dot_product_attention", query, key, value, mask, 0.0, is_causal, scale, heads != key_heads);
+    return transposed(dense(transposed(found)));
+  };
+  const int32_t units = pt2mx_bfloat16_units();
+  if (query.scalar_type() != ScalarType::Float || !units || queries < kLeastRows || width > kWidest || !query.numel() ||
+      !value.numel()) {
+    return attend();
+  }
+  const Tensor operands[] = {with_rows(query), with_rows(key), with_rows(value)};
+  Tensor out = torch::stable::empty({batch, queries, heads, value_width}, ScalarType::Float);
+  DenseAttentionCall task{};
+  task.units = units;
+  task.causal = is_causal;
+  task.threads = torch::stable::get_num_threads();
+  task.batch = batch;
+  task.heads = heads;
+  task.group = heads / key_heads;
+  task.queries = queries;
+  task.keys = keys;
+  task.width = width;
+  task.value_width = value_width;
+  task.factor = float(scale ? *scale : std::pow(double(width), -0.5));
+  int64_t* strides[] = {task.query_stride, task.key_stride, task.value_stride};
+  for (int i = 0; i < 3; ++i) copy_strides(strides_of(operands[i]), 3, strides[i]);
+  task.query = floats_of(operands[0]);
+  task.key = floats_of(operands[1]);
+  task.value = floats_of(operands[2]);
+  task.out = static_cast<float*>(out.mutable_data_ptr());
+  std::optional<Tensor> seen;  // with its keys next to each other
+  if (mask) {
+    Shape shape = shape_of(*mask);
+    shape.insert(shape.begin(), 4 - shape.size(), 1);
+    seen = torch::stable::reshape(*mask, shape);
+    if (shape[3] != keys || seen->stride(3) != 1) {
+      shape[3] = keys;
+      seen = dense(call("aten::expand", *seen, shape, false));
+    }
+    for (int64_t d = 0; d < 3; ++d) task.mask_stride[d] = shape[d] == 1 ? 0 : seen->stride(d);
+    const void* values = seen->const_data_ptr();
+    if (seen->scalar_type() == ScalarType::Bool) task.seen = static_cast<const uint8_t*>(values);
+    else task.added = static_cast<const float*>(values);
+  }
+  const int32_t error = pt2mx_dense_attention(&task, torch_parallel_for);
+  if (error == kUnserved) return attend();
+  check_served(error);
+  return transposed(out);
+}
+
+}  // namespace pt2mx

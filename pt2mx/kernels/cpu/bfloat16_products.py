@@ -1,0 +1,121 @@
+"""Products of float32 tensors whose values bfloat16 holds, on the CPU's units for bfloat16, in C++ (`src/matmul.cpp`,
+`src/dense_attention.cpp`). Operands are packed at each call; sums are in fp32, each in one order whatever the number of
+threads."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from pt2mx.kernels.cpu.build import is_available, load
+from pt2mx.kernels.cpu.linear import is_served
+
+__all__ = ["attention", "matmul", "units"]
+
+#: rows of x, or queries, from which that is faster than torch's product
+_LEAST_ROWS = 16
+#: the widest head of a query: its scores are one sum
+_WIDEST = 512
+
+
+class _Matmul(ctypes.Structure):
+    _fields_ = (
+        ("units", ctypes.c_int32),
+        *((name, ctypes.c_int64) for name in ("threads", "first", "second", "m", "n", "k")),
+        ("x_stride", ctypes.c_int64 * 3),
+        ("y_stride", ctypes.c_int64 * 4),
+        *((name, ctypes.c_void_p) for name in ("x", "y", "out")),
+    )
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = (
+        ("units", ctypes.c_int32),
+        ("causal", ctypes.c_int32),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("threads", "batch", "heads", "group", "queries", "keys", "width", "value_width")
+        ),
+        *((f"{name}_stride", ctypes.c_int64 * 3) for name in ("query", "key", "value", "mask")),
+        ("factor", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "seen", "added", "out")),
+    )
+
+
+@functools.cache
+def units() -> int:
+    """Return the units of this machine that serve, numbered as in cpp; 0 for none."""
+    return int(load()[0].pt2mx_bfloat16_units()) if is_available() else 0
+
+
+def matmul(x: Tensor, y: Tensor) -> Tensor | None:
+    """x: (*batch, M, K) fp32, y: (*batch, K, N) fp32 -> (*batch, M, N) fp32; None where nothing was computed: no units,
+    few rows, or values that bfloat16 does not hold or whose products could be subnormal."""
+    if not units() or x.shape[-2] < _LEAST_ROWS or 0 in (x.numel(), y.numel()):
+        return None
+    library, parallel_for = load()
+    out = x.new_empty(*x.shape[:-1], y.shape[-1])
+    rows, columns = _of_four_dimensions(x), _of_four_dimensions(y)
+    rows = rows if rows.stride(3) == 1 else rows.contiguous()
+    columns = columns if 1 in columns.stride()[2:] else columns.contiguous()
+    call = _Matmul(
+        units=units(),
+        threads=torch.get_num_threads(),
+        first=rows.shape[0],
+        second=rows.shape[1],
+        m=rows.shape[2],
+        n=columns.shape[3],
+        k=rows.shape[3],
+        x_stride=rows.stride()[:3],
+        y_stride=columns.stride(),
+        x=rows.data_ptr(),
+        y=columns.data_ptr(),
+        out=out.data_ptr(),
+    )
+    return out if is_served(library.pt2mx_matmul(ctypes.addressof(call), parallel_for)) else None
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
+) -> Tensor | None:
+    """As `scaled_dot_product_attention`. query: (B, heads, S, D) fp32, key: (B, heads of the keys, L, D) fp32, value:
+    (B, heads of the keys, L, W) fp32, mask: (B or 1, heads or 1, S or 1, L or 1) bool or fp32, or None -> (B, heads, S,
+    W) fp32, in memory as (B, S, heads, W). None where nothing was computed, as above; values may be any."""
+    (batch, heads, queries, width), (_, key_heads, keys, _) = query.shape, key.shape
+    if not units() or queries < _LEAST_ROWS or width > _WIDEST or 0 in (query.numel(), value.numel()):
+        return None
+    library, parallel_for = load()
+    out = query.new_empty(batch, queries, heads, value.shape[-1])
+    tensors = [t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value)]
+    call = _Attention(
+        units=units(),
+        causal=is_causal,
+        threads=torch.get_num_threads(),
+        batch=batch,
+        heads=heads,
+        group=heads // key_heads,
+        queries=queries,
+        keys=keys,
+        width=width,
+        value_width=value.shape[-1],
+        factor=width**-0.5 if scale is None else scale,
+        out=out.data_ptr(),
+    )
+    for name, tensor in zip(("query", "key", "value"), tensors, strict=True):
+        setattr(call, name, tensor.data_ptr())
+        setattr(call, f"{name}_stride", tensor.stride()[:3])
+    if mask is not None:
+        mask = mask.expand(*mask.shape[:3], keys)
+        mask = (mask if mask.stride(3) == 1 else mask.contiguous()).expand(batch, heads, queries, keys)
+        setattr(call, "seen" if mask.dtype == torch.bool else "added", mask.data_ptr())
+        call.mask_stride = mask.stride()[:3]
+    served = is_served(library.pt2mx_dense_attention(ctypes.addressof(call), parallel_for))
+    return out.transpose(1, 2) if served else None
+
+
+def _of_four_dimensions(x: Tensor) -> Tensor:
+    """x: (..., n, m) -> (a, b, n, m), a view where its strides allow."""
+    return x[(None,) * (4 - x.dim())] if x.dim() < 4 else x.flatten(0, -4)

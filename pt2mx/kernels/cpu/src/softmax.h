@@ -1,0 +1,67 @@
+// The softmax of attention, in fp32.
+
+#pragma once
+
+#include <cmath>
+
+#include "values.h"
+
+namespace {
+
+// e**x of numbers up to 0, within 2 units in the last place, and NaN of NaN: 2**n times a polynomial of what is left.
+inline Floats exponential(Floats x) {
+  x = larger(floats(-150.0f), x);  // of which it is 0
+  const Floats n = fused(x, floats(1.44269504f), floats(12582912.0f)) - 12582912.0f;
+  const Floats r = fused(n, floats(2.12194440e-4f), fused(n, floats(-0.693359375f), x));
+  Floats p = floats(1.9875691500e-4f);
+  for (const float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
+    p = fused(p, r, floats(c));
+  }
+  const Floats y = fused(p * r, r, r) + 1.0f;
+#if defined(__AVX512F__)
+  return _mm512_scalef_ps(y, n);
+#else
+  const Ints whole = __builtin_convertvector(n, Ints), half = whole >> 1;
+  return y * Floats((half + kBias) << 23) * Floats((whole - half + kBias) << 23);
+#endif
+}
+
+inline float sum_of_lanes(Floats v) {  // halves are added to each other
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps(__m512(v));
+#endif
+  float lanes[kWidth];
+  store(lanes, v);
+  for (i64 half = kWidth / 2; half; half /= 2) {
+    for (i64 i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  }
+  return lanes[0];
+}
+
+inline float largest_lane(Floats v) {
+  float lanes[kWidth];
+  store(lanes, v);
+  return *std::max_element(lanes, lanes + kWidth);
+}
+
+// The largest of `n` scores, whole vectors, but NaN.
+inline float largest_score(const float* scores, i64 n) {
+  Floats most = floats(-INFINITY);
+  for (i64 i = 0; i < n; i += kWidth) most = larger(load<Floats>(scores + i), most);
+  return largest_lane(most);
+}
+
+// Scores to weights, whose sum it gives: e to the power of what they exceed `largest` by. Of a row that sees nothing
+// all are 0.
+inline float softmax(float* scores, i64 n, float largest) {
+  const float shift = largest == -INFINITY ? 0.0f : largest;
+  Floats sum{};
+  for (i64 i = 0; i < n; i += kWidth) {
+    const Floats weight = exponential(load<Floats>(scores + i) - shift);
+    store(scores + i, weight);
+    sum += weight;
+  }
+  return sum_of_lanes(sum);
+}
+
+}  // namespace

@@ -1,0 +1,117 @@
+"""Products of values that bfloat16 holds on an NVIDIA GPU's tensor cores, no less exact than in float32, in Triton: of
+matrices (`bfloat16_gemm_kernel`), and attention (`dense_attention_kernel`). Other values are rounded to bfloat16."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from pt2mx.kernels.gpu.bfloat16_gemm_kernel import bfloat16_gemm_kernel
+from pt2mx.kernels.gpu.dense_attention_kernel import dense_attention_kernel
+
+__all__ = ["attention", "linear", "matmul"]
+
+#: the widest head, queries from which the kernel is faster than torch's, and those and the keys of a program
+_WIDEST, _LEAST_QUERIES, _ROWS, _KEYS = 128, 16, 64, 64
+#: products that tensor cores sum; of 32, 64 and 128 the most that is no less exact than float32
+_DEPTH = 64
+
+
+class _Tile(NamedTuple):
+    """A tile of the result that a program computes, and how it is launched."""
+
+    rows: int
+    columns: int
+    stages: int = 4
+
+
+#: tiles that were fastest on an H200, largest first: one serves where there are rows and columns for it, and of which
+#: there are as many as the GPU has multiprocessors
+_TILES = (_Tile(64, 128), _Tile(64, 64), _Tile(32, 64), _Tile(16, 64, 5))
+
+
+def matmul(x: Tensor, y: Tensor) -> Tensor:
+    """x: (*batch, M, K) fp32, y: (*batch, K, N) fp32 -> (*batch, M, N) fp32."""
+    return _multiply(x.to(torch.bfloat16), y.to(torch.bfloat16), None)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x: (..., K) bfloat16, weight: (N, K) bfloat16, bias: (N,) fp32 or None -> (..., N) fp32."""
+    return _multiply(x.reshape(-1, x.shape[-1]), weight.t(), bias).view(*x.shape[:-1], len(weight))
+
+
+def _multiply(x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
+    """x: (*batch, M, K) bfloat16, y: (*batch, K, N) bfloat16, bias: (N,) fp32 or None -> (*batch, M, N) fp32."""
+    out = x.new_empty((*x.shape[:-1], y.shape[-1]), dtype=torch.float32)
+    if not out.numel():
+        return out
+    x, y = (t[(None,) * (4 - t.dim())] if t.dim() < 4 else t.flatten(0, -4) for t in (x, y))
+    x = x if x.stride(3) == 1 else x.contiguous()
+    (first, second, m, k), n = x.shape, y.shape[3]
+    tile = _tile_of(first * second, m, n, x.device)
+    grid = first * second * triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.columns)
+    with torch.cuda.device_of(x):
+        bfloat16_gemm_kernel[grid,](
+            *(x, y, x if bias is None else bias.contiguous(), out, m, n, k, second),
+            *(*x.stride()[:3], *y.stride()),
+            ROWS=tile.rows,
+            COLUMNS=tile.columns,
+            DEPTH=_DEPTH,
+            WHOLE=k % _DEPTH == 0,
+            BIAS=bias is not None,
+            num_warps=4,
+            num_stages=tile.stages,
+        )
+    return out
+
+
+def _tile_of(matrices: int, m: int, n: int, device: torch.device) -> _Tile:
+    fits = [tile for tile in _TILES if tile.rows < 2 * m and tile.columns < 2 * n] or [_TILES[-1]]
+    enough = (t for t in fits if matrices * math.ceil(m / t.rows) * math.ceil(n / t.columns) >= _processors(device))
+    return next(enough, fits[-1])
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
+) -> Tensor | None:
+    """As `pt2mx.kernels.cpu.bfloat16_products.attention`; None for wide heads, a few queries and nothing to do."""
+    (batch, heads, queries, width), (_, key_heads, keys, value_width) = query.shape, value.shape
+    fits = max(width, value_width) <= _WIDEST and queries >= _LEAST_QUERIES
+    if not fits or 0 in (query.numel(), value.numel()):
+        return None
+    out = query.new_empty(batch, queries, heads, value_width)
+    narrow = [t.to(torch.bfloat16) for t in (query, key, value)]
+    narrow = [t if t.stride(3) == 1 else t.contiguous() for t in narrow]
+    seen, kind, strides = query, "none", query.stride()  # read by nothing
+    if mask is not None:
+        seen = mask.expand(batch, heads, queries, keys)
+        seen, kind = (seen.view(torch.uint8), "seen") if mask.dtype == torch.bool else (seen, "added")
+        strides = seen.stride()
+    with torch.cuda.device_of(query):
+        dense_attention_kernel[batch * heads, triton.cdiv(queries, _ROWS)](
+            *(*narrow, seen, out, width**-0.5 if scale is None else scale),
+            *(queries, keys, heads, heads // key_heads),
+            *(stride for t in narrow for stride in t.stride()[:3]),
+            *strides,
+            WIDTH=width,
+            VALUE_WIDTH=value_width,
+            COLUMNS=max(16, triton.next_power_of_2(width)),
+            VALUE_COLUMNS=max(16, triton.next_power_of_2(value_width)),
+            ROWS=_ROWS,
+            KEYS=_KEYS,
+            CAUSAL=is_causal,
+            MASK=kind,
+            num_warps=4,
+            num_stages=2,
+        )
+    return out.transpose(1, 2)

@@ -1,0 +1,159 @@
+"""Products of two quantized activations, and attention over them, become calls of units for bfloat16."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import pt2mx
+from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_inductor
+from pt2mx.fx.passes import products_of_activations
+from pt2mx.ops.bfloat16_products import attention_bfloat16, matmul_bfloat16
+from tests.flow import convert
+from tests.graph import count
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def with_units(monkeypatch):
+    """On every machine: torch computes the calls where there are no units."""
+    monkeypatch.setattr(products_of_activations, "_LEAST_PRODUCTS", 1 << 10)
+    monkeypatch.setattr(
+        products_of_activations, "bfloat16_products", type("Units", (), {"units": staticmethod(lambda: 4)})
+    )
+
+
+def quantizer(product, name="mxfp8"):
+    return MXQuantizer().set_operator_type(product, get_default_mx_quantization_config(name, name))
+
+
+def lowered(function, *inputs, product="aten.matmul", name="mxfp8", shapes=None):
+    class Model(nn.Module):
+        def forward(self, *given):
+            return function(*given)
+
+    converted = convert(Model(), inputs, quantizer(product, name), shapes=shapes)
+    return converted, lower_to_inductor(converted)
+
+
+def check(converted, model, operator, *inputs, calls=1):
+    assert count(model, operator) == calls
+    torch.testing.assert_close(model(*inputs), converted(*inputs), rtol=1e-5, atol=1e-5)
+
+
+ATTENTION = "aten.scaled_dot_product_attention"
+X, Y = torch.randn(2, 3, 20, 32), torch.randn(2, 3, 30, 32)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxint8", "mxfp4", "mxfp6_e3m2"])
+def test_matmul(name):
+    converted, model = lowered(lambda x, y: x @ y.mT, X, Y, name=name)
+    check(converted, model, matmul_bfloat16, X, Y)
+    assert not count(model, aten.matmul.default)
+
+
+@pytest.mark.parametrize(
+    ("function", "x", "y", "product"),
+    [
+        (torch.bmm, X[0], Y[0].mT, "aten.bmm"),
+        (torch.mm, X[0, 0], Y[0, 0].mT, "aten.mm"),
+        (lambda x, y: torch.relu(x).contiguous() @ y.transpose(-1, -2), X, Y, "aten.matmul"),
+        (lambda x, y: x @ y, X[0], Y[0].mT, "aten.matmul"),
+    ],
+)
+def test_other_forms(function, x, y, product):
+    check(*lowered(function, x, y, product=product), matmul_bfloat16, x, y)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention(causal):
+    value = torch.randn(2, 3, 30, 16)
+    converted, model = lowered(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).reshape(2, 20, 48),
+        *(X, Y, value),
+        product=ATTENTION,
+    )
+    check(converted, model, attention_bfloat16, X, Y, value)
+    assert not count(model, aten.scaled_dot_product_attention.default)
+
+
+@pytest.mark.parametrize("mask", [torch.rand(20, 30) < 0.7, torch.randn(2, 1, 1, 30)])
+def test_masks_and_grouped_heads(mask):
+    query = torch.randn(2, 6, 20, 32)
+    converted, model = lowered(
+        lambda q, k, m: F.scaled_dot_product_attention(q, k, k, m, scale=0.3, enable_gqa=True),
+        query,
+        Y,
+        mask,
+        product=ATTENTION,
+    )
+    check(converted, model, attention_bfloat16, query, Y, mask)
+
+
+def test_eager_attention_in_two_products():
+    def attend(q, k, v):
+        return torch.softmax(q @ k.mT * 0.2, -1) @ v
+
+    converted, model = lowered(attend, X, Y, Y)
+    check(converted, model, matmul_bfloat16, X, Y, Y, calls=2)
+
+
+def test_dynamic_shapes():
+    shapes = {"given": ({0: torch.export.Dim.DYNAMIC},)}
+    converted, model = lowered(lambda q: F.scaled_dot_product_attention(q, q, q), X, product=ATTENTION, shapes=shapes)
+    for n in (2, 5):
+        x = torch.randn(n, 3, 20, 32)
+        check(converted, model, attention_bfloat16, x)
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs", "product"),
+    [
+        (lambda x, y: x @ y.mT, (X.bfloat16(), Y.bfloat16()), "aten.matmul"),  # another dtype
+        (lambda x, y: x @ y[0, 0].mT, (X, Y), "aten.matmul"),  # broadcast
+        (lambda x, y: F.scaled_dot_product_attention(x, y[:1], y[:1]), (X, Y), ATTENTION),
+        (lambda x, y: F.scaled_dot_product_attention(x[0], y[0], y[0]), (X, Y), ATTENTION),  # of three dimensions
+        (lambda x, y: torch.softmax(x @ y.mT, -1) + torch.bmm(x[0], y[0].mT), (X, Y), "aten.bmm"),  # not quantized
+    ],
+)
+def test_what_stays(function, inputs, product):
+    converted, model = lowered(function, *inputs, product=product)
+    assert count(model, matmul_bfloat16) == (product == "aten.bmm") and not count(model, attention_bfloat16)
+    torch.testing.assert_close(model(*inputs), converted(*inputs))
+
+
+def test_values_that_the_graph_writes_stay():
+    """A write to a quantized tensor, before or behind the product: it may not be a bfloat16 then."""
+    graph = lowered(lambda x, y: x @ y.mT, X, Y)[0]
+    (product,) = graph.graph.find_nodes(op="call_function", target=aten.matmul.default)
+    quantized = product.args[0]
+    with graph.graph.inserting_after(quantized):
+        graph.graph.call_function(aten.mul_.Scalar, (quantized, 1.2345678))
+    graph.recompile()
+    model = lower_to_inductor(graph)
+    assert not count(model, matmul_bfloat16)
+    assert torch.equal(model(X, Y), graph(X, Y))
+
+
+def test_small_products_stay_and_what_has_no_units(monkeypatch):
+    monkeypatch.setattr(products_of_activations, "_LEAST_PRODUCTS", 1 << 30)
+    assert not count(lowered(lambda x, y: x @ y.mT, X, Y)[1], matmul_bfloat16)
+    monkeypatch.setattr(products_of_activations, "_LEAST_PRODUCTS", 1)
+    monkeypatch.setattr(products_of_activations.bfloat16_products, "units", lambda: 0)
+    assert not count(lowered(lambda x, y: x @ y.mT, X, Y)[1], matmul_bfloat16)
+
+
+def test_programs_for_other_processes():
+    converted, model = lowered(lambda q: F.scaled_dot_product_attention(q, q, q), X, product=ATTENTION)
+    assert count(model, attention_bfloat16)
+    portable = pt2mx.make_portable(torch.export.export(model, (X,))).module()
+    assert "pt2mx" not in portable.code
+    torch.testing.assert_close(portable(X), converted(X), rtol=1e-5, atol=1e-5)
+
+
+def test_compiled():
+    converted, model = lowered(
+        lambda q, k: F.scaled_dot_product_attention(q, k, k).transpose(1, 2).reshape(2, 20, 96), X, Y, product=ATTENTION
+    )
+    torch.testing.assert_close(torch.compile(model)(X, Y), converted(X, Y), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,156 @@
+"""Products of two float32 tensors whose values bfloat16 holds, and attention over such, on each unit."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from pt2mx import FORMATS, ops
+from pt2mx.kernels.cpu import bfloat16_products as products
+from pt2mx.kernels.cpu.linear import AMX, AVX512_BF16
+from tests.compare import relative_error
+
+pytestmark = pytest.mark.skipif(not products.units(), reason="no units for bfloat16")
+
+
+@pytest.fixture(params=[AMX, AVX512_BF16], ids=["AMX", "AVX512_BF16"])
+def unit(request, monkeypatch):
+    if not products.units() & request.param:
+        pytest.skip("not on this machine")
+    monkeypatch.setattr(products, "units", lambda: request.param)
+
+
+def values(*shape):
+    return torch.randn(shape).bfloat16().float()
+
+
+def no_less_exact(got, product, exact):
+    """A sum of few values has an error of few units in its last place, by chance none."""
+    return relative_error(got, exact) <= max(1.15 * relative_error(product, exact), 6e-8)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_products_are_no_less_exact_than_in_float32(unit, name):
+    torch.manual_seed(0)
+    for batch, m, k, n in (((), 65, 64, 37), ((3,), 40, 1100, 33), ((2, 3), 130, 33, 100), ((2, 1, 2), 17, 300, 5)):
+        x = ops.fake_quantize_mx(torch.randn(*batch, m, k), name, 32)
+        y = ops.fake_quantize_mx(torch.randn(*batch, k, n), name, 32, -2)
+        got = products.matmul(x, y)
+        assert no_less_exact(got, x @ y, x.double() @ y.double())
+        transposed = y.mT.contiguous().mT
+        assert torch.equal(products.matmul(x, transposed), got)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 40, 20), (4, 40, 20)])
+def test_strides(unit, shape):
+    torch.manual_seed(0)
+    x, y = values(*shape), values(*shape[:-2], 20, 50)
+    want = products.matmul(x, y)
+    apart = torch.stack([x, values(*shape)], -1)[..., 0], torch.stack([y, y], -2)[..., 0, :]
+    assert torch.equal(products.matmul(*apart), want)
+    moved = x.transpose(0, 1).contiguous().transpose(0, 1), y.movedim(-2, 0).contiguous().movedim(0, -2)
+    assert torch.equal(products.matmul(*moved), want)
+    same = products.matmul(x[:1].expand(shape), y[:1].expand(y.shape))
+    assert torch.equal(same[-1], want[0])
+
+
+def test_bits_do_not_depend_on_threads_or_other_rows(unit):
+    torch.manual_seed(0)
+    x, y = values(1000, 500), values(500, 300)
+    query, key, value = values(2, 2, 300, 64), values(2, 2, 1500, 64), values(2, 2, 1500, 40)
+    want = products.matmul(x, y), products.attention(query, key, value, None, False, None)
+    before = torch.get_num_threads()
+    for threads in (1, 3, before):
+        torch.set_num_threads(threads)
+        assert torch.equal(products.matmul(x[100:200], y), want[0][100:200])
+        part = products.attention(query[:1, :, 40:140], key[:1], value[:1], None, False, None)
+        assert torch.equal(part, want[1][:1, :, 40:140])
+    torch.set_num_threads(before)
+    assert all(torch.equal(products.matmul(x, y), want[0]) for _ in range(9))
+
+
+def test_what_is_not_computed(unit):
+    """Values that bfloat16 does not hold, products that could be subnormal, few rows."""
+    x, y = values(40, 64), values(64, 50)
+    assert products.matmul(x, y) is not None
+    for other in (x + 2.0**-20, x * 2.0**-120, x * 2.0**-130):
+        assert products.matmul(other, y * 2.0**-10) is None
+    assert products.matmul(x[:5], y) is None and products.matmul(x[:, :0], y[:0]) is None
+    inexact = y.clone()
+    inexact[63, 49] += 2.0**-20
+    assert products.matmul(x, inexact) is None
+    query, key = values(1, 1, 40, 64), values(1, 1, 40, 64)
+    assert products.attention(query, key, torch.randn(1, 1, 40, 64), None, False, None) is not None
+    for others in ((query + 2.0**-20, key), (query, key * 2.0**-130), (query[:, :, :5], key)):
+        assert products.attention(*others, key, None, False, None) is None
+    wide = values(1, 1, 40, 544)
+    assert products.attention(wide, wide, wide, None, False, None) is None
+
+
+def test_what_is_not_finite(unit):
+    x, y = values(40, 64), values(64, 50)
+    x[3, 5], x[4, 6], y[7, 8] = float("nan"), float("inf"), -float("inf")
+    got, want = products.matmul(x, y), x @ y
+    assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got.isinf(), want.isinf())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "queries", "keys", "width", "value_width"),
+    [(3, 3, 20, 20, 32, 32), (4, 2, 33, 50, 40, 24), (2, 1, 100, 70, 64, 64), (1, 1, 70, 2100, 16, 100)],
+)
+def test_attention_is_no_less_exact_than_in_float32(unit, heads, key_heads, queries, keys, width, value_width, causal):
+    torch.manual_seed(0)
+    query = 2 * values(2, queries, heads, width).transpose(1, 2)
+    key, value = (values(2, keys, key_heads, n).transpose(1, 2) for n in (width, value_width))
+    for scale in (None, 0.5):
+        options = {"is_causal": causal, "scale": scale, "enable_gqa": heads != key_heads}
+        exact = F.scaled_dot_product_attention(query.double(), key.double(), value.double(), **options)
+        product = F.scaled_dot_product_attention(query, key, value, **options)
+        got = products.attention(query, key, value, None, causal, scale)
+        assert got.shape == product.shape and got.transpose(1, 2).is_contiguous()
+        # an error of a score is one of all that is summed: where few are, by chance less in torch's
+        assert relative_error(got, exact) <= max(1.5 * relative_error(product, exact), 2e-7)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 40, 1100), (1, 1, 40, 1100), (2, 1, 1, 1100), (1, 3, 40, 1)])
+@pytest.mark.parametrize("added", [False, True])
+def test_masks(unit, shape, added):
+    torch.manual_seed(0)
+    query, key, value = 2 * values(2, 3, 40, 32), values(2, 3, 1100, 32), values(2, 3, 1100, 32)
+    mask = 3 * torch.randn(shape) if added else torch.rand(shape) < 0.7
+    double = mask.double() if added else mask
+    exact = F.scaled_dot_product_attention(query.double(), key.double(), value.double(), double)
+    product = F.scaled_dot_product_attention(query, key, value, mask)
+    got = products.attention(query, key, value, mask, False, None)
+    assert relative_error(got, exact) <= max(1.5 * relative_error(product, exact), 2e-7)
+    strided = torch.stack([mask, mask], -1)[..., 0]
+    assert torch.equal(products.attention(query, key, value, strided, False, None), got)
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_a_query_that_sees_nothing_gives_zeros(unit, added):
+    query, key, value = values(1, 2, 40, 32), values(1, 2, 1500, 32), values(1, 2, 1500, 32)
+    mask = torch.ones(1, 1, 40, 1500, dtype=torch.bool)
+    mask[0, 0, 3], mask[0, 0, 4, :1200], mask[0, 0, 5, 900:] = False, False, False
+    mask = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf) if added else mask
+    got = products.attention(query, key, value, mask, False, None)
+    assert not got[:, :, 3].any() and got.isfinite().all()
+    want = F.scaled_dot_product_attention(query, key, value, mask)
+    torch.testing.assert_close(got, want)
+
+
+def test_scores_that_are_no_numbers(unit):
+    query, key, value = values(1, 2, 40, 32), values(1, 2, 50, 32), values(1, 2, 50, 32)
+    query[0, 0, 3, 4], key[0, 1, 5, 6] = float("nan"), float("inf")
+    got = products.attention(query, key, value, None, False, None)
+    want = F.scaled_dot_product_attention(query, key, value)
+    assert torch.equal(got.isnan(), want.isnan())
+
+
+def test_a_larger_score_comes_later(unit):
+    """Strips of 1024 keys: what was summed before counts less then, and may vanish."""
+    query, value = torch.ones(1, 1, 32, 32), values(1, 1, 3000, 32)
+    for size in (0.5, 8.0):
+        key = (torch.arange(3000) // 1000 * size).view(1, 1, 3000, 1).expand(1, 1, 3000, 32).bfloat16().float()
+        got = products.attention(query, key, value, None, False, None)
+        torch.testing.assert_close(got, F.scaled_dot_product_attention(query, key, value), rtol=1e-4, atol=1e-6)

@@ -1,0 +1,140 @@
+"""`matmul_bfloat16`, `attention_bfloat16`: what torch's operators give, gradients, autocast, and what they refuse."""
+
+import re
+
+import pytest
+import torch
+from torch.library import opcheck
+from torch.nn import functional as F
+
+from pt2mx import MXError
+from pt2mx.ops.bfloat16_products import attention_bfloat16, matmul_bfloat16
+
+_DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def values(*shape, dtype=torch.float32):
+    return torch.randn(shape).bfloat16().to(dtype)
+
+
+def operands(dtype=torch.float32, heads=4, key_heads=2):
+    query = values(2, 40, heads, 32, dtype=dtype).transpose(1, 2)
+    return query, values(2, key_heads, 50, 32, dtype=dtype), values(2, key_heads, 50, 20, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
+@pytest.mark.parametrize("shape", [(40, 64), (5, 64), (3, 40, 64), (2, 1, 3, 20, 64), (0, 64), (2, 40, 0)])
+def test_products_are_those_of_matmul(shape, dtype):
+    torch.manual_seed(0)
+    x, y = values(*shape, dtype=dtype), values(*shape[:-2], shape[-1], 30, dtype=dtype)
+    got = matmul_bfloat16(x, y)
+    assert got.is_contiguous() and got.dtype == dtype
+    torch.testing.assert_close(got, x @ y)
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
+@pytest.mark.parametrize("mask", [None, torch.bool, torch.float32])
+def test_attention_is_torch_s(mask, dtype):
+    torch.manual_seed(0)
+    given = operands(dtype)
+    mask = mask and (torch.rand(40, 50) < 0.7 if mask == torch.bool else torch.randn(4, 1, 50).to(dtype))
+    for rest in ((mask, False, None), (mask, False, 0.3), (None, True, None)):
+        got = attention_bfloat16(*given, *rest)
+        want = F.scaled_dot_product_attention(*given, rest[0], is_causal=rest[1], scale=rest[2], enable_gqa=True)
+        assert got.dtype == dtype and got.transpose(1, 2).is_contiguous()
+        torch.testing.assert_close(got, want)
+
+
+def test_values_that_bfloat16_does_not_hold_are_multiplied_in_float32():
+    x, y = torch.randn(40, 64), torch.randn(64, 30)
+    assert torch.equal(matmul_bfloat16(x, y), x @ y)
+    query, key, value = torch.randn(2, 2, 40, 32), torch.randn(2, 2, 50, 32), torch.randn(2, 2, 50, 32)
+    want = F.scaled_dot_product_attention(query, key, value)
+    assert torch.equal(attention_bfloat16(query, key, value), want)
+
+
+def test_opcheck():
+    x, y = values(3, 40, 64).requires_grad_(), values(3, 64, 30).requires_grad_()
+    opcheck(matmul_bfloat16, (x, y))
+    given = [tensor.requires_grad_() for tensor in operands()]
+    opcheck(attention_bfloat16, (*given, torch.ones(40, 50, dtype=torch.bool)))
+    opcheck(attention_bfloat16, (*given, None, True))
+    compiled = torch.compile(
+        lambda *given: attention_bfloat16(*given).transpose(1, 2).reshape(2, 40, 80), fullgraph=True
+    )
+    want = attention_bfloat16(*given).transpose(1, 2).reshape(2, 40, 80)
+    assert torch.equal(compiled(*given), want)
+
+
+def test_gradients_are_torch_s():
+    torch.manual_seed(0)
+    added = torch.randn(1, 1, 40, 50)
+    functions = (
+        lambda *given: attention_bfloat16(*given, False, 0.2),
+        lambda *given: F.scaled_dot_product_attention(*given, scale=0.2, enable_gqa=True),
+    )
+    found = []
+    for function in functions:
+        torch.manual_seed(1)
+        given = [tensor.requires_grad_() for tensor in (*operands(), added.clone())]
+        function(*given).pow(2).sum().backward()
+        found.append([tensor.grad for tensor in given])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    x, y = values(3, 40, 64).requires_grad_(), values(3, 64, 30).requires_grad_()
+    torch.testing.assert_close(
+        torch.autograd.grad(matmul_bfloat16(x, y).sum(), (x, y)), torch.autograd.grad((x @ y).sum(), (x, y))
+    )
+    query, key, value = operands()
+    key.requires_grad_()  # alone
+    attention_bfloat16(query, key, value, torch.ones(40, 50, dtype=torch.bool)).sum().backward()
+    assert key.grad is not None
+
+
+def test_autocast_is_that_of_torch():
+    x, y = torch.randn(40, 64), torch.randn(64, 30)
+    given, added = operands(), torch.randn(40, 50)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(matmul_bfloat16(x, y), x @ y)
+        got, want = attention_bfloat16(*given, added), F.scaled_dot_product_attention(*given, added, enable_gqa=True)
+    assert got.dtype == torch.bfloat16 and torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "message"),
+    [
+        ((4, 3), (4, 5), "x (4, 3) and y (4, 5) must be"),
+        ((3,), (3, 5), "x (3,) and y (3, 5)"),
+        ((2, 4, 3), (1, 3, 5), "x (2, 4, 3)"),
+    ],
+)
+def test_shapes_of_products(x, y, message):
+    with pytest.raises(MXError, match=re.escape(message)):
+        matmul_bfloat16(torch.ones(x), torch.ones(y))
+
+
+def test_dtypes_of_products():
+    with pytest.raises(MXError, match=re.escape("operands are torch.float64")):
+        matmul_bfloat16(torch.ones(2, 2).double(), torch.ones(2, 2).double())
+    with pytest.raises(MXError, match=re.escape("y is torch.bfloat16 on cpu and x torch.float32 on cpu")):
+        matmul_bfloat16(torch.ones(2, 2), torch.ones(2, 2).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda q, k, v: (q[0], k, v), "query (4, 40, 32), key (2, 2, 50, 32)"),
+        (lambda q, k, v: (q, k[:, :, :9], v), "key (2, 2, 9, 32)"),
+        (lambda q, k, v: (q[:1], k, v), "query (1, 4, 40, 32)"),
+        (lambda q, k, v: (q[:, :3], k, v), "3 heads of the query must be a multiple of the 2 heads of the key"),
+        (lambda q, k, v: (q, k[:, :0], v[:, :0]), "4 heads of the query must be a multiple of the 0 heads"),
+        (lambda q, k, v: (q, k, v.double()), "value is torch.float64"),
+        (lambda q, k, v: (q, k, v, torch.ones(40, 50).int()), "the mask is torch.int32 of 2 dimensions"),
+        (lambda q, k, v: (q, k, v, torch.ones(1, 2, 4, 40, 50)), "of 5 dimensions"),
+        (lambda q, k, v: (q, k, v, torch.ones(40, 49)), "a mask of (40, 49) does not broadcast to (2, 4, 40, 50)"),
+        (lambda q, k, v: (q, k, v, torch.ones(40, 50), True), "is_causal is true and there is a mask"),
+    ],
+)
+def test_what_attention_refuses(change, message):
+    with pytest.raises(MXError, match=re.escape(message)):
+        attention_bfloat16(*change(*operands()))
