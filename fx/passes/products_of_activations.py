@@ -40,12 +40,20 @@ def use_bfloat16_for_activations(model: GraphModule) -> None:
         if not all(_holds_bfloat16(operand, written) for operand in operands):
             continue
         with model.graph.inserting_before(node):
-            product = model.graph.call_function(operator, (*operands, *rest))
+            if value_of(node).is_cuda:  # there the kernel that quantizes can write bfloat16
+                operands = tuple(_cast(operand) for operand in operands)
+            product = model.graph.call_function(operator, (*operands, *rest, torch.float32))
         product.meta.update(node.meta)
         set_value(product)
         node.replace_all_uses_with(product)
         allow_any_strides(product)
         model.graph.erase_node(node)  # dropout, which attention might have, is taken to be an effect
+
+
+def _cast(operand: Node) -> Node:
+    cast = operand.graph.call_function(aten.to.dtype, (operand, torch.bfloat16))
+    set_value(cast)
+    return cast
 
 
 _Call = tuple[torch._ops.OpOverload, tuple[Node, ...], tuple[Any, ...]]

@@ -15,6 +15,7 @@ from pt2mx.fx.graph.graph_pass import GraphPass
 from pt2mx.fx.graph.node import Dequantize, LinearMX, dtype_of, set_value, shape_of, value_of
 from pt2mx.fx.passes.fold_weights import fold_constant
 from pt2mx.kernels.cpu.linear import has_units
+from pt2mx.ops.bfloat16_products import matmul_bfloat16
 from pt2mx.ops.hadamard import hadamard
 from pt2mx.spec import MXSpec
 
@@ -72,14 +73,14 @@ def _use_plain_product(model: GraphModule, packed: Node, call: LinearMX, k: int)
 
 
 def _is_of_tensor_cores(packed: Node, call: LinearMX) -> bool:
-    """True of a product of bfloat16 to float32 on a GPU, of known sizes: `mm` has no more than two dimensions."""
+    """True of a product of bfloat16 to float32 on a GPU, of known sizes: x becomes two-dimensional."""
     value, shape = value_of(packed), shape_of(packed) or (None,)
     known = all(isinstance(n, int) for n in shape)
     return known and call.target_dtype == torch.float32 and dtype_of(call.x) == torch.bfloat16 and value.is_cuda
 
 
 def _use_tensor_cores(model: GraphModule, packed: Node, call: LinearMX, k: int) -> Node:
-    """As `_use_plain_product`, by a `mm` of bfloat16 with a result in float32."""
+    """As `_use_plain_product`, by a product of bfloat16 with a result in float32."""
 
     def insert(target: OpOverload, *args: Any) -> Node:
         node = model.graph.call_function(target, args)
@@ -89,7 +90,7 @@ def _use_tensor_cores(model: GraphModule, packed: Node, call: LinearMX, k: int) 
     with model.graph.inserting_before(packed):
         weight = insert(ops.dequantize_mx, call.codes, call.scale, call.element, call.block_size, torch.bfloat16, -1, k)
         rows = insert(aten.reshape.default, call.x, [-1, k])
-        product = insert(aten.mm.dtype, rows, insert(aten.t.default, weight), torch.float32)
+        product = insert(matmul_bfloat16, rows, insert(aten.t.default, weight), torch.float32)
         plain = insert(aten.view.default, product, list(shape_of(packed) or ()))
         if call.bias is not None:
             plain = insert(aten.add.Tensor, plain, call.bias)

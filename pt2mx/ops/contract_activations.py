@@ -85,26 +85,32 @@ OF_ACTIVATIONS = {
     ),
     "matmul_bfloat16": Operator(
         1,
-        "`matmul` of float32 values that bfloat16 holds, as quantized ones, on units for bfloat16: products are exact, "
-        "sums are in float32, in any order. Other values: on a GPU they are rounded, elsewhere it is torch's product, "
-        "as for other dtypes. x and y have gradients; autocast casts both to its dtype.",
-        {"": "(*batch, M, N) in the dtype of x, contiguous"},
-        {"x": "(*batch, M, K) of any strides", "y": "(*batch, K, N) in x's dtype, of any strides"},
+        "`matmul` in float32 of values that bfloat16 holds, as quantized ones, on units for bfloat16: products are "
+        "exact, sums are in float32, in any order. Other values are rounded to bfloat16 on a GPU; elsewhere, and with "
+        "a result in another dtype, it is torch's product. x and y have gradients; autocast casts them to its dtype.",
+        {"": "(*batch, M, N) in `target_dtype`, contiguous"},
+        {
+            "x": "(*batch, M, K) float32, float16 or bfloat16 of any strides",
+            "y": "(*batch, K, N) in x's dtype, of any strides",
+            "target_dtype": "the dtype of the result; None: that of x",
+        },
     ),
     "attention_bfloat16": Operator(
         1,
-        "`scaled_dot_product_attention` of float32 values that bfloat16 holds, as quantized ones, on units for "
-        "bfloat16: scores are sums in float32 of exact products, weights and their product with `value` are no less "
+        "`scaled_dot_product_attention` in float32 of values that bfloat16 holds, as quantized ones, on units for "
+        "bfloat16: scores are sums in float32 of exact products; weights and their product with `value` are no less "
         "exact than in float32. Other values and dtypes as of `matmul_bfloat16`. A query that sees no key gives zeros.",
-        {"": "(B, heads, S, W) in the dtype of the query, in memory as (B, S, heads, W)"},
+        {"": "(B, heads, S, W) in `target_dtype`, in memory as (B, S, heads, W)"},
         {
-            "query": "(B, heads, S, D) of any strides",
-            "key": "(B, heads of the keys, L, D); each head has the queries of as many heads as there are more of them",
-            "value": "(B, heads of the keys, L, W)",
-            "mask": "broadcasts to (B, heads, S, L): booleans, false where a key is hidden from a query, or values "
-            "in the query's dtype that are added to the scores; or None",
+            "query": "(B, heads, S, D) float32, float16 or bfloat16 of any strides",
+            "key": "(B, heads of the keys, L, D) in the query's dtype; each head has the queries of as many heads as "
+            "there are more of them",
+            "value": "(B, heads of the keys, L, W) in the query's dtype",
+            "mask": "broadcasts to (B, heads, S, L): booleans, false where a key is hidden from a query, or values in "
+            "the dtype of the result that are added to the scores; or None",
             "is_causal": "key j is hidden from the queries before j; without a mask",
             "scale": "of the scores; None: D ** -0.5",
+            "target_dtype": "the dtype of the result; None: that of the query",
         },
     ),
     "linear_fake_quantize_mx": Operator(

@@ -238,21 +238,10 @@ def call_decompositions() -> dict[OpOverload, Callable[..., Any]]:
         found = functional.scaled_dot_product_attention(query, keys, values, mask, scale=scale, enable_gqa=grouped)
         return found.contiguous()
 
-    def attention_bfloat16(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None = None,
-        is_causal: bool = False,
-        scale: float | None = None,
-    ) -> Tensor:
-        found = bfloat16_products.dense_attention(query, key, value, mask, is_causal, scale)
-        return found.transpose(1, 2).contiguous().transpose(1, 2)
-
     return {
         attention.attention_mx: attention_mx,
-        bfloat16_products.matmul_bfloat16: torch.matmul,
-        bfloat16_products.attention_bfloat16: attention_bfloat16,
+        bfloat16_products.matmul_bfloat16: bfloat16_products.dense_matmul,
+        bfloat16_products.attention_bfloat16: bfloat16_products.dense_attention,
         linear.linear_mx: linear_mx,
         quantized_linear.linear_fake_quantize_mx: linear_fake_quantize_mx,
         linear.grouped_linear_mx: grouped_linear_mx,

@@ -38,7 +38,7 @@ def run(device: str, batch: int, slots: int, formats: list[str]) -> list[Row]:
         calls.append(partial(attention_mx, query, *codes, spec.element.name, spec.block_size, WIDTH, mask))
         sizes.append(sum(tensor.nbytes for tensor in codes))
     on_gpu = device.startswith("cuda")
-    times = gpu_medians_in_turns(list(map(_graph, calls)), 20) if on_gpu else medians_in_turns(calls, 20)
+    times = gpu_medians_in_turns(list(map(graph, calls)), 20) if on_gpu else medians_in_turns(calls, 20)
     return [
         {
             "batch": batch,
@@ -52,7 +52,7 @@ def run(device: str, batch: int, slots: int, formats: list[str]) -> list[Row]:
     ]
 
 
-def _graph(call: Callable[[], object]) -> Callable[[], None]:
+def graph(call: Callable[[], object]) -> Callable[[], None]:
     """The call as a CUDA graph, without the time of its launches."""
     call()
     graph = torch.cuda.CUDAGraph()

@@ -33,25 +33,26 @@ void copy_strides(const Shape& strides, int64_t n, int64_t* out) {
 
 }  // namespace
 
-Tensor matmul_bfloat16(const Tensor& given, const Tensor& other) {
+Tensor matmul_bfloat16(const Tensor& given, const Tensor& other, const std::optional<ScalarType>& target_dtype) {
   const Shape of_x = shape_of(given), of_y = shape_of(other);
   const int64_t dimensions = given.dim(), batch = dimensions - 2;
+  const ScalarType result = target_dtype.value_or(given.scalar_type());
   STD_TORCH_CHECK(dimensions >= 2 && other.dim() == dimensions && of_x.back() == of_y[batch] &&
                       std::equal(of_x.begin(), of_x.begin() + batch, of_y.begin()) &&
                       given.scalar_type() == other.scalar_type(),
                   "matmul_bfloat16 takes (*batch, M, K) and (*batch, K, N) of one dtype");
+  const Tensor rows = torch::stable::to(given, result), columns = torch::stable::to(other, result);
+  const auto multiply = [&] { return call("aten::matmul", rows, columns); };
   const int32_t units = pt2mx_bfloat16_units();
-  if (given.scalar_type() != ScalarType::Float || !units || of_x[batch] < kLeastRows || !given.numel() ||
-      !other.numel()) {
-    return call("aten::matmul", given, other);
-  }
+  const bool computed = given.numel() && other.numel();
+  if (result != ScalarType::Float || !units || of_x[batch] < kLeastRows || !computed) return multiply();
   const bool flat = dimensions > 4;
-  const Tensor x = flat ? dense(given) : with_rows(given);
-  const bool strided = !flat && (other.stride(batch) == 1 || other.stride(batch + 1) == 1);
-  const Tensor y = strided ? other : dense(other);
+  const Tensor x = flat ? dense(rows) : with_rows(rows);
+  const bool strided = !flat && (columns.stride(batch) == 1 || columns.stride(batch + 1) == 1);
+  const Tensor y = strided ? columns : dense(columns);
   Shape shape = of_x;
   shape.back() = of_y.back();
-  Tensor out = torch::stable::empty(shape, ScalarType::Float);
+  Tensor out = torch::stable::empty(shape, result);
   MatmulCall task{};
   task.units = units;
   task.threads = torch::stable::get_num_threads();
@@ -66,13 +67,17 @@ Tensor matmul_bfloat16(const Tensor& given, const Tensor& other) {
   task.y = floats_of(y);
   task.out = static_cast<float*>(out.mutable_data_ptr());
   const int32_t error = pt2mx_matmul(&task, torch_parallel_for);
-  if (error == kUnserved) return call("aten::matmul", given, other);
+  if (error == kUnserved) return multiply();
   check_served(error);
   return out;
 }
 
-Tensor attention_bfloat16(const Tensor& query, const Tensor& key, const Tensor& value,
-                          const std::optional<Tensor>& mask, bool is_causal, const std::optional<double>& scale) {
+Tensor attention_bfloat16(const Tensor& given, const Tensor& of_key, const Tensor& of_value,
+                          const std::optional<Tensor>& mask, bool is_causal, const std::optional<double>& scale,
+                          const std::optional<ScalarType>& target_dtype) {
+  const ScalarType result = target_dtype.value_or(given.scalar_type());
+  const Tensor query = torch::stable::to(given, result), key = torch::stable::to(of_key, result);
+  const Tensor value = torch::stable::to(of_value, result);
   STD_TORCH_CHECK(query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && (!mask || mask->dim() <= 4),
                   "attention_bfloat16 takes tensors of four dimensions");
   const int64_t batch = query.size(0), heads = query.size(1), queries = query.size(2), width = query.size(3);
@@ -87,7 +92,7 @@ Tensor attention_bfloat16(const Tensor& query, const Tensor& key, const Tensor& 
     return transposed(dense(transposed(found)));
   };
   const int32_t units = pt2mx_bfloat16_units();
-  if (query.scalar_type() != ScalarType::Float || !units || queries < kLeastRows || width > kWidest || !query.numel() ||
+  if (result != ScalarType::Float || !units || queries < kLeastRows || width > kWidest || !query.numel() ||
       !value.numel()) {
     return attend();
   }

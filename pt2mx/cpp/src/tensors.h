@@ -94,8 +94,9 @@ Tensor conv2d(const Tensor& x, const Tensor& data, const Tensor& scale, const st
 Tensor attention(const Tensor& query, const Tensor& key, const Tensor& key_scale, const Tensor& value,
                  const Tensor& value_scale, const std::string& element, int64_t block_size, int64_t value_width,
                  const std::optional<Tensor>& mask, const std::optional<double>& scale);
-Tensor matmul_bfloat16(const Tensor& x, const Tensor& y);
+Tensor matmul_bfloat16(const Tensor& x, const Tensor& y, const std::optional<ScalarType>& target_dtype);
 Tensor attention_bfloat16(const Tensor& query, const Tensor& key, const Tensor& value,
-                          const std::optional<Tensor>& mask, bool is_causal, const std::optional<double>& scale);
+                          const std::optional<Tensor>& mask, bool is_causal, const std::optional<double>& scale,
+                          const std::optional<ScalarType>& target_dtype);
 
 }  // namespace pt2mx

@@ -52,13 +52,13 @@ def units() -> int:
 
 
 def matmul(x: Tensor, y: Tensor) -> Tensor | None:
-    """x: (*batch, M, K) fp32, y: (*batch, K, N) fp32 -> (*batch, M, N) fp32; None where nothing was computed: no units,
-    few rows, or values that bfloat16 does not hold or whose products could be subnormal."""
+    """x: (*batch, M, K), y: (*batch, K, N) -> (*batch, M, N) fp32; None where nothing was computed: no units, few rows,
+    or values that bfloat16 does not hold or whose products could be subnormal."""
     if not units() or x.shape[-2] < _LEAST_ROWS or 0 in (x.numel(), y.numel()):
         return None
     library, parallel_for = load()
-    out = x.new_empty(*x.shape[:-1], y.shape[-1])
-    rows, columns = _of_four_dimensions(x), _of_four_dimensions(y)
+    out = x.new_empty((*x.shape[:-1], y.shape[-1]), dtype=torch.float32)
+    rows, columns = (_of_four_dimensions(t.to(torch.float32)) for t in (x, y))
     rows = rows if rows.stride(3) == 1 else rows.contiguous()
     columns = columns if 1 in columns.stride()[2:] else columns.contiguous()
     call = _Matmul(
@@ -81,15 +81,16 @@ def matmul(x: Tensor, y: Tensor) -> Tensor | None:
 def attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
 ) -> Tensor | None:
-    """As `scaled_dot_product_attention`. query: (B, heads, S, D) fp32, key: (B, heads of the keys, L, D) fp32, value:
-    (B, heads of the keys, L, W) fp32, mask: (B or 1, heads or 1, S or 1, L or 1) bool or fp32, or None -> (B, heads, S,
-    W) fp32, in memory as (B, S, heads, W). None where nothing was computed, as above; values may be any."""
+    """As `scaled_dot_product_attention`. query: (B, heads, S, D), key: (B, heads of the keys, L, D), value: (B, heads
+    of the keys, L, W), mask: (B or 1, heads or 1, S or 1, L or 1) bool or fp32, or None -> (B, heads, S, W) fp32, in
+    memory as (B, S, heads, W). None where nothing was computed, as above; values may be any."""
     (batch, heads, queries, width), (_, key_heads, keys, _) = query.shape, key.shape
     if not units() or queries < _LEAST_ROWS or width > _WIDEST or 0 in (query.numel(), value.numel()):
         return None
     library, parallel_for = load()
-    out = query.new_empty(batch, queries, heads, value.shape[-1])
-    tensors = [t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value)]
+    out = query.new_empty((batch, queries, heads, value.shape[-1]), dtype=torch.float32)
+    tensors = [t.to(torch.float32) for t in (query, key, value)]
+    tensors = [t if t.stride(3) == 1 else t.contiguous() for t in tensors]
     call = _Attention(
         units=units(),
         causal=is_causal,

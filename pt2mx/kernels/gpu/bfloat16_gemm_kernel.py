@@ -37,7 +37,7 @@ def bfloat16_gemm_kernel(
         else:
             a = tl.load(of_x, mask=(first + depth < k)[None, :], other=0.0)
             b = tl.load(of_y, mask=(first + depth < k)[:, None], other=0.0)
-        total = tl.fma(tl.dot(a, b), 1.0, total)  # a sum would become one of the tensor cores
+        total = tl.fma(tl.dot(a, b), 1.0, total)  # what is added to a product the tensor cores would add
         of_x += DEPTH
         of_y += DEPTH * y_row
     if BIAS:

@@ -20,6 +20,8 @@ __all__ = ["attention", "linear", "matmul"]
 _WIDEST, _LEAST_QUERIES, _ROWS, _KEYS = 128, 16, 64, 64
 #: products that tensor cores sum; of 32, 64 and 128 the most that is no less exact than float32
 _DEPTH = 64
+#: the shortest part of a sum that programs of their own compute, where there are few tiles
+_LEAST_DEPTH = 256
 
 
 class _Tile(NamedTuple):
@@ -36,7 +38,7 @@ _TILES = (_Tile(64, 128), _Tile(64, 64), _Tile(32, 64), _Tile(16, 64, 5))
 
 
 def matmul(x: Tensor, y: Tensor) -> Tensor:
-    """x: (*batch, M, K) fp32, y: (*batch, K, N) fp32 -> (*batch, M, N) fp32."""
+    """x: (*batch, M, K), y: (*batch, K, N) -> (*batch, M, N) fp32."""
     return _multiply(x.to(torch.bfloat16), y.to(torch.bfloat16), None)
 
 
@@ -54,6 +56,18 @@ def _multiply(x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
     x = x if x.stride(3) == 1 else x.contiguous()
     (first, second, m, k), n = x.shape, y.shape[3]
     tile = _tile_of(first * second, m, n, x.device)
+    tiles = first * second * triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.columns)
+    parts = _parts(tiles, k, x.device) if first * second == 1 else 1
+    if parts > 1:
+        x, y = x[0, 0].unflatten(1, (1, parts, -1)).movedim(0, 2), y[0, 0].unflatten(0, (1, parts, -1))
+        found = _launch(tile, x, y, None, x.new_empty((parts, m, n), dtype=torch.float32)).sum(0)
+        return (found if bias is None else found.add_(bias)).view(out.shape)
+    return _launch(tile, x, y, bias, out)
+
+
+def _launch(tile: _Tile, x: Tensor, y: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """x: (first, second, M, K), y: (first, second, K, N) bfloat16 -> out: as many values (first, second, M, N) fp32."""
+    (first, second, m, k), n = x.shape, y.shape[3]
     grid = first * second * triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.columns)
     with torch.cuda.device_of(x):
         bfloat16_gemm_kernel[grid,](
@@ -68,6 +82,14 @@ def _multiply(x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
             num_stages=tile.stages,
         )
     return out
+
+
+def _parts(tiles: int, k: int, device: torch.device) -> int:
+    """Return how many parts of a sum are computed apart, where a program a tile leaves multiprocessors idle."""
+    parts = 1
+    while 2 * parts * tiles <= _processors(device) and k % (2 * parts) == 0 and k // (2 * parts) >= _LEAST_DEPTH:
+        parts *= 2
+    return parts
 
 
 def _tile_of(matrices: int, m: int, n: int, device: torch.device) -> _Tile:
@@ -89,7 +111,7 @@ def attention(
     fits = max(width, value_width) <= _WIDEST and queries >= _LEAST_QUERIES
     if not fits or 0 in (query.numel(), value.numel()):
         return None
-    out = query.new_empty(batch, queries, heads, value_width)
+    out = query.new_empty((batch, queries, heads, value_width), dtype=torch.float32)
     narrow = [t.to(torch.bfloat16) for t in (query, key, value)]
     narrow = [t if t.stride(3) == 1 else t.contiguous() for t in narrow]
     seen, kind, strides = query, "none", query.stride()  # read by nothing

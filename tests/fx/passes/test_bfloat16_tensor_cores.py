@@ -6,6 +6,7 @@ from torch import nn
 
 from pt2mx import lower_to_inductor
 from pt2mx.fx.passes.bfloat16_tensor_cores import use_bfloat16_tensor_cores
+from pt2mx.ops.bfloat16_products import matmul_bfloat16
 from pt2mx.ops.linear import linear_mx
 from tests.compare import relative_error
 from tests.flow import convert
@@ -76,7 +77,7 @@ def test_on_a_gpu(recipe, unpack):
     converted = convert(Net(256), (x,), recipe)
     lowered, want = lower_to_inductor(converted, "cuda", unpack=unpack), converted(x)
     assert count(lowered, linear_mx) == (0 if unpack else 2)
-    assert count(lowered, torch.ops.aten.mm.dtype) == (2 if unpack else 0)
+    assert count(lowered, matmul_bfloat16) == (2 if unpack else 0)
     for run in (lowered, torch.compile(lowered)):
         got = run(x.cuda())
         assert got.dtype == torch.float32 and relative_error(got.cpu(), want) < 1e-6

@@ -160,9 +160,12 @@ def test_products_of_activations(dtype, tmp_path):
     calls = []
     for shape in ((40, 33), (5, 33), (3, 40, 64), (2, 3, 40, 33), (2, 1, 3, 20, 64), (2, 3, 0, 33)):
         columns = values(*shape[:-2], shape[-1], 50)
-        calls += [("matmul_bfloat16", (values(*shape), y)) for y in (columns, columns.mT.contiguous().mT)]
-    calls.append(("matmul_bfloat16", (values(40, 66)[:, ::2], values(33, 100)[:, ::2])))
-    calls.append(("matmul_bfloat16", (torch.randn(40, 64).to(dtype), values(64, 32))))
+        calls += [
+            ("matmul_bfloat16", (values(*shape), y, target))
+            for y, target in ((columns, None), (columns.mT.contiguous().mT, torch.float32))
+        ]
+    calls.append(("matmul_bfloat16", (values(40, 66)[:, ::2], values(33, 100)[:, ::2], None)))
+    calls.append(("matmul_bfloat16", (torch.randn(40, 64).to(dtype), values(64, 32), None)))
     for heads, key_heads, queries, keys, width, value_width in ((4, 2, 40, 50, 64, 20), (2, 2, 5, 7, 32, 32)):
         query = values(2, queries, heads, width).transpose(1, 2)
         key, value = values(2, key_heads, keys, width), values(2, key_heads, keys, value_width)
@@ -171,9 +174,9 @@ def test_products_of_activations(dtype, tmp_path):
             torch.rand(2, 1, 1, keys) < 0.7,
             torch.randn(heads, queries, 1).to(dtype),
         )
-        calls += [("attention_bfloat16", (query, key, value, mask, False, None)) for mask in (None, *masks)]
-        calls.append(("attention_bfloat16", (query, key, value, None, True, 0.3)))
-        calls.append(("attention_bfloat16", (torch.randn_like(query), key, value, None, False, None)))
+        calls += [("attention_bfloat16", (query, key, value, mask, False, None, None)) for mask in (None, *masks)]
+        calls.append(("attention_bfloat16", (query, key, value, None, True, 0.3, torch.float32)))
+        calls.append(("attention_bfloat16", (torch.randn_like(query), key, value, None, False, None, None)))
     check(calls, tmp_path)
 
 

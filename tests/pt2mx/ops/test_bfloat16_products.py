@@ -53,6 +53,22 @@ def test_values_that_bfloat16_does_not_hold_are_multiplied_in_float32():
     assert torch.equal(attention_bfloat16(query, key, value), want)
 
 
+def test_results_in_float32_of_values_in_bfloat16():
+    torch.manual_seed(0)
+    x, y = values(3, 40, 64), values(3, 64, 30)
+    given, mask = operands(), torch.randn(40, 50)
+    for dtype in (torch.bfloat16, torch.float16):
+        narrow = [tensor.to(dtype) for tensor in (x, y, *given)]
+        wide = [tensor.float() for tensor in narrow]
+        assert torch.equal(matmul_bfloat16(*narrow[:2], torch.float32), matmul_bfloat16(*wide[:2]))
+        got = attention_bfloat16(*narrow[2:], mask, target_dtype=torch.float32)
+        assert torch.equal(got, attention_bfloat16(*wide[2:], mask))
+    leaf = x.bfloat16().requires_grad_()
+    matmul_bfloat16(leaf, y.bfloat16(), torch.float32).sum().backward()
+    assert leaf.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(leaf.grad, y.sum(-1, keepdim=True).mT.expand_as(x).bfloat16())
+
+
 def test_opcheck():
     x, y = values(3, 40, 64).requires_grad_(), values(3, 64, 30).requires_grad_()
     opcheck(matmul_bfloat16, (x, y))
@@ -114,8 +130,10 @@ def test_shapes_of_products(x, y, message):
 
 
 def test_dtypes_of_products():
-    with pytest.raises(MXError, match=re.escape("operands are torch.float64")):
+    with pytest.raises(MXError, match=re.escape("operands are torch.float64 and target_dtype is None")):
         matmul_bfloat16(torch.ones(2, 2).double(), torch.ones(2, 2).double())
+    with pytest.raises(MXError, match=re.escape("target_dtype is torch.int8")):
+        matmul_bfloat16(torch.ones(2, 2), torch.ones(2, 2), torch.int8)
     with pytest.raises(MXError, match=re.escape("y is torch.bfloat16 on cpu and x torch.float32 on cpu")):
         matmul_bfloat16(torch.ones(2, 2), torch.ones(2, 2).bfloat16())
 

@@ -77,10 +77,10 @@ RECORDED = {
         'str out_elem_dtype_name, int out_block_size, str scale_mode="floor", str rounding="even", '
         "ScalarType? target_dtype=None) -> Tensor"
     },
-    "matmul_bfloat16": {1: "(Tensor x, Tensor y) -> Tensor"},
+    "matmul_bfloat16": {1: "(Tensor x, Tensor y, ScalarType? target_dtype=None) -> Tensor"},
     "attention_bfloat16": {
-        1: "(Tensor query, Tensor key, Tensor value, Tensor? mask=None, bool is_causal=False, float? scale=None) -> "
-        "Tensor"
+        1: "(Tensor query, Tensor key, Tensor value, Tensor? mask=None, bool is_causal=False, float? scale=None, "
+        "ScalarType? target_dtype=None) -> Tensor"
     },
     "swizzle_scale": {1: "(Tensor scale) -> Tensor"},
 }

@@ -1,0 +1,75 @@
+"""Products of two quantized activations, and attention over them, beside torch's in float32 and bfloat16.
+
+    python -m tests.benchmarks.activation_products [--device cuda] [--format mxfp8] [--repeats 20]
+
+Milliseconds, in turns, on a GPU as CUDA graphs. "ours" are `matmul_bfloat16` and `attention_bfloat16` of the values
+that torch's float32 operators get; on a GPU they get them in bfloat16, in which the kernel that quantizes writes them
+there. Errors are relative to the operation in float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import pt2mx
+from pt2mx.ops.bfloat16_products import attention_bfloat16, matmul_bfloat16
+from tests.benchmarks.attention import graph
+from tests.benchmarks.measure import Row, gpu_medians_in_turns, hardware, keep_heap, medians_in_turns, print_table
+from tests.compare import relative_error
+
+#: sequences, heads, tokens, values of a head: MiniLM, BERT, longer ones
+_ATTENTIONS = ((32, 12, 128, 32), (8, 12, 128, 64), (8, 16, 512, 64), (2, 16, 2048, 64))
+#: matrices, rows of x, columns of y, values that are reduced
+_PRODUCTS = ((384, 128, 128, 32), (384, 128, 32, 128), (128, 512, 512, 64), (1, 2048, 1536, 384), (1, 1024, 4096, 4096))
+
+
+def main() -> None:
+    keep_heap("tests.benchmarks.activation_products")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--format", default="mxfp8")
+    parser.add_argument("--repeats", type=int, default=20)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    rows = list(measured(options.device, pt2mx.parse(options.format), options.repeats))
+    print_table(rows, tuple(rows[0]))
+    print(hardware())
+
+
+@torch.no_grad()
+def measured(device: str, spec: pt2mx.MXSpec, repeats: int) -> Iterator[Row]:
+    def quantized(*shape: int, axis: int = -1) -> Tensor:
+        return pt2mx.fake_quantize_mx(torch.randn(shape, device=device), spec.replace(axis=axis))
+
+    for batch, heads, tokens, width in _ATTENTIONS:
+        operands = [quantized(batch, tokens, heads, width).transpose(1, 2) for _ in range(3)]
+        times = _times(F.scaled_dot_product_attention, attention_bfloat16, operands, repeats)
+        yield {"what": "attention", "size": f"{batch}x{heads}x{tokens}x{width}"} | times
+    for matrices, m, n, k in _PRODUCTS:
+        operands = [quantized(matrices, m, k), quantized(matrices, n, k).mT]
+        times = _times(torch.matmul, matmul_bfloat16, operands, repeats)
+        yield {"what": "matmul", "size": f"{matrices}x{m}x{n}x{k}"} | times
+
+
+def _times(theirs: Callable[..., Tensor], ours: Callable[..., Tensor], operands: list[Tensor], repeats: int) -> Row:
+    on_gpu = operands[0].is_cuda
+    narrow = [x.bfloat16() for x in operands]
+    own = partial(ours, *(narrow if on_gpu else operands), target_dtype=torch.float32)
+    calls = [partial(theirs, *operands), partial(theirs, *narrow), own]
+    run = [graph(call) for call in calls] if on_gpu else calls
+    seconds = gpu_medians_in_turns(run, repeats) if on_gpu else medians_in_turns(run, repeats)
+    exact = theirs(*(x.double() for x in operands))
+    row: Row = {name: 1e3 * time for name, time in zip(("float32", "bfloat16", "ours"), seconds, strict=True)}
+    row["ratio"] = seconds[2] / seconds[0]
+    errors = {"error": relative_error(calls[0](), exact), "error of ours": relative_error(own(), exact)}
+    return row | {name: f"{error:.1e}" for name, error in errors.items()}
+
+
+if __name__ == "__main__":
+    main()
