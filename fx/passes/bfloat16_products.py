@@ -22,7 +22,17 @@ from pt2mx.fx.graph.node import (
     shape_of,
     value_of,
 )
-from pt2mx.kernels.cpu.linear import FEW_ROWS, TABLE, VECTOR_ROWS, decoder_of, multiplies_integers, suit_units
+from pt2mx.kernels.cpu.linear import (
+    AMX,
+    AVX512_BF16,
+    FEW_ROWS,
+    TABLE,
+    VECTOR_ROWS,
+    decoder_of,
+    multiplies_integers,
+    suit_units,
+    units_for,
+)
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.rotated_quantization import rotated_fake_quantize_mx
 from pt2mx.spec import MXSpec
@@ -40,8 +50,9 @@ def use_bfloat16_products(model: GraphModule) -> None:
     other values are cast. Products of a rotated x, of a few rows, and with weights that the kernels for bfloat16 do not
     decode, stay as they are. Gradients of x pass through bfloat16.
 
-    Where this machine multiplies the codes of both operands as integers, products in bfloat16 and those of fewer rows
-    take part: that is faster than what else computes them.
+    Where this machine multiplies the codes of both operands as integers, products of fewer rows take part: that is
+    faster than what else computes them. Products in bfloat16 take part there, and by AVX512_BF16, which decodes the
+    weight as it multiplies; AMX multiplies no faster than torch.
     """
     readers: dict[Node, list[Node]] = defaultdict(list)
     for node, call in LinearMX.calls_in(model.graph):
@@ -110,6 +121,7 @@ def _fits(node: Node, call: LinearMX) -> bool:
     known = [n for n in rows if isinstance(n, int)]
     if len(known) == len(rows) and math.prod(known) <= (VECTOR_ROWS if integers else FEW_ROWS):
         return False
-    if value.dtype != torch.float32:
-        return value.dtype == torch.bfloat16 and integers
-    return decoder_of(weight, k)[0] != TABLE and suit_units(x, weight, k)
+    served = decoder_of(weight, k)[0] != TABLE and suit_units(x, weight, k)
+    if value.dtype == torch.bfloat16:  # in the time of the dense product, but that the weight is decoded there
+        return integers or (served and units_for(weight, k) & (AMX | AVX512_BF16) == AVX512_BF16)
+    return value.dtype == torch.float32 and served

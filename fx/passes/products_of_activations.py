@@ -23,13 +23,18 @@ aten = torch.ops.aten
 
 #: products of two numbers from which a call, which takes 25 us more, is faster on the CPU
 _LEAST_PRODUCTS = 1 << 21
+#: dtypes of attention
+_OF_ATTENTION = (torch.float32, torch.bfloat16)
+#: the most keys over which attention in bfloat16 without a mask takes less time than torch's on a GPU
+_MOST_KEYS = 64
 
 
 @GraphPass
 def use_bfloat16_for_activations(model: GraphModule) -> None:
     """Replace `matmul`, `bmm` and `mm` of two quantized float32 tensors, and attention over a quantized query, key and
-    value, by `matmul_bfloat16` and `attention_bfloat16`, where the device has units for bfloat16. Small products and
-    those that broadcast stay, and what the graph writes."""
+    value in float32 or bfloat16, by `matmul_bfloat16` and `attention_bfloat16`, where the device has units for
+    bfloat16. Small products and those that broadcast stay, attention of a few queries, on a GPU in bfloat16 over many
+    keys, which torch's is made for, and what the graph writes."""
     written = written_nodes(model.graph)
     for node in list(model.graph.nodes):
         rewrite = _REWRITES.get(node.target)
@@ -40,9 +45,10 @@ def use_bfloat16_for_activations(model: GraphModule) -> None:
         if not all(_holds_bfloat16(operand, written) for operand in operands):
             continue
         with model.graph.inserting_before(node):
-            if value_of(node).is_cuda:  # there the kernel that quantizes can write bfloat16
+            dtype = dtype_of(node)
+            if value_of(node).is_cuda and dtype == torch.float32:  # there the kernel that quantizes can write bfloat16
                 operands = tuple(_cast(operand) for operand in operands)
-            product = model.graph.call_function(operator, (*operands, *rest, torch.float32))
+            product = model.graph.call_function(operator, (*operands, *rest, dtype))
         product.meta.update(node.meta)
         set_value(product)
         node.replace_all_uses_with(product)
@@ -72,14 +78,20 @@ def _matmul(node: Node) -> _Call | None:
 def _attention(node: Node) -> _Call | None:
     given = named_args(node)
     operands = given["query"], given["key"], given["value"]
-    mask = given["attn_mask"]
-    if given["dropout_p"] or any(dtype_of(n) != torch.float32 for n in (node, *operands)):
+    mask, dtype = given["attn_mask"], dtype_of(node)
+    if given["dropout_p"] or dtype not in _OF_ATTENTION or any(dtype_of(n) != dtype for n in operands):
         return None
     (*of_query, width), (*of_key, _), (*of_value, _) = ((shape_of(n) or (0,)) for n in operands)
     if len(of_query) != 3 or of_key != of_value or of_query[0] != of_key[0]:
         return None
-    if mask is not None and (given["is_causal"] or dtype_of(mask) not in (torch.bool, torch.float32)):
+    if mask is not None and (given["is_causal"] or dtype_of(mask) not in (torch.bool, dtype)):
         return None
+    (_, _, queries), (_, _, keys) = of_query, of_key
+    if isinstance(queries, int) and queries < bfloat16_products.LEAST_ROWS:
+        return None
+    if dtype == torch.bfloat16 and value_of(node).is_cuda and mask is None:
+        if not isinstance(keys, int) or keys > _MOST_KEYS:
+            return None
     heads, key_heads = of_query[1], of_key[1]
     if not (isinstance(heads, int) and isinstance(key_heads, int) and key_heads and heads % key_heads == 0):
         return None

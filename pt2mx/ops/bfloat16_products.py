@@ -1,13 +1,15 @@
 """`torch.ops.pt2mx.matmul_bfloat16`, `attention_bfloat16`: products of two activations on units for bfloat16, exactly.
 
 Quantized values are bfloat16 (`pt2mx.fx.passes.products_of_activations` finds them), so that their products are exact
-there; sums and results are in float32. Lowered programs of float32 models call these operators, and Inductor keeps them
-calls. torch's own operators define them; `_TWINS` lists where a faster twin serves.
+there; sums are in float32, and so are results in float32 models. Lowered programs call these operators, of bfloat16
+models for attention, and Inductor keeps them calls. torch's own operators define them; `_TWINS` lists where a faster
+twin serves.
 """
 
 from __future__ import annotations
 
 import importlib
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,14 +26,15 @@ from pt2mx.ops.checks import HIGH_PRECISION
 _TWINS = {"cpu": "cpu.bfloat16_products", "cuda": "gpu.bfloat16_products"}
 
 
-def _call_twin(function: str, dtype: torch.dtype, first: Tensor, *rest: Any) -> Tensor | None:
-    module = _TWINS.get(device_with_kernels(first) or "") if dtype == torch.float32 else None
-    return getattr(importlib.import_module(f"pt2mx.kernels.{module}"), function)(first, *rest) if module else None
+def _twin_of(x: Tensor) -> ModuleType | None:
+    module = _TWINS.get(device_with_kernels(x) or "")
+    return importlib.import_module(f"pt2mx.kernels.{module}") if module else None
 
 
 def _matmul(x: Tensor, y: Tensor, target_dtype: torch.dtype | None = None) -> Tensor:
     dtype = _check_matmul(x, y, target_dtype)
-    found = _call_twin("matmul", dtype, x, y)
+    twin = _twin_of(x) if dtype == torch.float32 else None  # torch's product in bfloat16 is on the same units
+    found = twin.matmul(x, y) if twin else None
     return dense_matmul(x, y, dtype) if found is None else found
 
 
@@ -64,7 +67,8 @@ def _attention(
 ) -> Tensor:
     dtype = _check_attention(query, key, value, mask, is_causal, target_dtype)
     own = None if mask is None else mask[(None,) * (4 - mask.dim())]
-    found = _call_twin("attention", dtype, query, key, value, own, is_causal, scale)
+    twin = _twin_of(query) if dtype in (torch.float32, torch.bfloat16) else None
+    found = twin.attention(query, key, value, own, is_causal, scale, dtype) if twin else None
     return dense_attention(query, key, value, mask, is_causal, scale, dtype) if found is None else found
 
 

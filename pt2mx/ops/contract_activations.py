@@ -97,9 +97,11 @@ OF_ACTIVATIONS = {
     ),
     "attention_bfloat16": Operator(
         1,
-        "`scaled_dot_product_attention` in float32 of values that bfloat16 holds, as quantized ones, on units for "
-        "bfloat16: scores are sums in float32 of exact products; weights and their product with `value` are no less "
-        "exact than in float32. Other values and dtypes as of `matmul_bfloat16`. A query that sees no key gives zeros.",
+        "`scaled_dot_product_attention` of values that bfloat16 holds, as quantized ones, on units for bfloat16: "
+        "scores are sums in float32 of exact products; weights and their product with `value` are no less exact than "
+        "in float32, and with a result in bfloat16 weights are rounded to it, as torch's are. Other values are rounded "
+        "on a GPU and with a result in bfloat16; elsewhere, and with one in float16, it is torch's attention. A query "
+        "that sees no key gives zeros.",
         {"": "(B, heads, S, W) in `target_dtype`, in memory as (B, S, heads, W)"},
         {
             "query": "(B, heads, S, D) float32, float16 or bfloat16 of any strides",

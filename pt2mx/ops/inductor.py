@@ -22,6 +22,7 @@ from pt2mx.kernels import elements
 from pt2mx.kernels.axis import guards
 from pt2mx.kernels.cpu import linear as cpu_linear
 from pt2mx.ops.activation_decompositions import ACTIVATION_DECOMPOSITIONS
+from pt2mx.ops.bfloat16_products import attention_bfloat16, dense_attention
 from pt2mx.ops.decompositions import decompositions
 from pt2mx.ops.hadamard import hadamard
 from pt2mx.ops.linear import linear_mx
@@ -86,6 +87,21 @@ def _calls_are_cheap(x: Tensor) -> bool:
     return x.device.type != "cuda" or config.triton.cudagraphs
 
 
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    target_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`attention_bfloat16` in bfloat16, where a call takes longer; in float32 torch's kernel takes longer yet."""
+    if _calls_are_cheap(query) or (target_dtype or query.dtype) != torch.bfloat16:
+        return NotImplemented
+    return dense_attention(query, key, value, mask, is_causal, scale, target_dtype)
+
+
 def _with_its_guards(function: Callable) -> Callable:
     """Return a decomposition that tells whether its sizes are guarded: torch.compile guards those that it asks for,
     AOTInductor does not."""
@@ -103,6 +119,7 @@ def _with_its_guards(function: Callable) -> Callable:
 _OF_OPERATORS: dict[OpOverload, Callable[..., Any]] = {
     **decompositions(ops.random_bits, _forms_for, torch.ops.pt2mx.dense.default),
     linear_mx: _linear,
+    attention_bfloat16: _attention,
     **{operator: _unless_calls_are_cheap(function) for operator, function in ACTIVATION_DECOMPOSITIONS.items()},
 }
 DECOMPOSITIONS = {operator: _with_its_guards(function) for operator, function in _OF_OPERATORS.items()}

@@ -92,15 +92,15 @@ Tensor attention_bfloat16(const Tensor& given, const Tensor& of_key, const Tenso
     return transposed(dense(transposed(found)));
   };
   const int32_t units = pt2mx_bfloat16_units();
-  if (result != ScalarType::Float || !units || queries < kLeastRows || width > kWidest || !query.numel() ||
-      !value.numel()) {
-    return attend();
-  }
+  const bool computed = query.numel() && value.numel();
+  const bool served = result == ScalarType::Float || result == ScalarType::BFloat16;
+  if (!served || !units || queries < kLeastRows || width > kWidest || !computed) return attend();
   const Tensor operands[] = {with_rows(query), with_rows(key), with_rows(value)};
-  Tensor out = torch::stable::empty({batch, queries, heads, value_width}, ScalarType::Float);
+  Tensor out = torch::stable::empty({batch, queries, heads, value_width}, result);
   DenseAttentionCall task{};
   task.units = units;
   task.causal = is_causal;
+  task.dtype = dtype_of(query);
   task.threads = torch::stable::get_num_threads();
   task.batch = batch;
   task.heads = heads;
@@ -112,10 +112,10 @@ Tensor attention_bfloat16(const Tensor& given, const Tensor& of_key, const Tenso
   task.factor = float(scale ? *scale : std::pow(double(width), -0.5));
   int64_t* strides[] = {task.query_stride, task.key_stride, task.value_stride};
   for (int i = 0; i < 3; ++i) copy_strides(strides_of(operands[i]), 3, strides[i]);
-  task.query = floats_of(operands[0]);
-  task.key = floats_of(operands[1]);
-  task.value = floats_of(operands[2]);
-  task.out = static_cast<float*>(out.mutable_data_ptr());
+  task.query = operands[0].const_data_ptr();
+  task.key = operands[1].const_data_ptr();
+  task.value = operands[2].const_data_ptr();
+  task.out = out.mutable_data_ptr();
   std::optional<Tensor> seen;  // with its keys next to each other
   if (mask) {
     Shape shape = shape_of(*mask);
@@ -128,7 +128,7 @@ Tensor attention_bfloat16(const Tensor& given, const Tensor& of_key, const Tenso
     for (int64_t d = 0; d < 3; ++d) task.mask_stride[d] = shape[d] == 1 ? 0 : seen->stride(d);
     const void* values = seen->const_data_ptr();
     if (seen->scalar_type() == ScalarType::Bool) task.seen = static_cast<const uint8_t*>(values);
-    else task.added = static_cast<const float*>(values);
+    else task.added = values;
   }
   const int32_t error = pt2mx_dense_attention(&task, torch_parallel_for);
   if (error == kUnserved) return attend();

@@ -1,6 +1,6 @@
-"""Products of float32 tensors whose values bfloat16 holds, on the CPU's units for bfloat16, in C++ (`src/matmul.cpp`,
-`src/dense_attention.cpp`). Operands are packed at each call; sums are in fp32, each in one order whatever the number of
-threads."""
+"""Products of float32 tensors whose values bfloat16 holds, and attention over such or over bfloat16 ones, on the CPU's
+units for bfloat16, in C++ (`src/matmul.cpp`, `src/dense_attention.cpp`). Operands are packed at each call; sums are in
+fp32, each in one order whatever the number of threads."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import functools
 import torch
 from torch import Tensor
 
-from pt2mx.kernels.cpu.build import is_available, load
+from pt2mx.kernels.cpu.build import DTYPES, is_available, load
 from pt2mx.kernels.cpu.linear import is_served
 
-__all__ = ["attention", "matmul", "units"]
+__all__ = ["LEAST_ROWS", "attention", "matmul", "units"]
 
 #: rows of x, or queries, from which that is faster than torch's product
-_LEAST_ROWS = 16
+LEAST_ROWS = 16
 #: the widest head of a query: its scores are one sum
 _WIDEST = 512
 
@@ -35,6 +35,7 @@ class _Attention(ctypes.Structure):
     _fields_ = (
         ("units", ctypes.c_int32),
         ("causal", ctypes.c_int32),
+        ("dtype", ctypes.c_int32),
         *(
             (name, ctypes.c_int64)
             for name in ("threads", "batch", "heads", "group", "queries", "keys", "width", "value_width")
@@ -54,7 +55,7 @@ def units() -> int:
 def matmul(x: Tensor, y: Tensor) -> Tensor | None:
     """x: (*batch, M, K), y: (*batch, K, N) -> (*batch, M, N) fp32; None where nothing was computed: no units, few rows,
     or values that bfloat16 does not hold or whose products could be subnormal."""
-    if not units() or x.shape[-2] < _LEAST_ROWS or 0 in (x.numel(), y.numel()):
+    if not units() or x.shape[-2] < LEAST_ROWS or 0 in (x.numel(), y.numel()):
         return None
     library, parallel_for = load()
     out = x.new_empty((*x.shape[:-1], y.shape[-1]), dtype=torch.float32)
@@ -79,21 +80,29 @@ def matmul(x: Tensor, y: Tensor) -> Tensor | None:
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor | None:
     """As `scaled_dot_product_attention`. query: (B, heads, S, D), key: (B, heads of the keys, L, D), value: (B, heads
-    of the keys, L, W), mask: (B or 1, heads or 1, S or 1, L or 1) bool or fp32, or None -> (B, heads, S, W) fp32, in
-    memory as (B, S, heads, W). None where nothing was computed, as above; values may be any."""
+    of the keys, L, W), mask: (B or 1, heads or 1, S or 1, L or 1) bool or `dtype`, or None -> (B, heads, S, W) in
+    `dtype`, fp32 or bfloat16, in memory as (B, S, heads, W). None where nothing was computed, as above; values may be
+    any, and all in bfloat16."""
     (batch, heads, queries, width), (_, key_heads, keys, _) = query.shape, key.shape
-    if not units() or queries < _LEAST_ROWS or width > _WIDEST or 0 in (query.numel(), value.numel()):
+    if not units() or queries < LEAST_ROWS or width > _WIDEST or 0 in (query.numel(), value.numel()):
         return None
     library, parallel_for = load()
-    out = query.new_empty((batch, queries, heads, value.shape[-1]), dtype=torch.float32)
-    tensors = [t.to(torch.float32) for t in (query, key, value)]
+    out = query.new_empty((batch, queries, heads, value.shape[-1]), dtype=dtype)
+    tensors = [t.to(dtype) for t in (query, key, value)]
     tensors = [t if t.stride(3) == 1 else t.contiguous() for t in tensors]
     call = _Attention(
         units=units(),
         causal=is_causal,
+        dtype=DTYPES.index(dtype),
         threads=torch.get_num_threads(),
         batch=batch,
         heads=heads,

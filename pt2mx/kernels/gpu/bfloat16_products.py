@@ -11,13 +11,14 @@ import torch
 import triton
 from torch import Tensor
 
+from pt2mx.kernels.cpu.bfloat16_products import LEAST_ROWS
 from pt2mx.kernels.gpu.bfloat16_gemm_kernel import bfloat16_gemm_kernel
 from pt2mx.kernels.gpu.dense_attention_kernel import dense_attention_kernel
 
 __all__ = ["attention", "linear", "matmul"]
 
-#: the widest head, queries from which the kernel is faster than torch's, and those and the keys of a program
-_WIDEST, _LEAST_QUERIES, _ROWS, _KEYS = 128, 16, 64, 64
+#: the widest head, and the queries and the keys of a program
+_WIDEST, _ROWS, _KEYS = 128, 64, 64
 #: products that tensor cores sum; of 32, 64 and 128 the most that is no less exact than float32
 _DEPTH = 64
 #: the shortest part of a sum that programs of their own compute, where there are few tiles
@@ -104,14 +105,20 @@ def _processors(device: torch.device) -> int:
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor | None:
     """As `pt2mx.kernels.cpu.bfloat16_products.attention`; None for wide heads, a few queries and nothing to do."""
     (batch, heads, queries, width), (_, key_heads, keys, value_width) = query.shape, value.shape
-    fits = max(width, value_width) <= _WIDEST and queries >= _LEAST_QUERIES
+    fits = max(width, value_width) <= _WIDEST and queries >= LEAST_ROWS
     if not fits or 0 in (query.numel(), value.numel()):
         return None
-    out = query.new_empty((batch, queries, heads, value_width), dtype=torch.float32)
+    out = query.new_empty((batch, queries, heads, value_width), dtype=dtype)
     narrow = [t.to(torch.bfloat16) for t in (query, key, value)]
     narrow = [t if t.stride(3) == 1 else t.contiguous() for t in narrow]
     seen, kind, strides = query, "none", query.stride()  # read by nothing
@@ -133,6 +140,8 @@ def attention(
             KEYS=_KEYS,
             CAUSAL=is_causal,
             MASK=kind,
+            MASK_ROWS=strides[2] != 0,
+            EXACT=dtype == torch.float32,
             num_warps=4,
             num_stages=2,
         )

@@ -1,8 +1,8 @@
-"""The Triton kernel of attention in float32 over values that bfloat16 holds.
+"""The Triton kernel of attention over values that bfloat16 holds, in float32 or in bfloat16.
 
 A program keeps some queries and goes over all keys, with the softmax adapted to each larger score (flash attention: Dao
 et al., 2022). A weight in float32 is the sum of three bfloat16, so that its products with the values are exact on the
-tensor cores too.
+tensor cores too; for results in bfloat16 it is rounded to one, as torch's are.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ def dense_attention_kernel(
     mask_batch, mask_head, mask_query, mask_key,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
+    MASK_ROWS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """query: (batch, heads, queries, WIDTH), key: (batch, heads / group, keys, WIDTH), value: (.., keys, VALUE_WIDTH)
-    bfloat16, mask: booleans, or fp32 that is added, by the strides -> out: (batch, queries, heads, VALUE_WIDTH) fp32.
-    MASK: "none", "seen" or "added". COLUMNS, VALUE_COLUMNS: powers of two not below the widths."""
+    bfloat16, mask: booleans, or floats that are added, by the strides -> out: (batch, queries, heads, VALUE_WIDTH) fp32
+    if EXACT, else bfloat16. MASK: "none", "seen" or "added"; MASK_ROWS: not the same for all queries. COLUMNS,
+    VALUE_COLUMNS: powers of two not below the widths."""
     pair = tl.program_id(0).to(tl.int64)
     batch, head = pair // heads, pair % heads
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -31,7 +33,9 @@ def dense_attention_kernel(
     q = tl.load(own, mask=there[:, None] & (column < WIDTH)[None, :], other=0.0)
     of_key = key + batch * key_batch + head // group * key_head + column[:, None]
     of_value = value + batch * value_batch + head // group * value_head + wide[None, :]
-    of_mask = mask + batch * mask_batch + head * mask_head + row.to(tl.int64)[:, None] * mask_query
+    of_mask = mask + batch * mask_batch + head * mask_head
+    if MASK_ROWS:
+        of_mask += row.to(tl.int64)[:, None] * mask_query
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     whole = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, VALUE_COLUMNS], tl.float32)
@@ -47,21 +51,26 @@ def dense_attention_kernel(
         seen = there[:, None] & known[None, :]
         if CAUSAL:
             seen &= row[:, None] >= first + slot[None, :]
-        if MASK == "seen":
-            seen &= tl.load(of_mask + at[None, :] * mask_key, mask=seen, other=0) != 0
-        if MASK == "added":
-            scores += tl.load(of_mask + at[None, :] * mask_key, mask=seen, other=0.0)
+        if MASK != "none":
+            given = tl.load(of_mask + at[None, :] * mask_key, mask=seen if MASK_ROWS else known[None, :], other=0)
+            if MASK == "seen":
+                seen &= given != 0
+            else:
+                scores += given
         scores = tl.where(seen, scores, float("-inf"))
         most = tl.maximum(largest, tl.max(scores, 1))
         shift = tl.where(most == float("-inf"), 0.0, most)
         weights = tl.exp(scores - shift[:, None])
         before = tl.exp(largest - shift)
         high = weights.to(tl.bfloat16)
-        rest = weights - high.to(tl.float32)
-        middle = rest.to(tl.bfloat16)
-        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-        rest = tl.dot(middle, v, tl.dot(low, v))
-        total = total * before[:, None] + (tl.dot(high, v) + rest)
+        if EXACT:
+            rest = weights - high.to(tl.float32)
+            middle = rest.to(tl.bfloat16)
+            low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+            rest = tl.dot(middle, v, tl.dot(low, v))
+            total = total * before[:, None] + (tl.dot(high, v) + rest)
+        else:
+            total = tl.dot(high, v, total * before[:, None])
         whole = whole * before + tl.sum(weights, 1)
         largest = most
     found = total / tl.where(whole == 0.0, 1.0, whole)[:, None]

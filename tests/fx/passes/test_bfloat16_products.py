@@ -9,6 +9,7 @@ from pt2mx.fx.graph.node import LinearMX
 from pt2mx.fx.passes import bfloat16_products, unpack_weights
 from pt2mx.fx.passes.quantize_in_passing import quantize_in_passing
 from pt2mx.kernels.cpu import linear as linear_of_cpu
+from pt2mx.kernels.cpu.linear import AMX, AVX512_BF16, AVX512_VNNI
 from pt2mx.ops.linear import linear_mx
 from pt2mx.ops.rotated_quantization import rotated_fake_quantize_mx
 from tests.compare import relative_error
@@ -60,11 +61,24 @@ def test_values_are_those_of_the_quantization():
     assert torch.equal(rotated_fake_quantize_mx(x, *first.args[1:]).float(), ops.fake_quantize_mx(x, "int8", 32))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_other_dtypes_stay(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "units", "result"),
+    [
+        (torch.bfloat16, AVX512_BF16, torch.bfloat16),
+        (torch.bfloat16, AVX512_BF16 | AVX512_VNNI, torch.bfloat16),
+        (torch.bfloat16, AVX512_BF16 | AMX, None),  # which multiplies no faster than torch
+        (torch.bfloat16, AVX512_VNNI, None),
+        (torch.bfloat16, 0, None),
+        (torch.float16, AVX512_BF16, None),
+    ],
+)
+def test_other_dtypes(dtype, units, result, monkeypatch):
+    monkeypatch.setattr(bfloat16_products, "units_for", lambda spec, k: units)
     x, quantizer = torch.randn(80, 64, dtype=dtype), MXQuantizer.from_recipe("mxfp8")
-    model = lower_to_inductor(convert(Net().to(dtype), (x,), quantizer))
-    assert {product.args[-1] for product in calls(model, linear_mx)} == {None}
+    converted = convert(Net().to(dtype), (x,), quantizer)
+    model = lower_to_inductor(converted)
+    assert {product.args[-1] for product in calls(model, linear_mx)} == {result}
+    assert relative_error(model(x), converted(x).double()) < 0.01
 
 
 def test_few_rows_stay():
@@ -79,6 +93,7 @@ def integers(request, monkeypatch):
     """Whether the machine multiplies codes of INT8 and FP4 as integers."""
     names = ("int8", "fp4_e2m1") if request.param else ()
     monkeypatch.setattr(bfloat16_products, "multiplies_integers", lambda spec, k: spec.element.name in names)
+    monkeypatch.setattr(bfloat16_products, "units_for", lambda spec, k: 0)
     return request.param
 
 

@@ -10,7 +10,7 @@ from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_indu
 from pt2mx.fx.passes import products_of_activations
 from pt2mx.ops.bfloat16_products import attention_bfloat16, matmul_bfloat16
 from tests.flow import convert
-from tests.graph import count
+from tests.graph import calls, count
 
 aten = torch.ops.aten
 
@@ -19,9 +19,8 @@ aten = torch.ops.aten
 def with_units(monkeypatch):
     """On every machine: torch computes the calls where there are no units."""
     monkeypatch.setattr(products_of_activations, "_LEAST_PRODUCTS", 1 << 10)
-    monkeypatch.setattr(
-        products_of_activations, "bfloat16_products", type("Units", (), {"units": staticmethod(lambda: 4)})
-    )
+    units = {"units": staticmethod(lambda: 4), "LEAST_ROWS": 16}
+    monkeypatch.setattr(products_of_activations, "bfloat16_products", type("Units", (), units))
 
 
 def quantizer(product, name="mxfp8"):
@@ -78,6 +77,15 @@ def test_attention(causal):
     assert not count(model, aten.scaled_dot_product_attention.default)
 
 
+@pytest.mark.parametrize("mask", [None, torch.rand(20, 30) < 0.7, torch.randn(2, 1, 1, 30).bfloat16()])
+def test_attention_of_bfloat16_models(mask):
+    given = [X.bfloat16(), Y.bfloat16(), *([] if mask is None else [mask])]
+    converted, model = lowered(lambda q, k, *m: F.scaled_dot_product_attention(q, k, k, *m), *given, product=ATTENTION)
+    (call,) = calls(model, attention_bfloat16)
+    assert call.args[-1] == torch.bfloat16 and call.meta["val"].dtype == torch.bfloat16
+    torch.testing.assert_close(model(*given), converted(*given), rtol=0.02, atol=0.01)
+
+
 @pytest.mark.parametrize("mask", [torch.rand(20, 30) < 0.7, torch.randn(2, 1, 1, 30)])
 def test_masks_and_grouped_heads(mask):
     query = torch.randn(2, 6, 20, 32)
@@ -114,6 +122,8 @@ def test_dynamic_shapes():
         (lambda x, y: x @ y[0, 0].mT, (X, Y), "aten.matmul"),  # broadcast
         (lambda x, y: F.scaled_dot_product_attention(x, y[:1], y[:1]), (X, Y), ATTENTION),
         (lambda x, y: F.scaled_dot_product_attention(x[0], y[0], y[0]), (X, Y), ATTENTION),  # of three dimensions
+        (lambda x, y: F.scaled_dot_product_attention(x[:, :, :9], y, y), (X, Y), ATTENTION),  # of a few queries
+        (lambda x, y: F.scaled_dot_product_attention(x, y, y), (X.half(), Y.half()), ATTENTION),
         (lambda x, y: torch.softmax(x @ y.mT, -1) + torch.bmm(x[0], y[0].mT), (X, Y), "aten.bmm"),  # not quantized
     ],
 )

@@ -175,7 +175,8 @@ def test_products_of_activations(dtype, tmp_path):
             torch.randn(heads, queries, 1).to(dtype),
         )
         calls += [("attention_bfloat16", (query, key, value, mask, False, None, None)) for mask in (None, *masks)]
-        calls.append(("attention_bfloat16", (query, key, value, None, True, 0.3, torch.float32)))
+        for target in (torch.float32, torch.bfloat16):
+            calls.append(("attention_bfloat16", (query, key, value, None, True, 0.3, target)))
         calls.append(("attention_bfloat16", (torch.randn_like(query), key, value, None, False, None, None)))
     check(calls, tmp_path)
 

@@ -87,18 +87,19 @@ struct MatmulCall {
   float* out;  // contiguous
 };
 
-// Attention in fp32: query (batch, heads, queries, width), key (batch, heads / group, keys, width), value (batch, heads
-// / group, keys, value_width), as ../bfloat16_products.py fills it: values of the query and the key that a bfloat16
-// holds. Strides are in values, and 1 along the last dimension; out is (batch, queries, heads, value_width).
+// Attention: query (batch, heads, queries, width), key (batch, heads / group, keys, width), value (batch, heads /
+// group, keys, value_width), all in bfloat16 or all in fp32, as ../bfloat16_products.py fills it: values of the query
+// and the key that a bfloat16 holds. Strides are in values, and 1 along the last dimension; out is (batch, queries,
+// heads, value_width) in the same dtype.
 struct DenseAttentionCall {
-  int32_t units, causal;
+  int32_t units, causal, dtype;
   int64_t threads, batch, heads, group, queries, keys, width, value_width;
   int64_t query_stride[3], key_stride[3], value_stride[3], mask_stride[3];
   float factor;
-  const float *query, *key, *value;
+  const void *query, *key, *value;
   const uint8_t* seen;  // a mask of booleans, or null
-  const float* added;   // a mask that is added, or null
-  float* out;
+  const void* added;    // a mask that is added, in the same dtype, or null
+  void* out;
 };
 
 // As ../hadamard.py fills it.

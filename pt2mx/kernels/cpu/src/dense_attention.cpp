@@ -1,46 +1,20 @@
-// Attention in fp32 over a query and keys whose values bfloat16 holds; built and called by ../bfloat16_products.py.
+// Attention over a query and keys in bfloat16, or in fp32 whose values bfloat16 holds; built and called by
+// ../bfloat16_products.py.
 //
-// Scores are sums in fp32 of exact products, on units for bfloat16. Weights stay in fp32, and so does their product
-// with the values. A task packs the keys of a head, and takes 32 queries at a time, over up to 1024 keys that are known
-// when the largest score is looked for (Milakov and Gimelshein, 2018).
+// Scores are sums in fp32 of exact products, on units for bfloat16. A task packs the keys of a head, and takes 32
+// queries at a time, over up to 1024 keys that are known when the largest score is looked for (Milakov and Gimelshein,
+// 2018).
 
 #include <atomic>
 
-#include "buffer.h"
-#include "panels.h"
 #include "softmax.h"
+#include "weighted_values.h"
 
 #if defined(PT2MX_TILES)
 
 namespace {
 
-constexpr i64 kStripKeys = 1024;          // whose scores are kept
-constexpr i64 kScores = kStripKeys + 16;  // from row to row: apart by a power of two they leave the first-level cache
-constexpr i64 kSummed = 128;              // keys whose values are summed by themselves
-constexpr i64 kTall = 8;                  // rows of weights that go together, with kPair columns of values
-constexpr i64 kLeastQueries = 128;        // that are worth packing the keys again
-
-// sums: (kTall, kPair), `across` values a row, += weights: (kTall, keys), kScores a row, times values: (keys,
-// kPair). Some keys are summed by themselves: sums of sums are more exact.
-NOINLINE void add_values(const float* weights, const float* values, i64 keys, float* sums, i64 across) {
-  for (i64 key = 0; key < keys;) {
-    __m512 sum[kTall][2] = {};
-    for (const i64 end = std::min(key + kSummed, keys); key < end; ++key, values += kPair) {
-      const __m512 first = _mm512_loadu_ps(values), second = _mm512_loadu_ps(values + kSide);
-      for (i64 r = 0; r < kTall; ++r) {
-        const __m512 weight = _mm512_set1_ps(weights[r * kScores + key]);
-        sum[r][0] = _mm512_fmadd_ps(weight, first, sum[r][0]);
-        sum[r][1] = _mm512_fmadd_ps(weight, second, sum[r][1]);
-      }
-    }
-    for (i64 r = 0; r < kTall; ++r) {
-      for (i64 h = 0; h < 2; ++h) {
-        float* total = sums + r * across + h * kSide;
-        _mm512_storeu_ps(total, _mm512_add_ps(_mm512_loadu_ps(total), sum[r][h]));
-      }
-    }
-  }
-}
+constexpr i64 kLeastQueries = 128;  // that are worth packing the keys again
 
 struct Attention {
   const DenseAttentionCall& call;
@@ -55,32 +29,33 @@ struct Attention {
   }
 };
 
-// The queries of one head that a thread works on.
+// The queries of one head that a thread works on; T: float, or u16 of bfloat16.
+template <class T>
 class Head {
  public:
   explicit Head(const Attention& attention)
       : c(attention.call),
         groups_((c.width + kGroup - 1) / kGroup),
         across_((c.value_width + kPair - 1) / kPair * kPair),
-        tiles_(c.units & AMX) {
+        tiles_(c.units & AMX),
+        values_(c, across_) {
     keys_.resize((c.keys + kPair - 1) / kPair * panel());
     query_.resize(kPair * groups_ * kGroup);
     scores_.resize(kPair * kScores);
     sums_.resize(kPair * across_);
-    values_.resize(c.keys * across_);
     for (i64 r = 0; r < kPair; ++r) rows_[r] = query_.data() + r * groups_ * kGroup;
   }
 
   // Queries [top, bottom). Returns false where bfloat16 does not hold the values.
   bool run(i64 batch, i64 head, i64 top, i64 bottom) {
-    Seen seen;
+    Seen seen, of_values;
     const i64 key_head = head / c.group, keys = c.causal ? std::min(bottom, c.keys) : c.keys;
-    const Strided key{c.key + batch * c.key_stride[0] + key_head * c.key_stride[1], 1, c.key_stride[2]};
+    const Strided<T> key{at(c.key, c.key_stride, batch, key_head), 1, c.key_stride[2]};
     for (i64 first = 0; first < keys; first += kPair) {
       pack_panel(key, first, keys, c.width, keys_.data() + first / kPair * panel(), seen);
     }
-    const float* query = c.query + batch * c.query_stride[0] + head * c.query_stride[1];
-    pack_values(c.value + batch * c.value_stride[0] + key_head * c.value_stride[1], keys);
+    const T* query = at(c.query, c.query_stride, batch, head);
+    values_.pack(at(c.value, c.value_stride, batch, key_head), c.value_stride[2], c.value_width, keys, of_values);
     for (i64 m = top; m < bottom; m += kPair) {
       const i64 n = std::min(kPair, bottom - m);
       pack_rows(query + m * c.query_stride[2], c.query_stride[2], n, c.width, query_.data(), seen);
@@ -92,15 +67,18 @@ class Head {
         const i64 count = std::min(kStripKeys, last - first);
         score(n, first, count);
         for (i64 r = 0; r < n; ++r) weigh(batch, head, m, r, first, count);
-        for (i64 r = 0; r < n; r += kTall) add(r, first, count, keys);
+        values_.add(scores_.data(), n, first, count, sums_.data());
       }
-      for (i64 r = 0; r < n; ++r) put(r, c.out + ((batch * c.queries + m + r) * c.heads + head) * c.value_width);
+      for (i64 r = 0; r < n; ++r) put(r, ((batch * c.queries + m + r) * c.heads + head) * c.value_width);
     }
     return seen.are_bfloats() && seen.exponent() > 0;
   }
 
  private:
   i64 panel() const { return groups_ * 2 * kTile; }
+  static const T* at(const void* x, const int64_t* stride, i64 batch, i64 head) {
+    return static_cast<const T*>(x) + batch * stride[0] + head * stride[1];
+  }
 
   void score(i64 n, i64 first, i64 count) {
     for (i64 i = 0; i < count; i += kPair) {
@@ -116,11 +94,13 @@ class Head {
     float* scores = scores_.data() + r * kScores;
     const i64 at = batch * c.mask_stride[0] + head * c.mask_stride[1] + (m + r) * c.mask_stride[2] + first;
     const i64 known = c.causal ? std::min(count, m + r + 1 - first) : count, end = (count + kSide - 1) / kSide * kSide;
+    const T* added = static_cast<const T*>(c.added);
+    Seen seen_values;
     __m512 most = _mm512_set1_ps(-INFINITY);
     for (i64 i = 0; i < end; i += kSide) {
       __mmask16 seen = lanes(i, known);
       __m512 x = _mm512_mul_ps(_mm512_loadu_ps(scores + i), _mm512_set1_ps(c.factor));
-      if (c.added) x = _mm512_add_ps(x, _mm512_maskz_loadu_ps(seen, c.added + at + i));
+      if (added) x = _mm512_add_ps(x, _mm512_castsi512_ps(upper_halves(added + at + i, seen, seen_values)));
       if (c.seen)
         seen &= _mm512_test_epi32_mask(_mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(seen, c.seen + at + i)),
                                        _mm512_set1_epi32(255));
@@ -137,49 +117,38 @@ class Head {
     largest_[r] = largest;
   }
 
-  // To (columns / kPair, keys, kPair): rows that lie apart by a power of two do not stay in the first-level cache.
-  void pack_values(const float* values, i64 keys) {
-    float* out = values_.data();
-    for (i64 i = 0; i < across_; i += kPair) {
-      const __mmask16 first = lanes(i, c.value_width), second = lanes(i + kSide, c.value_width);
-      for (i64 key = 0; key < keys; ++key, out += kPair) {
-        const float* row = values + key * c.value_stride[2] + i;
-        _mm512_storeu_ps(out, _mm512_maskz_loadu_ps(first, row));
-        _mm512_storeu_ps(out + kSide, _mm512_maskz_loadu_ps(second, row + kSide));
-      }
-    }
-  }
-
-  // The weights of rows, from one on, times the values of `count` keys.
-  void add(i64 r, i64 first, i64 count, i64 keys) {
-    for (i64 i = 0; i < across_; i += kPair) {
-      const float* values = values_.data() + i * keys + first * kPair;
-      add_values(scores_.data() + r * kScores, values, count, sums_.data() + r * across_ + i, across_);
-    }
-  }
-
-  void put(i64 r, float* out) const {
-    const __m512 whole = _mm512_set1_ps(whole_[r] == 0.0f ? 1.0f : whole_[r]);
+  void put(i64 r, i64 at) const {
+    constexpr int32_t dtype = sizeof(T) == 4 ? FP32 : BF16;
+    const Floats whole = floats(whole_[r] == 0.0f ? 1.0f : whole_[r]);
     for (i64 i = 0; i < c.value_width; i += kSide) {
-      const __m512 sums = _mm512_loadu_ps(sums_.data() + r * across_ + i);
-      _mm512_mask_storeu_ps(out + i, lanes(i, c.value_width), _mm512_div_ps(sums, whole));
+      const Floats found = load<Floats>(sums_.data() + r * across_ + i) / whole;
+      const Floats y = rounded(found == found ? found : Floats(ints(0x7FC00000)), dtype);
+      if (c.value_width - i >= kSide) {
+        store_as(c.out, dtype, at + i, y);
+        continue;
+      }
+      T rest[kSide];
+      store_as(rest, dtype, 0, y);
+      std::copy(rest, rest + c.value_width - i, static_cast<T*>(c.out) + at + i);
     }
   }
 
   const DenseAttentionCall& c;
   const i64 groups_, across_;  // of the width; values of a row of sums
   const bool tiles_;
+  WeightedValues<T> values_;
   Buffer<u16> keys_, query_;
-  Buffer<float> values_, scores_, sums_;
+  Buffer<float> scores_, sums_;
   const u16* rows_[kPair];
   float largest_[kPair], whole_[kPair];
 };
 
+template <class T>
 void run_attention(i64 begin, i64 end, void* context) {
   Attention& attention = *static_cast<Attention*>(context);
   const DenseAttentionCall& c = attention.call;
   const KeepSubnormals keep;
-  Head head(attention);
+  Head<T> head(attention);
   if (c.units & AMX) configure();
   for (i64 task = begin; task < end && !attention.unserved; ++task) {
     const i64 pair = task / attention.down, top = task % attention.down * attention.rows;
@@ -197,7 +166,8 @@ extern "C" {
 int32_t pt2mx_dense_attention(const DenseAttentionCall* call, ParallelFor parallel_for) {
   Attention attention(*call);
   const i64 tasks = call->batch * call->heads * attention.down;
-  const int32_t error = parallel_for(0, tasks, 1, run_attention, &attention);
+  const auto run = call->dtype == BF16 ? run_attention<u16> : run_attention<float>;
+  const int32_t error = parallel_for(0, tasks, 1, run, &attention);
   return error ? error : attention.unserved ? kUnserved : 0;
 }
 

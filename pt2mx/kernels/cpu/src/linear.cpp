@@ -265,6 +265,7 @@ void run(i64 begin, i64 end, void* context) {
 
 #include "avx512_bf16.h"
 #include "amx.h"
+#include "epilogue.h"
 #include "many_rows.h"
 #include "vnni.h"
 

@@ -13,23 +13,6 @@
 
 namespace {
 
-// As `finish`, faster for kPair sums to fp32 or bfloat16, and with the epilogue.
-inline void finish_part(const Linear& linear, i64 m, i64 row, i64 n, float* y) {
-  const LinearCall& c = linear.call;
-  if (n < kPair || c.out_dtype == FP16) return finish(linear, m, row, n, y);
-  const i64 at = m * c.n + row;
-  Floats sums[2];
-  for (int i = 0; i < 2; ++i) {
-    sums[i] = load<Floats>(y + i * kWidth);
-    if (!linear.bias.empty()) sums[i] += load<Floats>(linear.bias.data() + row + i * kWidth);
-    sums[i] = rounded(sums[i] == sums[i] ? sums[i] : Floats(ints(0x7FC00000)), c.out_dtype);
-  }
-  if (!linear.quantizer) return store_two(c.out, c.out_dtype, at, sums[0], sums[1]);
-  for (Floats& v : sums) v = rounded(activated(c.epilogue->activation, v), c.out_dtype);
-  linear.quantizer->quantize(sums, 2);
-  store_two(c.out, c.epilogue->out_dtype, at, sums[0], sums[1]);
-}
-
 struct Many {
   const Linear& linear;
   const i64 width, stride, across;  // values of a pixel and of a row, filled with zeros; tasks next to each other
@@ -125,16 +108,15 @@ void run_many(i64 begin, i64 end, void* context) {
       many.find(m, rows, pixels.data());
       if (tiles) {
         squares_in_tiles(many.gather(pixels.data(), rows, rest.data()), many.stride, w, groups, panels, sums.data());
-      } else {
-        for (i64 p = 0; p < panels; ++p) {
-          square_in_vectors(pixels.data(), rows, w + p * panel, many.linear.windows.taps, many.linear.tap_groups,
-                            sums.data() + p * kSquare, kPair);
-        }
       }
-      for (i64 r = 0; r < rows; ++r) {
-        for (i64 n = first; n < last; n += kPair) {
-          finish_part(many.linear, m + r, n, std::min(kPair, last - n), sums.data() + (n - first) * kPair + r * kPair);
+      for (i64 p = 0; p * kPair < last - first; ++p) {
+        float* square = sums.data() + p * kSquare;
+        if (!tiles) {
+          square_in_vectors(pixels.data(), rows, w + p * panel, many.linear.windows.taps, many.linear.tap_groups,
+                            square, kPair);
         }
+        const i64 column = first + p * kPair;
+        finish_square(many.linear, m, rows, column, std::min(kPair, last - column), square);
       }
     }
   }

@@ -58,7 +58,7 @@ void run_matmul(i64 begin, i64 end, void* context) {
     const i64 first = task % matmul.across * matmul.columns, last = std::min(first + matmul.columns, c.n);
     const i64 count = parts(last - first, kPair);
     const float* from = c.x + i * c.x_stride[0] + j * c.x_stride[1];
-    const Strided y{c.y + i * c.y_stride[0] + j * c.y_stride[1], c.y_stride[2], c.y_stride[3]};
+    const Strided<float> y{c.y + i * c.y_stride[0] + j * c.y_stride[1], c.y_stride[2], c.y_stride[3]};
     Seen of_x, of_y;
     for (i64 p = 0; p < count; ++p) {
       pack_panel(y, first + p * kPair, last, c.k, w.data() + p * groups * 2 * kTile, of_y);

@@ -1,4 +1,4 @@
-// Operands in fp32 whose values bfloat16 holds, in the order in which squares.h multiplies them.
+// Operands in bfloat16, or in fp32 whose values bfloat16 holds, in the order in which squares.h multiplies them.
 
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace {
 
-// What is known of the values that were read.
+// What is known of the values in fp32 that were read.
 struct Seen {
   __m512i bits = _mm512_setzero_si512(), least = _mm512_set1_epi32(-1);  // the least magnitude but zero, less 1
 
@@ -32,48 +32,61 @@ inline __mmask16 lanes(i64 first, i64 n) {
 }
 
 // A matrix in memory: (rows, columns), one of which are next to each other.
+template <class T>
 struct Strided {
-  const float* values;
+  const T* values;
   i64 row, column;  // strides
 };
 
+// Up to 32 values, of which `n` exist, as bfloat16.
+inline void put_group(const float* values, i64 n, u16* out, Seen& seen) {
+  const __m512 first = seen.add(_mm512_maskz_loadu_ps(lanes(0, n), values));
+  const __m512 second = seen.add(_mm512_maskz_loadu_ps(lanes(kSide, n), values + kSide));
+  store_two(out, BF16, 0, Floats(first), Floats(second));
+}
+inline void put_group(const u16* values, i64 n, u16* out, Seen&) {
+  const __mmask32 known = u32(lanes(kSide, n)) << kSide | lanes(0, n);
+  _mm512_storeu_si512(out, _mm512_maskz_loadu_epi16(known, values));
+}
+
+// 16 values, of which those in the mask exist, in the upper half of 32 bits.
+inline __m512i upper_halves(const float* values, __mmask16 known, Seen& seen) {
+  return _mm512_castps_si512(seen.add(_mm512_maskz_loadu_ps(known, values)));
+}
+inline __m512i upper_halves(const u16* values, __mmask16 known, Seen&) {
+  return _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(known, values)), 16);
+}
+
 // `n` rows of `k` values each: out (kPair, groups * kGroup), filled with zeros.
-inline void pack_rows(const float* x, i64 stride, i64 n, i64 k, u16* out, Seen& seen) {
+template <class T>
+void pack_rows(const T* x, i64 stride, i64 n, i64 k, u16* out, Seen& seen) {
   const i64 width = (k + kGroup - 1) / kGroup * kGroup;
   for (i64 r = 0; r < kPair; ++r) {
     const i64 known = r < n ? k : 0;
-    for (i64 i = 0; i < width; i += kGroup, out += kGroup) {
-      const __m512 first = seen.add(_mm512_maskz_loadu_ps(lanes(i, known), x + r * stride + i));
-      const __m512 second = seen.add(_mm512_maskz_loadu_ps(lanes(i + kSide, known), x + r * stride + i + kSide));
-      store_two(out, BF16, 0, Floats(first), Floats(second));
-    }
+    for (i64 i = 0; i < width; i += kGroup, out += kGroup) put_group(x + r * stride + i, known - i, out, seen);
   }
 }
 
 // Columns [first, first + kPair) of y: (k, n), of which those up to `n` exist: out (groups, 2, kSide pairs of values,
 // kSide columns, 2).
-inline void pack_panel(Strided y, i64 first, i64 n, i64 k, u16* out, Seen& seen) {
+template <class T>
+void pack_panel(Strided<T> y, i64 first, i64 n, i64 k, u16* out, Seen& seen) {
   for (i64 g = 0; g < k; g += kGroup) {
     for (i64 column = first; column < first + kPair; column += kSide, out += kTile) {
       if (y.row == 1) {  // a column's values are next to each other
         for (i64 c = 0; c < kSide; ++c) {
-          const float* from = y.values + (column + c) * y.column + g;
-          const i64 known = column + c < n ? k : 0;
-          const __m512 even = seen.add(_mm512_maskz_loadu_ps(lanes(g, known), from));
-          const __m512 odd = seen.add(_mm512_maskz_loadu_ps(lanes(g + kSide, known), from + kSide));
-          store_two(out + c * kGroup, BF16, 0, Floats(even), Floats(odd));
+          put_group(y.values + (column + c) * y.column + g, column + c < n ? k - g : 0, out + c * kGroup, seen);
         }
         transpose(out);
         continue;
       }
       for (i64 pair = 0; pair < kSide; ++pair) {
         const i64 i = g + 2 * pair;
-        const float* from = y.values + i * y.row + column;
-        const __m512 even = seen.add(_mm512_maskz_loadu_ps(i < k ? lanes(column, n) : 0, from));
-        const __m512 odd = seen.add(_mm512_maskz_loadu_ps(i + 1 < k ? lanes(column, n) : 0, from + y.row));
-        const __m512i high = _mm512_and_si512(_mm512_castps_si512(odd), _mm512_set1_epi32(int32_t(0xFFFF0000)));
-        const __m512i both = _mm512_or_si512(high, _mm512_srli_epi32(_mm512_castps_si512(even), 16));
-        _mm512_storeu_si512(out + pair * kGroup, both);
+        const T* from = y.values + i * y.row + column;
+        const __m512i even = upper_halves(from, i < k ? lanes(column, n) : 0, seen);
+        const __m512i odd = upper_halves(from + y.row, i + 1 < k ? lanes(column, n) : 0, seen);
+        const __m512i high = _mm512_and_si512(odd, _mm512_set1_epi32(int32_t(0xFFFF0000)));
+        _mm512_storeu_si512(out + pair * kGroup, _mm512_or_si512(high, _mm512_srli_epi32(even, 16)));
       }
     }
   }

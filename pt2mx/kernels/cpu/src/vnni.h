@@ -327,7 +327,7 @@ void run_codes(i64 begin, i64 end, void* context) {
       for (i64 n = first; n < last; n += kPair) {
         const Panel* panel = w + (n - first) / kSide * linear.groups;
         multiply_codes(x.data(), panel, linear.windows.taps, coded.groups, sums);
-        for (i64 r = 0; r < rows; ++r) { finish_part(linear, m + r, n, std::min(kPair, last - n), sums + r * kPair); }
+        finish_square(linear, m, rows, n, std::min(kPair, last - n), sums);
       }
     }
   }
