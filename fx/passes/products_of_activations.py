@@ -26,7 +26,7 @@ _LEAST_PRODUCTS = 1 << 21
 #: dtypes of attention
 _OF_ATTENTION = (torch.float32, torch.bfloat16)
 #: the most keys over which attention in bfloat16 without a mask takes less time than torch's on a GPU
-_MOST_KEYS = 64
+_MOST_KEYS = 128
 
 
 @GraphPass

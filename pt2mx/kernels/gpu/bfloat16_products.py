@@ -141,6 +141,7 @@ def attention(
             CAUSAL=is_causal,
             MASK=kind,
             MASK_ROWS=strides[2] != 0,
+            WHOLE=keys % _KEYS == 0,
             EXACT=dtype == torch.float32,
             num_warps=4,
             num_stages=2,

@@ -18,12 +18,12 @@ def dense_attention_kernel(
     mask_batch, mask_head, mask_query, mask_key,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
-    MASK_ROWS: tl.constexpr, EXACT: tl.constexpr,
+    MASK_ROWS: tl.constexpr, WHOLE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """query: (batch, heads, queries, WIDTH), key: (batch, heads / group, keys, WIDTH), value: (.., keys, VALUE_WIDTH)
     bfloat16, mask: booleans, or floats that are added, by the strides -> out: (batch, queries, heads, VALUE_WIDTH) fp32
-    if EXACT, else bfloat16. MASK: "none", "seen" or "added"; MASK_ROWS: not the same for all queries. COLUMNS,
-    VALUE_COLUMNS: powers of two not below the widths."""
+    if EXACT, else bfloat16. MASK: "none", "seen" or "added"; MASK_ROWS: not the same for all queries. WHOLE:
+    `keys` is a multiple of KEYS. COLUMNS, VALUE_COLUMNS: powers of two not below the widths."""
     pair = tl.program_id(0).to(tl.int64)
     batch, head = pair // heads, pair % heads
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -36,6 +36,8 @@ def dense_attention_kernel(
     of_mask = mask + batch * mask_batch + head * mask_head
     if MASK_ROWS:
         of_mask += row.to(tl.int64)[:, None] * mask_query
+    log2e = 1.4426950408889634
+    factor *= log2e  # powers of two take an instruction less than those of e
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     whole = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, VALUE_COLUMNS], tl.float32)
@@ -44,24 +46,25 @@ def dense_attention_kernel(
         end = tl.minimum(keys, (tl.program_id(1) + 1) * ROWS)
     for first in tl.range(0, end, KEYS):
         at = (first + slot).to(tl.int64)
-        known = first + slot < keys
+        known = (first + slot < keys) | WHOLE
         k = tl.load(of_key + at[None, :] * key_row, mask=known[None, :] & (column < WIDTH)[:, None], other=0.0)
         v = tl.load(of_value + at[:, None] * value_row, mask=known[:, None] & (wide < VALUE_WIDTH)[None, :], other=0.0)
         scores = tl.dot(q, k) * factor
-        seen = there[:, None] & known[None, :]
-        if CAUSAL:
-            seen &= row[:, None] >= first + slot[None, :]
         if MASK != "none":
-            given = tl.load(of_mask + at[None, :] * mask_key, mask=seen if MASK_ROWS else known[None, :], other=0)
+            has = there[:, None] & known[None, :] if MASK_ROWS else known[None, :]
+            given = tl.load(of_mask + at[None, :] * mask_key, mask=has, other=0)
             if MASK == "seen":
-                seen &= given != 0
+                scores = tl.where(given != 0, scores, float("-inf"))
             else:
-                scores += given
-        scores = tl.where(seen, scores, float("-inf"))
+                scores += given * log2e
+        if CAUSAL:
+            scores = tl.where(row[:, None] >= first + slot[None, :], scores, float("-inf"))
+        if not WHOLE:
+            scores = tl.where(known[None, :], scores, float("-inf"))
         most = tl.maximum(largest, tl.max(scores, 1))
         shift = tl.where(most == float("-inf"), 0.0, most)
-        weights = tl.exp(scores - shift[:, None])
-        before = tl.exp(largest - shift)
+        weights = tl.exp2(scores - shift[:, None])
+        before = tl.exp2(largest - shift)
         high = weights.to(tl.bfloat16)
         if EXACT:
             rest = weights - high.to(tl.float32)
