@@ -22,6 +22,12 @@ void set_task(LinearCall& call, int64_t k) {
   call.task_rows = parts(parts(call.m, down), 32) * 32;
 }
 
+// Whether bfloat16 holds all values of x: contiguous.
+bool are_bfloats(const Tensor& x) {
+  const auto* bits = static_cast<const uint32_t*>(x.const_data_ptr());
+  return std::all_of(bits, bits + x.numel(), [](uint32_t value) { return !(value & 0xFFFF); });
+}
+
 }  // namespace
 
 LinearCall call_of(const Tensor& x, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& bias,
@@ -86,22 +92,30 @@ Tensor linear(const Tensor& given, const Tensor& data, const Tensor& scale, cons
   return out;
 }
 
-Tensor grouped_linear(const Tensor& x, const Tensor& data, const Tensor& scale, const Tensor& offs,
-                      const std::string& element, int64_t block_size) {
-  STD_TORCH_CHECK(x.dim() == 2 && data.dim() == 3 && scale.dim() == 3, "grouped_linear_mx takes (T, K) and (E, N, K)");
+Tensor grouped_linear(const Tensor& given, const Tensor& data, const Tensor& scale, const Tensor& offs,
+                      const std::string& name, int64_t block_size) {
+  STD_TORCH_CHECK(given.dim() == 2 && data.dim() == 3 && scale.dim() == 3,
+                  "grouped_linear_mx takes (T, K) and (E, N, K)");
   STD_TORCH_CHECK(offs.scalar_type() == ScalarType::Int && shape_of(offs) == Shape{data.size(0)},
                   "grouped_linear_mx takes an end of rows for each expert");
   const Tensor ends = dense(offs);
   const auto* end = static_cast<const int32_t*>(ends.const_data_ptr());
-  Tensor out = torch::stable::empty({x.size(0), data.size(1)}, x.scalar_type());
+  const ScalarType result = given.scalar_type();
+  const Element& element = element_of(name);
+  Tensor x = dense(given);
+  const Blocks blocks = blocks_of(element, block_size, x.size(1));
+  const bool many = result == ScalarType::Float && x.size(0) > kFewRows;
+  if (many && pt2mx_units(blocks.decoder, table_of(element)) && are_bfloats(x)) {
+    x = torch::stable::to(x, ScalarType::BFloat16);
+  }
+  Tensor out = torch::stable::empty({x.size(0), data.size(1)}, result);
   torch::stable::zero_(out);
   for (int64_t expert = 0, first = 0; expert < data.size(0); first = end[expert++]) {
     const int64_t rows = end[expert] - first;
     if (rows <= 0) continue;
     Tensor at = x, to = out;
-    const Tensor y =
-        linear(torch::stable::narrow(at, 0, first, rows), torch::stable::select(data, 0, expert),
-               torch::stable::select(scale, 0, expert), std::nullopt, element, block_size, 0, std::nullopt);
+    const Tensor y = linear(torch::stable::narrow(at, 0, first, rows), torch::stable::select(data, 0, expert),
+                            torch::stable::select(scale, 0, expert), std::nullopt, name, block_size, 0, result);
     Tensor place = torch::stable::narrow(to, 0, first, rows);
     torch::stable::copy_(place, y);
   }

@@ -81,14 +81,22 @@ def linear(
 
 
 def grouped_linear(x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, spec: MXSpec) -> Tensor:
-    """As that of `pt2mx.kernels.dequantize_then_matmul`; rows of x past the last offset (undefined there) give 0."""
+    """As that of `pt2mx.kernels.dequantize_then_matmul`; rows of x past the last offset (undefined there) give 0. Many
+    rows in fp32 whose values bfloat16 holds, as quantized ones, are multiplied on its units, where there are some."""
     out, first = torch.zeros((x.shape[0], data.shape[1]), dtype=x.dtype, device="cpu"), 0
-    spec = spec.replace(axis=spec.axis - 1)  # of one expert
+    spec, dtype = spec.replace(axis=spec.axis - 1), x.dtype  # of one expert
+    if dtype == torch.float32 and len(x) > FEW_ROWS and units_for(spec, x.shape[-1]) and _are_bfloats(x):
+        x = x.to(torch.bfloat16)
     for expert, last in enumerate(offs.tolist()):
         if first < last:
-            out[first:last] = linear(x[first:last], data[expert], scale[expert], None, spec)
+            out[first:last] = linear(x[first:last], data[expert], scale[expert], None, spec, dtype=dtype)
         first = last
     return out
+
+
+def _are_bfloats(x: Tensor) -> bool:
+    """True if bfloat16 holds all values of x: (T, K) fp32. Most others show it in a row."""
+    return not any((part.contiguous().view(torch.int32) & 0xFFFF).any() for part in (x[:1], x))
 
 
 def _multiply(

@@ -88,7 +88,8 @@ def test_products(dtype, tmp_path):
     calls.append(("linear_mx", (x, data, scale, None, "fp4_e2m1", 32, 0)))
     scale, data = packed((3, 16, 64), "fp8_e4m3", 32)
     offs = torch.tensor([2, 2, 40], dtype=torch.int32)
-    calls.append(("grouped_linear_mx", (torch.randn(41, 64).to(dtype), data, scale, offs, "fp8_e4m3", 32)))
+    for x in (torch.randn(41, 64), torch.randn(41, 64).bfloat16(), torch.randn(64, 41).bfloat16().t()):
+        calls.append(("grouped_linear_mx", (x.to(dtype), data, scale, offs, "fp8_e4m3", 32)))
     check(calls, tmp_path)
 
 

@@ -190,6 +190,25 @@ def test_grouped(name, dtype):
     assert not y[57:].any()
 
 
+@pytest.mark.parametrize("name", ["fp4_e2m1", "fp8_e4m3", "int8"])
+def test_grouped_rows_that_bfloat16_holds(name, monkeypatch):
+    """They are multiplied as bfloat16, with results in float32; other rows, and a few, as float32."""
+    dtypes, linear = [], cpu_linear.linear
+    monkeypatch.setattr(
+        cpu_linear, "linear", lambda x, *args, **rest: dtypes.append(x.dtype) or linear(x, *args, **rest)
+    )
+    scale, data = ops.quantize_mx(torch.randn(3, 96, 128), name, 32)
+    weight, ends = ops.dequantize_mx(data, scale, name, 32, torch.float32).double(), torch.tensor([50, 50, 120]).int()
+    spec, values = MXSpec(name, 32, 2), ops.fake_quantize_mx(torch.randn(120, 128), name, 32)
+    has_units = bool(cpu_linear.units_for(MXSpec(name, 32, 1), 128))
+    for x, narrow in ((values, has_units), (values * (1 + 2.0**-20), False), (values[:30], False)):
+        dtypes.clear()
+        got = cpu_linear.grouped_linear(x, data, scale, ends.clamp(max=len(x)), spec)
+        exact = torch.cat([x[:50].double() @ weight[0].T, x[50:].double() @ weight[2].T])
+        assert set(dtypes) == {torch.bfloat16 if narrow else torch.float32} and got.dtype == torch.float32
+        assert relative_error(got, exact) < 5e-7
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ["avx2", "default"])
 def test_other_processors(run_python, tmp_path, capability):
