@@ -74,14 +74,17 @@ def _compiler() -> str:
 def _cpu_kernels() -> str:
     import torch
 
-    from pt2mx.kernels.cpu import build
+    from pt2mx.kernels.cpu import build, linear
+    from pt2mx.spec import MXSpec
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the reason for which they are not built
-        library, _ = build.load()
-    tiles = " and AMX" if library.pt2mx_has_tiles() else ""
-    capability = torch.backends.cpu.get_cpu_capability()
-    return f"built for {capability}{tiles}, {torch.get_num_threads()} threads, in {build.cache_folder()}"
+        build.load()
+    found = linear.units_for(MXSpec("int8", 32), 32)  # an element for which all units serve
+    units = [name for name in ("AMX", "AVX512_VNNI", "AVX512_BF16") if found & getattr(linear, name)]
+    products = f"products of quantized activations on {', '.join(units)}, " if units else ""
+    capability, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+    return f"built for {capability}, {products}{threads} threads, in {build.cache_folder()}"
 
 
 def _gpu() -> str:

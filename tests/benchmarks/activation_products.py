@@ -1,10 +1,11 @@
 """Products of two quantized activations, and attention over them, beside torch's in float32 and bfloat16.
 
-    python -m tests.benchmarks.activation_products [--device cuda] [--format mxfp8] [--repeats 20]
+    python -m tests.benchmarks.activation_products [--device cuda] [--format mxfp8] [--results bfloat16] [--repeats 20]
 
 Milliseconds, in turns, on a GPU as CUDA graphs. "ours" are `matmul_bfloat16` and `attention_bfloat16` of the values
 that torch's float32 operators get; on a GPU they get them in bfloat16, in which the kernel that quantizes writes them
-there. Errors are relative to the operation in float64.
+there. With results in bfloat16, attention alone, which gets bfloat16 everywhere, is set beside torch's in bfloat16.
+Errors are relative to the operation in float64.
 """
 
 from __future__ import annotations
@@ -34,40 +35,52 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--format", default="mxfp8")
+    parser.add_argument("--results", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--repeats", type=int, default=20)
     options = parser.parse_args()
     torch.manual_seed(0)
-    rows = list(measured(options.device, pt2mx.parse(options.format), options.repeats))
+    dtype = getattr(torch, options.results)
+    rows = list(measured(options.device, pt2mx.parse(options.format), dtype, options.repeats))
     print_table(rows, tuple(rows[0]))
     print(hardware())
 
 
 @torch.no_grad()
-def measured(device: str, spec: pt2mx.MXSpec, repeats: int) -> Iterator[Row]:
+def measured(device: str, spec: pt2mx.MXSpec, dtype: torch.dtype, repeats: int) -> Iterator[Row]:
     def quantized(*shape: int, axis: int = -1) -> Tensor:
         return pt2mx.fake_quantize_mx(torch.randn(shape, device=device), spec.replace(axis=axis))
 
     for batch, heads, tokens, width in _ATTENTIONS:
         operands = [quantized(batch, tokens, heads, width).transpose(1, 2) for _ in range(3)]
-        times = _times(F.scaled_dot_product_attention, attention_bfloat16, operands, repeats)
-        yield {"what": "attention", "size": f"{batch}x{heads}x{tokens}x{width}"} | times
-    for matrices, m, n, k in _PRODUCTS:
+        seen = (torch.rand(batch, 1, 1, tokens, device=device) < 0.9).expand(batch, 1, tokens, tokens)
+        for name, mask in (("attention", None), ("attention, masked", seen)):
+            theirs = partial(_torch_attention, mask=mask)
+            ours = partial(attention_bfloat16, mask=mask)
+            times = _times(theirs, ours, operands, dtype, repeats)
+            yield {"what": name, "size": f"{batch}x{heads}x{tokens}x{width}"} | times
+    for matrices, m, n, k in _PRODUCTS if dtype == torch.float32 else ():
         operands = [quantized(matrices, m, k), quantized(matrices, n, k).mT]
-        times = _times(torch.matmul, matmul_bfloat16, operands, repeats)
+        times = _times(torch.matmul, matmul_bfloat16, operands, dtype, repeats)
         yield {"what": "matmul", "size": f"{matrices}x{m}x{n}x{k}"} | times
 
 
-def _times(theirs: Callable[..., Tensor], ours: Callable[..., Tensor], operands: list[Tensor], repeats: int) -> Row:
-    on_gpu = operands[0].is_cuda
+def _torch_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value, mask)
+
+
+def _times(
+    theirs: Callable[..., Tensor], ours: Callable[..., Tensor], operands: list[Tensor], dtype: torch.dtype, repeats: int
+) -> Row:
+    on_gpu, plain = operands[0].is_cuda, dtype == torch.float32
     narrow = [x.bfloat16() for x in operands]
-    own = partial(ours, *(narrow if on_gpu else operands), target_dtype=torch.float32)
+    own = partial(ours, *(operands if plain and not on_gpu else narrow), target_dtype=dtype)
     calls = [partial(theirs, *operands), partial(theirs, *narrow), own]
     run = [graph(call) for call in calls] if on_gpu else calls
     seconds = gpu_medians_in_turns(run, repeats) if on_gpu else medians_in_turns(run, repeats)
-    exact = theirs(*(x.double() for x in operands))
+    exact, base = theirs(*(x.double() for x in operands)), 0 if plain else 1
     row: Row = {name: 1e3 * time for name, time in zip(("float32", "bfloat16", "ours"), seconds, strict=True)}
-    row["ratio"] = seconds[2] / seconds[0]
-    errors = {"error": relative_error(calls[0](), exact), "error of ours": relative_error(own(), exact)}
+    row["ratio"] = seconds[2] / seconds[base]
+    errors = {"error": relative_error(calls[base](), exact), "error of ours": relative_error(own(), exact)}
     return row | {name: f"{error:.1e}" for name, error in errors.items()}
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pt2mx.kernels.cpu import build
+from pt2mx.kernels.cpu import build, linear
 from pt2mx.pt2e.cli import doctor_checks
 from pt2mx.pt2e.cli.doctor_checks import CHECKS, EXTRAS, SMOLLM2, NotNeeded
 from pt2mx.pt2e.cli.smollm2 import PACKAGES
@@ -43,7 +43,12 @@ def test_versions_are_numbers(version, least, older):
 
 
 def test_the_kernels(monkeypatch):
-    assert LOOK["CPU kernels"]().startswith(f"built for {torch.backends.cpu.get_cpu_capability()}")
+    built = f"built for {torch.backends.cpu.get_cpu_capability()}, "
+    assert LOOK["CPU kernels"]().startswith(built)
+    for units, names in ((0, ""), (1, "AMX"), (6, "AVX512_VNNI, AVX512_BF16")):
+        monkeypatch.setattr(linear, "units_for", lambda spec, k, units=units: units)
+        products = f"products of quantized activations on {names}, " if names else ""
+        assert LOOK["CPU kernels"]().startswith(f"{built}{products}{torch.get_num_threads()} threads, in ")
 
     def unbuilt():
         warnings.warn("no compiler: g++ failed", RuntimeWarning, stacklevel=1)
