@@ -32,6 +32,11 @@ _VIEW_OF_ANY_STRIDES: dict[object, OpOverload] = {
     aten._unsafe_view.default: aten.reshape.default,
     aten.view_as.default: aten.reshape_as.default,
 }
+#: views of some strides, and copies of others
+_VIEWS_OF_SOME_STRIDES = (
+    *_VIEW_OF_ANY_STRIDES, *_VIEW_OF_ANY_STRIDES.values(), aten.flatten.using_ints, aten.ravel.default,
+    aten.contiguous.default,
+)  # fmt: skip
 _NEED_STRIDES = (
     aten.as_strided.default, aten.as_strided_copy.default, aten.view.dtype, aten.view_as_complex.default,
     aten.view_as_real.default,
@@ -81,7 +86,7 @@ def _takes_order(user: Node, node: Node, value: object) -> bool:
 
 def takes_any_order(node: Node, writes: Writes) -> bool:
     """True if all that is computed from a node, of it or of its results, takes it in another order of dimensions in
-    memory: no view that could become a copy is one through which the graph writes later."""
+    memory: the graph writes later neither through nor to what is a view in one order and a copy in another."""
     end = node.graph.output_node()
     reached, left = {node}, [node]
     while left:
@@ -91,7 +96,7 @@ def takes_any_order(node: Node, writes: Writes) -> bool:
                 return False
             if isinstance(user.target, OpOverload) and user.target.namespace not in _OWN_STRIDES:
                 return False
-            if writes.shows_another(user) and _may_become_a_copy(user) and writes.between(user, end, (user,)):
+            if writes.between(user, end, _shared_by_order(user, writes)):
                 return False
             if user not in reached:
                 reached.add(user)
@@ -99,12 +104,14 @@ def takes_any_order(node: Node, writes: Writes) -> bool:
     return True
 
 
-def _may_become_a_copy(user: Node) -> bool:
-    """True of a view, and of what may be one, that another order in memory makes a copy."""
+def _shared_by_order(user: Node, writes: Writes) -> tuple[Node, ...]:
+    """The nodes whose memory a node shows, or is, in one order of dimensions in memory and not in another."""
+    if user.target in _VIEWS_OF_SOME_STRIDES:
+        return (user, *user.all_input_nodes)
     composite = isinstance(user.target, OpOverload) and user.target.has_kernel_for_dispatch_key(
         torch._C.DispatchKey.CompositeImplicitAutograd
     )
-    return user.target in _VIEW_OF_ANY_STRIDES or (composite and user.target not in _COMPOSITES)
+    return (user,) if composite and user.target not in _COMPOSITES and writes.shows_another(user) else ()
 
 
 def settle_order(graph: Graph, changed: dict[Node, object]) -> None:

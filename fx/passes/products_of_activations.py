@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from pt2mx.fx.graph.aliasing import written_nodes
+from pt2mx.fx.graph.aliasing import Writes, written_nodes
 from pt2mx.fx.graph.graph_pass import GraphPass
 from pt2mx.fx.graph.node import args_of, dtype_of, named_args, node_arg, set_value, shape_of, value_of
-from pt2mx.fx.graph.views import REORDERING, SPLITTING, allow_any_strides, is_view
+from pt2mx.fx.graph.views import REORDERING, SPLITTING, is_view, settle_order, takes_any_order
 from pt2mx.fx.passes.bfloat16_products import is_quantized
 from pt2mx.kernels.cpu import bfloat16_products
 from pt2mx.kernels.select import runs_triton
@@ -34,8 +34,9 @@ def use_bfloat16_for_activations(model: GraphModule) -> None:
     """Replace `matmul`, `bmm` and `mm` of two quantized float32 tensors, and attention over a quantized query, key and
     value in float32 or bfloat16, by `matmul_bfloat16` and `attention_bfloat16`, where the device has units for
     bfloat16. Small products and those that broadcast stay, attention of a few queries, on a GPU in bfloat16 over many
-    keys, which torch's is made for, and what the graph writes."""
-    written = written_nodes(model.graph)
+    keys, which torch's is made for, and what the graph writes. Attention lies in memory with its heads next to each
+    other, and what is computed from it may."""
+    written, writes, moved = written_nodes(model.graph), Writes(model.graph), {}
     for node in list(model.graph.nodes):
         rewrite = _REWRITES.get(node.target)
         call = rewrite(node) if rewrite else None
@@ -44,16 +45,20 @@ def use_bfloat16_for_activations(model: GraphModule) -> None:
         operator, operands, rest = call
         if not all(_holds_bfloat16(operand, written) for operand in operands):
             continue
+        if operator is attention_bfloat16 and not takes_any_order(node, writes):
+            continue
         with model.graph.inserting_before(node):
             dtype = dtype_of(node)
             if value_of(node).is_cuda and dtype == torch.float32:  # there the kernel that quantizes can write bfloat16
                 operands = tuple(_cast(operand) for operand in operands)
             product = model.graph.call_function(operator, (*operands, *rest, dtype))
-        product.meta.update(node.meta)
+        product.meta.update({key: value for key, value in node.meta.items() if key != "val"})
         set_value(product)
         node.replace_all_uses_with(product)
-        allow_any_strides(product)
+        if operator is attention_bfloat16:
+            moved[product] = node.meta["val"]
         model.graph.erase_node(node)  # dropout, which attention might have, is taken to be an effect
+    settle_order(model.graph, moved)
 
 
 def _cast(operand: Node) -> Node:
@@ -122,7 +127,8 @@ def _holds_bfloat16(node: Node, written: set[Node]) -> bool:
     while node not in written and args_of(node) and isinstance(node.args[0], Node):
         if is_quantized(node):
             return True
-        if not (node.target in (*REORDERING, *SPLITTING) or is_view(node)):
+        same = dtype_of(node) == dtype_of(node.args[0])  # views may be of another dtype
+        if not same or not (node.target in (*REORDERING, *SPLITTING) or is_view(node)):
             return False
         node = node.args[0]
     return False

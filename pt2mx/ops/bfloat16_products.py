@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from pt2mx.errors import MXError
@@ -26,14 +27,15 @@ from pt2mx.ops.checks import HIGH_PRECISION
 _TWINS = {"cpu": "cpu.bfloat16_products", "cuda": "gpu.bfloat16_products"}
 
 
-def _twin_of(x: Tensor) -> ModuleType | None:
-    module = _TWINS.get(device_with_kernels(x) or "")
+def _twin_of(*operands: Tensor) -> ModuleType | None:
+    devices = {device_with_kernels(x) for x in operands}
+    module = _TWINS.get(devices.pop() or "") if len(devices) == 1 else None
     return importlib.import_module(f"pt2mx.kernels.{module}") if module else None
 
 
 def _matmul(x: Tensor, y: Tensor, target_dtype: torch.dtype | None = None) -> Tensor:
     dtype = _check_matmul(x, y, target_dtype)
-    twin = _twin_of(x) if dtype == torch.float32 else None  # torch's product in bfloat16 is on the same units
+    twin = _twin_of(x, y) if dtype == torch.float32 else None  # torch's product in bfloat16 is on the same units
     found = twin.matmul(x, y) if twin else None
     return dense_matmul(x, y, dtype) if found is None else found
 
@@ -66,9 +68,10 @@ def _attention(
     target_dtype: torch.dtype | None = None,
 ) -> Tensor:
     dtype = _check_attention(query, key, value, mask, is_causal, target_dtype)
-    own = None if mask is None else mask[(None,) * (4 - mask.dim())]
-    twin = _twin_of(query) if dtype in (torch.float32, torch.bfloat16) else None
-    found = twin.attention(query, key, value, own, is_causal, scale, dtype) if twin else None
+    mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
+    operands = query, key, value, *([] if mask is None else [mask])
+    twin = _twin_of(*operands) if dtype in (torch.float32, torch.bfloat16) else None
+    found = twin.attention(query, key, value, mask, is_causal, scale, dtype) if twin else None
     return dense_attention(query, key, value, mask, is_causal, scale, dtype) if found is None else found
 
 
@@ -83,6 +86,7 @@ def dense_attention(
 ) -> Tensor:
     """The definition of `attention_bfloat16`."""
     grouped = bool(query.shape[1] != key.shape[1])  # also of symbolic sizes
+    mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
     query, key, value = (tensor.to(dtype or query.dtype) for tensor in (query, key, value))
     found = F.scaled_dot_product_attention(
         query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=grouped
@@ -170,6 +174,7 @@ def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(query, key, value, mask)
 
 
+@once_differentiable  # as torch's attention: a second derivative is an error
 def _attention_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """The gradient of torch's attention, which is computed again."""
     *operands, mask = ctx.saved_tensors

@@ -31,6 +31,16 @@ void copy_strides(const Shape& strides, int64_t n, int64_t* out) {
   std::copy(strides.begin(), strides.begin() + n, out);
 }
 
+// A mask of up to four dimensions, which broadcasts to `sizes`.
+Tensor in_four_dimensions(const Tensor& mask, const Shape& sizes) {
+  Shape shape = shape_of(mask);
+  shape.insert(shape.begin(), 4 - shape.size(), 1);
+  STD_TORCH_CHECK(std::equal(shape.begin(), shape.end(), sizes.begin(),
+                             [](int64_t n, int64_t size) { return n == 1 || n == size; }),
+                  "attention_bfloat16 takes a mask that broadcasts to (batch, heads, queries, keys)");
+  return torch::stable::reshape(mask, shape);
+}
+
 }  // namespace
 
 Tensor matmul_bfloat16(const Tensor& given, const Tensor& other, const std::optional<ScalarType>& target_dtype) {
@@ -41,6 +51,7 @@ Tensor matmul_bfloat16(const Tensor& given, const Tensor& other, const std::opti
                       std::equal(of_x.begin(), of_x.begin() + batch, of_y.begin()) &&
                       given.scalar_type() == other.scalar_type(),
                   "matmul_bfloat16 takes (*batch, M, K) and (*batch, K, N) of one dtype");
+  dtype_of(given), dtype_of(result);  // of three, or it is an error
   const Tensor rows = torch::stable::to(given, result), columns = torch::stable::to(other, result);
   const auto multiply = [&] { return call("aten::matmul", rows, columns); };
   const int32_t units = pt2mx_bfloat16_units();
@@ -82,13 +93,19 @@ Tensor attention_bfloat16(const Tensor& given, const Tensor& of_key, const Tenso
                   "attention_bfloat16 takes tensors of four dimensions");
   const int64_t batch = query.size(0), heads = query.size(1), queries = query.size(2), width = query.size(3);
   const int64_t key_heads = key.size(1), keys = key.size(2), value_width = value.size(3);
+  dtype_of(given), dtype_of(result);
+  STD_TORCH_CHECK(of_key.scalar_type() == given.scalar_type() && of_value.scalar_type() == given.scalar_type() &&
+                      (!mask || mask->scalar_type() == ScalarType::Bool || mask->scalar_type() == result),
+                  "attention_bfloat16 takes operands of one dtype, and a mask of booleans or of the result's dtype");
   STD_TORCH_CHECK(key.size(0) == batch && (key_heads ? heads % key_heads == 0 : heads == 0) && key.size(3) == width &&
                       value.size(0) == batch && value.size(1) == key_heads && value.size(2) == keys &&
                       !(mask && is_causal),
                   "attention_bfloat16: query, key, value and mask do not fit");
+  std::optional<Tensor> seen;
+  if (mask) seen = in_four_dimensions(*mask, {batch, heads, queries, keys});
   const auto attend = [&] {
     const Tensor found =
-        call("aten::scaled_dot_product_attention", query, key, value, mask, 0.0, is_causal, scale, heads != key_heads);
+        call("aten::scaled_dot_product_attention", query, key, value, seen, 0.0, is_causal, scale, heads != key_heads);
     return transposed(dense(transposed(found)));
   };
   const int32_t units = pt2mx_bfloat16_units();
@@ -116,12 +133,9 @@ Tensor attention_bfloat16(const Tensor& given, const Tensor& of_key, const Tenso
   task.key = operands[1].const_data_ptr();
   task.value = operands[2].const_data_ptr();
   task.out = out.mutable_data_ptr();
-  std::optional<Tensor> seen;  // with its keys next to each other
-  if (mask) {
-    Shape shape = shape_of(*mask);
-    shape.insert(shape.begin(), 4 - shape.size(), 1);
-    seen = torch::stable::reshape(*mask, shape);
-    if (shape[3] != keys || seen->stride(3) != 1) {
+  if (seen) {
+    Shape shape = shape_of(*seen);
+    if (shape[3] != keys || seen->stride(3) != 1) {  // keys next to each other
       shape[3] = keys;
       seen = dense(call("aten::expand", *seen, shape, false));
     }

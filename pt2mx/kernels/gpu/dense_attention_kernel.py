@@ -36,8 +36,10 @@ def dense_attention_kernel(
     of_mask = mask + batch * mask_batch + head * mask_head
     if MASK_ROWS:
         of_mask += row.to(tl.int64)[:, None] * mask_query
-    log2e = 1.4426950408889634
-    factor *= log2e  # powers of two take an instruction less than those of e
+    if (
+        MASK != "added"
+    ):  # powers of two take an instruction less than those of e; the least numbers of a mask allow none
+        factor *= 1.4426950408889634
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     whole = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, VALUE_COLUMNS], tl.float32)
@@ -56,15 +58,19 @@ def dense_attention_kernel(
             if MASK == "seen":
                 scores = tl.where(given != 0, scores, float("-inf"))
             else:
-                scores += given * log2e
+                scores += given
         if CAUSAL:
             scores = tl.where(row[:, None] >= first + slot[None, :], scores, float("-inf"))
         if not WHOLE:
             scores = tl.where(known[None, :], scores, float("-inf"))
         most = tl.maximum(largest, tl.max(scores, 1))
         shift = tl.where(most == float("-inf"), 0.0, most)
-        weights = tl.exp2(scores - shift[:, None])
-        before = tl.exp2(largest - shift)
+        if MASK == "added":
+            weights = tl.exp(scores - shift[:, None])
+            before = tl.exp(largest - shift)
+        else:
+            weights = tl.exp2(scores - shift[:, None])
+            before = tl.exp2(largest - shift)
         high = weights.to(tl.bfloat16)
         if EXACT:
             rest = weights - high.to(tl.float32)

@@ -218,7 +218,22 @@ def through_another(y):
     return other
 
 
-@pytest.mark.parametrize("write", [first_channels, whole_view, flat, reshaped, through_another])
+def copied(y):
+    """To a copy, which with the channels last would be a view."""
+    rows = y.permute(0, 2, 3, 1).reshape(-1, y.shape[1])
+    rows.mul_(2.0)
+    return y.sum((2, 3))
+
+
+def written_behind_a_copy(y):
+    rows = y.permute(0, 2, 3, 1).reshape(-1, y.shape[1])
+    y.mul_(2.0)
+    return rows
+
+
+@pytest.mark.parametrize(
+    "write", [first_channels, whole_view, flat, reshaped, through_another, copied, written_behind_a_copy]
+)
 def test_results_that_are_written(write):
     """A view through which a graph writes stays one, and an output is what it is at the end."""
 

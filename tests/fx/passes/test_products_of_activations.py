@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_inductor
@@ -144,6 +145,49 @@ def test_values_that_the_graph_writes_stay():
     model = lower_to_inductor(graph)
     assert not count(model, matmul_bfloat16)
     assert torch.equal(model(X, Y), graph(X, Y))
+
+
+def through_a_view(y):
+    y.view(2, 60, 32).mul_(2)
+    return y
+
+
+def to_a_copy(y):
+    """Which with the heads next to each other would be a view."""
+    rows = y.transpose(1, 2).reshape(2, 20, 96)
+    rows.mul_(2)
+    return y, rows
+
+
+def behind_a_copy(y):
+    rows = y.transpose(1, 2).reshape(2, 20, 96)
+    y.mul_(2)
+    return rows
+
+
+def in_place(y):
+    y[:, 1] = 5.0
+    return y.transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("read", "calls"),
+    [
+        (through_a_view, 0),
+        (to_a_copy, 0),
+        (behind_a_copy, 0),
+        (lambda y: y.as_strided((2, 60, 32), (1920, 32, 1)), 0),
+        (in_place, 1),
+        (lambda y: (y, y.transpose(1, 2).flatten(2), y.view(2, 3, 640)), 1),
+    ],
+)
+def test_what_is_read_of_attention(read, calls):
+    """What it is at the end, in the order in memory that it had."""
+    converted, model = lowered(lambda q, k: read(F.scaled_dot_product_attention(q, k, k)), X, Y, product=ATTENTION)
+    assert count(model, attention_bfloat16) == calls
+    got, want = (pytree.tree_leaves(found(X, Y)) for found in (model, converted))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert [y.stride() for y in got] == [y.stride() for y in want]
 
 
 def test_small_products_stay_and_what_has_no_units(monkeypatch):

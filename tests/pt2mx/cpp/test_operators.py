@@ -179,7 +179,31 @@ def test_products_of_activations(dtype, tmp_path):
         for target in (torch.float32, torch.bfloat16):
             calls.append(("attention_bfloat16", (query, key, value, None, True, 0.3, target)))
         calls.append(("attention_bfloat16", (torch.randn_like(query), key, value, None, False, None, None)))
+        few = query[:, :, :3], key, value
+        calls += [("attention_bfloat16", (*few, torch.arange(keys) % 3 > 0, False, None, None))]
     check(calls, tmp_path)
+
+
+#: as above, for calls that are refused
+_REFUSED = """
+import sys, torch
+torch.ops.load_library(sys.argv[1])
+x = torch.randn(2, 2, 20, 32).bfloat16().float()
+attention, matmul = torch.ops.pt2mx.attention_bfloat16, torch.ops.pt2mx.matmul_bfloat16
+masks = torch.zeros(3, 20), torch.ones(3, 1, 20, 20).bool(), torch.zeros(20, 20).bfloat16(), torch.ones(20).int()
+calls = [lambda mask=mask: attention(x, x, x, mask) for mask in masks]
+calls += [lambda: attention(x.double(), x.double(), x.double()), lambda: attention(x, x.bfloat16(), x)]
+calls += [lambda: matmul(x.double(), x.mT.double()), lambda: matmul(x.int(), x.mT.int())]
+for call in calls:
+    try:
+        print("returned", call().shape)
+    except RuntimeError:
+        print("refused")
+"""
+
+
+def test_products_of_activations_that_do_not_fit(run_python):
+    assert run_python(_REFUSED, [str(cpp.library_path())]).split() == ["refused"] * 8
 
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)

@@ -109,6 +109,23 @@ def test_gradients_are_torch_s():
     assert key.grad is not None
 
 
+def test_second_derivatives_of_attention_are_errors():
+    query, key, value = (tensor.requires_grad_() for tensor in operands())
+    loss = attention_bfloat16(query, key, value).pow(2).sum() + query.pow(3).sum()
+    (first,) = torch.autograd.grad(loss, query, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+@pytest.mark.parametrize("queries", [8, 40])
+@pytest.mark.parametrize("mask", [torch.tensor(True), torch.arange(50) % 3 > 0, torch.randn(50), torch.randn(1, 50)])
+def test_masks_of_any_dimensions(mask, queries):
+    query, key, value = operands()
+    query = query[:, :, :queries]
+    want = F.scaled_dot_product_attention(query, key, value, mask.expand(1, 1, queries, 50), enable_gqa=True)
+    torch.testing.assert_close(attention_bfloat16(query, key, value, mask), want)
+
+
 def test_autocast_is_that_of_torch():
     x, y = torch.randn(40, 64), torch.randn(64, 30)
     given, added = operands(), torch.randn(40, 50)

@@ -102,6 +102,17 @@ def test_masks(shape, added, dtype):
     assert relative_error(got, exact) <= max(1.5 * relative_error(product, exact), 3e-7)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mask_of_the_least_numbers_hides_nothing_from_a_query_that_sees_no_more(dtype):
+    query, value = values(1, 2, 40, 32).to(dtype), values(1, 2, 50, 32).to(dtype)
+    mask = torch.zeros(40, 50, dtype=dtype, device="cuda")
+    mask[3], mask[4, 7:] = torch.finfo(dtype).min, torch.finfo(dtype).min
+    got = attention_bfloat16(query, value, value, mask).float()
+    torch.testing.assert_close(got[:, :, 3], value.float().mean(2), rtol=0.01, atol=0.01)
+    want = F.scaled_dot_product_attention(query[:, :, 4:5], value[:, :, :7], value[:, :, :7]).float()
+    torch.testing.assert_close(got[:, :, 4:5], want, rtol=0.01, atol=0.01)
+
+
 def test_a_query_that_sees_nothing_gives_zeros():
     query, key = values(1, 2, 40, 32), values(1, 2, 50, 32)
     mask = torch.ones(1, 1, 40, 50, dtype=torch.bool, device="cuda")

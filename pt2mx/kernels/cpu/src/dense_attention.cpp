@@ -46,19 +46,20 @@ class Head {
     for (i64 r = 0; r < kPair; ++r) rows_[r] = query_.data() + r * groups_ * kGroup;
   }
 
-  // Queries [top, bottom). Returns false where bfloat16 does not hold the values.
+  // Queries [top, bottom). Returns false where bfloat16 does not hold the values in fp32, or a product could be
+  // subnormal.
   bool run(i64 batch, i64 head, i64 top, i64 bottom) {
-    Seen seen, of_values;
+    Seen of_query, of_keys;
     const i64 key_head = head / c.group, keys = c.causal ? std::min(bottom, c.keys) : c.keys;
     const Strided<T> key{at(c.key, c.key_stride, batch, key_head), 1, c.key_stride[2]};
     for (i64 first = 0; first < keys; first += kPair) {
-      pack_panel(key, first, keys, c.width, keys_.data() + first / kPair * panel(), seen);
+      pack_panel(key, first, keys, c.width, keys_.data() + first / kPair * panel(), of_keys);
     }
     const T* query = at(c.query, c.query_stride, batch, head);
-    values_.pack(at(c.value, c.value_stride, batch, key_head), c.value_stride[2], c.value_width, keys, of_values);
+    values_.pack(at(c.value, c.value_stride, batch, key_head), c.value_stride[2], c.value_width, keys);
     for (i64 m = top; m < bottom; m += kPair) {
       const i64 n = std::min(kPair, bottom - m);
-      pack_rows(query + m * c.query_stride[2], c.query_stride[2], n, c.width, query_.data(), seen);
+      pack_rows(query + m * c.query_stride[2], c.query_stride[2], n, c.width, query_.data(), of_query);
       std::fill(largest_, largest_ + kPair, -INFINITY);
       std::fill(whole_, whole_ + kPair, 0.0f);
       sums_.zero();
@@ -71,7 +72,7 @@ class Head {
       }
       for (i64 r = 0; r < n; ++r) put(r, ((batch * c.queries + m + r) * c.heads + head) * c.value_width);
     }
-    return seen.are_bfloats() && seen.exponent() > 0;
+    return of_query.are_bfloats() && of_keys.are_bfloats() && is_served(of_query.exponent(), of_keys.exponent());
   }
 
  private:
@@ -95,12 +96,11 @@ class Head {
     const i64 at = batch * c.mask_stride[0] + head * c.mask_stride[1] + (m + r) * c.mask_stride[2] + first;
     const i64 known = c.causal ? std::min(count, m + r + 1 - first) : count, end = (count + kSide - 1) / kSide * kSide;
     const T* added = static_cast<const T*>(c.added);
-    Seen seen_values;
     __m512 most = _mm512_set1_ps(-INFINITY);
     for (i64 i = 0; i < end; i += kSide) {
       __mmask16 seen = lanes(i, known);
       __m512 x = _mm512_mul_ps(_mm512_loadu_ps(scores + i), _mm512_set1_ps(c.factor));
-      if (added) x = _mm512_add_ps(x, _mm512_castsi512_ps(upper_halves(added + at + i, seen, seen_values)));
+      if (added) x = _mm512_add_ps(x, known_values(added + at + i, seen));
       if (c.seen)
         seen &= _mm512_test_epi32_mask(_mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(seen, c.seen + at + i)),
                                        _mm512_set1_epi32(255));

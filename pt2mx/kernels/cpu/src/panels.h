@@ -49,12 +49,19 @@ inline void put_group(const u16* values, i64 n, u16* out, Seen&) {
   _mm512_storeu_si512(out, _mm512_maskz_loadu_epi16(known, values));
 }
 
-// 16 values, of which those in the mask exist, in the upper half of 32 bits.
+// 16 values, of which those in the mask exist.
+inline __m512 known_values(const float* values, __mmask16 known) { return _mm512_maskz_loadu_ps(known, values); }
+inline __m512 known_values(const u16* values, __mmask16 known) {
+  const __m512i halves = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(known, values));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(halves, 16));
+}
+
+// The same in the upper half of 32 bits.
 inline __m512i upper_halves(const float* values, __mmask16 known, Seen& seen) {
-  return _mm512_castps_si512(seen.add(_mm512_maskz_loadu_ps(known, values)));
+  return _mm512_castps_si512(seen.add(known_values(values, known)));
 }
 inline __m512i upper_halves(const u16* values, __mmask16 known, Seen&) {
-  return _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(known, values)), 16);
+  return _mm512_castps_si512(known_values(values, known));
 }
 
 // `n` rows of `k` values each: out (kPair, groups * kGroup), filled with zeros.

@@ -25,7 +25,7 @@ class WeightedValues<float> {
   WeightedValues(const DenseAttentionCall& c, i64 across) : across_(across) { values_.resize(c.keys * across); }
 
   // To (columns / kPair, keys, kPair): rows that lie apart by a power of two do not stay in the first-level cache.
-  void pack(const float* values, i64 stride, i64 width, i64 keys, Seen&) {
+  void pack(const float* values, i64 stride, i64 width, i64 keys) {
     keys_ = keys;
     float* out = values_.data();
     for (i64 i = 0; i < across_; i += kPair) {
@@ -84,7 +84,8 @@ class WeightedValues<u16> {
   }
 
   // To (columns / kPair, groups of keys, ..), as a panel of squares.h.
-  void pack(const u16* values, i64 stride, i64 width, i64 keys, Seen& seen) {
+  void pack(const u16* values, i64 stride, i64 width, i64 keys) {
+    Seen seen;  // of which bfloat16 tells nothing
     panel_ = (keys + kGroup - 1) / kGroup * 2 * kTile;
     for (i64 i = 0; i < across_; i += kPair) {
       pack_panel(Strided<u16>{values, stride, 1}, i, width, keys, values_.data() + i / kPair * panel_, seen);

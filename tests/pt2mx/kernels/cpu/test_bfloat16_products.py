@@ -84,7 +84,8 @@ def test_what_is_not_computed(unit):
     assert products.matmul(x, inexact) is None
     query, key = values(1, 1, 40, 64), values(1, 1, 40, 64)
     assert products.attention(query, key, torch.randn(1, 1, 40, 64), None, False, None) is not None
-    for others in ((query + 2.0**-20, key), (query, key * 2.0**-130), (query[:, :, :5], key)):
+    subnormal = query * 2.0**-65, key * 2.0**-65
+    for others in ((query + 2.0**-20, key), (query, key * 2.0**-130), (query[:, :, :5], key), subnormal):
         assert products.attention(*others, key, None, False, None) is None
     wide = values(1, 1, 40, 544)
     assert products.attention(wide, wide, wide, None, False, None) is None
