@@ -24,8 +24,11 @@ from tests.benchmarks.attention import graph
 from tests.benchmarks.measure import Row, gpu_medians_in_turns, hardware, keep_heap, medians_in_turns, print_table
 from tests.compare import relative_error
 
-#: sequences, heads, tokens, values of a head: MiniLM, BERT, longer ones
-_ATTENTIONS = ((32, 12, 128, 32), (8, 12, 128, 64), (8, 16, 512, 64), (2, 16, 2048, 64))
+#: sequences, heads, tokens, values of a head: MiniLM, BERT, BERT-large, longer ones
+_ATTENTIONS = (
+    *((32, 12, 64, 32), (32, 12, 128, 32), (8, 12, 128, 64)),
+    *((32, 16, 128, 64), (8, 16, 512, 64), (2, 16, 2048, 64)),
+)
 #: matrices, rows of x, columns of y, values that are reduced
 _PRODUCTS = ((384, 128, 128, 32), (384, 128, 32, 128), (128, 512, 512, 64), (1, 2048, 1536, 384), (1, 1024, 4096, 4096))
 
