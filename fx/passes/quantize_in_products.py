@@ -26,7 +26,7 @@ def quantize_in_products(model: GraphModule) -> None:
     with the weight and its kernel quantizes like this: in blocks of 32 values, to even. The values stay the same to the
     bit."""
     for quantized in list(model.graph.nodes):
-        found = _quantization(quantized)
+        found = quantization_of(quantized)
         if found is None:
             continue
         product, activation, *modes = found
@@ -45,7 +45,7 @@ def quantize_in_products(model: GraphModule) -> None:
             model.graph.erase_node(node)
 
 
-def _quantization(node: Node) -> tuple[Any, ...] | None:
+def quantization_of(node: Node) -> tuple[Any, ...] | None:
     """The product that is quantized, the activation before, and the modes; None of another node."""
     if node.target is activation_fake_quantize_mx:
         return tuple(named_args(node).values())

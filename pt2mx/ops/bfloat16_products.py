@@ -17,11 +17,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from pt2mx import ops
 from pt2mx.errors import MXError
 from pt2mx.kernels.select import device_with_kernels
 from pt2mx.ops.attention import broadcasts
 from pt2mx.ops.autocast import register_autocast
 from pt2mx.ops.checks import HIGH_PRECISION
+from pt2mx.ops.quantized_activations import check_quantization
+from pt2mx.spec import MXSpec
 
 #: type of device -> module of `pt2mx.kernels` with functions that give None for what they do not serve
 _TWINS = {"cpu": "cpu.bfloat16_products", "cuda": "gpu.bfloat16_products"}
@@ -66,13 +69,34 @@ def _attention(
     is_causal: bool = False,
     scale: float | None = None,
     target_dtype: torch.dtype | None = None,
+    *quantization: Any,
 ) -> Tensor:
-    dtype = _check_attention(query, key, value, mask, is_causal, target_dtype)
+    dtype, spec, out_dtype = _check_attention(query, key, value, mask, is_causal, target_dtype, *quantization)
     mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
     operands = query, key, value, *([] if mask is None else [mask])
     twin = _twin_of(*operands) if dtype in (torch.float32, torch.bfloat16) else None
+    if twin and spec and query.device.type == "cpu":
+        found = twin.attention(query, key, value, mask, is_causal, scale, dtype, spec, out_dtype)
+        if found is not None:
+            return found
     found = twin.attention(query, key, value, mask, is_causal, scale, dtype) if twin else None
-    return dense_attention(query, key, value, mask, is_causal, scale, dtype) if found is None else found
+    found = dense_attention(query, key, value, mask, is_causal, scale, dtype) if found is None else found
+    return quantized(found, *quantization) if spec else found
+
+
+def quantized(
+    product: Tensor,
+    elem: str | None,
+    block_size: int = 32,
+    scale_mode: str = "floor",
+    rounding: str = "even",
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """What `attention_bfloat16` makes of a product: (B, heads, S, W), which keeps its order in memory."""
+    if elem is None:
+        return product
+    found = ops.fake_quantize_mx(product.transpose(1, 2), elem, block_size, -1, scale_mode, rounding)
+    return found.to(dtype or product.dtype).transpose(1, 2)
 
 
 def dense_attention(
@@ -83,6 +107,7 @@ def dense_attention(
     is_causal: bool = False,
     scale: float | None = None,
     dtype: torch.dtype | None = None,
+    *quantization: Any,
 ) -> Tensor:
     """The definition of `attention_bfloat16`."""
     grouped = bool(query.shape[1] != key.shape[1])  # also of symbolic sizes
@@ -91,7 +116,8 @@ def dense_attention(
     found = F.scaled_dot_product_attention(
         query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=grouped
     )
-    return found.transpose(1, 2).contiguous().transpose(1, 2)
+    found = found.transpose(1, 2).contiguous().transpose(1, 2)
+    return quantized(found, *quantization) if quantization else found
 
 
 def _attention_fake(
@@ -102,13 +128,39 @@ def _attention_fake(
     is_causal: bool = False,
     scale: float | None = None,
     target_dtype: torch.dtype | None = None,
+    *quantization: Any,
 ) -> Tensor:
-    dtype = _check_attention(query, key, value, mask, is_causal, target_dtype)
+    *_, dtype = _check_attention(query, key, value, mask, is_causal, target_dtype, *quantization)
     batch, heads, queries, _ = query.shape
     return query.new_empty((batch, queries, heads, value.shape[3]), dtype=dtype).transpose(1, 2)
 
 
 def _check_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    target_dtype: torch.dtype | None,
+    elem: str | None = None,
+    block_size: int = 32,
+    scale_mode: str = "floor",
+    rounding: str = "even",
+    out_dtype: torch.dtype | None = None,
+) -> tuple[torch.dtype, MXSpec | None, torch.dtype]:
+    """Return the dtype of the product, how it is quantized or None, and the dtype of the result."""
+    dtype = _check_product(query, key, value, mask, is_causal, target_dtype)
+    if elem is None:
+        if out_dtype is not None:
+            raise MXError(f"out_dtype={out_dtype} is of a quantized result, and no element is given")
+        return dtype, None, dtype
+    try:
+        return dtype, *check_quantization(value, elem, block_size, scale_mode, rounding, out_dtype or dtype)
+    except MXError as error:
+        raise MXError(f"the result of attention: {error}") from None
+
+
+def _check_product(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -170,13 +222,13 @@ def _matmul_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    query, key, value, mask, *ctx.rest = inputs
+    query, key, value, mask, *ctx.rest = inputs[:7]
     ctx.save_for_backward(query, key, value, mask)
 
 
 @once_differentiable  # as torch's attention: a second derivative is an error
 def _attention_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradient of torch's attention, which is computed again."""
+    """The gradient of torch's attention, which is computed again; that of a quantization is the identity."""
     *operands, mask = ctx.saved_tensors
     with torch.enable_grad():
         leaves = [tensor.detach().requires_grad_() for tensor in operands]
@@ -185,8 +237,8 @@ def _attention_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value = leaves
         result = dense_attention(query, key, value, own, *ctx.rest)
     wanted = [*leaves, own] if added else leaves
-    found = torch.autograd.grad(result, wanted, grad)
-    return (*found, *(None,) * (7 - len(found)))
+    found = torch.autograd.grad(result, wanted, grad.to(result.dtype))
+    return (*found, *(None,) * (12 - len(found)))
 
 
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
@@ -199,7 +251,8 @@ _OPERATORS: dict[str, Any] = {
     ),
     "attention_bfloat16": (
         "(Tensor query, Tensor key, Tensor value, Tensor? mask=None, bool is_causal=False, float? scale=None, "
-        "ScalarType? target_dtype=None) -> Tensor",
+        "ScalarType? target_dtype=None, str? elem_dtype_name=None, int block_size=32, "
+        'str scale_mode="floor", str rounding="even", ScalarType? out_dtype=None) -> Tensor',
         *(_attention, _attention_fake, _save_attention, _attention_backward),
     ),
 }

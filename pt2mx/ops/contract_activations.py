@@ -101,8 +101,9 @@ OF_ACTIVATIONS = {
         "scores are sums in float32 of exact products; weights and their product with `value` are no less exact than "
         "in float32, and with a result in bfloat16 weights are rounded to it, as torch's are. Other values are rounded "
         "on a GPU and with a result in bfloat16; elsewhere, and with one in float16, it is torch's attention. A query "
-        "that sees no key gives zeros.",
-        {"": "(B, heads, S, W) in `target_dtype`, in memory as (B, S, heads, W)"},
+        "that sees no key gives zeros. With an element the result is quantized in blocks along W, as by "
+        "`fake_quantize_mx`; its gradient is the identity.",
+        {"": "(B, heads, S, W) in `out_dtype`, in memory as (B, S, heads, W)"},
         {
             "query": "(B, heads, S, D) float32, float16 or bfloat16 of any strides",
             "key": "(B, heads of the keys, L, D) in the query's dtype; each head has the queries of as many heads as "
@@ -112,7 +113,10 @@ OF_ACTIVATIONS = {
             "the dtype of the result that are added to the scores; or None",
             "is_causal": "key j is hidden from the queries before j; without a mask",
             "scale": "of the scores; None: D ** -0.5",
-            "target_dtype": "the dtype of the result; None: that of the query",
+            "target_dtype": "the dtype of the product; None: that of the query",
+            "elem_dtype_name": "the element of the result; None: it is not quantized",
+            "rounding": NOT_RANDOM,
+            "out_dtype": "the dtype of a quantized result; None: that of the product",
         },
     ),
     "linear_fake_quantize_mx": Operator(

@@ -95,11 +95,12 @@ def _attention(
     is_causal: bool = False,
     scale: float | None = None,
     target_dtype: torch.dtype | None = None,
+    *quantization: Any,
 ) -> Tensor:
     """`attention_bfloat16` in bfloat16, where a call takes longer; in float32 torch's kernel takes longer yet."""
     if _calls_are_cheap(query) or (target_dtype or query.dtype) != torch.bfloat16:
         return NotImplemented
-    return dense_attention(query, key, value, mask, is_causal, scale, target_dtype)
+    return dense_attention(query, key, value, mask, is_causal, scale, target_dtype, *quantization)
 
 
 def _with_its_guards(function: Callable) -> Callable:

@@ -83,9 +83,10 @@ Tensor matmul_bfloat16(const Tensor& given, const Tensor& other, const std::opti
   return out;
 }
 
-Tensor attention_bfloat16(const Tensor& given, const Tensor& of_key, const Tensor& of_value,
-                          const std::optional<Tensor>& mask, bool is_causal, const std::optional<double>& scale,
-                          const std::optional<ScalarType>& target_dtype) {
+namespace {
+
+Tensor attend(const Tensor& given, const Tensor& of_key, const Tensor& of_value, const std::optional<Tensor>& mask,
+              bool is_causal, const std::optional<double>& scale, const std::optional<ScalarType>& target_dtype) {
   const ScalarType result = target_dtype.value_or(given.scalar_type());
   const Tensor query = torch::stable::to(given, result), key = torch::stable::to(of_key, result);
   const Tensor value = torch::stable::to(of_value, result);
@@ -103,7 +104,7 @@ Tensor attention_bfloat16(const Tensor& given, const Tensor& of_key, const Tenso
                   "attention_bfloat16: query, key, value and mask do not fit");
   std::optional<Tensor> seen;
   if (mask) seen = in_four_dimensions(*mask, {batch, heads, queries, keys});
-  const auto attend = [&] {
+  const auto dense_attention = [&] {
     const Tensor found =
         call("aten::scaled_dot_product_attention", query, key, value, seen, 0.0, is_causal, scale, heads != key_heads);
     return transposed(dense(transposed(found)));
@@ -111,7 +112,7 @@ Tensor attention_bfloat16(const Tensor& given, const Tensor& of_key, const Tenso
   const int32_t units = pt2mx_bfloat16_units();
   const bool computed = query.numel() && value.numel();
   const bool served = result == ScalarType::Float || result == ScalarType::BFloat16;
-  if (!served || !units || queries < kLeastRows || width > kWidest || !computed) return attend();
+  if (!served || !units || queries < kLeastRows || width > kWidest || !computed) return dense_attention();
   const Tensor operands[] = {with_rows(query), with_rows(key), with_rows(value)};
   Tensor out = torch::stable::empty({batch, queries, heads, value_width}, result);
   DenseAttentionCall task{};
@@ -145,9 +146,23 @@ Tensor attention_bfloat16(const Tensor& given, const Tensor& of_key, const Tenso
     else task.added = values;
   }
   const int32_t error = pt2mx_dense_attention(&task, torch_parallel_for);
-  if (error == kUnserved) return attend();
+  if (error == kUnserved) return dense_attention();
   check_served(error);
   return transposed(out);
+}
+
+}  // namespace
+
+Tensor attention_bfloat16(const Tensor& query, const Tensor& key, const Tensor& value,
+                          const std::optional<Tensor>& mask, bool is_causal, const std::optional<double>& scale,
+                          const std::optional<ScalarType>& target_dtype, const std::optional<std::string>& element,
+                          int64_t block_size, const std::string& scale_mode, const std::string& rounding,
+                          const std::optional<ScalarType>& out_dtype) {
+  const Tensor found = attend(query, key, value, mask, is_causal, scale, target_dtype);
+  STD_TORCH_CHECK(element || !out_dtype, "attention_bfloat16: out_dtype is of a quantized result");
+  if (!element) return found;
+  const Tensor rows = transposed(found);
+  return transposed(activation_fake_quantize(rows, "none", *element, block_size, scale_mode, rounding, out_dtype));
 }
 
 }  // namespace pt2mx

@@ -97,6 +97,8 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& key_scale
 Tensor matmul_bfloat16(const Tensor& x, const Tensor& y, const std::optional<ScalarType>& target_dtype);
 Tensor attention_bfloat16(const Tensor& query, const Tensor& key, const Tensor& value,
                           const std::optional<Tensor>& mask, bool is_causal, const std::optional<double>& scale,
-                          const std::optional<ScalarType>& target_dtype);
+                          const std::optional<ScalarType>& target_dtype, const std::optional<std::string>& element,
+                          int64_t block_size, const std::string& scale_mode, const std::string& rounding,
+                          const std::optional<ScalarType>& out_dtype);
 
 }  // namespace pt2mx

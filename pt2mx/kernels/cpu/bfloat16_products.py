@@ -12,6 +12,8 @@ from torch import Tensor
 
 from pt2mx.kernels.cpu.build import DTYPES, is_available, load
 from pt2mx.kernels.cpu.linear import is_served
+from pt2mx.kernels.cpu.quantized_linear import Epilogue, suits
+from pt2mx.spec import MXSpec
 
 __all__ = ["LEAST_ROWS", "attention", "matmul", "units"]
 
@@ -42,7 +44,7 @@ class _Attention(ctypes.Structure):
         ),
         *((f"{name}_stride", ctypes.c_int64 * 3) for name in ("query", "key", "value", "mask")),
         ("factor", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "seen", "added", "out")),
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "seen", "added", "epilogue", "out")),
     )
 
 
@@ -87,16 +89,23 @@ def attention(
     is_causal: bool,
     scale: float | None,
     dtype: torch.dtype = torch.float32,
+    quantization: MXSpec | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor | None:
     """As `scaled_dot_product_attention`. query: (B, heads, S, D), key: (B, heads of the keys, L, D), value: (B, heads
     of the keys, L, W), mask: (B or 1, heads or 1, S or 1, L or 1) bool or `dtype`, or None -> (B, heads, S, W) in
-    `dtype`, fp32 or bfloat16, in memory as (B, S, heads, W). None where nothing was computed, as above; values may be
-    any, and all in bfloat16."""
+    `dtype`, fp32 or bfloat16, in memory as (B, S, heads, W), or quantized along W, in `out_dtype`. None where nothing
+    was computed, as above, and for quantizations that the kernel has not; values may be any, and all in bfloat16."""
     (batch, heads, queries, width), (_, key_heads, keys, _) = query.shape, key.shape
     if not units() or queries < LEAST_ROWS or width > _WIDEST or 0 in (query.numel(), value.numel()):
         return None
     library, parallel_for = load()
-    out = query.new_empty((batch, queries, heads, value.shape[-1]), dtype=dtype)
+    epilogue = None
+    if quantization is not None:
+        if not suits(quantization, value.shape[-1], dtype):
+            return None
+        epilogue = Epilogue.of(quantization, "none", out_dtype or dtype)
+    out = query.new_empty((batch, queries, heads, value.shape[-1]), dtype=out_dtype or dtype)
     tensors = [t.to(dtype) for t in (query, key, value)]
     tensors = [t if t.stride(3) == 1 else t.contiguous() for t in tensors]
     call = _Attention(
@@ -112,6 +121,7 @@ def attention(
         width=width,
         value_width=value.shape[-1],
         factor=width**-0.5 if scale is None else scale,
+        epilogue=None if epilogue is None else ctypes.addressof(epilogue),
         out=out.data_ptr(),
     )
     for name, tensor in zip(("query", "key", "value"), tensors, strict=True):

@@ -26,13 +26,22 @@ def suits(quantization: MXSpec, n: object, product_dtype: torch.dtype | None) ->
     return whole and in_registers and product_dtype in (torch.float32, torch.bfloat16)
 
 
-class _Epilogue(ctypes.Structure):
+class Epilogue(ctypes.Structure):
     _fields_ = (
         ("spec", ctypes.c_void_p),
         ("activation", ctypes.c_int32),
         ("out_dtype", ctypes.c_int32),
         ("block", ctypes.c_int64),
     )
+
+    @classmethod
+    def of(cls, quantization: MXSpec, activation: str, dtype: torch.dtype) -> Epilogue:
+        """Blocks of `BLOCK` values of an activation, quantized, in a dtype."""
+        table = spec_of(quantization)
+        numbers = ACTIVATIONS.index(activation), DTYPES.index(dtype)
+        epilogue = cls(ctypes.addressof(table), *numbers, BLOCK)
+        epilogue.table = table  # as long as this
+        return epilogue
 
 
 def linear_fake_quantize(
@@ -52,13 +61,7 @@ def linear_fake_quantize(
     units = units_for(spec, x.shape[-1]) if x.dtype == torch.bfloat16 and rows > FEW_ROWS else 0
     if not units or not x.numel() or not suits(quantization, n, product_dtype):
         return None
-    table = spec_of(quantization)
-    epilogue = _Epilogue(
-        spec=ctypes.addressof(table),
-        activation=ACTIVATIONS.index(activation),
-        out_dtype=DTYPES.index(dtype),
-        block=min(quantization.block_size, n),
-    )
+    epilogue = Epilogue.of(quantization, activation, dtype)
     x, data, scale = (t.contiguous() for t in (x, data, scale))
     bias = None if bias is None else bias.contiguous()
     out = torch.empty((*x.shape[:-1], n), dtype=dtype, device="cpu")

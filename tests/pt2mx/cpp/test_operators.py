@@ -179,6 +179,9 @@ def test_products_of_activations(dtype, tmp_path):
         for target in (torch.float32, torch.bfloat16):
             calls.append(("attention_bfloat16", (query, key, value, None, True, 0.3, target)))
         calls.append(("attention_bfloat16", (torch.randn_like(query), key, value, None, False, None, None)))
+        modes = "fp6_e2m3", 32, "even", "even"
+        for out_dtype in (None, torch.bfloat16):
+            calls.append(("attention_bfloat16", (query, key, value, None, False, None, None, *modes, out_dtype)))
         few = query[:, :, :3], key, value
         calls += [("attention_bfloat16", (*few, torch.arange(keys) % 3 > 0, False, None, None))]
     check(calls, tmp_path)

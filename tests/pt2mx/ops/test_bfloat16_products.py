@@ -7,7 +7,7 @@ import torch
 from torch.library import opcheck
 from torch.nn import functional as F
 
-from pt2mx import MXError
+from pt2mx import MXError, ops
 from pt2mx.ops.bfloat16_products import attention_bfloat16, matmul_bfloat16
 
 _DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -77,6 +77,7 @@ def test_opcheck():
     given = [tensor.requires_grad_() for tensor in operands()]
     opcheck(attention_bfloat16, (*given, torch.ones(40, 50, dtype=torch.bool)))
     opcheck(attention_bfloat16, (*given, None, True))
+    opcheck(attention_bfloat16, (*given, None, True, None, None, "int8", 32))
     compiled = torch.compile(
         lambda *given: attention_bfloat16(*given).transpose(1, 2).reshape(2, 40, 80), fullgraph=True
     )
@@ -107,6 +108,43 @@ def test_gradients_are_torch_s():
     key.requires_grad_()  # alone
     attention_bfloat16(query, key, value, torch.ones(40, 50, dtype=torch.bool)).sum().backward()
     assert key.grad is not None
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
+@pytest.mark.parametrize("modes", [("int8", 32), ("fp4_e2m1", 16, "rceil", "half_away"), ("fp8_e4m3", 20, "mse")])
+def test_quantized_attention(dtype, modes):
+    given = operands(dtype)
+    product = attention_bfloat16(*given)
+    want = ops.fake_quantize_mx(product.transpose(1, 2), *modes[:2], -1, *modes[2:]).transpose(1, 2)
+    got = attention_bfloat16(*given, None, False, None, None, *modes)
+    assert got.dtype == dtype and torch.equal(got, want) and got.transpose(1, 2).is_contiguous()
+    got = attention_bfloat16(*given, elem_dtype_name=modes[0], out_dtype=torch.bfloat16)
+    assert got.dtype == torch.bfloat16
+
+
+def test_the_gradient_of_a_quantized_result_is_that_of_attention():
+    found = []
+    for modes in ((), (None, False, None, None, "fp8_e4m3", 32, "floor", "even", torch.bfloat16)):
+        torch.manual_seed(0)
+        given = [tensor.requires_grad_() for tensor in operands()]
+        attention_bfloat16(*given, *modes).sum().backward()
+        found.append([tensor.grad for tensor in given])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"out_dtype": torch.bfloat16}, "out_dtype=torch.bfloat16 is of a quantized result, and no element is given"),
+        ({"elem_dtype_name": "fp9"}, "the result of attention: "),
+        ({"elem_dtype_name": "int8", "block_size": 0}, "the result of attention: "),
+        ({"elem_dtype_name": "int8", "rounding": "stochastic"}, "the result of attention: values are not rounded"),
+        ({"elem_dtype_name": "int8", "out_dtype": torch.int8}, "target_dtype=torch.int8"),
+    ],
+)
+def test_quantizations_that_are_refused(options, message):
+    with pytest.raises(MXError, match=re.escape(message)):
+        attention_bfloat16(*operands(), **options)
 
 
 def test_second_derivatives_of_attention_are_errors():

@@ -80,7 +80,8 @@ RECORDED = {
     "matmul_bfloat16": {1: "(Tensor x, Tensor y, ScalarType? target_dtype=None) -> Tensor"},
     "attention_bfloat16": {
         1: "(Tensor query, Tensor key, Tensor value, Tensor? mask=None, bool is_causal=False, float? scale=None, "
-        "ScalarType? target_dtype=None) -> Tensor"
+        'ScalarType? target_dtype=None, str? elem_dtype_name=None, int block_size=32, str scale_mode="floor", '
+        'str rounding="even", ScalarType? out_dtype=None) -> Tensor'
     },
     "swizzle_scale": {1: "(Tensor scale) -> Tensor"},
 }

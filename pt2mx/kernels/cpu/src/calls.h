@@ -97,8 +97,9 @@ struct DenseAttentionCall {
   int64_t query_stride[3], key_stride[3], value_stride[3], mask_stride[3];
   float factor;
   const void *query, *key, *value;
-  const uint8_t* seen;  // a mask of booleans, or null
-  const void* added;    // a mask that is added, in the same dtype, or null
+  const uint8_t* seen;       // a mask of booleans, or null
+  const void* added;         // a mask that is added, in the same dtype, or null
+  const Epilogue* epilogue;  // or null: blocks of 32 values, of which value_width is a multiple
   void* out;
 };
 

@@ -6,7 +6,9 @@
 // 2018).
 
 #include <atomic>
+#include <optional>
 
+#include "in_registers.h"
 #include "softmax.h"
 #include "weighted_values.h"
 
@@ -19,9 +21,11 @@ constexpr i64 kLeastQueries = 128;  // that are worth packing the keys again
 struct Attention {
   const DenseAttentionCall& call;
   i64 rows, down;  // queries of a task, a multiple of 32; tasks of a head
+  std::optional<InRegisters> quantizer;
   std::atomic<bool> unserved{false};
 
   explicit Attention(const DenseAttentionCall& c) : call(c) {
+    if (c.epilogue) quantizer.emplace(*c.epilogue->spec, c.epilogue->out_dtype);
     const i64 wanted = (2 * c.threads + c.batch * c.heads - 1) / (c.batch * c.heads);
     down = std::max<i64>(1, std::min(wanted, c.queries / kLeastQueries));
     rows = ((c.queries + down - 1) / down + kPair - 1) / kPair * kPair;
@@ -35,6 +39,7 @@ class Head {
  public:
   explicit Head(const Attention& attention)
       : c(attention.call),
+        quantizer_(attention.quantizer ? &*attention.quantizer : nullptr),
         groups_((c.width + kGroup - 1) / kGroup),
         across_((c.value_width + kPair - 1) / kPair * kPair),
         tiles_(c.units & AMX),
@@ -119,22 +124,28 @@ class Head {
 
   void put(i64 r, i64 at) const {
     constexpr int32_t dtype = sizeof(T) == 4 ? FP32 : BF16;
-    const Floats whole = floats(whole_[r] == 0.0f ? 1.0f : whole_[r]);
-    for (i64 i = 0; i < c.value_width; i += kSide) {
-      const Floats found = load<Floats>(sums_.data() + r * across_ + i) / whole;
-      const Floats y = rounded(found == found ? found : Floats(ints(0x7FC00000)), dtype);
-      if (c.value_width - i >= kSide) {
-        store_as(c.out, dtype, at + i, y);
+    for (i64 i = 0; i < c.value_width; i += kPair) {
+      Floats y[2];
+      for (i64 h = 0; h < 2; ++h) y[h] = result(r, i + h * kSide, dtype);
+      if (quantizer_) {
+        quantizer_->quantize(y, 2);
+        store_two(c.out, c.epilogue->out_dtype, at + i, y[0], y[1]);
         continue;
       }
-      T rest[kSide];
-      store_as(rest, dtype, 0, y);
-      std::copy(rest, rest + c.value_width - i, static_cast<T*>(c.out) + at + i);
+      T values[kPair];
+      store_two(values, dtype, 0, y[0], y[1]);
+      std::copy(values, values + std::min(kPair, c.value_width - i), static_cast<T*>(c.out) + at + i);
     }
   }
 
+  Floats result(i64 r, i64 i, int32_t dtype) const {
+    const Floats y = load<Floats>(sums_.data() + r * across_ + i) / floats(whole_[r] == 0.0f ? 1.0f : whole_[r]);
+    return rounded(y == y ? y : Floats(ints(0x7FC00000)), dtype);
+  }
+
   const DenseAttentionCall& c;
-  const i64 groups_, across_;  // of the width; values of a row of sums
+  const InRegisters* const quantizer_;  // or null
+  const i64 groups_, across_;           // of the width; values of a row of sums
   const bool tiles_;
   WeightedValues<T> values_;
   Buffer<u16> keys_, query_;

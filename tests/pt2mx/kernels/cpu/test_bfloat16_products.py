@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from pt2mx import FORMATS, ops
+from pt2mx import FORMATS, MXSpec, ops
 from pt2mx.kernels.cpu import bfloat16_products as products
 from pt2mx.kernels.cpu.linear import AMX, AVX512_BF16
-from tests.compare import relative_error
+from tests.compare import relative_error, same
 
 pytestmark = pytest.mark.skipif(not products.units(), reason="no units for bfloat16")
 
@@ -136,6 +136,26 @@ def test_attention_in_bfloat16(unit, heads, key_heads, queries, keys, width, val
     factor = 1.05 if width == value_width else 1.2
     assert relative_error(got, exact) <= factor * relative_error(product, exact)
     assert torch.equal(products.attention(query, key, value, None, causal, None, torch.bfloat16), got)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantized_results_are_those_of_two_steps(unit, name, dtype):
+    torch.manual_seed(0)
+    for keys, width, mode in ((20, 32, "floor"), (1100, 96, "rceil"), (50, 64, "even")):
+        query, key, value = (values(2, 3, n, width).to(dtype) for n in (33, keys, keys))
+        value[0, 0, :, :40], value[1, 1, 3, 5], value[1, 2] = 0, float("nan"), value[1, 2] * 2.0**-125
+        product = products.attention(query, key, value, None, False, None, dtype)
+        spec = MXSpec(name, 32, -1, mode)
+        want = ops.fake_quantize_mx(product.transpose(1, 2), name, 32, -1, mode).transpose(1, 2)
+        for out_dtype in (torch.float32, torch.bfloat16):
+            got = products.attention(query, key, value, None, False, None, dtype, spec, out_dtype)
+            assert same(got.contiguous(), want.to(out_dtype).contiguous())
+    unsuited = (MXSpec(name, 32, -1, "mse"), 64), (MXSpec(name, 32), 40), (MXSpec(name, 64), 64)
+    for spec, width in unsuited:
+        value = values(2, 3, 50, width).to(dtype)
+        query, key = values(2, 3, 33, 64).to(dtype), values(2, 3, 50, 64).to(dtype)
+        assert products.attention(query, key, value, None, False, None, dtype, spec, dtype) is None
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 40, 1100), (1, 1, 40, 1100), (2, 1, 1, 1100), (1, 3, 40, 1)])

@@ -1,0 +1,133 @@
+"""Attention quantizes its result before it stores it."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import pt2mx
+from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_inductor
+from pt2mx.fx import lower
+from pt2mx.fx.passes import products_of_activations, quantize_in_passing
+from pt2mx.fx.passes.quantize_in_attention import quantize_in_attention
+from pt2mx.ops.bfloat16_products import attention_bfloat16
+from tests.compare import same
+from tests.flow import convert
+from tests.graph import calls
+
+X = torch.randn(2, 20, 96)
+
+
+@pytest.fixture(autouse=True)
+def with_units(monkeypatch):
+    """On every machine: torch computes the calls where there are no units."""
+    units = {"units": staticmethod(lambda: 4), "LEAST_ROWS": 16}
+    monkeypatch.setattr(products_of_activations, "bfloat16_products", type("Units", (), units))
+    monkeypatch.setattr(products_of_activations, "_LEAST_PRODUCTS", 1)
+    monkeypatch.setattr(quantize_in_passing, "_LEAST_VALUES", 1)
+
+
+class Attention(nn.Module):
+    def __init__(self, width=32, merge=None, heads=3):
+        super().__init__()
+        self.heads, self.merge = heads, merge or (lambda y: y.transpose(1, 2).reshape(y.shape[0], y.shape[2], -1))
+        self.up, self.down = nn.Linear(96, 3 * heads * width), nn.Linear(heads * width, 96)
+
+    def forward(self, x):
+        q, k, v = self.up(x).view(x.shape[0], x.shape[1], 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        return self.read(self.merge(F.scaled_dot_product_attention(q, k, v)))
+
+    def read(self, y):
+        return self.down(y)
+
+
+def lowered(monkeypatch, model, x=X, name="mxfp8", shapes=None):
+    """The lowered model, and that without the pass."""
+    quantizer = MXQuantizer().set_global(get_default_mx_quantization_config(name, name))
+    converted = convert(model.to(x.dtype), (x,), quantizer, shapes=shapes)
+    with monkeypatch.context() as patch:
+        patch.setattr(lower, "STEPS", [step for step in lower.STEPS if step.graph_pass is not quantize_in_attention])
+        before = lower_to_inductor(converted)
+    return lower_to_inductor(converted), before
+
+
+def modes(model):
+    (attention,) = calls(model, attention_bfloat16)
+    return attention.args[7:]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["mxfp8", "mxint8", "mxfp4", "mxfp6_e3m2"])
+def test_the_result_is_quantized(name, dtype, monkeypatch):
+    model, before = lowered(monkeypatch, Attention(), X.to(dtype), name)
+    element = pt2mx.parse(name).element.name
+    assert modes(model)[:4] == (element, 32, "floor", "even") and modes(before)[0] is None
+    assert calls(model, attention_bfloat16)[0].meta["val"].dtype == modes(model)[4]
+    assert len(model.graph.nodes) == len(before.graph.nodes) - 1
+    assert same(model(X.to(dtype)), before(X.to(dtype)))
+
+
+@pytest.mark.parametrize(
+    "merge",
+    [
+        lambda y: y.transpose(1, 2).contiguous().view(2, 20, -1),
+        lambda y: y.transpose(2, 1).flatten(2),
+        lambda y: y.transpose(-2, -3).clone(memory_format=torch.contiguous_format).reshape(2, 20, 96),
+    ],
+)
+def test_other_ways_of_merging_heads(merge, monkeypatch):
+    model, before = lowered(monkeypatch, Attention(merge=merge))
+    assert modes(model)[0] == "fp8_e4m3" and same(model(X), before(X))
+
+
+def test_dynamic_shapes(monkeypatch):
+    batch = ({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},)
+    model, before = lowered(monkeypatch, Attention(), shapes=batch)
+    assert modes(model)[0] == "fp8_e4m3"
+    for x in (X, torch.randn(3, 33, 96)):
+        assert same(model(x), before(x))
+
+
+class Twice(Attention):
+    def read(self, y):
+        return self.down(y) + y
+
+
+class Written(Attention):
+    def read(self, y):
+        y.mul_(2)
+        return self.down(y)
+
+
+class Activated(Attention):
+    def read(self, y):
+        return self.down(torch.relu(y))
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (Attention(width=40), "mxfp8"),
+        (Attention(merge=lambda y: y.reshape(2, 20, -1)), "mxfp8"),  # not the heads of a token
+        (Attention(width=64), "mxfp8{64}"),
+        (Attention(), "mxfp8(mse)"),
+        (Attention(), "mxfp8(floor,half_away)"),
+        (Twice(), "mxfp8"),
+        (Written(), "mxfp8"),
+        (Activated(), "mxfp8"),
+    ],
+)
+def test_what_stays(model, name, monkeypatch):
+    found, before = lowered(monkeypatch, model, name=name)
+    assert all(attention.args[7] is None for attention in calls(found, attention_bfloat16))
+    assert same(found(X), before(X))
+
+
+@pytest.mark.usefixtures("compiler")
+def test_compiled_and_portable(monkeypatch):
+    model, _ = lowered(monkeypatch, Attention(), name="mxint8")
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, fullgraph=True)(X), model(X), rtol=0.02, atol=0.02)
+    portable = pt2mx.make_portable(torch.export.export(model, (X,))).module()
+    assert "pt2mx" not in portable.code
+    torch.testing.assert_close(portable(X), model(X), rtol=0.02, atol=0.02)
