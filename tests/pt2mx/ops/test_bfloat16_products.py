@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from pt2mx import MXError, ops
 from pt2mx.ops.bfloat16_products import attention_bfloat16, matmul_bfloat16
+from tests.oracle import NARROW
 
 _DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -120,6 +121,14 @@ def test_quantized_attention(dtype, modes):
     assert got.dtype == dtype and torch.equal(got, want) and got.transpose(1, 2).is_contiguous()
     got = attention_bfloat16(*given, elem_dtype_name=modes[0], out_dtype=torch.bfloat16)
     assert got.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_every_element_of_a_quantized_result(name):
+    query, key, value = values(2, 2, 40, 64), values(2, 2, 50, 64), values(2, 2, 50, 64)
+    product = attention_bfloat16(query, key, value).transpose(1, 2)
+    got = attention_bfloat16(query, key, value, elem_dtype_name=name).transpose(1, 2)
+    assert torch.equal(got, ops.fake_quantize_mx(product, name, 32))
 
 
 def test_the_gradient_of_a_quantized_result_is_that_of_attention():

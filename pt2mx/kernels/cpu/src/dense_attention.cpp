@@ -175,6 +175,8 @@ void run_attention(i64 begin, i64 end, void* context) {
 extern "C" {
 
 int32_t pt2mx_dense_attention(const DenseAttentionCall* call, ParallelFor parallel_for) {
+  const Epilogue* epilogue = call->epilogue;
+  if (epilogue && !InRegisters::serves(*epilogue->spec, epilogue->block, call->value_width)) return kUnserved;
   Attention attention(*call);
   const i64 tasks = call->batch * call->heads * attention.down;
   const auto run = call->dtype == BF16 ? run_attention<u16> : run_attention<float>;
