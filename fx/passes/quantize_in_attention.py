@@ -21,9 +21,9 @@ _MERGING = (aten.view.default, aten.reshape.default, aten.flatten.using_ints)
 
 @GraphPass
 def quantize_in_attention(model: GraphModule) -> None:
-    """Let `attention_bfloat16` quantize its result, where that, with its heads next to each other, is read by a
-    quantization alone, and the kernel quantizes like this: in blocks of 32 values, of which a head has whole ones, to
-    even. The values stay the same to the bit."""
+    """Replace the quantization of what `attention_bfloat16` gives, its heads next to each other, by the operator's own,
+    where nothing else reads its result and the kernel quantizes like this: in blocks of 32 values, of which a head has
+    whole ones, to even. The values stay the same to the bit."""
     written = written_nodes(model.graph)
     for quantized in list(model.graph.nodes):
         found = quantization_of(quantized)

@@ -92,7 +92,7 @@ def quantized(
     rounding: str = "even",
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """What `attention_bfloat16` makes of a product: (B, heads, S, W), which keeps its order in memory."""
+    """Quantize a product along W: (B, heads, S, W), which keeps its order in memory. No element leaves it as it is."""
     if elem is None:
         return product
     found = ops.fake_quantize_mx(product.transpose(1, 2), elem, block_size, -1, scale_mode, rounding)

@@ -83,7 +83,7 @@ def test_attention_of_bfloat16_models(mask):
     given = [X.bfloat16(), Y.bfloat16(), *([] if mask is None else [mask])]
     converted, model = lowered(lambda q, k, *m: F.scaled_dot_product_attention(q, k, k, *m), *given, product=ATTENTION)
     (call,) = calls(model, attention_bfloat16)
-    assert call.args[-1] == torch.bfloat16 and call.meta["val"].dtype == torch.bfloat16
+    assert call.args[6] == torch.bfloat16 and call.meta["val"].dtype == torch.bfloat16
     torch.testing.assert_close(model(*given), converted(*given), rtol=0.02, atol=0.01)
 
 
