@@ -31,6 +31,7 @@ from pt2mx.fx.passes.packed_embedding import use_packed_embeddings
 from pt2mx.fx.passes.packed_products import use_packed_weights
 from pt2mx.fx.passes.products_of_activations import use_bfloat16_for_activations
 from pt2mx.fx.passes.quantize_in_attention import quantize_in_attention
+from pt2mx.fx.passes.quantize_in_convolutions import quantize_in_convolutions
 from pt2mx.fx.passes.quantize_in_passing import quantize_in_passing
 from pt2mx.fx.passes.quantize_in_products import quantize_in_products
 from pt2mx.fx.passes.scaled_mm import use_scaled_mm
@@ -75,6 +76,7 @@ STEPS = (
     Step(use_products_for_convolutions, needs_weights=True),
     Step(quantize_in_passing),
     Step(quantize_in_attention),
+    Step(quantize_in_convolutions),
     Step(unpack_weights, needs_weights=True, option="unpack"),
     Step(quantize_in_products),
     Step(use_mma_layout, needs_weights=True),

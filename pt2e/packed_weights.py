@@ -21,7 +21,7 @@ from pt2mx.fx.graph.tensors import copy_sharing_tensors
 from pt2mx.fx.passes.fold_weights import fold_all_weights
 from pt2mx.fx.portable import holds_observers, is_portable
 from pt2mx.kernels.packing import unpacked_length
-from pt2mx.ops import convolution, fp8_rows, linear, quantized_linear, scaled_mm
+from pt2mx.ops import convolution, fp8_rows, linear, quantized_convolution, quantized_linear, scaled_mm
 from pt2mx.spec import MXSpec
 
 aten = torch.ops.aten
@@ -32,6 +32,7 @@ _PRODUCTS = (
     linear.grouped_linear_mx,
     quantized_linear.linear_fake_quantize_mx,
     convolution.conv2d_mx,
+    quantized_convolution.conv2d_fake_quantize_mx,
 )
 #: products whose weight lies in the order of a GPU's tensor cores
 _REORDERED = (linear.linear_mx_mma_layout, scaled_mm.scaled_mm_mx, fp8_rows.mm_fp8_rows)

@@ -31,6 +31,7 @@ _OPERATORS = (
     "pt2mx.ops.rotated_quantization",
     "pt2mx.ops.quantized_activations",
     "pt2mx.ops.quantized_linear",
+    "pt2mx.ops.quantized_convolution",
     "pt2mx.ops.docstrings",
 )
 

@@ -20,6 +20,7 @@ from pt2mx.fx.passes.packed_embedding import use_packed_embeddings
 from pt2mx.kernels.cpu.linear import has_units
 from pt2mx.ops import linear
 from pt2mx.ops.convolution import conv2d_mx
+from pt2mx.ops.quantized_convolution import conv2d_fake_quantize_mx
 from pt2mx.ops.quantized_linear import linear_fake_quantize_mx
 from tests.compare import relative_error
 from tests.flow import convert
@@ -61,6 +62,8 @@ class Errors(TorchDispatchMode):
         y = operator(*args, **kwargs or {})
         if operator is linear_fake_quantize_mx:
             self.__torch_dispatch__(linear.linear_mx, types, (*args[:6], 0, args[6]))
+        if operator is conv2d_fake_quantize_mx:
+            self.__torch_dispatch__(conv2d_mx, types, args[:10])
         if operator in (linear.linear_mx, linear.grouped_linear_mx):
             x, data, scale, third, name, block_size, *_ = args
             x = x.to(y.dtype)

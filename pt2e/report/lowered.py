@@ -13,6 +13,7 @@ from pt2mx.ops import linear, scaled_mm
 from pt2mx.ops.attention import attention_mx
 from pt2mx.ops.convolution import conv2d_mx
 from pt2mx.ops.fp8_rows import mm_fp8_rows
+from pt2mx.ops.quantized_convolution import conv2d_fake_quantize_mx
 from pt2mx.ops.quantized_linear import linear_fake_quantize_mx
 
 aten = torch.ops.aten
@@ -24,6 +25,7 @@ _PACKED = (
     linear.linear_mx_mma_layout,
     linear_fake_quantize_mx,
     conv2d_mx,
+    conv2d_fake_quantize_mx,
     scaled_mm.scaled_mm_mx,
     mm_fp8_rows,
     attention_mx,

@@ -35,6 +35,7 @@ OPERATORS = (
     "activation_fake_quantize_mx",
     "layer_norm_fake_quantize_mx",
     "linear_fake_quantize_mx",
+    "conv2d_fake_quantize_mx",
     "random_bits",
 )
 

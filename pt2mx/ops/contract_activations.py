@@ -137,4 +137,33 @@ OF_ACTIVATIONS = {
             "target_dtype": "float32, float16 or bfloat16; None is that of the product",
         },
     ),
+    "conv2d_fake_quantize_mx": Operator(
+        1,
+        "An activation of `conv2d_mx` + residual, and `fake_quantize_mx` of it along N, to the bit. Product, sum and "
+        "activation are rounded to their dtype. The gradient is that of all of these; autocast casts x and bias to its "
+        "dtype, to which the product is rounded then.",
+        {
+            "activated": "(B, H', W', N) in the dtype of the sum: the activation before it is quantized; no values "
+            "where it is not kept",
+            "quantized": "(B, H', W', N) in `target_dtype`",
+        },
+        {
+            "x": "(B, H, W, C) float32, float16 or bfloat16 of any strides",
+            "weight_data": "(N, height and width of the kernel, bytes of C) uint8, packed along C, which is the axis",
+            "weight_scale": "(N, height and width of the kernel, ceil(C / block_size)) uint8, E8M0",
+            "bias": "(N,) in the dtype of the product, or None",
+            "elem_dtype_name": "the element of the weight, as of `conv2d_mx`",
+            "block_size": "that of the weight",
+            **dict.fromkeys(("stride", "dilation"), "of height and width, at least 1"),
+            "padding": "of height and width, zeros on both sides",
+            "product_dtype": "the dtype to which the product is rounded; None is that of x",
+            "residual": "(B, H', W', N) float32, float16 or bfloat16, added to the product, or None",
+            "activation": f"what is computed of the sum: {choices(ACTIVATIONS)}",
+            "keep_activated": "true: the activation is a result too",
+            "out_elem_dtype_name": "the element of the result",
+            "out_block_size": "that of the result",
+            "rounding": NOT_RANDOM,
+            "target_dtype": "float32, float16 or bfloat16; None is that of the sum",
+        },
+    ),
 }

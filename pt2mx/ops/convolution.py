@@ -28,18 +28,18 @@ aten = torch.ops.aten
 def _conv2d(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
     """x: (B, H, W, C) float, data: (N, *kernel, bytes of C) uint8, scale: (N, *kernel, blocks) uint8, bias: (N,) as the
     result or None -> (B, H', W', N) in the target dtype, by default x's."""
-    spec, moves, dtype = _check(x, data, scale, bias, *rest)
+    spec, moves, dtype = check_convolution(x, data, scale, bias, *rest)
     module = "cpu.convolution" if device_with_kernels(x, spec.element) == "cpu" else "dequantize_then_matmul"
     kernel = importlib.import_module(f"pt2mx.kernels.{module}").conv2d
     return kernel(x, data, scale, bias, spec, *moves, dtype)
 
 
 def _conv2d_fake(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
-    _, moves, dtype = _check(x, data, scale, bias, *rest)
+    _, moves, dtype = check_convolution(x, data, scale, bias, *rest)
     return x.new_empty((x.shape[0], *places(x.shape[1:3], data.shape[1:3], *moves), data.shape[0]), dtype=dtype)
 
 
-def _check(
+def check_convolution(
     x: Tensor,
     data: Tensor,
     scale: Tensor,
@@ -51,6 +51,7 @@ def _check(
     dilation: Sequence[int] = (1, 1),
     target_dtype: torch.dtype | None = None,
 ) -> tuple[MXSpec, tuple[Sequence[int], ...], torch.dtype]:
+    """Return the weight's spec, the moves and the dtype of the result; MXError for what does not fit."""
     dtype, moves = target_dtype or x.dtype, (stride, padding, dilation)
     if x.dim() != 4 or data.dim() != 4 or x.device != data.device:
         raise MXError(

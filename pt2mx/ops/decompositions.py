@@ -16,6 +16,7 @@ from pt2mx import ops
 from pt2mx.formats import ELEMENTS
 from pt2mx.kernels import elements, reference
 from pt2mx.kernels.axis import is_one_in_the_example
+from pt2mx.kernels.fp8_rows import ACTIVATIONS
 from pt2mx.kernels.gpu.mma_layout import from_mma_layout
 from pt2mx.kernels.hadamard import rotate
 from pt2mx.ops import (
@@ -24,6 +25,7 @@ from pt2mx.ops import (
     convolution,
     hadamard,
     linear,
+    quantized_convolution,
     quantized_linear,
     rotated_quantization,
 )
@@ -208,6 +210,15 @@ def call_decompositions() -> dict[OpOverload, Callable[..., Any]]:
         y = functional.conv2d(x.permute(0, 3, 1, 2), kernel, bias, stride, padding, dilation)
         return y.permute(0, 2, 3, 1).contiguous()
 
+    def conv2d_fake_quantize_mx(
+        x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, *rest: Any
+    ) -> tuple[Tensor, Tensor]:
+        residual, activation, keep_activated, *modes = rest[6:]
+        product = conv2d_mx(x, data, scale, bias, *rest[:6])
+        activated = ACTIVATIONS[activation](product if residual is None else product + residual)
+        quantized = ACTIVATION_DECOMPOSITIONS[activation_fake_quantize_mx](activated, "none", *modes)
+        return activated if keep_activated else activated.new_empty(0), quantized
+
     def rotated_fake_quantize_mx(
         x: Tensor,
         size: int,
@@ -247,6 +258,7 @@ def call_decompositions() -> dict[OpOverload, Callable[..., Any]]:
         linear.grouped_linear_mx: grouped_linear_mx,
         linear.linear_mx_mma_layout: linear_mx_mma_layout,
         convolution.conv2d_mx: conv2d_mx,
+        quantized_convolution.conv2d_fake_quantize_mx: conv2d_fake_quantize_mx,
         hadamard.hadamard: rotate,
         rotated_quantization.rotated_fake_quantize_mx: rotated_fake_quantize_mx,
         **ACTIVATION_DECOMPOSITIONS,

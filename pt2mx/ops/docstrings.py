@@ -117,6 +117,14 @@ _EXAMPLES = {
         >>> torch.ops.pt2mx.linear_fake_quantize_mx(x, data, scale, None, "fp4_e2m1", 32, *modes)
         tensor([0., 1., 4., 0.])
         """,
+    "conv2d_fake_quantize_mx": """
+        >>> scale, data = pt2mx.quantize_mx(torch.eye(4).reshape(4, 1, 1, 4), "mxfp4")
+        >>> x = torch.tensor([-1.0, 1.1, 4.0, 0.0]).reshape(1, 1, 1, 4)
+        >>> modes = (1, 0, 1, None, x, "relu", True, "fp4_e2m1", 32)
+        >>> activated, quantized = torch.ops.pt2mx.conv2d_fake_quantize_mx(x, data, scale, None, "fp4_e2m1", 32, *modes)
+        >>> activated.flatten(), quantized.flatten()
+        (tensor([0.0000, 2.2000, 8.0000, 0.0000]), tensor([0., 2., 8., 0.]))
+        """,
     "matmul_bfloat16": """
         >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
         >>> torch.ops.pt2mx.matmul_bfloat16(x, x)

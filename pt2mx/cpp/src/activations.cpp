@@ -35,6 +35,13 @@ int32_t number_of_activation(const std::string& name) {
   return int32_t(found - std::begin(kActivations));
 }
 
+Tensor activation_of(const Tensor& x, const std::string& name) {
+  if (name == "none") return x;
+  if (name == "gelu") return call("aten::gelu", x, std::string("none"));
+  if (name == "gelu_tanh") return call("aten::gelu", x, std::string("tanh"));
+  return name == "silu" ? call("aten::silu", x) : call("aten::relu", x);
+}
+
 Tensor activation_fake_quantize(const Tensor& given, const std::string& activation, const std::string& element,
                                 int64_t block_size, const std::string& scale_mode, const std::string& rounding,
                                 const std::optional<ScalarType>& target_dtype) {

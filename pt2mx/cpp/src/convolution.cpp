@@ -1,4 +1,7 @@
-// conv2d_mx: as pt2mx/kernels/cpu/convolution.py has it, with the same choice of kernel.
+// conv2d_mx, conv2d_fake_quantize_mx: as pt2mx/kernels/cpu/convolution.py has them, with the same choice of kernel.
+
+#include <algorithm>
+#include <functional>
 
 #include "products.h"
 
@@ -14,59 +17,143 @@ Tensor every(const Tensor& x, int64_t dimension, int64_t step) {
   return step == 1 ? x : call_overload("aten::slice", "Tensor", x, dimension, none, none, step);
 }
 
+Tensor in_dtype(const Tensor& x, ScalarType dtype) {
+  return x.scalar_type() == dtype ? x : torch::stable::to(x, dtype);
+}
+
+// torch's stable interface takes no scalars, as its sum has them.
+Tensor sum_of(const Tensor& a, const Tensor& b, ScalarType dtype) {
+  const Tensor x = dense(in_dtype(a, ScalarType::Float)), y = dense(in_dtype(b, ScalarType::Float));
+  Tensor out = torch::stable::empty(shape_of(x), ScalarType::Float);
+  const float* values = static_cast<const float*>(x.const_data_ptr());
+  std::transform(values, values + x.numel(), static_cast<const float*>(y.const_data_ptr()),
+                 static_cast<float*>(out.mutable_data_ptr()), std::plus<float>());
+  return in_dtype(out, dtype);
+}
+
 // (B, H, W, C) -> (B, C, H, W), or back
 Tensor channels_first(const Tensor& x) { return call("aten::permute", x, Shape{0, 3, 1, 2}); }
 Tensor channels_last(const Tensor& x) { return call("aten::permute", x, Shape{0, 2, 3, 1}); }
 
+class Convolution {
+ public:
+  const ScalarType dtype;  // of the product
+  Shape shape;             // of the result
+
+  Convolution(const Tensor& x, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& bias,
+              const std::string& name, int64_t block_size, const Shape& stride, const Shape& padding,
+              const Shape& dilation, const std::optional<ScalarType>& target_dtype)
+      : dtype(target_dtype.value_or(x.scalar_type())),
+        x_(x),
+        data_(data),
+        scale_(scale),
+        bias_(bias),
+        element_(element_of(name)),
+        block_size_(block_size),
+        stride_(stride),
+        padding_(padding),
+        dilation_(dilation) {
+    STD_TORCH_CHECK(x.dim() == 4 && data.dim() == 4, "conv2d_mx takes (B, H, W, C) and (N, *kernel, bytes of C)");
+    const int64_t n = data.size(0), kernel[] = {data.size(1), data.size(2)};
+    check_packed(data, scale, element_, block_size, x.size(3));
+    STD_TORCH_CHECK(!bias || (bias->numel() == n && bias->scalar_type() == dtype), "conv2d_mx: the bias does not fit");
+    check_pair(stride, 1);
+    check_pair(padding, 0);
+    check_pair(dilation, 1);
+    if (kernel[0] == 1 && kernel[1] == 1 && !padding[0] && !padding[1]) {  // what lies between the strides is not read
+      x_ = every(every(x, 1, stride[0]), 2, stride[1]);
+      stride_ = {1, 1};
+    }
+    shape = {x_.size(0), 0, 0, n};
+    for (int d = 0; d < 2; ++d) {
+      call_.size[d] = x_.size(1 + d);
+      call_.out_size[d] = (call_.size[d] + 2 * padding[d] - dilation[d] * (kernel[d] - 1) - 1) / stride_[d] + 1;
+      call_.kernel[d] = kernel[d];
+      call_.stride[d] = stride_[d];
+      call_.padding[d] = padding[d];
+      call_.dilation[d] = dilation[d];
+      shape[1 + d] = call_.out_size[d];
+    }
+  }
+
+  // The result; with an epilogue, what that makes of it. Returns whether units serve.
+  bool on_units(Tensor& out, const Epilogue* epilogue = nullptr) {
+    const Blocks blocks = blocks_of(element_, block_size_, x_.size(3));
+    const int32_t units = dtype_of(x_) == BF16 ? pt2mx_units(blocks.decoder, table_of(element_)) : 0;
+    if (!units || !x_.numel() || !out.numel()) return false;
+    const Tensor values = dense(x_), codes = dense(data_), scales = dense(scale_);
+    const std::optional<Tensor> added = bias_ ? std::optional(dense(*bias_)) : std::nullopt;
+    const int64_t taps = call_.kernel[0] * call_.kernel[1];
+    call_.linear = call_of(values, codes, scales, added, out, element_, block_size_, units, taps);
+    call_.linear.out_dtype = dtype_of(dtype);
+    call_.linear.epilogue = epilogue;
+    call_.pixels = x_.size(0) * x_.size(1) * x_.size(2);
+    const int32_t error = pt2mx_convolution(&call_, torch_parallel_for);
+    if (error != kUnserved) check_served(error);
+    return error != kUnserved;
+  }
+
+  Tensor by_torch() const {
+    const Tensor weight = channels_first(dequantize(data_, scale_, element_, block_size_, dtype, x_.size(3)));
+    const Tensor images = channels_first(in_dtype(x_, dtype));
+    const int64_t groups = 1;
+    return dense(channels_last(call("aten::conv2d", images, weight, bias_, stride_, padding_, dilation_, groups)));
+  }
+
+  Tensor result() {
+    Tensor out = torch::stable::empty(shape, dtype);
+    return on_units(out) ? out : by_torch();
+  }
+
+ private:
+  Tensor x_;
+  const Tensor data_, scale_;
+  const std::optional<Tensor> bias_;
+  const Element& element_;
+  const int64_t block_size_;
+  Shape stride_, padding_, dilation_;
+  ConvolutionCall call_{};
+};
+
 }  // namespace
 
-Tensor conv2d(const Tensor& given, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& bias,
-              const std::string& name, int64_t block_size, const Shape& given_stride, const Shape& padding,
+Tensor conv2d(const Tensor& x, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& bias,
+              const std::string& element, int64_t block_size, const Shape& stride, const Shape& padding,
               const Shape& dilation, const std::optional<ScalarType>& target_dtype) {
-  const Element& element = element_of(name);
-  STD_TORCH_CHECK(given.dim() == 4 && data.dim() == 4, "conv2d_mx takes (B, H, W, C) and (N, *kernel, bytes of C)");
-  const ScalarType result = target_dtype.value_or(given.scalar_type());
-  const int64_t k = given.size(3), n = data.size(0), kernel[] = {data.size(1), data.size(2)};
-  check_packed(data, scale, element, block_size, k);
-  STD_TORCH_CHECK(!bias || (bias->numel() == n && bias->scalar_type() == result), "conv2d_mx: the bias does not fit");
-  check_pair(given_stride, 1);
-  check_pair(padding, 0);
-  check_pair(dilation, 1);
-  Tensor x = given;
-  Shape stride = given_stride;
-  if (kernel[0] == 1 && kernel[1] == 1 && !padding[0] && !padding[1]) {  // what lies between the strides is not read
-    x = every(every(x, 1, stride[0]), 2, stride[1]);
-    stride = {1, 1};
+  return Convolution(x, data, scale, bias, element, block_size, stride, padding, dilation, target_dtype).result();
+}
+
+std::tuple<Tensor, Tensor> conv2d_fake_quantize(
+    const Tensor& x, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& bias,
+    const std::string& element, int64_t block_size, const Shape& stride, const Shape& padding, const Shape& dilation,
+    const std::optional<ScalarType>& product_dtype, const std::optional<Tensor>& residual,
+    const std::string& activation, bool keep_activated, const std::string& out_element, int64_t out_block_size,
+    const std::string& scale_mode, const std::string& rounding, const std::optional<ScalarType>& target_dtype) {
+  STD_TORCH_CHECK(out_block_size > 0, "a block has at least 1 value, not ", out_block_size);
+  STD_TORCH_CHECK(rounding != "stochastic", "a product is not rounded stochastically: quantize its result");
+  Convolution convolution(x, data, scale, bias, element, block_size, stride, padding, dilation, product_dtype);
+  STD_TORCH_CHECK(!residual || shape_of(*residual) == convolution.shape, "the residual does not fit");
+  const int32_t number = number_of_activation(activation);
+  const Shape kept = keep_activated ? convolution.shape : Shape{0};
+  const bool alike = !residual || residual->scalar_type() == convolution.dtype;
+  const ScalarType of_sum = alike ? convolution.dtype : ScalarType::Float, result = target_dtype.value_or(of_sum);
+  if (alike && pt2mx::product(convolution.shape, 0, 3) > kFewRows) {
+    const Spec spec = spec_of(element_of(out_element), out_block_size, scale_mode, rounding);
+    const std::optional<Tensor> added = residual ? std::optional(dense(*residual)) : std::nullopt;
+    Tensor activated = torch::stable::empty(kept, of_sum), out = torch::stable::empty(convolution.shape, result);
+    const Epilogue epilogue{&spec,
+                            number,
+                            dtype_of(result),
+                            std::min(out_block_size, convolution.shape[3]),
+                            added ? added->const_data_ptr() : nullptr,
+                            keep_activated ? activated.mutable_data_ptr() : nullptr};
+    if (convolution.on_units(out, &epilogue)) return {activated, out};
   }
-  ConvolutionCall call{};
-  Shape shape = {x.size(0), 0, 0, n};
-  for (int d = 0; d < 2; ++d) {
-    call.size[d] = x.size(1 + d);
-    call.out_size[d] = (call.size[d] + 2 * padding[d] - dilation[d] * (kernel[d] - 1) - 1) / stride[d] + 1;
-    call.kernel[d] = kernel[d];
-    call.stride[d] = stride[d];
-    call.padding[d] = padding[d];
-    call.dilation[d] = dilation[d];
-    shape[1 + d] = call.out_size[d];
-  }
-  const auto dense_product = [&] {
-    const Tensor weight = channels_first(dequantize(data, scale, element, block_size, result, k));
-    const Tensor images = channels_first(result == x.scalar_type() ? x : torch::stable::to(x, result));
-    const int64_t groups = 1;
-    return dense(channels_last(pt2mx::call("aten::conv2d", images, weight, bias, stride, padding, dilation, groups)));
-  };
-  const Blocks blocks = blocks_of(element, block_size, k);
-  const int32_t units = dtype_of(x) == BF16 ? pt2mx_units(blocks.decoder, table_of(element)) : 0;
-  if (!units || !x.numel() || !n) return dense_product();
-  Tensor out = torch::stable::empty(shape, result);
-  const Tensor values = dense(x), codes = dense(data), scales = dense(scale);
-  const std::optional<Tensor> added = bias ? std::optional(dense(*bias)) : std::nullopt;
-  call.linear = call_of(values, codes, scales, added, out, element, block_size, units, kernel[0] * kernel[1]);
-  call.pixels = x.size(0) * x.size(1) * x.size(2);
-  const int32_t error = pt2mx_convolution(&call, torch_parallel_for);
-  if (error == kUnserved) return dense_product();
-  check_served(error);
-  return out;
+  const Tensor product = convolution.result(), sum = residual ? sum_of(product, *residual, of_sum) : product;
+  const Tensor activated = activation_of(sum, activation);
+  const Tensor quantized =
+      activation_fake_quantize(activated, "none", out_element, out_block_size, scale_mode, rounding, result);
+  return {keep_activated ? activated : torch::stable::empty(kept, of_sum), quantized};
 }
 
 }  // namespace pt2mx

@@ -30,6 +30,7 @@ STABLE_TORCH_LIBRARY_IMPL(pt2mx, CPU, library) {
   library.impl("activation_fake_quantize_mx", TORCH_BOX(&pt2mx::activation_fake_quantize));
   library.impl("layer_norm_fake_quantize_mx", TORCH_BOX(&pt2mx::layer_norm_fake_quantize));
   library.impl("linear_fake_quantize_mx", TORCH_BOX(&pt2mx::linear_fake_quantize));
+  library.impl("conv2d_fake_quantize_mx", TORCH_BOX(&pt2mx::conv2d_fake_quantize));
   library.impl("random_bits", TORCH_BOX(&pt2mx::random_bits));
 }
 

@@ -11,14 +11,18 @@ int64_t parts(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
 // How many rows and columns of the result one thread computes at a time.
 void set_task(LinearCall& call, int64_t k) {
-  const int64_t threads = torch::stable::get_num_threads();
-  int64_t down = threads;
-  int64_t across = parts(call.n, std::max<int64_t>(32, std::min<int64_t>(1024, kDecoded / (2 * k))));
+  const int64_t threads = torch::stable::get_num_threads(), units = parts(call.n, 32);
+  const int64_t most = std::max<int64_t>(1, std::min<int64_t>(32, kDecoded / (2 * k) / 32));
+  int64_t down = threads, size = parts(units, parts(units, most));
   if (call.m < 4 * call.n) {
-    across = std::min(parts(across, threads) * threads, parts(call.n, 32));
-    down = std::max<int64_t>(1, std::min(parts(threads, across), call.m / 128));
+    const auto of_one_thread = [&](int64_t columns) { return parts(parts(units, columns), threads) * columns; };
+    size = most;
+    for (int64_t other = most; other > 0; --other) {
+      if (of_one_thread(other) < of_one_thread(size)) size = other;
+    }
+    down = std::max<int64_t>(1, std::min(parts(threads, parts(units, size)), call.m / 128));
   }
-  call.task_columns = parts(parts(call.n, across), 32) * 32;
+  call.task_columns = size * 32;
   call.task_rows = parts(parts(call.m, down), 32) * 32;
 }
 

@@ -75,6 +75,8 @@ std::tuple<Tensor, Tensor> layer_norm_fake_quantize(const Tensor& x, const std::
                                                     const std::string& element, int64_t block_size,
                                                     const std::string& scale_mode, const std::string& rounding,
                                                     const std::optional<ScalarType>& target_dtype);
+// torch's.
+Tensor activation_of(const Tensor& x, const std::string& name);
 // The number that the kernels have for it.
 int32_t number_of_activation(const std::string& name);
 Tensor random_bits(const Tensor& seed, const Shape& size);
@@ -91,6 +93,12 @@ Tensor grouped_linear(const Tensor& x, const Tensor& data, const Tensor& scale, 
 Tensor conv2d(const Tensor& x, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& bias,
               const std::string& element, int64_t block_size, const Shape& stride, const Shape& padding,
               const Shape& dilation, const std::optional<ScalarType>& target_dtype);
+std::tuple<Tensor, Tensor> conv2d_fake_quantize(
+    const Tensor& x, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& bias,
+    const std::string& element, int64_t block_size, const Shape& stride, const Shape& padding, const Shape& dilation,
+    const std::optional<ScalarType>& product_dtype, const std::optional<Tensor>& residual,
+    const std::string& activation, bool keep_activated, const std::string& out_element, int64_t out_block_size,
+    const std::string& scale_mode, const std::string& rounding, const std::optional<ScalarType>& target_dtype);
 Tensor attention(const Tensor& query, const Tensor& key, const Tensor& key_scale, const Tensor& value,
                  const Tensor& value_scale, const std::string& element, int64_t block_size, int64_t value_width,
                  const std::optional<Tensor>& mask, const std::optional<double>& scale);

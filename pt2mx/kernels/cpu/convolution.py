@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from pt2mx.kernels import dequantize_then_matmul
-from pt2mx.kernels.cpu.build import load
-from pt2mx.kernels.cpu.linear import Call, call_of, is_served, units_for
+from pt2mx.kernels.cpu.build import DTYPES, load
+from pt2mx.kernels.cpu.linear import FEW_ROWS, Call, call_of, is_served, units_for
+from pt2mx.kernels.cpu.quantized_linear import Epilogue, suits
 from pt2mx.kernels.dequantize_then_matmul import places
 from pt2mx.spec import MXSpec
 
-__all__ = ["conv2d"]
+__all__ = ["conv2d", "conv2d_fake_quantize"]
 
 _Pair = ctypes.c_int64 * 2
 
@@ -43,35 +44,74 @@ def conv2d(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """As `pt2mx.kernels.dequantize_then_matmul.conv2d`."""
-    if tuple(data.shape[1:3]) == (1, 1) and not any(padding):  # what lies between the strides is not read
-        x, stride = x[:, :: stride[0], :: stride[1]], (1, 1)
-    units = units_for(spec, x.shape[-1]) if x.dtype == torch.bfloat16 else 0
-    out = _on_units(x, data, scale, bias, spec, (stride, padding, dilation), dtype or x.dtype, units)
-    if out is None:
-        return dequantize_then_matmul.conv2d(x, data, scale, bias, spec, stride, padding, dilation, dtype)
-    return out
+    moves, dtype = (stride, padding, dilation), dtype or x.dtype
+    out = _result(x, data, moves, dtype)
+    if _convolve(x, data, scale, bias, spec, moves, out, dtype):
+        return out
+    return dequantize_then_matmul.conv2d(x, data, scale, bias, spec, *moves, dtype)
 
 
-def _on_units(
+def conv2d_fake_quantize(
     x: Tensor,
     data: Tensor,
     scale: Tensor,
     bias: Tensor | None,
     spec: MXSpec,
     moves: tuple[Sequence[int], ...],
+    product_dtype: torch.dtype,
+    residual: Tensor | None,
+    activation: str,
+    keep_activated: bool,
+    quantization: MXSpec,
     dtype: torch.dtype,
-    units: int,
-) -> Tensor | None:
-    """The convolution; None where no unit serves. `moves`: stride, padding, dilation."""
-    size, kernel = x.shape[1:3], data.shape[1:3]
-    out_size = places(size, kernel, *moves)
-    out = torch.empty((len(x), *out_size, len(data)), dtype=dtype, device="cpu")
-    if not units or 0 in (x.numel(), out.numel()):
+) -> tuple[Tensor, Tensor] | None:
+    """An activation of a convolution, and of what is added to it, as it is and quantized. x: (B, H, W, C) bfloat16,
+    bias: (N,) and residual: (B, H', W', N) in `product_dtype`, or None -> (B, H', W', N) in `product_dtype`, of no
+    values unless it is kept, and in `dtype`, to the bit what two steps give. None where units do not serve."""
+    out = _result(x, data, moves, dtype)
+    activated = torch.empty(out.shape if keep_activated else (0,), dtype=product_dtype, device="cpu")
+    if out.shape[:3].numel() <= FEW_ROWS or not suits(quantization, len(data), product_dtype):
         return None
+    epilogue = Epilogue.of(quantization, activation, dtype)
+    if residual is not None:
+        residual = residual.contiguous()
+        epilogue.residual = residual.data_ptr()
+    if keep_activated:
+        epilogue.activated = activated.data_ptr()
+    served = _convolve(x, data, scale, bias, spec, moves, out, product_dtype, epilogue)
+    return (activated, out) if served else None
+
+
+def _result(x: Tensor, data: Tensor, moves: tuple[Sequence[int], ...], dtype: torch.dtype) -> Tensor:
+    size = places(x.shape[1:3], data.shape[1:3], *moves)
+    return torch.empty((len(x), *size, len(data)), dtype=dtype, device="cpu")
+
+
+def _convolve(
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    spec: MXSpec,
+    moves: tuple[Sequence[int], ...],
+    out: Tensor,
+    dtype: torch.dtype,
+    epilogue: Epilogue | None = None,
+) -> bool:
+    """Compute a convolution, rounded to `dtype`; False where no unit serves. `moves`: stride, padding, dilation."""
+    stride, padding, dilation = moves
+    if tuple(data.shape[1:3]) == (1, 1) and not any(padding):  # what lies between the strides is not read
+        x, stride = x[:, :: stride[0], :: stride[1]], (1, 1)
+    units = units_for(spec, x.shape[-1]) if x.dtype == torch.bfloat16 else 0
+    if not units or 0 in (x.numel(), out.numel()):
+        return False
     x, data, scale = x.contiguous(), data.contiguous(), scale.contiguous()
     bias = None if bias is None else bias.contiguous()
-    pairs = (_Pair(*map(int, pair)) for pair in (size, out_size, kernel, *moves))
+    size, kernel = x.shape[1:3], data.shape[1:3]
+    pairs = (_Pair(*map(int, pair)) for pair in (size, out.shape[1:3], kernel, stride, padding, dilation))
     linear = call_of(x, data, scale, bias, out, spec, units, kernel.numel())
+    linear.out_dtype = DTYPES.index(dtype)
+    linear.epilogue = None if epilogue is None else ctypes.addressof(epilogue)
     call = _Convolution(linear, x.shape[:3].numel(), *pairs)
     library, parallel_for = load()
-    return out if is_served(library.pt2mx_convolution(ctypes.addressof(call), parallel_for)) else None
+    return is_served(library.pt2mx_convolution(ctypes.addressof(call), parallel_for))

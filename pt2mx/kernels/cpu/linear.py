@@ -154,14 +154,15 @@ def is_served(error: int) -> bool:
 def _task(rows: int, n: int, k: int) -> tuple[int, int]:
     """Return how many rows and columns of the result one thread computes at a time. The weight's rows of that many
     columns stay in the second-level cache, decoded."""
-    threads = torch.get_num_threads()
-    across = _parts(n, max(32, min(1024, _DECODED // (2 * k))))
+    threads, units = torch.get_num_threads(), _parts(n, 32)
+    most = max(1, min(32, _DECODED // (2 * k) // 32))  # units that stay there
     if rows >= 4 * n:  # to decode the weight for each thread takes less time than to gather all rows
-        down = threads
+        size, down = _parts(units, _parts(units, most)), threads
     else:
-        across = min(_parts(across, threads) * threads, _parts(n, 32))
-        down = max(1, min(_parts(threads, across), rows // 128))
-    return _parts(_parts(rows, down), 32) * 32, _parts(_parts(n, across), 32) * 32
+        sizes = range(most, 0, -1)
+        size = min(sizes, key=lambda size: _parts(_parts(units, size), threads) * size)  # what one thread computes
+        down = max(1, min(_parts(threads, _parts(units, size)), rows // 128))
+    return _parts(_parts(rows, down), 32) * 32, size * 32
 
 
 def _parts(n: int, size: int) -> int:

@@ -32,6 +32,8 @@ class Epilogue(ctypes.Structure):
         ("activation", ctypes.c_int32),
         ("out_dtype", ctypes.c_int32),
         ("block", ctypes.c_int64),
+        ("residual", ctypes.c_void_p),
+        ("activated", ctypes.c_void_p),
     )
 
     @classmethod

@@ -129,6 +129,34 @@ def test_convolutions(dtype, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+def test_quantized_convolutions(dtype, tmp_path):
+    """On every unit, and in two steps."""
+    torch.manual_seed(0)
+    calls = []
+    for element in ("int8", "fp8_e4m3", "fp4_e2m1"):
+        x = ours.fake_quantize_mx(torch.randn(2, 9, 8, 64), element, 32).to(dtype)
+        for n, block, kernel, moves in (
+            (64, 32, (3, 3), ([1, 2], [1, 1], [1, 1])),
+            (40, 16, (1, 1), ([2, 2], [0, 0], [1, 1])),
+        ):
+            scale, data = packed((n, *kernel, 64), element, 32)
+            product = ours.conv2d_mx(x, data, scale, None, element, 32, *moves, torch.float32)
+            for activation, keep in (
+                ("relu", True),
+                ("gelu_tanh", False),
+                ("gelu", True),
+                ("silu", True),
+                ("none", True),
+            ):
+                modes = activation, keep, element, block
+                args = (x, data, scale, torch.randn(n), element, 32, *moves, torch.float32)
+                calls.append(("conv2d_fake_quantize_mx", (*args, None, *modes, "floor", "even", torch.bfloat16)))
+                calls.append(("conv2d_fake_quantize_mx", (*args, torch.randn_like(product), *modes)))
+                calls.append(("conv2d_fake_quantize_mx", (*args, product.bfloat16(), *modes, "ceil", "half_away")))
+    check(calls, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
 def test_attention(dtype, tmp_path):
     torch.manual_seed(0)
     calls = []

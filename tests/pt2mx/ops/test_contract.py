@@ -77,6 +77,12 @@ RECORDED = {
         'str out_elem_dtype_name, int out_block_size, str scale_mode="floor", str rounding="even", '
         "ScalarType? target_dtype=None) -> Tensor"
     },
+    "conv2d_fake_quantize_mx": {
+        1: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int block_size, int[2] stride, int[2] padding, "
+        "int[2] dilation, ScalarType? product_dtype, Tensor? residual, str activation, bool keep_activated, "
+        'str out_elem_dtype_name, int out_block_size, str scale_mode="floor", str rounding="even", '
+        "ScalarType? target_dtype=None) -> (Tensor activated, Tensor quantized)"
+    },
     "matmul_bfloat16": {1: "(Tensor x, Tensor y, ScalarType? target_dtype=None) -> Tensor"},
     "attention_bfloat16": {
         1: "(Tensor query, Tensor key, Tensor value, Tensor? mask=None, bool is_causal=False, float? scale=None, "

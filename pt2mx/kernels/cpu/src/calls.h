@@ -30,11 +30,14 @@ struct Call {
   uint64_t seed;
 };
 
-// What is made of a product before it is stored: an activation, quantized in blocks along the rows, in `out_dtype`.
+// What is made of a product before it is stored: the sum with a residual, an activation, and that quantized in blocks
+// along the rows, in `out_dtype`.
 struct Epilogue {
   const Spec* spec;
   int32_t activation, out_dtype;
   int64_t block;
+  const void* residual;  // as the product, or null
+  void* activated;       // where the activation goes, in the dtype of the product; or null
 };
 
 // A product of x: (m, k) with a weight (n, k) that is packed along k, as ../linear.py fills it.

@@ -337,6 +337,7 @@ int32_t pt2mx_linear(const LinearCall* given, ParallelFor parallel_for) {
 }
 
 int32_t pt2mx_convolution(const ConvolutionCall* call, ParallelFor parallel_for) {
+  if (!can_finish(call->linear)) return kUnserved;
   Linear linear(call->linear, call);
   int32_t error = kUnserved;
   with_decoder(call->linear.format, [&](auto* decoder) {

@@ -30,10 +30,13 @@ struct Many {
     zeros.resize(width);
   }
 
-  // The pixels of `n` rows from `row` on: (taps, kPair). Those of missing rows stay as they are.
-  void find(i64 row, i64 n, const u16** out) const {
-    linear.windows.each_tap(row, n, [&](i64 r, i64 tap, i64 pixel) {
-      out[tap * kPair + r] = pixel < 0 ? zeros.data() : x + pixel * width;
+  // The pixels of `n` rows from `row` on: (taps, kPair), and their places in the result. Those of missing rows stay as
+  // they are.
+  void find(i64 row, i64 n, const u16** out, i64* places) const {
+    linear.windows.each_tap(row, n, places, [&](i64 r, i64 count, i64 tap, i64 pixel, i64 step) {
+      const u16* at = pixel < 0 ? zeros.data() : x + pixel * width;
+      step *= pixel < 0 ? 0 : width;
+      for (i64 i = 0; i < count; ++i, at += step) out[tap * kPair + r + i] = at;
     });
   }
 
@@ -93,6 +96,7 @@ void run_many(i64 begin, i64 end, void* context) {
   const Scratch<OF_WEIGHT> scratch(2 * panels * panel);
   u16* const w = reinterpret_cast<u16*>(scratch.data());
   std::vector<const u16*> pixels(many.linear.windows.taps * kPair, many.x);
+  i64 places[kPair];
   Buffer<u16> rest;
   Buffer<float> sums;
   const bool tiles = c.units & AMX;
@@ -105,7 +109,7 @@ void run_many(i64 begin, i64 end, void* context) {
     if (!decode_rows<Decoder>(many.linear, first, last, many.least, w)) many.unserved = true;
     for (i64 m = task / many.across * c.task_rows; m < bottom; m += kPair) {
       const i64 rows = std::min(kPair, bottom - m);
-      many.find(m, rows, pixels.data());
+      many.find(m, rows, pixels.data(), places);
       if (tiles) {
         squares_in_tiles(many.gather(pixels.data(), rows, rest.data()), many.stride, w, groups, panels, sums.data());
       }
@@ -113,10 +117,10 @@ void run_many(i64 begin, i64 end, void* context) {
         float* square = sums.data() + p * kSquare;
         if (!tiles) {
           square_in_vectors(pixels.data(), rows, w + p * panel, many.linear.windows.taps, many.linear.tap_groups,
-                            square, kPair);
+                            square, kPair, many.zeros.data());
         }
         const i64 column = first + p * kPair;
-        finish_square(many.linear, m, rows, column, std::min(kPair, last - column), square);
+        finish_square(many.linear, places, rows, column, std::min(kPair, last - column), square);
       }
     }
   }

@@ -56,39 +56,41 @@ inline void squares_in_tiles(const u16* x, i64 stride, const u16* w, i64 groups,
 }
 
 // sums: (rows, kPair), `across` values a row, = x: (taps, kPair) pixels of `groups` groups, times w: (taps, groups, ..)
-// as above. Rows up to a multiple of 8 are written.
+// as above. Rows up to a multiple of 8 are written. A tap of which all pixels are `outside` is left out. A strip of w
+// stays in the first-level cache for all rows.
 __attribute__((target("avx512bf16"))) NOINLINE void square_in_vectors(const u16* const* x, i64 rows, const u16* w,
-                                                                      i64 taps, i64 groups, float* sums, i64 across) {
+                                                                      i64 taps, i64 groups, float* sums, i64 across,
+                                                                      const u16* outside = nullptr) {
   constexpr int kRowsOfX = 8;
-  for (i64 row = 0; row < rows; row += kRowsOfX, x += kRowsOfX, sums += kRowsOfX * across) {
-    bool first_strip = true;
-    const u16* panel = w;
-    for (i64 tap = 0, g = 0; tap < taps; first_strip = false) {
+  const i64 all = taps * groups;
+  for (i64 begin = 0; begin < all; begin += kStripSums) {
+    const i64 end = std::min(begin + kStripSums, all);
+    for (i64 row = 0; row < rows; row += kRowsOfX) {
       __m512 sum[kRowsOfX][2] = {};
-      for (i64 left = kStripSums; left && tap < taps;) {
+      for (i64 at = begin, tap = begin / groups, n; at < end; at += n, ++tap) {
+        n = std::min((tap + 1) * groups, end) - at;
+        const u16* const* pixels = x + tap * kPair + row;
+        if (!_mm512_cmpneq_epi64_mask(_mm512_loadu_si512(pixels), _mm512_set1_epi64(i64(outside)))) continue;
         const u16* pixel[kRowsOfX];
-        for (int r = 0; r < kRowsOfX; ++r) pixel[r] = x[tap * kPair + r] + g * kGroup;
-        const i64 n = std::min(groups - g, left);
-        for (i64 i = 0; i < n; ++i, panel += 2 * kTile) {
-          for (i64 pair = 0; pair < kSide; ++pair) {
-            const u16* values = panel + pair * kGroup;
+        std::copy(pixels, pixels + kRowsOfX, pixel);
+        const u16* values = w + at * 2 * kTile;
+        i64 i = (at - tap * groups) * kGroup;
+        for (const i64 last = i + n * kGroup; i < last; values += kTile) {
+          for (const i64 next = i + kGroup; i < next; i += 2, values += kGroup) {
             const __m512bh first = __m512bh(_mm512_loadu_si512(values));
             const __m512bh second = __m512bh(_mm512_loadu_si512(values + kTile));
             for (int r = 0; r < kRowsOfX; ++r) {
-              const __m512bh both = __m512bh(_mm512_set1_epi32(load<int32_t>(pixel[r] + i * kGroup + 2 * pair)));
+              const __m512bh both = __m512bh(_mm512_set1_epi32(load<int32_t>(pixel[r] + i)));
               sum[r][0] = _mm512_dpbf16_ps(sum[r][0], both, first);
               sum[r][1] = _mm512_dpbf16_ps(sum[r][1], both, second);
             }
           }
         }
-        left -= n;
-        g += n;
-        if (g == groups) ++tap, g = 0;
       }
       for (int r = 0; r < kRowsOfX; ++r) {
         for (int h = 0; h < 2; ++h) {
-          float* total = sums + r * across + h * kSide;
-          const __m512 before = first_strip ? _mm512_setzero_ps() : _mm512_loadu_ps(total);
+          float* total = sums + (row + r) * across + h * kSide;
+          const __m512 before = begin ? _mm512_loadu_ps(total) : _mm512_setzero_ps();
           _mm512_storeu_ps(total, _mm512_add_ps(before, sum[r][h]));
         }
       }

@@ -235,12 +235,17 @@ struct Coded {
     return true;
   }
 
-  // The pixels of `n` rows from `row` on, up to kTall: (taps, kTall). Those of missing rows stay as they are.
-  void find(i64 row, i64 n, const Record** out) const {
-    linear.windows.each_tap(row, n, [&](i64 r, i64 tap, i64 pixel) {
-      out[tap * kTall + r] = records + (pixel < 0 ? pixels : pixel) * groups;
+  // The pixels of `n` rows from `row` on, up to kTall: (taps, kTall), and their places in the result. Those of missing
+  // rows stay as they are.
+  void find(i64 row, i64 n, const Record** out, i64* places) const {
+    linear.windows.each_tap(row, n, places, [&](i64 r, i64 count, i64 tap, i64 pixel, i64 step) {
+      const Record* at = pixel < 0 ? zeros() : records + pixel * groups;
+      step *= pixel < 0 ? 0 : groups;
+      for (i64 i = 0; i < count; ++i, at += step) out[tap * kTall + r + i] = at;
     });
   }
+
+  const Record* zeros() const { return records + pixels * groups; }
 };
 
 void run_codes_of_x(i64 begin, i64 end, void* context) {
@@ -257,9 +262,9 @@ void run_codes_of_x(i64 begin, i64 end, void* context) {
 // ---- the product ----
 
 // sums: (kTall, kPair) = x: (taps, kTall) pixels of `groups` groups, times w: (2, taps, groups). Some groups are summed
-// by themselves: sums of sums are more exact.
+// by themselves: sums of sums are more exact. A tap of which all pixels are `outside` is left out.
 __attribute__((target("avx512vnni"))) NOINLINE void multiply_codes(const Record* const* x, const Panel* w, i64 taps,
-                                                                   i64 groups, float* sums) {
+                                                                   i64 groups, const Record* outside, float* sums) {
   constexpr int kHalves = kPair / kSide;
   const i64 panels = taps * groups;
   std::memset(sums, 0, kTall * kPair * sizeof(float));
@@ -267,23 +272,29 @@ __attribute__((target("avx512vnni"))) NOINLINE void multiply_codes(const Record*
     __m512 strip[kTall][kHalves] = {};
     for (i64 left = kStripSums; left && tap < taps;) {
       const Record* row[kTall];
-      for (int r = 0; r < kTall; ++r) row[r] = x[tap * kTall + r] + g;
+      bool inside = false;
+      for (int r = 0; r < kTall; ++r) {
+        inside |= x[tap * kTall + r] != outside;
+        row[r] = x[tap * kTall + r] + g;
+      }
       const i64 n = std::min(groups - g, left);
-      for (i64 i = 0; i < n; ++i, ++w) {
+      const Panel* panel = w;
+      w += n;
+      for (i64 i = 0; i < n && inside; ++i, ++panel) {
         __m512i sum[kTall][kHalves];
         for (int r = 0; r < kTall; ++r) {
           for (int h = 0; h < kHalves; ++h) sum[r][h] = _mm512_set1_epi32(row[r][i].first);
         }
         for (int q = 0; q < kQuads; ++q) {
           __m512i quads[kHalves];
-          for (int h = 0; h < kHalves; ++h) quads[h] = _mm512_loadu_si512(w[h * panels].codes + q * 4 * kSide);
+          for (int h = 0; h < kHalves; ++h) quads[h] = _mm512_loadu_si512(panel[h * panels].codes + q * 4 * kSide);
           for (int r = 0; r < kTall; ++r) {
             const __m512i values = _mm512_set1_epi32(load<int32_t>(row[r][i].codes + 4 * q));
             for (int h = 0; h < kHalves; ++h) sum[r][h] = _mm512_dpbusd_epi32(sum[r][h], quads[h], values);
           }
         }
         for (int h = 0; h < kHalves; ++h) {
-          const __m512i powers = _mm512_loadu_si512(w[h * panels].powers);
+          const __m512i powers = _mm512_loadu_si512(panel[h * panels].powers);
           for (int r = 0; r < kTall; ++r) {
             const __m512i power = _mm512_add_epi32(powers, _mm512_set1_epi32(row[r][i].power));
             strip[r][h] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r][h]), _mm512_castsi512_ps(power), strip[r][h]);
@@ -314,6 +325,7 @@ void run_codes(i64 begin, i64 end, void* context) {
   Panel* const w = reinterpret_cast<Panel*>(scratch.data());
   std::vector<const Record*> x(linear.windows.taps * kTall, coded.records);
   alignas(64) float sums[kTall * kPair];
+  i64 places[kTall];
   for (i64 task = begin; task < end && !coded.unserved; ++task) {
     const i64 first = task % coded.across * c.task_columns, last = std::min(first + c.task_columns, c.n);
     const i64 top = task / coded.across * c.task_rows, bottom = std::min(top + c.task_rows, c.m);
@@ -323,11 +335,11 @@ void run_codes(i64 begin, i64 end, void* context) {
     }
     for (i64 m = top; m < bottom; m += kTall) {
       const i64 rows = std::min(kTall, bottom - m);
-      coded.find(m, rows, x.data());
+      coded.find(m, rows, x.data(), places);
       for (i64 n = first; n < last; n += kPair) {
         const Panel* panel = w + (n - first) / kSide * linear.groups;
-        multiply_codes(x.data(), panel, linear.windows.taps, coded.groups, sums);
-        finish_square(linear, m, rows, n, std::min(kPair, last - n), sums);
+        multiply_codes(x.data(), panel, linear.windows.taps, coded.groups, coded.zeros(), sums);
+        finish_square(linear, places, rows, n, std::min(kPair, last - n), sums);
       }
     }
   }

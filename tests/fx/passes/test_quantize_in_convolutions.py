@@ -1,0 +1,259 @@
+"""Convolutions whose activation is quantized by their kernel: which, and to the same bits."""
+
+import pytest
+import torch
+from torch import nn
+
+import pt2mx
+from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config, lower_to_inductor
+from pt2mx.extras import import_extra
+from pt2mx.fx import lower
+from pt2mx.fx.passes import convolutions_as_products
+from pt2mx.fx.passes.quantize_in_convolutions import quantize_in_convolutions
+from pt2mx.ops.convolution import conv2d_mx
+from pt2mx.ops.quantized_convolution import conv2d_fake_quantize_mx
+from tests.flow import convert
+from tests.graph import count
+
+
+@pytest.fixture(autouse=True)
+def units_on_every_machine(monkeypatch):
+    monkeypatch.setattr(convolutions_as_products, "has_units", lambda spec, k: spec.block_size % 32 == 0)
+    monkeypatch.setattr(convolutions_as_products, "suit_units", lambda x, weight, k: True)
+
+
+def lowered(model, x, recipe="mxint8", **options):
+    """The lowered model; and without the pass."""
+    converted = convert(model.eval().to(x.dtype), (x,), recipe, **options)
+    found = lower_to_inductor(converted)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lower, "STEPS", tuple(s for s in lower.STEPS if s.graph_pass is not quantize_in_convolutions))
+        return found, lower_to_inductor(converted)
+
+
+def assert_same(found, without, x, exact=True):
+    got, want = found(x), without(x)
+    got, want = ((y,) if isinstance(y, torch.Tensor) else y for y in (got, want))
+    for actual, expected in zip(got, want, strict=True):
+        assert actual.stride() == expected.stride()
+        torch.testing.assert_close(
+            actual, expected, **({"rtol": 0, "atol": 0} if exact else {"rtol": 0.03, "atol": 0.03})
+        )
+
+
+class Between(nn.Module):
+    """Two convolutions, and what is `between`; gives the last one's result, and all that `between` returns but the
+    first."""
+
+    def __init__(self, between, channels=64):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(32, channels, 3, padding=1), nn.Conv2d(channels, 32, 1)
+        self.shortcut, self.between = nn.Conv2d(32, channels, 1), between
+
+    def forward(self, x):
+        y, *others = self.between(self, x)
+        return self.second(y), *others
+
+
+def activated(module, x):
+    return (torch.relu(module.first(x)),)
+
+
+def in_place(module, x):
+    return (torch.relu_(module.first(x)),)
+
+
+def silu(module, x):
+    return (nn.functional.silu(module.first(x), inplace=True),)
+
+
+def gelu(module, x):
+    return (nn.functional.gelu(module.first(x), approximate="tanh"),)
+
+
+def nothing(module, x):
+    return (module.first(x),)
+
+
+def residual(module, x):
+    return (torch.relu(module.first(x) + x.repeat(1, 2, 1, 1)),)
+
+
+def other_side(module, x):
+    return (torch.relu(x.repeat(1, 2, 1, 1) + module.first(x)),)
+
+
+def residual_in_place(module, x):
+    y = module.first(x)
+    y += module.shortcut(x)
+    return (y.relu_(),)
+
+
+def residual_alone(module, x):
+    return (module.first(x) + module.shortcut(x),)
+
+
+def read_again(module, x):
+    y = torch.relu(module.first(x))
+    return y, y + 1, y.mean((2, 3))
+
+
+def written_behind(module, x):
+    """The activation, after it was quantized."""
+    y = torch.relu_(module.first(x) + module.shortcut(x))
+    z = module.second(y)
+    y.mul_(2)
+    return torch.cat([z, z], 1), y
+
+
+FUSED = [
+    activated, in_place, silu, gelu, nothing, residual, other_side, residual_in_place, residual_alone, read_again,
+    written_behind,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("between", FUSED)
+def test_chains(between, dtype):
+    torch.manual_seed(0)
+    for recipe in ("mxint8", "mxfp8"):
+        x = torch.randn(2, 32, 6, 7, dtype=dtype)
+        found, without = lowered(Between(between), x, recipe)
+        assert count(found, conv2d_fake_quantize_mx) == 1
+        assert_same(found, without, x, between not in (silu, gelu))
+
+
+def broadcast(module, x):
+    return (torch.relu(module.first(x) + module.shortcut(x).mean((2, 3), keepdim=True)),)
+
+
+def scaled(module, x):
+    return (torch.relu(torch.add(module.first(x), module.shortcut(x), alpha=2)),)
+
+
+def doubly_read(module, x):
+    y = module.first(x)
+    return torch.relu(y), y
+
+
+def doubled(module, x):
+    y = module.first(x)
+    return (torch.relu(y + y),)
+
+
+def written(module, x):
+    y = module.first(x)
+    y[:, :3] = 1.0
+    return (torch.relu(y),)
+
+
+def written_before_it_is_quantized(module, x):
+    y = torch.relu(module.first(x))
+    y.mul_(2)
+    return (y,)
+
+
+def added_before_a_write(module, x):
+    shortcut = module.shortcut(x)
+    y = module.first(x) + shortcut
+    shortcut.mul_(3)
+    return torch.relu(y), shortcut
+
+
+def into_another(module, x):
+    y = module.shortcut(x) * 2
+    y += module.first(x)
+    return (torch.relu(y),)
+
+
+def tanh(module, x):
+    return (torch.tanh(module.first(x)),)
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        broadcast, scaled, doubly_read, doubled, written, written_before_it_is_quantized, added_before_a_write,
+        into_another, tanh,
+    ],
+)  # fmt: skip
+def test_others_stay(between):
+    torch.manual_seed(0)
+    x = torch.randn(2, 32, 6, 7)
+    found, without = lowered(Between(between), x)
+    assert not count(found, conv2d_fake_quantize_mx)
+    assert_same(found, without, x)
+
+
+def test_columns_that_are_no_whole_blocks_stay():
+    x = torch.randn(2, 32, 6, 7)
+    found, without = lowered(Between(activated, 40), x, "mxfp8")
+    assert not count(found, conv2d_fake_quantize_mx)
+    assert_same(found, without, x)
+
+
+def test_blocks_of_another_size_stay():
+    x = torch.randn(2, 32, 6, 7)
+    quantizer = MXQuantizer().set_global(get_default_mx_quantization_config("mxfp8", "mxfp8{64}"))
+    found, without = lowered(Between(activated), x, quantizer)
+    assert_same(found, without, x)
+
+
+def test_one_dimension():
+    model = nn.Sequential(nn.Conv1d(32, 64, 5), nn.ReLU(), nn.Conv1d(64, 32, 3, padding=1))
+    x = torch.randn(3, 32, 40)
+    found, without = lowered(model, x)
+    assert count(found, conv2d_fake_quantize_mx) == 1
+    assert_same(found, without, x)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_resnet():
+    """Every block's two quantizations but those that something else reads too."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 64, 64)
+    found, without = lowered(import_extra("torchvision", "vision").models.resnet18(), x, "mxfp8")
+    assert count(found, conv2d_fake_quantize_mx) == 15 and count(found, conv2d_mx) == 4
+    with torch.no_grad():
+        assert_same(found, without, x)
+        compiled = torch.compile(found)(x)
+    torch.testing.assert_close(compiled, found(x), rtol=0.05, atol=0.05)
+
+
+def test_dynamic_sizes():
+    torch.manual_seed(0)
+    x, shapes = torch.randn(2, 32, 6, 7), ({0: torch.export.Dim.DYNAMIC, 2: torch.export.Dim.DYNAMIC},)
+    found, without = lowered(Between(residual_in_place), x, shapes=shapes)
+    assert count(found, conv2d_fake_quantize_mx) == 1
+    for shape in ((2, 32, 6, 7), (1, 32, 4, 7), (5, 32, 9, 7)):
+        assert_same(found, without, torch.randn(shape))
+
+
+def test_what_else_knows_lowered_products(tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(2, 32, 6, 7)
+    found, without = lowered(Between(residual_in_place), x, "mxfp8")
+    names = [weight.name for weight in pt2mx.packed_weights(found)]
+    assert names == ["shortcut.weight_rows", "first.weight_rows", "second.weight_rows"]
+    with pytest.raises(MXError, match="reads a packed weight"):
+        pt2mx.quantization_report(found)
+    program = torch.export.export(found, (x,))
+    torch.export.save(program, tmp_path / "program.pt2")
+    assert_same(torch.export.load(tmp_path / "program.pt2").module(), without, x)
+    portable = pt2mx.make_portable(program)
+    assert "pt2mx" not in str(portable)
+    torch.testing.assert_close(portable.module()(x), found(x), rtol=0.05, atol=0.05)
+
+
+def test_gradients_and_autocast():
+    torch.manual_seed(0)
+    x = torch.randn(2, 32, 6, 7)
+    found, without = lowered(Between(residual), x, "mxfp8")
+    grads = []
+    for model in (found, without):
+        leaf = x.clone().requires_grad_()
+        model(leaf)[0].square().sum().backward()
+        grads.append(leaf.grad)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert model(x)[0].dtype == torch.bfloat16
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
