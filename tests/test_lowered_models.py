@@ -40,6 +40,7 @@ ARCHITECTURES = {
     "llama tied": ("LlamaForCausalLM", {**SIZES, "tie_word_embeddings": True}, torch.bfloat16, 9, 1),
     "gpt2": ("GPT2LMHeadModel", {"vocab_size": 96, "n_embd": 64, "n_layer": 2, "n_head": 2}, torch.float32, 9, 2),
     "mixtral": ("MixtralForCausalLM", {**SIZES, **EXPERTS, "num_local_experts": 4}, torch.bfloat16, 11, 1),
+    "mixtral, float32": ("MixtralForCausalLM", {**SIZES, **EXPERTS, "num_local_experts": 4}, torch.float32, 11, 1),
     "qwen3 moe": (
         "Qwen3MoeForCausalLM",
         {**SIZES, **EXPERTS, "num_experts": 4, "moe_intermediate_size": 32, "head_dim": 32},

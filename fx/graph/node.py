@@ -231,6 +231,22 @@ class RotatedFakeQuantize(OperatorCall):
 
 
 @dataclass(frozen=True)
+class GroupedLinearMX(OperatorCall):
+    """`grouped_linear_mx`. x: (T, K), codes and scale: of the experts' weights (E, N, K), offs: (E,); target_dtype: of
+    the result, None for x's."""
+
+    operator: ClassVar[OpOverload] = linear.grouped_linear_mx
+
+    x: Node
+    codes: Node
+    scale: Node
+    offs: Node
+    element: str
+    block_size: int
+    target_dtype: torch.dtype | None
+
+
+@dataclass(frozen=True)
 class LinearMX(OperatorCall):
     """`linear_mx`. x: (..., K), codes and scale: of a weight (N, K), bias: (N,) or None;
     rotation: blocks of x that are rotated first, 0 for none; target_dtype: of the result, None for x's."""

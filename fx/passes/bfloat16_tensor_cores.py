@@ -12,11 +12,13 @@ from pt2mx.formats import ELEMENTS
 from pt2mx.fx.graph.attributes import tensor_of
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.graph_pass import GraphPass
-from pt2mx.fx.graph.node import LinearMX, set_value, value_of
+from pt2mx.fx.graph.node import GroupedLinearMX, LinearMX, set_value, value_of
 from pt2mx.fx.passes.bfloat16_products import is_quantized
 from pt2mx.ops import dequantize_mx
 
 aten = torch.ops.aten
+
+_Product = LinearMX | GroupedLinearMX
 
 #: the least scale, E8M0, with which a bfloat16 holds all values of each element of 8 bits: 2**-16 of E5M2 is 2**-133
 _LEAST_SCALE = 127 - 133 + 16
@@ -24,8 +26,8 @@ _LEAST_SCALE = 127 - 133 + 16
 
 @GraphPass
 def use_bfloat16_tensor_cores(model: GraphModule, force: bool = False) -> None:
-    """Give a float32 `linear_mx` on a GPU its x in bfloat16, where a quantization gives x, and keep its result in
-    float32: on tensor cores, which sum in float32, it takes a tenth of the time of float32.
+    """Give a float32 `linear_mx` or `grouped_linear_mx` on a GPU its x in bfloat16, where a quantization gives x, and
+    keep its result in float32: on tensor cores, which sum in float32, it takes a tenth of the time of float32.
 
     A bfloat16 holds the values of both, but for those of x below 2**-133. Weights with smaller values, or
     that are no constants, stay as they are.
@@ -35,8 +37,14 @@ def use_bfloat16_tensor_cores(model: GraphModule, force: bool = False) -> None:
     """
     constants = constant_nodes(model.graph)
     values: dict[Node, Node] = {}
-    for node, call in LinearMX.calls_in(model.graph):
-        if call.rotation or call.target_dtype is not None or not is_quantized(call.x) or not _fits(node, call, force):
+    products: list[tuple[Node, _Product]] = [
+        *LinearMX.calls_in(model.graph),
+        *GroupedLinearMX.calls_in(model.graph),
+    ]
+    for node, call in products:
+        if call.target_dtype is not None or not is_quantized(call.x) or not _fits(node, call, force):
+            continue
+        if isinstance(call, LinearMX) and call.rotation:
             continue
         if any(n not in constants or n.op != "get_attr" for n in (call.codes, call.scale)):
             continue
@@ -49,7 +57,7 @@ def use_bfloat16_tensor_cores(model: GraphModule, force: bool = False) -> None:
         node.args = replace(call, x=values[call.x], target_dtype=torch.float32).args
 
 
-def _holds(call: LinearMX, codes: Tensor, scale: Tensor) -> bool:
+def _holds(call: _Product, codes: Tensor, scale: Tensor) -> bool:
     """True if a bfloat16 holds every value of a weight."""
     small = (scale < _LEAST_SCALE).any(-1)
     length = value_of(call.x).shape[-1]
@@ -57,7 +65,7 @@ def _holds(call: LinearMX, codes: Tensor, scale: Tensor) -> bool:
     return torch.equal(values, values.to(torch.bfloat16).to(torch.float32))
 
 
-def _fits(node: Node, call: LinearMX, force: bool) -> bool:
+def _fits(node: Node, call: _Product, force: bool) -> bool:
     value = value_of(node)
     if value is None or value.dtype != torch.float32 or ELEMENTS[call.element].is_wide:
         return False

@@ -25,8 +25,6 @@ from pt2mx.fx.graph.tensors import erase_unread
 from pt2mx.fx.graph.views import REORDERING
 from pt2mx.ops import linear
 
-aten = torch.ops.aten
-
 
 @dataclass(frozen=True)
 class Product:
@@ -46,13 +44,15 @@ class Product:
     packed: torch._ops.OpOverload = linear.linear_mx
 
 
-#: a product -> its arguments; the weight is packed (N, K), that of groups (E, N, K)
+#: the name of a product -> its arguments; the weight is packed (N, K), that of groups (E, N, K). transformers exports
+#: experts that are not in bfloat16 by an operator of its own
 PRODUCTS = {
-    aten.linear.default: Product(0, 1, 2, (0, 1)),
-    aten.matmul.default: Product(0, 1, None, (1, 0)),
-    aten.mm.default: Product(0, 1, None, (1, 0)),
-    aten.addmm.default: Product(1, 2, 0, (1, 0)),
-    aten._grouped_mm.default: Product(0, 1, 2, (0, 2, 1), linear.grouped_linear_mx),
+    "aten.linear.default": Product(0, 1, 2, (0, 1)),
+    "aten.matmul.default": Product(0, 1, None, (1, 0)),
+    "aten.mm.default": Product(0, 1, None, (1, 0)),
+    "aten.addmm.default": Product(1, 2, 0, (1, 0)),
+    "aten._grouped_mm.default": Product(0, 1, 2, (0, 2, 1), linear.grouped_linear_mx),
+    "transformers.grouped_mm_fallback.default": Product(0, 1, 2, (0, 2, 1), linear.grouped_linear_mx),
 }
 
 
@@ -93,7 +93,7 @@ def weights_of_products(model: GraphModule) -> list[tuple[Node, Product, Weight]
     """The products of `PRODUCTS` by a dequantized weight that an operator on packed weights could compute."""
     found = []
     for node in model.graph.nodes:
-        product = PRODUCTS.get(node.target)
+        product = PRODUCTS.get(str(node.target))
         if product is None or not _is_plain(node, product):
             continue
         weight = _weight(node_arg(node, product.weight))

@@ -38,10 +38,31 @@ def linear(
     return F.linear(x, _weight(x, data, scale, spec), bias)
 
 
-def grouped_linear(x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, spec: MXSpec) -> Tensor:
-    """x: (T, K), data: (E, N, bytes) uint8, scale: (E, N, blocks) uint8, offs: (E,) int32 -> (T, N)."""
+def grouped_linear(
+    x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, spec: MXSpec, dtype: torch.dtype | None = None
+) -> Tensor:
+    """x: (T, K), data: (E, N, bytes) uint8, scale: (E, N, blocks) uint8, offs: (E,) int32 -> (T, N) in `dtype`, by
+    default x's."""
+    if x.dtype == torch.bfloat16 and dtype == torch.float32 and device_with_kernels(x, spec.element) == "cuda":
+        from pt2mx.kernels.gpu import bfloat16_products
+
+        return bfloat16_products.grouped_linear(x, _weight(x, data, scale, spec), offs)
+    x = x.to(dtype or x.dtype)
     weight = _weight(x, data, scale, spec)  # (E, N, K)
     return torch._grouped_mm(x, weight.transpose(-2, -1), offs=offs)
+
+
+def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    """As `torch._grouped_mm`, in operators that torch traces: its own in bfloat16 alone, and else each expert gets
+    every row. x: (T, K), weight: (E, K, N), offs: (E,) int32 -> (T, N)."""
+    if x.dtype == torch.bfloat16:
+        return torch._grouped_mm(x, weight, offs=offs)
+    row = torch.arange(x.shape[0], device=x.device)
+    expert = torch.searchsorted(offs, row, right=True, out_int32=True)  # (T,)
+    y = x.new_zeros(x.shape[0], weight.shape[2])
+    for i, each in enumerate(weight.unbind()):
+        y = torch.where((expert == i).unsqueeze(-1), x @ each, y)
+    return y
 
 
 def linear_mma_layout(

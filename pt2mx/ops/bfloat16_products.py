@@ -75,13 +75,13 @@ def _attention(
     mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
     operands = query, key, value, *([] if mask is None else [mask])
     twin = _twin_of(*operands) if dtype in (torch.float32, torch.bfloat16) else None
-    if twin and spec and query.device.type == "cpu":
-        found = twin.attention(query, key, value, mask, is_causal, scale, dtype, spec, out_dtype)
-        if found is not None:
-            return found
-    found = twin.attention(query, key, value, mask, is_causal, scale, dtype) if twin else None
-    found = dense_attention(query, key, value, mask, is_causal, scale, dtype) if found is None else found
-    return quantized(found, *quantization) if spec else found
+    given = query, key, value, mask, is_causal, scale, dtype
+    found = twin.attention(*given, spec, out_dtype) if twin else None
+    if found is not None:
+        return found
+    product = twin.attention(*given) if twin and spec else None
+    product = dense_attention(*given) if product is None else product
+    return quantized(product, *quantization) if spec else product
 
 
 def quantized(

@@ -93,14 +93,16 @@ OPERATORS = {
         },
     ),
     "grouped_linear_mx": Operator(
-        1,
-        "`linear_mx` of rows that are sorted by expert, each with the weight of its expert, as `torch._grouped_mm`.",
-        {"": "(T, N) in x's dtype"},
+        2,
+        "`linear_mx` of rows that are sorted by expert, each with the weight of its expert, as `torch._grouped_mm`; "
+        "rows past the last offset are undefined. x has a gradient.",
+        {"": "(T, N) in `target_dtype`"},
         {
             "x": "(T, K) float32, float16 or bfloat16",
             "weight_data": "(E, N, bytes of K) uint8, packed along K, which is the axis",
             "weight_scale": "(E, N, ceil(K / block_size)) uint8, E8M0",
             "offs": "(E,) int32: for each expert the row after its last",
+            "target_dtype": "as of `linear_mx`",
         },
     ),
     "conv2d_mx": Operator(

@@ -16,6 +16,7 @@ from pt2mx import ops
 from pt2mx.formats import ELEMENTS
 from pt2mx.kernels import elements, reference
 from pt2mx.kernels.axis import is_one_in_the_example
+from pt2mx.kernels.dequantize_then_matmul import grouped_mm
 from pt2mx.kernels.fp8_rows import ACTIVATIONS
 from pt2mx.kernels.gpu.mma_layout import from_mma_layout
 from pt2mx.kernels.hadamard import rotate
@@ -175,17 +176,17 @@ def call_decompositions() -> dict[OpOverload, Callable[..., Any]]:
         product = linear_mx(x, data, scale, bias, elem, block_size, 0, product_dtype)
         return ACTIVATION_DECOMPOSITIONS[activation_fake_quantize_mx](product, activation, *modes)
 
-    def grouped_linear_mx(x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, elem: str, block_size: int) -> Tensor:
-        experts = weight(x, data, scale, elem, block_size)  # (E, N, K)
-        if x.dtype == torch.bfloat16:
-            return torch._grouped_mm(x, experts.transpose(-2, -1), offs=offs)
-        # torch traces its product in bfloat16 alone: here each expert gets every row
-        row = torch.arange(x.shape[0], device=x.device)
-        expert = torch.searchsorted(offs, row, right=True, out_int32=True)  # (T,)
-        y = x.new_zeros(x.shape[0], experts.shape[1])
-        for i, each in enumerate(experts.unbind()):
-            y = torch.where((expert == i).unsqueeze(-1), functional.linear(x, each), y)
-        return y
+    def grouped_linear_mx(
+        x: Tensor,
+        data: Tensor,
+        scale: Tensor,
+        offs: Tensor,
+        elem: str,
+        block_size: int,
+        target_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        x = x.to(target_dtype or x.dtype)
+        return grouped_mm(x, weight(x, data, scale, elem, block_size).mT, offs)
 
     def linear_mx_mma_layout(
         x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: str, n: int, rotation: int = 0

@@ -18,6 +18,7 @@ from torch import Tensor
 from pt2mx import ops
 from pt2mx.errors import MXError
 from pt2mx.formats import ELEMENTS, ElementFormat
+from pt2mx.kernels.dequantize_then_matmul import grouped_mm
 from pt2mx.kernels.gpu.mma_layout import FRAGMENTS
 from pt2mx.kernels.hadamard import rotate_back
 from pt2mx.kernels.select import device_with_kernels
@@ -62,9 +63,8 @@ def check_linear(
     target_dtype: torch.dtype | None = None,
 ) -> tuple[MXSpec, int, torch.dtype]:
     """Return the weight's spec, the rotation and the dtype of the result; MXError for what does not fit."""
-    spec, dtype = _check(x, data, scale, elem, block_size, dimensions=2, rotation=rotation), target_dtype or x.dtype
-    if dtype not in HIGH_PRECISION:
-        raise MXError(f"target_dtype={dtype} must be float32, float16 or bfloat16, or None for that of x")
+    spec = _check(x, data, scale, elem, block_size, dimensions=2, rotation=rotation)
+    dtype = _result_dtype(x, target_dtype)
     if bias is not None and (bias.shape != data.shape[:1] or bias.dtype != dtype or bias.device != x.device):
         raise MXError(
             f"bias of shape {tuple(bias.shape)}, {bias.dtype} on {bias.device} does not fit a weight of "
@@ -73,21 +73,42 @@ def check_linear(
     return spec, rotation, dtype
 
 
-def _grouped_linear(x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, elem: str, block_size: int) -> Tensor:
+def _grouped_linear(x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, *modes: Any) -> Tensor:
     """x: (T, K) float, its rows sorted by expert, data: (E, N, bytes of K) uint8, scale: (E, N, ceil(K / block_size))
-    uint8, offs: (E,) int32, the row after the last of each expert -> (T, N) in x's dtype, as `torch._grouped_mm`."""
+    uint8, offs: (E,) int32, the row after the last of each expert -> (T, N) in the target dtype, by default x's, as
+    `torch._grouped_mm`."""
+    spec, dtype = _check_grouped(x, data, scale, offs, *modes)
+    return _kernels_for("grouped_linear", x, spec.element).grouped_linear(x, data, scale, offs, spec, dtype)
+
+
+def _grouped_linear_fake(x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, *modes: Any) -> Tensor:
+    _, dtype = _check_grouped(x, data, scale, offs, *modes)
+    return x.new_empty((x.shape[0], data.shape[1]), dtype=dtype)
+
+
+def _check_grouped(
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    offs: Tensor,
+    elem: str,
+    block_size: int,
+    target_dtype: torch.dtype | None = None,
+) -> tuple[MXSpec, torch.dtype]:
     spec = _check(x, data, scale, elem, block_size, dimensions=3)
-    if x.dim() != 2 or offs.shape != data.shape[:1] or offs.dtype != torch.int32:
+    if x.dim() != 2 or offs.shape != data.shape[:1] or offs.dtype != torch.int32 or offs.device != x.device:
         raise MXError(
-            f"x must be (T, K) and offs ({data.shape[0]},) int32, an end for each expert; got {tuple(x.shape)} and "
-            f"{tuple(offs.shape)} {offs.dtype}"
+            f"x must be (T, K) and offs ({data.shape[0]},) int32 on {x.device}, an end for each expert; got "
+            f"{tuple(x.shape)} and {tuple(offs.shape)} {offs.dtype} on {offs.device}"
         )
-    return _kernels_for("grouped_linear", x, spec.element).grouped_linear(x, data, scale, offs, spec)
+    return spec, _result_dtype(x, target_dtype)
 
 
-def _grouped_linear_fake(x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, elem: str, block_size: int) -> Tensor:
-    _check(x, data, scale, elem, block_size, dimensions=3)
-    return x.new_empty((x.shape[0], data.shape[1]))
+def _result_dtype(x: Tensor, target_dtype: torch.dtype | None) -> torch.dtype:
+    dtype = target_dtype or x.dtype
+    if dtype not in HIGH_PRECISION:
+        raise MXError(f"target_dtype={dtype} must be float32, float16 or bfloat16, or None for that of x")
+    return dtype
 
 
 def _linear_mma_layout(
@@ -158,6 +179,18 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return x.to(ctx.dtype), None, None, bias, None, None, None, None
 
 
+def _save_experts(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    x, data, scale, offs, ctx.elem, ctx.block_size, _ = inputs
+    ctx.length, ctx.dtype = x.shape[-1], x.dtype
+    ctx.save_for_backward(data, scale, offs)
+
+
+def _grouped_linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    data, scale, offs = ctx.saved_tensors
+    weight = ops.dequantize_mx(data, scale, ctx.elem, ctx.block_size, grad.dtype, -1, ctx.length)  # (E, N, K)
+    return grouped_mm(grad.contiguous(), weight, offs).to(ctx.dtype), *(None,) * 6
+
+
 #: operator -> its arguments after the weight, kernel, fake kernel
 _OPERATORS: dict[str, tuple[str, Callable[..., Tensor], Callable[..., Tensor]]] = {
     "linear_mx": (
@@ -165,7 +198,11 @@ _OPERATORS: dict[str, tuple[str, Callable[..., Tensor], Callable[..., Tensor]]] 
         _linear,
         _linear_fake,
     ),
-    "grouped_linear_mx": ("Tensor offs, str elem_dtype_name, int block_size", _grouped_linear, _grouped_linear_fake),
+    "grouped_linear_mx": (
+        "Tensor offs, str elem_dtype_name, int block_size, ScalarType? target_dtype=None",
+        _grouped_linear,
+        _grouped_linear_fake,
+    ),
     "linear_mx_mma_layout": (
         "Tensor? bias, str elem_dtype_name, int n, int rotation=0",
         _linear_mma_layout,
@@ -184,6 +221,7 @@ for _name, (_rest, _kernel, _fake) in _OPERATORS.items():
     torch.library.register_fake(f"pt2mx::{_name}", _fake)
 
 torch.library.register_autograd("pt2mx::linear_mx", _linear_backward, setup_context=_save_weight)
+torch.library.register_autograd("pt2mx::grouped_linear_mx", _grouped_linear_backward, setup_context=_save_experts)
 
 linear_mx = torch.ops.pt2mx.linear_mx.default
 grouped_linear_mx = torch.ops.pt2mx.grouped_linear_mx.default

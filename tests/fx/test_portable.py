@@ -86,7 +86,8 @@ def test_products_with_packed_weights(dtype, bias, write_out, element):
 
         def forward(self, x, offs):  # (T, 70), (3,) int32 -> (T, 16)
             x = linear_mx(x, self.dense_data, self.dense_scale, self.bias, element, 32)
-            return grouped_linear_mx(x, self.experts_data, self.experts_scale, offs, element, 32)
+            experts = x, self.experts_data, self.experts_scale, offs, element, 32
+            return grouped_linear_mx(*experts) + grouped_linear_mx(*experts, torch.float32)
 
     model, tokens = Products(), torch.export.Dim("tokens")
     args = torch.randn(9, 70, dtype=dtype), torch.tensor([2, 2, 9], dtype=torch.int32)

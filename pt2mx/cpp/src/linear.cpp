@@ -13,7 +13,7 @@ int64_t parts(int64_t n, int64_t size) { return (n + size - 1) / size; }
 void set_task(LinearCall& call, int64_t k) {
   const int64_t threads = torch::stable::get_num_threads(), units = parts(call.n, 32);
   const int64_t most = std::max<int64_t>(1, std::min<int64_t>(32, kDecoded / (2 * k) / 32));
-  int64_t down = threads, size = parts(units, parts(units, most));
+  int64_t size = parts(units, parts(units, most)), down = std::max(threads, std::min(4 * threads, call.m / 128));
   if (call.m < 4 * call.n) {
     const auto of_one_thread = [&](int64_t columns) { return parts(parts(units, columns), threads) * columns; };
     size = most;
@@ -97,18 +97,18 @@ Tensor linear(const Tensor& given, const Tensor& data, const Tensor& scale, cons
 }
 
 Tensor grouped_linear(const Tensor& given, const Tensor& data, const Tensor& scale, const Tensor& offs,
-                      const std::string& name, int64_t block_size) {
+                      const std::string& name, int64_t block_size, const std::optional<ScalarType>& target_dtype) {
   STD_TORCH_CHECK(given.dim() == 2 && data.dim() == 3 && scale.dim() == 3,
                   "grouped_linear_mx takes (T, K) and (E, N, K)");
   STD_TORCH_CHECK(offs.scalar_type() == ScalarType::Int && shape_of(offs) == Shape{data.size(0)},
                   "grouped_linear_mx takes an end of rows for each expert");
   const Tensor ends = dense(offs);
   const auto* end = static_cast<const int32_t*>(ends.const_data_ptr());
-  const ScalarType result = given.scalar_type();
+  const ScalarType result = target_dtype.value_or(given.scalar_type());
   const Element& element = element_of(name);
   Tensor x = dense(given);
   const Blocks blocks = blocks_of(element, block_size, x.size(1));
-  const bool many = result == ScalarType::Float && x.size(0) > kFewRows;
+  const bool many = dtype_of(x) == FP32 && result == ScalarType::Float && x.size(0) > kFewRows;
   if (many && pt2mx_units(blocks.decoder, table_of(element)) && are_bfloats(x)) {
     x = torch::stable::to(x, ScalarType::BFloat16);
   }

@@ -89,7 +89,7 @@ Tensor linear_fake_quantize(const Tensor& x, const Tensor& data, const Tensor& s
                             const std::string& out_element, int64_t out_block_size, const std::string& scale_mode,
                             const std::string& rounding, const std::optional<ScalarType>& target_dtype);
 Tensor grouped_linear(const Tensor& x, const Tensor& data, const Tensor& scale, const Tensor& offs,
-                      const std::string& element, int64_t block_size);
+                      const std::string& element, int64_t block_size, const std::optional<ScalarType>& target_dtype);
 Tensor conv2d(const Tensor& x, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& bias,
               const std::string& element, int64_t block_size, const Shape& stride, const Shape& padding,
               const Shape& dilation, const std::optional<ScalarType>& target_dtype);

@@ -80,12 +80,15 @@ def linear(
     return dequantize_then_matmul.linear(x, data, scale, bias, spec, dtype=dtype)
 
 
-def grouped_linear(x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, spec: MXSpec) -> Tensor:
+def grouped_linear(
+    x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, spec: MXSpec, dtype: torch.dtype | None = None
+) -> Tensor:
     """As that of `pt2mx.kernels.dequantize_then_matmul`; rows of x past the last offset (undefined there) give 0. Many
     rows in fp32 whose values bfloat16 holds, as quantized ones, are multiplied on its units, where there are some."""
-    out, first = torch.zeros((x.shape[0], data.shape[1]), dtype=x.dtype, device="cpu"), 0
-    spec, dtype = spec.replace(axis=spec.axis - 1), x.dtype  # of one expert
-    if dtype == torch.float32 and len(x) > FEW_ROWS and units_for(spec, x.shape[-1]) and _are_bfloats(x):
+    dtype = dtype or x.dtype
+    out, first = torch.zeros((x.shape[0], data.shape[1]), dtype=dtype, device="cpu"), 0
+    spec = spec.replace(axis=spec.axis - 1)  # of one expert
+    if x.dtype == dtype == torch.float32 and len(x) > FEW_ROWS and units_for(spec, x.shape[-1]) and _are_bfloats(x):
         x = x.to(torch.bfloat16)
     for expert, last in enumerate(offs.tolist()):
         if first < last:
@@ -118,7 +121,7 @@ def call_of(
     k, (rows, n) = x.shape[-1], (out.shape[:-1].numel(), out.shape[-1])
     decoder, block = decoder_of(spec, k)
     codes_per_group, bytes_per_group = group_of(spec.element.bits)
-    task = _task(rows, n, k * taps) if units else (0, 0)
+    task = _task(rows, n, k * taps, torch.get_num_threads()) if units else (0, 0)
     return Call(
         table=table_of(spec.element.name).data_ptr(),
         format=decoder,
@@ -151,13 +154,14 @@ def is_served(error: int) -> bool:
     return error == 0
 
 
-def _task(rows: int, n: int, k: int) -> tuple[int, int]:
+@functools.lru_cache(1024)
+def _task(rows: int, n: int, k: int, threads: int) -> tuple[int, int]:
     """Return how many rows and columns of the result one thread computes at a time. The weight's rows of that many
     columns stay in the second-level cache, decoded."""
-    threads, units = torch.get_num_threads(), _parts(n, 32)
+    units = _parts(n, 32)
     most = max(1, min(32, _DECODED // (2 * k) // 32))  # units that stay there
     if rows >= 4 * n:  # to decode the weight for each thread takes less time than to gather all rows
-        size, down = _parts(units, _parts(units, most)), threads
+        size, down = _parts(units, _parts(units, most)), max(threads, min(4 * threads, rows // 128))
     else:
         sizes = range(most, 0, -1)
         size = min(sizes, key=lambda size: _parts(_parts(units, size), threads) * size)  # what one thread computes
@@ -198,6 +202,11 @@ def has_units(spec: MXSpec, k: int) -> bool:
     """True if many rows of `k` bfloat16 values are multiplied by a packed weight on units for bfloat16 or for integers
     of 8 bits."""
     return bool(units_for(spec, k))
+
+
+def has_bfloat16_units(spec: MXSpec, k: int) -> bool:
+    """True if these multiply bfloat16 values, whatever they are."""
+    return bool(units_for(spec, k) & (AMX | AVX512_BF16))
 
 
 def multiplies_integers(spec: MXSpec, k: int) -> bool:

@@ -30,7 +30,18 @@ def bfloat16_gemm_kernel(
     of_y = y + matrix // second * y_first + matrix % second * y_second
     of_x += (row % m).to(tl.int64)[:, None] * x_row + depth[None, :]
     of_y += depth.to(tl.int64)[:, None] * y_row + (column % n).to(tl.int64)[None, :] * y_column
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    total = sum_of_products(of_x, of_y, y_row, k, DEPTH, WHOLE)
+    if BIAS:
+        total += tl.load(bias + column, mask=column < n, other=0.0)[None, :]
+    to = out + (matrix * m + row[:, None]) * n + column[None, :]
+    tl.store(to, total, mask=(row < m)[:, None] & (column < n)[None, :])
+
+
+@triton.jit
+def sum_of_products(of_x, of_y, y_row, k, DEPTH: tl.constexpr, WHOLE: tl.constexpr):
+    """of_x: (rows, DEPTH), of_y: (DEPTH, columns), where the first of k values are -> (rows, columns) fp32."""
+    depth = tl.arange(0, DEPTH)
+    total = tl.zeros([of_x.shape[0], of_y.shape[1]], tl.float32)
     for first in tl.range(0, k, DEPTH):
         if WHOLE:
             a, b = tl.load(of_x), tl.load(of_y)
@@ -40,7 +51,4 @@ def bfloat16_gemm_kernel(
         total = tl.fma(tl.dot(a, b), 1.0, total)  # what is added to a product the tensor cores would add
         of_x += DEPTH
         of_y += DEPTH * y_row
-    if BIAS:
-        total += tl.load(bias + column, mask=column < n, other=0.0)[None, :]
-    to = out + (matrix * m + row[:, None]) * n + column[None, :]
-    tl.store(to, total, mask=(row < m)[:, None] & (column < n)[None, :])
+    return total

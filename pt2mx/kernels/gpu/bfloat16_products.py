@@ -1,5 +1,6 @@
 """Products of values that bfloat16 holds on an NVIDIA GPU's tensor cores, no less exact than in float32, in Triton: of
-matrices (`bfloat16_gemm_kernel`), and attention (`dense_attention_kernel`). Other values are rounded to bfloat16."""
+matrices (`bfloat16_gemm_kernel`), of rows with the weights of experts (`grouped_gemm_kernel`), and attention
+(`dense_attention_kernel`). Other values are rounded to bfloat16."""
 
 from __future__ import annotations
 
@@ -12,10 +13,14 @@ import triton
 from torch import Tensor
 
 from pt2mx.kernels.cpu.bfloat16_products import LEAST_ROWS
+from pt2mx.kernels.cpu.quantized_linear import BLOCK, suits
 from pt2mx.kernels.gpu.bfloat16_gemm_kernel import bfloat16_gemm_kernel
 from pt2mx.kernels.gpu.dense_attention_kernel import dense_attention_kernel
+from pt2mx.kernels.gpu.grouped_gemm_kernel import grouped_gemm_kernel
+from pt2mx.kernels.gpu.quantize import Tile, constants_of
+from pt2mx.spec import MXSpec
 
-__all__ = ["attention", "linear", "matmul"]
+__all__ = ["attention", "grouped_linear", "linear", "matmul"]
 
 #: the widest head, and the queries and the keys of a program
 _WIDEST, _ROWS, _KEYS = 128, 64, 64
@@ -46,6 +51,29 @@ def matmul(x: Tensor, y: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x: (..., K) bfloat16, weight: (N, K) bfloat16, bias: (N,) fp32 or None -> (..., N) fp32."""
     return _multiply(x.reshape(-1, x.shape[-1]), weight.t(), bias).view(*x.shape[:-1], len(weight))
+
+
+def grouped_linear(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    """x: (T, K) bfloat16, weight: (E, N, K) bfloat16, contiguous, offs: (E,) int32 -> (T, N) fp32."""
+    (rows, k), (experts, n, _) = x.shape, weight.shape
+    out = x.new_empty((rows, n), dtype=torch.float32)
+    if not out.numel() or not experts:
+        return out
+    x = x if x.stride(1) == 1 else x.contiguous()
+    tile = _tile_of(experts, triton.cdiv(rows, experts), n, x.device)
+    down = rows // tile.rows + min(experts, rows)  # each expert may have a part of a tile
+    with torch.cuda.device_of(x):
+        grouped_gemm_kernel[down * triton.cdiv(n, tile.columns),](
+            *(x, weight, offs.contiguous(), out, rows, experts, n, k, down, x.stride(0)),
+            ROWS=tile.rows,
+            COLUMNS=tile.columns,
+            DEPTH=_DEPTH,
+            WHOLE=k % _DEPTH == 0,
+            EXPERTS=triton.next_power_of_2(experts),
+            num_warps=4,
+            num_stages=tile.stages,
+        )
+    return out
 
 
 def _multiply(x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
@@ -112,13 +140,21 @@ def attention(
     is_causal: bool,
     scale: float | None,
     dtype: torch.dtype = torch.float32,
+    quantization: MXSpec | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor | None:
-    """As `pt2mx.kernels.cpu.bfloat16_products.attention`; None for wide heads, a few queries and nothing to do."""
+    """As `pt2mx.kernels.cpu.bfloat16_products.attention`; None for wide heads, a few queries, nothing to do, and
+    quantizations that the kernel has not."""
     (batch, heads, queries, width), (_, key_heads, keys, value_width) = query.shape, value.shape
     fits = max(width, value_width) <= _WIDEST and queries >= LEAST_ROWS
     if not fits or 0 in (query.numel(), value.numel()):
         return None
-    out = query.new_empty((batch, queries, heads, value_width), dtype=dtype)
+    columns, constants = max(16, triton.next_power_of_2(value_width)), None
+    if quantization is not None:
+        if not suits(quantization, value_width, dtype):
+            return None
+        constants = constants_of(quantization, (1, 1), BLOCK, 1, False, Tile(_ROWS * columns, 4))
+    out = query.new_empty((batch, queries, heads, value_width), dtype=out_dtype or dtype)
     narrow = [t.to(torch.bfloat16) for t in (query, key, value)]
     narrow = [t if t.stride(3) == 1 else t.contiguous() for t in narrow]
     seen, kind, strides = query, "none", query.stride()  # read by nothing
@@ -135,7 +171,7 @@ def attention(
             WIDTH=width,
             VALUE_WIDTH=value_width,
             COLUMNS=max(16, triton.next_power_of_2(width)),
-            VALUE_COLUMNS=max(16, triton.next_power_of_2(value_width)),
+            VALUE_COLUMNS=columns,
             ROWS=_ROWS,
             KEYS=_KEYS,
             CAUSAL=is_causal,
@@ -143,6 +179,7 @@ def attention(
             MASK_ROWS=strides[2] != 0,
             WHOLE=keys % _KEYS == 0,
             EXACT=dtype == torch.float32,
+            C=constants,
             num_warps=4,
             num_stages=2,
         )

@@ -221,6 +221,14 @@ def rounded(part, scale, finite, seed, offsets, C: tl.constexpr):
     return v, round_magnitude(v, random, tl.constexpr(C.rounding), C)
 
 
+@triton.jit
+def fake_quantized(blocks, seed, offsets, C: tl.constexpr):
+    """blocks: tile fp32 -> the same quantized and dequantized; `seed`, `offsets`: of a random rounding."""
+    scale, finite = scale_of((blocks,), C)
+    v, p = rounded(blocks, scale, finite, seed, offsets, C)
+    return with_sign(p, v, C) * factor(scale, finite, C)
+
+
 # --- rotation ---
 
 

@@ -2,13 +2,16 @@
 
 A program keeps some queries and goes over all keys, with the softmax adapted to each larger score (flash attention: Dao
 et al., 2022). A weight in float32 is the sum of three bfloat16, so that its products with the values are exact on the
-tensor cores too; for results in bfloat16 it is rounded to one, as torch's are.
+tensor cores too; for results in bfloat16 it is rounded to one, as torch's are. Results may be quantized before they
+are stored: a row has whole blocks.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from pt2mx.kernels.gpu.blocks import fake_quantized
 
 
 @triton.jit
@@ -18,12 +21,13 @@ def dense_attention_kernel(
     mask_batch, mask_head, mask_query, mask_key,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
-    MASK_ROWS: tl.constexpr, WHOLE: tl.constexpr, EXACT: tl.constexpr,
+    MASK_ROWS: tl.constexpr, WHOLE: tl.constexpr, EXACT: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """query: (batch, heads, queries, WIDTH), key: (batch, heads / group, keys, WIDTH), value: (.., keys, VALUE_WIDTH)
-    bfloat16, mask: booleans, or floats that are added, by the strides -> out: (batch, queries, heads, VALUE_WIDTH) fp32
-    if EXACT, else bfloat16. MASK: "none", "seen" or "added"; MASK_ROWS: not the same for all queries. WHOLE:
-    `keys` is a multiple of KEYS. COLUMNS, VALUE_COLUMNS: powers of two not below the widths."""
+    bfloat16, mask: booleans, or floats that are added, by the strides -> out: (batch, queries, heads, VALUE_WIDTH),
+    rounded to fp32 if EXACT, else to bfloat16, then quantized by C unless that is None. MASK: "none", "seen" or
+    "added"; MASK_ROWS: not the same for all queries. WHOLE: `keys` is a multiple of KEYS. COLUMNS, VALUE_COLUMNS:
+    powers of two not below the widths."""
     pair = tl.program_id(0).to(tl.int64)
     batch, head = pair // heads, pair % heads
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -83,5 +87,9 @@ def dense_attention_kernel(
         whole = whole * before + tl.sum(weights, 1)
         largest = most
     found = total / tl.where(whole == 0.0, 1.0, whole)[:, None]
+    if C is not None:
+        DTYPE: tl.constexpr = tl.float32 if EXACT else tl.bfloat16
+        blocks = tl.reshape(found.to(DTYPE).to(tl.float32), [ROWS * VALUE_COLUMNS // C.block, C.block])
+        found = tl.reshape(fake_quantized(blocks, None, None, C).to(DTYPE), [ROWS, VALUE_COLUMNS])
     to = out + ((batch * queries + row)[:, None] * heads + head) * VALUE_WIDTH + wide[None, :]
     tl.store(to, found, mask=there[:, None] & (wide < VALUE_WIDTH)[None, :])

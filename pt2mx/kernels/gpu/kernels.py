@@ -17,12 +17,12 @@ from pt2mx.kernels.gpu.blocks import (
     decode,
     encode,
     factor,
+    fake_quantized,
     random_at,
     rotated,
     rounded,
     scale_of,
     scale_of_amax,
-    with_sign,
 )
 from pt2mx.kernels.gpu.tiles import part_offsets, tile_lines, tile_offsets, word_offsets
 
@@ -34,9 +34,7 @@ def fake_quantize_kernel(x, y, seed, n, inner, lines, C: tl.constexpr, ROTATION:
     blocks = load_values(x, offsets, mask)
     if ROTATION:
         blocks = rotated(blocks, ROTATION).to(y.dtype.element_ty).to(tl.float32)
-    scale, finite = scale_of((blocks,), C)
-    v, p = rounded(blocks, scale, finite, seed, offsets, C)
-    tl.store(y + offsets, (with_sign(p, v, C) * factor(scale, finite, C)).to(y.dtype.element_ty), mask=mask)
+    tl.store(y + offsets, fake_quantized(blocks, seed, offsets, C).to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from pt2mx import lower_to_inductor
+from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_inductor
+from pt2mx.extras import import_extra
 from pt2mx.fx.passes.bfloat16_tensor_cores import use_bfloat16_tensor_cores
 from pt2mx.ops.bfloat16_products import matmul_bfloat16
-from pt2mx.ops.linear import linear_mx
+from pt2mx.ops.linear import grouped_linear_mx, linear_mx
 from tests.compare import relative_error
 from tests.flow import convert
 from tests.graph import calls, count
@@ -67,6 +68,55 @@ def test_a_weight_of_tiny_values_stays(monkeypatch):
     lowered = lower_to_inductor(convert(model, (x,), "mxfp8"))
     use_bfloat16_tensor_cores(lowered, force=True)
     assert [product.args[-1] for product in calls(lowered, linear_mx)] == [None, torch.float32]
+
+
+class Experts(nn.Module):
+    """As transformers exports them in float32, by an operator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        import_extra("transformers", "hf")
+        self.product = torch.ops.transformers.grouped_mm_fallback
+        self.up, self.down = nn.Parameter(torch.randn(3, 128, 64) / 8), nn.Parameter(torch.randn(3, 64, 128) / 11)
+
+    def forward(self, x, ends):
+        return self.product(nn.functional.gelu(self.product(x, self.up.mT, ends)), self.down.mT, ends)
+
+
+def experts():
+    """The arguments of the model, and it converted."""
+    args = torch.randn(80, 64), torch.tensor([30, 30, 80], dtype=torch.int32)
+    config = get_default_mx_quantization_config("mxfp8", "mxfp8")
+    return args, convert(Experts(), args, MXQuantizer().set_operator_type("transformers.grouped_mm_fallback", config))
+
+
+@pytest.mark.parametrize("tiny", [False, True])
+def test_experts(tiny):
+    args, converted = experts()
+    lowered = lower_to_inductor(converted)
+    products = calls(lowered, grouped_linear_mx)
+    if tiny:
+        lowered.get_buffer(products[0].args[2].target).fill_(1)  # values that bfloat16 does not hold
+    use_bfloat16_tensor_cores(lowered, force=True)
+    assert [product.args[6] for product in products] == [None if tiny else torch.float32, torch.float32]
+    if not tiny:
+        assert {product.args[0].meta["val"].dtype for product in products} == {torch.bfloat16}
+        assert relative_error(lowered(*args), converted(*args)) < 1e-6
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_experts_on_a_gpu(mode, compiler):
+    """CUDA graphs too: nothing waits for the GPU."""
+    args, converted = experts()
+    lowered, want = lower_to_inductor(converted, "cuda"), converted(*args)
+    assert [product.args[6] for product in calls(lowered, grouped_linear_mx)] == [torch.float32] * 2
+    args = [x.cuda() for x in args]
+    with torch.no_grad():
+        assert relative_error(lowered(*args), want) < 1e-6
+        compiled = torch.compile(lowered, mode=mode, fullgraph=True)
+        for _ in range(3):
+            assert relative_error(compiled(*args), want) < 1e-6
 
 
 @pytest.mark.cuda

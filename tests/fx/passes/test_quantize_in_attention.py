@@ -1,19 +1,21 @@
-"""Attention quantizes its result before it stores it."""
+"""Attention quantizes its result before it stores it: on this device, with the rules of a GPU too, and on a GPU."""
 
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import pt2mx
-from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_inductor
+from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_inductor, ops
 from pt2mx.fx import lower
 from pt2mx.fx.passes import products_of_activations, quantize_in_passing
 from pt2mx.fx.passes.quantize_in_attention import quantize_in_attention
 from pt2mx.ops.bfloat16_products import attention_bfloat16
-from tests.compare import same
+from pt2mx.ops.linear import linear_mx
+from tests.compare import relative_error, same
 from tests.flow import convert
-from tests.graph import calls
+from tests.graph import calls, count
 
 X = torch.randn(2, 20, 96)
 
@@ -41,14 +43,14 @@ class Attention(nn.Module):
         return self.down(y)
 
 
-def lowered(monkeypatch, model, x=X, name="mxfp8", shapes=None):
+def lowered(monkeypatch, model, x=X, name="mxfp8", shapes=None, **options):
     """The lowered model, and that without the pass."""
     quantizer = MXQuantizer().set_global(get_default_mx_quantization_config(name, name))
     converted = convert(model.to(x.dtype), (x,), quantizer, shapes=shapes)
     with monkeypatch.context() as patch:
         patch.setattr(lower, "STEPS", [step for step in lower.STEPS if step.graph_pass is not quantize_in_attention])
-        before = lower_to_inductor(converted)
-    return lower_to_inductor(converted), before
+        before = lower_to_inductor(converted, **options)
+    return lower_to_inductor(converted, **options), before
 
 
 def modes(model):
@@ -86,6 +88,31 @@ def test_dynamic_shapes(monkeypatch):
     assert modes(model)[0] == "fp8_e4m3"
     for x in (X, torch.randn(3, 33, 96)):
         assert same(model(x), before(x))
+
+
+def test_a_cast_of_the_quantized_values(monkeypatch):
+    """As on a GPU, where Inductor would quantize what attention gives, and products take bfloat16."""
+    monkeypatch.setattr(quantize_in_passing, "_LEAST_VALUES", 1 << 60)
+    monkeypatch.setattr("pt2mx.fx.passes.bfloat16_products._fits", lambda *args: False)
+    monkeypatch.setattr("pt2mx.fx.passes.bfloat16_tensor_cores._fits", lambda *args: True)
+    model, before = lowered(monkeypatch, Attention())
+    assert modes(model) == ("fp8_e4m3", 32, "floor", "even", torch.bfloat16)
+    assert count(before, ops.fake_quantize_mx) == count(model, ops.fake_quantize_mx) + 1
+    assert calls(model, linear_mx)[-1].args[0].target is torch.ops.aten.reshape.default
+    assert same(model(X), before(X))
+
+
+@pytest.mark.parametrize(("dtype", "taken"), [(torch.float16, True), (torch.float64, False)])
+def test_casts_to_dtypes_that_the_operator_gives(dtype, taken):
+    def run(query):
+        y = attention_bfloat16(query, query, query).transpose(1, 2).reshape(2, 20, 96)
+        return torch.ops.aten.to.dtype(ops.fake_quantize_mx(y, "int8", 32), dtype)
+
+    query = torch.randn(2, 3, 20, 32)
+    model = make_fx(run, tracing_mode="fake", pre_dispatch=True)(query)
+    want = model(query)
+    quantize_in_attention(model)
+    assert modes(model)[4] == (dtype if taken else torch.float32) and torch.equal(model(query), want)
 
 
 class Twice(Attention):
@@ -131,3 +158,20 @@ def test_compiled_and_portable(monkeypatch):
     portable = pt2mx.make_portable(torch.export.export(model, (X,))).module()
     assert "pt2mx" not in portable.code
     torch.testing.assert_close(portable(X), model(X), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("unpack", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu(dtype, unpack, mode, monkeypatch, compiler):
+    """A call that quantizes, but without CUDA graphs in bfloat16, where Inductor generates the quantization."""
+    x = X.to(dtype)
+    model, before = lowered(monkeypatch, Attention(), x, "mxfp8", device="cuda", unpack=unpack)
+    assert modes(model)[:4] == ("fp8_e4m3", 32, "floor", "even") and modes(before)[0] is None
+    x, compiled = x.cuda(), torch.compile(model, mode=mode)
+    with torch.no_grad():
+        want = before(x)
+        assert modes(model)[4] == torch.bfloat16 and same(model(x), want)
+        for _ in range(3):
+            assert relative_error(compiled(x), want) < 0.03  # values that are rounded the other way

@@ -139,6 +139,14 @@ def test_the_same_bits_in_ten_runs_and_in_a_captured_graph():
         assert all(map(torch.equal, found, want))
 
 
+@pytest.mark.parametrize("modes", [("fp8_e4m3", 16), ("fp8_e4m3", 32, "mse"), ("fp4_e2m1", 32, "floor", "half_away")])
+def test_quantizations_that_the_kernel_has_not_take_two_steps(modes):
+    query, key, value = values(2, 2, 40, 32), values(2, 2, 50, 32), values(2, 2, 50, 32)
+    product = attention_bfloat16(query, key, value).transpose(1, 2)
+    got = attention_bfloat16(query, key, value, None, False, None, None, *modes).transpose(1, 2)
+    assert torch.equal(got, ops.fake_quantize_mx(product, *modes[:2], -1, *modes[2:]))
+
+
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_compiled_model(mode, dtype):

@@ -37,7 +37,10 @@ RECORDED = {
         3: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int block_size, int rotation=0, "
         "ScalarType? target_dtype=None) -> Tensor",
     },
-    "grouped_linear_mx": {1: f"({_WEIGHT}, Tensor offs, str elem_dtype_name, int block_size) -> Tensor"},
+    "grouped_linear_mx": {
+        1: f"({_WEIGHT}, Tensor offs, str elem_dtype_name, int block_size) -> Tensor",
+        2: f"({_WEIGHT}, Tensor offs, str elem_dtype_name, int block_size, ScalarType? target_dtype=None) -> Tensor",
+    },
     "conv2d_mx": {
         1: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int block_size, int[2] stride=1, int[2] padding=0, "
         "int[2] dilation=1, ScalarType? target_dtype=None) -> Tensor"

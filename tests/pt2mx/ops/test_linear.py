@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pt2mx import ELEMENTS, FORMATS, MXError, ops
+from pt2mx import ELEMENTS, FORMATS, MXError, MXSpec, ops
 from pt2mx.kernels import dequantize_then_matmul
 from pt2mx.ops import linear
 from pt2mx.ops.linear import grouped_linear_mx, linear_mx
+from tests.compare import relative_error
 
 
 def packed(*shape: int, name: str = "fp4_e2m1", block: int = 32) -> tuple[Tensor, Tensor, str, int]:
@@ -38,7 +39,10 @@ def test_opcheck(name, dtype):
 def test_opcheck_grouped():
     data, scale, *modes = packed(3, 16, 64)
     offs = torch.tensor([2, 2, 5], dtype=torch.int32)
-    torch.library.opcheck(grouped_linear_mx, (torch.randn(5, 64), data, scale, offs, *modes))
+    x = torch.randn(5, 64, requires_grad=True)
+    torch.library.opcheck(grouped_linear_mx, (x, data, scale, offs, *modes))
+    x = x.detach().bfloat16().requires_grad_()
+    torch.library.opcheck(grouped_linear_mx, (x, data, scale, offs, *modes, torch.float32))
 
 
 @pytest.mark.parametrize("shape", [(70,), (1, 70), (0, 70), (2, 0, 70), (2, 3, 70), (33, 70)])
@@ -127,6 +131,30 @@ def test_grouped_is_the_product_of_each_expert():
     torch.testing.assert_close(y, expected)
 
 
+@pytest.mark.parametrize("rows", [20, 200])
+def test_grouped_values_of_bfloat16_with_a_result_in_float32(rows, compiler):
+    data, scale, *modes = packed(3, 40, 96, name="fp8_e4m3")
+    x, offs = torch.randn(rows, 96).bfloat16(), torch.tensor([7, 7, rows], dtype=torch.int32)
+    weight = dequantized(data, scale, *modes, 96).double()
+    exact = torch.cat([x[:7].double() @ weight[0].T, x[7:].double() @ weight[2].T])
+    for run in (grouped_linear_mx, torch.compile(grouped_linear_mx, fullgraph=True)):
+        got = run(x, data, scale, offs, *modes, torch.float32)
+        assert got.dtype == torch.float32 and relative_error(got, exact) < 5e-7
+    definition = dequantize_then_matmul.grouped_linear(x, data, scale, offs, MXSpec("fp8_e4m3", 32, 2), torch.float32)
+    assert definition.dtype == torch.float32 and relative_error(definition, exact) < 5e-7
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradient_of_groups(dtype):
+    data, scale, *modes = packed(3, 16, 64)
+    x, offs = torch.randn(50, 64).to(dtype).requires_grad_(), torch.tensor([0, 3, 50], dtype=torch.int32)
+    grad = torch.randn(50, 16)
+    (got,) = torch.autograd.grad(grouped_linear_mx(x, data, scale, offs, *modes, torch.float32), x, grad)
+    weight = dequantized(data, scale, *modes, 64)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got, torch.cat([grad[:3] @ weight[1], grad[3:] @ weight[2]]).to(dtype))
+
+
 ERRORS = {
     "K": (
         lambda x, d, s: (x[:, :60], d, s, None),
@@ -160,15 +188,18 @@ def test_errors(case):
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.float8_e4m3fn])
 def test_a_result_has_a_dtype_of_high_precision(dtype):
     scale, data = ops.quantize_mx(torch.randn(9, 70), "fp4_e2m1", 32)
+    ends = torch.tensor([2], dtype=torch.int32)
     with pytest.raises(MXError, match=f"target_dtype={dtype} must be float32, float16 or bfloat16"):
         linear_mx(torch.randn(2, 70), data, scale, None, "fp4_e2m1", 32, 0, dtype)
+    with pytest.raises(MXError, match=f"target_dtype={dtype} must be float32, float16 or bfloat16"):
+        grouped_linear_mx(torch.randn(2, 70), data[None], scale[None], ends, "fp4_e2m1", 32, dtype)
 
 
 def test_errors_of_groups():
     data, scale, *modes = packed(3, 16, 64)
     offs = torch.tensor([2, 2, 5], dtype=torch.int32)
-    for wrong in (offs[:2], offs.long()):
-        with pytest.raises(MXError, match=r"x must be \(T, K\) and offs \(3,\) int32"):
+    for wrong in (offs[:2], offs.long(), offs.to("meta")):
+        with pytest.raises(MXError, match=r"x must be \(T, K\) and offs \(3,\) int32 on cpu"):
             grouped_linear_mx(torch.randn(5, 64), data, scale, wrong, *modes)
     with pytest.raises(MXError, match=r"x must be \(T, K\) and offs"):
         grouped_linear_mx(torch.randn(1, 5, 64), data, scale, offs, *modes)
