@@ -21,7 +21,7 @@ from pt2mx.fx.graph.node import Dequantize, FakeQuantize, named_args, operator_o
 from pt2mx.fx.graph.tensors import erase_unread
 from pt2mx.fx.graph.views import settle_order, takes_any_order
 from pt2mx.fx.passes.bfloat16_products import is_quantized, quantization_to_bfloat16
-from pt2mx.kernels.cpu.linear import has_units, suit_units
+from pt2mx.kernels.cpu.linear import has_bfloat16_units, has_units, suit_units
 from pt2mx.ops.convolution import conv2d_mx
 from pt2mx.ops.rotated_quantization import rotated_fake_quantize_mx
 from pt2mx.spec import MXSpec
@@ -36,12 +36,13 @@ _GROUP = 32  # channels that are multiplied together
 @dataclass(frozen=True)
 class Convolution:
     """A convolution of images in `dimensions` by `codes` and `scale` of a weight (N, C, *kernel); `x` is the node that
-    quantizes the images, and `quantization` the arguments that do it with their channels last; `spec` is of the weight
-    with its channels last, `moves` are stride, padding and dilation, of height and width each."""
+    quantizes the images, and `quantization` the arguments that do it with their channels last, or None where its values
+    are cast; `spec` is of the weight with its channels last, `moves` are stride, padding and dilation, of height and
+    width each."""
 
     dimensions: int
     x: Node
-    quantization: tuple[Any, ...]
+    quantization: tuple[Any, ...] | None
     codes: Node
     scale: Node
     bias: Node | None
@@ -55,9 +56,10 @@ def use_products_for_convolutions(model: GraphModule) -> None:
     weight is held packed along them in blocks of 32 or more, and this machine has units that multiply them.
 
     The codes become buffers `<weight>_data_rows` and `<weight>_scale_rows`, with their channels last. Convolutions with
-    groups stay, and those whose channels would fill less than three quarters of groups of 32. The values of x and of
-    the weight stay what they are; sums are in float32 in another order. Results lie in memory with their channels last,
-    and what is computed from them may.
+    groups stay, and those whose channels would fill less than three quarters of groups of 32, but in float32 models
+    those of up to 23, as of images, without dilation: a line of pixels is multiplied as one there. The values of x and
+    of the weight stay what they are; sums are in float32 in another order. Results lie in memory with their channels
+    last, and what is computed from them may.
     """
     constants, products, writes = constant_nodes(model.graph), {}, Writes(model.graph)
     quantized: dict[Node, Node] = {}  # of a node the values with their channels last, for all convolutions of it
@@ -92,9 +94,12 @@ def _convolution(node: Node) -> Convolution | None:
     quantization, spec = quantization_to_bfloat16(replace(x, axis=-1), rank), MXSpec(weight.element, weight.block_size)
     if quantization is None or not is_quantized(given["input"]) or not isinstance(channels, int):
         return None
-    if 4 * channels < 3 * (channels + -channels % _GROUP) or not has_units(spec, channels):
-        return None
-    if not suit_units(MXSpec(x.element, x.block_size), spec, channels):
+    if 4 * channels < 3 * (channels + -channels % _GROUP):
+        alone = channels < _GROUP and value.dtype == torch.float32 and given["dilation"][-1] == 1
+        if not alone or not has_bfloat16_units(spec, channels):
+            return None
+        quantization = None  # rows of a few values take longer in a kernel of their own
+    elif not has_units(spec, channels) or not suit_units(MXSpec(x.element, x.block_size), spec, channels):
         return None
     first = ((1,), (0,), (1,))  # of a dimension that is none
     moves = zip(first, (given[name] for name in ("stride", "padding", "dilation")), strict=True)
@@ -108,12 +113,15 @@ def _is_dense(value: Tensor) -> bool:
 
 def _channels_last(model: GraphModule, convolution: Convolution) -> Node:
     """Insert what quantizes x, in its place: the values (B, H, W, C) in bfloat16."""
-    with model.graph.inserting_before(convolution.x):
+    quantization = convolution.quantization
+    with model.graph.inserting_before(convolution.x.next if quantization is None else convolution.x):
         call = _caller(model.graph)
-        x, *modes = convolution.quantization
+        x, *modes = quantization or (convolution.x,)
         last = call(aten.permute.default, x, (0, 2, 3, 1) if convolution.dimensions == 2 else (0, 2, 1))
         if convolution.dimensions == 1:
             last = call(aten.unsqueeze.default, last, 1)
+        if quantization is None:
+            return call(aten.to.dtype, last, torch.bfloat16)
         return call(rotated_fake_quantize_mx, last, *modes)
 
 

@@ -19,7 +19,8 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 @pytest.fixture(autouse=True)
 def units_for_bfloat16(monkeypatch):
     """On every machine: a dense product serves where there are none."""
-    monkeypatch.setattr(convolutions_as_products, "has_units", lambda spec, k: spec.block_size % 32 == 0)
+    for name in ("has_units", "has_bfloat16_units"):
+        monkeypatch.setattr(convolutions_as_products, name, lambda spec, k: spec.block_size % 32 == 0)
 
 
 def lowered(model, x, name="mxfp8", shapes=None):
@@ -83,6 +84,19 @@ def test_one_dimension(options):
     assert found.state_dict()["weight_data_rows"].shape == (20, 1, 5, 32)
 
 
+@pytest.mark.parametrize("channels", [1, 3, 20])
+@pytest.mark.parametrize("options", [{"padding": 1}, {"stride": 2, "dilation": (2, 1), "bias": False}])
+def test_few_channels(channels, options):
+    torch.manual_seed(0)
+    for kind, x in ((nn.Conv2d, torch.randn(2, channels, 9, 11)), (nn.Conv1d, torch.randn(2, channels, 30))):
+        given = {key: value if kind is nn.Conv2d or key != "dilation" else 1 for key, value in options.items()}
+        model = kind(channels, 40, 3, **given)
+        converted, found = lowered(model, x)
+        assert count(found, conv2d_mx) == 1
+        torch.testing.assert_close(found(x), converted(x), **CLOSE)
+        assert found(x).stride() == converted(x).stride()
+
+
 @pytest.mark.parametrize("name", ["mxint8", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxfp8_e5m2{64}", "mxfp8{128}"])
 @pytest.mark.parametrize("channels", [64, 50])
 def test_formats(name, channels):
@@ -118,7 +132,8 @@ def test_a_quantization_is_shared():
 @pytest.mark.parametrize(
     ("model", "channels"),
     [
-        (nn.Conv2d(3, 32, 3), 3),
+        (nn.Conv2d(3, 32, 3).bfloat16(), 3),
+        (nn.Conv2d(3, 32, 3, dilation=2), 3),
         (nn.Conv2d(40, 32, 3), 40),
         (nn.Conv2d(64, 64, 3, groups=2), 64),
         (nn.Conv2d(64, 64, 3, padding="same"), 64),

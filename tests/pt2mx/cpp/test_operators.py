@@ -89,7 +89,8 @@ def test_products(dtype, tmp_path):
     scale, data = packed((3, 16, 64), "fp8_e4m3", 32)
     offs = torch.tensor([2, 2, 40], dtype=torch.int32)
     for x in (torch.randn(41, 64), torch.randn(41, 64).bfloat16(), torch.randn(64, 41).bfloat16().t()):
-        calls.append(("grouped_linear_mx", (x.to(dtype), data, scale, offs, "fp8_e4m3", 32)))
+        for target_dtype in ((), (torch.float32,)):
+            calls.append(("grouped_linear_mx", (x.to(dtype), data, scale, offs, "fp8_e4m3", 32, *target_dtype)))
     check(calls, tmp_path)
 
 
@@ -125,6 +126,9 @@ def test_convolutions(dtype, tmp_path):
             bias = torch.randn(40)
             calls.append(("conv2d_mx", (x, data, scale, bias, element, block, *moves, torch.float32)))
             calls.append(("conv2d_mx", (x, data, scale, None, element, block, *moves, None)))
+        image = x[..., :3].contiguous()
+        scale, data = packed((40, 5, 5, 3), element, block)
+        calls.append(("conv2d_mx", (image, data, scale, bias, element, block, [2, 2], [2, 2], [1, 1], torch.float32)))
     check(calls, tmp_path)
 
 

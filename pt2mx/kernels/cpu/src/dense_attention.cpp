@@ -91,7 +91,7 @@ class Head {
       const u16* keys = keys_.data() + (first + i) / kPair * panel();
       float* scores = scores_.data() + i;
       if (tiles_) square_in_tiles(query_.data(), groups_ * kGroup, keys, groups_, scores, kScores);
-      else square_in_vectors(rows_, n, keys, 1, groups_, scores, kScores);
+      else square_in_vectors(rows_, n, keys, 1, groups_ * kGroup, scores, kScores);
     }
   }
 

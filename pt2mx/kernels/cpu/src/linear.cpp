@@ -267,6 +267,7 @@ void run(i64 begin, i64 end, void* context) {
 #include "amx.h"
 #include "epilogue.h"
 #include "many_rows.h"
+#include "lines.h"
 #include "vnni.h"
 
 namespace {
@@ -338,6 +339,7 @@ int32_t pt2mx_linear(const LinearCall* given, ParallelFor parallel_for) {
 
 int32_t pt2mx_convolution(const ConvolutionCall* call, ParallelFor parallel_for) {
   if (!can_finish(call->linear)) return kUnserved;
+  if (is_of_lines(*call)) return multiply_lines(*call, parallel_for);
   Linear linear(call->linear, call);
   int32_t error = kUnserved;
   with_decoder(call->linear.format, [&](auto* decoder) {

@@ -9,43 +9,60 @@
 
 #if defined(PT2MX_TILES)
 
-#include <atomic>
+#include "tasks.h"
 
 namespace {
 
+struct Many;
+
+// Decodes rows [row, last) of the weight: w (pairs of 16 rows, groups, 2, kSide pairs of values, kSide rows, 2).
+// Returns whether products with them are served.
+typedef bool (*DecodeRows)(const Many& many, i64 row, i64 last, u16* w);
+
 struct Many {
   const Linear& linear;
-  const i64 width, stride, across;  // values of a pixel and of a row, filled with zeros; tasks next to each other
-  const u16* x;                     // pixels
+  const DecodeRows decode;
+  Tasks tasks;
+  const i64 width, stride;                 // values of a tap and of a row, filled with zeros
+  i64 step;                                // values of a pixel in memory
+  const u16* x;                            // pixels
+  const ConvolutionCall* image = nullptr;  // of lines.h, what is convolved
   Buffer<u16> filled, zeros;
   std::atomic<i64> least{2 * kBias};  // exponent of x
   std::atomic<bool> unserved{false};
 
-  explicit Many(const Linear& linear)
+  Many(const Linear& linear, DecodeRows decode)
       : linear(linear),
+        decode(decode),
+        tasks(linear.call),
         width(linear.tap_groups * kGroup),
         stride(linear.groups * kGroup),
-        across((linear.call.n + linear.call.task_columns - 1) / linear.call.task_columns),
+        step(width),
         x(static_cast<const u16*>(linear.call.x)) {
     zeros.resize(width);
+  }
+
+  void look_at(const u16* values, i64 n) {
+    const i64 own = least_exponent(values, n);
+    for (i64 before = least; own < before && !least.compare_exchange_weak(before, own);) {}
   }
 
   // The pixels of `n` rows from `row` on: (taps, kPair), and their places in the result. Those of missing rows stay as
   // they are.
   void find(i64 row, i64 n, const u16** out, i64* places) const {
-    linear.windows.each_tap(row, n, places, [&](i64 r, i64 count, i64 tap, i64 pixel, i64 step) {
-      const u16* at = pixel < 0 ? zeros.data() : x + pixel * width;
-      step *= pixel < 0 ? 0 : width;
-      for (i64 i = 0; i < count; ++i, at += step) out[tap * kPair + r + i] = at;
+    linear.windows.each_tap(row, n, places, [&](i64 r, i64 count, i64 tap, i64 pixel, i64 apart) {
+      const u16* at = pixel < 0 ? zeros.data() : x + pixel * step;
+      apart *= pixel < 0 ? 0 : step;
+      for (i64 i = 0; i < count; ++i, at += apart) out[tap * kPair + r + i] = at;
     });
   }
 
-  // The same rows, `stride` values apart: where they are, or in `rest`.
+  // The same rows, `stride` values apart: where they are, or in `rest`, whose other values are zero.
   const u16* gather(const u16* const* pixels, i64 n, u16* rest) const {
     if (linear.windows.are_rows() && n == kPair) return pixels[0];
     for (i64 r = 0; r < n; ++r) {
       for (i64 tap = 0; tap < linear.windows.taps; ++tap) {
-        std::memcpy(rest + r * stride + tap * width, pixels[tap * kPair + r], 2 * width);
+        std::memcpy(rest + r * stride + tap * width, pixels[tap * kPair + r], 2 * linear.call.k);
       }
     }
     return rest;
@@ -57,8 +74,7 @@ void look_through(i64 begin, i64 end, void* context) {
   Many& many = *static_cast<Many*>(context);
   const i64 k = many.linear.call.k;
   const u16* x = static_cast<const u16*>(many.linear.call.x);
-  const i64 own = least_exponent(x + begin * k, (end - begin) * k);
-  for (i64 least = many.least; own < least && !many.least.compare_exchange_weak(least, own);) {}
+  many.look_at(x + begin * k, (end - begin) * k);
   if (many.width == k) return;
   for (i64 row = begin; row < end; ++row) {
     u16* out = many.filled.data() + row * many.width;
@@ -66,10 +82,9 @@ void look_through(i64 begin, i64 end, void* context) {
   }
 }
 
-// Rows [row, last) of the weight, decoded: w (pairs of 16 rows, groups, 2, kSide pairs of values, kSide rows, 2).
-// Returns whether products with them are served.
 template <class Decoder>
-bool decode_rows(const Linear& linear, i64 row, i64 last, i64 least_of_x, u16* w) {
+bool decode_rows(const Many& many, i64 row, i64 last, u16* w) {
+  const Linear& linear = many.linear;
   Decoder decoder(linear.call);
   i64 least = 2 * kBias;
   for (; row < last; row += kPair) {
@@ -83,11 +98,10 @@ bool decode_rows(const Linear& linear, i64 row, i64 last, i64 least_of_x, u16* w
       }
     }
   }
-  return is_served(least_of_x, least) && !decoder.invalid();
+  return is_served(many.least, least) && !decoder.invalid();
 }
 
-template <class Decoder>
-void run_many(i64 begin, i64 end, void* context) {
+void run_many(i64, i64, void* context) {
   Many& many = *static_cast<Many*>(context);
   const LinearCall& c = many.linear.call;
   const i64 groups = many.linear.groups, panel = groups * 2 * kTile;
@@ -103,11 +117,11 @@ void run_many(i64 begin, i64 end, void* context) {
   if (tiles) rest.resize(kPair * many.stride);
   sums.resize((panels + 1) * kSquare);
   if (tiles) configure();
-  for (i64 task = begin; task < end && !many.unserved; ++task) {
-    const i64 first = task % many.across * c.task_columns, last = std::min(first + c.task_columns, c.n);
-    const i64 bottom = std::min((task / many.across + 1) * c.task_rows, c.m);
-    if (!decode_rows<Decoder>(many.linear, first, last, many.least, w)) many.unserved = true;
-    for (i64 m = task / many.across * c.task_rows; m < bottom; m += kPair) {
+  i64 decoded = -1;
+  for (Task task; !many.unserved && many.tasks.take(task); decoded = task.first) {
+    const auto [top, bottom, first, last] = task;
+    if (decoded != first && !many.decode(many, first, last, w)) many.unserved = true;
+    for (i64 m = top; m < bottom; m += kPair) {
       const i64 rows = std::min(kPair, bottom - m);
       many.find(m, rows, pixels.data(), places);
       if (tiles) {
@@ -116,8 +130,8 @@ void run_many(i64 begin, i64 end, void* context) {
       for (i64 p = 0; p * kPair < last - first; ++p) {
         float* square = sums.data() + p * kSquare;
         if (!tiles) {
-          square_in_vectors(pixels.data(), rows, w + p * panel, many.linear.windows.taps, many.linear.tap_groups,
-                            square, kPair, many.zeros.data());
+          square_in_vectors(pixels.data(), rows, w + p * panel, many.linear.windows.taps, c.k, square, kPair,
+                            many.zeros.data());
         }
         const i64 column = first + p * kPair;
         finish_square(many.linear, places, rows, column, std::min(kPair, last - column), square);
@@ -127,19 +141,21 @@ void run_many(i64 begin, i64 end, void* context) {
   if (tiles) release();
 }
 
+int32_t multiply(Many& many, ParallelFor parallel_for) {
+  const int32_t error = parallel_for(0, many.tasks.count(), 1, run_many, &many);
+  return error ? error : many.unserved ? kUnserved : 0;
+}
+
 template <class Decoder>
 int32_t multiply_many_rows(Linear& linear, ParallelFor parallel_for) {
-  const LinearCall& c = linear.call;
-  Many many(linear);
-  const i64 pixels = linear.windows.pixels, grain = std::max<i64>(1, (1 << 16) / c.k);
-  if (many.width != c.k) {
+  const i64 k = linear.call.k, pixels = linear.windows.pixels, grain = std::max<i64>(1, (1 << 16) / k);
+  Many many(linear, decode_rows<Decoder>);
+  if (many.width != k) {
     many.filled.resize(pixels * many.width);
     many.x = many.filled.data();
   }
   if (const int32_t error = parallel_for(0, pixels, grain, look_through, &many)) return error;
-  const i64 tasks = many.across * ((c.m + c.task_rows - 1) / c.task_rows);
-  const int32_t error = parallel_for(0, tasks, 1, run_many<Decoder>, &many);
-  return error ? error : many.unserved ? kUnserved : 0;
+  return multiply(many, parallel_for);
 }
 
 }  // namespace

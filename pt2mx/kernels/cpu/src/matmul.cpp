@@ -69,7 +69,7 @@ void run_matmul(i64 begin, i64 end, void* context) {
       if (tiles) squares_in_tiles(x.data(), width, w.data(), groups, count, sums.data());
       for (i64 p = 0; p < count; ++p) {
         float* square = sums.data() + p * kSquare;
-        if (!tiles) square_in_vectors(pixels, n, w.data() + p * groups * 2 * kTile, 1, groups, square, kPair);
+        if (!tiles) square_in_vectors(pixels, n, w.data() + p * groups * 2 * kTile, 1, groups * kGroup, square, kPair);
         const i64 column = first + p * kPair, known = std::min(kPair, last - column);
         for (i64 r = 0; r < n; ++r, square += kPair) {
           std::copy(square, square + known, c.out + (matrix * c.m + m + r) * c.n + column);

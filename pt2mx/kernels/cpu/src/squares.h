@@ -55,14 +55,14 @@ inline void squares_in_tiles(const u16* x, i64 stride, const u16* w, i64 groups,
   }
 }
 
-// sums: (rows, kPair), `across` values a row, = x: (taps, kPair) pixels of `groups` groups, times w: (taps, groups, ..)
-// as above. Rows up to a multiple of 8 are written. A tap of which all pixels are `outside` is left out. A strip of w
-// stays in the first-level cache for all rows.
+// sums: (rows, kPair), `across` values a row, = x: (taps, kPair) pixels of `k` values, times w: (taps, groups, ..) as
+// above. Rows up to a multiple of 8 are written, and values are read up to an even number. A tap of which all pixels
+// are `outside` is left out. A strip of w stays in the first-level cache for all rows.
 __attribute__((target("avx512bf16"))) NOINLINE void square_in_vectors(const u16* const* x, i64 rows, const u16* w,
-                                                                      i64 taps, i64 groups, float* sums, i64 across,
+                                                                      i64 taps, i64 k, float* sums, i64 across,
                                                                       const u16* outside = nullptr) {
   constexpr int kRowsOfX = 8;
-  const i64 all = taps * groups;
+  const i64 groups = (k + kGroup - 1) / kGroup, all = taps * groups;
   for (i64 begin = 0; begin < all; begin += kStripSums) {
     const i64 end = std::min(begin + kStripSums, all);
     for (i64 row = 0; row < rows; row += kRowsOfX) {
@@ -75,8 +75,9 @@ __attribute__((target("avx512bf16"))) NOINLINE void square_in_vectors(const u16*
         std::copy(pixels, pixels + kRowsOfX, pixel);
         const u16* values = w + at * 2 * kTile;
         i64 i = (at - tap * groups) * kGroup;
-        for (const i64 last = i + n * kGroup; i < last; values += kTile) {
-          for (const i64 next = i + kGroup; i < next; i += 2, values += kGroup) {
+        for (const i64 last = std::min(i + n * kGroup, k); i < last; values += kTile) {
+#pragma GCC unroll 4  // of so many branches less the processor foresees the last one
+          for (const i64 next = std::min(i + kGroup, last); i < next; i += 2, values += kGroup) {
             const __m512bh first = __m512bh(_mm512_loadu_si512(values));
             const __m512bh second = __m512bh(_mm512_loadu_si512(values + kTile));
             for (int r = 0; r < kRowsOfX; ++r) {

@@ -200,7 +200,7 @@ inline bool to_codes(const u16* x, Record* out, int32_t* power) {
 
 struct Coded {
   const Linear& linear;
-  const i64 across;          // tasks next to each other
+  Tasks tasks;
   const i64 pixels, groups;  // of a pixel
   const Scratch<OF_X> scratch;
   Record* const records;  // (pixels, groups), and those of a pixel of zeros
@@ -210,7 +210,7 @@ struct Coded {
 
   explicit Coded(const Linear& linear)
       : linear(linear),
-        across((linear.call.n + linear.call.task_columns - 1) / linear.call.task_columns),
+        tasks(linear.call),
         pixels(linear.windows.pixels),
         groups(linear.tap_groups),
         scratch((pixels + 1) * groups * i64(sizeof(Record))),
@@ -315,7 +315,7 @@ __attribute__((target("avx512vnni"))) NOINLINE void multiply_codes(const Record*
 }
 
 template <class Decoder>
-void run_codes(i64 begin, i64 end, void* context) {
+void run_codes(i64, i64, void* context) {
   Coded& coded = *static_cast<Coded*>(context);
   const Linear& linear = coded.linear;
   const LinearCall& c = linear.call;
@@ -326,10 +326,10 @@ void run_codes(i64 begin, i64 end, void* context) {
   std::vector<const Record*> x(linear.windows.taps * kTall, coded.records);
   alignas(64) float sums[kTall * kPair];
   i64 places[kTall];
-  for (i64 task = begin; task < end && !coded.unserved; ++task) {
-    const i64 first = task % coded.across * c.task_columns, last = std::min(first + c.task_columns, c.n);
-    const i64 top = task / coded.across * c.task_rows, bottom = std::min(top + c.task_rows, c.m);
-    if (!decode_codes<Decoder>(linear, first, last, coded.powers, w)) {
+  i64 decoded = -1;
+  for (Task task; !coded.unserved && coded.tasks.take(task); decoded = task.first) {
+    const auto [top, bottom, first, last] = task;
+    if (decoded != first && !decode_codes<Decoder>(linear, first, last, coded.powers, w)) {
       coded.unserved = true;
       return;
     }
@@ -356,8 +356,7 @@ int32_t multiply_in_codes(const Linear& linear, ParallelFor parallel_for) {
       if (const int32_t error = parallel_for(first, coded.pixels, grain, run_codes_of_x, &coded)) return error;
     }
     if (coded.unserved) return kUnserved;
-    const i64 tasks = coded.across * ((c.m + c.task_rows - 1) / c.task_rows);
-    const int32_t error = parallel_for(0, tasks, 1, run_codes<Decoder>, &coded);
+    const int32_t error = parallel_for(0, coded.tasks.count(), 1, run_codes<Decoder>, &coded);
     return error ? error : coded.unserved ? kUnserved : 0;
   }
   return kUnserved;

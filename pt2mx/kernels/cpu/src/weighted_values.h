@@ -102,7 +102,7 @@ class WeightedValues<u16> {
     for (i64 i = 0; i < across_; i += kPair) {
       const u16* panel = values_.data() + i / kPair * panel_ + first / kGroup * 2 * kTile;
       if (tiles_) square_in_tiles(weights_.data(), stride, panel, groups, sums_.data(), kPair);
-      else square_in_vectors(rows, n, panel, 1, groups, sums_.data(), kPair);
+      else square_in_vectors(rows, n, panel, 1, groups * kGroup, sums_.data(), kPair);
       for (i64 r = 0; r < n; ++r) {
         float* total = sums + r * across_ + i;
         for (i64 j = 0; j < kPair; ++j) total[j] += sums_.data()[r * kPair + j];

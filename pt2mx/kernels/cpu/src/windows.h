@@ -21,7 +21,6 @@ class Windows {
     if (!c_) return;
     places_ = c_->out_size[0] * c_->out_size[1];
     images_ = c.m / places_;
-    together_ = std::min(std::max<i64>(1, c.task_rows / places_), images_);
     for (const Range& down : ranges(0)) {
       for (const Range& right : ranges(1)) parts_.push_back({down, right});
     }
@@ -64,7 +63,7 @@ class Windows {
     Range down, right;
   };
   struct Place {
-    i64 begin, image, part, down, right;  // begin: first of the images that go together
+    i64 image, part, down, right;
   };
 
   // Along a dimension of the result, the places at which the same taps lie inside.
@@ -85,19 +84,15 @@ class Windows {
     return found;
   }
 
-  i64 together(i64 begin) const { return std::min(together_, images_ - begin); }
-
   Place find(i64 m) const {
-    const i64 begin = m / (together_ * places_) * together_, images = together(begin);
-    m -= begin * places_;
     for (i64 part = 0;; ++part) {
       const Part& p = parts_[part];
       const i64 wide = p.right.end - p.right.begin, area = (p.down.end - p.down.begin) * wide;
-      if (m < images * area) {
-        const i64 image = begin + m / area, of_image = m % area;
-        return {begin, image, part, p.down.begin + of_image / wide, p.right.begin + of_image % wide};
+      if (m < images_ * area) {
+        const i64 of_image = m % area;
+        return {m / area, part, p.down.begin + of_image / wide, p.right.begin + of_image % wide};
       }
-      m -= images * area;
+      m -= images_ * area;
     }
   }
 
@@ -108,16 +103,13 @@ class Windows {
     at.right = p.right.begin;
     if (++at.down < p.down.end) return;
     at.down = p.down.begin;
-    if (++at.image < at.begin + together(at.begin)) return;
-    if (++at.part == i64(parts_.size())) {
-      at.part = 0;
-      at.begin = at.image;
-    }
-    at = {at.begin, at.begin, at.part, parts_[at.part].down.begin, parts_[at.part].right.begin};
+    if (++at.image < images_) return;
+    if (++at.part == i64(parts_.size())) return;  // behind the last place
+    at = {0, at.part, parts_[at.part].down.begin, parts_[at.part].right.begin};
   }
 
-  const ConvolutionCall* c_;                    // null of another product
-  i64 places_ = 0, images_ = 0, together_ = 0;  // of the result's images; of which so many go together
+  const ConvolutionCall* c_;     // null of another product
+  i64 places_ = 0, images_ = 0;  // places of an image of the result
   std::vector<Part> parts_;
 };
 

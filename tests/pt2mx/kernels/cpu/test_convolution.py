@@ -71,6 +71,45 @@ def test_windows(unit, window, name):
         check(quantized((batch, *size, channels), name), weight, moves, bias)
 
 
+@pytest.mark.parametrize("channels", [1, 3, 8, 21, 23])
+@pytest.mark.parametrize("name", ["int8", "fp8_e5m2", "fp4_e2m1"])
+def test_few_channels(unit, name, channels):
+    """Lines of pixels are multiplied as one, unless the kernel has gaps."""
+    for kernel, *moves, size in WINDOWS:
+        for batch, n in ((2, 40), (1, 64)):
+            weight, bias = packed(n, kernel, channels, name), torch.randn(n)
+            check(quantized((batch, *size, channels), name), weight, moves, bias)
+            check(quantized((batch, *size, channels), name), weight, moves, None, torch.bfloat16)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 2.0**-133])
+def test_few_channels_of_values_that_units_do_not_take(unit, value):
+    """None of them reaches a pixel beside those under the kernel."""
+    x, (data, scale, spec) = quantized((2, 6, 9, 3), "int8"), packed(40, (3, 3), 3, "int8")
+    x[1, 2, 3, 1] = value
+    moves = ((1, 2), (1, 1), (1, 1))
+    got = convolution.conv2d(x, data, scale, None, spec, *moves, torch.float32)
+    plain = convolution.dequantize_then_matmul.conv2d(x, data, scale, None, spec, *moves, torch.float32)
+    assert torch.equal(got.isfinite(), plain.isfinite())
+    torch.testing.assert_close(got, plain, rtol=1e-4, atol=1e-5, equal_nan=True)
+    scale[7, 1, 1, 0] = 255
+    got = convolution.conv2d(quantized((2, 6, 9, 3), "int8"), data, scale, None, spec, *moves, torch.float32)
+    assert got[..., 7].isnan().all() and got.isnan().sum() == got[..., 7].numel()
+
+
+@pytest.mark.parametrize("channels", [3, 64])
+@pytest.mark.parametrize("name", ["int8", "fp8_e4m3"])
+def test_an_image_s_bits_do_not_depend_on_those_beside_it(unit, name, channels):
+    """Tiles of rows are of several images, and leave out taps that lie outside for all of them."""
+    moves = ((1, 1), (2, 2), (1, 1))
+    x, (data, scale, spec) = quantized((9, 7, 7, channels), name), packed(40, (5, 5), channels, name)
+    together = convolution.conv2d(x, data, scale, None, spec, *moves, torch.float32)
+    for first, last in ((0, 1), (1, 4), (4, 9)):
+        alone = convolution.conv2d(x[first:last], data, scale, None, spec, *moves, torch.float32)
+        if unit != "none":
+            assert torch.equal(alone, together[first:last])
+
+
 @pytest.mark.parametrize("block", [32, 64, 2**20])
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats(unit, name, block):
@@ -90,10 +129,14 @@ def test_many_channels_and_many_images(unit, name):
     assert none.shape == (0, 6, 7, 8)
 
 
+@pytest.mark.parametrize("channels", [3, 64])
 @pytest.mark.parametrize("name", ["int8", "fp4_e2m1", "fp8_e5m2"])
-def test_units_serve(unit, dense_calls, name):
-    available = linear.units_for(MXSpec(name, 32), 64) & UNITS[unit]
-    check(quantized((1, 8, 8, 64), name), packed(32, (3, 3), 64, name), ((1, 1), (1, 1), (1, 1)))
+def test_units_serve(unit, dense_calls, name, channels):
+    """Those for integers do not serve a few channels."""
+    available = linear.units_for(MXSpec(name, 32), channels) & UNITS[unit]
+    if channels == 3:
+        available &= ~linear.AVX512_VNNI
+    check(quantized((1, 8, 8, channels), name), packed(32, (3, 3), channels, name), ((1, 1), (1, 1), (1, 1)))
     assert bool(dense_calls) != bool(available)
 
 

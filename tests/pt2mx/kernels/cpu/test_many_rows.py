@@ -118,5 +118,13 @@ def test_strides_and_dimensions(unit):
 
 def test_tasks_cover_the_result():
     for rows, n, k in ((65, 32, 64), (2048, 1536, 384), (100_000, 33, 4096), (70, 128_256, 2048)):
-        down, across = cpu_linear._task(rows, n, k)
+        down, across = cpu_linear._task(rows, n, k, 2)
         assert down % 32 == across % 32 == 0 and 32 <= across <= 1024 and 32 <= down <= rows + 31
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+def test_threads_compute_the_same_number_of_columns(threads):
+    for n, k in ((512, 4608), (384, 1536), (1536, 384), (2048, 2048)):
+        _, across = cpu_linear._task(n, n, k, threads)
+        units, tasks = n // 32, -(-n // across)
+        assert -(-tasks // threads) * across // 32 == -(-units // threads)
