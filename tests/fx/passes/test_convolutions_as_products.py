@@ -88,9 +88,12 @@ def test_one_dimension(options):
 @pytest.mark.parametrize("options", [{"padding": 1}, {"stride": 2, "dilation": (2, 1), "bias": False}])
 def test_few_channels(channels, options):
     torch.manual_seed(0)
-    for kind, x in ((nn.Conv2d, torch.randn(2, channels, 9, 11)), (nn.Conv1d, torch.randn(2, channels, 30))):
+    for kind, x, kernel in (
+        (nn.Conv2d, torch.randn(2, channels, 19, 21), 8),
+        (nn.Conv1d, torch.randn(2, channels, 90), 64),
+    ):
         given = {key: value if kind is nn.Conv2d or key != "dilation" else 1 for key, value in options.items()}
-        model = kind(channels, 40, 3, **given)
+        model = kind(channels, 40, kernel, **given)
         converted, found = lowered(model, x)
         assert count(found, conv2d_mx) == 1
         torch.testing.assert_close(found(x), converted(x), **CLOSE)
@@ -132,8 +135,9 @@ def test_a_quantization_is_shared():
 @pytest.mark.parametrize(
     ("model", "channels"),
     [
-        (nn.Conv2d(3, 32, 3).bfloat16(), 3),
-        (nn.Conv2d(3, 32, 3, dilation=2), 3),
+        (nn.Conv2d(3, 32, 3), 3),
+        (nn.Conv2d(3, 32, 7).bfloat16(), 3),
+        (nn.Conv2d(3, 32, 5, dilation=(1, 2)), 3),
         (nn.Conv2d(40, 32, 3), 40),
         (nn.Conv2d(64, 64, 3, groups=2), 64),
         (nn.Conv2d(64, 64, 3, padding="same"), 64),
@@ -142,7 +146,7 @@ def test_a_quantization_is_shared():
     ],
 )
 def test_others_stay(model, channels):
-    x = torch.randn(2, channels, 8, 8, dtype=model.weight.dtype)
+    x = torch.randn(2, channels, 9, 9, dtype=model.weight.dtype)
     converted, found = lowered(model, x)
     assert not count(found, conv2d_mx)
     assert torch.equal(found(x), converted(x))
