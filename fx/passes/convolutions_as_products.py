@@ -99,7 +99,11 @@ def _convolution(node: Node) -> Convolution | None:
         return None
     if 4 * channels < 3 * (channels + -channels % _GROUP):
         in_lines = channels < _GROUP and value.dtype == torch.float32 and given["dilation"][-1] == 1
-        if not in_lines or channels * math.prod(kernel) < _LEAST_SUM or not has_bfloat16_units(spec, channels):
+        if (
+            not in_lines
+            or channels * math.prod(map(int, kernel)) < _LEAST_SUM
+            or not has_bfloat16_units(spec, channels)
+        ):
             return None
         quantization = None  # rows of a few values take longer in a kernel of their own
     elif not has_units(spec, channels) or not suit_units(MXSpec(x.element, x.block_size), spec, channels):
