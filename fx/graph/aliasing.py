@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from pt2mx.fx.graph.attributes import attribute_of, model_of
-from pt2mx.fx.graph.node import called, result_of, value_of
+from pt2mx.fx.graph.node import called, named_args, result_of, value_of
 
 if TYPE_CHECKING:
     from torch._C import AliasInfo
@@ -32,6 +32,9 @@ _UNDECLARED_WRITES: dict[OpOverload, tuple[tuple[int, ...], int]] = {
     aten.native_batch_norm.default: ((3, 4), 5),
     aten.instance_norm.default: ((3, 4), 5),
 }
+
+#: operators that write nothing where `train` is false
+_WRITE_IN_TRAINING = (aten.dropout_.default, aten.feature_dropout_.default)
 
 _CALLS = ("call_function", "call_module")
 
@@ -147,6 +150,8 @@ def _written_arguments(node: Node) -> list[Node]:
     if isinstance(target, HigherOrderOperator):
         return _written_inside(node, target)
     if not isinstance(target, OpOverload):
+        return []
+    if target in _WRITE_IN_TRAINING and named_args(node)["train"] is False:
         return []
     written = [n for n, info in _tensors(node, target) if info is not None and info.is_write]
     positions, flag = _UNDECLARED_WRITES.get(target, ((), 0))

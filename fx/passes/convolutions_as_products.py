@@ -60,7 +60,7 @@ def use_products_for_convolutions(model: GraphModule) -> None:
 
     The codes become buffers `<weight>_data_rows` and `<weight>_scale_rows`, with their channels last. Convolutions with
     groups stay, and those whose channels would fill less than three quarters of groups of 32, but in float32 models
-    those of up to 23, as of images, without dilation and with a large kernel: a line of pixels is multiplied as one
+    those of up to 23, as of images, with a large kernel whose lines have no gaps: a line of pixels is multiplied as one
     there. The values of x and of the weight stay what they are; sums are in float32 in another order. Results lie in
     memory with their channels last, and what is computed from them may.
     """

@@ -53,9 +53,9 @@ def grouped_linear(
 
 
 def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    """As `torch._grouped_mm`, in operators that torch traces: its own in bfloat16 alone, and else each expert gets
-    every row. x: (T, K), weight: (E, K, N), offs: (E,) int32 -> (T, N)."""
-    if x.dtype == torch.bfloat16:
+    """As `torch._grouped_mm`, in operators that torch traces: its own in bfloat16 alone, of rows of whole 16 bytes, and
+    else each expert gets every row. x: (T, K), weight: (E, K, N), offs: (E,) int32 -> (T, N)."""
+    if x.dtype == torch.bfloat16 and weight.shape[1] % 8 == weight.shape[2] % 8 == 0:
         return torch._grouped_mm(x, weight, offs=offs)
     row = torch.arange(x.shape[0], device=x.device)
     expert = torch.searchsorted(offs, row, right=True, out_int32=True)  # (T,)

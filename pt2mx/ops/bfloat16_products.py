@@ -230,7 +230,7 @@ def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _attention_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """The gradient of torch's attention, which is computed again; that of a quantization is the identity."""
     *operands, mask = ctx.saved_tensors
-    with torch.enable_grad():
+    with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):  # as the operands were cast already
         leaves = [tensor.detach().requires_grad_() for tensor in operands]
         added = mask is not None and mask.is_floating_point() and ctx.needs_input_grad[3]
         own = mask.detach().requires_grad_() if added else mask

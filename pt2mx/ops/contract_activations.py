@@ -139,12 +139,12 @@ OF_ACTIVATIONS = {
     ),
     "conv2d_fake_quantize_mx": Operator(
         1,
-        "An activation of `conv2d_mx` + residual, and `fake_quantize_mx` of it along N, to the bit. Product, sum and "
+        "`activation_fake_quantize_mx` of `conv2d_mx` + residual, to the bit, and the activation. Product, sum and "
         "activation are rounded to their dtype. The gradient is that of all of these; autocast casts x and bias to its "
         "dtype, to which the product is rounded then.",
         {
-            "activated": "(B, H', W', N) in the dtype of the sum: the activation before it is quantized; no values "
-            "where it is not kept",
+            "activated": "(B, H', W', N) in the dtype of the sum: the activation before it is quantized, whose last "
+            "bits are the device's own; no values where it is not kept",
             "quantized": "(B, H', W', N) in `target_dtype`",
         },
         {

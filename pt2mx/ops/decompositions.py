@@ -216,9 +216,9 @@ def call_decompositions() -> dict[OpOverload, Callable[..., Any]]:
     ) -> tuple[Tensor, Tensor]:
         residual, activation, keep_activated, *modes = rest[6:]
         product = conv2d_mx(x, data, scale, bias, *rest[:6])
-        activated = ACTIVATIONS[activation](product if residual is None else product + residual)
-        quantized = ACTIVATION_DECOMPOSITIONS[activation_fake_quantize_mx](activated, "none", *modes)
-        return activated if keep_activated else activated.new_empty(0), quantized
+        summed = product if residual is None else product + residual
+        quantized = ACTIVATION_DECOMPOSITIONS[activation_fake_quantize_mx](summed, activation, *modes)
+        return ACTIVATIONS[activation](summed) if keep_activated else summed.new_empty(0), quantized
 
     def rotated_fake_quantize_mx(
         x: Tensor,

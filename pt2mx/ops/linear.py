@@ -188,7 +188,9 @@ def _save_experts(ctx: Any, inputs: tuple, output: Tensor) -> None:
 def _grouped_linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     data, scale, offs = ctx.saved_tensors
     weight = ops.dequantize_mx(data, scale, ctx.elem, ctx.block_size, grad.dtype, -1, ctx.length)  # (E, N, K)
-    return grouped_mm(grad.contiguous(), weight, offs).to(ctx.dtype), *(None,) * 6
+    x = grouped_mm(grad.contiguous(), weight, offs).to(ctx.dtype)
+    has_expert = (torch.arange(len(x), device=x.device).unsqueeze(1) < offs).any(1, keepdim=True)
+    return torch.where(has_expert, x, 0), *(None,) * 6  # what others have is undefined
 
 
 #: operator -> its arguments after the weight, kernel, fake kernel

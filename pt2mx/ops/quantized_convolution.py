@@ -41,9 +41,10 @@ def in_two_steps(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, *r
     """The definition of `conv2d_fake_quantize_mx`."""
     residual, activation, keep_activated, *modes = rest[6:]
     product = conv2d_mx(x, data, scale, bias, *rest[:6])
-    activated = ACTIVATIONS[activation](product if residual is None else product + residual)
-    quantized = activation_fake_quantize_mx(activated, "none", *modes)
-    return activated.contiguous() if keep_activated else activated.new_empty(0), quantized
+    summed = product if residual is None else product + residual
+    quantized = activation_fake_quantize_mx(summed, activation, *modes)
+    activated = ACTIVATIONS[activation](summed).contiguous() if keep_activated else summed.new_empty(0)
+    return activated, quantized
 
 
 def _conv2d_fake(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -104,7 +105,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     """The gradient of the two steps, which are computed again."""
     x, data, scale, bias, residual = ctx.saved_tensors
-    with torch.enable_grad():
+    with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):  # as the product was cast already
         own = x.detach().requires_grad_()
         others = [None if t is None else t.detach().requires_grad_() for t in (bias, residual)]
         found = in_two_steps(own, data, scale, others[0], *ctx.rest[:6], others[1], *ctx.rest[7:])

@@ -74,7 +74,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, data, scale, bias = ctx.saved_tensors
-    product = linear_mx(x, data, scale, bias, ctx.elem, ctx.block_size, 0, ctx.product_dtype)
+    with torch.autocast(x.device.type, enabled=False):  # as the product was cast already
+        product = linear_mx(x, data, scale, bias, ctx.elem, ctx.block_size, 0, ctx.product_dtype)
     grad = BACKWARD[ctx.activation](grad.to(product.dtype), product)
     weight = ops.dequantize_mx(data, scale, ctx.elem, ctx.block_size, grad.dtype, -1, x.shape[-1])
     of_bias = None if bias is None else grad.flatten(0, -2).sum(0)

@@ -133,6 +133,7 @@ std::tuple<Tensor, Tensor> conv2d_fake_quantize(
   STD_TORCH_CHECK(rounding != "stochastic", "a product is not rounded stochastically: quantize its result");
   Convolution convolution(x, data, scale, bias, element, block_size, stride, padding, dilation, product_dtype);
   STD_TORCH_CHECK(!residual || shape_of(*residual) == convolution.shape, "the residual does not fit");
+  if (residual) dtype_of(*residual);  // refuses others than the three
   const int32_t number = number_of_activation(activation);
   const Shape kept = keep_activated ? convolution.shape : Shape{0};
   const bool alike = !residual || residual->scalar_type() == convolution.dtype;
@@ -150,10 +151,9 @@ std::tuple<Tensor, Tensor> conv2d_fake_quantize(
     if (convolution.on_units(out, &epilogue)) return {activated, out};
   }
   const Tensor product = convolution.result(), sum = residual ? sum_of(product, *residual, of_sum) : product;
-  const Tensor activated = activation_of(sum, activation);
   const Tensor quantized =
-      activation_fake_quantize(activated, "none", out_element, out_block_size, scale_mode, rounding, result);
-  return {keep_activated ? activated : torch::stable::empty(kept, of_sum), quantized};
+      activation_fake_quantize(sum, activation, out_element, out_block_size, scale_mode, rounding, result);
+  return {keep_activated ? activation_of(sum, activation) : torch::stable::empty(kept, of_sum), quantized};
 }
 
 }  // namespace pt2mx

@@ -1,7 +1,8 @@
 """Convolutions with packed weights on the CPU, in C++ (`src/windows.h`), on units for bfloat16 or AVX512_VNNI.
 
 A convolution is the product of what lies under its kernel with the weight as rows. Rows are gathered as they are
-multiplied, some of them at a time; where they are converted to codes first, each pixel is once.
+multiplied, some of them at a time; where they are converted to codes first, each pixel is once. Of a few channels the
+pixels under a line of the kernel are multiplied as one (`src/lines.h`).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def conv2d(
 ) -> Tensor:
     """As `pt2mx.kernels.dequantize_then_matmul.conv2d`."""
     moves, dtype = (stride, padding, dilation), dtype or x.dtype
-    out = _result(x, data, moves, dtype)
+    out = torch.empty(_shape(x, data, moves), dtype=dtype, device="cpu")
     if _convolve(x, data, scale, bias, spec, moves, out, dtype):
         return out
     return dequantize_then_matmul.conv2d(x, data, scale, bias, spec, *moves, dtype)
@@ -68,10 +69,11 @@ def conv2d_fake_quantize(
     """An activation of a convolution, and of what is added to it, as it is and quantized. x: (B, H, W, C) bfloat16,
     bias: (N,) and residual: (B, H', W', N) in `product_dtype`, or None -> (B, H', W', N) in `product_dtype`, of no
     values unless it is kept, and in `dtype`, to the bit what two steps give. None where units do not serve."""
-    out = _result(x, data, moves, dtype)
-    activated = torch.empty(out.shape if keep_activated else (0,), dtype=product_dtype, device="cpu")
-    if out.shape[:3].numel() <= FEW_ROWS or not suits(quantization, len(data), product_dtype):
+    shape = _shape(x, data, moves)
+    if shape[:3].numel() <= FEW_ROWS or not suits(quantization, len(data), product_dtype):
         return None
+    out = torch.empty(shape, dtype=dtype, device="cpu")
+    activated = torch.empty(shape if keep_activated else (0,), dtype=product_dtype, device="cpu")
     epilogue = Epilogue.of(quantization, activation, dtype)
     if residual is not None:
         residual = residual.contiguous()
@@ -82,9 +84,9 @@ def conv2d_fake_quantize(
     return (activated, out) if served else None
 
 
-def _result(x: Tensor, data: Tensor, moves: tuple[Sequence[int], ...], dtype: torch.dtype) -> Tensor:
-    size = places(x.shape[1:3], data.shape[1:3], *moves)
-    return torch.empty((len(x), *size, len(data)), dtype=dtype, device="cpu")
+def _shape(x: Tensor, data: Tensor, moves: tuple[Sequence[int], ...]) -> torch.Size:
+    """Of the result."""
+    return torch.Size((len(x), *places(x.shape[1:3], data.shape[1:3], *moves), len(data)))
 
 
 def _convolve(

@@ -88,7 +88,9 @@ def grouped_linear(
     dtype = dtype or x.dtype
     out, first = torch.zeros((x.shape[0], data.shape[1]), dtype=dtype, device="cpu"), 0
     spec = spec.replace(axis=spec.axis - 1)  # of one expert
-    if x.dtype == dtype == torch.float32 and len(x) > FEW_ROWS and units_for(spec, x.shape[-1]) and _are_bfloats(x):
+    if dtype != torch.float32:
+        x = x.to(dtype)
+    elif x.dtype == dtype and len(x) > FEW_ROWS and units_for(spec, x.shape[-1]) and _are_bfloats(x):
         x = x.to(torch.bfloat16)
     for expert, last in enumerate(offs.tolist()):
         if first < last:

@@ -35,6 +35,14 @@ def test_views_splits_and_writes():
     assert not {n.name for n in written} & {"x", "y", "split", "add"}
 
 
+def test_dropout_in_place_writes_in_training_alone():
+    for kind in (nn.Dropout, nn.Dropout2d):
+        for training in (False, True):
+            model = nn.Sequential(nn.ReLU(), kind(0.5, inplace=True)).train(training)
+            graph = torch.export.export(model, (torch.randn(2, 3, 4, 4),)).module().graph
+            assert bool(written_nodes(graph)) == training
+
+
 @torch.library.custom_op("pt2mx_tests::double_list", mutates_args=("tensors",))
 def double_list(x: Tensor, tensors: list[Tensor]) -> Tensor:
     for tensor in tensors:

@@ -11,49 +11,10 @@ import pt2mx
 from pt2mx import MXSpec, cpp
 from pt2mx.cpp import tables
 from pt2mx.ops.contract import schema_of
-from tests.compare import differing
-
-ours = torch.ops.pt2mx
+from tests.pt2mx.cpp.calls import CALLS, check, ours, packed
 
 _ELEMENTS = ("fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4_e2m1", "int8", "fp5_e2m2", "int4", "int3_full")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-#: what the other process does: it knows torch and the library
-_CALLS = """
-import sys, torch
-library, given, found = sys.argv[1:]
-torch.ops.load_library(library)
-assert "pt2mx" not in sys.modules
-calls = torch.load(given)
-with torch.no_grad():
-    torch.save([getattr(torch.ops.pt2mx, name)(*args) for name, args in calls], found)
-"""
-
-
-def check(calls, tmp_path):
-    """Each (name, arguments) gives the same in both processes."""
-    given, found = tmp_path / "given.pt", tmp_path / "found.pt"
-    torch.save(calls, given)
-    command = [sys.executable, "-W", "error", "-c", _CALLS, str(cpp.library_path()), str(given), str(found)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert result.stderr == ""
-    for (name, args), results in zip(calls, torch.load(found), strict=True):
-        wanted = getattr(ours, name)(*args)
-        if torch.is_tensor(wanted):
-            results, wanted = [results], [wanted]
-        for actual, expected in zip(results, wanted, strict=True):
-            assert actual.shape == expected.shape and actual.dtype == expected.dtype
-            assert actual.stride() == expected.stride()
-            context = name, [a for a in args if not torch.is_tensor(a)], actual.shape
-            assert not differing(actual, expected).any(), context
-
-
-def packed(shape, element, block_size):
-    """(scales, codes), the first block an Inf."""
-    x = torch.randn(shape)
-    x.view(-1)[:1] = torch.inf
-    return pt2mx.quantize_mx(x, MXSpec(element, block_size))
 
 
 def test_the_schemas_are_those_of_python():
@@ -111,52 +72,6 @@ def test_products_of_many_rows(dtype, tmp_path):
         for rows in (7, 65):
             x = ours.fake_quantize_mx(torch.randn(rows, 100), element, 32).to(dtype)
             calls.append(("linear_mx", (x, data, scale, None, element, 32, 0, torch.float32)))
-    check(calls, tmp_path)
-
-
-@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
-def test_convolutions(dtype, tmp_path):
-    """On every unit, and where none serves."""
-    torch.manual_seed(0)
-    calls = []
-    for element, block in (("int8", 32), ("fp8_e4m3", 64), ("fp6_e2m3", 32), ("fp4_e2m1", 16)):
-        x = ours.fake_quantize_mx(torch.randn(2, 9, 8, 50), element, 32).to(dtype)
-        for kernel, moves in (((3, 3), ([1, 2], [1, 1], [1, 1])), ((1, 1), ([2, 2], [0, 0], [1, 1]))):
-            scale, data = packed((40, *kernel, 50), element, block)
-            bias = torch.randn(40)
-            calls.append(("conv2d_mx", (x, data, scale, bias, element, block, *moves, torch.float32)))
-            calls.append(("conv2d_mx", (x, data, scale, None, element, block, *moves, None)))
-        image = x[..., :3].contiguous()
-        scale, data = packed((40, 5, 5, 3), element, block)
-        calls.append(("conv2d_mx", (image, data, scale, bias, element, block, [2, 2], [2, 2], [1, 1], torch.float32)))
-    check(calls, tmp_path)
-
-
-@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
-def test_quantized_convolutions(dtype, tmp_path):
-    """On every unit, and in two steps."""
-    torch.manual_seed(0)
-    calls = []
-    for element in ("int8", "fp8_e4m3", "fp4_e2m1"):
-        x = ours.fake_quantize_mx(torch.randn(2, 9, 8, 64), element, 32).to(dtype)
-        for n, block, kernel, moves in (
-            (64, 32, (3, 3), ([1, 2], [1, 1], [1, 1])),
-            (40, 16, (1, 1), ([2, 2], [0, 0], [1, 1])),
-        ):
-            scale, data = packed((n, *kernel, 64), element, 32)
-            product = ours.conv2d_mx(x, data, scale, None, element, 32, *moves, torch.float32)
-            for activation, keep in (
-                ("relu", True),
-                ("gelu_tanh", False),
-                ("gelu", True),
-                ("silu", True),
-                ("none", True),
-            ):
-                modes = activation, keep, element, block
-                args = (x, data, scale, torch.randn(n), element, 32, *moves, torch.float32)
-                calls.append(("conv2d_fake_quantize_mx", (*args, None, *modes, "floor", "even", torch.bfloat16)))
-                calls.append(("conv2d_fake_quantize_mx", (*args, torch.randn_like(product), *modes)))
-                calls.append(("conv2d_fake_quantize_mx", (*args, product.bfloat16(), *modes, "ceil", "half_away")))
     check(calls, tmp_path)
 
 
@@ -327,6 +242,6 @@ def test_bad_arguments_are_errors(change, message, tmp_path):
     for place, value in change.items():
         args[place] = value
     torch.save([("linear_mx", args)], tmp_path / "given.pt")
-    command = [sys.executable, "-c", _CALLS, str(cpp.library_path()), str(tmp_path / "given.pt"), "found"]
+    command = [sys.executable, "-c", CALLS, str(cpp.library_path()), str(tmp_path / "given.pt"), "found"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 1 and re.search(message, result.stderr)

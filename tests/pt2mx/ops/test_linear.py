@@ -155,6 +155,29 @@ def test_gradient_of_groups(dtype):
     torch.testing.assert_close(got, torch.cat([grad[:3] @ weight[1], grad[3:] @ weight[2]]).to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n", [16, 20])
+def test_rows_of_no_expert_have_no_gradient(n, dtype, compiler):
+    """Also of rows that torch's product of groups does not take, 20 of them."""
+    data, scale, *modes = packed(3, n, 64)
+    x, offs = torch.randn(50, 64).to(dtype), torch.tensor([0, 7, 40], dtype=torch.int32)
+    weight = dequantized(data, scale, *modes, 64)
+    want = torch.cat([weight[1].sum(0).expand(7, -1), weight[2].sum(0).expand(33, -1), torch.zeros(10, 64)])
+    for run in (grouped_linear_mx, torch.compile(grouped_linear_mx, fullgraph=True)):
+        leaf = x.clone().requires_grad_()
+        run(leaf, data, scale, offs, *modes)[:40].sum().backward()
+        torch.testing.assert_close(leaf.grad, want.to(dtype), rtol=0.02, atol=0.05)
+        assert not leaf.grad[40:].any()
+
+
+def test_groups_round_x_to_the_result_s_dtype_first():
+    """However many rows an expert has."""
+    data, scale, *modes = packed(2, 16, 64)
+    x, offs = torch.randn(50, 64), torch.tensor([4, 50], dtype=torch.int32)
+    got = grouped_linear_mx(x, data, scale, offs, *modes, torch.bfloat16)
+    assert torch.equal(got, grouped_linear_mx(x.bfloat16(), data, scale, offs, *modes))
+
+
 ERRORS = {
     "K": (
         lambda x, d, s: (x[:, :60], d, s, None),

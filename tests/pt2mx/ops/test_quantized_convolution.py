@@ -27,11 +27,17 @@ def arguments(
 def test_two_steps(name, residual, keep):
     for dtype in (torch.bfloat16, torch.float32):
         for product in (torch.float32, torch.bfloat16):
-            for activation, modes in (("relu", ()), ("silu", ("ceil", "half_away")), ("none", ("mse",))):
+            for activation, *modes in (
+                *(("relu",), ("none",), ("silu", "ceil", "half_away"), ("none", "mse")),
+                *(("gelu",), ("gelu_tanh",), ("silu",)),
+            ):
                 args = [*arguments(name, dtype, product, residual, activation, keep), *modes]
-                for got, want in zip(conv2d_fake_quantize_mx(*args), in_two_steps(*args), strict=True):
-                    assert (got.dtype, got.shape) == (want.dtype, want.shape) and torch.equal(got, want)
-                assert conv2d_fake_quantize_mx(*args)[0].numel() == (2 * 3 * 7 * 64 if keep else 0)
+                (activated, got), (close, want) = conv2d_fake_quantize_mx(*args), in_two_steps(*args)
+                assert (got.dtype, got.shape) == (want.dtype, want.shape) and torch.equal(got, want)
+                assert (activated.dtype, activated.shape) == (close.dtype, close.shape)
+                rounding = {} if activation in ("gelu", "gelu_tanh", "silu") else {"rtol": 0, "atol": 0}
+                torch.testing.assert_close(activated, close, **rounding)
+                assert activated.numel() == (2 * 3 * 7 * 64 if keep else 0)
 
 
 def test_values_of_the_definition():
@@ -66,6 +72,17 @@ def test_gradients_are_those_of_two_steps(activation, keep):
         found.append([leaf.grad for leaf in leaves])
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_autocast_around_backward_changes_no_gradient():
+    found = []
+    for autocast in (False, True):
+        args = arguments("fp8_e4m3", residual=torch.float32)
+        leaves = [args[place].requires_grad_() for place in (0, 3, 10)]
+        _, quantized = conv2d_fake_quantize_mx(*args)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found.append(torch.autograd.grad(quantized.square().sum(), leaves))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_a_second_derivative_is_an_error():

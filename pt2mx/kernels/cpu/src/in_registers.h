@@ -30,8 +30,8 @@ class InRegisters {
         dtype_(out_dtype),
         is_int_(spec.is_int),
         rounding_(kMantissa - spec.threshold),
-        emax_(spec.emax << 23),
-        emin_(spec.emin << 23),
+        emax_(spec.emax * (1 << 23)),
+        emin_(spec.emin * (1 << 23)),
         to_rounder_(ints((23 - spec.mantissa_bits) << 23 | 1 << 22)),
         rounder_(std::ldexp(1.5f, spec.emin - spec.mantissa_bits + 23)) {}
 

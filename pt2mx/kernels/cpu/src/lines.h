@@ -56,7 +56,7 @@ bool decode_lines(const Many& many, i64 row, i64 last, u16* w) {
           float values[kGroup];
           decode_row(tap, std::min(row + q, tap.n - 1), false, values);
           for (i64 i = 0; i < channels; ++i) {
-            if (!(std::abs(values[i]) < INFINITY)) return false;
+            if (values[i] != 0 && !std::isnormal(values[i])) return false;
             const i64 at = j * channels + i;
             w[at / kGroup * 2 * kTile + q * kGroup + at % kGroup] = u16(bits_of(values[i]) >> 16);
           }

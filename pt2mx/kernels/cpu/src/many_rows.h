@@ -87,18 +87,19 @@ bool decode_rows(const Many& many, i64 row, i64 last, u16* w) {
   const Linear& linear = many.linear;
   Decoder decoder(linear.call);
   i64 least = 2 * kBias;
+  bool subnormal = false;
   for (; row < last; row += kPair) {
     for (i64 tap = 0; tap < linear.windows.taps; ++tap) {
       const LinearCall c = linear.call_of(tap);
       for (i64 g = 0; g < linear.tap_groups; g += kDepth) {
         const i64 depth = std::min(kDepth, linear.tap_groups - g);
-        decode_chunk(c, decoder, row, g, g + depth, w);
+        subnormal |= decode_chunk(c, decoder, row, g, g + depth, w);
         least = std::min(least, least_exponent(w, depth * 2 * kTile));
         for (const u16* end = w + depth * 2 * kTile; w < end; w += kTile) transpose(w);
       }
     }
   }
-  return is_served(many.least, least) && !decoder.invalid();
+  return is_served(many.least, least) && !subnormal && !decoder.invalid();
 }
 
 void run_many(i64, i64, void* context) {

@@ -2,7 +2,7 @@
 // pixels at its taps, one after the other. In another product it is a row of x. Included by linear.cpp.
 //
 // Rows of a convolution have an order of their own: those follow each other of which the same taps lie inside of the
-// image, so that a kernel leaves out a tap that lies outside for all of its rows.
+// image, so that a kernel can leave out a tap that lies outside for all of its rows.
 
 #pragma once
 

@@ -154,6 +154,17 @@ def test_values_without_a_code(value):
     torch.testing.assert_close(got, plain, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
+@pytest.mark.parametrize("channels", [3, 64])
+def test_weights_that_bfloat16_does_not_hold(unit, channels):
+    """2**-143, which a large pixel makes a normal number."""
+    x = torch.full((1, 7, 7, channels), 2.0**100).bfloat16()
+    data = torch.ones(40, 3, 3, channels, dtype=torch.uint8)
+    scale = torch.zeros(40, 3, 3, -(-channels // 32), dtype=torch.uint8)
+    spec, moves = MXSpec("fp8_e5m2", 32, 3), ((1, 1), (0, 0), (1, 1))
+    got = convolution.conv2d(x, data, scale, None, spec, *moves, torch.float32)
+    assert torch.equal(got, torch.full_like(got, 9 * channels * 2.0**-43))
+
+
 def test_zeros_around_the_image_count_as_zeros():
     """Blocks with the largest and the least scales that are served, beside what is outside."""
     for name, power in (("int8", 60), ("int8", -60), ("fp8_e4m3", 40)):
