@@ -11,6 +11,7 @@ from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.graph_pass import GraphPass
 from pt2mx.fx.graph.node import FakeQuantize, dtype_of, named_args, node_arg, set_value, shape_of, value_of
 from pt2mx.fx.passes.quantize_in_products import quantization_of
+from pt2mx.kernels.cpu.bfloat16_products import WIDEST
 from pt2mx.kernels.cpu.quantized_linear import BLOCK, suits
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.bfloat16_products import attention_bfloat16
@@ -21,8 +22,6 @@ aten = torch.ops.aten
 
 _COPIES = (aten.contiguous.default, aten.clone.default)
 _MERGING = (aten.view.default, aten.reshape.default, aten.flatten.using_ints)
-#: type of device -> the widest head of which its kernel of attention quantizes the values
-_WIDEST = {"cpu": 512, "cuda": 128}
 
 
 @GraphPass
@@ -68,7 +67,7 @@ def _quantization_of(node: Node) -> tuple[Any, ...] | None:
 
 def _serves(attention: Node, spec: MXSpec) -> bool:
     value, width = value_of(attention), (shape_of(attention) or (None,))[-1]
-    if value is None or not isinstance(width, int) or width > _WIDEST.get(value.device.type, 0):
+    if value is None or not isinstance(width, int) or width > WIDEST.get(value.device.type, 0):
         return False
     return spec.block_size == BLOCK and suits(spec, width, value.dtype)
 

@@ -93,12 +93,11 @@ def conv2d(
     return y.permute(0, 2, 3, 1).contiguous()
 
 
-def places(
-    size: Sequence[int], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
-) -> list[int]:
-    """Return the size of a convolution's result, (H', W'), of an image of (H, W)."""
-    pairs = zip(size, kernel, stride, padding, dilation, strict=True)
-    return [(n + 2 * beside - apart * (taps - 1) - 1) // step + 1 for n, taps, step, beside, apart in pairs]
+def conv2d_shape(x: Tensor, data: Tensor, moves: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Return the shape of a convolution's result, (B, H', W', N); `moves`: stride, padding and dilation."""
+    pairs = zip(x.shape[1:3], data.shape[1:3], *moves, strict=True)
+    size = [(n + 2 * beside - apart * (taps - 1) - 1) // step + 1 for n, taps, step, beside, apart in pairs]
+    return x.shape[0], *size, data.shape[0]
 
 
 def _weight(x: Tensor, data: Tensor, scale: Tensor, spec: MXSpec) -> Tensor:

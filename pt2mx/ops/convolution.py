@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pt2mx import ops
 from pt2mx.errors import MXError
-from pt2mx.kernels.dequantize_then_matmul import places
+from pt2mx.kernels.dequantize_then_matmul import conv2d_shape
 from pt2mx.kernels.select import device_with_kernels
 from pt2mx.ops.autocast import register_autocast
 from pt2mx.ops.checks import HIGH_PRECISION, check_packed
@@ -36,7 +36,7 @@ def _conv2d(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, *rest: 
 
 def _conv2d_fake(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
     _, moves, dtype = check_convolution(x, data, scale, bias, *rest)
-    return x.new_empty((x.shape[0], *places(x.shape[1:3], data.shape[1:3], *moves), data.shape[0]), dtype=dtype)
+    return x.new_empty(conv2d_shape(x, data, moves), dtype=dtype)
 
 
 def check_convolution(
@@ -75,8 +75,7 @@ def check_convolution(
             f"stride={list(stride)} and dilation={list(dilation)} must be at least 1, padding={list(padding)} at least "
             "0, two numbers each: of height and width"
         )
-    size = places(x.shape[1:3], data.shape[1:3], *moves)
-    if any(isinstance(n, int) and n < 1 for n in size):
+    if any(isinstance(n, int) and n < 1 for n in conv2d_shape(x, data, moves)[1:3]):
         raise MXError(
             f"x of shape {tuple(x.shape)} with padding={list(padding)} is smaller than a kernel of "
             f"{tuple(data.shape[1:3])} with dilation={list(dilation)}: pad it"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -17,7 +18,6 @@ from pt2mx.formats import ELEMENTS
 from pt2mx.kernels import elements, reference
 from pt2mx.kernels.axis import is_one_in_the_example
 from pt2mx.kernels.dequantize_then_matmul import grouped_mm
-from pt2mx.kernels.fp8_rows import ACTIVATIONS
 from pt2mx.kernels.gpu.mma_layout import from_mma_layout
 from pt2mx.kernels.hadamard import rotate
 from pt2mx.ops import (
@@ -211,15 +211,6 @@ def call_decompositions() -> dict[OpOverload, Callable[..., Any]]:
         y = functional.conv2d(x.permute(0, 3, 1, 2), kernel, bias, stride, padding, dilation)
         return y.permute(0, 2, 3, 1).contiguous()
 
-    def conv2d_fake_quantize_mx(
-        x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, *rest: Any
-    ) -> tuple[Tensor, Tensor]:
-        residual, activation, keep_activated, *modes = rest[6:]
-        product = conv2d_mx(x, data, scale, bias, *rest[:6])
-        summed = product if residual is None else product + residual
-        quantized = ACTIVATION_DECOMPOSITIONS[activation_fake_quantize_mx](summed, activation, *modes)
-        return ACTIVATIONS[activation](summed) if keep_activated else summed.new_empty(0), quantized
-
     def rotated_fake_quantize_mx(
         x: Tensor,
         size: int,
@@ -259,7 +250,11 @@ def call_decompositions() -> dict[OpOverload, Callable[..., Any]]:
         linear.grouped_linear_mx: grouped_linear_mx,
         linear.linear_mx_mma_layout: linear_mx_mma_layout,
         convolution.conv2d_mx: conv2d_mx,
-        quantized_convolution.conv2d_fake_quantize_mx: conv2d_fake_quantize_mx,
+        quantized_convolution.conv2d_fake_quantize_mx: functools.partial(
+            quantized_convolution.in_two_steps,
+            convolve=conv2d_mx,
+            quantize=ACTIVATION_DECOMPOSITIONS[activation_fake_quantize_mx],
+        ),
         hadamard.hadamard: rotate,
         rotated_quantization.rotated_fake_quantize_mx: rotated_fake_quantize_mx,
         **ACTIVATION_DECOMPOSITIONS,

@@ -6,7 +6,7 @@ Lowered programs for the CPU call it (`pt2mx.fx.passes.quantize_in_convolutions`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from pt2mx.errors import MXError
 from pt2mx.kernels.cpu import convolution
-from pt2mx.kernels.dequantize_then_matmul import places
+from pt2mx.kernels.dequantize_then_matmul import conv2d_shape
 from pt2mx.kernels.fp8_rows import ACTIVATIONS
 from pt2mx.kernels.select import device_with_kernels
 from pt2mx.ops.autocast import register_autocast
@@ -37,19 +37,27 @@ def _conv2d(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, *rest: 
     return in_two_steps(x, data, scale, bias, *rest)
 
 
-def in_two_steps(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    """The definition of `conv2d_fake_quantize_mx`."""
+def in_two_steps(
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    *rest: Any,
+    convolve: Callable[..., Tensor] = conv2d_mx,
+    quantize: Callable[..., Tensor] = activation_fake_quantize_mx,
+) -> tuple[Tensor, Tensor]:
+    """The definition of `conv2d_fake_quantize_mx`, by the operators or their decompositions."""
     residual, activation, keep_activated, *modes = rest[6:]
-    product = conv2d_mx(x, data, scale, bias, *rest[:6])
+    product = convolve(x, data, scale, bias, *rest[:6])
     summed = product if residual is None else product + residual
-    quantized = activation_fake_quantize_mx(summed, activation, *modes)
+    quantized = quantize(summed, activation, *modes)
     activated = ACTIVATIONS[activation](summed).contiguous() if keep_activated else summed.new_empty(0)
     return activated, quantized
 
 
 def _conv2d_fake(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
     _, moves, _, sum_dtype, _, dtype = _check(x, data, scale, bias, *rest)
-    shape = (x.shape[0], *places(x.shape[1:3], data.shape[1:3], *moves), data.shape[0])
+    shape = conv2d_shape(x, data, moves)
     return x.new_empty(shape if rest[8] else (0,), dtype=sum_dtype), x.new_empty(shape, dtype=dtype)
 
 
@@ -79,7 +87,7 @@ def _check(
         x, data, scale, bias, elem, block_size, stride, padding, dilation, product_dtype
     )
     check_activation(activation)
-    sum_dtype, shape = product_dtype, (x.shape[0], *places(x.shape[1:3], data.shape[1:3], *moves), data.shape[0])
+    sum_dtype, shape = product_dtype, conv2d_shape(x, data, moves)
     if residual is not None:
         if residual.shape != shape or residual.dtype not in HIGH_PRECISION or residual.device != x.device:
             raise MXError(

@@ -15,12 +15,12 @@ from pt2mx.kernels.cpu.linear import is_served
 from pt2mx.kernels.cpu.quantized_linear import Epilogue, suits
 from pt2mx.spec import MXSpec
 
-__all__ = ["LEAST_ROWS", "attention", "matmul", "units"]
+__all__ = ["LEAST_ROWS", "WIDEST", "attention", "matmul", "units"]
 
 #: rows of x, or queries, from which that is faster than torch's product
 LEAST_ROWS = 16
-#: the widest head of a query: its scores are one sum
-_WIDEST = 512
+#: type of device -> the widest head that its kernel of attention takes: a score is one sum
+WIDEST = {"cpu": 512, "cuda": 128}
 
 
 class _Matmul(ctypes.Structure):
@@ -97,7 +97,7 @@ def attention(
     `dtype`, fp32 or bfloat16, in memory as (B, S, heads, W), or quantized along W, in `out_dtype`. None where nothing
     was computed, as above, and for quantizations that the kernel has not; values may be any, and all in bfloat16."""
     (batch, heads, queries, width), (_, key_heads, keys, _) = query.shape, key.shape
-    if not units() or queries < LEAST_ROWS or width > _WIDEST or 0 in (query.numel(), value.numel()):
+    if not units() or queries < LEAST_ROWS or width > WIDEST["cpu"] or 0 in (query.numel(), value.numel()):
         return None
     library, parallel_for = load()
     epilogue = None

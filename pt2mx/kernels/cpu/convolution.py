@@ -8,6 +8,7 @@ pixels under a line of the kernel are multiplied as one (`src/lines.h`).
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 
 import torch
@@ -17,7 +18,7 @@ from pt2mx.kernels import dequantize_then_matmul
 from pt2mx.kernels.cpu.build import DTYPES, load
 from pt2mx.kernels.cpu.linear import FEW_ROWS, Call, call_of, is_served, units_for
 from pt2mx.kernels.cpu.quantized_linear import Epilogue, suits
-from pt2mx.kernels.dequantize_then_matmul import places
+from pt2mx.kernels.dequantize_then_matmul import conv2d_shape
 from pt2mx.spec import MXSpec
 
 __all__ = ["conv2d", "conv2d_fake_quantize"]
@@ -46,7 +47,7 @@ def conv2d(
 ) -> Tensor:
     """As `pt2mx.kernels.dequantize_then_matmul.conv2d`."""
     moves, dtype = (stride, padding, dilation), dtype or x.dtype
-    out = torch.empty(_shape(x, data, moves), dtype=dtype, device="cpu")
+    out = torch.empty(conv2d_shape(x, data, moves), dtype=dtype, device="cpu")
     if _convolve(x, data, scale, bias, spec, moves, out, dtype):
         return out
     return dequantize_then_matmul.conv2d(x, data, scale, bias, spec, *moves, dtype)
@@ -69,8 +70,8 @@ def conv2d_fake_quantize(
     """An activation of a convolution, and of what is added to it, as it is and quantized. x: (B, H, W, C) bfloat16,
     bias: (N,) and residual: (B, H', W', N) in `product_dtype`, or None -> (B, H', W', N) in `product_dtype`, of no
     values unless it is kept, and in `dtype`, to the bit what two steps give. None where units do not serve."""
-    shape = _shape(x, data, moves)
-    if shape[:3].numel() <= FEW_ROWS or not suits(quantization, len(data), product_dtype):
+    shape = conv2d_shape(x, data, moves)
+    if math.prod(shape[:3]) <= FEW_ROWS or not suits(quantization, len(data), product_dtype):
         return None
     out = torch.empty(shape, dtype=dtype, device="cpu")
     activated = torch.empty(shape if keep_activated else (0,), dtype=product_dtype, device="cpu")
@@ -82,11 +83,6 @@ def conv2d_fake_quantize(
         epilogue.activated = activated.data_ptr()
     served = _convolve(x, data, scale, bias, spec, moves, out, product_dtype, epilogue)
     return (activated, out) if served else None
-
-
-def _shape(x: Tensor, data: Tensor, moves: tuple[Sequence[int], ...]) -> torch.Size:
-    """Of the result."""
-    return torch.Size((len(x), *places(x.shape[1:3], data.shape[1:3], *moves), len(data)))
 
 
 def _convolve(

@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from pt2mx.kernels.cpu.bfloat16_products import LEAST_ROWS
+from pt2mx.kernels.cpu.bfloat16_products import LEAST_ROWS, WIDEST
 from pt2mx.kernels.cpu.quantized_linear import BLOCK, suits
 from pt2mx.kernels.gpu.bfloat16_gemm_kernel import bfloat16_gemm_kernel
 from pt2mx.kernels.gpu.dense_attention_kernel import dense_attention_kernel
@@ -22,8 +22,8 @@ from pt2mx.spec import MXSpec
 
 __all__ = ["attention", "grouped_linear", "linear", "matmul"]
 
-#: the widest head, and the queries and the keys of a program
-_WIDEST, _ROWS, _KEYS = 128, 64, 64
+#: the queries and the keys of a program
+_ROWS, _KEYS = 64, 64
 #: products that tensor cores sum; of 32, 64 and 128 the most that is no less exact than float32
 _DEPTH = 64
 #: the shortest part of a sum that programs of their own compute, where there are few tiles
@@ -146,7 +146,7 @@ def attention(
     """As `pt2mx.kernels.cpu.bfloat16_products.attention`; None for wide heads, a few queries, nothing to do, and
     quantizations that the kernel has not."""
     (batch, heads, queries, width), (_, key_heads, keys, value_width) = query.shape, value.shape
-    fits = max(width, value_width) <= _WIDEST and queries >= LEAST_ROWS
+    fits = max(width, value_width) <= WIDEST["cuda"] and queries >= LEAST_ROWS
     if not fits or 0 in (query.numel(), value.numel()):
         return None
     columns, constants = max(16, triton.next_power_of_2(value_width)), None

@@ -40,9 +40,8 @@ def dense_attention_kernel(
     of_mask = mask + batch * mask_batch + head * mask_head
     if MASK_ROWS:
         of_mask += row.to(tl.int64)[:, None] * mask_query
-    if (
-        MASK != "added"
-    ):  # powers of two take an instruction less than those of e; the least numbers of a mask allow none
+    # powers of two take an instruction less than those of e; the least numbers of a mask that is added allow none
+    if MASK != "added":
         factor *= 1.4426950408889634
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     whole = tl.zeros([ROWS], tl.float32)

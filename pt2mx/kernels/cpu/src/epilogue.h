@@ -1,6 +1,5 @@
 // What is made of the sums of a product of many rows before they are stored: a bias, a residual, an activation, and
-// quantization.
-// Included by linear.cpp.
+// quantization. Included by linear.cpp.
 
 #pragma once
 
