@@ -32,7 +32,8 @@ aten = torch.ops.aten
 #: operator -> dimensions of its images
 _DIMENSIONS = {aten.conv1d.default: 1, aten.conv2d.default: 2}
 _GROUP = 32  # channels that are multiplied together
-#: products of a place of the result from which few channels gain: 75 took 0.76 of oneDNN's time, 48 0.95, 27 1.1 to 1.3
+#: products of a place of the result from which few channels gain: 75 took 0.76 of oneDNN's time, 48 0.95, 27 1.3
+#: (tests/benchmarks/convolutions.py)
 _LEAST_SUM = 64
 
 
