@@ -108,10 +108,10 @@ def print_mx_format_table(file: TextIO | None = None) -> None:
     print(format_table(), file=file)
 
 
-def format_table() -> str:
-    """Return the table that `print_mx_format_table` prints."""
+def format_table(names: Iterable[str] = MX_FORMATS) -> str:
+    """Return the table that `print_mx_format_table` prints, of the formats of these names."""
     header = "format,bits,exponent,mantissa,bias,emax,max,min normal,min subnormal,special,block,scale,bits/value"
-    return text_table([(*header.split(","), "x fp16", "x fp32"), *map(_format_row, MX_FORMATS.items())])
+    return text_table([(*header.split(","), "x fp16", "x fp32"), *map(_format_row, names)])
 
 
 def _comparison_row(row: MXStatistics) -> tuple[str, ...]:
@@ -127,8 +127,8 @@ def _comparison_row(row: MXStatistics) -> tuple[str, ...]:
     )
 
 
-def _format_row(item: tuple[str, MXSpec]) -> tuple[str, ...]:
-    name, spec = item
+def _format_row(name: str) -> tuple[str, ...]:
+    spec = MX_FORMATS[name]
     f, bits = spec.element, spec.effective_bits
     special = ", ".join(name for name, has in (("Inf", f.has_inf), ("NaN", f.has_nan)) if has)
     stored = ("-", str(f.bits - 2), "-") if f.is_int else (str(f.exponent_bits), str(f.mantissa_bits), str(f.bias))

@@ -12,9 +12,11 @@ from torch import Tensor
 from pt2mx.errors import MXError, nearest
 from pt2mx.extras import import_extra
 
+#: dtypes that the kernels take
+_QUANTIZED = ("float32", "float16", "bfloat16")
 #: the environment variable in which pychop keeps its backend; it chooses the type of results, and changes no number
 _VARIABLE = "chop_backend"
-_BACKENDS = ("auto", "numpy", "torch", "jax")
+_BACKENDS = ("auto", "numpy", "torch", "jax", "tensorflow")
 
 
 def backend(lib: str = "auto", verbose: int | bool = 0) -> None:
@@ -23,8 +25,7 @@ def backend(lib: str = "auto", verbose: int | bool = 0) -> None:
     The choice is kept in the environment variable `chop_backend`. It changes the type of results, and no number.
 
     Args:
-        lib: "numpy", "torch", "jax", or "auto", that of the data (NumPy for lists and numbers). Unlike pychop, there is
-            no "tensorflow".
+        lib: "numpy", "torch", "jax", "tensorflow" (or "tf"), or "auto", that of the data (NumPy for lists and numbers).
         verbose: true to print the choice.
 
     Raises:
@@ -40,7 +41,7 @@ def backend(lib: str = "auto", verbose: int | bool = 0) -> None:
         >>> pychop.mx_quantize([1.0, 2.4], "mxfp4_e2m1")
         array([1., 2.])
     """
-    os.environ[_VARIABLE] = _checked(lib)
+    os.environ[_VARIABLE] = lib = _checked(lib)
     if verbose:
         print(f"pt2mx.pychop: backend {lib}")
 
@@ -49,7 +50,7 @@ def get_backend() -> str:
     """Return the library that `backend` or the environment variable `chop_backend` chose, as `pychop.get_backend` does.
 
     Returns:
-        "numpy", "torch", "jax" or "auto", which is the default.
+        "numpy", "torch", "jax", "tensorflow" or "auto", which is the default.
 
     Example:
         >>> from pt2mx import pychop
@@ -72,58 +73,79 @@ def as_array(data: object, lib: str | None = None) -> tuple[str, Any]:
     lib = own if lib == "auto" else lib
     if own == lib and (own != "numpy" or isinstance(data, np.ndarray)):
         return lib, data
-    plain = _as_numpy(data)
+    plain = as_numpy(data)
     if lib == "torch":
         return lib, torch.tensor(plain)
+    if lib == "tensorflow":
+        return lib, import_extra("tensorflow", "tensorflow").convert_to_tensor(plain)
     return lib, import_extra("jax", "jax").numpy.asarray(plain) if lib == "jax" else plain
 
 
-def to_float(x: Any) -> tuple[Any, str]:
-    """Return x, an array of any library, in a dtype that is quantized, and the name of the dtype that results of it
-    have: float32 for integers.
+def result_dtype(x: Any) -> str:
+    """Return the name of the dtype of what is quantized of x, an array of any library: x's own, float32 for integers.
 
     Raises:
         MXError: for complex numbers and what is no number.
     """
-    name = str(x.dtype).removeprefix("torch.")
-    if name in ("float32", "float16", "bfloat16"):
-        return x, name
-    if not name.startswith(("float64", "int", "uint", "bool")):
+    name = _dtype_of(x)
+    if name in ("float64", *_QUANTIZED):
+        return name
+    if not name.startswith(("int", "uint", "bool")):
         raise MXError(f"cannot quantize an array of dtype {name}: give real numbers, for example in float32")
+    return "float32"
+
+
+def to_float(x: Any) -> Any:
+    """Return x, an array of torch, NumPy or JAX, in a dtype that is quantized.
+
+    Raises:
+        MXError: as `result_dtype`.
+    """
+    if _dtype_of(x) in _QUANTIZED:
+        return x
+    result_dtype(x)
     with np.errstate(over="ignore"):  # beyond float32 a value is Inf, as in torch
-        return cast(x, "float32"), name if name == "float64" else "float32"
+        return cast(x, "float32")
 
 
 def cast(x: Any, dtype: str) -> Any:
-    """Return x, an array of any library, in the dtype of that name."""
+    """Return x, an array of torch, NumPy or JAX, in the dtype of that name."""
     if isinstance(x, Tensor):
         return x.to(getattr(torch, dtype))
     return x if str(x.dtype) == dtype else x.astype(dtype)
 
 
 def _checked(lib: str) -> str:
-    if lib in ("tensorflow", "tf"):
-        raise MXError("TensorFlow is left out: choose 'numpy', 'torch', 'jax' or 'auto', and pass tensor.numpy()")
+    lib = "tensorflow" if lib == "tf" else lib
     if lib not in _BACKENDS:
         raise MXError(f"unknown backend {lib!r}: {nearest(lib, _BACKENDS)}")
     return lib
+
+
+def _dtype_of(x: Any) -> str:
+    return str(getattr(x.dtype, "name", x.dtype)).removeprefix("torch.")
 
 
 def _library_of(data: object) -> str:
     """The library of an array, found out without importing it; NumPy's for anything else."""
     if isinstance(data, Tensor):
         return "torch"
-    module = type(data).__module__.partition(".")[0]
-    if module == "tensorflow":
-        raise MXError("TensorFlow is left out: pass tensor.numpy()")
-    return "jax" if module in ("jax", "jaxlib") else "numpy"
+    if any("tensorflow" in kind.__module__.split(".") for kind in type(data).__mro__):  # Keras's variables too
+        return "tensorflow"
+    return "jax" if type(data).__module__.partition(".")[0] in ("jax", "jaxlib") else "numpy"
 
 
-def _as_numpy(data: object) -> np.ndarray:
+def as_numpy(data: object) -> np.ndarray:
+    """Return the values of `data`, an array of any library, a list or a number, as an array of NumPy; bfloat16 of torch
+    becomes float32.
+
+    Raises:
+        MXError: for what is no array of numbers.
+    """
     if isinstance(data, Tensor):
         data = data.detach().cpu()
         data = data.float() if data.dtype == torch.bfloat16 else data  # NumPy has no such dtype
     try:
         return np.asarray(data)
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:  # of TensorFlow: a tensor that is traced
         raise MXError(f"cannot quantize {data!r}: it is no array of numbers ({error})") from None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TextIO
 
 from pt2mx import spec as core
+from pt2mx.analysis import compare
 from pt2mx.compat import PRESETS
 from pt2mx.errors import MXError, nearest
 from pt2mx.formats import ELEMENTS, FORMATS, ElementFormat, parse_element
@@ -85,11 +86,33 @@ class MXSpec:
         return f"MXSpec(name='{self.name}', E{self.exp_bits}M{self.sig_bits}, block_size={self.block_size})"
 
 
-#: The formats of the OCP specification, by the names that they have in pychop.
+def _spec_of(element: ElementFormat) -> MXSpec:
+    exp_bits, sig_bits = (0, 7) if element.is_int else (element.exponent_bits, element.mantissa_bits)
+    return MXSpec(f"MX{element.name}".upper(), exp_bits, sig_bits)
+
+
+#: The formats of the OCP specification by the names that they have in pychop, in its order: wide elements first, of one
+#: width those of more exponent bits, integers last.
 MX_FORMATS: dict[str, MXSpec] = {
-    f"mx{name}": MXSpec(f"MX{name}".upper(), 0 if f.is_int else f.exponent_bits, 7 if f.is_int else f.mantissa_bits)
-    for name, f in FORMATS.items()
+    f"mx{e.name}": _spec_of(e) for e in sorted(FORMATS.values(), key=lambda e: (e.is_int, -e.bits, -e.exponent_bits))
 }
+
+
+def print_mx_format_table(file: TextIO | None = None) -> None:
+    """Print the table of the formats in `MX_FORMATS`, as `pychop.print_mx_format_table` does, with the columns of
+    `pt2mx.print_mx_format_table`.
+
+    Args:
+        file: where it is printed; by default the standard output.
+
+    Example:
+        >>> from pt2mx import pychop
+        >>> pychop.print_mx_format_table()  # doctest: +ELLIPSIS
+        format      bits  exponent  mantissa ...
+        mxfp8_e5m2  8     5         2 ...
+        ...
+    """
+    print(compare.format_table(MX_FORMATS), file=file)
 
 
 def create_mx_spec(

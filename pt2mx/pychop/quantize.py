@@ -9,8 +9,10 @@ from typing import Any, TextIO
 
 from pt2mx import arrays
 from pt2mx.analysis import compare
-from pt2mx.pychop.backend import as_array, cast, to_float
+from pt2mx.pychop.backend import as_array, as_numpy, cast, result_dtype, to_float
 from pt2mx.pychop.formats import MX_FORMATS, MXSpec, resolve
+
+_BITS_OF_MB = 8 * 2**20
 
 
 def mx_quantize(
@@ -27,7 +29,7 @@ def mx_quantize(
     become float32.
 
     Args:
-        data: (...) torch tensor, NumPy or JAX array of real numbers, list, or number.
+        data: (...) torch or TensorFlow tensor, NumPy or JAX array of real numbers, list, or number.
         format: a key of `MX_FORMATS`, a pair (exponent bits, significand bits), or an `MXSpec`, in its own block size.
         block_size, scale_exp_bits, scale_sig_bits: fields of `MXSpec`, in place of the format's.
         backend: the library whose array is returned, in place of what `pychop.backend` says.
@@ -48,12 +50,17 @@ def mx_quantize(
         array([1. , 2.5, 0. , 7. ], dtype=float32)
     """
     spec = resolve(format, block_size, scale_exp_bits, scale_sig_bits)
-    return _quantize(as_array(data, backend)[1], spec)
+    return _quantize(*as_array(data, backend), spec)
 
 
-def _quantize(x: Any, spec: MXSpec) -> Any:
-    x, dtype = to_float(x)
-    return cast(arrays.mx_quantize(x, spec.to_core(), axis=None), dtype)
+def _quantize(lib: str, x: Any, spec: MXSpec) -> Any:
+    """Quantize an array of the library `lib`."""
+    dtype = result_dtype(x)
+    if lib == "tensorflow":
+        from pt2mx.pychop import tensorflow
+
+        return tensorflow.through_numpy(x, lambda array: _quantize("numpy", array, spec), dtype)
+    return cast(arrays.mx_quantize(to_float(x), spec.to_core(), axis=None), dtype)
 
 
 class MXTensor:
@@ -92,7 +99,7 @@ class MXTensor:
         self.spec = resolve(format, block_size, scale_exp_bits, scale_sig_bits)
         self.backend, x = as_array(data, backend)
         self.original_shape = tuple(x.shape)
-        self._values = _quantize(x, self.spec)
+        self._values = _quantize(self.backend, x, self.spec)
 
     def dequantize(self) -> Any:
         """Return the values.
@@ -110,6 +117,8 @@ class MXTensor:
             original_shape, num_blocks, total_elements: of the array.
             compression_ratio_fp32, compression_ratio_fp16: the ratio of the array in these dtypes to codes and scales.
             bits_per_element: bits a value with its share of the scale.
+            fp16_memory_mb, mx_memory_mb: of the array in fp16, and of its codes and scales, in units of 2**20 bytes.
+            memory_saved_vs_fp16: in percent.
         """
         spec, elements = self.spec, math.prod(self.original_shape)
         blocks = -(-elements // spec.block_size)
@@ -128,6 +137,9 @@ class MXTensor:
             "compression_ratio_fp32": 32 * values / bits,
             "compression_ratio_fp16": 16 * values / bits,
             "bits_per_element": bits / values,
+            "fp16_memory_mb": 16 * elements / _BITS_OF_MB,
+            "mx_memory_mb": blocks * spec.total_bits_per_block / _BITS_OF_MB,
+            "memory_saved_vs_fp16": 100 - 100 * bits / (16 * values),
         }
 
     def __repr__(self) -> str:
@@ -195,5 +207,6 @@ def compare_mx_formats(
         [0.02500009536743164, 1.0]
     """
     specs = [resolve(format, block_size).to_core() for format in (MX_FORMATS if formats is None else formats)]
-    x, _ = to_float(as_array(data)[1])
+    lib, x = as_array(data)
+    x = to_float(as_numpy(x) if lib == "tensorflow" else x)
     return compare.compare_mx_formats(x, specs, axis=None, file=file)

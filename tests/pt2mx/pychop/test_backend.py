@@ -44,20 +44,6 @@ def test_verbose_prints_the_choice(capsys):
     assert capsys.readouterr().out == "pt2mx.pychop: backend numpy\n"
 
 
-@pytest.mark.parametrize("name", ["tensorflow", "tf"])
-def test_tensorflow_is_left_out(name):
-    for call in (lambda: backend(name), lambda: mx_quantize(X, backend=name)):
-        with pytest.raises(MXError, match="TensorFlow is left out"):
-            call()
-    assert get_backend() == "auto"
-
-
-def test_tensors_of_tensorflow_are_refused_by_name():
-    tensor = type("EagerTensor", (), {"__module__": "tensorflow.python.framework.ops"})()
-    with pytest.raises(MXError, match=r"pass tensor.numpy\(\)"):
-        mx_quantize(tensor)
-
-
 def test_unknown_backend():
     with pytest.raises(MXError, match="unknown backend 'jx': did you mean 'jax'"):
         backend("jx")

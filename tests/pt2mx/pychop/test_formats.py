@@ -3,10 +3,10 @@ import pytest
 from pt2mx import ELEMENTS, MXError, pychop
 from pt2mx.pychop import MX_FORMATS, MXSpec, create_mx_spec
 
-# element bits, bits a block, compression against 16 and 32 bits: what pychop gives
+# element bits, bits a block, compression against 16 and 32 bits: what pychop gives, in its order
 TABLE = {
-    "mxfp8_e4m3": ("MXFP8_E4M3", 8, 264, 1.9393939393939394, 3.878787878787879),
     "mxfp8_e5m2": ("MXFP8_E5M2", 8, 264, 1.9393939393939394, 3.878787878787879),
+    "mxfp8_e4m3": ("MXFP8_E4M3", 8, 264, 1.9393939393939394, 3.878787878787879),
     "mxfp6_e3m2": ("MXFP6_E3M2", 6, 200, 2.56, 5.12),
     "mxfp6_e2m3": ("MXFP6_E2M3", 6, 200, 2.56, 5.12),
     "mxfp4_e2m1": ("MXFP4_E2M1", 4, 136, 3.764705882352941, 7.529411764705882),
@@ -23,6 +23,15 @@ def test_fields_of_the_formats(name):
         8,
         0,
     )
+
+
+def test_the_order_is_that_of_pychop(capsys):
+    assert list(MX_FORMATS) == list(TABLE)
+    comparison = pychop.compare_mx_formats([1.0, 2.4])
+    assert [row.format for row in comparison.rows] == [str(spec.to_core()) for spec in MX_FORMATS.values()]
+    capsys.readouterr()
+    pychop.print_mx_format_table()
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == list(TABLE)
 
 
 def test_the_widest_custom_format():

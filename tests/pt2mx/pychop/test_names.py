@@ -46,7 +46,10 @@ def linear():
 
 
 NAMES = {
-    "MX_FORMATS": (lambda: list(pychop.MX_FORMATS)[-1], "mxint8"),
+    "MX_FORMATS": (
+        lambda: list(pychop.MX_FORMATS),
+        ["mxfp8_e5m2", "mxfp8_e4m3", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4_e2m1", "mxint8"],
+    ),
     "MXSpec": (lambda: repr(pychop.MXSpec("MINE", 2, 3, 16, 5, 0)), "MXSpec(name='MINE', E2M3, block_size=16)"),
     "create_mx_spec": (lambda: pychop.create_mx_spec(5, 10).name, "CUSTOM_MX16_E5M10"),
     "mx_quantize": (lambda: pychop.mx_quantize(X, "mxfp8_e4m3", 32, 8, 0, "numpy").tolist(), E4M3),
@@ -60,7 +63,7 @@ NAMES = {
     "MXAttention": (attention, INT8),
     "convert_linear_to_mx": (convert_linear_to_mx, ("MXLinear", 10.0625)),
     "compare_mx_formats": (compare_mx_formats, ["mxint8_full{4}", "mxfp8_e4m3_finite{4}"]),
-    "print_mx_format_table": (lambda: table(pychop.print_mx_format_table)[1][-1].split()[0], "mxint8"),
+    "print_mx_format_table": (lambda: table(pychop.print_mx_format_table)[1][1].split()[0], "mxfp8_e5m2"),
     "backend": (lambda: pychop.backend("auto"), None),
     "get_backend": (pychop.get_backend, "auto"),
 }
