@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,8 +19,8 @@ from pt2mx.ops.decompositions import call_decompositions, decompositions
 
 #: what marks the nodes of a portable program, among their meta that is saved with it
 _MARK = {"mx_operators": "written out"}
-#: how torchao names the observers of a prepared model
-_OBSERVER = "activation_post_process_"
+#: how torchao names the observers of a prepared model, and what they hold
+_OBSERVER = re.compile(r"(.+\.)?activation_post_process_\d+\..+")
 
 
 def make_portable(program: ExportedProgram) -> ExportedProgram:
@@ -63,7 +64,7 @@ def is_portable(model: GraphModule) -> bool:
 
 def holds_observers(names: Iterable[str]) -> bool:
     """True of names of parameters and buffers of a prepared model, or of an export of one."""
-    return any(_OBSERVER in name for name in names)
+    return any(map(_OBSERVER.fullmatch, names))
 
 
 def without_calls(program: ExportedProgram) -> ExportedProgram:

@@ -121,20 +121,26 @@ def packed_weights(program: GraphModule | ExportedProgram) -> Iterator[PackedWei
 
 def _weights(model: GraphModule) -> Iterator[PackedWeight]:
     """Yield each weight of a folded model at the first of its readers."""
-    outside, written = captured_operands(model), written_in(model)
     found: set[tuple[object, ...]] = set()
-    for node in nodes_in_order(model):
-        read = _read(node)
-        if read is None:
-            continue
-        codes, scales = _stored(read.codes, outside), _stored(read.scales, outside)
-        if codes is None or scales is None or not written.isdisjoint((codes, scales)):
-            continue
+    for codes, scales, read in stored_weights(model):
         weight = _weight(codes, scales, read)
         place = (weight.codes.data_ptr(), weight.codes.shape, weight.codes.stride())
         if place not in found:
             found.add(place)
             yield weight
+
+
+def stored_weights(model: GraphModule) -> Iterator[tuple[Node, Node, _Read]]:
+    """Yield the `get_attr` nodes of the codes and scales of a weight, and the read, at each operator that reads a
+    weight whose codes the model stores and never writes."""
+    outside, written = captured_operands(model), written_in(model)
+    for node in nodes_in_order(model):
+        read = _read(node)
+        if read is None:
+            continue
+        codes, scales = _stored(read.codes, outside), _stored(read.scales, outside)
+        if codes is not None and scales is not None and written.isdisjoint((codes, scales)):
+            yield codes, scales, read
 
 
 class _Read(NamedTuple):
@@ -184,5 +190,6 @@ def _weight(codes: Node, scales: Node, read: _Read) -> PackedWeight:
 
 def parameter_name(codes: str) -> str:
     """The name of the parameter whose codes a buffer of that name holds."""
-    before, _, after = codes.rpartition("_data")
-    return before + after
+    path, dot, attribute = codes.rpartition(".")
+    before, _, after = attribute.rpartition("_data")
+    return path + dot + before + after

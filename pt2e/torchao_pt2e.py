@@ -6,6 +6,8 @@ callers. Its import announces CUDA extensions that a CPU machine lacks; that is 
 
 from dataclasses import replace
 
+import torch
+from torch import nn
 from torch._C._functorch import is_batchedtensor
 from torch._ops import OpOverloadPacket
 from torch._subclasses.fake_tensor import is_fake
@@ -13,7 +15,10 @@ from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_manager import PassManager
 
 from pt2mx.extras import without_log_warnings
+from pt2mx.fx.graph.attributes import free_name, name_of, tensor_of
+from pt2mx.fx.graph.node import args_of, make_positional, node_arg, value_of
 from pt2mx.fx.graph.origins import take_place
+from pt2mx.fx.training.batch_norm import LAYERS, BatchNorm, batch_norms
 
 with without_log_warnings():
     import torchao
@@ -57,14 +62,36 @@ _PREPARED_KEY = "_observed_graph_module_attrs"
 
 
 def fold_batch_norms(model: GraphModule) -> None:
-    """Fold the batch norms of a model in evaluation into the layers before them, which then stand for the norms."""
-    layers = {node: node.args[0] for node in model.graph.nodes if "batch_norm" in str(node.target)}
+    """Fold the batch norms of a model in evaluation into the layers before them, and note that a layer computes the
+    result of its norm."""
+    layers = {norm: BatchNorm.of(norm).x for norm in batch_norms(model.graph)}
+    for norm, layer in layers.items():
+        if layer.target in LAYERS:
+            _name_bias(model, layer, norm)
     _fuse_conv_bn_(model)
     _fuse_linear_bn_(model)
     left = set(model.graph.nodes)
     for norm, layer in layers.items():
-        if norm not in left and isinstance(layer, Node):
+        if norm not in left:
             take_place(layer, norm)
+
+
+def _name_bias(model: GraphModule, layer: Node, norm: Node) -> None:
+    """Give a layer without a bias one of zeros, under a free name, where another tensor has the name that torchao gives
+    to the bias of a folded batch norm: torchao would write over that tensor."""
+    make_positional(layer, 3)
+    args, weight = list(args_of(layer)), name_of(node_arg(layer, 1))
+    path, _, attribute = f"{weight}_bias".rpartition(".")
+    owner = model.get_submodule(path)
+    mean = BatchNorm.of(norm).mean
+    if args[2] is not None or mean is None or not hasattr(owner, attribute):
+        return
+    name = free_name(owner, attribute)
+    owner.register_parameter(name, nn.Parameter(torch.zeros_like(tensor_of(model, mean))))
+    with model.graph.inserting_before(layer):
+        args[2] = model.graph.get_attr(f"{path}.{name}" if path else name)
+    args[2].meta["val"] = value_of(mean)
+    layer.args = tuple(args)
 
 
 def annotate(model: GraphModule, quantizer: Quantizer) -> GraphModule:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.attributes import name_of
@@ -35,6 +35,11 @@ class BatchNorm(NamedTuple):
         return cls(*args_of(norm)[:5])
 
 
+def batch_norms(graph: Graph) -> list[Node]:
+    """Return the calls of batch norms that can be folded, in the order of the graph."""
+    return [node for node in graph.nodes if node.op == "call_function" and node.target in _BATCH_NORMS]
+
+
 def keep_batch_norms(model: GraphModule) -> GraphModule:
     """Put an `alias` before each batch norm that must not be folded: its producer, or the producer's weight, has other
     users; it normalizes another dimension than the producer's outputs; it has no running statistics; it follows a
@@ -47,7 +52,7 @@ def keep_batch_norms(model: GraphModule) -> GraphModule:
     for node in model.graph.find_nodes(op="get_attr"):
         readers[name_of(node)] += len(node.users)
     written = written_nodes(model.graph)
-    norms = [norm for target in _BATCH_NORMS for norm in model.graph.find_nodes(op="call_function", target=target)]
+    norms = batch_norms(model.graph)
     for norm in norms:
         producer = BatchNorm.of(norm).x
         if producer.target in LAYERS and not _can_be_folded(producer, norm, readers, written):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Callable, Container
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def load_batch(file: Path) -> object:
         ) from error
     except Exception as error:
         raise MXError(f"{file} is no batch: {one_line(error)}") from error
-    unnamed = all(name.startswith("arr_") for name in tensors)
+    unnamed = all(re.fullmatch(r"arr_\d+", name) for name in tensors)  # as numpy.savez names them
     return tuple(tensors.values()) if unnamed else tensors
 
 

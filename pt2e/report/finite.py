@@ -5,16 +5,17 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import GraphModule, Node
 
 from pt2mx import ops
+from pt2mx.fx.graph.attributes import model_of, name_of, tensor_of
 from pt2mx.fx.graph.module_stack import module_name
 from pt2mx.fx.graph.node import node_arg
 from pt2mx.fx.graph.subgraphs import graph_modules
 from pt2mx.kernels.elements import NAN_SCALE
 from pt2mx.pt2e.observer import STATISTICS_KEY
+from pt2mx.pt2e.packed_weights import parameter_name, stored_weights
 from pt2mx.pt2e.torchao_pt2e import is_fake
 
 #: of many names so many are shown
@@ -28,9 +29,8 @@ def nonfinite_parameters(model: nn.Module) -> list[str]:
 
 def nonfinite_weights(converted: GraphModule) -> list[str]:
     """The names of the weights of a converted model that held a NaN or an Inf."""
-    buffers = dict(converted.named_buffers())
-    packed = {name.removesuffix("_scale"): scale for name, scale in buffers.items() if name.endswith("_scale")}
-    folded = [name for name, scale in packed.items() if f"{name}_data" in buffers and _holds_nan_blocks(scale)]
+    weights = [(codes, scales) for codes, scales, _ in stored_weights(converted)]
+    folded = [parameter_name(name_of(codes)) for codes, scales in weights if _holds_nan_blocks(scales)]
     kept = [str(x.target) for x, _ in _nonfinite_pairs(converted) if x.op == "get_attr"]
     return list(dict.fromkeys([*folded, *kept]))
 
@@ -58,5 +58,6 @@ def _nonfinite_pairs(converted: GraphModule) -> Iterator[tuple[Node, Node]]:
                 yield node_arg(node_arg(scale)), node
 
 
-def _holds_nan_blocks(scale: Tensor) -> bool:
-    return scale.dtype == torch.uint8 and not is_fake(scale) and bool((scale == NAN_SCALE).any())
+def _holds_nan_blocks(scales: Node) -> bool:
+    scale = tensor_of(model_of(scales.graph), scales)
+    return not is_fake(scale) and bool((scale == NAN_SCALE).any())

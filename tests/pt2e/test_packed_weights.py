@@ -9,7 +9,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXError, MXQuantizer
-from pt2mx.pt2e.packed_weights import PackedWeight, packed_weights
+from pt2mx.pt2e.packed_weights import PackedWeight, packed_weights, parameter_name
 from tests.compare import differing
 from tests.flow import convert, prepare
 from tests.language_models import tiny_decoder
@@ -208,6 +208,19 @@ def test_the_modes_of_a_converted_model():
     check(model, found)
     for weight in found:
         assert (weight.spec.block_size, weight.spec.scale_mode, weight.spec.rounding) == (16, "rceil", "half_away")
+
+
+@pytest.mark.parametrize(
+    ("buffer", "parameter"),
+    [
+        ("up.weight_data", "up.weight"),
+        ("up.weight_data_1", "up.weight_1"),
+        ("my_data.weight_data", "my_data.weight"),
+        ("my_data.codes", "my_data.codes"),
+    ],
+)
+def test_the_parameter_of_a_buffer(buffer, parameter):
+    assert parameter_name(buffer) == parameter
 
 
 def test_nothing_quantized():

@@ -112,9 +112,11 @@ def test_files_of_batches(tmp_path):
     torch.save((torch.ones(2), 3), tmp_path / "b.pt")
     np.savez(tmp_path / "c.npz", x=np.ones(3, np.float32))
     np.savez(tmp_path / "d.npz", np.ones(4, np.int64), np.zeros(4, np.int64))
-    a, b, c, d = (load_batch(file) for file in sorted(tmp_path.iterdir()))
+    np.savez(tmp_path / "e.npz", arr_y=np.ones(3), arr_x=np.zeros(3))  # names of inputs, not numpy's
+    a, b, c, d, e = (load_batch(file) for file in sorted(tmp_path.iterdir()))
     assert a["x"].shape == (2,) and b[1] == 3 and c["x"].dtype == torch.float32
     assert isinstance(d, tuple) and [t.sum().item() for t in d] == [4, 0]
+    assert {name: t.sum().item() for name, t in e.items()} == {"arr_y": 3, "arr_x": 0}
 
 
 def test_files_that_hold_no_batch(tmp_path):
