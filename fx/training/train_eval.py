@@ -18,7 +18,7 @@ from torch.fx.node import map_aggregate
 from torch.fx.proxy import GraphAppendingTracer
 
 from pt2mx.fx.graph.attributes import free_name, model_of, name_of
-from pt2mx.fx.graph.node import OPERATOR_KEY, make_positional, node_arg, operator_of
+from pt2mx.fx.graph.node import OPERATOR_KEY, args_of, make_positional, node_arg, operator_of
 from pt2mx.fx.graph.tensors import delete_unused_modules
 
 aten = torch.ops.aten
@@ -164,10 +164,17 @@ def _depends_on_mode(node: Node) -> bool:
         return False
     make_positional(node, _MODES[node.target][0] + 1)
     if node.target is aten.add_.Tensor:
-        counter = node_arg(node)
-        return counter.op == "get_attr" and name_of(counter).endswith("num_batches_tracked")
+        return _counts_batches(node_arg(node))
     # without running statistics a batch norm is the same in both modes
     return node.target is not aten.batch_norm.default or node.args[3] is not None
+
+
+def _counts_batches(counter: Node) -> bool:
+    """True of the `num_batches_tracked` of a module whose running mean a batch norm of the graph reads."""
+    path, _, attribute = name_of(counter).rpartition(".") if counter.op == "get_attr" else ("", "", "")
+    norms = counter.graph.find_nodes(op="call_function", target=aten.batch_norm.default)
+    means = [args_of(norm)[3] for norm in norms if attribute == "num_batches_tracked"]
+    return any(isinstance(m, Node) and m.op == "get_attr" and name_of(m).rpartition(".")[0] == path for m in means)
 
 
 def _literal(node: Node) -> object:
