@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.checkpoints.safetensors_shards import ShardReader
+from pt2mx.pt2e.checkpoints.safetensors_shards import Entry, ShardReader
 
 #: the configuration, the tensors where they are in one file, and what says in which of several each is
 CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -25,14 +25,12 @@ class CheckpointTensors(Mapping[str, Tensor]):
         folder: with the files.
 
     Raises:
-        MXError: where there are none, or one is missing or not whole.
+        MXError: as `headers_of`.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._place: dict[str, Path] = {}
-        for shard in shards_of(folder):
-            with ShardReader(folder / shard) as reader:
-                self._place |= dict.fromkeys(reader.entries, folder / shard)
+        shards = headers_of(folder).items()
+        self._place = {name: folder / shard for shard, header in shards for name in header.entries}
 
     def __getitem__(self, name: str) -> Tensor:
         with ShardReader(self._place[name]) as reader:
@@ -59,31 +57,60 @@ def quantization_of(folder: Path) -> dict[str, Any] | None:
     return found
 
 
-def shards_of(folder: Path) -> list[str]:
-    """The files that hold the tensors of a checkpoint.
+class Header(NamedTuple):
+    """The header of a shard: its tensors by name, and the strings of its metadata."""
+
+    entries: dict[str, Entry]
+    metadata: dict[str, str]
+
+
+def headers_of(folder: Path) -> dict[str, Header]:
+    """Return the files that hold the tensors of a checkpoint, with the header of each.
 
     Raises:
-        MXError: where there are none, one is missing, or the index is of no such form.
+        MXError: where there are none, one is missing or not whole, and where the index and the headers disagree about
+            the file of a tensor.
     """
-    if (folder / INDEX).is_file():
-        shards = _shards_in(folder / INDEX)
+    index = folder / INDEX
+    if index.is_file():
+        places = _places_in(index)
     elif (folder / WHOLE).is_file():
-        shards = [WHOLE]
+        places = {}
     else:
         raise MXError(f"{str(folder)!r} holds neither {WHOLE} nor {INDEX}: give a checkpoint of safetensors")
+    shards = sorted(set(places.values())) if index.is_file() else [WHOLE]
     if missing := [shard for shard in shards if not (folder / shard).is_file()]:
-        raise MXError(f"{str(folder / INDEX)!r} names {missing[0]!r}, which is not there: fetch the missing shards")
-    return shards
+        raise MXError(f"{str(index)!r} names {missing[0]!r}, which is not there: fetch the missing shards")
+    headers = {}
+    for shard in shards:
+        with ShardReader(folder / shard) as reader:
+            headers[shard] = Header(reader.entries, reader.metadata)
+    _check_index(index, places, headers)
+    return headers
 
 
-def _shards_in(index: Path) -> list[str]:
+def _check_index(index: Path, places: dict[str, str], headers: dict[str, Header]) -> None:
+    """Raise an error for a tensor that is not in the file that the index names, or in another one too."""
+    for name, shard in places.items():
+        if name not in headers[shard].entries:
+            raise MXError(f"{str(index)!r} has {name} in {shard!r}, which lacks it: fetch {shard!r} again")
+    for shard, header in headers.items():
+        for name in header.entries:
+            if places.setdefault(name, shard) != shard:
+                raise MXError(
+                    f"{name} is in {places[name]!r} and in {shard!r}: {str(index.parent)!r} holds files of two "
+                    "checkpoints; fetch it again"
+                )
+
+
+def _places_in(index: Path) -> dict[str, str]:
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict):
         raise MXError(f"cannot read {str(index)!r}: it has no weight_map that says where each tensor is")
     for name, shard in places.items():
         if not isinstance(shard, str) or Path(shard).name != shard:
             raise MXError(f"{str(index)!r} has {name} in {shard!r}, which is no file beside it: put all shards there")
-    return sorted(set(places.values()))
+    return places
 
 
 def read_json(path: Path) -> dict[str, Any]:

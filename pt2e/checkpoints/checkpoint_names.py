@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.checkpoints.model_modules import is_transposed, weights_of
+from pt2mx.pt2e.checkpoints.model_modules import is_transposed, tied_names, weights_of
 from pt2mx.pt2e.checkpoints.schemes import EXPERTS
 
 if TYPE_CHECKING:
@@ -52,3 +54,58 @@ def experts_in_one_tensor(model: PreTrainedModel) -> set[str]:
     experts = [name for name, kind in weights_of(model).items() if kind == EXPERTS]
     whole = (name for name in experts if is_transposed(model, name) or len(parts_of(model, [name])[name]) == 1)
     return {name.rpartition(".")[0] for name in whole}
+
+
+def renames_of(model: PreTrainedModel) -> Callable[[str], tuple[str, bool]]:
+    """Return the function: tensor of a checkpoint -> its name in the model, as transformers renames it when it loads,
+    and True where it is merged with others there.
+
+    Args:
+        model: on any device, also without memory.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, rename_source_key
+
+    mapping, state = get_model_conversion_mapping(model), model.state_dict()
+    converters = [one for one in mapping if isinstance(one, WeightConverter)]
+    renamings = [one for one in mapping if not isinstance(one, WeightConverter)]
+
+    def rename(name: str) -> tuple[str, bool]:
+        renamed, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        if renamed not in state and name in state:
+            return name, False
+        return renamed, pattern is not None
+
+    return rename
+
+
+def missing_tensors(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    """Return the tensors that the parameters of a model need and a checkpoint lacks. One name of a tied parameter is
+    enough; those that transformers says it makes itself are not missing.
+
+    Args:
+        model: on any device, also without memory.
+        names: of the checkpoint's tensors.
+
+    Returns:
+        Their names, as transformers writes them into a checkpoint.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    rename, tied = renames_of(model), tied_names(model)
+    made: dict[str, set[str]] = defaultdict(set)
+    merged = set()
+    for name in names:
+        parameter, is_merged = rename(name)
+        made[parameter].add(name)
+        merged |= {parameter} if is_merged else set()
+    own = model._keys_to_ignore_on_load_missing or ()
+    missing: list[str] = []
+    for name, parameter in model.named_parameters():
+        held = made.keys() & {name, *tied.get(name, ())}
+        if held and name not in merged or not held and any(re.search(pattern, name) for pattern in own):
+            continue
+        parts = set(revert_weight_conversion(model, {name: parameter}))
+        if not held or parts & made[name]:  # a checkpoint of an older form has the parts by other names
+            missing += sorted(parts - made[name])
+    return missing

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,12 +13,13 @@ from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.kernels.packing import packed_length
 from pt2mx.ops.checks import HIGH_PRECISION
-from pt2mx.pt2e.checkpoints.checkpoint_files import CONFIG, quantization_of, read_json, shards_of
+from pt2mx.pt2e.checkpoints.checkpoint_files import CONFIG, headers_of, quantization_of, read_json
+from pt2mx.pt2e.checkpoints.checkpoint_names import missing_tensors, renames_of
 from pt2mx.pt2e.checkpoints.configs import write_config
 from pt2mx.pt2e.checkpoints.layouts import BLOCK, Layout
 from pt2mx.pt2e.checkpoints.model_modules import are_experts, weights_of
 from pt2mx.pt2e.checkpoints.readers import check_readers
-from pt2mx.pt2e.checkpoints.safetensors_shards import Entry, ShardReader
+from pt2mx.pt2e.checkpoints.safetensors_shards import Entry
 from pt2mx.pt2e.checkpoints.schemes import Module, Scheme
 from pt2mx.pt2e.checkpoints.selection import LayerSpecs, Selection, holds_columns, select_weights
 from pt2mx.pt2e.cli.stage import user_errors
@@ -28,6 +28,9 @@ from pt2mx.spec import MXSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+#: tensors that an error names
+_NAMED = 3
 
 
 @dataclass
@@ -101,12 +104,10 @@ def plan_conversion(source: Path, quantizer: MXQuantizer, layout: Layout, dtype:
             f"{str(source)!r} is quantized already (quant_method {quantization.get('quant_method')!r}): give the float "
             "checkpoint"
         )
-    entries, metadata = {}, {}
-    for shard in shards_of(source):
-        with ShardReader(source / shard) as reader:
-            entries[shard], metadata[shard] = reader.entries, reader.metadata
-    model = _on_meta(source, config)
-    plan = ConversionPlan(config, entries, metadata, layout, dtype)
+    headers, model = headers_of(source), _on_meta(source, config)
+    entries = {shard: header.entries for shard, header in headers.items()}
+    _check_whole(source, model, entries)
+    plan = ConversionPlan(config, entries, {shard: one.metadata for shard, one in headers.items()}, layout, dtype)
     modules = _choose(plan, model, select_weights(model, quantizer))
     _check_dtype(plan)
     check_readers(layout, modules, model)
@@ -115,6 +116,16 @@ def plan_conversion(source: Path, quantizer: MXQuantizer, layout: Layout, dtype:
         plan.config["dtype"] = str(dtype).removeprefix("torch.")
         plan.config.pop("torch_dtype", None)
     return plan
+
+
+def _check_whole(source: Path, model: PreTrainedModel, entries: dict[str, dict[str, Entry]]) -> None:
+    """Raise an error where the files lack a tensor of the model: transformers would draw random values for it."""
+    if missing := missing_tensors(model, [name for held in entries.values() for name in held]):
+        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+        raise MXError(
+            f"{str(source)!r} lacks {', '.join(missing[:_NAMED])}{more}, which the {type(model).__name__} of its "
+            f"{CONFIG} has: fetch the checkpoint again, or name its own architecture in {CONFIG}"
+        )
 
 
 def _choose(plan: ConversionPlan, model: PreTrainedModel, selection: Selection) -> dict[str, Module]:
@@ -126,12 +137,11 @@ def _choose(plan: ConversionPlan, model: PreTrainedModel, selection: Selection) 
     Raises:
         MXError: where the layout does not have a format, or there is nothing to quantize.
     """
-    rename, kinds, missing = _renames(model), weights_of(model), set(selection.chosen)
+    rename, kinds = renames_of(model), weights_of(model)
     modules: dict[str, Module] = {}
     for entries in plan.entries.values():
         for name, entry in entries.items():
             parameter, merged = rename(name)
-            missing.discard(parameter)
             specs, place = selection.chosen.get(parameter), parameter.rpartition(".")[0]
             scheme, reason = None, selection.left.get(parameter, "no linear layer holds it")
             if specs is not None:
@@ -153,7 +163,6 @@ def _choose(plan: ConversionPlan, model: PreTrainedModel, selection: Selection) 
                 if modules.setdefault(place, module) != module:
                     raise MXError(f"{plan.layout.name} has one format for each module, and {place} has several weights")
                 modules[name.rpartition(".")[0]] = module
-    plan.left.update(dict.fromkeys(sorted(missing), "the checkpoint does not hold it"))
     if not plan.chosen:
         reasons = "; ".join(f"{name}: {why}" for name, why in list(plan.left.items())[:3])
         raise MXError(f"no tensor of the checkpoint would be quantized ({reasons}): give another recipe or layout")
@@ -216,21 +225,3 @@ def _on_meta(source: Path, config: dict[str, Any]) -> PreTrainedModel:
                 f"{str(source / CONFIG)!r} names the architecture {architecture!r}, which transformers has not"
             )
         return kind(transformers.AutoConfig.from_pretrained(source, trust_remote_code=False))
-
-
-def _renames(model: PreTrainedModel) -> Callable[[str], tuple[str, bool]]:
-    """Tensor -> its name in the model, as transformers renames it when it loads, and True where it is merged there."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, rename_source_key
-
-    mapping, state = get_model_conversion_mapping(model), model.state_dict()
-    converters = [one for one in mapping if isinstance(one, WeightConverter)]
-    renamings = [one for one in mapping if not isinstance(one, WeightConverter)]
-
-    def rename(name: str) -> tuple[str, bool]:
-        renamed, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
-        if renamed not in state and name in state:
-            return name, False
-        return renamed, pattern is not None
-
-    return rename

@@ -88,8 +88,9 @@ def convert_checkpoint(
         What was quantized, and what was not and why.
 
     Raises:
-        MXError: for a checkpoint that cannot be read or is quantized already, for formats that the layout does not
-            have, by name and before anything is written, and for an output that holds something else.
+        MXError: for a checkpoint that cannot be read or is quantized already; for a tensor that the index or the model
+            names and no file holds; for formats that the layout does not have: by name and before anything is written;
+            for an output that holds something else, and for a finite value that `dtype` would make Inf.
 
     Example:
         >>> import tempfile, transformers, pt2mx

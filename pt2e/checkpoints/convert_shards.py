@@ -77,6 +77,24 @@ class ShardConverter:
         """rows: (n, ...), some rows of a tensor -> those of the tensors that are written for it."""
         spec = self.plan.chosen.get(name)
         if spec is None:
-            return {name: rows.to(self.plan.dtype_of(rows.dtype))}
+            return {name: cast(name, rows, self.plan.dtype_of(rows.dtype))}
         scale, data = quantize_mx(rows.mT if name in self.plan.transposed else rows, spec)
         return self.plan.layout.to_tensors(name, spec.element.name, data, scale)
+
+
+def cast(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return values of a tensor in another dtype.
+
+    Raises:
+        MXError: where one that is finite becomes Inf.
+    """
+    if dtype == values.dtype:
+        return values
+    found = values.to(dtype)
+    lost = found.isinf() & values.isfinite()
+    if bool(lost.any()):
+        raise MXError(
+            f"{name} holds {float(values[lost].abs().max()):.6g}, which is Inf in {dtype}: give dtype='bfloat16' "
+            "(--dtype bfloat16), which has the range of float32"
+        )
+    return found

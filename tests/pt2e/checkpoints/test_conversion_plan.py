@@ -1,5 +1,6 @@
 import json
 import os
+import re
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 import pt2mx
 from pt2mx import MXError, MXQuantizationConfig, MXQuantizer
+from pt2mx.pt2e.checkpoints.checkpoint_files import CheckpointTensors
 from pt2mx.pt2e.checkpoints.convert_files import convert_checkpoint
 from pt2mx.pt2e.checkpoints.load import load_packed_model
 from tests.float_checkpoints import float_checkpoint, of_weights, tensors
@@ -152,12 +154,49 @@ def test_bad_checkpoints(llama, tmp_path, damage, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_weight_that_is_not_there(tmp_path):
-    folder = float_checkpoint("llama", tmp_path / "float", shard="1GB")
-    held = load_file(folder / "model.safetensors")
-    del held["lm_head.weight"]  # transformers draws it
-    save_file(held, folder / "model.safetensors", {"format": "pt"})
-    report = convert_checkpoint(folder, tmp_path / "out")
-    assert report.left["lm_head.weight"] == "the checkpoint does not hold it"
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["quantization_config"]["ignore"] == ["lm_head"]
+def without(folder, name):
+    """Take a tensor out of the files of a checkpoint, and leave its index as it is."""
+    path = next(path for path in folder.glob("*.safetensors") if name in load_file(path))
+    save_file({own: tensor for own, tensor in load_file(path).items() if own != name}, path, {"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss"])
+def test_every_tensor_that_is_missing_is_an_error_by_its_name(family, tmp_path):
+    """Of one of each shape, whether an index names it or not, and also where transformers merges it with others."""
+    folder = float_checkpoint(family, tmp_path / "float", shard="1GB")
+    file = folder / "model.safetensors"
+    whole, kinds = load_file(file), {}
+    for name in whole:
+        kinds.setdefault(re.sub(r"\d+", "*", name), name)
+    assert len(kinds) >= 11
+    for name in kinds.values():
+        without(folder, name)
+        with pytest.raises(MXError, match=f"lacks {re.escape(name)}, which the .*ForCausalLM of its config.json has"):
+            convert_checkpoint(folder, tmp_path / "out")
+        index(dict.fromkeys(whole, file.name))(folder)
+        with pytest.raises(MXError, match=f"has {re.escape(name)} in 'model.safetensors', which lacks it"):
+            convert_checkpoint(folder, tmp_path / "out")
+        with pytest.raises(MXError, match="which lacks it"):
+            CheckpointTensors(folder)
+        (folder / "model.safetensors.index.json").unlink()
+        save_file(whole, file, {"format": "pt"})
+    assert not (tmp_path / "out").exists()
+    assert set(convert_checkpoint(folder, tmp_path / "out").quantized) <= whole.keys()
+
+
+def test_a_tensor_of_two_shards(llama, tmp_path):
+    first, second = sorted(llama.glob("*.safetensors"))[:2]
+    name = next(iter(load_file(first)))
+    save_file({**load_file(second), name: load_file(first)[name]}, second, {"format": "pt"})
+    with pytest.raises(MXError, match=f"{name} is in '{first.name}' and in '{second.name}'.*of two checkpoints"):
+        convert_checkpoint(llama, tmp_path / "out")
+
+
+def test_what_the_index_and_the_model_do_not_name_is_kept(llama, tmp_path):
+    path = sorted(llama.glob("*.safetensors"))[0]
+    save_file({**load_file(path), "extra.scale": torch.ones(3)}, path, {"format": "pt"})
+    convert_checkpoint(llama, tmp_path / "out")
+    assert torch.equal(tensors(tmp_path / "out")["extra.scale"], torch.ones(3))
+    written = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert written.keys() == tensors(tmp_path / "out").keys() and written["extra.scale"] == path.name

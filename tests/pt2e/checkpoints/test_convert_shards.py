@@ -10,6 +10,7 @@ import pt2mx
 from pt2mx import MXError, MXQuantizationConfig, MXQuantizer
 from pt2mx.pt2e.checkpoints import safetensors_shards
 from pt2mx.pt2e.checkpoints.convert_files import MANIFEST, convert_checkpoint
+from pt2mx.pt2e.checkpoints.convert_shards import cast
 from pt2mx.pt2e.checkpoints.load import load_packed_model
 from pt2mx.pt2e.checkpoints.selection import select_weights
 from tests.float_checkpoints import float_checkpoint, of_weights, tensors
@@ -121,6 +122,30 @@ def test_a_cast_of_what_stays(tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert loaded(torch.arange(40)[None]).logits.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("value", "fits"), [(65504.0, True), (65519.0, True), (65520.0, False), (1e38, False)])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_cast_makes_no_inf_of_a_finite_value(value, fits, sign):
+    values = torch.tensor([0.0, sign * value, torch.inf])
+    if fits:
+        assert cast("norm.weight", values, torch.float16).tolist() == [0.0, sign * 65504.0, torch.inf]
+    else:
+        with pytest.raises(
+            MXError, match=r"norm\.weight holds .*, which is Inf in torch\.float16: give dtype"
+        ):
+            cast("norm.weight", values, torch.float16)
+    assert cast("norm.weight", values, torch.bfloat16).isinf().tolist() == [False, False, True]
+
+
+def test_a_checkpoint_beyond_the_range_of_float16(tmp_path):
+    folder = float_checkpoint("llama", tmp_path / "float", shard="1GB")
+    held = load_file(folder / "model.safetensors")
+    held["model.norm.weight"][3] = 70000.0
+    save_file(held, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(MXError, match=r"model\.norm\.weight holds 70144, which is Inf in torch\.float16"):
+        convert_checkpoint(folder, tmp_path / "out", of_weights("mxfp4"), layout="quark", dtype="float16")
+    assert not (tmp_path / "out" / "config.json").exists()
 
 
 def test_a_shard_that_fails_stops_the_others_and_leaves_nothing(llama, tmp_path):
