@@ -103,9 +103,9 @@ def missing_tensors(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
     missing: list[str] = []
     for name, parameter in model.named_parameters():
         held = made.keys() & {name, *tied.get(name, ())}
-        if held and name not in merged or not held and any(re.search(pattern, name) for pattern in own):
+        if name not in merged if held else any(re.search(pattern, name) for pattern in own):
             continue
-        parts = set(revert_weight_conversion(model, {name: parameter}))
-        if not held or parts & made[name]:  # a checkpoint of an older form has the parts by other names
-            missing += sorted(parts - made[name])
+        parts, there = set(revert_weight_conversion(model, {name: parameter})), made.get(name, set())
+        if not held or parts & there:  # a checkpoint of an older form has the parts by other names
+            missing += sorted(parts - there)
     return missing
