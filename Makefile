@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types bench clean
+.PHONY: demo test sweep lint types bench clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "install into $(VENV), once, in minutes"
@@ -21,6 +21,12 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+
+# `make sweep COMPILE=all` compiles every architecture; processes of one thread each
+COMPILE ?= some
+JOBS ?= 2
+sweep: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweep --compile $(COMPILE) --jobs $(JOBS) --output tests/sweep/results.md
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
