@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # imported when they are reached
     from pt2mx.pt2e.onnx.export import export_onnx
     from pt2mx.pt2e.onnx.functions import onnx_functions
     from pt2mx.pt2e.onnx.quantize_onnx import quantize_onnx
+    from pt2mx.pt2e.onnx.register import register_onnx_translations, unregister_onnx_translations
     from pt2mx.pt2e.optimize.distill import distill
     from pt2mx.pt2e.optimize.optimize import optimize
     from pt2mx.pt2e.optimize.report import optimization_report
@@ -126,10 +127,12 @@ __all__ = [
     "quantize_mx",
     "quantize_onnx",
     "quantize_with_accuracy_control",
+    "register_onnx_translations",
     "save_checkpoint",
     "save_program",
     "sensitivity",
     "suggest_config",
+    "unregister_onnx_translations",
 ]
 
 #: the same again, for Python
@@ -141,6 +144,8 @@ _LATE = {
     "export_onnx": "pt2mx.pt2e.onnx.export",
     "onnx_functions": "pt2mx.pt2e.onnx.functions",
     "quantize_onnx": "pt2mx.pt2e.onnx.quantize_onnx",
+    "register_onnx_translations": "pt2mx.pt2e.onnx.register",
+    "unregister_onnx_translations": "pt2mx.pt2e.onnx.register",
     "packed_weights": "pt2mx.pt2e.packed_weights",
     "LoweringPass": "pt2mx.fx.inductor_pass",
     "lower_to_inductor": "pt2mx.fx.lower",

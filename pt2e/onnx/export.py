@@ -84,12 +84,16 @@ def export_onnx(
 
 def _model(program: ExportedProgram, opset: int | None) -> Any:
     """The `ModelProto` of a program, with nodes of the domain `pt2mx`."""
-    translations = importlib.import_module("pt2mx.pt2e.onnx.translations").TRANSLATIONS
+    module = importlib.import_module("pt2mx.pt2e.onnx.translations")
     with warnings.catch_warnings(), without_log_warnings():
         warnings.simplefilter("ignore")  # torch's exporter, of its own code
         try:
             exported = torch.onnx.export(
-                program, dynamo=True, opset_version=opset, custom_translation_table=translations, verbose=False
+                program,
+                dynamo=True,
+                opset_version=opset,
+                custom_translation_table=module.translations(module.emit),
+                verbose=False,
             )
         except Exception as error:  # of an operator without a translation, below pages of advice
             raise MXError(f"could not export the program to ONNX: {one_line(_cause(error))}") from error

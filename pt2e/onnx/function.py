@@ -11,6 +11,10 @@ from pt2mx.pt2e.onnx.nodes import DOMAIN
 
 onnx = import_extra("onnx", "onnx")
 
+#: operators whose float constants have one dimension: onnxscript's optimizer drops a scalar factor within 1e-5 of one,
+#: and a scalar term within 1e-8 of zero
+_ARITHMETIC = {"Add", "Sub", "Mul", "Div"}
+
 #: an input of a node: the name of a value, or a constant; Python floats are float32, integers int64
 Input = str | float | list[int] | np.ndarray
 
@@ -31,7 +35,8 @@ class Function:
 
     def op(self, op_type: str, *inputs: Input, output: str = "", **attributes: Any) -> str:
         """Add a node and return the name of its output."""
-        names = [value if isinstance(value, str) else self._constant(value) for value in inputs]
+        dimensions = 1 if op_type in _ARITHMETIC else 0
+        names = [value if isinstance(value, str) else self._constant(value, dimensions) for value in inputs]
         output = output or f"{op_type.lower()}_{len(self._nodes)}"
         self._nodes.append(onnx.helper.make_node(op_type, names, [output], **attributes))
         return output
@@ -43,11 +48,11 @@ class Function:
             DOMAIN, self._name, self._inputs, ["Y"], self._nodes, imports, attributes=self._attributes
         )
 
-    def _constant(self, value: float | list[int] | np.ndarray) -> str:
-        array = value
-        if not isinstance(value, np.ndarray):
-            array = np.asarray(value, np.float32 if isinstance(value, float) else np.int64)
-        array = np.asarray(array)
+    def _constant(self, value: float | list[int] | np.ndarray, dimensions: int) -> str:
+        if isinstance(value, float):
+            array = np.full((1,) * dimensions, value, np.float32)
+        else:
+            array = value if isinstance(value, np.ndarray) else np.asarray(value, np.int64)
         key = str(array.dtype), array.shape, array.tobytes()
         if key not in self._constants:
             self._constants[key] = self.op("Constant", value=onnx.numpy_helper.from_array(array))

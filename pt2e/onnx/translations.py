@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import Any
@@ -10,61 +11,100 @@ from pt2mx import ops
 from pt2mx.extras import import_extra
 from pt2mx.formats import ELEMENTS
 from pt2mx.kernels.packing import unpacked_length
+from pt2mx.pt2e.onnx.bodies import body
 from pt2mx.pt2e.onnx.nodes import DOMAIN, VERSION, DequantizeMX, FakeQuantizeMX, MXNode
+from pt2mx.pt2e.onnx.opsets import OPSET
 
 onnx = import_extra("onnx", "onnx")
+onnx_ir = import_extra("onnx_ir", "onnx")
 onnxscript = import_extra("onnxscript", "onnx")
 
 _FLOATS = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"]
 _BYTES = ["tensor(uint8)"]
+#: the inputs of each node and their types: T for any float, B for bytes
+_INPUTS: dict[type[MXNode], dict[str, str]] = {FakeQuantizeMX: {"X": "T"}, DequantizeMX: {"codes": "B", "scale": "B"}}
+
+#: meta key of the codes of an activation: the arguments of their quantization
+_QUANTIZED = "pt2mx.quantized"
 
 
-def _operator(kind: type[MXNode], **inputs: str) -> Any:
-    """The operator of a node, by its inputs and their types: T for any float."""
+def emit(node: MXNode, *inputs: Any) -> Any:
+    """Add a node without a body to the graph that torch's exporter builds, and return its output."""
+    return _operator(type(node), node.op_type)(*inputs, **asdict(node))
+
+
+def emit_with_body(node: MXNode, *inputs: Any) -> Any:
+    """Add a node, and its body to the model, for the opset in which the exporter builds all of them."""
+    function = onnx_ir.from_proto(body(node, OPSET))
+    onnxscript.evaluator.default().functions[function.identifier()] = function
+    return _operator(type(node), function.name)(*inputs, **asdict(node))
+
+
+@functools.cache
+def _operator(kind: type[MXNode], op_type: str) -> Any:
+    """The operator of a node."""
     schema = onnx.defs.OpSchema
     attributes = []
     for field in fields(kind):
         attribute_type = schema.AttrType.INT if field.type == "int" else schema.AttrType.STRING
         attributes.append(schema.Attribute(field.name, attribute_type))
     described = schema(
-        kind.op_type,
+        op_type,
         DOMAIN,
         VERSION,
-        inputs=[schema.FormalParameter(name, type_name) for name, type_name in inputs.items()],
+        inputs=[schema.FormalParameter(name, type_name) for name, type_name in _INPUTS[kind].items()],
         outputs=[schema.FormalParameter("Y", "T")],
         type_constraints=[("T", _FLOATS, ""), ("B", _BYTES, "")],
         attributes=attributes,
     )
-    return onnxscript.values.Op(onnxscript.values.Opset(DOMAIN, VERSION), kind.op_type, described)
+    return onnxscript.values.Op(onnxscript.values.Opset(DOMAIN, VERSION), op_type, described)
 
 
-_FAKE_QUANTIZE = _operator(FakeQuantizeMX, X="T")
-_DEQUANTIZE = _operator(DequantizeMX, codes="B", scale="B")
+def translations(emit: Callable[..., Any]) -> dict[Callable[..., Any], Callable[..., Any]]:
+    """Return operator -> its translation, as `custom_translation_table` of torch's exporter takes it.
 
+    Args:
+        emit: is called with a node and its inputs, and returns the node's output.
+    """
 
-def _fake_quantize(
-    x: Any,
-    element: str,
-    block_size: int,
-    axis: int = -1,
-    scale_mode: str = "floor",
-    rounding: str = "even",
-    seed: object = None,
-    ste: str = "",
-) -> Any:
-    axis, length = _along(x, axis)
-    node = FakeQuantizeMX(element, block_size, axis, length, scale_mode, rounding)
-    return _FAKE_QUANTIZE(x, **asdict(node))
+    def fake_quantize(
+        x: Any,
+        element: str,
+        block_size: int,
+        axis: int = -1,
+        scale_mode: str = "floor",
+        rounding: str = "even",
+        seed: Any = None,
+        ste: str = "",
+    ) -> Any:
+        axis, length = _along(x, axis)
+        return emit(FakeQuantizeMX(element, block_size, axis, length, scale_mode, rounding), x)
 
+    def quantize(
+        x: Any,
+        element: str,
+        block_size: int,
+        axis: int = -1,
+        scale_mode: str = "floor",
+        rounding: str = "even",
+        seed: Any = None,
+    ) -> Any:
+        """The codes are no value of an ONNX graph: what dequantizes them becomes the node, of x."""
+        scale, codes = onnx_ir.Value(), onnx_ir.Value()
+        codes.meta[_QUANTIZED] = x, element, block_size, axis, scale_mode, rounding
+        return scale, codes
 
-def _dequantize(
-    codes: Any, scale: Any, element: str, block_size: int, dtype: Any, axis: int = -1, length: Any = None
-) -> Any:
-    axis, size = _along(codes, axis)
-    if length is None:
-        length = -1 if size == -1 else unpacked_length(size, ELEMENTS[element].bits)
-    node = DequantizeMX(element, block_size, axis, length, int(dtype))
-    return _DEQUANTIZE(codes, scale, **asdict(node))
+    def dequantize(
+        codes: Any, scale: Any, element: str, block_size: int, dtype: Any, axis: int = -1, length: Any = None
+    ) -> Any:
+        if _QUANTIZED in codes.meta:
+            return fake_quantize(*codes.meta[_QUANTIZED])
+        axis, size = _along(codes, axis)
+        if length is None:
+            length = -1 if size == -1 else unpacked_length(size, ELEMENTS[element].bits)
+        return emit(DequantizeMX(element, block_size, axis, length, int(dtype)), codes, scale)
+
+    return {ops.fake_quantize_mx: fake_quantize, ops.quantize_mx: quantize, ops.dequantize_mx: dequantize}
 
 
 def _along(x: Any, axis: int) -> tuple[int, int]:
@@ -74,9 +114,3 @@ def _along(x: Any, axis: int) -> tuple[int, int]:
     length = x.shape[axis]
     axis %= len(x.shape)
     return (-1 if axis == len(x.shape) - 1 else axis), length if isinstance(length, int) else -1
-
-
-TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
-    ops.fake_quantize_mx: _fake_quantize,
-    ops.dequantize_mx: _dequantize,
-}
