@@ -13,14 +13,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-import torch
-
-from pt2mx.kernels.elements import NAN_SCALE
-from pt2mx.kernels.packing import pack, unpack
 from pt2mx.pt2e.onnx.blocks import Blocks
 from pt2mx.pt2e.onnx.bodies import add_bodies, unit_of
 from pt2mx.pt2e.onnx.function import Function, onnx
+from pt2mx.pt2e.onnx.names import names_in, unused
+from pt2mx.pt2e.onnx.native_constants import NATIVE, NativeConstants
 from pt2mx.pt2e.onnx.nodes import DOMAIN, VERSION, DequantizeMX, FakeQuantizeMX, MXNode, graphs_in
 from pt2mx.pt2e.onnx.opsets import opset_of, raise_opset
 from pt2mx.pt2e.onnx.shapes import TensorType, tensor_types
@@ -30,14 +27,6 @@ from pt2mx.spec import MXSpec
 _TYPE = onnx.TensorProto
 #: the first opset whose QuantizeLinear and DequantizeLinear take E8M0 scales
 _OPSET = 24
-#: element -> the type of a tensor of its codes
-_NATIVE = {
-    "fp4_e2m1": _TYPE.FLOAT4E2M1,
-    "fp8_e4m3": _TYPE.FLOAT8E4M3FN,
-    "fp8_e5m2": _TYPE.FLOAT8E5M2,
-    "int8": _TYPE.INT8,
-    "int8_full": _TYPE.INT8,
-}
 #: those that QuantizeLinear saturates as the element does
 _QUANTIZED = ("fp4_e2m1", "fp8_e4m3", "fp8_e5m2", "int8_full")
 
@@ -53,17 +42,18 @@ def to_standard(model: Any) -> Any:
     if not any(entry.domain == DOMAIN for entry in model.opset_import):
         model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, VERSION))
     model = raise_opset(model, _OPSET)
+    taken = names_in(model.graph)
     for graph in graphs_in(model.graph):
-        _dequantize_weights(graph)
+        _dequantize_weights(graph, taken)
     types = tensor_types(model, lambda node: FakeQuantizeMX.of(node) is not None)
     for graph in graphs_in(model.graph):
-        _quantize_activations(model, graph, types)
+        _quantize_activations(model, graph, types, taken)
     return add_bodies(model)
 
 
-def _dequantize_weights(graph: Any) -> None:
+def _dequantize_weights(graph: Any, taken: set[str]) -> None:
     """Put DequantizeLinear, and behind it the gather of rows, in the place of each dequantized constant."""
-    constants = {tensor.name: tensor for tensor in graph.initializer}
+    constants = NativeConstants(graph, taken)
     producers = {name: node for node in graph.node for name in node.output}
     nodes: list[Any] = []
     for node in graph.node:
@@ -71,17 +61,12 @@ def _dequantize_weights(graph: Any) -> None:
         gathers = [g for name in node.input if (g := producers.get(name)) is not None and _gathers_rows(g)]
         rows = gathers[0].input[1] if len(gathers) == 2 else ""
         names = [g.input[0] for g in gathers] if rows else list(node.input)
-        held = [constants[name] for name in names if name in constants]
-        if attributes is None or attributes.element not in _NATIVE or len(held) != 2 or len(held[0].dims) < 2:
+        packed = [constants.packed[name] for name in names if name in constants.packed]
+        if attributes is None or attributes.element not in NATIVE or len(packed) != 2 or len(packed[0].dims) < 2:
             nodes.append(node)
             continue
-        codes, scale = (f"{name}_native" for name in names)
-        if codes not in constants:
-            for name, tensor in zip((codes, scale), _native(held, attributes), strict=True):
-                tensor.name = name
-                graph.initializer.append(tensor)
-                constants[name] = tensor
-        nodes += _dequantize(node, attributes, codes, scale, rows)
+        inputs = [constants.codes(names[0], attributes), constants.scales(names[1], attributes)]
+        nodes += _dequantize(node, attributes, inputs, rows, taken)
     del graph.node[:]
     graph.node.extend(nodes)
     remove_unread(graph)
@@ -91,36 +76,19 @@ def _gathers_rows(node: Any) -> bool:
     return node.op_type == "Gather" and all(a.i == 0 for a in node.attribute if a.name == "axis")
 
 
-def _native(held: list[Any], attributes: DequantizeMX) -> tuple[Any, Any]:
-    """The tensors of packed codes and scales in native types."""
-    packed, scale = (torch.from_numpy(np.array(onnx.numpy_helper.to_array(tensor))) for tensor in held)
-    axis, element = attributes.axis % packed.dim(), attributes.spec.element
-    codes = unpack(packed, axis, element.bits).to(torch.uint8)
-    if attributes.length > 0:
-        codes = codes.narrow(axis, 0, attributes.length)
-    raw = codes.flatten()
-    if element.bits == 4:  # two a byte in row-major order, the first in the low bits
-        raw = pack(raw.to(torch.int32), 0, element.bits)
-    data = onnx.helper.make_tensor("", _NATIVE[element.name], codes.shape, raw.numpy().tobytes(), raw=True)
-    if not element.is_int:
-        return data, onnx.helper.make_tensor("", _TYPE.FLOAT8E8M0, scale.shape, scale.numpy().tobytes(), raw=True)
-    unit = np.ldexp(np.float32(1), scale.numpy().astype(np.int32) - 127 - element.mantissa_bits)
-    return data, onnx.numpy_helper.from_array(np.where(scale.numpy() == NAN_SCALE, np.float32(np.nan), unit))
-
-
-def _dequantize(node: Any, attributes: DequantizeMX, codes: str, scale: str, rows: str) -> list[Any]:
-    """The nodes in the place of a `DequantizeMX` of a constant, or of those `rows` of it."""
+def _dequantize(node: Any, attributes: DequantizeMX, inputs: list[str], rows: str, taken: set[str]) -> list[Any]:
+    """The nodes in the place of a `DequantizeMX` of a constant, or of those `rows` of it; inputs: codes and scales."""
     last, kind = node.output[0], _blocks(attributes) | {"output_dtype": _TYPE.FLOAT}
-    steps: list[tuple[str, list[str], dict[str, int]]] = [("DequantizeLinear", [codes, scale], kind)]
+    steps: list[tuple[str, list[str], dict[str, int]]] = [("DequantizeLinear", inputs, kind)]
     if attributes.dtype != _TYPE.FLOAT:  # exact in float32, then rounded
         steps.append(("Cast", [], {"to": attributes.dtype}))
     if rows:
         steps.append(("Gather", [rows], {"axis": 0}))
     made: list[Any] = []
-    for i, (op_type, inputs, given) in enumerate(steps):
-        output = last if i == len(steps) - 1 else f"{last}_{op_type}"
+    for i, (op_type, others, given) in enumerate(steps):
+        output = last if i == len(steps) - 1 else unused(f"{last}_{op_type}", taken)
         before = [made[-1].output[0]] if made else []
-        made.append(onnx.helper.make_node(op_type, before + inputs, [output], f"{node.name}_{op_type}", **given))
+        made.append(onnx.helper.make_node(op_type, before + others, [output], f"{node.name}_{op_type}", **given))
     return made
 
 
@@ -128,7 +96,7 @@ def _blocks(attributes: MXNode) -> dict[str, int]:
     return {"axis": attributes.axis, "block_size": attributes.block_size}
 
 
-def _quantize_activations(model: Any, graph: Any, types: Mapping[str, TensorType]) -> None:
+def _quantize_activations(model: Any, graph: Any, types: Mapping[str, TensorType], taken: set[str]) -> None:
     """Put the function of the scale, QuantizeLinear and DequantizeLinear in the place of each `FakeQuantizeMX`."""
     functions = {function.name for function in model.functions if function.domain == DOMAIN}
     nodes: list[Any] = []
@@ -141,7 +109,7 @@ def _quantize_activations(model: Any, graph: Any, types: Mapping[str, TensorType
         if function.name not in functions:
             functions.add(function.name)
             model.functions.append(function)
-        nodes += _quantize(node, attributes, function.name, cast=known.dtype != _TYPE.FLOAT)
+        nodes += _quantize(node, attributes, function.name, taken, cast=known.dtype != _TYPE.FLOAT)
     del graph.node[:]
     graph.node.extend(nodes)
 
@@ -152,15 +120,16 @@ def _is_exact(attributes: FakeQuantizeMX, known: TensorType) -> bool:
     return attributes.element in _QUANTIZED and attributes.rounding == "even" and not is_vector
 
 
-def _quantize(node: Any, attributes: FakeQuantizeMX, scale: str, cast: bool) -> list[Any]:
+def _quantize(node: Any, attributes: FakeQuantizeMX, function: str, taken: set[str], cast: bool) -> list[Any]:
     """The nodes in the place of a `FakeQuantizeMX`; `cast` those around that take another type to float32 and back."""
     (x,), (y,) = node.input, node.output
-    values, result = (f"{y}_x", f"{y}_values") if cast else (x, y)
-    blocks, element = _blocks(attributes), {"output_dtype": _NATIVE[attributes.element], "precision": _TYPE.FLOAT}
+    scale, codes = (unused(f"{y}_{name}", taken) for name in ("scale", "codes"))
+    values, result = (unused(f"{y}_{name}", taken) for name in ("x", "values")) if cast else (x, y)
+    blocks, element = _blocks(attributes), {"output_dtype": NATIVE[attributes.element], "precision": _TYPE.FLOAT}
     steps: list[tuple[str, list[str], str, dict[str, Any]]] = [
-        (scale, [x], f"{y}_scale", {"domain": DOMAIN}),
-        ("QuantizeLinear", [values, f"{y}_scale"], f"{y}_codes", blocks | element),
-        ("DequantizeLinear", [f"{y}_codes", f"{y}_scale"], result, blocks | {"output_dtype": _TYPE.FLOAT}),
+        (function, [x], scale, {"domain": DOMAIN}),
+        ("QuantizeLinear", [values, scale], codes, blocks | element),
+        ("DequantizeLinear", [codes, scale], result, blocks | {"output_dtype": _TYPE.FLOAT}),
     ]
     if cast:
         steps = [("Cast", [x], values, {"to": _TYPE.FLOAT}), *steps, ("CastLike", [result, x], y, {})]

@@ -86,6 +86,35 @@ def test_bytes_of_fp4_are_those_that_pt2mx_stores():
     assert model.graph.initializer[0].raw_data == codes.numpy().tobytes()
 
 
+def test_constants_are_shared_where_nodes_read_them_alike():
+    """Exporters merge equal constants: codes and scales are shared, in whatever combination, or read in two ways."""
+    x = torch.stack([adversarial((6, 64)), adversarial((6, 64))])
+    (c, s), (d, t) = (pt2mx.quantize_mx(one, "mxfp8")[::-1] for one in x)
+    reads = [("c", "s", "fp8_e4m3"), ("d", "s", "fp8_e4m3"), ("c", "t", "fp8_e4m3"),
+             ("c", "s", "fp8_e5m2"), ("d", "s", "int8"), ("c", "t", "int8_full")]  # fmt: skip
+    nodes, want, held = [], [], {"c": c, "d": d, "s": s, "t": t}
+    for i, (codes, scale, element) in enumerate(reads):
+        nodes.append(DequantizeMX(element, 32, -1, 64).make([codes, scale], f"y{i}", f"dq{i}"))
+        want.append(pt2mx.dequantize_mx(held[codes], held[scale], MXSpec(element, 32)))
+    outputs = [node.output[0] for node in nodes]
+    nodes.append(helper.make_node("Concat", [*outputs, "c_native"], ["y"], "all", axis=-1))  # a tensor of that name
+    model = to_standard(model_of(nodes, [value("c_native", [30, 1])], value("y", [30, None]), held))
+    names = [tensor.name for tensor in model.graph.initializer]
+    assert len(names) == len(set(names)) == 5 + 4  # c as three elements, d as two; s and t as E8M0 and as floats
+    own = torch.ones(30, 1)
+    assert same(evaluated(model, c_native=own.numpy()), torch.cat([*want, own], -1))
+
+
+def test_names_of_activations_are_free():
+    taken = [helper.make_node("Neg", ["x"], [f"q_{name}"], name) for name in ("scale", "codes")]
+    total = helper.make_node("Sum", ["q", "q_scale", "q_codes"], ["y"], "sum")
+    nodes = [*taken, FakeQuantizeMX("fp8_e4m3", length=70).make(["x"], "q", "fq"), total]
+    model = to_standard(model_of(nodes, [value("x", [6, 70])], value("y", [6, 70])))
+    x = torch.randn(6, 70)
+    want = pt2mx.fake_quantize_mx(x, "mxfp8") - x - x
+    assert torch.allclose(evaluated(model, x=x.numpy()), want)
+
+
 def test_rows_of_an_embedding_are_gathered_from_values():
     x = torch.randn(20, 40)
     scale, codes = pt2mx.quantize_mx(x, "mxfp8")
@@ -148,12 +177,14 @@ def test_activations_of_other_types_are_cast(kind):
 
 
 def test_an_exported_program(tmp_path):
-    """Its weight and activation are standard nodes, and the output is that of the converted model."""
-    layer, x = torch.nn.Linear(70, 8).eval(), torch.randn(3, 70)
-    prepared = pt2mx.prepare_pt2e(torch.export.export(layer, (x,)).module(), pt2mx.MXQuantizer.from_recipe("mxfp4"))
+    """Activations and weights, of equal scales, are standard nodes; the output is that of the converted model."""
+    model, x = torch.nn.Sequential(torch.nn.Linear(70, 70), torch.nn.Linear(70, 70)).eval(), torch.randn(3, 70)
+    model[1].weight.data = -model[0].weight.data
+    prepared = pt2mx.prepare_pt2e(torch.export.export(model, (x,)).module(), pt2mx.MXQuantizer.from_recipe("mxfp4"))
     converted = pt2mx.convert_pt2e(prepared)
     export_onnx(converted, tmp_path / "net.onnx", (x,), target="standard")
     model = onnx.load(tmp_path / "net.onnx")
     kinds = sorted(node.op_type.partition(".")[0] for node in model.graph.node)
-    assert kinds == ["DequantizeLinear", "DequantizeLinear", "Gemm", "QuantizeLinear", "ScaleMX"]
+    assert kinds == sorted(2 * ["DequantizeLinear", "DequantizeLinear", "Gemm", "QuantizeLinear", "ScaleMX"])
+    assert len({node.input[1] for node in model.graph.node if node.input[0].endswith("data_native")}) == 1
     assert torch.allclose(evaluated(model, input=x.numpy()), converted(x), atol=1e-6)
