@@ -17,13 +17,6 @@ from pt2mx.pt2e.cli.stage import note, user_errors
 from pt2mx.pt2e.report.finite import listed, nonfinite_parameters
 
 
-def add_allow_nan(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--allow-nan`."""
-    parser.add_argument(
-        "--allow-nan", action="store_true", help="go on, with a warning, where weights or batches hold NaN or Inf"
-    )
-
-
 def checked_model(options: argparse.Namespace) -> LoadedModel:
     """Return the model of `options.model` on `options.device`.
 

@@ -1,24 +1,20 @@
-"""The command `pt2mx`. This module imports no torch, and of the commands' modules only that of the one given."""
+"""The command `pt2mx`. This module imports no torch; the module of a command is imported when the command runs."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from typing import Any, NoReturn
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.cli.examples import examples_text
 from pt2mx.pt2e.cli.interrupts import INTERRUPTED, MESSAGE, noted_interrupts
+from pt2mx.pt2e.cli.parser import BAD_INPUT, Parser, make_parser
 from pt2mx.pt2e.cli.result import result_alone
 from pt2mx.pt2e.cli.stage import warnings_as_notes
-from pt2mx.version import __version__
 
-#: command -> (the module with its `add_arguments`, the help text)
+#: command -> (the module that runs it, the help text)
 COMMANDS = {
     "quantize": ("pt2mx.pt2e.cli.quantize", "export, calibrate, convert and save a model"),
     "compile": ("pt2mx.pt2e.cli.compile", "compile an exported program by AOTInductor"),
@@ -38,12 +34,17 @@ COMMANDS = {
     "completion": ("pt2mx.pt2e.cli.completion", "print the completion of a shell"),
 }
 
-#: exit statuses: of bad input, and of output that nobody reads, as shells have it
-_BAD_INPUT, _BROKEN_PIPE = 2, 141
+#: the exit status of output that nobody reads, as shells have it
+_BROKEN_PIPE = 141
 _STATUSES = """\
 exit status: 0 done, 1 something is broken, 2 bad input or no place to write (one line on stderr says so),
              130 interrupted. Results go to stdout, stages and notes to stderr.
 `pt2mx COMMAND --help` ends with examples. Begin with `pt2mx doctor`."""
+
+
+def command_parser() -> Parser:
+    """Return the parser of the command line."""
+    return make_parser(COMMANDS, _STATUSES)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -64,11 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
         >>> main(["run", "no_such_package.pt2"])  # the error goes to stderr
         2
     """
-    try:
-        options = command_parser().parse_args(arguments)
-    except MXError as error:  # a command that needs a package which is not installed
-        print(_error_line(error), file=sys.stderr)
-        return _BAD_INPUT
+    options = command_parser().parse_args(arguments)
     with noted_interrupts() as interrupts:
         try:
             return _run(options, interrupts)
@@ -82,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
             if options.traceback:
                 traceback.print_exception(error)
             print(MESSAGE if interrupted else _error_line(error), file=sys.stderr)
-            return INTERRUPTED if interrupted else _BAD_INPUT
+            return INTERRUPTED if interrupted else BAD_INPUT
 
 
 def _error_line(error: BaseException) -> str:
@@ -113,67 +110,6 @@ def _run(options: argparse.Namespace, interrupts: list[int]) -> int:
 def _leave_stdout() -> None:
     """Have what Python still flushes at its end go nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def command_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line, whose commands get their arguments when they are given."""
-    parser = Parser(
-        prog="pt2mx",
-        description="Quantize PyTorch models to the OCP MX formats.",
-        epilog=_STATUSES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"pt2mx {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=CommandParser)
-    for name, (module, what) in COMMANDS.items():
-        commands.add_parser(name, command=name, module=module, help=what, description=f"{what[0].upper()}{what[1:]}.")
-    return parser
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(_BAD_INPUT, f"pt2mx: error: {message}; see `{self.prog} --help`\n")
-
-
-class CommandParser(Parser):
-    """A parser that gets its arguments from the command's module once the command is given: to import all of the
-    modules takes seconds."""
-
-    def __init__(self, *, command: str, module: str, **options: Any) -> None:
-        raw = argparse.RawDescriptionHelpFormatter
-        super().__init__(epilog=examples_text(command), formatter_class=raw, **options)
-        self._module = module
-
-    def fill(self) -> None:
-        """Add the arguments."""
-        importlib.import_module(self._module).add_arguments(self)
-        for parser in _leaves(self):
-            parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
-            parser.add_argument("--traceback", action="store_true", help="print where an error arose, to its cause")
-
-    def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        self.fill()
-        return super().parse_known_args(args, namespace)
-
-
-def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """Return the parsers of a parser's commands by name."""
-    return {
-        name: inner
-        for action in parser._actions
-        if isinstance(action, argparse._SubParsersAction)
-        for name, inner in action.choices.items()
-    }
-
-
-def _leaves(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    inner = subparsers(parser)
-    if not inner:
-        yield parser
-    for each in inner.values():
-        yield from _leaves(each)
 
 
 if __name__ == "__main__":

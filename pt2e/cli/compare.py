@@ -9,11 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch.fx import GraphModule
 
-from pt2mx.algorithms.options import PRESETS, look_at_inputs
+from pt2mx.algorithms.options import look_at_inputs
 from pt2mx.errors import MXError
 from pt2mx.pt2e.cli.checked_model import checked_batches, checked_model, exported_module
 from pt2mx.pt2e.cli.judged_model import (
-    add_judged_model,
     check_judged_model,
     check_written,
     counted,
@@ -42,29 +41,7 @@ from pt2mx.pt2e.sensitivity.recipe_comparison import RecipeComparison
 _TASKS = {"minilm": "encoder", "torchvision:": "cnn"}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_judged_model(parser)
-    parser.add_argument(
-        "--recipes",
-        metavar="A,B",
-        help=f"names, files and formats; by default all of {', '.join([*recipe.names(), *FORMATS_BESIDE])}, "
-        "but those of other tasks where the model's is known",
-    )
-    parser.add_argument(
-        "--optimize",
-        choices=[*PRESETS, "none"],
-        help="round the weights of all recipes by a preset of pt2mx.optimize; by default as each recipe says",
-    )
-    parser.add_argument(
-        "--output",
-        metavar="FILE",
-        help="page to write, ending in .html: the plot, and the report of the best recipe",
-    )
-    parser.add_argument("--speed", action="store_true", help="compile each result too, and time a batch")
-    parser.set_defaults(run=_compare)
-
-
-def _compare(options: argparse.Namespace) -> Result:
+def run(options: argparse.Namespace) -> Result:
     check_judged_model(options)
     names = _default_recipes(options.model) if options.recipes is None else names_in(options.recipes)
     if options.output is not None:

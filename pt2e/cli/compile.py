@@ -21,7 +21,7 @@ from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.fx.passes.device import move_to_device
 from pt2mx.fx.portable import without_calls
 from pt2mx.pt2e.archive import check_kind
-from pt2mx.pt2e.cli.devices import add_device, check_device
+from pt2mx.pt2e.cli.devices import check_device
 from pt2mx.pt2e.cli.dynamic_shapes import dynamic_shapes
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.cli.stage import Stages, note, user_errors
@@ -32,17 +32,6 @@ from pt2mx.pt2e.packages.package import Package, check_package_output, open_pack
 from pt2mx.pt2e.packages.signature import in_memory_order, memory_order
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.fidelity import Fidelity, fidelity
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "program", help="what `pt2mx quantize` or torch.export.save wrote; the folder of a language model gets packages"
-    )
-    parser.add_argument("--output", help="the package to write; its name ends in .pt2")
-    add_device(parser, "where it runs")
-    parser.add_argument("--portable", action="store_true", help="a package that runs where pt2mx is not installed")
-    parser.add_argument("--unpack", action="store_true", help="keep weights dequantized: larger, mostly faster")
-    parser.set_defaults(run=_compile)
 
 
 def compile_program(
@@ -105,7 +94,7 @@ def _on_the_cpu(model: GraphModule) -> Callable[..., object]:
     return call
 
 
-def _compile(options: argparse.Namespace) -> Result:
+def run(options: argparse.Namespace) -> Result:
     check_device(options.device)
     if Path(options.program).is_dir():
         # it imports transformers

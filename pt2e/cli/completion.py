@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Iterator
 
-from pt2mx.pt2e.cli.command import CommandParser, command_parser, subparsers
+from pt2mx.pt2e.cli.command import command_parser
+from pt2mx.pt2e.cli.parser import subparsers
 from pt2mx.pt2e.cli.result import Result
-from pt2mx.pt2e.quantizer import recipe
+from pt2mx.pt2e.quantizer.shipped import names
 
 #: what names an argument -> words that it may take, beside files
-_WORDS = {"recipe": recipe.names(), "recipes": recipe.names(), "model": ["minilm", "torchvision:", "hf:", "onnx:"]}
+_WORDS = {"recipe": names(), "recipes": names(), "model": ["minilm", "torchvision:", "hf:", "onnx:"]}
 
 #: what is typed is compared with the words before it, the longest command first; where no word fits, a file may
 _BASH = """\
@@ -28,20 +29,13 @@ _ZSH = "autoload -U +X bashcompinit && bashcompinit"
 Path = tuple[str, ...]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=_SHELLS, help="the shell that is to complete")
-    parser.set_defaults(run=_completion)
-
-
-def _completion(options: argparse.Namespace) -> Result:
+def run(options: argparse.Namespace) -> Result:
     script = _SHELLS[options.shell]()
     return Result(script, {"shell": options.shell, "script": script})
 
 
 def _parsers(parser: argparse.ArgumentParser, path: Path = ()) -> Iterator[tuple[Path, argparse.ArgumentParser]]:
     """Yield the parsers below a parser and itself, the deepest first, each with the commands that lead to it."""
-    if isinstance(parser, CommandParser):
-        parser.fill()
     for name, inner in subparsers(parser).items():
         yield from _parsers(inner, (*path, name))
     yield path, parser

@@ -10,7 +10,6 @@ from dataclasses import asdict
 from tqdm import tqdm
 
 from pt2mx.pt2e.checkpoints.convert_files import ConversionReport, convert_checkpoint
-from pt2mx.pt2e.checkpoints.layouts import LAYOUTS
 from pt2mx.pt2e.checkpoints.statistics import StatisticsFile
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.cli.stage import Stages, note
@@ -19,18 +18,7 @@ from pt2mx.pt2e.cli.stage import Stages, note
 _NAMED = 4
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", help="the folder of the checkpoint: config.json and safetensors")
-    parser.add_argument("output", help="the folder to write; one of an interrupted run is gone on with")
-    parser.add_argument("--recipe", default="mxfp4_weight_only", help="a shipped recipe, or the path of one")
-    parser.add_argument("--layout", default="compressed-tensors", choices=LAYOUTS, help="how codes and scales are held")
-    parser.add_argument("--dtype", help="of float tensors that stay, such as bfloat16; by default their own")
-    parser.add_argument("--statistics", help="of inputs, by which GPTQ rounds: a file of save_statistics")
-    parser.add_argument("--jobs", type=int, default=1, help="shards that are converted at a time")
-    parser.set_defaults(run=_convert)
-
-
-def _convert(options: argparse.Namespace) -> Result:
+def run(options: argparse.Namespace) -> Result:
     with Stages(1, "convert") as progress, tqdm(desc="shards", disable=None, file=sys.stderr) as bar:
 
         def finished(shard: str, shards: int) -> None:

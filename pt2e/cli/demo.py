@@ -19,6 +19,7 @@ from torch.nn.functional import cosine_similarity
 
 from pt2mx.analysis.tables import text_table
 from pt2mx.pt2e.cli import demo_language
+from pt2mx.pt2e.cli.argument import DEMO_FOLDER
 from pt2mx.pt2e.cli.compile import compile_program
 from pt2mx.pt2e.cli.models import load_minilm
 from pt2mx.pt2e.cli.result import Result
@@ -34,7 +35,6 @@ from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.report import QuantizationReport, quantization_report
 
 RECIPES = ("mxfp8", "mxfp6_weights_mxfp8_activations", "mxfp4_weight_only")
-FOLDER = "pt2mx-demo"
 _HEADINGS = ("recipe", "MB", "of float", "bits", "cosine", "worst", "retrieval", "reloaded", "compiled")
 _LEGEND = """\
 cosine: to the float embeddings, on the average and at worst. retrieval: questions whose nearest answer is the float
@@ -64,14 +64,7 @@ class Row:
         return (self.recipe, *sizes, *agreement, "same bits" if self.reloaded else "DIFFERS", compiled)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--output", default=FOLDER, help=f"the folder for programs, packages and pages (default: {FOLDER})"
-    )
-    parser.set_defaults(run=_demo)
-
-
-def _demo(options: argparse.Namespace) -> Result:
+def run(options: argparse.Namespace) -> Result:
     rows = main(folder=options.output)
     data: dict[str, object] = {"folder": options.output, "recipes": [asdict(row) for row in rows]}
     if is_installed():
@@ -82,7 +75,7 @@ def _demo(options: argparse.Namespace) -> Result:
 
 
 def main(
-    recipes: tuple[str, ...] = RECIPES, compile: bool = True, folder: str | os.PathLike[str] = FOLDER
+    recipes: tuple[str, ...] = RECIPES, compile: bool = True, folder: str | os.PathLike[str] = DEMO_FOLDER
 ) -> list[Row]:
     """Print the table of the recipes, then what the first one loses.
 

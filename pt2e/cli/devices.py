@@ -1,14 +1,9 @@
 """The option `--device`."""
 
-import argparse
 
 import torch
 
 from pt2mx.errors import MXError
-
-
-def add_device(parser: argparse.ArgumentParser, meaning: str) -> None:
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=f"{meaning} (default: cpu)")
 
 
 def check_device(device: str) -> None:

@@ -22,11 +22,7 @@ BROKEN = 1
 _LONGEST = 200
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run=_doctor)
-
-
-def _doctor(options: argparse.Namespace) -> Result:
+def run(options: argparse.Namespace) -> Result:
     stages = Stages(len(CHECKS), first=None)
     rows = []
     for group, checks in CHECKS.items():

@@ -14,23 +14,13 @@ from pt2mx.extras import import_extra
 from pt2mx.pt2e.archive import check_kind
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.cli.stage import Stages, note, user_errors
-from pt2mx.pt2e.onnx.export import OPSETS, export_onnx
-from pt2mx.pt2e.onnx.targets import TARGETS
+from pt2mx.pt2e.onnx.export import export_onnx
 from pt2mx.pt2e.origin import other_version
 from pt2mx.pt2e.output import check_distinct, check_output
 from pt2mx.pt2e.report.fidelity import fidelity
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("program", help="what `pt2mx quantize` or torch.export.save wrote")
-    parser.add_argument("--output", required=True, help="the file to write; its name ends in .onnx")
-    opsets = f"{OPSETS[0]} to {OPSETS[-1]}; by default that of torch's exporter"
-    parser.add_argument("--opset", type=int, help=opsets)
-    parser.add_argument("--target", default="pt2mx", help=f"whose nodes: {', '.join(TARGETS)} (default: pt2mx)")
-    parser.set_defaults(run=_export)
-
-
-def _export(options: argparse.Namespace) -> Result:
+def run(options: argparse.Namespace) -> Result:
     check_output(options.output, (".onnx",))
     check_distinct({"--output": options.output}, {"the program": options.program})
     import_extra("onnx", "onnx")

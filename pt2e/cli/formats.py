@@ -9,11 +9,7 @@ from pt2mx.analysis.compare import MX_FORMATS, format_table
 from pt2mx.pt2e.cli.result import Result
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run=_formats)
-
-
-def _formats(options: argparse.Namespace) -> Result:
+def run(options: argparse.Namespace) -> Result:
     rows = [
         {"format": name, **asdict(spec.element), "block_size": spec.block_size, "effective_bits": spec.effective_bits}
         for name, spec in MX_FORMATS.items()

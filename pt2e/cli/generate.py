@@ -18,24 +18,7 @@ from pt2mx.pt2e.language.language_model import LanguageModel
 from pt2mx.pt2e.language.ranks import first_speaks, is_first, of_first
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", help="what `pt2mx quantize --model hf:... --output FOLDER` wrote")
-    parser.add_argument("--prompt", help="by default prompts are asked for, one after the other")
-    parser.add_argument("--chat", action="store_true", help="put prompts into the tokenizer's chat template")
-    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="default: 256")
-    parser.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="sample; 0 (default): the likeliest token"
-    )
-    parser.add_argument("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens")
-    parser.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest tokens of probability P")
-    parser.add_argument("--repetition-penalty", type=float, metavar="R", help="above 1: repeat less")
-    parser.add_argument("--seed", type=int, default=0, help="of sampling; default: 0")
-    parser.add_argument("--device", help="cpu or cuda; by default as exported")
-    parser.add_argument("--compile", action="store_true", help="compile the model first: worth it for long texts")
-    parser.set_defaults(run=_generate)
-
-
-def _generate(options: argparse.Namespace) -> Result | None:
+def run(options: argparse.Namespace) -> Result | None:
     settings = _settings(options)
     progress = Stages(2)
     with user_errors(f"load {options.folder!r}"):
@@ -47,7 +30,7 @@ def _generate(options: argparse.Namespace) -> Result | None:
     torch.manual_seed(options.seed)
     progress.begin("generate")
     answers = []
-    for prompt in [options.prompt] if options.prompt is not None else of_first(_asked()):
+    for prompt in options.prompt or of_first(_asked()):
         with user_errors("generate"), first_speaks():
             tokens = _in_template(model, prompt) if options.chat else model.tokens([prompt])
             answers.append({"prompt": prompt, **_answer(model, tokens, settings)})

@@ -11,12 +11,7 @@ from pt2mx.pt2e.contents.text import as_json, table
 from pt2mx.pt2e.origin import other_version
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", help="a program, a package, or the folder of a quantized language model")
-    parser.set_defaults(run=_inspect)
-
-
-def _inspect(options: argparse.Namespace) -> Result:
+def run(options: argparse.Namespace) -> Result:
     with user_errors(f"read {options.file!r}"):
         found = contents_of(options.file)
     for contents in found:

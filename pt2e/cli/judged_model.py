@@ -8,32 +8,13 @@ import re
 from collections.abc import Iterable, Sequence
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.cli.checked_model import add_allow_nan, input_files
-from pt2mx.pt2e.cli.devices import add_device, check_device
+from pt2mx.pt2e.cli.checked_model import input_files
+from pt2mx.pt2e.cli.devices import check_device
 from pt2mx.pt2e.cli.models import LoadedModel
 from pt2mx.pt2e.output import check_distinct, check_output
-from pt2mx.pt2e.sensitivity.metrics import METRICS
 
 #: architectures of transformers that give logits
 _LOGITS = re.compile(r"For\w*(Classification|LM|CTC|Generation|PreTraining)$|LMHeadModel$")
-
-
-def add_judged_model(parser: argparse.ArgumentParser) -> None:
-    """Add the model, what it is judged by, and where it runs."""
-    parser.add_argument("model", help="minilm, torchvision:NAME, hf:DIRECTORY_OR_NAME or module.py:factory")
-    parser.add_argument(
-        "--calibration",
-        help="folder of .pt/.npz batches, of images (.png, .jpg) or of recordings (.wav); by default the model's "
-        "built-in sample",
-    )
-    parser.add_argument(
-        "--metric",
-        choices=METRICS,
-        help="kl of logits, cosine of embeddings, noise over signal; by default kl for torchvision's models and "
-        "checkpoints that give logits, cosine for others",
-    )
-    add_device(parser, "where the model runs")
-    add_allow_nan(parser)
 
 
 def check_judged_model(options: argparse.Namespace) -> None:

@@ -29,19 +29,7 @@ if TYPE_CHECKING:
 _COLUMNS = ("model", "perplexity", "KL, nats", "same argmax")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", help="what `pt2mx quantize` wrote, or a checkpoint of a language model")
-    parser.add_argument("--text", required=True, help="a text file, or a folder of .txt files")
-    parser.add_argument("--tokens", type=int, metavar="N", help="use the first N tokens of the text")
-    parser.add_argument("--float", help="of a quantized folder: the checkpoint to compare it with")
-    parser.add_argument(
-        "--recipe", nargs="+", default=[], help="of a checkpoint: recipes to quantize it by, a row each"
-    )
-    parser.add_argument("--calibration", help="text for the recipes' algorithms, or none; by default a built-in sample")
-    parser.set_defaults(run=_perplexity)
-
-
-def _perplexity(options: argparse.Namespace) -> Result:
+def run(options: argparse.Namespace) -> Result:
     quantizers = {name: MXQuantizer.from_recipe(name) for name in options.recipe}  # a typo should not cost a row
     quantized = is_quantized(options.folder)
     _check(options, quantized)

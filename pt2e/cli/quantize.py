@@ -14,21 +14,20 @@ import torch
 from torch.fx import GraphModule
 from tqdm import tqdm
 
-from pt2mx.algorithms.options import PRESETS, look_at_inputs
+from pt2mx.algorithms.options import look_at_inputs
 from pt2mx.errors import MXError
 from pt2mx.pt2e.cli.checked_model import (
-    add_allow_nan,
     checked_batches,
     checked_model,
     exported_module,
     input_files,
     refuse_nan,
 )
-from pt2mx.pt2e.cli.devices import add_device, check_device
+from pt2mx.pt2e.cli.devices import check_device
 from pt2mx.pt2e.cli.models import Batch, LoadedModel, call, export
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.cli.stage import Stages, user_errors
-from pt2mx.pt2e.cli.summary import add_full, quantized
+from pt2mx.pt2e.cli.summary import quantized
 from pt2mx.pt2e.convert import convert_pt2e
 from pt2mx.pt2e.optimize.calibrate import named_padding_mask
 from pt2mx.pt2e.optimize.optimize import optimize
@@ -46,48 +45,7 @@ from pt2mx.pt2e.report.report import QuantizationReport, quantization_report
 _JSON, _PAGES = ".json", (".html", ".htm")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model",
-        required=True,
-        help="minilm, torchvision:NAME, hf:DIRECTORY_OR_NAME, module.py:factory or onnx:FILE",
-    )
-    parser.add_argument(
-        "--recipe",
-        help=f"a YAML file, or one of {', '.join(recipe.names())}; none for a checkpoint that is MX already",
-    )
-    parser.add_argument(
-        "--calibration",
-        help="folder of .pt/.npz batches, of images (.png, .jpg) or of recordings (.wav), of a language model a text, "
-        "or none; by default the model's built-in sample",
-    )
-    parser.add_argument(
-        "--optimize",
-        choices=[*PRESETS, "none"],
-        help="round the weights by a preset of pt2mx.optimize, with the batches of --calibration; by default as the "
-        "section algorithms: of the recipe says, none without one",
-    )
-    parser.add_argument(
-        "--output",
-        default="out.pt2",
-        help="the exported program to write (default: out.pt2), or of a language model a folder",
-    )
-    add_device(parser, "where the model is quantized, and its program runs")
-    parser.add_argument(
-        "--tensor-parallel",
-        type=int,
-        default=1,
-        metavar="N",
-        help="of a language model: divide its layers among N ranks of torchrun (default: 1)",
-    )
-    parser.add_argument("--compile", action="store_true", help="also compile the result and compare it with eager")
-    parser.add_argument("--report", help="file to write the report to; its name ends in .json, .html or .htm")
-    add_allow_nan(parser)
-    add_full(parser)
-    parser.set_defaults(run=_quantize)
-
-
-def _quantize(options: argparse.Namespace) -> Result | None:
+def run(options: argparse.Namespace) -> Result | None:
     check_device(options.device)
     from_checkpoint = options.model.startswith("hf:")
     is_language_model = from_checkpoint and Path(options.output).suffix.lower() != ".pt2"

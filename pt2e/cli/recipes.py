@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 
-from pt2mx.pt2e.cli.checked_model import exported_module
-from pt2mx.pt2e.cli.command import Parser
 from pt2mx.pt2e.cli.models import load_model
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.cli.stage import Stages, user_errors
@@ -17,22 +15,7 @@ from pt2mx.pt2e.quantizer.recipe_schema import recipe_schema
 from pt2mx.pt2e.report.report import quantization_report
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(required=True, metavar="ACTION", parser_class=Parser)
-    listed = actions.add_parser("list", help="the shipped recipes, a line each")
-    listed.set_defaults(run=_list)
-    shown = actions.add_parser("show", help="the YAML of a recipe")
-    shown.add_argument("recipe", help="the name of a shipped recipe, or a file")
-    shown.set_defaults(run=_show)
-    checked = actions.add_parser("check", help="read a recipe, and say what it would select of a model")
-    checked.add_argument("recipe", help="a file, or the name of a shipped recipe")
-    checked.add_argument("--model", help="as `pt2mx quantize` takes it")
-    checked.set_defaults(run=_check)
-    schema = actions.add_parser("schema", help="the JSON schema, for editors")
-    schema.set_defaults(run=_schema)
-
-
-def _list(options: argparse.Namespace) -> Result:
+def run_list(options: argparse.Namespace) -> Result:
     names, found = recipe.names(), measured.tasks()
     rows = [
         {"recipe": name, "description": recipe.description(name), "measured": measured.summary(name)} for name in names
@@ -44,13 +27,13 @@ def _list(options: argparse.Namespace) -> Result:
     return Result(f"{text}\n\nmeasured on {models}", {"recipes": rows})
 
 
-def _show(options: argparse.Namespace) -> Result:
+def run_show(options: argparse.Namespace) -> Result:
     settings = recipe.read(options.recipe)  # an error names what is wrong in it
     text = recipe.text(options.recipe)
     return Result(text.rstrip("\n"), {"recipe": options.recipe, "text": text, "settings": len(settings.settings)})
 
 
-def _check(options: argparse.Namespace) -> Result:
+def run_check(options: argparse.Namespace) -> Result:
     quantizer = MXQuantizer.from_recipe(options.recipe)
     settings = len(recipe.read(options.recipe).settings)
     data: dict[str, object] = {"recipe": options.recipe, "settings": settings}
@@ -60,13 +43,14 @@ def _check(options: argparse.Namespace) -> Result:
         with user_errors("load the model"):
             loaded = load_model(options.model)
         progress.begin("export")
-        exported = exported_module(loaded)
+        with user_errors("export the model"):
+            exported = loaded.export().module()
         progress.begin("prepare")
         with user_errors("prepare the model"):
             report = quantization_report(prepare_pt2e(exported, quantizer))
     return Result(report.to_table(), {**data, "model": options.model, "report": json.loads(report.to_json())})
 
 
-def _schema(options: argparse.Namespace) -> Result:
+def run_schema(options: argparse.Namespace) -> Result:
     schema = recipe_schema()
     return Result(json.dumps(schema, indent=1), schema)

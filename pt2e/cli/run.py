@@ -25,14 +25,7 @@ from pt2mx.pt2e.packages.signature import Signature
 _SECONDS = 1.0
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("package", help="what `pt2mx compile` wrote")
-    parser.add_argument("--inputs", help="a .pt or .npz batch; by default what the program was exported with")
-    parser.add_argument("--output", help="file to write the outputs to, by torch.save")
-    parser.set_defaults(run=_run)
-
-
-def _run(options: argparse.Namespace) -> Result:
+def run(options: argparse.Namespace) -> Result:
     if options.output is not None:
         check_output(options.output)
         check_distinct({"--output": options.output}, {"the package": options.package, "--inputs": options.inputs})

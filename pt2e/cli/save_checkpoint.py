@@ -6,7 +6,6 @@ import argparse
 from typing import TYPE_CHECKING
 
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.checkpoints.layouts import LAYOUTS
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.cli.stage import Stages, user_errors
 from pt2mx.pt2e.cli.summary import bytes_of
@@ -15,25 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", help="what `pt2mx quantize --model hf:... --output FOLDER` wrote")
-    parser.add_argument("--float", required=True, metavar="CHECKPOINT", help="the checkpoint that it was made of")
-    parser.add_argument("--output", required=True, help="the folder to write, new or empty")
-    parser.add_argument(
-        "--layout", choices=[*LAYOUTS], help="of the checkpoint; by default the first that has the formats"
-    )
-    parser.add_argument(
-        "--unpack",
-        nargs="+",
-        default=[],
-        metavar="REGEX",
-        help="modules whose weights are written as values, not codes, such as '.*embed_tokens'",
-    )
-    parser.add_argument("--max-shard-size", default="5GB", help="of a file of tensors (default: 5GB)")
-    parser.set_defaults(run=_save_checkpoint)
-
-
-def _save_checkpoint(options: argparse.Namespace) -> Result:
+def run(options: argparse.Namespace) -> Result:
     from pt2mx.pt2e.checkpoints.save import save_checkpoint  # imports transformers
     from pt2mx.pt2e.language.language_model import LanguageModel
 

@@ -13,9 +13,9 @@ import torch
 from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
+from pt2mx.pt2e.cli.argument import WORST_ROWS
 from pt2mx.pt2e.cli.checked_model import checked_batches, checked_model, exported_module
 from pt2mx.pt2e.cli.judged_model import (
-    add_judged_model,
     check_judged_model,
     check_written,
     counted,
@@ -31,38 +31,12 @@ from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.suggest import suggest_config
-from pt2mx.pt2e.sensitivity.result import OPERANDS, Sensitivity
-from pt2mx.pt2e.sensitivity.sensitivity import METHODS, sensitivity
+from pt2mx.pt2e.sensitivity.result import Sensitivity
+from pt2mx.pt2e.sensitivity.sensitivity import sensitivity
 from pt2mx.spec import parse
 
-_WORST = 20
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_judged_model(parser)
-    parser.add_argument(
-        "--formats", metavar="A,B", default="mxfp4,mxfp6,mxfp8", help="candidates (default: mxfp4,mxfp6,mxfp8)"
-    )
-    parser.add_argument(
-        "--method",
-        choices=METHODS,
-        default="gradient",
-        help="forward runs the model for each module and format, gradient estimates by backward passes (default)",
-    )
-    parser.add_argument(
-        "--operands",
-        choices=OPERANDS,
-        help="what is quantized of a module (default: both, and weights with --bits)",
-    )
-    parser.add_argument("--left", action="store_true", help="with forward: also all but each module quantized")
-    parser.add_argument("--bits", type=float, help="suggest formats of the weights, of so many bits a value at most")
-    parser.add_argument("--activation", metavar="FORMAT", help="with --bits: of all activations (default: in float)")
-    parser.add_argument("--output", metavar="FILE", help="with --bits: the recipe to write")
-    parser.add_argument("--full", action="store_true", help=f"print all rows, not the {_WORST} costliest")
-    parser.set_defaults(run=_sensitivity)
-
-
-def _sensitivity(options: argparse.Namespace) -> Result:
+def run(options: argparse.Namespace) -> Result:
     formats = _check(options)
     with Stages(4 if options.bits is None else 5) as progress:
         loaded = checked_model(options)
@@ -89,7 +63,7 @@ def _sensitivity(options: argparse.Namespace) -> Result:
         quantizer.to_recipe(options.output)
         note(f"{options.output}: {_kinds(options.output)}")
     note(f"{options.model}, {counted(batches)}; {progress.seconds()}")
-    text = found.to_table(None if options.full else _WORST)
+    text = found.to_table(None if options.full else WORST_ROWS)
     return Result(text, {**json.loads(found.to_json()), "output": options.output, "seconds": progress.times()})
 
 

@@ -9,21 +9,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from pt2mx.pt2e.cli.argument import WORST_OPERATORS
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.cli.stage import Stages
 from pt2mx.pt2e.report.fidelity import Fidelity
 from pt2mx.pt2e.report.report import QuantizationReport
 from pt2mx.pt2e.report.rows import OperatorReport
-
-#: operators that a summary has
-WORST = 10
-
-
-def add_full(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--full`."""
-    parser.add_argument(
-        "--full", action="store_true", help=f"print all operators, not the {WORST} with the lowest SQNR"
-    )
 
 
 def summary(report: QuantizationReport, full: bool = False, all_of_them: str = "--full prints all") -> str:
@@ -37,13 +28,14 @@ def summary(report: QuantizationReport, full: bool = False, all_of_them: str = "
     Returns:
         The lines. Without a calibration there are no SQNR, and the operators with the most bytes stand in the table.
     """
-    if full or len(report.operators) <= WORST:
+    if full or len(report.operators) <= WORST_OPERATORS:
         return report.to_table()
     known = [operator for operator in report.operators if _sqnr(operator) is not None]
     if known:
-        what, shown = "with the lowest SQNR", sorted(known, key=lambda operator: _sqnr(operator) or 0.0)[:WORST]
+        what, order = "with the lowest SQNR", sorted(known, key=lambda operator: _sqnr(operator) or 0.0)
     else:
-        what, shown = "with the most bytes", sorted(report.operators, key=_bytes, reverse=True)[:WORST]
+        what, order = "with the most bytes", sorted(report.operators, key=_bytes, reverse=True)
+    shown = order[:WORST_OPERATORS]
     *table, _ = replace(report, operators=tuple(shown)).to_table().splitlines()
     heading = f"the {len(shown)} operators {what} of {len(report.operators)} ({all_of_them}):"
     left = Counter(operator.reason for operator in report.operators if not operator.quantized)

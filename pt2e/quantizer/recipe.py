@@ -32,6 +32,7 @@ from pt2mx.errors import MXError, nearest
 from pt2mx.pt2e.output import write_text
 from pt2mx.pt2e.quantizer.config import ROLES, MXQuantizationConfig
 from pt2mx.pt2e.quantizer.operators import OPERAND_NAMES
+from pt2mx.pt2e.quantizer.shipped import names
 from pt2mx.pt2e.quantizer.yaml_text import read_yaml
 from pt2mx.spec import MXSpec, parse
 
@@ -64,12 +65,6 @@ class Recipe(NamedTuple):
     settings: list[Setting]
     algorithms: tuple[Algorithm, ...] | None
     kv_cache: MXSpec | None
-
-
-def names() -> list[str]:
-    """The recipes that pt2mx ships."""
-    folder = resources.files("pt2mx.configs")
-    return sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml"))
 
 
 def read(path_or_name: object) -> Recipe:

@@ -1,7 +1,5 @@
-import argparse
 import json
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -12,8 +10,7 @@ import torch
 
 import pt2mx
 from pt2mx.pt2e import output
-from pt2mx.pt2e.cli.command import COMMANDS, command_parser, main, subparsers
-from pt2mx.pt2e.cli.examples import EXAMPLES
+from pt2mx.pt2e.cli.command import COMMANDS, main
 
 FACTORY = """
 import signal
@@ -101,36 +98,6 @@ def test_a_reader_that_went_away_ends_it_quietly(tmp_path):
     finally:
         os.close(into)
     assert (result.returncode, result.stderr) == (141, "")
-
-
-@pytest.fixture(scope="module")
-def parsers():
-    """The parsers of all commands, with their arguments."""
-    found = subparsers(command_parser())
-    for parser in found.values():
-        parser.fill()
-    return found
-
-
-def leaves(parser):
-    inner = subparsers(parser)
-    return [leaf for each in inner.values() for leaf in leaves(each)] if inner else [parser]
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_examples_that_parse(command, parsers):
-    text = parsers[command].format_help()
-    for what, line in EXAMPLES[command]:
-        assert f"  # {what}\n  pt2mx {command} {line}".rstrip() in text
-        words = shlex.split(line.partition(" > ")[0])
-        options, rest = argparse.ArgumentParser.parse_known_args(parsers[command], words)
-        assert callable(options.run) and not rest
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_knows_json_and_tracebacks(command, parsers):
-    for leaf in leaves(parsers[command]):
-        assert {"--json", "--traceback"} <= set(re.findall(r"--[\w-]+", leaf.format_help())), leaf.prog
 
 
 #: a command line of each command that no machine takes

@@ -36,11 +36,26 @@ def test_version_needs_no_torch():
     assert (result.returncode, result.stdout) == (0, f"pt2mx {pt2mx.__version__}\n")
 
 
-@pytest.mark.parametrize(("arguments", "message"), [([], "COMMAND"), (["quantz"], "invalid choice: 'quantz'")])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "COMMAND is missing"),
+        (["quantise"], "did you mean 'quantize'?"),
+        (["--versoin"], "did you mean '--version'?"),
+        (["recipes"], "ACTION is missing"),
+        (["quantize", "--modle", "minilm"], "did you mean '--model'?"),
+    ],
+)
 def test_a_wrong_command_line_needs_no_torch(arguments, message):
     result = run(*arguments)
     assert (result.returncode, result.stdout) == (2, "")
     assert message in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_the_help_and_the_completion_of_all_commands_need_no_torch():
+    for arguments in (["quantize", "--help"], ["recipes", "check", "--help"], ["completion", "fish"]):
+        result = run(*arguments)
+        assert result.returncode == 0 and result.stdout and result.stderr == ""
 
 
 def test_the_first_stage_is_to_import_torch():
@@ -48,9 +63,8 @@ def test_the_first_stage_is_to_import_torch():
     assert result.stderr.splitlines()[0].endswith(" s] import torch") and "ModuleNotFoundError" in result.stderr
 
 
-@pytest.mark.parametrize("arguments", [["quantize", "--help"], ["formats"]])
-def test_help_and_texts_name_no_stage(arguments):
-    assert " s] " not in run(*arguments).stderr
+def test_texts_name_no_stage():
+    assert " s] " not in run("formats").stderr
 
 
 def test_doctor_runs_without_torch():

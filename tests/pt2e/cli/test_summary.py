@@ -6,7 +6,8 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXQuantizer
-from pt2mx.pt2e.cli.summary import WORST, bytes_of, summary
+from pt2mx.pt2e.cli.argument import WORST_OPERATORS
+from pt2mx.pt2e.cli.summary import bytes_of, summary
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +30,13 @@ def test_the_worst_ten_stand_first(report):
     heading, _, *rows, left, last = summary(report).splitlines()
     assert heading == "the 10 operators with the lowest SQNR of 12 (--full prints all):"
     order = sorted((o for o in report.operators if o.quantized), key=sqnr)
-    assert [row.split()[0] for row in rows] == [operator.module for operator in order[:WORST]]
+    assert [row.split()[0] for row in rows] == [operator.module for operator in order[:WORST_OPERATORS]]
     assert left.startswith("left alone: 1 x ") and last == report.summary
 
 
 def test_full_is_the_whole_table(report):
     assert summary(report, full=True) == report.to_table()
-    few = replace(report, operators=report.operators[:WORST])
+    few = replace(report, operators=report.operators[:WORST_OPERATORS])
     assert summary(few) == few.to_table()
 
 

@@ -1,0 +1,113 @@
+"""The parser of the command line, made of the tables of arguments. It imports no torch, so that a wrong line is refused
+at once, with the nearest of the words that are allowed."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any, NoReturn
+
+from pt2mx.errors import nearest
+from pt2mx.pt2e.cli.argument import COMMON, Argument
+from pt2mx.pt2e.cli.examples import examples_text
+from pt2mx.pt2e.cli.file_arguments import ACTIONS, FILE_ARGUMENTS
+from pt2mx.pt2e.cli.model_arguments import MODEL_ARGUMENTS
+from pt2mx.version import __version__
+
+#: the exit status
+BAD_INPUT = 2
+_RAW = argparse.RawDescriptionHelpFormatter
+#: a word of the command line that names an option; "-1" and "-a text" are values
+_OPTION = re.compile(r"--?[A-Za-z][\w-]*")
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, which names the nearest words that are allowed."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"pt2mx: error: {message}; see `{self.prog} --help`\n")
+
+    def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        words = sys.argv[1:] if args is None else list(args)
+        self._check_words(words)
+        return super().parse_known_args(words, namespace)
+
+    def _check_words(self, words: list[str]) -> None:
+        """Refuse a missing command, and options that the parser lacks or that are given twice: argparse takes the last
+        of two values, and names an unknown option only where nothing else is wrong."""
+        inner, seen = subparsers(self), set()
+        for word in itertools.takewhile(lambda word: word != "--", words):
+            if not (name := _OPTION.fullmatch(word.partition("=")[0])):
+                if inner:
+                    return  # the rest is for the command's parser
+                continue
+            action = self._action(name[0])
+            if isinstance(action, argparse._HelpAction | argparse._VersionAction):
+                return
+            if action in seen and action.nargs != 0 and not isinstance(action, argparse._AppendAction):
+                self.error(f"{action.option_strings[0]} is given twice, and takes one value")
+            seen.add(action)
+        if inner:
+            (commands,) = (action for action in self._actions if action.choices is inner)
+            self.error(f"{commands.metavar} is missing: allowed: {', '.join(inner)}")
+
+    def _action(self, name: str) -> argparse.Action:
+        """Return the action of an option, whose name may be cut short."""
+        options = self._option_string_actions
+        whole = name if name.startswith("--") else name[:2]  # "-hx" is "-h -x"
+        known = [option for option in options if option.startswith(whole)]
+        if not known:
+            allowed = nearest(name, [option for option in options if option.startswith("--")])
+            place = "; options of a command follow its name" if subparsers(self) else ""
+            self.error(f"unknown option {name!r}: {allowed}{place}")
+        return options[whole if whole in options else known[0]]
+
+    def _check_value(self, action: argparse.Action, value: object) -> None:
+        """Refuse what is not among the choices, as argparse's own method does without naming the nearest."""
+        if action.choices is not None and value not in action.choices:
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r}: {nearest(value, action.choices)}")
+
+
+def make_parser(commands: Mapping[str, tuple[str, str]], epilog: str = "") -> Parser:
+    """Return the parser of the command line. What it parses has the function of the command as `run`.
+
+    Args:
+        commands: command -> the module with its function `run`, or `run_ACTION` for each of its actions; the help text.
+        epilog: the end of the help text.
+    """
+    what = "Quantize PyTorch models to the OCP MX formats."
+    parser = Parser(prog="pt2mx", description=what, epilog=epilog, formatter_class=_RAW)
+    parser.add_argument("--version", action="version", version=f"pt2mx {__version__}")
+    inner = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, (module, what) in commands.items():
+        description, examples = f"{what[0].upper()}{what[1:]}.", examples_text(name)
+        command = inner.add_parser(name, help=what, description=description, epilog=examples, formatter_class=_RAW)
+        if name in ACTIONS:
+            actions = command.add_subparsers(required=True, metavar="ACTION")
+            for action, (text, arguments) in ACTIONS[name].items():
+                _fill(actions.add_parser(action, help=text), module, f"run_{action}", arguments)
+        else:
+            _fill(command, module, "run", {**MODEL_ARGUMENTS, **FILE_ARGUMENTS}.get(name, ()))
+    return parser
+
+
+def subparsers(parser: argparse.ArgumentParser) -> dict[str, Parser]:
+    """Return the parsers of a parser's commands by name."""
+    found = (action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return next(found, {})
+
+
+def _fill(parser: Parser, module: str, function: str, arguments: Iterable[Argument]) -> None:
+    for names, options in (*arguments, *COMMON):
+        parser.add_argument(*names, **options)
+    parser.set_defaults(run=partial(_run, module, function))
+
+
+def _run(module: str, function: str, options: argparse.Namespace) -> Any:
+    """Run a command: its module is imported here, and not before."""
+    return getattr(importlib.import_module(module), function)(options)

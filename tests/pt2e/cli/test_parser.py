@@ -1,0 +1,127 @@
+import argparse
+import importlib
+import re
+import shlex
+
+import pytest
+
+from pt2mx.pt2e.cli.command import COMMANDS, command_parser
+from pt2mx.pt2e.cli.examples import EXAMPLES
+from pt2mx.pt2e.cli.parser import subparsers
+
+
+def leaves(parser):
+    inner = subparsers(parser)
+    return [leaf for each in inner.values() for leaf in leaves(each)] if inner else [parser]
+
+
+PARSERS = subparsers(command_parser())
+#: words before an option -> the parser that reads it
+LEAVES = {leaf.prog.removeprefix("pt2mx "): leaf for parser in PARSERS.values() for leaf in leaves(parser)}
+
+
+def options_of(parser):
+    return [name for name in parser._option_string_actions if name.startswith("--")]
+
+
+@pytest.fixture
+def refused(capsys):
+    """Parses a command line that is wrong; returns the one line that says so."""
+
+    def parse(line):
+        with pytest.raises(SystemExit) as exit:
+            command_parser().parse_args(shlex.split(line))
+        out, err = capsys.readouterr()
+        assert (exit.value.code, out) == (2, "") and err.startswith("pt2mx: error: ") and err.count("\n") == 1
+        return err
+
+    return parse
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_examples_that_parse(command):
+    text = PARSERS[command].format_help()
+    for what, line in EXAMPLES[command]:
+        assert f"  # {what}\n  pt2mx {command} {line}".rstrip() in text
+        words = shlex.split(line.partition(" > ")[0])
+        options, rest = argparse.ArgumentParser.parse_known_args(PARSERS[command], words)
+        assert callable(options.run) and not rest
+
+
+@pytest.mark.parametrize("words", LEAVES)
+def test_every_command_runs_knows_json_and_tracebacks(words):
+    parser = LEAVES[words]
+    assert {"--json", "--traceback"} <= set(options_of(parser))
+    module, function = parser.get_default("run").args
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_misspelt_command_is_refused_with_the_nearest(command, refused):
+    for misspelt in (command[:-1], command[0] + command[2:], command.replace("e", "ee", 1) + "s"):
+        assert f"invalid choice: {misspelt!r}: did you mean {command!r}? allowed: " in refused(misspelt)
+
+
+@pytest.mark.parametrize("words", ["", *LEAVES])
+def test_a_misspelt_option_is_refused_with_the_nearest(words, refused):
+    """Also where something else is missing."""
+    for option in options_of(LEAVES.get(words, command_parser())):
+        misspelt = f"{option[:3]}x{option[3:]}"
+        assert f"unknown option {misspelt!r}: did you mean {option!r}? allowed: --help" in refused(
+            f"{words} {misspelt}"
+        )
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "COMMAND is missing: allowed: quantize, compile"),
+        ("recipes", "ACTION is missing: allowed: list, show, check, schema"),
+        ("recipes shwo", "invalid choice: 'shwo': did you mean 'show'?"),
+        ("--json formats", "unknown option '--json'"),
+        ("--traceback formats", "options of a command follow its name"),
+        ("compile a.pt2 --device cdua", "invalid choice: 'cdua': did you mean 'cuda'? allowed: cpu, cuda"),
+        ("compile a.pt2 -d cuda", "unknown option '-d'"),
+        ("quantize --mo", "--model: expected one argument"),
+        ("quantize --recipe mxfp8", "the following arguments are required: --model"),
+        ("formats mxfp4", "unrecognized arguments: mxfp4"),
+    ],
+)
+def test_wrong_lines(line, message, refused):
+    assert message in refused(line)
+
+
+@pytest.mark.parametrize("words", LEAVES)
+def test_an_option_given_twice_is_refused_or_keeps_both_values(words, refused):
+    parser = LEAVES[words]
+    positional = ["x"] * sum(not action.option_strings for action in parser._actions)
+    for name, action in parser._option_string_actions.items():
+        if not name.startswith("--") or action.nargs == 0:
+            continue
+        value = "1" if action.type else next(iter(action.choices or ["a"]))
+        other = "2" if action.type else [*(action.choices or ["a", "b"])][1]
+        line = f"{words} {name} {value} {name}={other}"
+        if "several times" in (action.help or "") or action.nargs == "+":
+            needed = [
+                f"{need}=x" for need, of in parser._option_string_actions.items() if of.required and of is not action
+            ]
+            options = command_parser().parse_args([*shlex.split(line), *needed, *positional])
+            assert getattr(options, action.dest) == [value, other]
+        else:
+            assert f"{name} is given twice" in refused(line)
+
+
+@pytest.mark.parametrize("value", ["-1", "-0.5", "-a dash", "--two dashes", "a=b", ""])
+def test_values_that_begin_with_a_dash(value):
+    assert command_parser().parse_args(["generate", "x", "--prompt", value]).prompt == [value]
+    assert command_parser().parse_args(["generate", "x", "--prompt=--top-p"]).prompt == ["--top-p"]
+
+
+def test_an_option_may_be_cut_short():
+    assert command_parser().parse_args(["quantize", "--mod", "minilm"]).model == "minilm"
+
+
+def test_every_option_has_a_help_text():
+    for words, parser in LEAVES.items():
+        assert all(action.help for action in parser._actions), words
+        assert not re.search(r"%\(", parser.format_help())
