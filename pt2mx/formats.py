@@ -174,7 +174,10 @@ def parse_element(spelling: object) -> ElementFormat:
     if isinstance(spelling, tuple):
         name = _SPLITS.get(spelling) if all(isinstance(bits, int) for bits in spelling) else None
     else:
-        name = _canonical_name(str(spelling).strip().lower().removeprefix("torch."))
+        # of an object the name, where it has one: torch.compile makes a constant of `str` of it, and would not see that
+        # another object comes in
+        text = str(getattr(spelling, "name", spelling))
+        name = _canonical_name(text.strip().lower().removeprefix("torch."))
     if name not in ELEMENTS:
         spellings = [*FORMATS, *(f"mx{name}" for name in FORMATS), *(f"mx{width}" for width in _DEFAULT_OF_WIDTH)]
         raise MXError(

@@ -6,79 +6,25 @@ read (`PRESETS["torchmx"]`: the first of two FP4 codes in the high nibble, an FP
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from pt2mx.compat import PRESETS
 from pt2mx.errors import MXError
 from pt2mx.ops.checks import check_tensors
-from pt2mx.spec import MXSpec, parse
+from pt2mx.spec import parse
 from pt2mx.tensor import mx_tensor as core
 from pt2mx.torchmx.dtypes import DType, dtype_of
+from pt2mx.torchmx.errors import MXAssertionError, asserts
+from pt2mx.torchmx.operators import as_bytes, as_stored
+from pt2mx.torchmx.operators import dequantize_mx as dequantize_mx  # where TorchMX has them too
+from pt2mx.torchmx.operators import quantize_mx as quantize_mx
 
 _TORCHMX = PRESETS["torchmx"]
-
-
-def quantize_mx(data_hp: Tensor, elem_dtype_name: str, block_size: int) -> tuple[Tensor, Tensor]:
-    """Quantize along the last dimension, as `torchmx.mx_tensor.quantize_mx` of TorchMX does.
-
-    Args:
-        data_hp: (..., n) float32, float16 or bfloat16.
-        elem_dtype_name: the element format, as `pt2mx.parse` takes it.
-        block_size: values that share a scale.
-
-    Returns:
-        scale: (..., ceil(n / block_size)) uint8.
-        data: (..., n) uint8, int8 for integers; (..., ceil(n / 2)) for FP4.
-
-    Raises:
-        MXError: as `pt2mx.quantize_mx`; for int8 blocks below 2**-121, which TorchMX's scale cannot say.
-
-    Example:
-        >>> import torch
-        >>> from pt2mx.torchmx import mx_tensor
-        >>> mx_tensor.quantize_mx(torch.tensor([1.0, 2.0, 3.0, 6.0]), "float4_e2m1", 4)
-        (tensor([127], dtype=torch.uint8), tensor([36, 87], dtype=torch.uint8))
-    """
-    scale, data = _TORCHMX.quantize(data_hp, elem_dtype_name, block_size=block_size)
-    return scale, _as_stored(data, parse(elem_dtype_name))
-
-
-def dequantize_mx(
-    data_lp: Tensor,
-    shared_exp_e8m0: Tensor,
-    elem_dtype_name: str,
-    block_size: int,
-    target_dtype: torch.dtype,
-    block_dim: int,
-) -> Tensor:
-    """Dequantize, as `torchmx.mx_tensor.dequantize_mx` of TorchMX does.
-
-    Args:
-        data_lp, shared_exp_e8m0: data and scale as `quantize_mx` returns them.
-        elem_dtype_name: the element format, as `pt2mx.parse` takes it.
-        block_size: values that share a scale.
-        target_dtype: float32, float16 or bfloat16.
-        block_dim: the dimension along which blocks run.
-
-    Returns:
-        (..., n, ...) in `target_dtype`; an odd number of FP4 codes comes with the one that fills their last byte.
-
-    Raises:
-        MXError: for shapes that do not fit each other, or other dtypes.
-
-    Example:
-        >>> import torch
-        >>> from pt2mx.torchmx import mx_tensor
-        >>> scale, data = mx_tensor.quantize_mx(torch.tensor([1.0, 2.0, 3.0, 6.0]), "float4_e2m1", 4)
-        >>> mx_tensor.dequantize_mx(data, scale, "float4_e2m1", 4, torch.float32, -1)
-        tensor([1., 2., 3., 6.])
-    """
-    check_tensors(data_lp=data_lp, shared_exp_e8m0=shared_exp_e8m0)
-    blocks = {"block_size": block_size, "axis": block_dim}
-    return _TORCHMX.dequantize(_as_bytes(data_lp), shared_exp_e8m0, elem_dtype_name, target_dtype, **blocks)
 
 
 class MXTensor(core.MXTensor):
@@ -109,6 +55,7 @@ class MXTensor(core.MXTensor):
     """
 
     @staticmethod
+    @asserts
     def __new__(
         cls,
         scale_e8m0_bits: Tensor,
@@ -131,10 +78,11 @@ class MXTensor(core.MXTensor):
         if scale_e8m0_bits.dtype != torch.uint8:
             raise MXError(f"scale_e8m0_bits are uint8, not {scale_e8m0_bits.dtype}: view them as torch.uint8")
         length = scale_e8m0_bits.shape[spec.axis] * block_size - padding
-        scale, qdata = _TORCHMX.from_storage(scale_e8m0_bits, _as_bytes(data_bits), spec)
+        scale, qdata = _TORCHMX.from_storage(scale_e8m0_bits, as_bytes(data_bits), spec)
         return core.MXTensor.__new__(cls, qdata, scale, spec.element, block_size, spec.axis, orig_dtype, length)
 
     @staticmethod
+    @asserts
     def to_mx(
         data_hp: object,
         elem_dtype: object,
@@ -179,6 +127,14 @@ class MXTensor(core.MXTensor):
     def _orig_dtype(self) -> torch.dtype:
         return self.dtype
 
+    @_orig_dtype.setter
+    @asserts
+    def _orig_dtype(self, dtype: torch.dtype) -> None:
+        """Read the same codes in another dtype from now on, in products and views too."""
+        other = _in_dtype(self, dtype)
+        with torch._C.DisableTorchFunctionSubclass():
+            self.data = other
+
     @property
     def _padding(self) -> int:
         return -self.shape[self.axis] % self.block_size
@@ -189,7 +145,7 @@ class MXTensor(core.MXTensor):
 
     def _stored(self) -> tuple[Tensor, Tensor]:
         scale, data = _TORCHMX.to_storage(self.scale, self.qdata, self.spec, self.shape[self.axis])
-        return scale, _as_stored(data, self.spec)
+        return scale, as_stored(data, self.spec)
 
     def with_parts(self, qdata: Tensor, scale: Tensor, axis: int, values: Tensor) -> MXTensor:
         """Return other storage of the same format, as `pt2mx.MXTensor.with_parts` does.
@@ -206,12 +162,45 @@ class MXTensor(core.MXTensor):
     def __tensor_unflatten__(cls, parts: dict[str, Tensor], *layout: Any) -> MXTensor:
         return _from_core(core.MXTensor.__tensor_unflatten__(parts, *layout))
 
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: OpOverload, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        dispatch = super().__torch_dispatch__
+        if func not in _ASSERTED:
+            return dispatch(func, types, args, kwargs)
+        try:
+            return asserts(dispatch)(func, types, args, kwargs)
+        except RuntimeError as error:
+            if func is aten.view.default and not _may_be_viewed(args[0]):
+                raise MXAssertionError(f"{func}: {error}") from None
+            raise
+
+
+aten = torch.ops.aten
+
+#: operators that assert what they take
+_ASSERTED = (aten.view.default, aten._to_copy.default)
+
+
+def _may_be_viewed(x: MXTensor) -> bool:
+    """Return False where TorchMX asserts that a view is none of those that it needs itself."""
+    return x.axis == x.dim() - 1 or (x.dim() == 4 and x.axis == 2)
+
+
+@MXTensor.implements(aten.sum.dim_IntList)
+def _sum(func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Sum the values, in high precision."""
+    x, *rest = args
+    return func(x.to_dtype(), *rest, **kwargs)
+
 
 class ToMXConstrFunc(torch.autograd.Function):
     """`apply(data_hp, elem_dtype, block_size)`: quantize; the gradient passes unchanged. Further arguments are those of
     `MXTensor.to_mx`."""
 
     @staticmethod
+    @asserts
     def forward(ctx: Any, data_hp: object, *modes: Any) -> MXTensor:
         ctx.modes = len(modes)
         return _from_core(core.MXTensor.to_mx(data_hp, *modes))
@@ -254,16 +243,9 @@ def _quantized(data_hp: object, *modes: Any) -> MXTensor:
 
 
 def _from_core(x: core.MXTensor) -> MXTensor:
-    where = (x.axis, x.dtype, x.shape[x.axis], x.stride())
+    return _in_dtype(x, x.dtype)
+
+
+def _in_dtype(x: core.MXTensor, dtype: torch.dtype) -> MXTensor:
+    where = (x.axis, dtype, x.shape[x.axis], x.stride())
     return core.MXTensor.__new__(MXTensor, x.qdata, x.scale, x.elem_dtype, x.block_size, *where)
-
-
-def _as_stored(data: Tensor, spec: MXSpec) -> Tensor:
-    """8-bit integers are int8."""
-    return data.view(torch.int8) if spec.element.is_int and spec.element.bits == 8 else data
-
-
-def _as_bytes(data: Tensor) -> Tensor:
-    if data.dtype not in (torch.uint8, torch.int8):
-        raise MXError(f"codes are uint8 or int8, not {data.dtype}: view them as torch.uint8")
-    return data.view(torch.uint8)

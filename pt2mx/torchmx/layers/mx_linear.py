@@ -9,6 +9,7 @@ from pt2mx.functional import fake_quantize_mx
 from pt2mx.tensor.mx_tensor import MXTensor
 from pt2mx.torchmx import mx_tensor
 from pt2mx.torchmx.config import QLinearConfig
+from pt2mx.torchmx.errors import asserts
 
 
 class MXInferenceLinear(nn.Linear):
@@ -59,6 +60,7 @@ class MXInferenceLinear(nn.Linear):
         new.weight = nn.Parameter(weight, requires_grad=False)
         return new.train(mod.training)
 
+    @asserts
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., in) of the weight's dtype -> (..., out)."""
         if not isinstance(self.weight, MXTensor):  # assigned by load_state_dict or tied to another layer

@@ -103,6 +103,52 @@ def test_compile(compiler):
     assert type(turned) is MXTensor and torch.equal(turned._data, MXTensor.to_mx(x, "mxfp4")._data.t())
 
 
+@EVERY
+def test_sums_are_those_of_the_values(dtype, compiler):
+    t = MXTensor.to_mx(numbers(3, 40), dtype, block_size=16)
+    values = t.to_dtype()
+    for dims in (0, -1, [0, 1]):
+        assert type(t.sum(dims)) is torch.Tensor and torch.equal(t.sum(dims), values.sum(dims))
+    wide = {"dim": 1, "keepdim": True, "dtype": torch.float32}
+    assert torch.equal(torch.sum(t, **wide), torch.sum(values, **wide))
+    x = numbers(3, 40).float().requires_grad_()
+    (MXTensor.to_mx(x, dtype).sum(0) * torch.arange(40)).sum().backward()
+    assert torch.equal(x.grad, torch.arange(40.0).expand(3, 40))
+    compiled = torch.compile(lambda x: MXTensor.to_mx(x, dtype).sum(0), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), MXTensor.to_mx(x, dtype).sum(0))
+
+
+def test_the_dtype_in_which_codes_are_read_can_be_set():
+    torch.manual_seed(0)
+    q, k = (MXTensor.to_mx(torch.randn(5, 2, 8, 70).bfloat16(), dtypes.float4_e2m1) for _ in range(2))
+    weight = torch.nn.Parameter(MXTensor.to_mx(torch.randn(8, 70).bfloat16(), dtypes.int8), requires_grad=False)
+    codes = q._data
+    for t in (q, k, weight):
+        t._orig_dtype = torch.float32
+        assert t._orig_dtype == t.dtype == t.to_dtype().dtype == t.transpose(0, 1)._orig_dtype == torch.float32
+    assert torch.equal(q._data, codes) and isinstance(weight, torch.nn.Parameter)
+    product = torch.matmul(q, k.transpose(2, 3))
+    assert torch.equal(product, torch.matmul(q.to_dtype(), k.to_dtype().transpose(2, 3)))
+    assert product.dtype == q.sum(0).dtype == torch.float32
+    x = torch.randn(4, 32, requires_grad=True)
+    t = MXTensor.to_mx(x, dtypes.int8)
+    t._orig_dtype = torch.bfloat16
+    t.to_dtype().sum().backward()
+    assert torch.equal(x.grad, torch.ones(4, 32))
+    for bad in (torch.float64, torch.int8, "float32", None):
+        with pytest.raises(MXError, match="cannot dequantize to"):
+            q._orig_dtype = bad
+
+
+def test_compiled_functions_see_which_dtype_comes_in(compiler):
+    def run(x, dtype):
+        return MXTensor.to_mx(x, dtype).to_dtype()
+
+    compiled, x = torch.compile(run, fullgraph=True, backend="aot_eager"), numbers(4, 32)
+    for dtype in DTYPES:
+        assert torch.equal(compiled(x, dtype), run(x, dtype))
+
+
 SCALE, DATA = torch.zeros(2, 2, dtype=torch.uint8), torch.zeros(2, 64, dtype=torch.uint8)
 
 

@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import operator
 import random
 
 import numpy as np
@@ -76,6 +77,12 @@ def noop_gradient(function) -> torch.Tensor:
     return x.grad.to_dtype()
 
 
+def read_in(orig_dtype: property, dtype: torch.dtype) -> torch.Tensor:
+    t = MXTensor.to_mx(X, dtypes.float8_e4m3, 32)
+    orig_dtype.fset(t, dtype)
+    return t.to_dtype()
+
+
 def numbers(d: dtypes.DType) -> tuple:
     return (d.name, d.max, d.max_pow2, d.exponent_bias, d.exponent_bits, d.mantissa_bits, d.torch_dtype)
 
@@ -115,6 +122,8 @@ NAMES = {
     },
     "mx_tensor": {
         "MXTensor": lambda c: (c.to_mx(X, dtypes.float8_e4m3, 32).to_dtype(torch.float32), FP8_X),
+        "MXTensor.sum": lambda f: (f(MXTensor.to_mx(X, dtypes.float8_e4m3, 32), 0), FP8_X.sum(0)),
+        "MXTensor._orig_dtype": lambda p: (read_in(p, torch.bfloat16), FP8_X.bfloat16()),
         "quantize_mx": lambda f: (
             f(data_hp=X, elem_dtype_name="float8_e4m3", block_size=32)[0].tolist(),
             [[124], [123]],
@@ -147,7 +156,16 @@ NAMES = {
 
 @pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in NAMES.items() for name in names])
 def test_names(module, name):
-    got, want = NAMES[module][name](getattr(importlib.import_module(f"pt2mx.torchmx.{module}"), name))
+    value = operator.attrgetter(name)(importlib.import_module(f"pt2mx.torchmx.{module}"))
+    got, want = NAMES[module][name](value)
+    assert torch.equal(got, want) if isinstance(want, torch.Tensor) else got == want
+
+
+@pytest.mark.parametrize("name", ["quantize_mx", "dequantize_mx"])
+def test_names_of_operators(name):
+    """Their arguments are those of the functions."""
+    check = NAMES["mx_tensor"][name]
+    got, want = check(getattr(torch.ops.torchmx, name))
     assert torch.equal(got, want) if isinstance(want, torch.Tensor) else got == want
 
 

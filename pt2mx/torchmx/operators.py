@@ -1,0 +1,129 @@
+"""TorchMX's operators: quantize and dequantize in the bytes that it stores, as functions and as `torch.ops.torchmx.*`.
+Importing this module registers the latter, in the place of TorchMX's own where it was imported before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pt2mx.compat import PRESETS
+from pt2mx.errors import MXError
+from pt2mx.kernels.packing import packed_length
+from pt2mx.ops.checks import check_input, check_tensors
+from pt2mx.spec import MXSpec, parse
+from pt2mx.torchmx.errors import asserts
+
+_TORCHMX = PRESETS["torchmx"]
+
+
+@asserts
+def quantize_mx(data_hp: Tensor, elem_dtype_name: str, block_size: int) -> tuple[Tensor, Tensor]:
+    """Quantize along the last dimension, as `torchmx.mx_tensor.quantize_mx` of TorchMX does.
+
+    Args:
+        data_hp: (..., n) float32, float16 or bfloat16.
+        elem_dtype_name: the element format, as `pt2mx.parse` takes it.
+        block_size: values that share a scale.
+
+    Returns:
+        scale: (..., ceil(n / block_size)) uint8.
+        data: (..., n) uint8, int8 for integers; (..., ceil(n / 2)) for FP4.
+
+    Raises:
+        MXError: as `pt2mx.quantize_mx`; for int8 blocks below 2**-121, which TorchMX's scale cannot say.
+
+    Example:
+        >>> import torch
+        >>> from pt2mx.torchmx import mx_tensor
+        >>> mx_tensor.quantize_mx(torch.tensor([1.0, 2.0, 3.0, 6.0]), "float4_e2m1", 4)
+        (tensor([127], dtype=torch.uint8), tensor([36, 87], dtype=torch.uint8))
+    """
+    scale, data = _TORCHMX.quantize(data_hp, elem_dtype_name, block_size=block_size)
+    return scale, as_stored(data, parse(elem_dtype_name))
+
+
+@asserts
+def dequantize_mx(
+    data_lp: Tensor,
+    shared_exp_e8m0: Tensor,
+    elem_dtype_name: str,
+    block_size: int,
+    target_dtype: torch.dtype,
+    block_dim: int,
+) -> Tensor:
+    """Dequantize, as `torchmx.mx_tensor.dequantize_mx` of TorchMX does.
+
+    Args:
+        data_lp, shared_exp_e8m0: data and scale as `quantize_mx` returns them.
+        elem_dtype_name: the element format, as `pt2mx.parse` takes it.
+        block_size: values that share a scale.
+        target_dtype: float32, float16 or bfloat16.
+        block_dim: the dimension along which blocks run.
+
+    Returns:
+        (..., n, ...) in `target_dtype`; an odd number of FP4 codes comes with the one that fills their last byte.
+
+    Raises:
+        MXError: for shapes that do not fit each other, or other dtypes.
+
+    Example:
+        >>> import torch
+        >>> from pt2mx.torchmx import mx_tensor
+        >>> scale, data = mx_tensor.quantize_mx(torch.tensor([1.0, 2.0, 3.0, 6.0]), "float4_e2m1", 4)
+        >>> mx_tensor.dequantize_mx(data, scale, "float4_e2m1", 4, torch.float32, -1)
+        tensor([1., 2., 3., 6.])
+    """
+    check_tensors(data_lp=data_lp, shared_exp_e8m0=shared_exp_e8m0)
+    blocks = {"block_size": block_size, "axis": block_dim}
+    return _TORCHMX.dequantize(as_bytes(data_lp), shared_exp_e8m0, elem_dtype_name, target_dtype, **blocks)
+
+
+def as_stored(data: Tensor, spec: MXSpec) -> Tensor:
+    """Return codes in the dtype in which TorchMX stores them: 8-bit integers are int8."""
+    return data.view(torch.int8) if spec.element.is_int and spec.element.bits == 8 else data
+
+
+def as_bytes(data: Tensor) -> Tensor:
+    """Return codes as TorchMX stores them as uint8.
+
+    Raises:
+        MXError: for another dtype.
+    """
+    if data.dtype not in (torch.uint8, torch.int8):
+        raise MXError(f"codes are uint8 or int8, not {data.dtype}: view them as torch.uint8")
+    return data.view(torch.uint8)
+
+
+@torch.library.custom_op(
+    "torchmx::quantize_mx",
+    mutates_args=(),
+    schema="(Tensor data_hp, str elem_dtype_name, SymInt block_size) -> (Tensor, Tensor)",
+)
+def _quantize(data_hp: Tensor, elem_dtype_name: str, block_size: int) -> tuple[Tensor, Tensor]:
+    scale, data = quantize_mx(data_hp, elem_dtype_name, block_size)
+    return scale.contiguous(), data.contiguous()
+
+
+@_quantize.register_fake
+@asserts
+def _quantize_fake(data_hp: Tensor, elem_dtype_name: str, block_size: int) -> tuple[Tensor, Tensor]:
+    spec = check_input(data_hp, parse(elem_dtype_name).element.name, block_size, -1, "floor", "even")
+    *rest, length = torch.atleast_1d(data_hp).shape
+    scale = data_hp.new_empty((*rest, -(-length // block_size)), dtype=torch.uint8)
+    size = packed_length(length, 4) if spec.element.bits == 4 else length
+    return scale, as_stored(data_hp.new_empty((*rest, size), dtype=torch.uint8), spec)
+
+
+def _dequantize(data_lp: Tensor, shared_exp_e8m0: Tensor, elem_dtype_name: str, *where: Any) -> Tensor:
+    return dequantize_mx(data_lp, shared_exp_e8m0, elem_dtype_name, *where).contiguous()
+
+
+torch.library.custom_op(
+    "torchmx::dequantize_mx",
+    _dequantize,
+    mutates_args=(),
+    schema="(Tensor data_lp, Tensor shared_exp_e8m0, str elem_dtype_name, SymInt block_size, ScalarType target_dtype, "
+    "SymInt block_dim) -> Tensor",
+).register_fake(_dequantize)
