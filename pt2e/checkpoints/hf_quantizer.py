@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -10,6 +11,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from pt2mx.errors import MXError
+from pt2mx.pt2e.checkpoints.checkpoint_sizes import sizes_in
+from pt2mx.pt2e.checkpoints.coverage import CheckpointValues
 from pt2mx.pt2e.checkpoints.eager_modules import PackedWeight, packed_twin
 from pt2mx.pt2e.checkpoints.model_modules import are_experts, tied_names
 from pt2mx.pt2e.checkpoints.selection import LayerSpecs, as_matrix, select_weights
@@ -23,8 +26,12 @@ class MXHfQuantizer(HfQuantizer):
 
     requires_calibration = False
 
-    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
+    ) -> None:
         config = self.quantization_config
+        if checkpoint_files and not self.pre_quantized:  # what is quantized was saved of the model itself
+            CheckpointValues(model, sizes_in(checkpoint_files)).held_by().check(config.part, config.allow_partial)
         patterns = self.get_modules_to_not_convert(
             model, config.modules_to_not_convert or [], model._keep_in_fp32_modules
         )

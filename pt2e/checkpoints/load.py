@@ -14,11 +14,13 @@ from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.checkpoints.checkpoint_files import CheckpointTensors, quantization_of
 from pt2mx.pt2e.checkpoints.checkpoint_names import parts_of
+from pt2mx.pt2e.checkpoints.checkpoint_sizes import files_of, sizes_in
 from pt2mx.pt2e.checkpoints.configs import is_known, read_config
+from pt2mx.pt2e.checkpoints.coverage import CheckpointValues, tensors_read
 from pt2mx.pt2e.checkpoints.fold_transposes import fold_transposes
 from pt2mx.pt2e.checkpoints.layouts import BLOCK, Layout
 from pt2mx.pt2e.checkpoints.model_modules import is_transposed, tied_names, weights_of
-from pt2mx.pt2e.checkpoints.packed_modules import hold_packed, placeholder
+from pt2mx.pt2e.checkpoints.packed_modules import DATA, hold_packed, placeholder
 from pt2mx.pt2e.checkpoints.schemes import EXPERTS, LINEAR, Scheme, Schemes
 from pt2mx.pt2e.checkpoints.selection import as_matrix
 from pt2mx.pt2e.cli.stage import user_errors
@@ -65,7 +67,12 @@ def is_mx_checkpoint(folder: str | os.PathLike[str]) -> bool:
 
 
 def load_checkpoint(
-    folder: str | os.PathLike[str], device: str | torch.device = "cpu", stage: Callable[[str], None] = lambda name: None
+    folder: str | os.PathLike[str],
+    device: str | torch.device = "cpu",
+    stage: Callable[[str], None] = lambda name: None,
+    *,
+    part: str | None = None,
+    allow_partial: bool = False,
 ) -> LanguageModel:
     """Load a checkpoint that is MX already, with its codes and scales to the bit. No float copy of the model is made.
 
@@ -77,12 +84,15 @@ def load_checkpoint(
         folder: that the checkpoint is in.
         device: that the model is exported on.
         stage: is told the name of each stage as it begins.
+        part: the top-level module that the program holds, such as "language_model": others may be left out.
+        allow_partial: True: any part that text does not reach may be left out.
 
     Returns:
-        A model that generates, and can be saved.
+        A model that generates, and can be saved; its `coverage` is the share of the checkpoint's values that it holds.
 
     Raises:
-        MXError: for a checkpoint that cannot be read, or holds what is no MX format, by name.
+        MXError: for a checkpoint that cannot be read, or holds what is no MX format, by name, and for one of which more
+            than unused heads is left out.
 
     Example:
         >>> import tempfile, torch, transformers, pt2mx
@@ -97,7 +107,7 @@ def load_checkpoint(
         torch.Size([1, 8])
     """
     from pt2mx.pt2e.language.cache import layers_of
-    from pt2mx.pt2e.language.decoder import export, export_decoder, inputs
+    from pt2mx.pt2e.language.decoder import PREFIX, export, export_decoder, inputs
     from pt2mx.pt2e.language.folder import load_tokenizer
     from pt2mx.pt2e.language.language_model import LanguageModel
 
@@ -105,7 +115,7 @@ def load_checkpoint(
     if not isinstance(folder, str | os.PathLike):
         raise MXError(f"{folder!r} is no path: give the folder of a checkpoint")
     place = Path(folder)
-    model = load_packed_model(place)
+    model, values = _load_packed(place, part, allow_partial)
     with user_errors(f"use the device {device!r}"):
         model.to(device)
     generation = None
@@ -114,10 +124,14 @@ def load_checkpoint(
             generation = transformers.GenerationConfig.from_pretrained(place)
     stage("export")
     program = export_decoder(model)
+    coverage = values.held_by({name.removesuffix(DATA) for name in tensors_read(program, PREFIX)})
+    coverage.check(part, allow_partial)
     graph = program.module()
     if fold_transposes(graph):
         program = export(graph, inputs(layers_of(model), model.device))
-    return LanguageModel(program, model.config, generation, load_tokenizer(place))
+    found = LanguageModel(program, model.config, generation, load_tokenizer(place))
+    found.coverage = coverage
+    return found
 
 
 def load_packed_model(folder: Path) -> PreTrainedModel:
@@ -132,6 +146,13 @@ def load_packed_model(folder: Path) -> PreTrainedModel:
     Raises:
         MXError: as `load_checkpoint`.
     """
+    return _load_packed(folder)[0]
+
+
+def _load_packed(
+    folder: Path, part: str | None = None, allow_partial: bool = False
+) -> tuple[PreTrainedModel, CheckpointValues]:
+    """The model, and the values of the checkpoint."""
     config = quantization_of(folder)
     if config is None:
         raise MXError(f"{str(folder)!r} holds a checkpoint in high precision: quantize it with a recipe")
@@ -143,7 +164,14 @@ def load_packed_model(folder: Path) -> PreTrainedModel:
             f"{str(folder)!r} holds no codes of a {type(skeleton).__name__}, although its quantization_config is of "
             f"{schemes.layout.name}"
         )
-    model = _with_floats(skeleton, dtype, packed, schemes.layout, tensors)
+    codes = _names_of_codes(packed, schemes.layout)
+    floats = {name: size for name, size in sizes_in(files_of(folder)).items() if name not in codes}
+    values = CheckpointValues(skeleton, {**floats, **{name: skeleton.get_parameter(name).numel() for name in packed}})
+    coverage = values.held_by()
+    coverage.check(part, allow_partial)
+    left_out = {name for name, share in coverage.modules.items() if not share.held}
+    kept = [name for name in tensors if name not in codes and values.top_level(name) not in left_out]
+    model = _with_floats(skeleton, dtype, packed, schemes.layout, {name: tensors[name] for name in kept})
     tied = tied_names(skeleton)
     for name, weight in packed.items():
         data, scale = _codes(skeleton, name, weight, schemes.layout, tensors)
@@ -158,7 +186,7 @@ def load_packed_model(folder: Path) -> PreTrainedModel:
             path, _, attribute = same.rpartition(".")
             transposed = is_transposed(skeleton, same)
             hold_packed(model.get_submodule(path), attribute, weight.scheme, data, scale, transposed)
-    return model
+    return model, values
 
 
 def _skeleton(folder: Path) -> tuple[PreTrainedModel, torch.dtype]:
@@ -187,20 +215,23 @@ def _packed(skeleton: PreTrainedModel, schemes: Schemes, tensors: CheckpointTens
     return found
 
 
-def _with_floats(
-    skeleton: PreTrainedModel, dtype: torch.dtype, packed: dict[str, Packed], layout: Layout, tensors: CheckpointTensors
-) -> PreTrainedModel:
-    """The model with the tensors that the checkpoint holds in high precision, and no memory for the others."""
-    from transformers.utils import logging
-
-    codes = {
+def _names_of_codes(packed: dict[str, Packed], layout: Layout) -> set[str]:
+    """The tensors of the checkpoint that are codes or scales."""
+    return {
         own
         for name, weight in packed.items()
         for part in weight.parts or (name,)
         for own in layout.names(part, weight.scheme.element)
     }
-    state = {name: tensors[name] for name in tensors if name not in codes}
-    state |= {name: placeholder(skeleton.get_parameter(name).shape, dtype) for name in packed}
+
+
+def _with_floats(
+    skeleton: PreTrainedModel, dtype: torch.dtype, packed: dict[str, Packed], layout: Layout, floats: dict[str, Tensor]
+) -> PreTrainedModel:
+    """The model with the tensors that the checkpoint holds in high precision, and no memory for the others."""
+    from transformers.utils import logging
+
+    state = floats | {name: placeholder(skeleton.get_parameter(name).shape, dtype) for name in packed}
     logging.disable_progress_bar()
     with user_errors("load the tensors in high precision"):
         model, info = type(skeleton).from_pretrained(

@@ -15,6 +15,8 @@ from pt2mx.spec import MXSpec
 
 #: attribute of a module: parameter -> the arguments of `dequantize_mx` behind codes and scales
 _FORMATS = "_mx_formats"
+#: the ends of the names of a parameter's buffers
+DATA, SCALE = "_data", "_scale"
 
 
 def hold_packed(module: nn.Module, name: str, scheme: Scheme, data: Tensor, scale: Tensor, transposed: bool) -> None:
@@ -36,8 +38,8 @@ def hold_packed(module: nn.Module, name: str, scheme: Scheme, data: Tensor, scal
     delattr(module, name)
     kind: Any = type(module)
     module.__class__ = _with_computed(kind, name)
-    for suffix, tensor in (("data", data), ("scale", scale)):
-        module.register_buffer(f"{name}_{suffix}", tensor.movedim(-1, axis).contiguous())
+    for suffix, tensor in ((DATA, data), (SCALE, scale)):
+        module.register_buffer(f"{name}{suffix}", tensor.movedim(-1, axis).contiguous())
     if scheme.inputs is not None:
         module.register_forward_pre_hook(functools.partial(_quantize_input, scheme.inputs))
 
@@ -47,7 +49,7 @@ def _with_computed(kind: type[nn.Module], name: str) -> type[nn.Module]:
     """The class, whose attribute `name` is computed."""
 
     def weight(self: nn.Module) -> Tensor:
-        data, scale = getattr(self, f"{name}_data"), getattr(self, f"{name}_scale")
+        data, scale = getattr(self, name + DATA), getattr(self, name + SCALE)
         return ops.dequantize_mx(data, scale, *getattr(self, _FORMATS)[name])
 
     own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, name: property(weight)}

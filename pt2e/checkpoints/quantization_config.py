@@ -40,11 +40,15 @@ class PT2MXConfig(QuantizationConfigMixin):
         activation: the format of inputs beside `weight`.
         modules_to_not_convert: names of modules that are left alone, or patterns, as other quantizers of transformers
             take them.
+        part: the top-level module of the checkpoint that the model holds, such as "language_model": others may be left
+            out.
+        allow_partial: True: any part of the checkpoint may be left out.
         quant_method: "pt2mx", as config.json has it.
 
     Raises:
         MXError: for neither or both of a recipe and formats, for what is wrong in them, and for a recipe whose
-            algorithms need calibration or that has a format of a cache.
+            algorithms need calibration or that has a format of a cache. Loading raises one for a model that leaves out
+            more of the checkpoint than unused heads.
 
     Example:
         >>> import tempfile, torch, transformers
@@ -67,6 +71,8 @@ class PT2MXConfig(QuantizationConfigMixin):
         weight: object = None,
         activation: object = None,
         modules_to_not_convert: Sequence[str] | None = None,
+        part: str | None = None,
+        allow_partial: bool = False,
         quant_method: str = METHOD,
     ) -> None:
         formats = weight is not None or activation is not None
@@ -78,12 +84,17 @@ class PT2MXConfig(QuantizationConfigMixin):
             raise MXError(f"quant_method={quant_method!r} is another quantizer's: it must be {METHOD!r}")
         self.quant_method = METHOD
         self.recipe = _plain(recipe) if recipe is not None else _plain(_of_formats(weight, activation))
+        self.part, self.allow_partial = part, allow_partial
         self.modules_to_not_convert = None if modules_to_not_convert is None else _patterns(modules_to_not_convert)
 
     @property
     def quantizer(self) -> MXQuantizer:
         """The quantizer that the recipe describes."""
         return MXQuantizer.from_dict(self.recipe)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what config.json says: how the model is quantized, and not what was left out of the checkpoint."""
+        return {name: value for name, value in super().to_dict().items() if name not in ("part", "allow_partial")}
 
 
 register_quantizer(METHOD)(MXHfQuantizer)

@@ -65,8 +65,12 @@ class Entry:
         return self.shape[0] if self.shape else 1
 
     @property
+    def values(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.values * self.dtype.itemsize
 
     @property
     def row_bytes(self) -> int:

@@ -11,20 +11,34 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
+from pt2mx.pt2e.checkpoints.coverage import Coverage, tensors_read
 from pt2mx.pt2e.cli.calibration import batch_files, load_batches
 from pt2mx.pt2e.cli.models import Batch, LoadedModel, load_model, source_file
 from pt2mx.pt2e.cli.stage import note, user_errors
 from pt2mx.pt2e.report.finite import listed, nonfinite_parameters
+
+#: options that say how a checkpoint is loaded
+_OF_CHECKPOINTS = ("part", "allow_partial", "dtype")
+
+
+def check_checkpoint_options(options: argparse.Namespace) -> None:
+    """Raise an error for options of checkpoints where the model is none."""
+    given = [name for name in _OF_CHECKPOINTS if getattr(options, name, None)]
+    if given and not options.model.startswith("hf:"):
+        raise MXError(f"--{given[0].replace('_', '-')} is for checkpoints (hf:NAME), and {options.model!r} is none")
 
 
 def checked_model(options: argparse.Namespace) -> LoadedModel:
     """Return the model of `options.model` on `options.device`.
 
     Raises:
-        MXError: for a model that cannot be loaded, and without `--allow-nan` one that holds a NaN or an Inf.
+        MXError: for a model that cannot be loaded, without `--allow-nan` one that holds a NaN or an Inf, and for a
+            checkpoint of which it leaves out more than `--part` and `--allow-partial` say.
     """
     with user_errors("load the model"):
-        loaded = load_model(options.model).to(options.device)
+        loaded = load_model(options.model, getattr(options, "dtype", None)).to(options.device)
+    if loaded.values is not None:
+        loaded.values.held_by().check(options.part, options.allow_partial)
     refuse_nan("the weights", nonfinite_parameters(loaded.module), options)
     return loaded
 
@@ -68,10 +82,28 @@ def refuse_nan(what: str, names: Iterable[str], options: argparse.Namespace) -> 
         note(f"warning: {text}")
 
 
-def exported_module(loaded: LoadedModel) -> GraphModule:
-    """Return the graph module of a model's export."""
+def exported_module(
+    loaded: LoadedModel, part: str | None = None, allow_partial: bool = False
+) -> tuple[GraphModule, Coverage | None]:
+    """Return the graph module of a model's export, and the share of its checkpoint's values that it holds.
+
+    Raises:
+        MXError: for a program that leaves out more than `part` and `allow_partial` say, as `Coverage.check` takes them.
+    """
     with user_errors("export the model"):
-        return loaded.export().module()
+        program = loaded.export()
+    if loaded.values is None:
+        return program.module(), None
+    coverage = loaded.values.held_by(tensors_read(program))
+    coverage.check(part, allow_partial)
+    note_coverage(coverage)
+    return program.module(), coverage
+
+
+def note_coverage(coverage: Coverage) -> None:
+    """Say what a program leaves out of its checkpoint."""
+    if coverage.held < coverage.values:
+        note(f"the program holds {coverage}")
 
 
 def _nonfinite_inputs(loaded: LoadedModel, batch: Batch) -> Iterable[str]:

@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> Result:
         batches = list(checked_batches(loaded, options).values())
         seen, judged = _divided(batches, quantizers)
         progress.begin("export")
-        exported = exported_module(loaded)
+        exported, _ = exported_module(loaded, options.part, options.allow_partial)
         with user_errors("run the model"):
             found = compare_recipes(
                 exported,

@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.checkpoints.checkpoint_sizes import files_of, sizes_in
+from pt2mx.pt2e.checkpoints.coverage import CheckpointValues
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def load_checkpoint(name: str) -> PreTrainedModel:
-    """Return the model of a checkpoint, in its own dtype and ready for export.
+def load_checkpoint(name: str, dtype: str | None = None) -> PreTrainedModel:
+    """Return the model of a checkpoint, ready for export.
 
     Args:
         name: a local folder, or a name on the hub.
+        dtype: in which it is loaded, such as "bfloat16"; None: its own.
 
     Raises:
         MXError: for a checkpoint that cannot be loaded, or holds code of its own that it needs.
@@ -25,7 +28,7 @@ def load_checkpoint(name: str) -> PreTrainedModel:
     try:
         fields, _ = transformers.PretrainedConfig.get_config_dict(name)
         architecture = (fields.get("architectures") or ["AutoModel"])[0]
-        module = from_pretrained(getattr(transformers, architecture, transformers.AutoModel), name)
+        module = from_pretrained(getattr(transformers, architecture, transformers.AutoModel), name, dtype)
     except MXError:
         raise
     except Exception as error:  # of any of the libraries that read a checkpoint
@@ -38,8 +41,11 @@ def load_checkpoint(name: str) -> PreTrainedModel:
     return module
 
 
-def from_pretrained(architecture: type[PreTrainedModel], name: str | os.PathLike[str]) -> PreTrainedModel:
-    """Return `architecture.from_pretrained(name)` for evaluation, loaded without a progress bar.
+def from_pretrained(
+    architecture: type[PreTrainedModel], name: str | os.PathLike[str], dtype: str | None = None
+) -> PreTrainedModel:
+    """Return `architecture.from_pretrained(name)` for evaluation, in its own dtype or another one, loaded without a
+    progress bar.
 
     Raises:
         MXError: for a checkpoint that needs code of its own, which is never run.
@@ -48,7 +54,12 @@ def from_pretrained(architecture: type[PreTrainedModel], name: str | os.PathLike
 
     _refuse_remote_code(name)
     logging.disable_progress_bar()
-    return architecture.from_pretrained(name, trust_remote_code=False).eval()
+    return architecture.from_pretrained(name, dtype=dtype or "auto", trust_remote_code=False).eval()
+
+
+def checkpoint_values(model: PreTrainedModel, name: str | os.PathLike[str]) -> CheckpointValues:
+    """Return the values of a checkpoint that a model was loaded from; those of the model where no file tells them."""
+    return CheckpointValues(model, sizes_in(files_of(name)) or None)
 
 
 def _refuse_remote_code(name: str | os.PathLike[str]) -> None:

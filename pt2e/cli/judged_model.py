@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.cli.checked_model import input_files
+from pt2mx.pt2e.cli.checked_model import check_checkpoint_options, input_files
 from pt2mx.pt2e.cli.devices import check_device
 from pt2mx.pt2e.cli.models import LoadedModel
 from pt2mx.pt2e.output import check_distinct, check_output
@@ -20,6 +20,7 @@ _LOGITS = re.compile(r"For\w*(Classification|LM|CTC|Generation|PreTraining)$|LMH
 def check_judged_model(options: argparse.Namespace) -> None:
     """Raise an `MXError` for options that cannot be, before the work."""
     check_device(options.device)
+    check_checkpoint_options(options)
     if options.model.startswith("onnx:"):
         raise MXError("an ONNX file is not taken here: `pt2mx quantize --model onnx:FILE` compares its outputs")
     if options.calibration == "none":

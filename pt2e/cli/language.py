@@ -11,7 +11,9 @@ from torch import Tensor
 from pt2mx.algorithms.options import look_at_inputs
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.cli.hugging_face import from_pretrained
+from pt2mx.pt2e.checkpoints.coverage import CheckpointValues, Coverage
+from pt2mx.pt2e.cli.checked_model import note_coverage
+from pt2mx.pt2e.cli.hugging_face import checkpoint_values, from_pretrained
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.cli.stage import Stages, note, user_errors
 from pt2mx.pt2e.cli.summary import quantized
@@ -27,15 +29,26 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def load_decoder(name: str) -> PreTrainedModel:
+def load_decoder(
+    name: str, part: str | None = None, allow_partial: bool = False, dtype: str | None = None
+) -> PreTrainedModel:
     """Return the causal language model of a checkpoint, in evaluation mode.
+
+    Args:
+        name: a local folder, or a name on the hub.
+        part, allow_partial: which tensors of the checkpoint the model may leave out, as `Coverage.check` takes them.
+        dtype: in which it is loaded, such as "bfloat16"; None: its own.
 
     Raises:
         MXError: for a checkpoint that cannot be loaded, or holds another kind of model.
     """
     transformers = import_extra("transformers", "hf")
     try:
-        return from_pretrained(transformers.AutoModelForCausalLM, name)
+        model = from_pretrained(transformers.AutoModelForCausalLM, name, dtype)
+        checkpoint_values(model, name).held_by().check(part, allow_partial)
+        return model
+    except MXError:
+        raise
     except Exception as error:  # of any of the libraries that read a checkpoint
         raise MXError(
             f"{name!r} is no causal language model that can be loaded (a local folder works offline; for another model "
@@ -65,17 +78,19 @@ def quantize_to_folder(options: argparse.Namespace, quantizer: MXQuantizer) -> R
     stages = 4 if quantizer.algorithms is None else 5
     with ranks.first_speaks(), Stages(1 + stages * len(places)) as progress:
         name = options.model.removeprefix("hf:")
-        model, tokenizer = load_decoder(name).to(options.device), load_tokenizer(name)
+        model = load_decoder(name, options.part, options.allow_partial, options.dtype).to(options.device)
+        values, tokenizer = checkpoint_values(model, name), load_tokenizer(name)
         if tokenizer is None:
             note(f"{name} holds no tokenizer: the result takes and gives tokens, no text")
         texts = calibration(options.calibration, tokenizer, quantizer) if len(places) == 1 else []
         reports = []
         for place in places:
             with place:
-                reports.append(_quantize_rank(model, quantizer, texts, tokenizer, options, progress))
+                reports.append(_quantize_rank(model, quantizer, texts, tokenizer, options, progress, values))
         progress.update()
         ranks.wait()
-    return quantized(reports[0], options, progress) if ranks.is_first() else None
+    report, coverage = reports[0]
+    return quantized(report, options, progress, coverage=coverage) if ranks.is_first() else None
 
 
 def _quantize_rank(
@@ -85,11 +100,16 @@ def _quantize_rank(
     tokenizer: Any,
     options: argparse.Namespace,
     progress: Stages,
-) -> QuantizationReport:
-    """Write what a rank has of the model, the only one or one of several, and give the report of that."""
+    values: CheckpointValues,
+) -> tuple[QuantizationReport, Coverage]:
+    """Write what a rank has of the model, the only one or one of several, and give the report of that, and the share of
+    the checkpoint that it holds."""
     with user_errors("quantize the model"):
         part = model if options.tensor_parallel == 1 else shard(model)
-        found = quantize_language_model(part, quantizer, texts, tokenizer, progress.begin)
+        partial = {"part": options.part, "allow_partial": options.allow_partial}
+        found = quantize_language_model(part, quantizer, texts, tokenizer, progress.begin, **partial)
+    coverage = values.held_by(found.coverage.read)
+    note_coverage(coverage)
     report = quantization_report(found.program.module())
     if not any(operator.quantized for operator in report.operators):
         raise MXError(f"the recipe {options.recipe!r} selects no operator of the model: nothing would be quantized")
@@ -98,7 +118,7 @@ def _quantize_rank(
         found.save_pretrained(options.output, quantizer)
         if ranks.is_first():
             report.to_json(options.report or Path(options.output) / REPORT)
-    return report
+    return report, coverage
 
 
 def _check(options: argparse.Namespace) -> None:

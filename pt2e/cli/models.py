@@ -15,11 +15,12 @@ from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError, nearest
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.checkpoints.coverage import CheckpointValues
 from pt2mx.pt2e.cli.batches import conform
 from pt2mx.pt2e.cli.calibration import Reader
 from pt2mx.pt2e.cli.checkpoint_inputs import CheckpointInputs
 from pt2mx.pt2e.cli.export_log import log_of_success
-from pt2mx.pt2e.cli.hugging_face import from_pretrained, load_checkpoint
+from pt2mx.pt2e.cli.hugging_face import checkpoint_values, from_pretrained, load_checkpoint
 from pt2mx.pt2e.cli.sentences import sentences
 from pt2mx.pt2e.cli.stated_shapes import stated_signature
 from pt2mx.pt2e.cli.torchvision_models import load_torchvision
@@ -41,6 +42,7 @@ class LoadedModel:
         dynamic_shapes: as `torch.export.export` takes them.
         batches: the built-in calibration sample, of the form of `example`.
         readers: what makes batches of a folder's files, as `load_batches` takes it.
+        values: of the checkpoint that the model was loaded from; None: it was made by code.
     """
 
     module: nn.Module
@@ -48,6 +50,7 @@ class LoadedModel:
     dynamic_shapes: DynamicShapes = None
     batches: Sequence[Batch] = ()
     readers: Mapping[str, Reader] = field(default_factory=dict)
+    values: CheckpointValues | None = None
 
     def export(self) -> torch.export.ExportedProgram:
         """Return the exported program of the model."""
@@ -96,12 +99,13 @@ def _arguments(batch: Batch) -> tuple[tuple, dict]:
     return ((), batch) if isinstance(batch, dict) else (batch, {})
 
 
-def load_model(source: str) -> LoadedModel:
+def load_model(source: str, dtype: str | None = None) -> LoadedModel:
     """Load a model that the command line names.
 
     Args:
         source: `minilm`, `torchvision:NAME`, `hf:DIRECTORY_OR_NAME` or `module.py:factory`. A factory returns the
             model, its example inputs (a tuple or a dict) and, optionally, dynamic shapes.
+        dtype: of a checkpoint: in which it is loaded, such as "bfloat16"; None: its own.
 
     Raises:
         MXError: for an unknown model, or one of a package that is not installed.
@@ -109,8 +113,10 @@ def load_model(source: str) -> LoadedModel:
     if source == "minilm":
         return _minilm()
     kind, _, name = source.partition(":")
-    if kind in _LOADERS:
-        return _LOADERS[kind](name)
+    if kind == "hf":
+        return _hugging_face(name, dtype)
+    if kind == "torchvision":
+        return _torchvision(name)
     if (path := source_file(source)) is not None:
         return _from_factory(path, source.removeprefix(f"{path}:"))
     if source.endswith(".py"):
@@ -175,15 +181,13 @@ def _torchvision(name: str) -> LoadedModel:
     return LoadedModel(module, batches[0], ({0: torch.export.Dim("batch")},), batches, readers)
 
 
-def _hugging_face(name: str) -> LoadedModel:
-    module = load_checkpoint(name)
+def _hugging_face(name: str, dtype: str | None) -> LoadedModel:
+    module = load_checkpoint(name, dtype)
     torch.manual_seed(0)
     inputs = CheckpointInputs(module, name)
     batches = inputs.batches()
-    return LoadedModel(module, batches[0], inputs.dynamic_shapes(batches[0]), batches, inputs.readers(batches[0]))
-
-
-_LOADERS = {"torchvision": _torchvision, "hf": _hugging_face}
+    shapes, readers = inputs.dynamic_shapes(batches[0]), inputs.readers(batches[0])
+    return LoadedModel(module, batches[0], shapes, batches, readers, checkpoint_values(module, name))
 
 
 def _from_factory(path: str, factory: str) -> LoadedModel:

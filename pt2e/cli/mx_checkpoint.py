@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pt2mx.errors import MXError
 from pt2mx.pt2e.checkpoints.load import is_mx_checkpoint, load_checkpoint
+from pt2mx.pt2e.cli.checked_model import note_coverage
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.cli.stage import Stages, note, user_errors
 from pt2mx.pt2e.cli.summary import quantized
@@ -26,7 +27,9 @@ def load_to_folder(options: argparse.Namespace) -> Result:
     _check(options)
     with Stages(3) as progress:
         with user_errors(f"load {name!r}"):
-            found = load_checkpoint(name, options.device, progress.begin)
+            partial = {"part": options.part, "allow_partial": options.allow_partial}
+            found = load_checkpoint(name, options.device, progress.begin, **partial)
+        note_coverage(found.coverage)
         if found.tokenizer is None:
             note(f"{name} holds no tokenizer: the result takes and gives tokens, no text")
         report = quantization_report(found.program.module())
@@ -34,7 +37,7 @@ def load_to_folder(options: argparse.Namespace) -> Result:
         with user_errors(f"write {options.output!r}"):
             found.save_pretrained(options.output)
             report.to_json(options.report or Path(options.output) / REPORT)
-    return quantized(report, options, progress)
+    return quantized(report, options, progress, coverage=found.coverage)
 
 
 #: options that say how to quantize -> their values that ask for nothing
@@ -44,6 +47,7 @@ _ASKING = {
     "calibration": (None, "none"),
     "tensor_parallel": (1,),
     "compile": (False,),
+    "dtype": (None,),
 }
 
 

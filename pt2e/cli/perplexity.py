@@ -37,14 +37,14 @@ def run(options: argparse.Namespace) -> Result:
         tokenizer = load_tokenizer(options.folder)
         text = blocks(read_text(options.text), tokenizer, options.tokens)
         source = options.float if quantized else options.folder
-        model = None if source is None else load_decoder(source)
+        model = None if source is None else load_decoder(source, options.part, options.allow_partial)
         exact = None if model is None else _predictions(model, use_cache=False)
         rows: Iterable[tuple[str, Predict]] = [] if exact is None else [("float", exact)]
         if quantized:
             with user_errors(f"load {options.folder!r}"):
                 rows = [*rows, (Path(options.folder).name, _predictions(LanguageModel.from_pretrained(options.folder)))]
         elif model is not None:
-            rows = chain(rows, _by_recipes(model, quantizers, options.calibration, tokenizer, progress))
+            rows = chain(rows, _by_recipes(model, quantizers, options, tokenizer, progress))
         found: list[tuple[str, Perplexity]] = []
         for name, predict in rows:
             progress.begin(f"predict: {name}")
@@ -81,7 +81,7 @@ def _cells(found: Perplexity) -> list[str]:
 def _by_recipes(
     model: PreTrainedModel,
     quantizers: dict[str, MXQuantizer],
-    source: str | None,
+    options: argparse.Namespace,
     tokenizer: Any,
     progress: Stages,
 ) -> Iterator[tuple[str, Predict]]:
@@ -89,8 +89,9 @@ def _by_recipes(
     for name, quantizer in quantizers.items():
         progress.begin(f"quantize: {name}")
         with user_errors(f"quantize by {name}"):
-            texts = calibration(source, tokenizer, quantizer)
-            made = quantize_language_model(model, quantizer, texts, tokenizer)
+            texts = calibration(options.calibration, tokenizer, quantizer)
+            partial = {"part": options.part, "allow_partial": options.allow_partial}
+            made = quantize_language_model(model, quantizer, texts, tokenizer, **partial)
         yield name, _predictions(made)
 
 

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from pt2mx.algorithms.options import look_at_inputs
 from pt2mx.errors import MXError
 from pt2mx.pt2e.cli.checked_model import (
+    check_checkpoint_options,
     checked_batches,
     checked_model,
     exported_module,
@@ -40,6 +41,7 @@ from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.fidelity import Fidelity, fidelity
 from pt2mx.pt2e.report.finite import nonfinite_operands
 from pt2mx.pt2e.report.report import QuantizationReport, quantization_report
+from pt2mx.pt2e.report.rows import operator_reports
 
 #: ends of the name of a report
 _JSON, _PAGES = ".json", (".html", ".htm")
@@ -47,6 +49,7 @@ _JSON, _PAGES = ".json", (".html", ".htm")
 
 def run(options: argparse.Namespace) -> Result | None:
     check_device(options.device)
+    check_checkpoint_options(options)
     from_checkpoint = options.model.startswith("hf:")
     is_language_model = from_checkpoint and Path(options.output).suffix.lower() != ".pt2"
     if from_checkpoint:
@@ -79,7 +82,7 @@ def _quantize_program(options: argparse.Namespace, quantizer: MXQuantizer) -> Re
         batches = checked_batches(loaded, options)
 
         progress.begin("export")
-        float_model = exported_module(loaded)
+        float_model, coverage = exported_module(loaded, options.part, options.allow_partial)
         optimized = float_model
         if quantizer.algorithms is not None:
             progress.begin("optimize")
@@ -107,7 +110,13 @@ def _quantize_program(options: argparse.Namespace, quantizer: MXQuantizer) -> Re
                 compiled = _compare_compiled(converted, loaded.example)
     rounded = [] if quantizer.algorithms is None else [_rounded(optimized)]
     return quantized(
-        report, options, progress, lines=rounded, compiled_against_eager=compiled, output_against_the_float_model=found
+        report,
+        options,
+        progress,
+        lines=rounded,
+        coverage=coverage,
+        compiled_against_eager=compiled,
+        output_against_the_float_model=found,
     )
 
 
@@ -135,7 +144,7 @@ def _prepare(optimized: GraphModule, quantizer: MXQuantizer, options: argparse.N
     """The prepared model, in which something will be quantized."""
     with user_errors("prepare the model"):
         prepared = prepare_pt2e(optimized, quantizer)
-    if not any(operator.quantized for operator in quantization_report(prepared).operators):
+    if not any(operator.quantized for operator in operator_reports(prepared)):
         raise MXError(f"the recipe {options.recipe!r} selects no operator of the model: nothing would be quantized")
     return prepared
 

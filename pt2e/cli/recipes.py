@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
+from pt2mx.pt2e.cli.checked_model import exported_module
 from pt2mx.pt2e.cli.models import load_model
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.cli.stage import Stages, user_errors
@@ -43,8 +44,7 @@ def run_check(options: argparse.Namespace) -> Result:
         with user_errors("load the model"):
             loaded = load_model(options.model)
         progress.begin("export")
-        with user_errors("export the model"):
-            exported = loaded.export().module()
+        exported, _ = exported_module(loaded, allow_partial=True)
         progress.begin("prepare")
         with user_errors("prepare the model"):
             report = quantization_report(prepare_pt2e(exported, quantizer))

@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> Result:
         loaded = checked_model(options)
         batches = list(checked_batches(loaded, options).values())
         progress.begin("export")
-        exported = exported_module(loaded)
+        exported, _ = exported_module(loaded, options.part, options.allow_partial)
         progress.begin("measure")
         with user_errors("run the model"):
             found = sensitivity(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from pt2mx.pt2e.checkpoints.coverage import Coverage
 from pt2mx.pt2e.cli.argument import WORST_OPERATORS
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.cli.stage import Stages
@@ -49,6 +50,7 @@ def quantized(
     stages: Stages,
     *,
     lines: Sequence[str] = (),
+    coverage: Coverage | None = None,
     **fidelities: Fidelity | None,
 ) -> Result:
     """Return the result of a model that was quantized and written to `options.output`.
@@ -58,6 +60,7 @@ def quantized(
         options: those of the command.
         stages: that have ended.
         lines: that stand after the report.
+        coverage: the share of its checkpoint that the model holds; None: it is of no checkpoint.
         **fidelities: name of what was compared with another -> how they agree.
     """
     size = bytes_of(options.output)
@@ -65,6 +68,7 @@ def quantized(
     text = [
         summary(report, options.full),
         *lines,
+        *([] if coverage is None else [f"the program holds {coverage}"]),
         *(f"{name.replace('_', ' ')}: {found}" for name, found in known.items()),
         f"{options.output}: {size / 1e6:.1f} MB, {report.effective_bits:.2f} bits a value; {stages.seconds()}",
     ]
@@ -72,6 +76,7 @@ def quantized(
         "output": str(options.output),
         "bytes": size,
         "effective_bits": report.effective_bits,
+        **({} if coverage is None else {"checkpoint": coverage.to_dict()}),
         **{name: found._asdict() for name, found in known.items()},
         "seconds": stages.times(),
         "report": json.loads(report.to_json()),

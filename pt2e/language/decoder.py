@@ -42,6 +42,9 @@ _OF_LENGTH: dict[str, dict[int, Any]] = {
     "logits_to_keep": {},
 }
 
+#: that the names of a decoder's tensors begin with in its program
+PREFIX = "model."
+
 
 class CachedDecoder(nn.Module):
     """A causal language model whose cache is an input."""

@@ -19,6 +19,7 @@ from pt2mx.fx.graph.node import is_ours
 from pt2mx.fx.graph.subgraphs import graph_modules
 from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.fx.passes.device import device_named, move_to_device
+from pt2mx.pt2e.checkpoints.coverage import Coverage
 from pt2mx.pt2e.language.arguments import check_prompts, check_step
 from pt2mx.pt2e.language.cache import CacheLayer, cache_of, empty_cache, grow, room_for, slots_of
 from pt2mx.pt2e.language.folder import Folder, check_holds_program, load_folder, save_folder
@@ -74,6 +75,8 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         self.config, self.tokenizer = config, tokenizer
         self.generation_config = generation_config or import_extra("transformers", "hf").GenerationConfig()
         self.layers, self.device, self.dtype = cache_of(program)
+        #: the share of the float model's values that the program holds; None: not known of a folder
+        self.coverage: Coverage | None = None
         self._folder: Path | None = None
 
     @cached_property

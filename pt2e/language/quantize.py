@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.attributes import attribute_of
 from pt2mx.fx.graph.constants import computed_from
+from pt2mx.pt2e.checkpoints.coverage import CheckpointValues, tensors_read
 from pt2mx.pt2e.convert import convert_pt2e
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.arguments import check_model, check_texts
@@ -40,6 +41,9 @@ def quantize_language_model(
     texts: Sequence[Tensor] = (),
     tokenizer: Any = None,
     stage: Callable[[str], None] = lambda name: None,
+    *,
+    part: str | None = None,
+    allow_partial: bool = False,
 ) -> LanguageModel:
     """Export a causal language model with its cache, and quantize its weights and what meets them.
 
@@ -52,12 +56,15 @@ def quantize_language_model(
         texts: tokens to calibrate with, (B, S) int64 each, without padding.
         tokenizer: of the result.
         stage: is told the name of each stage as it begins.
+        part: the top-level module that the program holds, such as "language_model": others may be left out.
+        allow_partial: True: any part that text does not reach may be left out.
 
     Returns:
-        A model that generates, and can be saved.
+        A model that generates, and can be saved; its `coverage` is the share of the model's values that it holds.
 
     Raises:
-        MXError: for a model that keeps anything but keys and values of its tokens, and as the stages do.
+        MXError: for a model that keeps anything but keys and values of its tokens, for one of which tokens do not reach
+            more than unused heads, as images' tower of a vision-language model, and as the stages do.
 
     Example:
         >>> import torch, transformers
@@ -73,7 +80,10 @@ def quantize_language_model(
     check_texts(texts, model.config.get_text_config().vocab_size)
     stage("export")
     layers = layers_of(model)
-    graph = decoder.export_decoder(model).module()
+    exported = decoder.export_decoder(model)
+    coverage = CheckpointValues(model).held_by(tensors_read(exported, decoder.PREFIX))
+    coverage.check(part, allow_partial)
+    graph = exported.module()
     own = without_products_of_activations(quantizer)
     check_blocks(graph, own)
     batches = [decoder.inputs(layers, model.device, text) for text in texts]
@@ -88,7 +98,9 @@ def quantize_language_model(
     stage("convert")
     converted = pack_cache(convert_pt2e(prepared))
     program = decoder.export(converted, decoder.inputs(layers_in(converted), model.device))
-    return LanguageModel(program, copy.deepcopy(model.config), copy.deepcopy(model.generation_config), tokenizer)
+    found = LanguageModel(program, copy.deepcopy(model.config), copy.deepcopy(model.generation_config), tokenizer)
+    found.coverage = coverage
+    return found
 
 
 def without_products_of_activations(quantizer: MXQuantizer) -> MXQuantizer:

@@ -1,0 +1,189 @@
+"""The share of a checkpoint's values that a program holds, by top-level module, and the error where it lacks a part."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch.export import ExportedProgram
+
+from pt2mx.errors import MXError, nearest
+from pt2mx.pt2e.checkpoints.checkpoint_names import renames_of
+from pt2mx.pt2e.checkpoints.model_modules import tied_names
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+#: modules of whole layers that are heads all the same: they predict the tokens behind the next one
+_HEADS_OF_LAYERS = ("mtp", "mtp_layers")
+#: buffers that older versions of transformers saved, and every model computes now
+_COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+
+
+class Share(NamedTuple):
+    """The values of a module that are held, all of them, and the number of its tensors."""
+
+    held: int
+    values: int
+    tensors: int
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The share of a checkpoint's values that a program, or a model, holds.
+
+    Args:
+        modules: top-level module -> its share.
+        lost: top-level module -> the tensors that are left out although they are more than an unused head.
+        read: the tensors of the model that the program reads.
+    """
+
+    modules: Mapping[str, Share]
+    lost: Mapping[str, list[str]]
+    read: frozenset[str] = frozenset()
+
+    @property
+    def values(self) -> int:
+        """All values of the checkpoint."""
+        return sum(share.values for share in self.modules.values())
+
+    @property
+    def held(self) -> int:
+        """The values that are held."""
+        return sum(share.held for share in self.modules.values())
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the numbers as plain data."""
+        modules = {name: {"held": share.held, "values": share.values} for name, share in self.modules.items()}
+        return {"held": self.held, "values": self.values, "modules": modules}
+
+    def __str__(self) -> str:
+        text = f"{_percent(self.held, self.values)} of the checkpoint's {self.values:,} values"
+        if self.held == self.values:
+            return text
+        return f"{text}: " + ", ".join(f"{name} {_percent(*share[:2])}" for name, share in self.modules.items())
+
+    def check(self, part: str | None, allow_partial: bool) -> None:
+        """Raise an error where more than unused heads is left out.
+
+        Args:
+            part: a top-level module: others may be left out, this one not.
+            allow_partial: True: all may be left out.
+
+        Raises:
+            MXError: with the shares, the first tensor that is left out, and the options that allow it.
+        """
+        if part is not None and part not in self.modules:
+            raise MXError(f"the model has no top-level module {part!r}: {nearest(part, self.modules)}")
+        lost = dict(self.lost)
+        if part is not None:  # of which nothing may be held, though it is no more than a head
+            lost = {part: lost.get(part, [part])} if part in lost or not self.modules[part].held else {}
+        if allow_partial or not lost:
+            return
+        first = next(iter(lost.values()))[0]
+        whole = [name for name, share in self.modules.items() if share.held == share.values]
+        example = max(whole, key=lambda name: self.modules[name].tensors, default="NAME")
+        advice = f"give --part {example} (part={example!r}) for a program of that part, or"
+        if part is not None:
+            advice = f"give a model of {part} alone with inputs that reach it (--model module.py:factory), or"
+        raise MXError(
+            f"the program would hold {self}; without {first}, for example, it is another model: {advice} "
+            "--allow-partial (allow_partial=True) for what there is"
+        )
+
+
+class CheckpointValues:
+    """The values of a checkpoint, by the names that its tensors have in a model.
+
+    Args:
+        model: that loads it, on any device, also without memory.
+        sizes: tensor of the checkpoint -> its number of values; None: the parameters of the model are all there is.
+    """
+
+    def __init__(self, model: PreTrainedModel, sizes: Mapping[str, int] | None = None) -> None:
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._known = {*model.state_dict(), *(name for name, _ in model.named_buffers())}
+        self._tied, self._prefix = tied_names(model), f"{model.base_model_prefix}."
+        patterns = [*_COMPUTED, *(model._keys_to_ignore_on_load_unexpected or ())]
+        self._ignored = re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
+        self._sizes: dict[str, int] = defaultdict(int)
+        if sizes is None:
+            self._sizes |= {name: parameter.numel() for name, parameter in model.named_parameters()}
+            return
+        rename = renames_of(model)
+        for name, size in sizes.items():
+            own = rename(name)[0]
+            # buffers of the model are no weights: whether a program reads them says nothing
+            if own in parameters or own not in self._known:
+                self._sizes[own] += size
+
+    def top_level(self, name: str) -> str:
+        """Return the top-level module of a tensor, which is below the base model where there is one."""
+        return name.removeprefix(self._prefix).partition(".")[0]
+
+    def held_by(self, read: Collection[str] | None = None) -> Coverage:
+        """Return the share that a program holds.
+
+        Args:
+            read: the names in the model of the tensors that it reads; None: all that the model has.
+        """
+        read = frozenset(self._known if read is None else read)
+        held = {name for name in self._sizes if read & {name, *self._tied.get(name, ())}}
+        modules: dict[str, Share] = {}
+        for name, size in self._sizes.items():
+            before = modules.get(self.top_level(name), Share(0, 0, 0))
+            after = before.held + size * (name in held), before.values + size, before.tensors + 1
+            modules[self.top_level(name)] = Share(*after)
+        lost: dict[str, list[str]] = defaultdict(list)
+        inside = {path for name in held for path in _paths(name)}
+        for name in self._sizes.keys() - held:
+            if not self._may_be_unused(name, inside):
+                lost[self.top_level(name)].append(name)
+        return Coverage(modules, {name: sorted(names) for name, names in lost.items()}, read)
+
+    def _may_be_unused(self, name: str, inside: set[str]) -> bool:
+        """True of a tensor of an unused head, and of one that transformers knows to be no part of the model.
+
+        Args:
+            name: of a tensor that is left out.
+            inside: the paths of all modules of which something is held.
+        """
+        top = self.top_level(name)
+        if top in _HEADS_OF_LAYERS:
+            return True
+        layers = [path for path in _paths(name) if path.rpartition(".")[2].isdigit() and name.count(".", len(path)) > 1]
+        whole_layer = any(path not in inside for path in layers)
+        if name in self._known:  # the program does not read it: its result does not depend on it, or a part is missing
+            return not whole_layer
+        if any(self.top_level(path) == top for path in inside) and self._ignored.search(name):
+            return True
+        return not whole_layer and not layers and name.rpartition(".")[0] not in inside
+
+
+def tensors_read(program: ExportedProgram, prefix: str = "") -> set[str]:
+    """Return the parameters and buffers that a program reads.
+
+    Args:
+        program: an export.
+        prefix: that their names begin with; it is taken off.
+    """
+    signature = program.graph_signature
+    names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    inputs = [node for node in program.graph.find_nodes(op="placeholder") if node.name in names and node.users]
+    return {names[node.name].removeprefix(prefix) for node in inputs}
+
+
+def _paths(name: str) -> list[str]:
+    """The modules that a tensor is in, from the outermost to its own."""
+    return list(accumulate(name.split(".")[:-1], lambda path, word: f"{path}.{word}"))
+
+
+def _percent(part: int, whole: int) -> str:
+    """A share that is 100% of the whole alone, and 0% of nothing alone."""
+    if part in (0, whole):
+        return "100%" if part == whole else "0%"
+    return f"{min(max(100 * part / whole, 0.1), 99.9):.1f}%"

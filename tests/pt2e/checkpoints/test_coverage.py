@@ -1,0 +1,163 @@
+"""The share of a checkpoint that a program holds, and which parts it may leave out."""
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import pt2mx
+from pt2mx import MXError, MXQuantizer, PT2MXConfig
+from pt2mx.pt2e.checkpoints.checkpoint_sizes import files_of, sizes_in
+from pt2mx.pt2e.checkpoints.coverage import CheckpointValues, tensors_read
+from pt2mx.pt2e.cli.command import main
+from pt2mx.pt2e.cli.models import load_model
+from tests.language_models import FAMILIES, tiny_decoder, transformers
+from tests.vision_language_models import VISION_LANGUAGE, vision_language_checkpoint
+
+_RECIPE = "mxfp4_weight_only"
+
+
+def values_of(model, folder):
+    return CheckpointValues(model, sizes_in(files_of(folder)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_of_a_decoder_is_held(family, tmp_path):
+    model = tiny_decoder(family)
+    model.save_pretrained(tmp_path)
+    coverage = values_of(model, tmp_path).held_by()
+    parameters = dict(model.named_parameters())
+    assert coverage.held == coverage.values == sum(parameter.numel() for parameter in parameters.values())
+    assert not coverage.lost and str(coverage) == f"100% of the checkpoint's {coverage.values:,} values"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_that_is_left_out_is_lost_and_a_head_is_not(family):
+    """By the names of the model: each layer, and all that is outside the layers."""
+    model = tiny_decoder(family)
+    values, names = CheckpointValues(model), {name for name, _ in model.named_parameters()}
+    layers = {".".join(name.split(".")[: name.split(".").index("1") + 1]) for name in names if ".1." in name}
+    assert layers
+    for layer in layers:
+        coverage = values.held_by({name for name in names if not name.startswith(f"{layer}.")})
+        assert coverage.lost and coverage.held < coverage.values
+        with pytest.raises(MXError, match=r"^the program would hold \d+\.\d% of the checkpoint's .* --allow-partial"):
+            coverage.check(None, False)
+        coverage.check(None, True)
+    assert not values.held_by({name for name in names if "norm" not in name}).lost
+
+
+@pytest.mark.parametrize("kind", VISION_LANGUAGE)
+def test_a_vision_tower_is_not_left_out_silently(kind, tmp_path):
+    model, tower = vision_language_checkpoint(kind, tmp_path)
+    parameters = list(model.parameters())
+    text = {id(one) for part in (model.model.language_model, model.lm_head) for one in part.parameters()}
+    loaded = load_model(f"hf:{tmp_path}")
+    coverage = loaded.values.held_by(tensors_read(loaded.export()))
+    assert coverage.values == sum(parameter.numel() for parameter in parameters)
+    assert coverage.held == sum(parameter.numel() for parameter in parameters if id(parameter) in text)
+    with pytest.raises(
+        MXError, match=rf"would hold .*{tower} 0%.* give --part language_model \(part='language_model'\)"
+    ):
+        coverage.check(None, False)
+    with pytest.raises(MXError, match=f"give a model of {tower} alone with inputs that reach it"):
+        coverage.check(tower, False)
+    with pytest.raises(MXError, match="no top-level module 'no_module': did you mean 'language_model'"):
+        coverage.check("no_module", True)
+    coverage.check("language_model", False)
+    coverage.check(None, True)
+
+
+def test_the_command_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    vision_language_checkpoint("llava", tmp_path / "vlm")
+    command = ["recipes", "check", _RECIPE, "--model", "hf:vlm"]
+    assert main(command) == 0
+    assert re.search(r"the program holds \d+\.\d% of the checkpoint's [\d,]+ values: ", capsys.readouterr().err)
+    command = ["quantize", "--recipe", _RECIPE, "--model", "hf:vlm", "--output", "out.pt2", "--calibration", "none"]
+    assert main(command) == 2
+    err = capsys.readouterr().err
+    assert "vision_tower 0%" in err and "--allow-partial" in err and err.count("pt2mx: error:") == 1
+    assert main([*command, "--part", "language_model", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["checkpoint"]
+    assert found["modules"]["vision_tower"]["held"] == 0 < found["held"] < found["values"]
+    assert main(["compare", "minilm", "--allow-partial"]) == 2
+    assert "--allow-partial is for checkpoints (hf:NAME), and 'minilm' is none" in capsys.readouterr().err
+
+
+def test_a_language_model_with_a_tower(tmp_path):
+    """In Python; and the tower that transformers itself does not load."""
+    model, tower = vision_language_checkpoint("gemma3", tmp_path / "vlm")
+    with pytest.raises(MXError, match=rf"would hold .*{tower} 0%.*part='language_model'"):
+        pt2mx.quantize_language_model(model, MXQuantizer.from_recipe(_RECIPE))
+    text = transformers.Gemma3ForCausalLM(model.config.text_config)
+    held = load_file(tmp_path / "vlm" / "model.safetensors")
+    names = {name.replace("model.", f"{tower}.", 1): tensor for name, tensor in text.state_dict().items()}
+    save_file({**held, **{name: tensor.clone() for name, tensor in names.items()}}, tmp_path / "more.safetensors")
+    coverage = CheckpointValues(text, sizes_in([tmp_path / "more.safetensors"])).held_by()
+    assert tower in coverage.lost
+
+
+@pytest.fixture
+def llama(tmp_path):
+    """The folder of a checkpoint, and what adds tensors of 64 values each to it."""
+    tiny_decoder("llama").save_pretrained(tmp_path / "llama")
+    file = tmp_path / "llama" / "model.safetensors"
+
+    def add(*names):
+        save_file({**load_file(file), **{name: torch.ones(64) for name in names}}, file, {"format": "pt"})
+        return tmp_path / "llama"
+
+    return add
+
+
+#: tensors of a checkpoint that a LlamaForCausalLM of two layers has no place for -> True where they may be left out
+EXTRA = {
+    "score.weight": True,
+    "classifier.dense.weight": True,
+    "classifier.0.weight": True,
+    "model.layers.0.self_attn.rotary_emb.inv_freq": True,
+    "mtp.layers.0.mlp.up_proj.weight": True,
+    "model.layers.2.mlp.up_proj.weight": False,
+    "model.layers.0.mlp.up_proj.bias": False,
+    "model.norm.bias": False,
+    "vision_tower.layers.0.mlp.fc1.weight": False,
+    "model.visual.blocks.0.norm.weight": False,
+}
+
+
+@pytest.mark.parametrize(("name", "fits"), EXTRA.items())
+def test_what_a_model_has_no_place_for(name, fits, llama):
+    folder = llama(name)
+    model = transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(folder))
+    coverage = values_of(model, folder).held_by()
+    assert coverage.values - coverage.held == 64
+    assert (not coverage.lost) == fits
+    assert fits or [name] in coverage.lost.values()
+
+
+def test_eager_loading(llama):
+    folder = llama("score.weight")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    assert load(folder, quantization_config=PT2MXConfig(_RECIPE)).lm_head.spec == pt2mx.parse("mxfp4(even,even)")
+    folder = llama("vision_tower.layers.0.mlp.fc1.weight")
+    with pytest.raises(MXError, match=r"vision_tower 0%; without vision_tower\.layers\.0"):
+        load(folder, quantization_config=PT2MXConfig(_RECIPE))
+    for allowed in ({"part": "layers"}, {"allow_partial": True}):
+        loaded = load(folder, quantization_config=PT2MXConfig(_RECIPE, **allowed))
+        assert loaded.lm_head.weight_packed.dtype == torch.uint8
+
+
+def test_a_checkpoint_of_codes(llama, tmp_path):
+    source, out = llama(), tmp_path / "mx"
+    pt2mx.convert_checkpoint(source, out, dtype="bfloat16")
+    held = load_file(out / "model.safetensors")
+    held["vision_tower.layers.0.mlp.fc1.weight_packed"] = torch.ones(64, 16, dtype=torch.uint8)
+    save_file(held, out / "model.safetensors", {"format": "pt"})
+    with pytest.raises(MXError, match="vision_tower 0%"):
+        pt2mx.load_checkpoint(out)
+    loaded = pt2mx.load_checkpoint(out, part="layers")
+    total = sum(tensor.numel() for tensor in load_file(source / "model.safetensors").values())
+    assert loaded.coverage.held == total == loaded.coverage.values - 64 * 16
