@@ -21,8 +21,10 @@ def save_program(
 ) -> None:
     """Save a program as `torch.export.save` does, in a file that says what it is.
 
-    The file holds all arguments of pt2mx's operators, also those that are defaults today, the versions of pt2mx and
-    torch, and the recipe, if one is given (`origin_of` reads them). It takes the place of `path` when it is whole.
+    The file holds all arguments of pt2mx's operators, the versions of pt2mx and torch, and the recipe, if one is given
+    (`origin_of` reads them). It takes the place of `path` when it is whole. `torch.export.save` alone writes a program
+    as `torch.export.export` traced it, without arguments (scale mode, rounding) that equal the schema's defaults: with
+    other defaults such a file means other numbers.
 
     Args:
         program: `torch.export.export(converted, ...)`. The arguments are written out in its graph.

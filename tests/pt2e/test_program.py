@@ -8,7 +8,8 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXError, MXQuantizer
-from pt2mx.fx.graph.node import is_ours
+from pt2mx.fx.graph.node import Quantize, is_ours
+from pt2mx.fx.graph.subgraphs import graph_modules
 from pt2mx.pt2e import origin
 from pt2mx.pt2e.archive import add_records, read_record
 from pt2mx.pt2e.origin import Origin, origin_of, recipe_of
@@ -44,6 +45,28 @@ def test_a_saved_program_says_what_it_is(recipe, program, converted, tmp_path):
     for again in (loaded, pt2mx.load_program(path)):
         with torch.no_grad():
             assert torch.equal(again.module()(X), converted(X))
+
+
+def test_a_saved_program_names_the_defaults_that_tracing_leaves_out(tmp_path):
+    """Scale modes and roundings, defaults or not, of the graphs inside the graph too."""
+
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            return torch.cond(x.sum() > 0, lambda x: self.up(x), lambda x: self.down(x), (x,)) + self.up(x)
+
+    config = pt2mx.get_default_mx_quantization_config("mxfp4", "mxfp8", scale_mode="floor", rounding="even")
+    model = calibrated(exported(Branches().eval(), X), MXQuantizer().set_global(config), X)
+    pt2mx.save_program(torch.export.export(pt2mx.convert_pt2e(model), (X,)), tmp_path / "net.pt2")
+    graphs = graph_modules(torch.export.load(tmp_path / "net.pt2").graph_module)
+    ours = [node for graph in graphs for node in graph.graph.nodes if is_ours(node)]
+    assert len(graphs) == 3 and len(ours) >= 3 * 2
+    assert all(len(node.args) == len(node.target._schema.arguments) for node in ours)
+    modes = {(call.scale_mode, call.rounding) for graph in graphs for _, call in Quantize.calls_in(graph.graph)}
+    assert modes == {("floor", "even")}
 
 
 def test_another_version_is_a_warning(program, tmp_path, monkeypatch):
