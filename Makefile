@@ -2,16 +2,18 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+SCHEMAS := tests/torchvision_schemas
 
 .PHONY: demo test sweep lint types bench clean
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt $(SCHEMAS)/pyproject.toml $(SCHEMAS)/torchvision_schemas.py
 	@echo "install into $(VENV), once, in minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	# torch first: other packages' ranges would otherwise pull a second, CUDA build of it
 	$(BIN)/python -m pip install --quiet $$(grep '^torch==' constraints.txt)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	# the second one has PyPI's torchvision import where that torch is a CPU build
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]' ./$(SCHEMAS)
 	touch $@
 
 demo: $(VENV)/.installed
@@ -31,7 +33,7 @@ sweep: $(VENV)/.installed
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror pt2mx/kernels/cpu/src/* pt2mx/cpp/src/*.cpp pt2mx/cpp/src/*.h pt2mx/cpp/example/*.cpp
+	$(BIN)/clang-format --dry-run --Werror pt2mx/kernels/cpu/src/* pt2mx/cpp/src/*.cpp pt2mx/cpp/src/*.h pt2mx/cpp/example/*.cpp pt2mx/quark/src/*.cpp
 
 types: $(VENV)/.installed
 	$(BIN)/mypy
@@ -44,4 +46,5 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m tests.benchmarks.model --layers 2
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache
+	rm -rf $(VENV) .mypy_cache
+	for folder in . $(SCHEMAS); do (cd $$folder && rm -rf build dist *.egg-info); done

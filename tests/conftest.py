@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from _pytest.config import parse_warning_filter
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -34,6 +35,12 @@ def compiler():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture(scope="session")
+def warning_filters(pytestconfig):
+    """Those of the tests, as arguments of `warnings.filterwarnings`, for other processes."""
+    return [parse_warning_filter(line, escape=False) for line in pytestconfig.getini("filterwarnings")]
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,6 @@ from nbclient import NotebookClient
 
 import pt2mx
 from pt2mx import compat
-from pt2mx.extras import import_extra
 from pt2mx.fx import lower
 from pt2mx.modes import ROUNDINGS, SCALE_MODES
 from pt2mx.pt2e.cli import command
@@ -23,6 +22,7 @@ from pt2mx.pt2e.quantizer.measured import summary, tasks
 from pt2mx.pt2e.quantizer.operators import OPERAND_NAMES, OPERANDS, OPT_IN
 from tests.benchmarks.recipes import tables as recipe_tables
 from tests.documents import DOCUMENTS, NOTEBOOKS, READMES, ROOT, blocks, name_of
+from tests.fresh_process import run_program
 
 #: notebooks that take more than half a minute on one core
 SLOW_NOTEBOOKS = ("01_quantize_a_model", "04_lower_and_package")
@@ -60,14 +60,12 @@ def python_blocks():
 
 
 @pytest.mark.parametrize(("path", "line", "code"), list(python_blocks()))
-def test_code_runs_by_itself(path, line, code, tmp_path, monkeypatch, compiler):
-    monkeypatch.chdir(tmp_path)
-    if "import transformers" in code:  # which looks for a torchvision of the same build as torch
-        import_extra("transformers", "hf")
-    namespace = {"__name__": "document"}
-    exec(compile("\n" * line + code, path, "exec"), namespace)
+def test_code_runs_as_pasted(path, line, code, tmp_path, warning_filters):
+    finished = run_program("\n" * line + code, str(path), tmp_path, warning_filters)
+    assert finished.status == 0, finished.err
     if path == ROOT / "README.md":
-        assert namespace["report"].to_table() in path.read_text()
+        _, table = finished.out.split("\n", 1)
+        assert table.startswith("module") and table in path.read_text()
 
 
 def test_readme_is_one_program_and_short():

@@ -1,0 +1,51 @@
+"""Programs in processes of their own, forked from one that has imported torch and nothing else: torch takes longer to
+import than most programs take to run."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+import warnings
+from pathlib import Path
+from typing import NamedTuple
+
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["torch", "torch._dynamo"])
+
+
+class Finished(NamedTuple):
+    """The exit status of a program, and what it printed on stdout and stderr."""
+
+    status: int | None
+    out: str
+    err: str
+
+
+def run_program(code: str, name: str, folder: Path, warning_filters: list[tuple]) -> Finished:
+    """Run a program in a process of its own.
+
+    Args:
+        code: the program.
+        name: its file name in tracebacks.
+        folder: the working folder of the process. Its output goes into files there.
+        warning_filters: arguments of `warnings.filterwarnings`, a tuple for each call.
+    """
+    out, err = folder / "stdout.txt", folder / "stderr.txt"
+    process = _FORKS.Process(target=_run, args=(code, name, folder, out, err, warning_filters))
+    process.start()
+    process.join()
+    return Finished(process.exitcode, out.read_text(), err.read_text())
+
+
+def _run(code: str, name: str, folder: Path, out: Path, err: Path, warning_filters: list[tuple]) -> None:
+    for path, descriptor in ((out, 1), (err, 2)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+    os.chdir(folder)
+    for arguments in warning_filters:
+        warnings.filterwarnings(*arguments)
+    try:
+        exec(compile(code, name, "exec"), {"__name__": "__main__"})
+    except BaseException:
+        traceback.print_exc()
+        raise SystemExit(1) from None
