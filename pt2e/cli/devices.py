@@ -1,6 +1,5 @@
 """The option `--device`."""
 
-
 import torch
 
 from pt2mx.errors import MXError

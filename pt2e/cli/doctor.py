@@ -9,9 +9,13 @@ import argparse
 import logging
 import platform
 import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future
 from importlib.metadata import PackageNotFoundError
 
+from pt2mx.pt2e.cli.clean_imports import FailedImport, clean_imports
 from pt2mx.pt2e.cli.doctor_checks import CHECKS, Check, NotNeeded
+from pt2mx.pt2e.cli.repairs import repair
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.cli.stage import Stages
 from pt2mx.version import __version__
@@ -25,35 +29,47 @@ _LONGEST = 200
 def run(options: argparse.Namespace) -> Result:
     stages = Stages(len(CHECKS), first=None)
     rows = []
-    for group, checks in CHECKS.items():
-        stages.begin(f"look at {group}")
-        rows += [_row(check) for check in checks]
+    with clean_imports(_modules()) as imports:
+        for group, checks in CHECKS.items():
+            stages.begin(f"look at {group}")
+            rows += [_row(check, imports) for check in checks]
     works = all(row["status"] == "ok" for row in rows if row["needed"])
-    missing = sum(row["status"] == "missing" for row in rows)
+    faults = sum(row["status"] in ("missing", "broken") for row in rows)
     verdict = "the flow can run" if works else "the flow cannot run"
     text = [
         f"pt2mx {__version__}, {platform.platform()}",
         *map(_line, rows),
-        f"{verdict}; {missing or 'nothing'} of {len(rows)} missing",
+        f"{verdict}; {faults or 'nothing'} of {len(rows)} missing or broken",
     ]
     data = {"pt2mx": __version__, "platform": platform.platform(), "flow_can_run": works, "checks": rows}
     return Result("\n".join(text), data, 0 if works else BROKEN)
 
 
-def _row(check: Check) -> dict[str, object]:
-    """A check as JSON has it: its status is "ok", "missing", "not needed" or "unknown"."""
+def _modules() -> list[str]:
+    """Return the modules to import: the last checks have those that take longest."""
+    return [module for checks in CHECKS.values() for check in checks for module in check.imports][::-1]
+
+
+def _row(check: Check, imports: Mapping[str, Future[None]]) -> dict[str, object]:
+    """A check as JSON has it: its status is "ok", "missing", "broken", "not needed" or "unknown"."""
     row = {"name": check.name, "purpose": check.purpose, "needed": check.needed, "mend": None}
     previous = logging.root.manager.disable
     logging.disable(logging.WARNING)  # imports that talk
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return {**row, "status": "ok", "found": check.look()}
+            found, module = check.look(), ""
+        for module in check.imports:
+            imports[module].result()
+        return {**row, "status": "ok", "found": found}
     except NotNeeded as error:
         return {**row, "status": "not needed", "found": str(error)}
     except Exception as error:  # an import of a broken package raises anything
-        if isinstance(error, ModuleNotFoundError) and error.name == "torch" and check.name != "torch":
+        if check.name != "torch" and "torch" in (getattr(error, "name", None), getattr(error, "missing", None)):
             return {**row, "status": "unknown", "found": "it cannot be looked at without torch"}
+        if isinstance(error, FailedImport):
+            mend = repair(check.imports[module], str(error))
+            return {**row, "status": "broken", "found": _reason(error, mend), "mend": mend}
         return {**row, "status": "missing", "found": _reason(error, check.mend), "mend": check.mend}
     finally:
         logging.disable(previous)

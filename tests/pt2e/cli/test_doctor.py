@@ -2,7 +2,8 @@ import json
 
 import pytest
 
-from pt2mx.pt2e.cli import doctor
+from pt2mx.pt2e.cli import clean_imports, doctor
+from pt2mx.pt2e.cli.clean_imports import FailedImport
 from pt2mx.pt2e.cli.command import main
 from pt2mx.pt2e.cli.doctor_checks import CHECKS, Check, NotNeeded
 
@@ -31,7 +32,7 @@ def check(monkeypatch, capsys):
 def test_what_is_there(check):
     status, row, lines = check(Check("g++", lambda: "12.2", "speed", "apt-get install g++"))
     assert status == 0 and (row["status"], row["found"], row["mend"]) == ("ok", "12.2", None)
-    assert lines[1].split() == ["ok", "g++", "12.2"] and lines[2] == "the flow can run; nothing of 1 missing"
+    assert lines[1].split() == ["ok", "g++", "12.2"] and lines[2] == "the flow can run; nothing of 1 missing or broken"
 
 
 @pytest.mark.parametrize(
@@ -47,22 +48,48 @@ def test_what_is_there(check):
 def test_what_is_missing_or_broken_comes_with_the_command_that_mends_it(error, reason, check):
     status, row, lines = check(Check("x", fails(error), "speed", "pip install x"))
     assert status == 0 and (row["status"], row["found"], row["mend"]) == ("missing", reason, "pip install x")
-    assert lines[2].strip() == "for speed: pip install x" and lines[-1] == "the flow can run; 1 of 1 missing"
+    assert lines[2].strip() == "for speed: pip install x" and lines[-1] == "the flow can run; 1 of 1 missing or broken"
 
 
 def test_without_what_the_flow_needs_the_status_is_1(check):
     status, row, lines = check(Check("x", fails(ImportError("broken")), "the flow", "pip install x", needed=True))
-    assert status == 1 and row["needed"] and lines[-1] == "the flow cannot run; 1 of 1 missing"
+    assert status == 1 and row["needed"] and lines[-1] == "the flow cannot run; 1 of 1 missing or broken"
 
 
 def test_what_is_of_no_use_here_is_not_missing(check):
     status, row, lines = check(Check("GPU", fails(NotNeeded("no GPU")), "speed", "buy one"))
     assert status == 0 and (row["status"], row["mend"]) == ("not needed", None)
-    assert lines[-1] == "the flow can run; nothing of 1 missing"
+    assert lines[-1] == "the flow can run; nothing of 1 missing or broken"
 
 
-def test_here(capsys):
+@pytest.mark.parametrize("missing", [None, "y"])
+def test_what_is_installed_and_does_not_import_is_broken(missing, check, monkeypatch):
+    def broken(module):
+        raise FailedImport(f"`import {module}` fails", missing)
+
+    monkeypatch.setattr(clean_imports, "_import", broken)
+    status, row, lines = check(Check("x", lambda: "1.0", "speed", "pip install x", imports={"x.y": "x-y"}))
+    mend = "pip install --force-reinstall x-y"
+    assert status == 0 and (row["status"], row["found"], row["mend"]) == ("broken", "`import x.y` fails", mend)
+    assert lines[2].strip() == f"for speed: {mend}" and lines[-1] == "the flow can run; 1 of 1 missing or broken"
+
+
+def test_what_needs_torch_is_unknown_without_it(check, monkeypatch):
+    def broken(module):
+        raise FailedImport("no module", "torch")
+
+    monkeypatch.setattr(clean_imports, "_import", broken)
+    _, row, _ = check(Check("x", lambda: "1.0", "speed", "pip install x", imports={"x": "x"}))
+    assert (row["status"], row["mend"]) == ("unknown", None)
+
+
+def test_here(capsys, monkeypatch):
+    """The imports themselves are `tests/pt2e/cli/test_clean_imports.py`'s: they take seconds."""
+    imported: list[str] = []
+    monkeypatch.setattr(clean_imports, "_import", imported.append)
     assert main(["doctor", "--json"]) == 0
     found = {row["name"]: row for row in json.loads(capsys.readouterr().out)["checks"]}
     assert list(found) == [check.name for checks in CHECKS.values() for check in checks]
     assert all(row["status"] == "ok" for row in found.values() if row["needed"])
+    assert {"torch", "torchao", "yaml", "torchvision", "transformers.modeling_utils", "jax"} <= set(imported)
+    assert len(imported) == len(set(imported))

@@ -1,6 +1,7 @@
 """What the process `pt2mx` does before torch is imported; each in a process in which torch cannot be."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -19,9 +20,9 @@ import pt2mx
 """
 
 
-def run(*arguments, without="torch"):
+def run(*arguments, without="torch", env=None):
     command = [sys.executable, "-c", WITHOUT, without, *arguments]
-    return subprocess.run(command, capture_output=True, text=True)
+    return subprocess.run(command, capture_output=True, text=True, env=env)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["-h", "quantize"]])
@@ -67,13 +68,14 @@ def test_texts_name_no_stage():
     assert " s] " not in run("formats").stderr
 
 
-def test_doctor_runs_without_torch():
-    result = run("doctor", "--json")
+def test_doctor_runs_without_torch(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('No module named torch', name='torch')")
+    result = run("doctor", "--json", without="nothing", env={**os.environ, "PYTHONPATH": str(tmp_path)})
     found = json.loads(result.stdout)
     status = {row["name"]: row["status"] for row in found["checks"]}
     assert result.returncode == 1 and found["flow_can_run"] is False
-    assert (status["Python"], status["numpy"], status["torch"]) == ("ok", "ok", "missing")
-    assert {status[name] for name in ("torchao", "CPU kernels", "GPU", "[vision]", "[hf]")} == {"unknown"}
+    assert (status["Python"], status["numpy"], status["torch"]) == ("ok", "ok", "broken")
+    assert {status[name] for name in ("torchao", "CPU kernels", "GPU", "[vision]")} == {"unknown"}
     assert "Traceback" not in result.stderr
 
 
@@ -83,10 +85,10 @@ def test_another_process_is_left_alone(run_python):
 
 @pytest.mark.parametrize(
     ("closed", "status", "printed"),
-    [("2>&-", 1, ("flow_can_run", "")), (">&-", 2, ("", "pt2mx: error: stdout is closed: there is no place"))],
+    [("2>&-", 0, ('"shell": "bash"', "")), (">&-", 2, ("", "pt2mx: error: stdout is closed: there is no place"))],
 )
 def test_streams_that_are_closed(closed, status, printed):
-    arguments = [sys.executable, "-c", WITHOUT, "torch", "doctor", "--json"]
+    arguments = [sys.executable, "-c", WITHOUT, "torch", "completion", "bash", "--json"]
     result = subprocess.run(["bash", "-c", f'exec "$0" "$@" {closed}', *arguments], capture_output=True, text=True)
     assert result.returncode == status and all(map(str.__contains__, (result.stdout, result.stderr), printed))
-    assert not result.stdout or json.loads(result.stdout)["flow_can_run"] is False
+    assert not result.stdout or "complete -o default" in json.loads(result.stdout)["script"]
