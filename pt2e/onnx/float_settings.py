@@ -96,6 +96,11 @@ def stand_in(node: NodeProto, graph: Graph) -> Node:
     return found
 
 
+def name_and_type(place: Node) -> tuple[str, str]:
+    """The name and the type of the node of ONNX that a stand-in is for."""
+    return [*place.meta["nn_module_stack"].values()][-1]
+
+
 def _list(text: str | None) -> list[str]:
     try:
         found = ast.literal_eval(text or "[]")

@@ -1,11 +1,4 @@
-"""AMD Quark's surface: the `MXAttributes` dictionaries of its ONNX quantizer as specs, and what its operator computes.
-
-    attributes = {"element_dtype": "int8", "axis": 1, "block_size": 32, "rounding_mode": 2}
-    spec = quark.mx_spec(attributes)
-    y = quark.mx_quantize_dequantize(x, attributes)
-
-The numbers are those of `PRESETS["quark"]` in `pt2mx.compat`, which says what is not copied.
-"""
+"""The `MXAttributes` dictionaries of Quark's ONNX quantizer as specs, and what its operator computes."""
 
 from __future__ import annotations
 
@@ -19,8 +12,6 @@ from pt2mx.errors import MXError, nearest
 from pt2mx.formats import FORMATS
 from pt2mx.ops.checks import check_tensors
 from pt2mx.spec import MXSpec
-
-__all__ = ["DEFAULT_MICROSCALING_PARAMS", "MX_OP_DEFAULT_ATTRS", "mx_quantize_dequantize", "mx_spec"]
 
 #: what the operator takes for an attribute that is left out
 MX_OP_DEFAULT_ATTRS = {"element_dtype": "int8", "axis": 1, "block_size": 32, "rounding_mode": 0}

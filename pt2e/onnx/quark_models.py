@@ -1,0 +1,96 @@
+"""What Quark's `ModelQuantizer` does, over `quantize_onnx`: models in files or in memory, nodes by type and name."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from onnx import ModelProto
+from torch.fx import Node
+
+from pt2mx.errors import MXError, nearest
+from pt2mx.pt2e.onnx.files import read_model
+from pt2mx.pt2e.onnx.float_operators import ATEN
+from pt2mx.pt2e.onnx.float_report import OnnxReport
+from pt2mx.pt2e.onnx.float_settings import name_and_type
+from pt2mx.pt2e.onnx.function import onnx
+from pt2mx.pt2e.onnx.quantize_onnx import quantize_onnx
+from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
+from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
+from pt2mx.quark.config import QuantizationConfig
+
+
+def quantize_model(
+    model: str | os.PathLike[str] | ModelProto,
+    output: str | os.PathLike[str] | None,
+    config: QuantizationConfig,
+    batches: Iterable[Mapping[str, np.ndarray]] | None,
+) -> tuple[ModelProto | None, OnnxReport]:
+    """Quantize a float model, or the file of one, as a config of Quark says.
+
+    Args:
+        model: the model, or the path of its file.
+        output: the path of the quantized file; None for the model itself.
+        config: Quark's.
+        batches: by the names of inputs, to compare the outputs of both models.
+
+    Returns:
+        The quantized model where `output` is None, else None; and the report.
+
+    Raises:
+        MXError: as `quantize_onnx`, and where the config names nodes or types that are not there.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "float.onnx") if isinstance(model, ModelProto) else model
+        if isinstance(model, ModelProto):
+            onnx.save(model, path, save_as_external_data=model.ByteSize() >= 2**31)
+        quantizer = _quantizer(config, {node.name for node in read_model(path).graph.node})
+        written = os.path.join(folder, "quantized.onnx") if output is None else output
+        report = quantize_onnx(path, written, quantizer, batches, target="quark")
+        return onnx.load(written) if output is None else None, report
+
+
+def _quantizer(config: QuantizationConfig, names: set[str]) -> MXQuantizer:
+    """The quantizer that a config of Quark means for a model whose nodes have these names."""
+    spec = config.spec()
+    activation = None if config.extra_options.get("WeightsOnly") else spec
+    quantizer = MXQuantizer().set_global(MXQuantizationConfig(activation=activation, weight=spec))
+    types = _types("op_types_to_quantize", config.op_types_to_quantize)
+    more = _types("extra_op_types_to_quantize", config.extra_op_types_to_quantize)
+    chosen = _named("nodes_to_quantize", config.nodes_to_quantize, names)
+    excluded = _named("nodes_to_exclude", config.nodes_to_exclude, names)
+    if not (types or chosen or excluded):
+        return quantizer
+
+    def is_quantized(node: Node) -> bool:
+        name, op_type = name_and_type(node)
+        return (not types or op_type in types | more) and (not chosen or name in chosen) and name not in excluded
+
+    return quantizer.set_filter_function(is_quantized)
+
+
+def _types(field: str, types: Iterable[str]) -> set[str]:
+    for op_type in types:
+        if op_type not in ATEN:
+            raise MXError(f"{field}: pt2mx quantizes no operand of a {op_type!r}: {nearest(op_type, ATEN)}")
+    return set(types)
+
+
+def _named(field: str, spelled: Iterable[str], names: set[str]) -> set[str]:
+    """The names of nodes that are spelled out, or that a pattern means."""
+    found: set[str] = set()
+    for name in spelled:
+        if name.startswith("^"):
+            try:
+                matched = {node for node in names if re.match(name, node)}
+            except re.error as error:
+                raise MXError(f"{field}: {name!r} is no regular expression: {error}") from None
+        else:
+            matched = {name} & names
+        if not matched:
+            raise MXError(f"{field}: the model has no node {name!r}: {nearest(name, sorted(filter(None, names)))}")
+        found |= matched
+    return found

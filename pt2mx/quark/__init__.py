@@ -1,0 +1,37 @@
+"""AMD Quark's surface for MX formats: its ONNX quantizer, by its names.
+
+A program written for Quark 0.13 runs with its imports changed from `quark.onnx` to `pt2mx.quark`, as far as it
+quantizes to MX formats. The numbers are those of `PRESETS["quark"]` in `pt2mx.compat`, which says what is not copied.
+"""
+
+from pt2mx.quark.attributes import DEFAULT_MICROSCALING_PARAMS, MX_OP_DEFAULT_ATTRS, mx_quantize_dequantize, mx_spec
+from pt2mx.quark.config import Config, QuantizationConfig
+from pt2mx.quark.enums import (
+    CalibrationMethod,
+    ExtendedQuantFormat,
+    ExtendedQuantType,
+    QuantFormat,
+    QuantType,
+    VitisQuantFormat,
+    VitisQuantType,
+)
+from pt2mx.quark.library import get_library_path
+from pt2mx.quark.model_quantizer import ModelQuantizer
+
+__all__ = [
+    "DEFAULT_MICROSCALING_PARAMS",
+    "MX_OP_DEFAULT_ATTRS",
+    "CalibrationMethod",
+    "Config",
+    "ExtendedQuantFormat",
+    "ExtendedQuantType",
+    "ModelQuantizer",
+    "QuantFormat",
+    "QuantType",
+    "QuantizationConfig",
+    "VitisQuantFormat",
+    "VitisQuantType",
+    "get_library_path",
+    "mx_quantize_dequantize",
+    "mx_spec",
+]

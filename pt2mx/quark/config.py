@@ -1,0 +1,192 @@
+"""Quark's `Config` and `QuantizationConfig`: what of them pt2mx does, and the refusal of the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from pt2mx.errors import MXError, nearest
+from pt2mx.quark.attributes import MX_OP_DEFAULT_ATTRS, mx_spec
+from pt2mx.quark.enums import CalibrationMethod, QuantFormat, QuantType
+from pt2mx.spec import MXSpec
+
+_ELSEWHERE = "pt2mx.optimize rounds and smooths weights before a torch model is exported"
+_ONE_NODE = "pt2mx.quantize_onnx takes a pt2mx.MXQuantizer, which sets the format of single nodes"
+_NAMES = "name what stays float in nodes_to_exclude"
+#: field -> why pt2mx takes no other value than the default
+_FIXED = {
+    "input_nodes": _NAMES,
+    "output_nodes": _NAMES,
+    "subgraphs_to_exclude": _NAMES,
+    "specific_tensor_precision": _ONE_NODE,
+    "execution_providers": "outputs are compared on the CPU",
+    "per_channel": "each block of an MX tensor has a scale of its own",
+    "reduce_range": "MX elements have one range",
+    "optimize_model": "batch norms right after a convolution are folded into it",
+    "use_dynamic_quant": "MX activations are quantized at each call as it is",
+    "use_external_data_format": "the quantized model is one file",
+    "convert_fp16_to_fp32": "a float16 model is quantized as it is",
+    "convert_nchw_to_nhwc": "the dimensions of a model stay in their order",
+    "include_sq": _ELSEWHERE,
+    "include_rotation": _ELSEWHERE,
+    "include_cle": _ELSEWHERE,
+    "include_auto_mp": _ONE_NODE,
+    "include_fast_ft": _ELSEWHERE,
+    "enable_npu_cnn": "files are for onnxruntime",
+    "enable_npu_transformer": "files are for onnxruntime",
+    "debug_mode": "pt2mx.bisect and pt2mx.compare_stages find where accuracy goes",
+    "crypto_mode": "files are not encrypted",
+    "log_severity_level": "nothing is logged",
+}
+#: extra option -> the values that pt2mx takes, None for any
+_EXTRA_OPTIONS: dict[str, tuple | None] = {
+    "MXAttributes": None,
+    "WeightsOnly": (False, True),
+    "UseRandomData": (False, True),  # an MX file follows from no data
+    "RefineBlockAxis": (True,),
+}
+_CALIBRATION = (*CalibrationMethod.__members__, "NonOverflow", "MinMSE", "LayerWisePercentile")
+
+
+@dataclass
+class QuantizationConfig:
+    """Quark's `QuantizationConfig`, as far as it means MX formats: a `ModelQuantizer` refuses what pt2mx does not do.
+    Unlike Quark, `include_cle` is false by default.
+
+    Args:
+        calibrate_method: any; an MX scale follows from the values of its block.
+        quant_format, activation_type, weight_type: `VitisQuantFormat.MXFixNeuron`; or `ExtendedQuantFormat.QDQ` with
+            the type `QMX` twice.
+        op_types_to_quantize: types of nodes ("Conv") that are quantized; empty for all.
+        extra_op_types_to_quantize: types beside these.
+        nodes_to_quantize: names of nodes that are quantized; empty for all.
+        nodes_to_exclude: names of nodes that stay float, also patterns that begin with "^" and hold ".*".
+        print_summary: print the report.
+        ignore_warnings: hide warnings of Python while the model is quantized.
+        extra_options: `MXAttributes`, as `mx_spec` takes them (each node sets the axis, as Quark's `RefineBlockAxis`
+            does); `WeightsOnly`; `UseRandomData`, which changes nothing.
+        input_nodes, output_nodes, subgraphs_to_exclude, specific_tensor_precision, execution_providers, per_channel,
+            reduce_range, optimize_model, use_dynamic_quant, use_external_data_format, convert_fp16_to_fp32,
+            convert_nchw_to_nhwc, include_sq, include_rotation, include_cle, include_auto_mp, include_fast_ft,
+            enable_npu_cnn, enable_npu_transformer, debug_mode, crypto_mode, log_severity_level: the default alone.
+
+    Example:
+        >>> from pt2mx import quark
+        >>> config = quark.QuantizationConfig(
+        ...     quant_format=quark.VitisQuantFormat.MXFixNeuron, extra_options={"MXAttributes": {"block_size": 8}}
+        ... )
+        >>> print(config.spec())
+        mxint8_full{8}(half_away)
+    """
+
+    calibrate_method: Enum = CalibrationMethod.MinMax
+    quant_format: Enum = QuantFormat.QDQ
+    activation_type: Enum = QuantType.QInt8
+    weight_type: Enum = QuantType.QInt8
+
+    input_nodes: list[str] = field(default_factory=list)
+    output_nodes: list[str] = field(default_factory=list)
+    op_types_to_quantize: list[str] = field(default_factory=list)
+    nodes_to_quantize: list[str] = field(default_factory=list)
+    extra_op_types_to_quantize: list[str] = field(default_factory=list)
+    nodes_to_exclude: list[str] = field(default_factory=list)
+    subgraphs_to_exclude: list[tuple[list[str]]] = field(default_factory=list)
+
+    specific_tensor_precision: bool = False
+    execution_providers: list[str] = field(default_factory=lambda: ["CPUExecutionProvider"])
+
+    per_channel: bool = False
+    reduce_range: bool = False
+    optimize_model: bool = True
+    use_dynamic_quant: bool = False
+    use_external_data_format: bool = False
+
+    convert_fp16_to_fp32: bool = False
+    convert_nchw_to_nhwc: bool = False
+
+    include_sq: bool = False
+    include_rotation: bool = False
+    include_cle: bool = False
+    include_auto_mp: bool = False
+    include_fast_ft: bool = False
+
+    enable_npu_cnn: bool = False
+    enable_npu_transformer: bool = False
+
+    debug_mode: bool = False
+    crypto_mode: bool = False
+    print_summary: bool = True
+    ignore_warnings: bool = True
+    log_severity_level: None = None
+
+    extra_options: dict[str, Any] = field(default_factory=dict)
+
+    def spec(self) -> MXSpec:
+        """Return the format of activations and weights.
+
+        Returns:
+            The spec of `MXAttributes`.
+
+        Raises:
+            MXError: for a field or an extra option that pt2mx does not honour; it says which.
+        """
+        for name, why in _FIXED.items():
+            if getattr(self, name) != (default := _default(name)):
+                raise MXError(f"{name}={getattr(self, name)!r} is not honoured: leave it {default!r}; {why}")
+        _check_member("calibrate_method", self.calibrate_method, _CALIBRATION)
+        self._check_types()
+        if not isinstance(self.extra_options, dict):
+            raise MXError(f"extra_options are a dictionary, not {self.extra_options!r}")
+        for name, value in self.extra_options.items():
+            if name not in _EXTRA_OPTIONS:
+                raise MXError(f"the extra option {name!r} is not honoured: {nearest(name, _EXTRA_OPTIONS)}")
+            allowed = _EXTRA_OPTIONS[name]
+            if allowed is not None and not (isinstance(value, bool) and value in allowed):
+                raise MXError(f"the extra option {name!r} must be {' or '.join(map(str, allowed))}, not {value!r}")
+        for name in ("op_types_to_quantize", "extra_op_types_to_quantize", "nodes_to_quantize", "nodes_to_exclude"):
+            names = getattr(self, name)
+            if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(n, str) for n in names):
+                raise MXError(f"{name} must be a list of strings, not {names!r}")
+        return mx_spec(self.extra_options.get("MXAttributes", MX_OP_DEFAULT_ATTRS))
+
+    def _check_types(self) -> None:
+        formats = ("MXFixNeuron", "QDQ")
+        form = _check_member("quant_format", self.quant_format, formats)
+        for name in ("activation_type", "weight_type"):
+            # the form says it, as in Quark; the default is no word of the user's
+            taken = ("QMX", _default(name).name) if form == "MXFixNeuron" else ("QMX",)
+            _check_member(name, getattr(self, name), taken)
+
+
+@dataclass
+class Config:
+    """Quark's `Config`.
+
+    Args:
+        global_quant_config: a `QuantizationConfig`.
+
+    Example:
+        >>> from pt2mx import quark
+        >>> quark.Config(quark.QuantizationConfig()).global_quant_config.print_summary
+        True
+    """
+
+    global_quant_config: QuantizationConfig
+
+
+def _default(name: str) -> Any:
+    found = QuantizationConfig.__dataclass_fields__[name]
+    return found.default if found.default_factory is dataclasses.MISSING else found.default_factory()
+
+
+def _check_member(name: str, value: object, allowed: Sequence[str]) -> str:
+    """The name of a member of an enumeration, one of `allowed`."""
+    member = value.name if isinstance(value, Enum) else None
+    if member not in allowed:
+        raise MXError(
+            f"{name}={value!r} is not honoured: pt2mx quantizes to MX formats, which are {', '.join(allowed)} here"
+        )
+    return str(member)

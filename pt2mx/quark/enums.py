@@ -1,0 +1,119 @@
+"""The enumerations that configure Quark's quantizer, its own and those of onnxruntime. A config takes members of either
+library's, by their names."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class CalibrationMethod(Enum):
+    """How ranges of activations are calibrated. An MX scale follows from the values of its block, so that every method
+    gives the same file, as in Quark.
+
+    Example:
+        >>> from pt2mx import quark
+        >>> quark.CalibrationMethod.MinMax.name
+        'MinMax'
+    """
+
+    MinMax = 0
+    Entropy = 1
+    Percentile = 2
+    Distribution = 3
+
+
+class ExtendedQuantType(Enum):
+    """The type of activations or weights. `QMX`, an MX format, is the one that pt2mx has.
+
+    Example:
+        >>> from pt2mx import quark
+        >>> quark.ExtendedQuantType.QMX.value
+        10
+    """
+
+    QInt8 = 1
+    QUInt8 = 2
+    QInt16 = 3
+    QUInt16 = 4
+    QInt32 = 5
+    QUInt32 = 6
+    QFloat16 = 7
+    QBFloat16 = 8
+    QBFP = 9
+    QMX = 10
+
+    def __str__(self) -> str:
+        return self.name
+
+
+#: the name that `ExtendedQuantType` had
+VitisQuantType = ExtendedQuantType
+
+
+class QuantType(Enum):
+    """onnxruntime's types, of which pt2mx has none.
+
+    Example:
+        >>> from pt2mx import quark
+        >>> quark.QuantType.QInt8.name
+        'QInt8'
+    """
+
+    QInt8 = 0
+    QUInt8 = 1
+    QInt16 = 3
+    QUInt16 = 4
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class ExtendedQuantFormat(Enum):
+    """The form in which tensors are quantized in a graph; `QDQ` also stands for Quark's MX nodes.
+
+    Example:
+        >>> from pt2mx import quark
+        >>> quark.ExtendedQuantFormat.QDQ.value
+        1
+    """
+
+    QOperator = 0
+    QDQ = 1
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class VitisQuantFormat(Enum):
+    """The form in which tensors are quantized in a graph, by older names; `MXFixNeuron` means MX formats for
+    activations and weights.
+
+    Example:
+        >>> from pt2mx import quark
+        >>> quark.VitisQuantFormat.MXFixNeuron.value
+        5
+    """
+
+    QDQ = 2
+    FixNeuron = 3
+    BFPFixNeuron = 4
+    MXFixNeuron = 5
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class QuantFormat(Enum):
+    """onnxruntime's forms, whose nodes hold no MX format.
+
+    Example:
+        >>> from pt2mx import quark
+        >>> quark.QuantFormat.QDQ.name
+        'QDQ'
+    """
+
+    QOperator = 0
+    QDQ = 1
+
+    def __str__(self) -> str:
+        return self.name

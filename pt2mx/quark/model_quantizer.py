@@ -1,0 +1,112 @@
+"""Quark's `ModelQuantizer`, over `pt2mx.quantize_onnx`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pt2mx.errors import MXError
+from pt2mx.quark.config import Config, QuantizationConfig
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+#: ONNX files are the flow's: imported when a model is quantized
+_FLOW = "pt2mx.pt2e.onnx.quark_models"
+
+
+class ModelQuantizer:
+    """Quark's `ModelQuantizer`: float ONNX models become quantized ones, file to file or in memory (extra `onnx`).
+
+    The nodes of activations are Quark's, with bodies of standard operators, so that stock onnxruntime runs the file.
+    Weights are stored packed. As `pt2mx.quantize_onnx` does, it quantizes the operands of products, convolutions,
+    recurrent layers and embeddings; Quark also quantizes biases and what lies between them.
+
+    Args:
+        config: a `Config` with a `QuantizationConfig`.
+
+    Raises:
+        MXError: for another config, and one that pt2mx does not honour.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from pt2mx import quark
+        >>> config = quark.QuantizationConfig(quant_format=quark.VitisQuantFormat.MXFixNeuron, print_summary=False)
+        >>> quantizer = quark.ModelQuantizer(quark.Config(config))
+        >>> model, x = torch.nn.Linear(64, 64, bias=False).eval(), torch.ones(1, 64)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     torch.onnx.export(model, (x,), dynamo=True, verbose=False).save(f"{folder}/float.onnx")
+        ...     quantizer.quantize_model(f"{folder}/float.onnx", f"{folder}/mx.onnx")
+        >>> quantizer.report.bytes_before, quantizer.report.bytes_after
+        (16384, 4224)
+    """
+
+    #: the report of the last model, an `OnnxReport`
+    report: Any = None
+
+    def __init__(self, config: Config) -> None:
+        if not isinstance(config, Config) or not isinstance(config.global_quant_config, QuantizationConfig):
+            raise MXError(
+                f"a ModelQuantizer takes a Config of a QuantizationConfig, both of pt2mx.quark, not {config!r}"
+            )
+        config.global_quant_config.spec()
+        self.config = config.global_quant_config
+
+    def quantize_model(
+        self,
+        model_input: str | os.PathLike[str] | ModelProto,
+        model_output: str | os.PathLike[str] | None = None,
+        calibration_data_reader: object = None,
+        calibration_data_path: str | None = None,
+        algorithms: list | None = None,
+    ) -> ModelProto | None:
+        """Quantize a model.
+
+        Args:
+            model_input: of the float model: the path of its file, or the model.
+            model_output: the path of the quantized file, or None for the model in memory.
+            calibration_data_reader: an object whose `get_next` returns a batch by the names of inputs, and None at the
+                end. Scales follow from each block: batches serve to compare the outputs of both models.
+            calibration_data_path: None; batches come from a reader.
+            algorithms: none.
+
+        Returns:
+            The quantized model where `model_output` is None; else None.
+
+        Raises:
+            MXError: as `pt2mx.quantize_onnx`; for an argument or a field of the config that pt2mx does not honour.
+        """
+        if calibration_data_path is not None:
+            raise MXError(f"calibration_data_path={calibration_data_path!r} is not honoured: give a reader of batches")
+        if algorithms:
+            raise MXError(f"algorithms={algorithms!r} are not honoured: pt2mx.optimize does such on the torch model")
+        batches = None if calibration_data_reader is None else _batches(calibration_data_reader)
+        with _warnings_ignored(self.config.ignore_warnings):
+            quantize = importlib.import_module(_FLOW).quantize_model
+            model, self.report = quantize(model_input, model_output, self.config, batches)
+        if self.config.print_summary:
+            print(self.report.to_table())
+            if self.report.fidelity is not None:
+                print(f"against the float model: {self.report.fidelity}")
+        return model
+
+
+def _batches(reader: object) -> Iterator[Mapping[str, np.ndarray]]:
+    get_next = getattr(reader, "get_next", None)
+    if not callable(get_next):
+        raise MXError(f"a calibration_data_reader has a method get_next, which {reader!r} has not")
+    return iter(lambda: get_next() or None, None)  # Quark takes an empty batch for the end, too
+
+
+@contextmanager
+def _warnings_ignored(ignored: bool) -> Iterator[None]:
+    with warnings.catch_warnings():
+        for kind in (ResourceWarning, UserWarning) if ignored else ():
+            warnings.simplefilter("ignore", kind)
+        yield
