@@ -120,7 +120,7 @@ def read_json(path: Path) -> dict[str, Any]:
         MXError: where there is no such file, or something else in it.
     """
     try:
-        content = json.loads(path.read_text("utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise MXError(f"{str(path.parent)!r} holds no {path.name}: give the folder of a checkpoint") from None
     except (OSError, ValueError) as error:

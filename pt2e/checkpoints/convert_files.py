@@ -166,7 +166,7 @@ def _resume(output: Path, shards: Container[str], manifest: dict[str, Any]) -> s
     held = set(os.listdir(output)) - partial
     if held and MANIFEST not in held:
         raise MXError(f"{str(output)!r} holds files already: give a new folder")
-    if held and (output / MANIFEST).read_text("utf-8") != text:
+    if held and (output / MANIFEST).read_text(encoding="utf-8") != text:
         raise MXError(
             f"{str(output)!r} holds an unfinished conversion with other settings or of another checkpoint: remove the "
             "folder, or give another"

@@ -17,12 +17,14 @@ from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.checkpoints.checkpoint_files import INDEX, MODELOPT
 from pt2mx.pt2e.checkpoints.contents import Contents, contents_of
 from pt2mx.pt2e.checkpoints.layouts import LAYOUTS, Layout, layout_named
 from pt2mx.pt2e.checkpoints.model_modules import is_transposed, weights_of
 from pt2mx.pt2e.checkpoints.packed_uses import uses_of
 from pt2mx.pt2e.checkpoints.plain_configs import modelopt_file
 from pt2mx.pt2e.language.tensor_parallel import is_shard
+from pt2mx.pt2e.output import write_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -166,15 +168,14 @@ def _write_tensors(tensors: dict[str, Tensor], place: Path, max_shard_size: int 
         safetensors.save_file(shard, place / file, metadata={"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (place / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", place / INDEX)
 
 
 def _write_configs(contents: Contents, generation_config: Any, place: Path) -> None:
     contents.config.save_pretrained(place)
     quantization = contents.config.quantization_config
     if quantization["quant_method"] == "modelopt":
-        text = json.dumps(modelopt_file(quantization), indent=2) + "\n"
-        (place / "hf_quant_config.json").write_text(text)
+        write_text(json.dumps(modelopt_file(quantization), indent=2) + "\n", place / MODELOPT)
     if generation_config is None:  # of an encoder
         return
     try:

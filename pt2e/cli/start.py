@@ -6,6 +6,7 @@ otherwise names its first stage. In every other process it does nothing.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 
@@ -29,7 +30,9 @@ def start(arguments: list[str]) -> None:
     from pt2mx.pt2e.cli.command import command_parser, main
 
     if sys.stderr is None:  # closed: `print` would take stdout for it
-        sys.stderr = open(os.devnull, "w")
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a word that the locale lacks is written in ASCII
+        sys.stdout.reconfigure(errors="backslashreplace")
     command_parser().parse_args(arguments)  # ends the process at a wrong word, and after `--help`
     if arguments[0] in _WITHOUT_TORCH:
         sys.exit(main(arguments))

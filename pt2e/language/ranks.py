@@ -121,7 +121,7 @@ def first_speaks() -> Iterator[None]:
     """Leave what other ranks print out."""
     with ExitStack() as stack:
         if not is_first():
-            nowhere = stack.enter_context(open(os.devnull, "w"))
+            nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
             stack.enter_context(redirect_stdout(nowhere))
             stack.enter_context(redirect_stderr(nowhere))
         yield

@@ -24,7 +24,7 @@ def read_text(path: str) -> str:
     place = Path(path)
     files = sorted(place.glob("*.txt")) if place.is_dir() else [place] if place.is_file() else []
     try:
-        text = "\n\n".join(file.read_text() for file in files)
+        text = "\n\n".join(file.read_text(encoding="utf-8") for file in files)
     except UnicodeDecodeError as error:
         raise MXError(f"{path!r} is no text in UTF-8: {error}") from None
     if not text.strip():

@@ -22,7 +22,7 @@ def check_loads(path: str, device: torch.device) -> None:
     """
     if device.type == "cpu":
         return
-    child = subprocess.run([sys.executable, "-c", _LOAD, path], capture_output=True, text=True)
+    child = subprocess.run([sys.executable, "-c", _LOAD, path], capture_output=True, encoding="utf-8", errors="replace")
     if child.returncode < 0:
         raise MXError(
             f"the machine code for {device} crashes while torch {torch.__version__} loads it (signal "

@@ -84,4 +84,4 @@ def _scale_mode(name: str) -> str:
 
 if __name__ == "__main__":
     for path, text in files().items():
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")

@@ -189,6 +189,6 @@ def cache_folder() -> Path:
 
 def _build(compiler: str, arguments: tuple[str, ...], path: Path) -> None:
     command = [compiler, *arguments, "-o", str(path)]
-    result = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    result = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
     if result.returncode:
         raise RuntimeError(f"{' '.join(command)} failed: {result.stderr[-2000:]}")
