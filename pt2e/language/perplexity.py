@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from pt2mx.analysis.divergence import kl_divergence
 
 #: tokens, (1, S) int64 -> logits (1, S, vocabulary)
 Predict = Callable[[Tensor], Tensor]
@@ -20,7 +21,8 @@ class Perplexity:
 
     Args:
         tokens: that were predicted.
-        perplexity: exp of the mean negative log-likelihood of a token.
+        perplexity: exp of the mean negative log-likelihood of a token; Inf where that is above 709 nats, and where a
+            token of the text is ruled out (a logit of -inf).
         divergence: the mean Kullback-Leibler divergence from the float model's prediction, nats; None without one.
         agreement: the share of tokens for which both find the same most likely; None without a float model.
     """
@@ -48,8 +50,8 @@ def perplexity(predict: Predict, blocks: Iterable[Tensor], reference: Predict | 
         loss += float(F.nll_loss(log, wanted, reduction="sum"))
         if reference is not None:
             exact = reference(block)[0, :-1].float().log_softmax(-1).to(log.device)
-            divergence += float(F.kl_div(log, exact, reduction="sum", log_target=True))
+            divergence += float(kl_divergence(exact, log).sum())
             same += int((log.argmax(-1) == exact.argmax(-1)).sum())
-    if reference is None:
-        return Perplexity(tokens, math.exp(loss / tokens))
-    return Perplexity(tokens, math.exp(loss / tokens), divergence / tokens, same / tokens)
+    mean = torch.tensor(loss / tokens, dtype=torch.float64)
+    compared = () if reference is None else (divergence / tokens, same / tokens)
+    return Perplexity(tokens, float(mean.exp()), *compared)

@@ -16,6 +16,7 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from pt2mx.analysis.divergence import kl_divergence
 from pt2mx.errors import MXError, nearest
 
 #: a user's metric: (outputs, those of the float model) -> a number, smaller for a better model
@@ -40,8 +41,8 @@ class Metric(NamedTuple):
 
 
 def _divergence(got: Tensor, want: Tensor) -> tuple[float, float]:
-    of_got, of_want = (F.log_softmax(y.double(), -1) for y in (got, want))
-    return (of_want.exp() * (of_want - of_got)).sum().item(), math.prod(want.shape[:-1])
+    log_got, log_want = (F.log_softmax(y.double(), -1) for y in (got, want))
+    return kl_divergence(log_want, log_got).sum().item(), math.prod(want.shape[:-1])
 
 
 def _label(want: Tensor, generator: Generator) -> Tensor:

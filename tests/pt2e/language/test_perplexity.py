@@ -29,6 +29,22 @@ def test_of_known_predictions():
     assert perplexity(sure, [text], sure).agreement == 1 and perplexity(sure, [text], sure).divergence == 0
 
 
+def test_of_tokens_that_are_ruled_out_or_nearly():
+    text = torch.tensor([[0, 1, 1]])
+
+    def masked(logit, other=0.0):
+        return lambda block: torch.tensor([logit, other, -math.inf]).expand(1, block.shape[1], 3)
+
+    found = perplexity(masked(0.0), [text], masked(0.0))
+    assert (found.perplexity, found.divergence, found.agreement) == (pytest.approx(2), 0, 1)
+    found = perplexity(masked(1.0), [text], masked(0.0))
+    assert found.divergence == pytest.approx(math.log((1 + math.e) / 2) - 0.5)
+    assert perplexity(masked(709.0), [text]).perplexity == pytest.approx(math.exp(709))
+    assert perplexity(masked(800.0), [text]).perplexity == math.inf
+    assert perplexity(masked(0.0, -math.inf), [text]).perplexity == math.inf
+    assert math.isnan(perplexity(masked(math.nan), [text]).perplexity)
+
+
 def test_blocks_of_text(tmp_path):
     (tmp_path / "b.txt").write_text("second")
     (tmp_path / "a.txt").write_text("first")

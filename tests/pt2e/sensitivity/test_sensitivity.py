@@ -76,6 +76,23 @@ def test_the_estimate_is_near_the_measurement(net, metric):
     assert {row.estimate for row in again.rows} == {row.estimate for row in found.rows} and not again.whole
 
 
+def test_masked_logits_change_no_number_of_the_others(net):
+    class Masked(Net):
+        def forward(self, x):
+            mask = torch.arange(80) >= 64
+            return F.pad(super().forward(x), (0, 16)).masked_fill(mask, -math.inf)
+
+    exported, batches = net
+    model = Masked().eval()
+    model.load_state_dict(dict(exported.named_parameters()))
+    masked = torch.export.export(model, (batches[0],)).module()
+    found, want = (sensitivity(m, batches[:1], ["mxfp4"], metric="kl", method="both") for m in (masked, exported))
+    assert len(found.rows) == 3
+    for row, same in zip(found.rows, want.rows, strict=True):
+        assert math.isclose(row.alone, same.alone, rel_tol=1e-6) and 0.5 < row.estimate / row.alone < 2
+    assert math.isclose(found.whole["mxfp4"], want.whole["mxfp4"], rel_tol=1e-6)
+
+
 def test_modules_without_weights_have_no_rows_of_weights():
     class Product(nn.Module):
         def forward(self, x):

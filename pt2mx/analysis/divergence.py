@@ -1,0 +1,30 @@
+"""The Kullback-Leibler divergence of predicted distributions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def kl_divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Return the divergence of q from p, the sum of p (log p - log q), in nats.
+
+    An outcome of probability 0 by p (a masked logit: log p = -inf) adds nothing, also where q gives it 0. One of
+    probability 0 by q alone makes the divergence Inf.
+
+    Args:
+        log_p, log_q: (..., n), logarithms of probabilities that sum to 1 along the last dimension.
+
+    Returns:
+        (...,), NaN where either holds NaN.
+
+    Example:
+        >>> import torch
+        >>> from pt2mx.analysis.divergence import kl_divergence
+        >>> log_p = torch.tensor([0.0, 0.0, -torch.inf]).log_softmax(-1)
+        >>> log_q = torch.tensor([1.0, 0.0, 0.0]).log_softmax(-1)
+        >>> kl_divergence(log_p, log_p).item(), round(kl_divergence(log_p, log_q).item(), 4)
+        (0.0, 0.3583)
+    """
+    p = log_p.exp()
+    return torch.where(p == 0, 0, p * (log_p - log_q)).sum(-1)
