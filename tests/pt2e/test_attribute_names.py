@@ -108,7 +108,7 @@ def test_a_folded_bias_is_written_over_no_other_parameter(layer):
             return self.norm(self.layer(x)) * self.layer.weight_bias
 
     model, x = Named().eval(), X if layer.weight.dim() > 2 else X[0, 0]
-    prepared = pt2mx.prepare_pt2e(exported(model, x), MXQuantizer())
+    prepared = pt2mx.prepare_pt2e(exported(model, x), MXQuantizer.from_recipe("mxfp8"))
     assert not prepared.graph.find_nodes(op="call_function", target=torch.ops.aten.batch_norm.default)
     torch.testing.assert_close(prepared(x), model(x))
 
@@ -124,7 +124,7 @@ def test_a_counter_that_is_no_batch_norms_counts_in_evaluation_too():
             self.my_num_batches_tracked.add_(1)
             return self.dropout(self.norm(self.linear(x))) + self.my_num_batches_tracked
 
-    prepared = pt2mx.prepare_qat_pt2e(exported(Counting().train(), X[0, 0]), MXQuantizer())
+    prepared = pt2mx.prepare_qat_pt2e(exported(Counting().train(), X[0, 0]), MXQuantizer.from_recipe("mxfp8"))
     for training in (True, False, False):
         prepared.train(training)(X[0, 0])
     assert (int(prepared.my_num_batches_tracked), int(prepared.norm.num_batches_tracked)) == (3, 1)
