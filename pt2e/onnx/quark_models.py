@@ -6,9 +6,9 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
-from onnx import ModelProto
 from torch.fx import Node
 
 from pt2mx.errors import MXError, nearest
@@ -21,6 +21,9 @@ from pt2mx.pt2e.onnx.quantize_onnx import quantize_onnx
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.quark.config import QuantizationConfig
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
 
 
 def quantize_model(
@@ -44,8 +47,8 @@ def quantize_model(
         MXError: as `quantize_onnx`, and where the config names nodes or types that are not there.
     """
     with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "float.onnx") if isinstance(model, ModelProto) else model
-        if isinstance(model, ModelProto):
+        path = os.path.join(folder, "float.onnx") if isinstance(model, onnx.ModelProto) else model
+        if isinstance(model, onnx.ModelProto):
             onnx.save(model, path, save_as_external_data=model.ByteSize() >= 2**31)
         quantizer = _quantizer(config, {node.name for node in read_model(path).graph.node})
         written = os.path.join(folder, "quantized.onnx") if output is None else output

@@ -1,5 +1,6 @@
 """The program of Quark's tutorial on Microscaling, with its import line changed."""
 
+import sys
 import warnings
 
 import numpy as np
@@ -113,6 +114,14 @@ def test_a_field_that_is_set_later_is_checked_too(input_model_path, tmp_path):
     made.config.include_cle = True
     with pytest.raises(MXError, match="include_cle=True is not honoured"):
         made.quantize_model(input_model_path, tmp_path / "q.onnx")
+
+
+def test_without_onnx(monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    for name in [name for name in sys.modules if name.startswith("pt2mx.pt2e.onnx.")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(MXError, match=r"onnx is not installed: pip install 'pt2mx\[onnx\]'"):
+        quantizer().quantize_model("float.onnx")
 
 
 @pytest.mark.parametrize("ignored", [True, False])
