@@ -25,7 +25,8 @@ def backend(lib: str = "auto", verbose: int | bool = 0) -> None:
     The choice is kept in the environment variable `chop_backend`. It changes the type of results, and no number.
 
     Args:
-        lib: "numpy", "torch", "jax", "tensorflow" (or "tf"), or "auto", that of the data (NumPy for lists and numbers).
+        lib: "numpy", "torch", "jax", "tensorflow" (or "tf"), or "auto": the library of the data, NumPy's for lists and
+            numbers.
         verbose: true to print the choice.
 
     Raises:

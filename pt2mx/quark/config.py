@@ -61,7 +61,7 @@ class QuantizationConfig:
         quant_format, activation_type, weight_type: `VitisQuantFormat.MXFixNeuron`; or `ExtendedQuantFormat.QDQ` with
             the type `QMX` twice.
         op_types_to_quantize: types of nodes ("Conv") that are quantized; empty for all.
-        extra_op_types_to_quantize: types beside these.
+        extra_op_types_to_quantize: more types, where `op_types_to_quantize` names some.
         nodes_to_quantize: names of nodes that are quantized; empty for all.
         nodes_to_exclude: names of nodes that stay float, also patterns that begin with "^" and hold ".*".
         print_summary: print the report.
@@ -178,8 +178,8 @@ class Config:
 
 
 def _default(name: str) -> Any:
-    found = QuantizationConfig.__dataclass_fields__[name]
-    return found.default if found.default_factory is dataclasses.MISSING else found.default_factory()
+    declared = QuantizationConfig.__dataclass_fields__[name]
+    return declared.default if declared.default_factory is dataclasses.MISSING else declared.default_factory()
 
 
 def _check_member(name: str, value: object, allowed: Sequence[str]) -> str:

@@ -51,7 +51,7 @@ VitisQuantType = ExtendedQuantType
 
 
 class QuantType(Enum):
-    """onnxruntime's types, of which pt2mx has none.
+    """onnxruntime's types. None is an MX format.
 
     Example:
         >>> from pt2mx import quark
@@ -69,7 +69,7 @@ class QuantType(Enum):
 
 
 class ExtendedQuantFormat(Enum):
-    """The form in which tensors are quantized in a graph; `QDQ` also stands for Quark's MX nodes.
+    """The form in which tensors are quantized in a graph; `QDQ` includes Quark's MX nodes.
 
     Example:
         >>> from pt2mx import quark

@@ -72,7 +72,7 @@ class ModelQuantizer:
             model_input: of the float model: the path of its file, or the model.
             model_output: the path of the quantized file, or None for the model in memory.
             calibration_data_reader: an object whose `get_next` returns a batch by the names of inputs, and None at the
-                end. Scales follow from each block: batches serve to compare the outputs of both models.
+                end. Scales follow from each block: batches are only used to compare the outputs of both models.
             calibration_data_path: None; batches come from a reader.
             algorithms: none.
 

@@ -18,7 +18,7 @@ from pt2mx.quark import (
 
 MX = {"quant_format": VitisQuantFormat.MXFixNeuron}
 QDQ = {"quant_format": ExtendedQuantFormat.QDQ, "activation_type": ExtendedQuantType.QMX}
-#: fields of which another value than the default changes what is done
+#: fields that take other values than the default
 HONOURED = {
     "calibrate_method", "quant_format", "activation_type", "weight_type", "op_types_to_quantize", "nodes_to_quantize",
     "extra_op_types_to_quantize", "nodes_to_exclude", "print_summary", "ignore_warnings", "extra_options",
