@@ -23,7 +23,16 @@ from pt2mx.fx.training.batch_norm import LAYERS, BatchNorm, batch_norms
 with without_log_warnings():
     import torchao
     from torch.ao.quantization.fx import utils as torch_fx_utils
-    from torchao.quantization.pt2e import FakeQuantizeBase, ObserverBase
+    from torchao.quantization.pt2e import (
+        FakeQuantize,
+        FakeQuantizeBase,
+        HistogramObserver,
+        MinMaxObserver,
+        MovingAverageMinMaxObserver,
+        MovingAveragePerChannelMinMaxObserver,
+        ObserverBase,
+        PerChannelMinMaxObserver,
+    )
     from torchao.quantization.pt2e.convert import _convert_to_reference_decomposed_fx
     from torchao.quantization.pt2e.prepare import prepare as insert_modules
     from torchao.quantization.pt2e.quantize_pt2e import _quant_node_constraint
@@ -44,9 +53,15 @@ with without_log_warnings():
 #: names of torch and torchao that are imported from here
 __all__ = [
     "Q_ANNOTATION_KEY",
+    "FakeQuantize",
     "FakeQuantizeBase",
+    "HistogramObserver",
+    "MinMaxObserver",
+    "MovingAverageMinMaxObserver",
+    "MovingAveragePerChannelMinMaxObserver",
     "ObserverBase",
     "OperatorConfig",
+    "PerChannelMinMaxObserver",
     "QuantizationAnnotation",
     "QuantizationSpec",
     "Quantizer",

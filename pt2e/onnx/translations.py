@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import Any
@@ -40,7 +39,6 @@ def emit_with_body(node: MXNode, *inputs: Any) -> Any:
     return _operator(type(node), function.name)(*inputs, **asdict(node))
 
 
-@functools.cache
 def _operator(kind: type[MXNode], op_type: str) -> Any:
     """The operator of a node."""
     schema = onnx.defs.OpSchema

@@ -62,8 +62,31 @@ def annotated(function, *where):
     return annotation.input_qspec_map[node.args[0]] if where else annotation.output_qspec
 
 
+def affine(constructor):
+    made = constructor()
+    return type(made).__name__, made.quant_min, made.quant_max
+
+
+def observers(model):
+    return sum(isinstance(m, pt2mx.MXObserver) for m in model.modules())
+
+
+QCONFIG = pt2bfp.QConfig(pt2bfp.MinMaxObserver, pt2bfp.MinMaxObserver)
+FORMATS = ("MXFP8[E4M3]{64}", "MXFP8[E5M2]{64}", "BFP[8|8]{64}(SN)")
+
+
+def eager(flow):
+    model = M().eval()
+    model.qconfig = QCONFIG
+    return observers(flow(model))
+
+
+def traced(flow):
+    return observers(flow(torch.fx.symbolic_trace(M().eval()), {"": QCONFIG}, (X,)))
+
+
 NAMES = {
-    "BFPQuantizer": (lambda: pt2bfp.BFPQuantizer is pt2mx.MXQuantizer, True),
+    "BFPQuantizer": (lambda: isinstance(pt2bfp.BFPQuantizer().set_global(config()), pt2mx.MXQuantizer), True),
     "QConfigMapping": (
         lambda: pt2bfp.QConfigMapping().set_object_type(nn.Linear, config()).to_dict()["object_type"][0][0],
         "torch.nn.modules.linear.Linear",
@@ -107,6 +130,49 @@ NAMES = {
     "disable_fake_quant": (lambda: switched(pt2bfp.disable_fake_quant, "fake_quant_enabled", False), {False}),
     "enable_observer": (lambda: switched(pt2bfp.enable_observer, "observer_enabled", True), {True}),
     "disable_observer": (lambda: switched(pt2bfp.disable_observer, "observer_enabled", False), {False}),
+    "DEFAULT_FORMAT": (lambda: pt2bfp.DEFAULT_FORMAT, BFP16),
+    "DEFAULT_STATIC_QUANT_MODULE_MAPPINGS": (
+        lambda: [
+            nn.Conv2d in pt2bfp.DEFAULT_STATIC_QUANT_MODULE_MAPPINGS,
+            len(pt2bfp.DEFAULT_STATIC_QUANT_MODULE_MAPPINGS),
+        ],
+        [True, 15],
+    ),
+    "DEFAULT_DYNAMIC_QUANT_MODULE_MAPPINGS": (
+        lambda: sorted(kind.__name__ for kind in pt2bfp.DEFAULT_DYNAMIC_QUANT_MODULE_MAPPINGS),
+        ["Embedding", "EmbeddingBag", "GRU", "GRUCell", "LSTM", "LSTMCell", "Linear", "RNNCell"],
+    ),
+    "get_default_static_quant_module_mappings": (
+        lambda: pt2bfp.get_default_static_quant_module_mappings() == pt2bfp.DEFAULT_STATIC_QUANT_MODULE_MAPPINGS,
+        True,
+    ),
+    "get_default_dynamic_quant_module_mappings": (
+        lambda: pt2bfp.get_default_dynamic_quant_module_mappings() is pt2bfp.DEFAULT_DYNAMIC_QUANT_MODULE_MAPPINGS,
+        False,
+    ),
+    "get_static_quant_module_class": (
+        lambda: pt2bfp.get_static_quant_module_class(nn.ReLU, {nn.ReLU: nn.ReLU6}),
+        nn.ReLU6,
+    ),
+    "get_dynamic_quant_module_class": (
+        lambda: hasattr(pt2bfp.get_dynamic_quant_module_class(nn.LSTM), "from_float"),
+        True,
+    ),
+    "default_fake_quant": (lambda: affine(pt2bfp.default_fake_quant), ("FakeQuantize", 0, 255)),
+    "default_weight_fake_quant": (lambda: affine(pt2bfp.default_weight_fake_quant), ("FakeQuantize", -128, 127)),
+    "default_per_channel_weight_fake_quant": (
+        lambda: affine(pt2bfp.default_per_channel_weight_fake_quant),
+        ("FakeQuantize", -128, 127),
+    ),
+    "max_norm": (lambda: [pt2bfp.max_norm(f) for f in FORMATS], [448.0, 57344.0, 1.984375]),
+    "min_norm": (lambda: [pt2bfp.min_norm(f) for f in FORMATS], [2.0**-6, 2.0**-14, 0.0]),
+    "prepare": (lambda: eager(pt2bfp.prepare), 2),
+    "prepare_qat": (lambda: eager(pt2bfp.prepare_qat), 2),
+    "convert": (lambda: eager(lambda model: pt2bfp.convert(pt2bfp.prepare(model))), 0),
+    "quantize": (lambda: eager(lambda model: pt2bfp.quantize(model, lambda m, x: m(x), [X])), 0),
+    "prepare_fx": (lambda: traced(pt2bfp.prepare_fx), 2),
+    "prepare_qat_fx": (lambda: traced(pt2bfp.prepare_qat_fx), 2),
+    "convert_fx": (lambda: traced(lambda *args: pt2bfp.convert_fx(pt2bfp.prepare_fx(*args))), 0),
     "check_diff": (lambda: pt2bfp.check_diff(exported()(X), exported()(X)), None),
 }
 

@@ -1,0 +1,117 @@
+"""pt2-bfp's surface: the names of d-Matrix's block floating point quantizer (`dmx.compressor.pt2bfp`) over this flow.
+
+A program written for it runs with its imports changed to `pt2mx.pt2e.pt2bfp`. Blocks run along the axis of the format,
+or the one that an operator reduces; the scale of a block comes from its values, so that observers of block formats
+change no number, and `eps`, `qscheme` and the like have no effect on them.
+"""
+
+from types import SimpleNamespace
+
+from pt2mx.pt2e.observer import (
+    MXFakeQuantize,
+    MXObserver,
+    disable_fake_quant,
+    disable_observer,
+    enable_fake_quant,
+    enable_observer,
+)
+from pt2mx.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
+from pt2mx.pt2e.pt2bfp.affine import (
+    default_fake_quant,
+    default_per_channel_weight_fake_quant,
+    default_weight_fake_quant,
+)
+from pt2mx.pt2e.pt2bfp.annotations import get_bias_qspec, get_input_act_qspec, get_output_act_qspec, get_weight_qspec
+from pt2mx.pt2e.pt2bfp.formats import _get_format_params as _get_format_params
+from pt2mx.pt2e.pt2bfp.formats import _quantize_bfp as _quantize_bfp
+from pt2mx.pt2e.pt2bfp.formats import max_norm, min_norm
+from pt2mx.pt2e.pt2bfp.quantization_mapping import (
+    DEFAULT_DYNAMIC_QUANT_MODULE_MAPPINGS,
+    DEFAULT_STATIC_QUANT_MODULE_MAPPINGS,
+    get_default_dynamic_quant_module_mappings,
+    get_default_static_quant_module_mappings,
+    get_dynamic_quant_module_class,
+    get_static_quant_module_class,
+)
+from pt2mx.pt2e.pt2bfp.quantize import convert, prepare, prepare_qat, quantize
+from pt2mx.pt2e.pt2bfp.quantize_fx import convert_fx, prepare_fx, prepare_qat_fx
+from pt2mx.pt2e.pt2bfp.quantize_pt2e import convert_pt2e
+from pt2mx.pt2e.pt2bfp.quantizer import BFPQuantizer
+from pt2mx.pt2e.pt2bfp.specs import DEFAULT_FORMAT, BFPQuantizationConfig, BFPQuantizationSpec, QConfig
+from pt2mx.pt2e.range_observers import MXHistogramObserver, MXMinMaxObserver, MXMovingAverageMinMaxObserver
+from pt2mx.pt2e.report.check_diff import check_diff
+from pt2mx.pt2e.torchao_pt2e import (
+    OperatorConfig,
+    QuantizationAnnotation,
+    SharedQuantizationSpec,
+    annotate_input_qspec_map,
+    annotate_output_qspec,
+)
+from pt2mx.spec import parse
+
+__all__ = [
+    "DEFAULT_DYNAMIC_QUANT_MODULE_MAPPINGS",
+    "DEFAULT_FORMAT",
+    "DEFAULT_STATIC_QUANT_MODULE_MAPPINGS",
+    "BFPOperatorConfig",
+    "BFPQuantizationAnnotation",
+    "BFPQuantizationConfig",
+    "BFPQuantizationSpec",
+    "BFPQuantizer",
+    "FakeQuantize",
+    "Format",
+    "HistogramObserver",
+    "MinMaxObserver",
+    "MovingAverageMinMaxObserver",
+    "MovingAveragePerChannelMinMaxObserver",
+    "PerChannelMinMaxObserver",
+    "PlaceholderObserver",
+    "QConfig",
+    "QConfigMapping",
+    "SharedBFPQuantizationSpec",
+    "annotate_input_qspec_map",
+    "annotate_output_qspec",
+    "check_diff",
+    "convert",
+    "convert_fx",
+    "convert_pt2e",
+    "default_fake_quant",
+    "default_per_channel_weight_fake_quant",
+    "default_weight_fake_quant",
+    "disable_fake_quant",
+    "disable_observer",
+    "enable_fake_quant",
+    "enable_observer",
+    "get_bias_qspec",
+    "get_default_dynamic_quant_module_mappings",
+    "get_default_static_quant_module_mappings",
+    "get_dynamic_quant_module_class",
+    "get_input_act_qspec",
+    "get_output_act_qspec",
+    "get_static_quant_module_class",
+    "get_weight_qspec",
+    "max_norm",
+    "min_norm",
+    "prepare",
+    "prepare_fx",
+    "prepare_pt2e",
+    "prepare_qat",
+    "prepare_qat_fx",
+    "prepare_qat_pt2e",
+    "quantize",
+]
+
+QConfigMapping = BFPQuantizer
+BFPQuantizationAnnotation = QuantizationAnnotation
+SharedBFPQuantizationSpec = SharedQuantizationSpec
+BFPOperatorConfig = OperatorConfig
+_annotate_input_qspec_map, _annotate_output_qspec = annotate_input_qspec_map, annotate_output_qspec
+Format = SimpleNamespace(from_shorthand=parse)
+
+PlaceholderObserver = MXObserver
+MinMaxObserver = MXMinMaxObserver
+PerChannelMinMaxObserver = MXMinMaxObserver.with_args(ch_axis=0)
+MovingAverageMinMaxObserver = MXMovingAverageMinMaxObserver
+MovingAveragePerChannelMinMaxObserver = MXMovingAverageMinMaxObserver.with_args(ch_axis=0)
+HistogramObserver = MXHistogramObserver
+FakeQuantize = MXFakeQuantize

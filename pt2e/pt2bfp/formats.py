@@ -1,0 +1,115 @@
+"""`_quantize_bfp` and the numbers of a format, as pt2-bfp's folder of Triton kernels has them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from pt2mx.errors import MXError, nearest
+from pt2mx.functional import fake_quantize_mx
+from pt2mx.spec import parse
+
+#: names and letters of pt2-bfp's roundings -> pt2mx's
+_ROUNDINGS = {"nearest": "even", "up": "up", "down": "down", "stochastic": "stochastic"}
+_ROUNDINGS |= {name[0].upper(): rounding for name, rounding in _ROUNDINGS.items()}
+
+
+def _quantize_bfp(
+    A: Tensor,
+    scale_bits: int,
+    elem_format: object,
+    axes: int | list[int] | None = None,
+    block_size: int = 1024,
+    round: str = "stochastic",
+    symmetric: bool = True,
+    format_str: str = "",
+    custom_cuda: bool = False,
+) -> Tensor:
+    """Return a tensor quantized to a block format and dequantized, after pt2-bfp's `_quantize_bfp`.
+
+    Args:
+        A: (..., n, ...) float32, float16 or bfloat16.
+        scale_bits: of the scale, at least 1; from 8 on the exponents of float32.
+        elem_format: as `pt2mx.parse` takes it; None returns A.
+        axes: the axis along which blocks run, or a list of it.
+        block_size: values that share a scale; 0 for all along the axis.
+        round: "nearest" (half to even), "up", "down", "stochastic", or the first letter as a capital.
+        symmetric: whether integers leave out the lowest code.
+        format_str, custom_cuda: pt2-bfp's choice of a kernel, without effect.
+
+    Returns:
+        A tensor of A's shape and dtype.
+
+    Raises:
+        MXError: for no axis or several, another rounding or number of bits.
+    """
+    if elem_format is None:
+        return A
+    given = [axes] if isinstance(axes, int) else list(axes or [])
+    if len(given) != 1:
+        raise MXError(f"axes={axes!r} must be one axis along which blocks run, for example [-1]")
+    if not isinstance(scale_bits, int) or scale_bits < 1:
+        raise MXError(f"scale_bits={scale_bits!r} must be an integer of at least 1")
+    if round not in _ROUNDINGS:
+        raise MXError(f"unknown rounding {round!r}: {nearest(round, _ROUNDINGS)}")
+    spec = parse(elem_format)
+    if spec.element.is_int:
+        name = spec.element.name.removesuffix("_full")
+        spec = spec.replace(element=name if symmetric else f"{name}_full")
+    return fake_quantize_mx(
+        A,
+        spec.replace(
+            axis=given[0],
+            block_size=block_size or max(A.shape[given[0]], 1),
+            rounding=_ROUNDINGS[round],
+            scale_exp_bits=min(scale_bits, 8),
+        ),
+    )
+
+
+def max_norm(format: object) -> float:
+    """Return the largest number of a format's element.
+
+    Args:
+        format: as `pt2mx.parse` takes it.
+
+    Returns:
+        The number, in units of a block's scale.
+
+    Raises:
+        MXError: for an unknown spelling.
+
+    Example:
+        >>> from pt2mx.pt2e import pt2bfp
+        >>> pt2bfp.max_norm("MXFP8[E4M3]{64}"), pt2bfp.max_norm("BFP[8|8]{64}(SN)")
+        (448.0, 1.984375)
+    """
+    return parse(format).element.max_normal
+
+
+def min_norm(format: object) -> float:
+    """Return the least normal number of a format's element.
+
+    Args:
+        format: as `pt2mx.parse` takes it.
+
+    Returns:
+        The number, in units of a block's scale; 0 for integers, as in microxcaling and pt2-bfp.
+
+    Raises:
+        MXError: for an unknown spelling.
+
+    Example:
+        >>> from pt2mx.pt2e import pt2bfp
+        >>> pt2bfp.min_norm("MXFP8[E4M3]{64}"), pt2bfp.min_norm("BFP[8|8]{64}(SN)")
+        (0.015625, 0.0)
+    """
+    element = parse(format).element
+    return 0.0 if element.is_int else 2.0**element.emin
+
+
+def _get_format_params(fmt: object) -> tuple[int, int, int, float, float]:
+    """Return the exponent bits of a format's element (0 for integers), its mantissa bits with sign and hidden bit, the
+    exponent of its largest number, `max_norm` and `min_norm`, after pt2-bfp's and microxcaling's function."""
+    element = parse(fmt).element
+    bits = (0, element.bits) if element.is_int else (element.exponent_bits, element.mantissa_bits + 2)
+    return *bits, element.emax, max_norm(fmt), min_norm(fmt)

@@ -1,0 +1,249 @@
+"""Layers of eager models whose operands are observed, and those whose parameters are codes and scales.
+
+What is quantized, and along which dimension, is that of the operators of exported graphs.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pt2mx.errors import MXError
+from pt2mx.functional import dequantize_mx, fake_quantize_mx, quantize_mx
+from pt2mx.pt2e.observer import MXObserver
+from pt2mx.pt2e.pt2bfp.specs import BFPConfig
+from pt2mx.pt2e.qspec import mx_qscheme
+from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
+from pt2mx.pt2e.quantizer.operators import OPERANDS, Operand
+from pt2mx.spec import MXSpec
+
+#: type of a layer -> the operator that it calls
+_OPERATORS: dict[type[nn.Module], str] = {
+    nn.Linear: "aten.linear",
+    nn.Conv1d: "aten.conv1d",
+    nn.Conv2d: "aten.conv2d",
+    nn.Conv3d: "aten.conv3d",
+    nn.ConvTranspose1d: "aten.conv_transpose1d",
+    nn.ConvTranspose2d: "aten.conv_transpose2d.input",
+    nn.ConvTranspose3d: "aten.conv_transpose3d.input",
+    nn.Embedding: "aten.embedding",
+    nn.EmbeddingBag: "aten.embedding_bag",
+    nn.LSTMCell: "aten.lstm_cell",
+    nn.GRUCell: "aten.gru_cell",
+    nn.RNNCell: "aten.rnn_tanh_cell",
+}
+
+
+def _operands(operator: str) -> tuple[Operand, ...]:
+    row = OPERANDS[operator]
+    assert isinstance(row, tuple)
+    return row
+
+
+#: of recurrent layers, whose parameters have the names of a cell's with a suffix; the hidden state stays inside
+_RECURRENT = (*_operands("aten.gru_cell"), Operand("weight_hr", 2, "weight", -1))
+
+#: type of a layer -> its operands
+LAYERS: dict[type[nn.Module], tuple[Operand, ...]] = {
+    **{kind: _operands(operator) for kind, operator in _OPERATORS.items()},
+    **dict.fromkeys((nn.LSTM, nn.GRU, nn.RNN), _RECURRENT),
+}
+_INPUTS = ("input", "hidden")
+
+
+class _Layer(nn.Module):
+    """A layer that computes its inputs and parameters at each call; it has the layer's other attributes."""
+
+    def __init__(self, layer: nn.Module, parameters: dict[str, nn.Parameter | None]) -> None:
+        super().__init__()
+        self._skeleton = (layer,)  # it holds no tensors, and is no submodule
+        for name, parameter in parameters.items():
+            self.register_parameter(name, parameter)
+        self.train(layer.training)
+
+    @property
+    def kind(self) -> type[nn.Module]:
+        """The type of the layer."""
+        return type(self._skeleton[0])
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_") or name in self._skeleton[0]._parameters:
+                raise
+            return getattr(self._skeleton[0], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        (layer,) = self._skeleton
+        layer.training = self.training
+        _forget_weights(layer)
+        bound = inspect.signature(layer.forward).bind(*args, **kwargs)
+        inputs = list(bound.args)
+        for operand in LAYERS[self.kind]:
+            if operand.name in _INPUTS and len(inputs) > operand.position and inputs[operand.position] is not None:
+                inputs[operand.position] = self._computed_input(operand, inputs[operand.position])
+        y = torch.func.functional_call(layer, self.computed_parameters(), tuple(inputs), bound.kwargs)
+        _forget_weights(layer)
+        return self.computed_output(y)
+
+    def _computed_input(self, operand: Operand, value: Any) -> Any:
+        if operand.item is None:
+            return self.computed_input(operand.name, value)
+        return tuple(self.computed_input(operand.name, x) if i == operand.item else x for i, x in enumerate(value))
+
+    def computed_input(self, name: str, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def computed_parameters(self) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def computed_output(self, y: Any) -> Any:
+        return y
+
+    def extra_repr(self) -> str:
+        return f"{self.kind.__name__}({self._skeleton[0].extra_repr()})"
+
+
+def _without_parameters(layer: nn.Module) -> nn.Module:
+    layer = copy.copy(layer)
+    layer._parameters = dict.fromkeys(layer._parameters)
+    _forget_weights(layer)
+    return layer
+
+
+def _forget_weights(layer: nn.Module) -> None:
+    """Have a recurrent layer, which keeps its parameters in a list too, read them anew."""
+    if isinstance(layer, nn.RNNBase):
+        count = len(layer._flat_weights_names)
+        vars(layer).update(_flat_weights=[None] * count, _flat_weight_refs=[_nothing] * count)
+
+
+def _nothing() -> None:
+    """A reference to no weight."""
+
+
+class ObservedLayer(_Layer):
+    """A layer with an observer for each quantized input and parameter, which keep their names: `prepare` makes it.
+
+    Args:
+        layer: of a type of `LAYERS`; its parameters are shared.
+        config: of its operands.
+
+    Raises:
+        MXError: for another type, and for affine quantization.
+    """
+
+    def __init__(self, layer: nn.Module, config: MXQuantizationConfig) -> None:
+        if type(layer) not in LAYERS:
+            allowed = ", ".join(kind.__name__ for kind in LAYERS)
+            raise MXError(f"a layer of the type {type(layer).__name__} is not quantized; those of {allowed} are")
+        if isinstance(config, BFPConfig) and config.affine:
+            roles = ", ".join(role for role, _ in config.affine)
+            raise MXError(f"{roles}: eager modules have block formats alone; use prepare_fx for affine quantization")
+        super().__init__(_without_parameters(layer), layer._parameters)
+        self.qconfig = config
+        self.observers = nn.ModuleDict()
+        row = LAYERS[type(layer)]
+        for operand in row:
+            if operand.name in _INPUTS:
+                self._observe(operand.name, operand.name, operand)
+        for name, parameter in layer.named_parameters(recurse=False):
+            for operand in row:
+                if operand.name not in _INPUTS and name.startswith(operand.name):
+                    self._observe(name, operand.name, operand, parameter)
+        self._observe("output", "output", Operand("output", -1, "output", -1))
+
+    def _observe(self, name: str, operand_name: str, operand: Operand, tensor: Tensor | None = None) -> None:
+        spec = self.qconfig.spec_of(operand_name, operand.role)
+        if spec is not None:
+            qscheme = mx_qscheme(spec.replace(axis=operand.axis), self.qconfig.ste)
+            self.observers[name] = self.qconfig.module_of(operand.role)(qscheme=qscheme)
+            self.observers[name].observe_once = tensor is not None  # type: ignore[assignment]
+            if tensor is not None:
+                self.observers[name].to(tensor.device)
+
+    def computed_input(self, name: str, x: Tensor) -> Tensor:
+        return self.observers[name](x) if name in self.observers else x
+
+    def computed_parameters(self) -> dict[str, Tensor]:
+        return {
+            name: self.observers[name](parameter) if name in self.observers else parameter
+            for name, parameter in self.named_parameters(recurse=False)
+        }
+
+    def computed_output(self, y: Any) -> Any:
+        return self.observers["output"](y) if "output" in self.observers and isinstance(y, Tensor) else y
+
+    def restored(self) -> nn.Module:
+        """The float layer again."""
+        layer = copy.copy(self._skeleton[0])
+        layer._parameters = {}
+        for name, parameter in self._parameters.items():
+            layer.register_parameter(name, parameter)
+        if isinstance(layer, nn.RNNBase):
+            layer._init_flat_weights()
+        return layer.train(self.training)
+
+
+class QuantizedLayer(_Layer):
+    """A layer that holds codes and scales, `<parameter>_data` and `<parameter>_scale` as in a converted graph, and
+    dequantizes them at each call; inputs are fake-quantized. `convert` makes it.
+
+    Example:
+        >>> import torch
+        >>> from pt2mx.pt2e import pt2bfp
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 8)).eval()
+        >>> model.qconfig = pt2bfp.QConfig(pt2bfp.MinMaxObserver, pt2bfp.MinMaxObserver)
+        >>> converted = pt2bfp.convert(pt2bfp.prepare(model))
+        >>> {name: tuple(buffer.shape) for name, buffer in converted.named_buffers()}
+        {'0.weight_scale': (8, 1), '0.weight_data': (8, 64)}
+    """
+
+    def __init__(self, observed: ObservedLayer) -> None:
+        super().__init__(*observed._skeleton, observed._parameters)
+        observers = {n: m.spec for n, m in observed.observers.items() if isinstance(m, MXObserver)}
+        self.input_specs = {name: spec for name, spec in observers.items() if name not in observed._parameters}
+        self.parameter_specs: dict[str, tuple[MXSpec, torch.dtype, int]] = {}
+        for name, spec in observers.items():
+            parameter = observed._parameters.get(name)
+            if parameter is not None:
+                scale, data = quantize_mx(parameter.detach(), spec)
+                self.parameter_specs[name] = spec, parameter.dtype, parameter.shape[spec.axis]
+                del self._parameters[name]
+                self.register_buffer(f"{name}_scale", scale)
+                self.register_buffer(f"{name}_data", data)
+        self.requires_grad_(False)
+
+    @classmethod
+    def from_float(cls, module: nn.Module) -> QuantizedLayer:
+        """Quantize a layer, as the classes that torch.ao's mappings name do.
+
+        Args:
+            module: an `ObservedLayer`, or a layer with a `qconfig`.
+
+        Returns:
+            The quantized layer.
+
+        Raises:
+            MXError: as `ObservedLayer`.
+        """
+        return cls(module if isinstance(module, ObservedLayer) else ObservedLayer(module, module.qconfig))  # type: ignore[arg-type]
+
+    def computed_input(self, name: str, x: Tensor) -> Tensor:
+        return fake_quantize_mx(x, self.input_specs[name]) if name in self.input_specs else x
+
+    def computed_parameters(self) -> dict[str, Tensor]:
+        values: dict[str, Tensor] = dict(self.named_parameters(recurse=False))
+        for name, (spec, dtype, length) in self.parameter_specs.items():
+            data, scale = getattr(self, f"{name}_data"), getattr(self, f"{name}_scale")
+            values[name] = dequantize_mx(data, scale, spec, target_dtype=dtype, length=length)
+        return values
+
+    def computed_output(self, y: Any) -> Any:
+        spec = self.input_specs.get("output")
+        return y if spec is None or not isinstance(y, Tensor) else fake_quantize_mx(y, spec)

@@ -1,0 +1,213 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import pt2mx
+from pt2mx import MXError, MXQuantizer
+from pt2mx.pt2e import pt2bfp
+from tests.compare import same
+from tests.flow import convert as converted_graph
+
+BFP16 = pt2bfp.MinMaxObserver.with_args(dtype="BFP[8|8]{16}(SN)")
+QCONFIG = pt2bfp.QConfig(BFP16, BFP16)
+FP4 = pt2mx.MXQuantizationConfig(activation="mxfp8", weight="mxfp4", bias="mxint8", output="mxint16")
+
+
+def ids(*shape):
+    return torch.randint(0, 20, shape)
+
+
+#: layer, inputs, inputs of another size
+LAYERS = {
+    "linear": (nn.Linear(40, 6), (torch.randn(2, 40),), (torch.randn(3, 5, 40),)),
+    "conv1d": (nn.Conv1d(20, 6, 3), (torch.randn(2, 20, 9),), (torch.randn(20, 7),)),
+    "conv2d": (nn.Conv2d(20, 6, 3, padding=1), (torch.randn(2, 20, 5, 5),), (torch.randn(1, 20, 6, 4),)),
+    "conv3d": (nn.Conv3d(20, 6, 2), (torch.randn(2, 20, 3, 3, 3),), (torch.randn(1, 20, 4, 3, 2),)),
+    "conv_transpose1d": (nn.ConvTranspose1d(20, 6, 3), (torch.randn(2, 20, 9),), (torch.randn(1, 20, 7),)),
+    "conv_transpose2d": (nn.ConvTranspose2d(20, 6, 3), (torch.randn(2, 20, 5, 5),), (torch.randn(1, 20, 6, 4),)),
+    "conv_transpose3d": (nn.ConvTranspose3d(20, 6, 2), (torch.randn(2, 20, 3, 3, 3),), (torch.randn(1, 20, 4, 3, 2),)),
+    "embedding": (nn.Embedding(20, 40, padding_idx=0), (ids(2, 5),), (ids(7),)),
+    "embedding_bag": (nn.EmbeddingBag(20, 40), (ids(2, 5),), (ids(3, 4),)),
+    "lstm": (nn.LSTM(40, 12, 2, bidirectional=True, proj_size=5), (torch.randn(3, 2, 40),), (torch.randn(5, 1, 40),)),
+    "gru": (nn.GRU(40, 12, batch_first=True), (torch.randn(2, 3, 40),), (torch.randn(1, 2, 40),)),
+    "rnn": (nn.RNN(40, 12, nonlinearity="relu"), (torch.randn(3, 2, 40),), (torch.randn(4, 40),)),
+    "lstm_cell": (
+        nn.LSTMCell(40, 12),
+        (torch.randn(2, 40), (torch.randn(2, 12), torch.randn(2, 12))),
+        (torch.randn(3, 40),),
+    ),
+    "gru_cell": (nn.GRUCell(40, 12), (torch.randn(2, 40), torch.randn(2, 12)), (torch.randn(3, 40),)),
+    "rnn_cell": (nn.RNNCell(40, 12), (torch.randn(2, 40), torch.randn(2, 12)), (torch.randn(40),)),
+}
+
+
+class Wrapped(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args):
+        y = self.layer(*args)
+        return y if isinstance(y, torch.Tensor) else y[0]
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attributes self.layer._flat_weights")
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize("name", LAYERS)
+@torch.no_grad()
+def test_a_layer_computes_as_in_an_exported_graph(name):
+    layer, inputs, others = LAYERS[name]
+    model = Wrapped(layer).eval()
+    model.qconfig = QCONFIG
+    prepared = pt2bfp.prepare(model)
+    assert same(prepared(*inputs), model(*inputs)) and same(prepared(*others), model(*others))
+    converted = pt2bfp.convert(prepared)
+    graph = converted_graph(model, inputs, MXQuantizer().set_global(QCONFIG))
+    assert same(converted(*inputs), graph(*inputs))
+    held = {name for name, _ in graph.named_buffers() if name.endswith(("_data", "_scale"))}
+    assert held and held == {name for name, _ in converted.named_buffers()}
+    pt2bfp.enable_fake_quant(prepared)
+    assert same(prepared(*others), converted(*others))
+    assert same(copy.deepcopy(converted)(*others), converted(*others))
+
+
+@torch.no_grad()
+def test_every_role():
+    model, x = Wrapped(nn.Linear(40, 6)).eval(), torch.randn(3, 40)
+    model.layer.qconfig = FP4
+    converted = pt2bfp.convert(pt2bfp.prepare(model))
+    assert same(converted(x), converted_graph(model, (x,), MXQuantizer().set_global(FP4))(x))
+    assert sorted(dict(converted.named_buffers())) == [
+        "layer.bias_data",
+        "layer.bias_scale",
+        "layer.weight_data",
+        "layer.weight_scale",
+    ]
+
+
+class Net(nn.Module):
+    """Layers at two depths, one of them twice, one left out, and an attention, which reads its layers' weights."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.block, self.head = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)), nn.Linear(16, 4)
+        self.again = self.block[0]
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x):
+        x = self.again(self.block(x))
+        return self.head(self.attention(x, x, x)[0])
+
+
+def prepared_net(**options):
+    model = Net().eval()
+    model.qconfig, model.head.qconfig = QCONFIG, None
+    return model, pt2bfp.prepare(model, **options)
+
+
+def test_submodules_by_the_qconfig_around_them():
+    model, prepared = prepared_net()
+    kinds = {name: type(m).__name__ for name, m in prepared.named_modules(remove_duplicate=False)}
+    layers = ("block.0", "block.2", "again", "head", "attention.out_proj")
+    assert [kinds[name] for name in layers] == [
+        *["ObservedLayer"] * 3,
+        "Linear",
+        "NonDynamicallyQuantizableLinear",
+    ]
+    assert prepared.again is prepared.block[0] and type(model.again) is nn.Linear
+    names = dict(model.named_parameters())
+    assert set(names) == set(dict(prepared.named_parameters()))
+    prepared(torch.randn(2, 3, 16))
+    assert prepared.block[0].observers["weight"].statistics.values == 256
+    assert prepared.block[0].in_features == 16
+    converted = pt2bfp.convert(prepared)
+    assert converted.again is converted.block[0]
+    assert not any("qconfig" in vars(m) for m in converted.modules())
+    assert "qconfig" in vars(pt2bfp.convert(prepared, remove_qconfig=False))
+
+
+def test_in_place_and_the_model_itself():
+    model, prepared = prepared_net(inplace=True)
+    assert prepared is model and pt2bfp.convert(prepared, inplace=True) is model
+    layer = nn.Linear(16, 4).eval()
+    layer.qconfig = QCONFIG
+    assert type(pt2bfp.convert(pt2bfp.prepare(layer))) is pt2bfp.get_static_quant_module_class(nn.Linear)
+
+
+def test_mappings():
+    model = nn.Sequential(nn.Conv2d(16, 16, 1), nn.Flatten(), nn.Linear(16, 4)).eval()
+    model.qconfig = QCONFIG
+    x = torch.randn(2, 16, 1, 1)
+    prepared = pt2bfp.prepare(model)
+    dynamic = pt2bfp.convert(prepared, pt2bfp.get_default_dynamic_quant_module_mappings())
+    assert [type(m).__name__ for m in dynamic] == ["Conv2d", "Flatten", "QuantizedLayer"]
+    assert same(dynamic[0](x), model[0](x))
+
+    class Own(nn.Identity):
+        @classmethod
+        def from_float(cls, module):
+            assert module.weight.shape == (4, 16) and module.qconfig.weight == QCONFIG.weight
+            return cls()
+
+    mapping = pt2bfp.get_default_static_quant_module_mappings() | {nn.Linear: Own}
+    assert [type(m) for m in pt2bfp.convert(prepared, mapping)][2] is Own
+    assert len(pt2bfp.prepare(model, allow_list={nn.Linear})[2].observers) == 2
+    # without observers
+    assert type(pt2bfp.convert(Wrapped(prepared[2]))).__name__ == "Wrapped"
+    model[2].qconfig = QCONFIG
+    assert same(pt2bfp.convert(model)[2](x.flatten(1)), pt2bfp.convert(prepared)[2](x.flatten(1)))
+
+
+def test_training():
+    model = Net().train()
+    model.qconfig = QCONFIG
+    qat = pt2bfp.prepare_qat(model)
+    optimizer, x = torch.optim.SGD(qat.parameters(), lr=0.01), torch.randn(2, 3, 16)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        losses.append(qat(x).square().sum())
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < losses[0] and qat.block[0].weight.grad.abs().sum() > 0
+    with torch.no_grad():
+        assert same(pt2bfp.convert(qat.eval())(x), qat(x))
+
+
+def test_converted_modules_can_be_saved_moved_and_exported():
+    x = torch.randn(2, 3, 16)
+    _, prepared = prepared_net()
+    converted = pt2bfp.convert(prepared)
+    other = pt2bfp.convert(prepared_net()[1])
+    other.load_state_dict(converted.state_dict())
+    with torch.no_grad():
+        assert same(other(x), converted(x))
+        program = torch.export.export(converted, (x,))
+        assert same(program.module()(x), converted(x))
+        assert same(torch.compile(converted, backend="eager")(x), converted(x))
+    assert not any(p.requires_grad for p in converted.block.parameters())
+
+
+@pytest.mark.parametrize(
+    ("qconfig", "arguments", "message"),
+    [
+        (None, {}, "no layer has a qconfig"),
+        ("mxfp8", {}, "expected an MXQuantizationConfig"),
+        (QCONFIG, {"allow_list": {nn.ReLU}}, "the type ReLU is not quantized; those of Linear, Conv1d"),
+        (QCONFIG, {"prepare_custom_config_dict": {}}, "must be None"),
+        (pt2bfp.QConfig(pt2bfp.default_fake_quant, None), {}, "activation: eager modules have block formats alone"),
+    ],
+)
+def test_bad_arguments(qconfig, arguments, message):
+    model = Net()
+    model.qconfig = qconfig
+    with pytest.raises(MXError, match=message):
+        pt2bfp.prepare(model, **arguments)
+
+
+def test_a_type_without_a_quantized_class():
+    with pytest.raises(MXError, match="no quantized class for 'Conv2d': there are some for Linear, LSTM"):
+        pt2bfp.get_dynamic_quant_module_class(nn.Conv2d)

@@ -1,0 +1,119 @@
+import pytest
+import torch
+from torch import nn
+
+import pt2mx
+from pt2mx import MXError
+from pt2mx.pt2e import pt2bfp
+from tests.compare import same
+from tests.flow import exported
+
+QCONFIG = pt2bfp.QConfig(pt2bfp.MinMaxObserver.with_args(eps=2**-12), pt2bfp.HistogramObserver)
+NARROW = pt2bfp.QConfig(*[pt2bfp.MinMaxObserver.with_args(dtype="BFP[4|8]{16}(SN)")] * 2)
+
+
+class Net(nn.Module):
+    """Modules, one inside another and one called twice, a batch norm, a functional linear and a product."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):  # (B, 3, H, W) -> (B, 4)
+        x = self.stem(x).flatten(2).mean(2)
+        x = nn.functional.linear(self.body(self.body(x)), self.weight)
+        return self.head(torch.matmul(x, x.transpose(0, 1)) @ x)
+
+
+X = torch.randn(1, 3, 6, 6)
+
+
+def calls(model):
+    return [node.op for node in model.graph.nodes if node.op == "call_module"]
+
+
+@pytest.mark.parametrize("trace", [torch.fx.symbolic_trace, lambda model: model])
+def test_the_flow_of_exported_graphs(trace):
+    model = trace(Net().eval())
+    mapping = pt2bfp.QConfigMapping().set_global(QCONFIG).set_module_name("head", NARROW)
+    prepared = pt2bfp.prepare_fx(model, mapping, (X,))
+    batch = torch.randn(5, 3, 6, 6)  # of another size
+    with torch.no_grad():
+        torch.testing.assert_close(prepared(batch), model(batch))
+    converted = pt2bfp.convert_fx(prepared)
+    expected = pt2mx.convert_pt2e(
+        pt2mx.prepare_pt2e(exported(model, batch, dynamic_shapes=({0: torch.export.Dim.AUTO},)), mapping)
+    )
+    with torch.no_grad():
+        assert same(converted(batch), expected(batch))
+    buffers = dict(converted.named_buffers())
+    assert {name: value.shape[-1] for name, value in buffers.items() if name.startswith("head")} == {
+        "head.weight_data": 4,  # two codes a byte
+        "head.weight_scale": 1,
+    }
+    assert sum(name.endswith("weight_data") for name in buffers) == 4
+    pt2bfp.disable_observer(prepared)
+    pt2bfp.enable_fake_quant(prepared)
+    with torch.no_grad():
+        assert same(prepared(batch), converted(batch))
+
+
+def test_settings_mean_the_modules_of_a_traced_graph():
+    model = torch.fx.symbolic_trace(Net().eval())
+    assert calls(model)
+    mapping = {
+        "": None,
+        "object_type": [(nn.Conv2d, QCONFIG), (torch.nn.functional.linear, None)],
+        "module_name": [("body", QCONFIG)],
+    }
+    prepared = pt2bfp.prepare_fx(model, mapping, (X,))
+    report = pt2mx.quantization_report(prepared)
+    assert [operator.module for operator in report.operators if operator.quantized] == ["stem.0", "body", "body"]
+
+
+def test_training():
+    model = torch.fx.symbolic_trace(Net().train())
+    qat = pt2bfp.prepare_qat_fx(model, {"": NARROW}, (torch.randn(4, 3, 6, 6),))
+    optimizer = torch.optim.SGD(qat.parameters(), lr=0.001)
+    batch = torch.randn(4, 3, 6, 6)
+    for _ in range(2):
+        optimizer.zero_grad()
+        qat(batch).square().sum().backward()
+        optimizer.step()
+    assert all(parameter.grad is not None for parameter in qat.parameters() if parameter.dim() > 1)
+    with torch.no_grad():
+        assert same(pt2bfp.convert_fx(qat)(batch), qat.eval()(batch))
+
+
+class OneRow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.linear(x.view(1, 8))
+
+
+def test_a_model_of_one_row():
+    prepared = pt2bfp.prepare_fx(OneRow().eval(), {"": QCONFIG}, (torch.randn(1, 8),))
+    assert prepared(torch.randn(1, 8)).shape == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: pt2bfp.prepare_fx(torch.relu, {}, (X,)), "expected a module"),
+        (lambda: pt2bfp.prepare_fx(Net().eval(), {}, X), "example_inputs must be a tuple"),
+        (lambda: pt2bfp.prepare_fx(Net().eval(), {}, (X, X)), "torch.export cannot export the model"),
+        (lambda: pt2bfp.prepare_fx(Net().eval(), {}, (X,), {}), "must be None"),
+        (lambda: pt2bfp.prepare_fx(Net().eval(), "mxfp8", (X,)), "expected a dictionary of settings"),
+        (lambda: pt2bfp.convert_fx(nn.Linear(2, 2)), "expected a prepared model"),
+        (lambda: pt2bfp.convert_fx(None, qconfig_mapping={}), "must be None"),
+    ],
+)
+def test_bad_arguments(call, message):
+    with pytest.raises(MXError, match=message):
+        call()
