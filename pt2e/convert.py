@@ -22,6 +22,7 @@ from pt2mx.pt2e import torchao_pt2e
 from pt2mx.pt2e.observer import MXObserver
 from pt2mx.pt2e.prepare import INITIAL_KEY
 from pt2mx.pt2e.report.finite import listed, nonfinite_weights
+from pt2mx.pt2e.report.weights import note_weights
 
 
 def convert_pt2e(model: GraphModule, fold_quantize: bool = True) -> GraphModule:
@@ -67,6 +68,7 @@ def convert_pt2e(model: GraphModule, fold_quantize: bool = True) -> GraphModule:
     for module in model.modules():
         if isinstance(module, MXObserver):
             module.folds_weights = False  # but all together, below
+    note_weights(model)
     try:
         converted = _convert_graphs(model, {})
     finally:

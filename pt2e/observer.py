@@ -23,6 +23,9 @@ from pt2mx.pt2e.torchao_pt2e import FakeQuantizeBase, ObserverBase, Quantization
 #: meta key of a `dequantize_mx` node: the `QuantizationStatistics` that were observed of its tensor
 STATISTICS_KEY = "mx_statistics"
 
+#: meta key of the call of an observer: what the `dequantize_mx` node gets as meta beside what the observer saw
+NOTES_KEY = "mx_notes"
+
 #: what torchao passes to the constructor
 _ANNOTATION = {field.name for field in fields(QuantizationSpec)}
 
@@ -135,7 +138,7 @@ class MXObserver(StatisticsCollector, ObserverBase):
         x = node_arg(node)
         x.meta["val"] = observed_value(node)
         dequantize = insert_quantize_dequantize(x, self.spec, next(iter(node.users), None))
-        dequantize.meta.update(self.statistics_meta())
+        dequantize.meta.update({**self.statistics_meta(), **node.meta.get(NOTES_KEY, {})})
         node.replace_all_uses_with(dequantize)
         model.graph.erase_node(node)
         modules = [model.get_submodule(str(n.target)) for n in model.graph.find_nodes(op="call_module")]

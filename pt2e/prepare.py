@@ -22,6 +22,7 @@ from pt2mx.pt2e import torchao_pt2e
 from pt2mx.pt2e.observer import MXFakeQuantize, MXObserver, observed_value
 from pt2mx.pt2e.qspec import mx_qscheme
 from pt2mx.pt2e.report.finite import listed
+from pt2mx.pt2e.report.sizes import FLOAT_SIZE_KEY, float_size
 
 #: meta key of a model prepared for calibration: what the buffers that it writes held when it was prepared
 INITIAL_KEY = "mx_initial_buffers"
@@ -112,7 +113,7 @@ def _prepare(model: GraphModule, quantizer: torchao_pt2e.Quantizer, for_training
     check_exported(model)
     if not isinstance(quantizer, torchao_pt2e.Quantizer):
         raise MXError(f"expected an MXQuantizer, not {type(quantizer).__name__}")
-    meta = dict(model.meta)
+    meta = {**model.meta, FLOAT_SIZE_KEY: float_size(model)}
     model = to_annotate(model, for_training)
     mark_constants(model)
     try:

@@ -1,6 +1,9 @@
 """Steps of the flow, for tests of what comes out of them."""
 
 import io
+import re
+import warnings
+import zipfile
 
 import torch
 from torch import nn
@@ -45,6 +48,17 @@ def convert(
     with torch.no_grad():
         graph = exported(model.eval(), *inputs, dynamic_shapes=shapes)
     return pt2mx.convert_pt2e(pt2mx.prepare_pt2e(graph, quantizer), fold_quantize=fold)
+
+
+def saved_bytes(program: ExportedProgram) -> int:
+    """The bytes of the tensors in the file of a program."""
+    file = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "No complete tensor found in the group")  # torch.export.save, of views
+        torch.export.save(program, file)
+    with zipfile.ZipFile(file) as archive:
+        records = [one for one in archive.infolist() if re.search("/(weights|constants)/", one.filename)]
+    return sum(record.file_size for record in records if not record.filename.endswith(".json"))
 
 
 def reloaded(program: ExportedProgram) -> ExportedProgram:

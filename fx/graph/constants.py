@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,10 +20,10 @@ from pt2mx.fx.graph.node import function_of
 CONSTANT_KEY = "mx_constant"
 
 
-def constant_nodes(graph: Graph) -> set[Node]:
+def constant_nodes(graph: Graph, is_pure: Callable[[Node], bool] = lambda node: False) -> set[Node]:
     """The parameters and buffers that the graph does not write, placeholders that are marked constant, and the
     deterministic functions of such alone (a weight behind a view, a transpose, a cast, a split, a product of two
-    parameters)."""
+    parameters). `is_pure` says which other nodes are such functions."""
     written = written_nodes(graph)
     constants: set[Node] = set()
     for node in graph.nodes:
@@ -32,7 +33,7 @@ def constant_nodes(graph: Graph) -> set[Node]:
         elif node.op == "placeholder":
             constant = node.meta.get(CONSTANT_KEY, False)
         else:
-            constant = bool(inputs) and all(n in constants for n in inputs) and _is_pure(node)
+            constant = bool(inputs) and all(n in constants for n in inputs) and (_is_pure(node) or is_pure(node))
         if constant and node not in written:
             constants.add(node)
     return constants

@@ -11,7 +11,8 @@ import torch
 
 from pt2mx.pt2e.origin import Origin
 from pt2mx.pt2e.packages.extents import Range
-from pt2mx.spec import MXSpec
+from pt2mx.pt2e.stored_bits import storage_note
+from pt2mx.spec import MXSpec, parse
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,11 @@ class HeldWeight:
     def bits(self) -> float:
         """Bits a value, scales among them."""
         return 8 * self.bytes / max(prod(self.shape), 1)
+
+    @property
+    def storage(self) -> str | None:
+        """Why these are more than the format's; None where they are not."""
+        return storage_note(self.shape, parse(self.format).replace(axis=self.axis))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 from pt2mx.analysis.tables import text_table
 from pt2mx.pt2e.contents.held import Contents, HeldTensor, HeldWeight
+from pt2mx.pt2e.report.finite import listed
 
 #: from the fewest blocks to the most
 _BARS = "▁▂▃▄▅▆▇█"
@@ -31,14 +32,15 @@ def table(contents: Contents) -> str:
     if contents.portable:
         parts.append("portable: operators are written out, and packed weights are not told from other tensors")
     parts += [text_table(rows, left) for rows, left in _tables(contents)]
-    return "\n\n".join([*parts, _summary(contents)])
+    return "\n\n".join([*parts, *_storage(contents), _summary(contents)])
 
 
 def as_json(contents: Contents) -> dict[str, Any]:
-    """Return what is known, as `json.dumps` takes it: the fields of `Contents`, and bits a value of each weight."""
+    """Return what is known, as `json.dumps` takes it: the fields of `Contents`; of each weight also the bits a value,
+    and why they are more than the format's."""
     found = asdict(contents)
     for weight, held in zip(found["weights"], contents.weights, strict=True):
-        weight["bits"] = held.bits
+        weight |= {"bits": held.bits, "storage": held.storage}
     return found
 
 
@@ -71,6 +73,16 @@ def _histogram(scales: Mapping[int, int]) -> str:
     counts = [sum(scales.get(e, 0) for e in range(start, start + width)) for start in range(least, most + 1, width)]
     bars = "".join(" " if not n else _BARS[(len(_BARS) - 1) * n // max(counts)] for n in counts)
     return f"{least} {bars} {most}"
+
+
+def _storage(contents: Contents) -> Iterable[str]:
+    """Why weights take more bits a value than their formats, each reason with their names."""
+    names: dict[str, list[str]] = {}
+    for weight in contents.weights:
+        if weight.storage is not None:
+            names.setdefault(weight.storage, []).append(weight.name)
+    if names:
+        yield "\n".join(f"{reason}: {listed(found)}" for reason, found in names.items())
 
 
 def _summary(contents: Contents) -> str:

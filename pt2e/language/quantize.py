@@ -23,6 +23,7 @@ from pt2mx.pt2e.language.tensor_parallel import check_blocks
 from pt2mx.pt2e.optimize.optimize import optimize
 from pt2mx.pt2e.prepare import prepare_pt2e
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
+from pt2mx.pt2e.report.weights import carry_notes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -98,6 +99,7 @@ def quantize_language_model(
     stage("convert")
     converted = pack_cache(convert_pt2e(prepared))
     program = decoder.export(converted, decoder.inputs(layers_in(converted), model.device))
+    carry_notes(converted, program.graph_module)
     found = LanguageModel(program, copy.deepcopy(model.config), copy.deepcopy(model.generation_config), tokenizer)
     found.coverage = coverage
     return found

@@ -13,7 +13,8 @@ from pt2mx.pt2e.onnx.float_operators import ATEN, OTHER_PRODUCTS
 from pt2mx.pt2e.onnx.float_plan import NodePlan, QuantizedOperand
 from pt2mx.pt2e.report.fidelity import Fidelity
 from pt2mx.pt2e.report.report import QuantizationReport
-from pt2mx.pt2e.report.rows import OperandReport, OperatorReport, packed_bytes
+from pt2mx.pt2e.report.rows import OperandReport, OperatorReport
+from pt2mx.pt2e.stored_bits import packed_bytes, storage_note
 
 
 @dataclass(frozen=True)
@@ -76,14 +77,16 @@ def _row(plan: NodePlan, counted: set[object]) -> OperatorReport:
 def _operand(operand: QuantizedOperand, counted: set[object]) -> OperandReport:
     """An operand with the storage that it adds to what is `counted`: a constant once, and once in each form."""
     values = before = after = 0
+    storage = None
     if operand.source is not None:
         constant = operand.source.constant
         if constant.name not in counted:
             values, before = math.prod(constant.dims), bytes_of(constant)
         if (constant.name, operand.spec) not in counted:
             after = packed_bytes(constant.dims, operand.spec)
+        storage = storage_note(constant.dims, operand.spec)
         counted |= {constant.name, (constant.name, operand.spec)}
-    return OperandReport(operand.role, str(operand.spec), None, {}, values, before, after)
+    return OperandReport(operand.role, str(operand.spec), None, {}, values, before, after, storage)
 
 
 def bytes_of(constant: TensorProto) -> int:

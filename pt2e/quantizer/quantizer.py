@@ -17,6 +17,7 @@ from pt2mx.fx.graph.subgraphs import graph_modules, nodes_in_order
 from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.annotate import REASON_KEY, Plan, annotate_operator, plan_operator
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
+from pt2mx.pt2e.quantizer.default_exclusions import left_alone
 from pt2mx.pt2e.quantizer.matching import MATCHERS, Calls, number_calls
 from pt2mx.pt2e.quantizer.operators import (
     CACHE_WRITE,
@@ -109,7 +110,7 @@ class MXQuantizer(StoredSettings, Quantizer):
             if Q_ANNOTATION_KEY in node.meta:
                 node.meta[REASON_KEY] = "annotated by another quantizer"
                 continue
-            config, reason = self._config_of(node, calls, matched)
+            config, reason = self._config_of(node, calls, matched, constants)
             if config is None:
                 node.meta[REASON_KEY] = reason
             else:
@@ -145,7 +146,9 @@ class MXQuantizer(StoredSettings, Quantizer):
                     found.setdefault(node, ((kind, count), config))
         return found
 
-    def _config_of(self, node: Node, calls: Calls, matched: set[tuple[str, object]]) -> tuple[Config, str]:
+    def _config_of(
+        self, node: Node, calls: Calls, matched: set[tuple[str, object]], constants: set[Node]
+    ) -> tuple[Config, str]:
         """The config of an operator, and the reason if it is None. Notes every setting that matches in `matched`."""
         if self._kv_cache is not None and _writes_cache(node):
             matched.add(("kv_cache", None))
@@ -159,6 +162,8 @@ class MXQuantizer(StoredSettings, Quantizer):
                 found.append((f"{kind} {innermost!r}", self._settings[kind][innermost]))
         if self._filter is not None and not self._filter(node):
             return None, "excluded by the filter function"
+        if not found and self._global is not None and (reason := left_alone(node, constants)):
+            return None, reason
         source, config = found[0] if found else ("the global setting", self._global)
         return config, "no setting matches it" if not found and config is None else f"excluded by {source}"
 

@@ -9,21 +9,21 @@ from dataclasses import dataclass, field, replace
 from torch.fx import GraphModule, Node
 
 from pt2mx.errors import MXError
-from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.module_stack import module_name
 from pt2mx.fx.graph.node import node_arg
 from pt2mx.fx.graph.subgraphs import captured_operands, graph_modules
 from pt2mx.pt2e.observer import MXObserver
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from pt2mx.pt2e.quantizer.operators import CONFIG_KEY, operand_node, operands_of, quantizable_operators, role_of
-from pt2mx.pt2e.report.rows import origins_of
+from pt2mx.pt2e.report.sources import sources_of
+from pt2mx.pt2e.report.weights import constants_of
 
 
 @dataclass
 class ObservedWeight:
     """A constant operand: which tensor it is, its extent, and its observer."""
 
-    origin: object
+    origin: str
     shape: tuple[int, ...]
     observer: MXObserver
 
@@ -44,7 +44,7 @@ def observed_modules(prepared: GraphModule) -> dict[str, ObservedModule]:
     modules: dict[str, ObservedModule] = {}
     outside = captured_operands(prepared)
     for inner in graph_modules(prepared):
-        constants = constant_nodes(inner.graph)
+        constants = constants_of(inner)
         for node in quantizable_operators(inner.graph):
             name, config = module_name(node), node.meta.get(CONFIG_KEY)
             if config is not None:
@@ -80,7 +80,7 @@ def _add_operands(
             module.activations.append(observer)
         elif role == "weight" and source in constants:
             shape = tuple(source.meta["val"].shape)
-            module.weights += [ObservedWeight(origin, shape, observer) for origin in origins_of(source, outside)]
+            module.weights += [ObservedWeight(s.name, shape, observer) for s in sources_of(source, outside)]
 
 
 def sharing_weights(modules: dict[str, ObservedModule]) -> list[list[str]]:

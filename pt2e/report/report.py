@@ -17,16 +17,21 @@ from pt2mx.errors import MXError
 from pt2mx.pt2e.observer import MXObserver
 from pt2mx.pt2e.output import write_text
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
+from pt2mx.pt2e.report.converted_size import Conversion
 from pt2mx.pt2e.report.lowered import refuse_lowered
 from pt2mx.pt2e.report.page.context import PageContext
 from pt2mx.pt2e.report.page.page import page
 from pt2mx.pt2e.report.rows import OperandReport, OperatorReport, operator_reports
+from pt2mx.pt2e.report.sizes import float_size, tensors_of
+from pt2mx.pt2e.report.sources import size_of
 from pt2mx.pt2e.report.stored import read_report
 from pt2mx.pt2e.sensitivity.recipe_comparison import RecipeComparison
 from pt2mx.pt2e.sensitivity.result import Sensitivity
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+_PLURALS = {"activation": "activations", "weight": "weights", "bias": "biases", "output": "outputs"}
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ class QuantizationReport:
         if candidates:
             return text_table(_candidate_rows(self.operators), left=4)
         header = ("module", "operator", "activation", "weight", "SQNR a", "SQNR w", "bytes", "after", "")
-        rows = [header, *(_row(operator, self._observed) for operator in self.operators)]
+        rows = [header, *(_row(operator, self._roles(observed=True)) for operator in self.operators)]
         *columns, notes = zip(*rows, strict=True)
         lines = text_table(list(zip(*columns, strict=True)), left=4).split("\n")
         width = max(map(len, lines))
@@ -84,15 +89,19 @@ class QuantizationReport:
     def summary(self) -> str:
         """The totals in a line."""
         quantized = sum(o.quantized for o in self.operators)
-        no_sqnr = "; no SQNR: it holds no statistics of a calibration" if quantized and not self._observed else ""
+        seen, roles = self._roles(observed=True), self._roles(observed=False)
+        unseen = [role for role in roles if role not in seen]
+        which = " of " + " and ".join(_PLURALS.get(role, role) for role in unseen) if seen else ""
+        no_sqnr = f"; no SQNR{which}: it holds no statistics of a calibration" if unseen else ""
         return (
             f"{quantized} of {len(self.operators)} operators quantized; parameters "
             f"{self.bytes_before:,} bytes -> {self.bytes_after:,} ({self.effective_bits:.2f} bits a value){no_sqnr}"
         )
 
-    @property
-    def _observed(self) -> bool:
-        return any(operand.statistics for operator in self.operators for operand in operator.operands)
+    def _roles(self, observed: bool) -> list[str]:
+        """The roles of quantized operands, of those with statistics or without."""
+        operands = [operand for operator in self.operators for operand in operator.operands if operand.spec]
+        return list(dict.fromkeys(o.role for o in operands if (o.statistics is not None) == observed))
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
         """Write the report as JSON; null stands for a ratio that is not finite.
@@ -198,22 +207,15 @@ def quantization_report(model: GraphModule) -> QuantizationReport:
             "pass what prepare_pt2e or convert_pt2e returned"
         )
     refuse_lowered(model)
-    operators = tuple(operator_reports(model))
-    operands = [operand for operator in operators for operand in operator.operands]
-    saved = sum(operand.bytes_before - operand.bytes_after for operand in operands)
-    observers = [module for module in model.modules() if isinstance(module, MXObserver)]
-    statistics = {id(buffer) for observer in observers for buffer in observer.buffers()}
-    tensors = [t for t in [*model.parameters(), *model.buffers()] if id(t) not in statistics]
-    held, values = sum(t.nbytes for t in tensors), sum(t.numel() for t in tensors)
-    if observers:  # of a prepared model, which holds the float weights
-        return QuantizationReport(operators, values, bytes_before=held, bytes_after=held - saved)
-    # a converted model holds the codes and scales of its weights, each value of which is a byte
-    values += sum(operand.values - operand.bytes_after for operand in operands if operand.spec)
-    return QuantizationReport(operators, values, bytes_before=held + saved, bytes_after=held)
+    prepared = any(isinstance(module, MXObserver) for module in model.modules())
+    conversion = Conversion(model) if prepared else None
+    after = size_of(tensors_of(model).values()).bytes if conversion is None else conversion.bytes()
+    before = float_size(model)
+    return QuantizationReport(tuple(operator_reports(model, conversion)), before.values, before.bytes, after)
 
 
-def _row(operator: OperatorReport, observed: bool) -> tuple[str, ...]:
-    """The cells of an operator; `observed`: whether there are statistics of any."""
+def _row(operator: OperatorReport, observed: list[str]) -> tuple[str, ...]:
+    """The cells of an operator; `observed`: the roles of which there are statistics, of any operator."""
     by_role = {role: [o for o in operator.operands if o.role == role] for role in ("activation", "weight")}
     specs = {r: "/".join(dict.fromkeys(o.spec or "-" for o in found)) for r, found in by_role.items()}
     sqnr = {r: [o.statistics.sqnr for o in found if o.statistics] for r, found in by_role.items()}
@@ -224,12 +226,12 @@ def _row(operator: OperatorReport, observed: bool) -> tuple[str, ...]:
         *(specs[role] for role in by_role),
         *(f"{min(sqnr[role]):.1f}" if sqnr[role] else "" for role in by_role),
         *(f"{n:,}" if n else "" for n in (before, after)),
-        "; ".join(filter(None, [operator.notes, *(_unseen(operator) if observed else ())])),
+        "; ".join(filter(None, [operator.notes, *_unseen(operator, observed)])),
     )
 
 
-def _unseen(operator: OperatorReport) -> list[str]:
-    roles = dict.fromkeys(o.role for o in operator.operands if o.spec and not o.statistics)
+def _unseen(operator: OperatorReport, observed: list[str]) -> list[str]:
+    roles = dict.fromkeys(o.role for o in operator.operands if o.spec and not o.statistics and o.role in observed)
     return [f"{role}: no SQNR, calibration did not reach it" for role in roles]
 
 

@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from operator import getitem
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx import ops
 from pt2mx.analysis.sums import QuantizationStatistics
-from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.module_stack import module_name
 from pt2mx.fx.graph.node import FakeQuantize, called, node_arg
 from pt2mx.fx.graph.qdq import spec_of_dequantize
 from pt2mx.fx.graph.subgraphs import captured_operands, named_graph_modules
-from pt2mx.fx.training.fuse_batch_norm import ScaledWeight
-from pt2mx.kernels.packing import packed_length
 from pt2mx.pt2e.format_observer import CANDIDATES_KEY
 from pt2mx.pt2e.observer import STATISTICS_KEY, MXObserver
 from pt2mx.pt2e.quantizer.annotate import REASON_KEY, REMARK_KEY
 from pt2mx.pt2e.quantizer.operators import operand_node, operands_of, operator_name, quantizable_operators, role_of
+from pt2mx.pt2e.report.byte_counter import ByteCounter, Counted
 from pt2mx.pt2e.report.contractions import is_contraction, operator_path
+from pt2mx.pt2e.report.converted_size import Conversion
+from pt2mx.pt2e.report.sources import Outside, Source, sources_of, sources_of_codes
+from pt2mx.pt2e.report.weights import constants_of, is_constant, weight_statistics
+from pt2mx.pt2e.stored_bits import storage_note
 from pt2mx.spec import MXSpec
 
 
 @dataclass(frozen=True)
 class OperandReport:
     """One operand: the spec it is quantized to (None: high precision), what calibration saw of it, also under each
-    candidate of an `MXFormatObserver`, and the values and bytes of a constant one (0 for a computed one, and for what
-    an earlier operator shares)."""
+    candidate of an `MXFormatObserver`, the values and bytes of a constant one (0 for a computed one, and for what an
+    earlier operator shares), and why these are more than the format's, if so."""
 
     role: str
     spec: str | None
@@ -40,6 +42,7 @@ class OperandReport:
     values: int
     bytes_before: int
     bytes_after: int
+    storage: str | None = None
 
 
 @dataclass(frozen=True)
@@ -60,21 +63,23 @@ class OperatorReport:
 
     @property
     def notes(self) -> str:
-        """The reason, the remark, and what is odd about the values that were observed."""
+        """The reason, the remark, what is odd about the values that were observed, and what takes more bytes than its
+        format."""
         return "; ".join(filter(None, [self.reason, self.remark, *map(_oddities, self.operands)]))
 
 
-def operator_reports(model: GraphModule) -> Iterator[OperatorReport]:
+def operator_reports(model: GraphModule, conversion: Conversion | None = None) -> Iterator[OperatorReport]:
     """Every operator that can be quantized and every other contraction, in the order of execution, those of each
-    sub-graph after those around it."""
-    counted: set[object] = set()
+    sub-graph after those around it. Without those that the `conversion` of a prepared model computes."""
+    counter = ByteCounter()
     outside = captured_operands(model)
     for path, inner in named_graph_modules(model):
-        constants, quantizable = constant_nodes(inner.graph), set(quantizable_operators(inner.graph))
+        constants, quantizable = constants_of(inner), set(quantizable_operators(inner.graph))
         for node in inner.graph.nodes:
-            if node in quantizable or is_contraction(called(node)):
+            known = node in quantizable or is_contraction(called(node))
+            if known and (conversion is None or conversion.computes(node)):
                 found = _operands(node, constants) if node in quantizable else _float_inputs(node, constants)
-                operands = tuple(_operand_report(inner, *operand, constants, outside, counted) for operand in found)
+                operands = tuple(_operand_report(inner, *operand, constants, outside, counter) for operand in found)
                 yield OperatorReport(
                     name=f"{path}.{node.name}" if path else node.name,
                     module=module_name(node),
@@ -106,75 +111,45 @@ def _reason(node: Node, quantizable: bool, path: str, quantized: bool) -> str | 
 
 
 def _operand_report(
-    model: GraphModule,
-    role: str,
-    argument: Node,
-    constants: set[Node],
-    outside: Mapping[Node, Sequence[object]],
-    counted: set[object],
+    model: GraphModule, role: str, argument: Node, constants: set[Node], outside: Outside, counter: ByteCounter
 ) -> OperandReport:
-    source, spec, seen = _quantized(model, argument)
+    source, spec, seen = _quantized(model, argument, constants, outside)
     value = argument.meta.get("val", source.meta.get("val"))
-    form: object = spec
-    if source.op == "call_module" and isinstance(model.get_submodule(str(source.target)), ScaledWeight):
-        source, form = node_arg(source), (spec, source)
-    each = [_Storage(0, 0, 0)]
-    if source in constants and isinstance(value, torch.Tensor):
-        each += [_storage(value, spec, origin, form, counted) for origin in origins_of(source, outside)]
-    stored = _Storage(*map(sum, zip(*each, strict=True)))
-    return OperandReport(
-        role, None if spec is None else str(spec), seen.get(STATISTICS_KEY), seen.get(CANDIDATES_KEY, {}), *stored
-    )
+    counted, storage = Counted(0, 0, 0), None
+    if isinstance(value, torch.Tensor):
+        in_every_call = argument.target is ops.dequantize_mx and source.target is getitem
+        packed, sources = None if in_every_call else spec, _sources(argument, source, constants, outside)
+        counted = counter.add(value, packed, sources)
+        storage = storage_note(value.shape, packed) if packed and sources else None
+    name, statistics, candidates = spec and str(spec), seen.get(STATISTICS_KEY), seen.get(CANDIDATES_KEY, {})
+    return OperandReport(role, name, statistics, candidates, *counted, storage)
 
 
-def _quantized(model: GraphModule, argument: Node) -> tuple[Node, MXSpec | None, Mapping[str, Any]]:
-    """The tensor behind an operand, its spec (None: high precision), and a meta with what calibration saw of it."""
+def _sources(argument: Node, source: Node, constants: set[Node], outside: Outside) -> list[Source]:
+    """The sources of an operand; none of a computed one."""
+    if argument.target is ops.dequantize_mx and source in constants and (found := sources_of_codes(argument, outside)):
+        return found
+    return sources_of(source, outside) if is_constant(source, constants) else []
+
+
+def _quantized(
+    model: GraphModule, argument: Node, constants: set[Node], outside: Outside
+) -> tuple[Node, MXSpec | None, Mapping[str, Any]]:
+    """The tensor behind an operand, its spec (None: high precision), and a meta with what calibration saw of it, or
+    what a constant shows without one."""
     if argument.op == "call_module":
         observer = model.get_submodule(str(argument.target))
         if isinstance(observer, MXObserver):
-            return node_arg(argument), observer.spec, observer.statistics_meta()
+            source = node_arg(argument)
+            constant = is_constant(source, constants)
+            seen = weight_statistics(observer, source, outside) if constant else observer.statistics_meta()
+            return source, observer.spec, seen
         return node_arg(argument), None, {}  # another quantizer's own
     if argument.target is ops.dequantize_mx:
         return node_arg(argument), spec_of_dequantize(argument), argument.meta
     if (fake := FakeQuantize.of(argument)) is not None:
         return fake.x, fake.spec, argument.meta
     return argument, None, {}
-
-
-class _Storage(NamedTuple):
-    """The values of a constant, and its bytes before quantization and after it."""
-
-    values: int
-    before: int
-    after: int
-
-
-def _storage(value: torch.Tensor, spec: MXSpec | None, origin: object, form: object, counted: set[object]) -> _Storage:
-    """The storage that a constant adds to what is `counted`: before quantization each tensor counts once, after it once
-    in each form in which it is kept."""
-    first, kept = origin not in counted, (origin, form) in counted
-    counted |= {origin, (origin, form)}
-    held = value.numel() * value.element_size()
-    after = held if spec is None else packed_bytes(value.shape, spec)
-    return _Storage(value.numel() if first else 0, held if first else 0, 0 if kept else after)
-
-
-def origins_of(source: Node, outside: Mapping[Node, Sequence[object]]) -> list[object]:
-    """The identities of a constant: the name of a parameter or buffer, else the node that computes it. In a graph
-    inside, which may be called with several (`outside` has its operands), those of all."""
-    while source.target is torch.ops.aten.alias.default:
-        source = node_arg(source)
-    if source in outside:
-        operands = [operand for operand in outside[source] if isinstance(operand, Node)]
-        return list(dict.fromkeys(origin for operand in operands for origin in origins_of(operand, {})))
-    return [source.target if source.op == "get_attr" else source]
-
-
-def packed_bytes(shape: Sequence[int], spec: MXSpec) -> int:
-    """Bytes of the codes and scales of a tensor of this shape."""
-    length = shape[spec.axis]
-    rows = math.prod(shape) // length if length else 0
-    return rows * (packed_length(length, spec.element.bits) + -(-length // spec.block_size))
 
 
 def _oddities(operand: OperandReport) -> str:
@@ -184,4 +159,6 @@ def _oddities(operand: OperandReport) -> str:
         found.append(f"{seen.nonfinite:,} of {seen.values:,} values are Inf or NaN")
     if seen and seen.empty:
         found.append(f"{seen.empty:,} of {seen.tensors:,} tensors are empty")
+    if operand.storage:
+        found.append(operand.storage)
     return f"{operand.role}: {', '.join(found)}" if found else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import warnings
 
 import torch
@@ -11,6 +10,7 @@ from torch.fx import GraphModule
 
 import pt2mx
 from pt2mx.pt2e.cli.models import Batch, call
+from tests.flow import reloaded, saved_bytes
 from tests.sweep.architecture import Architecture
 from tests.sweep.matmul_like import silent
 
@@ -38,7 +38,8 @@ class Flow:
         module, self.batch = self.architecture.build()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the libraries about their own code
-            self.exported = _export(module, self.batch).module()
+            self.program = _export(module, self.batch)
+            self.exported = self.program.module()
 
     def prepare(self) -> None:
         """Observers pass through what they see; only a batch norm that is folded changes the order of sums."""
@@ -65,10 +66,16 @@ class Flow:
         assert not left, f"neither quantized nor listed with a reason: {left}"
 
     def reload(self) -> None:
-        file = io.BytesIO()
-        torch.export.save(_export(self.converted, self.batch), file)
-        file.seek(0)
-        assert_same(self._run(torch.export.load(file).module()), self.quantized)
+        """The file computes as the converted model, and has the bytes that the reports say."""
+        program = _export(self.converted, self.batch)
+        assert_same(self._run(reloaded(program).module()), self.quantized)
+        files = saved_bytes(self.program), saved_bytes(program)
+        for model in (self.prepared, self.converted):
+            report = pt2mx.quantization_report(model)
+            assert (report.bytes_before, report.bytes_after) == files
+            assert report.effective_bits == 8 * report.bytes_after / report.values
+            rows = [(o.bytes_before, o.bytes_after) for operator in report.operators for o in operator.operands]
+            assert all(sum(column) <= size for column, size in zip(zip(*rows, strict=True), files, strict=True))
 
     def compile(self) -> None:
         torch._dynamo.reset()

@@ -73,6 +73,17 @@ def test_the_table(files, capsys):
     assert lines[-1].startswith("2 packed weights: 18,500 values, 9,830 bytes, 4.25 bits a value; 2 other tensors")
 
 
+def test_weights_of_more_bits_than_their_formats(tmp_path, capsys):
+    model = nn.Sequential(nn.Conv2d(32, 32, 3, groups=32), nn.Conv2d(32, 32, 1), nn.Conv2d(32, 32, 3, groups=32)).eval()
+    x = torch.randn(2, 32, 8, 8)
+    pt2mx.save_program(torch.export.export(convert(model, (x,), "mxfp4"), (x,)), tmp_path / "program.pt2")
+    lines = run(tmp_path / "program.pt2", capsys=capsys).out.splitlines()
+    reason = "16 bits a value: 1 value a block, which has a scale and whole bytes of its own"
+    assert lines[-3] == f"{reason}: 0.weight, 2.weight"
+    (found,) = json.loads(run(tmp_path / "program.pt2", "--json", capsys=capsys).out)["files"]
+    assert [weight["storage"] for weight in found["weights"]] == [reason, None, reason]
+
+
 def test_a_package(files, capsys):
     (program,), (package,) = (contents_of(files[0] / name) for name in ("program.pt2", "package.pt2"))
     assert (package.kind, package.origin, package.target["AOTI_DEVICE_KEY"]) == ("package", program.origin, "cpu")

@@ -21,6 +21,18 @@ def test_products_with_weights_are_quantized_and_no_others(family, quantized):
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+def test_the_report_of_the_program_is_that_of_the_converted_model():
+    model = tiny_decoder("llama", num_hidden_layers=1)
+    before = sum(tensor.nbytes for tensor in {id(t): t for t in [*model.parameters(), *model.buffers()]}.values())
+    report = pt2mx.quantization_report(
+        quantize_language_model(model, MXQuantizer.from_recipe("mxfp4_weight_only")).program.module()
+    )
+    weights = [operand for operator in report.operators for operand in operator.operands if operand.spec]
+    assert len(weights) == 9 and all(15 < weight.statistics.sqnr < 21 for weight in weights)
+    assert before <= report.bytes_before < 1.1 * before and "no SQNR" not in report.summary
+    assert {o.reason for o in report.operators if not o.quantized} == {"excluded by the filter function"}
+
+
 def test_converted_equals_prepared():
     model, ids = tiny_decoder("llama", num_hidden_layers=1), torch.randint(256, (2, 20))
     quantizer = without_products_of_activations(MXQuantizer.from_recipe("mxfp8"))

@@ -7,7 +7,7 @@ from torch import nn
 import pt2mx
 from pt2mx import MXError, MXFormatObserver, MXQuantizationConfig, MXQuantizer, quantization_report
 from pt2mx.analysis.sums import QuantizationStatistics, quantization_sums
-from tests.flow import calibrated, prepare
+from tests.flow import calibrated, exported, prepare, reloaded
 from tests.models import IMAGES, NormalizedConv, exported_conv
 
 CONFIG = MXQuantizationConfig(weight="mxfp4", activation="mxfp8")
@@ -139,22 +139,68 @@ def test_columns_without_sqnr_say_why():
             return torch.cond(x.sum() > 0, lambda x: self.one(x), lambda x: self.other(x), (x,))
 
     x = torch.ones(2, 32)
-    prepared = pt2mx.prepare_pt2e(
-        torch.export.export(Branches().eval(), (x,)).module(), MXQuantizer().set_global(CONFIG)
-    )
-    untouched = quantization_report(pt2mx.convert_pt2e(prepared))
-    assert untouched.summary.endswith("; no SQNR: it holds no statistics of a calibration")
+    prepared = pt2mx.prepare_pt2e(exported(Branches().eval(), x), MXQuantizer().set_global(CONFIG))
+    converted = pt2mx.convert_pt2e(prepared)
+    untouched = quantization_report(converted)
+    assert untouched.summary.endswith("; no SQNR of activations: it holds no statistics of a calibration")
     assert untouched.to_table().endswith(untouched.summary)
-    assert "no SQNR: it holds no statistics of a calibration" in untouched.to_html()
+    assert "no SQNR of activations" in untouched.to_html()
+    assert "did not reach" not in untouched.to_table()
+    again = quantization_report(reloaded(torch.export.export(converted, (x,))).module())
+    assert again.summary.endswith("; no SQNR: it holds no statistics of a calibration")
     with torch.no_grad():
         prepared(x)
     report = quantization_report(pt2mx.convert_pt2e(prepared))
     assert "no SQNR" not in report.summary
     one, other = report.to_table().splitlines()[1:3]
     assert "no SQNR" not in one
-    assert other.endswith(
-        "activation: no SQNR, calibration did not reach it; weight: no SQNR, calibration did not reach it"
-    )
+    assert other.endswith("activation: no SQNR, calibration did not reach it")
+
+
+def sqnr(report, role):
+    return [o.statistics and o.statistics.sqnr for op in report.operators for o in op.operands if o.role == role]
+
+
+def test_weights_have_their_sqnr_without_a_calibration():
+    torch.manual_seed(0)
+    x = torch.randn(4, 64)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)).eval()
+    graph, weight_only = exported(model, x), MXQuantizer().set_global(MXQuantizationConfig(weight="mxfp4"))
+    want = [
+        QuantizationStatistics.from_sums(quantization_sums(layer.weight.detach(), pt2mx.parse("mxfp4"))).sqnr
+        for layer in model
+    ]
+    prepared = pt2mx.prepare_pt2e(graph, weight_only)
+    for uncalibrated in (prepared, pt2mx.convert_pt2e(prepared), pt2mx.convert_pt2e(prepared, fold_quantize=False)):
+        report = quantization_report(uncalibrated)
+        assert sqnr(report, "weight") == want and "no SQNR" not in report.to_table()
+    assert all(m.statistics is None for m in prepared.modules() if isinstance(m, pt2mx.MXObserver))  # unchanged
+    config = MXQuantizationConfig(weight="mxfp4", observer=MXFormatObserver.with_args(candidates=("mxfp4", "mxint8")))
+    candidates = quantization_report(pt2mx.prepare_pt2e(graph, MXQuantizer().set_global(config)))
+    assert [o.candidates["mxfp4_e2m1{32}"].sqnr for op in candidates.operators for o in op.operands[1:2]] == want
+
+
+def test_weights_have_the_sqnr_that_training_left():
+    torch.manual_seed(0)
+    x = torch.randn(8, 32, 4, 4)
+    model = nn.Sequential(nn.Conv2d(32, 32, 1), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 8, 1)).train()
+    qat = pt2mx.prepare_qat_pt2e(exported(model, x), MXQuantizer().set_global(CONFIG))
+    pt2mx.enable_observer(qat)  # sees the weights of the first step
+    optimizer = torch.optim.SGD(qat.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        qat(x).square().mean().backward()
+        optimizer.step()
+    qat.eval()
+    prepared, converted = quantization_report(qat), quantization_report(pt2mx.convert_pt2e(qat))
+    with torch.no_grad():
+        norm, last = qat.get_submodule("1"), qat.get_parameter("3.weight")
+        scale = norm.weight * (norm.running_var + 1e-5).rsqrt()
+        weights = (qat.get_parameter("0.weight") * scale.reshape(-1, 1, 1, 1), last)
+        sums = [quantization_sums(weight, pt2mx.parse("mxfp4", axis=1)) for weight in weights]
+    want = [QuantizationStatistics.from_sums(found).sqnr for found in sums]
+    assert sqnr(prepared, "weight") == sqnr(converted, "weight") == want
+    assert None not in sqnr(converted, "activation")
 
 
 def observed():

@@ -6,7 +6,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXQuantizationConfig, MXQuantizer, quantization_report
-from tests.flow import prepare
+from tests.flow import exported, prepare
 from tests.models import exported_conv
 
 CONFIG = MXQuantizationConfig(weight="mxfp4", activation="mxfp8")
@@ -146,4 +146,36 @@ def test_a_weight_with_a_batch_norm_in_training_is_counted():
     prepared = pt2mx.prepare_qat_pt2e(model.module(), MXQuantizer().set_global(CONFIG))
     (operator,) = quantization_report(prepared).operators
     weight = operator.operands[1]
-    assert (weight.role, weight.bytes_before, weight.bytes_after) == ("weight", 32 * 32 * 4, 32 * 17)
+    scaled_by = 2 * 32 * 4  # the weight and the running variance of the batch norm
+    assert (weight.role, weight.bytes_before, weight.bytes_after) == ("weight", 32 * 32 * 4 + scaled_by, 32 * 17)
+
+
+def test_what_takes_more_bits_than_its_format_is_said():
+    model = nn.Sequential(nn.Conv2d(32, 32, 3, groups=32), nn.Flatten(), nn.Linear(32, 32))
+    quantizer = MXQuantizer().set_global(CONFIG).set_module_name("2", MXQuantizationConfig(weight="int5{32}"))
+    prepared = pt2mx.prepare_pt2e(exported(model.eval(), torch.randn(2, 32, 3, 3)), quantizer)
+    for model in (prepared, pt2mx.convert_pt2e(prepared)):
+        depthwise, linear = quantization_report(model).operators
+        assert depthwise.notes == (
+            "weight: 16 bits a value: 1 value a block, which has a scale and whole bytes of its own"
+        )
+        assert linear.notes == "weight: 8.25 bits a value: codes of 5 bits take 8"
+        assert depthwise.operands[1].bytes_after == 16 / 8 * depthwise.operands[1].values
+    whole = pt2mx.convert_pt2e(prepared, fold_quantize=False)
+    assert [operator.notes for operator in quantization_report(whole).operators] == ["", ""]
+
+
+def test_operators_that_conversion_computes_are_no_rows():
+    class LowRank(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.randn(32, 4)), nn.Parameter(torch.randn(4, 32))
+
+        def forward(self, x):
+            return nn.functional.linear(x, self.a @ self.b)
+
+    prepared = prepare(LowRank(), (torch.randn(2, 32),), CONFIG)
+    for model in (prepared, pt2mx.convert_pt2e(prepared)):
+        (linear,) = quantization_report(model).operators
+        assert linear.operator == "aten.linear"
+        assert (linear.operands[1].bytes_before, linear.operands[1].bytes_after) == (2 * 4 * 128, 32 * 17)

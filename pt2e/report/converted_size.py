@@ -1,0 +1,118 @@
+"""`Conversion`: what converting a prepared model leaves, and the bytes that it takes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from pt2mx.fx.graph.aliasing import storage_of, written_storages
+from pt2mx.fx.graph.attributes import attribute_of, model_of, name_of
+from pt2mx.fx.graph.calls import Call, calls, placeholders
+from pt2mx.fx.graph.constants import CONSTANT_KEY
+from pt2mx.fx.graph.node import node_arg
+from pt2mx.fx.graph.subgraphs import captured_operands
+from pt2mx.fx.training.fuse_batch_norm import NormalizedLayer
+from pt2mx.fx.training.train_eval import TrainEvalModule
+from pt2mx.pt2e.observer import MXObserver, observed_value
+from pt2mx.pt2e.report.sources import size_of
+from pt2mx.pt2e.report.weights import constants_of, is_constant
+from pt2mx.pt2e.stored_bits import packed_bytes
+
+
+class Conversion:
+    """A walk over a prepared graph and those inside it, from the results back, which finds what conversion leaves.
+
+    Args:
+        prepared: the model.
+    """
+
+    def __init__(self, prepared: GraphModule) -> None:
+        self._kept: dict[int, Tensor] = {}  # float tensors, by identity
+        self._made: dict[str, int] = {}  # bytes of new buffers, by what they are computed from
+        self._outside = captured_operands(prepared)
+        self._keys: dict[tuple[Node, int], str] = {}
+        self._names: dict[str, str] = {}
+        self._visited: dict[GraphModule, set[Node]] = {}
+        self._written = written_storages(prepared)
+        self._visit(prepared)
+
+    def computes(self, node: Node) -> bool:
+        """Return True for a node that the converted model computes or reads: the factors of a weight it does not."""
+        return any(node in computed for computed in self._visited.values())
+
+    def bytes(self) -> int:
+        """Return the bytes of the tensors that the converted model reads: those of the float model, and the codes and
+        scales of its constants, equal ones once."""
+        tensors = self._kept.values()
+        shared = size_of(tensor for tensor in tensors if storage_of(tensor) in self._written)
+        # of others conversion makes copies
+        copies = sum(tensor.nbytes for tensor in tensors if storage_of(tensor) not in self._written)
+        return shared.bytes + copies + sum(self._made.values())
+
+    def _visit(self, model: GraphModule) -> set[Node]:
+        """The nodes of a graph that the converted one has, its parameters and placeholders among them."""
+        if model not in self._visited:
+            constants, graphs = constants_of(model), {call.node: call for call in calls(model)}
+            computed = self._visited[model] = set()
+            for node in reversed(model.graph.nodes):
+                if node in computed or node.op == "output" or _acts(node, constants):
+                    computed |= {node, *self._reads(model, node, constants, graphs.get(node))}
+            for node in computed:
+                if node.op == "get_attr" and isinstance(tensor := attribute_of(model, node), Tensor):
+                    self._kept[id(tensor)] = tensor
+        return self._visited[model]
+
+    def _reads(self, model: GraphModule, node: Node, constants: set[Node], call: Call | None) -> list[Node]:
+        """The inputs of a node in the converted graph."""
+        if call is not None:
+            inner = [self._visit(graph) for _, graph in call.graphs]
+            pairs = zip(call.operands(), *(placeholders(graph) for _, graph in call.graphs), strict=True)
+            read = {o for (o, _), *p in pairs if any(one in graph for one, graph in zip(p, inner, strict=True))}
+            passed = {operand for operand, _ in call.operands()}
+            return [n for n in node.all_input_nodes if n in read or n not in passed]
+        module = model.get_submodule(name_of(node)) if node.op == "call_module" else None
+        if isinstance(module, MXObserver) and is_constant(node_arg(node), constants):
+            for number in range(self._calls_of(model)):
+                made = packed_bytes(observed_value(node).shape, module.spec)
+                self._made[self._key(node, number)] = made
+            return []
+        if isinstance(module, NormalizedLayer) and not any(p.meta.get(CONSTANT_KEY) for p in placeholders(model)):
+            mean = node_arg(node, 5).meta["val"]
+            self._made[self._key(node, 0)] = mean.nbytes
+            return [n for n in node.args[:2] if isinstance(n, Node)]
+        return node.all_input_nodes
+
+    def _calls_of(self, model: GraphModule) -> int:
+        """How often a graph is called, each time with other operands."""
+        return max((len(self._outside.get(placeholder, ())) for placeholder in placeholders(model)), default=0) or 1
+
+    def _key(self, node: Node, number: int) -> str:
+        """A name that nodes have in common which compute the same from the same tensors, in call `number`."""
+        if (node, number) not in self._keys:
+            self._keys[node, number] = self._new_key(node, number)
+        return self._keys[node, number]
+
+    def _new_key(self, node: Node, number: int) -> str:
+        operands = self._outside.get(node, ())
+        operand = operands[min(number, len(operands) - 1)] if operands else None
+        if isinstance(operand, Node):
+            return self._key(operand, number)
+        if node.op == "get_attr":
+            said: object = id(attribute_of(model_of(node.graph), node))
+        elif not node.all_input_nodes:
+            said = (id(node.graph), node.name)
+        else:
+            module = model_of(node.graph).get_submodule(name_of(node)) if node.op == "call_module" else None
+            target = (module.spec, module.spec.axis) if isinstance(module, MXObserver) else node.target
+            said = target, torch.fx.map_arg((node.args, node.kwargs), lambda n: self._key(n, number))
+        return self._names.setdefault(repr(said), f"%{len(self._names)}")
+
+
+def _acts(node: Node, constants: set[Node]) -> bool:
+    """True of a node that is computed though nothing reads it. Conversion removes assertions about constants, and what
+    counts batches in training."""
+    if node.op == "call_module" and isinstance(model_of(node.graph).get_submodule(name_of(node)), TrainEvalModule):
+        return False
+    asserts = node.target is torch.ops.aten._assert_tensor_metadata.default and node_arg(node) in constants
+    return node.op != "placeholder" and node.is_impure() and not asserts

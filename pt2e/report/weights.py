@@ -1,0 +1,123 @@
+"""The constants that a prepared model quantizes: where they come from, and what their formats lose.
+
+Both are lost when conversion packs them, so that it notes them for a report before that.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from pt2mx.functional import fake_quantize_mx
+from pt2mx.fx.graph.attributes import attribute_of, model_of, name_of
+from pt2mx.fx.graph.constants import computed_from, constant_nodes
+from pt2mx.fx.graph.node import function_of, node_arg
+from pt2mx.fx.graph.subgraphs import captured_operands, graph_modules
+from pt2mx.fx.training.fuse_batch_norm import ScaledWeight
+from pt2mx.fx.training.train_eval import TrainEvalModule
+from pt2mx.pt2e.format_observer import CANDIDATES_KEY
+from pt2mx.pt2e.observer import NOTES_KEY, STATISTICS_KEY, MXFakeQuantize, MXObserver
+from pt2mx.pt2e.quantizer.annotate import REASON_KEY, REMARK_KEY
+from pt2mx.pt2e.report.sizes import FLOAT_SIZE_KEY, float_size
+from pt2mx.pt2e.report.sources import SOURCES_KEY, Outside, sources_of
+from pt2mx.pt2e.torchao_pt2e import is_fake
+
+#: what a report reads of the nodes of a graph
+_CARRIED = (STATISTICS_KEY, CANDIDATES_KEY, SOURCES_KEY, REASON_KEY, REMARK_KEY)
+
+
+def note_weights(prepared: GraphModule) -> None:
+    """Note at each observer of a constant what the report of the converted model says of it."""
+    outside = captured_operands(prepared)
+    for graph in graph_modules(prepared):
+        constants = constants_of(graph)
+        for node in graph.graph.find_nodes(op="call_module"):
+            observer = graph.get_submodule(name_of(node))
+            if isinstance(observer, MXObserver) and is_constant(node_arg(node), constants):
+                sources = {SOURCES_KEY: sources_of(node_arg(node), outside)}
+                node.meta[NOTES_KEY] = {**weight_statistics(observer, node_arg(node), outside), **sources}
+
+
+def carry_notes(converted: GraphModule, exported: GraphModule) -> None:
+    """Give the graph of a converted model that was exported again what its report says: exports drop it."""
+    again = _by_target(exported)
+    for target, nodes in _by_target(converted).items():
+        if len(again[target]) == len(nodes):
+            for node, same in zip(nodes, again[target], strict=True):
+                same.meta.update({key: node.meta[key] for key in _CARRIED if key in node.meta})
+    exported.meta[FLOAT_SIZE_KEY] = float_size(converted)
+
+
+def _by_target(model: GraphModule) -> dict[object, list[Node]]:
+    """The calls of each operator, in order."""
+    found = defaultdict(list)
+    for graph in graph_modules(model):
+        for node in graph.graph.nodes:
+            if node.op == "call_function":
+                found[node.target].append(node)
+    return found
+
+
+def constants_of(model: GraphModule) -> set[Node]:
+    """Return the constant nodes of a graph, prepared or not; observers pass constants on."""
+
+    def observes(node: Node) -> bool:
+        return node.op == "call_module" and isinstance(model.get_submodule(name_of(node)), MXObserver)
+
+    return constant_nodes(model.graph, observes)
+
+
+def is_constant(node: Node, constants: set[Node]) -> bool:
+    """Return True for a constant, and for a weight that a batch norm in training scales: conversion makes it one."""
+    module = model_of(node.graph).get_submodule(name_of(node)) if node.op == "call_module" else None
+    return (node_arg(node) if isinstance(module, ScaledWeight) else node) in constants
+
+
+def weight_statistics(observer: MXObserver, source: Node, outside: Outside) -> dict[str, Any]:
+    """Return what an observer saw of a constant, as meta; where it saw nothing, or the constant was trained since, what
+    it would see. Nothing is known of a constant that is traced."""
+    seen = observer.statistics_meta()
+    if seen.get(STATISTICS_KEY) is not None and not isinstance(observer, MXFakeQuantize):
+        return seen
+    values = list(_values(source, outside))
+    if any(map(is_fake, values)):
+        return seen
+    fresh = copy.deepcopy(observer)
+    fresh.reset_statistics()
+    for value in values:
+        fresh.collect(value)
+    return fresh.statistics_meta()
+
+
+@torch.no_grad()
+def _values(node: Node, outside: Outside) -> Iterator[Tensor]:
+    """The values of a constant, one for each call of its graph with other operands."""
+    needed = computed_from(node)
+    for number in range(max(len(outside.get(one, [None])) for one in needed)):
+        values: dict[Node, Any] = {}
+        for one in needed:
+            values[one] = _value(one, values, outside, number)
+        yield values[node]
+
+
+def _value(node: Node, values: dict[Node, Any], outside: Outside, number: int) -> Any:
+    if node.op == "placeholder":
+        operands = outside[node]
+        operand = operands[min(number, len(operands) - 1)]
+        return next(iter(_values(operand, outside))) if isinstance(operand, Node) else operand
+    model = model_of(node.graph)
+    if node.op == "get_attr":
+        return attribute_of(model, node)
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
+    if node.op != "call_module":
+        return function_of(node)(*args, **kwargs)
+    module = model.get_submodule(name_of(node))
+    if isinstance(module, MXObserver):
+        return fake_quantize_mx(*args, module.spec)
+    return module.in_evaluation(*args, **kwargs) if isinstance(module, TrainEvalModule) else module(*args, **kwargs)

@@ -1,0 +1,164 @@
+"""The totals of a report: the bytes that the files of the float model and of the converted one take."""
+
+import pytest
+import torch
+from torch import nn
+from torchao.quantization.pt2e import quantize_pt2e
+
+import pt2mx
+from pt2mx import MXQuantizationConfig, MXQuantizer, quantization_report
+from tests.flow import exported, reloaded, saved_bytes
+
+FP4, FP8 = MXQuantizationConfig(weight="mxfp4"), MXQuantizationConfig(weight="mxfp8")
+#: bytes of 64 x 64 values
+FLOAT, IN_FP4, IN_FP8 = 4 * 4096, 64 * (32 + 2), 64 * (64 + 2)
+
+
+class Computed(nn.Module):
+    """A weight of low rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(64, 4)), nn.Parameter(torch.randn(4, 64))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.a @ self.b)
+
+
+class AlsoFloat(nn.Module):
+    """A weight that something else reads too."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight) + self.weight.sum(0)
+
+
+class Tied(nn.Module):
+    """A weight in two formats."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+        self.head.weight = self.first.weight
+
+    def forward(self, x):
+        return self.head(self.first(x))
+
+
+class Views(nn.Module):
+    """Buffers in one memory, the whole of which is read in float."""
+
+    def __init__(self):
+        super().__init__()
+        whole = torch.randn(128, 64)
+        for name, tensor in (("whole", whole), ("top", whole[:64]), ("bottom", whole[64:])):
+            self.register_buffer(name, tensor)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.top) + nn.functional.linear(x, self.bottom) + self.whole.sum(0)[:64]
+
+
+class Parts(nn.Module):
+    """Slices of a parameter, each the weight of a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.whole = nn.Parameter(torch.randn(128, 64))
+
+    def forward(self, x):
+        top, bottom = self.whole.chunk(2)
+        return nn.functional.linear(nn.functional.linear(x, top), bottom)
+
+
+class Unused(nn.Module):
+    """A layer that nothing calls, and a constant."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.other = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+
+    def forward(self, x):
+        return self.fc(x) * torch.tensor([2.0])
+
+
+class Branches(nn.Module):
+    """A weight that is transposed in two graphs inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda x: x @ self.weight.t(), lambda x: (x + 1) @ self.weight.t(), (x,))
+
+
+#: model -> values and bytes before, bytes after, and (before, after) of each weight's row
+CASES = {
+    Computed: (512, 4 * 512, IN_FP4, [(4 * 512, IN_FP4)]),
+    AlsoFloat: (4096, FLOAT, FLOAT + IN_FP4, [(FLOAT, IN_FP4)]),
+    Tied: (4096, FLOAT, IN_FP4 + IN_FP8, [(FLOAT, IN_FP4), (0, IN_FP8)]),
+    Views: (8192, 2 * FLOAT, 2 * FLOAT + 2 * IN_FP4, [(FLOAT, IN_FP4)] * 2),
+    Parts: (8192, 2 * FLOAT, 2 * IN_FP4, [(FLOAT, IN_FP4)] * 2),
+    Unused: (8193, 2 * FLOAT + 4, IN_FP4 + 4, [(FLOAT, IN_FP4)]),
+    Branches: (4096, FLOAT, IN_FP4, [(FLOAT, IN_FP4), (0, 0)]),
+}
+
+
+def quantizer(kind):
+    chosen = MXQuantizer().set_global(FP4)
+    return chosen.set_module_name("head", FP8) if kind is Tied else chosen
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_totals_are_the_bytes_of_the_files(kind):
+    torch.manual_seed(0)
+    x = torch.randn(2, 64)
+    with torch.no_grad():
+        program = torch.export.export(kind().eval(), (x,))
+        prepared = pt2mx.prepare_pt2e(program.module(), quantizer(kind))
+        converted = pt2mx.convert_pt2e(prepared)
+        again = torch.export.export(converted, (x,))
+    values, before, after, rows = CASES[kind]
+    assert (saved_bytes(program), saved_bytes(again)) == (before, after)
+    for model in (prepared, converted):
+        report = quantization_report(model)
+        assert (report.values, report.bytes_before, report.bytes_after) == (values, before, after)
+        assert report.effective_bits == 8 * after / values
+        weights = [o for operator in report.operators for o in operator.operands if o.role == "weight"]
+        assert [(o.bytes_before, o.bytes_after) for o in weights] == rows
+    # a file tells the float model by the tensors that it holds, and by the names and shapes of the packed ones
+    named = {Computed: (4096, FLOAT), Views: (4 * 4096, 4 * FLOAT), Unused: (4097, FLOAT + 4)}
+    report = quantization_report(reloaded(again).module())
+    assert (report.values, report.bytes_before, report.bytes_after) == (*named.get(kind, (values, before)), after)
+
+
+def test_weights_that_are_not_folded_stay_in_float():
+    graph = exported(AlsoFloat().eval(), torch.randn(2, 64))
+    prepared = pt2mx.prepare_pt2e(graph, MXQuantizer().set_global(FP4))
+    report = quantization_report(pt2mx.convert_pt2e(prepared, fold_quantize=False))
+    assert (report.bytes_before, report.bytes_after) == (FLOAT, FLOAT)
+    assert [(o.bytes_before, o.bytes_after) for o in report.operators[0].operands[1:2]] == [(FLOAT, FLOAT)]
+
+
+def test_torchao_prepares_and_converts_a_model_of_the_same_sizes():
+    graph = exported(Tied().eval(), torch.randn(2, 64))
+    prepared = quantize_pt2e.prepare_pt2e(graph, quantizer(Tied))
+    reports = [quantization_report(prepared)]
+    reports.append(quantization_report(quantize_pt2e.convert_pt2e(prepared)))
+    for report in reports:
+        assert (report.values, report.bytes_before, report.bytes_after) == (4096, FLOAT, IN_FP4 + IN_FP8)
+
+
+def test_a_batch_norm_that_is_folded_is_part_of_the_float_model():
+    x = torch.randn(4, 32, 3, 3)
+    for mode, prepare in ((False, pt2mx.prepare_pt2e), (True, pt2mx.prepare_qat_pt2e)):
+        model = nn.Sequential(nn.Conv2d(32, 32, 1, bias=False), nn.BatchNorm2d(32)).train(mode)
+        program = torch.export.export(model, (x,))
+        prepared = prepare(program.module(), MXQuantizer().set_global(FP4))
+        converted = pt2mx.convert_pt2e(prepared)
+        files = saved_bytes(program), saved_bytes(torch.export.export(converted, (x,)))
+        for report in map(quantization_report, (prepared, converted)):
+            assert (report.bytes_before, report.bytes_after) == files
