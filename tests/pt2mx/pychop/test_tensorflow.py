@@ -4,12 +4,14 @@ installed for this test alone."""
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from pt2mx import MXError
 from pt2mx.pychop import backend, get_backend, mx_quantize
 
+CONSTRAINTS = Path(__file__).parents[3] / "constraints.txt"
 CHECKS = """
 import numpy as np
 import tensorflow as tf
@@ -85,8 +87,8 @@ for bad in (tf.constant([1 + 2j]), tf.constant(["a"]), tf.ragged.constant([[1.0]
 
 @pytest.mark.slow
 def test_tensors(run_python, tmp_path):
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(tmp_path), "tensorflow-cpu"]
-    subprocess.run(install, check=True)
+    install = ["install", "--quiet", "-c", str(CONSTRAINTS), "--target", str(tmp_path), "tensorflow-cpu"]
+    subprocess.run([sys.executable, "-m", "pip", *install], check=True)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     run_python(CHECKS, env={**os.environ, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2"})
 
