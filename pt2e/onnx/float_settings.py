@@ -66,7 +66,7 @@ class NodeSettings(MXQuantizer):
     def config_of(self, node: Node) -> tuple[Config, str]:
         """The config of a node, and the reason if it is None."""
         self._candidates_seen.append(node)
-        return self._config_of(node, {}, self._matched)
+        return self._config_of(node, {}, self._matched, constants=set())  # a stand-in has no operands
 
     def at_the_ends(self, quantized: list[Node]) -> dict[Node, tuple[Config, str]]:
         """The configs of some quantized nodes by `set_first` and `set_last`, in the order of execution."""

@@ -31,11 +31,15 @@ def left_alone(node: Node, constants: set[Node]) -> str | None:
         node: a call of a quantizable operator.
         constants: the constant nodes of the graph.
     """
+    if not constants:
+        return None
     factors = [(operand, argument_of(node, operand)) for operand in operands_of(node) if operand.role == "operand"]
     if factors and node in constants and _makes_weights(node, constants):
         return "a factor of a weight, which is quantized as a whole"
     for operand, argument in factors:
-        value = argument.meta.get("val") if argument in constants else None
+        if argument is None or argument not in constants:
+            continue
+        value = argument.meta.get("val")
         if isinstance(value, torch.Tensor) and value.dim():
             length = value.shape[max(operand.axis, -value.dim())]
             if isinstance(length, int) and length <= _COORDINATES and _read_by(node) >= _PERIODIC:
