@@ -2,7 +2,8 @@
 
 A factor has a node's rank; its dimensions are 1 or the node's. It is taken from a node back to the weights before it:
 the scale of a norm, the rows of a linear layer. Each node on the way has one reader, and gives the factor's multiple
-where it gets it. Of a power of two all this is exact.
+where it gets it. Of a power of two all this is exact, save in values that overflow or become subnormal: a parameter in
+which that would show takes none.
 """
 
 from __future__ import annotations
@@ -56,9 +57,15 @@ class Folder:
         if shape is None or node in self.written:
             return []
         edits = self._edits(Scaled(node, factor.reshape((1,) * (len(shape) - 1) + factor.shape)))
+        scaled: list[tuple[Tensor, Tensor]] = []
         for parameter, change in edits or []:
             value = tensor_of(self.model, parameter)
-            replace_tensor(self.model, value, (value * change.to(value.dtype)), self.in_place)
+            new = _scaled(value, change)
+            if new is None:
+                return []
+            scaled.append((value, new))
+        for value, new in scaled:
+            replace_tensor(self.model, value, new, self.in_place)
         return [str(parameter.target) for parameter, _ in edits or []]
 
     def _edits(self, scaled: Scaled) -> list[Scaled] | None:
@@ -87,6 +94,17 @@ class Folder:
         factor = factor.reshape(factor.shape[-value.dim() :]) if value.dim() else factor.reshape(())
         fits = all(f in (1, v) for f, v in zip(reversed(factor.shape), reversed(value.shape), strict=False))
         return [Scaled(node, factor)] if fits else None
+
+
+def _scaled(value: Tensor, factor: Tensor) -> Tensor | None:
+    """A parameter times a factor that broadcasts to it; None where that loses more than the square of its dtype's
+    precision, relative to the largest value with the same factor: where values overflow or become subnormal."""
+    scaled = value * factor.to(value.dtype)
+    lost = (scaled.double() / factor.double() - value.double()).abs()
+    same = [i - factor.dim() for i, n in enumerate(factor.shape) if n == 1]
+    same = [*range(-value.dim(), -factor.dim()), *same]
+    lost, largest = (x.amax(same) if same else x for x in (lost, value.double().abs()))
+    return scaled if bool((lost <= torch.finfo(value.dtype).eps ** 2 * largest).all()) else None
 
 
 def _tensor(model: GraphModule, node: Node) -> Tensor | None:

@@ -14,12 +14,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx.algorithms import Rotation
-from pt2mx.fx.graph.node import args_of, shape_of
+from pt2mx.fx.graph.node import args_of, dtype_of, shape_of
 from pt2mx.fx.graph.subgraphs import graph_modules, written_in
 from pt2mx.ops.hadamard import hadamard
 from pt2mx.pt2e.optimize.coordinates import BITS, Inputs, can_change_coordinates, fixed_nodes, read_instead
 from pt2mx.pt2e.optimize.hessian_observer import MXHessianObserver
-from pt2mx.pt2e.optimize.sites import Site, quantized_inputs, set_weight
+from pt2mx.pt2e.optimize.sites import Reader, Site, quantized_inputs, set_weight
 from pt2mx.pt2e.torchao_pt2e import Quantizer
 from pt2mx.spec import MXSpec
 
@@ -37,7 +37,10 @@ def rotate_products(model: GraphModule, sites: list[Site], inputs: Inputs, optio
     seen: WeakKeyDictionary[MXHessianObserver, dict[int, MXHessianObserver]] = WeakKeyDictionary()
     for site in sites:
         if size := _size(site, fixed, inputs, options):
-            set_weight(model, site, hadamard(site.value, size, site.readers[0].spec.axis))
+            value = hadamard(site.value, size, site.readers[0].spec.axis)
+            if not value.isfinite().all() or not all(_holds_rotated(reader, inputs, size) for reader in site.readers):
+                continue
+            set_weight(model, site, value)
             for reader in site.readers:
                 if reader.product is not None:
                     rotated.setdefault((reader.product.source, size), []).append((reader.node, reader.product.position))
@@ -93,6 +96,17 @@ def _size(site: Site, fixed: set[Node], inputs: Inputs, options: Rotation) -> in
     size = _largest(site.value.shape[axis], options)
     parts = [part for reader in site.readers if reader.node in inputs for part in inputs[reader.node].parts]
     return size if size and all(part.shape[-1] % size == 0 for part in parts) else 0
+
+
+def _holds_rotated(reader: Reader, inputs: Inputs, size: int) -> bool:
+    """True if no block of the inputs that calibration saw overflows when it is rotated: neither its sums, in float32,
+    nor its result, in the inputs' dtype."""
+    observer = inputs.get(reader.node)
+    if observer is None or observer.amax is None or reader.product is None:
+        return True
+    sums = observer.amax.float().unflatten(-1, (-1, size)).sum(-1)
+    largest = torch.finfo(dtype_of(reader.product.source) or torch.float32).max
+    return bool((sums.isfinite() & (sums * size**-0.5 <= largest)).all())
 
 
 def _largest(values: int, options: Rotation) -> int:

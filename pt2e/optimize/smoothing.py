@@ -2,7 +2,8 @@
 
 Sources: SmoothQuant (Xiao et al., arXiv:2211.10438) for inputs that are quantized, AWQ (Lin et al., arXiv:2306.00978)
 for those that are not. The input's part goes into what computes it where `folding` proves that possible, and into a
-`div` elsewhere, one for all the products that read a tensor. Powers of two change no rounding of the float model.
+`div` elsewhere, one for all the products that read a tensor. Powers of two change no rounding of the float model, save
+of values that leave the normal range of their dtype: channels are left alone in which that would show (`keeps_bits`).
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from pt2mx.pt2e.optimize.hessian_observer import MXHessianObserver
 from pt2mx.pt2e.optimize.layouts import Product
 from pt2mx.pt2e.optimize.sites import Reader, Site, set_weight
 
-#: exponents of factors: an input is multiplied by 16 at most, which 16 bits hold
+#: exponents of factors
 _LEAST, _LARGEST = -4, 10
+#: how many times as large as in calibration an input may become
+_ROOM = 16
 _Pair = tuple[Site, Product]
 
 
@@ -86,16 +89,27 @@ def _exponents(model: GraphModule, pairs: list[_Pair], seen: MXHessianObserver, 
     """The exponents of the factors by which the weights' columns are multiplied, (K,) float32 integers."""
     if seen.amax is None or not seen.amax.isfinite().all():
         return None
-    largest = [p.layout.to_matrices(evaluate(model, site.node)).float().abs().amax((0, 1)) for site, p in pairs]
-    weight = torch.stack(largest).amax(0)
-    x = seen.amax[0]
+    values = [(evaluate(model, site.node), product.layout) for site, product in pairs]
+    columns = torch.stack([layout.to_matrices(value).float().abs().amax((0, 1)) for value, layout in values])
+    weight, x = columns.amax(0), seen.amax[0].float()
     power = 0.0 if all(reader.activation is None for site, _ in pairs for reader in site.readers) else 1.0
     log = options.strength * x.log2() - power * (1 - options.strength) * weight.log2()
     used = (x > 0) & (weight > 0)
     if not used.any():
         return None
-    log = torch.where(used, log - log[used].median(), 0.0)
-    return log.round().clamp(_LEAST, _LARGEST)
+    exponents = torch.where(used, log - log[used].median(), 0.0).round().clamp(_LEAST, _LARGEST)
+    kept = keeps_bits(x, -exponents, pairs[0][1].source.meta["val"].dtype)
+    kept &= keeps_bits(columns, exponents, values[0][0].dtype).all(0)
+    return torch.where(kept, exponents, 0.0)
+
+
+def keeps_bits(largest: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
+    """True where multiplying values up to `largest` by two to the power of `exponents` keeps their bits: values up to
+    `_ROOM` times as large do not overflow, and those that become subnormal, below 2**-14 in float16, lose less than the
+    square of the dtype's precision, relative to the largest."""
+    limits, scaled = torch.finfo(dtype), largest * torch.exp2(exponents)
+    above = (exponents <= 0) | (scaled <= limits.max / _ROOM)
+    return above & ((exponents >= 0) | (scaled >= limits.tiny / limits.eps) | (largest == 0))
 
 
 def _divided(observer: MXHessianObserver, factor: Tensor) -> MXHessianObserver:

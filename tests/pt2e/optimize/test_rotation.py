@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import pt2mx
-from pt2mx import MXQuantizer, get_default_mx_quantization_config
-from pt2mx.algorithms import Rotation
+from pt2mx import MXQuantizer, fake_quantize_mx, get_default_mx_quantization_config
+from pt2mx.algorithms import GPTQ, Rotation
 from pt2mx.ops.hadamard import hadamard
 from pt2mx.ops.linear import linear_mx
 from pt2mx.pt2e.optimize.rotation import rotate_products
@@ -55,6 +55,28 @@ def test_the_float_model_stays_within_rounding():
     state = graph.state_dict()
     stays = {name for name, tensor in before.items() if torch.equal(state[name], tensor)}
     assert set(before) - stays == {"query.weight", "key.weight", "four.weight"}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weight", "inputs", "rotates"),
+    [
+        (torch.float32, 3e38, 1e-3, False),
+        (torch.float32, 1e36, 1e-3, True),
+        (torch.float16, 1.0, 3e4, False),
+        (torch.float16, 1.0, 3e3, True),
+        (torch.float32, 1e-3, 1e38, False),
+    ],
+)
+def test_what_would_overflow_is_not_rotated(dtype, weight, inputs, rotates):
+    layer = nn.Linear(64, 8, bias=False).eval().to(dtype)
+    layer.weight.data.fill_(weight)
+    x = torch.full((4, 64), inputs, dtype=dtype)
+    graph = torch.export.export(layer, (x,)).module()
+    optimized = pt2mx.optimize(graph, W4, [x], algorithms=(Rotation(), GPTQ()))
+    assert bool(optimized.graph.find_nodes(op="call_function", target=hadamard)) == rotates
+    assert optimized.weight.isfinite().all()
+    plain, rounded = (fake_quantize_mx(w.detach().float(), "mxfp4") for w in (layer.weight, optimized.weight))
+    assert plain.isfinite().all() and rounded.isfinite().all()
 
 
 def test_an_input_that_is_written_stays():

@@ -5,6 +5,7 @@ from torch import nn
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config
 from pt2mx.algorithms import GPTQ, Rotation, ScaleSearch, Smoothing
+from pt2mx.pt2e.optimize.smoothing import keeps_bits
 
 W4A4 = MXQuantizer().set_global(get_default_mx_quantization_config(weight="mxfp4", activation="mxfp4"))
 W4A8 = MXQuantizer().set_global(get_default_mx_quantization_config(weight="mxfp4", activation="mxfp8"))
@@ -67,6 +68,50 @@ def test_the_float_model_stays_to_the_bit(dtype):
     assert {row.smoothed for row in rows(optimized).values()} == {"div"}
     assert [n.target for n in optimized.graph.nodes].count(torch.ops.aten.div.Tensor) == 2
     torch.testing.assert_close(optimized(x), graph(x), rtol=0 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "scale", "smoothed"),
+    [
+        (torch.float16, 1.0, True),
+        (torch.float16, 1e-4, False),  # smaller still, they would lose bits
+        (torch.bfloat16, 1e-4, True),
+        (torch.float32, 1e-30, True),
+        (torch.float32, 1e-36, False),
+    ],
+)
+def test_the_float_model_stays_also_where_numbers_are_small(dtype, scale, smoothed, residual):
+    _, graph, x = setting(residual, dtype)
+    graph.get_parameter("norm.weight").data.mul_(scale)
+    optimized = pt2mx.optimize(graph, W4A4, [x], algorithms=Smoothing())
+    assert bool(rows(optimized)["first.weight"].smoothed) == smoothed
+    want = graph(x).double()
+    assert (optimized(x).double() - want).square().sum() <= 1e-11 * want.square().sum()
+
+
+def test_weights_and_inputs_that_would_overflow_stay():
+    largest = torch.tensor([1.0, 3e38, 1e37, 3.0, 0.0])
+    exponents = torch.tensor([10.0, 1.0, 1.0, -4.0, -4.0])
+    assert keeps_bits(largest, exponents, torch.float32).tolist() == [True, False, True, True, True]
+    assert keeps_bits(largest, -exponents, torch.float32).tolist() == [True, True, True, True, True]
+    assert keeps_bits(largest, exponents, torch.float16).tolist() == [True, False, False, True, True]
+    small = torch.tensor([0.99, 1.0, 4000.0, 4000.0])
+    assert keeps_bits(small, torch.tensor([-4.0, -4.0, 0.0, 1.0]), torch.float16).tolist() == [False, True, True, False]
+    torch.manual_seed(0)
+    layer, x = nn.Linear(64, 8).eval(), torch.randn(16, 64) * 1e-5
+    layer.weight.data.mul_(8).mul_(2e38)
+    x[:, ::16] *= 1000
+    quantizer = MXQuantizer().set_global(get_default_mx_quantization_config(weight="mxfp4", activation=None))
+    graph = torch.export.export(layer, (x,)).module()
+    for algorithms in (
+        Smoothing(weight_only=True),
+        Rotation(),
+        (Smoothing(weight_only=True), Rotation(), ScaleSearch()),
+    ):
+        optimized = pt2mx.optimize(graph, quantizer, [x], algorithms=algorithms)
+        assert all(parameter.isfinite().all() for parameter in optimized.parameters())
+        assert pt2mx.convert_pt2e(pt2mx.prepare_pt2e(optimized, quantizer))(x).isfinite().all()
 
 
 def test_what_is_not_smoothed():
