@@ -19,6 +19,7 @@ from pt2mx.fx.training.batch_norm import keep_batch_norms
 from pt2mx.fx.training.fuse_batch_norm import fuse_batch_norms
 from pt2mx.fx.training.train_eval import to_train_eval_modules
 from pt2mx.pt2e import torchao_pt2e
+from pt2mx.pt2e.annotation_checks import check_annotations
 from pt2mx.pt2e.observer import MXFakeQuantize, MXObserver, observed_value
 from pt2mx.pt2e.qspec import mx_qscheme
 from pt2mx.pt2e.report.finite import listed
@@ -47,7 +48,8 @@ def prepare_pt2e(model: GraphModule, quantizer: torchao_pt2e.Quantizer) -> Graph
     Args:
         model: `torch.export.export(...).module()` of a model in evaluation mode. Its graph stays as it is; the prepared
             model shares its parameters.
-        quantizer: an `MXQuantizer`, or torchao's `ComposableQuantizer` with one in it.
+        quantizer: an `MXQuantizer`, torchao's `ComposableQuantizer` with one in it, or a `Quantizer` of your own, whose
+            annotations hold specs of `mx_qspec`.
 
     Returns:
         The prepared model, in evaluation mode. It computes in high precision and collects statistics;
@@ -55,7 +57,7 @@ def prepare_pt2e(model: GraphModule, quantizer: torchao_pt2e.Quantizer) -> Graph
 
     Raises:
         MXError: where `model` is no exported graph, is prepared or converted already, or spans several devices; where
-            `quantizer` is none.
+            `quantizer` is none, or annotates with what is no spec.
 
     Example:
         >>> import torch, pt2mx
@@ -118,6 +120,7 @@ def _prepare(model: GraphModule, quantizer: torchao_pt2e.Quantizer, for_training
     mark_constants(model)
     try:
         model = torchao_pt2e.annotate(model, quantizer)
+        check_annotations(model, quantizer)
         model = _insert_observers(model, quantizer, {})
     finally:
         torchao_pt2e.forget_models()

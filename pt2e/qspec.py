@@ -8,19 +8,55 @@ from collections.abc import Callable
 
 import torch
 
+from pt2mx.errors import MXError
+from pt2mx.ops.quantization import check_ste
 from pt2mx.pt2e.torchao_pt2e import QuantizationSpec
-from pt2mx.spec import MXSpec
+from pt2mx.spec import MXSpec, parse
 
 _TAG = "mx"
 
 
-def mx_qspec(spec: MXSpec, constructor: Callable, ste: str = "identity") -> QuantizationSpec:
-    """The annotation of a tensor; `constructor` is the observer or fake-quantize class, `ste` what becomes of the
-    gradient in training. `spec.axis` counts from the front, so that equal specs compare equal."""
+def mx_qspec(spec: object, observer: Callable | None = None, ste: str = "identity") -> QuantizationSpec:
+    """Return an MX spec as torchao's quantizers annotate a tensor with it: for a `Quantizer` of your own.
+
+    Args:
+        spec: an `MXSpec`, or what `parse` takes. torchao observes a tensor once for all of its readers whose specs are
+            equal: write an axis in one way.
+        observer: makes the module that observes the tensor, a class such as `MXObserver` (default) or
+            `MXFormatObserver`, or `observer.with_args(...)`. `prepare_qat_pt2e` puts an `MXFakeQuantize` in the place
+            of an `MXObserver`.
+        ste: the gradient in training, "identity" or "clipped", as `fake_quantize_mx` takes it.
+
+    Returns:
+        The spec for `input_qspec_map` and `output_qspec` of torchao's `QuantizationAnnotation`.
+
+    Raises:
+        MXError: for a spec that `parse` does not take, and for another `ste`.
+
+    Example:
+        >>> import torch, pt2mx
+        >>> from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, Quantizer
+        >>> class Linears(Quantizer):
+        ...     def annotate(self, model):
+        ...         for node in model.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default):
+        ...             weight = {node.args[1]: pt2mx.mx_qspec("mxfp4")}
+        ...             node.meta["quantization_annotation"] = QuantizationAnnotation(weight, _annotated=True)
+        ...         return model
+        ...     def validate(self, model):
+        ...         pass
+        >>> x = torch.linspace(-1, 1, 64).reshape(1, 64)
+        >>> model = torch.export.export(torch.nn.Linear(64, 8).eval(), (x,)).module()
+        >>> converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(model, Linears()))
+        >>> print(converted.weight_data.shape)
+        torch.Size([8, 32])
+    """
+    from pt2mx.pt2e.observer import MXObserver  # which imports this module
+
+    check_ste(ste)
     return QuantizationSpec(
         dtype=torch.uint8,
-        observer_or_fake_quant_ctr=constructor,
-        qscheme=mx_qscheme(spec, ste),
+        observer_or_fake_quant_ctr=MXObserver if observer is None else observer,
+        qscheme=mx_qscheme(parse(spec), ste),
     )
 
 
@@ -30,7 +66,16 @@ def mx_qscheme(spec: MXSpec, ste: str = "identity") -> tuple:
 
 
 def spec_of_qscheme(qscheme: tuple) -> MXSpec:
-    """The MX spec in a `qscheme`."""
+    """The MX spec in a `qscheme`.
+
+    Raises:
+        MXError: for a `qscheme` of another kind.
+    """
+    if not isinstance(qscheme, tuple) or qscheme[:1] != (_TAG,):
+        raise MXError(
+            f"qscheme={str(qscheme)[:60]!r} is no MX spec: annotate with pt2mx.mx_qspec(spec, observer), which writes "
+            "it, or pass pt2mx.pt2e.qspec.mx_qscheme(spec)"
+        )
     return MXSpec(*qscheme[1:6])
 
 

@@ -54,6 +54,7 @@ if TYPE_CHECKING:  # imported when they are reached
     from pt2mx.pt2e.packed_weights import packed_weights
     from pt2mx.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
     from pt2mx.pt2e.program import load_program, save_program
+    from pt2mx.pt2e.qspec import mx_qspec
     from pt2mx.pt2e.quantizer.config import MXQuantizationConfig, get_default_mx_quantization_config
     from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
     from pt2mx.pt2e.report.report import quantization_report
@@ -107,6 +108,7 @@ __all__ = [
     "load_program",
     "lower_to_inductor",
     "make_portable",
+    "mx_qspec",
     "mx_quantize",
     "mx_statistics",
     "onnx_functions",
@@ -172,6 +174,7 @@ _LATE = {
     "load_package": "pt2mx.pt2e.packages.package",
     "load_program": "pt2mx.pt2e.program",
     "save_program": "pt2mx.pt2e.program",
+    "mx_qspec": "pt2mx.pt2e.qspec",
     "MXQuantizationConfig": "pt2mx.pt2e.quantizer.config",
     "get_default_mx_quantization_config": "pt2mx.pt2e.quantizer.config",
     "MXQuantizer": "pt2mx.pt2e.quantizer.quantizer",

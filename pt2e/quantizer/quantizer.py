@@ -93,7 +93,7 @@ class MXQuantizer(StoredSettings, Quantizer):
             model: the exported graph, whose nodes' meta is changed.
 
         Returns:
-            The same graph module. A warning names settings that match nothing.
+            The same graph module. A warning names settings that match nothing, or says that there are none.
 
         Raises:
             MXError: for an operator that computes in float64.
@@ -168,6 +168,12 @@ class MXQuantizer(StoredSettings, Quantizer):
         return config, "no setting matches it" if not found and config is None else f"excluded by {source}"
 
     def _warn_unmatched(self, candidates: list[Node], matched: set[tuple[str, object]]) -> None:
+        if self._global is None and self._kv_cache is None and not self._count():
+            warnings.warn(
+                "the quantizer has no setting, so that it quantizes nothing: call set_global("
+                "get_default_mx_quantization_config()), another setter, or MXQuantizer.from_recipe(name)",
+                stacklevel=3,
+            )
         names = {name for node in candidates for name, _ in modules_of(node) if name}
         types = {kind.rpartition(".")[2] for node in candidates for _, kind in modules_of(node)}
         known = {"module_name": names, "module_name_regex": names, "module_type": types}

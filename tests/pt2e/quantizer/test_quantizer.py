@@ -275,3 +275,20 @@ def test_ste_of_a_config_reaches_training(ste):
     qat(x).sum().backward()
     weight = pt2mx.fake_quantize_mx(model.weight.detach(), "mxfp4")
     assert x.grad[0, 0] == (0 if ste == "clipped" else weight[0, 0]) and torch.equal(x.grad[0, 1:], weight[0, 1:])
+
+
+@pytest.mark.parametrize("prepare", [pt2mx.prepare_pt2e, pt2mx.prepare_qat_pt2e])
+@pytest.mark.parametrize("quantizer", [MXQuantizer(), MXQuantizer().set_global(None)])
+def test_a_quantizer_without_a_setting_says_that_it_quantizes_nothing(quantizer, prepare):
+    model = exported(TwoLayers().eval(), *INPUTS)
+    with pytest.warns(
+        UserWarning, match=r"has no setting, so that it quantizes nothing: call set_global\(.*from_recipe"
+    ):
+        found = prepare(model, quantizer)
+    assert torch.equal(found(*INPUTS), model(*INPUTS))
+
+
+def test_a_quantizer_with_a_setting_says_nothing():
+    only_type = MXQuantizer().set_module_type(nn.Linear, None)
+    for quantizer in (MXQuantizer().set_global(FP8), only_type, MXQuantizer.from_recipe("mxfp8")):
+        prepared(quantizer)
