@@ -16,6 +16,12 @@ from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.cli.stage import Stages, note, user_errors
 from pt2mx.pt2e.language.language_model import LanguageModel
 from pt2mx.pt2e.language.ranks import first_speaks, is_first, of_first
+from pt2mx.pt2e.language.sampling import fault_of
+
+#: options that choose among tokens by their likelihood
+_FILTERS = ("top_k", "top_p", "repetition_penalty")
+#: the least and the largest seed of torch
+_SEEDS = (-(2**63), 2**64 - 1)
 
 
 def run(options: argparse.Namespace) -> Result | None:
@@ -41,10 +47,13 @@ def run(options: argparse.Namespace) -> Result | None:
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
     if options.max_new_tokens < 1:
         raise MXError(f"--max-new-tokens {options.max_new_tokens} must be at least 1")
-    if options.temperature < 0:
-        raise MXError(f"--temperature {options.temperature} must be at least 0")
-    names = ("top_k", "top_p", "repetition_penalty")
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    if not _SEEDS[0] <= options.seed <= _SEEDS[1]:
+        raise MXError(f"--seed {options.seed} must be an integer from {_SEEDS[0]} to {_SEEDS[1]}")
+    for name in ("temperature", *_FILTERS):
+        value = getattr(options, name)
+        if value is not None and (fault := fault_of(name, value)):
+            raise MXError(f"--{name.replace('_', '-')} {value} {fault}")
+    given = {name: getattr(options, name) for name in _FILTERS if getattr(options, name) is not None}
     sampled = options.temperature > 0
     if not sampled and (unused := sorted(given.keys() & {"top_k", "top_p"})):
         raise MXError(f"--{unused[0].replace('_', '-')} is for sampling: give --temperature, too")

@@ -25,6 +25,7 @@ from pt2mx.pt2e.language.cache import CacheLayer, cache_of, empty_cache, grow, r
 from pt2mx.pt2e.language.folder import Folder, check_holds_program, load_folder, save_folder
 from pt2mx.pt2e.language.packages import load_packages, write_packages
 from pt2mx.pt2e.language.reader import Reader
+from pt2mx.pt2e.language.sampling import check_sampling
 from pt2mx.pt2e.language.texts import padded_tokens
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
@@ -163,8 +164,9 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
             where there is one for one prompt.
 
         Raises:
-            MXError: for text without a tokenizer, and for what is no text.
+            MXError: for text without a tokenizer, what is no text, and an option of sampling out of its range.
         """
+        check_sampling(options, self.generation_config)
         if self.tokenizer is not None:
             options = {"tokenizer": self.tokenizer, **options}  # stop_strings asks for it
         if text is None:

@@ -51,6 +51,37 @@ def test_generate(run):
     assert sampled[0] == sampled[1] != sampled[2]
 
 
+def test_generate_answers_all_prompts(run):
+    lengths = ("--max-new-tokens", "8", "--json")
+    alone = [json.loads(run("generate", "quantized", "--prompt", each, *lengths)[1])["answers"] for each in "ab"]
+    status, out, err = run("generate", "quantized", "--prompt", "a", "--prompt=b", *lengths)
+    answers = json.loads(out)["answers"]
+    assert status == 0 and err.count("first token after") == 2
+    assert [(answer["prompt"], answer["text"]) for answer in answers] == [
+        ("a", alone[0][0]["text"]),
+        ("b", alone[1][0]["text"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [
+        ("--top-p", "1.5", "a number from 0 to 1"),
+        ("--top-p", "nan", "a number from 0 to 1"),
+        ("--top-k", "-1", "an integer of at least 0, which is all tokens"),
+        ("--temperature", "-0.5", "a finite number of at least 0"),
+        ("--temperature", "inf", "a finite number of at least 0"),
+        ("--repetition-penalty", "0.0", "a finite number above 0"),
+        ("--seed", str(2**64), f"an integer from {-(2**63)} to {2**64 - 1}"),
+        ("--max-new-tokens", "0", "at least 1"),
+    ],
+)
+def test_options_of_sampling_are_checked_before_the_model_is_loaded(run, option, value, allowed):
+    more = () if option == "--temperature" else ("--temperature", "1")
+    status, out, err = run("generate", "nowhere", "--prompt", "a", option, value, *more)
+    assert (status, out, err) == (2, "", f"pt2mx: error: {option} {value} must be {allowed}\n")
+
+
 def test_generate_asks_for_prompts(run, monkeypatch, tmp_path):
     (tmp_path / "prompts").write_text("Hello\n\nWorld\n")
     with open(tmp_path / "prompts") as file:

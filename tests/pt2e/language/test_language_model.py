@@ -180,6 +180,13 @@ def test_arguments_of_generate(llama, options):
     assert torch.equal(getattr(found, "sequences", found), getattr(want, "sequences", want))
 
 
+@pytest.mark.parametrize("prompt", [{"inputs": torch.ones(1, 4, dtype=torch.long)}, {"text": "Hello"}])
+def test_generate_refuses_options_out_of_their_range(llama, prompt):
+    for config in ({"top_p": 1.5}, {"generation_config": transformers.GenerationConfig(do_sample=True, typical_p=2.0)}):
+        with pytest.raises(MXError, match=r"_p=[12]\.[05] must be a number "):
+            llama.generate(**prompt, do_sample=True, **config)
+
+
 def test_generate_goes_on_with_a_cache_that_grows(llama):
     ids = torch.randint(256, (1, 12))
     calls = {"do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}

@@ -1,0 +1,49 @@
+import math
+
+import pytest
+
+from pt2mx import MXError
+from pt2mx.pt2e.language.sampling import RANGES, check_sampling, fault_of
+from tests.language_models import transformers
+
+#: option -> values in its range, values out of it
+VALUES = {
+    "temperature": ((0, 0.7, 1, 100.0), (-0.1, math.inf, math.nan, "1", True)),
+    "top_k": ((0, 1, 50), (-1, 1.5, math.nan, "5", False)),
+    "top_p": ((0, 0.9, 1.0), (-0.1, 1.5, math.nan, "0.9", True)),
+    "min_p": ((0, 0.05, 1), (-0.1, 1.01)),
+    "top_h": ((0.4, 1), (0, 1.01)),
+    "typical_p": ((0.2, 1.0), (0, 1.01)),
+    "epsilon_cutoff": ((0, 3e-4), (1, -1e-4)),
+    "eta_cutoff": ((0, 3e-4), (1, -1e-4)),
+    "repetition_penalty": ((0.5, 1, 1.3), (0, -1, math.inf, math.nan)),
+}
+
+
+@pytest.mark.parametrize("option", RANGES)
+def test_ranges(option):
+    right, wrong = VALUES[option]
+    for value in right:
+        assert fault_of(option, value) is None
+        check_sampling({option: value})
+        check_sampling({}, transformers.GenerationConfig(**{option: value}))
+    for value in wrong:
+        with pytest.raises(MXError, match=rf"^{option}={value!r} must be an? [a-z]+"):
+            check_sampling({option: value})
+
+
+def test_options_come_before_configs():
+    config = transformers.GenerationConfig()
+    config.top_p = 1.5  # transformers takes it, and leaves the filter out
+    with pytest.raises(MXError, match=r"^top_p=1\.5 must be a number from 0 to 1"):
+        check_sampling({"generation_config": config})
+    with pytest.raises(MXError, match=r"^top_p=1\.5"):
+        check_sampling({}, config)
+    check_sampling({"top_p": 0.5}, config)
+    check_sampling({"generation_config": transformers.GenerationConfig()}, config)
+
+
+def test_a_temperature_of_0_is_for_the_likeliest_token():
+    check_sampling({"do_sample": False, "temperature": 0.0})
+    with pytest.raises(MXError, match=r"^temperature=0 divides by 0: give do_sample=False"):
+        check_sampling({"do_sample": True, "temperature": 0.0})
