@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def check_output(path: object, suffixes: tuple[str, ...] = ()) -> None:
     """`MXError` where no file can be written at `path`, or where its name ends in none of `suffixes`, if some are
-    given. That is better known before the work than after it."""
+    given; a device may have any name. That is better known before the work than after it."""
     with _errors_of_writing(path):
         spelled, target = _spelled(path), _target(path)
         # the folder as it is spelled, too: `nowhere/../file`, and `file/`, which names a folder
@@ -33,7 +33,7 @@ def check_output(path: object, suffixes: tuple[str, ...] = ()) -> None:
             touched.append(target.parent)
         if not all(os.access(place, os.W_OK) for place in touched):
             raise MXError(f"cannot write {str(path)!r}: no permission to; choose another place")
-    if suffixes and Path(spelled).suffix.lower() not in suffixes:
+    if suffixes and not _is_device(target) and Path(spelled).suffix.lower() not in suffixes:
         raise MXError(f"cannot write {str(path)!r}: its name must end in {' or '.join(suffixes)}")
 
 

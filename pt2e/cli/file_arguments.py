@@ -19,7 +19,7 @@ FILE_ARGUMENTS: dict[str, tuple[Argument, ...]] = {
     "run": (
         argument("package", help="what `pt2mx compile` wrote"),
         argument("--inputs", help="a .pt or .npz batch; by default what the program was exported with"),
-        argument("--output", help="file to write the outputs to, by torch.save"),
+        argument("--output", help="file to write the outputs to, by torch.save; its name ends in .pt"),
     ),
     "inspect": (argument("file", help="a program, a package, or the folder of a quantized language model"),),
     "export-onnx": (

@@ -14,6 +14,7 @@ from pt2mx.extras import import_extra
 from pt2mx.pt2e.checkpoints.coverage import CheckpointValues, Coverage
 from pt2mx.pt2e.cli.checked_model import note_coverage
 from pt2mx.pt2e.cli.hugging_face import checkpoint_values, from_pretrained
+from pt2mx.pt2e.cli.output_names import check_folder_name
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.cli.stage import Stages, note, user_errors
 from pt2mx.pt2e.cli.summary import quantized
@@ -125,11 +126,7 @@ def _check(options: argparse.Namespace) -> None:
     """Raise an error for what a folder cannot be made of, before the work."""
     if options.compile:
         raise MXError("--compile is for a program: `pt2mx generate --compile` compiles a language model")
-    place = Path(options.output)
-    if place.exists() and not place.is_dir():
-        raise MXError(f"--output {options.output!r} is a file: a language model is written to a folder")
-    if place.resolve() == Path(options.model.removeprefix("hf:")).resolve():
-        raise MXError(f"--output {options.output!r} is the folder of the checkpoint: give another one")
+    check_folder_name(options.output, options.model.removeprefix("hf:"))
     if options.tensor_parallel < 1:
         raise MXError(f"--tensor-parallel {options.tensor_parallel} must be at least 1")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from pt2mx.errors import MXError
 from pt2mx.pt2e.checkpoints.load import is_mx_checkpoint, load_checkpoint
 from pt2mx.pt2e.cli.checked_model import note_coverage
+from pt2mx.pt2e.cli.output_names import check_folder_name
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.cli.stage import Stages, note, user_errors
 from pt2mx.pt2e.cli.summary import quantized
@@ -58,10 +59,6 @@ def _check(options: argparse.Namespace) -> None:
                 f"{options.model!r} is quantized already, and taken as it is: leave --{name.replace('_', '-')} out, or "
                 "give the float checkpoint"
             )
-    place = Path(options.output)
-    if place.suffix.lower() == ".pt2":
+    if Path(options.output).suffix.lower() == ".pt2":
         raise MXError(f"{options.model!r} becomes a language model: give --output a folder, not {options.output!r}")
-    if place.exists() and not place.is_dir():
-        raise MXError(f"--output {options.output!r} is a file: a language model is written to a folder")
-    if place.resolve() == Path(options.model.removeprefix("hf:")).resolve():
-        raise MXError(f"--output {options.output!r} is the folder of the checkpoint: give another one")
+    check_folder_name(options.output, options.model.removeprefix("hf:"))

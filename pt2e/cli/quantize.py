@@ -26,6 +26,7 @@ from pt2mx.pt2e.cli.checked_model import (
 )
 from pt2mx.pt2e.cli.devices import check_device
 from pt2mx.pt2e.cli.models import Batch, LoadedModel, call, export
+from pt2mx.pt2e.cli.output_names import check_program_name
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.cli.stage import Stages, user_errors
 from pt2mx.pt2e.cli.summary import quantized
@@ -121,12 +122,13 @@ def _quantize_program(options: argparse.Namespace, quantizer: MXQuantizer) -> Re
 
 
 def _check_files(options: argparse.Namespace) -> None:
-    check_output(options.output)
     if options.report is not None:
         check_output(options.report, suffixes=(_JSON, *_PAGES))
     recipe_file = options.recipe if Path(options.recipe).is_file() else None
     inputs = {"--recipe": recipe_file, **input_files(options)}
     check_distinct({"--output": options.output, "--report": options.report}, inputs)
+    if not options.model.startswith("onnx:"):
+        check_program_name(options.output)
 
 
 def _optimize(model: GraphModule, quantizer: MXQuantizer, batches: dict[str, Batch]) -> GraphModule:

@@ -27,7 +27,7 @@ _SECONDS = 1.0
 
 def run(options: argparse.Namespace) -> Result:
     if options.output is not None:
-        check_output(options.output)
+        check_output(options.output, suffixes=(".pt", ".pth"))
         check_distinct({"--output": options.output}, {"the package": options.package, "--inputs": options.inputs})
     with Stages(2) as progress:
         with user_errors(f"load {options.package!r}"):

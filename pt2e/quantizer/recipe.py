@@ -75,7 +75,8 @@ def read(path_or_name: object) -> Recipe:
     """
     source = str(path_or_name)
     try:
-        content = _mapping("the recipe", read_yaml(_content(source)), ("description", *KINDS, ALGORITHMS, KV_CACHE))
+        plain = read_yaml(_content(source), source)
+        content = _mapping("the recipe", plain, ("description", *KINDS, ALGORITHMS, KV_CACHE))
         chosen, cache = content.get(ALGORITHMS), _spec(KV_CACHE, content.get(KV_CACHE))
         settings = _settings(content, needed=cache is None)
         return Recipe(settings, None if chosen is None else chosen_algorithms(chosen), cache)
@@ -98,7 +99,8 @@ def text(path_or_name: object) -> str:
 
 def description(path_or_name: object) -> str:
     """The words of a recipe on itself; "" where it says nothing."""
-    content = read_yaml(_content(str(path_or_name)))
+    source = str(path_or_name)
+    content = read_yaml(_content(source), source)
     return str(content.get("description", "")) if isinstance(content, dict) else ""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import yaml
 
 from pt2mx.errors import MXError
@@ -12,14 +14,16 @@ _MOST = 10_000
 _ERRORS = (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError, OverflowError)
 
 
-def read_yaml(content: bytes) -> object:
-    """The plain data that YAML text holds.
+def read_yaml(content: bytes, name: str) -> object:
+    """The plain data that YAML text holds; errors call the text `name`.
 
     Raises:
         MXError: where it is none, has a key twice (it names the lines), an anchor in itself, or too many values.
     """
     try:
-        loader = _Loader(content)
+        stream = io.BytesIO(content)
+        stream.name = name  # type: ignore[attr-defined] # PyYAML asks for it
+        loader = _Loader(stream)
         node = loader.get_single_node()
         if node is None:
             return None

@@ -196,6 +196,8 @@ BAD_OPTIONS = [
     (["--output", "net.py"], "the model and --output are one file, 'net.py'"),
     (["--output", "nowhere/../q.pt2"], "cannot write 'nowhere/../q.pt2': it must be a file in a folder that exists"),
     (["--output", "q.pt2/"], "cannot write 'q.pt2/'"),
+    (["--output", "q.onnx"], "cannot write 'q.onnx': its name must end in .pt2; `pt2mx export-onnx` makes"),
+    (["--output", "q"], "cannot write 'q': its name must end in .pt2"),
     (["--report", "q.json/"], "cannot write 'q.json/'"),
 ]
 

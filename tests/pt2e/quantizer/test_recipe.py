@@ -173,7 +173,7 @@ def test_a_filter_cannot_be_written():
         ("- 1", "the recipe must be a mapping"),
         ("", "the recipe must be a mapping"),
         ("description: nothing", "it quantizes nothing"),
-        ("{", "recipe .*yaml"),
+        ("{", r'recipe .*yaml: while parsing .* in ".*bad\.yaml", line 1, column 2'),
         ("operator_type: {aten.bm: null}", "did you mean 'aten.bmm'"),
         ("module_name: {1: null, '1': null}", "module_name '1' says again what an earlier key says: keep one of them"),
         ("operator_type: {aten.bmm: null, aten.bmm.default: null}", "operator_type 'aten.bmm.default' says again"),

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from pt2mx import MXError
@@ -18,7 +20,7 @@ from pt2mx.pt2e.quantizer.yaml_text import read_yaml
     ],
 )
 def test_text_that_is_yaml(text, data):
-    assert read_yaml(text.encode()) == data
+    assert read_yaml(text.encode(), "a.yaml") == data
 
 
 NESTED = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -53,5 +55,7 @@ NESTED = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 )
 def test_what_is_wrong_is_an_error_that_says_so(text, message):
     with pytest.raises(MXError, match=message) as error:
-        read_yaml(text.encode() if isinstance(text, str) else text)
-    assert "\n" not in str(error.value)
+        read_yaml(text.encode() if isinstance(text, str) else text, "dir/a.yaml")
+    said = str(error.value)
+    assert "\n" not in said and not re.search(r"<(byte|unicode|file|std)", said)
+    assert 'in "' not in said or 'in "dir/a.yaml", ' in said
