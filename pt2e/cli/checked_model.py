@@ -13,12 +13,15 @@ from torch.utils import _pytree as pytree
 from pt2mx.errors import MXError
 from pt2mx.pt2e.checkpoints.coverage import Coverage, tensors_read
 from pt2mx.pt2e.cli.calibration import batch_files, load_batches
+from pt2mx.pt2e.cli.error_text import WITHOUT_EXPORT
 from pt2mx.pt2e.cli.models import Batch, LoadedModel, load_model, source_file
 from pt2mx.pt2e.cli.stage import note, user_errors
 from pt2mx.pt2e.report.finite import listed, nonfinite_parameters
 
 #: options that say how a checkpoint is loaded
 _OF_CHECKPOINTS = ("part", "allow_partial", "dtype")
+#: the ways for a model that cannot be exported
+_FOR_CODE = "change that code, or give a factory of the part of the model that can be exported"
 
 
 def check_checkpoint_options(options: argparse.Namespace) -> None:
@@ -90,7 +93,7 @@ def exported_module(
     Raises:
         MXError: for a program that leaves out more than `part` and `allow_partial` say, as `Coverage.check` takes them.
     """
-    with user_errors("export the model"):
+    with user_errors("export the model", _FOR_CODE if loaded.values is None else WITHOUT_EXPORT):
         program = loaded.export()
     if loaded.values is None:
         return program.module(), None

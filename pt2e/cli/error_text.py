@@ -17,8 +17,19 @@ from torch.fx import GraphModule, Node
 import pt2mx
 from pt2mx.pt2e.torchao_pt2e import torchao
 
+#: the ways for the model of a checkpoint that cannot be exported
+WITHOUT_EXPORT = (
+    "quantize it without an export, by `pt2mx convert-checkpoint`, or by PT2MXConfig while transformers loads it"
+)
 #: longest message in one line; the whole is in the traceback
-_LONGEST = 800
+_LONGEST = 300
+#: where torch goes on to explain an error of an export, in many lines
+_ESSAY = re.compile(
+    r"\s*(\(unhinted: |\(Size-like symbols: |consider using data-dependent friendly|Caused by: |"
+    r"For more information, run with TORCH_LOGS|The following call raised this error|"
+    r"The error above occurred when calling|from user code:|"
+    r"Set TORCHDYNAMO_VERBOSE|Hint: |Developer debug context: )"
+)
 #: what an interpreter of graphs adds to the message of an error
 _AT_NODE = "\n\nWhile executing %"
 #: a place in a node's `stack_trace`, innermost last
@@ -32,11 +43,12 @@ Place = tuple[str, int, str]
 def one_line(error: BaseException) -> str:
     """Return an error as `TypeError: can only add tensors (net.py:12 in forward)`.
 
-    The lines of a message are joined, and what is beyond 800 characters is cut. The place is the innermost one in the
-    user's code; where there is none, in that of installed packages, torch apart.
+    The lines of a message are joined; torch's explanations, and what is beyond 300 characters, are cut. The place is
+    the innermost one in the user's code; where there is none, in that of installed packages, torch apart.
     """
     lines = [line.strip() for line in str(error).partition(_AT_NODE)[0].splitlines()]
     message = " ".join(line for line in lines if line)
+    message = message[: found.start()] if (found := _ESSAY.search(message, 1)) else message
     if len(message) > _LONGEST:
         message = f"{message[:_LONGEST].rstrip()} ... (--traceback prints the whole)"
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__

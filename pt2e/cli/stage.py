@@ -10,19 +10,23 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 
 from pt2mx.errors import MXError
 
 _begun = time.perf_counter()
+#: the folder of the package
+_OWN = Path(__file__).parents[2]
 
 
 @contextmanager
-def user_errors(what: str) -> Iterator[None]:
+def user_errors(what: str, instead: str = "") -> Iterator[None]:
     """Turn what code of others (a factory, a model, export) raises in the block into one line for the user.
 
     Args:
         what: what the block does, as in "could not load the model".
+        instead: the way that works where the block fails.
 
     Raises:
         MXError: for any exception of the block; an MXError passes as it is.
@@ -34,7 +38,7 @@ def user_errors(what: str) -> Iterator[None]:
     except Exception as error:
         from pt2mx.pt2e.cli.error_text import one_line  # imports torch
 
-        raise MXError(f"could not {what}: {one_line(error)}") from error
+        raise MXError(f"could not {what}: {one_line(error)}" + (f"; {instead}" if instead else "")) from error
 
 
 def note(text: str) -> None:
@@ -44,13 +48,25 @@ def note(text: str) -> None:
 
 @contextmanager
 def warnings_as_notes() -> Iterator[None]:
-    """Have warnings that are printed in the block look as a command's notes do: Python's name a line of its source."""
+    """Have warnings that are printed in the block look as a command's notes do, signed by the package that warns:
+    Python's name a line of its source."""
     previous = warnings.formatwarning
-    warnings.formatwarning = lambda message, *place: f"pt2mx: warning: {' '.join(str(message).split())}\n"
+    warnings.formatwarning = _formatted
     try:
         yield
     finally:
         warnings.formatwarning = previous
+
+
+def _formatted(message: Warning | str, category: type[Warning], filename: str, *line: object) -> str:
+    """Return a warning as one line: `transformers: warning: ...`; of the user's code with its file."""
+    parts = Path(filename).parts
+    installed = next((i for i, part in enumerate(parts) if part in ("site-packages", "dist-packages")), None)
+    if Path(filename).is_relative_to(_OWN):
+        owner = "pt2mx"
+    else:
+        owner = Path(filename).name if installed is None else parts[installed + 1].removesuffix(".py")
+    return f"{owner}: warning: {' '.join(str(message).split())}\n"
 
 
 def stage_line(name: str) -> None:

@@ -14,11 +14,16 @@ from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.cli.error_text import WITHOUT_EXPORT
 
 _cache_utils = import_extra("transformers.cache_utils", "hf")
 
 #: a cache has a multiple of so many slots: few programs are compiled
 _SLOTS = 256
+_WITH_CACHE = (
+    "only decoders with attention in all layers can be exported with their cache; give --output a name that ends in "
+    f".pt2 for a program without a cache, or {WITHOUT_EXPORT}"
+)
 #: keys or values: a tensor, or codes and scales
 Stored = Tensor | list[Tensor]
 #: the keys and the values of each layer, as tensors without memory of one sequence and no slots
@@ -132,11 +137,11 @@ def layers_of(model: Any) -> Layers:
         if not (_is_of_tokens(keys) and _is_of_tokens(values)):
             raise MXError(
                 f"layer {number} of {type(model).__name__} keeps a {type(layer).__name__}, not keys and values of its "
-                "tokens: only decoders with attention in all layers can be exported with their cache"
+                f"tokens: {_WITH_CACHE}"
             )
         found.append((_without_memory(keys), _without_memory(values)))
     if not found:
-        raise MXError(f"{type(model).__name__} keeps no cache: it is no causal language model")
+        raise MXError(f"{type(model).__name__} keeps no keys and values of its tokens: {_WITH_CACHE}")
     return found
 
 

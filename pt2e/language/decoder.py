@@ -14,6 +14,8 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
+from pt2mx.pt2e.cli.error_text import WITHOUT_EXPORT, one_line
+from pt2mx.pt2e.cli.export_log import log_of_success
 from pt2mx.pt2e.language import attention
 from pt2mx.pt2e.language.cache import Layers, cache_within, empty_cache, equal_extents, layers_of
 
@@ -42,6 +44,8 @@ _OF_LENGTH: dict[str, dict[int, Any]] = {
     "logits_to_keep": {},
 }
 
+#: types of RoPE whose frequencies depend on the length of the text
+_OF_THE_LENGTH = {"longrope", "dynamic"}
 #: that the names of a decoder's tensors begin with in its program
 PREFIX = "model."
 
@@ -98,19 +102,33 @@ def export_decoder(model: PreTrainedModel) -> ExportedProgram:
     Raises:
         MXError: for a model that keeps anything but keys and values, and one that cannot be exported.
     """
+    _check_rope(model)
     layers, usual = layers_of(model), model.config._attn_implementation
     example = inputs(layers, model.device)
     if usual == "sdpa":
         attention.register()
         model.set_attn_implementation(attention.NAME)
     try:
-        program = export(CachedDecoder(model), example)
+        with log_of_success():
+            program = export(CachedDecoder(model), example)
     except Exception as error:
-        raise MXError(f"{type(model).__name__} cannot be exported with its cache: {error}") from error
+        text = f"{type(model).__name__} cannot be exported with its cache: {one_line(error)}"
+        raise MXError(f"{text}; {WITHOUT_EXPORT}") from error
     finally:
         model.set_attn_implementation(usual)
     _check(model, program, layers)
     return program
+
+
+def _check_rope(model: PreTrainedModel) -> None:
+    """Raise an error for positions whose frequencies depend on the length of the text."""
+    parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    kinds = {one.get("rope_type") for one in (parameters, *parameters.values()) if isinstance(one, dict)}
+    if found := kinds & _OF_THE_LENGTH:
+        raise MXError(
+            f"{type(model).__name__} has RoPE of the type {found.pop()!r}: its frequencies depend on the length of the "
+            f"text, and a program reads texts of any length; {WITHOUT_EXPORT}"
+        )
 
 
 @torch.no_grad()
@@ -133,7 +151,7 @@ def _check(model: PreTrainedModel, program: ExportedProgram, layers: Layers) -> 
     if not error < _AGREEMENT:
         raise MXError(
             f"{type(model).__name__} with a cache of fixed length gives other logits than without one ({error:.2g} of "
-            "their norm): its attention cannot be exported with its cache"
+            f"their norm): its attention cannot be exported with its cache; {WITHOUT_EXPORT}"
         )
 
 

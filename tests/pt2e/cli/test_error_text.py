@@ -1,4 +1,5 @@
 import os
+import re
 import subprocess
 import sys
 
@@ -50,7 +51,18 @@ def test_lines_are_joined_and_long_messages_cut():
     text = one_line(ValueError("Constraints violated!\n  - Not all values\n\nSuggested fixes:\n  n = 2*m\n"))
     assert text == "ValueError: Constraints violated! - Not all values Suggested fixes: n = 2*m"
     text = one_line(ValueError("word " * 1000))
-    assert len(text) < 900 and text.endswith("word ... (--traceback prints the whole)")
+    assert len(text) < 400 and text.endswith("word ... (--traceback prints the whole)")
+
+
+class Branch(nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else -x  # a branch by values
+
+
+def test_of_torch_what_is_wrong_and_where_without_its_explanations():
+    text = one_line(caught(lambda: torch.export.export(Branch(), (torch.zeros(2),), strict=False)))
+    assert re.match(r"GuardOnDataDependentSymNode: Could not guard on data-dependent expression Eq\(u0, 1\) \(", text)
+    assert text.endswith(f"({HERE}:{line_of('# a branch by values')} in forward)") and len(text) < 250
 
 
 def test_the_place_is_in_the_code_of_the_user_not_in_torch_or_python():

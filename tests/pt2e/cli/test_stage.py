@@ -1,10 +1,16 @@
 import re
 import warnings
+from pathlib import Path
 
 import pytest
+import torch
 
 from pt2mx import MXError
+from pt2mx.extras import import_extra
+from pt2mx.pt2e.cli import stage
 from pt2mx.pt2e.cli.stage import Stages, note, user_errors, warnings_as_notes
+
+transformers = import_extra("transformers", "hf")
 
 
 def test_each_stage_has_a_line_when_it_begins(stage_lines, capsys):
@@ -27,14 +33,25 @@ def test_stages_without_a_first_one(stage_lines, capsys):
     assert capsys.readouterr().err.endswith("1/1 look\n")
 
 
-def test_warnings_look_as_notes():
+@pytest.mark.parametrize(
+    ("file", "owner"),
+    [
+        (stage.__file__, "pt2mx"),
+        (str(Path(stage.__file__).parents[2] / "fx" / "lower.py"), "pt2mx"),
+        (torch.__file__, "torch"),
+        (transformers.modeling_utils.__file__, "transformers"),
+        ("/lib/site-packages/one_module.py", "one_module"),
+        ("file.py", "file.py"),
+    ],
+)
+def test_warnings_look_as_notes_of_the_package_that_warns(file, owner):
     def text():
-        return warnings.formatwarning(UserWarning("of two\n  lines"), UserWarning, "file.py", 3)
+        return warnings.formatwarning(UserWarning("of two\n  lines"), UserWarning, file, 3, "")
 
     before = text()
     with warnings_as_notes():
-        assert text() == "pt2mx: warning: of two lines\n"
-    assert text() == before == "file.py:3: UserWarning: of two\n  lines\n"
+        assert text() == f"{owner}: warning: of two lines\n"
+    assert text() == before and before.startswith(f"{file}:3: UserWarning: of two\n  lines\n")
 
 
 def test_user_errors_are_one_line():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from pt2mx import MXError
+from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.cache import layers_of
 from pt2mx.pt2e.language.decoder import export_decoder, inputs
 from tests.language_models import FAMILIES, padded, tiny_decoder, transformers
@@ -64,3 +65,50 @@ def test_attention_that_needs_a_cache_of_its_own_length_is_refused():
     config = transformers.GPTNeoConfig(**fields, attention_types=[[["global", "local"], 1]])
     with pytest.raises(MXError, match="gives other logits than without one"):
         export_decoder(transformers.AutoModelForCausalLM.from_config(config).eval())
+
+
+_LONG = {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [2.0] * 8, "short_factor": [1.0] * 8}
+
+
+@pytest.mark.parametrize(
+    ("family", "rope"),
+    [("phi3", {**_LONG, "original_max_position_embeddings": 128}), ("llama", {"rope_type": "dynamic", "factor": 2.0})],
+)
+def test_positions_that_depend_on_the_length(family, rope, capfd):
+    """What, why, and what works instead, in one line, and nothing of torch's log."""
+    with pytest.raises(MXError) as caught:
+        export_decoder(tiny_decoder(family, rope_parameters={"rope_theta": 1e4, **rope}))
+    text = str(caught.value)
+    assert f"ForCausalLM has RoPE of the type {rope['rope_type']!r}: its frequencies depend on the length" in text
+    assert "by `pt2mx convert-checkpoint`, or by PT2MXConfig" in text and "\n" not in text
+    assert capfd.readouterr().err.count("\n") <= 1
+
+
+def test_a_model_without_attention_is_a_language_model_all_the_same():
+    config = transformers.MambaConfig(hidden_size=32, vocab_size=64, num_hidden_layers=1, state_size=4)
+    with pytest.raises(
+        MXError, match=r"keeps no keys and values of its tokens: only decoders with attention"
+    ) as caught:
+        export_decoder(transformers.MambaForCausalLM(config).eval())
+    assert "is no causal language model" not in str(caught.value) and ".pt2 for a program without" in str(caught.value)
+    config = transformers.BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    with pytest.raises(MXError, match="BertLMHeadModel keeps no keys and values of its tokens"):
+        export_decoder(transformers.BertLMHeadModel(config).eval())
+
+
+def test_an_export_that_fails_is_one_line(monkeypatch, capfd):
+    def branch(self, input_ids, **options):
+        return input_ids if input_ids.sum() > 0 else -input_ids
+
+    model = tiny_decoder("llama")
+    monkeypatch.setattr(decoder, "layers_of", lambda model: layers)
+    layers = layers_of(model)
+    monkeypatch.setattr(type(model), "forward", branch)
+    with pytest.raises(MXError) as caught:
+        export_decoder(model)
+    text = str(caught.value)
+    assert text.startswith(
+        "LlamaForCausalLM cannot be exported with its cache: GuardOnDataDependentSymNode: Could not "
+    )
+    assert "; quantize it without an export" in text and len(text) < 450 and "\n" not in text
+    assert capfd.readouterr().err == ""
