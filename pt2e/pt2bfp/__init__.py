@@ -5,6 +5,7 @@ or the one that an operator reduces; the scale of a block comes from its values,
 change no number, and `eps`, `qscheme` and the like have no effect on them.
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 from pt2mx.pt2e.observer import (
@@ -106,6 +107,7 @@ BFPQuantizationAnnotation = QuantizationAnnotation
 SharedBFPQuantizationSpec = SharedQuantizationSpec
 BFPOperatorConfig = OperatorConfig
 _annotate_input_qspec_map, _annotate_output_qspec = annotate_input_qspec_map, annotate_output_qspec
+_ObserverConstructor = Callable  # programs annotate with it
 Format = SimpleNamespace(from_shorthand=parse)
 
 PlaceholderObserver = MXObserver

@@ -200,20 +200,24 @@ class QuantizedLayer(_Layer):
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 8)).eval()
         >>> model.qconfig = pt2bfp.QConfig(pt2bfp.MinMaxObserver, pt2bfp.MinMaxObserver)
         >>> converted = pt2bfp.convert(pt2bfp.prepare(model))
-        >>> {name: tuple(buffer.shape) for name, buffer in converted.named_buffers()}
+        >>> {name: tuple(buffer.shape) for name, buffer in converted.state_dict().items() if "weight" in name}
         {'0.weight_scale': (8, 1), '0.weight_data': (8, 64)}
     """
+
+    _values: Tensor
 
     def __init__(self, observed: ObservedLayer) -> None:
         super().__init__(*observed._skeleton, observed._parameters)
         observers = {n: m.spec for n, m in observed.observers.items() if isinstance(m, MXObserver)}
         self.input_specs = {name: spec for name, spec in observers.items() if name not in observed._parameters}
-        self.parameter_specs: dict[str, tuple[MXSpec, torch.dtype, int]] = {}
+        self.parameter_specs: dict[str, tuple[MXSpec, int]] = {}
         for name, spec in observers.items():
             parameter = observed._parameters.get(name)
             if parameter is not None:
                 scale, data = quantize_mx(parameter.detach(), spec)
-                self.parameter_specs[name] = spec, parameter.dtype, parameter.shape[spec.axis]
+                self.parameter_specs[name] = spec, parameter.shape[spec.axis]
+                # of the dtype of the values, which `half()` and the like change
+                self.register_buffer("_values", parameter.new_empty(0).detach(), persistent=False)
                 del self._parameters[name]
                 self.register_buffer(f"{name}_scale", scale)
                 self.register_buffer(f"{name}_data", data)
@@ -239,9 +243,9 @@ class QuantizedLayer(_Layer):
 
     def computed_parameters(self) -> dict[str, Tensor]:
         values: dict[str, Tensor] = dict(self.named_parameters(recurse=False))
-        for name, (spec, dtype, length) in self.parameter_specs.items():
+        for name, (spec, length) in self.parameter_specs.items():
             data, scale = getattr(self, f"{name}_data"), getattr(self, f"{name}_scale")
-            values[name] = dequantize_mx(data, scale, spec, target_dtype=dtype, length=length)
+            values[name] = dequantize_mx(data, scale, spec, target_dtype=self._values.dtype, length=length)
         return values
 
     def computed_output(self, y: Any) -> Any:
