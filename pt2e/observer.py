@@ -16,6 +16,7 @@ from pt2mx.fx.graph.node import node_arg
 from pt2mx.fx.graph.qdq import insert_quantize_dequantize
 from pt2mx.fx.passes.fold_weights import compute_codes
 from pt2mx.fx.training.fuse_batch_norm import ScaledWeight
+from pt2mx.fx.training.step_variance import in_backward_pass
 from pt2mx.pt2e.collector import StatisticsCollector
 from pt2mx.pt2e.qspec import spec_of_qscheme, ste_of_qscheme
 from pt2mx.pt2e.torchao_pt2e import FakeQuantizeBase, ObserverBase, QuantizationSpec, is_prepared
@@ -78,7 +79,7 @@ class MXObserver(StatisticsCollector, ObserverBase):
         self._observed = False
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.observer_enabled and not (self.observe_once and self._observed):
+        if self.observer_enabled and not (self.observe_once and self._observed) and not in_backward_pass():
             self.collect(x)
             self._observed = True
         return fake_quantize_mx(x, self.spec, ste=self.ste) if self.fake_quant_enabled else x

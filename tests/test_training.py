@@ -11,6 +11,7 @@ import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config
 from pt2mx.extras import import_extra
 from tests.benchmarks import qat
+from tests.compare import relative_error
 from tests.models import Logits
 
 #: of the losses that Inductor's and eager's kernels compute from one set of weights: one activation that moves to the
@@ -101,3 +102,36 @@ def test_training_wins_back_what_a_cast_loses():
     for accuracies in results.values():
         assert accuracies.float - accuracies.cast > 1
         assert qat.recovered([accuracies]) >= 0.8
+
+
+CNNS = {
+    "resnet18": {},
+    "mobilenet_v3_small": {"dropout": 0.0},
+    "efficientnet_b0": {"dropout": 0.0, "stochastic_depth_prob": 0.0},
+    "convnext_tiny": {"stochastic_depth_prob": 0.0},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CNNS)
+def test_compiled_convolutional_networks_have_eagers_gradients(name, compiler):
+    """Each step from the same state: see above."""
+    torch.manual_seed(0)
+    model = import_extra("torchvision", "vision").models.get_model(name, num_classes=10, **CNNS[name]).train()
+    x, labels = torch.randn(4, 3, 64, 64), torch.arange(4)
+    exported = torch.export.export(model, (x,)).module()
+    eager = pt2mx.prepare_qat_pt2e(exported, MXQuantizer.from_recipe("mxfp8"))
+    other = copy.deepcopy(eager)
+    compiled = torch.compile(other, fullgraph=True)
+    optimizer = torch.optim.SGD(eager.parameters(), 1e-3)
+    for _ in range(2):
+        other.load_state_dict(eager.state_dict())
+        for module in (compiled, eager):
+            module.zero_grad()
+            cross_entropy(module(x), labels).backward()
+        got, want = (torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (other, eager))
+        assert relative_error(got, want) < 1e-2
+        statistics = other.state_dict()
+        for key, value in eager.state_dict().items():
+            torch.testing.assert_close(statistics[key], value, rtol=1e-3, atol=1e-4, msg=key)
+        optimizer.step()

@@ -2,8 +2,8 @@
 
 Following Jacob et al., "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference"
 (2018), section 3.2, and Krishnamoorthi (2018), section 3.1.2: the weight that the converted model will hold is
-w * gamma / sqrt(var + eps), with the running variance, and that is what is quantized in training too; the layer's
-output is divided by the same factor before the batch norm sees it.
+w * gamma / sqrt(var + eps), with the running variance, and that is what is quantized in training too, with the running
+variance as the training step found it; the layer's output is divided by the same factor before the batch norm sees it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pt2mx.fx.graph.node import args_of, make_positional, node_arg, operator_of
 from pt2mx.fx.graph.tensors import delete_unused_modules, delete_unused_tensors
 from pt2mx.fx.passes.fold_weights import dequantizes, fold_constant
 from pt2mx.fx.training.batch_norm import LAYERS, normalizes_outputs
+from pt2mx.fx.training.step_variance import StepVariance, in_backward_pass
 from pt2mx.fx.training.train_eval import TrainEvalModule, insert_module, replace_by_module, train_eval_modules
 
 aten = torch.ops.aten
@@ -32,14 +33,21 @@ class ScaledWeight(TrainEvalModule):
     """weight, gamma (channels) or None, running variance (channels) -> the weight with the batch norm folded in.
 
     In training a channel whose gamma is zero keeps its weight: scaled to nothing, it could not learn again.
+
+    Args:
+        step: shared with the `NormalizedLayer` that gets the weight.
+        rank: the number of dimensions of the weight.
+        eps: the batch norm's.
+        transposed, groups: the convolution's.
     """
 
-    def __init__(self, rank: int, eps: float, transposed: bool, groups: int) -> None:
+    def __init__(self, step: StepVariance, rank: int, eps: float, transposed: bool, groups: int) -> None:
         super().__init__()
+        self.step = step
         self.rank, self.eps, self.transposed, self.groups = rank, eps, transposed, groups
 
     def in_training(self, weight: Tensor, gamma: Tensor | None, variance: Tensor) -> Tensor:
-        return self._scaled(weight, safe(scale_of(gamma, variance, self.eps)))
+        return self._scaled(weight, safe(scale_of(gamma, self.step(variance), self.eps)))
 
     def in_evaluation(self, weight: Tensor, gamma: Tensor | None, variance: Tensor) -> Tensor:
         return self._scaled(weight, scale_of(gamma, variance, self.eps))
@@ -59,6 +67,7 @@ class NormalizedLayer(TrainEvalModule):
     variance) -> normalized outputs. In evaluation the layer alone, with the batch norm in its bias.
 
     Args:
+        step: shared with the `ScaledWeight` that gives the weight.
         operator: the layer, one of `LAYERS`.
         rest: its arguments after the bias.
         rank: the number of dimensions of its outputs.
@@ -67,8 +76,16 @@ class NormalizedLayer(TrainEvalModule):
 
     operator: OpOverload
 
-    def __init__(self, operator: OpOverload, rest: tuple[Any, ...], rank: int, norm: tuple[float, float, bool]) -> None:
+    def __init__(
+        self,
+        step: StepVariance,
+        operator: OpOverload,
+        rest: tuple[Any, ...],
+        rank: int,
+        norm: tuple[float, float, bool],
+    ) -> None:
         super().__init__()
+        self.step = step
         self.operator, self.rest, self.rank = operator, rest, rank
         self.momentum, self.eps, self.cudnn = norm
 
@@ -83,9 +100,12 @@ class NormalizedLayer(TrainEvalModule):
         variance: Tensor,
     ) -> Tensor:
         shape = [1, -1, *[1] * (self.rank - 2)]
-        scale = safe(scale_of(gamma, variance, self.eps))
+        scale = safe(scale_of(gamma, self.step(variance), self.eps))
         y = self.operator(x, weight, None, *self.rest) / scale.reshape(shape)
         y = y if bias is None else y + bias.reshape(shape)
+        self.step.ends_with_gradient_of(y)
+        if in_backward_pass():
+            mean, variance = mean.clone(), variance.clone()  # the pass that this one repeats has written them
         return aten.batch_norm.default(y, gamma, beta, mean, variance, True, self.momentum, self.eps, self.cudnn)
 
     def in_evaluation(
@@ -123,8 +143,9 @@ def fuse_batch_norms(model: GraphModule, quantizers: type[nn.Module]) -> GraphMo
     for norm in norms:
         layer = node_arg(norm)
         if _is_layer(layer) and normalizes_outputs(layer, norm):
-            quantize = node_arg(layer, 1)
-            if quantize.op == "call_module" and isinstance(model.get_submodule(name_of(quantize)), quantizers):
+            weight, bias = (_module(model, operand) for operand in (*layer.args, None)[1:3])
+            # a bias quantized in another way may take its scale from that of the weight, which is scaled here
+            if isinstance(weight, quantizers) and (bias is None or type(bias) is type(weight)):
                 _fuse(model, layer, norm)
     if norms:
         model.graph.eliminate_dead_code()
@@ -164,15 +185,23 @@ def _fuse(model: GraphModule, layer: Node, norm: Node) -> None:
     weight = node_arg(quantize)
     convolution = Convolution.of(layer)
     transposed, groups = (False, 1) if convolution is None else (convolution.transposed, convolution.groups)
-    scale = ScaledWeight(weight.meta["val"].dim(), eps, transposed, groups)
+    step = StepVariance()
+    scale = ScaledWeight(step, weight.meta["val"].dim(), eps, transposed, groups)
     scaled = insert_module(norm, f"{layer.name}_weight", scale, (weight, gamma, variance), quantize.meta)
     # its own: another layer may share the weight, not the batch norm
     quantizer = copy.deepcopy(model.get_submodule(name_of(quantize)))
     quantized = insert_module(norm, f"{layer.name}_weight_quantized", quantizer, (scaled,), quantize.meta)
     meta = {**layer.meta, "val": norm.meta["val"]}
-    normalized = NormalizedLayer(operator_of(layer), tuple(rest), meta["val"].dim(), (momentum, eps, cudnn))
+    # torch.compile takes plain lists; those of a graph's arguments are of a class of their own
+    plain = tuple(list(argument) if isinstance(argument, list) else argument for argument in rest)
+    normalized = NormalizedLayer(step, operator_of(layer), plain, meta["val"].dim(), (momentum, eps, cudnn))
     args = (x, quantized, bias, gamma, beta, mean, variance)
     replace_by_module(norm, f"{layer.name}_normalized", normalized, args, meta)
+
+
+def _module(model: GraphModule, node: object) -> nn.Module | None:
+    """The module that a node calls."""
+    return model.get_submodule(name_of(node)) if isinstance(node, Node) and node.op == "call_module" else None
 
 
 def _is_layer(node: Node) -> bool:

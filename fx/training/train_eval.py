@@ -20,6 +20,7 @@ from torch.fx.proxy import GraphAppendingTracer
 from pt2mx.fx.graph.attributes import free_name, model_of, name_of
 from pt2mx.fx.graph.node import OPERATOR_KEY, args_of, make_positional, node_arg, operator_of
 from pt2mx.fx.graph.tensors import delete_unused_modules
+from pt2mx.fx.training.step_variance import in_backward_pass
 
 aten = torch.ops.aten
 
@@ -41,6 +42,9 @@ _MODES: dict[object, tuple[int, Any]] = {
     # of a batch norm's num_batches_tracked, which counts in training only
     aten.add_.Tensor: (1, 0),
 }
+
+#: operator -> positions of the statistics that it writes in training
+_WRITTEN: dict[object, tuple[int, ...]] = {aten.batch_norm.default: (3, 4), aten.add_.Tensor: (0,)}
 
 
 class TrainEvalModule(nn.Module, ABC):
@@ -74,6 +78,9 @@ class TrainEvalOp(TrainEvalModule):
         self._is_impure = operator._schema.is_mutable  # torch.fx: a counter is no dead code
 
     def in_training(self, *args: Any) -> Tensor:
+        if in_backward_pass():  # the pass that this one repeats has written them
+            written = _WRITTEN.get(self.operator, ())
+            args = tuple(a.clone() if position in written else a for position, a in enumerate(args))
         return self._call(args, self.values[1])
 
     def in_evaluation(self, *args: Any) -> Tensor:

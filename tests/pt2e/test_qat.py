@@ -33,7 +33,7 @@ class ConvNet(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.conv, self.bn, self.fc = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.Linear(16, 8)
+        self.conv, self.bn, self.fc = nn.Conv2d(3, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.Linear(16, 8)
 
     def forward(self, x):
         return self.fc(torch.relu(self.bn(self.conv(x))).mean((2, 3)))
@@ -219,3 +219,30 @@ def test_two_processes_take_the_steps_of_one(tmp_path):
         for got, parameter in zip(gathered.parameters(), prepared.parameters(), strict=True):
             torch.testing.assert_close(got, parameter, rtol=1e-4, atol=1e-6)
         assert_converts_to_the_bit(gathered, x)
+
+
+def train_compiled_on_half(rank, folder):
+    """One of two processes: two steps of a convolution and its batch norm with DDP, eager and compiled."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
+    x, labels = (part[8 * rank : 8 * rank + 8] for part in data(ConvNet()))
+    results = []
+    for compiled in (False, True):
+        model = DistributedDataParallel(prepare(ConvNet()))
+        called = torch.compile(model, backend="aot_eager_decomp_partition") if compiled else model
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        losses = train(called, (x, labels), 2, optimizer)
+        results.append((losses, [p.grad for p in model.parameters()], model.module.state_dict()))
+    torch.save(results, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_compiled_training_of_two_processes_is_that_of_eager(tmp_path):
+    run_ranks(train_compiled_on_half, str(tmp_path))
+    for rank in (0, 1):
+        eager, compiled = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        torch.testing.assert_close(torch.tensor(compiled[0]), torch.tensor(eager[0]), rtol=1e-4, atol=0)
+        for got, want in zip(compiled[1], eager[1], strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * want.abs().max().item() + 1e-6)
+        for key, want in eager[2].items():
+            torch.testing.assert_close(compiled[2][key], want, rtol=1e-3, atol=1e-4, msg=key)
