@@ -135,7 +135,7 @@ def _prepare(model: GraphModule, quantizer: torchao_pt2e.Quantizer, for_training
     if for_training:
         _observers_to_fake_quantize(model)
         for graph in graphs:
-            fuse_batch_norms(graph, MXFakeQuantize)
+            fuse_batch_norms(graph, torchao_pt2e.FakeQuantizeBase)
     prepared = PreparedModule(model, model.graph)
     prepared.meta.update({**model.meta, **meta})
     if not for_training:
@@ -180,8 +180,9 @@ def _configure_observers(graph: GraphModule) -> None:
     constants = constant_nodes(graph.graph)
     for node in graph.graph.find_nodes(op="call_module"):
         observer = graph.get_submodule(str(node.target))
-        if isinstance(observer, MXObserver):
+        if isinstance(observer, torchao_pt2e.ObserverBase | torchao_pt2e.FakeQuantizeBase):
             value = node.meta["val"] = observed_value(node)
+        if isinstance(observer, MXObserver):
             observer.observe_once = node.args[0] in constants
             if isinstance(value, Tensor):
                 observer.to(value.device)

@@ -97,6 +97,7 @@ def check(prepared, x):
     return converted
 
 
+@pytest.mark.filterwarnings("ignore:torchao's convert_pt2e folds no batch norm")
 @pytest.mark.parametrize(
     ("name", "beside"), [("linear", False), ("linear", True), ("convolution", True), ("gated", True)]
 )
@@ -115,6 +116,58 @@ def test_quantizers_of_torchao(quantizer, name, beside):
     if beside:
         assert f"{module}.weight_scale" in converted.state_dict()
         torch.testing.assert_close(lower_to_inductor(converted)(x).flatten(), got, atol=0.05, rtol=0.05)
+
+
+class Normalized(nn.Module):
+    """Layers with a batch norm after them; `ours` is for MXQuantizer where it is one of two."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn1 = nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8)  # torchao forgets other eps
+        self.depthwise, self.bn2 = nn.Conv2d(8, 8, 3, groups=8, bias=False), nn.BatchNorm2d(8)
+        self.ours, self.bn3 = nn.Conv2d(8, 4, 1), nn.BatchNorm2d(4)
+        self.fc = nn.Linear(4, 3)
+
+    def forward(self, x):  # (B, 4, H, W) -> (B, 3)
+        x = torch.relu(self.bn1(self.conv(x)))
+        x = self.bn3(self.ours(self.bn2(self.depthwise(x))))
+        return self.fc(x.mean((2, 3)))
+
+
+def trained(quantizer, prepare):
+    torch.manual_seed(0)
+    model, x = Normalized().train(), torch.randn(8, 4, 6, 6)
+    prepared = prepare(exported(model, x), quantizer)
+    optimizer = torch.optim.SGD(prepared.parameters(), 0.05)
+    for _ in range(3):
+        optimizer.zero_grad()
+        prepared(x).square().mean().backward()
+        optimizer.step()
+    return prepared, x
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside ours"])
+@pytest.mark.parametrize("quantizer", ["x86, trained", "xnnpack, trained"])
+def test_batch_norms_behind_layers_of_another_quantizer_are_folded(quantizer, beside):
+    other = QUANTIZERS[quantizer]()
+    prepared, x = trained(composed(mx("ours"), other) if beside else other, prepare_qat_pt2e)
+    converted = convert_pt2e(prepared)
+    assert not any(node.target is aten.batch_norm.default for node in converted.graph.nodes)
+    assert quantized_at_each_call(convert_pt2e(prepared, fold_quantize=False))
+    assert not quantized_at_each_call(converted)
+    assert nn.functional.cosine_similarity(converted(x), prepared.eval()(x)).min() > 0.99
+
+
+@pytest.mark.slow  # torchao exports its patterns once for each form of a layer
+@pytest.mark.parametrize("quantizer", ["x86, trained", "xnnpack, trained"])
+def test_training_with_another_quantizer_gives_what_torchaos_own_flow_gives(quantizer):
+    from torchao.quantization.pt2e import move_exported_model_to_eval
+    from torchao.quantization.pt2e import quantize_pt2e as torchaos
+
+    reference, x = trained(QUANTIZERS[quantizer](), torchaos.prepare_qat_pt2e)
+    move_exported_model_to_eval(reference)
+    prepared, _ = trained(QUANTIZERS[quantizer](), prepare_qat_pt2e)
+    assert torch.equal(convert_pt2e(prepared)(x), torchaos.convert_pt2e(reference)(x))
 
 
 class OperandQuantizer(Quantizer):
