@@ -16,6 +16,7 @@ from pt2mx.pt2e.checkpoints.coverage import CheckpointValues
 from pt2mx.pt2e.checkpoints.eager_modules import PackedWeight, packed_twin
 from pt2mx.pt2e.checkpoints.model_modules import are_experts, tied_names
 from pt2mx.pt2e.checkpoints.selection import LayerSpecs, as_matrix, select_weights
+from pt2mx.pt2e.stored_bits import packed_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,7 +66,7 @@ class MXHfQuantizer(HfQuantizer):
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
         if self.param_needs_quantization(model, param_name):
-            return self._chosen[param_name].weight.effective_bits / 8
+            return packed_bytes(param.shape, self._chosen[param_name].weight) / max(param.numel(), 1)
         return super().param_element_size(model, param_name, param)
 
     def get_quantize_ops(self) -> ConversionOps:

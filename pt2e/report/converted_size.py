@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -74,7 +76,7 @@ class Conversion:
         module = model.get_submodule(name_of(node)) if node.op == "call_module" else None
         if isinstance(module, MXObserver) and is_constant(node_arg(node), constants):
             for number in range(self._calls_of(model)):
-                made = packed_bytes(observed_value(node).shape, module.spec)
+                made = packed_bytes(cast(Tensor, observed_value(node)).shape, module.spec)
                 self._made[self._key(node, number)] = made
             return []
         if isinstance(module, NormalizedLayer) and not any(p.meta.get(CONSTANT_KEY) for p in placeholders(model)):

@@ -85,7 +85,7 @@ def _add_operands(
 
 def sharing_weights(modules: dict[str, ObservedModule]) -> list[list[str]]:
     """The names of the modules with weights, those that share one together."""
-    groups: list[tuple[set[object], list[str]]] = []
+    groups: list[tuple[set[str], list[str]]] = []
     for name, module in modules.items():
         origins, names = {w.origin for w in module.weights}, [name]
         if not origins:

@@ -121,8 +121,8 @@ def _operand_report(
         packed, sources = None if in_every_call else spec, _sources(argument, source, constants, outside)
         counted = counter.add(value, packed, sources)
         storage = storage_note(value.shape, packed) if packed and sources else None
-    name, statistics, candidates = spec and str(spec), seen.get(STATISTICS_KEY), seen.get(CANDIDATES_KEY, {})
-    return OperandReport(role, name, statistics, candidates, *counted, storage)
+    statistics, candidates = seen.get(STATISTICS_KEY), seen.get(CANDIDATES_KEY, {})
+    return OperandReport(role, None if spec is None else str(spec), statistics, candidates, *counted, storage)
 
 
 def _sources(argument: Node, source: Node, constants: set[Node], outside: Outside) -> list[Source]:

@@ -49,8 +49,9 @@ def size_of(tensors: Iterable[Tensor]) -> Size:
         itemsize = tensor.element_size()
         itemsizes.setdefault(storage_of(tensor), itemsize)
         steps = zip(tensor.shape, tensor.stride(), strict=True)
-        first, last = tensor.storage_offset(), sum((size - 1) * stride for size, stride in steps)
-        spans.setdefault(storage_of(tensor), []).append((first * itemsize, (first + last + 1) * itemsize))
+        first = int(tensor.storage_offset())
+        last = first + sum((int(size) - 1) * int(stride) for size, stride in steps)
+        spans.setdefault(storage_of(tensor), []).append((first * itemsize, (last + 1) * itemsize))
     covered = {storage: _covered(found) for storage, found in spans.items()}
     return Size(sum(size // itemsizes[storage] for storage, size in covered.items()), sum(covered.values()))
 

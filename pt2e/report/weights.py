@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -114,10 +114,12 @@ def _value(node: Node, values: dict[Node, Any], outside: Outside, number: int) -
     model = model_of(node.graph)
     if node.op == "get_attr":
         return attribute_of(model, node)
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
+    args, kwargs = cast(
+        tuple[tuple[Any, ...], dict[str, Any]], torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
+    )
     if node.op != "call_module":
         return function_of(node)(*args, **kwargs)
     module = model.get_submodule(name_of(node))
     if isinstance(module, MXObserver):
-        return fake_quantize_mx(*args, module.spec)
+        return fake_quantize_mx(args[0], module.spec)
     return module.in_evaluation(*args, **kwargs) if isinstance(module, TrainEvalModule) else module(*args, **kwargs)

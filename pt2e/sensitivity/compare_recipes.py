@@ -27,6 +27,7 @@ from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.config import get_default_mx_quantization_config
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.report import quantization_report
+from pt2mx.pt2e.report.sizes import float_size
 from pt2mx.pt2e.sensitivity.metrics import (
     METRICS,
     Distance,
@@ -178,11 +179,11 @@ class _Judge:
 
     def of_float(self) -> RecipeRow:
         """The row of the float model."""
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        held, values = sum(t.nbytes for t in tensors), sum(t.numel() for t in tensors)
+        size = float_size(self.model)
         with unchanged(self.model):
             milliseconds = compiled_milliseconds(self.model, self.batches[0]) if self.speed else math.nan
-        return RecipeRow(FLOAT, held, 8 * held / max(values, 1), self.quality.of(self.own), milliseconds)
+        bits = 8 * size.bytes / max(size.values, 1)
+        return RecipeRow(FLOAT, size.bytes, bits, self.quality.of(self.own), milliseconds)
 
     def row(self, converted: GraphModule) -> RecipeRow:
         """The row of a converted model, without a name."""

@@ -64,6 +64,15 @@ def test_logits_are_those_of_fake_quantized_weights(tmp_path, family, recipe):
     )
 
 
+def test_the_size_of_a_weight_is_that_of_its_codes_and_scales():
+    model = tiny_decoder("llama", num_hidden_layers=1)
+    config = PT2MXConfig(MXQuantizer().set_global(MXQuantizationConfig(weight="int5{32}")))
+    quantizer = MXHfQuantizer(config, pre_quantized=False)
+    quantizer._process_model_before_weight_loading(model)
+    for name, bits in (("model.layers.0.mlp.up_proj.weight", 8.25), ("model.norm.weight", 32)):
+        assert quantizer.param_element_size(model, name, model.get_parameter(name)) == bits / 8
+
+
 @torch.no_grad()
 def test_bert(tmp_path):
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}

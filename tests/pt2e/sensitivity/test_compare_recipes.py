@@ -43,6 +43,23 @@ def test_numbers_are_those_of_the_flow(net):
     assert [row.name for row in found.front()] == ["mxfp4", "mxfp8", "float"]
 
 
+def test_memory_that_the_float_model_shows_twice_counts_once():
+    class Halves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            whole = torch.randn(64, 32)
+            self.register_buffer("top", whole[:32])
+            self.register_buffer("whole", whole)
+
+        def forward(self, x):
+            return F.linear(x, self.top) + self.whole.sum()
+
+    x = torch.randn(4, 32)
+    found = compare_recipes(torch.export.export(Halves().eval(), (x,)).module(), [x], ["mxfp4"], metric="cosine")
+    (row,) = (row for row in found.rows if row.name == "float")
+    assert (row.bytes, row.bits) == (4 * 64 * 32, 32)
+
+
 @pytest.mark.parametrize(("metric", "at_float"), [("cosine", 1.0), ("noise", math.inf)])
 def test_qualities_are_better_where_they_are_larger(net, metric, at_float):
     exported, batches = net
