@@ -58,12 +58,12 @@ _INPUTS = ("input", "hidden")
 class _Layer(nn.Module):
     """A layer that computes its inputs and parameters at each call; it has the layer's other attributes."""
 
-    def __init__(self, layer: nn.Module, parameters: dict[str, nn.Parameter | None]) -> None:
+    def __init__(self, layer: nn.Module, parameters: dict[str, nn.Parameter | None], training: bool) -> None:
         super().__init__()
         self._skeleton = (layer,)  # it holds no tensors, and is no submodule
         for name, parameter in parameters.items():
             self.register_parameter(name, parameter)
-        self.train(layer.training)
+        self.train(training)
 
     @property
     def kind(self) -> type[nn.Module]:
@@ -145,7 +145,7 @@ class ObservedLayer(_Layer):
         if isinstance(config, BFPConfig) and config.affine:
             roles = ", ".join(role for role, _ in config.affine)
             raise MXError(f"{roles}: eager modules have block formats alone; use prepare_fx for affine quantization")
-        super().__init__(_without_parameters(layer), layer._parameters)
+        super().__init__(_without_parameters(layer), layer._parameters, layer.training)
         self.qconfig = config
         self.observers = nn.ModuleDict()
         row = LAYERS[type(layer)]
@@ -207,7 +207,7 @@ class QuantizedLayer(_Layer):
     _values: Tensor
 
     def __init__(self, observed: ObservedLayer) -> None:
-        super().__init__(*observed._skeleton, observed._parameters)
+        super().__init__(*observed._skeleton, observed._parameters, observed.training)
         observers = {n: m.spec for n, m in observed.observers.items() if isinstance(m, MXObserver)}
         self.input_specs = {name: spec for name, spec in observers.items() if name not in observed._parameters}
         self.parameter_specs: dict[str, tuple[MXSpec, int]] = {}

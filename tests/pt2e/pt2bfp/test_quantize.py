@@ -1,4 +1,5 @@
 import copy
+import io
 
 import pytest
 import torch
@@ -175,6 +176,22 @@ def test_training():
     assert losses[-1] < losses[0] and qat.block[0].weight.grad.abs().sum() > 0
     with torch.no_grad():
         assert same(pt2bfp.convert(qat.eval())(x), qat(x))
+
+
+@torch.no_grad()
+def test_a_recurrent_layer_in_training_evaluates_where_it_was_set_to():
+    layer, x = nn.LSTM(40, 12, 2, dropout=0.5).train(), torch.randn(3, 2, 40)
+    layer.qconfig = QCONFIG
+    qat = pt2bfp.prepare_qat(layer)
+    assert qat.training and not same(qat(x)[0], qat(x)[0])
+    converted = pt2bfp.convert(qat.eval())
+    assert not converted.training and same(converted(x)[0], qat(x)[0])
+    file = io.BytesIO()
+    torch.save(converted, file)
+    file.seek(0)
+    for other in (copy.deepcopy(converted), torch.load(file, weights_only=False)):
+        assert same(other(x)[0], converted(x)[0])
+    assert same(pt2bfp.convert(qat, {})(x)[0], layer.eval()(x)[0])
 
 
 def test_converted_modules_can_be_saved_moved_and_exported():
