@@ -61,9 +61,22 @@ def _records(archive: ZipFile) -> dict[str, str]:
     return {name.partition("/")[2]: name for name in archive.namelist()}
 
 
-def _opened(path: object, advice: str = "give a program or a package", mode: Literal["r", "a"] = "r") -> ZipFile:
+def _check_file(path: object, advice: str) -> None:
+    """Raise an error where there is no file; of a folder it says what takes it."""
+    if isinstance(path, str | os.PathLike) and Path(path).is_dir():
+        if any(Path(path).glob("program*.pt2")):
+            advice = (
+                "a language model, whose program writes its cache in place, is for `generate`, `compile`, "
+                "`perplexity`, `inspect` and `save-checkpoint`; for a program without a cache give `quantize` an "
+                "--output that ends in .pt2"
+            )
+        raise MXError(f"{str(path)!r} is a folder and no file: {advice}")
     if not isinstance(path, str | os.PathLike) or not Path(path).is_file():
-        raise MXError(f"no file {str(path)!r}")
+        raise MXError(f"no file {str(path)!r}: {advice}")
+
+
+def _opened(path: object, advice: str = "give a program or a package", mode: Literal["r", "a"] = "r") -> ZipFile:
+    _check_file(path, advice)
     try:
         return ZipFile(path, mode)
     except (BadZipFile, OSError):

@@ -130,9 +130,11 @@ def _dtype(graph: GraphModule) -> torch.dtype:
 def _check_dtypes(graph: GraphModule, layout: Layout) -> None:
     for _, call in Dequantize.calls_in(graph.graph):
         if call.dtype not in layout.dtypes:
+            dtype = str(layout.dtypes[0]).removeprefix("torch.")
             names = " or ".join(str(dtype).removeprefix("torch.") for dtype in layout.dtypes)
             raise MXError(
-                f"the model computes in {call.dtype}, readers of {layout.name} in {names}: convert the model in {names}"
+                f"the model computes in {call.dtype}, readers of {layout.name} in {names}: quantize it in "
+                f"{dtype} (model.to(...) in Python, `pt2mx quantize --dtype {dtype}`)"
             )
 
 

@@ -21,6 +21,8 @@ def programs(tmp_path_factory):
         converted = convert(net, (batch,), "mxfp8", shapes=BATCH)
         pt2mx.save_program(torch.export.export(converted, (batch,), dynamic_shapes=BATCH), folder / f"{name}.pt2")
     torch.export.save(torch.export.export(model, (x,)), folder / "float.pt2")
+    (folder / "language").mkdir()
+    (folder / "language" / "program.pt2").touch()
     return folder
 
 
@@ -69,6 +71,11 @@ def test_complex_outputs_are_not_compared(here, capsys, tmp_path):
     ("arguments", "message"),
     [
         (("nowhere.pt2", "--output", "net.onnx"), "no file 'nowhere.pt2'"),
+        (("{here}", "--output", "net.onnx"), "programs0' is a folder and no file: give what `pt2mx quantize`"),
+        (
+            ("{here}/language", "--output", "net.onnx"),
+            "is a folder and no file: a language model, whose program writes",
+        ),
         (("{here}/float.pt2", "--output", "net.onnx"), "expected a converted model, not one without quantized tensors"),
         (("{here}/net.pt2", "--output", "net.pt2"), "its name must end in .onnx"),
         (("{here}/net.pt2", "--output", "no/net.onnx"), "it must be a file in a folder that exists"),

@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 import pt2mx
 from pt2mx.pt2e.cli.command import main
-from tests.language_models import FAMILIES, tokenizer_of_bytes, transformers
+from tests.language_models import FAMILIES, checkpoint, tokenizer_of_bytes, transformers
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +42,20 @@ def test_codes_go_in_and_out_to_the_bit(place, capsys):
     codes = before["lm_head.weight_packed"], before["lm_head.weight_scale"]
     values = pt2mx.dequantize_mx(*codes, "mxfp4", target_dtype=torch.bfloat16)
     assert torch.equal(tensors(place / "values")["lm_head.weight"], values)
+
+
+def test_a_checkpoint_in_float32(tmp_path, monkeypatch, capsys):
+    """Its program is refused with the option that helps, and that option does."""
+    monkeypatch.chdir(tmp_path)
+    checkpoint("llama", tmp_path / "float32")
+    quantize = ["quantize", "--model", "hf:float32", "--recipe", "mxfp4_weight_only"]
+    rest = ["--float", "float32", "--output", "mx", "--unpack", ".*embed_tokens"]
+    assert main([*quantize, "--output", "wide"]) == 0
+    assert main(["save-checkpoint", "wide", *rest]) == 2
+    assert "quantize it in bfloat16 (model.to(...) in Python, `pt2mx quantize --dtype bf" in capsys.readouterr().err
+    assert main([*quantize, "--output", "narrow", "--dtype", "bfloat16"]) == 0
+    assert main(["save-checkpoint", "narrow", *rest]) == 0
+    assert tensors(tmp_path / "mx")["model.norm.weight"].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
