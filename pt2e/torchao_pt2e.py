@@ -97,8 +97,8 @@ def _name_bias(model: GraphModule, layer: Node, norm: Node) -> None:
     """Give a layer without a bias one of zeros, under a free name, where another tensor has the name that torchao gives
     to the bias of a folded batch norm: torchao would write over that tensor."""
     make_positional(layer, 3)
-    args, weight = list(args_of(layer)), name_of(node_arg(layer, 1))
-    path, _, attribute = f"{weight}_bias".rpartition(".")
+    args = args_of(layer)
+    path, _, attribute = f"{name_of(node_arg(layer, 1))}_bias".rpartition(".")
     owner = model.get_submodule(path)
     mean = BatchNorm.of(norm).mean
     if args[2] is not None or mean is None or not hasattr(owner, attribute):
@@ -106,9 +106,9 @@ def _name_bias(model: GraphModule, layer: Node, norm: Node) -> None:
     name = free_name(owner, attribute)
     owner.register_parameter(name, nn.Parameter(torch.zeros_like(tensor_of(model, mean))))
     with model.graph.inserting_before(layer):
-        args[2] = model.graph.get_attr(f"{path}.{name}" if path else name)
-    args[2].meta["val"] = value_of(mean)
-    layer.args = tuple(args)
+        bias = model.graph.get_attr(f"{path}.{name}" if path else name)
+    bias.meta["val"] = value_of(mean)
+    layer.args = (*args[:2], bias, *args[3:])
 
 
 def annotate(model: GraphModule, quantizer: Quantizer) -> GraphModule:
