@@ -97,7 +97,9 @@ def folder(tmp_path, monkeypatch):
 
 
 def quantize(*options, model="make", recipe="mxfp8"):
-    return main(["quantize", "--model", f"net.py:{model}", "--recipe", recipe, *options])
+    defaults = {"--model": f"net.py:{model}", "--recipe": recipe}
+    given = [word for name, value in defaults.items() if name not in options for word in (name, value)]
+    return main(["quantize", *given, *options])
 
 
 def batches(folder, **contents):
