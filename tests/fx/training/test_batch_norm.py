@@ -29,12 +29,12 @@ class Shared(nn.Module):
 def test_a_batch_norm_whose_producer_is_shared_is_not_folded(use):
     model, x = Shared(use).eval(), torch.randn(2, 4, 3, 3)
     exported = torch.export.export(model, (x,)).module()
-    assert torch.allclose(prepare_pt2e(exported, MXQuantizer())(x), model(x), atol=1e-5)
+    assert torch.allclose(prepare_pt2e(exported, MXQuantizer.from_recipe("mxfp8"))(x), model(x), atol=1e-5)
 
 
 def test_others_are_folded():
     model, x = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)).eval(), torch.randn(2, 4, 3, 3)
-    prepared = prepare_pt2e(torch.export.export(model, (x,)).module(), MXQuantizer())
+    prepared = prepare_pt2e(torch.export.export(model, (x,)).module(), MXQuantizer.from_recipe("mxfp8"))
     assert not prepared.graph.find_nodes(op="call_function", target=torch.ops.aten.batch_norm.default)
     assert torch.allclose(prepared(x), model(x), atol=1e-5)
 
@@ -88,5 +88,5 @@ def test_what_normalizes_another_dimension_stays(layer, channels, shape):
 
 def stays(model, x):
     model = model.eval()
-    prepared = prepare_pt2e(torch.export.export(model, (x,)).module(), MXQuantizer())
+    prepared = prepare_pt2e(torch.export.export(model, (x,)).module(), MXQuantizer.from_recipe("mxfp8"))
     assert torch.allclose(prepared(x), model(x), atol=1e-5)
