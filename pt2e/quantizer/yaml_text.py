@@ -22,7 +22,7 @@ def read_yaml(content: bytes, name: str) -> object:
     """
     try:
         stream = io.BytesIO(content)
-        stream.name = name  # type: ignore[attr-defined] # PyYAML asks for it
+        stream.name = name  # PyYAML asks for it
         loader = _Loader(stream)
         node = loader.get_single_node()
         if node is None:
