@@ -61,8 +61,8 @@ def _records(archive: ZipFile) -> dict[str, str]:
     return {name.partition("/")[2]: name for name in archive.namelist()}
 
 
-def _check_file(path: object, advice: str) -> None:
-    """Raise an error where there is no file; of a folder it says what takes it."""
+def _file(path: object, advice: str) -> Path:
+    """Return the path of a file; raise an error where there is none, which of a folder says what takes it."""
     if isinstance(path, str | os.PathLike) and Path(path).is_dir():
         if any(Path(path).glob("program*.pt2")):
             advice = (
@@ -73,11 +73,11 @@ def _check_file(path: object, advice: str) -> None:
         raise MXError(f"{str(path)!r} is a folder and no file: {advice}")
     if not isinstance(path, str | os.PathLike) or not Path(path).is_file():
         raise MXError(f"no file {str(path)!r}: {advice}")
+    return Path(path)
 
 
 def _opened(path: object, advice: str = "give a program or a package", mode: Literal["r", "a"] = "r") -> ZipFile:
-    _check_file(path, advice)
     try:
-        return ZipFile(path, mode)
+        return ZipFile(_file(path, advice), mode)
     except (BadZipFile, OSError):
         raise MXError(f"{str(path)!r} is no PT2 archive: {advice}") from None

@@ -58,7 +58,9 @@ def warnings_as_notes() -> Iterator[None]:
         warnings.formatwarning = previous
 
 
-def _formatted(message: Warning | str, category: type[Warning], filename: str, *line: object) -> str:
+def _formatted(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
     """Return a warning as one line: `transformers: warning: ...`; of the user's code with its file."""
     parts = Path(filename).parts
     installed = next((i for i, part in enumerate(parts) if part in ("site-packages", "dist-packages")), None)

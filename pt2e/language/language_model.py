@@ -76,8 +76,8 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         self.config, self.tokenizer = config, tokenizer
         self.generation_config = generation_config or import_extra("transformers", "hf").GenerationConfig()
         self.layers, self.device, self.dtype = cache_of(program)
-        #: the share of the float model's values that the program holds; None: not known of a folder
-        self.coverage: Coverage | None = None
+        #: the share of the float model's values that the program holds; of a folder empty, as it is not known
+        self.coverage = Coverage({}, {})
         self._folder: Path | None = None
 
     @cached_property

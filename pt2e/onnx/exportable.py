@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from pt2mx import ops
 from pt2mx.errors import MXError
+from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.graph_pass import run_passes
 from pt2mx.fx.graph.node import is_ours, value_of
 from pt2mx.fx.graph.subgraphs import graph_modules
@@ -44,8 +45,8 @@ def exportable(model: object, inputs: object, dynamic_shapes: Any) -> ExportedPr
         dynamic_shapes: as `torch.export.export` takes them; None for those of the program.
 
     Raises:
-        MXError: for another model, one that holds what has no ONNX form, inputs that are missing or that the model does
-            not take, and dynamic shapes that it does not have.
+        MXError: for another model, one that holds what has no ONNX form or writes to its inputs, inputs that are
+            missing or that the model does not take, and dynamic shapes that it does not have.
     """
     graph, (args, kwargs), shapes = _parts(model, inputs, dynamic_shapes)
     graph = copy_sharing_tensors(graph)
@@ -59,11 +60,23 @@ def exportable(model: object, inputs: object, dynamic_shapes: Any) -> ExportedPr
         warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
         with user_errors("export the model for these inputs and dynamic shapes"):
             program = torch.export.export(graph, args, kwargs, dynamic_shapes=shapes)
+        _check_inputs_stay(program)
         _check_dtypes(graph, program)
         if any(_is_product(node) for each in graph_modules(program.graph_module) for node in each.graph.nodes):
             program = program.run_decompositions(call_decompositions())
     _check_operators(program)
     return program
+
+
+def _check_inputs_stay(program: ExportedProgram) -> None:
+    """Raise an error for a program that writes to its inputs: what it writes would be lost."""
+    written = {node.name for node in written_nodes(program.graph) if node.op == "placeholder"}
+    for name in program.graph_signature.user_inputs:
+        if name in written:
+            raise MXError(
+                f"the model writes to its input {name!r}, as a language model does to its cache, and an ONNX graph "
+                "writes to none: give a model that returns the new values (`pt2mx quantize --output NAME.pt2`)"
+            )
 
 
 def _parts(model: object, inputs: object, shapes: Any) -> tuple[GraphModule, tuple[tuple, dict[str, Any]], Any]:

@@ -106,3 +106,16 @@ def test_codes_that_are_an_output_have_no_form(tmp_path):
     with pytest.raises(MXError, match=r"pt2mx\.quantize_mx\.default of 'quantize_mx' has no ONNX form"):
         export_onnx(exported(Codes(), *X), tmp_path / "net.onnx", X)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_writes_to_an_input(tmp_path):
+    class Cache(nn.Linear):
+        def forward(self, x, cache):
+            cache.copy_(x)
+            return super().forward(x)
+
+    args = (*X, torch.zeros(2, 64))
+    converted = convert(Cache(64, 8), args)
+    with pytest.raises(MXError, match=r"the model writes to its input 'cache', .* an ONNX graph writes to none"):
+        export_onnx(converted, tmp_path / "cache.onnx", args)
+    assert not list(tmp_path.iterdir())
