@@ -27,7 +27,7 @@ def summary(report: QuantizationReport, full: bool = False, all_of_them: str = "
         all_of_them: says where the others are.
 
     Returns:
-        The lines. Without a calibration there are no SQNR, and the operators with the most bytes stand in the table.
+        The lines. Of a loaded program no SQNR is known: the table then has the operators with the most bytes.
     """
     if full or len(report.operators) <= WORST_OPERATORS:
         return report.to_table()
