@@ -9,6 +9,7 @@ from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.checkpoints.checkpoint_sizes import files_of, sizes_in
 from pt2mx.pt2e.checkpoints.coverage import CheckpointValues
+from pt2mx.pt2e.cli.error_text import one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,7 +34,8 @@ def load_checkpoint(name: str, dtype: str | None = None) -> PreTrainedModel:
         raise
     except Exception as error:  # of any of the libraries that read a checkpoint
         raise MXError(
-            f"{name!r} is no Hugging Face checkpoint that can be loaded (a local folder works offline): {error}"
+            f"{name!r} is no Hugging Face checkpoint that can be loaded (a local folder works offline): "
+            f"{one_line(error)}"
         ) from None
     module.register_forward_hook(lambda module, inputs, output: output.to_tuple())  # loads without transformers
     for config in [part.config for part in module.modules() if hasattr(getattr(part, "config", None), "use_cache")]:

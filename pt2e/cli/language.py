@@ -13,6 +13,7 @@ from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.checkpoints.coverage import CheckpointValues, Coverage
 from pt2mx.pt2e.cli.checked_model import note_coverage
+from pt2mx.pt2e.cli.error_text import one_line
 from pt2mx.pt2e.cli.hugging_face import checkpoint_values, from_pretrained
 from pt2mx.pt2e.cli.output_names import check_folder_name
 from pt2mx.pt2e.cli.result import Result
@@ -53,7 +54,7 @@ def load_decoder(
     except Exception as error:  # of any of the libraries that read a checkpoint
         raise MXError(
             f"{name!r} is no causal language model that can be loaded (a local folder works offline; for another model "
-            f"give --output a name that ends in .pt2): {error}"
+            f"give --output a name that ends in .pt2): {one_line(error)}"
         ) from None
 
 
