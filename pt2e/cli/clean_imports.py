@@ -50,7 +50,7 @@ def clean_imports(modules: Iterable[str]) -> Iterator[Mapping[str, Future[None]]
 
 def _import(module: str) -> None:
     command = [sys.executable, "-W", "ignore", "-c", _PROGRAM, module]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace")
     if done.returncode == 0:
         return
     if done.returncode != 1 or not done.stdout:

@@ -59,7 +59,7 @@ def _compiler() -> str:
     from torch._inductor import cpp_builder
 
     command = cpp_builder.get_cpp_compiler()
-    found = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
+    found = subprocess.run([command, "--version"], capture_output=True, encoding="utf-8", errors="replace", check=True)
     return f"{found.stdout.splitlines()[0]}, {shutil.which(command)}"
 
 
