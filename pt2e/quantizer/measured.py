@@ -32,7 +32,8 @@ class Task(TypedDict):
 
 def tasks() -> dict[str, Task]:
     """The tasks by name: encoder, cnn, decoder."""
-    content: dict[str, Task] = json.loads(resources.files("pt2mx.configs").joinpath("measured.json").read_text(encoding="utf-8"))
+    measured = resources.files("pt2mx.configs").joinpath("measured.json").read_text(encoding="utf-8")
+    content: dict[str, Task] = json.loads(measured)
     return content
 
 
