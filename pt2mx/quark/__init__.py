@@ -10,8 +10,6 @@ from pt2mx.quark.enums import (
     CalibrationMethod,
     ExtendedQuantFormat,
     ExtendedQuantType,
-    QuantFormat,
-    QuantType,
     VitisQuantFormat,
     VitisQuantType,
 )
@@ -26,8 +24,6 @@ __all__ = [
     "ExtendedQuantFormat",
     "ExtendedQuantType",
     "ModelQuantizer",
-    "QuantFormat",
-    "QuantType",
     "QuantizationConfig",
     "VitisQuantFormat",
     "VitisQuantType",

@@ -10,7 +10,7 @@ from typing import Any
 
 from pt2mx.errors import MXError, nearest
 from pt2mx.quark.attributes import MX_OP_DEFAULT_ATTRS, mx_spec
-from pt2mx.quark.enums import CalibrationMethod, QuantFormat, QuantType
+from pt2mx.quark.enums import CalibrationMethod, ExtendedQuantFormat, ExtendedQuantType
 from pt2mx.spec import MXSpec
 
 _ELSEWHERE = "pt2mx.optimize rounds and smooths weights before a torch model is exported"
@@ -83,9 +83,9 @@ class QuantizationConfig:
     """
 
     calibrate_method: Enum = CalibrationMethod.MinMax
-    quant_format: Enum = QuantFormat.QDQ
-    activation_type: Enum = QuantType.QInt8
-    weight_type: Enum = QuantType.QInt8
+    quant_format: Enum = ExtendedQuantFormat.QDQ
+    activation_type: Enum = ExtendedQuantType.QInt8
+    weight_type: Enum = ExtendedQuantType.QInt8
 
     input_nodes: list[str] = field(default_factory=list)
     output_nodes: list[str] = field(default_factory=list)

@@ -1,5 +1,5 @@
-"""The enumerations that configure Quark's quantizer, its own and those of onnxruntime. A config takes members of either
-library's, by their names."""
+"""The enumerations that configure Quark's quantizer. A config takes members of Quark's and of onnxruntime's, too, by
+their names."""
 
 from __future__ import annotations
 
@@ -50,24 +50,6 @@ class ExtendedQuantType(Enum):
 VitisQuantType = ExtendedQuantType
 
 
-class QuantType(Enum):
-    """onnxruntime's types. None is an MX format.
-
-    Example:
-        >>> from pt2mx import quark
-        >>> quark.QuantType.QInt8.name
-        'QInt8'
-    """
-
-    QInt8 = 0
-    QUInt8 = 1
-    QInt16 = 3
-    QUInt16 = 4
-
-    def __str__(self) -> str:
-        return self.name
-
-
 class ExtendedQuantFormat(Enum):
     """The form in which tensors are quantized in a graph; `QDQ` includes Quark's MX nodes.
 
@@ -98,22 +80,6 @@ class VitisQuantFormat(Enum):
     FixNeuron = 3
     BFPFixNeuron = 4
     MXFixNeuron = 5
-
-    def __str__(self) -> str:
-        return self.name
-
-
-class QuantFormat(Enum):
-    """onnxruntime's forms, whose nodes hold no MX format.
-
-    Example:
-        >>> from pt2mx import quark
-        >>> quark.QuantFormat.QDQ.name
-        'QDQ'
-    """
-
-    QOperator = 0
-    QDQ = 1
 
     def __str__(self) -> str:
         return self.name

@@ -53,7 +53,8 @@ class ModelQuantizer:
     def __init__(self, config: Config) -> None:
         if not isinstance(config, Config) or not isinstance(config.global_quant_config, QuantizationConfig):
             raise MXError(
-                f"a ModelQuantizer takes a Config of a QuantizationConfig, both of pt2mx.quark, not {config!r}"
+                "a ModelQuantizer takes Config(QuantizationConfig(...)), both of pt2mx.quark, not a "
+                f"{type(getattr(config, 'global_quant_config', config)).__name__}"
             )
         config.global_quant_config.spec()
         self.config = config.global_quant_config

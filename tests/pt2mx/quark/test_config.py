@@ -1,7 +1,7 @@
 import dataclasses
 
 import pytest
-from onnxruntime.quantization import CalibrationMethod as CalibrationMethodOfOnnxruntime
+from onnxruntime import quantization as onnxruntime
 
 from pt2mx import MXError, MXSpec
 from pt2mx.quark import (
@@ -10,7 +10,6 @@ from pt2mx.quark import (
     ExtendedQuantFormat,
     ExtendedQuantType,
     ModelQuantizer,
-    QuantFormat,
     QuantizationConfig,
     VitisQuantFormat,
     VitisQuantType,
@@ -35,7 +34,7 @@ HONOURED = {
         ({**MX, "extra_options": {"MXAttributes": {"element_dtype": "fp4_e2m1"}}}, MXSpec("fp4_e2m1", 32, 1)),
         ({**MX, "extra_options": {"UseRandomData": True, "RefineBlockAxis": True, "WeightsOnly": True}}, None),
         ({**MX, "calibrate_method": CalibrationMethod.Percentile}, None),
-        ({**MX, "calibrate_method": CalibrationMethodOfOnnxruntime.MinMax}, None),
+        ({**MX, "calibrate_method": onnxruntime.CalibrationMethod.MinMax}, None),
     ],
 )
 def test_what_means_an_mx_format(fields, spec):
@@ -53,11 +52,15 @@ def test_every_other_field_is_refused_by_name(field):
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        ({}, "activation_type=<QuantType.QInt8: 0> is not honoured: pt2mx quantizes to MX formats, which are QMX"),
-        ({"quant_format": QuantFormat.QOperator}, "quant_format=.*are MXFixNeuron, QDQ here"),
+        (
+            {},
+            "activation_type=<ExtendedQuantType.QInt8.* is not honoured: pt2mx quantizes to MX formats, which are QMX",
+        ),
+        ({"quant_format": onnxruntime.QuantFormat.QOperator}, "quant_format=.*are MXFixNeuron, QDQ here"),
         ({"quant_format": VitisQuantFormat.BFPFixNeuron}, "quant_format=<VitisQuantFormat.BFPFixNeuron"),
         ({"quant_format": "MXFixNeuron"}, "quant_format='MXFixNeuron'"),
-        (QDQ, "weight_type=<QuantType.QInt8"),
+        (QDQ, "weight_type=<ExtendedQuantType.QInt8"),
+        ({**QDQ, "weight_type": onnxruntime.QuantType.QInt8}, "weight_type=<QuantType.QInt8"),
         ({**MX, "weight_type": VitisQuantType.QBFP}, "weight_type=<ExtendedQuantType.QBFP"),
         ({**MX, "calibrate_method": "MinMax"}, "calibrate_method='MinMax' is not honoured"),
         ({**MX, "extra_options": ["MXAttributes"]}, "extra_options are a dictionary"),
@@ -75,7 +78,11 @@ def test_refusals(fields, match):
         ModelQuantizer(Config(QuantizationConfig(**fields)))
 
 
-@pytest.mark.parametrize("config", [None, QuantizationConfig(**MX), Config({})])
-def test_another_config(config):
-    with pytest.raises(MXError, match="takes a Config of a QuantizationConfig"):
+@pytest.mark.parametrize(
+    ("config", "kind"), [(None, "NoneType"), (QuantizationConfig(**MX), "QuantizationConfig"), (Config({}), "dict")]
+)
+def test_another_config(config, kind):
+    with pytest.raises(
+        MXError, match=rf"takes Config\(QuantizationConfig\(...\)\), both of pt2mx.quark, not a {kind}$"
+    ):
         ModelQuantizer(config)

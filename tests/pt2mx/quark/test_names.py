@@ -37,8 +37,6 @@ NAMES = {
     "ExtendedQuantType": (lambda: (str(quark.ExtendedQuantType.QMX), quark.ExtendedQuantType(9).name), ("QMX", "QBFP")),
     "MX_OP_DEFAULT_ATTRS": (lambda: quark.mx_spec(quark.MX_OP_DEFAULT_ATTRS).rounding, "half_away"),
     "ModelQuantizer": (model_in_memory, "MXQuantizeDequantize"),
-    "QuantFormat": (lambda: [m.value for m in quark.QuantFormat], [0, 1]),
-    "QuantType": (lambda: quark.QuantType.QInt8.value, 0),
     "QuantizationConfig": (lambda: [f.name for f in dataclasses.fields(quark.QuantizationConfig)][:4], [
         "calibrate_method", "quant_format", "activation_type", "weight_type",
     ]),
