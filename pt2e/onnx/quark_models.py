@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from pt2mx.errors import MXError, nearest
 from pt2mx.pt2e.onnx.files import read_model
+from pt2mx.pt2e.onnx.float_graph import read_float
 from pt2mx.pt2e.onnx.float_operators import ATEN
 from pt2mx.pt2e.onnx.float_report import OnnxReport
 from pt2mx.pt2e.onnx.float_settings import name_and_type
@@ -50,7 +51,8 @@ def quantize_model(
         path = os.path.join(folder, "float.onnx") if isinstance(model, onnx.ModelProto) else model
         if isinstance(model, onnx.ModelProto):
             onnx.save(model, path, save_as_external_data=model.ByteSize() >= 2**31)
-        quantizer = _quantizer(config, {node.name for node in read_model(path).graph.node})
+        named = config.nodes_to_quantize or config.nodes_to_exclude
+        quantizer = _quantizer(config, _names(path) if named else set())
         written = os.path.join(folder, "quantized.onnx") if output is None else output
         report = quantize_onnx(path, written, quantizer, batches, target="quark")
         return onnx.load(written) if output is None else None, report
@@ -75,6 +77,12 @@ def _quantizer(config: QuantizationConfig, names: set[str]) -> MXQuantizer:
     return quantizer.set_filter_function(is_quantized)
 
 
+def _names(path: str | os.PathLike[str]) -> set[str]:
+    """The names of nodes in the file, and those that `quantize_onnx` gives to nodes without one."""
+    models = read_model(path), read_float(path)
+    return {node.name for model in models for node in model.graph.node if node.name}
+
+
 def _types(field: str, types: Iterable[str]) -> set[str]:
     for op_type in types:
         if op_type not in ATEN:
@@ -94,6 +102,6 @@ def _named(field: str, spelled: Iterable[str], names: set[str]) -> set[str]:
         else:
             matched = {name} & names
         if not matched:
-            raise MXError(f"{field}: the model has no node {name!r}: {nearest(name, sorted(filter(None, names)))}")
+            raise MXError(f"{field}: the model has no node {name!r}: {nearest(name, sorted(names))}")
         found |= matched
     return found

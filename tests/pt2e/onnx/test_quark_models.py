@@ -10,8 +10,8 @@ from tests.onnx_float_files import old_network
 NAMES = ["conv1", "ConvTranspose_2", "grouped", "fc", "head"]
 
 
-def quantized(tmp_path, **fields):
-    onnx.save(old_network(18, 10), tmp_path / "float.onnx")
+def quantized(tmp_path, model=None, **fields):
+    onnx.save(model or old_network(18, 10), tmp_path / "float.onnx")
     config = quark.QuantizationConfig(quant_format=quark.VitisQuantFormat.MXFixNeuron, **fields)
     return quantize_model(str(tmp_path / "float.onnx"), None, config, None)
 
@@ -34,6 +34,21 @@ def test_nodes_by_type_and_name(tmp_path, fields, names):
     _, report = quantized(tmp_path, **fields)
     assert [operator.name for operator in report.operators if operator.quantized] == names
     assert [operator.name for operator in report.operators] == NAMES
+
+
+def test_nodes_without_names_have_those_of_the_report(tmp_path):
+    model = old_network(18, 10)
+    for node in model.graph.node:
+        node.name = ""
+    _, report = quantized(tmp_path, model)
+    first, *others = [operator.name for operator in report.operators]
+    for pattern in (first, f"^{first}$"):
+        _, report = quantized(tmp_path, model, nodes_to_exclude=[pattern])
+        assert [operator.name for operator in report.operators if operator.quantized] == others
+    with pytest.raises(MXError, match="nothing to quantize"):
+        quantized(tmp_path, model, nodes_to_exclude=["^.*"])
+    with pytest.raises(MXError, match="the model has no node ''"):
+        quantized(tmp_path, model, nodes_to_exclude=[""])
 
 
 def test_weights_only(tmp_path):
