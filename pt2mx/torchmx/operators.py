@@ -112,7 +112,8 @@ def _quantize_fake(data_hp: Tensor, elem_dtype_name: str, block_size: int) -> tu
     spec = check_input(data_hp, parse(elem_dtype_name).element.name, block_size, -1, "floor", "even")
     *rest, length = torch.atleast_1d(data_hp).shape
     scale = data_hp.new_empty((*rest, -(-length // block_size)), dtype=torch.uint8)
-    size = packed_length(length, 4) if spec.element.bits == 4 else length
+    bits = spec.element.bits  # 4-bit codes share bytes, narrower and 6-bit ones do not, wider ones take two
+    size = packed_length(length, 4) if bits == 4 else -(-bits // 8) * length
     return scale, as_stored(data_hp.new_empty((*rest, size), dtype=torch.uint8), spec)
 
 
