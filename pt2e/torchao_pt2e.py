@@ -32,6 +32,7 @@ with without_log_warnings():
         MovingAveragePerChannelMinMaxObserver,
         ObserverBase,
         PerChannelMinMaxObserver,
+        fake_quantize,
     )
     from torchao.quantization.pt2e.convert import _convert_to_reference_decomposed_fx
     from torchao.quantization.pt2e.prepare import prepare as insert_modules
@@ -70,6 +71,7 @@ __all__ = [
     "SharedQuantizationSpec",
     "annotate_input_qspec_map",
     "annotate_output_qspec",
+    "fake_quantize",
     "is_batchedtensor",
     "is_fake",
 ]

@@ -82,6 +82,7 @@ def test_affine_weights_by_a_qconfig(weight, operator):
         (pt2bfp.MovingAveragePerChannelMinMaxObserver, "MovingAveragePerChannelMinMaxObserver"),
         (pt2bfp.HistogramObserver.with_args(eps=2**-12), "HistogramObserver"),
         (pt2bfp.FakeQuantize.with_args(observer=pt2bfp.MinMaxObserver), "FakeQuantize"),
+        (pt2bfp.default_fake_quant.with_args(eps=2**-12), "FakeQuantize"),
     ],
 )
 def test_observers_of_these_names_are_torchaos_for_uint8(observer, kind):
@@ -137,5 +138,7 @@ def test_spec():
     assert spec.qscheme == torch.per_tensor_symmetric
     with pytest.raises(MXError, match="MXObserver computes no affine scale"):
         _ = pt2bfp.BFPQuantizationSpec(torch.uint8, pt2bfp.PlaceholderObserver).affine
+    with pytest.raises(MXError, match="3 makes no observer: give one of"):
+        _ = pt2bfp.BFPQuantizationSpec(torch.uint8, 3).affine
     with pytest.raises(MXError, match="float32"):
         pt2bfp.BFPQuantizationSpec(torch.float32)
