@@ -6,6 +6,7 @@ from torch import Tensor
 
 from pt2mx.errors import MXError, nearest
 from pt2mx.functional import fake_quantize_mx
+from pt2mx.ops.checks import check_tensors
 from pt2mx.spec import parse
 
 #: names and letters of pt2-bfp's roundings -> pt2mx's
@@ -40,16 +41,17 @@ def _quantize_bfp(
         A tensor of A's shape and dtype.
 
     Raises:
-        MXError: for no axis or several, another rounding or number of bits.
+        MXError: for another A, no axis of it or several, another rounding or number of bits.
     """
     if elem_format is None:
         return A
-    given = [axes] if isinstance(axes, int) else list(axes or [])
-    if len(given) != 1:
-        raise MXError(f"axes={axes!r} must be one axis along which blocks run, for example [-1]")
+    check_tensors(A=A)
+    given = list(axes) if isinstance(axes, list | tuple) else [axes]
+    if len(given) != 1 or type(given[0]) is not int or not -A.dim() <= given[0] < A.dim():
+        raise MXError(f"axes={axes!r} must be one axis of A along which blocks run, for example [-1]")
     if not isinstance(scale_bits, int) or scale_bits < 1:
         raise MXError(f"scale_bits={scale_bits!r} must be an integer of at least 1")
-    if round not in _ROUNDINGS:
+    if not isinstance(round, str) or round not in _ROUNDINGS:
         raise MXError(f"unknown rounding {round!r}: {nearest(round, _ROUNDINGS)}")
     spec = parse(elem_format)
     if spec.element.is_int:

@@ -50,6 +50,10 @@ def test_numbers_of_a_format():
     [
         ({"axes": None}, "axes=None must be one axis"),
         ({"axes": [0, 1]}, "must be one axis"),
+        ({"axes": 1.5}, "axes=1.5 must be one axis"),
+        ({"axes": [2], "block_size": 0}, r"axes=\[2\] must be one axis of A"),
+        ({"A": [1.0]}, "A must be a torch.Tensor, not list"),
+        ({"round": ["N"]}, r"unknown rounding \['N'\]"),
         ({"round": "floor"}, "unknown rounding 'floor'"),
         ({"scale_bits": 0}, "scale_bits=0 must be an integer of at least 1"),
     ],
