@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from pt2mx.errors import MXError
 from pt2mx.functional import dequantize_mx, fake_quantize_mx, quantize_mx
@@ -53,10 +55,14 @@ LAYERS: dict[type[nn.Module], tuple[Operand, ...]] = {
     **dict.fromkeys((nn.LSTM, nn.GRU, nn.RNN), _RECURRENT),
 }
 _INPUTS = ("input", "hidden")
+#: what follows the name of a cell's parameter in a recurrent layer
+_SUFFIX = re.compile(r"_l\d+(_reverse)?$")
 
 
 class _Layer(nn.Module):
     """A layer that computes its inputs and parameters at each call; it has the layer's other attributes."""
+
+    description: str
 
     def __init__(self, layer: nn.Module, parameters: dict[str, nn.Parameter | None], training: bool) -> None:
         super().__init__()
@@ -74,8 +80,13 @@ class _Layer(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name.startswith("_") or name in self._skeleton[0]._parameters:
+            if name.startswith("_"):
                 raise
+            if name in self._skeleton[0]._parameters:
+                raise AttributeError(
+                    f"{self} has no {name}, but codes and scales, {name}_data and {name}_scale; give a layer whose "
+                    f"{name} the model reads the qconfig None"
+                ) from None
             return getattr(self._skeleton[0], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -92,6 +103,8 @@ class _Layer(nn.Module):
         return self.computed_output(y)
 
     def _computed_input(self, operand: Operand, value: Any) -> Any:
+        if isinstance(value, PackedSequence):
+            return value._replace(data=self.computed_input(operand.name, value.data))
         if operand.item is None:
             return self.computed_input(operand.name, value)
         return tuple(self.computed_input(operand.name, x) if i == operand.item else x for i, x in enumerate(value))
@@ -106,7 +119,7 @@ class _Layer(nn.Module):
         return y
 
     def extra_repr(self) -> str:
-        return f"{self.kind.__name__}({self._skeleton[0].extra_repr()})"
+        return self.description
 
 
 def _without_parameters(layer: nn.Module) -> nn.Module:
@@ -135,7 +148,8 @@ class ObservedLayer(_Layer):
         config: of its operands.
 
     Raises:
-        MXError: for another type, and for affine quantization.
+        MXError: for another type, a layer that computes its weight from parameters of other names, as old weight norms
+            do, and for affine quantization.
     """
 
     def __init__(self, layer: nn.Module, config: MXQuantizationConfig) -> None:
@@ -146,20 +160,24 @@ class ObservedLayer(_Layer):
             roles = ", ".join(role for role, _ in config.affine)
             raise MXError(f"{roles}: eager modules have block formats alone; use prepare_fx for affine quantization")
         super().__init__(_without_parameters(layer), layer._parameters, layer.training)
-        self.qconfig = config
+        self.qconfig, self.description = config, str(layer)
         self.observers = nn.ModuleDict()
-        row = LAYERS[type(layer)]
-        for operand in row:
-            if operand.name in _INPUTS:
-                self._observe(operand.name, operand.name, operand)
+        operands = {operand.name: operand for operand in LAYERS[type(layer)]}
+        for name in _INPUTS:
+            if name in operands:
+                self._observe(name, operands[name])
         for name, parameter in layer.named_parameters(recurse=False):
-            for operand in row:
-                if operand.name not in _INPUTS and name.startswith(operand.name):
-                    self._observe(name, operand.name, operand, parameter)
-        self._observe("output", "output", Operand("output", -1, "output", -1))
+            operand = operands.get(_SUFFIX.sub("", name))
+            if operand is None:
+                raise MXError(
+                    f"{layer} computes its weight from {name}: remove the reparametrization, use prepare_fx, or give "
+                    "the layer the qconfig None"
+                )
+            self._observe(name, operand, parameter)
+        self._observe("output", Operand("output", -1, "output", -1))
 
-    def _observe(self, name: str, operand_name: str, operand: Operand, tensor: Tensor | None = None) -> None:
-        spec = self.qconfig.spec_of(operand_name, operand.role)
+    def _observe(self, name: str, operand: Operand, tensor: Tensor | None = None) -> None:
+        spec = self.qconfig.spec_of(operand.name, operand.role)
         if spec is not None:
             qscheme = mx_qscheme(spec.replace(axis=operand.axis), self.qconfig.ste)
             self.observers[name] = self.qconfig.module_of(operand.role)(qscheme=qscheme)
@@ -208,6 +226,7 @@ class QuantizedLayer(_Layer):
 
     def __init__(self, observed: ObservedLayer) -> None:
         super().__init__(*observed._skeleton, observed._parameters, observed.training)
+        self.description = observed.description
         observers = {n: m.spec for n, m in observed.observers.items() if isinstance(m, MXObserver)}
         self.input_specs = {name: spec for name, spec in observers.items() if name not in observed._parameters}
         self.parameter_specs: dict[str, tuple[MXSpec, int]] = {}

@@ -10,12 +10,17 @@ from typing import Any
 from torch import nn
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.pt2bfp.layers import LAYERS, ObservedLayer
+from pt2mx.pt2e.pt2bfp.layers import LAYERS, ObservedLayer, QuantizedLayer
 from pt2mx.pt2e.pt2bfp.quantization_mapping import DEFAULT_STATIC_QUANT_MODULE_MAPPINGS
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from pt2mx.pt2e.quantizer.settings import checked_config
 
 Mapping = dict[type[nn.Module], type]
+#: module -> the attribute, and its value, that has torch call the layers inside instead of reading their weights
+_CALLING: dict[type[nn.Module], tuple[str, object]] = {
+    nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
+    nn.TransformerEncoder: ("use_nested_tensor", False),
+}
 
 
 def prepare(
@@ -109,7 +114,7 @@ def convert(
         The converted model.
 
     Raises:
-        MXError: for custom modules.
+        MXError: for another object than a module, a mapping to other classes, and custom modules.
 
     Example:
         >>> import torch
@@ -124,7 +129,9 @@ def convert(
     """
     _check_none(convert_custom_config_dict)
     mapping = DEFAULT_STATIC_QUANT_MODULE_MAPPINGS if mapping is None else mapping
-    module = module if inplace else copy.deepcopy(module)
+    if not isinstance(mapping, dict) or not all(hasattr(made, "from_float") for made in mapping.values()):
+        raise MXError(f"mapping={mapping!r} must be a dictionary: type of a layer -> class that has a from_float")
+    module = _own(module, inplace)
 
     def converted(layer: nn.Module) -> nn.Module | None:
         kind = layer.kind if isinstance(layer, ObservedLayer) else type(layer)
@@ -169,7 +176,7 @@ def quantize(
         >>> type(pt2bfp.quantize(model, lambda m, x: m(x), [torch.ones(2, 64)])[0]).__name__
         'QuantizedLayer'
     """
-    model = (model if inplace else copy.deepcopy(model)).eval()
+    model = _own(model, inplace).eval()
     prepared = prepare(model, inplace=True)
     run_fn(prepared, *run_args)
     return convert(prepared, mapping, inplace=True)
@@ -182,7 +189,7 @@ def _prepared(
     adapted: Callable[[MXQuantizationConfig], MXQuantizationConfig],
 ) -> nn.Module:
     kinds = set(LAYERS if kinds is None else kinds)
-    model = model if inplace else copy.deepcopy(model)
+    model = _own(model, inplace)
     configs = _propagated(model, None)
 
     def observed(layer: nn.Module) -> nn.Module | None:
@@ -191,8 +198,17 @@ def _prepared(
 
     prepared = _replaced(model, observed)
     if not any(isinstance(module, ObservedLayer) for module in prepared.modules()):
-        raise MXError("no layer has a qconfig: set it, as model.qconfig = QConfig(activation=..., weight=...)")
+        raise MXError(
+            "no layer that can be quantized has a qconfig: set it, as model.qconfig = QConfig(activation=..., "
+            "weight=...); nn.MultiheadAttention and subclasses of torch's layers are quantized by prepare_fx"
+        )
     return prepared
+
+
+def _own(model: nn.Module, inplace: bool) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise MXError(f"expected a module, not {type(model).__name__}")
+    return model if inplace else copy.deepcopy(model)
 
 
 def _propagated(module: nn.Module, inherited: object) -> dict[nn.Module, MXQuantizationConfig | None]:
@@ -215,6 +231,10 @@ def _replaced(module: nn.Module, replacement: Callable[[nn.Module], nn.Module | 
                 for name, child in list(each._modules.items()):
                     if child is not None:
                         each._modules[name] = replaced(child)
+                if type(each) in _CALLING and any(
+                    isinstance(m, ObservedLayer | QuantizedLayer) for m in each.modules()
+                ):
+                    setattr(each, *_CALLING[type(each)])
         return done[each]
 
     return replaced(module)

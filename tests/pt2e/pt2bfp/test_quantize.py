@@ -194,6 +194,55 @@ def test_a_recurrent_layer_in_training_evaluates_where_it_was_set_to():
     assert same(pt2bfp.convert(qat, {})(x)[0], layer.eval()(x)[0])
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("mask", [None, torch.tensor([[False] * 5, [False] * 3 + [True] * 2])])
+def test_encoders_call_their_layers(mask):
+    """In evaluation, torch's read their weights and compute all at once."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    model, x = nn.TransformerEncoder(layer, 2).eval(), torch.randn(2, 5, 16)
+    model.qconfig = QCONFIG
+    prepared = pt2bfp.prepare(model)
+    prepared(x, src_key_padding_mask=mask)
+    assert prepared.layers[1].linear2.observers["input"].statistics.values > 0
+    converted = pt2bfp.convert(prepared)
+    pt2bfp.enable_fake_quant(prepared)
+    y = converted(x, src_key_padding_mask=mask)
+    assert same(y, prepared(x, src_key_padding_mask=mask))
+    assert model.use_nested_tensor and not converted.use_nested_tensor
+    want = model.train()(x, src_key_padding_mask=mask)  # without dropout, layer by layer
+    assert 0 < (y - want).norm() < 0.05 * want.norm()
+
+
+@torch.no_grad()
+def test_packed_sequences():
+    layer, x = nn.LSTM(40, 12, bidirectional=True).eval(), [torch.randn(length, 40) for length in (5, 3)]
+    layer.qconfig = QCONFIG
+    prepared = pt2bfp.prepare(layer)
+    prepared(nn.utils.rnn.pack_sequence(x))
+    converted = pt2bfp.convert(prepared)
+    y = nn.utils.rnn.unpack_sequence(converted(nn.utils.rnn.pack_sequence(x))[0])
+    for each, of_one in zip(y, x, strict=True):
+        torch.testing.assert_close(each, converted(of_one)[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize("reparametrized", [nn.utils.spectral_norm, nn.utils.weight_norm])
+def test_a_weight_that_is_computed_from_others_is_refused(reparametrized):
+    layer = reparametrized(nn.Linear(16, 4))
+    layer.qconfig = QCONFIG
+    with pytest.raises(MXError, match=r"Linear\(.*\) computes its weight from weight_(orig|g): remove"):
+        pt2bfp.prepare(layer, inplace=True)
+
+
+def test_what_a_quantized_layer_says_of_itself():
+    layer = nn.Linear(16, 4)
+    layer.qconfig = QCONFIG
+    converted = pt2bfp.convert(pt2bfp.prepare(layer))
+    assert repr(converted) == f"QuantizedLayer({layer})" and "bias=True" in repr(converted)
+    with pytest.raises(AttributeError, match="has no weight, but codes and scales, weight_data and weight_scale"):
+        _ = converted.weight
+
+
 def test_converted_modules_can_be_saved_moved_and_exported():
     x = torch.randn(2, 3, 16)
     _, prepared = prepared_net()
@@ -212,7 +261,7 @@ def test_converted_modules_can_be_saved_moved_and_exported():
 @pytest.mark.parametrize(
     ("qconfig", "arguments", "message"),
     [
-        (None, {}, "no layer has a qconfig"),
+        (None, {}, "no layer that can be quantized has a qconfig"),
         ("mxfp8", {}, "expected an MXQuantizationConfig"),
         (QCONFIG, {"allow_list": {nn.ReLU}}, "the type ReLU is not quantized; those of Linear, Conv1d"),
         (QCONFIG, {"prepare_custom_config_dict": {}}, "must be None"),
@@ -224,6 +273,22 @@ def test_bad_arguments(qconfig, arguments, message):
     model.qconfig = qconfig
     with pytest.raises(MXError, match=message):
         pt2bfp.prepare(model, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: pt2bfp.prepare("model"), "expected a module, not str"),
+        (lambda: pt2bfp.prepare_qat(None), "expected a module, not NoneType"),
+        (lambda: pt2bfp.quantize(3, print, []), "expected a module, not int"),
+        (lambda: pt2bfp.convert([nn.Linear(2, 2)]), "expected a module, not list"),
+        (lambda: pt2bfp.convert(Net(), {nn.Linear: nn.Linear}), "class that has a from_float"),
+        (lambda: pt2bfp.convert(Net(), nn.Linear), "must be a dictionary"),
+    ],
+)
+def test_other_objects(call, message):
+    with pytest.raises(MXError, match=message):
+        call()
 
 
 def test_a_type_without_a_quantized_class():
