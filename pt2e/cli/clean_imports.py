@@ -10,28 +10,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
-#: prints the error of the import of a module as the last line: its type, its text and the module that was not found
+#: prints the error of the import of a module as the last line: its type and its text
 _PROGRAM = """\
 import importlib, json, sys
 try:
     importlib.import_module(sys.argv[1])
 except BaseException as error:
-    print(json.dumps([type(error).__name__, str(error), getattr(error, "name", None)]))
+    print(json.dumps([type(error).__name__, str(error)]))
     sys.exit(1)
 """
 
 
 class FailedImport(Exception):
-    """Raised for a module that is installed and does not import.
-
-    Args:
-        text: the reason.
-        missing: the module that was not found, where that is the reason.
-    """
-
-    def __init__(self, text: str, missing: str | None = None) -> None:
-        super().__init__(text)
-        self.missing = missing
+    """Raised for a module that is installed and does not import, with the reason."""
 
 
 @contextmanager
@@ -55,5 +46,5 @@ def _import(module: str) -> None:
         return
     if done.returncode != 1 or not done.stdout:
         raise FailedImport(f"`import {module}` ends the process with status {done.returncode}")
-    kind, text, missing = json.loads(done.stdout.splitlines()[-1])
-    raise FailedImport(f"`import {module}` fails: {kind}: {' '.join(text.split())}", missing)
+    kind, text = json.loads(done.stdout.splitlines()[-1])
+    raise FailedImport(f"`import {module}` fails: {kind}: {' '.join(text.split())}")

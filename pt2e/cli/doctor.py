@@ -65,7 +65,8 @@ def _row(check: Check, imports: Mapping[str, Future[None]]) -> dict[str, object]
     except NotNeeded as error:
         return {**row, "status": "not needed", "found": str(error)}
     except Exception as error:  # an import of a broken package raises anything
-        if check.name != "torch" and "torch" in (getattr(error, "name", None), getattr(error, "missing", None)):
+        torch = None if check.name == "torch" or isinstance(error, PackageNotFoundError) else imports.get("torch")
+        if torch is not None and torch.exception() is not None:
             return {**row, "status": "unknown", "found": "it cannot be looked at without torch"}
         if isinstance(error, FailedImport):
             mend = repair(check.imports[module], str(error))

@@ -34,8 +34,6 @@ def test_each_module_is_imported_in_a_process_of_its_own(modules):
         "crashes": "`import crashes` ends the process with status -6",
         "unicode": "`import unicode` fails: ValueError: é",
     }
-    assert {name for name, error in found.items() if error.missing} == {"lacks"}
-    assert found["lacks"].missing == "not_there_at_all"
 
 
 @pytest.mark.slow

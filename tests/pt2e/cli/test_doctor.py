@@ -1,4 +1,5 @@
 import json
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 
@@ -62,10 +63,9 @@ def test_what_is_of_no_use_here_is_not_missing(check):
     assert lines[-1] == "the flow can run; nothing of 1 missing or broken"
 
 
-@pytest.mark.parametrize("missing", [None, "y"])
-def test_what_is_installed_and_does_not_import_is_broken(missing, check, monkeypatch):
+def test_what_is_installed_and_does_not_import_is_broken(check, monkeypatch):
     def broken(module):
-        raise FailedImport(f"`import {module}` fails", missing)
+        raise FailedImport(f"`import {module}` fails")
 
     monkeypatch.setattr(clean_imports, "_import", broken)
     status, row, lines = check(Check("x", lambda: "1.0", "speed", "pip install x", imports={"x.y": "x-y"}))
@@ -74,13 +74,25 @@ def test_what_is_installed_and_does_not_import_is_broken(missing, check, monkeyp
     assert lines[2].strip() == f"for speed: {mend}" and lines[-1] == "the flow can run; 1 of 1 missing or broken"
 
 
-def test_what_needs_torch_is_unknown_without_it(check, monkeypatch):
+def test_what_fails_without_torch_is_unknown(check, monkeypatch):
+    """Whether torch is missing or broken: what else fails says nothing, but for packages that are not installed."""
+
     def broken(module):
-        raise FailedImport("no module", "torch")
+        raise FailedImport(f"`import {module}` fails: ImportError: libtorch.so")
 
     monkeypatch.setattr(clean_imports, "_import", broken)
-    _, row, _ = check(Check("x", lambda: "1.0", "speed", "pip install x", imports={"x": "x"}))
-    assert (row["status"], row["mend"]) == ("unknown", None)
+    checks = [
+        Check("torch", lambda: "2.13", "the flow", "pip install torch", imports={"torch": "torch"}),
+        Check("x", lambda: "1.0", "speed", "pip install x", imports={"x": "x"}),
+        Check("g++", fails(ImportError("libtorch.so")), "speed", "apt-get install g++"),
+        Check("y", fails(PackageNotFoundError("y")), "speed", "pip install y"),
+        Check("z", lambda: "1.0", "speed", "pip install z"),
+    ]
+    expected = ["broken", "unknown", "unknown", "missing", "ok"]
+    _, torch, lines = check(*checks)
+    assert torch["mend"] == "pip install --force-reinstall torch"
+    assert lines[-1] == "the flow can run; 2 of 5 missing or broken"
+    assert [line.split()[0] for line in lines if line[0].isalpha()][1:-1] == expected
 
 
 def test_here(capsys, monkeypatch):
