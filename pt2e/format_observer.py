@@ -74,6 +74,11 @@ class MXFormatObserver(MXObserver):
         return {name: module for name, module in self.candidates.items() if isinstance(module, StatisticsCollector)}
 
     @property
+    def candidate_specs(self) -> list[MXSpec]:
+        """The specs of the candidates."""
+        return [candidate.spec for candidate in self._collectors().values()]
+
+    @property
     def candidate_statistics(self) -> dict[str, QuantizationStatistics]:
         """The statistics so far of each candidate, by `str` of its spec; empty before the first tensor."""
         seen = {name: candidate.statistics for name, candidate in self._collectors().items()}

@@ -114,10 +114,16 @@ def write_out_arguments(model: GraphModule) -> None:
 
     Tracing (`torch.export.export`, `run_decompositions`) leaves out those that are defaults.
     """
-    for node in model.graph.nodes:
-        if is_ours(node):
-            make_positional(node, len(operator_of(node)._schema.arguments))
-    model.recompile()
+    short = [node for node in model.graph.nodes if is_ours(node) and len(node.args) < len(arguments_of(node))]
+    for node in short:
+        make_positional(node, len(arguments_of(node)))
+    if short:
+        model.recompile()
+
+
+def arguments_of(node: Node) -> list[torch.Argument]:
+    """Return the arguments in the schema of the operator that a node calls."""
+    return operator_of(node)._schema.arguments
 
 
 def is_ours(node: Node) -> bool:

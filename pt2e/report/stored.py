@@ -47,5 +47,5 @@ def _operand(held: dict[str, Any]) -> OperandReport:
 
 def _statistics(held: dict[str, Any]) -> QuantizationStatistics:
     exponents = {int(exponent): blocks for exponent, blocks in held["exponents"].items()}
-    sqnr = math.nan if held["sqnr"] is None else held["sqnr"]
-    return QuantizationStatistics(**{**held, "exponents": exponents, "sqnr": sqnr})
+    ratios = {name: math.nan if held[name] is None else held[name] for name in ("sqnr", "saturated", "flushed")}
+    return QuantizationStatistics(**{**held, "exponents": exponents, **ratios})

@@ -5,7 +5,6 @@ Both are lost when conversion packs them, so that it notes them for a report bef
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, cast
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from pt2mx.analysis.sums import quantization_noise
 from pt2mx.functional import fake_quantize_mx
 from pt2mx.fx.graph.attributes import attribute_of, model_of, name_of
 from pt2mx.fx.graph.constants import computed_from, constant_nodes
@@ -21,7 +21,7 @@ from pt2mx.fx.graph.node import function_of, node_arg
 from pt2mx.fx.graph.subgraphs import captured_operands, graph_modules
 from pt2mx.fx.training.fuse_batch_norm import ScaledWeight
 from pt2mx.fx.training.train_eval import TrainEvalModule
-from pt2mx.pt2e.format_observer import CANDIDATES_KEY
+from pt2mx.pt2e.format_observer import CANDIDATES_KEY, MXFormatObserver
 from pt2mx.pt2e.observer import NOTES_KEY, STATISTICS_KEY, MXFakeQuantize, MXObserver
 from pt2mx.pt2e.quantizer.annotate import REASON_KEY, REMARK_KEY
 from pt2mx.pt2e.report.sizes import FLOAT_SIZE_KEY, float_size
@@ -80,19 +80,18 @@ def is_constant(node: Node, constants: set[Node]) -> bool:
 
 
 def weight_statistics(observer: MXObserver, source: Node, outside: Outside) -> dict[str, Any]:
-    """Return what an observer saw of a constant, as meta; where it saw nothing, or the constant was trained since, what
-    it would see. Nothing is known of a constant that is traced."""
+    """Return what an observer saw of a constant, as meta; where it saw nothing, or the constant was trained since, the
+    noise of its formats. Nothing is known of a constant that is traced."""
     seen = observer.statistics_meta()
     if seen.get(STATISTICS_KEY) is not None and not isinstance(observer, MXFakeQuantize):
         return seen
-    values = list(_values(source, outside))
+    values = [value.detach() for value in _values(source, outside)]
     if any(map(is_fake, values)):
         return seen
-    fresh = copy.deepcopy(observer)
-    fresh.reset_statistics()
-    for value in values:
-        fresh.collect(value)
-    return fresh.statistics_meta()
+    noise: dict[str, Any] = {STATISTICS_KEY: quantization_noise(values, observer.spec)}
+    if isinstance(observer, MXFormatObserver):
+        noise[CANDIDATES_KEY] = {str(s): quantization_noise(values, s) for s in observer.candidate_specs}
+    return noise
 
 
 @torch.no_grad()

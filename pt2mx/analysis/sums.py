@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -67,6 +68,47 @@ def _sums(x: Tensor, spec: MXSpec) -> dict[str, Tensor]:
     }
 
 
+def quantization_noise(tensors: Iterable[Tensor], spec: MXSpec) -> QuantizationStatistics:
+    """Return the statistics of tensors without those that take time to count: `saturated` and `flushed` are NaN, and
+    `exponents` is empty. Tensors that hold an Inf or a NaN have all statistics, since these leave such blocks out.
+
+    Args:
+        tensors: at least one, each as in `quantization_sums`.
+        spec: how they are quantized.
+
+    Raises:
+        MXError: as `quantization_sums`.
+    """
+    tensors = [torch.atleast_1d(x) for x in tensors]
+    noise = math.sqrt(sum(_noise(x, spec.replace(axis=spec.axis % x.dim())) ** 2 for x in tensors))
+    if not math.isfinite(noise):
+        sums = [quantization_sums(x, spec) for x in tensors]
+        return QuantizationStatistics.of({name: sum((s[name] for s in sums[1:]), sums[0][name]) for name in sums[0]})
+    values = [x.numel() for x in tensors]
+    return QuantizationStatistics(
+        tensors=len(values),
+        empty=values.count(0),
+        values=sum(values),
+        nonfinite=0,
+        sqnr=sqnr_db(sum(_norm(x) ** 2 for x in tensors), noise**2) if any(values) else math.nan,
+        saturated=math.nan,
+        flushed=math.nan,
+        exponents={},
+        nan_blocks=0,
+    )
+
+
+def _noise(x: Tensor, spec: MXSpec) -> float:
+    """The norm of the noise of a tensor."""
+    return math.hypot(*(_norm(fake_quantize_mx(part, spec).float().sub_(part)) for (part,) in split(spec.axis, x)[1]))
+
+
+def _norm(x: Tensor) -> float:
+    """The norm of a tensor, in float64 where a square may be beyond float32."""
+    norm = float(torch.linalg.vector_norm(x, dtype=torch.float32))
+    return norm if 1e-15 < norm < 1e15 else float(torch.linalg.vector_norm(x, dtype=torch.float64))
+
+
 def sqnr_db(signal: float, noise: float) -> float:
     """Return the signal to quantization noise ratio in dB of two powers; inf where nothing was lost."""
     if noise == 0:
@@ -83,7 +125,8 @@ class QuantizationStatistics:
     `tensors` counts the calls, `empty` those of them without a value, `values` the values of all, `nonfinite` the Inf
     and NaN among them, `nan_blocks` the blocks that held such, which become NaN. The rest is about the other blocks:
     `sqnr` in dB (NaN where there are none), the shares of all values `saturated` and `flushed`, and `exponents`, which
-    counts the blocks by their unbiased shared exponent.
+    counts the blocks by their unbiased shared exponent. Where the noise alone was computed, the shares are NaN and
+    no block is counted.
     """
 
     tensors: int

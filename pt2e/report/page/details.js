@@ -24,10 +24,11 @@ function operandCard(operand, all) {
   const title = same.length > 1 ? `${operand.role} ${same.indexOf(operand) + 1}` : operand.role;
   const seen = operand.seen;
   const [sqnr, saturated, flushed] = seen ? seen.noise.map(number) : [];
+  const counted = seen && !Number.isNaN(saturated); // without a calibration the noise is all that is known
   const facts = [
     seen && fact("SQNR", `${decibels(sqnr)} dB`),
-    seen && fact("saturated", percent(saturated)),
-    seen && fact("flushed", percent(flushed)),
+    counted && fact("saturated", percent(saturated)),
+    counted && fact("flushed", percent(flushed)),
     seen && fact("values seen", count(seen.values)),
     seen?.nonfinite > 0 && fact("Inf or NaN", `${count(seen.nonfinite)}, in ${count(seen.nanBlocks)} blocks`),
     operand.before > 0 && fact("bytes", bytesText(operand)),
@@ -41,7 +42,7 @@ function operandCard(operand, all) {
     html("h4", {}, title, " ", html("span", { class: "format" }, operand.spec ?? "high precision")),
     html("dl", { class: "facts" }, facts),
     operand.spec && !seen && html("p", { class: "muted" }, "no statistics of a calibration"),
-    seen && histogram(seen.exponents),
+    counted && histogram(seen.exponents),
     rows.length > 0 && smallTable("candidates", ["format", "dB", "saturated", "flushed"], rows),
   );
 }

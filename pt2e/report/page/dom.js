@@ -56,6 +56,7 @@ const decibels = (value) =>
 
 function percent(share) {
   if (share === 0) return "0";
+  if (Number.isNaN(share)) return "–";
   return share < 0.0001 ? "< 0.01 %" : `${(100 * share).toFixed(share < 0.1 ? 2 : 1)} %`;
 }
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pt2mx import MXError, MXSpec, fake_quantize_mx
-from pt2mx.analysis.sums import QuantizationStatistics, quantization_sums, sqnr_db
+from pt2mx.analysis.sums import QuantizationStatistics, quantization_noise, quantization_sums, sqnr_db
 
 FP4 = MXSpec("fp4_e2m1")
 
@@ -90,3 +90,29 @@ def test_scales_beyond_e8m0_have_no_statistics():
 @pytest.mark.parametrize(("signal", "noise", "db"), [(100.0, 1.0, 20.0), (1.0, 0.0, math.inf), (0.0, 0.0, math.inf)])
 def test_sqnr(signal, noise, db):
     assert sqnr_db(signal, noise) == db
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-20, 1.0, 1e20, 1e36])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3000, 100), (70,), (2, 40, 5)])
+def test_the_noise_alone_is_that_of_the_sums(shape, dtype, size):
+    x = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * size).to(dtype)
+    for spec in (FP4, MXSpec("int8", 32, 0)):
+        found, want = quantization_noise([x], spec), QuantizationStatistics.from_sums(quantization_sums(x, spec))
+        assert found.sqnr == pytest.approx(want.sqnr, abs=1e-3) and found.values == want.values
+        assert math.isnan(found.saturated) and math.isnan(found.flushed) and found.exponents == {}
+
+
+def test_the_noise_of_several_tensors_without_values_among_them():
+    parts = [torch.randn(2, 32), torch.ones(0, 32), torch.randn(4, 32)]
+    found, whole = quantization_noise(parts, FP4), quantization_noise([torch.cat(parts)], FP4)
+    assert (found.tensors, found.empty, found.values) == (3, 1, 192) and found.sqnr == pytest.approx(whole.sqnr)
+    assert math.isnan(quantization_noise([torch.ones(0, 32)], FP4).sqnr)
+    assert quantization_noise([torch.ones(2, 32)], FP4).sqnr == math.inf
+
+
+def test_the_noise_leaves_out_blocks_that_are_not_finite():
+    x = torch.randn(3, 64)
+    x[0, 3] = math.nan
+    want = QuantizationStatistics.from_sums(quantization_sums(x, FP4))
+    assert quantization_noise([x], FP4) == want and want.nan_blocks == want.nonfinite == 1
