@@ -1,6 +1,6 @@
 """Layers of eager models whose operands are observed, and those whose parameters are codes and scales.
 
-What is quantized, and along which dimension, is that of the operators of exported graphs.
+They quantize the same operands along the same dimensions as the operators of exported graphs.
 """
 
 from __future__ import annotations

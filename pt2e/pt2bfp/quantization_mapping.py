@@ -1,7 +1,7 @@
 """Mappings from a layer's type to the class that takes its place when an eager model is converted.
 
-MX scales come from the values of each call, so that static and dynamic quantization are the same and one class stands
-for all layers; a program can put classes of its own into a mapping.
+MX scales come from the values of each call, so that static and dynamic quantization are the same and one class replaces
+all layers; a program can put classes of its own into a mapping.
 """
 
 from __future__ import annotations
