@@ -23,8 +23,9 @@ from pt2mx.fx.graph.node import args_of, make_positional, node_arg, operator_of
 from pt2mx.fx.graph.tensors import delete_unused_modules, delete_unused_tensors
 from pt2mx.fx.passes.fold_weights import dequantizes, fold_constant
 from pt2mx.fx.training.batch_norm import LAYERS, normalizes_outputs
-from pt2mx.fx.training.step_variance import StepVariance, in_backward_pass
+from pt2mx.fx.training.step_variance import StepVariance
 from pt2mx.fx.training.train_eval import TrainEvalModule, insert_module, replace_by_module, train_eval_modules
+from pt2mx.ops.step_variance import in_backward_pass
 
 aten = torch.ops.aten
 
@@ -185,7 +186,7 @@ def _fuse(model: GraphModule, layer: Node, norm: Node) -> None:
     weight = node_arg(quantize)
     convolution = Convolution.of(layer)
     transposed, groups = (False, 1) if convolution is None else (convolution.transposed, convolution.groups)
-    step = StepVariance()
+    step = StepVariance(variance.meta["val"])
     scale = ScaledWeight(step, weight.meta["val"].dim(), eps, transposed, groups)
     scaled = insert_module(norm, f"{layer.name}_weight", scale, (weight, gamma, variance), quantize.meta)
     # its own: another layer may share the weight, not the batch norm

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from pt2mx.ops.snapshot import snapshot
+from pt2mx.ops.step_variance import in_backward_pass, step_variance
 
 
 class StepVariance(nn.Module):
@@ -18,28 +18,39 @@ class StepVariance(nn.Module):
     A training pass writes the running variance after it read it. If the scale of a quantized weight followed at once,
     a second pass over the same batch would see another weight, and activation checkpointing, which runs a pass again
     for its gradient, would compute the gradient of another function. A step begins with the first pass after a backward
-    pass, or after `train()` or `eval()`. Compiled code reads the variance that the pass began with: it recomputes from
-    the values that it saved.
+    pass, after one whose outputs need no gradient, and after `train()` or `eval()`. In compiled code, each pass that no
+    backward pass repeats begins one.
+
+    Args:
+        like: (channels,), a tensor of the running variance's shape, dtype and device.
     """
 
-    variance: Tensor | None
+    variance: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, like: Tensor) -> None:
         super().__init__()
-        self.register_buffer("variance", None, persistent=False)
+        variance = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+        self.register_buffer("variance", variance, persistent=False)
         self._begins = True
 
     def forward(self, running: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() or is_fake(running) or is_functorch_wrapped_tensor(running):
-            return snapshot(running)
-        if self.variance is None or (self._begins and not in_backward_pass()):
+        if torch.compiler.is_compiling():
+            return step_variance(running, self.variance)
+        if is_fake(running) or is_functorch_wrapped_tensor(running):
+            return running.clone()
+        if self._begins and not in_backward_pass():
             self.variance, self._begins = running.clone(), False
         return self.variance
 
     def ends_with_gradient_of(self, y: Tensor) -> None:
-        """End the step when the gradient of `y`, an output that the variance scaled, is computed."""
-        if y.requires_grad and not torch.compiler.is_compiling():
+        """End the step when the gradient of `y`, an output that the variance scaled, is computed; now where it has
+        none: the layer and those before it are frozen."""
+        if torch.compiler.is_compiling():
+            return
+        if y.requires_grad:
             y.register_hook(self._end)
+        elif torch.is_grad_enabled():  # not in the first pass of reentrant checkpointing
+            self._begins = True
 
     def _end(self, gradient: Tensor) -> None:
         self._begins = True
@@ -52,9 +63,3 @@ class StepVariance(nn.Module):
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
         self._begins = True
-
-
-def in_backward_pass() -> bool:
-    """Return True inside of a backward pass, where the only forward passes are those of activation checkpointing,
-    which repeat a pass whose statistics were counted."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -20,7 +20,7 @@ from torch.fx.proxy import GraphAppendingTracer
 from pt2mx.fx.graph.attributes import free_name, model_of, name_of
 from pt2mx.fx.graph.node import OPERATOR_KEY, args_of, make_positional, node_arg, operator_of
 from pt2mx.fx.graph.tensors import delete_unused_modules
-from pt2mx.fx.training.step_variance import in_backward_pass
+from pt2mx.ops.step_variance import in_backward_pass
 
 aten = torch.ops.aten
 

@@ -10,10 +10,8 @@ from pt2mx.ops.bfloat16_products import attention_bfloat16
 from pt2mx.ops.linear import linear_mx
 from pt2mx.ops.quantized_convolution import conv2d_fake_quantize_mx
 from pt2mx.ops.quantized_linear import linear_fake_quantize_mx
-from pt2mx.ops.snapshot import snapshot as _snapshot  # noqa: F401 - defines it
 
 lowering.register_lowering(torch.ops.pt2mx.dense, type_promotion_kind=None)(lambda x: x)
-lowering.register_lowering(torch.ops.pt2mx.snapshot, type_promotion_kind=None)(lowering.clone)
 _OF_ANY_STRIDES = attention_bfloat16, linear_fake_quantize_mx, conv2d_fake_quantize_mx, *ACTIVATION_DECOMPOSITIONS
 for _operator in _OF_ANY_STRIDES:
     lowering.make_fallback(_operator, warn=False, override_decomp=True)

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config
+from pt2mx.fx.training.step_variance import StepVariance
 from tests.compare import relative_error
 from tests.flow import exported
 
@@ -42,8 +43,8 @@ def data(seed=1):
     return torch.randn(8, 4, 6, 6, generator=torch.Generator().manual_seed(seed))
 
 
-def prepared():
-    return pt2mx.prepare_qat_pt2e(exported(network(), data()), QUANTIZER)
+def prepared(layers=None):
+    return pt2mx.prepare_qat_pt2e(exported(network()[:layers], data()), QUANTIZER)
 
 
 def steps(model, call, passes=1, count=3):
@@ -124,6 +125,27 @@ def test_compiled_training_has_eagers_gradients_and_statistics(passes, compiler)
         for key, value in want.items():
             if "running" in key or "num_batches" in key:
                 torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-5, msg=key)
+
+
+@pytest.mark.parametrize("name", ["checkpointed", "checkpointed, reentrant"])
+def test_checkpointing_of_compiled_code_changes_no_gradient(name, compiler):
+    model, other = prepared(2), prepared(2)
+    compiled = torch.compile(model, backend="aot_eager_decomp_partition")
+    (got,), _ = steps(model, lambda x: CALLS[name](compiled, x), count=1)
+    (want,), _ = steps(other, other, count=1)
+    assert relative_error(*(torch.cat([g.flatten() for g in all_]) for all_ in (got, want))) < 1e-3
+
+
+def test_a_frozen_layer_follows_its_running_variance():
+    """No gradient passes through the first layer and its norm: each pass is a step of its own."""
+    model, x = prepared(), data()
+    for name in ("0.weight", "0.bias", "1.weight", "1.bias"):
+        model.get_parameter(name).requires_grad_(False)
+    step = next(module for module in model.modules() if isinstance(module, StepVariance))
+    for name in ("as it is", "checkpointed") * 2:
+        running = model.get_buffer("1.running_var").clone()
+        CALLS[name](model, x).sum().backward()
+        assert torch.equal(step.variance, running) and not torch.equal(model.get_buffer("1.running_var"), running)
 
 
 def test_copies_and_moves_keep_the_variance_of_the_step():
