@@ -166,7 +166,7 @@ class ObservedLayer(_Layer):
         for name in _INPUTS:
             if name in operands:
                 self._observe(name, operands[name])
-        for name, parameter in layer.named_parameters(recurse=False):
+        for name, parameter in layer.named_parameters(recurse=False, remove_duplicate=False):
             operand = operands.get(_SUFFIX.sub("", name))
             if operand is None:
                 raise MXError(
@@ -191,7 +191,7 @@ class ObservedLayer(_Layer):
     def computed_parameters(self) -> dict[str, Tensor]:
         return {
             name: self.observers[name](parameter) if name in self.observers else parameter
-            for name, parameter in self.named_parameters(recurse=False)
+            for name, parameter in self.named_parameters(recurse=False, remove_duplicate=False)
         }
 
     def computed_output(self, y: Any) -> Any:
@@ -261,7 +261,7 @@ class QuantizedLayer(_Layer):
         return fake_quantize_mx(x, self.input_specs[name]) if name in self.input_specs else x
 
     def computed_parameters(self) -> dict[str, Tensor]:
-        values: dict[str, Tensor] = dict(self.named_parameters(recurse=False))
+        values: dict[str, Tensor] = dict(self.named_parameters(recurse=False, remove_duplicate=False))
         for name, (spec, length) in self.parameter_specs.items():
             data, scale = getattr(self, f"{name}_data"), getattr(self, f"{name}_scale")
             values[name] = dequantize_mx(data, scale, spec, target_dtype=self._values.dtype, length=length)

@@ -225,6 +225,17 @@ def test_packed_sequences():
         torch.testing.assert_close(each, converted(of_one)[0])
 
 
+@torch.no_grad()
+def test_one_parameter_of_two_names():
+    layer, x = nn.RNN(40, 40).eval(), torch.randn(3, 2, 40)
+    layer.weight_hh_l0 = layer.weight_ih_l0
+    layer.qconfig = QCONFIG
+    prepared = pt2bfp.prepare(layer)
+    assert same(prepared(x)[0], layer(x)[0])
+    pt2bfp.enable_fake_quant(prepared)
+    assert same(pt2bfp.convert(prepared)(x)[0], prepared(x)[0])
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
 @pytest.mark.parametrize("reparametrized", [nn.utils.spectral_norm, nn.utils.weight_norm])
 def test_a_weight_that_is_computed_from_others_is_refused(reparametrized):
@@ -279,8 +290,7 @@ def test_bad_arguments(qconfig, arguments, message):
     ("call", "message"),
     [
         (lambda: pt2bfp.prepare("model"), "expected a module, not str"),
-        (lambda: pt2bfp.prepare_qat(None), "expected a module, not NoneType"),
-        (lambda: pt2bfp.quantize(3, print, []), "expected a module, not int"),
+        (lambda: pt2bfp.get_dynamic_quant_module_class(nn.Conv2d), "for 'Conv2d': there are some for Linear, LSTM"),
         (lambda: pt2bfp.convert([nn.Linear(2, 2)]), "expected a module, not list"),
         (lambda: pt2bfp.convert(Net(), {nn.Linear: nn.Linear}), "class that has a from_float"),
         (lambda: pt2bfp.convert(Net(), nn.Linear), "must be a dictionary"),
@@ -289,8 +299,3 @@ def test_bad_arguments(qconfig, arguments, message):
 def test_other_objects(call, message):
     with pytest.raises(MXError, match=message):
         call()
-
-
-def test_a_type_without_a_quantized_class():
-    with pytest.raises(MXError, match="no quantized class for 'Conv2d': there are some for Linear, LSTM"):
-        pt2bfp.get_dynamic_quant_module_class(nn.Conv2d)
