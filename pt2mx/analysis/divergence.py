@@ -27,4 +27,4 @@ def kl_divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
         (0.0, 0.3583)
     """
     p = log_p.exp()
-    return torch.where(p == 0, 0, p * (log_p - log_q)).sum(-1)
+    return torch.where((p == 0) & ~log_q.isnan(), 0, p * (log_p - log_q)).sum(-1)

@@ -31,6 +31,7 @@ def test_it_is_that_of_torch_where_all_is_possible():
         (logs(0, -1e6), logs(0, -INF), 0),  # a probability below the least number is none
         (logs(0, NAN), logs(0, 0), NAN),
         (logs(0, 0), logs(0, NAN), NAN),
+        (logs(0, -INF), torch.tensor([0.0, NAN]), NAN),  # of an outcome that p rules out, too
         (logs(-INF, -INF), logs(0, 0), NAN),  # no distribution
     ],
 )
