@@ -10,6 +10,7 @@ from torch import Generator, Tensor
 
 from pt2mx.arrays.numpy import as_numpy, fake_quantize_numpy, torch_from_numpy
 from pt2mx.functional import fake_quantize_mx
+from pt2mx.ops.checks import check_tensors
 from pt2mx.spec import MXSpec, parse
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def mx_quantize(
         scale_sig_bits=scale_sig_bits,
     )
     if isinstance(data, Tensor):
+        check_tensors(data=data)
         y = fake_quantize_mx(data.reshape(-1) if flat else data, spec, seed=seed)
         return y.reshape(data.shape) if flat else y
     if _is_jax(data):

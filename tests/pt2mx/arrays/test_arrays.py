@@ -162,6 +162,7 @@ EagerTensor.__module__ = "tensorflow.python.framework.ops"
         (np.ones(4, np.int32), "dtype int32"),
         (np.array(["a"]), "dtype str"),
         (torch.ones(4, dtype=torch.float64), r"torch.float64 .* cast it first, for example with x.float\(\)"),
+        (torch.eye(4).to_sparse(), "data must be a dense tensor, not one of layout torch.sparse_coo"),
         ([1.0, 2.0], r"a Python list: convert it first, .* numpy.asarray\(x, dtype='float32'\) or torch.tensor\(x\)"),
         ((1.0,), "a Python tuple"),
         (1.0, "a Python float"),
@@ -172,8 +173,9 @@ EagerTensor.__module__ = "tensorflow.python.framework.ops"
     ],
 )
 def test_what_is_not_taken(data, message):
-    with pytest.raises(MXError, match=message):
-        mx_quantize(data)
+    for axis in (-1, None):
+        with pytest.raises(MXError, match=message):
+            mx_quantize(data, axis=axis)
 
 
 @pytest.mark.parametrize(
