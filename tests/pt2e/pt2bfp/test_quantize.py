@@ -228,8 +228,7 @@ def test_packed_sequences():
 @torch.no_grad()
 def test_one_parameter_of_two_names():
     layer, x = nn.RNN(40, 40).eval(), torch.randn(3, 2, 40)
-    layer.weight_hh_l0 = layer.weight_ih_l0
-    layer.qconfig = QCONFIG
+    layer.weight_hh_l0, layer.qconfig = layer.weight_ih_l0, QCONFIG
     prepared = pt2bfp.prepare(layer)
     assert same(prepared(x)[0], layer(x)[0])
     pt2bfp.enable_fake_quant(prepared)
