@@ -111,6 +111,14 @@ def delete_unused_tensors(model: GraphModule) -> None:
     delete_unused_modules(model)
 
 
+def delete_unread_parts(model: GraphModule) -> GraphModule:
+    """Delete what an exported graph computes or holds for nothing. Changes `model` and returns it."""
+    model.graph.eliminate_dead_code()
+    delete_unused_tensors(model)
+    model.recompile()
+    return model
+
+
 def erase_unread(node: Node) -> None:
     """Erase a node that nothing reads, and what was computed for it alone."""
     if node.users or node.op not in ("call_function", "get_attr") or node.is_impure():

@@ -12,7 +12,7 @@ from pt2mx.fx.graph.attributes import register_buffer
 from pt2mx.fx.graph.constants import constant_nodes, evaluate, first_equal, mark_constants, root_name
 from pt2mx.fx.graph.lift_weights import lift_weights, merge_equal_operands
 from pt2mx.fx.graph.node import args_of, function_of, node_arg, operator_of
-from pt2mx.fx.graph.tensors import delete_unused_tensors
+from pt2mx.fx.graph.tensors import delete_unread_parts
 
 
 def fold_weights(model: GraphModule) -> GraphModule:
@@ -28,10 +28,7 @@ def fold_weights(model: GraphModule) -> GraphModule:
     for node in model.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
         if node.args[0] in constants:
             model.graph.erase_node(node)
-    model.graph.eliminate_dead_code()
-    delete_unused_tensors(model)
-    model.recompile()
-    return model
+    return delete_unread_parts(model)
 
 
 def compute_codes(model: GraphModule, constants: set[Node]) -> None:

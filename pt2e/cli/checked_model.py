@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
+from pt2mx.fx.graph.tensors import delete_unread_parts
 from pt2mx.pt2e.checkpoints.coverage import Coverage, tensors_read
 from pt2mx.pt2e.cli.calibration import batch_files, load_batches
 from pt2mx.pt2e.cli.error_text import WITHOUT_EXPORT
@@ -100,7 +101,8 @@ def exported_module(
     coverage = loaded.values.held_by(tensors_read(program))
     coverage.check(part, allow_partial)
     note_coverage(coverage)
-    return program.module(), coverage
+    # a part that is left out is none of the float model that reports count
+    return delete_unread_parts(program.module()), coverage
 
 
 def note_coverage(coverage: Coverage) -> None:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from pt2mx.errors import MXError
+from pt2mx.pt2e.cli.checked_model import note_coverage
+from pt2mx.pt2e.cli.hugging_face import checkpoint_values
 from pt2mx.pt2e.cli.language import calibration, load_decoder
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.cli.stage import Stages, note, user_errors
@@ -38,6 +40,8 @@ def run(options: argparse.Namespace) -> Result:
         text = blocks(read_text(options.text), tokenizer, options.tokens)
         source = options.float if quantized else options.folder
         model = None if source is None else load_decoder(source, options.part, options.allow_partial)
+        if model is not None and not quantizers:
+            note_coverage(checkpoint_values(model, source).held_by())
         exact = None if model is None else _predictions(model, use_cache=False)
         rows: Iterable[tuple[str, Predict]] = [] if exact is None else [("float", exact)]
         if quantized:
@@ -86,12 +90,15 @@ def _by_recipes(
     progress: Stages,
 ) -> Iterator[tuple[str, Predict]]:
     """Yield the predictions of the model quantized by each recipe, made when they are asked for."""
+    first = next(iter(quantizers.values()), None)
     for name, quantizer in quantizers.items():
         progress.begin(f"quantize: {name}")
         with user_errors(f"quantize by {name}"):
             texts = calibration(options.calibration, tokenizer, quantizer)
             partial = {"part": options.part, "allow_partial": options.allow_partial}
             made = quantize_language_model(model, quantizer, texts, tokenizer, **partial)
+        if quantizer is first:  # the programs of all recipes hold the same
+            note_coverage(checkpoint_values(model, options.folder).held_by(made.coverage.read))
         yield name, _predictions(made)
 
 

@@ -81,8 +81,11 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
     err = capsys.readouterr().err
     assert "vision_tower 0%" in err and "--allow-partial" in err and err.count("pt2mx: error:") == 1
     assert main([*command, "--part", "language_model", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["checkpoint"]
+    result = json.loads(capsys.readouterr().out)
+    found, report = result["checkpoint"], result["report"]
     assert found["modules"]["vision_tower"]["held"] == 0 < found["held"] < found["values"]
+    assert found["held"] <= report["values"] < found["held"] + 100  # with buffers that are computed, without the tower
+    assert report["bytes_before"] == 4 * report["values"]
     assert main(["compare", "minilm", "--allow-partial"]) == 2
     assert "--allow-partial is for checkpoints (hf:NAME), and 'minilm' is none" in capsys.readouterr().err
 
@@ -92,6 +95,9 @@ def test_a_language_model_with_a_tower(tmp_path):
     model, tower = vision_language_checkpoint("gemma3", tmp_path / "vlm")
     with pytest.raises(MXError, match=rf"would hold .*{tower} 0%.*part='language_model'"):
         pt2mx.quantize_language_model(model, MXQuantizer.from_recipe(_RECIPE))
+    quantized = pt2mx.quantize_language_model(model, MXQuantizer.from_recipe(_RECIPE), part="language_model")
+    report, held = pt2mx.quantization_report(quantized.program.module()), quantized.coverage.held
+    assert held <= report.values < held + 100 < sum(parameter.numel() for parameter in model.parameters())
     text = transformers.Gemma3ForCausalLM(model.config.text_config)
     held = load_file(tmp_path / "vlm" / "model.safetensors")
     names = {name.replace("model.", f"{tower}.", 1): tensor for name, tensor in text.state_dict().items()}

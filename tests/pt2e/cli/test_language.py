@@ -2,8 +2,11 @@
 
 import json
 import re
+import shutil
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from pt2mx.pt2e.cli.command import main
 from tests.language_models import checkpoint, transformers
@@ -109,10 +112,22 @@ def test_compile(run, place):
     assert packages == ["prompt", "token"] and run(*arguments)[1] == text
 
 
+def test_perplexity_says_what_a_program_leaves_out(place, run):
+    shutil.copytree(place / "llama", place / "partial")
+    file = place / "partial" / "model.safetensors"
+    save_file({**load_file(file), "vision_tower.layers.0.mlp.fc1.weight": torch.ones(64)}, file, {"format": "pt"})
+    command = ("perplexity", "partial", "--text", "text.txt", "--tokens", "20")
+    assert "vision_tower 0%; without vision_tower.layers.0.mlp.fc1.weight" in run(*command)[2]
+    for recipes in ((), ("--recipe", "mxint8")):
+        status, _, err = run(*command, "--allow-partial", *recipes)
+        assert status == 0 and err.count("the program holds") == 1 and "vision_tower 0%" in err
+
+
 def test_perplexity(run):
     recipes = ("mxint8", "mxfp4_weight_only")
     text = ("--text", "text.txt", "--tokens", "200")
-    status, out, _ = run("perplexity", "llama", *text, "--recipe", *recipes)
+    status, out, err = run("perplexity", "llama", *text, "--recipe", *recipes)
+    assert "the program holds" not in err  # all of the checkpoint
     header, *rows, last = (line.split() for line in out.splitlines())
     assert status == 0 and header[:2] == ["model", "perplexity"] and last[:2] == ["199", "tokens,"]
     assert [row[0] for row in rows] == ["float", *recipes] and len(rows[0]) == 2
