@@ -93,8 +93,7 @@ def cast(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
     found = values.to(dtype)
     lost = found.isinf() & values.isfinite()
     if bool(lost.any()):
-        raise MXError(
-            f"{name} holds {float(values[lost].abs().max()):.6g}, which is Inf in {dtype}: give dtype='bfloat16' "
-            "(--dtype bfloat16), which has the range of float32"
-        )
+        wide = "give dtype='bfloat16' (--dtype bfloat16), which has the range of float32"
+        advice = wide if dtype == torch.float16 else "leave dtype (--dtype) out, which keeps the checkpoint's own"
+        raise MXError(f"{name} holds {float(values[lost].abs().max()):.6g}, which is Inf in {dtype}: {advice}")
     return found

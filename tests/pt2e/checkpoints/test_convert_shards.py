@@ -131,11 +131,12 @@ def test_a_cast_makes_no_inf_of_a_finite_value(value, fits, sign):
     if fits:
         assert cast("norm.weight", values, torch.float16).tolist() == [0.0, sign * 65504.0, torch.inf]
     else:
-        with pytest.raises(
-            MXError, match=r"norm\.weight holds .*, which is Inf in torch\.float16: give dtype"
-        ):
+        with pytest.raises(MXError, match=r"norm\.weight holds .*, which is Inf in torch\.float16: give dtype"):
             cast("norm.weight", values, torch.float16)
     assert cast("norm.weight", values, torch.bfloat16).isinf().tolist() == [False, False, True]
+    largest = torch.tensor([torch.finfo(torch.float32).max])
+    with pytest.raises(MXError, match=r"holds 3\.40282e\+38, which is Inf in torch\.bfloat16: leave dtype .* out"):
+        cast("norm.weight", largest, torch.bfloat16)
 
 
 def test_a_checkpoint_beyond_the_range_of_float16(tmp_path):
