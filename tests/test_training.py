@@ -115,23 +115,24 @@ CNNS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CNNS)
 def test_compiled_convolutional_networks_have_eagers_gradients(name, compiler):
-    """Each step from the same state: see above."""
+    """Two steps, each from the same state, in the prepared form but without rounding: the last bit of a parameter
+    decides what is rounded in 20 layers, and with such bits eager's own gradients move by 45%."""
     torch.manual_seed(0)
     model = import_extra("torchvision", "vision").models.get_model(name, num_classes=10, **CNNS[name]).train()
     x, labels = torch.randn(4, 3, 64, 64), torch.arange(4)
     exported = torch.export.export(model, (x,)).module()
     eager = pt2mx.prepare_qat_pt2e(exported, MXQuantizer.from_recipe("mxfp8"))
+    pt2mx.disable_fake_quant(eager)
     other = copy.deepcopy(eager)
-    compiled = torch.compile(other, fullgraph=True)
-    optimizer = torch.optim.SGD(eager.parameters(), 1e-3)
-    for _ in range(2):
+    # a last bit also decides which side of zero a ReLU sees
+    for backend, tolerance in {"aot_eager_decomp_partition": 1e-4, "inductor": 2e-2}.items():
         other.load_state_dict(eager.state_dict())
-        for module in (compiled, eager):
+        for module in (torch.compile(other, backend=backend, fullgraph=True), eager):
             module.zero_grad()
             cross_entropy(module(x), labels).backward()
         got, want = (torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (other, eager))
-        assert relative_error(got, want) < 1e-2
+        assert relative_error(got, want) < tolerance
         statistics = other.state_dict()
         for key, value in eager.state_dict().items():
-            torch.testing.assert_close(statistics[key], value, rtol=1e-3, atol=1e-4, msg=key)
-        optimizer.step()
+            torch.testing.assert_close(statistics[key], value, rtol=1e-4, atol=1e-5, msg=key)
+        torch.optim.SGD(eager.parameters(), 1e-3).step()

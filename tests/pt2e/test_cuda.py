@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import pt2mx
 from pt2mx import FORMATS, MXQuantizer, get_default_mx_quantization_config
@@ -133,6 +134,33 @@ def test_batch_norms_fold_without_difference(name):
     converted = pt2mx.convert_pt2e(prepared)
     with torch.no_grad():
         assert torch.equal(converted(*inputs), prepared.eval()(*inputs))
+
+
+@pytest.mark.parametrize("name", NORMALIZED_LAYERS)
+def test_batch_norms_have_eagers_gradients_checkpointed_and_compiled(name, compiler):
+    """Two steps; backward passes run in a thread of their own on a GPU. Compiled, a weight may be rounded otherwise."""
+    model, inputs = layer_and_norm(name)
+    inputs = tuple(x.cuda() for x in inputs)
+    quantizer = MXQuantizer().set_global(get_default_mx_quantization_config("mxfp6{8}", None))
+    results = []
+    for call in (
+        lambda m: m(*inputs),
+        lambda m: checkpoint(m, *inputs, use_reentrant=False),
+        lambda m: torch.compile(m, fullgraph=True)(*inputs),
+    ):
+        prepared = pt2mx.prepare_qat_pt2e(exported(copy.deepcopy(model).cuda().train(), *inputs), quantizer)
+        optimizer = torch.optim.SGD(prepared.parameters(), 1e-2)
+        for _ in range(2):
+            optimizer.zero_grad()
+            call(prepared).square().mean().backward()
+            optimizer.step()
+        gradients = torch.cat([p.grad.flatten() for p in prepared.parameters()])
+        results.append(
+            (gradients, torch.cat([t.flatten() for k, t in prepared.state_dict().items() if "running" in k]))
+        )
+    (want, statistics), (checkpointed, counted), (compiled, compiled_statistics) = results
+    assert relative_error(checkpointed, want) < 1e-6 and relative_error(counted, statistics) < 1e-6
+    assert relative_error(compiled, want) < 0.02 and relative_error(compiled_statistics, statistics) < 1e-3
 
 
 @pytest.mark.parametrize("name", ["dropout", "batch_norm", "lstm", "gru"])
