@@ -97,6 +97,8 @@ RECORDED = {
 
 #: operators that exist while Inductor compiles; no program holds them
 OF_INDUCTOR = {"dense", "join_blocks", "realize", "realize_if_costly"}
+#: called in training by compiled code alone; conversion leaves none
+OF_TRAINING = {"step_variance"}
 
 
 @pytest.mark.parametrize("name", contract.OPERATORS)
@@ -108,7 +110,7 @@ def test_a_schema_changes_with_its_version(name):
 
 def test_every_operator_is_in_the_contract():
     registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("pt2mx::")}
-    assert {name.removeprefix("pt2mx::") for name in registered} - OF_INDUCTOR == set(contract.OPERATORS)
+    assert {name.removeprefix("pt2mx::") for name in registered} - OF_INDUCTOR - OF_TRAINING == set(contract.OPERATORS)
 
 
 @pytest.mark.parametrize("name", contract.OPERATORS)
