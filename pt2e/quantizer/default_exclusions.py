@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
+from pt2mx.fx.graph.attributes import attribute_of, model_of
 from pt2mx.fx.graph.views import is_view
 from pt2mx.pt2e.quantizer.operators import OPERANDS, argument_of, operands_of, operator_name
 
@@ -33,11 +34,12 @@ def left_alone(node: Node, constants: set[Node]) -> str | None:
     """
     if not constants:
         return None
-    factors = [(operand, argument_of(node, operand)) for operand in operands_of(node) if operand.role == "operand"]
+    operands = [(operand, argument_of(node, operand)) for operand in operands_of(node)]
+    factors = [(operand, argument) for operand, argument in operands if operand.role == "operand"]
     if factors and node in constants and _makes_weights(node, constants):
         return "a factor of a weight, which is quantized as a whole"
-    for operand, argument in factors:
-        if argument is None or argument not in constants:
+    for operand, argument in operands:
+        if argument is None or argument not in constants or (operand.role != "operand" and not _is_buffer(argument)):
             continue
         value = argument.meta.get("val")
         if isinstance(value, torch.Tensor) and value.dim():
@@ -45,6 +47,11 @@ def left_alone(node: Node, constants: set[Node]) -> str | None:
             if isinstance(length, int) and length <= _COORDINATES and _read_by(node) >= _PERIODIC:
                 return f"angles: sine and cosine read the product with the constant {argument.name}"
     return None
+
+
+def _is_buffer(node: Node) -> bool:
+    """True of a tensor of the model that no training changes."""
+    return node.op == "get_attr" and not isinstance(attribute_of(model_of(node.graph), node), torch.nn.Parameter)
 
 
 def _makes_weights(node: Node, constants: set[Node]) -> bool:

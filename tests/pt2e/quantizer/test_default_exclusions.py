@@ -37,6 +37,17 @@ class Einsum(Fourier):
         return torch.einsum("bc,cf->bf", x, matrix)[:, None].expand(-1, 2, -1).flatten(1)
 
 
+class Functional(Fourier):
+    """The product of a layer, with a buffer for its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.constant = self.constant.t().contiguous()
+
+    def product(self, x, matrix):
+        return nn.functional.linear(2 * x - 1, matrix)
+
+
 class Net(nn.Module):
     def __init__(self, features):
         super().__init__()
@@ -72,7 +83,7 @@ def reasons(model, x, quantizer):
     return [(o.operator, o.quantized, o.reason) for o in report.operators]
 
 
-@pytest.mark.parametrize("features", [Fourier(), Fourier(3), Fourier(parameter=True), Einsum()])
+@pytest.mark.parametrize("features", [Fourier(), Fourier(3), Fourier(parameter=True), Einsum(), Functional()])
 def test_the_constant_matrix_of_fourier_features_is_left_alone_unless_a_setting_names_it(features):
     torch.manual_seed(0)
     model, x = Net(features), torch.rand(64, 3 if getattr(features, "constant", torch.ones(2)).shape[0] == 3 else 2)
