@@ -23,10 +23,8 @@ from pt2mx.pt2e.torchao_pt2e import FakeQuantizeBase, ObserverBase, Quantization
 
 #: meta key of a `dequantize_mx` node: the `QuantizationStatistics` that were observed of its tensor
 STATISTICS_KEY = "mx_statistics"
-
 #: meta key of the call of an observer: what the `dequantize_mx` node gets as meta beside what the observer saw
 NOTES_KEY = "mx_notes"
-
 #: what torchao passes to the constructor
 _ANNOTATION = {field.name for field in fields(QuantizationSpec)}
 

@@ -9,6 +9,7 @@ import torch.multiprocessing
 multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.language_models", "pt2mx.pt2e.cli.command"])
 
 
-def run_ranks(work: Callable, *arguments: object, count: int = 2) -> None:
-    """Call `work(rank, *arguments)` in a process a rank, and wait for all of them."""
-    torch.multiprocessing.start_processes(work, arguments, nprocs=count, start_method="forkserver")
+def run_ranks(work: Callable, *arguments: object, count: int = 2, method: str = "forkserver") -> None:
+    """Call `work(rank, *arguments)` in a process a rank, and wait for all of them. Dynamo asks CUDA, where there is
+    one, for its state, which a forked process cannot: work that compiles takes the method "spawn"."""
+    torch.multiprocessing.start_processes(work, arguments, nprocs=count, start_method=method)

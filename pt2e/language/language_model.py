@@ -64,20 +64,16 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         True
     """
 
-    main_input_name = "input_ids"
-    base_model_prefix = ""
-    _is_stateful = False
+    main_input_name, base_model_prefix, _is_stateful = "input_ids", "", False
 
     def __init__(
         self, program: ExportedProgram, config: Any, generation_config: Any = None, tokenizer: Any = None
     ) -> None:
         super().__init__()
-        self.program = program
-        self.config, self.tokenizer = config, tokenizer
+        self.program, self.config, self.tokenizer = program, config, tokenizer
         self.generation_config = generation_config or import_extra("transformers", "hf").GenerationConfig()
         self.layers, self.device, self.dtype = cache_of(program)
-        #: the share of the float model's values that the program holds; of a folder empty, as it is not known
-        self.coverage = Coverage({}, {})
+        self.coverage = Coverage({}, {})  #: the share of the checkpoint's values in the program; empty for a folder
         self._folder: Path | None = None
 
     @cached_property
@@ -278,7 +274,6 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         return self
 
     # what transformers' generate asks of a model
-
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], mode: object, batch_size: int, max_cache_length: int
     ) -> None:

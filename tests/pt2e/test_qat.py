@@ -238,7 +238,7 @@ def train_compiled_on_half(rank, folder):
 
 
 def test_compiled_training_of_two_processes_is_that_of_eager(tmp_path):
-    run_ranks(train_compiled_on_half, str(tmp_path))
+    run_ranks(train_compiled_on_half, str(tmp_path), method="spawn")
     for rank in (0, 1):
         eager, compiled = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         torch.testing.assert_close(torch.tensor(compiled[0]), torch.tensor(eager[0]), rtol=1e-4, atol=0)

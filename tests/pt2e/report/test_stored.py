@@ -43,7 +43,7 @@ def test_what_is_no_report(text, message, tmp_path):
 
 
 def test_what_is_no_path():
-    with pytest.raises(MXError, match=r"cannot read '5' as a report in JSON: .*not int"):
+    with pytest.raises(MXError, match=r"cannot read '5' as a report in JSON: .*not '?int"):
         QuantizationReport.from_json(5)
 
 
