@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pt2mx.analysis.divergence import kl_divergence
+from pt2mx.errors import MXError
 
 #: tokens, (1, S) int64 -> logits (1, S, vocabulary)
 Predict = Callable[[Tensor], Tensor]
@@ -40,6 +41,9 @@ def perplexity(predict: Predict, blocks: Iterable[Tensor], reference: Predict | 
     Args:
         predict: the model.
         reference: the float model, to which its predictions are compared; None: to none.
+
+    Raises:
+        MXError: where no block has a second token.
     """
     tokens, loss, divergence, same = 0, 0.0, 0.0, 0
     for block in blocks:
@@ -52,6 +56,8 @@ def perplexity(predict: Predict, blocks: Iterable[Tensor], reference: Predict | 
             exact = reference(block)[0, :-1].float().log_softmax(-1).to(log.device)
             divergence += float(kl_divergence(exact, log).sum())
             same += int((log.argmax(-1) == exact.argmax(-1)).sum())
+    if not tokens:
+        raise MXError("there is no token to predict: give blocks of at least two tokens")
     mean = torch.tensor(loss / tokens, dtype=torch.float64)
     compared = () if reference is None else (divergence / tokens, same / tokens)
     return Perplexity(tokens, float(mean.exp()), *compared)

@@ -29,6 +29,12 @@ def test_of_known_predictions():
     assert perplexity(sure, [text], sure).agreement == 1 and perplexity(sure, [text], sure).divergence == 0
 
 
+@pytest.mark.parametrize("text", [[], [torch.tensor([[1]])]])
+def test_of_no_token(text):
+    with pytest.raises(MXError, match="no token to predict"):
+        perplexity(lambda block: torch.zeros(1, block.shape[1], 3), text)
+
+
 def test_of_tokens_that_are_ruled_out_or_nearly():
     text = torch.tensor([[0, 1, 1]])
 
