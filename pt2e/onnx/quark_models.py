@@ -1,4 +1,4 @@
-"""What Quark's `ModelQuantizer` does, over `quantize_onnx`: models in files or in memory, nodes by type and name."""
+"""Quark's `ModelQuantizer` over `quantize_onnx`: models in files or in memory, nodes by type and name."""
 
 from __future__ import annotations
 

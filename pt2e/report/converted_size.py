@@ -86,7 +86,7 @@ class Conversion:
         return node.all_input_nodes
 
     def _calls_of(self, model: GraphModule) -> int:
-        """How often a graph is called, each time with other operands."""
+        """Count the calls of a graph, each with other operands."""
         return max((len(self._outside.get(placeholder, ())) for placeholder in placeholders(model)), default=0) or 1
 
     def _key(self, node: Node, number: int) -> str:

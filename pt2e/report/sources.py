@@ -85,7 +85,7 @@ def buffers_of(node: Node, outside: Outside) -> list[str]:
 
 
 def _operands(node: Node, outside: Outside) -> list[Node]:
-    """What a placeholder stands for; another node itself."""
+    """Return the operands of a placeholder; another node itself."""
     return list(dict.fromkeys(operand for operand in outside.get(node, [node]) if isinstance(operand, Node)))
 
 

@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class CalibrationMethod(Enum):
-    """How ranges of activations are calibrated. An MX scale follows from the values of its block, so that every method
+    """The calibration methods for ranges of activations. An MX scale follows from the values of its block: every method
     gives the same file, as in Quark.
 
     Example:

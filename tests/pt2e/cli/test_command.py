@@ -148,7 +148,7 @@ def test_errors_of_several_lines_are_one(factory, capsys):
 
 def test_warnings_are_lines_as_notes_are(factory, capsys):
     assert main(["recipes", "check", "mxfp8", "--model", "net.py:warns", "--json"]) == 0
-    assert capsys.readouterr().err == "pt2mx: warning: careful\n"
+    assert capsys.readouterr().err == "net.py: warning: careful\n"
 
 
 def test_json_is_alone_on_stdout(factory, capsys):

@@ -213,7 +213,8 @@ def test_a_program_with_a_broken_record_is_compiled_all_the_same(here, capsys, m
 @pytest.fixture(scope="module")
 def unfit_files(folder):
     """Beside the program, files that no command takes."""
-    (folder / "text.pt2").write_text("no archive")
+    for name in ("text.pt2", "text.pt"):
+        (folder / name).write_text("no archive")
     torch.save(torch.randn(4), folder / "other.pt2")
     torch.export.save(torch.export.export(nn.Linear(4, 4), (torch.randn(2, 4),)), folder / "float.pt2")
     portable = pt2mx.make_portable(torch.export.load(folder / "net.pt2"))
@@ -232,8 +233,8 @@ def unfit_files(folder):
         (["compile", "float.pt2", "--output", "o.pt2"], "without quantized tensors"),
         (["compile", "portable.program.pt2", "--output", "o.pt2"], "not a portable program, whose operators are"),
         (["compile", "net.pt2", "--output", "./net.pt2"], "the program and --output are one file, './net.pt2'"),
-        (["run", "net.aoti.pt2", "--output", "net.aoti.pt2"], "the package and --output are one file"),
-        (["run", "net.aoti.pt2", "--inputs", "text.pt2", "--output", "text.pt2"], "--inputs and --output are one file"),
+        (["run", "net.aoti.pt2", "--output", "net.aoti.pt2"], "cannot write 'net.aoti.pt2': its name must end in .pt"),
+        (["run", "net.aoti.pt2", "--inputs", "text.pt", "--output", "text.pt"], "--inputs and --output are one file"),
         (["compile", "net.pt2", "--output", "nowhere/o.pt2"], "cannot write 'nowhere/o.pt2': it must be a file"),
         (["compile", "net.pt2", "--output", "o.so"], "cannot write 'o.so': the name of a package ends in .pt2"),
         (["run", "nowhere.pt2"], "no file 'nowhere.pt2'"),

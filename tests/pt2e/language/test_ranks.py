@@ -22,8 +22,8 @@ GREEDY, SAMPLED = {"do_sample": False}, {"do_sample": True, "temperature": 0.8, 
 
 
 def quantize(checkpoint, output, *options):
-    recipe = ["--recipe", "mxfp4_weight_only"]
-    return main(["quantize", "--model", f"hf:{checkpoint}", *recipe, "--output", str(output), *options])
+    output = [] if "--output" in options else ["--output", str(output)]
+    return main(["quantize", "--model", f"hf:{checkpoint}", "--recipe", "mxfp4_weight_only", *output, *options])
 
 
 @pytest.fixture(scope="module")
