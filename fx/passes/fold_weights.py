@@ -101,8 +101,11 @@ def _fold_scales(model: GraphModule, quantize: Node) -> None:
 
 def fold_constant(model: GraphModule, node: Node, name: str) -> Node:
     """Make the value of a constant node a buffer, named `name` or like it; gives the node that reads it."""
+    value = evaluate(model, node)
+    if value.nbytes != value.untyped_storage().nbytes():
+        value = value.clone()  # a file would hold all that a view is of
     with model.graph.inserting_before(node):
-        buffer = model.graph.get_attr(register_buffer(model, name, evaluate(model, node)))
+        buffer = model.graph.get_attr(register_buffer(model, name, value))
     buffer.meta.update(node.meta)
     node.replace_all_uses_with(buffer)
     return buffer

@@ -161,9 +161,8 @@ def fold_biases(model: GraphModule) -> GraphModule:
     if any(placeholder.meta.get(CONSTANT_KEY) for placeholder in model.graph.find_nodes(op="placeholder")):
         return model
     constants = constant_nodes(model.graph)
-    layers = [node for node in model.graph.nodes if node.target in LAYERS and len(node.args) > 2]
-    found = [layer.args[2] for layer in layers]
-    biases = dict.fromkeys(bias for bias in found if isinstance(bias, Node) and _is_computed(bias, constants))
+    computed = [computed_bias(node, constants) for node in model.graph.nodes]
+    biases = dict.fromkeys(bias for bias in computed if bias is not None)
     with torch.no_grad():
         for bias in biases:
             fold_constant(model, bias, f"{root_name(bias)}_folded")
@@ -174,8 +173,12 @@ def fold_biases(model: GraphModule) -> GraphModule:
     return model
 
 
-def _is_computed(bias: Node, constants: set[Node]) -> bool:
-    return bias in constants and bias.op == "call_function" and not dequantizes(bias)
+def computed_bias(node: Node, constants: set[Node]) -> Node | None:
+    """Return the bias of a layer that is computed from constants, which `fold_biases` makes a buffer; None for others."""
+    bias = node.args[2] if node.target in LAYERS and len(node.args) > 2 else None
+    if not isinstance(bias, Node) or bias not in constants or bias.op != "call_function" or dequantizes(bias):
+        return None
+    return bias
 
 
 def _fuse(model: GraphModule, layer: Node, norm: Node) -> None:

@@ -14,7 +14,7 @@ from pt2mx.fx.graph.calls import Call, calls, placeholders
 from pt2mx.fx.graph.constants import CONSTANT_KEY
 from pt2mx.fx.graph.node import node_arg
 from pt2mx.fx.graph.subgraphs import captured_operands
-from pt2mx.fx.training.fuse_batch_norm import NormalizedLayer
+from pt2mx.fx.training.fuse_batch_norm import NormalizedLayer, computed_bias
 from pt2mx.fx.training.train_eval import TrainEvalModule
 from pt2mx.pt2e.observer import MXObserver, observed_value
 from pt2mx.pt2e.report.sources import size_of
@@ -79,7 +79,12 @@ class Conversion:
                 made = packed_bytes(cast(Tensor, observed_value(node)).shape, module.spec)
                 self._made[self._key(node, number)] = made
             return []
-        if isinstance(module, NormalizedLayer) and not any(p.meta.get(CONSTANT_KEY) for p in placeholders(model)):
+        if any(p.meta.get(CONSTANT_KEY) for p in placeholders(model)):
+            return node.all_input_nodes
+        if (bias := computed_bias(node, constants)) is not None:
+            self._made[self._key(bias, 0)] = bias.meta["val"].nbytes
+            return [n for n in node.all_input_nodes if n is not bias]
+        if isinstance(module, NormalizedLayer):
             mean = node_arg(node, 5).meta["val"]
             self._made[self._key(node, 0)] = mean.nbytes
             return [n for n in node.args[:2] if isinstance(n, Node)]

@@ -23,10 +23,11 @@ class Architecture:
     name: str
     kind: str
     construct: Callable[[], tuple[nn.Module, Batch]]
+    seed: int = 0
 
     def build(self) -> tuple[nn.Module, Batch]:
         """The module in eval mode, which returns a tuple of tensors, and its arguments; always the same."""
-        torch.manual_seed(0)
+        torch.manual_seed(self.seed)
         with without_log_warnings(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the libraries about their own configurations
             module, batch = self.construct()

@@ -132,7 +132,12 @@ def _architecture(name: str, kind: str, inputs: Callable[[object], Inputs], sett
         config = model.config_class(**settings)
         return model(config), inputs(config)
 
-    return Architecture(name, kind, construct)
+    return Architecture(name, kind, construct, _SEEDS.get(name, 0))
+
+
+#: It decodes the best of its queries. With most weights two are nearly equal, and the last bit of a sum, which is
+#: another on another processor, decides between them; with these one is better by far.
+_SEEDS = {"RTDetrForObjectDetection": 3}
 
 
 _TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
