@@ -174,7 +174,7 @@ def fold_biases(model: GraphModule) -> GraphModule:
 
 
 def computed_bias(node: Node, constants: set[Node]) -> Node | None:
-    """Return the bias of a layer that is computed from constants, which `fold_biases` makes a buffer; None for others."""
+    """Return the bias of a layer that is computed from constants, which `fold_biases` folds; None for others."""
     bias = node.args[2] if node.target in LAYERS and len(node.args) > 2 else None
     if not isinstance(bias, Node) or bias not in constants or bias.op != "call_function" or dequantizes(bias):
         return None

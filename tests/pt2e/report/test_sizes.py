@@ -84,6 +84,17 @@ class Unused(nn.Module):
         return self.fc(x) * torch.tensor([2.0])
 
 
+class JoinedBias(nn.Module):
+    """A bias that is a third of a parameter: conversion keeps that third alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.bias = nn.Linear(64, 64, bias=False), nn.Parameter(torch.randn(3, 64))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.fc.weight, self.bias[1])
+
+
 class Branches(nn.Module):
     """A weight that is transposed in two graphs inside."""
 
@@ -103,6 +114,7 @@ CASES = {
     Views: (8192, 2 * FLOAT, 2 * FLOAT + 2 * IN_FP4, [(FLOAT, IN_FP4)] * 2),
     Parts: (8192, 2 * FLOAT, 2 * IN_FP4, [(FLOAT, IN_FP4)] * 2),
     Unused: (8193, 2 * FLOAT + 4, IN_FP4 + 4, [(FLOAT, IN_FP4)]),
+    JoinedBias: (4096 + 192, FLOAT + 768, IN_FP4 + 256, [(FLOAT, IN_FP4)]),
     Branches: (4096, FLOAT, IN_FP4, [(FLOAT, IN_FP4), (0, 0)]),
 }
 
@@ -131,6 +143,7 @@ def test_totals_are_the_bytes_of_the_files(kind):
         assert [(o.bytes_before, o.bytes_after) for o in weights] == rows
     # a file tells the float model by the tensors that it holds, and by the names and shapes of the packed ones
     named = {Computed: (4096, FLOAT), Views: (4 * 4096, 4 * FLOAT), Unused: (4097, FLOAT + 4)}
+    named[JoinedBias] = (4096 + 64, FLOAT + 256)
     report = quantization_report(reloaded(again).module())
     assert (report.values, report.bytes_before, report.bytes_after) == (*named.get(kind, (values, before)), after)
 
