@@ -103,7 +103,7 @@ def fold_constant(model: GraphModule, node: Node, name: str) -> Node:
     """Make the value of a constant node a buffer, named `name` or like it; gives the node that reads it."""
     value = evaluate(model, node)
     if value.nbytes != value.untyped_storage().nbytes():
-        value = value.clone()  # a file would hold all that a view is of
+        value = value.clone()  # a file would hold the whole tensor of a view
     with model.graph.inserting_before(node):
         buffer = model.graph.get_attr(register_buffer(model, name, value))
     buffer.meta.update(node.meta)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ _INPUTS = ("input", "hidden")
 _SUFFIX = re.compile(r"_l\d+(_reverse)?$")
 
 
-class _Layer(nn.Module):
+class _Layer(nn.Module, ABC):
     """A layer that computes its inputs and parameters at each call; it has the layer's other attributes."""
 
     description: str
@@ -109,11 +110,13 @@ class _Layer(nn.Module):
             return self.computed_input(operand.name, value)
         return tuple(self.computed_input(operand.name, x) if i == operand.item else x for i, x in enumerate(value))
 
+    @abstractmethod
     def computed_input(self, name: str, x: Tensor) -> Tensor:
-        raise NotImplementedError
+        """Return the value of an input that the layer computes with."""
 
+    @abstractmethod
     def computed_parameters(self) -> dict[str, Tensor]:
-        raise NotImplementedError
+        """Return the parameters that the layer computes with, by name."""
 
     def computed_output(self, y: Any) -> Any:
         return y

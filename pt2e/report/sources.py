@@ -80,7 +80,7 @@ def sources_of_codes(dequantize: Node, outside: Outside) -> list[Source]:
 
 
 def buffers_of(node: Node, outside: Outside) -> list[str]:
-    """Return the names of the buffers that a node reads or stands for; none where it is computed."""
+    """Return the names of the buffers that a node reads or represents; none where it is computed."""
     return [name_of(read) for read in _operands(node, outside) if read.op == "get_attr"]
 
 
