@@ -10,6 +10,7 @@ from pt2mx import fx, pt2e
 from pt2mx.analysis.compare import MX_FORMATS, compare_mx_formats, print_mx_format_table
 from pt2mx.analysis.measure import mx_statistics
 from pt2mx.arrays import mx_quantize
+from pt2mx.deprecated import install as _install_old_names
 from pt2mx.errors import MXError
 from pt2mx.formats import ELEMENTS, FORMATS, ElementFormat, parse_element
 from pt2mx.functional import dequantize_mx, fake_quantize_mx, quantize_mx
@@ -194,6 +195,7 @@ _LATE = {
 reach(sys.modules[__name__], _LATE)
 for _package in (fx, pt2e):
     reach(_package)
+_install_old_names()
 prepare_process()
 
 
