@@ -6,16 +6,15 @@ import argparse
 
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.cli.stage import note, user_errors
-from pt2mx.pt2e.contents.contents import contents_of
-from pt2mx.pt2e.contents.text import as_json, table
+from pt2mx.pt2e.inspect.inspect_file import inspect_file
+from pt2mx.pt2e.inspect.text import as_json, table
 from pt2mx.pt2e.origin import other_version
 
 
 def run(options: argparse.Namespace) -> Result:
     with user_errors(f"read {options.file!r}"):
-        found = contents_of(options.file)
-    for contents in found:
-        if text := other_version(contents.file):
+        files = inspect_file(options.file)
+    for info in files:
+        if text := other_version(info.file):
             note(text)
-    text = "\n\n\n".join(map(table, found))
-    return Result(text, {"files": [as_json(contents) for contents in found]})
+    return Result("\n\n\n".join(map(table, files)), {"files": [as_json(info) for info in files]})

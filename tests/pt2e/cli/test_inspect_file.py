@@ -11,9 +11,9 @@ import pt2mx
 from pt2mx import MXQuantizer
 from pt2mx.pt2e.cli import command
 from pt2mx.pt2e.cli.compile import compile_program
-from pt2mx.pt2e.contents.contents import contents_of
-from pt2mx.pt2e.contents.held import HeldTensor
-from pt2mx.pt2e.contents.text import _histogram
+from pt2mx.pt2e.inspect.inspect_file import inspect_file
+from pt2mx.pt2e.inspect.schema import TensorInfo
+from pt2mx.pt2e.inspect.text import _histogram
 from pt2mx.pt2e.packed_weights import packed_weights
 from tests.flow import convert
 from tests.language_models import tiny_decoder, tokenizer_of_bytes
@@ -85,9 +85,9 @@ def test_weights_of_more_bits_than_their_formats(tmp_path, capsys):
 
 
 def test_a_package(files, capsys):
-    (program,), (package,) = (contents_of(files[0] / name) for name in ("program.pt2", "package.pt2"))
+    (program,), (package,) = (inspect_file(files[0] / name) for name in ("program.pt2", "package.pt2"))
     assert (package.kind, package.origin, package.target["AOTI_DEVICE_KEY"]) == ("package", program.origin, "cpu")
-    assert package.inputs == (HeldTensor("input", "float32", ("0..64", 64)),)
+    assert package.inputs == (TensorInfo("input", "float32", ("0..64", 64)),)
     calls = {"pt2mx.linear_mx": 2, "pt2mx.rotated_fake_quantize_mx": 1, "pt2mx.activation_fake_quantize_mx": 1}
     assert package.operators == calls and set(package.tensors) == set(program.tensors)
     for ours, theirs in zip(package.weights, program.weights, strict=True):
@@ -117,7 +117,7 @@ def test_the_folder_of_a_language_model(tmp_path, capsys):
     model = pt2mx.quantize_language_model(model, MXQuantizer.from_recipe("mxfp4_weight_only"))
     model.tokenizer = tokenizer_of_bytes()
     model.save_pretrained(tmp_path / "model")
-    (found,) = contents_of(tmp_path / "model")
+    (found,) = inspect_file(tmp_path / "model")
     assert found.file.endswith("program.pt2") and len(found.weights) > 4
     assert any(weight.name.endswith("gate_up_proj") and len(weight.shape) == 3 for weight in found.weights)
     assert all(weight.bits < 5 for weight in found.weights)

@@ -1,4 +1,4 @@
-"""The contents of a file as plain data: what a program or a package holds."""
+"""Dataclasses that describe what a program or package file contains."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pt2mx.spec import MXSpec, parse
 
 
 @dataclass(frozen=True)
-class HeldTensor:
-    """A tensor that is not packed, or an input, whose shape has ranges of dynamic sizes."""
+class TensorInfo:
+    """Describe a tensor that is not packed, or an input. The shape of an input has the ranges of dynamic sizes."""
 
     name: str
     dtype: str
@@ -26,15 +26,15 @@ class HeldTensor:
 
 
 @dataclass(frozen=True)
-class HeldWeight:
-    """A packed weight.
+class PackedWeightInfo:
+    """Describe a packed weight.
 
     Args:
-        format: element and block size.
-        axis: along which blocks run, from the front.
-        bytes: of codes and scales.
-        scales: exponent of a scale -> blocks that have it; None where that is not known.
-        nan_blocks: blocks whose values are NaN.
+        format: the element and the block size.
+        axis: the dimension along which blocks run, counted from the front.
+        bytes: the size of codes and scales.
+        scales: exponent of a scale -> number of blocks that have it; None where it is unknown.
+        nan_blocks: the number of blocks whose values are NaN.
     """
 
     name: str
@@ -47,39 +47,39 @@ class HeldWeight:
 
     @property
     def bits(self) -> float:
-        """Bits a value, scales among them."""
+        """Return the bits per value, including scales."""
         return 8 * self.bytes / max(prod(self.shape), 1)
 
     @property
     def storage(self) -> str | None:
-        """Why these are more than the format's; None where they are not."""
+        """Return why a value takes more bits than the format has; None where it does not."""
         return storage_note(self.shape, parse(self.format).replace(axis=self.axis))
 
 
 @dataclass(frozen=True)
-class Contents:
-    """The contents of a file.
+class FileInfo:
+    """Describe a file.
 
     Args:
         kind: "program" or "package".
-        bytes: of the file.
-        origin: the versions that wrote it, and the recipe; None where it names none.
-        inputs: what it is called with.
-        weights: those that are packed.
+        bytes: the size of the file.
+        origin: the versions that wrote the file, and the recipe; None where the file names none.
+        inputs: the inputs of a call.
+        weights: the packed weights.
         tensors: the other parameters, buffers and constants.
-        activations: format -> how many tensors are quantized to it as the program runs.
-        operators: name -> how many calls there are; of a package those that its machine code does not contain.
-        portable: True of a program whose operators are written out, which has no packed weights.
-        target: of a package: the device and the processor that it was compiled for.
+        activations: format -> number of tensors that are quantized to it at run time.
+        operators: name -> number of calls; of a package, only the calls that leave its machine code.
+        portable: True for a program in plain aten operators, which has no packed weights.
+        target: the device and the processor that a package was compiled for.
     """
 
     file: str
     kind: str
     bytes: int
     origin: Origin | None
-    inputs: tuple[HeldTensor, ...]
-    weights: tuple[HeldWeight, ...]
-    tensors: tuple[HeldTensor, ...]
+    inputs: tuple[TensorInfo, ...]
+    weights: tuple[PackedWeightInfo, ...]
+    tensors: tuple[TensorInfo, ...]
     operators: dict[str, int]
     activations: dict[str, int] = field(default_factory=dict)
     portable: bool = False
@@ -87,20 +87,20 @@ class Contents:
 
 
 def format_of(spec: MXSpec) -> str:
-    """Element and block size, as in `fp4_e2m1{32}`."""
+    """Return the element and the block size, as in `fp4_e2m1{32}`."""
     return f"{spec.element}{{{spec.block_size}}}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype without that of torch."""
+    """Return the name of a dtype without `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 
 def counted(names: Iterable[str]) -> dict[str, int]:
-    """Name -> how often it is there, the most frequent first."""
+    """Count the names, the most frequent first."""
     return dict(sorted(Counter(names).items(), key=lambda item: (-item[1], item[0])))
 
 
 def shape_of_ranges(ranges: Iterable[Range]) -> tuple[int | str, ...]:
-    """A shape with the range of each dynamic dimension, as in `("1..64", 128)`."""
+    """Return a shape with the range of each dynamic dimension, as in `("1..64", 128)`."""
     return tuple(low if low == high else f"{low}..{'' if high is None else high}" for low, high in ranges)

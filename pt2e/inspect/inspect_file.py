@@ -1,0 +1,203 @@
+"""`inspect_file`: read what a program or package file contains.
+
+Of a package, the machine code is not loaded and the weights are not read: AOTInductor's own records name the constants
+and the operators that the code calls.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
+
+from pt2mx.errors import MXError
+from pt2mx.fx.graph.node import FakeQuantize, Quantize, value_of
+from pt2mx.fx.graph.subgraphs import graph_modules
+from pt2mx.fx.portable import is_portable
+from pt2mx.kernels.elements import NAN_SCALE
+from pt2mx.kernels.packing import unpacked_length
+from pt2mx.pt2e.archive import check_kind, read_record, record_names
+from pt2mx.pt2e.inspect.schema import (
+    FileInfo,
+    PackedWeightInfo,
+    TensorInfo,
+    counted,
+    dtype_name,
+    format_of,
+    shape_of_ranges,
+)
+from pt2mx.pt2e.language.ranks import programs_in
+from pt2mx.pt2e.origin import origin_of
+from pt2mx.pt2e.packages.extents import Range, input_nodes, ranges
+from pt2mx.pt2e.packages.package import read_signature
+from pt2mx.pt2e.packed_weights import PackedWeight, packed_weights, parameter_name
+from pt2mx.spec import MXSpec
+
+_SCALE_BIAS = 127
+#: folder of AOTInductor's records in a package
+_CODE = "data/aotinductor/"
+#: a line about a constant in the C++ that AOTInductor generated
+_CONSTANT = re.compile(r"constants_info_\[(\d+)\]\.(\w+) = (.*);")
+_DTYPE = "cached_torch_dtype_"
+#: arguments of the matmul operators
+_WEIGHT = ("weight_data", "weight_scale")
+
+
+def inspect_file(path: str | os.PathLike[str]) -> list[FileInfo]:
+    """Read what a file contains, or what each program and package in the folder of a language model does.
+
+    Args:
+        path: the path of a program, a package or such a folder.
+
+    Raises:
+        MXError: for another file, or a folder without programs.
+    """
+    if not Path(path).is_dir():
+        return [_file_info(path)]
+    names = [*programs_in(path), *sorted(file.name for file in Path(path).glob("*.aoti.pt2"))]
+    if not names:
+        raise MXError(f"{str(path)!r} holds no program.pt2: give a file, or the folder of a quantized language model")
+    return [_file_info(Path(path) / name) for name in names]
+
+
+def _file_info(path: str | os.PathLike[str]) -> FileInfo:
+    if any(name.startswith(_CODE) for name in record_names(path)):
+        return _package_info(path)
+    check_kind(path, "program")
+    return _program_info(path, torch.export.load(path))
+
+
+def _program_info(path: str | os.PathLike[str], program: ExportedProgram) -> FileInfo:
+    portable = is_portable(program.graph_module)
+    weights = [] if portable else list(packed_weights(program))
+    packed = {tensor.data_ptr() for weight in weights for tensor in (weight.codes, weight.scales)}
+    tensors = {name: t for name, t in {**program.state_dict, **program.constants}.items() if isinstance(t, Tensor)}
+    graphs = graph_modules(program.graph_module)
+    inputs = [(node.name, value_of(node)) for node in input_nodes(program)]
+    return FileInfo(
+        file=str(path),
+        kind="program",
+        bytes=Path(path).stat().st_size,
+        origin=origin_of(path),
+        inputs=_inputs((*pair, sizes) for pair, sizes in zip(inputs, ranges(program), strict=True)),
+        weights=tuple(map(_weight_info, weights)),
+        tensors=tuple(
+            TensorInfo(name, dtype_name(t.dtype), tuple(t.shape), t.nbytes)
+            for name, t in tensors.items()
+            if t.data_ptr() not in packed
+        ),
+        operators=counted(name for graph in graphs for node in graph.graph.nodes if (name := _operator(node))),
+        activations=counted(_activations(graphs)),
+        portable=portable,
+    )
+
+
+def _inputs(leaves: Iterable[tuple[str, object, list[Range] | None]]) -> tuple[TensorInfo, ...]:
+    """Describe inputs by their names, values and ranges."""
+    return tuple(
+        TensorInfo(name, dtype_name(value.dtype), shape_of_ranges(sizes or ()))
+        if isinstance(value, Tensor)
+        else TensorInfo(name, type(value).__name__, ())
+        for name, value, sizes in leaves
+    )
+
+
+def _weight_info(weight: PackedWeight) -> PackedWeightInfo:
+    counts = torch.bincount(weight.scales.flatten().to(torch.int64), minlength=NAN_SCALE + 1).tolist()
+    scales = {byte - _SCALE_BIAS: count for byte, count in enumerate(counts[:NAN_SCALE]) if count}
+    nbytes = weight.codes.nbytes + weight.scales.nbytes
+    return PackedWeightInfo(
+        weight.name, format_of(weight.spec), weight.spec.axis, weight.shape, nbytes, scales, counts[NAN_SCALE]
+    )
+
+
+def _activations(graphs: Iterable[GraphModule]) -> Iterable[str]:
+    for graph in graphs:
+        for node in graph.graph.nodes:
+            call = Quantize.of(node) or FakeQuantize.of(node)
+            if call is not None:
+                yield str(call.spec)
+
+
+def _operator(node: Node) -> str | None:
+    """Return the name of the operator that a node calls; None for a node that computes nothing."""
+    if isinstance(node.target, OpOverload):
+        return node.target._schema.name.replace("::", ".")
+    return str(node.target) if isinstance(node.target, HigherOrderOperator) else None
+
+
+def _package_info(path: str | os.PathLike[str]) -> FileInfo:
+    """Describe a package. Its packed weights are those of the matmul operators that the code calls; codes and scales of
+    other weights are among the tensors."""
+    records = {name: read_record(path, name) or b"" for name in record_names(path) if name.startswith(_CODE)}
+    constants = _constants(records)
+    calls = [node["node"] for node in _json(records, ".wrapper.json").get("nodes", [])]
+    weights = [weight for call in calls if (weight := _CalledWeight.of(call, constants))]
+    packed = {tensor.name for weight in weights for tensor in (weight.codes, weight.scales)}
+    return FileInfo(
+        file=str(path),
+        kind="package",
+        bytes=Path(path).stat().st_size,
+        origin=origin_of(path),
+        inputs=_inputs(read_signature(path).inputs),
+        weights=tuple(dict.fromkeys(weight.info() for weight in weights)),
+        tensors=tuple(tensor for tensor in constants.values() if tensor.name not in packed),
+        operators=counted(call["target"].replace("::", ".") for call in calls),
+        target=_json(records, ".wrapper_metadata.json"),
+    )
+
+
+def _json(records: Mapping[str, bytes], ending: str) -> dict[str, Any]:
+    """Merge the JSON records whose names have this ending."""
+    return {
+        key: value for name, text in records.items() if name.endswith(ending) for key, value in json.loads(text).items()
+    }
+
+
+def _constants(records: Mapping[str, bytes]) -> dict[str, TensorInfo]:
+    """Describe the constants of the machine code, by the names that it uses for them."""
+    facts: dict[str, dict[str, str]] = {}
+    for name, source in records.items():
+        if name.endswith(".wrapper.cpp"):
+            for number, key, value in _CONSTANT.findall(source.decode()):
+                facts.setdefault(number, {})[key] = value.strip('"{}')
+    return {fact["name"]: _constant(fact) for fact in facts.values()}
+
+
+def _constant(fact: Mapping[str, str]) -> TensorInfo:
+    dtype = fact["dtype"].removeprefix(_DTYPE)
+    shape = tuple(map(int, filter(None, fact["shape"].split(","))))
+    return TensorInfo(fact["original_fqn"], dtype, shape, prod(shape) * getattr(torch, dtype).itemsize)
+
+
+class _CalledWeight(NamedTuple):
+    """The weight of a matmul operator that the machine code calls."""
+
+    codes: TensorInfo
+    scales: TensorInfo
+    spec: MXSpec
+
+    @classmethod
+    def of(cls, call: Mapping[str, Any], constants: Mapping[str, TensorInfo]) -> _CalledWeight | None:
+        arguments = {argument["name"]: argument["arg"] for argument in call["inputs"]}
+        codes, scales = (constants.get(arguments.get(name, {}).get("as_tensor", {}).get("name")) for name in _WEIGHT)
+        if codes is None or scales is None:
+            return None
+        return cls(codes, scales, MXSpec(arguments["elem_dtype_name"]["as_string"], arguments["block_size"]["as_int"]))
+
+    def info(self) -> PackedWeightInfo:
+        """Describe the weight, with the shape of the codes that its bytes contain."""
+        *rows, size = self.codes.shape
+        shape = (*map(int, rows), unpacked_length(int(size), self.spec.element.bits))
+        nbytes = (self.codes.bytes or 0) + (self.scales.bytes or 0)
+        return PackedWeightInfo(parameter_name(self.codes.name), format_of(self.spec), len(rows), shape, nbytes)
