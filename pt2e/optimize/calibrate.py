@@ -15,12 +15,18 @@ from pt2mx.fx.graph.attributes import model_of
 from pt2mx.fx.graph.node import dtype_of, shape_of
 from pt2mx.fx.graph.subgraphs import graph_modules, written_in
 from pt2mx.fx.graph.tensors import copy_sharing_tensors
-from pt2mx.pt2e.optimize.hessian_observer import FEWEST_COLUMNS, MXHessianObserver, Size, bytes_of_sums, columns_within
-from pt2mx.pt2e.optimize.index_observer import MXIndexObserver
-from pt2mx.pt2e.optimize.layouts import without_padding
-from pt2mx.pt2e.optimize.ranks import add_up, least
-from pt2mx.pt2e.optimize.sites import Site
-from pt2mx.pt2e.optimize.training import called_with
+from pt2mx.pt2e.optimize.distributed import add_up, least
+from pt2mx.pt2e.optimize.losses import called_with
+from pt2mx.pt2e.optimize.matmul_views import without_padding
+from pt2mx.pt2e.optimize.observers import (
+    FEWEST_COLUMNS,
+    MXHessianObserver,
+    MXIndexObserver,
+    Size,
+    bytes_of_sums,
+    columns_within,
+)
+from pt2mx.pt2e.optimize.targets import Site
 
 #: what no module of a user's model is called
 _NAME = "_pt2mx_hessian_"

@@ -17,7 +17,7 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.aliasing import written_storages
 from pt2mx.fx.graph.tensors import replaced
 from pt2mx.pt2e.observer import MXFakeQuantize
-from pt2mx.pt2e.optimize.training import LOSS_SCALE, called_with, check_batches, hold_out, relative_error
+from pt2mx.pt2e.optimize.losses import LOSS_SCALE, called_with, check_batches, hold_out, relative_error
 from pt2mx.pt2e.prepare import PreparedModule
 
 #: times an epoch that the held-out batches are looked at

@@ -18,9 +18,9 @@ from pt2mx.errors import MXError
 from pt2mx.functional import fake_quantize_mx
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.attributes import tensor_of
-from pt2mx.pt2e.optimize.blocks import Block, cut_blocks, placeholder_values
-from pt2mx.pt2e.optimize.sites import Site, quantized_inputs, set_weight, weight_sites, why_not_rounded
-from pt2mx.pt2e.optimize.training import LOSS_SCALE, check_batches, hold_out, relative_error
+from pt2mx.pt2e.optimize.losses import LOSS_SCALE, check_batches, hold_out, relative_error
+from pt2mx.pt2e.optimize.segments import Block, cut_blocks, placeholder_values
+from pt2mx.pt2e.optimize.targets import Site, quantized_inputs, set_weight, weight_sites, why_not_rounded
 from pt2mx.pt2e.torchao_pt2e import Quantizer
 from pt2mx.spec import MXSpec
 

@@ -26,13 +26,13 @@ from pt2mx.fx.graph.lift_weights import lift_constants, merge_equal_operands
 from pt2mx.fx.graph.subgraphs import graph_modules
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors
 from pt2mx.pt2e.optimize.calibrate import Seen, observe, padding_mask_of
+from pt2mx.pt2e.optimize.distributed import Rounded, share_out
 from pt2mx.pt2e.optimize.learned_rounding import learn_rounding
-from pt2mx.pt2e.optimize.ranks import Rounded, share_out
 from pt2mx.pt2e.optimize.report import REPORT_KEY, OptimizationReport, WeightReport
 from pt2mx.pt2e.optimize.rotation import rotate_attention, rotate_products
 from pt2mx.pt2e.optimize.rounding import round_weight, rounding_errors
-from pt2mx.pt2e.optimize.sites import Site, quantized_inputs, set_weight, weight_sites
 from pt2mx.pt2e.optimize.smoothing import smooth_products
+from pt2mx.pt2e.optimize.targets import Site, quantized_inputs, set_weight, weight_sites
 from pt2mx.pt2e.prepare import check_exported, to_annotate
 from pt2mx.pt2e.torchao_pt2e import Quantizer
 

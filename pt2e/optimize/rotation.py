@@ -17,9 +17,9 @@ from pt2mx.algorithms import Rotation
 from pt2mx.fx.graph.node import args_of, dtype_of, shape_of
 from pt2mx.fx.graph.subgraphs import graph_modules, written_in
 from pt2mx.ops.hadamard import hadamard
-from pt2mx.pt2e.optimize.coordinates import BITS, Inputs, can_change_coordinates, fixed_nodes, read_instead
-from pt2mx.pt2e.optimize.hessian_observer import MXHessianObserver
-from pt2mx.pt2e.optimize.sites import Reader, Site, quantized_inputs, set_weight
+from pt2mx.pt2e.optimize.equivalent_transforms import BITS, Inputs, can_change_coordinates, fixed_nodes, read_instead
+from pt2mx.pt2e.optimize.observers import MXHessianObserver
+from pt2mx.pt2e.optimize.targets import Reader, Site, quantized_inputs, set_weight
 from pt2mx.pt2e.torchao_pt2e import Quantizer
 from pt2mx.spec import MXSpec
 

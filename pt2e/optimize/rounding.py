@@ -13,10 +13,10 @@ from pt2mx.algorithms.options import Algorithm
 from pt2mx.functional import fake_quantize_mx
 from pt2mx.fx.graph.node import args_of
 from pt2mx.ops.hadamard import hadamard
-from pt2mx.pt2e.optimize.hessian_observer import MXHessianObserver, with_mean_expert
-from pt2mx.pt2e.optimize.layouts import arranged_alike
+from pt2mx.pt2e.optimize.matmul_views import arranged_alike
+from pt2mx.pt2e.optimize.observers import MXHessianObserver, with_mean_expert
 from pt2mx.pt2e.optimize.report import WeightReport
-from pt2mx.pt2e.optimize.sites import Site, why_not_rounded
+from pt2mx.pt2e.optimize.targets import Site, why_not_rounded
 from pt2mx.spec import MXSpec
 
 #: the scale modes by which GPTQ's blocks get their scales, and those of other weights

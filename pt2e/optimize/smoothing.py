@@ -19,11 +19,11 @@ from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.attributes import register_buffer
 from pt2mx.fx.graph.constants import evaluate
 from pt2mx.ops.hadamard import hadamard
-from pt2mx.pt2e.optimize.coordinates import BITS, Inputs, can_change_coordinates, first_of, read_instead
+from pt2mx.pt2e.optimize.equivalent_transforms import BITS, Inputs, can_change_coordinates, first_of, read_instead
 from pt2mx.pt2e.optimize.folding import Folder
-from pt2mx.pt2e.optimize.hessian_observer import MXHessianObserver
-from pt2mx.pt2e.optimize.layouts import Product
-from pt2mx.pt2e.optimize.sites import Reader, Site, set_weight
+from pt2mx.pt2e.optimize.matmul_views import Product
+from pt2mx.pt2e.optimize.observers import MXHessianObserver
+from pt2mx.pt2e.optimize.targets import Reader, Site, set_weight
 
 #: exponents of factors
 _LEAST, _LARGEST = -4, 10

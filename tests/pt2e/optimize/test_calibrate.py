@@ -4,8 +4,8 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config
-from pt2mx.pt2e.optimize import calibrate, hessian_observer
-from pt2mx.pt2e.optimize.hessian_observer import MXHessianObserver
+from pt2mx.pt2e.optimize import calibrate, observers
+from pt2mx.pt2e.optimize.observers import MXHessianObserver, Size
 from tests.optimized_models import W4, correlated, exported, quantized, rows
 
 
@@ -103,7 +103,7 @@ def test_few_inputs_do_not_teach_noise():
 
 
 def test_a_weight_in_parts(monkeypatch):
-    monkeypatch.setattr(hessian_observer, "_COLUMNS", 64)
+    monkeypatch.setattr(observers, "_COLUMNS", 64)
     torch.manual_seed(0)
     model, x = nn.Linear(150, 16).eval(), correlated(512, 150)
     spec = pt2mx.MXSpec("mxfp4", 48)  # 48 columns a part: whole blocks
@@ -113,17 +113,17 @@ def test_a_weight_in_parts(monkeypatch):
     assert row.algorithm == "gptq" and row.after < 0.8 * row.before
 
 
-def test_what_a_device_has_no_room_for_lies_on_the_host():
-    sizes = [hessian_observer.Size(1, k, k, 32) for k in (64, 512, 128)]
+def test_sums_that_exceed_the_device_budget_go_to_the_host():
+    sizes = [Size(1, k, k, 32) for k in (64, 512, 128)]
     for on_device, on_host, homes in ((100_000, 2 << 20, [None, "cpu", None]), (2 << 20, 0, [None] * 3)):
-        observers = [MXHessianObserver(lambda x: x, size.line) for size in sizes]
-        calibrate._place(observers, sizes, on_device, on_host)
-        assert [one.home and one.home.type for one in observers] == homes
-        assert {one.columns for one in observers} == {4096}
-    # 64 and 128 fit beside; what is left does not fit on the host but in parts
-    observers = [MXHessianObserver(lambda x: x, size.line) for size in sizes]
-    calibrate._place(observers, sizes, 100_000, 600_000)
-    assert {one.columns for one in observers} == {256} and observers[1].home == torch.device("cpu")
+        placed = [MXHessianObserver(lambda x: x, size.line) for size in sizes]
+        calibrate._place(placed, sizes, on_device, on_host)
+        assert [one.home and one.home.type for one in placed] == homes
+        assert {one.columns for one in placed} == {4096}
+    # 64 and 128 fit together; the third fits on the host only in parts
+    placed = [MXHessianObserver(lambda x: x, size.line) for size in sizes]
+    calibrate._place(placed, sizes, 100_000, 600_000)
+    assert {one.columns for one in placed} == {256} and placed[1].home == torch.device("cpu")
 
 
 def test_a_module_may_have_any_name():

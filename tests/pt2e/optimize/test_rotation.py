@@ -10,7 +10,7 @@ from pt2mx.algorithms import GPTQ, Rotation
 from pt2mx.ops.hadamard import hadamard
 from pt2mx.ops.linear import linear_mx
 from pt2mx.pt2e.optimize.rotation import rotate_products
-from pt2mx.pt2e.optimize.sites import weight_sites
+from pt2mx.pt2e.optimize.targets import weight_sites
 from pt2mx.pt2e.prepare import to_annotate
 from tests.graph import count
 

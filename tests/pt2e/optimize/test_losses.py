@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from pt2mx import MXError
-from pt2mx.pt2e.optimize.training import called_with, hold_out, relative_error
+from pt2mx.pt2e.optimize.losses import called_with, hold_out, relative_error
 
 
 def test_relative_error():

@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pt2mx.pt2e.optimize.hessian_observer import MXHessianObserver
-from pt2mx.pt2e.optimize.index_observer import MXIndexObserver
+from pt2mx.pt2e.optimize.observers import MXHessianObserver, MXIndexObserver
 from pt2mx.pt2e.optimize.report import WeightReport
-from pt2mx.pt2e.optimize.sites import Site
+from pt2mx.pt2e.optimize.targets import Site
 
 #: weights that a rank rounds before the ranks exchange theirs
 _AT_ONCE = 8

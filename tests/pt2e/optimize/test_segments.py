@@ -2,7 +2,7 @@ import torch
 from torch import nn
 
 from pt2mx.fx.graph.aliasing import written_nodes
-from pt2mx.pt2e.optimize.blocks import cut_blocks
+from pt2mx.pt2e.optimize.segments import cut_blocks
 
 
 def exported(model, *args, **kwargs):

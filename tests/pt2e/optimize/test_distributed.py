@@ -5,7 +5,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config
-from pt2mx.pt2e.optimize import ranks
+from pt2mx.pt2e.optimize import distributed
 from tests.rank_processes import run_ranks
 
 QUANTIZER = MXQuantizer().set_global(get_default_mx_quantization_config(weight="mxfp4", activation=None))
@@ -44,7 +44,7 @@ def batches():
 
 def calibrate(rank, folder):
     torch.set_num_threads(1)
-    ranks._AT_ONCE = 1  # of six weights the last is exchanged by itself; the process ends with this
+    distributed._AT_ONCE = 1  # of six weights the last is exchanged by itself; the process ends with this
     dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
     own = batches()[3 * rank : 3 * rank + 3]
     optimized = pt2mx.optimize(model(), QUANTIZER, own, group=dist.group.WORLD)

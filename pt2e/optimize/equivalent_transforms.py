@@ -13,9 +13,9 @@ from torch.fx import GraphModule, Node
 from pt2mx.fx.graph.node import set_value
 from pt2mx.fx.graph.qdq import PROVENANCE_KEYS
 from pt2mx.fx.graph.subgraphs import captured_operands, written_in
-from pt2mx.pt2e.optimize.hessian_observer import MXHessianObserver
-from pt2mx.pt2e.optimize.layouts import Product, reads_rows
-from pt2mx.pt2e.optimize.sites import Site, is_read_by_these_alone, why_not_rounded
+from pt2mx.pt2e.optimize.matmul_views import Product, reads_rows
+from pt2mx.pt2e.optimize.observers import MXHessianObserver
+from pt2mx.pt2e.optimize.targets import Site, is_read_by_these_alone, why_not_rounded
 
 #: bits of an element from which on rounding alone loses little, and other coordinates gain nothing
 BITS = 8

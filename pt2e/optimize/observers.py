@@ -1,4 +1,4 @@
-"""`MXHessianObserver`: what calibration shows of the input of a product, sums of squares and of products of columns."""
+"""Calibration observers for matmul inputs (`MXHessianObserver`) and embedding indices (`MXIndexObserver`)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class MXHessianObserver(nn.Module):
 
     Example:
         >>> import torch
-        >>> from pt2mx.pt2e.optimize.hessian_observer import MXHessianObserver
+        >>> from pt2mx.pt2e.optimize.observers import MXHessianObserver
         >>> observer = MXHessianObserver(lambda x: x.unsqueeze(0), line=2)
         >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
         >>> observer(x) is x
@@ -166,3 +166,34 @@ def columns_within(budget: int, sizes: Iterable[Size]) -> int:
     while columns > FEWEST_COLUMNS and sum(bytes_of_sums(size, columns) for size in sizes) > budget:
         columns //= 2
     return columns
+
+
+class MXIndexObserver(nn.Module):
+    """Counts the rows of a table that indices name, and passes the indices through.
+
+    `counts` is (rows,) int64, on the device of the indices.
+
+    Args:
+        rows: rows of the table.
+
+    Example:
+        >>> import torch
+        >>> from pt2mx.pt2e.optimize.observers import MXIndexObserver
+        >>> observer = MXIndexObserver(rows=4)
+        >>> ids, mask = torch.tensor([[1, 3, 0]]), torch.tensor([[1, 1, 0]])
+        >>> observer(ids, mask) is ids
+        True
+        >>> observer.counts
+        tensor([0, 1, 0, 1])
+    """
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows = rows
+        self.counts = torch.zeros(rows, dtype=torch.int64)
+
+    def forward(self, indices: Tensor, mask: Tensor | None = None) -> Tensor:
+        read = indices if mask is None else indices[mask != 0]
+        read = read[(read >= 0) & (read < self.rows)]  # of others the embedding says that they are none
+        self.counts = self.counts.to(read.device) + torch.bincount(read, minlength=self.rows)
+        return indices

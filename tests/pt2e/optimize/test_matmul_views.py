@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from pt2mx.pt2e.optimize.hessian_observer import sample
-from pt2mx.pt2e.optimize.layouts import arranged_alike, product_of, reads_rows, without_padding
+from pt2mx.pt2e.optimize.matmul_views import arranged_alike, product_of, reads_rows, without_padding
+from pt2mx.pt2e.optimize.observers import sample
 
 aten = torch.ops.aten
 

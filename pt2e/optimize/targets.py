@@ -20,9 +20,8 @@ from pt2mx.fx.graph.node import named_args
 from pt2mx.fx.graph.subgraphs import captured_operands, graph_modules
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, replace_tensor
 from pt2mx.pt2e import torchao_pt2e
-from pt2mx.pt2e.optimize.hessian_observer import MXHessianObserver
-from pt2mx.pt2e.optimize.index_observer import MXIndexObserver
-from pt2mx.pt2e.optimize.layouts import Layout, Product, product_of
+from pt2mx.pt2e.optimize.matmul_views import Layout, Product, product_of
+from pt2mx.pt2e.optimize.observers import MXHessianObserver, MXIndexObserver
 from pt2mx.pt2e.quantizer.annotate import plan_operator
 from pt2mx.pt2e.quantizer.operators import (
     CONFIG_KEY,
