@@ -1,6 +1,6 @@
 """pt2mx quantizes PyTorch models to the OCP Microscaling (MX) formats in the PT2 export flow."""
 
-from pt2mx.pt2e.cli import start as _start  # noqa: F401 - first: the command `pt2mx` begins before torch is there
+from pt2mx import entrypoint as _entrypoint  # noqa: F401 - first: the command `pt2mx` begins before torch is there
 
 # isort: split
 import sys

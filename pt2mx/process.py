@@ -1,7 +1,7 @@
 """The changes that `import pt2mx` makes in the process.
 
 All of them stand here, but for Ctrl-C: the command `pt2mx` alone takes it over, before anything else is imported
-(`pt2mx.pt2e.cli.interrupts`).
+(`pt2mx.sigint`).
 """
 
 from __future__ import annotations

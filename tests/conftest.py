@@ -13,7 +13,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pt2mx
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.cli.models import load_minilm
-from pt2mx.pt2e.cli.sentences import sentences
+from pt2mx.pt2e.language.texts import sentences
 
 pytest.register_assert_rewrite("tests.cpu_kernels", "tests.graph")
 

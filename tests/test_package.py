@@ -13,6 +13,8 @@ import pt2mx
 
 ROOT = Path(__file__).parent.parent
 LAYERS = {"pt2mx": ROOT / "pt2mx", "pt2mx.fx": ROOT / "fx", "pt2mx.pt2e": ROOT / "pt2e"}
+#: run in the process of the command `pt2mx`, or `python -m pt2mx`
+COMMAND = {LAYERS["pt2mx"] / "entrypoint.py", LAYERS["pt2mx"] / "__main__.py"}
 
 
 def imports(path: Path) -> set[str]:
@@ -26,12 +28,18 @@ def imports(path: Path) -> set[str]:
 
 
 def test_dependencies_point_one_way():
-    allowed_above = {"__init__.py", "__main__.py"}  # the flat API and the command
+    allowed_above = {LAYERS["pt2mx"] / "__init__.py", *COMMAND}  # the flat API and the command
     for path in LAYERS["pt2mx"].rglob("*.py"):
-        if path.name not in allowed_above or path.parent != LAYERS["pt2mx"]:
+        if path not in allowed_above:
             assert not any(n.startswith(("pt2mx.fx", "pt2mx.pt2e")) for n in imports(path)), path
     for path in LAYERS["pt2mx.fx"].rglob("*.py"):
         assert not any(n.startswith(("pt2mx.pt2e", "torchao")) for n in imports(path)), path
+
+
+def test_the_library_does_not_import_the_command_line():
+    for path in {path for folder in LAYERS.values() for path in folder.rglob("*.py")} - COMMAND:
+        if LAYERS["pt2mx.pt2e"] / "cli" not in path.parents:
+            assert not any(n.startswith("pt2mx.pt2e.cli") for n in imports(path)), path
 
 
 def test_one_file_of_the_flow_imports_torchao():

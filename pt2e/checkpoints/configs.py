@@ -10,7 +10,7 @@ from pt2mx.errors import MXError
 from pt2mx.pt2e.checkpoints import compressed_tensors_config, plain_configs, quark_config
 from pt2mx.pt2e.checkpoints.layouts import LAYOUTS, Layout
 from pt2mx.pt2e.checkpoints.schemes import EMBEDDING, LINEAR, Module, Rules, Schemes
-from pt2mx.pt2e.cli.stage import user_errors
+from pt2mx.pt2e.user_errors import user_errors
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from pt2mx.pt2e.checkpoints.readers import check_readers
 from pt2mx.pt2e.checkpoints.safetensors_shards import Entry
 from pt2mx.pt2e.checkpoints.schemes import Module, Scheme
 from pt2mx.pt2e.checkpoints.selection import LayerSpecs, Selection, holds_columns, select_weights
-from pt2mx.pt2e.cli.stage import user_errors
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
+from pt2mx.pt2e.user_errors import user_errors
 from pt2mx.spec import MXSpec
 
 if TYPE_CHECKING:

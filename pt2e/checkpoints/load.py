@@ -23,7 +23,7 @@ from pt2mx.pt2e.checkpoints.model_modules import is_transposed, tied_names, weig
 from pt2mx.pt2e.checkpoints.packed_modules import DATA, hold_packed, placeholder
 from pt2mx.pt2e.checkpoints.schemes import EXPERTS, LINEAR, Scheme, Schemes
 from pt2mx.pt2e.checkpoints.selection import as_matrix
-from pt2mx.pt2e.cli.stage import user_errors
+from pt2mx.pt2e.user_errors import user_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.cli.error_text import one_line
 from pt2mx.pt2e.packages.nesting import are_all, leaves_by_name
 from pt2mx.pt2e.packages.signature import Signature, check_leaf
+from pt2mx.pt2e.user_errors import one_line
 
 
 def load_batch(file: Path) -> object:

@@ -14,10 +14,10 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.tensors import delete_unread_parts
 from pt2mx.pt2e.checkpoints.coverage import Coverage, tensors_read
 from pt2mx.pt2e.cli.calibration import batch_files, load_batches
-from pt2mx.pt2e.cli.error_text import WITHOUT_EXPORT
 from pt2mx.pt2e.cli.models import Batch, LoadedModel, load_model, source_file
-from pt2mx.pt2e.cli.stage import note, user_errors
+from pt2mx.pt2e.cli.progress import note
 from pt2mx.pt2e.report.finite import listed, nonfinite_parameters
+from pt2mx.pt2e.user_errors import WITHOUT_EXPORT, user_errors
 
 #: options that say how a checkpoint is loaded
 _OF_CHECKPOINTS = ("part", "allow_partial", "dtype")

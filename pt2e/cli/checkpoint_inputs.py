@@ -14,7 +14,7 @@ from pt2mx.pt2e.cli.calibration import IMAGES, Reader, groups
 from pt2mx.pt2e.cli.checkpoint_texts import TEXTS
 from pt2mx.pt2e.cli.config_shapes import input_shape, part_of_media
 from pt2mx.pt2e.cli.processors import PROCESSORS
-from pt2mx.pt2e.cli.stage import user_errors
+from pt2mx.pt2e.user_errors import user_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

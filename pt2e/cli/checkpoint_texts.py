@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.cli.sentences import sentences
+from pt2mx.pt2e.language.texts import sentences
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -9,10 +9,10 @@ import traceback
 from contextlib import nullcontext
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.cli.interrupts import INTERRUPTED, MESSAGE, noted_interrupts
 from pt2mx.pt2e.cli.parser import BAD_INPUT, Parser, make_parser
+from pt2mx.pt2e.cli.progress import warnings_as_notes
 from pt2mx.pt2e.cli.result import result_alone
-from pt2mx.pt2e.cli.stage import warnings_as_notes
+from pt2mx.sigint import INTERRUPTED, MESSAGE, record_sigint
 
 #: command -> (the module that runs it, the help text)
 COMMANDS = {
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
         2
     """
     options = command_parser().parse_args(arguments)
-    with noted_interrupts() as interrupts:
+    with record_sigint() as interrupts:
         try:
             return _run(options, interrupts)
         except BrokenPipeError:

@@ -20,8 +20,8 @@ from pt2mx.pt2e.cli.judged_model import (
     names_in,
 )
 from pt2mx.pt2e.cli.models import Batch, call
+from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result
-from pt2mx.pt2e.cli.stage import Stages, note, user_errors
 from pt2mx.pt2e.convert import convert_pt2e
 from pt2mx.pt2e.prepare import prepare_pt2e
 from pt2mx.pt2e.quantizer import recipe
@@ -36,6 +36,7 @@ from pt2mx.pt2e.sensitivity.compare_recipes import (
     optimized_by,
 )
 from pt2mx.pt2e.sensitivity.recipe_comparison import RecipeComparison
+from pt2mx.pt2e.user_errors import user_errors
 
 #: how the names of models begin -> whose recipes are compared by default; those of other tasks are left out
 _TASKS = {"minilm": "encoder", "torchvision:": "cnn"}
@@ -49,7 +50,7 @@ def run(options: argparse.Namespace) -> Result:
     quantizers = chosen_quantizers(names)  # a typo should not cost the loading of a model
     for quantizer in quantizers.values() if options.optimize is not None else ():
         quantizer.set_algorithms(None if options.optimize == "none" else options.optimize)
-    with Stages(3 + len(quantizers) + (options.output is not None)) as progress:
+    with Progress(3 + len(quantizers) + (options.output is not None)) as progress:
         loaded = checked_model(options)
         batches = list(checked_batches(loaded, options).values())
         seen, judged = _divided(batches, quantizers)

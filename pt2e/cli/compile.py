@@ -22,16 +22,17 @@ from pt2mx.fx.passes.device import move_to_device
 from pt2mx.fx.portable import without_calls
 from pt2mx.pt2e.archive import check_kind
 from pt2mx.pt2e.cli.devices import check_device
-from pt2mx.pt2e.cli.dynamic_shapes import dynamic_shapes
+from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result
-from pt2mx.pt2e.cli.stage import Stages, note, user_errors
 from pt2mx.pt2e.origin import Origin, other_version, recipe_of
 from pt2mx.pt2e.output import check_distinct
+from pt2mx.pt2e.packages.dynamic_shapes import dynamic_shapes
 from pt2mx.pt2e.packages.extents import ranges
 from pt2mx.pt2e.packages.package import Package, check_package_output, open_package, write_package
 from pt2mx.pt2e.packages.signature import in_memory_order, memory_order
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.fidelity import Fidelity, fidelity
+from pt2mx.pt2e.user_errors import user_errors
 
 
 def compile_program(
@@ -106,7 +107,7 @@ def run(options: argparse.Namespace) -> Result:
     check_kind(options.program, "program")
     if text := other_version(options.program):
         note(text)
-    with Stages(3) as progress:
+    with Progress(3) as progress:
         with user_errors(f"load {options.program!r}"):
             program = torch.export.load(options.program)
 

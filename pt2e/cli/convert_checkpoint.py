@@ -11,15 +11,15 @@ from tqdm import tqdm
 
 from pt2mx.pt2e.checkpoints.convert_files import ConversionReport, convert_checkpoint
 from pt2mx.pt2e.checkpoints.statistics import StatisticsFile
+from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result
-from pt2mx.pt2e.cli.stage import Stages, note
 
 #: tensors that are named for each reason
 _NAMED = 4
 
 
 def run(options: argparse.Namespace) -> Result:
-    with Stages(1, "convert") as progress, tqdm(desc="shards", disable=None, file=sys.stderr) as bar:
+    with Progress(1, "convert") as progress, tqdm(desc="shards", disable=None, file=sys.stderr) as bar:
 
         def finished(shard: str, shards: int) -> None:
             bar.total = shards

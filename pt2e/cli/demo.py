@@ -22,17 +22,18 @@ from pt2mx.pt2e.cli import demo_language
 from pt2mx.pt2e.cli.argument import DEMO_FOLDER
 from pt2mx.pt2e.cli.compile import compile_program
 from pt2mx.pt2e.cli.models import load_minilm
+from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result
-from pt2mx.pt2e.cli.sentences import sentences
 from pt2mx.pt2e.cli.smollm2 import PACKAGES, is_installed
-from pt2mx.pt2e.cli.stage import Stages, user_errors
 from pt2mx.pt2e.cli.summary import summary
 from pt2mx.pt2e.convert import convert_pt2e
+from pt2mx.pt2e.language.texts import sentences
 from pt2mx.pt2e.packages.package import load_package
 from pt2mx.pt2e.prepare import prepare_pt2e
 from pt2mx.pt2e.program import load_program, save_program
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.report import QuantizationReport, quantization_report
+from pt2mx.pt2e.user_errors import user_errors
 
 RECIPES = ("mxfp8", "mxfp6_weights_mxfp8_activations", "mxfp4_weight_only")
 _HEADINGS = ("recipe", "MB", "of float", "bits", "cosine", "worst", "retrieval", "reloaded", "compiled")
@@ -88,7 +89,7 @@ def main(
         The rows of the table.
     """
     place = _made(folder)
-    stages = Stages(2 + len(recipes) * (1 + compile), "load MiniLM")
+    stages = Progress(2 + len(recipes) * (1 + compile), "load MiniLM")
     encoder, tokenize = load_minilm()
     texts = sentences()
     inputs, example = tokenize(texts), tokenize(texts[:2])  # (72, S) int64, twice

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 from pt2mx.pt2e.cli.language import calibration, load_decoder
+from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.smollm2 import smollm2_checkpoint
-from pt2mx.pt2e.cli.stage import Stages
 from pt2mx.pt2e.cli.summary import bytes_of
 from pt2mx.pt2e.language.folder import load_tokenizer
 from pt2mx.pt2e.language.language_model import LanguageModel
@@ -34,7 +34,7 @@ def main(folder: str | os.PathLike[str], recipe: str = RECIPE) -> dict[str, obje
     """
     place = Path(folder) / NAME
     quantizer = MXQuantizer.from_recipe(recipe)
-    stages = Stages(6 + (quantizer.algorithms is not None), "load SmolLM2")
+    stages = Progress(6 + (quantizer.algorithms is not None), "load SmolLM2")
     checkpoint = smollm2_checkpoint()
     model, tokenizer = load_decoder(str(checkpoint)), load_tokenizer(checkpoint)
     begin = time.perf_counter()

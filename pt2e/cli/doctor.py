@@ -15,9 +15,9 @@ from importlib.metadata import PackageNotFoundError
 
 from pt2mx.pt2e.cli.clean_imports import FailedImport, clean_imports
 from pt2mx.pt2e.cli.doctor_checks import CHECKS, Check, NotNeeded
+from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.repairs import repair
 from pt2mx.pt2e.cli.result import Result
-from pt2mx.pt2e.cli.stage import Stages
 from pt2mx.version import __version__
 
 #: the exit status where the flow cannot run
@@ -27,7 +27,7 @@ _LONGEST = 200
 
 
 def run(options: argparse.Namespace) -> Result:
-    stages = Stages(len(CHECKS), first=None)
+    stages = Progress(len(CHECKS), first=None)
     rows = []
     with clean_imports(_modules()) as imports:
         for group, checks in CHECKS.items():

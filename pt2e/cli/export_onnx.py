@@ -12,12 +12,13 @@ from torch.utils import _pytree as pytree
 
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.archive import check_kind
+from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result
-from pt2mx.pt2e.cli.stage import Stages, note, user_errors
 from pt2mx.pt2e.onnx.export import export_onnx
 from pt2mx.pt2e.origin import other_version
 from pt2mx.pt2e.output import check_distinct, check_output
 from pt2mx.pt2e.report.fidelity import fidelity
+from pt2mx.pt2e.user_errors import user_errors
 
 
 def run(options: argparse.Namespace) -> Result:
@@ -27,7 +28,7 @@ def run(options: argparse.Namespace) -> Result:
     check_kind(options.program, "program")
     if text := other_version(options.program):
         note(text)
-    with Stages(3) as progress:
+    with Progress(3) as progress:
         with user_errors(f"load {options.program!r}"):
             program = torch.export.load(options.program)
         progress.begin("export")

@@ -12,11 +12,12 @@ import torch
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result
-from pt2mx.pt2e.cli.stage import Stages, note, user_errors
 from pt2mx.pt2e.language.language_model import LanguageModel
 from pt2mx.pt2e.language.ranks import first_speaks, is_first, of_first
 from pt2mx.pt2e.language.sampling import fault_of
+from pt2mx.pt2e.user_errors import user_errors
 
 #: options that choose among tokens by their likelihood
 _FILTERS = ("top_k", "top_p", "repetition_penalty")
@@ -26,7 +27,7 @@ _SEEDS = (-(2**63), 2**64 - 1)
 
 def run(options: argparse.Namespace) -> Result | None:
     settings = _settings(options)
-    progress = Stages(2)
+    progress = Progress(2)
     with user_errors(f"load {options.folder!r}"):
         model = LanguageModel.from_pretrained(options.folder, options.device)
     if model.tokenizer is None:

@@ -9,7 +9,7 @@ from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.checkpoints.checkpoint_sizes import files_of, sizes_in
 from pt2mx.pt2e.checkpoints.coverage import CheckpointValues
-from pt2mx.pt2e.cli.error_text import one_line
+from pt2mx.pt2e.user_errors import one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

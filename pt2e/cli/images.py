@@ -9,7 +9,7 @@ import numpy as np
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.cli.error_text import one_line
+from pt2mx.pt2e.user_errors import one_line
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 
+from pt2mx.pt2e.cli.progress import note
 from pt2mx.pt2e.cli.result import Result
-from pt2mx.pt2e.cli.stage import note, user_errors
 from pt2mx.pt2e.inspect.inspect_file import inspect_file
 from pt2mx.pt2e.inspect.text import as_json, table
 from pt2mx.pt2e.origin import other_version
+from pt2mx.pt2e.user_errors import user_errors
 
 
 def run(options: argparse.Namespace) -> Result:

@@ -13,11 +13,10 @@ from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.checkpoints.coverage import CheckpointValues, Coverage
 from pt2mx.pt2e.cli.checked_model import note_coverage
-from pt2mx.pt2e.cli.error_text import one_line
 from pt2mx.pt2e.cli.hugging_face import checkpoint_values, from_pretrained
 from pt2mx.pt2e.cli.output_names import check_folder_name
+from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result
-from pt2mx.pt2e.cli.stage import Stages, note, user_errors
 from pt2mx.pt2e.cli.summary import quantized
 from pt2mx.pt2e.language import ranks
 from pt2mx.pt2e.language.folder import REPORT, load_tokenizer
@@ -26,6 +25,7 @@ from pt2mx.pt2e.language.tensor_parallel import shard
 from pt2mx.pt2e.language.texts import blocks, built_in_text, read_text
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.report import QuantizationReport, quantization_report
+from pt2mx.pt2e.user_errors import one_line, user_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -78,7 +78,7 @@ def quantize_to_folder(options: argparse.Namespace, quantizer: MXQuantizer) -> R
     if len(places) > 1:
         _check_blind(options, quantizer)
     stages = 4 if quantizer.algorithms is None else 5
-    with ranks.first_speaks(), Stages(1 + stages * len(places)) as progress:
+    with ranks.first_speaks(), Progress(1 + stages * len(places)) as progress:
         name = options.model.removeprefix("hf:")
         model = load_decoder(name, options.part, options.allow_partial, options.dtype).to(options.device)
         values, tokenizer = checkpoint_values(model, name), load_tokenizer(name)
@@ -89,7 +89,7 @@ def quantize_to_folder(options: argparse.Namespace, quantizer: MXQuantizer) -> R
         for place in places:
             with place:
                 reports.append(_quantize_rank(model, quantizer, texts, tokenizer, options, progress, values))
-        progress.update()
+        progress.end()
         ranks.wait()
     report, coverage = reports[0]
     return quantized(report, options, progress, coverage=coverage) if ranks.is_first() else None
@@ -101,7 +101,7 @@ def _quantize_rank(
     texts: list[Tensor],
     tokenizer: Any,
     options: argparse.Namespace,
-    progress: Stages,
+    progress: Progress,
     values: CheckpointValues,
 ) -> tuple[QuantizationReport, Coverage]:
     """Write what a rank has of the model, the only one or one of several, and give the report of that, and the share of

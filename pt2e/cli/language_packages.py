@@ -7,9 +7,10 @@ import argparse
 import torch
 
 from pt2mx.errors import MXError
+from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result
-from pt2mx.pt2e.cli.stage import Stages, user_errors
 from pt2mx.pt2e.language.language_model import LanguageModel
+from pt2mx.pt2e.user_errors import user_errors
 
 #: by which packages are compared with the program: a batch of two texts
 _TOKENS = 32
@@ -21,7 +22,7 @@ def compile_folder(options: argparse.Namespace) -> Result:
     for name, value in given.items():
         if value:
             raise MXError(f"{name} is not for a language model: its packages are written to {options.program!r}")
-    with Stages(3) as progress:
+    with Progress(3) as progress:
         with user_errors(f"load {options.program!r}"):
             model = LanguageModel.from_pretrained(options.program, options.device)
         progress.begin("compile")

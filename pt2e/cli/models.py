@@ -19,12 +19,12 @@ from pt2mx.pt2e.checkpoints.coverage import CheckpointValues
 from pt2mx.pt2e.cli.batches import conform
 from pt2mx.pt2e.cli.calibration import Reader
 from pt2mx.pt2e.cli.checkpoint_inputs import CheckpointInputs
-from pt2mx.pt2e.cli.export_log import log_of_success
 from pt2mx.pt2e.cli.hugging_face import checkpoint_values, from_pretrained, load_checkpoint
-from pt2mx.pt2e.cli.sentences import sentences
 from pt2mx.pt2e.cli.stated_shapes import stated_signature
 from pt2mx.pt2e.cli.torchvision_models import load_torchvision
+from pt2mx.pt2e.language.texts import sentences
 from pt2mx.pt2e.packages.signature import Signature
+from pt2mx.pt2e.user_errors import quiet_export
 
 #: positional or keyword arguments of one call
 Batch = tuple | dict
@@ -85,7 +85,7 @@ class LoadedModel:
 def export(module: nn.Module, batch: Batch, dynamic_shapes: DynamicShapes = None) -> torch.export.ExportedProgram:
     """Return `torch.export.export` of a module called with a batch."""
     args, kwargs = _arguments(batch)
-    with torch.no_grad(), log_of_success():
+    with torch.no_grad(), quiet_export():
         return torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes)
 
 

@@ -9,11 +9,12 @@ from pt2mx.errors import MXError
 from pt2mx.pt2e.checkpoints.load import is_mx_checkpoint, load_checkpoint
 from pt2mx.pt2e.cli.checked_model import note_coverage
 from pt2mx.pt2e.cli.output_names import check_folder_name
+from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result
-from pt2mx.pt2e.cli.stage import Stages, note, user_errors
 from pt2mx.pt2e.cli.summary import quantized
 from pt2mx.pt2e.language.folder import REPORT
 from pt2mx.pt2e.report.report import quantization_report
+from pt2mx.pt2e.user_errors import user_errors
 
 
 def is_for(options: argparse.Namespace) -> bool:
@@ -26,7 +27,7 @@ def load_to_folder(options: argparse.Namespace) -> Result:
     """The command for such a checkpoint."""
     name = options.model.removeprefix("hf:")
     _check(options)
-    with Stages(3) as progress:
+    with Progress(3) as progress:
         with user_errors(f"load {name!r}"):
             partial = {"part": options.part, "allow_partial": options.allow_partial}
             found = load_checkpoint(name, options.device, progress.begin, **partial)

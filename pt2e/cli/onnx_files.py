@@ -12,12 +12,13 @@ import torch
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.cli.calibration import batch_files, load_batches
+from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result
-from pt2mx.pt2e.cli.stage import Stages, user_errors
 from pt2mx.pt2e.cli.summary import quantized
 from pt2mx.pt2e.onnx.quantize_onnx import OnnxReport, quantize_onnx
 from pt2mx.pt2e.output import check_distinct, check_output
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
+from pt2mx.pt2e.user_errors import user_errors
 
 #: of `--model`
 PREFIX = "onnx:"
@@ -40,7 +41,7 @@ def quantize_file(options: argparse.Namespace, quantizer: MXQuantizer) -> tuple[
     """
     path = options.model.removeprefix(PREFIX)
     _check(options, path)
-    with Stages(2) as progress:
+    with Progress(2) as progress:
         batches = _batches(options, path)
         progress.begin("quantize")
         with user_errors(f"quantize {path!r}"):

@@ -16,14 +16,15 @@ from pt2mx.errors import MXError
 from pt2mx.pt2e.cli.checked_model import note_coverage
 from pt2mx.pt2e.cli.hugging_face import checkpoint_values
 from pt2mx.pt2e.cli.language import calibration, load_decoder
+from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result
-from pt2mx.pt2e.cli.stage import Stages, note, user_errors
 from pt2mx.pt2e.language.folder import is_quantized, load_tokenizer
 from pt2mx.pt2e.language.language_model import LanguageModel
 from pt2mx.pt2e.language.perplexity import Perplexity, Predict, perplexity
 from pt2mx.pt2e.language.quantize import quantize_language_model
 from pt2mx.pt2e.language.texts import BLOCK, blocks, read_text
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
+from pt2mx.pt2e.user_errors import user_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,7 +36,7 @@ def run(options: argparse.Namespace) -> Result:
     quantizers = {name: MXQuantizer.from_recipe(name) for name in options.recipe}  # a typo should not cost a row
     quantized = is_quantized(options.folder)
     _check(options, quantized)
-    with Stages(2 + 2 * len(quantizers) + (quantized and options.float is not None)) as progress:
+    with Progress(2 + 2 * len(quantizers) + (quantized and options.float is not None)) as progress:
         tokenizer = load_tokenizer(options.folder)
         text = blocks(read_text(options.text), tokenizer, options.tokens)
         source = options.float if quantized else options.folder
@@ -87,7 +88,7 @@ def _by_recipes(
     quantizers: dict[str, MXQuantizer],
     options: argparse.Namespace,
     tokenizer: Any,
-    progress: Stages,
+    progress: Progress,
 ) -> Iterator[tuple[str, Predict]]:
     """Yield the predictions of the model quantized by each recipe, made when they are asked for."""
     first = next(iter(quantizers.values()), None)

@@ -27,8 +27,8 @@ from pt2mx.pt2e.cli.checked_model import (
 from pt2mx.pt2e.cli.devices import check_device
 from pt2mx.pt2e.cli.models import Batch, LoadedModel, call, export
 from pt2mx.pt2e.cli.output_names import check_program_name
+from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result
-from pt2mx.pt2e.cli.stage import Stages, user_errors
 from pt2mx.pt2e.cli.summary import quantized
 from pt2mx.pt2e.convert import convert_pt2e
 from pt2mx.pt2e.optimize.calibrate import named_padding_mask
@@ -43,6 +43,7 @@ from pt2mx.pt2e.report.fidelity import Fidelity, fidelity
 from pt2mx.pt2e.report.finite import nonfinite_operands
 from pt2mx.pt2e.report.report import QuantizationReport, quantization_report
 from pt2mx.pt2e.report.rows import operator_reports
+from pt2mx.pt2e.user_errors import user_errors
 
 #: ends of the name of a report
 _JSON, _PAGES = ".json", (".html", ".htm")
@@ -78,7 +79,7 @@ def run(options: argparse.Namespace) -> Result | None:
 
 def _quantize_program(options: argparse.Namespace, quantizer: MXQuantizer) -> Result:
     """The command for a model that becomes a program."""
-    with Stages(6 + (quantizer.algorithms is not None) + options.compile) as progress:
+    with Progress(6 + (quantizer.algorithms is not None) + options.compile) as progress:
         loaded = checked_model(options)
         batches = checked_batches(loaded, options)
 

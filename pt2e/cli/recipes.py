@@ -7,13 +7,14 @@ import json
 
 from pt2mx.pt2e.cli.checked_model import exported_module
 from pt2mx.pt2e.cli.models import load_model
+from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result
-from pt2mx.pt2e.cli.stage import Stages, user_errors
 from pt2mx.pt2e.prepare import prepare_pt2e
 from pt2mx.pt2e.quantizer import measured, recipe
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.quantizer.recipe_schema import recipe_schema
 from pt2mx.pt2e.report.report import quantization_report
+from pt2mx.pt2e.user_errors import user_errors
 
 
 def run_list(options: argparse.Namespace) -> Result:
@@ -40,7 +41,7 @@ def run_check(options: argparse.Namespace) -> Result:
     data: dict[str, object] = {"recipe": options.recipe, "settings": settings}
     if options.model is None:
         return Result(f"{options.recipe}: a recipe with {settings} setting{'s' * (settings != 1)}", data)
-    with Stages(3) as progress:
+    with Progress(3) as progress:
         with user_errors("load the model"):
             loaded = load_model(options.model)
         progress.begin("export")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.cli.error_text import one_line
+from pt2mx.pt2e.user_errors import one_line
 
 #: bytes of a sample of a recording -> its dtype, its value of silence, its largest magnitude
 _PCM = {1: ("u1", 128, 2**7), 2: ("<i2", 0, 2**15), 4: ("<i4", 0, 2**31)}

@@ -14,12 +14,13 @@ from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
 from pt2mx.pt2e.cli.batches import conform, load_batch
+from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result
-from pt2mx.pt2e.cli.stage import Stages, note, user_errors
 from pt2mx.pt2e.origin import other_version
 from pt2mx.pt2e.output import check_distinct, check_output, deferred_interrupts, whole_file
 from pt2mx.pt2e.packages.package import open_package
 from pt2mx.pt2e.packages.signature import Signature
+from pt2mx.pt2e.user_errors import user_errors
 
 #: seconds for which a call is repeated to time it
 _SECONDS = 1.0
@@ -29,7 +30,7 @@ def run(options: argparse.Namespace) -> Result:
     if options.output is not None:
         check_output(options.output, suffixes=(".pt", ".pth"))
         check_distinct({"--output": options.output}, {"the package": options.package, "--inputs": options.inputs})
-    with Stages(2) as progress:
+    with Progress(2) as progress:
         with user_errors(f"load {options.package!r}"):
             package = open_package(options.package)
         if text := other_version(options.package):

@@ -6,9 +6,10 @@ import argparse
 from typing import TYPE_CHECKING
 
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result
-from pt2mx.pt2e.cli.stage import Stages, user_errors
 from pt2mx.pt2e.cli.summary import bytes_of
+from pt2mx.pt2e.user_errors import user_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -18,7 +19,7 @@ def run(options: argparse.Namespace) -> Result:
     from pt2mx.pt2e.checkpoints.save import save_checkpoint  # imports transformers
     from pt2mx.pt2e.language.language_model import LanguageModel
 
-    with Stages(2) as progress:
+    with Progress(2) as progress:
         quantized = LanguageModel.from_pretrained(options.folder)
         model = _skeleton(options.float)
         progress.begin("save")

@@ -23,8 +23,8 @@ from pt2mx.pt2e.cli.judged_model import (
     names_in,
 )
 from pt2mx.pt2e.cli.models import Batch, call
+from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result
-from pt2mx.pt2e.cli.stage import Stages, note, user_errors
 from pt2mx.pt2e.format_observer import MXFormatObserver
 from pt2mx.pt2e.prepare import prepare_pt2e
 from pt2mx.pt2e.quantizer import recipe
@@ -33,12 +33,13 @@ from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.suggest import suggest_config
 from pt2mx.pt2e.sensitivity.result import Sensitivity
 from pt2mx.pt2e.sensitivity.sensitivity import sensitivity
+from pt2mx.pt2e.user_errors import user_errors
 from pt2mx.spec import parse
 
 
 def run(options: argparse.Namespace) -> Result:
     formats = _check(options)
-    with Stages(4 if options.bits is None else 5) as progress:
+    with Progress(4 if options.bits is None else 5) as progress:
         loaded = checked_model(options)
         batches = list(checked_batches(loaded, options).values())
         progress.begin("export")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from pt2mx.pt2e.checkpoints.coverage import Coverage
 from pt2mx.pt2e.cli.argument import WORST_OPERATORS
+from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result
-from pt2mx.pt2e.cli.stage import Stages
 from pt2mx.pt2e.report.fidelity import Fidelity
 from pt2mx.pt2e.report.report import QuantizationReport
 from pt2mx.pt2e.report.rows import OperatorReport
@@ -47,7 +47,7 @@ def summary(report: QuantizationReport, full: bool = False, all_of_them: str = "
 def quantized(
     report: QuantizationReport,
     options: argparse.Namespace,
-    stages: Stages,
+    stages: Progress,
     *,
     lines: Sequence[str] = (),
     coverage: Coverage | None = None,

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.cli.error_text import WITHOUT_EXPORT
+from pt2mx.pt2e.user_errors import WITHOUT_EXPORT
 
 _cache_utils = import_extra("transformers.cache_utils", "hf")
 

@@ -14,10 +14,9 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.cli.error_text import WITHOUT_EXPORT, one_line
-from pt2mx.pt2e.cli.export_log import log_of_success
 from pt2mx.pt2e.language import attention
 from pt2mx.pt2e.language.cache import Layers, cache_within, empty_cache, equal_extents, layers_of
+from pt2mx.pt2e.user_errors import WITHOUT_EXPORT, one_line, quiet_export
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -109,7 +108,7 @@ def export_decoder(model: PreTrainedModel) -> ExportedProgram:
         attention.register()
         model.set_attn_implementation(attention.NAME)
     try:
-        with log_of_success():
+        with quiet_export():
             program = export(CachedDecoder(model), example)
     except Exception as error:
         text = f"{type(model).__name__} cannot be exported with its cache: {one_line(error)}"

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.cli.sentences import sentences
 
 #: tokens of one block
 BLOCK = 512
@@ -32,8 +31,15 @@ def read_text(path: str) -> str:
     return text
 
 
+def sentences() -> list[str]:
+    """Return the sentences of the built-in samples: questions, then as many answers, in the same order."""
+    lines = Path(__file__).with_name("sentences.txt").read_text(encoding="utf-8").splitlines()
+    pairs = [line.split(" | ") for line in lines]
+    return [question for question, _ in pairs] + [answer for _, answer in pairs]
+
+
 def built_in_text() -> str:
-    """The built-in sample: questions, then their answers."""
+    """Return the built-in sample as one text."""
     return "\n".join(sentences())
 
 

@@ -13,12 +13,12 @@ from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra, without_log_warnings
-from pt2mx.pt2e.cli.error_text import one_line
 from pt2mx.pt2e.onnx.exportable import exportable
 from pt2mx.pt2e.onnx.nodes import DequantizeMX, FakeQuantizeMX
 from pt2mx.pt2e.onnx.origins import note_origins
 from pt2mx.pt2e.onnx.targets import rewriter_of
 from pt2mx.pt2e.output import check_output
+from pt2mx.pt2e.user_errors import one_line
 
 #: for which the bodies are written, and to which torch's exporter converts
 OPSETS = range(18, 26)

@@ -27,9 +27,9 @@ from pt2mx.fx.passes.merge_fake_quantize import merge_fake_quantize
 from pt2mx.fx.passes.packed_embedding import use_packed_embeddings
 from pt2mx.fx.portable import holds_observers, is_portable
 from pt2mx.ops.decompositions import call_decompositions
-from pt2mx.pt2e.cli.dynamic_shapes import dynamic_shapes as shapes_of
-from pt2mx.pt2e.cli.stage import user_errors
 from pt2mx.pt2e.onnx.size_assertions import drop_size_assertions
+from pt2mx.pt2e.packages.dynamic_shapes import dynamic_shapes as shapes_of
+from pt2mx.pt2e.user_errors import user_errors
 
 _PASSES = (drop_size_assertions, cse_quantize, fuse_qdq, use_packed_embeddings, merge_fake_quantize)
 #: what becomes a node

@@ -16,7 +16,6 @@ from torch.fx import GraphModule
 
 from pt2mx.errors import MXError, nearest
 from pt2mx.fx.lower import lower_to_inductor
-from pt2mx.pt2e.cli.error_text import one_line
 from pt2mx.pt2e.convert import convert_pt2e
 from pt2mx.pt2e.debug.batches import call, several
 from pt2mx.pt2e.debug.watched import check_module, unchanged
@@ -39,6 +38,7 @@ from pt2mx.pt2e.sensitivity.metrics import (
 )
 from pt2mx.pt2e.sensitivity.recipe_comparison import RecipeComparison, RecipeRow
 from pt2mx.pt2e.sensitivity.speed import compiled_milliseconds
+from pt2mx.pt2e.user_errors import one_line
 
 #: formats of the specification that no shipped recipe has, for weights and activations alike
 FORMATS_BESIDE = ("mxfp8_e5m2", "mxfp6_e3m2")

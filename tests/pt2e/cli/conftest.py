@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.cli import stage
+from pt2mx.pt2e.cli import progress
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def write_wav(tmp_path):
 def no_stage_lines(request, monkeypatch):
     """Stages say nothing on stderr, which tests compare with what else a command says; `stage_lines` has them speak."""
     if "stage_lines" not in request.fixturenames:
-        monkeypatch.setattr(stage, "stage_line", lambda name: None)
+        monkeypatch.setattr(progress, "stage_line", lambda name: None)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pt2mx.pt2e.cli.checkpoint_texts import TEXTS
-from pt2mx.pt2e.cli.sentences import sentences
+from pt2mx.pt2e.language.texts import sentences
 
 
 @pytest.fixture

@@ -9,6 +9,26 @@ from pt2mx.pt2e.cli.command import main
 from pt2mx.pt2e.quantizer import recipe
 from tests.factories import FACTORY
 
+#: models that cannot be exported
+NO_EXPORT = """
+import torch
+from torch import nn
+
+class Branch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 8)
+
+    def forward(self, x):
+        return self.linear(x) if x.sum() > 0 else x
+
+def branch():
+    return Branch(), torch.ones(4, 64)
+
+def shape():
+    return nn.Linear(64, 8), torch.ones(4, 65)
+"""
+
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
@@ -111,3 +131,13 @@ def test_no_file_that_is_read_is_written(capsys, folder):
 def test_models_without_weights(capsys):
     assert main(["compare", "net.py:text", "--recipes", "mxfp8"]) == 0
     assert "it selects no operator of the model" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "text"), [("branch", "data-dependent expression"), ("shape", "same reduction dim")])
+def test_an_export_that_fails_is_one_line(name, text, tmp_path, monkeypatch, capfd):
+    monkeypatch.delenv("TORCH_LOGS", raising=False)
+    (tmp_path / "fails.py").write_text(NO_EXPORT)
+    assert main(["compare", f"{tmp_path}/fails.py:{name}", "--recipes", "mxfp8"]) == 2
+    out, err = capfd.readouterr()
+    assert not out and err.startswith("pt2mx: error: could not export the model: ")
+    assert text in err and err.count("\n") == 1

@@ -3,7 +3,7 @@ import torch
 
 from pt2mx import MXError
 from pt2mx.pt2e.cli.models import call, load_model
-from pt2mx.pt2e.cli.sentences import sentences
+from pt2mx.pt2e.language.texts import sentences
 
 FACTORIES = """
 import torch

@@ -3,8 +3,8 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from pt2mx.pt2e.cli.dynamic_shapes import dynamic_shapes
 from pt2mx.pt2e.packages.conditions import by_name, guards, guards_follow, parameters, relations
+from pt2mx.pt2e.packages.dynamic_shapes import dynamic_shapes
 from pt2mx.pt2e.packages.extents import ranges
 
 A = Dim.AUTO

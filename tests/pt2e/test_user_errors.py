@@ -1,3 +1,5 @@
+import io
+import logging
 import os
 import re
 import subprocess
@@ -7,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from pt2mx.pt2e.cli.error_text import one_line
-from pt2mx.pt2e.cli.stage import user_errors
+from pt2mx import MXError
+from pt2mx.pt2e.user_errors import one_line, quiet_export, user_errors
 
 HERE = os.path.relpath(__file__)
 
@@ -125,3 +127,52 @@ def test_a_stage_names_what_could_not_be_done():
     assert isinstance(info.value.__cause__, RuntimeError)
     with pytest.raises(KeyboardInterrupt), user_errors("load the model"):
         raise KeyboardInterrupt
+
+
+def test_user_errors_are_one_line():
+    with pytest.raises(MXError, match=r"could not load it: KeyError: 'a' \(.*test_user_errors\.py:\d+ in test_user"):
+        with user_errors("load it"):
+            raise KeyError("a")
+    with pytest.raises(MXError, match=r"^as it is$"), user_errors("load it"):
+        raise MXError("as it is")
+
+
+@pytest.fixture
+def log():
+    """The records of a logger of torch, as text."""
+    logger, stream = logging.getLogger("torch.fx.pt2mx_test"), io.StringIO()
+    handler = logging.StreamHandler(stream)
+    logger.addHandler(handler)
+    logger.propagate = False
+    yield logger, handler, stream
+    logger.removeHandler(handler)
+
+
+def test_it_is_told_at_the_end(log, capsys, monkeypatch):
+    monkeypatch.delenv("TORCH_LOGS", raising=False)
+    logger, handler, stream = log
+    with quiet_export():
+        logger.warning("one")
+        print("two", file=sys.stderr)
+        assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == "one\ntwo\n" and handler.stream is stream and not stream.getvalue()
+
+
+def test_it_is_dropped_where_the_block_fails(log, capsys, monkeypatch):
+    monkeypatch.delenv("TORCH_LOGS", raising=False)
+    logger, handler, stream = log
+    with pytest.raises(ValueError, match="no"), quiet_export():
+        logger.error("one")
+        print("two", file=sys.stderr)
+        raise ValueError("no")
+    assert capsys.readouterr().err == "" and handler.stream is stream and not stream.getvalue()
+
+
+def test_who_asks_for_the_log_has_it(log, capsys, monkeypatch):
+    monkeypatch.setenv("TORCH_LOGS", "+export")
+    logger, _, stream = log
+    with pytest.raises(ValueError, match="no"), quiet_export():
+        logger.error("one")
+        print("two", file=sys.stderr)
+        raise ValueError("no")
+    assert capsys.readouterr().err == "two\n" and stream.getvalue() == "one\n"

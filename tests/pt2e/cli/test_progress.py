@@ -5,16 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from pt2mx import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.cli import stage
-from pt2mx.pt2e.cli.stage import Stages, note, user_errors, warnings_as_notes
+from pt2mx.pt2e.cli import progress
+from pt2mx.pt2e.cli.progress import Progress, note, warnings_as_notes
 
 transformers = import_extra("transformers", "hf")
 
 
 def test_each_stage_has_a_line_when_it_begins(stage_lines, capsys):
-    with Stages(3) as stages:
+    with Progress(3) as stages:
         assert re.fullmatch(r"\[ *\d+\.\d s\] 1/3 load\n", capsys.readouterr().err)
         stages.begin("work")
         note("said")
@@ -27,7 +26,7 @@ def test_each_stage_has_a_line_when_it_begins(stage_lines, capsys):
 
 
 def test_stages_without_a_first_one(stage_lines, capsys):
-    stages = Stages(1, first=None)
+    stages = Progress(1, first=None)
     assert capsys.readouterr().err == ""
     stages.begin("look")
     assert capsys.readouterr().err.endswith("1/1 look\n")
@@ -36,8 +35,8 @@ def test_stages_without_a_first_one(stage_lines, capsys):
 @pytest.mark.parametrize(
     ("file", "owner"),
     [
-        (stage.__file__, "pt2mx"),
-        (str(Path(stage.__file__).parents[2] / "fx" / "lower.py"), "pt2mx"),
+        (progress.__file__, "pt2mx"),
+        (str(Path(progress.__file__).parents[2] / "fx" / "lower.py"), "pt2mx"),
         (torch.__file__, "torch"),
         (transformers.modeling_utils.__file__, "transformers"),
         ("/lib/site-packages/one_module.py", "one_module"),
@@ -52,11 +51,3 @@ def test_warnings_look_as_notes_of_the_package_that_warns(file, owner):
     with warnings_as_notes():
         assert text() == f"{owner}: warning: of two lines\n"
     assert text() == before and before.startswith(f"{file}:3: UserWarning: of two\n  lines\n")
-
-
-def test_user_errors_are_one_line():
-    with pytest.raises(MXError, match=r"could not load it: KeyError: 'a' \(.*test_stage\.py:\d+ in test_user"):
-        with user_errors("load it"):
-            raise KeyError("a")
-    with pytest.raises(MXError, match=r"^as it is$"), user_errors("load it"):
-        raise MXError("as it is")

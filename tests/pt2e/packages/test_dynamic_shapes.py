@@ -3,7 +3,7 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from pt2mx.pt2e.cli.dynamic_shapes import dynamic_shapes
+from pt2mx.pt2e.packages.dynamic_shapes import dynamic_shapes
 from pt2mx.pt2e.packages.extents import input_nodes, ranges
 
 

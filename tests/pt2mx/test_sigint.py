@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from pt2mx.pt2e.cli import interrupts
-from pt2mx.pt2e.cli.interrupts import noted_interrupts
+from pt2mx import sigint
+from pt2mx.sigint import record_sigint
 
 #: loads the module by its file, as the first import of a process with other arguments does, and is interrupted
 INTERRUPTED = """
@@ -28,7 +28,7 @@ OTHERS = [("net.py pt2mx", "python net.py pt2mx"), ("-m pt2mx", "python -m pytes
 
 
 def interrupted(arguments, before=""):
-    code = before + INTERRUPTED.format(file=interrupts.__file__)
+    code = before + INTERRUPTED.format(file=sigint.__file__)
     return subprocess.run([sys.executable, "-c", code, "-", *arguments], capture_output=True, text=True)
 
 
@@ -52,7 +52,7 @@ def test_a_process_that_ignores_interrupts_goes_on(arguments):
 def test_ignored_interrupts_are_not_noted():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with noted_interrupts() as seen:
+        with record_sigint() as seen:
             signal.raise_signal(signal.SIGINT)
         assert seen == [] and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
@@ -60,7 +60,7 @@ def test_ignored_interrupts_are_not_noted():
 
 
 def test_noted_interrupts():
-    with noted_interrupts() as seen:
+    with record_sigint() as seen:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         assert seen == [signal.SIGINT]

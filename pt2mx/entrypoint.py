@@ -1,0 +1,46 @@
+"""Entry point of the `pt2mx` command: handle Ctrl-C and answer `--help` before torch is imported, which takes seconds.
+
+`import pt2mx` imports this module first. In the process of the command it answers at once what needs no torch
+(`--help`, `doctor`, a wrong command line), and otherwise announces the first stage. In any other process it does
+nothing.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+
+from pt2mx.sigint import is_command  # first: it handles Ctrl-C
+
+#: commands that run without torch, which may be missing
+_WITHOUT_TORCH = ("doctor", "completion")
+#: commands that announce no stage
+_SHORT = ("formats",)
+
+
+def start(arguments: list[str]) -> None:
+    """Run a command that needs no torch, refuse a wrong command line, or announce that torch is imported.
+
+    Args:
+        arguments: those of the process, after its name.
+
+    Raises:
+        SystemExit: with the exit status, where the command has run or the command line is wrong.
+    """
+    from pt2mx.pt2e.cli.command import command_parser, main
+    from pt2mx.pt2e.cli.progress import stage_line
+
+    if sys.stderr is None:  # closed: `print` would use stdout instead
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a word that the locale lacks is written in ASCII
+        sys.stdout.reconfigure(errors="backslashreplace")
+    command_parser().parse_args(arguments)  # ends the process at a wrong word, and after `--help`
+    if arguments[0] in _WITHOUT_TORCH:
+        sys.exit(main(arguments))
+    if arguments[0] not in _SHORT:
+        stage_line("import torch")
+
+
+if is_command():
+    start(sys.argv[1:])
