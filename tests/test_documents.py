@@ -18,8 +18,8 @@ from pt2mx.fx import lower
 from pt2mx.modes import ROUNDINGS, SCALE_MODES
 from pt2mx.pt2e.cli import command
 from pt2mx.pt2e.quantizer import recipe
-from pt2mx.pt2e.quantizer.measured import summary, tasks
 from pt2mx.pt2e.quantizer.operators import OPERAND_NAMES, OPERANDS, OPT_IN
+from pt2mx.pt2e.quantizer.shipped import summary, tasks
 from tests.benchmarks.recipes import tables as recipe_tables
 from tests.documents import DOCUMENTS, NOTEBOOKS, READMES, ROOT, blocks, name_of
 from tests.fresh_process import run_program

@@ -25,8 +25,8 @@ from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.convert import convert_pt2e
 from pt2mx.pt2e.prepare import prepare_pt2e
 from pt2mx.pt2e.quantizer import recipe
-from pt2mx.pt2e.quantizer.measured import tasks
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
+from pt2mx.pt2e.quantizer.shipped import tasks
 from pt2mx.pt2e.report.report import quantization_report
 from pt2mx.pt2e.sensitivity.compare_recipes import (
     FLOAT,
@@ -35,7 +35,7 @@ from pt2mx.pt2e.sensitivity.compare_recipes import (
     compare_recipes,
     optimized_by,
 )
-from pt2mx.pt2e.sensitivity.recipe_comparison import RecipeComparison
+from pt2mx.pt2e.sensitivity.results import RecipeComparison
 from pt2mx.pt2e.user_errors import user_errors
 
 #: how the names of models begin -> whose recipes are compared by default; those of other tasks are left out

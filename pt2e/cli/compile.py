@@ -31,7 +31,7 @@ from pt2mx.pt2e.packages.extents import ranges
 from pt2mx.pt2e.packages.package import Package, check_package_output, open_package, write_package
 from pt2mx.pt2e.packages.signature import in_memory_order, memory_order
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.report.fidelity import Fidelity, fidelity
+from pt2mx.pt2e.report.agreement import Fidelity, fidelity
 from pt2mx.pt2e.user_errors import user_errors
 
 

@@ -17,7 +17,7 @@ from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.onnx.export import export_onnx
 from pt2mx.pt2e.origin import other_version
 from pt2mx.pt2e.output import check_distinct, check_output
-from pt2mx.pt2e.report.fidelity import fidelity
+from pt2mx.pt2e.report.agreement import fidelity
 from pt2mx.pt2e.user_errors import user_errors
 
 

@@ -39,7 +39,7 @@ from pt2mx.pt2e.prepare import prepare_pt2e
 from pt2mx.pt2e.program import save_program
 from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.report.fidelity import Fidelity, fidelity
+from pt2mx.pt2e.report.agreement import Fidelity, fidelity
 from pt2mx.pt2e.report.finite import nonfinite_operands
 from pt2mx.pt2e.report.report import QuantizationReport, quantization_report
 from pt2mx.pt2e.report.rows import operator_reports

@@ -10,7 +10,7 @@ from pt2mx.pt2e.cli.models import load_model
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.prepare import prepare_pt2e
-from pt2mx.pt2e.quantizer import measured, recipe
+from pt2mx.pt2e.quantizer import recipe, shipped
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.quantizer.recipe_schema import recipe_schema
 from pt2mx.pt2e.report.report import quantization_report
@@ -18,9 +18,9 @@ from pt2mx.pt2e.user_errors import user_errors
 
 
 def run_list(options: argparse.Namespace) -> Result:
-    names, found = recipe.names(), measured.tasks()
+    names, found = recipe.names(), shipped.tasks()
     rows = [
-        {"recipe": name, "description": recipe.description(name), "measured": measured.summary(name)} for name in names
+        {"recipe": name, "description": recipe.description(name), "measured": shipped.summary(name)} for name in names
     ]
     models = "; ".join(
         f"{name}: {task['model']}, float {task['metric']} {task['float']}" for name, task in found.items()

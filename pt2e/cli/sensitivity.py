@@ -31,7 +31,7 @@ from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.suggest import suggest_config
-from pt2mx.pt2e.sensitivity.result import Sensitivity
+from pt2mx.pt2e.sensitivity.results import Sensitivity
 from pt2mx.pt2e.sensitivity.sensitivity import sensitivity
 from pt2mx.pt2e.user_errors import user_errors
 from pt2mx.spec import parse

@@ -13,7 +13,7 @@ from pt2mx.pt2e.checkpoints.coverage import Coverage
 from pt2mx.pt2e.cli.argument import WORST_OPERATORS
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result
-from pt2mx.pt2e.report.fidelity import Fidelity
+from pt2mx.pt2e.report.agreement import Fidelity
 from pt2mx.pt2e.report.report import QuantizationReport
 from pt2mx.pt2e.report.rows import OperatorReport
 

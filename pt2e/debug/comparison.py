@@ -13,7 +13,7 @@ from pt2mx.analysis.tables import text_table, worst_rows
 from pt2mx.errors import MXError, nearest
 from pt2mx.pt2e.debug.differences import Difference
 from pt2mx.pt2e.output import write_text
-from pt2mx.pt2e.report.page.table_page import table_page
+from pt2mx.pt2e.report.page.page import table_page
 
 #: the operator of a row that stands for an output of the model
 OUTPUT = "output"

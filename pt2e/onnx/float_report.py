@@ -11,7 +11,7 @@ from onnx import NodeProto, TensorProto, helper
 from pt2mx.pt2e.onnx.float_graph import FloatGraph, graphs_inside
 from pt2mx.pt2e.onnx.float_operators import ATEN, OTHER_PRODUCTS
 from pt2mx.pt2e.onnx.float_plan import NodePlan, QuantizedOperand
-from pt2mx.pt2e.report.fidelity import Fidelity
+from pt2mx.pt2e.report.agreement import Fidelity
 from pt2mx.pt2e.report.report import QuantizationReport
 from pt2mx.pt2e.report.rows import OperandReport, OperatorReport
 from pt2mx.pt2e.stored_bits import packed_bytes, storage_note

@@ -22,7 +22,7 @@ from pt2mx.pt2e.onnx.function import onnx
 from pt2mx.pt2e.onnx.opsets import first_line
 from pt2mx.pt2e.onnx.targets import rewriter_of
 from pt2mx.pt2e.output import check_distinct, check_output
-from pt2mx.pt2e.report.fidelity import Fidelity, fidelity
+from pt2mx.pt2e.report.agreement import Fidelity, fidelity
 from pt2mx.pt2e.report.finite import listed
 
 

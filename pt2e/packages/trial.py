@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from pt2mx.pt2e.packages.extents import sizes_at, symbols
 from pt2mx.pt2e.packages.signature import in_memory_order, memory_order
-from pt2mx.pt2e.report.fidelity import fidelity
+from pt2mx.pt2e.report.agreement import fidelity
 
 #: dB: far above what code computes that reads other values, and below what products in another order make of a 4-bit
 #: quantization behind them

@@ -40,7 +40,7 @@ from pt2mx.pt2e.pt2bfp.quantize_pt2e import convert_pt2e
 from pt2mx.pt2e.pt2bfp.quantizer import BFPQuantizer
 from pt2mx.pt2e.pt2bfp.specs import DEFAULT_FORMAT, BFPQuantizationConfig, BFPQuantizationSpec, QConfig
 from pt2mx.pt2e.range_observers import MXHistogramObserver, MXMinMaxObserver, MXMovingAverageMinMaxObserver
-from pt2mx.pt2e.report.check_diff import check_diff
+from pt2mx.pt2e.report.agreement import check_diff
 from pt2mx.pt2e.torchao_pt2e import (
     OperatorConfig,
     QuantizationAnnotation,

@@ -10,9 +10,8 @@ import torch
 from pt2mx.errors import MXError
 from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
-from pt2mx.pt2e.quantizer.matching import MATCHERS
+from pt2mx.pt2e.quantizer.matching import MATCHERS, object_key, operator_key, type_key
 from pt2mx.pt2e.quantizer.model_settings import ModelSettings
-from pt2mx.pt2e.quantizer.setting_keys import object_key, operator_key, type_key
 
 if TYPE_CHECKING:
     from typing_extensions import Self

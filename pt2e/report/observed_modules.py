@@ -15,7 +15,7 @@ from pt2mx.fx.graph.subgraphs import captured_operands, graph_modules
 from pt2mx.pt2e.observer import MXObserver
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from pt2mx.pt2e.quantizer.operators import CONFIG_KEY, operand_node, operands_of, quantizable_operators, role_of
-from pt2mx.pt2e.report.sources import sources_of
+from pt2mx.pt2e.report.sizes import sources_of
 from pt2mx.pt2e.report.weights import constants_of
 
 

@@ -18,15 +18,12 @@ from pt2mx.pt2e.observer import MXObserver
 from pt2mx.pt2e.output import write_text
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.converted_size import Conversion
-from pt2mx.pt2e.report.lowered import refuse_lowered
-from pt2mx.pt2e.report.page.context import PageContext
+from pt2mx.pt2e.report.matmul_ops import refuse_lowered
+from pt2mx.pt2e.report.page.contents import PageContext
 from pt2mx.pt2e.report.page.page import page
-from pt2mx.pt2e.report.rows import OperandReport, OperatorReport, operator_reports
-from pt2mx.pt2e.report.sizes import float_size, tensors_of
-from pt2mx.pt2e.report.sources import size_of
-from pt2mx.pt2e.report.stored import read_report
-from pt2mx.pt2e.sensitivity.recipe_comparison import RecipeComparison
-from pt2mx.pt2e.sensitivity.result import Sensitivity
+from pt2mx.pt2e.report.rows import OperandReport, OperatorReport, operator_reports, read_report
+from pt2mx.pt2e.report.sizes import float_size, size_of, tensors_of
+from pt2mx.pt2e.sensitivity.results import RecipeComparison, Sensitivity
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from operator import getitem
+from operator import getitem, index
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +16,7 @@ from torch.fx import GraphModule, Node
 
 from pt2mx import ops
 from pt2mx.analysis.sums import QuantizationStatistics
+from pt2mx.errors import MXError
 from pt2mx.fx.graph.module_stack import module_name
 from pt2mx.fx.graph.node import FakeQuantize, called, node_arg
 from pt2mx.fx.graph.qdq import spec_of_dequantize
@@ -20,10 +25,9 @@ from pt2mx.pt2e.format_observer import CANDIDATES_KEY
 from pt2mx.pt2e.observer import STATISTICS_KEY, MXObserver
 from pt2mx.pt2e.quantizer.annotate import REASON_KEY, REMARK_KEY
 from pt2mx.pt2e.quantizer.operators import operand_node, operands_of, operator_name, quantizable_operators, role_of
-from pt2mx.pt2e.report.byte_counter import ByteCounter, Counted
-from pt2mx.pt2e.report.contractions import is_contraction, operator_path
 from pt2mx.pt2e.report.converted_size import Conversion
-from pt2mx.pt2e.report.sources import Outside, Source, sources_of, sources_of_codes
+from pt2mx.pt2e.report.matmul_ops import is_contraction, operator_path
+from pt2mx.pt2e.report.sizes import ByteCounter, Counted, Outside, Source, sources_of, sources_of_codes
 from pt2mx.pt2e.report.weights import constants_of, is_constant, weight_statistics
 from pt2mx.pt2e.stored_bits import storage_note
 from pt2mx.spec import MXSpec
@@ -162,3 +166,41 @@ def _oddities(operand: OperandReport) -> str:
     if operand.storage:
         found.append(operand.storage)
     return f"{operand.role}: {', '.join(found)}" if found else ""
+
+
+#: fields of the report itself, beside its operators
+_TOTALS = ("values", "bytes_before", "bytes_after")
+
+
+def read_report(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The fields of a report in a JSON file. A ratio that was not finite is NaN.
+
+    Raises:
+        MXError: where there is no such file, or it holds something else.
+    """
+    try:
+        held = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, TypeError, ValueError, RecursionError) as error:
+        raise MXError(f"cannot read {str(path)!r} as a report in JSON: {error}") from None
+    try:
+        return {"operators": tuple(map(_operator, held["operators"])), **{name: index(held[name]) for name in _TOTALS}}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise MXError(
+            f"{str(path)!r} is no report that QuantizationReport.to_json wrote: {type(error).__name__}: {error}"
+        ) from None
+
+
+def _operator(held: dict[str, Any]) -> OperatorReport:
+    return OperatorReport(**{**held, "operands": tuple(map(_operand, held["operands"]))})
+
+
+def _operand(held: dict[str, Any]) -> OperandReport:
+    seen = held["statistics"]
+    candidates = {name: _statistics(found) for name, found in held["candidates"].items()}
+    return OperandReport(**{**held, "statistics": seen and _statistics(seen), "candidates": candidates})
+
+
+def _statistics(held: dict[str, Any]) -> QuantizationStatistics:
+    exponents = {int(exponent): blocks for exponent, blocks in held["exponents"].items()}
+    ratios = {name: math.nan if held[name] is None else held[name] for name in ("sqnr", "saturated", "flushed")}
+    return QuantizationStatistics(**{**held, "exponents": exponents, **ratios})

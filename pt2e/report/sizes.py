@@ -1,24 +1,113 @@
-"""The bytes of a model's tensors: in the float model, and in the converted one.
+"""Count the bytes of a model's tensors, in the float model and in the converted one.
 
-Nothing is a difference. Tensors count by the memory that they show, packed weights by their codes and scales; a float
-weight stays in the converted model where something else reads it.
+Each tensor counts by the memory that it occupies, and a packed weight by its codes and scales. A float weight stays in
+the converted model where an operator still uses it.
 """
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from pt2mx import ops
-from pt2mx.fx.graph.attributes import attribute_of, name_of
+from pt2mx.fx.graph.aliasing import storage_of
+from pt2mx.fx.graph.attributes import attribute_of, model_of, name_of
+from pt2mx.fx.graph.constants import computed_from
 from pt2mx.fx.graph.node import node_arg
 from pt2mx.fx.graph.subgraphs import captured_operands, graph_modules
 from pt2mx.pt2e.observer import MXObserver
-from pt2mx.pt2e.report.sources import Size, buffers_of, size_of, sources_of_codes
+from pt2mx.pt2e.stored_bits import packed_bytes
+from pt2mx.spec import MXSpec
+
+#: meta key of a `dequantize_mx` node: the list of `Source`s of a constant tensor
+SOURCES_KEY = "mx_sources"
+
+#: placeholder of a graph inside another -> the operands that it stands for (`captured_operands`)
+Outside = Mapping[Node, Sequence[object]]
+
+
+class Size(NamedTuple):
+    """A number of values, and the bytes that they take."""
+
+    values: int
+    bytes: int
+
+
+class Source(NamedTuple):
+    """A constant operand.
+
+    Args:
+        name: of the parameter or buffer, else of the node that computes the operand.
+        tensors: name -> size of each parameter and buffer that it is computed from.
+    """
+
+    name: str
+    tensors: dict[str, Size]
+
+
+def size_of(tensors: Iterable[Tensor]) -> Size:
+    """Count the values and bytes of tensors. Memory that several of them show counts once, in the dtype of the
+    first."""
+    spans: dict[int, list[tuple[int, int]]] = {}
+    itemsizes: dict[int, int] = {}
+    for tensor in filter(Tensor.numel, tensors):
+        itemsize = tensor.element_size()
+        itemsizes.setdefault(storage_of(tensor), itemsize)
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        first = int(tensor.storage_offset())
+        last = first + sum((int(size) - 1) * int(stride) for size, stride in steps)
+        spans.setdefault(storage_of(tensor), []).append((first * itemsize, (last + 1) * itemsize))
+    covered = {storage: _covered(found) for storage, found in spans.items()}
+    return Size(sum(size // itemsizes[storage] for storage, size in covered.items()), sum(covered.values()))
+
+
+def sources_of(node: Node, outside: Outside) -> list[Source]:
+    """Return the sources of a constant node. A graph inside may be called with several tensors: it has one for each."""
+    while node.target is torch.ops.aten.alias.default:
+        node = node_arg(node)
+    if node in outside:
+        return [source for operand in _operands(node, outside) for source in sources_of(operand, {})]
+    tensors = {}
+    for read in [operand for one in computed_from(node) for operand in _operands(one, outside)]:
+        if read.op == "get_attr" and isinstance(value := attribute_of(model_of(read.graph), read), Tensor):
+            tensors[name_of(read)] = Size(value.numel(), value.nbytes)
+    return [Source(name_of(node) if node.op == "get_attr" else node.name, tensors)]
+
+
+def sources_of_codes(dequantize: Node, outside: Outside) -> list[Source]:
+    """Return the sources of a packed weight: what conversion noted, else, where the model was exported since, a tensor
+    of the weight's size by the name of its codes."""
+    if SOURCES_KEY in dequantize.meta:
+        return dequantize.meta[SOURCES_KEY]
+    value = dequantize.meta["val"]
+    size = Size(value.numel(), value.numel() * value.element_size())
+    return [Source(name, {name: size}) for name in buffers_of(node_arg(dequantize), outside)]
+
+
+def buffers_of(node: Node, outside: Outside) -> list[str]:
+    """Return the names of the buffers that a node reads or represents; none where it is computed."""
+    return [name_of(read) for read in _operands(node, outside) if read.op == "get_attr"]
+
+
+def _operands(node: Node, outside: Outside) -> list[Node]:
+    """Return the operands of a placeholder; another node itself."""
+    return list(dict.fromkeys(operand for operand in outside.get(node, [node]) if isinstance(operand, Node)))
+
+
+def _covered(spans: list[tuple[int, int]]) -> int:
+    """Count the bytes in any of several ranges."""
+    covered = reached = 0
+    for start, end in sorted(spans):
+        covered += max(end - max(start, reached), 0)
+        reached = max(reached, end)
+    return covered
+
 
 #: meta key of a prepared or converted model: the `Size` of the float model
 FLOAT_SIZE_KEY = "mx_float_size"
@@ -61,3 +150,45 @@ def float_size(model: GraphModule) -> Size:
 
 def _sum(sizes: Iterable[Size]) -> Size:
     return Size(*map(sum, zip(*sizes, strict=True)))
+
+
+class Counted(NamedTuple):
+    """The values of a constant operand, and its bytes in the float model and in the converted one."""
+
+    values: int
+    before: int
+    after: int
+
+
+class ByteCounter:
+    """Counts operands in the order of execution; what an earlier one counted, a later one does not."""
+
+    def __init__(self) -> None:
+        self._seen: set[object] = set()
+        self._bytes: Counter[tuple[str, str]] = Counter()
+
+    def add(self, value: Tensor, spec: MXSpec | None, sources: list[Source]) -> Counted:
+        """Count an operand of one or several sources, each of the shape of `value`; packed in `spec`, or in float."""
+        each = [self._add(value, spec, source) for source in sources]
+        return Counted(*map(sum, zip(Counted(0, 0, 0), *each, strict=True)))
+
+    def _add(self, value: Tensor, spec: MXSpec | None, source: Source) -> Counted:
+        values = 0 if source.name in self._seen else value.numel()
+        before = self._take(value, source, "before")
+        if spec is None:
+            after = self._take(value, source, "after")
+        else:
+            after = 0 if (source.name, spec) in self._seen else packed_bytes(value.shape, spec)
+        self._seen |= {source.name, (source.name, spec)}
+        return Counted(values, before, after)
+
+    def _take(self, value: Tensor, source: Source, when: str) -> int:
+        """Count the bytes of the tensors behind an operand that are left; of a single tensor, which the operand may be
+        a part of, those of as many values as the operand has."""
+        taken = 0
+        for name, size in source.tensors.items():
+            values = min(value.numel(), size.values) if len(source.tensors) == 1 else size.values
+            new = min(size.bytes * values // max(size.values, 1), size.bytes - self._bytes[name, when])
+            self._bytes[name, when] += new
+            taken += new
+        return taken

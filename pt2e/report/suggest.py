@@ -15,7 +15,7 @@ from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.knapsack import Option, least_noise
 from pt2mx.pt2e.report.observed_modules import ObservedModule, ObservedWeight, observed_modules, sharing_weights
-from pt2mx.pt2e.sensitivity.result import Sensitivity
+from pt2mx.pt2e.sensitivity.results import Sensitivity
 from pt2mx.pt2e.stored_bits import packed_bytes
 from pt2mx.pt2e.torchao_pt2e import is_prepared
 from pt2mx.spec import MXSpec, parse

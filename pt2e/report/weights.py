@@ -24,8 +24,7 @@ from pt2mx.fx.training.train_eval import TrainEvalModule
 from pt2mx.pt2e.format_observer import CANDIDATES_KEY, MXFormatObserver
 from pt2mx.pt2e.observer import NOTES_KEY, STATISTICS_KEY, MXFakeQuantize, MXObserver
 from pt2mx.pt2e.quantizer.annotate import REASON_KEY, REMARK_KEY
-from pt2mx.pt2e.report.sizes import FLOAT_SIZE_KEY, float_size
-from pt2mx.pt2e.report.sources import SOURCES_KEY, Outside, sources_of
+from pt2mx.pt2e.report.sizes import FLOAT_SIZE_KEY, SOURCES_KEY, Outside, float_size, sources_of
 from pt2mx.pt2e.torchao_pt2e import is_fake
 
 #: what a report reads of the nodes of a graph

@@ -5,19 +5,23 @@ from __future__ import annotations
 import gc
 import math
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError, nearest
 from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.pt2e.convert import convert_pt2e
-from pt2mx.pt2e.debug.batches import call, several
+from pt2mx.pt2e.debug.batches import arguments_of, call, copied, several
 from pt2mx.pt2e.debug.watched import check_module, unchanged
 from pt2mx.pt2e.optimize.calibrate import named_padding_mask
 from pt2mx.pt2e.optimize.optimize import optimize
@@ -36,8 +40,7 @@ from pt2mx.pt2e.sensitivity.metrics import (
     name_of_metric,
     own_distance,
 )
-from pt2mx.pt2e.sensitivity.recipe_comparison import RecipeComparison, RecipeRow
-from pt2mx.pt2e.sensitivity.speed import compiled_milliseconds
+from pt2mx.pt2e.sensitivity.results import RecipeComparison, RecipeRow
 from pt2mx.pt2e.user_errors import one_line
 
 #: formats of the specification that no shipped recipe has, for weights and activations alike
@@ -198,3 +201,44 @@ class _Judge:
 
     def _milliseconds(self, converted: GraphModule) -> float:
         return compiled_milliseconds(lower_to_inductor(converted), self.batches[0])
+
+
+#: of what is timed: the least number of runs, and the seconds that they take together
+_RUNS, _SECONDS = 5, 1.0
+
+
+def compiled_milliseconds(model: GraphModule, batch: Any) -> float:
+    """Compile a graph, and give the median time of a batch."""
+    torch.compiler.reset()
+    compiled = torch.compile(model)
+    arguments = arguments_of(model, batch)
+
+    def call() -> Any:
+        args, kwargs = copied(arguments)
+        return compiled(*args, **kwargs)
+
+    devices = {leaf.device for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)}
+    try:
+        with torch.no_grad():
+            for _ in range(2):  # the first compiles
+                call()
+            times: list[float] = []
+            while len(times) < _RUNS or sum(times) < _SECONDS:
+                times.append(_seconds(call, devices))
+            return 1e3 * median(times)
+    finally:
+        torch.compiler.reset()
+
+
+def _seconds(run: Callable[[], Any], devices: set[torch.device]) -> float:
+    _wait(devices)
+    begin = time.perf_counter()
+    run()
+    _wait(devices)
+    return time.perf_counter() - begin
+
+
+def _wait(devices: set[torch.device]) -> None:
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)

@@ -24,9 +24,9 @@ from pt2mx.fx.graph.tensors import copy_sharing_tensors, map_tensors
 from pt2mx.pt2e.debug.batches import errors_of_running, leaves_of
 from pt2mx.pt2e.debug.differences import comparable
 from pt2mx.pt2e.debug.watched import Watched, is_tuple_of_operator, keyed_nodes, run, unchanged
-from pt2mx.pt2e.sensitivity.forms import Form, is_quantized
+from pt2mx.pt2e.sensitivity.candidates import Form, is_quantized
+from pt2mx.pt2e.sensitivity.eager_control_flow import Unrolled
 from pt2mx.pt2e.sensitivity.metrics import METRICS, Metric, outputs_of, own_distance
-from pt2mx.pt2e.sensitivity.unrolled import Unrolled
 
 #: module, candidate, operands
 Key = tuple[str, str, str]

@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 
 import pt2mx
 from pt2mx import MXQuantizer
-from pt2mx.pt2e.quantizer.measured import summary, table, tasks
+from pt2mx.pt2e.quantizer.shipped import summary, table, tasks
 from tests.benchmarks.accuracy.case import Case, Figures
 from tests.benchmarks.accuracy.models import MODELS
 from tests.benchmarks.measure import Row, hardware, print_table, timed

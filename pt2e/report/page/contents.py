@@ -1,24 +1,123 @@
-"""The data of a page: what its scripts draw, as plain lists and dicts.
+"""The context of a page, and the data that its scripts draw, as plain lists and dicts.
 
-Numbers that JSON has no words for are "Infinity", "-Infinity" and "NaN", which `Number` in JavaScript reads.
+JSON has no Inf and NaN: they are "Infinity", "-Infinity" and "NaN", which `Number` in JavaScript reads.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter, defaultdict
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from types import NoneType
+from typing import TYPE_CHECKING, Any, SupportsFloat
+
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
 
 from pt2mx.analysis.sums import QuantizationStatistics
-from pt2mx.pt2e.report.page.context import PageContext
+from pt2mx.errors import MXError
+from pt2mx.pt2e.quantizer import recipe as recipes
+from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.page.graphs import DrawnGraph, places
-from pt2mx.pt2e.report.page.outliers import outliers
 from pt2mx.pt2e.report.rows import OperandReport, OperatorReport
-from pt2mx.pt2e.sensitivity.result import Sensitivity
+from pt2mx.pt2e.sensitivity.results import RecipeComparison, Sensitivity
 
 if TYPE_CHECKING:
     from pt2mx.pt2e.report.report import QuantizationReport
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "model": (str,),
+    "recipe": (str, os.PathLike, MXQuantizer),
+    "quality": (Mapping,),
+    "comparison": (RecipeComparison, NoneType),
+    "sensitivity": (Sensitivity, NoneType),
+}
+
+
+@dataclass(frozen=True)
+class PageContext:
+    """The arguments of `QuantizationReport.to_html`, which has their meaning."""
+
+    model: str = ""
+    recipe: str | os.PathLike[str] | MXQuantizer = ""
+    quality: Mapping[str, SupportsFloat] = field(default_factory=dict)
+    comparison: RecipeComparison | None = None
+    sensitivity: Sensitivity | None = None
+    before: GraphModule | ExportedProgram | None = None
+    after: GraphModule | ExportedProgram | None = None
+
+    def __post_init__(self) -> None:
+        for name, kinds in _KINDS.items():
+            if not isinstance(value := getattr(self, name), kinds):
+                allowed = " or ".join("None" if kind is NoneType else kind.__name__ for kind in kinds)
+                raise MXError(f"{name} must be {allowed}, not of type {type(value).__name__}")
+
+    @property
+    def recipe_name(self) -> str:
+        """The name of the recipe, where it has one."""
+        return "" if isinstance(self.recipe, MXQuantizer) else os.fspath(self.recipe)
+
+    def recipe_text(self) -> str:
+        """The YAML of the recipe; "" where none was given.
+
+        Raises:
+            MXError: where a name is that of no recipe, or a quantizer has what no recipe holds.
+        """
+        if isinstance(self.recipe, MXQuantizer):
+            return self.recipe.to_recipe()
+        return recipes.text(self.recipe) if self.recipe_name else ""
+
+    def known_quality(self) -> dict[str, float]:
+        """The quality as it was given, else that of the recipe in the comparison.
+
+        Raises:
+            MXError: where a quality is no number.
+        """
+        if self.quality or self.comparison is None:
+            return {name: _number(name, value) for name, value in self.quality.items()}
+        own = [row.quality for row in self.comparison.rows if row.name == self.recipe_name]
+        return {self.comparison.metric: own[0]} if own else {}
+
+
+def _number(name: str, value: SupportsFloat) -> float:
+    """A number of any library."""
+    try:
+        if isinstance(value, SupportsFloat):
+            return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several values
+        pass
+    raise MXError(f"quality[{name!r}] must be a number, not {value!r}")
+
+
+#: an outlier is so many deviations, and so many dB, below the median; fewer operands have no median to speak of
+_DEVIATIONS, _LEAST_DB, _LEAST_COUNT = 3.0, 3.0, 5
+#: the standard deviation of a normal distribution whose median absolute deviation is 1
+_NORMAL = 1.4826
+
+
+def outliers(operands: Iterable[OperandReport]) -> dict[int, float]:
+    """Operands of a low SQNR: identity -> how many dB below the median of its role and format (infinite where the
+    format lost it all)."""
+    groups: dict[tuple[str, str], list[tuple[int, float]]] = defaultdict(list)
+    found = {}
+    for operand in operands:
+        if operand.spec and operand.statistics and not math.isnan(operand.statistics.sqnr):
+            groups[operand.role, operand.spec].append((id(operand), operand.statistics.sqnr))
+    for group in groups.values():
+        finite = [sqnr for _, sqnr in group if math.isfinite(sqnr)]
+        bound = math.inf
+        if len(finite) >= _LEAST_COUNT:
+            spread = _NORMAL * median(abs(sqnr - median(finite)) for sqnr in finite)
+            bound = max(_LEAST_DB, _DEVIATIONS * spread)
+        for key, sqnr in group:
+            below = median(finite) - sqnr if finite else math.inf
+            if sqnr == -math.inf or (math.isfinite(sqnr) and below > bound):
+                found[key] = below
+    return found
+
 
 _DIGITS = 6
 

@@ -5,7 +5,7 @@ from pt2mx.pt2e.onnx.export import OPSETS
 from pt2mx.pt2e.onnx.targets import TARGETS
 from pt2mx.pt2e.sensitivity.compare_recipes import FORMATS_BESIDE
 from pt2mx.pt2e.sensitivity.metrics import METRICS
-from pt2mx.pt2e.sensitivity.result import OPERANDS
+from pt2mx.pt2e.sensitivity.results import OPERANDS
 from pt2mx.pt2e.sensitivity.sensitivity import METHODS
 
 

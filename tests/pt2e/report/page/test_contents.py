@@ -1,10 +1,13 @@
 import json
 import math
 
+import numpy as np
 import pytest
+import torch
 
-from pt2mx.pt2e.report.page.contents import contents, plain
-from pt2mx.pt2e.report.page.context import PageContext
+from pt2mx import MXError, MXQuantizationConfig, MXQuantizer
+from pt2mx.pt2e.quantizer import recipe
+from pt2mx.pt2e.report.page.contents import PageContext, contents, outliers, plain
 from tests.reports import full_report, operator, report_of
 
 
@@ -62,8 +65,8 @@ def test_places_in_the_graphs(shown):
 
 
 def test_quality_of_the_comparison_where_none_is_given(full):
-    for recipe, expected in (("mxfp8", [["cosine", 0.9987]]), ("mxint8", [])):
-        context = PageContext(recipe=recipe, comparison=full.more["comparison"])
+    for name, expected in (("mxfp8", [["cosine", 0.9987]]), ("mxint8", [])):
+        context = PageContext(recipe=name, comparison=full.more["comparison"])
         assert contents(full.report, context)["quality"] == expected
 
 
@@ -85,3 +88,77 @@ def test_a_report_without_rows():
     found = contents(report_of(), PageContext())
     assert (found["operators"], found["formats"], found["graphs"]) == ([], [], {})
     assert (found["comparison"], found["sensitivity"], found["totals"]["bits"]) == (None, None, 0.0)
+
+
+def found(*sqnr):
+    operands = operator("m", *sqnr).operands
+    below = outliers(operands)
+    return {i: below[id(operand)] for i, operand in enumerate(operands) if id(operand) in below}
+
+
+def test_an_outlier_is_far_below_the_median_of_its_format():
+    assert found(20.0, 21.0, 20.5, 12.0, 20.2, 20.1) == {3: pytest.approx(20.15 - 12.0)}
+
+
+def test_what_is_within_the_spread_or_3_db_or_above_the_median_is_none():
+    assert found(20.0, 26.0, 14.0, 23.0, 17.0, 12.0) == {}
+    assert found(20.0, 20.0, 20.0, 20.0, 20.0, 17.5) == {}
+    assert found(20.0, 20.0, 20.0, 20.0, 20.0, 40.0) == {}
+
+
+def test_a_few_operands_have_no_outliers():
+    assert found(20.0, 20.0, 20.0, 5.0) == {}
+
+
+def test_ratios_that_are_not_finite():
+    assert found(math.nan, math.inf, 20.0) == {}
+    assert found(-math.inf, 20.0) == {0: math.inf}
+    assert found(-math.inf) == {0: math.inf}
+
+
+def test_formats_and_roles_are_compared_among_themselves():
+    low = operator("m", *[10.0] * 6).operands
+    high = [
+        operand.__class__(**{**vars(operand), "role": "activation"}) for operand in operator("m", *[30.0] * 6).operands
+    ]
+    assert outliers([*low, *high]) == {}
+
+
+def test_the_recipe_to_copy(tmp_path):
+    assert PageContext(recipe="mxfp4").recipe_text() == recipe.text("mxfp4")
+    quantizer = MXQuantizer().set_global(MXQuantizationConfig(weight="mxint8"))
+    assert PageContext(recipe=quantizer).recipe_text() == "global:\n  weight: mxint8{32}\n"
+    file = tmp_path / "own.yaml"
+    quantizer.to_recipe(file)
+    for path in (file, str(file)):
+        context = PageContext(recipe=path)
+        assert (context.recipe_name, context.recipe_text()) == (str(file), file.read_text())
+    assert PageContext().recipe_text() == ""
+    with pytest.raises(MXError, match="no recipe 'mxfp44'"):
+        PageContext(recipe="mxfp44").recipe_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("model", 5, "str"),
+        ("recipe", {}, "str or PathLike or MXQuantizer"),
+        ("quality", 0.99, "Mapping"),
+        ("comparison", [], "RecipeComparison or None"),
+        ("sensitivity", "kl", "Sensitivity or None"),
+    ],
+)
+def test_other_objects_are_refused(name, value, allowed):
+    with pytest.raises(MXError, match=rf"{name} must be {allowed}, not of type {type(value).__name__}"):
+        PageContext(**{name: value})
+
+
+@pytest.mark.parametrize("value", [0.5, np.float32(0.5), torch.tensor(0.5), torch.tensor([0.5], dtype=torch.bfloat16)])
+def test_quality_is_a_number_of_any_library(value):
+    assert repr(PageContext(quality={"accuracy": value}).known_quality()) == "{'accuracy': 0.5}"
+
+
+@pytest.mark.parametrize("value", ["high", None, 10**400, torch.ones(2)])
+def test_quality_that_is_no_number_is_refused(value):
+    with pytest.raises(MXError, match=r"quality\['accuracy'\] must be a number, not "):
+        PageContext(quality={"accuracy": value}).known_quality()

@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from pt2mx.pt2e.sensitivity.recipe_comparison import RecipeComparison, RecipeRow
-from pt2mx.pt2e.sensitivity.result import Sensitivity, SensitivityRow
+from pt2mx.pt2e.sensitivity.results import RecipeComparison, RecipeRow, Sensitivity, SensitivityRow
 from tests import browser
 from tests.browser import CHROMIUM, Browser, Page
 from tests.reports import HOSTILE, full_report, operator, report_of

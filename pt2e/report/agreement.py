@@ -1,11 +1,16 @@
-"""`check_diff`: agreement of two tensors, or of the results of two models."""
+"""Compare results: `check_diff` raises where they differ, `fidelity` measures by how much."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pt2mx.analysis.sums import sqnr_db
 from pt2mx.errors import MXError
 
 
@@ -57,3 +62,51 @@ def _check_tensors(where: str, y1: Tensor, y2: Tensor, tol: float, ntol: int, ha
             f"{first}: {a[first].item()!r} and {b[first].item()!r}; the largest difference is "
             f"{difference.nan_to_num(torch.inf).max().item():g}"
         )
+
+
+class Fidelity(NamedTuple):
+    """SQNR in dB, the cosine, and of how many values."""
+
+    sqnr: float
+    cosine: float
+    values: int
+
+    def __str__(self) -> str:
+        if not self.values:
+            return "nothing was compared: no floating output holds a value"
+        return f"SQNR {self.sqnr:.1f} dB, cosine {self.cosine:.6f}"
+
+
+def fidelity(pairs: Iterable[tuple[object, object]]) -> Fidelity:
+    """Compare outputs with those of a reference.
+
+    Left out are tensors that are not floating, and values that are NaN or Inf in the reference (a masked score).
+
+    Args:
+        pairs: (outputs, those of the reference), trees of tensors.
+
+    Returns:
+        `sqnr` in dB and `cosine` over all pairs, NaN where no finite value is left of some; `values`, the number of
+        values compared.
+    """
+    signal = noise = product = energy = 0.0
+    values = compared = 0
+    for outputs, references in pairs:
+        for got, want in zip(_floats(outputs), _floats(references), strict=True):
+            finite = want.isfinite()
+            values, compared = values + want.numel(), compared + int(finite.sum())
+            got, want = got[finite], want[finite]
+            signal += want.square().sum().item()
+            noise += (got - want).square().sum().item()
+            product += (got * want).sum().item()
+            energy += got.square().sum().item()
+    if values and not compared:
+        return Fidelity(math.nan, math.nan, values)
+    scale = math.sqrt(signal * energy)
+    cosine = product / scale if scale else float(signal == energy)
+    return Fidelity(sqnr_db(signal, math.inf if math.isnan(noise) else noise), cosine, compared)
+
+
+def _floats(tree: object) -> list[Tensor]:
+    leaves = pytree.tree_leaves(tree)
+    return [leaf.double().cpu() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
