@@ -18,7 +18,8 @@ from types import FrameType
 import torch
 from torch.fx import GraphModule, Node
 
-import pt2mx
+import pt2mx.fx
+import pt2mx.pt2e
 from pt2mx.errors import MXError
 from pt2mx.pt2e.torchao_pt2e import torchao
 

@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import ParamSpec, TypeVar
 
-from pt2mx.late import when_imported
+from pt2mx.lazy_import import on_import
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,7 +38,7 @@ def install() -> None:
         module, _, name = old.partition(":")
         renamed.setdefault(_renamed_module(module) or module, {})[name] = new
     for module, names in renamed.items():
-        when_imported(module, functools.partial(_attach, module, names))
+        on_import(module, functools.partial(_attach, module, names))
 
 
 def renamed_arguments(function: Callable[P, R]) -> Callable[P, R]:

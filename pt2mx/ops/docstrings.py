@@ -1,5 +1,5 @@
 """The docstrings of the operators, for `help`: the contract's words, and an example of each. Importing this module sets
-them: `pt2mx.process` does."""
+them: `pt2mx.register` does."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Inductor decompositions of the operators, so that compiled graphs fuse them into their neighbours.
 
-Without them each operator would be an opaque call. Importing this module registers them: `pt2mx.process` does, once
+Without them each operator would be an opaque call. Importing this module registers them: `pt2mx.register` does, once
 Inductor's table has been imported. What needs Inductor's lowerings stands in `pt2mx.ops.lowerings`.
 """
 

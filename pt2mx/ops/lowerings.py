@@ -1,5 +1,5 @@
 """Inductor's lowerings of the operators that its graphs still call. Importing this module registers them:
-`pt2mx.process` does, once Inductor's own have been imported."""
+`pt2mx.register` does, once Inductor's own have been imported."""
 
 import torch
 from torch._inductor import lowering

@@ -1,12 +1,14 @@
-"""Imports later than that of `pt2mx`: the parts that bring torchao, Dynamo or Inductor, which take seconds."""
+"""Lazy imports: torchao, Dynamo and Inductor take seconds to import, so load them on first use."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -14,33 +16,41 @@ if TYPE_CHECKING:
     from importlib.abc import Loader
 
 
-def reach(package: ModuleType, names: Mapping[str, str] | None = None) -> None:
-    """Import the modules of `package` when they are reached as its attributes, and so on in the packages among them. A
-    `__getattr__` of its own goes on to serve other names.
+def stub_names(package_file: str) -> dict[str, str]:
+    """Return the names that the stub of a package (`__init__.pyi`) exports, each with the module that defines it."""
+    stub = ast.parse(Path(package_file).with_suffix(".pyi").read_text(encoding="utf-8"))
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: node.module or "" for node in imports for alias in node.names}
+
+
+def attach_lazy(package: ModuleType, names: Mapping[str, str] | None = None) -> None:
+    """Import the modules of `package` when they are first used as its attributes, and those of its subpackages too. A
+    `__getattr__` that the package has already answers for other names.
 
     Args:
-        names: name -> the module that defines it, for names of other modules that are attributes of `package` too.
+        names: name -> the module that defines it, for attributes of `package` that other modules define.
     """
-    elsewhere, own = names or {}, vars(package).get("__getattr__")
+    defined_in, fallback = names or {}, vars(package).get("__getattr__")
 
     def __getattr__(name: str) -> object:
-        if name in elsewhere:
-            value = getattr(importlib.import_module(elsewhere[name]), name)
+        module = defined_in.get(name, package.__name__)
+        if module != package.__name__:
+            value = getattr(importlib.import_module(module), name)
         elif name.startswith("_") or not importlib.util.find_spec(f"{package.__name__}.{name}"):
-            if own is not None:
-                return own(name)
+            if fallback is not None:
+                return fallback(name)
             raise AttributeError(f"module {package.__name__!r} has no attribute {name!r}")
         else:
             value = importlib.import_module(f"{package.__name__}.{name}")
             if hasattr(value, "__path__"):
-                reach(value)
+                attach_lazy(value)
         setattr(package, name, value)
         return value
 
     vars(package)["__getattr__"] = __getattr__
 
 
-def when_imported(name: str, call: Callable[[], object]) -> None:
+def on_import(name: str, call: Callable[[], object]) -> None:
     """Call `call` as soon as the module `name` has been imported: now, where it has been."""
     if name in sys.modules:
         importlib.import_module(name)  # waits where another thread is still importing it
@@ -52,8 +62,7 @@ def when_imported(name: str, call: Callable[[], object]) -> None:
 
 
 class _Finder:
-    """A finder of the modules that are waited for: it finds them where the finders after it do, and has their loaders
-    make the calls."""
+    """Find a module where the finders after this one do, and have its loader make the calls that wait for it."""
 
     def __init__(self) -> None:
         self.calls: dict[str, list[Callable[[], object]]] = {}
@@ -70,7 +79,7 @@ class _Finder:
         return spec
 
     def _call_after(self, loader: Loader, name: str) -> None:
-        """Have a loader make the calls. It stays what it is: who reads a module's source asks it."""
+        """Have a loader make the calls. Keep its type: tools that read a module's source ask for it."""
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:

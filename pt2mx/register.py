@@ -1,6 +1,6 @@
-"""The changes that `import pt2mx` makes in the process.
+"""What `import pt2mx` registers in the process: operators, Inductor's lowerings, safe globals, cache keys.
 
-All of them stand here, but for Ctrl-C: the command `pt2mx` alone takes it over, before anything else is imported
+Nothing else in pt2mx changes the process, except that the command `pt2mx` handles Ctrl-C
 (`pt2mx.sigint`).
 """
 
@@ -16,9 +16,9 @@ import torch
 from torch._functorch import predispatch
 from torch.fx.node import has_side_effect
 
-from pt2mx.late import when_imported
+from pt2mx.lazy_import import on_import
 
-#: registered at once: `torch.ops.pt2mx.*` with kernels, fake kernels, gradients, autocast and docstrings
+#: modules that define `torch.ops.pt2mx.*` with kernels, fake kernels, gradients, autocast and docstrings
 _OPERATORS = (
     "pt2mx.ops.quantization",
     "pt2mx.ops.linear",
@@ -35,15 +35,15 @@ _OPERATORS = (
     "pt2mx.ops.docstrings",
 )
 
-#: a module of Inductor -> what registers itself there, once it has been imported
+#: a module of Inductor -> the module of pt2mx that registers itself there, imported right after it
 _IN_INDUCTOR = {
     "torch._inductor.decomposition": "pt2mx.ops.inductor",
     "torch._inductor.lowering": "pt2mx.ops.lowerings",
 }
 
-#: Calls that torch.fx keeps though nothing reads what they return; torchao's convert removes what it does not keep.
-#: Export leaves the first three in a graph that makes an attention mask by vmap, and a region may write: a cache that
-#: is updated under torch.no_grad().
+#: Calls that torch.fx keeps even if nothing uses their results; torchao's convert removes all others without users.
+#: Export leaves the first three in a graph that makes an attention mask by vmap. A region may write, as a cache that is
+#: updated under torch.no_grad().
 _EFFECTS = {
     predispatch: ("lazy_load_decompositions", "_vmap_increment_nesting", "_vmap_decrement_nesting"),
     torch.ops.higher_order: (
@@ -54,33 +54,33 @@ _EFFECTS = {
     ),
 }
 
-#: modules whose `MXTensor` is a type that `torch.load(weights_only=True)` takes; the first is what older files name
-_STORED = ("pt2mx.tensor", "pt2mx.tensor.mx_tensor", "pt2mx.torchmx.mx_tensor")
+#: modules under whose name `torch.load(weights_only=True)` accepts `MXTensor`; files of older versions name the first
+_MX_TENSOR_MODULES = ("pt2mx.tensor", "pt2mx.tensor.mx_tensor", "pt2mx.torchmx.mx_tensor")
 
 
-def prepare_process() -> None:
-    """Tell torch what programs, checkpoints and compilers ask for by name."""
+def register_all() -> None:
+    """Register with torch what programs, checkpoints and compilers look up by name."""
     for module in _OPERATORS:
         importlib.import_module(module)
     for before, module in _IN_INDUCTOR.items():
-        when_imported(before, functools.partial(importlib.import_module, module))
+        on_import(before, functools.partial(importlib.import_module, module))
     torch.compiler.config.cache_key_tag += f"pt2mx-{_digest()}"
-    torch.serialization.add_safe_globals([_LateGlobal((module, f"{module}.MXTensor")) for module in _STORED])
+    torch.serialization.add_safe_globals([_LazyGlobal((module, f"{module}.MXTensor")) for module in _MX_TENSOR_MODULES])
     for owner, names in _EFFECTS.items():
         for name in names:
             has_side_effect(getattr(owner, name))
 
 
 def _digest() -> str:
-    """Return a digest of pt2mx's sources. AOTAutograd's cache keys a graph before decomposition: without the
-    decompositions' identity in the key, code compiled from an older version of them would be served."""
+    """Return a digest of pt2mx's sources. AOTAutograd's cache keys a graph before decomposition, so the key
+    must change with the decompositions: otherwise the cache would return code compiled from older ones."""
     sources = sorted(Path(__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
 
 
-class _LateGlobal(tuple):
-    """The pair (type, full name) of torch's safe globals: unpacking it, which torch does where a checkpoint holds what
-    it does not know, imports the type, and with it torchao."""
+class _LazyGlobal(tuple):
+    """The pair (type, full name) of torch's safe globals. Unpacking it imports the type, and torchao with it; torch
+    unpacks it only for a checkpoint with a type that it does not know."""
 
     def __iter__(self) -> Iterator[object]:
         module, name = super().__iter__()
