@@ -5,15 +5,14 @@ multiplies and convolves. The numbers are those of `PRESETS["microxcaling"]` in 
 computes with narrower floats, and what patches torch, is refused by name.
 """
 
+import sys
+
 from pt2mx.errors import MXError
-from pt2mx.microxcaling.bmm import bmm
-from pt2mx.microxcaling.convolution import Conv1d, Conv2d, Conv3d, conv1d, conv2d, conv3d
-from pt2mx.microxcaling.elemwise_ops import quantize_elemwise_op
-from pt2mx.microxcaling.formats import ElemFormat, RoundingMode
+from pt2mx.microxcaling.convolution import Conv1d, Conv2d, Conv3d, ConvTranspose2d, conv1d, conv2d, conv3d
+from pt2mx.microxcaling.elemwise_ops import quantize_bfloat, quantize_elemwise_op
 from pt2mx.microxcaling.linear import Linear, linear
-from pt2mx.microxcaling.matmul import matmul
-from pt2mx.microxcaling.mx_ops import quantize_mx_op
-from pt2mx.microxcaling.quantize import quantize_bfloat
+from pt2mx.microxcaling.matmul import bmm, matmul
+from pt2mx.microxcaling.mx_ops import ElemFormat, RoundingMode, quantize_mx_op
 from pt2mx.microxcaling.specs import (
     MxSpecs,
     add_mx_args,
@@ -24,7 +23,6 @@ from pt2mx.microxcaling.specs import (
     get_mx_specs,
     mx_assert_test,
 )
-from pt2mx.microxcaling.transpose_convolution import ConvTranspose2d
 
 __all__ = [
     "Conv1d",
@@ -52,6 +50,17 @@ __all__ = [
     "quantize_elemwise_op",
     "quantize_mx_op",
 ]
+
+#: modules of microxcaling -> the module here that has their names
+_MODULES = {
+    "bmm": "matmul",
+    "formats": "mx_ops",
+    "quantize": "elemwise_ops",
+    "transpose_convolution": "convolution",
+}
+for _theirs, _ours in _MODULES.items():  # `from pt2mx.microxcaling.formats import ElemFormat`
+    sys.modules[f"{__name__}.{_theirs}"] = sys.modules[f"{__name__}.{_ours}"]
+    globals().setdefault(_theirs, sys.modules[f"{__name__}.{_ours}"])
 
 _FLOATS = (
     "computes in narrower floats and multiplies nothing: use torch's own, with quantize_bfloat around it where its "

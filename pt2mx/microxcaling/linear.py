@@ -10,11 +10,10 @@ from torch.nn import functional
 
 from pt2mx.errors import MXError
 from pt2mx.microxcaling.elemwise_ops import quantize_elemwise_op
-from pt2mx.microxcaling.layers import MxLayer
-from pt2mx.microxcaling.products import Product, Role
+from pt2mx.microxcaling.quantized_op import MxLayer, QuantizedOp, Role
 from pt2mx.microxcaling.specs import apply_mx_specs, mx_assert_test
 
-_LINEAR = Product(
+_LINEAR = QuantizedOp(
     forward=functional.linear,
     first=Role("a_elem_format", -1, "round_mx_output"),
     second=Role("w_elem_format", -1, "round_mx_output"),

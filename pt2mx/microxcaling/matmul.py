@@ -1,25 +1,26 @@
-"""Products of two matrices, or of batches of them."""
+"""Multiply matrices and batches of matrices."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from pt2mx.errors import MXError, nearest
-from pt2mx.microxcaling.products import Product, Role
+from pt2mx.microxcaling.quantized_op import QuantizedOp, Role
 from pt2mx.microxcaling.specs import apply_mx_specs, mx_assert_test
 
 
-def product_of_matrices(first: str, second: str) -> Product:
-    """Return the product of operands that are activations, "a", or weights, "w"."""
+def _quantized_matmul(first: str, second: str) -> QuantizedOp:
+    """Return the matmul whose operands are activations, "a", or weights, "w"."""
     in_first, in_second = (
         [f"{operand}_elem_format", "round_mx_input_grad_input", f"{operand}_elem_format_bp"]
         for operand in (first, second)
     )
     of_grad = "a_elem_format_bp_os", "round_mx_grad_output_grad_input"
-    return Product(
+    return QuantizedOp(
         forward=lambda a, b, bias: torch.matmul(a, b),
         first=Role(in_first[0], -1, "round_mx_output"),
         second=Role(in_second[0], -2, "round_mx_output"),
@@ -31,7 +32,7 @@ def product_of_matrices(first: str, second: str) -> Product:
     )
 
 
-_MODES = {mode: product_of_matrices(*mode) for mode in ("aa", "aw", "wa")}
+_MODES = {mode: _quantized_matmul(*mode) for mode in ("aa", "aw", "wa")}
 
 
 def matmul(
@@ -75,3 +76,34 @@ def matmul(
     if mode_config not in _MODES:
         raise MXError(f"unknown mode_config {mode_config!r}: {nearest(mode_config, _MODES)}")
     return _MODES[mode_config](in1, in2, bias, apply_mx_specs(mx_specs))
+
+
+_BMM: QuantizedOp = dataclasses.replace(_quantized_matmul("a", "a"), forward=lambda a, b, bias: torch.bmm(a, b))
+
+
+def bmm(in1: Tensor, in2: Tensor, mx_specs: Mapping[str, object] | None = None, name: str | None = None) -> Tensor:
+    """Multiply batches of matrices, as `mx.bmm` of microxcaling does: `torch.bmm` with operands in MX blocks along the
+    dimensions that it and its gradients reduce.
+
+    Args:
+        in1: (batch, rows, features).
+        in2: (batch, features, columns).
+        mx_specs: as `finalize_mx_specs` returns them; None for torch's own.
+        name: a label that changes nothing.
+
+    Returns:
+        (batch, rows, columns) in the dtype of the operands.
+
+    Raises:
+        MXError: as `quantize_mx_op` and `quantize_elemwise_op`.
+
+    Example:
+        >>> import torch
+        >>> from pt2mx import microxcaling as mx
+        >>> specs = mx.finalize_mx_specs({"a_elem_format": "fp4_e2m1", "block_size": 4})
+        >>> x = torch.tensor([[[1.0, 2.9, -5.9, 0.3]]])
+        >>> mx.bmm(x, torch.eye(4).unsqueeze(0), specs)
+        tensor([[[ 1.0000,  3.0000, -6.0000,  0.5000]]])
+    """
+    mx_assert_test(mx_specs)
+    return torch.bmm(in1, in2) if mx_specs is None else _BMM(in1, in2, None, apply_mx_specs(mx_specs))

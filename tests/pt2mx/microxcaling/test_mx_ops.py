@@ -3,7 +3,7 @@ import torch
 
 from pt2mx import MXError, fake_quantize_mx
 from pt2mx.microxcaling import ElemFormat, MxSpecs, quantize_mx_op
-from pt2mx.microxcaling.formats import RoundingMode, element_name
+from pt2mx.microxcaling.mx_ops import RoundingMode, element_name
 
 X = torch.randn(6, 70, generator=torch.Generator().manual_seed(0)).mul(3).round().div(16)  # with ties
 

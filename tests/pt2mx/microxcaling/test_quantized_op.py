@@ -1,4 +1,4 @@
-"""Which operand of which product has which format, dimension and rounding, and what is rounded to floats: each value is
+"""Which operand of which matmul has which format, dimension and rounding, and what is rounded to floats: each value is
 written out here with torch's own operators."""
 
 import copy

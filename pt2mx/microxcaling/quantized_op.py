@@ -1,8 +1,8 @@
-"""The base of layers and functions: a product of two tensors whose operands are quantized, forward and backward.
+"""Define the base of layers and functions: a matmul or convolution with quantized operands, forward and backward.
 
-Every tensor is rounded to the floats of the specs (`quantize_elemwise_op`); the operands of each of the three products,
-that of the forward pass and those of the two gradients, are quantized along the dimension that it reduces, and its
-result is rounded again. Which format, dimension and rounding that is, is data.
+An operator computes three matmuls: the forward one and one for each gradient. It rounds every tensor to the floats of
+the specs (`quantize_elemwise_op`), quantizes both operands of each matmul along the dimension that the matmul reduces,
+and rounds the result. A table (`Role`) names the format, dimension and rounding of each operand.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch.autograd.function import once_differentiable
 
 from pt2mx.microxcaling.elemwise_ops import quantize_elemwise_op
 from pt2mx.microxcaling.mx_ops import quantize_mx_op
-from pt2mx.microxcaling.specs import MxSpecs, get_backwards_mx_specs
+from pt2mx.microxcaling.specs import MxSpecs, apply_mx_specs, get_backwards_mx_specs, mx_assert_test
 
 
 @dataclass(frozen=True)
 class Role:
-    """The quantization of one operand of one product: keys of the specs, and the dimension of its blocks.
+    """How one operand of one matmul is quantized: keys of the specs, and the dimension of its blocks.
 
-    Without a key for the rounding it is "nearest", whatever the specs say.
+    Without a key for the rounding, it is "nearest".
     """
 
     format: str
@@ -37,8 +37,8 @@ class Role:
 
 
 @dataclass(frozen=True)
-class Product:
-    """A product of a first and a second operand.
+class QuantizedOp:
+    """A matmul or convolution of two operands.
 
     Args:
         forward: (first, second, bias or None, **call) -> the result.
@@ -74,38 +74,73 @@ class Product:
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, first: Tensor, second: Tensor, bias: Tensor | None, product: Product, specs: MxSpecs, call: dict
+        ctx: Any, first: Tensor, second: Tensor, bias: Tensor | None, op: QuantizedOp, specs: MxSpecs, call: dict
     ) -> Tensor:
-        rounded = (_round(first, specs, "output"), _round(second, specs, "weight" if product.is_weight else "output"))
+        rounded = (_round(first, specs, "output"), _round(second, specs, "weight" if op.is_weight else "output"))
         ctx.save_for_backward(*(rounded if specs["quantize_backprop"] else (first, second)))
-        ctx.product, ctx.specs, ctx.call = product, get_backwards_mx_specs(specs), call
+        ctx.op, ctx.specs, ctx.call = op, get_backwards_mx_specs(specs), call
         ctx.bias_shape = None if bias is None else bias.shape
         bias = None if bias is None else _round(bias, specs, "weight")
-        operands = [role.quantize(x, specs) for role, x in zip((product.first, product.second), rounded, strict=True)]
-        if bias is None or not product.adds_bias:
-            return _round(product.forward(*operands, bias, **call), specs, "output")
-        return _round(_round(product.forward(*operands, None, **call), specs, "output") + bias, specs, "output")
+        operands = [role.quantize(x, specs) for role, x in zip((op.first, op.second), rounded, strict=True)]
+        if bias is None or not op.adds_bias:
+            return _round(op.forward(*operands, bias, **call), specs, "output")
+        return _round(_round(op.forward(*operands, None, **call), specs, "output") + bias, specs, "output")
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (first, second), product, specs = ctx.saved_tensors, ctx.product, ctx.specs
+        (first, second), op, specs = ctx.saved_tensors, ctx.op, ctx.specs
         grad = _round(grad, specs, "grad_input")
         grads: list[Tensor | None] = [None] * 6
         if ctx.needs_input_grad[0]:
-            of_grad, of_second = product.first_gradient_roles
+            of_grad, of_second = op.first_gradient_roles
             operands = of_grad.quantize(grad, specs), of_second.quantize(second, specs)
-            grads[0] = _round(product.first_gradient(*operands, first.shape, **ctx.call), specs, "grad_input")
+            grads[0] = _round(op.first_gradient(*operands, first.shape, **ctx.call), specs, "grad_input")
         if ctx.needs_input_grad[1]:
-            of_grad, of_first = product.second_gradient_roles
+            of_grad, of_first = op.second_gradient_roles
             operands = of_grad.quantize(grad, specs), of_first.quantize(first, specs)
-            gradient = product.second_gradient(*operands, second.shape, **ctx.call)
-            grads[1] = _round(gradient, specs, "grad_weight" if product.is_weight else "grad_input")
+            gradient = op.second_gradient(*operands, second.shape, **ctx.call)
+            grads[1] = _round(gradient, specs, "grad_weight" if op.is_weight else "grad_input")
         if ctx.bias_shape is not None and ctx.needs_input_grad[2]:
-            shape = ctx.bias_shape if product.adds_bias else (*ctx.bias_shape, *(1,) * (grad.dim() - 2))
+            shape = ctx.bias_shape if op.adds_bias else (*ctx.bias_shape, *(1,) * (grad.dim() - 2))
             grads[2] = _round(grad.sum_to_size(shape).reshape(ctx.bias_shape), specs, "grad_weight")
         return tuple(grads)
 
 
 def _round(x: Tensor, specs: MxSpecs, what: str) -> Tensor:
     return quantize_elemwise_op(x, specs, specs[f"round_{what}"])
+
+
+class MxLayer:
+    """Before a class of torch's layers: that layer with `mx_specs`; with None it computes as torch's.
+
+    `name` is a label that changes nothing.
+    """
+
+    def __init__(
+        self, *args: Any, mx_specs: Mapping[str, object] | None = None, name: str | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.name = name
+        self.apply_mx_specs(mx_specs)
+
+    def apply_mx_specs(self, mx_specs: Mapping[str, object] | None) -> None:
+        """Take other specs.
+
+        Args:
+            mx_specs: as the layer's own.
+
+        Raises:
+            MXError: for an unknown key.
+        """
+        mx_assert_test(mx_specs)
+        self.mx_none = mx_specs is None
+        self.mx_specs = apply_mx_specs(mx_specs)
+
+    def append_name(self, postfix: str) -> None:
+        """Add to the label.
+
+        Args:
+            postfix: what is added at its end.
+        """
+        self.name = (self.name or "") + postfix
