@@ -1,5 +1,8 @@
-"""Convolve, also transposed. As in microxcaling, MX blocks are rounded "nearest", and the backward pass uses the formats
-of the forward pass: other keys of the specs change nothing."""
+"""Convolve, also transposed.
+
+As in microxcaling, MX blocks are rounded "nearest", and the backward pass has the formats of the forward pass: other
+keys of the specs change nothing.
+"""
 
 from __future__ import annotations
 
