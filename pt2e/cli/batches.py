@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.packages.nesting import are_all, leaves_by_name
-from pt2mx.pt2e.packages.signature import Signature, check_leaf
+from pt2mx.pt2e.packages.pytree_args import are_all, check_leaf, flatten_by_name
+from pt2mx.pt2e.packages.signature import Signature
 from pt2mx.pt2e.user_errors import one_line
 
 
@@ -44,7 +44,7 @@ def load_batch(file: Path) -> object:
 def conform(batch: object, signature: Signature, source: object, note: Callable[[str], None]) -> tuple[tuple, dict]:
     """Return the arguments, positional and keyword, of a call with a batch.
 
-    What is nested in the batch is matched by `leaves_by_name`. Constants may be left out; they stay as in the example.
+    What is nested in the batch is matched by `flatten_by_name`. Constants may be left out; they stay as in the example.
     float64 is cast to the example's dtype, with a note to the user.
 
     Args:
@@ -80,7 +80,7 @@ def _leaves(batch: object, signature: Signature, source: object) -> list[object]
     by_name = dict(constants)
     if parts.keys() <= trees.keys():
         for name, part in parts.items():
-            by_name.update(leaves_by_name(part, trees[name], f"{source}: {name}", constants))
+            by_name.update(flatten_by_name(part, trees[name], f"{source}: {name}", constants))
         if by_name.keys() == set(signature.names):
             return [by_name[name] for name in signature.names]
     held = sorted(map(str, batch)) if isinstance(batch, dict) else f"{len(_values(batch))} values"

@@ -27,9 +27,9 @@ from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.origin import Origin, other_version, recipe_of
 from pt2mx.pt2e.output import check_distinct
 from pt2mx.pt2e.packages.dynamic_shapes import dynamic_shapes
-from pt2mx.pt2e.packages.extents import ranges
 from pt2mx.pt2e.packages.package import Package, check_package_output, open_package, write_package
-from pt2mx.pt2e.packages.signature import in_memory_order, memory_order
+from pt2mx.pt2e.packages.pytree_args import in_memory_order, memory_order
+from pt2mx.pt2e.packages.sizes import ranges
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.agreement import Fidelity, fidelity
 from pt2mx.pt2e.user_errors import user_errors

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
-from pt2mx.pt2e.packages.extents import Range
 from pt2mx.pt2e.packages.signature import Signature
+from pt2mx.pt2e.packages.sizes import Range
 
 #: of a number that may be any
 _ANY_NUMBER: Range = (-sys.maxsize, None)

@@ -38,8 +38,8 @@ from pt2mx.pt2e.inspect.schema import (
 )
 from pt2mx.pt2e.language.ranks import programs_in
 from pt2mx.pt2e.origin import origin_of
-from pt2mx.pt2e.packages.extents import Range, input_nodes, ranges
 from pt2mx.pt2e.packages.package import read_signature
+from pt2mx.pt2e.packages.sizes import Range, input_nodes, ranges
 from pt2mx.pt2e.packed_weights import PackedWeight, packed_weights, parameter_name
 from pt2mx.spec import MXSpec
 

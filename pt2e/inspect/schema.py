@@ -10,7 +10,7 @@ from math import prod
 import torch
 
 from pt2mx.pt2e.origin import Origin
-from pt2mx.pt2e.packages.extents import Range
+from pt2mx.pt2e.packages.sizes import Range
 from pt2mx.pt2e.stored_bits import storage_note
 from pt2mx.spec import MXSpec, parse
 

@@ -23,7 +23,7 @@ from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.cache import Layers
 from pt2mx.pt2e.language.graph_inputs import free_inputs, set_inputs
-from pt2mx.pt2e.packages.crash import check_loads
+from pt2mx.pt2e.packages.load_check import check_loads
 
 #: what is read -> how many tokens the program reads that is compiled for it
 _LENGTHS = {"prompt": None, "token": 1}

@@ -10,8 +10,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.packages.conditions import guards_follow
-from pt2mx.pt2e.packages.extents import dynamic_sizes, input_nodes, linear, range_of, symbolic
+from pt2mx.pt2e.packages.sizes import dynamic_sizes, guards_follow, input_nodes, linear, range_of, symbolic
 
 
 def dynamic_shapes(program: ExportedProgram, module: GraphModule) -> tuple:

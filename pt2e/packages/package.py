@@ -1,4 +1,4 @@
-"""Packages that AOTInductor compiled: files with machine code, the weights, and the signature."""
+"""Packages that AOTInductor compiled: files that contain machine code, the weights and the input signature."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from pt2mx.errors import MXError
 from pt2mx.pt2e.archive import add_records, check_kind, read_record
 from pt2mx.pt2e.origin import Origin, warn_of_other_version
 from pt2mx.pt2e.output import check_output, deferred_interrupts, whole_file
-from pt2mx.pt2e.packages.crash import check_loads
-from pt2mx.pt2e.packages.extents import Range, symbols
-from pt2mx.pt2e.packages.least_extents import least_extents
+from pt2mx.pt2e.packages.load_check import check_loads
+from pt2mx.pt2e.packages.probe import min_sizes
 from pt2mx.pt2e.packages.signature import Signature
+from pt2mx.pt2e.packages.sizes import Range, symbols
 
-#: where PT2 archives keep the inputs that a program was exported with
+#: the record of a PT2 archive for the example inputs of an export
 _EXAMPLE = "data/sample_inputs/model.pt"
 
 
@@ -37,15 +37,15 @@ class CompiledModel(Protocol):
 
 
 class Package:
-    """A loaded package. `load_package` makes it.
+    """A loaded package, as `load_package` returns it.
 
-    Calls from several threads take turns. AOTInductor keeps Python's global lock while it waits for its runner, and the
-    runner would wait for that lock in pt2mx's operators: neither would ever go on.
+    Calls from several threads run one after the other, because two at once could deadlock: AOTInductor waits for its
+    runner while it has Python's global lock, and the runner waits for that lock in pt2mx's operators.
 
     Args:
         model: the machine code, which checks nothing.
-        signature: what each call's arguments are compared with. It is an attribute; so is `device`, on which the
-            package runs.
+        signature: the input signature that each call's arguments are compared with. It is an attribute; so is `device`,
+            on which the package runs.
     """
 
     def __init__(self, model: CompiledModel, signature: Signature) -> None:
@@ -68,7 +68,7 @@ class Package:
 
 
 def check_package_output(path: str | os.PathLike[str]) -> None:
-    """Refuse a path at which no package can be written.
+    """Raise an error for a path to which no package can be written.
 
     Raises:
         MXError: for such a path, and for a name that does not end in `.pt2`.
@@ -88,18 +88,18 @@ def write_package(
     eager: Callable,
     origin: Origin,
 ) -> None:
-    """Compile a program by AOTInductor into the package `path`, whose name ends in `.pt2`.
+    """Compile a program with AOTInductor into the package `path`, whose name ends in `.pt2`.
 
     Args:
-        code: what is compiled: `program`, maybe decomposed further.
+        code: the program to compile: `program`, possibly decomposed further.
         program: an export of `module`, with example inputs on the package's device.
         module: a graph module.
-        path: of the package.
-        device: that the code is for.
+        path: the path of the package.
+        device: the device that the code is for.
         stated: the ranges of the inputs.
-        eager: the model that the package is to agree with, called with inputs on that device; it raises an error where
-            the program does not take its inputs, which a GPU may not.
-        origin: the record of what wrote the package.
+        eager: the model whose outputs the package must reproduce, called with inputs on that device. It raises an error
+            for inputs that the program rejects, which code on a GPU may not.
+        origin: the versions and the recipe to record in the package.
 
     Raises:
         MXError: where the file cannot be written, or its code crashes.
@@ -114,22 +114,22 @@ def write_package(
         with deferred_interrupts():
             package_aoti(file, files)
         check_loads(file.name, torch.device(device))
-        least, conditions = _tried_extents(file.name, program, module, stated, eager)
-        signature, content = Signature.of(program, module, least, conditions), io.BytesIO()
+        lower, conditions = _probed_sizes(file.name, program, module, stated, eager)
+        signature, content = Signature.of(program, module, lower, conditions), io.BytesIO()
         torch.save({field.name: getattr(signature, field.name) for field in fields(signature)}, content)
         add_records(file.name, {_EXAMPLE: content.getvalue(), **origin.records()})
 
 
-def _tried_extents(
+def _probed_sizes(
     file: str, program: ExportedProgram, module: GraphModule, stated: list[list[Range] | None], eager: Callable
 ) -> tuple[dict[sympy.Symbol, int], list[str]]:
-    """Return what trials of the machine code in a file show: `least_extents` of the program."""
+    """Return `min_sizes` of the machine code in a file."""
     dynamic = symbols(program)
     if not dynamic:
         return {}, []
-    any_extent = Signature.of(program, module, dict.fromkeys(dynamic, 0))
-    compiled = Package(torch._inductor.aoti_load_package(file), any_extent)
-    return least_extents(program, stated, eager, compiled)
+    any_size = Signature.of(program, module, dict.fromkeys(dynamic, 0))
+    compiled = Package(torch._inductor.aoti_load_package(file), any_size)
+    return min_sizes(program, stated, eager, compiled)
 
 
 def load_package(path: str | os.PathLike[str]) -> Package:
@@ -138,14 +138,14 @@ def load_package(path: str | os.PathLike[str]) -> Package:
     Packages are machine code: load only those that you trust.
 
     Args:
-        path: of the package.
+        path: the path of the package.
 
     Returns:
-        A callable that takes and returns what the exported model does. It raises an MXError for arguments of another
+        A callable with the arguments and outputs of the exported model. It raises an MXError for arguments of another
         number, nesting, dtype, shape or device than the program takes. Its `device` is where it runs.
 
     Raises:
-        MXError: where the file is no package, or one that does not hold the signature.
+        MXError: where the file is no package, or a package without a signature.
 
     Example:
         >>> import tempfile, torch, pt2mx
@@ -169,7 +169,7 @@ def open_package(path: str | os.PathLike[str]) -> Package:
 
 
 def read_signature(path: str | os.PathLike[str]) -> Signature:
-    """Read how a package is called; its machine code is not loaded.
+    """Read the input signature of a package, without loading its machine code.
 
     Raises:
         MXError: as `load_package`.

@@ -1,4 +1,4 @@
-"""The signature of a model, with which arguments are compared: the tree, dtypes and shapes of its inputs."""
+"""The input signature of a model: the nesting, dtypes and shapes of its inputs, which arguments are compared with."""
 
 from __future__ import annotations
 
@@ -17,26 +17,38 @@ from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.aliasing import written_nodes
-from pt2mx.pt2e.packages.conditions import by_name, guards, parameters, relations
-from pt2mx.pt2e.packages.extents import Range, input_nodes, ranges
-from pt2mx.pt2e.packages.nesting import leaves_by_name
-from pt2mx.pt2e.packages.shared_memory import check_shared_memory
+from pt2mx.pt2e.packages.pytree_args import (
+    check_leaf,
+    check_shared_memory,
+    flatten_by_name,
+    in_memory_order,
+    memory_order,
+)
+from pt2mx.pt2e.packages.sizes import (
+    Range,
+    condition_variables,
+    guards,
+    input_nodes,
+    parameter_names,
+    ranges,
+    relations,
+)
 
 
 @dataclass(frozen=True)
 class Signature:
-    """An example of a call, and what is known of each leaf of its arguments.
+    """An example of a call, and the conditions on each leaf of its arguments. Packages store these fields.
 
     Args:
         args: positional arguments of the example: trees of tensors on the CPU, and of constants.
         kwargs: its keyword arguments.
         names: a name of each leaf.
-        ranges: for each leaf that is a tensor the ranges of its dimensions; for a number that a call may change its own
-            range, as a list of one; None for a constant.
+        ranges: for each tensor the ranges of its dimensions; for a number that a call may change its own range, as a
+            list of one; None for a constant.
         parameters: the names of the positional arguments.
-        guards: further conditions, in the form of `pt2mx.pt2e.packages.conditions`.
+        guards: further conditions, as `pt2mx.pt2e.packages.sizes` writes them.
         written: the names of the leaves that a call writes to.
-        numbers: the indices of those leaves of the outputs that are numbers.
+        numbers: the indices of the output leaves that are numbers.
     """
 
     args: tuple
@@ -50,15 +62,15 @@ class Signature:
 
     @classmethod
     def of(
-        cls, program: ExportedProgram, module: GraphModule, least: Mapping | None = None, conditions: Iterable[str] = ()
+        cls, program: ExportedProgram, module: GraphModule, lower: Mapping | None = None, conditions: Iterable[str] = ()
     ) -> Signature:
         """Return the signature of a program.
 
         Args:
-            program: with example inputs.
-            module: what was exported to it.
-            least: lower bounds of symbols, as `ranges` takes them.
-            conditions: further ones.
+            program: an exported program with example inputs.
+            module: the module that was exported.
+            lower: lower bounds of symbols, as `ranges` takes them.
+            conditions: further conditions.
         """
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.detach().cpu(), program.example_inputs)
         nodes, written = input_nodes(program), written_nodes(program.graph)
@@ -66,8 +78,8 @@ class Signature:
             args,
             kwargs,
             names=[node.name for node in nodes],
-            ranges=ranges(program, least),
-            parameters=parameters(module, len(args)),
+            ranges=ranges(program, lower),
+            parameters=parameter_names(module, len(args)),
             guards=[*relations(program), *guards(program), *conditions],
             written=[node.name for node in nodes if node in written],
             numbers=_numbers(program),
@@ -75,12 +87,12 @@ class Signature:
 
     @cached_property
     def inputs(self) -> list[tuple[str, object, list[Range] | None]]:
-        """The (name, example, ranges) of each leaf."""
+        """Return the (name, example, ranges) of each leaf."""
         return list(zip(self.names, self._flat[0], self.ranges, strict=True))
 
     @cached_property
     def trees(self) -> dict[str, object]:
-        """The arguments by their names, each with the names of its leaves in their places."""
+        """Return the arguments by their names, each with the names of its leaves instead of their values."""
         args, kwargs = self.unflatten(self.names)
         return {**dict(zip(self.parameters, args, strict=True)), **kwargs}
 
@@ -89,8 +101,9 @@ class Signature:
         return pytree.tree_unflatten(leaves, self._flat[1])
 
     def checked(self, args: tuple, kwargs: dict, device: torch.device | None = None) -> tuple[tuple, dict]:
-        """Return the arguments as compiled code reads them: tensors have the strides of the example's, by a copy if
-        need be.
+        """Check the arguments of a call, and return them as compiled code reads them.
+
+        Tensors have the strides of the example's; others are copied.
 
         Args:
             args: positional arguments of a call.
@@ -99,27 +112,27 @@ class Signature:
 
         Raises:
             MXError: for arguments that the model does not take (their number, names, nesting, dtypes, shapes, device,
-                or a constant that is not the example's), and for one that is written to and shares memory with another.
+                or another constant than the example's), and for one that is written to and shares memory with another.
         """
         by_parameter = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         if len(args) + len(kwargs) != len(self.trees) or by_parameter.keys() != self.trees.keys():
             raise MXError(f"call it with {self._expected}: given are {_described(args, kwargs)}")
         named: dict[str, object] = {}
         for parameter, tree in self.trees.items():
-            named.update(leaves_by_name(by_parameter[parameter], tree, f"the argument {parameter!r}"))
+            named.update(flatten_by_name(by_parameter[parameter], tree, f"the argument {parameter!r}"))
         leaves = [named[name] for name in self.names]
-        for given, (name, example, extents) in zip(leaves, self.inputs, strict=True):
-            check_leaf(name, given, example, extents, device)
+        for leaf, (name, example, sizes) in zip(leaves, self.inputs, strict=True):
+            check_leaf(name, leaf, example, sizes, device)
         if self.written:
             check_shared_memory(named, self.written)
-        arranged = [self._arranged(*leaf) for leaf in zip(self.names, leaves, self._orders, strict=True)]
+        arranged = [self._arranged(*each) for each in zip(self.names, leaves, self._orders, strict=True)]
         args, kwargs = self.unflatten(arranged)
         if self._conditions:
-            self._check_conditions(by_name(arranged, self.parameters, args, kwargs))
+            self._check_conditions(condition_variables(arranged, self.parameters, args, kwargs))
         return args, kwargs
 
     def returned(self, outputs: object) -> object:
-        """Return the outputs of compiled code, which makes tensors of numbers, as the model returns them."""
+        """Return the outputs of compiled code as the model returns them: numbers are tensors in compiled code."""
         if not self.numbers:
             return outputs
         leaves, tree = pytree.tree_flatten(outputs)
@@ -134,17 +147,16 @@ class Signature:
             if not met:
                 raise MXError(f"the shapes of the inputs must meet the condition {self._readable(condition)}")
 
-    def _arranged(self, name: str, given: object, order: list[int] | None) -> object:
-        """Return the tensor with its dimensions in this order in memory, without gaps: itself if it lies so. Another
-        leaf has no order."""
-        if order is None or not isinstance(given, Tensor):
-            return given
-        sorted_dims = given.permute(order)
-        if sorted_dims.is_contiguous() and not given.is_neg():
-            return given
+    def _arranged(self, name: str, leaf: object, order: list[int] | None) -> object:
+        """Return a tensor with its dimensions in this order in memory, without gaps, as a copy only where necessary.
+        Another leaf has no order."""
+        if order is None or not isinstance(leaf, Tensor):
+            return leaf
+        if leaf.permute(order).is_contiguous() and not leaf.is_neg():
+            return leaf
         if name in self.written:
             raise MXError(f"the input {name!r} is written to: pass it with the strides of the example")
-        return in_memory_order(given.resolve_neg(), order)
+        return in_memory_order(leaf.resolve_neg(), order)
 
     @cached_property
     def _flat(self) -> tuple[list[object], pytree.TreeSpec]:
@@ -156,7 +168,7 @@ class Signature:
 
     @cached_property
     def _conditions(self) -> list[tuple[str, Callable[[dict], bool]]]:
-        # they come from the file that also holds the machine code
+        # eval is no risk: the conditions come from the file that also has the machine code
         return [(condition, eval(f"lambda L: {condition}", dict(SYMPY_INTERP))) for condition in self.guards]
 
     def _readable(self, condition: str) -> str:
@@ -171,83 +183,12 @@ class Signature:
 
 
 def _numbers(program: ExportedProgram) -> list[int]:
-    """Return the indices of the leaves of the program's outputs that are numbers: constants or sizes."""
+    """Return the indices of the output leaves of a program that are numbers: constants or sizes."""
     specs = [spec for spec in program.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
     others = [i for i, spec in enumerate(specs) if not isinstance(spec.arg, TensorArgument)]
     return [i for i in others if getattr(specs[i].arg, "value", 0) is not None]
 
 
-def check_leaf(
-    name: str, given: object, example: object, extents: list[Range] | None, device: torch.device | None = None
-) -> None:
-    """Refuse a leaf of the arguments that the model does not take.
-
-    Args:
-        name: the name of the leaf, for the error.
-        given: the leaf of a call.
-        example: the leaf of the example.
-        extents: its ranges, as in `Signature.ranges`.
-        device: the device on which a tensor must be; by default any.
-
-    Raises:
-        MXError: for another type, dtype, shape or device, a number out of its range, or another constant.
-    """
-    if extents is None:
-        if type(given) is not type(example) or given != example:
-            raise MXError(
-                f"the input {name!r} is the constant {example!r} of the export, and cannot be {_kind(given)}: export "
-                "the model again for another value"
-            )
-        return
-    if not isinstance(example, Tensor):
-        if type(given) is not type(example) or not isinstance(given, int | float) or not _is_within([given], extents):
-            raise MXError(f"the input {name!r} must be a number of {_shown(extents).rstrip(',')}, not {given!r}")
-        return
-    if not isinstance(given, Tensor) or not _fits(given, example, extents):
-        raise MXError(
-            f"the input {name!r} must be of shape ({_shown(extents)}) and {example.dtype}, not {_kind(given)}"
-        )
-    if device is not None and given.device != device:
-        raise MXError(f"the input {name!r} must be on {device}, not on {given.device}: move it there")
-
-
-#: tensors that hold their values themselves
-_PLAIN = (Tensor, torch.nn.Parameter)
-
-
-def _fits(given: Tensor, example: Tensor, extents: list[Range]) -> bool:
-    plain = type(given) in _PLAIN and given.dtype == example.dtype and given.layout == torch.strided
-    return plain and given.dim() == len(extents) and _is_within(given.shape, extents)
-
-
-def _is_within(sizes: Iterable[float], extents: list[Range]) -> bool:
-    return all(least <= n and (most is None or n <= most) for n, (least, most) in zip(sizes, extents, strict=True))
-
-
-def _shown(extents: list[Range]) -> str:
-    ranges = [f"{least}" if least == most else f"{least} to {most or 'any'}" for least, most in extents]
-    return ", ".join(ranges) + ("," if len(ranges) == 1 else "")
-
-
-def _kind(given: object) -> str:
-    if isinstance(given, int | float | str | bool | None):
-        return repr(given)
-    if isinstance(given, Tensor) and type(given) in _PLAIN:
-        return f"{tuple(given.shape)} {given.dtype}"
-    return type(given).__name__
-
-
 def _described(args: tuple, kwargs: dict) -> str:
     keywords = f" and the keywords {', '.join(kwargs)}" if kwargs else ""
     return f"{len(args)} positional arguments{keywords}"
-
-
-def memory_order(tensor: Tensor) -> list[int]:
-    """Return the dimensions of a tensor from the one with the largest stride to the one with the least."""
-    strides = tensor.stride()
-    return sorted(range(tensor.dim()), key=lambda i: (-strides[i], i))
-
-
-def in_memory_order(tensor: Tensor, order: list[int]) -> Tensor:
-    """Return the tensor with its dimensions in this order in memory, without gaps or overlaps."""
-    return tensor.permute(order).contiguous().permute([order.index(i) for i in range(len(order))])

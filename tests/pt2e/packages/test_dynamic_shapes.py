@@ -4,7 +4,7 @@ from torch import nn
 from torch.export import Dim
 
 from pt2mx.pt2e.packages.dynamic_shapes import dynamic_shapes
-from pt2mx.pt2e.packages.extents import input_nodes, ranges
+from pt2mx.pt2e.packages.sizes import input_nodes, ranges
 
 
 class Net(nn.Module):

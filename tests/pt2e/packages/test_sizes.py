@@ -3,9 +3,8 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from pt2mx.pt2e.packages.conditions import by_name, guards, guards_follow, parameters, relations
 from pt2mx.pt2e.packages.dynamic_shapes import dynamic_shapes
-from pt2mx.pt2e.packages.extents import ranges
+from pt2mx.pt2e.packages.sizes import condition_variables, guards, guards_follow, parameter_names, ranges, relations
 
 A = Dim.AUTO
 N = Dim("n", min=2, max=50)
@@ -36,7 +35,8 @@ class Cat(nn.Module):
         return torch.cat([x, y]) + z
 
 
-#: model, lengths of its inputs, dynamic shapes -> whether its shapes say all, other lengths that it takes, and not
+#: model, lengths of its inputs, dynamic shapes, whether the guards follow from the shapes, lengths that the model
+#: takes, and lengths that it refuses
 CASES = {
     "free": (Pass(), (4, 5), (A, A), True, [(3, 9), (7, 2)], []),
     "equal": (Add(), (4, 4), (N, N), True, [(3, 3), (50, 50)], [(3, 4)]),
@@ -60,17 +60,17 @@ def exported(name):
 
 
 def hold(program, module, lengths):
-    """Whether the conditions hold, as a package evaluates them."""
+    """Return whether the conditions are true, as a package evaluates them."""
     args = tuple(torch.randn(n, 3) for n in lengths)
-    known = by_name(list(args), parameters(module, len(args)), args, {})
-    return all(eval(condition, {"L": known}) for condition in [*relations(program), *guards(program)])
+    variables = condition_variables(list(args), parameter_names(module, len(args)), args, {})
+    return all(eval(condition, {"L": variables}) for condition in [*relations(program), *guards(program)])
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_conditions_are_those_of_the_program(name):
     program, module, args = exported(name)
-    *_, stated, taken, refused = CASES[name]
-    assert guards_follow(program, module) == stated
+    *_, follow, taken, refused = CASES[name]
+    assert guards_follow(program, module) == follow
     for lengths in [tuple(map(len, args)), *taken]:
         module(*(torch.randn(n, 3) for n in lengths))
         assert hold(program, module, lengths)
@@ -86,7 +86,7 @@ def test_exported_again_the_conditions_are_the_same(name):
     program, module, args = exported(name)
     *_, taken, refused = CASES[name]
     again = torch.export.export(module, args, dynamic_shapes=dynamic_shapes(program, module))
-    assert [[most for _, most in r] for r in ranges(again)] == [[most for _, most in r] for r in ranges(program)]
+    assert [[high for _, high in r] for r in ranges(again)] == [[high for _, high in r] for r in ranges(program)]
     for lengths in taken:
         assert hold(again, again.module(), lengths)
     for lengths in refused:

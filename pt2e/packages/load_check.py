@@ -1,4 +1,4 @@
-"""Packages that end the process that loads them, found in a process that may end."""
+"""Load-test a GPU package in a subprocess, because a badly linked one crashes the process."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _LOAD = "import sys, torch, pt2mx; torch._inductor.aoti_load_package(sys.argv[1]
 
 
 def check_loads(path: str, device: torch.device) -> None:
-    """Load a package in a child process: machine code for a GPU that was linked badly crashes, and with it the process.
+    """Load a package in a child process.
 
-    Packages for a CPU are not tried: none was seen to crash, and a child takes seconds.
+    Packages for a CPU are not loaded: none was seen to crash, and a child process takes seconds.
 
     Raises:
         MXError: where the child crashed, or could not load the package.

@@ -4,31 +4,31 @@ import pytest
 import torch
 
 from pt2mx import MXError
-from pt2mx.pt2e.packages import crash
+from pt2mx.pt2e.packages import load_check
 
 CUDA = torch.device("cuda")
 
 
 def _ends_with(status, stderr, monkeypatch):
-    found = []
+    started = []
 
     def run(command, **options):
-        found.append(command)
+        started.append(command)
         return subprocess.CompletedProcess(command, status, "", stderr)
 
-    monkeypatch.setattr(crash.subprocess, "run", run)
-    return found
+    monkeypatch.setattr(load_check.subprocess, "run", run)
+    return started
 
 
-def test_code_for_a_cpu_is_not_tried(monkeypatch):
+def test_code_for_a_cpu_is_not_loaded(monkeypatch):
     started = _ends_with(-11, "", monkeypatch)
-    crash.check_loads("m.pt2", torch.device("cpu"))
+    load_check.check_loads("m.pt2", torch.device("cpu"))
     assert not started
 
 
 def test_code_that_loads(monkeypatch):
     started = _ends_with(0, "", monkeypatch)
-    crash.check_loads("m.pt2", CUDA)
+    load_check.check_loads("m.pt2", CUDA)
     assert [command[-1] for command in started] == ["m.pt2"]
 
 
@@ -39,14 +39,14 @@ def test_code_that_loads(monkeypatch):
         (1, "Traceback\nKeyError: 3\n", "loaded: KeyError: 3"),
     ],
 )
-def test_code_that_does_not(status, stderr, message, monkeypatch):
+def test_code_that_does_not_load(status, stderr, message, monkeypatch):
     _ends_with(status, stderr, monkeypatch)
     with pytest.raises(MXError, match=message):
-        crash.check_loads("m.pt2", CUDA)
+        load_check.check_loads("m.pt2", CUDA)
 
 
-def test_a_real_child(tmp_path):
+def test_a_real_child_process(tmp_path):
     path = tmp_path / "m.pt2"
     path.write_bytes(b"no package")
     with pytest.raises(MXError, match="the machine code for cuda cannot be loaded"):
-        crash.check_loads(str(path), CUDA)
+        load_check.check_loads(str(path), CUDA)

@@ -1,0 +1,187 @@
+"""Probe compiled code with other sizes than the example's: find the smallest ones, and dimensions that are equal.
+
+Tracing assumes that a dynamic size is at least 2, and exported programs do not check it: most also take 0 and 1.
+Compiled code may rely on the assumption (`x[:2]` reads two rows). A program also rejects a mask shorter than its ids;
+compiled code reads past its end instead. No guard of the export says so. Both are therefore run on the same inputs, and
+their outputs are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import sympy
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from pt2mx.pt2e.packages.pytree_args import in_memory_order, memory_order
+from pt2mx.pt2e.packages.sizes import Range, size_in_conditions, sizes_at, symbols
+from pt2mx.pt2e.report.agreement import fidelity
+
+#: dB: far above code that reads wrong values, and below sums in another order in front of a 4-bit quantization
+_MIN_SQNR = 20.0
+
+Call = Callable[..., object]
+#: sizes of some symbols, the others as in the example -> whether compiled code gives the eager program's outputs; None
+#: if the program rejects such inputs
+Probe = Callable[[Mapping[sympy.Symbol, int]], bool | None]
+#: two symbols; the size of the first must be at least that of the second
+DimConstraint = tuple[sympy.Symbol, sympy.Symbol]
+
+
+def min_sizes(
+    program: ExportedProgram, stated: Sequence[list[Range] | None], eager: Call, compiled: Call
+) -> tuple[dict[sympy.Symbol, int], list[str]]:
+    """Find the smallest dimension sizes that a compiled package accepts, and the dimensions whose sizes must agree.
+
+    Args:
+        program: an exported program with example inputs, from which the inputs of the probes are made.
+        stated: the ranges of its inputs.
+        eager: the program's module. It raises an error for inputs that the program rejects.
+        compiled: called with the same inputs.
+
+    Returns:
+        symbol -> size, and the conditions on sizes, as `pt2mx.pt2e.packages.sizes` writes them. The size is 0 or 1 if
+        the stated range allows it and both give the same outputs, otherwise 2. A stated range from 2 allows 1, because
+        every range of a traced dimension starts at 2.
+    """
+    dims = symbols(program)
+    example = {symbol: dim.size for symbol, dim in dims.items()}
+    matches = probe(program, eager, compiled)
+    constraints = equal_dims(example, {symbol: dim.dim for symbol, dim in dims.items()}, matches)
+
+    stated_min = {symbol: sizes[dim.dim][0] for symbol, dim in dims.items() if (sizes := stated[dim.input])}
+    # code that was compiled for a size of 1 in the example takes no other
+    smallest = {symbol: 2 for symbol, n in stated_min.items() if n <= 2 and example[symbol] >= 2}
+    for symbol in smallest:
+        group = [symbol, *(smaller for larger, smaller in constraints if larger == symbol)]  # these shrink with it
+        if matches(dict.fromkeys(group, 1)):
+            smallest[symbol] = 0 if stated_min[symbol] == 0 and matches(dict.fromkeys(group, 0)) else 1
+    # all together; None is fine, since the package rejects what the program rejects
+    if matches(smallest) is False:
+        smallest = dict.fromkeys(smallest, 2)
+    sizes = {symbol: size_in_conditions(dim.input, dim.dim) for symbol, dim in dims.items()}
+    return smallest, _conditions(constraints, sizes)
+
+
+def _conditions(constraints: list[DimConstraint], sizes: dict[sympy.Symbol, str]) -> list[str]:
+    """Write the constraints as conditions, with the expression of each symbol's size."""
+    order, conditions = list(sizes), []
+    for larger, smaller in constraints:
+        if (smaller, larger) not in constraints:
+            conditions.append(f"{sizes[larger]} >= {sizes[smaller]}")
+        elif order.index(larger) < order.index(smaller):
+            conditions.append(f"{sizes[larger]} == {sizes[smaller]}")
+    return conditions
+
+
+def equal_dims(
+    example: Mapping[sympy.Symbol, int], dims: Mapping[sympy.Symbol, int], matches: Probe
+) -> list[DimConstraint]:
+    """Find the dimensions whose sizes depend on each other: the program takes one only if others change with it.
+
+    Args:
+        example: the size of each symbol in the example. Only symbols of the same size can depend on each other.
+        dims: the index of the dimension whose size the symbol is.
+        matches: the probe.
+
+    Returns:
+        The constraints. Equal sizes have one in each direction.
+    """
+    constraints: list[DimConstraint] = []
+    for size in sorted(set(example.values())):
+        alike = [symbol for symbol in example if example[symbol] == size]
+        if len(alike) == 1:
+            continue
+        # larger sizes first: repeated values are valid, whereas an index may point at what was cut off. Twice and half
+        # the size are for programs that take even sizes only
+        candidates = (size + 1, 2 * size, size - 1, size // 2)
+        changed = next((n for n in candidates if n and matches(dict.fromkeys(alike, n))), None)
+        if changed is None:
+            continue
+        for symbol in alike:
+            others = [other for other in _change_together(symbol, alike, dims, changed, matches) if other != symbol]
+            constraints += [(other, symbol) if changed > size else (symbol, other) for other in others]
+    return constraints
+
+
+def _change_together(
+    symbol: sympy.Symbol, alike: list[sympy.Symbol], dims: Mapping[sympy.Symbol, int], size: int, matches: Probe
+) -> list[sympy.Symbol]:
+    """Find a small set of symbols, `symbol` among them, that the program takes at `size`. It takes all of `alike`."""
+
+    def is_taken(group: list[sympy.Symbol]) -> bool:
+        return matches(dict.fromkeys(group, size)) is True
+
+    pairs = [[symbol, other] for other in alike if other != symbol]
+    same_dim = [other for other in alike if dims[other] == dims[symbol]]
+    group = next((candidate for candidate in ([symbol], *pairs, same_dim) if is_taken(candidate)), alike)
+    for other in group if len(group) > 2 else ():
+        without = [kept for kept in group if kept != other]
+        if other != symbol and is_taken(without):
+            group = without
+    return group
+
+
+def probe(program: ExportedProgram, eager: Call, compiled: Call) -> Probe:
+    """Return the probe of a program. It cuts or repeats the values of the example inputs to the sizes that it tries.
+
+    Args:
+        program: an exported program with example inputs.
+        eager: the program's module. It raises an error for inputs that the program rejects.
+        compiled: called with the same inputs.
+    """
+    example = {symbol: dim.size for symbol, dim in symbols(program).items()}
+
+    def matches(sizes: Mapping[sympy.Symbol, int]) -> bool | None:
+        inputs = _resized(program, {**example, **sizes})
+        return None if inputs is None else matches_eager(inputs, eager, compiled)
+
+    return matches
+
+
+def _resized(program: ExportedProgram, values: Mapping[sympy.Symbol, int]) -> tuple[tuple, dict] | None:
+    """Return the example's inputs at these sizes; None where no tensor has them."""
+    leaves, tree = pytree.tree_flatten(program.example_inputs)
+    resized = []
+    for leaf, sizes in zip(leaves, sizes_at(program, values), strict=True):
+        if sizes is not None:
+            if any(size < 0 or size > length == 0 for size, length in zip(sizes, leaf.shape, strict=True)):
+                return None
+            order = memory_order(leaf)
+            for dim, size in enumerate(sizes):
+                if size > leaf.shape[dim]:
+                    leaf = torch.cat([leaf] * -(-size // leaf.shape[dim]), dim)
+                leaf = leaf.narrow(dim, 0, size)
+            leaf = in_memory_order(leaf, order).clone()
+        resized.append(leaf)
+    return pytree.tree_unflatten(resized, tree)
+
+
+def matches_eager(inputs: tuple[tuple, dict], eager: Call, compiled: Call) -> bool | None:
+    """Return whether compiled code gives the eager program's outputs; None if the program rejects the inputs."""
+    args, kwargs = inputs
+    try:
+        eager_args, eager_kwargs = pytree.tree_map_only(Tensor, Tensor.clone, inputs)  # the program may write to them
+        want = eager(*eager_args, **eager_kwargs)
+    except Exception:  # a program may reject inputs by any error
+        return None
+    try:
+        got = compiled(*args, **kwargs)
+    except Exception:
+        return False
+    want, got = pytree.tree_leaves(want), pytree.tree_leaves(got)
+    if len(want) != len(got) or not all(map(_alike, want, got)):
+        return False
+    return fidelity([(got, want)]).sqnr >= _MIN_SQNR
+
+
+def _alike(want: object, got: object) -> bool:
+    """Return whether two outputs are equal; for floating tensors, only whether their shapes and dtypes are."""
+    if not isinstance(want, Tensor) or not isinstance(got, Tensor):
+        return want == got
+    if want.shape != got.shape or want.dtype != got.dtype:
+        return False
+    return want.is_floating_point() or torch.equal(want.cpu(), got.cpu())

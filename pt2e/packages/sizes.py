@@ -1,0 +1,191 @@
+"""Sizes of the dimensions of an exported program's inputs: symbols, ranges, and further conditions.
+
+A size is a number, a symbol, or a function of symbols. Each symbol has a range. Conditions that ranges cannot say are
+Python expressions of `L`, the arguments by their names; `L["flat_args"]` are their leaves.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import sympy
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
+from torch.utils import _pytree as pytree
+from torch.utils._sympy.functions import FloorDiv
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.printers import PythonPrinter
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
+
+#: smallest and largest size of a dimension; the latter is None where there is no bound
+Range = tuple[int, int | None]
+
+
+class InputDim(NamedTuple):
+    """A dimension of an input: its size in the example, the index of the input, and that of the dimension."""
+
+    size: int
+    input: int
+    dim: int
+
+
+def ranges(program: ExportedProgram, lower: Mapping[sympy.Symbol, int] | None = None) -> list[list[Range] | None]:
+    """Return the range of each dimension of the program's inputs, in their order; None for an input that is no tensor.
+
+    Args:
+        program: an exported program.
+        lower: lower bounds of symbols that replace those of the program.
+    """
+
+    def range_of_size(size: int | torch.SymInt) -> Range:
+        expression = symbolic(size)
+        return (int(size), int(size)) if expression is None else range_of(program, expression, lower)
+
+    values = [node.meta["val"] for node in input_nodes(program)]
+    return [[range_of_size(size) for size in value.shape] if isinstance(value, Tensor) else None for value in values]
+
+
+def symbols(program: ExportedProgram) -> dict[sympy.Symbol, InputDim]:
+    """Return the symbols that are the size of an input's dimension, each with the last such dimension."""
+    return {
+        expression: InputDim(length, i, j)
+        for i, (leaf, node) in enumerate(_inputs(program))
+        if isinstance(leaf, Tensor)
+        for j, (length, size) in enumerate(zip(leaf.shape, node.meta["val"].shape, strict=True))
+        if (expression := symbolic(size)) is not None and expression.is_Symbol
+    }
+
+
+def sizes_at(program: ExportedProgram, values: Mapping[sympy.Symbol, int]) -> list[list[int] | None]:
+    """Return the sizes of the program's inputs for these values of its symbols, and the example's sizes where they
+    depend on other symbols; None for an input that is no tensor."""
+
+    def at_values(length: int, size: int | torch.SymInt) -> int:
+        expression = symbolic(size)
+        value = sympy.Integer(size) if expression is None else expression.subs(values)
+        return int(value) if value.is_number else length
+
+    return [
+        [at_values(*pair) for pair in zip(leaf.shape, node.meta["val"].shape, strict=True)]
+        if isinstance(leaf, Tensor)
+        else None
+        for leaf, node in _inputs(program)
+    ]
+
+
+def input_nodes(program: ExportedProgram) -> list[Node]:
+    """Return the placeholder of each user input of the program, including constants, in their order."""
+    placeholders = program.graph.find_nodes(op="placeholder")
+    kinds = [spec.kind for spec in program.graph_signature.input_specs]
+    return [node for node, kind in zip(placeholders, kinds, strict=True) if kind is InputKind.USER_INPUT]
+
+
+def dynamic_sizes(program: ExportedProgram) -> Iterator[tuple[str, sympy.Expr]]:
+    """Yield the dynamic sizes of the inputs, each as an expression of `L` and as one of symbols."""
+    for i, node in enumerate(input_nodes(program)):
+        for j, size in enumerate(node.meta["val"].shape if isinstance(node.meta["val"], Tensor) else ()):
+            if (expression := symbolic(size)) is not None:
+                yield size_in_conditions(i, j), expression
+
+
+def size_in_conditions(leaf: int, dim: int) -> str:
+    """Return the expression of `L` for the size of a dimension of an input."""
+    return f"L['flat_args'][{leaf}].size()[{dim}]"
+
+
+def linear(expression: sympy.Expr) -> tuple[sympy.Symbol, sympy.Integer, sympy.Integer] | None:
+    """Return (symbol, factor, offset) of a linear function of one symbol; None for another expression."""
+    if len(expression.free_symbols) != 1:
+        return None
+    (symbol,) = expression.free_symbols
+    factor, offset = expression.coeff(symbol), expression.subs(symbol, 0)
+    return (symbol, factor, offset) if sympy.expand(factor * symbol + offset - expression) == 0 else None
+
+
+def symbolic(size: int | torch.SymInt) -> sympy.Expr | None:
+    """Return the expression of a size that depends on symbols; None for a number."""
+    return size.node.expr if isinstance(size, torch.SymInt) and not size.node.expr.is_number else None
+
+
+def range_of(
+    program: ExportedProgram, expression: sympy.Expr, lower: Mapping[sympy.Symbol, int] | None = None
+) -> Range:
+    """Return the range of an expression of symbols; lower bounds in `lower` replace those of the program."""
+    bounds = program.range_constraints.get(expression)
+    lower = {symbol: n for symbol, n in (lower or {}).items() if symbol in expression.free_symbols}
+    if bounds is None or lower:
+        of_symbols = {symbol: program.range_constraints[symbol] for symbol in expression.free_symbols}
+        of_symbols |= {symbol: ValueRanges(n, of_symbols[symbol].upper) for symbol, n in lower.items()}
+        bounds = bound_sympy(expression, of_symbols)
+    return int(bounds.lower), None if bounds.upper in (int_oo, sympy.oo) else int(bounds.upper)
+
+
+def guards(program: ExportedProgram) -> list[str]:
+    """Return the conditions that tracing assumed, such as an even length."""
+    return list(getattr(program, "_guards_code", ()))
+
+
+def relations(program: ExportedProgram) -> list[str]:
+    """Return the equations of dimensions that are equal to others, or a function of them."""
+    equations: list[str] = []
+    known: dict[sympy.Symbol, sympy.Expr] = {}
+    print_python = PythonPrinter().doprint
+    # symbols first: they give the others their values
+    for size, expression in sorted(dynamic_sizes(program), key=lambda pair: not pair[1].is_Symbol):
+        if expression.free_symbols <= known.keys():
+            equations.append(f"{size} == {print_python(expression.subs(known))}")
+        elif parts := linear(expression):
+            symbol, factor, offset = parts
+            known[symbol] = FloorDiv(sympy.Symbol(size, integer=True) - offset, factor)
+            if factor != 1:
+                equations.append(f"{size} == {print_python(factor * known[symbol] + offset)}")
+    return equations
+
+
+def guards_follow(program: ExportedProgram, module: GraphModule) -> bool:
+    """Return whether the guards follow from the shapes of the inputs and the ranges of their symbols."""
+    values = [node.meta["val"] for node in input_nodes(program)]
+    args, kwargs = pytree.tree_unflatten(values, program.call_spec.in_spec)
+    variables = condition_variables(values, parameter_names(module, len(args)), args, kwargs)
+    functions = {**SYMPY_INTERP, "max": torch.sym_max, "min": torch.sym_min, "L": variables}
+
+    def follows(guard: str) -> bool:
+        holds = eval(guard, dict(functions))
+        if isinstance(holds, torch.SymBool):  # the shape environment would assume the guard itself
+            return bound_sympy(holds.node.expr, program.range_constraints).lower is sympy.true
+        return holds
+
+    try:
+        return all(map(follows, guards(program)))
+    except Exception:  # a guard that is not about shapes
+        return False
+
+
+def parameter_names(module: GraphModule, count: int) -> list[str]:
+    """Return the names of the first `count` parameters of an exported module."""
+    return list(inspect.signature(module.forward).parameters)[:count]
+
+
+def condition_variables(leaves: list, names: list[str], args: tuple, kwargs: dict) -> dict[str, object]:
+    """Return `L` of the conditions: the arguments by their names, and their leaves.
+
+    The arguments `*args` are `args_0` and so on in a call of a module; guards may write `args` with an index.
+    """
+    named: dict[str, object] = dict(zip(names, args, strict=True)) | kwargs
+    indexed: dict[str, dict[int, object]] = {}
+    for name, value in zip(names, args, strict=True):
+        base, _, index = name.rpartition("_")
+        if base and index.isdecimal():
+            indexed.setdefault(base, {})[int(index)] = value
+    return {**indexed, **named, "flat_args": leaves}
+
+
+def _inputs(program: ExportedProgram) -> list[tuple[object, Node]]:
+    """Return the leaves of the example with their placeholders."""
+    return list(zip(pytree.tree_leaves(program.example_inputs), input_nodes(program), strict=True))
