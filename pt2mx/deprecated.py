@@ -21,10 +21,15 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 #: old module or package -> new one, with its submodules: `pt2mx.pt2e.old`
-MODULES: dict[str, str] = {}
+MODULES: dict[str, str] = {
+    "pt2mx.pt2e.contents": "pt2mx.pt2e.inspect",
+    "pt2mx.pt2e.contents.contents": "pt2mx.pt2e.inspect.inspect_file",
+}
 
 #: old name in a module -> new one: `pt2mx:old_function`, `pt2mx.pt2e.module:OldClass`
-NAMES: dict[str, str] = {}
+NAMES: dict[str, str] = {
+    "pt2mx.pt2e.contents.contents:contents_of": "pt2mx.pt2e.inspect.inspect_file:inspect_file",
+}
 
 #: function -> old keyword argument -> new one; `renamed_arguments` decorates the function
 ARGUMENTS: dict[str, dict[str, str]] = {}
