@@ -7,6 +7,7 @@ einsum of one tensor); it is asked, by a call on fake tensors.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from pt2mx.fx.graph.attributes import attribute_of, model_of
-from pt2mx.fx.graph.node import called, named_args, result_of, value_of
+from pt2mx.fx.graph.node import OPERATOR_KEY, named_args, result_of, value_of
 
 if TYPE_CHECKING:
     from torch._C import AliasInfo
@@ -36,8 +37,6 @@ _UNDECLARED_WRITES: dict[OpOverload, tuple[tuple[int, ...], int]] = {
 #: operators that write nothing where `train` is false
 _WRITE_IN_TRAINING = (aten.dropout_.default, aten.feature_dropout_.default)
 
-_CALLS = ("call_function", "call_module")
-
 #: what stands for a piece of memory: the node that makes it, or the storage of a parameter or buffer
 Root = Node | int
 
@@ -54,21 +53,26 @@ def written_storages(model: GraphModule) -> set[int]:
 
 
 class Writes:
-    """The writes of a graph, in their order."""
+    """The writes of a graph, in their order; false where it writes nothing, which needs no analysis."""
 
     def __init__(self, graph: Graph) -> None:
-        self._order = {node: i for i, node in enumerate(graph.nodes)}
-        self._roots = _roots(graph)
-        writers = {node: args for node in graph.nodes if node.op in _CALLS and (args := _written_arguments(node))}
-        self._written = {node: self._memory_of(args) for node, args in writers.items()}
+        written = _written_by_node(graph)
+        self._roots = _roots(graph) if written else {}
+        self._order = {node: i for i, node in enumerate(graph.nodes)} if written else {}
+        self._written = {node: self._memory_of(arguments) for node, arguments in written.items()}
+
+    def __bool__(self) -> bool:
+        return bool(self._written)
 
     def between(self, first: Node, last: Node, read: Iterable[Node]) -> bool:
         """True if something behind `first` and before `last` writes memory that nodes show."""
+        if not self:
+            return False
         shown, begin, end = self._memory_of(read), self._order[first], self._order[last]
         return any(begin < self._order[node] < end and roots & shown for node, roots in self._written.items())
 
     def shows_another(self, node: Node) -> bool:
-        """True if the value of a node is, or may be, memory of its arguments."""
+        """True if the value of a node is, or may be, memory of its arguments, in a graph that writes something."""
         return node not in self._roots[node]
 
     def _memory_of(self, nodes: Iterable[Node]) -> frozenset[Root]:
@@ -83,9 +87,27 @@ def storage_of(tensor: Tensor) -> int:
 def _memory(graph: Graph) -> tuple[dict[Node, frozenset[Root]], frozenset[Root]]:
     """The memory that each node may show, and what of it is written. Both are empty where the graph writes nothing:
     most do not, and need no analysis."""
-    written = [n for node in graph.nodes if node.op in _CALLS for n in _written_arguments(node)]
+    written = _written_by_node(graph)
     roots = _roots(graph) if written else {}
-    return roots, frozenset().union(*(roots[n] for n in written))
+    return roots, frozenset().union(*(roots[n] for arguments in written.values() for n in arguments))
+
+
+def _written_by_node(graph: Graph) -> dict[Node, list[Node]]:
+    """The arguments that each node writes; nodes that write none are left out."""
+    written = {}
+    for node in graph.nodes:
+        target: Any = node.target if node.op == "call_function" else node.meta.get(OPERATOR_KEY)
+        if _may_write(target) and (arguments := _written_arguments(node, target)):
+            written[node] = arguments
+    return written
+
+
+@functools.lru_cache(1024)
+def _may_write(target: object) -> bool:
+    """True of an operator that may write its arguments."""
+    if not isinstance(target, OpOverload):
+        return isinstance(target, HigherOrderOperator)
+    return target in _UNDECLARED_WRITES or target._schema.is_mutable
 
 
 def _roots(graph: Graph) -> dict[Node, frozenset[Root]]:
@@ -93,8 +115,8 @@ def _roots(graph: Graph) -> dict[Node, frozenset[Root]]:
     asked: dict[str, list[int]] = {}
     for node in graph.nodes:
         shown = _shown_arguments(node, asked)
-        own = _held_storage(node) if node.op == "get_attr" else node
-        roots[node] = frozenset().union(*(roots[n] for n in shown)) if shown else frozenset({own})
+        memory = _held_storage(node) if node.op == "get_attr" else node
+        roots[node] = frozenset().union(*(roots[n] for n in shown)) if shown else frozenset({memory})
     return roots
 
 
@@ -145,12 +167,10 @@ def _returned(node: Node, inputs: list[Node]) -> list[int]:
     return [i for i, value in enumerate(values) if isinstance(value, Tensor) and storage_of(value) in shown]
 
 
-def _written_arguments(node: Node) -> list[Node]:
-    target = called(node)
+def _written_arguments(node: Node, target: OpOverload | HigherOrderOperator) -> list[Node]:
+    """The arguments that a call of an operator which may write does write."""
     if isinstance(target, HigherOrderOperator):
         return _written_inside(node, target)
-    if not isinstance(target, OpOverload):
-        return []
     if target in _WRITE_IN_TRAINING and named_args(node)["train"] is False:
         return []
     written = [n for n, info in _tensors(node, target) if info is not None and info.is_write]

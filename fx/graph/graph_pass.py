@@ -1,6 +1,6 @@
 """Graph passes: functions that change the graph of a model.
 
-`PT2MX_LOG=passes` has each pass say on stderr what it changed.
+`PT2MX_LOG=passes` has each pass that runs say on stderr what it changed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,13 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+from torch._ops import OpOverload
 from torch.fx import GraphModule
+
+from pt2mx.fx.graph.node import OperatorCall
+
+#: an operator, or the class of its calls
+Operator = OpOverload | type[OperatorCall]
 
 
 class GraphPass:
@@ -19,35 +25,46 @@ class GraphPass:
 
     Args:
         edit: (model, **options) -> None. It changes `model.graph`, and parameters, buffers and submodules.
+        reads: the operators that a graph must call for `edit` to change it; of a tuple of operators, one of them.
     """
 
-    def __init__(self, edit: Callable[..., None]) -> None:
-        self._edit = edit
+    def __init__(self, edit: Callable[..., None], reads: Iterable[Operator | tuple[Operator, ...]] = ()) -> None:
+        self.edit = edit
+        self._reads = [one_of if isinstance(one_of, tuple) else (one_of,) for one_of in reads]
         functools.update_wrapper(self, edit)
 
     def __call__(self, model: GraphModule, **options: object) -> GraphModule:
-        self.edit(model, **options)
-        model.recompile()
+        run_passes(model, [self], **options)
         return model
 
-    def edit(self, model: GraphModule, **options: object) -> None:
-        """Change the model, whose code is not compiled anew."""
-        if "passes" not in os.environ.get("PT2MX_LOG", "").split(","):
-            return self._edit(model, **options)
-        before = _operators(model)
-        self._edit(model, **options)
-        after = _operators(model)
-        counts = {name: after[name] - before[name] for name in sorted(before | after)}
-        changes = ", ".join(f"{name} {count:+}" for name, count in counts.items() if count)
-        print(f"pt2mx: {self.__name__}: {changes or 'no operator'}", file=sys.stderr)  # type: ignore[attr-defined]
+    def applies_to(self, model: GraphModule) -> bool:
+        """Return whether the graph calls what the pass reads. It asks the index of calls that torch.fx keeps."""
+        calls = functools.partial(model.graph.find_nodes, op="call_function", sort=False)
+        return all(any(calls(target=getattr(one, "operator", one)) for one in one_of) for one_of in self._reads)
 
 
-def run_passes(model: GraphModule, passes: Iterable[GraphPass]) -> None:
-    """Run passes over one graph, in order, and compile its code once."""
+def graph_pass(*reads: Operator | tuple[Operator, ...]) -> Callable[[Callable[..., None]], GraphPass]:
+    """Make a function a `GraphPass` that reads these operators."""
+    return functools.partial(GraphPass, reads=reads)
+
+
+def run_passes(model: GraphModule, passes: Iterable[GraphPass], **options: object) -> None:
+    """Run those passes that apply to a graph, in order, and compile its code once."""
+    logs = "passes" in os.environ.get("PT2MX_LOG", "").split(",")
     for graph_pass in passes:
-        graph_pass.edit(model)
+        if graph_pass.applies_to(model):
+            before = _operators(model) if logs else None
+            graph_pass.edit(model, **options)
+            if before is not None:
+                _log(graph_pass.__name__, before, _operators(model))  # type: ignore[attr-defined]
     model.recompile()
 
 
 def _operators(model: GraphModule) -> Counter[str]:
     return Counter(str(node.target) for node in model.graph.nodes if node.op in ("call_function", "call_module"))
+
+
+def _log(name: str, before: Counter[str], after: Counter[str]) -> None:
+    counts = {operator: after[operator] - before[operator] for operator in sorted(before | after)}
+    changes = ", ".join(f"{operator} {count:+}" for operator, count in counts.items() if count)
+    print(f"pt2mx: {name}: {changes or 'no operator'}", file=sys.stderr)

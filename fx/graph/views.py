@@ -96,7 +96,7 @@ def takes_any_order(node: Node, writes: Writes) -> bool:
                 return False
             if isinstance(user.target, OpOverload) and user.target.namespace not in _OWN_STRIDES:
                 return False
-            if writes.between(user, end, _shared_by_order(user, writes)):
+            if writes and writes.between(user, end, _shared_by_order(user, writes)):
                 return False
             if user not in reached:
                 reached.add(user)

@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx.formats import ELEMENTS
-from pt2mx.fx.graph.graph_pass import GraphPass
+from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import (
     Dequantize,
     FakeQuantize,
@@ -39,8 +39,11 @@ from pt2mx.spec import MXSpec
 
 aten = torch.ops.aten
 
+#: operators that may give values that a bfloat16 holds
+QUANTIZED = (FakeQuantize, RotatedFakeQuantize, Dequantize)
 
-@GraphPass
+
+@graph_pass(LinearMX, QUANTIZED)
 def use_bfloat16_products(model: GraphModule) -> None:
     """Give a float32 `linear_mx` on the CPU its x in bfloat16, where a quantization gives x, and keep its result in
     float32. The values of x and of the weight stay what they are: 8 bits and the exponent of a float32, which a

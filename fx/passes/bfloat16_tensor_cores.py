@@ -11,9 +11,9 @@ from torch.fx import GraphModule, Node
 from pt2mx.formats import ELEMENTS
 from pt2mx.fx.graph.attributes import tensor_of
 from pt2mx.fx.graph.constants import constant_nodes
-from pt2mx.fx.graph.graph_pass import GraphPass
+from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import GroupedLinearMX, LinearMX, set_value, value_of
-from pt2mx.fx.passes.bfloat16_products import is_quantized
+from pt2mx.fx.passes.bfloat16_products import QUANTIZED, is_quantized
 from pt2mx.ops import dequantize_mx
 
 aten = torch.ops.aten
@@ -24,7 +24,7 @@ _Product = LinearMX | GroupedLinearMX
 _LEAST_SCALE = 127 - 133 + 16
 
 
-@GraphPass
+@graph_pass((LinearMX, GroupedLinearMX), QUANTIZED)
 def use_bfloat16_tensor_cores(model: GraphModule, force: bool = False) -> None:
     """Give a float32 `linear_mx` or `grouped_linear_mx` on a GPU its x in bfloat16, where a quantization gives x, and
     keep its result in float32: on tensor cores, which sum in float32, it takes a tenth of the time of float32.

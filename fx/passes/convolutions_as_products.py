@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from pt2mx.fx.graph.aliasing import Writes
 from pt2mx.fx.graph.attributes import name_of, register_buffer, tensor_of
 from pt2mx.fx.graph.constants import constant_nodes
-from pt2mx.fx.graph.graph_pass import GraphPass
+from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import Dequantize, FakeQuantize, named_args, operator_of, set_value, shape_of, value_of
 from pt2mx.fx.graph.tensors import erase_unread
 from pt2mx.fx.graph.views import settle_order, takes_any_order
@@ -54,7 +54,7 @@ class Convolution:
     moves: tuple[tuple[int, int], ...]
 
 
-@GraphPass
+@graph_pass(tuple(_DIMENSIONS), FakeQuantize, Dequantize)
 def use_products_for_convolutions(model: GraphModule) -> None:
     """Replace `conv1d` and `conv2d` by `conv2d_mx` of x in bfloat16, where x is quantized along its channels, the
     weight is held packed along them in blocks of 32 or more, and this machine has units that multiply them.

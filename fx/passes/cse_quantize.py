@@ -10,14 +10,14 @@ from torch.fx import GraphModule, Node
 from pt2mx import ops
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.attributes import attribute_of
-from pt2mx.fx.graph.graph_pass import GraphPass
+from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import Dequantize, FakeQuantize, Quantize
 from pt2mx.modes import ROUNDINGS
 
 _SHARED = (ops.quantize_mx, ops.fake_quantize_mx, ops.dequantize_mx)
 
 
-@GraphPass
+@graph_pass((Quantize, FakeQuantize, Dequantize))
 def cse_quantize(model: GraphModule) -> None:
     """Replace equal quantizations of one tensor by the first.
 

@@ -13,7 +13,7 @@ from pt2mx.fx.graph.activations import activation_before, call_before, norm_befo
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.attributes import name_of, register_buffer, tensor_of
 from pt2mx.fx.graph.constants import constant_nodes
-from pt2mx.fx.graph.graph_pass import GraphPass
+from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import FakeQuantize, LinearMX, shape_of, value_of
 from pt2mx.fx.graph.tensors import erase_unread
 from pt2mx.kernels.fp8_rows import BLOCK, ROOMS, of_packed
@@ -27,7 +27,7 @@ _CAPABILITIES = ((8, 9), (9, 0))
 _LEAST_ROWS, _LEAST_WEIGHT = 256, 1 << 20
 
 
-@GraphPass
+@graph_pass(LinearMX, FakeQuantize)
 def use_fp8_rows(model: GraphModule, force: bool = False) -> None:
     """Multiply `linear_mx(fake_quantize_mx(x), weight)` of bfloat16 as FP8 rows, where both elements leave room for
     their scales in E4M3 and the GPU has tensor cores for it. The kernel that makes rows of x computes the activation

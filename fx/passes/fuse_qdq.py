@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch.fx import GraphModule, Node
 
 from pt2mx import ops
-from pt2mx.fx.graph.graph_pass import GraphPass
+from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import Dequantize, Quantize, dtype_of, shape_of
 from pt2mx.fx.graph.qdq import quantize_of
 from pt2mx.fx.graph.tensors import erase_unread
 
 
-@GraphPass
+@graph_pass(Quantize, Dequantize)
 def fuse_qdq(model: GraphModule) -> None:
     """Put a `fake_quantize_mx` in the place of every pair that computes the same, to the bit.
 

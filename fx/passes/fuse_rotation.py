@@ -7,14 +7,14 @@ from dataclasses import replace
 from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.aliasing import written_nodes
-from pt2mx.fx.graph.graph_pass import GraphPass
+from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import FakeQuantize, Hadamard, LinearMX, shape_of
 from pt2mx.fx.graph.tensors import erase_unread
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.rotated_quantization import rotated_fake_quantize_mx
 
 
-@GraphPass
+@graph_pass(Hadamard, (FakeQuantize, LinearMX))
 def fuse_rotation(model: GraphModule) -> None:
     """Make `fake_quantize_mx(hadamard(x))` one `rotated_fake_quantize_mx`, and `hadamard` an argument of `linear_mx`,
     where it runs along the last dimension and nothing else reads the rotated tensor. A gradient that is clipped and a

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from pt2mx import ops
 from pt2mx.fx.graph.aliasing import written_nodes
-from pt2mx.fx.graph.graph_pass import GraphPass
+from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import FakeQuantize, args_of, node_arg, set_value, shape_of
 from pt2mx.fx.graph.views import SPLITTING, allow_any_strides, is_view
 from pt2mx.modes import ROUNDINGS
@@ -42,7 +42,7 @@ class Part(NamedTuple):
         return node_arg(self.views[0])
 
 
-@GraphPass
+@graph_pass(FakeQuantize, aten.slice.Tensor)
 def merge_fake_quantize(model: GraphModule) -> None:
     """Quantize neighbouring parts of a tensor's last dimension, with the same element, block size and modes, as one,
     where blocks run along that dimension, none has values of two parts or heads, and products alone read the parts.

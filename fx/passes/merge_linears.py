@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.attributes import name_of, register_buffer, tensor_of
 from pt2mx.fx.graph.constants import constant_nodes
-from pt2mx.fx.graph.graph_pass import GraphPass
+from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import LinearMX, set_value
 from pt2mx.fx.graph.tensors import erase_unread
 from pt2mx.fx.graph.views import allow_any_strides, may_be_strided
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 _WHOLE = 16  # rows of a weight that kernels take together
 
 
-@GraphPass
+@graph_pass(LinearMX)
 def merge_linears(model: GraphModule) -> None:
     """Make one `linear_mx` of those of the same x, element and block size whose weights and biases are their own, with
     the weights behind each other; each result is a part of its last dimension, a view. Weights whose rows are whole

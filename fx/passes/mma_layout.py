@@ -8,7 +8,7 @@ from torch.fx import GraphModule, Node
 from pt2mx.formats import ELEMENTS
 from pt2mx.fx.graph.attributes import name_of, register_buffer, tensor_of
 from pt2mx.fx.graph.constants import constant_nodes
-from pt2mx.fx.graph.graph_pass import GraphPass
+from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import LinearMX, dtype_of, shape_of
 from pt2mx.fx.graph.tensors import erase_unread
 from pt2mx.kernels.gpu.mma_layout import to_mma_layout
@@ -16,7 +16,7 @@ from pt2mx.kernels.select import runs_triton
 from pt2mx.ops import linear
 
 
-@GraphPass
+@graph_pass(LinearMX)
 def use_mma_layout(model: GraphModule, everywhere: bool = False) -> None:
     """Replace `linear_mx` of bfloat16 by `linear_mx_mma_layout`, which reads its weight in the MMA layout.
 

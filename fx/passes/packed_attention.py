@@ -7,7 +7,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.aliasing import Writes
-from pt2mx.fx.graph.graph_pass import GraphPass
+from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import Dequantize, dtype_of, named_args, node_arg, shape_of, value_of
 from pt2mx.fx.graph.tensors import erase_unread
 from pt2mx.ops.attention import attention_mx
@@ -15,7 +15,7 @@ from pt2mx.ops.attention import attention_mx
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 
-@GraphPass
+@graph_pass(_ATTENTION, Dequantize)
 def use_packed_attention(model: GraphModule) -> None:
     """Replace attention whose keys and values are dequantized from blocks along the head dimension, of one format, in
     the query's dtype, with a mask of booleans or none."""

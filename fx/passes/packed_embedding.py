@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 
 from pt2mx import ops
 from pt2mx.fx.graph.aliasing import written_nodes
-from pt2mx.fx.graph.graph_pass import GraphPass
+from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import (
     Dequantize,
     dtype_of,
@@ -38,7 +38,7 @@ _GATHERS: dict[object, Callable[..., bool]] = {
 }
 
 
-@GraphPass
+@graph_pass(tuple(_GATHERS), Dequantize)
 def use_packed_embeddings(model: GraphModule) -> None:
     """Make every gather of a dequantized weight's rows one of its codes and scales, and dequantize those rows: the same
     bits, where blocks run along the rows. The codes stay one buffer, whatever else reads them."""

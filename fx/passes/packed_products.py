@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.aliasing import written_nodes
-from pt2mx.fx.graph.graph_pass import GraphPass
+from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import (
     Dequantize,
     args_of,
@@ -66,7 +66,7 @@ class Weight:
     dims: tuple[int, ...]
 
 
-@GraphPass
+@graph_pass(Dequantize)
 def use_packed_weights(model: GraphModule) -> None:
     """Replace products by those that read the codes of their weight, where its blocks run along the dimension that they
     reduce and along the last one of the codes (see `make_weights_k_major`), and x, weight, bias and result have one

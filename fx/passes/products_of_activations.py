@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.aliasing import Writes, written_nodes
-from pt2mx.fx.graph.graph_pass import GraphPass
+from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import args_of, dtype_of, named_args, node_arg, set_value, shape_of, value_of
 from pt2mx.fx.graph.views import REORDERING, SPLITTING, is_view, settle_order, takes_any_order
-from pt2mx.fx.passes.bfloat16_products import is_quantized
+from pt2mx.fx.passes.bfloat16_products import QUANTIZED, is_quantized
 from pt2mx.kernels.cpu import bfloat16_products
 from pt2mx.kernels.select import runs_triton
 from pt2mx.ops.bfloat16_products import attention_bfloat16, matmul_bfloat16
@@ -23,13 +23,14 @@ aten = torch.ops.aten
 
 #: products of two numbers from which a call, which takes 25 us more, is faster on the CPU
 _LEAST_PRODUCTS = 1 << 21
+_MATMULS = (aten.matmul.default, aten.bmm.default, aten.mm.default)
 #: dtypes of attention
 _OF_ATTENTION = (torch.float32, torch.bfloat16)
 #: the most keys over which attention in bfloat16 without a mask takes less time than torch's on a GPU
 _MOST_KEYS = 128
 
 
-@GraphPass
+@graph_pass((*_MATMULS, aten.scaled_dot_product_attention.default), QUANTIZED)
 def use_bfloat16_for_activations(model: GraphModule) -> None:
     """Replace `matmul`, `bmm` and `mm` of two quantized float32 tensors, and attention over a quantized query, key and
     value in float32 or bfloat16, by `matmul_bfloat16` and `attention_bfloat16`, where the device has units for
@@ -105,7 +106,7 @@ def _attention(node: Node) -> _Call | None:
 
 
 _REWRITES: dict[object, Callable[[Node], _Call | None]] = {
-    **dict.fromkeys((aten.matmul.default, aten.bmm.default, aten.mm.default), _matmul),
+    **dict.fromkeys(_MATMULS, _matmul),
     aten.scaled_dot_product_attention.default: _attention,
 }
 

@@ -8,7 +8,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.aliasing import written_nodes
-from pt2mx.fx.graph.graph_pass import GraphPass
+from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import FakeQuantize, dtype_of, named_args, node_arg, set_value, shape_of, value_of
 from pt2mx.fx.passes.quantize_in_products import quantization_of
 from pt2mx.kernels.cpu.bfloat16_products import WIDEST
@@ -24,7 +24,7 @@ _COPIES = (aten.contiguous.default, aten.clone.default)
 _MERGING = (aten.view.default, aten.reshape.default, aten.flatten.using_ints)
 
 
-@GraphPass
+@graph_pass(attention_bfloat16)
 def quantize_in_attention(model: GraphModule) -> None:
     """Replace the quantization of what `attention_bfloat16` gives, its heads next to each other, and a cast after it,
     by the operator's own, where nothing else reads its result and the kernel quantizes like this: in blocks of 32

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.activations import NAMES, call_before
 from pt2mx.fx.graph.aliasing import Writes
-from pt2mx.fx.graph.graph_pass import GraphPass
+from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import dtype_of, named_args, node_arg, result_of, shape_of, value_of
 from pt2mx.fx.graph.tensors import erase_unread
 from pt2mx.fx.passes.quantize_in_products import quantization_of
@@ -59,7 +59,7 @@ class Chain:
         return any(len(node.users) > 1 for node in (self.computed[-1], *self.views_back))
 
 
-@GraphPass
+@graph_pass(conv2d_mx)
 def quantize_in_convolutions(model: GraphModule) -> None:
     """Replace the quantization of what a `conv2d_mx` gives, with the sum and the activation between, by
     `conv2d_fake_quantize_mx`, where nothing else reads what is between and the kernel quantizes like this: in blocks of

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from pt2mx.formats import ELEMENTS
 from pt2mx.fx.graph.activations import NAMES, activation_before, call_before, norm_before
 from pt2mx.fx.graph.aliasing import written_nodes
-from pt2mx.fx.graph.graph_pass import GraphPass
+from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import FakeQuantize, RotatedFakeQuantize, node_arg, shape_of, value_of
 from pt2mx.fx.graph.tensors import erase_unread
 from pt2mx.fx.graph.views import is_view
@@ -42,7 +42,7 @@ _CALLS = (
 )  # fmt: skip
 
 
-@GraphPass
+@graph_pass((FakeQuantize, RotatedFakeQuantize))
 def quantize_in_passing(model: GraphModule) -> None:
     """Replace `fake_quantize_mx` along the last dimension of a tensor, and `rotated_fake_quantize_mx` without a
     rotation, by `layer_norm_fake_quantize_mx` or `activation_fake_quantize_mx`, with the norm or the activation before

@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.activations import call_before
-from pt2mx.fx.graph.graph_pass import GraphPass
+from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import LinearMX, RotatedFakeQuantize, dtype_of, named_args, shape_of, value_of
 from pt2mx.kernels.cpu.linear import FEW_ROWS, has_units
 from pt2mx.kernels.cpu.quantized_linear import suits
@@ -19,7 +19,7 @@ from pt2mx.ops.quantized_linear import linear_fake_quantize_mx
 from pt2mx.spec import MXSpec
 
 
-@GraphPass
+@graph_pass(LinearMX, (activation_fake_quantize_mx, RotatedFakeQuantize))
 def quantize_in_products(model: GraphModule) -> None:
     """Replace `activation_fake_quantize_mx`, or `rotated_fake_quantize_mx` without a rotation, of a `linear_mx` that
     nothing else reads by `linear_fake_quantize_mx`, where this machine's units multiply many rows of bfloat16 values

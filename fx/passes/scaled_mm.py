@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from pt2mx import ops
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.constants import constant_nodes
-from pt2mx.fx.graph.graph_pass import GraphPass
+from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import Dequantize, FakeQuantize, LinearMX, Quantize, dtype_of, set_value, shape_of, value_of
 from pt2mx.fx.graph.qdq import quantize_of
 from pt2mx.fx.graph.tensors import erase_unread
@@ -24,7 +24,7 @@ from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.scaled_mm import BLOCK, FORMS, Form, scaled_mm_mx, swizzle_scale
 
 
-@GraphPass
+@graph_pass(LinearMX, (FakeQuantize, Dequantize))
 def use_scaled_mm(model: GraphModule, force: bool = False) -> None:
     """Leave products to tensor cores, which multiply the codes: `linear_mx(fake_quantize_mx(x), weight)` becomes
     `scaled_mm_mx(*quantize_mx(x), weight)`, and so does one whose x is a pair of quantization and dequantization.

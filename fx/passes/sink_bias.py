@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx import ops
-from pt2mx.fx.graph.graph_pass import GraphPass
+from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import LinearMX
 from pt2mx.fx.graph.views import is_view
 from pt2mx.fx.passes.quantize_in_passing import is_quantized_in_passing
@@ -22,7 +22,7 @@ from pt2mx.fx.passes.quantize_in_passing import is_quantized_in_passing
 aten = torch.ops.aten
 
 
-@GraphPass
+@graph_pass(LinearMX, ops.fake_quantize_mx)
 def sink_bias(model: GraphModule) -> None:
     """Take the bias out of every `linear_mx` that `fake_quantize_mx` alone reads, through views if need be."""
     for product, call in LinearMX.calls_in(model.graph):

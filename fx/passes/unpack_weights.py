@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from pt2mx import ops
 from pt2mx.fx.graph.constants import computed_from, constant_nodes, evaluate, root_name
-from pt2mx.fx.graph.graph_pass import GraphPass
+from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import Dequantize, LinearMX, dtype_of, set_value, shape_of, value_of
 from pt2mx.fx.passes.fold_weights import fold_constant
 from pt2mx.kernels.cpu.linear import has_units
@@ -22,7 +22,7 @@ from pt2mx.spec import MXSpec
 aten = torch.ops.aten
 
 
-@GraphPass
+@graph_pass((LinearMX, Dequantize))
 def unpack_weights(model: GraphModule) -> None:
     """Dequantize every weight now, to a buffer `<weight>_data_unpacked`, once for all that read it: `linear_mx` becomes
     `linear`, and convolutions and other readers of a `dequantize_mx` find it computed.

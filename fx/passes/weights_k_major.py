@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from pt2mx import ops
 from pt2mx.fx.graph.attributes import name_of, register_buffer, tensor_of
 from pt2mx.fx.graph.constants import constant_nodes
-from pt2mx.fx.graph.graph_pass import GraphPass
+from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import Dequantize, set_value
 from pt2mx.fx.graph.qdq import SPEC_KEY
 from pt2mx.fx.graph.tensors import erase_unread
@@ -19,7 +19,7 @@ from pt2mx.fx.graph.views import allow_any_strides, may_be_ordered_as
 from pt2mx.fx.passes.packed_products import weights_of_products
 
 
-@GraphPass
+@graph_pass(Dequantize)
 def make_weights_k_major(model: GraphModule) -> None:
     """Transpose the codes and scales of the weights of products that reduce the blocks' dimension, but do not have it
     last (`x @ w`, Hugging Face's Conv1D), or not in memory (the transpose of a parameter).
