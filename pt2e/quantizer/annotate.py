@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -54,10 +55,11 @@ def plan_operator(node: Node, config: MXQuantizationConfig, constants: set[Node]
     if not operands:
         reasons.append("no product of two tensors with a reduced dimension")
     for operand in operands:
-        edge = _edge(node, operand, constants)
-        if edge is None:
+        tensor, user, gather = argument_of(node, operand), node, gather_of(node, operand)
+        if gather is not None and node_arg(gather) in constants and Q_ANNOTATION_KEY not in gather.meta:
+            tensor, user = node_arg(gather), gather
+        if tensor is None:
             continue
-        tensor, _ = edge
         role = role_of(operand, tensor, constants)
         spec = config.spec_of(operand.name, role)
         if spec is None:
@@ -65,7 +67,7 @@ def plan_operator(node: Node, config: MXQuantizationConfig, constants: set[Node]
         if reason := _unfit(tensor, node, operand):
             reasons.append(reason)
         else:
-            inputs[edge] = role, _along(spec, tensor, operand.axis)
+            inputs[tensor, user] = role, _along(spec, tensor, operand.axis)
     whole = Operand("output", -1, "output", -1)
     output = None if config.output is None or _unfit(node, node, whole) else _along(config.output, node, -1)
     if not (inputs or output or reasons):
@@ -94,20 +96,18 @@ def annotate_operator(plan: Plan, config: MXQuantizationConfig) -> None:
         plan.node.meta[REMARK_KEY] = plan.remark
 
 
-def _edge(node: Node, operand: Operand, constants: set[Node]) -> tuple[Node, Node] | None:
-    """(the node that is quantized for an operand, the node that reads it); None where the argument is absent."""
-    gather = gather_of(node, operand)
-    if gather is not None and node_arg(gather) in constants and Q_ANNOTATION_KEY not in gather.meta:
-        return node_arg(gather), gather
-    argument = argument_of(node, operand)
-    return None if argument is None else (argument, node)
-
-
 def _along(spec: MXSpec, tensor: Node, axis: int) -> MXSpec:
-    """The spec with its axis counted from the front, so that equal ones compare equal; a 1-d second operand of a matmul
-    is reduced along its only dimension."""
+    """Return the spec with its axis counted from the front, so that equal specs compare equal.
+
+    A 1-d second operand of a matmul is reduced along its only dimension.
+    """
     rank = tensor.meta["val"].dim()
-    return spec.replace(axis=max(axis, -rank) % rank)
+    return _with_axis(spec, max(axis, -rank) % rank)
+
+
+@functools.cache
+def _with_axis(spec: MXSpec, axis: int) -> MXSpec:
+    return spec.replace(axis=axis)
 
 
 def _unfit(tensor: Node, consumer: Node, operand: Operand) -> str | None:

@@ -50,10 +50,9 @@ def along_head_dim(node: Node, operands: tuple[Operand, ...], constants: set[Nod
 def _head_axis(node: Node, operand: Operand, operands: tuple[Operand, ...], constants: set[Node]) -> int | None:
     if operand.name == "value":
         return -1
-    argument = argument_of(node, operand)
-    factors = [argument_of(node, other) for other in operands if other.role == "operand" and other is not operand]
-    if operand.role != "operand" or argument is None or argument in constants:
+    if operand.role != "operand" or (argument := argument_of(node, operand)) is None or argument in constants:
         return None
+    factors = [argument_of(node, other) for other in operands if other.role == "operand" and other is not operand]
     if not any(factor is not None and _are_probabilities(factor) for factor in factors) or _are_probabilities(argument):
         return None
     if operand.item is not None:  # of an einsum, whose factors are a list

@@ -34,17 +34,17 @@ def left_alone(node: Node, constants: set[Node]) -> str | None:
     """
     if not constants:
         return None
-    operands = [(operand, argument_of(node, operand)) for operand in operands_of(node)]
+    operands = [(o, argument) for o in operands_of(node) if (argument := argument_of(node, o)) is not None]
     factors = [(operand, argument) for operand, argument in operands if operand.role == "operand"]
     if factors and node in constants and _makes_weights(node, constants):
         return "a factor of a weight, which is quantized as a whole"
     for operand, argument in operands:
-        if argument is None or argument not in constants or (operand.role != "operand" and not _is_buffer(argument)):
+        value = argument.meta.get("val") if argument in constants else None
+        if not isinstance(value, torch.Tensor) or not value.dim():
             continue
-        value = argument.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.dim():
-            length = value.shape[max(operand.axis, -value.dim())]
-            if isinstance(length, int) and length <= _COORDINATES and _read_by(node) >= _PERIODIC:
+        length = value.shape[max(operand.axis, -value.dim())]
+        if isinstance(length, int) and length <= _COORDINATES and (operand.role == "operand" or _is_buffer(argument)):
+            if _read_by(node) >= _PERIODIC:
                 return f"angles: sine and cosine read the product with the constant {argument.name}"
     return None
 

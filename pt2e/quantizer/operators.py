@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -223,7 +224,7 @@ def operands_of(node: Node) -> tuple[Operand, ...]:
 
 def argument_of(node: Node, operand: Operand) -> Node | None:
     """The argument of a call that is `operand`, None where it is absent."""
-    args = args_of(node)
+    args: tuple[Any, ...] = node.args
     argument = args[operand.position] if operand.position < len(args) else None
     if operand.item is not None and argument is not None:
         argument = argument[operand.item]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import torch
 from torch.fx import GraphModule, Node
@@ -72,7 +72,7 @@ class MXQuantizer(StoredSettings, Quantizer):
         return model
 
     def _give_edges(self, model: GraphModule) -> None:
-        written = written_nodes(model.graph)
+        written, changed = written_nodes(model.graph), False
         for node in self._candidates(model):
             make_positional(node)
             read = _arguments(node)
@@ -83,7 +83,9 @@ class MXQuantizer(StoredSettings, Quantizer):
                         alias = model.graph.call_function(torch.ops.aten.alias.default, (argument,))
                     alias.meta.update({k: v for k, v in argument.meta.items() if k != Q_ANNOTATION_KEY})
                     replace_argument(node, operand, alias)
-        model.recompile()
+                    changed = True
+        if changed:
+            model.recompile()
 
     def annotate(self, model: GraphModule) -> GraphModule:
         """Annotate every quantizable operator that a setting selects, in graphs inside the model's too; another
@@ -102,7 +104,7 @@ class MXQuantizer(StoredSettings, Quantizer):
         propagate_module_stack(model)
         graphs = graph_modules(model)
         candidates = [node for graph in graphs for node in self._candidates(graph)]
-        constants = set().union(*(constant_nodes(graph.graph) for graph in graphs))
+        constants = set().union(*[constant_nodes(graph.graph) for graph in graphs])
         chosen: dict[Node, MXQuantizationConfig] = {}
         plans: dict[Node, Plan] = {}
         calls = number_calls(nodes_in_order(model)) if self._settings[recipe.ORDER] else {}
@@ -115,7 +117,8 @@ class MXQuantizer(StoredSettings, Quantizer):
                 node.meta[REASON_KEY] = reason
             else:
                 chosen[node], plans[node] = config, plan_operator(node, config, constants)
-        for node, (source, config) in self._at_the_ends(_layers(nodes_in_order(model), plans)).items():
+        ordered = nodes_in_order(model) if any(self._ends.values()) else ()
+        for node, (source, config) in self._at_the_ends(_layers(ordered, plans)).items():
             matched.add(source)
             if config is None:
                 node.meta[REASON_KEY] = f"excluded by {source[0]} {source[1]}"
@@ -132,9 +135,11 @@ class MXQuantizer(StoredSettings, Quantizer):
         """Nothing is left to check: `annotate` makes annotations that are valid."""
 
     def _candidates(self, model: GraphModule) -> list[Node]:
-        asked_for = set(self._settings["operator_type"]) | ({CACHE_WRITE} if self._kv_cache else set())
-        found = quantizable_operators(model.graph, lambda name: not asked_for.isdisjoint(names_of(name)))
-        return [node for node in found if operator_name(called(node)) != CACHE_WRITE or _writes_cache(node)]
+        requested = set(self._settings["operator_type"]) | ({CACHE_WRITE} if self._kv_cache else set())
+        nodes = quantizable_operators(model.graph, lambda name: not requested.isdisjoint(names_of(name)))
+        if CACHE_WRITE not in requested:
+            return nodes
+        return [node for node in nodes if operator_name(called(node)) != CACHE_WRITE or _writes_cache(node)]
 
     def _at_the_ends(self, nodes: list[Node]) -> dict[Node, tuple[tuple[str, int], Config]]:
         """The settings of `set_first` and `set_last`, and their configs, for the quantized operators: `nodes`, in the
@@ -174,23 +179,29 @@ class MXQuantizer(StoredSettings, Quantizer):
                 "get_default_mx_quantization_config()), another setter, or MXQuantizer.from_recipe(name)",
                 stacklevel=3,
             )
-        names = {name for node in candidates for name, _ in modules_of(node) if name}
-        types = {kind.rpartition(".")[2] for node in candidates for _, kind in modules_of(node)}
-        known = {"module_name": names, "module_name_regex": names, "module_type": types}
         if self._kv_cache is not None and ("kv_cache", None) not in matched:
             warnings.warn("kv_cache is set, but the model writes to no cache by aten.index_copy_", stacklevel=3)
-        for kind, keys in self._by_kind().items():
-            for key in keys:
-                if (kind, key) not in matched:
-                    near = nearest(key, sorted(known[kind])).split(" allowed:")[0] if kind in known else ""
-                    hint = f"; {near}" if near.startswith("did") else ""
-                    warnings.warn(f"the setting {kind} {key!r} matches no operator of the model{hint}", stacklevel=3)
+        unmatched = [
+            (kind, key) for kind, keys in self._by_kind().items() for key in keys if (kind, key) not in matched
+        ]
+        modules = {module for node in candidates for module in modules_of(node)} if unmatched else set()
+        names = {name for name, _ in modules if name}
+        known = {
+            "module_name": names,
+            "module_name_regex": names,
+            "module_type": {kind.rpartition(".")[2] for _, kind in modules},
+        }
+        for kind, key in unmatched:
+            near = nearest(key, sorted(known[kind])).split(" allowed:")[0] if kind in known else ""
+            hint = f"; {near}" if near.startswith("did") else ""
+            warnings.warn(f"the setting {kind} {key!r} matches no operator of the model{hint}", stacklevel=3)
 
 
 def _warn_unknown_operands(chosen: dict[Node, MXQuantizationConfig]) -> None:
     known: dict[MXQuantizationConfig, set[str]] = {}
     for node, config in chosen.items():
-        known.setdefault(config, set()).update(operand.name for operand in operands_of(node))
+        if config.operands:
+            known.setdefault(config, set()).update(operand.name for operand in operands_of(node))
     for config, names in known.items():
         for name, _ in config.operands:
             if name not in names:
@@ -206,7 +217,7 @@ def _writes_cache(node: Node) -> bool:
     return operator_name(called(node)) == CACHE_WRITE and args_of(node)[1] == 2 and len(shape_of(node) or ()) == 4
 
 
-def _layers(nodes: Iterator[Node], plans: dict[Node, Plan]) -> list[Node]:
+def _layers(nodes: Iterable[Node], plans: dict[Node, Plan]) -> list[Node]:
     """The operators that are quantized, without what writes a cache."""
     return [node for node in nodes if plans.get(node) and not _writes_cache(node)]
 

@@ -145,7 +145,7 @@ def float_size(model: GraphModule) -> Size:
                     packed[parameter][str(node.args[2:6])][name] = size
     missing = [formats for parameter, formats in packed.items() if parameter not in held]
     sizes = [max(_sum(parts.values()) for parts in formats.values()) for formats in missing]
-    return _sum([size_of(tensor for name, tensor in held.items() if name not in buffers), *sizes])
+    return _sum([size_of([tensor for name, tensor in held.items() if name not in buffers]), *sizes])
 
 
 def _sum(sizes: Iterable[Size]) -> Size:
