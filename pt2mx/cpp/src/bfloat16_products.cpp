@@ -54,9 +54,9 @@ Tensor matmul_bfloat16(const Tensor& given, const Tensor& other, const std::opti
   dtype_of(given), dtype_of(result);  // of three, or it is an error
   const Tensor rows = torch::stable::to(given, result), columns = torch::stable::to(other, result);
   const auto multiply = [&] { return call("aten::matmul", rows, columns); };
-  const int32_t units = pt2mx_bfloat16_units();
+  const int32_t isa = pt2mx_bf16_isa();
   const bool computed = given.numel() && other.numel();
-  if (result != ScalarType::Float || !units || of_x[batch] < kLeastRows || !computed) return multiply();
+  if (result != ScalarType::Float || !isa || of_x[batch] < kLeastRows || !computed) return multiply();
   const bool flat = dimensions > 4;
   const Tensor x = flat ? dense(rows) : with_rows(rows);
   const bool strided = !flat && (columns.stride(batch) == 1 || columns.stride(batch + 1) == 1);
@@ -65,7 +65,7 @@ Tensor matmul_bfloat16(const Tensor& given, const Tensor& other, const std::opti
   shape.back() = of_y.back();
   Tensor out = torch::stable::empty(shape, result);
   MatmulCall task{};
-  task.units = units;
+  task.isa = isa;
   task.threads = torch::stable::get_num_threads();
   task.second = batch ? of_x[batch - 1] : 1;
   task.first = product(of_x, 0, batch) / task.second;
@@ -78,7 +78,7 @@ Tensor matmul_bfloat16(const Tensor& given, const Tensor& other, const std::opti
   task.y = floats_of(y);
   task.out = static_cast<float*>(out.mutable_data_ptr());
   const int32_t error = pt2mx_matmul(&task, torch_parallel_for);
-  if (error == kUnserved) return multiply();
+  if (error == kUnsupported) return multiply();
   check_served(error);
   return out;
 }
@@ -109,14 +109,14 @@ Tensor attend(const Tensor& given, const Tensor& of_key, const Tensor& of_value,
         call("aten::scaled_dot_product_attention", query, key, value, seen, 0.0, is_causal, scale, heads != key_heads);
     return transposed(dense(transposed(found)));
   };
-  const int32_t units = pt2mx_bfloat16_units();
+  const int32_t isa = pt2mx_bf16_isa();
   const bool computed = query.numel() && value.numel();
   const bool served = result == ScalarType::Float || result == ScalarType::BFloat16;
-  if (!served || !units || queries < kLeastRows || width > kWidest || !computed) return dense_attention();
+  if (!served || !isa || queries < kLeastRows || width > kWidest || !computed) return dense_attention();
   const Tensor operands[] = {with_rows(query), with_rows(key), with_rows(value)};
   Tensor out = torch::stable::empty({batch, queries, heads, value_width}, result);
   DenseAttentionCall task{};
-  task.units = units;
+  task.isa = isa;
   task.causal = is_causal;
   task.dtype = dtype_of(query);
   task.threads = torch::stable::get_num_threads();
@@ -142,11 +142,11 @@ Tensor attend(const Tensor& given, const Tensor& of_key, const Tensor& of_value,
     }
     for (int64_t d = 0; d < 3; ++d) task.mask_stride[d] = shape[d] == 1 ? 0 : seen->stride(d);
     const void* values = seen->const_data_ptr();
-    if (seen->scalar_type() == ScalarType::Bool) task.seen = static_cast<const uint8_t*>(values);
-    else task.added = values;
+    if (seen->scalar_type() == ScalarType::Bool) task.bool_mask = static_cast<const uint8_t*>(values);
+    else task.additive_mask = values;
   }
   const int32_t error = pt2mx_dense_attention(&task, torch_parallel_for);
-  if (error == kUnserved) return dense_attention();
+  if (error == kUnsupported) return dense_attention();
   check_served(error);
   return transposed(out);
 }

@@ -76,21 +76,21 @@ class Convolution {
     }
   }
 
-  // The result; with an epilogue, what that makes of it. Returns whether units serve.
-  bool on_units(Tensor& out, const Epilogue* epilogue = nullptr) {
+  // The result; with an epilogue, what that makes of it. False where the kernels computed nothing.
+  bool multiply_on_isa(Tensor& out, const Epilogue* epilogue = nullptr) {
     const Blocks blocks = blocks_of(element_, block_size_, x_.size(3));
-    const int32_t units = dtype_of(x_) == BF16 ? pt2mx_units(blocks.decoder, table_of(element_)) : 0;
-    if (!units || !x_.numel() || !out.numel()) return false;
+    const int32_t isa = dtype_of(x_) == BF16 ? pt2mx_isa(blocks.decoder, table_of(element_)) : 0;
+    if (!isa || !x_.numel() || !out.numel()) return false;
     const Tensor values = dense(x_), codes = dense(data_), scales = dense(scale_);
     const std::optional<Tensor> added = bias_ ? std::optional(dense(*bias_)) : std::nullopt;
     const int64_t taps = call_.kernel[0] * call_.kernel[1];
-    call_.linear = call_of(values, codes, scales, added, out, element_, block_size_, units, taps);
+    call_.linear = call_of(values, codes, scales, added, out, element_, block_size_, isa, taps);
     call_.linear.out_dtype = dtype_of(dtype);
     call_.linear.epilogue = epilogue;
     call_.pixels = x_.size(0) * x_.size(1) * x_.size(2);
     const int32_t error = pt2mx_convolution(&call_, torch_parallel_for);
-    if (error != kUnserved) check_served(error);
-    return error != kUnserved;
+    if (error != kUnsupported) check_served(error);
+    return error != kUnsupported;
   }
 
   Tensor by_torch() const {
@@ -102,7 +102,7 @@ class Convolution {
 
   Tensor result() {
     Tensor out = torch::stable::empty(shape, dtype);
-    return on_units(out) ? out : by_torch();
+    return multiply_on_isa(out) ? out : by_torch();
   }
 
  private:
@@ -148,7 +148,7 @@ std::tuple<Tensor, Tensor> conv2d_fake_quantize(
                             std::min(out_block_size, convolution.shape[3]),
                             added ? added->const_data_ptr() : nullptr,
                             keep_activated ? activated.mutable_data_ptr() : nullptr};
-    if (convolution.on_units(out, &epilogue)) return {activated, out};
+    if (convolution.multiply_on_isa(out, &epilogue)) return {activated, out};
   }
   const Tensor product = convolution.result(), sum = residual ? sum_of(product, *residual, of_sum) : product;
   const Tensor quantized =

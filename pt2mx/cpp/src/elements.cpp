@@ -78,7 +78,7 @@ const float* table_of(const Element& element) {
       for (int i = 0; i < 256; ++i) codes[i] = uint8_t(i & ((1 << e.bits) - 1));
       Spec spec = spec_of(e, 256);
       spec.codes_per_group = spec.bytes_per_group = 1;
-      Call call{&spec, DEQUANTIZE, FP32, FP32, 0, 1, 256, 1, 256, codes, nullptr, found[&e].data(), &one, 0};
+      QuantizeCall call{&spec, DEQUANTIZE, FP32, FP32, 0, 1, 256, 1, 256, codes, nullptr, found[&e].data(), &one, 0};
       check_served(pt2mx_run(&call, torch_parallel_for));
     }
     return found;

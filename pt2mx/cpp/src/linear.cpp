@@ -11,16 +11,16 @@ int64_t parts(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
 // How many rows and columns of the result one thread computes at a time.
 void set_task(LinearCall& call, int64_t k) {
-  const int64_t threads = torch::stable::get_num_threads(), units = parts(call.n, 32);
+  const int64_t threads = torch::stable::get_num_threads(), panels = parts(call.n, 32);
   const int64_t most = std::max<int64_t>(1, std::min<int64_t>(32, kDecoded / (2 * k) / 32));
-  int64_t size = parts(units, parts(units, most)), down = std::max(threads, std::min(4 * threads, call.m / 128));
+  int64_t size = parts(panels, parts(panels, most)), down = std::max(threads, std::min(4 * threads, call.m / 128));
   if (call.m < 4 * call.n) {
-    const auto of_one_thread = [&](int64_t columns) { return parts(parts(units, columns), threads) * columns; };
+    const auto of_one_thread = [&](int64_t columns) { return parts(parts(panels, columns), threads) * columns; };
     size = most;
     for (int64_t other = most; other > 0; --other) {
       if (of_one_thread(other) < of_one_thread(size)) size = other;
     }
-    down = std::max<int64_t>(1, std::min(parts(threads, parts(units, size)), call.m / 128));
+    down = std::max<int64_t>(1, std::min(parts(threads, parts(panels, size)), call.m / 128));
   }
   call.task_columns = size * 32;
   call.task_rows = parts(parts(call.m, down), 32) * 32;
@@ -35,7 +35,7 @@ bool are_bfloats(const Tensor& x) {
 }  // namespace
 
 LinearCall call_of(const Tensor& x, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& bias,
-                   Tensor& out, const Element& element, int64_t block_size, int32_t units, int64_t taps) {
+                   Tensor& out, const Element& element, int64_t block_size, int32_t isa, int64_t taps) {
   const int64_t k = x.size(-1), n = out.size(-1);
   const Blocks blocks = blocks_of(element, block_size, k);
   LinearCall call{};
@@ -46,7 +46,7 @@ LinearCall call_of(const Tensor& x, const Tensor& data, const Tensor& scale, con
   call.bytes_per_group = element.bytes_per_group;
   call.dtype = dtype_of(x);
   call.out_dtype = dtype_of(out);
-  call.units = units;
+  call.isa = isa;
   call.m = out.numel() / n;
   call.n = n;
   call.k = k;
@@ -58,7 +58,7 @@ LinearCall call_of(const Tensor& x, const Tensor& data, const Tensor& scale, con
   call.scale = static_cast<const uint8_t*>(scale.const_data_ptr());
   call.bias = bias ? bias->const_data_ptr() : nullptr;
   call.out = out.mutable_data_ptr();
-  if (units) set_task(call, k * taps);
+  if (isa) set_task(call, k * taps);
   return call;
 }
 
@@ -82,16 +82,16 @@ Tensor linear(const Tensor& given, const Tensor& data, const Tensor& scale, cons
     return call("aten::linear", result == x.scalar_type() ? x : torch::stable::to(x, result), weight, bias);
   };
   const Blocks blocks = blocks_of(element, block_size, k);
-  const int32_t units = dtype_of(x) == BF16 && rows > kVectorRows ? pt2mx_units(blocks.decoder, table_of(element)) : 0;
-  if (!x.numel() || !n || (rows > kFewRows && !units)) return dense_product();
+  const int32_t isa = dtype_of(x) == BF16 && rows > kVectorRows ? pt2mx_isa(blocks.decoder, table_of(element)) : 0;
+  if (!x.numel() || !n || (rows > kFewRows && !isa)) return dense_product();
   shape.back() = n;
   Tensor out = torch::stable::empty(shape, result);
   const Tensor values = dense(x), codes = dense(data), scales = dense(scale);
   const std::optional<Tensor> added = bias ? std::optional(dense(*bias)) : std::nullopt;
-  LinearCall call = call_of(values, codes, scales, added, out, element, block_size, units);
+  LinearCall call = call_of(values, codes, scales, added, out, element, block_size, isa);
   call.rotation = rotation;
   const int32_t error = pt2mx_linear(&call, torch_parallel_for);
-  if (error == kUnserved) return dense_product();
+  if (error == kUnsupported) return dense_product();
   check_served(error);
   return out;
 }
@@ -109,7 +109,7 @@ Tensor grouped_linear(const Tensor& given, const Tensor& data, const Tensor& sca
   Tensor x = dense(given);
   const Blocks blocks = blocks_of(element, block_size, x.size(1));
   const bool many = dtype_of(x) == FP32 && result == ScalarType::Float && x.size(0) > kFewRows;
-  if (many && pt2mx_units(blocks.decoder, table_of(element)) && are_bfloats(x)) {
+  if (many && pt2mx_isa(blocks.decoder, table_of(element)) && are_bfloats(x)) {
     x = torch::stable::to(x, ScalarType::BFloat16);
   }
   Tensor out = torch::stable::empty({x.size(0), data.size(1)}, result);

@@ -33,7 +33,7 @@ Tensor dequantize(const Tensor& data, const Tensor& scale, const Element& elemen
   if (!out.numel()) return out;
   const Tensor codes = dense(data), scales = dense(scale);
   const Spec spec = spec_of(element, block_size);
-  Call call{};
+  QuantizeCall call{};
   call.spec = &spec;
   call.operation = DEQUANTIZE;
   call.dtype = call.out_dtype = dtype_of(out);
@@ -80,7 +80,7 @@ Tensor rotated_fake_quantize(const Tensor& given, int64_t size, const std::strin
     size = 1;
   }
   const Spec spec = spec_of(element_of(element), block_size, scale_mode, rounding);
-  Call call{};
+  QuantizeCall call{};
   call.spec = &spec;
   call.operation = FAKE_QUANTIZE;
   call.dtype = dtype_of(x);

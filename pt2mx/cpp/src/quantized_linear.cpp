@@ -28,19 +28,19 @@ Tensor linear_fake_quantize(const Tensor& x, const Tensor& data, const Tensor& s
   };
   const Blocks blocks = blocks_of(element, block_size, k);
   const bool is_served = dtype_of(x) == BF16 && rows > kFewRows && x.numel() && n;
-  const int32_t units = is_served ? pt2mx_units(blocks.decoder, table_of(element)) : 0;
-  if (!units) return in_two_steps();
+  const int32_t isa = is_served ? pt2mx_isa(blocks.decoder, table_of(element)) : 0;
+  if (!isa) return in_two_steps();
   const Spec spec = spec_of(element_of(out_name), out_block_size, scale_mode, rounding);
   const Epilogue epilogue{&spec, number_of_activation(activation), dtype_of(result), std::min(out_block_size, n)};
   shape.back() = n;
   Tensor out = torch::stable::empty(shape, result);
   const Tensor values = dense(x), codes = dense(data), scales = dense(scale);
   const std::optional<Tensor> added = bias ? std::optional(dense(*bias)) : std::nullopt;
-  LinearCall call = call_of(values, codes, scales, added, out, element, block_size, units);
+  LinearCall call = call_of(values, codes, scales, added, out, element, block_size, isa);
   call.out_dtype = dtype_of(of_product);
   call.epilogue = &epilogue;
   const int32_t error = pt2mx_linear(&call, torch_parallel_for);
-  if (error == kUnserved) return in_two_steps();
+  if (error == kUnsupported) return in_two_steps();
   check_served(error);
   return out;
 }

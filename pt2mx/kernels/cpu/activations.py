@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pt2mx.kernels.cpu.build import DTYPES, load
+from pt2mx.kernels.cpu.calls import ActivationCall
 from pt2mx.kernels.cpu.quantize import spec_of
 from pt2mx.spec import MXSpec
 
@@ -18,19 +19,6 @@ __all__ = ["activation_fake_quantize", "layer_norm_fake_quantize"]
 
 #: in the order of cpp's enumeration
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", "relu")
-
-
-class _Call(ctypes.Structure):
-    _fields_ = (
-        ("spec", ctypes.c_void_p),
-        *(
-            (name, ctypes.c_int32)
-            for name in ("activation", "is_norm", "dtype", "out_dtype", "weight_dtype", "bias_dtype")
-        ),
-        ("eps", ctypes.c_float),
-        *((name, ctypes.c_int64) for name in ("rows", "n", "block")),
-        *((name, ctypes.c_void_p) for name in ("x", "residual", "weight", "bias", "normed", "out")),
-    )
 
 
 def activation_fake_quantize(x: Tensor, activation: str, spec: MXSpec, dtype: torch.dtype) -> Tensor:
@@ -66,7 +54,7 @@ def _run(x: Tensor, out: Tensor, spec: MXSpec, **fields: float) -> None:
         return
     n = x.shape[-1] if x.dim() else 1
     table = spec_of(spec)
-    call = _Call(
+    call = ActivationCall(
         spec=ctypes.addressof(table),
         dtype=DTYPES.index(x.dtype),
         out_dtype=DTYPES.index(out.dtype),

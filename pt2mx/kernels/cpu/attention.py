@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pt2mx.kernels import dequantize_then_attend
 from pt2mx.kernels.cpu.build import DTYPES, load
+from pt2mx.kernels.cpu.calls import AttentionCall
 from pt2mx.kernels.cpu.linear import TABLE, decoder_of, table_of
 from pt2mx.kernels.dequantize_then_attend import Packed
 from pt2mx.spec import MXSpec
@@ -21,26 +22,6 @@ __all__ = ["attend"]
 
 #: queries of a head of the keys up to which it is faster than a dense product, and the widest head that it takes
 _FEW_QUERIES, _WIDEST, _GROUP = 32, 512, 32
-
-
-class _Call(ctypes.Structure):
-    _fields_ = (
-        ("table", ctypes.c_void_p),
-        ("format", ctypes.c_int32),
-        ("dtype", ctypes.c_int32),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("heads", "queries", "group", "slots", "width", "value_width", "block", "value_block")
-        ),
-        *((name, ctypes.c_int64) for name in ("key_bytes", "key_blocks", "value_bytes", "value_blocks")),
-        *((name, ctypes.c_int64) for name in ("mask_batch", "mask_head", "mask_query", "mask_slot")),
-        ("factor", ctypes.c_float),
-        ("pairs", ctypes.c_int64),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("query", "key", "key_scale", "value", "value_scale", "mask", "out", "invalid")
-        ),
-    )
 
 
 def attend(
@@ -69,7 +50,7 @@ def _attend(
     invalid = torch.zeros(1, dtype=torch.int32)
     tensors = [tensor.contiguous() for tensor in (query, *key, *value)]
     hidden = None if mask is None else mask.expand(batch, heads, queries, slots)
-    call = _Call(
+    call = AttentionCall(
         table=table_of(spec.element.name).data_ptr(),
         format=decoder,
         dtype=DTYPES.index(query.dtype),

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from pt2mx.kernels.cpu.build import DTYPES, is_available, load
+from pt2mx.kernels.cpu.calls import DenseAttentionCall, MatmulCall
 from pt2mx.kernels.cpu.linear import is_served
-from pt2mx.kernels.cpu.quantized_linear import Epilogue, suits
+from pt2mx.kernels.cpu.quantized_linear import epilogue_of, suits
 from pt2mx.spec import MXSpec
 
 __all__ = ["LEAST_ROWS", "WIDEST", "attention", "matmul", "units"]
@@ -23,35 +24,10 @@ LEAST_ROWS = 16
 WIDEST = {"cpu": 512, "cuda": 128}
 
 
-class _Matmul(ctypes.Structure):
-    _fields_ = (
-        ("units", ctypes.c_int32),
-        *((name, ctypes.c_int64) for name in ("threads", "first", "second", "m", "n", "k")),
-        ("x_stride", ctypes.c_int64 * 3),
-        ("y_stride", ctypes.c_int64 * 4),
-        *((name, ctypes.c_void_p) for name in ("x", "y", "out")),
-    )
-
-
-class _Attention(ctypes.Structure):
-    _fields_ = (
-        ("units", ctypes.c_int32),
-        ("causal", ctypes.c_int32),
-        ("dtype", ctypes.c_int32),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("threads", "batch", "heads", "group", "queries", "keys", "width", "value_width")
-        ),
-        *((f"{name}_stride", ctypes.c_int64 * 3) for name in ("query", "key", "value", "mask")),
-        ("factor", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "seen", "added", "epilogue", "out")),
-    )
-
-
 @functools.cache
 def units() -> int:
     """Return the units of this machine that serve, numbered as in cpp; 0 for none."""
-    return int(load()[0].pt2mx_bfloat16_units()) if is_available() else 0
+    return int(load()[0].pt2mx_bf16_isa()) if is_available() else 0
 
 
 def matmul(x: Tensor, y: Tensor) -> Tensor | None:
@@ -64,8 +40,8 @@ def matmul(x: Tensor, y: Tensor) -> Tensor | None:
     rows, columns = (_of_four_dimensions(t.to(torch.float32)) for t in (x, y))
     rows = rows if rows.stride(3) == 1 else rows.contiguous()
     columns = columns if 1 in columns.stride()[2:] else columns.contiguous()
-    call = _Matmul(
-        units=units(),
+    call = MatmulCall(
+        isa=units(),
         threads=torch.get_num_threads(),
         first=rows.shape[0],
         second=rows.shape[1],
@@ -104,12 +80,12 @@ def attention(
     if quantization is not None:
         if not suits(quantization, value.shape[-1], dtype):
             return None
-        epilogue = Epilogue.of(quantization, "none", out_dtype or dtype)
+        epilogue = epilogue_of(quantization, "none", out_dtype or dtype)
     out = query.new_empty((batch, queries, heads, value.shape[-1]), dtype=out_dtype or dtype)
     tensors = [t.to(dtype) for t in (query, key, value)]
     tensors = [t if t.stride(3) == 1 else t.contiguous() for t in tensors]
-    call = _Attention(
-        units=units(),
+    call = DenseAttentionCall(
+        isa=units(),
         causal=is_causal,
         dtype=DTYPES.index(dtype),
         threads=torch.get_num_threads(),
@@ -130,7 +106,7 @@ def attention(
     if mask is not None:
         mask = mask.expand(*mask.shape[:3], keys)
         mask = (mask if mask.stride(3) == 1 else mask.contiguous()).expand(batch, heads, queries, keys)
-        setattr(call, "seen" if mask.dtype == torch.bool else "added", mask.data_ptr())
+        setattr(call, "bool_mask" if mask.dtype == torch.bool else "additive_mask", mask.data_ptr())
         call.mask_stride = mask.stride()[:3]
     served = is_served(library.pt2mx_dense_attention(ctypes.addressof(call), parallel_for))
     return out.transpose(1, 2) if served else None

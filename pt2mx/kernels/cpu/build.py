@@ -23,6 +23,8 @@ from typing import TypeVar
 
 import torch
 
+from pt2mx.kernels.cpu.calls import check_sizes
+
 __all__ = ["DTYPES", "HEADERS", "SOURCES", "cache_folder", "is_available", "load", "use_built"]
 
 _T = TypeVar("_T")
@@ -35,19 +37,19 @@ SOURCES = tuple(str(path) for path in sorted(_FOLDER.glob("*.cpp")))
 HEADERS = tuple(str(path) for path in sorted(_FOLDER.glob("*.h")))
 #: what the library offers, and its arguments
 _FUNCTIONS = {
+    "pt2mx_size_of": (ctypes.c_char_p,),
     "pt2mx_run": (ctypes.c_void_p, ctypes.c_void_p),
     "pt2mx_random_bits": (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),
     "pt2mx_linear": (ctypes.c_void_p, ctypes.c_void_p),
     "pt2mx_convolution": (ctypes.c_void_p, ctypes.c_void_p),
     "pt2mx_attention": (ctypes.c_void_p, ctypes.c_void_p),
-    "pt2mx_bfloat16_units": (),
+    "pt2mx_bf16_isa": (),
     "pt2mx_matmul": (ctypes.c_void_p, ctypes.c_void_p),
     "pt2mx_dense_attention": (ctypes.c_void_p, ctypes.c_void_p),
     "pt2mx_quantize_activation": (ctypes.c_void_p, ctypes.c_void_p),
     "pt2mx_hadamard": (ctypes.c_void_p, ctypes.c_void_p),
     "pt2mx_rotate_fake_quantize": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),
-    "pt2mx_has_tiles": (),
-    "pt2mx_units": (ctypes.c_int32, ctypes.c_void_p),
+    "pt2mx_isa": (ctypes.c_int32, ctypes.c_void_p),
 }
 # no contraction to fused multiply-adds, no -ffast-math: both change bits
 _FLAGS = (
@@ -88,6 +90,7 @@ def _attempt() -> None:
         library = _library()
         for name, arguments in _FUNCTIONS.items():
             getattr(library, name).argtypes = arguments
+        library.pt2mx_size_of.restype = ctypes.c_int64
     except (OSError, RuntimeError, AttributeError) as error:
         _loaded.append(None)  # first: a warning may be raised
         warnings.warn(
@@ -97,6 +100,7 @@ def _attempt() -> None:
             stacklevel=2,
         )
     else:
+        check_sizes(library)
         _loaded.append((library, parallel_for))
 
 

@@ -1,8 +1,8 @@
-"""Convolutions with packed weights on the CPU, in C++ (`src/windows.h`), on units for bfloat16 or AVX512_VNNI.
+"""Convolutions with packed weights on the CPU, in C++ (`src/im2col.h`), on units for bfloat16 or AVX512_VNNI.
 
 A convolution is the product of what lies under its kernel with the weight as rows. Rows are gathered as they are
 multiplied, some of them at a time; where they are converted to codes first, each pixel is once. Of a few channels the
-pixels under a line of the kernel are multiplied as one (`src/lines.h`).
+pixels under a line of the kernel are multiplied as one (`src/conv_small_channels.h`).
 """
 
 from __future__ import annotations
@@ -16,22 +16,13 @@ from torch import Tensor
 
 from pt2mx.kernels import dequantize_then_matmul
 from pt2mx.kernels.cpu.build import DTYPES, load
-from pt2mx.kernels.cpu.linear import FEW_ROWS, Call, call_of, is_served, units_for
-from pt2mx.kernels.cpu.quantized_linear import Epilogue, suits
+from pt2mx.kernels.cpu.calls import ConvolutionCall, Epilogue, Pair
+from pt2mx.kernels.cpu.linear import FEW_ROWS, call_of, is_served, units_for
+from pt2mx.kernels.cpu.quantized_linear import epilogue_of, suits
 from pt2mx.kernels.dequantize_then_matmul import conv2d_shape
 from pt2mx.spec import MXSpec
 
 __all__ = ["conv2d", "conv2d_fake_quantize"]
-
-_Pair = ctypes.c_int64 * 2
-
-
-class _Convolution(ctypes.Structure):
-    _fields_ = (
-        ("linear", Call),
-        ("pixels", ctypes.c_int64),
-        *((name, _Pair) for name in ("size", "out_size", "kernel", "stride", "padding", "dilation")),
-    )
 
 
 def conv2d(
@@ -75,7 +66,7 @@ def conv2d_fake_quantize(
         return None
     out = torch.empty(shape, dtype=dtype, device="cpu")
     activated = torch.empty(shape if keep_activated else (0,), dtype=product_dtype, device="cpu")
-    epilogue = Epilogue.of(quantization, activation, dtype)
+    epilogue = epilogue_of(quantization, activation, dtype)
     if residual is not None:
         residual = residual.contiguous()
         epilogue.residual = residual.data_ptr()
@@ -106,10 +97,10 @@ def _convolve(
     x, data, scale = x.contiguous(), data.contiguous(), scale.contiguous()
     bias = None if bias is None else bias.contiguous()
     size, kernel = x.shape[1:3], data.shape[1:3]
-    pairs = (_Pair(*map(int, pair)) for pair in (size, out.shape[1:3], kernel, stride, padding, dilation))
+    pairs = (Pair(*map(int, pair)) for pair in (size, out.shape[1:3], kernel, stride, padding, dilation))
     linear = call_of(x, data, scale, bias, out, spec, units, kernel.numel())
     linear.out_dtype = DTYPES.index(dtype)
     linear.epilogue = None if epilogue is None else ctypes.addressof(epilogue)
-    call = _Convolution(linear, x.shape[:3].numel(), *pairs)
+    call = ConvolutionCall(linear, x.shape[:3].numel(), *pairs)
     library, parallel_for = load()
     return is_served(library.pt2mx_convolution(ctypes.addressof(call), parallel_for))

@@ -8,16 +8,9 @@ import torch
 from torch import Tensor
 
 from pt2mx.kernels.cpu.build import DTYPES, load
+from pt2mx.kernels.cpu.calls import HadamardCall
 
 __all__ = ["rotate"]
-
-
-class _Call(ctypes.Structure):
-    _fields_ = (
-        ("dtype", ctypes.c_int32),
-        *((name, ctypes.c_int64) for name in ("outer", "n", "inner", "size")),
-        *((name, ctypes.c_void_p) for name in ("x", "out")),
-    )
 
 
 def rotate(x: Tensor, size: int, axis: int = -1) -> Tensor:
@@ -25,7 +18,7 @@ def rotate(x: Tensor, size: int, axis: int = -1) -> Tensor:
     out = torch.empty_like(x)
     if not x.numel():
         return out
-    call = _Call(
+    call = HadamardCall(
         dtype=DTYPES.index(x.dtype),
         outer=x.shape[:axis].numel(),
         n=x.shape[axis],

@@ -4,7 +4,7 @@ Weights count with their exact values and sums are in fp32, each in one order wh
 of x are multiplied by vectors; one row in bfloat16, with a weight of 4 or 6 bits, by products of pairs where the
 processor has AVX512_BF16. More rows in bfloat16 go through the matrix registers of AMX where the processor has
 them (subnormal values of x count as zero there, as in torch's own product); many rows through these or AVX512_BF16,
-with the weight decoded first (`src/many_rows.h`), and where neither serves through `dequantize_then_matmul`.
+with the weight decoded first (`src/gemm_bf16.h`), and where neither serves through `dequantize_then_matmul`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from torch import Tensor
 from pt2mx.formats import ELEMENTS
 from pt2mx.kernels import dequantize_then_matmul, elements
 from pt2mx.kernels.cpu.build import DTYPES, is_available, load
+from pt2mx.kernels.cpu.calls import LinearCall
 from pt2mx.kernels.cpu.hadamard import rotate
 from pt2mx.kernels.packing import group_of
 from pt2mx.spec import MXSpec
 
-__all__ = ["Call", "call_of", "grouped_linear", "has_units", "linear", "units_for"]
+__all__ = ["call_of", "grouped_linear", "has_units", "linear", "units_for"]
 
 #: elements that are decoded in registers, where blocks are whole groups of 32 -> cpp's number of how
 _FORMATS = {
@@ -39,21 +40,6 @@ AMX, AVX512_VNNI, AVX512_BF16 = 1, 2, 4
 _DECODED = 1 << 20
 #: what the C++ returns that has computed nothing
 _UNSERVED = -1
-
-
-class Call(ctypes.Structure):
-    _fields_ = (
-        ("table", ctypes.c_void_p),
-        *(
-            (name, ctypes.c_int32)
-            for name in ("format", "bits", "codes_per_group", "bytes_per_group", "dtype", "out_dtype", "units")
-        ),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("m", "n", "k", "block", "task_rows", "task_columns", "row_bytes", "row_blocks", "rotation")
-        ),
-        *((name, ctypes.c_void_p) for name in ("x", "data", "scale", "bias", "epilogue", "out")),
-    )
 
 
 def linear(
@@ -117,14 +103,14 @@ def _multiply(
 
 def call_of(
     x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor, spec: MXSpec, units: int, taps: int = 1
-) -> Call:
+) -> LinearCall:
     """Return the C++'s form of a product of contiguous tensors. x: (..., K), data: (N, ..., bytes), scale: (N, ...,
     blocks), bias: (N,) or None, out: (..., N); `taps`: values of x, K each, that a row of the weight multiplies."""
     k, (rows, n) = x.shape[-1], (out.shape[:-1].numel(), out.shape[-1])
     decoder, block = decoder_of(spec, k)
     codes_per_group, bytes_per_group = group_of(spec.element.bits)
     task = _task(rows, n, k * taps, torch.get_num_threads()) if units else (0, 0)
-    return Call(
+    return LinearCall(
         table=table_of(spec.element.name).data_ptr(),
         format=decoder,
         bits=spec.element.bits,
@@ -132,7 +118,7 @@ def call_of(
         bytes_per_group=bytes_per_group,
         dtype=DTYPES.index(x.dtype),
         out_dtype=DTYPES.index(out.dtype),
-        units=units,
+        isa=units,
         m=rows,
         n=n,
         k=k,
@@ -197,7 +183,7 @@ def units_for(spec: MXSpec, k: int) -> int:
 
 @functools.cache
 def _units(name: str, decoder: int) -> int:
-    return int(load()[0].pt2mx_units(decoder, table_of(name).data_ptr()))
+    return int(load()[0].pt2mx_isa(decoder, table_of(name).data_ptr()))
 
 
 def has_units(spec: MXSpec, k: int) -> bool:

@@ -13,6 +13,7 @@ from pt2mx.kernels import reference_chunked
 from pt2mx.kernels.axis import resized
 from pt2mx.kernels.constants import spec_constants
 from pt2mx.kernels.cpu.build import DTYPES, is_available, load
+from pt2mx.kernels.cpu.calls import QuantizeCall, Spec
 from pt2mx.kernels.cpu.hadamard import rotate
 from pt2mx.kernels.packing import group_of, packed_length
 from pt2mx.modes import SCALE_MODES
@@ -32,29 +33,6 @@ __all__ = [
 # in the order of cpp's enumerations
 _ROUNDINGS = ("even", "half_away", "half_toward_zero", "half_up", "toward_zero", "up", "down", "stochastic")
 _QUANTIZE, _DEQUANTIZE, _FAKE_QUANTIZE, _CLIP_GRADIENT = range(4)
-
-
-class _Spec(ctypes.Structure):
-    _integers = (
-        *("bits", "mantissa_bits", "emin", "emax", "max_code", "is_int", "full_range"),
-        *("rounding", "threshold", "candidates", "searches", "error_bits", "codes_per_group", "bytes_per_group"),
-    )
-    _fields_ = (
-        ("exponent_offsets", ctypes.POINTER(ctypes.c_int32)),
-        *((name, ctypes.c_int32) for name in _integers),
-        ("max_normal", ctypes.c_float),
-        ("lowest", ctypes.c_float),
-    )
-
-
-class _Call(ctypes.Structure):
-    _fields_ = (
-        ("spec", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("operation", "dtype", "out_dtype", "grad_bytes")),
-        *((name, ctypes.c_int64) for name in ("outer", "n", "inner", "block")),
-        *((name, ctypes.c_void_p) for name in ("x", "grad", "out", "scale")),
-        ("seed", ctypes.c_uint64),
-    )
 
 
 def quantize(x: Tensor, spec: MXSpec, seed: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -122,7 +100,7 @@ def _run(
     if 0 in shape:
         return
     table = spec_of(spec)
-    call = _Call(
+    call = QuantizeCall(
         spec=ctypes.addressof(table),
         operation=operation,
         dtype=DTYPES.index(dtype),
@@ -147,16 +125,16 @@ def _run(
         raise RuntimeError("torch_parallel_for failed")
 
 
-def spec_of(spec: MXSpec) -> ctypes.Structure:
+def spec_of(spec: MXSpec) -> Spec:
     """The numbers of a spec as the C++ reads them, kept for the next call."""
     return _spec(spec.element.name, spec.scale_mode, spec.rounding, spec.block_size)
 
 
 @functools.lru_cache(maxsize=1024)
-def _spec(name: str, scale_mode: str, rounding: str, block_size: int) -> _Spec:
+def _spec(name: str, scale_mode: str, rounding: str, block_size: int) -> Spec:
     element, mode = ELEMENTS[name], SCALE_MODES[scale_mode]
     constants = spec_constants(element, mode, block_size)
     constants["codes_per_group"], constants["bytes_per_group"] = group_of(element.bits)
     constants["rounding"], constants["candidates"] = _ROUNDINGS.index(rounding), len(mode.exponent_offsets)
     constants["exponent_offsets"] = (ctypes.c_int32 * len(mode.exponent_offsets))(*mode.exponent_offsets)
-    return _Spec(**{field[0]: constants[field[0]] for field in _Spec._fields_})
+    return Spec(**{field[0]: constants[field[0]] for field in Spec._fields_})

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pt2mx.kernels.cpu.activations import ACTIVATIONS
 from pt2mx.kernels.cpu.build import DTYPES, load
+from pt2mx.kernels.cpu.calls import Epilogue
 from pt2mx.kernels.cpu.linear import FEW_ROWS, call_of, is_served, units_for
 from pt2mx.kernels.cpu.quantize import spec_of
 from pt2mx.modes import SCALE_MODES
@@ -26,24 +27,12 @@ def suits(quantization: MXSpec, n: object, product_dtype: torch.dtype | None) ->
     return whole and in_registers and product_dtype in (torch.float32, torch.bfloat16)
 
 
-class Epilogue(ctypes.Structure):
-    _fields_ = (
-        ("spec", ctypes.c_void_p),
-        ("activation", ctypes.c_int32),
-        ("out_dtype", ctypes.c_int32),
-        ("block", ctypes.c_int64),
-        ("residual", ctypes.c_void_p),
-        ("activated", ctypes.c_void_p),
-    )
-
-    @classmethod
-    def of(cls, quantization: MXSpec, activation: str, dtype: torch.dtype) -> Epilogue:
-        """Blocks of `BLOCK` values of an activation, quantized, in a dtype."""
-        table = spec_of(quantization)
-        numbers = ACTIVATIONS.index(activation), DTYPES.index(dtype)
-        epilogue = cls(ctypes.addressof(table), *numbers, BLOCK)
-        epilogue.table = table  # as long as this
-        return epilogue
+def epilogue_of(quantization: MXSpec, activation: str, dtype: torch.dtype) -> Epilogue:
+    """Return the epilogue that quantizes an activation in blocks of `BLOCK` values, to a dtype."""
+    table = spec_of(quantization)
+    epilogue = Epilogue(ctypes.addressof(table), ACTIVATIONS.index(activation), DTYPES.index(dtype), BLOCK)
+    epilogue.table = table  # which must live as long
+    return epilogue
 
 
 def linear_fake_quantize(
@@ -63,7 +52,7 @@ def linear_fake_quantize(
     units = units_for(spec, x.shape[-1]) if x.dtype == torch.bfloat16 and rows > FEW_ROWS else 0
     if not units or not x.numel() or not suits(quantization, n, product_dtype):
         return None
-    epilogue = Epilogue.of(quantization, activation, dtype)
+    epilogue = epilogue_of(quantization, activation, dtype)
     x, data, scale = (t.contiguous() for t in (x, data, scale))
     bias = None if bias is None else bias.contiguous()
     out = torch.empty((*x.shape[:-1], n), dtype=dtype, device="cpu")

@@ -1,11 +1,11 @@
 // Activations and layer norms whose kernel quantizes what it computes (pt2mx/kernels/quantized_activations.py), row by
-// row; built and called by ../activations.py. What in_registers.h does not serve is written, and read by quantize.cpp.
+// row; built and called by ../activations.py. What quantize_vec.h does not serve is written, and read by quantize.cpp.
 
 #include <memory>
 #include <vector>
 
 #include "activation.h"
-#include "in_registers.h"
+#include "quantize_vec.h"
 
 namespace {
 
@@ -17,7 +17,7 @@ constexpr i64 kCommon = 32;      // values of a block that stay in registers
 
 struct Work {
   const ActivationCall& call;  // without a spec activations are stored
-  const InRegisters quantizer;
+  const VecQuantizer quantizer;
   std::vector<float> weight, bias;  // of a norm, with zeros behind them
 };
 
@@ -43,7 +43,7 @@ inline void store_some(void* out, int32_t dtype, i64 at, i64 count, Floats v) {
 template <class Values>
 inline void finish_row(const Work& work, i64 at, Floats* block, Values values) {
   const ActivationCall& c = work.call;
-  const InRegisters quantizer = work.quantizer;
+  const VecQuantizer quantizer = work.quantizer;
   const bool quantizes = c.spec;
   for (i64 first = 0; first < c.n; first += c.block) {
     const i64 n = std::min(c.block, c.n - first), to = at + first;
@@ -157,7 +157,7 @@ int32_t run(ActivationCall call, const Spec& spec, ParallelFor parallel_for) {
     call.rows *= call.n / call.block;
     call.n = call.block;
   }
-  Work work{call, InRegisters(spec, call.out_dtype), {}, {}};
+  Work work{call, VecQuantizer(spec, call.out_dtype), {}, {}};
   if (call.is_norm) {
     work.weight = of_norm(call.weight, call.weight_dtype, call.n, 1.0f);
     work.bias = of_norm(call.bias, call.bias_dtype, call.n, 0.0f);
@@ -172,7 +172,7 @@ extern "C" {
 
 int32_t pt2mx_quantize_activation(const ActivationCall* call, ParallelFor parallel_for) {
   const Spec& spec = *call->spec;
-  if (InRegisters::serves(spec, call->block, call->n)) return run(*call, spec, parallel_for);
+  if (VecQuantizer::supports(spec, call->block, call->n)) return run(*call, spec, parallel_for);
   ActivationCall stored = *call;
   std::unique_ptr<u8[]> memory;
   if (!call->normed) memory.reset(new u8[call->rows * call->n * (call->dtype == FP32 ? 4 : 2)]);
@@ -182,7 +182,7 @@ int32_t pt2mx_quantize_activation(const ActivationCall* call, ParallelFor parall
   stored.out_dtype = call->dtype;
   stored.block = std::min(kCommon, call->n);
   if (const int32_t error = run(stored, spec, parallel_for)) return error;
-  Call quantization{};
+  QuantizeCall quantization{};
   quantization.spec = &spec;
   quantization.operation = FAKE_QUANTIZE;
   quantization.dtype = call->dtype;

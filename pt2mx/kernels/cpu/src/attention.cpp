@@ -39,7 +39,7 @@ class Head {
       to_fp32(c.query, (pair_ * rows_ + r) * c.width, c.width, c.dtype, row.data());
       float* out = query_.data() + r * c.width;
       for (i64 i = 0; i < c.width; ++i)
-        out[i] = c.factor * row[i / kGroup * kGroup + place(Decoder::kPairs, i % kGroup)];
+        out[i] = c.factor * row[i / kGroup * kGroup + index_in_group(Decoder::kEvenOdd, i % kGroup)];
     }
   }
 
@@ -116,7 +116,7 @@ class Head {
     const float whole = sums_[r] == 0.0f ? 1.0f : sums_[r];
     for (i64 i = 0; i < c.value_width; ++i) {
       const float y = sums[i] / whole;
-      row[i / kGroup * kGroup + place(Decoder::kPairs, i % kGroup)] = y == y ? y : from_bits(0x7FC00000);
+      row[i / kGroup * kGroup + index_in_group(Decoder::kEvenOdd, i % kGroup)] = y == y ? y : from_bits(0x7FC00000);
     }
     const i64 at = (pair_ * rows_ + r) * c.value_width;
     if (c.dtype == FP32) std::memcpy(static_cast<float*>(c.out) + at, row, 4 * c.value_width);

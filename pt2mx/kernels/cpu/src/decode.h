@@ -23,17 +23,17 @@ inline TwoFactors factors_of(u8 scale, int32_t shift) {  // 2**(scale - 127 + sh
 }
 
 // A decoder has: kBytes of a group; kShift, the power of two by which its values are too small; decode, which gives
-// them times a float or `TwoFactors` by kPairs in the order 0, 2, .. 30, 1, 3, .. 31 or else as they are stored; and
+// them times a float or `TwoFactors` by kEvenOdd in the order 0, 2, .. 30, 1, 3, .. 31 or else as they are stored; and
 // invalid, whether there was a code that it cannot decode.
 
 // The place in a group of value `i` that a decoder gives.
-inline i64 place(bool pairs, i64 i) { return pairs ? i % (kGroup / 2) * 2 + i / (kGroup / 2) : i; }
+inline i64 index_in_group(bool even_odd, i64 i) { return even_odd ? i % (kGroup / 2) * 2 + i / (kGroup / 2) : i; }
 
 // Values that decode_row has written.
 struct Decoded {
   static constexpr i64 kBytes = 4 * kGroup;
   static constexpr int32_t kShift = 0;
-  static constexpr bool kPairs = false;
+  static constexpr bool kEvenOdd = false;
   explicit Decoded(const LinearCall&) {}
   template <class F>
   void decode(const u8* data, F, Floats* out) {
@@ -67,7 +67,7 @@ inline void scale(F f, Floats* values) {
 struct Nibbles {
   static constexpr i64 kBytes = kGroup / 2;
   static constexpr int32_t kShift = 0;
-  static constexpr bool kPairs = true;
+  static constexpr bool kEvenOdd = true;
   bool invalid() const { return false; }
 
 #if defined(__AVX512BW__)
@@ -100,7 +100,7 @@ struct Nibbles {
 #endif
 };
 
-// 16 codes each at the top of 16 bits, with any bits below them: those at even places, and those at odd ones.
+// 16 codes each at the top of 16 bits, with any bits below them: those at even positions, and those at odd ones.
 template <int Bits>
 inline void split_pairs(const u8* data, __m256i* even, __m256i* odd) {
   if (Bits == 8) {
@@ -122,7 +122,7 @@ struct Halves {
   static constexpr int kBits = 1 + ExponentBits + MantissaBits;
   static constexpr i64 kBytes = kGroup * kBits / 8;
   static constexpr int32_t kShift = 16 - (1 << (ExponentBits - 1));
-  static constexpr bool kPairs = true;
+  static constexpr bool kEvenOdd = true;
   static constexpr int kUnused = 5 - ExponentBits;  // bits of fp16's exponent
   __m256i largest = _mm256_setzero_si256();
 
@@ -147,7 +147,7 @@ struct Halves {
 struct Int8 {
   static constexpr i64 kBytes = kGroup;
   static constexpr int32_t kShift = -6;
-  static constexpr bool kPairs = false;
+  static constexpr bool kEvenOdd = false;
   explicit Int8(const LinearCall&) {}
   template <class F>
   void decode(const u8* data, F f, Floats* out) {
@@ -185,7 +185,7 @@ void with_decoder(int32_t format, Body body) {
 }
 
 // Row `row` of the weight to out: (k up to whole groups) in the order of a decoder, zeros at the end.
-NOINLINE void decode_row(const LinearCall& c, i64 row, bool pairs, float* out) {
+NOINLINE void decode_row(const LinearCall& c, i64 row, bool even_odd, float* out) {
   const u8* data = c.data + row * c.row_bytes;
   const u8* scale = c.scale + row * c.row_blocks;
   const Packing packing{c.bits, c.codes_per_group, c.bytes_per_group};
@@ -204,7 +204,7 @@ NOINLINE void decode_row(const LinearCall& c, i64 row, bool pairs, float* out) {
       const i64 end = i / c.block == (last - 1) / c.block ? last : (i / c.block + 1) * c.block;
       for (; i < end; ++i) values[i - first] = c.table[codes[i - first]] * f.first * f.second;
     }
-    for (i64 i = 0; i < kGroup; ++i) out[first + i] = values[place(pairs, i)];
+    for (i64 i = 0; i < kGroup; ++i) out[first + i] = values[index_in_group(even_odd, i)];
   }
 }
 

@@ -1,25 +1,28 @@
-// What is made of the sums of a product of many rows before they are stored: a bias, a residual, an activation, and
-// quantization. Included by linear.cpp.
+// The epilogue of a GEMM: bias, residual, activation and quantization, applied to the sums before they are stored.
 
 #pragma once
 
-#if defined(PT2MX_TILES)
+#include "activation.h"
+#include "isa.h"
+#include "linear.h"
+
+#if defined(PT2MX_HAVE_MATRIX_ISA)
 
 namespace {
 
-// The one NaN that `rounded` keeps, where x is any.
+// Replaces any NaN by the canonical one, which `rounded` keeps.
 inline Floats or_nan(Floats x) { return x == x ? x : Floats(ints(0x7FC00000)); }
 
-// Rows of kPair sums, in `dtype`, to the output: from the value `column` of the row that `places` has for each.
+// Stores rows of kNR sums: row r goes to row positions[r] of the output, from `column` on. kDtype: of the matmul.
 template <int32_t kDtype, bool kQuantized>
-NOINLINE void finish_rows(const Linear& linear, const i64* places, i64 rows, i64 column, const float* sums) {
+NOINLINE void finish_rows(const Linear& linear, const i64* positions, i64 rows, i64 column, const float* sums) {
   const LinearCall& c = linear.call;
-  Floats bias[2] = {Floats(ints(kSign)), Floats(ints(kSign))};  // to add -0 changes nothing
+  Floats bias[2] = {Floats(ints(kSign)), Floats(ints(kSign))};  // -0: adding it changes nothing
   for (int i = 0; i < 2 && !linear.bias.empty(); ++i) bias[i] = load<Floats>(linear.bias.data() + column + i * kWidth);
-  const InRegisters* const quantizer = kQuantized ? &*linear.quantizer : nullptr;
-  const Epilogue none{nullptr, NONE, kDtype, kPair, nullptr, nullptr}, &e = kQuantized ? *c.epilogue : none;
-  for (i64 r = 0; r < rows; ++r, sums += kPair) {
-    const i64 at = places[r] * c.n + column;
+  const VecQuantizer* const quantizer = kQuantized ? &*linear.quantizer : nullptr;
+  const Epilogue none{nullptr, NONE, kDtype, kNR, nullptr, nullptr}, &e = kQuantized ? *c.epilogue : none;
+  for (i64 r = 0; r < rows; ++r, sums += kNR) {
+    const i64 at = positions[r] * c.n + column;
     Floats y[2];
     for (int i = 0; i < 2; ++i) {
       y[i] = rounded(or_nan(load<Floats>(sums + i * kWidth) + bias[i]), kDtype);
@@ -32,15 +35,15 @@ NOINLINE void finish_rows(const Linear& linear, const i64* places, i64 rows, i64
   }
 }
 
-// The same of up to kPair sums a row.
-void finish_square(const Linear& linear, const i64* places, i64 rows, i64 column, i64 n, float* sums) {
+// Stores a micro-tile, of which the first `rows` rows and `n` columns are in the result.
+void finish_micro_tile(const Linear& linear, const i64* positions, i64 rows, i64 column, i64 n, float* sums) {
   const int32_t dtype = linear.call.out_dtype;
-  if (n < kPair || dtype == FP16) {
-    for (i64 r = 0; r < rows; ++r) finish(linear, places[r], column, n, sums + r * kPair);
+  if (n < kNR || dtype == FP16) {
+    for (i64 r = 0; r < rows; ++r) finish(linear, positions[r], column, n, sums + r * kNR);
   } else if (linear.quantizer) {
-    (dtype == FP32 ? finish_rows<FP32, true> : finish_rows<BF16, true>)(linear, places, rows, column, sums);
+    (dtype == FP32 ? finish_rows<FP32, true> : finish_rows<BF16, true>)(linear, positions, rows, column, sums);
   } else {
-    (dtype == FP32 ? finish_rows<FP32, false> : finish_rows<BF16, false>)(linear, places, rows, column, sums);
+    (dtype == FP32 ? finish_rows<FP32, false> : finish_rows<BF16, false>)(linear, positions, rows, column, sums);
   }
 }
 

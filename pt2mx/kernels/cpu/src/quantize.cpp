@@ -6,7 +6,7 @@
 // data: `Spec`, which ../quantize.py fills from its tables.
 
 #include "block_amax.h"
-#include "in_registers.h"
+#include "quantize_vec.h"
 #include "packing.h"
 #include "rotate.h"
 #include "values.h"
@@ -16,7 +16,7 @@ namespace {
 constexpr i64 kColumns = 512;                     // of a tile
 constexpr i64 kTile = 2048;                       // values of a tile of short blocks
 constexpr i64 kChunk = 2048;                      // values that go through a step at a time
-constexpr i64 kFlat = 64;                         // rows shorter than this are not worth a loop of their own
+constexpr i64 kMinRowLen = 64;                    // rows shorter than this are not worth a loop of their own
 constexpr i64 kGrain = 1 << 15;                   // values that are worth another thread
 constexpr i64 kLanes = 16;                        // values of one block that go together: a multiple of every kWidth
 constexpr i64 kBlocks = std::max(kTile, kChunk);  // of a tile: as many as the codes of a group may share it
@@ -28,12 +28,12 @@ struct Cut {
   i64 group, rows, segments, columns, strips, chunk_rows, data_rows, blocks, ahead;
   bool flat;
 
-  explicit Cut(const Call& c) {
+  explicit Cut(const QuantizeCall& c) {
     const bool packed = c.operation == QUANTIZE || c.operation == DEQUANTIZE;
     group = packed ? c.spec->codes_per_group : 1;
     columns = std::min({c.inner, kColumns, kChunk / group});
     strips = (c.inner + columns - 1) / columns;
-    flat = c.inner < kFlat;
+    flat = c.inner < kMinRowLen;
     i64 whole = c.block;  // rows after which both a block and a packed group end
     while (whole % group) whole += c.block;
     rows = std::max<i64>(1, kTile / (columns * whole)) * whole;
@@ -47,7 +47,7 @@ struct Cut {
 
 class Tile {
  public:
-  Tile(const Call& call, const Cut& cut) : call_(call), cut_(cut), spec_(*call.spec) {}
+  Tile(const QuantizeCall& call, const Cut& cut) : call_(call), cut_(cut), spec_(*call.spec) {}
   void run(i64 index);
 
  private:
@@ -67,7 +67,7 @@ class Tile {
     return static_cast<u8*>(base) + (outer_ * cut_.data_rows + data_row) * call_.inner + column0_;
   }
 
-  const Call& call_;
+  const QuantizeCall& call_;
   const Cut& cut_;
   const Spec& spec_;
   const Packing packing_{spec_.bits, spec_.codes_per_group, spec_.bytes_per_group};
@@ -80,7 +80,7 @@ class Tile {
   alignas(64) float y_[kChunk + kWidth];
   alignas(64) int32_t scratch_[kChunk + kWidth];
   alignas(64) u32 random_[kChunk + kWidth + 8];
-  alignas(64) u8 codes_[kChunk + kMaxGroup * kFlat + kWidth];
+  alignas(64) u8 codes_[kChunk + kMaxGroup * kMinRowLen + kWidth];
 };
 
 template <class Bits>
@@ -302,7 +302,7 @@ void Tile::run(i64 index) {
 }
 
 struct Work {
-  const Call& call;
+  const QuantizeCall& call;
   const Cut cut;
 };
 
@@ -315,7 +315,7 @@ void run_tiles(i64 begin, i64 end, void* context) {
 
 // FAKE_QUANTIZE of x rotated, where inner is 1: some rows at a time go to the output and are quantized there.
 struct RotatedWork {
-  const Call& call;  // whose x is its output
+  const QuantizeCall& call;  // whose x is its output
   const Cut cut;
   const Rotation rotation;
   const void* x;
@@ -323,7 +323,7 @@ struct RotatedWork {
 
 void run_rotated(i64 begin, i64 end, void* context) {
   const RotatedWork& work = *static_cast<const RotatedWork*>(context);
-  const Call& c = work.call;
+  const QuantizeCall& c = work.call;
   const KeepSubnormals keep;
   const i64 rows = std::max<i64>(1, kRotated / c.n);
   std::vector<float> y(std::max(work.rotation.size(), kRotated) + kWidth);
@@ -336,9 +336,9 @@ void run_rotated(i64 begin, i64 end, void* context) {
 }
 
 // Whether activations.cpp quantizes, which takes a third of the time.
-bool in_registers(const Call& c) {
+bool uses_vec_quantizer(const QuantizeCall& c) {
   const bool threads = c.n % c.block == 0 || c.n < kGrain;
-  return c.operation == FAKE_QUANTIZE && c.inner == 1 && threads && InRegisters::serves(*c.spec, c.block, c.n);
+  return c.operation == FAKE_QUANTIZE && c.inner == 1 && threads && VecQuantizer::supports(*c.spec, c.block, c.n);
 }
 
 struct Random {
@@ -359,8 +359,8 @@ void run_random(i64 begin, i64 end, void* context) {
 
 extern "C" {
 
-int32_t pt2mx_run(const Call* call, ParallelFor parallel_for) {
-  if (in_registers(*call)) {
+int32_t pt2mx_run(const QuantizeCall* call, ParallelFor parallel_for) {
+  if (uses_vec_quantizer(*call)) {
     ActivationCall rows{};
     rows.spec = call->spec;
     rows.dtype = call->dtype;
@@ -378,8 +378,8 @@ int32_t pt2mx_run(const Call* call, ParallelFor parallel_for) {
   return parallel_for(0, tiles, std::max<i64>(1, kGrain / values), run_tiles, &work);
 }
 
-int32_t pt2mx_rotate_fake_quantize(const Call* call, i64 size, ParallelFor parallel_for) {
-  Call in_place = *call;
+int32_t pt2mx_rotate_fake_quantize(const QuantizeCall* call, i64 size, ParallelFor parallel_for) {
+  QuantizeCall in_place = *call;
   in_place.x = call->out;
   RotatedWork work{in_place, Cut(in_place), Rotation(size), call->x};
   return parallel_for(0, call->outer, std::max<i64>(1, kGrain / call->n), run_rotated, &work);

@@ -22,10 +22,10 @@ inline int32_t largest_lane(Ints v) {
 #endif
 }
 
-class InRegisters {
+class VecQuantizer {
  public:
   // `out_dtype`: in which the values are stored.
-  InRegisters(const Spec& spec, int32_t out_dtype)
+  VecQuantizer(const Spec& spec, int32_t out_dtype)
       : spec_(&spec),
         dtype_(out_dtype),
         is_int_(spec.is_int),
@@ -36,7 +36,7 @@ class InRegisters {
         rounder_(std::ldexp(1.5f, spec.emin - spec.mantissa_bits + 23)) {}
 
   // What is served: blocks along rows of n values. The least binade of a usual block is one of normal numbers.
-  static bool serves(const Spec& spec, i64 block, i64 n) {
+  static bool supports(const Spec& spec, i64 block, i64 n) {
     const bool is_narrow = spec.emax - spec.emin < 60;
     return is_narrow && spec.rounding == EVEN && !spec.searches && (block % 16 == 0 || block == n);
   }

@@ -1,8 +1,9 @@
-// The tasks of a product of many rows: some rows and some columns of its result. A thread that has ended one takes the
-// next, so that none waits for another, and finds the columns that it has decoded last. Included by linear.cpp.
+// The tasks of a GEMM: blocks of rows and columns of its result. A thread that has finished one takes the next, so that
+// no thread waits for another. Tasks of the same columns follow each other: a thread often finds them decoded.
 
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 
 #include "calls.h"
@@ -20,7 +21,7 @@ class Tasks {
 
   int64_t count() const { return down_ * across_; }
 
-  // Returns whether there was another; those of the same columns follow each other.
+  // Returns false when all tasks are taken.
   bool take(Task& task) {
     const int64_t at = taken_++, row = at % down_ * call_.task_rows, column = at / down_ * call_.task_columns;
     task = {row, std::min(row + call_.task_rows, call_.m), column, std::min(column + call_.task_columns, call_.n)};

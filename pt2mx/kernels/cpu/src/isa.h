@@ -1,0 +1,85 @@
+// The instruction sets that multiply bfloat16 values, and codes of 8 bits, many at a time: whether the compiler and the
+// processor have them, and the tile registers of AMX.
+//
+// Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, "Programming with Intel AMX".
+
+#pragma once
+
+#include "decode.h"
+
+// The compiler targets AVX512 and knows AMX, AVX512_VNNI and AVX512_BF16, which functions ask for by attributes.
+// Whether the processor has them is asked at run time.
+#if defined(__AVX512BW__) && defined(__AVX512DQ__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
+#define PT2MX_HAVE_MATRIX_ISA
+
+#include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace {
+
+// The answers are kept: the instruction CPUID takes microseconds in a virtual machine.
+inline bool has_avx512_bf16() {
+  static const bool available = [] {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(c >> 1 & 1)) return false;  // AVX512_VBMI
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);               // AVX512_BF16
+  }();
+  return available;
+}
+
+// True where AVX512_BF16 is faster than float32: on Intel's processors an instruction takes two cycles (Xeon with AMX,
+// measured: tests/benchmarks/products.py).
+inline bool has_fast_avx512_bf16() {
+  static const bool fast = [] {
+    unsigned a = 0, vendor[3] = {};
+    return has_avx512_bf16() && __get_cpuid(0, &a, &vendor[0], &vendor[2], &vendor[1]) &&
+           !std::memcmp(vendor, "AuthenticAMD", sizeof vendor);
+  }();
+  return fast;
+}
+
+inline bool has_avx512_vnni() {
+  static const bool available = [] {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c >> 11 & 1);
+  }();
+  return available;
+}
+
+// Asks the operating system for the tile registers too: a process that has not asked may not use them.
+inline bool has_amx() {
+#if defined(__linux__)
+  static const bool available = [] {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    const bool present = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1);
+    return present && syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
+  }();
+  return available;
+#else
+  return false;
+#endif
+}
+
+constexpr i64 kTileRows = 16;                   // rows of a tile register: each has 32 bfloat16 values, or 16 sums
+constexpr i64 kTileElems = kTileRows * kGroup;  // bfloat16 values of a tile register
+constexpr i64 kMR = 2 * kTileRows;              // rows of x of a micro-tile of the result
+constexpr i64 kNR = 2 * kTileRows;              // its columns, which are rows of the weight
+
+// Eight tile registers of 16 rows of 64 bytes. In static memory: GCC assumes that _tile_loadconfig reads only its first
+// bytes.
+struct TileConfig {
+  u8 palette = 1, start = 0, reserved[14] = {};
+  u16 row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  u8 rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+const TileConfig kTileConfig;
+
+__attribute__((target("amx-tile"))) NOINLINE void configure_amx() { _tile_loadconfig(&kTileConfig); }
+__attribute__((target("amx-tile"))) NOINLINE void release_amx() { _tile_release(); }
+
+}  // namespace
+
+#endif

@@ -1,0 +1,135 @@
+// What all kernels of linear_mx share: the call with what they prepare for it, the scales of the weight's groups, and
+// how sums are stored.
+
+#pragma once
+
+#include <algorithm>
+#include <optional>
+#include <vector>
+
+#include "buffer.h"
+#include "decode.h"
+#include "im2col.h"
+#include "quantize_vec.h"
+
+namespace {
+
+constexpr int kRows = kWidth == 16 ? 4 : 2;  // rows of the weight that a thread multiplies together
+constexpr i64 kChunk = 128;                  // groups whose factors are converted at a time
+
+// `n` values of `from`, from the value `first` on, as fp32.
+void to_floats(const void* from, i64 first, i64 n, int32_t dtype, float* out) {
+  if (dtype == FP32) std::memcpy(out, static_cast<const float*>(from) + first, 4 * n);
+  else widen(static_cast<const u16*>(from) + first, n, dtype, out);
+}
+
+struct Linear {
+  const LinearCall& call;
+  const Im2col im2col;
+  const i64 tap_groups;                   // of a tap; the last one may be partial
+  const i64 groups;                       // of a row
+  Buffer<float> x;                        // (m rounded up to 4, groups * kGroup) in the order of the decoder; `prepare`
+  std::vector<float> bias;                // (n), or empty
+  std::optional<VecQuantizer> quantizer;  // of the epilogue
+
+  explicit Linear(const LinearCall& c, const ConvolutionCall* convolution = nullptr)
+      : call(c), im2col(c, convolution), tap_groups((c.k + kGroup - 1) / kGroup), groups(im2col.taps * tap_groups) {
+    if (c.epilogue) quantizer.emplace(*c.epilogue->spec, c.epilogue->out_dtype);
+    if (!c.bias) return;
+    bias.resize(c.n);
+    to_floats(c.bias, 0, c.n, c.out_dtype, bias.data());
+  }
+
+  // Returns the call of one tap, with its slice of the weight's rows.
+  LinearCall call_of(i64 tap) const {
+    LinearCall c = call;
+    c.data += tap * (c.row_bytes / im2col.taps);
+    c.scale += tap * (c.row_blocks / im2col.taps);
+    return c;
+  }
+};
+
+// Converts x to fp32, in the order in which a decoder returns values.
+void prepare(Linear& linear, bool even_odd) {
+  const LinearCall& c = linear.call;
+  const i64 stride = linear.groups * kGroup, rows = (c.m + 3) / 4 * 4;
+  linear.x.resize(rows * stride);
+  std::vector<float> row(stride);
+  for (i64 m = 0; m < c.m; ++m) {
+    to_floats(c.x, m * c.k, c.k, c.dtype, row.data());
+    float* out = linear.x.data() + m * stride;
+    for (i64 first = 0; first < stride; first += kGroup) {
+      for (i64 i = 0; i < kGroup; ++i) out[first + i] = row[first + index_in_group(even_odd, i)];
+    }
+  }
+}
+
+inline float sum_of(Floats v) {
+  float lanes[kWidth];
+  store(lanes, v);
+  for (i64 half = kWidth / 2; half; half /= 2) {
+    for (i64 i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  }
+  return lanes[0];
+}
+
+// Stores y: (n) at value `at` of the output.
+void put(const LinearCall& c, i64 at, i64 n, float* y) {
+  for (i64 i = 0; i < n; ++i) y[i] = y[i] == y[i] ? y[i] : from_bits(0x7FC00000);  // as narrow_bfloat needs it
+  if (c.out_dtype == FP32) std::memcpy(static_cast<float*>(c.out) + at, y, 4 * n);
+  else narrow(y, n, c.out_dtype, static_cast<u16*>(c.out) + at);
+}
+
+// Stores the sums y: (n) at (m, row) of the output, with the bias.
+void finish(const Linear& linear, i64 m, i64 row, i64 n, float* y) {
+  if (!linear.bias.empty()) {
+    for (i64 i = 0; i < n; ++i) y[i] += linear.bias[row + i];
+  }
+  put(linear.call, m * linear.call.n + row, n, y);
+}
+
+// Copies the codes of a row's last group of `kValues`, which is partial, and pads them with zeros.
+template <class Decoder, i64 kValues = kGroup>
+const u8* last_group(const LinearCall& c, i64 row, u8* out) {
+  const i64 begin = c.k / kValues * Decoder::kBytes, bits = c.k % kValues * c.bits;
+  std::memset(out, 0, Decoder::kBytes);
+  std::memcpy(out, c.data + row * c.row_bytes + begin, (bits + 7) / 8);
+  if (bits % 8) out[bits / 8] &= (1 << bits % 8) - 1;  // the bits after the last code are undefined
+  return out;
+}
+
+// Returns the scale of each of the groups [begin, end), where `per_block` groups share one: a pointer into `scale`, or
+// a copy in `expanded`.
+inline const u8* scales_of_groups(const u8* scale, i64 per_block, i64 begin, i64 end, u8* expanded) {
+  if (per_block == 1) return scale + begin;
+  for (i64 g = begin; g < end; ++g) expanded[g - begin] = scale[g / per_block];
+  return expanded;
+}
+
+// The factors of up to kChunk groups of a row.
+struct Scales {
+  float one[kChunk];
+  TwoFactors two[kChunk];
+  bool ordinary;  // one factor suffices, and no value is subnormal: a decoder returns values of at least 2**-24
+
+  // Sets `one` for the groups [begin, end), where `per_block` groups share a scale.
+  void set(const u8* scale, i64 per_block, i64 begin, i64 end, int32_t shift) {
+    u8 expanded[kChunk];
+    const u8* bytes = scales_of_groups(scale, per_block, begin, end, expanded);
+    u8 min = 255, max = 0;
+#pragma omp simd reduction(min : min) reduction(max : max)
+    for (i64 i = 0; i < end - begin; ++i) {
+      one[i] = from_bits((bytes[i] + shift) << 23);
+      min = std::min(min, bytes[i]);
+      max = std::max(max, bytes[i]);
+    }
+    ordinary = min + shift > 24 && max + std::max(shift, 0) < 255;
+  }
+
+  // Sets `two`, for rows of which some are not ordinary.
+  void split(const u8* scale, i64 per_block, i64 begin, i64 end, int32_t shift) {
+    for (i64 g = begin; g < end; ++g) two[g - begin] = factors_of(scale[g / per_block], shift);
+  }
+};
+
+}  // namespace
