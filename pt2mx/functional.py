@@ -16,7 +16,7 @@ from pt2mx.errors import MXError
 from pt2mx.formats import parse_element
 from pt2mx.kernels import reference_chunked
 from pt2mx.ops.checks import check_length, check_seed, check_spec, check_tensors
-from pt2mx.ops.order import in_order
+from pt2mx.ops.memory_format import with_memory_format_of
 from pt2mx.ops.quantization import check_ste, seed_of
 from pt2mx.spec import MXSpec, parse
 
@@ -167,14 +167,15 @@ class _OtherScale(torch.autograd.Function):
         ctx.save_for_backward(*([x] if ste == "clipped" else []))
         ctx.spec = spec
         start = seed_of(x, spec, seed)
-        (y,) = in_order(lambda spec, x: reference_chunked.fake_quantize(x, spec, start), spec, torch.atleast_1d(x))
+        row = torch.atleast_1d(x)
+        (y,) = with_memory_format_of(row, reference_chunked.fake_quantize, (row,), spec, start)
         return y if x.dim() else y.as_strided_((), ())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         for x in ctx.saved_tensors:
-            tensors = torch.atleast_1d(x), torch.atleast_1d(grad)
-            (grad,) = in_order(lambda spec, x, grad: reference_chunked.clip_gradient(grad, x, spec), ctx.spec, *tensors)
+            row, tensors = torch.atleast_1d(x), (torch.atleast_1d(grad), torch.atleast_1d(x))
+            (grad,) = with_memory_format_of(row, reference_chunked.clip_gradient, tensors, ctx.spec)
             grad = grad if x.dim() else grad.as_strided_((), ())
         return grad, None, None, None
 

@@ -19,9 +19,8 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from pt2mx import ops
-from pt2mx.ops import hadamard, linear, rotated_quantization
-from pt2mx.spec import MXSpec
+from pt2mx.ops import hadamard, linear, quantization, rotated_quantization
+from pt2mx.ops.operator import Operator
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -136,85 +135,60 @@ def called(node: Node) -> object:
     return node.target if node.op == "call_function" else node.meta.get(OPERATOR_KEY)
 
 
-@dataclass(frozen=True)
-class OperatorCall:
-    """The arguments of a call. A subclass names one operator and, in the order of its schema, all of its arguments."""
-
-    operator: ClassVar[OpOverload]
+class OperatorCall(Operator[Node]):
+    """The arguments of a node that calls an operator: of the operator's own class, with nodes for tensors."""
 
     @classmethod
     def of(cls, node: Node) -> Self | None:
         """The arguments of a node that calls the operator; None for another node."""
-        return cls.expect(node) if node.target is cls.operator else None
+        return cls.expect(node) if node.target is cls.overload else None
 
     @classmethod
     def expect(cls, node: Node) -> Self:
         """The arguments of a node that is known to call the operator."""
-        if node.target is not cls.operator:
-            raise TypeError(f"{node} does not call {cls.operator}")
+        if node.target is not cls.overload:
+            raise TypeError(f"{node} does not call {cls.overload}")
         return cls(*named_args(node).values())
 
     @classmethod
     def calls_in(cls, graph: Graph) -> Iterator[tuple[Node, Self]]:
         """The nodes of a graph that call the operator now, each with the arguments that it has when it is reached."""
-        for node in graph.find_nodes(op="call_function", target=cls.operator):
+        for node in graph.find_nodes(op="call_function", target=cls.overload):
             yield node, cls.expect(node)
 
+
+class Quantize(quantization.Quantize[Node], OperatorCall):
+    """A call of `quantize_mx`."""
+
+
+class FakeQuantize(quantization.FakeQuantize[Node], OperatorCall):
+    """A call of `fake_quantize_mx`."""
+
+
+class Dequantize(quantization.Dequantize[Node], OperatorCall):
+    """A call of `dequantize_mx`."""
+
+
+class LinearMX(linear.LinearMX[Node], OperatorCall):
+    """A call of `linear_mx`."""
+
+
+class GroupedLinearMX(linear.GroupedLinearMX[Node], OperatorCall):
+    """A call of `grouped_linear_mx`."""
+
+
+@dataclass(frozen=True)
+class _Declared(OperatorCall):
     @property
     def args(self) -> tuple[Any, ...]:
-        """All arguments, in the order of the schema."""
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
 
 @dataclass(frozen=True)
-class Quantize(OperatorCall):
-    """`quantize_mx`. x: (..., n, ...); axis: as it was written, also from the end."""
-
-    operator: ClassVar[OpOverload] = ops.quantize_mx
-
-    x: Node
-    element: str
-    block_size: int
-    axis: int
-    scale_mode: str
-    rounding: str
-    seed: int | Node | None
-
-    @property
-    def spec(self) -> MXSpec:
-        """The spec by which x is quantized."""
-        return MXSpec(self.element, self.block_size, self.axis, self.scale_mode, self.rounding)
-
-
-@dataclass(frozen=True)
-class FakeQuantize(Quantize):
-    """`fake_quantize_mx`: the arguments of `quantize_mx`, and what becomes of the gradient."""
-
-    operator: ClassVar[OpOverload] = ops.fake_quantize_mx
-
-    ste: str
-
-
-@dataclass(frozen=True)
-class Dequantize(OperatorCall):
-    """`dequantize_mx`. codes and scale: uint8, as `quantize_mx` gives them; length: n, or None for all codes."""
-
-    operator: ClassVar[OpOverload] = ops.dequantize_mx
-
-    codes: Node
-    scale: Node
-    element: str
-    block_size: int
-    dtype: torch.dtype
-    axis: int
-    length: int | Node | None
-
-
-@dataclass(frozen=True)
-class Hadamard(OperatorCall):
+class Hadamard(_Declared):
     """`hadamard`. x: (..., n, ...); axis: as it was written, also from the end."""
 
-    operator: ClassVar[OpOverload] = hadamard.hadamard
+    overload: ClassVar[OpOverload] = hadamard.hadamard
 
     x: Node
     size: int
@@ -222,10 +196,10 @@ class Hadamard(OperatorCall):
 
 
 @dataclass(frozen=True)
-class RotatedFakeQuantize(OperatorCall):
+class RotatedFakeQuantize(_Declared):
     """`rotated_fake_quantize_mx`. x: (..., n); target_dtype: of the result, None for x's."""
 
-    operator: ClassVar[OpOverload] = rotated_quantization.rotated_fake_quantize_mx
+    overload: ClassVar[OpOverload] = rotated_quantization.rotated_fake_quantize_mx
 
     x: Node
     size: int
@@ -233,37 +207,4 @@ class RotatedFakeQuantize(OperatorCall):
     block_size: int
     scale_mode: str
     rounding: str
-    target_dtype: torch.dtype | None
-
-
-@dataclass(frozen=True)
-class GroupedLinearMX(OperatorCall):
-    """`grouped_linear_mx`. x: (T, K), codes and scale: of the experts' weights (E, N, K), offs: (E,); target_dtype: of
-    the result, None for x's."""
-
-    operator: ClassVar[OpOverload] = linear.grouped_linear_mx
-
-    x: Node
-    codes: Node
-    scale: Node
-    offs: Node
-    element: str
-    block_size: int
-    target_dtype: torch.dtype | None
-
-
-@dataclass(frozen=True)
-class LinearMX(OperatorCall):
-    """`linear_mx`. x: (..., K), codes and scale: of a weight (N, K), bias: (N,) or None;
-    rotation: blocks of x that are rotated first, 0 for none; target_dtype: of the result, None for x's."""
-
-    operator: ClassVar[OpOverload] = linear.linear_mx
-
-    x: Node
-    codes: Node
-    scale: Node
-    bias: Node | None
-    element: str
-    block_size: int
-    rotation: int
     target_dtype: torch.dtype | None

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from pt2mx.fx.graph.aliasing import Writes
 from pt2mx.fx.graph.node import result_of, set_value
-from pt2mx.ops.order import order_in_memory
+from pt2mx.ops.memory_format import order_in_memory
 
 aten = torch.ops.aten
 

@@ -26,7 +26,7 @@ from pt2mx.ops.attention import attention_mx
 from pt2mx.ops.bfloat16_products import attention_bfloat16, matmul_bfloat16
 from pt2mx.ops.fp8_rows import mm_fp8_rows
 from pt2mx.ops.linear import linear_mx
-from pt2mx.ops.order import natural, order_in_memory
+from pt2mx.ops.memory_format import contiguous_order, order_in_memory
 from pt2mx.ops.quantized_activations import activation_fake_quantize_mx, layer_norm_fake_quantize_mx
 from pt2mx.spec import MXSpec
 
@@ -82,7 +82,7 @@ def _quantization(x: Node) -> FakeQuantize | RotatedFakeQuantize | None:
     value, shape = (None, None) if of is None else (value_of(of.x), shape_of(of.x))
     if of is None or value is None or not shape or ELEMENTS[of.element].is_wide:
         return None
-    if order_in_memory(value) != natural(value):  # which a quantization keeps, and a call does not
+    if order_in_memory(value) != contiguous_order(value):  # which a quantization keeps, and a call does not
         return None
     if isinstance(of, RotatedFakeQuantize):
         stays = of.size > 1

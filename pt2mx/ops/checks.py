@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,10 +38,12 @@ def check_length(length: object) -> None:
         raise MXError(f"length={length!r} must be an integer of at least 0, or None for every code that data holds")
 
 
-def check_input(x: Tensor, *modes: Any) -> MXSpec:
-    """Return the spec that the arguments `modes` of an operator name, in the order of `MXSpec.op_args`, its axis
-    counted from the front; raise `MXError` for others than are allowed, and for another dtype of x."""
-    return check_spec(x, _make_spec(*modes))
+def check_input(
+    x: Tensor, element: str, block_size: int, axis: int = -1, scale_mode: str = "floor", rounding: str = "even"
+) -> MXSpec:
+    """Return the spec of these arguments, its axis counted from the front; raise `MXError` for others than are allowed,
+    and for another dtype of x."""
+    return check_spec(x, _make_spec(element, block_size, axis, scale_mode, rounding))
 
 
 def check_spec(x: Tensor, spec: MXSpec) -> MXSpec:
@@ -103,6 +104,35 @@ def check_packed(
             f"of {spec.element} in blocks of {block_size} along dimension {spec.axis} have {tuple(expected)}"
         )
     return spec, length
+
+
+def check_rotation(x: Tensor, size: int, axis: int = -1) -> None:
+    """Raise `MXError` for arguments that `hadamard` does not take."""
+    if x.dtype not in HIGH_PRECISION:
+        raise MXError(f"hadamard takes float32, float16 or bfloat16, not {x.dtype}: cast x")
+    if not -x.dim() <= axis < x.dim():
+        raise MXError(f"axis={axis} is out of range for x of shape {tuple(x.shape)}")
+    if size < 1 or size & (size - 1) or x.shape[axis] % size:
+        raise MXError(
+            f"blocks of {size} do not rotate {x.shape[axis]} values: the size must be a power of two that divides them"
+        )
+
+
+def check_target_dtype(target_dtype: torch.dtype | None, x: Tensor) -> torch.dtype:
+    """Return the dtype of a result, by default x's; raise `MXError` for others than are allowed."""
+    dtype = target_dtype or x.dtype
+    if dtype not in HIGH_PRECISION:
+        raise MXError(f"target_dtype={dtype} must be float32, float16 or bfloat16, or None for that of x")
+    return dtype
+
+
+def check_bias(bias: Tensor, codes: Tensor, dtype: torch.dtype, x: Tensor) -> None:
+    """Raise `MXError` for a bias that does not fit the rows of a weight and a result in `dtype` on x's device."""
+    if bias.shape != codes.shape[:1] or bias.dtype != dtype or bias.device != x.device:
+        raise MXError(
+            f"bias of shape {tuple(bias.shape)}, {bias.dtype} on {bias.device} does not fit a weight of "
+            f"{codes.shape[0]} rows and a result in {dtype} on {x.device}"
+        )
 
 
 def _is_count(n: object) -> bool:

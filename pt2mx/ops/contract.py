@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import torch
 
-from pt2mx.kernels.gpu.mma_layout import FRAGMENTS
 from pt2mx.modes import ROUNDINGS, SCALE_MODES
 from pt2mx.ops.contract_activations import OF_ACTIVATIONS
-from pt2mx.ops.contract_entry import NOT_RANDOM, Operator, choices
-from pt2mx.ops.quantization import STRAIGHT_THROUGH
+from pt2mx.ops.contract_entry import NOT_RANDOM, Operator, choices, declared
+from pt2mx.ops.linear import GroupedLinearMX, LinearMX, LinearMXMMALayout
+from pt2mx.ops.quantization import ClipGradient, Dequantize, FakeQuantize, Quantize, RandomBits
 from pt2mx.ops.scaled_mm import FORMS
 
 #: arguments that mean the same in every operator
@@ -36,75 +36,13 @@ _PAIRS = "; ".join(
 )
 
 OPERATORS = {
-    "quantize_mx": Operator(
-        1,
-        "Codes and scales of values (OCP MX v1.0, section 6.3). A scalar counts as a tensor of shape (1,). The results "
-        "have no gradient, but `dequantize_mx` of them passes its gradient straight through to `data_hp`.",
-        {
-            "scale": "(..., ceil(n / block_size), ...) uint8, E8M0",
-            "data": "(..., bytes of n, ...) uint8, packed along the axis",
-        },
-        {"data_hp": _VALUES},
-    ),
-    "dequantize_mx": Operator(
-        1,
-        "The values of codes: exact in float32, then cast with ties to even.",
-        {"": "(..., n, ...) in `target_dtype`"},
-        {
-            "data_lp": "(..., bytes of n, ...) uint8, as `quantize_mx` gives it",
-            "shared_exp_e8m0": "(..., ceil(n / block_size), ...) uint8",
-            "target_dtype": "float32, float16 or bfloat16",
-            "block_dim": "the axis",
-            "length": "n, where packing rounded it up; None means every code that the bytes hold",
-        },
-    ),
-    "fake_quantize_mx": Operator(
-        1,
-        "`dequantize_mx` of `quantize_mx`, to the bit, in x's dtype. The gradient is a straight-through estimator.",
-        {"": "x's shape and dtype"},
-        {
-            "x": _VALUES,
-            "ste": f"{choices(STRAIGHT_THROUGH)}: the gradient passes, or is zero beyond the largest value of a scale",
-        },
-    ),
-    "clip_gradient_mx": Operator(
-        1,
-        "The gradient of `fake_quantize_mx` with `clipped`.",
-        {"": "grad's dtype: grad, and zero where x is beyond the largest value of its block's scale"},
-        {"grad": "x's shape, on x's device, floating-point", "x": _VALUES},
-    ),
-    "random_bits": Operator(
-        1,
-        "The numbers of stochastic rounding, by Philox-4x32-10: the i-th in row-major order is the upper 31 bits of "
-        "word i % 4 of the block whose counter is i // 4 and whose key is the seed.",
-        {"": "`size` int32, in [0, 2**31)"},
-        {"seed": "() int64", "size": "the shape of what is rounded"},
-    ),
-    "linear_mx": Operator(
-        3,
-        "`linear(x, w, bias)`, where w is `dequantize_mx` of the weight along K in the dtype of the result; sums are "
-        "in float32, in any order. x and bias have gradients; autocast casts both to its dtype.",
-        {"": "(..., N) in `target_dtype`"},
-        {
-            "x": "(..., K) float32, float16 or bfloat16",
-            "bias": "(N,) in the dtype of the result, or None",
-            "target_dtype": "the dtype of the result; None: that of x. float32 of quantized values in bfloat16, which "
-            "holds them exactly, is a product of bfloat16 units",
-        },
-    ),
-    "grouped_linear_mx": Operator(
-        2,
-        "`linear_mx` of rows that are sorted by expert, each with the weight of its expert, as `torch._grouped_mm`; "
-        "rows past the last offset are undefined. x has a gradient.",
-        {"": "(T, N) in `target_dtype`"},
-        {
-            "x": "(T, K) float32, float16 or bfloat16",
-            "weight_data": "(E, N, bytes of K) uint8, packed along K, which is the axis",
-            "weight_scale": "(E, N, ceil(K / block_size)) uint8, E8M0",
-            "offs": "(E,) int32: for each expert the row after its last",
-            "target_dtype": "as of `linear_mx`",
-        },
-    ),
+    "quantize_mx": declared(Quantize),
+    "dequantize_mx": declared(Dequantize),
+    "fake_quantize_mx": declared(FakeQuantize),
+    "clip_gradient_mx": declared(ClipGradient),
+    "random_bits": declared(RandomBits),
+    "linear_mx": declared(LinearMX),
+    "grouped_linear_mx": declared(GroupedLinearMX),
     "conv2d_mx": Operator(
         1,
         "`conv2d(x, w, bias)` with channels last, where w is `dequantize_mx` of the weight along C in the dtype of the "
@@ -120,20 +58,7 @@ OPERATORS = {
             "target_dtype": "as of `linear_mx`",
         },
     ),
-    "linear_mx_mma_layout": Operator(
-        2,
-        "`linear_mx` with the weight in the order of an NVIDIA GPU's tensor cores. Only programs that were lowered for "
-        "such a GPU hold it.",
-        {"": "(..., n) bfloat16"},
-        {
-            "x": "(..., K) bfloat16, K a multiple of 8",
-            "weight_data": "codes, uint8, as `pt2mx.kernels.gpu.mma_layout.to_mma_layout` gives them",
-            "weight_scale": "their scales, uint8, from there too",
-            "bias": "(n,) bfloat16, or None",
-            "elem_dtype_name": f"one of {choices(sorted(FRAGMENTS))}",
-            "n": "rows of the weight",
-        },
-    ),
+    "linear_mx_mma_layout": declared(LinearMXMMALayout),
     "attention_mx": Operator(
         1,
         "`scaled_dot_product_attention` over a cache of codes: keys and values are `dequantize_mx` of theirs along the "

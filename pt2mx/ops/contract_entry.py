@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pt2mx.modes import ROUNDINGS
+from pt2mx.ops import operator as declaration
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,12 @@ class Operator:
     what: str
     results: dict[str, str]
     arguments: dict[str, str] = field(default_factory=dict)
+
+
+def declared(operator: type[declaration.Operator]) -> Operator:
+    """Return the entry of an operator that a class declares."""
+    meanings = {argument.name: argument.meaning for argument in operator.arguments}
+    return Operator(operator.version, operator.summary(), dict(operator.results), meanings)
 
 
 def choices(names: Iterable[str]) -> str:

@@ -14,11 +14,8 @@ from torch._ops import OpOverload
 from torch.nn import functional
 
 from pt2mx import ops
-from pt2mx.formats import ELEMENTS
 from pt2mx.kernels import elements, reference
 from pt2mx.kernels.axis import is_one_in_the_example
-from pt2mx.kernels.dequantize_then_matmul import grouped_mm
-from pt2mx.kernels.gpu.mma_layout import from_mma_layout
 from pt2mx.kernels.hadamard import rotate
 from pt2mx.ops import (
     attention,
@@ -31,9 +28,16 @@ from pt2mx.ops import (
     rotated_quantization,
 )
 from pt2mx.ops.activation_decompositions import ACTIVATION_DECOMPOSITIONS
-from pt2mx.ops.checks import check_input, check_packed
-from pt2mx.ops.order import Order, dense_strides, is_dense, natural, order_in_memory, permuted_back, strides_in_order
-from pt2mx.ops.quantization import seed_of
+from pt2mx.ops.memory_format import (
+    Order,
+    contiguous_order,
+    dense_strides,
+    inverse_permute,
+    is_dense,
+    order_in_memory,
+    strides_in_order,
+)
+from pt2mx.ops.quantization import ClipGradient, Dequantize, FakeQuantize, Quantize, seed_of
 from pt2mx.ops.quantized_activations import activation_fake_quantize_mx
 from pt2mx.spec import MXSpec
 
@@ -56,10 +60,10 @@ def decompositions(
     """
     by = _Decompositions(random_bits, prims_for, dense)
     return {
-        ops.quantize_mx: by.quantize,
-        ops.dequantize_mx: by.dequantize,
-        ops.fake_quantize_mx: by.fake_quantize,
-        ops.clip_gradient_mx: by.clip_gradient,
+        Quantize.overload: Quantize.function(by.quantize),
+        Dequantize.overload: Dequantize.function(by.dequantize),
+        FakeQuantize.overload: FakeQuantize.function(by.fake_quantize),
+        ClipGradient.overload: ClipGradient.function(by.clip_gradient),
     }
 
 
@@ -71,44 +75,41 @@ class _Decompositions:
     prims_for: Callable[[Tensor], ModuleType]
     dense: Callable[[Tensor], Tensor]
 
-    def quantize(self, x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-        spec, x, prims = check_input(x, *arguments[:5]), torch.atleast_1d(x), self.prims_for(x)
+    def quantize(self, call: Quantize[Tensor]) -> tuple[Tensor, ...]:
+        spec, x, prims = call.check(), torch.atleast_1d(call.x), self.prims_for(call.x)
 
         def kernel(spec: MXSpec, x: Tensor, random: Tensor | None = None) -> tuple[Tensor, ...]:
             return reference.quantize(x, spec, random, prims)
 
-        return self._in_order(kernel, spec, x, *self._random(x, spec, *arguments[5:]))
+        return self._in_order(kernel, spec, x, *self._random(x, spec, call.seed))
 
-    def dequantize(
-        self, data: Tensor, scale: Tensor, elem: str, block_size: int, dtype: torch.dtype, *where: Any
-    ) -> Tensor:
-        spec, length = check_packed(data, scale, elem, block_size, dtype, *where)
-        prims = self.prims_for(data)
+    def dequantize(self, call: Dequantize[Tensor]) -> Tensor:
+        (spec, length), prims = call.check(), self.prims_for(call.codes)
 
         def kernel(spec: MXSpec, data: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-            return (reference.dequantize(data, scale, spec, dtype, length, prims),)
+            return (reference.dequantize(data, scale, spec, call.dtype, length, prims),)
 
-        return self._in_order(kernel, spec, data, scale)[0]
+        return self._in_order(kernel, spec, call.codes, call.scale)[0]
 
-    def fake_quantize(self, x: Tensor, *arguments: Any) -> Tensor:
-        spec, row, prims = check_input(x, *arguments[:5]), torch.atleast_1d(x), self.prims_for(x)
+    def fake_quantize(self, call: FakeQuantize[Tensor]) -> Tensor:
+        spec, x, prims = call.check(), torch.atleast_1d(call.x), self.prims_for(call.x)
 
         def kernel(spec: MXSpec, x: Tensor, random: Tensor | None = None) -> tuple[Tensor, ...]:
             return (reference.fake_quantize(x, spec, random, prims),)
 
-        (y,) = self._in_order(kernel, spec, row, *self._random(row, spec, *arguments[5:]))
-        return y if x.dim() else y.reshape(())
+        (y,) = self._in_order(kernel, spec, x, *self._random(x, spec, call.seed))
+        return y if call.x.dim() else y.reshape(())
 
-    def clip_gradient(self, grad: Tensor, x: Tensor, *modes: Any) -> Tensor:
-        spec, rows, prims = check_input(x, *modes), (torch.atleast_1d(x), torch.atleast_1d(grad)), self.prims_for(x)
+    def clip_gradient(self, call: ClipGradient[Tensor]) -> Tensor:
+        spec, prims = call.check(), self.prims_for(call.x)
 
         def kernel(spec: MXSpec, x: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
             return (reference.clip_gradient(grad, x, spec, prims),)
 
-        (y,) = self._in_order(kernel, spec, *rows)
-        return y if x.dim() else y.reshape(())
+        (y,) = self._in_order(kernel, spec, torch.atleast_1d(call.x), torch.atleast_1d(call.grad))
+        return y if call.x.dim() else y.reshape(())
 
-    def _random(self, x: Tensor, spec: MXSpec, seed: int | None = None, *ste: str) -> tuple[Tensor, ...]:
+    def _random(self, x: Tensor, spec: MXSpec, seed: int | None) -> tuple[Tensor, ...]:
         """Return the random numbers that rounding x takes: one tensor, or none."""
         seed_tensor = seed_of(x, spec, seed)
         return () if seed_tensor is None else (self.random_bits(seed_tensor, x.shape),)
@@ -119,7 +120,7 @@ class _Decompositions:
         """Return what `kernel(spec, x, *others)` gives, with the strides that the operator's fake kernel tells: by
         these, views of it were traced. `others` have x's dimensions."""
         order = order_in_memory(x)
-        if order == natural(x):
+        if order == contiguous_order(x):
             results = kernel(spec, x, *others)
         else:
             spec = spec.replace(axis=order.index(spec.axis))
@@ -130,10 +131,10 @@ class _Decompositions:
         """Return y, whose dimensions stand in x's order, as a result for x: dense, also where filled last blocks along
         `axis` were cut off. Scales and codes of a length that has one of them in the example stay as they are, where
         nothing would guard that."""
-        is_cut = not is_dense(y, natural(y))
+        is_cut = not is_dense(y, contiguous_order(y))
         left = is_cut and is_one_in_the_example(y.shape[axis])
         y = self.dense(y) if is_cut and not left else y
-        y = y if order == natural(y) else permuted_back(y, order)
+        y = y if order == contiguous_order(y) else inverse_permute(y, order)
         strides = list(zip(dense_strides(y.shape, order), strides_in_order(x, y.shape), strict=True))
         same = all(a == b for a, b in strides if isinstance(a, int) and isinstance(b, int))
         return y if left or same else y.as_strided(y.shape, [stride for _, stride in strides])
@@ -146,22 +147,6 @@ def call_decompositions() -> dict[OpOverload, Callable[..., Any]]:
     def weight(x: Tensor, data: Tensor, scale: Tensor, elem: str, block_size: int) -> Tensor:
         return ops.dequantize_mx(data, scale, elem, block_size, x.dtype, -1, x.shape[-1])
 
-    def rotated(x: Tensor, rotation: int) -> Tensor:
-        return rotate(x, rotation) if rotation else x
-
-    def linear_mx(
-        x: Tensor,
-        data: Tensor,
-        scale: Tensor,
-        bias: Tensor | None,
-        elem: str,
-        block_size: int,
-        rotation: int = 0,
-        target_dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        x = rotated(x, rotation).to(target_dtype or x.dtype)
-        return functional.linear(x, weight(x, data, scale, elem, block_size), bias)
-
     def linear_fake_quantize_mx(
         x: Tensor,
         data: Tensor,
@@ -173,26 +158,8 @@ def call_decompositions() -> dict[OpOverload, Callable[..., Any]]:
         activation: str,
         *modes: Any,
     ) -> Tensor:
-        product = linear_mx(x, data, scale, bias, elem, block_size, 0, product_dtype)
+        product = linear.LinearMX(x, data, scale, bias, elem, block_size, 0, product_dtype).decompose()
         return ACTIVATION_DECOMPOSITIONS[activation_fake_quantize_mx](product, activation, *modes)
-
-    def grouped_linear_mx(
-        x: Tensor,
-        data: Tensor,
-        scale: Tensor,
-        offs: Tensor,
-        elem: str,
-        block_size: int,
-        target_dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        x = x.to(target_dtype or x.dtype)
-        return grouped_mm(x, weight(x, data, scale, elem, block_size).mT, offs)
-
-    def linear_mx_mma_layout(
-        x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, elem: str, n: int, rotation: int = 0
-    ) -> Tensor:
-        weight = from_mma_layout(data, scale, ELEMENTS[elem], n, x.shape[-1])
-        return functional.linear(rotated(x, rotation), weight, bias)
 
     def conv2d_mx(
         x: Tensor,
@@ -245,10 +212,10 @@ def call_decompositions() -> dict[OpOverload, Callable[..., Any]]:
         attention.attention_mx: attention_mx,
         bfloat16_products.matmul_bfloat16: bfloat16_products.dense_matmul,
         bfloat16_products.attention_bfloat16: bfloat16_products.dense_attention,
-        linear.linear_mx: linear_mx,
+        linear.linear_mx: linear.LinearMX.function(linear.LinearMX.decompose),
         quantized_linear.linear_fake_quantize_mx: linear_fake_quantize_mx,
-        linear.grouped_linear_mx: grouped_linear_mx,
-        linear.linear_mx_mma_layout: linear_mx_mma_layout,
+        linear.grouped_linear_mx: linear.GroupedLinearMX.function(linear.GroupedLinearMX.decompose),
+        linear.linear_mx_mma_layout: linear.LinearMXMMALayout.function(linear.LinearMXMMALayout.decompose),
         convolution.conv2d_mx: conv2d_mx,
         quantized_convolution.conv2d_fake_quantize_mx: functools.partial(
             quantized_convolution.in_two_steps,

@@ -7,58 +7,20 @@ import textwrap
 
 import torch
 
+from pt2mx.ops import linear, quantization
 from pt2mx.ops.contract import OPERATORS, meanings
 
 _WIDTH = 116
 
+_DECLARED = (*quantization.OPERATORS, *linear.OPERATORS)
+
 #: operator -> a call of it
 _EXAMPLES = {
-    "quantize_mx": """
-        >>> torch.ops.pt2mx.quantize_mx(torch.tensor([1.0, 2.0, 3.0, 6.0]), "fp4_e2m1", 32)
-        (tensor([127], dtype=torch.uint8), tensor([ 66, 117], dtype=torch.uint8))
-        """,
-    "dequantize_mx": """
-        >>> data, scale = torch.tensor([66, 117], dtype=torch.uint8), torch.tensor([128], dtype=torch.uint8)
-        >>> torch.ops.pt2mx.dequantize_mx(data, scale, "fp4_e2m1", 32, torch.float32)
-        tensor([ 2.,  4.,  6., 12.])
-        """,
-    "fake_quantize_mx": """
-        >>> torch.ops.pt2mx.fake_quantize_mx(torch.tensor([1.1, 2.0, 3.3, 6.0]), "fp4_e2m1", 32)
-        tensor([1., 2., 3., 6.])
-        """,
-    "clip_gradient_mx": """
-        >>> x = torch.tensor([1.0, 2.0, 3.0, 7.0])
-        >>> torch.ops.pt2mx.clip_gradient_mx(torch.ones(4), x, "fp4_e2m1", 32)
-        tensor([1., 1., 1., 0.])
-        """,
-    "random_bits": """
-        >>> torch.ops.pt2mx.random_bits(torch.tensor(0), [2])
-        tensor([ 856945770, 1890902726], dtype=torch.int32)
-        """,
-    "linear_mx": """
-        >>> scale, data = pt2mx.quantize_mx(torch.eye(4), "mxfp4")
-        >>> torch.ops.pt2mx.linear_mx(torch.arange(4.0), data, scale, None, "fp4_e2m1", 32)
-        tensor([0., 1., 2., 3.])
-        """,
-    "grouped_linear_mx": """
-        >>> scale, data = pt2mx.quantize_mx(torch.stack([torch.eye(4), 2 * torch.eye(4)]), "mxfp4")
-        >>> ends = torch.tensor([1, 2], dtype=torch.int32)
-        >>> torch.ops.pt2mx.grouped_linear_mx(torch.ones(2, 4), data, scale, ends, "fp4_e2m1", 32)
-        tensor([[1., 1., 1., 1.],
-                [2., 2., 2., 2.]])
-        """,
+    **{operator.name: "\n" + operator.example() for operator in _DECLARED},
     "conv2d_mx": """
         >>> scale, data = pt2mx.quantize_mx(torch.ones(1, 2, 2, 4), "mxfp4")  # a kernel of 2 x 2, 4 channels
         >>> torch.ops.pt2mx.conv2d_mx(torch.ones(1, 3, 3, 4), data, scale, None, "fp4_e2m1", 32, stride=2)
         tensor([[[[16.]]]])
-        """,
-    "linear_mx_mma_layout": """
-        >>> from pt2mx.kernels.gpu.mma_layout import to_mma_layout
-        >>> scale, data = pt2mx.quantize_mx(torch.eye(64), "mxfp4")
-        >>> weight = to_mma_layout(data, scale, pt2mx.ELEMENTS["fp4_e2m1"], 32)
-        >>> x = torch.arange(64.0).bfloat16()
-        >>> torch.equal(torch.ops.pt2mx.linear_mx_mma_layout(x, *weight, None, "fp4_e2m1", 64), x)
-        True
         """,
     "attention_mx": """
         >>> scale, data = pt2mx.quantize_mx(torch.eye(4).reshape(1, 1, 4, 4), "mxfp4")

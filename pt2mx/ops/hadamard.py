@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pt2mx.errors import MXError
 from pt2mx.kernels import select
 from pt2mx.kernels.hadamard import rotate_back
-from pt2mx.ops.checks import HIGH_PRECISION
+from pt2mx.ops.checks import check_rotation
 
 
 def _hadamard(x: Tensor, size: int, axis: int = -1) -> Tensor:
@@ -25,18 +24,6 @@ def _hadamard(x: Tensor, size: int, axis: int = -1) -> Tensor:
 def _hadamard_fake(x: Tensor, size: int, axis: int = -1) -> Tensor:
     check_rotation(x, size, axis)
     return x.new_empty(x.shape)
-
-
-def check_rotation(x: Tensor, size: int, axis: int = -1) -> None:
-    """Raise `MXError` for arguments that `hadamard` does not take."""
-    if x.dtype not in HIGH_PRECISION:
-        raise MXError(f"hadamard takes float32, float16 or bfloat16, not {x.dtype}: cast x")
-    if not -x.dim() <= axis < x.dim():
-        raise MXError(f"axis={axis} is out of range for x of shape {tuple(x.shape)}")
-    if size < 1 or size & (size - 1) or x.shape[axis] % size:
-        raise MXError(
-            f"blocks of {size} do not rotate {x.shape[axis]} values: the size must be a power of two that divides them"
-        )
 
 
 def _save_arguments(ctx: Any, inputs: tuple, output: Tensor) -> None:

@@ -1,15 +1,16 @@
-"""The operators `torch.ops.pt2mx.*`: schemas, kernels, fake kernels and gradients. Design: operators.
+"""`quantize_mx`, `dequantize_mx`, `fake_quantize_mx`, and the operators of their gradients and random numbers.
 
-The schemas carry plain types, so that exported programs can hold them; `pt2mx.functional` is their friendlier face.
-Outputs are dense, with their dimensions in the order in memory of x's or the codes' (`pt2mx.ops.order`). Codes and
-scales have the order of their values, so that the two ways to the same values (`fake_quantize_mx`, and `quantize_mx`
-then `dequantize_mx`) give the next operator the same tensor.
+The schemas carry plain types, so that exported programs can hold them; `pt2mx.functional` takes formats in any
+spelling. Results are dense and keep the input's dimension order (`pt2mx.ops.memory_format`). Codes and scales have the
+order of their values, so that `fake_quantize_mx`, and `quantize_mx` then `dequantize_mx`, give the next operator the
+same tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -19,13 +20,16 @@ from pt2mx.kernels.axis import resized
 from pt2mx.kernels.packing import is_packed, packed_length
 from pt2mx.kernels.select import kernels_for
 from pt2mx.modes import ROUNDINGS
+from pt2mx.ops.arguments import VALUES, Axis, BlockSize, Element, Rounding, ScaleMode, Seed, choices
 from pt2mx.ops.checks import check_input, check_packed, check_seed
-from pt2mx.ops.order import empty_in_order, in_order
-from pt2mx.ops.pair_gradient import dequantize_straight_through, no_gradient, remember_source
+from pt2mx.ops.memory_format import empty_in_format_of, with_memory_format_of
+from pt2mx.ops.operator import COMPLIANT, As, Operator, T, operator
 from pt2mx.spec import MXSpec
 
 #: What becomes of the gradient: it passes unchanged, or is zero where the value saturated.
 STRAIGHT_THROUGH = ("identity", "clipped")
+#: attribute of codes: the tensor that was quantized, where it requires a gradient
+_SOURCE = "_mx_source"
 
 
 def seed_of(x: Tensor, spec: MXSpec, seed: int | None) -> Tensor | None:
@@ -42,35 +46,75 @@ def seed_of(x: Tensor, spec: MXSpec, seed: int | None) -> Tensor | None:
     return torch.full((), seed, dtype=torch.int64, device=x.device)
 
 
-def _quantize(
-    x: Tensor,
-    elem: str,
-    block_size: int,
-    axis: int = -1,
-    scale_mode: str = "floor",
-    rounding: str = "even",
-    seed: int | None = None,
-) -> tuple[Tensor, ...]:
-    spec, x = check_input(x, elem, block_size, axis, scale_mode, rounding), torch.atleast_1d(x)
-    kernels, seed_tensor = kernels_for(x, spec.element), seed_of(x, spec, seed)
-    return in_order(lambda spec, x: kernels.quantize(x, spec, seed_tensor), spec, x)
+def _row(x: Tensor) -> Tensor:
+    """Return x with a dimension at least: `torch.atleast_1d` without its three Python calls."""
+    return x if x.dim() else x.unsqueeze(0)
 
 
-def _quantize_fake(
-    x: Tensor,
-    elem: str,
-    block_size: int,
-    axis: int = -1,
-    scale_mode: str = "floor",
-    rounding: str = "even",
-    seed: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    spec, x = check_input(x, elem, block_size, axis, scale_mode, rounding), torch.atleast_1d(x)
-    length, bits = x.shape[spec.axis], spec.element.bits
-    scale_shape = resized(x, spec.axis, _quotient(-(-length // spec.block_size), length))
-    size = packed_length(length, bits)
-    data_shape = resized(x, spec.axis, _quotient(size, length) if is_packed(bits) else size)
-    return empty_in_order(x, scale_shape, torch.uint8), empty_in_order(x, data_shape, torch.uint8)
+@dataclass(frozen=True, slots=True)
+class Quantization(Operator[T]):
+    """The arguments of operators that quantize x along an axis."""
+
+    x: Annotated[T, VALUES]
+    element: Element
+    block_size: BlockSize
+    axis: Axis = -1
+    scale_mode: ScaleMode = "floor"
+    rounding: Rounding = "even"
+    seed: Seed = None
+
+    @property
+    def spec(self) -> MXSpec:
+        """The spec by which x is quantized; its axis is as it was written, also from the end."""
+        return MXSpec(self.element, self.block_size, self.axis, self.scale_mode, self.rounding)
+
+    def check(self) -> MXSpec:
+        """Return the spec with its axis counted from the front; MXError for what the operator does not take."""
+        return check_input(self.x, self.element, self.block_size, self.axis, self.scale_mode, self.rounding)
+
+
+@operator(
+    "quantize_mx",
+    1,
+    {
+        "scale": "(..., ceil(n / block_size), ...) uint8, E8M0",
+        "data": "(..., bytes of n, ...) uint8, packed along the axis",
+    },
+    COMPLIANT,
+)
+@dataclass(frozen=True, slots=True)
+class Quantize(Quantization[T]):
+    """Codes and scales of values (OCP MX v1.0, section 6.3). A scalar counts as a tensor of shape (1,). The results
+    have no gradient, but `dequantize_mx` of them passes its gradient straight through to `data_hp`.
+
+    Example:
+        >>> torch.ops.pt2mx.quantize_mx(torch.tensor([1.0, 2.0, 3.0, 6.0]), "fp4_e2m1", 32)
+        (tensor([127], dtype=torch.uint8), tensor([ 66, 117], dtype=torch.uint8))
+    """
+
+    x: Annotated[T, As("data_hp"), VALUES]
+
+    def kernel(self) -> tuple[Tensor, ...]:
+        spec, x = self.check(), _row(self.x)
+        kernels, seed = kernels_for(x, spec.element), seed_of(x, spec, self.seed)
+        return with_memory_format_of(x, kernels.quantize, (x,), spec, seed)
+
+    def fake(self) -> tuple[Tensor, Tensor]:
+        spec, x = self.check(), _row(self.x)
+        length, bits = x.shape[spec.axis], spec.element.bits
+        scale_shape = resized(x, spec.axis, _quotient(-(-length // spec.block_size), length))
+        size = packed_length(length, bits)
+        data_shape = resized(x, spec.axis, _quotient(size, length) if is_packed(bits) else size)
+        return empty_in_format_of(x, scale_shape, torch.uint8), empty_in_format_of(x, data_shape, torch.uint8)
+
+    def remember(self, ctx: Any, outputs: tuple[Tensor, Tensor]) -> None:
+        """Codes are integers, through which autograd takes no gradient. So the codes of a tensor that requires one
+        remember the tensor, and what dequantizes them passes its gradient on to it. Without this the gradient of a
+        converted model would lack every branch that is quantized, silently."""
+        setattr(outputs[1], _SOURCE, self.x)
+
+    def backward(self, ctx: Any, *grads: Tensor) -> dict[str, Tensor | None]:
+        return {}  # the outputs are integers
 
 
 def _quotient(size: int, length: int) -> int:
@@ -95,161 +139,193 @@ def _is_decided_by_data(length: torch.SymInt) -> bool:
     return not length.node.has_hint() or any(by_item)
 
 
-def _dequantize(data: Tensor, scale: Tensor, elem: str, block_size: int, dtype: torch.dtype, *where: Any) -> Tensor:
-    spec, length = check_packed(data, scale, elem, block_size, dtype, *where)
-    kernels = kernels_for(data, spec.element)
-    return in_order(lambda spec, *packed: kernels.dequantize(*packed, spec, dtype, length), spec, data, scale)[0]
+@operator("dequantize_mx", 1, "(..., n, ...) in `target_dtype`", COMPLIANT)
+@dataclass(frozen=True, slots=True)
+class Dequantize(Operator[T]):
+    """The values of codes: exact in float32, then cast with ties to even.
+
+    Example:
+        >>> data, scale = torch.tensor([66, 117], dtype=torch.uint8), torch.tensor([128], dtype=torch.uint8)
+        >>> torch.ops.pt2mx.dequantize_mx(data, scale, "fp4_e2m1", 32, torch.float32)
+        tensor([ 2.,  4.,  6., 12.])
+    """
+
+    codes: Annotated[T, As("data_lp"), "(..., bytes of n, ...) uint8, as `quantize_mx` gives it"]
+    scale: Annotated[T, As("shared_exp_e8m0"), "(..., ceil(n / block_size), ...) uint8"]
+    element: Element
+    block_size: BlockSize
+    dtype: Annotated[torch.dtype, As("target_dtype"), "float32, float16 or bfloat16"]
+    axis: Annotated[int, As("block_dim"), "the axis"] = -1
+    length: Annotated[
+        Any, As(type="SymInt?"), "n, where packing rounded it up; None means every code that the bytes hold"
+    ] = None
+
+    def check(self) -> tuple[MXSpec, int]:
+        """Return the spec, its axis counted from the front, and n; MXError for what does not fit."""
+        return check_packed(*self.args)
+
+    def kernel(self) -> Tensor:
+        spec, length = self.check()
+        packed, kernel = (self.codes, self.scale), kernels_for(self.codes, spec.element).dequantize
+        return with_memory_format_of(self.codes, kernel, packed, spec, self.dtype, length)[0]
+
+    def fake(self) -> Tensor:
+        spec, length = self.check()
+        return empty_in_format_of(self.codes, resized(self.codes, spec.axis, length), self.dtype)
+
+    def straight_through(self) -> Tensor:
+        """Return the values, whose gradient is that of the tensor that was quantized."""
+        with torch._C._AutoDispatchBelowAutograd():
+            values = self.overload(*self.args)
+        source = getattr(self.codes, _SOURCE, None)
+        if source is None or not torch.is_grad_enabled():
+            return values
+        if values.numel() != source.numel():
+            raise MXError(
+                f"dequantize_mx gives {values.numel()} values of codes that hold {source.numel()}, and cannot pass "
+                "their gradient on: pass the length that was quantized"
+            )
+        return _StraightThrough.apply(values, source)
 
 
-def _dequantize_fake(
-    data: Tensor, scale: Tensor, elem: str, block_size: int, dtype: torch.dtype, *where: Any
-) -> Tensor:
-    spec, length = check_packed(data, scale, elem, block_size, dtype, *where)
-    return empty_in_order(data, resized(data, spec.axis, length), dtype)
+class _StraightThrough(torch.autograd.Function):
+    """values, source -> values; the gradient of the values is that of the source."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, source: Tensor) -> Tensor:
+        ctx.shape, ctx.dtype = source.shape, source.dtype
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, grad.reshape(ctx.shape).to(ctx.dtype)
 
 
-def _fake_quantize(
-    x: Tensor,
-    elem: str,
-    block_size: int,
-    axis: int = -1,
-    scale_mode: str = "floor",
-    rounding: str = "even",
-    seed: int | None = None,
-    ste: str = "identity",
-) -> Tensor:
-    spec = check_input(x, elem, block_size, axis, scale_mode, rounding)
-    check_ste(ste)
-    kernels, seed_tensor = kernels_for(x, spec.element), seed_of(x, spec, seed)
-    (y,) = in_order(lambda spec, x: kernels.fake_quantize(x, spec, seed_tensor), spec, torch.atleast_1d(x))
-    return y if x.dim() else y.as_strided_((), ())
+torch.library.impl("pt2mx::dequantize_mx", "Autograd", Dequantize.function(Dequantize.straight_through))
 
 
-def _fake_quantize_fake(x: Tensor, elem: str, block_size: int, *modes: Any) -> Tensor:
-    check_input(x, elem, block_size, *modes[:3])
-    check_ste(*modes[4:])
-    return empty_in_order(x, x.shape, x.dtype)
+@operator("fake_quantize_mx", 1, "x's shape and dtype", COMPLIANT)
+@dataclass(frozen=True, slots=True)
+class FakeQuantize(Quantization[T]):
+    """`dequantize_mx` of `quantize_mx`, to the bit, in x's dtype. The gradient is a straight-through estimator.
+
+    Example:
+        >>> torch.ops.pt2mx.fake_quantize_mx(torch.tensor([1.1, 2.0, 3.3, 6.0]), "fp4_e2m1", 32)
+        tensor([1., 2., 3., 6.])
+    """
+
+    ste: Annotated[
+        str, f"{choices(STRAIGHT_THROUGH)}: the gradient passes, or is zero beyond the largest value of a scale"
+    ] = "identity"
+
+    def check(self) -> MXSpec:
+        """Return the spec with its axis counted from the front; MXError for what the operator does not take."""
+        check_ste(self.ste)
+        return Quantization.check(self)
+
+    def kernel(self) -> Tensor:
+        spec, x = self.check(), _row(self.x)
+        kernels, seed = kernels_for(x, spec.element), seed_of(x, spec, self.seed)
+        (y,) = with_memory_format_of(x, kernels.fake_quantize, (x,), spec, seed)
+        return y if self.x.dim() else y.as_strided_((), ())
+
+    def fake(self) -> Tensor:
+        self.check()
+        return empty_in_format_of(self.x, self.x.shape, self.x.dtype)
+
+    def saved(self) -> tuple[str, ...]:
+        return ("x",) if self.ste == "clipped" else ()
+
+    def backward(self, ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:
+        return {"x": grad if self.ste == "identity" else clip_gradient_mx(grad, *self.args[:6])}
 
 
-def check_ste(ste: object = "identity") -> None:
+def check_ste(ste: object) -> None:
     """Raise `MXError` for a gradient that is not one of `STRAIGHT_THROUGH`."""
     if not isinstance(ste, str) or ste not in STRAIGHT_THROUGH:
         raise MXError(f"unknown ste {ste!r}: {nearest(ste, STRAIGHT_THROUGH)}")
 
 
-def _clip_gradient(grad: Tensor, x: Tensor, *modes: Any) -> Tensor:
-    spec = check_input(x, *modes)
-    if grad.shape != x.shape or grad.device != x.device or not grad.is_floating_point():
-        raise MXError(
-            f"grad of shape {tuple(grad.shape)}, {grad.dtype} on {grad.device} is no gradient of x of shape "
-            f"{tuple(x.shape)} on {x.device}"
-        )
-    kernels, tensors = kernels_for(x, spec.element), (torch.atleast_1d(x), torch.atleast_1d(grad))
-    (y,) = in_order(lambda spec, x, grad: kernels.clip_gradient(grad, x, spec), spec, *tensors)
-    return y if x.dim() else y.as_strided_((), ())
+@operator(
+    "clip_gradient_mx",
+    1,
+    "grad's dtype: grad, and zero where x is beyond the largest value of its block's scale",
+    COMPLIANT,
+)
+@dataclass(frozen=True, slots=True)
+class ClipGradient(Operator[T]):
+    """The gradient of `fake_quantize_mx` with `clipped`.
+
+    Example:
+        >>> x = torch.tensor([1.0, 2.0, 3.0, 7.0])
+        >>> torch.ops.pt2mx.clip_gradient_mx(torch.ones(4), x, "fp4_e2m1", 32)
+        tensor([1., 1., 1., 0.])
+    """
+
+    grad: Annotated[T, "x's shape, on x's device, floating-point"]
+    x: Annotated[T, VALUES]
+    element: Element
+    block_size: BlockSize
+    axis: Axis = -1
+    scale_mode: ScaleMode = "floor"
+    rounding: Rounding = "even"
+
+    def check(self) -> MXSpec:
+        """Return the spec with its axis counted from the front; MXError for what the operator does not take."""
+        return check_input(*self.args[1:])
+
+    def kernel(self) -> Tensor:
+        spec, x, grad = self.check(), self.x, self.grad
+        if grad.shape != x.shape or grad.device != x.device or not grad.is_floating_point():
+            raise MXError(
+                f"grad of shape {tuple(grad.shape)}, {grad.dtype} on {grad.device} is no gradient of x of shape "
+                f"{tuple(x.shape)} on {x.device}"
+            )
+        row, kernel = _row(x), kernels_for(x, spec.element).clip_gradient
+        (y,) = with_memory_format_of(row, kernel, (_row(grad), row), spec)
+        return y if x.dim() else y.as_strided_((), ())
+
+    def fake(self) -> Tensor:
+        self.check()
+        return empty_in_format_of(self.x, self.x.shape, self.grad.dtype)
+
+    def saved(self) -> tuple[str, ...]:
+        return ("x",)
+
+    def backward(self, ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:
+        """Clipping is linear in the gradient that it clips."""
+        return {"grad": clip_gradient_mx(grad, *self.args[1:])}
 
 
-def _clip_gradient_fake(grad: Tensor, x: Tensor, *modes: Any) -> Tensor:
-    check_input(x, *modes)
-    return empty_in_order(x, x.shape, grad.dtype)
+@operator("random_bits", 1, "`size` int32, in [0, 2**31)", COMPLIANT)
+@dataclass(frozen=True, slots=True)
+class RandomBits(Operator[T]):
+    """The numbers of stochastic rounding, by Philox-4x32-10: the i-th in row-major order is the upper 31 bits of word
+    i % 4 of the block whose counter is i // 4 and whose key is the seed.
+
+    Example:
+        >>> torch.ops.pt2mx.random_bits(torch.tensor(0), [2])
+        tensor([ 856945770, 1890902726], dtype=torch.int32)
+    """
+
+    seed: Annotated[T, "() int64"]
+    size: Annotated[Sequence[int], As(type="SymInt[]"), "the shape of what is rounded"]
+
+    def kernel(self) -> Tensor:
+        if self.seed.dtype != torch.int64 or self.seed.dim():
+            raise MXError(
+                f"the seed tensor must be of shape () and int64, not {tuple(self.seed.shape)} and {self.seed.dtype}"
+            )
+        return kernels_for(self.seed).random_bits(self.seed, torch.Size(self.size))
+
+    def fake(self) -> Tensor:
+        return self.seed.new_empty(self.size, dtype=torch.int32)
 
 
-def _save_what_clipping_needs(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    x, *ctx.modes = inputs[:6]
-    ctx.clipped = inputs[7] == "clipped"
-    if ctx.clipped:
-        ctx.save_for_backward(x)
+quantize_mx = Quantize.overload
+dequantize_mx = Dequantize.overload
+fake_quantize_mx = FakeQuantize.overload
+clip_gradient_mx = ClipGradient.overload
+random_bits = RandomBits.overload
 
-
-def _straight_through(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    if ctx.clipped:
-        (x,) = ctx.saved_tensors
-        grad = torch.ops.pt2mx.clip_gradient_mx(grad, x, *ctx.modes)
-    return (grad,) + (None,) * 7
-
-
-def _save_values(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    _, x, *ctx.modes = inputs
-    ctx.save_for_backward(x)
-
-
-def _clip_again(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Clipping is linear in the gradient that it clips."""
-    (x,) = ctx.saved_tensors
-    return (torch.ops.pt2mx.clip_gradient_mx(grad, x, *ctx.modes),) + (None,) * 6
-
-
-def _random_bits(seed: Tensor, size: list[int]) -> Tensor:
-    if seed.dtype != torch.int64 or seed.dim():
-        raise MXError(f"the seed tensor must be of shape () and int64, not {tuple(seed.shape)} and {seed.dtype}")
-    return kernels_for(seed).random_bits(seed, torch.Size(size))
-
-
-def _random_bits_fake(seed: Tensor, size: list[int]) -> Tensor:
-    return seed.new_empty(size, dtype=torch.int32)
-
-
-_MODES = 'str elem_dtype_name, int block_size, int axis=-1, str scale_mode="floor", str rounding="even"'
-
-
-class _Operator(NamedTuple):
-    """An operator to register: its kernel serves every device; `gradient` is its backward with the setup_context."""
-
-    schema: str
-    kernel: Callable[..., object]
-    fake_kernel: Callable[..., object]
-    gradient: tuple[Callable[..., object], Callable[..., None]] | None
-
-
-_OPERATORS = {
-    "quantize_mx": _Operator(
-        f"(Tensor data_hp, {_MODES}, SymInt? seed=None) -> (Tensor scale, Tensor data)",
-        _quantize,
-        _quantize_fake,
-        (no_gradient, remember_source),
-    ),
-    "dequantize_mx": _Operator(
-        "(Tensor data_lp, Tensor shared_exp_e8m0, str elem_dtype_name, int block_size, ScalarType target_dtype, "
-        "int block_dim=-1, SymInt? length=None) -> Tensor",
-        _dequantize,
-        _dequantize_fake,
-        None,
-    ),
-    "fake_quantize_mx": _Operator(
-        f'(Tensor x, {_MODES}, SymInt? seed=None, str ste="identity") -> Tensor',
-        _fake_quantize,
-        _fake_quantize_fake,
-        (_straight_through, _save_what_clipping_needs),
-    ),
-    # the gradient of a clipped fake_quantize_mx
-    "clip_gradient_mx": _Operator(
-        f"(Tensor grad, Tensor x, {_MODES}) -> Tensor",
-        _clip_gradient,
-        _clip_gradient_fake,
-        (_clip_again, _save_values),
-    ),
-    # the numbers of stochastic rounding
-    "random_bits": _Operator(
-        "(Tensor seed, SymInt[] size) -> Tensor",
-        _random_bits,
-        _random_bits_fake,
-        None,
-    ),
-}
-
-for _name, _operator in _OPERATORS.items():
-    _qualified = f"pt2mx::{_name}"
-    torch.library.define(_qualified, _operator.schema, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(_qualified, "CompositeExplicitAutograd", _operator.kernel)
-    torch.library.register_fake(_qualified, _operator.fake_kernel)
-    if _operator.gradient is not None:
-        _backward, _setup = _operator.gradient
-        torch.library.register_autograd(_qualified, _backward, setup_context=_setup)
-
-torch.library.impl("pt2mx::dequantize_mx", "Autograd", dequantize_straight_through)
-
-quantize_mx = torch.ops.pt2mx.quantize_mx.default
-dequantize_mx = torch.ops.pt2mx.dequantize_mx.default
-fake_quantize_mx = torch.ops.pt2mx.fake_quantize_mx.default
-clip_gradient_mx = torch.ops.pt2mx.clip_gradient_mx.default
-random_bits = torch.ops.pt2mx.random_bits.default
+OPERATORS = Quantize, Dequantize, FakeQuantize, ClipGradient, RandomBits

@@ -15,7 +15,7 @@ from pt2mx.errors import MXError
 from pt2mx.kernels.cpu import quantized_linear
 from pt2mx.kernels.select import device_with_kernels
 from pt2mx.ops.autocast import register_autocast
-from pt2mx.ops.linear import check_linear, linear_mx
+from pt2mx.ops.linear import LinearMX, linear_mx
 from pt2mx.ops.quantized_activations import (
     BACKWARD,
     activation_fake_quantize_mx,
@@ -57,7 +57,7 @@ def _check(
     rounding: str = "even",
     target_dtype: torch.dtype | None = None,
 ) -> tuple[MXSpec, torch.dtype, str, MXSpec, torch.dtype]:
-    weight, _, product_dtype = check_linear(x, data, scale, bias, elem, block_size, 0, product_dtype)
+    weight, product_dtype = LinearMX(x, data, scale, bias, elem, block_size, 0, product_dtype).check()
     check_activation(activation)
     target_dtype = target_dtype or product_dtype
     try:

@@ -17,8 +17,7 @@ from pt2mx.errors import MXError
 from pt2mx.kernels.hadamard import rotate_back
 from pt2mx.kernels.select import device_with_kernels, kernels_for, rotate
 from pt2mx.modes import ROUNDINGS
-from pt2mx.ops.checks import HIGH_PRECISION, check_input
-from pt2mx.ops.hadamard import check_rotation
+from pt2mx.ops.checks import HIGH_PRECISION, check_input, check_rotation
 from pt2mx.spec import MXSpec
 
 #: type of device -> module of `pt2mx.kernels` that does both in one pass

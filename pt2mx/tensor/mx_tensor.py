@@ -16,7 +16,7 @@ from pt2mx.extras import without_log_warnings
 from pt2mx.formats import parse_element
 from pt2mx.functional import quantize_mx
 from pt2mx.ops.checks import HIGH_PRECISION, check_packed, check_tensors
-from pt2mx.ops.order import dense_strides, order_in_memory
+from pt2mx.ops.memory_format import dense_strides, order_in_memory
 from pt2mx.spec import parse
 from pt2mx.tensor.storage import PackedStorage
 

@@ -27,34 +27,38 @@ def order_in_memory(x: Tensor) -> Order:
     Dimensions of length 1 count too: their strides say which of several orders is meant (a batch of one image with its
     channels last), and packed codes may have length 1 where the values have 2.
     """
-    if all(isinstance(n, int) for n in (*x.shape, *x.stride())):
+    if {*map(type, (*x.shape, *x.stride()))} <= {int}:
         order = _order_of_dense(x.shape, x.stride())
     else:
         order = _order(x.shape, x.stride())
     return order or tuple(order_of_pointwise_result(x)[0])
 
 
-def in_order(
-    kernel: Callable[..., Tensor | tuple[Tensor, ...]], spec: MXSpec, x: Tensor, *others: Tensor
+def with_memory_format_of(
+    x: Tensor,
+    kernel: Callable[..., Tensor | tuple[Tensor, ...]],
+    tensors: tuple[Tensor, ...],
+    spec: MXSpec,
+    *extra: object,
 ) -> tuple[Tensor, ...]:
-    """Return what `kernel(spec, x, *others)` gives, in x's order in memory, as tensors of their own.
+    """Return what `kernel(*tensors, spec, *extra)` gives, in x's order in memory, as tensors of their own.
 
-    The kernel gives contiguous tensors. It gets x as it lies in memory, unless it draws random numbers: those go by
-    the place of a value in x, whatever the strides.
+    The kernel gives contiguous tensors; `tensors` have x's dimensions. It gets them permuted to x's order in memory,
+    unless it draws random numbers: those go by the position of a value in x, whatever the strides.
     """
-    if x.is_contiguous() and min(x.shape) > 1:  # of most tensors this says all
-        return _as_tuple(kernel(spec, x, *others))
+    if x.is_contiguous() and min(x.shape) > 1:  # no stride is ambiguous, the usual case
+        return _as_tuple(kernel(*tensors, spec, *extra))
     order = order_in_memory(x)
-    if order == natural(x):
-        results = _as_tuple(kernel(spec, x, *others))
+    if order == contiguous_order(x):
+        results = _as_tuple(kernel(*tensors, spec, *extra))
         if x.shape[spec.axis] > 2:
             return results
     elif ROUNDINGS[spec.rounding].random:
-        results = tuple(y.permute(order).contiguous() for y in _as_tuple(kernel(spec, x, *others)))
+        results = tuple(y.permute(order).contiguous() for y in _as_tuple(kernel(*tensors, spec, *extra)))
     else:
         spec = spec.replace(axis=order.index(spec.axis))
-        results = _as_tuple(kernel(spec, *(t.permute(order) for t in (x, *others))))
-    shapes = [permuted_back(y, order).shape for y in results]
+        results = _as_tuple(kernel(*(t.permute(order) for t in tensors), spec, *extra))
+    shapes = [inverse_permute(y, order).shape for y in results]
     return tuple(y.as_strided_(n, strides_in_order(x, n)) for y, n in zip(results, shapes, strict=True))
 
 
@@ -77,12 +81,12 @@ def strides_in_order(x: Tensor, shape: Sequence[int]) -> list[int]:
     return strides
 
 
-def empty_in_order(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def empty_in_format_of(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return an empty result of that shape, in x's order in memory."""
     return x.new_empty_strided(shape, strides_in_order(x, shape), dtype=dtype)
 
 
-def natural(x: Tensor) -> Order:
+def contiguous_order(x: Tensor) -> Order:
     """Return the order of a contiguous tensor with x's dimensions."""
     return tuple(range(x.dim()))
 
@@ -101,7 +105,7 @@ def is_dense(x: Tensor, order: Order) -> bool:
     return _are(x.shape, x.stride(), dense_strides(x.shape, order))
 
 
-def permuted_back(x: Tensor, order: Order) -> Tensor:
+def inverse_permute(x: Tensor, order: Order) -> Tensor:
     """Return the inverse of `x.permute(order)`."""
     return x.permute([order.index(d) for d in range(len(order))])
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from pt2mx.ops.order import dense_strides, order_in_memory
+from pt2mx.ops.memory_format import dense_strides, order_in_memory
 from tests.compare import same
 from tests.memory_order import NAMES, all_operators, laid_out, views
 

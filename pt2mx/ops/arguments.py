@@ -1,0 +1,45 @@
+"""Arguments that mean the same in several operators: annotations of the fields of `pt2mx.ops.operator.Operator`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any
+
+import torch
+
+from pt2mx.kernels.fp8_rows import ACTIVATIONS
+from pt2mx.modes import ROUNDINGS, SCALE_MODES
+from pt2mx.ops.operator import As
+
+
+def choices(names: Iterable[str]) -> str:
+    """Return names as the contract writes them."""
+    return ", ".join(f"`{name}`" for name in names)
+
+
+Element = Annotated[
+    str, As("elem_dtype_name"), "the element, by its name in the table above or another key of `pt2mx.ELEMENTS`"
+]
+BlockSize = Annotated[int, "values that share a scale, at least 1; the last block along the axis may be shorter"]
+Axis = Annotated[int, "the dimension along which blocks run and codes are packed"]
+ScaleMode = Annotated[str, f"how a block's scale follows from its values: {choices(SCALE_MODES)}"]
+Rounding = Annotated[str, f"how values are rounded: {choices(ROUNDINGS)}"]
+#: of an operator that draws no random numbers
+PlainRounding = Annotated[
+    str, f"how values are rounded: {choices(name for name in ROUNDINGS if not ROUNDINGS[name].random)}"
+]
+#: An integer, also a symbolic one; in a graph it may be a node.
+Seed = Annotated[
+    Any,
+    As(type="SymInt?"),
+    "of `stochastic`, 0 to 2**63 - 1; None draws one from torch's default generator. Other roundings ignore it",
+]
+Rotation = Annotated[int, "blocks of x that `hadamard` rotates along K first, rounded to x's dtype; 0 for none"]
+TargetDtype = Annotated[torch.dtype | None, "the dtype of the result; None: that of x"]
+Activation = Annotated[str, f"what is computed of x: {choices(ACTIVATIONS)}"]
+#: of height and width
+Pair = Annotated[Sequence[int], As(type="int[2]"), "of height and width, at least 1"]
+
+VALUES = "(..., n, ...) float32, float16 or bfloat16 of any strides, n values along the axis"
+WEIGHT_CODES = "(N, bytes of K) uint8, packed along K, which is the axis"
+WEIGHT_SCALE = "(N, ceil(K / block_size)) uint8, E8M0"
