@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -65,7 +64,7 @@ def use_bfloat16_products(model: GraphModule) -> None:
         dtype = dtype_of(x)
         values = _in_bfloat16(model, x, alone=set(x.users) == set(products))
         for product in products:
-            product.args = replace(LinearMX.expect(product), x=values, target_dtype=dtype).args
+            product.args = LinearMX.expect(product).replace(x=values, target_dtype=dtype).args
     model.graph.eliminate_dead_code()
 
 
@@ -96,7 +95,7 @@ def _quantization(x: Node) -> FakeQuantize | RotatedFakeQuantize | Dequantize | 
 def _in_one_kernel(x: Node) -> tuple[Any, ...] | None:
     """The arguments of `rotated_fake_quantize_mx` that gives the values of a node in bfloat16; None where it cannot."""
     if (rotated := RotatedFakeQuantize.of(x)) is not None:
-        return replace(rotated, target_dtype=torch.bfloat16).args
+        return rotated.replace(target_dtype=torch.bfloat16).args
     of = FakeQuantize.of(x)
     return None if of is None else quantization_to_bfloat16(of, len(shape_of(x) or ()))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -54,7 +52,7 @@ def use_bfloat16_tensor_cores(model: GraphModule, force: bool = False) -> None:
             with model.graph.inserting_after(call.x):
                 values[call.x] = model.graph.call_function(aten.to.dtype, (call.x, torch.bfloat16))
             set_value(values[call.x])
-        node.args = replace(call, x=values[call.x], target_dtype=torch.float32).args
+        node.args = call.replace(x=values[call.x], target_dtype=torch.float32).args
 
 
 def _holds(call: _Product, codes: Tensor, scale: Tensor) -> bool:

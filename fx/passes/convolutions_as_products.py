@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -95,7 +95,7 @@ def _convolution(node: Node) -> Convolution | None:
     rank, (_, channels, *kernel) = dimensions + 2, shape_of(given["weight"]) or ()
     if len(shape_of(given["input"]) or ()) != rank or x.axis % rank != 1 or weight.axis % rank != 1:
         return None
-    quantization, spec = quantization_to_bfloat16(replace(x, axis=-1), rank), MXSpec(weight.element, weight.block_size)
+    quantization, spec = quantization_to_bfloat16(x.replace(axis=-1), rank), MXSpec(weight.element, weight.block_size)
     if quantization is None or not is_quantized(given["input"]) or not isinstance(channels, int):
         return None
     if 4 * channels < 3 * (channels + -channels % _GROUP):

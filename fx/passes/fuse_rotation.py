@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.aliasing import written_nodes
@@ -35,7 +33,7 @@ def fuse_rotation(model: GraphModule) -> None:
         rotation = _rotation(call.x)
         if rotation is None or call.rotation or not written.isdisjoint((rotation.x, call.x)):
             continue
-        node.args = replace(call, x=rotation.x, rotation=rotation.size).args
+        node.args = call.replace(x=rotation.x, rotation=rotation.size).args
         erase_unread(call.x)
 
 

@@ -4,7 +4,6 @@ which are parts of one product."""
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -54,7 +53,7 @@ def merge_fake_quantize(model: GraphModule) -> None:
         if part is None or not written.isdisjoint((node, *part.views, part.source)):
             continue
         if not ROUNDINGS[call.rounding].random and _products_read(node):
-            groups[replace(call, x=part.source, axis=-1)].append(part)
+            groups[call.replace(x=part.source, axis=-1)].append(part)
     for call, parts in groups.items():
         for neighbours in _neighbours(parts):
             _quantize(model, call, neighbours)
@@ -135,7 +134,7 @@ def _quantize(model: GraphModule, call: FakeQuantize, parts: list[Part]) -> None
         if (start, end) != (0, (shape_of(source) or ())[-1]):
             source = model.graph.call_function(aten.slice.Tensor, (source, dim, start, end))
             inserted.append(source)
-        together = model.graph.call_function(ops.fake_quantize_mx, replace(call, x=source).args)
+        together = model.graph.call_function(ops.fake_quantize_mx, call.replace(x=source).args)
     for node in (*inserted, together):
         node.meta.update({k: v for k, v in parts[0].quantize.meta.items() if k != "val"})
         set_value(node)

@@ -6,7 +6,6 @@ A call costs some microseconds whatever its size; a token's products of a small 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
 
 import torch
 from torch.fx import GraphModule, Node
@@ -49,8 +48,7 @@ def _join(model: GraphModule, products: list[Node]) -> None:
     first, calls = products[0], [LinearMX.expect(product) for product in products]
     biases = [call.bias for call in calls if call.bias is not None]  # all have one, or none has
     with model.graph.inserting_before(first):
-        whole = replace(
-            calls[0],
+        whole = calls[0].replace(
             codes=_joined(model, [call.codes for call in calls]),
             scale=_joined(model, [call.scale for call in calls]),
             bias=_joined(model, biases) if biases else None,

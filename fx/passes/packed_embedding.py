@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch.fx import GraphModule, Node
@@ -53,7 +52,7 @@ def use_packed_embeddings(model: GraphModule) -> None:
         with model.graph.inserting_before(gather):
             codes = model.graph.call_function(function_of(gather), (call.codes, *rest))
             scale = model.graph.call_function(function_of(gather), (call.scale, *rest))
-            args = replace(call, codes=codes, scale=scale, axis=axis).args
+            args = call.replace(codes=codes, scale=scale, axis=axis).args
             gathered = model.graph.call_function(ops.dequantize_mx, args)
         for node in (codes, scale):
             node.meta.update({key: gather.meta[key] for key in PROVENANCE_KEYS if key in gather.meta})

@@ -76,7 +76,7 @@ def _fits(node: Node, call: LinearMX, form: Form, force: bool) -> bool:
     return force or (value.device.type == "cuda" and torch.cuda.get_device_capability(value.device)[0] in form.majors)
 
 
-def _form(of: Quantize, call: LinearMX) -> Form | None:
+def _form(of: Quantize | FakeQuantize, call: LinearMX) -> Form | None:
     """The form in which tensor cores multiply an x that is quantized like that by a weight; None where they do not."""
     shape = shape_of(call.x)
     if shape is None or not call.block_size == of.block_size == BLOCK or ROUNDINGS[of.rounding].random:
@@ -84,7 +84,7 @@ def _form(of: Quantize, call: LinearMX) -> Form | None:
     return FORMS.get((of.element, call.element)) if of.axis in (-1, len(shape) - 1) else None
 
 
-def _quantization(x: Node) -> Quantize | None:
+def _quantization(x: Node) -> Quantize | FakeQuantize | None:
     """The quantization whose values a node gives; None where they are not quantized."""
     quantize = quantize_of(x)
     return FakeQuantize.of(x) if quantize is None else Quantize.expect(quantize)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import operator
-from dataclasses import replace
 
 import torch
 from torch.fx import GraphModule, Node
@@ -32,7 +31,7 @@ def sink_bias(model: GraphModule) -> None:
             added = model.graph.call_function(aten.add.Tensor, (product, call.bias))
         added.meta.update(product.meta)
         product.replace_all_uses_with(added, delete_user_cb=functools.partial(operator.is_not, added))
-        product.args = replace(call, bias=None).args
+        product.args = call.replace(bias=None).args
 
 
 def _is_quantized_next(node: Node) -> bool:

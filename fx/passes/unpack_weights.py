@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ def unpack_weights(model: GraphModule) -> None:
     for node, call in Dequantize.calls_in(model.graph):
         if node in constants:
             axis = call.axis % evaluate(model, call.codes).dim()
-            weight = replace(call, axis=axis, length=None), shape_of(node) or call.length
+            weight = call.replace(axis=axis, length=None), shape_of(node) or call.length
             if weight not in buffers:
                 buffers[weight] = fold_constant(model, node, f"{root_name(node)}_unpacked")
             node.replace_all_uses_with(buffers[weight])

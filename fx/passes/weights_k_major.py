@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -55,7 +53,7 @@ def _transpose(model: GraphModule, dequantize: Node, axis: int, last: int) -> No
     call = Dequantize.expect(dequantize)
     with model.graph.inserting_before(dequantize):
         codes, scale = (_transposed_buffer(model, buffer, axis) for buffer in (call.codes, call.scale))
-        args = replace(call, codes=codes, scale=scale, axis=last).args
+        args = call.replace(codes=codes, scale=scale, axis=last).args
         blocks_last = model.graph.call_function(ops.dequantize_mx, args)
         back = model.graph.call_function(torch.ops.aten.transpose.int, (blocks_last, axis, last))
     for new in (blocks_last, back):

@@ -7,7 +7,6 @@ bit.
 from __future__ import annotations
 
 import operator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -79,8 +78,8 @@ def _packed(held: Node) -> Node | list[Node]:
     with graph.inserting_before(write):
         for placeholder, values in zip(stored, (pair.codes, pair.scale), strict=True):
             set_value(graph.call_function(_WRITE, (placeholder, *args_of(write)[1:3], values)))
-        now = replace(pair, codes=stored[0], scale=stored[1])
-        read = graph.call_function(Dequantize.operator, now.args)
+        now = pair.replace(codes=stored[0], scale=stored[1])
+        read = graph.call_function(Dequantize.overload, now.args)
     set_value(read)
     read.meta[SPEC_KEY] = args_of(write)[3].meta[SPEC_KEY]
     write.replace_all_uses_with(read)

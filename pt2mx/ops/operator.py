@@ -20,7 +20,18 @@ import dataclasses
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Generic,
+    NamedTuple,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import torch
 from torch import Tensor
@@ -110,7 +121,7 @@ class Operator(Generic[T]):
     @classmethod
     def function(cls, of_call: Callable[[Any], Any]) -> Callable[..., Any]:
         """Return a function of the operator's arguments: `of_call` of the call that they make."""
-        return lambda *args: of_call(cls(*args))
+        return lambda *args: of_call(cls(*args))  # type: ignore[call-arg]  # every subclass is a dataclass
 
     def replace(self, **fields: Any) -> Self:
         """Return a copy with other values of some fields."""
