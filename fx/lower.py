@@ -10,17 +10,18 @@ from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.graph_pass import GraphPass, run_passes
+from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import is_ours, write_out_arguments
-from pt2mx.fx.graph.origins import note_origins
-from pt2mx.fx.graph.subgraphs import graph_modules
+from pt2mx.fx.graph.source_node import note_source_nodes
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors, map_tensors
-from pt2mx.fx.passes.bfloat16_products import use_bfloat16_products
+from pt2mx.fx.passes.activation_matmuls_bf16 import use_bf16_activation_matmuls
+from pt2mx.fx.passes.bf16_matmul import use_bf16_matmul
 from pt2mx.fx.passes.bfloat16_tensor_cores import use_bfloat16_tensor_cores
-from pt2mx.fx.passes.convolutions_as_products import use_products_for_convolutions
+from pt2mx.fx.passes.convolutions_as_matmuls import use_matmuls_for_convolutions
 from pt2mx.fx.passes.cse_quantize import cse_quantize
 from pt2mx.fx.passes.device import device_named, move_to_device
 from pt2mx.fx.passes.fold_weights import fold_all_weights
-from pt2mx.fx.passes.fp8_rows import use_fp8_rows
+from pt2mx.fx.passes.fp8_rowwise import use_fp8_rowwise
 from pt2mx.fx.passes.fuse_qdq import fuse_qdq
 from pt2mx.fx.passes.fuse_rotation import fuse_rotation
 from pt2mx.fx.passes.merge_fake_quantize import merge_fake_quantize
@@ -28,8 +29,7 @@ from pt2mx.fx.passes.merge_linears import merge_linears
 from pt2mx.fx.passes.mma_layout import use_mma_layout
 from pt2mx.fx.passes.packed_attention import use_packed_attention
 from pt2mx.fx.passes.packed_embedding import use_packed_embeddings
-from pt2mx.fx.passes.packed_products import use_packed_weights
-from pt2mx.fx.passes.products_of_activations import use_bfloat16_for_activations
+from pt2mx.fx.passes.packed_matmuls import use_packed_weights
 from pt2mx.fx.passes.quantize_in_attention import quantize_in_attention
 from pt2mx.fx.passes.quantize_in_convolutions import quantize_in_convolutions
 from pt2mx.fx.passes.quantize_in_passing import quantize_in_passing
@@ -65,15 +65,15 @@ STEPS = (
     Step(use_packed_embeddings),
     Step(use_packed_weights),
     Step(merge_linears, needs_weights=True),
-    Step(use_fp8_rows, needs_weights=True, option="unpack"),
+    Step(use_fp8_rowwise, needs_weights=True, option="unpack"),
     Step(merge_fake_quantize),
     Step(sink_bias),
     Step(use_scaled_mm, needs_weights=True, option="scaled_mm"),
     Step(fuse_rotation),
-    Step(use_bfloat16_products),
+    Step(use_bf16_matmul),
     Step(use_bfloat16_tensor_cores, needs_weights=True),
-    Step(use_bfloat16_for_activations),
-    Step(use_products_for_convolutions, needs_weights=True),
+    Step(use_bf16_activation_matmuls),
+    Step(use_matmuls_for_convolutions, needs_weights=True),
     Step(quantize_in_passing),
     Step(quantize_in_attention),
     Step(quantize_in_convolutions),
@@ -106,7 +106,7 @@ def lower_to_inductor(
         unpack: keep weights dequantized, in the memory that the float model takes (`unpack_weights`): the fastest form
             where many rows are multiplied at a time, as in a vision model or an encoder with quantized activations.
             GPUs with tensor cores for FP8 multiply elements of 4 and 6 bits on those, with weights of 8 bits
-            (`use_fp8_rows`); no gradient passes the products of quantized activations there. Of a model with quantized
+            (`use_fp8_rowwise`); matmuls of quantized activations have no gradient there. Of a model with quantized
             weights alone the result may hold no quantized tensor, and is lowered no further.
             False by default.
 
@@ -141,7 +141,7 @@ def lower_to_inductor(
     asked = {None: True, "scaled_mm": scaled_mm, "unpack": unpack}
     passes = [step.graph_pass for step in STEPS if asked[step.option]]
     for graph in graph_modules(model):
-        note_origins(graph.graph)
+        note_source_nodes(graph.graph)
         run_passes(graph, passes)
         write_out_arguments(graph)
     delete_unused_tensors(model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
-from pt2mx.fx.graph.subgraphs import graph_modules
+from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.pt2e.torchao_pt2e import Q_ANNOTATION_KEY, QuantizationSpecBase, Quantizer
 
 

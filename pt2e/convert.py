@@ -11,9 +11,8 @@ from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.aliasing import storage_of
-from pt2mx.fx.graph.calls import calls
+from pt2mx.fx.graph.higher_order_ops import graph_modules, hop_calls
 from pt2mx.fx.graph.node import write_out_arguments
-from pt2mx.fx.graph.subgraphs import graph_modules
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, map_tensors, storages_of
 from pt2mx.fx.passes.fold_weights import fold_all_weights
 from pt2mx.fx.training.fuse_batch_norm import fold_biases
@@ -114,7 +113,7 @@ def _each_value_once(x: Tensor) -> Tensor:
 def _convert_graphs(model: GraphModule, done: dict[GraphModule, GraphModule]) -> GraphModule:
     """Convert a graph and those inside it, each once."""
     inner = {}
-    for call in calls(model):
+    for call in hop_calls(model):
         for name, graph in call.graphs:
             if graph not in done:
                 done[graph] = _convert_graphs(graph, done)

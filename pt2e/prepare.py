@@ -10,10 +10,9 @@ from torch.fx import GraphModule
 
 from pt2mx import ops
 from pt2mx.errors import MXError
-from pt2mx.fx.graph.calls import calls
 from pt2mx.fx.graph.constants import constant_nodes, mark_constants
-from pt2mx.fx.graph.subgraphs import graph_modules
-from pt2mx.fx.graph.tensors import copy_sharing_tensors, held_in_written_memory
+from pt2mx.fx.graph.higher_order_ops import graph_modules, hop_calls
+from pt2mx.fx.graph.tensors import copy_sharing_tensors, tensors_in_written_memory
 from pt2mx.fx.portable import holds_observers, is_portable
 from pt2mx.fx.training.batch_norm import keep_batch_norms
 from pt2mx.fx.training.fuse_batch_norm import fuse_batch_norms
@@ -139,7 +138,7 @@ def _prepare(model: GraphModule, quantizer: torchao_pt2e.Quantizer, for_training
     prepared = PreparedModule(model, model.graph)
     prepared.meta.update({**model.meta, **meta})
     if not for_training:
-        prepared.meta[INITIAL_KEY] = {name: _kept(t) for name, t in held_in_written_memory(model).items()}
+        prepared.meta[INITIAL_KEY] = {name: _kept(t) for name, t in tensors_in_written_memory(model).items()}
     return prepared.train(bool(training) and for_training)
 
 
@@ -166,7 +165,7 @@ def _insert_observers(
     model: GraphModule, quantizer: torchao_pt2e.Quantizer, done: dict[GraphModule, GraphModule]
 ) -> GraphModule:
     """Insert the observers of a graph and of those inside it, each once."""
-    for call in list(calls(model)):  # before names stand for other graphs: a second call may have the same name
+    for call in list(hop_calls(model)):  # before names stand for other graphs: a second call may have the same name
         for name, graph in call.graphs:
             if graph not in done:
                 done[graph] = _insert_observers(graph, quantizer, done)

@@ -8,8 +8,8 @@ import torch
 from torch.export import ExportedProgram
 
 from pt2mx.errors import MXError
+from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import write_out_arguments
-from pt2mx.fx.graph.subgraphs import graph_modules
 from pt2mx.pt2e.archive import check_kind
 from pt2mx.pt2e.origin import Origin, warn_of_other_version
 from pt2mx.pt2e.output import check_output, deferred_interrupts, whole_file

@@ -17,7 +17,7 @@ from torch.fx.passes.infra.pass_manager import PassManager
 from pt2mx.extras import without_log_warnings
 from pt2mx.fx.graph.attributes import free_name, name_of, tensor_of
 from pt2mx.fx.graph.node import args_of, make_positional, node_arg, value_of
-from pt2mx.fx.graph.origins import take_place
+from pt2mx.fx.graph.source_node import inherit_source
 from pt2mx.fx.training.batch_norm import LAYERS, BatchNorm, batch_norms
 
 with without_log_warnings():
@@ -92,7 +92,7 @@ def fold_batch_norms(model: GraphModule) -> None:
     left = set(model.graph.nodes)
     for norm, layer in layers.items():
         if norm not in left:
-            take_place(layer, norm)
+            inherit_source(layer, norm)
 
 
 def _name_bias(model: GraphModule, layer: Node, norm: Node) -> None:

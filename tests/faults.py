@@ -6,8 +6,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx import ops
-from pt2mx.fx.graph.module_stack import module_name
 from pt2mx.fx.graph.node import named_args
+from pt2mx.fx.graph.source_node import module_name
 
 
 def scaled_weight(converted: GraphModule, module: str, factor: float = 1.5) -> GraphModule:

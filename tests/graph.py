@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from pt2mx.fx.graph.subgraphs import graph_modules
+from pt2mx.fx.graph.higher_order_ops import graph_modules
 
 
 def calls(model: GraphModule, *targets: Callable) -> list[Node]:

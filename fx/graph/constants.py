@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.attributes import attribute_of, name_of
-from pt2mx.fx.graph.calls import call_groups, placeholders
+from pt2mx.fx.graph.higher_order_ops import call_groups, placeholders
 from pt2mx.fx.graph.node import function_of
 
 #: meta key of a placeholder of a graph inside another: whether it stands for a constant (`mark_constants`)

@@ -67,7 +67,7 @@ def _is_alone(model: GraphModule, tensor: Tensor) -> bool:
     return all(other is tensor for other in sharing) and 0 not in tensor.stride()
 
 
-def held_in_written_memory(model: GraphModule) -> dict[str, Tensor]:
+def tensors_in_written_memory(model: GraphModule) -> dict[str, Tensor]:
     """The parameters and buffers, by every name, that lie in memory which the graph of `model` writes."""
     written = written_storages(model)
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
@@ -111,7 +111,7 @@ def delete_unused_tensors(model: GraphModule) -> None:
     delete_unused_modules(model)
 
 
-def delete_unread_parts(model: GraphModule) -> GraphModule:
+def remove_unused(model: GraphModule) -> GraphModule:
     """Delete what an exported graph computes or holds for nothing. Changes `model` and returns it."""
     model.graph.eliminate_dead_code()
     delete_unused_tensors(model)
@@ -119,14 +119,14 @@ def delete_unread_parts(model: GraphModule) -> GraphModule:
     return model
 
 
-def erase_unread(node: Node) -> None:
+def erase_unused(node: Node) -> None:
     """Erase a node that nothing reads, and what was computed for it alone."""
     if node.users or node.op not in ("call_function", "get_attr") or node.is_impure():
         return
     inputs = node.all_input_nodes
     node.graph.erase_node(node)
     for n in inputs:
-        erase_unread(n)
+        erase_unused(n)
 
 
 def delete_unused_modules(model: GraphModule) -> None:

@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 from torch.fx.node import map_aggregate
 
 from pt2mx.errors import MXError
-from pt2mx.fx.graph.subgraphs import graph_modules
+from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.tensors import map_tensors
 
 

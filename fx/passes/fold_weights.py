@@ -10,9 +10,9 @@ from torch.fx import GraphModule, Node
 from pt2mx import ops
 from pt2mx.fx.graph.attributes import register_buffer
 from pt2mx.fx.graph.constants import constant_nodes, evaluate, first_equal, mark_constants, root_name
-from pt2mx.fx.graph.lift_weights import lift_weights, merge_equal_operands
+from pt2mx.fx.graph.hoist_constants import hoist_weights, merge_equal_operands
 from pt2mx.fx.graph.node import args_of, function_of, node_arg, operator_of
-from pt2mx.fx.graph.tensors import delete_unread_parts
+from pt2mx.fx.graph.tensors import remove_unused
 
 
 def fold_weights(model: GraphModule) -> GraphModule:
@@ -28,7 +28,7 @@ def fold_weights(model: GraphModule) -> GraphModule:
     for node in model.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
         if node.args[0] in constants:
             model.graph.erase_node(node)
-    return delete_unread_parts(model)
+    return remove_unused(model)
 
 
 def compute_codes(model: GraphModule, constants: set[Node]) -> None:
@@ -49,7 +49,7 @@ def fold_all_weights(model: GraphModule) -> GraphModule:
     """Fold the weights of a model and of the graphs inside it, whose weights become operands of their calls. Changes
     `model` and returns it."""
     mark_constants(model)
-    lift_weights(model)
+    hoist_weights(model)
     fold_weights(model)
     return merge_equal_operands(model)
 

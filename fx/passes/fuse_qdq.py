@@ -8,7 +8,7 @@ from pt2mx import ops
 from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import Dequantize, Quantize, dtype_of, shape_of
 from pt2mx.fx.graph.qdq import quantize_of
-from pt2mx.fx.graph.tensors import erase_unread
+from pt2mx.fx.graph.tensors import erase_unused
 
 
 @graph_pass(Quantize, Dequantize)
@@ -30,7 +30,7 @@ def fuse_qdq(model: GraphModule) -> None:
             fused = model.graph.call_function(ops.fake_quantize_mx, of.args)
         fused.meta.update(dequantize.meta)
         dequantize.replace_all_uses_with(fused)
-        erase_unread(dequantize)
+        erase_unused(dequantize)
 
 
 def _is_read_once(quantize: Node, dequantize: Node, to: Dequantize) -> bool:

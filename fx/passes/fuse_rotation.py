@@ -7,7 +7,7 @@ from torch.fx import GraphModule, Node
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import FakeQuantize, Hadamard, LinearMX, shape_of
-from pt2mx.fx.graph.tensors import erase_unread
+from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.rotated_quantization import rotated_fake_quantize_mx
 
@@ -28,13 +28,13 @@ def fuse_rotation(model: GraphModule) -> None:
             fused = model.graph.call_function(rotated_fake_quantize_mx, args)
         fused.meta.update(node.meta)
         node.replace_all_uses_with(fused)
-        erase_unread(node)
+        erase_unused(node)
     for node, call in LinearMX.calls_in(model.graph):
         rotation = _rotation(call.x)
         if rotation is None or call.rotation or not written.isdisjoint((rotation.x, call.x)):
             continue
         node.args = call.replace(x=rotation.x, rotation=rotation.size).args
-        erase_unread(call.x)
+        erase_unused(call.x)
 
 
 def _rotation(node: Node) -> Hadamard | None:

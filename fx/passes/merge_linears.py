@@ -15,7 +15,7 @@ from pt2mx.fx.graph.attributes import name_of, register_buffer, tensor_of
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import LinearMX, set_value
-from pt2mx.fx.graph.tensors import erase_unread
+from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.fx.graph.views import allow_any_strides, may_be_strided
 from pt2mx.ops import linear
 
@@ -67,7 +67,7 @@ def _join(model: GraphModule, products: list[Node]) -> None:
         allow_any_strides(part)
         start = end
     for product in products:
-        erase_unread(product)
+        erase_unused(product)
 
 
 def _joined(model: GraphModule, nodes: list[Node]) -> Node:

@@ -10,7 +10,7 @@ from pt2mx.fx.graph.attributes import name_of, register_buffer, tensor_of
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import LinearMX, dtype_of, shape_of
-from pt2mx.fx.graph.tensors import erase_unread
+from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.kernels.gpu.mma_layout import to_mma_layout
 from pt2mx.kernels.select import runs_triton
 from pt2mx.ops import linear
@@ -67,4 +67,4 @@ def _replace(model: GraphModule, node: Node, call: LinearMX, names: list[str]) -
             buffer.meta["val"] = old.meta["val"].new_empty(tensor_of(model, buffer).shape)
     new.meta.update(node.meta)
     node.replace_all_uses_with(new)
-    erase_unread(node)
+    erase_unused(node)

@@ -9,7 +9,7 @@ from torch.fx import GraphModule, Node
 from pt2mx.fx.graph.aliasing import Writes
 from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import Dequantize, dtype_of, named_args, node_arg, shape_of, value_of
-from pt2mx.fx.graph.tensors import erase_unread
+from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.ops.attention import attention_mx
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
@@ -35,7 +35,7 @@ def use_packed_attention(model: GraphModule) -> None:
         node.replace_all_uses_with(attention)
         model.graph.erase_node(node)  # dropout, which it might have, is taken to be an effect
         for one in dict.fromkeys((given["key"], given["value"])):
-            erase_unread(one)
+            erase_unused(one)
 
 
 def _pair(node: Node) -> tuple[Node, Node] | None:

@@ -20,7 +20,7 @@ from pt2mx.fx.graph.node import (
     shape_of,
 )
 from pt2mx.fx.graph.qdq import PROVENANCE_KEYS, SPEC_KEY
-from pt2mx.fx.graph.tensors import erase_unread
+from pt2mx.fx.graph.tensors import erase_unused
 
 aten = torch.ops.aten
 
@@ -61,7 +61,7 @@ def use_packed_embeddings(model: GraphModule) -> None:
         if SPEC_KEY in dequantize.meta:
             gathered.meta[SPEC_KEY] = dequantize.meta[SPEC_KEY].replace(axis=axis)
         gather.replace_all_uses_with(gathered)
-        erase_unread(gather)
+        erase_unused(gather)
 
 
 def _gathered_axis(gather: Node, dequantize: Node, call: Dequantize) -> int | None:

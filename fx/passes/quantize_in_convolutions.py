@@ -16,7 +16,7 @@ from pt2mx.fx.graph.activations import NAMES, call_before
 from pt2mx.fx.graph.aliasing import Writes
 from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import dtype_of, named_args, node_arg, result_of, shape_of, value_of
-from pt2mx.fx.graph.tensors import erase_unread
+from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.fx.passes.quantize_in_products import quantization_of
 from pt2mx.kernels.cpu.quantized_linear import suits
 from pt2mx.ops.convolution import conv2d_mx
@@ -168,4 +168,4 @@ def _replace(chain: Chain) -> None:
     for node in (chain.quantized, *reversed(chain.views_back), chain.activated, chain.sum):
         if node is not None and not node.users:  # also what writes, to memory of the product alone
             node.graph.erase_node(node)
-    erase_unread(chain.views[-1] if chain.views else chain.product)
+    erase_unused(chain.views[-1] if chain.views else chain.product)

@@ -16,7 +16,7 @@ from pt2mx.fx.graph.activations import NAMES, activation_before, call_before, no
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import FakeQuantize, RotatedFakeQuantize, node_arg, shape_of, value_of
-from pt2mx.fx.graph.tensors import erase_unread
+from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.fx.graph.views import is_view
 from pt2mx.kernels.cpu.build import is_available
 from pt2mx.kernels.quantized_activations import suits_gpu
@@ -61,14 +61,14 @@ def quantize_in_passing(model: GraphModule) -> None:
             normed, quantized = (call_before(norm.node, operator.getitem, call, i) for i in range(2))
             normed.meta.update(norm.node.meta)
             norm.node.replace_all_uses_with(normed)
-            erase_unread(norm.node)
+            erase_unused(norm.node)
         elif activation != "none" or isinstance(of, FakeQuantize):
             quantized = call_before(x, activation_fake_quantize_mx, source, activation, *modes)
         else:
             continue  # a call already
         quantized.meta.update({key: value for key, value in x.meta.items() if key != "val"})
         x.replace_all_uses_with(quantized)
-        erase_unread(x)
+        erase_unused(x)
 
 
 def is_quantized_in_passing(x: Node) -> bool:

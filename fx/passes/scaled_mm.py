@@ -18,7 +18,7 @@ from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import Dequantize, FakeQuantize, LinearMX, Quantize, dtype_of, set_value, shape_of, value_of
 from pt2mx.fx.graph.qdq import quantize_of
-from pt2mx.fx.graph.tensors import erase_unread
+from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.fx.passes.fold_weights import fold_constant
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.scaled_mm import BLOCK, FORMS, Form, scaled_mm_mx, swizzle_scale
@@ -57,12 +57,12 @@ def use_scaled_mm(model: GraphModule, force: bool = False) -> None:
         product = _insert_before(node, scaled_mm_mx, *args)
         product.meta.update(node.meta)
         node.replace_all_uses_with(product)
-        erase_unread(node)
+        erase_unused(node)
     constants = constant_nodes(model.graph)
     for name, swizzled in scales.items():
         if isinstance(name, str) and swizzled in constants:
             fold_constant(model, swizzled, f"{name}_swizzled")
-            erase_unread(swizzled)
+            erase_unused(swizzled)
 
 
 def _fits(node: Node, call: LinearMX, form: Form, force: bool) -> bool:

@@ -12,9 +12,9 @@ from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import Dequantize, set_value
 from pt2mx.fx.graph.qdq import SPEC_KEY
-from pt2mx.fx.graph.tensors import erase_unread
+from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.fx.graph.views import allow_any_strides, may_be_ordered_as
-from pt2mx.fx.passes.packed_products import weights_of_products
+from pt2mx.fx.passes.packed_matmuls import weights_of_matmuls
 
 
 @graph_pass(Dequantize)
@@ -28,7 +28,7 @@ def make_weights_k_major(model: GraphModule) -> None:
     """
     constants = constant_nodes(model.graph)
     found: dict[Node, tuple[int, int]] = {}
-    for _, product, weight in weights_of_products(model):
+    for _, product, weight in weights_of_matmuls(model):
         last = len(weight.dims) - 1
         swap = {weight.axis: last, last: weight.axis}
         transposed = tuple(swap.get(d, d) for d in weight.dims)
@@ -64,7 +64,7 @@ def _transpose(model: GraphModule, dequantize: Node, axis: int, last: int) -> No
         del back.meta[SPEC_KEY]
     dequantize.replace_all_uses_with(back)
     allow_any_strides(back)
-    erase_unread(dequantize)
+    erase_unused(dequantize)
 
 
 def _transposed(x: Tensor, axis: int) -> Tensor:

@@ -11,10 +11,10 @@ from torch.fx import GraphModule, Node
 
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.attributes import name_of, tensor_of
-from pt2mx.fx.graph.module_stack import module_name
+from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import Dequantize, is_ours
 from pt2mx.fx.graph.qdq import quantize_of, spec_of_dequantize
-from pt2mx.fx.graph.subgraphs import graph_modules
+from pt2mx.fx.graph.source_node import module_name
 from pt2mx.pt2e.quantizer.operators import operand_node, operands_of, operator_name, quantizable_operators
 from pt2mx.spec import MXSpec
 

@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
-from pt2mx.fx.graph.tensors import delete_unread_parts
+from pt2mx.fx.graph.tensors import remove_unused
 from pt2mx.pt2e.checkpoints.coverage import Coverage, tensors_read
 from pt2mx.pt2e.cli.calibration import batch_files, load_batches
 from pt2mx.pt2e.cli.models import Batch, LoadedModel, load_model, source_file
@@ -102,7 +102,7 @@ def exported_module(
     coverage.check(part, allow_partial)
     note_coverage(coverage)
     # a part that is left out is none of the float model that reports count
-    return delete_unread_parts(program.module()), coverage
+    return remove_unused(program.module()), coverage
 
 
 def note_coverage(coverage: Coverage) -> None:

@@ -15,7 +15,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from pt2mx.errors import MXError, nearest
-from pt2mx.fx.graph.module_stack import module_name
+from pt2mx.fx.graph.source_node import module_name
 from pt2mx.pt2e.debug.batches import check_values, copied
 from pt2mx.pt2e.debug.differences import relative_error
 from pt2mx.pt2e.debug.onnx_stage import OnnxStage

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
-from pt2mx.fx.graph.module_stack import modules_of
 from pt2mx.fx.graph.node import called, is_ours, named_args, value_of
+from pt2mx.fx.graph.source_node import modules_of
 from pt2mx.pt2e.observer import MXObserver
 from pt2mx.spec import MXSpec
 

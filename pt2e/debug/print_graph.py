@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from pt2mx.analysis.tables import text_table
 from pt2mx.errors import MXError
-from pt2mx.fx.graph.subgraphs import named_graph_modules
+from pt2mx.fx.graph.higher_order_ops import named_graph_modules
 from pt2mx.pt2e.debug.node_text import (
     format_text,
     module_text,

@@ -16,8 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
-from pt2mx.fx.graph.module_stack import module_name
-from pt2mx.fx.graph.origins import by_origin
+from pt2mx.fx.graph.source_node import module_name, nodes_by_source
 from pt2mx.pt2e.debug.batches import arguments_of, check_values, copied, named_leaves, several
 from pt2mx.pt2e.debug.comparison import OUTPUT, Compared, StageComparison
 from pt2mx.pt2e.debug.differences import comparable
@@ -135,7 +134,7 @@ class _Stage:
         values: Mapping[str, list[Any]],
         outputs: list[Tensor],
     ) -> None:
-        nodes = by_origin(reference.graph)
+        nodes = nodes_by_source(reference.graph)
         known = {key: values[key][0] for key, node in nodes.items() if node.op != "placeholder"}
         known = {key: value for key, value in known.items() if comparable(value, value)}
         propagated, isolated, got = form.run(named_leaves(reference, batch), known)

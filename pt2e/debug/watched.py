@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.attributes import attribute_of
-from pt2mx.fx.graph.origins import by_origin, origin
-from pt2mx.fx.graph.tensors import held_in_written_memory
+from pt2mx.fx.graph.source_node import nodes_by_source, source_name
+from pt2mx.fx.graph.tensors import tensors_in_written_memory
 from pt2mx.pt2e.debug.batches import copied, errors_of_running, leaves_of
 
 #: is shown a value: its key (the place of its graph and its origin), its node, the value, and the run
@@ -39,7 +39,7 @@ class Watched(Interpreter):
         #: the value of each node when it was computed; `env` shows what later nodes wrote to it
         self.values: dict[Node, Any] = {}
         self._written = written_nodes(model.graph)
-        self.keys = {node: place + name for name, node in by_origin(model.graph).items()}
+        self.keys = {node: place + name for name, node in nodes_by_source(model.graph).items()}
 
     def run_node(self, node: Node) -> Any:
         """Run a node, the graphs that it takes watched, and show its value."""
@@ -105,12 +105,12 @@ def graphs_at(model: GraphModule, node: Node, place: str) -> list[tuple[str, Gra
     """(place, graph) of what a node of a graph at a place is given to call."""
     readers = [one for one in node.all_input_nodes if one.op == "get_attr"]
     graphs = [graph for one in readers if isinstance(graph := attribute_of(model, one), GraphModule)]
-    return [(f"{place}{origin(node)}.{i}/", graph) for i, graph in enumerate(graphs)]
+    return [(f"{place}{source_name(node)}.{i}/", graph) for i, graph in enumerate(graphs)]
 
 
 def keyed_nodes(model: GraphModule, place: str = "") -> Iterator[tuple[str, Node, GraphModule]]:
     """(key, node, its graph) of all that a run shows, in the graphs inside too."""
-    for name, node in by_origin(model.graph).items():
+    for name, node in nodes_by_source(model.graph).items():
         yield place + name, node, model
     for node in model.graph.nodes:
         for inner, graph in graphs_at(model, node, place):
@@ -139,7 +139,8 @@ def run(model: GraphModule, batch: Any, seen: Seen = lambda key, node, value, wa
 @contextmanager
 def unchanged(*models: object) -> Iterator[None]:
     """Give the buffers that graphs write (a cache, a counter) their values back when the block ends."""
-    held = [tensor for one in models if isinstance(one, GraphModule) for tensor in held_in_written_memory(one).values()]
+    graphs = [one for one in models if isinstance(one, GraphModule)]
+    held = [tensor for graph in graphs for tensor in tensors_in_written_memory(graph).values()]
     before = [tensor.clone() for tensor in held]
     try:
         yield

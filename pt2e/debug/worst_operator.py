@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch.fx import GraphModule, Node
 
 from pt2mx.errors import MXError
-from pt2mx.fx.graph.origins import by_origin
+from pt2mx.fx.graph.source_node import nodes_by_source
 from pt2mx.pt2e.debug.batches import named_leaves
 from pt2mx.pt2e.debug.differences import comparable, relative_error
 from pt2mx.pt2e.debug.onnx_stage import OnnxStage
@@ -67,14 +67,14 @@ def worst_operator(first: GraphModule, second: GraphModule, batch: Any) -> Found
 def worst_in_file(first: GraphModule, file: OnnxStage, batch: Any) -> Found | None:
     """The operator of the largest error in an ONNX file, given the inputs that it has in `first`."""
     whole = run(first, batch)
-    values = {key: whole.values[node] for key, node in by_origin(first.graph).items()}
+    values = {key: whole.values[node] for key, node in nodes_by_source(first.graph).items()}
     known = {key: value for key, value in values.items() if comparable(value, value)}
     _, isolated, _ = file.run(named_leaves(first, batch), known)
     errors = {key: relative_error(value.to(known[key].device), known[key]) for key, value in isolated.items()}
     if not errors:
         raise MXError(f"the stage {file.name!r} shares no operator with the graph: give a file of the same export")
     worst = max(errors, key=errors.__getitem__)
-    nodes, content = _first_piece(by_origin(first.graph)[worst], whole)
+    nodes, content = _first_piece(nodes_by_source(first.graph)[worst], whole)
     return Found(nodes, errors[worst], {**content, "outputs": isolated[worst]})
 
 

@@ -21,8 +21,8 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from pt2mx.errors import MXError
+from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import FakeQuantize, Quantize, value_of
-from pt2mx.fx.graph.subgraphs import graph_modules
 from pt2mx.fx.portable import is_portable
 from pt2mx.kernels.elements import NAN_SCALE
 from pt2mx.kernels.packing import unpacked_length

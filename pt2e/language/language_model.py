@@ -15,8 +15,8 @@ from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
+from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import is_ours
-from pt2mx.fx.graph.subgraphs import graph_modules
 from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.fx.passes.device import device_named, move_to_device
 from pt2mx.pt2e.checkpoints.coverage import Coverage

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.node import Dequantize, args_of, set_value, value_of
 from pt2mx.fx.graph.qdq import SPEC_KEY
-from pt2mx.fx.graph.tensors import erase_unread
+from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.pt2e.language.cache import equal_extents
 from pt2mx.pt2e.language.graph_inputs import free_inputs, inputs_of, set_inputs
 
@@ -87,7 +87,7 @@ def _packed(held: Node) -> Node | list[Node]:
     graph.erase_node(write)
     _read_instead(held, read, stored[0])
     graph.erase_node(held)
-    erase_unread(source)
+    erase_unused(source)
     return stored
 
 

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.attributes import attribute_of
 from pt2mx.fx.graph.constants import computed_from
-from pt2mx.fx.graph.tensors import delete_unread_parts
+from pt2mx.fx.graph.tensors import remove_unused
 from pt2mx.pt2e.checkpoints.coverage import CheckpointValues, tensors_read
 from pt2mx.pt2e.convert import convert_pt2e
 from pt2mx.pt2e.language import decoder
@@ -86,7 +86,7 @@ def quantize_language_model(
     coverage = CheckpointValues(model).held_by(tensors_read(exported, decoder.PREFIX))
     coverage.check(part, allow_partial)
     # a part that is left out is none of the float model that reports count
-    graph = delete_unread_parts(exported.module())
+    graph = remove_unused(exported.module())
     own = without_products_of_activations(quantizer)
     check_blocks(graph, own)
     batches = [decoder.inputs(layers, model.device, text) for text in texts]

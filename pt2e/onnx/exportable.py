@@ -17,9 +17,9 @@ from pt2mx import ops
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.graph_pass import run_passes
+from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import is_ours, value_of
-from pt2mx.fx.graph.subgraphs import graph_modules
-from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors, held_in_written_memory, map_tensors
+from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors, map_tensors, tensors_in_written_memory
 from pt2mx.fx.passes.cse_quantize import cse_quantize
 from pt2mx.fx.passes.fold_weights import fold_all_weights
 from pt2mx.fx.passes.fuse_qdq import fuse_qdq
@@ -106,7 +106,7 @@ def _positional_and_named(inputs: object) -> tuple[tuple, dict[str, Any]]:
 
 
 def _check_converted(model: GraphModule) -> None:
-    if written := held_in_written_memory(model):
+    if written := tensors_in_written_memory(model):
         raise MXError(f"the model writes to its buffer {min(written)!r}, which an ONNX file cannot: make it an input")
     if holds_observers(model.state_dict()):
         found = "one with observers, of a prepared model"

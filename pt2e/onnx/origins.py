@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from pt2mx.fx.graph.origins import by_origin
+from pt2mx.fx.graph.source_node import nodes_by_source
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -18,7 +18,7 @@ _KEY = "pt2mx.origins"
 def note_origins(model: ModelProto, graph: Graph) -> None:
     """Note in a model what its values were in the graph that it was made from, whose names they have."""
     values = {value for node in model.graph.node for value in node.output}
-    origins = {origin: node.name for origin, node in by_origin(graph).items() if node.name in values}
+    origins = {origin: node.name for origin, node in nodes_by_source(graph).items() if node.name in values}
     model.metadata_props.add(key=_KEY, value=json.dumps(origins))
 
 

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from pt2mx import ops
 from pt2mx.fx.graph.graph_pass import GraphPass
 from pt2mx.fx.graph.node import node_arg, value_of
-from pt2mx.fx.graph.tensors import erase_unread
+from pt2mx.fx.graph.tensors import erase_unused
 
 aten = torch.ops.aten
 
@@ -24,7 +24,7 @@ def drop_size_assertions(model: GraphModule) -> None:
         if _is_of_codes(node):
             condition = node_arg(node)
             model.graph.erase_node(node)
-            erase_unread(condition)
+            erase_unused(condition)
 
 
 def _is_of_codes(node: Node) -> bool:

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
+from pt2mx.fx.graph.higher_order_ops import captured_operands, written_in
 from pt2mx.fx.graph.node import set_value
 from pt2mx.fx.graph.qdq import PROVENANCE_KEYS
-from pt2mx.fx.graph.subgraphs import captured_operands, written_in
 from pt2mx.pt2e.optimize.matmul_views import Product, reads_rows
 from pt2mx.pt2e.optimize.observers import MXHessianObserver
 from pt2mx.pt2e.optimize.targets import Site, is_read_by_these_alone, why_not_rounded

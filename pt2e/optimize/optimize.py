@@ -22,8 +22,8 @@ from pt2mx.algorithms.options import (
 )
 from pt2mx.errors import MXError, nearest
 from pt2mx.functional import fake_quantize_mx
-from pt2mx.fx.graph.lift_weights import lift_constants, merge_equal_operands
-from pt2mx.fx.graph.subgraphs import graph_modules
+from pt2mx.fx.graph.higher_order_ops import graph_modules
+from pt2mx.fx.graph.hoist_constants import hoist_constants, merge_equal_operands
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors
 from pt2mx.pt2e.optimize.calibrate import Seen, observe, padding_mask_of
 from pt2mx.pt2e.optimize.distributed import Rounded, share_out
@@ -105,7 +105,7 @@ def optimize(
         raise MXError(f"expected an MXQuantizer, not {type(quantizer).__name__}")
     result = to_annotate(model)
     weights = {tensor for _, tensor, role, _ in quantized_inputs(result, quantizer) if role == "weight"}
-    sites = weight_sites(lift_constants(result, weights), quantizer, in_place)
+    sites = weight_sites(hoist_constants(result, weights), quantizer, in_place)
     mask = None if padding_mask is None else padding_mask_of(result, padding_mask)
     learned = next((one for one in chosen if isinstance(one, LearnedRounding)), None)
     batches = batches if learned is None else list(batches)

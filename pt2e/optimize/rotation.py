@@ -14,8 +14,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx.algorithms import Rotation
+from pt2mx.fx.graph.higher_order_ops import graph_modules, written_in
 from pt2mx.fx.graph.node import args_of, dtype_of, shape_of
-from pt2mx.fx.graph.subgraphs import graph_modules, written_in
 from pt2mx.ops.hadamard import hadamard
 from pt2mx.pt2e.optimize.equivalent_transforms import BITS, Inputs, can_change_coordinates, fixed_nodes, read_instead
 from pt2mx.pt2e.optimize.observers import MXHessianObserver

@@ -9,7 +9,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from pt2mx.fx.graph.constants import constant_nodes
-from pt2mx.fx.graph.module_stack import module_calls
+from pt2mx.fx.graph.source_node import module_calls
 from pt2mx.fx.graph.tensors import copy_sharing_tensors
 from pt2mx.pt2e.optimize.losses import called_with
 

@@ -13,11 +13,10 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from pt2mx.fx.graph.attributes import register_buffer
-from pt2mx.fx.graph.calls import calls
 from pt2mx.fx.graph.constants import constant_nodes, evaluate, first_equal, mark_constants, root_name
-from pt2mx.fx.graph.module_stack import module_name
+from pt2mx.fx.graph.higher_order_ops import captured_operands, graph_modules, hop_calls
 from pt2mx.fx.graph.node import named_args
-from pt2mx.fx.graph.subgraphs import captured_operands, graph_modules
+from pt2mx.fx.graph.source_node import module_name
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, replace_tensor
 from pt2mx.pt2e import torchao_pt2e
 from pt2mx.pt2e.optimize.matmul_views import Layout, Product, product_of
@@ -97,10 +96,10 @@ class Inside:
 def weight_sites(model: GraphModule, quantizer: Quantizer, in_place: bool = False) -> list[Site]:
     """The weights that `quantizer` quantizes in `model`, each once however many operators read it. The nodes are those
     of `model`, which stays as it is, but for the marks of constant placeholders. A weight that a graph inside computes
-    is none: `lift_constants` has it computed outside."""
+    is none: `hoist_constants` has it computed outside."""
     mark_constants(model)
     graphs = graph_modules(model)
-    inside = Inside(captured_operands(model), {call.node for graph in graphs for call in calls(graph)})
+    inside = Inside(captured_operands(model), {call.node for graph in graphs for call in hop_calls(graph)})
     equal = first_equal(model, constant_nodes(model.graph))
     fixed = {node for graph in graphs for node in constant_nodes(graph.graph)}
     sites: dict[Node, Site] = {}

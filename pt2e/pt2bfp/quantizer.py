@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.constants import constant_nodes
-from pt2mx.fx.graph.subgraphs import graph_modules
+from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.pt2e.pt2bfp.specs import BFPConfig
 from pt2mx.pt2e.quantizer.annotate import REASON_KEY
 from pt2mx.pt2e.quantizer.operators import CONFIG_KEY, argument_of, operands_of, role_of

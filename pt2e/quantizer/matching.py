@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from pt2mx.errors import MXError, nearest
-from pt2mx.fx.graph.module_stack import module_calls, module_name, modules_of
+from pt2mx.fx.graph.source_node import module_calls, module_name, modules_of
 from pt2mx.pt2e.quantizer.operators import OPERANDS, OPT_IN, names_of, operator_name
 
 

@@ -11,9 +11,9 @@ from torch.fx import GraphModule, Node
 from pt2mx.errors import nearest
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.constants import constant_nodes
-from pt2mx.fx.graph.module_stack import modules_of, propagate_module_stack
+from pt2mx.fx.graph.higher_order_ops import graph_modules, nodes_in_order
 from pt2mx.fx.graph.node import args_of, called, make_positional, shape_of
-from pt2mx.fx.graph.subgraphs import graph_modules, nodes_in_order
+from pt2mx.fx.graph.source_node import modules_of, propagate_module_stack
 from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.annotate import REASON_KEY, Plan, annotate_operator, plan_operator
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig

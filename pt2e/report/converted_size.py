@@ -10,10 +10,9 @@ from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.aliasing import storage_of, written_storages
 from pt2mx.fx.graph.attributes import attribute_of, model_of, name_of
-from pt2mx.fx.graph.calls import Call, calls, placeholders
 from pt2mx.fx.graph.constants import CONSTANT_KEY
+from pt2mx.fx.graph.higher_order_ops import HOPCall, captured_operands, hop_calls, placeholders
 from pt2mx.fx.graph.node import node_arg
-from pt2mx.fx.graph.subgraphs import captured_operands
 from pt2mx.fx.training.fuse_batch_norm import NormalizedLayer, computed_bias
 from pt2mx.fx.training.train_eval import TrainEvalModule
 from pt2mx.pt2e.observer import MXObserver, observed_value
@@ -55,7 +54,7 @@ class Conversion:
     def _visit(self, model: GraphModule) -> set[Node]:
         """The nodes of a graph that the converted one has, its parameters and placeholders among them."""
         if model not in self._visited:
-            constants, graphs = constants_of(model), {call.node: call for call in calls(model)}
+            constants, graphs = constants_of(model), {call.node: call for call in hop_calls(model)}
             computed = self._visited[model] = set()
             for node in reversed(model.graph.nodes):
                 if node in computed or node.op == "output" or _acts(node, constants):
@@ -65,7 +64,7 @@ class Conversion:
                     self._kept[id(tensor)] = tensor
         return self._visited[model]
 
-    def _reads(self, model: GraphModule, node: Node, constants: set[Node], call: Call | None) -> list[Node]:
+    def _reads(self, model: GraphModule, node: Node, constants: set[Node], call: HOPCall | None) -> list[Node]:
         """The inputs of a node in the converted graph."""
         if call is not None:
             inner = [self._visit(graph) for _, graph in call.graphs]

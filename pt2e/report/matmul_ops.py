@@ -11,8 +11,8 @@ from torch.fx import GraphModule, Node
 
 from pt2mx import ops
 from pt2mx.errors import MXError
+from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import node_arg
-from pt2mx.fx.graph.subgraphs import graph_modules
 from pt2mx.ops import linear, scaled_mm
 from pt2mx.ops.attention import attention_mx
 from pt2mx.ops.convolution import conv2d_mx

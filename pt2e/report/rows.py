@@ -17,10 +17,10 @@ from torch.fx import GraphModule, Node
 from pt2mx import ops
 from pt2mx.analysis.sums import QuantizationStatistics
 from pt2mx.errors import MXError
-from pt2mx.fx.graph.module_stack import module_name
+from pt2mx.fx.graph.higher_order_ops import captured_operands, named_graph_modules
 from pt2mx.fx.graph.node import FakeQuantize, called, node_arg
 from pt2mx.fx.graph.qdq import spec_of_dequantize
-from pt2mx.fx.graph.subgraphs import captured_operands, named_graph_modules
+from pt2mx.fx.graph.source_node import module_name
 from pt2mx.pt2e.format_observer import CANDIDATES_KEY
 from pt2mx.pt2e.observer import STATISTICS_KEY, MXObserver
 from pt2mx.pt2e.quantizer.annotate import REASON_KEY, REMARK_KEY

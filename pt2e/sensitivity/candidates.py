@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
-from pt2mx.fx.graph.module_stack import module_name
-from pt2mx.fx.graph.subgraphs import graph_modules
+from pt2mx.fx.graph.higher_order_ops import graph_modules
+from pt2mx.fx.graph.source_node import module_name
 from pt2mx.pt2e.observer import MXObserver, disable_fake_quant, disable_observer
 from pt2mx.pt2e.prepare import prepare_pt2e
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig

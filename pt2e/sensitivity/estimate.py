@@ -19,7 +19,7 @@ from torch import Generator, Tensor
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from pt2mx.fx.graph.module_stack import module_name
+from pt2mx.fx.graph.source_node import module_name
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, map_tensors
 from pt2mx.pt2e.debug.batches import errors_of_running, leaves_of
 from pt2mx.pt2e.debug.differences import comparable

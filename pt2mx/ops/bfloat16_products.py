@@ -1,6 +1,6 @@
 """`torch.ops.pt2mx.matmul_bfloat16`, `attention_bfloat16`: products of two activations on units for bfloat16, exactly.
 
-Quantized values are bfloat16 (`pt2mx.fx.passes.products_of_activations` finds them), so that their products are exact
+Quantized values are bfloat16 (`pt2mx.fx.passes.activation_matmuls_bf16` finds them), so that their products are exact
 there; sums are in float32, and so are results in float32 models. Lowered programs call these operators, of bfloat16
 models for attention, and Inductor keeps them calls. torch's own operators define them; `_TWINS` lists where a faster
 twin serves.

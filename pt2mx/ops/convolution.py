@@ -1,7 +1,7 @@
 """`torch.ops.pt2mx.conv2d_mx`: convolutions with weights that stay packed, their channels last.
 
 They compute what `conv2d(x, dequantize_mx(weight))` does, with fp32 sums in another order, and are what the lowered
-program calls (`pt2mx.fx.passes.convolutions_as_products`). `pt2mx.kernels.dequantize_then_matmul` defines them on every
+program calls (`pt2mx.fx.passes.convolutions_as_matmuls`). `pt2mx.kernels.dequantize_then_matmul` defines them on every
 device; on the CPU a twin serves that makes no patches.
 """
 

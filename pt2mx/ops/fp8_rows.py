@@ -2,7 +2,7 @@
 weights on tensor cores for FP8, exactly.
 
 What FP8 rows are says `pt2mx.kernels.fp8_rows`, which defines the operators on every device; on an NVIDIA GPU
-`pt2mx.kernels.gpu.fp8_rows` serves. Lowered programs call them (`pt2mx.fx.passes.fp8_rows`).
+`pt2mx.kernels.gpu.fp8_rows` serves. Lowered programs call them (`pt2mx.fx.passes.fp8_rowwise`).
 """
 
 from __future__ import annotations

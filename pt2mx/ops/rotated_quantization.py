@@ -1,7 +1,7 @@
 """`torch.ops.pt2mx.rotated_fake_quantize_mx`: `fake_quantize_mx` of `hadamard`, to the bit, in one pass over memory.
 
 The lowered program calls it (`pt2mx.fx.passes.fuse_rotation`), also where nothing is rotated and the values go to a
-product in bfloat16 (`pt2mx.fx.passes.bfloat16_products`). Inductor keeps it a call: a sum of 32 neighbours in one order
+product in bfloat16 (`pt2mx.fx.passes.bf16_matmul`). Inductor keeps it a call: a sum of 32 neighbours in one order
 is nothing that it could fuse, and of the quantization alone it makes slower code.
 """
 

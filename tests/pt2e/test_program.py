@@ -8,8 +8,8 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXError, MXQuantizer
+from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import Quantize, is_ours
-from pt2mx.fx.graph.subgraphs import graph_modules
 from pt2mx.pt2e import origin
 from pt2mx.pt2e.archive import add_records, read_record
 from pt2mx.pt2e.origin import Origin, origin_of, recipe_of

@@ -10,9 +10,9 @@ from typing import NamedTuple
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
+from pt2mx.fx.graph.higher_order_ops import named_graph_modules
 from pt2mx.fx.graph.node import value_of
-from pt2mx.fx.graph.origins import by_origin, origin
-from pt2mx.fx.graph.subgraphs import named_graph_modules
+from pt2mx.fx.graph.source_node import nodes_by_source, source_name
 from pt2mx.pt2e.debug.node_text import format_text, module_text, operator_text, shape_text
 from pt2mx.pt2e.debug.watched import check_module
 
@@ -61,9 +61,9 @@ class DrawnGraph:
             inputs = list(dict.fromkeys(numbers[one] for one in node.all_input_nodes if one in numbers))
             texts = operator_text(node), shape_text(node), format_text(node, model), module_text(node)
             numbers[node] = self.named[path + node.name] = len(self.rows)
-            self.origins[path + node.name] = path + origin(node)
+            self.origins[path + node.name] = path + source_name(node)
             self.rows.append(GraphRow(path + node.name, *texts, inputs))
-        made = by_origin(model.graph).items()
+        made = nodes_by_source(model.graph).items()
         self.by_origin.update({path + name: numbers[node] for name, node in made if node in numbers})
 
     def row_of(self, name: str) -> int | None:

@@ -3,8 +3,8 @@ import torch
 from torch import nn
 
 import pt2mx
+from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import is_ours, make_positional, write_out_arguments
-from pt2mx.fx.graph.subgraphs import graph_modules
 from tests.flow import convert, reloaded
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_inductor, ops
-from pt2mx.fx.passes import convolutions_as_products
+from pt2mx.fx.passes import convolutions_as_matmuls
 from pt2mx.ops.convolution import conv2d_mx
 from tests.flow import convert
 from tests.graph import count
@@ -16,7 +16,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 @pytest.fixture(autouse=True)
 def units_for_bfloat16(monkeypatch):
     """On every machine: a dense product serves where there are none."""
-    monkeypatch.setattr(convolutions_as_products, "has_units", lambda spec, k: spec.block_size % 32 == 0)
+    monkeypatch.setattr(convolutions_as_matmuls, "has_units", lambda spec, k: spec.block_size % 32 == 0)
 
 
 def lowered(model, x, name="mxfp8"):

@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from pt2mx.fx.graph.subgraphs import graph_modules
+from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.passes.device import move_to_device
 
 META = torch.device("meta")

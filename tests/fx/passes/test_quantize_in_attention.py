@@ -9,7 +9,7 @@ from torch.nn import functional as F
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_inductor, ops
 from pt2mx.fx import lower
-from pt2mx.fx.passes import products_of_activations, quantize_in_passing
+from pt2mx.fx.passes import activation_matmuls_bf16, quantize_in_passing
 from pt2mx.fx.passes.quantize_in_attention import quantize_in_attention
 from pt2mx.ops.bfloat16_products import attention_bfloat16
 from pt2mx.ops.linear import linear_mx
@@ -24,8 +24,8 @@ X = torch.randn(2, 20, 96)
 def with_units(monkeypatch):
     """On every machine: torch computes the calls where there are no units."""
     units = {"units": staticmethod(lambda: 4), "LEAST_ROWS": 16}
-    monkeypatch.setattr(products_of_activations, "bfloat16_products", type("Units", (), units))
-    monkeypatch.setattr(products_of_activations, "_LEAST_PRODUCTS", 1)
+    monkeypatch.setattr(activation_matmuls_bf16, "bfloat16_products", type("Units", (), units))
+    monkeypatch.setattr(activation_matmuls_bf16, "_LEAST_PRODUCTS", 1)
     monkeypatch.setattr(quantize_in_passing, "_LEAST_VALUES", 1)
 
 
@@ -93,7 +93,7 @@ def test_dynamic_shapes(monkeypatch):
 def test_a_cast_of_the_quantized_values(monkeypatch):
     """As on a GPU, where Inductor would quantize what attention gives, and products take bfloat16."""
     monkeypatch.setattr(quantize_in_passing, "_LEAST_VALUES", 1 << 60)
-    monkeypatch.setattr("pt2mx.fx.passes.bfloat16_products._fits", lambda *args: False)
+    monkeypatch.setattr("pt2mx.fx.passes.bf16_matmul._fits", lambda *args: False)
     monkeypatch.setattr("pt2mx.fx.passes.bfloat16_tensor_cores._fits", lambda *args: True)
     model, before = lowered(monkeypatch, Attention())
     assert modes(model) == ("fp8_e4m3", 32, "floor", "even", torch.bfloat16)

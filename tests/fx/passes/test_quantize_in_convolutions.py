@@ -8,7 +8,7 @@ import pt2mx
 from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config, lower_to_inductor
 from pt2mx.extras import import_extra
 from pt2mx.fx import lower
-from pt2mx.fx.passes import convolutions_as_products
+from pt2mx.fx.passes import convolutions_as_matmuls
 from pt2mx.fx.passes.quantize_in_convolutions import quantize_in_convolutions
 from pt2mx.ops.convolution import conv2d_mx
 from pt2mx.ops.quantized_convolution import conv2d_fake_quantize_mx
@@ -19,8 +19,8 @@ from tests.graph import count
 @pytest.fixture(autouse=True)
 def units_on_every_machine(monkeypatch):
     for name in ("has_units", "has_bfloat16_units"):
-        monkeypatch.setattr(convolutions_as_products, name, lambda spec, k: spec.block_size % 32 == 0)
-    monkeypatch.setattr(convolutions_as_products, "suit_units", lambda x, weight, k: True)
+        monkeypatch.setattr(convolutions_as_matmuls, name, lambda spec, k: spec.block_size % 32 == 0)
+    monkeypatch.setattr(convolutions_as_matmuls, "suit_units", lambda x, weight, k: True)
 
 
 def lowered(model, x, recipe="mxint8", **options):

@@ -19,7 +19,7 @@ def rules_of_a_gpu(monkeypatch):
     monkeypatch.setattr("pt2mx.fx.passes.quantize_in_products.has_units", lambda spec, k: False)
     monkeypatch.setitem(module._SERVES, "cpu", module._serves_gpu)
     monkeypatch.setattr(module, "runs_triton", lambda device: True)
-    monkeypatch.setattr("pt2mx.fx.passes.bfloat16_products._fits", lambda *args: False)
+    monkeypatch.setattr("pt2mx.fx.passes.bf16_matmul._fits", lambda *args: False)
 
 
 def lowered(model, x, name="mxfp8", block_size=32):

@@ -7,7 +7,7 @@ from torch import nn
 import pt2mx
 from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config, lower_to_inductor
 from pt2mx.fx import lower
-from pt2mx.fx.passes import bfloat16_products, quantize_in_passing, quantize_in_products
+from pt2mx.fx.passes import bf16_matmul, quantize_in_passing, quantize_in_products
 from pt2mx.ops.linear import linear_mx
 from pt2mx.ops.quantized_activations import activation_fake_quantize_mx
 from pt2mx.ops.quantized_linear import linear_fake_quantize_mx
@@ -19,7 +19,7 @@ from tests.graph import count
 def small_tensors_on_every_machine(monkeypatch):
     monkeypatch.setattr(quantize_in_passing, "_LEAST_VALUES", 0)
     monkeypatch.setattr(quantize_in_products, "has_units", lambda spec, k: True)
-    monkeypatch.setattr(bfloat16_products, "suit_units", lambda x, weight, k: True)
+    monkeypatch.setattr(bf16_matmul, "suit_units", lambda x, weight, k: True)
 
 
 class Layer(nn.Module):

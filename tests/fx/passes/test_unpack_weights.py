@@ -4,7 +4,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import lower_to_inductor, ops
-from pt2mx.fx.passes import convolutions_as_products, unpack_weights
+from pt2mx.fx.passes import convolutions_as_matmuls, unpack_weights
 from pt2mx.ops import linear
 from tests.flow import convert
 from tests.graph import count
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 @pytest.fixture(autouse=True)
 def without_units_for_bfloat16(monkeypatch):
     """Products that they compute stay packed."""
-    for module in (unpack_weights, convolutions_as_products):
+    for module in (unpack_weights, convolutions_as_matmuls):
         monkeypatch.setattr(module, "has_units", lambda spec, k: False)
 
 

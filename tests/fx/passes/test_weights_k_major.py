@@ -5,7 +5,7 @@ from torch.nn import functional as F
 from pt2mx import FORMATS, MXSpec, ops
 from pt2mx.fx.graph.qdq import SPEC_KEY, spec_of_dequantize
 from pt2mx.fx.graph.tensors import delete_unused_tensors
-from pt2mx.fx.passes.packed_products import use_packed_weights
+from pt2mx.fx.passes.packed_matmuls import use_packed_weights
 from pt2mx.fx.passes.weights_k_major import make_weights_k_major
 from pt2mx.ops import linear
 from tests.flow import exported

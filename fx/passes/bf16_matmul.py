@@ -43,7 +43,7 @@ QUANTIZED = (FakeQuantize, RotatedFakeQuantize, Dequantize)
 
 
 @graph_pass(LinearMX, QUANTIZED)
-def use_bfloat16_products(model: GraphModule) -> None:
+def use_bf16_matmul(model: GraphModule) -> None:
     """Give a float32 `linear_mx` on the CPU its x in bfloat16, where a quantization gives x, and keep its result in
     float32. The values of x and of the weight stay what they are: 8 bits and the exponent of a float32, which a
     bfloat16 holds, but for those of E4M3 and E5M2 below 2**-133. Sums are in float32 as before.

@@ -8,7 +8,7 @@ from torch.utils import _pytree as pytree
 
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_inductor
-from pt2mx.fx.passes import products_of_activations
+from pt2mx.fx.passes import activation_matmuls_bf16
 from pt2mx.ops.bfloat16_products import attention_bfloat16, matmul_bfloat16
 from tests.flow import convert
 from tests.graph import calls, count
@@ -19,9 +19,9 @@ aten = torch.ops.aten
 @pytest.fixture(autouse=True)
 def with_units(monkeypatch):
     """On every machine: torch computes the calls where there are no units."""
-    monkeypatch.setattr(products_of_activations, "_LEAST_PRODUCTS", 1 << 10)
+    monkeypatch.setattr(activation_matmuls_bf16, "_LEAST_PRODUCTS", 1 << 10)
     units = {"units": staticmethod(lambda: 4), "LEAST_ROWS": 16}
-    monkeypatch.setattr(products_of_activations, "bfloat16_products", type("Units", (), units))
+    monkeypatch.setattr(activation_matmuls_bf16, "bfloat16_products", type("Units", (), units))
 
 
 def quantizer(product, name="mxfp8"):
@@ -191,10 +191,10 @@ def test_what_is_read_of_attention(read, calls):
 
 
 def test_small_products_stay_and_what_has_no_units(monkeypatch):
-    monkeypatch.setattr(products_of_activations, "_LEAST_PRODUCTS", 1 << 30)
+    monkeypatch.setattr(activation_matmuls_bf16, "_LEAST_PRODUCTS", 1 << 30)
     assert not count(lowered(lambda x, y: x @ y.mT, X, Y)[1], matmul_bfloat16)
-    monkeypatch.setattr(products_of_activations, "_LEAST_PRODUCTS", 1)
-    monkeypatch.setattr(products_of_activations.bfloat16_products, "units", lambda: 0)
+    monkeypatch.setattr(activation_matmuls_bf16, "_LEAST_PRODUCTS", 1)
+    monkeypatch.setattr(activation_matmuls_bf16.bfloat16_products, "units", lambda: 0)
     assert not count(lowered(lambda x, y: x @ y.mT, X, Y)[1], matmul_bfloat16)
 
 

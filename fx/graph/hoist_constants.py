@@ -8,22 +8,21 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from pt2mx.fx.graph.calls import Call, call_groups, placeholders
 from pt2mx.fx.graph.constants import CONSTANT_KEY, computed_from, constant_nodes, mark_constants
+from pt2mx.fx.graph.higher_order_ops import HOPCall, call_groups, graph_modules, placeholders
 from pt2mx.fx.graph.node import Quantize, dtype_of, result_of
-from pt2mx.fx.graph.subgraphs import graph_modules
 
-#: meta key of a node that `lift_constants` lifts
+#: meta key of a node that `hoist_constants` lifts
 _CHOSEN_KEY = "mx_lifted"
 
 
-def lift_weights(model: GraphModule) -> GraphModule:
+def hoist_weights(model: GraphModule) -> GraphModule:
     """Move every `quantize_mx` of a constant operand out of the graphs inside `model`: they get codes and scale as
     operands instead, and lose operands that they no longer read. Changes `model` and returns it."""
-    return _lift_all(model, lambda graph: [_items(quantize) for quantize in _weights(graph)])
+    return _hoist_all(model, lambda graph: [_items(quantize) for quantize in _weights(graph)])
 
 
-def lift_constants(model: GraphModule, chosen: set[Node]) -> GraphModule:
+def hoist_constants(model: GraphModule, chosen: set[Node]) -> GraphModule:
     """Move the computation of chosen constants out of the graphs inside `model`. Changes `model` and returns it."""
     mark_constants(model)
     for node in chosen:
@@ -33,24 +32,24 @@ def lift_constants(model: GraphModule, chosen: set[Node]) -> GraphModule:
         constants = constant_nodes(graph.graph)
         return [[n] for n in constants if n.meta.get(_CHOSEN_KEY) and n.op == "call_function"]
 
-    _lift_all(model, computed)
+    _hoist_all(model, computed)
     for graph in graph_modules(model):
         for node in graph.graph.nodes:
             node.meta.pop(_CHOSEN_KEY, None)
     return model
 
 
-def _lift_all(model: GraphModule, find: Callable[[GraphModule], list[list[Node]]]) -> GraphModule:
+def _hoist_all(model: GraphModule, find: Callable[[GraphModule], list[list[Node]]]) -> GraphModule:
     """Lift the nodes that `find` gives for each graph inside `model`, those of one list together."""
     groups = call_groups(model)
     for graphs, group in groups:
         for graph in graphs:
-            _lift_all(graph, find)
+            _hoist_all(graph, find)
             _placeholders_first(graph)
         for graph in graphs:
             for nodes in find(graph):
                 if not any(call.is_autocast for call in group) or _is_as_outside(nodes):
-                    _lift(model, graphs, group, nodes)
+                    _hoist(model, graphs, group, nodes)
         _drop_unused(graphs, group)
         for graph in graphs:
             graph.recompile()
@@ -112,7 +111,7 @@ def _is_as_outside(nodes: list[Node]) -> bool:
     return all(dtype_of(n) is None or dtype_of(n) == result_of(n).dtype for n in computed)
 
 
-def _lift(model: GraphModule, graphs: list[GraphModule], group: list[Call], nodes: list[Node]) -> None:
+def _hoist(model: GraphModule, graphs: list[GraphModule], group: list[HOPCall], nodes: list[Node]) -> None:
     inner = nodes[0].graph
     computed = {n for node in nodes for n in computed_from(node) if n.op != "placeholder"}
     order = [node for node in inner.nodes if node in computed]
@@ -137,7 +136,7 @@ def _lift(model: GraphModule, graphs: list[GraphModule], group: list[Call], node
     inner.eliminate_dead_code()
 
 
-def _drop_unused(graphs: list[GraphModule], group: list[Call]) -> None:
+def _drop_unused(graphs: list[GraphModule], group: list[HOPCall]) -> None:
     fixed = [is_fixed for _, is_fixed in group[0].operands()]
     for place in reversed(range(len(fixed))):
         standing = [placeholders(graph)[place] for graph in graphs]

@@ -4,7 +4,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_inductor, ops
-from pt2mx.fx.passes import convolutions_as_products
+from pt2mx.fx.passes import convolutions_as_matmuls
 from pt2mx.ops.convolution import conv2d_mx
 from pt2mx.ops.quantized_convolution import conv2d_fake_quantize_mx
 from pt2mx.ops.rotated_quantization import rotated_fake_quantize_mx
@@ -20,7 +20,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 def units_for_bfloat16(monkeypatch):
     """On every machine: a dense product serves where there are none."""
     for name in ("has_units", "has_bfloat16_units"):
-        monkeypatch.setattr(convolutions_as_products, name, lambda spec, k: spec.block_size % 32 == 0)
+        monkeypatch.setattr(convolutions_as_matmuls, name, lambda spec, k: spec.block_size % 32 == 0)
 
 
 def lowered(model, x, name="mxfp8", shapes=None):

@@ -15,7 +15,7 @@ from pt2mx.fx.graph.attributes import name_of, register_buffer, tensor_of
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import FakeQuantize, LinearMX, shape_of, value_of
-from pt2mx.fx.graph.tensors import erase_unread
+from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.kernels.fp8_rows import BLOCK, ROOMS, of_packed
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.fp8_rows import layer_norm_fp8_rows, mm_fp8_rows, quantize_fp8_rows
@@ -28,7 +28,7 @@ _LEAST_ROWS, _LEAST_WEIGHT = 256, 1 << 20
 
 
 @graph_pass(LinearMX, FakeQuantize)
-def use_fp8_rows(model: GraphModule, force: bool = False) -> None:
+def use_fp8_rowwise(model: GraphModule, force: bool = False) -> None:
     """Multiply `linear_mx(fake_quantize_mx(x), weight)` of bfloat16 as FP8 rows, where both elements leave room for
     their scales in E4M3 and the GPU has tensor cores for it. The kernel that makes rows of x computes the activation
     or the layer norm before it too.
@@ -62,7 +62,7 @@ def use_fp8_rows(model: GraphModule, force: bool = False) -> None:
         if node in written:
             written.add(product)
         node.replace_all_uses_with(product)
-        erase_unread(node)
+        erase_unused(node)
 
 
 def _fits(node: Node, call: LinearMX, of: FakeQuantize, force: bool) -> bool:
@@ -115,7 +115,7 @@ def _rows_of(x: Node, of: FakeQuantize, written: set[Node]) -> list[Node]:
         normed, *rows = (call_before(norm.node, operator.getitem, call, i) for i in range(4))
         normed.meta.update(norm.node.meta)
         norm.node.replace_all_uses_with(normed)
-        erase_unread(norm.node)
+        erase_unused(norm.node)
         return rows
     activation, source = activation_before(of.x, written)
     call = call_before(x, quantize_fp8_rows, source, *modes, activation)

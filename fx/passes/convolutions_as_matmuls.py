@@ -19,9 +19,9 @@ from pt2mx.fx.graph.attributes import name_of, register_buffer, tensor_of
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import Dequantize, FakeQuantize, named_args, operator_of, set_value, shape_of, value_of
-from pt2mx.fx.graph.tensors import erase_unread
+from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.fx.graph.views import settle_order, takes_any_order
-from pt2mx.fx.passes.bfloat16_products import is_quantized, quantization_to_bfloat16
+from pt2mx.fx.passes.bf16_matmul import is_quantized, quantization_to_bfloat16
 from pt2mx.kernels.cpu.linear import has_bfloat16_units, has_units, suit_units
 from pt2mx.ops.convolution import conv2d_mx
 from pt2mx.ops.rotated_quantization import rotated_fake_quantize_mx
@@ -55,7 +55,7 @@ class Convolution:
 
 
 @graph_pass(tuple(_DIMENSIONS), FakeQuantize, Dequantize)
-def use_products_for_convolutions(model: GraphModule) -> None:
+def use_matmuls_for_convolutions(model: GraphModule) -> None:
     """Replace `conv1d` and `conv2d` by `conv2d_mx` of x in bfloat16, where x is quantized along its channels, the
     weight is held packed along them in blocks of 32 or more, and this machine has units that multiply them.
 
@@ -79,7 +79,7 @@ def use_products_for_convolutions(model: GraphModule) -> None:
         product = _product(model, node, convolution, quantized[convolution.x], held)
         product.meta.update({key: value for key, value in node.meta.items() if key != "val"})
         node.replace_all_uses_with(product)
-        erase_unread(node)
+        erase_unused(node)
         products[product] = node.meta["val"]
     settle_order(model.graph, products)
 

@@ -21,13 +21,13 @@ from pt2mx.fx.graph.node import (
     operator_of,
     shape_of,
 )
-from pt2mx.fx.graph.tensors import erase_unread
+from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.fx.graph.views import REORDERING
 from pt2mx.ops import linear
 
 
 @dataclass(frozen=True)
-class Product:
+class Matmul:
     """The places of a product's tensors among its arguments, and the operator that computes it with a packed weight.
 
     Args:
@@ -46,13 +46,13 @@ class Product:
 
 #: the name of a product -> its arguments; the weight is packed (N, K), that of groups (E, N, K). transformers exports
 #: experts that are not in bfloat16 by an operator of its own
-PRODUCTS = {
-    "aten.linear.default": Product(0, 1, 2, (0, 1)),
-    "aten.matmul.default": Product(0, 1, None, (1, 0)),
-    "aten.mm.default": Product(0, 1, None, (1, 0)),
-    "aten.addmm.default": Product(1, 2, 0, (1, 0)),
-    "aten._grouped_mm.default": Product(0, 1, 2, (0, 2, 1), linear.grouped_linear_mx),
-    "transformers.grouped_mm_fallback.default": Product(0, 1, 2, (0, 2, 1), linear.grouped_linear_mx),
+MATMULS = {
+    "aten.linear.default": Matmul(0, 1, 2, (0, 1)),
+    "aten.matmul.default": Matmul(0, 1, None, (1, 0)),
+    "aten.mm.default": Matmul(0, 1, None, (1, 0)),
+    "aten.addmm.default": Matmul(1, 2, 0, (1, 0)),
+    "aten._grouped_mm.default": Matmul(0, 1, 2, (0, 2, 1), linear.grouped_linear_mx),
+    "transformers.grouped_mm_fallback.default": Matmul(0, 1, 2, (0, 2, 1), linear.grouped_linear_mx),
 }
 
 
@@ -75,7 +75,7 @@ def use_packed_weights(model: GraphModule) -> None:
     Other products, convolutions among them, keep their dequantized weight, which Inductor computes at each call.
     """
     written = written_nodes(model.graph)
-    for node, product, weight in weights_of_products(model):
+    for node, product, weight in weights_of_matmuls(model):
         call = Dequantize.expect(weight.dequantize)
         blocks_last = weight.dims == product.dims and weight.axis == len(weight.dims) - 1
         if not (blocks_last and written.isdisjoint((weight.dequantize, call.codes, call.scale))):
@@ -86,14 +86,14 @@ def use_packed_weights(model: GraphModule) -> None:
             packed = model.graph.call_function(product.packed, args)
         packed.meta.update(node.meta)
         node.replace_all_uses_with(packed)
-        erase_unread(node)
+        erase_unused(node)
 
 
-def weights_of_products(model: GraphModule) -> list[tuple[Node, Product, Weight]]:
-    """The products of `PRODUCTS` by a dequantized weight that an operator on packed weights could compute."""
+def weights_of_matmuls(model: GraphModule) -> list[tuple[Node, Matmul, Weight]]:
+    """The products of `MATMULS` by a dequantized weight that an operator on packed weights could compute."""
     found = []
     for node in model.graph.nodes:
-        product = PRODUCTS.get(str(node.target))
+        product = MATMULS.get(str(node.target))
         if product is None or not _is_plain(node, product):
             continue
         weight = _weight(node_arg(node, product.weight))
@@ -107,7 +107,7 @@ def argument(node: Node, position: int | None) -> Any:
     return node.args[position] if position is not None and position < len(node.args) else None
 
 
-def _is_plain(node: Node, product: Product) -> bool:
+def _is_plain(node: Node, product: Matmul) -> bool:
     """True if the arguments that the packed form does not have are at their defaults."""
     make_positional(node)
     own = (product.x, product.weight, product.third)
@@ -131,7 +131,7 @@ def _weight(node: Node) -> Weight | None:
     return Weight(node, call.axis % len(shape), tuple(sizes.shape))
 
 
-def _fits(node: Node, product: Product, weight: Weight) -> bool:
+def _fits(node: Node, product: Matmul, weight: Weight) -> bool:
     """True if the packed form takes the dtypes and shapes of a product.
 
     Inside autocast a product has another dtype than its operands: it stays, since what runs outside could be joined

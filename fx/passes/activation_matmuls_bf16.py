@@ -14,7 +14,7 @@ from pt2mx.fx.graph.aliasing import Writes, written_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import args_of, dtype_of, named_args, node_arg, set_value, shape_of, value_of
 from pt2mx.fx.graph.views import REORDERING, SPLITTING, is_view, settle_order, takes_any_order
-from pt2mx.fx.passes.bfloat16_products import QUANTIZED, is_quantized
+from pt2mx.fx.passes.bf16_matmul import QUANTIZED, is_quantized
 from pt2mx.kernels.cpu import bfloat16_products
 from pt2mx.kernels.select import runs_triton
 from pt2mx.ops.bfloat16_products import attention_bfloat16, matmul_bfloat16
@@ -31,7 +31,7 @@ _MOST_KEYS = 128
 
 
 @graph_pass((*_MATMULS, aten.scaled_dot_product_attention.default), QUANTIZED)
-def use_bfloat16_for_activations(model: GraphModule) -> None:
+def use_bf16_activation_matmuls(model: GraphModule) -> None:
     """Replace `matmul`, `bmm` and `mm` of two quantized float32 tensors, and attention over a quantized query, key and
     value in float32 or bfloat16, by `matmul_bfloat16` and `attention_bfloat16`, where the device has units for
     bfloat16. Small products and those that broadcast stay, attention of a few queries, on a GPU in bfloat16 over many

@@ -6,7 +6,7 @@ import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_inductor, ops
 from pt2mx.fx import lower
 from pt2mx.fx.graph.node import LinearMX
-from pt2mx.fx.passes import bfloat16_products, unpack_weights
+from pt2mx.fx.passes import bf16_matmul, unpack_weights
 from pt2mx.fx.passes.quantize_in_passing import quantize_in_passing
 from pt2mx.kernels.cpu import linear as linear_of_cpu
 from pt2mx.kernels.cpu.linear import AMX, AVX512_BF16, AVX512_VNNI
@@ -73,7 +73,7 @@ def test_values_are_those_of_the_quantization():
     ],
 )
 def test_other_dtypes(dtype, units, result, monkeypatch):
-    monkeypatch.setattr(bfloat16_products, "units_for", lambda spec, k: units)
+    monkeypatch.setattr(bf16_matmul, "units_for", lambda spec, k: units)
     x, quantizer = torch.randn(80, 64, dtype=dtype), MXQuantizer.from_recipe("mxfp8")
     converted = convert(Net().to(dtype), (x,), quantizer)
     model = lower_to_inductor(converted)
@@ -92,8 +92,8 @@ def test_few_rows_stay():
 def integers(request, monkeypatch):
     """Whether the machine multiplies codes of INT8 and FP4 as integers."""
     names = ("int8", "fp4_e2m1") if request.param else ()
-    monkeypatch.setattr(bfloat16_products, "multiplies_integers", lambda spec, k: spec.element.name in names)
-    monkeypatch.setattr(bfloat16_products, "units_for", lambda spec, k: 0)
+    monkeypatch.setattr(bf16_matmul, "multiplies_integers", lambda spec, k: spec.element.name in names)
+    monkeypatch.setattr(bf16_matmul, "units_for", lambda spec, k: 0)
     return request.param
 
 

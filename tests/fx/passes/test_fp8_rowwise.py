@@ -12,7 +12,7 @@ from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_indu
 from pt2mx.fx import lower
 from pt2mx.fx.graph.graph_pass import GraphPass
 from pt2mx.fx.passes import quantize_in_passing
-from pt2mx.fx.passes.fp8_rows import use_fp8_rows
+from pt2mx.fx.passes.fp8_rowwise import use_fp8_rowwise
 from pt2mx.ops import inductor
 from pt2mx.ops.fp8_rows import layer_norm_fp8_rows, mm_fp8_rows, quantize_fp8_rows
 from pt2mx.ops.linear import linear_mx
@@ -27,7 +27,7 @@ ROWS = (quantize_fp8_rows, layer_norm_fp8_rows, mm_fp8_rows)
 
 @pytest.fixture(autouse=True)
 def units_of_the_processor_leave_products_alone(monkeypatch):
-    monkeypatch.setattr("pt2mx.fx.passes.bfloat16_products._fits", lambda *args: False)
+    monkeypatch.setattr("pt2mx.fx.passes.bf16_matmul._fits", lambda *args: False)
 
 
 class Layer(nn.Module):
@@ -48,7 +48,7 @@ def with_rows(model, x, recipe="mxfp4", **options):
     """Converted; lowered; lowered, with rows."""
     converted = convert(model.eval().to(x.dtype), (x,), recipe, **options)
     lowered, rows = lower_to_inductor(converted), lower_to_inductor(converted)
-    use_fp8_rows(rows, force=True)
+    use_fp8_rowwise(rows, force=True)
     return converted, lowered, rows
 
 
@@ -191,8 +191,8 @@ class Attention(nn.Module):
 
 
 def test_queries_keys_and_values_are_quantized_by_a_call(monkeypatch):
-    forced = GraphPass(functools.partial(use_fp8_rows.edit, force=True))
-    steps = [step._replace(graph_pass=forced) if step.graph_pass is use_fp8_rows else step for step in lower.STEPS]
+    forced = GraphPass(functools.partial(use_fp8_rowwise.edit, force=True))
+    steps = [step._replace(graph_pass=forced) if step.graph_pass is use_fp8_rowwise else step for step in lower.STEPS]
     monkeypatch.setattr(lower, "STEPS", steps)
     monkeypatch.setattr(quantize_in_passing, "_LEAST_VALUES", 0)
     monkeypatch.setitem(quantize_in_passing._SERVES, "cpu", quantize_in_passing._serves_gpu)

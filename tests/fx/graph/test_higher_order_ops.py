@@ -6,8 +6,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, ops
-from pt2mx.fx.graph.calls import calls
-from pt2mx.fx.graph.subgraphs import graph_modules
+from pt2mx.fx.graph.higher_order_ops import graph_modules, hop_calls
 from tests.subgraph_models import MODELS, QUANTIZER, Autocast, Base, Checkpoint, Cond, NoGrad, X
 
 
@@ -83,7 +82,9 @@ def test_settings_reach_inside():
     config = get_default_mx_quantization_config("mxfp4", "mxfp8")
     quantizer = MXQuantizer().set_global(config).set_module_name("inner", None)
     prepared = pt2mx.prepare_pt2e(module, quantizer)
-    assert not any(isinstance(m, pt2mx.MXObserver) for c in calls(prepared) for _, g in c.graphs for m in g.modules())
+    assert not any(
+        isinstance(m, pt2mx.MXObserver) for c in hop_calls(prepared) for _, g in c.graphs for m in g.modules()
+    )
     assert len([m for m in prepared.modules() if isinstance(m, pt2mx.MXObserver)]) == 2
 
 
@@ -146,7 +147,7 @@ def test_a_graph_that_is_called_again_is_quantized_once(quantize):
             weight = pt2mx.fake_quantize_mx(layer.weight, "mxfp4")
             x = torch.relu(nn.functional.linear(pt2mx.fake_quantize_mx(x, "mxfp8"), weight, layer.bias))
         assert torch.equal(want, x)
-    shared = [len(group) for group in ([*c.graphs] for c in calls(prepared))]
+    shared = [len(group) for group in ([*c.graphs] for c in hop_calls(prepared))]
     assert shared == [1, 1]
     assert all(
         len([m for m in g.modules() if isinstance(m, pt2mx.MXObserver)]) == 2 for g in graph_modules(prepared)[:-1]
