@@ -40,7 +40,7 @@ class GraphPass:
     def applies_to(self, model: GraphModule) -> bool:
         """Return whether the graph calls what the pass reads. It asks the index of calls that torch.fx keeps."""
         calls = functools.partial(model.graph.find_nodes, op="call_function", sort=False)
-        return all(any(calls(target=getattr(one, "operator", one)) for one in one_of) for one_of in self._reads)
+        return all(any(calls(target=getattr(one, "overload", one)) for one in one_of) for one_of in self._reads)
 
 
 def graph_pass(*reads: Operator | tuple[Operator, ...]) -> Callable[[Callable[..., None]], GraphPass]:
