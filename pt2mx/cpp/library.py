@@ -15,16 +15,18 @@ import torch
 from torch.utils.cpp_extension import include_paths, library_paths
 
 from pt2mx.errors import MXError, nearest
-from pt2mx.kernels.cpu.build import HEADERS, SOURCES, cache_folder, use_built
+from pt2mx.kernels.cpu.build import HEADERS as KERNEL_HEADERS
+from pt2mx.kernels.cpu.build import SOURCES as KERNEL_SOURCES
+from pt2mx.kernels.cpu.build import cache_folder, use_built
 
 #: the name of the file, which programs that are linked with it look for
 NAME = "libpt2mx_ops.so"
 
 _FOLDER = Path(__file__).parent / "src"
-_SOURCES = (*SOURCES, *(str(path) for path in sorted(_FOLDER.glob("*.cpp"))))
-_HEADERS = (*HEADERS, *(str(path) for path in sorted([*_FOLDER.glob("*.h"), *_FOLDER.glob("*.inc")])))
+_SOURCES = (*KERNEL_SOURCES, *(str(path) for path in sorted(_FOLDER.glob("*.cpp"))))
+HEADERS = (*KERNEL_HEADERS, *(str(path) for path in sorted([*_FOLDER.glob("*.h"), *_FOLDER.glob("*.inc")])))
 #: the first torch whose stable interface is used
-_TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000"
+TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000"
 _CAPABILITIES = ("DEFAULT", "AVX2", "AVX512")
 
 
@@ -115,13 +117,13 @@ def cmake_lines(target: str = "host") -> str:
 def _content(capability: str | None = None) -> bytes:
     """Return the library, from the cache or built now."""
     more = (
-        *("-fvisibility=hidden", f"-Wl,-soname,{NAME}", _TARGET, f"-I{Path(SOURCES[0]).parent}"),
+        *("-fvisibility=hidden", f"-Wl,-soname,{NAME}", TARGET, f"-I{Path(KERNEL_SOURCES[0]).parent}"),
         *(f"-I{path}" for path in include_paths()),
         *(f"-L{path}" for path in library_paths()),
         "-ltorch_cpu",
     )
     try:
-        return use_built("ops", _SOURCES, _HEADERS, Path.read_bytes, more, capability)
+        return use_built("ops", _SOURCES, HEADERS, Path.read_bytes, more, capability)
     except (OSError, RuntimeError) as error:
         raise MXError(
             f"cannot build {NAME}: install a C++ compiler (g++ or clang++) or name one in CXX. {error}"

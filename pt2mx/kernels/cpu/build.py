@@ -25,7 +25,7 @@ import torch
 
 from pt2mx.kernels.cpu.calls import check_sizes
 
-__all__ = ["DTYPES", "HEADERS", "SOURCES", "cache_folder", "is_available", "load", "use_built"]
+__all__ = ["DTYPES", "HEADERS", "SOURCES", "cache_folder", "flags_of", "is_available", "load", "use_built"]
 
 _T = TypeVar("_T")
 
@@ -109,6 +109,11 @@ def _library() -> ctypes.CDLL:
     return use_built("cpu", SOURCES, HEADERS, lambda path: ctypes.CDLL(str(path)))
 
 
+def flags_of(capability: str) -> tuple[str, ...]:
+    """Return the compiler's flags for processors of a capability, as `torch.backends.cpu` names it."""
+    return _FLAGS + _VECTOR_FLAGS.get(capability, ())
+
+
 def use_built(
     name: str,
     sources: Sequence[str],
@@ -134,7 +139,7 @@ def use_built(
     from torch._inductor import cpp_builder  # imports much that `import pt2mx` does without
 
     compiler = cpp_builder.get_cpp_compiler()
-    flags = _FLAGS + _VECTOR_FLAGS.get(capability or torch.backends.cpu.get_cpu_capability(), ())
+    flags = flags_of(capability or torch.backends.cpu.get_cpu_capability())
     content = [Path(path).read_bytes() for path in (*headers, *sources)]
     version = cpp_builder.get_compiler_version_info(compiler)
     key = _digest(repr((content, flags, more, compiler, version, platform.machine())).encode())

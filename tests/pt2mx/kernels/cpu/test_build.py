@@ -1,4 +1,4 @@
-"""The cache of the C++ kernels: what is damaged in it is never loaded, and built again."""
+"""The C++ library: a damaged file of its cache is built again, not loaded; sizes of structures; headers."""
 
 import ctypes
 import os
@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from pt2mx import MXError
 from pt2mx.kernels.cpu import build as cpu_build
+from pt2mx.kernels.cpu import calls
+from tests.headers import errors
 
 
 @pytest.fixture
@@ -118,3 +121,37 @@ def test_at_the_same_time(cache):
     with ThreadPoolExecutor(8) as threads:
         assert all(threads.map(lambda _: serves(cpu_build._library()), range(16)))
     assert len(list(where.iterdir())) == 1 and 1 <= len(builds) <= 16
+
+
+def test_a_structure_of_another_size_is_an_error(cache, monkeypatch):
+    """Fields that only one of calls.h and calls.py has shift those after them."""
+    library = cpu_build._library()
+    calls.check_sizes(library)
+
+    class HadamardCall(ctypes.Structure):
+        _fields_ = (*calls.HadamardCall._fields_, ("more", ctypes.c_int64))
+
+    monkeypatch.setattr(calls, "STRUCTURES", (calls.Spec, HadamardCall))
+    message = "HadamardCall has 64 bytes in pt2mx/kernels/cpu/calls.py and 56 in src/calls.h.*Install pt2mx again"
+    with pytest.raises(MXError, match=message):
+        calls.check_sizes(library)
+    monkeypatch.setattr(cpu_build, "_loaded", [])
+    with pytest.raises(MXError, match=message):
+        cpu_build.is_available()
+
+
+def test_the_library_knows_each_structure():
+    library = cpu_build.load()[0]
+    assert library.pt2mx_size_of(b"Call") == -1
+    for structure in calls.STRUCTURES:
+        assert library.pt2mx_size_of(structure.__name__.encode()) == ctypes.sizeof(structure)
+
+
+def test_a_header_that_does_not_compile_alone_is_reported(tmp_path):
+    """`make lint` compiles all of them."""
+    header, floats = tmp_path / "header.h", Path(cpu_build.HEADERS[0]).with_name("floats.h")
+    header.write_text("#pragma once\ninline i64 twice(i64 n) { return 2 * n; }\n")
+    (error,) = errors([header], ["DEFAULT"])
+    assert "header.h" in error and "i64" in error
+    header.write_text(f'#pragma once\n#include "{floats}"\ninline i64 one = 1;\n')
+    assert errors([header], ["DEFAULT"]) == []
