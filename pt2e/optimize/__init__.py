@@ -1,1 +1,1 @@
-"""Weights of an exported graph, rounded by what calibration shows; the numbers are `pt2mx.algorithms`."""
+"""Round the weights of an exported graph by calibration; `pt2mx.algorithms` has the algorithms themselves."""

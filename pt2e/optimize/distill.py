@@ -1,4 +1,4 @@
-"""`distill`: a model that is prepared for training learns the outputs of the float program."""
+"""`distill`: train a prepared model to reproduce the outputs of the float program."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.aliasing import written_storages
 from pt2mx.fx.graph.tensors import replaced
 from pt2mx.pt2e.observer import MXFakeQuantize
-from pt2mx.pt2e.optimize.losses import LOSS_SCALE, called_with, check_batches, hold_out, relative_error
+from pt2mx.pt2e.optimize.losses import LOSS_SCALE, call_with_batch, check_batches, hold_out, relative_error
 from pt2mx.pt2e.prepare import PreparedModule
 
-#: times an epoch that the held-out batches are looked at
-_LOOKS = 4
+#: evaluations on the held-out batches in an epoch
+_EVALUATIONS = 4
 
 
 def distill(
@@ -35,31 +35,31 @@ def distill(
     seed: int = 0,
     progress: bool = False,
 ) -> GraphModule:
-    """Train a prepared model to give the outputs of the float program ("self-distillation").
+    """Train a prepared model to reproduce the outputs of the float program ("self-distillation").
 
-    All parameters that require a gradient are trained, by Adam with a rate that falls to zero; the step is kept that is
-    best on batches that are held out, one of eight. Weights that `optimize` rounded start in the middle of the cells of
-    their codes: before the first step the model computes what it was optimized to.
+    Adam trains all parameters that require a gradient, with a rate that decays to zero. One batch of eight is held out,
+    and the step that is best on these is kept. Weights that `optimize` rounded lie exactly on the MX grid: before the
+    first step the model computes what it was optimized to.
 
     Args:
-        prepared: what `prepare_qat_pt2e` returned, best of an optimized model. It is trained in place; its parameters
-            and buffers become new tensors, for it shares the old ones with the exported model.
-        float_program: the exported float model, or any function of the same arguments that gives the same outputs.
-        batches: inputs, as `optimize` takes them, of the kind that the model will see. Thousands of sentences once are
-            better than hundreds often. A single batch is not held out.
-        loss: (outputs of `prepared`, outputs of `float_program`) -> one number, a tensor. None: the squared error over
-            the squared output, the mean of it over all float outputs.
-        epochs: how often all batches are trained on.
+        prepared: what `prepare_qat_pt2e` returned, preferably for an optimized model. It is trained in place; its
+            parameters and buffers become new tensors, because it shares the old ones with the exported model.
+        float_program: the exported float model, or any function of the same arguments that returns the same outputs.
+        batches: inputs, as `optimize` takes them, like those that the model will see. Thousands of sentences once are
+            better than hundreds many times. A single batch is not held out.
+        loss: (outputs of `prepared`, outputs of `float_program`) -> a tensor of one number. None: the squared error
+            over the squared output, averaged over all float outputs.
+        epochs: passes over the batches.
         lr: the rate of the first step.
-        seed: of the held-out batches, their order, and of dropout where the model trains with it.
+        seed: of the choice of held-out batches, of the order of the others, and of dropout.
         progress: True shows a bar with the held-out loss.
 
     Returns:
-        `prepared`, in the mode that it was in, for `convert_pt2e`. The same arguments give the same bits.
+        `prepared`, in its former mode, for `convert_pt2e`. The same arguments give the same bits.
 
     Raises:
-        MXError: for what is not prepared for training or has fake quantization off, without batches, and for a loss
-            that gives no number or none that can be trained. The model is then as it was, after other errors too.
+        MXError: for a model that is not prepared for training or has fake quantization disabled, without batches, and
+            for a loss that is no number or has no gradient. After any error the model is as before.
 
     Example:
         >>> import torch, pt2mx
@@ -87,14 +87,14 @@ def distill(
     if not any(parameter.requires_grad for parameter in prepared.parameters()):
         raise MXError("no parameter of the prepared model requires a gradient: call requires_grad_() on what to train")
     chosen = relative_error if loss is None else loss
-    with _own_tensors(prepared), torch.random.fork_rng(_devices(prepared)):
+    with _copied_tensors(prepared), torch.random.fork_rng(_devices(prepared)):
         torch.manual_seed(seed)
         _Distillation(prepared, float_program, batches, chosen, lr).run(epochs, seed, progress)
     return prepared
 
 
 class _Distillation:
-    """A model in training, of which each step is one batch."""
+    """The training of one model; a step is a batch."""
 
     def __init__(
         self,
@@ -106,15 +106,15 @@ class _Distillation:
     ) -> None:
         self.model, self.float_program, self.batches, self.loss, self.lr = model, float_program, batches, loss, lr
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        # steps of a small rate would be lost in 16 bits
+        # float32 copies, because small steps would be lost in 16 bits
         self.masters = [p if p.dtype == torch.float32 else p.detach().float() for p in self.parameters]
         self.optimizer = torch.optim.Adam(self.masters, lr)
 
     def run(self, epochs: int, seed: int, progress: bool) -> None:
-        """Train, and go back to the best step."""
+        """Train, and restore the best step."""
         generator = torch.Generator().manual_seed(seed)
-        train, held = hold_out(len(self.batches), generator)
-        best, state = self._held_out_error(held), _copied(self.model)
+        train, held_out = hold_out(len(self.batches), generator)
+        best, state = self._held_out_error(held_out), _copied(self.model)
         if not math.isfinite(best):
             raise MXError(f"the loss of the held-out batches is {best} before training: look at inputs and outputs")
         steps = epochs * len(train)
@@ -123,9 +123,9 @@ class _Distillation:
             for step, i in enumerate(bar):
                 self.optimizer.param_groups[0]["lr"] = self.lr * (1 - step / steps)
                 self._step(self.batches[i])
-                if (step + 1) % max(len(train) // _LOOKS, 1) and step + 1 < steps:
+                if (step + 1) % max(len(train) // _EVALUATIONS, 1) and step + 1 < steps:
                     continue
-                error = self._held_out_error(held)
+                error = self._held_out_error(held_out)
                 bar.set_postfix_str(f"held-out loss {error:.4g}")
                 if error < best:
                     best, state = error, _copied(self.model)
@@ -150,39 +150,38 @@ class _Distillation:
 
     def _error(self, batch: object) -> Tensor:
         with torch.no_grad():
-            wanted = called_with(self.float_program, batch)
-        error = self.loss(called_with(self.model, batch), wanted)
+            reference = call_with_batch(self.float_program, batch)
+        error = self.loss(call_with_batch(self.model, batch), reference)
         if not isinstance(error, Tensor) or error.numel() != 1:
-            found = f"a tensor of {error.numel()}" if isinstance(error, Tensor) else type(error).__name__
-            raise MXError(f"the loss must give one number, a tensor, not {found}")
+            actual = f"a tensor of {error.numel()}" if isinstance(error, Tensor) else type(error).__name__
+            raise MXError(f"the loss must give one number, a tensor, not {actual}")
         return error.reshape(())
 
     @torch.no_grad()
-    def _held_out_error(self, held: list[int]) -> float:
+    def _held_out_error(self, held_out: list[int]) -> float:
         training = self.model.training
         self.model.eval()
         try:
-            return float(torch.stack([self._error(self.batches[i]).float() for i in held]).mean())
+            return float(torch.stack([self._error(self.batches[i]).float() for i in held_out]).mean())
         finally:
             self.model.train(training)
 
 
 @contextmanager
-def _own_tensors(model: GraphModule) -> Iterator[None]:
-    """Give a model parameters and buffers of its own, which the exported one does not share; those it had come back
-    where the block fails."""
+def _copied_tensors(model: GraphModule) -> Iterator[None]:
+    """Replace the parameters and buffers, which the exported model shares, by copies; restore them after an error."""
     dictionaries: list[dict[str, Any]] = [
         d for module in model.modules() for d in (module._parameters, module._buffers)
     ]
-    held = [(d, name, tensor) for d in dictionaries for name, tensor in d.items() if tensor is not None]
-    owned = replaced([tensor for _, _, tensor in held], written_storages(model), Tensor.clone)
-    for place, name, tensor in held:
-        place[name] = owned[id(tensor)]
+    shared = [(d, name, tensor) for d in dictionaries for name, tensor in d.items() if tensor is not None]
+    copies = replaced([tensor for _, _, tensor in shared], written_storages(model), Tensor.clone)
+    for tensors, name, tensor in shared:
+        tensors[name] = copies[id(tensor)]
     try:
         yield
     except BaseException:
-        for place, name, tensor in held:
-            place[name] = tensor
+        for tensors, name, tensor in shared:
+            tensors[name] = tensor
         raise
 
 

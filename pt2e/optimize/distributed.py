@@ -1,5 +1,7 @@
-"""Calibration on several ranks of `torch.distributed`: each runs batches of its own, their sums are added up, and the
-weights are shared out among them."""
+"""Calibration on several ranks of `torch.distributed`.
+
+Each rank runs its own batches; their sums are added up, and the ranks share the rounding of the weights.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,16 @@ from torch import Tensor
 
 from pt2mx.pt2e.optimize.observers import MXHessianObserver, MXIndexObserver
 from pt2mx.pt2e.optimize.report import WeightReport
-from pt2mx.pt2e.optimize.targets import Site
+from pt2mx.pt2e.optimize.targets import WeightTarget
 
-#: weights that a rank rounds before the ranks exchange theirs
+#: weights that a rank rounds between two exchanges
 _AT_ONCE = 8
 
 Rounded = tuple[Tensor | None, WeightReport]
 
 
-def least(count: int, group: dist.ProcessGroup | None) -> int:
-    """The least of the counts of all ranks."""
+def min_over_ranks(count: int, group: dist.ProcessGroup | None) -> int:
+    """Return the minimum of a count over all ranks."""
     counts = [count]
     if group is not None:
         counts *= group.size()
@@ -29,58 +31,61 @@ def least(count: int, group: dist.ProcessGroup | None) -> int:
     return min(counts)
 
 
-def add_up(
+def all_reduce_sums(
     observers: Iterable[MXHessianObserver],
     rows: Iterable[MXIndexObserver],
     device: torch.device,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Give the observers of every rank the sums over all ranks. A rank may have seen no rows of some input."""
+    """Add up the observers' sums over all ranks, in place. A rank may have seen no rows of some input."""
     if group is None:
         return
     for counter in rows:
         counter.counts = counter.counts.to(device)
         dist.all_reduce(counter.counts, group=group)
     for observer in observers:
-        found: list[tuple[int, Tensor, list[torch.Size]]] = [(0, observer.counts, [])] * group.size()
-        seen = observer.count, observer.counts, [part.shape for part in observer.parts]
-        dist.all_gather_object(found, seen, group=group)
-        shapes = max((shapes for *_, shapes in found), key=len)
+        states: list[tuple[int, Tensor, list[torch.Size]]] = [(0, observer.counts, [])] * group.size()
+        state = observer.count, observer.counts, [part.shape for part in observer.parts]
+        dist.all_gather_object(states, state, group=group)
+        shapes = max((shapes for *_, shapes in states), key=len)
         if not shapes:
             continue
         if observer.amax is None:
             observer.parts = [torch.zeros(shape, device=observer.home or device) for shape in shapes]
             observer.amax = torch.zeros(shapes[0][0], sum(shape[1] for shape in shapes), device=device)
         for part in observer.parts:
-            moved = part.to(device)  # a rank's device speaks to those of the others; the host may not
-            dist.all_reduce(moved, group=group)
-            part.copy_(moved)
+            on_device = part.to(device)  # the backend may reduce on devices only
+            dist.all_reduce(on_device, group=group)
+            part.copy_(on_device)
         dist.all_reduce(observer.amax, dist.ReduceOp.MAX, group=group)
-        observer.count = sum(count for count, *_ in found)
-        observer.counts = torch.stack([counts for _, counts, _ in found if len(counts)]).sum(0)
+        observer.count = sum(count for count, *_ in states)
+        observer.counts = torch.stack([counts for _, counts, _ in states if len(counts)]).sum(0)
 
 
-def share_out(
-    sites: Sequence[Site], work: Callable[[Site], Rounded], group: dist.ProcessGroup | None
-) -> Iterable[tuple[Site, Rounded]]:
-    """Yield what `work` gives for each weight, in order. Of several ranks each does its share: rank r those with the
-    numbers r, r + ranks, and so on, a few before these are yielded and their memory is free."""
+def share_work(
+    targets: Sequence[WeightTarget], work: Callable[[WeightTarget], Rounded], group: dist.ProcessGroup | None
+) -> Iterable[tuple[WeightTarget, Rounded]]:
+    """Yield what `work` returns for each weight, in order.
+
+    Of several ranks, rank r does the weights r, r + ranks, and so on. The ranks exchange a few results at a time, which
+    bounds the memory for results that are not yielded yet.
+    """
     if group is None:
-        yield from ((site, work(site)) for site in sites)
+        yield from ((target, work(target)) for target in targets)
         return
     rank, ranks = group.rank(), group.size()
-    for first in range(0, len(sites), _AT_ONCE * ranks):
-        few = sites[first : first + _AT_ONCE * ranks]
-        own = {i: work(site) for i, site in enumerate(few) if i % ranks == rank}
-        for i, site in enumerate(few):
-            value, *reports = own.pop(i, (None,))
+    for first in range(0, len(targets), _AT_ONCE * ranks):
+        chunk = targets[first : first + _AT_ONCE * ranks]
+        results = {i: work(target) for i, target in enumerate(chunk) if i % ranks == rank}
+        for i, target in enumerate(chunk):
+            value, *reports = results.pop(i, (None,))
             source = dist.get_global_rank(group, i % ranks)
             message: list[Any] = [value is not None, *reports] if reports else [None, None]
             dist.broadcast_object_list(message, source, group=group)
             changed, report = message
             if changed:
-                if value is None:  # what is sent is memory: the strides of all ranks must be the same
-                    value = torch.empty_like(site.value, memory_format=torch.contiguous_format)
+                if value is None:  # broadcast sends memory, so the strides of all ranks must be equal
+                    value = torch.empty_like(target.value, memory_format=torch.contiguous_format)
                 value = value.contiguous()
                 dist.broadcast(value, source, group=group)
-            yield site, (value, report)
+            yield target, (value, report)

@@ -1,6 +1,6 @@
-"""Products in other coordinates, in common to smoothing and rotation: both factors change, and the product stays.
+"""Equivalent transformations of matmuls, shared by smoothing and rotation: both factors change, the result does not.
 
-The weight is changed now. The input is by a new node of the graph, one for all the products that read it.
+The weight is changed at once. The input is changed by a new node of the graph, one for all matmuls that read the input.
 """
 
 from __future__ import annotations
@@ -13,50 +13,58 @@ from torch.fx import GraphModule, Node
 from pt2mx.fx.graph.higher_order_ops import captured_operands, written_in
 from pt2mx.fx.graph.node import set_value
 from pt2mx.fx.graph.qdq import PROVENANCE_KEYS
-from pt2mx.pt2e.optimize.matmul_views import Product, reads_rows
+from pt2mx.pt2e.optimize.matmul_views import Matmul, columns_are_last
 from pt2mx.pt2e.optimize.observers import MXHessianObserver
-from pt2mx.pt2e.optimize.targets import Site, is_read_by_these_alone, why_not_rounded
+from pt2mx.pt2e.optimize.targets import WeightTarget, has_no_other_users, reason_not_rounded
 
-#: bits of an element from which on rounding alone loses little, and other coordinates gain nothing
+#: from so many bits an element on, rounding alone loses little and a transformation gains nothing
 BITS = 8
 
-#: reader of a weight -> what calibration has shown of its input
-Inputs = dict[Node, MXHessianObserver]
+#: consumer of a weight -> the observer of its input
+InputObservers = dict[Node, MXHessianObserver]
 
 
-def first_of(nodes: Iterable[Node]) -> Node:
-    """The one of some nodes that runs first."""
-    some = set(nodes)
-    return next(node for node in next(iter(some)).graph.nodes if node in some)
+def first_node(nodes: Iterable[Node]) -> Node:
+    """Return the first of these nodes in execution order."""
+    candidates = set(nodes)
+    return next(node for node in next(iter(candidates)).graph.nodes if node in candidates)
 
 
-def read_instead(readers: Sequence[tuple[Node, int]], target: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Make readers, each at a position of its arguments, read a new node: a call of `target`, before the first of them.
-    They may go on to read its source elsewhere, as a bias."""
-    first = first_of(reader for reader, _ in readers)
+def insert_operator(consumers: Sequence[tuple[Node, int]], operator: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Insert a call of `operator` before the first consumer, and make all consumers read the result.
+
+    Each consumer comes with the position of the argument to replace; it may still read the source elsewhere, as a bias.
+    """
+    first = first_node(consumer for consumer, _ in consumers)
     with first.graph.inserting_before(first):
-        new = first.graph.call_function(target, args)
+        new = first.graph.call_function(operator, args)
     new.meta.update({key: first.meta[key] for key in PROVENANCE_KEYS if key in first.meta})
     set_value(new)
-    for reader, position in readers:
-        reader.update_arg(position, new)
+    for consumer, position in consumers:
+        consumer.update_arg(position, new)
 
 
 def fixed_nodes(model: GraphModule) -> set[Node]:
-    """The nodes of the graphs of a model that are written, and the placeholders of graphs inside that are not the same
-    in each call: what is done to one weight would be to the products of another."""
+    """Return the nodes that no transformation may touch.
+
+    These are nodes in memory that the graph writes, and placeholders of subgraphs that get different tensors in
+    different
+    calls: changing one weight there would change the matmuls of another.
+    """
     written = written_in(model)
-    return written | {node for node, held in captured_operands(model).items() if len(set(map(id, held))) > 1}
+    return written | {node for node, operands in captured_operands(model).items() if len(set(map(id, operands))) > 1}
 
 
-def can_change_coordinates(site: Site, fixed: set[Node]) -> list[Product]:
-    """The products of a weight, where the columns of all their factors can be changed and the products stay: matrix
-    products of rows, which alone read the weight; none elsewhere."""
-    products = [reader.product for reader in site.readers if reader.product is not None]
-    if len(products) < len(site.readers) or not is_read_by_these_alone(site) or why_not_rounded(site):
+def transformable_matmuls(target: WeightTarget, fixed: set[Node]) -> list[Matmul]:
+    """Return the matmuls of a weight if the columns of all their factors can be transformed, else none.
+
+    That takes matmuls whose input has the columns last, and a weight that nothing else uses.
+    """
+    matmuls = [consumer.matmul for consumer in target.consumers if consumer.matmul is not None]
+    if len(matmuls) < len(target.consumers) or not has_no_other_users(target) or reason_not_rounded(target):
         return []
-    if any(not reads_rows(p) or p.source in fixed for p in products):
+    if any(not columns_are_last(p) or p.source in fixed for p in matmuls):
         return []
-    if any(reader.weight in fixed for reader in site.readers):
+    if any(consumer.weight in fixed for consumer in target.consumers):
         return []
-    return products if len({p.layout.axis for p in products}) == 1 else []
+    return matmuls if len({p.view.axis for p in matmuls}) == 1 else []

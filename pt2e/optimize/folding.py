@@ -1,9 +1,9 @@
-"""Factors of channels folded into what computes a tensor, where the graph proves that nothing else changes.
+"""Fold channel factors into the parameters before a tensor, where the graph proves that nothing else changes.
 
-A factor has a node's rank; its dimensions are 1 or the node's. It is taken from a node back to the weights before it:
-the scale of a norm, the rows of a linear layer. Each node on the way has one reader, and gives the factor's multiple
-where it gets it. Of a power of two all this is exact, save in values that overflow or become subnormal: a parameter in
-which that would show takes none.
+A factor has the rank of its node; each dimension is 1 or the node's. It is propagated from a node back to the weights
+before it, such as the scale of a norm or the rows of a linear layer. Each node on the way has one user, and scaling its
+input scales its result. For a power of two all this is exact, except for values that overflow or become subnormal: a
+parameter where that would show takes no factor.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Scaled(NamedTuple):
     factor: Tensor
 
 
-#: what has to be scaled such that a node's result is; several ways, of which one suffices
+#: alternatives, each a list of nodes to scale so that a node's result is scaled
 _Ways = list[list[Scaled]]
 
 
 class Folder:
-    """Folds factors into the parameters of a graph that does not write them."""
+    """Folds factors into parameters that the graph does not write."""
 
     def __init__(self, model: GraphModule, in_place: bool = False) -> None:
         self.model, self.in_place, self.written = model, in_place, written_nodes(model.graph)
@@ -47,12 +47,14 @@ class Folder:
         reads: Counter[int] = Counter()
         for node, value in values.items():
             reads[value] += _reads(node)
-        #: of a parameter's node, how often the parameter is read, by whatever name
+        #: parameter node -> number of reads of the parameter, under any name
         self.reads = {node: reads[value] for node, value in values.items()}
 
     def fold(self, node: Node, factor: Tensor) -> list[str]:
-        """Multiply a node's value by a factor of its last dimension, (K,), by changing parameters; gives their names,
-        none where that is not possible."""
+        """Multiply a node's value by a factor of its last dimension, (K,), by changing parameters.
+
+        Returns the names of these parameters, none where folding is impossible.
+        """
         shape = shape_of(node)
         if shape is None or node in self.written:
             return []
@@ -69,7 +71,7 @@ class Folder:
         return [str(parameter.target) for parameter, _ in edits or []]
 
     def _edits(self, scaled: Scaled) -> list[Scaled] | None:
-        """The parameters that are to be scaled instead of a node; None where there is no way."""
+        """Return the parameters to scale instead of a node; None where that is impossible."""
         node, factor = scaled
         if node in self.written:
             return None
@@ -80,9 +82,9 @@ class Folder:
         for way in _WAYS[node.target](node, factor) if node.target in _WAYS else []:
             if any(_reads(part.node) != 1 for part in way if part.node.op != "get_attr"):
                 continue
-            found = [self._edits(part) for part in way]
-            if all(edits is not None for edits in found):
-                return [edit for edits in found for edit in edits or []]
+            parts = [self._edits(part) for part in way]
+            if all(edits is not None for edits in parts):
+                return [edit for edits in parts for edit in edits or []]
         return None
 
     def _parameter(self, node: Node, factor: Tensor) -> list[Scaled] | None:
@@ -97,25 +99,28 @@ class Folder:
 
 
 def _scaled(value: Tensor, factor: Tensor) -> Tensor | None:
-    """A parameter times a factor that broadcasts to it; None where that loses more than the square of its dtype's
-    precision, relative to the largest value with the same factor: where values overflow or become subnormal."""
+    """Return a parameter times a factor that broadcasts to it; None where that loses precision.
+
+    Values that overflow or become subnormal may lose at most the square of the dtype's precision, relative to the
+    largest value with the same factor.
+    """
     scaled = value * factor.to(value.dtype)
     lost = (scaled.double() / factor.double() - value.double()).abs()
-    same = [i - factor.dim() for i, n in enumerate(factor.shape) if n == 1]
-    same = [*range(-value.dim(), -factor.dim()), *same]
-    lost, largest = (x.amax(same) if same else x for x in (lost, value.double().abs()))
+    shared = [i - factor.dim() for i, n in enumerate(factor.shape) if n == 1]  # dimensions with one factor
+    shared = [*range(-value.dim(), -factor.dim()), *shared]
+    lost, largest = (x.amax(shared) if shared else x for x in (lost, value.double().abs()))
     return scaled if bool((lost <= torch.finfo(value.dtype).eps ** 2 * largest).all()) else None
 
 
 def _tensor(model: GraphModule, node: Node) -> Tensor | None:
     try:
         return tensor_of(model, node)
-    except TypeError:  # a graph inside this one
+    except TypeError:  # a subgraph
         return None
 
 
 def _reads(node: Node) -> int:
-    """The number of times that a graph reads a node, two in `x @ x`."""
+    """Count how often a graph reads a node; `x @ x` counts twice."""
     return sum(pytree.tree_leaves((user.args, user.kwargs)).count(node) for user in node.users)
 
 
@@ -129,7 +134,7 @@ def _same(node: Node, factor: Tensor) -> _Ways:
 
 
 def _cast(node: Node, factor: Tensor) -> _Ways:
-    """To integers and to 8 bits values are rounded in steps that no factor moves."""
+    """A cast to integers or 8 bits rounds with steps that do not scale."""
     dtypes = {dtype_of(node), dtype_of(node.all_input_nodes[0])}
     return _same(node, factor) if dtypes <= set(HIGH_PRECISION) else []
 
@@ -167,7 +172,7 @@ def _permute(node: Node, factor: Tensor) -> _Ways:
 
 
 def _mul(node: Node, factor: Tensor) -> _Ways:
-    """Of the factors one that has the factor's dimensions, a parameter before others."""
+    """Scale one of the two operands, a parameter if possible."""
     operands = [x for x in args_of(node)[:2] if isinstance(x, Node)]
     if len(set(operands)) < 2:
         return []
@@ -176,29 +181,29 @@ def _mul(node: Node, factor: Tensor) -> _Ways:
 
 
 def _norm(node: Node, factor: Tensor) -> _Ways:
-    given = named_args(node)
-    dims = len(given["normalized_shape"])
-    parameters = [given["weight"], *([given["bias"]] if given.get("bias") is not None else [])]
-    if given["weight"] is None or factor.shape[:-dims].numel() != 1:
+    args = named_args(node)
+    dims = len(args["normalized_shape"])
+    parameters = [args["weight"], *([args["bias"]] if args.get("bias") is not None else [])]
+    if args["weight"] is None or factor.shape[:-dims].numel() != 1:
         return []
     return [[Scaled(parameter, factor.reshape(factor.shape[-dims:])) for parameter in parameters]]
 
 
 def _rows(node: Node, factor: Tensor) -> _Ways:
-    """Of x @ W.T + b, the rows of W and b."""
-    given = named_args(node)
-    return _of_product(given["weight"], (-1, 1), given["bias"], factor)
+    """x @ W.T + b: scale the rows of W, and b."""
+    args = named_args(node)
+    return _weight_and_bias(args["weight"], (-1, 1), args["bias"], factor)
 
 
 def _columns(node: Node, factor: Tensor) -> _Ways:
-    """Of b + x @ W, the columns of W and b."""
-    given = named_args(node)
-    if (given["beta"], given["alpha"]) != (1, 1):
+    """b + x @ W: scale the columns of W, and b."""
+    args = named_args(node)
+    if (args["beta"], args["alpha"]) != (1, 1):
         return []
-    return _of_product(given["mat2"], (1, -1), given["self"], factor)
+    return _weight_and_bias(args["mat2"], (1, -1), args["self"], factor)
 
 
-def _of_product(weight: Node, shape: tuple[int, int], bias: Node | None, factor: Tensor) -> _Ways:
+def _weight_and_bias(weight: Node, shape: tuple[int, int], bias: Node | None, factor: Tensor) -> _Ways:
     if weight.op != "get_attr" or factor.numel() != factor.shape[-1]:
         return []
     vector = factor.reshape(-1)
@@ -206,7 +211,7 @@ def _of_product(weight: Node, shape: tuple[int, int], bias: Node | None, factor:
 
 
 def _attention(node: Node, factor: Tensor) -> _Ways:
-    """The values: each result is a sum of them, along the dimension before the last."""
+    """Scale the values: each result is a sum of them along the second-last dimension."""
     value = args_of(node)[2]
     return _second(value, shape_of(node) or (), factor)
 
@@ -216,13 +221,13 @@ def _matmul(node: Node, factor: Tensor) -> _Ways:
 
 
 def _second(value: Node, shape: tuple[int | str, ...], factor: Tensor) -> _Ways:
-    """The second factor of a product, whose other dimensions are those of the result."""
+    """Scale the second factor of a matmul, if its other dimensions are those of the result."""
     before = shape_of(value) or ()
     same = len(before) == len(shape) and before[:-2] == shape[:-2] and before[-1:] == shape[-1:]
     return [[Scaled(value, factor)]] if same and len(before) >= 2 and factor.shape[-2] == 1 else []
 
 
-#: operator -> the ways to scale its result
+#: operator -> the alternatives for scaling its result
 _WAYS: dict[object, Callable[[Node, Tensor], _Ways]] = {
     **dict.fromkeys((aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unflatten.int), _view),
     **dict.fromkeys((aten.contiguous.default, aten.clone.default, aten.alias.default, aten.detach.default), _same),

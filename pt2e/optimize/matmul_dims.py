@@ -1,13 +1,12 @@
-"""Products of two tensors as batches of matrix products: what becomes of each dimension.
+"""Classify the dimensions of a product of two tensors: batch, row, column, or reduced.
 
-The dimensions of both factors get labels, as those of an einsum. A label of one factor alone is a row (of the input) or
-a column of the result (of the weight), one of both is reduced, or tells products apart that have nothing to do with
-each other.
+The dimensions of both factors get labels, as in an einsum. A label of the input alone is a row, one of the weight alone
+a column of the result. A label of both is reduced, or it numbers independent matmuls (groups).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -27,25 +26,25 @@ Labels = tuple[Hashable, ...]
 
 @dataclass(frozen=True)
 class Matrices:
-    """A tensor as (groups, rows, columns): the dimensions that become each, the last one fastest."""
+    """A view of a tensor as (groups, rows, columns): the dimensions that form each, the last one fastest."""
 
     groups: tuple[int, ...]
     rows: tuple[int, ...]
     columns: tuple[int, ...]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x -> (groups, rows, columns)."""
+        """Return x as (groups, rows, columns)."""
         sizes = [prod(x.shape[i] for i in dims) for dims in (self.groups, self.rows, self.columns)]
         return x.permute(self._order).reshape(sizes)
 
     def inverse(self, matrices: Tensor, shape: torch.Size) -> Tensor:
-        """(groups, rows, columns) -> the tensor of that shape."""
+        """Return (groups, rows, columns) as the tensor of that shape."""
         x = matrices.reshape([shape[i] for i in self._order])
         return x.permute([self._order.index(i) for i in range(x.dim())]).contiguous()
 
     @property
     def columns_last(self) -> bool:
-        """True if the columns are the tensor's last dimension."""
+        """Return True if the columns are the tensor's last dimension."""
         return self.columns == (len(self._order) - 1,)
 
     @property
@@ -54,29 +53,31 @@ class Matrices:
 
 
 class Contraction(NamedTuple):
-    """The labels of both factors, and those that are reduced; blocks run along the last one of these."""
+    """The labels of both factors, and the reduced ones; MX blocks run along the last reduced label."""
 
     first: Labels
     second: Labels
     reduced: Labels
 
-    def matrices(self, of: int) -> Matrices:
-        """The first (0) or the second (1) factor as matrices, whose columns are reduced."""
-        own, other = (self.first, self.second) if of == 0 else (self.second, self.first)
+    def matrices(self, factor: int) -> Matrices:
+        """Return the first (0) or second (1) factor as matrices, whose columns are the reduced dimensions."""
+        labels, other = (self.first, self.second) if factor == 0 else (self.second, self.first)
         groups = [label for label in self.first if label in self.second and label not in self.reduced]
-        rows = [label for label in own if label not in other]
-        return Matrices(*(tuple(map(own.index, labels)) for labels in (groups, rows, self.reduced)))
+        rows = [label for label in labels if label not in other]
+        return Matrices(*(tuple(map(labels.index, part)) for part in (groups, rows, self.reduced)))
 
 
 def contraction_of(node: Node, first: Shape, second: Shape) -> Contraction | None:
-    """The contraction that a node computes of factors of these shapes; None where it is none, or broadcasts a dimension
-    within a label."""
-    found = _CONTRACTIONS[node.target](node, first, second) if node.target in _CONTRACTIONS else None
-    if found is None:
+    """Return the contraction that a node computes of factors of these shapes.
+
+    None for another operator, and where it broadcasts a dimension within a label.
+    """
+    contraction = _CONTRACTIONS[node.target](node, first, second) if node.target in _CONTRACTIONS else None
+    if contraction is None:
         return None
-    sizes = dict(zip(found.second, second, strict=True))
-    fits = all(sizes.get(label, size) == size for label, size in zip(found.first, first, strict=True))
-    return found if fits else None
+    sizes = dict(zip(contraction.second, second, strict=True))
+    fits = all(sizes.get(label, size) == size for label, size in zip(contraction.first, first, strict=True))
+    return contraction if fits else None
 
 
 def _matmul(node: Node, first: Shape, second: Shape) -> Contraction:
@@ -86,10 +87,11 @@ def _matmul(node: Node, first: Shape, second: Shape) -> Contraction:
     return Contraction(left, right, ("k",))
 
 
-def _batch(own: Shape, other: Shape) -> Labels:
-    """The labels of dimensions that are matched from the right; one that is broadcast has a label of its own."""
-    alone = [size == 1 and other[-i:][:1] != (1,) for i, size in zip(range(len(own), 0, -1), own, strict=True)]
-    return tuple(f"one {i}" if one else i for i, one in zip(range(len(own), 0, -1), alone, strict=True))
+def _batch(shape: Shape, other: Shape) -> Labels:
+    """Return the labels of dimensions that are matched from the right; a broadcast dimension has its own label."""
+    numbers = range(len(shape), 0, -1)
+    broadcast = [size == 1 and other[-i:][:1] != (1,) for i, size in zip(numbers, shape, strict=True)]
+    return tuple(f"broadcast {i}" if alone else i for i, alone in zip(numbers, broadcast, strict=True))
 
 
 def _sum_of_matmuls(node: Node, first: Shape, second: Shape) -> Contraction:
@@ -123,23 +125,16 @@ def _einsum(node: Node, first: Shape, second: Shape) -> Contraction | None:
 
 
 def _expanded(term: str, shape: Shape) -> Labels:
-    """The labels of a term; an ellipsis has those of its dimensions, counted from its right."""
+    """Return the labels of an einsum term; the dimensions of an ellipsis are numbered from its right."""
     head, _, tail = term.partition("...")
     return (*head, *range(len(shape) - len(head) - len(tail), 0, -1), *tail)
 
 
-_Of = Callable[[Node, Shape, Shape], "Contraction | None"]
-
-
-def _rows(make: _Of, operators: Iterable[object]) -> dict[object, _Of]:
-    return dict.fromkeys(operators, make)
-
-
-_CONTRACTIONS: dict[object, _Of] = {
-    **_rows(_inner, (aten.linear.default, aten.inner.default)),
-    **_rows(_matmul, (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)),
-    **_rows(_matmul, (aten.matmul.default, aten.linalg_matmul.default, aten.mv.default, aten.addmv.default)),
-    **_rows(_matmul, (aten.dot.default, aten.vdot.default)),
+_CONTRACTIONS: dict[object, Callable[[Node, Shape, Shape], Contraction | None]] = {
+    **dict.fromkeys((aten.linear.default, aten.inner.default), _inner),
+    **dict.fromkeys((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default), _matmul),
+    **dict.fromkeys((aten.matmul.default, aten.linalg_matmul.default, aten.mv.default, aten.addmv.default), _matmul),
+    **dict.fromkeys((aten.dot.default, aten.vdot.default), _matmul),
     aten.addbmm.default: _sum_of_matmuls,
     aten.tensordot.default: _tensordot,
     aten.einsum.default: _einsum,

@@ -1,4 +1,4 @@
-"""`optimize`: weights of an exported model, rotated and rounded such that the model's outputs change little."""
+"""`optimize`: transform and round the weights of an exported model so that its outputs change little."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from pt2mx.functional import fake_quantize_mx
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.hoist_constants import hoist_constants, merge_equal_operands
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors
-from pt2mx.pt2e.optimize.calibrate import Seen, observe, padding_mask_of
-from pt2mx.pt2e.optimize.distributed import Rounded, share_out
+from pt2mx.pt2e.optimize.calibrate import Calibration, observe, padding_mask_of
+from pt2mx.pt2e.optimize.distributed import Rounded, share_work
 from pt2mx.pt2e.optimize.learned_rounding import learn_rounding
 from pt2mx.pt2e.optimize.report import REPORT_KEY, OptimizationReport, WeightReport
-from pt2mx.pt2e.optimize.rotation import rotate_attention, rotate_products
+from pt2mx.pt2e.optimize.rotation import rotate_attention, rotate_matmuls
 from pt2mx.pt2e.optimize.rounding import round_weight, rounding_errors
-from pt2mx.pt2e.optimize.smoothing import smooth_products
-from pt2mx.pt2e.optimize.targets import Site, quantized_inputs, set_weight, weight_sites
+from pt2mx.pt2e.optimize.smoothing import smooth_matmuls
+from pt2mx.pt2e.optimize.targets import WeightTarget, quantized_inputs, set_weight, weight_targets
 from pt2mx.pt2e.prepare import check_exported, to_annotate
 from pt2mx.pt2e.torchao_pt2e import Quantizer
 
@@ -49,38 +49,40 @@ def optimize(
     in_place: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> GraphModule:
-    """Round the weights that a quantizer will quantize, so that quantizing them then changes nothing.
+    """Round the weights that a quantizer will quantize onto the MX grid, so that quantizing them later is exact.
 
-    Presets: `fast` chooses block scales of least squared error and looks at no inputs. `balanced` rounds the weights of
-    linear layers, matrix products and convolutions by GPTQ, with one pass over the batches, and rotates the inputs and
-    weights of the first two within blocks of 32; other weights are rounded as by `fast`. `best` also divides the
-    channels of inputs that are quantized below 8 bits by powers of two, rotates queries and keys, and trains the
-    rounding of each repeated block. `pt2mx.algorithms` names the sources.
+    Presets:
+    - `fast` chooses block scales of least squared error, without inputs.
+    - `balanced` rounds the weights of linear layers, matmuls and convolutions by GPTQ, in one pass over the batches,
+      and rotates the inputs and weights of linear layers and matmuls within blocks of 32. Other weights are rounded as
+      by `fast`.
+    - `best` also divides the channels of inputs below 8 bits by powers of two, rotates queries and keys, and learns the
+      rounding of each repeated module.
+    `pt2mx.algorithms` names the sources.
 
     Args:
-        model: `torch.export.export(...).module()` of a model in evaluation mode. It stays as it is, but for `in_place`.
-        quantizer: the `MXQuantizer` by which the result is going to be prepared.
-        batches: inputs for calibration, each a tuple of positional or a dictionary of named arguments, or one tensor.
-            `fast` takes none.
+        model: `torch.export.export(...).module()` of a model in evaluation mode. It is not changed, except `in_place`.
+        quantizer: the `MXQuantizer` that will prepare the result.
+        batches: calibration inputs, each a tuple of positional or a dictionary of named arguments, or one tensor.
+            `fast` needs none.
         preset: "fast", "balanced" or "best"; None: that of the quantizer's recipe, or "balanced".
-        algorithms: in place of a preset, a tuple of `Smoothing`, `Rotation`, `ScaleSearch`, `GPTQ` and
+        algorithms: instead of a preset, a tuple of `Smoothing`, `Rotation`, `ScaleSearch`, `GPTQ` and
             `LearnedRounding` of `pt2mx.algorithms`, with their options.
-        padding_mask: the name of an input, (batch, sequence), that is zero where there is padding, "attention_mask" of
-            many models: what linear layers see there is left out. None: all is seen.
+        padding_mask: the name of an input, (batch, sequence), that is zero where there is padding, in many models
+            "attention_mask": calibration of linear layers ignores padding. None: it uses all rows.
         progress: True shows a bar with the name of each weight.
-        in_place: True writes the new weights into the memory of the old ones, for models that fill the memory: `model`,
-            and what shares its parameters, must not be used any more, nor if this fails.
-        group: the ranks of `torch.distributed` that calibrate together, `torch.distributed.group.WORLD` for all of
-            them: each calls `optimize` with the same model and with batches of its own, and gets the same result.
-            None: this process by itself.
+        in_place: True writes the new weights into the memory of the old ones, for models that fill the memory. Do not
+            use `model`, or anything that shares its parameters, afterwards, even if this fails.
+        group: the ranks of `torch.distributed` that calibrate together, such as `torch.distributed.group.WORLD`. Each
+            calls `optimize` with the same model and its own batches, and gets the same result. None: one process.
 
     Returns:
         An exported graph of the same signature, for `prepare_pt2e` with this quantizer. Batch norms that prepare folds
-        are folded. `optimization_report` says what became of each weight.
+        are folded. `optimization_report` describes what was done to each weight.
 
     Raises:
-        MXError: as `prepare_pt2e`; for an unknown preset, algorithm or padding mask, and where an algorithm that looks
-            at inputs has no batches.
+        MXError: as `prepare_pt2e`; for an unknown preset, algorithm or padding mask, and where an algorithm needs
+            inputs and there are no batches.
 
     Example:
         >>> import torch, pt2mx
@@ -105,19 +107,19 @@ def optimize(
         raise MXError(f"expected an MXQuantizer, not {type(quantizer).__name__}")
     result = to_annotate(model)
     weights = {tensor for _, tensor, role, _ in quantized_inputs(result, quantizer) if role == "weight"}
-    sites = weight_sites(hoist_constants(result, weights), quantizer, in_place)
+    targets = weight_targets(hoist_constants(result, weights), quantizer, in_place)
     mask = None if padding_mask is None else padding_mask_of(result, padding_mask)
     learned = next((one for one in chosen if isinstance(one, LearnedRounding)), None)
     batches = batches if learned is None else list(batches)
-    seen = observe(result, sites, batches, mask, group) if look_at_inputs(chosen) else Seen({}, {})
-    sites = _in_other_coordinates(result, sites, quantizer, seen, chosen)
+    calibration = observe(result, targets, batches, mask, group) if look_at_inputs(chosen) else Calibration({}, {})
+    targets = _transform(result, targets, quantizer, calibration, chosen)
     original = None if learned is None else copy_sharing_tensors(result)
-    reports = _round(result, sites, chosen, progress, group)
+    reports = _round(result, targets, chosen, progress, group)
     if learned is not None and original is not None:
         blocks = learn_rounding(
             result, original, quantizer, list(batches), steps=learned.steps, seed=learned.seed, progress=progress
         )
-        _report_learned(reports, sites, {w for block in blocks for w in block.weights}, result, quantizer)
+        _report_learned(reports, targets, {w for block in blocks for w in block.weights}, result, quantizer)
     merge_equal_operands(result)
     for graph in graph_modules(result):
         graph.graph.eliminate_dead_code()
@@ -127,66 +129,75 @@ def optimize(
     return result
 
 
-def _in_other_coordinates(
-    model: GraphModule, sites: list[Site], quantizer: Quantizer, seen: Seen, algorithms: Sequence[Algorithm]
-) -> list[Site]:
-    """Smooth and rotate the products of `model`. Gives its weights, with what is known of their inputs."""
+def _transform(
+    model: GraphModule,
+    targets: list[WeightTarget],
+    quantizer: Quantizer,
+    calibration: Calibration,
+    algorithms: Sequence[Algorithm],
+) -> list[WeightTarget]:
+    """Smooth and rotate the matmuls of `model`, and return its weights with the observers of their inputs."""
     smoothed: dict[Node, str] = {}
-    in_place = any(site.in_place for site in sites)
+    in_place = any(target.in_place for target in targets)
     for one in algorithms:
         if isinstance(one, Smoothing):
-            smoothed = smooth_products(model, sites, seen.inputs, one)
-            sites = weight_sites(model, quantizer, in_place)
+            smoothed = smooth_matmuls(model, targets, calibration.inputs, one)
+            targets = weight_targets(model, quantizer, in_place)
         elif isinstance(one, Rotation):
-            rotate_products(model, sites, seen.inputs, one)
+            rotate_matmuls(model, targets, calibration.inputs, one)
             if one.attention:
                 rotate_attention(model, quantizer, one)
-            sites = weight_sites(model, quantizer, in_place)
-    for site in sites:
-        inputs = [(r.product.layout, seen.inputs[r.node]) for r in site.readers if r.product and r.node in seen.inputs]
-        site.inputs, site.smoothed = inputs, smoothed.get(site.readers[0].node, "")
-        site.rows = [seen.rows[r.node] for r in site.readers if r.node in seen.rows]
-    return sites
+            targets = weight_targets(model, quantizer, in_place)
+    for target in targets:
+        observed = [c for c in target.consumers if c.node in calibration.inputs]
+        target.inputs = [(c.matmul.view, calibration.inputs[c.node]) for c in observed if c.matmul]
+        target.rows = [calibration.rows[c.node] for c in target.consumers if c.node in calibration.rows]
+        target.smoothed = smoothed.get(target.consumers[0].node, "")
+    return targets
 
 
 def _round(
     model: GraphModule,
-    sites: list[Site],
+    targets: list[WeightTarget],
     algorithms: Sequence[Algorithm],
     progress: bool,
     group: dist.ProcessGroup | None,
 ) -> list[WeightReport]:
-    """Round the weights of `model`, each rank its share of them."""
+    """Round the weights of `model`; each rank rounds its share."""
     reports = []
-    with tqdm(total=len(sites), disable=not progress, file=sys.stderr) as bar:
+    with tqdm(total=len(targets), disable=not progress, file=sys.stderr) as bar:
 
-        def work(site: Site) -> Rounded:
-            bar.set_postfix_str(site.name)
-            found = round_weight(site, algorithms)
+        def work(target: WeightTarget) -> Rounded:
+            bar.set_postfix_str(target.name)
+            rounded = round_weight(target, algorithms)
             bar.update()
-            return found
+            return rounded
 
-        for site, (value, report) in share_out(sites, work, group):
+        for target, (value, report) in share_work(targets, work, group):
             reports.append(report)
             if value is not None:
-                set_weight(model, site, value)
+                set_weight(model, target, value)
     return reports
 
 
 def _report_learned(
-    reports: list[WeightReport], sites: list[Site], learned: set[str], result: GraphModule, quantizer: Quantizer
+    reports: list[WeightReport],
+    targets: list[WeightTarget],
+    learned: set[str],
+    result: GraphModule,
+    quantizer: Quantizer,
 ) -> None:
-    """Say of the weights whose rounding was learned what their error is now."""
-    now = {reader.node: site for site in weight_sites(result, quantizer) for reader in site.readers}
-    for i, site in enumerate(sites):
-        if (changed := now[site.readers[0].node]).name in learned:
+    """Update the reports of weights whose rounding was learned."""
+    now = {consumer.node: target for target in weight_targets(result, quantizer) for consumer in target.consumers}
+    for i, target in enumerate(targets):
+        if (changed := now[target.consumers[0].node]).name in learned:
             algorithm = ", ".join([*filter(None, [reports[i].algorithm]), "learned_rounding"])
-            (after,) = rounding_errors(site, fake_quantize_mx(changed.value.detach(), site.readers[0].spec))
+            (after,) = rounding_errors(target, fake_quantize_mx(changed.value.detach(), target.consumers[0].spec))
             reports[i] = replace(reports[i], algorithm=algorithm, after=after)
 
 
 def _chosen(preset: str | None, algorithms: object, quantizer: Quantizer) -> tuple[Algorithm, ...]:
-    """The algorithms that are asked for; without a word those of the quantizer's recipe."""
+    """Return the requested algorithms, by default those of the quantizer's recipe."""
     if preset is not None and algorithms is not None:
         raise MXError(f"preset={preset!r} and algorithms say the same: give one of them")
     if preset is not None and not isinstance(preset, str):

@@ -23,16 +23,16 @@ class WeightReport:
 
     Args:
         weight: its qualified name.
-        modules: the modules that read it.
-        spec: its format; None where several readers differ.
-        algorithm: "gptq", "scales", or "" where it stayed.
-        smoothed: the parameters into which the factors of its input's channels were folded, "div" where the graph
-            divides by them, "" where there are none.
-        rotated: values that are rotated together, with the inputs of its products; 0 where none are.
-        before, after: the squared error over the squared value, of the weight's products with the inputs of the
-            calibration, of an embedding's rows as often as it read them, or of the weight itself where nothing was
-            seen; rounded to nearest, and as it is now. NaN where rounding was not tried. Of a smoothed or rotated
-            weight the former is that of the changed one.
+        modules: the modules that use it.
+        spec: its format; None where operators quantize it differently.
+        algorithm: "gptq", "scales", or "" where the weight did not change.
+        smoothed: the parameters into which the inverse factors of the input channels were folded, "div" where the graph
+            divides by them, "" without smoothing.
+        rotated: number of values that are rotated together; 0 without rotation.
+        before, after: the relative squared error, rounded to nearest and as it is now: of the weight's matmuls on the
+            calibration inputs, of an embedding's rows weighted by how often they were read, or of the weight itself
+            where neither was observed. NaN where no rounding was tried. For a smoothed or rotated weight, `before` is
+            that of the transformed one.
         reason: why a better algorithm did not apply; "" where it did.
     """
 
@@ -49,7 +49,7 @@ class WeightReport:
 
 @dataclass(frozen=True)
 class OptimizationReport:
-    """The weights that a quantizer chose, in the order of execution.
+    """The weights that a quantizer quantizes, in execution order.
 
     Args:
         weights: a `WeightReport` for each.
@@ -58,10 +58,10 @@ class OptimizationReport:
     weights: tuple[WeightReport, ...]
 
     def to_table(self) -> str:
-        """Return the report as a table of text.
+        """Return the report as a text table.
 
         Returns:
-            A line for each weight; errors are shares of the value's energy.
+            A line for each weight; errors are relative to the energy of the values.
         """
         rows = [_HEADINGS]
         for w in self.weights:

@@ -1,4 +1,4 @@
-"""An exported graph, cut into blocks that run one after the other: the repeated modules, and what lies between them."""
+"""Cut an exported graph into segments: one for each repeated module, and one for what lies between two."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch.fx import Graph, GraphModule, Node
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.source_node import module_calls
 from pt2mx.fx.graph.tensors import copy_sharing_tensors
-from pt2mx.pt2e.optimize.losses import called_with
+from pt2mx.pt2e.optimize.losses import call_with_batch
 
 
 @dataclass(frozen=True)
-class Block:
-    """Nodes that follow each other in a graph.
+class ModuleBlock:
+    """A segment: consecutive nodes of a graph.
 
     Args:
-        name: the repeated modules they are of, such as "encoder.layer.3"; "" between such.
+        name: of the repeated module, such as "encoder.layer.3"; "" between repeated modules.
         nodes: all but constants, placeholders and the output.
-        inputs: nodes of other blocks, and placeholders, that these read.
-        outputs: those of them that others read.
+        inputs: nodes of other segments, and placeholders, that these nodes read.
+        outputs: the nodes that other segments read.
     """
 
     name: str
@@ -31,13 +31,15 @@ class Block:
     outputs: list[Node]
 
     def copy(self, model: GraphModule) -> tuple[GraphModule, dict[Node, Node]]:
-        """The block by itself: a graph of `inputs` that gives a tuple of `outputs`, and the copy of each node. It
-        shares the parameters of `model`, from which it is cut, and leaves out what asserts."""
+        """Return the segment as a graph from `inputs` to a tuple of `outputs`, and the copy of each node.
+
+        The graph shares the parameters of `model`, and leaves out assertions.
+        """
         graph = Graph()
         copies = {node: graph.placeholder(node.name) for node in self.inputs}
 
         def copy(node: Node) -> Node:
-            if node not in copies:  # a constant, which each block has for itself
+            if node not in copies:  # a constant: each segment copies its own
                 copies[node] = graph.node_copy(node, copy)
             return copies[node]
 
@@ -49,35 +51,37 @@ class Block:
         return GraphModule(model, graph), copies
 
 
-def cut_blocks(model: GraphModule) -> list[Block]:
-    """The blocks of a graph, in the order of execution. A graph without repeated modules is one block."""
+def module_blocks(model: GraphModule) -> list[ModuleBlock]:
+    """Return the segments of a graph in execution order. A graph without repeated modules is one segment."""
     constants = constant_nodes(model.graph)
     order = [n for n in model.graph.nodes if n not in constants and n.op not in ("placeholder", "get_attr", "output")]
-    found = []
+    blocks = []
     for name, first, last in _spans(order):
         nodes = order[first:last]
-        inside = set(nodes)
+        members = set(nodes)
         read = dict.fromkeys(n for node in nodes if node.users for n in node.all_input_nodes)
-        inputs = [n for n in read if n not in inside and n not in constants]
-        outputs = [node for node in nodes if any(user not in inside for user in node.users)]
-        found.append(Block(name, nodes, inputs, outputs))
-    return found
+        inputs = [n for n in read if n not in members and n not in constants]
+        outputs = [node for node in nodes if any(user not in members for user in node.users)]
+        blocks.append(ModuleBlock(name, nodes, inputs, outputs))
+    return blocks
 
 
 def _spans(order: list[Node]) -> list[tuple[str, int, int]]:
-    """(name, first, end) of the blocks. A repeated module reaches from its first node to its last; those that overlap
-    are one block, and so is what lies between two."""
-    reach: dict[str, tuple[str, int, int]] = {}
+    """Return (name, first, end) of each segment.
+
+    A repeated module spans from its first node to its last; overlapping spans are merged, and each gap is a span too.
+    """
+    extents: dict[str, tuple[str, int, int]] = {}
     repeated = _repeated(order)
     for i, node in enumerate(order):
         for call, name, _ in module_calls(node):
             if name in repeated:
-                _, first, _ = reach.get(call, (name, i, i))
-                reach[call] = name, first, i + 1
+                _, first, _ = extents.get(call, (name, i, i))
+                extents[call] = name, first, i + 1
                 break  # the outermost
     spans: list[tuple[str, int, int]] = []
     end = 0
-    for name, first, last in sorted(reach.values(), key=lambda span: span[1:]):
+    for name, first, last in sorted(extents.values(), key=lambda span: span[1:]):
         if first < end:
             before, begin, _ = spans.pop()
             names = dict.fromkeys((*before.split(", "), name))
@@ -90,7 +94,7 @@ def _spans(order: list[Node]) -> list[tuple[str, int, int]]:
 
 
 def _repeated(order: list[Node]) -> set[str]:
-    """The names of numbered modules, with modules inside, that have others of their class beside them."""
+    """Return the names of numbered modules that contain modules and have siblings of their class."""
     kinds: dict[tuple[str, str], set[str]] = {}
     for node in order:
         for _, name, kind in module_calls(node)[:-1]:
@@ -101,11 +105,11 @@ def _repeated(order: list[Node]) -> set[str]:
 
 
 class _Reached(Exception):
-    """Ends a call of a graph once its inputs are known."""
+    """Ends a call as soon as its inputs are known."""
 
 
 class _Inputs(nn.Module):
-    """Keeps what it is called with, and ends the call."""
+    """Store the inputs of a call, and end it."""
 
     values: tuple[Any, ...] = ()
 
@@ -115,7 +119,7 @@ class _Inputs(nn.Module):
 
 
 def placeholder_values(model: GraphModule, batch: object) -> dict[Node, Any]:
-    """The value of each placeholder of a graph for a batch."""
+    """Return the value of each placeholder for a batch."""
     placeholders = model.graph.find_nodes(op="placeholder")
     copied, inputs = copy_sharing_tensors(model), _Inputs()
     copied.add_submodule("inputs_of_batch", inputs)
@@ -124,7 +128,7 @@ def placeholder_values(model: GraphModule, batch: object) -> dict[Node, Any]:
         copied.graph.call_module("inputs_of_batch", tuple(ends))
     copied.recompile()
     try:
-        called_with(copied, batch)
+        call_with_batch(copied, batch)
     except _Reached:
         pass
     return dict(zip(placeholders, inputs.values, strict=True))

@@ -1,9 +1,9 @@
-"""Products with smoothed inputs: large channels are divided, and the weight's columns multiplied, by powers of two.
+"""Smoothing: divide large input channels by powers of two, and multiply the weight's columns by them.
 
-Sources: SmoothQuant (Xiao et al., arXiv:2211.10438) for inputs that are quantized, AWQ (Lin et al., arXiv:2306.00978)
-for those that are not. The input's part goes into what computes it where `folding` proves that possible, and into a
-`div` elsewhere, one for all the products that read a tensor. Powers of two change no rounding of the float model, save
-of values that leave the normal range of their dtype: channels are left alone in which that would show (`keeps_bits`).
+Sources: SmoothQuant (Xiao et al., arXiv:2211.10438) for quantized inputs, AWQ (Lin et al., arXiv:2306.00978) for
+others. The input's factor is folded into the operator that computes it where `folding` proves this possible; elsewhere
+a `div` is inserted, one for all matmuls that read the tensor. Powers of two change no rounding of the float model,
+except of values that leave the normal range of their dtype: `keeps_bits` excludes channels where that would show.
 """
 
 from __future__ import annotations
@@ -19,80 +19,90 @@ from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.attributes import register_buffer
 from pt2mx.fx.graph.constants import evaluate
 from pt2mx.ops.hadamard import hadamard
-from pt2mx.pt2e.optimize.equivalent_transforms import BITS, Inputs, can_change_coordinates, first_of, read_instead
+from pt2mx.pt2e.optimize.equivalent_transforms import (
+    BITS,
+    InputObservers,
+    first_node,
+    insert_operator,
+    transformable_matmuls,
+)
 from pt2mx.pt2e.optimize.folding import Folder
-from pt2mx.pt2e.optimize.matmul_views import Product
+from pt2mx.pt2e.optimize.matmul_views import Matmul
 from pt2mx.pt2e.optimize.observers import MXHessianObserver
-from pt2mx.pt2e.optimize.targets import Reader, Site, set_weight
+from pt2mx.pt2e.optimize.targets import Consumer, WeightTarget, set_weight
 
-#: exponents of factors
+#: smallest and largest exponent of a factor
 _LEAST, _LARGEST = -4, 10
-#: how many times as large as in calibration an input may become
+#: an input may become so many times as large as in calibration without overflow
 _ROOM = 16
-_Pair = tuple[Site, Product]
+_Pair = tuple[WeightTarget, Matmul]
 
 
 @torch.no_grad()
-def smooth_products(model: GraphModule, sites: list[Site], inputs: Inputs, options: Smoothing) -> dict[Node, str]:
-    """Smooth the products of weights that linear layers and matrix products alone read. Changes `model`, and replaces
-    the observers of the smoothed inputs. Gives for each product the parameters into which its input's part went, or
-    "div"."""
-    written, folder = written_nodes(model.graph), Folder(model, any(site.in_place for site in sites))
+def smooth_matmuls(
+    model: GraphModule, targets: list[WeightTarget], inputs: InputObservers, options: Smoothing
+) -> dict[Node, str]:
+    """Smooth the matmuls of weights that only linear layers and matrix products use.
+
+    Changes `model`, and replaces the observers of smoothed inputs. Returns for each matmul the parameters into which
+    the input's factor was folded, or "div".
+    """
+    written, folder = written_nodes(model.graph), Folder(model, any(target.in_place for target in targets))
     where: dict[Node, str] = {}
-    for source, pairs in _by_source(sites, written, options).items():
-        readers = [reader for site, _ in pairs for reader in site.readers]
-        exponents = _exponents(model, pairs, inputs[readers[0].node], options) if _seen(readers, inputs) else None
+    for source, pairs in _by_source(targets, written, options).items():
+        consumers = [consumer for target, _ in pairs for consumer in target.consumers]
+        exponents = _exponents(model, pairs, inputs[consumers[0].node], options) if _seen(consumers, inputs) else None
         if exponents is None or not exponents.any():
             continue
         factor = torch.exp2(exponents)
-        for site, product in pairs:
-            site.value = evaluate(model, site.node)  # what was folded into it
-            matrices = product.layout.to_matrices(site.value) * factor.to(site.value.dtype)
-            set_weight(model, site, product.layout.from_matrices(matrices, site.value.shape))
-        alone = set(source.users) == {reader.node for reader in readers} and all(map(_reads_once, readers))
-        folded = folder.fold(source, 1 / factor) if alone else []
+        for target, matmul in pairs:
+            target.value = evaluate(model, target.node)  # an earlier factor may have been folded into it
+            matrices = matmul.view.to_matrices(target.value) * factor.to(target.value.dtype)
+            set_weight(model, target, matmul.view.from_matrices(matrices, target.value.shape))
+        sole_users = set(source.users) == {consumer.node for consumer in consumers} and all(map(_reads_once, consumers))
+        folded = folder.fold(source, 1 / factor) if sole_users else []
         if not folded:
-            _divide(model, source, factor, readers)
+            _divide(model, source, factor, consumers)
         smoothed: dict[int, MXHessianObserver] = {}
-        for reader in readers:
-            observer = inputs[reader.node]
-            inputs[reader.node] = smoothed.setdefault(id(observer), _divided(observer, factor))
-            where[reader.node] = ", ".join(folded) or "div"
+        for consumer in consumers:
+            observer = inputs[consumer.node]
+            inputs[consumer.node] = smoothed.setdefault(id(observer), _divided(observer, factor))
+            where[consumer.node] = ", ".join(folded) or "div"
     return where
 
 
-def _by_source(sites: list[Site], written: set[Node], options: Smoothing) -> dict[Node, list[_Pair]]:
-    """The weights whose products all read one tensor, by that tensor."""
-    found: dict[Node, list[_Pair]] = {}
-    for site in sites:
-        if any(reader.node.graph is not site.node.graph for reader in site.readers):
-            continue  # export gives graphs inside no buffers, which the inputs' part may need
-        products = can_change_coordinates(site, written)
-        sources = {product.source for product in products}
-        if len(sources) == 1 and all(_gains(reader, options) for reader in site.readers):
-            found.setdefault(sources.pop(), []).append((site, products[0]))
-    return {source: pairs for source, pairs in found.items() if source.target is not hadamard}
+def _by_source(targets: list[WeightTarget], written: set[Node], options: Smoothing) -> dict[Node, list[_Pair]]:
+    """Group the weights whose matmuls all read one tensor by that tensor."""
+    by_source: dict[Node, list[_Pair]] = {}
+    for target in targets:
+        if any(consumer.node.graph is not target.node.graph for consumer in target.consumers):
+            continue  # exported subgraphs have no buffers, which a `div` would need
+        matmuls = transformable_matmuls(target, written)
+        sources = {matmul.source for matmul in matmuls}
+        if len(sources) == 1 and all(_gains(consumer, options) for consumer in target.consumers):
+            by_source.setdefault(sources.pop(), []).append((target, matmuls[0]))
+    return {source: pairs for source, pairs in by_source.items() if source.target is not hadamard}
 
 
-def _gains(reader: Reader, options: Smoothing) -> bool:
-    if reader.activation is None:
-        return options.weight_only and reader.spec.element.bits < BITS
-    return reader.activation.element.bits < BITS
+def _gains(consumer: Consumer, options: Smoothing) -> bool:
+    if consumer.activation is None:
+        return options.weight_only and consumer.spec.element.bits < BITS
+    return consumer.activation.element.bits < BITS
 
 
-def _seen(readers: list[Reader], inputs: Inputs) -> bool:
-    observers = [inputs.get(reader.node) for reader in readers]
+def _seen(consumers: list[Consumer], inputs: InputObservers) -> bool:
+    observers = [inputs.get(consumer.node) for consumer in consumers]
     return all(one is not None and one.amax is not None and len(one.amax) == 1 for one in observers)
 
 
 def _exponents(model: GraphModule, pairs: list[_Pair], seen: MXHessianObserver, options: Smoothing) -> Tensor | None:
-    """The exponents of the factors by which the weights' columns are multiplied, (K,) float32 integers."""
+    """Return the exponents of the factors for the weights' columns, (K,) float32 integers."""
     if seen.amax is None or not seen.amax.isfinite().all():
         return None
-    values = [(evaluate(model, site.node), product.layout) for site, product in pairs]
-    columns = torch.stack([layout.to_matrices(value).float().abs().amax((0, 1)) for value, layout in values])
+    values = [(evaluate(model, target.node), matmul.view) for target, matmul in pairs]
+    columns = torch.stack([view.to_matrices(value).float().abs().amax((0, 1)) for value, view in values])
     weight, x = columns.amax(0), seen.amax[0].float()
-    power = 0.0 if all(reader.activation is None for site, _ in pairs for reader in site.readers) else 1.0
+    power = 0.0 if all(consumer.activation is None for target, _ in pairs for consumer in target.consumers) else 1.0
     log = options.strength * x.log2() - power * (1 - options.strength) * weight.log2()
     used = (x > 0) & (weight > 0)
     if not used.any():
@@ -104,16 +114,18 @@ def _exponents(model: GraphModule, pairs: list[_Pair], seen: MXHessianObserver, 
 
 
 def keeps_bits(largest: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
-    """True where multiplying values up to `largest` by two to the power of `exponents` keeps their bits: values up to
-    `_ROOM` times as large do not overflow, and those that become subnormal, below 2**-14 in float16, lose less than the
-    square of the dtype's precision, relative to the largest."""
+    """Return where multiplying values up to `largest` by 2**exponents keeps their bits.
+
+    Values up to `_ROOM` times as large must not overflow. Values that become subnormal, in float16 those below 2**-14,
+    must lose less than the square of the dtype's precision, relative to the largest.
+    """
     limits, scaled = torch.finfo(dtype), largest * torch.exp2(exponents)
     above = (exponents <= 0) | (scaled <= limits.max / _ROOM)
     return above & ((exponents >= 0) | (scaled >= limits.tiny / limits.eps) | (largest == 0))
 
 
 def _divided(observer: MXHessianObserver, factor: Tensor) -> MXHessianObserver:
-    """The observer of an input divided by a factor, (K,)."""
+    """Return the observer of an input divided by a factor, (K,)."""
     divided = copy.copy(observer)
     parts = zip(observer.parts, factor.split(observer.parts[0].shape[-1]), strict=True)
     divided.parts = [part / (f[:, None] * f).to(part.device) for part, f in parts]
@@ -121,16 +133,16 @@ def _divided(observer: MXHessianObserver, factor: Tensor) -> MXHessianObserver:
     return divided
 
 
-def _reads_once(reader: Reader) -> bool:
-    """True if the product reads its input nowhere else, as a bias for example."""
-    return reader.product is not None and list(reader.node.args).count(reader.product.source) == 1
+def _reads_once(consumer: Consumer) -> bool:
+    """Return True if the matmul reads its input only once, not as a bias too."""
+    return consumer.matmul is not None and list(consumer.node.args).count(consumer.matmul.source) == 1
 
 
-def _divide(model: GraphModule, source: Node, factor: Tensor, readers: list[Reader]) -> None:
-    """Give readers the source divided by a factor: a `mul` could be quantized itself."""
+def _divide(model: GraphModule, source: Node, factor: Tensor, consumers: list[Consumer]) -> None:
+    """Divide the source by a factor for these consumers. It is a `div`, because a `mul` could itself be quantized."""
     value = factor.to(source.meta["val"].dtype)
-    with model.graph.inserting_before(first_of(reader.node for reader in readers)):
+    with model.graph.inserting_before(first_node(consumer.node for consumer in consumers)):
         buffer = model.graph.get_attr(register_buffer(model, f"{source.name}_smoothing", value))
     buffer.meta["val"] = source.meta["val"].new_empty(value.shape)
-    positions = [(reader.node, reader.product.position) for reader in readers if reader.product is not None]
-    read_instead(positions, torch.ops.aten.div.Tensor, (source, buffer))
+    positions = [(consumer.node, consumer.matmul.position) for consumer in consumers if consumer.matmul is not None]
+    insert_operator(positions, torch.ops.aten.div.Tensor, (source, buffer))

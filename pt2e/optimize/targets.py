@@ -1,5 +1,7 @@
-"""The weights of an exported graph that a quantizer quantizes, and the operators that read them, those of the graphs
-inside it too, where a placeholder stands for the weight."""
+"""Find the weights that a quantizer quantizes, and the operators that use them.
+
+A subgraph reads a weight through a placeholder; its operators are found too.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from pt2mx.fx.graph.node import named_args
 from pt2mx.fx.graph.source_node import module_name
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, replace_tensor
 from pt2mx.pt2e import torchao_pt2e
-from pt2mx.pt2e.optimize.matmul_views import Layout, Product, product_of
+from pt2mx.pt2e.optimize.matmul_views import Matmul, MatmulView, matmul_of
 from pt2mx.pt2e.optimize.observers import MXHessianObserver, MXIndexObserver
 from pt2mx.pt2e.quantizer.annotate import plan_operator
 from pt2mx.pt2e.quantizer.operators import (
@@ -34,101 +36,125 @@ from pt2mx.pt2e.quantizer.operators import (
 from pt2mx.pt2e.torchao_pt2e import Q_ANNOTATION_KEY, Quantizer
 from pt2mx.spec import MXSpec
 
-#: scale modes and roundings under which rounded values would not quantize to themselves
+#: scale modes and roundings that change values which already lie on the MX grid
 _UNSTABLE = ("ceil", "stochastic")
 
 
 @dataclass(frozen=True)
-class Reader:
-    """An operator that reads a weight, as `weight`, and quantizes it by `spec`. `product`: what it computes, where that
-    is in the table of products; `activation`: the spec of the product's input, None where that is not quantized."""
+class Consumer:
+    """An operator that quantizes a weight.
+
+    Args:
+        node: the operator.
+        weight: the node by which the operator reads the weight, a placeholder in a subgraph.
+        spec: the weight's spec.
+        matmul: what the operator computes with the weight; None where it is no known matmul.
+        activation: the spec of the matmul's input; None where the input stays in high precision.
+    """
 
     node: Node
     weight: Node
     spec: MXSpec
-    product: Product | None
+    matmul: Matmul | None
     activation: MXSpec | None = None
 
     @property
     def indices(self) -> Node | None:
-        """The numbers of the weight's rows that an embedding reads; None of other operators."""
+        """Return the row indices that an embedding reads; None for other operators."""
         indices = named_args(self.node)["indices"] if OPERANDS.get(operator_name(self.node.target)) is ROWS else None
         return indices if isinstance(indices, Node) else None
 
     @property
     def argument_of(self) -> Node:
-        """The node that the weight is an argument of: the operator, or what gathers rows of the weight for it."""
+        """Return the node that takes the weight as argument: the operator, or the gather of rows in front of it."""
         nodes = (self.node, *self.node.all_input_nodes)
         return next(node for node in nodes if self.weight in node.all_input_nodes)
 
 
 @dataclass
-class Site:
-    """A weight: its name, the constant node of the outermost graph that is quantized, those of equal value, and its
-    readers. `inputs`: what calibration has shown of their products, `rows`: of the rows that embeddings read;
-    `smoothed`: where the factors of their inputs went; `in_place`: new values are written where the old ones lie."""
+class WeightTarget:
+    """A weight to round, and its consumers.
+
+    Args:
+        name: of the parameter.
+        node: the constant node of the outermost graph that is quantized.
+        value: the tensor.
+        equal: all constant nodes of that value.
+        subgraphs: the subgraphs of the model.
+        consumers: the operators that quantize the weight.
+        inputs: for each matmul its view of the weight, and the observer of its input.
+        rows: the observers of embedding indices.
+        smoothed: where the smoothing factors went; see `WeightReport`.
+        in_place: True writes new values into the memory of the old ones.
+    """
 
     name: str
     node: Node
     value: Tensor
     equal: list[Node]
-    inside: Inside
-    readers: list[Reader] = field(default_factory=list)
-    inputs: list[tuple[Layout, MXHessianObserver]] = field(default_factory=list)
+    subgraphs: Subgraphs
+    consumers: list[Consumer] = field(default_factory=list)
+    inputs: list[tuple[MatmulView, MXHessianObserver]] = field(default_factory=list)
     rows: list[MXIndexObserver] = field(default_factory=list)
     smoothed: str = ""
     in_place: bool = False
 
     @property
     def modules(self) -> str:
-        """The names of the modules that read the weight."""
-        return ", ".join(dict.fromkeys(module_name(reader.node) for reader in self.readers))
+        """Return the names of the modules that use the weight."""
+        return ", ".join(dict.fromkeys(module_name(consumer.node) for consumer in self.consumers))
 
 
 @dataclass(frozen=True)
-class Inside:
-    """The graphs inside a model: what their placeholders stand for, and the nodes that call them."""
+class Subgraphs:
+    """The subgraphs of a model: the operands behind each placeholder, and the nodes that call a subgraph."""
 
-    standing: dict[Node, list[object]]
+    operands: dict[Node, list[object]]
     calls: set[Node]
 
 
-def weight_sites(model: GraphModule, quantizer: Quantizer, in_place: bool = False) -> list[Site]:
-    """The weights that `quantizer` quantizes in `model`, each once however many operators read it. The nodes are those
-    of `model`, which stays as it is, but for the marks of constant placeholders. A weight that a graph inside computes
-    is none: `hoist_constants` has it computed outside."""
+def weight_targets(model: GraphModule, quantizer: Quantizer, in_place: bool = False) -> list[WeightTarget]:
+    """Find the weights that `quantizer` quantizes in `model`, each once however many operators use it.
+
+    The nodes are those of `model`, which does not change, except that constant placeholders are marked. A weight that a
+    subgraph computes is left out: `hoist_constants` moves its computation to the outer graph first.
+    """
     mark_constants(model)
     graphs = graph_modules(model)
-    inside = Inside(captured_operands(model), {call.node for graph in graphs for call in hop_calls(graph)})
+    subgraphs = Subgraphs(captured_operands(model), {call.node for graph in graphs for call in hop_calls(graph)})
     equal = first_equal(model, constant_nodes(model.graph))
-    fixed = {node for graph in graphs for node in constant_nodes(graph.graph)}
-    sites: dict[Node, Site] = {}
+    constants = {node for graph in graphs for node in constant_nodes(graph.graph)}
+    targets: dict[Node, WeightTarget] = {}
     inputs = list(quantized_inputs(model, quantizer))
     specs = {(node, tensor): spec for node, tensor, _, spec in inputs}
     for node, tensor, role, spec in inputs:
-        if role != "weight" or tensor not in fixed:  # the model may compute a weight
+        if role != "weight" or tensor not in constants:  # the model computes this weight at run time
             continue
-        held = inside.standing.get(tensor, [tensor])  # one for each call of the graph
-        for first in dict.fromkeys(equal[one] for one in held if isinstance(one, Node) and one in equal):
-            if first not in sites:
+        operands = subgraphs.operands.get(tensor, [tensor])  # one for each call of the subgraph
+        for first in dict.fromkeys(equal[x] for x in operands if isinstance(x, Node) and x in equal):
+            if first not in targets:
                 same = [n for n, other in equal.items() if other is first]
-                sites[first] = Site(root_name(first), first, evaluate(model, first), same, inside, in_place=in_place)
-            product = product_of(node, tensor)
-            activation = None if product is None else specs.get((node, product.source))
-            sites[first].readers.append(Reader(node, tensor, spec, product, activation))
-    return list(sites.values())
+                targets[first] = WeightTarget(
+                    root_name(first), first, evaluate(model, first), same, subgraphs, in_place=in_place
+                )
+            matmul = matmul_of(node, tensor)
+            activation = None if matmul is None else specs.get((node, matmul.source))
+            targets[first].consumers.append(Consumer(node, tensor, spec, matmul, activation))
+    return list(targets.values())
 
 
 def quantized_inputs(model: GraphModule, quantizer: Quantizer) -> Iterator[tuple[Node, Node, str, MXSpec]]:
-    """Operator, quantized tensor, its role and spec, for all that `quantizer` quantizes in `model` and in the graphs
-    inside it. A copy is annotated; the nodes are those of `model`."""
+    """Yield operator, quantized tensor, role and spec for everything that `quantizer` quantizes, subgraphs included.
+
+    A copy is annotated; the nodes are those of `model`.
+    """
     annotated = copy_sharing_tensors(model)
     mark_constants(annotated)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # prepare gives them
+        warnings.simplefilter("ignore")  # prepare warns about the same things
         annotated = torchao_pt2e.annotate(annotated, quantizer)
-    for own, copy in zip(graph_modules(model), graph_modules(annotated), strict=True):
-        yield from _quantized_in(copy.graph, {node.name: node for node in own.graph.nodes})
+    for original, copy in zip(graph_modules(model), graph_modules(annotated), strict=True):
+        yield from _quantized_in(copy.graph, {node.name: node for node in original.graph.nodes})
 
 
 def _quantized_in(graph: Graph, nodes: dict[str, Node]) -> Iterator[tuple[Node, Node, str, MXSpec]]:
@@ -136,72 +162,75 @@ def _quantized_in(graph: Graph, nodes: dict[str, Node]) -> Iterator[tuple[Node, 
     for node in quantizable_operators(graph):
         if CONFIG_KEY in node.meta:
             for gather in (gather_of(node, operand) for operand in operands_of(node)):
-                if gather is not None:  # planned anew, it is not annotated yet
+                if gather is not None:  # `plan_operator` skips annotated gathers
                     gather.meta.pop(Q_ANNOTATION_KEY, None)
             for (tensor, _), (role, spec) in plan_operator(node, node.meta[CONFIG_KEY], constants).inputs.items():
                 name = tensor.name if tensor.name in nodes else tensor.all_input_nodes[0].name  # behind an alias
                 yield nodes[node.name], nodes[name], role, spec
 
 
-def why_not_rounded(site: Site) -> str:
-    """The reason for which a weight is not rounded; "" where it is."""
-    spec = site.readers[0].spec
-    if any(reader.spec != spec for reader in site.readers):
-        return "its readers quantize it in different ways"
+def reason_not_rounded(target: WeightTarget) -> str:
+    """Return why a weight cannot be rounded; "" if it can."""
+    spec = target.consumers[0].spec
+    if any(consumer.spec != spec for consumer in target.consumers):
+        return "its operators quantize it in different ways"
     if unstable := [mode for mode in (spec.scale_mode, spec.rounding) if mode in _UNSTABLE]:
         return f"{unstable[0]} would quantize rounded values to others"
-    if not site.value.numel():
+    if not target.value.numel():
         return "it is empty"
-    if not site.value.isfinite().all():
+    if not target.value.isfinite().all():
         return "it holds an Inf or a NaN"
-    reads, readers = _reads(site), Counter(reader.argument_of for reader in site.readers)
-    if any(reads[reader] > count for reader, count in readers.items()):
-        return "an operator quantizes it and reads it in high precision too"
-    others = {user for node in _placeholders_of(site) for user in node.users} - readers.keys() - site.inside.calls
-    if others and _is_read_inside(site):
-        return "a graph inside reads it in high precision too"
+    reads, consumers = _reads(target), Counter(consumer.argument_of for consumer in target.consumers)
+    if any(reads[consumer] > count for consumer, count in consumers.items()):
+        return "an operator quantizes it and also reads it in high precision"
+    others = {user for node in _placeholders_of(target) for user in node.users}
+    others -= consumers.keys() | target.subgraphs.calls
+    if others and _is_used_in_subgraph(target):
+        return "a subgraph also reads it in high precision"
     return ""
 
 
-def is_read_by_these_alone(site: Site) -> bool:
-    """True if nothing but its quantized readers reads the parameter or buffer."""
-    readers = Counter(reader.argument_of for reader in site.readers)
-    alone = all(n <= readers[user] for user, n in _reads(site).items() if user not in site.inside.calls)
-    return site.node.op == "get_attr" and alone
+def has_no_other_users(target: WeightTarget) -> bool:
+    """Return True if only the quantized consumers use the parameter or buffer."""
+    consumers = Counter(consumer.argument_of for consumer in target.consumers)
+    alone = all(n <= consumers[user] for user, n in _reads(target).items() if user not in target.subgraphs.calls)
+    return target.node.op == "get_attr" and alone
 
 
-def _placeholders_of(site: Site) -> list[Node]:
-    """The placeholders of graphs inside that stand for a weight, in some call."""
-    equal = set(site.equal)
-    return [node for node, held in site.inside.standing.items() if any(one in equal for one in held)]
+def _placeholders_of(target: WeightTarget) -> list[Node]:
+    """Return the placeholders of subgraphs to which some call passes the weight."""
+    equal = set(target.equal)
+    return [node for node, operands in target.subgraphs.operands.items() if not equal.isdisjoint(operands)]
 
 
-def _reads(site: Site) -> Counter[Node]:
-    """The nodes that read a weight, by whatever name and in whatever graph, and how often each does."""
+def _reads(target: WeightTarget) -> Counter[Node]:
+    """Count how often each node reads a weight, under any name and in any subgraph."""
     reads: Counter[Node] = Counter()
-    for node in (*site.equal, *_placeholders_of(site)):
+    for node in (*target.equal, *_placeholders_of(target)):
         for user in node.users:
             reads[user] += pytree.tree_leaves((user.args, user.kwargs)).count(node)
     return reads
 
 
-def _is_read_inside(site: Site) -> bool:
-    """True if a graph inside quantizes the weight."""
-    return any(reader.node.graph is not site.node.graph for reader in site.readers)
+def _is_used_in_subgraph(target: WeightTarget) -> bool:
+    """Return True if a subgraph quantizes the weight."""
+    return any(consumer.node.graph is not target.node.graph for consumer in target.consumers)
 
 
-def set_weight(model: GraphModule, site: Site, value: Tensor) -> None:
-    """Make the readers of a weight read `value`: under the weight's names where nothing else reads it, or from a buffer
-    of its own."""
-    if not is_read_by_these_alone(site):
-        with model.graph.inserting_before(site.node):
-            node = model.graph.get_attr(register_buffer(model, f"{site.name}_rounded", value))
-        node.meta.update(site.node.meta)
-        for reader in site.readers:
-            if reader.node.graph is model.graph:
-                reader.argument_of.replace_input_with(reader.weight, node)
-        for same in site.equal if _is_read_inside(site) else ():
-            for call in site.inside.calls & set(same.users):
+def set_weight(model: GraphModule, target: WeightTarget, value: Tensor) -> None:
+    """Make the consumers of a weight use `value`.
+
+    The parameter itself is replaced where nothing else uses it; otherwise the consumers get a new buffer.
+    """
+    if not has_no_other_users(target):
+        with model.graph.inserting_before(target.node):
+            node = model.graph.get_attr(register_buffer(model, f"{target.name}_rounded", value))
+        node.meta.update(target.node.meta)
+        for consumer in target.consumers:
+            if consumer.node.graph is model.graph:
+                consumer.argument_of.replace_input_with(consumer.weight, node)
+        for same in target.equal if _is_used_in_subgraph(target) else ():
+            for call in target.subgraphs.calls & set(same.users):
                 call.replace_input_with(same, node)
         return
-    replace_tensor(model, site.value, value, site.in_place)
+    replace_tensor(model, target.value, value, target.in_place)

@@ -37,19 +37,19 @@ def prepared_of(exported, batches):
 
 def error(model, exported, x):
     with torch.no_grad():
-        wanted = exported(x)["out"].float()
-        return ((model(x)["out"].float() - wanted).square().sum() / wanted.square().sum()).item()
+        expected = exported(x)["out"].float()
+        return ((model(x)["out"].float() - expected).square().sum() / expected.square().sum()).item()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_outputs_come_nearer_and_the_exported_model_stays(dtype):
     exported, batches, x = net(dtype)
     prepared = prepared_of(exported, batches)
-    held = {name: tensor.clone() for name, tensor in exported.state_dict().items()}
+    saved = {name: tensor.clone() for name, tensor in exported.state_dict().items()}
     before = error(prepared, exported, x)
     assert distill(prepared, exported, batches, epochs=20, lr=3e-3) is prepared
     assert error(prepared, exported, x) < 0.9 * before
-    assert all(torch.equal(tensor, held[name]) for name, tensor in exported.state_dict().items())
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in exported.state_dict().items())
     converted = pt2mx.convert_pt2e(prepared)
     assert torch.equal(converted(x)["out"], prepared(x)["out"])
     assert all(p.dtype == dtype and p.grad is None and p.requires_grad for p in prepared.parameters())
@@ -58,9 +58,9 @@ def test_outputs_come_nearer_and_the_exported_model_stays(dtype):
 def test_steps_that_are_too_long_are_not_kept():
     exported, batches, x = net()
     prepared = prepared_of(exported, batches)
-    wanted = prepared(x)["out"]
+    expected = prepared(x)["out"]
     distill(prepared, exported, batches, lr=10.0)
-    assert torch.equal(prepared(x)["out"], wanted)
+    assert torch.equal(prepared(x)["out"], expected)
 
 
 def test_two_runs_give_the_same_bits_and_seeds_do_not():
@@ -79,8 +79,8 @@ def test_a_loss_and_a_function_of_the_users():
     exported, batches, x = net()
     prepared = prepared_of(exported, batches)
 
-    def cosine(found, wanted):
-        return 1 - nn.functional.cosine_similarity(found["out"], wanted["wanted"], dim=-1).mean()
+    def cosine(actual, expected):
+        return 1 - nn.functional.cosine_similarity(actual["out"], expected["wanted"], dim=-1).mean()
 
     def program(inputs):
         return {"wanted": exported(inputs)["out"]}
@@ -131,41 +131,41 @@ def test_parameters_that_are_frozen_and_tied():
     exported = torch.export.export(Tied().eval(), (batches[0],)).module()
     prepared = pt2mx.prepare_qat_pt2e(exported, QUANTIZER)
     distill(prepared, exported, batches, epochs=10, lr=1e-3)
-    found = dict(prepared.named_parameters(remove_duplicate=False))
-    (weight,) = {parameter for name, parameter in found.items() if name.endswith("weight")}
+    actual = dict(prepared.named_parameters(remove_duplicate=False))
+    (weight,) = {parameter for name, parameter in actual.items() if name.endswith("weight")}
     assert not torch.equal(weight, exported.get_parameter("first.weight"))
-    assert torch.equal(found["second.bias"], exported.get_parameter("second.bias"))
-    assert not torch.equal(found["first.bias"], exported.get_parameter("first.bias"))
+    assert torch.equal(actual["second.bias"], exported.get_parameter("second.bias"))
+    assert not torch.equal(actual["first.bias"], exported.get_parameter("first.bias"))
 
 
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (lambda found, wanted: found["out"], "must give one number, a tensor, not a tensor of 2048"),
-        (lambda found, wanted: 0.5, "must give one number, a tensor, not float"),
-        (lambda found, wanted: torch.tensor(0.5), "no gradient"),
-        (lambda found, wanted: found["out"].sum() / 0, "is -?inf before training"),
+        (lambda actual, expected: actual["out"], "must give one number, a tensor, not a tensor of 2048"),
+        (lambda actual, expected: 0.5, "must give one number, a tensor, not float"),
+        (lambda actual, expected: torch.tensor(0.5), "no gradient"),
+        (lambda actual, expected: actual["out"].sum() / 0, "is -?inf before training"),
     ],
 )
 def test_a_failed_call_leaves_the_model_as_it_was(loss, message):
     exported, batches, _ = net()
     prepared = prepared_of(exported, batches)
-    held = dict(prepared.named_parameters())
-    values = {name: tensor.clone() for name, tensor in held.items()}
+    saved = dict(prepared.named_parameters())
+    values = {name: tensor.clone() for name, tensor in saved.items()}
     with pytest.raises(MXError, match=message):
         distill(prepared, exported, batches, loss)
     calls = []
 
-    def interrupted(found, wanted):
+    def interrupted(actual, expected):
         calls.append(None)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return (found["out"] - wanted["out"]).square().sum()
+        return (actual["out"] - expected["out"]).square().sum()
 
     with pytest.raises(KeyboardInterrupt):
         distill(prepared, exported, batches, interrupted)
     for name, tensor in prepared.named_parameters():
-        assert tensor is held[name] and torch.equal(tensor, values[name]) and tensor.grad is None
+        assert tensor is saved[name] and torch.equal(tensor, values[name]) and tensor.grad is None
 
 
 def test_bad_input():

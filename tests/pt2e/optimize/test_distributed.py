@@ -38,19 +38,19 @@ def model():
 def batches():
     generator = torch.Generator().manual_seed(1)
     mixing = torch.randn(64, 64, generator=generator) / 8
-    found = [torch.randn(32, 64, generator=generator) @ mixing for _ in range(6)]
-    return [(x, torch.arange(20) if i < 3 else torch.arange(0)) for i, x in enumerate(found)]
+    actual = [torch.randn(32, 64, generator=generator) @ mixing for _ in range(6)]
+    return [(x, torch.arange(20) if i < 3 else torch.arange(0)) for i, x in enumerate(actual)]
 
 
 def calibrate(rank, folder):
     torch.set_num_threads(1)
     distributed._AT_ONCE = 1  # of six weights the last is exchanged by itself; the process ends with this
     dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
-    own = batches()[3 * rank : 3 * rank + 3]
-    optimized = pt2mx.optimize(model(), QUANTIZER, own, group=dist.group.WORLD)
+    local = batches()[3 * rank : 3 * rank + 3]
+    optimized = pt2mx.optimize(model(), QUANTIZER, local, group=dist.group.WORLD)
     report = [(w.weight, w.algorithm, w.before, w.after) for w in pt2mx.optimization_report(optimized).weights]
     try:
-        pt2mx.optimize(model(), QUANTIZER, own if rank else [], group=dist.group.WORLD)
+        pt2mx.optimize(model(), QUANTIZER, local if rank else [], group=dist.group.WORLD)
     except MXError as error:
         message = str(error)
     torch.save((dict(optimized.named_parameters()), report, message), f"{folder}/{rank}.pt")

@@ -68,11 +68,11 @@ def test_the_output_stays_to_the_bit(make, layer, names):
     torch.manual_seed(0)
     model, x = make(), torch.randn(2, 3, 16)
     before = {name: p.clone() for name, p in model.named_parameters()}
-    graph, found = folded(model, x, layer=layer, dynamic=({0: torch.export.Dim("batch"), 1: torch.export.Dim("s")},))
-    assert found == (names or ["0.weight", "0.bias"])
+    graph, actual = folded(model, x, layer=layer, dynamic=({0: torch.export.Dim("batch"), 1: torch.export.Dim("s")},))
+    assert actual == (names or ["0.weight", "0.bias"])
     torch.testing.assert_close(graph(x), model(x), rtol=1e-6, atol=1e-6)
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())  # those of the caller stay
-    assert not torch.equal(graph.get_parameter(found[0]), before[found[0]])
+    assert not torch.equal(graph.get_parameter(actual[0]), before[actual[0]])
 
 
 class Residual(nn.Module):
@@ -90,8 +90,8 @@ class Residual(nn.Module):
 def test_there_is_no_way(model):
     """A function between, a weight that something else reads, an input of the model."""
     x = torch.randn(2, 3, 16)
-    _, found = folded(model, x, layer="o_" if hasattr(model, "o") else "1")
-    assert not found
+    _, actual = folded(model, x, layer="o_" if hasattr(model, "o") else "1")
+    assert not actual
 
 
 def test_a_residual_between_is_another_reader():
@@ -100,12 +100,12 @@ def test_a_residual_between_is_another_reader():
             y = self.norm(x)
             return self.o(y.relu()) + y
 
-    _, found = folded(Two(), torch.randn(2, 3, 16), layer="o_")
-    assert not found
+    _, actual = folded(Two(), torch.randn(2, 3, 16), layer="o_")
+    assert not actual
 
 
 class Twice(nn.Module):
-    """What one operator reads twice: a parameter, a product's factor, keys that are values too; dimensions that do not
+    """What one operator reads twice: a parameter, a matmul's factor, keys that are values too; dimensions that do not
     fit the factor's."""
 
     def __init__(self, kind):
@@ -117,7 +117,7 @@ class Twice(nn.Module):
         h = self.h(x)
         return self.o({
             "norm": lambda: nn.functional.layer_norm(x, (16,), self.w, self.w),
-            "product": lambda: h.relu() @ h.relu(),
+            "matmul": lambda: h.relu() @ h.relu(),
             "same": lambda: h @ h,
             "attention": lambda: nn.functional.scaled_dot_product_attention(x[None], h[None], h[None])[0],
             "gate": lambda: self.one(x).reshape(-1, 1) * h,
@@ -126,12 +126,12 @@ class Twice(nn.Module):
         }[self.kind]())  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["norm", "product", "same", "attention", "gate", "bias", "cast"])
+@pytest.mark.parametrize("kind", ["norm", "matmul", "same", "attention", "gate", "bias", "cast"])
 def test_each_node_on_the_way_is_read_once_and_has_the_dimensions(kind):
     torch.manual_seed(0)
     model, x = Twice(kind), 4 * torch.randn(16, 16)
-    graph, found = folded(model, x, layer="o_")
+    graph, actual = folded(model, x, layer="o_")
     if kind in ("norm", "same", "attention", "bias", "cast"):
-        assert not found
-    if found:
+        assert not actual
+    if actual:
         torch.testing.assert_close(graph(x), model(x), rtol=1e-5, atol=1e-5)

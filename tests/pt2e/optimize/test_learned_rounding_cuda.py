@@ -19,10 +19,10 @@ def test_learned_rounding_and_distillation_of_a_model_on_a_gpu(dtype):
     batches = [(torch.randn(128, 6) @ mixing).to("cuda", dtype) for _ in range(9)]
     x = batches.pop()
     exported = torch.export.export(model, (x,)).module()
-    wanted = exported(x).float()
+    expected = exported(x).float()
 
     def error(prepared):
-        return (pt2mx.convert_pt2e(prepared)(x).float() - wanted).square().sum()
+        return (pt2mx.convert_pt2e(prepared)(x).float() - expected).square().sum()
 
     learned = copy_sharing_tensors(exported)
     (block,) = learn_rounding(learned, exported, QUANTIZER, batches, steps=60)

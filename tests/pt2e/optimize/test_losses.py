@@ -2,21 +2,21 @@ import pytest
 import torch
 
 from pt2mx import MXError
-from pt2mx.pt2e.optimize.losses import called_with, hold_out, relative_error
+from pt2mx.pt2e.optimize.losses import call_with_batch, hold_out, relative_error
 
 
 def test_relative_error():
-    found = {
+    actual = {
         "a": torch.tensor([1.0, 3.0]),
         "n": torch.tensor([5]),
         "b": (torch.tensor([[2.0]], dtype=torch.bfloat16), 7),
     }
-    wanted = {
+    expected = {
         "a": torch.tensor([1.0, 2.0]),
         "n": torch.tensor([6]),
         "b": (torch.tensor([[4.0]], dtype=torch.bfloat16), 7),
     }
-    assert relative_error(found, wanted) == (1 / 5 + 4 / 16) / 2
+    assert relative_error(actual, expected) == (1 / 5 + 4 / 16) / 2
     masked = torch.tensor([float("-inf"), 2.0])
     assert relative_error(masked, masked) == 0
     assert relative_error(masked.add(1).requires_grad_(), masked) == 0.25
@@ -24,19 +24,19 @@ def test_relative_error():
         relative_error(torch.tensor([1]), torch.tensor([1]))
 
 
-@pytest.mark.parametrize(("count", "held"), [(1, 1), (2, 1), (8, 1), (9, 2), (24, 3)])
-def test_one_of_eight_batches_is_held_out(count, held):
+@pytest.mark.parametrize(("count", "size"), [(1, 1), (2, 1), (8, 1), (9, 2), (24, 3)])
+def test_one_of_eight_batches_is_held_out(count, size):
     train, others = hold_out(count, torch.Generator().manual_seed(0))
-    assert len(others) == held and sorted({*train, *others}) == list(range(count))
+    assert len(others) == size and sorted({*train, *others}) == list(range(count))
     assert count == 1 or not set(train) & set(others)
 
 
 def test_batches_by_position_by_name_and_alone():
     for batch in ((3, 4), {"a": 3, "b": 4}, [3, 4]):
-        assert called_with(lambda a, b=4: (a, b), batch) == (3, 4)
-    assert called_with(lambda a, b=4: (a, b), 3) == (3, 4)
+        assert call_with_batch(lambda a, b=4: (a, b), batch) == (3, 4)
+    assert call_with_batch(lambda a, b=4: (a, b), 3) == (3, 4)
 
 
 def test_a_batch_that_is_written_stays():
     batch = {"x": torch.ones(2)}
-    assert called_with(lambda x: x.add_(1), batch).tolist() == [2, 2] and batch["x"].tolist() == [1, 1]
+    assert call_with_batch(lambda x: x.add_(1), batch).tolist() == [2, 2] and batch["x"].tolist() == [1, 1]

@@ -65,7 +65,7 @@ PRODUCTS = {
 def test_products(name):
     function, shape, inputs = PRODUCTS[name]
 
-    class Product(nn.Module):
+    class Matmul(nn.Module):
         def __init__(self):
             super().__init__()
             self.weight = nn.Parameter(torch.randn(shape))
@@ -75,13 +75,13 @@ def test_products(name):
 
     torch.manual_seed(0)
     x, other = correlated(*inputs), correlated(*inputs)
-    graph, quantizer = exported(Product(), x), MXQuantizer().set_global(W4)
+    graph, quantizer = exported(Matmul(), x), MXQuantizer().set_global(W4)
     optimized = pt2mx.optimize(graph, quantizer, [x])
     (row,) = rows(optimized).values()
     assert row.algorithm == "gptq" and not row.reason and row.after < 0.6 * row.before
     error = [(quantized(model, quantizer)(other) - graph(other)).square().sum() for model in (graph, optimized)]
     assert error[1] < 0.75 * error[0]
     if shape == (64, 16, 4):  # the report's error is that of the outputs, whose taps overlap
-        wanted = graph(x)
-        off = (quantized(optimized, quantizer)(x) - wanted).square().sum() / wanted.square().sum()
+        expected = graph(x)
+        off = (quantized(optimized, quantizer)(x) - expected).square().sum() / expected.square().sum()
         assert row.after == pytest.approx(off.item(), rel=1e-3)

@@ -82,8 +82,8 @@ def test_experts_of_few_rows_have_some_of_the_mean_expert():
     parts = [torch.tensor([[[4.0]], [[0.0]], [[8.0]]]), torch.tensor([[[1.0]], [[0.0]], [[2.0]]])]
     counts = torch.tensor([4, 0, 8])
     # two columns: one row of the mean expert, of 12 rows, which stands for a quarter of one
-    found, rows = with_mean_expert(parts, counts)
-    assert [part.flatten().tolist() for part in found] == [[5.0, 1.0, 9.0], [1.25, 0.25, 2.25]]
+    actual, rows = with_mean_expert(parts, counts)
+    assert [part.flatten().tolist() for part in actual] == [[5.0, 1.0, 9.0], [1.25, 0.25, 2.25]]
     assert rows.tolist() == [4.25, 0.25, 8.25]
 
 
@@ -109,9 +109,9 @@ def test_the_sums_of_all_observers_stay_within_a_budget():
     assert bytes_of_sums(Size(8, 96, 96, 32), 64) == 8 * 4 * (64**2 + 32**2)
     # the products of a layer of Llama 3.1 8B: queries, output, gate, down
     layer = [Size(1, 4096, 4096, 32)] * 3 + [Size(1, 14336, 14336, 32)]
-    found = {gib: columns_within(gib << 30, layer * 32) for gib in (1, 4, 8, 16)}
-    assert found == {1: 256, 4: 1024, 8: 2048, 16: 4096}
-    for gib, columns in found.items():
+    actual = {gib: columns_within(gib << 30, layer * 32) for gib in (1, 4, 8, 16)}
+    assert actual == {1: 256, 4: 1024, 8: 2048, 16: 4096}
+    for gib, columns in actual.items():
         assert sum(bytes_of_sums(size, columns) for size in layer * 32) <= gib << 30
     # those of Qwen3 30B A3B: 128 experts
     experts = [Size(128, 2048, 2048, 32), Size(128, 768, 768, 32)] * 48

@@ -71,11 +71,11 @@ def test_the_algorithms_of_the_quantizer():
 def test_in_place_the_memory_of_the_weights_is_used():
     graph, batches, ids = net()
     quantizer = MXQuantizer().set_global(W4)
-    wanted = pt2mx.optimize(graph, quantizer, batches)
+    expected = pt2mx.optimize(graph, quantizer, batches)
     pointers = {tensor.data_ptr() for tensor in graph.parameters()}
     optimized = pt2mx.optimize(graph, quantizer, batches, in_place=True)
     assert pointers == {tensor.data_ptr() for tensor in optimized.parameters()}
-    assert torch.equal(optimized(ids), wanted(ids))
+    assert torch.equal(optimized(ids), expected(ids))
     with pytest.raises(MXError, match="give neither in_place nor group"):
         pt2mx.optimize(graph, quantizer, batches, preset="best", in_place=True)
 

@@ -51,13 +51,13 @@ def test_sums_that_the_gpu_has_no_room_for_lie_on_the_host(monkeypatch):
     homes, placed = [], calibrate.observe
 
     def observe(*args):
-        found = placed(*args)
-        homes.extend(part.device.type for observer in found.inputs.values() for part in observer.parts)
-        return found
+        actual = placed(*args)
+        homes.extend(part.device.type for observer in actual.inputs.values() for part in observer.parts)
+        return actual
 
     monkeypatch.setattr(calibrate, "_LEAST_BUDGET", 0)
     monkeypatch.setattr(optimize, "observe", observe)
-    found = pt2mx.optimize(graph, QUANTIZER, [x])
+    actual = pt2mx.optimize(graph, QUANTIZER, [x])
     assert homes == ["cuda", "cpu"]
-    for one, other in zip(found.parameters(), want.parameters(), strict=True):
+    for one, other in zip(actual.parameters(), want.parameters(), strict=True):
         assert (one == other).float().mean() > 0.97  # the order of sums differs

@@ -9,8 +9,8 @@ from pt2mx import MXQuantizer, fake_quantize_mx, get_default_mx_quantization_con
 from pt2mx.algorithms import GPTQ, Rotation
 from pt2mx.ops.hadamard import hadamard
 from pt2mx.ops.linear import linear_mx
-from pt2mx.pt2e.optimize.rotation import rotate_products
-from pt2mx.pt2e.optimize.targets import weight_sites
+from pt2mx.pt2e.optimize.rotation import rotate_matmuls
+from pt2mx.pt2e.optimize.targets import weight_targets
 from pt2mx.pt2e.prepare import to_annotate
 from tests.graph import count
 
@@ -37,7 +37,7 @@ class Net(nn.Module):
 
 def rotated(model, *args, quantizer=W4):
     graph = to_annotate(torch.export.export(model.eval(), args).module())
-    rotate_products(graph, weight_sites(graph, quantizer), {}, Rotation())
+    rotate_matmuls(graph, weight_targets(graph, quantizer), {}, Rotation())
     graph.graph.lint()
     graph.recompile()
     return graph

@@ -137,4 +137,4 @@ def test_one_weight_in_products_that_take_it_apart_in_two_ways():
 
     x = correlated(3, 32, 64)
     row = rows(pt2mx.optimize(exported(Both(), x), MXQuantizer().set_global(W4), [x]))["weight"]
-    assert row.algorithm != "gptq" and row.reason.startswith("its products reduce other dimensions of it")
+    assert row.algorithm != "gptq" and row.reason.startswith("its matmuls reduce other dimensions of it")

@@ -2,7 +2,7 @@ import torch
 from torch import nn
 
 from pt2mx.fx.graph.aliasing import written_nodes
-from pt2mx.pt2e.optimize.segments import cut_blocks
+from pt2mx.pt2e.optimize.segments import module_blocks
 
 
 def exported(model, *args, **kwargs):
@@ -36,7 +36,7 @@ class Decoder(nn.Module):
 
 def run(graph, *args):
     """All blocks, one after the other; each of them compared with the graph, from which it is cut."""
-    blocks = cut_blocks(graph)
+    blocks = module_blocks(graph)
     values = dict(zip(graph.graph.find_nodes(op="placeholder"), args, strict=True))
     for block in blocks:
         module, copies = block.copy(graph)
@@ -50,7 +50,7 @@ def test_repeated_modules_and_what_lies_between():
     torch.manual_seed(0)
     ids = torch.randint(0, 10, (4, 8))
     graph = exported(Decoder(), ids)
-    blocks = cut_blocks(graph)
+    blocks = module_blocks(graph)
     assert [block.name for block in blocks] == ["", "layers.0", "", "layers.1", "", "layers.2", ""]
     assert [len(block.inputs) for block in blocks][1] == 2  # x, mask
     assert sum(len(block.nodes) for block in blocks) == sum("call" in n.op for n in graph.graph.nodes)
@@ -62,7 +62,7 @@ def test_strict_export_and_dynamic_shapes():
     ids = torch.randint(0, 10, (4, 8))
     shapes = ({0: torch.export.Dim("batch"), 1: torch.export.Dim("length")},)
     graph = exported(Decoder(), ids, dynamic_shapes=shapes, strict=True)
-    assert [b.name for b in cut_blocks(graph)] == ["", "layers.0", "", "layers.1", "", "layers.2", ""]
+    assert [b.name for b in module_blocks(graph)] == ["", "layers.0", "", "layers.1", "", "layers.2", ""]
     other = torch.randint(0, 10, (3, 5))
     assert all(torch.equal(a, b) for a, b in zip(run(graph, other), graph(other), strict=True))
 
@@ -71,7 +71,7 @@ def test_without_repeated_modules_the_graph_is_one_block():
     x = torch.randn(2, 16)
     for model in (nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)), nn.Linear(16, 4)):
         graph = exported(model, x)
-        (block,) = cut_blocks(graph)
+        (block,) = module_blocks(graph)
         assert block.name == "" and torch.equal(run(graph, x)[0], graph(x))
 
 
@@ -87,7 +87,7 @@ def test_a_module_that_is_called_again_is_no_repeated_one():
             return x
 
     x = torch.randn(2, 16)
-    (block,) = cut_blocks(exported(Twice(), x))
+    (block,) = module_blocks(exported(Twice(), x))
     assert block.name == ""
 
 
@@ -96,7 +96,7 @@ def test_stages_of_blocks_are_cut_at_the_outermost():
         return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(2)))
 
     graph = exported(nn.Sequential(stage(), stage()), torch.randn(2, 16))
-    assert [block.name for block in cut_blocks(graph)] == ["0", "1"]
+    assert [block.name for block in module_blocks(graph)] == ["0", "1"]
 
 
 def test_modules_whose_nodes_are_interleaved_are_one_block():
@@ -111,12 +111,12 @@ def test_modules_whose_nodes_are_interleaved_are_one_block():
 
     x = torch.randn(2, 16)
     graph = exported(Interleaved(), x)
-    assert [b.name for b in cut_blocks(graph)] == ["layers.0", "layers.2", "layers.1", ""]
+    assert [b.name for b in module_blocks(graph)] == ["layers.0", "layers.2", "layers.1", ""]
     stacks = {name: [n for n in graph.graph.nodes if f"layers.{name}" in str(n.meta)] for name in "012"}
     late = stacks["0"][-1]  # as if a node of the first layer stood among those of the last
     moved = next(n for n in graph.graph.nodes if n in stacks["1"] and n.op == "call_function" and n.all_input_nodes)
     moved.meta["nn_module_stack"] = late.meta["nn_module_stack"]
-    assert cut_blocks(graph)[0].name.startswith("layers.0, layers.2")
+    assert module_blocks(graph)[0].name.startswith("layers.0, layers.2")
     torch.testing.assert_close(run(graph, x)[0], graph(x))
 
 
@@ -135,4 +135,4 @@ def test_written_memory_is_seen_by_name():
 
     graph = exported(Counter(), torch.randn(2, 16))
     written = written_nodes(graph.graph)
-    assert [bool(written & set(block.nodes)) for block in cut_blocks(graph) if block.name] == [False, False]
+    assert [bool(written & set(block.nodes)) for block in module_blocks(graph) if block.name] == [False, False]

@@ -48,7 +48,7 @@ def test_large_channels_go_into_the_weights():
     optimized = pt2mx.optimize(graph, W4A4, [x], algorithms=(Smoothing(), ScaleSearch()))
     report = rows(optimized)
     assert report["first.weight"].smoothed == report["second.weight"].smoothed == "norm.weight, norm.bias"
-    assert report["last.weight"].smoothed == "first.weight, first.bias"  # one factor of a product
+    assert report["last.weight"].smoothed == "first.weight, first.bias"  # one factor of a matmul
     assert error(optimized, W4A4, x, model(x)) < 0.8 * error(graph, W4A4, x, model(x))
     ratio = optimized.get_parameter("norm.weight") / graph.get_parameter("norm.weight")
     assert torch.equal(ratio, torch.exp2(ratio.log2().round())) and ratio[::16].max() < ratio[1::16].min()
@@ -57,7 +57,7 @@ def test_large_channels_go_into_the_weights():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_float_model_stays_to_the_bit(dtype):
-    """Of weights and inputs whose products are exact."""
+    """Of weights and inputs whose matmuls are exact."""
     _, graph, x = setting(residual=True, dtype=dtype)
     for parameter in graph.parameters():
         parameter.data = parameter.data.mul(8).round() / 8

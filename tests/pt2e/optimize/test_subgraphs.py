@@ -43,7 +43,7 @@ def test_outputs_come_nearer(kind):
     inner, outer = optimization_report(optimized).weights
     assert (inner.weight, outer.weight) == ("inner.weight", "outer.weight") and outer.algorithm == "gptq"
     if kind is Nested:  # it is read along both of its dimensions
-        assert inner.reason == "its readers quantize it in different ways"
+        assert inner.reason == "its operators quantize it in different ways"
     else:
         assert inner.algorithm == "gptq" and inner.after < 0.6 * inner.before
         assert inner.rotated == (0 if kind is ViewedWeight else 32)
@@ -60,7 +60,7 @@ def test_a_weight_that_a_graph_inside_also_reads_unquantized():
     model = torch.export.export(Penalized().eval(), (x,)).module()
     optimized = pt2mx.optimize(model, QUANTIZER, [(x,)])
     assert torch.equal(optimized.get_parameter("inner.weight"), model.get_parameter("inner.weight"))
-    assert optimization_report(optimized).weights[0].reason == "a graph inside reads it in high precision too"
+    assert optimization_report(optimized).weights[0].reason == "a subgraph also reads it in high precision"
 
 
 def test_a_weight_that_the_graph_around_also_reads_unquantized():
@@ -182,12 +182,12 @@ def test_one_value_in_both_branches():
 
 
 def test_what_autocast_computes_stays_inside():
-    def product(model, x):
+    def matmul(model, x):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return (x @ (model.first @ model.second)).float()
 
     x = inputs()
-    model = exported(product, x)
+    model = exported(matmul, x)
     with torch.no_grad():
         want = model(x)
         optimized = pt2mx.optimize(model, QUANTIZER, [(x,)])

@@ -284,8 +284,8 @@ def test_a_quantizer_without_a_setting_says_that_it_quantizes_nothing(quantizer,
     with pytest.warns(
         UserWarning, match=r"has no setting, so that it quantizes nothing: call set_global\(.*from_recipe"
     ):
-        found = prepare(model, quantizer)
-    assert torch.equal(found(*INPUTS), model(*INPUTS))
+        actual = prepare(model, quantizer)
+    assert torch.equal(actual(*INPUTS), model(*INPUTS))
 
 
 def test_a_quantizer_with_a_setting_says_nothing():

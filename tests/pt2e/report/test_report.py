@@ -45,9 +45,9 @@ def test_prepared_and_converted_reports_agree():
     assert (prepared.values, prepared.bytes_before, prepared.bytes_after) == (
         converted.values, converted.bytes_before, converted.bytes_after,
     )  # fmt: skip
-    held = sum(t.nbytes for t in models()[1].state_dict().values())
-    assert converted.bytes_after == held
-    assert converted.effective_bits == 8 * held / converted.values
+    saved = sum(t.nbytes for t in models()[1].state_dict().values())
+    assert converted.bytes_after == saved
+    assert converted.effective_bits == 8 * saved / converted.values
 
 
 def test_statistics_are_those_of_the_tensor():
@@ -227,7 +227,7 @@ def test_weights_have_the_sqnr_that_training_left():
         scale = norm.weight * (norm.running_var + 1e-5).rsqrt()
         weights = (qat.get_parameter("0.weight") * scale.reshape(-1, 1, 1, 1), last)
         sums = [quantization_sums(weight, pt2mx.parse("mxfp4", axis=1)) for weight in weights]
-    want = [pytest.approx(QuantizationStatistics.from_sums(found).sqnr, abs=1e-3) for found in sums]
+    want = [pytest.approx(QuantizationStatistics.from_sums(actual).sqnr, abs=1e-3) for actual in sums]
     assert sqnr(prepared, "weight") == sqnr(converted, "weight") == want
     assert None not in sqnr(converted, "activation")
 

@@ -103,8 +103,8 @@ def test_a_weight_that_is_kept_in_two_forms_is_counted_so():
         (8192, along_columns), (0, 8192), (0, along_rows),
     ]  # fmt: skip
     assert report.bytes_after == 8192 + along_rows + along_columns
-    held = sum(t.nbytes for t in pt2mx.convert_pt2e(prepared).state_dict().values())
-    assert report.bytes_after == held
+    saved = sum(t.nbytes for t in pt2mx.convert_pt2e(prepared).state_dict().values())
+    assert report.bytes_after == saved
 
 
 def test_values_that_are_odd_are_said():
@@ -194,9 +194,9 @@ def test_a_report_comes_back(tmp_path):
 
 def test_ratios_that_were_not_finite_are_nan(tmp_path):
     report_of(operator("a", math.inf)).to_json(tmp_path / "report.json")
-    (found,) = QuantizationReport.from_json(tmp_path / "report.json").operators
-    assert math.isnan(found.operands[0].statistics.sqnr)
-    assert found.operands[0].statistics.exponents == {-3: 1, 2: 1}
+    (actual,) = QuantizationReport.from_json(tmp_path / "report.json").operators
+    assert math.isnan(actual.operands[0].statistics.sqnr)
+    assert actual.operands[0].statistics.exponents == {-3: 1, 2: 1}
 
 
 @pytest.mark.parametrize(
@@ -227,8 +227,8 @@ def test_what_is_no_path():
 
 def test_fields_that_no_operator_has(tmp_path):
     file = tmp_path / "report.json"
-    held = json.loads(report_of(operator("a", 1.0)).to_json())
-    held["operators"][0]["more"] = 1
-    file.write_text(json.dumps(held))
+    saved = json.loads(report_of(operator("a", 1.0)).to_json())
+    saved["operators"][0]["more"] = 1
+    file.write_text(json.dumps(saved))
     with pytest.raises(MXError, match=r"TypeError: .*unexpected keyword argument 'more'"):
         QuantizationReport.from_json(file)

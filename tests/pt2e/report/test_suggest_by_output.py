@@ -27,8 +27,8 @@ def test_the_objective_is_the_output_of_the_model():
     model, x = Heads().eval(), torch.randn(16, 64)
     exported = torch.export.export(model, (x,)).module()
     prepared = calibrated(exported, MXQuantizer().set_global(CONFIG), x)
-    found = pt2mx.sensitivity(exported, [x], CANDIDATES, metric="noise", operands=["weights"])
-    suggested = suggest_config(prepared, 6.25, objective="output", sensitivity=found)
+    actual = pt2mx.sensitivity(exported, [x], CANDIDATES, metric="noise", operands=["weights"])
+    suggested = suggest_config(prepared, 6.25, objective="output", sensitivity=actual)
     chosen = {name: spec["weight"] for name, spec in suggested.to_dict()["module_name"]}
     assert chosen["quiet"] == "mxfp4_e2m1{32}" and chosen["loud"] in ("mxfp8_e4m3{32}", "int8{32}", "mxint8{32}")
     with pytest.raises(MXError, match="objective='model' is unknown"):
@@ -36,10 +36,10 @@ def test_the_objective_is_the_output_of_the_model():
     with pytest.raises(MXError, match="go together"):
         suggest_config(prepared, 6.25, objective="output")
     with pytest.raises(MXError, match="go together"):
-        suggest_config(prepared, 6.25, sensitivity=found)
-    own = pt2mx.sensitivity(exported, [x], {"mine": MXQuantizationConfig(weight="mxfp4")}, metric="noise")
+        suggest_config(prepared, 6.25, sensitivity=actual)
+    local = pt2mx.sensitivity(exported, [x], {"mine": MXQuantizationConfig(weight="mxfp4")}, metric="noise")
     with pytest.raises(MXError, match="the sensitivity has the candidate 'mine', which is no format"):
-        suggest_config(prepared, 6.25, objective="output", sensitivity=own)
+        suggest_config(prepared, 6.25, objective="output", sensitivity=local)
     fewer = pt2mx.sensitivity(exported, [x], ["mxfp4"], metric="noise")
     with pytest.raises(MXError, match="the sensitivity has nothing of the weights of 'loud' in mxfp6"):
         suggest_config(prepared, 6.25, objective="output", sensitivity=fewer)
@@ -51,7 +51,7 @@ def test_a_cost_that_is_infinite_is_avoided():
     prepared = calibrated(exported, MXQuantizer().set_global(CONFIG), torch.randn(16, 64))
     costs = {"mxfp4": math.inf, "mxfp6": 0.5, "mxfp8": 0.25, "mxint8": 0.25}
     rows = [SensitivityRow(name, one, "weights", cost) for name in ("loud", "quiet") for one, cost in costs.items()]
-    found = Sensitivity("kl", tuple(rows), {})
+    actual = Sensitivity("kl", tuple(rows), {})
     for bits, spec in ((6.25, "mxfp6_e2m3{32}"), (4.25, "mxfp4_e2m1{32}")):  # 6.25 bits are FP4 and FP8, too
-        suggested = suggest_config(prepared, bits, objective="output", sensitivity=found)
+        suggested = suggest_config(prepared, bits, objective="output", sensitivity=actual)
         assert {config["weight"] for _, config in suggested.to_dict()["module_name"]} == {spec}

@@ -48,17 +48,17 @@ def test_the_fewest_modules_are_lifted(net):
     assert drops == sorted(drops, reverse=True)
     for count, drop in enumerate(drops):
         calls.clear()
-        found = quantize_with_accuracy_control(net[0], QUANTIZER, evaluate, drop, order=order)
-        assert found.lifted == tuple(order[:count]) and math.isclose(found.score, -drop) and len(calls) <= 5
-        again = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(net[0], found.quantizer))
-        assert torch.equal(again(net[1]), found.model(net[1]))
+        actual = quantize_with_accuracy_control(net[0], QUANTIZER, evaluate, drop, order=order)
+        assert actual.lifted == tuple(order[:count]) and math.isclose(actual.score, -drop) and len(calls) <= 5
+        again = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(net[0], actual.quantizer))
+        assert torch.equal(again(net[1]), actual.model(net[1]))
     with pytest.raises(MXError, match="the quality drops by more than max_drop=0 though '4' alone is quantized"):
         quantize_with_accuracy_control(net[0], QUANTIZER, evaluate, 0, order=order)
 
 
 def test_an_order_is_found_by_evaluating(net):
     evaluate, _ = quality(net)
-    found = quantize_with_accuracy_control(net[0], QUANTIZER, evaluate, 0.3, batches=[net[1]])
+    actual = quantize_with_accuracy_control(net[0], QUANTIZER, evaluate, 0.3, batches=[net[1]])
     costs = {}
     for name in map(str, range(6)):
         quantizer = pt2mx.MXQuantizer.from_recipe("mxfp4")
@@ -66,9 +66,9 @@ def test_an_order_is_found_by_evaluating(net):
             if other != name:
                 quantizer.set_module_name(other, None)
         costs[name] = evaluate(pt2mx.convert_pt2e(pt2mx.prepare_pt2e(net[0], quantizer)))
-    assert found.lifted == tuple(sorted(costs, key=costs.get)[: len(found.lifted)]) and found.lifted
-    assert found.score >= -0.3
-    assert pt2mx.quantization_report(found.model).operators
+    assert actual.lifted == tuple(sorted(costs, key=costs.get)[: len(actual.lifted)]) and actual.lifted
+    assert actual.score >= -0.3
+    assert pt2mx.quantization_report(actual.model).operators
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,9 @@ def test_an_order_is_found_by_evaluating(net):
     ],
 )
 def test_errors(net, options, text):
-    given = {"model": net[0], "quantizer": QUANTIZER, "evaluate": quality(net)[0], "max_drop": 1.0, **options}
+    arguments = {"model": net[0], "quantizer": QUANTIZER, "evaluate": quality(net)[0], "max_drop": 1.0, **options}
     with pytest.raises(MXError, match=text):
-        quantize_with_accuracy_control(**given)
+        quantize_with_accuracy_control(**arguments)
 
 
 def test_scores_of_other_libraries_and_quality_that_is_lost(net):
@@ -101,8 +101,8 @@ def test_scores_of_other_libraries_and_quality_that_is_lost(net):
         quantized = sum("dequantize_mx" in str(node.target) for node in graph.graph.nodes)
         return np.float32(-math.inf if quantized > linears else 1)
 
-    found = quantize_with_accuracy_control(net[0], QUANTIZER, evaluate, 0.5, order=list("012345"))
-    assert (found.lifted, found.score, found.float_score) == (("0", "1", "2"), 1, 1)  # an infinite drop is one
+    actual = quantize_with_accuracy_control(net[0], QUANTIZER, evaluate, 0.5, order=list("012345"))
+    assert (actual.lifted, actual.score, actual.float_score) == (("0", "1", "2"), 1, 1)  # an infinite drop is one
 
 
 def test_operators_of_the_root_cannot_be_lifted():

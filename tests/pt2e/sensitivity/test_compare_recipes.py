@@ -26,8 +26,8 @@ def by_hand(exported, name):
 
 def test_numbers_are_those_of_the_flow(net):
     exported, batches = net
-    found = compare_recipes(exported, batches[1:], ["mxfp4", "mxfp8"], metric="kl")
-    rows = {row.name: row for row in found.rows}
+    actual = compare_recipes(exported, batches[1:], ["mxfp4", "mxfp8"], metric="kl")
+    rows = {row.name: row for row in actual.rows}
     for name in ("mxfp4", "mxfp8"):
         converted, totals = by_hand(exported, name), []
         for x in batches[1:]:
@@ -36,11 +36,11 @@ def test_numbers_are_those_of_the_flow(net):
         assert math.isclose(rows[name].quality, sum(totals) / 2, rel_tol=1e-9)
         report = pt2mx.quantization_report(converted)
         assert (rows[name].bytes, rows[name].bits) == (report.bytes_after, report.effective_bits)
-        held = sum(t.nbytes for t in [*converted.parameters(), *converted.buffers()])
-        assert rows[name].bytes == held
+        saved = sum(t.nbytes for t in [*converted.parameters(), *converted.buffers()])
+        assert rows[name].bytes == saved
     assert (rows["float"].bytes, rows["float"].bits, rows["float"].quality) == (report.bytes_before, 32, 0)
-    assert found.metric == "divergence, nats" and not found.larger_is_better
-    assert [row.name for row in found.front()] == ["mxfp4", "mxfp8", "float"]
+    assert actual.metric == "divergence, nats" and not actual.larger_is_better
+    assert [row.name for row in actual.front()] == ["mxfp4", "mxfp8", "float"]
 
 
 def test_memory_that_the_float_model_shows_twice_counts_once():
@@ -55,17 +55,17 @@ def test_memory_that_the_float_model_shows_twice_counts_once():
             return F.linear(x, self.top) + self.whole.sum()
 
     x = torch.randn(4, 32)
-    found = compare_recipes(torch.export.export(Halves().eval(), (x,)).module(), [x], ["mxfp4"], metric="cosine")
-    (row,) = (row for row in found.rows if row.name == "float")
+    actual = compare_recipes(torch.export.export(Halves().eval(), (x,)).module(), [x], ["mxfp4"], metric="cosine")
+    (row,) = (row for row in actual.rows if row.name == "float")
     assert (row.bytes, row.bits) == (4 * 64 * 32, 32)
 
 
 @pytest.mark.parametrize(("metric", "at_float"), [("cosine", 1.0), ("noise", math.inf)])
 def test_qualities_are_better_where_they_are_larger(net, metric, at_float):
     exported, batches = net
-    found = compare_recipes(exported, batches, ["mxfp4", "mxint8"], metric=metric)
-    assert found.larger_is_better
-    four, eight, whole = (row.quality for row in found.rows)
+    actual = compare_recipes(exported, batches, ["mxfp4", "mxint8"], metric=metric)
+    assert actual.larger_is_better
+    four, eight, whole = (row.quality for row in actual.rows)
     assert four < eight < whole and math.isclose(whole, at_float)
     if metric == "cosine":
         cosines = [F.cosine_similarity(by_hand(exported, "mxfp4")(x), exported(x)) for x in batches]
@@ -75,11 +75,11 @@ def test_qualities_are_better_where_they_are_larger(net, metric, at_float):
 def test_all_recipes_and_formats_and_the_stages(net):
     exported, batches = net
     stages = []
-    found = compare_recipes(exported, batches[1:], calibration=batches[:1], stage=stages.append)
+    actual = compare_recipes(exported, batches[1:], calibration=batches[:1], stage=stages.append)
     names = [*recipe.names(), *FORMATS_BESIDE]
-    assert stages == ["float", *names] and {row.name for row in found.rows} == {"float", *names}
-    assert not any(row.note for row in found.rows)  # nor a warning on what is for other models
-    rows = {row.name: row for row in found.rows}
+    assert stages == ["float", *names] and {row.name for row in actual.rows} == {"float", *names}
+    assert not any(row.note for row in actual.rows)  # nor a warning on what is for other models
+    rows = {row.name: row for row in actual.rows}
     assert rows["mxfp4_decoder"].quality > rows["mxfp4_weight_only"].quality  # GPTQ
 
 
@@ -87,8 +87,8 @@ def test_a_recipe_that_fails_is_a_row(net):
     exported, batches = net
     nothing = pt2mx.MXQuantizer().set_module_name("0", None)
     needs_batches = pt2mx.MXQuantizer.from_recipe("mxfp4").set_algorithms("balanced")
-    given = {"nothing": nothing, "needs": needs_batches, "works": pt2mx.MXQuantizer.from_recipe("mxfp8")}
-    rows = {row.name: row for row in compare_recipes(exported, batches, given).rows}
+    arguments = {"nothing": nothing, "needs": needs_batches, "works": pt2mx.MXQuantizer.from_recipe("mxfp8")}
+    rows = {row.name: row for row in compare_recipes(exported, batches, arguments).rows}
     assert rows["nothing"].note == "it selects no operator of the model" and math.isnan(rows["nothing"].quality)
     assert "batches" in rows["needs"].note and rows["works"].quality > 0.99 and not rows["works"].note
 
@@ -100,9 +100,9 @@ def test_a_users_metric_and_a_program(net):
         return (got - want).abs().max()
 
     program = torch.export.export(exported, (batches[0],))
-    found = compare_recipes(program, batches[:1], ["mxfp8"], metric=largest)
+    actual = compare_recipes(program, batches[:1], ["mxfp8"], metric=largest)
     difference = (by_hand(exported, "mxfp8")(batches[0]) - exported(batches[0])).abs().max().item()
-    assert found.metric == "largest" and math.isclose(found.rows[0].quality, difference, rel_tol=1e-6)
+    assert actual.metric == "largest" and math.isclose(actual.rows[0].quality, difference, rel_tol=1e-6)
 
 
 def test_models_that_are_quantized_are_refused(net):
@@ -120,8 +120,8 @@ def test_a_users_loss(net):
     def loss(got, want):
         return F.cross_entropy(got, labels).item()
 
-    found = compare_recipes(exported, batches[:1], ["mxfp4"], metric=loss)
-    rows = {row.name: row.quality for row in found.rows}
+    actual = compare_recipes(exported, batches[:1], ["mxfp4"], metric=loss)
+    rows = {row.name: row.quality for row in actual.rows}
     assert math.isclose(rows["float"], loss(exported(batches[0]), None)) and rows["mxfp4"] != rows["float"]
     with pytest.raises(MXError, match=r"the metric gave 'good': it must give a number"):
         compare_recipes(exported, batches, ["mxfp4"], metric=lambda got, want: "good")
@@ -137,8 +137,8 @@ def test_the_model_stays_as_it_is(net):
 
 @pytest.mark.slow
 def test_speed(net, compiler):
-    found = compare_recipes(*net, ["mxfp8"], speed=True)
-    assert all(0 < row.milliseconds < 1000 for row in found.rows)
+    actual = compare_recipes(*net, ["mxfp8"], speed=True)
+    assert all(0 < row.milliseconds < 1000 for row in actual.rows)
 
 
 @pytest.mark.slow
@@ -153,9 +153,9 @@ def test_speed_with_inputs_by_name(compiler):
 
     batch = {"x": torch.randn(4, 64), "mask": torch.ones(4, 8)}
     exported = torch.export.export(Masked().eval(), (batch["x"],), {"mask": batch["mask"]}).module()
-    for given in (batch, tuple(batch.values())):
-        found = compare_recipes(exported, [given], ["mxfp8"], speed=True)
-        assert all(0 < row.milliseconds < 1000 for row in found.rows)
+    for arguments in (batch, tuple(batch.values())):
+        actual = compare_recipes(exported, [arguments], ["mxfp8"], speed=True)
+        assert all(0 < row.milliseconds < 1000 for row in actual.rows)
 
 
 @pytest.mark.parametrize(
@@ -182,6 +182,8 @@ def test_speed_with_inputs_by_name(compiler):
     ],
 )
 def test_errors(net, options, text):
-    given = {"model": net[0], "batches": net[1], **options}
+    arguments = {"model": net[0], "batches": net[1], **options}
     with pytest.raises(MXError, match=text):
-        compare_recipes(given.pop("model"), given.pop("batches"), given.pop("recipes", ["mxfp8"]), **given)
+        compare_recipes(
+            arguments.pop("model"), arguments.pop("batches"), arguments.pop("recipes", ["mxfp8"]), **arguments
+        )

@@ -10,18 +10,18 @@ from pt2mx.pt2e.sensitivity.results import RecipeComparison, RecipeRow, Sensitiv
 def test_result(tmp_path):
     rows = [SensitivityRow(name, "mxfp4", "both", alone, math.nan, estimate) for name, alone, estimate in (
         ("a", 3.0, 2.0), ("b", 2.0, 3.0), ("c", 1.0, 0.5))]  # fmt: skip
-    found = Sensitivity("kl", tuple(rows), {"mxfp4": 7.0})
-    assert math.isclose(found.agreement("mxfp4"), 0.5, abs_tol=1e-6)
-    assert math.isnan(found.agreement("mxfp4", "weights")) and found.of("mxfp4", "weights") == {}
+    actual = Sensitivity("kl", tuple(rows), {"mxfp4": 7.0})
+    assert math.isclose(actual.agreement("mxfp4"), 0.5, abs_tol=1e-6)
+    assert math.isnan(actual.agreement("mxfp4", "weights")) and actual.of("mxfp4", "weights") == {}
     with pytest.raises(MXError, match="candidate='mxfp5' was not measured: did you mean 'mxfp4'"):
-        found.agreement("mxfp5")
+        actual.agreement("mxfp5")
     with pytest.raises(MXError, match="operands='weight' is unknown: did you mean 'weights'"):
-        found.of("mxfp4", "weight")
+        actual.of("mxfp4", "weight")
     with pytest.raises(MXError, match="worst='all' must be a number of rows, or None for all"):
-        found.to_table("all")
-    assert json.loads(found.to_json(tmp_path / "s.json"))["rows"][0]["module"] == "a"
+        actual.to_table("all")
+    assert json.loads(actual.to_json(tmp_path / "s.json"))["rows"][0]["module"] == "a"
     assert json.loads((tmp_path / "s.json").read_text())["whole"] == {"mxfp4": 7.0}
-    _, row, whole = found.to_table(1).splitlines()
+    _, row, whole = actual.to_table(1).splitlines()
     assert row.split() == ["a", "mxfp4", "both", "3", "2"] and whole == "mxfp4, everything: 7"
 
 
@@ -33,10 +33,10 @@ ROWS += [RecipeRow("four", 50, 4.0, 0.7, 1.25), RecipeRow("worse", 50, 4.0, 0.6)
 def test_the_front_is_what_no_other_beats(larger_is_better):
     sign = 1 if larger_is_better else -1
     rows = [RecipeRow(row.name, row.bytes, row.bits, sign * row.quality) for row in ROWS]
-    found = RecipeComparison.of("quality", larger_is_better, rows)
-    assert [row.name for row in found.rows] == ["four", "worse", "eight", "wasteful", "float", "failed"]
-    assert [row.name for row in found.front()] == ["four", "eight", "float"]
-    for row in found.rows[:-1]:  # by definition
+    actual = RecipeComparison.of("quality", larger_is_better, rows)
+    assert [row.name for row in actual.rows] == ["four", "worse", "eight", "wasteful", "float", "failed"]
+    assert [row.name for row in actual.front()] == ["four", "eight", "float"]
+    for row in actual.rows[:-1]:  # by definition
         beaten = [
             o for o in rows
             if o.bytes <= row.bytes and sign * o.quality >= sign * row.quality
@@ -46,17 +46,17 @@ def test_the_front_is_what_no_other_beats(larger_is_better):
 
 
 def test_equals_are_one_on_the_front():
-    found = RecipeComparison.of("q", True, [RecipeRow("a", 1, 1.0, 0.5), RecipeRow("b", 1, 1.0, 0.5)])
-    assert [row.name for row in found.front()] == ["a"]
+    actual = RecipeComparison.of("q", True, [RecipeRow("a", 1, 1.0, 0.5), RecipeRow("b", 1, 1.0, 0.5)])
+    assert [row.name for row in actual.front()] == ["a"]
 
 
 def test_table_and_json(tmp_path):
-    found = RecipeComparison.of("cosine", True, ROWS)
-    lines = str(found).splitlines()
+    actual = RecipeComparison.of("cosine", True, ROWS)
+    lines = str(actual).splitlines()
     assert lines[0].split() == ["recipe", "bytes", "bits", "cosine", "ms"]
     assert lines[1].split() == ["*", "four", "50", "4.00", "0.7", "1.25"]
     assert lines[6].split() == ["failed", "it", "broke"]
-    content = json.loads(found.to_json(tmp_path / "r.json"))
+    content = json.loads(actual.to_json(tmp_path / "r.json"))
     assert content == json.loads((tmp_path / "r.json").read_text()) and content["metric"] == "cosine"
     assert content["rows"][0] == {
         "name": "four", "bytes": 50, "bits": 4.0, "quality": 0.7, "milliseconds": 1.25, "on_front": True, "note": ""
@@ -65,4 +65,4 @@ def test_table_and_json(tmp_path):
     endless = RecipeComparison.of("SQNR", True, [RecipeRow("float", 1, 32.0, math.inf)])
     assert json.loads(endless.to_json())["rows"][0]["quality"] == "inf"
     with pytest.raises(MXError, match=r"cannot write '.*nowhere/r.json'"):
-        found.to_json(tmp_path / "nowhere" / "r.json")
+        actual.to_json(tmp_path / "nowhere" / "r.json")

@@ -43,8 +43,8 @@ def with_only(exported, names, spec="mxfp4"):
 
 def test_numbers_are_those_of_models_quantized_in_part(net):
     exported, batches = net
-    found = sensitivity(exported, batches, ["mxfp4"], metric="kl", left=True)
-    rows = found.of("mxfp4")
+    actual = sensitivity(exported, batches, ["mxfp4"], metric="kl", left=True)
+    rows = actual.of("mxfp4")
 
     def divergence(names):
         model, totals = with_only(exported, names), []
@@ -57,9 +57,9 @@ def test_numbers_are_those_of_models_quantized_in_part(net):
     for name in ("up", "strong", "weak"):
         assert math.isclose(rows[name].alone, divergence([name]), rel_tol=1e-6)
         assert math.isclose(rows[name].left, divergence({"up", "strong", "weak"} - {name}), rel_tol=1e-6)
-    assert math.isclose(found.whole["mxfp4"], divergence(["up", "strong", "weak"]), rel_tol=1e-6)
+    assert math.isclose(actual.whole["mxfp4"], divergence(["up", "strong", "weak"]), rel_tol=1e-6)
     assert list(rows)[-1] == "weak"  # one input, an observer of its own
-    costs = [row.cost for row in found.rows]
+    costs = [row.cost for row in actual.rows]
     assert costs == sorted(costs, reverse=True)
 
 
@@ -67,13 +67,13 @@ def test_numbers_are_those_of_models_quantized_in_part(net):
 def test_the_estimate_is_near_the_measurement(net, metric):
     exported, batches = net
     options = {"metric": metric, "operands": ["both", "weights", "activations"]}
-    found = sensitivity(exported, batches, ["mxfp6", "mxfp8"], method="both", draws=4, **options)
-    assert len(found.rows) == 3 * 2 * 3
-    for row in found.rows:
+    actual = sensitivity(exported, batches, ["mxfp6", "mxfp8"], method="both", draws=4, **options)
+    assert len(actual.rows) == 3 * 2 * 3
+    for row in actual.rows:
         assert 0.6 < row.estimate / row.alone < 1.6, row
-    assert found.agreement("mxfp6") == 1
+    assert actual.agreement("mxfp6") == 1
     again = sensitivity(exported, batches, ["mxfp6", "mxfp8"], method="gradient", draws=4, **options)
-    assert {row.estimate for row in again.rows} == {row.estimate for row in found.rows} and not again.whole
+    assert {row.estimate for row in again.rows} == {row.estimate for row in actual.rows} and not again.whole
 
 
 def test_masked_logits_change_no_number_of_the_others(net):
@@ -86,11 +86,11 @@ def test_masked_logits_change_no_number_of_the_others(net):
     model = Masked().eval()
     model.load_state_dict(dict(exported.named_parameters()))
     masked = torch.export.export(model, (batches[0],)).module()
-    found, want = (sensitivity(m, batches[:1], ["mxfp4"], metric="kl", method="both") for m in (masked, exported))
-    assert len(found.rows) == 3
-    for row, same in zip(found.rows, want.rows, strict=True):
+    actual, want = (sensitivity(m, batches[:1], ["mxfp4"], metric="kl", method="both") for m in (masked, exported))
+    assert len(actual.rows) == 3
+    for row, same in zip(actual.rows, want.rows, strict=True):
         assert math.isclose(row.alone, same.alone, rel_tol=1e-6) and 0.5 < row.estimate / row.alone < 2
-    assert math.isclose(found.whole["mxfp4"], want.whole["mxfp4"], rel_tol=1e-6)
+    assert math.isclose(actual.whole["mxfp4"], want.whole["mxfp4"], rel_tol=1e-6)
 
 
 def test_modules_without_weights_have_no_rows_of_weights():
@@ -124,11 +124,11 @@ def test_a_users_metric_and_configs(net):
     exported, batches = net
     largest = lambda got, want: (got - want).abs().max()  # noqa: E731
     config = pt2mx.get_default_mx_quantization_config(weight="mxfp4", activation=None)
-    found = sensitivity(exported, batches, {"weights in FP4": config}, metric=largest)
-    assert found.of("weights in FP4")["up"].alone > 0
+    actual = sensitivity(exported, batches, {"weights in FP4": config}, metric=largest)
+    assert actual.of("weights in FP4")["up"].alone > 0
     weight_only = sensitivity(exported, batches, ["mxfp4"], metric=largest, operands=["weights"])
     for name, row in weight_only.of("mxfp4", "weights").items():
-        assert row.alone == found.of("weights in FP4")[name].alone
+        assert row.alone == actual.of("weights in FP4")[name].alone
 
 
 def test_inputs_by_name_and_graphs_inside():
@@ -144,8 +144,8 @@ def test_inputs_by_name_and_graphs_inside():
     batch = {"x": torch.randn(4, 64), "bias": torch.randn(64)}
     with torch.no_grad():
         exported = torch.export.export(Branches().eval(), (batch["x"],), {"bias": batch["bias"]}).module()
-    found = sensitivity(exported, [batch, {**batch, "x": -batch["x"]}], ["mxfp4"], metric="noise", method="both")
-    rows = found.of("mxfp4")
+    actual = sensitivity(exported, [batch, {**batch, "x": -batch["x"]}], ["mxfp4"], metric="noise", method="both")
+    rows = actual.of("mxfp4")
     assert all(rows[name].alone > 0 and rows[name].estimate > 0 for name in ("up", "one", "two"))
 
 
@@ -164,9 +164,9 @@ def test_operators_with_several_outputs_and_inputs_that_are_written():
 
     x = torch.randn(32, 64, 5)
     exported = torch.export.export(Recurrent().eval(), (x,)).module()
-    found = sensitivity(exported, [x], ["mxfp8"], metric="noise", method="both", draws=8)
-    assert {row.module for row in found.rows} == {"conv", "lstm", "head"}
-    for row in found.rows:
+    actual = sensitivity(exported, [x], ["mxfp8"], metric="noise", method="both", draws=8)
+    assert {row.module for row in actual.rows} == {"conv", "lstm", "head"}
+    for row in actual.rows:
         assert 0.6 < row.estimate / row.alone < 1.6, row
 
 
@@ -197,11 +197,11 @@ def test_rows_of_zeros_have_no_direction():
             return self.linear(x) * (torch.arange(4) % 2)[:, None]
 
     exported = torch.export.export(Half().eval(), (X,)).module()
-    found = sensitivity(exported, [X], ["mxfp8"], metric="cosine", method="both", draws=256)
+    actual = sensitivity(exported, [X], ["mxfp8"], metric="cosine", method="both", draws=256)
     got, want = with_only(exported, ["linear"], "mxfp8")(X), exported(X)
     cosines = F.cosine_similarity(got.double(), want.double())[1::2]
-    assert math.isclose(found.rows[0].alone, 1 - cosines.mean().item(), rel_tol=1e-6)
-    assert 0.7 < found.rows[0].estimate / found.rows[0].alone < 1.4
+    assert math.isclose(actual.rows[0].alone, 1 - cosines.mean().item(), rel_tol=1e-6)
+    assert 0.7 < actual.rows[0].estimate / actual.rows[0].alone < 1.4
 
 
 def test_modules_that_make_nan_are_the_costliest(net):
@@ -215,10 +215,10 @@ def test_modules_that_make_nan_are_the_costliest(net):
         strong = with_only(exported, ["strong"])(batches[0])
         return ["strong"] if torch.equal(got, strong) and not torch.equal(got, prediction) else []
 
-    found = sensitivity(exported, batches[:1], ["mxfp4"], metric=distance)
-    assert found.rows[0].module == "strong" and found.rows[0].alone == math.inf
-    assert {row.alone for row in found.rows[1:]} == {0.5}
-    assert json.loads(found.to_json())["rows"][0]["alone"] == "inf"
+    actual = sensitivity(exported, batches[:1], ["mxfp4"], metric=distance)
+    assert actual.rows[0].module == "strong" and actual.rows[0].alone == math.inf
+    assert {row.alone for row in actual.rows[1:]} == {0.5}
+    assert json.loads(actual.to_json())["rows"][0]["alone"] == "inf"
 
 
 def test_no_gradient():
@@ -248,10 +248,10 @@ def test_buffers_that_a_model_writes_stay():
             return y + self.seen
 
     exported = torch.export.export(Counter().eval(), (X,)).module()
-    found = sensitivity(exported, [X, -X], ["mxfp8"], metric="noise", method="both")
+    actual = sensitivity(exported, [X, -X], ["mxfp8"], metric="noise", method="both")
     assert torch.equal(exported.seen, torch.zeros(64)) and not exported.seen.requires_grad
     again = sensitivity(exported, [X, -X], ["mxfp8"], metric="noise", method="both")
-    assert found == again and found.rows[0].alone > 0
+    assert actual == again and actual.rows[0].alone > 0
 
 
 def distance_nan(got, want):
@@ -296,6 +296,6 @@ def distance_nan(got, want):
 )
 def test_errors(net, options, text):
     exported, batches = net
-    given = {"model": exported, "batches": batches, "method": "gradient", **options}
+    arguments = {"model": exported, "batches": batches, "method": "gradient", **options}
     with pytest.raises(MXError, match=text):
-        sensitivity(given.pop("model"), given.pop("batches"), **given)
+        sensitivity(arguments.pop("model"), arguments.pop("batches"), **arguments)

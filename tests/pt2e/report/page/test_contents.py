@@ -35,13 +35,13 @@ def test_numbers_are_those_of_the_report(full, shown):
     assert shown["formats"] == [["mxfp4_e2m1{32}", weights], [None, report.bytes_after - weights]]
     for operator_report, drawn in zip(report.operators, shown["operators"], strict=True):
         assert (drawn["module"], drawn["notes"]) == (operator_report.module, operator_report.notes)
-        for operand, found in zip(operator_report.operands, drawn["operands"], strict=True):
-            assert (found["role"], found["spec"]) == (operand.role, operand.spec)
+        for operand, actual in zip(operator_report.operands, drawn["operands"], strict=True):
+            assert (actual["role"], actual["spec"]) == (operand.role, operand.spec)
             if seen := operand.statistics:
-                assert found["seen"]["noise"] == plain([seen.sqnr, seen.saturated, seen.flushed])
-                pairs = found["seen"]["exponents"]
+                assert actual["seen"]["noise"] == plain([seen.sqnr, seen.saturated, seen.flushed])
+                pairs = actual["seen"]["exponents"]
                 assert dict(zip(pairs[::2], pairs[1::2], strict=True)) == seen.exponents
-                assert [name for name, *_ in found["candidates"]] == list(operand.candidates)
+                assert [name for name, *_ in actual["candidates"]] == list(operand.candidates)
 
 
 def test_the_layer_that_saturates_is_an_outlier(shown):
@@ -50,10 +50,10 @@ def test_the_layer_that_saturates_is_an_outlier(shown):
 
 
 def test_sensitivity_by_module_and_the_candidate_that_costs_most(full, shown):
-    found = shown["sensitivity"]
-    assert (found["metric"], found["worst"]) == ("noise", "mxfp4")
-    assert set(found["modules"]) == {row.module for row in full.more["sensitivity"].rows}
-    alone = {candidate: cost for candidate, _, cost, _, _ in found["modules"]["layers.0"]}
+    actual = shown["sensitivity"]
+    assert (actual["metric"], actual["worst"]) == ("noise", "mxfp4")
+    assert set(actual["modules"]) == {row.module for row in full.more["sensitivity"].rows}
+    alone = {candidate: cost for candidate, _, cost, _, _ in actual["modules"]["layers.0"]}
     assert alone["mxfp8"] < alone["mxfp4"]
 
 
@@ -72,48 +72,48 @@ def test_quality_of_the_comparison_where_none_is_given(full):
 
 def test_numbers_that_json_has_no_words_for():
     rows = [operator(f"m{i}", sqnr) for i, sqnr in enumerate((math.nan, math.inf, -math.inf, 1 / 3))]
-    found = contents(report_of(*rows), PageContext(quality={"cosine": math.nan}))
-    assert [o["operands"][0]["seen"]["noise"][0] for o in found["operators"]] == [
+    actual = contents(report_of(*rows), PageContext(quality={"cosine": math.nan}))
+    assert [o["operands"][0]["seen"]["noise"][0] for o in actual["operators"]] == [
         "NaN",
         "Infinity",
         "-Infinity",
         0.333333,
     ]
-    assert found["quality"] == [["cosine", "NaN"]]
-    assert found["operators"][2]["operands"][0]["below"] == "Infinity"
-    json.dumps(found, allow_nan=False)
+    assert actual["quality"] == [["cosine", "NaN"]]
+    assert actual["operators"][2]["operands"][0]["below"] == "Infinity"
+    json.dumps(actual, allow_nan=False)
 
 
 def test_a_report_without_rows():
-    found = contents(report_of(), PageContext())
-    assert (found["operators"], found["formats"], found["graphs"]) == ([], [], {})
-    assert (found["comparison"], found["sensitivity"], found["totals"]["bits"]) == (None, None, 0.0)
+    actual = contents(report_of(), PageContext())
+    assert (actual["operators"], actual["formats"], actual["graphs"]) == ([], [], {})
+    assert (actual["comparison"], actual["sensitivity"], actual["totals"]["bits"]) == (None, None, 0.0)
 
 
-def found(*sqnr):
+def below_median(*sqnr):
     operands = operator("m", *sqnr).operands
     below = outliers(operands)
     return {i: below[id(operand)] for i, operand in enumerate(operands) if id(operand) in below}
 
 
 def test_an_outlier_is_far_below_the_median_of_its_format():
-    assert found(20.0, 21.0, 20.5, 12.0, 20.2, 20.1) == {3: pytest.approx(20.15 - 12.0)}
+    assert below_median(20.0, 21.0, 20.5, 12.0, 20.2, 20.1) == {3: pytest.approx(20.15 - 12.0)}
 
 
 def test_what_is_within_the_spread_or_3_db_or_above_the_median_is_none():
-    assert found(20.0, 26.0, 14.0, 23.0, 17.0, 12.0) == {}
-    assert found(20.0, 20.0, 20.0, 20.0, 20.0, 17.5) == {}
-    assert found(20.0, 20.0, 20.0, 20.0, 20.0, 40.0) == {}
+    assert below_median(20.0, 26.0, 14.0, 23.0, 17.0, 12.0) == {}
+    assert below_median(20.0, 20.0, 20.0, 20.0, 20.0, 17.5) == {}
+    assert below_median(20.0, 20.0, 20.0, 20.0, 20.0, 40.0) == {}
 
 
 def test_a_few_operands_have_no_outliers():
-    assert found(20.0, 20.0, 20.0, 5.0) == {}
+    assert below_median(20.0, 20.0, 20.0, 5.0) == {}
 
 
 def test_ratios_that_are_not_finite():
-    assert found(math.nan, math.inf, 20.0) == {}
-    assert found(-math.inf, 20.0) == {0: math.inf}
-    assert found(-math.inf) == {0: math.inf}
+    assert below_median(math.nan, math.inf, 20.0) == {}
+    assert below_median(-math.inf, 20.0) == {0: math.inf}
+    assert below_median(-math.inf) == {0: math.inf}
 
 
 def test_formats_and_roles_are_compared_among_themselves():

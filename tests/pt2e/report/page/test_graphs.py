@@ -46,9 +46,9 @@ def test_places_of_operators_before_and_after(forms):
     names = [operator.name for operator in pt2mx.quantization_report(forms[1]).operators]
     assert names == ["embedding", "linear", "linear_1", "matmul", "linear_2"]
     for after in (converted, lowered):
-        found = places(names, before, after)
-        assert [before.rows[old].name for old, _ in found] == names
-        assert [row.module for row in (after.rows[new] for _, new in found)][1:3] == ["query", "key"]
+        actual = places(names, before, after)
+        assert [before.rows[old].name for old, _ in actual] == names
+        assert [row.module for row in (after.rows[new] for _, new in actual)][1:3] == ["query", "key"]
     assert all(new is None for _, new in places(names, before, None))
     assert places(["nowhere"], before, converted) == [(None, None)]
 
@@ -67,8 +67,8 @@ def test_graphs_inside(forms):
     names = [operator.name for operator in pt2mx.quantization_report(after).operators]
     drawn = DrawnGraph.of(before, "before"), DrawnGraph.of(after, "after")
     assert names == ["true_graph_0.linear", "false_graph_0.linear"]
-    for form, found in zip(drawn, zip(*places(names, *drawn), strict=True), strict=True):
-        assert [form.rows[i].operator for i in found] == ["aten.linear"] * 2
+    for form, actual in zip(drawn, zip(*places(names, *drawn), strict=True), strict=True):
+        assert [form.rows[i].operator for i in actual] == ["aten.linear"] * 2
 
 
 def test_a_program_is_drawn_as_its_module(forms):

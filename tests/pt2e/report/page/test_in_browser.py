@@ -48,8 +48,8 @@ def show(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=[1280, 390])
 def page(show, request):
-    found = full_report()
-    return show(found.report.to_html(**found.more), request.param)
+    actual = full_report()
+    return show(actual.report.to_html(**actual.more), request.param)
 
 
 @pytest.fixture
@@ -148,8 +148,8 @@ def test_what_assistive_technology_hears(fresh):
 
 def test_hostile_names(show):
     report = report_of(*(operator(name, 20.0, reason=name) for name in HOSTILE))
-    found = Sensitivity("kl", (SensitivityRow(HOSTILE[0], "mxfp4", "both", alone=math.inf),), {})
-    page = show(report.to_html(model=HOSTILE[1], sensitivity=found), 390)
+    actual = Sensitivity("kl", (SensitivityRow(HOSTILE[0], "mxfp4", "both", alone=math.inf),), {})
+    page = show(report.to_html(model=HOSTILE[1], sensitivity=actual), 390)
     assert page.run(NAMES) == list(HOSTILE)
     page.run(f"{ROWS}.forEach((row) => row.querySelector('.open').click())")
     assert page.run("document.querySelectorAll('img, main script').length") == 0
@@ -174,8 +174,8 @@ def test_operators_have_whole_numbers(show, count, places):
 
 
 def test_a_comparison_of_a_model_without_parameters(show):
-    found = RecipeComparison.of("cosine", True, [RecipeRow("float", 0, 0.0, 1.0), RecipeRow("mxfp8", 0, 0.0, 0.999)])
-    page = show(report_of(operator("m", 10.0)).to_html(recipe="mxfp8", comparison=found))
+    table = RecipeComparison.of("cosine", True, [RecipeRow("float", 0, 0.0, 1.0), RecipeRow("mxfp8", 0, 0.0, 0.999)])
+    page = show(report_of(operator("m", 10.0)).to_html(recipe="mxfp8", comparison=table))
     assert page.run("document.querySelector('#comparison .plot').offsetHeight") == 0
     assert page.run("[...document.querySelectorAll('#comparison tbody th')].map((one) => one.textContent)") == [
         "floatfront", "mxfp8",
@@ -184,8 +184,8 @@ def test_a_comparison_of_a_model_without_parameters(show):
 
 @pytest.mark.parametrize(("metric", "note"), [("cosine", "against the float model"), ("accuracy", None)])
 def test_only_a_comparison_is_with_the_float_model(show, metric, note):
-    found = RecipeComparison.of("cosine", True, [RecipeRow("float", 256, 32.0, 1.0), RecipeRow("mxfp8", 66, 8.2, 0.99)])
-    page = show(report_of(operator("m", 10.0)).to_html(quality={metric: 0.9}, comparison=found))
+    table = RecipeComparison.of("cosine", True, [RecipeRow("float", 256, 32.0, 1.0), RecipeRow("mxfp8", 66, 8.2, 0.99)])
+    page = show(report_of(operator("m", 10.0)).to_html(quality={metric: 0.9}, comparison=table))
     assert page.run("document.querySelectorAll('#answers > div')[2].querySelector('.note')?.textContent") == note
 
 

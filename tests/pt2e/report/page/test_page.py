@@ -44,9 +44,9 @@ def data_of(text: str) -> dict:
 
 @pytest.fixture(scope="module")
 def full():
-    found = full_report()
-    found.text = found.report.to_html(**found.more)
-    return found
+    actual = full_report()
+    actual.text = actual.report.to_html(**actual.more)
+    return actual
 
 
 def test_the_page_of_a_report_is_written_whole(full, tmp_path):
@@ -60,8 +60,8 @@ def test_the_page_of_a_report_is_written_whole(full, tmp_path):
 
 
 def test_it_needs_nothing_else(full):
-    found = re.findall(r"(?:src|href)=\S+|url\(|@import|https?://\S+", full.text)
-    assert set(found) == {'href="#operators">Skip', 'http://www.w3.org/2000/svg",'}
+    actual = re.findall(r"(?:src|href)=\S+|url\(|@import|https?://\S+", full.text)
+    assert set(actual) == {'href="#operators">Skip', 'http://www.w3.org/2000/svg",'}
     policy = re.search(r'Content-Security-Policy" content="(.*?)"', full.text)[1]
     assert re.fullmatch(r"default-src 'none'; style-src 'sha256-\S+'; script-src 'sha256-\S+'", policy)
     assert not re.search(r"\sstyle=", full.text), "the policy would not apply it"
@@ -73,7 +73,7 @@ def test_names_are_text():
     text = report.to_html(model=HOSTILE[0], quality=dict.fromkeys(HOSTILE, 1.0))
     text.encode()
     assert Elements(text).names == Elements(report_of(operator("m", 20.0)).to_html()).names
-    assert [found["module"] for found in data_of(text)["operators"]] == list(HOSTILE)
+    assert [actual["module"] for actual in data_of(text)["operators"]] == list(HOSTILE)
     assert "<img" not in text and "<!--" not in text
     assert Elements(text).texts["title"] == HOSTILE[0]
 
