@@ -1,4 +1,4 @@
-"""Weights that conditions, loops and other graphs inside read."""
+"""Weights that subgraphs read: conditions, loops and others."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def test_outputs_come_nearer(kind):
         assert inner.rotated == (0 if kind is ViewedWeight else 32)
 
 
-def test_a_weight_that_a_graph_inside_also_reads_unquantized():
+def test_a_weight_that_a_subgraph_also_reads_unquantized():
     class Penalized(Base):
         def apply_inner(self, x):
             with torch.no_grad():
@@ -160,12 +160,12 @@ def plus_itself_outside(model, x):
 
 
 @pytest.mark.parametrize("forward", [times_itself, plus_itself, plus_itself_outside])
-def test_a_weight_that_its_own_product_reads_unquantized_too(forward):
+def test_a_weight_that_its_matmul_also_reads_unquantized(forward):
     x = inputs()
     model = exported(forward, x)
     optimized = pt2mx.optimize(model, QUANTIZER, [(x,)])
     assert torch.equal(optimized(x), model(x))
-    assert optimization_report(optimized).weights[0].reason.startswith("an operator quantizes it and reads it")
+    assert optimization_report(optimized).weights[0].reason.startswith("an operator quantizes it and also reads it")
 
 
 def test_one_value_in_both_branches():
