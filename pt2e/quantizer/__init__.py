@@ -1,1 +1,1 @@
-"""The choice of a spec for each operand: configs, recipes and the annotation of graphs."""
+"""Choose a spec for each operand: configs, recipes and the annotation of graphs."""

@@ -1,4 +1,4 @@
-"""The annotation of one operator: a config's specs on its operands."""
+"""Annotate one operator: put a config's specs on its operands."""
 
 from __future__ import annotations
 
@@ -18,17 +18,24 @@ from pt2mx.pt2e.quantizer.operators import CONFIG_KEY, Operand, argument_of, gat
 from pt2mx.pt2e.torchao_pt2e import Q_ANNOTATION_KEY, QuantizationAnnotation, QuantizationSpec, is_batchedtensor
 from pt2mx.spec import MXSpec
 
-#: meta key of an operator's node: why it, or an operand of it, was left in high precision
+#: meta key of an operator's node: why it, or one of its operands, stays in high precision
 REASON_KEY = "mx_reason"
 
-#: meta key of an operator's node: what its user should know of the way it is quantized
+#: meta key of an operator's node: what the user should know about the way it is quantized
 REMARK_KEY = "mx_remark"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A config applied to one operator: role and spec of each (argument, the node that reads it), the spec of the
-    output, why something was left alone, and what its user should know."""
+    """A config applied to one operator.
+
+    Args:
+        node: the operator.
+        inputs: (tensor, the node that uses it) -> role and spec.
+        output: the spec of the result; None: high precision.
+        reasons: why operands stay in high precision.
+        remark: what the user should know about the way the operator is quantized.
+    """
 
     node: Node
     inputs: dict[tuple[Node, Node], tuple[str, MXSpec]]
@@ -37,23 +44,26 @@ class Plan:
     remark: str | None = None
 
     def __bool__(self) -> bool:
-        """True if anything is quantized."""
+        """Return True if anything is quantized."""
         return bool(self.inputs) or self.output is not None
 
 
 def plan_operator(node: Node, config: MXQuantizationConfig, constants: set[Node]) -> Plan:
-    """Apply `config` to a call of a quantizable operator; nothing is annotated yet.
+    """Apply `config` to a call of a quantizable operator, without annotating the graph.
 
-    `constants` are the constant nodes of the graph: their specs are the weights'.
+    Args:
+        node: the call.
+        config: the config that a setting selected.
+        constants: the constant nodes of the graph; they get the specs of weights.
     """
     inputs: dict[tuple[Node, Node], tuple[str, MXSpec]] = {}
     reasons: list[str] = []
     operands = operands_of(node)
-    apart = along_head_dim(node, operands, constants)
-    remark = REMARK if apart != operands and config.value_blocks == "key_length" else None
-    operands = apart if config.value_blocks == "head_dim" else operands
+    by_head = along_head_dim(node, operands, constants)
+    remark = REMARK if by_head != operands and config.value_blocks == "key_length" else None
+    operands = by_head if config.value_blocks == "head_dim" else operands
     if not operands:
-        reasons.append("no product of two tensors with a reduced dimension")
+        reasons.append("no matmul of two tensors: it reduces no dimension of both")
     for operand in operands:
         tensor, user, gather = argument_of(node, operand), node, gather_of(node, operand)
         if gather is not None and node_arg(gather) in constants and Q_ANNOTATION_KEY not in gather.meta:
@@ -68,26 +78,26 @@ def plan_operator(node: Node, config: MXQuantizationConfig, constants: set[Node]
             reasons.append(reason)
         else:
             inputs[tensor, user] = role, _along(spec, tensor, operand.axis)
-    whole = Operand("output", -1, "output", -1)
-    output = None if config.output is None or _unfit(node, node, whole) else _along(config.output, node, -1)
+    result = Operand("output", -1, "output", -1)
+    output = None if config.output is None or _unfit(node, node, result) else _along(config.output, node, -1)
     if not (inputs or output or reasons):
         reasons.append("the config names no spec for its operands")
     return Plan(node, inputs, output, tuple(dict.fromkeys(reasons)), remark if inputs else None)
 
 
 def annotate_operator(plan: Plan, config: MXQuantizationConfig) -> None:
-    """Annotate the graph as planned, and note in the operator's meta what was left alone and why."""
+    """Annotate the graph as planned, and store in the operator's meta what is not quantized and the reason."""
 
     def qspec(role: str, spec: MXSpec) -> QuantizationSpec:
         return mx_qspec(spec, config.module_of(role), config.ste)
 
     plan.node.meta[CONFIG_KEY] = config
-    by_reader: dict[Node, dict] = {plan.node: {}} if plan.output else {}
-    for (argument, reader), (role, spec) in plan.inputs.items():
-        by_reader.setdefault(reader, {})[argument] = qspec(role, spec)
-    for reader, inputs in by_reader.items():
-        output = qspec("output", plan.output) if plan.output and reader is plan.node else None
-        reader.meta[Q_ANNOTATION_KEY] = QuantizationAnnotation(
+    by_user: dict[Node, dict] = {plan.node: {}} if plan.output else {}
+    for (argument, user), (role, spec) in plan.inputs.items():
+        by_user.setdefault(user, {})[argument] = qspec(role, spec)
+    for user, inputs in by_user.items():
+        output = qspec("output", plan.output) if plan.output and user is plan.node else None
+        user.meta[Q_ANNOTATION_KEY] = QuantizationAnnotation(
             input_qspec_map=inputs, output_qspec=output, _annotated=True
         )
     if plan.reasons:
@@ -111,7 +121,7 @@ def _with_axis(spec: MXSpec, axis: int) -> MXSpec:
 
 
 def _unfit(tensor: Node, consumer: Node, operand: Operand) -> str | None:
-    """The reason to leave a tensor in high precision although a config names a spec for it; None: there is none."""
+    """Return why a tensor cannot be quantized although a config names a spec for it; None if it can."""
     value = tensor.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return f"{tensor.name} is no tensor"

@@ -1,9 +1,9 @@
-"""The values of an attention: along which dimension their blocks run.
+"""Choose the block axis of an attention's values.
 
-By the specification's dot product (OCP MX v1.0, section 6.1) blocks run along the dimension that a product reduces, for
-values the key length. A block then holds several tokens, and its scale sees masked, padded and later ones: in a causal
-model the last token would change what the first ones give, and what a cache held before would change a new prompt. So
-values have their blocks along the head dimension, a token by itself, unless a config asks for the key length.
+By the dot product of the specification (OCP MX v1.0, section 6.1) blocks run along the dimension that a matmul reduces,
+for values the key length. Then a block holds several tokens, and masked, padded and later tokens influence its scale:
+in a causal model the last token would change the results of the first ones, and the old content of a cache would change
+a new prompt. So by default the blocks of values run along the head dimension, within one token.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from pt2mx.pt2e.quantizer.reduction_axes import einsum_free_axis
 
 aten = torch.ops.aten
 
-#: where the blocks of an attention's values may run: the field `value_blocks` of a config
+#: the choices for the blocks of an attention's values, the field `value_blocks` of a config
 VALUE_BLOCKS = ("head_dim", "key_length")
 
-#: what a report says of the latter
+#: the remark of a report on the latter
 REMARK = "value in blocks along the key length: masked, padded and later tokens change a block's scale"
 
 _SOFTMAX = frozenset({
     "softmax", "_softmax", "special_softmax", "_safe_softmax", "log_softmax", "_log_softmax", "special_log_softmax",
 })  # fmt: skip
-#: operators that leave probabilities what they are, beside views: casts, copies, masks, the largest of them, dropout
+#: apart from views, operators after which probabilities are still probabilities: casts, copies, masks, top-k, dropout
 _PASSING = frozenset({
     "_to_copy", "type_as", "clone", "dropout", "native_dropout", "feature_dropout", "alpha_dropout", "mul", "div",
     "where", "masked_fill", "nan_to_num", "copy", "lift_fresh_copy", "reshape", "cat", "constant_pad_nd", "pad",
@@ -38,9 +38,11 @@ _PASSING = frozenset({
 
 
 def along_head_dim(node: Node, operands: tuple[Operand, ...], constants: set[Node]) -> tuple[Operand, ...]:
-    """The operands of a call, with values blocked along the head dimension: those of a fused attention, and the factor
-    that probabilities are multiplied with in the products that export leaves of another. Constant factors stay as they
-    are: they hold no tokens."""
+    """Return the operands of a call, with the blocks of attention values along the head dimension.
+
+    Values are those of a fused attention, and the factor that probabilities are multiplied with in a matmul of an
+    unfused one. Constant factors keep their axis: they hold no tokens.
+    """
     return tuple(
         operand if axis is None else dataclasses.replace(operand, axis=axis)
         for operand, axis in ((operand, _head_axis(node, operand, operands, constants)) for operand in operands)
@@ -63,7 +65,7 @@ def _head_axis(node: Node, operand: Operand, operands: tuple[Operand, ...], cons
 
 
 def _are_probabilities(node: Node) -> bool:
-    """True if a tensor is the result of a softmax, maybe cast, masked, dropped out, or seen in another shape."""
+    """Return True for the result of a softmax, also after casts, masks, dropout and views."""
     seen, pending = set(), [node]
     while pending:
         current = pending.pop()

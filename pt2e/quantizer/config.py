@@ -13,37 +13,38 @@ from pt2mx.pt2e.quantizer.attention import VALUE_BLOCKS
 from pt2mx.pt2e.quantizer.operators import OPERAND_NAMES
 from pt2mx.spec import MXSpec, parse
 
-#: the fields of a config that are specs; also the roles that `pt2mx.pt2e.quantizer.operators` gives to operands
+#: the fields of a config that are specs, and the roles of operands in `pt2mx.pt2e.quantizer.operators`
 ROLES = ("activation", "weight", "output", "bias")
 
-#: what makes the modules for calibration: one constructor, or (role, constructor) pairs
+#: the constructor of calibration modules, or (role, constructor) pairs
 Observer = Callable | tuple[tuple[str, Callable], ...] | None
 
 
 @dataclass(frozen=True)
 class MXQuantizationConfig:
-    """The specs of one operator's tensors, each an `MXSpec`, a spelling that `pt2mx.parse` takes, or None (leave in
-    high precision). Axes are set by the operators: each runs its blocks along the dimension that it reduces.
+    """The specs of one operator's tensors.
+
+    Each is an `MXSpec`, a spelling that `pt2mx.parse` takes, or None (leave in high precision). Operators set the axes:
+    blocks run along the dimension that the operator reduces.
 
     Args:
         activation: computed operands.
         weight: constant operands; `activation=None` with a weight is weight-only quantization.
         output: the result, blocks along its last dimension.
         bias: the bias, where the operator has one.
-        operands: specs (or None) of single operands by name, in place of those of their roles, such as
-            `{"query": "mxfp8", "value": None}`. The table in README.md beside names the operands of each operator; an
-            operator without one of that name is not concerned. Kept as pairs.
-        ste: what becomes of a gradient in quantization-aware training: "identity" (it passes unchanged) or "clipped"
-            (zero where the value saturated).
-        is_qat: insert `MXFakeQuantize` instead of `MXObserver` under torchao's own `prepare_qat_pt2e`; the one of pt2mx
-            sees to it by itself.
-        observer: what to insert for calibration in place of `MXObserver`: a subclass of it, or what `with_args` of one
-            returns, such as `MXFormatObserver.with_args(candidates=("mxfp4", "mxfp8"))`; or a mapping from roles to
-            such, `{"activation": ..., "weight": ...}`, kept as pairs. Recipes do not hold it.
-        value_blocks: along which dimension the blocks of an attention's values run: "head_dim", so that no token
-            changes the numbers of another, or "key_length", the dimension that the product reduces, as the dot product
-            of the specification has it (OCP MX v1.0, section 6.1). There a block's scale sees several tokens, masked,
-            padded and later ones among them.
+        operands: specs (or None) of single operands by name, which override those of their roles, such as
+            `{"query": "mxfp8", "value": None}`. The README of this folder lists the operands of each operator; other
+            operators ignore the name. Stored as pairs.
+        ste: the gradient in quantization-aware training: "identity" (unchanged) or "clipped" (zero where the value
+            saturated).
+        is_qat: insert `MXFakeQuantize` instead of `MXObserver` under torchao's own `prepare_qat_pt2e`; that of pt2mx
+            does so by itself.
+        observer: the module to insert for calibration instead of `MXObserver`: a subclass, or the result of its
+            `with_args`, such as `MXFormatObserver.with_args(candidates=("mxfp4", "mxfp8"))`. Or a mapping from roles to
+            these, `{"activation": ..., "weight": ...}`, stored as pairs. Recipes cannot store it.
+        value_blocks: the dimension of the blocks of an attention's values. "head_dim" keeps tokens independent of each
+            other. "key_length" is the dimension that the matmul reduces, as in the specification's dot product (OCP MX
+            v1.0, section 6.1); there masked, padded and later tokens influence the scale of a block.
 
     Raises:
         MXError: for an unknown spelling or operand, a spec whose scale is not E8M0, or another observer.
@@ -65,7 +66,7 @@ class MXQuantizationConfig:
     observer: Observer = None
     value_blocks: str = "head_dim"
 
-    if TYPE_CHECKING:  # the fields are what becomes of the arguments
+    if TYPE_CHECKING:  # `__post_init__` converts the arguments to the types of the fields
 
         def __init__(
             self,
@@ -104,7 +105,7 @@ class MXQuantizationConfig:
         return dict(self.operands).get(operand, getattr(self, role))
 
     def module_of(self, role: str) -> Callable:
-        """Return the constructor of the module that is inserted for a tensor.
+        """Return the constructor of the module to insert for a tensor.
 
         Args:
             role: a role, as in `spec_of`.
@@ -121,7 +122,7 @@ class MXQuantizationConfig:
         """Return the fields that are not at their defaults.
 
         Returns:
-            Specs as `pt2mx.parse` spells them; plain values but for `observer`, which stays as it is.
+            Specs as `pt2mx.parse` spells them, and plain values; `observer` is not converted.
         """
         specs = {role: getattr(self, role) for role in ROLES}
         plain: dict[str, object] = {role: str(spec) for role, spec in specs.items() if spec is not None}
@@ -134,7 +135,7 @@ class MXQuantizationConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> MXQuantizationConfig:
-        """Make the config of a dictionary such as `to_dict` makes.
+        """Make a config from a dictionary such as `to_dict` returns.
 
         Args:
             values: field -> value, as the class takes them.
@@ -150,15 +151,15 @@ class MXQuantizationConfig:
         for name in values:
             if name not in _DEFAULTS:
                 raise MXError(f"unknown key {name!r} of a config: {nearest(name, _DEFAULTS)}")
-        fields_given: dict[str, Any] = dict(values)
-        return cls(**fields_given)
+        arguments: dict[str, Any] = dict(values)
+        return cls(**arguments)
 
 
 _DEFAULTS = {field.name: field.default for field in fields(MXQuantizationConfig)}
 
 
 def _checked_observer(observer: object) -> Observer:
-    """`observer`, a mapping from roles as pairs."""
+    """Return a checked `observer`, a mapping as pairs."""
     if not isinstance(observer, Mapping | tuple):
         return None if observer is None else _checked_constructor(observer)
     try:
@@ -180,23 +181,23 @@ def _checked_constructor(observer: object) -> Callable:
 
 
 def _makes_observers(constructor: Callable) -> bool:
-    """Tried as torchao will call it, so that a bad argument of `with_args` raises here."""
+    """Call it as torchao will, so that a bad argument of `with_args` raises here."""
     if not hasattr(constructor, "with_args"):
         return False
     return isinstance(constructor.with_args(qscheme=("mx", *parse("mxfp8").op_args()))(), MXObserver)
 
 
 def checked_spec(name: str, value: object) -> MXSpec | None:
-    """The spec that `value` is or spells, which operators of a graph take; None for None.
+    """Return the spec that `value` is or spells; None for None.
 
     Raises:
-        MXError: for another one, naming what it is for.
+        MXError: for a value that is no spec, or a spec that operators of a graph do not take.
     """
     if value is None:
         return None
     try:
         spec = parse(value)
-        spec.op_args()  # the graph holds operators, which take some specs only
+        spec.op_args()  # raises for a spec that operators cannot take
     except MXError as error:
         raise MXError(f"{name}: {error}") from None
     return spec
@@ -225,11 +226,11 @@ def get_default_mx_quantization_config(
     value_blocks: str = "head_dim",
     **modes: object,
 ) -> MXQuantizationConfig:
-    """Make the config of weights and activations in one block size and one set of modes.
+    """Make a config for weights and activations with one block size and the same modes.
 
     Args:
         weight, activation: a format, or None; `activation=None` is weight-only quantization.
-        block_size: values that share a scale; None takes it from the formats, 32 unless they name one (`"mxfp4{16}"`).
+        block_size: values that share a scale; None: that of the formats, 32 unless they name one (`"mxfp4{16}"`).
         operands, ste, is_qat, observer, value_blocks: see `MXQuantizationConfig`.
         modes: `scale_mode` and `rounding`, as `MXSpec` has them.
 
@@ -246,12 +247,12 @@ def get_default_mx_quantization_config(
     """
     allowed = {f.name for f in fields(MXSpec)} - {"element", "block_size"}
     if unknown := set(modes) - allowed:
-        raise MXError(f"unknown argument {sorted(unknown)[0]!r}: allowed beside the formats are {sorted(allowed)}")
+        raise MXError(f"unknown argument {sorted(unknown)[0]!r}: allowed apart from the formats are {sorted(allowed)}")
 
-    fields_given = modes if block_size is None else {"block_size": block_size, **modes}
+    spec_fields = modes if block_size is None else {"block_size": block_size, **modes}
 
     def spec(spelling: object) -> MXSpec | None:
-        return None if spelling is None else parse(spelling, **fields_given)
+        return None if spelling is None else parse(spelling, **spec_fields)
 
     return MXQuantizationConfig(
         activation=spec(activation),

@@ -16,7 +16,7 @@ from pt2mx.pt2e.quantizer.operators import OPERANDS, OPT_IN, names_of, operator_
 
 
 def operator_key(operator: object) -> str:
-    """The name of an operator that can be quantized: "aten.bmm" for `torch.ops.aten.bmm.default` and for that name.
+    """Return the name of a quantizable operator: "aten.bmm" for `torch.ops.aten.bmm.default` or that name.
 
     Raises:
         MXError: for another object, naming the nearest operator.
@@ -28,24 +28,24 @@ def operator_key(operator: object) -> str:
 
 
 def type_key(module_type: type) -> str:
-    """The qualified name of a class."""
+    """Return the qualified name of a class."""
     return f"{module_type.__module__}.{module_type.__qualname__}"
 
 
 def object_key(object_type: object) -> tuple[str, str]:
-    """The setting kind and the key by which `set_object_type` means an object.
+    """Return the setting kind and the key that `set_object_type` uses for an object.
 
     Raises:
-        MXError: for what is neither an operator nor a class.
+        MXError: for an object that is neither an operator nor a class.
     """
     if isinstance(object_type, type):
         return "module_type", type_key(object_type)
     name = _operator_name(object_type)
     if callable(object_type) and not isinstance(object_type, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         name = getattr(object_type, "__name__", name)
-    found = next((n for n in (name, f"aten.{name}") if n in _operator_names()), None)
-    if found is not None:
-        return "operator_type", found
+    operator = next((n for n in (name, f"aten.{name}") if n in _operator_names()), None)
+    if operator is not None:
+        return "operator_type", operator
     if isinstance(object_type, str) and object_type and not name.startswith("aten."):
         return "module_type", object_type
     raise MXError(
@@ -62,17 +62,17 @@ def _operator_name(operator: object) -> str:
     return str(operator).removeprefix("torch.ops.").removesuffix(".default")
 
 
-#: of each node the calls around it, and its own: (module that makes the call, what is called, which of such calls)
+#: node -> the calls around it and its own: (module that makes the call, class or operator, its number)
 Calls = dict[Node, list[tuple[str, str, int]]]
 
 
 def _depth(node: Node, matches: Callable[[str, str], bool]) -> int:
-    """Depth of the innermost module around `node` that matches, -1 if none does."""
+    """Return the depth of the innermost module around `node` that matches, -1 if none does."""
     return max((i for i, module in enumerate(modules_of(node)) if matches(*module)), default=-1)
 
 
 def _is_inside(key: str, node: Node) -> bool:
-    """Also for a container that is not called itself, such as a ModuleList."""
+    """Also matches a container that is not called itself, such as a ModuleList."""
     return any(f"{name}.".startswith(f"{key}.") for name, _ in modules_of(node))
 
 
@@ -82,13 +82,16 @@ def _is_type(key: str, kind: str) -> bool:
     return kind == key or ("." not in key and kind.rpartition(".")[2] == key)
 
 
-def _place(key: str, names: tuple[str, ...]) -> int:
+def _position(key: str, names: tuple[str, ...]) -> int:
     return names.index(key) if key in names else -1
 
 
 def number_calls(nodes: Iterable[Node]) -> Calls:
-    """The calls of every node, which are those of modules, made by the module above in the names, and the operator's
-    own, made by the innermost module. `nodes` are in the order of execution; one that comes again counts once."""
+    """Number the calls around every node, in the order of execution.
+
+    These are the calls of modules, made by the parent by name, and the operator's own call, made by the innermost
+    module. A node that occurs twice in `nodes` counts once.
+    """
     numbers: dict[object, int] = {}
     counts: Counter[tuple[str, str]] = Counter()
 
@@ -115,7 +118,7 @@ def _is_call(key: tuple[str, str, int], calls: Iterable[tuple[str, str, int]]) -
     )
 
 
-#: setting kind, in order of precedence -> how closely around a node a key of that kind matches, -1 for not at all
+#: setting kind, in order of precedence -> depth of the match of a key around a node, -1 for no match
 MATCHERS: dict[str, Callable[[Any, Node, Calls], int]] = {
     "module_name_object_type_order": lambda key, node, calls: 0 if _is_call(key, calls.get(node, ())) else -1,
     "module_name": lambda key, node, calls: len(key) if _is_inside(key, node) else -1,
@@ -123,5 +126,5 @@ MATCHERS: dict[str, Callable[[Any, Node, Calls], int]] = {
         0, _depth(node, lambda name, kind: bool(re.fullmatch(key, name)))
     ),
     "module_type": lambda key, node, calls: _depth(node, lambda name, kind: _is_type(key, kind)),
-    "operator_type": lambda key, node, calls: _place(key, names_of(operator_name(node.target))),
+    "operator_type": lambda key, node, calls: _position(key, names_of(operator_name(node.target))),
 }

@@ -1,4 +1,4 @@
-"""The settings of a quantizer that are of the model as a whole: a filter, algorithms, the format of a cache."""
+"""The settings of a quantizer for the whole model: a filter, algorithms, the cache format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ModelSettings:
-    """Each setter returns the quantizer."""
+    """Settings for the whole model; each setter returns the quantizer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,16 +26,17 @@ class ModelSettings:
         self._kv_cache: MXSpec | None = None
 
     def set_filter_function(self, function: Callable[[Node], bool] | None) -> Self:
-        """Quantize only the operators that a function accepts. Recipes and dictionaries do not hold it.
+        """Quantize only the operators for which a function returns True. A filter cannot be stored in a recipe.
 
         Args:
-            function: True of the `torch.fx.Node` of an operator that may be quantized; None takes the filter away.
+            function: gets the `torch.fx.Node` of an operator, and returns whether to quantize it; None removes the
+                filter.
 
         Returns:
             The quantizer.
 
         Raises:
-            MXError: for what cannot be called.
+            MXError: for an object that is not callable.
         """
         if function is not None and not callable(function):
             raise MXError(f"the filter must be a function of a node that returns a bool, not {function!r}")
@@ -44,7 +45,7 @@ class ModelSettings:
 
     @property
     def filter_function(self) -> Callable[[Node], bool] | None:
-        """The function that `set_filter_function` set.
+        """Return the function that `set_filter_function` set.
 
         Example:
             >>> import pt2mx
@@ -55,7 +56,7 @@ class ModelSettings:
 
     @property
     def algorithms(self) -> tuple[Algorithm, ...] | None:
-        """The algorithms that `set_algorithms` or a recipe set, in the order in which they are applied; None: no word.
+        """Return the algorithms that `set_algorithms` or a recipe set, in the order of application; None: not set.
 
         Returns:
             A tuple of algorithms of `pt2mx.algorithms`, or None.
@@ -63,11 +64,11 @@ class ModelSettings:
         return self._algorithms
 
     def set_algorithms(self, algorithms: str | Sequence[Algorithm] | Mapping[str, object] | None) -> Self:
-        """Set the algorithms by which `pt2mx.optimize` and `pt2mx quantize` round the weights.
+        """Set the algorithms with which `pt2mx.optimize` and `pt2mx quantize` round the weights.
 
         Args:
             algorithms: a preset ("fast", "balanced", "best"), algorithms of `pt2mx.algorithms`, or a mapping from their
-                names to their options; None: `pt2mx.optimize` takes "balanced", and `pt2mx quantize` rounds to nearest.
+                names to their options. None: `pt2mx.optimize` uses "balanced", `pt2mx quantize` rounds to nearest.
 
         Returns:
             The quantizer.
@@ -86,7 +87,7 @@ class ModelSettings:
 
     @property
     def kv_cache(self) -> MXSpec | None:
-        """The spec that `set_kv_cache` or a recipe set; None: the cache stays in high precision.
+        """Return the spec that `set_kv_cache` or a recipe set; None: the cache stays in high precision.
 
         Returns:
             An `MXSpec`, or None.
@@ -96,8 +97,8 @@ class ModelSettings:
     def set_kv_cache(self, spec: MXSpec | str | None) -> Self:
         """Set the format of keys and values that a decoder writes to its cache, blocks along the head dimension.
 
-        It is for what `aten.index_copy_` writes, as a cache of fixed length does, whatever the other settings say of
-        the modules around it. A language model of `pt2mx.quantize_language_model` stores codes and scales.
+        It applies to writes by `aten.index_copy_`, as of a cache of fixed length, and overrides the settings of the
+        modules around them. A language model of `pt2mx.quantize_language_model` stores codes and scales.
 
         Args:
             spec: None leaves the cache in high precision.
@@ -114,6 +115,6 @@ class ModelSettings:
             >>> str(quantizer.kv_cache)
             'mxfp8_e4m3{32}'
         """
-        found = checked_spec("kv_cache", spec)
-        self._kv_cache = None if found is None else found.replace(axis=-1)
+        checked = checked_spec("kv_cache", spec)
+        self._kv_cache = None if checked is None else checked.replace(axis=-1)
         return self

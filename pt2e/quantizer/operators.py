@@ -1,7 +1,7 @@
-"""The operators that are quantized: which arguments, and along which dimension each is blocked.
+"""The table of quantizable operators: which arguments are quantized, and along which dimension their blocks run.
 
-A new operator is a new row. The block axis is the dimension that the operator reduces, so that a scale can be taken out
-of each partial sum (OCP MX v1.0, section 6.1).
+A new operator is a new row. The block axis is the dimension that the operator reduces, so that a scale can be factored
+out of each partial sum (OCP MX v1.0, section 6.1).
 """
 
 from __future__ import annotations
@@ -25,10 +25,16 @@ CONFIG_KEY = "mx_config"
 
 @dataclass(frozen=True)
 class Operand:
-    """One argument of an operator: its name in a config, its position, its role (a field of the config), its block
-    axis, and its index where the argument at that position is a list of tensors.
+    """One argument of an operator.
 
-    The role "operand" is "weight" for a constant tensor and "activation" for a computed one.
+    The role "operand" means "weight" for a constant tensor and "activation" for a computed one.
+
+    Args:
+        name: in a config.
+        position: among the arguments.
+        role: a field of the config.
+        axis: the block axis.
+        item: index where the argument at that position is a list of tensors.
     """
 
     name: str
@@ -38,16 +44,16 @@ class Operand:
     item: int | None = None
 
 
-#: the operands of an operator, or how they follow from a call of it
+#: the operands of an operator, or a function that finds them for a call
 Row = tuple[Operand, ...] | Callable[[Node], tuple[Operand, ...]]
 
 
 def _factors(first: int, axes: tuple[int, int]) -> tuple[Operand, ...]:
-    """The factors of a product, its arguments `first` and `first + 1`, with their block axes."""
+    """Return the operands of a matmul, its arguments `first` and `first + 1`, with their block axes."""
     return Operand("input", first, "operand", axes[0]), Operand("other", first + 1, "operand", axes[1])
 
 
-# of a vector the axis -2 is its only dimension
+# for a vector, axis -2 is its only dimension
 _MATMUL = _factors(0, (-1, -2))
 # addmm(bias, x, weight): Hugging Face's Conv1D among others, whose weight is (in, out)
 _ADD_MATMUL = (*_factors(1, (-1, -2)), Operand("bias", 0, "bias", -1))
@@ -57,19 +63,19 @@ _LINEAR = (
     Operand("weight", 1, "weight", -1),
     Operand("bias", 2, "bias", -1),
 )
-# what each product reduces; `pt2mx.pt2e.quantizer.attention` has the blocks of `value` along the head dimension
+# the reduced dimensions; `pt2mx.pt2e.quantizer.attention` moves the blocks of `value` to the head dimension
 _ATTENTION = (
     Operand("query", 0, "activation", -1),
     Operand("key", 1, "activation", -1),
     Operand("value", 2, "activation", -2),
 )
-#: gathers rows; blocks run along them, so that a row can be gathered before it is dequantized
+#: gathered rows; blocks run along a row, so that it can be gathered before it is dequantized
 ROWS = (Operand("weight", 0, "weight", -1),)
 
 
 def _conv(dimensions: int, transposed: bool = False) -> tuple[Operand, ...]:
     return (
-        # the channel, counted from the end: a convolution's input may come without a batch dimension
+        # the channel, counted from the end, because the input may lack a batch dimension
         Operand("input", 0, "activation", -1 - dimensions),
         # (out, in / groups, ...), transposed (in, out / groups, ...)
         Operand("weight", 1, "weight", 0 if transposed else 1),
@@ -92,7 +98,7 @@ def _tensordot(node: Node) -> tuple[Operand, ...]:
 
 
 def _einsum(node: Node) -> tuple[Operand, ...]:
-    """The factors, which are one list, argument 1; none where the equation is no product of two tensors."""
+    """Return the factors, two items of argument 1; none where the equation is no matmul of two tensors."""
     axes = einsum_axes(node)
     if axes is None:
         return ()
@@ -100,7 +106,7 @@ def _einsum(node: Node) -> tuple[Operand, ...]:
 
 
 def _rnn(node: Node) -> tuple[Operand, ...]:
-    """The parameters come in one list, direction by direction, layer by layer. The hidden state stays inside."""
+    """The parameters come in one list, direction by direction, layer by layer. The hidden state is internal."""
     parameters, has_biases, layers, bidirectional = (args_of(node)[i] for i in (2, 3, 4, 7))
     names = ("weight_ih", "weight_hh", *(("bias_ih", "bias_hh") if has_biases else ()), "weight_hr")
     each = len(parameters) // (layers * (2 if bidirectional else 1))
@@ -116,7 +122,7 @@ _CELL = (
     Operand("bias_ih", 4, "bias", -1),
     Operand("bias_hh", 5, "bias", -1),
 )
-# the hidden state goes into a product alone, save in a GRU, which also mixes it into its output
+# the hidden state is only a matmul input, except in a GRU, which also mixes it into its output
 _CELL_HIDDEN = (*_CELL, Operand("hidden", 1, "activation", -1))
 _LSTM_CELL = (*_CELL, Operand("hidden", 1, "activation", -1, 0))
 
@@ -156,7 +162,7 @@ OPERANDS: dict[str, Row] = {
     "aten.conv_transpose1d": _conv(1, transposed=True),
     "aten.conv_transpose2d.input": _conv(2, transposed=True),
     "aten.conv_transpose3d.input": _conv(3, transposed=True),
-    "aten.convolution": _convolution,  # what decompositions make of them
+    "aten.convolution": _convolution,  # decomposed convolutions
     "aten.conv_tbc": (_RNN_INPUT, Operand("weight", 1, "weight", 1), Operand("bias", 2, "bias", -1)),
     "aten.lstm.input": _rnn,
     "aten.gru.input": _rnn,
@@ -174,17 +180,17 @@ OPERANDS: dict[str, Row] = {
     "aten.embedding_bag.padding_idx": ROWS,
 }
 
-#: what a decoder writes to its cache, (B, heads, S, width); quantized only by `MXQuantizer.set_kv_cache`
+#: the write of a decoder to its cache, (B, heads, S, width); quantized only by `MXQuantizer.set_kv_cache`
 CACHE_WRITE = "aten.index_copy_"
 
-#: operators that are quantized only where a setting names them: residual connections, gates, a cache
+#: operators that are quantized only where a setting names them: residual additions, gates, a cache
 OPT_IN: dict[str, Row] = {
     "aten.add.Tensor": _ELEMENTWISE,
     "aten.mul.Tensor": _ELEMENTWISE,
     CACHE_WRITE: (Operand("source", 3, "activation", -1),),
 }
 
-#: every name that a config's `operands` may have
+#: the names that a config's `operands` may have
 OPERAND_NAMES = ("input", "other", "weight", "bias", "query", "key", "value", "hidden", "source") + (
     "weight_ih", "weight_hh", "weight_hr", "bias_ih", "bias_hh",
 )  # fmt: skip
@@ -192,38 +198,40 @@ OPERAND_NAMES = ("input", "other", "weight", "bias", "query", "key", "value", "h
 
 @functools.cache
 def operator_name(target: object) -> str:
-    """`aten.linear` for `torch.ops.aten.linear.default`; other overloads keep theirs; "" for what is no operator."""
+    """Return `aten.linear` for `torch.ops.aten.linear.default`; other overloads keep theirs; "" for no operator."""
     return str(target).removesuffix(".default") if isinstance(target, _OPERATORS) else ""
 
 
 def names_of(name: str) -> tuple[str, ...]:
-    """The names by which a setting can mean an operator, from the operator with all its overloads to the overload."""
+    """Return the names by which a setting can mean an operator: without its overload, and with it."""
     return tuple(dict.fromkeys((".".join(name.split(".")[:2]), name)))
 
 
 _OPERATORS = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
 
 
-def quantizable_operators(graph: Graph, asked_for: Callable[[str], bool] | None = None) -> list[Node]:
-    """The calls of the operators of `OPERANDS`, and of those of `OPT_IN` for whose name `asked_for` is true; by default
-    those that a setting chose and that have a quantized operand."""
-    found = []
+def quantizable_operators(graph: Graph, requested: Callable[[str], bool] | None = None) -> list[Node]:
+    """Return the calls of the operators in `OPERANDS`, and of those in `OPT_IN` that `requested(name)` selects.
+
+    By default those of `OPT_IN` are returned that a setting chose and that have a quantized operand.
+    """
+    nodes = []
     for node in graph.nodes:
         name = operator_name(called(node))
-        if name in OPERANDS or (name in OPT_IN and (asked_for(name) if asked_for else _is_quantized(node))):
-            found.append(node)
-    return found
+        if name in OPERANDS or (name in OPT_IN and (requested(name) if requested else _is_quantized(node))):
+            nodes.append(node)
+    return nodes
 
 
 def operands_of(node: Node) -> tuple[Operand, ...]:
-    """The operands of one call of a quantizable operator; none where the call is no product."""
+    """Return the operands of one call of a quantizable operator; none where the call is no matmul."""
     name = operator_name(called(node))
     row = OPERANDS.get(name) or OPT_IN[name]
     return row(node) if callable(row) else row
 
 
 def argument_of(node: Node, operand: Operand) -> Node | None:
-    """The argument of a call that is `operand`, None where it is absent."""
+    """Return the argument of a call that is `operand`, None where it is absent."""
     args: tuple[Any, ...] = node.args
     argument = args[operand.position] if operand.position < len(args) else None
     if operand.item is not None and argument is not None:
@@ -242,33 +250,35 @@ def replace_argument(node: Node, operand: Operand, new: Node) -> None:
 
 
 def gather_of(node: Node, operand: Operand) -> Node | None:
-    """The node that gathers `operand` from the rows of a parameter, where nothing else reads it: experts that a router
-    chose (`weight[ids] @ x`). It is the parameter that is quantized then, not what was gathered."""
+    """Return the node that gathers `operand` from the rows of a parameter, where only this call uses the result.
+
+    A router selects experts like this (`weight[ids] @ x`). The parameter is quantized then, and not the gathered rows.
+    """
     gather = argument_of(node, operand)
     if gather is None or gather.target is not torch.ops.aten.index.Tensor or len(gather.users) > 1:
         return None
     source, indices = args_of(gather)
-    held = source.op in ("get_attr", "call_module") or source.target is ops.dequantize_mx
+    is_parameter = source.op in ("get_attr", "call_module") or source.target is ops.dequantize_mx
     value = source.meta.get("val")
-    blocked = isinstance(value, torch.Tensor) and value.dim() > -operand.axis > 0  # the axis is not the gathered one
-    return gather if held and blocked and len(indices) == 1 else None
+    blocked = isinstance(value, torch.Tensor) and value.dim() > -operand.axis > 0  # not along the gathered axis
+    return gather if is_parameter and blocked and len(indices) == 1 else None
 
 
 def operand_node(node: Node, operand: Operand) -> Node | None:
-    """The node that is quantized for `operand`, None where the argument is absent."""
+    """Return the node that is quantized for `operand`, None where the argument is absent."""
     gather = gather_of(node, operand)
     return argument_of(node, operand) if gather is None else node_arg(gather)
 
 
 def role_of(operand: Operand, argument: Node, constants: set[Node]) -> str:
-    """The config field that holds the operand's spec; `constants` are the constant nodes of the graph."""
+    """Return the config field with the operand's spec; `constants` are the constant nodes of the graph."""
     if operand.role != "operand":
         return operand.role
     return "weight" if _quantized_tensor(argument) in constants else "activation"
 
 
 def _quantized_tensor(argument: Node) -> Node:
-    """The tensor behind an observer's call or what became of it, a pair or packed buffers; else the argument itself."""
+    """Return the tensor behind an observer, a quantize-dequantize pair or packed buffers; else the argument."""
     if argument.op == "call_module":
         return node_arg(argument)
     if (quantize := quantize_of(argument)) is not None:

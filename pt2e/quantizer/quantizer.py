@@ -1,4 +1,4 @@
-"""`MXQuantizer`: the choice of an MX spec for each operand of a graph."""
+"""`MXQuantizer`: annotate a graph with an MX spec for each operand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pt2mx.fx.graph.source_node import modules_of, propagate_module_stack
 from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.annotate import REASON_KEY, Plan, annotate_operator, plan_operator
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
-from pt2mx.pt2e.quantizer.default_exclusions import left_alone
+from pt2mx.pt2e.quantizer.default_exclusions import default_exclusion
 from pt2mx.pt2e.quantizer.matching import MATCHERS, Calls, number_calls
 from pt2mx.pt2e.quantizer.operators import (
     CACHE_WRITE,
@@ -37,11 +37,11 @@ class MXQuantizer(StoredSettings, Quantizer):
     """Annotates an exported graph with MX specs.
 
     Each setter takes a config, or None for "leave in high precision", and returns the quantizer. Where several settings
-    match an operator, the first of these wins: filter function, first and last, one call of a module, exact module
+    match an operator, the first of this list wins: filter function, first and last, one call of a module, exact module
     name, module name pattern (in the order in which they were set), module type, operator, global. Of nested modules
     the innermost wins.
 
-    It works with `pt2mx.prepare_pt2e` as with torchao's own, and inside torchao's `ComposableQuantizer`.
+    It works with `pt2mx.prepare_pt2e`, with torchao's own, and inside torchao's `ComposableQuantizer`.
 
     Example:
         >>> import torch, pt2mx
@@ -55,11 +55,10 @@ class MXQuantizer(StoredSettings, Quantizer):
     """
 
     def transform_for_annotation(self, model: GraphModule) -> GraphModule:
-        """Give each quantized operand an edge of its own, at its consumer.
+        """Give each quantized operand its own edge, by an `alias` in front of its consumer where it has none.
 
-        torchao keys annotations by (producer, consumer) and reads positional arguments only: `x @ x` would get one
-        spec. It observes a tensor where it is produced: what the graph writes to it later (`x[:, 0] = 5`) would be
-        lost.
+        torchao keys annotations by (producer, consumer) and reads positional arguments only, so that `x @ x` would get
+        one spec. It observes a tensor where it is produced, and would miss later writes (`x[:, 0] = 5`).
 
         Args:
             model: the exported graph, which is changed.
@@ -75,10 +74,10 @@ class MXQuantizer(StoredSettings, Quantizer):
         written, changed = written_nodes(model.graph), False
         for node in self._candidates(model):
             make_positional(node)
-            read = _arguments(node)
+            inputs = _arguments(node)
             for operand in operands_of(node):
                 argument = argument_of(node, operand)
-                if argument is not None and (read.count(argument) > 1 or argument in written):
+                if argument is not None and (inputs.count(argument) > 1 or argument in written):
                     with model.graph.inserting_before(node):
                         alias = model.graph.call_function(torch.ops.aten.alias.default, (argument,))
                     alias.meta.update({k: v for k, v in argument.meta.items() if k != Q_ANNOTATION_KEY})
@@ -88,14 +87,16 @@ class MXQuantizer(StoredSettings, Quantizer):
             model.recompile()
 
     def annotate(self, model: GraphModule) -> GraphModule:
-        """Annotate every quantizable operator that a setting selects, in graphs inside the model's too; another
-        quantizer's annotations stay.
+        """Annotate every quantizable operator that a setting selects, also in subgraphs.
+
+        Annotations of another quantizer are kept. A warning names settings that match nothing, or says that there are
+        none.
 
         Args:
             model: the exported graph, whose nodes' meta is changed.
 
         Returns:
-            The same graph module. A warning names settings that match nothing, or says that there are none.
+            The same graph module.
 
         Raises:
             MXError: for an operator that computes in float64.
@@ -132,7 +133,7 @@ class MXQuantizer(StoredSettings, Quantizer):
         return model
 
     def validate(self, model: GraphModule) -> None:
-        """Nothing is left to check: `annotate` makes annotations that are valid."""
+        """Do nothing: `annotate` makes valid annotations only."""
 
     def _candidates(self, model: GraphModule) -> list[Node]:
         requested = set(self._settings["operator_type"]) | ({CACHE_WRITE} if self._kv_cache else set())
@@ -142,35 +143,38 @@ class MXQuantizer(StoredSettings, Quantizer):
         return [node for node in nodes if operator_name(called(node)) != CACHE_WRITE or _writes_cache(node)]
 
     def _at_the_ends(self, nodes: list[Node]) -> dict[Node, tuple[tuple[str, int], Config]]:
-        """The settings of `set_first` and `set_last`, and their configs, for the quantized operators: `nodes`, in the
-        order of execution, some more than once."""
-        found: dict[Node, tuple[tuple[str, int], Config]] = {}
+        """Return the settings of `set_first` and `set_last` that apply to quantized operators, and their configs.
+
+        Args:
+            nodes: the quantized operators in execution order, some more than once.
+        """
+        settings: dict[Node, tuple[tuple[str, int], Config]] = {}
         for kind, ordered in (("first", nodes), ("last", nodes[::-1])):
             for count, config in sorted(self._ends[kind].items()):
                 for node in list(dict.fromkeys(ordered))[:count]:
-                    found.setdefault(node, ((kind, count), config))
-        return found
+                    settings.setdefault(node, ((kind, count), config))
+        return settings
 
     def _config_of(
         self, node: Node, calls: Calls, matched: set[tuple[str, object]], constants: set[Node]
     ) -> tuple[Config, str]:
-        """The config of an operator, and the reason if it is None. Notes every setting that matches in `matched`."""
+        """Return the config of an operator, and the reason if it is None. Adds matching settings to `matched`."""
         if self._kv_cache is not None and _writes_cache(node):
             matched.add(("kv_cache", None))
             return MXQuantizationConfig(activation=self._kv_cache), ""
-        found: list[tuple[str, Config]] = []
+        matching: list[tuple[str, Config]] = []
         for kind, matches in MATCHERS.items():
             hits = [key for key in self._settings[kind] if matches(key, node, calls) >= 0]
             matched.update((kind, key) for key in hits)
             if hits:
                 innermost = max(hits, key=lambda key: matches(key, node, calls))
-                found.append((f"{kind} {innermost!r}", self._settings[kind][innermost]))
+                matching.append((f"{kind} {innermost!r}", self._settings[kind][innermost]))
         if self._filter is not None and not self._filter(node):
             return None, "excluded by the filter function"
-        if not found and self._global is not None and (reason := left_alone(node, constants)):
+        if not matching and self._global is not None and (reason := default_exclusion(node, constants)):
             return None, reason
-        source, config = found[0] if found else ("the global setting", self._global)
-        return config, "no setting matches it" if not found and config is None else f"excluded by {source}"
+        source, config = matching[0] if matching else ("the global setting", self._global)
+        return config, "no setting matches it" if not matching and config is None else f"excluded by {source}"
 
     def _warn_unmatched(self, candidates: list[Node], matched: set[tuple[str, object]]) -> None:
         if self._global is None and self._kv_cache is None and not self._count():
@@ -213,17 +217,17 @@ def _warn_unknown_operands(chosen: dict[Node, MXQuantizationConfig]) -> None:
 
 
 def _writes_cache(node: Node) -> bool:
-    """True of a write of (B, heads, S, width) to slots."""
+    """Return True for a write to a cache of (B, heads, S, width), at positions along S."""
     return operator_name(called(node)) == CACHE_WRITE and args_of(node)[1] == 2 and len(shape_of(node) or ()) == 4
 
 
 def _layers(nodes: Iterable[Node], plans: dict[Node, Plan]) -> list[Node]:
-    """The operators that are quantized, without what writes a cache."""
+    """Return the quantized operators except cache writes."""
     return [node for node in nodes if plans.get(node) and not _writes_cache(node)]
 
 
 def _arguments(node: Node) -> list[Node]:
-    """The nodes that a call reads, as often as it does."""
-    read: list[Node] = []
-    torch.fx.map_arg((node.args, node.kwargs), read.append)
-    return read
+    """Return the nodes that a call reads, with repetitions."""
+    inputs: list[Node] = []
+    torch.fx.map_arg((node.args, node.kwargs), inputs.append)
+    return inputs

@@ -11,12 +11,14 @@
     algorithms: balanced
     kv_cache: mxfp8
 
-A config maps roles to specs; `null` leaves in high precision. A spec is a spelling that `pt2mx.parse` takes, or a
-mapping of `MXSpec` fields (`{element: fp4_e2m1, block_size: 16}`). `operands` maps names of operands to specs, `ste`
-says what becomes of gradients, `value_blocks` where the blocks of an attention's values run. `first` and `last` map
-counts of operators to configs; `module_name_object_type_order` is a list of [module, type, index, config].
-`algorithms` is what `pt2mx.optimize` does to the weights: a preset, or a mapping from algorithms to their options
-(`{gptq: {damping: 0.1}}`), `kv_cache` the spec of the keys and values that a decoder keeps.
+A config maps roles to specs; `null` leaves operators in high precision. A spec is a spelling that `pt2mx.parse` takes,
+or a mapping of `MXSpec` fields (`{element: fp4_e2m1, block_size: 16}`). In a config, `operands` maps names of operands
+to specs, `ste` selects the gradient, and `value_blocks` the block axis of an attention's values. `first` and `last`
+map numbers of operators to configs; `module_name_object_type_order` is a list of [module, type, index, config].
+`algorithms` is how `pt2mx.optimize` rounds the weights: a preset, or a mapping from algorithms to their options
+(`{gptq: {damping: 0.1}}`). `kv_cache` is the spec of a decoder's cached keys and values.
+
+The YAML is read strictly: duplicate keys are errors, and every mistake raises an `MXError`.
 """
 
 from __future__ import annotations
@@ -40,27 +42,26 @@ from pt2mx.spec import MXSpec, parse
 ENDS = ("first", "last")
 #: the kind of settings whose keys are (module, type, index)
 ORDER = "module_name_object_type_order"
-#: kinds of settings: the suffixes of `MXQuantizer`'s setters; all but the global one hold a mapping from key to config,
-#: or a list where the key has parts
+#: kinds of settings, which are suffixes of `MXQuantizer`'s setters. All but the global one map keys to configs, or are
+#: lists where keys have parts
 KINDS = ("global", *ENDS, ORDER, "module_name", "module_name_regex", "module_type", "operator_type")
-#: the keys of what is done to weights beforehand, and of the format of a decoder's cache
+#: the keys of the algorithms for weights, and of the format of a decoder's cache
 ALGORITHMS, KV_CACHE = "algorithms", "kv_cache"
-#: characters of an error, which may hold a value of the file
+#: most characters of an error, which may quote a value of the file
 _LONGEST = 1000
 _SPEC_FIELDS = ("element", "block_size", "scale_mode", "rounding")
 
-#: fields of a config that are words
-_WORDS = ("ste", "value_blocks")
+#: fields of a config that are choices
+_CHOICES = ("ste", "value_blocks")
 
-#: a name, a count or (module, type, index), by the kind of the setting; the global one has none
+#: the key of a setting: a name, a count or (module, type, index); None for the global one
 Key = str | int | tuple[str, str, int] | None
 #: kind, key, config
 Setting = tuple[str, Key, MXQuantizationConfig | None]
 
 
 class Recipe(NamedTuple):
-    """The settings of a recipe, the algorithms by which weights are optimized, and the format of the cache; None where
-    it names none."""
+    """The settings of a recipe, the algorithms for the weights, and the format of the cache; None where not set."""
 
     settings: list[Setting]
     algorithms: tuple[Algorithm, ...] | None
@@ -68,7 +69,7 @@ class Recipe(NamedTuple):
 
 
 def read(path_or_name: object) -> Recipe:
-    """The settings (kind, key, config), algorithms and cache of a recipe file, or of a shipped recipe by name.
+    """Read a recipe file, or a shipped recipe by name.
 
     Raises:
         MXError: where there is no such recipe, or for an unknown key or value in it, naming the nearest valid one.
@@ -86,7 +87,7 @@ def read(path_or_name: object) -> Recipe:
 
 
 def text(path_or_name: object) -> str:
-    """The YAML of a recipe file, or of a shipped recipe by name, as it was written.
+    """Return the YAML text of a recipe file, or of a shipped recipe by name.
 
     Raises:
         MXError: where there is no such recipe, and where a file is no text.
@@ -98,7 +99,7 @@ def text(path_or_name: object) -> str:
 
 
 def description(path_or_name: object) -> str:
-    """The words of a recipe on itself; "" where it says nothing."""
+    """Return the description of a recipe; "" where there is none."""
     source = str(path_or_name)
     content = read_yaml(_content(source), source)
     return str(content.get("description", "")) if isinstance(content, dict) else ""
@@ -115,23 +116,23 @@ def _content(source: str) -> bytes:
     raise MXError(f"no recipe {source!r}: not a file, and of the shipped ones {nearest(source, names())}")
 
 
-def write(given: Recipe, path: object = None) -> str:
-    """The YAML of a recipe, also written to `path` if one is given."""
-    if not given.settings and given.kv_cache is None:
+def write(recipe: Recipe, path: object = None) -> str:
+    """Return the YAML of a recipe, and write it to `path` unless that is None."""
+    if not recipe.settings and recipe.kv_cache is None:
         raise MXError("the quantizer has no setting: a recipe of it would quantize nothing")
-    recipe: dict[str, Any] = {}
-    for kind, key, config in given.settings:
+    content: dict[str, Any] = {}
+    for kind, key, config in recipe.settings:
         if key is None:
-            recipe[kind] = _plain(config)
+            content[kind] = _plain(config)
         elif isinstance(key, tuple):
-            recipe.setdefault(kind, []).append([*key, _plain(config)])
+            content.setdefault(kind, []).append([*key, _plain(config)])
         else:
-            recipe.setdefault(kind, {})[key] = _plain(config)
-    if given.algorithms is not None:
-        recipe[ALGORITHMS] = plain_algorithms(given.algorithms)
-    if given.kv_cache is not None:
-        recipe[KV_CACHE] = str(given.kv_cache)
-    return write_text(yaml.safe_dump(recipe, sort_keys=False), path)
+            content.setdefault(kind, {})[key] = _plain(config)
+    if recipe.algorithms is not None:
+        content[ALGORITHMS] = plain_algorithms(recipe.algorithms)
+    if recipe.kv_cache is not None:
+        content[KV_CACHE] = str(recipe.kv_cache)
+    return write_text(yaml.safe_dump(content, sort_keys=False), path)
 
 
 def _settings(recipe: dict[str, Any], needed: bool) -> list[Setting]:
@@ -164,13 +165,13 @@ def _ordered(entries: object) -> list[Setting]:
 def _config(where: str, value: object) -> MXQuantizationConfig | None:
     if value is None:
         return None
-    given = _mapping(where, value, (*ROLES, "operands", *_WORDS))
-    fields: dict[str, Any] = {role: _spec(f"{where}: {role}", spec) for role, spec in given.items() if role in ROLES}
-    if "operands" in given:
-        operands = _mapping(f"{where}: operands", given["operands"], OPERAND_NAMES)
+    entries = _mapping(where, value, (*ROLES, "operands", *_CHOICES))
+    fields: dict[str, Any] = {role: _spec(f"{where}: {role}", spec) for role, spec in entries.items() if role in ROLES}
+    if "operands" in entries:
+        operands = _mapping(f"{where}: operands", entries["operands"], OPERAND_NAMES)
         fields["operands"] = {name: _spec(f"{where}: operand {name!r}", spec) for name, spec in operands.items()}
     try:
-        return MXQuantizationConfig(**fields, **{word: given[word] for word in _WORDS if word in given})
+        return MXQuantizationConfig(**fields, **{name: entries[name] for name in _CHOICES if name in entries})
     except MXError as error:
         raise MXError(f"{where}: {error}") from None
 
@@ -197,10 +198,10 @@ def _plain(config: MXQuantizationConfig | None) -> dict | None:
 
 
 def _mapping(where: str, value: object, allowed: tuple[str, ...]) -> dict[str, Any]:
-    """`value`, a mapping whose keys are among `allowed`.
+    """Return `value`, checked to be a mapping whose keys are among `allowed`.
 
     Raises:
-        MXError: for anything else, naming `where` it stands.
+        MXError: for anything else; the text names the position `where`.
     """
     if not isinstance(value, dict):
         raise MXError(f"{where} must be a mapping of {', '.join(allowed)}, not {value!r}")
@@ -210,21 +211,21 @@ def _mapping(where: str, value: object, allowed: tuple[str, ...]) -> dict[str, A
     return value
 
 
-#: values that a text may hold, those that aliases repeat counted each time
-_MOST = 10_000
-#: what PyYAML raises of values that it cannot convert (2020-13-45), beside its own errors
+#: most values of a text; an alias counts as often as it occurs
+_MOST_VALUES = 10_000
+#: the errors of PyYAML, and those that it raises for values such as 2020-13-45
 _ERRORS = (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError, OverflowError)
 
 
 def read_yaml(content: bytes, name: str) -> object:
-    """The plain data that YAML text holds; errors call the text `name`.
+    """Return the plain data of YAML text; errors call the text `name`.
 
     Raises:
-        MXError: where it is none, has a key twice (it names the lines), an anchor in itself, or too many values.
+        MXError: for invalid YAML, a duplicate key (with its lines), a recursive anchor, or too many values.
     """
     try:
         stream = io.BytesIO(content)
-        stream.name = name  # PyYAML asks for it
+        stream.name = name  # PyYAML reads it
         loader = _Loader(stream)
         node = loader.get_single_node()
         if node is None:
@@ -241,8 +242,10 @@ def read_yaml(content: bytes, name: str) -> object:
 
 class _Loader(yaml.SafeLoader):
     def check(self, node: yaml.Node, counts: dict[yaml.Node, int]) -> int:
-        """The number of values that a node holds; `MXError` where a key is there twice, or for too many values.
-        `counts` has those of the nodes that were seen, and -1 of those around this one."""
+        """Count the values of a node; `MXError` for a duplicate key or too many values.
+
+        `counts` has the values of earlier nodes, and -1 for the nodes around this one.
+        """
         if counts.get(node) == -1:
             raise MXError(f"the anchor in line {_line(node)} holds itself")
         if node not in counts:
@@ -251,8 +254,8 @@ class _Loader(yaml.SafeLoader):
                 self._check_keys(node)
                 parts = [part for pair in parts for part in pair]
             counts[node] = 1 + sum(self.check(part, counts) for part in parts)
-            if counts[node] > _MOST:
-                raise MXError(f"it has more than {_MOST:,} values")
+            if counts[node] > _MOST_VALUES:
+                raise MXError(f"it has more than {_MOST_VALUES:,} values")
         return counts[node]
 
     def _check_keys(self, node: yaml.MappingNode) -> None:

@@ -1,4 +1,4 @@
-"""The JSON schema of recipes, by which editors complete and check them: made of the tables that read them."""
+"""The JSON schema of recipes, with which editors complete and check them; built from the tables that read recipes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pt2mx.pt2e.quantizer.attention import VALUE_BLOCKS
 from pt2mx.pt2e.quantizer.config import ROLES
 from pt2mx.pt2e.quantizer.operators import OPERAND_NAMES
 
-#: kind of setting -> what its keys are
+#: kind of setting -> description of its keys
 _MEANINGS = {
     "global": "every operator that nothing else names",
     "first": "how many of the first operators -> their config",
@@ -28,7 +28,7 @@ _MEANINGS = {
 
 
 def recipe_schema() -> dict[str, Any]:
-    """Give the JSON schema (draft 2020-12) of recipe files.
+    """Return the JSON schema (draft 2020-12) of recipe files.
 
     Returns:
         The schema, as `json.dumps` takes it.

@@ -1,4 +1,4 @@
-"""The settings of a quantizer, and the methods that make them."""
+"""The setters of a quantizer, and the settings that they store."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ Config = MXQuantizationConfig | None
 
 
 class QuantizerSettings(ModelSettings):
-    """The configs of a quantizer, and the operators that each is for. Each setter takes a config, or None for "leave in
-    high precision", and returns the quantizer."""
+    """The configs of a quantizer, and the operators to which each applies.
+
+    Each setter takes a config, or None for "leave in high precision", and returns the quantizer.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +43,7 @@ class QuantizerSettings(ModelSettings):
             The quantizer.
 
         Raises:
-            MXError: for another object, as of every setter.
+            MXError: for another object, as all setters.
 
         Example:
             >>> import pt2mx
@@ -109,7 +111,7 @@ class QuantizerSettings(ModelSettings):
             The quantizer.
 
         Raises:
-            MXError: for what is no regular expression.
+            MXError: for an invalid regular expression.
         """
         try:
             re.compile(pattern)
@@ -133,8 +135,9 @@ class QuantizerSettings(ModelSettings):
         return self._set("module_type", type_key(module_type) if isinstance(module_type, type) else module_type, config)
 
     def set_operator_type(self, operator: torch._ops.OpOverload | str, config: Config) -> Self:
-        """Set the config of one operator with its overloads, or of one overload. Elementwise `aten.add` and `aten.mul`
-        are quantized only where this names them.
+        """Set the config of one operator with its overloads, or of one overload.
+
+        Elementwise `aten.add` and `aten.mul` are quantized only where such a setting names them.
 
         Args:
             operator: `torch.ops.aten.bmm.default`, `torch.ops.aten.bmm` or "aten.bmm".
@@ -152,9 +155,9 @@ class QuantizerSettings(ModelSettings):
         """Set the config of a class of modules or of an operator, as torch.ao's `QConfigMapping.set_object_type` does.
 
         Args:
-            object_type: a class or its name (`set_module_type`); an operator, a function of torch that is named like
-                it (`torch.matmul`, `torch.nn.functional.linear`), or its name, "aten.bmm" or "bmm"
-                (`set_operator_type`).
+            object_type: a class or its name, as in `set_module_type`; or an operator, a function of torch with its name
+                (`torch.matmul`, `torch.nn.functional.linear`), or its name ("aten.bmm", "bmm"), as in
+                `set_operator_type`.
             config: None leaves them in high precision.
 
         Returns:
@@ -172,17 +175,17 @@ class QuantizerSettings(ModelSettings):
         """Set the config of one of the calls that a module makes, as torch.ao's `QConfigMapping` does.
 
         Args:
-            module_name: the qualified name of the module that makes the call, "" for the model: of an operator the
-                innermost module around it, of a module the one above it by its name.
-            object_type: as `set_object_type` takes it: an operator, or a class of modules that `module_name` calls.
-            index: counted from 0, in the order of execution, among the calls of that type.
+            module_name: the qualified name of the module that makes the call, "" for the model: the innermost module
+                around an operator, or the parent of a module.
+            object_type: an operator, or a class of modules that `module_name` calls, as in `set_object_type`.
+            index: the number of the call among those of that type, from 0, in execution order.
             config: None leaves it in high precision.
 
         Returns:
             The quantizer.
 
         Raises:
-            MXError: for a name that is no string, a negative index, or another object than a type.
+            MXError: for a name that is no string, a negative index, or an unknown object type.
         """
         if not isinstance(module_name, str):
             raise MXError(f"{recipe.ORDER}: the module {module_name!r} must be a qualified name, or '' for the model")
@@ -192,7 +195,7 @@ class QuantizerSettings(ModelSettings):
         return self
 
     def _by_kind(self) -> dict[str, dict[Any, Config]]:
-        """All settings but the global one: kind -> key -> config."""
+        """Return all settings except the global one: kind -> key -> config."""
         return {**self._ends, **self._settings}
 
     def _set(self, kind: str, key: object, config: Config) -> Self:
@@ -209,7 +212,7 @@ class QuantizerSettings(ModelSettings):
 
 
 def checked_config(config: object) -> Config:
-    """`config`, as a setter takes it.
+    """Return `config`, checked.
 
     Raises:
         MXError: for another object.

@@ -14,10 +14,10 @@ def names() -> list[str]:
 
 
 class Measured(TypedDict):
-    """A recipe on the model of a task.
+    """The measurements of a recipe on the model of a task.
 
-    `bits` a value of all parameters, `size` over that in float32, `quality` as the task's metric has it, `loss` of it
-    (1 - mean cosine, or what log-perplexity rises by), `seconds` of rounding, preparing and converting on a core.
+    `bits` per value over all parameters; `size` relative to float32; `quality` in the task's metric; `loss` of quality
+    (1 - mean cosine, or the increase of log-perplexity); `seconds` to round, prepare and convert on one core.
     """
 
     bits: float
@@ -28,7 +28,7 @@ class Measured(TypedDict):
 
 
 class Task(TypedDict):
-    """A task: the model that stands for it, its metric, the metric of the float model, and the recipes."""
+    """A task: its model, its metric, the metric of the float model, and the recipes."""
 
     model: str
     metric: str
@@ -37,34 +37,34 @@ class Task(TypedDict):
 
 
 def tasks() -> dict[str, Task]:
-    """The tasks by name: encoder, cnn, decoder."""
+    """Return the tasks by name: encoder, cnn, decoder."""
     measured = resources.files("pt2mx.configs").joinpath("measured.json").read_text(encoding="utf-8")
     content: dict[str, Task] = json.loads(measured)
     return content
 
 
 def table(task: Task) -> str:
-    """The recipes of a task in Markdown, the smallest first, and of one size the best."""
+    """Return the recipes of a task as a Markdown table, the smallest first, then the best."""
     ordered = sorted(task["recipes"].items(), key=lambda row: (row[1]["size"], row[1]["loss"]))
     lines = [
         f"| recipe | bits | of float32 | {task['metric']} (float {task['float']}) | seconds |",
         "|---|---|---|---|---|",
     ]
-    for name, found in ordered:
+    for name, row in ordered:
         cells = (
             f"`{name}`",
-            f"{found['bits']:.2f}",
-            f"{found['size']:.3f}x",
-            found["quality"],
-            f"{found['seconds']:.0f}",
+            f"{row['bits']:.2f}",
+            f"{row['size']:.3f}x",
+            row["quality"],
+            f"{row['seconds']:.0f}",
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def summary(name: str) -> str:
-    """The measurements of a recipe in a line; "" where there are none."""
-    found = [
+    """Return the measurements of a recipe in a line; "" where there are none."""
+    rows = [
         (task, content, content["recipes"][name]) for task, content in tasks().items() if name in content["recipes"]
     ]
-    return "; ".join(f"{t} {row['bits']:.2f} bits, {content['metric']} {row['quality']}" for t, content, row in found)
+    return "; ".join(f"{t} {row['bits']:.2f} bits, {content['metric']} {row['quality']}" for t, content, row in rows)

@@ -1,4 +1,4 @@
-"""The settings of a quantizer in other forms: recipes and dictionaries."""
+"""Convert the settings of a quantizer to and from recipes and dictionaries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pt2mx.pt2e.quantizer.settings import Config, QuantizerSettings, checked_con
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-#: what `to_dict` calls a kind of setting, as torch.ao's `QConfigMapping` does -> the setting kinds
+#: key of `to_dict`, as in torch.ao's `QConfigMapping` -> setting kinds
 _GROUPS = {
     "": ("global",),
     "object_type": ("operator_type", "module_type"),
@@ -27,11 +27,11 @@ _GROUPS = {
 
 
 class StoredSettings(QuantizerSettings):
-    """Settings that recipes and dictionaries hold."""
+    """Settings that can be stored as recipes and dictionaries."""
 
     @classmethod
     def from_recipe(cls, path_or_name: str | os.PathLike[str]) -> Self:
-        """Make the quantizer that a YAML recipe describes.
+        """Make a quantizer from a YAML recipe.
 
         Args:
             path_or_name: the path of a recipe, or the name of one of `pt2mx.configs`, such as "mxfp8".
@@ -40,7 +40,7 @@ class StoredSettings(QuantizerSettings):
             A new quantizer.
 
         Raises:
-            MXError: for what is wrong in it, also for two keys that mean one, as `aten.bmm` and `aten.bmm.default`.
+            MXError: for any mistake in it, such as two keys with one meaning (`aten.bmm` and `aten.bmm.default`).
 
         Example:
             >>> import pt2mx
@@ -63,13 +63,13 @@ class StoredSettings(QuantizerSettings):
         """Write the settings as a YAML recipe.
 
         Args:
-            path: of the file; None writes none.
+            path: of the file; None: no file is written.
 
         Returns:
             The YAML, which `from_recipe` reads.
 
         Raises:
-            MXError: where there is no setting, or a filter function, which no recipe holds; where no file can be
+            MXError: without any setting, with a filter function (which a recipe cannot store), and where no file can be
                 written at `path`.
 
         Example:
@@ -86,17 +86,17 @@ class StoredSettings(QuantizerSettings):
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, object]) -> Self:
-        """Make the quantizer of a dictionary such as `to_dict` makes.
+        """Make a quantizer from a dictionary such as `to_dict` returns.
 
         Args:
-            settings: as `to_dict` returns it. Configs may also be `MXQuantizationConfig`s, and types what
+            settings: as `to_dict` returns it. Configs may also be `MXQuantizationConfig`s, and types anything that
                 `set_object_type` takes.
 
         Returns:
             A new quantizer.
 
         Raises:
-            MXError: for an unknown key, or settings of another form.
+            MXError: for an unknown key, and for malformed settings.
 
         Example:
             >>> import torch, pt2mx
@@ -129,12 +129,11 @@ class StoredSettings(QuantizerSettings):
         """Return the settings under the keys of torch.ao's `QConfigMapping.to_dict`, and "first" and "last".
 
         Returns:
-            The global config under "", lists of (key, ..., config) under the others. Configs are dictionaries, as
-            `MXQuantizationConfig.to_dict` makes them, or None. "algorithms" and "kv_cache", where they are set, as in a
-            recipe.
+            The global config under "", lists of (key, ..., config) under the other keys, and "algorithms" and
+            "kv_cache", if set, as in a recipe. Configs are None or dictionaries of `MXQuantizationConfig.to_dict`.
 
         Raises:
-            MXError: where there is a filter function, which no dictionary holds.
+            MXError: with a filter function, which a dictionary cannot store.
 
         Example:
             >>> import pt2mx
@@ -142,18 +141,18 @@ class StoredSettings(QuantizerSettings):
             >>> quantizer.to_dict()["module_name"]
             [('head', {'weight': 'mxint8{32}'})]
         """
-        of_all: dict[str, object] | None = None
+        global_config: dict[str, object] | None = None
         plain: dict[str, list[tuple]] = {group: [] for group in _GROUPS if group}
         group_of = {kind: group for group, kinds in _GROUPS.items() for kind in kinds}
         for kind, key, config in self._all("a dictionary"):
             values = None if config is None else config.to_dict()
             if kind == "global":
-                of_all = values
+                global_config = values
             else:
                 plain[group_of[kind]].append((*(key if isinstance(key, tuple) else (key,)), values))
         chosen = {} if self.algorithms is None else {recipe.ALGORITHMS: plain_algorithms(self.algorithms)}
         cache = {} if self.kv_cache is None else {recipe.KV_CACHE: str(self.kv_cache)}
-        return {"": of_all, **plain, **chosen, **cache}
+        return {"": global_config, **plain, **chosen, **cache}
 
     def _all(self, form: str) -> list[recipe.Setting]:
         if self._filter is not None:
@@ -163,11 +162,11 @@ class StoredSettings(QuantizerSettings):
         return settings + [(kind, key, config) for kind, keys in kinds.items() for key, config in keys.items()]
 
     def _count(self) -> int:
-        """The number of settings, the global one left out."""
+        """Count the settings except the global one."""
         return sum(map(len, self._by_kind().values()))
 
     def _apply(self, kind: str, key: recipe.Key, config: Config) -> None:
-        """Make a setting, by its kind and key."""
+        """Call the setter of a kind."""
         setter = getattr(self, f"set_{kind}")
         if kind in recipe.ENDS:
             setter(config, key)
@@ -176,7 +175,7 @@ class StoredSettings(QuantizerSettings):
 
 
 def _rows(group: str, entries: object) -> list[tuple[Any, Any]]:
-    """(key, config) of each entry of a group; a key of several parts is a tuple."""
+    """Return (key, config) of each entry of a group; a key of several parts is a tuple."""
     length = 4 if group == recipe.ORDER else 2
     if isinstance(entries, list | tuple) and all(isinstance(e, list | tuple) and len(e) == length for e in entries):
         return [(tuple(key) if group == recipe.ORDER else key[0], config) for *key, config in entries]

@@ -89,7 +89,7 @@ def test_the_constant_matrix_of_fourier_features_is_left_alone_unless_a_setting_
     model, x = Net(features), torch.rand(64, 3 if getattr(features, "constant", torch.ones(2)).shape[0] == 3 else 2)
     product, layer = reasons(model, x, MXQuantizer().set_global(FP4))
     assert not product[1] and layer == ("aten.linear", True, None)
-    assert product[2].startswith("angles: sine and cosine read the product with the constant features_")
+    assert product[2].startswith("angles: sine and cosine use the matmul with the constant features_")
     graph = exported(model.eval(), x)
     for explicit in (
         MXQuantizer().set_global(FP4).set_module_name("features", FP4),
