@@ -9,6 +9,7 @@ from pt2mx import MXSpec
 from pt2mx.kernels import reference
 from pt2mx.kernels.cpu import quantize as cpu
 from pt2mx.kernels.philox import random_bits
+from pt2mx.kernels.select import run_kernel
 from pt2mx.modes import ROUNDINGS, SCALE_MODES
 from tests.compare import differing
 
@@ -39,6 +40,13 @@ def check_cpu(x: Tensor, spec: MXSpec, seed: int = 0, target: torch.dtype = torc
     assert_same(cpu.dequantize(data, scale, spec, target, length), expected, context)
     grad = torch.randn(x.shape).to(target)
     assert_same(cpu.clip_gradient(grad, x, spec), reference.clip_gradient(grad, x, spec).contiguous(), context)
+
+
+def linear(
+    x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, spec: MXSpec, dtype: torch.dtype | None = None
+) -> Tensor:
+    """`linear_mx` by the kernel, or by its definition where that returns None."""
+    return run_kernel("linear_mx", x, data, scale, bias, spec, 0, dtype)
 
 
 def environment(folder: object, **variables: str) -> dict[str, str]:

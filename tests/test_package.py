@@ -1,10 +1,12 @@
 """What is installed: a wheel with one top-level package, and no import against the direction of the layers."""
 
 import ast
+import graphlib
 import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Set
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,34 @@ def test_the_library_does_not_import_the_command_line():
     for path in {path for folder in LAYERS.values() for path in folder.rglob("*.py")} - COMMAND:
         if LAYERS["pt2mx.pt2e"] / "cli" not in path.parents:
             assert not any(n.startswith("pt2mx.pt2e.cli") for n in imports(path)), path
+
+
+def test_no_module_imports_itself_through_others():
+    """Imports in functions count; the flat API of `pt2mx/__init__.py` and what type checkers alone read do not."""
+    modules = {}
+    for package, folder in LAYERS.items():
+        for path in folder.rglob("*.py"):
+            name = ".".join((package, *path.relative_to(folder).with_suffix("").parts))
+            modules[name.removesuffix(".__init__")] = path
+    del modules["pt2mx"]
+    graph = {name: imported_modules(path, modules.keys()) - {name} for name, path in modules.items()}
+    graph["pt2mx.pt2e.qspec"] -= {"pt2mx.pt2e.observer"}  # its default observer, imported when it is called
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules of a circle
+
+
+def imported_modules(path: Path, modules: Set[str]) -> set[str]:
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            candidates = [f"{node.module}.{alias.name}" for alias in node.names]
+            names |= {name if name in modules else str(node.module) for name in candidates}
+    return names & modules
 
 
 def test_one_file_of_the_flow_imports_torchao():

@@ -16,7 +16,8 @@ from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import FakeQuantize, LinearMX, shape_of, value_of
 from pt2mx.fx.graph.tensors import erase_unused
-from pt2mx.kernels.fp8_rows import BLOCK, ROOMS, of_packed
+from pt2mx.kernels.constants import BLOCK
+from pt2mx.kernels.fp8_rows import ROOMS, of_packed
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.fp8_rows import layer_norm_fp8_rows, mm_fp8_rows, quantize_fp8_rows
 

@@ -11,8 +11,7 @@ from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import FakeQuantize, dtype_of, named_args, node_arg, set_value, shape_of, value_of
 from pt2mx.fx.passes.quantize_in_products import quantization_of
-from pt2mx.kernels.cpu.bfloat16_products import WIDEST
-from pt2mx.kernels.cpu.quantized_linear import BLOCK, suits
+from pt2mx.kernels.constants import BLOCK, WIDEST, supports_epilogue
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.bfloat16_products import attention_bfloat16
 from pt2mx.ops.checks import HIGH_PRECISION
@@ -69,7 +68,7 @@ def _serves(attention: Node, spec: MXSpec) -> bool:
     value, width = value_of(attention), (shape_of(attention) or (None,))[-1]
     if value is None or not isinstance(width, int) or width > WIDEST.get(value.device.type, 0):
         return False
-    return spec.block_size == BLOCK and suits(spec, width, value.dtype)
+    return spec.block_size == BLOCK and supports_epilogue(spec, width, value.dtype)
 
 
 def _casts_of(quantized: Node, written: set[Node]) -> list[Node]:

@@ -18,7 +18,7 @@ from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import dtype_of, named_args, node_arg, result_of, shape_of, value_of
 from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.fx.passes.quantize_in_products import quantization_of
-from pt2mx.kernels.cpu.quantized_linear import suits
+from pt2mx.kernels.constants import supports_epilogue
 from pt2mx.ops.convolution import conv2d_mx
 from pt2mx.ops.quantized_convolution import conv2d_fake_quantize_mx
 from pt2mx.spec import MXSpec
@@ -122,7 +122,7 @@ def _fits(chain: Chain, writes: Writes) -> bool:
         return False
     value, dtype = value_of(chain.product), dtype_of(chain.product)
     element, block_size, scale_mode, rounding, _ = chain.modes
-    if not isinstance(value, Tensor) or not suits(
+    if not isinstance(value, Tensor) or not supports_epilogue(
         MXSpec(element, block_size, -1, scale_mode, rounding), value.shape[-1], dtype
     ):
         return False

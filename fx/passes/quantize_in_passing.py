@@ -18,8 +18,8 @@ from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import FakeQuantize, RotatedFakeQuantize, node_arg, shape_of, value_of
 from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.fx.graph.views import is_view
+from pt2mx.kernels.constants import supports_bf16x2
 from pt2mx.kernels.cpu.build import is_available
-from pt2mx.kernels.quantized_activations import suits_gpu
 from pt2mx.kernels.select import runs_triton
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.attention import attention_mx
@@ -102,7 +102,7 @@ def _serves_gpu(of: FakeQuantize | RotatedFakeQuantize, value: Tensor) -> bool:
     """True if there is an activation or a norm that a kernel can compute, or a call, into which Inductor fuses
     nothing. What it computes itself it quantizes there."""
     spec = MXSpec(of.element, of.block_size, -1, of.scale_mode, of.rounding)
-    if not suits_gpu(spec, value.shape[-1], value.dtype) or not runs_triton(value.device):
+    if not supports_bf16x2(spec, value.shape[-1], value.dtype) or not runs_triton(value.device):
         return False
     if of.x.target in NAMES or norm_before(of.x, set()) is not None:
         return True

@@ -12,8 +12,8 @@ from torch.fx import GraphModule, Node
 from pt2mx.fx.graph.activations import call_before
 from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import LinearMX, RotatedFakeQuantize, dtype_of, named_args, shape_of, value_of
+from pt2mx.kernels.constants import supports_epilogue
 from pt2mx.kernels.cpu.linear import FEW_ROWS, has_units
-from pt2mx.kernels.cpu.quantized_linear import suits
 from pt2mx.ops.quantized_activations import activation_fake_quantize_mx
 from pt2mx.ops.quantized_linear import linear_fake_quantize_mx
 from pt2mx.spec import MXSpec
@@ -35,7 +35,7 @@ def quantize_in_products(model: GraphModule) -> None:
             continue
         element, block_size, scale_mode, rounding, _ = modes
         spec = MXSpec(element, block_size, -1, scale_mode, rounding)
-        if not suits(spec, (shape_of(product) or (None,))[-1], dtype_of(product)):
+        if not supports_epilogue(spec, (shape_of(product) or (None,))[-1], dtype_of(product)):
             continue
         weight = call.x, call.codes, call.scale, call.bias, call.element, call.block_size
         fused = call_before(product, linear_fake_quantize_mx, *weight, dtype_of(product), activation, *modes)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pt2mx.kernels.select import kernels_for
+from pt2mx.kernels.select import run_kernel
 from pt2mx.spec import MXSpec
 
 __all__ = ["attend"]
@@ -30,4 +30,4 @@ def attend(
 def _values(packed: Packed, spec: MXSpec, dtype: torch.dtype, width: int) -> Tensor:
     data, scale = packed
     spec = spec.replace(axis=data.dim() - 1)
-    return kernels_for(data, spec.element).dequantize(data, scale, spec, dtype, width)
+    return run_kernel("dequantize_mx", data, scale, spec, dtype, width)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from pt2mx.formats import ElementFormat
 from pt2mx.kernels.gpu.mma_layout import from_mma_layout
-from pt2mx.kernels.select import device_with_kernels, kernels_for, rotate
+from pt2mx.kernels.select import run_kernel
 from pt2mx.spec import MXSpec
 
 __all__ = ["conv2d", "grouped_linear", "linear", "linear_mma_layout"]
@@ -29,13 +29,9 @@ def linear(
 ) -> Tensor:
     """x: (..., K), data: (N, bytes) uint8, scale: (N, blocks) uint8, bias: (N,) or None -> (..., N) in `dtype`, that of
     the bias, by default x's; `rotation`: values of x that are rotated together first, 0 for none."""
-    x = rotate(x, rotation) if rotation else x
-    if x.dtype == torch.bfloat16 and dtype == torch.float32 and device_with_kernels(x, spec.element) == "cuda":
-        from pt2mx.kernels.gpu import bfloat16_products
-
-        return bfloat16_products.linear(x, _weight(x, data, scale, spec), bias)
+    x = run_kernel("hadamard", x, rotation) if rotation else x
     x = x.to(dtype or x.dtype)
-    return F.linear(x, _weight(x, data, scale, spec), bias)
+    return F.linear(x, dense_weight(x, data, scale, spec), bias)
 
 
 def grouped_linear(
@@ -43,12 +39,8 @@ def grouped_linear(
 ) -> Tensor:
     """x: (T, K), data: (E, N, bytes) uint8, scale: (E, N, blocks) uint8, offs: (E,) int32 -> (T, N) in `dtype`, by
     default x's."""
-    if x.dtype == torch.bfloat16 and dtype == torch.float32 and device_with_kernels(x, spec.element) == "cuda":
-        from pt2mx.kernels.gpu import bfloat16_products
-
-        return bfloat16_products.grouped_linear(x, _weight(x, data, scale, spec), offs)
     x = x.to(dtype or x.dtype)
-    weight = _weight(x, data, scale, spec)  # (E, N, K)
+    weight = dense_weight(x, data, scale, spec)  # (E, N, K)
     return torch._grouped_mm(x, weight.transpose(-2, -1), offs=offs)
 
 
@@ -70,7 +62,7 @@ def linear_mma_layout(
 ) -> Tensor:
     """x: (..., K) bfloat16, codes, scale: as of `to_mma_layout`, bias: (n,) bfloat16 or None -> (..., n) bfloat16;
     `rotation` as above."""
-    x = rotate(x, rotation) if rotation else x
+    x = run_kernel("hadamard", x, rotation) if rotation else x
     return F.linear(x, from_mma_layout(codes, scale, element, n, x.shape[-1]), bias)
 
 
@@ -88,7 +80,7 @@ def conv2d(
     """x: (B, H, W, C), data: (N, *kernel, bytes) uint8, scale: (N, *kernel, blocks) uint8, bias: (N,) or None -> (B,
     H', W', N) in `dtype`, that of the bias, by default x's."""
     x = x.to(dtype or x.dtype)
-    weight = _weight(x, data, scale, spec).permute(0, 3, 1, 2)
+    weight = dense_weight(x, data, scale, spec).permute(0, 3, 1, 2)
     y = F.conv2d(x.permute(0, 3, 1, 2), weight, bias, stride, padding, dilation)
     return y.permute(0, 2, 3, 1).contiguous()
 
@@ -100,5 +92,6 @@ def conv2d_shape(x: Tensor, data: Tensor, moves: Sequence[Sequence[int]]) -> tup
     return x.shape[0], *size, data.shape[0]
 
 
-def _weight(x: Tensor, data: Tensor, scale: Tensor, spec: MXSpec) -> Tensor:
-    return kernels_for(data, spec.element).dequantize(data, scale, spec, x.dtype, x.shape[-1])
+def dense_weight(x: Tensor, data: Tensor, scale: Tensor, spec: MXSpec) -> Tensor:
+    """Return the weight that is multiplied with x: (..., K), in its dtype; data: (..., bytes of K)."""
+    return run_kernel("dequantize_mx", data, scale, spec, x.dtype, x.shape[-1])

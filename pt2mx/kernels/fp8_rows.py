@@ -19,12 +19,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pt2mx.formats import ELEMENTS, ElementFormat
+from pt2mx.kernels.constants import BLOCK
 from pt2mx.kernels.elements import BIAS, NAN_SCALE, pow2
-from pt2mx.kernels.select import kernels_for
+from pt2mx.kernels.select import run_kernel
 from pt2mx.spec import MXSpec
 
-#: values of a block
-BLOCK = 32
 #: the dtype of the codes
 E4M3 = torch.float8_e4m3fn
 #: the scale of a row that does not fit
@@ -62,11 +61,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def quantize(x: Tensor, spec: MXSpec, activation: str) -> tuple[Tensor, Tensor, Tensor]:
     """x: (..., K), K a multiple of 32 -> codes (..., K) uint8, scale (..., 1) float32, rest (..., K) in x's dtype,
     which means something in the rows that do not fit alone."""
-    x, kernels = ACTIVATIONS[activation](x), kernels_for(x, spec.element)
-    scale, data = kernels.quantize(x, spec, None)
+    x = ACTIVATIONS[activation](x)
+    scale, data = run_kernel("quantize_mx", x, spec, None)
     holds = (x.unflatten(-1, (-1, BLOCK)) != 0).any(-1)
     codes, row_scale = of_packed(data, scale, spec.element, x.shape[-1], holds)
-    return codes, row_scale, kernels.dequantize(data, scale, spec, x.dtype, x.shape[-1])
+    return codes, row_scale, run_kernel("dequantize_mx", data, scale, spec, x.dtype, x.shape[-1])
 
 
 def layer_norm_quantize(
@@ -84,9 +83,8 @@ def of_packed(
     """data: (..., bytes of length) uint8, scale: (..., length / 32) uint8 -> codes (..., length), scale (..., 1).
     `holds`: the blocks whose scale counts, by default those that hold more than zeros."""
     spec, room = MXSpec(element, BLOCK), ROOMS[element.name]
-    units = kernels_for(data, element).dequantize(
-        data, torch.full_like(scale, BIAS), spec.replace(axis=data.dim() - 1), torch.float32, length
-    )
+    spec, ones = spec.replace(axis=data.dim() - 1), torch.full_like(scale, BIAS)
+    units = run_kernel("dequantize_mx", data, ones, spec, torch.float32, length)
     units = units.unflatten(-1, (length // BLOCK, BLOCK))
     exponent, holds = scale.to(torch.int32), (units != 0).any(-1) if holds is None else holds
     top = torch.where(holds, exponent, 0).amax(-1, keepdim=True).clamp(min=room.shift + 1)

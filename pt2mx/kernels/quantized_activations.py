@@ -9,27 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pt2mx.kernels.fp8_rows import ACTIVATIONS, BLOCK
-from pt2mx.kernels.select import kernels_for
-from pt2mx.modes import SCALE_MODES
+from pt2mx.kernels.fp8_rows import ACTIVATIONS
+from pt2mx.kernels.select import run_kernel
 from pt2mx.spec import MXSpec
-
-#: values of a row that a program of the GPU's holds
-_LONGEST_ROW = 1 << 15
-
-
-def suits_gpu(spec: MXSpec, length: object, *dtypes: torch.dtype) -> bool:
-    """True if the kernels for NVIDIA GPUs serve rows of a length, where all they read is in `dtypes`."""
-    element, mode = spec.element, SCALE_MODES[spec.scale_mode]
-    whole = isinstance(length, int) and length % BLOCK == 0 and length <= _LONGEST_ROW and spec.block_size == BLOCK
-    in_pairs = element.mantissa_bits <= 6 and element.lowest == -element.max_normal and not element.is_wide
-    return whole and in_pairs and spec.rounding == "even" and not mode.searches and set(dtypes) == {torch.bfloat16}
 
 
 def activation_fake_quantize(x: Tensor, activation: str, spec: MXSpec, dtype: torch.dtype) -> Tensor:
     """x: (..., K) -> quantized values of an activation of it, in `dtype`. Activations are rounded to x's dtype."""
     wide = ACTIVATIONS[activation](x).to(torch.promote_types(x.dtype, dtype))
-    return kernels_for(x, spec.element).fake_quantize(wide, spec, None).to(dtype)
+    return run_kernel("fake_quantize_mx", wide, spec, None).to(dtype)
 
 
 def layer_norm_fake_quantize(

@@ -1,6 +1,6 @@
 """The reference kernel over slices of large tensors, so that its temporaries stay in the processor's cache.
 
-It serves eager calls where no faster twin can (`pt2mx.kernels.select`).
+It runs where no kernel takes an eager call (`pt2mx.kernels.select`).
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from pt2mx.kernels import reference
 from pt2mx.kernels.philox import random_bits
 from pt2mx.spec import MXSpec
 
-__all__ = ["clip_gradient", "dequantize", "fake_quantize", "quantize", "random_bits", "split"]
+__all__ = ["clip_gradient", "dequantize", "fake_quantize", "quantize", "split"]
 
 #: values of a slice: at 4 bytes each, a temporary fits the second-level cache
 _VALUES = 1 << 18

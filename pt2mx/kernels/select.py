@@ -1,58 +1,148 @@
-"""The choice of the kernels that serve an eager call.
+"""The table of kernels: for each operator its definition, and the kernel of each type of device.
 
-Every kernel module has the functions of `pt2mx.kernels.reference_chunked`, takes inputs of any strides and at least one
-dimension, and gives contiguous outputs; all agree to the bit. Products choose in `pt2mx.ops.linear`.
+A kernel takes the arguments of the definition, tensors of any strides and at least one dimension, and gives contiguous
+results: the same bits, or for matmuls the same but for the order of the sums. It returns None for a call that it does
+not support; then the definition runs.
 """
 
 import functools
 import importlib
 import importlib.util
-from types import ModuleType
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pt2mx.formats import ElementFormat
-from pt2mx.kernels import reference_chunked
-from pt2mx.kernels.cpu import quantize as cpu
+from pt2mx.kernels.cpu import build
+from pt2mx.spec import MXSpec
 
-__all__ = ["device_with_kernels", "kernels_for", "rotate", "runs_triton"]
+__all__ = ["KERNELS", "run_kernel", "runs_triton"]
 
-#: type of device -> module with the twin of `pt2mx.kernels.hadamard.rotate`
-_ROTATIONS = {"cpu": "cpu.hadamard", "cuda": "gpu.hadamard"}
+#: operator -> type of device -> "module of pt2mx.kernels:function"; "any": the definition. Operators without one are
+#: defined in `pt2mx.ops`, by other operators
+KERNELS: dict[str, dict[str, str]] = {
+    "quantize_mx": {
+        "any": "reference_chunked:quantize",
+        "cpu": "cpu.quantize:quantize",
+        "cuda": "gpu.quantize:quantize",
+    },
+    "dequantize_mx": {
+        "any": "reference_chunked:dequantize",
+        "cpu": "cpu.quantize:dequantize",
+        "cuda": "gpu.quantize:dequantize",
+    },
+    "fake_quantize_mx": {
+        "any": "reference_chunked:fake_quantize",
+        "cpu": "cpu.quantize:fake_quantize",
+        "cuda": "gpu.quantize:fake_quantize",
+    },
+    "clip_gradient_mx": {
+        "any": "reference_chunked:clip_gradient",
+        "cpu": "cpu.quantize:clip_gradient",
+        "cuda": "gpu.quantize:clip_gradient",
+    },
+    "random_bits": {
+        "any": "philox:random_bits",
+        "cpu": "cpu.quantize:random_bits",
+        "cuda": "gpu.quantize:random_bits",
+    },
+    "hadamard": {
+        "any": "hadamard:rotate",
+        "cpu": "cpu.hadamard:rotate",
+        "cuda": "gpu.hadamard:rotate",
+    },
+    "rotated_fake_quantize_mx": {
+        "cpu": "cpu.quantize:rotated_fake_quantize",
+        "cuda": "gpu.quantize:rotated_fake_quantize",
+    },
+    "activation_fake_quantize_mx": {
+        "any": "quantized_activations:activation_fake_quantize",
+        "cpu": "cpu.activations:activation_fake_quantize",
+        "cuda": "gpu.activations:activation_fake_quantize",
+    },
+    "layer_norm_fake_quantize_mx": {
+        "any": "quantized_activations:layer_norm_fake_quantize",
+        "cpu": "cpu.activations:layer_norm_fake_quantize",
+        "cuda": "gpu.activations:layer_norm_fake_quantize",
+    },
+    "linear_mx": {
+        "any": "dequantize_then_matmul:linear",
+        "cpu": "cpu.linear:linear",
+        "cuda": "gpu.bfloat16_products:linear",
+    },
+    "grouped_linear_mx": {
+        "any": "dequantize_then_matmul:grouped_linear",
+        "cpu": "cpu.linear:grouped_linear",
+        "cuda": "gpu.bfloat16_products:grouped_linear",
+    },
+    "linear_mx_mma_layout": {
+        "any": "dequantize_then_matmul:linear_mma_layout",
+        "cuda": "gpu.linear:linear_mma_layout",
+    },
+    "linear_fake_quantize_mx": {"cpu": "cpu.quantized_linear:linear_fake_quantize"},
+    "conv2d_mx": {
+        "any": "dequantize_then_matmul:conv2d",
+        "cpu": "cpu.convolution:conv2d",
+    },
+    "conv2d_fake_quantize_mx": {"cpu": "cpu.convolution:conv2d_fake_quantize"},
+    "matmul_bfloat16": {
+        "cpu": "cpu.bfloat16_products:matmul",
+        "cuda": "gpu.bfloat16_products:matmul",
+    },
+    "attention_bfloat16": {
+        "cpu": "cpu.bfloat16_products:attention",
+        "cuda": "gpu.bfloat16_products:attention",
+    },
+    "attention_mx": {
+        "any": "dequantize_then_attend:attend",
+        "cpu": "cpu.attention:attend",
+        "cuda": "gpu.attention:attend",
+    },
+    "quantize_fp8_rows": {"any": "fp8_rows:quantize", "cuda": "gpu.fp8_rows:quantize"},
+    "layer_norm_fp8_rows": {"any": "fp8_rows:layer_norm_quantize", "cuda": "gpu.fp8_rows:layer_norm_quantize"},
+    "mm_fp8_rows": {"any": "fp8_rows:mm", "cuda": "gpu.fp8_rows:mm"},
+}
 
 
-def kernels_for(x: Tensor, element: ElementFormat | None = None) -> ModuleType:
-    """The fastest kernels that can work on x, and with `element` where the call has one."""
-    device = device_with_kernels(x, element)
-    if device == "cpu":
-        return cpu
-    if device == "cuda":
-        from pt2mx.kernels.gpu import quantize as gpu
-
-        return gpu
-    return reference_chunked
-
-
-def rotate(x: Tensor, size: int, axis: int = -1) -> Tensor:
-    """Return `pt2mx.kernels.hadamard.rotate(x, size, axis)`, by the fastest kernel that can work on x."""
-    module = _ROTATIONS.get(device_with_kernels(x) or "", "hadamard")
-    return importlib.import_module(f"pt2mx.kernels.{module}").rotate(x, size, axis)
+def run_kernel(operator: str, *args: Any) -> Any:
+    """Return what the kernel for the device of the tensors among `args` computes, else what the definition does; None
+    where neither takes the call."""
+    row = KERNELS[operator]
+    kernel = row.get(_device_of(args) or "")
+    result = None if kernel is None else _function(kernel)(*args)
+    if result is None and "any" in row:
+        return _function(row["any"])(*args)
+    return result
 
 
-def device_with_kernels(x: Tensor, element: ElementFormat | None = None) -> str | None:
-    """Return the type of x's device, "cpu" or "cuda", if there are kernels of our own that can work on x there; else
-    None, and torch's operators serve."""
-    plain = type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided and not torch.compiler.is_compiling()
-    if plain and not (element and element.is_wide):
-        if x.device.type == "cpu" and cpu.is_available():
-            return "cpu"
-        if x.device.type == "cuda" and runs_triton(x.device):
-            return "cuda"
-    return None
+def _device_of(args: tuple[Any, ...]) -> str | None:
+    """Return the type of the device whose kernels can work on `args`: on plain dense tensors of one device, and on
+    elements of at most 8 bits. None while compiling, which sees through definitions alone."""
+    device = None
+    for arg in args:
+        if isinstance(arg, Tensor):
+            plain = type(arg) in (Tensor, torch.nn.Parameter) and arg.layout == torch.strided
+            if not plain or arg.device != (device or arg.device):
+                return None
+            device = arg.device
+        elif isinstance(arg, MXSpec) and arg.element.is_wide:
+            return None
+    if device is None or device.type not in _RUNS or torch.compiler.is_compiling():
+        return None
+    return device.type if _RUNS[device.type](device) else None
+
+
+def _function(name: str) -> Callable[..., Any]:
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(f"pt2mx.kernels.{module}"), function)
 
 
 @functools.cache
 def runs_triton(device: torch.device) -> bool:
     """True if Triton's kernels work on the device."""
     return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+#: type of device -> whether our kernels run on a device of it
+_RUNS: dict[str, Callable[[torch.device], bool]] = {"cpu": lambda _: build.is_available(), "cuda": runs_triton}

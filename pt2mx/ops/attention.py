@@ -2,24 +2,20 @@
 
 It computes what `scaled_dot_product_attention` does of the dequantized keys and values, with fp32 sums in another
 order, and is what the lowered program calls (`pt2mx.fx.lower`). `pt2mx.kernels.dequantize_then_attend` defines it on
-every device; `_TWINS` lists where a faster twin serves.
+every device; `pt2mx.kernels.select` lists the kernels.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from pt2mx.errors import MXError
-from pt2mx.kernels.select import device_with_kernels
+from pt2mx.kernels.select import run_kernel
 from pt2mx.ops.checks import check_packed
 from pt2mx.spec import MXSpec
-
-#: type of device -> module of `pt2mx.kernels` that is faster than the definition
-_TWINS = {"cpu": "cpu.attention", "cuda": "gpu.attention"}
 
 
 def _attention(
@@ -35,10 +31,8 @@ def _attention(
     scale: float | None = None,
 ) -> Tensor:
     spec = _check(query, key_data, key_scale, value_data, value_scale, elem, block_size, value_width, mask)
-    module = _TWINS.get(device_with_kernels(query, spec.element) or "", "dequantize_then_attend")
-    kernels = importlib.import_module(f"pt2mx.kernels.{module}")
     packed = (key_data, key_scale), (value_data, value_scale)
-    return kernels.attend(query, *packed, spec, value_width, mask, scale).contiguous()
+    return run_kernel("attention_mx", query, *packed, spec, value_width, mask, scale).contiguous()
 
 
 def _attention_fake(

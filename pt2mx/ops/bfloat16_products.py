@@ -2,14 +2,12 @@
 
 Quantized values are bfloat16 (`pt2mx.fx.passes.activation_matmuls_bf16` finds them), so that their products are exact
 there; sums are in float32, and so are results in float32 models. Lowered programs call these operators, of bfloat16
-models for attention, and Inductor keeps them calls. torch's own operators define them; `_TWINS` lists where a faster
-twin serves.
+models for attention, and Inductor keeps them calls. torch's own operators define them;
+`pt2mx.kernels.select` lists the kernels.
 """
 
 from __future__ import annotations
 
-import importlib
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,28 +17,19 @@ from torch.nn import functional as F
 
 from pt2mx import ops
 from pt2mx.errors import MXError
-from pt2mx.kernels.select import device_with_kernels
+from pt2mx.kernels.select import run_kernel
 from pt2mx.ops.attention import broadcasts
 from pt2mx.ops.autocast import register_autocast
 from pt2mx.ops.checks import HIGH_PRECISION
 from pt2mx.ops.quantized_activations import check_quantization
 from pt2mx.spec import MXSpec
 
-#: type of device -> module of `pt2mx.kernels` with functions that give None for what they do not serve
-_TWINS = {"cpu": "cpu.bfloat16_products", "cuda": "gpu.bfloat16_products"}
-
-
-def _twin_of(*operands: Tensor) -> ModuleType | None:
-    devices = {device_with_kernels(x) for x in operands}
-    module = _TWINS.get(devices.pop() or "") if len(devices) == 1 else None
-    return importlib.import_module(f"pt2mx.kernels.{module}") if module else None
-
 
 def _matmul(x: Tensor, y: Tensor, target_dtype: torch.dtype | None = None) -> Tensor:
     dtype = _check_matmul(x, y, target_dtype)
-    twin = _twin_of(x, y) if dtype == torch.float32 else None  # torch's product in bfloat16 is on the same units
-    found = twin.matmul(x, y) if twin else None
-    return dense_matmul(x, y, dtype) if found is None else found
+    # torch's matmul in bfloat16 runs on the same units
+    result = run_kernel("matmul_bfloat16", x, y) if dtype == torch.float32 else None
+    return dense_matmul(x, y, dtype) if result is None else result
 
 
 def dense_matmul(x: Tensor, y: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -73,14 +62,12 @@ def _attention(
 ) -> Tensor:
     dtype, spec, out_dtype = _check_attention(query, key, value, mask, is_causal, target_dtype, *quantization)
     mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
-    operands = query, key, value, *([] if mask is None else [mask])
-    twin = _twin_of(*operands) if dtype in (torch.float32, torch.bfloat16) else None
-    given = query, key, value, mask, is_causal, scale, dtype
-    found = twin.attention(*given, spec, out_dtype) if twin else None
-    if found is not None:
-        return found
-    product = twin.attention(*given) if twin and spec else None
-    product = dense_attention(*given) if product is None else product
+    args = query, key, value, mask, is_causal, scale, dtype
+    result = run_kernel("attention_bfloat16", *args, spec, out_dtype)
+    if result is not None:
+        return result
+    product = run_kernel("attention_bfloat16", *args) if spec else None
+    product = dense_attention(*args) if product is None else product
     return quantized(product, *quantization) if spec else product
 
 

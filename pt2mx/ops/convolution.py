@@ -2,12 +2,11 @@
 
 They compute what `conv2d(x, dequantize_mx(weight))` does, with fp32 sums in another order, and are what the lowered
 program calls (`pt2mx.fx.passes.convolutions_as_matmuls`). `pt2mx.kernels.dequantize_then_matmul` defines them on every
-device; on the CPU a twin serves that makes no patches.
+device; the CPU's kernel makes no patches.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from pt2mx import ops
 from pt2mx.errors import MXError
 from pt2mx.kernels.dequantize_then_matmul import conv2d_shape
-from pt2mx.kernels.select import device_with_kernels
+from pt2mx.kernels.select import run_kernel
 from pt2mx.ops.autocast import register_autocast
 from pt2mx.ops.checks import HIGH_PRECISION, check_packed
 from pt2mx.spec import MXSpec
@@ -29,9 +28,7 @@ def _conv2d(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, *rest: 
     """x: (B, H, W, C) float, data: (N, *kernel, bytes of C) uint8, scale: (N, *kernel, blocks) uint8, bias: (N,) as the
     result or None -> (B, H', W', N) in the target dtype, by default x's."""
     spec, moves, dtype = check_convolution(x, data, scale, bias, *rest)
-    module = "cpu.convolution" if device_with_kernels(x, spec.element) == "cpu" else "dequantize_then_matmul"
-    kernel = importlib.import_module(f"pt2mx.kernels.{module}").conv2d
-    return kernel(x, data, scale, bias, spec, *moves, dtype)
+    return run_kernel("conv2d_mx", x, data, scale, bias, spec, *moves, dtype)
 
 
 def _conv2d_fake(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:

@@ -2,36 +2,28 @@
 weights on tensor cores for FP8, exactly.
 
 What FP8 rows are says `pt2mx.kernels.fp8_rows`, which defines the operators on every device; on an NVIDIA GPU
-`pt2mx.kernels.gpu.fp8_rows` serves. Lowered programs call them (`pt2mx.fx.passes.fp8_rowwise`).
+`pt2mx.kernels.gpu.fp8_rows` runs. Lowered programs call them (`pt2mx.fx.passes.fp8_rowwise`).
 """
 
 from __future__ import annotations
 
-import importlib
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pt2mx.errors import MXError
-from pt2mx.kernels import fp8_rows
-from pt2mx.kernels.fp8_rows import ACTIVATIONS, BLOCK, ROOMS
-from pt2mx.kernels.select import device_with_kernels
+from pt2mx.kernels.constants import BLOCK
+from pt2mx.kernels.fp8_rows import ACTIVATIONS, ROOMS
+from pt2mx.kernels.select import run_kernel
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.checks import HIGH_PRECISION, check_input
 from pt2mx.spec import MXSpec
 
 
-def _kernels_for(x: Tensor) -> ModuleType:
-    if device_with_kernels(x) == "cuda":
-        return importlib.import_module("pt2mx.kernels.gpu.fp8_rows")
-    return fp8_rows
-
-
 def _quantize(x: Tensor, *modes: str) -> tuple[Tensor, Tensor, Tensor]:
     spec, activation = _check(x, *modes)
-    return _kernels_for(x).quantize(x, spec, activation)
+    return run_kernel("quantize_fp8_rows", x, spec, activation)
 
 
 def _quantize_fake(x: Tensor, *modes: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,7 +35,7 @@ def _layer_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, *modes: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     spec = _check_layer_norm(x, residual, weight, bias, *modes)
-    return _kernels_for(x).layer_norm_quantize(x, residual, weight, bias, eps, spec)
+    return run_kernel("layer_norm_fp8_rows", x, residual, weight, bias, eps, spec)
 
 
 def _layer_norm_fake(
@@ -57,8 +49,7 @@ def _mm(
     data: Tensor, scale: Tensor, rest: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     _check_mm(data, scale, rest, weight, weight_scale, bias)
-    kernels = _kernels_for(data) if rest.dtype == torch.bfloat16 else fp8_rows
-    return kernels.mm(data, scale, rest, weight, weight_scale, bias)
+    return run_kernel("mm_fp8_rows", data, scale, rest, weight, weight_scale, bias)
 
 
 def _mm_fake(

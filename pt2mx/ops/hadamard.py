@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pt2mx.kernels import select
 from pt2mx.kernels.hadamard import rotate_back
+from pt2mx.kernels.select import run_kernel
 from pt2mx.ops.checks import check_rotation
 
 
 def _hadamard(x: Tensor, size: int, axis: int = -1) -> Tensor:
     check_rotation(x, size, axis)
-    return select.rotate(x, size, axis)
+    return run_kernel("hadamard", x, size, axis)
 
 
 def _hadamard_fake(x: Tensor, size: int, axis: int = -1) -> Tensor:

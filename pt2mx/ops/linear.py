@@ -1,15 +1,13 @@
 """`linear_mx`, `grouped_linear_mx`, `linear_mx_mma_layout`: linear layers whose weights stay packed.
 
 They compute what `linear(x, dequantize_mx(weight))` does, with float32 sums in another order, and are what the lowered
-program calls (`pt2mx.fx.lower`). `pt2mx.kernels.dequantize_then_matmul` defines them on every device; `_TWINS` names
-the faster kernels.
+program calls (`pt2mx.fx.lower`). `pt2mx.kernels.dequantize_then_matmul` defines them on every device;
+`pt2mx.kernels.select` lists the kernels.
 """
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Annotated, Any
 
 import torch
@@ -17,11 +15,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from pt2mx.errors import MXError
-from pt2mx.formats import ELEMENTS, ElementFormat
+from pt2mx.formats import ELEMENTS
 from pt2mx.kernels.dequantize_then_matmul import grouped_mm
 from pt2mx.kernels.gpu.mma_layout import FRAGMENTS, from_mma_layout
 from pt2mx.kernels.hadamard import rotate, rotate_back
-from pt2mx.kernels.select import device_with_kernels
+from pt2mx.kernels.select import run_kernel
 from pt2mx.ops.arguments import (
     WEIGHT_CODES,
     WEIGHT_SCALE,
@@ -35,18 +33,6 @@ from pt2mx.ops.checks import check_bias, check_packed, check_rotation, check_tar
 from pt2mx.ops.operator import As, Autocast, Operator, T, operator
 from pt2mx.ops.quantization import dequantize_mx
 from pt2mx.spec import MXSpec
-
-#: function, type of device -> module of `pt2mx.kernels` whose function of that name is faster than the definition
-_TWINS: dict[tuple[str, str | None], str] = {
-    ("linear", "cpu"): "cpu.linear",
-    ("grouped_linear", "cpu"): "cpu.linear",
-    ("linear_mma_layout", "cuda"): "gpu.linear",
-}
-
-
-def _kernels_for(function: str, x: Tensor, element: ElementFormat) -> ModuleType:
-    module = _TWINS.get((function, device_with_kernels(x, element)), "dequantize_then_matmul")
-    return importlib.import_module(f"pt2mx.kernels.{module}")
 
 
 def check_weight(x: Tensor, codes: Tensor, scale: Tensor, element: str, block_size: int, dimensions: int) -> MXSpec:
@@ -100,8 +86,7 @@ class LinearMX(Operator[T]):
 
     def kernel(self) -> Tensor:
         spec, dtype = self.check()
-        kernel = _kernels_for("linear", self.x, spec.element).linear
-        return kernel(self.x, self.codes, self.scale, self.bias, spec, self.rotation, dtype)
+        return run_kernel("linear_mx", self.x, self.codes, self.scale, self.bias, spec, self.rotation, dtype)
 
     def fake(self) -> Tensor:
         _, dtype = self.check()
@@ -160,8 +145,7 @@ class GroupedLinearMX(Operator[T]):
 
     def kernel(self) -> Tensor:
         spec, dtype = self.check()
-        kernel = _kernels_for("grouped_linear", self.x, spec.element).grouped_linear
-        return kernel(self.x, self.codes, self.scale, self.offs, spec, dtype)
+        return run_kernel("grouped_linear_mx", self.x, self.codes, self.scale, self.offs, spec, dtype)
 
     def fake(self) -> Tensor:
         _, dtype = self.check()
@@ -237,9 +221,8 @@ class LinearMXMMALayout(Operator[T]):
 
     def kernel(self) -> Tensor:
         self.check()
-        element = ELEMENTS[self.element]
-        kernel = _kernels_for("linear_mma_layout", self.x, element).linear_mma_layout
-        return kernel(self.x, self.codes, self.scale, self.bias, element, self.n, self.rotation)
+        args = self.x, self.codes, self.scale, self.bias, ELEMENTS[self.element], self.n, self.rotation
+        return run_kernel("linear_mx_mma_layout", *args)
 
     def fake(self) -> Tensor:
         self.check()

@@ -8,6 +8,7 @@ same tensor.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -18,7 +19,7 @@ from torch import Tensor
 from pt2mx.errors import MXError, nearest
 from pt2mx.kernels.axis import resized
 from pt2mx.kernels.packing import is_packed, packed_length
-from pt2mx.kernels.select import kernels_for
+from pt2mx.kernels.select import run_kernel
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.arguments import VALUES, Axis, BlockSize, Element, Rounding, ScaleMode, Seed, choices
 from pt2mx.ops.checks import check_input, check_packed, check_seed
@@ -96,8 +97,8 @@ class Quantize(Quantization[T]):
 
     def kernel(self) -> tuple[Tensor, ...]:
         spec, x = self.check(), _row(self.x)
-        kernels, seed = kernels_for(x, spec.element), seed_of(x, spec, self.seed)
-        return with_memory_format_of(x, kernels.quantize, (x,), spec, seed)
+        kernel, seed = functools.partial(run_kernel, "quantize_mx"), seed_of(x, spec, self.seed)
+        return with_memory_format_of(x, kernel, (x,), spec, seed)
 
     def fake(self) -> tuple[Tensor, Tensor]:
         spec, x = self.check(), _row(self.x)
@@ -166,7 +167,7 @@ class Dequantize(Operator[T]):
 
     def kernel(self) -> Tensor:
         spec, length = self.check()
-        packed, kernel = (self.codes, self.scale), kernels_for(self.codes, spec.element).dequantize
+        packed, kernel = (self.codes, self.scale), functools.partial(run_kernel, "dequantize_mx")
         return with_memory_format_of(self.codes, kernel, packed, spec, self.dtype, length)[0]
 
     def fake(self) -> Tensor:
@@ -225,8 +226,8 @@ class FakeQuantize(Quantization[T]):
 
     def kernel(self) -> Tensor:
         spec, x = self.check(), _row(self.x)
-        kernels, seed = kernels_for(x, spec.element), seed_of(x, spec, self.seed)
-        (y,) = with_memory_format_of(x, kernels.fake_quantize, (x,), spec, seed)
+        kernel, seed = functools.partial(run_kernel, "fake_quantize_mx"), seed_of(x, spec, self.seed)
+        (y,) = with_memory_format_of(x, kernel, (x,), spec, seed)
         return y if self.x.dim() else y.as_strided_((), ())
 
     def fake(self) -> Tensor:
@@ -281,7 +282,7 @@ class ClipGradient(Operator[T]):
                 f"grad of shape {tuple(grad.shape)}, {grad.dtype} on {grad.device} is no gradient of x of shape "
                 f"{tuple(x.shape)} on {x.device}"
             )
-        row, kernel = _row(x), kernels_for(x, spec.element).clip_gradient
+        row, kernel = _row(x), functools.partial(run_kernel, "clip_gradient_mx")
         (y,) = with_memory_format_of(row, kernel, (_row(grad), row), spec)
         return y if x.dim() else y.as_strided_((), ())
 
@@ -316,7 +317,7 @@ class RandomBits(Operator[T]):
             raise MXError(
                 f"the seed tensor must be of shape () and int64, not {tuple(self.seed.shape)} and {self.seed.dtype}"
             )
-        return kernels_for(self.seed).random_bits(self.seed, torch.Size(self.size))
+        return run_kernel("random_bits", self.seed, torch.Size(self.size))
 
     def fake(self) -> Tensor:
         return self.seed.new_empty(self.size, dtype=torch.int32)

@@ -2,44 +2,31 @@
 a layer norm, by the kernel that computes it.
 
 Lowered programs call them (`pt2mx.fx.passes.quantize_in_passing`), and Inductor keeps them calls.
-`pt2mx.kernels.quantized_activations` defines them on every device; `_TWINS` names the kernels that serve.
+`pt2mx.kernels.quantized_activations` defines them on every device; `pt2mx.kernels.select` lists the kernels.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pt2mx.errors import MXError
-from pt2mx.kernels import quantized_activations
 from pt2mx.kernels.fp8_rows import ACTIVATIONS
-from pt2mx.kernels.select import device_with_kernels
+from pt2mx.kernels.select import run_kernel
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.checks import HIGH_PRECISION, check_input
 from pt2mx.spec import MXSpec
 
 aten = torch.ops.aten
 
-#: type of device -> module of `pt2mx.kernels` that does both in one pass
-_TWINS = {"cpu": "cpu.activations", "cuda": "gpu.activations"}
-
-
-def _kernels_for(x: Tensor, spec: MXSpec) -> ModuleType:
-    device = device_with_kernels(x, spec.element)
-    if device not in _TWINS:
-        return quantized_activations
-    return importlib.import_module(f"pt2mx.kernels.{_TWINS[device]}")
-
 
 def _activation(x: Tensor, activation: str, *modes: Any) -> Tensor:
     spec, dtype = check_quantization(x, *modes)
     check_activation(activation)
-    return _kernels_for(x, spec).activation_fake_quantize(x, activation, spec, dtype)
+    return run_kernel("activation_fake_quantize_mx", x, activation, spec, dtype)
 
 
 def _activation_fake(x: Tensor, activation: str, *modes: Any) -> Tensor:
@@ -53,7 +40,7 @@ def _layer_norm(
 ) -> tuple[Tensor, Tensor]:
     x, residual = _in_one_dtype(x, residual)
     spec, dtype = _check_layer_norm(x, residual, weight, bias, *modes)
-    return _kernels_for(x, spec).layer_norm_fake_quantize(x, residual, weight, bias, eps, spec, dtype)
+    return run_kernel("layer_norm_fake_quantize_mx", x, residual, weight, bias, eps, spec, dtype)
 
 
 def _layer_norm_fake(

@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pt2mx.errors import MXError
-from pt2mx.kernels.cpu import convolution
 from pt2mx.kernels.dequantize_then_matmul import conv2d_shape
 from pt2mx.kernels.fp8_rows import ACTIVATIONS
-from pt2mx.kernels.select import device_with_kernels
+from pt2mx.kernels.select import run_kernel
 from pt2mx.ops.autocast import register_autocast
 from pt2mx.ops.checks import HIGH_PRECISION
 from pt2mx.ops.convolution import check_convolution, conv2d_mx
@@ -27,14 +26,9 @@ from pt2mx.spec import MXSpec
 
 def _conv2d(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
     spec, moves, product_dtype, _, quantization, dtype = _check(x, data, scale, bias, *rest)
-    residual, activation, keep_activated = rest[6:9]
-    alike = residual is None or residual.dtype == product_dtype
-    if device_with_kernels(x, spec.element) == "cpu" and alike:
-        weight = (data, scale, bias, spec, moves, product_dtype)
-        found = convolution.conv2d_fake_quantize(x, *weight, residual, activation, keep_activated, quantization, dtype)
-        if found is not None:
-            return found
-    return in_two_steps(x, data, scale, bias, *rest)
+    args = data, scale, bias, spec, moves, product_dtype, *rest[6:9], quantization, dtype
+    results = run_kernel("conv2d_fake_quantize_mx", x, *args)
+    return in_two_steps(x, data, scale, bias, *rest) if results is None else results
 
 
 def in_two_steps(

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from pt2mx import ops
 from pt2mx.errors import MXError
-from pt2mx.kernels.cpu import quantized_linear
-from pt2mx.kernels.select import device_with_kernels
+from pt2mx.kernels.select import run_kernel
 from pt2mx.ops.autocast import register_autocast
 from pt2mx.ops.linear import LinearMX, linear_mx
 from pt2mx.ops.quantized_activations import (
@@ -27,11 +26,10 @@ from pt2mx.spec import MXSpec
 
 def _linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, *modes: Any) -> Tensor:
     weight, product_dtype, activation, quantization, dtype = _check(x, data, scale, bias, *modes)
-    if device_with_kernels(x, weight.element) == "cpu":
-        given = (weight, product_dtype, activation, quantization, dtype)
-        found = quantized_linear.linear_fake_quantize(x, data, scale, bias, *given)
-        if found is not None:
-            return found
+    args = data, scale, bias, weight, product_dtype, activation, quantization, dtype
+    result = run_kernel("linear_fake_quantize_mx", x, *args)
+    if result is not None:
+        return result
     elem, block_size, _, activation, *rest = modes
     product = linear_mx(x, data, scale, bias, elem, block_size, 0, product_dtype)
     return activation_fake_quantize_mx(product, activation, *rest)

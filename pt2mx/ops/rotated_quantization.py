@@ -7,7 +7,6 @@ is nothing that it could fuse, and of the quantization alone it makes slower cod
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
@@ -15,21 +14,18 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.kernels.hadamard import rotate_back
-from pt2mx.kernels.select import device_with_kernels, kernels_for, rotate
+from pt2mx.kernels.select import run_kernel
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.checks import HIGH_PRECISION, check_input, check_rotation
 from pt2mx.spec import MXSpec
 
-#: type of device -> module of `pt2mx.kernels` that does both in one pass
-_TWINS = {"cpu": "cpu.quantize", "cuda": "gpu.quantize"}
-
 
 def _rotated_fake_quantize(x: Tensor, size: int, *modes: Any) -> Tensor:
     spec, dtype = _check(x, size, *modes)
-    device = device_with_kernels(x, spec.element)
-    if device is not None:
-        return importlib.import_module(f"pt2mx.kernels.{_TWINS[device]}").rotated_fake_quantize(x, size, spec, dtype)
-    return kernels_for(x, spec.element).fake_quantize(rotate(x, size), spec, None).to(dtype)
+    result = run_kernel("rotated_fake_quantize_mx", x, size, spec, dtype)
+    if result is not None:
+        return result
+    return run_kernel("fake_quantize_mx", run_kernel("hadamard", x, size), spec, None).to(dtype)
 
 
 def _rotated_fake_quantize_fake(x: Tensor, size: int, *modes: Any) -> Tensor:

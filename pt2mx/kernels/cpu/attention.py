@@ -11,7 +11,6 @@ import ctypes
 import torch
 from torch import Tensor
 
-from pt2mx.kernels import dequantize_then_attend
 from pt2mx.kernels.cpu.build import DTYPES, load
 from pt2mx.kernels.cpu.calls import AttentionCall
 from pt2mx.kernels.cpu.linear import TABLE, decoder_of, table_of
@@ -26,18 +25,8 @@ _FEW_QUERIES, _WIDEST, _GROUP = 32, 512, 32
 
 def attend(
     query: Tensor, key: Packed, value: Packed, spec: MXSpec, value_width: int, mask: Tensor | None, scale: float | None
-) -> Tensor:
-    """As `pt2mx.kernels.dequantize_then_attend.attend`."""
-    found = _attend(query, key, value, spec, value_width, mask, scale)
-    if found is None:
-        return dequantize_then_attend.attend(query, key, value, spec, value_width, mask, scale)
-    return found
-
-
-def _attend(
-    query: Tensor, key: Packed, value: Packed, spec: MXSpec, value_width: int, mask: Tensor | None, scale: float | None
 ) -> Tensor | None:
-    """None where the definition serves: many queries, blocks that are not whole groups, a code that is no number."""
+    """None for many queries, for blocks that are not whole groups, and for a code that is no number."""
     (batch, heads, queries, width), (_, key_heads, slots, _) = query.shape, key[0].shape
     group = heads // key_heads
     (decoder, block), (value_decoder, value_block) = decoder_of(spec, width), decoder_of(spec, value_width)

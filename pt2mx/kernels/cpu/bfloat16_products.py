@@ -10,18 +10,14 @@ import functools
 import torch
 from torch import Tensor
 
+from pt2mx.kernels.constants import LEAST_ROWS, WIDEST, supports_epilogue
 from pt2mx.kernels.cpu.build import DTYPES, is_available, load
 from pt2mx.kernels.cpu.calls import DenseAttentionCall, MatmulCall
 from pt2mx.kernels.cpu.linear import is_served
-from pt2mx.kernels.cpu.quantized_linear import epilogue_of, suits
+from pt2mx.kernels.cpu.quantized_linear import epilogue_of
 from pt2mx.spec import MXSpec
 
-__all__ = ["LEAST_ROWS", "WIDEST", "attention", "matmul", "units"]
-
-#: rows of x, or queries, from which that is faster than torch's product
-LEAST_ROWS = 16
-#: type of device -> the widest head that its kernel of attention takes: a score is one sum
-WIDEST = {"cpu": 512, "cuda": 128}
+__all__ = ["attention", "matmul", "units"]
 
 
 @functools.cache
@@ -75,10 +71,12 @@ def attention(
     (batch, heads, queries, width), (_, key_heads, keys, _) = query.shape, key.shape
     if not units() or queries < LEAST_ROWS or width > WIDEST["cpu"] or 0 in (query.numel(), value.numel()):
         return None
+    if dtype not in (torch.float32, torch.bfloat16):
+        return None
     library, parallel_for = load()
     epilogue = None
     if quantization is not None:
-        if not suits(quantization, value.shape[-1], dtype):
+        if not supports_epilogue(quantization, value.shape[-1], dtype):
             return None
         epilogue = epilogue_of(quantization, "none", out_dtype or dtype)
     out = query.new_empty((batch, queries, heads, value.shape[-1]), dtype=out_dtype or dtype)

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pt2mx.kernels import dequantize_then_matmul
+from pt2mx.kernels.constants import supports_epilogue
 from pt2mx.kernels.cpu.build import DTYPES, load
 from pt2mx.kernels.cpu.calls import ConvolutionCall, Epilogue, Pair
 from pt2mx.kernels.cpu.linear import FEW_ROWS, call_of, is_served, units_for
-from pt2mx.kernels.cpu.quantized_linear import epilogue_of, suits
+from pt2mx.kernels.cpu.quantized_linear import epilogue_of
 from pt2mx.kernels.dequantize_then_matmul import conv2d_shape
 from pt2mx.spec import MXSpec
 
@@ -35,13 +35,11 @@ def conv2d(
     padding: Sequence[int],
     dilation: Sequence[int],
     dtype: torch.dtype | None = None,
-) -> Tensor:
-    """As `pt2mx.kernels.dequantize_then_matmul.conv2d`."""
+) -> Tensor | None:
+    """None where no matrix instructions take the weight, or the values."""
     moves, dtype = (stride, padding, dilation), dtype or x.dtype
     out = torch.empty(conv2d_shape(x, data, moves), dtype=dtype, device="cpu")
-    if _convolve(x, data, scale, bias, spec, moves, out, dtype):
-        return out
-    return dequantize_then_matmul.conv2d(x, data, scale, bias, spec, *moves, dtype)
+    return out if _convolve(x, data, scale, bias, spec, moves, out, dtype) else None
 
 
 def conv2d_fake_quantize(
@@ -62,7 +60,9 @@ def conv2d_fake_quantize(
     bias: (N,) and residual: (B, H', W', N) in `product_dtype`, or None -> (B, H', W', N) in `product_dtype`, of no
     values unless it is kept, and in `dtype`, to the bit what two steps give. None where units do not serve."""
     shape = conv2d_shape(x, data, moves)
-    if math.prod(shape[:3]) <= FEW_ROWS or not suits(quantization, len(data), product_dtype):
+    if math.prod(shape[:3]) <= FEW_ROWS or not supports_epilogue(quantization, len(data), product_dtype):
+        return None
+    if residual is not None and residual.dtype != product_dtype:
         return None
     out = torch.empty(shape, dtype=dtype, device="cpu")
     activated = torch.empty(shape if keep_activated else (0,), dtype=product_dtype, device="cpu")

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from pt2mx.formats import ELEMENTS
-from pt2mx.kernels import dequantize_then_matmul, elements
+from pt2mx.kernels import elements
 from pt2mx.kernels.cpu.build import DTYPES, is_available, load
 from pt2mx.kernels.cpu.calls import LinearCall
 from pt2mx.kernels.cpu.hadamard import rotate
 from pt2mx.kernels.packing import group_of
+from pt2mx.kernels.select import run_kernel
 from pt2mx.spec import MXSpec
 
 __all__ = ["call_of", "grouped_linear", "has_units", "linear", "units_for"]
@@ -50,20 +51,18 @@ def linear(
     spec: MXSpec,
     rotation: int = 0,
     dtype: torch.dtype | None = None,
-) -> Tensor:
-    """As `pt2mx.kernels.dequantize_then_matmul.linear`."""
+) -> Tensor | None:
+    """None for many rows that no matrix instructions take, and for values whose products could be subnormal."""
     rows, n, dtype = x.shape[:-1].numel(), data.shape[0], dtype or x.dtype
-    if rotation and (rows > VECTOR_ROWS or not rows):  # on all threads
-        x, rotation = rotate(x, rotation), 0
     units = units_for(spec, x.shape[-1]) if x.dtype == torch.bfloat16 and rows > VECTOR_ROWS else 0
     if 0 in (x.numel(), n) or not (rows <= FEW_ROWS or units):
-        return dequantize_then_matmul.linear(x, data, scale, bias, spec, dtype=dtype)
+        return None
+    if rotation and rows > VECTOR_ROWS:  # on all threads
+        x, rotation = rotate(x, rotation), 0
     out = torch.empty((*x.shape[:-1], n), dtype=dtype, device="cpu")
     flat, weight = x.contiguous().view(rows, x.shape[-1]), (data.contiguous(), scale.contiguous())
     bias = None if bias is None else bias.contiguous()
-    if _multiply(flat, *weight, bias, out.view(rows, n), spec, rotation, units):
-        return out
-    return dequantize_then_matmul.linear(x, data, scale, bias, spec, dtype=dtype)
+    return out if _multiply(flat, *weight, bias, out.view(rows, n), spec, rotation, units) else None
 
 
 def grouped_linear(
@@ -80,7 +79,8 @@ def grouped_linear(
         x = x.to(torch.bfloat16)
     for expert, last in enumerate(offs.tolist()):
         if first < last:
-            out[first:last] = linear(x[first:last], data[expert], scale[expert], None, spec, dtype=dtype)
+            weight = data[expert], scale[expert]
+            out[first:last] = run_kernel("linear_mx", x[first:last], *weight, None, spec, 0, dtype)
         first = last
     return out
 

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from pt2mx.formats import ELEMENTS
-from pt2mx.kernels import reference_chunked
 from pt2mx.kernels.axis import resized
 from pt2mx.kernels.constants import spec_constants
-from pt2mx.kernels.cpu.build import DTYPES, is_available, load
+from pt2mx.kernels.cpu.build import DTYPES, load
 from pt2mx.kernels.cpu.calls import QuantizeCall, Spec
 from pt2mx.kernels.cpu.hadamard import rotate
 from pt2mx.kernels.packing import group_of, packed_length
@@ -23,7 +22,6 @@ __all__ = [
     "clip_gradient",
     "dequantize",
     "fake_quantize",
-    "is_available",
     "quantize",
     "random_bits",
     "rotated_fake_quantize",
@@ -63,9 +61,9 @@ def rotated_fake_quantize(x: Tensor, size: int, spec: MXSpec, dtype: torch.dtype
     return y
 
 
-def clip_gradient(grad: Tensor, x: Tensor, spec: MXSpec) -> Tensor:
+def clip_gradient(grad: Tensor, x: Tensor, spec: MXSpec) -> Tensor | None:
     if grad.shape != x.shape or grad.itemsize not in (2, 4):  # autograd gives x's shape and dtype
-        return reference_chunked.clip_gradient(grad, x, spec)
+        return None
     y = _empty(x.shape, grad.dtype)
     _run(_CLIP_GRADIENT, x.contiguous(), y, spec, x.dtype, x.shape, grad=grad.contiguous())
     return y

@@ -7,24 +7,13 @@ import ctypes
 import torch
 from torch import Tensor
 
+from pt2mx.kernels.constants import BLOCK, supports_epilogue
 from pt2mx.kernels.cpu.activations import ACTIVATIONS
 from pt2mx.kernels.cpu.build import DTYPES, load
 from pt2mx.kernels.cpu.calls import Epilogue
 from pt2mx.kernels.cpu.linear import FEW_ROWS, call_of, is_served, units_for
 from pt2mx.kernels.cpu.quantize import spec_of
-from pt2mx.modes import SCALE_MODES
 from pt2mx.spec import MXSpec
-
-#: values of a block: those of a row that the kernel finishes at a time
-BLOCK = 32
-
-
-def suits(quantization: MXSpec, n: object, product_dtype: torch.dtype | None) -> bool:
-    """True if the kernel quantizes products of n columns, rounded to a dtype: a block is what it finishes at a time."""
-    element, mode = quantization.element, SCALE_MODES[quantization.scale_mode]
-    whole = isinstance(n, int) and n % BLOCK == 0 and min(quantization.block_size, n) == BLOCK
-    in_registers = quantization.rounding == "even" and not mode.searches and not element.is_wide
-    return whole and in_registers and product_dtype in (torch.float32, torch.bfloat16)
 
 
 def epilogue_of(quantization: MXSpec, activation: str, dtype: torch.dtype) -> Epilogue:
@@ -50,7 +39,7 @@ def linear_fake_quantize(
     quantized activation of the product, to the bit what two steps give. None where units do not serve."""
     rows, n = x.shape[:-1].numel(), data.shape[0]
     units = units_for(spec, x.shape[-1]) if x.dtype == torch.bfloat16 and rows > FEW_ROWS else 0
-    if not units or not x.numel() or not suits(quantization, n, product_dtype):
+    if not units or not x.numel() or not supports_epilogue(quantization, n, product_dtype):
         return None
     epilogue = epilogue_of(quantization, activation, dtype)
     x, data, scale = (t.contiguous() for t in (x, data, scale))

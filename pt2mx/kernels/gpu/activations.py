@@ -1,6 +1,6 @@
 """The twin of `pt2mx.kernels.quantized_activations` for NVIDIA GPUs: one pass over memory, two bfloat16 an instruction.
 
-The kernels do not wait for the device and can be captured in a CUDA graph. The definition serves what they do not take.
+The kernels do not wait for the device and can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from pt2mx.kernels import quantized_activations
-from pt2mx.kernels.fp8_rows import BLOCK
+from pt2mx.kernels.constants import BLOCK, supports_bf16x2
 from pt2mx.kernels.gpu.activations_kernel import fake_quantize_activation_kernel
 from pt2mx.kernels.gpu.quantize import Tile, constants_of
 from pt2mx.kernels.gpu.tiles import Constants
@@ -45,12 +44,12 @@ class Config:
 def suits(spec: MXSpec, x: Tensor, *of_norm: Tensor | None) -> bool:
     """True if the kernels can quantize along the last dimension of x, and read what a norm has beside it."""
     dtypes = (t.dtype for t in (x, *of_norm) if t is not None)
-    return x.dim() > 0 and quantized_activations.suits_gpu(spec, x.shape[-1], *dtypes)
+    return x.dim() > 0 and supports_bf16x2(spec, x.shape[-1], *dtypes)
 
 
-def activation_fake_quantize(x: Tensor, activation: str, spec: MXSpec, dtype: torch.dtype) -> Tensor:
+def activation_fake_quantize(x: Tensor, activation: str, spec: MXSpec, dtype: torch.dtype) -> Tensor | None:
     if not suits(spec, x) or dtype != x.dtype:
-        return quantized_activations.activation_fake_quantize(x, activation, spec, dtype)
+        return None
     out = x.new_empty(x.shape)
     launch(fake_quantize_activation_kernel, x.reshape(-1, BLOCK), (out,), spec, activation=activation)
     return out
@@ -64,9 +63,9 @@ def layer_norm_fake_quantize(
     eps: float,
     spec: MXSpec,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor] | None:
     if not suits(spec, x, residual, weight, bias) or dtype != x.dtype:
-        return quantized_activations.layer_norm_fake_quantize(x, residual, weight, bias, eps, spec, dtype)
+        return None
     normed, out = x.new_empty(x.shape), x.new_empty(x.shape)
     launch(fake_quantize_activation_kernel, x, (out,), spec, normed, residual, weight, bias, eps)
     return normed, out

@@ -14,7 +14,6 @@ import triton
 from torch import Tensor
 
 from pt2mx.formats import ElementFormat
-from pt2mx.kernels import dequantize_then_attend
 from pt2mx.kernels.dequantize_then_attend import Packed
 from pt2mx.kernels.gpu.attention_kernel import Elements, attend_kernel, join_kernel
 from pt2mx.spec import MXSpec
@@ -31,14 +30,14 @@ _PROGRAMS = 2
 
 def attend(
     query: Tensor, key: Packed, value: Packed, spec: MXSpec, value_width: int, mask: Tensor | None, scale: float | None
-) -> Tensor:
-    """As `pt2mx.kernels.dequantize_then_attend.attend`."""
+) -> Tensor | None:
+    """None for many queries, for widths that are no powers of two, and in float32."""
     (batch, heads, queries, width), (_, key_heads, slots, _) = query.shape, key[0].shape
     rows = heads // key_heads * queries
     whole = all(n >= 32 and n & (n - 1) == 0 and n <= _WIDEST for n in (width, value_width))
     fits = whole and spec.block_size % 32 == 0 and spec.element.bits in (4, 6, 8)
     if not fits or rows > _FEW_QUERIES or query.dtype == torch.float32 or 0 in (query.numel(), slots):
-        return dequantize_then_attend.attend(query, key, value, spec, value_width, mask, scale)
+        return None
     pairs = batch * key_heads
     blocks = triton.cdiv(slots, _SLOTS)
     multiprocessors = torch.cuda.get_device_properties(query.device).multi_processor_count

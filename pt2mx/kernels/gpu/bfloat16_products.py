@@ -12,12 +12,13 @@ import torch
 import triton
 from torch import Tensor
 
-from pt2mx.kernels.cpu.bfloat16_products import LEAST_ROWS, WIDEST
-from pt2mx.kernels.cpu.quantized_linear import BLOCK, suits
+from pt2mx.kernels.constants import BLOCK, LEAST_ROWS, WIDEST, supports_epilogue
+from pt2mx.kernels.dequantize_then_matmul import dense_weight
 from pt2mx.kernels.gpu.bfloat16_gemm_kernel import bfloat16_gemm_kernel
 from pt2mx.kernels.gpu.dense_attention_kernel import dense_attention_kernel
 from pt2mx.kernels.gpu.grouped_gemm_kernel import grouped_gemm_kernel
 from pt2mx.kernels.gpu.quantize import Tile, constants_of
+from pt2mx.kernels.select import run_kernel
 from pt2mx.spec import MXSpec
 
 __all__ = ["attention", "grouped_linear", "linear", "matmul"]
@@ -48,13 +49,30 @@ def matmul(x: Tensor, y: Tensor) -> Tensor:
     return _multiply(x.to(torch.bfloat16), y.to(torch.bfloat16), None)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x: (..., K) bfloat16, weight: (N, K) bfloat16, bias: (N,) fp32 or None -> (..., N) fp32."""
+def linear(
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    spec: MXSpec,
+    rotation: int = 0,
+    dtype: torch.dtype | None = None,
+) -> Tensor | None:
+    """None unless x is in bfloat16 and the result in float32."""
+    if x.dtype != torch.bfloat16 or dtype != torch.float32:
+        return None
+    x = run_kernel("hadamard", x, rotation) if rotation else x
+    weight = dense_weight(x, data, scale, spec)
     return _multiply(x.reshape(-1, x.shape[-1]), weight.t(), bias).view(*x.shape[:-1], len(weight))
 
 
-def grouped_linear(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    """x: (T, K) bfloat16, weight: (E, N, K) bfloat16, contiguous, offs: (E,) int32 -> (T, N) fp32."""
+def grouped_linear(
+    x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, spec: MXSpec, dtype: torch.dtype | None = None
+) -> Tensor | None:
+    """None unless x is in bfloat16 and the result in float32."""
+    if x.dtype != torch.bfloat16 or dtype != torch.float32:
+        return None
+    weight = dense_weight(x, data, scale, spec)
     (rows, k), (experts, n, _) = x.shape, weight.shape
     out = x.new_empty((rows, n), dtype=torch.float32)
     if not out.numel() or not experts:
@@ -147,11 +165,11 @@ def attention(
     quantizations that the kernel has not."""
     (batch, heads, queries, width), (_, key_heads, keys, value_width) = query.shape, value.shape
     fits = max(width, value_width) <= WIDEST["cuda"] and queries >= LEAST_ROWS
-    if not fits or 0 in (query.numel(), value.numel()):
+    if not fits or 0 in (query.numel(), value.numel()) or dtype not in (torch.float32, torch.bfloat16):
         return None
     columns, constants = max(16, triton.next_power_of_2(value_width)), None
     if quantization is not None:
-        if not suits(quantization, value_width, dtype):
+        if not supports_epilogue(quantization, value_width, dtype):
             return None
         constants = constants_of(quantization, (1, 1), BLOCK, 1, False, Tile(_ROWS * columns, 4))
     out = query.new_empty((batch, queries, heads, value_width), dtype=out_dtype or dtype)

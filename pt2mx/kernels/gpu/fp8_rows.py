@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pt2mx.kernels import fp8_rows
 from pt2mx.kernels.fp8_rows import E4M3, ROOMS
 from pt2mx.kernels.gpu import activations
 from pt2mx.kernels.gpu.fp8_rows_kernel import quantize_rows_kernel, unfit_rows_kernel
@@ -31,10 +30,9 @@ class Unfit:
     depth: int = 64
 
 
-def quantize(x: Tensor, spec: MXSpec, activation: str) -> tuple[Tensor, Tensor, Tensor]:
-    """As `pt2mx.kernels.fp8_rows.quantize`."""
+def quantize(x: Tensor, spec: MXSpec, activation: str) -> tuple[Tensor, Tensor, Tensor] | None:
     if not activations.suits(spec, x):
-        return fp8_rows.quantize(x, spec, activation)
+        return None
     rows = _empty_rows(x)
     activations.launch(quantize_rows_kernel, x, rows, spec, activation=activation, **ROOMS[spec.element.name]._asdict())
     return rows
@@ -42,10 +40,9 @@ def quantize(x: Tensor, spec: MXSpec, activation: str) -> tuple[Tensor, Tensor, 
 
 def layer_norm_quantize(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, spec: MXSpec
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `pt2mx.kernels.fp8_rows.layer_norm_quantize`."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
     if not activations.suits(spec, x, residual, weight, bias):
-        return fp8_rows.layer_norm_quantize(x, residual, weight, bias, eps, spec)
+        return None
     rows, normed = _empty_rows(x), x.new_empty(x.shape)
     room = ROOMS[spec.element.name]._asdict()
     activations.launch(quantize_rows_kernel, x, rows, spec, normed, residual, weight, bias, eps, **room)
@@ -62,8 +59,10 @@ def _empty_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def mm(
     codes: Tensor, scale: Tensor, rest: Tensor, weight_codes: Tensor, weight_scale: Tensor, bias: Tensor | None
-) -> Tensor:
-    """As `pt2mx.kernels.fp8_rows.mm`, K and N multiples of 16, rest and bias in bfloat16."""
+) -> Tensor | None:
+    """K and N are multiples of 16. None unless rest and bias are in bfloat16."""
+    if rest.dtype != torch.bfloat16:
+        return None
     (n, k), m = weight_codes.shape, scale.numel()
     if not m:
         return rest.new_empty((*codes.shape[:-1], n))

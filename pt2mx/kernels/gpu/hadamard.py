@@ -6,8 +6,8 @@ import torch
 import triton
 from torch import Tensor
 
-from pt2mx.kernels import hadamard
 from pt2mx.kernels.gpu.kernels import rotate_kernel
+from pt2mx.kernels.select import run_kernel
 
 __all__ = ["rotate"]
 
@@ -17,11 +17,11 @@ _MANY_VALUES = 1 << 20
 _LARGEST_BLOCK = 4096
 
 
-def rotate(x: Tensor, size: int, axis: int = -1) -> Tensor:
+def rotate(x: Tensor, size: int, axis: int = -1) -> Tensor | None:
     if size > _LARGEST_BLOCK or not x.numel():
-        return hadamard.rotate(x, size, axis)
+        return None
     if axis % x.dim() != x.dim() - 1:
-        return rotate(x.movedim(axis, -1), size).movedim(-1, axis).contiguous()
+        return run_kernel("hadamard", x.movedim(axis, -1), size).movedim(-1, axis).contiguous()
     x = x.contiguous()
     out, count = torch.empty_like(x), x.numel()
     values, warps = _FEW if count < _MANY_VALUES else _MANY

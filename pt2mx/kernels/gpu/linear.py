@@ -18,9 +18,9 @@ from pt2mx.kernels.gpu import tuning
 from pt2mx.kernels.gpu.dequantize_kernel import dequantize_kernel
 from pt2mx.kernels.gpu.gemm import gemm
 from pt2mx.kernels.gpu.gemv_kernel import gemv_kernel
-from pt2mx.kernels.gpu.hadamard import rotate
 from pt2mx.kernels.gpu.kernel_config import kernel_config
 from pt2mx.kernels.gpu.mma_layout import FRAGMENTS, ROWS
+from pt2mx.kernels.select import run_kernel
 
 #: tiles of the weight that are dequantized for one product: on an H200 one was faster than several of 4096 rows in
 #: nearly all sizes, and than several of 8192 in most
@@ -30,14 +30,13 @@ _TILES_OF_PART = 1024
 def linear_mma_layout(
     x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, element: ElementFormat, n: int, rotation: int = 0
 ) -> Tensor:
-    """As `pt2mx.kernels.dequantize_then_matmul.linear_mma_layout`."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     if rows.data_ptr() % 16:  # as a part of a tensor may be: it is read 16 bytes at a time
         rows = rows.clone()
     (batch, k), n_tiles = rows.shape, len(codes)
     rotates = tuning.rotates_in_gemv(batch, k, n_tiles, rotation)
     if rotation and not rotates:
-        rows = rotate(rows, rotation)
+        rows = run_kernel("hadamard", rows, rotation)
     out = x.new_empty(batch, n)
     is_sm_90 = torch.cuda.get_device_capability(x.device)[0] == 9
     multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count

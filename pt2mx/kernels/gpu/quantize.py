@@ -1,8 +1,7 @@
 """The kernels on an NVIDIA GPU, in Triton: each one pass over memory. The device code is in `kernels`.
 
 They do not wait for the device and can be captured in a CUDA graph; they run on the tensor's device and the current
-stream. Blocks of more than `_LARGEST_BLOCK` values, which no program could hold in its registers, go to
-`pt2mx.kernels.reference_chunked`.
+stream. They return None for blocks of more than `_LARGEST_BLOCK` values, which no program could keep in its registers.
 """
 
 from __future__ import annotations
@@ -15,11 +14,10 @@ import torch
 import triton
 from torch import Tensor
 
-from pt2mx.kernels import packing, reference_chunked
+from pt2mx.kernels import packing
 from pt2mx.kernels.axis import resized
 from pt2mx.kernels.constants import spec_constants
 from pt2mx.kernels.gpu import kernels
-from pt2mx.kernels.gpu.hadamard import rotate
 from pt2mx.kernels.gpu.tiles import Constants
 from pt2mx.modes import ROUNDINGS, SCALE_MODES
 from pt2mx.spec import MXSpec
@@ -50,10 +48,10 @@ _LONG = {False: Tile(1024, 4), True: Tile(2048, 2)}
 _VALUES_PER_THREAD = 128
 
 
-def quantize(x: Tensor, spec: MXSpec, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, spec: MXSpec, seed: Tensor | None) -> tuple[Tensor, Tensor] | None:
     """x: (..., n, ...) -> scale (..., ceil(n / block), ...) uint8, codes (..., bytes, ...) uint8."""
     if not _holds(spec, x.shape[spec.axis]):
-        return reference_chunked.quantize(x, spec, seed)
+        return None
     x, length = x.contiguous(), x.shape[spec.axis]
     bits = spec.element.bits if _packs(spec, length) else 8
     size = packing.packed_length(length, bits)
@@ -71,10 +69,10 @@ def quantize(x: Tensor, spec: MXSpec, seed: Tensor | None) -> tuple[Tensor, Tens
     return scale, codes
 
 
-def dequantize(codes: Tensor, scale: Tensor, spec: MXSpec, dtype: torch.dtype, length: int) -> Tensor:
+def dequantize(codes: Tensor, scale: Tensor, spec: MXSpec, dtype: torch.dtype, length: int) -> Tensor | None:
     """codes: (..., bytes, ...) uint8, scale: (..., ceil(length / block), ...) uint8 -> (..., length, ...) `dtype`."""
     if not _holds(spec, length):
-        return reference_chunked.dequantize(codes, scale, spec, dtype, length)
+        return None
     bits = spec.element.bits
     if not _packs(spec, length):
         codes, bits = packing.unpack(codes, spec.axis, bits).narrow(spec.axis, 0, length).to(torch.uint8), 8
@@ -87,31 +85,31 @@ def dequantize(codes: Tensor, scale: Tensor, spec: MXSpec, dtype: torch.dtype, l
     return y
 
 
-def fake_quantize(x: Tensor, spec: MXSpec, seed: Tensor | None) -> Tensor:
+def fake_quantize(x: Tensor, spec: MXSpec, seed: Tensor | None) -> Tensor | None:
     """x: (..., n, ...) -> dequantize(quantize(x)) in x's dtype."""
     if not _holds(spec, x.shape[spec.axis]):
-        return reference_chunked.fake_quantize(x, spec, seed)
+        return None
     x = x.contiguous()
     y = torch.empty_like(x)
     _launch(kernels.fake_quantize_kernel, _FAKE_QUANTIZE, x.shape, spec, _BYTE, x, y, seed, x.shape[spec.axis])
     return y
 
 
-def rotated_fake_quantize(x: Tensor, size: int, spec: MXSpec, dtype: torch.dtype) -> Tensor:
+def rotated_fake_quantize(x: Tensor, size: int, spec: MXSpec, dtype: torch.dtype) -> Tensor | None:
     """x: (..., n) -> fake_quantize(rotate(x)) in `dtype`, blocks of both along the last dimension."""
     tiles, n = _ROTATED_FAKE_QUANTIZE, x.shape[-1]
     if size > tiles[False].values or not _streams(x, spec) or not _holds(spec, n):
-        return fake_quantize(rotate(x, size), spec, None).to(dtype)
+        return None
     x = x.contiguous()
     y = torch.empty_like(x)
     _launch(kernels.fake_quantize_kernel, tiles, x.shape, spec, _BYTE, x, y, None, n, ROTATION=size)
     return y.to(dtype)
 
 
-def clip_gradient(grad: Tensor, x: Tensor, spec: MXSpec) -> Tensor:
+def clip_gradient(grad: Tensor, x: Tensor, spec: MXSpec) -> Tensor | None:
     """grad, x: (..., n, ...) -> grad, zero where x is beyond the largest value of its block's scale."""
     if not _holds(spec, x.shape[spec.axis]):
-        return reference_chunked.clip_gradient(grad, x, spec)
+        return None
     grad, x = grad.contiguous(), x.contiguous()
     y = torch.empty_like(grad)
     _launch(kernels.clip_gradient_kernel, _FAKE_QUANTIZE, x.shape, spec, _BYTE, grad, x, y, x.shape[spec.axis])

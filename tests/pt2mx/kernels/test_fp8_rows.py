@@ -6,7 +6,8 @@ from torch.nn import functional as F
 
 from pt2mx import ELEMENTS, MXSpec, dequantize_mx, fake_quantize_mx, quantize_mx
 from pt2mx.kernels import fp8_rows
-from pt2mx.kernels.fp8_rows import ACTIVATIONS, BLOCK, E4M3, ROOMS
+from pt2mx.kernels.constants import BLOCK
+from pt2mx.kernels.fp8_rows import ACTIVATIONS, E4M3, ROOMS
 from pt2mx.kernels.packing import pack
 
 MODES = ("floor", "ceil", "rceil", "even", "mse")

@@ -5,8 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from pt2mx import FORMATS, MXError, MXSpec, ops
-from pt2mx.kernels import dequantize_then_attend
-from pt2mx.ops import attention
+from pt2mx.kernels import dequantize_then_attend, select
 from pt2mx.ops.attention import attention_mx
 from tests.attention import close, packed
 
@@ -89,7 +88,7 @@ def test_opcheck_and_compilation():
 
 def test_without_kernels(monkeypatch):
     args, want = packed("fp8_e4m3", torch.float32)
-    monkeypatch.setattr(attention, "device_with_kernels", lambda *_: None)
+    monkeypatch.setattr(select, "_device_of", lambda _: None)
     close(attention_mx(*args), want, torch.float32)
 
 

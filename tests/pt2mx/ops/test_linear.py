@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pt2mx import ELEMENTS, FORMATS, MXError, MXSpec, ops
+from pt2mx import FORMATS, MXError, MXSpec, ops
 from pt2mx.kernels import dequantize_then_matmul
-from pt2mx.ops import linear
 from pt2mx.ops.linear import grouped_linear_mx, linear_mx
 from tests.compare import relative_error
 
@@ -51,16 +50,6 @@ def test_shapes(shape):
     x, bias = torch.randn(shape), torch.randn(9)
     expected = F.linear(x, dequantized(data, scale, *modes, 70), bias)
     torch.testing.assert_close(linear_mx(x, data, scale, bias, *modes), expected)
-
-
-def test_kernels_of_each_device_and_element():
-    x = torch.ones(1)
-    for element in ELEMENTS.values():
-        fast = "dequantize_then_matmul" if element.is_wide else "cpu.linear"
-        for function in ("linear", "grouped_linear"):
-            assert linear._kernels_for(function, x, element).__name__ == f"pt2mx.kernels.{fast}"
-            assert linear._kernels_for(function, x.to("meta"), element) is dequantize_then_matmul
-        assert linear._kernels_for("linear_mma_layout", x, element) is dequantize_then_matmul
 
 
 def test_nothing_to_sum():

@@ -5,8 +5,9 @@ import torch
 from torch.nn import functional as F
 
 from pt2mx import FORMATS, MXSpec, ops
-from pt2mx.kernels import reference
+from pt2mx.kernels import dequantize_then_matmul, reference
 from pt2mx.kernels.cpu import convolution, linear
+from pt2mx.kernels.select import run_kernel
 from tests.compare import relative_error
 
 UNITS = {"amx": linear.AMX, "vnni": linear.AVX512_VNNI, "bf16": linear.AVX512_BF16, "none": 0}
@@ -33,8 +34,8 @@ def unit(request, monkeypatch):
 
 @pytest.fixture
 def dense_calls(monkeypatch):
-    calls, dense = [], convolution.dequantize_then_matmul.conv2d
-    monkeypatch.setattr(convolution.dequantize_then_matmul, "conv2d", lambda *args: calls.append(1) or dense(*args))
+    calls, dense = [], dequantize_then_matmul.conv2d
+    monkeypatch.setattr(dequantize_then_matmul, "conv2d", lambda *args: calls.append(1) or dense(*args))
     return calls
 
 
@@ -54,7 +55,7 @@ def check(x, weight, moves, bias=None, dtype=torch.float32, bound=1.1):
     images = x.permute(0, 3, 1, 2)
     exact = F.conv2d(images.double(), values.double(), None if bias is None else bias.double(), *moves)
     plain = F.conv2d(images.float(), values, None if bias is None else bias.float(), *moves)
-    got = convolution.conv2d(x, data, scale, bias, spec, *moves, dtype)
+    got = run_kernel("conv2d_mx", x, data, scale, bias, spec, *moves, dtype)
     assert got.is_contiguous() and got.dtype == dtype
     got, error = got.permute(0, 3, 1, 2), relative_error(plain.to(dtype), exact)
     assert got.shape == exact.shape
@@ -88,12 +89,12 @@ def test_few_channels_of_values_that_units_do_not_take(unit, value):
     x, (data, scale, spec) = quantized((2, 6, 9, 3), "int8"), packed(40, (3, 3), 3, "int8")
     x[1, 2, 3, 1] = value
     moves = ((1, 2), (1, 1), (1, 1))
-    got = convolution.conv2d(x, data, scale, None, spec, *moves, torch.float32)
-    plain = convolution.dequantize_then_matmul.conv2d(x, data, scale, None, spec, *moves, torch.float32)
+    got = run_kernel("conv2d_mx", x, data, scale, None, spec, *moves, torch.float32)
+    plain = dequantize_then_matmul.conv2d(x, data, scale, None, spec, *moves, torch.float32)
     assert torch.equal(got.isfinite(), plain.isfinite())
     torch.testing.assert_close(got, plain, rtol=1e-4, atol=1e-5, equal_nan=True)
     scale[7, 1, 1, 0] = 255
-    got = convolution.conv2d(quantized((2, 6, 9, 3), "int8"), data, scale, None, spec, *moves, torch.float32)
+    got = run_kernel("conv2d_mx", quantized((2, 6, 9, 3), "int8"), data, scale, None, spec, *moves, torch.float32)
     assert got[..., 7].isnan().all() and got.isnan().sum() == got[..., 7].numel()
 
 
@@ -103,9 +104,9 @@ def test_an_image_s_bits_do_not_depend_on_those_beside_it(unit, name, channels):
     """Tiles of rows are of several images, and leave out taps that lie outside for all of them."""
     moves = ((1, 1), (2, 2), (1, 1))
     x, (data, scale, spec) = quantized((9, 7, 7, channels), name), packed(40, (5, 5), channels, name)
-    together = convolution.conv2d(x, data, scale, None, spec, *moves, torch.float32)
+    together = run_kernel("conv2d_mx", x, data, scale, None, spec, *moves, torch.float32)
     for first, last in ((0, 1), (1, 4), (4, 9)):
-        alone = convolution.conv2d(x[first:last], data, scale, None, spec, *moves, torch.float32)
+        alone = run_kernel("conv2d_mx", x[first:last], data, scale, None, spec, *moves, torch.float32)
         if unit != "none":
             assert torch.equal(alone, together[first:last])
 
@@ -125,7 +126,7 @@ def test_many_channels_and_many_images(unit, name):
     check(quantized((1, 4, 4, 1100), name), packed(70, (3, 3), 1100, name), moves)
     check(quantized((40, 6, 7, 32), name), packed(600, (3, 3), 32, name), moves)
     data, scale, spec = packed(8, (3, 3), 32, name)
-    none = convolution.conv2d(quantized((0, 6, 7, 32), name), data, scale, None, spec, *moves, torch.float32)
+    none = run_kernel("conv2d_mx", quantized((0, 6, 7, 32), name), data, scale, None, spec, *moves, torch.float32)
     assert none.shape == (0, 6, 7, 8)
 
 
@@ -148,8 +149,8 @@ def test_values_without_a_code(value):
     if abs(value) < 1:
         x[1, 2, 3, 18] = 1
     moves = ((1, 1), (1, 1), (1, 1))
-    got = convolution.conv2d(x, data, scale, None, spec, *moves, torch.float32)
-    plain = convolution.dequantize_then_matmul.conv2d(x, data, scale, None, spec, *moves, torch.float32)
+    got = run_kernel("conv2d_mx", x, data, scale, None, spec, *moves, torch.float32)
+    plain = dequantize_then_matmul.conv2d(x, data, scale, None, spec, *moves, torch.float32)
     assert torch.equal(got.isfinite(), plain.isfinite())
     torch.testing.assert_close(got, plain, rtol=1e-4, atol=1e-5, equal_nan=True)
 
@@ -161,7 +162,7 @@ def test_weights_that_bfloat16_does_not_hold(unit, channels):
     data = torch.ones(40, 3, 3, channels, dtype=torch.uint8)
     scale = torch.zeros(40, 3, 3, -(-channels // 32), dtype=torch.uint8)
     spec, moves = MXSpec("fp8_e5m2", 32, 3), ((1, 1), (0, 0), (1, 1))
-    got = convolution.conv2d(x, data, scale, None, spec, *moves, torch.float32)
+    got = run_kernel("conv2d_mx", x, data, scale, None, spec, *moves, torch.float32)
     assert torch.equal(got, torch.full_like(got, 9 * channels * 2.0**-43))
 
 
@@ -175,7 +176,7 @@ def test_zeros_around_the_image_count_as_zeros():
 def test_a_scale_of_nan(unit):
     x, (data, scale, spec) = quantized((1, 5, 5, 64), "int8"), packed(40, (3, 3), 64, "int8")
     scale[7, 1, 1, 1] = 255
-    got = convolution.conv2d(x, data, scale, None, spec, (1, 1), (1, 1), (1, 1), torch.float32)
+    got = run_kernel("conv2d_mx", x, data, scale, None, spec, (1, 1), (1, 1), (1, 1), torch.float32)
     assert got[..., 7].isnan().all() and got.isnan().sum() == got[..., 7].numel()
 
 
@@ -193,7 +194,7 @@ def test_same_bits_in_every_run_with_any_threads(unit, name):
     try:
         for run in range(10):
             torch.set_num_threads(1 + run % 2)
-            results.append(convolution.conv2d(x, data, scale, None, spec, (1, 1), (1, 1), (1, 1), torch.float32))
+            results.append(run_kernel("conv2d_mx", x, data, scale, None, spec, (1, 1), (1, 1), (1, 1), torch.float32))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(results[0], y) for y in results)

@@ -5,9 +5,10 @@ import torch
 from torch.nn import functional as F
 
 from pt2mx import FORMATS, MXSpec, ops
-from pt2mx.kernels import reference
+from pt2mx.kernels import dequantize_then_matmul, reference
 from pt2mx.kernels.cpu import linear as cpu_linear
 from tests.compare import relative_error
+from tests.cpu_kernels import linear
 
 
 @pytest.fixture(params=["first", "without AMX", "AVX512_BF16"])
@@ -33,27 +34,27 @@ def test_no_less_exact_than_a_float_product(unit, name, rows, n, k, block):
     x, data, scale, spec, weight = operands(rows, n, k, name, block)
     bias = torch.randn(n)
     exact = F.linear(x.double(), weight.double(), bias.double())
-    got = cpu_linear.linear(x, data, scale, bias, spec, dtype=torch.float32)
+    got = linear(x, data, scale, bias, spec, dtype=torch.float32)
     assert got.dtype == torch.float32
     # a sum of few values has an error of few units in its last place, by chance none
     assert relative_error(got, exact) <= max(1.1 * relative_error(F.linear(x.float(), weight, bias), exact), 4e-8)
-    half = cpu_linear.linear(x, data, scale, bias.bfloat16(), spec)
+    half = linear(x, data, scale, bias.bfloat16(), spec)
     rounded = F.linear(x.double(), weight.double(), bias.bfloat16().double()).bfloat16()
     assert half.dtype == torch.bfloat16 and relative_error(half, rounded.double()) < 1e-3
-    fp16 = cpu_linear.linear(x, data, scale, None, spec, dtype=torch.float16)
-    assert torch.equal(fp16, cpu_linear.linear(x, data, scale, None, spec, dtype=torch.float32).half())
+    fp16 = linear(x, data, scale, None, spec, dtype=torch.float16)
+    assert torch.equal(fp16, linear(x, data, scale, None, spec, dtype=torch.float32).half())
 
 
 @pytest.mark.parametrize("name", ["int8", "fp4_e2m1"])
 def test_a_row_does_not_depend_on_the_others(unit, name):
     """Nor on how rows and columns are shared among threads."""
     x, data, scale, spec, _ = operands(400, 300, 1600, name)
-    want = cpu_linear.linear(x, data, scale, None, spec, dtype=torch.float32)
+    want = linear(x, data, scale, None, spec, dtype=torch.float32)
     for threads in (1, 3):
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
-            again = cpu_linear.linear(x[100:300], data, scale, None, spec, dtype=torch.float32)
+            again = linear(x[100:300], data, scale, None, spec, dtype=torch.float32)
         finally:
             torch.set_num_threads(before)
         assert torch.equal(again, want[100:300])
@@ -62,8 +63,8 @@ def test_a_row_does_not_depend_on_the_others(unit, name):
 @pytest.mark.parametrize("name", ["int8", "fp8_e4m3"])
 def test_the_same_bits_in_ten_runs(unit, name):
     x, data, scale, spec, _ = operands(200, 96, 512, name)
-    want = cpu_linear.linear(x, data, scale, None, spec, dtype=torch.float32)
-    assert all(torch.equal(cpu_linear.linear(x, data, scale, None, spec, dtype=torch.float32), want) for _ in range(9))
+    want = linear(x, data, scale, None, spec, dtype=torch.float32)
+    assert all(torch.equal(linear(x, data, scale, None, spec, dtype=torch.float32), want) for _ in range(9))
 
 
 @pytest.mark.parametrize("tiny", ["x", "weight"])
@@ -75,7 +76,7 @@ def test_tiny_values_count(unit, tiny):
     else:
         scale = torch.zeros_like(scale)  # 2**-127
         weight = reference.dequantize(data, scale, spec, torch.float32, 64)
-    got = cpu_linear.linear(x, data, scale, None, spec, dtype=torch.float32)
+    got = linear(x, data, scale, None, spec, dtype=torch.float32)
     exact = F.linear(x.double(), weight.double())
     assert exact.any() and relative_error(got, exact) < 1e-6
 
@@ -84,13 +85,11 @@ def test_tiny_values_count(unit, tiny):
 def test_small_values_are_multiplied_as_long_as_products_are_normal(unit, power, dense, monkeypatch):
     """Activations have such values: GELU of -10 is less than 2**-73. Where no unit serves, a dense product does."""
     calls = []
-    plain = cpu_linear.dequantize_then_matmul.linear
-    monkeypatch.setattr(
-        cpu_linear.dequantize_then_matmul, "linear", lambda *args, **options: calls.append(1) or plain(*args, **options)
-    )
+    plain = dequantize_then_matmul.linear
+    monkeypatch.setattr(dequantize_then_matmul, "linear", lambda *args: calls.append(1) or plain(*args))
     x, data, scale, spec, weight = operands(70, 40, 64, "int8")
     x[5, 7] = 2.0**power
-    got = cpu_linear.linear(x, data, scale, None, spec, dtype=torch.float32)
+    got = linear(x, data, scale, None, spec, dtype=torch.float32)
     units = cpu_linear.AMX | cpu_linear.AVX512_BF16  # that value is no integer times a block's power of two
     assert len(calls) == (dense if cpu_linear.units_for(spec, 64) & units else 1)
     exact = F.linear(x.double(), weight.double())
@@ -102,7 +101,7 @@ def test_what_is_not_finite():
     x[3, 5], x[4, 6] = float("nan"), float("inf")
     scale[7, 0] = 255
     weight = reference.dequantize(data, scale, spec, torch.float32, 64)
-    got = cpu_linear.linear(x, data, scale, None, spec, dtype=torch.float32)
+    got = linear(x, data, scale, None, spec, dtype=torch.float32)
     want = F.linear(x.float(), weight)
     assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got.isinf(), want.isinf())
     assert got[3].isnan().all() and got[:, 7].isnan().all() and not got[5, :7].isnan().any()
@@ -110,9 +109,9 @@ def test_what_is_not_finite():
 
 def test_strides_and_dimensions(unit):
     x, data, scale, spec, _ = operands(300, 40, 64, "fp6_e3m2")
-    want = cpu_linear.linear(x, data, scale, None, spec, dtype=torch.float32)
+    want = linear(x, data, scale, None, spec, dtype=torch.float32)
     folded = x.view(3, 100, 64).transpose(0, 1)
-    got = cpu_linear.linear(folded, data, scale, None, spec, dtype=torch.float32)
+    got = linear(folded, data, scale, None, spec, dtype=torch.float32)
     assert torch.equal(got, want.view(3, 100, 40).transpose(0, 1))
 
 

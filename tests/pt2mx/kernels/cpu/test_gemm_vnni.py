@@ -5,10 +5,11 @@ import torch
 from torch.nn import functional as F
 
 from pt2mx import MXSpec, ops
-from pt2mx.kernels import reference
+from pt2mx.kernels import dequantize_then_matmul, reference
 from pt2mx.kernels.cpu import linear as cpu_linear
 from pt2mx.kernels.packing import pack
 from tests.compare import relative_error, same
+from tests.cpu_kernels import linear
 
 NAMES = ("int8", "int8_full", "fp4_e2m1", "fp6_e2m3", "int4")
 
@@ -16,11 +17,9 @@ NAMES = ("int8", "int8_full", "fp4_e2m1", "fp6_e2m3", "int4")
 @pytest.fixture
 def dense_calls(monkeypatch):
     """Calls of the dense product, with AVX512_VNNI as the only unit."""
-    calls, units_for, dense = [], cpu_linear.units_for, cpu_linear.dequantize_then_matmul.linear
+    calls, units_for, dense = [], cpu_linear.units_for, dequantize_then_matmul.linear
     monkeypatch.setattr(cpu_linear, "units_for", lambda spec, k: units_for(spec, k) & cpu_linear.AVX512_VNNI)
-    monkeypatch.setattr(
-        cpu_linear.dequantize_then_matmul, "linear", lambda *args, **options: calls.append(1) or dense(*args, **options)
-    )
+    monkeypatch.setattr(dequantize_then_matmul, "linear", lambda *args: calls.append(1) or dense(*args))
     return calls
 
 
@@ -44,7 +43,7 @@ def quantized(rows, k, name, power=0):
 
 def multiplied(x, weight, dtype=torch.float32, bias=None):
     data, scale, spec, values = weight
-    got = cpu_linear.linear(x, data, scale, bias, spec, dtype=dtype)
+    got = linear(x, data, scale, bias, spec, dtype=dtype)
     return got, F.linear(x.double(), values.double(), None if bias is None else bias.double())
 
 

@@ -10,7 +10,7 @@ from pt2mx.kernels import reference
 from pt2mx.kernels.cpu import linear as cpu_linear
 from pt2mx.kernels.packing import packed_length
 from tests.compare import relative_error
-from tests.cpu_kernels import DTYPES, environment
+from tests.cpu_kernels import DTYPES, environment, linear
 from tests.oracle import NARROW
 
 
@@ -23,7 +23,7 @@ def check(x: Tensor, data: Tensor, scale: Tensor, spec: MXSpec, bias: Tensor | N
     """No less exact than torch's product in x's dtype, by more than half of its error."""
     weight = reference.dequantize(data, scale, spec, torch.float32, x.shape[-1])
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    y = cpu_linear.linear(x, data, scale, bias, spec)
+    y = linear(x, data, scale, bias, spec)
     assert y.shape == exact.shape and y.dtype == x.dtype
     plain = relative_error(F.linear(x, weight.to(x.dtype), bias), exact)
     # a sum of few values has an error of few units in its last place, by chance none
@@ -74,10 +74,10 @@ def test_every_code_with_every_scale(name, rows):
     finite = weight.isfinite().all(1)
     for first in range(0, 32, rows):
         x = torch.eye(32)[first : first + rows]
-        y = cpu_linear.linear(x, data, scale, None, spec).T
+        y = linear(x, data, scale, None, spec).T
         assert torch.equal(y[finite], weight[finite, first : first + rows])
         assert not y[~finite].isfinite().all()
-        half = cpu_linear.linear(x.bfloat16(), data, scale, None, spec).T
+        half = linear(x.bfloat16(), data, scale, None, spec).T
         assert torch.equal(half[finite], weight[finite, first : first + rows].bfloat16())
         assert torch.equal(half.isfinite(), y.isfinite() & y.bfloat16().isfinite())
 
@@ -93,7 +93,7 @@ def test_one_row_with_extreme_scales_and_values(name):
     check(x * 2.0**100, data, scale.clamp(max=126), spec)
     data[5], scale[5] = data[5] | 0x77, 10
     large = torch.full((1, 200), 1e38).bfloat16()  # its sum of unscaled products is infinite, its result is not
-    assert cpu_linear.linear(large, data[5:6], scale[5:6], None, spec).isfinite().all()
+    assert linear(large, data[5:6], scale[5:6], None, spec).isfinite().all()
     data, scale = ops.quantize_mx(torch.full((1, 200), 2.0**60), name, 32)[::-1]
     for tiny in (2.0**-126, 2.0**-130, 2.0**-99):  # products that are subnormal without their scale
         check(torch.randint(0, 2, (1, 200)).bfloat16() * tiny, data, scale, MXSpec(name, 32, 1))
@@ -105,7 +105,7 @@ def test_nan_scale_spoils_its_row_only(name, rows):
     data, scale, spec = packed(9, 100, name, 32)
     scale[4, 3] = 255
     for dtype in DTYPES:
-        y = cpu_linear.linear(torch.randn(rows, 100).to(dtype), data, scale, None, spec)
+        y = linear(torch.randn(rows, 100).to(dtype), data, scale, None, spec)
         assert y[:, 4].isnan().all()
         assert y.isnan().sum() == rows
 
@@ -115,7 +115,7 @@ def test_nan_code_of_e4m3():
     data[2, 99], data[7, 5] = 0x7F, 0xFF
     for dtype in DTYPES:
         for rows in (1, 6):
-            y = cpu_linear.linear(torch.randn(rows, 100).to(dtype), data, scale, None, spec)
+            y = linear(torch.randn(rows, 100).to(dtype), data, scale, None, spec)
             assert y.isnan().all(0).tolist() == [False, False, True, False, False, False, False, True, False]
 
 
@@ -125,10 +125,10 @@ def test_bits_after_the_last_code_do_not_count():
         scale, data = ops.quantize_mx(torch.rand(4, 5), name, 32)
         spec = MXSpec(name, 32, 1)
         scale.fill_(254)  # the values overflow to +Inf, and what comes after them would, times zero, be NaN
-        expected = cpu_linear.linear(x, data, scale, None, spec)
+        expected = linear(x, data, scale, None, spec)
         assert (expected == torch.inf).all()
         data[:, -1] |= 0xF0
-        assert torch.equal(cpu_linear.linear(x, data, scale, None, spec), expected)
+        assert torch.equal(linear(x, data, scale, None, spec), expected)
 
 
 def test_subnormals_count_where_they_are_flushed(run_python):
@@ -155,7 +155,7 @@ def test_same_bits_in_every_run_with_any_threads(name):
             results = []
             for run in range(10):
                 torch.set_num_threads(1 + run % 2)
-                results.append(cpu_linear.linear(x, data, scale, None, spec))
+                results.append(linear(x, data, scale, None, spec))
             assert all(torch.equal(results[0], y) for y in results)
     finally:
         torch.set_num_threads(threads)
@@ -185,7 +185,7 @@ def test_grouped(name, dtype):
     y = cpu_linear.grouped_linear(x, data, scale, torch.tensor([0, 1, 8, 8, 57], dtype=torch.int32), spec)
     assert y.shape == (60, 37) and y.dtype == dtype
     for expert, (first, last) in enumerate([(0, 0), (0, 1), (1, 8), (8, 8), (8, 57)]):
-        expected = cpu_linear.linear(x[first:last], data[expert], scale[expert], None, MXSpec(name, 32, 1))
+        expected = linear(x[first:last], data[expert], scale[expert], None, MXSpec(name, 32, 1))
         assert torch.equal(y[first:last], expected)
     assert not y[57:].any()
 
@@ -193,9 +193,9 @@ def test_grouped(name, dtype):
 @pytest.mark.parametrize("name", ["fp4_e2m1", "fp8_e4m3", "int8"])
 def test_grouped_rows_that_bfloat16_holds(name, monkeypatch):
     """They are multiplied as bfloat16, with results in float32; other rows, and a few, as float32."""
-    dtypes, linear = [], cpu_linear.linear
+    dtypes, kernel = [], cpu_linear.linear
     monkeypatch.setattr(
-        cpu_linear, "linear", lambda x, *args, **rest: dtypes.append(x.dtype) or linear(x, *args, **rest)
+        cpu_linear, "linear", lambda x, *args, **rest: dtypes.append(x.dtype) or kernel(x, *args, **rest)
     )
     scale, data = ops.quantize_mx(torch.randn(3, 96, 128), name, 32)
     weight, ends = ops.dequantize_mx(data, scale, name, 32, torch.float32).double(), torch.tensor([50, 50, 120]).int()

@@ -5,6 +5,7 @@ import torch
 
 from pt2mx import MXSpec, ops
 from pt2mx.kernels.cpu import activations, linear, quantized_linear
+from pt2mx.kernels.select import run_kernel
 
 UNITS = {"amx": linear.AMX, "vnni": linear.AVX512_VNNI, "bf16": linear.AVX512_BF16}
 DTYPES = (torch.float32, torch.bfloat16)
@@ -34,7 +35,7 @@ def check(x, weight, bias, product_dtype, activation, quantization, dtype):
     got = quantized_linear.linear_fake_quantize(
         x, data, scale, bias, spec, product_dtype, activation, quantization, dtype
     )
-    product = linear.linear(x, data, scale, bias, spec, dtype=product_dtype)
+    product = run_kernel("linear_mx", x, data, scale, bias, spec, 0, product_dtype)
     want = activations.activation_fake_quantize(product, activation, quantization, dtype)
     if got is not None:
         assert got.dtype == dtype and got.is_contiguous() and got.shape == want.shape

@@ -6,7 +6,8 @@ from torch.nn import functional as F
 
 from pt2mx import MXSpec, fake_quantize_mx
 from pt2mx.kernels import fp8_rows
-from pt2mx.kernels.fp8_rows import BLOCK, E4M3, ROOMS
+from pt2mx.kernels.constants import BLOCK
+from pt2mx.kernels.fp8_rows import E4M3, ROOMS
 
 pytestmark = pytest.mark.cuda
 

@@ -14,24 +14,23 @@ from tests.random_values import every_pattern, numbers
 pytestmark = pytest.mark.cuda
 
 
-def test_triton_serves_plain_tensors():
-    assert select.kernels_for(torch.ones(1, device="cuda")).__name__ == "pt2mx.kernels.gpu.quantize"
+def test_triton_takes_plain_tensors():
+    assert select._device_of((torch.ones(1, device="cuda"), MXSpec("mxfp4"))) == "cuda"
+    assert select._device_of((torch.ones(1, device="cuda"), torch.ones(1))) is None
 
 
 def check_kernels(x, spec, dtypes=(torch.bfloat16,)):
     """Every kernel on the device against the reference on the CPU."""
-    kernels = select.kernels_for(x.cuda())
     seed = torch.tensor(1234567890123456789) if ROUNDINGS[spec.rounding].random else None
     random = () if seed is None else (random_bits(seed, x.shape),)
     seed = None if seed is None else seed.cuda()
     scale, data = reference.quantize(x, spec, *random)
-    for got, want in zip(kernels.quantize(x.cuda(), spec, seed), (scale, data), strict=True):
+    for got, want in zip(select.run_kernel("quantize_mx", x.cuda(), spec, seed), (scale, data), strict=True):
         assert same(got, want) and got.is_contiguous()
-    assert same(kernels.fake_quantize(x.cuda(), spec, seed), reference.fake_quantize(x, spec, *random))
+    assert same(select.run_kernel("fake_quantize_mx", x.cuda(), spec, seed), reference.fake_quantize(x, spec, *random))
     for dtype in dtypes:
-        got = kernels.dequantize(data.cuda(), scale.cuda(), spec, dtype, x.shape[spec.axis])
+        got = select.run_kernel("dequantize_mx", data.cuda(), scale.cuda(), spec, dtype, x.shape[spec.axis])
         assert same(got, reference.dequantize(data, scale, spec, dtype, x.shape[spec.axis])) and got.dtype == dtype
-    return kernels
 
 
 @pytest.mark.parametrize("scale_mode", [mode for mode in SCALE_MODES if mode != "mse"])
@@ -68,7 +67,8 @@ def test_pairs_of_other_blocks():
     x = numbers(65 * 64, dtype=torch.bfloat16).cuda()[1 : 1 + 64 * 64].view(64, 64)
     assert x.is_contiguous() and x.data_ptr() % 4
     spec = MXSpec("fp4_e2m1", 32, 1)
-    for got, want in zip(select.kernels_for(x).quantize(x, spec, None), reference.quantize(x.cpu(), spec), strict=True):
+    results = select.run_kernel("quantize_mx", x, spec, None)
+    for got, want in zip(results, reference.quantize(x.cpu(), spec), strict=True):
         assert same(got, want)
 
 
@@ -76,12 +76,11 @@ def test_pairs_of_other_blocks():
 @pytest.mark.parametrize("scale_mode", SCALE_MODES)
 def test_every_bf16_pattern_mode_and_rounding(scale_mode, rounding):
     x = every_pattern(torch.bfloat16)
-    kernels = select.kernels_for(x.cuda())
     seed = torch.tensor(7) if rounding == "stochastic" else None
     random = None if seed is None else random_bits(seed, x.shape)
     for name in FORMATS:
         spec = MXSpec(name, 1, 1, scale_mode, rounding)
-        got = kernels.fake_quantize(x.cuda(), spec, None if seed is None else seed.cuda())
+        got = select.run_kernel("fake_quantize_mx", x.cuda(), spec, None if seed is None else seed.cuda())
         assert same(got, reference.fake_quantize(x, spec, random))
 
 
@@ -92,9 +91,9 @@ def test_every_bf16_pattern_mode_and_rounding(scale_mode, rounding):
 def test_codes_of_every_mode_and_rounding(name, scale_mode, rounding):
     x = numbers(48, 96, dtype=torch.bfloat16)
     spec = MXSpec(name, 32, 1, scale_mode, rounding)
-    kernels, seed = select.kernels_for(x.cuda()), torch.tensor(3)
+    seed = torch.tensor(3)
     random = (random_bits(seed, x.shape),) if rounding == "stochastic" else ()
-    got = kernels.quantize(x.cuda(), spec, seed.cuda() if random else None)
+    got = select.run_kernel("quantize_mx", x.cuda(), spec, seed.cuda() if random else None)
     for a, b in zip(got, reference.quantize(x, spec, *random), strict=True):
         assert same(a, b)
 
@@ -149,12 +148,12 @@ def test_strides():
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_dequantize_every_byte_and_scale(name):
-    kernels, spec = select.kernels_for(torch.ones(1, device="cuda")), MXSpec(name, 4096, 1)
+    spec = MXSpec(name, 4096, 1)
     data = torch.arange(256, dtype=torch.uint8).repeat(256, 3)
     scale = torch.arange(256, dtype=torch.uint8).unsqueeze(1)
     length = 768 * 8 // spec.element.bits
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        got = kernels.dequantize(data.cuda(), scale.cuda(), spec, dtype, length)
+        got = select.run_kernel("dequantize_mx", data.cuda(), scale.cuda(), spec, dtype, length)
         assert same(got, reference.dequantize(data, scale, spec, dtype, length))
 
 
@@ -164,11 +163,11 @@ def test_clip_gradient(name, axis):
     x, grad = numbers(64, 70), torch.randn(64, 70)
     for scale_mode in SCALE_MODES:
         spec = MXSpec(name, 32, axis, scale_mode)
-        got = select.kernels_for(x.cuda()).clip_gradient(grad.cuda(), x.cuda(), spec)
+        got = select.run_kernel("clip_gradient_mx", grad.cuda(), x.cuda(), spec)
         assert same(got, reference.clip_gradient(grad, x, spec))
 
 
 def test_random_bits():
     for shape in [(1,), (5,), (3, 4099)]:
         seed = torch.tensor(2**62 + 12345)
-        assert same(select.kernels_for(seed.cuda()).random_bits(seed.cuda(), shape), random_bits(seed, shape))
+        assert same(select.run_kernel("random_bits", seed.cuda(), shape), random_bits(seed, shape))
