@@ -36,8 +36,8 @@ from pt2mx.pt2e.observer import disable_observer as disable_observer
 from pt2mx.pt2e.observer import enable_fake_quant as enable_fake_quant
 from pt2mx.pt2e.observer import enable_observer as enable_observer
 from pt2mx.pt2e.onnx.export import export_onnx as export_onnx
-from pt2mx.pt2e.onnx.functions import onnx_functions as onnx_functions
-from pt2mx.pt2e.onnx.quantize_onnx import quantize_onnx as quantize_onnx
+from pt2mx.pt2e.onnx.quantize.quantize_onnx import quantize_onnx as quantize_onnx
+from pt2mx.pt2e.onnx.quark import onnx_functions as onnx_functions
 from pt2mx.pt2e.onnx.register import register_onnx_translations as register_onnx_translations
 from pt2mx.pt2e.onnx.register import unregister_onnx_translations as unregister_onnx_translations
 from pt2mx.pt2e.optimize.distill import distill as distill

@@ -24,6 +24,8 @@ R = TypeVar("R")
 MODULES: dict[str, str] = {
     "pt2mx.pt2e.contents": "pt2mx.pt2e.inspect",
     "pt2mx.pt2e.contents.contents": "pt2mx.pt2e.inspect.inspect_file",
+    "pt2mx.pt2e.debug.differences": "pt2mx.pt2e.debug.errors",
+    "pt2mx.pt2e.onnx.bodies": "pt2mx.pt2e.onnx.function_bodies",
 }
 
 #: old name in a module -> new one: `pt2mx:old_function`, `pt2mx.pt2e.module:OldClass`

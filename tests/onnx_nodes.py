@@ -13,7 +13,7 @@ from onnx import NodeProto, TensorProto, helper
 from torch import Tensor
 
 import pt2mx
-from pt2mx.pt2e.onnx.bodies import add_bodies
+from pt2mx.pt2e.onnx.function_bodies import add_bodies
 from pt2mx.pt2e.onnx.nodes import DOMAIN, VERSION, DequantizeMX, FakeQuantizeMX
 from tests.compare import differing
 

@@ -7,9 +7,8 @@ import onnx
 from onnx import ModelProto
 
 from pt2mx import MXQuantizationConfig
-from pt2mx.pt2e.onnx.float_report import OnnxReport
 from pt2mx.pt2e.onnx.nodes import DequantizeMX, FakeQuantizeMX
-from pt2mx.pt2e.onnx.quantize_onnx import quantize_onnx
+from pt2mx.pt2e.onnx.quantize.quantize_onnx import OnnxReport, quantize_onnx
 
 FP4 = MXQuantizationConfig(weight="mxfp4", activation="mxfp8")
 WEIGHTS = MXQuantizationConfig(weight="mxfp6_e3m2")

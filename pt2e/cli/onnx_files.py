@@ -15,7 +15,7 @@ from pt2mx.pt2e.cli.calibration import batch_files, load_batches
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.cli.summary import quantized
-from pt2mx.pt2e.onnx.quantize_onnx import OnnxReport, quantize_onnx
+from pt2mx.pt2e.onnx.quantize.quantize_onnx import OnnxReport, quantize_onnx
 from pt2mx.pt2e.output import check_distinct, check_output
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.user_errors import user_errors

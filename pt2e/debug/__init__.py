@@ -1,1 +1,1 @@
-"""Looking into a model: its graph, and where two of its forms come apart."""
+"""Print graphs, and find where two forms of a model diverge."""

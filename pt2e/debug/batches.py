@@ -1,4 +1,4 @@
-"""Batches of inputs as a graph takes them: a tensor, a tuple of positional or a dict of keyword arguments each."""
+"""Batches of inputs: each is a tensor, a tuple of positional arguments or a dict of keyword arguments of a graph."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from pt2mx.pt2e.user_errors import one_line
 
 
 def several(batches: object, name: str = "batches") -> Iterable[Any]:
-    """The batches, where they are several: a tensor could be run through as well, line by line.
+    """Return the batches; a single one is an error, since a tensor could be iterated over its rows.
 
     Raises:
-        MXError: for one batch, and for what holds none.
+        MXError: for one batch, and for an object without batches.
     """
     if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
         raise MXError(f"{name} is one of type {type(batches).__name__}: give a list of batches")
@@ -27,7 +27,7 @@ def several(batches: object, name: str = "batches") -> Iterable[Any]:
 
 
 def leaves_of(model: GraphModule, batch: Any) -> list[Any]:
-    """A batch as the placeholders of a graph take it.
+    """Return the values of a batch for the placeholders of a graph.
 
     Raises:
         MXError: for another number of arguments, other names or other objects than the model takes.
@@ -36,13 +36,13 @@ def leaves_of(model: GraphModule, batch: Any) -> list[Any]:
 
 
 def named_leaves(model: GraphModule, batch: Any) -> dict[str, Any]:
-    """The same by the names of the placeholders."""
+    """Return `leaves_of` by the names of the placeholders."""
     names = [str(node.target) for node in model.graph.find_nodes(op="placeholder")]
     return dict(zip(names, leaves_of(model, batch), strict=True))
 
 
 def arguments_of(model: GraphModule, batch: Any) -> tuple[list[Any], dict[str, Any]]:
-    """The positional and the keyword arguments of a call, as the graph was exported.
+    """Return the positional and the keyword arguments of a call, as the graph was exported.
 
     Raises:
         MXError: as `leaves_of`.
@@ -53,16 +53,16 @@ def arguments_of(model: GraphModule, batch: Any) -> tuple[list[Any], dict[str, A
     else:
         names = [name for name in info.orig_args if name != "self"]
         positional = names[: info.in_spec.child(0).num_children]
-    if isinstance(batch, Mapping):  # a tokenizer's output is no dict
-        given = dict(batch)
+    if isinstance(batch, Mapping):  # a tokenizer's output is a mapping, but no dict
+        named = dict(batch)
     else:
         values = batch if isinstance(batch, tuple | list) else (batch,)
-        given = dict(zip(names, values, strict=False)) if len(values) <= len(names) else {}
-    if set(given) != set(names):
-        raise MXError(f"the model takes {', '.join(names)}: give each of them once, not {_what(batch)}")
-    found = [given[name] for name in positional], {name: given[name] for name in names[len(positional) :]}
-    _check_leaves(model, pytree.tree_leaves(found))
-    return found
+        named = dict(zip(names, values, strict=False)) if len(values) <= len(names) else {}
+    if set(named) != set(names):
+        raise MXError(f"the model takes {', '.join(names)}: give each of them once, not {_described(batch)}")
+    arguments = [named[name] for name in positional], {name: named[name] for name in names[len(positional) :]}
+    _check_leaves(model, pytree.tree_leaves(arguments))
+    return arguments
 
 
 def _check_leaves(model: GraphModule, leaves: list[Any]) -> None:
@@ -75,20 +75,20 @@ def _check_leaves(model: GraphModule, leaves: list[Any]) -> None:
 
 
 def check_values(batch: Any) -> None:
-    """`MXError` for a batch in whose tensors there is no value."""
+    """Raise an MXError for a batch whose tensors are empty."""
     tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     if tensors and not any(tensor.numel() for tensor in tensors):
         raise MXError("the inputs of a batch are without values: there is nothing to compare")
 
 
-def _what(batch: Any) -> str:
+def _described(batch: Any) -> str:
     if isinstance(batch, Mapping):
         return ", ".join(map(str, batch)) or "none"
     return f"{len(batch)} values" if isinstance(batch, tuple | list) else f"a {type(batch).__name__}"
 
 
 def copied(tree: Any) -> Any:
-    """The same with copies of the tensors: a model may write to its inputs."""
+    """Return a tree with copies of its tensors, for a model that may write to its inputs."""
     return pytree.tree_map_only(Tensor, Tensor.clone, tree)
 
 
@@ -96,7 +96,7 @@ def call(model: GraphModule, batch: Any) -> Any:
     """Call a graph with a copy of a batch.
 
     Raises:
-        MXError: for a batch that it does not take.
+        MXError: for a batch that the graph does not take.
     """
     args, kwargs = copied(arguments_of(model, batch))
     with errors_of_running((args, kwargs)):
@@ -105,7 +105,7 @@ def call(model: GraphModule, batch: Any) -> Any:
 
 @contextmanager
 def errors_of_running(inputs: Any) -> Iterator[None]:
-    """Make an `MXError` of what the guards of an export, or operators, raise in the block."""
+    """Turn an error of the guards of an export, or of an operator, in the block into an MXError."""
     try:
         yield
     except MXError:

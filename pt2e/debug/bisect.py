@@ -1,13 +1,15 @@
-"""`bisect`: the smallest piece of a graph whose two forms come apart."""
+"""`bisect`: find the smallest subgraph whose two forms diverge."""
 
 from __future__ import annotations
 
 import math
 import os
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import getitem
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,32 +17,31 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from pt2mx.errors import MXError, nearest
-from pt2mx.fx.graph.source_node import module_name
-from pt2mx.pt2e.debug.batches import check_values, copied
-from pt2mx.pt2e.debug.differences import relative_error
+from pt2mx.fx.graph.source_node import module_name, nodes_by_source
+from pt2mx.pt2e.debug.batches import check_values, copied, named_leaves
+from pt2mx.pt2e.debug.errors import comparable, relative_error
+from pt2mx.pt2e.debug.interpreter import RecordingInterpreter, check_module, is_tuple_of_operator, run, unchanged
 from pt2mx.pt2e.debug.onnx_stage import OnnxStage
-from pt2mx.pt2e.debug.pieces import piece_of, save_piece, smallest
-from pt2mx.pt2e.debug.watched import check_module, run, unchanged
-from pt2mx.pt2e.debug.worst_operator import Found, worst_in_file, worst_operator
+from pt2mx.pt2e.debug.subgraph_extract import extract_subgraph, save_subgraph, smallest_range
 from pt2mx.pt2e.output import check_output
 
-#: makes another form of a piece and its inputs: a function of them
+#: returns the other form of a subgraph: a function of the subgraph's inputs
 Make = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
-def _compiled(piece: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+def _compiled(subgraph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     torch.compiler.reset()
-    return torch.compile(piece)
+    return torch.compile(subgraph)
 
 
 FORMS: dict[str, Make] = {"compile": _compiled}
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A piece of a graph whose two forms differ.
+class Subgraph:
+    """A subgraph whose two forms differ.
 
-    `nodes` are its operators by name, `modules` where they stand in the model, `error` the norm of the difference of
+    `nodes` are the names of its operators, `modules` the modules around them, `error` is the norm of the difference of
     its outputs over their norm, `path` the script that runs it, or None.
     """
 
@@ -50,8 +51,16 @@ class Piece:
     path: Path | None
 
     def __str__(self) -> str:
-        place = ", ".join(filter(None, self.modules)) or "the root"
-        return f"{' -> '.join(self.nodes)} in {place}: relative error {self.error:.3g}"
+        modules = ", ".join(filter(None, self.modules)) or "the root"
+        return f"{' -> '.join(self.nodes)} in {modules}: relative error {self.error:.3g}"
+
+
+class _Suspect(NamedTuple):
+    """Nodes whose two forms differ by an error, and what a file stores about them."""
+
+    nodes: list[Node]
+    error: float
+    content: dict[str, Any]
 
 
 def bisect(
@@ -61,24 +70,25 @@ def bisect(
     *,
     bound: float = 1e-2,
     path: str | os.PathLike[str] | None = None,
-) -> Piece | None:
-    """Find the smallest piece of a graph whose two forms differ.
+) -> Subgraph | None:
+    """Find the smallest subgraph whose two forms differ.
 
-    Each piece is given the values that it has in a run of `first`, so that no error before it counts. With another
-    graph, or a file, as the second form the pieces are single operators, found again as `compare_stages` does, and the
-    one of the largest error is chosen. Otherwise the second form is made of pieces of `first`, by two binary searches.
+    Each subgraph gets the inputs that it has in a run of `first`, so that errors before it do not count. If the second
+    form is another graph or a file, the result is a single operator: the one with the largest error, among those that
+    `compare_stages` would compare. Otherwise the second form is made from parts of `first`, in two binary searches.
 
     Args:
-        first: a graph: converted or lowered, say.
+        first: a graph, such as the converted or the lowered model.
         second: "compile"; another graph made from the same export; the path, ending in .onnx, of a file that
-            `export_onnx` wrote of it; or a function of a piece (a `GraphModule`) and its inputs that gives its other
-            form.
+            `export_onnx` wrote of it; or a function of a subgraph (a `GraphModule`) and its inputs that returns the
+            other form.
         batch: a tensor, a tuple of positional or a dict of keyword arguments.
-        bound: on the norm of the difference of outputs over their norm; what differs by less is equal.
-        path: of a Python file that runs the piece, beside a file of tensors; None: none is written.
+        bound: the largest norm of the difference of outputs over their norm at which two forms are equal.
+        path: the path of a Python file that runs the subgraph; its tensors are in a `.pt` file of the same name. None
+            writes none.
 
     Returns:
-        The piece; None where the forms agree.
+        The subgraph; None where the forms agree.
 
     Raises:
         MXError: for other objects, for a batch that the model does not take or without values, for a bound that is no
@@ -89,7 +99,7 @@ def bisect(
         >>> x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).eval()
         >>> exported = torch.export.export(model, (x,)).module()
-        >>> half = lambda piece, inputs: lambda *inputs: [y.half().float() for y in piece(*inputs)]
+        >>> half = lambda subgraph, inputs: lambda *inputs: [y.half().float() for y in subgraph(*inputs)]
         >>> pt2mx.bisect(exported, half, x) is None
         True
         >>> pt2mx.bisect(exported, half, x, bound=1e-6).nodes
@@ -100,55 +110,120 @@ def bisect(
         raise MXError(f"bound={bound!r} must be a number above 0")
     if path is not None and (not isinstance(path, str | os.PathLike) or Path(path).suffix != ".py"):
         raise MXError(f"path={path!r} must be a path that ends in .py")
-    for place in () if path is None else (Path(path), Path(path).with_suffix(".pt")):
-        check_output(place)
+    for output in () if path is None else (Path(path), Path(path).with_suffix(".pt")):
+        check_output(output)
     check_values(batch)
     file: OnnxStage | None = None
-    found: Found | None
+    suspect: _Suspect | None
     if isinstance(second, str | os.PathLike) and Path(second).suffix == ".onnx":
         file = OnnxStage(second, "second")
     elif isinstance(second, str) and second not in FORMS:
         raise MXError(f"second={second!r} is unknown: {nearest(second, [*FORMS, 'FILE.onnx'])}")
     with torch.no_grad(), unchanged(graph, second):
         if isinstance(second, nn.Module | ExportedProgram):
-            found = worst_operator(graph, _graph(second, "second"), batch)
+            suspect = _worst_operator(graph, _graph(second, "second"), batch)
         elif file is not None:
-            found = worst_in_file(graph, file, batch)
+            suspect = _worst_in_file(graph, file, batch)
         elif isinstance(second, str) or callable(second):
-            found = _smallest_piece(graph, second, run(graph, batch).values, bound)
+            suspect = _smallest_subgraph(graph, second, run(graph, batch).values, bound)
         else:
             raise MXError(
                 f"second must be one of {', '.join(FORMS)}, a graph, an ONNX file or a function, not {second!r}"
             )
-    if found is None or found.error <= bound:
+    if suspect is None or suspect.error <= bound:
         return None
-    modules = tuple(dict.fromkeys(module_name(node) for node in found.nodes))
-    piece = Piece(tuple(node.name for node in found.nodes), modules, found.error, None if path is None else Path(path))
-    if piece.path is not None:
-        save_piece(piece.path, str(piece), found.content)
-    return piece
+    names = tuple(node.name for node in suspect.nodes)
+    modules = tuple(dict.fromkeys(module_name(node) for node in suspect.nodes))
+    subgraph = Subgraph(names, modules, suspect.error, None if path is None else Path(path))
+    if subgraph.path is not None:
+        save_subgraph(subgraph.path, str(subgraph), suspect.content)
+    return subgraph
 
 
-def _smallest_piece(graph: GraphModule, second: str | Make, values: dict[Node, Any], bound: float) -> Found | None:
-    """The shortest range of operators of which `second` makes something else."""
+def _smallest_subgraph(
+    graph: GraphModule, second: str | Make, values: dict[Node, Any], bound: float
+) -> _Suspect | None:
+    """Find the shortest range of operators whose form by `second` differs."""
     calls = (node for node in graph.graph.nodes if node.op in ("call_function", "call_module", "call_method"))
-    nodes = [node for node in calls if values[node] is not None]  # assertions compute nothing
+    nodes = [node for node in calls if values[node] is not None]  # without assertions, which have no value
     make = FORMS[second] if isinstance(second, str) else second
 
-    def compared(first: int, last: int) -> Found:
-        module, needed = piece_of(graph, nodes[first:last])
-        inputs = [values[node] for node in needed]
+    def compared(first: int, last: int) -> _Suspect:
+        module, input_nodes = extract_subgraph(graph, nodes[first:last])
+        inputs = [values[node] for node in input_nodes]
         other = make(module, inputs)
         if not callable(other):
-            raise MXError(f"second must make a function of a piece and its inputs, not a {type(other).__name__}")
+            raise MXError(f"second must make a function of a subgraph and its inputs, not a {type(other).__name__}")
         outputs = other(*copied(inputs))
         content = {"first": module, "inputs": inputs, "form": second if isinstance(second, str) else None}
         error = relative_error(outputs, module(*copied(inputs)))
-        return Found(nodes[first:last], error, {**content, "second": None, "second_inputs": inputs, "outputs": outputs})
+        content |= {"second": None, "second_inputs": inputs, "outputs": outputs}
+        return _Suspect(nodes[first:last], error, content)
 
     if not nodes or compared(0, len(nodes)).error <= bound:
         return None
-    return compared(*smallest(len(nodes), lambda first, last: compared(first, last).error > bound))
+    return compared(*smallest_range(len(nodes), lambda first, last: compared(first, last).error > bound))
+
+
+def _worst_operator(first: GraphModule, second: GraphModule, batch: Any) -> _Suspect:
+    """Find the operator with the largest error between two graphs, both with the inputs that it has in `first`.
+
+    Raises:
+        MXError: where no value of the two can be compared.
+    """
+    nodes: dict[str, tuple[Node, RecordingInterpreter]] = {}
+    values: dict[str, deque[Any]] = defaultdict(deque)
+    known: dict[str, Any] = {}
+    worst: list[_Suspect] = []
+
+    def record(key: str, node: Node, value: Any, interpreter: RecordingInterpreter) -> None:
+        nodes[key] = node, interpreter
+        values[key].append(value)
+
+    def compare(key: str, node: Node, value: Any, interpreter: RecordingInterpreter) -> None:
+        if not values.get(key):
+            return
+        want = values[key].popleft()
+        if is_tuple_of_operator(node, want):
+            return  # its items are compared
+        known[key] = want
+        if node.op == "placeholder" or not comparable(value, want):
+            return
+        error = relative_error(interpreter.recomputed(node, known), want)
+        if not worst or error > worst[0].error:
+            first_nodes, content = _first_form(*nodes[key])
+            other, other_inputs = extract_subgraph(interpreter.model, interpreter.cone(node, known))
+            content |= {"second": other, "second_inputs": [interpreter.cone_input(n, known) for n in other_inputs]}
+            worst[:] = [_Suspect(first_nodes, error, content)]
+
+    run(first, batch, record)
+    run(second, batch, compare)
+    if not worst:
+        raise MXError("the two graphs share no operator: give forms of one export")
+    return worst[0]
+
+
+def _worst_in_file(first: GraphModule, file: OnnxStage, batch: Any) -> _Suspect:
+    """Find the operator with the largest error in an ONNX file, with the inputs that it has in `first`."""
+    interpreter = run(first, batch)
+    values = {key: interpreter.values[node] for key, node in nodes_by_source(first.graph).items()}
+    known = {key: value for key, value in values.items() if comparable(value, value)}
+    _, isolated, _ = file.run(named_leaves(first, batch), known)
+    errors = {key: relative_error(value.to(known[key].device), known[key]) for key, value in isolated.items()}
+    if not errors:
+        raise MXError(f"the stage {file.name!r} shares no operator with the graph: give a file of the same export")
+    worst = max(errors, key=errors.__getitem__)
+    nodes, content = _first_form(nodes_by_source(first.graph)[worst], interpreter)
+    return _Suspect(nodes, errors[worst], {**content, "outputs": isolated[worst]})
+
+
+def _first_form(node: Node, interpreter: RecordingInterpreter) -> tuple[list[Node], dict[str, Any]]:
+    """Return an operator of the first form, with the item of its outputs, and what a file stores about both."""
+    nodes = [*(node.all_input_nodes if node.target is getitem else []), node]
+    module, input_nodes = extract_subgraph(interpreter.model, nodes)
+    inputs = [interpreter.values[n] for n in input_nodes]
+    content = {"first": module, "inputs": inputs, "second": None, "second_inputs": inputs}
+    return nodes, {**content, "form": None, "outputs": None}
 
 
 def _graph(model: object, what: str) -> GraphModule:

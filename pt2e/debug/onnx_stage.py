@@ -1,8 +1,8 @@
-"""An ONNX file as a stage: its values are found by the operators that they were made from, and computed in onnxruntime.
+"""An ONNX file as a stage: onnxruntime computes the values of the float model's operators.
 
-Two sessions run a file. In one each value that is found is an output too: these are the propagated values. In the other
-what reads such a value reads an input in its place, to which the float model's value is given: one run then gives every
-isolated value.
+The file records the source node of each value. Two sessions run it. In one, these values are outputs too: the
+propagated values. In the other, the users of such a value read an input instead, which gets the float model's value;
+one run then computes every isolated value.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.onnx.export import source_nodes_of
 
-#: end of the name of the input that stands for a value
-_GIVEN = "/given"
-#: what onnxruntime says below an error is its own affair
+#: suffix of the input that replaces a value
+_FLOAT = "/float"
+#: severity of onnxruntime's log; its warnings do not concern the user
 _ERRORS_ONLY = 3
 
 
@@ -29,11 +30,11 @@ class OnnxStage:
     """A file that `export_onnx` wrote.
 
     Args:
-        path: of the file.
-        name: of the stage, for errors.
+        path: the path of the file.
+        name: the name of the stage, for errors.
 
     Raises:
-        MXError: for what is no such file.
+        MXError: for another file.
     """
 
     def __init__(self, path: str | os.PathLike[str], name: str) -> None:
@@ -42,11 +43,11 @@ class OnnxStage:
             raise MXError(f"the stage {name!r} is no file: {os.fspath(path)!r}")
         self.name = name
         self.model = importlib.import_module("pt2mx.pt2e.onnx.files").read_model(path)
-        self.origins = importlib.import_module("pt2mx.pt2e.onnx.origins").origins_of(self.model)
-        if not self.origins:
+        self.source_nodes = source_nodes_of(self.model)
+        if not self.source_nodes:
             raise MXError(f"the stage {name!r} does not note what its values are: write it by pt2mx.export_onnx")
-        held = {tensor.name for tensor in self.model.graph.initializer}
-        self.inputs = [value.name for value in self.model.graph.input if value.name not in held]
+        initializers = {tensor.name for tensor in self.model.graph.initializer}
+        self.inputs = [value.name for value in self.model.graph.input if value.name not in initializers]
         self.outputs = [value.name for value in self.model.graph.output]
         self._sessions: tuple[Any, Any] | None = None
 
@@ -57,28 +58,28 @@ class OnnxStage:
 
         Args:
             leaves: the inputs of the float model, by the names of its placeholders.
-            known: the values of the float model's operators, floating tensors, by origin.
+            known: source node -> value of the float model, a floating tensor.
 
         Returns:
-            Origin -> propagated value; origin -> isolated value; the outputs.
+            Source node -> propagated value; source node -> isolated value; the outputs.
 
         Raises:
             MXError: where the file takes other inputs.
         """
-        found = {origin: value for origin, value in self.origins.items() if origin in known}
+        values = {source: value for source, value in self.source_nodes.items() if source in known}
         if self._sessions is None:
-            like = {value: known[origin] for origin, value in found.items()}
+            like = {value: known[source] for source, value in values.items()}
             self._sessions = self._session(like, cut=False), self._session(like, cut=True)
         inputs = self._inputs(leaves)
-        given = {f"{value}{_GIVEN}": _array(known[origin]) for origin, value in found.items()}
-        names = list(dict.fromkeys([*found.values(), *self.outputs]))
-        whole = dict(zip(names, self._ran(self._sessions[0], names, inputs), strict=True))
-        alone = self._ran(self._sessions[1], list(found.values()), inputs | given)
-        propagated = {origin: whole[value] for origin, value in found.items()}
-        return propagated, dict(zip(found, alone, strict=True)), [whole[name] for name in self.outputs]
+        floats = {f"{value}{_FLOAT}": _array(known[source]) for source, value in values.items()}
+        names = list(dict.fromkeys([*values.values(), *self.outputs]))
+        by_name = dict(zip(names, self._run(self._sessions[0], names, inputs), strict=True))
+        isolated = self._run(self._sessions[1], list(values.values()), inputs | floats)
+        propagated = {source: by_name[value] for source, value in values.items()}
+        return propagated, dict(zip(values, isolated, strict=True)), [by_name[name] for name in self.outputs]
 
     def _session(self, like: Mapping[str, Tensor], cut: bool) -> Any:
-        """A session that gives these values too, by name; where it is `cut`, what reads them reads inputs."""
+        """Return a session with these values, by name, as outputs too. If `cut`, their users read inputs instead."""
         model, helper = self.onnx.ModelProto(), self.onnx.helper
         model.CopyFrom(self.model)
         outputs = [value for value in like if value not in self.outputs]
@@ -86,12 +87,12 @@ class OnnxStage:
         if cut:
             for value, tensor in like.items():
                 element = helper.np_dtype_to_tensor_dtype(_array(tensor).dtype)
-                extents = [None] * tensor.dim()
-                model.graph.input.append(helper.make_tensor_value_info(f"{value}{_GIVEN}", element, extents))
+                sizes = [None] * tensor.dim()
+                model.graph.input.append(helper.make_tensor_value_info(f"{value}{_FLOAT}", element, sizes))
             for node in model.graph.node:
                 for i, value in enumerate(node.input):
                     if value in like:
-                        node.input[i] = f"{value}{_GIVEN}"
+                        node.input[i] = f"{value}{_FLOAT}"
         options = self.runtime.SessionOptions()
         options.log_severity_level = _ERRORS_ONLY
         options.graph_optimization_level = self.runtime.GraphOptimizationLevel.ORT_ENABLE_BASIC
@@ -104,7 +105,7 @@ class OnnxStage:
             raise MXError(f"the stage {self.name!r} takes {', '.join(self.inputs)}, the model {', '.join(leaves)}")
         return {name: _array(named[name]) for name in self.inputs}
 
-    def _ran(self, session: Any, names: Sequence[str], inputs: Mapping[str, Any]) -> list[Tensor]:
+    def _run(self, session: Any, names: Sequence[str], inputs: Mapping[str, Any]) -> list[Tensor]:
         try:
             return [torch.from_numpy(array) for array in session.run(names, inputs)]
         except Exception as error:  # onnxruntime's own

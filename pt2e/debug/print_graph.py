@@ -1,42 +1,44 @@
-"""`print_graph`: the nodes of a graph with their shapes, formats and places in the model."""
+"""`print_graph`: print the nodes of a graph with their shapes, formats and modules."""
 
 from __future__ import annotations
 
 import difflib
+import re
 import sys
+from pathlib import Path
 from typing import TextIO
 
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from pt2mx.analysis.tables import text_table
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.higher_order_ops import named_graph_modules
-from pt2mx.pt2e.debug.node_text import (
-    format_text,
-    module_text,
-    modules_around,
-    operator_text,
-    shape_text,
-    source_text,
-)
-from pt2mx.pt2e.debug.watched import check_module
+from pt2mx.fx.graph.node import called, is_ours, named_args, value_of
+from pt2mx.fx.graph.source_node import modules_of
+from pt2mx.pt2e.debug.interpreter import check_module
+from pt2mx.pt2e.observer import MXObserver
+from pt2mx.spec import MXSpec
 
-#: most names in a cell, and in an error
-_MOST = 6
+#: the most names in a cell, and in an error
+_SHOWN = 6
 _COLUMNS = ("node", "operator", "shape", "format", "inputs", "module", "source")
+_DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.int64: "i64", torch.uint8: "u8"}
 
 
 def print_graph(
     model: GraphModule | ExportedProgram, around: str | None = None, *, hops: int = 2, file: TextIO | None = None
 ) -> None:
-    """Print the nodes of a graph, and of those inside it, a line each: shape, format, inputs, module, source line.
+    """Print the nodes of a graph and its subgraphs, a line each: shape, format, inputs, module, source line.
 
     Args:
         model: an exported, prepared, converted or lowered model.
-        around: the name of a node or of a module: its nodes and their neighbours are printed; None: all.
-        hops: how many steps along the edges are neighbours.
-        file: to print to; None: stdout.
+        around: the name of a node or a module; only its nodes and their neighbours are printed. None prints all.
+        hops: the number of edges to the farthest neighbour.
+        file: the file to print to; None for stdout.
 
     Raises:
         MXError: for another object, and for a name that no node and no module has.
@@ -57,29 +59,29 @@ def print_graph(
     if not hasattr(file, "write"):
         raise MXError(f"file must be open for writing, or None for stdout, not {file!r}")
     graphs = dict(named_graph_modules(graph))
-    wanted = None if around is None else _around(graphs, around, hops)
+    nodes = None if around is None else _around(graphs, around, hops)
     for name, one in graphs.items():
-        rows = [_row(node, one) for node in one.graph.nodes if wanted is None or node in wanted]
+        rows = [_row(node, one) for node in one.graph.nodes if nodes is None or node in nodes]
         if rows:
             print(*[f"graph {name}:"] * bool(name), text_table([_COLUMNS, *rows]), sep="\n", file=file)
 
 
 def _around(graphs: dict[str, GraphModule], name: str, hops: int) -> set[Node]:
-    """The nodes of that name or in that module, and their neighbours."""
+    """Return the nodes with that name or in that module, and their neighbours."""
     nodes = [node for one in graphs.values() for node in one.graph.nodes]
-    found = {node for node in nodes if node.name == name} or {node for node in nodes if name in modules_around(node)}
-    if not found:
-        names = [*(node.name for node in nodes), *dict.fromkeys(m for node in nodes for m in modules_around(node))]
-        close = difflib.get_close_matches(str(name), names, n=_MOST, cutoff=0)  # a graph has thousands
+    near = {node for node in nodes if node.name == name} or {node for node in nodes if name in _modules_around(node)}
+    if not near:
+        names = [*(node.name for node in nodes), *dict.fromkeys(m for node in nodes for m in _modules_around(node))]
+        close = difflib.get_close_matches(str(name), names, n=_SHOWN, cutoff=0)  # a graph has thousands
         raise MXError(f"the graph has no node and no module {name!r}, the closest are {', '.join(close)}")
     for _ in range(hops):
-        found |= {near for node in found for near in (*node.all_input_nodes, *node.users)}
-    return found
+        near |= {neighbour for node in near for neighbour in (*node.all_input_nodes, *node.users)}
+    return near
 
 
 def _names(nodes: list[Node]) -> str:
-    more = f" and {len(nodes) - _MOST} more" if len(nodes) > _MOST else ""
-    return ", ".join(one.name for one in nodes[:_MOST]) + more
+    more = f" and {len(nodes) - _SHOWN} more" if len(nodes) > _SHOWN else ""
+    return ", ".join(one.name for one in nodes[:_SHOWN]) + more
 
 
 def _row(node: Node, model: GraphModule) -> tuple[str, ...]:
@@ -90,5 +92,60 @@ def _row(node: Node, model: GraphModule) -> tuple[str, ...]:
         format_text(node, model),
         _names(node.all_input_nodes),
         module_text(node),
-        source_text(node),
+        _source_text(node),
     )
+
+
+def operator_text(node: Node) -> str:
+    """Return the operator that a node calls, or the name of its attribute or module."""
+    operator = called(node)
+    if isinstance(operator, OpOverload):
+        return str(operator).removesuffix(".default")
+    if node.op != "call_function":
+        return f"{node.op} {node.target}" if node.op in ("get_attr", "call_module") else node.op
+    return str(getattr(node.target, "__name__", node.target) if callable(node.target) else node.target)
+
+
+def shape_text(node: Node) -> str:
+    """Return the dtype and shape of a node's value, such as `f32[2, 64]`."""
+    return _shape(value_of(node))
+
+
+def _shape(value: object) -> str:
+    if isinstance(value, Tensor):
+        return (
+            f"{_DTYPES.get(value.dtype, str(value.dtype).removeprefix('torch.'))}[{', '.join(map(str, value.shape))}]"
+        )
+    if isinstance(value, tuple | list):
+        return ", ".join(map(_shape, value))
+    return "" if value is None else str(value)
+
+
+def format_text(node: Node, model: GraphModule) -> str:
+    """Return the spec that an operator of ours or an observer quantizes to or from."""
+    if node.op == "call_module":
+        module = model.get_submodule(str(node.target))
+        return str(module.spec) if isinstance(module, MXObserver) else ""
+    if not is_ours(node):
+        return ""
+    named = named_args(node)
+    if "elem_dtype_name" not in named or "block_size" not in named:
+        return ""
+    return str(MXSpec(named["elem_dtype_name"], named["block_size"]))
+
+
+def _modules_around(node: Node) -> list[str]:
+    """Return the names of the modules around a node, outermost first, without the root."""
+    return [name for name, _ in modules_of(node) if name]
+
+
+def module_text(node: Node) -> str:
+    """Return the name of the innermost module around a node."""
+    return (_modules_around(node) or [""])[-1]
+
+
+def _source_text(node: Node) -> str:
+    """Return the innermost line of the model's source, outside of torch, that a node was traced at."""
+    frames = re.findall(r'File "(.+?)", line (\d+)', node.meta.get("stack_trace") or "")
+    lines = [f"{Path(path).name}:{line}" for path, line in frames if "/torch/" not in Path(path).as_posix()]
+    return lines[-1] if lines else ""

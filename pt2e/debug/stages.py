@@ -1,4 +1,4 @@
-"""`compare_stages`: the error of each operator in every form of a model."""
+"""`compare_stages`: measure the error of each operator in every form of a model."""
 
 from __future__ import annotations
 
@@ -18,14 +18,20 @@ from torch.utils import _pytree as pytree
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.source_node import module_name, nodes_by_source
 from pt2mx.pt2e.debug.batches import arguments_of, check_values, copied, named_leaves, several
-from pt2mx.pt2e.debug.comparison import OUTPUT, Compared, StageComparison
-from pt2mx.pt2e.debug.differences import comparable
-from pt2mx.pt2e.debug.node_text import operator_text
+from pt2mx.pt2e.debug.errors import OUTPUT, OperatorErrors, StageComparison, comparable
+from pt2mx.pt2e.debug.interpreter import (
+    RecordingInterpreter,
+    check_module,
+    is_tuple_of_operator,
+    keyed_nodes,
+    run,
+    unchanged,
+)
 from pt2mx.pt2e.debug.onnx_stage import OnnxStage
-from pt2mx.pt2e.debug.watched import Watched, check_module, is_tuple_of_operator, keyed_nodes, run, unchanged
+from pt2mx.pt2e.debug.print_graph import operator_text
 from pt2mx.pt2e.observer import MXObserver
 
-#: a form of a model: a graph, an ONNX file, or a function of the same inputs, of which only the outputs are seen
+#: a form of a model: a graph, an ONNX file, or a function of the same inputs, whose outputs alone are compared
 Stage = GraphModule | ExportedProgram | str | os.PathLike[str] | Callable[..., Any]
 
 
@@ -34,18 +40,18 @@ def compare_stages(
 ) -> StageComparison:
     """Compare forms of a model with the float one, operator by operator.
 
-    For each operator that a form shares with the float model there are two errors. The propagated one is that of its
-    output in a run of the form: everything before it is quantized too. The isolated one is that of its output for the
-    float model's inputs: only its own operands are quantized, so that a fault stands out where it is. Operators are
-    found again by the node that they were made from, through every stage of the flow, also after a program was saved;
-    those in the branches of conditions and the bodies of loops are compared call by call.
+    Each operator that a form shares with the float model has two errors. The propagated error is that of its output in
+    a run of the form, where everything before it is quantized too. The isolated error is that of its output for the
+    float model's inputs: only its own operands are quantized, so that a fault shows at the operator that causes it.
+    The source node of each operator identifies it in every stage of the flow, also in a program that was saved.
+    Operators in the branches of conditions and the bodies of loops are compared call by call.
 
     Args:
         float_model: the exported float model.
-        stages: name -> prepared, converted, lowered or reloaded model of it; the path of an ONNX file that
-            `export_onnx` wrote of it, which onnxruntime runs; or a compiled model or another function of the same
-            arguments, of which only the outputs are compared.
-        batches: of inputs: a tensor, a tuple of positional or a dict of keyword arguments each. They are kept as sums.
+        stages: name -> prepared, converted, lowered or reloaded model; the path of an ONNX file that `export_onnx`
+            wrote, which onnxruntime runs; or a function of the same arguments, such as a compiled model, whose outputs
+            alone are compared.
+        batches: inputs: each batch is a tensor, a tuple of positional or a dict of keyword arguments.
 
     Returns:
         The errors, worst first.
@@ -69,9 +75,9 @@ def compare_stages(
     if not isinstance(stages, Mapping) or not stages:
         raise MXError("stages must be a dict of at least one: name -> a form of the model")
     forms = {str(name): _form(form, str(name)) for name, form in stages.items()}
-    found = {name: _Stage() for name in forms}
+    errors = {name: _StageErrors() for name in forms}
     nodes = {key: node for key, node, _ in keyed_nodes(reference)}
-    others = {key for key, node in nodes.items() if node.op == "placeholder" or not node.users}
+    not_compared = {key for key, node in nodes.items() if node.op == "placeholder" or not node.users}
     operators: dict[str, None] = {}
     count = 0
     with torch.no_grad(), unchanged(reference, *forms.values()):
@@ -80,51 +86,51 @@ def compare_stages(
             check_values(batch)
             values, outputs = values_of(reference, batch)
             operators |= dict.fromkeys(
-                key for key, (one, *_) in values.items() if key not in others and comparable(one, one)
+                key for key, (one, *_) in values.items() if key not in not_compared and comparable(one, one)
             )
             for name, form in forms.items():
                 if isinstance(form, GraphModule):
                     with _quantizing(form):
-                        found[name].compare(form, batch, values, outputs)
+                        errors[name].compare(form, batch, values, outputs)
                 elif isinstance(form, OnnxStage):
-                    found[name].compare_file(form, reference, batch, values, outputs)
+                    errors[name].compare_file(form, reference, batch, values, outputs)
                 else:
                     args, kwargs = copied(arguments_of(reference, batch))
-                    found[name].compare_outputs(form(*args, **kwargs), outputs)
+                    errors[name].compare_outputs(form(*args, **kwargs), outputs)
     if not count:
         raise MXError("there is no batch to compare the stages with")
-    for name, stage in found.items():
+    for name, stage in errors.items():
         if not stage.rows:
             raise MXError(f"the stage {name!r} shares no operator with the float model: give forms of one export")
-    return StageComparison.of({name: stage.rows for name, stage in found.items()}, operators)
+    return StageComparison.of({name: stage.rows for name, stage in errors.items()}, operators)
 
 
-class _Stage:
-    """The findings of one form."""
+class _StageErrors:
+    """The errors of the operators of one form."""
 
     def __init__(self) -> None:
-        self.rows: dict[str, Compared] = {}
+        self.rows: dict[str, OperatorErrors] = {}
 
     def compare(self, form: GraphModule, batch: Any, values: Mapping[str, list[Any]], outputs: list[Tensor]) -> None:
-        left = {key: deque(found) for key, found in values.items()}  # a loop has several of a key
+        pending = {key: deque(of_key) for key, of_key in values.items()}  # an operator in a loop has several values
         known: dict[str, Any] = {}
 
-        def seen(key: str, node: Node, value: Any, watched: Watched) -> None:
-            if not left.get(key):
+        def compare(key: str, node: Node, value: Any, interpreter: RecordingInterpreter) -> None:
+            if not pending.get(key):
                 return
-            want = left[key].popleft()
+            want = pending[key].popleft()
             if is_tuple_of_operator(node, want):
-                return  # its items are compared, and computed from what came before it
+                return  # its items are compared instead, and recomputed from the operator's inputs
             known[key] = want
             if node.op == "placeholder" or not comparable(value, want):
                 return
             row = self._row(key, node)
             row.propagated.add(value, want)
-            again = watched.again(node, known)
-            if comparable(again, want):
-                row.isolated.add(again, want)
+            isolated = interpreter.recomputed(node, known)
+            if comparable(isolated, want):
+                row.isolated.add(isolated, want)
 
-        self.compare_outputs(run(form, batch, seen).outputs, outputs)
+        self.compare_outputs(run(form, batch, compare).outputs, outputs)
 
     def compare_file(
         self,
@@ -152,30 +158,30 @@ class _Stage:
             raise MXError(f"a stage gives {len(leaves)} tensors where the float model gives {len(outputs)}")
         for i, (one, want) in enumerate(zip(leaves, outputs, strict=True)):
             if comparable(one.to(want.device), want):
-                row = self.rows.setdefault(f"{OUTPUT} {i}", Compared("", OUTPUT, f"{OUTPUT} {i}"))
+                row = self.rows.setdefault(f"{OUTPUT} {i}", OperatorErrors("", OUTPUT, f"{OUTPUT} {i}"))
                 row.propagated.add(one.to(want.device), want)
 
-    def _row(self, key: str, node: Node) -> Compared:
+    def _row(self, key: str, node: Node) -> OperatorErrors:
         if key not in self.rows:
-            operator = node.all_input_nodes[0] if node.target is getitem else node  # an item is the operator's
-            self.rows[key] = Compared(module_name(node), operator_text(operator), key)
+            operator = node.all_input_nodes[0] if node.target is getitem else node
+            self.rows[key] = OperatorErrors(module_name(node), operator_text(operator), key)
         return self.rows[key]
 
 
 def values_of(reference: GraphModule, batch: Any) -> tuple[dict[str, list[Any]], list[Tensor]]:
-    """Key -> the values of the float model, in the order of the calls; and its outputs."""
-    found: dict[str, list[Any]] = defaultdict(list)
+    """Return key -> the values of the float model, in the order of the calls; and its outputs."""
+    values: dict[str, list[Any]] = defaultdict(list)
 
-    def seen(key: str, node: Node, value: Any, watched: Watched) -> None:
-        found[key].append(value)
+    def record(key: str, node: Node, value: Any, interpreter: RecordingInterpreter) -> None:
+        values[key].append(value)
 
-    outputs = run(reference, batch, seen).outputs
-    return found, [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    outputs = run(reference, batch, record).outputs
+    return values, [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
 
 
 @contextmanager
 def _quantizing(form: GraphModule) -> Iterator[None]:
-    """A prepared model that quantizes, and observes nothing."""
+    """Let a prepared model fake quantize, without observing, within the block."""
     observers = [module for module in form.modules() if isinstance(module, MXObserver)]
     before = [(one.observer_enabled, one.fake_quant_enabled) for one in observers]
     try:

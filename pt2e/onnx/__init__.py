@@ -1,1 +1,1 @@
-"""ONNX files: converted programs as nodes of an own domain with bodies of standard operators."""
+"""ONNX files: write converted programs, and quantize float files."""

@@ -1,27 +1,42 @@
-"""`export_onnx`: a converted model in an ONNX file that any onnxruntime runs."""
+"""`export_onnx`: write a converted model to an ONNX file that any onnxruntime runs.
+
+The file records which value comes from which node of the float model, so that stages can be compared with it.
+"""
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
-from pt2mx.errors import MXError
+from pt2mx.errors import MXError, nearest
 from pt2mx.extras import import_extra, without_log_warnings
+from pt2mx.fx.graph.source_node import nodes_by_source
 from pt2mx.pt2e.onnx.exportable import exportable
 from pt2mx.pt2e.onnx.nodes import DequantizeMX, FakeQuantizeMX
-from pt2mx.pt2e.onnx.origins import note_origins
-from pt2mx.pt2e.onnx.targets import rewriter_of
 from pt2mx.pt2e.output import check_output
 from pt2mx.pt2e.user_errors import one_line
 
-#: for which the bodies are written, and to which torch's exporter converts
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+#: the opsets that the functions are written for, and that torch's exporter converts to
 OPSETS = range(18, 26)
+#: `target` -> the function, with its module, that rewrites the nodes of the domain `pt2mx` in a model and returns it
+DIALECTS = {
+    "pt2mx": ("pt2mx.pt2e.onnx.function_bodies", "add_bodies"),
+    "quark": ("pt2mx.pt2e.onnx.quark", "to_quark"),
+    "standard": ("pt2mx.pt2e.onnx.standard", "to_standard"),
+}
+#: key of a file's metadata: JSON, source node -> the name of its value
+_SOURCE_NODES = "pt2mx.origins"
 
 
 def export_onnx(
@@ -35,26 +50,26 @@ def export_onnx(
 ) -> int:
     """Write a converted model as an ONNX file, with its weights packed.
 
-    A quantized activation and a packed weight are one node each, whose body is a function of standard operators in the
-    file: any onnxruntime runs it, and gives the bits of pt2mx's operators. Rows of packed embeddings are decoded as
-    they are looked up. The file takes the place of `path` when it is whole and onnx's checker has passed it.
+    Each quantized activation and each packed weight is one node. The file contains a function of standard operators for
+    it, so that any onnxruntime runs the file and gives the bits of pt2mx's operators. Rows of packed embeddings are
+    decoded when they are looked up. The file replaces `path` when it is complete and onnx's checker has passed it.
 
     Args:
-        model: what `convert_pt2e` returned, or an ExportedProgram of it. It stays unchanged.
-        path: of the file; by custom its name ends in .onnx.
-        example_inputs: a tuple of inputs, or a mapping of keyword inputs; those of a program are known.
+        model: what `convert_pt2e` returned, or an ExportedProgram of it. It is not changed.
+        path: the path of the file; by custom its name ends in .onnx.
+        example_inputs: a tuple of inputs, or a mapping of keyword inputs; by default those of a program.
         dynamic_shapes: as `torch.export.export` takes them; by default those of a program, or none.
         opset: 18 to 25; by default that of torch's exporter.
-        target: `"pt2mx"` for nodes of pt2mx's domain with bodies, `"quark"` for AMD Quark's nodes, with bodies too,
-            `"standard"` for DequantizeLinear with E8M0 scales and native elements, where a runtime has them.
+        target: `"pt2mx"` for nodes of pt2mx's domain with functions, `"quark"` for AMD Quark's nodes with functions,
+            `"standard"` for DequantizeLinear with E8M0 scales and native elements, for runtimes that have them.
 
     Returns:
-        The number of nodes that stand for quantized activations and packed weights.
+        The number of nodes for quantized activations and packed weights.
 
     Raises:
         MXError: for another model, target or opset, for inputs and dynamic shapes that the model does not take, for
-            what has no ONNX form (directed and stochastic roundings of activations, the scale mode `mse`, buffers that
-            the model writes), for a file above 2 GB, and where no file can be written.
+            operations without ONNX form (directed and stochastic roundings of activations, the scale mode `mse`,
+            buffers that the model writes), for a file above 2 GB, and where no file can be written.
 
     Example:
         >>> import tempfile, onnxruntime, torch, pt2mx
@@ -76,17 +91,42 @@ def export_onnx(
     if opset is not None and not (isinstance(opset, int) and opset in OPSETS):
         raise MXError(f"opset={opset!r} must be an integer from {OPSETS[0]} to {OPSETS[-1]}")
     check_output(path)
-    made = _model(exportable(model, example_inputs, dynamic_shapes), opset)
-    count = sum(1 for kind in (FakeQuantizeMX, DequantizeMX) for _ in kind.nodes_in(made))
-    importlib.import_module("pt2mx.pt2e.onnx.files").write_model(rewrite(made), path)
+    proto = _model(exportable(model, example_inputs, dynamic_shapes), opset)
+    count = sum(1 for kind in (FakeQuantizeMX, DequantizeMX) for _ in kind.nodes_in(proto))
+    importlib.import_module("pt2mx.pt2e.onnx.files").write_model(rewrite(proto), path)
     return count
 
 
+def rewriter_of(target: object) -> Callable[[Any], Any]:
+    """Return the function that rewrites the nodes of the domain `pt2mx` in a model, and returns the model.
+
+    Raises:
+        MXError: for an unknown target.
+    """
+    if not isinstance(target, str) or target not in DIALECTS:
+        raise MXError(f"unknown target {target!r}: {nearest(target, DIALECTS)}")
+    module, function = DIALECTS[target]
+    return getattr(importlib.import_module(module), function)
+
+
+def source_nodes_of(model: ModelProto) -> dict[str, str]:
+    """Return the value in a model of each source node in the float graph; empty where the file does not record it."""
+    recorded = [prop.value for prop in model.metadata_props if prop.key == _SOURCE_NODES]
+    return json.loads(recorded[0]) if recorded else {}
+
+
+def _record_source_nodes(model: ModelProto, graph: Graph) -> None:
+    """Record the source nodes of the values of a model, which have the names of the nodes of its graph."""
+    values = {value for node in model.graph.node for value in node.output}
+    sources = {source: node.name for source, node in nodes_by_source(graph).items() if node.name in values}
+    model.metadata_props.add(key=_SOURCE_NODES, value=json.dumps(sources))
+
+
 def _model(program: ExportedProgram, opset: int | None) -> Any:
-    """The `ModelProto` of a program, with nodes of the domain `pt2mx`."""
+    """Return the `ModelProto` of a program, with nodes of the domain `pt2mx`."""
     module = importlib.import_module("pt2mx.pt2e.onnx.translations")
     with warnings.catch_warnings(), without_log_warnings():
-        warnings.simplefilter("ignore")  # torch's exporter, of its own code
+        warnings.simplefilter("ignore")  # torch's exporter warns of its own code
         try:
             exported = torch.onnx.export(
                 program,
@@ -95,15 +135,15 @@ def _model(program: ExportedProgram, opset: int | None) -> Any:
                 custom_translation_table=module.translations(module.emit),
                 verbose=False,
             )
-        except Exception as error:  # of an operator without a translation, below pages of advice
+        except Exception as error:  # such as an operator without a translation, under pages of advice
             raise MXError(f"could not export the program to ONNX: {one_line(_cause(error))}") from error
     if exported is None or exported.exported_program is None:
         raise MXError("torch.onnx.export returned no model")
     model = exported.model_proto
-    note_origins(model, exported.exported_program.graph)
+    _record_source_nodes(model, exported.exported_program.graph)
     return model
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The first of the errors that led to one."""
+    """Return the first of the errors that led to this one."""
     return error if error.__cause__ is None else _cause(error.__cause__)

@@ -1,8 +1,9 @@
-"""A converted model as a program that torch exports to ONNX: what is quantized is one operator each."""
+"""Prepare a converted model for torch's ONNX exporter: one operator for each quantized tensor."""
 
 from __future__ import annotations
 
 import inspect
+import operator
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -16,10 +17,16 @@ from torch.utils import _pytree as pytree
 from pt2mx import ops
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.aliasing import written_nodes
-from pt2mx.fx.graph.graph_pass import run_passes
+from pt2mx.fx.graph.graph_pass import GraphPass, run_passes
 from pt2mx.fx.graph.higher_order_ops import graph_modules
-from pt2mx.fx.graph.node import is_ours, value_of
-from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors, map_tensors, tensors_in_written_memory
+from pt2mx.fx.graph.node import is_ours, node_arg, value_of
+from pt2mx.fx.graph.tensors import (
+    copy_sharing_tensors,
+    delete_unused_tensors,
+    erase_unused,
+    map_tensors,
+    tensors_in_written_memory,
+)
 from pt2mx.fx.passes.cse_quantize import cse_quantize
 from pt2mx.fx.passes.fold_weights import fold_all_weights
 from pt2mx.fx.passes.fuse_qdq import fuse_qdq
@@ -27,28 +34,53 @@ from pt2mx.fx.passes.merge_fake_quantize import merge_fake_quantize
 from pt2mx.fx.passes.packed_embedding import use_packed_embeddings
 from pt2mx.fx.portable import holds_observers, is_portable
 from pt2mx.ops.decompositions import call_decompositions
-from pt2mx.pt2e.onnx.size_assertions import drop_size_assertions
 from pt2mx.pt2e.packages.dynamic_shapes import dynamic_shapes as shapes_of
 from pt2mx.pt2e.user_errors import user_errors
 
-_PASSES = (drop_size_assertions, cse_quantize, fuse_qdq, use_packed_embeddings, merge_fake_quantize)
-#: what becomes a node
+aten = torch.ops.aten
+
+#: operators that become a node
 _NODES = (ops.fake_quantize_mx, ops.dequantize_mx)
 
 
+@GraphPass
+def drop_size_assertions(model: GraphModule) -> None:
+    """Erase the assertions on sizes of codes and scales, and the nodes that only they use.
+
+    Export writes them where blocks run along a dynamic dimension. `quantize_mx` always meets them, and a pair of codes
+    and scales with another user could not be fused.
+    """
+    for node in model.graph.find_nodes(op="call_function", target=aten._assert_scalar.default):
+        if _is_size_of_codes(node):
+            condition = node_arg(node)
+            model.graph.erase_node(node)
+            erase_unused(condition)
+
+
+def _is_size_of_codes(node: Node) -> bool:
+    """Return whether a number depends on a size of codes or scales."""
+    if node.target is aten.sym_size.int:
+        item = node_arg(node)
+        return item.target is operator.getitem and node_arg(item).target is ops.quantize_mx
+    return any(_is_size_of_codes(n) for n in node.all_input_nodes if not isinstance(value_of(n), Tensor))
+
+
+_PASSES = (drop_size_assertions, cse_quantize, fuse_qdq, use_packed_embeddings, merge_fake_quantize)
+
+
 def exportable(model: object, inputs: object, dynamic_shapes: Any) -> ExportedProgram:
-    """Return a program of the model's operators in which activations are fake quantized and constants dequantized.
+    """Export the model again, as a program that fake quantizes activations and dequantizes constants.
 
     Args:
         model: a converted graph module, or an ExportedProgram.
-        inputs: a tuple of positional example inputs, a mapping of keyword ones, or None for those of the program.
-        dynamic_shapes: as `torch.export.export` takes them; None for those of the program.
+        inputs: a tuple of positional example inputs, a mapping of keyword inputs, or None for the program's own.
+        dynamic_shapes: as `torch.export.export` takes them; None for the program's own.
 
     Raises:
-        MXError: for another model, one that holds what has no ONNX form or writes to its inputs, inputs that are
+        MXError: for another model, one with an operator without ONNX form or that writes to its inputs, inputs that are
             missing or that the model does not take, and dynamic shapes that it does not have.
     """
-    graph, (args, kwargs), shapes = _parts(model, inputs, dynamic_shapes)
+    graph, (args, kwargs), shapes = _export_arguments(model, inputs, dynamic_shapes)
     graph = copy_sharing_tensors(graph)
     map_tensors(graph, Tensor.detach)
     fold_all_weights(graph)
@@ -56,20 +88,20 @@ def exportable(model: object, inputs: object, dynamic_shapes: Any) -> ExportedPr
         run_passes(each, _PASSES)
     delete_unused_tensors(graph)
     with torch.no_grad(), warnings.catch_warnings():
-        # torch, of its own code
+        # torch warns of its own code
         warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
         with user_errors("export the model for these inputs and dynamic shapes"):
             program = torch.export.export(graph, args, kwargs, dynamic_shapes=shapes)
         _check_inputs_stay(program)
         _check_dtypes(graph, program)
-        if any(_is_product(node) for each in graph_modules(program.graph_module) for node in each.graph.nodes):
+        if any(_is_fused(node) for each in graph_modules(program.graph_module) for node in each.graph.nodes):
             program = program.run_decompositions(call_decompositions())
     _check_operators(program)
     return program
 
 
 def _check_inputs_stay(program: ExportedProgram) -> None:
-    """Raise an error for a program that writes to its inputs: what it writes would be lost."""
+    """Raise an MXError for a program that writes to its inputs: an ONNX file would lose what it writes."""
     written = {node.name for node in written_nodes(program.graph) if node.op == "placeholder"}
     for name in program.graph_signature.user_inputs:
         if name in written:
@@ -79,20 +111,23 @@ def _check_inputs_stay(program: ExportedProgram) -> None:
             )
 
 
-def _parts(model: object, inputs: object, shapes: Any) -> tuple[GraphModule, tuple[tuple, dict[str, Any]], Any]:
-    """The graph module, its positional and keyword inputs, its dynamic shapes."""
+def _export_arguments(
+    model: object, inputs: object, shapes: Any
+) -> tuple[GraphModule, tuple[tuple, dict[str, Any]], Any]:
+    """Return the graph module, its positional and keyword inputs, and its dynamic shapes."""
     if isinstance(model, ExportedProgram):
-        graph, given = model.module(), model.example_inputs if inputs is None else _positional_and_named(inputs)
+        graph, call = model.module(), model.example_inputs if inputs is None else _positional_and_named(inputs)
         shapes = shapes_of(model, graph) if shapes is None else shapes
     elif isinstance(model, GraphModule):
-        graph, given = model, None if inputs is None else _positional_and_named(inputs)
+        graph, call = model, None if inputs is None else _positional_and_named(inputs)
     else:
         raise MXError(f"expected a converted graph module or an ExportedProgram, not {type(model).__name__}")
-    if given is None:
+    if call is None:
         raise MXError("give example_inputs: a tuple of the model's inputs, or a mapping of its keyword inputs")
     _check_converted(graph)
-    args, kwargs = given
-    # in the order of the signature: torch.export takes them in that of the mapping, without regard to names
+    args, kwargs = call
+    # torch.export reads keyword inputs in the order of the mapping, whatever their names: bring them into that of the
+    # signature
     named = {name: kwargs[name] for name in inspect.signature(graph.forward).parameters if name in kwargs}
     return graph, (args, named | kwargs), shapes
 
@@ -109,37 +144,38 @@ def _check_converted(model: GraphModule) -> None:
     if written := tensors_in_written_memory(model):
         raise MXError(f"the model writes to its buffer {min(written)!r}, which an ONNX file cannot: make it an input")
     if holds_observers(model.state_dict()):
-        found = "one with observers, of a prepared model"
+        kind = "one with observers, of a prepared model"
     elif is_portable(model):
-        found = "a portable program, whose operators are written out"
+        kind = "a portable program, whose operators are written out"
     elif not any(is_ours(node) for graph in graph_modules(model) for node in graph.graph.nodes):
-        found = "one without quantized tensors"
+        kind = "one without quantized tensors"
     else:
         return
-    raise MXError(f"expected a converted model, not {found}: pass what convert_pt2e returned, or an export of it")
+    raise MXError(f"expected a converted model, not {kind}: pass what convert_pt2e returned, or an export of it")
 
 
 def _check_dtypes(model: GraphModule, program: ExportedProgram) -> None:
-    """Raise an MXError for an input of another dtype than the model's, in which fused operators would compute."""
+    """Raise an MXError for an input of another dtype than the model's: fused operators would compute in it."""
     inputs = list(program.graph.find_nodes(op="placeholder"))[-len(program.graph_signature.user_inputs) :]
-    for node, given in zip(model.graph.find_nodes(op="placeholder"), inputs, strict=True):
-        x, known = value_of(given), value_of(node)
-        if isinstance(x, Tensor) and isinstance(known, Tensor) and x.dtype != known.dtype:
-            raise MXError(f"the input {node.target!r} is of {x.dtype}, but the model was exported for {known.dtype}")
+    for node, exported in zip(model.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        x, original = value_of(exported), value_of(node)
+        if isinstance(x, Tensor) and isinstance(original, Tensor) and x.dtype != original.dtype:
+            raise MXError(f"the input {node.target!r} is of {x.dtype}, but the model was exported for {original.dtype}")
 
 
-def _is_product(node: Node) -> bool:
+def _is_fused(node: Node) -> bool:
+    """Return whether a node calls an operator of ours that has no ONNX node."""
     return is_ours(node) and node.target not in _NODES
 
 
 def _check_operators(program: ExportedProgram) -> None:
-    """Raise an MXError for what no node stands for, and for outputs that are no tensors."""
+    """Raise an MXError for an operator without an ONNX node, and for an output that is no tensor."""
     for value in pytree.tree_leaves(program.graph.output_node().args):
         if not isinstance(value, Node) and value is not None:
             raise MXError(f"the output {value!r} is no tensor, and an ONNX file has no other outputs: leave it out")
     for graph in graph_modules(program.graph_module):
         for node in graph.graph.nodes:
-            if _is_product(node):
+            if _is_fused(node):
                 raise MXError(
                     f"{node.target} of {node.name!r} has no ONNX form: codes of activations are read where they are "
                     "dequantized alone, at the shape that was quantized"

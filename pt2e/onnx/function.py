@@ -1,13 +1,15 @@
-"""A model-local function, written node by node."""
+"""ONNX functions under construction: written node by node, with blocks along an axis of a tensor of any rank."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.onnx.nodes import DOMAIN
+from pt2mx.spec import MXSpec
 
 onnx = import_extra("onnx", "onnx")
 
@@ -20,12 +22,12 @@ Input = str | float | list[int] | np.ndarray
 
 
 class Function:
-    """The body of a node of the domain `pt2mx`, under construction.
+    """A function under construction: the body of a node of the domain `pt2mx`.
 
     Args:
         name: the node's `op_type`.
         inputs: the names of the inputs.
-        attributes: the names of the attributes that nodes carry; the body reads none.
+        attributes: the names of the attributes that nodes have; the body does not use them.
     """
 
     def __init__(self, name: str, inputs: list[str], attributes: list[str]) -> None:
@@ -42,7 +44,7 @@ class Function:
         return output
 
     def proto(self, opset: int) -> Any:
-        """The `FunctionProto`, whose output is Y."""
+        """Return the `FunctionProto`, whose output is Y."""
         imports = [onnx.helper.make_opsetid("", opset)]
         return onnx.helper.make_function(
             DOMAIN, self._name, self._inputs, ["Y"], self._nodes, imports, attributes=self._attributes
@@ -57,3 +59,88 @@ class Function:
         if key not in self._constants:
             self._constants[key] = self.op("Constant", value=onnx.numpy_helper.from_array(array))
         return self._constants[key]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks of `size` values along `axis`: -1, or the dimension counted from the front.
+
+    `length` is the size of that dimension, -1 where it is dynamic.
+    """
+
+    axis: int
+    size: int
+    length: int
+
+    @classmethod
+    def of(cls, spec: MXSpec, length: int) -> Blocks:
+        """Return the blocks of a spec. A single short block has the size of the dimension."""
+        size = min(spec.block_size, length) if length > 0 else spec.block_size
+        return cls(spec.axis, size, length)
+
+    @property
+    def inner(self) -> int:
+        """Return the dimension of the values within a block, after the split."""
+        return self.axis if self.axis < 0 else self.axis + 1
+
+    @property
+    def name(self) -> str:
+        """Return a name that differs wherever the function's body does."""
+        if not self._whole:
+            length = f"_n{self.length}" if self.length > 0 else "_any"
+            return f"b{self.size}{length}" + (f"_axis{self.axis}" if self.axis != -1 else "")
+        return f"b{self.size}" + (f"_n{self.length}_axis{self.axis}" if self.axis != -1 else "")
+
+    @property
+    def _whole(self) -> bool:
+        """Return whether no block is short."""
+        return self.length > 0 and self.length % self.size == 0
+
+    def split(self, f: Function, x: str) -> str:
+        """x: (..., n, ...) -> (..., blocks, block, ...), the last block filled with zeros.
+
+        Of whole blocks along the last axis the dimensions before are one.
+        """
+        if self._whole and self.axis == -1:
+            return f.op("Reshape", x, [-1, self.size])
+        length, count, padded = self._sizes(f, x)
+        if not self._whole:
+            x = f.op("Pad", x, f.op("Concat", [0], f.op("Sub", padded, length), axis=0), "", [self.axis])
+        return self.reshape(f, x, x, count, [self.size])
+
+    def split_scale(self, f: Function, scale: str) -> str:
+        """scale: (..., blocks, ...) -> (..., blocks, 1, ...), which broadcasts with the split values."""
+        if self._whole:
+            return Blocks(self.axis, 1, self.length // self.size).split(f, scale)
+        return f.op("Unsqueeze", scale, [self.inner])
+
+    def join(self, f: Function, blocks: str, x: str) -> str:
+        """(..., blocks, block, ...) -> the shape of x."""
+        if self._whole:
+            return f.op("Reshape", blocks, f.op("Shape", x), allowzero=1)
+        length, _, padded = self._sizes(f, x)
+        return f.op("Slice", self.reshape(f, blocks, x, padded), [0], length, [self.axis])
+
+    def reshape(self, f: Function, x: str, like: str, *along: Input) -> str:
+        """Reshape x to the shape of another tensor, with `along` in the position of the axis.
+
+        No size is -1, to be inferred: that fails where another one is 0.
+        """
+        behind = [] if self.axis == -1 else [f.op("Shape", like, start=self.axis + 1)]
+        shape = f.op("Concat", f.op("Shape", like, end=self.axis), *along, *behind, axis=0)
+        return f.op("Reshape", x, shape, allowzero=1)
+
+    def size_along(self, f: Function, x: str) -> str:
+        """Return the size of x along the axis, (1,)."""
+        if self.axis == -1:
+            return f.op("Shape", x, start=-1)
+        return f.op("Shape", x, start=self.axis, end=self.axis + 1)
+
+    def _sizes(self, f: Function, x: str) -> tuple[Input, Input, Input]:
+        """Return the size of x along the axis, the number of blocks, and the size with padding, each (1,)."""
+        if self.length > 0:
+            count = -(-self.length // self.size)
+            return [self.length], [count], [count * self.size]
+        length = self.size_along(f, x)
+        blocks = f.op("Div", f.op("Add", length, [self.size - 1]), [self.size])
+        return length, blocks, f.op("Mul", blocks, [self.size])

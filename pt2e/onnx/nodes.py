@@ -1,6 +1,6 @@
-"""The two nodes of the domain `pt2mx`, by which an ONNX graph says that a tensor is in an MX format.
+"""The two nodes of the domain `pt2mx`: they mark the tensors of an ONNX graph that are in an MX format.
 
-Everything that a node means is in its attributes; the writers of targets read and replace nodes by them alone.
+The attributes of a node say everything about it; the other dialects are written from them alone.
 
 `FakeQuantizeMX`: X float32, float16 or bfloat16 -> Y of X's type and shape, `fake_quantize_mx` of X to the bit.
 `DequantizeMX`: codes uint8, packed along the axis as `quantize_mx` stores them, and scales uint8, E8M0 -> Y,
@@ -11,12 +11,12 @@ Everything that a node means is in its attributes; the writers of targets read a
 | `element` string | both | a key of `pt2mx.ELEMENTS` |
 | `block_size` int | both | values that share a scale |
 | `axis` int | both | -1 for the last dimension, otherwise the dimension counted from the front |
-| `length` int | both | values along the axis; -1 where that is dynamic, of codes where it is all that the bytes hold |
+| `length` int | both | values along the axis; -1 where it is dynamic, or, for codes, all that the bytes contain |
 | `scale_mode`, `rounding` string | `FakeQuantizeMX` | keys of `SCALE_MODES` and `ROUNDINGS` |
 | `dtype` int | `DequantizeMX` | the type of Y, a `TensorProto.DataType` |
 
-`pt2mx.pt2e.onnx.bodies.add_bodies(model)` gives each node a function of standard operators. Its name, which becomes the
-node's `op_type`, begins with the one above and goes on with a dot and the spec; the attributes stay.
+`pt2mx.pt2e.onnx.function_bodies.add_bodies(model)` gives each node an ONNX function of standard operators. The name of
+the function becomes the node's `op_type`: one of the two above, a dot, and the spec. The attributes stay.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
     import onnx
     from typing_extensions import Self
 
-#: of the nodes, and of the functions that are their bodies
+#: the domain of the nodes and their functions
 DOMAIN = "pt2mx"
-#: of that domain
+#: the version of that domain
 VERSION = 1
 
 
 @dataclass(frozen=True)
 class MXNode:
-    """The attributes of a node. A subclass is one operator and, in the order of their names here, its attributes."""
+    """The attributes of a node, in order. Each subclass is one operator."""
 
     op_type: ClassVar[str]
 
@@ -51,36 +51,31 @@ class MXNode:
 
     @property
     def spec(self) -> MXSpec:
-        """The spec of the codes, without the modes, which are in them."""
+        """Return the spec of the codes. It has no scale mode and rounding: the codes are rounded already."""
         return MXSpec(self.element, self.block_size, self.axis)
 
     @classmethod
     def of(cls, node: onnx.NodeProto) -> Self | None:
-        """The attributes of a node of this operator, with or without a body; None for another node."""
+        """Return the attributes of a node of this operator, with or without a function; None for another node."""
         if node.domain != DOMAIN or node.op_type.partition(".")[0] != cls.op_type:
             return None
-        helper = import_extra("onnx", "onnx").helper
-        values: dict[str, Any] = {}
-        for attribute in node.attribute:
-            value = helper.get_attribute_value(attribute)
-            values[attribute.name] = value.decode() if isinstance(value, bytes) else value
-        return cls(**values)
+        return cls(**node_attributes(node))
 
     @classmethod
     def nodes_in(cls, model: onnx.ModelProto) -> Iterator[tuple[onnx.NodeProto, Self]]:
-        """The nodes of this operator in a model, in its branches and loops too, each with its attributes."""
+        """Yield the nodes of this operator in a model and its subgraphs, each with its attributes."""
         for graph in graphs_in(model.graph):
             for node in graph.node:
                 if (attributes := cls.of(node)) is not None:
                     yield node, attributes
 
     def make(self, inputs: list[str], output: str, name: str = "") -> onnx.NodeProto:
-        """A node with these attributes: of X, or of codes and scales."""
+        """Return a node with these attributes. Its inputs are X, or codes and scales."""
         helper = import_extra("onnx", "onnx").helper
         return helper.make_node(self.op_type, inputs, [output], name, domain=DOMAIN, **asdict(self))
 
     def replace(self, **changes: object) -> Self:
-        """These attributes with some changed."""
+        """Return these attributes with some changed."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
@@ -95,7 +90,7 @@ class FakeQuantizeMX(MXNode):
 
     @property
     def spec(self) -> MXSpec:
-        """The spec by which X is quantized."""
+        """Return the spec that X is quantized to."""
         return MXSpec(self.element, self.block_size, self.axis, self.scale_mode, self.rounding)
 
 
@@ -109,10 +104,22 @@ class DequantizeMX(MXNode):
 
 
 def graphs_in(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """A graph and those inside its nodes: bodies of `If`, `Loop` and `Scan`."""
+    """Yield a graph and its subgraphs: the bodies of `If`, `Loop` and `Scan`."""
     yield graph
     for node in graph.node:
-        for attribute in node.attribute:
-            for inner in (attribute.g, *attribute.graphs):
-                if inner.node:
-                    yield from graphs_in(inner)
+        yield from subgraphs_of(node)
+
+
+def subgraphs_of(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    """Yield the subgraphs of a node (If, Loop, Scan), and those of their nodes."""
+    for attribute in node.attribute:
+        for graph in (attribute.g, *attribute.graphs):
+            if graph.node:
+                yield from graphs_in(graph)
+
+
+def node_attributes(node: onnx.NodeProto) -> dict[str, Any]:
+    """Return the attributes of a node by name, with text as `str`."""
+    helper = import_extra("onnx", "onnx").helper
+    values = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    return {name: value.decode() if isinstance(value, bytes) else value for name, value in values.items()}

@@ -1,12 +1,13 @@
-"""The target "quark": AMD Quark's own nodes in the place of ours, each with a body of standard operators.
+"""AMD Quark's nodes: the target "quark" writes them instead of ours, `onnx_functions` adds functions to Quark's files.
 
-Stock onnxruntime runs the bodies; where Quark's library of custom operators is registered, it runs its kernels. Weights
-stay packed, behind `DequantizeMX` with its body: Quark stores float weights before its nodes, up to eight times as
-large, and what a node would make of values that are quantized already is these values.
+Stock onnxruntime runs the functions. Where Quark's library of custom operators is registered, its kernels run instead.
+Weights stay packed in front of `DequantizeMX`: Quark stores float weights in front of its nodes, up to eight times as
+large, and its nodes would not change values that are quantized already.
 """
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -14,21 +15,70 @@ from typing import Any
 from pt2mx import quark
 from pt2mx.errors import MXError
 from pt2mx.formats import FORMATS
-from pt2mx.pt2e.onnx.bodies import add_bodies, fake_quantize
-from pt2mx.pt2e.onnx.function import onnx
-from pt2mx.pt2e.onnx.nodes import DOMAIN, FakeQuantizeMX, graphs_in
-from pt2mx.pt2e.onnx.opsets import opset_of
-from pt2mx.pt2e.onnx.shapes import tensor_types
+from pt2mx.pt2e.onnx.files import onnx, opset_of, raise_opset, read_model, write_model
+from pt2mx.pt2e.onnx.function_bodies import add_bodies, fake_quantize
+from pt2mx.pt2e.onnx.graphs import tensor_types
+from pt2mx.pt2e.onnx.nodes import DOMAIN, FakeQuantizeMX, graphs_in, node_attributes
+from pt2mx.pt2e.output import check_output
 from pt2mx.spec import MXSpec
 
 #: the names of Quark's operator, the newer first, and their domains
 OPERATORS = {"MXQuantizeDequantize": "com.amd.quark", "MXFixNeuron": "com.vai.quantize"}
-#: of integers, that of Quark's ready-made configs first
+#: rounding modes of integers, that of Quark's ready-made configs first
 _ROUNDING_MODES = (2, 0, 1)
+_DEFAULTS = tuple(quark.MX_OP_DEFAULT_ATTRS.items())
+
+
+def onnx_functions(path: str | os.PathLike[str], output: str | os.PathLike[str] | None = None) -> int:
+    """Add functions for the MX nodes of AMD Quark to an ONNX file, so that stock onnxruntime runs it.
+
+    The nodes are `MXQuantizeDequantize` of the domain com.amd.quark and `MXFixNeuron` of com.vai.quantize. Their
+    functions, of standard operators, compute `pt2mx.quark.mx_quantize_dequantize` to the bit. Where Quark's library of
+    custom operators is registered, its kernels run instead. A node that has a function keeps it.
+
+    Args:
+        path: the path of the file. A file of an opset below 18 is converted to 18.
+        output: the path of the file to write; by default `path`, which is replaced.
+
+    Returns:
+        The number of MX nodes.
+
+    Raises:
+        MXError: for a file that is no ONNX model or cannot be converted, one without such nodes, attributes that
+            Quark's operator does not have, nodes of Quark that are not MX and would not run, and where no file can be
+            written.
+
+    Example:
+        >>> import tempfile, numpy, onnx, onnxruntime, pt2mx
+        >>> graph = onnx.parser.parse_graph('''
+        ...     net (float[N, 4] x) => (float[N, 4] y) {
+        ...         y = com.amd.quark.MXQuantizeDequantize <element_dtype = "fp4_e2m1"> (x)
+        ...     }''')
+        >>> imports = [onnx.helper.make_opsetid("", 17), onnx.helper.make_opsetid("com.amd.quark", 1)]
+        >>> model = onnx.helper.make_model(graph, opset_imports=imports, ir_version=8)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     onnx.save(model, f"{folder}/net.onnx")
+        ...     nodes = pt2mx.onnx_functions(f"{folder}/net.onnx")
+        ...     session = onnxruntime.InferenceSession(f"{folder}/net.onnx")
+        >>> nodes, session.run(None, {"x": numpy.float32([[1.0, 2.9, -5.9, 0.3]])})[0].tolist()
+        (1, [[1.0, 3.0, -6.0, 0.5]])
+    """
+    output = path if output is None else output
+    check_output(output)
+    model = raise_opset(read_model(path))
+    count = sum(1 for _ in quark_nodes(model))
+    if not count:
+        raise MXError(f"{os.fspath(path)!r} holds no MX node of Quark: {', '.join(OPERATORS)}")
+    for graph in graphs_in(model.graph):
+        for node in graph.node:
+            if node.domain in OPERATORS.values() and node.op_type not in OPERATORS:
+                raise MXError(f"{node.op_type} {node.name!r} is no MX node: there is no body for it here")
+    write_model(add_quark_functions(model), output)
+    return count
 
 
 def to_quark(model: Any) -> Any:
-    """Make Quark's node of each `FakeQuantizeMX` of a model, give all nodes bodies, and return the model.
+    """Replace each `FakeQuantizeMX` of a model by Quark's node, add functions for all nodes, and return the model.
 
     Raises:
         MXError: for a spec that Quark's node has no attributes for; it names the node.
@@ -41,16 +91,15 @@ def to_quark(model: Any) -> Any:
                 f"{node.name}: Quark has no node of {ours.spec}: it has the six OCP elements with scale mode floor, "
                 "floats rounded to even, and integers that reach -128 (int8_full)"
             )
-        made = onnx.helper.make_node(op_type, node.input, node.output, node.name, domain=domain, **attributes)
-        node.CopyFrom(made)
+        node.CopyFrom(onnx.helper.make_node(op_type, node.input, node.output, node.name, domain=domain, **attributes))
     kept = [f for f in model.functions if f.domain != DOMAIN or not f.name.startswith(FakeQuantizeMX.op_type)]
     del model.functions[:]
     model.functions.extend(kept)
-    return add_quark_bodies(add_bodies(model))
+    return add_quark_functions(add_bodies(model))
 
 
 def attributes_of(spec: MXSpec) -> dict[str, Any] | None:
-    """The attributes of Quark's node that computes a spec; None where none does."""
+    """Return the attributes of Quark's node for a spec; None where Quark has no such node."""
     element = spec.element.name.removesuffix("_full")
     for mode in _ROUNDING_MODES if element in FORMATS else ():
         attributes = {
@@ -62,23 +111,23 @@ def attributes_of(spec: MXSpec) -> dict[str, Any] | None:
 
 
 def quark_nodes(model: Any) -> Iterator[Any]:
-    """The nodes of Quark's operator in a model, in its branches and loops too."""
+    """Yield the nodes of Quark's operator in a model, including its subgraphs."""
     for graph in graphs_in(model.graph):
         yield from (node for node in graph.node if OPERATORS.get(node.op_type) == node.domain)
 
 
-def add_quark_bodies(model: Any) -> Any:
-    """Give each of Quark's nodes in a model that has none its function, one of each spec, and return the model.
+def add_quark_functions(model: Any) -> Any:
+    """Add a function for each spec among Quark's nodes in a model that have none, and return the model.
 
-    The nodes of the most frequent spec stay as they are; those of another say by `overload` which function is theirs.
+    The nodes of the most frequent spec are not changed; the `overload` of the others names their function.
 
     Raises:
         MXError: for attributes that Quark's operator does not have; it names the node.
     """
     types = tensor_types(model, lambda node: OPERATORS.get(node.op_type) == node.domain)
-    ranks = {name: len(found.shape) for name, found in types.items() if found.shape is not None}
-    held = {(f.domain, f.name, f.overload) for f in model.functions}
-    bare = [node for node in quark_nodes(model) if (node.domain, node.op_type, node.overload) not in held]
+    ranks = {name: len(known.shape) for name, known in types.items() if known.shape is not None}
+    functions = {(f.domain, f.name, f.overload) for f in model.functions}
+    bare = [node for node in quark_nodes(model) if (node.domain, node.op_type, node.overload) not in functions]
     specs = [(node, _spec(node, ranks)) for node in bare]
     opset = opset_of(model)
     for op_type, domain in OPERATORS.items():
@@ -101,17 +150,12 @@ def add_quark_bodies(model: Any) -> Any:
     return model
 
 
-_DEFAULTS = tuple(quark.MX_OP_DEFAULT_ATTRS.items())
-
-
 def _spec(node: Any, ranks: dict[str, int]) -> MXSpec:
-    """The spec of a node, its axis -1 or counted from the front. A vector has its blocks along its only dimension."""
+    """Return the spec of a node; its axis is -1 or counted from the front, -1 for a vector."""
     if len(node.input) != 1:
         raise MXError(f"{node.op_type} {node.name!r} has {len(node.input)} inputs, and Quark's operator one")
-    values = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
-    values = {name: value.decode() if isinstance(value, bytes) else value for name, value in values.items()}
     try:
-        spec, rank = quark.mx_spec(values), ranks.get(node.input[0])
+        spec, rank = quark.mx_spec(node_attributes(node)), ranks.get(node.input[0])
     except MXError as error:
         raise MXError(f"{node.op_type} {node.name!r}: {error}") from None
     axis = spec.axis

@@ -13,12 +13,11 @@ from torch.fx import Node
 
 from pt2mx.errors import MXError, nearest
 from pt2mx.pt2e.onnx.files import read_model
-from pt2mx.pt2e.onnx.float_graph import read_float
-from pt2mx.pt2e.onnx.float_operators import ATEN
-from pt2mx.pt2e.onnx.float_report import OnnxReport
-from pt2mx.pt2e.onnx.float_settings import name_and_type
 from pt2mx.pt2e.onnx.function import onnx
-from pt2mx.pt2e.onnx.quantize_onnx import quantize_onnx
+from pt2mx.pt2e.onnx.quantize.graph import read_float
+from pt2mx.pt2e.onnx.quantize.operators import ATEN
+from pt2mx.pt2e.onnx.quantize.plan import name_and_type
+from pt2mx.pt2e.onnx.quantize.quantize_onnx import OnnxReport, quantize_onnx
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.quark.config import QuantizationConfig

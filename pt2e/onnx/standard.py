@@ -1,40 +1,51 @@
-"""The target "standard": QuantizeLinear and DequantizeLinear with native elements and E8M0 scales, for runtimes that
-have kernels of them (opset 24). onnx's reference evaluator does, onnxruntime's CPU provider does not.
+"""The target "standard": QuantizeLinear and DequantizeLinear with native elements and E8M0 scales (opset 24).
 
-FP4 and FP8 codes are tensors of FLOAT4E2M1, FLOAT8E4M3FN and FLOAT8E5M2 with FLOAT8E8M0 scales; integers are INT8 with
-float scales, for they count in 2**-6. The scale of an activation is computed by a function of standard operators. What
-ONNX does not say exactly stays a node of the domain `pt2mx` with its body: FP6, which no type of opset 24 or 25 holds;
-activations that are rounded in another way than to even, or are symmetric integers (QuantizeLinear reaches -128); and
-vectors, in which ONNX has no blocks.
+It is for runtimes with kernels for these. onnx's reference evaluator has them, onnxruntime's CPU provider does not.
+
+FP4 and FP8 codes are tensors of FLOAT4E2M1, FLOAT8E4M3FN and FLOAT8E5M2 with FLOAT8E8M0 scales. Integers are INT8 with
+float scales, because their unit is 2**-6. A function of standard operators computes the scale of an activation. Nodes
+without an exact equivalent stay in the domain `pt2mx` with their functions: FP6, which no type of opset 24 or 25 has;
+activations with another rounding than even, or in symmetric integers (QuantizeLinear reaches -128); and vectors, for
+which ONNX has no blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from pt2mx.pt2e.onnx.blocks import Blocks
-from pt2mx.pt2e.onnx.bodies import add_bodies, unit_of
-from pt2mx.pt2e.onnx.function import Function, onnx
-from pt2mx.pt2e.onnx.names import names_in, unused
-from pt2mx.pt2e.onnx.native_constants import NATIVE, NativeConstants
+import numpy as np
+import torch
+from torch import Tensor
+
+from pt2mx.kernels.elements import NAN_SCALE
+from pt2mx.kernels.packing import pack, unpack
+from pt2mx.pt2e.onnx.files import opset_of, raise_opset
+from pt2mx.pt2e.onnx.function import Blocks, Function, onnx
+from pt2mx.pt2e.onnx.function_bodies import add_bodies, unit_of
+from pt2mx.pt2e.onnx.graphs import TensorType, fresh_name, remove_unused, tensor_types, used_names
 from pt2mx.pt2e.onnx.nodes import DOMAIN, VERSION, DequantizeMX, FakeQuantizeMX, MXNode, graphs_in
-from pt2mx.pt2e.onnx.opsets import opset_of, raise_opset
-from pt2mx.pt2e.onnx.shapes import TensorType, tensor_types
-from pt2mx.pt2e.onnx.unread import remove_unread
 from pt2mx.spec import MXSpec
 
 _TYPE = onnx.TensorProto
 #: the first opset whose QuantizeLinear and DequantizeLinear take E8M0 scales
 _OPSET = 24
-#: those that QuantizeLinear saturates as the element does
+#: elements that QuantizeLinear saturates as pt2mx does
 _QUANTIZED = ("fp4_e2m1", "fp8_e4m3", "fp8_e5m2", "int8_full")
+#: element -> the type of a tensor of its codes
+_NATIVE = {
+    "fp4_e2m1": _TYPE.FLOAT4E2M1,
+    "fp8_e4m3": _TYPE.FLOAT8E4M3FN,
+    "fp8_e5m2": _TYPE.FLOAT8E5M2,
+    "int8": _TYPE.INT8,
+    "int8_full": _TYPE.INT8,
+}
 
 
 def to_standard(model: Any) -> Any:
-    """Make ONNX's own nodes of those of the domain `pt2mx`, as far as there are exact ones, and return the model.
+    """Replace the nodes of the domain `pt2mx` by ONNX's own where these are exact, and return the model.
 
-    The others keep the domain, and get bodies. A model of a lower opset is converted to 24.
+    The others get functions. A model of a lower opset is converted to 24.
 
     Raises:
         MXError: where that conversion fails.
@@ -42,18 +53,18 @@ def to_standard(model: Any) -> Any:
     if not any(entry.domain == DOMAIN for entry in model.opset_import):
         model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, VERSION))
     model = raise_opset(model, _OPSET)
-    taken = names_in(model.graph)
+    used = used_names(model.graph)
     for graph in graphs_in(model.graph):
-        _dequantize_weights(graph, taken)
+        _dequantize_weights(graph, used)
     types = tensor_types(model, lambda node: FakeQuantizeMX.of(node) is not None)
     for graph in graphs_in(model.graph):
-        _quantize_activations(model, graph, types, taken)
+        _quantize_activations(model, graph, types, used)
     return add_bodies(model)
 
 
-def _dequantize_weights(graph: Any, taken: set[str]) -> None:
-    """Put DequantizeLinear, and behind it the gather of rows, in the place of each dequantized constant."""
-    constants = NativeConstants(graph, taken)
+def _dequantize_weights(graph: Any, used: set[str]) -> None:
+    """Replace each dequantized constant by DequantizeLinear, followed by the gather of rows where there is one."""
+    constants = _NativeConstants(graph, used)
     producers = {name: node for node in graph.node for name in node.output}
     nodes: list[Any] = []
     for node in graph.node:
@@ -62,42 +73,45 @@ def _dequantize_weights(graph: Any, taken: set[str]) -> None:
         rows = gathers[0].input[1] if len(gathers) == 2 else ""
         names = [g.input[0] for g in gathers] if rows else list(node.input)
         packed = [constants.packed[name] for name in names if name in constants.packed]
-        if attributes is None or attributes.element not in NATIVE or len(packed) != 2 or len(packed[0].dims) < 2:
+        if attributes is None or attributes.element not in _NATIVE or len(packed) != 2 or len(packed[0].dims) < 2:
             nodes.append(node)
             continue
         inputs = [constants.codes(names[0], attributes), constants.scales(names[1], attributes)]
-        nodes += _dequantize(node, attributes, inputs, rows, taken)
+        nodes += _dequantize(node, attributes, inputs, rows, used)
     del graph.node[:]
     graph.node.extend(nodes)
-    remove_unread(graph)
+    remove_unused(graph)
 
 
 def _gathers_rows(node: Any) -> bool:
     return node.op_type == "Gather" and all(a.i == 0 for a in node.attribute if a.name == "axis")
 
 
-def _dequantize(node: Any, attributes: DequantizeMX, inputs: list[str], rows: str, taken: set[str]) -> list[Any]:
-    """The nodes in the place of a `DequantizeMX` of a constant, or of those `rows` of it; inputs: codes and scales."""
-    last, kind = node.output[0], _blocks(attributes) | {"output_dtype": _TYPE.FLOAT}
-    steps: list[tuple[str, list[str], dict[str, int]]] = [("DequantizeLinear", inputs, kind)]
+def _dequantize(node: Any, attributes: DequantizeMX, inputs: list[str], rows: str, used: set[str]) -> list[Any]:
+    """Return the nodes that replace a `DequantizeMX` of a constant, or of some `rows` of it.
+
+    `inputs` are the names of codes and scales.
+    """
+    last, blocked = node.output[0], _blocks(attributes) | {"output_dtype": _TYPE.FLOAT}
+    steps: list[tuple[str, list[str], dict[str, int]]] = [("DequantizeLinear", inputs, blocked)]
     if attributes.dtype != _TYPE.FLOAT:  # exact in float32, then rounded
         steps.append(("Cast", [], {"to": attributes.dtype}))
     if rows:
         steps.append(("Gather", [rows], {"axis": 0}))
-    made: list[Any] = []
-    for i, (op_type, others, given) in enumerate(steps):
-        output = last if i == len(steps) - 1 else unused(f"{last}_{op_type}", taken)
-        before = [made[-1].output[0]] if made else []
-        made.append(onnx.helper.make_node(op_type, before + others, [output], f"{node.name}_{op_type}", **given))
-    return made
+    nodes: list[Any] = []
+    for i, (op_type, others, step) in enumerate(steps):
+        output = last if i == len(steps) - 1 else fresh_name(f"{last}_{op_type}", used)
+        before = [nodes[-1].output[0]] if nodes else []
+        nodes.append(onnx.helper.make_node(op_type, before + others, [output], f"{node.name}_{op_type}", **step))
+    return nodes
 
 
 def _blocks(attributes: MXNode) -> dict[str, int]:
     return {"axis": attributes.axis, "block_size": attributes.block_size}
 
 
-def _quantize_activations(model: Any, graph: Any, types: Mapping[str, TensorType], taken: set[str]) -> None:
-    """Put the function of the scale, QuantizeLinear and DequantizeLinear in the place of each `FakeQuantizeMX`."""
+def _quantize_activations(model: Any, graph: Any, types: Mapping[str, TensorType], used: set[str]) -> None:
+    """Replace each `FakeQuantizeMX` by the function of the scale, QuantizeLinear and DequantizeLinear."""
     functions = {function.name for function in model.functions if function.domain == DOMAIN}
     nodes: list[Any] = []
     for node in graph.node:
@@ -105,27 +119,27 @@ def _quantize_activations(model: Any, graph: Any, types: Mapping[str, TensorType
         if attributes is None or not _is_exact(attributes, known):
             nodes.append(node)
             continue
-        function = _scale(attributes.spec, opset_of(model))
+        function = _scale_function(attributes.spec, opset_of(model))
         if function.name not in functions:
             functions.add(function.name)
             model.functions.append(function)
-        nodes += _quantize(node, attributes, function.name, taken, cast=known.dtype != _TYPE.FLOAT)
+        nodes += _quantize(node, attributes, function.name, used, cast=known.dtype != _TYPE.FLOAT)
     del graph.node[:]
     graph.node.extend(nodes)
 
 
 def _is_exact(attributes: FakeQuantizeMX, known: TensorType) -> bool:
-    """True if QuantizeLinear rounds and saturates as a node does, and has blocks in its tensor."""
+    """Return whether QuantizeLinear rounds and saturates as the node does, and has blocks for its tensor."""
     is_vector = known.shape is not None and len(known.shape) < 2
     return attributes.element in _QUANTIZED and attributes.rounding == "even" and not is_vector
 
 
-def _quantize(node: Any, attributes: FakeQuantizeMX, function: str, taken: set[str], cast: bool) -> list[Any]:
-    """The nodes in the place of a `FakeQuantizeMX`; `cast` those around that take another type to float32 and back."""
+def _quantize(node: Any, attributes: FakeQuantizeMX, function: str, used: set[str], cast: bool) -> list[Any]:
+    """Return the nodes that replace a `FakeQuantizeMX`. With `cast`, others convert X to float32 and Y back."""
     (x,), (y,) = node.input, node.output
-    scale, codes = (unused(f"{y}_{name}", taken) for name in ("scale", "codes"))
-    values, result = (unused(f"{y}_{name}", taken) for name in ("x", "values")) if cast else (x, y)
-    blocks, element = _blocks(attributes), {"output_dtype": NATIVE[attributes.element], "precision": _TYPE.FLOAT}
+    scale, codes = (fresh_name(f"{y}_{name}", used) for name in ("scale", "codes"))
+    values, result = (fresh_name(f"{y}_{name}", used) for name in ("x", "values")) if cast else (x, y)
+    blocks, element = _blocks(attributes), {"output_dtype": _NATIVE[attributes.element], "precision": _TYPE.FLOAT}
     steps: list[tuple[str, list[str], str, dict[str, Any]]] = [
         (function, [x], scale, {"domain": DOMAIN}),
         ("QuantizeLinear", [values, scale], codes, blocks | element),
@@ -134,21 +148,72 @@ def _quantize(node: Any, attributes: FakeQuantizeMX, function: str, taken: set[s
     if cast:
         steps = [("Cast", [x], values, {"to": _TYPE.FLOAT}), *steps, ("CastLike", [result, x], y, {})]
     return [
-        onnx.helper.make_node(op_type, inputs, [output], f"{node.name}_{op_type.partition('.')[0]}", **given)
-        for op_type, inputs, output, given in steps
+        onnx.helper.make_node(op_type, inputs, [output], f"{node.name}_{op_type.partition('.')[0]}", **step)
+        for op_type, inputs, output, step in steps
     ]
 
 
-def _scale(spec: MXSpec, opset: int) -> Any:
-    """The function of X that gives the scale of each block, as QuantizeLinear takes it."""
+def _scale_function(spec: MXSpec, opset: int) -> Any:
+    """Return the function that computes the scale of each block of X, as QuantizeLinear takes it."""
     blocks, element = Blocks.of(spec, -1), spec.element
     f = Function(f"ScaleMX.{element}_{spec.scale_mode}_{blocks.name}", ["X"], [])
     values = blocks.split(f, f.op("Cast", "X", to=_TYPE.FLOAT))
     unit = unit_of(f, f.op("ReduceMax", f.op("Abs", values), [blocks.inner]), spec)
-    # a block with an Inf or a NaN has no other sum than these, and becomes NaN
+    # the sum of a block with an Inf or a NaN is one of these, and times 0 it is NaN; of another block it is 0
     unit = f.op("Add", unit, f.op("Mul", f.op("ReduceSum", f.op("Div", values, unit), [blocks.inner]), 0.0))
     f.op("Squeeze", unit, [blocks.inner], output="unit")
-    # a power of two; rounding "up", the default, the evaluator makes 2**-126 of 2**-127
+    # the unit is a power of two, but the evaluator rounds 2**-127 to 2**-126 with "up", the default
     kind = {"to": _TYPE.FLOAT} if element.is_int else {"to": _TYPE.FLOAT8E8M0, "round_mode": "down"}
     f.op("Cast", "unit", output="Y", **kind)
     return f.proto(opset)
+
+
+class _NativeConstants:
+    """The packed codes and scales of a graph as constants of native types.
+
+    Nodes that share codes or scales share the native constant, unless their attributes ask for different ones.
+    """
+
+    def __init__(self, graph: Any, used: set[str]) -> None:
+        self.packed = {tensor.name: tensor for tensor in graph.initializer}
+        self._graph, self._used = graph, used
+        self._names: dict[tuple[object, ...], str] = {}
+
+    def codes(self, name: str, attributes: DequantizeMX) -> str:
+        """Return the name of the native codes of a weight with these attributes."""
+        key = (attributes.element, attributes.axis, attributes.length)
+        return self._native(name, key, lambda packed: _codes(packed, attributes))
+
+    def scales(self, name: str, attributes: DequantizeMX) -> str:
+        """Return the name of the native scales of a weight with these attributes."""
+        element = attributes.spec.element
+        return self._native(name, (element.mantissa_bits,) if element.is_int else (), lambda s: _scales(s, attributes))
+
+    def _native(self, name: str, key: tuple[object, ...], convert: Callable[[Tensor], Any]) -> str:
+        key = (name, *key)
+        if key not in self._names:
+            tensor = convert(torch.from_numpy(np.array(onnx.numpy_helper.to_array(self.packed[name]))))
+            tensor.name = self._names[key] = fresh_name(f"{name}_native", self._used)
+            self._graph.initializer.append(tensor)
+        return self._names[key]
+
+
+def _codes(packed: Tensor, attributes: DequantizeMX) -> Any:
+    """Return packed codes as a tensor of the native type of their element."""
+    axis, element = attributes.axis % packed.dim(), attributes.spec.element
+    codes = unpack(packed, axis, element.bits).to(torch.uint8)
+    if attributes.length > 0:
+        codes = codes.narrow(axis, 0, attributes.length)
+    raw = codes.flatten()
+    if element.bits == 4:  # ONNX packs two codes into a byte in row-major order, the first in the low bits
+        raw = pack(raw.to(torch.int32), 0, element.bits)
+    return onnx.helper.make_tensor("", _NATIVE[element.name], codes.shape, raw.numpy().tobytes(), raw=True)
+
+
+def _scales(scales: Tensor, attributes: DequantizeMX) -> Any:
+    """Return E8M0 scales as a native tensor; for integer elements, as the float values of a code's unit."""
+    element = attributes.spec.element
+    if not element.is_int:
+        return onnx.helper.make_tensor("", _TYPE.FLOAT8E8M0, scales.shape, scales.numpy().tobytes(), raw=True)
+    unit = np.ldexp(np.float32(1), scales.numpy().astype(np.int32) - 127 - element.mantissa_bits)
+    return onnx.numpy_helper.from_array(np.where(scales.numpy() == NAN_SCALE, np.float32(np.nan), unit))

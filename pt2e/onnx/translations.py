@@ -10,9 +10,9 @@ from pt2mx import ops
 from pt2mx.extras import import_extra
 from pt2mx.formats import ELEMENTS
 from pt2mx.kernels.packing import unpacked_length
-from pt2mx.pt2e.onnx.bodies import body
+from pt2mx.pt2e.onnx.files import OPSET
+from pt2mx.pt2e.onnx.function_bodies import body
 from pt2mx.pt2e.onnx.nodes import DOMAIN, VERSION, DequantizeMX, FakeQuantizeMX, MXNode
-from pt2mx.pt2e.onnx.opsets import OPSET
 
 onnx = import_extra("onnx", "onnx")
 onnx_ir = import_extra("onnx_ir", "onnx")

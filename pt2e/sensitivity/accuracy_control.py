@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from pt2mx.errors import MXError
 from pt2mx.pt2e.convert import convert_pt2e
 from pt2mx.pt2e.debug.batches import call, several
-from pt2mx.pt2e.debug.watched import check_module, unchanged
+from pt2mx.pt2e.debug.interpreter import check_module, unchanged
 from pt2mx.pt2e.prepare import prepare_pt2e
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.observed_modules import observed_modules

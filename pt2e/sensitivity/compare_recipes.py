@@ -22,7 +22,7 @@ from pt2mx.errors import MXError, nearest
 from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.pt2e.convert import convert_pt2e
 from pt2mx.pt2e.debug.batches import arguments_of, call, copied, several
-from pt2mx.pt2e.debug.watched import check_module, unchanged
+from pt2mx.pt2e.debug.interpreter import check_module, unchanged
 from pt2mx.pt2e.optimize.calibrate import named_padding_mask
 from pt2mx.pt2e.optimize.optimize import optimize
 from pt2mx.pt2e.prepare import check_exported, prepare_pt2e

@@ -11,7 +11,7 @@ from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.debug.watched import Seen, Watched
+from pt2mx.pt2e.debug.interpreter import OnValue, RecordingInterpreter
 
 
 def _cond(chosen: Any, true: Any, false: Any, operands: Sequence[Any]) -> Any:
@@ -57,7 +57,7 @@ _RUN: dict[str, Callable[..., Any]] = {
 }
 
 
-class Unrolled(Watched):
+class Unrolled(RecordingInterpreter):
     """A run that adds a zero to values which are wanted, each time that they are computed: its gradient is theirs.
 
     Args:
@@ -66,14 +66,14 @@ class Unrolled(Watched):
     """
 
     def __init__(
-        self, model: GraphModule, seen: Seen, wanted: set[str], probes: dict[str, list[Tensor]], place: str = ""
+        self, model: GraphModule, on_value: OnValue, wanted: set[str], probes: dict[str, list[Tensor]], path: str = ""
     ) -> None:
-        super().__init__(model, seen, place)
+        super().__init__(model, on_value, path)
         self.wanted, self.probes = wanted, probes
 
-    def inside(self, graph: GraphModule, place: str) -> Watched:
-        """The run of a graph that a node of this one is given."""
-        return Unrolled(graph, self.seen, self.wanted, self.probes, place)
+    def of_subgraph(self, subgraph: GraphModule, path: str) -> RecordingInterpreter:
+        """Return the interpreter of a subgraph."""
+        return Unrolled(subgraph, self.on_value, self.wanted, self.probes, path)
 
     def computed(self, node: Node) -> Any:
         """The value of a node; what is wanted has its zero."""

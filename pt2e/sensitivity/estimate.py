@@ -22,8 +22,8 @@ from torch.utils import _pytree as pytree
 from pt2mx.fx.graph.source_node import module_name
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, map_tensors
 from pt2mx.pt2e.debug.batches import errors_of_running, leaves_of
-from pt2mx.pt2e.debug.differences import comparable
-from pt2mx.pt2e.debug.watched import Watched, is_tuple_of_operator, keyed_nodes, run, unchanged
+from pt2mx.pt2e.debug.errors import comparable
+from pt2mx.pt2e.debug.interpreter import RecordingInterpreter, is_tuple_of_operator, keyed_nodes, run, unchanged
 from pt2mx.pt2e.sensitivity.candidates import Form, is_quantized
 from pt2mx.pt2e.sensitivity.eager_control_flow import Unrolled
 from pt2mx.pt2e.sensitivity.metrics import METRICS, Metric, outputs_of, own_distance
@@ -56,7 +56,7 @@ def estimates(
     values: dict[str, deque[Any]] = defaultdict(deque)
     probes: dict[str, list[Tensor]] = {}
 
-    def seen(key: str, node: Node, value: Any, watched: Watched) -> None:
+    def seen(key: str, node: Node, value: Any, interpreter: RecordingInterpreter) -> None:
         values[key].append(value.detach() if isinstance(value, Tensor) else value)
 
     with torch.enable_grad():
@@ -89,7 +89,7 @@ def _moved(
     known: dict[str, Any] = {}
     found: dict[tuple[str, str], dict[int, Tensor]] = defaultdict(dict)
 
-    def seen(key: str, node: Node, value: Any, watched: Watched) -> None:
+    def seen(key: str, node: Node, value: Any, interpreter: RecordingInterpreter) -> None:
         if not left.get(key):
             return
         want = left[key].popleft()
@@ -97,7 +97,7 @@ def _moved(
             return
         known[key] = want
         drawn = left_gradients[key].popleft() if left_gradients.get(key) else []
-        operator = _operator(node, watched.model)
+        operator = _operator(node, interpreter.model)
         if operator is None or not comparable(value, want) or not any(one is not None for one in drawn):
             return
         module = module_name(operator)
@@ -105,7 +105,7 @@ def _moved(
             if not form.observers(module, which):
                 continue
             with form.quantizing({module: which}):
-                error = _by_item(watched.again(node, known)) - _by_item(want)
+                error = _by_item(interpreter.recomputed(node, known)) - _by_item(want)
             zero = torch.zeros(len(error), dtype=error.dtype, device=error.device)
             terms = [zero if one is None else (_by_item(one) * error).sum(-1) for one in drawn]
             sums = found[module, which]

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from pt2mx.errors import MXError, nearest
 from pt2mx.pt2e.debug.batches import call, several
-from pt2mx.pt2e.debug.watched import check_module, unchanged
+from pt2mx.pt2e.debug.interpreter import check_module, unchanged
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig, get_default_mx_quantization_config
 from pt2mx.pt2e.sensitivity.candidates import Form
 from pt2mx.pt2e.sensitivity.estimate import estimates

@@ -13,8 +13,8 @@ from torch.fx import GraphModule, Node
 from pt2mx.fx.graph.higher_order_ops import named_graph_modules
 from pt2mx.fx.graph.node import value_of
 from pt2mx.fx.graph.source_node import nodes_by_source, source_name
-from pt2mx.pt2e.debug.node_text import format_text, module_text, operator_text, shape_text
-from pt2mx.pt2e.debug.watched import check_module
+from pt2mx.pt2e.debug.interpreter import check_module
+from pt2mx.pt2e.debug.print_graph import format_text, module_text, operator_text, shape_text
 
 
 class GraphRow(NamedTuple):

@@ -8,7 +8,7 @@ from torch import nn
 
 from pt2mx import MXError
 from pt2mx.pt2e.debug.bisect import bisect
-from pt2mx.pt2e.debug.differences import relative_error
+from pt2mx.pt2e.debug.errors import relative_error
 from tests.stage_models import IDS, stages
 
 
@@ -31,44 +31,44 @@ def broken(converted, name, factor=1.5):
 def test_another_graph(net, tmp_path):
     _, forms = net
     assert bisect(forms["converted"], forms["lowered"], IDS) is None
-    path = tmp_path / "piece.py"
-    found = bisect(forms["converted"], broken(forms["converted"], "linear_3"), IDS, path=path)
-    assert (found.nodes, found.modules, found.path) == (("linear_3",), ("wide",), path)
-    assert 0.4 < found.error < 0.6  # with a bias
+    path = tmp_path / "subgraph.py"
+    worst = bisect(forms["converted"], broken(forms["converted"], "linear_3"), IDS, path=path)
+    assert (worst.nodes, worst.modules, worst.path) == (("linear_3",), ("wide",), path)
+    assert 0.4 < worst.error < 0.6  # with a bias
     done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=True)
     *code, last = done.stdout.splitlines()
-    assert last == f"relative error: {found.error}" and any("linear" in line for line in code)
+    assert last == f"relative error: {worst.error}" and any("linear" in line for line in code)
 
 
-def test_a_form_that_is_made_of_pieces(net, tmp_path):
+def test_a_form_that_is_made_of_subgraphs(net, tmp_path):
     _, forms = net
-    assert bisect(forms["converted"], lambda piece, inputs: piece, IDS) is None
+    assert bisect(forms["converted"], lambda subgraph, inputs: subgraph, IDS) is None
 
-    def wrong_gelu(piece, inputs):
-        for node in piece.graph.find_nodes(op="call_function", target=torch.ops.aten.gelu.default):
+    def wrong_gelu(subgraph, inputs):
+        for node in subgraph.graph.find_nodes(op="call_function", target=torch.ops.aten.gelu.default):
             node.kwargs = {"approximate": "tanh"}
-        piece.recompile()
-        made = torch.fx.GraphModule(piece, piece.graph)
-        for node in piece.graph.find_nodes(op="call_function", target=torch.ops.aten.gelu.default):
+        subgraph.recompile()
+        changed = torch.fx.GraphModule(subgraph, subgraph.graph)
+        for node in subgraph.graph.find_nodes(op="call_function", target=torch.ops.aten.gelu.default):
             node.kwargs = {}
-        piece.recompile()
-        return made
+        subgraph.recompile()
+        return changed
 
-    found = bisect(forms["lowered"], wrong_gelu, IDS, bound=1e-5, path=tmp_path / "gelu.py")
-    assert found.nodes == ("gelu",) and 1e-5 < found.error < 1e-2
-    done = subprocess.run([sys.executable, str(found.path)], capture_output=True, text=True, check=True)
-    assert f"relative error: {found.error}" in done.stdout
+    worst = bisect(forms["lowered"], wrong_gelu, IDS, bound=1e-5, path=tmp_path / "gelu.py")
+    assert worst.nodes == ("gelu",) and 1e-5 < worst.error < 1e-2
+    done = subprocess.run([sys.executable, str(worst.path)], capture_output=True, text=True, check=True)
+    assert f"relative error: {worst.error}" in done.stdout
 
 
 @pytest.mark.slow
 def test_compiled(net):
     exported, forms = net
     assert bisect(forms["lowered"], "compile", IDS, bound=0.05) is None
-    found = bisect(exported, "compile", IDS, bound=1e-12)  # sums in another order
-    assert len(found.nodes) <= 2 and found.error < 1e-5
+    worst = bisect(exported, "compile", IDS, bound=1e-12)  # sums in another order
+    assert len(worst.nodes) <= 2 and worst.error < 1e-5
 
 
-def test_inside_of_a_condition():
+def test_a_subgraph_of_a_condition():
     class Branches(nn.Module):
         def __init__(self):
             super().__init__()
@@ -79,8 +79,8 @@ def test_inside_of_a_condition():
 
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).abs()
     exported, forms = stages(Branches(), (x,), "mxfp4", "mxfp4")
-    found = bisect(exported, forms["converted"], x)
-    assert found.nodes == ("linear",) and 0.05 < found.error < 0.3
+    worst = bisect(exported, forms["converted"], x)
+    assert worst.nodes == ("linear",) and 0.05 < worst.error < 0.3
 
 
 def test_graphs_of_other_models(net):
@@ -110,21 +110,21 @@ def test_relative_error():
         ({"second": 3}, "second must be one of compile, a graph, an ONNX file or a function, not 3"),
         ({"bound": 0}, "bound=0 must be a number above 0"),
         ({"path": 5}, r"path=5 must be a path that ends in \.py"),
-        ({"path": "piece.pt"}, r"path='piece\.pt' must be a path that ends in \.py"),
+        ({"path": "subgraph.pt"}, r"path='subgraph\.pt' must be a path that ends in \.py"),
         ({"first": nn.Linear(1, 1)}, "first must be a GraphModule, and is a module"),
-        ({"path": "nowhere/piece.py"}, r"cannot write 'nowhere/piece\.py'"),
+        ({"path": "nowhere/subgraph.py"}, r"cannot write 'nowhere/subgraph\.py'"),
         ({"batch": (1, 2)}, "the model takes ids"),
         ({"batch": None}, "the model takes a tensor as ids, and a batch holds a NoneType"),
         ({"batch": IDS[:0]}, "the inputs of a batch are without values"),
         ({"second": nn.Linear(1, 1)}, "second must be a GraphModule, and is a module"),
         (
-            {"second": lambda piece, inputs: None},
-            "second must make a function of a piece and its inputs, not a NoneType",
+            {"second": lambda subgraph, inputs: None},
+            "second must make a function of a subgraph and its inputs, not a NoneType",
         ),
     ],
 )
 def test_errors(net, options, text):
     exported, _ = net
-    given = {"first": exported, "second": "compile", "batch": IDS, **options}
+    arguments = {"first": exported, "second": "compile", "batch": IDS, **options}
     with pytest.raises(MXError, match=text):
-        bisect(given.pop("first"), given.pop("second"), given.pop("batch"), **given)
+        bisect(arguments.pop("first"), arguments.pop("second"), arguments.pop("batch"), **arguments)

@@ -1,4 +1,4 @@
-"""A fault in one layer of a real model is the first line of `compare_stages`, and the piece that `bisect` finds."""
+"""A fault in one layer of a real model: the first line of `compare_stages`, and the subgraph that `bisect` returns."""
 
 import copy
 import subprocess
@@ -17,14 +17,14 @@ def converted(exported, recipe="mxfp8"):
 
 
 def check(exported, sound, broken, module, batch, path=None):
-    """The fault is found by both."""
+    """Check that both find the fault."""
     rows = pt2mx.compare_stages(exported, {"sound": sound, "broken": broken}, [batch]).rows
     assert (rows[0].stage, rows[0].module) == ("broken", module) and rows[0].isolated.sqnr < 12
-    rest = [row for row in rows[1:] if row.isolated.values]
-    assert min(row.isolated.sqnr for row in rest) > rows[0].isolated.sqnr + 6
-    found = pt2mx.bisect(sound, broken, batch, path=path)
-    assert found.modules == (module,) and found.error > 0.25
-    return found
+    others = [row for row in rows[1:] if row.isolated.values]
+    assert min(row.isolated.sqnr for row in others) > rows[0].isolated.sqnr + 6
+    worst = pt2mx.bisect(sound, broken, batch, path=path)
+    assert worst.modules == (module,) and worst.error > 0.25
+    return worst
 
 
 class Recurrent(nn.Module):
@@ -47,10 +47,10 @@ def test_an_lstm(tmp_path):
         weight.data *= 4  # so that a gate moves
     exported = torch.export.export(model, (x,)).module()
     sound = converted(exported)
-    found = check(exported, sound, scaled_weight(sound, "second"), "second", x, tmp_path / "piece.py")
-    assert found.nodes[0].startswith("lstm")
-    done = subprocess.run([sys.executable, str(found.path)], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == f"relative error: {found.error}"
+    worst = check(exported, sound, scaled_weight(sound, "second"), "second", x, tmp_path / "subgraph.py")
+    assert worst.nodes[0].startswith("lstm")
+    done = subprocess.run([sys.executable, str(worst.path)], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == f"relative error: {worst.error}"
 
 
 @pytest.mark.slow
@@ -75,9 +75,9 @@ def test_minilm(minilm, fault, tmp_path):
     exported = minilm.program.module()
     sound = converted(exported)
     module = "bert.encoder.layer.3.attention.output.dense"
-    found = check(exported, sound, fault(sound, module), module, minilm.args, tmp_path / "piece.py")
-    assert len(found.nodes) == 1 and found.nodes[0].startswith("linear")
-    piece = torch.load(tmp_path / "piece.pt", weights_only=False)
-    (got,) = piece["second"](*piece["second_inputs"])
-    (want,) = piece["first"](*piece["inputs"])
-    assert (got - want).norm() / want.norm() == pytest.approx(found.error, rel=1e-5)
+    worst = check(exported, sound, fault(sound, module), module, minilm.args, tmp_path / "subgraph.py")
+    assert len(worst.nodes) == 1 and worst.nodes[0].startswith("linear")
+    content = torch.load(tmp_path / "subgraph.pt", weights_only=False)
+    (got,) = content["second"](*content["second_inputs"])
+    (want,) = content["first"](*content["inputs"])
+    assert (got - want).norm() / want.norm() == pytest.approx(worst.error, rel=1e-5)

@@ -20,8 +20,8 @@ def test_onnx_files(tmp_path, target):
     exported, forms = stages(Normalized(), (x,), "mxfp8", "mxfp8")
     converted = forms["converted"]
     pt2mx.export_onnx(converted, tmp_path / "net.onnx", (x,), target=target)
-    found = compare_stages(exported, {"converted": converted, "onnx": tmp_path / "net.onnx"}, [x, -x])
-    ours, theirs = ({row.node: row for row in found.of_stage(name)} for name in ("converted", "onnx"))
+    comparison = compare_stages(exported, {"converted": converted, "onnx": tmp_path / "net.onnx"}, [x, -x])
+    ours, theirs = ({row.node: row for row in comparison.of_stage(name)} for name in ("converted", "onnx"))
     for node in ("batch_norm", "relu_", "gru[0]", "linear", "output 0"):
         assert theirs[node].operator == ours[node].operator or node in ("batch_norm", "relu_")
         for error in ("isolated", "propagated"):
@@ -44,14 +44,14 @@ def test_an_onnx_file_with_a_fault(tmp_path):
     onnx.save(model, path)
     row, *_ = compare_stages(exported, {"onnx": str(path)}, [x]).rows
     assert (row.module, row.node) == ("2", "linear_1") and -2 < row.isolated.sqnr < 2
-    found = bisect(forms["converted"], str(path), x, path=tmp_path / "piece.py")
-    assert found.nodes == ("linear_1",) and 0.8 < found.error < 1.2
-    piece = torch.load(tmp_path / "piece.pt", weights_only=False)
-    (want,) = piece["first"](*piece["inputs"])
-    assert (piece["outputs"] - want).norm() / want.norm() == pytest.approx(found.error, rel=1e-5)
+    worst = bisect(forms["converted"], str(path), x, path=tmp_path / "subgraph.py")
+    assert worst.nodes == ("linear_1",) and 0.8 < worst.error < 1.2
+    content = torch.load(tmp_path / "subgraph.pt", weights_only=False)
+    (want,) = content["first"](*content["inputs"])
+    assert (content["outputs"] - want).norm() / want.norm() == pytest.approx(worst.error, rel=1e-5)
 
 
-def test_onnx_files_that_are_none(tmp_path):
+def test_files_that_are_no_stage(tmp_path):
     other, _ = stages()
     (tmp_path / "text.onnx").write_text("no model")
     with pytest.raises(MXError, match=r"the stage 'a' is no file: 'nowhere.onnx'"):

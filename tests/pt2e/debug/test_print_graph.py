@@ -26,7 +26,7 @@ def test_every_node_has_a_line(net):
         assert len(lines(model)) == 1 + len(model.graph.nodes)
 
 
-def test_shapes_formats_places_and_sources(net):
+def test_shapes_formats_modules_and_sources(net):
     _, forms = net
     (row,) = [line for line in lines(forms["converted"]) if line.startswith("linear_2 ")]
     name, operator, *_, module, source = row.split()
@@ -50,7 +50,7 @@ def test_around(net):
     assert row.startswith("gelu  ")
 
 
-def test_graphs_inside():
+def test_subgraphs():
     class Branches(nn.Module):
         def __init__(self):
             super().__init__()
@@ -60,9 +60,9 @@ def test_graphs_inside():
             return torch.cond(x.sum() > 0, self.one, self.two, (x,))
 
     _, forms = stages(Branches(), (torch.ones(4, 64),))
-    found = lines(forms["converted"])
-    assert [line for line in found if line.startswith("graph")] == ["graph true_graph_0:", "graph false_graph_0:"]
-    assert sum("aten.linear" in line for line in found) == 2
+    printed = lines(forms["converted"])
+    assert [line for line in printed if line.startswith("graph")] == ["graph true_graph_0:", "graph false_graph_0:"]
+    assert sum("aten.linear" in line for line in printed) == 2
 
 
 @pytest.mark.filterwarnings("ignore:The tensor attributes self._flat_weights")  # export's
@@ -70,8 +70,8 @@ def test_long_cells():
     model = nn.LSTM(64, 32, num_layers=2)
     _, forms = stages(model, (torch.ones(3, 2, 64),), "mxfp8", "mxfp8")
     (row,) = [line for line in lines(forms["converted"]) if " aten.lstm.input " in line]
-    assert row.endswith(" and 5 more")  # of an input, two states and eight weights
-    assert any(" aten.lstm.input " in line for line in lines(forms["prepared"]))  # where it is a module
+    assert row.endswith(" and 5 more")  # an input, two states and eight weights
+    assert any(" aten.lstm.input " in line for line in lines(forms["prepared"]))  # the prepared model calls a module
 
 
 def test_errors(net):

@@ -7,7 +7,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXError
-from pt2mx.pt2e.debug.differences import Difference
+from pt2mx.pt2e.debug.errors import ErrorSums
 from pt2mx.pt2e.debug.stages import compare_stages
 from pt2mx.pt2e.report.page.page import asset
 from tests.stage_models import GRU, IDS, Normalized, stages
@@ -20,13 +20,13 @@ def net():
 
 def test_isolated_and_propagated_errors(net):
     exported, forms = net
-    found = compare_stages(exported, forms, [IDS, {"ids": IDS.flip(0)}])
+    comparison = compare_stages(exported, forms, [IDS, {"ids": IDS.flip(0)}])
     linears = ("linear", "linear_1", "linear_2", "linear_3", "linear_4")
-    rows = {name: {row.node: row for row in found.of_stage(name)} for name in forms}
+    rows = {name: {row.node: row for row in comparison.of_stage(name)} for name in forms}
     for name in forms:
         for node in linears:
             assert 10 < rows[name][node].isolated.sqnr < 25
-        assert math.isinf(rows[name]["gelu"].isolated.sqnr)  # not quantized: its own error is none
+        assert math.isinf(rows[name]["gelu"].isolated.sqnr)  # not quantized: no error of its own
         assert 5 < rows[name]["gelu"].propagated.sqnr < 25
     for node in linears:  # prepared is converted to the bit
         assert rows["prepared"][node].propagated == rows["converted"][node].propagated
@@ -45,7 +45,7 @@ def test_isolated_and_propagated_errors(net):
     assert math.isclose(rows["converted"]["linear"].isolated.sqnr, 10 * math.log10(signal / noise), abs_tol=1e-6)
 
 
-def test_a_prepared_model_stays_as_it_is(net):
+def test_a_prepared_model_is_not_changed(net):
     exported, forms = net
     observers = [m for m in forms["prepared"].modules() if isinstance(m, pt2mx.MXObserver)]
     before = [(o.observer_enabled, o.fake_quant_enabled, o.statistics) for o in observers]
@@ -61,8 +61,10 @@ def test_an_injected_fault_is_the_first_line(net):
         larger = broken.graph.call_function(torch.ops.aten.mul.Tensor, (node.args[1], 1.5))
     node.args = (node.args[0], larger, *node.args[2:])
     broken.recompile()
-    found = compare_stages(exported, {"broken": broken}, [IDS])
-    assert found.rows[0].module == "wide" and found.rows[0].isolated.sqnr < 9 < found.rows[1].isolated.sqnr
+    comparison = compare_stages(exported, {"broken": broken}, [IDS])
+    assert (
+        comparison.rows[0].module == "wide" and comparison.rows[0].isolated.sqnr < 9 < comparison.rows[1].isolated.sqnr
+    )
 
 
 def test_a_wrong_axis_is_the_first_line():
@@ -86,11 +88,11 @@ def test_a_wrong_axis_is_the_first_line():
     args = list(wrong.args)
     wrong.args = (args[0], turned, *args[2:5], 0, *args[6:])
     broken.recompile()
-    found = compare_stages(exported, {"broken": broken}, [x])
-    assert found.rows[0].module == "two"
+    comparison = compare_stages(exported, {"broken": broken}, [x])
+    assert comparison.rows[0].module == "two"
 
 
-def test_graphs_inside_are_compared():
+def test_subgraphs_are_compared():
     class Branches(nn.Module):
         def __init__(self):
             super().__init__()
@@ -101,9 +103,9 @@ def test_graphs_inside_are_compared():
 
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
     exported, forms = stages(Branches(), (x,), "mxfp4", "mxfp4")
-    found = compare_stages(exported, forms, [x.abs(), -x.abs()])
+    comparison = compare_stages(exported, forms, [x.abs(), -x.abs()])
     for name in forms:
-        inside = [row for row in found.of_stage(name) if "linear" in row.operator]
+        inside = [row for row in comparison.of_stage(name) if "linear" in row.operator]
         assert len(inside) == 2 and all(10 < row.isolated.sqnr < 25 and "/" in row.node for row in inside), name
 
 
@@ -112,14 +114,14 @@ def test_folded_norms_written_inputs_and_tuples():
     x = torch.randn(2, 32, 10, 10, generator=torch.Generator().manual_seed(0))
     exported, forms = stages(Normalized(), (x,), "mxfp8", "mxfp8")
     forms["again"] = torch.export.export(forms["converted"], (x,)).module()
-    found = compare_stages(exported, forms, [x])
+    comparison = compare_stages(exported, forms, [x])
     for name in forms:
-        rows = {row.node: row for row in found.of_stage(name)}
+        rows = {row.node: row for row in comparison.of_stage(name)}
         for node in ("batch_norm", "gru[0]", "linear"):
             assert 20 < rows[node].isolated.sqnr < 40, (name, node)
         assert math.isinf(rows["relu_"].isolated.sqnr) and 20 < rows["relu_"].propagated.sqnr < 40
-        assert found.missing[name] == ("conv2d",)  # folded: no form has its value
-    assert "again has nothing of conv2d: not compared" in found.to_table()
+        assert comparison.missing[name] == ("conv2d",)  # folded: no form has its value
+    assert "again has nothing of conv2d: not compared" in comparison.to_table()
     # by hand: the convolution
     with torch.no_grad():
         scale = exported.norm.weight / (exported.norm.running_var + 1e-5).sqrt()
@@ -129,11 +131,11 @@ def test_folded_norms_written_inputs_and_tuples():
         spec = pt2mx.parse("mxfp8", axis=1)
         got = nn.functional.conv2d(pt2mx.fake_quantize_mx(x, spec), pt2mx.fake_quantize_mx(folded, spec), bias)
     sqnr = 10 * math.log10(want.double().square().sum() / (got - want).double().square().sum())
-    row = next(row for row in found.of_stage("converted") if row.node == "batch_norm")
+    row = next(row for row in comparison.of_stage("converted") if row.node == "batch_norm")
     assert math.isclose(row.isolated.sqnr, sqnr, abs_tol=0.01)
 
 
-def test_buffers_that_a_model_writes_get_their_values_back():
+def test_buffers_that_a_model_writes_are_restored():
     class Counter(nn.Module):
         def __init__(self):
             super().__init__()
@@ -147,9 +149,9 @@ def test_buffers_that_a_model_writes_get_their_values_back():
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
     exported, forms = stages(Counter(), (x,), "mxfp8", "mxfp8")
     before = {name: form.seen.clone() for name, form in {"float": exported, **forms}.items()}
-    found = compare_stages(exported, forms, [x, 2 * x])
+    comparison = compare_stages(exported, forms, [x, 2 * x])
     assert all(torch.equal(form.seen, before[name]) for name, form in {"float": exported, **forms}.items())
-    linear = [row for row in found.rows if row.node == "linear"]
+    linear = [row for row in comparison.rows if row.node == "linear"]
     assert len(linear) == 3 and all(row.isolated.sqnr > 20 for row in linear)
 
 
@@ -157,41 +159,41 @@ def test_functions_and_reloaded_programs(net, tmp_path):
     exported, forms = net
     pt2mx.save_program(torch.export.export(forms["converted"], (IDS,)), tmp_path / "net.pt2")
     reloaded = pt2mx.load_program(tmp_path / "net.pt2")
-    found = compare_stages(exported, {"file": reloaded, "function": lambda ids: forms["converted"](ids)}, [IDS])
-    (output,) = found.of_stage("function")
+    comparison = compare_stages(exported, {"file": reloaded, "function": lambda ids: forms["converted"](ids)}, [IDS])
+    (output,) = comparison.of_stage("function")
     assert (output.operator, output.isolated.values) == ("output", 0)
     by_name = compare_stages(exported, {"function": lambda other: forms["converted"](other)}, [{"ids": IDS}])
     assert by_name.rows[0].propagated == output.propagated  # called as the graph is
-    last = {row.node: row for row in found.of_stage("file")}
+    last = {row.node: row for row in comparison.of_stage("file")}
     assert last["linear_4"].propagated == last["output 0"].propagated == output.propagated
 
 
 def test_files(net, tmp_path):
     exported, forms = net
-    found = compare_stages(exported, forms, [IDS])
-    rows = json.loads(found.to_json(tmp_path / "stages.json"))
-    assert rows == json.loads((tmp_path / "stages.json").read_text()) and len(rows) == len(found.rows)
+    comparison = compare_stages(exported, forms, [IDS])
+    rows = json.loads(comparison.to_json(tmp_path / "stages.json"))
+    assert rows == json.loads((tmp_path / "stages.json").read_text()) and len(rows) == len(comparison.rows)
     assert {"stage", "module", "operator", "node", "isolated", "propagated"} == set(rows[0])
-    assert found.to_html(tmp_path / "stages.html") == (tmp_path / "stages.html").read_text()
+    assert comparison.to_html(tmp_path / "stages.html") == (tmp_path / "stages.html").read_text()
     page = (tmp_path / "stages.html").read_text()
-    assert asset("page.css") in page and page.count("<tr>") == 1 + len(found.rows)
-    header, *lines = found.to_table(3).splitlines()
+    assert asset("page.css") in page and page.count("<tr>") == 1 + len(comparison.rows)
+    header, *lines = comparison.to_table(3).splitlines()
     assert header.split()[:2] == ["stage", "module"] and len(lines) == 3 + len(forms)
 
 
 def test_names_of_stages_are_text(net):
     exported, forms = net
-    found = compare_stages(exported, dict.fromkeys([1, "<b>"], forms["converted"]), [IDS])
-    assert found.to_table().splitlines()[1].startswith("1 ")
-    assert "&lt;b&gt;" in found.to_html() and "<b>" not in found.to_html()
+    comparison = compare_stages(exported, dict.fromkeys([1, "<b>"], forms["converted"]), [IDS])
+    assert comparison.to_table().splitlines()[1].startswith("1 ")
+    assert "&lt;b&gt;" in comparison.to_html() and "<b>" not in comparison.to_html()
     with pytest.raises(MXError, match="there is no stage '2': allowed: 1, <b>"):
-        found.of_stage("2")
+        comparison.of_stage("2")
     with pytest.raises(MXError, match="worst=-1 must be a number of rows"):
-        found.to_table(-1)
+        comparison.to_table(-1)
 
 
 @pytest.mark.filterwarnings("ignore:The tensor attributes self.rnn._flat_weights")  # export's
-def test_items_of_an_operator_are_called_by_it():
+def test_items_are_named_after_their_operator():
     class Recurrent(nn.Module):
         def __init__(self):
             super().__init__()
@@ -202,15 +204,15 @@ def test_items_of_an_operator_are_called_by_it():
             return y, state
 
     exported, forms = stages(Recurrent(), (torch.randn(3, 2, 64),), "mxfp8", "mxfp8")
-    found = compare_stages(exported, forms, [torch.randn(3, 2, 64)])
+    comparison = compare_stages(exported, forms, [torch.randn(3, 2, 64)])
     for name in forms:
-        items = {row.node: row for row in found.of_stage(name) if row.node.startswith("lstm")}
+        items = {row.node: row for row in comparison.of_stage(name) if row.node.startswith("lstm")}
         assert {(row.module, row.operator) for row in items.values()} == {("rnn", "aten.lstm.input")}, name
         assert {"lstm[0]", "lstm[1]"} <= set(items)
 
 
-def test_values_beyond_all_bounds():
-    one = Difference()
+def test_infinite_errors():
+    one = ErrorSums()
     one.add(torch.tensor([math.inf, 1.0]), torch.tensor([1.0, 1.0]))
     assert one.max == math.inf and one.sqnr == -math.inf
 
@@ -233,6 +235,6 @@ def test_values_beyond_all_bounds():
     ],
 )
 def test_errors(net, arguments, text):
-    model, *rest = arguments
+    model, stages, batches = arguments
     with pytest.raises(MXError, match=text):
-        compare_stages(net[0] if model is None else model, *rest)
+        compare_stages(net[0] if model is None else model, stages, batches)

@@ -3,12 +3,14 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.export import Dim
 
 import pt2mx
 from pt2mx import MXError, MXQuantizer
 from pt2mx.pt2e.onnx.export import export_onnx
+from pt2mx.pt2e.onnx.exportable import drop_size_assertions
 from tests.compare import same
-from tests.flow import convert, exported
+from tests.flow import convert, exported, reloaded
 
 X, SQUARE = (torch.randn(2, 64),), (torch.randn(64, 64),)
 
@@ -119,3 +121,28 @@ def test_a_model_that_writes_to_an_input(tmp_path):
     with pytest.raises(MXError, match=r"the model writes to its input 'cache', .* an ONNX graph writes to none"):
         export_onnx(converted, tmp_path / "cache.onnx", args)
     assert not list(tmp_path.iterdir())
+
+
+class MatmulTimesNumber(nn.Module):
+    """Blocks along a dynamic dimension, and a number that the model checks itself."""
+
+    def forward(self, a, b, n):
+        size = n.item()
+        torch._check(size >= 2)
+        return (a @ b) * size
+
+
+def test_assertions_on_sizes_of_codes_go_and_others_stay():
+    inputs = torch.randn(2, 40), torch.randn(40, 3), torch.tensor(3)
+    shapes = ({1: Dim("k")}, {0: Dim("k")}, None)
+    converted = convert(MatmulTimesNumber(), inputs, "mxfp4", shapes=shapes)
+    model = reloaded(torch.export.export(converted, inputs, dynamic_shapes=shapes)).module()
+
+    def assertions():
+        return len(model.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default))
+
+    before, expected = assertions(), model(*inputs)
+    drop_size_assertions(model)
+    assert before - assertions() == 4  # of codes and scales of both operands
+    assert assertions() >= 1
+    assert same(model(*inputs), expected)

@@ -31,7 +31,7 @@ def test_what_is_no_file(path, match):
 
 
 def test_a_model_that_is_larger_than_a_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_MOST", 10)
+    monkeypatch.setattr(files, "_LIMIT", 10)
     with pytest.raises(MXError, match=r"the model has more than the 10 bytes of an ONNX file: quantize more of it"):
         write_model(network(), tmp_path / "net.onnx")
     assert not list(tmp_path.iterdir())

@@ -16,7 +16,7 @@ def test_attributes_are_read_as_they_were_written(attributes, inputs):
         DOMAIN, type(attributes).op_type, inputs, ["Y"], "name",
     )  # fmt: skip
     assert type(attributes).of(node) == attributes
-    node.op_type += ".fp4_e2m1_b32"  # a body's
+    node.op_type += ".fp4_e2m1_b32"  # the name of its function
     assert type(attributes).of(node) == attributes
 
 
@@ -32,11 +32,11 @@ def test_spec():
     assert FAKE.replace(axis=2).spec.axis == 2
 
 
-def test_nodes_of_graphs_inside():
+def test_nodes_of_subgraphs():
     inner = helper.make_graph([FAKE.make(["X"], "A")], "inner", [], [])
     outer = helper.make_node("If", ["c"], ["B"], then_branch=inner, else_branch=inner)
     model = helper.make_model(helper.make_graph([FAKE.make(["X"], "Y"), outer], "net", [], []))
     assert [graph.name for graph in graphs_in(model.graph)] == ["net", "inner", "inner"]
-    assert [(node.output[0], found) for node, found in FakeQuantizeMX.nodes_in(model)] == [
+    assert [(node.output[0], attributes) for node, attributes in FakeQuantizeMX.nodes_in(model)] == [
         (name, FAKE) for name in ("Y", "A", "A")
     ]

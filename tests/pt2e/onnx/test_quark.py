@@ -8,9 +8,8 @@ from onnx import TensorProto, helper
 import pt2mx
 from pt2mx import FORMATS, MXError, MXSpec, quark
 from pt2mx.pt2e.onnx.export import export_onnx
-from pt2mx.pt2e.onnx.functions import onnx_functions
 from pt2mx.pt2e.onnx.nodes import DequantizeMX, FakeQuantizeMX
-from pt2mx.pt2e.onnx.quark import attributes_of, quark_nodes, to_quark
+from pt2mx.pt2e.onnx.quark import attributes_of, onnx_functions, quark_nodes, to_quark
 from tests.compare import same
 from tests.onnx_nodes import run
 

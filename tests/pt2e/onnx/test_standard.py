@@ -12,7 +12,7 @@ from pt2mx import MXSpec
 from pt2mx.modes import SCALE_MODES
 from pt2mx.pt2e.onnx.export import export_onnx
 from pt2mx.pt2e.onnx.nodes import DequantizeMX, FakeQuantizeMX
-from pt2mx.pt2e.onnx.quantize_onnx import quantize_onnx
+from pt2mx.pt2e.onnx.quantize.quantize_onnx import quantize_onnx
 from pt2mx.pt2e.onnx.standard import to_standard
 from tests.compare import same
 from tests.onnx_float_files import old_network, recurrent_network

@@ -10,7 +10,7 @@ from onnx.reference import ReferenceEvaluator
 import pt2mx
 from pt2mx import MXError, MXSpec
 from pt2mx.kernels.packing import group_of
-from pt2mx.pt2e.onnx.bodies import add_bodies, dequantize, fake_quantize
+from pt2mx.pt2e.onnx.function_bodies import add_bodies, dequantize, fake_quantize
 from pt2mx.pt2e.onnx.nodes import DOMAIN, VERSION, DequantizeMX, FakeQuantizeMX
 from tests.compare import differing, same
 from tests.onnx_nodes import DTYPES, model_of, operator, run

@@ -1,7 +1,7 @@
-"""The bodies of the nodes: functions of standard operators that compute, to the bit, what pt2mx's operators do.
+"""The ONNX functions of the nodes: bodies of standard operators that give the bits of pt2mx's operators.
 
-ONNX reads no bits of a float below opset 26. The power of two below a float is found by three operations instead
-(`_power`), values are scaled by products with powers of two and rounded by `Round`, all of them exact. Opset 18 to 25.
+ONNX has no operator for the bits of a float below opset 26. `_power` computes the power of two below a float in three
+operations instead. Values are multiplied with powers of two and rounded by `Round`. All of it is exact. Opset 18 to 25.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from pt2mx.formats import ElementFormat
 from pt2mx.kernels.elements import decode
 from pt2mx.kernels.packing import group_of, is_packed, unpack
 from pt2mx.modes import SCALE_MODES
-from pt2mx.pt2e.onnx.blocks import Blocks
-from pt2mx.pt2e.onnx.function import Function, Input, onnx
+from pt2mx.pt2e.onnx.function import Blocks, Function, Input, onnx
 from pt2mx.pt2e.onnx.nodes import DOMAIN, VERSION, DequantizeMX, FakeQuantizeMX, MXNode
 from pt2mx.spec import MXSpec
 
 _TYPE = onnx.TensorProto
-#: the largest float below 0.5: a sum with it reaches the next whole number from a half on, and not from less
+#: the largest float below 0.5: x plus it reaches the next whole number if the fraction of x is a half or more
 _BELOW_HALF = 0.5 - 2.0**-25
-#: what is added to it becomes whole, ties going to even
+#: adding and subtracting it rounds to a whole number, ties to even
 _MAGIC = 1.5 * 2.0**23
-#: the values of E8M0 bytes; the last one marks a block that held an Inf or a NaN
+#: the values of E8M0 bytes; the last one marks a block with an Inf or a NaN
 _POWERS = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
 
 
@@ -36,9 +35,9 @@ def fake_quantize(spec: MXSpec, opset: int, length: int = -1) -> Any:
     """Return the function that fake quantizes its input X, of any float dtype, to an output Y of the same dtype.
 
     Args:
-        spec: a scale mode that searches nothing, rounding to nearest, E8M0 scales; `axis` -1 or not negative.
-        opset: of the model that takes the function, 18 to 25.
-        length: the extent along the axis; -1 where it is dynamic. A function of a known one is faster.
+        spec: a scale mode without a search, rounding to nearest, E8M0 scales; `axis` -1 or not negative.
+        opset: the opset of the model, 18 to 25.
+        length: the size along the axis; -1 where it is dynamic. A function for a known size is faster.
 
     Returns:
         The `FunctionProto`, with a name that other specs do not have.
@@ -55,7 +54,7 @@ def fake_quantize(spec: MXSpec, opset: int, length: int = -1) -> Any:
     highest, lowest = (f.op(reduce, values, [blocks.inner]) for reduce in ("ReduceMax", "ReduceMin"))
     unit = unit_of(f, f.op("Max", highest, f.op("Neg", lowest)), spec)
     v = f.op("Div", values, unit)
-    # a block with an Inf or a NaN has no other sum than these, and becomes NaN
+    # the sum of a block with an Inf or a NaN is one of these, and times 0 it is NaN; of another block it is 0
     unit = f.op("Add", unit, f.op("Mul", f.op("ReduceSum", v, [blocks.inner]), 0.0))
     y = f.op("Mul", _round(f, v, spec), unit)
     f.op("CastLike", blocks.join(f, y, x), "X", output="Y")
@@ -66,10 +65,10 @@ def dequantize(spec: MXSpec, opset: int, length: int = -1, dtype: int = _TYPE.FL
     """Return the function that dequantizes codes, uint8, with scales, uint8, as pt2mx stores them.
 
     Args:
-        spec: an element of at most 8 bits; `axis` -1 or not negative. The modes do not matter.
-        opset: of the model that takes the function, 18 to 25.
-        length: values along the axis; -1 for all codes that the bytes hold.
-        dtype: of the values, a `TensorProto.DataType`.
+        spec: an element of at most 8 bits; `axis` -1 or not negative. Scale mode and rounding do not matter.
+        opset: the opset of the model, 18 to 25.
+        length: values along the axis; -1 for all codes that the bytes contain.
+        dtype: the type of the values, a `TensorProto.DataType`.
 
     Returns:
         The `FunctionProto`, whose inputs are `codes` and `scale`, with a name that other specs do not have.
@@ -80,12 +79,12 @@ def dequantize(spec: MXSpec, opset: int, length: int = -1, dtype: int = _TYPE.FL
     element, blocks = spec.element, Blocks.of(spec, length)
     if element.is_wide:
         raise MXError(f"codes of {element} take two bytes, which ONNX files do not hold: take an element of 8 bits")
-    filled = is_packed(element.bits) and length % group_of(element.bits)[0] > 0 and length > 0
+    padded = is_packed(element.bits) and length % group_of(element.bits)[0] > 0 and length > 0
     name = f"{DequantizeMX.op_type}.{element}_{_TYPE.DataType.Name(dtype).lower()}_{blocks.name}"
-    name += f"_of{length}" * filled
+    name += f"_of{length}" * padded
     f = Function(name, ["codes", "scale"], [field.name for field in fields(DequantizeMX)])
     x = _decode(f, "codes", element, blocks)
-    if filled:  # the last group of codes
+    if padded:  # drop the codes that fill the last group
         x = f.op("Slice", x, [0], [length], [spec.axis])
     scale = f.op("Gather", _POWERS, f.op("Cast", blocks.split_scale(f, "scale"), to=_TYPE.INT32))
     y = f.op("Mul", blocks.split(f, x), scale)
@@ -94,14 +93,14 @@ def dequantize(spec: MXSpec, opset: int, length: int = -1, dtype: int = _TYPE.FL
 
 
 def body(node: MXNode, opset: int) -> Any:
-    """Return the function of a node, by its attributes."""
+    """Return the function for the attributes of a node."""
     if isinstance(node, DequantizeMX):
         return dequantize(node.spec, opset, node.length, node.dtype)
     return fake_quantize(node.spec, opset, node.length)
 
 
 def add_bodies(model: Any) -> Any:
-    """Give each node of the domain `pt2mx` in a model its function, one of each spec, and return the model."""
+    """Add the functions of the nodes of the domain `pt2mx` to a model, one for each spec, and return the model."""
     opset = next(entry.version for entry in model.opset_import if entry.domain == "")
     functions = {function.name: function for function in model.functions if function.domain == DOMAIN}
     known: dict[MXNode, str] = {}
@@ -130,8 +129,8 @@ def _check(spec: MXSpec) -> None:
 
 
 def _power(f: Function, x: str, factor: float = 1.0) -> str:
-    """x: floats from 2**-126 on and so that x and x * factor * 2**23 are finite -> the power of two at or below each,
-    times `factor`, a power of two. Less than 2**-126 gives at most that.
+    """x: floats of at least 2**-126, with x and x * factor * 2**23 finite -> the power of two at or below each, times
+    `factor`, a power of two. Smaller floats give at most the result of 2**-126.
 
     Source: Rump, Ogita, Oishi, "Accurate Floating-Point Summation, Part I" (2008), `ufp`.
     """
@@ -140,28 +139,28 @@ def _power(f: Function, x: str, factor: float = 1.0) -> str:
 
 
 def unit_of(f: Function, amax: str, spec: MXSpec) -> str:
-    """amax: (..., blocks, 1, ...) -> the scale of each block; of an integer, that of its codes."""
+    """amax: (..., blocks, 1, ...) -> the scale of each block; for integer elements, the value of a code's unit."""
     element = spec.element
     step = 2.0**-element.mantissa_bits if element.is_int else 1.0
-    # a finite number in the place of Inf, and of what would become Inf; with 2**-23, to be multiplied away
+    # the minimum replaces Inf, and numbers whose power would overflow; the factor 2**-23 is undone by 2**23 below
     power = _power(f, f.op("Min", amax, 1.5 * 2.0**127), 2.0**-23)
     unit = f.op("Max", f.op("Mul", power, 2.0 ** (23 - element.emax) * step), 2.0**-127 * step)
     threshold = SCALE_MODES[spec.scale_mode].threshold(element)
     if threshold == 2**23 - 1:  # never rounded up
         return unit
     highest = (1 + threshold * 2.0**-23) * 2.0**element.emax / step
-    factor = f.op("Ceil", f.op("Div", f.op("Div", amax, unit), highest))  # 1 or 2, of zeros 0
+    factor = f.op("Ceil", f.op("Div", f.op("Div", amax, unit), highest))  # 1 or 2; 0 for zeros
     return f.op("Clip", f.op("Mul", unit, factor), 2.0**-127 * step, 2.0**127 * step)
 
 
 def _round(f: Function, v: str, spec: MXSpec) -> str:
-    """v: values in units of `unit_of` -> neighbouring values of the element, saturated, in the same units."""
+    """v: values in units of `unit_of` -> the values of the element that they round to, saturated, in the same units."""
     element, to_whole = spec.element, _ROUNDINGS[spec.rounding]
     if element.is_int:
         step = 2.0**-element.mantissa_bits
         whole = v if spec.rounding == "even" else to_whole(f, v, v)
         whole = f.op("Clip", whole, element.lowest / step, element.max_normal / step)
-        # two's complement has no negative zero: this makes one positive, and a sum with 0.0 would be optimized away
+        # two's complement has no negative zero: this makes it positive. Adding 0.0 would be optimized away
         return f.op("Sub", f.op("Add", whole, _MAGIC), _MAGIC)
     v = f.op("Clip", v, element.lowest, element.max_normal)
     quantum = _power(f, f.op("Abs", v), 2.0**-element.mantissa_bits)
@@ -170,20 +169,20 @@ def _round(f: Function, v: str, spec: MXSpec) -> str:
 
 
 def _half_away(f: Function, units: str, v: str) -> str:
-    """units: values in quanta -> whole numbers with the sign of v, also of -0; none has its quantum below 2**-100."""
+    """units: values in quanta -> whole numbers with the sign of v, also for -0. No quantum is below 2**-100."""
     whole = f.op("Floor", f.op("Add", f.op("Abs", units), _BELOW_HALF))
     return f.op("Mul", whole, f.op("Clip", f.op("Mul", v, 2.0**100), -1.0, 1.0))
 
 
 def _half_up(f: Function, units: str, v: str) -> str:
-    """As `_half_away`, ties toward positive infinity."""
+    """Round as `_half_away`, with ties toward positive infinity."""
     below = f.op("Floor", units)
     above = f.op("GreaterOrEqual", f.op("Sub", units, below), 0.5)
     whole = f.op("Abs", f.op("Add", below, f.op("Cast", above, to=_TYPE.FLOAT)))
     return f.op("Mul", whole, f.op("Clip", f.op("Mul", v, 2.0**100), -1.0, 1.0))
 
 
-#: how values in quanta become whole numbers of them
+#: rounding -> the operations that round values in quanta to whole numbers
 _ROUNDINGS: dict[str, Callable[[Function, str, str], str]] = {
     "even": lambda f, units, v: f.op("Round", units),
     "half_away": _half_away,
@@ -192,11 +191,11 @@ _ROUNDINGS: dict[str, Callable[[Function, str, str], str]] = {
 
 
 def _decode(f: Function, codes: str, element: ElementFormat, blocks: Blocks) -> str:
-    """codes: (..., bytes, ...) uint8 -> (..., codes that they hold, ...) float32, each the entry of a table."""
+    """codes: (..., bytes, ...) uint8 -> (..., codes, ...) float32. Each value is looked up in a table."""
     per_group, size = group_of(element.bits)
     codes = f.op("Cast", codes, to=_TYPE.INT32)
-    groups = f.op("Div", blocks.extent(f, codes), [size])
-    if size == 1:  # a table for each of the codes that share a byte
+    groups = f.op("Div", blocks.size_along(f, codes), [size])
+    if size == 1:  # one table for each code within a byte
         each = unpack(torch.arange(256, dtype=torch.uint8).unsqueeze(1), 1, element.bits)  # (256, per_group)
         tables = decode(each, element).T.contiguous().numpy()
         values = [f.op("Gather", table, codes) for table in tables]

@@ -1,4 +1,4 @@
-"""The operators of a float ONNX file that are quantized: which inputs, and along which dimension each is blocked.
+"""The operators of a float ONNX file that are quantized: their operands, and the block axis of each.
 
 A new operator is a new row. The block axis is the dimension that the operator reduces, as in
 `pt2mx.pt2e.quantizer.operators`.
@@ -7,31 +7,25 @@ A new operator is a new row. The block axis is the dimension that the operator r
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from onnx import NodeProto, helper
+from onnx import NodeProto
 
+from pt2mx.pt2e.onnx.nodes import node_attributes
 from pt2mx.pt2e.quantizer.operators import ROWS, Operand
 
 aten = torch.ops.aten
 
-#: the operands of a node, or how they follow from its attributes
+#: the operands of a node, or a function of the node that returns them
 Row = tuple[Operand, ...] | Callable[[NodeProto], tuple[Operand, ...]]
 
 
-def attributes_of(node: NodeProto) -> dict[str, Any]:
-    """The attributes of a node by name, text as `str`."""
-    values = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-    return {name: value.decode() if isinstance(value, bytes) else value for name, value in values.items()}
-
-
 def _gemm(node: NodeProto) -> tuple[Operand, ...]:
-    """A (M, K), B (K, N), each maybe transposed."""
-    given = attributes_of(node)
+    """Return the operands A (M, K) and B (K, N), each possibly transposed, and the bias."""
+    attributes = node_attributes(node)
     return (
-        Operand("input", 0, "operand", -2 if given.get("transA") else -1),
-        Operand("other", 1, "operand", -1 if given.get("transB") else -2),
+        Operand("input", 0, "operand", -2 if attributes.get("transA") else -1),
+        Operand("other", 1, "operand", -1 if attributes.get("transB") else -2),
         Operand("bias", 2, "bias", -1),
     )
 
@@ -42,12 +36,12 @@ def _conv(weight_axis: int) -> tuple[Operand, ...]:
 
 
 def _gather(node: NodeProto) -> tuple[Operand, ...]:
-    """The rows of an embedding; a gather along another axis is none."""
-    return ROWS if attributes_of(node).get("axis", 0) == 0 else ()
+    """Return the rows of an embedding; a gather along another axis is no embedding."""
+    return ROWS if node_attributes(node).get("axis", 0) == 0 else ()
 
 
 _BIAS = Operand("bias", 2, "bias", -1)
-# X (sequence, batch, in), W (directions, gates, in), R (directions, gates, hidden); hidden states stay inside
+# X (sequence, batch, in), W (directions, gates, in), R (directions, gates, hidden); hidden states are not quantized
 _RECURRENT = (
     Operand("input", 0, "activation", -1),
     Operand("weight_ih", 1, "weight", -1),
@@ -66,10 +60,10 @@ OPERANDS: dict[str, Row] = {
     "Gather": _gather,
 }
 
-#: products that stay in high precision, for the report
-OTHER_PRODUCTS = ("Attention", "Einsum", "QLinearConv", "QLinearMatMul", "ConvInteger", "MatMulInteger", "DeformConv")
+#: matmuls and convolutions that stay in high precision, for the report
+OTHER_MATMULS = ("Attention", "Einsum", "QLinearConv", "QLinearMatMul", "ConvInteger", "MatMulInteger", "DeformConv")
 
-#: the operator that `set_operator_type` means, where a file does not say from what its node was exported
+#: the operator that `set_operator_type` means, where a file does not say what its node was exported from
 ATEN = {
     "MatMul": aten.matmul.default,
     "Gemm": aten.linear.default,
@@ -83,7 +77,7 @@ ATEN = {
 
 
 def operands_of(node: NodeProto) -> tuple[Operand, ...]:
-    """The operands of a node that are there; none of an operator that is not quantized."""
+    """Return the operands that a node has; none for an operator that is not quantized."""
     row = OPERANDS.get(node.op_type, ()) if node.domain == "" else ()
     operands = row(node) if callable(row) else row
     return tuple(o for o in operands if o.position < len(node.input) and node.input[o.position])

@@ -4,10 +4,9 @@ import pytest
 from onnx import TensorProto, helper
 
 from pt2mx import MXError, MXQuantizationConfig
-from pt2mx.pt2e.onnx.float_graph import FloatGraph
-from pt2mx.pt2e.onnx.float_plan import plan
-from pt2mx.pt2e.onnx.float_settings import quantizer_of
-from pt2mx.pt2e.onnx.quantize_onnx import quantize_onnx
+from pt2mx.pt2e.onnx.quantize.graph import FloatGraph
+from pt2mx.pt2e.onnx.quantize.plan import plan, quantizer_of
+from pt2mx.pt2e.onnx.quantize.quantize_onnx import quantize_onnx
 from tests.onnx_float_files import model_of, weight
 from tests.onnx_nodes import differences
 

@@ -7,7 +7,7 @@ from onnx import TensorProto, helper, numpy_helper
 import pt2mx
 from pt2mx import MXQuantizationConfig
 from pt2mx.pt2e.onnx.nodes import DequantizeMX, FakeQuantizeMX
-from pt2mx.pt2e.onnx.quantize_onnx import quantize_onnx
+from pt2mx.pt2e.onnx.quantize.quantize_onnx import quantize_onnx
 from tests.onnx_float_files import (
     branching_network,
     model_of,
@@ -101,7 +101,7 @@ def test_a_batch_norm_is_folded_before_the_weight_is_quantized(tmp_path):
     assert torch.allclose(run(model, x)[0], run(floats, x)[0], atol=0.1)
 
 
-def test_graphs_inside_stay_and_the_report_says_so(tmp_path):
+def test_subgraphs_stay_and_the_report_says_so(tmp_path):
     floats = branching_network()
     report, model = quantized(floats, tmp_path)
     assert {tensor.name for tensor in model.graph.initializer} == {"w", "w_codes", "w_scale"}
@@ -115,6 +115,22 @@ def test_graphs_inside_stay_and_the_report_says_so(tmp_path):
         assert set(differences(model, {"x": x, "flag": np.array(flag)}).values()) == {0}
         (got,), (want,) = run(model, x, np.array(flag)), run(floats, x, np.array(flag))
         assert torch.allclose(got, want, atol=0.1) and not torch.equal(got, want)
+
+
+def test_a_matmul_in_nested_subgraphs_is_reported_once(tmp_path):
+    floats = branching_network()
+    choice = floats.graph.node.pop()
+    choice.output[0] = "chosen"
+    result = helper.make_tensor_value_info("chosen", TensorProto.FLOAT, [None] * 2)
+    branch = helper.make_graph([choice], "branch", [], [result])
+    same = helper.make_graph([helper.make_node("Identity", ["h"], ["chosen"])], "same", [], [result])
+    floats.graph.node.append(helper.make_node("If", ["flag"], ["y"], "outer", then_branch=branch, else_branch=same))
+    report, _ = quantized(floats, tmp_path)
+    assert [(o.name, o.reason) for o in report.operators] == [
+        ("first", None),
+        ("b_product", "inside the sub-graph of outer"),
+        ("a_product", "inside the sub-graph of outer"),
+    ]
 
 
 @pytest.mark.parametrize("dtype", [TensorProto.FLOAT16, TensorProto.BFLOAT16])

@@ -5,7 +5,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from pt2mx import MXError, MXQuantizationConfig
 from pt2mx.pt2e.onnx.nodes import FakeQuantizeMX
-from pt2mx.pt2e.onnx.quantize_onnx import quantize_onnx
+from pt2mx.pt2e.onnx.quantize.quantize_onnx import quantize_onnx
 from tests.onnx_float_files import (
     model_of,
     old_network,

@@ -1,0 +1,1 @@
+"""`quantize_onnx`: quantize a float ONNX file."""

@@ -1,0 +1,276 @@
+"""Plan the quantization of an ONNX file: the settings of each node, the spec of each operand, or why it has none."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from onnx import NodeProto, TensorProto
+from torch.fx import Graph, Node
+
+from pt2mx import quark
+from pt2mx.errors import MXError
+from pt2mx.pt2e.onnx.quantize.graph import FloatGraph, Source
+from pt2mx.pt2e.onnx.quantize.operators import ATEN, operands_of
+from pt2mx.pt2e.quantizer.attention import REMARK
+from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
+from pt2mx.pt2e.quantizer.matching import modules_of
+from pt2mx.pt2e.quantizer.operators import OPERANDS, Operand
+from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
+from pt2mx.pt2e.quantizer.recipe import ORDER
+from pt2mx.pt2e.quantizer.settings import Config
+from pt2mx.spec import MXSpec
+
+#: data types that MX formats can replace
+HIGH_PRECISION = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+_FLOATS = (*HIGH_PRECISION, TensorProto.DOUBLE)
+
+
+@dataclass(frozen=True)
+class QuantizedOperand:
+    """A quantized operand: its tensor, the constant behind it, and its spec. The axis counts the dimensions of the
+    constant, or those of a computed tensor."""
+
+    operand: Operand
+    tensor: str
+    role: str
+    spec: MXSpec
+    source: Source | None
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """The plan of a node: its quantized operands, the spec of its output, why operands are not quantized, a remark."""
+
+    node: NodeProto
+    module: str
+    operands: tuple[QuantizedOperand, ...] = ()
+    output: MXSpec | None = None
+    reasons: tuple[str, ...] = ()
+    remark: str | None = None
+
+    def __bool__(self) -> bool:
+        """Return whether anything is quantized."""
+        return bool(self.operands) or self.output is not None
+
+
+def quantizer_of(config: object) -> MXQuantizer:
+    """Return the quantizer for a config, as `quantize_onnx` takes it.
+
+    Raises:
+        MXError: for another object.
+    """
+    if isinstance(config, Mapping):
+        spec = quark.mx_spec(config)
+        config = MXQuantizationConfig(activation=spec, weight=spec)
+    if isinstance(config, MXQuantizationConfig):
+        config = MXQuantizer().set_global(config)
+    if isinstance(config, str | os.PathLike):
+        config = MXQuantizer.from_recipe(config)
+    if not isinstance(config, MXQuantizer):
+        raise MXError(
+            f"config must be an MXQuantizer, an MXQuantizationConfig, the name or file of a recipe, or Quark's "
+            f"dictionary of {', '.join(quark.MX_OP_DEFAULT_ATTRS)}, not {config!r}"
+        )
+    return config
+
+
+def plan(graph: FloatGraph, quantizer: MXQuantizer) -> list[NodePlan]:
+    """Plan each node that can be quantized, in the order of execution. Warn of settings that select no node.
+
+    Raises:
+        MXError: for a selected node that computes in float64.
+    """
+    settings, fx_graph = NodeSettings(quantizer), Graph()
+    layers = [node for node in graph.graph.node if operands_of(node) and _is_layer(graph, node)]
+    nodes = {stand_in(node, fx_graph): node for node in layers}
+    plans: dict[Node, NodePlan] = {}
+    for key, node in nodes.items():
+        config, reason = settings.config_of(key)
+        plans[key] = _planned(graph, node, key, config, reason)
+    for key, (config, reason) in settings.at_the_ends([key for key, plan in plans.items() if plan]).items():
+        plans[key] = _planned(graph, nodes[key], key, config, reason)
+    settings.warn_unmatched()
+    return list(plans.values())
+
+
+def _is_layer(graph: FloatGraph, node: NodeProto) -> bool:
+    """Return False for a Gather from anything but a constant matrix of floats: it is no embedding."""
+    source = graph.source(node.input[0]) if node.op_type == "Gather" else None
+    if source is None:
+        return node.op_type != "Gather"
+    return not source.chain and len(source.constant.dims) == 2 and source.constant.data_type in _FLOATS
+
+
+def _planned(
+    graph: FloatGraph, node: NodeProto, fx_node: Node, config: MXQuantizationConfig | None, reason: str
+) -> NodePlan:
+    module = _module_of(fx_node)
+    if config is None:
+        return NodePlan(node, module, reasons=(reason,))
+    operands: list[QuantizedOperand] = []
+    reasons: list[str] = []
+    remarks: list[str] = []
+    for operand in operands_of(node):
+        tensor = node.input[operand.position]
+        source = graph.source(tensor)
+        role = operand.role if operand.role != "operand" else "activation" if source is None else "weight"
+        spec = config.spec_of(operand.name, role)
+        if spec is None:
+            continue
+        if unfit := _unfit(graph, tensor, source, node, operand):
+            reasons.append(unfit)
+            continue
+        axis = operand.axis
+        if _is_value(graph, node, operand, source):
+            axis = {-1: -2, -2: -1}[axis] if config.value_blocks == "head_dim" else axis
+            remarks += [REMARK] * (config.value_blocks == "key_length")
+        if axis < -1 and source is None and graph.shape(tensor) is None:
+            reasons.append(f"{tensor} has an unknown rank")
+            continue
+        if tensor in graph.defaults:
+            remarks.append(f"{tensor} is a default of an input, no constant: it is quantized at each call")
+        operands.append(QuantizedOperand(operand, tensor, role, _along(graph, spec, axis, tensor, source), source))
+    first = node.output[0]  # empty where the hidden states of a recurrent layer have no user
+    output = config.output if first and _dtype(graph, first, node) in HIGH_PRECISION else None
+    if not (operands or output or reasons):
+        reasons.append("the config names no spec for its operands")
+    output = None if output is None else output.replace(axis=-1)
+    remark = "; ".join(dict.fromkeys(remarks)) if operands else None
+    return NodePlan(node, module, tuple(operands), output, tuple(dict.fromkeys(reasons)), remark or None)
+
+
+def _module_of(fx_node: Node) -> str:
+    """Return the innermost module of the torch model around a node, if the file records it."""
+    names = [name for name, kind in modules_of(fx_node) if name and kind not in ATEN]
+    return names[-1] if names else ""
+
+
+def _is_value(graph: FloatGraph, node: NodeProto, operand: Operand, source: Source | None) -> bool:
+    """Return whether an operand is the computed value of an attention, which its probabilities are multiplied with."""
+    if node.op_type != "MatMul" or source is not None or len(graph.shape(node.input[operand.position]) or (1, 1)) < 2:
+        return False
+    other = node.input[1 - operand.position]
+    return graph.is_probabilities(other) and not graph.is_probabilities(node.input[operand.position])
+
+
+def _along(graph: FloatGraph, spec: MXSpec, axis: int, tensor: str, source: Source | None) -> MXSpec:
+    """Return the spec with its axis, counted from the front for a constant and for a tensor of known rank.
+
+    The second factor of a matmul may be a vector, which is reduced along its only dimension.
+    """
+    if source is not None:
+        return spec.replace(axis=source.axis(axis))
+    shape = graph.shape(tensor)
+    return spec.replace(axis=axis if shape is None else max(axis, -len(shape)) % len(shape))
+
+
+def _dtype(graph: FloatGraph, tensor: str, node: NodeProto) -> int | None:
+    """Return the data type of an input or output of a node.
+
+    After an operator of another domain it is unknown; the type of the node's constant operand is taken then.
+    """
+    constants = (source.constant for name in node.input if (source := graph.source(name)) is not None)
+    return graph.dtype(tensor) or next((constant.data_type for constant in constants), None)
+
+
+def _unfit(graph: FloatGraph, tensor: str, source: Source | None, node: NodeProto, operand: Operand) -> str | None:
+    """Return why a tensor cannot be quantized although a config names a spec for it; None where it can."""
+    if graph.is_dequantized(tensor):
+        return f"{tensor} is quantized already, before a DequantizeLinear"
+    dtype = _dtype(graph, tensor, node) if source is None else source.constant.data_type
+    shape = graph.shape(tensor) if source is None else tuple(source.constant.dims)
+    if dtype == TensorProto.DOUBLE:
+        raise MXError(
+            f"{node.op_type} {node.name!r} computes in float64, which MX cannot represent: export the model in "
+            "float32, or leave the node out with set_module_name(name, None)"
+        )
+    if dtype is None:
+        return f"{tensor} has an unknown type"
+    if dtype not in HIGH_PRECISION:
+        return f"{tensor} holds {TensorProto.DataType.Name(dtype).lower()}"
+    if shape == ():
+        return f"{tensor} is a scalar"
+    if operand.role == "operand" and shape is not None:
+        length = shape[max(operand.axis, -len(shape))]
+        if length == 1:
+            return "one value a block (an outer product, or a broadcast)"
+    return None
+
+
+class NodeSettings(MXQuantizer):
+    """The settings of a quantizer, applied to stand-ins for the nodes of ONNX.
+
+    A setting selects a node by the node's name, also with "." instead of "/", by the scopes that torch.onnx.export
+    records in it, and by the module in a weight's name: `conv1` selects the user of `conv1.weight`. Types are those of
+    ONNX ("Conv") and the classes that the exporter records.
+
+    Raises:
+        MXError: for settings that are not for ONNX files.
+    """
+
+    def __init__(self, quantizer: MXQuantizer) -> None:
+        super().__init__()
+        self.__dict__.update(vars(quantizer))
+        unsupported = {"algorithms": self.algorithms, "kv_cache": self.kv_cache, ORDER: self._settings[ORDER]}
+        for name, value in unsupported.items():
+            if value:
+                raise MXError(f"{name} is not for ONNX files: take it out of the settings, or quantize the torch model")
+        self._matched: set[tuple[str, object]] = set()
+        self._candidates_seen: list[Node] = []
+
+    def config_of(self, node: Node) -> tuple[Config, str]:
+        """Return the config of a node, and the reason if it is None."""
+        self._candidates_seen.append(node)
+        return self._config_of(node, {}, self._matched, constants=set())  # a stand-in has no operands
+
+    def at_the_ends(self, quantized: list[Node]) -> dict[Node, tuple[Config, str]]:
+        """Return the configs of quantized nodes, in the order of execution, that `set_first` and `set_last` select."""
+        configs = {}
+        for node, (source, config) in self._at_the_ends(quantized).items():
+            self._matched.add(source)
+            configs[node] = (config, f"excluded by {source[0]} {source[1]}")
+        return configs
+
+    def warn_unmatched(self) -> None:
+        """Warn of settings that select no node."""
+        self._warn_unmatched(self._candidates_seen, self._matched)
+
+
+def stand_in(node: NodeProto, graph: Graph) -> Node:
+    """Return a torch.fx node with the modules and the operator that a node of ONNX was exported from."""
+    recorded = {prop.key.rpartition(".")[2]: prop.value for prop in node.metadata_props}
+    scopes, classes = (_list(recorded.get(key)) for key in ("name_scopes", "class_hierarchy"))
+    modules = list(zip(scopes, classes, strict=False))[:-1]  # the last one is the operator
+    weights = [name.rpartition(".")[0] for name in node.input if "." in name]
+    modules += [(name, "") for name in weights]
+    dotted = node.name.strip("/").replace("/", ".")
+    modules += [(name, node.op_type) for name in dict.fromkeys((dotted, node.name))]
+    operator = _operator(classes[-1]) if classes else None
+    made = graph.create_node("call_function", operator or ATEN[node.op_type], name=dotted.replace(".", "_"))
+    made.meta["nn_module_stack"] = {str(i): module for i, module in enumerate(modules)}
+    return made
+
+
+def name_and_type(fx_node: Node) -> tuple[str, str]:
+    """Return the name and the type of the ONNX node of a stand-in."""
+    return [*fx_node.meta["nn_module_stack"].values()][-1]
+
+
+def _list(text: str | None) -> list[str]:
+    try:
+        items = ast.literal_eval(text or "[]")
+    except (SyntaxError, ValueError):
+        return []
+    return [str(item) for item in items] if isinstance(items, list) else []
+
+
+def _operator(name: str) -> torch._ops.OpOverload | None:
+    """Return the operator named as `aten.linear.default`; None for one that is not quantized."""
+    if name.removesuffix(".default") not in OPERANDS:
+        return None
+    packet, overload = name.removeprefix("aten.").split(".")
+    return getattr(getattr(torch.ops.aten, packet), overload)
