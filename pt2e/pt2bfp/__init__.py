@@ -1,8 +1,8 @@
-"""pt2-bfp's surface: the names of d-Matrix's block floating point quantizer (`dmx.compressor.pt2bfp`) over this flow.
+"""pt2-bfp's API: the names of d-Matrix's block floating point quantizer (`dmx.compressor.pt2bfp`) over this flow.
 
 A program written for it runs with its imports changed to `pt2mx.pt2e.pt2bfp`. Blocks run along the axis of the format,
-or the one that an operator reduces; the scale of a block comes from its values, so that observers of block formats
-change no number, and `eps`, `qscheme` and the like have no effect on them.
+or the one that an operator reduces. The scale of a block comes from its values: observers of block formats change no
+number, and `eps`, `qscheme` and similar arguments have no effect.
 """
 
 from collections.abc import Callable
@@ -17,12 +17,6 @@ from pt2mx.pt2e.observer import (
     enable_observer,
 )
 from pt2mx.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
-from pt2mx.pt2e.pt2bfp.affine import (
-    default_fake_quant,
-    default_per_channel_weight_fake_quant,
-    default_weight_fake_quant,
-)
-from pt2mx.pt2e.pt2bfp.annotations import get_bias_qspec, get_input_act_qspec, get_output_act_qspec, get_weight_qspec
 from pt2mx.pt2e.pt2bfp.formats import _get_format_params as _get_format_params
 from pt2mx.pt2e.pt2bfp.formats import _quantize_bfp as _quantize_bfp
 from pt2mx.pt2e.pt2bfp.formats import max_norm, min_norm
@@ -35,10 +29,23 @@ from pt2mx.pt2e.pt2bfp.quantization_mapping import (
     get_static_quant_module_class,
 )
 from pt2mx.pt2e.pt2bfp.quantize import convert, prepare, prepare_qat, quantize
-from pt2mx.pt2e.pt2bfp.quantize_fx import convert_fx, prepare_fx, prepare_qat_fx
-from pt2mx.pt2e.pt2bfp.quantize_pt2e import convert_pt2e
-from pt2mx.pt2e.pt2bfp.quantizer import BFPQuantizer
-from pt2mx.pt2e.pt2bfp.specs import DEFAULT_FORMAT, BFPQuantizationConfig, BFPQuantizationSpec, QConfig
+from pt2mx.pt2e.pt2bfp.quantize_graph import convert_fx, convert_pt2e, prepare_fx, prepare_qat_fx
+from pt2mx.pt2e.pt2bfp.quantizer import (
+    BFPQuantizer,
+    get_bias_qspec,
+    get_input_act_qspec,
+    get_output_act_qspec,
+    get_weight_qspec,
+)
+from pt2mx.pt2e.pt2bfp.specs import (
+    DEFAULT_FORMAT,
+    BFPQuantizationConfig,
+    BFPQuantizationSpec,
+    QConfig,
+    default_fake_quant,
+    default_per_channel_weight_fake_quant,
+    default_weight_fake_quant,
+)
 from pt2mx.pt2e.range_observers import MXHistogramObserver, MXMinMaxObserver, MXMovingAverageMinMaxObserver
 from pt2mx.pt2e.report.agreement import check_diff
 from pt2mx.pt2e.torchao_pt2e import (

@@ -1,4 +1,4 @@
-"""`_quantize_bfp` and the numbers of a format, as pt2-bfp's folder of Triton kernels has them."""
+"""`_quantize_bfp` and the numbers of a format, as pt2-bfp's Triton kernels have them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def _quantize_bfp(
 
     Args:
         A: (..., n, ...) float32, float16 or bfloat16.
-        scale_bits: of the scale, at least 1; from 8 on the exponents of float32.
-        elem_format: as `pt2mx.parse` takes it; None returns A.
-        axes: the axis along which blocks run, or a list of it.
+        scale_bits: bits of the scale's exponent, at least 1; 8 and more are float32's exponent.
+        elem_format: a format as `pt2mx.parse` takes it; None returns A.
+        axes: the axis along which blocks run, or a list of one axis.
         block_size: values that share a scale; 0 for all along the axis.
         round: "nearest" (half to even), "up", "down", "stochastic", or the first letter as a capital.
-        symmetric: whether integers leave out the lowest code.
+        symmetric: whether integers exclude the lowest code.
         format_str, custom_cuda: pt2-bfp's choice of a kernel, without effect.
 
     Returns:
@@ -46,8 +46,8 @@ def _quantize_bfp(
     if elem_format is None:
         return A
     check_tensors(A=A)
-    given = list(axes) if isinstance(axes, list | tuple) else [axes]
-    if len(given) != 1 or type(given[0]) is not int or not -A.dim() <= given[0] < A.dim():
+    axis, *others = axes if isinstance(axes, list | tuple) and axes else [axes]
+    if others or type(axis) is not int or not -A.dim() <= axis < A.dim():
         raise MXError(f"axes={axes!r} must be one axis of A along which blocks run, for example [-1]")
     if not isinstance(scale_bits, int) or scale_bits < 1:
         raise MXError(f"scale_bits={scale_bits!r} must be an integer of at least 1")
@@ -60,8 +60,8 @@ def _quantize_bfp(
     return fake_quantize_mx(
         A,
         spec.replace(
-            axis=given[0],
-            block_size=block_size or max(A.shape[given[0]], 1),
+            axis=axis,
+            block_size=block_size or max(A.shape[axis], 1),
             rounding=_ROUNDINGS[round],
             scale_exp_bits=min(scale_bits, 8),
         ),
@@ -72,7 +72,7 @@ def max_norm(format: object) -> float:
     """Return the largest number of a format's element.
 
     Args:
-        format: as `pt2mx.parse` takes it.
+        format: a format as `pt2mx.parse` takes it.
 
     Returns:
         The number, in units of a block's scale.
@@ -89,10 +89,10 @@ def max_norm(format: object) -> float:
 
 
 def min_norm(format: object) -> float:
-    """Return the least normal number of a format's element.
+    """Return the smallest normal number of a format's element.
 
     Args:
-        format: as `pt2mx.parse` takes it.
+        format: a format as `pt2mx.parse` takes it.
 
     Returns:
         The number, in units of a block's scale; 0 for integers, as in microxcaling and pt2-bfp.

@@ -1,6 +1,6 @@
-"""Layers of eager models whose operands are observed, and those whose parameters are codes and scales.
+"""Layers of eager models: with observers, and with codes and scales as parameters.
 
-They quantize the same operands along the same dimensions as the operators of exported graphs.
+They quantize the same operands, along the same dimensions, as the operators of exported graphs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _operands(operator: str) -> tuple[Operand, ...]:
     return row
 
 
-#: of recurrent layers, whose parameters have the names of a cell's with a suffix; the hidden state stays inside
+#: operands of recurrent layers, whose parameters are named as a cell's with a suffix; the hidden state is not quantized
 _RECURRENT = (*_operands("aten.gru_cell"), Operand("weight_hr", 2, "weight", -1))
 
 #: type of a layer -> its operands
@@ -56,25 +56,25 @@ LAYERS: dict[type[nn.Module], tuple[Operand, ...]] = {
     **dict.fromkeys((nn.LSTM, nn.GRU, nn.RNN), _RECURRENT),
 }
 _INPUTS = ("input", "hidden")
-#: what follows the name of a cell's parameter in a recurrent layer
+#: the suffix in a recurrent layer of the name of a cell's parameter
 _SUFFIX = re.compile(r"_l\d+(_reverse)?$")
 
 
 class _Layer(nn.Module, ABC):
-    """A layer that computes its inputs and parameters at each call; it has the layer's other attributes."""
+    """A layer that quantizes its inputs and parameters at each call. It has the attributes of the original layer."""
 
     description: str
 
     def __init__(self, layer: nn.Module, parameters: dict[str, nn.Parameter | None], training: bool) -> None:
         super().__init__()
-        self._skeleton = (layer,)  # it holds no tensors, and is no submodule
+        self._skeleton = (layer,)  # in a tuple, so that it is no submodule; it has no tensors
         for name, parameter in parameters.items():
             self.register_parameter(name, parameter)
         self.train(training)
 
     @property
     def kind(self) -> type[nn.Module]:
-        """The type of the layer."""
+        """Return the type of the original layer."""
         return type(self._skeleton[0])
 
     def __getattr__(self, name: str) -> Any:
@@ -112,11 +112,11 @@ class _Layer(nn.Module, ABC):
 
     @abstractmethod
     def computed_input(self, name: str, x: Tensor) -> Tensor:
-        """Return the value of an input that the layer computes with."""
+        """Return an input as the layer computes with it."""
 
     @abstractmethod
     def computed_parameters(self) -> dict[str, Tensor]:
-        """Return the parameters that the layer computes with, by name."""
+        """Return the parameters, by name, as the layer computes with them."""
 
     def computed_output(self, y: Any) -> Any:
         return y
@@ -133,22 +133,23 @@ def _without_parameters(layer: nn.Module) -> nn.Module:
 
 
 def _forget_weights(layer: nn.Module) -> None:
-    """Have a recurrent layer, which keeps its parameters in a list too, read them anew."""
+    """Clear the list in which a recurrent layer also keeps its parameters."""
     if isinstance(layer, nn.RNNBase):
         count = len(layer._flat_weights_names)
         vars(layer).update(_flat_weights=[None] * count, _flat_weight_refs=[_nothing] * count)
 
 
 def _nothing() -> None:
-    """A reference to no weight."""
+    """Stand in for a weak reference to a weight."""
 
 
 class ObservedLayer(_Layer):
-    """A layer with an observer for each quantized input and parameter, which keep their names: `prepare` makes it.
+    """A layer with an observer for each quantized input and parameter, as `prepare` makes it. Parameters keep their
+    names.
 
     Args:
-        layer: of a type of `LAYERS`; its parameters are shared.
-        config: of its operands.
+        layer: a layer of a type in `LAYERS`, whose parameters are shared.
+        config: the config of its operands.
 
     Raises:
         MXError: for another type, a layer that computes its weight from parameters of other names, as old weight norms
@@ -201,7 +202,7 @@ class ObservedLayer(_Layer):
         return self.observers["output"](y) if "output" in self.observers and isinstance(y, Tensor) else y
 
     def restored(self) -> nn.Module:
-        """The float layer again."""
+        """Return the float layer."""
         layer = copy.copy(self._skeleton[0])
         layer._parameters = {}
         for name, parameter in self._parameters.items():
@@ -212,8 +213,9 @@ class ObservedLayer(_Layer):
 
 
 class QuantizedLayer(_Layer):
-    """A layer that holds codes and scales, `<parameter>_data` and `<parameter>_scale` as in a converted graph, and
-    dequantizes them at each call; inputs are fake-quantized. `convert` makes it.
+    """A layer with codes and scales, `<parameter>_data` and `<parameter>_scale` as in a converted graph.
+
+    It dequantizes them at each call, and fake quantizes its inputs. `convert` makes it.
 
     Example:
         >>> import torch
@@ -238,7 +240,7 @@ class QuantizedLayer(_Layer):
             if parameter is not None:
                 scale, data = quantize_mx(parameter.detach(), spec)
                 self.parameter_specs[name] = spec, parameter.shape[spec.axis]
-                # of the dtype of the values, which `half()` and the like change
+                # it keeps the dtype of the values, which `half()` and similar methods change
                 self.register_buffer("_values", parameter.new_empty(0).detach(), persistent=False)
                 del self._parameters[name]
                 self.register_buffer(f"{name}_scale", scale)
@@ -247,7 +249,7 @@ class QuantizedLayer(_Layer):
 
     @classmethod
     def from_float(cls, module: nn.Module) -> QuantizedLayer:
-        """Quantize a layer, as the classes that torch.ao's mappings name do.
+        """Quantize a layer, as the classes in torch.ao's mappings do.
 
         Args:
             module: an `ObservedLayer`, or a layer with a `qconfig`.

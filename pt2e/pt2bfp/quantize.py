@@ -1,4 +1,4 @@
-"""`prepare` and `convert`: the layers of an eager model, by the `qconfig` of modules around them."""
+"""`prepare` and `convert`: replace the layers of an eager model, as the `qconfig` of their modules says."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from torch import nn
 
 from pt2mx.errors import MXError
 from pt2mx.pt2e.pt2bfp.layers import LAYERS, ObservedLayer, QuantizedLayer
-from pt2mx.pt2e.pt2bfp.quantization_mapping import DEFAULT_STATIC_QUANT_MODULE_MAPPINGS
+from pt2mx.pt2e.pt2bfp.quantization_mapping import DEFAULT_STATIC_QUANT_MODULE_MAPPINGS, Mapping
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from pt2mx.pt2e.quantizer.settings import checked_config
 
-Mapping = dict[type[nn.Module], type]
-#: module -> the attribute, and its value, that has torch call the layers inside instead of reading their weights
+#: module -> the attribute, and its value, with which torch calls the layers in it instead of using their weights
 _CALLING: dict[type[nn.Module], tuple[str, object]] = {
     nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
     nn.TransformerEncoder: ("use_nested_tensor", False),
@@ -32,17 +31,17 @@ def prepare(
 ) -> nn.Module:
     """Insert observers into the layers of an eager model, after torch.ao's function of this name, which pt2-bfp has.
 
-    The `qconfig` of a module is that of the modules in it which have none; None leaves them in high precision.
+    A module without a `qconfig` has that of the module around it. None leaves a module in high precision.
 
     Args:
         model: a module whose modules have a `qconfig`, as `QConfig` or `BFPQuantizationConfig` returns it.
-        inplace: whether the model itself is changed, not a copy.
-        allow_list: the types of layers that are prepared; None for all that have a quantized class.
+        inplace: whether to change the model itself instead of a copy.
+        allow_list: the types of layers to prepare; None for all that have a quantized class.
         observer_non_leaf_module_list, prepare_custom_config_dict: None.
 
     Returns:
-        The prepared model. It computes in high precision and collects statistics; `enable_fake_quant(model)` lets it
-        compute as the converted model will.
+        The prepared model. It computes in high precision and collects statistics. After `enable_fake_quant(model)` it
+        computes as the converted model will.
 
     Raises:
         MXError: where no layer has a `qconfig`, for another `qconfig` or type of layer, for affine quantization, and
@@ -67,8 +66,8 @@ def prepare_qat(model: nn.Module, mapping: Mapping | None = None, inplace: bool 
 
     Args:
         model: as `prepare` takes it.
-        mapping: its keys are the types of layers that are prepared; None for all that have a quantized class.
-        inplace: whether the model itself is changed, not a copy.
+        mapping: a dictionary whose keys are the types of layers to prepare; None for all that have a quantized class.
+        inplace: whether to change the model itself instead of a copy.
 
     Returns:
         The prepared model, to be trained like any module; `convert` converts it.
@@ -102,11 +101,11 @@ def convert(
 
     Args:
         module: what `prepare` or `prepare_qat` returned. Layers with a `qconfig` of their own are replaced too.
-        mapping: type of a layer -> class whose `from_float` makes the quantized one; None for that of static
+        mapping: type of a layer -> class whose `from_float` makes the quantized one; None for the mapping of static
             quantization. Prepared layers of other types become float layers again.
-        inplace: whether the module itself is changed, not a copy.
-        remove_qconfig: whether the `qconfig`s are removed.
-        is_reference, use_precomputed_fake_quant: taken for the sake of torch.ao's signature; the quantized layers are
+        inplace: whether to change the module itself instead of a copy.
+        remove_qconfig: whether to remove the `qconfig`s.
+        is_reference, use_precomputed_fake_quant: without effect, as in torch.ao's signature: the quantized layers are
             the reference, and a scale comes from the values.
         convert_custom_config_dict: None.
 
@@ -131,7 +130,7 @@ def convert(
     mapping = DEFAULT_STATIC_QUANT_MODULE_MAPPINGS if mapping is None else mapping
     if not isinstance(mapping, dict) or not all(hasattr(made, "from_float") for made in mapping.values()):
         raise MXError(f"mapping={mapping!r} must be a dictionary: type of a layer -> class that has a from_float")
-    module = _own(module, inplace)
+    module = _copied(module, inplace)
 
     def converted(layer: nn.Module) -> nn.Module | None:
         kind = layer.kind if isinstance(layer, ObservedLayer) else type(layer)
@@ -156,11 +155,11 @@ def quantize(
     """Prepare an eager model, calibrate it and convert it, after torch.ao's function of this name.
 
     Args:
-        model: as `prepare` takes it; it is set to evaluation.
-        run_fn: is called with the prepared model and `run_args`.
+        model: as `prepare` takes it. It is set to evaluation mode.
+        run_fn: called with the prepared model and `run_args`.
         run_args: the other arguments.
         mapping: as in `convert`.
-        inplace: whether the model itself is changed, not a copy.
+        inplace: whether to change the model itself instead of a copy.
 
     Returns:
         The converted model.
@@ -176,7 +175,7 @@ def quantize(
         >>> type(pt2bfp.quantize(model, lambda m, x: m(x), [torch.ones(2, 64)])[0]).__name__
         'QuantizedLayer'
     """
-    model = _own(model, inplace).eval()
+    model = _copied(model, inplace).eval()
     prepared = prepare(model, inplace=True)
     run_fn(prepared, *run_args)
     return convert(prepared, mapping, inplace=True)
@@ -189,7 +188,7 @@ def _prepared(
     adapted: Callable[[MXQuantizationConfig], MXQuantizationConfig],
 ) -> nn.Module:
     kinds = set(LAYERS if kinds is None else kinds)
-    model = _own(model, inplace)
+    model = _copied(model, inplace)
     configs = _propagated(model, None)
 
     def observed(layer: nn.Module) -> nn.Module | None:
@@ -205,29 +204,29 @@ def _prepared(
     return prepared
 
 
-def _own(model: nn.Module, inplace: bool) -> nn.Module:
+def _copied(model: nn.Module, inplace: bool) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise MXError(f"expected a module, not {type(model).__name__}")
     return model if inplace else copy.deepcopy(model)
 
 
 def _propagated(module: nn.Module, inherited: object) -> dict[nn.Module, MXQuantizationConfig | None]:
-    """The configs of a module and those in it."""
-    own = vars(module).get("qconfig", inherited)
-    configs = {module: checked_config(own)}
+    """Return the configs of a module and its submodules."""
+    config = vars(module).get("qconfig", inherited)
+    configs = {module: checked_config(config)}
     for child in module.children():
-        configs |= _propagated(child, own)
+        configs |= _propagated(child, config)
     return configs
 
 
 def _replaced(module: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> nn.Module:
-    """The module, or what replaces it or the layers in it, each once however many names it has."""
+    """Replace a module, or the layers in it. A layer with several names is replaced once."""
     done: dict[nn.Module, nn.Module] = {}
 
     def replaced(each: nn.Module) -> nn.Module:
         if each not in done:
-            done[each] = found = replacement(each) or each
-            if found is each and not isinstance(each, nn.MultiheadAttention):  # it reads the weights of its layers
+            done[each] = new = replacement(each) or each
+            if new is each and not isinstance(each, nn.MultiheadAttention):  # it uses the weights of its layers
                 for name, child in list(each._modules.items()):
                     if child is not None:
                         each._modules[name] = replaced(child)

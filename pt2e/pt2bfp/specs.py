@@ -1,4 +1,4 @@
-"""The specs of a config of pt2-bfp: block formats with an observer, or affine quantization by torchao."""
+"""The specs of a config: a block format with an observer, or affine quantization to 8 bits by torchao's modules."""
 
 from __future__ import annotations
 
@@ -10,20 +10,80 @@ import torch
 from torch import nn
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.pt2bfp.affine import (
-    affine_constructor,
-    default_fake_quant,
-    default_weight_fake_quant,
-    unwrapped,
-)
+from pt2mx.pt2e.observer import MXFakeQuantize, MXObserver
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
-from pt2mx.pt2e.torchao_pt2e import QuantizationSpec
+from pt2mx.pt2e.range_observers import MXHistogramObserver, MXMinMaxObserver, MXMovingAverageMinMaxObserver
+from pt2mx.pt2e.torchao_pt2e import (
+    FakeQuantize,
+    HistogramObserver,
+    MinMaxObserver,
+    MovingAverageMinMaxObserver,
+    MovingAveragePerChannelMinMaxObserver,
+    PerChannelMinMaxObserver,
+    QuantizationSpec,
+    fake_quantize,
+)
 from pt2mx.spec import MXSpec, parse
 
-#: what pt2-bfp quantizes to where nothing is said
+#: the format of a spec that names none
 DEFAULT_FORMAT = parse("BFP[8|8]{64}(SN)")
 #: dtypes of affine quantization, those of torch.ao's observers among them
 _AFFINE = {torch.uint8: torch.uint8, torch.quint8: torch.uint8, torch.int8: torch.int8, torch.qint8: torch.int8}
+
+
+def unwrapped(constructor: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the class behind calls of `with_args`, and the arguments of these calls."""
+    keywords: dict[str, Any] = {}
+    while (partial := getattr(constructor, "p", None)) is not None:
+        keywords = {**partial.keywords, **keywords}
+        constructor = partial.func
+    return constructor, keywords
+
+
+def _with(constructor: Any, **changed: Any) -> Any:
+    """Apply `with_args` to the class itself: torchao does not take one over another."""
+    observer, keywords = unwrapped(constructor)
+    return observer.with_args(**keywords | changed) if keywords | changed else observer
+
+
+# torchao's have the dtypes of quantized tensors; these have those of exported graphs, with their whole range
+#: for activations: uint8, one scale and zero point
+default_fake_quant = _with(fake_quantize.default_fake_quant, dtype=torch.uint8, reduce_range=False)
+#: for weights: int8, one scale
+default_weight_fake_quant = _with(fake_quantize.default_weight_fake_quant, dtype=torch.int8)
+#: for weights: int8, a scale for each output channel
+default_per_channel_weight_fake_quant = _with(fake_quantize.default_per_channel_weight_fake_quant, dtype=torch.int8)
+
+#: observer of block formats -> torchao's observers that compute an affine scale from its statistics, per tensor and per
+#: channel
+_AFFINE_OBSERVERS: dict[Any, tuple[Any, Any]] = {
+    MXMinMaxObserver: (MinMaxObserver, PerChannelMinMaxObserver),
+    MXMovingAverageMinMaxObserver: (MovingAverageMinMaxObserver, MovingAveragePerChannelMinMaxObserver),
+    MXHistogramObserver: (HistogramObserver, HistogramObserver),
+    MXFakeQuantize: (FakeQuantize, FakeQuantize),
+}
+
+
+def affine_constructor(constructor: Callable) -> Callable:
+    """Return torchao's observer or fake quantizer for one of block formats; torchao's own ones are returned unchanged.
+
+    Raises:
+        MXError: for an observer that collects no range, and for an object that makes no observer.
+    """
+    if not callable(constructor):
+        raise MXError(f"{constructor!r} makes no observer: give one of pt2bfp's or torchao's, or its with_args(...)")
+    observer, keywords = unwrapped(constructor)
+    if not (isinstance(observer, type) and issubclass(observer, MXObserver)):
+        return _with(constructor)
+    if observer not in _AFFINE_OBSERVERS:
+        raise MXError(
+            f"{observer.__name__} computes no affine scale: take MinMaxObserver, MovingAverageMinMaxObserver, "
+            "HistogramObserver, their PerChannel forms or default_fake_quant"
+        )
+    per_tensor, per_channel = _AFFINE_OBSERVERS[observer]
+    if "observer" in keywords:
+        keywords["observer"] = affine_constructor(keywords["observer"])
+    return (per_tensor if keywords.get("ch_axis") is None else per_channel).with_args(**keywords)
 
 
 @dataclass(frozen=True)
@@ -31,12 +91,12 @@ class BFPQuantizationSpec:
     """The format of a tensor and the observer that calibration inserts, after pt2-bfp's `BFPQuantizationSpec`.
 
     Args:
-        dtype: as `pt2mx.parse` takes it, kept as an `MXSpec`; `torch.uint8` or `torch.int8` for affine quantization by
-            torchao's observers and fake quantizers.
-        observer_or_fake_quant_ctr: an observer of this package, or what its `with_args` returns; None for
-            `PlaceholderObserver`. For affine quantization torchao's of the same name, or one of torchao's; None for
-            `default_fake_quant` of uint8 and `default_weight_fake_quant` of int8.
-        qscheme, ch_axis, is_dynamic: those of torch.ao's `QuantizationSpec`, without effect on a block format.
+        dtype: a format as `pt2mx.parse` takes it, stored as an `MXSpec`; `torch.uint8` or `torch.int8` for affine
+            quantization by torchao's observers and fake quantizers.
+        observer_or_fake_quant_ctr: an observer of this package, or the result of its `with_args`; None for
+            `PlaceholderObserver`. For affine quantization, torchao's observer of the same name is used, or one of
+            torchao's own; None for `default_fake_quant` (uint8) and `default_weight_fake_quant` (int8).
+        qscheme, ch_axis, is_dynamic: as in torch.ao's `QuantizationSpec`, without effect on a block format.
 
     Raises:
         MXError: for an unknown spelling.
@@ -54,7 +114,7 @@ class BFPQuantizationSpec:
     ch_axis: int | None = None
     is_dynamic: bool = False
 
-    if TYPE_CHECKING:  # `dtype` is what becomes of the argument
+    if TYPE_CHECKING:  # the field `dtype` has another type than the argument
 
         def __init__(
             self,
@@ -71,20 +131,20 @@ class BFPQuantizationSpec:
 
     @property
     def affine(self) -> QuantizationSpec | None:
-        """torchao's spec of affine quantization; None for a block format."""
+        """Return torchao's spec for affine quantization; None for a block format."""
         if not isinstance(self.dtype, torch.dtype):
             return None
         defaults = {torch.uint8: default_fake_quant, torch.int8: default_weight_fake_quant}
         constructor = affine_constructor(self.observer_or_fake_quant_ctr or defaults[self.dtype])
-        given, info = unwrapped(constructor)[1], torch.iinfo(self.dtype)
-        ch_axis = given.get("ch_axis") if self.ch_axis is None else self.ch_axis
-        whole = torch.per_tensor_affine if given.get("ch_axis") is None else torch.per_channel_affine
+        keywords, info = unwrapped(constructor)[1], torch.iinfo(self.dtype)
+        ch_axis = keywords.get("ch_axis") if self.ch_axis is None else self.ch_axis
+        scheme = torch.per_tensor_affine if keywords.get("ch_axis") is None else torch.per_channel_affine
         return QuantizationSpec(
             dtype=self.dtype,
             observer_or_fake_quant_ctr=constructor,
-            quant_min=given.get("quant_min", info.min),
-            quant_max=given.get("quant_max", info.max),
-            qscheme=self.qscheme or given.get("qscheme", whole),
+            quant_min=keywords.get("quant_min", info.min),
+            quant_max=keywords.get("quant_max", info.max),
+            qscheme=self.qscheme or keywords.get("qscheme", scheme),
             ch_axis=ch_axis,
             is_dynamic=self.is_dynamic,
         )
@@ -92,11 +152,10 @@ class BFPQuantizationSpec:
 
 @dataclass(frozen=True)
 class BFPConfig(MXQuantizationConfig):
-    """An `MXQuantizationConfig` some of whose roles may have affine quantization: `BFPQuantizationConfig` and `QConfig`
-    return one.
+    """An `MXQuantizationConfig` that may quantize some roles affinely: `BFPQuantizationConfig` and `QConfig` return it.
 
     Args:
-        affine: (role, torchao's spec) pairs; these roles have no MX spec.
+        affine: (role, torchao's spec) pairs. These roles have no MX spec.
     """
 
     affine: tuple[tuple[str, QuantizationSpec], ...] = ()
@@ -106,22 +165,22 @@ class BFPConfig(MXQuantizationConfig):
         def __init__(self, *, affine: tuple[tuple[str, QuantizationSpec], ...] = (), **fields: Any) -> None: ...
 
     def to_dict(self) -> dict[str, object]:
-        """Return the fields that are not at their defaults, affine roles by their dtype.
+        """Return the fields that differ from their defaults, affine roles by their dtype.
 
         Returns:
-            A dictionary as of `MXQuantizationConfig.to_dict`; one with affine roles makes no config again.
+            A dictionary as `MXQuantizationConfig.to_dict` returns it. With affine roles it cannot be read back.
         """
         return super().to_dict() | {role: str(spec.dtype) for role, spec in self.affine}
 
 
 def config_of(specs: dict[str, BFPQuantizationSpec | None], is_qat: bool = False) -> BFPConfig:
-    """Return the config of the roles' specs."""
-    given = {role: spec for role, spec in specs.items() if spec is not None}
-    for role, spec in given.items():
+    """Return the config for the specs of the roles."""
+    present = {role: spec for role, spec in specs.items() if spec is not None}
+    for role, spec in present.items():
         if not isinstance(spec, BFPQuantizationSpec):
             raise MXError(f"{role}: expected a BFPQuantizationSpec or None, not {spec!r}")
-    affine = tuple((role, spec.affine) for role, spec in given.items() if spec.affine is not None)
-    blocked = {role: spec for role, spec in given.items() if spec.affine is None}
+    affine = tuple((role, spec.affine) for role, spec in present.items() if spec.affine is not None)
+    blocked = {role: spec for role, spec in present.items() if spec.affine is None}
     formats: dict[str, Any] = {role: spec.dtype for role, spec in blocked.items()}
     observers = {r: s.observer_or_fake_quant_ctr for r, s in blocked.items() if s.observer_or_fake_quant_ctr}
     return BFPConfig(affine=affine, is_qat=is_qat, observer=observers or None, **formats)
@@ -137,11 +196,11 @@ def BFPQuantizationConfig(
     """Return the config of an operator, after pt2-bfp's class of this name.
 
     Args:
-        input_activation: of computed operands; None leaves these, or any of the others, in high precision.
-        output_activation: of the result.
-        weight: of constant operands.
-        bias: of the bias.
-        is_qat: true for fake quantization from the start, in quantization-aware training.
+        input_activation: the spec of computed operands; None for high precision, as for the others.
+        output_activation: the spec of the result.
+        weight: the spec of constant operands.
+        bias: the spec of the bias.
+        is_qat: whether to fake quantize from the start, for quantization-aware training.
 
     Returns:
         A `pt2mx.MXQuantizationConfig`.
@@ -160,13 +219,13 @@ def BFPQuantizationConfig(
 
 
 def QConfig(activation: object, weight: object) -> MXQuantizationConfig:
-    """Return the config of an operator by its observers, after torch.ao's `QConfig`, which pt2-bfp uses.
+    """Return the config of an operator for its observers, after torch.ao's `QConfig`, which pt2-bfp uses.
 
     Args:
-        activation: of computed operands: an observer of this package, or what its `with_args` returns; the format is
-            its `dtype`, or else `DEFAULT_FORMAT`. One of torchao's for affine quantization, with a `dtype` of 8 bits.
-            None or `nn.Identity` leaves the role in high precision.
-        weight: the same of constant operands.
+        activation: the observer of computed operands: one of this package, or the result of its `with_args`. The format
+            is its `dtype`, by default `DEFAULT_FORMAT`. For affine quantization it is one of torchao's, with a `dtype`
+            of 8 bits. None or `nn.Identity` leaves the role in high precision.
+        weight: the observer of constant operands.
 
     Returns:
         A `pt2mx.MXQuantizationConfig`.
@@ -180,11 +239,11 @@ def QConfig(activation: object, weight: object) -> MXQuantizationConfig:
         >>> print(pt2bfp.QConfig(activation=observer, weight=pt2bfp.HistogramObserver).activation)
         mxint12{16}
     """
-    given: dict[str, Any] = {"activation": activation, "weight": weight}
+    observers: dict[str, Any] = {"activation": activation, "weight": weight}
     return config_of(
         {
-            role: BFPQuantizationSpec(unwrapped(made)[1].get("dtype", DEFAULT_FORMAT), made)
-            for role, made in given.items()
-            if made not in (None, nn.Identity)
+            role: BFPQuantizationSpec(unwrapped(observer)[1].get("dtype", DEFAULT_FORMAT), observer)
+            for role, observer in observers.items()
+            if observer not in (None, nn.Identity)
         }
     )

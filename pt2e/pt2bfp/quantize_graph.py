@@ -1,4 +1,4 @@
-"""`prepare_fx` and `convert_fx`: the flow of exported graphs for eager models and symbolically traced ones."""
+"""Quantize exported graphs with pt2-bfp's arguments: `convert_pt2e`, `prepare_fx`, `prepare_qat_fx`, `convert_fx`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,75 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
+from pt2mx.fx.portable import make_portable
+from pt2mx.pt2e import convert
 from pt2mx.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
-from pt2mx.pt2e.pt2bfp.quantize_pt2e import convert_pt2e
 from pt2mx.pt2e.pt2bfp.quantizer import BFPQuantizer
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
+
+
+def convert_pt2e(
+    model: GraphModule, use_reference_representation: bool = False, fold_quantize: bool = True
+) -> GraphModule:
+    """Convert a prepared model, after pt2-bfp's function of this name.
+
+    Args:
+        model: as `pt2mx.convert_pt2e` takes it.
+        use_reference_representation: whether to write quantization and dequantization in aten operators, which give
+            the same bits, instead of pt2mx's operators.
+        fold_quantize: as in `pt2mx.convert_pt2e`.
+
+    Returns:
+        The converted model.
+
+    Raises:
+        MXError: for another model or argument.
+
+    Example:
+        >>> import torch
+        >>> from pt2mx.pt2e import pt2bfp
+        >>> x = torch.linspace(-1, 1, 64).reshape(1, 64)
+        >>> spec = pt2bfp.BFPQuantizationSpec("BFP[8|8]{64}(SN)")
+        >>> quantizer = pt2bfp.BFPQuantizer().set_global(pt2bfp.BFPQuantizationConfig(spec, None, spec, None))
+        >>> exported = torch.export.export(torch.nn.Linear(64, 8).eval(), (x,)).module()
+        >>> prepared = pt2bfp.prepare_pt2e(exported, quantizer)
+        >>> reference = pt2bfp.convert_pt2e(prepared, use_reference_representation=True)
+        >>> any("pt2mx" in str(node.target) for node in reference.graph.nodes)
+        False
+        >>> torch.equal(reference(x), pt2bfp.convert_pt2e(prepared)(x))
+        True
+    """
+    if not isinstance(use_reference_representation, bool):
+        raise MXError(f"use_reference_representation={use_reference_representation!r} must be True or False")
+    converted = convert.convert_pt2e(model, fold_quantize=fold_quantize)
+    return _reference_representation(converted) if use_reference_representation else converted
+
+
+def _reference_representation(model: GraphModule) -> GraphModule:
+    """Return a converted model in aten operators. Sizes that were dynamic in its export stay dynamic."""
+    values = [node.meta.get("val") for node in model.graph.find_nodes(op="placeholder")]
+    args, kwargs = pytree.tree_unflatten([_example(value) for value in values], model._in_spec)
+    shapes = pytree.tree_unflatten([_dynamic(value) for value in values], model._in_spec)
+    with torch.no_grad():
+        program = torch.export.export(model, args, kwargs, dynamic_shapes=(*shapes[0], *shapes[1].values()))
+        reference = make_portable(program).module()
+    assert isinstance(reference, GraphModule)
+    reference.meta.update(model.meta)
+    return reference
+
+
+def _example(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    sizes = [size.node.hint if isinstance(size, torch.SymInt) else size for size in value.shape]  # the example's
+    return torch.zeros(sizes, dtype=value.dtype, device=value.device)
+
+
+def _dynamic(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return None
+    auto = torch.export.Dim.AUTO
+    return {i: auto for i, size in enumerate(value.shape) if isinstance(size, torch.SymInt)}
 
 
 def prepare_fx(
@@ -27,18 +92,17 @@ def prepare_fx(
 ) -> GraphModule:
     """Insert observers for post-training quantization, after torch.ao's function of this name, which pt2-bfp has.
 
-    The model is exported and prepared as `prepare_pt2e` does it. Names of modules, their types and operators in the
-    mapping mean those of the model; a module that `torch.fx.symbolic_trace` traced is called by its node
-    (`call_module`), and has its name there.
+    The model is exported, and prepared by `prepare_pt2e`. The mapping selects modules by their names and types in the
+    model, and operators. A graph that `torch.fx.symbolic_trace` returned has the same names of modules.
 
     Args:
-        model: a module in evaluation mode, or what `torch.fx.symbolic_trace` returned. It stays unchanged, and the
+        model: a module in evaluation mode, or what `torch.fx.symbolic_trace` returned. It is not changed, and the
             prepared model shares its parameters.
-        qconfig_mapping: a `QConfigMapping`, or a dictionary of torch.ao's form: `{"": qconfig, "object_type": [(type,
+        qconfig_mapping: a `QConfigMapping`, or a dictionary as torch.ao takes it: `{"": qconfig, "object_type": [(type,
             qconfig), ...], "module_name": [...], "module_name_regex": [...]}`.
         example_inputs: the model's positional inputs. Their sizes become dynamic where the model allows it.
         prepare_custom_config, _equalization_config: None.
-        backend_config: without effect: the operators that pt2mx quantizes are the same on all devices.
+        backend_config: without effect, since pt2mx quantizes the same operators on all devices.
 
     Returns:
         The prepared model, for calibration and `convert_fx`.
@@ -72,7 +136,8 @@ def prepare_qat_fx(
     """Insert fake quantization for training, after torch.ao's function of this name.
 
     Args:
-        model: a module in the mode in which it is to be trained, or what `torch.fx.symbolic_trace` returned.
+        model: a module in training or evaluation mode, as it will be trained, or what `torch.fx.symbolic_trace`
+            returned.
         qconfig_mapping, example_inputs, prepare_custom_config, backend_config: as in `prepare_fx`.
 
     Returns:
@@ -109,7 +174,7 @@ def convert_fx(
         _remove_qconfig, backend_config: without effect.
 
     Returns:
-        The converted model: codes and scales in buffers, for all that takes what `pt2mx.convert_pt2e` returns.
+        The converted model, with codes and scales in buffers, as `pt2mx.convert_pt2e` returns it.
 
     Raises:
         MXError: for another model, a custom config or a mapping.
@@ -132,16 +197,16 @@ def _quantizer(mapping: MXQuantizer | Mapping[str, object]) -> MXQuantizer:
 
 
 def _exported(model: nn.Module, inputs: object) -> GraphModule:
-    """The exported graph of a model whose sizes are dynamic where it allows that."""
+    """Return the exported graph of a model. Its sizes are dynamic where the model allows it."""
     if not isinstance(model, nn.Module):
         raise MXError(f"expected a module or what torch.fx.symbolic_trace returned, not {type(model).__name__}")
     if not isinstance(inputs, tuple | list):
         raise MXError(f"example_inputs must be a tuple of the model's inputs, not {type(inputs).__name__}")
     several = pytree.tree_map_only(Tensor, _more_rows, tuple(inputs))
     try:
-        return _export(model, several)  # export takes a size of 1 for a constant
+        return _export(model, several)  # with a size of 1, export would make it constant
     except Exception:
-        pass  # a model of one row alone
+        pass  # the model takes one row only
     try:
         return _export(model, tuple(inputs))
     except Exception as error:
@@ -159,7 +224,7 @@ def _export(model: nn.Module, inputs: tuple[Any, ...]) -> GraphModule:
 
 
 def _more_rows(x: Tensor) -> Tensor:
-    """x: (1, ...) -> (2, ...); of another first size itself."""
+    """x: (1, ...) -> (2, ...); x itself if its first size is another."""
     return torch.cat([x, x]) if x.dim() and x.shape[0] == 1 else x
 
 
