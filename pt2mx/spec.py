@@ -64,7 +64,8 @@ class MXSpec:
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "element", parse_element(self.element))
+        if not isinstance(self.element, ElementFormat):
+            object.__setattr__(self, "element", parse_element(self.element))
         for field, (least, most, described) in _INTEGERS.items():
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
@@ -91,7 +92,7 @@ class MXSpec:
             >>> print(pt2mx.parse("mxfp8").replace(block_size=64, scale_mode="rceil"))
             mxfp8_e4m3{64}(rceil)
         """
-        return dataclasses.replace(self, **changes)
+        return dataclasses.replace(self, **changes) if changes else self
 
     def op_args(self) -> tuple[str, int, int, str, str]:
         """Return the arguments by which the operators `torch.ops.pt2mx.*` take this spec.

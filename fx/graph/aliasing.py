@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
@@ -36,6 +38,10 @@ _UNDECLARED_WRITES: dict[OpOverload, tuple[tuple[int, ...], int]] = {
 
 #: operators that write nothing where `train` is false
 _WRITE_IN_TRAINING = (aten.dropout_.default, aten.feature_dropout_.default)
+
+#: calls of composite operators, by the layouts of their arguments -> positions of the inputs that they return. Many
+#: passes ask for the same calls, and each answer takes a call on fake tensors.
+_RETURNED: WeakKeyDictionary[FakeTensorMode, dict[str, list[int]]] = WeakKeyDictionary()
 
 #: what stands for a piece of memory: the node that makes it, or the storage of a parameter or buffer
 Root = Node | int
@@ -111,23 +117,18 @@ def _may_write(target: object) -> bool:
 
 
 def _roots(graph: Graph) -> dict[Node, frozenset[Root]]:
+    values = {node: value_of(node) for node in graph.nodes}
+    attributes = {node: attribute_of(model_of(graph), node) for node in graph.find_nodes(op="get_attr")}
     roots: dict[Node, frozenset[Root]] = {}
-    asked: dict[str, list[int]] = {}
     for node in graph.nodes:
-        shown = _shown_arguments(node, asked)
-        memory = _held_storage(node) if node.op == "get_attr" else node
+        shown, attribute = _shown_arguments(node, values), attributes.get(node)
+        memory = storage_of(attribute) if isinstance(attribute, Tensor) else node
         roots[node] = frozenset().union(*(roots[n] for n in shown)) if shown else frozenset({memory})
     return roots
 
 
-def _held_storage(node: Node) -> Root:
-    """The storage of the parameter or buffer that a node reads; the node where it reads something else."""
-    value = attribute_of(model_of(node.graph), node)
-    return storage_of(value) if isinstance(value, Tensor) else node
-
-
-def _shown_arguments(node: Node, asked: dict[str, list[int]]) -> list[Node]:
-    """The arguments whose memory the value of a node may show; `asked` keeps what composite operators answered."""
+def _shown_arguments(node: Node, values: Mapping[Node, Any]) -> list[Node]:
+    """Return the arguments whose memory the value of a node may show."""
     target = node.target
     if isinstance(target, OpOverload):
         tensors = _tensors(node, target)
@@ -136,10 +137,7 @@ def _shown_arguments(node: Node, asked: dict[str, list[int]]) -> list[Node]:
         if not target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
             return []
         inputs = [n for n, _ in tensors]
-        question = repr((target, torch.fx.map_arg((node.args, node.kwargs), _layout)))
-        if question not in asked:
-            asked[question] = _returned(node, inputs)
-        return [inputs[i] for i in asked[question]]
+        return [inputs[i] for i in _returned(node, inputs, values)]
     if isinstance(target, HigherOrderOperator):
         return _shown_inside(node)
     if target is operator.getitem or node.op == "call_module":  # a module, an observer's, may pass its argument on
@@ -147,24 +145,31 @@ def _shown_arguments(node: Node, asked: dict[str, list[int]]) -> list[Node]:
     return node.all_input_nodes if node.op == "call_function" else []
 
 
-def _layout(node: Node) -> Any:
-    """The part of a node's value on which it depends whether an operator returns its argument."""
-    value = value_of(node)
+def _returned(node: Node, inputs: list[Node], values: Mapping[Node, Any]) -> list[int]:
+    """Return the positions of the inputs that a composite operator returns: all of them where a value is not known."""
+    operands = [values[n] for n in inputs]
+    if any(operand is None for operand in operands):
+        return list(range(len(inputs)))
+    modes = [operand.fake_mode for operand in operands if isinstance(operand, FakeTensor)]
+    returned_of = _RETURNED.setdefault(modes[0], {}) if modes else {}
+    call = repr((node.target, torch.fx.map_arg((node.args, node.kwargs), lambda n: _layout(values[n]))))
+    if call not in returned_of:
+        returned_of[call] = _returned_by_call(node, operands)
+    return returned_of[call]
+
+
+def _layout(value: Any) -> Any:
+    """Return the part of an operand that decides whether an operator returns it."""
     return (value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else str(value)
 
 
-def _returned(node: Node, inputs: list[Node]) -> list[int]:
-    """The numbers of the inputs that a composite operator returns; all of them where nothing is known of their values,
-    or where they cannot be used again (those inside torch.vmap)."""
-    values = [value_of(n) for n in inputs]
-    if any(value is None for value in values):
-        return list(range(len(inputs)))
+def _returned_by_call(node: Node, operands: list[Any]) -> list[int]:
     try:
         results = pytree.tree_leaves(result_of(node))
-    except RuntimeError:
-        return list(range(len(inputs)))
+    except RuntimeError:  # values that cannot be used again: those inside torch.vmap
+        return list(range(len(operands)))
     shown = {storage_of(result) for result in results if isinstance(result, Tensor)}
-    return [i for i, value in enumerate(values) if isinstance(value, Tensor) and storage_of(value) in shown]
+    return [i for i, operand in enumerate(operands) if isinstance(operand, Tensor) and storage_of(operand) in shown]
 
 
 def _written_arguments(node: Node, target: OpOverload | HigherOrderOperator) -> list[Node]:

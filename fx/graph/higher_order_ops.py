@@ -161,16 +161,18 @@ def captured_operands(model: GraphModule) -> dict[Node, list[object]]:
     return operands_of
 
 
-def nodes_in_order(model: GraphModule) -> Iterator[Node]:
-    """Yield the nodes of the model's graph and of its subgraphs in the order of execution.
+def nodes_in_order(model: GraphModule) -> list[Node]:
+    """Return the nodes of the model's graph and of its subgraphs in the order of execution.
 
     The nodes of a subgraph come before its call, and once for each call.
     """
     subgraphs = {call.node: call.graphs for call in hop_calls(model)}
+    nodes: list[Node] = []
     for node in model.graph.nodes:
         for _, graph in subgraphs.get(node, ()):
-            yield from nodes_in_order(graph)
-        yield node
+            nodes += nodes_in_order(graph)
+        nodes.append(node)
+    return nodes
 
 
 def named_graph_modules(model: GraphModule, path: str = "") -> Iterator[tuple[str, GraphModule]]:
