@@ -40,7 +40,7 @@ LAYOUTS = ("compressed-tensors", "mxfp4", "quark", "modelopt", "fp8")
 TARGETS = ("pt2mx", "quark", "standard")
 OPSETS = (18, 25)
 #: formats that `compare` tries without a recipe
-FORMATS_BESIDE = ("mxfp8_e5m2", "mxfp6_e3m2")
+OTHER_FORMATS = ("mxfp8_e5m2", "mxfp6_e3m2")
 
 #: operators in the summary of `quantize`, and rows of `sensitivity`, without `--full`
 WORST_OPERATORS, WORST_ROWS = 10, 20

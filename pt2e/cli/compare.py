@@ -30,7 +30,7 @@ from pt2mx.pt2e.quantizer.shipped import tasks
 from pt2mx.pt2e.report.report import quantization_report
 from pt2mx.pt2e.sensitivity.compare_recipes import (
     FLOAT,
-    FORMATS_BESIDE,
+    OTHER_FORMATS,
     chosen_quantizers,
     compare_recipes,
     optimized_by,
@@ -77,7 +77,7 @@ def _default_recipes(model: str) -> list[str]:
     """Return the recipes and formats for a model of that name."""
     task = next((task for start, task in _TASKS.items() if model.startswith(start)), None)
     others = tuple(f"{other}_" for other in tasks() if task not in (None, other))
-    return [name for name in (*recipe.names(), *FORMATS_BESIDE) if not name.startswith(others)]
+    return [name for name in (*recipe.names(), *OTHER_FORMATS) if not name.startswith(others)]
 
 
 def _write_page(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pt2mx.pt2e.cli.argument import (
     DTYPES,
-    FORMATS_BESIDE,
     METHODS,
     METRICS,
     OPERANDS,
+    OTHER_FORMATS,
     PRESETS,
     WORST_OPERATORS,
     WORST_ROWS,
@@ -98,7 +98,7 @@ MODEL_ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         argument(
             "--recipes",
             metavar="A,B",
-            help=f"names, files and formats; by default all of {', '.join([*shipped.names(), *FORMATS_BESIDE])}, "
+            help=f"names, files and formats; by default all of {', '.join([*shipped.names(), *OTHER_FORMATS])}, "
             "but those of other tasks where the model's is known",
         ),
         argument(

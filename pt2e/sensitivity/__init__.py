@@ -1,1 +1,1 @@
-"""The formats that modules of a model can stand, by the model's own output."""
+"""Which formats each module tolerates, measured on the model's output."""

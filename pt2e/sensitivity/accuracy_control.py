@@ -1,4 +1,4 @@
-"""`quantize_with_accuracy_control`: as much of a model quantized as its quality allows."""
+"""`quantize_with_accuracy_control`: quantize as much of a model as its quality allows."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.observed_modules import observed_modules
 from pt2mx.pt2e.sensitivity.metrics import number_of
 
-#: gives the quality of a model that is called as the exported one is: larger is better
+#: returns the quality of a model that takes the arguments of the exported one; larger is better
 Evaluate = Callable[[GraphModule], float]
 
 
 class ControlledModel(NamedTuple):
     """The result of `quantize_with_accuracy_control`.
 
-    `model` is converted, `quantizer` makes it again, `lifted` are the modules that stay in float, `score` is the
-    quality, and `float_score` that of the float model.
+    `model` is the converted model, `quantizer` reproduces it, `lifted` are the modules that stay in float, `score` is
+    the quality, and `float_score` that of the float model.
     """
 
     model: GraphModule
@@ -47,25 +47,25 @@ def quantize_with_accuracy_control(
     order: Sequence[str] | None = None,
     batches: Iterable[Any] = (),
 ) -> ControlledModel:
-    """Quantize a model, and lift the costliest modules back to float until its quality drops by at most `max_drop`.
+    """Quantize a model, but keep its costliest modules in float, so that quality drops by at most `max_drop`.
 
-    The modules are lifted in one order, and the fewest of them are, by a binary search: about log2 of their number
-    evaluations after those that find the order. Without an order each module is quantized by itself and evaluated.
+    The modules are lifted to float in one fixed order. A binary search finds the fewest: about log2(modules)
+    evaluations. Without `order`, each module is first quantized alone and evaluated, to find the order.
 
     Args:
         model: the exported float model.
-        quantizer: that of the model as a whole, without settings for the modules that may be lifted.
-        evaluate: gives the quality of a graph module, a number, larger is better.
-        max_drop: of the quality, below that of the float model.
-        order: the modules, costliest first, as `sensitivity` gives them: `list(found.of(candidate))`. None: evaluated.
-        batches: to calibrate with, for the report: they change no number.
+        quantizer: for the whole model, without settings for single modules that may be lifted.
+        evaluate: returns the quality of a graph module, a number, larger is better.
+        max_drop: the largest allowed drop of quality below that of the float model.
+        order: the modules, costliest first, as in `list(result.of(candidate))` of `sensitivity`. None: it is measured.
+        batches: calibration batches, for the statistics in the report; they change no result.
 
     Returns:
         The converted model, the quantizer with the lifted modules, their names, and both scores.
 
     Raises:
-        MXError: for other objects, an unknown module in `order`, an evaluation that is no number, and where the quality
-            drops by more with nothing quantized.
+        MXError: for other objects, an unknown module in `order`, an evaluation that is no number, and where no module
+            can be quantized within `max_drop`.
 
     Example:
         >>> import torch, pt2mx
@@ -75,8 +75,8 @@ def quantize_with_accuracy_control(
         >>> def evaluate(graph):  # minus the relative error
         ...     return -((graph(x) - model(x)).norm() / model(x).norm()).item()
         >>> quantizer = pt2mx.MXQuantizer.from_recipe("mxfp4")
-        >>> found = pt2mx.quantize_with_accuracy_control(exported, quantizer, evaluate, 0.17)
-        >>> len(found.lifted), found.score > -0.17
+        >>> result = pt2mx.quantize_with_accuracy_control(exported, quantizer, evaluate, 0.17)
+        >>> len(result.lifted), result.score > -0.17
         (1, True)
     """
     model = check_module(model.module() if isinstance(model, ExportedProgram) else model, "model")
@@ -98,7 +98,7 @@ def quantize_with_accuracy_control(
         raise MXError("the quantizer quantizes nothing of the model in a module with a name: there is nothing to lift")
     if order is None:
         alone = {one: _without(quantizer, [name for name in modules if name != one]) for one in modules}
-        scores = {one: _score(evaluate, _converted(model, own, ())) for one, own in alone.items()}
+        scores = {name: _score(evaluate, _converted(model, one, ())) for name, one in alone.items()}
         order = sorted(modules, key=scores.__getitem__)
     elif unknown := [name for name in order if name not in modules]:
         raise MXError(f"the quantizer quantizes no module {unknown[0]!r}: order names some of {', '.join(modules)}")
@@ -106,12 +106,12 @@ def quantize_with_accuracy_control(
 
     low, high, best = 0, len(order), None
     while low < high:
-        count = 0 if (low, high) == (0, len(order)) else (low + high) // 2  # often nothing need be lifted
-        own = _without(quantizer, order[:count])
-        converted = _converted(model, own, batches)
+        count = 0 if (low, high) == (0, len(order)) else (low + high) // 2  # nothing lifted often suffices
+        reduced = _without(quantizer, order[:count])
+        converted = _converted(model, reduced, batches)
         score = _score(evaluate, converted)
         if float_score - score <= max_drop:
-            high, best = count, ControlledModel(converted, own, tuple(order[:count]), score, float_score)
+            high, best = count, ControlledModel(converted, reduced, tuple(order[:count]), score, float_score)
         else:
             low = count + 1
     if best is None:
@@ -123,11 +123,11 @@ def quantize_with_accuracy_control(
 
 
 def _without(quantizer: MXQuantizer, modules: Sequence[str]) -> MXQuantizer:
-    """The quantizer, which leaves these modules alone."""
-    own = copy.deepcopy(quantizer)
+    """Return a copy of the quantizer that skips these modules."""
+    reduced = copy.deepcopy(quantizer)
     for name in modules:
-        own.set_module_name(name, None)
-    return own
+        reduced.set_module_name(name, None)
+    return reduced
 
 
 def _converted(model: GraphModule, quantizer: MXQuantizer, batches: Sequence[Any]) -> GraphModule:
@@ -141,7 +141,7 @@ def _converted(model: GraphModule, quantizer: MXQuantizer, batches: Sequence[Any
 def _score(evaluate: Evaluate, model: GraphModule) -> float:
     with torch.no_grad(), unchanged(model):
         score = evaluate(model)
-    found = number_of(score, "evaluate", "larger")
-    if math.isnan(found):
+    number = number_of(score, "evaluate", "larger")
+    if math.isnan(number):
         raise MXError("evaluate gave nan: it must give a number, larger for a better model")
-    return found
+    return number

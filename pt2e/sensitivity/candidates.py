@@ -1,4 +1,4 @@
-"""A model prepared by each candidate, in which what is quantized can be switched module by module."""
+"""A model prepared with one candidate config, whose modules can be quantized one at a time."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from pt2mx.pt2e.report.observed_modules import ObservedModule, observed_modules
 
 
 @dataclass
-class Form:
-    """A prepared model in which nothing is quantized until it is switched on.
+class Candidate:
+    """A prepared model in which nothing is quantized until `quantizing` enables it.
 
-    `modules` are those that have something to quantize, by name.
+    `modules` are those with something to quantize, by name.
     """
 
     model: GraphModule
     modules: dict[str, ObservedModule]
 
     @classmethod
-    def of(cls, model: GraphModule, config: MXQuantizationConfig) -> Form:
-        """The model prepared by a config."""
+    def of(cls, model: GraphModule, config: MXQuantizationConfig) -> Candidate:
+        """Prepare the model with a config."""
         prepared = prepare_pt2e(model, MXQuantizer().set_global(config))
         for graph in graph_modules(prepared):
             _separate_observers(graph)
@@ -41,7 +41,7 @@ class Form:
 
     @contextmanager
     def quantizing(self, modules: Mapping[str, str]) -> Iterator[GraphModule]:
-        """The model, in which these modules are quantized: name -> which operands."""
+        """Yield the model with these modules quantized: name -> which operands."""
         observers = [one for name, operands in modules.items() for one in self.observers(name, operands)]
         try:
             for one in observers:
@@ -52,14 +52,14 @@ class Form:
                 one.disable_fake_quant()
 
     def observers(self, name: str, operands: str) -> list[MXObserver]:
-        """Those of a module that quantize these operands; none of an attention's weights."""
+        """Return the observers of a module that quantize these operands."""
         module = self.modules[name]
         weights = [weight.observer for weight in module.weights] if operands != "activations" else []
         return [*weights, *(module.activations if operands != "weights" else [])]
 
 
 def _separate_observers(graph: GraphModule) -> None:
-    """Give each module an observer of its own of a tensor that several read."""
+    """Give each module its own observer of a tensor that several modules read."""
     for node in [n for n in graph.graph.nodes if _is_observer(n, graph)]:
         observer = graph.get_submodule(str(node.target))
         _, *others = dict.fromkeys(module_name(user) for user in node.users)
@@ -67,10 +67,10 @@ def _separate_observers(graph: GraphModule) -> None:
             target = f"{node.target}_{i}_of_{len(others)}"
             graph.add_submodule(target, copy.deepcopy(observer))
             with graph.graph.inserting_after(node):
-                own = graph.graph.call_module(target, node.args)
-            own.meta.update(node.meta)
+                copied = graph.graph.call_module(target, node.args)
+            copied.meta.update(node.meta)
             for user in [user for user in node.users if module_name(user) == name]:
-                user.replace_input_with(node, own)
+                user.replace_input_with(node, copied)
     graph.recompile()
 
 
@@ -79,5 +79,5 @@ def _is_observer(node: Node, graph: GraphModule) -> bool:
 
 
 def is_quantized(node: Node, graph: GraphModule) -> bool:
-    """True of an operator of which an operand can be quantized; in a prepared graph an LSTM is a module."""
+    """Return True for an operator with a quantizable operand; in a prepared graph an LSTM is a module."""
     return node.op in ("call_function", "call_module") and any(_is_observer(one, graph) for one in node.all_input_nodes)

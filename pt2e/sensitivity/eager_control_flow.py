@@ -1,4 +1,4 @@
-"""Runs of a graph through which gradients pass: conditions and loops are run by Python, not by their operators."""
+"""Run a graph so that gradients pass: Python executes its conditions and loops instead of their operators."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def _cond(chosen: Any, true: Any, false: Any, operands: Sequence[Any]) -> Any:
     return (true if chosen else false)(*operands)
 
 
-def _while_loop(goes_on: Any, body: Any, carried: Sequence[Any], fixed: Sequence[Any]) -> Any:
-    while goes_on(*carried, *fixed):
+def _while_loop(condition: Any, body: Any, carried: Sequence[Any], fixed: Sequence[Any]) -> Any:
+    while condition(*carried, *fixed):
         carried = body(*carried, *fixed)
     return tuple(carried)
 
@@ -27,9 +27,9 @@ def _while_loop(goes_on: Any, body: Any, carried: Sequence[Any], fixed: Sequence
 def _scan(step: Any, carried: Sequence[Any], slices: Sequence[Tensor], fixed: Sequence[Any]) -> Any:
     made = []
     for each in zip(*slices, strict=True):
-        found = step(*carried, *each, *fixed)
-        carried = found[: len(carried)]
-        made.append(found[len(carried) :])
+        results = step(*carried, *each, *fixed)
+        carried = results[: len(carried)]
+        made.append(results[len(carried) :])
     return (*carried, *map(torch.stack, zip(*made, strict=True)))
 
 
@@ -43,7 +43,7 @@ def _autocast(device: str, dtype: Any, enabled: bool, cache_enabled: bool, graph
         return graph(*operands)
 
 
-#: what runs an operator's graphs
+#: higher-order operator -> the function that runs its subgraphs
 _RUN: dict[str, Callable[..., Any]] = {
     "cond": _cond,
     "while_loop": _while_loop,
@@ -57,38 +57,38 @@ _RUN: dict[str, Callable[..., Any]] = {
 }
 
 
-class Unrolled(RecordingInterpreter):
-    """A run that adds a zero to values which are wanted, each time that they are computed: its gradient is theirs.
+class EagerControlFlow(RecordingInterpreter):
+    """A run that adds a zero to each probed value: the gradient of the zero is that of the value.
 
     Args:
-        wanted: their keys.
-        probes: gets the zeros, by key, in the order of the calls.
+        probed: the keys of these values.
+        probes: collects the zeros, by key, in the order of the calls.
     """
 
     def __init__(
-        self, model: GraphModule, on_value: OnValue, wanted: set[str], probes: dict[str, list[Tensor]], path: str = ""
+        self, model: GraphModule, on_value: OnValue, probed: set[str], probes: dict[str, list[Tensor]], path: str = ""
     ) -> None:
         super().__init__(model, on_value, path)
-        self.wanted, self.probes = wanted, probes
+        self.probed, self.probes = probed, probes
 
     def of_subgraph(self, subgraph: GraphModule, path: str) -> RecordingInterpreter:
         """Return the interpreter of a subgraph."""
-        return Unrolled(subgraph, self.on_value, self.wanted, self.probes, path)
+        return EagerControlFlow(subgraph, self.on_value, self.probed, self.probes, path)
 
     def computed(self, node: Node) -> Any:
-        """The value of a node; what is wanted has its zero."""
+        """Return the value of a node, plus a zero if it is probed."""
         value = super().computed(node)
         key = self.keys.get(node)
-        if key in self.wanted and isinstance(value, Tensor) and value.is_floating_point():
+        if key in self.probed and isinstance(value, Tensor) and value.is_floating_point():
             self.probes.setdefault(key, []).append(torch.zeros_like(value, requires_grad=True))
             return value + self.probes[key][-1]
         return value
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call an operator; that of a condition or loop by Python.
+        """Call an operator; execute conditions and loops in Python.
 
         Raises:
-            MXError: for one that is not known here.
+            MXError: for an unknown higher-order operator.
         """
         if not isinstance(target, HigherOrderOperator):
             return super().call_function(target, args, kwargs)

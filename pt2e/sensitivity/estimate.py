@@ -1,10 +1,12 @@
-"""Second-order estimates: what the error of each operator does to the output, by backward passes through one run.
+"""Second-order estimates of the cost of each operator's error, by backward passes through one run.
 
-An operator's error e in its output moves the model's output by J e. With a random direction v of the metric's curvature
-H there, g = J' v is one backward pass, and (g' e)^2 / 2 has the mean e' J' H J e / 2: the distance that the metric sees
-of a small e. Each candidate's e is that of its operator alone, run on the float model's inputs; those of the operators
-of a module, and of the turns of a loop, add up. The items of a batch (dimension 0) are samples of their own: one pass
-gives as many as there are items.
+An operator's error e in its output moves the model's output by J e. Let H be the metric's curvature there, v a random
+direction with E[v v'] = H, and g = J' v, one backward pass. Then (g' e)^2 / 2 has the mean e' J' H J e / 2, which is
+the distance that the metric assigns to a small e.
+
+Each candidate's e is that of its operator alone, run on the float model's inputs. The estimates of the operators of a
+module, and of the iterations of a loop, add up. The items of a batch (dimension 0) are independent samples: one pass
+gives as many samples as there are items.
 """
 
 from __future__ import annotations
@@ -24,35 +26,39 @@ from pt2mx.fx.graph.tensors import copy_sharing_tensors, map_tensors
 from pt2mx.pt2e.debug.batches import errors_of_running, leaves_of
 from pt2mx.pt2e.debug.errors import comparable
 from pt2mx.pt2e.debug.interpreter import RecordingInterpreter, is_tuple_of_operator, keyed_nodes, run, unchanged
-from pt2mx.pt2e.sensitivity.candidates import Form, is_quantized
-from pt2mx.pt2e.sensitivity.eager_control_flow import Unrolled
+from pt2mx.pt2e.sensitivity.candidates import Candidate, is_quantized
+from pt2mx.pt2e.sensitivity.eager_control_flow import EagerControlFlow
 from pt2mx.pt2e.sensitivity.metrics import METRICS, Metric, outputs_of, own_distance
 
 #: module, candidate, operands
 Key = tuple[str, str, str]
-#: by the key of a node: for each call its gradients, one for each draw; None where no output depends on it
+#: node key -> for each call its gradients, one for each draw; None where no output depends on it
 Gradients = Mapping[str, list[list[Tensor | None]]]
 
 
 def estimates(
     model: GraphModule,
-    forms: dict[str, Form],
+    candidates: dict[str, Candidate],
     operands: tuple[str, ...],
     batch: Any,
     metric: str,
     draws: int,
     seed: Generator,
 ) -> tuple[dict[Key, float], float]:
-    """(module, candidate, operands) -> the estimated distance of the outputs of a batch, as a sum; and what it is
-    divided by.
+    """Return (module, candidate, operands) -> the estimated distance of a batch's outputs, as a sum, and its divisor.
 
     Args:
-        draws: how many directions, one backward pass each.
+        draws: number of directions, one backward pass each.
 
     Raises:
         MXError: for a higher-order operator through which no gradients pass, and for outputs that cannot be compared.
     """
-    wanted = {key for form in forms.values() for key, node, graph in keyed_nodes(form.model) if _operator(node, graph)}
+    probed = {
+        key
+        for candidate in candidates.values()
+        for key, node, graph in keyed_nodes(candidate.model)
+        if _operator(node, graph)
+    }
     values: dict[str, deque[Any]] = defaultdict(deque)
     probes: dict[str, list[Tensor]] = {}
 
@@ -60,7 +66,7 @@ def estimates(
         values[key].append(value.detach() if isinstance(value, Tensor) else value)
 
     with torch.enable_grad():
-        once = Unrolled(_constant(model), seen, wanted, probes)
+        once = EagerControlFlow(_constant(model), seen, probed, probes)
         leaves = leaves_of(model, batch)
         with errors_of_running(leaves):
             outputs = outputs_of(once.run(*leaves, enable_io_processing=False))
@@ -68,67 +74,67 @@ def estimates(
         drawn = [_gradients(outputs, probes, METRICS[metric], seed) for _ in range(draws)]
     count = sum(METRICS[metric].distance(y.detach(), y.detach())[1] for y in outputs)
     gradients = {key: [list(each) for each in zip(*(one[key] for one in drawn), strict=True)] for key in probes}
-    found: dict[Key, float] = {}
-    for candidate, form in forms.items():
-        for (module, which), moved in _moved(form, operands, batch, values, gradients).items():
-            squares = sum(one.square().sum().item() for one in moved.values())
-            found[module, candidate, which] = 0.5 * squares / draws
-    return found, count
+    distances: dict[Key, float] = {}
+    for name, candidate in candidates.items():
+        for (module, which), products in _moved(candidate, operands, batch, values, gradients).items():
+            squares = sum(one.square().sum().item() for one in products.values())
+            distances[module, name, which] = 0.5 * squares / draws
+    return distances, count
 
 
 def _moved(
-    form: Form,
+    candidate: Candidate,
     operands: tuple[str, ...],
     batch: Any,
     values: Mapping[str, deque[Any]],
     gradients: Gradients,
 ) -> dict[tuple[str, str], dict[int, Tensor]]:
-    """(module, operands) -> g' e of each draw and item, by the number of items: what its errors move the output by."""
+    """Return (module, operands) -> g' e for each draw and item, by the number of items."""
     left = {key: deque(of_calls) for key, of_calls in values.items()}
     left_gradients = {key: deque(of_calls) for key, of_calls in gradients.items()}
     known: dict[str, Any] = {}
-    found: dict[tuple[str, str], dict[int, Tensor]] = defaultdict(dict)
+    moved: dict[tuple[str, str], dict[int, Tensor]] = defaultdict(dict)
 
     def seen(key: str, node: Node, value: Any, interpreter: RecordingInterpreter) -> None:
         if not left.get(key):
             return
-        want = left[key].popleft()
-        if is_tuple_of_operator(node, want):
+        reference = left[key].popleft()
+        if is_tuple_of_operator(node, reference):
             return
-        known[key] = want
+        known[key] = reference
         drawn = left_gradients[key].popleft() if left_gradients.get(key) else []
         operator = _operator(node, interpreter.model)
-        if operator is None or not comparable(value, want) or not any(one is not None for one in drawn):
+        if operator is None or not comparable(value, reference) or not any(one is not None for one in drawn):
             return
         module = module_name(operator)
-        for which in operands if module in form.modules else ():
-            if not form.observers(module, which):
+        for which in operands if module in candidate.modules else ():
+            if not candidate.observers(module, which):
                 continue
-            with form.quantizing({module: which}):
-                error = _by_item(interpreter.recomputed(node, known)) - _by_item(want)
+            with candidate.quantizing({module: which}):
+                error = _by_item(interpreter.recomputed(node, known)) - _by_item(reference)
             zero = torch.zeros(len(error), dtype=error.dtype, device=error.device)
             terms = [zero if one is None else (_by_item(one) * error).sum(-1) for one in drawn]
-            sums = found[module, which]
+            sums = moved[module, which]
             sums[len(error)] = sums.get(len(error), 0) + torch.stack(terms)
 
-    with torch.no_grad(), unchanged(form.model):
-        run(form.model, batch, seen)
-    return found
+    with torch.no_grad(), unchanged(candidate.model):
+        run(candidate.model, batch, seen)
+    return moved
 
 
 def _by_item(value: Tensor) -> Tensor:
-    """(items, values of each) in float64."""
+    """Return (items, values of each) in float64."""
     return value.double().reshape(len(value), -1) if value.dim() else value.double().reshape(1, 1)
 
 
 def _operator(node: Node, graph: GraphModule) -> Node | None:
-    """The quantized operator whose output a node is, or an item of it; None where there is none."""
+    """Return the quantized operator whose output a node is, or an item of it; None where there is none."""
     read = node.all_input_nodes if node.target is getitem else []
     return next((one for one in (node, *read) if is_quantized(one, graph)), None)
 
 
 def _constant(model: GraphModule) -> GraphModule:
-    """A copy whose buffers, which the graph may write, are its own, and whose parameters need no gradient."""
+    """Return a copy with its own buffers, which the graph may write, and with parameters that need no gradient."""
     model = copy_sharing_tensors(model)
     map_tensors(model, Tensor.detach)
     return model
@@ -137,10 +143,10 @@ def _constant(model: GraphModule) -> GraphModule:
 def _gradients(
     outputs: list[Tensor], probes: dict[str, list[Tensor]], metric: Metric, seed: Generator
 ) -> dict[str, list[Tensor | None]]:
-    """Those of the values of each call, by key, in a random direction; None where no output depends on it."""
+    """Return the gradients of the probed values in a random direction, by key; None where no output depends on one."""
     total = torch.stack([(y * metric.direction(y.detach(), seed)).sum() for y in outputs]).sum()
     flat = [probe for of_calls in probes.values() for probe in of_calls]
     none: list[Tensor | None] = [None] * len(flat)
-    found = torch.autograd.grad(total, flat, allow_unused=True, retain_graph=True) if total.requires_grad else none
-    each: Iterator[Tensor | None] = iter(found)
+    gradients = torch.autograd.grad(total, flat, allow_unused=True, retain_graph=True) if total.requires_grad else none
+    each: Iterator[Tensor | None] = iter(gradients)
     return {key: [next(each) for _ in of_calls] for key, of_calls in probes.items()}

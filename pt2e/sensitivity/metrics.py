@@ -1,8 +1,8 @@
-"""Distances of a model's outputs from those of the float model, and directions in which their curvature is sampled.
+"""Distances of a model's outputs from those of the float model, and random directions of their curvature.
 
-A distance d(y + e, y) that is 0 at e = 0 is e' H e / 2 for small e. A direction v is random with E[v v'] = H, so that
-the mean of (v' e)^2 / 2 is that distance: for the divergence of predicted distributions H is Fisher's information, and
-v the difference of a label drawn from the prediction and the prediction itself (Martens, 2014, arXiv:1412.1193).
+A distance d(y + e, y) that is 0 at e = 0 equals e' H e / 2 for small e. A direction v is random with E[v v'] = H, so
+that the mean of (v' e)^2 / 2 is that distance. For the divergence of predicted distributions, H is the Fisher
+information, and v is a label drawn from the prediction minus the prediction (Martens, 2014, arXiv:1412.1193).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch.utils import _pytree as pytree
 from pt2mx.analysis.divergence import kl_divergence
 from pt2mx.errors import MXError, nearest
 
-#: a user's metric: (outputs, those of the float model) -> a number, smaller for a better model
+#: a user's metric: (outputs, outputs of the float model) -> a number, smaller for a better model
 Distance = Callable[[Any, Any], float]
 
 
 class Quality(NamedTuple):
-    """The form in which a distance is read: its name, the number of a distance, and its better end."""
+    """How a distance is shown: its name, the conversion of the number, and which end is better."""
 
     name: str
     of: Callable[[float], float]
@@ -32,42 +32,51 @@ class Quality(NamedTuple):
 
 
 class Metric(NamedTuple):
-    """A distance of outputs, as a sum over rows (the last dimension) and what it is divided by, its directions, and the
-    form in which it is read."""
+    """A distance of outputs.
+
+    Args:
+        distance: (outputs, references) -> the sum over rows (the last dimension), and its divisor.
+        direction: (references, generator) -> a random direction of the curvature.
+        quality: how the distance is shown.
+    """
 
     distance: Callable[[Tensor, Tensor], tuple[float, float]]
     direction: Callable[[Tensor, Generator], Tensor]
     quality: Quality
 
 
-def _divergence(got: Tensor, want: Tensor) -> tuple[float, float]:
-    log_got, log_want = (F.log_softmax(y.double(), -1) for y in (got, want))
-    return kl_divergence(log_want, log_got).sum().item(), math.prod(want.shape[:-1])
+def _divergence(output: Tensor, reference: Tensor) -> tuple[float, float]:
+    log_output, log_reference = (F.log_softmax(y.double(), -1) for y in (output, reference))
+    return kl_divergence(log_reference, log_output).sum().item(), math.prod(reference.shape[:-1])
 
 
-def _label(want: Tensor, generator: Generator) -> Tensor:
-    chances = want.softmax(-1)
-    labels = torch.multinomial(chances.reshape(-1, want.shape[-1]), 1, generator=generator).reshape(want.shape[:-1])
-    return F.one_hot(labels, want.shape[-1]).to(want.dtype) - chances
+def _label_minus_prediction(reference: Tensor, generator: Generator) -> Tensor:
+    chances = reference.softmax(-1)
+    labels = torch.multinomial(chances.reshape(-1, reference.shape[-1]), 1, generator=generator).reshape(
+        reference.shape[:-1]
+    )
+    return F.one_hot(labels, reference.shape[-1]).to(reference.dtype) - chances
 
 
-def _one_minus_cosine(got: Tensor, want: Tensor) -> tuple[float, float]:
-    rows = want.any(-1)  # one of zeros has no direction
-    return (1 - F.cosine_similarity(got[rows].double(), want[rows].double(), dim=-1)).sum().item(), rows.sum().item()
+def _one_minus_cosine(output: Tensor, reference: Tensor) -> tuple[float, float]:
+    rows = reference.any(-1)  # a row of zeros has no direction
+    return (
+        1 - F.cosine_similarity(output[rows].double(), reference[rows].double(), dim=-1)
+    ).sum().item(), rows.sum().item()
 
 
-def _across(want: Tensor, generator: Generator) -> Tensor:
-    unit, signs = F.normalize(want, dim=-1), _signs(want, generator)
-    across = (signs - (signs * unit).sum(-1, keepdim=True) * unit) / want.norm(dim=-1, keepdim=True)
-    return across.where(want.any(-1, keepdim=True), 0)
+def _orthogonal_signs(reference: Tensor, generator: Generator) -> Tensor:
+    unit, signs = F.normalize(reference, dim=-1), _signs(reference, generator)
+    across = (signs - (signs * unit).sum(-1, keepdim=True) * unit) / reference.norm(dim=-1, keepdim=True)
+    return across.where(reference.any(-1, keepdim=True), 0)
 
 
-def _noise(got: Tensor, want: Tensor) -> tuple[float, float]:
-    return (got.double() - want.double()).square().sum().item(), want.double().square().sum().item()
+def _noise(output: Tensor, reference: Tensor) -> tuple[float, float]:
+    return (output.double() - reference.double()).square().sum().item(), reference.double().square().sum().item()
 
 
-def _any_way(want: Tensor, generator: Generator) -> Tensor:
-    return math.sqrt(2) * _signs(want, generator)
+def _scaled_signs(reference: Tensor, generator: Generator) -> Tensor:
+    return math.sqrt(2) * _signs(reference, generator)
 
 
 def _signs(like: Tensor, generator: Generator) -> Tensor:
@@ -78,17 +87,17 @@ def _decibels(noise: float) -> float:
     return -10 * math.log10(noise) if noise else math.inf
 
 
-#: largest distance of outputs from themselves, by rounding
+#: largest distance of outputs from themselves, due to rounding
 _EQUAL = 1e-3
 METRICS = {
-    "kl": Metric(_divergence, _label, Quality("divergence, nats", lambda distance: distance, False)),
-    "cosine": Metric(_one_minus_cosine, _across, Quality("cosine", lambda distance: 1 - distance, True)),
-    "noise": Metric(_noise, _any_way, Quality("SQNR, dB", _decibels, True)),
+    "kl": Metric(_divergence, _label_minus_prediction, Quality("divergence, nats", lambda distance: distance, False)),
+    "cosine": Metric(_one_minus_cosine, _orthogonal_signs, Quality("cosine", lambda distance: 1 - distance, True)),
+    "noise": Metric(_noise, _scaled_signs, Quality("SQNR, dB", _decibels, True)),
 }
 
 
 def check_metric(metric: object) -> None:
-    """`MXError` for what is neither the name of a metric nor a function."""
+    """Raise an `MXError` unless `metric` is the name of a metric or a function."""
     if isinstance(metric, str):
         if metric not in METRICS:
             raise MXError(f"metric={metric!r} is unknown: {nearest(metric, METRICS)}")
@@ -97,65 +106,65 @@ def check_metric(metric: object) -> None:
 
 
 def name_of_metric(metric: str | Distance) -> str:
-    """The name of a metric, that of a function too."""
+    """Return the name of a metric or function."""
     return metric if isinstance(metric, str) else str(getattr(metric, "__name__", type(metric).__name__))
 
 
 def mean_distance(metric: str | Distance, pairs: Iterable[tuple[Any, Any]]) -> float:
-    """The metric over all (outputs of a batch, those of the float model); NaN where there is none."""
+    """Return the metric over all pairs of (outputs of a batch, outputs of the float model); NaN without pairs."""
     totals, counts = 0.0, 0.0
-    for got, want in pairs:
+    for output, reference in pairs:
         if callable(metric):
-            total, count = number_of(metric(got, want), "the metric", "smaller"), 1.0
+            total, count = number_of(metric(output, reference), "the metric", "smaller"), 1.0
         else:
-            total, count = distance_over(METRICS[metric], outputs_of(got), outputs_of(want))
+            total, count = distance_over(METRICS[metric], outputs_of(output), outputs_of(reference))
         totals, counts = totals + total, counts + count
     return totals / counts if counts else math.nan
 
 
-def own_distance(metric: str | Distance, wanted: Iterable[Any]) -> float:
-    """The metric of the float model's outputs, one for each batch, and themselves: 0 but for a user's loss.
+def own_distance(metric: str | Distance, references: Iterable[Any]) -> float:
+    """Return the distance of the float model's outputs from themselves: 0, except for a user's loss.
 
     Raises:
-        MXError: where they cannot be compared.
+        MXError: for outputs that cannot be compared.
     """
-    own = mean_distance(metric, ((want, want) for want in wanted))
-    if not isinstance(metric, str) and not math.isfinite(own):
+    distance = mean_distance(metric, ((reference, reference) for reference in references))
+    if not isinstance(metric, str) and not math.isfinite(distance):
         raise MXError(
-            f"the metric {name_of_metric(metric)} gives {own} for the float model: it must give a finite number"
+            f"the metric {name_of_metric(metric)} gives {distance} for the float model: it must give a finite number"
         )
-    if not math.isfinite(own) or (isinstance(metric, str) and abs(own) > _EQUAL):
+    if not math.isfinite(distance) or (isinstance(metric, str) and abs(distance) > _EQUAL):
         raise MXError(
             "the float model's outputs hold NaN or Inf, no value, or zeros alone: there is nothing to compare with by "
             f"{name_of_metric(metric)!r}"
         )
-    return 0.0 if isinstance(metric, str) else own
+    return 0.0 if isinstance(metric, str) else distance
 
 
 def number_of(value: object, source: str, better: str) -> float:
-    """The number that a user's function gave, of any library.
+    """Return the number that a user's function returned, in the type of any library.
 
     Args:
-        value: a number, or a tensor or an array of one.
-        source: the function, as the error names it.
-        better: "smaller" or "larger": the number of a better model.
+        value: a number, or a tensor or array of one.
+        source: the function's name in the error.
+        better: "smaller" or "larger", whichever means a better model.
 
     Raises:
-        MXError: for anything else.
+        MXError: for any other value.
     """
     try:
-        found = value.item() if hasattr(value, "item") else value
-    except (ValueError, RuntimeError):  # of several values
-        found = None
-    if isinstance(found, bool) or not isinstance(found, int | float):
+        number = value.item() if hasattr(value, "item") else value
+    except (ValueError, RuntimeError):  # several values
+        number = None
+    if isinstance(number, bool) or not isinstance(number, int | float):
         shape = getattr(value, "shape", None)
-        given = repr(value) if shape is None else f"a {type(value).__name__} of shape {tuple(shape)}"
-        raise MXError(f"{source} gave {given}: it must give a number, {better} for a better model")
-    return float(found)
+        text = repr(value) if shape is None else f"a {type(value).__name__} of shape {tuple(shape)}"
+        raise MXError(f"{source} gave {text}: it must give a number, {better} for a better model")
+    return float(number)
 
 
 def outputs_of(tree: Any) -> list[Tensor]:
-    """The floating tensors of a model's output, of at least one dimension.
+    """Return the floating-point tensors of a model's output, with at least one dimension.
 
     Raises:
         MXError: where there is none.
@@ -166,7 +175,7 @@ def outputs_of(tree: Any) -> list[Tensor]:
     return [torch.atleast_1d(leaf) for leaf in leaves]
 
 
-def distance_over(metric: Metric, got: list[Tensor], want: list[Tensor]) -> tuple[float, float]:
-    """The distance of all outputs: its sum, and what that is divided by."""
-    pairs = [metric.distance(one, other) for one, other in zip(got, want, strict=True)]
+def distance_over(metric: Metric, outputs: list[Tensor], references: list[Tensor]) -> tuple[float, float]:
+    """Return the distance over all outputs: its sum, and the divisor."""
+    pairs = [metric.distance(one, other) for one, other in zip(outputs, references, strict=True)]
     return sum(total for total, _ in pairs), sum(count for _, count in pairs)

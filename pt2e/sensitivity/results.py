@@ -14,18 +14,24 @@ from pt2mx.analysis.tables import text_table, worst_rows
 from pt2mx.errors import MXError, nearest
 from pt2mx.pt2e.output import write_text
 
-#: which operands of a module are quantized
+#: the kinds of operands of a module that can be quantized
 OPERANDS = ("both", "weights", "activations")
 _NUMBERS = ("alone", "left", "estimate")
 
 
 @dataclass(frozen=True)
 class SensitivityRow:
-    """A module in a candidate format, by the model's output.
+    """The cost of a module in a candidate format, measured on the model's output.
 
-    `alone`: the metric where only this module is quantized; `left`: where all but this one are; `estimate`: that of
-    `alone` by gradients. NaN where it was not asked for, infinite where the output became NaN. `operands`: "both",
-    "weights" or "activations".
+    Args:
+        module: its name.
+        candidate: the format or config.
+        operands: "both", "weights" or "activations".
+        alone: the metric with only this module quantized.
+        left: the metric with every other module quantized.
+        estimate: the estimate of `alone` by gradients.
+
+    Numbers are NaN where they were not requested, and infinite where the output became NaN.
     """
 
     module: str
@@ -37,7 +43,7 @@ class SensitivityRow:
 
     @property
     def cost(self) -> float:
-        """The cost of quantizing the module: `alone` where it was measured, else the estimate."""
+        """Return the cost of quantizing the module: `alone` where it was measured, else the estimate."""
         return self.estimate if math.isnan(self.alone) else self.alone
 
 
@@ -45,8 +51,10 @@ class SensitivityRow:
 class Sensitivity:
     """The sensitivity of a model's output, the costliest modules first.
 
-    `metric` says what the numbers are; `whole` has, by candidate, that of the model quantized as a whole (operands
-    "both"), where it was measured.
+    Args:
+        metric: its name.
+        rows: one for each module, candidate and kind of operands.
+        whole: candidate -> the metric of the model quantized as a whole (operands "both"), where it was measured.
     """
 
     metric: str
@@ -54,10 +62,10 @@ class Sensitivity:
     whole: dict[str, float]
 
     def of(self, candidate: str, operands: str = "both") -> dict[str, SensitivityRow]:
-        """The rows of a candidate, the costliest first.
+        """Return the rows of a candidate, the costliest first.
 
         Args:
-            candidate: as it was given.
+            candidate: as it was passed.
             operands: "both", "weights" or "activations".
 
         Returns:
@@ -73,10 +81,10 @@ class Sensitivity:
         return {row.module: row for row in self.rows if (row.candidate, row.operands) == (candidate, operands)}
 
     def agreement(self, candidate: str, operands: str = "both") -> float:
-        """Spearman's rank correlation of estimate and measurement.
+        """Return Spearman's rank correlation of estimate and measurement.
 
         Args:
-            candidate: as it was given.
+            candidate: as it was passed.
             operands: "both", "weights" or "activations".
 
         Returns:
@@ -93,10 +101,10 @@ class Sensitivity:
         return torch.corrcoef(ranks)[0, 1].item()
 
     def to_table(self, worst: int | None = 20) -> str:
-        """Give a table in plain text.
+        """Return a plain text table.
 
         Args:
-            worst: how many rows; None for all.
+            worst: number of rows; None: all.
 
         Returns:
             The table.
@@ -110,10 +118,10 @@ class Sensitivity:
         return f"{text_table([('module', 'candidate', 'operands', *measured), *cells], left=3)}{whole}"
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Give the result as JSON, and write it to a file.
+        """Return the result as JSON, and write it to a file.
 
         Args:
-            path: of the file; None: none is written.
+            path: of the file; None: no file is written.
 
         Returns:
             The JSON.
@@ -124,7 +132,7 @@ class Sensitivity:
 
 
 def as_json(value: object) -> object:
-    """A value as JSON has it: null was not measured, a distance may be infinite."""
+    """Return a value for JSON: null for one that was not measured, text for an infinite distance."""
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else str(value)
     return value
@@ -135,11 +143,11 @@ def _number(value: float) -> str:
 
 
 def _ranks(values: list[float]) -> list[float]:
-    """The rank of each value from 0 on; equal values have the middle of theirs."""
+    """Return the rank of each value from 0 on; equal values share their mean rank."""
     return [sum(other < value for other in values) + (values.count(value) - 1) / 2 for value in values]
 
 
-#: the mark of a row on the front
+#: the mark of a Pareto-optimal row
 FRONT = "*"
 
 
@@ -148,13 +156,14 @@ class RecipeRow:
     """A model in one recipe.
 
     Args:
-        name: of the recipe; "float" is the model as it was.
+        name: of the recipe; "float" is the float model.
         bytes: of all parameters and buffers; 0 where the recipe failed.
-        bits: of a value of them, on the average.
-        quality: by the metric of the comparison; NaN where the recipe failed.
-        milliseconds: of a batch, compiled; NaN where it was not measured.
-        on_front: True where no other recipe is as small and as good, and in one of both better; of equals, the first.
-        note: the reason of what failed; "" where nothing did.
+        bits: per value of them, on average.
+        quality: in the metric of the comparison; NaN where the recipe failed.
+        milliseconds: per batch, compiled; NaN where it was not measured.
+        on_front: True if the recipe is Pareto-optimal: no other is as small and as good, and better in one of both. Of
+            equal recipes the first is.
+        note: the reason of a failure, else "".
     """
 
     name: str
@@ -173,7 +182,7 @@ class RecipeComparison:
     Args:
         metric: the name of the quality.
         larger_is_better: False for a metric that is a cost.
-        rows: a row for each recipe, and one for the float model.
+        rows: one for each recipe, and one for the float model.
     """
 
     metric: str
@@ -182,31 +191,29 @@ class RecipeComparison:
 
     @classmethod
     def of(cls, metric: str, larger_is_better: bool, rows: Iterable[RecipeRow]) -> RecipeComparison:
-        """The comparison of rows in any order, with the front found."""
+        """Sort rows, and mark those that are Pareto-optimal."""
         sign = 1 if larger_is_better else -1
         ordered = sorted(rows, key=lambda row: (math.isnan(row.quality), row.bytes, -sign * row.quality))
         best, marked = -math.inf, []
-        for (
-            row
-        ) in ordered:  # from the smallest on, the best of each size first: what is no better than before is beaten
-            found = sign * row.quality > best
-            best = sign * row.quality if found else best
-            marked.append(replace(row, on_front=found))
+        for row in ordered:  # smallest first, and best first within a size: a row on the front beats all before
+            on_front = sign * row.quality > best
+            best = sign * row.quality if on_front else best
+            marked.append(replace(row, on_front=on_front))
         return cls(metric, larger_is_better, tuple(marked))
 
     def front(self) -> tuple[RecipeRow, ...]:
-        """The rows that no other beats, the smallest first.
+        """Return the Pareto-optimal rows, the smallest first.
 
         Returns:
-            Those of them with `on_front`.
+            The rows with `on_front`.
         """
         return tuple(row for row in self.rows if row.on_front)
 
     def to_table(self) -> str:
-        """Give a table in plain text.
+        """Return a plain text table.
 
         Returns:
-            The table; rows of the front have a mark.
+            The table; Pareto-optimal rows are marked.
         """
         timed = any(not math.isnan(row.milliseconds) for row in self.rows)
         header = ("", "recipe", "bytes", "bits", self.metric, *(["ms"] if timed else []))
@@ -220,10 +227,10 @@ class RecipeComparison:
         return self.to_table()
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Give the comparison as JSON, and write it to a file; null stands for what was not measured.
+        """Return the comparison as JSON, and write it to a file; null means not measured.
 
         Args:
-            path: of the file; None: none is written.
+            path: of the file; None: no file is written.
 
         Returns:
             The JSON.
@@ -232,8 +239,8 @@ class RecipeComparison:
             MXError: where no file can be written at `path`.
         """
         rows = [{name: as_json(value) for name, value in asdict(row).items()} for row in self.rows]
-        found = {"metric": self.metric, "larger_is_better": self.larger_is_better, "rows": rows}
-        return write_text(json.dumps(found, indent=1, allow_nan=False), path)
+        content = {"metric": self.metric, "larger_is_better": self.larger_is_better, "rows": rows}
+        return write_text(json.dumps(content, indent=1, allow_nan=False), path)
 
 
 def _cells(row: RecipeRow, timed: bool) -> tuple[str, ...]:

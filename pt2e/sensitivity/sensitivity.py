@@ -1,4 +1,4 @@
-"""`sensitivity`: what each module in each format costs the model's output."""
+"""`sensitivity`: the cost of each module in each format, measured on the model's output."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from pt2mx.errors import MXError, nearest
 from pt2mx.pt2e.debug.batches import call, several
 from pt2mx.pt2e.debug.interpreter import check_module, unchanged
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig, get_default_mx_quantization_config
-from pt2mx.pt2e.sensitivity.candidates import Form
+from pt2mx.pt2e.sensitivity.candidates import Candidate
 from pt2mx.pt2e.sensitivity.estimate import estimates
 from pt2mx.pt2e.sensitivity.metrics import METRICS, Distance, check_metric, mean_distance, name_of_metric, own_distance
 from pt2mx.pt2e.sensitivity.results import OPERANDS, Sensitivity, SensitivityRow
 
-#: method -> whether it measures, and whether it estimates
+#: method -> (measures, estimates)
 METHODS = {"forward": (True, False), "gradient": (False, True), "both": (True, True)}
 
 
@@ -39,24 +39,24 @@ def sensitivity(
     seed: int = 0,
     progress: bool = False,
 ) -> Sensitivity:
-    """Find what quantizing each module by itself costs the output of the model.
+    """Measure how much quantizing each module alone changes the model's output.
 
-    `method="forward"` runs the model once for each module and candidate. `"gradient"` estimates the same by `draws`
-    backward passes a batch (`pt2mx.pt2e.sensitivity.estimate`), and does not know large errors. `"both"` does both, so
-    that `Sensitivity.agreement` can compare them.
+    `method="forward"` runs the model once per module and candidate. `"gradient"` estimates the result by `draws`
+    backward passes per batch (`pt2mx.pt2e.sensitivity.estimate`); it is inaccurate for large errors. `"both"` does
+    both, and `Sensitivity.agreement` compares them.
 
     Args:
         model: the exported float model.
-        batches: of inputs: a tensor, a tuple of positional or a dict of keyword arguments each.
-        candidates: formats, of weights and activations alike, or name -> config.
-        metric: "kl" of logits, "cosine" of embeddings, "noise" over signal; or a function of the outputs and those of
-            the float model, smaller for a better model.
+        batches: inputs, each a tensor, a tuple of positional or a dict of keyword arguments.
+        candidates: formats, for weights and activations alike, or name -> config.
+        metric: "kl" for logits, "cosine" for embeddings, "noise" over signal; or a function of the outputs and those of
+            the float model that is smaller for a better model.
         method: "forward", "gradient" or "both".
-        operands: of "both", "weights" and "activations": what is quantized of a module.
-        left: True measures too the model as a whole with each module left in float.
-        draws: of `"gradient"`: backward passes a batch. Each item of a batch (dimension 0) is a sample of each, and n
-            samples tell a cost to about sqrt(2 / n) of it.
-        seed: of the directions of `"gradient"`.
+        operands: any of "both", "weights" and "activations": what to quantize of a module.
+        left: True also measures the fully quantized model with each module left in float.
+        draws: backward passes per batch of `"gradient"`. Each item of a batch (dimension 0) is a sample in each pass; n
+            samples give a cost to within about sqrt(2 / n) of its value.
+        seed: of the random directions of `"gradient"`.
         progress: True shows a bar on stderr.
 
     Returns:
@@ -64,15 +64,15 @@ def sensitivity(
 
     Raises:
         MXError: for other objects or names, without a batch, where a candidate quantizes nothing, for a float model
-            whose output cannot be compared, and for gradients where none pass.
+            whose output cannot be compared, and for `"gradient"` where no gradients pass.
 
     Example:
         >>> import torch, pt2mx
         >>> x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).eval()
         >>> exported = torch.export.export(model, (x,)).module()
-        >>> found = pt2mx.sensitivity(exported, [x], ["mxfp4", "mxfp8"], metric="noise", method="both")
-        >>> found.of("mxfp8")["0"].alone < found.of("mxfp4")["0"].alone
+        >>> result = pt2mx.sensitivity(exported, [x], ["mxfp4", "mxfp8"], metric="noise", method="both")
+        >>> result.of("mxfp8")["0"].alone < result.of("mxfp4")["0"].alone
         True
     """
     model = check_module(model.module() if isinstance(model, ExportedProgram) else model, "model")
@@ -84,38 +84,43 @@ def sensitivity(
     batches = list(several(batches))
     if not batches:
         raise MXError("there is no batch to be sensitive to")
-    forms = {name: Form.of(model, config) for name, config in _configs(candidates).items()}
-    for name, form in forms.items():
-        if not form.modules:
+    prepared = {name: Candidate.of(model, config) for name, config in _configs(candidates).items()}
+    for name, candidate in prepared.items():
+        if not candidate.modules:
             raise MXError(f"the candidate {name!r} quantizes nothing of the model")
-    found: dict[tuple[str, str, str], dict[str, Any]] = defaultdict(dict)
+    numbers: dict[tuple[str, str, str], dict[str, Any]] = defaultdict(dict)
     whole: dict[str, float] = {}
-    kinds = [form.observers(module, one) for form in forms.values() for module in form.modules for one in operands]
+    kinds = [
+        candidate.observers(module, one)
+        for candidate in prepared.values()
+        for module in candidate.modules
+        for one in operands
+    ]
     if not any(kinds):
         raise MXError(f"the candidates quantize no {' and no '.join(operands)} of any module: give other operands")
     steps = sum(map(bool, kinds)) * measures * (1 + left)
     with torch.no_grad(), tqdm(total=steps + len(batches) * estimated, disable=not progress, leave=False) as bar:
         if measures:
             with unchanged(model):
-                wanted = [call(model, batch) for batch in batches]
-            own_distance(metric, wanted)
-            for name, form in forms.items():
-                everything = dict.fromkeys(form.modules, "both")
-                whole[name] = _measure(form, everything, batches, wanted, metric)
-                for module in form.modules:
-                    for which in (one for one in operands if form.observers(module, one)):
-                        row = found[module, name, which]
-                        row["alone"] = _measure(form, {module: which}, batches, wanted, metric)
+                references = [call(model, batch) for batch in batches]
+            own_distance(metric, references)
+            for name, candidate in prepared.items():
+                everything = dict.fromkeys(candidate.modules, "both")
+                whole[name] = _measure(candidate, everything, batches, references, metric)
+                for module in candidate.modules:
+                    for which in (one for one in operands if candidate.observers(module, one)):
+                        row = numbers[module, name, which]
+                        row["alone"] = _measure(candidate, {module: which}, batches, references, metric)
                         bar.update()
                         if left:
-                            others = {**everything, module: _REST[which]}
-                            others = {one: rest for one, rest in others.items() if rest}
-                            row["left"] = _measure(form, others, batches, wanted, metric)
+                            others = {**everything, module: _OTHER_OPERANDS[which]}
+                            others = {one: part for one, part in others.items() if part}
+                            row["left"] = _measure(candidate, others, batches, references, metric)
                             bar.update()
         if estimated and not callable(metric):
             totals, count, generator = defaultdict[Any, float](float), 0.0, Generator().manual_seed(seed)
             for batch in batches:
-                terms, rows = estimates(model, forms, tuple(operands), batch, metric, draws, generator)
+                terms, rows = estimates(model, prepared, tuple(operands), batch, metric, draws, generator)
                 count += rows
                 for key, term in terms.items():
                     totals[key] += term
@@ -123,27 +128,31 @@ def sensitivity(
             if not totals:
                 raise MXError("no gradient of an output reaches a module: give method='forward'")
             for key, total in totals.items():
-                found[key]["estimate"] = _finite_or_far(total / count)
-    made = [SensitivityRow(*key, **numbers) for key, numbers in found.items()]
-    made.sort(key=lambda row: -row.cost if not math.isnan(row.cost) else math.inf)
-    return Sensitivity(name_of_metric(metric), tuple(made), whole)
+                numbers[key]["estimate"] = _nan_to_inf(total / count)
+    result = [SensitivityRow(*key, **values) for key, values in numbers.items()]
+    result.sort(key=lambda row: -row.cost if not math.isnan(row.cost) else math.inf)
+    return Sensitivity(name_of_metric(metric), tuple(result), whole)
 
 
-#: what is quantized of a module of which these operands are left in float
-_REST = {"both": "", "weights": "activations", "activations": "weights"}
+#: the operands of a module that stay quantized when these are left in float
+_OTHER_OPERANDS = {"both": "", "weights": "activations", "activations": "weights"}
 
 
 def _measure(
-    form: Form, modules: Mapping[str, str], batches: Sequence[Any], wanted: Sequence[Any], metric: str | Distance
+    candidate: Candidate,
+    modules: Mapping[str, str],
+    batches: Sequence[Any],
+    references: Sequence[Any],
+    metric: str | Distance,
 ) -> float:
-    """The metric over all batches where these modules are quantized."""
-    with form.quantizing(modules) as model, unchanged(model):
-        found = mean_distance(metric, ((call(model, batch), want) for batch, want in zip(batches, wanted, strict=True)))
-    return _finite_or_far(found)
+    """Return the metric over all batches with these modules quantized."""
+    with candidate.quantizing(modules) as model, unchanged(model):
+        pairs = ((call(model, batch), reference) for batch, reference in zip(batches, references, strict=True))
+        return _nan_to_inf(mean_distance(metric, pairs))
 
 
-def _finite_or_far(distance: float) -> float:
-    """The distance; outputs that became NaN are as far as can be."""
+def _nan_to_inf(distance: float) -> float:
+    """Count outputs that became NaN as infinitely far."""
     return math.inf if math.isnan(distance) else distance
 
 
@@ -153,7 +162,7 @@ def _check(metric: object, method: object, operands: object) -> tuple[bool, bool
     measures, estimated = METHODS[method]
     check_metric(metric)
     if estimated and not isinstance(metric, str):
-        raise MXError(f"method={method!r} needs one of {', '.join(METRICS)}: a function serves with method='forward'")
+        raise MXError(f"method={method!r} needs one of {', '.join(METRICS)}: a function works with method='forward'")
     names = operands if isinstance(operands, Sequence) and not isinstance(operands, str) else ()
     if not names or any(name not in OPERANDS for name in names):
         raise MXError(f"operands={operands!r} must be a list of {', '.join(OPERANDS)}")

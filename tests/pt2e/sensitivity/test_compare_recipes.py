@@ -8,7 +8,7 @@ from torch.nn import functional as F
 import pt2mx
 from pt2mx import MXError
 from pt2mx.pt2e.quantizer import recipe
-from pt2mx.pt2e.sensitivity.compare_recipes import FORMATS_BESIDE, compare_recipes
+from pt2mx.pt2e.sensitivity.compare_recipes import OTHER_FORMATS, compare_recipes
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_all_recipes_and_formats_and_the_stages(net):
     exported, batches = net
     stages = []
     actual = compare_recipes(exported, batches[1:], calibration=batches[:1], stage=stages.append)
-    names = [*recipe.names(), *FORMATS_BESIDE]
+    names = [*recipe.names(), *OTHER_FORMATS]
     assert stages == ["float", *names] and {row.name for row in actual.rows} == {"float", *names}
     assert not any(row.note for row in actual.rows)  # nor a warning on what is for other models
     rows = {row.name: row for row in actual.rows}
@@ -162,7 +162,7 @@ def test_speed_with_inputs_by_name(compiler):
     ("options", "text"),
     [
         ({"model": nn.Linear(1, 1)}, r"model must be a GraphModule, and is a module"),
-        ({"batches": []}, r"there is no batch to judge the recipes by"),
+        ({"batches": []}, r"there is no batch to compare the recipes on"),
         ({"batches": torch.ones(2, 32, 64)}, r"batches is one of type Tensor: give a list of batches"),
         ({"batches": [torch.ones(2, 64)]}, r"the model does not run on inputs of shape \(2, 64\)"),
         ({"calibration": torch.ones(32, 64)}, r"calibration is one of type Tensor: give a list of batches"),
