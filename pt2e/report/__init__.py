@@ -1,1 +1,1 @@
-"""The content and the losses of a prepared or converted model: reports, statistics, suggestions."""
+"""Report what quantization does to a model: formats, noise, bytes, and suggested formats."""

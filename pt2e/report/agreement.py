@@ -15,12 +15,12 @@ from pt2mx.errors import MXError
 
 
 def check_diff(y1: object, y2: object, tol: float = 0, ntol: int = 0, handle_infs: bool = False) -> None:
-    """Raise where two results differ, as the function of this name in the tests of microxcaling and pt2-bfp does.
+    """Raise if two results differ, like the function of this name in the tests of microxcaling and pt2-bfp.
 
     Args:
-        y1, y2: tensors, or trees of tensors as two models return them; of other leaves equality is asked.
-        tol: values agree whose difference is at most `tol * (1 + r)`, r being the root mean square of y1.
-        ntol: how many values of a tensor may differ nonetheless.
+        y1, y2: tensors, or trees of tensors as two models return them; other leaves must be equal.
+        tol: values agree if their difference is at most `tol * (1 + r)`, where r is the root mean square of y1.
+        ntol: number of values of a tensor that may differ.
         handle_infs: whether Inf agrees with Inf of the same sign. NaN agrees with nothing.
 
     Raises:
@@ -65,7 +65,7 @@ def _check_tensors(where: str, y1: Tensor, y2: Tensor, tol: float, ntol: int, ha
 
 
 class Fidelity(NamedTuple):
-    """SQNR in dB, the cosine, and of how many values."""
+    """SQNR in dB, cosine, and the number of values compared."""
 
     sqnr: float
     cosine: float
@@ -80,26 +80,25 @@ class Fidelity(NamedTuple):
 def fidelity(pairs: Iterable[tuple[object, object]]) -> Fidelity:
     """Compare outputs with those of a reference.
 
-    Left out are tensors that are not floating, and values that are NaN or Inf in the reference (a masked score).
+    Only floating-point tensors are compared, and only values that are finite in the reference (not masked scores).
 
     Args:
-        pairs: (outputs, those of the reference), trees of tensors.
+        pairs: (outputs, reference outputs), trees of tensors.
 
     Returns:
-        `sqnr` in dB and `cosine` over all pairs, NaN where no finite value is left of some; `values`, the number of
-        values compared.
+        `sqnr` in dB and `cosine` over all pairs, NaN if no value is finite; `values`, the number of values compared.
     """
     signal = noise = product = energy = 0.0
     values = compared = 0
     for outputs, references in pairs:
-        for got, want in zip(_floats(outputs), _floats(references), strict=True):
-            finite = want.isfinite()
-            values, compared = values + want.numel(), compared + int(finite.sum())
-            got, want = got[finite], want[finite]
-            signal += want.square().sum().item()
-            noise += (got - want).square().sum().item()
-            product += (got * want).sum().item()
-            energy += got.square().sum().item()
+        for output, reference in zip(_floats(outputs), _floats(references), strict=True):
+            finite = reference.isfinite()
+            values, compared = values + reference.numel(), compared + int(finite.sum())
+            output, reference = output[finite], reference[finite]
+            signal += reference.square().sum().item()
+            noise += (output - reference).square().sum().item()
+            product += (output * reference).sum().item()
+            energy += output.square().sum().item()
     if values and not compared:
         return Fidelity(math.nan, math.nan, values)
     scale = math.sqrt(signal * energy)

@@ -1,4 +1,4 @@
-"""`Conversion`: what converting a prepared model leaves, and the bytes that it takes."""
+"""`Conversion`: the nodes and bytes that remain when a prepared model is converted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pt2mx.pt2e.stored_bits import packed_bytes
 
 
 class Conversion:
-    """A walk over a prepared graph and those inside it, from the results back, which finds what conversion leaves.
+    """A walk over a prepared graph and its subgraphs, from the results back, that finds what conversion keeps.
 
     Args:
         prepared: the model.
@@ -30,7 +30,7 @@ class Conversion:
 
     def __init__(self, prepared: GraphModule) -> None:
         self._kept: dict[int, Tensor] = {}  # float tensors, by identity
-        self._made: dict[str, int] = {}  # bytes of new buffers, by what they are computed from
+        self._made: dict[str, int] = {}  # bytes of new buffers, by the key of their computation
         self._outside = captured_operands(prepared)
         self._keys: dict[tuple[Node, int], str] = {}
         self._names: dict[str, str] = {}
@@ -39,20 +39,19 @@ class Conversion:
         self._visit(prepared)
 
     def computes(self, node: Node) -> bool:
-        """Return True for a node that the converted model computes or reads: the factors of a weight it does not."""
+        """Return True for a node that the converted model computes or reads, unlike the factors of a weight."""
         return any(node in computed for computed in self._visited.values())
 
     def bytes(self) -> int:
-        """Return the bytes of the tensors that the converted model reads: those of the float model, and the codes and
-        scales of its constants, equal ones once."""
+        """Return the bytes of the converted model's tensors: float ones, and codes and scales, equal ones once."""
         tensors = self._kept.values()
         shared = size_of(tensor for tensor in tensors if storage_of(tensor) in self._written)
-        # of others conversion makes copies
+        # conversion copies the others
         copies = sum(tensor.nbytes for tensor in tensors if storage_of(tensor) not in self._written)
         return shared.bytes + copies + sum(self._made.values())
 
     def _visit(self, model: GraphModule) -> set[Node]:
-        """The nodes of a graph that the converted one has, its parameters and placeholders among them."""
+        """Return the nodes of a graph that the converted one keeps, parameters and placeholders included."""
         if model not in self._visited:
             constants, graphs = constants_of(model), {call.node: call for call in hop_calls(model)}
             computed = self._visited[model] = set()
@@ -65,13 +64,13 @@ class Conversion:
         return self._visited[model]
 
     def _reads(self, model: GraphModule, node: Node, constants: set[Node], call: HOPCall | None) -> list[Node]:
-        """The inputs of a node in the converted graph."""
+        """Return the inputs of a node in the converted graph."""
         if call is not None:
             inner = [self._visit(graph) for _, graph in call.graphs]
             pairs = zip(call.operands(), *(placeholders(graph) for _, graph in call.graphs), strict=True)
-            read = {o for (o, _), *p in pairs if any(one in graph for one, graph in zip(p, inner, strict=True))}
+            used = {o for (o, _), *p in pairs if any(one in graph for one, graph in zip(p, inner, strict=True))}
             passed = {operand for operand, _ in call.operands()}
-            return [n for n in node.all_input_nodes if n in read or n not in passed]
+            return [n for n in node.all_input_nodes if n in used or n not in passed]
         module = model.get_submodule(name_of(node)) if node.op == "call_module" else None
         if isinstance(module, MXObserver) and is_constant(node_arg(node), constants):
             for number in range(self._calls_of(model)):
@@ -90,11 +89,11 @@ class Conversion:
         return node.all_input_nodes
 
     def _calls_of(self, model: GraphModule) -> int:
-        """Count the calls of a graph, each with other operands."""
+        """Count the calls of a graph with different operands."""
         return max((len(self._outside.get(placeholder, ())) for placeholder in placeholders(model)), default=0) or 1
 
     def _key(self, node: Node, number: int) -> str:
-        """A name that nodes have in common which compute the same from the same tensors, in call `number`."""
+        """Return a name that is equal for nodes that compute the same from the same tensors in call `number`."""
         if (node, number) not in self._keys:
             self._keys[node, number] = self._new_key(node, number)
         return self._keys[node, number]
@@ -105,19 +104,21 @@ class Conversion:
         if isinstance(operand, Node):
             return self._key(operand, number)
         if node.op == "get_attr":
-            said: object = id(attribute_of(model_of(node.graph), node))
+            identity: object = id(attribute_of(model_of(node.graph), node))
         elif not node.all_input_nodes:
-            said = (id(node.graph), node.name)
+            identity = (id(node.graph), node.name)
         else:
             module = model_of(node.graph).get_submodule(name_of(node)) if node.op == "call_module" else None
             target = (module.spec, module.spec.axis) if isinstance(module, MXObserver) else node.target
-            said = target, torch.fx.map_arg((node.args, node.kwargs), lambda n: self._key(n, number))
-        return self._names.setdefault(repr(said), f"%{len(self._names)}")
+            identity = target, torch.fx.map_arg((node.args, node.kwargs), lambda n: self._key(n, number))
+        return self._names.setdefault(repr(identity), f"%{len(self._names)}")
 
 
 def _acts(node: Node, constants: set[Node]) -> bool:
-    """True of a node that is computed though nothing reads it. Conversion removes assertions about constants, and what
-    counts batches in training."""
+    """Return True for a node with an effect, which runs although nothing uses its result.
+
+    Conversion removes assertions about constants, and the batch counters of training.
+    """
     if node.op == "call_module" and isinstance(model_of(node.graph).get_submodule(name_of(node)), TrainEvalModule):
         return False
     asserts = node.target is torch.ops.aten._assert_tensor_metadata.default and node_arg(node) in constants

@@ -1,4 +1,4 @@
-"""NaN and Inf in what is quantized: a block that holds one becomes NaN as a whole."""
+"""Find NaN and Inf in quantized tensors: a block that holds one becomes NaN as a whole."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from pt2mx.pt2e.observer import STATISTICS_KEY
 from pt2mx.pt2e.packed_weights import parameter_name, stored_weights
 from pt2mx.pt2e.torchao_pt2e import is_fake
 
-#: of many names so many are shown
+#: most names that are shown
 _SHOWN = 5
 
 
 def nonfinite_parameters(model: nn.Module) -> list[str]:
-    """The names of the floating parameters that hold a NaN or an Inf."""
+    """Return the names of the floating-point parameters that hold a NaN or an Inf."""
     return [name for name, p in model.named_parameters() if p.is_floating_point() and not p.isfinite().all()]
 
 
 def nonfinite_weights(converted: GraphModule) -> list[str]:
-    """The names of the weights of a converted model that held a NaN or an Inf."""
+    """Return the names of the weights of a converted model that held a NaN or an Inf."""
     weights = [(codes, scales) for codes, scales, _ in stored_weights(converted)]
     folded = [parameter_name(name_of(codes)) for codes, scales in weights if _holds_nan_blocks(scales)]
     kept = [str(x.target) for x, _ in _nonfinite_pairs(converted) if x.op == "get_attr"]
@@ -36,21 +36,23 @@ def nonfinite_weights(converted: GraphModule) -> list[str]:
 
 
 def nonfinite_operands(converted: GraphModule) -> list[str]:
-    """The operands of a converted model that held a NaN or an Inf: weights by their names, others by their operators'
-    modules, as far as calibration saw them."""
+    """Return the operands of a converted model that held a NaN or an Inf, as far as calibration saw them.
+
+    Weights are named by their parameters, other operands by their operators' modules.
+    """
     computed = [dequantize for x, dequantize in _nonfinite_pairs(converted) if x.op != "get_attr"]
     modules = [module_name(node) or next(iter(node.users)).name for node in computed]
     return list(dict.fromkeys([*nonfinite_weights(converted), *(f"an operand of {name}" for name in modules)]))
 
 
 def listed(names: list[str]) -> str:
-    """The names, of many the first."""
+    """Return the names as text; only the first few of many."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 
 
 def _nonfinite_pairs(converted: GraphModule) -> Iterator[tuple[Node, Node]]:
-    """(what is quantized, its `dequantize_mx`) where calibration saw a NaN or an Inf; folded weights left out."""
+    """Yield (quantized node, its `dequantize_mx`) where calibration saw a NaN or an Inf, without folded weights."""
     for graph in graph_modules(converted):
         for node in graph.graph.find_nodes(op="call_function", target=ops.dequantize_mx):
             seen, scale = node.meta.get(STATISTICS_KEY), node_arg(node, 1)

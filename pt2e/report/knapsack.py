@@ -1,4 +1,4 @@
-"""The multiple-choice knapsack: one option for each item, of least total noise, within a budget of bytes.
+"""The multiple-choice knapsack: one option per item, with the least total noise within a budget of bytes.
 
 Source: Kellerer, Pferschy, Pisinger, "Knapsack Problems" (2004), chapter 11.
 """
@@ -11,25 +11,27 @@ from dataclasses import dataclass
 
 import numpy as np
 
-#: steps into which a budget is divided at most
+#: most steps into which a budget is divided
 _STEPS = 1 << 16
 
 
 @dataclass(frozen=True)
 class Option:
-    """The cost of an item in one form, and the noise in it (finite)."""
+    """The bytes of an item in one format, and its noise (finite)."""
 
     bytes: int
     noise: float
 
 
 def least_noise(items: Sequence[Sequence[Option]], budget: int) -> list[int] | None:
-    """The index of one option of each item, such that the sum of their bytes is at most `budget` and the sum of their
-    noise is least; None where even the smallest options take more.
+    """Return the index of one option per item, with the least total noise and at most `budget` bytes.
+
+    None if even the smallest options take more.
 
     Dynamic programming over the bytes beyond those of the smallest options, in units of their greatest common divisor,
-    which makes it exact. Where that makes more than 65,536 steps of the budget, units are larger and costs are rounded
-    up to them: the budget holds, and at most a 65,536th of it for each item goes unused.
+    so
+    that the result is exact. If that makes more than 65,536 steps, larger units are used and costs are rounded up to
+    them: the budget is respected, and at most a 65,536th of it per item is unused.
     """
     floors = [min(option.bytes for option in options) for options in items]
     spare = budget - sum(floors)
@@ -39,7 +41,7 @@ def least_noise(items: Sequence[Sequence[Option]], budget: int) -> list[int] | N
     spare = min(spare, sum(map(max, extras)))
     unit = max(math.gcd(*(extra for row in extras for extra in row)), -(-spare // _STEPS), 1)
     steps = spare // unit
-    least = np.zeros(steps + 1)  # least noise of the items so far within each budget
+    least = np.zeros(steps + 1)  # least noise of the items so far, for each budget
     choices = []
     for options, row in zip(items, extras, strict=True):
         totals = np.full((len(options), steps + 1), np.inf)

@@ -20,18 +20,18 @@ from pt2mx.ops.fp8_rows import mm_fp8_rows
 from pt2mx.ops.quantized_convolution import conv2d_fake_quantize_mx
 from pt2mx.ops.quantized_linear import linear_fake_quantize_mx
 
-#: an operator whose name has one of these words is a contraction ...
-_CONTRACTIONS = frozenset({
+#: an operator with one of these words in its name is matmul-like ...
+_WORDS = frozenset({
     "mm", "addmm", "bmm", "addbmm", "baddbmm", "mv", "addmv", "smm", "hspmm", "sspaddmm", "matmul", "gemm", "gemv",
     "dot", "vdot", "vecdot", "inner", "tensordot", "einsum", "linear", "bilinear", "trilinear", "cdist", "euclidean",
     "conv", "conv1d", "conv2d", "conv3d", "convolution", "lstm", "gru", "rnn", "attention", "transformer",
 })  # fmt: skip
-#: ... but with one of these it prepares one, or belongs to its derivative
+#: ... unless it also has one of these: it prepares one, or belongs to its derivative
 _HELPERS = frozenset({"backward", "flatten", "reorder", "prepack", "pack", "quantize", "search"})
 
 
 def operator_path(target: object) -> str:
-    """`aten.conv2d` for every overload of it, `higher_order.flex_attention`; "" for what is no operator of torch."""
+    """Return `aten.conv2d` for every overload of it, `higher_order.flex_attention`; "" for no operator of torch."""
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name.replace("::", ".")
     if isinstance(target, torch._ops.HigherOrderOperator):
@@ -39,17 +39,16 @@ def operator_path(target: object) -> str:
     return ""
 
 
-def is_contraction(target: object) -> bool:
-    """True if the target of a call sums products: a matrix product, a convolution, a recurrent layer, attention, a
-    distance between vectors."""
+def is_matmul_like(target: object) -> bool:
+    """Return True if a call's target is a matmul, convolution, recurrent layer, attention, or vector distance."""
     namespace, _, name = operator_path(target).partition(".")
     words = frozenset(name.split("_"))
-    return namespace != "pt2mx" and bool(words & _CONTRACTIONS) and not words & _HELPERS
+    return namespace != "pt2mx" and bool(words & _WORDS) and not words & _HELPERS
 
 
 aten = torch.ops.aten
 
-#: operators that read codes and scales themselves
+#: operators that read codes and scales directly
 _PACKED = (
     linear.linear_mx,
     linear.grouped_linear_mx,
@@ -65,17 +64,17 @@ _GATHERS = (aten.embedding.default, aten.index_select.default, aten.index.Tensor
 
 
 def refuse_lowered(model: GraphModule) -> None:
-    """Raise an `MXError` for a model in which an operator reads a packed weight."""
+    """Raise an `MXError` for a lowered model, in which an operator reads a packed weight."""
     for graph in graph_modules(model):
         for node in graph.graph.nodes:
             if node.target in _PACKED or _gathers_codes(node):
                 raise MXError(
                     f"{node} reads a packed weight, as lower_to_inductor leaves it: report the converted model, before "
-                    "it is lowered; pt2mx.packed_weights lists what this one holds"
+                    "it is lowered; pt2mx.packed_weights lists its packed weights"
                 )
 
 
 def _gathers_codes(node: Node) -> bool:
-    """True where rows of a weight's codes are dequantized."""
+    """Return True for a dequantization of gathered rows of a packed weight."""
     codes = node_arg(node) if node.target is ops.dequantize_mx else node
     return codes is not node and codes.target in _GATHERS and node_arg(codes).op == "get_attr"

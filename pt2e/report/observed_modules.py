@@ -1,5 +1,7 @@
-"""A prepared model by its modules, which is how a recipe addresses operators: what is quantized in each, and by which
-observers it is seen."""
+"""A prepared model, module by module: what is quantized in each, and its observers.
+
+Modules are the units that a recipe can address.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,16 @@ from pt2mx.pt2e.report.weights import constants_of
 
 @dataclass
 class ObservedWeight:
-    """A constant operand: which tensor it is, its extent, and its observer."""
+    """A constant operand: its source tensor, its shape, and its observer."""
 
-    origin: str
+    source: str
     shape: tuple[int, ...]
     observer: MXObserver
 
 
 @dataclass
 class ObservedModule:
-    """The quantizable operators of a module: their config (None: they are left alone), observed operands, and the roles
-    of all operands by name."""
+    """The quantizable operators of a module: config (None: skipped), operands, and all roles by operand name."""
 
     config: MXQuantizationConfig | None
     roles: dict[str, str] = field(default_factory=dict)
@@ -40,7 +41,7 @@ class ObservedModule:
 
 
 def observed_modules(prepared: GraphModule) -> dict[str, ObservedModule]:
-    """The modules that hold quantizable operators, by qualified name."""
+    """Return the modules with quantizable operators, by qualified name."""
     modules: dict[str, ObservedModule] = {}
     outside = captured_operands(prepared)
     for inner in graph_modules(prepared):
@@ -75,23 +76,23 @@ def _add_operands(
         observer = inner.get_submodule(str(argument.target)) if argument.op == "call_module" else None
         if not isinstance(observer, MXObserver):
             continue
-        source = node_arg(argument)
+        tensor = node_arg(argument)
         if role == "activation":
             module.activations.append(observer)
-        elif role == "weight" and source in constants:
-            shape = tuple(source.meta["val"].shape)
-            module.weights += [ObservedWeight(s.name, shape, observer) for s in sources_of(source, outside)]
+        elif role == "weight" and tensor in constants:
+            shape = tuple(tensor.meta["val"].shape)
+            module.weights += [ObservedWeight(s.name, shape, observer) for s in sources_of(tensor, outside)]
 
 
 def sharing_weights(modules: dict[str, ObservedModule]) -> list[list[str]]:
-    """The names of the modules with weights, those that share one together."""
+    """Return the names of the modules with weights, grouped by weights that they share."""
     groups: list[tuple[set[str], list[str]]] = []
     for name, module in modules.items():
-        origins, names = {w.origin for w in module.weights}, [name]
-        if not origins:
+        sources, names = {w.source for w in module.weights}, [name]
+        if not sources:
             continue
-        for group in [g for g in groups if g[0] & origins]:
+        for group in [g for g in groups if g[0] & sources]:
             groups.remove(group)
-            origins, names = origins | group[0], group[1] + names
-        groups.append((origins, names))
+            sources, names = sources | group[0], group[1] + names
+        groups.append((sources, names))
     return [names for _, names in groups]

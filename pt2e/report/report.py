@@ -1,4 +1,4 @@
-"""`quantization_report`: operators with their specs and costs, and the reasons for those left alone."""
+"""`quantization_report`: formats, noise and bytes of each operator, and why others are not quantized."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ _PLURALS = {"activation": "activations", "weight": "weights", "bias": "biases", 
 
 @dataclass(frozen=True)
 class QuantizationReport:
-    """The report of a prepared or converted model: every operator that can be quantized and every other matrix product,
-    convolution, recurrent layer or attention, in the order of execution.
+    """The report of a prepared or converted model.
+
+    It lists, in execution order, every operator that can be quantized and every other matmul, convolution, recurrent
+    layer and attention.
 
     Args:
         operators: an `OperatorReport` for each.
@@ -49,28 +51,28 @@ class QuantizationReport:
 
     @property
     def effective_bits(self) -> float:
-        """Bits of a value of all parameters and buffers, scales counted, on the average."""
+        """Return the average bits per value over all parameters and buffers, scales included."""
         return 8 * self.bytes_after / self.values if self.values else 0.0
 
     @property
     def weight_bits(self) -> float:
-        """Bits of a value of the quantized weights, scales counted, on the average: what `suggest_config` budgets."""
+        """Return the average bits per value over the quantized weights, which `suggest_config` budgets."""
         weights = [w for o in self.operators for w in o.operands if w.role == "weight" and w.spec]
         values = sum(weight.values for weight in weights)
         return 8 * sum(weight.bytes_after for weight in weights) / values if values else 0.0
 
     def to_table(self, candidates: bool = False) -> str:
-        """Return the report as a table of text.
+        """Return the report as a text table.
 
         Args:
-            candidates: False gives one line an operator, and a line of totals; True a line for each operand that an
+            candidates: False: one line per operator, and a line of totals. True: one line per operand that an
                 `MXFormatObserver` observed, with the SQNR in dB of each candidate.
 
         Returns:
             The lines.
 
         Raises:
-            MXError: with `candidates`, where there was no such observer or no batch.
+            MXError: with `candidates`, if there was no such observer or no batch.
         """
         if candidates:
             return text_table(_candidate_rows(self.operators), left=4)
@@ -84,7 +86,7 @@ class QuantizationReport:
 
     @property
     def summary(self) -> str:
-        """The totals in a line."""
+        """Return the totals in a line."""
         quantized = sum(o.quantized for o in self.operators)
         seen, roles = self._roles(observed=True), self._roles(observed=False)
         unseen = [role for role in roles if role not in seen]
@@ -96,15 +98,15 @@ class QuantizationReport:
         )
 
     def _roles(self, observed: bool) -> list[str]:
-        """The roles of quantized operands, of those with statistics or without."""
+        """Return the roles of quantized operands with statistics, or of those without."""
         operands = [operand for operator in self.operators for operand in operator.operands if operand.spec]
         return list(dict.fromkeys(o.role for o in operands if (o.statistics is not None) == observed))
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Write the report as JSON; null stands for a ratio that is not finite.
+        """Write the report as JSON; a ratio that is not finite becomes null.
 
         Args:
-            path: of the file; None writes none.
+            path: of the file; None: no file is written.
 
         Returns:
             The text.
@@ -142,24 +144,24 @@ class QuantizationReport:
         before: GraphModule | ExportedProgram | None = None,
         after: GraphModule | ExportedProgram | None = None,
     ) -> str:
-        """Write the report as one HTML page that needs nothing else: the totals, the noise along the depth, a table
-        that sorts, filters and opens. It shows more where more is given.
+        """Write the report as one self-contained HTML page: totals, noise by depth, and a table to sort and filter.
+
+        Optional arguments add to the page.
 
         Args:
-            path: of the file; None writes none.
-            model: what the page calls the model.
-            recipe: that of the model, to be copied: the name of a shipped one, a YAML file, or the quantizer.
-            quality: name of a metric -> number, the most important first; by default that of `recipe` in `comparison`.
-            comparison: of `pt2mx.compare_recipes`, for the plot of quality against bytes.
-            sensitivity: of `pt2mx.sensitivity`, for the operators of each module.
-            before: the exported float model, and
-            after: the converted or lowered one, for the graph around an operator.
+            path: of the file; None: no file is written.
+            model: the name of the model on the page.
+            recipe: the model's recipe, shown to be copied: the name of a shipped one, a YAML file, or the quantizer.
+            quality: metric name -> number, the most important first; by default that of `recipe` in `comparison`.
+            comparison: the result of `pt2mx.compare_recipes`, for the plot of quality against bytes.
+            sensitivity: the result of `pt2mx.sensitivity`, for the operators of each module.
+            before, after: the exported float model, and the converted or lowered one, for the graph around an operator.
 
         Returns:
             The text.
 
         Raises:
-            MXError: for other objects or no such recipe, and where no file can be written at `path`.
+            MXError: for other objects, an unknown recipe, and where no file can be written at `path`.
 
         Example:
             >>> import torch, pt2mx
@@ -175,7 +177,7 @@ class QuantizationReport:
 
 
 def quantization_report(model: GraphModule) -> QuantizationReport:
-    """Report the operators of a model: their formats, their noise, their bytes, and the reasons for those left alone.
+    """Report the formats, noise and bytes of a model's operators, and why others are not quantized.
 
     Args:
         model: what `prepare_pt2e`, `prepare_qat_pt2e` or `convert_pt2e` returned.
@@ -212,10 +214,10 @@ def quantization_report(model: GraphModule) -> QuantizationReport:
 
 
 def _row(operator: OperatorReport, observed: list[str]) -> tuple[str, ...]:
-    """The cells of an operator; `observed`: the roles of which there are statistics, of any operator."""
+    """Return the cells of an operator; `observed` are the roles with statistics in any operator."""
     by_role = {role: [o for o in operator.operands if o.role == role] for role in ("activation", "weight")}
-    specs = {r: "/".join(dict.fromkeys(o.spec or "-" for o in found)) for r, found in by_role.items()}
-    sqnr = {r: [o.statistics.sqnr for o in found if o.statistics] for r, found in by_role.items()}
+    specs = {r: "/".join(dict.fromkeys(o.spec or "-" for o in operands)) for r, operands in by_role.items()}
+    sqnr = {r: [o.statistics.sqnr for o in operands if o.statistics] for r, operands in by_role.items()}
     before, after = (sum(getattr(o, f"bytes_{w}") for o in operator.operands) for w in ("before", "after"))
     return (
         operator.module,
@@ -223,30 +225,30 @@ def _row(operator: OperatorReport, observed: list[str]) -> tuple[str, ...]:
         *(specs[role] for role in by_role),
         *(f"{min(sqnr[role]):.1f}" if sqnr[role] else "" for role in by_role),
         *(f"{n:,}" if n else "" for n in (before, after)),
-        "; ".join(filter(None, [operator.notes, *_unseen(operator, observed)])),
+        "; ".join(filter(None, [operator.notes, *_unobserved(operator, observed)])),
     )
 
 
-def _unseen(operator: OperatorReport, observed: list[str]) -> list[str]:
+def _unobserved(operator: OperatorReport, observed: list[str]) -> list[str]:
     roles = dict.fromkeys(o.role for o in operator.operands if o.spec and not o.statistics and o.role in observed)
     return [f"{role}: no SQNR, calibration did not reach it" for role in roles]
 
 
 def _candidate_rows(operators: tuple[OperatorReport, ...]) -> list[tuple[str, ...]]:
-    found = [(operator, operand) for operator in operators for operand in operator.operands if operand.candidates]
-    if not found:
+    observed = [(operator, operand) for operator in operators for operand in operator.operands if operand.candidates]
+    if not observed:
         raise MXError(
             "no candidates were observed: prepare with observer=MXFormatObserver.with_args(candidates=...) in the "
             "config, and run batches through the prepared model"
         )
-    names = list(dict.fromkeys(name for _, operand in found for name in operand.candidates))
+    names = list(dict.fromkeys(name for _, operand in observed for name in operand.candidates))
 
     def row(operator: OperatorReport, operand: OperandReport) -> tuple[str, ...]:
         sqnr = (operand.candidates[n].sqnr if n in operand.candidates else None for n in names)
-        place = (operator.module, operator.operator, operand.role, operand.spec or "-")
-        return *place, *("" if db is None else f"{db:.1f}" for db in sqnr)
+        labels = (operator.module, operator.operator, operand.role, operand.spec or "-")
+        return *labels, *("" if db is None else f"{db:.1f}" for db in sqnr)
 
-    return [("module", "operator", "operand", "quantized to", *names), *(row(*pair) for pair in found)]
+    return [("module", "operator", "operand", "quantized to", *names), *(row(*pair) for pair in observed)]
 
 
 def _finite(value: object) -> object:

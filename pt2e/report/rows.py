@@ -1,4 +1,4 @@
-"""The rows of a report: what was done to each operator of a graph, and what was observed."""
+"""The rows of a report, one for each operator; read from a graph, or back from JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pt2mx.pt2e.observer import STATISTICS_KEY, MXObserver
 from pt2mx.pt2e.quantizer.annotate import REASON_KEY, REMARK_KEY
 from pt2mx.pt2e.quantizer.operators import operand_node, operands_of, operator_name, quantizable_operators, role_of
 from pt2mx.pt2e.report.converted_size import Conversion
-from pt2mx.pt2e.report.matmul_ops import is_contraction, operator_path
+from pt2mx.pt2e.report.matmul_ops import is_matmul_like, operator_path
 from pt2mx.pt2e.report.sizes import ByteCounter, Counted, Outside, Source, sources_of, sources_of_codes
 from pt2mx.pt2e.report.weights import constants_of, is_constant, weight_statistics
 from pt2mx.pt2e.stored_bits import storage_note
@@ -35,9 +35,17 @@ from pt2mx.spec import MXSpec
 
 @dataclass(frozen=True)
 class OperandReport:
-    """One operand: the spec it is quantized to (None: high precision), what calibration saw of it, also under each
-    candidate of an `MXFormatObserver`, the values and bytes of a constant one (0 for a computed one, and for what an
-    earlier operator shares), and why these are more than the format's, if so."""
+    """One operand of an operator.
+
+    Args:
+        role: "activation", "weight", "bias" or "output".
+        spec: its format; None: high precision.
+        statistics: what calibration saw.
+        candidates: the same for each candidate of an `MXFormatObserver`.
+        values, bytes_before, bytes_after: of a constant; 0 for a computed operand, and for one that an earlier operator
+            shares.
+        storage: why it takes more bits than its format, if it does.
+    """
 
     role: str
     spec: str | None
@@ -51,8 +59,16 @@ class OperandReport:
 
 @dataclass(frozen=True)
 class OperatorReport:
-    """One operator, why it or an operand was left in high precision, if so, and what to know of the way in which it is
-    quantized. In a sub-graph its name is a path."""
+    """One operator.
+
+    Args:
+        name: of its node; in a subgraph a path.
+        module: the module that calls it.
+        operator: its name.
+        operands: its operands.
+        reason: why it, or an operand, stays in high precision; None if nothing does.
+        remark: what the user should know about the way it is quantized.
+    """
 
     name: str
     module: str
@@ -67,23 +83,25 @@ class OperatorReport:
 
     @property
     def notes(self) -> str:
-        """The reason, the remark, what is odd about the values that were observed, and what takes more bytes than its
-        format."""
-        return "; ".join(filter(None, [self.reason, self.remark, *map(_oddities, self.operands)]))
+        """Return the reason, the remark, anomalies in the observed values, and operands larger than their format."""
+        return "; ".join(filter(None, [self.reason, self.remark, *map(_anomalies, self.operands)]))
 
 
 def operator_reports(model: GraphModule, conversion: Conversion | None = None) -> Iterator[OperatorReport]:
-    """Every operator that can be quantized and every other contraction, in the order of execution, those of each
-    sub-graph after those around it. Without those that the `conversion` of a prepared model computes."""
+    """Yield every operator that can be quantized and every other matmul-like operator, in execution order.
+
+    Those of a subgraph follow those around it. Operators that the `conversion` of a prepared model removes are left
+    out.
+    """
     counter = ByteCounter()
     outside = captured_operands(model)
     for path, inner in named_graph_modules(model):
         constants, quantizable = constants_of(inner), set(quantizable_operators(inner.graph))
         for node in inner.graph.nodes:
-            known = node in quantizable or is_contraction(called(node))
+            known = node in quantizable or is_matmul_like(called(node))
             if known and (conversion is None or conversion.computes(node)):
-                found = _operands(node, constants) if node in quantizable else _float_inputs(node, constants)
-                operands = tuple(_operand_report(inner, *operand, constants, outside, counter) for operand in found)
+                inputs = _operands(node, constants) if node in quantizable else _float_inputs(node, constants)
+                operands = tuple(_operand_report(inner, *operand, constants, outside, counter) for operand in inputs)
                 yield OperatorReport(
                     name=f"{path}.{node.name}" if path else node.name,
                     module=module_name(node),
@@ -95,13 +113,13 @@ def operator_reports(model: GraphModule, conversion: Conversion | None = None) -
 
 
 def _operands(node: Node, constants: set[Node]) -> list[tuple[str, Node]]:
-    """(role, argument) of the operands of a quantizable operator."""
+    """Return (role, argument) of the operands of a quantizable operator."""
     arguments = [(operand, operand_node(node, operand)) for operand in operands_of(node)]
     return [(role_of(operand, argument, constants), argument) for operand, argument in arguments if argument]
 
 
 def _float_inputs(node: Node, constants: set[Node]) -> list[tuple[str, Node]]:
-    """The same of another one: its floating-point tensors."""
+    """Return the same for another operator: its floating-point tensors."""
     inputs = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
     return [("weight" if n in constants else "activation", n) for n in inputs if n.meta["val"].is_floating_point()]
 
@@ -130,17 +148,23 @@ def _operand_report(
 
 
 def _sources(argument: Node, source: Node, constants: set[Node], outside: Outside) -> list[Source]:
-    """The sources of an operand; none of a computed one."""
-    if argument.target is ops.dequantize_mx and source in constants and (found := sources_of_codes(argument, outside)):
-        return found
+    """Return the sources of an operand; none for a computed one."""
+    if (
+        argument.target is ops.dequantize_mx
+        and source in constants
+        and (sources := sources_of_codes(argument, outside))
+    ):
+        return sources
     return sources_of(source, outside) if is_constant(source, constants) else []
 
 
 def _quantized(
     model: GraphModule, argument: Node, constants: set[Node], outside: Outside
 ) -> tuple[Node, MXSpec | None, Mapping[str, Any]]:
-    """The tensor behind an operand, its spec (None: high precision), and a meta with what calibration saw of it, or
-    what a constant shows without one."""
+    """Return the tensor behind an operand, its spec (None: high precision), and a meta with its statistics.
+
+    A constant without calibration gets the noise of its format.
+    """
     if argument.op == "call_module":
         observer = model.get_submodule(str(argument.target))
         if isinstance(observer, MXObserver):
@@ -148,7 +172,7 @@ def _quantized(
             constant = is_constant(source, constants)
             seen = weight_statistics(observer, source, outside) if constant else observer.statistics_meta()
             return source, observer.spec, seen
-        return node_arg(argument), None, {}  # another quantizer's own
+        return node_arg(argument), None, {}  # another quantizer's observer
     if argument.target is ops.dequantize_mx:
         return node_arg(argument), spec_of_dequantize(argument), argument.meta
     if (fake := FakeQuantize.of(argument)) is not None:
@@ -156,51 +180,54 @@ def _quantized(
     return argument, None, {}
 
 
-def _oddities(operand: OperandReport) -> str:
+def _anomalies(operand: OperandReport) -> str:
     seen = operand.statistics
-    found = []
+    texts = []
     if seen and seen.nonfinite:
-        found.append(f"{seen.nonfinite:,} of {seen.values:,} values are Inf or NaN")
+        texts.append(f"{seen.nonfinite:,} of {seen.values:,} values are Inf or NaN")
     if seen and seen.empty:
-        found.append(f"{seen.empty:,} of {seen.tensors:,} tensors are empty")
+        texts.append(f"{seen.empty:,} of {seen.tensors:,} tensors are empty")
     if operand.storage:
-        found.append(operand.storage)
-    return f"{operand.role}: {', '.join(found)}" if found else ""
+        texts.append(operand.storage)
+    return f"{operand.role}: {', '.join(texts)}" if texts else ""
 
 
-#: fields of the report itself, beside its operators
+#: fields of the report itself
 _TOTALS = ("values", "bytes_before", "bytes_after")
 
 
 def read_report(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The fields of a report in a JSON file. A ratio that was not finite is NaN.
+    """Read the fields of a report from a JSON file. A ratio that was not finite is NaN.
 
     Raises:
         MXError: where there is no such file, or it holds something else.
     """
     try:
-        held = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, TypeError, ValueError, RecursionError) as error:
         raise MXError(f"cannot read {str(path)!r} as a report in JSON: {error}") from None
     try:
-        return {"operators": tuple(map(_operator, held["operators"])), **{name: index(held[name]) for name in _TOTALS}}
+        return {
+            "operators": tuple(map(_operator, content["operators"])),
+            **{name: index(content[name]) for name in _TOTALS},
+        }
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise MXError(
             f"{str(path)!r} is no report that QuantizationReport.to_json wrote: {type(error).__name__}: {error}"
         ) from None
 
 
-def _operator(held: dict[str, Any]) -> OperatorReport:
-    return OperatorReport(**{**held, "operands": tuple(map(_operand, held["operands"]))})
+def _operator(content: dict[str, Any]) -> OperatorReport:
+    return OperatorReport(**{**content, "operands": tuple(map(_operand, content["operands"]))})
 
 
-def _operand(held: dict[str, Any]) -> OperandReport:
-    seen = held["statistics"]
-    candidates = {name: _statistics(found) for name, found in held["candidates"].items()}
-    return OperandReport(**{**held, "statistics": seen and _statistics(seen), "candidates": candidates})
+def _operand(content: dict[str, Any]) -> OperandReport:
+    seen = content["statistics"]
+    candidates = {name: _statistics(statistics) for name, statistics in content["candidates"].items()}
+    return OperandReport(**{**content, "statistics": seen and _statistics(seen), "candidates": candidates})
 
 
-def _statistics(held: dict[str, Any]) -> QuantizationStatistics:
-    exponents = {int(exponent): blocks for exponent, blocks in held["exponents"].items()}
-    ratios = {name: math.nan if held[name] is None else held[name] for name in ("sqnr", "saturated", "flushed")}
-    return QuantizationStatistics(**{**held, "exponents": exponents, **ratios})
+def _statistics(content: dict[str, Any]) -> QuantizationStatistics:
+    exponents = {int(exponent): blocks for exponent, blocks in content["exponents"].items()}
+    ratios = {name: math.nan if content[name] is None else content[name] for name in ("sqnr", "saturated", "flushed")}
+    return QuantizationStatistics(**{**content, "exponents": exponents, **ratios})

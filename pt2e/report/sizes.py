@@ -28,12 +28,12 @@ from pt2mx.spec import MXSpec
 #: meta key of a `dequantize_mx` node: the list of `Source`s of a constant tensor
 SOURCES_KEY = "mx_sources"
 
-#: placeholder of a graph inside another -> the operands that it stands for (`captured_operands`)
+#: placeholder of a subgraph -> the operands that callers pass for it (`captured_operands`)
 Outside = Mapping[Node, Sequence[object]]
 
 
 class Size(NamedTuple):
-    """A number of values, and the bytes that they take."""
+    """A number of values, and their bytes."""
 
     values: int
     bytes: int
@@ -52,8 +52,7 @@ class Source(NamedTuple):
 
 
 def size_of(tensors: Iterable[Tensor]) -> Size:
-    """Count the values and bytes of tensors. Memory that several of them show counts once, in the dtype of the
-    first."""
+    """Count the values and bytes of tensors. Shared memory counts once, in the dtype of the first tensor."""
     spans: dict[int, list[tuple[int, int]]] = {}
     itemsizes: dict[int, int] = {}
     for tensor in filter(Tensor.numel, tensors):
@@ -63,12 +62,12 @@ def size_of(tensors: Iterable[Tensor]) -> Size:
         first = int(tensor.storage_offset())
         last = first + sum((int(size) - 1) * int(stride) for size, stride in steps)
         spans.setdefault(storage_of(tensor), []).append((first * itemsize, (last + 1) * itemsize))
-    covered = {storage: _covered(found) for storage, found in spans.items()}
+    covered = {storage: _covered(ranges) for storage, ranges in spans.items()}
     return Size(sum(size // itemsizes[storage] for storage, size in covered.items()), sum(covered.values()))
 
 
 def sources_of(node: Node, outside: Outside) -> list[Source]:
-    """Return the sources of a constant node. A graph inside may be called with several tensors: it has one for each."""
+    """Return the sources of a constant node: one, or in a subgraph one for each tensor that it is called with."""
     while node.target is torch.ops.aten.alias.default:
         node = node_arg(node)
     if node in outside:
@@ -81,8 +80,11 @@ def sources_of(node: Node, outside: Outside) -> list[Source]:
 
 
 def sources_of_codes(dequantize: Node, outside: Outside) -> list[Source]:
-    """Return the sources of a packed weight: what conversion noted, else, where the model was exported since, a tensor
-    of the weight's size by the name of its codes."""
+    """Return the sources of a packed weight.
+
+    Conversion notes them. In a model that was exported since, it is a tensor of the weight's size, named after its
+    codes.
+    """
     if SOURCES_KEY in dequantize.meta:
         return dequantize.meta[SOURCES_KEY]
     value = dequantize.meta["val"]
@@ -96,23 +98,23 @@ def buffers_of(node: Node, outside: Outside) -> list[str]:
 
 
 def _operands(node: Node, outside: Outside) -> list[Node]:
-    """Return the operands of a placeholder; another node itself."""
+    """Return the operands behind a placeholder, or the node itself."""
     return list(dict.fromkeys(operand for operand in outside.get(node, [node]) if isinstance(operand, Node)))
 
 
 def _covered(spans: list[tuple[int, int]]) -> int:
-    """Count the bytes in any of several ranges."""
-    covered = reached = 0
+    """Count the bytes that lie in any of several ranges."""
+    covered = last = 0
     for start, end in sorted(spans):
-        covered += max(end - max(start, reached), 0)
-        reached = max(reached, end)
+        covered += max(end - max(start, last), 0)
+        last = max(last, end)
     return covered
 
 
 #: meta key of a prepared or converted model: the `Size` of the float model
 FLOAT_SIZE_KEY = "mx_float_size"
 
-#: what the name of a buffer of codes has behind the parameter's
+#: the suffix of a buffer of codes after the parameter's name
 _CODES = re.compile(r"_data(_\d+)?$")
 
 
@@ -127,13 +129,16 @@ def tensors_of(model: GraphModule) -> dict[str, Tensor]:
 
 
 def float_size(model: GraphModule) -> Size:
-    """Return the size of the float model: what preparation noted, else that of the tensors of `model`, where packed
-    weights count as what they were computed from."""
+    """Return the size of the float model.
+
+    Preparation notes it. Else it is the size of the tensors of `model`, where a packed weight counts as the parameter
+    that it was computed from.
+    """
     if FLOAT_SIZE_KEY in model.meta:
         return model.meta[FLOAT_SIZE_KEY]
-    held, outside = tensors_of(model), captured_operands(model)
+    tensors, outside = tensors_of(model), captured_operands(model)
     buffers: set[str] = set()
-    # parameter -> format -> its parts: one that is packed in two formats was one parameter
+    # parameter -> format -> its parts: one parameter may be packed in two formats
     packed: dict[str, dict[str, dict[str, Size]]] = defaultdict(lambda: defaultdict(dict))
     for graph in graph_modules(model):
         for node in graph.graph.find_nodes(op="call_function", target=ops.dequantize_mx):
@@ -143,9 +148,9 @@ def float_size(model: GraphModule) -> Size:
                 for name, size in source.tensors.items():
                     parameter = _CODES.sub("", name) if name in buffers else name
                     packed[parameter][str(node.args[2:6])][name] = size
-    missing = [formats for parameter, formats in packed.items() if parameter not in held]
+    missing = [formats for parameter, formats in packed.items() if parameter not in tensors]
     sizes = [max(_sum(parts.values()) for parts in formats.values()) for formats in missing]
-    return _sum([size_of([tensor for name, tensor in held.items() if name not in buffers]), *sizes])
+    return _sum([size_of([tensor for name, tensor in tensors.items() if name not in buffers]), *sizes])
 
 
 def _sum(sizes: Iterable[Size]) -> Size:
@@ -161,14 +166,14 @@ class Counted(NamedTuple):
 
 
 class ByteCounter:
-    """Counts operands in the order of execution; what an earlier one counted, a later one does not."""
+    """Counts operands in execution order; each tensor counts once."""
 
     def __init__(self) -> None:
         self._seen: set[object] = set()
         self._bytes: Counter[tuple[str, str]] = Counter()
 
     def add(self, value: Tensor, spec: MXSpec | None, sources: list[Source]) -> Counted:
-        """Count an operand of one or several sources, each of the shape of `value`; packed in `spec`, or in float."""
+        """Count an operand with these sources, each of the shape of `value`; packed in `spec`, or in float."""
         each = [self._add(value, spec, source) for source in sources]
         return Counted(*map(sum, zip(Counted(0, 0, 0), *each, strict=True)))
 
@@ -183,8 +188,11 @@ class ByteCounter:
         return Counted(values, before, after)
 
     def _take(self, value: Tensor, source: Source, when: str) -> int:
-        """Count the bytes of the tensors behind an operand that are left; of a single tensor, which the operand may be
-        a part of, those of as many values as the operand has."""
+        """Count the bytes of the source tensors that are not counted yet.
+
+        If there is one source tensor, the operand may be a part of it, and at most the operand's number of values
+        counts.
+        """
         taken = 0
         for name, size in source.tensors.items():
             values = min(value.numel(), size.values) if len(source.tensors) == 1 else size.values

@@ -1,4 +1,4 @@
-"""`suggest_config`: a mixed-format quantizer from the statistics of `MXFormatObserver`s."""
+"""`suggest_config`: choose formats for a mixed-format quantizer from the statistics of `MXFormatObserver`s."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pt2mx.pt2e.stored_bits import packed_bytes
 from pt2mx.pt2e.torchao_pt2e import is_prepared
 from pt2mx.spec import MXSpec, parse
 
-#: noise where all is lost, finite as a knapsack needs it
+#: the noise of a useless format; finite, as the knapsack needs it
 _WORST = 1e30
 
 
@@ -32,34 +32,34 @@ def suggest_config(
     objective: str = "tensors",
     sensitivity: Sensitivity | None = None,
 ) -> MXQuantizer:
-    """Suggest the quantizer of least noise whose weights take at most `target_bits` bits a value on the average.
+    """Suggest the quantizer with the least noise whose weights take at most `target_bits` bits per value on average.
 
-    With `objective="tensors"` it minimises the sum over the quantized weights of noise / signal, the sum of squared
-    quantization errors normalised by the tensor's power (10 ** (-SQNR / 10)). A linear operator hands that ratio on to
-    its output, so that each weight counts alike whatever its size or scale; noise that a later layer amplifies or hides
-    is not seen. With `objective="output"` it minimises the sum of what the modules cost the model's output, as
-    `sensitivity` found it. The minimum under the budget is exact (`pt2mx.pt2e.report.knapsack`).
+    With `objective="tensors"` it minimizes the total noise-to-signal ratio of the weights: the sum of
+    10 ** (-SQNR / 10). A linear operator passes this ratio on to its output, so each weight counts alike whatever its
+    size or scale. Whether a later layer amplifies or hides the noise is not considered. With `objective="output"` it
+    minimizes the sum of the modules' costs to the model's output, as measured by `sensitivity`. The minimum within the
+    budget is exact (`pt2mx.pt2e.report.knapsack`); it does not guarantee model accuracy, so evaluate the result.
 
-    The settings are by module name: the operators of one module, and modules that share a weight, get one choice. The
-    specs of outputs and biases stay, and so do those of weights and activations without an `MXFormatObserver` or which
-    no batch reached; such weights count towards the average.
+    Settings are by module name: the operators of one module, and modules that share a weight, get the same formats.
+    Specs of outputs and biases do not change, nor do those of weights and activations without an `MXFormatObserver` or
+    without a batch; such weights count towards the average.
 
     Args:
-        prepared: what `prepare_pt2e` returned for a config with `observer=MXFormatObserver.with_args(...)`, after
-            calibration.
-        target_bits: bits a value, scales and packing counted, as `QuantizationReport.weight_bits` has it.
-        min_activation_sqnr: in dB. The activations of each module get the candidate of fewest bits that has at least
-            this SQNR for all of them, and with a warning the best one where none has it. None: they keep their spec.
+        prepared: a calibrated model that `prepare_pt2e` returned for a config with
+            `observer=MXFormatObserver.with_args(...)`.
+        target_bits: bits per value, scales and packing included, like `QuantizationReport.weight_bits`.
+        min_activation_sqnr: in dB. The activations of each module get the smallest candidate with at least this SQNR
+            for all of them; if none has it, the best one, with a warning. None: they keep their spec.
         objective: "tensors" or "output".
-        sensitivity: of `pt2mx.sensitivity`, for "output": with the candidates of the observers, and operands "weights"
-            (or "both").
+        sensitivity: the result of `pt2mx.sensitivity`, for "output", with the candidates of the observers and operands
+            "weights" (or "both").
 
     Returns:
         A quantizer for `prepare_pt2e` of the exported model; `to_recipe()` writes it.
 
     Raises:
-        MXError: for a model without format observers or that has seen no batch; for a target below what the smallest
-            candidates take; where operators of one module were prepared with different configs; for "output" without a
+        MXError: for a model without format observers or without a batch; for a target below the size of the smallest
+            candidates; if operators of one module were prepared with different configs; for "output" without a
             sensitivity, or one that lacks a module or a candidate.
 
     Example:
@@ -121,8 +121,10 @@ def _check(prepared: object, target_bits: object, min_activation_sqnr: object) -
 
 
 def _with_specs(config: MXQuantizationConfig, chosen: dict[str, MXSpec], roles: dict[str, str]) -> MXQuantizationConfig:
-    """A module's config with the specs that were `chosen`, by role, also for single operands; `roles` are those of the
-    operands that the module has."""
+    """Return a module's config with the specs that were `chosen` by role, also for single operands.
+
+    `roles` are those of the operands that the module has.
+    """
     kept = [(name, spec) for name, spec in config.operands if name in roles]
     kept = [(name, spec) for name, spec in kept if spec is None or roles[name] not in chosen]
     weight, activation = chosen.get("weight", config.weight), chosen.get("activation", config.activation)
@@ -132,14 +134,14 @@ def _with_specs(config: MXQuantizationConfig, chosen: dict[str, MXSpec], roles: 
 def _choose_weights(
     modules: dict[str, ObservedModule], target_bits: float, sensitivity: Sensitivity | None
 ) -> dict[str, MXSpec]:
-    """Module name -> spec of its weights, of the modules whose weights have candidates."""
+    """Return module name -> spec of its weights, for modules whose weights have candidates."""
     groups = sharing_weights(modules)
     weights = [[w for name in names for w in modules[name].weights] for names in groups]
     options = [_options(group) for group in weights]
     if sensitivity is not None:
         options = [_by_output(names, group, sensitivity) for names, group in zip(groups, options, strict=True)]
-    values = sum(math.prod(shape) for shape in {w.origin: w.shape for group in weights for w in group}.values())
-    budget = math.floor(target_bits * values / 8 + 1e-6)  # a target that was computed from bytes names them again
+    values = sum(math.prod(shape) for shape in {w.source: w.shape for group in weights for w in group}.values())
+    budget = math.floor(target_bits * values / 8 + 1e-6)  # a target computed from bytes must give these bytes
     chosen = least_noise([list(by_spec.values()) for by_spec in options], budget)
     if chosen is None:
         sizes = [[option.bytes for option in by_spec.values()] for by_spec in options]
@@ -153,18 +155,20 @@ def _choose_weights(
 
 
 def _options(weights: list[ObservedWeight]) -> dict[str | None, Option]:
-    """The cost of each candidate common to the weights of a group; None stands for the specs that they have. A tensor
-    is kept once for each axis of its blocks, whatever reads it."""
+    """Return the cost of each candidate that all weights of a group have; None means their present specs.
+
+    A tensor is stored once for each block axis, however many operators use it.
+    """
     seen = [w.observer.candidate_statistics if isinstance(w.observer, MXFormatObserver) else {} for w in weights]
     common = [name for name in seen[0] if all(name in statistics for statistics in seen)]
     if not common:
-        kept = {(w.origin, w.observer.spec): w.shape for w in weights}
+        kept = {(w.source, w.observer.spec): w.shape for w in weights}
         return {None: Option(sum(packed_bytes(shape, spec) for (_, spec), shape in kept.items()), 0.0)}
-    forms = {(w.origin, w.observer.spec.axis): (w.shape, s) for w, s in zip(weights, seen, strict=True)}
+    stored = {(w.source, w.observer.spec.axis): (w.shape, s) for w, s in zip(weights, seen, strict=True)}
     return {
         name: Option(
-            sum(packed_bytes(shape, parse(name, axis=axis)) for (_, axis), (shape, _) in forms.items()),
-            sum(_noise(statistics[name]) for _, statistics in forms.values()),
+            sum(packed_bytes(shape, parse(name, axis=axis)) for (_, axis), (shape, _) in stored.items()),
+            sum(_noise(statistics[name]) for _, statistics in stored.values()),
         )
         for name in common
     }
@@ -173,8 +177,8 @@ def _options(weights: list[ObservedWeight]) -> dict[str | None, Option]:
 def _by_output(
     modules: list[str], options: dict[str | None, Option], sensitivity: Sensitivity
 ) -> dict[str | None, Option]:
-    """The options of modules that share weights, whose noise is what they cost the model's output."""
-    rows = sorted(sensitivity.rows, key=lambda row: row.operands)  # "both" before "weights", which counts
+    """Return the options of modules that share weights, with their cost to the model's output as noise."""
+    rows = sorted(sensitivity.rows, key=lambda row: row.operands)  # "weights" overrides "both"
     costs = {(row.module, row.candidate): row.cost for row in rows if row.operands != "activations"}
     names = {candidate: _format_named(candidate) for _, candidate in costs}
     costs = {(module, names[candidate]): value for (module, candidate), value in costs.items()}
@@ -192,7 +196,7 @@ def _by_output(
 
 
 def _format_named(candidate: str) -> str:
-    """The spec of a candidate of a sensitivity."""
+    """Return the spec of a candidate of a sensitivity."""
     try:
         return str(parse(candidate))
     except MXError:
@@ -203,12 +207,12 @@ def _format_named(candidate: str) -> str:
 
 
 def _noise(seen: QuantizationStatistics) -> float:
-    """Relative noise, 0 where there was nothing finite to lose, and finite where all was lost."""
+    """Return the relative noise: 0 without finite values, and finite for a useless format."""
     return 0.0 if math.isnan(seen.sqnr) else min(seen.relative_noise, _WORST)
 
 
 def _choose_activation(module: ObservedModule, least: float) -> tuple[MXSpec, bool] | None:
-    """The spec of a module's activations, and whether its SQNR reaches `least`; None where they have no candidate."""
+    """Return the spec of a module's activations, and whether its SQNR reaches `least`; None without candidates."""
     seen = [o.candidate_statistics for o in module.activations if isinstance(o, MXFormatObserver)]
     seen = [statistics for statistics in seen if statistics]
     common = [name for name in seen[0] if all(name in s for s in seen)] if seen else []
@@ -224,5 +228,5 @@ def _choose_activation(module: ObservedModule, least: float) -> tuple[MXSpec, bo
 
 
 def _is_covered(name: str, modules: dict[str, ObservedModule]) -> bool:
-    """True if the setting of a module around would quantize the operators of this one."""
+    """Return True if the setting of an enclosing module would quantize the operators of this one."""
     return any(m.config is not None and f"{name}.".startswith(f"{n}." if n else "") for n, m in modules.items())

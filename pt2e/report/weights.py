@@ -1,6 +1,6 @@
-"""The constants that a prepared model quantizes: where they come from, and what their formats lose.
+"""The constants that a prepared model quantizes: their sources, and the noise of their formats.
 
-Both are lost when conversion packs them, so that it notes them for a report before that.
+Conversion packs them, so it notes both for the report beforehand.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from pt2mx.pt2e.quantizer.annotate import REASON_KEY, REMARK_KEY
 from pt2mx.pt2e.report.sizes import FLOAT_SIZE_KEY, SOURCES_KEY, Outside, float_size, sources_of
 from pt2mx.pt2e.torchao_pt2e import is_fake
 
-#: what a report reads of the nodes of a graph
+#: the meta of nodes that a report reads
 _CARRIED = (STATISTICS_KEY, CANDIDATES_KEY, SOURCES_KEY, REASON_KEY, REMARK_KEY)
 
 
 def note_weights(prepared: GraphModule) -> None:
-    """Note at each observer of a constant what the report of the converted model says of it."""
+    """Note at each observer of a constant what the report of the converted model will say about it."""
     outside = captured_operands(prepared)
     for graph in graph_modules(prepared):
         constants = constants_of(graph)
@@ -44,27 +44,27 @@ def note_weights(prepared: GraphModule) -> None:
 
 
 def carry_notes(converted: GraphModule, exported: GraphModule) -> None:
-    """Give the graph of a converted model that was exported again what its report says: exports drop it."""
-    again = _by_target(exported)
+    """Copy the notes of a converted model to its re-exported graph, because export drops them."""
+    exported_calls = _by_target(exported)
     for target, nodes in _by_target(converted).items():
-        if len(again[target]) == len(nodes):
-            for node, same in zip(nodes, again[target], strict=True):
+        if len(exported_calls[target]) == len(nodes):
+            for node, same in zip(nodes, exported_calls[target], strict=True):
                 same.meta.update({key: node.meta[key] for key in _CARRIED if key in node.meta})
     exported.meta[FLOAT_SIZE_KEY] = float_size(converted)
 
 
 def _by_target(model: GraphModule) -> dict[object, list[Node]]:
-    """The calls of each operator, in order."""
-    found = defaultdict(list)
+    """Return the calls of each operator, in order."""
+    calls = defaultdict(list)
     for graph in graph_modules(model):
         for node in graph.graph.nodes:
             if node.op == "call_function":
-                found[node.target].append(node)
-    return found
+                calls[node.target].append(node)
+    return calls
 
 
 def constants_of(model: GraphModule) -> set[Node]:
-    """Return the constant nodes of a graph, prepared or not; observers pass constants on."""
+    """Return the constant nodes of a graph, prepared or not; the result of observing a constant is constant."""
 
     def observes(node: Node) -> bool:
         return node.op == "call_module" and isinstance(model.get_submodule(name_of(node)), MXObserver)
@@ -73,14 +73,17 @@ def constants_of(model: GraphModule) -> set[Node]:
 
 
 def is_constant(node: Node, constants: set[Node]) -> bool:
-    """Return True for a constant, and for a weight that a batch norm in training scales: conversion makes it one."""
+    """Return True for a constant, and for a weight scaled by a batch norm in training, which conversion folds."""
     module = model_of(node.graph).get_submodule(name_of(node)) if node.op == "call_module" else None
     return (node_arg(node) if isinstance(module, ScaledWeight) else node) in constants
 
 
 def weight_statistics(observer: MXObserver, source: Node, outside: Outside) -> dict[str, Any]:
-    """Return what an observer saw of a constant, as meta; where it saw nothing, or the constant was trained since, the
-    noise of its formats. Nothing is known of a constant that is traced."""
+    """Return the meta that a report reads for a constant: what an observer saw of it.
+
+    If it saw nothing, or the constant was trained since, the noise of the formats is computed instead. Nothing is known
+    about a constant that is traced.
+    """
     seen = observer.statistics_meta()
     if seen.get(STATISTICS_KEY) is not None and not isinstance(observer, MXFakeQuantize):
         return seen
@@ -95,7 +98,7 @@ def weight_statistics(observer: MXObserver, source: Node, outside: Outside) -> d
 
 @torch.no_grad()
 def _values(node: Node, outside: Outside) -> Iterator[Tensor]:
-    """The values of a constant, one for each call of its graph with other operands."""
+    """Yield the values of a constant, one for each call of its graph with other operands."""
     needed = computed_from(node)
     for number in range(max(len(outside.get(one, [None])) for one in needed)):
         values: dict[Node, Any] = {}

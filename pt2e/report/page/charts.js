@@ -1,4 +1,4 @@
-// The three charts: quality against bytes, noise along the depth, and the exponents of an operand's blocks.
+// The three charts: quality against bytes, noise by depth, and the exponents of an operand's blocks.
 
 /** The recipes that were compared, as a plot and as a table. */
 function drawComparison(section) {
@@ -9,8 +9,8 @@ function drawComparison(section) {
     ...row, quality: number(row.quality), milliseconds: number(row.milliseconds), own: row.name === data.recipe.name,
   }));
   find(".lead", section).textContent = `${metric} against size; ${up ? "more" : "less"} is better. `
-    + "The line joins the recipes that no other beats in both.";
-  // a logarithm has no place for a model without parameters
+    + "The line joins the Pareto-optimal recipes.";
+  // a model without parameters has no logarithm of its size
   plotComparison(find(".plot", section), metric, rows.filter((row) => row.bytes && Number.isFinite(row.quality)));
   const timed = rows.some((row) => !Number.isNaN(row.milliseconds));
   const line = (row) => html(
@@ -45,7 +45,7 @@ function plotComparison(figure, metric, rows) {
   const digits = Math.min(Math.max(1 - Math.floor(Math.log10(y[1] - y[0])), 0), 6);
   plot(figure, points, {
     name: `${metric} against bytes`, height: 340, radius: 5,
-    hint: "Point at a recipe, or walk through them with the arrow keys.",
+    hint: "Point at a recipe, or move between them with the arrow keys.",
     x: {
       name: "size, on a logarithmic scale", range: x, scale: Math.log,
       ticks: (pixels) => doublings(...x, pixels / 70).map((value) => [value, sizeText(value)]),
@@ -60,10 +60,10 @@ function plotComparison(figure, metric, rows) {
 /** The number of the layer in a module's name, null where it has none. */
 const layerOf = (operator) => /(?:^|\.)(\d+)(?:\.|$)/.exec(operator.module)?.[1] ?? null;
 
-// a plot of less would make much of little
+// a smaller range would exaggerate small differences
 const LEAST_DECIBELS = 15;
 
-/** The SQNR of every operand by the place of its operator; outliers are named, in the plot and below it. */
+/** The SQNR of every operand by the position of its operator; outliers are labelled in the plot and listed below. */
 function drawDepth(section, open) {
   const points = operators.flatMap((operator, x) => operator.operands.filter((o) => o.spec && o.seen).map((o) => ({
     x, y: number(o.seen.noise[0]), operand: o, operator, square: o.role !== "weight",
@@ -84,8 +84,8 @@ function drawDepth(section, open) {
   const whole = ticks(1, operators.length, 8).filter(Number.isInteger);
   const thin = (pixels) => starts.filter((_, i) => i % Math.ceil((starts.length * 26) / pixels) === 0);
   plot(find(".plot", section), points, {
-    name: "SQNR along the depth", height: 300, radius: 3.2,
-    hint: "Point at an operand, or walk through them with the arrow keys.",
+    name: "SQNR by depth", height: 300, radius: 3.2,
+    hint: "Point at an operand, or move between them with the arrow keys.",
     x: {
       name: layers ? "layer" : "operator", range: [-0.5, operators.length - 0.5], grid: layers,
       ticks: (pixels) => (layers ? thin(pixels) : whole.map((n) => [n - 1, `${n}`])),
@@ -102,7 +102,7 @@ function drawDepth(section, open) {
 function drawOutliers(place, points) {
   const worst = points.sort((a, b) => number(b.operand.below) - number(a.operand.below));
   const below = (operand) => (operand.below === "Infinity"
-    ? "nothing was kept of it" : `${decibels(operand.below)} dB below the median of its format`);
+    ? "its signal was lost entirely" : `${decibels(operand.below)} dB below the median of its format`);
   place.replaceChildren(...present(
     html("h3", {}, worst.length ? "Outliers" : "No outliers"),
     worst.length ? html("ul", {}, worst.slice(0, 12).map((point) => html(
@@ -113,7 +113,7 @@ function drawOutliers(place, points) {
   ));
 }
 
-/** Bars of the blocks by their shared exponent; the numbers are in its name. */
+/** A histogram of blocks by shared exponent; its accessible name has the numbers. */
 function histogram(pairs) {
   const bars = pairs.filter((_, i) => i % 2 === 0).map((exponent, i) => [exponent, pairs[2 * i + 1]]);
   if (!bars.length) return null;

@@ -21,7 +21,7 @@ from pt2mx.analysis.sums import QuantizationStatistics
 from pt2mx.errors import MXError
 from pt2mx.pt2e.quantizer import recipe as recipes
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.report.page.graphs import DrawnGraph, places
+from pt2mx.pt2e.report.page.graphs import DrawnGraph, node_positions
 from pt2mx.pt2e.report.rows import OperandReport, OperatorReport
 from pt2mx.pt2e.sensitivity.results import RecipeComparison, Sensitivity
 
@@ -39,7 +39,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class PageContext:
-    """The arguments of `QuantizationReport.to_html`, which has their meaning."""
+    """The arguments of `QuantizationReport.to_html`, which documents them."""
 
     model: str = ""
     recipe: str | os.PathLike[str] | MXQuantizer = ""
@@ -57,33 +57,33 @@ class PageContext:
 
     @property
     def recipe_name(self) -> str:
-        """The name of the recipe, where it has one."""
+        """Return the name of the recipe, if it has one."""
         return "" if isinstance(self.recipe, MXQuantizer) else os.fspath(self.recipe)
 
     def recipe_text(self) -> str:
-        """The YAML of the recipe; "" where none was given.
+        """Return the YAML of the recipe; "" without a recipe.
 
         Raises:
-            MXError: where a name is that of no recipe, or a quantizer has what no recipe holds.
+            MXError: for an unknown recipe name, and for a quantizer that a recipe cannot store.
         """
         if isinstance(self.recipe, MXQuantizer):
             return self.recipe.to_recipe()
         return recipes.text(self.recipe) if self.recipe_name else ""
 
     def known_quality(self) -> dict[str, float]:
-        """The quality as it was given, else that of the recipe in the comparison.
+        """Return the quality that was passed, else that of the recipe in the comparison.
 
         Raises:
             MXError: where a quality is no number.
         """
         if self.quality or self.comparison is None:
             return {name: _number(name, value) for name, value in self.quality.items()}
-        own = [row.quality for row in self.comparison.rows if row.name == self.recipe_name]
-        return {self.comparison.metric: own[0]} if own else {}
+        qualities = [row.quality for row in self.comparison.rows if row.name == self.recipe_name]
+        return {self.comparison.metric: qualities[0]} if qualities else {}
 
 
 def _number(name: str, value: SupportsFloat) -> float:
-    """A number of any library."""
+    """Return a number of any library as a float."""
     try:
         if isinstance(value, SupportsFloat):
             return float(value)
@@ -92,17 +92,19 @@ def _number(name: str, value: SupportsFloat) -> float:
     raise MXError(f"quality[{name!r}] must be a number, not {value!r}")
 
 
-#: an outlier is so many deviations, and so many dB, below the median; fewer operands have no median to speak of
+#: an outlier is so many deviations, and so many dB, below the median; fewer operands have no meaningful median
 _DEVIATIONS, _LEAST_DB, _LEAST_COUNT = 3.0, 3.0, 5
 #: the standard deviation of a normal distribution whose median absolute deviation is 1
 _NORMAL = 1.4826
 
 
 def outliers(operands: Iterable[OperandReport]) -> dict[int, float]:
-    """Operands of a low SQNR: identity -> how many dB below the median of its role and format (infinite where the
-    format lost it all)."""
+    """Return operands with a low SQNR: identity -> dB below the median of its role and format.
+
+    It is infinite where the format lost all signal.
+    """
     groups: dict[tuple[str, str], list[tuple[int, float]]] = defaultdict(list)
-    found = {}
+    below_median = {}
     for operand in operands:
         if operand.spec and operand.statistics and not math.isnan(operand.statistics.sqnr):
             groups[operand.role, operand.spec].append((id(operand), operand.statistics.sqnr))
@@ -115,26 +117,27 @@ def outliers(operands: Iterable[OperandReport]) -> dict[int, float]:
         for key, sqnr in group:
             below = median(finite) - sqnr if finite else math.inf
             if sqnr == -math.inf or (math.isfinite(sqnr) and below > bound):
-                found[key] = below
-    return found
+                below_median[key] = below
+    return below_median
 
 
 _DIGITS = 6
 
 
 def contents(report: QuantizationReport, context: PageContext) -> dict[str, Any]:
-    """All that the page of a report shows."""
+    """Return all data that the page of a report shows."""
     graphs = {
         name: DrawnGraph.of(model, name)
         for name, model in (("before", context.before), ("after", context.after))
         if model is not None
     }
-    where = places((o.name for o in report.operators), graphs.get("before"), graphs.get("after"))
+    positions = node_positions((o.name for o in report.operators), graphs.get("before"), graphs.get("after"))
     low = outliers(operand for operator in report.operators for operand in operator.operands)
     operators = [
-        {**_operator(operator, low), "places": place} for operator, place in zip(report.operators, where, strict=True)
+        {**_operator(operator, low), "places": position}
+        for operator, position in zip(report.operators, positions, strict=True)
     ]
-    found = {
+    data = {
         "model": context.model,
         "recipe": {"name": context.recipe_name, "text": context.recipe_text()},
         "totals": {
@@ -151,7 +154,7 @@ def contents(report: QuantizationReport, context: PageContext) -> dict[str, Any]
         "sensitivity": _sensitivity(context.sensitivity),
         "graphs": {name: graph.rows for name, graph in graphs.items()},
     }
-    return plain(found)
+    return plain(data)
 
 
 def _operator(operator: OperatorReport, low: dict[int, float]) -> dict[str, Any]:
@@ -178,7 +181,7 @@ def _operand(operand: OperandReport, low: dict[int, float]) -> dict[str, Any]:
 
 
 def _seen(seen: QuantizationStatistics) -> dict[str, Any]:
-    """The findings of calibration, with the exponents in flat pairs of exponent and blocks."""
+    """Return calibration statistics, with the exponents as a flat list of exponent, blocks."""
     pairs = [number for pair in sorted(seen.exponents.items()) for number in pair]
     shown = {name: getattr(seen, name) for name in ("tensors", "values", "nonfinite")}
     return {**shown, "noise": _noise(seen), "exponents": pairs, "nanBlocks": seen.nan_blocks}
@@ -189,30 +192,30 @@ def _noise(seen: QuantizationStatistics) -> list[float]:
 
 
 def _bytes_by_format(report: QuantizationReport) -> list[tuple[str | None, int]]:
-    """The bytes of each format, the largest share first, what is in high precision (None) last."""
+    """Return the bytes of each format, the largest first, and those in high precision (None) last."""
     sizes: Counter[str] = Counter()
     for operator in report.operators:
         for operand in operator.operands:
             if operand.spec:
                 sizes[operand.spec] += operand.bytes_after
     shares: list[tuple[str | None, int]] = [(name, size) for name, size in sizes.most_common() if size]
-    rest = report.bytes_after - sum(size for _, size in shares)
-    return [*shares, (None, rest)] if rest > 0 else shares
+    high_precision = report.bytes_after - sum(size for _, size in shares)
+    return [*shares, (None, high_precision)] if high_precision > 0 else shares
 
 
-def _sensitivity(found: Sensitivity | None) -> dict[str, Any] | None:
-    """The rows by module, and the candidate that costs the most over all modules, which the table shows."""
-    if found is None:
+def _sensitivity(result: Sensitivity | None) -> dict[str, Any] | None:
+    """Return the rows by module, and the candidate with the largest total cost, which the table shows."""
+    if result is None:
         return None
     rows, costs = defaultdict(list), defaultdict[str, float](float)
-    for row in found.rows:
+    for row in result.rows:
         rows[row.module].append([row.candidate, row.operands, row.alone, row.left, row.estimate])
         costs[row.candidate] += 0.0 if math.isnan(row.cost) else row.cost
-    return {"metric": found.metric, "modules": rows, "worst": max(costs, key=lambda name: costs[name], default=None)}
+    return {"metric": result.metric, "modules": rows, "worst": max(costs, key=lambda name: costs[name], default=None)}
 
 
 def plain(value: Any) -> Any:
-    """The same with numbers that JSON can hold, to six digits."""
+    """Return a value with numbers that JSON can hold, to six digits."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-// An operator that was opened: what was seen of its operands, the candidates, the sensitivity of its module.
+// The details of an opened operator: statistics of its operands, candidates, the sensitivity of its module.
 
 const fact = (name, value) => html("div", {}, html("dt", {}, name), html("dd", {}, value));
 
@@ -18,13 +18,13 @@ function bytesText(operand) {
   return `${count(operand.before)} → ${count(operand.after)}`;
 }
 
-/** An operand; those of one role have numbers. */
+/** An operand; several of one role are numbered. */
 function operandCard(operand, all) {
   const same = all.filter((one) => one.role === operand.role);
   const title = same.length > 1 ? `${operand.role} ${same.indexOf(operand) + 1}` : operand.role;
   const seen = operand.seen;
   const [sqnr, saturated, flushed] = seen ? seen.noise.map(number) : [];
-  const counted = seen && !Number.isNaN(saturated); // without a calibration the noise is all that is known
+  const counted = seen && !Number.isNaN(saturated); // without calibration only the noise is known
   const facts = [
     seen && fact("SQNR", `${decibels(sqnr)} dB`),
     counted && fact("saturated", percent(saturated)),
@@ -41,7 +41,7 @@ function operandCard(operand, all) {
     "section", { class: "card" },
     html("h4", {}, title, " ", html("span", { class: "format" }, operand.spec ?? "high precision")),
     html("dl", { class: "facts" }, facts),
-    operand.spec && !seen && html("p", { class: "muted" }, "no statistics of a calibration"),
+    operand.spec && !seen && html("p", { class: "muted" }, "no calibration statistics"),
     counted && histogram(seen.exponents),
     rows.length > 0 && smallTable("candidates", ["format", "dB", "saturated", "flushed"], rows),
   );
@@ -53,7 +53,7 @@ function sensitivityCard(rows) {
   return html(
     "section", { class: "card" }, html("h4", {}, "sensitivity"),
     smallTable(
-      `what it costs the output (${data.sensitivity.metric}) to quantize the module`,
+      `cost to the output (${data.sensitivity.metric}) of quantizing the module`,
       ["candidate", ...kept.map((i) => head[i - 2])],
       rows.map((row) => [`${row[0]}, ${row[1]}`, ...kept.map((i) => significant(number(row[i])))]),
     ),
@@ -71,6 +71,6 @@ function details(operator, showGraph) {
       "div", { class: "cards" }, shown.map((operand) => operandCard(operand, shown)),
       sensitive && sensitivityCard(sensitive),
     ),
-    inGraph && html("button", { type: "button", click: () => showGraph(operator) }, "Show the graph around it"),
+    inGraph && html("button", { type: "button", click: () => showGraph(operator) }, "Show its neighbours in the graph"),
   );
 }

@@ -1,12 +1,12 @@
 "use strict";
-// Elements, and numbers as a reader likes them. Text reaches the page as text nodes alone: no name is ever HTML.
+// Builds elements and formats numbers. Text becomes text nodes only: no name is ever parsed as HTML.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const operators = data.operators;
 /** module -> [candidate, operands, alone, left, estimate]; a map, for a module may be called "constructor". */
 const sensitivities = new Map(Object.entries(data.sensitivity?.modules ?? {}));
 
-/** What is there of some children: those that a condition left out are false or null. */
+/** The children without the false and null ones, which a condition left out. */
 const present = (...children) => children.flat(Infinity).filter((child) => ![null, undefined, false].includes(child));
 
 function build(node, attributes, children) {
@@ -25,7 +25,7 @@ const svg = (tag, attributes = {}, ...children) =>
 
 const find = (selector, within = document) => within.querySelector(selector);
 
-/** A number of the data: null is none, and words stand for what JSON has no number for. */
+/** A number of the data: null is missing, and text spells values that JSON lacks. */
 const number = (value) => (value === null || value === undefined ? NaN : Number(value));
 
 const UNITS = ["B", "kB", "MB", "GB", "TB"];
@@ -38,7 +38,7 @@ function size(bytes) {
 
 const sizeText = (bytes) => size(bytes).join(" ");
 
-/** Three digits before an exponent is needed; words for what is not finite. */
+/** Three significant digits; words for values that are not finite. */
 function significant(value, digits = 3) {
   if (Number.isNaN(value)) return "–";
   if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
@@ -68,8 +68,8 @@ const ENGLISH = new Intl.NumberFormat("en");
 
 const count = (value) => ENGLISH.format(value);
 
-/** A name that may go on in a new line after each of its parts. */
+/** A name that may wrap after each of its parts. */
 const breakable = (name) => name.split(/(?<=\.)/).flatMap((part) => [part, html("wbr")]);
 
-/** What an operator is called: its module, or where it is in none its own name. */
+/** The name of an operator: its module, or its own name outside any module. */
 const nameOf = (operator) => operator.module || operator.name;

@@ -1,6 +1,6 @@
-// The graph around an operator, before quantization and after it, drawn; a node that is chosen becomes the middle.
+// Draws the graph around an operator, before and after quantization. A clicked node becomes the centre.
 
-/** The ends of a text that is too long for its box. */
+/** Shorten a text to its two ends if it is too long for its box. */
 const shortened = (text, most) => (text.length > most ? `${text.slice(0, 12)}…${text.slice(13 - most)}` : text);
 
 function drawNode(node, { x, y }, isCentre, attributes) {
@@ -31,11 +31,11 @@ function drawEdge(from, to) {
   return svg("path", { class: "edge", d: `M${x1} ${y1}C${x1} ${y1 + 22} ${x2} ${y2 - 22} ${x2} ${y2}` });
 }
 
-/** One form of the model, with a node in the middle; `go` is told which node was chosen. */
+/** One version of the model with a node in the centre; `go` is called with a clicked node. */
 function drawGraph(form, centre, hops, go) {
   const panel = html("div", { class: "graph-panel" }, html("h3", {}, form === "before" ? "Before" : "After"));
   if (centre === null) {
-    panel.append(html("p", { class: "muted" }, "The operator has no node of its own here."));
+    panel.append(html("p", { class: "muted" }, "This graph has no node for the operator."));
     return panel;
   }
   const nodes = graphs[form];
@@ -62,7 +62,7 @@ function drawGraph(form, centre, hops, go) {
   return panel;
 }
 
-/** The section; gives a function that shows an operator in it. */
+/** Build the section; returns a function that shows an operator in it. */
 function graphView(section) {
   const forms = Object.keys(graphs);
   const form = find("form", section);

@@ -1,4 +1,4 @@
-"""A model's graph in rows that a page can draw, and the nodes in it that the operators of a report are."""
+"""A model's graph as rows that a page can draw, and the nodes in it for the operators of a report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pt2mx.pt2e.debug.print_graph import format_text, module_text, operator_text
 
 
 class GraphRow(NamedTuple):
-    """A node; `inputs` are numbers of rows."""
+    """A node; `inputs` are indices of rows."""
 
     name: str
     operator: str
@@ -43,7 +43,7 @@ class DrawnGraph:
 
     @classmethod
     def of(cls, model: GraphModule | ExportedProgram, what: str) -> DrawnGraph:
-        """The graph of a model, which is the argument `what` of a caller."""
+        """Return the graph of a model; errors call it `what`."""
         drawn = cls([], {}, {}, {})
         graph = check_module(model.module() if isinstance(model, ExportedProgram) else model, what)
         for path, inner in named_graph_modules(graph):
@@ -67,16 +67,18 @@ class DrawnGraph:
         self.by_origin.update({path + name: numbers[node] for name, node in made if node in numbers})
 
     def row_of(self, name: str) -> int | None:
-        """The row of an operator, by its name here or by what it was in the first export."""
+        """Return the row of an operator, by its name here or by its name in the first export."""
         return self.named.get(name, self.by_origin.get(name))
 
 
-def places(names: Iterable[str], before: DrawnGraph | None, after: DrawnGraph | None) -> list[tuple[int | None, ...]]:
-    """The rows, before and after, of the operators that a report names."""
+def node_positions(
+    names: Iterable[str], before: DrawnGraph | None, after: DrawnGraph | None
+) -> list[tuple[int | None, ...]]:
+    """Return the rows, before and after, of the operators that a report names."""
 
-    def place(name: str) -> Iterator[int | None]:
+    def positions(name: str) -> Iterator[int | None]:
         first = after.origins.get(name, name) if after else name
         yield before.by_origin.get(first, before.named.get(name)) if before else None
         yield after.row_of(name) if after else None
 
-    return [tuple(place(name)) for name in names]
+    return [tuple(positions(name)) for name in names]

@@ -1,10 +1,10 @@
-// The nodes around a node, in layers from inputs to readers.
+// The nodes around a node, in layers from inputs to users.
 
 const BOX = { width: 208, height: 62, across: 18, down: 34 };
-// of a node that many read, so many neighbours on each side are shown
+// most neighbours that are shown on each side of a node
 const MOST_NEIGHBOURS = 6;
 
-/** form -> its nodes, which know their readers too. */
+/** version of the model -> its nodes, with their users. */
 const graphs = Object.fromEntries(Object.entries(data.graphs).map(([form, rows]) => {
   const nodes = rows.map(([name, operator, shape, format, module, inputs]) => (
     { name, operator, shape, format, module, inputs, readers: [] }));
@@ -12,7 +12,7 @@ const graphs = Object.fromEntries(Object.entries(data.graphs).map(([form, rows])
   return [form, nodes];
 }));
 
-/** The numbers of the nodes within some steps, in the order of the graph, and how many more there would be. */
+/** The indices of the nodes within some steps, in graph order, and how many were left out. */
 function neighbourhood(nodes, centre, hops) {
   const found = new Set([centre]);
   let left = 0;
@@ -33,7 +33,7 @@ function neighbourhood(nodes, centre, hops) {
   return [[...found].sort((a, b) => a - b), left];
 }
 
-/** Each node one layer below its inputs, and what has none just above its readers. */
+/** Put each node one layer below its inputs, or without inputs just above its users. */
 function layersOf(nodes, shown) {
   const inside = new Set(shown);
   const layer = new Map();
@@ -48,7 +48,7 @@ function layersOf(nodes, shown) {
   return rows.filter(Boolean);
 }
 
-/** Where the boxes of the layers stand, each near the middle of its inputs, and the extent of all. */
+/** The positions of the boxes, each near the middle of its inputs, and the size of the drawing. */
 function positions(nodes, rows) {
   const [across, down] = [BOX.width + BOX.across, BOX.height + BOX.down];
   const width = Math.max(...rows.map((row) => row.length)) * across - BOX.across;

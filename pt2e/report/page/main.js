@@ -1,4 +1,4 @@
-// The page: the answer in large numbers, then the sections that there is something for.
+// The page: the main numbers, then the sections that have content.
 
 const answer = (value, unit, name, note) => html(
   "div", {}, html("dt", {}, name),
@@ -17,7 +17,7 @@ function drawHead() {
   const more = others.map(([name, quality]) => `${name} ${qualityText(quality)}`).join(", ");
   find("#answers").append(...present(
     answer(value, unit, "parameters", `${smaller} ${sizeText(before)}`),
-    answer(significant(bits), null, "bits a value", ofWeights),
+    answer(significant(bits), null, "bits per value", ofWeights),
     best && answer(qualityText(best[1]), null, best[0], more || compared),
     answer(count(quantized), `of ${count(operators.length)}`, "operators quantized", null),
   ));
@@ -53,14 +53,14 @@ function drawRecipe(section) {
     try {
       await navigator.clipboard.writeText(data.recipe.text);
     } catch {
-      getSelection().selectAllChildren(code); // what a page from a file may not do by itself
+      getSelection().selectAllChildren(code); // the fallback where a page from a file may not copy
       copied = document.execCommand("copy");
     }
     find(".status", section).textContent = copied ? "Copied." : "Selected: press Ctrl+C.";
   });
 }
 
-/** Links to the sections that there are. */
+/** Links to the visible sections. */
 function drawNavigation(place) {
   const there = [...document.querySelectorAll("main > section")].filter((section) => !section.hidden);
   place.append(...there.map((section) => html("a", { href: `#${section.id}` }, find("h2", section).textContent)));

@@ -1,8 +1,8 @@
-"""A report as one HTML page that needs nothing else: no network, no other file.
+"""Write a report as one self-contained HTML page, without network or other files.
 
-Names reach the page in two ways, as JSON in which no tag can end, and as escaped text for readers without scripts; the
-scripts make text of them, never HTML. The policy of the page allows its own style and script by their digests, and no
-request at all.
+Names enter the page as JSON in which no tag can end, and as escaped text for browsers without scripts. The scripts turn
+them into text, never HTML. The policy of the page allows only its own style and script, by their digests, and no
+request.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pt2mx.version import __version__
 if TYPE_CHECKING:
     from pt2mx.pt2e.report.report import QuantizationReport
 
-#: the scripts, in the order in which they need one another
+#: the scripts, in the order of their dependencies
 _SCRIPTS = ("dom.js", "plot.js", "charts.js", "details.js", "table.js", "layers.js", "graph.js", "main.js")
 
 
 def page(report: QuantizationReport, context: PageContext) -> str:
-    """The page of a report."""
+    """Return the page of a report."""
     style, script = asset("page.css"), "\n".join(map(asset, _SCRIPTS))
     data = json.dumps(contents(report, context), separators=(",", ":"), allow_nan=False)
     parts = {
@@ -44,17 +44,17 @@ def page(report: QuantizationReport, context: PageContext) -> str:
 
 
 def asset(name: str) -> str:
-    """A file of this folder."""
+    """Read a file of this folder."""
     return resources.files("pt2mx.pt2e.report.page").joinpath(name).read_text(encoding="utf-8")
 
 
 def escaped(text: str) -> str:
-    """Text in HTML; what is not ASCII, a surrogate too, as a reference."""
+    """Escape text for HTML; all but ASCII, surrogates included, becomes a character reference."""
     return escape(text).encode("ascii", "xmlcharrefreplace").decode()
 
 
 def digest(text: str) -> str:
-    """The source expression of an inline style or script."""
+    """Return the policy's source expression for an inline style or script."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
@@ -86,14 +86,14 @@ _PAGE = """\
 def table_page(
     title: str, lead: str, header: Sequence[str], rows: Sequence[Sequence[str]], left: int, notes: Sequence[str] = ()
 ) -> str:
-    """The page of a table.
+    """Return a page with one table, in the style of a report, without scripts.
 
     Args:
-        title: its heading.
+        title: heading.
         lead: a sentence below it.
         header: the names of the columns.
         rows: the cells, as text.
-        left: how many of the first columns are words, the others being numbers.
+        left: number of first columns with words; the others hold numbers.
         notes: paragraphs below the table.
     """
     style = asset("page.css")

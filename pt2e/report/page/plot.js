@@ -1,4 +1,4 @@
-// Points in a frame of axes: one stop for the keyboard, whose arrows walk from point to point.
+// A plot of points with axes. It is one keyboard stop; arrow keys move between points.
 
 const MARGIN = { top: 28, right: 16, bottom: 42, left: 52 };
 
@@ -11,7 +11,7 @@ function ticks(low, high, most) {
   return Array.from({ length: Math.floor(high / step + 1e-9) - first + 1 }, (_, i) => (first + i) * step);
 }
 
-/** Half a size, a size, twice that: from one that is round, as far as a range goes. */
+/** Sizes that double from a round one, as far as a range goes. */
 function doublings(low, high, most) {
   const factor = 2 ** Math.ceil(Math.log2(high / low) / most);
   const power = 10 ** Math.floor(Math.log10(low));
@@ -20,7 +20,7 @@ function doublings(low, high, most) {
   return Array.from({ length }, (_, i) => first * factor ** i);
 }
 
-/** A little more than the range of some numbers. */
+/** A range slightly larger than that of some numbers. */
 function padded(values, share = 0.08) {
   const low = Math.min(...values);
   const high = Math.max(...values);
@@ -28,7 +28,7 @@ function padded(values, share = 0.08) {
   return [low - more, high + more];
 }
 
-/** A box that is free of those taken already, beside a point; null where there is none. */
+/** A free box next to a point; null where there is none. */
 function place(text, x, y, width, taken, bold) {
   const length = text.length * (bold ? 6.9 : 6.5);
   const spots = [[x + 9, y + 4], [x - length - 9, y + 4], [x - length / 2, y - 10], [x - length / 2, y + 19]];

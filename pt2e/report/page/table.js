@@ -1,4 +1,4 @@
-// The table of operators: it sorts, filters, and its rows open.
+// The table of operators, with sorting, filtering and rows that open.
 
 const lowest = (operator, role) => {
   const found = operator.operands.filter((o) => o.role === role && o.seen).map((o) => number(o.seen.noise[0]));
@@ -9,7 +9,7 @@ const formats = (operator, role) =>
 const bytes = (operator, which) => operator.operands.reduce((sum, operand) => sum + operand[which], 0) || null;
 const isOutlier = (operator) => operator.operands.some((operand) => operand.below !== null);
 
-/** What a module costs in the candidate that the table shows. */
+/** The cost of a module in the candidate that the table shows. */
 function cost(operator) {
   const rows = (sensitivities.get(operator.module) ?? []).filter(([name]) => name === data.sensitivity.worst);
   const costs = rows.map(([, , alone, , estimate]) => number(alone === "NaN" ? estimate : alone));
@@ -27,7 +27,7 @@ const measured = (value) => value === null ? "" : html(
     svg("rect", { ...BAR, width: Math.min(Math.max(value / FULL || 0, 0), 1) * BAR.width })),
 );
 
-// each: heading, the value that sorts, and what is shown of it
+// each: heading, sort value, shown text
 const COLUMNS = [
   { name: "operator", value: (o) => `${o.module} ${o.name}`, text: true },
   { name: "weight", value: (o) => formats(o, "weight"), text: true },
@@ -47,7 +47,7 @@ const KINDS = {
   "with a remark": (o) => o.notes !== "",
 };
 
-/** Numbers by size with NaN after them, texts by their words and numbers; what is absent last. */
+/** Compare numbers by size, NaN after them, texts in natural order, and missing values last. */
 function compare(a, b, direction) {
   const absent = (value) => value === null || value === "" || Number.isNaN(value);
   if (absent(a) || absent(b)) return absent(a) - absent(b);
@@ -117,7 +117,7 @@ function operatorTable(showGraph) {
     form.querySelector("output").textContent = `${count(shown)} of ${count(entries.length)} operators`;
   }
 
-  // once ascending, once descending, then as they are executed
+  // first click ascending, second descending, third execution order
   const NEXT = { 0: 1, 1: -1, "-1": 0 };
   const headings = COLUMNS.map(({ name, text }, column) => html(
     "th", { role: "columnheader", scope: "col", "aria-sort": "none", class: text ? "" : "number" },
@@ -129,7 +129,7 @@ function operatorTable(showGraph) {
 
   table.setAttribute("role", "table");
   table.append(
-    html("caption", {}, "Open a row for its histograms; headings sort, a third press restores the order of execution."),
+    html("caption", {}, "Open a row for its histograms. Click a heading to sort; click a third time to reset."),
     html("thead", { role: "rowgroup" }, html("tr", { role: "row" }, headings)), body);
   form.kind.append(...Object.entries(KINDS).map(([name, keeps]) => {
     const size = operators.filter(keeps).length;

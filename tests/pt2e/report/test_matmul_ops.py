@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from pt2mx import MXError, lower_to_inductor, quantization_report
-from pt2mx.pt2e.report.matmul_ops import is_contraction, operator_path
+from pt2mx.pt2e.report.matmul_ops import is_matmul_like, operator_path
 from tests.flow import convert
 
 aten = torch.ops.aten
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 )
 def test_sums_of_products(name):
     packet = getattr(aten, name)
-    assert all(is_contraction(getattr(packet, overload)) for overload in packet.overloads())
+    assert all(is_matmul_like(getattr(packet, overload)) for overload in packet.overloads())
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_sums_of_products(name):
     ],
 )  # fmt: skip
 def test_others(target):
-    assert not is_contraction(target)
+    assert not is_matmul_like(target)
 
 
 def test_custom_and_higher_order_operators():
@@ -44,9 +44,9 @@ def test_custom_and_higher_order_operators():
     library.define("grouped_mm_fallback(Tensor a, Tensor b) -> Tensor")
     library.define("norm(Tensor a) -> Tensor")
     operators = torch.ops.pt2mx_test_names
-    assert is_contraction(operators.fused_gemm.default) and is_contraction(operators.grouped_mm_fallback.default)
-    assert not is_contraction(operators.norm.default)
-    assert is_contraction(torch.ops.higher_order.flex_attention)
+    assert is_matmul_like(operators.fused_gemm.default) and is_matmul_like(operators.grouped_mm_fallback.default)
+    assert not is_matmul_like(operators.norm.default)
+    assert is_matmul_like(torch.ops.higher_order.flex_attention)
     assert operator_path(torch.ops.higher_order.flex_attention) == "higher_order.flex_attention"
     library._destroy()
 

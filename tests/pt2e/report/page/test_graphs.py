@@ -4,7 +4,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXError
-from pt2mx.pt2e.report.page.graphs import DrawnGraph, places
+from pt2mx.pt2e.report.page.graphs import DrawnGraph, node_positions
 from tests.flow import convert, exported
 from tests.models import Tied
 
@@ -41,16 +41,16 @@ def test_items_of_tuples_guards_and_assertions_are_left_out(forms):
     assert [row.inputs for row in drawn.rows] == [[], [0], [1], [2], [3]]
 
 
-def test_places_of_operators_before_and_after(forms):
+def test_positions_of_operators_before_and_after(forms):
     before, converted, lowered = (DrawnGraph.of(model, "model") for model in forms)
     names = [operator.name for operator in pt2mx.quantization_report(forms[1]).operators]
     assert names == ["embedding", "linear", "linear_1", "matmul", "linear_2"]
     for after in (converted, lowered):
-        actual = places(names, before, after)
+        actual = node_positions(names, before, after)
         assert [before.rows[old].name for old, _ in actual] == names
         assert [row.module for row in (after.rows[new] for _, new in actual)][1:3] == ["query", "key"]
-    assert all(new is None for _, new in places(names, before, None))
-    assert places(["nowhere"], before, converted) == [(None, None)]
+    assert all(new is None for _, new in node_positions(names, before, None))
+    assert node_positions(["nowhere"], before, converted) == [(None, None)]
 
 
 def test_graphs_inside(forms):
@@ -67,7 +67,7 @@ def test_graphs_inside(forms):
     names = [operator.name for operator in pt2mx.quantization_report(after).operators]
     drawn = DrawnGraph.of(before, "before"), DrawnGraph.of(after, "after")
     assert names == ["true_graph_0.linear", "false_graph_0.linear"]
-    for form, actual in zip(drawn, zip(*places(names, *drawn), strict=True), strict=True):
+    for form, actual in zip(drawn, zip(*node_positions(names, *drawn), strict=True), strict=True):
         assert [form.rows[i].operator for i in actual] == ["aten.linear"] * 2
 
 
