@@ -39,7 +39,7 @@ def test_batches_by_name():
     assert rows(optimized)["linear.weight"].algorithm == "gptq"
 
 
-def test_an_input_that_is_written_between_its_readers():
+def test_an_input_that_is_written_between_its_consumers():
     class Written(nn.Module):
         def __init__(self):
             super().__init__()

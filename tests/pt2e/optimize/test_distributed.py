@@ -57,7 +57,7 @@ def calibrate(rank, folder):
     dist.destroy_process_group()
 
 
-def test_two_ranks_give_what_one_gives(tmp_path):
+def test_two_ranks_give_the_same_result_as_one(tmp_path):
     run_ranks(calibrate, str(tmp_path))
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     want = pt2mx.optimize(model(), QUANTIZER, batches())

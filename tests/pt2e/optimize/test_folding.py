@@ -94,7 +94,7 @@ def test_there_is_no_way(model):
     assert not actual
 
 
-def test_a_residual_between_is_another_reader():
+def test_a_residual_is_a_second_user():
     class Two(Residual):
         def forward(self, x):
             y = self.norm(x)

@@ -95,7 +95,7 @@ def test_a_step_that_gains_nothing_is_not_kept():
     assert blocks == [] and torch.equal(actual(x), graph(x))
 
 
-def test_graphs_inside_and_outputs_without_gradient():
+def test_subgraphs_and_outputs_without_gradient():
     class Subgraphs(nn.Module):
         def __init__(self):
             super().__init__()

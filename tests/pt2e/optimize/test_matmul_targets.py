@@ -62,7 +62,7 @@ PRODUCTS = {
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_products(name):
+def test_matmuls(name):
     function, shape, inputs = PRODUCTS[name]
 
     class Matmul(nn.Module):
@@ -81,7 +81,7 @@ def test_products(name):
     assert row.algorithm == "gptq" and not row.reason and row.after < 0.6 * row.before
     error = [(quantized(model, quantizer)(other) - graph(other)).square().sum() for model in (graph, optimized)]
     assert error[1] < 0.75 * error[0]
-    if shape == (64, 16, 4):  # the report's error is that of the outputs, whose taps overlap
+    if shape == (64, 16, 4):  # the report measures outputs, whose taps overlap
         expected = graph(x)
         off = (quantized(optimized, quantizer)(x) - expected).square().sum() / expected.square().sum()
         assert row.after == pytest.approx(off.item(), rel=1e-3)

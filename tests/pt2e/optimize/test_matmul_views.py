@@ -87,7 +87,7 @@ def close(got, want):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_rows_times_matrices_are_the_product(case):
+def test_rows_times_matrices_equal_the_matmul(case):
     module, shape, *order = CASES[case]
     x = torch.randn(shape)
     _, actual = matmul(module, x)
@@ -127,7 +127,7 @@ def test_of_many_windows_those_are_copied_that_an_observer_takes():
 
 
 def test_every_phase_of_a_transposed_convolution_is_sampled():
-    x = torch.ones(2, 1, 64, 64)  # 128 x 128 outputs, twice 16,384, each of which reads one value
+    x = torch.ones(2, 1, 64, 64)  # 128 x 128 outputs, twice 16,384, each reads one value
     _, actual = matmul(nn.ConvTranspose2d(1, 1, 2, stride=2), x)
     torch.testing.assert_close(actual.view.rows(x)[0].mean(0), torch.full((4,), 0.25), rtol=0.05, atol=0)
 
@@ -230,7 +230,7 @@ def test_rows_of_padding_are_left_out():
     assert kept[0].view.rows == without_padding(kept[0], arguments).view.rows  # one observer for all that read x
 
 
-def test_what_is_no_product_of_the_table():
+def test_operators_outside_the_table():
     embedding = nn.Embedding(10, 8)
     graph = torch.export.export(embedding, (torch.tensor([1]),)).module().graph
     (node,) = graph.find_nodes(op="call_function", target=aten.embedding.default)

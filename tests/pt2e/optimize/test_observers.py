@@ -54,7 +54,7 @@ def test_many_rows_are_sampled(monkeypatch):
     taken = sample(100, torch.device("cpu"))
     assert (taken // 10).tolist() == list(range(10)) and len(set((taken % 10).tolist())) > 5
     torch.testing.assert_close(observer.parts[0].item(), float(taken.square().sum()))
-    # of periods that divide the step every place is met
+    # rows with a period that divides the step: every position is sampled
     assert all(len(set((sample(10 * n, torch.device("cpu")) % n).tolist())) == n for n in (2, 4, 5))
 
 
@@ -81,7 +81,7 @@ def test_groups_with_rows_of_their_own_number():
 def test_experts_of_few_rows_have_some_of_the_mean_expert():
     parts = [torch.tensor([[[4.0]], [[0.0]], [[8.0]]]), torch.tensor([[[1.0]], [[0.0]], [[2.0]]])]
     counts = torch.tensor([4, 0, 8])
-    # two columns: one row of the mean expert, of 12 rows, which stands for a quarter of one
+    # two columns: one of the 12 rows of the mean expert is added, and counts as a quarter of a row
     actual, rows = with_mean_expert(parts, counts)
     assert [part.flatten().tolist() for part in actual] == [[5.0, 1.0, 9.0], [1.25, 0.25, 2.25]]
     assert rows.tolist() == [4.25, 0.25, 8.25]
@@ -107,7 +107,7 @@ def test_an_expert_of_few_rows_is_rounded_better_than_by_itself_or_to_nearest(ro
 def test_the_sums_of_all_observers_stay_within_a_budget():
     assert bytes_of_sums(Size(1, 4096, 4096, 32), 4096) == 64 << 20
     assert bytes_of_sums(Size(8, 96, 96, 32), 64) == 8 * 4 * (64**2 + 32**2)
-    # the products of a layer of Llama 3.1 8B: queries, output, gate, down
+    # the matmuls of a layer of Llama 3.1 8B: queries, output, gate, down
     layer = [Size(1, 4096, 4096, 32)] * 3 + [Size(1, 14336, 14336, 32)]
     actual = {gib: columns_within(gib << 30, layer * 32) for gib in (1, 4, 8, 16)}
     assert actual == {1: 256, 4: 1024, 8: 2048, 16: 4096}
@@ -147,7 +147,7 @@ def test_counts():
     observer = MXIndexObserver(5)
     for ids in (torch.tensor([4, 1]), torch.tensor([[1, 0]], dtype=torch.int32), torch.empty(0, dtype=torch.int64)):
         observer(ids)
-    observer(torch.tensor([-1, 7]))  # of which the embedding says that there are none
+    observer(torch.tensor([-1, 7]))  # invalid indices, which the embedding itself reports
     assert observer.counts.tolist() == [1, 2, 0, 0, 1]
 
 

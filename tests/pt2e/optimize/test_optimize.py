@@ -52,7 +52,7 @@ def test_algorithms_with_options():
     assert all(by_gptq[name].after < row.after and not by_gptq[name].rotated for name, row in weighted.items())
     rotated = rows(pt2mx.optimize(graph, quantizer, batches, algorithms=Rotation(size=16)))
     assert {name: row.rotated for name, row in rotated.items()} == {
-        "head.weight": 0,  # tied to the embedding, which reads it as it is
+        "head.weight": 0,  # tied to the embedding, which reads it unquantized
         "up.weight": 16,
         "down.weight": 16,
     }

@@ -67,7 +67,7 @@ def test_the_float_model_stays_within_rounding():
         (torch.float32, 1e-3, 1e38, False),
     ],
 )
-def test_what_would_overflow_is_not_rotated(dtype, weight, inputs, rotates):
+def test_no_rotation_where_it_would_overflow(dtype, weight, inputs, rotates):
     layer = nn.Linear(64, 8, bias=False).eval().to(dtype)
     layer.weight.data.fill_(weight)
     x = torch.full((4, 64), inputs, dtype=dtype)
@@ -115,7 +115,7 @@ def test_an_input_that_is_the_bias_too():
 
 
 @pytest.mark.parametrize("activation", [None, "mxfp8"])
-def test_rotated_models_keep_the_packed_products(activation, compiler):
+def test_rotated_models_keep_the_packed_matmuls(activation, compiler):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)).eval()
     x = torch.randn(4, 64)

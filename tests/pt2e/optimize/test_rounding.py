@@ -61,7 +61,7 @@ def test_weights_that_are_shared():
     optimized = pt2mx.optimize(graph, quantizer, [x])
     report = rows(optimized)
     assert [row.algorithm for row in report.values()] == ["gptq"] * 3
-    # what else reads a weight goes on to read the float one
+    # other users of a weight keep the float one
     assert torch.equal(optimized.get_parameter("plain.weight"), graph.get_parameter("plain.weight"))
     assert {"plain.weight_rounded", "weight_rounded"} == set(dict(optimized.named_buffers()))
     assert {"plain.weight", "twice.weight", "twice.bias"} == set(dict(optimized.named_parameters()))
@@ -126,7 +126,7 @@ def test_low_precision_models(dtype):
     assert optimized.get_parameter("weight").dtype == dtype and row.algorithm == "gptq" and row.after < 0.5 * row.before
 
 
-def test_one_weight_in_products_that_take_it_apart_in_two_ways():
+def test_one_weight_in_matmuls_that_reduce_different_dimensions():
     class Both(nn.Module):
         def __init__(self):
             super().__init__()

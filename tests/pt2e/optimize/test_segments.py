@@ -46,7 +46,7 @@ def run(graph, *args):
     return tuple(values[node] for node in graph.graph.output_node().all_input_nodes)
 
 
-def test_repeated_modules_and_what_lies_between():
+def test_repeated_modules_and_the_segments_between_them():
     torch.manual_seed(0)
     ids = torch.randint(0, 10, (4, 8))
     graph = exported(Decoder(), ids)

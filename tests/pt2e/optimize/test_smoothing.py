@@ -13,7 +13,7 @@ W4 = MXQuantizer().set_global(get_default_mx_quantization_config(weight="mxfp4",
 
 
 class Net(nn.Module):
-    """A norm with large channels before two layers, one of which has a residual around it."""
+    """A norm with large channels before two layers, one with a residual around it."""
 
     def __init__(self, residual=False):
         super().__init__()
@@ -114,7 +114,7 @@ def test_weights_and_inputs_that_would_overflow_stay():
         assert pt2mx.convert_pt2e(pt2mx.prepare_pt2e(optimized, quantizer))(x).isfinite().all()
 
 
-def test_what_is_not_smoothed():
+def test_weights_that_are_not_smoothed():
     _, graph, x = setting()
     for quantizer in (W4, W4A8):  # 8 bits hold large channels
         optimized = pt2mx.optimize(graph, quantizer, [x], algorithms=Smoothing())

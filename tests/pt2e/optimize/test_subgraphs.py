@@ -181,7 +181,7 @@ def test_one_value_in_both_branches():
         assert error(optimized, QUANTIZER, x, model(x)) < 0.5 * error(model, QUANTIZER, x, model(x))
 
 
-def test_what_autocast_computes_stays_inside():
+def test_autocast_regions_stay_subgraphs():
     def matmul(model, x):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return (x @ (model.first @ model.second)).float()
@@ -211,7 +211,7 @@ def test_a_weight_that_is_computed_two_graphs_deep():
     assert error(optimized, QUANTIZER, x, want) < 0.6 * error(model, QUANTIZER, x, want)
 
 
-def test_a_reader_outside_is_rounded_where_a_graph_inside_reads_unquantized():
+def test_an_outer_user_is_rounded_where_a_subgraph_reads_unquantized():
     def carried(model, x):
         scale = torch.cond(x.sum() > 0, lambda w: w.abs().mean(), lambda w: w.abs().amax(), (model.first,))
         return nn.functional.linear(x, model.first) * scale

@@ -56,8 +56,8 @@ def values_first(q, k, v):
 
 
 def largest(q, k, v):
-    p, places = scores(q, k).softmax(-1).topk(40, -1)
-    return torch.zeros_like(p).scatter(-1, places, p) @ v
+    p, indices = scores(q, k).softmax(-1).topk(40, -1)
+    return torch.zeros_like(p).scatter(-1, indices, p) @ v
 
 
 def reordered(q, k, v):
@@ -113,7 +113,7 @@ def test_fused_attention():
         assert torch.equal(converted(q, k, v), F.scaled_dot_product_attention(q8(q, -1), q8(k, -1), q8(v, axis)))
 
 
-def test_what_is_no_attention_is_blocked_along_what_it_reduces():
+def test_other_matmuls_have_blocks_along_the_reduced_dimension():
     q, k, v = qkv()
     module = Projected()
     got = converted_of(module, (q, k, v), CONFIGS["head_dim"])(q, k, v)
@@ -193,7 +193,7 @@ def test_a_later_token_changes_nothing_before_it(attention, element):
 
 @pytest.mark.parametrize("element", FORMATS)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_what_a_cache_held_before_changes_nothing(attention, element):
+def test_old_content_of_a_cache_changes_nothing(attention, element):
     model = decoder(attention)
     model.generation_config.cache_implementation = "static"
     from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
@@ -203,7 +203,7 @@ def test_what_a_cache_held_before_changes_nothing(attention, element):
     positions = torch.arange(20)
     for model in both(module, {"input_ids": first, "cache_position": positions}, element):
         caches = [buffer for buffer in model.buffers() if buffer.shape == (1, 1, 48, 32)]
-        assert caches and not any(map(torch.any, caches)), "convert resets what calibration wrote"
+        assert caches and not any(map(torch.any, caches)), "convert resets the writes of calibration"
         fresh = model(input_ids=second, cache_position=positions)
         for cache in caches:
             assert cache.any()

@@ -22,7 +22,7 @@ def test_weight_only_and_shared_modes():
     assert config == MXQuantizationConfig(weight=MXSpec("fp4_e2m1", 16, scale_mode="rceil"), is_qat=True)
 
 
-def test_a_formats_own_block_size_stands_unless_another_is_given():
+def test_a_formats_block_size_is_used_unless_another_is_passed():
     config = get_default_mx_quantization_config("mxfp4{16}", MXSpec("fp8_e4m3", 64))
     assert (config.weight.block_size, config.activation.block_size) == (16, 64)
     assert get_default_mx_quantization_config("mxfp4{16}", block_size=8).weight.block_size == 8

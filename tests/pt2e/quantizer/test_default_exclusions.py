@@ -25,26 +25,26 @@ class Fourier(nn.Module):
             self.register_buffer("constant", matrix)
 
     def forward(self, x):
-        angles = 2 * math.pi * self.product(x, self.constant if self.matrix is None else self.matrix)
+        angles = 2 * math.pi * self.matmul(x, self.constant if self.matrix is None else self.matrix)
         return torch.cat([angles.sin(), angles.cos()], -1)
 
-    def product(self, x, matrix):
+    def matmul(self, x, matrix):
         return (2 * x - 1) @ matrix
 
 
 class Einsum(Fourier):
-    def product(self, x, matrix):
+    def matmul(self, x, matrix):
         return torch.einsum("bc,cf->bf", x, matrix)[:, None].expand(-1, 2, -1).flatten(1)
 
 
 class Functional(Fourier):
-    """The product of a layer, with a buffer for its weight."""
+    """The matmul is a layer with a buffer as weight."""
 
     def __init__(self):
         super().__init__()
         self.constant = self.constant.t().contiguous()
 
-    def product(self, x, matrix):
+    def matmul(self, x, matrix):
         return nn.functional.linear(2 * x - 1, matrix)
 
 
@@ -58,7 +58,7 @@ class Net(nn.Module):
 
 
 class Waves(nn.Module):
-    """Layers whose results are read by sine and cosine, or products by sine alone."""
+    """Layers followed by sine and cosine, or matmuls followed by sine alone."""
 
     def __init__(self, layer, waves):
         super().__init__()
@@ -84,19 +84,19 @@ def reasons(model, x, quantizer):
 
 
 @pytest.mark.parametrize("features", [Fourier(), Fourier(3), Fourier(parameter=True), Einsum(), Functional()])
-def test_the_constant_matrix_of_fourier_features_is_left_alone_unless_a_setting_names_it(features):
+def test_the_constant_matrix_of_fourier_features_is_excluded_unless_a_setting_names_it(features):
     torch.manual_seed(0)
     model, x = Net(features), torch.rand(64, 3 if getattr(features, "constant", torch.ones(2)).shape[0] == 3 else 2)
-    product, layer = reasons(model, x, MXQuantizer().set_global(FP4))
-    assert not product[1] and layer == ("aten.linear", True, None)
-    assert product[2].startswith("angles: sine and cosine use the matmul with the constant features_")
+    matmul, layer = reasons(model, x, MXQuantizer().set_global(FP4))
+    assert not matmul[1] and layer == ("aten.linear", True, None)
+    assert matmul[2].startswith("angles: sine and cosine use the matmul with the constant features_")
     graph = exported(model.eval(), x)
     for explicit in (
         MXQuantizer().set_global(FP4).set_module_name("features", FP4),
         MXQuantizer().set_global(FP4).set_module_type(type(features), FP4),
-        MXQuantizer().set_global(FP4).set_operator_type(product[0], FP4),
+        MXQuantizer().set_global(FP4).set_operator_type(matmul[0], FP4),
     ):
-        assert reasons(model, x, explicit)[0] == (product[0], True, None)
+        assert reasons(model, x, explicit)[0] == (matmul[0], True, None)
         named = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(graph, explicit))
     by_default = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(graph, MXQuantizer().set_global(FP4)))
     left, quantized = (fidelity([(m(x), graph(x))]).sqnr for m in (by_default, named))
@@ -111,7 +111,7 @@ def test_the_constant_matrix_of_fourier_features_is_left_alone_unless_a_setting_
         (Waves(Matmul(2), (torch.sin, torch.relu)), 2),  # no angle
     ],
 )
-def test_other_products_are_quantized(model, width):
+def test_other_matmuls_are_quantized(model, width):
     assert all(quantized for _, quantized, _ in reasons(model, torch.randn(4, width), MXQuantizer().set_global(FP4)))
 
 
@@ -131,7 +131,7 @@ def test_a_factor_of_a_weight_is_not_quantized_by_itself():
     torch.manual_seed(0)
     x, model = torch.randn(4, 64), LowRank()
     weight_only = MXQuantizer().set_global(MXQuantizationConfig(weight="mxfp4"))
-    assert reasons(model, x, weight_only) == [("aten.linear", True, None)]  # the product is computed at conversion
+    assert reasons(model, x, weight_only) == [("aten.linear", True, None)]  # conversion computes the matmul
     converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(exported(model, x), weight_only))
     whole = pt2mx.fake_quantize_mx((model.weight + model.a @ model.b).detach(), "mxfp4")
     assert torch.equal(converted(x), nn.functional.linear(x, whole))

@@ -8,7 +8,7 @@ from tests.quantized_by_hand import BOTH, Call, W, a, w
 
 
 def test_experts_that_are_gathered_are_quantized_before(quantize):
-    """`weight[ids] @ x`, as transformers' batched experts compute: the parameter is packed, not what was gathered."""
+    """`weight[ids] @ x`, as transformers' batched experts compute: the parameter is packed, not the gathered rows."""
 
     class Experts(nn.Module):
         def __init__(self):
@@ -31,7 +31,7 @@ def test_experts_that_are_gathered_are_quantized_before(quantize):
     assert roles == [{"weight": True, "activation": True}] * 2
 
 
-def test_what_is_gathered_along_the_blocks_or_read_twice_is_quantized_after(quantize):
+def test_rows_gathered_along_the_blocks_or_used_twice_are_quantized_after_the_gather(quantize):
     class Rows(nn.Module):
         def __init__(self):
             super().__init__()
@@ -55,15 +55,15 @@ def test_what_is_gathered_along_the_blocks_or_read_twice_is_quantized_after(quan
         assert torch.equal(got[3][0], a(x, -1) @ a(model.cache[ids] + 1, 0))
 
 
-def test_the_grouped_product_of_transformers(quantize):
+def test_the_grouped_matmul_of_transformers(quantize):
     import_extra("transformers", "hf")
-    product = torch.ops.transformers.grouped_mm_fallback
-    model = Call(lambda x, offsets, experts: product(x, experts, offsets), (3, 40, 24)).eval()
+    grouped_mm = torch.ops.transformers.grouped_mm_fallback
+    model = Call(lambda x, offsets, experts: grouped_mm(x, experts, offsets), (3, 40, 24)).eval()
     inputs = (torch.randn(8, 40), torch.tensor([3, 3, 8]))
     prepared, _, converted = quantize(torch.export.export(model, inputs), BOTH, inputs)
     x, offsets = inputs
     with torch.no_grad():
-        want = product(a(x, -1), w(model.p[0], -2), offsets)
+        want = grouped_mm(a(x, -1), w(model.p[0], -2), offsets)
         assert torch.equal(converted(*inputs), want) and torch.equal(prepared, want)
 
 

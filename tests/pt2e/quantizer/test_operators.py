@@ -54,11 +54,11 @@ def grouped(x, experts):
 MASK = torch.ones(5, 7, dtype=torch.bool).tril(2)
 QKV = [(2, 2, 5, 20), (2, 2, 7, 20), (2, 2, 7, 20)]
 CASES = {
-    # operator, and what is special: (function, the same by hand, input shapes, parameter shapes)
+    # operator and variant: (function, the same written by hand, input shapes, parameter shapes)
     "linear": (F.linear, lambda x, m, b: F.linear(a(x, -1), w(m, -1), b), [(3, 40)], [(8, 40), (8,)]),
     "linear 1-d": (F.linear, lambda x, m: F.linear(a(x, 0), w(m, -1)), [(40,)], [(8, 40)]),
     "linear 3-d": (F.linear, lambda x, m: F.linear(a(x, -1), w(m, -1)), [(2, 3, 40)], [(8, 40)]),
-    "linear of a product of parameters": (
+    "linear of a matmul of parameters": (
         lambda x, m, n: F.linear(x, m * n),
         lambda x, m, n: F.linear(a(x, -1), w(m * n, -1)),
         [(3, 40)],
@@ -175,7 +175,7 @@ CASES = {
         [],
     ),
 }
-#: rows that have tests of their own, below and in the files beside this one
+#: rows that are tested below and in other files of this folder
 ELSEWHERE = {
     "aten.embedding", "aten.embedding_bag", "aten.embedding_bag.padding_idx", "flex_attention",
     "transformers.grouped_mm_fallback",
@@ -205,7 +205,7 @@ def test_operands_are_quantized_along_the_reduction(case, quantize):
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_flex_attention(inside, quantize):
-    """Also where `forward` makes the mask: the graph then calls functions of vmap for what they do, not return."""
+    """Also where `forward` makes the mask: the graph then calls functions of vmap for their effect."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     def causal():

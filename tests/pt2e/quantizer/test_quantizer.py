@@ -26,7 +26,7 @@ def prepared(quantizer):
 
 
 def specs(quantizer):
-    """Operator's place -> the specs of its operands, first letter first: "fp8/fp4"."""
+    """Operator's position -> the specs of its operands, first letter first: "fp8/fp4"."""
     report = pt2mx.quantization_report(prepared(quantizer))
     return {
         f"{o.module}:{o.operator.removeprefix('aten.')}": "/".join(
@@ -156,18 +156,18 @@ def test_first_and_last(count):
     got = specs(MXQuantizer().set_global(FP8).set_first(FP4, count).set_last(None))
     assert list(got) == [*ORDER, *(name.replace("layers.0", "layers.1") for name in ORDER), "lm_head:linear"]
     weights = [name for name, spec in got.items() if spec == "-/fp4_e2m1"]
-    assert weights == list(ORDER[: min(count, 2)]), "a product of computed tensors has no weight"
+    assert weights == list(ORDER[: min(count, 2)]), "a matmul of computed tensors has no weight"
     assert got["lm_head:linear"] == "-/-" and got["layers.1:matmul"] == "fp8_e4m3/fp8_e4m3"
     if count == 3:
         assert got["layers.0:bmm"] == "-/-" and got["layers.0:matmul"] == "fp8_e4m3/fp8_e4m3"
 
 
-def test_first_counts_what_the_other_settings_quantize():
+def test_first_counts_operators_that_other_settings_quantize():
     quantizer = MXQuantizer().set_global(INT8).set_module_name("layers.0", None).set_first(FP8).set_last(FP4, 2)
     got = specs(quantizer)
-    assert got["layers.0.q_proj:linear"] == "-/-", "it is left alone, so it is not the first"
+    assert got["layers.0.q_proj:linear"] == "-/-", "it is not quantized, so it is not the first"
     assert got["layers.1.q_proj:linear"] == "fp8_e4m3/fp8_e4m3"
-    # weight-only: of products nothing is quantized, so they do not count either
+    # weight-only: nothing is quantized in matmuls of activations, so they do not count
     assert got["layers.1.k_proj:linear"] == got["lm_head:linear"] == "-/fp4_e2m1"
 
 
@@ -190,18 +190,18 @@ def test_the_recipe_with_ends():
     assert {spec for name, spec in got.items() if name not in ends} == {"fp4_e2m1/fp4_e2m1"}
 
 
-def test_attention_is_in_8_bits_beside_weights_in_4():
-    """Factors that the model computes are activations: of the products that export leaves of an attention, both."""
+def test_attention_in_8_bits_and_weights_in_4():
+    """Computed factors are activations: both factors of the matmuls of an unfused attention."""
     quantizer = MXQuantizer.from_recipe("mxfp4_weights_mxfp8_activations")
     got = specs(quantizer)
-    products = {name: spec for name, spec in got.items() if name.endswith(("bmm", "matmul"))}
-    assert products and set(products.values()) == {"fp8_e4m3/fp8_e4m3"}
-    assert {spec for name, spec in got.items() if name not in products} == {"fp8_e4m3/fp4_e2m1"}
+    matmuls = {name: spec for name, spec in got.items() if name.endswith(("bmm", "matmul"))}
+    assert matmuls and set(matmuls.values()) == {"fp8_e4m3/fp8_e4m3"}
+    assert {spec for name, spec in got.items() if name not in matmuls} == {"fp8_e4m3/fp4_e2m1"}
     fused = pt2mx.quantization_report(pt2mx.prepare_pt2e(exported(Attention(), *INPUTS), quantizer))
     assert [operand.spec for operand in fused.operators[0].operands] == ["mxfp8_e4m3{32}"] * 3
 
 
-def test_reasons_for_what_is_left_alone():
+def test_reasons_for_unquantized_operators():
     quantizer = MXQuantizer().set_global(FP4).set_module_name("lm_head", None).set_module_type("Products", FP8)
     quantizer.set_filter_function(lambda node: node.name != "linear_1")
     report = pt2mx.quantization_report(prepared(quantizer))

@@ -253,7 +253,7 @@ NESTED = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         (b"\xff\xfe\x00", "'utf-16-le' codec|unacceptable|truncated"),
     ],
 )
-def test_what_is_wrong_is_an_error_that_says_so(text, message):
+def test_errors_name_the_mistake(text, message):
     with pytest.raises(MXError, match=message) as error:
         read_yaml(text.encode() if isinstance(text, str) else text, "dir/a.yaml")
     said = str(error.value)

@@ -57,7 +57,7 @@ kv_cache: mxfp8
         "module_name: mxfp4",
     ],
 )
-def test_what_the_reader_refuses_the_schema_refuses(text, tmp_path):
+def test_the_schema_rejects_the_same_texts_as_the_parser(text, tmp_path):
     (tmp_path / "r.yaml").write_text(text)
     with pytest.raises(MXError):
         recipe.read(tmp_path / "r.yaml")

@@ -37,7 +37,7 @@ def rnn(operator, kind, *shape, inputs=((7, 2, 40),), **options):
     ],
 )
 def test_recurrent_layers(operator, kind, shape, options, input_shapes, quantize):
-    """Weights and input along their last dimension; a cell's hidden state too, where only a product reads it."""
+    """Weights and input along their last dimension; also a cell's hidden state, where only a matmul uses it."""
     torch.manual_seed(1)
     model, inputs = normal(kind(*shape, **options)), tuple(torch.randn(s) for s in input_shapes)
     exported = torch.export.export(model, inputs)

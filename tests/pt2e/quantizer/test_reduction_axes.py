@@ -8,7 +8,7 @@ aten = torch.ops.aten
 
 
 def call(target, *args, **kwargs):
-    """A call in which "x" and "y" stand for tensors."""
+    """A call whose tensors are "x" and "y"."""
     graph = Graph()
     tensors = {name: graph.placeholder(name) for name in "xyz"}
     args = [[tensors[t] for t in a] if isinstance(a, tuple) else a for a in args]
@@ -20,7 +20,7 @@ def call(target, *args, **kwargs):
     [
         ("ij,jk->ik", (1, 0)),
         ("bij, bkj -> bik", (2, 2)),
-        ("ij,jk", (1, 0)),  # what both have is reduced
+        ("ij,jk", (1, 0)),  # shared labels are reduced
         ("bqhd,hdo->bqo", (3, 1)),  # of h and d the last
         ("bhqd,dho->bqo", (3, 0)),
         ("...ij,...jk->...ik", (-1, -2)),

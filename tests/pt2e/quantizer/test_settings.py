@@ -42,7 +42,7 @@ def exported(strict=False):
 
 
 def quantized(quantizer, element, strict=False):
-    """The places, in the order of execution, of the operators whose first operand is in this element."""
+    """The positions, in execution order, of the operators whose first operand has this element."""
     report = pt2mx.quantization_report(pt2mx.prepare_pt2e(exported(strict), quantizer))
     operators = report.operators
     return [i for i, o in enumerate(operators) if any(p.spec and p.spec.startswith(f"mx{element}") for p in o.operands)]
@@ -53,7 +53,7 @@ EVERY = list(range(13))
 
 
 @pytest.mark.parametrize(
-    ("object_type", "places"),
+    ("object_type", "positions"),
     [
         (nn.Linear, [0, 1, 2, 6, 7, 8, 12]),
         ("Linear", [0, 1, 2, 6, 7, 8, 12]),
@@ -68,14 +68,14 @@ EVERY = list(range(13))
         (nn.functional.linear, [0, 1, 2, 4, 6, 7, 8, 10, 12]),
     ],
 )
-def test_object_types_are_modules_and_operators(object_type, places):
+def test_object_types_are_modules_and_operators(object_type, positions):
     quantizer = MXQuantizer().set_global(FP8).set_object_type(object_type, FP4)
-    assert quantized(quantizer, "fp4") == places
+    assert quantized(quantizer, "fp4") == positions
 
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize(
-    ("module", "object_type", "index", "places"),
+    ("module", "object_type", "index", "positions"),
     [
         ("blocks.0", nn.Linear, 0, [0]),
         ("blocks.0", nn.Linear, 1, [1]),  # the same module, called again
@@ -88,9 +88,9 @@ def test_object_types_are_modules_and_operators(object_type, places):
         ("blocks.0.a", "aten.linear", 1, [1]),
     ],
 )
-def test_one_call_of_a_module(module, object_type, index, places, strict):
+def test_one_call_of_a_module(module, object_type, index, positions, strict):
     quantizer = MXQuantizer().set_global(FP8).set_module_name_object_type_order(module, object_type, index, FP4)
-    assert quantized(quantizer, "fp4", strict) == places
+    assert quantized(quantizer, "fp4", strict) == positions
 
 
 def test_a_call_comes_before_a_name_and_after_the_ends():

@@ -47,7 +47,7 @@ def spoil(name, value):
     ],
 )
 @pytest.mark.parametrize("fold", [True, False])
-def test_what_holds_a_nan_is_named(change, x, names, fold):
+def test_tensors_with_a_nan_are_named(change, x, names, fold):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         model = converted(change, x, fold=fold)

@@ -20,7 +20,7 @@ aten = torch.ops.aten
     _scaled_dot_product_efficient_attention
     _scaled_mm _int_mm _native_multi_head_attention _transformer_encoder_layer_fwd baddbmm_ mkldnn_linear""".split(),
 )
-def test_sums_of_products(name):
+def test_matmul_like_operators(name):
     packet = getattr(aten, name)
     assert all(is_matmul_like(getattr(packet, overload)) for overload in packet.overloads())
 
@@ -57,7 +57,7 @@ def test_custom_and_higher_order_operators():
         (nn.Sequential(nn.Linear(64, 8)), (torch.ones(2, 64),)),
         (nn.Sequential(nn.Embedding(8, 64)), (torch.arange(4),)),
     ],
-    ids=["a product", "a gather"],
+    ids=["a matmul", "a gather"],
 )
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4_weight_only"])
 def test_packed_weights_are_refused(model, inputs, recipe):

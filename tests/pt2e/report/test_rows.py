@@ -139,7 +139,7 @@ class SharedByBranches(nn.Module):
         return self.fc(torch.cond(x.sum() > 0, lambda x: self.fc(x), lambda x: self.fc(x + 1), (x,)))
 
 
-def test_a_weight_that_graphs_inside_share_is_counted_once():
+def test_a_weight_that_subgraphs_share_is_counted_once():
     prepared = prepare(SharedByBranches(), (torch.ones(4, 32),), CONFIG)
     for report in (quantization_report(prepared), quantization_report(pt2mx.convert_pt2e(prepared))):
         assert (report.bytes_before, report.bytes_after, report.values) == (32 * 32 * 4, 32 * 17, 32 * 32)
@@ -155,7 +155,7 @@ def test_a_weight_with_a_batch_norm_in_training_is_counted():
     assert (weight.role, weight.bytes_before, weight.bytes_after) == ("weight", 32 * 32 * 4 + scaled_by, 32 * 17)
 
 
-def test_what_takes_more_bits_than_its_format_is_said():
+def test_notes_name_weights_larger_than_their_format():
     model = nn.Sequential(nn.Conv2d(32, 32, 3, groups=32), nn.Flatten(), nn.Linear(32, 32))
     quantizer = MXQuantizer().set_global(CONFIG).set_module_name("2", MXQuantizationConfig(weight="int5{32}"))
     prepared = pt2mx.prepare_pt2e(exported(model.eval(), torch.randn(2, 32, 3, 3)), quantizer)
@@ -212,7 +212,7 @@ def test_ratios_that_were_not_finite_are_nan(tmp_path):
         ("[" * 100_000, "cannot read .* as a report in JSON: maximum recursion depth"),
     ],
 )
-def test_what_is_no_report(text, message, tmp_path):
+def test_files_that_are_no_report(text, message, tmp_path):
     file = tmp_path / "report.json"
     if text is not None:
         file.write_text(text)
@@ -220,7 +220,7 @@ def test_what_is_no_report(text, message, tmp_path):
         QuantizationReport.from_json(file)
 
 
-def test_what_is_no_path():
+def test_arguments_that_are_no_path():
     with pytest.raises(MXError, match=r"cannot read '5' as a report in JSON: .*not '?int"):
         QuantizationReport.from_json(5)
 

@@ -49,7 +49,7 @@ class Tied(nn.Module):
 
 
 class Views(nn.Module):
-    """Buffers in one memory, the whole of which is read in float."""
+    """Buffers in one memory that is read whole in float."""
 
     def __init__(self):
         super().__init__()
@@ -96,7 +96,7 @@ class JoinedBias(nn.Module):
 
 
 class Branches(nn.Module):
-    """A weight that is transposed in two graphs inside."""
+    """A weight that is transposed in two subgraphs."""
 
     def __init__(self):
         super().__init__()

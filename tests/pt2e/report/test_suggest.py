@@ -134,7 +134,7 @@ def test_an_sqnr_out_of_reach_is_warned_about():
     assert up.operands[0].spec == "mxint8{32}"
 
 
-def test_what_was_left_alone_stays_so_and_other_specs_are_kept():
+def test_unquantized_modules_and_other_specs_do_not_change():
     model = encoder()
     config = MXQuantizationConfig(weight="mxfp8", bias="mxint8", output="mxint8", observer=CONFIG.observer)
     quantizer = MXQuantizer().set_module_name("layers.1", config).set_module_name("layers.1.attention", None)
@@ -186,7 +186,7 @@ def test_weights_without_candidates_count_towards_the_average():
     assert first == ["mxfp8_e4m3{32}"] * 6
 
 
-def test_candidates_are_chosen_by_what_was_seen():
+def test_candidates_are_chosen_by_statistics():
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
@@ -269,7 +269,7 @@ def test_packing_and_short_blocks_are_counted():
         suggest_config(prepared, bits - 0.01)
 
 
-def test_a_weight_that_graphs_inside_share_counts_once():
+def test_a_weight_that_subgraphs_share_counts_once():
     class Shared(nn.Module):
         def __init__(self):
             super().__init__()

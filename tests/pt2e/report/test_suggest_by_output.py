@@ -12,7 +12,7 @@ from tests.format_candidates import CANDIDATES, CONFIG
 
 
 class Heads(nn.Module):
-    """Two layers alike, of which the output hides one."""
+    """Two equal layers; the output hides one of them."""
 
     def __init__(self):
         super().__init__()

@@ -15,7 +15,7 @@ def net():
     torch.manual_seed(0)
     model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))).eval(), torch.randn(32, 64)
     for i, layer in enumerate(model):
-        layer.weight.data *= 1 + i / 4  # so that none costs what another does
+        layer.weight.data *= 1 + i / 4  # so that all costs differ
     exported = torch.export.export(model, (x,)).module()
     return exported, x, exported(x)
 

@@ -78,7 +78,7 @@ def test_all_recipes_and_formats_and_the_stages(net):
     actual = compare_recipes(exported, batches[1:], calibration=batches[:1], stage=stages.append)
     names = [*recipe.names(), *OTHER_FORMATS]
     assert stages == ["float", *names] and {row.name for row in actual.rows} == {"float", *names}
-    assert not any(row.note for row in actual.rows)  # nor a warning on what is for other models
+    assert not any(row.note for row in actual.rows)  # nor a warning about settings for other models
     rows = {row.name: row for row in actual.rows}
     assert rows["mxfp4_decoder"].quality > rows["mxfp4_weight_only"].quality  # GPTQ
 

@@ -30,7 +30,7 @@ ROWS += [RecipeRow("four", 50, 4.0, 0.7, 1.25), RecipeRow("worse", 50, 4.0, 0.6)
 
 
 @pytest.mark.parametrize("larger_is_better", [True, False])
-def test_the_front_is_what_no_other_beats(larger_is_better):
+def test_the_front_is_pareto_optimal(larger_is_better):
     sign = 1 if larger_is_better else -1
     rows = [RecipeRow(row.name, row.bytes, row.bits, sign * row.quality) for row in ROWS]
     actual = RecipeComparison.of("quality", larger_is_better, rows)

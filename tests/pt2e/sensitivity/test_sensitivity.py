@@ -14,7 +14,7 @@ from tests.subgraph_models import X
 
 
 class Net(nn.Module):
-    """Two heads that read one tensor, one of which counts ten times."""
+    """Two heads on one tensor; the output weights one of them ten times."""
 
     def __init__(self):
         super().__init__()
@@ -131,7 +131,7 @@ def test_a_users_metric_and_configs(net):
         assert row.alone == actual.of("weights in FP4")[name].alone
 
 
-def test_inputs_by_name_and_graphs_inside():
+def test_inputs_by_name_and_subgraphs():
     class Branches(nn.Module):
         def __init__(self):
             super().__init__()

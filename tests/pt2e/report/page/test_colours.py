@@ -23,7 +23,7 @@ def contrast(one: str, other: str) -> float:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES[:2], ids=["light", "dark"])
-def test_text_and_lines_stand_out(scheme):
+def test_text_and_lines_have_contrast(scheme):
     for ground in ("paper", "raised", "faint"):
         for text in ("ink", "muted", "weight", "bad", "good"):
             assert contrast(scheme[text], scheme[ground]) >= 4.5, (text, ground)

@@ -57,7 +57,7 @@ def test_sensitivity_by_module_and_the_candidate_that_costs_most(full, shown):
     assert alone["mxfp8"] < alone["mxfp4"]
 
 
-def test_places_in_the_graphs(shown):
+def test_positions_in_the_graphs(shown):
     for form, which in (("before", 0), ("after", 1)):
         nodes = [shown["graphs"][form][one["places"][which]] for one in shown["operators"]]
         assert [node[1] for node in nodes] == ["aten.linear"] * 9
@@ -100,7 +100,7 @@ def test_an_outlier_is_far_below_the_median_of_its_format():
     assert below_median(20.0, 21.0, 20.5, 12.0, 20.2, 20.1) == {3: pytest.approx(20.15 - 12.0)}
 
 
-def test_what_is_within_the_spread_or_3_db_or_above_the_median_is_none():
+def test_operands_within_the_spread_or_3_db_or_above_the_median_are_no_outliers():
     assert below_median(20.0, 26.0, 14.0, 23.0, 17.0, 12.0) == {}
     assert below_median(20.0, 20.0, 20.0, 20.0, 20.0, 17.5) == {}
     assert below_median(20.0, 20.0, 20.0, 20.0, 20.0, 40.0) == {}

@@ -53,7 +53,7 @@ def test_positions_of_operators_before_and_after(forms):
     assert node_positions(["nowhere"], before, converted) == [(None, None)]
 
 
-def test_graphs_inside(forms):
+def test_subgraphs(forms):
     class Branches(nn.Module):
         def __init__(self):
             super().__init__()

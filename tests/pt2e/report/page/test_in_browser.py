@@ -136,7 +136,7 @@ def test_the_graph_around_an_operator(fresh):
     assert fresh.run("document.activeElement.ariaLabel") == name, "the focus stays on it"
 
 
-def test_what_assistive_technology_hears(fresh):
+def test_the_text_for_assistive_technology(fresh):
     nodes = fresh.send("Accessibility.getFullAXTree")["nodes"]
     heard = [(node["role"]["value"], node.get("name", {}).get("value", "")) for node in nodes if not node["ignored"]]
     roles = {role for role, _ in heard}

@@ -94,7 +94,7 @@ def test_of_a_report_that_was_stored(full, tmp_path):
     assert stored.to_html(**full.more) == full.text
 
 
-def test_what_fails_writes_nothing(full, tmp_path):
+def test_errors_write_no_file(full, tmp_path):
     for more, message in (
         ({"recipe": "mxfp44"}, "no recipe"),
         ({"before": 5}, "before must be a GraphModule, and is of type int"),

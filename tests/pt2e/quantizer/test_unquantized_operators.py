@@ -18,7 +18,7 @@ from tests.quantized_by_hand import BOTH, A, Call, W, a, w
         ("ii,ij->j", 2),  # a diagonal
     ],
 )
-def test_an_einsum_that_is_no_product_is_left_alone(equation, count, quantize):
+def test_an_einsum_that_is_no_matmul_stays_float(equation, count, quantize):
     model, inputs = Call(lambda *x: torch.einsum(equation, *x)).eval(), (torch.randn(4, 4),) * count
     _, _, converted = quantize(torch.export.export(model, inputs), BOTH, inputs)
     assert torch.equal(converted(*inputs), model(*inputs))
@@ -54,7 +54,7 @@ def test_elementwise_operators_are_quantized_only_where_they_are_named(quantize)
     assert [o.operator for o in reports] == ["aten.add.Tensor", "aten.mul.Tensor", "aten.add.Tensor"]
 
 
-def test_an_outer_product_is_left_alone(quantize):
+def test_an_outer_product_stays_float(quantize):
     """Rotary embeddings multiply positions and frequencies: quantizing positions gains nothing and breaks them."""
     model = Call(torch.matmul)
     inputs = (torch.randn(2, 8, 1), torch.randn(2, 1, 8))
@@ -63,7 +63,7 @@ def test_an_outer_product_is_left_alone(quantize):
     assert "outer product" in pt2mx.quantization_report(converted).operators[0].reason
 
 
-def test_integer_operands_are_left_alone(quantize):
+def test_integer_operands_stay_integers(quantize):
     class Masked(nn.Module):
         def forward(self, x):
             return (torch.ones(4, 4, dtype=torch.int64) @ (x > 0).long()).float() @ x
@@ -71,13 +71,13 @@ def test_integer_operands_are_left_alone(quantize):
     inputs = (torch.randn(4, 4),)
     quantizer = MXQuantizer().set_global(MXQuantizationConfig(activation=A, weight=W))
     _, _, converted = quantize(torch.export.export(Masked(), inputs), quantizer, inputs)
-    product = (torch.ones(4, 4, dtype=torch.int64) @ (inputs[0] > 0).long()).float()
-    assert torch.equal(converted(*inputs), a(product, -1) @ a(inputs[0], -2))
+    counts = (torch.ones(4, 4, dtype=torch.int64) @ (inputs[0] > 0).long()).float()
+    assert torch.equal(converted(*inputs), a(counts, -1) @ a(inputs[0], -2))
     reasons = [o.reason for o in pt2mx.quantization_report(converted).operators]
     assert "int64" in reasons[0] and reasons[1] is None
 
 
-def test_what_vmap_batches_is_left_alone(quantize):
+def test_tensors_inside_vmap_stay_float(quantize):
     model = Call(
         lambda x, weight, head: torch.vmap(lambda row: F.linear(row, weight))(x) @ head, (8, 16), (8, 4)
     ).eval()
