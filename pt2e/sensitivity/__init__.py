@@ -1,1 +1,1 @@
-"""Which formats each module tolerates, measured on the model's output."""
+"""Measure which formats each module tolerates, by the error of the model's output."""

@@ -24,7 +24,7 @@ Distance = Callable[[Any, Any], float]
 
 
 class Quality(NamedTuple):
-    """How a distance is shown: its name, the conversion of the number, and which end is better."""
+    """The presentation of a distance: its name, the conversion of the number, and which end is better."""
 
     name: str
     of: Callable[[float], float]
