@@ -1,4 +1,4 @@
-"""Batches of inputs in files, and in the form in which a model takes them."""
+"""Load batches of inputs from files, and bring them into the form that a model takes."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from pt2mx.pt2e.user_errors import one_line
 
 
 def load_batch(file: Path) -> object:
-    """Return the batch in a file.
+    """Load the batch in a file.
 
-    `.pt` holds a tensor, or a tuple or a dict of them (and of numbers, for inputs that are such); `.npz` arrays by the
-    names of the inputs, or unnamed in order.
+    A `.pt` file holds a tensor, or a tuple or a dict of tensors (numbers, for inputs that are numbers). A `.npz` file
+    holds arrays by the names of the inputs, or unnamed in order.
 
     Raises:
-        MXError: for a file that holds none.
+        MXError: for a file that holds no batch.
     """
     try:
         if file.suffix == ".pt":
             return torch.load(file, weights_only=True)
         with np.load(file) as arrays:
             tensors = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
-    except pickle.UnpicklingError as error:  # whose advice is to load it unsafely
+    except pickle.UnpicklingError as error:  # its message advises to load the file unsafely
         raise MXError(
             f"{file} is no batch: it holds more than tensors, numbers, lists and dicts, or is damaged"
         ) from error
@@ -42,40 +42,39 @@ def load_batch(file: Path) -> object:
 
 
 def conform(batch: object, signature: Signature, source: object, note: Callable[[str], None]) -> tuple[tuple, dict]:
-    """Return the arguments, positional and keyword, of a call with a batch.
+    """Return the positional and keyword arguments of a call with a batch.
 
-    What is nested in the batch is matched by `flatten_by_name`. Constants may be left out; they stay as in the example.
-    float64 is cast to the example's dtype, with a note to the user.
+    `flatten_by_name` matches nested values. Constants may be left out: the example's are used. float64 is cast to the
+    example's dtype, with a note to the user.
 
     Args:
         batch: a tensor, a tuple or list of the inputs in order, or a dict of them by name.
-        signature: of the model.
+        signature: the signature of the model.
         source: the batch's file, for errors and notes.
-        note: tells the user something.
+        note: prints a line for the user.
 
     Raises:
         MXError: for a batch that the model does not take; it names the source and the input.
     """
     leaves = []
-    given_leaves = _leaves(batch, signature, source)
-    for given, (name, example, extents) in zip(given_leaves, signature.inputs, strict=True):
-        if isinstance(given, Tensor) and isinstance(example, int | float) and not given.dim():
-            given = given.item()
-        if isinstance(given, Tensor) and isinstance(example, Tensor) and example.is_floating_point():
-            if given.dtype == torch.float64 != example.dtype:
+    for leaf, (name, example, sizes) in zip(_leaves(batch, signature, source), signature.inputs, strict=True):
+        if isinstance(leaf, Tensor) and isinstance(example, int | float) and not leaf.dim():
+            leaf = leaf.item()
+        if isinstance(leaf, Tensor) and isinstance(example, Tensor) and example.is_floating_point():
+            if leaf.dtype == torch.float64 != example.dtype:
                 note(f"{source}: {name} is cast from float64 to {str(example.dtype).removeprefix('torch.')}")
-                given = given.to(example.dtype)
+                leaf = leaf.to(example.dtype)
         try:
-            check_leaf(name, given, example, extents)
+            check_leaf(name, leaf, example, sizes)
         except MXError as error:
             raise MXError(f"{source}: {error}") from None
-        leaves.append(given)
+        leaves.append(leaf)
     return signature.unflatten(leaves)
 
 
 def _leaves(batch: object, signature: Signature, source: object) -> list[object]:
-    """Return the leaves of the arguments that a batch stands for."""
-    constants = {name: example for name, example, extents in signature.inputs if extents is None}
+    """Return the leaves of the arguments that a batch describes."""
+    constants = {name: example for name, example, sizes in signature.inputs if sizes is None}
     parts, trees = _by_key(batch, signature) if isinstance(batch, dict) else _in_order(batch, signature, constants)
     by_name = dict(constants)
     if parts.keys() <= trees.keys():
@@ -83,24 +82,26 @@ def _leaves(batch: object, signature: Signature, source: object) -> list[object]
             by_name.update(flatten_by_name(part, trees[name], f"{source}: {name}", constants))
         if by_name.keys() == set(signature.names):
             return [by_name[name] for name in signature.names]
-    held = sorted(map(str, batch)) if isinstance(batch, dict) else f"{len(_values(batch))} values"
-    raise MXError(f"{source}: a batch must hold the inputs {signature.names}, this one holds {held}")
+    contents = sorted(map(str, batch)) if isinstance(batch, dict) else f"{len(_values(batch))} values"
+    raise MXError(f"{source}: a batch must hold the inputs {signature.names}, this one holds {contents}")
 
 
 def _by_key(batch: dict, signature: Signature) -> tuple[dict, dict[str, object]]:
-    """Return a batch, and the names of the leaves of each argument and of each leaf, which may be its keys."""
+    """Return a batch, and the names of leaves by key: keys may name arguments or single leaves."""
     return batch, {**_leaf_trees(signature), **signature.trees}
 
 
 def _in_order(batch: object, signature: Signature, constants: Container[str]) -> tuple[dict, dict[str, object]]:
-    """Return the values of a batch by the names of arguments, and the names of the leaves of each argument; of leaves,
-    where nothing is nested. There are no values where their number fits neither all arguments nor those that vary."""
-    given = _values(batch)
-    nested = any(isinstance(part, dict | list | tuple) for part in given)
+    """Return the values of a batch by argument, and the names of the leaves of each argument.
+
+    Without nesting each leaf counts as an argument. Returns no values where their number fits neither all arguments nor
+    those that vary."""
+    values = _values(batch)
+    nested = any(isinstance(part, dict | list | tuple) for part in values)
     trees = signature.trees if nested else _leaf_trees(signature)
     varying = [name for name, tree in trees.items() if not are_all(tree, constants)]
-    chosen = list(trees) if len(given) == len(trees) else varying
-    return dict(zip(chosen, given, strict=True)) if len(given) == len(chosen) else {}, trees
+    names = list(trees) if len(values) == len(trees) else varying
+    return dict(zip(names, values, strict=True)) if len(values) == len(names) else {}, trees
 
 
 def _values(batch: object) -> list[object]:
@@ -108,5 +109,5 @@ def _values(batch: object) -> list[object]:
 
 
 def _leaf_trees(signature: Signature) -> dict[str, object]:
-    """Return `Signature.trees` of a model whose arguments are the leaves."""
+    """Return `Signature.trees` with each leaf as an argument of its own."""
     return {name: name for name in signature.names}

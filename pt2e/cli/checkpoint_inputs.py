@@ -1,8 +1,9 @@
-"""Inputs of the model of a checkpoint: built-in ones, and those made of images and recordings."""
+"""The inputs of a checkpoint's model: built-in texts and noise, and inputs made of images and recordings."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,56 +11,95 @@ import torch
 from torch import Tensor
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.cli.calibration import IMAGES, Reader, groups
-from pt2mx.pt2e.cli.checkpoint_texts import TEXTS
-from pt2mx.pt2e.cli.config_shapes import input_shape, part_of_media
-from pt2mx.pt2e.cli.processors import PROCESSORS
+from pt2mx.extras import import_extra
+from pt2mx.pt2e.cli.calibration_files import IMAGES, Reader, groups
+from pt2mx.pt2e.cli.processors import PROCESSORS, media_config, shape_from_config
+from pt2mx.pt2e.language.texts import sentences
 from pt2mx.pt2e.user_errors import user_errors
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
-#: built-in images or recordings in a batch
-_BATCH = 2
-#: inputs of which there are built-in ones
-_MADE = TEXTS.keys() | PROCESSORS.keys()
+#: texts, images or recordings in a built-in batch, and the tokens of a random text
+_BATCH, _LENGTH = 2, 33
+
+
+def _texts(config: PretrainedConfig, name: str, batch: dict) -> dict[str, Tensor]:
+    config = config.get_text_config()
+    longest = getattr(config, "max_position_embeddings", None)
+    tokens = _tokens(name, longest)
+    if tokens is not None:
+        ids = tokens["input_ids"]
+        if ids.unique().numel() >= 8 and ids.max() < config.vocab_size:
+            return {"input_ids": ids, "attention_mask": tokens["attention_mask"]}
+    # no tokenizer, or one without a vocabulary: random ids
+    ids = torch.randint(config.vocab_size, (_BATCH, min(_LENGTH, longest or _LENGTH)))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def _tokens(name: str, longest: int | None) -> dict | None:
+    transformers = import_extra("transformers", "hf")
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        limits = {"padding": True, "truncation": longest is not None, "max_length": longest}
+        return tokenizer(sentences()[:8], return_tensors="pt", return_attention_mask=True, **limits)
+    except Exception:  # each tokenizer fails in its own way
+        return None
+
+
+def _decoder_texts(config: PretrainedConfig, name: str, batch: dict) -> dict[str, Tensor]:
+    if "input_ids" in batch:
+        return {"decoder_input_ids": batch["input_ids"].clone()}
+    return {"decoder_input_ids": torch.randint(config.get_text_config().vocab_size, (_BATCH, _LENGTH // 4))}
+
+
+#: input -> a function of the config, the checkpoint's name and the inputs made so far; it makes the input, and its mask
+TEXTS: dict[str, Callable[[PretrainedConfig, str, dict], dict[str, Tensor]]] = {
+    "input_ids": _texts,
+    "decoder_input_ids": _decoder_texts,
+}
+
+
+#: inputs that can be built in
+_BUILT_IN = TEXTS.keys() | PROCESSORS.keys()
 
 
 class CheckpointInputs:
-    """The inputs of the model of a checkpoint: texts, and images or recordings.
+    """The inputs of a checkpoint's model: texts, and images or recordings.
 
     Args:
         module: the model.
-        name: of its checkpoint, as `load_checkpoint` takes it.
+        name: the checkpoint, as `load_checkpoint` takes it.
     """
 
     def __init__(self, module: PreTrainedModel, name: str) -> None:
         self._module, self._name = module, name
-        self._taken = inspect.signature(module.forward).parameters
+        self._parameters = inspect.signature(module.forward).parameters
         self._needed = self._inputs()
         self._medium = next((key for key in self._needed if key in PROCESSORS), None)
-        self._config = part_of_media(module.config)
+        self._config = media_config(module.config)
         self._processor, self._missing = None, ""
         if self._medium is not None:
             try:
                 self._processor = PROCESSORS[self._medium](name, self._config)
-            except MXError as error:  # it is needed where the config does not suffice, and for files
+            except MXError as error:  # only files need it, and configs that state no shape
                 self._missing = str(error)
 
     def batches(self) -> list[dict[str, Tensor]]:
-        """Return built-in batches of keyword arguments: sentences and noise, as the checkpoint's tokenizer and
-        processor make them, or else of the shapes that its config says.
+        """Return built-in batches of keyword arguments: sentences and noise.
+
+        The checkpoint's tokenizer and processor make them; without these they have the shapes that its config states.
 
         Raises:
-            MXError: for a model with inputs of a kind that is not built in.
+            MXError: for a model with inputs of another kind.
         """
         return [self._batch() for _ in range(1 if "input_ids" in self._needed else 2)]
 
     def dynamic_shapes(self, example: dict[str, Tensor]) -> dict[str, dict[int, Any]]:
         """Return the dynamic shapes of a batch, as `torch.export.export` takes them.
 
-        Every dimension may vary, save those that are the same for all images or recordings: for a Swin export would
-        spend minutes on other sizes.
+        Every dimension is dynamic except those that all images or recordings share: for a Swin with dynamic sizes
+        export takes minutes.
         """
         fixed = self._fixed(example)
         return {
@@ -68,10 +108,10 @@ class CheckpointInputs:
         }
 
     def readers(self, example: dict[str, Tensor]) -> dict[str, Reader]:
-        """Return what makes batches of files, by the kind of files that the inputs are made of.
+        """Return the kind of files that the inputs can be made of -> the function that makes batches of them.
 
         Args:
-            example: one batch; inputs that are made of no file are as in it.
+            example: one batch; the inputs that no file gives are taken from it.
         """
         if self._medium is None:
             return {}
@@ -94,14 +134,14 @@ class CheckpointInputs:
         return {PROCESSORS[self._medium].kind: read}
 
     def _inputs(self) -> list[str]:
-        """Return the inputs that a call needs, in the order in which they are made."""
+        """Return the inputs that a call needs, in the order to make them in."""
         needed = {self._module.main_input_name}
-        if "return_loss" in self._taken:  # texts are compared with images or recordings (CLIP, SigLIP, CLAP)
-            needed |= {"input_ids", *PROCESSORS} & self._taken.keys()
+        if "return_loss" in self._parameters:  # texts are compared with images or recordings (CLIP, SigLIP, CLAP)
+            needed |= {"input_ids", *PROCESSORS} & self._parameters.keys()
         if self._module.config.is_encoder_decoder:
-            needed |= {"decoder_input_ids"} & self._taken.keys()
-        needed |= {key for key, of in self._taken.items() if key in _MADE and of.default is of.empty}
-        return sorted(needed, key=lambda key: (key == "decoder_input_ids", list(self._taken).index(key)))
+            needed |= {"decoder_input_ids"} & self._parameters.keys()
+        needed |= {key for key, param in self._parameters.items() if key in _BUILT_IN and param.default is param.empty}
+        return sorted(needed, key=lambda key: (key == "decoder_input_ids", list(self._parameters).index(key)))
 
     def _batch(self) -> dict[str, Tensor]:
         batch: dict[str, Tensor] = {}
@@ -110,27 +150,27 @@ class CheckpointInputs:
         return self._of_model(batch)
 
     def _of_model(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return what the model takes of a batch, in the order of `forward` and in the model's dtype."""
-        values = {key: batch[key] for key in self._taken if key in batch}
+        """Return the values of a batch that the model takes, in the order of `forward` and in the model's dtype."""
+        values = {key: batch[key] for key in self._parameters if key in batch}
         return {key: t.to(self._module.dtype) if t.is_floating_point() else t for key, t in values.items()}
 
     def _noise(self, key: str) -> dict[str, Tensor]:
         if key == self._medium and self._processor is not None:
             return self._processor.inputs([self._processor.noise() for _ in range(_BATCH)])
-        shape = input_shape(key, self._config)
+        shape = shape_from_config(key, self._config)
         if shape is None:
-            why = f" ({self._missing})" if self._missing else ""
+            reason = f" ({self._missing})" if self._missing else ""
             raise MXError(
-                f"{self._name}: no built-in inputs for {key!r} of {type(self._module).__name__}{why}: give "
+                f"{self._name}: no built-in inputs for {key!r} of {type(self._module).__name__}{reason}: give "
                 "--model module.py:factory, a function that returns the model and example inputs"
             )
         return {key: torch.randn(_BATCH, *shape)}
 
     def _fixed(self, example: dict[str, Tensor]) -> dict[str, set[int]]:
-        """Return the dimensions, the batch apart, that are the same for all images or recordings, by inputs."""
+        """Return the dimensions that all images or recordings share, except the batch, by input."""
         if self._medium is None:
             return {}
-        if self._processor is None:  # a config says the size of images, and of recordings no length
+        if self._processor is None:  # a config states the size of images, but no length of recordings
             images = PROCESSORS[self._medium].kind == IMAGES
             return {self._medium: set(range(1, example[self._medium].dim()))} if images else {}
         one, other = (self._processor.inputs([item]) for item in self._processor.extremes())

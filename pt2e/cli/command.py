@@ -11,33 +11,33 @@ from contextlib import nullcontext
 from pt2mx.errors import MXError
 from pt2mx.pt2e.cli.parser import BAD_INPUT, Parser, make_parser
 from pt2mx.pt2e.cli.progress import warnings_as_notes
-from pt2mx.pt2e.cli.result import result_alone
+from pt2mx.pt2e.cli.result import only_result_on_stdout
 from pt2mx.sigint import INTERRUPTED, MESSAGE, record_sigint
 
-#: command -> (the module that runs it, the help text)
+#: command -> (the function that runs it, the help text)
 COMMANDS = {
-    "quantize": ("pt2mx.pt2e.cli.quantize", "export, calibrate, convert and save a model"),
-    "compile": ("pt2mx.pt2e.cli.compile", "compile an exported program by AOTInductor"),
-    "generate": ("pt2mx.pt2e.cli.generate", "continue prompts with a quantized language model"),
-    "perplexity": ("pt2mx.pt2e.cli.perplexity", "judge language models by a text that they predict"),
-    "compare": ("pt2mx.pt2e.cli.compare", "a model by all recipes: size, quality, the front"),
-    "sensitivity": ("pt2mx.pt2e.cli.sensitivity", "which modules of a model stand which formats"),
-    "run": ("pt2mx.pt2e.cli.run", "run a package that `pt2mx compile` wrote"),
-    "inspect": ("pt2mx.pt2e.cli.inspect_file", "say what a program, a package or a language model holds"),
-    "export-onnx": ("pt2mx.pt2e.cli.export_onnx", "write an ONNX file of an exported program"),
-    "save-checkpoint": ("pt2mx.pt2e.cli.save_checkpoint", "write a checkpoint that transformers loads"),
-    "convert-checkpoint": ("pt2mx.pt2e.cli.convert_checkpoint", "quantize a checkpoint file by file"),
-    "recipes": ("pt2mx.pt2e.cli.recipes", "list, show and check recipes"),
-    "formats": ("pt2mx.pt2e.cli.formats", "print the table of element formats"),
-    "demo": ("pt2mx.pt2e.cli.demo", "pretrained models by three recipes, from the weights to packages"),
-    "doctor": ("pt2mx.pt2e.cli.doctor", "say what is installed, what is missing, and how to mend it"),
-    "completion": ("pt2mx.pt2e.cli.completion", "print the completion of a shell"),
+    "quantize": ("pt2mx.pt2e.cli.quantize:run", "export, calibrate, convert and save a model"),
+    "compile": ("pt2mx.pt2e.cli.compile:run", "compile an exported program with AOTInductor"),
+    "generate": ("pt2mx.pt2e.cli.generate:run", "continue prompts with a quantized language model"),
+    "perplexity": ("pt2mx.pt2e.cli.perplexity:run", "measure the perplexity of language models on a text"),
+    "compare": ("pt2mx.pt2e.cli.compare:run", "quantize a model with every recipe and compare size and quality"),
+    "sensitivity": ("pt2mx.pt2e.cli.sensitivity:run", "measure which formats each module of a model tolerates"),
+    "run": ("pt2mx.pt2e.cli.run:run", "run a package that `pt2mx compile` wrote"),
+    "inspect": ("pt2mx.pt2e.cli.inspect_file:run", "print the contents of a program, a package or a language model"),
+    "export-onnx": ("pt2mx.pt2e.cli.onnx:run_export", "write an exported program as an ONNX file"),
+    "save-checkpoint": ("pt2mx.pt2e.cli.checkpoints:run_save", "write a checkpoint that transformers loads"),
+    "convert-checkpoint": ("pt2mx.pt2e.cli.checkpoints:run_convert", "quantize a checkpoint file by file"),
+    "recipes": ("pt2mx.pt2e.cli.recipes:run", "list, show and check recipes"),
+    "formats": ("pt2mx.pt2e.cli.formats:run", "print the table of element formats"),
+    "demo": ("pt2mx.pt2e.cli.demo:run", "quantize pretrained models with three recipes, and compile them"),
+    "doctor": ("pt2mx.pt2e.cli.doctor:run", "list what is installed, what is missing, and how to repair it"),
+    "completion": ("pt2mx.pt2e.cli.completion:run", "print the completion script of a shell"),
 }
 
-#: the exit status of output that nobody reads, as shells have it
+#: the exit status where the output pipe is closed (SIGPIPE)
 _BROKEN_PIPE = 141
 _STATUSES = """\
-exit status: 0 done, 1 something is broken, 2 bad input or no place to write (one line on stderr says so),
+exit status: 0 done, 1 `pt2mx doctor` found a fault, 2 bad input or output that cannot be written (stderr says why),
              130 interrupted. Results go to stdout, stages and notes to stderr.
 `pt2mx COMMAND --help` ends with examples. Begin with `pt2mx doctor`."""
 
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: those of the command; by default the process's own.
 
     Returns:
-        The exit status: 0, 2 for bad input, 130 after Ctrl-C, 141 where the reader of the output went away; 1 of
+        The exit status: 0; 2 for bad input; 130 after Ctrl-C; 141 where the output pipe is closed; 1 from
         `pt2mx doctor` where the flow cannot run.
 
     Raises:
@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             return _run(options, interrupts)
         except BrokenPipeError:
-            _leave_stdout()
+            _discard_stdout()
             return _BROKEN_PIPE
         except (Exception, KeyboardInterrupt) as error:
             interrupted = interrupts or isinstance(error, KeyboardInterrupt)
@@ -83,17 +83,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _error_line(error: BaseException) -> str:
-    """Return an error as one line: that of another library in it may have several."""
+    """Return an error as one line: the message of another library in it may have several."""
     return f"pt2mx: error: {' '.join(str(error).split())}"
 
 
 def _run(options: argparse.Namespace, interrupts: list[int]) -> int:
-    """Run the command and print its result. With --json whatever else is printed goes to stderr."""
+    """Run the command and print its result. With --json all other output goes to stderr."""
     if sys.stdout is None:
         raise MXError("stdout is closed: there is no place for the result")
-    with result_alone() if options.json else nullcontext(), warnings_as_notes():
+    with only_result_on_stdout() if options.json else nullcontext(), warnings_as_notes():
         result = options.run(options)
-    if interrupts:  # an import that was under way may have made another error of it, which was caught
+    if interrupts:  # code that was running may have caught the KeyboardInterrupt
         raise KeyboardInterrupt
     try:
         if result is not None:
@@ -102,13 +102,13 @@ def _run(options: argparse.Namespace, interrupts: list[int]) -> int:
     except BrokenPipeError:
         raise
     except OSError as error:  # a full disk
-        _leave_stdout()
+        _discard_stdout()
         raise MXError(f"cannot write the result to stdout: {error.strerror}") from None
     return 0 if result is None else result.status
 
 
-def _leave_stdout() -> None:
-    """Have what Python still flushes at its end go nowhere."""
+def _discard_stdout() -> None:
+    """Discard what Python still flushes at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

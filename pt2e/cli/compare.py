@@ -1,4 +1,4 @@
-"""The command `pt2mx compare`: a model by all recipes and formats, its size and its quality."""
+"""The command `pt2mx compare`: quantize a model with every recipe and compare size and quality."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch.fx import GraphModule
 
 from pt2mx.algorithms.options import look_at_inputs
 from pt2mx.errors import MXError
-from pt2mx.pt2e.cli.checked_model import checked_batches, checked_model, exported_module
-from pt2mx.pt2e.cli.judged_model import (
-    check_judged_model,
-    check_written,
-    counted,
+from pt2mx.pt2e.cli.load_model import (
+    count_batches,
+    exported_module,
+    load_eval_batches,
+    load_float_model,
     metric_of,
-    names_in,
 )
 from pt2mx.pt2e.cli.models import Batch, call
+from pt2mx.pt2e.cli.option_checks import check_eval_options, check_eval_output, split_names
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.convert import convert_pt2e
@@ -38,43 +38,43 @@ from pt2mx.pt2e.sensitivity.compare_recipes import (
 from pt2mx.pt2e.sensitivity.results import RecipeComparison
 from pt2mx.pt2e.user_errors import user_errors
 
-#: how the names of models begin -> whose recipes are compared by default; those of other tasks are left out
+#: prefix of a model's name -> its task; the recipes of other tasks are not compared by default
 _TASKS = {"minilm": "encoder", "torchvision:": "cnn"}
 
 
 def run(options: argparse.Namespace) -> Result:
-    check_judged_model(options)
-    names = _default_recipes(options.model) if options.recipes is None else names_in(options.recipes)
+    check_eval_options(options)
+    names = _default_recipes(options.model) if options.recipes is None else split_names(options.recipes)
     if options.output is not None:
-        check_written(options, names, suffixes=(".html", ".htm"))
+        check_eval_output(options, names, suffixes=(".html", ".htm"))
     quantizers = chosen_quantizers(names)  # a typo should not cost the loading of a model
     for quantizer in quantizers.values() if options.optimize is not None else ():
         quantizer.set_algorithms(None if options.optimize == "none" else options.optimize)
     with Progress(3 + len(quantizers) + (options.output is not None)) as progress:
-        loaded = checked_model(options)
-        batches = list(checked_batches(loaded, options).values())
-        seen, judged = _divided(batches, quantizers)
+        loaded = load_float_model(options)
+        batches = list(load_eval_batches(loaded, options).values())
+        calibration, evaluation = _split(batches, quantizers)
         progress.begin("export")
         exported, _ = exported_module(loaded, options.part, options.allow_partial)
         with user_errors("run the model"):
-            found = compare_recipes(
+            comparison = compare_recipes(
                 exported,
-                judged,
+                evaluation,
                 quantizers,
                 metric=metric_of(options, loaded),
-                calibration=seen,
+                calibration=calibration,
                 speed=options.speed,
                 stage=progress.begin,
             )
             if options.output is not None:
                 progress.begin("page")
-                _write_page(exported, seen, judged, found, quantizers, options)
-    note(f"{options.model}, {counted(judged)}; {progress.seconds()}")
-    return Result(str(found), {**json.loads(found.to_json()), "seconds": progress.times()})
+                _write_page(exported, calibration, evaluation, comparison, quantizers, options)
+    note(f"{options.model}, {count_batches(evaluation)}; {progress.seconds()}")
+    return Result(str(comparison), {**json.loads(comparison.to_json()), "seconds": progress.times()})
 
 
 def _default_recipes(model: str) -> list[str]:
-    """Return the recipes and formats for a model of that name."""
+    """Return the recipes and formats to compare for a model of that name."""
     task = next((task for start, task in _TASKS.items() if model.startswith(start)), None)
     others = tuple(f"{other}_" for other in tasks() if task not in (None, other))
     return [name for name in (*recipe.names(), *OTHER_FORMATS) if not name.startswith(others)]
@@ -82,36 +82,36 @@ def _default_recipes(model: str) -> list[str]:
 
 def _write_page(
     exported: GraphModule,
-    seen: Sequence[Batch],
-    judged: Sequence[Batch],
-    found: RecipeComparison,
+    calibration: Sequence[Batch],
+    evaluation: Sequence[Batch],
+    comparison: RecipeComparison,
     quantizers: dict[str, MXQuantizer],
     options: argparse.Namespace,
 ) -> None:
-    """Write the page of the recipe of best quality, which is quantized once more, and calibrated for its statistics."""
-    names = [row.name for row in found.front() if row.name != FLOAT]
+    """Quantize the model once more with the recipe of best quality, calibrate it, and write the page of its report."""
+    names = [row.name for row in comparison.front() if row.name != FLOAT]
     if not names:
-        raise MXError(f"no recipe works, so there is no page: {found.rows[-1].note}")
-    optimized = optimized_by(exported, quantizers[names[-1]], seen)
+        raise MXError(f"no recipe works, so there is no page: {comparison.rows[-1].note}")
+    optimized = optimized_by(exported, quantizers[names[-1]], calibration)
     prepared = prepare_pt2e(optimized, quantizers[names[-1]])
     with torch.no_grad():
-        for batch in judged:
+        for batch in evaluation:
             call(prepared, batch)
     converted = convert_pt2e(prepared)
-    named = names[-1] if names[-1] in recipe.names() else quantizers[names[-1]]
+    best = names[-1] if names[-1] in recipe.names() else quantizers[names[-1]]
     report = quantization_report(converted)
     report.to_html(
-        options.output, model=options.model, recipe=named, comparison=found, before=exported, after=converted
+        options.output, model=options.model, recipe=best, comparison=comparison, before=exported, after=converted
     )
 
 
-def _divided(batches: list[Batch], quantizers: dict[str, MXQuantizer]) -> tuple[list[Batch], list[Batch]]:
-    """Return the batches for algorithms, and those to judge by, which are others where there are several."""
+def _split(batches: list[Batch], quantizers: dict[str, MXQuantizer]) -> tuple[list[Batch], list[Batch]]:
+    """Split the batches into those for the recipes' algorithms, and held-out ones for the comparison."""
     if not any(look_at_inputs(one.algorithms or ()) for one in quantizers.values()):
         return [], batches
     half = len(batches) // 2
     if half == 0:
-        note("there is one batch: recipes with algorithms are judged by what they have seen")
+        note("there is one batch: recipes with algorithms are compared on the batch that they calibrate with")
         return batches, batches
-    note(f"{half} of {len(batches)} batches are for the algorithms of recipes, the others judge")
+    note(f"{half} of {len(batches)} batches are for the algorithms of recipes, the others for the comparison")
     return batches[:half], batches[half:]

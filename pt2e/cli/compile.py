@@ -1,4 +1,4 @@
-"""The command `pt2mx compile`: an exported program becomes a package of machine code."""
+"""The command `pt2mx compile`: compile an exported program to a package of machine code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.fx.passes.device import move_to_device
 from pt2mx.fx.portable import without_calls
 from pt2mx.pt2e.archive import check_kind
-from pt2mx.pt2e.cli.devices import check_device
+from pt2mx.pt2e.cli.option_checks import check_device
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.origin import Origin, other_version, recipe_of
@@ -43,20 +43,20 @@ def compile_program(
     unpack: bool = False,
     recipe: MXQuantizer | str | None = None,
 ) -> None:
-    """Lower a converted program and compile it by AOTInductor into the package `path`.
+    """Lower a converted program and compile it with AOTInductor into the package `path`.
 
-    It takes the shapes that the program takes. What it computes with the same operations it gives to the bit:
-    quantization, products in an eager kernel. What Inductor computes in another way or order (sums, `exp`, `tanh`)
-    differs in the last bits, and a quantization behind that may step to the next value.
+    The package takes the shapes that the program takes. Operations that both compute in the same way give equal bits:
+    quantization, and matmuls in an eager kernel. Where Inductor computes in another way or order (sums, `exp`, `tanh`),
+    the last bits differ, and a later quantization may round to the next value.
 
     Args:
-        program: `torch.export.export(converted, ...)`, with its example inputs; it stays as it is.
-        path: of the package, a name that ends in `.pt2`.
+        program: `torch.export.export(converted, ...)`, with its example inputs; it is not changed.
+        path: the package to write, a name that ends in `.pt2`.
         device: "cpu" or "cuda", where the package runs.
         portable: write pt2mx's operators out, so that the package runs in a process without pt2mx. A weight is then
             dequantized at each call. Otherwise a process imports pt2mx before it loads the package.
         unpack: keep weights dequantized in the package, as `lower_to_inductor` does; otherwise they stay packed.
-        recipe: the quantizer, or its YAML, which the package then holds (`origin_of`).
+        recipe: the quantizer, or its YAML, to put into the package (`origin_of`).
 
     Raises:
         MXError: for a program in which nothing is quantized, one without example inputs or with an input that is a
@@ -73,7 +73,7 @@ def compile_program(
         Tensor, lambda t: in_memory_order(t, memory_order(t)).to(device), program.example_inputs
     )
     with torch.no_grad(), warnings.catch_warnings():
-        # torch, of its own code
+        # torch warns of its own code
         warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
         exported = torch.export.export(lowered, args, kwargs, dynamic_shapes=shapes)
         code = without_calls(exported) if portable else exported
@@ -81,9 +81,9 @@ def compile_program(
 
 
 def _on_the_cpu(model: GraphModule) -> Callable[..., object]:
-    """Return the model as a function of inputs on any device. It writes to no buffer of `model`.
+    """Return a function that runs the model on the CPU, for inputs on any device, and writes to none of its buffers.
 
-    It runs on the CPU, which refuses an index out of range by an error: on a GPU that ends the process.
+    On the CPU an index out of range raises an error; on a GPU it ends the process.
     """
     cpu = torch.device("cpu")
     model = move_to_device(copy_sharing_tensors(model), cpu)
@@ -98,8 +98,7 @@ def _on_the_cpu(model: GraphModule) -> Callable[..., object]:
 def run(options: argparse.Namespace) -> Result:
     check_device(options.device)
     if Path(options.program).is_dir():
-        # it imports transformers
-        return importlib.import_module("pt2mx.pt2e.cli.language_packages").compile_folder(options)
+        return importlib.import_module("pt2mx.pt2e.cli.language").compile_folder(options)  # imports transformers
     if options.output is None:
         raise MXError("give --output, the package to write: a name that ends in .pt2")
     check_package_output(options.output)
@@ -118,24 +117,24 @@ def run(options: argparse.Namespace) -> Result:
 
         progress.begin("compare")
         with user_errors("run the package"), torch.no_grad():
-            found = _compared(open_package(options.output), program)
+            agreement = _compare(open_package(options.output), program)
     size, before = (Path(path).stat().st_size for path in (options.output, options.program))
     text = (
-        f"compiled against eager: {found}\n"
+        f"compiled against eager: {agreement}\n"
         f"{options.output}: {size / 1e6:.1f} MB (the program: {before / 1e6:.1f} MB); {progress.seconds()}"
     )
     data = {
         "output": options.output,
         "bytes": size,
         "program_bytes": before,
-        "compiled_against_eager": found._asdict(),
+        "compiled_against_eager": agreement._asdict(),
         "seconds": progress.times(),
     }
     return Result(text, data)
 
 
-def _compared(package: Package, program: ExportedProgram) -> Fidelity:
-    """Compare the outputs of a package with those of its program, for the example inputs."""
+def _compare(package: Package, program: ExportedProgram) -> Fidelity:
+    """Compare the outputs of a package and of its program for the example inputs."""
     args, kwargs = program.example_inputs
     # copies: a program may write to its inputs
     copies, keywords = pytree.tree_map_only(Tensor, lambda t: t.to(package.device, copy=True), (args, kwargs))

@@ -1,4 +1,4 @@
-"""The command `pt2mx completion`: the script with which a shell completes the command line, made of its parsers."""
+"""The command `pt2mx completion`: generate the script with which a shell completes the command line."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pt2mx.pt2e.cli.parser import subparsers
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.quantizer.shipped import names
 
-#: what names an argument -> words that it may take, beside files
+#: argument -> words that it may take, apart from files
 _WORDS = {"recipe": names(), "recipes": names(), "model": ["minilm", "torchvision:", "hf:", "onnx:"]}
 
-#: what is typed is compared with the words before it, the longest command first; where no word fits, a file may
+#: `cases` match the words before the cursor, the longest command first; where no word completes, a file may
 _BASH = """\
 _pt2mx() {{
     local word=${{COMP_WORDS[COMP_CWORD]}} words="" options=""
@@ -35,14 +35,14 @@ def run(options: argparse.Namespace) -> Result:
 
 
 def _parsers(parser: argparse.ArgumentParser, path: Path = ()) -> Iterator[tuple[Path, argparse.ArgumentParser]]:
-    """Yield the parsers below a parser and itself, the deepest first, each with the commands that lead to it."""
+    """Yield a parser and those below it, the deepest first, each with the commands that lead to it."""
     for name, inner in subparsers(parser).items():
         yield from _parsers(inner, (*path, name))
     yield path, parser
 
 
 def _words(action: argparse.Action) -> Iterable[str]:
-    """The words that an argument may take; none if it takes a file, or anything else."""
+    """Return the words that an argument may take; none if it takes a file, or any value."""
     return map(str, action.choices) if action.choices else _WORDS.get(action.dest, ())
 
 
@@ -73,30 +73,30 @@ def _fish() -> str:
         inner = list(subparsers(parser))
         seen = [f"__fish_seen_subcommand_from {name}" for name in path]
         unseen = [f"not __fish_seen_subcommand_from {' '.join(inner)}"] if inner else []
-        place = f"complete -c pt2mx -n {_quoted('; and '.join([*seen, *unseen]))}"
+        prefix = f"complete -c pt2mx -n {_quoted('; and '.join([*seen, *unseen]))}"
         for action in parser._actions:
             if isinstance(action, argparse._SubParsersAction):
-                lines += [f"{place} -f -a {one.dest} -d {_quoted(one.help)}" for one in action._choices_actions]
+                lines += [f"{prefix} -f -a {one.dest} -d {_quoted(one.help)}" for one in action._choices_actions]
             elif argument := _fish_argument(action):
-                lines.append(f"{place}{argument} -d {_quoted(action.help)}")
+                lines.append(f"{prefix}{argument} -d {_quoted(action.help)}")
     return "\n".join(lines)
 
 
 def _fish_argument(action: argparse.Action) -> str:
-    """The options of fish's `complete` for an argument: its names, if a word or a file follows, and the words."""
+    """Return the options of fish's `complete` for an argument: its names, whether a value follows, the words."""
     words = " ".join(_words(action))
-    given = f" -a {_quoted(words)}" if words else ""
+    completions = f" -a {_quoted(words)}" if words else ""
     if not action.option_strings:
-        return f" -f{given}" if action.choices else given
+        return f" -f{completions}" if action.choices else completions
     names = [f" -{'l' if name.startswith('--') else 's'} {name.lstrip('-')}" for name in action.option_strings]
     value = "" if action.nargs == 0 else " -x" if action.choices else " -r"
-    return "".join(names) + value + given
+    return "".join(names) + value + completions
 
 
 def _quoted(text: str | None) -> str:
-    """Return the help of an argument, or words, as a string of fish."""
+    """Return a help text, or words, as a string of fish."""
     return "'" + (text or "").replace("\\", "\\\\").replace("'", "\\'").replace("%%", "%") + "'"
 
 
-#: shell -> what makes its script
+#: shell -> the function that makes its script
 _SHELLS = {"bash": _bash, "zsh": _zsh, "fish": _fish}

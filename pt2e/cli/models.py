@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,11 +18,10 @@ from pt2mx.errors import MXError, nearest
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.checkpoints.coverage import CheckpointValues
 from pt2mx.pt2e.cli.batches import conform
-from pt2mx.pt2e.cli.calibration import Reader
+from pt2mx.pt2e.cli.calibration_files import IMAGES, Reader, groups, read_image
 from pt2mx.pt2e.cli.checkpoint_inputs import CheckpointInputs
 from pt2mx.pt2e.cli.hugging_face import checkpoint_values, from_pretrained, load_checkpoint
-from pt2mx.pt2e.cli.stated_shapes import stated_signature
-from pt2mx.pt2e.cli.torchvision_models import load_torchvision
+from pt2mx.pt2e.cli.shapes_from_factory import signature_from_factory
 from pt2mx.pt2e.language.texts import sentences
 from pt2mx.pt2e.packages.signature import Signature
 from pt2mx.pt2e.user_errors import quiet_export
@@ -30,6 +30,11 @@ from pt2mx.pt2e.user_errors import quiet_export
 Batch = tuple | dict
 #: as `torch.export.export` takes them
 DynamicShapes = dict[str, Any] | tuple[Any, ...] | list[Any] | None
+
+#: built-in images in a batch, and their shape where the weights state none
+_BATCH, _SHAPE = 2, (3, 224, 224)
+#: arguments by which torchvision downloads weights
+_PRETRAINED = ("weights", "weights_backbone")
 
 
 @dataclass
@@ -40,9 +45,9 @@ class LoadedModel:
         module: the model, in evaluation mode.
         example: one batch: a tuple of positional or a dict of keyword arguments.
         dynamic_shapes: as `torch.export.export` takes them.
-        batches: the built-in calibration sample, of the form of `example`.
-        readers: what makes batches of a folder's files, as `load_batches` takes it.
-        values: of the checkpoint that the model was loaded from; None: it was made by code.
+        batches: the built-in calibration sample, in the form of `example`.
+        readers: kind of files -> the function that makes batches of them, as `load_batches` takes it.
+        values: the values of the checkpoint that the model was loaded from; None: code made the model.
     """
 
     module: nn.Module
@@ -57,23 +62,23 @@ class LoadedModel:
         return export(self.module, self.example, self.dynamic_shapes)
 
     def to(self, device: str) -> LoadedModel:
-        """Return the model, moved, and its inputs on a device."""
+        """Move the model and its inputs to a device."""
         example, batches = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), (self.example, self.batches))
         return replace(self, module=self.module.to(device), example=example, batches=batches)
 
     @property
     def signature(self) -> Signature:
-        """The signature of the export, known before it."""
+        """The signature that the export will have."""
         args, kwargs = _arguments(self.example)
-        return stated_signature(self.module.forward, args, kwargs, self.dynamic_shapes)
+        return signature_from_factory(self.module.forward, args, kwargs, self.dynamic_shapes)
 
     def conform(self, batch: object, source: object, note: Callable[[str], None]) -> Batch:
-        """Return a batch in the form of `example`: an exported program takes its inputs only in the form of the export.
+        """Return a batch in the form of `example`, which is the only form that the exported program takes.
 
         Args:
             batch: as `pt2mx.pt2e.cli.batches.conform` takes it.
             source: its file, for errors and notes.
-            note: tells the user something.
+            note: prints a line for the user.
 
         Raises:
             MXError: for a batch that the model does not take.
@@ -105,7 +110,7 @@ def load_model(source: str, dtype: str | None = None) -> LoadedModel:
     Args:
         source: `minilm`, `torchvision:NAME`, `hf:DIRECTORY_OR_NAME` or `module.py:factory`. A factory returns the
             model, its example inputs (a tuple or a dict) and, optionally, dynamic shapes.
-        dtype: of a checkpoint: in which it is loaded, such as "bfloat16"; None: its own.
+        dtype: for a checkpoint: the dtype to load it in, such as "bfloat16"; None: its own.
 
     Raises:
         MXError: for an unknown model, or one of a package that is not installed.
@@ -126,7 +131,7 @@ def load_model(source: str, dtype: str | None = None) -> LoadedModel:
 
 
 def source_file(source: str) -> str | None:
-    """Return the user's file in a source, as `load_model` takes it; None for a built-in model."""
+    """Return the user's file in a source that `load_model` takes; None for other models."""
     path = source.rpartition(":")[0]
     return path if path.endswith(".py") else None
 
@@ -177,8 +182,46 @@ def _minilm() -> LoadedModel:
 
 
 def _torchvision(name: str) -> LoadedModel:
-    module, batches, readers = load_torchvision(name)
+    """Return a model of torchvision with random weights, and batches of noise."""
+    models = import_extra("torchvision", "vision").models
+    if name not in models.list_models():
+        raise MXError(f"torchvision has no model {name!r}: {nearest(name, models.list_models()).split(' allowed')[0]}")
+    torch.manual_seed(0)
+    parameters = inspect.signature(models.get_model_builder(name)).parameters
+    module = models.get_model(name, **{key: None for key in _PRETRAINED if key in parameters}).eval()
+    transform = _transform(models, name, module)
+    shape = _SHAPE if transform is None else tuple(transform(torch.zeros(_SHAPE, dtype=torch.uint8)).shape)
+    batches = [(torch.randn(_BATCH, *shape),) for _ in range(2)]
+    readers = {} if transform is None else {IMAGES: _image_reader(transform, list(shape[1:]))}
     return LoadedModel(module, batches[0], ({0: torch.export.Dim("batch")},), batches, readers)
+
+
+def _transform(models: Any, name: str, module: nn.Module) -> Callable[[Any], Tensor] | None:
+    """Return the transform that prepares images as for the pretrained weights.
+
+    Where the model has a fixed size, the transform is of weights of that size. None where there is no transform, as for
+    models of lists or videos.
+    """
+    of_images = (models, models.quantization, models.segmentation)
+    if not any(name in models.list_models(module=part) for part in of_images):
+        return None
+    weights = models.get_model_weights(name)
+    transforms = [each.transforms() for each in (weights.DEFAULT, *weights)]
+    size = getattr(module, "image_size", None)
+    return next((transform for transform in transforms if size is None or size in transform.crop_size), None)
+
+
+def _image_reader(transform: Callable[[Any], Tensor], size: list[int]) -> Reader:
+    crop = import_extra("torchvision.transforms.functional", "vision").center_crop
+
+    def read(files: list[Path]) -> dict[str, object]:
+        return {
+            # some transforms keep an image's proportions, and images of several shapes make no batch
+            ", ".join(map(str, group)): (torch.stack([crop(transform(read_image(file)), size) for file in group]),)
+            for group in groups(files, _BATCH)
+        }
+
+    return read
 
 
 def _hugging_face(name: str, dtype: str | None) -> LoadedModel:
@@ -201,7 +244,7 @@ def _from_factory(path: str, factory: str) -> LoadedModel:
 
 
 def _factory(path: str, factory: str) -> Callable[[], object]:
-    """Return the function of that name in a file of Python."""
+    """Return the function with that name in a Python file."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     if not Path(path).is_file() or spec is None or spec.loader is None:
         raise MXError(f"no file {path!r}: give module.py:factory")
@@ -209,6 +252,6 @@ def _factory(path: str, factory: str) -> Callable[[], object]:
     spec.loader.exec_module(module)
     function = getattr(module, factory, None)
     if not callable(function):
-        named = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        raise MXError(f"{path} has no function {factory!r}: {nearest(factory, named)}")
+        names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        raise MXError(f"{path} has no function {factory!r}: {nearest(factory, names)}")
     return function

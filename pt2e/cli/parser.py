@@ -1,5 +1,7 @@
-"""The parser of the command line, made of the tables of arguments. It imports no torch, so that a wrong line is refused
-at once, with the nearest of the words that are allowed."""
+"""The parser of the command line, built from the tables of arguments.
+
+It imports no torch, so it refuses a wrong command line at once and suggests the nearest allowed word.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,8 @@ from functools import partial
 from typing import Any, NoReturn
 
 from pt2mx.errors import nearest
-from pt2mx.pt2e.cli.argument import COMMON, Argument
+from pt2mx.pt2e.cli.arguments import ACTIONS, ARGUMENTS, COMMON, Argument
 from pt2mx.pt2e.cli.examples import examples_text
-from pt2mx.pt2e.cli.file_arguments import ACTIONS, FILE_ARGUMENTS
-from pt2mx.pt2e.cli.model_arguments import MODEL_ARGUMENTS
 from pt2mx.version import __version__
 
 #: the exit status
@@ -27,7 +27,7 @@ _OPTION = re.compile(r"--?[A-Za-z][\w-]*")
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, which names the nearest words that are allowed."""
+    """A parser whose errors are one line that suggests the nearest allowed word."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"pt2mx: error: {message}; see `{self.prog} --help`\n")
@@ -38,8 +38,9 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def _check_words(self, words: list[str]) -> None:
-        """Refuse a missing command, and options that the parser lacks or that are given twice: argparse takes the last
-        of two values, and names an unknown option only where nothing else is wrong."""
+        """Refuse a missing command, unknown options, and options that are given twice.
+
+        argparse takes the last of two values, and reports an unknown option only where nothing else is wrong."""
         inner, seen = subparsers(self), set()
         for word in itertools.takewhile(lambda word: word != "--", words):
             if not (name := _OPTION.fullmatch(word.partition("=")[0])):
@@ -57,57 +58,57 @@ class Parser(argparse.ArgumentParser):
             self.error(f"{commands.metavar} is missing: allowed: {', '.join(inner)}")
 
     def _action(self, name: str) -> argparse.Action:
-        """Return the action of an option, whose name may be cut short."""
+        """Return the action of an option, whose name may be abbreviated."""
         options = self._option_string_actions
         whole = name if name.startswith("--") else name[:2]  # "-hx" is "-h -x"
         known = [option for option in options if option.startswith(whole)]
         if not known:
             allowed = nearest(name, [option for option in options if option.startswith("--")])
-            place = "; options of a command follow its name" if subparsers(self) else ""
-            self.error(f"unknown option {name!r}: {allowed}{place}")
+            hint = "; options of a command follow its name" if subparsers(self) else ""
+            self.error(f"unknown option {name!r}: {allowed}{hint}")
         return options[whole if whole in options else known[0]]
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
-        """Refuse what is not among the choices, as argparse's own method does without naming the nearest."""
+        """Refuse a value that is not among the choices and suggest the nearest; argparse's own method suggests none."""
         if action.choices is not None and value not in action.choices:
             raise argparse.ArgumentError(action, f"invalid choice: {value!r}: {nearest(value, action.choices)}")
 
 
 def make_parser(commands: Mapping[str, tuple[str, str]], epilog: str = "") -> Parser:
-    """Return the parser of the command line. What it parses has the function of the command as `run`.
+    """Return the parser of the command line. The options that it parses have the function of the command as `run`.
 
     Args:
-        commands: command -> the module with its function `run`, or `run_ACTION` for each of its actions; the help text.
+        commands: command -> ("module:function", the help text); a command with actions has `function_ACTION` for each.
         epilog: the end of the help text.
     """
-    what = "Quantize PyTorch models to the OCP MX formats."
-    parser = Parser(prog="pt2mx", description=what, epilog=epilog, formatter_class=_RAW)
+    text = "Quantize PyTorch models to the OCP MX formats."
+    parser = Parser(prog="pt2mx", description=text, epilog=epilog, formatter_class=_RAW)
     parser.add_argument("--version", action="version", version=f"pt2mx {__version__}")
     inner = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, (module, what) in commands.items():
-        description, examples = f"{what[0].upper()}{what[1:]}.", examples_text(name)
-        command = inner.add_parser(name, help=what, description=description, epilog=examples, formatter_class=_RAW)
+    for name, (function, text) in commands.items():
+        description, examples = f"{text[0].upper()}{text[1:]}.", examples_text(name)
+        command = inner.add_parser(name, help=text, description=description, epilog=examples, formatter_class=_RAW)
         if name in ACTIONS:
             actions = command.add_subparsers(required=True, metavar="ACTION")
             for action, (text, arguments) in ACTIONS[name].items():
-                _fill(actions.add_parser(action, help=text), module, f"run_{action}", arguments)
+                _fill(actions.add_parser(action, help=text), f"{function}_{action}", arguments)
         else:
-            _fill(command, module, "run", {**MODEL_ARGUMENTS, **FILE_ARGUMENTS}.get(name, ()))
+            _fill(command, function, ARGUMENTS.get(name, ()))
     return parser
 
 
 def subparsers(parser: argparse.ArgumentParser) -> dict[str, Parser]:
     """Return the parsers of a parser's commands by name."""
-    found = (action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    return next(found, {})
+    choices = (action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return next(choices, {})
 
 
-def _fill(parser: Parser, module: str, function: str, arguments: Iterable[Argument]) -> None:
+def _fill(parser: Parser, function: str, arguments: Iterable[Argument]) -> None:
     for names, options in (*arguments, *COMMON):
         parser.add_argument(*names, **options)
-    parser.set_defaults(run=partial(_run, module, function))
+    parser.set_defaults(run=partial(_run, *function.split(":")))
 
 
 def _run(module: str, function: str, options: argparse.Namespace) -> Any:
-    """Run a command: its module is imported here, and not before."""
+    """Import the module of a command, and run it."""
     return getattr(importlib.import_module(module), function)(options)

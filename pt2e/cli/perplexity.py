@@ -1,4 +1,4 @@
-"""The command `pt2mx perplexity`: how well language models, quantized and float, predict a text."""
+"""The command `pt2mx perplexity`: measure the perplexity of language models, quantized and float, on a text."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.cli.checked_model import note_coverage
 from pt2mx.pt2e.cli.hugging_face import checkpoint_values
-from pt2mx.pt2e.cli.language import calibration, load_decoder
+from pt2mx.pt2e.cli.language import calibration_blocks, load_decoder
+from pt2mx.pt2e.cli.load_model import note_coverage
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.language.folder import is_quantized, load_tokenizer
@@ -38,29 +38,29 @@ def run(options: argparse.Namespace) -> Result:
     _check(options, quantized)
     with Progress(2 + 2 * len(quantizers) + (quantized and options.float is not None)) as progress:
         tokenizer = load_tokenizer(options.folder)
-        text = blocks(read_text(options.text), tokenizer, options.tokens)
+        text_blocks = blocks(read_text(options.text), tokenizer, options.tokens)
         source = options.float if quantized else options.folder
         model = None if source is None else load_decoder(source, options.part, options.allow_partial)
         if model is not None and not quantizers:
             note_coverage(checkpoint_values(model, source).held_by())
-        exact = None if model is None else _predictions(model, use_cache=False)
-        rows: Iterable[tuple[str, Predict]] = [] if exact is None else [("float", exact)]
+        predict_float = None if model is None else _predictions(model, use_cache=False)
+        rows: Iterable[tuple[str, Predict]] = [] if predict_float is None else [("float", predict_float)]
         if quantized:
             with user_errors(f"load {options.folder!r}"):
                 rows = [*rows, (Path(options.folder).name, _predictions(LanguageModel.from_pretrained(options.folder)))]
         elif model is not None:
             rows = chain(rows, _by_recipes(model, quantizers, options, tokenizer, progress))
-        found: list[tuple[str, Perplexity]] = []
+        measured: list[tuple[str, Perplexity]] = []
         for name, predict in rows:
             progress.begin(f"predict: {name}")
-            beside = None if predict is exact else exact
+            reference = None if predict is predict_float else predict_float
             with user_errors(f"run {name}"):
-                bar = tqdm(text, desc=name, leave=False, disable=None, file=sys.stderr)
-                found.append((name, perplexity(predict, bar, beside)))
-            note(f"{name}: perplexity {found[-1][1].perplexity:.2f}")  # of a long run, in case it is interrupted
-    tokens = sum(block.shape[1] - 1 for block in text)
-    table = [_row(*_COLUMNS), *(_row(name, *_cells(row)) for name, row in found)]
-    models = [{"model": name, **asdict(row)} for name, row in found]
+                bar = tqdm(text_blocks, desc=name, leave=False, disable=None, file=sys.stderr)
+                measured.append((name, perplexity(predict, bar, reference)))
+            note(f"{name}: perplexity {measured[-1][1].perplexity:.2f}")  # kept if a long run is interrupted
+    tokens = sum(block.shape[1] - 1 for block in text_blocks)
+    table = [_row(*_COLUMNS), *(_row(name, *_cells(row)) for name, row in measured)]
+    models = [{"model": name, **asdict(row)} for name, row in measured]
     return Result(
         "\n".join([*table, f"{tokens} tokens, predicted in blocks of {BLOCK}"]),
         {"tokens": tokens, "block": BLOCK, "models": models, "seconds": progress.times()},
@@ -68,9 +68,9 @@ def run(options: argparse.Namespace) -> Result:
 
 
 def _check(options: argparse.Namespace, quantized: bool) -> None:
-    """Raise an error for options that do not go together, before the work."""
-    for name, given, kind in (("--recipe", options.recipe, quantized), ("--float", options.float, not quantized)):
-        if given and kind:
+    """Raise an `MXError` for options that contradict each other, before the work."""
+    for name, value, unused in (("--recipe", options.recipe, quantized), ("--float", options.float, not quantized)):
+        if value and unused:
             raise MXError(
                 f"{options.folder!r} is {'quantized' if quantized else 'a checkpoint'}: {name} has no meaning"
             )
@@ -78,9 +78,9 @@ def _check(options: argparse.Namespace, quantized: bool) -> None:
         raise MXError(f"--tokens {options.tokens} must be at least 2")
 
 
-def _cells(found: Perplexity) -> list[str]:
-    compared = [] if found.agreement is None else [f"{found.divergence:.4f}", f"{found.agreement:.1%}"]
-    return [f"{found.perplexity:.2f}", *compared]
+def _cells(row: Perplexity) -> list[str]:
+    compared = [] if row.agreement is None else [f"{row.divergence:.4f}", f"{row.agreement:.1%}"]
+    return [f"{row.perplexity:.2f}", *compared]
 
 
 def _by_recipes(
@@ -90,17 +90,17 @@ def _by_recipes(
     tokenizer: Any,
     progress: Progress,
 ) -> Iterator[tuple[str, Predict]]:
-    """Yield the predictions of the model quantized by each recipe, made when they are asked for."""
+    """Yield the predictions of the model quantized with each recipe; quantize it when its turn comes."""
     first = next(iter(quantizers.values()), None)
     for name, quantizer in quantizers.items():
         progress.begin(f"quantize: {name}")
         with user_errors(f"quantize by {name}"):
-            texts = calibration(options.calibration, tokenizer, quantizer)
+            calibration = calibration_blocks(options.calibration, tokenizer, quantizer)
             partial = {"part": options.part, "allow_partial": options.allow_partial}
-            made = quantize_language_model(model, quantizer, texts, tokenizer, **partial)
+            quantized = quantize_language_model(model, quantizer, calibration, tokenizer, **partial)
         if quantizer is first:  # the programs of all recipes hold the same
-            note_coverage(checkpoint_values(model, options.folder).held_by(made.coverage.read))
-        yield name, _predictions(made)
+            note_coverage(checkpoint_values(model, options.folder).held_by(quantized.coverage.read))
+        yield name, _predictions(quantized)
 
 
 def _predictions(model: PreTrainedModel | LanguageModel, **options: bool) -> Predict:

@@ -16,20 +16,11 @@ from tqdm import tqdm
 
 from pt2mx.algorithms.options import look_at_inputs
 from pt2mx.errors import MXError
-from pt2mx.pt2e.cli.checked_model import (
-    check_checkpoint_options,
-    checked_batches,
-    checked_model,
-    exported_module,
-    input_files,
-    refuse_nan,
-)
-from pt2mx.pt2e.cli.devices import check_device
+from pt2mx.pt2e.cli.load_model import exported_module, load_eval_batches, load_float_model, refuse_nan
 from pt2mx.pt2e.cli.models import Batch, LoadedModel, call, export
-from pt2mx.pt2e.cli.output_names import check_program_name
+from pt2mx.pt2e.cli.option_checks import check_checkpoint_options, check_device, check_program_name, input_files
 from pt2mx.pt2e.cli.progress import Progress
-from pt2mx.pt2e.cli.result import Result
-from pt2mx.pt2e.cli.summary import quantized
+from pt2mx.pt2e.cli.result import Result, quantized_result
 from pt2mx.pt2e.convert import convert_pt2e
 from pt2mx.pt2e.optimize.calibrate import named_padding_mask
 from pt2mx.pt2e.optimize.optimize import optimize
@@ -37,15 +28,15 @@ from pt2mx.pt2e.optimize.report import optimization_report
 from pt2mx.pt2e.output import check_distinct, check_output
 from pt2mx.pt2e.prepare import prepare_pt2e
 from pt2mx.pt2e.program import save_program
-from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
+from pt2mx.pt2e.quantizer.recipe import names
 from pt2mx.pt2e.report.agreement import Fidelity, fidelity
 from pt2mx.pt2e.report.finite import nonfinite_operands
 from pt2mx.pt2e.report.report import QuantizationReport, quantization_report
 from pt2mx.pt2e.report.rows import operator_reports
 from pt2mx.pt2e.user_errors import user_errors
 
-#: ends of the name of a report
+#: suffixes of a report
 _JSON, _PAGES = ".json", (".html", ".htm")
 
 
@@ -55,11 +46,11 @@ def run(options: argparse.Namespace) -> Result | None:
     from_checkpoint = options.model.startswith("hf:")
     is_language_model = from_checkpoint and Path(options.output).suffix.lower() != ".pt2"
     if from_checkpoint:
-        ready = importlib.import_module("pt2mx.pt2e.cli.mx_checkpoint")  # imports transformers
-        if ready.is_for(options):
-            return ready.load_to_folder(options)
+        language = importlib.import_module("pt2mx.pt2e.cli.language")  # imports transformers
+        if language.is_quantized_checkpoint(options):
+            return language.load_to_folder(options)
     if options.recipe is None:
-        raise MXError(f"give --recipe, a YAML file or one of {', '.join(recipe.names())}")
+        raise MXError(f"give --recipe, a YAML file or one of {', '.join(names())}")
     quantizer = MXQuantizer.from_recipe(options.recipe)  # a typo in it should not cost the loading of a model
     if options.optimize is not None:
         quantizer.set_algorithms(None if options.optimize == "none" else options.optimize)
@@ -67,7 +58,7 @@ def run(options: argparse.Namespace) -> Result | None:
         return importlib.import_module("pt2mx.pt2e.cli.language").quantize_to_folder(options, quantizer)
     _check_files(options)
     if options.model.startswith("onnx:"):
-        report, result = importlib.import_module("pt2mx.pt2e.cli.onnx_files").quantize_file(options, quantizer)
+        report, result = importlib.import_module("pt2mx.pt2e.cli.onnx").quantize_file(options, quantizer)
         _write_report(report, options, quantizer, report.fidelity)
         return result
     if options.tensor_parallel != 1:
@@ -78,10 +69,10 @@ def run(options: argparse.Namespace) -> Result | None:
 
 
 def _quantize_program(options: argparse.Namespace, quantizer: MXQuantizer) -> Result:
-    """The command for a model that becomes a program."""
+    """Quantize a model and save it as a program."""
     with Progress(6 + (quantizer.algorithms is not None) + options.compile) as progress:
-        loaded = checked_model(options)
-        batches = checked_batches(loaded, options)
+        loaded = load_float_model(options)
+        batches = load_eval_batches(loaded, options)
 
         progress.begin("export")
         float_model, coverage = exported_module(loaded, options.part, options.allow_partial)
@@ -98,27 +89,27 @@ def _quantize_program(options: argparse.Namespace, quantizer: MXQuantizer) -> Re
         converted = _convert(prepared, options)
 
         progress.begin("compare")
-        found = _compare(converted, float_model, list(batches.values()) or [loaded.example], options)
+        agreement = _compare(converted, float_model, list(batches.values()) or [loaded.example], options)
 
         progress.begin("save")
         _save(converted, loaded, quantizer, options)
         report = quantization_report(converted)
-        _write_report(report, options, quantizer, found, before=float_model, after=converted)
+        _write_report(report, options, quantizer, agreement, before=float_model, after=converted)
 
         compiled = None
         if options.compile:
             progress.begin("compile")
             with user_errors("compile the result"):
                 compiled = _compare_compiled(converted, loaded.example)
-    rounded = [] if quantizer.algorithms is None else [_rounded(optimized)]
-    return quantized(
+    rounding = [] if quantizer.algorithms is None else [_describe_optimization(optimized)]
+    return quantized_result(
         report,
         options,
         progress,
-        lines=rounded,
+        lines=rounding,
         coverage=coverage,
         compiled_against_eager=compiled,
-        output_against_the_float_model=found,
+        output_against_the_float_model=agreement,
     )
 
 
@@ -144,7 +135,7 @@ def _optimize(model: GraphModule, quantizer: MXQuantizer, batches: dict[str, Bat
 
 
 def _prepare(optimized: GraphModule, quantizer: MXQuantizer, options: argparse.Namespace) -> GraphModule:
-    """The prepared model, in which something will be quantized."""
+    """Prepare the model; raise an `MXError` where the recipe quantizes nothing in it."""
     with user_errors("prepare the model"):
         prepared = prepare_pt2e(optimized, quantizer)
     if not any(operator.quantized for operator in operator_reports(prepared)):
@@ -161,7 +152,7 @@ def _calibrate(prepared: GraphModule, batches: dict[str, Batch]) -> None:
 
 def _convert(prepared: GraphModule, options: argparse.Namespace) -> GraphModule:
     with user_errors("convert the model"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "NaN or Inf in")  # it is told here
+        warnings.filterwarnings("ignore", "NaN or Inf in")  # `refuse_nan` names it
         converted = convert_pt2e(prepared)
     refuse_nan("what is quantized:", nonfinite_operands(converted), options)
     return converted
@@ -171,10 +162,10 @@ def _compare(
     converted: GraphModule, float_model: GraphModule, batches: list[Batch], options: argparse.Namespace
 ) -> Fidelity:
     with torch.no_grad(), user_errors("run the converted model"):
-        found = fidelity((call(converted, batch), call(float_model, batch)) for batch in batches)
-    nan = ["there is nothing to compare"] * math.isnan(found.sqnr)
+        agreement = fidelity((call(converted, batch), call(float_model, batch)) for batch in batches)
+    nan = ["there is nothing to compare"] * math.isnan(agreement.sqnr)
     refuse_nan("every output of the float model:", nan, options)
-    return found
+    return agreement
 
 
 def _save(converted: GraphModule, loaded: LoadedModel, quantizer: MXQuantizer, options: argparse.Namespace) -> None:
@@ -184,33 +175,33 @@ def _save(converted: GraphModule, loaded: LoadedModel, quantizer: MXQuantizer, o
         save_program(program, options.output, quantizer)
 
 
-def _rounded(optimized: GraphModule) -> str:
-    """A line on what the optimization did."""
+def _describe_optimization(optimized: GraphModule) -> str:
+    """Return a line that counts the weights that the optimization changed."""
     weights = optimization_report(optimized).weights
     counts = Counter(weight.algorithm or "nearest values" for weight in weights)
-    how = ", ".join(f"{count} rounded by {name}" for name, count in counts.items())
+    rounded = ", ".join(f"{count} rounded by {name}" for name, count in counts.items())
     changed = f"{sum(bool(w.smoothed) for w in weights)} smoothed, {sum(bool(w.rotated) for w in weights)} rotated"
-    return f"{len(weights)} weights: {how}; {changed}"
+    return f"{len(weights)} weights: {rounded}; {changed}"
 
 
 def _write_report(
     report: QuantizationReport,
     options: argparse.Namespace,
     quantizer: MXQuantizer,
-    found: Fidelity | None,
+    agreement: Fidelity | None,
     before: GraphModule | None = None,
     after: GraphModule | None = None,
 ) -> None:
-    """Write the report if it is asked for, a page with the recipe, the quality and the graphs."""
+    """Write the report where `--report` asks for it; a page also has the recipe, the quality and the graphs."""
     if not options.report:
         return
     with user_errors(f"write {options.report!r}"):
         if Path(options.report).suffix.lower() == _JSON:
             report.to_json(options.report)
             return
-        used = options.recipe if options.optimize is None else quantizer
-        quality = {} if found is None else {"cosine": found.cosine, "SQNR in dB": found.sqnr}
-        report.to_html(options.report, model=options.model, recipe=used, quality=quality, before=before, after=after)
+        recipe = options.recipe if options.optimize is None else quantizer
+        quality = {} if agreement is None else {"cosine": agreement.cosine, "SQNR in dB": agreement.sqnr}
+        report.to_html(options.report, model=options.model, recipe=recipe, quality=quality, before=before, after=after)
 
 
 def _compare_compiled(converted: GraphModule, batch: Batch) -> Fidelity:

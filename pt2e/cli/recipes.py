@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from pt2mx.pt2e.cli.checked_model import exported_module
+from pt2mx.pt2e.cli.load_model import exported_module
 from pt2mx.pt2e.cli.models import load_model
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result
@@ -18,19 +18,19 @@ from pt2mx.pt2e.user_errors import user_errors
 
 
 def run_list(options: argparse.Namespace) -> Result:
-    names, found = recipe.names(), shipped.tasks()
     rows = [
-        {"recipe": name, "description": recipe.description(name), "measured": shipped.summary(name)} for name in names
+        {"recipe": name, "description": recipe.description(name), "measured": shipped.summary(name)}
+        for name in recipe.names()
     ]
     models = "; ".join(
-        f"{name}: {task['model']}, float {task['metric']} {task['float']}" for name, task in found.items()
+        f"{name}: {task['model']}, float {task['metric']} {task['float']}" for name, task in shipped.tasks().items()
     )
     text = "\n".join(f"{row['recipe']}\n  {row['description']}\n  {row['measured']}" for row in rows)
     return Result(f"{text}\n\nmeasured on {models}", {"recipes": rows})
 
 
 def run_show(options: argparse.Namespace) -> Result:
-    settings = recipe.read(options.recipe)  # an error names what is wrong in it
+    settings = recipe.read(options.recipe)  # raises an error that names what is wrong
     text = recipe.text(options.recipe)
     return Result(text.rstrip("\n"), {"recipe": options.recipe, "text": text, "settings": len(settings.settings)})
 

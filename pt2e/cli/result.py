@@ -1,14 +1,27 @@
-"""The result of a command: text for people, data for programs (`--json`)."""
+"""The result of a command: text for people, data for programs (`--json`); the report of `quantize` in short."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pt2mx.pt2e.cli.arguments import WORST_OPERATORS
+from pt2mx.pt2e.cli.progress import Progress
+
+if TYPE_CHECKING:  # they import torch
+    from pt2mx.pt2e.checkpoints.coverage import Coverage
+    from pt2mx.pt2e.report.agreement import Fidelity
+    from pt2mx.pt2e.report.report import QuantizationReport
+    from pt2mx.pt2e.report.rows import OperatorReport
 
 
 @dataclass(frozen=True)
@@ -26,23 +39,8 @@ class Result:
     status: int = 0
 
     def to_json(self) -> str:
-        """Return the data as one JSON object; null stands for a number that is not finite."""
+        """Return the data as one JSON object; numbers that are not finite become null."""
         return json.dumps(_finite(self.data), indent=1, allow_nan=False)
-
-
-@contextmanager
-def result_alone() -> Iterator[None]:
-    """Have what is printed in the block go to stderr, also by other processes and by code in C++, so that the result
-    stands alone on stdout."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with redirect_stdout(sys.stderr):
-            yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 def _finite(value: object) -> object:
@@ -51,3 +49,99 @@ def _finite(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@contextmanager
+def only_result_on_stdout() -> Iterator[None]:
+    """Redirect what the block prints to stderr, including output of other processes and of C++ code."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
+def quantized_result(
+    report: QuantizationReport,
+    options: argparse.Namespace,
+    progress: Progress,
+    *,
+    lines: Sequence[str] = (),
+    coverage: Coverage | None = None,
+    **fidelities: Fidelity | None,
+) -> Result:
+    """Return the result of a model that was quantized and written to `options.output`.
+
+    Args:
+        report: the report of the model.
+        options: the options of the command.
+        progress: its stages, which have ended.
+        lines: lines to print after the report.
+        coverage: the share of its checkpoint that the model holds; None: it comes from no checkpoint.
+        **fidelities: name of a comparison -> its result; None: nothing was compared.
+    """
+    size = size_of(options.output)
+    compared = {name: fidelity for name, fidelity in fidelities.items() if fidelity is not None}
+    text = [
+        summary(report, options.full),
+        *lines,
+        *([] if coverage is None else [f"the program holds {coverage}"]),
+        *(f"{name.replace('_', ' ')}: {fidelity}" for name, fidelity in compared.items()),
+        f"{options.output}: {size / 1e6:.1f} MB, {report.effective_bits:.2f} bits a value; {progress.seconds()}",
+    ]
+    data = {
+        "output": str(options.output),
+        "bytes": size,
+        "effective_bits": report.effective_bits,
+        **({} if coverage is None else {"checkpoint": coverage.to_dict()}),
+        **{name: fidelity._asdict() for name, fidelity in compared.items()},
+        "seconds": progress.times(),
+        "report": json.loads(report.to_json()),
+    }
+    return Result("\n".join(text), data)
+
+
+def summary(report: QuantizationReport, full: bool = False, hint: str = "--full prints all") -> str:
+    """Return the table of a report in short: the operators with the lowest SQNR, the worst first, and the totals.
+
+    Args:
+        report: the report of a converted model.
+        full: return the whole table, which a report with few operators also returns.
+        hint: where to find the other operators.
+
+    Returns:
+        The lines. The SQNR of a loaded program is unknown: its table has the operators with the most bytes instead.
+    """
+    if full or len(report.operators) <= WORST_OPERATORS:
+        return report.to_table()
+    measured = [operator for operator in report.operators if _sqnr(operator) is not None]
+    if measured:
+        order, ranked = "with the lowest SQNR", sorted(measured, key=lambda operator: _sqnr(operator) or 0.0)
+    else:
+        order, ranked = "with the most bytes", sorted(report.operators, key=_bytes, reverse=True)
+    shown = ranked[:WORST_OPERATORS]
+    *table, _ = replace(report, operators=tuple(shown)).to_table().splitlines()
+    heading = f"the {len(shown)} operators {order} of {len(report.operators)} ({hint}):"
+    reasons = Counter(operator.reason for operator in report.operators if not operator.quantized)
+    skipped = [f"left alone: {count} x {reason}" for reason, count in reasons.most_common()]
+    return "\n".join([heading, *table, *skipped, report.summary])
+
+
+def size_of(path: str | Path) -> int:
+    """Return the bytes of a file, or of the files in a folder."""
+    files = Path(path).iterdir() if Path(path).is_dir() else [Path(path)]
+    return sum(file.stat().st_size for file in files)
+
+
+def _sqnr(operator: OperatorReport) -> float | None:
+    """Return the lowest SQNR of an operator's operands in dB; None where none was measured."""
+    measured = [operand.statistics.sqnr for operand in operator.operands if operand.statistics]
+    return min(measured, default=None)
+
+
+def _bytes(operator: OperatorReport) -> int:
+    return sum(operand.bytes_before for operand in operator.operands)

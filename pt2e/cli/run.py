@@ -1,4 +1,4 @@
-"""The command `pt2mx run`: a package is called with a batch, and timed."""
+"""The command `pt2mx run`: call a package with a batch, and time it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _arguments(inputs: str, signature: Signature) -> tuple[tuple, dict]:
 
 
 def _time(call: Callable[[], object]) -> float:
-    """Return the median seconds of a call, the device's work included."""
+    """Return the median seconds of a call, including the work of the device."""
     times: list[float] = []
     while not times or sum(times) < _SECONDS:
         begin = time.perf_counter()
@@ -84,7 +84,7 @@ def _describe(leaf: object) -> str:
 
 
 def _as_json(leaf: object) -> object:
-    """The shape and dtype of a tensor; what else a model takes or gives, in Python's spelling."""
+    """Return the shape and dtype of a tensor, and the `repr` of any other value."""
     if isinstance(leaf, Tensor):
         return {"shape": list(leaf.shape), "dtype": str(leaf.dtype).removeprefix("torch.")}
     return repr(leaf)

@@ -1,4 +1,4 @@
-"""The command `pt2mx sensitivity`: which modules of a model stand which formats, and a recipe that follows from it."""
+"""The command `pt2mx sensitivity`: measure which formats each module of a model tolerates, and suggest a recipe."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import torch
 from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.cli.argument import WORST_ROWS
-from pt2mx.pt2e.cli.checked_model import checked_batches, checked_model, exported_module
-from pt2mx.pt2e.cli.judged_model import (
-    check_judged_model,
-    check_written,
-    counted,
+from pt2mx.pt2e.cli.arguments import WORST_ROWS
+from pt2mx.pt2e.cli.load_model import (
+    count_batches,
+    exported_module,
+    load_eval_batches,
+    load_float_model,
     metric_of,
-    names_in,
 )
 from pt2mx.pt2e.cli.models import Batch, call
+from pt2mx.pt2e.cli.option_checks import check_eval_options, check_eval_output, split_names
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.format_observer import MXFormatObserver
@@ -40,13 +40,13 @@ from pt2mx.spec import parse
 def run(options: argparse.Namespace) -> Result:
     formats = _check(options)
     with Progress(4 if options.bits is None else 5) as progress:
-        loaded = checked_model(options)
-        batches = list(checked_batches(loaded, options).values())
+        loaded = load_float_model(options)
+        batches = list(load_eval_batches(loaded, options).values())
         progress.begin("export")
         exported, _ = exported_module(loaded, options.part, options.allow_partial)
         progress.begin("measure")
         with user_errors("run the model"):
-            found = sensitivity(
+            measured = sensitivity(
                 exported,
                 batches,
                 formats,
@@ -59,22 +59,22 @@ def run(options: argparse.Namespace) -> Result:
         quantizer = None
         if options.bits is not None:
             progress.begin("suggest")
-            quantizer = _suggested(exported, batches[0], found, formats, options)
+            quantizer = _suggested(exported, batches[0], measured, formats, options)
     if quantizer is not None:
         quantizer.to_recipe(options.output)
-        note(f"{options.output}: {_kinds(options.output)}")
-    note(f"{options.model}, {counted(batches)}; {progress.seconds()}")
-    text = found.to_table(None if options.full else WORST_ROWS)
-    return Result(text, {**json.loads(found.to_json()), "output": options.output, "seconds": progress.times()})
+        note(f"{options.output}: {_count_formats(options.output)}")
+    note(f"{options.model}, {count_batches(batches)}; {progress.seconds()}")
+    text = measured.to_table(None if options.full else WORST_ROWS)
+    return Result(text, {**json.loads(measured.to_json()), "output": options.output, "seconds": progress.times()})
 
 
 def _check(options: argparse.Namespace) -> list[str]:
-    """Return the candidates; an `MXError` for options that cannot be, before the work."""
-    check_judged_model(options)
+    """Return the formats to try; raise an `MXError` for invalid options, before the work."""
+    check_eval_options(options)
     if (options.bits is None) != (options.output is None):
         raise MXError("--bits and --output go together: the bits of the recipe, and the file to write it to")
     if options.bits is not None:
-        check_written(options)
+        check_eval_output(options)
         if options.operands == "activations":
             raise MXError("--bits chooses formats of weights: give --operands weights or both")
     elif options.activation is not None:
@@ -83,7 +83,7 @@ def _check(options: argparse.Namespace) -> list[str]:
         raise MXError("--left is measured: give --method forward or both")
     if options.activation is not None:
         options.activation = _spec(options.activation)
-    formats = list(dict.fromkeys(map(_spec, names_in(options.formats))))
+    formats = list(dict.fromkeys(map(_spec, split_names(options.formats))))
     if options.bits is not None:
         least = min(parse(one).effective_bits for one in formats)
         if not least <= options.bits < math.inf:
@@ -92,26 +92,25 @@ def _check(options: argparse.Namespace) -> list[str]:
 
 
 def _spec(name: str) -> str:
-    """Return the spec of a format: that of the shipped recipe of the name, FP4 with scales by `even`, where there is
-    one."""
+    """Return the spec of a format. A shipped recipe of that name decides: its FP4 has scales by `even`."""
     spec = parse(name)
     settings = recipe.read(name).settings if name in recipe.names() else []
     return next((str(config.weight) for kind, _, config in settings if kind == "global" and config), str(spec))
 
 
 def _suggested(
-    exported: GraphModule, batch: Batch, found: Sensitivity, formats: Sequence[str], options: argparse.Namespace
+    exported: GraphModule, batch: Batch, measured: Sensitivity, formats: Sequence[str], options: argparse.Namespace
 ) -> MXQuantizer:
-    """The quantizer of formats that cost the output least."""
+    """Return the quantizer with the formats that cost the output least."""
     observer = MXFormatObserver.with_args(candidates=tuple(formats))
     config = MXQuantizationConfig(weight=formats[0], activation=options.activation, observer=observer)
     prepared = prepare_pt2e(exported, MXQuantizer().set_global(config))
     with torch.no_grad(), user_errors("run the model"):
-        call(prepared, batch)  # the weights are the same in each
-    return suggest_config(prepared, options.bits, objective="output", sensitivity=found)
+        call(prepared, batch)  # one is enough: only the weights' formats are chosen
+    return suggest_config(prepared, options.bits, objective="output", sensitivity=measured)
 
 
-def _kinds(path: str) -> str:
+def _count_formats(path: str) -> str:
     """Count the modules of a recipe by the format of their weights."""
     weights = [config.weight for _, _, config in recipe.read(path).settings if config]
     counts = Counter(str(weight) for weight in weights if weight is not None)

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from pt2mx import MXQuantizer
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.cli.smollm2 import smollm2_checkpoint
+from pt2mx.pt2e.cli.demo_language import smollm2_checkpoint
 from tests.benchmarks.accuracy.case import Case, Figures, Forward, config
 from tests.benchmarks.accuracy.packages import require
 from tests.benchmarks.accuracy.texts import sentences

@@ -5,7 +5,7 @@ from torch import nn
 
 from pt2mx import MXError
 from pt2mx.pt2e.cli.batches import conform, load_batch
-from pt2mx.pt2e.cli.stated_shapes import stated_signature
+from pt2mx.pt2e.cli.shapes_from_factory import signature_from_factory
 
 
 class Model(nn.Module):
@@ -19,7 +19,7 @@ X, A, B, MASK = torch.zeros(3, 4), torch.zeros(3), torch.zeros(5, dtype=torch.in
 @pytest.fixture
 def signature():
     dims = {"x": {0: torch.export.Dim("n")}, "pair": None, "times": None, "mask": {0: torch.export.Dim.AUTO}}
-    return stated_signature(Model().forward, (X, {"a": A, "b": B}, 2), {"mask": MASK}, dims)
+    return signature_from_factory(Model().forward, (X, {"a": A, "b": B}, 2), {"mask": MASK}, dims)
 
 
 def notes(batch, signature):
@@ -55,7 +55,7 @@ def test_nested_values_are_matched_by_their_keys():
             raise NotImplementedError
 
     x, k, v = torch.zeros(2), torch.ones(2), torch.ones(2) * 2
-    signature = stated_signature(Nested().forward, ({"x": x, "parts": [{"k": k, "v": v}, 3]},), {})
+    signature = signature_from_factory(Nested().forward, ({"x": x, "parts": [{"k": k, "v": v}, 3]},), {})
     for batch in ({"d": {"parts": [{"v": v, "k": k}, 3], "x": x}}, ({"parts": ({"v": v, "k": k}, 3), "x": x},)):
         ((given,), _) = conform(batch, signature, "f", print)
         assert list(given) == ["x", "parts"] and given["x"] is x and given["parts"][1] == 3
@@ -63,7 +63,7 @@ def test_nested_values_are_matched_by_their_keys():
 
 
 def test_a_tensor_is_a_batch_of_one():
-    signature = stated_signature(nn.Linear(4, 4).forward, (X,), {})
+    signature = signature_from_factory(nn.Linear(4, 4).forward, (X,), {})
     assert conform(X, signature, "f", print)[0][0] is X
 
 

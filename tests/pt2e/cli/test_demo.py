@@ -32,7 +32,7 @@ def without_work(tmp_path, monkeypatch):
     """The command with the result of a recipe, and no language model."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo, "main", lambda folder: [ROW])
-    monkeypatch.setattr(demo, "is_installed", lambda: False)
+    monkeypatch.setattr(demo.demo_language, "is_installed", lambda: False)
 
 
 @pytest.mark.parametrize("on_path", [True, False])

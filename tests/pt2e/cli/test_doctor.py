@@ -1,11 +1,12 @@
 import json
+import sys
 from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from pt2mx.pt2e.cli import clean_imports, doctor
-from pt2mx.pt2e.cli.clean_imports import FailedImport
+from pt2mx.pt2e.cli import doctor
 from pt2mx.pt2e.cli.command import main
+from pt2mx.pt2e.cli.doctor import FailedImport, clean_imports
 from pt2mx.pt2e.cli.doctor_checks import CHECKS, Check, NotNeeded
 
 
@@ -67,7 +68,7 @@ def test_what_is_installed_and_does_not_import_is_broken(check, monkeypatch):
     def broken(module):
         raise FailedImport(f"`import {module}` fails")
 
-    monkeypatch.setattr(clean_imports, "_import", broken)
+    monkeypatch.setattr(doctor, "_import", broken)
     status, row, lines = check(Check("x", lambda: "1.0", "speed", "pip install x", imports={"x.y": "x-y"}))
     mend = "pip install --force-reinstall x-y"
     assert status == 0 and (row["status"], row["found"], row["mend"]) == ("broken", "`import x.y` fails", mend)
@@ -80,7 +81,7 @@ def test_what_fails_without_torch_is_unknown(check, monkeypatch):
     def broken(module):
         raise FailedImport(f"`import {module}` fails: ImportError: libtorch.so")
 
-    monkeypatch.setattr(clean_imports, "_import", broken)
+    monkeypatch.setattr(doctor, "_import", broken)
     checks = [
         Check("torch", lambda: "2.13", "the flow", "pip install torch", imports={"torch": "torch"}),
         Check("x", lambda: "1.0", "speed", "pip install x", imports={"x": "x"}),
@@ -96,12 +97,75 @@ def test_what_fails_without_torch_is_unknown(check, monkeypatch):
 
 
 def test_here(capsys, monkeypatch):
-    """The imports themselves are `tests/pt2e/cli/test_clean_imports.py`'s: they take seconds."""
+    """The imports themselves have a slow test below: they take seconds."""
     imported: list[str] = []
-    monkeypatch.setattr(clean_imports, "_import", imported.append)
+    monkeypatch.setattr(doctor, "_import", imported.append)
     assert main(["doctor", "--json"]) == 0
     found = {row["name"]: row for row in json.loads(capsys.readouterr().out)["checks"]}
     assert list(found) == [check.name for checks in CHECKS.values() for check in checks]
     assert all(row["status"] == "ok" for row in found.values() if row["needed"])
     assert {"torch", "torchao", "yaml", "torchvision", "transformers.modeling_utils", "jax"} <= set(imported)
     assert len(imported) == len(set(imported))
+
+
+MODULES = {
+    "whole": "print('an import that prints')",
+    "prints_and_fails": "print('x'); raise RuntimeError('operator x::nms\\n  does not exist')",
+    "lacks": "import not_there_at_all",
+    "exits": "raise SystemExit(3)",
+    "crashes": "import os; os.abort()",
+    "unicode": "raise ValueError('é')",
+}
+
+
+@pytest.fixture
+def modules(tmp_path, monkeypatch):
+    for name, text in MODULES.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+def test_each_module_is_imported_in_a_process_of_its_own(modules):
+    with clean_imports(MODULES) as imports:
+        found = {name: imports[name].exception() for name in MODULES}
+    assert found.pop("whole") is None and not set(MODULES) & set(sys.modules)
+    assert all(type(error) is FailedImport for error in found.values())
+    assert {name: str(error) for name, error in found.items()} == {
+        "prints_and_fails": "`import prints_and_fails` fails: RuntimeError: operator x::nms does not exist",
+        "lacks": "`import lacks` fails: ModuleNotFoundError: No module named 'not_there_at_all'",
+        "exits": "`import exits` fails: SystemExit: 3",
+        "crashes": "`import crashes` ends the process with status -6",
+        "unicode": "`import unicode` fails: ValueError: é",
+    }
+
+
+@pytest.mark.slow
+def test_what_doctor_looks_at_imports_here():
+    modules = [module for checks in CHECKS.values() for check in checks for module in check.imports]
+    with clean_imports(modules) as imports:
+        assert {name: imports[name].exception() for name in modules} == dict.fromkeys(modules)
+
+
+SCHEMA = "RuntimeError: operator torchvision::nms does not exist"
+CPU, GPU = "https://download.pytorch.org/whl/cpu", "https://download.pytorch.org/whl/cu130"
+
+
+@pytest.mark.parametrize(
+    ("torch", "torchvision", "requirement", "command"),
+    [
+        ("2.13.0+cpu", "0.28.0", "torch (==2.13.0)", f"--no-deps torchvision==0.28.0 --index-url {CPU}"),
+        ("2.13.0+cu130", "0.28.0+cpu", "torch==2.13.0", f"--no-deps torchvision==0.28.0 --index-url {GPU}"),
+        ("2.13.0", "0.28.0", "torch==2.13.0", "--no-deps torchvision==0.28.0"),
+        ("2.14.1", "0.28.0", "torch==2.13.0", "torchvision torch==2.14.1"),
+        ("2.14.1+cpu", "0.28.0", "torch==2.13.0", f"torchvision torch==2.14.1 --index-url {CPU}"),
+    ],
+)
+def test_torchvision_of_the_version_and_build_of_torch(torch, torchvision, requirement, command, monkeypatch):
+    monkeypatch.setattr(doctor.metadata, "version", {"torch": torch, "torchvision": torchvision}.get)
+    monkeypatch.setattr(doctor.metadata, "requires", {"torchvision": ["numpy", requirement]}.get)
+    assert doctor.repair_command("torchvision", "ImportError: libx.so") == f"pip install --force-reinstall {command}"
+    assert doctor.repair_command("transformers", SCHEMA) == f"pip install --force-reinstall {command}"
+
+
+def test_another_package_is_installed_anew():
+    assert doctor.repair_command("onnxruntime", "ImportError: libx.so") == "pip install --force-reinstall onnxruntime"

@@ -7,8 +7,7 @@ import torch
 
 from pt2mx.kernels.cpu import build, linear
 from pt2mx.pt2e.cli import doctor_checks
-from pt2mx.pt2e.cli.doctor_checks import CHECKS, EXTRAS, SMOLLM2, NotNeeded
-from pt2mx.pt2e.cli.smollm2 import PACKAGES
+from pt2mx.pt2e.cli.doctor_checks import CHECKS, EXTRAS, NotNeeded
 
 PROJECT = (Path(__file__).parents[3] / "pyproject.toml").read_text()
 LOOK = {check.name: check.look for checks in CHECKS.values() for check in checks}
@@ -20,7 +19,7 @@ def listed(name):
 
 
 def test_the_checks_are_the_dependencies():
-    needed = {check.name: check.mend for check in CHECKS["packages"][1:]}
+    needed = {check.name: check.repair for check in CHECKS["packages"][1:]}
     assert list(needed.values()) == [f"pip install '{requirement}'" for requirement in listed("dependencies")]
     assert all(check.needed for check in CHECKS["packages"]) and not any(c.needed for c in CHECKS["extras"])
 
@@ -28,7 +27,6 @@ def test_the_checks_are_the_dependencies():
 def test_the_extras_are_those_of_the_project():
     for name, packages in EXTRAS.items():
         assert [one for one in listed(name) if not one.startswith("pt2mx")] == list(packages)
-    assert SMOLLM2.split()[-len(PACKAGES) :] == list(PACKAGES)
 
 
 def test_an_old_version():

@@ -287,7 +287,7 @@ def test_an_int_of_a_batch_is_one_of_the_model(folder):
 def test_nan_is_an_error_by_name_or_allowed(model, message, folder, capsys):
     assert quantize(model=model) == 2
     err = capsys.readouterr().err
-    assert err == f"pt2mx: error: {message}: mend it, or give --allow-nan to quantize all the same\n"
+    assert err == f"pt2mx: error: {message}: fix it, or give --allow-nan to quantize anyway\n"
     assert not (folder / "out.pt2").exists()
     assert quantize("--allow-nan", model=model) == 0
     assert f"pt2mx: warning: {message}\n" in capsys.readouterr().err and (folder / "out.pt2").exists()

@@ -61,7 +61,7 @@ def test_a_recipe_of_so_many_bits(capsys, folder):
         (["--bits", "5", "--output", "r.yaml", "--operands", "activations"], "--bits chooses formats of weights"),
         (["--activation", "mxfp8"], "--activation is of the recipe"),
         (["--left"], "--left is measured: give --method forward or both"),
-        (["--calibration", "none"], "--calibration none leaves no batch to judge by"),
+        (["--calibration", "none"], "--calibration none leaves no batch to evaluate on"),
     ],
 )
 def test_errors(arguments, text, capsys, folder):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.export import Dim
 
-from pt2mx.pt2e.cli.stated_shapes import stated_signature
+from pt2mx.pt2e.cli.shapes_from_factory import signature_from_factory
 
 X, Y = torch.zeros(4, 6), torch.zeros(4)
 BATCH = Dim("batch", min=2, max=8)
@@ -30,7 +30,7 @@ def forward(x, y, *rest, k=None):
     ],
 )
 def test_ranges_of_tensors(shapes, x, y):
-    signature = stated_signature(forward, (X, Y), {}, shapes)
+    signature = signature_from_factory(forward, (X, Y), {}, shapes)
     assert signature.ranges == [x, y] and signature.names == ["x", "y"] == signature.parameters
 
 
@@ -38,7 +38,7 @@ def test_trees_constants_and_numbers():
     Pair = namedtuple("Pair", ["left", "right"])
     args = ({"a": X, "b": [Y, 3]}, Pair(Y, True), X, 2)
     shapes = {"x": {"a": {1: Dim.AUTO}, "b": [None, Dim.DYNAMIC]}, "y": None, "rest": None, "k": {0: Dim.AUTO}}
-    signature = stated_signature(forward, args, {"k": Y}, shapes)
+    signature = signature_from_factory(forward, args, {"k": Y}, shapes)
     assert signature.parameters == ["x", "y", "rest_0", "rest_1"]
     assert signature.names == ["x_a", "x_b_0", "x_b_1", "y_left", "y_right", "rest_0", "rest_1", "k"]
     (number,) = signature.ranges[2]

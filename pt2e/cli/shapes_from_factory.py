@@ -1,4 +1,4 @@
-"""The shapes that `dynamic_shapes` of `torch.export.export` state of a model's inputs, known before the export."""
+"""The shapes of a model's inputs that a factory's `dynamic_shapes` state, known before the export."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from torch.utils import _pytree as pytree
 from pt2mx.pt2e.packages.signature import Signature
 from pt2mx.pt2e.packages.sizes import Range
 
-#: of a number that may be any
+#: the range of a number that may be any
 _ANY_NUMBER: Range = (-sys.maxsize, None)
 
 
-def stated_signature(forward: Callable, args: tuple, kwargs: dict, dynamic_shapes: object = None) -> Signature:
-    """Return the signature of `torch.export.export(module, args, kwargs, dynamic_shapes=...)`, as far as it is stated.
+def signature_from_factory(forward: Callable, args: tuple, kwargs: dict, dynamic_shapes: object = None) -> Signature:
+    """Return the signature that `torch.export.export(module, args, kwargs, dynamic_shapes=...)` will have.
+
+    A dimension whose range only the export will find may have any size.
 
     Args:
-        forward: the module's.
+        forward: the method of the module.
         args: positional arguments of the example.
-        kwargs: its keyword arguments.
-        dynamic_shapes: as export takes them; None for shapes that are all fixed.
+        kwargs: keyword arguments of the example.
+        dynamic_shapes: as export takes them; None: all shapes are fixed.
     """
     names = _parameters(forward, len(args))
     trees = [*zip(names, args, strict=True), *kwargs.items()]
@@ -32,14 +34,14 @@ def stated_signature(forward: Callable, args: tuple, kwargs: dict, dynamic_shape
         specs = [(dynamic_shapes or {}).get(name) for name, _ in trees]
     elif isinstance(dynamic_shapes, tuple | list) and len(dynamic_shapes) == len(trees):
         specs = list(dynamic_shapes)
-    else:  # another form, or a fault that export will name
+    else:  # another form, or an error that export will report
         specs = [_UNKNOWN] * len(trees)
-    found: list[list[Range] | None] = []
+    ranges: list[list[Range] | None] = []
     for (_, tree), spec in zip(trees, specs, strict=True):
-        found += _of_tree(tree, spec)
+        ranges += _ranges(tree, spec)
     paths = [(name, pytree.tree_flatten_with_path(tree)[0]) for name, tree in trees]
     leaves = ["_".join([name, *(_key(k) for k in path)]) for name, flat in paths for path, _ in flat]
-    return Signature(args, kwargs, leaves, found, names, [], [])
+    return Signature(args, kwargs, leaves, ranges, names, [], [])
 
 
 _UNKNOWN = object()
@@ -50,26 +52,26 @@ def _parameters(forward: Callable, count: int) -> list[str]:
     parameters = list(inspect.signature(forward).parameters.values())
     several = [p.name for p in parameters if p.kind is p.VAR_POSITIONAL]
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:count]
-    rest = several[0] if several else "args"
-    return [*names, *(f"{rest}_{i}" for i in range(count - len(names)))]
+    variadic = several[0] if several else "args"
+    return [*names, *(f"{variadic}_{i}" for i in range(count - len(names)))]
 
 
-def _of_tree(tree: object, spec: object) -> list[list[Range] | None]:
+def _ranges(tree: object, spec: object) -> list[list[Range] | None]:
     """Return `Signature.ranges` of the leaves of an argument."""
     if isinstance(tree, Tensor):
-        return [_of_tensor(tree, spec)]
+        return [_tensor_ranges(tree, spec)]
     if isinstance(tree, dict | list | tuple):
         items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-        return [found for key, value in items for found in _of_tree(value, _spec_of(spec, key))]
+        return [leaf for key, value in items for leaf in _ranges(value, _spec_of(spec, key))]
     if isinstance(tree, int) and not isinstance(tree, bool) and (spec is _UNKNOWN or _is_dynamic(spec)):
         return [[_ANY_NUMBER]]
     leaves = pytree.tree_leaves(tree)
     if len(leaves) == 1 and leaves[0] is tree:
         return [None]
-    return [found for leaf in leaves for found in _of_tree(leaf, _UNKNOWN)]
+    return [ranges for leaf in leaves for ranges in _ranges(leaf, _UNKNOWN)]
 
 
-def _of_tensor(tensor: Tensor, spec: object) -> list[Range]:
+def _tensor_ranges(tensor: Tensor, spec: object) -> list[Range]:
     if spec is _UNKNOWN:
         return [(0, None)] * tensor.dim()
     dims = [_spec_of(spec, i) for i in range(tensor.dim())]
@@ -77,7 +79,7 @@ def _of_tensor(tensor: Tensor, spec: object) -> list[Range]:
 
 
 def _spec_of(spec: object, key: object) -> object:
-    """Return what a spec says of a part: the value at a key or an index."""
+    """Return the spec of a part: the value at a key or an index."""
     if spec is None or isinstance(spec, dict):
         return (spec or {}).get(key)
     if isinstance(spec, list | tuple) and isinstance(key, int):

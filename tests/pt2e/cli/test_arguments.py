@@ -1,6 +1,6 @@
 from pt2mx.algorithms.options import PRESETS
 from pt2mx.pt2e.checkpoints.layouts import LAYOUTS
-from pt2mx.pt2e.cli import argument
+from pt2mx.pt2e.cli import arguments
 from pt2mx.pt2e.onnx.export import DIALECTS, OPSETS
 from pt2mx.pt2e.sensitivity.compare_recipes import OTHER_FORMATS
 from pt2mx.pt2e.sensitivity.metrics import METRICS
@@ -10,11 +10,11 @@ from pt2mx.pt2e.sensitivity.sensitivity import METHODS
 
 def test_choices_are_those_of_the_python_api():
     """Their modules import torch, which a command line is checked without."""
-    assert argument.PRESETS == tuple(PRESETS)
-    assert argument.LAYOUTS == tuple(LAYOUTS)
-    assert argument.OPSETS == (OPSETS[0], OPSETS[-1])
-    assert argument.TARGETS == tuple(DIALECTS)
-    assert argument.OTHER_FORMATS == OTHER_FORMATS
-    assert argument.METRICS == tuple(METRICS)
-    assert argument.OPERANDS == OPERANDS
-    assert argument.METHODS == tuple(METHODS)
+    assert arguments.PRESETS == tuple(PRESETS)
+    assert arguments.LAYOUTS == tuple(LAYOUTS)
+    assert arguments.OPSETS == (OPSETS[0], OPSETS[-1])
+    assert arguments.DIALECTS == tuple(DIALECTS)
+    assert arguments.OTHER_FORMATS == OTHER_FORMATS
+    assert arguments.METRICS == tuple(METRICS)
+    assert arguments.OPERANDS == OPERANDS
+    assert arguments.METHODS == tuple(METHODS)

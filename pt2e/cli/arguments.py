@@ -1,0 +1,289 @@
+"""The arguments of all commands as data: a command line is checked before torch is imported, which takes seconds.
+
+This module imports no torch. It therefore repeats choices that the Python API defines; a test compares them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from pt2mx.pt2e.quantizer import shipped
+
+
+class Argument(NamedTuple):
+    """The arguments of a call of `argparse.ArgumentParser.add_argument`."""
+
+    names: tuple[str, ...]
+    options: dict[str, Any]
+
+
+def argument(*names: str, **options: Any) -> Argument:
+    """Return an argument, described as for `add_argument`."""
+    return Argument(names, options)
+
+
+def flag(name: str, text: str) -> Argument:
+    """Return an option without a value."""
+    return argument(name, action="store_true", help=text)
+
+
+def device(meaning: str) -> Argument:
+    """Return the option `--device`."""
+    return argument("--device", choices=("cpu", "cuda"), default="cpu", help=f"{meaning} (default: cpu)")
+
+
+PRESETS = ("fast", "balanced", "best")
+METRICS = ("kl", "cosine", "noise")
+METHODS = ("forward", "gradient", "both")
+OPERANDS = ("both", "weights", "activations")
+DTYPES = ("float32", "float16", "bfloat16")
+LAYOUTS = ("compressed-tensors", "mxfp4", "quark", "modelopt", "fp8")
+DIALECTS = ("pt2mx", "quark", "standard")
+OPSETS = (18, 25)
+#: formats that `compare` tries without a recipe
+OTHER_FORMATS = ("mxfp8_e5m2", "mxfp6_e3m2")
+
+#: operators in the summary of `quantize`, and rows of `sensitivity`, without `--full`
+WORST_OPERATORS, WORST_ROWS = 10, 20
+#: the folder that `demo` writes
+DEMO_FOLDER = "pt2mx-demo"
+
+#: arguments of every command
+COMMON = (
+    flag("--json", "print the result as one JSON object"),
+    flag("--traceback", "print the whole traceback of an error"),
+)
+
+_ALLOW_NAN = flag("--allow-nan", "warn of NaN or Inf in weights or batches and go on; by default they are an error")
+_PARTIAL = (
+    argument(
+        "--part",
+        metavar="NAME",
+        help="for a checkpoint: the top-level module to put into the program, such as language_model; the others may "
+        "be left out",
+    ),
+    flag("--allow-partial", "for a checkpoint: let the program leave out any part"),
+)
+_EVALUATED_MODEL = (
+    argument("model", help="minilm, torchvision:NAME, hf:DIRECTORY_OR_NAME or module.py:factory"),
+    argument(
+        "--calibration",
+        help="a folder of .pt/.npz batches, of images (.png, .jpg) or of recordings (.wav) (default: the model's "
+        "built-in sample)",
+    ),
+    argument(
+        "--metric",
+        choices=METRICS,
+        help="kl: divergence of logits; cosine: of embeddings; noise: noise-to-signal power (default: kl for "
+        "torchvision's models and checkpoints that output logits, cosine for others)",
+    ),
+    device("where the model runs"),
+    _ALLOW_NAN,
+    *_PARTIAL,
+)
+_PROGRAM = argument("program", help="a file that `pt2mx quantize` or torch.export.save wrote")
+
+#: command -> its arguments
+ARGUMENTS: dict[str, tuple[Argument, ...]] = {
+    "quantize": (
+        argument(
+            "--model",
+            required=True,
+            help="minilm, torchvision:NAME, hf:DIRECTORY_OR_NAME, module.py:factory or onnx:FILE",
+        ),
+        argument(
+            "--recipe",
+            help=f"a YAML file, or one of {', '.join(shipped.names())}; leave it out for a checkpoint that is already "
+            "in MX formats",
+        ),
+        argument(
+            "--calibration",
+            help="a folder of .pt/.npz batches, of images (.png, .jpg) or of recordings (.wav); for a language model a "
+            "text; or none (default: the model's built-in sample)",
+        ),
+        argument(
+            "--optimize",
+            choices=(*PRESETS, "none"),
+            help="round the weights with a preset of pt2mx.optimize, on the batches of --calibration (default: the "
+            "section algorithms: of the recipe, or none)",
+        ),
+        argument(
+            "--output",
+            default="out.pt2",
+            help="the exported program to write, or for a language model a folder (default: out.pt2)",
+        ),
+        device("where the model is quantized and its program runs"),
+        argument(
+            "--tensor-parallel",
+            type=int,
+            default=1,
+            metavar="N",
+            help="for a language model: divide its layers among N ranks of torchrun (default: 1)",
+        ),
+        flag("--compile", "also compile the result and compare it with eager mode"),
+        argument("--report", help="the report to write; its name ends in .json, .html or .htm"),
+        _ALLOW_NAN,
+        *_PARTIAL,
+        argument(
+            "--dtype",
+            choices=DTYPES,
+            help="for a checkpoint: the dtype to load it in, such as bfloat16 for `save-checkpoint` (default: its own)",
+        ),
+        flag("--full", f"print all operators, not only the {WORST_OPERATORS} with the lowest SQNR"),
+    ),
+    "compare": (
+        *_EVALUATED_MODEL,
+        argument(
+            "--recipes",
+            metavar="A,B",
+            help=f"names of recipes, files and formats (default: {', '.join([*shipped.names(), *OTHER_FORMATS])}, "
+            "without those of another task where the model's task is known)",
+        ),
+        argument(
+            "--optimize",
+            choices=(*PRESETS, "none"),
+            help="round the weights for all recipes with a preset of pt2mx.optimize (default: as each recipe says)",
+        ),
+        argument(
+            "--output",
+            metavar="FILE",
+            help="a page to write, its name ending in .html: the plot, and the report of the best recipe",
+        ),
+        flag("--speed", "also compile each result and time a batch"),
+    ),
+    "sensitivity": (
+        *_EVALUATED_MODEL,
+        argument(
+            "--formats", metavar="A,B", default="mxfp4,mxfp6,mxfp8", help="formats to try (default: mxfp4,mxfp6,mxfp8)"
+        ),
+        argument(
+            "--method",
+            choices=METHODS,
+            default="gradient",
+            help="forward: run the model once per module and format; gradient: estimate from backward passes (default)",
+        ),
+        argument(
+            "--operands",
+            choices=OPERANDS,
+            help="the operands of a module to quantize (default: both; with --bits: weights)",
+        ),
+        flag("--left", "with forward: also quantize all modules but one"),
+        argument("--bits", type=float, help="suggest formats of the weights with at most this many bits per value"),
+        argument("--activation", metavar="FORMAT", help="with --bits: the format of all activations (default: float)"),
+        argument("--output", metavar="FILE", help="with --bits: the recipe to write"),
+        flag("--full", f"print all rows, not only the {WORST_ROWS} most sensitive"),
+    ),
+    "generate": (
+        argument("folder", help="the folder that `pt2mx quantize --model hf:... --output FOLDER` wrote"),
+        argument(
+            "--prompt",
+            action="append",
+            help="the prompt; give it several times for several answers (default: ask for one prompt after the other)",
+        ),
+        flag("--chat", "put prompts into the tokenizer's chat template"),
+        argument(
+            "--max-new-tokens", type=int, default=256, metavar="N", help="generate at most N tokens (default: 256)"
+        ),
+        argument(
+            "--temperature",
+            type=float,
+            default=0.0,
+            metavar="T",
+            help="sample with this temperature (default: 0, which takes the most likely token)",
+        ),
+        argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens"),
+        argument("--top-p", type=float, metavar="P", help="sample from the most likely tokens of total probability P"),
+        argument("--repetition-penalty", type=float, metavar="R", help="above 1: repeat less"),
+        argument("--seed", type=int, default=0, help="the seed of sampling (default: 0)"),
+        argument("--device", help="cpu or cuda (default: the device of the export)"),
+        flag("--compile", "compile the model first: worth it for long texts"),
+    ),
+    "perplexity": (
+        argument("folder", help="a folder that `pt2mx quantize` wrote, or the checkpoint of a language model"),
+        argument("--text", required=True, help="a text file, or a folder of .txt files"),
+        argument("--tokens", type=int, metavar="N", help="use the first N tokens of the text"),
+        argument("--float", help="for a quantized folder: the checkpoint to compare it with"),
+        argument(
+            "--recipe",
+            nargs="+",
+            action="extend",
+            default=[],
+            help="for a checkpoint: recipes to quantize it with, one row each",
+        ),
+        argument("--calibration", help="a text for the recipes' algorithms, or none (default: the built-in sample)"),
+        *_PARTIAL,
+    ),
+    "compile": (
+        argument(
+            "program",
+            help="a file that `pt2mx quantize` or torch.export.save wrote, or the folder of a language model, which "
+            "then gets packages",
+        ),
+        argument("--output", help="the package to write; its name ends in .pt2"),
+        device("where the package runs"),
+        flag("--portable", "make a package that runs where pt2mx is not installed"),
+        flag("--unpack", "keep weights dequantized: larger, mostly faster"),
+    ),
+    "run": (
+        argument("package", help="a package that `pt2mx compile` wrote"),
+        argument("--inputs", help="a .pt or .npz batch (default: the inputs of the export)"),
+        argument("--output", help="write the outputs with torch.save to this file; its name ends in .pt"),
+    ),
+    "inspect": (argument("file", help="a program, a package, or the folder of a quantized language model"),),
+    "export-onnx": (
+        _PROGRAM,
+        argument("--output", required=True, help="the file to write; its name ends in .onnx"),
+        argument("--opset", type=int, help=f"{OPSETS[0]} to {OPSETS[1]} (default: the opset of torch's exporter)"),
+        argument("--target", default="pt2mx", help=f"the nodes to write: {', '.join(DIALECTS)} (default: pt2mx)"),
+    ),
+    "save-checkpoint": (
+        argument("folder", help="the folder that `pt2mx quantize --model hf:... --output FOLDER` wrote"),
+        argument("--float", required=True, metavar="CHECKPOINT", help="the float checkpoint that was quantized"),
+        argument("--output", required=True, help="the folder to write, new or empty"),
+        argument(
+            "--layout", choices=LAYOUTS, help="the layout of the checkpoint (default: the first that has the formats)"
+        ),
+        argument(
+            "--unpack",
+            nargs="+",
+            action="extend",
+            default=[],
+            metavar="REGEX",
+            help="modules whose weights are written as values, not codes, such as '.*embed_tokens'",
+        ),
+        argument("--max-shard-size", default="5GB", help="the size of a file of tensors (default: 5GB)"),
+    ),
+    "convert-checkpoint": (
+        argument("source", help="the folder of the checkpoint: config.json and safetensors"),
+        argument("output", help="the folder to write; an interrupted run continues in its folder"),
+        argument("--recipe", default="mxfp4_weight_only", help="a shipped recipe, or the path of one"),
+        argument("--layout", default="compressed-tensors", choices=LAYOUTS, help="the layout of codes and scales"),
+        argument("--dtype", help="the dtype of tensors that stay in float, such as bfloat16 (default: their own)"),
+        argument("--statistics", help="a file of save_statistics: GPTQ rounds with its statistics of inputs"),
+        argument("--jobs", type=int, default=1, help="the number of shards to convert at a time (default: 1)"),
+    ),
+    "demo": (
+        argument(
+            "--output",
+            default=DEMO_FOLDER,
+            help=f"the folder for programs, packages and pages (default: {DEMO_FOLDER})",
+        ),
+    ),
+    "completion": (argument("shell", choices=("bash", "zsh", "fish"), help="the shell that completes"),),
+}
+
+#: command with actions -> action -> (the help text, its arguments)
+ACTIONS: dict[str, dict[str, tuple[str, tuple[Argument, ...]]]] = {
+    "recipes": {
+        "list": ("list the shipped recipes", ()),
+        "show": ("print a recipe as YAML", (argument("recipe", help="the name of a shipped recipe, or a file"),)),
+        "check": (
+            "read a recipe, and print what it selects in a model",
+            (
+                argument("recipe", help="a file, or the name of a shipped recipe"),
+                argument("--model", help="the model, as for `pt2mx quantize`"),
+            ),
+        ),
+        "schema": ("print the JSON schema of recipes, for editors", ()),
+    },
+}

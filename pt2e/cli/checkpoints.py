@@ -1,0 +1,93 @@
+"""The commands `save-checkpoint` and `convert-checkpoint`, which write checkpoints of Hugging Face."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import torch
+from tqdm import tqdm
+
+from pt2mx.extras import import_extra
+from pt2mx.pt2e.checkpoints.convert_files import ConversionReport, convert_checkpoint
+from pt2mx.pt2e.checkpoints.statistics import StatisticsFile
+from pt2mx.pt2e.cli.progress import Progress, note
+from pt2mx.pt2e.cli.result import Result, size_of
+from pt2mx.pt2e.user_errors import user_errors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+#: tensors named for each reason
+_NAMED = 4
+
+
+def run_save(options: argparse.Namespace) -> Result:
+    from pt2mx.pt2e.checkpoints.save import save_checkpoint  # imports transformers
+    from pt2mx.pt2e.language.language_model import LanguageModel
+
+    with Progress(2) as progress:
+        quantized = LanguageModel.from_pretrained(options.folder)
+        model = _without_weights(options.float)
+        progress.begin("save")
+        with user_errors(f"write {options.output!r}"):
+            save_checkpoint(
+                quantized,
+                model,
+                options.output,
+                options.layout,
+                unpack=options.unpack,
+                max_shard_size=options.max_shard_size,
+            )
+    size = size_of(options.output)
+    text = f"{options.output}: {size / 1e6:.1f} MB; {progress.seconds()}"
+    return Result(text, {"output": options.output, "bytes": size, "seconds": progress.times()})
+
+
+def _without_weights(name: str) -> PreTrainedModel:
+    """Return the float model on the meta device: the quantized model holds the weights."""
+    transformers = import_extra("transformers", "hf")
+    with user_errors(f"read the configuration of {name!r}"), torch.device("meta"):
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+def run_convert(options: argparse.Namespace) -> Result:
+    with Progress(1, "convert") as progress, tqdm(desc="shards", disable=None, file=sys.stderr) as bar:
+
+        def finished(shard: str, shards: int) -> None:
+            bar.total = shards
+            bar.update()
+
+        report = convert_checkpoint(
+            options.source,
+            options.output,
+            options.recipe,
+            layout=options.layout,
+            dtype=options.dtype,
+            statistics=None if options.statistics is None else StatisticsFile(options.statistics),
+            jobs=options.jobs,
+            finished=finished,
+        )
+    _note_unquantized(report)
+    before, after = report.bytes_before, report.bytes_after
+    formats = Counter(report.quantized.values())
+    text = [
+        *(f"{spec}: {count} tensors" for spec, count in formats.items()),
+        f"{options.output}: {after / 1e6:.1f} MB (the float checkpoint: {before / 1e6:.1f} MB); {progress.seconds()}",
+    ]
+    return Result("\n".join(text), {"output": options.output, **asdict(report), "seconds": progress.times()})
+
+
+def _note_unquantized(report: ConversionReport) -> None:
+    if report.kept:
+        note(f"kept {len(report.kept)} shards that an earlier run had finished")
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in report.left.items():
+        by_reason.setdefault(reason, []).append(name)
+    for reason, names in by_reason.items():
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        note(f"in high precision: {', '.join(names[:_NAMED])}{more}: {reason}")

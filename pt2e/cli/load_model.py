@@ -1,0 +1,115 @@
+"""Load the float model of a command and its batches, check both for NaN, and export the model."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+from pt2mx.errors import MXError
+from pt2mx.fx.graph.tensors import remove_unused
+from pt2mx.pt2e.checkpoints.coverage import Coverage, tensors_read
+from pt2mx.pt2e.cli.calibration_files import load_batches
+from pt2mx.pt2e.cli.models import Batch, LoadedModel, load_model
+from pt2mx.pt2e.cli.progress import note
+from pt2mx.pt2e.report.finite import listed, nonfinite_parameters
+from pt2mx.pt2e.user_errors import WITHOUT_EXPORT, user_errors
+
+#: advice for code that cannot be exported
+_FOR_CODE = "change that code, or give a factory of the part of the model that can be exported"
+#: architectures of transformers that output logits
+_LOGITS = re.compile(r"For\w*(Classification|LM|CTC|Generation|PreTraining)$|LMHeadModel$")
+
+
+def load_float_model(options: argparse.Namespace) -> LoadedModel:
+    """Load the model of `options.model` on `options.device`.
+
+    Raises:
+        MXError: for a model that cannot be loaded; for one that holds a NaN or an Inf, without `--allow-nan`; for one
+            that leaves out more of its checkpoint than `--part` and `--allow-partial` permit.
+    """
+    with user_errors("load the model"):
+        loaded = load_model(options.model, getattr(options, "dtype", None)).to(options.device)
+    if loaded.values is not None:
+        loaded.values.held_by().check(options.part, options.allow_partial)
+    refuse_nan("the weights", nonfinite_parameters(loaded.module), options)
+    return loaded
+
+
+def load_eval_batches(loaded: LoadedModel, options: argparse.Namespace) -> dict[str, Batch]:
+    """Load the batches of `options.calibration` by their files, or the model's built-in ones by their numbers.
+
+    Raises:
+        MXError: for batches that the model does not take; for batches that hold a NaN, without `--allow-nan`.
+    """
+    if options.calibration is None:
+        batches = {f"built-in batch {i}": batch for i, batch in enumerate(loaded.batches)}
+    elif options.calibration == "none":
+        return {}
+    else:
+        files = load_batches(options.calibration, loaded.readers)
+        conformed = {source: loaded.conform(batch, source, note) for source, batch in files.items()}
+        batches = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(options.device), conformed)
+    for source, batch in batches.items():
+        refuse_nan(f"{source}: the inputs", _nonfinite_inputs(loaded, batch), options)
+    return batches
+
+
+def refuse_nan(what: str, names: Iterable[str], options: argparse.Namespace) -> None:
+    """Raise an `MXError` if there are names of tensors with NaN or Inf; with `--allow-nan` warn instead."""
+    if names := list(names):
+        text = f"NaN or Inf in {what} {listed(names)}"
+        if not options.allow_nan:
+            raise MXError(f"{text}: fix it, or give --allow-nan to quantize anyway")
+        note(f"warning: {text}")
+
+
+def exported_module(
+    loaded: LoadedModel, part: str | None = None, allow_partial: bool = False
+) -> tuple[GraphModule, Coverage | None]:
+    """Export a model; return its graph module, and the share of its checkpoint's values that it holds.
+
+    Raises:
+        MXError: for a program that leaves out more than `part` and `allow_partial` permit; see `Coverage.check`.
+    """
+    with user_errors("export the model", _FOR_CODE if loaded.values is None else WITHOUT_EXPORT):
+        program = loaded.export()
+    if loaded.values is None:
+        return program.module(), None
+    coverage = loaded.values.held_by(tensors_read(program))
+    coverage.check(part, allow_partial)
+    note_coverage(coverage)
+    # reports count the parameters of the float model: without the parts that the program leaves out
+    return remove_unused(program.module()), coverage
+
+
+def note_coverage(coverage: Coverage) -> None:
+    """Note the share of a checkpoint that a program holds, where it is not all of it."""
+    if coverage.held < coverage.values:
+        note(f"the program holds {coverage}")
+
+
+def metric_of(options: argparse.Namespace, loaded: LoadedModel) -> str:
+    """Return the metric of the options; by default the one that fits the model."""
+    if options.metric is not None:
+        return options.metric
+    logits = options.model.startswith("torchvision:") or _LOGITS.search(type(loaded.module).__name__)
+    return "kl" if logits else "cosine"
+
+
+def count_batches(batches: Sequence[object]) -> str:
+    """Return the number of batches in words."""
+    return f"{len(batches)} batch{'es' * (len(batches) != 1)}"
+
+
+def _nonfinite_inputs(loaded: LoadedModel, batch: Batch) -> Iterable[str]:
+    """Yield the inputs that hold a NaN, or no finite value at all: a mask may mix -Inf with finite values."""
+    leaves = pytree.tree_leaves(batch)
+    for name, leaf in zip(loaded.signature.names, leaves, strict=True):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
+            if leaf.isnan().any() or not leaf.isfinite().any():
+                yield name
