@@ -1,28 +1,31 @@
-"""The files of a checkpoint: its configuration, and tensors that are read one at a time."""
+"""The files of a checkpoint: its configuration, its tensors, which are read one at a time, and their sizes."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from pt2mx.errors import MXError
+from pt2mx.extras import import_extra
 from pt2mx.pt2e.checkpoints.safetensors_shards import Entry, ShardReader
 
-#: the configuration, the tensors where they are in one file, and what says in which of several each is
+#: the configuration, the only file of tensors, and the index where there are several
 CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-#: ModelOpt's own file
+#: the configuration of ModelOpt
 MODELOPT = "hf_quant_config.json"
 
 
 class CheckpointTensors(Mapping[str, Tensor]):
-    """The tensors of a checkpoint by name. Each is read when it is asked for, into memory of its own.
+    """The tensors of a checkpoint by name. Each lookup reads its tensor into new memory.
 
     Args:
-        folder: with the files.
+        folder: the checkpoint.
 
     Raises:
         MXError: as `headers_of`.
@@ -30,31 +33,31 @@ class CheckpointTensors(Mapping[str, Tensor]):
 
     def __init__(self, folder: Path) -> None:
         shards = headers_of(folder).items()
-        self._place = {name: folder / shard for shard, header in shards for name in header.entries}
+        self._files = {name: folder / shard for shard, header in shards for name in header.entries}
 
     def __getitem__(self, name: str) -> Tensor:
-        with ShardReader(self._place[name]) as reader:
+        with ShardReader(self._files[name]) as reader:
             return reader.tensor(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._place)
+        return iter(self._files)
 
     def __len__(self) -> int:
-        return len(self._place)
+        return len(self._files)
 
 
 def quantization_of(folder: Path) -> dict[str, Any] | None:
-    """The `quantization_config` of a checkpoint, as config.json or ModelOpt's own file has it; None where it has none.
+    """Return the `quantization_config` in config.json or in ModelOpt's file; None where the checkpoint has none.
 
     Raises:
-        MXError: where config.json is not there or cannot be read.
+        MXError: where config.json is missing or cannot be read.
     """
-    found = read_json(folder / CONFIG).get("quantization_config")
-    if found is None and (folder / MODELOPT).is_file():
+    config = read_json(folder / CONFIG).get("quantization_config")
+    if config is None and (folder / MODELOPT).is_file():
         return {"quant_method": "modelopt", **read_json(folder / MODELOPT)}
-    if not isinstance(found, dict | None):
-        raise MXError(f"cannot read {str(folder / CONFIG)!r}: its quantization_config {found!r} is no JSON object")
-    return found
+    if not isinstance(config, dict | None):
+        raise MXError(f"cannot read {str(folder / CONFIG)!r}: its quantization_config {config!r} is no JSON object")
+    return config
 
 
 class Header(NamedTuple):
@@ -65,59 +68,61 @@ class Header(NamedTuple):
 
 
 def headers_of(folder: Path) -> dict[str, Header]:
-    """Return the files that hold the tensors of a checkpoint, with the header of each.
+    """Return the files that hold the tensors of a checkpoint, with their headers.
 
     Raises:
-        MXError: where there are none, one is missing or not whole, and where the index and the headers disagree about
+        MXError: where there are none; where one is missing or truncated; where the index and the headers disagree about
             the file of a tensor.
     """
     index = folder / INDEX
     if index.is_file():
-        places = _places_in(index)
+        shard_of = _weight_map(index)
     elif (folder / WHOLE).is_file():
-        places = {}
+        shard_of = {}
     else:
         raise MXError(f"{str(folder)!r} holds neither {WHOLE} nor {INDEX}: give a checkpoint of safetensors")
-    shards = sorted(set(places.values())) if index.is_file() else [WHOLE]
+    shards = sorted(set(shard_of.values())) if index.is_file() else [WHOLE]
     if missing := [shard for shard in shards if not (folder / shard).is_file()]:
         raise MXError(f"{str(index)!r} names {missing[0]!r}, which is not there: fetch the missing shards")
     headers = {}
     for shard in shards:
         with ShardReader(folder / shard) as reader:
             headers[shard] = Header(reader.entries, reader.metadata)
-    _check_index(index, places, headers)
+    _check_index(index, shard_of, headers)
     return headers
 
 
-def _check_index(index: Path, places: dict[str, str], headers: dict[str, Header]) -> None:
-    """Raise an error for a tensor that is not in the file that the index names, or in another one too."""
-    for name, shard in places.items():
+def _check_index(index: Path, shard_of: dict[str, str], headers: dict[str, Header]) -> None:
+    """Raise an `MXError` for a tensor that the file of the index lacks, or that another file has too."""
+    for name, shard in shard_of.items():
         if name not in headers[shard].entries:
             raise MXError(f"{str(index)!r} has {name} in {shard!r}, which lacks it: fetch {shard!r} again")
     for shard, header in headers.items():
         for name in header.entries:
-            if places.setdefault(name, shard) != shard:
+            if shard_of.setdefault(name, shard) != shard:
                 raise MXError(
-                    f"{name} is in {places[name]!r} and in {shard!r}: {str(index.parent)!r} holds files of two "
+                    f"{name} is in {shard_of[name]!r} and in {shard!r}: {str(index.parent)!r} holds files of two "
                     "checkpoints; fetch it again"
                 )
 
 
-def _places_in(index: Path) -> dict[str, str]:
-    places = read_json(index).get("weight_map")
-    if not isinstance(places, dict):
+def _weight_map(index: Path) -> dict[str, str]:
+    shard_of = read_json(index).get("weight_map")
+    if not isinstance(shard_of, dict):
         raise MXError(f"cannot read {str(index)!r}: it has no weight_map that says where each tensor is")
-    for name, shard in places.items():
+    for name, shard in shard_of.items():
         if not isinstance(shard, str) or Path(shard).name != shard:
-            raise MXError(f"{str(index)!r} has {name} in {shard!r}, which is no file beside it: put all shards there")
-    return places
+            raise MXError(
+                f"{str(index)!r} has {name} in {shard!r}, which is no file of its folder: put all shards there"
+            )
+    return shard_of
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file.
+    """Return the JSON object in a file.
 
     Raises:
-        MXError: where there is no such file, or something else in it.
+        MXError: where there is no such file, or it holds something else.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -128,3 +133,43 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise MXError(f"cannot read {str(path)!r}: it holds no JSON object")
     return content
+
+
+#: the files of a checkpoint that transformers looks for, in its order
+_FILES = (WHOLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+def files_of(name: str | os.PathLike[str]) -> list[Path]:
+    """Return the files with the tensors of a checkpoint, after transformers has loaded it.
+
+    Args:
+        name: a folder, or a name on the hub whose files are in the cache.
+
+    Returns:
+        The files; empty where the tensors are in files of another kind.
+    """
+    hub = import_extra("transformers.utils.hub", "hf")
+    for file in _FILES:
+        silenced = dict.fromkeys(("connection_errors", "gated_repo", "missing_entries"), False)
+        options = {f"_raise_exceptions_for_{what}": value for what, value in silenced.items()}
+        if path := hub.cached_file(os.fspath(name), file, local_files_only=True, **options):
+            shards = sorted(set(read_json(Path(path))["weight_map"].values())) if file.endswith(".json") else [file]
+            return [Path(path).parent / shard for shard in shards]
+    return []
+
+
+def sizes_in(files: Iterable[str | os.PathLike[str]]) -> dict[str, int]:
+    """Return the number of values of each floating-point tensor, and of each tensor of codes.
+
+    Args:
+        files: files of safetensors or of `torch.save`; their values are not read.
+    """
+    shapes: dict[str, tuple[torch.dtype, int]] = {}
+    for file in map(Path, files):
+        if file.suffix == ".safetensors":
+            with ShardReader(file) as reader:
+                shapes |= {name: (entry.dtype, entry.values) for name, entry in reader.entries.items()}
+        else:
+            state = torch.load(file, map_location="meta", mmap=True, weights_only=True)
+            shapes |= {name: (tensor.dtype, tensor.numel()) for name, tensor in state.items()}
+    return {name: size for name, (dtype, size) in shapes.items() if dtype.is_floating_point or dtype == torch.uint8}

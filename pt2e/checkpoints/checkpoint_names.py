@@ -11,45 +11,44 @@ import torch
 from torch import Tensor
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.checkpoints.model_modules import is_transposed, tied_names, weights_of
-from pt2mx.pt2e.checkpoints.schemes import EXPERTS
+from pt2mx.pt2e.checkpoints.module_schemes import EXPERTS, is_transposed, tied_names, weights_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 def parts_of(model: PreTrainedModel, names: Iterable[str]) -> dict[str, dict[str, Tensor]]:
-    """The tensors of the checkpoint that parameters are made of.
+    """Return the tensors of the checkpoint that make up parameters.
 
     Args:
-        model: on any device, also without memory.
-        names: of parameters (..., N, K).
+        model: the model, on any device, also meta.
+        names: names of parameters (..., N, K).
 
     Returns:
-        name -> {name in the checkpoint: the rows of it in the parameter, as (..., N, K) is read as rows of K}.
+        name -> {name in the checkpoint: the rows of the parameter that it holds}; a parameter counts as rows of K.
 
     Raises:
-        MXError: where the parameter holds them in another order than row by row.
+        MXError: where the checkpoint does not hold whole rows.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    found = {}
+    rows_of = {}
     for name in names:
         shape = model.get_parameter(name).shape[:-1]
-        # of the numbers of rows transformers makes what it makes of the rows; two columns, so that none is squeezed
+        # transformers converts the row numbers as it would the rows; two columns, because it squeezes a single one
         rows = torch.arange(shape.numel()).view(*shape, 1).expand(*shape, 2)
         parts = revert_weight_conversion(model, {name: rows})
         if any(part.shape[-1] != 2 or not part[..., 0].equal(part[..., 1]) for part in parts.values()):
             raise MXError(f"the checkpoint has {name} in another order than rows: it cannot be quantized there")
-        found[name] = {own: part[..., 0].flatten() for own, part in parts.items()}
-    return found
+        rows_of[name] = {part_name: part[..., 0].flatten() for part_name, part in parts.items()}
+    return rows_of
 
 
 def experts_in_one_tensor(model: PreTrainedModel) -> set[str]:
-    """The modules of experts whose weights are one tensor each in the checkpoint, too.
+    """Return the modules of experts that have one tensor per weight in the checkpoint, as in the model.
 
     Args:
-        model: on any device, also without memory.
+        model: the model, on any device, also meta.
     """
     experts = [name for name, kind in weights_of(model).items() if kind == EXPERTS]
     whole = (name for name in experts if is_transposed(model, name) or len(parts_of(model, [name])[name]) == 1)
@@ -57,11 +56,12 @@ def experts_in_one_tensor(model: PreTrainedModel) -> set[str]:
 
 
 def renames_of(model: PreTrainedModel) -> Callable[[str], tuple[str, bool]]:
-    """Return the function: tensor of a checkpoint -> its name in the model, as transformers renames it when it loads,
-    and True where it is merged with others there.
+    """Return the function that maps a tensor of the checkpoint to its name in the model, as transformers renames it.
+
+    The function also returns True where transformers merges the tensor with others.
 
     Args:
-        model: on any device, also without memory.
+        model: the model, on any device, also meta.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
@@ -80,32 +80,33 @@ def renames_of(model: PreTrainedModel) -> Callable[[str], tuple[str, bool]]:
 
 
 def missing_tensors(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
-    """Return the tensors that the parameters of a model need and a checkpoint lacks. One name of a tied parameter is
-    enough; those that transformers says it makes itself are not missing.
+    """Return the tensors that the parameters of a model need and a checkpoint lacks.
+
+    One name of a tied parameter is enough. Tensors that transformers computes itself are not missing.
 
     Args:
-        model: on any device, also without memory.
-        names: of the checkpoint's tensors.
+        model: the model, on any device, also meta.
+        names: the tensors of the checkpoint.
 
     Returns:
-        Their names, as transformers writes them into a checkpoint.
+        The names under which transformers writes the missing tensors into a checkpoint.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
     rename, tied = renames_of(model), tied_names(model)
-    made: dict[str, set[str]] = defaultdict(set)
+    sources: dict[str, set[str]] = defaultdict(set)
     merged = set()
     for name in names:
         parameter, is_merged = rename(name)
-        made[parameter].add(name)
+        sources[parameter].add(name)
         merged |= {parameter} if is_merged else set()
-    own = model._keys_to_ignore_on_load_missing or ()
+    computed = model._keys_to_ignore_on_load_missing or ()
     missing: list[str] = []
     for name, parameter in model.named_parameters():
-        held = made.keys() & {name, *tied.get(name, ())}
-        if name not in merged if held else any(re.search(pattern, name) for pattern in own):
+        present = sources.keys() & {name, *tied.get(name, ())}
+        if name not in merged if present else any(re.search(pattern, name) for pattern in computed):
             continue
-        parts, there = set(revert_weight_conversion(model, {name: parameter})), made.get(name, set())
-        if not held or parts & there:  # a checkpoint of an older form has the parts by other names
-            missing += sorted(parts - there)
+        parts, available = set(revert_weight_conversion(model, {name: parameter})), sources.get(name, set())
+        if not present or parts & available:  # a checkpoint of an older version has the parts under other names
+            missing += sorted(parts - available)
     return missing

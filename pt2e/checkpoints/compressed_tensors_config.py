@@ -8,7 +8,7 @@ from typing import Any
 
 from pt2mx.errors import MXError
 from pt2mx.pt2e.checkpoints.layouts import BLOCK, LAYOUTS
-from pt2mx.pt2e.checkpoints.schemes import (
+from pt2mx.pt2e.checkpoints.module_schemes import (
     EMBEDDING,
     EXPERTS,
     LINEAR,
@@ -16,12 +16,12 @@ from pt2mx.pt2e.checkpoints.schemes import (
     Module,
     Rules,
     Scheme,
-    commonest,
+    most_common,
     unquantized,
 )
 from pt2mx.spec import MXSpec
 
-#: element -> the format of a group, and the bits by which it names the element
+#: element -> the format of a group, and the bits that identify the element
 _FORMATS = {
     "fp4_e2m1": ("mxfp4-pack-quantized", 4),
     "fp6_e2m3": ("mxfp6-pack-quantized", 6),
@@ -29,18 +29,20 @@ _FORMATS = {
 }
 _ELEMENTS = {bits: element for element, (_, bits) in _FORMATS.items()}
 _MIXED = "mixed-precision"
-#: what readers look for to find the group of the experts, which are no modules in memory
+#: the target of experts, which are not modules in memory
 _EXPERTS = r"re:.*\.experts\..*"
 
 
 def write(modules: Mapping[str, Module]) -> dict[str, Any]:
-    """One group a scheme. The commonest is for all linear layers but those that other groups name, or `ignore`."""
-    schemes = commonest(modules.values())
+    """Write one group per scheme. The most common scheme applies to all linear layers that nothing else names."""
+    schemes = most_common(modules.values())
     groups = {}
     for number, scheme in enumerate(schemes):
-        own = {name: module.kind for name, module in modules.items() if module.scheme == scheme}
-        named = [name for name, kind in own.items() if kind == EMBEDDING or (kind == LINEAR and number)]
-        targets = [_EXPERTS] * (EXPERTS in own.values()) + [LINEAR] * (number == 0 and LINEAR in own.values()) + named
+        kinds = {name: module.kind for name, module in modules.items() if module.scheme == scheme}
+        named = [name for name, kind in kinds.items() if kind == EMBEDDING or (kind == LINEAR and number)]
+        targets = (
+            [_EXPERTS] * (EXPERTS in kinds.values()) + [LINEAR] * (number == 0 and LINEAR in kinds.values()) + named
+        )
         groups[f"group_{number}"] = {
             "targets": targets,
             "weights": _arguments(scheme.element, dynamic=False),
@@ -63,7 +65,7 @@ def write(modules: Mapping[str, Module]) -> dict[str, Any]:
 
 
 def read(config: Mapping[str, Any]) -> Rules:
-    """First what is ignored, then modules by name, by pattern, by class, as compressed-tensors has it."""
+    """Read the rules in the precedence of compressed-tensors: ignored modules, then names, patterns and classes."""
     if config.get("kv_cache_scheme"):
         raise MXError("the checkpoint quantizes its cache (kv_cache_scheme), which is not read: take the entry out")
     if config.get("transform_config"):
@@ -94,7 +96,7 @@ def _arguments(element: str, dynamic: bool) -> dict[str, Any]:
 
 
 def _scheme(name: str, group: Mapping[str, Any], config: Mapping[str, Any]) -> Scheme:
-    """The scheme of a group.
+    """Return the scheme of a group.
 
     Raises:
         MXError: where it is no MX scheme.
@@ -112,19 +114,19 @@ def _scheme(name: str, group: Mapping[str, Any], config: Mapping[str, Any]) -> S
     return Scheme(element, MXSpec(inputs, BLOCK, scale_mode=mode))
 
 
-def _element(name: str, what: str, given: Mapping[str, Any] | None, dynamic: bool) -> str:
-    """The element of weights or inputs, whose other arguments are checked."""
-    given = given or {}
-    wanted = {**_arguments("fp8_e4m3", dynamic), "num_bits": given.get("num_bits")}
-    # what says nothing has compressed-tensors' default
-    found = {**given, "symmetric": given.get("symmetric", True), "dynamic": given.get("dynamic", False)}
-    wrong = [f"{key} {found.get(key)!r}" for key, value in wanted.items() if found.get(key) != value]
-    if wrong or given.get("num_bits") not in _ELEMENTS:
+def _element(name: str, what: str, arguments: Mapping[str, Any] | None, dynamic: bool) -> str:
+    """Check the arguments of weights or inputs; return the element."""
+    arguments = arguments or {}
+    expected = {**_arguments("fp8_e4m3", dynamic), "num_bits": arguments.get("num_bits")}
+    # the defaults of compressed-tensors
+    actual = {"symmetric": True, "dynamic": False, **arguments}
+    wrong = [f"{key} {actual.get(key)!r}" for key, value in expected.items() if actual.get(key) != value]
+    if wrong or arguments.get("num_bits") not in _ELEMENTS:
         raise MXError(
-            f"{what} of {name} in config_groups are not MX, but have {', '.join(wrong) or given.get('num_bits')}: "
+            f"{what} of {name} in config_groups are not MX, but have {', '.join(wrong) or arguments.get('num_bits')}: "
             f"expected float of {', '.join(map(str, _ELEMENTS))} bits in groups of {BLOCK} with scale_dtype torch.uint8"
         )
-    return _ELEMENTS[given["num_bits"]]
+    return _ELEMENTS[arguments["num_bits"]]
 
 
 def _by_name(target: str) -> Matches:

@@ -2,53 +2,149 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.checkpoints import compressed_tensors_config, plain_configs, quark_config
-from pt2mx.pt2e.checkpoints.layouts import LAYOUTS, Layout
-from pt2mx.pt2e.checkpoints.schemes import EMBEDDING, LINEAR, Module, Rules, Schemes
+from pt2mx.pt2e.checkpoints import compressed_tensors_config, quark_config
+from pt2mx.pt2e.checkpoints.layouts import BLOCK, LAYOUTS, Layout
+from pt2mx.pt2e.checkpoints.module_schemes import (
+    EMBEDDING,
+    EXPERTS,
+    LINEAR,
+    Matches,
+    Module,
+    Rules,
+    Scheme,
+    Schemes,
+    always,
+    by_wildcard,
+    unquantized,
+)
 from pt2mx.pt2e.user_errors import user_errors
+from pt2mx.spec import MXSpec
+from pt2mx.version import __version__
+
+_E4M3 = MXSpec("fp8_e4m3", BLOCK, scale_mode="rceil")
+_BLOCK_SIZE = [1, BLOCK]
+
+
+def write_mxfp4(modules: Mapping[str, Module]) -> dict[str, Any]:
+    """Write the modules that are not quantized: all but experts."""
+    embeddings = [name for name, module in modules.items() if module.kind == EMBEDDING]
+    return {"quant_method": "mxfp4", "modules_to_not_convert": [*unquantized(modules), *embeddings]}
+
+
+def read_mxfp4(config: Mapping[str, Any]) -> Rules:
+    """Read the rules of gpt-oss, which quantizes only experts."""
+    return [(_not_converted(config), None), (lambda name, kind: kind == EXPERTS, Scheme("fp4_e2m1"))]
+
+
+def write_modelopt(modules: Mapping[str, Module]) -> dict[str, Any]:
+    """Write ModelOpt's MXFP8, with the field names of both hf_quant_config.json and config.json."""
+    arguments = {"num_bits": 8, "type": "float", "group_size": BLOCK}
+    group = {
+        "weights": {**arguments, "dynamic": False},
+        "input_activations": {**arguments, "dynamic": True},
+        "targets": [LINEAR],
+    }
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": "MXFP8",
+        "group_size": BLOCK,
+        "config_groups": {"group_0": group},
+        "ignore": unquantized(modules),
+        "producer": {"name": "pt2mx", "version": __version__},
+    }
+
+
+def modelopt_file(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of hf_quant_config.json for the `quantization_config` of config.json."""
+    quantization = {
+        "quant_algo": config["quant_algo"],
+        "kv_cache_quant_algo": None,
+        "group_size": config["group_size"],
+        "exclude_modules": config["ignore"],
+    }
+    return {"producer": config["producer"], "quantization": quantization}
+
+
+def read_modelopt(config: Mapping[str, Any]) -> Rules:
+    """Read the rules: all linear layers except excluded ones; inputs are quantized as in ModelOpt's MXFP8."""
+    inner = config.get("quantization") or config
+    algorithm = inner.get("quant_algo")
+    if algorithm != "MXFP8" or inner.get("group_size", BLOCK) != BLOCK:
+        raise MXError(
+            f"quant_algo {algorithm!r} of the checkpoint in groups of {inner.get('group_size')}: expected MXFP8"
+        )
+    if inner.get("kv_cache_quant_algo") or config.get("kv_cache_scheme"):
+        raise MXError("the checkpoint quantizes its cache, which is not read: take the entry out")
+    excluded = [*(inner.get("exclude_modules") or ()), *(inner.get("ignore") or ())]
+    return [*((by_wildcard(name), None) for name in excluded), (always, Scheme("fp8_e4m3", _E4M3))]
+
+
+def write_fp8(modules: Mapping[str, Module]) -> dict[str, Any]:
+    """Write the linear layers that are not quantized."""
+    return {
+        "quant_method": "mxfp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": _BLOCK_SIZE,
+        "modules_to_not_convert": unquantized(modules),
+    }
+
+
+def read_fp8(config: Mapping[str, Any]) -> Rules:
+    """Read the rules: the weights of all linear layers that are not named.
+
+    Inputs stay in high precision, as in transformers without its kernel."""
+    return [(_not_converted(config), None), (always, Scheme("fp8_e4m3"))]
+
+
+def _not_converted(config: Mapping[str, Any]) -> Matches:
+    """Return the predicate of transformers: a pattern matches at the beginning of a name, or a name ends in it."""
+    names = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
+    patterns = [(re.compile(one), one) for one in names]
+    return lambda name, kind: any(pattern.match(name) or name.endswith(end) for pattern, end in patterns)
 
 
 @dataclass(frozen=True)
 class Method:
-    """The writer and the reader of a `quantization_config`."""
+    """The functions that write and read a `quantization_config`."""
 
     write: Callable[[Mapping[str, Module]], dict[str, Any]]
     read: Callable[[Mapping[str, Any]], Rules]
 
 
-#: name of a layout, which is its `quant_method` -> how that is written and read
+#: name of a layout, which is its `quant_method` -> its functions
 _METHODS = {
     "compressed-tensors": Method(compressed_tensors_config.write, compressed_tensors_config.read),
-    "mxfp4": Method(plain_configs.write_mxfp4, plain_configs.read_mxfp4),
+    "mxfp4": Method(write_mxfp4, read_mxfp4),
     "quark": Method(quark_config.write, quark_config.read),
-    "modelopt": Method(plain_configs.write_modelopt, plain_configs.read_modelopt),
-    "fp8": Method(plain_configs.write_fp8, plain_configs.read_fp8),
+    "modelopt": Method(write_modelopt, read_modelopt),
+    "fp8": Method(write_fp8, read_fp8),
 }
 _OTHER_NAMES = {"mxfp8": "fp8", "modelopt-mxfp8": "modelopt"}
 
 
 def write_config(layout: Layout, modules: Mapping[str, Module]) -> dict[str, Any]:
-    """Give the `quantization_config` of a checkpoint.
+    """Return the `quantization_config` of a checkpoint.
 
     Args:
-        layout: of its tensors.
-        modules: qualified name -> each module that has a weight, quantized or not.
+        layout: the layout of its tensors.
+        modules: qualified name -> module, for each module that has a weight, quantized or not.
 
     Returns:
         The dictionary that goes into config.json.
 
     Raises:
-        MXError: where the layout cannot hold a scheme, or readers would take another for it, naming the module.
+        MXError: where the layout cannot hold the scheme of a module, or libraries would read another scheme.
 
     Example:
         >>> from pt2mx.pt2e.checkpoints.configs import read_config, write_config
         >>> from pt2mx.pt2e.checkpoints.layouts import layout_named
-        >>> from pt2mx.pt2e.checkpoints.schemes import Module, Scheme
+        >>> from pt2mx.pt2e.checkpoints.module_schemes import Module, Scheme
         >>> modules = {"fc": Module("Linear", Scheme("fp4_e2m1")), "head": Module("Linear", None)}
         >>> config = write_config(layout_named("compressed-tensors"), modules)
         >>> config["format"], config["config_groups"]["group_0"]["targets"], config["ignore"]
@@ -65,8 +161,8 @@ def write_config(layout: Layout, modules: Mapping[str, Module]) -> dict[str, Any
     config = _METHODS[layout.name].write(modules)
     schemes = read_config(config)
     for name, module in modules.items():
-        found = schemes.of(name)
-        if module.kind == LINEAR and (found and found.element) != (module.scheme and module.scheme.element):
+        read = schemes.of(name)
+        if module.kind == LINEAR and (read and read.element) != (module.scheme and module.scheme.element):
             raise MXError(
                 f"readers of {layout.name}, who take the beginning or the end of a name for it, would not tell {name} "
                 "from another module: quantize both or none"
@@ -75,16 +171,16 @@ def write_config(layout: Layout, modules: Mapping[str, Module]) -> dict[str, Any
 
 
 def read_config(config: Mapping[str, Any]) -> Schemes:
-    """Give the schemes that a `quantization_config` states.
+    """Return the schemes that a `quantization_config` states.
 
     Args:
-        config: that of config.json.
+        config: the dictionary in config.json.
 
     Returns:
         The schemes.
 
     Raises:
-        MXError: for a method that is no layout here, for what is not of its form, and for tensors that are not MX.
+        MXError: for an unknown method, a config that is malformed, and tensors that are not MX.
     """
     method = _method(config)
     if method not in _METHODS:
@@ -94,10 +190,10 @@ def read_config(config: Mapping[str, Any]) -> Schemes:
 
 
 def is_known(config: Mapping[str, Any]) -> bool:
-    """Say whether a `quantization_config` is that of a layout here.
+    """Return whether a `quantization_config` belongs to a known layout.
 
     Args:
-        config: that of config.json.
+        config: the dictionary in config.json.
 
     Returns:
         True where `read_config` reads its method.

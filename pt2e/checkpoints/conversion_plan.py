@@ -1,4 +1,4 @@
-"""The fate of each tensor of a float checkpoint, decided from its headers and from a model on the meta device."""
+"""Decide what happens to each tensor of a float checkpoint, from its headers and from a model on the meta device."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from pt2mx.kernels.packing import packed_length
 from pt2mx.ops.checks import HIGH_PRECISION
 from pt2mx.pt2e.checkpoints.checkpoint_files import CONFIG, headers_of, quantization_of, read_json
 from pt2mx.pt2e.checkpoints.checkpoint_names import missing_tensors, renames_of
+from pt2mx.pt2e.checkpoints.compatibility_checks import check_compatibility
 from pt2mx.pt2e.checkpoints.configs import write_config
 from pt2mx.pt2e.checkpoints.layouts import BLOCK, Layout
-from pt2mx.pt2e.checkpoints.model_modules import are_experts, weights_of
-from pt2mx.pt2e.checkpoints.readers import check_readers
+from pt2mx.pt2e.checkpoints.module_schemes import Module, Scheme, are_experts, weights_of
 from pt2mx.pt2e.checkpoints.safetensors_shards import Entry
-from pt2mx.pt2e.checkpoints.schemes import Module, Scheme
-from pt2mx.pt2e.checkpoints.selection import LayerSpecs, Selection, holds_columns, select_weights
+from pt2mx.pt2e.checkpoints.select_weights import LayerSpecs, Selection, holds_columns, select_weights
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.user_errors import user_errors
 from pt2mx.spec import MXSpec
@@ -29,24 +28,24 @@ from pt2mx.spec import MXSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: tensors that an error names
+#: tensors to name in an error
 _NAMED = 3
 
 
 @dataclass
 class ConversionPlan:
-    """The tensors and the configuration that are written.
+    """The tensors and the configuration to write.
 
     Args:
         config: the content of config.json.
-        entries: shard -> the tensors that are read from it; the output has shards of the same names.
+        entries: shard -> the tensors to read from it; the output has shards of the same names.
         metadata: shard -> the strings in its header.
-        chosen: tensor -> the format that it gets.
-        transposed: those of the chosen that hold (..., in, out).
-        parameters: chosen tensor -> its name in the model.
-        left: tensor of two or more dimensions -> why it stays.
-        layout: of the output.
-        dtype: of tensors that stay; None: their own.
+        chosen: tensor to quantize -> its format.
+        transposed: the tensors to quantize that hold (..., in, out).
+        parameters: tensor to quantize -> its name in the model.
+        left: tensor of two or more dimensions -> the reason why it is not quantized.
+        layout: the layout of the output.
+        dtype: the dtype of tensors that are not quantized; None: their own.
     """
 
     config: dict[str, Any]
@@ -60,7 +59,7 @@ class ConversionPlan:
     left: dict[str, str] = field(default_factory=dict)
 
     def outputs(self, name: str, entry: Entry) -> dict[str, Entry]:
-        """The tensors that are written for one that is read."""
+        """Return the tensors to write for a tensor of the source."""
         spec = self.chosen.get(name)
         if spec is None:
             return {name: Entry(self.dtype_of(entry.dtype), entry.shape)}
@@ -75,15 +74,15 @@ class ConversionPlan:
         }
 
     def matrix(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of a weight whose last dimension is the one that its product reduces."""
+        """Return the shape of a weight with the dimension that the matmul reduces last."""
         return (*shape[:-2], shape[-1], shape[-2]) if name in self.transposed else shape
 
     def dtype_of(self, dtype: torch.dtype) -> torch.dtype:
-        """In which a tensor that stays is written."""
+        """Return the dtype in which to write a tensor that is not quantized."""
         return self.dtype if self.dtype is not None and dtype in HIGH_PRECISION else dtype
 
     def size(self) -> int:
-        """Bytes of all tensors that are written."""
+        """Return the bytes of all tensors to write."""
         return sum(
             written.nbytes
             for entries in self.entries.values()
@@ -93,10 +92,10 @@ class ConversionPlan:
 
 
 def plan_conversion(source: Path, quantizer: MXQuantizer, layout: Layout, dtype: torch.dtype | None) -> ConversionPlan:
-    """Decide about every tensor of a checkpoint, and read no weight.
+    """Decide about every tensor of a checkpoint without reading a weight.
 
     Raises:
-        MXError: for a folder that is no float checkpoint of transformers, and for what the layout cannot hold, by name.
+        MXError: for a folder that is no float checkpoint of transformers; for a tensor that the layout cannot hold.
     """
     config = read_json(source / CONFIG)
     if quantization := quantization_of(source):
@@ -110,7 +109,7 @@ def plan_conversion(source: Path, quantizer: MXQuantizer, layout: Layout, dtype:
     plan = ConversionPlan(config, entries, {shard: one.metadata for shard, one in headers.items()}, layout, dtype)
     modules = _choose(plan, model, select_weights(model, quantizer))
     _check_dtype(plan)
-    check_readers(layout, modules, model)
+    check_compatibility(layout, modules, model)
     plan.config = {**config, "quantization_config": write_config(layout, modules)}
     if dtype is not None:
         plan.config["dtype"] = str(dtype).removeprefix("torch.")
@@ -119,8 +118,8 @@ def plan_conversion(source: Path, quantizer: MXQuantizer, layout: Layout, dtype:
 
 
 def _check_whole(source: Path, model: PreTrainedModel, entries: dict[str, dict[str, Entry]]) -> None:
-    """Raise an error where the files lack a tensor of the model: transformers would draw random values for it."""
-    if missing := missing_tensors(model, [name for held in entries.values() for name in held]):
+    """Raise an `MXError` where the files lack a tensor of the model: transformers would draw random values for it."""
+    if missing := missing_tensors(model, [name for tensors in entries.values() for name in tensors]):
         more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
         raise MXError(
             f"{str(source)!r} lacks {', '.join(missing[:_NAMED])}{more}, which the {type(model).__name__} of its "
@@ -129,20 +128,20 @@ def _check_whole(source: Path, model: PreTrainedModel, entries: dict[str, dict[s
 
 
 def _choose(plan: ConversionPlan, model: PreTrainedModel, selection: Selection) -> dict[str, Module]:
-    """Give each tensor of the checkpoint a format, or the reason for which it stays.
+    """Choose a format for each tensor of the checkpoint, or note the reason why it is not quantized.
 
     Returns:
-        The modules that have weights, by their names in the model and by those in the checkpoint.
+        The modules that have weights, by their names in the model and in the checkpoint.
 
     Raises:
-        MXError: where the layout does not have a format, or there is nothing to quantize.
+        MXError: where the layout lacks a format, or there is nothing to quantize.
     """
     rename, kinds = renames_of(model), weights_of(model)
     modules: dict[str, Module] = {}
     for entries in plan.entries.values():
         for name, entry in entries.items():
             parameter, merged = rename(name)
-            specs, place = selection.chosen.get(parameter), parameter.rpartition(".")[0]
+            specs, path = selection.chosen.get(parameter), parameter.rpartition(".")[0]
             scheme, reason = None, selection.left.get(parameter, "no linear layer holds it")
             if specs is not None:
                 if not merged and entry.shape != tuple(model.get_parameter(parameter).shape):
@@ -150,30 +149,30 @@ def _choose(plan: ConversionPlan, model: PreTrainedModel, selection: Selection) 
                         f"the checkpoint has {name} of shape {entry.shape}, its {CONFIG} of "
                         f"{tuple(model.get_parameter(parameter).shape)}: give files that belong together"
                     )
-                reason = _unfit(plan, model.get_submodule(place), name, entry, merged, specs)
+                reason = _unfit(plan, model.get_submodule(path), name, entry, merged, specs)
             if specs is not None and not reason:
                 scheme = Scheme(specs.weight.element.name, specs.activation)
                 plan.chosen[name], plan.parameters[name] = specs.weight, parameter
-                if holds_columns(model.get_submodule(place)):
+                if holds_columns(model.get_submodule(path)):
                     plan.transposed.add(name)
             elif len(entry.shape) > 1:
                 plan.left[name] = reason
             if parameter in kinds:
                 module = Module(kinds[parameter], scheme)
-                if modules.setdefault(place, module) != module:
-                    raise MXError(f"{plan.layout.name} has one format for each module, and {place} has several weights")
+                if modules.setdefault(path, module) != module:
+                    raise MXError(f"{plan.layout.name} has one format for each module, and {path} has several weights")
                 modules[name.rpartition(".")[0]] = module
     if not plan.chosen:
-        reasons = "; ".join(f"{name}: {why}" for name, why in list(plan.left.items())[:3])
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(plan.left.items())[:3])
         raise MXError(f"no tensor of the checkpoint would be quantized ({reasons}): give another recipe or layout")
     return {**modules, **{name.rpartition(".")[0]: Module(kind, None) for name, kind in kinds.items()}, **modules}
 
 
 def _unfit(plan: ConversionPlan, layer: nn.Module, name: str, entry: Entry, merged: bool, specs: LayerSpecs) -> str:
-    """The reason for which a tensor stays although its weight is selected; "" for none.
+    """Return the reason why a tensor of a selected weight is not quantized; "" for none.
 
     Raises:
-        MXError: where the layout does not have its formats.
+        MXError: where the layout lacks its formats.
     """
     layout = plan.layout
     columns = entry.shape[-2 if holds_columns(layer) else -1]
@@ -198,10 +197,10 @@ def _unfit(plan: ConversionPlan, layer: nn.Module, name: str, entry: Entry, merg
 
 
 def _check_dtype(plan: ConversionPlan) -> None:
-    """Raise an error where the model would load in a dtype that readers of the layout do not compute in."""
-    named = plan.config.get("dtype") or plan.config.get("torch_dtype")
-    held = next(entries[name].dtype for entries in plan.entries.values() for name in entries if name in plan.chosen)
-    dtype = plan.dtype or getattr(torch, str(named).removeprefix("torch."), held)
+    """Raise an `MXError` where the model would load in a dtype in which no library computes the layout."""
+    stated = plan.config.get("dtype") or plan.config.get("torch_dtype")
+    stored = next(entries[name].dtype for entries in plan.entries.values() for name in entries if name in plan.chosen)
+    dtype = plan.dtype or getattr(torch, str(stated).removeprefix("torch."), stored)
     if dtype not in plan.layout.dtypes:
         allowed = ", ".join(str(one).removeprefix("torch.") for one in plan.layout.dtypes)
         raise MXError(
@@ -211,10 +210,10 @@ def _check_dtype(plan: ConversionPlan) -> None:
 
 
 def _on_meta(source: Path, config: dict[str, Any]) -> PreTrainedModel:
-    """The model without its weights.
+    """Build the model without its weights.
 
     Raises:
-        MXError: where transformers does not have it.
+        MXError: where transformers lacks it.
     """
     transformers = import_extra("transformers", "hf")
     architecture = (config.get("architectures") or [None])[0]

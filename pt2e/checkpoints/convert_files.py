@@ -1,4 +1,4 @@
-"""`convert_checkpoint`: a float checkpoint becomes a quantized one, file by file. No model is built."""
+"""`convert_checkpoint`: quantize a float checkpoint file by file, without building the model."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from pt2mx.algorithms.options import GPTQ
 from pt2mx.errors import MXError
 from pt2mx.ops.checks import HIGH_PRECISION
 from pt2mx.pt2e.checkpoints.checkpoint_files import CONFIG, INDEX, MODELOPT
+from pt2mx.pt2e.checkpoints.configs import modelopt_file
 from pt2mx.pt2e.checkpoints.conversion_plan import ConversionPlan, plan_conversion
 from pt2mx.pt2e.checkpoints.convert_shards import ShardConverter
 from pt2mx.pt2e.checkpoints.layouts import layout_named
-from pt2mx.pt2e.checkpoints.plain_configs import modelopt_file
-from pt2mx.pt2e.checkpoints.selection import check_weights_only
+from pt2mx.pt2e.checkpoints.select_weights import check_weights_only
 from pt2mx.pt2e.checkpoints.statistics import InputStatistics
 from pt2mx.pt2e.output import write_text
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.version import __version__
 
-#: in the output until it is whole: of what it is made
+#: describes the conversion; in the output until that is complete
 MANIFEST = ".pt2mx-conversion.json"
-#: files of weights in other forms, which are not copied
+#: suffixes of weights in other formats, which are not copied
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
-#: what `whole_file` leaves where a process is killed
+#: a file that `whole_file` leaves where a process is killed
 _PARTIAL = re.compile(r"\.[0-9a-f]{16}\.(safetensors|json)")
 
 
@@ -42,9 +42,9 @@ class ConversionReport:
 
     Args:
         quantized: tensor -> its format.
-        left: tensor of two or more dimensions that stays -> why.
+        left: tensor of two or more dimensions that is not quantized -> the reason.
         kept: shards that an earlier, interrupted run had finished.
-        bytes_before, bytes_after: of all tensors.
+        bytes_before, bytes_after: the bytes of all tensors.
     """
 
     quantized: dict[str, str]
@@ -65,32 +65,31 @@ def convert_checkpoint(
     jobs: int = 1,
     finished: Callable[[str, int], None] = lambda shard, shards: None,
 ) -> ConversionReport:
-    """Quantize the checkpoint of a transformers model shard by shard, in some hundred megabytes of memory.
+    """Quantize the checkpoint of a transformers model shard by shard, in a few hundred megabytes of memory.
 
-    The recipe selects linear layers, as it would in the exported model, and experts; their weights are rounded to
-    nearest, and hold the bytes of `quantize_mx`, or by GPTQ where there are statistics of their inputs. Embeddings, and
-    a head that is one, stay as they are. An interrupted run goes on where it was when it is called again; config.json
-    is written last.
+    The recipe selects linear layers, as it would in the exported model, and experts. Their weights are rounded to
+    nearest and hold the bytes of `quantize_mx`; GPTQ rounds those with statistics of their inputs. Embeddings are not
+    quantized, nor heads that share their weight. An interrupted run continues when it is called again; config.json is
+    written last.
 
     Args:
         source: the folder of the checkpoint: config.json and safetensors, sharded or not.
-        output: the folder that is written; new, empty, or of an interrupted run.
+        output: the folder to write; new, empty, or that of an interrupted run.
         recipe: a shipped recipe, the path of one, or a quantizer.
         layout: "compressed-tensors", "quark", "modelopt", "fp8", or "mxfp4" of gpt-oss's experts.
-        dtype: to which float tensors that stay are cast, such as "bfloat16"; None keeps theirs.
-        statistics: of inputs, as `collect_statistics` returns them or `StatisticsFile` reads them: parameter of the
-            model -> its inputs. GPTQ then holds the weight and some copies of (K, K) floats, whatever their size. Its
-            options are those of the recipe.
-        jobs: shards that are converted at a time.
-        finished: is called with each shard that is whole, and their number.
+        dtype: the dtype of float tensors that are not quantized, such as "bfloat16"; None: their own.
+        statistics: parameter of the model -> statistics of its inputs, from `collect_statistics` or `StatisticsFile`.
+            GPTQ then needs memory for the weight and some copies of (K, K) floats. The recipe has its options.
+        jobs: the number of shards to convert at a time.
+        finished: called with each finished shard and the number of shards.
 
     Returns:
-        What was quantized, and what was not and why.
+        The tensors that were quantized, and the reasons why others were not.
 
     Raises:
         MXError: for a checkpoint that cannot be read or is quantized already; for a tensor that the index or the model
-            names and no file holds; for formats that the layout does not have: by name and before anything is written;
-            for an output that holds something else, and for a finite value that `dtype` would make Inf.
+            names and no file holds; for formats that the layout lacks, before anything is written; for an output that
+            holds something else; for a finite value that becomes Inf in `dtype`.
 
     Example:
         >>> import tempfile, transformers, pt2mx
@@ -119,20 +118,20 @@ def convert_checkpoint(
         "formats": formats,
         "statistics": sorted(statistics or ()),
     }
-    with _errors_of_writing(output):
+    with _write_errors(output):
         done = _resume(output, plan.entries, manifest)
     options = next((one for one in quantizer.algorithms or () if isinstance(one, GPTQ)), GPTQ())
     converter = ShardConverter(plan, statistics or {}, options)
-    left = [shard for shard in plan.entries if shard not in done]
-    converter.convert(left, source, output, jobs, lambda shard: finished(shard, len(plan.entries)))
-    with _errors_of_writing(output):
-        _write_rest(plan, source, output)
+    remaining = [shard for shard in plan.entries if shard not in done]
+    converter.convert(remaining, source, output, jobs, lambda shard: finished(shard, len(plan.entries)))
+    with _write_errors(output):
+        _write_other_files(plan, source, output)
     before = sum(entry.nbytes for entries in plan.entries.values() for entry in entries.values())
     return ConversionReport(formats, plan.left, sorted(done), before, plan.size())
 
 
 def _check_statistics(statistics: object, plan: ConversionPlan) -> None:
-    """Raise an error for statistics of no weight that is quantized: all would be rounded to nearest."""
+    """Raise an `MXError` for statistics that match no quantized weight: all weights would be rounded to nearest."""
     if statistics is not None and not isinstance(statistics, Mapping):
         raise MXError(f"statistics={statistics!r} must be what collect_statistics returns, or a StatisticsFile")
     weights = plan.parameters.values()
@@ -144,29 +143,29 @@ def _check_statistics(statistics: object, plan: ConversionPlan) -> None:
 
 
 @contextmanager
-def _errors_of_writing(output: Path) -> Iterator[None]:
+def _write_errors(output: Path) -> Iterator[None]:
     try:
         yield
     except MXError:
         raise
-    except (OSError, ValueError) as error:  # the latter of a path that holds a NUL
+    except (OSError, ValueError) as error:  # ValueError: the path holds a NUL
         reason = getattr(error, "strerror", None) or error
         raise MXError(f"cannot write to {str(output)!r}: {reason}; give a folder") from None
 
 
 def _resume(output: Path, shards: Container[str], manifest: dict[str, Any]) -> set[str]:
-    """Begin an output, or go on with that of an interrupted run: the shards that are whole.
+    """Begin an output, or continue that of an interrupted run; return its finished shards.
 
     Raises:
-        MXError: where it holds anything else.
+        MXError: where the output holds anything else.
     """
     text = json.dumps(manifest)
     output.mkdir(parents=True, exist_ok=True)
     partial = set(filter(_PARTIAL.fullmatch, os.listdir(output)))
-    held = set(os.listdir(output)) - partial
-    if held and MANIFEST not in held:
+    files = set(os.listdir(output)) - partial
+    if files and MANIFEST not in files:
         raise MXError(f"{str(output)!r} holds files already: give a new folder")
-    if held and (output / MANIFEST).read_text(encoding="utf-8") != text:
+    if files and (output / MANIFEST).read_text(encoding="utf-8") != text:
         raise MXError(
             f"{str(output)!r} holds an unfinished conversion with other settings or of another checkpoint: remove the "
             "folder, or give another"
@@ -174,11 +173,11 @@ def _resume(output: Path, shards: Container[str], manifest: dict[str, Any]) -> s
     for name in partial:
         (output / name).unlink()
     write_text(text, output / MANIFEST)
-    return {name for name in held if name in shards}
+    return {name for name in files if name in shards}
 
 
-def _write_rest(plan: ConversionPlan, source: Path, output: Path) -> None:
-    """Write what stands beside the shards: the index, the tokenizer and other files, and at last the configuration."""
+def _write_other_files(plan: ConversionPlan, source: Path, output: Path) -> None:
+    """Write the index, copy the tokenizer and other files, and write the configuration last."""
     names = {
         shard: [written for name, entry in entries.items() for written in plan.outputs(name, entry)]
         for shard, entries in plan.entries.items()
@@ -200,23 +199,23 @@ def _write_rest(plan: ConversionPlan, source: Path, output: Path) -> None:
 
 
 def _others(source: Path, output: Path) -> list[Path]:
-    """The files that are copied, also of folders inside, but for hidden ones and the output's."""
+    """Return the files to copy, also from subfolders, except hidden files and those of the output."""
     files = [path for path in sorted(source.rglob("*")) if path.is_file() and not path.name.endswith(_WEIGHTS)]
-    inside = [path.relative_to(source) for path in files if output.resolve() not in path.resolve().parents]
-    return [path for path in inside if path != Path(CONFIG) and not any(part.startswith(".") for part in path.parts)]
+    relative = [path.relative_to(source) for path in files if output.resolve() not in path.resolve().parents]
+    return [path for path in relative if path != Path(CONFIG) and not any(part.startswith(".") for part in path.parts)]
 
 
 def _stamp(path: Path) -> list[int]:
-    """By which a file that changed is known."""
+    """Return values that change when a file changes."""
     status = path.stat()
     return [status.st_size, status.st_mtime_ns]
 
 
 def _dtype(dtype: object) -> torch.dtype | None:
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if (found is None) != (dtype is None) or found not in (None, *HIGH_PRECISION):
+    result = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if (result is None) != (dtype is None) or result not in (None, *HIGH_PRECISION):
         raise MXError(f"dtype={dtype!r} must be 'float32', 'float16' or 'bfloat16'")
-    return found
+    return result
 
 
 def _folder(name: str, path: object) -> Path:

@@ -1,4 +1,4 @@
-"""Shards of a checkpoint, quantized some rows at a time."""
+"""Quantize the shards of a checkpoint, some rows at a time."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class ShardConverter:
     """Writes the shards of a plan.
 
     Args:
-        plan: what becomes of each tensor.
-        statistics: parameter of the model -> what its inputs show; others are rounded to nearest.
-        gptq: the options by which those are rounded that have some.
+        plan: what happens to each tensor.
+        statistics: parameter of the model -> the statistics of its inputs; others are rounded to nearest.
+        gptq: the options of GPTQ, which rounds weights that have statistics.
     """
 
     plan: ConversionPlan
@@ -48,7 +48,7 @@ class ShardConverter:
         finally:
             stopped.set()
             pool.shutdown(cancel_futures=True)
-            torch.set_num_threads(threads)  # also those of threads to come
+            torch.set_num_threads(threads)  # new threads inherit it
 
     def _convert(self, source: Path, target: Path, stopped: threading.Event) -> None:
         entries = {
@@ -66,7 +66,7 @@ class ShardConverter:
                         writer.write(written, first, values)
 
     def _slices(self, reader: ShardReader, name: str) -> Iterator[tuple[int, Tensor]]:
-        """The parts of a tensor; a weight that GPTQ rounds comes as a whole, rounded."""
+        """Yield the slices of a tensor; a weight that GPTQ rounds is one slice, already rounded."""
         statistics = self.statistics.get(self.plan.parameters.get(name, ""))
         if statistics is None:
             yield from reader.slices(name)
@@ -74,7 +74,7 @@ class ShardConverter:
             yield 0, statistics.round(reader.tensor(name), self.plan.chosen[name], self.gptq)
 
     def _converted(self, name: str, rows: Tensor) -> dict[str, Tensor]:
-        """rows: (n, ...), some rows of a tensor -> those of the tensors that are written for it."""
+        """Return the rows to write for some rows of a tensor, (n, ...), by tensor of the output."""
         spec = self.plan.chosen.get(name)
         if spec is None:
             return {name: cast(name, rows, self.plan.dtype_of(rows.dtype))}
@@ -83,17 +83,17 @@ class ShardConverter:
 
 
 def cast(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return values of a tensor in another dtype.
+    """Cast the values of a tensor to another dtype.
 
     Raises:
-        MXError: where one that is finite becomes Inf.
+        MXError: where a finite value becomes Inf.
     """
     if dtype == values.dtype:
         return values
-    found = values.to(dtype)
-    lost = found.isinf() & values.isfinite()
+    converted = values.to(dtype)
+    lost = converted.isinf() & values.isfinite()
     if bool(lost.any()):
         wide = "give dtype='bfloat16' (--dtype bfloat16), which has the range of float32"
         advice = wide if dtype == torch.float16 else "leave dtype (--dtype) out, which keeps the checkpoint's own"
         raise MXError(f"{name} holds {float(values[lost].abs().max()):.6g}, which is Inf in {dtype}: {advice}")
-    return found
+    return converted

@@ -1,4 +1,4 @@
-"""The share of a checkpoint's values that a program holds, by top-level module, and the error where it lacks a part."""
+"""Measure the share of a checkpoint's values that a program holds, by top-level module; refuse to lose a part."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch.export import ExportedProgram
 
 from pt2mx.errors import MXError, nearest
 from pt2mx.pt2e.checkpoints.checkpoint_names import renames_of
-from pt2mx.pt2e.checkpoints.model_modules import tied_names
+from pt2mx.pt2e.checkpoints.module_schemes import tied_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: modules of whole layers that are heads all the same: they predict the tokens behind the next one
+#: heads that consist of whole layers: they predict the tokens after the next one
 _HEADS_OF_LAYERS = ("mtp", "mtp_layers")
-#: buffers that older versions of transformers saved, and every model computes now
+#: buffers that older versions of transformers saved and every model now computes
 _COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 
 
 class Share(NamedTuple):
-    """The values of a module that are held, all of them, and the number of its tensors."""
+    """The values of a module that the program holds, all its values, and the number of its tensors."""
 
     held: int
     values: int
@@ -38,7 +38,7 @@ class Coverage:
 
     Args:
         modules: top-level module -> its share.
-        lost: top-level module -> the tensors that are left out although they are more than an unused head.
+        lost: top-level module -> the tensors that are left out and are no unused head.
         read: the tensors of the model that the program reads.
     """
 
@@ -53,7 +53,7 @@ class Coverage:
 
     @property
     def held(self) -> int:
-        """The values that are held."""
+        """The values that the program holds."""
         return sum(share.held for share in self.modules.values())
 
     def to_dict(self) -> dict[str, object]:
@@ -68,11 +68,11 @@ class Coverage:
         return f"{text}: " + ", ".join(f"{name} {_percent(*share[:2])}" for name, share in self.modules.items())
 
     def check(self, part: str | None, allow_partial: bool) -> None:
-        """Raise an error where more than unused heads is left out.
+        """Raise an `MXError` where more than unused heads is left out.
 
         Args:
-            part: a top-level module: others may be left out, this one not.
-            allow_partial: True: all may be left out.
+            part: a top-level module that must be held; all others may be left out.
+            allow_partial: True: any part may be left out.
 
         Raises:
             MXError: with the shares, the first tensor that is left out, and the options that allow it.
@@ -80,7 +80,7 @@ class Coverage:
         if part is not None and part not in self.modules:
             raise MXError(f"the model has no top-level module {part!r}: {nearest(part, self.modules)}")
         lost = dict(self.lost)
-        if part is not None:  # of which nothing may be held, though it is no more than a head
+        if part is not None:  # it may be an unused head, which `lost` leaves out
             lost = {part: lost.get(part, [part])} if part in lost or not self.modules[part].held else {}
         if allow_partial or not lost:
             return
@@ -100,8 +100,8 @@ class CheckpointValues:
     """The values of a checkpoint, by the names that its tensors have in a model.
 
     Args:
-        model: that loads it, on any device, also without memory.
-        sizes: tensor of the checkpoint -> its number of values; None: the parameters of the model are all there is.
+        model: the model that loads the checkpoint, on any device, also meta.
+        sizes: tensor of the checkpoint -> its number of values; None: the parameters of the model.
     """
 
     def __init__(self, model: PreTrainedModel, sizes: Mapping[str, int] | None = None) -> None:
@@ -116,20 +116,20 @@ class CheckpointValues:
             return
         rename = renames_of(model)
         for name, size in sizes.items():
-            own = rename(name)[0]
-            # buffers of the model are no weights: whether a program reads them says nothing
-            if own in parameters or own not in self._known:
-                self._sizes[own] += size
+            renamed = rename(name)[0]
+            # the buffers of a model are no weights: a program may compute them itself
+            if renamed in parameters or renamed not in self._known:
+                self._sizes[renamed] += size
 
     def top_level(self, name: str) -> str:
-        """Return the top-level module of a tensor, which is below the base model where there is one."""
+        """Return the top-level module of a tensor: a child of the base model where there is one, or of the model."""
         return name.removeprefix(self._prefix).partition(".")[0]
 
     def held_by(self, read: Collection[str] | None = None) -> Coverage:
         """Return the share that a program holds.
 
         Args:
-            read: the names in the model of the tensors that it reads; None: all that the model has.
+            read: the model's names of the tensors that the program reads; None: all tensors of the model.
         """
         read = frozenset(self._known if read is None else read)
         held = {name for name in self._sizes if read & {name, *self._tied.get(name, ())}}
@@ -139,37 +139,37 @@ class CheckpointValues:
             after = before.held + size * (name in held), before.values + size, before.tensors + 1
             modules[self.top_level(name)] = Share(*after)
         lost: dict[str, list[str]] = defaultdict(list)
-        inside = {path for name in held for path in _paths(name)}
+        held_paths = {path for name in held for path in _paths(name)}
         for name in self._sizes.keys() - held:
-            if not self._may_be_unused(name, inside):
+            if not self._may_be_unused(name, held_paths):
                 lost[self.top_level(name)].append(name)
         return Coverage(modules, {name: sorted(names) for name, names in lost.items()}, read)
 
-    def _may_be_unused(self, name: str, inside: set[str]) -> bool:
-        """True of a tensor of an unused head, and of one that transformers knows to be no part of the model.
+    def _may_be_unused(self, name: str, held_paths: set[str]) -> bool:
+        """Return True for a tensor of an unused head, and for one that transformers ignores for this model.
 
         Args:
-            name: of a tensor that is left out.
-            inside: the paths of all modules of which something is held.
+            name: a tensor that is left out.
+            held_paths: the paths of all modules that are held at least in part.
         """
         top = self.top_level(name)
         if top in _HEADS_OF_LAYERS:
             return True
         layers = [path for path in _paths(name) if path.rpartition(".")[2].isdigit() and name.count(".", len(path)) > 1]
-        whole_layer = any(path not in inside for path in layers)
-        if name in self._known:  # the program does not read it: its result does not depend on it, or a part is missing
+        whole_layer = any(path not in held_paths for path in layers)
+        if name in self._known:  # the program does not read it: it is an unused head, or a layer is missing
             return not whole_layer
-        if any(self.top_level(path) == top for path in inside) and self._ignored.search(name):
+        if any(self.top_level(path) == top for path in held_paths) and self._ignored.search(name):
             return True
-        return not whole_layer and not layers and name.rpartition(".")[0] not in inside
+        return not whole_layer and not layers and name.rpartition(".")[0] not in held_paths
 
 
 def tensors_read(program: ExportedProgram, prefix: str = "") -> set[str]:
     """Return the parameters and buffers that a program reads.
 
     Args:
-        program: an export.
-        prefix: that their names begin with; it is taken off.
+        program: the exported program.
+        prefix: a prefix to remove from their names.
     """
     signature = program.graph_signature
     names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
@@ -178,12 +178,12 @@ def tensors_read(program: ExportedProgram, prefix: str = "") -> set[str]:
 
 
 def _paths(name: str) -> list[str]:
-    """The modules that a tensor is in, from the outermost to its own."""
+    """Return the paths of the modules that contain a tensor, outermost first."""
     return list(accumulate(name.split(".")[:-1], lambda path, word: f"{path}.{word}"))
 
 
 def _percent(part: int, whole: int) -> str:
-    """A share that is 100% of the whole alone, and 0% of nothing alone."""
+    """Return a percentage that is "100%" only for the whole, and "0%" only for nothing."""
     if part in (0, whole):
         return "100%" if part == whole else "0%"
     return f"{min(max(100 * part / whole, 0.1), 99.9):.1f}%"

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from pt2mx.functional import dequantize_mx, fake_quantize_mx, quantize_mx
 from pt2mx.kernels.packing import packed_length
 from pt2mx.ops.linear import linear_mx
-from pt2mx.pt2e.checkpoints.selection import LayerSpecs, as_matrix
+from pt2mx.pt2e.checkpoints.select_weights import LayerSpecs, as_matrix
 from pt2mx.spec import MXSpec
 
 
@@ -16,10 +16,10 @@ class PackedWeight(nn.Module):
     """The weight of a layer, (rows, columns), as codes and scales in blocks along the columns.
 
     Args:
-        rows, columns: of the weight.
+        rows, columns: the shape of the weight.
         spec: its format.
-        dtype: in which its values are read; it changes as that of a parameter does (`to`, `half`).
-        device: of the buffers, which hold nothing yet.
+        dtype: the dtype of its dequantized values, which `to` and `half` change as for a parameter.
+        device: the device of the buffers, which are empty until `pack`.
     """
 
     weight_packed: Tensor
@@ -41,13 +41,13 @@ class PackedWeight(nn.Module):
 
     @torch.no_grad()
     def pack(self, weight: Tensor) -> None:
-        """Quantize a weight, (rows, columns) float, and hold it on its device."""
+        """Quantize a weight, (rows, columns) float, into the buffers, on its device."""
         self.weight_scale, self.weight_packed = quantize_mx(weight, self.spec)
         self._float = weight.new_empty(0)
 
     @property
     def weight(self) -> Tensor:
-        """The values, dequantized at each read: (rows, columns)."""
+        """The dequantized values, (rows, columns), computed at each access."""
         return self._values(self.weight_packed, self.weight_scale)
 
     def _values(self, packed: Tensor, scale: Tensor) -> Tensor:
@@ -61,15 +61,15 @@ class MXLinear(PackedWeight):
     """`nn.Linear` on the operator `linear_mx`.
 
     Args:
-        in_features, out_features: as `nn.Linear` has them.
-        specs: the formats of the weight and of the input, which is fake-quantized at each call where it has one.
-        bias: (out_features,) float, or None; it is shared.
+        in_features, out_features: as for `nn.Linear`.
+        specs: the formats of the weight and of the input, which each call fake-quantizes where it has a format.
+        bias: (out_features,) float, shared with the caller, or None.
         dtype, device: of the weight.
 
     Example:
         >>> import torch, pt2mx
         >>> from pt2mx.pt2e.checkpoints.eager_modules import MXLinear
-        >>> from pt2mx.pt2e.checkpoints.selection import LayerSpecs
+        >>> from pt2mx.pt2e.checkpoints.select_weights import LayerSpecs
         >>> linear = MXLinear(4, 4, LayerSpecs(pt2mx.parse("mxfp4"), pt2mx.parse("mxfp4")))
         >>> linear.pack(torch.eye(4))
         >>> linear(torch.tensor([1.0, 2.9, -5.9, 0.3]))
@@ -101,7 +101,7 @@ class MXLinear(PackedWeight):
 
 
 class MXEmbedding(PackedWeight):
-    """`nn.Embedding` that gathers packed rows before it dequantizes them, with the attributes that models read."""
+    """`nn.Embedding` that gathers packed rows and dequantizes them, with the attributes that models read."""
 
     def __init__(
         self,
@@ -120,14 +120,15 @@ class MXEmbedding(PackedWeight):
         return self._values(self.weight_packed[ids], self.weight_scale[ids])
 
 
-def packed_twin(layer: nn.Module, specs: LayerSpecs) -> PackedWeight:
-    """The packed layer, without values yet, for an `nn.Linear`, an `nn.Embedding` or a Conv1D of transformers; it takes
-    over the bias."""
+def packed_layer(layer: nn.Module, specs: LayerSpecs) -> PackedWeight:
+    """Return the packed layer, still without values, for an `nn.Linear`, an `nn.Embedding` or a Conv1D of transformers.
+
+    It shares the bias."""
     assert isinstance(layer.weight, Tensor)
     weight = as_matrix(layer, layer.weight)
     rows, columns = weight.shape
     if isinstance(layer, nn.Embedding):
         embedding = MXEmbedding(rows, columns, specs.weight, layer.padding_idx, weight.dtype, weight.device)
         return embedding.train(layer.training)
-    twin = MXLinear(columns, rows, specs, layer.bias, weight.dtype, weight.device)  # type: ignore[arg-type]
-    return twin.train(layer.training)
+    linear = MXLinear(columns, rows, specs, layer.bias, weight.dtype, weight.device)  # type: ignore[arg-type]
+    return linear.train(layer.training)

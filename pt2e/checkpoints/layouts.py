@@ -1,7 +1,7 @@
-"""The layouts of quantized checkpoints: the tensors in which each holds codes and scales.
+"""The layouts of quantized checkpoints: the tensors that hold the codes and scales of a weight.
 
 A weight is (..., N, K) with blocks of 32 along K. Its codes are uint8 (..., N, bytes of K) and its scales uint8
-(..., N, K / 32), as pt2mx stores them; no layout here holds other bytes, only other names, dtypes and shapes.
+(..., N, K / 32), as pt2mx stores them. All layouts hold the same bytes, under other names, dtypes and shapes.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from pt2mx.spec import MXSpec
 
 #: values that share a scale, in every layout
 BLOCK = 32
-#: a scale of this byte is NaN by the specification; readers of these checkpoints take it for 2**128
+#: a scale of this byte is NaN by the specification; libraries that load these checkpoints take it for 2**128
 _NAN_SCALE = 255
 
 
 @dataclass(frozen=True)
 class Stored:
-    """The tensors of one weight: what their names add to the weight's, and their dtypes."""
+    """The tensors of one weight: suffixes of its name, and the dtype of codes."""
 
     data: str
     scale: str
     dtype: torch.dtype = torch.uint8
-    #: a block's codes are a dimension of their own: (..., N, K / 32, bytes of 32)
+    #: the codes of a block have a dimension of their own: (..., N, K / 32, bytes of 32)
     by_block: bool = False
 
 
@@ -43,13 +43,13 @@ class Layout:
     """A kind of checkpoint.
 
     Args:
-        name: as users name it, which is the `quant_method` of its `quantization_config`.
+        name: its name, which is the `quant_method` of its `quantization_config`.
         stored: element -> the tensors of a weight in that element.
-        inputs: element -> the scale modes by which readers quantize inputs to it, in each call.
-        always_inputs: True where readers quantize the inputs of each quantized weight.
-        dtypes: of the model; readers compute in it.
-        only_experts: True where the experts of a mixture alone are quantized.
-        embeddings: the elements in which readers take the weight of an embedding.
+        inputs: element -> the scale modes with which libraries quantize inputs to it at run time.
+        always_inputs: True where libraries quantize the inputs of each quantized weight.
+        dtypes: dtypes of the model in which libraries compute.
+        only_experts: True where only the experts of a mixture are quantized.
+        embeddings: the elements that libraries accept for the weight of an embedding.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Layout:
     embeddings: tuple[str, ...] = ()
 
     def names(self, weight: str, element: str) -> tuple[str, str]:
-        """Give the names of the codes and of the scales of a weight.
+        """Return the names of the codes and of the scales of a weight.
 
         Args:
             weight: its name, such as "model.layers.0.mlp.down_proj.weight".
@@ -74,7 +74,7 @@ class Layout:
         return weight + stored.data, weight + stored.scale
 
     def to_tensors(self, weight: str, element: str, data: Tensor, scale: Tensor) -> dict[str, Tensor]:
-        """Give the tensors in which the layout holds a weight.
+        """Return the tensors in which the layout holds a weight.
 
         Args:
             weight: its name.
@@ -83,7 +83,7 @@ class Layout:
             scale: (..., N, K / 32) uint8.
 
         Returns:
-            The tensors by name, views of these.
+            The tensors by name, views of the arguments.
 
         Raises:
             MXError: where the layout cannot hold them, or a scale is NaN.
@@ -91,49 +91,52 @@ class Layout:
         stored = self.check(weight, element)
         check_grid(weight, element, data, scale)
         if bool((scale == _NAN_SCALE).any()):
-            raise MXError(f"{weight} has blocks that are NaN, which readers of {self.name} take for numbers: mend them")
+            raise MXError(
+                f"{weight} has blocks that are NaN, which readers of {self.name} take for numbers: fix the weight"
+            )
         codes = data.unflatten(-1, (scale.shape[-1], -1)) if stored.by_block else data.view(stored.dtype)
         return dict(zip(self.names(weight, element), (codes, scale), strict=True))
 
     def from_tensors(self, weight: str, element: str, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Give the codes and scales of a weight: `to_tensors` read backwards.
+        """Return the codes and scales of a weight, the inverse of `to_tensors`.
 
         Args:
             weight: its name.
             element: its element.
-            tensors: of the checkpoint, by name; scales as bytes or `torch.float8_e8m0fnu`.
+            tensors: the tensors of the checkpoint by name; scales are bytes or `torch.float8_e8m0fnu`.
 
         Returns:
-            data (..., N, bytes of K) and scale (..., N, K / 32), uint8, views of these.
+            data (..., N, bytes of K) and scale (..., N, K / 32), uint8, views of these tensors.
 
         Raises:
             MXError: where a tensor is missing, or has another dtype or shape.
         """
         stored = self.check(weight, element)
-        found = []
+        stored_bytes = []
         for name in self.names(weight, element):
             if name not in tensors:
                 raise MXError(f"the checkpoint holds no {name}, which {self.name} has for {weight} in {element}")
             tensor = tensors[name]
             if tensor.dtype not in _BYTE_DTYPES:
                 raise MXError(f"{name} is {tensor.dtype}: {self.name} holds bytes of {element} and of E8M0 scales")
-            found.append(tensor.view(torch.uint8))
-        data, scale = found[0].flatten(-2) if stored.by_block else found[0], found[1]
+            stored_bytes.append(tensor.view(torch.uint8))
+        data, scale = stored_bytes
+        data = data.flatten(-2) if stored.by_block else data
         check_grid(weight, element, data, scale)
         return data, scale
 
     def check(self, weight: str, element: str) -> Stored:
-        """Give the row of an element.
+        """Return how the layout stores an element.
 
         Args:
-            weight: what is to be held.
+            weight: the name of the weight, for the error.
             element: its element.
 
         Returns:
-            How it is stored.
+            The row of `stored`.
 
         Raises:
-            MXError: where the layout does not have the element.
+            MXError: where the layout lacks the element.
         """
         if element not in self.stored:
             able = [layout.name for layout in LAYOUTS.values() if element in layout.stored]
@@ -144,40 +147,40 @@ class Layout:
         return self.stored[element]
 
     def check_embedding(self, module: str, element: str) -> None:
-        """Raise an error where readers would not find the codes of an embedding.
+        """Raise an `MXError` where libraries would not find the codes of an embedding.
 
         Args:
             module: the embedding.
-            element: of its weight.
+            element: the element of its weight.
 
         Raises:
-            MXError: naming what they read.
+            MXError: naming what they accept.
         """
         if element not in self.embeddings:
             able = f"embeddings in {' or '.join(self.embeddings)} alone" if self.embeddings else "no packed embeddings"
             raise MXError(f"readers of {self.name} take {able}: leave {module} in high precision")
 
     def check_inputs(self, module: str, spec: MXSpec | None) -> None:
-        """Raise an error where readers would not quantize a module's inputs as `spec` says.
+        """Raise an `MXError` where libraries would not quantize the inputs of a module as `spec` says.
 
         Args:
-            module: whose inputs they are.
-            spec: of the inputs; None: in high precision.
+            module: the module.
+            spec: the spec of its inputs; None: high precision.
 
         Raises:
             MXError: naming what they do.
         """
         if spec is None:
             if self.always_inputs:
-                raise MXError(f"{self.name} quantizes inputs too: quantize those of {module} to {self._able()}")
+                raise MXError(f"{self.name} quantizes inputs too: quantize those of {module} to {self._inputs_text()}")
             return
         if not self.inputs:
             raise MXError(f"{self.name} holds weights alone: leave the inputs of {module} in high precision")
         modes = self.inputs.get(spec.element.name, ())
         if spec.scale_mode not in modes or spec.block_size != BLOCK or spec.rounding != "even":
-            raise MXError(f"{self.name} cannot say that inputs of {module} are {spec}: it has {self._able()}")
+            raise MXError(f"{self.name} cannot say that inputs of {module} are {spec}: it has {self._inputs_text()}")
 
-    def _able(self) -> str:
+    def _inputs_text(self) -> str:
         return (
             ", ".join(f"{element} with scale_mode {' or '.join(modes)}" for element, modes in self.inputs.items())
             + f" in blocks of {BLOCK}"
@@ -187,14 +190,14 @@ class Layout:
 _BYTE_DTYPES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu)
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
-#: every layout that is written and read
+#: every layout that pt2mx writes and reads
 LAYOUTS: dict[str, Layout] = {
     layout.name: layout
     for layout in (
         Layout(
             "compressed-tensors",
             {"fp4_e2m1": _PACKED, "fp6_e2m3": _PACKED, "fp8_e4m3": _FLOAT8},
-            # of E4M3 a block whose largest value is exactly 1.75 * 2**e gets a scale twice that of "rceil"
+            # in E4M3 it doubles the scale of "rceil" for a block whose largest value is exactly 1.75 * 2**e
             {"fp4_e2m1": ("even",), "fp6_e2m3": ("even",), "fp8_e4m3": ("rceil",)},
             # transformers initializes an embedding before its codes are decoded, and looks for `weight`
             embeddings=("fp8_e4m3",),
@@ -227,7 +230,7 @@ LAYOUTS: dict[str, Layout] = {
 
 
 def layout_named(name: object) -> Layout:
-    """Give the layout of that name.
+    """Return the layout with a name.
 
     Args:
         name: a key of `LAYOUTS`.
@@ -236,7 +239,7 @@ def layout_named(name: object) -> Layout:
         The layout.
 
     Raises:
-        MXError: for another name.
+        MXError: for an unknown name.
 
     Example:
         >>> from pt2mx.pt2e.checkpoints.layouts import layout_named
@@ -249,11 +252,11 @@ def layout_named(name: object) -> Layout:
 
 
 def check_grid(weight: str, element: str, data: Tensor, scale: Tensor) -> None:
-    """Raise an error for codes and scales that are no blocks of 32 along the last dimension.
+    """Raise an `MXError` for codes and scales that are no blocks of 32 along the last dimension.
 
     Args:
-        weight: their name.
-        element: of the codes.
+        weight: the name of the weight.
+        element: its element.
         data: (..., N, bytes of K) uint8.
         scale: (..., N, K / 32) uint8.
 

@@ -1,4 +1,4 @@
-"""`load_checkpoint`: a checkpoint that holds codes and scales as a language model that computes with them."""
+"""`load_checkpoint`: load codes and scales from a checkpoint as a language model that computes with them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,22 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.checkpoints.checkpoint_files import CheckpointTensors, quantization_of
+from pt2mx.pt2e.checkpoints.checkpoint_files import CheckpointTensors, files_of, quantization_of, sizes_in
 from pt2mx.pt2e.checkpoints.checkpoint_names import parts_of
-from pt2mx.pt2e.checkpoints.checkpoint_sizes import files_of, sizes_in
 from pt2mx.pt2e.checkpoints.configs import is_known, read_config
 from pt2mx.pt2e.checkpoints.coverage import CheckpointValues, tensors_read
-from pt2mx.pt2e.checkpoints.fold_transposes import fold_transposes
 from pt2mx.pt2e.checkpoints.layouts import BLOCK, Layout
-from pt2mx.pt2e.checkpoints.model_modules import is_transposed, tied_names, weights_of
-from pt2mx.pt2e.checkpoints.packed_modules import DATA, hold_packed, placeholder
-from pt2mx.pt2e.checkpoints.schemes import EXPERTS, LINEAR, Scheme, Schemes
-from pt2mx.pt2e.checkpoints.selection import as_matrix
+from pt2mx.pt2e.checkpoints.module_schemes import (
+    EXPERTS,
+    LINEAR,
+    Scheme,
+    Schemes,
+    is_transposed,
+    tied_names,
+    weights_of,
+)
+from pt2mx.pt2e.checkpoints.packed_modules import DATA, fold_transposes, placeholder, replace_parameter
+from pt2mx.pt2e.checkpoints.select_weights import as_matrix
 from pt2mx.pt2e.user_errors import user_errors
 
 if TYPE_CHECKING:
@@ -34,18 +39,19 @@ _GENERATION = "generation_config.json"
 
 
 class Packed(NamedTuple):
-    """A weight that the checkpoint holds as codes: its scheme, and the tensors it is made of, each with its rows; None:
-    it is one tensor of its own name."""
+    """A weight that the checkpoint holds as codes: its scheme, and its tensors in the checkpoint, each with its rows.
+
+    parts=None: the checkpoint has one tensor with the name of the parameter."""
 
     scheme: Scheme
     parts: dict[str, Tensor] | None
 
 
 def is_mx_checkpoint(folder: str | os.PathLike[str]) -> bool:
-    """Say whether a folder is a checkpoint that `load_checkpoint` is for.
+    """Return whether a folder is a checkpoint for `load_checkpoint`.
 
     Args:
-        folder: of a checkpoint.
+        folder: the folder of a checkpoint.
 
     Returns:
         True where its configuration names a layout of codes and scales.
@@ -74,25 +80,25 @@ def load_checkpoint(
     part: str | None = None,
     allow_partial: bool = False,
 ) -> LanguageModel:
-    """Load a checkpoint that is MX already, with its codes and scales to the bit. No float copy of the model is made.
+    """Load a checkpoint in MX formats with its codes and scales to the bit, without a float copy of the model.
 
-    It is one of compressed-tensors (MXFP4, MXFP6, MXFP8, mixed), gpt-oss (MXFP4), Quark, ModelOpt (MXFP8), or FP8 in
-    blocks of [1, 32] with E8M0 scales. What the checkpoint says of inputs is done, but for the last: transformers, too,
-    multiplies its weights with inputs in high precision where it has no kernel.
+    Supported are compressed-tensors (MXFP4, MXFP6, MXFP8, mixed), gpt-oss (MXFP4), Quark, ModelOpt (MXFP8), and FP8 in
+    blocks of [1, 32] with E8M0 scales. Inputs are quantized as the checkpoint says. The last layout leaves them in high
+    precision, as transformers does without its kernel.
 
     Args:
-        folder: that the checkpoint is in.
-        device: that the model is exported on.
-        stage: is told the name of each stage as it begins.
-        part: the top-level module that the program holds, such as "language_model": others may be left out.
-        allow_partial: True: any part that text does not reach may be left out.
+        folder: the folder of the checkpoint.
+        device: the device to export the model on.
+        stage: called with the name of each stage as it begins.
+        part: the top-level module to put into the program, such as "language_model"; the others may be left out.
+        allow_partial: True: the program may leave out any part that text does not reach.
 
     Returns:
-        A model that generates, and can be saved; its `coverage` is the share of the checkpoint's values that it holds.
+        A model that generates and can be saved; its `coverage` is the share of the checkpoint's values that it holds.
 
     Raises:
-        MXError: for a checkpoint that cannot be read, or holds what is no MX format, by name, and for one of which more
-            than unused heads is left out.
+        MXError: for a checkpoint that cannot be read or holds other formats; for one whose program leaves out more than
+            unused heads.
 
     Example:
         >>> import tempfile, torch, transformers, pt2mx
@@ -100,9 +106,9 @@ def load_checkpoint(
         >>> config = transformers.LlamaConfig(**sizes, vocab_size=128, bos_token_id=1, eos_token_id=None)
         >>> model = transformers.LlamaForCausalLM(config).bfloat16().eval()
         >>> quantized = pt2mx.quantize_language_model(model, pt2mx.MXQuantizer.from_recipe("mxfp4_weight_only"))
-        >>> with tempfile.TemporaryDirectory() as place:
-        ...     pt2mx.save_checkpoint(quantized, model, f"{place}/mxfp4", unpack=[".*embed_tokens"])
-        ...     loaded = pt2mx.load_checkpoint(f"{place}/mxfp4")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     pt2mx.save_checkpoint(quantized, model, f"{folder}/mxfp4", unpack=[".*embed_tokens"])
+        ...     loaded = pt2mx.load_checkpoint(f"{folder}/mxfp4")
         >>> loaded.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5, do_sample=False).shape
         torch.Size([1, 8])
     """
@@ -114,14 +120,14 @@ def load_checkpoint(
     transformers = import_extra("transformers", "hf")
     if not isinstance(folder, str | os.PathLike):
         raise MXError(f"{folder!r} is no path: give the folder of a checkpoint")
-    place = Path(folder)
-    model, values = _load_packed(place, part, allow_partial)
+    path = Path(folder)
+    model, values = _load_packed(path, part, allow_partial)
     with user_errors(f"use the device {device!r}"):
         model.to(device)
     generation = None
-    if (place / _GENERATION).is_file():
+    if (path / _GENERATION).is_file():
         with user_errors(f"read {_GENERATION!r} in {str(folder)!r}"):
-            generation = transformers.GenerationConfig.from_pretrained(place)
+            generation = transformers.GenerationConfig.from_pretrained(path)
     stage("export")
     program = export_decoder(model)
     coverage = values.held_by({name.removesuffix(DATA) for name in tensors_read(program, PREFIX)})
@@ -129,16 +135,16 @@ def load_checkpoint(
     graph = program.module()
     if fold_transposes(graph):
         program = export(graph, inputs(layers_of(model), model.device))
-    found = LanguageModel(program, model.config, generation, load_tokenizer(place))
-    found.coverage = coverage
-    return found
+    language_model = LanguageModel(program, model.config, generation, load_tokenizer(path))
+    language_model.coverage = coverage
+    return language_model
 
 
 def load_packed_model(folder: Path) -> PreTrainedModel:
     """Load a checkpoint as the model of transformers whose weights are codes and scales.
 
     Args:
-        folder: as in `load_checkpoint`.
+        folder: the folder of the checkpoint.
 
     Returns:
         The model, in evaluation mode.
@@ -152,7 +158,7 @@ def load_packed_model(folder: Path) -> PreTrainedModel:
 def _load_packed(
     folder: Path, part: str | None = None, allow_partial: bool = False
 ) -> tuple[PreTrainedModel, CheckpointValues]:
-    """The model, and the values of the checkpoint."""
+    """Load the model, and the sizes of the checkpoint's tensors."""
     config = quantization_of(folder)
     if config is None:
         raise MXError(f"{str(folder)!r} holds a checkpoint in high precision: quantize it with a recipe")
@@ -175,22 +181,22 @@ def _load_packed(
     tied = tied_names(skeleton)
     for name, weight in packed.items():
         data, scale = _codes(skeleton, name, weight, schemes.layout, tensors)
-        found = (*scale.shape[:-1], scale.shape[-1] * BLOCK)
-        wanted = as_matrix(skeleton.get_submodule(name.rpartition(".")[0]), skeleton.get_parameter(name)).shape
-        if found != wanted:
+        shape = (*scale.shape[:-1], scale.shape[-1] * BLOCK)
+        expected = as_matrix(skeleton.get_submodule(name.rpartition(".")[0]), skeleton.get_parameter(name)).shape
+        if shape != expected:
             raise MXError(
-                f"the checkpoint has {name} of shape {found}, its config.json of {tuple(wanted)}: give files that "
+                f"the checkpoint has {name} of shape {shape}, its config.json of {tuple(expected)}: give files that "
                 "belong together"
             )
-        for same in {name, *(tied.get(name, set()) - packed.keys())}:
-            path, _, attribute = same.rpartition(".")
-            transposed = is_transposed(skeleton, same)
-            hold_packed(model.get_submodule(path), attribute, weight.scheme, data, scale, transposed)
+        for alias in {name, *(tied.get(name, set()) - packed.keys())}:
+            path, _, attribute = alias.rpartition(".")
+            transposed = is_transposed(skeleton, alias)
+            replace_parameter(model.get_submodule(path), attribute, weight.scheme, data, scale, transposed)
     return model, values
 
 
 def _skeleton(folder: Path) -> tuple[PreTrainedModel, torch.dtype]:
-    """The model without its weights, and their dtype."""
+    """Build the model without its weights; return it with their dtype."""
     transformers = import_extra("transformers", "hf")
     with user_errors(f"build the model of {str(folder / 'config.json')!r}"), torch.device("meta"):
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -201,34 +207,34 @@ def _skeleton(folder: Path) -> tuple[PreTrainedModel, torch.dtype]:
 
 
 def _packed(skeleton: PreTrainedModel, schemes: Schemes, tensors: CheckpointTensors) -> dict[str, Packed]:
-    """Parameter -> how the checkpoint holds it, for those of which it holds scales."""
-    found = {}
+    """Return parameter -> `Packed`, for each parameter whose scales the checkpoint holds."""
+    packed = {}
     for name, kind in weights_of(skeleton).items():
         whole = is_transposed(skeleton, name)
         parts = None if whole else parts_of(skeleton, [name])[name]
         names = [name] if parts is None else list(parts)
-        said = [name, *names] if kind == EXPERTS else [part.rpartition(".")[0] for part in (name, *names)]
+        paths = [name, *names] if kind == EXPERTS else [part.rpartition(".")[0] for part in (name, *names)]
         kind = kind if whole else LINEAR if kind == EXPERTS else kind
-        scheme = next(filter(None, (schemes.of(one, kind) for one in reversed(said))), None)
+        scheme = next(filter(None, (schemes.of(one, kind) for one in reversed(paths))), None)
         if scheme is not None and schemes.layout.names(names[0], scheme.element)[1] in tensors:
-            found[name] = Packed(scheme, parts)
-    return found
+            packed[name] = Packed(scheme, parts)
+    return packed
 
 
 def _names_of_codes(packed: dict[str, Packed], layout: Layout) -> set[str]:
-    """The tensors of the checkpoint that are codes or scales."""
+    """Return the tensors of the checkpoint that are codes or scales."""
     return {
-        own
+        tensor
         for name, weight in packed.items()
         for part in weight.parts or (name,)
-        for own in layout.names(part, weight.scheme.element)
+        for tensor in layout.names(part, weight.scheme.element)
     }
 
 
 def _with_floats(
     skeleton: PreTrainedModel, dtype: torch.dtype, packed: dict[str, Packed], layout: Layout, floats: dict[str, Tensor]
 ) -> PreTrainedModel:
-    """The model with the tensors that the checkpoint holds in high precision, and no memory for the others."""
+    """Return the model with the checkpoint's float tensors, and without memory for the packed weights."""
     from transformers.utils import logging
 
     state = floats | {name: placeholder(skeleton.get_parameter(name).shape, dtype) for name in packed}
@@ -247,18 +253,18 @@ def _with_floats(
 def _codes(
     skeleton: PreTrainedModel, name: str, weight: Packed, layout: Layout, tensors: CheckpointTensors
 ) -> tuple[Tensor, Tensor]:
-    """data (..., N, bytes of K) and scale (..., N, K / 32) of a parameter."""
+    """Return data (..., N, bytes of K) and scale (..., N, K / 32) of a parameter."""
     element = weight.scheme.element
     if weight.parts is None:
         return layout.from_tensors(name, element, tensors)
-    found: list[Tensor] = []
+    merged: list[Tensor] = []
     shape = skeleton.get_parameter(name).shape[:-1]
     for part, rows in weight.parts.items():
-        own = layout.from_tensors(part, element, tensors)
+        pair = layout.from_tensors(part, element, tensors)
         if len(weight.parts) == 1:
-            return own[0], own[1]
-        found = found or [torch.empty(shape.numel(), one.shape[-1], dtype=torch.uint8) for one in own]
-        for whole, one in zip(found, own, strict=True):
-            whole[rows] = one
-    data, scale = (one.view(*shape, -1) for one in found)
+            return pair
+        merged = merged or [torch.empty(shape.numel(), tensor.shape[-1], dtype=torch.uint8) for tensor in pair]
+        for whole, tensor in zip(merged, pair, strict=True):
+            whole[rows] = tensor
+    data, scale = (tensor.view(*shape, -1) for tensor in merged)
     return data, scale

@@ -1,4 +1,4 @@
-"""`PT2MXConfig`: MX formats for transformers' `from_pretrained`. Its import registers them with transformers."""
+"""`PT2MXConfig`: quantize in transformers' `from_pretrained`. The import registers config and quantizer there."""
 
 from __future__ import annotations
 
@@ -6,49 +6,58 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.checkpoints.selection import check_weights_only
+from pt2mx.pt2e.checkpoints.checkpoint_files import sizes_in
+from pt2mx.pt2e.checkpoints.coverage import CheckpointValues
+from pt2mx.pt2e.checkpoints.eager_modules import PackedWeight, packed_layer
+from pt2mx.pt2e.checkpoints.module_schemes import are_experts, tied_names
+from pt2mx.pt2e.checkpoints.select_weights import LayerSpecs, as_matrix, check_weights_only, select_weights
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
+from pt2mx.pt2e.stored_bits import packed_bytes
 
 import_extra("transformers", "hf")
 
+from transformers.core_model_loading import ConversionOps  # noqa: E402
 from transformers.quantizers.auto import register_quantization_config, register_quantizer  # noqa: E402
+from transformers.quantizers.base import HfQuantizer  # noqa: E402
+from transformers.quantizers.quantizers_utils import should_convert_module  # noqa: E402
 from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402
 
-from pt2mx.pt2e.checkpoints.hf_quantizer import MXHfQuantizer  # noqa: E402
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-#: `quant_method` in the config.json of what `save_pretrained` writes
+#: `quant_method` in the config.json that `save_pretrained` writes
 METHOD = "pt2mx"
 
 
 @register_quantization_config(METHOD)
 class PT2MXConfig(QuantizationConfigMixin):
-    """The `quantization_config` by which `from_pretrained` quantizes linear layers and embeddings as it loads them.
+    """The `quantization_config` with which `from_pretrained` quantizes linear layers and embeddings as it loads them.
 
-    A weight is quantized when it arrives, so that no float copy of the model exists, and stays packed; inputs are
-    quantized at each call where the recipe says so. `save_pretrained` writes codes and scales, and `from_pretrained`
-    reads them back to the bit, once `pt2mx.PT2MXConfig` has been imported. A head that shares the weight of the
-    embedding gets codes of its own. Other products, such as those of attention, and experts stay in high precision.
+    Each weight is quantized when it is loaded and stays packed, so no float copy of the model exists. Inputs are
+    quantized at each call where the recipe says so. `save_pretrained` writes codes and scales. `from_pretrained` reads
+    them back to the bit, once `pt2mx.PT2MXConfig` has been imported. A head that shares the weight of the embedding
+    gets codes of its own. Other matmuls, such as those of attention, and experts stay in high precision.
 
     Args:
         recipe: the name of a shipped recipe, the path of one, an `MXQuantizer`, or its `to_dict()`.
-        weight: the format of all weights, in place of a recipe.
-        activation: the format of inputs beside `weight`.
-        modules_to_not_convert: names of modules that are left alone, or patterns, as other quantizers of transformers
-            take them.
-        part: the top-level module of the checkpoint that the model holds, such as "language_model": others may be left
-            out.
-        allow_partial: True: any part of the checkpoint may be left out.
-        quant_method: "pt2mx", as config.json has it.
+        weight: the format of all weights, instead of a recipe.
+        activation: the format of inputs, together with `weight`.
+        modules_to_not_convert: names or patterns of modules to skip, as for other quantizers of transformers.
+        part: the top-level module of the checkpoint that the model holds, such as "language_model"; the others may be
+            left out.
+        allow_partial: True: the model may leave out any part of the checkpoint.
+        quant_method: "pt2mx", the value in config.json.
 
     Raises:
-        MXError: for neither or both of a recipe and formats, for what is wrong in them, and for a recipe whose
-            algorithms need calibration or that has a format of a cache. Loading raises one for a model that leaves out
-            more of the checkpoint than unused heads.
+        MXError: for neither or both of a recipe and formats; for invalid ones; for a recipe with algorithms or a format
+            of a cache. Loading raises one for a model that leaves out more of the checkpoint than unused heads.
 
     Example:
         >>> import tempfile, torch, transformers
@@ -93,11 +102,8 @@ class PT2MXConfig(QuantizationConfigMixin):
         return MXQuantizer.from_dict(self.recipe)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what config.json says: how the model is quantized, and not what was left out of the checkpoint."""
+        """Return the content for config.json, which does not record the parts left out of the checkpoint."""
         return {name: value for name, value in super().to_dict().items() if name not in ("part", "allow_partial")}
-
-
-register_quantizer(METHOD)(MXHfQuantizer)
 
 
 def _of_formats(weight: object, activation: object) -> MXQuantizer:
@@ -118,7 +124,7 @@ def _patterns(names: Sequence[str]) -> list[str]:
 
 
 def _plain(recipe: object) -> dict[str, Any]:
-    """The settings as `from_dict` takes them, of values that JSON has."""
+    """Return the settings of a recipe for `from_dict`, as plain JSON values."""
     if isinstance(recipe, str | os.PathLike):
         quantizer = MXQuantizer.from_recipe(recipe)
     elif isinstance(recipe, Mapping):
@@ -133,3 +139,124 @@ def _plain(recipe: object) -> dict[str, Any]:
         return json.loads(json.dumps(settings))
     except TypeError:
         raise MXError("the recipe names observers, which no checkpoint holds: leave them out") from None
+
+
+@register_quantizer(METHOD)
+class MXHfQuantizer(HfQuantizer):
+    """The quantizer that transformers calls while it loads a model with a `PT2MXConfig`.
+
+    It replaces layers by packed ones: at once where the checkpoint holds codes, otherwise as each weight is loaded."""
+
+    requires_calibration = False
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
+    ) -> None:
+        config = self.quantization_config
+        if checkpoint_files and not self.pre_quantized:  # codes come from a complete model
+            CheckpointValues(model, sizes_in(checkpoint_files)).held_by().check(config.part, config.allow_partial)
+        patterns = self.get_modules_to_not_convert(
+            model, config.modules_to_not_convert or [], model._keep_in_fp32_modules
+        )
+        skipped = {
+            name
+            for name, module in model.named_modules()
+            if are_experts(module) or not should_convert_module(name, patterns)
+        }
+        self._chosen: dict[str, LayerSpecs] = select_weights(model, config.quantizer, skipped, tied=True).chosen
+        self._untied = _untie(model, self._chosen)
+        if not self._chosen:
+            raise MXError(
+                f"the recipe selects no linear layer and no embedding of {type(model).__name__}: give another recipe, "
+                "or fewer modules_to_not_convert"
+            )
+        if self.pre_quantized:
+            for weight, specs in self._chosen.items():
+                name = weight.rpartition(".")[0]
+                model.set_submodule(name, packed_layer(model.get_submodule(name), specs))
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        if self._untied:  # the config now says that nothing is tied: copy other tied tensors, such as BERT's head bias
+            for name in model.all_tied_weights_keys:
+                path, _, attribute = name.rpartition(".")
+                tied = model.get_parameter(name)
+                setattr(model.get_submodule(path), attribute, nn.Parameter(tied.detach().clone(), tied.requires_grad))
+            model.all_tied_weights_keys = {}
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+        return not self.pre_quantized and param_name in self._chosen
+
+    def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
+        if self.param_needs_quantization(model, param_name):
+            return packed_bytes(param.shape, self._chosen[param_name].weight) / max(param.numel(), 1)
+        return super().param_element_size(model, param_name, param)
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _Quantize(self._chosen, self._untied)
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+    def _dequantize(self, model: PreTrainedModel, dtype: Any = None) -> PreTrainedModel:
+        raise MXError("the float weights are gone: load the model again without a quantization_config")
+
+
+def _untie(model: PreTrainedModel, chosen: dict[str, LayerSpecs]) -> dict[str, set[str]]:
+    """Untie an embedding and a head that share a weight: each gets codes of its own, since their formats may differ.
+
+    Weights of more than two modules stay tied and are removed from `chosen`, because encoder-decoder models scale
+    outputs only where weights are tied.
+
+    Returns:
+        Parameter -> the names under which its weight is quantized.
+    """
+    untied = {}
+    for name, names in tied_names(model).items():
+        if names <= chosen.keys() and len(names) == 2 and not model.config.is_encoder_decoder:
+            untied[name] = names
+    for name in tied_names(model).keys() - untied.keys():
+        chosen.pop(name, None)
+    if untied:
+        model.all_tied_weights_keys = {k: v for k, v in model.all_tied_weights_keys.items() if k not in untied}
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False
+    return untied
+
+
+class _Quantize(ConversionOps):
+    """Replaces the layers of loaded weights by packed ones; passes other tensors on."""
+
+    def __init__(self, chosen: dict[str, LayerSpecs], untied: dict[str, set[str]]) -> None:
+        self._chosen, self._untied = chosen, untied
+
+    def convert(
+        self, input_dict: dict[str, Any], *, model: nn.Module, missing_keys: set[str], **kwargs: Any
+    ) -> dict[str, Any]:
+        others = {}
+        for key, value in input_dict.items():
+            if key not in self._chosen:
+                others[key] = value
+                continue
+            for weight in self._untied.get(key, {key}):
+                self._pack(model, weight, value[0] if isinstance(value, list) else value)
+                missing_keys.discard(weight)
+        return others
+
+    def _pack(self, model: nn.Module, weight: str, values: Tensor) -> None:
+        name = weight.rpartition(".")[0]
+        layer = model.get_submodule(name)
+        if isinstance(layer, PackedWeight):  # the checkpoint holds a tied weight twice
+            return
+        packed = packed_layer(layer, self._chosen[weight])
+        packed.pack(as_matrix(layer, values))
+        for buffer in packed.buffers():
+            buffer._is_hf_initialized = True  # type: ignore[attr-defined]  # otherwise transformers initializes it again
+        model.set_submodule(name, packed)

@@ -1,4 +1,4 @@
-"""The `quantization_config` of AMD Quark: one scheme for all layers, others by name, and what is excluded."""
+"""The `quantization_config` of AMD Quark: a scheme for all layers, schemes of named layers, and excluded layers."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 
 from pt2mx.errors import MXError
 from pt2mx.pt2e.checkpoints.layouts import BLOCK, LAYOUTS
-from pt2mx.pt2e.checkpoints.schemes import Module, Rules, Scheme, always, by_wildcard, commonest, unquantized
+from pt2mx.pt2e.checkpoints.module_schemes import Module, Rules, Scheme, always, by_wildcard, most_common, unquantized
 from pt2mx.spec import MXSpec
 
 #: element -> `dtype`
 _DTYPES = {"fp4_e2m1": "fp4", "fp6_e2m3": "fp6_e2m3", "fp6_e3m2": "fp6_e3m2", "fp8_e4m3": "fp8_e4m3"}
 _ELEMENTS = {dtype: element for element, dtype in _DTYPES.items()}
 
-#: rotations of an entry of `algo_config` that no weight holds: they are done in each call
+#: rotations of inputs in `algo_config`, which each call computes and no weight contains
 _ONLINE = ("online_r1_rotation", "r3", "r4")
 
 
 def write(modules: Mapping[str, Module]) -> dict[str, Any]:
-    """The commonest scheme is that of all linear layers; layers with another are named."""
-    first, *_ = commonest(modules.values())
+    """Write the most common scheme for all linear layers, and other schemes by name."""
+    first, *_ = most_common(modules.values())
     others = {
         name: _layer(module.scheme)
         for name, module in modules.items()
@@ -47,7 +47,7 @@ def write(modules: Mapping[str, Module]) -> dict[str, Any]:
 
 
 def read(config: Mapping[str, Any]) -> Rules:
-    """First what is excluded, then layers by name, then all linear ones."""
+    """Read the rules: excluded layers first, then named layers, then all linear layers."""
     export = config.get("export") or {}
     if export.get("weight_format", "real_quantized") != "real_quantized":
         raise MXError(f"weight_format {export['weight_format']!r} of the checkpoint: expected 'real_quantized' weights")
@@ -92,7 +92,7 @@ def _tensor(element: str, mode: str, dynamic: bool) -> dict[str, Any]:
 
 
 def _scheme(name: str, layer: Mapping[str, Any]) -> Scheme:
-    """The scheme of a layer.
+    """Return the scheme of a layer.
 
     Raises:
         MXError: where it is no MX scheme.
@@ -108,15 +108,15 @@ def _scheme(name: str, layer: Mapping[str, Any]) -> Scheme:
     return Scheme(element, spec)
 
 
-def _element(name: str, what: str, given: Mapping[str, Any] | None, dynamic: bool) -> tuple[str, str]:
-    """The element and the scale mode of a tensor, whose other fields are checked."""
-    given = given or {}
-    dtype = given.get("mx_element_dtype") if given.get("dtype") == "mx" else given.get("dtype")
-    wanted = {"qscheme": "per_group", "group_size": BLOCK, "scale_format": "e8m0", "is_dynamic": dynamic}
-    wrong = [f"{key} {given.get(key)!r}" for key, value in wanted.items() if given.get(key) != value]
-    if wrong or dtype not in _ELEMENTS or given.get("ch_axis") not in (-1, 1):
+def _element(name: str, what: str, fields: Mapping[str, Any] | None, dynamic: bool) -> tuple[str, str]:
+    """Check the fields of a tensor; return its element and scale mode."""
+    fields = fields or {}
+    dtype = fields.get("mx_element_dtype") if fields.get("dtype") == "mx" else fields.get("dtype")
+    expected = {"qscheme": "per_group", "group_size": BLOCK, "scale_format": "e8m0", "is_dynamic": dynamic}
+    wrong = [f"{key} {fields.get(key)!r}" for key, value in expected.items() if fields.get(key) != value]
+    if wrong or dtype not in _ELEMENTS or fields.get("ch_axis") not in (-1, 1):
         raise MXError(
             f"{what} of {name} is not MX, but has {', '.join([f'dtype {dtype!r}', *wrong])}: expected "
             f"{', '.join(_ELEMENTS)} per_group of {BLOCK} with scale_format e8m0"
         )
-    return _ELEMENTS[dtype], given.get("scale_calculation_mode") or "even"
+    return _ELEMENTS[dtype], fields.get("scale_calculation_mode") or "even"

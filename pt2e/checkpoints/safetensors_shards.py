@@ -1,7 +1,7 @@
-"""Files of safetensors, read and written some rows at a time, so that no tensor need fit into memory.
+"""Read and write safetensors files some rows at a time, so that tensors need not fit into memory.
 
-A file is the length of its header (8 bytes, little-endian), the header (JSON: name -> dtype, shape, offsets) and the
-tensors' bytes behind each other. Shapes are known before the work, so the header is written first.
+A file consists of the length of its header (8 bytes, little-endian), the header (JSON: name -> dtype, shape, offsets)
+and the bytes of the tensors, one after the other. Shapes are known in advance, so the header is written first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pt2mx.errors import MXError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-#: dtypes by the names that the format gives them
+#: name in the file format -> dtype
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -44,17 +44,17 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-#: bytes that are read at a time, but for longer rows
+#: bytes to read at a time; longer rows are read whole
 SLICE = 1 << 24
 _METADATA = "__metadata__"
 _LENGTH = 8
-#: of a header, as the reference implementation has it
+#: longest header that the reference implementation accepts
 _LONGEST = 100_000_000
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a file: rows along its first dimension, one of a scalar, and the position of its bytes."""
+    """A tensor in a file: its dtype, its shape and the position of its bytes. A scalar has one row."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -78,13 +78,13 @@ class Entry:
 
 
 class ShardReader:
-    """The tensors of a file.
+    """Reads the tensors of a file.
 
     Args:
-        path: of the file.
+        path: the file.
 
     Raises:
-        MXError: where it cannot be read, or is no whole file of safetensors.
+        MXError: where it cannot be read, or is no complete safetensors file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -106,14 +106,14 @@ class ShardReader:
         self._file.close()
 
     def slices(self, name: str) -> Iterator[tuple[int, Tensor]]:
-        """The tensor in parts, each with the index of its first row; of a scalar itself."""
+        """Yield slices of a tensor along its rows, each with the index of its first row; a scalar is one slice."""
         entry = self.entries[name]
         step = max(1, SLICE // max(1, entry.row_bytes))
         for first in range(0, entry.rows, step):
             yield first, self._rows(entry, first, min(step, entry.rows - first))
 
     def tensor(self, name: str) -> Tensor:
-        """The whole tensor."""
+        """Return the whole tensor."""
         entry = self.entries[name]
         return self._rows(entry, 0, entry.rows)
 
@@ -124,16 +124,16 @@ class ShardReader:
 
 
 class ShardWriter:
-    """A file of tensors whose values come in any order.
+    """Writes a file of tensors, whose rows may come in any order.
 
     Args:
-        file: what is written to.
+        file: the file to write to.
         entries: name -> dtype and shape.
-        metadata: strings that go into the header.
+        metadata: strings for the header.
     """
 
     def __init__(self, file: io.FileIO, entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> None:
-        # the largest dtypes first, so that each tensor's bytes begin where its dtype wants them
+        # the largest dtypes first, so that each tensor is aligned to its dtype
         ordered = sorted(entries, key=lambda name: (-entries[name].dtype.itemsize, name))
         header: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
         self._file, self._entries, end = file, {}, 0
@@ -168,9 +168,9 @@ def _header(file: io.FileIO, path: Path) -> tuple[dict[str, Entry], dict[str, st
         content = json.loads(file.read(length))
         metadata = content.pop(_METADATA, None) or {}
         entries = {}
-        for name, given in content.items():
-            begin, end = given["data_offsets"]
-            entry = Entry(DTYPES[given["dtype"]], tuple(given["shape"]), _LENGTH + length + begin)
+        for name, fields in content.items():
+            begin, end = fields["data_offsets"]
+            entry = Entry(DTYPES[fields["dtype"]], tuple(fields["shape"]), _LENGTH + length + begin)
             if end - begin != entry.nbytes or _LENGTH + length + end > size:
                 raise ValueError(f"{name} is not whole")
             entries[name] = entry

@@ -1,4 +1,4 @@
-"""`save_checkpoint`: a converted model as a checkpoint of Hugging Face, which other libraries load."""
+"""`save_checkpoint`: write a converted model as a checkpoint of Hugging Face that other libraries load."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from torch.fx import GraphModule
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.checkpoints.checkpoint_files import INDEX, MODELOPT
-from pt2mx.pt2e.checkpoints.contents import Contents, contents_of
+from pt2mx.pt2e.checkpoints.configs import modelopt_file
+from pt2mx.pt2e.checkpoints.contents import Contents, build_contents
 from pt2mx.pt2e.checkpoints.layouts import LAYOUTS, Layout, layout_named
-from pt2mx.pt2e.checkpoints.model_modules import is_transposed, weights_of
-from pt2mx.pt2e.checkpoints.packed_uses import uses_of
-from pt2mx.pt2e.checkpoints.plain_configs import modelopt_file
+from pt2mx.pt2e.checkpoints.module_schemes import is_transposed, weights_of
+from pt2mx.pt2e.checkpoints.weight_users import weight_users
 from pt2mx.pt2e.language.tensor_parallel import is_shard
 from pt2mx.pt2e.output import write_text
 
@@ -42,26 +42,26 @@ def save_checkpoint(
     tokenizer: Any = None,
     max_shard_size: int | str = _SHARD,
 ) -> None:
-    """Write a converted model as a checkpoint that other libraries load, `AutoModelForCausalLM.from_pretrained` too.
+    """Write a converted model as a checkpoint that transformers, vLLM and other libraries load.
 
-    Codes and scales are those of the converted model, to the bit, and so are the tensors in high precision. The folder
-    appears whole or not at all.
+    Codes, scales and float tensors equal those of the converted model to the bit. The folder appears complete or not at
+    all.
 
     Args:
-        converted: what `convert_pt2e` returned, the program exported from it, or a `LanguageModel`.
-        model: the float model of transformers that was converted, for its configuration and its names; on the meta
-            device, too, where the converted model holds all weights.
-        folder: new or empty.
+        converted: the result of `convert_pt2e`, the program exported from it, or a `LanguageModel`.
+        model: the float model of transformers that was converted, for its configuration and its names. It may be on the
+            meta device where the converted model holds all weights.
+        folder: the folder to write, new or empty.
         layout: "compressed-tensors", "mxfp4" (gpt-oss's experts), "quark", "modelopt" or "fp8"; None: the first of
             these that has the formats of the weights.
-        unpack: regular expressions of modules, such as `".*embed_tokens"`, whose weights are written as the values that
-            their codes stand for, in the model's dtype: what the layout has no place for.
-        tokenizer: is written, too; None: that of a `LanguageModel`, if it has one.
-        max_shard_size: of a file of tensors.
+        unpack: regular expressions of modules, such as `".*embed_tokens"`, whose weights are written as dequantized
+            values in the model's dtype, because the layout cannot hold their codes.
+        tokenizer: the tokenizer to write; None: that of a `LanguageModel`, if it has one.
+        max_shard_size: the size of a file of tensors.
 
     Raises:
-        MXError: for what the layout or its readers have no place for, by name and before anything is written: other
-            formats, blocks and axes, scale modes of inputs, a dtype that readers do not compute in, a quantized cache.
+        MXError: for anything that the layout or the libraries that load it do not support, before anything is written:
+            other formats, blocks and axes, scale modes of inputs, dtypes of the model, a quantized cache.
 
     Example:
         >>> import tempfile, torch, transformers, pt2mx
@@ -69,9 +69,9 @@ def save_checkpoint(
         >>> config = transformers.LlamaConfig(**sizes, vocab_size=128, bos_token_id=1, eos_token_id=None)
         >>> model = transformers.LlamaForCausalLM(config).bfloat16().eval()
         >>> quantized = pt2mx.quantize_language_model(model, pt2mx.MXQuantizer.from_recipe("mxfp4_weight_only"))
-        >>> with tempfile.TemporaryDirectory() as place:
-        ...     pt2mx.save_checkpoint(quantized, model, f"{place}/mxfp4", unpack=[".*embed_tokens"])
-        ...     loaded = transformers.AutoModelForCausalLM.from_pretrained(f"{place}/mxfp4")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     pt2mx.save_checkpoint(quantized, model, f"{folder}/mxfp4", unpack=[".*embed_tokens"])
+        ...     loaded = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/mxfp4")
         >>> loaded.config.quantization_config.quantization_config.format
         'mxfp4-pack-quantized'
     """
@@ -80,24 +80,24 @@ def save_checkpoint(
         raise MXError(f"expected the float model of transformers that was converted, not {type(model).__name__}")
     graph = _graph_of(converted)
     chosen = _default_layout(graph, model) if layout is None else layout_named(layout)
-    contents = contents_of(graph, model, chosen, unpack)
-    with whole_folder(folder) as place:
-        _write_tensors(contents.tensors, place, max_shard_size)
+    contents = build_contents(graph, model, chosen, unpack)
+    with whole_folder(folder) as target:
+        _write_tensors(contents.tensors, target, max_shard_size)
         generation = next(
             (one.generation_config for one in (converted, model) if hasattr(one, "generation_config")), None
         )
-        _write_configs(contents, generation, place)
+        _write_configs(contents, generation, target)
         tokenizer = tokenizer or getattr(converted, "tokenizer", None)
         if tokenizer is not None:
-            tokenizer.save_pretrained(place)
+            tokenizer.save_pretrained(target)
 
 
 @contextmanager
 def whole_folder(folder: str | os.PathLike[str]) -> Iterator[Path]:
-    """A folder to write to, which gets its name when the block ends. If the block fails, nothing is left.
+    """Make a temporary folder to write to, and rename it when the block ends. If the block fails, delete it.
 
     Raises:
-        MXError: where no folder can be written there, or one is there that holds something.
+        MXError: where no folder can be written there, or where it exists and is not empty.
     """
     if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
         raise MXError(f"cannot write to {folder!r}: give the path of a folder")
@@ -113,7 +113,7 @@ def whole_folder(folder: str | os.PathLike[str]) -> Iterator[Path]:
         os.replace(written, target)
     except MXError:
         raise
-    except (OSError, ValueError) as error:  # the latter of a path that holds a NUL
+    except (OSError, ValueError) as error:  # ValueError: the path holds a NUL
         reason = getattr(error, "strerror", None) or error
         raise MXError(f"cannot write to {str(folder)!r}: {reason}; give a folder") from None
     finally:
@@ -135,27 +135,27 @@ def _graph_of(converted: Any) -> GraphModule:
 
 
 def _default_layout(graph: GraphModule, model: PreTrainedModel) -> Layout:
-    """The first layout that has the formats of all packed weights, one of experts alone where they are in one tensor.
+    """Return the first layout that has the formats of all packed weights; for transposed experts one of experts.
 
     Raises:
         MXError: where there is none.
     """
-    uses = uses_of(graph)
+    users = weight_users(graph)
     transposed = [name for name in weights_of(model) if is_transposed(model, name)]
-    packed_experts = any(use.weight.endswith(name) for use in uses for name in transposed)
+    packed_experts = any(user.weight.endswith(name) for user in users for name in transposed)
     for layout in LAYOUTS.values():
-        if layout.only_experts == packed_experts and all(use.element in layout.stored for use in uses):
+        if layout.only_experts == packed_experts and all(user.element in layout.stored for user in users):
             return layout
-    elements = sorted({use.element for use in uses})
-    raise MXError(f"no layout has weights in {', '.join(elements)}: {'; '.join(map(_able, LAYOUTS.values()))}")
+    elements = sorted({user.element for user in users})
+    raise MXError(f"no layout has weights in {', '.join(elements)}: {'; '.join(map(_supported, LAYOUTS.values()))}")
 
 
-def _able(layout: Layout) -> str:
+def _supported(layout: Layout) -> str:
     return f"{layout.name} has {', '.join(layout.stored)}" + " of experts" * layout.only_experts
 
 
-def _write_tensors(tensors: dict[str, Tensor], place: Path, max_shard_size: int | str) -> None:
-    """Write tensors, into several files with an index where they are more than one may hold."""
+def _write_tensors(tensors: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> None:
+    """Write tensors to one file, or to several with an index where they exceed the size of one."""
     safetensors = import_extra("safetensors.torch", "hf")
     hub = import_extra("huggingface_hub", "hf")
     pattern = "model{suffix}.safetensors"
@@ -165,20 +165,20 @@ def _write_tensors(tensors: dict[str, Tensor], place: Path, max_shard_size: int 
         raise MXError(f"max_shard_size={max_shard_size!r} must be a number of bytes, such as '5GB': {error}") from None
     for file, names in split.filename_to_tensors.items():
         shard = {name: tensors[name].contiguous() for name in names}
-        safetensors.save_file(shard, place / file, metadata={"format": "pt"})
+        safetensors.save_file(shard, folder / file, metadata={"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", place / INDEX)
+        write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", folder / INDEX)
 
 
-def _write_configs(contents: Contents, generation_config: Any, place: Path) -> None:
-    contents.config.save_pretrained(place)
+def _write_configs(contents: Contents, generation_config: Any, folder: Path) -> None:
+    contents.config.save_pretrained(folder)
     quantization = contents.config.quantization_config
     if quantization["quant_method"] == "modelopt":
-        write_text(json.dumps(modelopt_file(quantization), indent=2) + "\n", place / MODELOPT)
-    if generation_config is None:  # of an encoder
+        write_text(json.dumps(modelopt_file(quantization), indent=2) + "\n", folder / MODELOPT)
+    if generation_config is None:  # an encoder has none
         return
     try:
-        generation_config.save_pretrained(place)
-    except ValueError as error:  # of a configuration that contradicts itself
+        generation_config.save_pretrained(folder)
+    except ValueError as error:  # the configuration contradicts itself
         raise MXError(f"the generation config of the model cannot be written: {error}") from None

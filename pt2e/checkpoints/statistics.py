@@ -1,4 +1,4 @@
-"""Statistics of the inputs of linear layers, by which GPTQ rounds the weights of a checkpoint."""
+"""Collect statistics of the inputs of linear layers, with which GPTQ rounds the weights of a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pt2mx.algorithms import gptq
 from pt2mx.algorithms.options import GPTQ
 from pt2mx.errors import MXError
 from pt2mx.pt2e.checkpoints.safetensors_shards import Entry, ShardReader, ShardWriter
-from pt2mx.pt2e.checkpoints.selection import is_linear
+from pt2mx.pt2e.checkpoints.select_weights import is_linear
 from pt2mx.pt2e.output import whole_file
 from pt2mx.spec import MXSpec
 
@@ -27,11 +27,11 @@ _ROWS = "rows"
 
 @dataclass(frozen=True)
 class InputStatistics:
-    """The inputs x of a layer, (rows, K), as calibration shows them.
+    """Statistics of the inputs x of a layer, (rows, K).
 
     Args:
         hessian: (K, K) float32, the sum of `x.T @ x`.
-        rows: their number.
+        rows: the number of rows.
     """
 
     hessian: Tensor
@@ -42,18 +42,18 @@ class InputStatistics:
             raise MXError(f"rows={self.rows!r} of inputs must be their number, at least 1")
 
     def round(self, weight: Tensor, spec: MXSpec, options: GPTQ) -> Tensor:
-        """weight: (N, K) float -> its values in the format, (N, K) float32, as GPTQ rounds them."""
+        """Round a weight, (N, K) float, with GPTQ; return its values in the format, (N, K) float32."""
         damping = options.damping + options.damping_of_few * weight.shape[1] / self.rows
         return gptq(weight, self.hessian, spec, damping=damping, act_order=options.act_order)
 
 
 @torch.no_grad()
 def collect_statistics(model: nn.Module, batches: Iterable[Any]) -> dict[str, InputStatistics]:
-    """Run a float model, and sum up what its linear layers are given.
+    """Run a float model, and collect statistics of the inputs of its linear layers.
 
     Args:
-        model: in evaluation mode, on any device.
-        batches: what it is called with: a tensor, a tuple of arguments, or a mapping of keyword arguments.
+        model: the model, in evaluation mode, on any device.
+        batches: inputs, each a tensor, a tuple of arguments, or a mapping of keyword arguments.
 
     Returns:
         Name of a weight -> the statistics of its inputs, on the CPU; weights that no batch reached have none.
@@ -61,8 +61,9 @@ def collect_statistics(model: nn.Module, batches: Iterable[Any]) -> dict[str, In
     Example:
         >>> import torch
         >>> from pt2mx.pt2e.checkpoints.statistics import collect_statistics
-        >>> found = collect_statistics(torch.nn.Sequential(torch.nn.Linear(2, 4)), [torch.eye(2), torch.ones(1, 2)])
-        >>> found["0.weight"].rows, found["0.weight"].hessian
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 4))
+        >>> statistics = collect_statistics(model, [torch.eye(2), torch.ones(1, 2)])
+        >>> statistics["0.weight"].rows, statistics["0.weight"].hessian
         (3, tensor([[2., 1.],
                 [1., 2.]]))
     """
@@ -70,8 +71,8 @@ def collect_statistics(model: nn.Module, batches: Iterable[Any]) -> dict[str, In
     rows: dict[str, int] = {}
 
     def add(name: str, layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        given = args[0] if args else kwargs["input"]
-        x = given.detach().reshape(-1, given.shape[-1]).float()  # (rows, K)
+        inputs = args[0] if args else kwargs["input"]
+        x = inputs.detach().reshape(-1, inputs.shape[-1]).float()  # (rows, K)
         sums[name] = torch.addmm(sums[name], x.T, x) if name in sums else x.T @ x
         rows[name] = rows.get(name, 0) + len(x)
 
@@ -93,11 +94,11 @@ def collect_statistics(model: nn.Module, batches: Iterable[Any]) -> dict[str, In
 
 
 def save_statistics(statistics: Mapping[str, InputStatistics], path: str | os.PathLike[str]) -> None:
-    """Write statistics to a file of safetensors.
+    """Write statistics to a safetensors file.
 
     Args:
-        statistics: as `collect_statistics` returns them.
-        path: of the file.
+        statistics: the result of `collect_statistics`.
+        path: the file to write.
 
     Raises:
         MXError: where no file can be written there.
@@ -105,9 +106,9 @@ def save_statistics(statistics: Mapping[str, InputStatistics], path: str | os.Pa
     Example:
         >>> import tempfile, torch
         >>> from pt2mx.pt2e.checkpoints.statistics import StatisticsFile, collect_statistics, save_statistics
-        >>> found = collect_statistics(torch.nn.Sequential(torch.nn.Linear(2, 4)), [torch.ones(3, 2)])
+        >>> statistics = collect_statistics(torch.nn.Sequential(torch.nn.Linear(2, 4)), [torch.ones(3, 2)])
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     save_statistics(found, f"{folder}/inputs.safetensors")
+        ...     save_statistics(statistics, f"{folder}/inputs.safetensors")
         ...     StatisticsFile(f"{folder}/inputs.safetensors")["0.weight"].rows
         3
     """
@@ -119,10 +120,10 @@ def save_statistics(statistics: Mapping[str, InputStatistics], path: str | os.Pa
 
 
 class StatisticsFile(Mapping[str, InputStatistics]):
-    """The statistics in a file. Each is read when it is asked for.
+    """The statistics in a file; each lookup reads one.
 
     Args:
-        path: of what `save_statistics` wrote.
+        path: a file that `save_statistics` wrote.
 
     Raises:
         MXError: for another file.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.checkpoints.checkpoint_sizes import files_of, sizes_in
+from pt2mx.pt2e.checkpoints.checkpoint_files import files_of, sizes_in
 from pt2mx.pt2e.checkpoints.coverage import CheckpointValues
 from pt2mx.pt2e.user_errors import one_line
 

@@ -12,7 +12,7 @@ from pt2mx.pt2e.checkpoints import safetensors_shards
 from pt2mx.pt2e.checkpoints.convert_files import MANIFEST, convert_checkpoint
 from pt2mx.pt2e.checkpoints.convert_shards import cast
 from pt2mx.pt2e.checkpoints.load import load_packed_model
-from pt2mx.pt2e.checkpoints.selection import select_weights
+from pt2mx.pt2e.checkpoints.select_weights import select_weights
 from tests.float_checkpoints import float_checkpoint, of_weights, tensors
 from tests.language_models import transformers
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import pt2mx
 from pt2mx import MXError, MXQuantizer, PT2MXConfig
-from pt2mx.pt2e.checkpoints.checkpoint_sizes import files_of, sizes_in
+from pt2mx.pt2e.checkpoints.checkpoint_files import files_of, sizes_in
 from pt2mx.pt2e.checkpoints.coverage import CheckpointValues, tensors_read
 from pt2mx.pt2e.cli.command import main
 from pt2mx.pt2e.cli.models import load_model

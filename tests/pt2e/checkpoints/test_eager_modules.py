@@ -3,8 +3,8 @@ import torch
 from torch import nn
 
 import pt2mx
-from pt2mx.pt2e.checkpoints.eager_modules import MXEmbedding, MXLinear, packed_twin
-from pt2mx.pt2e.checkpoints.selection import LayerSpecs
+from pt2mx.pt2e.checkpoints.eager_modules import MXEmbedding, MXLinear, packed_layer
+from pt2mx.pt2e.checkpoints.select_weights import LayerSpecs
 
 FORMATS = ["mxfp4", "mxfp6_e2m3", "mxfp6_e3m2{16}", "mxfp8_e4m3", "mxfp8_e5m2", "mxint8{48}"]
 
@@ -16,7 +16,7 @@ FORMATS = ["mxfp4", "mxfp6_e2m3", "mxfp6_e3m2{16}", "mxfp8_e4m3", "mxfp8_e5m2", 
 def test_linear(weight, activation, columns):
     linear = nn.Linear(columns, 24)
     specs = LayerSpecs(pt2mx.parse(weight), activation and pt2mx.parse(activation))
-    packed = packed_twin(linear, specs)
+    packed = packed_layer(linear, specs)
     packed.pack(linear.weight)
     values, x = pt2mx.fake_quantize_mx(linear.weight, weight), torch.randn(2, 40, columns)
     assert torch.equal(packed.weight, values)
@@ -30,7 +30,7 @@ def test_linear(weight, activation, columns):
 @torch.no_grad()
 def test_embedding(weight):
     embedding = nn.Embedding(30, 70, padding_idx=3)
-    packed = packed_twin(embedding, LayerSpecs(pt2mx.parse(weight)))
+    packed = packed_layer(embedding, LayerSpecs(pt2mx.parse(weight)))
     packed.pack(embedding.weight)
     ids = torch.randint(30, (2, 3, 5))
     assert isinstance(packed, MXEmbedding)
@@ -40,7 +40,7 @@ def test_embedding(weight):
 
 @torch.no_grad()
 def test_a_layer_follows_its_model():
-    packed = packed_twin(nn.Linear(64, 8), LayerSpecs(pt2mx.parse("mxfp4")))
+    packed = packed_layer(nn.Linear(64, 8), LayerSpecs(pt2mx.parse("mxfp4")))
     packed.pack(torch.randn(8, 64))
     codes = packed.weight_packed
     half = nn.Sequential(packed).half()
@@ -54,7 +54,7 @@ def test_a_layer_follows_its_model():
 
 
 def test_gradients_reach_the_input():
-    packed = packed_twin(nn.Linear(64, 8), LayerSpecs(pt2mx.parse("mxfp4"), pt2mx.parse("mxfp8")))
+    packed = packed_layer(nn.Linear(64, 8), LayerSpecs(pt2mx.parse("mxfp4"), pt2mx.parse("mxfp8")))
     packed.pack(torch.randn(8, 64))
     x = torch.randn(3, 64, requires_grad=True)
     packed(x).sum().backward()
@@ -64,7 +64,7 @@ def test_gradients_reach_the_input():
 
 @torch.no_grad()
 def test_it_compiles_and_exports():
-    packed = packed_twin(nn.Linear(64, 8), LayerSpecs(pt2mx.parse("mxfp4"), pt2mx.parse("mxfp8")))
+    packed = packed_layer(nn.Linear(64, 8), LayerSpecs(pt2mx.parse("mxfp4"), pt2mx.parse("mxfp8")))
     packed.pack(torch.randn(8, 64))
     x = torch.randn(40, 64)
     program = torch.export.export(packed, (x,))

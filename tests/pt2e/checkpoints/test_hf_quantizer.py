@@ -9,9 +9,8 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 import pt2mx
 from pt2mx import MXError, MXQuantizationConfig, MXQuantizer
 from pt2mx.pt2e.checkpoints.eager_modules import MXEmbedding, MXLinear, PackedWeight
-from pt2mx.pt2e.checkpoints.hf_quantizer import MXHfQuantizer
-from pt2mx.pt2e.checkpoints.quantization_config import PT2MXConfig
-from pt2mx.pt2e.checkpoints.selection import as_matrix
+from pt2mx.pt2e.checkpoints.quantization_config import MXHfQuantizer, PT2MXConfig
+from pt2mx.pt2e.checkpoints.select_weights import as_matrix
 from tests.language_models import tiny_decoder, transformers
 
 

@@ -9,7 +9,7 @@ import pt2mx
 from pt2mx import MXError, MXSpec
 from pt2mx.pt2e.checkpoints.configs import write_config
 from pt2mx.pt2e.checkpoints.layouts import LAYOUTS
-from pt2mx.pt2e.checkpoints.schemes import Module, Scheme
+from pt2mx.pt2e.checkpoints.module_schemes import Module, Scheme
 
 COMPRESSED = LAYOUTS["compressed-tensors"]
 

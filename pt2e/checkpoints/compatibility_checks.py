@@ -1,4 +1,4 @@
-"""Limits of the readers of a layout, which the layout could go beyond: checked before anything is written."""
+"""Checks that the libraries which load a layout find and compute its experts, made before the work."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING
 from pt2mx.errors import MXError
 from pt2mx.pt2e.checkpoints.checkpoint_names import experts_in_one_tensor
 from pt2mx.pt2e.checkpoints.layouts import Layout
-from pt2mx.pt2e.checkpoints.schemes import EXPERTS, LINEAR, Module, commonest
+from pt2mx.pt2e.checkpoints.module_schemes import EXPERTS, LINEAR, Module, most_common
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: experts that transformers (5.17) makes linear layers of before compressed-tensors' weights are loaded
+#: experts that transformers (5.17) turns into linear layers before it loads weights of compressed-tensors
 _SPLIT = "Llama4TextExperts"
 
 
-def check_readers(layout: Layout, modules: Mapping[str, Module], model: PreTrainedModel) -> None:
-    """Raise an error for experts that readers would not find or not compute with as they are.
+def check_compatibility(layout: Layout, modules: Mapping[str, Module], model: PreTrainedModel) -> None:
+    """Raise an `MXError` for experts that the libraries of a layout would not find or would compute differently.
 
     Args:
-        layout: of the checkpoint.
-        modules: by their names in the model; others are not looked at.
-        model: on any device, also without memory.
+        layout: the layout of the checkpoint.
+        modules: modules by their names in the model; other names are ignored.
+        model: the model, on any device, also meta.
 
     Raises:
         MXError: naming a module.
@@ -48,13 +48,13 @@ def check_readers(layout: Layout, modules: Mapping[str, Module], model: PreTrain
 
 
 def _check_merged(experts: Mapping[str, Module], modules: Mapping[str, Module]) -> None:
-    """transformers (5.17) makes one parameter of experts when it loads, by one scheme for all."""
+    """Check experts that transformers (5.17) merges into one parameter, with one scheme for all, when it loads them."""
     if not experts:
         return
     (name, first), *_ = experts.items()
     if any(module.scheme != first.scheme for module in experts.values()):
         raise MXError(f"transformers reads all experts in one format: {name} and others differ")
-    linear = commonest(module for module in modules.values() if module.kind == LINEAR)
+    linear = most_common(module for module in modules.values() if module.kind == LINEAR)
     if first.scheme is None and linear and linear[0].element != "fp8_e4m3":
         raise MXError(f"transformers takes {name} to be packed as linear layers are: quantize experts too")
     if first.scheme is not None and first.scheme.element == "fp8_e4m3":

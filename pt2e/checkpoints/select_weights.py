@@ -1,5 +1,7 @@
-"""The weights of a model that a quantizer selects, known from the modules alone: nothing is traced, and parameters may
-be on the meta device."""
+"""Select the weights of a model that a quantizer would quantize, from its modules alone.
+
+Nothing is traced, and parameters may be on the meta device.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from pt2mx.algorithms.options import Algorithm
 from pt2mx.errors import MXError
-from pt2mx.pt2e.checkpoints.model_modules import are_experts, tied_names
+from pt2mx.pt2e.checkpoints.module_schemes import are_experts, tied_names
 from pt2mx.pt2e.qspec import mx_spec
 from pt2mx.pt2e.quantizer.annotate import REASON_KEY
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
@@ -23,7 +25,7 @@ from pt2mx.spec import MXSpec
 
 aten = torch.ops.aten
 
-#: class of a layer -> the operator that it is
+#: class of a layer -> the operator that it calls
 _OPERATORS = {
     "torch.nn.modules.linear.Linear": aten.linear,
     "torch.nn.modules.sparse.Embedding": aten.embedding,
@@ -34,7 +36,7 @@ _OPERATORS = {
 
 @dataclass(frozen=True)
 class LayerSpecs:
-    """The formats of a layer's weight and of its input, along the dimension that it reduces; None: high precision."""
+    """The formats of a layer's weight and input, along the dimension that it reduces; None: high precision."""
 
     weight: MXSpec
     activation: MXSpec | None = None
@@ -42,8 +44,7 @@ class LayerSpecs:
 
 @dataclass(frozen=True)
 class Selection:
-    """The parameters that are quantized, and why others are not, by name: weights of linear layers, embeddings and
-    experts."""
+    """The weights of linear layers, embeddings and experts, by name: those to quantize, and the reasons for others."""
 
     chosen: dict[str, LayerSpecs]
     left: dict[str, str]
@@ -52,15 +53,15 @@ class Selection:
 def select_weights(
     model: nn.Module, quantizer: MXQuantizer, skipped: Container[str] = (), tied: bool = False
 ) -> Selection:
-    """Ask a quantizer for the formats of a model's weights, as if it had been exported.
+    """Ask a quantizer for the formats of a model's weights, as if the model had been exported.
 
-    "First" and "last" go by the order in which modules were defined.
+    "First" and "last" refer to the order in which modules were defined.
 
     Args:
-        model: of transformers, or another.
-        quantizer: its settings.
-        skipped: names of modules that are left alone.
-        tied: True selects a weight that several modules share for each of them; else it is left alone.
+        model: a model of transformers, or another.
+        quantizer: the quantizer.
+        skipped: names of modules to skip.
+        tied: True: select a weight that several modules share, for each of them; False: skip it.
 
     Returns:
         The selection.
@@ -75,7 +76,7 @@ def select_weights(
             left[name] = f"it is {', '.join(sorted(names - {name}))} too"
     graph = GraphModule(model, _graph(model, {name: row for name, row in weights.items() if name not in left}))
     with warnings.catch_warnings():
-        # settings of operators that no module here stands for
+        # settings of operators that no module of the model calls
         warnings.filterwarnings("ignore", "the setting|kv_cache|none of the operators")
         quantizer.annotate(graph)
     chosen = {}
@@ -89,9 +90,9 @@ def select_weights(
     return Selection(chosen, left)
 
 
-def check_weights_only(quantizer: MXQuantizer, by: tuple[type[Algorithm], ...] = ()) -> None:
-    """Raise an error for a recipe that asks for more than weights rounded to nearest, or by some algorithms."""
-    others = [one for one in quantizer.algorithms or () if not isinstance(one, by)]
+def check_weights_only(quantizer: MXQuantizer, supported: tuple[type[Algorithm], ...] = ()) -> None:
+    """Raise an `MXError` for a recipe with a cache format, or with algorithms that are not in `supported`."""
+    others = [one for one in quantizer.algorithms or () if not isinstance(one, supported)]
     if others or quantizer.kv_cache is not None:
         names = [type(one).__name__ for one in others] + ["a kv_cache"] * (quantizer.kv_cache is not None)
         raise MXError(
@@ -101,30 +102,31 @@ def check_weights_only(quantizer: MXQuantizer, by: tuple[type[Algorithm], ...] =
 
 
 def is_linear(module: nn.Module) -> bool:
-    """True of a linear layer whose weight is (out, in)."""
+    """Return True for a linear layer whose weight is (out, in)."""
     return _OPERATORS.get(_kind(module)) is aten.linear
 
 
 def as_matrix(layer: nn.Module, weight: Tensor) -> Tensor:
-    """The weight of a layer as (..., out, in), of an embedding (rows, width)."""
+    """Return the weight of a layer as (..., out, in); of an embedding, (rows, width)."""
     return weight.mT if holds_columns(layer) else weight
 
 
 def holds_columns(layer: nn.Module) -> bool:
-    """True of a layer whose weight is (..., in, out): a Conv1D of transformers, the experts of gpt-oss."""
+    """Return True for a layer whose weight is (..., in, out): a Conv1D of transformers, the experts of gpt-oss."""
     return _OPERATORS.get(_kind(layer)) is aten.addmm or getattr(layer, "is_transposed", False)
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, Callable]]]:
-    """Weights, with the layer and its operator, of layers whose forward pass is known; another subclass may compute
-    something else."""
-    for place, module in model.named_modules():
+    """Yield weights with their layer and its operator.
+
+    Only exact classes count, because a subclass may compute something else."""
+    for path, module in model.named_modules():
         if are_experts(module):
-            for name, parameter in module.named_parameters(place, recurse=False):
+            for name, parameter in module.named_parameters(path, recurse=False):
                 if parameter.dim() == 3:
                     yield name, (module, aten._grouped_mm.default)
         elif _kind(module) in _OPERATORS:
-            yield f"{place}.weight".removeprefix("."), (module, _OPERATORS[_kind(module)].default)
+            yield f"{path}.weight".removeprefix("."), (module, _OPERATORS[_kind(module)].default)
 
 
 def _kind(module: nn.Module) -> str:
@@ -132,19 +134,19 @@ def _kind(module: nn.Module) -> str:
 
 
 def _graph(model: nn.Module, weights: dict[str, tuple[nn.Module, Callable]]) -> Graph:
-    """One call for each weight, which knows the modules around it: what export would leave of them."""
+    """Return a graph with one call per weight and its module stack, as export would make it."""
     graph = Graph()
     for i, (name, (layer, operator)) in enumerate(weights.items()):
         value = model.get_parameter(name)
         rows = value.new_empty(1, as_matrix(layer, value).shape[-1])
-        weight, x = _held(graph, name, value), _held(graph, f"x_{i}", rows, "placeholder")
+        weight, x = _node(graph, name, value), _node(graph, f"x_{i}", rows, "placeholder")
         arguments: tuple[Node | None, ...] = (x, weight)
         if operator is aten._grouped_mm.default:
             weight.meta["val"] = as_matrix(layer, value).mT  # (experts, in, out)
         elif operator is aten.embedding.default:
             arguments = weight, x
         else:
-            bias = _held(graph, name.removesuffix("weight") + "bias", layer.bias) if layer.bias is not None else None
+            bias = _node(graph, name.removesuffix("weight") + "bias", layer.bias) if layer.bias is not None else None
             arguments = (bias, x, weight) if operator is aten.addmm.default else (x, weight, bias)
         call = graph.call_function(operator, arguments)
         call.meta.update(val=rows, weight=name, nn_module_stack=_stack(model, name.rpartition(".")[0]))
@@ -152,7 +154,7 @@ def _graph(model: nn.Module, weights: dict[str, tuple[nn.Module, Callable]]) -> 
     return graph
 
 
-def _held(graph: Graph, name: str, value: Any, op: str = "get_attr") -> Node:
+def _node(graph: Graph, name: str, value: Any, op: str = "get_attr") -> Node:
     node = graph.create_node(op, name)
     node.meta["val"] = value
     return node
@@ -160,12 +162,12 @@ def _held(graph: Graph, name: str, value: Any, op: str = "get_attr") -> Node:
 
 def _stack(model: nn.Module, name: str) -> dict[str, tuple[str, str]]:
     parts = name.split(".")
-    places = dict.fromkeys(["", *(".".join(parts[: end + 1]) for end in range(len(parts)))])
-    return {place: (place, _kind(model.get_submodule(place))) for place in places}
+    paths = dict.fromkeys(["", *(".".join(parts[: end + 1]) for end in range(len(parts)))])
+    return {path: (path, _kind(model.get_submodule(path))) for path in paths}
 
 
 def _specs(call: Node) -> LayerSpecs | str:
-    """The formats of a call, or why it has none."""
+    """Return the formats of a call, or the reason why it has none."""
     annotation = call.meta.get(Q_ANNOTATION_KEY)
     inputs = {} if annotation is None else annotation.input_qspec_map
     specs = {node.target if node.op == "get_attr" else node.op: mx_spec(qspec) for node, qspec in inputs.items()}

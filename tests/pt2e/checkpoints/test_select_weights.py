@@ -4,7 +4,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXError, MXQuantizationConfig, MXQuantizer
-from pt2mx.pt2e.checkpoints.selection import LayerSpecs, select_weights
+from pt2mx.pt2e.checkpoints.select_weights import LayerSpecs, select_weights
 from tests.language_models import tiny_decoder
 
 FP4, FP8 = MXQuantizationConfig(weight="mxfp4"), MXQuantizationConfig(weight="mxfp8", activation="mxfp8")

@@ -1,0 +1,153 @@
+"""The packed weights of a converted model with the modules that use them, and their values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from pt2mx import ops
+from pt2mx.errors import MXError
+from pt2mx.fx.graph.attributes import name_of, tensor_of
+from pt2mx.fx.graph.source_node import module_name
+from pt2mx.fx.graph.node import Dequantize, is_ours
+from pt2mx.fx.graph.qdq import quantize_of, spec_of_dequantize
+from pt2mx.fx.graph.higher_order_ops import graph_modules
+from pt2mx.pt2e.checkpoints.module_schemes import are_experts
+from pt2mx.pt2e.checkpoints.select_weights import as_matrix, holds_columns
+from pt2mx.pt2e.quantizer.operators import operand_node, operands_of, operator_name, quantizable_operators
+from pt2mx.spec import MXSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+#: what rounding and folding append to a parameter's name
+_DATA = re.compile(r"(_rounded)?_data(_\d+)?$")
+
+
+@dataclass(frozen=True)
+class WeightUser:
+    """A module that uses a packed weight.
+
+    Args:
+        module: qualified name of the module in the graph.
+        weight: qualified name of the parameter.
+        element: the element of the codes.
+        block_size: values that share a scale.
+        data: (..., N, bytes of K) uint8, for any axis in the graph.
+        scale: (..., N, blocks of K) uint8.
+        inputs: the spec of the inputs that the module multiplies with it; None: high precision.
+    """
+
+    module: str
+    weight: str
+    element: str
+    block_size: int
+    data: Tensor
+    scale: Tensor
+    inputs: MXSpec | None
+
+
+def weight_users(model: GraphModule) -> list[WeightUser]:
+    """Return each operator of a converted model that multiplies or gathers a packed weight.
+
+    Raises:
+        MXError: where anything except such weights and their inputs is quantized.
+    """
+    inner = [node for graph in graph_modules(model)[:-1] for node in graph.graph.nodes if is_ours(node)]
+    users, explained = [], set()
+    for node in quantizable_operators(model.graph):
+        weights: list[Node] = []
+        inputs: list[Node] = []
+        for operand in operands_of(node):
+            argument = operand_node(node, operand)
+            to = None if argument is None else Dequantize.of(argument)
+            if argument is None or to is None or operand.name == "bias":
+                continue
+            (weights if to.codes.op == "get_attr" else inputs).append(argument)
+        if len(weights) == 1 and len(inputs) < 2:
+            explained |= {*weights, *inputs, *filter(None, map(quantize_of, inputs))}
+            users.append(_weight_user(model, node, weights[0], inputs))
+    for node in (*inner, *(node for node in model.graph.nodes if is_ours(node) and node not in explained)):
+        raise MXError(
+            f"{module_name(node) or node.name} calls {operator_name(node.target)} for what is neither a weight nor the "
+            "input of a product with one: a checkpoint has no place for it; leave it in high precision"
+        )
+    return users
+
+
+def _weight_user(model: GraphModule, node: Node, weight: Node, inputs: list[Node]) -> WeightUser:
+    to = Dequantize.expect(weight)
+    data, scale = (tensor_of(model, node).movedim(to.axis, -1) for node in (to.codes, to.scale))
+    specs = list(map(spec_of_dequantize, inputs))
+    for argument, spec in zip(inputs, specs, strict=True):
+        if spec.axis % argument.meta["val"].dim() != argument.meta["val"].dim() - 1:
+            raise MXError(f"inputs of {module_name(node)} have blocks along dimension {spec.axis}, not the last one")
+    name = _DATA.sub("", name_of(to.codes))
+    return WeightUser(module_name(node), name, to.element, to.block_size, data, scale, specs[0] if specs else None)
+
+
+def float_tensors(model: GraphModule) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers that are no codes or scales, under each of their names."""
+    packed = {
+        name_of(tensor)
+        for node in model.graph.nodes
+        if (to := Dequantize.of(node))
+        for tensor in (to.codes, to.scale)
+        if tensor.op == "get_attr"
+    }
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return ((name, tensor.detach()) for name, tensor in named if name not in packed)
+
+
+def take_values(
+    packed: dict[str, WeightUser], patterns: Sequence[str], model: PreTrainedModel, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Remove weights from `packed`, and return their dequantized values in the shapes of the float model.
+
+    Args:
+        packed: parameter -> its packed form.
+        patterns: regular expressions of modules.
+        model: the float model.
+        dtype: the dtype of the values.
+
+    Raises:
+        MXError: for a pattern that is invalid or matches no such module; for weights that values cannot replace.
+    """
+    unpacked = {}
+    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise MXError(f"unpack={patterns!r} must be a list of regular expressions, such as ['.*embed_tokens']")
+    for pattern in patterns:
+        try:
+            names = [name for name in packed if re.fullmatch(pattern, name.rpartition(".")[0])]
+        except re.error as error:
+            raise MXError(f"unpack: {pattern!r} is no regular expression: {error}") from None
+        if not names:
+            raise MXError(f"unpack: {pattern!r} is no module with a packed weight, such as {next(iter(packed))}")
+        for name in names:
+            user = packed.pop(name)
+            if user.inputs is not None:
+                raise MXError(f"unpack: inputs of {name} are quantized, which a checkpoint states only with codes")
+            unpacked[name] = _values(name, user, model, dtype)
+    return unpacked
+
+
+def _values(name: str, user: WeightUser, model: PreTrainedModel, dtype: torch.dtype) -> Tensor:
+    layer, parameter = model.get_submodule(name.rpartition(".")[0]), model.get_parameter(name)
+    matrix = as_matrix(layer, parameter)
+    *rows, columns = matrix.shape
+    known = isinstance(layer, nn.Linear | nn.Embedding) or holds_columns(layer) or are_experts(layer)
+    # for an unknown layer only the shape can tell the order of the dimensions
+    if (*rows,) != user.data.shape[:-1] or (not known and (len(rows) > 1 or rows == [columns])):
+        raise MXError(
+            f"unpack: {name} of a {type(layer).__name__} cannot be told from its transpose: leave it in high precision "
+            "(set_module_name_regex)"
+        )
+    values = ops.dequantize_mx(user.data, user.scale, user.element, user.block_size, dtype, matrix.dim() - 1, columns)
+    return as_matrix(layer, values)
