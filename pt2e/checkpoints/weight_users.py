@@ -14,10 +14,10 @@ from torch.fx import GraphModule, Node
 from pt2mx import ops
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.attributes import name_of, tensor_of
-from pt2mx.fx.graph.source_node import module_name
+from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import Dequantize, is_ours
 from pt2mx.fx.graph.qdq import quantize_of, spec_of_dequantize
-from pt2mx.fx.graph.higher_order_ops import graph_modules
+from pt2mx.fx.graph.source_node import module_name
 from pt2mx.pt2e.checkpoints.module_schemes import are_experts
 from pt2mx.pt2e.checkpoints.select_weights import as_matrix, holds_columns
 from pt2mx.pt2e.quantizer.operators import operand_node, operands_of, operator_name, quantizable_operators

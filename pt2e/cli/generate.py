@@ -14,9 +14,9 @@ from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result
+from pt2mx.pt2e.language.arguments import fault_of
 from pt2mx.pt2e.language.language_model import LanguageModel
-from pt2mx.pt2e.language.ranks import first_speaks, is_first, of_first
-from pt2mx.pt2e.language.sampling import fault_of
+from pt2mx.pt2e.language.ranks import is_first, of_first, only_first_prints
 from pt2mx.pt2e.user_errors import user_errors
 
 #: options that restrict the tokens to sample from
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> Result | None:
     progress.begin("generate")
     answers = []
     for prompt in options.prompt or of_first(_read_prompts()):
-        with user_errors("generate"), first_speaks():
+        with user_errors("generate"), only_first_prints():
             tokens = _in_template(model, prompt) if options.chat else model.tokens([prompt])
             answers.append({"prompt": prompt, **_answer(model, tokens, settings)})
     # the streamer has printed the text

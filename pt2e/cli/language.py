@@ -92,7 +92,7 @@ def quantize_to_folder(options: argparse.Namespace, quantizer: MXQuantizer) -> R
     if len(places) > 1:
         _check_without_values(options, quantizer)
     stages = 4 if quantizer.algorithms is None else 5
-    with ranks.first_speaks(), Progress(1 + stages * len(places)) as progress:
+    with ranks.only_first_prints(), Progress(1 + stages * len(places)) as progress:
         name = options.model.removeprefix("hf:")
         model = load_decoder(name, options.part, options.allow_partial, options.dtype).to(options.device)
         values, tokenizer = checkpoint_values(model, name), load_tokenizer(name)

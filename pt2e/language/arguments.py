@@ -1,9 +1,11 @@
-"""Checks of the arguments of language models, before the work."""
+"""Checks of the arguments of language models, and the ranges of the options of sampling, made before any work."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from pt2mx.extras import import_extra
 
 
 def check_model(model: object) -> None:
-    """`MXError` where it is no causal language model of transformers."""
+    """Raise an `MXError` where `model` is no causal language model of transformers."""
     transformers = import_extra("transformers", "hf")
     if not isinstance(model, transformers.PreTrainedModel):
         raise MXError(f"expected a causal language model of transformers, not {type(model).__name__}")
@@ -25,7 +27,7 @@ def check_model(model: object) -> None:
 
 
 def check_texts(texts: Sequence[Tensor], vocabulary: int) -> None:
-    """`MXError` where one of them is no block of tokens, (B, S) int64."""
+    """Raise an `MXError` where a text is no block of tokens, (B, S) int64."""
     if isinstance(texts, Tensor | str):
         raise MXError(
             f"texts must be a list of tokens, (B, S) int64 each, not one {type(texts).__name__}: pass [tokens]"
@@ -33,38 +35,38 @@ def check_texts(texts: Sequence[Tensor], vocabulary: int) -> None:
     for text in texts:
         shape = tuple(text.shape) if isinstance(text, Tensor) else None
         if shape is None or text.dtype != torch.long or text.dim() != 2 or not text.numel():
-            found = type(text).__name__ if shape is None else f"{text.dtype} of shape {shape}"
-            raise MXError(f"texts must be tokens, (B, S) int64 each, not {found}: tokenize them first")
+            actual = type(text).__name__ if shape is None else f"{text.dtype} of shape {shape}"
+            raise MXError(f"texts must be tokens, (B, S) int64 each, not {actual}: tokenize them first")
         if not 0 <= int(text.min()) <= int(text.max()) < vocabulary:
             raise MXError(f"texts hold tokens from {int(text.min())} to {int(text.max())}: the model has {vocabulary}")
 
 
 def check_prompts(text: object, inputs: object, options: dict[str, Any]) -> list[str]:
-    """The prompts in `text`; `MXError` where it is none, or there are tokens beside."""
+    """Return the prompts in `text`; raise an `MXError` where it is no prompt, or where tokens are also passed."""
     prompts = [text] if isinstance(text, str) else list(text) if isinstance(text, list | tuple) else []
     if not prompts or not all(isinstance(prompt, str) and prompt for prompt in prompts):
         raise MXError(f"text={text!r} must be a prompt or a list of prompts, none of them empty")
-    beside = [name for name in ("input_ids", "attention_mask") if options.get(name) is not None]
-    if beside := ["inputs"] * (inputs is not None) + beside:
-        raise MXError(f"text and {beside[0]} say the same: give one of them")
+    tokens = [name for name in ("input_ids", "attention_mask") if options.get(name) is not None]
+    if tokens := ["inputs"] * (inputs is not None) + tokens:
+        raise MXError(f"text and {tokens[0]} say the same: give one of them")
     return prompts
 
 
 def check_step(
-    input_ids: object, attention_mask: Tensor | None, position_ids: Tensor | None, batch: int, taken: int, slots: int
+    input_ids: object, attention_mask: Tensor | None, position_ids: Tensor | None, batch: int, filled: int, slots: int
 ) -> None:
-    """`MXError` where tokens do not fit to the cache, or what is beside them does not fit to the tokens."""
+    """Raise an `MXError` where tokens do not fit into the cache, or mask and positions do not match the tokens."""
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.is_floating_point():
-        found = f"{input_ids.dtype} of shape {tuple(input_ids.shape)}" if isinstance(input_ids, Tensor) else input_ids
-        raise MXError(f"input_ids must be tokens, (B, S) int64, not {found!r}")
+        actual = f"{input_ids.dtype} of shape {tuple(input_ids.shape)}" if isinstance(input_ids, Tensor) else input_ids
+        raise MXError(f"input_ids must be tokens, (B, S) int64, not {actual!r}")
     if not input_ids.numel():
         raise MXError(f"input_ids of shape {tuple(input_ids.shape)} hold no token: give one at least")
     if input_ids.shape[0] != batch:
         raise MXError(f"input_ids hold {input_ids.shape[0]} sequences, the cache {batch}: make another cache")
-    length = taken + input_ids.shape[1]
+    length = filled + input_ids.shape[1]
     if length > slots:
         raise MXError(
-            f"{taken} + {input_ids.shape[1]} tokens do not fit into a cache of {slots}: make one with "
+            f"{filled} + {input_ids.shape[1]} tokens do not fit into a cache of {slots}: make one with "
             f"new_cache({batch}, tokens)"
         )
     for name, tensor, shape in (
@@ -73,3 +75,58 @@ def check_step(
     ):
         if tensor is not None and tuple(tensor.shape) != shape:
             raise MXError(f"{name} must be of shape {shape}, not {tuple(tensor.shape)}")
+
+
+class _Range(NamedTuple):
+    """The numbers that an option takes; `text` says it in words."""
+
+    kind: type
+    least: float
+    most: float
+    text: str
+    #: bounds that are not in the range
+    open: tuple[float, ...] = ()
+
+
+_SHARE = _Range(Real, 0, 1, "a number from 0 to 1")
+
+#: option of transformers' `generate` -> its range. transformers checks only some; a `top_p` above 1 disables the filter
+RANGES = {
+    "temperature": _Range(Real, 0, math.inf, "a finite number of at least 0", (math.inf,)),
+    "top_k": _Range(Integral, 0, math.inf, "an integer of at least 0, which is all tokens"),
+    "top_p": _SHARE,
+    "min_p": _SHARE,
+    "top_h": _Range(Real, 0, 1, "a number above 0, up to 1", (0,)),
+    "typical_p": _Range(Real, 0, 1, "a number above 0, up to 1", (0,)),
+    "epsilon_cutoff": _Range(Real, 0, 1, "a number from 0, below 1", (1,)),
+    "eta_cutoff": _Range(Real, 0, 1, "a number from 0, below 1", (1,)),
+    "repetition_penalty": _Range(Real, 0, math.inf, "a finite number above 0", (0, math.inf)),
+}
+
+
+def fault_of(option: str, value: object) -> str | None:
+    """Return the end of an error message for the value of an option; None where the value is valid."""
+    kind, least, most, text, excluded = RANGES[option]
+    number = isinstance(value, kind) and not isinstance(value, bool)
+    if number and least <= value <= most and value not in excluded:  # type: ignore[operator] # NaN is in no range
+        return None
+    return f"must be {text}"
+
+
+def check_sampling(options: Mapping[str, object], defaults: object = None) -> None:
+    """Check the options of `generate`.
+
+    Args:
+        options: the options of transformers' `generate`, which may include a `generation_config`.
+        defaults: the generation config to use without one.
+
+    Raises:
+        MXError: for a value out of its range; for a temperature of 0 where tokens are sampled.
+    """
+    config = options.get("generation_config") or defaults
+    values = {name: options.get(name, getattr(config, name, None)) for name in (*RANGES, "do_sample")}
+    for name in RANGES:
+        if values[name] is not None and (fault := fault_of(name, values[name])):
+            raise MXError(f"{name}={values[name]!r} {fault}")
+    if values["do_sample"] and values["temperature"] == 0:
+        raise MXError("temperature=0 divides by 0: give do_sample=False for the likeliest tokens")

@@ -1,14 +1,20 @@
-"""The cache of a decoder: keys and values of each layer, of a fixed number of slots, as transformers asks for them.
+"""The cache of a decoder: keys and values in a fixed number of slots, in transformers' classes; and attention over it.
 
-Keys are one tensor, (B, heads, slots, width), or, of a quantized cache, a list of two: codes and scales. Values too.
+The keys of a layer are one tensor, (B, heads, slots, width); in a quantized cache they are a list of two, codes and
+scales. Values are stored in the same way.
+
+Transformers' own mask and attention need three changes. A program of any length needs the mask even where it hides
+nothing. Keys must not be copied for each query head. A row of padding, which sees nothing, must not become 0/0 in the
+softmax.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
@@ -18,7 +24,7 @@ from pt2mx.pt2e.user_errors import WITHOUT_EXPORT
 
 _cache_utils = import_extra("transformers.cache_utils", "hf")
 
-#: a cache has a multiple of so many slots: few programs are compiled
+#: the slots of a cache are a multiple of this, so that few programs are compiled
 _SLOTS = 256
 _WITH_CACHE = (
     "only decoders with attention in all layers can be exported with their cache; give --output a name that ends in "
@@ -26,13 +32,12 @@ _WITH_CACHE = (
 )
 #: keys or values: a tensor, or codes and scales
 Stored = Tensor | list[Tensor]
-#: the keys and the values of each layer, as tensors without memory of one sequence and no slots
+#: the keys and values of each layer, as meta tensors of one sequence and no slots
 Layers = list[tuple[Stored, Stored]]
 
 
 class CacheLayer(_cache_utils.CacheLayerMixin):  # type: ignore[name-defined]
-    """Keys and values of a layer, the first `length` slots of which are taken: a number, or (1,) int64 inside a
-    program."""
+    """Keys and values of a layer. The first `length` slots are filled: a number, or (1,) int64 inside a program."""
 
     is_compileable, is_sliding = False, False
 
@@ -42,18 +47,19 @@ class CacheLayer(_cache_utils.CacheLayerMixin):  # type: ignore[name-defined]
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that is stored."""
+        """All tensors of the layer."""
         return pytree.tree_leaves((self.keys, self.values))
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """There is nothing to do: the tensors are there."""
+        """Do nothing: the tensors exist already."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write (B, heads, S, width) into the slots behind those that are taken. Gives all of them. A program that
-        stores codes does not get here: it was exported with tensors."""
+        """Write (B, heads, S, width) into the next slots, and return all slots.
+
+        A program with a quantized cache does not call this: it was exported with tensors."""
         slots = self.length + torch.arange(key_states.shape[2], device=key_states.device)
         keys, values = self.tensors
-        # of transposed ones Inductor (torch 2.13) cannot fuse the quantization to INT8, where the length is dynamic
+        # Inductor (torch 2.13) cannot fuse the INT8 quantization of transposed tensors of dynamic length
         keys.index_copy_(2, slots, key_states.contiguous())
         values.index_copy_(2, slots, value_states.contiguous())
         return keys, values
@@ -71,18 +77,18 @@ class CacheLayer(_cache_utils.CacheLayerMixin):  # type: ignore[name-defined]
         self.length = 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens, of a number that is given as a negative one; of a positive one keep so many."""
+        """Keep this number of tokens, or for a negative number drop that many of the last."""
         number = int(tokens_to_remove)
         self.length = min(self.length, number) if number > 0 else self.length + number
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Put the rows of a batch in another order, in place, as beam search does."""
+        """Reorder the rows of the batch in place, for beam search."""
         for tensor in self.tensors:
             tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
 
 
 def empty_cache(layers: Layers, batch: int, slots: int, device: torch.device) -> Any:
-    """transformers' `Cache` over layers without a token."""
+    """Return transformers' `Cache` over empty layers."""
 
     def zeros(stored: Tensor) -> Tensor:
         return torch.zeros(batch, stored.shape[1], slots, stored.shape[3], device=device, dtype=stored.dtype)
@@ -91,17 +97,17 @@ def empty_cache(layers: Layers, batch: int, slots: int, device: torch.device) ->
 
 
 def room_for(tokens: int) -> int:
-    """The slots of a cache with room for so many tokens."""
+    """Return the slots of a cache for this many tokens."""
     return -(-tokens // _SLOTS) * _SLOTS
 
 
 def slots_of(cache: Any) -> int:
-    """The slots that a cache has."""
+    """Return the number of slots of a cache."""
     return cache.layers[0].get_max_length()
 
 
 def grow(cache: Any, slots: int) -> None:
-    """Give a cache more slots, in place."""
+    """Add slots to a cache in place."""
     for layer in cache.layers:
         more = (0, 0, 0, slots - layer.get_max_length())
         stored = layer.keys, layer.values
@@ -109,29 +115,30 @@ def grow(cache: Any, slots: int) -> None:
 
 
 def cache_within(keys: list[Tensor], values: list[Tensor], start: Tensor) -> Any:
-    """transformers' `Cache` over a program's inputs, in which `start` slots are taken."""
+    """Return transformers' `Cache` over the inputs of a program, with `start` filled slots."""
     return _cache_utils.Cache(layers=[CacheLayer(*pair, start) for pair in zip(keys, values, strict=True)])
 
 
-def equal_extents(inputs: dict[str, Any]) -> list[list[tuple[Any, int]]]:
-    """The inputs of a program, by name, and their dimensions that are the same: the batch, the length, the slots. A
-    trace that does not know takes products of them to be different."""
+def equal_dims(inputs: dict[str, Any]) -> list[list[tuple[Any, int]]]:
+    """Return groups of dimensions of a program's inputs that are equal: the batch, the length, the slots.
+
+    Without them a trace takes products of these sizes to differ."""
     stored = pytree.tree_leaves((inputs["keys"], inputs["values"]))
-    read, positions, mask = (inputs[name] for name in ("input_ids", "position_ids", "attention_mask"))
-    batch = [(tensor, 0) for tensor in (read, positions, mask, *stored)]
-    return [batch, [(read, 1), (positions, 1)], [(mask, 1), *((tensor, 2) for tensor in stored)]]
+    tokens, positions, mask = (inputs[name] for name in ("input_ids", "position_ids", "attention_mask"))
+    batch = [(tensor, 0) for tensor in (tokens, positions, mask, *stored)]
+    return [batch, [(tokens, 1), (positions, 1)], [(mask, 1), *((tensor, 2) for tensor in stored)]]
 
 
 def layers_of(model: Any) -> Layers:
-    """The keys and values with which a causal language model fills an empty cache.
+    """Return the layers of the cache that a causal language model fills.
 
     Raises:
-        MXError: for a layer that keeps something else than keys and values, as that of a recurrent model does.
+        MXError: for a layer that keeps anything but keys and values, such as a recurrent one.
     """
     tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     with torch.no_grad():
         cache = getattr(model(input_ids=tokens, use_cache=True), "past_key_values", None)
-    found: Layers = []
+    layers: Layers = []
     for number, layer in enumerate(getattr(cache, "layers", [])):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if not (_is_of_tokens(keys) and _is_of_tokens(values)):
@@ -139,28 +146,75 @@ def layers_of(model: Any) -> Layers:
                 f"layer {number} of {type(model).__name__} keeps a {type(layer).__name__}, not keys and values of its "
                 f"tokens: {_WITH_CACHE}"
             )
-        found.append((_without_memory(keys), _without_memory(values)))
-    if not found:
+        layers.append((_on_meta(keys), _on_meta(values)))
+    if not layers:
         raise MXError(f"{type(model).__name__} keeps no keys and values of its tokens: {_WITH_CACHE}")
-    return found
+    return layers
 
 
 def cache_of(program: ExportedProgram) -> tuple[Layers, torch.device, torch.dtype]:
-    """The layers of the program's cache, the device that it is on, and the dtype of the program's logits."""
+    """Return the layers of a program's cache, its device, and the dtype of the program's logits."""
     values = {node.name: node.meta["val"] for node in program.graph.find_nodes(op="placeholder")}
-    given = [values[name] for name in program.graph_signature.user_inputs]
-    _, named = pytree.tree_unflatten(given, program.call_spec.in_spec)
+    inputs = [values[name] for name in program.graph_signature.user_inputs]
+    _, named = pytree.tree_unflatten(inputs, program.call_spec.in_spec)
     if not named.get("keys") or len(named["keys"]) != len(named.get("values", ())):
         raise MXError("the program has no inputs `keys` and `values`: it is no decoder with a cache")
-    layers = [pytree.tree_map(_without_memory, pair) for pair in zip(named["keys"], named["values"], strict=True)]
+    layers = [pytree.tree_map(_on_meta, pair) for pair in zip(named["keys"], named["values"], strict=True)]
     (logits,) = program.graph_signature.user_outputs
     dtype = next(node for node in program.graph.nodes if node.name == logits).meta["val"].dtype
     return layers, pytree.tree_leaves(named["keys"])[0].device, dtype
 
 
-def _is_of_tokens(held: object) -> bool:
-    return isinstance(held, Tensor) and held.dim() == 4 and held.shape[2] == 2
+def _is_of_tokens(stored: object) -> bool:
+    return isinstance(stored, Tensor) and stored.dim() == 4 and stored.shape[2] == 2
 
 
-def _without_memory(held: Any) -> Tensor:
-    return torch.empty(1, held.shape[1], 0, held.shape[3], dtype=held.dtype, device="meta")
+def _on_meta(stored: Any) -> Tensor:
+    return torch.empty(1, stored.shape[1], 0, stored.shape[3], dtype=stored.dtype, device="meta")
+
+
+#: the name of attention and mask for transformers, in `config._attn_implementation`
+ATTENTION = "pt2mx"
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention of query (B, heads, S, D) over key, value (B, KV heads, L, D): (B, S, heads, D).
+
+    The mask is (B, 1, S, L)."""
+    grouped = query.shape[1] != key.shape[1]
+    output = nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=grouped
+    )
+    return output.transpose(1, 2).contiguous(), None
+
+
+def mask_of(
+    q_length: int, kv_length: int, q_offset: Tensor | int, kv_offset: int, device: torch.device, **kwargs: Any
+) -> Tensor:
+    """Return transformers' mask for `scaled_dot_product_attention`, (B, 1, S, L) booleans.
+
+    It is never None, and each query sees its own key, also in padding."""
+    masking = import_extra("transformers.masking_utils", "hf")
+    sizes = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
+    skips = dict.fromkeys(("allow_is_causal_skip", "allow_is_bidirectional_skip"), False)
+    mask = masking.sdpa_mask(**sizes, device=device, **{**kwargs, **skips})
+    queries = torch.arange(q_length, device=device) + q_offset
+    return mask | (queries[:, None] == torch.arange(kv_length, device=device) + kv_offset)
+
+
+def register_attention() -> None:
+    """Register attention and mask with transformers."""
+    functions: list[tuple[str, str, Callable[..., Any]]] = [
+        ("transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS", attend),
+        ("transformers.masking_utils", "ALL_MASK_ATTENTION_FUNCTIONS", mask_of),
+    ]
+    for module, name, function in functions:
+        getattr(import_extra(module, "hf"), name).register(ATTENTION, function)

@@ -1,4 +1,4 @@
-"""The folder of a language model: the program with its weights, the configurations, the tokenizer, the report."""
+"""Read and write the folder of a language model: program, configurations, tokenizer and report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pt2mx.pt2e.program import load_program, save_program
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.user_errors import user_errors
 
-#: beside the files that transformers writes
+#: in the folder, next to the files that transformers writes
 REPORT = "report.json"
 
 _GENERATION = "generation_config.json"
@@ -38,12 +38,12 @@ Folder = str | os.PathLike[str]
 
 
 def is_quantized(folder: Folder) -> bool:
-    """True of a folder that holds a quantized language model."""
+    """Return True for a folder that holds a quantized language model."""
     return bool(ranks.programs_in(folder))
 
 
 def check_holds_program(folder: Folder, program: ExportedProgram) -> None:
-    """Raise an MXError for a folder that packages of a program cannot be written to."""
+    """Raise an `MXError` for a folder, or a program, that cannot have packages."""
     if not is_quantized(folder):
         raise MXError(f"{str(folder)!r} holds no program: give the folder that save_pretrained wrote")
     if is_shard(program):
@@ -51,44 +51,51 @@ def check_holds_program(folder: Folder, program: ExportedProgram) -> None:
 
 
 def save_folder(folder: Folder, program: ExportedProgram, recipe: MXQuantizer | str | None, *parts: Any) -> None:
-    """Write a program and what transformers saves beside it: configurations and a tokenizer, or None. Of a model that
-    is divided among ranks each writes its own program, the first one the rest.
+    """Write a program, and the configurations and the tokenizer that transformers saves.
+
+    Of a sharded model each rank writes its program, and the first one also the other files.
+
+    Args:
+        folder: the folder, which is made where it is missing.
+        program: the program.
+        recipe: the quantizer, or its YAML, to put into the program.
+        parts: objects with `save_pretrained`, or None.
 
     Raises:
         MXError: where no file can be written there.
     """
-    divided = is_shard(program)
-    writes_rest = ranks.is_first() or not divided
+    sharded = is_shard(program)
+    writes_parts = ranks.is_first() or not sharded
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        # the program is the largest file: until it is whole, what was in the folder stays
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".") as rest:
+        # the program is the largest file: until it is complete, the old files stay
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".") as temporary:
             for part in parts:
-                if part is not None and writes_rest:
-                    part.save_pretrained(rest)
-            overwrites = writes_rest and is_quantized(folder)
-            save_program(program, Path(folder) / ranks.program_file(divided), recipe)
+                if part is not None and writes_parts:
+                    part.save_pretrained(temporary)
+            overwrites = writes_parts and is_quantized(folder)
+            save_program(program, Path(folder) / ranks.program_file(sharded), recipe)
             if overwrites:
-                # of another model: a tokenizer that is left would be taken for this one's
-                for name in (REPORT, _GENERATION, *_TOKENIZER, *ranks.programs_of_others(folder, divided)):
+                # a tokenizer of the old model would be loaded with the new one
+                for name in (REPORT, _GENERATION, *_TOKENIZER, *ranks.programs_of_others(folder, sharded)):
                     (Path(folder) / name).unlink(missing_ok=True)
                 for package in Path(folder).glob("*.aoti.pt2"):
                     package.unlink()
-            for file in filter(Path.is_file, Path(rest).rglob("*")):
-                place = Path(folder) / file.relative_to(rest)
-                place.parent.mkdir(exist_ok=True)
-                os.replace(file, place)
+            for file in filter(Path.is_file, Path(temporary).rglob("*")):
+                target = Path(folder) / file.relative_to(temporary)
+                target.parent.mkdir(exist_ok=True)
+                os.replace(file, target)
     except OSError as error:
         raise MXError(f"cannot write to {str(folder)!r}: {error.strerror}; give a folder") from None
-    except ValueError as error:  # of a generation config that contradicts itself
+    except ValueError as error:  # a generation config that contradicts itself
         raise MXError(f"cannot write to {str(folder)!r}: {error}") from None
 
 
 def load_folder(folder: Folder) -> tuple[ExportedProgram, Any, Any, Any]:
-    """The program, the configuration, that of `generate`, and the tokenizer or None.
+    """Return the program, the configuration, the generation configuration or None, and the tokenizer or None.
 
     Raises:
-        MXError: where the folder holds no such program, or those of another number of ranks.
+        MXError: where the folder holds no program, or programs for another number of ranks.
     """
     name = ranks.own_program_in(folder)
     transformers = import_extra("transformers", "hf")
@@ -104,10 +111,10 @@ def load_folder(folder: Folder) -> tuple[ExportedProgram, Any, Any, Any]:
 
 
 def load_tokenizer(folder: Folder) -> Any:
-    """The tokenizer of a checkpoint; None where it holds none.
+    """Load the tokenizer of a checkpoint; return None where it has none.
 
     Raises:
-        MXError: where a file of it cannot be read.
+        MXError: where a file of the tokenizer cannot be read.
     """
     transformers = import_extra("transformers", "hf")
     files = [name for name in _TOKENIZER if (Path(folder) / name).is_file()]
@@ -115,9 +122,9 @@ def load_tokenizer(folder: Folder) -> Any:
         return None
     try:
         return transformers.AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # tokenizers fail in as many ways as there are of them
+    except Exception as error:  # each tokenizer fails in its own way
         if not files:
             return None
         raise MXError(
-            f"cannot read the tokenizer in {str(folder)!r}: {error}; take its files away, or mend them"
+            f"cannot read the tokenizer in {str(folder)!r}: {error}; remove its files, or replace them"
         ) from None

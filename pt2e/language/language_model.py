@@ -1,4 +1,4 @@
-"""`LanguageModel`: a quantized decoder in a folder, which generates text as transformers' models do."""
+"""`LanguageModel`: a quantized decoder that generates text like a model of transformers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,10 @@ from pt2mx.fx.graph.node import is_ours
 from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.fx.passes.device import device_named, move_to_device
 from pt2mx.pt2e.checkpoints.coverage import Coverage
-from pt2mx.pt2e.language.arguments import check_prompts, check_step
+from pt2mx.pt2e.language.arguments import check_prompts, check_sampling, check_step
 from pt2mx.pt2e.language.cache import CacheLayer, cache_of, empty_cache, grow, room_for, slots_of
 from pt2mx.pt2e.language.folder import Folder, check_holds_program, load_folder, save_folder
-from pt2mx.pt2e.language.packages import load_packages, write_packages
-from pt2mx.pt2e.language.reader import Reader
-from pt2mx.pt2e.language.sampling import check_sampling
+from pt2mx.pt2e.language.runtime import Runner, load_packages, write_packages
 from pt2mx.pt2e.language.texts import padded_tokens
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
@@ -34,16 +32,16 @@ _outputs = import_extra("transformers.modeling_outputs", "hf")
 
 
 class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[name-defined]
-    """A decoder with its cache, quantized, and what it takes to make text of it.
+    """A quantized decoder with its cache, its configuration and its tokenizer.
 
-    `generate` is that of transformers, with its arguments and results: greedy, sampling, beams, streamers, stopping
-    criteria and a `GenerationConfig`. `text=` beside takes and gives text.
+    `generate` is the method of transformers, with its arguments and results: greedy search, sampling, beams, streamers,
+    stopping criteria and `GenerationConfig`. With `text=` it takes and returns text.
 
     Args:
-        program: what `pt2mx quantize` exports: a decoder as `CachedDecoder` has it; a float one serves, too.
+        program: the program of a decoder, quantized or float, with the signature of `CachedDecoder`.
         config: transformers' configuration of the model.
         generation_config: its settings for `generate`; None: transformers' defaults.
-        tokenizer: for `text=`; None: there is none.
+        tokenizer: the tokenizer for `text=`, or None.
 
     Raises:
         MXError: for a program that is no decoder with a cache.
@@ -78,24 +76,24 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
 
     @cached_property
     def decoder(self) -> GraphModule:
-        """The program, lowered when it is first asked for: saving it takes no part in that."""
-        decoder = self.program.module(check_guards=False)  # check_step looks at what a caller gives
+        """The lowered program. The first access lowers it, so that saving a model does not."""
+        decoder = self.program.module(check_guards=False)  # check_step checks the inputs
         quantized = any(is_ours(node) for graph in graph_modules(decoder) for node in graph.graph.nodes)
         return lower_to_inductor(decoder, self.device) if quantized else move_to_device(decoder, self.device)
 
     @cached_property
-    def reader(self) -> Reader:
-        """The calls of the decoder, by the packages of the folder where it has any."""
+    def runner(self) -> Runner:
+        """Runs the decoder, or the packages of the folder where it has any."""
         packages = {} if self._folder is None else load_packages(self.decoder, self.device, self._folder)
-        return Reader(self.decoder, self.device, packages)
+        return Runner(self.decoder, self.device, packages)
 
     @classmethod
     def from_pretrained(cls, folder: Folder, device: str | None = None) -> LanguageModel:
-        """Load what `save_pretrained` or `pt2mx quantize` wrote; of a model for several ranks that of this one.
+        """Load a folder that `save_pretrained` or `pt2mx quantize` wrote; of a sharded model this rank's program.
 
         Args:
-            folder: with the program, the configuration and, where there is one, the tokenizer.
-            device: that the model runs on; None: the one it was exported on.
+            folder: the folder with the program, the configuration and, optionally, the tokenizer.
+            device: the device to run on; None: the device of the export.
 
         Returns:
             The model, not compiled.
@@ -110,18 +108,18 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         return model
 
     def write_packages(self, folder: Folder) -> list[Path]:
-        """Compile the model by AOTInductor, for its device, into packages beside the program of its folder.
+        """Compile the model with AOTInductor, for its device, into packages in its folder.
 
-        They hold no weights: these are the program's. `from_pretrained` loads them.
+        The packages hold no weights; they use those of the program. `from_pretrained` loads them.
 
         Args:
-            folder: that `save_pretrained` wrote.
+            folder: a folder that `save_pretrained` wrote.
 
         Returns:
             The packages.
 
         Raises:
-            MXError: where it holds no program, and for a model of several ranks.
+            MXError: where the folder holds no program, and for a sharded model.
         """
         check_holds_program(folder, self.program)
         return write_packages(self.decoder, self.layers, self.device, Path(folder))
@@ -130,8 +128,8 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         """Write the program, the configurations and the tokenizer to a folder.
 
         Args:
-            folder: made where it is not there.
-            recipe: the quantizer that the model was quantized with, or its YAML.
+            folder: the folder to write, which is made where it is missing.
+            recipe: the quantizer of the model, or its YAML.
 
         Raises:
             MXError: where no file can be written there.
@@ -139,28 +137,27 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         save_folder(folder, self.program, recipe, self.config, self.generation_config, self.tokenizer)
 
     def compile(self, **options: Any) -> None:
-        """Compile the model in place, when it first reads a prompt, for any length, and a single token.
+        """Compile the model in place, at the first prompt for any length, and at the first single token.
 
         Args:
-            **options: of `torch.compile`, for single tokens, and on a GPU for prompts too.
+            **options: options of `torch.compile` for single tokens, and on a GPU also for prompts.
         """
-        self.reader.compile(**options)
+        self.runner.compile(**options)
 
     @torch.no_grad()
     def generate(self, inputs: Tensor | None = None, *, text: str | Sequence[str] | None = None, **options: Any) -> Any:
-        """Generate tokens, or text for `text`.
+        """Generate tokens, or with `text` generate text.
 
         Args:
-            inputs: (B, S) int64 tokens, as transformers' `generate` takes them, padded on the left.
-            text: one prompt or several, in place of `inputs`.
-            **options: as transformers' `generate` takes them.
+            inputs: (B, S) int64 tokens, padded on the left.
+            text: one prompt or several, instead of `inputs`.
+            **options: the options of transformers' `generate`.
 
         Returns:
-            What transformers' `generate` returns; for `text` what was generated, a string for each sequence, by itself
-            where there is one for one prompt.
+            The result of transformers' `generate`. For `text` the generated strings, or one string for one prompt.
 
         Raises:
-            MXError: for text without a tokenizer, what is no text, and an option of sampling out of its range.
+            MXError: for text without a tokenizer, prompts that are no text, and sampling options out of range.
         """
         check_sampling(options, self.generation_config)
         if self.tokenizer is not None:
@@ -169,16 +166,16 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
             return super().generate(inputs, **options)
         prompts = check_prompts(text, inputs, options)
         tokens = self.tokens(prompts)
-        found = super().generate(**tokens, **options)
-        new = getattr(found, "sequences", found)[:, tokens["input_ids"].shape[1] :]
+        output = super().generate(**tokens, **options)
+        new = getattr(output, "sequences", output)[:, tokens["input_ids"].shape[1] :]
         texts = self.tokenizer.batch_decode(new, skip_special_tokens=True)
         return texts[0] if isinstance(text, str) and len(texts) == 1 else texts
 
     def tokens(self, prompts: list[str]) -> dict[str, Tensor]:
-        """Give the tokens of prompts, padded on the left, as `generate` takes them.
+        """Return the tokens of prompts, padded on the left, for `generate`.
 
         Args:
-            prompts: texts.
+            prompts: the prompts.
 
         Returns:
             `input_ids` and `attention_mask`, (B, S) int64 on the model's device.
@@ -198,70 +195,69 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Read tokens as the model of transformers does, a prompt in chunks.
+        """Compute logits as the model of transformers does; prompts are read in chunks.
 
         Args:
             input_ids: (B, S) int64.
-            attention_mask: (B, tokens of the cache and these), zero at padding, on the left; None: there is none.
-            position_ids: (B, S) int64; None: as the mask has them.
-            past_key_values: what `new_cache` or an earlier call gave, changed; None: a new one.
-            logits_to_keep: of how many of the last tokens logits are wanted, 0 for all; or (T,) int64, their columns.
-            use_cache: False does not return the cache.
-            **kwargs: what else `generate` gives to a model, without effect.
+            attention_mask: (B, tokens in the cache + S), zero at padding, on the left; None: no padding.
+            position_ids: (B, S) int64; None: computed from the mask.
+            past_key_values: the cache from `new_cache` or an earlier call, changed in place; None: a new one.
+            logits_to_keep: the number of last tokens whose logits to return, 0 for all; or (T,) int64, their columns.
+            use_cache: False: do not return the cache.
+            **kwargs: other arguments that `generate` passes to models, without effect.
 
         Returns:
             transformers' `CausalLMOutputWithPast`: logits (B, T, vocabulary), and the cache.
 
         Raises:
-            MXError: for more tokens than the cache has room for.
+            MXError: for more tokens than fit into the cache.
         """
         cache = self._cache_for(input_ids, past_key_values)
-        taken, slots = cache.get_seq_length(), slots_of(cache)
-        check_step(input_ids, attention_mask, position_ids, len(cache.layers[0].tensors[0]), taken, slots)
+        filled, slots = cache.get_seq_length(), slots_of(cache)
+        check_step(input_ids, attention_mask, position_ids, len(cache.layers[0].tensors[0]), filled, slots)
         batch, length = input_ids.shape
         mask = torch.ones(batch, slots, dtype=torch.long, device=self.device)
         if attention_mask is not None:
             mask[:, : attention_mask.shape[1]] = attention_mask
         if position_ids is None:
-            position_ids = (mask.cumsum(1) - 1).clamp(min=0)[:, taken : taken + length]
+            position_ids = (mask.cumsum(1) - 1).clamp(min=0)[:, filled : filled + length]
         columns = torch.arange(length, device=self.device)
         kept = columns[-logits_to_keep:] if isinstance(logits_to_keep, int) else columns[logits_to_keep].reshape(-1)
-        found = self.reader.read(input_ids, position_ids, mask, kept, cache)
-        return _outputs.CausalLMOutputWithPast(logits=found, past_key_values=None if use_cache is False else cache)
+        logits = self.runner.read(input_ids, position_ids, mask, kept, cache)
+        return _outputs.CausalLMOutputWithPast(logits=logits, past_key_values=None if use_cache is False else cache)
 
-    def _cache_for(self, tokens: Tensor, given: Any) -> Any:
-        """The cache to write to: the one that is given, one of this kind in place of an empty one of transformers, or
-        one that grows."""
-        if given is not None and all(isinstance(layer, CacheLayer) for layer in given.layers) and given.layers:
-            if getattr(given, "grows", False) and given.get_seq_length() + tokens.shape[1] > slots_of(given):
-                grow(given, room_for(given.get_seq_length() + tokens.shape[1]))
-            return given
-        if given is not None and given.get_seq_length():
-            raise MXError(f"past_key_values is a filled {type(given).__name__}: give what new_cache or a call gave")
+    def _cache_for(self, tokens: Tensor, cache: Any) -> Any:
+        """Return the cache to write to: a cache of this model, or a new one that grows in place of an empty one."""
+        if cache is not None and all(isinstance(layer, CacheLayer) for layer in cache.layers) and cache.layers:
+            if getattr(cache, "grows", False) and cache.get_seq_length() + tokens.shape[1] > slots_of(cache):
+                grow(cache, room_for(cache.get_seq_length() + tokens.shape[1]))
+            return cache
+        if cache is not None and cache.get_seq_length():
+            raise MXError(f"past_key_values is a filled {type(cache).__name__}: give what new_cache or a call gave")
         cache = self.new_cache(tokens.shape[0], tokens.shape[-1])
         cache.grows = True
         return cache
 
     def new_cache(self, batch: int, tokens: int) -> Any:
-        """Make an empty cache, for `past_key_values`.
+        """Make an empty cache for `past_key_values`.
 
         Args:
             batch: the number of sequences.
-            tokens: of each, for which there is room at least.
+            tokens: the number of tokens of each that must fit.
 
         Returns:
             transformers' `Cache`.
         """
         cache = empty_cache(self.layers, batch, room_for(tokens), self.device)
         for tensor in (tensor for layer in cache.layers for tensor in layer.tensors):
-            torch._dynamo.mark_static_address(tensor)  # CUDA graphs may write to what stays where it is
+            torch._dynamo.mark_static_address(tensor)  # lets CUDA graphs write to them
         return cache
 
     def train(self, mode: bool = True) -> LanguageModel:
         """Stay in evaluation mode.
 
         Args:
-            mode: False, as `eval` gives it.
+            mode: False, as in `eval`.
 
         Returns:
             The model.
@@ -273,14 +269,14 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
             raise MXError("a quantized program is for inference: train a model with prepare_qat_pt2e")
         return self
 
-    # what transformers' generate asks of a model
+    # the methods that transformers' generate calls
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], mode: object, batch_size: int, max_cache_length: int
     ) -> None:
-        given = model_kwargs.get("past_key_values")
-        if given is not None and isinstance(given.layers[0] if given.layers else None, CacheLayer):
-            if max_cache_length > slots_of(given):
-                grow(given, room_for(max_cache_length))
+        cache = model_kwargs.get("past_key_values")
+        if cache is not None and isinstance(cache.layers[0] if cache.layers else None, CacheLayer):
+            if max_cache_length > slots_of(cache):
+                grow(cache, room_for(max_cache_length))
         elif generation_config.use_cache:
             sequences = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
             model_kwargs["past_key_values"] = self.new_cache(sequences, max_cache_length)
@@ -292,7 +288,7 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         return True
 
     def is_remote_code(self) -> bool:
-        """Say that the model's code is here.
+        """Return False: the code of the model is part of pt2mx.
 
         Returns:
             False.

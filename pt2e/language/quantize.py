@@ -1,4 +1,4 @@
-"""The flow for language models: a causal language model of transformers, with its cache, to a `LanguageModel`."""
+"""`quantize_language_model`: export and quantize a causal language model of transformers, with its cache."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from pt2mx.pt2e.report.weights import carry_notes
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: what multiplies activations in a decoder
-_PRODUCTS = (
+#: operators that multiply two activations in a decoder
+_MATMULS = (
     torch.ops.aten.scaled_dot_product_attention.default,
     torch.ops.aten.matmul.default,
     torch.ops.aten.bmm.default,
@@ -47,26 +47,26 @@ def quantize_language_model(
     part: str | None = None,
     allow_partial: bool = False,
 ) -> LanguageModel:
-    """Export a causal language model with its cache, and quantize its weights and what meets them.
+    """Export a causal language model with its cache, and quantize its weights and the inputs multiplied with them.
 
-    Products of two activations stay in high precision: those of attention, whose blocks would run along the cache and
-    change with each token, and the angles of positions.
+    Matmuls of two activations stay in high precision: those of attention, whose blocks would run along the cache and
+    change with each token, and those that compute the angles of positions.
 
     Args:
-        model: of transformers, in evaluation mode, or what `shard` made of one. It stays as it is.
-        quantizer: its algorithms are applied, as `pt2mx.optimize` does.
+        model: a model of transformers in evaluation mode, or the result of `shard`. It is not changed.
+        quantizer: the quantizer; its algorithms run as in `pt2mx.optimize`.
         texts: tokens to calibrate with, (B, S) int64 each, without padding.
-        tokenizer: of the result.
-        stage: is told the name of each stage as it begins.
-        part: the top-level module that the program holds, such as "language_model": others may be left out.
-        allow_partial: True: any part that text does not reach may be left out.
+        tokenizer: the tokenizer of the result.
+        stage: called with the name of each stage as it begins.
+        part: the top-level module to put into the program, such as "language_model"; the others may be left out.
+        allow_partial: True: the program may leave out any part that text does not reach.
 
     Returns:
-        A model that generates, and can be saved; its `coverage` is the share of the model's values that it holds.
+        A model that generates and can be saved; its `coverage` is the share of the model's values that it holds.
 
     Raises:
-        MXError: for a model that keeps anything but keys and values of its tokens, for one of which tokens do not reach
-            more than unused heads, as images' tower of a vision-language model, and as the stages do.
+        MXError: for a model that keeps anything but keys and values of its tokens; for one of which tokens do not reach
+            more than unused heads, such as the vision tower of a vision-language model; and as each stage does.
 
     Example:
         >>> import torch, transformers
@@ -85,16 +85,16 @@ def quantize_language_model(
     exported = decoder.export_decoder(model)
     coverage = CheckpointValues(model).held_by(tensors_read(exported, decoder.PREFIX))
     coverage.check(part, allow_partial)
-    # a part that is left out is none of the float model that reports count
+    # reports count the parameters of the float model: without the parts that the program leaves out
     graph = remove_unused(exported.module())
-    own = without_products_of_activations(quantizer)
-    check_blocks(graph, own)
+    weights_only = without_activation_matmuls(quantizer)
+    check_blocks(graph, weights_only)
     batches = [decoder.inputs(layers, model.device, text) for text in texts]
-    if own.algorithms is not None:
+    if weights_only.algorithms is not None:
         stage("optimize")
-        graph = optimize(graph, own, batches)
+        graph = optimize(graph, weights_only, batches)
     stage("calibrate")
-    prepared = prepare_pt2e(graph, own)
+    prepared = prepare_pt2e(graph, weights_only)
     with torch.no_grad():
         for batch in batches:
             prepared(**batch)
@@ -102,26 +102,28 @@ def quantize_language_model(
     converted = pack_cache(convert_pt2e(prepared))
     program = decoder.export(converted, decoder.inputs(layers_in(converted), model.device))
     carry_notes(converted, program.graph_module)
-    found = LanguageModel(program, copy.deepcopy(model.config), copy.deepcopy(model.generation_config), tokenizer)
-    found.coverage = coverage
-    return found
+    language_model = LanguageModel(
+        program, copy.deepcopy(model.config), copy.deepcopy(model.generation_config), tokenizer
+    )
+    language_model.coverage = coverage
+    return language_model
 
 
-def without_products_of_activations(quantizer: MXQuantizer) -> MXQuantizer:
-    """The quantizer, which leaves matrix products and attention alone that no parameter is a factor of."""
-    own, chosen = copy.copy(quantizer), quantizer.filter_function
+def without_activation_matmuls(quantizer: MXQuantizer) -> MXQuantizer:
+    """Return a copy of the quantizer that skips matmuls and attention without a parameter among their operands."""
+    accepts = quantizer.filter_function
 
-    def accepted(node: Node) -> bool:
-        return (node.target not in _PRODUCTS or _has_weight(node)) and (chosen is None or chosen(node))
+    def has_weight(node: Node) -> bool:
+        return (node.target not in _MATMULS or _has_weight(node)) and (accepts is None or accepts(node))
 
-    return own.set_filter_function(accepted)
+    return copy.copy(quantizer).set_filter_function(has_weight)
 
 
-def _has_weight(product: Node) -> bool:
-    model = cast(GraphModule, product.graph.owning_module)
-    for factor in product.all_input_nodes:
-        leaves = [node for node in computed_from(factor) if not node.all_input_nodes]
-        held = [attribute_of(model, leaf) for leaf in leaves if leaf.op == "get_attr"]
-        if len(held) == len(leaves) and any(isinstance(one, nn.Parameter) for one in held):
+def _has_weight(matmul: Node) -> bool:
+    model = cast(GraphModule, matmul.graph.owning_module)
+    for operand in matmul.all_input_nodes:
+        leaves = [node for node in computed_from(operand) if not node.all_input_nodes]
+        constants = [attribute_of(model, leaf) for leaf in leaves if leaf.op == "get_attr"]
+        if len(constants) == len(leaves) and any(isinstance(constant, nn.Parameter) for constant in constants):
             return True
     return False

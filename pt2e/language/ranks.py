@@ -1,4 +1,4 @@
-"""The ranks that a language model is divided among: processes of `torchrun`, and their files."""
+"""The ranks of a sharded language model: processes of `torchrun`, and their files."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from pt2mx.errors import MXError
 
 _Item = TypeVar("_Item")
 
-#: in the name of a program of one rank: how many there are
+#: the number of ranks in the file name of a rank's program
 _RANKS = re.compile(r"\.rank\d+of(\d+)\.pt2")
 
 
 def join(ranks: int) -> None:
-    """Make this process, which `torchrun` started, one of the default process group, where it is none yet.
+    """Join the default process group in a process that `torchrun` started, unless it has joined already.
 
     Raises:
-        MXError: where so many processes do not run.
+        MXError: where the number of processes is not `ranks`.
     """
     launched = dist.is_torchelastic_launched()
     running = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"]) if launched else 1
@@ -42,16 +42,16 @@ def join(ranks: int) -> None:
 
 
 def _leave() -> None:
-    """End this process's part in the group. CUDA graphs that hold its collectives would keep NCCL waiting."""
+    """Leave the process group. First drop the CUDA graphs: NCCL would wait for their collectives."""
     torch.compiler.reset()
     dist.destroy_process_group()
 
 
 def places(ranks: int) -> list[AbstractContextManager[None]]:
-    """The ranks that this process exports, each to be entered: under `torchrun` its own, otherwise one after the other.
+    """Return a context for each rank that this process exports: under `torchrun` its own, otherwise all in turn.
 
     Raises:
-        MXError: where `torchrun` runs another number.
+        MXError: where `torchrun` runs another number of processes.
     """
     if ranks == 1 and not dist.is_torchelastic_launched():
         return [nullcontext()]
@@ -63,7 +63,7 @@ def places(ranks: int) -> list[AbstractContextManager[None]]:
 
 @contextmanager
 def _acting_as(rank: int, ranks: int) -> Iterator[None]:
-    """Be one of several ranks without the others: enough for an export, not for values."""
+    """Act as one of several ranks without the others, which suffices for an export but not for values."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
@@ -74,51 +74,51 @@ def _acting_as(rank: int, ranks: int) -> Iterator[None]:
 
 
 def program_file(is_shard: bool) -> str:
-    """The name of the file that holds a program, of this rank if the model is divided."""
+    """Return the file name of a program: of this rank where the model is sharded."""
     return f"program.rank{dist.get_rank()}of{dist.get_world_size()}.pt2" if is_shard else "program.pt2"
 
 
 def programs_in(folder: str | os.PathLike[str]) -> list[str]:
-    """The names of the programs in a folder: one, or one a rank."""
+    """Return the file names of the programs in a folder: one, or one per rank."""
     return sorted(
         file.name for pattern in ("program.pt2", "program.rank*of*.pt2") for file in Path(folder).glob(pattern)
     )
 
 
 def programs_of_others(folder: str | os.PathLike[str], is_shard: bool) -> list[str]:
-    """The names of the programs in a folder that are for another number of ranks than runs."""
-    own = _RANKS.findall(program_file(is_shard))
-    return [name for name in programs_in(folder) if _RANKS.findall(name) != own]
+    """Return the file names of the programs in a folder for another number of ranks than is running."""
+    running = _RANKS.findall(program_file(is_shard))
+    return [name for name in programs_in(folder) if _RANKS.findall(name) != running]
 
 
 def own_program_in(folder: str | os.PathLike[str]) -> str:
-    """The name of the program that this process is to load. It joins the other ranks, if there are any.
+    """Return the file name of the program for this process, after joining the other ranks of a sharded model.
 
     Raises:
-        MXError: where there is none, and where other processes run than the folder is for.
+        MXError: where there is no program, or the folder is for another number of ranks.
     """
     names = programs_in(folder)
     if not names:
         raise MXError(f"{str(folder)!r} holds no program.pt2: give the folder that `pt2mx quantize` wrote")
-    if divided := _RANKS.findall(names[0]):
-        join(int(divided[0]))
-    return program_file(bool(divided))
+    if sharded := _RANKS.findall(names[0]):
+        join(int(sharded[0]))
+    return program_file(bool(sharded))
 
 
 def is_first() -> bool:
-    """True of the rank that speaks, and of a process without others."""
+    """Return True in the first rank, which prints, and in a process without other ranks."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def wait() -> None:
-    """Until all ranks are here."""
+    """Wait until all ranks call this."""
     if dist.is_initialized():
         dist.barrier()
 
 
 @contextmanager
-def first_speaks() -> Iterator[None]:
-    """Leave what other ranks print out."""
+def only_first_prints() -> Iterator[None]:
+    """Discard what ranks other than the first print in the block."""
     with ExitStack() as stack:
         if not is_first():
             nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
@@ -128,11 +128,11 @@ def first_speaks() -> Iterator[None]:
 
 
 def of_first(items: Iterator[_Item]) -> Iterator[_Item]:
-    """Yield, on every rank, the items of the first one."""
+    """Yield the items of the first rank on every rank."""
     while True:
-        held = [next(items, None) if is_first() else None]
+        item = [next(items, None) if is_first() else None]
         if dist.is_initialized():
-            dist.broadcast_object_list(held)
-        if held[0] is None:
+            dist.broadcast_object_list(item)
+        if item[0] is None:
             return
-        yield held[0]
+        yield item[0]

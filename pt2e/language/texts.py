@@ -1,13 +1,17 @@
-"""Text as tokens, in blocks: what a language model is calibrated and judged on."""
+"""Text as blocks of tokens, for calibration and evaluation; and the perplexity of a model on it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from pt2mx.analysis.divergence import kl_divergence
 from pt2mx.errors import MXError
 
 #: tokens of one block
@@ -15,13 +19,13 @@ BLOCK = 512
 
 
 def read_text(path: str) -> str:
-    """The text of a file, or of the files `*.txt` in a folder, by name.
+    """Read a text file, or the files `*.txt` of a folder in the order of their names.
 
     Raises:
-        MXError: where there is none, and for a file that is no UTF-8.
+        MXError: where there is no text, and for a file that is not UTF-8.
     """
-    place = Path(path)
-    files = sorted(place.glob("*.txt")) if place.is_dir() else [place] if place.is_file() else []
+    source = Path(path)
+    files = sorted(source.glob("*.txt")) if source.is_dir() else [source] if source.is_file() else []
     try:
         text = "\n\n".join(file.read_text(encoding="utf-8") for file in files)
     except UnicodeDecodeError as error:
@@ -44,7 +48,7 @@ def built_in_text() -> str:
 
 
 def padded_tokens(tokenizer: Any, prompts: list[str]) -> dict[str, Tensor]:
-    """`input_ids` and `attention_mask` of prompts, (B, S) int64, padded on the left.
+    """Return `input_ids` and `attention_mask` of prompts, (B, S) int64, padded on the left.
 
     Raises:
         MXError: without a tokenizer, and for a prompt without tokens.
@@ -54,21 +58,74 @@ def padded_tokens(tokenizer: Any, prompts: list[str]) -> dict[str, Tensor]:
     rows = [torch.tensor(tokenizer(prompt)["input_ids"], dtype=torch.long) for prompt in prompts]
     if empty := [prompt for prompt, row in zip(prompts, rows, strict=True) if not len(row)]:
         raise MXError(f"the prompt {empty[0]!r} has no tokens: give another one")
-    ones = [torch.ones_like(row) for row in rows]  # the padding's tokens do not matter
+    ones = [torch.ones_like(row) for row in rows]  # the mask hides the tokens of the padding
     pair = (nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_side="left") for tensors in (rows, ones))
     return dict(zip(("input_ids", "attention_mask"), pair, strict=True))
 
 
 def blocks(text: str, tokenizer: Any, most: int | None = None) -> list[Tensor]:
-    """Tokens of a text, (1, `BLOCK`) int64 each, the last one shorter, at most `most` of them in all.
+    """Return the tokens of a text in blocks, (1, `BLOCK`) int64 each, at most `most` tokens in all.
+
+    The last block may be shorter.
 
     Raises:
         MXError: without a tokenizer, and for a text of fewer than two tokens.
     """
     if tokenizer is None:
-        raise MXError("the folder holds no tokenizer: text cannot be read; put tokenizer.json beside config.json")
+        raise MXError("the folder holds no tokenizer: text cannot be read; put tokenizer.json next to config.json")
     ids = torch.tensor([tokenizer(text, verbose=False)["input_ids"]], dtype=torch.long)[:, :most]
-    found = [block for block in ids.split(BLOCK, 1) if block.shape[1] > 1]
-    if not found:
+    text_blocks = [block for block in ids.split(BLOCK, 1) if block.shape[1] > 1]
+    if not text_blocks:
         raise MXError("the text has fewer than two tokens: give a longer one")
-    return found
+    return text_blocks
+
+
+#: tokens, (1, S) int64 -> logits (1, S, vocabulary)
+Predict = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """How well a model predicts a text, by itself and compared with the float model.
+
+    Args:
+        tokens: the number of predicted tokens.
+        perplexity: exp of the mean negative log-likelihood of a token; Inf where the mean exceeds 709 nats, and where a
+            token of the text has a logit of -inf.
+        divergence: the mean Kullback-Leibler divergence from the float model's prediction, nats; None without one.
+        agreement: the share of tokens for which both predict the same most likely token; None without a float model.
+    """
+
+    tokens: int
+    perplexity: float
+    divergence: float | None = None
+    agreement: float | None = None
+
+
+@torch.no_grad()
+def perplexity(predict: Predict, blocks: Iterable[Tensor], reference: Predict | None = None) -> Perplexity:
+    """Predict each token of a block, (1, S) int64, except the first, from the tokens before it in the block.
+
+    Args:
+        predict: the model.
+        blocks: the text.
+        reference: the float model to compare the predictions with; None: no comparison.
+
+    Raises:
+        MXError: where no block has a second token.
+    """
+    tokens, loss, divergence, same = 0, 0.0, 0.0, 0
+    for block in blocks:
+        log = predict(block)[0, :-1].float().log_softmax(-1)  # (S - 1, vocabulary)
+        target = block[0, 1:].to(log.device)
+        tokens += len(target)
+        loss += float(F.nll_loss(log, target, reduction="sum"))
+        if reference is not None:
+            exact = reference(block)[0, :-1].float().log_softmax(-1).to(log.device)
+            divergence += float(kl_divergence(exact, log).sum())
+            same += int((log.argmax(-1) == exact.argmax(-1)).sum())
+    if not tokens:
+        raise MXError("there is no token to predict: give blocks of at least two tokens")
+    mean = torch.tensor(loss / tokens, dtype=torch.float64)
+    compared = () if reference is None else (divergence / tokens, same / tokens)
+    return Perplexity(tokens, float(mean.exp()), *compared)

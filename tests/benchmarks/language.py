@@ -126,7 +126,7 @@ def main() -> None:
     options = parser.parse_args()
     if torch.distributed.is_torchelastic_launched():
         ranks.join(int(os.environ["WORLD_SIZE"]))
-    with ranks.first_speaks():
+    with ranks.only_first_prints():
         run(options)
 
 

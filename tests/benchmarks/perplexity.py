@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from pt2mx import LanguageModel, MXQuantizer, quantize_language_model
-from pt2mx.pt2e.language.perplexity import perplexity
-from pt2mx.pt2e.language.texts import BLOCK, blocks
+from pt2mx.pt2e.language.texts import BLOCK, blocks, perplexity
 from pt2mx.pt2e.quantizer import recipe
 from tests.benchmarks.accuracy.smollm2 import load
 from tests.benchmarks.accuracy.texts import sentences

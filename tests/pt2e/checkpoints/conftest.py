@@ -5,8 +5,9 @@ import pytest
 import torch
 
 import pt2mx
-from pt2mx.pt2e.language import attention, decoder
-from pt2mx.pt2e.language.quantize import without_products_of_activations
+from pt2mx.pt2e.language import decoder
+from pt2mx.pt2e.language.cache import ATTENTION, register_attention
+from pt2mx.pt2e.language.quantize import without_activation_matmuls
 from tests.float_checkpoints import float_checkpoint
 from tests.language_models import FAMILIES, transformers
 
@@ -76,7 +77,7 @@ def convert(quantizer):
     def run(graph, settings):
         key = id(graph), repr(settings)
         if key not in found:
-            prepared = pt2mx.prepare_pt2e(graph, without_products_of_activations(quantizer(settings)))
+            prepared = pt2mx.prepare_pt2e(graph, without_activation_matmuls(quantizer(settings)))
             found[key] = graph, pt2mx.convert_pt2e(prepared)  # the graph stays, and so its id is its own
         return found[key][1]
 
@@ -95,8 +96,8 @@ def logits():
         if isinstance(model, pt2mx.LanguageModel):
             return model.program.module()(**decoder.inputs(model.layers, model.device, IDS))
         if mask and model.config._attn_implementation == "sdpa":
-            attention.register()
-            model.set_attn_implementation(attention.NAME)
+            register_attention()
+            model.set_attn_implementation(ATTENTION)
         return model(IDS, use_cache=False).logits
 
     return compute

@@ -6,7 +6,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXError, MXQuantizer
-from pt2mx.pt2e.language import reader
+from pt2mx.pt2e.language import runtime
 from pt2mx.pt2e.language.decoder import export_decoder
 from pt2mx.pt2e.language.language_model import LanguageModel
 from pt2mx.pt2e.language.quantize import quantize_language_model
@@ -84,7 +84,7 @@ def test_greedy_text_is_that_of_a_plain_loop_and_of_single_prompts(llama):
 def test_a_prompt_in_chunks_gives_the_same(llama, monkeypatch):
     ids = torch.randint(256, (2, 40))
     want = llama(ids).logits
-    monkeypatch.setitem(reader._CHUNK, "cpu", 16)
+    monkeypatch.setitem(runtime._CHUNK, "cpu", 16)
     assert torch.allclose(llama(ids).logits, want, atol=2e-6)
     assert torch.allclose(llama(ids, logits_to_keep=20).logits, want[:, -20:], atol=2e-6)
     assert llama(ids, logits_to_keep=1).logits.shape == (2, 1, 300)
@@ -200,7 +200,7 @@ def test_generate_goes_on_with_a_cache_that_grows(llama):
 
 
 def test_which_logits_are_kept(llama, monkeypatch):
-    monkeypatch.setitem(reader._CHUNK, "cpu", 8)
+    monkeypatch.setitem(runtime._CHUNK, "cpu", 8)
     ids = torch.randint(256, (1, 20))
     want = llama(ids).logits
     for kept in ([-1], [10, 2], [19, 0, 9, 8]):
@@ -250,7 +250,7 @@ def test_prompts_that_a_compiled_reader_fills_up(llama):
     model, (ids, mask) = another(llama), padded()
     options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
     want, logits = model.generate(ids, **options), model(ids).logits
-    model.reader._pads = True
+    model.runner._pads = True
     assert torch.equal(model.generate(ids, **options), want)
     assert torch.allclose(model(ids).logits, logits, atol=1e-6)
 

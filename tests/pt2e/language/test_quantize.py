@@ -5,7 +5,7 @@ import pt2mx
 from pt2mx import MXError, MXQuantizer
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.cache import layers_of
-from pt2mx.pt2e.language.quantize import quantize_language_model, without_products_of_activations
+from pt2mx.pt2e.language.quantize import quantize_language_model, without_activation_matmuls
 from tests.language_models import tiny_decoder, transformers
 
 
@@ -35,7 +35,7 @@ def test_the_report_of_the_program_is_that_of_the_converted_model():
 
 def test_converted_equals_prepared():
     model, ids = tiny_decoder("llama", num_hidden_layers=1), torch.randint(256, (2, 20))
-    quantizer = without_products_of_activations(MXQuantizer.from_recipe("mxfp8"))
+    quantizer = without_activation_matmuls(MXQuantizer.from_recipe("mxfp8"))
     prepared = pt2mx.prepare_pt2e(decoder.export_decoder(model).module(), quantizer)
 
     def call(program):

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from pt2mx import MXError
-from pt2mx.pt2e.language.perplexity import perplexity
-from pt2mx.pt2e.language.texts import BLOCK, blocks, built_in_text, read_text
+from pt2mx.pt2e.language.texts import BLOCK, blocks, built_in_text, perplexity, read_text
 from tests.language_models import tokenizer_of_bytes
 
 

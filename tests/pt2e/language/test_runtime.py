@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from pt2mx import LanguageModel, MXError, MXQuantizer, quantize_language_model
-from pt2mx.pt2e.language import decoder, packages, reader
-from pt2mx.pt2e.language.packages import without_weights
+from pt2mx.pt2e.language import decoder, runtime
+from pt2mx.pt2e.language.runtime import without_weights
 from tests.language_models import padded, tiny_decoder
 
 QUANTIZER = MXQuantizer.from_recipe("mxfp4_weight_only").set_kv_cache("mxfp8")
@@ -32,7 +32,7 @@ def test_packages(tmp_path, monkeypatch):
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
     want = quantized.generate(ids, attention_mask=mask, **options)
     assert torch.equal(loaded.generate(ids, attention_mask=mask, **options), want)
-    assert loaded.reader._token is not loaded.decoder
+    assert loaded.runner._token is not loaded.decoder
     one = loaded(ids[:1, :1], logits_to_keep=torch.tensor([0, 0])).logits  # what the package for tokens does not take
     assert one.shape == (1, 2, 300)
     # machine code asks nothing of strides and dtypes: rows of several, by columns, in chunks
@@ -40,7 +40,7 @@ def test_packages(tmp_path, monkeypatch):
         wanted = quantized(ids).logits
         for given in (ids, torch.stack([ids, ids], -1)[..., 0], ids.to(torch.int32)):
             assert torch.allclose(loaded(given).logits, wanted, atol=1e-5)
-        monkeypatch.setitem(reader._CHUNK, "cpu", 5)
+        monkeypatch.setitem(runtime._CHUNK, "cpu", 5)
         assert torch.allclose(loaded(ids).logits, wanted, atol=1e-5)
     (path,) = tmp_path.glob("token.cpu.*.aoti.pt2")
     path.write_bytes(b"no package")
@@ -59,7 +59,7 @@ def test_packages_that_crash_are_not_left(tmp_path, monkeypatch):
         assert device == quantized.device
         raise MXError("crashes")
 
-    monkeypatch.setattr(packages, "check_loads", crashes)
+    monkeypatch.setattr(runtime, "check_loads", crashes)
     with pytest.raises(MXError, match="crashes"):
         quantized.write_packages(tmp_path)
     assert not [*tmp_path.glob("*.aoti.pt2")]

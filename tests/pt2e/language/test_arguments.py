@@ -3,7 +3,7 @@ import math
 import pytest
 
 from pt2mx import MXError
-from pt2mx.pt2e.language.sampling import RANGES, check_sampling, fault_of
+from pt2mx.pt2e.language.arguments import RANGES, check_sampling, fault_of
 from tests.language_models import transformers
 
 #: option -> values in its range, values out of it

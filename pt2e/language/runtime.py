@@ -1,0 +1,191 @@
+"""Run the program of a decoder: prompts in chunks and single tokens, each compiled or as an AOTInductor package.
+
+The packages hold machine code only. The weights stay in the folder's program and are passed to each call, so that they
+are stored once, on disk and in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from pt2mx.errors import MXError
+from pt2mx.fx.graph.attributes import tensor_of
+from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors
+from pt2mx.pt2e.language import decoder
+from pt2mx.pt2e.language.cache import Layers
+from pt2mx.pt2e.language.decoder import free_inputs, set_inputs
+from pt2mx.pt2e.packages.load_check import check_loads
+
+#: tokens of a prompt to read at once: it bounds the memory of attention, and a GPU needs many to be busy
+_CHUNK = {"cpu": 1024, "cuda": 4096}
+#: on a GPU a compiled program pads prompts to a multiple of this length: each length has a CUDA graph of its own
+_LENGTH_MULTIPLE = 128
+#: package -> the number of tokens that its program reads; None: any
+_LENGTHS = {"prompt": None, "token": 1}
+
+
+class Runner:
+    """Reads tokens into a cache with a decoder's program.
+
+    Args:
+        decoder: the exported `pt2mx.pt2e.language.decoder.CachedDecoder`.
+        device: the device that it runs on.
+        packages: "prompt" and "token" -> the package to call instead of the decoder; empty without packages.
+    """
+
+    def __init__(
+        self, decoder: Callable[..., Tensor], device: torch.device, packages: Mapping[str, Callable[..., Tensor]]
+    ) -> None:
+        self.decoder, self.device, self._pads = decoder, device, False
+        self._prompt, self._token = packages.get("prompt", decoder), packages.get("token", decoder)
+
+    def compile(self, **options: Any) -> None:
+        """Compile the program at its first call, for prompts of any length and for single tokens.
+
+        `options` of `torch.compile` apply to single tokens. On a GPU, where a mode may ask for CUDA graphs, they also
+        apply to prompts."""
+        self._pads = self.device.type == "cuda"
+        self._prompt = torch.compile(self.decoder, dynamic=True, **(options if self._pads else {}))
+        self._token = torch.compile(self.decoder, **options)
+
+    def read(self, tokens: Tensor, positions: Tensor, mask: Tensor, kept: Tensor, cache: Any) -> Tensor:
+        """Read tokens, write the cache, and return the logits of some columns.
+
+        Args:
+            tokens, positions: (B, S) int64.
+            mask: (B, slots) int64.
+            kept: (T,) int64, the columns of the logits to return.
+            cache: as `empty_cache` makes it.
+
+        Returns:
+            (B, T, vocabulary) logits.
+        """
+        length, size = tokens.shape[1], _CHUNK.get(self.device.type, _CHUNK["cpu"])
+        if length <= size:
+            return self._read(tokens, positions, mask, kept, cache)
+        logits = []
+        for first in range(0, length, size):
+            chunk = slice(first, min(first + size, length))
+            kept_here = kept[(kept >= chunk.start) & (kept < chunk.stop)] - first
+            logits.append(self._read(tokens[:, chunk], positions[:, chunk], mask, kept_here, cache))
+        by_chunk = (kept // size).argsort(stable=True)  # the order of the logits
+        return torch.cat(logits, 1)[:, by_chunk.argsort()]
+
+    def _read(self, tokens: Tensor, positions: Tensor, mask: Tensor, kept: Tensor, cache: Any) -> Tensor:
+        taken, length = cache.get_seq_length(), tokens.shape[1]
+        more = -length % _LENGTH_MULTIPLE if self._pads and length > 1 else 0
+        if more and taken + length + more <= mask.shape[1]:  # later tokens overwrite the slots of the padding
+            tokens, positions = F.pad(tokens, (0, more)), F.pad(positions, (0, more))
+        program = self._prompt if length > 1 else self._token if len(kept) == 1 else self.decoder
+        logits = program(
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=mask,
+            start=torch.tensor([taken], device=self.device),
+            logits_to_keep=kept,
+            keys=[layer.keys for layer in cache.layers],
+            values=[layer.values for layer in cache.layers],
+        )
+        for layer in cache.layers:
+            layer.length += length
+        return logits.clone() if self._pads else logits  # the next call of a CUDA graph overwrites them
+
+
+def write_packages(lowered: GraphModule, layers: Layers, device: torch.device, folder: Path) -> list[Path]:
+    """Compile a lowered decoder for prompts of any length and for single tokens; return the packages.
+
+    Args:
+        lowered: the decoder, which is not changed.
+        layers: the layers of its cache.
+        device: the device that it runs on.
+        folder: the folder to write the packages to.
+
+    Raises:
+        MXError: for machine code that crashes; then all packages are deleted.
+    """
+    model, weights = without_weights(lowered)
+    paths = _paths(model, device, folder)
+    for name, path in paths.items():
+        length = _LENGTHS[name]
+        tokens = None if length is None else torch.zeros(2, length, dtype=torch.long)
+        example = {**decoder.inputs(layers, device, tokens, slots=5), "weights": weights}
+        with warnings.catch_warnings():
+            # torch warns of its own code
+            warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
+            program = decoder.export(model, example, length)
+            torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+        try:
+            check_loads(str(path), device)
+        except MXError:
+            for written in paths.values():
+                written.unlink(missing_ok=True)
+            raise
+    return list(paths.values())
+
+
+def load_packages(lowered: GraphModule, device: torch.device, folder: Path) -> dict[str, Callable[..., Tensor]]:
+    """Load the packages for prompts and for single tokens; empty where the folder has none for the device.
+
+    Raises:
+        MXError: for packages that cannot be loaded.
+    """
+    if not any(folder.glob("*.aoti.pt2")):
+        return {}
+    model, weights = without_weights(lowered)
+    paths = _paths(model, device, folder)
+    if not all(path.is_file() for path in paths.values()):
+        return {}
+    packages: dict[str, Callable[..., Tensor]] = {}
+    for name, path in paths.items():
+        try:
+            packages[name] = _with_weights(torch._inductor.aoti_load_package(str(path)), weights)
+        except Exception as error:
+            raise MXError(
+                f"cannot load {str(path)!r}: {error}; remove it, or compile the folder again on this machine"
+            ) from None
+    return packages
+
+
+def _paths(model: GraphModule, device: torch.device, folder: Path) -> dict[str, Path]:
+    """Return the paths of the packages for a device; their names hold a digest of the program."""
+    digest = hashlib.sha256(model.code.encode()).hexdigest()[:8]
+    return {name: folder / f"{name}.{device.type}.{digest}.aoti.pt2" for name in _LENGTHS}
+
+
+def _with_weights(code: Callable[..., Any], weights: list[Tensor]) -> Callable[..., Tensor]:
+    def call(keys: list[Any], values: list[Any], **inputs: Tensor) -> Tensor:
+        # machine code checks nothing: it reads its inputs as the contiguous int64 that it was compiled for
+        converted = {name: value.to(torch.int64).contiguous() for name, value in inputs.items()}
+        if not all(tensor.is_contiguous() for tensor in pytree.tree_leaves((keys, values))):
+            raise MXError("the cache is not contiguous: give what new_cache or a call gave")
+        return code(**converted, keys=keys, values=values, weights=weights)
+
+    return call
+
+
+def without_weights(lowered: GraphModule) -> tuple[GraphModule, list[Tensor]]:
+    """Turn the parameters and buffers of a decoder into a further input `weights`; return the decoder and them."""
+    model = copy_sharing_tensors(lowered)
+    graph, named, weights = model.graph, {**free_inputs(model), "weights": []}, []
+    last = graph.find_nodes(op="placeholder")[-1]
+    for node in graph.find_nodes(op="get_attr"):
+        weights.append(tensor_of(model, node))
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"weight_{len(weights)}")
+        last.meta.update(node.meta)
+        node.replace_all_uses_with(last)
+        graph.erase_node(node)
+        named["weights"].append(last)
+    set_inputs(model, named)
+    delete_unused_tensors(model)
+    return model, weights
