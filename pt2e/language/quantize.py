@@ -65,8 +65,8 @@ def quantize_language_model(
         A model that generates and can be saved; its `coverage` is the share of the model's values that it holds.
 
     Raises:
-        MXError: for a model that keeps anything but keys and values of its tokens; for one of which tokens do not reach
-            more than unused heads, such as the vision tower of a vision-language model; and as each stage does.
+        MXError: for a model that keeps anything but keys and values of its tokens; for one with parts, other than
+            unused heads, that tokens do not reach, such as a vision tower; and as each stage does.
 
     Example:
         >>> import torch, transformers

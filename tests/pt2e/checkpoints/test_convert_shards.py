@@ -98,12 +98,12 @@ def test_modelopt(llama, tmp_path):
         "exclude_modules": ["lm_head"],
     }
     ids = torch.randint(256, (2, 24))
-    wanted = fake_quantized(llama, quantizer)(ids).logits
-    assert torch.equal(load_packed_model(tmp_path / "out")(ids).logits, wanted)
+    expected = fake_quantized(llama, quantizer)(ids).logits
+    assert torch.equal(load_packed_model(tmp_path / "out")(ids).logits, expected)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     del config["quantization_config"]  # as ModelOpt's own file alone says it
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
-    assert torch.equal(load_packed_model(tmp_path / "out")(ids).logits, wanted)
+    assert torch.equal(load_packed_model(tmp_path / "out")(ids).logits, expected)
 
 
 def test_a_cast_of_what_stays(tmp_path):

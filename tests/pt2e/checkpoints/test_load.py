@@ -37,9 +37,9 @@ def test_the_program_is_that_of_the_converted_model(bf16, quantizer, logits, tmp
     stages = []
     loaded = load_checkpoint(tmp_path / "out", stage=stages.append)
     assert stages == ["export"] and loaded.tokenizer is not None and loaded.generation_config.pad_token_id == 257
-    wanted, found = ({n: t for n, t in one.program.state_dict.items() if "lifted" not in n and "inv_freq" not in n}
+    expected, found = ({n: t for n, t in one.program.state_dict.items() if "lifted" not in n and "inv_freq" not in n}
                      for one in (quantized, loaded))  # fmt: skip
-    assert wanted.keys() == found.keys() and all(torch.equal(wanted[name], found[name]) for name in wanted)
+    assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
     assert torch.equal(logits(loaded), logits(quantized))
     assert torch.equal(logits(load_packed_model(tmp_path / "out"), mask=True), logits(quantized))
     reports = [pt2mx.quantization_report(one.program.module()).operators for one in (quantized, loaded)]
@@ -172,5 +172,5 @@ def test_no_float_copy_is_made(bf16, convert, tmp_path):
         model(torch.arange(3)[None])
     values = sum(parameter.nbytes for parameter in float_one.model.parameters())
     embedding = float_one.model.model.embed_tokens.weight.nbytes
-    assert loaded < 1.1 * embedding < 0.5 * values  # beside norms and buffers of RoPE
+    assert loaded < 1.1 * embedding < 0.5 * values  # norms and buffers of RoPE are small
     assert made.bytes > values - embedding  # each weight is decoded when it is read

@@ -69,17 +69,17 @@ def test_groups_are_of_one_size():
 
 
 @pytest.mark.parametrize(
-    ("mode", "colour", "asked", "want"),
+    ("mode", "colour", "asked", "expected"),
     [
         ("L", 7, "RGB", (7, 7, 7)),
         ("RGBA", (1, 2, 3, 255), "RGB", (1, 2, 3)),
         ("RGB", (9, 9, 9), "L", 9),
     ],
 )
-def test_channels(mode, colour, asked, want, tmp_path):
+def test_channels(mode, colour, asked, expected, tmp_path):
     import_extra("PIL.Image", "vision").new(mode, (3, 2), colour).save(tmp_path / "a.png")
     image = read_image(tmp_path / "a.png", asked)
-    assert image.size == (3, 2) and image.getpixel((2, 1)) == want
+    assert image.size == (3, 2) and image.getpixel((2, 1)) == expected
 
 
 def test_a_photo_taken_upright_is_upright(tmp_path):
@@ -103,7 +103,7 @@ def test_sixteen_bits_are_scaled(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("samples", "want"),
+    ("samples", "expected"),
     [
         (np.array([[0], [128], [192]], np.uint8), [-1, 0, 0.5]),
         (np.array([[-(2**15)], [0], [2**14]], np.int16), [-1, 0, 0.5]),
@@ -111,9 +111,9 @@ def test_sixteen_bits_are_scaled(tmp_path):
         (np.array([[2**14, 0], [-(2**15), 2**14]], np.int16), [0.25, -0.25]),  # the mean of two channels
     ],
 )
-def test_samples(samples, want, write_wav):
+def test_samples(samples, expected, write_wav):
     found = read_audio(write_wav("a.wav", samples), 16000)
-    assert found.dtype == np.float32 and found.tolist() == want
+    assert found.dtype == np.float32 and found.tolist() == expected
 
 
 def test_another_rate_says_how_to_convert(write_wav):

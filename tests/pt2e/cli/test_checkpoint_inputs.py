@@ -154,11 +154,11 @@ def test_checkpoints_come_with_inputs(name, checkpoint):
     assert shapes_of(loaded.example) == inputs
     assert list(loaded.example) == list(inputs), "in the order of forward"
     with torch.no_grad():
-        want = call(loaded.module, loaded.example)
+        expected = call(loaded.module, loaded.example)
         got = call(loaded.export().module(), loaded.example)
     assert got[0].shape == output
-    wanted, got = ([leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)] for tree in (want, got))
-    assert len(got) == len(wanted) and all(map(lambda a, b: torch.allclose(a, b, atol=1e-5), got, wanted))
+    leaves, got = ([leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)] for tree in (expected, got))
+    assert len(got) == len(leaves) and all(map(lambda a, b: torch.allclose(a, b, atol=1e-5), got, leaves))
 
 
 @pytest.mark.filterwarnings("ignore:At least one mel filter has all zero values")  # there are few
@@ -233,9 +233,11 @@ def test_a_folder_of_images_calibrates(checkpoint, photos, transformers, tmp_pat
     loaded = load_model(f"hf:{folder}")
     images = torch.randn(5, 3, 32, 32)
     with torch.no_grad():
-        (want,) = loaded.module(images)
+        (expected,) = loaded.module(images)
         (found,) = torch.export.load(output).module()(pixel_values=images)
-    assert found.shape == (5, 2) and (found - want).norm() < 0.2 * want.norm() and not torch.equal(found, want)
+    assert (
+        found.shape == (5, 2) and (found - expected).norm() < 0.2 * expected.norm() and not torch.equal(found, expected)
+    )
 
 
 def test_a_folder_of_recordings_calibrates(checkpoint, write_wav, transformers, tmp_path, capsys):

@@ -35,9 +35,9 @@ def test_codes_go_in_and_out_to_the_bit(place, capsys):
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     ids = torch.arange(40).reshape(2, 20)
     with torch.no_grad():
-        want = transformers.AutoModelForCausalLM.from_pretrained(place / "again")(ids).logits
+        expected = transformers.AutoModelForCausalLM.from_pretrained(place / "again")(ids).logits
         # the language model multiplies codes, in another order
-        assert torch.allclose(pt2mx.LanguageModel.from_pretrained(place / "quantized")(ids).logits, want, atol=0.02)
+        assert torch.allclose(pt2mx.LanguageModel.from_pretrained(place / "quantized")(ids).logits, expected, atol=0.02)
     assert main([*arguments, str(place / "values"), "--unpack", "lm_head"]) == 0
     codes = before["lm_head.weight_packed"], before["lm_head.weight_scale"]
     values = pt2mx.dequantize_mx(*codes, "mxfp4", target_dtype=torch.bfloat16)

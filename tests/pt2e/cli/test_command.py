@@ -54,7 +54,7 @@ def warns():
 def interrupted():
     signal.raise_signal(signal.SIGINT)
 
-def caught():  # as an import may do, of which another error comes
+def caught():  # as an import may do, which then raises another error
     try:
         signal.raise_signal(signal.SIGINT)
     except KeyboardInterrupt:

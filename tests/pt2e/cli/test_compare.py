@@ -68,9 +68,9 @@ def test_numbers_are_those_of_the_function(capsys, folder):
 def test_algorithms_see_other_batches_than_judge(capsys):
     options = ["compare", "net.py:make", "--calibration", "batches"]
     assert main([*options, "--recipes", "mxfp4,mxfp4_weight_only", "--optimize", "balanced"]) == 0
-    assert "1 of 3 batches are for the algorithms of recipes, the others judge" in capsys.readouterr().err
+    assert "1 of 3 batches are for the algorithms of recipes, the others for the comparison" in capsys.readouterr().err
     assert main(["compare", "net.py:make", "--recipes", "mxfp4_decoder"]) == 0
-    assert "judged by what they have seen" in capsys.readouterr().err
+    assert "compared on the batch that they calibrate with" in capsys.readouterr().err
     assert main([*options, "--recipes", "mxfp4_decoder", "--optimize", "none"]) == 0
     assert "net.py:make, 3 batches" in capsys.readouterr().err
 

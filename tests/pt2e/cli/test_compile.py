@@ -77,7 +77,7 @@ def folder(tmp_path_factory):
 
 
 def write_package(path, name, *options):
-    """A package of the program, and beside it what the command printed."""
+    """A package of the program, and next to it the output of the command."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert main(["compile", str(path / "net.pt2"), "--output", str(path / name), *options]) == 0
     (path / f"{name}.txt").write_text(printed.getvalue())
@@ -112,12 +112,12 @@ def test_where_no_package_can_be_written(path, here):
 
 def test_several_threads_and_calls_in_turn(here):
     package = load_package("net.aoti.pt2")
-    args, want = torch.load("lowered2.pt")
+    args, expected = torch.load("lowered2.pt")
     equal = []
 
     def call():
         for _ in range(5):
-            equal.append(torch.equal(package(*args), want))
+            equal.append(torch.equal(package(*args), expected))
 
     threads = [threading.Thread(target=call, daemon=True) for _ in range(4)]
     for thread in threads:
@@ -138,7 +138,7 @@ def test_compile_prints_how_well_it_agrees(here):
 
 @pytest.mark.parametrize("kind", ["example", "tuple.pt", "names.npz"])
 def test_run_prints_and_writes(kind, here, capsys):
-    args, want = torch.load("lowered2.pt")
+    args, expected = torch.load("lowered2.pt")
     torch.save(args, "tuple.pt")
     np.savez("names.npz", **{name: t.numpy() for name, t in zip(("x", "gate"), args, strict=True)})
     options = [] if kind == "example" else ["--inputs", kind]
@@ -156,7 +156,7 @@ def test_run_prints_and_writes(kind, here, capsys):
         args, kwargs = program.example_inputs
         torch.testing.assert_close(torch.load("out.pt"), program.module()(*args, **kwargs), rtol=1e-5, atol=1e-5)
     else:
-        assert torch.equal(torch.load("out.pt"), want)
+        assert torch.equal(torch.load("out.pt"), expected)
 
 
 @pytest.mark.parametrize(
@@ -178,11 +178,11 @@ def test_batches_that_a_package_does_not_take(batch, message, here, capsys):
 
 
 def test_run_casts_float64_with_a_note(here, capsys):
-    args, want = torch.load("lowered2.pt")
+    args, expected = torch.load("lowered2.pt")
     np.savez("double.npz", *(t.double().numpy() for t in args))
     assert main(["run", "net.aoti.pt2", "--inputs", "double.npz", "--output", "out.pt"]) == 0
     notes = [f"pt2mx: double.npz: {name} is cast from float64 to float32" for name in ("x", "gate")]
-    assert capsys.readouterr().err.splitlines() == notes and torch.equal(torch.load("out.pt"), want)
+    assert capsys.readouterr().err.splitlines() == notes and torch.equal(torch.load("out.pt"), expected)
 
 
 def test_files_of_another_version_are_noted(here, capsys, monkeypatch):
@@ -264,12 +264,12 @@ def test_minilm(portable, minilm, tmp_path, run_python):
     """Dynamic batch and sequence, packed weights: the package is little more than the program."""
     quantizer = MXQuantizer.from_recipe("mxfp4_weight_only")
     converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(minilm.program.module(), quantizer))
-    path, want = str(tmp_path / "minilm.pt2"), tmp_path / "want.pt"
+    path, expected = str(tmp_path / "minilm.pt2"), tmp_path / "want.pt"
     compile_program(export(converted, minilm.args, minilm.shapes), path, portable=portable)
     size = sum(t.nbytes for t in minilm.program.state_dict.values())
     assert os.path.getsize(path) < 0.18 * size
     assert load_package(path).signature.ranges[0] == [(1, None), (1, 512)]  # the encoder itself refuses to be empty
     with torch.no_grad():
-        torch.save((minilm.inputs, converted(*minilm.inputs)), want)
-    printed = run_python(IN_ANOTHER_PROCESS, ["without" if portable else "with", path, str(want)]).split()
+        torch.save((minilm.inputs, converted(*minilm.inputs)), expected)
+    printed = run_python(IN_ANOTHER_PROCESS, ["without" if portable else "with", path, str(expected)]).split()
     assert float(printed[1]) < 1e-5

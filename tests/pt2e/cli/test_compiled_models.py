@@ -37,8 +37,8 @@ def test_package_of_an_attention_takes_sequences_of_every_length(example, portab
     for length in (2, 17, 32, 33, 64, 70, 200):
         x = torch.randn(2, length, 64)
         with torch.no_grad():
-            want = converted(x)
-        assert ((package(x) - want).norm() / want.norm()).item() < 1e-4
+            expected = converted(x)
+        assert ((package(x) - expected).norm() / expected.norm()).item() < 1e-4
 
 
 @pytest.mark.slow

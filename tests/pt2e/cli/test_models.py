@@ -66,8 +66,8 @@ def test_torchvision(monkeypatch):
 def test_factories(name, batch, factories):
     loaded = load_model(f"{factories}:{name}")
     with torch.no_grad():
-        want = call(loaded.module, loaded.example)
-        assert torch.equal(call(loaded.export().module(), loaded.example), want)
+        expected = call(loaded.module, loaded.example)
+        assert torch.equal(call(loaded.export().module(), loaded.example), expected)
 
 
 @pytest.mark.parametrize(
@@ -113,8 +113,10 @@ def test_images_are_prepared_as_for_the_pretrained_weights(name, weights, size, 
     files = sorted(photos.iterdir())
     (first,), (second,) = loaded.readers["images"](files).values()
     transform = getattr(models, weights).DEFAULT.transforms()
-    wanted = [transform(read_image(file)) for file in files]
-    assert torch.equal(first, torch.stack(wanted[:2])) and torch.equal(second, torch.stack([wanted[2], wanted[0]]))
+    prepared = [transform(read_image(file)) for file in files]
+    assert torch.equal(first, torch.stack(prepared[:2])) and torch.equal(
+        second, torch.stack([prepared[2], prepared[0]])
+    )
     red = (torch.tensor([1.0, 0, 0]) - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor([0.229, 0.224, 0.225])
     assert torch.allclose(first[0, :, 100, 100], red, atol=1e-5)
 

@@ -33,7 +33,7 @@ def programs(tmp_path_factory):
 
 @pytest.fixture
 def here(programs, tmp_path, monkeypatch):
-    """In an empty folder, beside which the programs lie."""
+    """Change to an empty folder, next to the programs."""
     monkeypatch.chdir(tmp_path)
     return programs
 

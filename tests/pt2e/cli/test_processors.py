@@ -88,7 +88,7 @@ def test_a_checkpoint_without(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("key", "fields", "want"),
+    ("key", "fields", "expected"),
     [
         ("pixel_values", {}, (3, 224, 224)),
         ("pixel_values", {"image_size": 32, "num_channels": 1}, (1, 32, 32)),
@@ -103,8 +103,8 @@ def test_a_checkpoint_without(tmp_path):
         ("spectrogram", {"image_size": 32}, None),
     ],
 )
-def test_shapes(key, fields, want):
-    assert shape_from_config(key, SimpleNamespace(**fields)) == want
+def test_shapes(key, fields, expected):
+    assert shape_from_config(key, SimpleNamespace(**fields)) == expected
 
 
 def test_part_of_several_models():

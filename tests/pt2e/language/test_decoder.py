@@ -30,14 +30,14 @@ def exported(family):
 def test_a_prompt_and_single_tokens_give_what_the_model_gives(family):
     model, program = exported(family)
     ids = torch.randint(256, (3, 76))
-    want = model(ids).logits
+    expected = model(ids).logits
     call = inputs(layers_of(model), torch.device("cpu"), ids)
     prompt = {name: call[name][:, :12] for name in ("input_ids", "position_ids")}
     found = [program(**{**call, **prompt, "logits_to_keep": torch.arange(12)})]
     for i in range(12, 76):
         token = {"input_ids": ids[:, i : i + 1], "position_ids": torch.full((3, 1), i), "start": torch.tensor([i])}
         found.append(program(**{**call, **token, "logits_to_keep": torch.tensor([0])}))
-    assert torch.allclose(torch.cat(found, 1), want, atol=2e-6)
+    assert torch.allclose(torch.cat(found, 1), expected, atol=2e-6)
 
 
 @torch.no_grad()

@@ -52,9 +52,9 @@ def test_generate_gives_the_tokens_of_transformers(llama, family):
     for options in MODES.values():
         calls = {"attention_mask": mask, "max_new_tokens": 20, **options}
         torch.manual_seed(1)
-        want = eager.generate(ids, **calls)
+        expected = eager.generate(ids, **calls)
         torch.manual_seed(1)
-        assert torch.equal(model.generate(ids, **calls), want)
+        assert torch.equal(model.generate(ids, **calls), expected)
 
 
 def test_greedy_text_is_that_of_a_plain_loop_and_of_single_prompts(llama):
@@ -83,10 +83,10 @@ def test_greedy_text_is_that_of_a_plain_loop_and_of_single_prompts(llama):
 
 def test_a_prompt_in_chunks_gives_the_same(llama, monkeypatch):
     ids = torch.randint(256, (2, 40))
-    want = llama(ids).logits
+    expected = llama(ids).logits
     monkeypatch.setitem(runtime._CHUNK, "cpu", 16)
-    assert torch.allclose(llama(ids).logits, want, atol=2e-6)
-    assert torch.allclose(llama(ids, logits_to_keep=20).logits, want[:, -20:], atol=2e-6)
+    assert torch.allclose(llama(ids).logits, expected, atol=2e-6)
+    assert torch.allclose(llama(ids, logits_to_keep=20).logits, expected[:, -20:], atol=2e-6)
     assert llama(ids, logits_to_keep=1).logits.shape == (2, 1, 300)
 
 
@@ -176,8 +176,8 @@ def test_a_program_of_another_kind_is_refused():
 def test_arguments_of_generate(llama, options):
     eager, ids = with_rounded_weights("llama"), torch.randint(256, (1, 12)).repeat(1, 2)
     calls = {"max_new_tokens": 16, "do_sample": False, **options}
-    want, found = eager.generate(ids, **calls), llama.generate(ids, **calls)
-    assert torch.equal(getattr(found, "sequences", found), getattr(want, "sequences", want))
+    expected, found = eager.generate(ids, **calls), llama.generate(ids, **calls)
+    assert torch.equal(getattr(found, "sequences", found), getattr(expected, "sequences", expected))
 
 
 @pytest.mark.parametrize("prompt", [{"inputs": torch.ones(1, 4, dtype=torch.long)}, {"text": "Hello"}])
@@ -202,9 +202,9 @@ def test_generate_goes_on_with_a_cache_that_grows(llama):
 def test_which_logits_are_kept(llama, monkeypatch):
     monkeypatch.setitem(runtime._CHUNK, "cpu", 8)
     ids = torch.randint(256, (1, 20))
-    want = llama(ids).logits
+    expected = llama(ids).logits
     for kept in ([-1], [10, 2], [19, 0, 9, 8]):
-        assert torch.equal(llama(ids, logits_to_keep=torch.tensor(kept)).logits, want[:, kept])
+        assert torch.equal(llama(ids, logits_to_keep=torch.tensor(kept)).logits, expected[:, kept])
     with pytest.raises(IndexError):
         llama(ids, logits_to_keep=torch.tensor([20]))
 
@@ -249,9 +249,9 @@ def test_prompts_that_a_compiled_reader_fills_up(llama):
     """As on a GPU: what is written behind a prompt is written again by the tokens that follow."""
     model, (ids, mask) = another(llama), padded()
     options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
-    want, logits = model.generate(ids, **options), model(ids).logits
+    expected, logits = model.generate(ids, **options), model(ids).logits
     model.runner._pads = True
-    assert torch.equal(model.generate(ids, **options), want)
+    assert torch.equal(model.generate(ids, **options), expected)
     assert torch.allclose(model(ids).logits, logits, atol=1e-6)
 
 

@@ -50,15 +50,15 @@ def test_codes_give_the_bits_of_the_prepared_model(family, layers, kv_cache):
     steps(prepared, layers, ids, mask)
     converted = pt2mx.convert_pt2e(prepared)
     pt2mx.enable_fake_quant(prepared)
-    want, cache = steps(prepared, layers, ids, mask)
+    expected, cache = steps(prepared, layers, ids, mask)
     packed = pack_cache(converted)
     assert [tuple(t.shape[3] for t in keys) for keys, _ in layers_in(packed)] == [BYTES[kv_cache]] * len(layers)
     program = decoder.export(packed, decoder.inputs(layers_in(packed), torch.device("cpu")))
     for run in (packed, program.module()):
         found, codes = steps(run, layers_in(packed), ids, mask)
-        assert torch.equal(found, want)
+        assert torch.equal(found, expected)
         assert all(tensor.dtype == torch.uint8 for tensor in pytree.tree_leaves(codes))
-    assert not torch.equal(steps(graph, layers, ids, mask)[0], want)
+    assert not torch.equal(steps(graph, layers, ids, mask)[0], expected)
     assert cache[0][0].abs().sum() > 0
 
 
@@ -71,13 +71,13 @@ def quantized():
 def test_generate_save_and_load(quantized, tmp_path):
     ids, mask = padded()
     options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
-    want = quantized.generate(ids, **options)
+    expected = quantized.generate(ids, **options)
     quantized.save_pretrained(tmp_path, quantizer())
     loaded = LanguageModel.from_pretrained(tmp_path)
     assert loaded.dtype == torch.float32
-    assert torch.equal(loaded.generate(ids, **options), want)
+    assert torch.equal(loaded.generate(ids, **options), expected)
     beams = loaded.generate(ids, **options, num_beams=3)
-    assert torch.equal(beams, quantized.generate(ids, **options, num_beams=3)) and beams.shape == want.shape
+    assert torch.equal(beams, quantized.generate(ids, **options, num_beams=3)) and beams.shape == expected.shape
     recipe = MXQuantizer.from_recipe(tmp_path / "recipe.yaml") if (tmp_path / "recipe.yaml").exists() else None
     assert recipe is None or str(recipe.kv_cache) == "mxfp8_e4m3{32}"
     # bytes of a token: 2 layers, keys and values, 2 heads, 16 codes and a scale each
@@ -94,19 +94,19 @@ def test_compiled(kv_cache):
     quantized = quantize_language_model(transformers.LlamaForCausalLM(config).eval(), quantizer(kv_cache))
     ids, mask = padded()
     options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    want = quantized.generate(ids, **options)
+    expected = quantized.generate(ids, **options)
     quantized.compile()
-    assert torch.equal(quantized.generate(ids, **options), want)
+    assert torch.equal(quantized.generate(ids, **options), expected)
 
 
 def test_a_growing_cache(quantized):
     ids = torch.randint(256, (1, 300))
     with torch.no_grad():
-        want = quantized(ids).logits
+        expected = quantized(ids).logits
         first = quantized(ids[:, :200])
         assert first.past_key_values.layers[0].get_max_length() == 256
         second = quantized(ids[:, 200:], past_key_values=first.past_key_values)
-    assert torch.allclose(torch.cat([first.logits, second.logits], 1), want, atol=1e-5)
+    assert torch.allclose(torch.cat([first.logits, second.logits], 1), expected, atol=1e-5)
 
 
 def test_the_setting_in_recipes_and_dictionaries(tmp_path):

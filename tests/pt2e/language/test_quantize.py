@@ -45,8 +45,8 @@ def test_converted_equals_prepared():
         call(prepared)
         pt2mx.disable_observer(prepared)
         pt2mx.enable_fake_quant(prepared)
-        want = call(prepared)
-        assert torch.equal(call(quantize_language_model(model, quantizer).program.module()), want)
+        expected = call(prepared)
+        assert torch.equal(call(quantize_language_model(model, quantizer).program.module()), expected)
 
 
 def test_algorithms_lower_the_error():

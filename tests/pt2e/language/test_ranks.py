@@ -91,13 +91,13 @@ def test_two_ranks_give_what_one_gives(folders, family, thorough, tmp_path):
         port = free.getsockname()[1]
     run_ranks(run, str(place), str(tmp_path), port, thorough)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
-    text, want = spoken([f"{place}/whole", "--prompt", "Hello"]), computed(place / "whole")
+    text, expected = spoken([f"{place}/whole", "--prompt", "Hello"]), computed(place / "whole")
     assert (first.pop("said"), first.pop("asked")) == (text, 2 * text)
     assert (second.pop("said"), second.pop("asked")) == ("", "")
     for name, kinds in first.items():
         for kind, found in kinds.items():
             assert torch.equal(found, second[name][kind])
-            assert torch.allclose(found, want[kind], atol=1e-5), (name, kind)
+            assert torch.allclose(found, expected[kind], atol=1e-5), (name, kind)
 
 
 def test_files_of_a_folder(folders, tmp_path):
@@ -105,11 +105,11 @@ def test_files_of_a_folder(folders, tmp_path):
     files = {file.name for file in (place / "ranks").iterdir()}
     assert files == {*programs, *(file.name for file in (place / "whole").iterdir())} - {"program.pt2"}
     assert is_quantized(place / "ranks") and not is_quantized(place / "checkpoint")
-    for name, want in (("ranks", programs), ("whole", ["program.pt2"]), ("ranks", programs)):
-        for rank in ranks.places(len(want)):
+    for name, expected in (("ranks", programs), ("whole", ["program.pt2"]), ("ranks", programs)):
+        for rank in ranks.places(len(expected)):
             with rank:
                 LanguageModel.from_pretrained(place / name).save_pretrained(tmp_path)
-        assert ranks.programs_in(tmp_path) == want
+        assert ranks.programs_in(tmp_path) == expected
 
 
 def test_another_number_of_processes(folders, monkeypatch):

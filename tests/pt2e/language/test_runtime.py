@@ -30,18 +30,18 @@ def test_packages(tmp_path, monkeypatch):
     loaded = LanguageModel.from_pretrained(tmp_path)
     ids, mask = padded()
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
-    want = quantized.generate(ids, attention_mask=mask, **options)
-    assert torch.equal(loaded.generate(ids, attention_mask=mask, **options), want)
+    expected = quantized.generate(ids, attention_mask=mask, **options)
+    assert torch.equal(loaded.generate(ids, attention_mask=mask, **options), expected)
     assert loaded.runner._token is not loaded.decoder
     one = loaded(ids[:1, :1], logits_to_keep=torch.tensor([0, 0])).logits  # what the package for tokens does not take
     assert one.shape == (1, 2, 300)
     # machine code asks nothing of strides and dtypes: rows of several, by columns, in chunks
     with torch.no_grad():
-        wanted = quantized(ids).logits
+        logits = quantized(ids).logits
         for given in (ids, torch.stack([ids, ids], -1)[..., 0], ids.to(torch.int32)):
-            assert torch.allclose(loaded(given).logits, wanted, atol=1e-5)
+            assert torch.allclose(loaded(given).logits, logits, atol=1e-5)
         monkeypatch.setitem(runtime._CHUNK, "cpu", 5)
-        assert torch.allclose(loaded(ids).logits, wanted, atol=1e-5)
+        assert torch.allclose(loaded(ids).logits, logits, atol=1e-5)
     (path,) = tmp_path.glob("token.cpu.*.aoti.pt2")
     path.write_bytes(b"no package")
     with pytest.raises(MXError, match="cannot load"):

@@ -52,9 +52,9 @@ def test_two_ranks_compute_what_one_does(tmp_path):
         for family in DIVIDED:
             assert torch.allclose(first[family], divisible_decoder(family)(TOKENS).logits, atol=1e-5), family
         one = divisible_decoder("llama", num_hidden_layers=1)
-        want = one(TEXT).logits
+        expected = one(TEXT).logits
     nearest = quantize_language_model(one, MXQuantizer.from_recipe("mxfp4_weight_only"))(TEXT).logits
-    assert (first["balanced"] - want).square().mean() < 0.95 * (nearest - want).square().mean()
+    assert (first["balanced"] - expected).square().mean() < 0.95 * (nearest - expected).square().mean()
 
 
 def test_packed_shards_are_parts_of_the_whole():
