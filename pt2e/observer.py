@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from pt2mx.analysis.sums import QuantizationStatistics, quantization_sums
 from pt2mx.errors import MXError
 from pt2mx.functional import fake_quantize_mx
 from pt2mx.fx.graph.constants import constant_nodes
@@ -17,9 +18,9 @@ from pt2mx.fx.graph.qdq import insert_quantize_dequantize
 from pt2mx.fx.passes.fold_weights import compute_codes
 from pt2mx.fx.training.fuse_batch_norm import ScaledWeight
 from pt2mx.ops.step_variance import in_backward_pass
-from pt2mx.pt2e.collector import StatisticsCollector
 from pt2mx.pt2e.qspec import spec_of_qscheme, ste_of_qscheme
-from pt2mx.pt2e.torchao_pt2e import FakeQuantizeBase, ObserverBase, QuantizationSpec, is_prepared
+from pt2mx.pt2e.torchao_pt2e import FakeQuantizeBase, ObserverBase, QuantizationSpec, is_fake
+from pt2mx.spec import MXSpec
 
 #: meta key of a `dequantize_mx` node: the `QuantizationStatistics` that were observed of its tensor
 STATISTICS_KEY = "mx_statistics"
@@ -27,6 +28,59 @@ STATISTICS_KEY = "mx_statistics"
 NOTES_KEY = "mx_notes"
 #: what torchao passes to the constructor
 _ANNOTATION = {field.name for field in fields(QuantizationSpec)}
+
+
+class StatisticsCollector(nn.Module):
+    """Add up `quantization_sums` of tensors. The sums are buffers: they move, copy, save and load with the model.
+
+    Args:
+        spec: the spec of which statistics are collected.
+    """
+
+    tensors: Tensor  # and so on, a buffer for each of `_no_sums`
+    values: Tensor
+
+    def __init__(self, spec: MXSpec) -> None:
+        nn.Module.__init__(self)  # not the next class' in line: an observer has others among its bases
+        self.spec = spec
+        for name, value in _no_sums().items():
+            self.register_buffer(name, value)
+
+    @torch.no_grad()
+    def collect(self, x: Tensor) -> None:
+        """Add a tensor to the sums.
+
+        Args:
+            x: (..., n, ...) float32, float16 or bfloat16.
+
+        Raises:
+            MXError: inside `torch.cond` and the like while gradients are recorded: torch traces these without values.
+        """
+        if not torch.compiler.is_dynamo_compiling() and is_fake(x) and not is_fake(self.values):
+            raise MXError(
+                "a graph inside the model is traced for its gradient, so that there is nothing to observe in it: "
+                "calibrate under torch.no_grad(), or call disable_observer(model)"
+            )
+        for name, value in quantization_sums(x.detach(), self.spec).items():
+            getattr(self, name).add_(value)
+
+    @property
+    def statistics(self) -> QuantizationStatistics | None:
+        """The statistics of all tensors so far; None before the first."""
+        return QuantizationStatistics.from_sums({name: getattr(self, name) for name in _no_sums()})
+
+    def reset_statistics(self) -> None:
+        """Forget what was collected."""
+        for name in _no_sums():
+            getattr(self, name).zero_()
+
+
+def _no_sums() -> dict[str, Tensor]:
+    counts = ("tensors", "empty", "values", "nonfinite", "saturated", "flushed")
+    sums = {name: torch.zeros((), dtype=torch.int64) for name in counts}
+    # (1,), not 0-d: torch.compile takes a 0-d float64 CPU tensor for a Python number, and loses what is written to it
+    sums |= {name: torch.zeros(1, dtype=torch.float64) for name in ("signal", "noise")}
+    return {**sums, "exponents": torch.zeros(256, dtype=torch.int64)}
 
 
 class MXObserver(StatisticsCollector, ObserverBase):
@@ -125,7 +179,8 @@ class MXObserver(StatisticsCollector, ObserverBase):
         Returns:
             `QuantizationStatistics` under `STATISTICS_KEY`; empty before the first tensor.
         """
-        return {} if self.statistics is None else {STATISTICS_KEY: self.statistics}
+        statistics = self.statistics
+        return {} if statistics is None else {STATISTICS_KEY: statistics}
 
     def convert(self, model: GraphModule, node: Node) -> None:
         """Replace the call of this module by a quantize/dequantize pair; torchao's convert calls this.
@@ -198,103 +253,3 @@ def observed_value(node: Node) -> object:
     while node.meta.get("val") is None and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node.meta.get("val")
-
-
-def _observers(model: nn.Module) -> list[MXObserver]:
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    found = [module for module in modules if isinstance(module, MXObserver)]
-    if not found and not is_prepared(model):
-        raise MXError("the model holds no MX observer: pass what prepare_pt2e or prepare_qat_pt2e returned")
-    return found
-
-
-def enable_fake_quant(model: nn.Module) -> None:
-    """Make a prepared model compute with quantized values, to the bit as its converted form will.
-
-    Args:
-        model: what `prepare_pt2e` or `prepare_qat_pt2e` returned, or a module that holds it.
-
-    Raises:
-        MXError: for a model without MX observers.
-
-    Example:
-        >>> import torch, pt2mx
-        >>> x = torch.linspace(-1, 1, 64).reshape(1, 64)
-        >>> exported = torch.export.export(torch.nn.Linear(64, 8).eval(), (x,)).module()
-        >>> prepared = pt2mx.prepare_pt2e(exported, pt2mx.MXQuantizer.from_recipe("mxfp4"))
-        >>> pt2mx.enable_fake_quant(prepared)
-        >>> torch.equal(prepared(x), pt2mx.convert_pt2e(prepared)(x))
-        True
-        >>> torch.equal(prepared(x), exported(x))
-        False
-    """
-    for observer in _observers(model):
-        observer.enable_fake_quant()
-
-
-def disable_fake_quant(model: nn.Module) -> None:
-    """Make a prepared model compute in high precision.
-
-    Args:
-        model: as in `enable_fake_quant`.
-
-    Raises:
-        MXError: as `enable_fake_quant`.
-
-    Example:
-        >>> import torch, pt2mx
-        >>> x = torch.linspace(-1, 1, 64).reshape(1, 64)
-        >>> exported = torch.export.export(torch.nn.Linear(64, 8), (x,)).module()
-        >>> qat = pt2mx.prepare_qat_pt2e(exported, pt2mx.MXQuantizer.from_recipe("mxfp4"))
-        >>> pt2mx.disable_fake_quant(qat)
-        >>> torch.equal(qat(x), exported(x))
-        True
-    """
-    for observer in _observers(model):
-        observer.disable_fake_quant()
-
-
-def enable_observer(model: nn.Module) -> None:
-    """Make a prepared model collect statistics.
-
-    Args:
-        model: as in `enable_fake_quant`.
-
-    Raises:
-        MXError: as `enable_fake_quant`.
-
-    Example:
-        >>> import torch, pt2mx
-        >>> x = torch.linspace(-1, 1, 64).reshape(1, 64)
-        >>> exported = torch.export.export(torch.nn.Linear(64, 8), (x,)).module()
-        >>> qat = pt2mx.prepare_qat_pt2e(exported, pt2mx.MXQuantizer.from_recipe("mxfp8"))
-        >>> pt2mx.enable_observer(qat)  # training collects none by itself
-        >>> _ = qat(x)
-        >>> sorted(o.statistics.values for o in qat.modules() if isinstance(o, pt2mx.MXObserver))  # x and the weight
-        [64, 512]
-    """
-    for observer in _observers(model):
-        observer.enable_observer()
-
-
-def disable_observer(model: nn.Module) -> None:
-    """Make a prepared model collect no statistics, which makes it faster.
-
-    Args:
-        model: as in `enable_fake_quant`.
-
-    Raises:
-        MXError: as `enable_fake_quant`.
-
-    Example:
-        >>> import torch, pt2mx
-        >>> x = torch.linspace(-1, 1, 64).reshape(1, 64)
-        >>> exported = torch.export.export(torch.nn.Linear(64, 8), (x,)).module()
-        >>> prepared = pt2mx.prepare_pt2e(exported, pt2mx.MXQuantizer.from_recipe("mxfp8"))
-        >>> pt2mx.disable_observer(prepared)
-        >>> _ = prepared(x)
-        >>> [o.statistics for o in prepared.modules() if isinstance(o, pt2mx.MXObserver)]
-        [None, None]
-    """
-    for observer in _observers(model):
-        observer.disable_observer()

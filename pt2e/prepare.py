@@ -18,7 +18,6 @@ from pt2mx.fx.training.batch_norm import keep_batch_norms
 from pt2mx.fx.training.fuse_batch_norm import fuse_batch_norms
 from pt2mx.fx.training.train_eval import to_train_eval_modules
 from pt2mx.pt2e import torchao_pt2e
-from pt2mx.pt2e.annotation_checks import check_annotations
 from pt2mx.pt2e.observer import MXFakeQuantize, MXObserver, observed_value
 from pt2mx.pt2e.qspec import mx_qscheme
 from pt2mx.pt2e.report.finite import listed
@@ -119,7 +118,7 @@ def _prepare(model: GraphModule, quantizer: torchao_pt2e.Quantizer, for_training
     mark_constants(model)
     try:
         model = torchao_pt2e.annotate(model, quantizer)
-        check_annotations(model, quantizer)
+        _check_annotations(model, quantizer)
         model = _insert_observers(model, quantizer, {})
     finally:
         torchao_pt2e.forget_models()
@@ -152,6 +151,22 @@ def to_annotate(model: GraphModule, for_training: bool = False) -> GraphModule:
         keep_batch_norms(model)
         torchao_pt2e.fold_batch_norms(model)
     return model
+
+
+def _check_annotations(model: GraphModule, quantizer: torchao_pt2e.Quantizer) -> None:
+    """Raise an MXError for an annotation that torchao would assert is none, such as an `MXSpec` by itself."""
+    for graph in graph_modules(model):
+        for node in graph.graph.nodes:
+            annotation = node.meta.get(torchao_pt2e.Q_ANNOTATION_KEY)
+            if annotation is None:
+                continue
+            for spec in (*annotation.input_qspec_map.values(), annotation.output_qspec):
+                if spec is not None and not isinstance(spec, torchao_pt2e.QuantizationSpecBase):
+                    raise MXError(
+                        f"{type(quantizer).__name__} annotates {node.name} ({node.target}) with {str(spec)[:60]!r} of "
+                        f"type {type(spec).__name__}: torchao takes a QuantizationSpec, which pt2mx.mx_qspec(spec) "
+                        "makes of an MX spec"
+                    )
 
 
 def _kept(tensor: Tensor) -> Tensor:

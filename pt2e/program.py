@@ -1,4 +1,4 @@
-"""Exported programs in files."""
+"""Save and load exported programs."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import write_out_arguments
 from pt2mx.pt2e.archive import check_kind
-from pt2mx.pt2e.origin import Origin, warn_of_other_version
 from pt2mx.pt2e.output import check_output, deferred_interrupts, whole_file
+from pt2mx.pt2e.provenance import Provenance, warn_of_other_version
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
 
 def save_program(
     program: ExportedProgram, path: str | os.PathLike[str], recipe: MXQuantizer | str | None = None
 ) -> None:
-    """Save a program as `torch.export.save` does, in a file that says what it is.
+    """Save a program like `torch.export.save`, with its provenance and with all arguments of pt2mx's operators.
 
-    The file holds all arguments of pt2mx's operators, the versions of pt2mx and torch, and the recipe, if one is given
-    (`origin_of` reads them). It takes the place of `path` when it is whole. `torch.export.save` alone writes a program
-    as `torch.export.export` traced it, without arguments (scale mode, rounding) that equal the schema's defaults: with
-    other defaults such a file means other numbers.
+    `provenance_of` reads the versions of pt2mx and torch, and the recipe, from the file. The file replaces `path` once
+    it is complete. `torch.export.save` alone leaves out arguments that equal the schema's defaults (scale mode,
+    rounding): with other defaults such a file means other numbers.
 
     Args:
         program: `torch.export.export(converted, ...)`. The arguments are written out in its graph.
-        path: of the file; by custom its name ends in .pt2.
-        recipe: the quantizer that the model was prepared with, or its YAML.
+        path: the file; by convention its name ends in .pt2.
+        recipe: the quantizer that prepared the model, or its YAML.
 
     Raises:
         MXError: for another object, and where no file can be written at `path`.
@@ -50,21 +49,21 @@ def save_program(
         raise MXError(
             f"expected an ExportedProgram, not {type(program).__name__}: pass torch.export.export(converted, inputs)"
         )
-    origin = Origin.here(recipe)
+    provenance = Provenance.here(recipe)
     check_output(path)
     for graph in graph_modules(program.graph_module):
         write_out_arguments(graph)
     with whole_file(path) as file, deferred_interrupts():
-        torch.export.save(program, file, extra_files=origin.extra_files())
+        torch.export.save(program, file, extra_files=provenance.extra_files())
 
 
 def load_program(path: str | os.PathLike[str]) -> ExportedProgram:
-    """Load a program as `torch.export.load` does, with a warning where another version of pt2mx wrote the file.
+    """Load a program like `torch.export.load`, and warn where another version of pt2mx wrote the file.
 
     torch's loader runs pickles: load only files that you trust.
 
     Args:
-        path: of what `save_program`, `pt2mx quantize` or `torch.export.save` wrote.
+        path: a file that `save_program`, `pt2mx quantize` or `torch.export.save` wrote.
 
     Returns:
         The program; its `module()` can be called, compiled and lowered.

@@ -31,10 +31,6 @@ from pt2mx.pt2e.language.language_model import LanguageModel as LanguageModel
 from pt2mx.pt2e.language.quantize import quantize_language_model as quantize_language_model
 from pt2mx.pt2e.observer import MXFakeQuantize as MXFakeQuantize
 from pt2mx.pt2e.observer import MXObserver as MXObserver
-from pt2mx.pt2e.observer import disable_fake_quant as disable_fake_quant
-from pt2mx.pt2e.observer import disable_observer as disable_observer
-from pt2mx.pt2e.observer import enable_fake_quant as enable_fake_quant
-from pt2mx.pt2e.observer import enable_observer as enable_observer
 from pt2mx.pt2e.onnx.export import export_onnx as export_onnx
 from pt2mx.pt2e.onnx.quantize.quantize_onnx import quantize_onnx as quantize_onnx
 from pt2mx.pt2e.onnx.quark import onnx_functions as onnx_functions
@@ -43,13 +39,13 @@ from pt2mx.pt2e.onnx.register import unregister_onnx_translations as unregister_
 from pt2mx.pt2e.optimize.distill import distill as distill
 from pt2mx.pt2e.optimize.optimize import optimize as optimize
 from pt2mx.pt2e.optimize.report import optimization_report as optimization_report
-from pt2mx.pt2e.origin import origin_of as origin_of
 from pt2mx.pt2e.packages.package import load_package as load_package
 from pt2mx.pt2e.packed_weights import packed_weights as packed_weights
 from pt2mx.pt2e.prepare import prepare_pt2e as prepare_pt2e
 from pt2mx.pt2e.prepare import prepare_qat_pt2e as prepare_qat_pt2e
 from pt2mx.pt2e.program import load_program as load_program
 from pt2mx.pt2e.program import save_program as save_program
+from pt2mx.pt2e.provenance import provenance_of as provenance_of
 from pt2mx.pt2e.qspec import mx_qspec as mx_qspec
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig as MXQuantizationConfig
 from pt2mx.pt2e.quantizer.config import get_default_mx_quantization_config as get_default_mx_quantization_config
@@ -59,6 +55,10 @@ from pt2mx.pt2e.report.suggest import suggest_config as suggest_config
 from pt2mx.pt2e.sensitivity.accuracy_control import quantize_with_accuracy_control as quantize_with_accuracy_control
 from pt2mx.pt2e.sensitivity.compare_recipes import compare_recipes as compare_recipes
 from pt2mx.pt2e.sensitivity.sensitivity import sensitivity as sensitivity
+from pt2mx.pt2e.switches import disable_fake_quant as disable_fake_quant
+from pt2mx.pt2e.switches import disable_observer as disable_observer
+from pt2mx.pt2e.switches import enable_fake_quant as enable_fake_quant
+from pt2mx.pt2e.switches import enable_observer as enable_observer
 from pt2mx.spec import MXSpec as MXSpec
 from pt2mx.spec import create_mx_spec as create_mx_spec
 from pt2mx.spec import parse as parse

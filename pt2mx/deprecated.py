@@ -26,10 +26,14 @@ MODULES: dict[str, str] = {
     "pt2mx.pt2e.contents.contents": "pt2mx.pt2e.inspect.inspect_file",
     "pt2mx.pt2e.debug.differences": "pt2mx.pt2e.debug.errors",
     "pt2mx.pt2e.onnx.bodies": "pt2mx.pt2e.onnx.function_bodies",
+    "pt2mx.pt2e.origin": "pt2mx.pt2e.provenance",
 }
 
 #: old name in a module -> new one: `pt2mx:old_function`, `pt2mx.pt2e.module:OldClass`
 NAMES: dict[str, str] = {
+    "pt2mx:origin_of": "pt2mx:provenance_of",
+    "pt2mx.pt2e.origin:Origin": "pt2mx.pt2e.provenance:Provenance",
+    "pt2mx.pt2e.origin:origin_of": "pt2mx.pt2e.provenance:provenance_of",
     "pt2mx.pt2e.contents.contents:contents_of": "pt2mx.pt2e.inspect.inspect_file:inspect_file",
 }
 

@@ -24,12 +24,12 @@ from pt2mx.pt2e.archive import check_kind
 from pt2mx.pt2e.cli.option_checks import check_device
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result
-from pt2mx.pt2e.origin import Origin, other_version, recipe_of
 from pt2mx.pt2e.output import check_distinct
 from pt2mx.pt2e.packages.dynamic_shapes import dynamic_shapes
 from pt2mx.pt2e.packages.package import Package, check_package_output, open_package, write_package
 from pt2mx.pt2e.packages.pytree_args import in_memory_order, memory_order
 from pt2mx.pt2e.packages.sizes import ranges
+from pt2mx.pt2e.provenance import Provenance, other_version, recipe_of
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.agreement import Fidelity, fidelity
 from pt2mx.pt2e.user_errors import user_errors
@@ -56,14 +56,14 @@ def compile_program(
         portable: write pt2mx's operators out, so that the package runs in a process without pt2mx. A weight is then
             dequantized at each call. Otherwise a process imports pt2mx before it loads the package.
         unpack: keep weights dequantized in the package, as `lower_to_inductor` does; otherwise they stay packed.
-        recipe: the quantizer, or its YAML, to put into the package (`origin_of`).
+        recipe: the quantizer, or its YAML, to put into the package (`provenance_of`).
 
     Raises:
         MXError: for a program in which nothing is quantized, one without example inputs or with an input that is a
             dynamic number, a path at which no package can be written, and machine code that crashes.
     """
     check_package_output(path)
-    origin = Origin.here(recipe)
+    provenance = Provenance.here(recipe)
     if program.example_inputs is None:
         raise MXError("the program holds no example inputs: export it again and save it whole")
     eager = program.module()
@@ -77,7 +77,7 @@ def compile_program(
         warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
         exported = torch.export.export(lowered, args, kwargs, dynamic_shapes=shapes)
         code = without_calls(exported) if portable else exported
-        write_package(code, exported, lowered, path, device, ranges(program), _on_the_cpu(eager), origin)
+        write_package(code, exported, lowered, path, device, ranges(program), _on_the_cpu(eager), provenance)
 
 
 def _on_the_cpu(model: GraphModule) -> Callable[..., object]:

@@ -37,10 +37,10 @@ from pt2mx.pt2e.inspect.schema import (
     shape_of_ranges,
 )
 from pt2mx.pt2e.language.ranks import programs_in
-from pt2mx.pt2e.origin import origin_of
 from pt2mx.pt2e.packages.package import read_signature
 from pt2mx.pt2e.packages.sizes import Range, input_nodes, ranges
 from pt2mx.pt2e.packed_weights import PackedWeight, packed_weights, parameter_name
+from pt2mx.pt2e.provenance import provenance_of
 from pt2mx.spec import MXSpec
 
 _SCALE_BIAS = 127
@@ -88,7 +88,7 @@ def _program_info(path: str | os.PathLike[str], program: ExportedProgram) -> Fil
         file=str(path),
         kind="program",
         bytes=Path(path).stat().st_size,
-        origin=origin_of(path),
+        origin=provenance_of(path),
         inputs=_inputs((*pair, sizes) for pair, sizes in zip(inputs, ranges(program), strict=True)),
         weights=tuple(map(_weight_info, weights)),
         tensors=tuple(
@@ -148,7 +148,7 @@ def _package_info(path: str | os.PathLike[str]) -> FileInfo:
         file=str(path),
         kind="package",
         bytes=Path(path).stat().st_size,
-        origin=origin_of(path),
+        origin=provenance_of(path),
         inputs=_inputs(read_signature(path).inputs),
         weights=tuple(dict.fromkeys(weight.info() for weight in weights)),
         tensors=tuple(tensor for tensor in constants.values() if tensor.name not in packed),

@@ -9,8 +9,8 @@ from math import prod
 
 import torch
 
-from pt2mx.pt2e.origin import Origin
 from pt2mx.pt2e.packages.sizes import Range
+from pt2mx.pt2e.provenance import Provenance
 from pt2mx.pt2e.stored_bits import storage_note
 from pt2mx.spec import MXSpec, parse
 
@@ -76,7 +76,7 @@ class FileInfo:
     file: str
     kind: str
     bytes: int
-    origin: Origin | None
+    origin: Provenance | None
     inputs: tuple[TensorInfo, ...]
     weights: tuple[PackedWeightInfo, ...]
     tensors: tuple[TensorInfo, ...]

@@ -17,12 +17,12 @@ from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
 from pt2mx.pt2e.archive import add_records, check_kind, read_record
-from pt2mx.pt2e.origin import Origin, warn_of_other_version
 from pt2mx.pt2e.output import check_output, deferred_interrupts, whole_file
 from pt2mx.pt2e.packages.load_check import check_loads
 from pt2mx.pt2e.packages.probe import min_sizes
 from pt2mx.pt2e.packages.signature import Signature
 from pt2mx.pt2e.packages.sizes import Range, symbols
+from pt2mx.pt2e.provenance import Provenance, warn_of_other_version
 
 #: the record of a PT2 archive for the example inputs of an export
 _EXAMPLE = "data/sample_inputs/model.pt"
@@ -86,7 +86,7 @@ def write_package(
     device: torch.device | str,
     stated: list[list[Range] | None],
     eager: Callable,
-    origin: Origin,
+    provenance: Provenance,
 ) -> None:
     """Compile a program with AOTInductor into the package `path`, whose name ends in `.pt2`.
 
@@ -99,7 +99,7 @@ def write_package(
         stated: the ranges of the inputs.
         eager: the model whose outputs the package must reproduce, called with inputs on that device. It raises an error
             for inputs that the program rejects, which code on a GPU may not.
-        origin: the versions and the recipe to record in the package.
+        provenance: the versions and the recipe to record in the package.
 
     Raises:
         MXError: where the file cannot be written, or its code crashes.
@@ -117,7 +117,7 @@ def write_package(
         lower, conditions = _probed_sizes(file.name, program, module, stated, eager)
         signature, content = Signature.of(program, module, lower, conditions), io.BytesIO()
         torch.save({field.name: getattr(signature, field.name) for field in fields(signature)}, content)
-        add_records(file.name, {_EXAMPLE: content.getvalue(), **origin.records()})
+        add_records(file.name, {_EXAMPLE: content.getvalue(), **provenance.records()})
 
 
 def _probed_sizes(

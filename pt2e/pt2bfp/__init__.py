@@ -8,14 +8,7 @@ number, and `eps`, `qscheme` and similar arguments have no effect.
 from collections.abc import Callable
 from types import SimpleNamespace
 
-from pt2mx.pt2e.observer import (
-    MXFakeQuantize,
-    MXObserver,
-    disable_fake_quant,
-    disable_observer,
-    enable_fake_quant,
-    enable_observer,
-)
+from pt2mx.pt2e.observer import MXFakeQuantize, MXObserver
 from pt2mx.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
 from pt2mx.pt2e.pt2bfp.formats import _get_format_params as _get_format_params
 from pt2mx.pt2e.pt2bfp.formats import _quantize_bfp as _quantize_bfp
@@ -48,6 +41,7 @@ from pt2mx.pt2e.pt2bfp.specs import (
 )
 from pt2mx.pt2e.range_observers import MXHistogramObserver, MXMinMaxObserver, MXMovingAverageMinMaxObserver
 from pt2mx.pt2e.report.agreement import check_diff
+from pt2mx.pt2e.switches import disable_fake_quant, disable_observer, enable_fake_quant, enable_observer
 from pt2mx.pt2e.torchao_pt2e import (
     OperatorConfig,
     QuantizationAnnotation,

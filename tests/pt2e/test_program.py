@@ -10,10 +10,10 @@ import pt2mx
 from pt2mx import MXError, MXQuantizer
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import Quantize, is_ours
-from pt2mx.pt2e import origin
+from pt2mx.pt2e import provenance
 from pt2mx.pt2e.archive import add_records, read_record
-from pt2mx.pt2e.origin import Origin, origin_of, recipe_of
 from pt2mx.pt2e.output import whole_file
+from pt2mx.pt2e.provenance import Provenance, provenance_of, recipe_of
 from tests.flow import calibrated, exported
 
 X = torch.randn(4, 64)
@@ -36,7 +36,7 @@ def test_a_saved_program_says_what_it_is(recipe, program, converted, tmp_path):
     path = tmp_path / "net.pt2"
     pt2mx.save_program(program, path, recipe)
     text = recipe.to_recipe() if isinstance(recipe, MXQuantizer) else recipe
-    assert origin_of(path) == Origin(pt2mx.__version__, torch.__version__, text)
+    assert provenance_of(path) == Provenance(pt2mx.__version__, torch.__version__, text)
     extra = {"pt2mx.json": ""}
     loaded = torch.export.load(path, extra_files=extra)  # as any extra file
     assert json.loads(extra["pt2mx.json"])["pt2mx"] == pt2mx.__version__
@@ -71,21 +71,21 @@ def test_a_saved_program_names_the_defaults_that_tracing_leaves_out(tmp_path):
 
 def test_another_version_is_a_warning(program, tmp_path, monkeypatch):
     path = tmp_path / "net.pt2"
-    monkeypatch.setattr(origin, "__version__", "0.0.1")
+    monkeypatch.setattr(provenance, "__version__", "0.0.1")
     pt2mx.save_program(program, path)
     monkeypatch.undo()
     message = f"net.pt2' was written by pt2mx 0.0.1, and this is {pt2mx.__version__}: compare its numbers"
     with pytest.warns(UserWarning, match=message) as told:
         pt2mx.load_program(path)
     assert told[0].filename == __file__, "it names the caller's line"
-    assert origin_of(path).pt2mx == "0.0.1"
+    assert provenance_of(path).pt2mx == "0.0.1"
 
 
 @pytest.mark.parametrize(
     ("content", "found"),
     [
-        (b'{"pt2mx": "9.9", "more": [1]}', Origin("9.9", None, None)),
-        (b"{}", Origin(None, None, None)),
+        (b'{"pt2mx": "9.9", "more": [1]}', Provenance("9.9", None, None)),
+        (b"{}", Provenance(None, None, None)),
         (b"[1]", "its record pt2mx.json is broken"),
         (b'{"pt2mx": "9.9", "recipe": 5}', "its record pt2mx.json is broken"),
         (b"\xff", "its record pt2mx.json is broken"),
@@ -99,13 +99,13 @@ def test_records_of_other_versions(content, found, program, tmp_path):
         add_records(path, {"extra/pt2mx.json": content})
     if isinstance(found, str):
         with pytest.raises(MXError, match=found):
-            origin_of(path)
+            provenance_of(path)
         assert recipe_of(path) is None
         if content.isascii():  # else torch's loader refuses it
             with pytest.warns(UserWarning, match=found):
                 pt2mx.load_program(path)
     else:
-        assert origin_of(path) == found
+        assert provenance_of(path) == found
 
 
 def test_records(tmp_path):

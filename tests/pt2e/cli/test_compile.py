@@ -12,7 +12,7 @@ from torch import nn
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config
 from pt2mx.fx.lower import lower_to_inductor
-from pt2mx.pt2e import origin
+from pt2mx.pt2e import provenance
 from pt2mx.pt2e.archive import add_records
 from pt2mx.pt2e.cli.command import main
 from pt2mx.pt2e.cli.compile import compile_program
@@ -187,7 +187,7 @@ def test_run_casts_float64_with_a_note(here, capsys):
 
 def test_files_of_another_version_are_noted(here, capsys, monkeypatch):
     pt2mx.save_program(torch.export.load("net.pt2"), "versioned.pt2")
-    monkeypatch.setattr(origin, "__version__", "9.9")
+    monkeypatch.setattr(provenance, "__version__", "9.9")
     assert main(["run", "net.aoti.pt2"]) == 0
     line = f"was written by pt2mx {pt2mx.__version__}, and this is 9.9: compare its numbers\n"
     assert capsys.readouterr().err == f"pt2mx: 'net.aoti.pt2' {line}"

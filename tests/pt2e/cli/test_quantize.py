@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pt2mx.pt2e.cli.command import main
-from pt2mx.pt2e.origin import origin_of
+from pt2mx.pt2e.provenance import provenance_of
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
 FACTORY = """
@@ -128,7 +128,7 @@ def test_it_writes_program_and_report_and_prints_the_table(folder, capsys):
     program = torch.export.load(folder / "q.pt2").module()
     assert program(torch.randn(7, 64)).shape == (7, 16)
     assert read["operators"][0]["operands"][0]["statistics"]["values"] == 3 * 8 * 64
-    assert origin_of("q.pt2").recipe == MXQuantizer.from_recipe("mxfp6").to_recipe()
+    assert provenance_of("q.pt2").recipe == MXQuantizer.from_recipe("mxfp6").to_recipe()
 
 
 def test_it_optimizes_as_the_recipe_or_the_option_says(folder, capsys):

@@ -130,7 +130,7 @@ def test_a_folder_holds_all(llama, tmp_path):
     text = llama.generate(text="Hello", max_new_tokens=8, do_sample=False)
     assert loaded.generate(text="Hello", max_new_tokens=8, do_sample=False) == text
     assert loaded.generation_config.eos_token_id == llama.generation_config.eos_token_id
-    assert "fp4_e2m1" in pt2mx.origin_of(tmp_path / "model" / "program.pt2").recipe
+    assert "fp4_e2m1" in pt2mx.provenance_of(tmp_path / "model" / "program.pt2").recipe
     with pytest.raises(MXError, match=r"holds no program\.pt2"):
         LanguageModel.from_pretrained(tmp_path)
     with pytest.raises(MXError, match="cannot write to"):

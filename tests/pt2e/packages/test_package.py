@@ -7,12 +7,12 @@ from torch.export import Dim
 
 import pt2mx
 from pt2mx import MXError, MXQuantizer
-from pt2mx.pt2e import origin
+from pt2mx.pt2e import provenance
 from pt2mx.pt2e.cli.compile import compile_program
 from pt2mx.pt2e.cli.models import export
-from pt2mx.pt2e.origin import origin_of
 from pt2mx.pt2e.packages import package
 from pt2mx.pt2e.packages.package import load_package
+from pt2mx.pt2e.provenance import provenance_of
 from tests.flow import calibrated
 
 
@@ -186,8 +186,8 @@ def test_an_input_that_is_written_shares_memory_with_none(loaded):
 
 
 def test_it_says_what_it_is(path, monkeypatch):
-    assert origin_of(path) == origin.Origin.here(MXQuantizer.from_recipe("mxfp8"))
-    monkeypatch.setattr(origin, "__version__", "9.9")
+    assert provenance_of(path) == provenance.Provenance.here(MXQuantizer.from_recipe("mxfp8"))
+    monkeypatch.setattr(provenance, "__version__", "9.9")
     with pytest.warns(UserWarning, match=f"was written by pt2mx {pt2mx.__version__}, and this is 9.9"):
         load_package(path)
 

@@ -1,4 +1,4 @@
-"""The origin that a file names: the versions that wrote it, and the recipe of the model in it."""
+"""The provenance that a program or package records: the versions that wrote it, and the recipe of its model."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _FILE = "pt2mx.json"
 
 
 @dataclass(frozen=True)
-class Origin:
-    """The origin of a program or package.
+class Provenance:
+    """The versions that wrote a program or package, and the recipe of its model.
 
     Args:
         pt2mx, torch: versions of the libraries that wrote it.
-        recipe: that of the model, in YAML; None where it is not known.
+        recipe: the YAML of the model's recipe; None where it is not known.
     """
 
     pt2mx: str | None
@@ -32,8 +32,8 @@ class Origin:
     recipe: str | None
 
     @classmethod
-    def here(cls, recipe: MXQuantizer | str | None = None) -> Origin:
-        """The origin of a file that is written now.
+    def here(cls, recipe: MXQuantizer | str | None = None) -> Provenance:
+        """Return the provenance of a file that is written now.
 
         Args:
             recipe: a quantizer, its YAML, or None.
@@ -51,23 +51,23 @@ class Origin:
         return cls(__version__, torch.__version__, recipe)
 
     def extra_files(self) -> dict[str, str]:
-        """The origin in JSON, as `torch.export.save(extra_files=...)` takes it."""
+        """Return the provenance in JSON, as `torch.export.save(extra_files=...)` takes it."""
         return {_FILE: json.dumps(asdict(self), indent=1)}
 
     def records(self) -> dict[str, bytes]:
-        """The same as files of an archive."""
+        """Return the same as records of an archive."""
         return {f"extra/{name}": text.encode() for name, text in self.extra_files().items()}
 
 
-def origin_of(path: str | os.PathLike[str]) -> Origin | None:
-    """Return the origin that a file names which `save_program`, `pt2mx quantize` or `pt2mx compile` wrote.
+def provenance_of(path: str | os.PathLike[str]) -> Provenance | None:
+    """Return the provenance that `save_program`, `pt2mx quantize` and `pt2mx compile` record in a file.
 
     Args:
         path: of the file, a program or a package.
 
     Returns:
-        `pt2mx` and `torch`, the versions that wrote it, and `recipe`, the YAML or None. None where the file names no
-        origin, as one that `torch.export.save` wrote.
+        `pt2mx` and `torch`, the versions that wrote it, and `recipe`, the YAML or None. None for a file without
+        provenance, as `torch.export.save` writes it.
 
     Raises:
         MXError: where the file is no PT2 archive, or a broken one.
@@ -77,47 +77,47 @@ def origin_of(path: str | os.PathLike[str]) -> Origin | None:
         >>> program = torch.export.export(torch.nn.Linear(64, 8), (torch.ones(1, 64),))
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     pt2mx.save_program(program, f"{folder}/net.pt2", "global: {weight: mxfp8}")
-        ...     origin = pt2mx.origin_of(f"{folder}/net.pt2")
-        >>> origin.pt2mx == pt2mx.__version__, origin.recipe
+        ...     provenance = pt2mx.provenance_of(f"{folder}/net.pt2")
+        >>> provenance.pt2mx == pt2mx.__version__, provenance.recipe
         (True, 'global: {weight: mxfp8}')
     """
     content = read_record(path, f"extra/{_FILE}")
     if content is None:
         return None
-    origin = _origin(content)
-    if origin is None:
+    provenance = _parsed(content)
+    if provenance is None:
         raise MXError(f"{str(path)!r} does not say what wrote it: its record {_FILE} is broken")
-    return origin
+    return provenance
 
 
-def _origin(content: bytes) -> Origin | None:
-    """The origin in a record, which may hold more; None where it is broken."""
+def _parsed(content: bytes) -> Provenance | None:
+    """Return the provenance in a record, which may hold more; None where it is broken."""
     try:
         record = dict(json.loads(content))
     except (ValueError, TypeError):
         return None
-    found = {field.name: record.get(field.name) for field in fields(Origin)}
-    return Origin(**found) if all(isinstance(value, str | None) for value in found.values()) else None
+    values = {field.name: record.get(field.name) for field in fields(Provenance)}
+    return Provenance(**values) if all(isinstance(value, str | None) for value in values.values()) else None
 
 
 def recipe_of(path: str | os.PathLike[str]) -> str | None:
-    """The recipe that an archive says its model is of; None where it says none, or cannot be understood."""
+    """Return the recipe that an archive records of its model; None without one, and for a broken record."""
     try:
-        origin = origin_of(path)
-    except MXError:  # `other_version` tells it
+        provenance = provenance_of(path)
+    except MXError:  # `other_version` reports it
         return None
-    return origin.recipe if origin else None
+    return provenance.recipe if provenance else None
 
 
 def other_version(path: str | os.PathLike[str]) -> str | None:
-    """A sentence for the user where another version of pt2mx wrote the archive, or none that is known."""
+    """Return a sentence for the user where another version of pt2mx, or an unknown one, wrote the archive."""
     try:
-        origin = origin_of(path)
+        provenance = provenance_of(path)
     except MXError as error:
         return str(error)
-    if origin is None or origin.pt2mx == __version__:
+    if provenance is None or provenance.pt2mx == __version__:
         return None
-    return f"{str(path)!r} was written by pt2mx {origin.pt2mx}, and this is {__version__}: compare its numbers"
+    return f"{str(path)!r} was written by pt2mx {provenance.pt2mx}, and this is {__version__}: compare its numbers"
 
 
 def warn_of_other_version(path: str | os.PathLike[str]) -> None:
