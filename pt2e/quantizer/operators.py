@@ -63,7 +63,7 @@ _LINEAR = (
     Operand("weight", 1, "weight", -1),
     Operand("bias", 2, "bias", -1),
 )
-# the reduced dimensions; `pt2mx.pt2e.quantizer.attention` moves the blocks of `value` to the head dimension
+# the reduced dimensions; `pt2mx.pt2e.quantizer.graph_patterns` moves the blocks of `value` to the head dimension
 _ATTENTION = (
     Operand("query", 0, "activation", -1),
     Operand("key", 1, "activation", -1),

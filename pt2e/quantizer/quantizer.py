@@ -17,7 +17,7 @@ from pt2mx.fx.graph.source_node import modules_of, propagate_module_stack
 from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.annotate import REASON_KEY, Plan, annotate_operator, plan_operator
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
-from pt2mx.pt2e.quantizer.default_exclusions import default_exclusion
+from pt2mx.pt2e.quantizer.graph_patterns import default_exclusion
 from pt2mx.pt2e.quantizer.matching import MATCHERS, Calls, number_calls
 from pt2mx.pt2e.quantizer.operators import (
     CACHE_WRITE,

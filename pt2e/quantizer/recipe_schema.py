@@ -10,8 +10,8 @@ from pt2mx.formats import ELEMENTS
 from pt2mx.modes import ROUNDINGS, SCALE_MODES
 from pt2mx.ops.quantization import STRAIGHT_THROUGH
 from pt2mx.pt2e.quantizer import recipe
-from pt2mx.pt2e.quantizer.attention import VALUE_BLOCKS
 from pt2mx.pt2e.quantizer.config import ROLES
+from pt2mx.pt2e.quantizer.graph_patterns import VALUE_BLOCKS
 from pt2mx.pt2e.quantizer.operators import OPERAND_NAMES
 
 #: kind of setting -> description of its keys

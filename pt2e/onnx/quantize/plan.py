@@ -15,8 +15,8 @@ from pt2mx import quark
 from pt2mx.errors import MXError
 from pt2mx.pt2e.onnx.quantize.graph import FloatGraph, Source
 from pt2mx.pt2e.onnx.quantize.operators import ATEN, operands_of
-from pt2mx.pt2e.quantizer.attention import REMARK
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
+from pt2mx.pt2e.quantizer.graph_patterns import REMARK
 from pt2mx.pt2e.quantizer.matching import modules_of
 from pt2mx.pt2e.quantizer.operators import OPERANDS, Operand
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
