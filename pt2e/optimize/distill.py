@@ -38,8 +38,8 @@ def distill(
     """Train a prepared model to reproduce the outputs of the float program ("self-distillation").
 
     Adam trains all parameters that require a gradient, with a rate that decays to zero. One batch of eight is held out,
-    and the step that is best on these is kept. Weights that `optimize` rounded lie exactly on the MX grid: before the
-    first step the model computes what it was optimized to.
+    and the step that is best on these is kept. Weights that `optimize` rounded lie exactly on the MX grid, so
+    that training starts from the optimized model.
 
     Args:
         prepared: what `prepare_qat_pt2e` returned, preferably for an optimized model. It is trained in place; its

@@ -25,7 +25,7 @@ Rows = Tensor | Sequence[Tensor]
 
 
 class MXHessianObserver(nn.Module):
-    """Sum what the rounding of a weight depends on over the inputs of its matmuls, and pass the input through.
+    """Accumulate the statistics of a matmul's input that guide the rounding of its weight; pass the input through.
 
     The sums are float32:
     - `parts`: products of columns, (groups, K', K') for each part of K' columns, on the tensor's device or `home`;

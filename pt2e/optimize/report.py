@@ -78,7 +78,7 @@ def optimization_report(model: GraphModule) -> OptimizationReport:
     """Return the report of a model that `optimize` returned.
 
     Args:
-        model: that model; what is prepared or converted from it has the report too.
+        model: that model; models prepared or converted from it have the report too.
 
     Returns:
         An `OptimizationReport`: for each weight its format, the algorithm, its error before and after.

@@ -136,8 +136,8 @@ def _are_alike(target: WeightTarget) -> bool:
 def rounding_errors(target: WeightTarget, *roundings: Tensor) -> list[float]:
     """Return the relative squared error that each rounding causes.
 
-    It is that of the matmuls on the observed inputs; for an embedding, of its rows weighted by how often they were
-    read; and of the weight itself where neither was observed.
+    The error is measured on the matmuls with the observed inputs; for an embedding, on its rows weighted by how often
+    they were read; otherwise on the weight itself.
     """
     value = target.value.detach()
     hessians = _hessians(target)

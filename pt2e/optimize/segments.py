@@ -1,4 +1,4 @@
-"""Cut an exported graph into segments: one for each repeated module, and one for what lies between two."""
+"""Cut an exported graph into segments: one for each repeated module, and one for the nodes between two."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ def recipe_schema() -> dict[str, Any]:
         "properties": {
             "description": {"type": "string"},
             **settings,
-            recipe.ALGORITHMS: {"description": "what is done to weights beforehand", **_algorithms()},
-            recipe.KV_CACHE: {"description": "of a decoder's keys and values", "$ref": "#/$defs/spec"},
+            recipe.ALGORITHMS: {"description": "the algorithms that round the weights", **_algorithms()},
+            recipe.KV_CACHE: {"description": "the format of a decoder's keys and values", "$ref": "#/$defs/spec"},
         },
         "$defs": {"config": _config(), "spec": _spec(), "spec_fields": _spec_fields()},
     }

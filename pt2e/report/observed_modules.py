@@ -1,4 +1,4 @@
-"""A prepared model, module by module: what is quantized in each, and its observers.
+"""A prepared model, module by module: the quantized operands of each, and their observers.
 
 Modules are the units that a recipe can address.
 """

@@ -30,22 +30,27 @@ class GraphRow(NamedTuple):
 
 @dataclass(frozen=True)
 class DrawnGraph:
-    """The rows of a model's graph and of those inside it. Items of tuples are left out: who reads one reads the tuple.
+    """The rows of a model's graph and its subgraphs. Tuple items are left out: their users read the tuple.
 
-    `named` and `by_origin` have the row of a node by its name, and by what it was in the first export; `origins` the
-    latter by the former. In a graph inside, names and origins follow its path.
+    Names in a subgraph start with its path.
+
+    Args:
+        rows: one for each node.
+        named: name of a node -> index of its row.
+        by_source: the node's name in the first export -> index of its row.
+        sources: name of a node -> its name in the first export.
     """
 
     rows: list[GraphRow]
     named: dict[str, int]
-    by_origin: dict[str, int]
-    origins: dict[str, str]
+    by_source: dict[str, int]
+    sources: dict[str, str]
 
     @classmethod
-    def of(cls, model: GraphModule | ExportedProgram, what: str) -> DrawnGraph:
-        """Return the graph of a model; errors call it `what`."""
+    def of(cls, model: GraphModule | ExportedProgram, name: str) -> DrawnGraph:
+        """Return the graph of a model; errors call it `name`."""
         drawn = cls([], {}, {}, {})
-        graph = check_module(model.module() if isinstance(model, ExportedProgram) else model, what)
+        graph = check_module(model.module() if isinstance(model, ExportedProgram) else model, name)
         for path, inner in named_graph_modules(graph):
             drawn._add(f"{path}." if path else "", inner)
         return drawn
@@ -61,14 +66,14 @@ class DrawnGraph:
             inputs = list(dict.fromkeys(numbers[one] for one in node.all_input_nodes if one in numbers))
             texts = operator_text(node), shape_text(node), format_text(node, model), module_text(node)
             numbers[node] = self.named[path + node.name] = len(self.rows)
-            self.origins[path + node.name] = path + source_name(node)
+            self.sources[path + node.name] = path + source_name(node)
             self.rows.append(GraphRow(path + node.name, *texts, inputs))
         made = nodes_by_source(model.graph).items()
-        self.by_origin.update({path + name: numbers[node] for name, node in made if node in numbers})
+        self.by_source.update({path + name: numbers[node] for name, node in made if node in numbers})
 
     def row_of(self, name: str) -> int | None:
         """Return the row of an operator, by its name here or by its name in the first export."""
-        return self.named.get(name, self.by_origin.get(name))
+        return self.named.get(name, self.by_source.get(name))
 
 
 def node_positions(
@@ -77,8 +82,8 @@ def node_positions(
     """Return the rows, before and after, of the operators that a report names."""
 
     def positions(name: str) -> Iterator[int | None]:
-        first = after.origins.get(name, name) if after else name
-        yield before.by_origin.get(first, before.named.get(name)) if before else None
+        first = after.sources.get(name, name) if after else name
+        yield before.by_source.get(first, before.named.get(name)) if before else None
         yield after.row_of(name) if after else None
 
     return [tuple(positions(name)) for name in names]
