@@ -73,11 +73,10 @@ def convert_pt2e(model: GraphModule, fold_quantize: bool = True) -> GraphModule:
     finally:
         torchao_pt2e.forget_models()
     converted.meta.update(meta)
-    for graph in graph_modules(converted):
-        torchao_pt2e.forget_prepared(graph)
     if fold_quantize:
         fold_all_weights(converted)
     for graph in graph_modules(converted):
+        torchao_pt2e.forget_prepared(graph)
         write_out_arguments(graph)
     # training the prepared model further must not change it; codes and scales are its own
     map_tensors(converted, lambda tensor: tensor.clone() if storage_of(tensor) in shared else tensor)
