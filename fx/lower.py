@@ -22,7 +22,9 @@ from pt2mx.fx.passes.cse_quantize import cse_quantize
 from pt2mx.fx.passes.device import device_named, move_to_device
 from pt2mx.fx.passes.fold_weights import fold_all_weights
 from pt2mx.fx.passes.fp8_rowwise import use_fp8_rowwise
+from pt2mx.fx.passes.fuse_activation_quantize import fuse_activation_quantize
 from pt2mx.fx.passes.fuse_qdq import fuse_qdq
+from pt2mx.fx.passes.fuse_quantize_epilogue import fuse_quantize_epilogue
 from pt2mx.fx.passes.fuse_rotation import fuse_rotation
 from pt2mx.fx.passes.merge_fake_quantize import merge_fake_quantize
 from pt2mx.fx.passes.merge_linears import merge_linears
@@ -30,10 +32,6 @@ from pt2mx.fx.passes.mma_layout import use_mma_layout
 from pt2mx.fx.passes.packed_attention import use_packed_attention
 from pt2mx.fx.passes.packed_embedding import use_packed_embeddings
 from pt2mx.fx.passes.packed_matmuls import use_packed_weights
-from pt2mx.fx.passes.quantize_in_attention import quantize_in_attention
-from pt2mx.fx.passes.quantize_in_convolutions import quantize_in_convolutions
-from pt2mx.fx.passes.quantize_in_passing import quantize_in_passing
-from pt2mx.fx.passes.quantize_in_products import quantize_in_products
 from pt2mx.fx.passes.scaled_mm import use_scaled_mm
 from pt2mx.fx.passes.sink_bias import sink_bias
 from pt2mx.fx.passes.unpack_weights import unpack_weights
@@ -74,11 +72,9 @@ STEPS = (
     Step(use_bfloat16_tensor_cores, needs_weights=True),
     Step(use_bf16_activation_matmuls),
     Step(use_matmuls_for_convolutions, needs_weights=True),
-    Step(quantize_in_passing),
-    Step(quantize_in_attention),
-    Step(quantize_in_convolutions),
+    Step(fuse_activation_quantize),
     Step(unpack_weights, needs_weights=True, option="unpack"),
-    Step(quantize_in_products),
+    Step(fuse_quantize_epilogue),
     Step(use_mma_layout, needs_weights=True),
 )
 

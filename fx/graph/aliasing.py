@@ -77,6 +77,11 @@ class Writes:
         shown, begin, end = self._memory_of(read), self._order[first], self._order[last]
         return any(begin < self._order[node] < end and roots & shown for node, roots in self._written.items())
 
+    def reach(self, nodes: Iterable[Node]) -> bool:
+        """True if the graph writes memory that one of the nodes shows, at any time."""
+        shown = self._memory_of(nodes) if self else frozenset()
+        return any(roots & shown for roots in self._written.values())
+
     def shows_another(self, node: Node) -> bool:
         """True if the value of a node is, or may be, memory of its arguments, in a graph that writes something."""
         return node not in self._roots[node]

@@ -25,12 +25,13 @@ class GraphPass:
 
     Args:
         edit: (model, **options) -> None. It changes `model.graph`, and parameters, buffers and submodules.
-        reads: the operators that a graph must call for `edit` to change it; of a tuple of operators, one of them.
+        reads: the operators that a graph must call for `edit` to change it; of a tuple of operators, one of them. An
+            operator that is named twice must be called twice.
     """
 
     def __init__(self, edit: Callable[..., None], reads: Iterable[Operator | tuple[Operator, ...]] = ()) -> None:
         self.edit = edit
-        self._reads = [one_of if isinstance(one_of, tuple) else (one_of,) for one_of in reads]
+        self._reads = Counter(one_of if isinstance(one_of, tuple) else (one_of,) for one_of in reads)
         functools.update_wrapper(self, edit)
 
     def __call__(self, model: GraphModule, **options: object) -> GraphModule:
@@ -40,7 +41,10 @@ class GraphPass:
     def applies_to(self, model: GraphModule) -> bool:
         """Return whether the graph calls what the pass reads. It asks the index of calls that torch.fx keeps."""
         calls = functools.partial(model.graph.find_nodes, op="call_function", sort=False)
-        return all(any(calls(target=getattr(one, "overload", one)) for one in one_of) for one_of in self._reads)
+        return all(
+            sum(len(calls(target=getattr(one, "overload", one))) for one in one_of) >= count
+            for one_of, count in self._reads.items()
+        )
 
 
 def graph_pass(*reads: Operator | tuple[Operator, ...]) -> Callable[[Callable[..., None]], GraphPass]:

@@ -53,6 +53,14 @@ def set_value(node: Node) -> None:
         node.meta["val"] = result_of(node)
 
 
+def insert_before(place: Node, target: Callable[..., Any], *args: Any) -> Node:
+    """Insert a call before a node, with its `val` meta, and return it."""
+    with place.graph.inserting_before(place):
+        node = place.graph.call_function(target, args)
+    set_value(node)
+    return node
+
+
 def result_of(node: Node, given: dict[Node, Any] | None = None) -> Any:
     """A node's operator run on the values of its inputs, which are all known, or on what is `given` in their place."""
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: (given or {}).get(n, value_of(n)))

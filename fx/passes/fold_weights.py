@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 from pt2mx import ops
 from pt2mx.fx.graph.attributes import register_buffer
 from pt2mx.fx.graph.constants import constant_nodes, evaluate, first_equal, mark_constants, root_name
+from pt2mx.fx.graph.higher_order_ops import call_groups
 from pt2mx.fx.graph.hoist_constants import hoist_weights, merge_equal_operands
 from pt2mx.fx.graph.node import args_of, function_of, node_arg, operator_of
 from pt2mx.fx.graph.tensors import remove_unused
@@ -46,8 +47,10 @@ def compute_codes(model: GraphModule, constants: set[Node]) -> None:
 
 
 def fold_all_weights(model: GraphModule) -> GraphModule:
-    """Fold the weights of a model and of the graphs inside it, whose weights become operands of their calls. Changes
-    `model` and returns it."""
+    """Fold the weights of a model and of its subgraphs, whose weights become operands of their calls. Changes `model`
+    and returns it."""
+    if not call_groups(model):
+        return fold_weights(model)
     mark_constants(model)
     hoist_weights(model)
     fold_weights(model)

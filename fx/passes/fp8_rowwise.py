@@ -9,13 +9,13 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx.formats import ELEMENTS
-from pt2mx.fx.graph.activations import activation_before, call_before, norm_before
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.attributes import name_of, register_buffer, tensor_of
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
-from pt2mx.fx.graph.node import FakeQuantize, LinearMX, shape_of, value_of
+from pt2mx.fx.graph.node import FakeQuantize, LinearMX, insert_before, shape_of, value_of
 from pt2mx.fx.graph.tensors import erase_unused
+from pt2mx.fx.passes.fuse_activation_quantize import activation_before, norm_before
 from pt2mx.kernels.constants import BLOCK
 from pt2mx.kernels.fp8_rows import ROOMS, of_packed
 from pt2mx.modes import ROUNDINGS
@@ -112,12 +112,12 @@ def _rows_of(x: Node, of: FakeQuantize, written: set[Node]) -> list[Node]:
     modes = of.element, of.scale_mode, of.rounding
     norm = norm_before(of.x, written)
     if norm is not None:
-        call = call_before(norm.node, layer_norm_fp8_rows, *norm[1:], *modes)
-        normed, *rows = (call_before(norm.node, operator.getitem, call, i) for i in range(4))
+        call = insert_before(norm.node, layer_norm_fp8_rows, *norm[1:], *modes)
+        normed, *rows = (insert_before(norm.node, operator.getitem, call, i) for i in range(4))
         normed.meta.update(norm.node.meta)
         norm.node.replace_all_uses_with(normed)
         erase_unused(norm.node)
         return rows
     activation, source = activation_before(of.x, written)
-    call = call_before(x, quantize_fp8_rows, source, *modes, activation)
-    return [call_before(x, operator.getitem, call, i) for i in range(3)]
+    call = insert_before(x, quantize_fp8_rows, source, *modes, activation)
+    return [insert_before(x, operator.getitem, call, i) for i in range(3)]

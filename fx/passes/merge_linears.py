@@ -24,7 +24,7 @@ aten = torch.ops.aten
 _WHOLE = 16  # rows of a weight that kernels take together
 
 
-@graph_pass(LinearMX)
+@graph_pass(LinearMX, LinearMX)
 def merge_linears(model: GraphModule) -> None:
     """Make one `linear_mx` of those of the same x, element and block size whose weights and biases are their own, with
     the weights behind each other; each result is a part of its last dimension, a view. Weights whose rows are whole

@@ -6,8 +6,6 @@ Untested on hardware: see `pt2mx.ops.scaled_mm`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -16,7 +14,16 @@ from pt2mx import ops
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
-from pt2mx.fx.graph.node import Dequantize, FakeQuantize, LinearMX, Quantize, dtype_of, set_value, shape_of, value_of
+from pt2mx.fx.graph.node import (
+    Dequantize,
+    FakeQuantize,
+    LinearMX,
+    Quantize,
+    dtype_of,
+    insert_before,
+    shape_of,
+    value_of,
+)
 from pt2mx.fx.graph.qdq import quantize_of
 from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.fx.passes.fold_weights import fold_constant
@@ -51,10 +58,10 @@ def use_scaled_mm(model: GraphModule, force: bool = False) -> None:
             codes[call.x] = _codes(call.x)
         held = call.scale.target if call.scale.op == "get_attr" else call.scale  # a tied weight has several nodes
         if held not in scales:
-            scales[held] = _insert_before(node, swizzle_scale, call.scale)
+            scales[held] = insert_before(node, swizzle_scale, call.scale)
         elements = of.element, call.element
         args = (*codes[call.x], call.codes, scales[held], call.bias, *elements, dtype_of(node))
-        product = _insert_before(node, scaled_mm_mx, *args)
+        product = insert_before(node, scaled_mm_mx, *args)
         product.meta.update(node.meta)
         node.replace_all_uses_with(product)
         erase_unused(node)
@@ -95,13 +102,6 @@ def _codes(x: Node) -> tuple[Node, Node]:
     if (pair := Dequantize.of(x)) is not None:
         codes, scale = pair.codes, pair.scale
     else:
-        quantize = _insert_before(x, ops.quantize_mx, *FakeQuantize.expect(x).args[:-1])  # without ste
-        scale, codes = (_insert_before(x, operator.getitem, quantize, i) for i in range(2))
-    return codes, _insert_before(x, swizzle_scale, scale)
-
-
-def _insert_before(place: Node, target: Callable[..., Any], *args: Any) -> Node:
-    with place.graph.inserting_before(place):
-        node = place.graph.call_function(target, args)
-    set_value(node)
-    return node
+        quantize = insert_before(x, ops.quantize_mx, *FakeQuantize.expect(x).args[:-1])  # without ste
+        scale, codes = (insert_before(x, operator.getitem, quantize, i) for i in range(2))
+    return codes, insert_before(x, swizzle_scale, scale)

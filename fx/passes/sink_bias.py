@@ -16,7 +16,7 @@ from pt2mx import ops
 from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import LinearMX
 from pt2mx.fx.graph.views import is_view
-from pt2mx.fx.passes.quantize_in_passing import is_quantized_in_passing
+from pt2mx.fx.passes.fuse_activation_quantize import fuses_quantization
 
 aten = torch.ops.aten
 
@@ -39,7 +39,7 @@ def _is_quantized_next(node: Node) -> bool:
 
     def leads_there(user: Node) -> bool:
         if user.target is ops.fake_quantize_mx:
-            return not is_quantized_in_passing(user)
+            return not fuses_quantization(user)
         return is_view(user) and _is_quantized_next(user)
 
     return bool(node.users) and all(map(leads_there, node.users))

@@ -1,7 +1,7 @@
 """`torch.ops.pt2mx.activation_fake_quantize_mx`, `layer_norm_fake_quantize_mx`: `fake_quantize_mx` of an activation or
 a layer norm, by the kernel that computes it.
 
-Lowered programs call them (`pt2mx.fx.passes.quantize_in_passing`), and Inductor keeps them calls.
+Lowered programs call them (`pt2mx.fx.passes.fuse_activation_quantize`), and Inductor keeps them calls.
 `pt2mx.kernels.quantized_activations` defines them on every device; `pt2mx.kernels.select` lists the kernels.
 """
 

@@ -1,7 +1,7 @@
 """`torch.ops.pt2mx.conv2d_fake_quantize_mx`: an activation of `conv2d_mx` and of what is added to it, quantized, by one
 kernel.
 
-Lowered programs for the CPU call it (`pt2mx.fx.passes.quantize_in_convolutions`), and Inductor keeps it a call.
+Lowered programs for the CPU call it (`pt2mx.fx.passes.fuse_quantize_epilogue`), and Inductor keeps it a call.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`torch.ops.pt2mx.linear_fake_quantize_mx`: `activation_fake_quantize_mx` of `linear_mx`, by one kernel.
 
-Lowered programs for the CPU call it (`pt2mx.fx.passes.quantize_in_products`), and Inductor keeps it a call.
+Lowered programs for the CPU call it (`pt2mx.fx.passes.fuse_quantize_epilogue`), and Inductor keeps it a call.
 """
 
 from __future__ import annotations

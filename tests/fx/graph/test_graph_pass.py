@@ -35,6 +35,8 @@ def test_a_pass_logs_what_it_changes(monkeypatch, capsys):
         ((aten.relu.default, FakeQuantize), True),
         ((aten.add.Tensor,), False),
         ((aten.relu.default, aten.add.Tensor), False),
+        ((aten.relu.default, aten.relu.default), False),
+        (((aten.relu.default, FakeQuantize), (aten.relu.default, FakeQuantize)), True),
         (((aten.add.Tensor, ops.fake_quantize_mx),), True),
         ((aten.relu.default, (aten.add.Tensor, aten.mul.Tensor)), False),
     ],

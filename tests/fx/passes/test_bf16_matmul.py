@@ -7,7 +7,7 @@ from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_indu
 from pt2mx.fx import lower
 from pt2mx.fx.graph.node import LinearMX
 from pt2mx.fx.passes import bf16_matmul, unpack_weights
-from pt2mx.fx.passes.quantize_in_passing import quantize_in_passing
+from pt2mx.fx.passes.fuse_activation_quantize import fuse_activation_quantize
 from pt2mx.kernels.cpu import linear as linear_of_cpu
 from pt2mx.kernels.cpu.linear import AMX, AVX512_BF16, AVX512_VNNI
 from pt2mx.ops.linear import linear_mx
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 @pytest.fixture(autouse=True)
 def without_fused_activations(monkeypatch):
-    steps = [step for step in lower.STEPS if step.graph_pass is not quantize_in_passing]
+    steps = [step for step in lower.STEPS if step.graph_pass is not fuse_activation_quantize]
     monkeypatch.setattr(lower, "STEPS", steps)
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_inductor, ops
 from pt2mx.fx import lower
 from pt2mx.fx.graph.graph_pass import GraphPass
-from pt2mx.fx.passes import quantize_in_passing
+from pt2mx.fx.passes import fuse_activation_quantize
 from pt2mx.fx.passes.fp8_rowwise import use_fp8_rowwise
 from pt2mx.ops import inductor
 from pt2mx.ops.fp8_rows import layer_norm_fp8_rows, mm_fp8_rows, quantize_fp8_rows
@@ -194,9 +194,9 @@ def test_queries_keys_and_values_are_quantized_by_a_call(monkeypatch):
     forced = GraphPass(functools.partial(use_fp8_rowwise.edit, force=True))
     steps = [step._replace(graph_pass=forced) if step.graph_pass is use_fp8_rowwise else step for step in lower.STEPS]
     monkeypatch.setattr(lower, "STEPS", steps)
-    monkeypatch.setattr(quantize_in_passing, "_LEAST_VALUES", 0)
-    monkeypatch.setitem(quantize_in_passing._SERVES, "cpu", quantize_in_passing._serves_gpu)
-    monkeypatch.setattr(quantize_in_passing, "runs_triton", lambda device: True)
+    monkeypatch.setattr(fuse_activation_quantize, "_MIN_VALUES", 0)
+    monkeypatch.setitem(fuse_activation_quantize._IS_SUPPORTED, "cpu", fuse_activation_quantize._is_supported_on_gpu)
+    monkeypatch.setattr(fuse_activation_quantize, "runs_triton", lambda device: True)
     x = torch.randn(2, 20, 64).bfloat16()
     converted = convert(Attention().bfloat16(), (x,), "mxfp4")
     rows = lower_to_inductor(converted, unpack=True)

@@ -9,7 +9,7 @@ from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.tensors import delete_unused_tensors
 from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.fx.passes.bf16_matmul import use_bf16_matmul
-from pt2mx.fx.passes.quantize_in_passing import quantize_in_passing
+from pt2mx.fx.passes.fuse_activation_quantize import fuse_activation_quantize
 from pt2mx.fx.passes.scaled_mm import use_scaled_mm
 from pt2mx.ops.linear import linear_mx
 from pt2mx.ops.scaled_mm import FORMS
@@ -21,7 +21,7 @@ from tests.models import BATCH
 @pytest.fixture(autouse=True)
 def without_what_is_for_a_cpu(monkeypatch):
     """Products of float32 would be changed before, and quantizations."""
-    of_cpu = use_bf16_matmul, quantize_in_passing
+    of_cpu = use_bf16_matmul, fuse_activation_quantize
     monkeypatch.setattr(lower, "STEPS", [step for step in lower.STEPS if step.graph_pass not in of_cpu])
 
 

@@ -214,10 +214,10 @@ def test_keyword_inputs_in_any_order(positional, tmp_path):
     assert sqnr(run(written, *inputs.values())[0], converted(**inputs)) > 100
 
 
-def test_lowered_model_that_quantizes_in_passing(tmp_path, monkeypatch):
+def test_lowered_model_with_fused_quantization(tmp_path, monkeypatch):
     x = torch.randn(2048, 64)  # values enough for calls
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
-    monkeypatch.setattr("pt2mx.fx.passes.quantize_in_products.has_units", lambda spec, k: False)  # as on most machines
+    monkeypatch.setattr("pt2mx.fx.passes.fuse_quantize_epilogue.has_units", lambda spec, k: False)  # as on most
     lowered = lower_to_inductor(convert(model.eval(), (x,), "mxfp8"))
     assert {n.target for n in lowered.graph.nodes} >= {activation_fake_quantize_mx, layer_norm_fake_quantize_mx}
     export_onnx(lowered, tmp_path / "lowered.onnx", (x,))

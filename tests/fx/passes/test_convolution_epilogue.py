@@ -9,7 +9,7 @@ from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config, lowe
 from pt2mx.extras import import_extra
 from pt2mx.fx import lower
 from pt2mx.fx.passes import convolutions_as_matmuls
-from pt2mx.fx.passes.quantize_in_convolutions import quantize_in_convolutions
+from pt2mx.fx.passes.fuse_quantize_epilogue import fuse_quantize_epilogue
 from pt2mx.ops.convolution import conv2d_mx
 from pt2mx.ops.quantized_convolution import conv2d_fake_quantize_mx
 from tests.flow import convert
@@ -28,7 +28,7 @@ def lowered(model, x, recipe="mxint8", **options):
     converted = convert(model.eval().to(x.dtype), (x,), recipe, **options)
     found = lower_to_inductor(converted)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lower, "STEPS", tuple(s for s in lower.STEPS if s.graph_pass is not quantize_in_convolutions))
+        patch.setattr(lower, "STEPS", tuple(s for s in lower.STEPS if s.graph_pass is not fuse_quantize_epilogue))
         return found, lower_to_inductor(converted)
 
 

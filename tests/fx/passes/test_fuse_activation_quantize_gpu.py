@@ -5,19 +5,19 @@ import torch
 from torch import nn
 
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_inductor, ops
-from pt2mx.fx.passes import quantize_in_passing as module
+from pt2mx.fx.passes import fuse_activation_quantize as module
 from pt2mx.ops.quantized_activations import activation_fake_quantize_mx, layer_norm_fake_quantize_mx
 from tests.compare import relative_error
 from tests.flow import convert
-from tests.fx.passes.test_quantize_in_passing import Attention, Layer
+from tests.fx.passes.test_fuse_activation_quantize import Attention, Layer
 from tests.graph import calls, count
 
 
 @pytest.fixture(autouse=True)
 def rules_of_a_gpu(monkeypatch):
-    monkeypatch.setattr(module, "_LEAST_VALUES", 0)
-    monkeypatch.setattr("pt2mx.fx.passes.quantize_in_products.has_units", lambda spec, k: False)
-    monkeypatch.setitem(module._SERVES, "cpu", module._serves_gpu)
+    monkeypatch.setattr(module, "_MIN_VALUES", 0)
+    monkeypatch.setattr("pt2mx.fx.passes.fuse_quantize_epilogue.has_units", lambda spec, k: False)
+    monkeypatch.setitem(module._IS_SUPPORTED, "cpu", module._is_supported_on_gpu)
     monkeypatch.setattr(module, "runs_triton", lambda device: True)
     monkeypatch.setattr("pt2mx.fx.passes.bf16_matmul._fits", lambda *args: False)
 

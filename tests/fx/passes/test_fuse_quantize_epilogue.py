@@ -7,7 +7,7 @@ from torch import nn
 import pt2mx
 from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config, lower_to_inductor
 from pt2mx.fx import lower
-from pt2mx.fx.passes import bf16_matmul, quantize_in_passing, quantize_in_products
+from pt2mx.fx.passes import bf16_matmul, fuse_activation_quantize, fuse_quantize_epilogue
 from pt2mx.ops.linear import linear_mx
 from pt2mx.ops.quantized_activations import activation_fake_quantize_mx
 from pt2mx.ops.quantized_linear import linear_fake_quantize_mx
@@ -17,8 +17,8 @@ from tests.graph import count
 
 @pytest.fixture(autouse=True)
 def small_tensors_on_every_machine(monkeypatch):
-    monkeypatch.setattr(quantize_in_passing, "_LEAST_VALUES", 0)
-    monkeypatch.setattr(quantize_in_products, "has_units", lambda spec, k: True)
+    monkeypatch.setattr(fuse_activation_quantize, "_MIN_VALUES", 0)
+    monkeypatch.setattr(fuse_quantize_epilogue, "has_units", lambda spec, k: True)
     monkeypatch.setattr(bf16_matmul, "suit_units", lambda x, weight, k: True)
 
 
@@ -37,7 +37,7 @@ def lowered(model, x, recipe="mxint8", **options):
     converted = convert(model.eval().to(x.dtype), (x,), recipe, **options)
     found = lower_to_inductor(converted)
     with pytest.MonkeyPatch.context() as patch:
-        steps = [step for step in lower.STEPS if step.graph_pass is not quantize_in_products.quantize_in_products]
+        steps = [step for step in lower.STEPS if step.graph_pass is not fuse_quantize_epilogue.fuse_quantize_epilogue]
         patch.setattr(lower, "STEPS", tuple(steps))
         return found, lower_to_inductor(converted)
 

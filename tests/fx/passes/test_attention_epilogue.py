@@ -9,8 +9,8 @@ from torch.nn import functional as F
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_inductor, ops
 from pt2mx.fx import lower
-from pt2mx.fx.passes import activation_matmuls_bf16, quantize_in_passing
-from pt2mx.fx.passes.quantize_in_attention import quantize_in_attention
+from pt2mx.fx.passes import activation_matmuls_bf16, fuse_activation_quantize
+from pt2mx.fx.passes.fuse_quantize_epilogue import fuse_quantize_epilogue
 from pt2mx.ops.bfloat16_products import attention_bfloat16
 from pt2mx.ops.linear import linear_mx
 from tests.compare import relative_error, same
@@ -26,7 +26,7 @@ def with_units(monkeypatch):
     units = {"units": staticmethod(lambda: 4), "LEAST_ROWS": 16}
     monkeypatch.setattr(activation_matmuls_bf16, "bfloat16_products", type("Units", (), units))
     monkeypatch.setattr(activation_matmuls_bf16, "_LEAST_PRODUCTS", 1)
-    monkeypatch.setattr(quantize_in_passing, "_LEAST_VALUES", 1)
+    monkeypatch.setattr(fuse_activation_quantize, "_MIN_VALUES", 1)
 
 
 class Attention(nn.Module):
@@ -48,7 +48,7 @@ def lowered(monkeypatch, model, x=X, name="mxfp8", shapes=None, **options):
     quantizer = MXQuantizer().set_global(get_default_mx_quantization_config(name, name))
     converted = convert(model.to(x.dtype), (x,), quantizer, shapes=shapes)
     with monkeypatch.context() as patch:
-        patch.setattr(lower, "STEPS", [step for step in lower.STEPS if step.graph_pass is not quantize_in_attention])
+        patch.setattr(lower, "STEPS", [step for step in lower.STEPS if step.graph_pass is not fuse_quantize_epilogue])
         before = lower_to_inductor(converted, **options)
     return lower_to_inductor(converted, **options), before
 
@@ -92,7 +92,7 @@ def test_dynamic_shapes(monkeypatch):
 
 def test_a_cast_of_the_quantized_values(monkeypatch):
     """As on a GPU, where Inductor would quantize what attention gives, and products take bfloat16."""
-    monkeypatch.setattr(quantize_in_passing, "_LEAST_VALUES", 1 << 60)
+    monkeypatch.setattr(fuse_activation_quantize, "_MIN_VALUES", 1 << 60)
     monkeypatch.setattr("pt2mx.fx.passes.bf16_matmul._fits", lambda *args: False)
     monkeypatch.setattr("pt2mx.fx.passes.bfloat16_tensor_cores._fits", lambda *args: True)
     model, before = lowered(monkeypatch, Attention())
@@ -111,7 +111,7 @@ def test_casts_to_dtypes_that_the_operator_gives(dtype, taken):
     query = torch.randn(2, 3, 20, 32)
     model = make_fx(run, tracing_mode="fake", pre_dispatch=True)(query)
     want = model(query)
-    quantize_in_attention(model)
+    fuse_quantize_epilogue(model)
     assert modes(model)[4] == (dtype if taken else torch.float32) and torch.equal(model(query), want)
 
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_inductor, ops
-from pt2mx.fx.passes import quantize_in_passing as module
+from pt2mx.fx.passes import fuse_activation_quantize as module
 from pt2mx.ops.linear import linear_mx
 from pt2mx.ops.quantized_activations import activation_fake_quantize_mx, layer_norm_fake_quantize_mx
 from tests.compare import relative_error
@@ -19,8 +19,8 @@ FUSED = (activation_fake_quantize_mx, layer_norm_fake_quantize_mx)
 
 @pytest.fixture(autouse=True)
 def small_tensors_too(monkeypatch):
-    monkeypatch.setattr(module, "_LEAST_VALUES", 0)
-    monkeypatch.setattr("pt2mx.fx.passes.quantize_in_products.has_units", lambda spec, k: False)
+    monkeypatch.setattr(module, "_MIN_VALUES", 0)
+    monkeypatch.setattr("pt2mx.fx.passes.fuse_quantize_epilogue.has_units", lambda spec, k: False)
 
 
 class Layer(nn.Module):

@@ -1,0 +1,171 @@
+"""The convolutions of `fuse_quantize_epilogue`: from a `conv2d_mx` over a residual sum and an activation to the
+quantization."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from pt2mx.fx.graph.aliasing import Writes
+from pt2mx.fx.graph.node import (
+    FakeQuantize,
+    dtype_of,
+    insert_before,
+    named_args,
+    node_arg,
+    result_of,
+    shape_of,
+    value_of,
+)
+from pt2mx.fx.graph.tensors import erase_unused
+from pt2mx.fx.passes.fuse_activation_quantize import ACTIVATIONS
+from pt2mx.kernels.constants import supports_epilogue
+from pt2mx.ops.convolution import conv2d_mx
+from pt2mx.ops.quantized_convolution import conv2d_fake_quantize_mx
+
+if TYPE_CHECKING:
+    from pt2mx.fx.passes.fuse_quantize_epilogue import Quantization
+
+aten = torch.ops.aten
+
+#: activations, also in place
+_ACTIVATIONS = {**ACTIVATIONS, aten.relu_.default: "relu", aten.silu_.default: "silu", aten.gelu_.default: "gelu"}
+#: sums -> the operands that a convolution may give
+_SUMS: dict[object, tuple[str, ...]] = {aten.add.Tensor: ("self", "other"), aten.add_.Tensor: ("self",)}
+_VIEWS = (
+    aten.permute.default, aten.transpose.int, aten.squeeze.dim, aten.unsqueeze.default, aten.alias.default,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """The nodes from a `conv2d_mx` to a quantization: views of its result; the sum with a residual, and the name of
+    that operand; the activation; and views back, of which the last is quantized."""
+
+    convolution: Node
+    views: list[Node]
+    sum: Node | None
+    residual: str
+    activated: Node | None
+    views_back: list[Node]
+    activation: str
+    quantization: Quantization
+
+    @property
+    def computed(self) -> list[Node]:
+        """The nodes up to the one that has the values which are quantized."""
+        return [self.convolution, *self.views, *(node for node in (self.sum, self.activated) if node is not None)]
+
+    @property
+    def has_other_users(self) -> bool:
+        """True if something else uses the values that are quantized."""
+        return any(len(node.users) > 1 for node in (self.computed[-1], *self.views_back))
+
+
+def fuse_convolution(quantization: Quantization, writes: Writes) -> tuple[Node, Callable[[], None]] | None:
+    """Fuse into a convolution. An activation that something else uses too is a second result of the operator."""
+    chain = None if FakeQuantize.of(quantization.node) else _chain(quantization)
+    if chain is None or not _fits(chain, writes):
+        return None
+    return chain.convolution, lambda: _replace(chain)
+
+
+def _chain(quantization: Quantization) -> _Chain | None:
+    """Return the chain that ends at a quantization; None where no convolution begins it."""
+    source, views_back = _through_views(quantization.source)
+    activation = quantization.activation
+    activated = added = None
+    if activation == "none" and source.target in _ACTIVATIONS:
+        args = named_args(source)
+        activation = "gelu_tanh" if args.get("approximate") == "tanh" else _ACTIVATIONS[source.target]
+        activated, source = source, args["self"]
+    residual = ""
+    if source.target in _SUMS:
+        added, (source, residual) = source, _summands(source)
+    convolution, views = _through_views(source)
+    if convolution.target is not conv2d_mx:
+        return None
+    if activated is None and added is None:
+        views, views_back = [], views + views_back
+    return _Chain(convolution, views, added, residual, activated, views_back, activation, quantization)
+
+
+def _through_views(node: Node) -> tuple[Node, list[Node]]:
+    """Return the node of which another is a view, and the views, first to last."""
+    views: list[Node] = []
+    while node.target in _VIEWS and node.all_input_nodes == [node.args[0]]:
+        views, node = [node, *views], node_arg(node)
+    return node, views
+
+
+def _summands(added: Node) -> tuple[Node, str]:
+    """Return the operand of a sum that a convolution gives, and the name of the other; the sum itself where no
+    convolution does."""
+    args = named_args(added)
+    pair = args["self"], args["other"]
+    alike = all(isinstance(n, Node) and shape_of(n) == shape_of(added) and dtype_of(n) == dtype_of(added) for n in pair)
+    for name in _SUMS[added.target] if alike and args["alpha"] == 1 and pair[0] is not pair[1] else ():
+        if _through_views(args[name])[0].target is conv2d_mx:
+            return args[name], "other" if name == "self" else "self"
+    return added, ""
+
+
+def _fits(chain: _Chain, writes: Writes) -> bool:
+    """Return whether the kernel computes a chain, and nothing else uses or writes what is in between."""
+    if any(len(node.users) > 1 for node in chain.computed[:-1]):
+        return False
+    value, dtype = value_of(chain.convolution), dtype_of(chain.convolution)
+    if not isinstance(value, Tensor) or not supports_epilogue(chain.quantization.spec, value.shape[-1], dtype):
+        return False
+    viewed = _seen_through(chain.views, value)
+    back, computed = _seen_through(chain.views_back, viewed), value_of(chain.computed[-1])
+    if (back.shape, back.stride()) != (value.shape, value.stride()) or computed.dtype != dtype:
+        return False
+    if chain.has_other_users and computed.stride() != viewed.stride():
+        return False
+    steps, last = [node for node in chain.computed if node not in chain.views], chain.computed[-1]
+    if any(writes.between(a, b, [a]) for a, b in itertools.pairwise([*steps, chain.quantization.node])):
+        return False
+    if chain.sum is not None and writes.between(chain.sum, last, [named_args(chain.sum)[chain.residual]]):
+        return False
+    return not writes.between(chain.convolution, last, chain.convolution.all_input_nodes)
+
+
+def _seen_through(views: list[Node], value: Tensor) -> Tensor:
+    for view in views:
+        value = result_of(view, {node_arg(view): value})
+    return value
+
+
+def _replace(chain: _Chain) -> None:
+    last, quantized = chain.computed[-1], chain.quantization.node
+
+    def viewed(node: Node, views: list[Node]) -> Node:
+        for view in views:
+            node = insert_before(last, view.target, node, *view.args[1:])
+        return node
+
+    residual = None if chain.sum is None else viewed(named_args(chain.sum)[chain.residual], chain.views_back)
+    args = {**named_args(chain.convolution), "target_dtype": dtype_of(chain.convolution)}.values()
+    keeps, modes = chain.has_other_users, chain.quantization.modes
+    fused = insert_before(last, conv2d_fake_quantize_mx, *args, residual, chain.activation, keeps, *modes)
+    if keeps:
+        activated = viewed(insert_before(last, operator.getitem, fused, 0), chain.views)
+        activated.meta.update({key: value for key, value in last.meta.items() if key != "val"})
+        last.replace_all_uses_with(activated)
+    result = insert_before(last, operator.getitem, fused, 1)
+    result.meta.update({key: value for key, value in quantized.meta.items() if key != "val"})
+    quantized.replace_all_uses_with(result)
+    for node in (quantized, *reversed(chain.views_back), chain.activated, chain.sum):
+        if (
+            node is not None and not node.users
+        ):  # also an operator in place, which writes the convolution's result alone
+            node.graph.erase_node(node)
+    erase_unused(chain.views[-1] if chain.views else chain.convolution)

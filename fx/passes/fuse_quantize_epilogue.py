@@ -1,0 +1,199 @@
+"""Fuse a quantization into the epilogue of the operator that computes the tensor: the operator stores quantized values.
+
+Fewer bytes go through memory, and no kernel reads them only to quantize them.
+
+| producer | fused operator | before the quantization | where |
+|---|---|---|---|
+| `linear_mx` | `linear_fake_quantize_mx` | an activation | CPU, many rows of bfloat16 |
+| `attention_bfloat16` | the same operator, with an element | heads put next to each other, a cast | CPU and GPU |
+| `conv2d_mx` | `conv2d_fake_quantize_mx` | a residual sum, an activation | CPU |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+
+from pt2mx.fx.graph.aliasing import Writes
+from pt2mx.fx.graph.graph_pass import graph_pass
+from pt2mx.fx.graph.node import (
+    FakeQuantize,
+    LinearMX,
+    RotatedFakeQuantize,
+    dtype_of,
+    insert_before,
+    named_args,
+    node_arg,
+    set_value,
+    shape_of,
+    value_of,
+)
+from pt2mx.fx.passes.convolution_epilogue import fuse_convolution
+from pt2mx.kernels.constants import BLOCK, WIDEST, supports_epilogue
+from pt2mx.kernels.cpu.linear import FEW_ROWS, has_units
+from pt2mx.modes import ROUNDINGS
+from pt2mx.ops.bfloat16_products import attention_bfloat16
+from pt2mx.ops.checks import HIGH_PRECISION
+from pt2mx.ops.convolution import conv2d_mx
+from pt2mx.ops.quantized_activations import activation_fake_quantize_mx
+from pt2mx.ops.quantized_linear import linear_fake_quantize_mx
+from pt2mx.spec import MXSpec
+
+aten = torch.ops.aten
+
+_QUANTIZATIONS = (activation_fake_quantize_mx, RotatedFakeQuantize.overload, FakeQuantize.overload)
+_COPIES = (aten.contiguous.default, aten.clone.default)
+_MERGING = (aten.view.default, aten.reshape.default, aten.flatten.using_ints)
+
+
+class Quantization(NamedTuple):
+    """A quantization along the last dimension of `source`, after an activation; dtype: of the result, None for that of
+    `source`."""
+
+    node: Node
+    source: Node
+    activation: str
+    element: str
+    block_size: int
+    scale_mode: str
+    rounding: str
+    dtype: torch.dtype | None
+
+    @property
+    def modes(self) -> tuple[object, ...]:
+        """The arguments that operators take last."""
+        return self[3:]
+
+    @property
+    def spec(self) -> MXSpec:
+        """The spec of the quantization."""
+        return MXSpec(self.element, self.block_size, -1, self.scale_mode, self.rounding)
+
+    @classmethod
+    def of(cls, node: Node) -> Quantization | None:
+        """Return the quantization that a node computes, if the gradient is the identity; None for another node."""
+        if node.target is activation_fake_quantize_mx:
+            return cls(node, *named_args(node).values())
+        if (rotated := RotatedFakeQuantize.of(node)) is not None:
+            return cls(node, rotated.x, "none", *rotated.args[2:]) if rotated.size == 1 else None
+        call = FakeQuantize.of(node)
+        if call is None or call.axis not in (-1, len(shape_of(call.x) or ()) - 1):
+            return None
+        if call.ste != "identity" or ROUNDINGS[call.rounding].random:
+            return None
+        return cls(node, call.x, "none", call.element, call.block_size, call.scale_mode, call.rounding, None)
+
+
+#: the call of the operator that can store quantized values, and a function that lets it
+_Fusion = tuple[Node, Callable[[], None]]
+
+
+@graph_pass((LinearMX, attention_bfloat16, conv2d_mx), (activation_fake_quantize_mx, RotatedFakeQuantize, FakeQuantize))
+def fuse_quantize_epilogue(model: GraphModule) -> None:
+    """Replace an operator and the quantization of its result by one operator, where nothing else uses the values in
+    between and the kernel can quantize: in blocks of 32 values, to even.
+
+    The values stay the same to the bit, but those of GELU and SiLU after a convolution, which come closer to exact ones
+    in their last bits.
+    """
+    writes, fusions = Writes(model.graph), dict[Node, Callable[[], None]]()
+    for node in [n for n in model.graph.nodes if n.target in _QUANTIZATIONS]:
+        quantization = Quantization.of(node)
+        if quantization is not None:
+            for find in _EPILOGUES:
+                if (fusion := find(quantization, writes)) is not None:
+                    fusions.setdefault(*fusion)
+    for fuse in fusions.values():
+        fuse()
+
+
+def _linear(quantization: Quantization, writes: Writes) -> _Fusion | None:
+    """Fuse into a linear layer of bfloat16 whose many rows this machine's matrix instructions multiply."""
+    quantized, product = quantization.node, quantization.source
+    call = LinearMX.of(product)
+    if call is None or FakeQuantize.of(quantized) or set(product.users) != {quantized}:
+        return None
+    value, k = value_of(product), (shape_of(call.x) or (None,))[-1]
+    if value is None or value.device.type != "cpu" or call.rotation or dtype_of(call.x) != torch.bfloat16:
+        return None
+    rows = value.shape[:-1]
+    known = [size for size in rows if isinstance(size, int)]
+    if len(known) == len(rows) and math.prod(known) <= FEW_ROWS:
+        return None
+    if not isinstance(k, int) or not has_units(MXSpec(call.element, call.block_size), k):
+        return None
+    if not supports_epilogue(quantization.spec, (shape_of(product) or (None,))[-1], dtype_of(product)):
+        return None
+
+    def fuse() -> None:
+        now = LinearMX.expect(product)  # its input may be another node than before
+        args = (*now.args[:6], dtype_of(product), quantization.activation, *quantization.modes)
+        fused = insert_before(product, linear_fake_quantize_mx, *args)
+        fused.meta.update({key: value for key, value in quantized.meta.items() if key != "val"})
+        quantized.replace_all_uses_with(fused)
+        for node in (quantized, product):
+            node.graph.erase_node(node)
+
+    return product, fuse
+
+
+def _attention(quantization: Quantization, writes: Writes) -> _Fusion | None:
+    """Fuse into an attention whose heads are put next to each other and have whole blocks; with a cast after it."""
+    quantized, merged = quantization.node, quantization.source
+    path = _path_from_attention(merged)
+    if path is None or quantization.activation != "none" or writes.reach((quantized, *path)):
+        return None
+    attention, args = path[0], named_args(path[0])
+    value, width = value_of(attention), (shape_of(attention) or (None,))[-1]
+    if args["elem_dtype_name"] is not None or value is None or not isinstance(width, int):
+        return None
+    if width > WIDEST.get(value.device.type, 0) or quantization.block_size != BLOCK:
+        return None
+    if not supports_epilogue(quantization.spec, width, value.dtype):
+        return None
+    dtype = quantization.dtype or dtype_of(merged)
+    casts = _casts_of(quantized, writes) if dtype == dtype_of(merged) else []
+
+    def fuse() -> None:
+        modes = *quantization.modes[:-1], dtype_of(casts[0]) if casts else dtype
+        attention.args, attention.kwargs = (*list(named_args(attention).values())[:7], *modes), {}
+        for node in path:
+            set_value(node)
+        for node in (*casts, quantized):
+            node.replace_all_uses_with(merged)
+            node.graph.erase_node(node)
+
+    return attention, fuse
+
+
+def _casts_of(quantized: Node, writes: Writes) -> list[Node]:
+    """Return the one user of quantized values, if it casts them and the graph does not write its result; else none."""
+    casts = [n for n in quantized.users if n.target is aten.to.dtype and len(n.args) == 2 and not n.kwargs]
+    fits = len(quantized.users) == 1 and not writes.reach(casts)
+    return [n for n in casts if fits and dtype_of(n) in HIGH_PRECISION]
+
+
+def _path_from_attention(merged: Node) -> list[Node] | None:
+    """Return the nodes from an attention to its values (B, S, heads * W), each the one user of the one before; None
+    where `merged` is something else."""
+    path, node = [merged], merged
+    if node.target not in _MERGING:
+        return None
+    while (node := node_arg(node)).target in _COPIES:
+        path.append(node)
+    if node.target is not aten.transpose.int or {d % 4 for d in node.args[1:3] if isinstance(d, int)} != {1, 2}:
+        return None
+    attention = node_arg(node)
+    path += [node, attention]
+    if attention.target is not attention_bfloat16 or any(len(n.users) != 1 for n in path):
+        return None
+    (*rows, heads, width), shape = shape_of(node) or (0, 0), shape_of(merged)
+    whole = isinstance(heads, int) and isinstance(width, int) and shape == (*rows, heads * width)
+    return path[::-1] if whole and len(rows) == 2 else None
+
+
+_EPILOGUES = (_linear, _attention, fuse_convolution)

@@ -1,0 +1,128 @@
+"""Which passes change what: a table of models, and the proof that a pass that the driver skips changes nothing."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pt2mx import lower_to_inductor
+from pt2mx.fx.graph.graph_pass import GraphPass
+from pt2mx.fx.graph.higher_order_ops import graph_modules
+from pt2mx.fx.passes import (
+    activation_matmuls_bf16,
+    bf16_matmul,
+    convolutions_as_matmuls,
+    fuse_activation_quantize,
+    fuse_quantize_epilogue,
+)
+from tests.flow import convert
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(64, 64) for _ in range(4))
+        self.norm = nn.LayerNorm(64)
+
+    def forward(self, x):
+        q, k, v = (layer(x).view(*x.shape[:2], 2, 32).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
+        return self.norm(x + self.out(y))
+
+
+class Decoder(nn.Module):
+    """A token's step with a cache that the graph writes, a gated MLP, and a head that is the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.attention = nn.Embedding(96, 64), Attention()
+        self.gate, self.up, self.down = nn.Linear(64, 128), nn.Linear(64, 128), nn.Linear(128, 64)
+        self.register_buffer("cache", torch.zeros(2, 8, 64))
+
+    def forward(self, ids):
+        self.cache[:, : ids.shape[1]] = self.embed(ids)
+        x = self.attention(self.cache)
+        return F.linear(x + self.down(F.silu(self.gate(x)) * self.up(x)), self.embed.weight)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(32, 32, batch_first=True), nn.Linear(32, 8)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0])
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda x: self.a(x), lambda x: self.b(x) * 2, (x,))
+
+
+MODELS = {
+    "linear": (lambda: nn.Linear(64, 32), torch.randn(8, 64)),
+    "many rows": (lambda: nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), torch.randn(64, 64)),
+    "conv, batch norm, relu": (
+        lambda: nn.Sequential(nn.Conv2d(32, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 1)),
+        torch.randn(2, 32, 8, 8),
+    ),
+    "attention": (Attention, torch.randn(2, 8, 64)),
+    "lstm": (Recurrent, torch.randn(2, 5, 32)),
+    "decoder": (Decoder, torch.randint(96, (2, 4))),
+    "cond": (Branches, torch.randn(8, 64)),
+}
+
+#: model -> the passes that change its operators, in the order of the lowering
+EFFECTS = {
+    "linear": "fuse_qdq use_packed_weights fuse_activation_quantize",
+    "many rows": "fuse_qdq use_packed_weights use_bf16_matmul fuse_activation_quantize fuse_quantize_epilogue",
+    "conv, batch norm, relu": "fuse_qdq use_matmuls_for_convolutions fuse_quantize_epilogue",
+    "attention": "fuse_qdq use_packed_weights merge_linears merge_fake_quantize fuse_activation_quantize",
+    "lstm": "fuse_qdq use_packed_weights fuse_activation_quantize",
+    "decoder": "fuse_qdq use_packed_embeddings use_packed_weights merge_linears sink_bias fuse_activation_quantize",
+    "cond": "fuse_qdq use_packed_weights fuse_activation_quantize",
+}
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch):
+    """A CPU that has matrix instructions for bfloat16, whatever the machine of the tests has."""
+    for module in (bf16_matmul, convolutions_as_matmuls):
+        monkeypatch.setattr(module, "suit_units", lambda x, weight, k: True)
+    monkeypatch.setattr(bf16_matmul, "multiplies_integers", lambda spec, k: False)
+    monkeypatch.setattr(bf16_matmul, "units_for", lambda spec, k: 4)
+    for module in (convolutions_as_matmuls, fuse_quantize_epilogue):
+        monkeypatch.setattr(module, "has_units", lambda spec, k: True)
+    monkeypatch.setattr(activation_matmuls_bf16.bfloat16_products, "units", lambda: 4)
+    monkeypatch.setattr(activation_matmuls_bf16, "_LEAST_PRODUCTS", 1)
+    monkeypatch.setattr(fuse_activation_quantize, "_MIN_VALUES", 1)
+    monkeypatch.setattr(fuse_activation_quantize, "is_available", lambda: True)
+
+
+def lowered(name):
+    model, x = MODELS[name]
+    torch.manual_seed(0)
+    return lower_to_inductor(convert(model(), (x,)))
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attributes self.lstm._flat_weights")  # export's
+@pytest.mark.parametrize("name", MODELS)
+def test_passes_and_what_they_change(name, monkeypatch, capsys):
+    monkeypatch.setenv("PT2MX_LOG", "passes")
+    lowered(name)
+    changes = [line.removeprefix("pt2mx: ").split(": ") for line in capsys.readouterr().err.splitlines()]
+    assert list(dict.fromkeys(name for name, change in changes if change != "no operator")) == EFFECTS[name].split()
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attributes self.lstm._flat_weights")  # export's
+@pytest.mark.parametrize("name", MODELS)
+def test_a_skipped_pass_changes_nothing(name, monkeypatch):
+    model = lowered(name)
+    monkeypatch.setattr(GraphPass, "applies_to", lambda self, model: True)
+    every_pass = lowered(name)
+    codes, all_codes = ([graph.code for graph in graph_modules(m)] for m in (model, every_pass))
+    assert codes == all_codes
