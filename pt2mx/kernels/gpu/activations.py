@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from pt2mx.kernels.constants import BLOCK, supports_bf16x2
-from pt2mx.kernels.gpu.activations_kernel import fake_quantize_activation_kernel
+from pt2mx.kernels.gpu.activations_kernel import Norm, fake_quantize_activation_kernel
 from pt2mx.kernels.gpu.quantize import Tile, constants_of
 from pt2mx.kernels.gpu.tiles import Constants
 from pt2mx.spec import MXSpec
@@ -22,6 +22,9 @@ from pt2mx.spec import MXSpec
 #: whether a kernel makes FP8 rows -> values of a program and of a thread: what was fastest on an H200. A longer row has
 #: a program of its own
 _VALUES = {True: (1024, 32), False: (2048, 16)}
+
+
+_NO_NORM = Norm()
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ def layer_norm_fake_quantize(
     if not suits(spec, x, residual, weight, bias) or dtype != x.dtype:
         return None
     normed, out = x.new_empty(x.shape), x.new_empty(x.shape)
-    launch(fake_quantize_activation_kernel, x, (out,), spec, normed, residual, weight, bias, eps)
+    launch(fake_quantize_activation_kernel, x, (out,), spec, Norm(normed, residual, weight, bias, eps))
     return normed, out
 
 
@@ -76,24 +79,19 @@ def launch(
     x: Tensor,
     outputs: tuple[Tensor, ...],
     spec: MXSpec,
-    normed: Tensor | None = None,
-    residual: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 0.0,
+    norm: Norm = _NO_NORM,
     **compile_time: Any,
 ) -> None:
-    """Run `kernel` on the rows of x; a layer norm goes to `normed`, where there is one."""
+    """Run `kernel` on the rows of x."""
     if not x.numel():
         return
     k = x.shape[-1]
-    given = tuple(t is not None for t in (normed, residual, weight, bias))
-    plan, rows = _plan(spec, k, x.device, given, **compile_time), x.numel() // k
-    inputs = [None if t is None else _in_pairs(t) for t in (x, residual, weight, bias)]
+    present = tuple(t is not None for t in norm[:4])
+    plan, rows = _plan(spec, k, x.device, present, **compile_time), x.numel() // k
+    norm = Norm(norm.out, *(None if t is None else _in_pairs(t) for t in norm[1:4]), norm.eps)
     with torch.cuda.device_of(x):
         kernel[(-(-rows // plan.config.rows),)](
-            *inputs,
-            *(normed, *outputs, k, rows, eps, plan.constants, plan.config),
+            *(_in_pairs(x), norm, *outputs, k, rows, plan.constants, plan.config),
             num_warps=plan.warps,
             launch_pdl=plan.config.pdl,
         )
@@ -106,13 +104,13 @@ class _Plan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(spec: MXSpec, k: int, device: torch.device, given: tuple[bool, ...], **compile_time: Any) -> _Plan:
-    """The way in which rows of k values are shared out; kept, as to find it takes longer than the kernel."""
+def _plan(spec: MXSpec, k: int, device: torch.device, present: tuple[bool, ...], **compile_time: Any) -> _Plan:
+    """Return how programs share rows of k values; cached, since to compute it takes longer than the kernel."""
     blocks = triton.next_power_of_2(k // BLOCK)
     of_program, of_thread = _VALUES["shift" in compile_time]
     rows = max(1, of_program // (BLOCK * blocks))
-    is_given = dict(zip(("norm", "has_residual", "has_weight", "has_bias"), given, strict=True))
-    config = Config(rows, blocks, k == BLOCK * blocks, uses_pdl(device), **(is_given | compile_time))
+    flags = dict(zip(("norm", "has_residual", "has_weight", "has_bias"), present, strict=True))
+    config = Config(rows, blocks, k == BLOCK * blocks, uses_pdl(device), **(flags | compile_time))
     values = BLOCK * blocks * rows
     warps = min(16, max(1, values // (32 * of_thread)))
     return _Plan(config, constants_of(spec, (1, 1), BLOCK, 1, False, Tile(values, 1)), warps)

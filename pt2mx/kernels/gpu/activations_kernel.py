@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
@@ -20,14 +22,21 @@ _SIGNS = tl.constexpr(0x80008000 - (1 << 32))
 _ONES = tl.constexpr(0x3F803F80)
 
 
+class Norm(NamedTuple):
+    """The tensors of a layer norm, (rows, k) and (k,), or None; `residual` is added to x first."""
+
+    out: Any = None
+    residual: Any = None
+    weight: Any = None
+    bias: Any = None
+    eps: float = 0.0
+
+
 @triton.jit
-def fake_quantize_activation_kernel(
-    x, residual, weight, bias, normed, out, k, rows, eps, C: tl.constexpr, F: tl.constexpr
-):
-    """x, residual: (rows, k), weight, bias: (k,) -> normed: (rows, k), the norm of x + residual, where F.norm; out:
-    (rows, k), that or an activation of x, quantized and dequantized."""
+def fake_quantize_activation_kernel(x, norm, out, k, rows, C: tl.constexpr, F: tl.constexpr):
+    """x: (rows, k) -> out: (rows, k), an activation of x, or where F.norm the layer norm, quantized and dequantized."""
     _row, column, at, mask = pair_offsets(k, rows, F)
-    pairs = load_pairs(x, residual, weight, bias, normed, at, mask, column, k, eps, F)
+    pairs = load_pairs(x, norm, at, mask, column, k, F)
     amax = amax_of_pairs(pairs, 2)
     scale, finite = scale_of_amax(amax, C)
     plain = (finite & pairs_round(scale, C)) | (amax == 0)
@@ -66,20 +75,21 @@ def fake_quantized(values, scale, finite, C: tl.constexpr, F: tl.constexpr):
 
 
 @triton.jit
-def load_pairs(x, residual, weight, bias, normed, at, mask, column, k, eps, F: tl.constexpr):
-    """The pairs `at` of x, (rows, blocks, 16), of an activation of x, or of the layer norm of x + residual, which is
-    stored in normed too. `column`: places in a row; k: values of a row."""
+def load_pairs(x, norm, at, mask, column, k, F: tl.constexpr):
+    """The pairs `at` of x, (rows, blocks, 16), of an activation of x, or of the layer norm of x + norm.residual, which
+    is stored in norm.out too. `column`: positions in a row; k: values of a row."""
     if F.pdl:
         gdc_wait()
     pairs = tl.load(x.to(tl.pointer_type(tl.int32)) + at, mask=mask, other=0)
     if F.norm:
         low, high = floats_of(pairs)
         if F.has_residual:
-            more_low, more_high = floats_of(tl.load(residual.to(tl.pointer_type(tl.int32)) + at, mask=mask, other=0))
+            residual = tl.load(norm.residual.to(tl.pointer_type(tl.int32)) + at, mask=mask, other=0)
+            more_low, more_high = floats_of(residual)
             low, high = floats_of(round_to_pair(low + more_low, high + more_high))
-        low, high = layer_norm(low, high, weight, bias, mask, column, k, eps, F)
+        low, high = layer_norm(low, high, norm, mask, column, k, F)
         pairs = tl.where(mask, round_to_pair(low, high), 0)
-        tl.store(normed.to(tl.pointer_type(tl.int32)) + at, pairs, mask=mask)
+        tl.store(norm.out.to(tl.pointer_type(tl.int32)) + at, pairs, mask=mask)
     elif F.activation != "none":
         low, high = floats_of(pairs)
         pairs = round_to_pair(activated(low, tl.constexpr(F.activation)), activated(high, tl.constexpr(F.activation)))
@@ -93,20 +103,20 @@ def floats_of(pairs):
 
 
 @triton.jit
-def layer_norm(low, high, weight, bias, mask, column, k, eps, F: tl.constexpr):
+def layer_norm(low, high, norm, mask, column, k, F: tl.constexpr):
     """low, high: (rows, blocks, 16) -> the same, normed along a row."""
     mean = (tl.sum(tl.sum(low + high, 2), 1) / k)[:, None, None]
     low, high = low - mean, high - mean
     if not F.whole:
         low, high = tl.where(mask, low, 0.0), tl.where(mask, high, 0.0)
     variance = tl.sum(tl.sum(low * low + high * high, 2), 1) / k
-    factor = (1.0 / tl.sqrt(variance + eps))[:, None, None]
+    factor = (1.0 / tl.sqrt(variance + norm.eps))[:, None, None]
     low, high = low * factor, high * factor
     if F.has_weight:
-        first, second = floats_of(of_columns(weight, column, k))
+        first, second = floats_of(of_columns(norm.weight, column, k))
         low, high = low * first, high * second
     if F.has_bias:
-        first, second = floats_of(of_columns(bias, column, k))
+        first, second = floats_of(of_columns(norm.bias, column, k))
         low, high = low + first, high + second
     return low, high
 

@@ -1,8 +1,8 @@
 """Attention of a few queries over packed keys and values on an NVIDIA GPU, in Triton (`attention_kernel`).
 
-The slots of a cache are shared out among programs, each of which decodes its part once for all queries that read it;
-a second kernel joins what they found (flash-decoding: Dao et al., 2023). Neither waits for the device, both can be
-captured in a CUDA graph, and give the same bits in every run.
+The programs share the slots of a cache; each decodes its split once, for all queries that read it. A second kernel
+joins their results (flash-decoding: Dao et al., 2023). Neither waits for the device, both can be captured in a CUDA
+graph, and give the same bits in every run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pt2mx.formats import ElementFormat
 from pt2mx.kernels.dequantize_then_attend import Packed
-from pt2mx.kernels.gpu.attention_kernel import Elements, attend_kernel, join_kernel
+from pt2mx.kernels.gpu.attention_kernel import Elements, Sizes, attend_kernel, join_kernel
 from pt2mx.spec import MXSpec
 
 __all__ = ["attend"]
@@ -41,33 +41,30 @@ def attend(
     pairs = batch * key_heads
     blocks = triton.cdiv(slots, _SLOTS)
     multiprocessors = torch.cuda.get_device_properties(query.device).multi_processor_count
-    parts = min(blocks, max(1, _PROGRAMS * multiprocessors // pairs))
-    blocks_of_part = triton.cdiv(blocks, parts)
-    parts = triton.cdiv(blocks, blocks_of_part)
-    sums = query.new_empty((parts, pairs, _FEW_QUERIES, value_width), dtype=torch.float32)
-    limits = query.new_empty((2, parts, pairs, _FEW_QUERIES), dtype=torch.float32)  # largest scores, sums of weights
+    splits = min(blocks, max(1, _PROGRAMS * multiprocessors // pairs))
+    blocks_of_split = triton.cdiv(blocks, splits)
+    splits = triton.cdiv(blocks, blocks_of_split)
+    acc = query.new_empty((splits, pairs, _FEW_QUERIES, value_width), dtype=torch.float32)
+    m_and_l = query.new_empty((2, splits, pairs, _FEW_QUERIES), dtype=torch.float32)
     out = query.new_empty(batch, heads, queries, value_width)
-    seen = query if mask is None else mask.expand(batch, heads, queries, slots).view(torch.uint8)
-    strides = (0, 0, 0, 0) if mask is None else seen.stride()
-    tensors = query.contiguous(), *(tensor.contiguous() for tensor in (*key, *value))
-    factor = width**-0.5 if scale is None else scale
-    sizes = rows, queries, key_heads, slots, blocks_of_part
-    shape = {"VALUE_WIDTH": value_width, "ROWS": _FEW_QUERIES}
+    mask = None if mask is None else mask.expand(batch, heads, queries, slots).view(torch.uint8)
+    block, value_block = (min(spec.block_size, n) for n in (width, value_width))
+    shape = Sizes(width, value_width, _FEW_QUERIES, _SLOTS, block, value_block, mask is not None)
     with torch.cuda.device_of(query):
-        attend_kernel[parts, pairs](
-            *(*tensors, seen, sums, limits),
-            *(factor, *sizes, *strides),
-            WIDTH=width,
-            SLOTS=_SLOTS,
-            BLOCK=min(spec.block_size, width),
-            VALUE_BLOCK=min(spec.block_size, value_width),
-            MASKED=mask is not None,
-            C=_elements(spec.element, torch.cuda.get_device_capability(query.device) >= (8, 9)),
-            **shape,
+        attend_kernel[splits, pairs](
+            query.contiguous(),
+            *(tuple(t.contiguous() for t in packed) for packed in (key, value)),
+            query if mask is None else mask,
+            (acc, m_and_l),
+            width**-0.5 if scale is None else scale,
+            (rows, queries, key_heads, slots, blocks_of_split),
+            (0, 0, 0, 0) if mask is None else mask.stride(),
+            shape,
+            _elements(spec.element, torch.cuda.get_device_capability(query.device) >= (8, 9)),
             num_warps=4,
         )
-        padded = triton.next_power_of_2(parts)
-        join_kernel[pairs, rows](sums, limits, out, pairs, parts, rows, PARTS=padded, **shape, num_warps=4)
+        padded = triton.next_power_of_2(splits)
+        join_kernel[pairs, rows]((acc, m_and_l), out, pairs, splits, rows, padded, shape, num_warps=4)
     return out
 
 

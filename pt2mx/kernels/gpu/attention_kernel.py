@@ -1,8 +1,12 @@
-"""The device code of attention over packed keys and values, in Triton.
+"""The device code of attention over packed keys and values, in Triton: flash-decoding.
+
+    slots of a cache   | split 0  | split 1  | split 2  | ...   a program for each split of each head of the keys
+    attend_kernel      m, l, acc  m, l, acc  m, l, acc          the online softmax of a split
+    join_kernel        the sum of acc, weighted by exp(m - largest m), over that of l -> out
 
 Tensor cores multiply codes' values without their scales: a block's scale multiplies the score of its part of a key, and
 the weight of its part of a value, of which there are fewer. Elements have 8 significant bits at most, which bfloat16
-and float16 hold.
+and float16 represent.
 """
 
 from __future__ import annotations
@@ -29,119 +33,153 @@ class Elements(NamedTuple):
     converts: bool
 
 
-@triton.jit
-def attend_kernel(
-    query, key, key_scale, value, value_scale, mask, sums, limits, scale, rows, queries, heads, slots, blocks,
-    mask_batch, mask_head, mask_query, mask_slot,
-    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
-    BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """query: (pairs, rows, WIDTH), key: (pairs, slots, bytes), its scales, those of the values, mask: booleans by the
-    strides -> sums: (parts, pairs, ROWS, VALUE_WIDTH), limits: (2, parts, pairs, ROWS), of the slots of a part."""
-    part, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    parts, pairs = tl.num_programs(0), tl.num_programs(1)
-    row = tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
-    inside = row < rows
-    q = ()
-    for i in tl.static_range(tl.constexpr(WIDTH // BLOCK)):
-        own = (pair * rows + row[:, None]) * WIDTH + BLOCK * i + column[None, :]
-        q = q + (tl.load(query + own, mask=inside[:, None], other=0.0),)
-    head = pair % heads * (rows // queries) + row // queries
-    seen_by = mask + pair // heads * mask_batch + head * mask_head + row % queries * mask_query
-    largest = tl.full([ROWS], float("-inf"), tl.float32)
-    whole = tl.zeros([ROWS], tl.float32)
-    total = ()
-    for _ in tl.static_range(tl.constexpr(VALUE_WIDTH // VALUE_BLOCK)):
-        total = total + (tl.zeros([ROWS, VALUE_BLOCK], tl.float32),)
-    for block in tl.range(part * blocks, tl.minimum((part + 1) * blocks, tl.cdiv(slots, SLOTS)), num_stages=3):
-        slot = block * SLOTS + tl.arange(0, SLOTS)
-        there = slot < slots
-        at = pair * slots + slot
-        scores = tl.zeros([ROWS, SLOTS], tl.float32)
-        for i in tl.static_range(tl.constexpr(WIDTH // BLOCK)):
-            k = elements(key, at, there, i, WIDTH, BLOCK, query.dtype.element_ty, C)
-            factors = factors_of(key_scale, at, there, i, WIDTH // BLOCK, C)
-            scores += tl.dot(q[i], tl.trans(k)) * factors[None, :]
-        seen = inside[:, None] & there[None, :]
-        if MASKED:
-            seen &= tl.load(seen_by[:, None] + slot[None, :] * mask_slot, mask=seen, other=0) != 0
-        scores = tl.where(seen, scores * scale, float("-inf"))
-        most = tl.maximum(largest, tl.max(scores, 1))
-        shift = tl.where(most == float("-inf"), 0.0, most)
-        weights = tl.exp(scores - shift[:, None])
-        before = tl.exp(largest - shift)
-        new = ()
-        for i in tl.static_range(tl.constexpr(VALUE_WIDTH // VALUE_BLOCK)):
-            v = elements(value, at, there, i, VALUE_WIDTH, VALUE_BLOCK, query.dtype.element_ty, C)
-            factors = factors_of(value_scale, at, there, i, VALUE_WIDTH // VALUE_BLOCK, C)
-            of_block = (weights * factors[None, :]).to(query.dtype.element_ty)
-            new = new + (total[i] * before[:, None] + tl.dot(of_block, v),)
-        total = new
-        whole = whole * before + tl.sum(weights, 1)
-        largest = most
-    first = (part * pairs + pair) * ROWS
-    tl.store(limits + first + row, largest)
-    tl.store(limits + parts * pairs * ROWS + first + row, whole)
-    wide = tl.arange(0, VALUE_BLOCK)
-    for i in tl.static_range(tl.constexpr(VALUE_WIDTH // VALUE_BLOCK)):
-        tl.store(sums + (first + row[:, None]) * VALUE_WIDTH + VALUE_BLOCK * i + wide[None, :], total[i])
+class Sizes(NamedTuple):
+    """The compile-time sizes of a program: rows are the queries that read one head of the keys."""
+
+    HEAD_DIM: int
+    VALUE_DIM: int
+    BLOCK_M: int  # rows, padded
+    BLOCK_N: int  # slots at a time
+    K_BLOCK: int  # values of an MX block of a key
+    V_BLOCK: int
+    MASKED: bool
 
 
 @triton.jit
-def factors_of(scales, at, there, i, COUNT: tl.constexpr, C: tl.constexpr):
-    """The factors of the elements of block `i` of the rows `at`, (len(at),) fp32."""
-    scale = tl.load(scales + at * COUNT + i, mask=there, other=127).to(tl.int32)
-    found = tl.reshape(factor(scale, scale != NAN_SCALE, C), [at.numel])
+def attend_kernel(q, k, v, mask, partial, sm_scale, sizes, mask_strides, S: tl.constexpr, C: tl.constexpr):
+    """q: (pairs, rows, HEAD_DIM), k, v: codes (pairs, slots, bytes) and scales, mask: booleans by the strides ->
+    partial: acc (splits, pairs, BLOCK_M, VALUE_DIM), m and l (2, splits, pairs, BLOCK_M). A split has `blocks` times
+    BLOCK_N slots, `heads` are those of the keys, and a pair is a sequence and one of its heads."""
+    rows, queries, heads, slots, blocks = sizes
+    split, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    offs_m = tl.arange(0, S.BLOCK_M)
+    q_blocks = load_queries(q, pair, rows, S)
+    mask_batch, mask_head, mask_query, mask_slot = mask_strides
+    head = pair % heads * (rows // queries) + offs_m // queries
+    mask_rows = mask + pair // heads * mask_batch + head * mask_head + offs_m % queries * mask_query
+    m_i = tl.full([S.BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.full([S.BLOCK_M], 0.0, tl.float32)
+    acc = ()
+    for _ in tl.static_range(tl.constexpr(S.VALUE_DIM // S.V_BLOCK)):
+        acc = acc + (tl.full([S.BLOCK_M, S.V_BLOCK], 0.0, tl.float32),)
+    for block in tl.range(split * blocks, tl.minimum((split + 1) * blocks, tl.cdiv(slots, S.BLOCK_N)), num_stages=3):
+        offs_n = block * S.BLOCK_N + tl.arange(0, S.BLOCK_N)
+        in_cache = offs_n < slots
+        qk = scores(q_blocks, k, pair * slots + offs_n, in_cache, S, C)
+        seen = (offs_m < rows)[:, None] & in_cache[None, :]
+        if S.MASKED:
+            seen &= tl.load(mask_rows[:, None] + offs_n[None, :] * mask_slot, mask=seen, other=0) != 0
+        qk = tl.where(seen, qk * sm_scale, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(qk, 1))
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp(qk - shift[:, None])
+        alpha = tl.exp(m_i - shift)
+        acc = weighted_values(acc, alpha, p, v, pair * slots + offs_n, in_cache, q.dtype.element_ty, S, C)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        m_i = m_new
+    store_partial(partial, m_i, l_i, acc, split, pair, S)
+
+
+@triton.jit
+def load_queries(q, pair, rows, S: tl.constexpr):
+    """The rows of a pair, a tile (BLOCK_M, K_BLOCK) for each block of a key."""
+    offs_m, offs_k = tl.arange(0, S.BLOCK_M), tl.arange(0, S.K_BLOCK)
+    tiles = ()
+    for i in tl.static_range(tl.constexpr(S.HEAD_DIM // S.K_BLOCK)):
+        offs = (pair * rows + offs_m[:, None]) * S.HEAD_DIM + S.K_BLOCK * i + offs_k[None, :]
+        tiles = tiles + (tl.load(q + offs, mask=(offs_m < rows)[:, None], other=0.0),)
+    return tiles
+
+
+@triton.jit
+def scores(q_blocks, k, offs, in_cache, S: tl.constexpr, C: tl.constexpr):
+    """The products of the queries with the keys at `offs`, (BLOCK_M, BLOCK_N) fp32."""
+    codes, scales = k
+    qk = tl.full([S.BLOCK_M, S.BLOCK_N], 0.0, tl.float32)
+    for i in tl.static_range(tl.constexpr(S.HEAD_DIM // S.K_BLOCK)):
+        tile = elements(codes, offs, in_cache, i, S.HEAD_DIM, S.K_BLOCK, q_blocks[i].dtype, C)
+        factors = factors_of(scales, offs, in_cache, i, S.HEAD_DIM // S.K_BLOCK, C)
+        qk += tl.dot(q_blocks[i], tl.trans(tile)) * factors[None, :]
+    return qk
+
+
+@triton.jit
+def weighted_values(acc, alpha, p, v, offs, in_cache, DTYPE: tl.constexpr, S: tl.constexpr, C: tl.constexpr):
+    """acc * alpha, plus the values at `offs` times their weights p; a tile (BLOCK_M, V_BLOCK) for each block."""
+    codes, scales = v
+    new = ()
+    for i in tl.static_range(tl.constexpr(S.VALUE_DIM // S.V_BLOCK)):
+        tile = elements(codes, offs, in_cache, i, S.VALUE_DIM, S.V_BLOCK, DTYPE, C)
+        factors = factors_of(scales, offs, in_cache, i, S.VALUE_DIM // S.V_BLOCK, C)
+        p_block = (p * factors[None, :]).to(DTYPE)
+        new = new + (acc[i] * alpha[:, None] + tl.dot(p_block, tile),)
+    return new
+
+
+@triton.jit
+def store_partial(partial, m_i, l_i, acc, split, pair, S: tl.constexpr):
+    acc_out, ml_out = partial
+    splits, pairs = tl.num_programs(0), tl.num_programs(1)
+    first, offs_m, offs_v = (split * pairs + pair) * S.BLOCK_M, tl.arange(0, S.BLOCK_M), tl.arange(0, S.V_BLOCK)
+    tl.store(ml_out + first + offs_m, m_i)
+    tl.store(ml_out + splits * pairs * S.BLOCK_M + first + offs_m, l_i)
+    for i in tl.static_range(tl.constexpr(S.VALUE_DIM // S.V_BLOCK)):
+        tl.store(acc_out + (first + offs_m[:, None]) * S.VALUE_DIM + S.V_BLOCK * i + offs_v[None, :], acc[i])
+
+
+@triton.jit
+def factors_of(scales, offs, in_cache, i, COUNT: tl.constexpr, C: tl.constexpr):
+    """The factors of the elements of block `i` of the rows `offs`, (len(offs),) fp32."""
+    scale = tl.load(scales + offs * COUNT + i, mask=in_cache, other=127).to(tl.int32)
+    factors = tl.reshape(factor(scale, scale != NAN_SCALE, C), [offs.numel])
     if C.is_int:  # elements are whole numbers here
-        found *= 2.0**-C.mantissa_bits
-    return found
+        factors *= 2.0**-C.mantissa_bits
+    return factors
 
 
 @triton.jit
-def elements(codes, at, there, i, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr, C: tl.constexpr):
-    """codes: (n, bytes of WIDTH) -> (len(at), BLOCK), the elements of block `i` of the rows `at`."""
-    first = (at * (WIDTH * C.bits // 8))[:, None] + BLOCK * C.bits // 8 * i
-    inside = there[:, None]
+def elements(codes, offs, in_cache, i, DIM: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr, C: tl.constexpr):
+    """codes: (n, bytes of DIM) -> (len(offs), BLOCK), the elements of block `i` of the rows `offs`."""
+    first = (offs * (DIM * C.bits // 8))[:, None] + BLOCK * C.bits // 8 * i
+    inside = in_cache[:, None]
     if C.bits == 8:
-        found = tl.load(codes + first + tl.arange(0, BLOCK)[None, :], mask=inside, other=0)
+        unpacked = tl.load(codes + first + tl.arange(0, BLOCK)[None, :], mask=inside, other=0)
     elif C.bits == 4:
         pairs = tl.load(codes + first + tl.arange(0, BLOCK // 2)[None, :], mask=inside, other=0)
-        found = tl.reshape(tl.join(pairs & 15, pairs >> 4), [at.numel, BLOCK])
+        unpacked = tl.reshape(tl.join(pairs & 15, pairs >> 4), [offs.numel, BLOCK])
     else:  # a code may reach into the next byte
         bit = tl.arange(0, BLOCK) * C.bits
         more = (bit % 8 + C.bits > 8)[None, :] & inside
         words = tl.load(codes + first + (bit // 8)[None, :], mask=inside, other=0).to(tl.int32)
         words |= tl.load(codes + first + (bit // 8)[None, :] + 1, mask=more, other=0).to(tl.int32) << 8
-        found = words >> (bit % 8)[None, :] & ((1 << C.bits) - 1)
+        unpacked = words >> (bit % 8)[None, :] & ((1 << C.bits) - 1)
     if C.is_int and C.bits == 8:
-        values = found.to(tl.int8, bitcast=True).to(tl.float32)
+        values = unpacked.to(tl.int8, bitcast=True).to(tl.float32)
     elif C.converts:
         if C.mantissa_bits == 3:
-            values = found.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+            values = unpacked.to(tl.float8e4nv, bitcast=True).to(tl.float16)
         else:
-            values = found.to(tl.float8e5, bitcast=True).to(tl.float16)
+            values = unpacked.to(tl.float8e5, bitcast=True).to(tl.float16)
     else:
-        values = decode(found.to(tl.int32), C)
+        values = decode(unpacked.to(tl.int32), C)
     return values.to(DTYPE)
 
 
 @triton.jit
-def join_kernel(
-    sums, limits, out, pairs, parts, rows,
-    PARTS: tl.constexpr, VALUE_WIDTH: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """sums, limits: of `attend_kernel` -> out: (pairs, rows, VALUE_WIDTH)."""
+def join_kernel(partial, out, pairs, splits, rows, SPLITS: tl.constexpr, S: tl.constexpr):
+    """partial: of `attend_kernel` -> out: (pairs, rows, VALUE_DIM); SPLITS: a power of two not below `splits`."""
+    partial_acc, partial_ml = partial
     pair, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    part = tl.arange(0, PARTS)
-    at = (part.to(tl.int64) * pairs + pair) * ROWS + row
-    largest = tl.load(limits + at, mask=part < parts, other=float("-inf"))
-    whole = tl.load(limits + parts * pairs * ROWS + at, mask=part < parts, other=0.0)
-    most = tl.max(largest, 0)
-    weights = tl.exp(largest - tl.where(most == float("-inf"), 0.0, most))
-    weights = tl.where(part < parts, weights, 0.0)
-    total = tl.sum(whole * weights, 0)
-    column = tl.arange(0, VALUE_WIDTH)
-    each = tl.load(sums + at[:, None] * VALUE_WIDTH + column[None, :], mask=(part < parts)[:, None], other=0.0)
-    found = tl.sum(each * weights[:, None], 0) / tl.where(total == 0, 1.0, total)
-    tl.store(out + (pair * rows + row) * VALUE_WIDTH + column, found.to(out.dtype.element_ty))
+    split = tl.arange(0, SPLITS)
+    offs = (split.to(tl.int64) * pairs + pair) * S.BLOCK_M + row
+    m = tl.load(partial_ml + offs, mask=split < splits, other=float("-inf"))
+    l = tl.load(partial_ml + splits * pairs * S.BLOCK_M + offs, mask=split < splits, other=0.0)  # noqa: E741
+    m_max = tl.max(m, 0)
+    alpha = tl.exp(m - tl.where(m_max == float("-inf"), 0.0, m_max))
+    alpha = tl.where(split < splits, alpha, 0.0)
+    l_sum = tl.sum(l * alpha, 0)
+    offs_v = tl.arange(0, S.VALUE_DIM)
+    acc_ptrs = partial_acc + offs[:, None] * S.VALUE_DIM + offs_v[None, :]
+    acc = tl.load(acc_ptrs, mask=(split < splits)[:, None], other=0.0)
+    acc = tl.sum(acc * alpha[:, None], 0) / tl.where(l_sum == 0, 1.0, l_sum)
+    tl.store(out + (pair * rows + row) * S.VALUE_DIM + offs_v, acc.to(out.dtype.element_ty))

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from pt2mx.kernels.constants import BLOCK, LEAST_ROWS, WIDEST, supports_epilogue
 from pt2mx.kernels.dequantize_then_matmul import dense_weight
-from pt2mx.kernels.gpu.bfloat16_gemm_kernel import bfloat16_gemm_kernel
-from pt2mx.kernels.gpu.dense_attention_kernel import dense_attention_kernel
-from pt2mx.kernels.gpu.grouped_gemm_kernel import grouped_gemm_kernel
+from pt2mx.kernels.gpu.bfloat16_gemm_kernel import Sizes as GemmSizes
+from pt2mx.kernels.gpu.bfloat16_gemm_kernel import bfloat16_gemm_kernel, grouped_gemm_kernel
+from pt2mx.kernels.gpu.dense_attention_kernel import Sizes, Strided, dense_attention_kernel
 from pt2mx.kernels.gpu.quantize import Tile, constants_of
 from pt2mx.kernels.select import run_kernel
 from pt2mx.spec import MXSpec
@@ -79,15 +79,11 @@ def grouped_linear(
         return out
     x = x if x.stride(1) == 1 else x.contiguous()
     tile = _tile_of(experts, triton.cdiv(rows, experts), n, x.device)
-    down = rows // tile.rows + min(experts, rows)  # each expert may have a part of a tile
+    tiles_m = rows // tile.rows + min(experts, rows)  # each expert may have a part of a tile
     with torch.cuda.device_of(x):
-        grouped_gemm_kernel[down * triton.cdiv(n, tile.columns),](
-            *(x, weight, offs.contiguous(), out, rows, experts, n, k, down, x.stride(0)),
-            ROWS=tile.rows,
-            COLUMNS=tile.columns,
-            DEPTH=_DEPTH,
-            WHOLE=k % _DEPTH == 0,
-            EXPERTS=triton.next_power_of_2(experts),
+        grouped_gemm_kernel[tiles_m * triton.cdiv(n, tile.columns),](
+            *(x, weight, offs.contiguous(), out, (rows, experts, n, k, tiles_m, x.stride(0))),
+            GemmSizes(tile.rows, tile.columns, _DEPTH, k % _DEPTH == 0, False, triton.next_power_of_2(experts)),
             num_warps=4,
             num_stages=tile.stages,
         )
@@ -118,13 +114,9 @@ def _launch(tile: _Tile, x: Tensor, y: Tensor, bias: Tensor | None, out: Tensor)
     grid = first * second * triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.columns)
     with torch.cuda.device_of(x):
         bfloat16_gemm_kernel[grid,](
-            *(x, y, x if bias is None else bias.contiguous(), out, m, n, k, second),
-            *(*x.stride()[:3], *y.stride()),
-            ROWS=tile.rows,
-            COLUMNS=tile.columns,
-            DEPTH=_DEPTH,
-            WHOLE=k % _DEPTH == 0,
-            BIAS=bias is not None,
+            *(x, y, x if bias is None else bias.contiguous(), out, (m, n, k, second)),
+            *(x.stride()[:3], y.stride()),
+            GemmSizes(tile.rows, tile.columns, _DEPTH, k % _DEPTH == 0, bias is not None),
             num_warps=4,
             num_stages=tile.stages,
         )
@@ -175,29 +167,32 @@ def attention(
     out = query.new_empty((batch, queries, heads, value_width), dtype=out_dtype or dtype)
     narrow = [t.to(torch.bfloat16) for t in (query, key, value)]
     narrow = [t if t.stride(3) == 1 else t.contiguous() for t in narrow]
-    seen, kind, strides = query, "none", query.stride()  # read by nothing
+    kind, expanded = "none", query  # which the kernel does not read
     if mask is not None:
-        seen = mask.expand(batch, heads, queries, keys)
-        seen, kind = (seen.view(torch.uint8), "seen") if mask.dtype == torch.bool else (seen, "added")
-        strides = seen.stride()
+        expanded = mask.expand(batch, heads, queries, keys)
+        kind, expanded = ("bool", expanded.view(torch.uint8)) if mask.dtype == torch.bool else ("added", expanded)
+    sizes = Sizes(
+        HEAD_DIM=width,
+        VALUE_DIM=value_width,
+        BLOCK_D=max(16, triton.next_power_of_2(width)),
+        BLOCK_V=columns,
+        BLOCK_M=_ROWS,
+        BLOCK_N=_KEYS,
+        CAUSAL=is_causal,
+        MASK=kind,
+        MASK_ROWS=expanded.stride(2) != 0,
+        EVEN_N=keys % _KEYS == 0,
+        EXACT=dtype == torch.float32,
+    )
     with torch.cuda.device_of(query):
         dense_attention_kernel[batch * heads, triton.cdiv(queries, _ROWS)](
-            *(*narrow, seen, out, width**-0.5 if scale is None else scale),
-            *(queries, keys, heads, heads // key_heads),
-            *(stride for t in narrow for stride in t.stride()[:3]),
-            *strides,
-            WIDTH=width,
-            VALUE_WIDTH=value_width,
-            COLUMNS=max(16, triton.next_power_of_2(width)),
-            VALUE_COLUMNS=columns,
-            ROWS=_ROWS,
-            KEYS=_KEYS,
-            CAUSAL=is_causal,
-            MASK=kind,
-            MASK_ROWS=strides[2] != 0,
-            WHOLE=keys % _KEYS == 0,
-            EXACT=dtype == torch.float32,
-            C=constants,
+            *(Strided(t, *t.stride()[:3]) for t in narrow),
+            Strided(expanded, *expanded.stride()),
+            out,
+            width**-0.5 if scale is None else scale,
+            (queries, keys, heads, heads // key_heads),
+            sizes,
+            constants,
             num_warps=4,
             num_stages=2,
         )

@@ -1,12 +1,15 @@
-"""The Triton kernel of attention over values that bfloat16 holds, in float32 or in bfloat16.
+"""The Triton kernel of attention over values that bfloat16 represents, in float32 or in bfloat16.
 
-A program keeps some queries and goes over all keys, with the softmax adapted to each larger score (flash attention: Dao
-et al., 2022). A weight in float32 is the sum of three bfloat16, so that its products with the values are exact on the
-tensor cores too; for results in bfloat16 it is rounded to one, as torch's are. Results may be quantized before they
-are stored: a row has whole blocks.
+A program keeps BLOCK_M queries and goes over all keys, BLOCK_N at a time, with the online softmax of flash attention
+(Dao et al., 2022): m_i is the largest score so far, l_i the sum of the weights, acc that of the weighted values. A
+weight p in float32 is the sum of three bfloat16, so that its products with the values are exact on the tensor cores
+too; for results in bfloat16 it is rounded to one, as torch's are. The kernel may quantize its results before it stores
+them: a row has whole blocks.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -14,81 +17,113 @@ import triton.language as tl
 from pt2mx.kernels.gpu.blocks import fake_quantized
 
 
+class Strided(NamedTuple):
+    """A tensor (batch, heads, rows, columns) and its strides; that of the columns is 1, but of a mask."""
+
+    pointer: Any
+    batch: int
+    head: int
+    row: int
+    column: int = 1
+
+
+class Sizes(NamedTuple):
+    """The compile-time values of the kernel."""
+
+    HEAD_DIM: int
+    VALUE_DIM: int
+    BLOCK_D: int  # powers of two not below the dims
+    BLOCK_V: int
+    BLOCK_M: int  # queries of a program
+    BLOCK_N: int  # keys at a time
+    CAUSAL: bool
+    MASK: str  # "none", "bool", or "added": floats
+    MASK_ROWS: bool  # the mask is not the same for all queries
+    EVEN_N: bool  # BLOCK_N divides the keys
+    EXACT: bool  # in float32
+
+
 @triton.jit
-def dense_attention_kernel(
-    query, key, value, mask, out, factor, queries, keys, heads, group,
-    query_batch, query_head, query_row, key_batch, key_head, key_row, value_batch, value_head, value_row,
-    mask_batch, mask_head, mask_query, mask_key,
-    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
-    MASK_ROWS: tl.constexpr, WHOLE: tl.constexpr, EXACT: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """query: (batch, heads, queries, WIDTH), key: (batch, heads / group, keys, WIDTH), value: (.., keys, VALUE_WIDTH)
-    bfloat16, mask: booleans, or floats that are added, by the strides -> out: (batch, queries, heads, VALUE_WIDTH),
-    rounded to fp32 if EXACT, else to bfloat16, then quantized by C unless that is None. MASK: "none", "seen" or
-    "added"; MASK_ROWS: not the same for all queries. WHOLE: `keys` is a multiple of KEYS. COLUMNS, VALUE_COLUMNS:
-    powers of two not below the widths."""
+def dense_attention_kernel(q, k, v, mask, out, sm_scale, sizes, S: tl.constexpr, C: tl.constexpr):
+    """q: (batch, heads, queries, HEAD_DIM), k: (batch, heads / group, keys, HEAD_DIM), v: (.., keys, VALUE_DIM)
+    bfloat16, mask: booleans or floats -> out: (batch, queries, heads, VALUE_DIM), rounded to fp32 if EXACT, else to
+    bfloat16, then quantized by C unless that is None."""
+    queries, keys, heads, group = sizes
     pair = tl.program_id(0).to(tl.int64)
     batch, head = pair // heads, pair % heads
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    column, wide, slot = tl.arange(0, COLUMNS), tl.arange(0, VALUE_COLUMNS), tl.arange(0, KEYS)
-    there = row < queries
-    own = query + batch * query_batch + head * query_head + row.to(tl.int64)[:, None] * query_row + column[None, :]
-    q = tl.load(own, mask=there[:, None] & (column < WIDTH)[None, :], other=0.0)
-    of_key = key + batch * key_batch + head // group * key_head + column[:, None]
-    of_value = value + batch * value_batch + head // group * value_head + wide[None, :]
-    of_mask = mask + batch * mask_batch + head * mask_head
-    if MASK_ROWS:
-        of_mask += row.to(tl.int64)[:, None] * mask_query
+    offs_m = tl.program_id(1) * S.BLOCK_M + tl.arange(0, S.BLOCK_M)
+    offs_d, offs_v, offs_n = tl.arange(0, S.BLOCK_D), tl.arange(0, S.BLOCK_V), tl.arange(0, S.BLOCK_N)
+    inside = offs_m < queries
+    q_ptrs = q.pointer + batch * q.batch + head * q.head + offs_m.to(tl.int64)[:, None] * q.row + offs_d[None, :]
+    q_tile = tl.load(q_ptrs, mask=inside[:, None] & (offs_d < S.HEAD_DIM)[None, :], other=0.0)
+    k_ptrs = k.pointer + batch * k.batch + head // group * k.head + offs_d[:, None]
+    v_ptrs = v.pointer + batch * v.batch + head // group * v.head + offs_v[None, :]
+    mask_ptrs = mask.pointer + batch * mask.batch + head * mask.head
+    if S.MASK_ROWS:
+        mask_ptrs += offs_m.to(tl.int64)[:, None] * mask.row
     # powers of two take an instruction less than those of e; the least numbers of a mask that is added allow none
-    if MASK != "added":
-        factor *= 1.4426950408889634
-    largest = tl.full([ROWS], float("-inf"), tl.float32)
-    whole = tl.zeros([ROWS], tl.float32)
-    total = tl.zeros([ROWS, VALUE_COLUMNS], tl.float32)
+    if S.MASK != "added":
+        sm_scale *= 1.4426950408889634
+    m_i = tl.full([S.BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.full([S.BLOCK_M], 0.0, tl.float32)
+    acc = tl.full([S.BLOCK_M, S.BLOCK_V], 0.0, tl.float32)
     end = keys
-    if CAUSAL:
-        end = tl.minimum(keys, (tl.program_id(1) + 1) * ROWS)
-    for first in tl.range(0, end, KEYS):
-        at = (first + slot).to(tl.int64)
-        known = (first + slot < keys) | WHOLE
-        k = tl.load(of_key + at[None, :] * key_row, mask=known[None, :] & (column < WIDTH)[:, None], other=0.0)
-        v = tl.load(of_value + at[:, None] * value_row, mask=known[:, None] & (wide < VALUE_WIDTH)[None, :], other=0.0)
-        scores = tl.dot(q, k) * factor
-        if MASK != "none":
-            has = there[:, None] & known[None, :] if MASK_ROWS else known[None, :]
-            given = tl.load(of_mask + at[None, :] * mask_key, mask=has, other=0)
-            if MASK == "seen":
-                scores = tl.where(given != 0, scores, float("-inf"))
+    if S.CAUSAL:
+        end = tl.minimum(keys, (tl.program_id(1) + 1) * S.BLOCK_M)
+    for start_n in tl.range(0, end, S.BLOCK_N):
+        offs = (start_n + offs_n).to(tl.int64)
+        is_key = (start_n + offs_n < keys) | S.EVEN_N
+        k_tile = tl.load(
+            k_ptrs + offs[None, :] * k.row, mask=is_key[None, :] & (offs_d < S.HEAD_DIM)[:, None], other=0.0
+        )
+        v_tile = tl.load(
+            v_ptrs + offs[:, None] * v.row, mask=is_key[:, None] & (offs_v < S.VALUE_DIM)[None, :], other=0.0
+        )
+        qk = tl.dot(q_tile, k_tile) * sm_scale
+        if S.MASK != "none":
+            has = inside[:, None] & is_key[None, :] if S.MASK_ROWS else is_key[None, :]
+            mask_tile = tl.load(mask_ptrs + offs[None, :] * mask.column, mask=has, other=0)
+            if S.MASK == "bool":
+                qk = tl.where(mask_tile != 0, qk, float("-inf"))
             else:
-                scores += given
-        if CAUSAL:
-            scores = tl.where(row[:, None] >= first + slot[None, :], scores, float("-inf"))
-        if not WHOLE:
-            scores = tl.where(known[None, :], scores, float("-inf"))
-        most = tl.maximum(largest, tl.max(scores, 1))
-        shift = tl.where(most == float("-inf"), 0.0, most)
-        if MASK == "added":
-            weights = tl.exp(scores - shift[:, None])
-            before = tl.exp(largest - shift)
-        else:
-            weights = tl.exp2(scores - shift[:, None])
-            before = tl.exp2(largest - shift)
-        high = weights.to(tl.bfloat16)
-        if EXACT:
-            rest = weights - high.to(tl.float32)
-            middle = rest.to(tl.bfloat16)
-            low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-            rest = tl.dot(middle, v, tl.dot(low, v))
-            total = total * before[:, None] + (tl.dot(high, v) + rest)
-        else:
-            total = tl.dot(high, v, total * before[:, None])
-        whole = whole * before + tl.sum(weights, 1)
-        largest = most
-    found = total / tl.where(whole == 0.0, 1.0, whole)[:, None]
+                qk += mask_tile
+        if S.CAUSAL:
+            qk = tl.where(offs_m[:, None] >= start_n + offs_n[None, :], qk, float("-inf"))
+        if not S.EVEN_N:
+            qk = tl.where(is_key[None, :], qk, float("-inf"))
+        m_i, l_i, acc = online_softmax(m_i, l_i, acc, qk, v_tile, S)
+    acc = quantized(acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None], S, C)
+    out_ptrs = out + ((batch * queries + offs_m)[:, None] * heads + head) * S.VALUE_DIM + offs_v[None, :]
+    tl.store(out_ptrs, acc, mask=inside[:, None] & (offs_v < S.VALUE_DIM)[None, :])
+
+
+@triton.jit
+def online_softmax(m_i, l_i, acc, qk, v, S: tl.constexpr):
+    """Add the values v: (BLOCK_N, BLOCK_V), weighted by the softmax of their scores qk: (BLOCK_M, BLOCK_N)."""
+    m_new = tl.maximum(m_i, tl.max(qk, 1))
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    if S.MASK == "added":
+        p = tl.exp(qk - shift[:, None])
+        alpha = tl.exp(m_i - shift)
+    else:
+        p = tl.exp2(qk - shift[:, None])
+        alpha = tl.exp2(m_i - shift)
+    high = p.to(tl.bfloat16)
+    if S.EXACT:
+        less = p - high.to(tl.float32)
+        middle = less.to(tl.bfloat16)
+        low = (less - middle.to(tl.float32)).to(tl.bfloat16)
+        lower = tl.dot(middle, v, tl.dot(low, v))
+        acc = acc * alpha[:, None] + (tl.dot(high, v) + lower)
+    else:
+        acc = tl.dot(high, v, acc * alpha[:, None])
+    return m_new, l_i * alpha + tl.sum(p, 1), acc
+
+
+@triton.jit
+def quantized(acc, S: tl.constexpr, C: tl.constexpr):
     if C is not None:
-        DTYPE: tl.constexpr = tl.float32 if EXACT else tl.bfloat16
-        blocks = tl.reshape(found.to(DTYPE).to(tl.float32), [ROWS * VALUE_COLUMNS // C.block, C.block])
-        found = tl.reshape(fake_quantized(blocks, None, None, C).to(DTYPE), [ROWS, VALUE_COLUMNS])
-    to = out + ((batch * queries + row)[:, None] * heads + head) * VALUE_WIDTH + wide[None, :]
-    tl.store(to, found, mask=there[:, None] & (wide < VALUE_WIDTH)[None, :])
+        DTYPE: tl.constexpr = tl.float32 if S.EXACT else tl.bfloat16
+        blocks = tl.reshape(acc.to(DTYPE).to(tl.float32), [S.BLOCK_M * S.BLOCK_V // C.block, C.block])
+        acc = tl.reshape(fake_quantized(blocks, None, None, C).to(DTYPE), [S.BLOCK_M, S.BLOCK_V])
+    return acc

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pt2mx.kernels.fp8_rows import E4M3, ROOMS
 from pt2mx.kernels.gpu import activations
+from pt2mx.kernels.gpu.activations_kernel import Norm
 from pt2mx.kernels.gpu.fp8_rows_kernel import quantize_rows_kernel, unfit_rows_kernel
 from pt2mx.spec import MXSpec
 
@@ -45,7 +46,7 @@ def layer_norm_quantize(
         return None
     rows, normed = _empty_rows(x), x.new_empty(x.shape)
     room = ROOMS[spec.element.name]._asdict()
-    activations.launch(quantize_rows_kernel, x, rows, spec, normed, residual, weight, bias, eps, **room)
+    activations.launch(quantize_rows_kernel, x, rows, spec, Norm(normed, residual, weight, bias, eps), **room)
     return normed, *rows
 
 

@@ -24,13 +24,10 @@ _TO_E4M3 = tl.constexpr(7 - 127)
 
 
 @triton.jit
-def quantize_rows_kernel(
-    x, residual, weight, bias, normed, codes, scales, rest, k, rows, eps, C: tl.constexpr, F: tl.constexpr
-):
-    """x, residual: (rows, k), weight, bias: (k,) -> normed: (rows, k), the norm of x + residual, where F.norm; what
-    `fp8_rows.quantize` gives of that, or of an activation of x."""
+def quantize_rows_kernel(x, norm, codes, scales, rest, k, rows, C: tl.constexpr, F: tl.constexpr):
+    """x: (rows, k) -> what `fp8_rows.quantize` gives of an activation of x, or where F.norm of the layer norm."""
     row, column, at, mask = pair_offsets(k, rows, F)
-    pairs = load_pairs(x, residual, weight, bias, normed, at, mask, column, k, eps, F)
+    pairs = load_pairs(x, norm, at, mask, column, k, F)
     amax = amax_of_pairs(pairs, 2)
     scale, finite = scale_of_amax(amax, C)
     top = tl.maximum(tl.max(tl.where(amax > 0, scale, 0), 1), F.shift + 1)
