@@ -1,5 +1,5 @@
-"""The shared part of the GEMV and the GEMM kernel, in Gluon: a thread loads its fragments of the weight, and decodes
-them.
+"""What the kernels of weights in the MMA layout share, in Gluon: a thread loads its fragments of the weight and decodes
+them; programmatic dependent launch. `dequantize_kernel` does no more than that, for torch's matmul.
 
 Their tensors are (warps_k, warps_n, 32, 4): warps along K, warps along N, threads of a warp, and a vector of 4 words of
 one thread. The codes go from device memory to registers and are decoded there (`mma_decode`).
@@ -7,6 +7,7 @@ one thread. The codes go from device memory to registers and are decoded there (
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @gluon.constexpr_function
@@ -91,3 +92,53 @@ def _decode(words, scales, C: gl.constexpr, in_place: gl.constexpr):
     """words, scales: tuples of `vectors` and `scales` int32 -> tuple of `k8_groups` int32, pairs of bfloat16."""
     constraints: gl.constexpr = _constraints(4 * C.k8_groups, 4 * C.vectors + 4 * C.scales)
     return gl.inline_asm_elementwise(C.ptx, constraints, words + scales, _int32s(C.k8_groups), not in_place, 4)
+
+
+@gluon.constexpr_function
+def _layout_of_rows(C):
+    return gl.BlockedLayout([1, 1, 4], [1, 8, 4], [C.warps_k // 2, 2, 1], [2, 1, 0])
+
+
+@gluon.jit(do_not_specialize=["n", "k", "k_steps"])
+def dequantize_kernel(codes, scale, out, n, k, k_steps, C: gl.constexpr):
+    """codes, scale: as of `gemv_kernel` -> out: (n, k) bfloat16; a warp decodes a step of a tile."""
+    warp_k, _, lane, word = lanes(C)
+    tile = gl.program_id(1)
+    at = tile.to(gl.int64) * k_steps + gl.minimum(gl.program_id(0) * C.warps_k + warp_k, k_steps - 1)
+    code_words = codes.to(gl.pointer_type(gl.int32)) + ((at * (2 * C.vectors * 32) + lane) * 4 + word)
+    out_words = out.to(gl.pointer_type(gl.int32))
+    of_rows: gl.constexpr = _layout_of_rows(C)
+    row = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, of_rows)))[:, None, None]
+    place = gl.arange(0, C.warps_k * 4, gl.SliceLayout(0, gl.SliceLayout(2, of_rows)))[None, :, None]
+    word_of_row = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, of_rows)))[None, None, :]
+    first = (gl.program_id(0) * (C.warps_k * 4) + place) * (4 * C.k8_groups) + word_of_row
+    words, scales = load_fragments(((code_words,), (scale + (at * (2 * C.scales * 32) + lane),)), 0, C)
+    both = decode_fragment(words, scales, 0, C, False)
+    for half in gl.static_range(2):
+        for i in gl.static_range(gl.constexpr(C.k8_groups // 4)):  # through shared memory, to write whole rows
+            a, b = both[half * C.k8_groups + 4 * i], both[half * C.k8_groups + 4 * i + 1]
+            c, d = both[half * C.k8_groups + 4 * i + 2], both[half * C.k8_groups + 4 * i + 3]
+            four = gl.join(gl.join(a, c), gl.join(b, d)).reshape([C.warps_k, 8, 4, 4, 4])
+            rows = gl.convert_layout(four.permute([1, 0, 2, 4, 3]).reshape([8, C.warps_k * 4, 16]), of_rows)
+            n_row = tile * 16 + half * 8 + row
+            inside = (n_row < n) & ((first + 16 * i) // 4 < k // 8)
+            gl.store(out_words + (n_row.to(gl.int64) * (k // 8 * 4) + (first + 16 * i)), rows, inside)
+
+
+# --- programmatic dependent launch (CUDA Programming Guide, section of that name): a kernel starts while the one before
+# it ends, and lets the next one do so ---
+
+
+@gluon.jit
+def pdl_wait(C: gl.constexpr):
+    """From here on a kernel may read all that the kernels before it wrote, and overwrite what they read."""
+    if C.use_pdl:
+        gdc_wait()
+
+
+@gluon.jit
+def pdl_launch_dependents(C: gl.constexpr):
+    """Once every program has come here, the next kernel may start and wait for the end of this one. Earlier, programs
+    of the next one would crowd on the few multiprocessors that have places left."""
+    if C.use_pdl:
+        gdc_launch_dependents()

@@ -15,7 +15,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from pt2mx.formats import ElementFormat
 from pt2mx.kernels.gpu import tuning
 from pt2mx.kernels.gpu.gemm_kernel import STAGE_K, gemm_kernel, reduce_split_k_kernel, shuffle_x_kernel
-from pt2mx.kernels.gpu.kernel_config import kernel_config
 from pt2mx.kernels.gpu.mma_layout import FRAGMENTS
 
 _SHARED_LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
@@ -32,7 +31,7 @@ def gemm(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, out: Tens
     # of a weight that many rows of programs read, and that the L2 cache may not hold, all read the same part at a time
     m_first = element.bits == 8 and batch > 2 * tile.m_rows
     parts = out if split_k == 1 else torch.empty(split_k, batch, n, dtype=torch.float32, device=x.device)
-    config = kernel_config(
+    config = tuning.kernel_config(
         element,
         warps_n=tile.warps,
         m_rows=tile.m_rows,
@@ -51,7 +50,7 @@ def gemm(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, out: Tens
         gemm_kernel[grid](descriptor, codes, scale, bias, parts, *sizes, config, num_warps=tile.warps, launch_pdl=True)
         if split_k > 1:
             size = batch * n
-            config = kernel_config(element, has_bias=bias is not None, use_pdl=True)
+            config = tuning.kernel_config(element, has_bias=bias is not None, use_pdl=True)
             reduce_split_k_kernel[(triton.cdiv(size, 2048),)](
                 parts, bias, out, n, size, split_k, config, num_warps=8, launch_pdl=True
             )
@@ -69,7 +68,7 @@ def _shuffled(x: Tensor, rows: int, element: ElementFormat) -> Tensor:
     (batch, k), k_step = x.shape, FRAGMENTS[element.name].k_step
     out = torch.empty(rows, triton.cdiv(k, k_step) * k_step, dtype=x.dtype, device=x.device)
     words, words_out = k // 2, out.shape[1] // 2
-    grid, config = (triton.cdiv(words_out, 1024), batch), kernel_config(element, use_pdl=True)
+    grid, config = (triton.cdiv(words_out, 1024), batch), tuning.kernel_config(element, use_pdl=True)
     x_words, out_words = x.view(torch.int32), out.view(torch.int32)
     shuffle_x_kernel[grid](x_words, out_words, words, words_out, config, num_warps=8, launch_pdl=True)
     return out

@@ -1,7 +1,17 @@
-"""The device code of products with more rows of x: whole groups of four warps multiply on the tensor cores of sm_90.
+"""The device code of matmuls with more rows of x: whole groups of four warps multiply on the tensor cores of sm_90.
 
 As in `gemv_kernel` the codes go from device memory to registers and are decoded there; x comes through a ring of stages
-in shared memory, its values along K in the order in which the threads hold those of the weight.
+in shared memory, its values along K in the order in which the threads have those of the weight. With a ring of four:
+
+    stage    0       1       2       3       4       5
+    copy     start   start   start   start                    before the loop: TMA copies fill the ring
+    loop 0   wait 0, mma 0
+    loop 1   wait 1, mma 1; mma 0 is done: its slot is free, copy 4 starts there
+    loop 2   wait 2, mma 2; mma 1 is done: copy 5 starts
+    ...
+
+Each turn decodes the operand of its stage while the tensor cores work on the stage before, and loads the codes of the
+next stages.
 """
 
 from __future__ import annotations
@@ -15,8 +25,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from pt2mx.kernels.gpu.fragment import decode_fragment, fragment_pointers, load_fragments
-from pt2mx.kernels.gpu.pdl import pdl_launch_dependents, pdl_wait
+from pt2mx.kernels.gpu.fragment import (
+    decode_fragment,
+    fragment_pointers,
+    load_fragments,
+    pdl_launch_dependents,
+    pdl_wait,
+)
 
 #: values along K of a stage
 STAGE_K = gl.constexpr(128)
@@ -32,23 +47,23 @@ def gemm_kernel(x, codes, scale, bias, out, batch, n, n_tiles, k_steps, split_st
     count = (gl.minimum(first + split_steps, k_steps) - first + pair_steps - 1) // pair_steps * 2
     first_k = first * (C.k8_groups // 4 * STAGE_K)
     if C.m_first:
-        of_m, part = gl.program_id(0), gl.program_id(1)
+        pid_m, pid_n = gl.program_id(0), gl.program_id(1)
     else:
-        part, of_m = gl.program_id(0), gl.program_id(1)
-    first_m = of_m * C.m_rows
+        pid_n, pid_m = gl.program_id(0), gl.program_id(1)
+    first_m = pid_m * C.m_rows
     ring = gl.allocate_shared_memory(gl.bfloat16, [C.stages, C.m_rows, STAGE_K], x.layout)
     ready = gl.allocate_shared_memory(gl.int64, [C.stages, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(gl.constexpr(C.stages)):
         mbarrier.init(ready.index(stage), count=1)
-    pointers = fragment_pointers(codes.to(gl.pointer_type(gl.int32)), scale, part, n_tiles, k_steps, C)
+    pointers = fragment_pointers(codes.to(gl.pointer_type(gl.int32)), scale, pid_n, n_tiles, k_steps, C)
     pdl_wait(C)
     for stage in gl.static_range(gl.constexpr(C.stages)):
         _copy_stage(x, ring, ready, stage, stage < count, first_k, first_m, C)
     words, scales = _load(pointers, first, k_steps - 1, C)
     acc = gl.full([C.warps_n * 16, C.m_rows], 0.0, gl.float32, _sums_layout(C))
-    before = gl.full([C.warps_n * 16, STAGE_K], 0.0, gl.bfloat16, gl.DotOperandLayout(0, _sums_layout(C), 2))
-    # The tensor cores read `before` until the wait: what is decoded meanwhile needs registers of its own, which it gets
-    # where the wait names `before` and each operand is decoded behind the wait for the last but one (`in_place`).
+    prev_a = gl.full([C.warps_n * 16, STAGE_K], 0.0, gl.bfloat16, gl.DotOperandLayout(0, _sums_layout(C), 2))
+    # The tensor cores read `prev_a` until the wait: what is decoded meanwhile needs registers of its own, which it gets
+    # where the wait names `prev_a` and each operand is decoded behind the wait for the last but one (`in_place`).
     for at in range(0, count, 2):
         for i in gl.static_range(2):
             if i % load_stages == 0:
@@ -58,16 +73,16 @@ def gemm_kernel(x, codes, scale, bias, out, batch, n, n_tiles, k_steps, split_st
             a = _operand_of_stage(words, scales, i % load_stages, C)  # while the tensor cores are at the stage before
             mbarrier.wait(ready.index((at + i) % C.stages), (at + i) // C.stages & 1)
             sums = warpgroup_mma(a, ring.index((at + i) % C.stages).permute((1, 0)), acc, is_async=True)
-            acc, before = warpgroup_mma_wait(1, [sums, before])
-            free = at + i - 1
-            wanted = (free >= 0) & (free + C.stages < count)
-            _copy_stage(x, ring, ready, free + C.stages, wanted, first_k, first_m, C)
-            before = a
+            acc, prev_a = warpgroup_mma_wait(1, [sums, prev_a])
+            prev_stage = at + i - 1
+            do_load = (prev_stage >= 0) & (prev_stage + C.stages < count)
+            _copy_stage(x, ring, ready, prev_stage + C.stages, do_load, first_k, first_m, C)
+            prev_a = a
             if (i + 1) % load_stages == 0:
                 words, scales = next_words, next_scales
     pdl_launch_dependents(C)
-    acc, _ = warpgroup_mma_wait(0, [acc, before])
-    _store(acc, bias, out, part * (C.warps_n * 16), batch, n, first_m, C)
+    acc, _ = warpgroup_mma_wait(0, [acc, prev_a])
+    _store(acc, bias, out, pid_n * (C.warps_n * 16), batch, n, first_m, C)
 
 
 @gluon.constexpr_function
@@ -76,11 +91,11 @@ def _sums_layout(C):
 
 
 @gluon.jit
-def _copy_stage(x, ring, ready, at, wanted, first_k, first_m, C: gl.constexpr):
-    """Start the copy of stage number `at`."""
+def _copy_stage(x, ring, ready, at, do_load, first_k, first_m, C: gl.constexpr):
+    """Start the copy of stage number `at`, if `do_load`."""
     barrier = ready.index(at % C.stages)
-    mbarrier.expect(barrier, x.block_type.nbytes, wanted)
-    tma.async_copy_global_to_shared(x, [first_m, first_k + at * STAGE_K], barrier, ring.index(at % C.stages), wanted)
+    mbarrier.expect(barrier, x.block_type.nbytes, do_load)
+    tma.async_copy_global_to_shared(x, [first_m, first_k + at * STAGE_K], barrier, ring.index(at % C.stages), do_load)
 
 
 @gluon.jit

@@ -1,6 +1,12 @@
 """The device code of products with a few rows of x, in Gluon: tensor cores multiply with 8 rows at a time.
 
 Their time is that of reading the packed weight: each code is read once, to registers, and decoded there (`fragment`).
+
+The kernel may rotate one row of x in blocks of 32 first. Of a block, which one thread of each four has as an operand of
+the tensor cores, the eight threads at that position have four values each: they rotate it together, with the sums of
+`pt2mx.kernels.hadamard` in their order. The operand's eight columns, one row of x each, are then parts of the one row:
+each thread puts its own values among zeros, and the sums of the columns, added, are the row's (`_SUM_COLUMNS`). Nothing
+has to be gathered.
 """
 
 from __future__ import annotations
@@ -8,9 +14,16 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from pt2mx.kernels.gpu.fragment import decode_fragment, fragment_layout, fragment_pointers, lanes, load_fragments
-from pt2mx.kernels.gpu.pdl import pdl_launch_dependents, pdl_wait
-from pt2mx.kernels.gpu.rotation_ptx import BLOCK, SUM_COLUMNS, rotate_ptx
+from pt2mx.kernels.gpu.fragment import (
+    decode_fragment,
+    fragment_layout,
+    fragment_pointers,
+    lanes,
+    load_fragments,
+    pdl_launch_dependents,
+    pdl_wait,
+)
+from pt2mx.kernels.gpu.tuning import ROTATED_BLOCK
 
 #: acc + 16 values along K, twice. Operands: acc; four words of rows g, of rows g + 8, of x; acc
 _MMA = gl.constexpr(
@@ -19,12 +32,62 @@ _MMA = gl.constexpr(
 )
 _MMA_CONSTRAINTS = gl.constexpr(",".join(["=&f"] * 4 + ["r"] * 12 + ["f"] * 4))
 
-_ROTATE = gl.constexpr(rotate_ptx())
+
+def _rotate_ptx() -> str:
+    """Return the PTX that rotates a block.
+
+    Operands: 16 words that come out, pairs of bfloat16; four equal registers of 64 bits, with four values of bfloat16.
+    """
+    lines = [
+        ".reg .b32 lane, w0, w1, sign, minus, g;", ".reg .f32 v<4>, u<4>, s;", ".reg .pred own;",
+        "mov.u32 lane, %laneid;", "mov.b64 {w0, w1}, $16;",
+        # negated: the last of every four values, and all of the fourth and eighth thread
+        "shl.b32 sign, lane, 29;", "shl.b32 minus, lane, 28;", "and.b32 sign, sign, minus;",
+        "and.b32 sign, sign, 0x80000000;", "xor.b32 minus, sign, 0x80000000;",
+    ]  # fmt: skip
+    for i, (word, take) in enumerate(
+        (w, t) for w in ("w0", "w1") for t in ("shl.b32 g, {}, 16;", "and.b32 g, {}, 0xFFFF0000;")
+    ):
+        lines += [take.format(word), f"xor.b32 g, g, {'minus' if i == 3 else 'sign'};", f"mov.b32 v{i}, g;"]
+    for pairs in (((0, 1), (2, 3)), ((0, 2), (1, 3))):
+        for a, b in pairs:
+            lines += [f"add.f32 u{a}, v{a}, v{b};", f"sub.f32 u{b}, v{a}, v{b};"]
+        lines += [f"mov.f32 v{i}, u{i};" for i in range(4)]
+    for bit in (4, 8, 16):  # of the number of a thread
+        lines += [f"and.b32 g, lane, {bit};", "setp.eq.u32 own, g, 0;", "selp.f32 s, 0f3F800000, 0fBF800000, own;"]
+        for i in range(4):
+            lines += [f"shfl.sync.bfly.b32 u{i}, v{i}, {bit}, 0x1f, 0xffffffff;", f"fma.rn.f32 v{i}, v{i}, s, u{i};"]
+    lines += [f"mul.f32 v{i}, v{i}, 0f3E3504F3;" for i in range(4)]  # 32**-0.5
+    lines += ["cvt.rn.bf16x2.f32 w0, v1, v0;", "cvt.rn.bf16x2.f32 w1, v3, v2;", "shr.u32 g, lane, 2;"]
+    for i in range(8):
+        lines += [f"setp.eq.u32 own, g, {i};"]
+        lines += [f"selp.b32 ${2 * i + j}, w{j}, 0, own;" for j in range(2)]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+_ROTATE = gl.constexpr(_rotate_ptx())
 _ROTATE_CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 16 + ["l"] * 4))
 _ROTATE_RESULTS = gl.constexpr((gl.int32,) * 4)
-_SUM_COLUMNS = gl.constexpr(SUM_COLUMNS)
+_BLOCK = gl.constexpr(ROTATED_BLOCK)
+#: the sums of a thread's two rows over all columns, each in both of its places
+_SUM_COLUMNS = gl.constexpr("""{
+.reg .f32 a, b, c, d;
+add.f32 a, $4, $5;
+add.f32 b, $6, $7;
+shfl.sync.bfly.b32 c, a, 1, 0x1f, 0xffffffff;
+shfl.sync.bfly.b32 d, b, 1, 0x1f, 0xffffffff;
+add.f32 a, a, c;
+add.f32 b, b, d;
+shfl.sync.bfly.b32 c, a, 2, 0x1f, 0xffffffff;
+shfl.sync.bfly.b32 d, b, 2, 0x1f, 0xffffffff;
+add.f32 a, a, c;
+add.f32 b, b, d;
+mov.f32 $0, a;
+mov.f32 $1, a;
+mov.f32 $2, b;
+mov.f32 $3, b;
+}""")
 _SUM_COLUMNS_CONSTRAINTS = gl.constexpr(",".join(["=&f"] * 4 + ["f"] * 4))
-_BLOCK = gl.constexpr(BLOCK)
 
 
 @gluon.jit(do_not_specialize=["batch", "n", "k", "n_tiles", "k_steps"])

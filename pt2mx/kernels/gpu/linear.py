@@ -15,10 +15,9 @@ from torch import Tensor
 
 from pt2mx.formats import ElementFormat
 from pt2mx.kernels.gpu import tuning
-from pt2mx.kernels.gpu.dequantize_kernel import dequantize_kernel
+from pt2mx.kernels.gpu.fragment import dequantize_kernel
 from pt2mx.kernels.gpu.gemm import gemm
 from pt2mx.kernels.gpu.gemv_kernel import gemv_kernel
-from pt2mx.kernels.gpu.kernel_config import kernel_config
 from pt2mx.kernels.gpu.mma_layout import FRAGMENTS, ROWS
 from pt2mx.kernels.select import run_kernel
 
@@ -60,7 +59,7 @@ def _gemv(
     chosen = tuning.gemv_config(batch, k, n_tiles, element, multiprocessors)
     # with more rows of x the programs of two kernels share out the multiprocessors badly
     use_pdl = chosen.m_tiles == 1 and torch.cuda.get_device_capability(x.device)[0] >= 9
-    config = kernel_config(
+    config = tuning.kernel_config(
         element,
         **chosen._asdict(),
         has_bias=bias is not None,
@@ -94,7 +93,7 @@ def dequantize(codes: Tensor, scale: Tensor, element: ElementFormat, n: int, k: 
     """codes, scale: whole tiles in the MMA layout -> (n, k) bfloat16."""
     out = torch.empty(n, k, dtype=torch.bfloat16, device=codes.device)
     n_tiles, k_steps = codes.shape[:2]
-    config = kernel_config(element, warps_k=4)
+    config = tuning.kernel_config(element, warps_k=4)
     with torch.cuda.device_of(codes):
         grid = (triton.cdiv(k_steps, 4), n_tiles)
         dequantize_kernel[grid](codes, scale, out, n, k, k_steps, config, num_warps=4)

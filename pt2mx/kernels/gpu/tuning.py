@@ -1,15 +1,17 @@
-"""The choice of a kernel and of its configuration: pure functions of sizes, measured on an NVIDIA H200.
+"""The choice of a kernel for a weight in the MMA layout and its configuration: pure functions of sizes, measured on an
+NVIDIA H200.
 
 `python -m tests.benchmarks.linear` measures what they choose.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 from pt2mx.formats import ElementFormat
-from pt2mx.kernels.gpu.mma_layout import FRAGMENTS
-from pt2mx.kernels.gpu.rotation_ptx import BLOCK
+from pt2mx.kernels.gpu.mma_decode import decode_ptx
+from pt2mx.kernels.gpu.mma_layout import FRAGMENTS, exponent_shift
 
 
 class GemvConfig(NamedTuple):
@@ -57,6 +59,8 @@ _MOST_SPLITS = 8  # more cost what they win
 #: values along K, times tiles of 16 rows, of the largest weight whose products rotate x by themselves: 8192 x 2048 took
 #: 0.3 microseconds more, 2048 x 16384 1.8, and a launch takes 0.8
 _LARGEST_ROTATED_GEMV = 1 << 20
+#: values that `gemv_kernel` rotates together
+ROTATED_BLOCK = 32
 
 
 def kernel_of(batch: int, k: int, n_tiles: int, element: ElementFormat, multiprocessors: int, is_sm_90: bool) -> str:
@@ -96,7 +100,7 @@ def gemv_config(batch: int, k: int, n_tiles: int, element: ElementFormat, multip
 def rotates_in_gemv(batch: int, k: int, n_tiles: int, rotation: int) -> bool:
     """True if `gemv_kernel` rotates x by itself: each of its programs does it anew, and of more of them a launch for
     the rotation alone takes less time."""
-    return rotation == BLOCK and batch == 1 and k * n_tiles <= _LARGEST_ROTATED_GEMV
+    return rotation == ROTATED_BLOCK and batch == 1 and k * n_tiles <= _LARGEST_ROTATED_GEMV
 
 
 def gemm_tile(batch: int, n_tiles: int, element: ElementFormat, multiprocessors: int) -> GemmTile:
@@ -117,3 +121,40 @@ def gemm_tile(batch: int, n_tiles: int, element: ElementFormat, multiprocessors:
 
 def _next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
+
+
+class KernelConfig(NamedTuple):
+    """The compile-time values of a kernel: those of its element, and those of a launch."""
+
+    ptx: str  # of `mma_decode.decode_ptx`
+    vectors: int  # of 4 words that a thread decodes at a time
+    scales: int  # that they have
+    k8_groups: int  # groups of 8 values along K that they give
+    exponent_shift: int  # added to a scale to give that of the pairs
+    warps_k: int = 1  # warps that share a tile of the output
+    warps_n: int = 1
+    tiles_per_warp: int = 1  # of 16 rows of the weight
+    k_unroll: int = 1  # steps along K that are loaded together
+    m_tiles: int = 0  # GEMV: tiles of 8 rows of x
+    m_rows: int = 0  # GEMM: rows of x that a program multiplies
+    stages: int = 0  # GEMM: of the ring in shared memory
+    load_steps: int = 0  # GEMM: steps along K that are loaded together, of one stage or two
+    m_first: bool = False  # GEMM: neighbouring programs have the same rows of the weight, and else those of x
+    has_bias: bool = False
+    whole_k: bool = True  # K is a multiple of what a program takes at a time
+    use_pdl: bool = False
+    rotates: bool = False  # GEMV: x is rotated first
+
+
+@functools.lru_cache(maxsize=1024)
+def kernel_config(element: ElementFormat, **of_launch: Any) -> KernelConfig:
+    """Return the config of a kernel for weights of `element`, with the fields `of_launch`."""
+    fragment = FRAGMENTS[element.name]
+    return KernelConfig(
+        ptx=decode_ptx(element),
+        vectors=fragment.words // 4,
+        scales=fragment.scales,
+        k8_groups=fragment.values // 8,
+        exponent_shift=exponent_shift(element),
+        **of_launch,
+    )
