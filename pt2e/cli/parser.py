@@ -106,7 +106,8 @@ def subparsers(parser: argparse.ArgumentParser) -> dict[str, Parser]:
 def _fill(parser: Parser, function: str, arguments: Iterable[Argument]) -> None:
     for names, options in (*arguments, *COMMON):
         parser.add_argument(*names, **options)
-    parser.set_defaults(run=partial(_run, *function.split(":")))
+    module, name = function.split(":")
+    parser.set_defaults(run=partial(_run, module, name))
 
 
 def _run(module: str, function: str, options: argparse.Namespace) -> Any:

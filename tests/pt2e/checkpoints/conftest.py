@@ -72,14 +72,14 @@ def quantizer():
 @pytest.fixture(scope="session")
 def convert(quantizer):
     """A graph, quantized by settings; once for all tests, which read it."""
-    found = {}
+    result = {}
 
     def run(graph, settings):
         key = id(graph), repr(settings)
-        if key not in found:
+        if key not in result:
             prepared = pt2mx.prepare_pt2e(graph, without_activation_matmuls(quantizer(settings)))
-            found[key] = graph, pt2mx.convert_pt2e(prepared)  # the graph stays, and so its id is its own
-        return found[key][1]
+            result[key] = graph, pt2mx.convert_pt2e(prepared)  # the graph stays, and so its id is its own
+        return result[key][1]
 
     return run
 

@@ -34,8 +34,8 @@ def test_names_that_transformers_changes(tmp_path):
     float_checkpoint("gptj", tmp_path / "float")
     folder = tmp_path / "float"
     for path in folder.glob("*.safetensors"):
-        held = load_file(path)
-        save_file({name.removeprefix("transformer."): value for name, value in held.items()}, path, {"format": "pt"})
+        state = load_file(path)
+        save_file({name.removeprefix("transformer."): value for name, value in state.items()}, path, {"format": "pt"})
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     index["weight_map"] = {name.removeprefix("transformer."): shard for name, shard in index["weight_map"].items()}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -84,8 +84,8 @@ def test_modelopt(llama, tmp_path):
     assert len(report.quantized) == 14
     for name in report.quantized:
         scale, data = pt2mx.quantize_mx(before.pop(name), "mxfp8(rceil)")
-        held = after.pop(name)
-        assert held.dtype == torch.float8_e4m3fn and torch.equal(held.view(torch.uint8), data)
+        codes = after.pop(name)
+        assert codes.dtype == torch.float8_e4m3fn and torch.equal(codes.view(torch.uint8), data)
         assert torch.equal(after.pop(f"{name}_scale"), scale)
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in after)
     written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
@@ -141,9 +141,9 @@ def test_a_cast_makes_no_inf_of_a_finite_value(value, fits, sign):
 
 def test_a_checkpoint_beyond_the_range_of_float16(tmp_path):
     folder = float_checkpoint("llama", tmp_path / "float", shard="1GB")
-    held = load_file(folder / "model.safetensors")
-    held["model.norm.weight"][3] = 70000.0
-    save_file(held, folder / "model.safetensors", {"format": "pt"})
+    state = load_file(folder / "model.safetensors")
+    state["model.norm.weight"][3] = 70000.0
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(MXError, match=r"model\.norm\.weight holds 70144, which is Inf in torch\.float16"):
         convert_checkpoint(folder, tmp_path / "out", of_weights("mxfp4"), layout="quark", dtype="float16")
     assert not (tmp_path / "out" / "config.json").exists()
@@ -151,10 +151,10 @@ def test_a_checkpoint_beyond_the_range_of_float16(tmp_path):
 
 def test_a_shard_that_fails_stops_the_others_and_leaves_nothing(llama, tmp_path):
     shard = sorted(llama.glob("*.safetensors"))[-1]
-    held = load_file(shard)
-    name = next(name for name in held if name.endswith("proj.weight") or name == "lm_head.weight")
-    held[name][0, 0] = torch.inf
-    save_file(held, shard, {"format": "pt"})
+    state = load_file(shard)
+    name = next(name for name in state if name.endswith("proj.weight") or name == "lm_head.weight")
+    state[name][0, 0] = torch.inf
+    save_file(state, shard, {"format": "pt"})
     with pytest.raises(MXError, match="has blocks that are NaN"):
         convert_checkpoint(llama, tmp_path / "out", jobs=2)
     left = {path.name for path in (tmp_path / "out").iterdir()}

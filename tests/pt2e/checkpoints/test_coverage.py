@@ -82,9 +82,11 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
     assert "vision_tower 0%" in err and "--allow-partial" in err and err.count("pt2mx: error:") == 1
     assert main([*command, "--part", "language_model", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    found, report = result["checkpoint"], result["report"]
-    assert found["modules"]["vision_tower"]["held"] == 0 < found["held"] < found["values"]
-    assert found["held"] <= report["values"] < found["held"] + 100  # with buffers that are computed, without the tower
+    actual, report = result["checkpoint"], result["report"]
+    assert actual["modules"]["vision_tower"]["held"] == 0 < actual["held"] < actual["values"]
+    assert (
+        actual["held"] <= report["values"] < actual["held"] + 100
+    )  # with buffers that are computed, without the tower
     assert report["bytes_before"] == 4 * report["values"]
     assert main(["compare", "minilm", "--allow-partial"]) == 2
     assert "--allow-partial is for checkpoints (hf:NAME), and 'minilm' is none" in capsys.readouterr().err
@@ -99,9 +101,9 @@ def test_a_language_model_with_a_tower(tmp_path):
     report, held = pt2mx.quantization_report(quantized.program.module()), quantized.coverage.held
     assert held <= report.values < held + 100 < sum(parameter.numel() for parameter in model.parameters())
     text = transformers.Gemma3ForCausalLM(model.config.text_config)
-    held = load_file(tmp_path / "vlm" / "model.safetensors")
+    state = load_file(tmp_path / "vlm" / "model.safetensors")
     names = {name.replace("model.", f"{tower}.", 1): tensor for name, tensor in text.state_dict().items()}
-    save_file({**held, **{name: tensor.clone() for name, tensor in names.items()}}, tmp_path / "more.safetensors")
+    save_file({**state, **{name: tensor.clone() for name, tensor in names.items()}}, tmp_path / "more.safetensors")
     coverage = CheckpointValues(text, sizes_in([tmp_path / "more.safetensors"])).held_by()
     assert tower in coverage.lost
 
@@ -159,9 +161,9 @@ def test_eager_loading(llama):
 def test_a_checkpoint_of_codes(llama, tmp_path):
     source, out = llama(), tmp_path / "mx"
     pt2mx.convert_checkpoint(source, out, dtype="bfloat16")
-    held = load_file(out / "model.safetensors")
-    held["vision_tower.layers.0.mlp.fc1.weight_packed"] = torch.ones(64, 16, dtype=torch.uint8)
-    save_file(held, out / "model.safetensors", {"format": "pt"})
+    state = load_file(out / "model.safetensors")
+    state["vision_tower.layers.0.mlp.fc1.weight_packed"] = torch.ones(64, 16, dtype=torch.uint8)
+    save_file(state, out / "model.safetensors", {"format": "pt"})
     with pytest.raises(MXError, match="vision_tower 0%"):
         pt2mx.load_checkpoint(out)
     loaded = pt2mx.load_checkpoint(out, part="layers")

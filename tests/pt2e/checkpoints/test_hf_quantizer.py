@@ -15,8 +15,8 @@ from tests.language_models import tiny_decoder, transformers
 
 
 def load(folder, config=None, dtype="auto", kind=transformers.AutoModelForCausalLM):
-    given = {} if config is None else {"quantization_config": config}
-    return kind.from_pretrained(folder, dtype=dtype, **given).eval()
+    options = {} if config is None else {"quantization_config": config}
+    return kind.from_pretrained(folder, dtype=dtype, **options).eval()
 
 
 def packed(model):
@@ -124,12 +124,12 @@ def test_files_hold_the_bytes_of_quantize_mx(tmp_path):
     model = tiny_decoder("llama").bfloat16()
     model.save_pretrained(tmp_path / "float")
     load(tmp_path / "float", PT2MXConfig(weight="mxfp6_e3m2{16}")).save_pretrained(tmp_path / "packed")
-    held = load_file(tmp_path / "packed" / "model.safetensors")
+    state = load_file(tmp_path / "packed" / "model.safetensors")
     for name in ("model.embed_tokens", "model.layers.1.mlp.down_proj", "lm_head"):
         scale, data = pt2mx.quantize_mx(model.get_submodule(name).weight, "mxfp6_e3m2{16}")
-        assert torch.equal(held[f"{name}.weight_packed"], data) and torch.equal(held[f"{name}.weight_scale"], scale)
-        assert f"{name}.weight" not in held
-    assert held["model.norm.weight"].dtype == torch.bfloat16
+        assert torch.equal(state[f"{name}.weight_packed"], data) and torch.equal(state[f"{name}.weight_scale"], scale)
+        assert f"{name}.weight" not in state
+    assert state["model.norm.weight"].dtype == torch.bfloat16
     stored = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
     assert stored == {
         "quant_method": "pt2mx",

@@ -29,11 +29,11 @@ def test_bytes_are_those_of_compressed_tensors_own_compressor(element):
         data = low | high << 4
     values = pt2mx.dequantize_mx(data, scale, element, target_dtype=torch.bfloat16)
     group = group_of(element)
-    given = {"weight": values, "weight_scale": (scale.float() - 127).exp2().bfloat16()}
-    expected = BaseCompressor.get_value_from_registry(group.format).compress(given, group)
-    found = COMPRESSED.to_tensors("weight", element, data, scale)
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
+    state = {"weight": values, "weight_scale": (scale.float() - 127).exp2().bfloat16()}
+    expected = BaseCompressor.get_value_from_registry(group.format).compress(state, group)
+    result = COMPRESSED.to_tensors("weight", element, data, scale)
+    assert result.keys() == expected.keys()
+    for name, tensor in result.items():
         assert tensor.dtype == expected[name].dtype
         assert torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8))
     back = COMPRESSED.from_tensors("weight", element, expected)
@@ -49,8 +49,8 @@ def test_inputs_are_quantized_as_compressed_tensors_does(element):
     arguments = group_of("fp4_e2m1", MXSpec(element, scale_mode=mode)).input_activations
     scale, zero = compute_dynamic_scales_and_zp(x, arguments, torch.nn.Identity())
     expected = fake_quantize(x, scale, zero, arguments).unflatten(-1, (-1, 32))
-    found = pt2mx.fake_quantize_mx(x, element, scale_mode=mode).unflatten(-1, (-1, 32))
-    other = (found != expected).any(-1)
+    result = pt2mx.fake_quantize_mx(x, element, scale_mode=mode).unflatten(-1, (-1, 32))
+    other = (result != expected).any(-1)
     amax = x.unflatten(-1, (-1, 32)).abs().amax(-1)
     odd = (amax.float().frexp().mantissa == 0.875) & torch.tensor(element == "fp8_e4m3")
     assert not (other & ~odd).any() and bool(odd.any()) == (element == "fp8_e4m3")

@@ -37,9 +37,9 @@ def test_the_program_is_that_of_the_converted_model(bf16, quantizer, logits, tmp
     stages = []
     loaded = load_checkpoint(tmp_path / "out", stage=stages.append)
     assert stages == ["export"] and loaded.tokenizer is not None and loaded.generation_config.pad_token_id == 257
-    expected, found = ({n: t for n, t in one.program.state_dict.items() if "lifted" not in n and "inv_freq" not in n}
+    expected, actual = ({n: t for n, t in one.program.state_dict.items() if "lifted" not in n and "inv_freq" not in n}
                      for one in (quantized, loaded))  # fmt: skip
-    assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
+    assert expected.keys() == actual.keys() and all(torch.equal(expected[name], actual[name]) for name in expected)
     assert torch.equal(logits(loaded), logits(quantized))
     assert torch.equal(logits(load_packed_model(tmp_path / "out"), mask=True), logits(quantized))
     reports = [pt2mx.quantization_report(one.program.module()).operators for one in (quantized, loaded)]
@@ -154,11 +154,11 @@ class FloatsMade(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        inputs = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.is_cpu:
                 storage = tensor.untyped_storage()
-                self.bytes += storage.nbytes() * (storage.data_ptr() not in given)
+                self.bytes += storage.nbytes() * (storage.data_ptr() not in inputs)
         return result
 
 

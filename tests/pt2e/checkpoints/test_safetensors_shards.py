@@ -38,30 +38,30 @@ def test_a_file_is_read_in_slices(tmp_path, monkeypatch, size):
 
 
 def test_a_file_is_written_in_any_order(tmp_path):
-    given = tensors()
-    entries = {name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in given.items()}
+    saved = tensors()
+    entries = {name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in saved.items()}
     with whole_file(tmp_path / "a.safetensors") as file:
         writer = ShardWriter(file, entries, {"format": "pt"})
-        for name, tensor in reversed(given.items()):
+        for name, tensor in reversed(saved.items()):
             if tensor.dim() > 1:
                 writer.write(name, 1, tensor[1:])
                 writer.write(name, 0, tensor[:1])
             else:
                 writer.write(name, 0, tensor)
     read = load_file(tmp_path / "a.safetensors")
-    assert read.keys() == given.keys()
-    for name, tensor in given.items():
+    assert read.keys() == saved.keys()
+    for name, tensor in saved.items():
         same = read[name].reshape(-1).view(torch.uint8).equal(tensor.reshape(-1).view(torch.uint8))
         assert read[name].dtype == tensor.dtype and read[name].shape == tensor.shape and same, name
 
 
 def test_bytes_are_those_that_safetensors_writes(tmp_path):
-    given = {"a": torch.randn(3, 5), "b": torch.ones(3, dtype=torch.uint8), "c": torch.ones(3).bfloat16()}
-    save_file(given, tmp_path / "theirs.safetensors", {"format": "pt"})
+    saved = {"a": torch.randn(3, 5), "b": torch.ones(3, dtype=torch.uint8), "c": torch.ones(3).bfloat16()}
+    save_file(saved, tmp_path / "theirs.safetensors", {"format": "pt"})
     with whole_file(tmp_path / "ours.safetensors") as file:
-        entries = {name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in given.items()}
+        entries = {name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in saved.items()}
         writer = ShardWriter(file, entries, {"format": "pt"})
-        for name, tensor in given.items():
+        for name, tensor in saved.items():
             writer.write(name, 0, tensor)
     assert (tmp_path / "ours.safetensors").read_bytes() == (tmp_path / "theirs.safetensors").read_bytes()
 

@@ -161,11 +161,13 @@ def test_rounded_weights_and_a_model_without_memory(bf16, convert, quantizer, lo
     with torch.device("meta"):
         skeleton = transformers.AutoModelForCausalLM.from_config(float_one.model.config)
     save_checkpoint(converted, skeleton, tmp_path / "out")
-    found = {name: t for name, t in load_packed_model(tmp_path / "out").named_buffers() if t.dtype == torch.uint8}
-    held = {name.replace("_rounded", ""): tensor for name, tensor in converted.named_buffers()}
-    assert len(found) == 16 and any("_rounded" in name for name, _ in converted.named_buffers())
-    for name, tensor in found.items():
-        assert any(torch.equal(tensor, held[same]) for same in (name, f"model.embed_tokens.{name[8:]}") if same in held)
+    result = {name: t for name, t in load_packed_model(tmp_path / "out").named_buffers() if t.dtype == torch.uint8}
+    buffers = {name.replace("_rounded", ""): tensor for name, tensor in converted.named_buffers()}
+    assert len(result) == 16 and any("_rounded" in name for name, _ in converted.named_buffers())
+    for name, tensor in result.items():
+        assert any(
+            torch.equal(tensor, buffers[same]) for same in (name, f"model.embed_tokens.{name[8:]}") if same in buffers
+        )
     assert torch.equal(logits(stock(tmp_path / "out")), logits(converted))
 
 

@@ -27,12 +27,12 @@ class Net(nn.Module):
 def exported_specs(model, quantizer, ids):
     """What the quantizer annotates in the exported model: parameter -> (weight, activation)."""
     prepared = pt2mx.prepare_pt2e(torch.export.export(model, (ids,)).module(), quantizer)
-    found = {}
+    result = {}
     for operator in pt2mx.quantization_report(prepared).operators:
         specs = {operand.role: operand.spec for operand in operator.operands}
         if specs.get("weight"):
-            found[f"{operator.module}.weight"] = (specs["weight"], str(specs.get("activation")))
-    return found
+            result[f"{operator.module}.weight"] = (specs["weight"], str(specs.get("activation")))
+    return result
 
 
 QUANTIZERS = {

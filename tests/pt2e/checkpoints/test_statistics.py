@@ -26,13 +26,13 @@ def batches():
 def test_sums_of_inputs():
     net = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 4, bias=False), nn.Conv1d(5, 5, 1))
     xs = [torch.randn(2, 5, 8), torch.randn(3, 5, 8)]
-    found = collect_statistics(net, xs)
-    assert set(found) == {"0.weight", "2.weight"}
+    result = collect_statistics(net, xs)
+    assert set(result) == {"0.weight", "2.weight"}
     rows = torch.cat([x.flatten(0, -2) for x in xs])
-    assert found["0.weight"].rows == found["2.weight"].rows == 25
-    assert torch.allclose(found["0.weight"].hessian, rows.T @ rows, atol=1e-5)
+    assert result["0.weight"].rows == result["2.weight"].rows == 25
+    assert torch.allclose(result["0.weight"].hessian, rows.T @ rows, atol=1e-5)
     inner = torch.relu(net[0](rows))
-    assert torch.allclose(found["2.weight"].hessian, inner.T @ inner, atol=1e-5)
+    assert torch.allclose(result["2.weight"].hessian, inner.T @ inner, atol=1e-5)
     assert not any(module._forward_pre_hooks for module in net)
 
 
@@ -45,9 +45,9 @@ def test_inputs_of_each_form():
         def forward(self, x):
             return self.vector(x), self.keyword(input=x[None]), self.none(x.new_empty(0, 4))
 
-    found = collect_statistics(Net(), [torch.arange(4.0)])
-    assert {name: one.rows for name, one in found.items()} == {"vector.weight": 1, "keyword.weight": 1}
-    assert torch.equal(found["vector.weight"].hessian, torch.outer(torch.arange(4.0), torch.arange(4.0)))
+    result = collect_statistics(Net(), [torch.arange(4.0)])
+    assert {name: one.rows for name, one in result.items()} == {"vector.weight": 1, "keyword.weight": 1}
+    assert torch.equal(result["vector.weight"].hessian, torch.outer(torch.arange(4.0), torch.arange(4.0)))
 
 
 def test_statistics_of_another_model(llama, tmp_path):
@@ -68,11 +68,11 @@ def test_batches_of_each_form(llama):
 
 
 def test_a_file_of_statistics(tmp_path):
-    given = {"a.weight": InputStatistics(torch.eye(3), 7), "b.weight": InputStatistics(torch.ones(2, 2), 9)}
-    save_statistics(given, tmp_path / "inputs.safetensors")
+    statistics = {"a.weight": InputStatistics(torch.eye(3), 7), "b.weight": InputStatistics(torch.ones(2, 2), 9)}
+    save_statistics(statistics, tmp_path / "inputs.safetensors")
     read = StatisticsFile(tmp_path / "inputs.safetensors")
     assert len(read) == 2 and list(read) == ["a.weight", "b.weight"] and "c.weight" not in read
-    for name, one in given.items():
+    for name, one in statistics.items():
         assert torch.equal(read[name].hessian, one.hessian) and read[name].rows == one.rows
     for metadata in ({}, {"rows": "{"}, {"rows": "3"}, {"rows": '{"b": 3}'}):
         save_file({"a": torch.ones(2)}, tmp_path / "other.safetensors", metadata)
@@ -100,8 +100,8 @@ def test_weights_are_rounded_by_gptq(llama, tmp_path):
         weight = llama.get_parameter(name)
         damping = 0.02 + 0.5 * weight.shape[1] / one.rows
         rounded = gptq(weight, one.hessian, pt2mx.parse(SPEC), damping=damping)
-        held = after[f"{name}_packed"], after[f"{name}_scale"]
-        assert torch.equal(pt2mx.dequantize_mx(*held, SPEC), rounded), name
+        codes = after[f"{name}_packed"], after[f"{name}_scale"]
+        assert torch.equal(pt2mx.dequantize_mx(*codes, SPEC), rounded), name
         nearest = pt2mx.fake_quantize_mx(weight.float(), SPEC)
         assert _error(weight, rounded, one) < _error(weight, nearest, one), name
     scale, data = pt2mx.quantize_mx(llama.lm_head.weight, SPEC)

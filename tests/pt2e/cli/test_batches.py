@@ -57,9 +57,9 @@ def test_nested_values_are_matched_by_their_keys():
     x, k, v = torch.zeros(2), torch.ones(2), torch.ones(2) * 2
     signature = signature_from_factory(Nested().forward, ({"x": x, "parts": [{"k": k, "v": v}, 3]},), {})
     for batch in ({"d": {"parts": [{"v": v, "k": k}, 3], "x": x}}, ({"parts": ({"v": v, "k": k}, 3), "x": x},)):
-        ((given,), _) = conform(batch, signature, "f", print)
-        assert list(given) == ["x", "parts"] and given["x"] is x and given["parts"][1] == 3
-        assert given["parts"][0]["k"] is k and given["parts"][0]["v"] is v
+        ((argument,), _) = conform(batch, signature, "f", print)
+        assert list(argument) == ["x", "parts"] and argument["x"] is x and argument["parts"][1] == 3
+        assert argument["parts"][0]["k"] is k and argument["parts"][0]["v"] is v
 
 
 def test_a_tensor_is_a_batch_of_one():

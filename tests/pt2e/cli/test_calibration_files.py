@@ -24,9 +24,9 @@ def test_batches_in_the_order_of_their_names(tmp_path):
     torch.save({"x": torch.ones(2)}, tmp_path / "a.pt")
     np.savez(tmp_path / "c.npz", x=np.ones(3, np.float32))
     (tmp_path / "notes.txt").write_text("left alone")
-    found = load_batches(tmp_path, {})
-    assert [Path(source).name for source in found] == ["a.pt", "b.pt", "c.npz"]
-    assert [batch["x"].shape[0] if isinstance(batch, dict) else batch.item() for batch in found.values()] == [2, 1, 3]
+    result = load_batches(tmp_path, {})
+    assert [Path(source).name for source in result] == ["a.pt", "b.pt", "c.npz"]
+    assert [batch["x"].shape[0] if isinstance(batch, dict) else batch.item() for batch in result.values()] == [2, 1, 3]
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,8 @@ def test_sixteen_bits_are_scaled(tmp_path):
     ],
 )
 def test_samples(samples, expected, write_wav):
-    found = read_audio(write_wav("a.wav", samples), 16000)
-    assert found.dtype == np.float32 and found.tolist() == expected
+    result = read_audio(write_wav("a.wav", samples), 16000)
+    assert result.dtype == np.float32 and result.tolist() == expected
 
 
 def test_another_rate_says_how_to_convert(write_wav):

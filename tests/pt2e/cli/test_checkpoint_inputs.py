@@ -184,12 +184,12 @@ def test_texts_beside_images_are_as_in_the_example(checkpoint, photos, transform
     processor = transformers.CLIPImageProcessor(**options)
     loaded = load_model(f"hf:{checkpoint(*model, processor)}")
     files = sorted(photos.iterdir())
-    found = loaded.readers["images"](files)
-    assert list(found) == [f"{files[0]}, {files[1]}", f"{files[2]}, {files[0]}"]
-    red, lime = next(iter(found.values()))["pixel_values"].mean((2, 3))
+    result = loaded.readers["images"](files)
+    assert list(result) == [f"{files[0]}, {files[1]}", f"{files[2]}, {files[0]}"]
+    red, lime = next(iter(result.values()))["pixel_values"].mean((2, 3))
     scaled = (torch.eye(3) - torch.tensor(processor.image_mean)) / torch.tensor(processor.image_std)
     assert torch.allclose(red, scaled[0], atol=1e-2) and torch.allclose(lime, scaled[1], atol=0.1)  # JPEG
-    for source, batch in found.items():
+    for source, batch in result.items():
         assert list(batch) == list(loaded.example) and torch.equal(batch["input_ids"], loaded.example["input_ids"])
         assert loaded.conform(batch, source, print).keys() == batch.keys()
 
@@ -234,9 +234,11 @@ def test_a_folder_of_images_calibrates(checkpoint, photos, transformers, tmp_pat
     images = torch.randn(5, 3, 32, 32)
     with torch.no_grad():
         (expected,) = loaded.module(images)
-        (found,) = torch.export.load(output).module()(pixel_values=images)
+        (result,) = torch.export.load(output).module()(pixel_values=images)
     assert (
-        found.shape == (5, 2) and (found - expected).norm() < 0.2 * expected.norm() and not torch.equal(found, expected)
+        result.shape == (5, 2)
+        and (result - expected).norm() < 0.2 * expected.norm()
+        and not torch.equal(result, expected)
     )
 
 

@@ -154,11 +154,11 @@ def test_warnings_are_lines_as_notes_are(factory, capsys):
 def test_json_is_alone_on_stdout(factory, capsys):
     assert main(["quantize", "--model", "net.py:talks", "--recipe", "mxfp4", "--output", "q.pt2", "--json"]) == 0
     out, err = capsys.readouterr()
-    found = json.loads(out)
-    assert err == "a factory that prints\n" and found["output"] == "q.pt2"
-    assert found["bytes"] == os.path.getsize("q.pt2") and len(found["report"]["operators"]) == 2
-    assert list(found["seconds"]) == ["load", "export", "calibrate", "convert", "compare", "save"]
-    assert 10 < found["output_against_the_float_model"]["sqnr"] < 40
+    actual = json.loads(out)
+    assert err == "a factory that prints\n" and actual["output"] == "q.pt2"
+    assert actual["bytes"] == os.path.getsize("q.pt2") and len(actual["report"]["operators"]) == 2
+    assert list(actual["seconds"]) == ["load", "export", "calibrate", "convert", "compare", "save"]
+    assert 10 < actual["output_against_the_float_model"]["sqnr"] < 40
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="it is a device of Linux")

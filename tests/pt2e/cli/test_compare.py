@@ -46,23 +46,23 @@ def test_table_and_json(capsys):
     assert [line.split()[1] for line in out.splitlines()[1:-1]] == ["mxfp4", "mxfp8", "float"]
     assert "net.py:make, 1 batch; load" in err and "mxfp8" in err
     assert main(["compare", "net.py:make", "--recipes", "mxfp4,mxfp8", "--json", "--metric", "kl"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["metric"] == "divergence, nats" and [row["on_front"] for row in found["rows"]] == [True] * 3
+    result = json.loads(capsys.readouterr().out)
+    assert result["metric"] == "divergence, nats" and [row["on_front"] for row in result["rows"]] == [True] * 3
 
 
 def test_numbers_are_those_of_the_function(capsys, folder):
     quantizer = pt2mx.MXQuantizer().set_module_name("2", pt2mx.get_default_mx_quantization_config("mxfp4", "mxfp4"))
     quantizer.to_recipe("mine.yaml")
     assert main(["compare", "net.py:make", "--recipes", "mine.yaml", "--json", "--calibration", "batches"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    result = json.loads(capsys.readouterr().out)
     namespace = {}
     exec(FACTORY, namespace)
     model, x, shapes = namespace["make"]()
     exported = torch.export.export(model.eval(), (x,), dynamic_shapes=shapes).module()
     batches = [torch.load(folder / "batches" / f"{i}.pt") for i in range(3)]
-    assert list(found.pop("seconds")) == ["load", "export", "float", "mine.yaml"]
+    assert list(result.pop("seconds")) == ["load", "export", "float", "mine.yaml"]
     again = pt2mx.compare_recipes(exported, batches, {"mine.yaml": quantizer})
-    assert json.loads(again.to_json()) == found
+    assert json.loads(again.to_json()) == result
 
 
 def test_algorithms_see_other_batches_than_judge(capsys):

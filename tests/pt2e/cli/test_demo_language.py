@@ -9,13 +9,13 @@ from tests.language_models import checkpoint
 def test_from_a_checkpoint_to_text(tmp_path, monkeypatch, capsys):
     folder = checkpoint("llama", tmp_path / "checkpoint")
     monkeypatch.setattr(demo_language, "smollm2_checkpoint", lambda: folder)
-    found = demo_language.main(tmp_path, "mxfp4_weight_only")
+    actual = demo_language.main(tmp_path, "mxfp4_weight_only")
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("SmolLM2-135M-Instruct by mxfp4_weight_only: 0 -> ")
     assert [line.strip()[:20] for line in lines[2:5]] == [prompt[:20] for prompt in demo_language._PROMPTS]
     assert "tokens a second" in lines[5]
-    assert found["folder"] == str(tmp_path / demo_language.NAME) and (tmp_path / demo_language.NAME).is_dir()
-    assert list(found["texts"]) == list(demo_language._PROMPTS) and found["bytes"] == size_of(found["folder"])
+    assert actual["folder"] == str(tmp_path / demo_language.NAME) and (tmp_path / demo_language.NAME).is_dir()
+    assert list(actual["texts"]) == list(demo_language._PROMPTS) and actual["bytes"] == size_of(actual["folder"])
 
 
 def test_packages_that_are_missing(monkeypatch):

@@ -24,9 +24,9 @@ def check(monkeypatch, capsys):
     def run(*checks):
         monkeypatch.setattr(doctor, "CHECKS", {"group": checks})
         status = main(["doctor", "--json"])
-        found = json.loads(capsys.readouterr().out)
-        assert main(["doctor"]) == status and found["flow_can_run"] == (status == 0)
-        return status, found["checks"][0], capsys.readouterr().out.splitlines()
+        result = json.loads(capsys.readouterr().out)
+        assert main(["doctor"]) == status and result["flow_can_run"] == (status == 0)
+        return status, result["checks"][0], capsys.readouterr().out.splitlines()
 
     return run
 
@@ -101,9 +101,9 @@ def test_here(capsys, monkeypatch):
     imported: list[str] = []
     monkeypatch.setattr(doctor, "_import", imported.append)
     assert main(["doctor", "--json"]) == 0
-    found = {row["name"]: row for row in json.loads(capsys.readouterr().out)["checks"]}
-    assert list(found) == [check.name for checks in CHECKS.values() for check in checks]
-    assert all(row["status"] == "ok" for row in found.values() if row["needed"])
+    result = {row["name"]: row for row in json.loads(capsys.readouterr().out)["checks"]}
+    assert list(result) == [check.name for checks in CHECKS.values() for check in checks]
+    assert all(row["status"] == "ok" for row in result.values() if row["needed"])
     assert {"torch", "torchao", "yaml", "torchvision", "transformers.modeling_utils", "jax"} <= set(imported)
     assert len(imported) == len(set(imported))
 
@@ -127,10 +127,10 @@ def modules(tmp_path, monkeypatch):
 
 def test_each_module_is_imported_in_a_process_of_its_own(modules):
     with clean_imports(MODULES) as imports:
-        found = {name: imports[name].exception() for name in MODULES}
-    assert found.pop("whole") is None and not set(MODULES) & set(sys.modules)
-    assert all(type(error) is FailedImport for error in found.values())
-    assert {name: str(error) for name, error in found.items()} == {
+        result = {name: imports[name].exception() for name in MODULES}
+    assert result.pop("whole") is None and not set(MODULES) & set(sys.modules)
+    assert all(type(error) is FailedImport for error in result.values())
+    assert {name: str(error) for name, error in result.items()} == {
         "prints_and_fails": "`import prints_and_fails` fails: RuntimeError: operator x::nms does not exist",
         "lacks": "`import lacks` fails: ModuleNotFoundError: No module named 'not_there_at_all'",
         "exits": "`import exits` fails: SystemExit: 3",

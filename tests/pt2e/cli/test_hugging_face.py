@@ -33,8 +33,8 @@ def test_shards_load_in_their_own_dtype(name, config, fields, dtype, stated, che
         rewrite(folder, "dtype")
     loaded = load_model(f"hf:{folder}")
     expected = getattr(transformers, name).from_pretrained(folder).state_dict()
-    found = loaded.module.state_dict()
-    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+    result = loaded.module.state_dict()
+    assert result.keys() == expected.keys() and all(torch.equal(result[key], expected[key]) for key in expected)
     floats = [*loaded.module.parameters(), *loaded.example.values()]
     assert {t.dtype for t in floats if t.is_floating_point()} == {getattr(torch, dtype)}
     with torch.no_grad():

@@ -46,14 +46,14 @@ def run(*arguments, capsys):
 
 def test_a_program(files, capsys):
     folder, program = files
-    (found,) = json.loads(run(folder / "program.pt2", "--json", capsys=capsys).out)["files"]
-    assert found["kind"] == "program" and found["bytes"] == (folder / "program.pt2").stat().st_size
-    assert found["origin"]["pt2mx"] == pt2mx.__version__ and "mxfp4_e2m1{32}" in found["origin"]["recipe"]
-    assert found["inputs"] == [{"name": "input", "dtype": "float32", "shape": ["0..64", 64], "bytes": None}]
-    assert found["activations"] == {"mxfp4_e2m1{32}(even,even)": 2}
-    assert found["operators"]["pt2mx.dequantize_mx"] == 4 and found["operators"]["aten.linear"] == 2
-    assert {t["name"]: t["bytes"] for t in found["tensors"]} == {"0.bias": 1000, "2.bias": 40}
-    for weight, held in zip(packed_weights(program), found["weights"], strict=True):
+    (result,) = json.loads(run(folder / "program.pt2", "--json", capsys=capsys).out)["files"]
+    assert result["kind"] == "program" and result["bytes"] == (folder / "program.pt2").stat().st_size
+    assert result["origin"]["pt2mx"] == pt2mx.__version__ and "mxfp4_e2m1{32}" in result["origin"]["recipe"]
+    assert result["inputs"] == [{"name": "input", "dtype": "float32", "shape": ["0..64", 64], "bytes": None}]
+    assert result["activations"] == {"mxfp4_e2m1{32}(even,even)": 2}
+    assert result["operators"]["pt2mx.dequantize_mx"] == 4 and result["operators"]["aten.linear"] == 2
+    assert {t["name"]: t["bytes"] for t in result["tensors"]} == {"0.bias": 1000, "2.bias": 40}
+    for weight, held in zip(packed_weights(program), result["weights"], strict=True):
         assert (held["name"], held["format"]) == (weight.name, "fp4_e2m1{32}")
         assert (held["axis"], tuple(held["shape"])) == (1, weight.shape)
         assert held["bytes"] == weight.codes.numel() + weight.scales.numel()
@@ -80,8 +80,8 @@ def test_weights_of_more_bits_than_their_formats(tmp_path, capsys):
     lines = run(tmp_path / "program.pt2", capsys=capsys).out.splitlines()
     reason = "16 bits a value: 1 value a block, which has a scale and whole bytes of its own"
     assert lines[-3] == f"{reason}: 0.weight, 2.weight"
-    (found,) = json.loads(run(tmp_path / "program.pt2", "--json", capsys=capsys).out)["files"]
-    assert [weight["storage"] for weight in found["weights"]] == [reason, None, reason]
+    (result,) = json.loads(run(tmp_path / "program.pt2", "--json", capsys=capsys).out)["files"]
+    assert [weight["storage"] for weight in result["weights"]] == [reason, None, reason]
 
 
 def test_a_package(files, capsys):
@@ -106,9 +106,9 @@ def test_programs_without_packed_weights(files, capsys):
     captured = run(files[0] / "portable.pt2", capsys=capsys)
     assert "portable: operators are written out" in captured.out
     assert "was written by" not in captured.out
-    (found,) = json.loads(run(files[0] / "float.pt2", "--json", capsys=capsys).out)["files"]
-    assert (found["weights"], found["origin"], found["portable"]) == ([], None, False)
-    assert {t["name"] for t in found["tensors"]} == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    (result,) = json.loads(run(files[0] / "float.pt2", "--json", capsys=capsys).out)["files"]
+    assert (result["weights"], result["origin"], result["portable"]) == ([], None, False)
+    assert {t["name"] for t in result["tensors"]} == {"0.weight", "0.bias", "2.weight", "2.bias"}
 
 
 def test_the_folder_of_a_language_model(tmp_path, capsys):
@@ -117,11 +117,11 @@ def test_the_folder_of_a_language_model(tmp_path, capsys):
     model = pt2mx.quantize_language_model(model, MXQuantizer.from_recipe("mxfp4_weight_only"))
     model.tokenizer = tokenizer_of_bytes()
     model.save_pretrained(tmp_path / "model")
-    (found,) = inspect_file(tmp_path / "model")
-    assert found.file.endswith("program.pt2") and len(found.weights) > 4
-    assert any(weight.name.endswith("gate_up_proj") and len(weight.shape) == 3 for weight in found.weights)
-    assert all(weight.bits < 5 for weight in found.weights)
-    assert f"{len(found.weights)} packed weights" in run(tmp_path / "model", capsys=capsys).out
+    (result,) = inspect_file(tmp_path / "model")
+    assert result.file.endswith("program.pt2") and len(result.weights) > 4
+    assert any(weight.name.endswith("gate_up_proj") and len(weight.shape) == 3 for weight in result.weights)
+    assert all(weight.bits < 5 for weight in result.weights)
+    assert f"{len(result.weights)} packed weights" in run(tmp_path / "model", capsys=capsys).out
 
 
 def test_bad_input(tmp_path, capsys):

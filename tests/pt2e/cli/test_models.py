@@ -51,8 +51,8 @@ def test_minilm_is_the_pretrained_encoder(minilm):
         embeddings = minilm.program.module()(*minilm.inputs)
     assert embeddings.shape == (72, 384)
     assert torch.allclose(embeddings.norm(dim=1), torch.ones(72), atol=1e-5)
-    found = (embeddings[:36] @ embeddings[36:].T).argmax(1)
-    assert (found == torch.arange(36)).sum() >= 34
+    result = (embeddings[:36] @ embeddings[36:].T).argmax(1)
+    assert (result == torch.arange(36)).sum() >= 34
 
 
 def test_torchvision(monkeypatch):

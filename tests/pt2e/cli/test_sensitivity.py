@@ -23,10 +23,10 @@ def test_table_and_json(capsys):
     assert lines[1].split()[1] == "mxfp4_e2m1{32}(even,even)"  # as the recipe of the name has it
     assert "measure" in err
     assert main(["sensitivity", "net.py:make", "--json", "--operands", "activations", "--metric", "kl"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["metric"] == "kl" and {row["operands"] for row in found["rows"]} == {"activations"}
-    assert {row["module"] for row in found["rows"]} == {"0", "2", "3"}
-    assert all(row["estimate"] > 0 and row["alone"] is None for row in found["rows"])
+    result = json.loads(capsys.readouterr().out)
+    assert result["metric"] == "kl" and {row["operands"] for row in result["rows"]} == {"activations"}
+    assert {row["module"] for row in result["rows"]} == {"0", "2", "3"}
+    assert all(row["estimate"] > 0 and row["alone"] is None for row in result["rows"])
 
 
 def test_a_recipe_of_so_many_bits(capsys, folder):
@@ -93,8 +93,8 @@ def test_a_checkpoint_is_not_written_over(capsys, folder):
 
 def test_names_with_blanks_are_those_of_recipes(capsys):
     assert main(["sensitivity", "net.py:make", "--formats", "mxfp8, mxfp4", "--json"]) == 0
-    found = {row["candidate"] for row in json.loads(capsys.readouterr().out)["rows"]}
-    assert found == {"mxfp8_e4m3{32}", "mxfp4_e2m1{32}(even,even)"}
+    result = {row["candidate"] for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert result == {"mxfp8_e4m3{32}", "mxfp4_e2m1{32}(even,even)"}
 
 
 def test_a_model_in_which_nothing_is_quantized(capsys):

@@ -33,11 +33,11 @@ def test_a_prompt_and_single_tokens_give_what_the_model_gives(family):
     expected = model(ids).logits
     call = inputs(layers_of(model), torch.device("cpu"), ids)
     prompt = {name: call[name][:, :12] for name in ("input_ids", "position_ids")}
-    found = [program(**{**call, **prompt, "logits_to_keep": torch.arange(12)})]
+    result = [program(**{**call, **prompt, "logits_to_keep": torch.arange(12)})]
     for i in range(12, 76):
         token = {"input_ids": ids[:, i : i + 1], "position_ids": torch.full((3, 1), i), "start": torch.tensor([i])}
-        found.append(program(**{**call, **token, "logits_to_keep": torch.tensor([0])}))
-    assert torch.allclose(torch.cat(found, 1), expected, atol=2e-6)
+        result.append(program(**{**call, **token, "logits_to_keep": torch.tensor([0])}))
+    assert torch.allclose(torch.cat(result, 1), expected, atol=2e-6)
 
 
 @torch.no_grad()
@@ -47,10 +47,10 @@ def test_padding_changes_nothing(family):
     ids, mask = padded()
     call = inputs(layers_of(model), torch.device("cpu"), ids)
     call["attention_mask"], call["position_ids"] = mask, (mask.cumsum(1) - 1).clamp(min=0)
-    found = program(**call)
-    assert found.isfinite().all()
+    result = program(**call)
+    assert result.isfinite().all()
     for row, padding in enumerate((mask == 0).sum(1).tolist()):
-        assert torch.allclose(found[row, padding:], model(ids[row : row + 1, padding:]).logits[0], atol=2e-6)
+        assert torch.allclose(result[row, padding:], model(ids[row : row + 1, padding:]).logits[0], atol=2e-6)
 
 
 def test_what_keeps_no_keys_and_values_is_refused():

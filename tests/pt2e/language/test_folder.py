@@ -43,9 +43,9 @@ def test_it_is_written_and_overwritten(program, tmp_path):
     (tmp_path / "new" / "model.aoti.pt2").write_text("of the old one")
     (tmp_path / "new" / "notes.txt").write_text("of the user")
     save_folder(tmp_path / "new", program, None, Part("new"))
-    found = contents(tmp_path / "new")
-    assert set(found) == {"program.pt2", "config.json", "inner/more.json", "notes.txt"}
-    assert found["config.json"] == found["inner/more.json"] == b"new"
+    result = contents(tmp_path / "new")
+    assert set(result) == {"program.pt2", "config.json", "inner/more.json", "notes.txt"}
+    assert result["config.json"] == result["inner/more.json"] == b"new"
 
 
 @pytest.mark.parametrize(

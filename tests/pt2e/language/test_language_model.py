@@ -59,12 +59,12 @@ def test_generate_gives_the_tokens_of_transformers(llama, family):
 
 def test_greedy_text_is_that_of_a_plain_loop_and_of_single_prompts(llama):
     ids, mask = padded()
-    found = llama.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=False, eos_token_id=None)
+    result = llama.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=False, eos_token_id=None)
     plain = llama.program.module()
     for row in range(3):
         tokens = ids[row : row + 1, int((mask[row] == 0).sum()) :]
         alone = llama.generate(tokens, max_new_tokens=16, do_sample=False, eos_token_id=None)
-        assert torch.equal(alone[0, -16:], found[row, -16:])
+        assert torch.equal(alone[0, -16:], result[row, -16:])
         for _ in range(16):  # the whole text anew for each token
             cache = llama.new_cache(1, tokens.shape[1])
             length = tokens.shape[1]
@@ -176,8 +176,8 @@ def test_a_program_of_another_kind_is_refused():
 def test_arguments_of_generate(llama, options):
     eager, ids = with_rounded_weights("llama"), torch.randint(256, (1, 12)).repeat(1, 2)
     calls = {"max_new_tokens": 16, "do_sample": False, **options}
-    expected, found = eager.generate(ids, **calls), llama.generate(ids, **calls)
-    assert torch.equal(getattr(found, "sequences", found), getattr(expected, "sequences", expected))
+    expected, result = eager.generate(ids, **calls), llama.generate(ids, **calls)
+    assert torch.equal(getattr(result, "sequences", result), getattr(expected, "sequences", expected))
 
 
 @pytest.mark.parametrize("prompt", [{"inputs": torch.ones(1, 4, dtype=torch.long)}, {"text": "Hello"}])

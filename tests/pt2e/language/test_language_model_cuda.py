@@ -22,9 +22,9 @@ def test_a_folder_of_the_cpu_is_compiled_on_a_gpu(made):
     ids, mask = padded()
     moved = LanguageModel.from_pretrained(folder, "cuda")
     moved.compile(mode="reduce-overhead")
-    found = moved.generate(ids.cuda(), attention_mask=mask.cuda(), **options)
-    assert found.device.type == "cuda"
-    assert torch.equal(found.cpu(), quantized.generate(ids, attention_mask=mask, **options))
+    result = moved.generate(ids.cuda(), attention_mask=mask.cuda(), **options)
+    assert result.device.type == "cuda"
+    assert torch.equal(result.cpu(), quantized.generate(ids, attention_mask=mask, **options))
 
 
 def test_packages(made):
@@ -33,8 +33,8 @@ def test_packages(made):
     assert main(["compile", str(folder), "--device", "cuda"]) == 0
     loaded = LanguageModel.from_pretrained(folder, "cuda")
     assert loaded.runner._token is not loaded.decoder
-    found = loaded.generate(ids.cuda(), attention_mask=mask.cuda(), **options)
-    assert torch.equal(found.cpu(), quantized.generate(ids, attention_mask=mask, **options))
+    result = loaded.generate(ids.cuda(), attention_mask=mask.cuda(), **options)
+    assert torch.equal(result.cpu(), quantized.generate(ids, attention_mask=mask, **options))
 
 
 def test_quantized_on_a_gpu(tmp_path):

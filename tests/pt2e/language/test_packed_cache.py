@@ -23,12 +23,12 @@ def steps(model, layers, ids, mask):
     """The logits of a prompt of 8 tokens, and of each further one."""
     call = decoder.inputs(layers, torch.device("cpu"), ids)
     call["attention_mask"], call["position_ids"] = mask, (mask.cumsum(1) - 1).clamp(min=0)
-    found = []
+    result = []
     for first, last in ((0, 8), *((i, i + 1) for i in range(8, ids.shape[1]))):
         here = {name: call[name][:, first:last] for name in ("input_ids", "position_ids")}
         kept = torch.arange(last - first)
-        found.append(model(**{**call, **here, "start": torch.tensor([first]), "logits_to_keep": kept}))
-    return torch.cat(found, 1), (call["keys"], call["values"])
+        result.append(model(**{**call, **here, "start": torch.tensor([first]), "logits_to_keep": kept}))
+    return torch.cat(result, 1), (call["keys"], call["values"])
 
 
 @functools.cache
@@ -55,8 +55,8 @@ def test_codes_give_the_bits_of_the_prepared_model(family, layers, kv_cache):
     assert [tuple(t.shape[3] for t in keys) for keys, _ in layers_in(packed)] == [BYTES[kv_cache]] * len(layers)
     program = decoder.export(packed, decoder.inputs(layers_in(packed), torch.device("cpu")))
     for run in (packed, program.module()):
-        found, codes = steps(run, layers_in(packed), ids, mask)
-        assert torch.equal(found, expected)
+        result, codes = steps(run, layers_in(packed), ids, mask)
+        assert torch.equal(result, expected)
         assert all(tensor.dtype == torch.uint8 for tensor in pytree.tree_leaves(codes))
     assert not torch.equal(steps(graph, layers, ids, mask)[0], expected)
     assert cache[0][0].abs().sum() > 0

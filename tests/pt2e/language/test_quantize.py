@@ -13,8 +13,8 @@ from tests.language_models import tiny_decoder, transformers
 def test_products_with_weights_are_quantized_and_no_others(family, quantized):
     model = tiny_decoder(family, num_hidden_layers=1)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    found = quantize_language_model(model, MXQuantizer.from_recipe("mxfp8"))
-    operators = pt2mx.quantization_report(found.program.module()).operators
+    result = quantize_language_model(model, MXQuantizer.from_recipe("mxfp8"))
+    operators = pt2mx.quantization_report(result.program.module()).operators
     assert sum(operator.quantized for operator in operators) == quantized
     left = {operator.operator for operator in operators if not operator.quantized}
     assert left <= {"aten.scaled_dot_product_attention", "aten.matmul"}
@@ -55,17 +55,17 @@ def test_algorithms_lower_the_error():
     for algorithms in (None, "balanced"):
         quantizer = MXQuantizer.from_recipe("mxfp4_weight_only").set_algorithms(algorithms)
         stages = []
-        found = quantize_language_model(model, quantizer, [ids], stage=stages.append)
+        result = quantize_language_model(model, quantizer, [ids], stage=stages.append)
         assert stages == ["export", *["optimize"] * (algorithms is not None), "calibrate", "convert"]
         with torch.no_grad():
-            errors.append((found(ids).logits - model(ids).logits).square().mean())
+            errors.append((result(ids).logits - model(ids).logits).square().mean())
     assert errors[1] < 0.9 * errors[0]
 
 
 def test_a_filter_of_the_users_stays():
     quantizer = MXQuantizer.from_recipe("mxfp8").set_filter_function(lambda node: "lm_head" not in str(node.meta))
-    found = quantize_language_model(tiny_decoder("llama", num_hidden_layers=1), quantizer)
-    (head,) = [o for o in pt2mx.quantization_report(found.program.module()).operators if "lm_head" in o.module]
+    result = quantize_language_model(tiny_decoder("llama", num_hidden_layers=1), quantizer)
+    (head,) = [o for o in pt2mx.quantization_report(result.program.module()).operators if "lm_head" in o.module]
     assert not head.quantized
 
 

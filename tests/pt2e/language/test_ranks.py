@@ -46,16 +46,16 @@ def folders(tmp_path_factory):
 def computed(folder, compiled=False):
     """What a model gives, by name."""
     ids, mask = padded()
-    loaded, found = LanguageModel.from_pretrained(folder), {}
+    loaded, result = LanguageModel.from_pretrained(folder), {}
     if compiled:
         loaded.compile()
     prompt = loaded(ids, mask)
     token = loaded(ids[:, :1], torch.cat([mask, mask[:, -1:]], 1), past_key_values=prompt.past_key_values)
-    found["prompt"], found["token"] = prompt.logits, token.logits
+    result["prompt"], result["token"] = prompt.logits, token.logits
     for name, options in {"greedy": GREEDY, "sampled": SAMPLED}.items() if not compiled else ():
         torch.manual_seed(1)
-        found[name] = loaded.generate(ids, attention_mask=mask, max_new_tokens=12, **options)
-    return found
+        result[name] = loaded.generate(ids, attention_mask=mask, max_new_tokens=12, **options)
+    return result
 
 
 def spoken(arguments, lines=""):
@@ -70,14 +70,14 @@ def run(rank, folders, results, port, thorough):
     torch.set_num_threads(1)
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}
     os.environ.update(address, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")  # as torchrun does
-    found = {"exported by one": computed(f"{folders}/ranks")}
+    result = {"exported by one": computed(f"{folders}/ranks")}
     if thorough:
-        found["compiled"] = computed(f"{folders}/ranks", compiled=True)
+        result["compiled"] = computed(f"{folders}/ranks", compiled=True)
         assert quantize(f"{folders}/checkpoint", f"{results}/written", "--tensor-parallel", "2") == 0
-        found["exported by two"] = computed(f"{results}/written")
-    found["said"] = spoken([f"{folders}/ranks", "--prompt", "Hello"])
-    found["asked"] = spoken([f"{folders}/ranks"], "" if rank else "Hello\nHello\n")  # a terminal is the first rank's
-    torch.save(found, f"{results}/{rank}.pt")
+        result["exported by two"] = computed(f"{results}/written")
+    result["said"] = spoken([f"{folders}/ranks", "--prompt", "Hello"])
+    result["asked"] = spoken([f"{folders}/ranks"], "" if rank else "Hello\nHello\n")  # a terminal is the first rank's
+    torch.save(result, f"{results}/{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -95,9 +95,9 @@ def test_two_ranks_give_what_one_gives(folders, family, thorough, tmp_path):
     assert (first.pop("said"), first.pop("asked")) == (text, 2 * text)
     assert (second.pop("said"), second.pop("asked")) == ("", "")
     for name, kinds in first.items():
-        for kind, found in kinds.items():
-            assert torch.equal(found, second[name][kind])
-            assert torch.allclose(found, expected[kind], atol=1e-5), (name, kind)
+        for kind, result in kinds.items():
+            assert torch.equal(result, second[name][kind])
+            assert torch.allclose(result, expected[kind], atol=1e-5), (name, kind)
 
 
 def test_files_of_a_folder(folders, tmp_path):

@@ -24,22 +24,22 @@ def weight_only(weight):
 
 def each_rank(work, count=2):
     """What `work` gives on each rank of a group without others."""
-    found = []
+    result = []
     for place in ranks.places(count):
         with place:
-            found.append(work())
-    return found
+            result.append(work())
+    return result
 
 
 def compute(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
     with torch.no_grad():
-        found = {family: shard(divisible_decoder(family))(TOKENS).logits for family in DIVIDED}
-    found["balanced"] = quantize_language_model(
+        result = {family: shard(divisible_decoder(family))(TOKENS).logits for family in DIVIDED}
+    result["balanced"] = quantize_language_model(
         shard(divisible_decoder("llama", num_hidden_layers=1)), BALANCED, [TEXT]
     )(TEXT).logits
-    torch.save(found, f"{folder}/{rank}.pt")
+    torch.save(result, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 

@@ -17,14 +17,14 @@ def test_of_known_predictions():
     def sure(block):  # of the last token before it was said: 1, 2, 1
         return torch.nn.functional.one_hot(torch.tensor([[1, 2, 1, 0]]), 3) * math.log(2.0)  # 1/4, 1/4, 1/2
 
-    found = perplexity(even, [text])
-    assert (found.tokens, found.divergence, found.agreement) == (3, None, None)
-    assert found.perplexity == pytest.approx(3)
-    found = perplexity(sure, [text, text], even)
-    assert found.tokens == 6 and found.perplexity == pytest.approx(2)
+    result = perplexity(even, [text])
+    assert (result.tokens, result.divergence, result.agreement) == (3, None, None)
+    assert result.perplexity == pytest.approx(3)
+    result = perplexity(sure, [text, text], even)
+    assert result.tokens == 6 and result.perplexity == pytest.approx(2)
     # sum of 1/3 log((1/3) / q)
-    assert found.divergence == pytest.approx((2 * math.log(4 / 3) + math.log(2 / 3)) / 3)
-    assert found.agreement == pytest.approx(0)  # the first of equals is 0
+    assert result.divergence == pytest.approx((2 * math.log(4 / 3) + math.log(2 / 3)) / 3)
+    assert result.agreement == pytest.approx(0)  # the first of equals is 0
     assert perplexity(sure, [text], sure).agreement == 1 and perplexity(sure, [text], sure).divergence == 0
 
 
@@ -40,10 +40,10 @@ def test_of_tokens_that_are_ruled_out_or_nearly():
     def masked(logit, other=0.0):
         return lambda block: torch.tensor([logit, other, -math.inf]).expand(1, block.shape[1], 3)
 
-    found = perplexity(masked(0.0), [text], masked(0.0))
-    assert (found.perplexity, found.divergence, found.agreement) == (pytest.approx(2), 0, 1)
-    found = perplexity(masked(1.0), [text], masked(0.0))
-    assert found.divergence == pytest.approx(math.log((1 + math.e) / 2) - 0.5)
+    result = perplexity(masked(0.0), [text], masked(0.0))
+    assert (result.perplexity, result.divergence, result.agreement) == (pytest.approx(2), 0, 1)
+    result = perplexity(masked(1.0), [text], masked(0.0))
+    assert result.divergence == pytest.approx(math.log((1 + math.e) / 2) - 0.5)
     assert perplexity(masked(709.0), [text]).perplexity == pytest.approx(math.exp(709))
     assert perplexity(masked(800.0), [text]).perplexity == math.inf
     assert perplexity(masked(0.0, -math.inf), [text]).perplexity == math.inf
