@@ -164,7 +164,7 @@ def write_config(layout: Layout, modules: Mapping[str, Module]) -> dict[str, Any
         read = schemes.of(name)
         if module.kind == LINEAR and (read and read.element) != (module.scheme and module.scheme.element):
             raise MXError(
-                f"readers of {layout.name}, who take the beginning or the end of a name for it, would not tell {name} "
+                f"loaders of {layout.name}, which match the beginning or the end of a name, would not tell {name} "
                 "from another module: quantize both or none"
             )
     return config

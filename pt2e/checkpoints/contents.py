@@ -140,7 +140,7 @@ def _check_dtypes(graph: GraphModule, layout: Layout) -> None:
             dtype = str(layout.dtypes[0]).removeprefix("torch.")
             names = " or ".join(str(dtype).removeprefix("torch.") for dtype in layout.dtypes)
             raise MXError(
-                f"the model computes in {call.dtype}, readers of {layout.name} in {names}: quantize it in "
+                f"the model computes in {call.dtype}, loaders of {layout.name} in {names}: quantize it in "
                 f"{dtype} (model.to(...) in Python, `pt2mx quantize --dtype {dtype}`)"
             )
 

@@ -184,7 +184,7 @@ def _unfit(plan: ConversionPlan, layer: nn.Module, name: str, entry: Entry, merg
     elif layout.only_experts:
         return f"{layout.name} has experts alone"
     elif type(layer) is not nn.Linear:
-        return f"readers of {layout.name} keep layers of type {type(layer).__name__} in high precision"
+        return f"loaders of {layout.name} keep layers of type {type(layer).__name__} in high precision"
     if columns % BLOCK:
         return f"its {columns} columns are no whole blocks of {BLOCK}"
     if entry.dtype not in HIGH_PRECISION:
@@ -204,7 +204,7 @@ def _check_dtype(plan: ConversionPlan) -> None:
     if dtype not in plan.layout.dtypes:
         allowed = ", ".join(str(one).removeprefix("torch.") for one in plan.layout.dtypes)
         raise MXError(
-            f"readers of {plan.layout.name} compute in {allowed}, and the checkpoint is in {dtype}: give the dtype "
+            f"loaders of {plan.layout.name} compute in {allowed}, and the checkpoint is in {dtype}: give the dtype "
             f"{allowed.partition(',')[0]!r} for the tensors that stay"
         )
 

@@ -92,7 +92,7 @@ class Layout:
         check_grid(weight, element, data, scale)
         if bool((scale == _NAN_SCALE).any()):
             raise MXError(
-                f"{weight} has blocks that are NaN, which readers of {self.name} take for numbers: fix the weight"
+                f"{weight} has blocks that are NaN, which loaders of {self.name} take for numbers: fix the weight"
             )
         codes = data.unflatten(-1, (scale.shape[-1], -1)) if stored.by_block else data.view(stored.dtype)
         return dict(zip(self.names(weight, element), (codes, scale), strict=True))
@@ -158,7 +158,7 @@ class Layout:
         """
         if element not in self.embeddings:
             able = f"embeddings in {' or '.join(self.embeddings)} alone" if self.embeddings else "no packed embeddings"
-            raise MXError(f"readers of {self.name} take {able}: leave {module} in high precision")
+            raise MXError(f"loaders of {self.name} take {able}: leave {module} in high precision")
 
     def check_inputs(self, module: str, spec: MXSpec | None) -> None:
         """Raise an `MXError` where libraries would not quantize the inputs of a module as `spec` says.

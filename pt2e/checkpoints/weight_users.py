@@ -77,7 +77,7 @@ def weight_users(model: GraphModule) -> list[WeightUser]:
     for node in (*inner, *(node for node in model.graph.nodes if is_ours(node) and node not in explained)):
         raise MXError(
             f"{module_name(node) or node.name} calls {operator_name(node.target)} for what is neither a weight nor the "
-            "input of a product with one: a checkpoint has no place for it; leave it in high precision"
+            "input multiplied with one: a checkpoint has no place for it; leave it in high precision"
         )
     return users
 

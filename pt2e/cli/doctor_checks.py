@@ -83,9 +83,9 @@ def _cpu_kernels() -> str:
         build.load()
     available = linear.units_for(MXSpec("int8", 32), 32)  # all instructions support this element
     units = [name for name in ("AMX", "AVX512_VNNI", "AVX512_BF16") if available & getattr(linear, name)]
-    products = f"products of quantized activations on {', '.join(units)}, " if units else ""
+    matmuls = f"matmuls of quantized activations on {', '.join(units)}, " if units else ""
     capability, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
-    return f"built for {capability}, {products}{threads} threads, in {build.cache_folder()}"
+    return f"built for {capability}, {matmuls}{threads} threads, in {build.cache_folder()}"
 
 
 def _gpu() -> str:
@@ -106,7 +106,7 @@ def _triton() -> str:
     if not torch.cuda.is_available():
         raise NotNeeded("its kernels are for a GPU")
     if torch.cuda.get_device_capability() < (8, 0):
-        raise NotNeeded("its kernels are for GPUs of capability 8.0 or higher, and torch's operators serve here")
+        raise NotNeeded("its kernels need capability 8.0 or higher; torch's operators run instead")
     importlib.import_module("triton")
     return _package("triton")
 
@@ -163,7 +163,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
     ),
     "machine": (
         Check("C++ compiler", _compiler, "`pt2mx compile`, torch.compile, the CPU kernels", _COMPILER),
-        Check("CPU kernels", _cpu_kernels, "speed (without them torch's operators serve)", _COMPILER),
+        Check("CPU kernels", _cpu_kernels, "speed (without them torch's operators run)", _COMPILER),
         Check("GPU", _gpu, "--device cuda", "pip install --force-reinstall torch"),
         Check("Triton", _triton, "speed on a GPU", "pip install triton"),
     ),

@@ -64,5 +64,5 @@ def test_noted_interrupts():
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         assert seen == [signal.SIGINT]
-    with pytest.raises(KeyboardInterrupt):  # the handler of before is back
+    with pytest.raises(KeyboardInterrupt):  # the previous handler is back
         signal.raise_signal(signal.SIGINT)

@@ -14,7 +14,7 @@ from tests.language_models import FAMILIES, transformers
 IDS = torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(0))
 INPUTS = {"input_ids": IDS, "use_cache": False, "return_dict": False}
 _SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 300}
-#: those that checkpoints hold in their own ways
+#: families with special layouts in checkpoints
 _FAMILIES = {
     **FAMILIES,
     "granitemoe": ("GraniteMoeConfig", {**_SIZES, "num_key_value_heads": 2, "num_local_experts": 4}),
@@ -57,7 +57,7 @@ def bf16(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def quantizer():
-    """The quantizer of settings: regular expression of modules -> (spec of the weight, of the inputs), or None."""
+    """Return a quantizer of settings: regular expression of modules -> (spec of the weight, of the inputs), or None."""
 
     def make(settings):
         made = pt2mx.MXQuantizer()
@@ -71,14 +71,14 @@ def quantizer():
 
 @pytest.fixture(scope="session")
 def convert(quantizer):
-    """A graph, quantized by settings; once for all tests, which read it."""
+    """Quantize a graph by settings, once for all tests, which do not change it."""
     result = {}
 
     def run(graph, settings):
         key = id(graph), repr(settings)
         if key not in result:
             prepared = pt2mx.prepare_pt2e(graph, without_activation_matmuls(quantizer(settings)))
-            result[key] = graph, pt2mx.convert_pt2e(prepared)  # the graph stays, and so its id is its own
+            result[key] = graph, pt2mx.convert_pt2e(prepared)  # keep the graph, so that its id stays unique
         return result[key][1]
 
     return run

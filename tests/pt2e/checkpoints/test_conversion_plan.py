@@ -30,7 +30,7 @@ def test_what_a_recipe_leaves_out(llama, tmp_path):
 
 
 def test_names_that_transformers_changes(tmp_path):
-    """A checkpoint of GPT-2's age: without the prefix of its base model, and with columns as outputs."""
+    """Make an old checkpoint of GPT-2: without the prefix of its base model, and with weights (in, out)."""
     float_checkpoint("gptj", tmp_path / "float")
     folder = tmp_path / "float"
     for path in folder.glob("*.safetensors"):
@@ -155,7 +155,7 @@ def test_bad_checkpoints(llama, tmp_path, damage, message):
 
 
 def without(folder, name):
-    """Take a tensor out of the files of a checkpoint, and leave its index as it is."""
+    """Remove a tensor from the files of a checkpoint, but not from its index."""
     path = next(path for path in folder.glob("*.safetensors") if name in load_file(path))
     save_file({own: tensor for own, tensor in load_file(path).items() if own != name}, path, {"format": "pt"})
     return path
@@ -163,7 +163,7 @@ def without(folder, name):
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss"])
 def test_every_tensor_that_is_missing_is_an_error_by_its_name(family, tmp_path):
-    """Of one of each shape, whether an index names it or not, and also where transformers merges it with others."""
+    """A missing tensor is an error for any shape, with or without an index, and also where transformers merges it."""
     folder = float_checkpoint(family, tmp_path / "float", shard="1GB")
     file = folder / "model.safetensors"
     whole, kinds = load_file(file), {}

@@ -55,7 +55,7 @@ def test_an_interrupted_run_goes_on(llama, tmp_path):
     assert not (out / "config.json").exists() and (out / MANIFEST).exists()
     kept = {path.name for path in out.glob("model*.safetensors")}
     assert set(whole) <= kept
-    partial = out / ".0123456789abcdef.safetensors"  # of a process that was killed
+    partial = out / ".0123456789abcdef.safetensors"  # a killed process leaves it
     partial.write_bytes(b"half")
     stamps = {name: (out / name).stat().st_mtime_ns for name in kept}
     report = convert_checkpoint(llama, out, finished=lambda shard, shards: seen.append(shard))
@@ -94,7 +94,7 @@ def test_paths_that_are_no_folders(llama, tmp_path):
 
 def test_files_of_others_stay(llama, tmp_path):
     (tmp_path / "out").mkdir()
-    for name in ("notes.txt", ".0123456789abcdef.json"):  # the latter as of an interrupted run
+    for name in ("notes.txt", ".0123456789abcdef.json"):  # the second as of an interrupted run
         (tmp_path / "out" / name).touch()
     with pytest.raises(MXError, match=r"^'.*/out' holds files already: give a new folder$"):
         convert_checkpoint(llama, tmp_path / "out")

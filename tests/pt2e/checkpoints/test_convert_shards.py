@@ -20,7 +20,7 @@ _WEIGHT_ONLY = "mxfp4_weight_only"
 
 
 def fake_quantized(folder, recipe, but=("model.embed_tokens.weight",)):
-    """The model with the values of its quantized weights and inputs."""
+    """Return the float model with the values of quantized weights and inputs."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     quantizer = recipe if isinstance(recipe, MXQuantizer) else MXQuantizer.from_recipe(recipe)
     for name, specs in select_weights(model, quantizer).chosen.items():
@@ -76,7 +76,7 @@ def test_transformers_loads_it_to_the_bit(tmp_path, family, recipe):
 
 
 def test_modelopt(llama, tmp_path):
-    """Bytes of `quantize_mx`, both files of the configuration, and inputs in the format that they name."""
+    """The checkpoint has the bytes of `quantize_mx`, both configuration files, and the stated format of inputs."""
     specs = MXQuantizationConfig(weight="mxfp8(rceil)", activation="mxfp8(rceil)")
     quantizer = MXQuantizer().set_global(specs).set_module_name("lm_head", None)
     report = convert_checkpoint(llama, tmp_path / "out", quantizer, layout="modelopt")
@@ -101,7 +101,7 @@ def test_modelopt(llama, tmp_path):
     expected = fake_quantized(llama, quantizer)(ids).logits
     assert torch.equal(load_packed_model(tmp_path / "out")(ids).logits, expected)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    del config["quantization_config"]  # as ModelOpt's own file alone says it
+    del config["quantization_config"]  # ModelOpt's file has it, too
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
     assert torch.equal(load_packed_model(tmp_path / "out")(ids).logits, expected)
 
@@ -186,7 +186,7 @@ def test_a_full_disk(llama, tmp_path, run_python):
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_tensor(tmp_path, run_python):
-    """An embedding and a head of 100 MB: what is held at a time is some slices."""
+    """An embedding and a head of 100 MB need memory only for some slices."""
     config = transformers.LlamaConfig(
         vocab_size=50_000, hidden_size=1024, intermediate_size=1024, num_hidden_layers=1, num_attention_heads=8
     )

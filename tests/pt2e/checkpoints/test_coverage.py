@@ -35,7 +35,7 @@ def test_all_of_a_decoder_is_held(family, tmp_path):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_layer_that_is_left_out_is_lost_and_a_head_is_not(family):
-    """By the names of the model: each layer, and all that is outside the layers."""
+    """Each layer counts, and each tensor outside the layers, by its name in the model."""
     model = tiny_decoder(family)
     values, names = CheckpointValues(model), {name for name, _ in model.named_parameters()}
     layers = {".".join(name.split(".")[: name.split(".").index("1") + 1]) for name in names if ".1." in name}
@@ -86,14 +86,14 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
     assert actual["modules"]["vision_tower"]["held"] == 0 < actual["held"] < actual["values"]
     assert (
         actual["held"] <= report["values"] < actual["held"] + 100
-    )  # with buffers that are computed, without the tower
+    )  # the program has computed buffers, and lacks the tower
     assert report["bytes_before"] == 4 * report["values"]
     assert main(["compare", "minilm", "--allow-partial"]) == 2
     assert "--allow-partial is for checkpoints (hf:NAME), and 'minilm' is none" in capsys.readouterr().err
 
 
 def test_a_language_model_with_a_tower(tmp_path):
-    """In Python; and the tower that transformers itself does not load."""
+    """The same in Python, and with a tower that transformers does not load."""
     model, tower = vision_language_checkpoint("gemma3", tmp_path / "vlm")
     with pytest.raises(MXError, match=rf"would hold .*{tower} 0%.*part='language_model'"):
         pt2mx.quantize_language_model(model, MXQuantizer.from_recipe(_RECIPE))
@@ -110,7 +110,7 @@ def test_a_language_model_with_a_tower(tmp_path):
 
 @pytest.fixture
 def llama(tmp_path):
-    """The folder of a checkpoint, and what adds tensors of 64 values each to it."""
+    """The folder of a checkpoint, and a function that adds tensors of 64 values each."""
     tiny_decoder("llama").save_pretrained(tmp_path / "llama")
     file = tmp_path / "llama" / "model.safetensors"
 
@@ -121,7 +121,7 @@ def llama(tmp_path):
     return add
 
 
-#: tensors of a checkpoint that a LlamaForCausalLM of two layers has no place for -> True where they may be left out
+#: tensors of a checkpoint that a LlamaForCausalLM of two layers lacks -> True where they may be left out
 EXTRA = {
     "score.weight": True,
     "classifier.dense.weight": True,

@@ -22,7 +22,7 @@ def test_linear(weight, activation, columns):
     assert torch.equal(packed.weight, values)
     seen = x if activation is None else pt2mx.fake_quantize_mx(x, activation)
     assert torch.equal(packed(x), nn.functional.linear(seen, values, linear.bias))
-    one = packed(x[0, 0])  # in another order of sums
+    one = packed(x[0, 0])  # sums in another order
     assert torch.allclose(one, packed(x)[0, 0], atol=1e-5)
 
 

@@ -24,10 +24,10 @@ def packed(model):
 
 
 def fake_quantized(folder, quantized, kind=transformers.AutoModelForCausalLM):
-    """The float model with the values that a quantized one holds, and inputs quantized as it does."""
+    """Return the float model with the values of the quantized one, and quantized inputs."""
     model = load(folder, kind=kind)
     heads = [name for name in ("lm_head",) if name in packed(quantized)]
-    for name in heads:  # which may be the embedding
+    for name in heads:  # a head may be the embedding
         model.get_submodule(name).weight = nn.Parameter(model.get_submodule(name).weight.clone())
     for name, module in packed(quantized).items():
         layer = model.get_submodule(name)
@@ -56,7 +56,7 @@ def equal_states(one, other):
 def test_logits_are_those_of_fake_quantized_weights(tmp_path, family, recipe):
     tiny_decoder(family).save_pretrained(tmp_path)
     quantized = load(tmp_path, PT2MXConfig(recipe))
-    ids = torch.randint(256, (3, 16))  # 48 rows: products through dense weights
+    ids = torch.randint(256, (3, 16))  # 48 rows: matmuls with dense weights
     assert torch.equal(quantized(ids).logits, fake_quantized(tmp_path, quantized)(ids).logits)
     assert packed(quantized) and not any(
         type(m) is nn.Linear for n, m in quantized.named_modules() if "lm_head" not in n
@@ -139,7 +139,7 @@ def test_files_hold_the_bytes_of_quantize_mx(tmp_path):
 
 
 def test_the_import_registers_it_with_transformers():
-    """`from_pretrained` reads then what `save_pretrained` wrote."""
+    """`from_pretrained` reads the folder that `save_pretrained` wrote."""
     assert AUTO_QUANTIZATION_CONFIG_MAPPING["pt2mx"] is PT2MXConfig
     assert AUTO_QUANTIZER_MAPPING["pt2mx"] is MXHfQuantizer
 

@@ -15,7 +15,7 @@ COMPRESSED = LAYOUTS["compressed-tensors"]
 
 
 def group_of(element, inputs=None):
-    """The group by which compressed-tensors would quantize a layer, made of our configuration."""
+    """Return the group of compressed-tensors that our configuration means for a layer."""
     config = write_config(COMPRESSED, {"fc": Module("Linear", Scheme(element, inputs))})
     return QuantizationScheme.model_validate(config["config_groups"]["group_0"])
 
@@ -42,7 +42,7 @@ def test_bytes_are_those_of_compressed_tensors_own_compressor(element):
 
 @pytest.mark.parametrize("element", list(COMPRESSED.inputs))
 def test_inputs_are_quantized_as_compressed_tensors_does(element):
-    """To the bit, but for blocks in FP8 whose largest value is 1.75 * 2**e: their scale is twice ours."""
+    """All bits are equal except in FP8 blocks with largest value 1.75 * 2**e, whose scale is twice ours."""
     (mode,) = COMPRESSED.inputs[element]
     x = torch.randn(2000, 64, dtype=torch.bfloat16) * torch.randint(-20, 20, (2000, 1)).float().exp2().bfloat16()
     x[0] = 0

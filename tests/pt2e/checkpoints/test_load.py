@@ -67,7 +67,7 @@ def test_generation(bf16, convert, tmp_path):
 
 @pytest.fixture
 def checkpoint(bf16, convert, tmp_path):
-    """Makes a checkpoint by a layout, whose tensors and quantization_config a function changes."""
+    """Make a checkpoint in a layout; a function changes its tensors and its quantization_config."""
 
     def make(change, layout="compressed-tensors", specs=(FP8, None)):
         float_one, folder = bf16("llama"), tmp_path / f"checkpoint of {getattr(change, '__name__', '')}"
@@ -148,7 +148,7 @@ def test_folders_that_hold_none(bf16, tmp_path):
 
 
 class FloatsMade(TorchDispatchMode):
-    """Counts the bytes of float tensors that operators make on the CPU."""
+    """Count the bytes of float tensors that operators make on the CPU."""
 
     bytes = 0
 
@@ -163,7 +163,7 @@ class FloatsMade(TorchDispatchMode):
 
 
 def test_no_float_copy_is_made(bf16, convert, tmp_path):
-    """What the process has resident is measured by `tests.benchmarks.memory --codes`."""
+    """`tests.benchmarks.memory --codes` measures the resident memory."""
     float_one = bf16("llama")
     save_checkpoint(convert(float_one.graph, {".*embed_tokens": None, ".*": (FP4, None)}), float_one.model, tmp_path)
     with FloatsMade() as made:

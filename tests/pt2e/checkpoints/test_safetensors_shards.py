@@ -9,7 +9,7 @@ from pt2mx.pt2e.output import whole_file
 
 
 def tensors():
-    """Each dtype, odd shapes, a scalar and nothing."""
+    """Return tensors of each dtype, of odd shapes, a scalar and an empty one."""
     bits = torch.randint(0, 2, (3, 5), dtype=torch.uint8)
     return {
         **{name: bits.to(dtype, copy=True) for name, dtype in DTYPES.items() if name != "F8_E8M0"},

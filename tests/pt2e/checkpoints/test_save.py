@@ -68,9 +68,9 @@ def test_gpt_oss_is_read_by_transformers(bf16, convert, logits, tmp_path):
     ("family", "settings", "unpack"),
     [
         ("granitemoe", {".*experts": None, ".*router": None}, []),  # experts in one tensor, in high precision
-        ("roberta", {".*embeddings": None}, []),  # the head's bias is tied as its weight is
-        ("gpt_oss", {".*router": None}, [".*experts"]),  # whose parameter is transposed
-        ("gpt2", {".*attn": None, ".*wpe": None}, [".*wte", ".*mlp.*"]),  # layers that hold columns
+        ("roberta", {".*embeddings": None}, []),  # the head's bias is tied like its weight
+        ("gpt_oss", {".*router": None}, [".*experts"]),  # their parameter is transposed
+        ("gpt2", {".*attn": None, ".*wpe": None}, [".*wte", ".*mlp.*"]),  # their weights are (in, out)
     ],
 )
 def test_names_and_forms_that_transformers_looks_for(bf16, convert, logits, tmp_path, family, settings, unpack):
@@ -228,7 +228,7 @@ def test_what_no_checkpoint_holds(bf16, convert, quantizer, tmp_path):
             "self_attn calls pt2mx.quantize_mx",
         ),
         (convert(rotated, settings), model, "out", "q_proj calls pt2mx.hadamard for what is neither a weight"),
-        (convert(full_graph, settings), full, "out", "in torch.float32, readers of compressed-tensors in bfloat16"),
+        (convert(full_graph, settings), full, "out", "in torch.float32, loaders of compressed-tensors in bfloat16"),
         (converted, bf16("gpt_oss").model, "out", "which GptOssForCausalLM has not|has no weight"),
         (converted, torch.nn.Linear(2, 2), "out", "not Linear"),
         ("text", model, "out", "not str"),

@@ -25,7 +25,7 @@ class Net(nn.Module):
 
 
 def exported_specs(model, quantizer, ids):
-    """What the quantizer annotates in the exported model: parameter -> (weight, activation)."""
+    """Return the annotations of the exported model: parameter -> (weight, activation)."""
     prepared = pt2mx.prepare_pt2e(torch.export.export(model, (ids,)).module(), quantizer)
     result = {}
     for operator in pt2mx.quantization_report(prepared).operators:

@@ -109,7 +109,7 @@ def test_weights_are_rounded_by_gptq(llama, tmp_path):
 
 
 def _error(weight, rounded, statistics):
-    """Of the products of the inputs that were seen."""
+    """Return the error of the outputs for the inputs of the statistics."""
     difference = weight.float() - rounded
     return float(((difference @ statistics.hessian) * difference).sum())
 

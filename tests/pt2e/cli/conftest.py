@@ -15,7 +15,7 @@ def transformers():
 
 @pytest.fixture
 def checkpoint(tmp_path, transformers):
-    """Saves a model with random weights, and processors, into a folder."""
+    """Save a model with random weights, and processors, to a folder."""
 
     def save(name: str, config: str, fields: dict, *processors, dtype="float32", **options) -> str:
         folder = tmp_path / "checkpoint"
@@ -30,7 +30,7 @@ def checkpoint(tmp_path, transformers):
 
 @pytest.fixture
 def photos(tmp_path):
-    """A folder of three images of one colour each, red, green and blue, the last taller."""
+    """A folder of three images, red, green and blue; the last one is taller than wide."""
     image, folder = import_extra("PIL.Image", "vision"), tmp_path / "photos"
     folder.mkdir()
     for name, size, colour in (("a.png", (60, 40), "red"), ("b.JPG", (60, 40), "lime"), ("c.jpeg", (40, 60), "blue")):
@@ -40,7 +40,7 @@ def photos(tmp_path):
 
 @pytest.fixture
 def write_wav(tmp_path):
-    """Writes integers, (time, channels), as a .wav file."""
+    """Write integers, (time, channels), to a .wav file."""
 
     def write(name: str, samples: np.ndarray, rate: int = 16000):
         file = tmp_path / name
@@ -57,11 +57,11 @@ def write_wav(tmp_path):
 
 @pytest.fixture(autouse=True)
 def no_stage_lines(request, monkeypatch):
-    """Stages say nothing on stderr, which tests compare with what else a command says; `stage_lines` has them speak."""
+    """Print no stages, so that tests can compare stderr; `stage_lines` prints them."""
     if "stage_lines" not in request.fixturenames:
         monkeypatch.setattr(progress, "stage_line", lambda name: None)
 
 
 @pytest.fixture
 def stage_lines():
-    """What names the stages of a command is printed."""
+    """Print the stages of commands."""

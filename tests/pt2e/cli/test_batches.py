@@ -33,12 +33,12 @@ def notes(batch, signature):
     [
         (X, {"a": A, "b": B}, 2, MASK),
         [X, A, B, 2, MASK],
-        (X, A, B, MASK),  # the constant as in the example
+        (X, A, B, MASK),  # the constant of the example
         {"mask": MASK, "x": X, "times": 2, "pair": {"a": A, "b": B}},
         {"x": X, "pair": {"b": B, "a": A}, "mask": MASK},
         (X, {"b": B, "a": A}, MASK),
         {"mask": MASK, "x": X, "pair_b": B, "pair_a": A},
-        {"mask": MASK, "x": X, "pair_b": B, "pair_a": A, "times": torch.tensor(2)},  # as an array holds a number
+        {"mask": MASK, "x": X, "pair_b": B, "pair_a": A, "times": torch.tensor(2)},  # a number in an array
     ],
 )
 def test_batches_take_the_form_of_the_example(batch, signature):
@@ -48,7 +48,7 @@ def test_batches_take_the_form_of_the_example(batch, signature):
 
 
 def test_nested_values_are_matched_by_their_keys():
-    """Of one shape, so that nothing else would tell them apart."""
+    """All have one shape, so that only names tell them apart."""
 
     class Nested(nn.Module):
         def forward(self, d):
@@ -75,7 +75,7 @@ def test_a_tensor_is_a_batch_of_one():
             r"file.pt: a batch must hold the inputs \['x', 'pair_a', .*, 'mask'\], this one holds 3",
         ),
         ({"x": X}, r"this one holds \['x'\]"),
-        ({"x": X, "pair_a": A, "times": 2, "mask": MASK}, "this one holds"),  # as many as vary
+        ({"x": X, "pair_a": A, "times": 2, "mask": MASK}, "this one holds"),  # as many values as vary
         ({"x": X, "pair_a": A, "pair_b": B, "mask": MASK, "extra": A}, "this one holds"),
         ((X, A, B, 3, MASK), "file.pt: the input 'times' is the constant 2 of the export, and cannot be 3"),
         ((X, A, B, 2.0, MASK), "the input 'times' is the constant 2"),
@@ -112,7 +112,7 @@ def test_files_of_batches(tmp_path):
     torch.save((torch.ones(2), 3), tmp_path / "b.pt")
     np.savez(tmp_path / "c.npz", x=np.ones(3, np.float32))
     np.savez(tmp_path / "d.npz", np.ones(4, np.int64), np.zeros(4, np.int64))
-    np.savez(tmp_path / "e.npz", arr_y=np.ones(3), arr_x=np.zeros(3))  # names of inputs, not numpy's
+    np.savez(tmp_path / "e.npz", arr_y=np.ones(3), arr_x=np.zeros(3))  # names of inputs, not of numpy
     a, b, c, d, e = (load_batch(file) for file in sorted(tmp_path.iterdir()))
     assert a["x"].shape == (2,) and b[1] == 3 and c["x"].dtype == torch.float32
     assert isinstance(d, tuple) and [t.sum().item() for t in d] == [4, 0]

@@ -10,7 +10,7 @@ from pt2mx.pt2e.cli.calibration_files import groups, load_batches, read_audio, r
 
 
 def names_of(files):
-    """Stands for what makes batches."""
+    """A reader that returns the names of its files."""
     return {"all": [file.name for file in files]}
 
 

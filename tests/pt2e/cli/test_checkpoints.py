@@ -45,7 +45,7 @@ def test_codes_go_in_and_out_to_the_bit(place, capsys):
 
 
 def test_a_checkpoint_in_float32(tmp_path, monkeypatch, capsys):
-    """Its program is refused with the option that helps, and that option does."""
+    """The error about its program names an option, and that option works."""
     monkeypatch.chdir(tmp_path)
     checkpoint("llama", tmp_path / "float32")
     quantize = ["quantize", "--model", "hf:float32", "--recipe", "mxfp4_weight_only"]
@@ -89,7 +89,7 @@ def test_a_checkpoint_is_converted(llama, tmp_path, capsys):
     printed, notes = capsys.readouterr()
     assert printed.splitlines()[0] == "mxfp4_e2m1{32}(even,even): 15 tensors"
     assert printed.splitlines()[1].startswith(f"{out}: 0.1 MB (the float checkpoint: 0.2 MB); convert ")
-    assert "in high precision: model.embed_tokens.weight: readers of compressed-tensors keep" in notes
+    assert "in high precision: model.embed_tokens.weight: loaders of compressed-tensors keep" in notes
     loaded = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="auto")
     assert loaded(torch.arange(40)[None]).logits.isfinite().all()
 

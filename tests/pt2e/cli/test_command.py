@@ -24,7 +24,7 @@ class Interrupted(nn.Module):
         signal.raise_signal(signal.SIGINT)
         return x
 
-class Swallowing(nn.Module):  # as code in C++ does
+class Swallowing(nn.Module):  # like code in C++
     def forward(self, x):
         try:
             signal.raise_signal(signal.SIGINT)
@@ -100,7 +100,7 @@ def test_a_reader_that_went_away_ends_it_quietly(tmp_path):
     assert (result.returncode, result.stderr) == (141, "")
 
 
-#: a command line of each command that no machine takes
+#: an invalid command line for each command
 BAD_INPUT = {
     "quantize": "--model net.py:make --recipe mxfp44",
     "compile": "none.pt2 --output o.pt2",
@@ -127,7 +127,7 @@ def test_bad_input_is_one_line_and_status_2(command, more, factory, tmp_path, ca
     before = set(tmp_path.iterdir())
     try:
         status = main([command, *shlex.split(BAD_INPUT[command] + more)])
-    except SystemExit as exit:  # of argparse
+    except SystemExit as exit:  # argparse raises it
         status = exit.code
     out, err = capsys.readouterr()
     assert (status, out) == (2, "") and err.startswith("pt2mx: error: ") and err.count("\n") == 1
@@ -186,7 +186,7 @@ def test_version(capsys):
 def test_an_interrupt_is_one_line_and_status_130(name, factory, capsys):
     assert main(["quantize", "--model", f"net.py:{name}", "--recipe", "mxfp8"]) == 130
     assert capsys.readouterr() == ("", "pt2mx: interrupted\n")
-    with pytest.raises(KeyboardInterrupt):  # the handler of before is back
+    with pytest.raises(KeyboardInterrupt):  # the previous handler is back
         signal.raise_signal(signal.SIGINT)
 
 

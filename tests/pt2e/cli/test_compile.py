@@ -19,14 +19,14 @@ from pt2mx.pt2e.cli.compile import compile_program
 from pt2mx.pt2e.cli.models import export
 from pt2mx.pt2e.packages.package import load_package
 
-#: gives the bits of another process
+#: runs a package in another process, and compares the bits
 IN_ANOTHER_PROCESS = """
 import sys
 import torch
 if sys.argv[1] == "with":
     import pt2mx
 else:
-    sys.modules["pt2mx"] = None  # an import of it fails
+    sys.modules["pt2mx"] = None  # importing it fails
 model = torch._inductor.aoti_load_package(sys.argv[2])
 for name in sys.argv[3:]:
     args, want = torch.load(name)
@@ -36,8 +36,9 @@ for name in sys.argv[3:]:
 
 
 class Net(nn.Module):
-    """Ragged blocks, layers with and without a bias. All but the products is exact, and no quantization is to lie
-    behind one: it could make a step of a difference in the last bit."""
+    """Ragged blocks, layers with and without a bias. Everything except the matmuls is exact.
+
+    No quantization follows a matmul, because it could turn a difference in the last bit into a step."""
 
     def __init__(self):
         super().__init__()
@@ -53,7 +54,7 @@ def inputs(batch, sequence):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A quantized program, packages of it, and what they are to compute."""
+    """A quantized program, its packages, and their expected outputs."""
     path = tmp_path_factory.mktemp("compile")
     torch.manual_seed(0)
     batch, sequence = torch.export.Dim("batch", max=99), torch.export.Dim("sequence")
@@ -96,7 +97,7 @@ def test_package_gives_the_bits_of_the_lowered_model_in_another_process(here, ru
 
 @pytest.mark.parametrize("name", ["portable.pt2", pytest.param("unpacked.pt2", marks=pytest.mark.slow)])
 def test_portable_package_runs_without_pt2mx(name, here, run_python):
-    """The weight is dequantized to the bit and multiplied by the product that eager calls."""
+    """The package dequantizes the weight to the bit and calls the same matmul as eager mode."""
     if name == "unpacked.pt2":
         write_package(here, name, "--portable", "--unpack")
     arguments = ["without", name, *(f"converted{i}.pt" for i in range(3))]
@@ -170,7 +171,7 @@ def test_run_prints_and_writes(kind, here, capsys):
     ],
 )
 def test_batches_that_a_package_does_not_take(batch, message, here, capsys):
-    """AOTInductor would read past the end of what has another shape."""
+    """AOTInductor would read past the end of an input with another shape."""
     torch.save(batch, "batch.pt")
     assert main(["run", "net.aoti.pt2", "--inputs", "batch.pt"]) == 2
     out, err = capsys.readouterr()
@@ -191,7 +192,7 @@ def test_files_of_another_version_are_noted(here, capsys, monkeypatch):
     assert main(["run", "net.aoti.pt2"]) == 0
     line = f"was written by pt2mx {pt2mx.__version__}, and this is 9.9: compare its numbers\n"
     assert capsys.readouterr().err == f"pt2mx: 'net.aoti.pt2' {line}"
-    monkeypatch.setattr(torch.export, "load", lambda path: 1 / 0)  # it is noted before that
+    monkeypatch.setattr(torch.export, "load", lambda path: 1 / 0)  # the note comes before
     assert main(["compile", "versioned.pt2", "--output", "o.pt2"]) == 2
     assert capsys.readouterr().err.startswith(f"pt2mx: 'versioned.pt2' {line}pt2mx: error: could not load")
 
@@ -201,9 +202,7 @@ def test_a_program_with_a_broken_record_is_compiled_all_the_same(here, capsys, m
         for name in program.namelist():
             broken.writestr(name, program.read(name))
     add_records("broken.pt2", {"extra/pt2mx.json": b"{"})
-    monkeypatch.setattr(
-        "pt2mx.pt2e.cli.compile.compile_program", lambda *args: 1 / 0
-    )  # with the program, and no recipe
+    monkeypatch.setattr("pt2mx.pt2e.cli.compile.compile_program", lambda *args: 1 / 0)  # the program holds no recipe
     assert main(["compile", "broken.pt2", "--output", "o.pt2"]) == 2
     first, second = capsys.readouterr().err.splitlines()
     assert first == "pt2mx: 'broken.pt2' does not say what wrote it: its record pt2mx.json is broken"
@@ -212,7 +211,7 @@ def test_a_program_with_a_broken_record_is_compiled_all_the_same(here, capsys, m
 
 @pytest.fixture(scope="module")
 def unfit_files(folder):
-    """Beside the program, files that no command takes."""
+    """The program, and files that no command takes."""
     for name in ("text.pt2", "text.pt"):
         (folder / name).write_text("no archive")
     torch.save(torch.randn(4), folder / "other.pt2")
@@ -268,7 +267,7 @@ def test_minilm(portable, minilm, tmp_path, run_python):
     compile_program(export(converted, minilm.args, minilm.shapes), path, portable=portable)
     size = sum(t.nbytes for t in minilm.program.state_dict.values())
     assert os.path.getsize(path) < 0.18 * size
-    assert load_package(path).signature.ranges[0] == [(1, None), (1, 512)]  # the encoder itself refuses to be empty
+    assert load_package(path).signature.ranges[0] == [(1, None), (1, 512)]  # the encoder refuses an empty sequence
     with torch.no_grad():
         torch.save((minilm.inputs, converted(*minilm.inputs)), expected)
     printed = run_python(IN_ANOTHER_PROCESS, ["without" if portable else "with", path, str(expected)]).split()

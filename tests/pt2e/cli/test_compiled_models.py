@@ -13,7 +13,7 @@ from pt2mx.pt2e.packages.package import load_package
 
 
 class Attention(nn.Module):
-    """Quantized along its sequence, too: probabilities and values."""
+    """Attention whose probabilities and values are also quantized, along the sequence."""
 
     def __init__(self):
         super().__init__()

@@ -11,7 +11,7 @@ SHELLS = ("bash", "zsh", "fish")
 
 @pytest.fixture(scope="module")
 def scripts():
-    """Those of all shells."""
+    """The scripts of all shells."""
     from pt2mx.pt2e.cli.completion import _SHELLS
 
     return {name: make() for name, make in _SHELLS.items()}
@@ -22,7 +22,7 @@ def test_the_command_prints_the_script(scripts, capsys):
     assert capsys.readouterr().out == scripts["bash"] + "\n"
 
 
-#: words of the command line, the last being completed -> what it may become
+#: words of the command line, of which the shell completes the last -> its completions
 LINES = [
     (["qu"], ["quantize"]),
     ([""], list(COMMANDS)),

@@ -29,7 +29,7 @@ def test_a_row():
 
 @pytest.fixture
 def without_work(tmp_path, monkeypatch):
-    """The command with the result of a recipe, and no language model."""
+    """Replace the work of the command by the row of one recipe, without a language model."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo, "main", lambda folder: [ROW])
     monkeypatch.setattr(demo.demo_language, "is_installed", lambda: False)

@@ -19,7 +19,7 @@ def fails(error):
 
 @pytest.fixture
 def check(monkeypatch, capsys):
-    """Runs the command with some checks: (status, what it says of the first, the text)."""
+    """Run the command with some checks; return its status, the row of the first check, and the lines of text."""
 
     def run(*checks):
         monkeypatch.setattr(doctor, "CHECKS", {"group": checks})
@@ -76,7 +76,7 @@ def test_what_is_installed_and_does_not_import_is_broken(check, monkeypatch):
 
 
 def test_what_fails_without_torch_is_unknown(check, monkeypatch):
-    """Whether torch is missing or broken: what else fails says nothing, but for packages that are not installed."""
+    """Without torch the failure of another check means nothing, unless a package is not installed."""
 
     def broken(module):
         raise FailedImport(f"`import {module}` fails: ImportError: libtorch.so")
@@ -97,7 +97,7 @@ def test_what_fails_without_torch_is_unknown(check, monkeypatch):
 
 
 def test_here(capsys, monkeypatch):
-    """The imports themselves have a slow test below: they take seconds."""
+    """A slow test below imports the modules, which takes seconds."""
     imported: list[str] = []
     monkeypatch.setattr(doctor, "_import", imported.append)
     assert main(["doctor", "--json"]) == 0

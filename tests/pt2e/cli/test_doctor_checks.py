@@ -14,7 +14,7 @@ LOOK = {check.name: check.look for checks in CHECKS.values() for check in checks
 
 
 def listed(name):
-    """The strings of a list of pyproject.toml, which Python 3.10 cannot parse."""
+    """Return the strings of a list in pyproject.toml, which Python 3.10 cannot parse."""
     return re.findall(r'"([^"]+)"', re.search(rf"^{name} = \[(.*?)\]$", PROJECT, re.MULTILINE | re.DOTALL)[1])
 
 
@@ -45,8 +45,8 @@ def test_the_kernels(monkeypatch):
     assert LOOK["CPU kernels"]().startswith(built)
     for units, names in ((0, ""), (1, "AMX"), (6, "AVX512_VNNI, AVX512_BF16")):
         monkeypatch.setattr(linear, "units_for", lambda spec, k, units=units: units)
-        products = f"products of quantized activations on {names}, " if names else ""
-        assert LOOK["CPU kernels"]().startswith(f"{built}{products}{torch.get_num_threads()} threads, in ")
+        matmuls = f"matmuls of quantized activations on {names}, " if names else ""
+        assert LOOK["CPU kernels"]().startswith(f"{built}{matmuls}{torch.get_num_threads()} threads, in ")
 
     def unbuilt():
         warnings.warn("no compiler: g++ failed", RuntimeWarning, stacklevel=1)

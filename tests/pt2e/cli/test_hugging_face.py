@@ -45,7 +45,7 @@ def test_shards_load_in_their_own_dtype(name, config, fields, dtype, stated, che
     ("fields", "files"),
     [
         ({"model_type": "mine", "architectures": ["Mine"]}, "configuration_mine.py, modeling_mine.py"),
-        ({"architectures": ["Mine"]}, "configuration_mine.py, modeling_mine.py"),  # the config alone is known
+        ({"architectures": ["Mine"]}, "configuration_mine.py, modeling_mine.py"),  # transformers knows only the config
     ],
 )
 def test_code_of_a_checkpoint_is_not_run(fields, files, checkpoint):

@@ -28,7 +28,7 @@ def mlp():
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A program, what was made of it, and packages of it."""
+    """A program, the model that it was made of, and its packages."""
     folder, x = tmp_path_factory.mktemp("files"), torch.randn(8, 64)
     quantizer = MXQuantizer.from_recipe("mxfp4")
     program = torch.export.export(convert(mlp(), (x,), quantizer, shapes=BATCH), (x,), dynamic_shapes=BATCH)
@@ -112,7 +112,7 @@ def test_programs_without_packed_weights(files, capsys):
 
 
 def test_the_folder_of_a_language_model(tmp_path, capsys):
-    """Experts are weights of three dimensions."""
+    """Experts are weights with three dimensions."""
     model = tiny_decoder("mixtral", num_hidden_layers=1)
     model = pt2mx.quantize_language_model(model, MXQuantizer.from_recipe("mxfp4_weight_only"))
     model.tokenizer = tokenizer_of_bytes()

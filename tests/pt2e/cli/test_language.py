@@ -16,7 +16,7 @@ QUANTIZE = ("quantize", "--recipe", "mxfp8", "--model")
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with a checkpoint, "llama", and what `pt2mx quantize` makes of it, "quantized"."""
+    """A folder with a checkpoint, "llama", and the folder "quantized" that `pt2mx quantize` writes."""
     path = tmp_path_factory.mktemp("language")
     checkpoint("llama", path / "llama")
     (path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 10)
@@ -27,7 +27,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture
 def run(place, monkeypatch, capsys):
-    """Runs a command in that folder: (exit status, stdout, stderr)."""
+    """Run a command in that folder; return exit status, stdout and stderr."""
     monkeypatch.chdir(place)
 
     def run(*arguments):

@@ -46,7 +46,7 @@ def test_sentences_are_questions_and_as_many_answers():
 
 
 def test_minilm_is_the_pretrained_encoder(minilm):
-    """Its embeddings say what it was trained for: a question is closest to its own answer."""
+    """The embedding of a question is closest to that of its answer, as in training."""
     with torch.no_grad():
         embeddings = minilm.program.module()(*minilm.inputs)
     assert embeddings.shape == (72, 384)
@@ -128,7 +128,7 @@ def test_images_of_other_proportions_are_cropped(photos):
 
 
 def test_weights_fit_the_size_of_a_model(models):
-    """Those that `DEFAULT` names are of another."""
+    """The `DEFAULT` weights have another size."""
     assert models.get_model_weights("vit_h_14").DEFAULT.transforms().crop_size == [518]
     assert _transform(models, "vit_h_14", SimpleNamespace(image_size=224)).crop_size == [224]
     assert _transform(models, "vit_h_14", SimpleNamespace(image_size=100)) is None

@@ -19,7 +19,7 @@ BATCH = ({0: torch.export.Dim("batch")},)
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    """A folder of programs: one quantized, in float32 and in bfloat16, one float."""
+    """A folder of programs: a quantized one in float32 and in bfloat16, and a float one."""
     folder, x = tmp_path_factory.mktemp("programs"), torch.randn(4, 64)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).eval()
     for name, net, batch in (("net", model, x), ("narrow", nn.Linear(64, 8).eval().bfloat16(), x.bfloat16())):
@@ -107,7 +107,7 @@ IMAGES = np.float32(np.random.RandomState(0).randn(2, 3, 8, 8))
 
 @pytest.fixture
 def network(tmp_path, monkeypatch):
-    """A float file, in whose folder the commands run."""
+    """A float file; the commands run in its folder."""
     np.random.seed(0)
     monkeypatch.chdir(tmp_path)
     onnx.save(old_network(13, 7), "net.onnx")

@@ -26,7 +26,7 @@ def options_of(parser):
 
 @pytest.fixture
 def refused(capsys):
-    """Parses a command line that is wrong; returns the one line that says so."""
+    """Parse a wrong command line; return the error, which is one line."""
 
     def parse(line):
         with pytest.raises(SystemExit) as exit:
@@ -41,8 +41,8 @@ def refused(capsys):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_examples_that_parse(command):
     text = PARSERS[command].format_help()
-    for what, line in EXAMPLES[command]:
-        assert f"  # {what}\n  pt2mx {command} {line}".rstrip() in text
+    for task, line in EXAMPLES[command]:
+        assert f"  # {task}\n  pt2mx {command} {line}".rstrip() in text
         words = shlex.split(line.partition(" > ")[0])
         options, rest = argparse.ArgumentParser.parse_known_args(PARSERS[command], words)
         assert callable(options.run) and not rest

@@ -72,7 +72,7 @@ class Square(nn.Module):
     def forward(self, x):
         return x * x
 """
-#: a limit on the size of files, from when the program is saved; run elsewhere
+#: run in a process of its own: limits the size of files once the program is saved
 FULL_DISK = """
 import resource, sys
 import torch
@@ -151,7 +151,7 @@ def test_it_optimizes_as_the_recipe_or_the_option_says(folder, capsys):
     assert quantize("--calibration", "none", recipe="r.yaml") == 2
     assert "give --calibration a folder of batches" in capsys.readouterr().err
     (folder / "r.yaml").write_text("global: {weight: mxfp4}\nalgorithms: {rotation: , scale_search: }\n")
-    assert quantize("--calibration", "none", recipe="r.yaml") == 0  # these look at no inputs
+    assert quantize("--calibration", "none", recipe="r.yaml") == 0  # these algorithms look at no inputs
     assert "2 rotated" in capsys.readouterr().out
 
 

@@ -20,7 +20,7 @@ def test_table_and_json(capsys):
     out, err = capsys.readouterr()
     lines = out.splitlines()
     assert lines[0].split() == ["module", "candidate", "operands", "alone", "estimate"] and len(lines) == 1 + 6 + 2
-    assert lines[1].split()[1] == "mxfp4_e2m1{32}(even,even)"  # as the recipe of the name has it
+    assert lines[1].split()[1] == "mxfp4_e2m1{32}(even,even)"  # the spec of the recipe with that name
     assert "measure" in err
     assert main(["sensitivity", "net.py:make", "--json", "--operands", "activations", "--metric", "kl"]) == 0
     result = json.loads(capsys.readouterr().out)

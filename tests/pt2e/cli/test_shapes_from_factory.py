@@ -25,7 +25,7 @@ def forward(x, y, *rest, k=None):
         (({0: 2 * BATCH, 1: Dim("free")}, None), [(4, 16), ANY], [ONE]),
         (({0: Dim.AUTO(max=9), 1: 6}, None), [(0, 9), (6, 6)], [ONE]),
         (torch.export.ShapesCollection(), [ANY, ANY], [ANY]),  # not read
-        (({0: BATCH},), [ANY, ANY], [ANY]),  # a fault that export names
+        (({0: BATCH},), [ANY, ANY], [ANY]),  # export reports this error
         ({"x": 7, "y": "text"}, [ANY, ANY], [ANY]),
     ],
 )

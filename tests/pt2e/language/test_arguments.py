@@ -6,7 +6,7 @@ from pt2mx import MXError
 from pt2mx.pt2e.language.arguments import RANGES, check_sampling, fault_of
 from tests.language_models import transformers
 
-#: option -> values in its range, values out of it
+#: option -> values in its range, values out of range
 VALUES = {
     "temperature": ((0, 0.7, 1, 100.0), (-0.1, math.inf, math.nan, "1", True)),
     "top_k": ((0, 1, 50), (-1, 1.5, math.nan, "5", False)),
@@ -34,7 +34,7 @@ def test_ranges(option):
 
 def test_options_come_before_configs():
     config = transformers.GenerationConfig()
-    config.top_p = 1.5  # transformers takes it, and leaves the filter out
+    config.top_p = 1.5  # transformers accepts it and disables the filter
     with pytest.raises(MXError, match=r"^top_p=1\.5 must be a number from 0 to 1"):
         check_sampling({"generation_config": config})
     with pytest.raises(MXError, match=r"^top_p=1\.5"):

@@ -9,14 +9,14 @@ from pt2mx.pt2e.language.cache import layers_of
 from pt2mx.pt2e.language.decoder import export_decoder, inputs
 from tests.language_models import FAMILIES, padded, tiny_decoder, transformers
 
-#: those that differ in what a program sees: one mask, two masks, an eager attention with sinks and experts, no RoPE
+#: families that differ in the program: one mask, two masks, eager attention with sinks and experts, no RoPE
 DEFAULT = ("llama", "gemma3", "gpt_oss", "gpt2")
 EACH = [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 
 
 @functools.cache
 def exported(family):
-    """A model, and its program; the export leaves the model as it was."""
+    """A model and its program; the export does not change the model."""
     model = tiny_decoder(family)
     before, usual = {k: v.clone() for k, v in model.state_dict().items()}, model.config._attn_implementation
     program = export_decoder(model).module()
@@ -75,7 +75,7 @@ _LONG = {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [2.0] * 8, "
     [("phi3", {**_LONG, "original_max_position_embeddings": 128}), ("llama", {"rope_type": "dynamic", "factor": 2.0})],
 )
 def test_positions_that_depend_on_the_length(family, rope, capfd):
-    """What, why, and what works instead, in one line, and nothing of torch's log."""
+    """The error is one line with the reason and an alternative, without torch's log."""
     with pytest.raises(MXError) as caught:
         export_decoder(tiny_decoder(family, rope_parameters={"rope_theta": 1e4, **rope}))
     text = str(caught.value)

@@ -13,7 +13,7 @@ from pt2mx.pt2e.language.folder import save_folder
 
 
 class Part:
-    """What transformers saves: a file, and one in a folder."""
+    """Saves a file, and one in a subfolder, as transformers does."""
 
     def __init__(self, text, error=None):
         self.text, self.error = text, error

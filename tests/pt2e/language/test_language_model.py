@@ -13,7 +13,7 @@ from pt2mx.pt2e.language.quantize import quantize_language_model
 from tests.language_models import padded, tiny_decoder, tokenizer_of_bytes, transformers
 
 RECIPE = "mxfp4_weight_only"
-#: arguments of generate
+#: options of `generate`
 MODES = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2},
@@ -26,12 +26,12 @@ def quantized(family, tokenizer=None):
 
 
 def another(model):
-    """One of the same program, without a tokenizer."""
+    """The same program without a tokenizer."""
     return LanguageModel(model.program, model.config, model.generation_config)
 
 
 def with_rounded_weights(family):
-    """The eager model, whose linear layers and embeddings hold what the recipe makes of them."""
+    """The eager model with the rounded weights of linear layers and embeddings."""
     model, spec = copy.deepcopy(tiny_decoder(family)), pt2mx.MXSpec("mxfp4", scale_mode="even")
     with torch.no_grad():
         for module in model.modules():
@@ -65,7 +65,7 @@ def test_greedy_text_is_that_of_a_plain_loop_and_of_single_prompts(llama):
         tokens = ids[row : row + 1, int((mask[row] == 0).sum()) :]
         alone = llama.generate(tokens, max_new_tokens=16, do_sample=False, eos_token_id=None)
         assert torch.equal(alone[0, -16:], result[row, -16:])
-        for _ in range(16):  # the whole text anew for each token
+        for _ in range(16):  # read the whole text again for each token
             cache = llama.new_cache(1, tokens.shape[1])
             length = tokens.shape[1]
             logits = plain(
@@ -194,7 +194,7 @@ def test_generate_goes_on_with_a_cache_that_grows(llama):
     second = llama.generate(first.sequences, max_new_tokens=60, past_key_values=first.past_key_values, **calls)
     assert torch.equal(second.sequences, llama.generate(ids, max_new_tokens=290, **calls).sequences)
     grown = llama(ids)
-    for _ in range(21):  # a cache that a call made grows with the calls
+    for _ in range(21):  # the cache of a call grows with later calls
         grown = llama(ids, past_key_values=grown.past_key_values)
     assert grown.past_key_values.get_seq_length() == 264
 
@@ -246,7 +246,7 @@ def test_what_is_no_input(llama):
 
 
 def test_prompts_that_a_compiled_reader_fills_up(llama):
-    """As on a GPU: what is written behind a prompt is written again by the tokens that follow."""
+    """As on a GPU: later tokens overwrite the padding after a prompt."""
     model, (ids, mask) = another(llama), padded()
     options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
     expected, logits = model.generate(ids, **options), model(ids).logits

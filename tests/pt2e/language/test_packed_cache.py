@@ -20,7 +20,7 @@ def quantizer(kv_cache="mxfp8"):
 
 
 def steps(model, layers, ids, mask):
-    """The logits of a prompt of 8 tokens, and of each further one."""
+    """Return the logits of a prompt of 8 tokens, and of each later token."""
     call = decoder.inputs(layers, torch.device("cpu"), ids)
     call["attention_mask"], call["position_ids"] = mask, (mask.cumsum(1) - 1).clamp(min=0)
     result = []
@@ -33,7 +33,7 @@ def steps(model, layers, ids, mask):
 
 @functools.cache
 def exported(family, layers):
-    """The layers of a model's cache, and its program."""
+    """Return the layers of a model's cache, and its program."""
     model = tiny_decoder(family, num_hidden_layers=layers)
     return layers_of(model), decoder.export_decoder(model)
 

@@ -16,7 +16,7 @@ from pt2mx.pt2e.language.folder import is_quantized
 from tests.language_models import divisible_decoder, padded, tokenizer_of_bytes
 from tests.rank_processes import run_ranks
 
-#: (family, compiled and written by two ranks too), which take longer
+#: (family, also compiled and written by two ranks); the latter take longer
 MORE = (("llama", True), ("qwen3", False), ("gemma3", False), ("mistral", False))
 GREEDY, SAMPLED = {"do_sample": False}, {"do_sample": True, "temperature": 0.8, "top_k": 20}
 
@@ -28,7 +28,7 @@ def quantize(checkpoint, output, *options):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Of a family: a checkpoint, and what is quantized of it whole and for two ranks."""
+    """For a family: a checkpoint, and its quantized folders for one rank and for two."""
 
     @functools.cache
     def made(family):
@@ -44,7 +44,7 @@ def folders(tmp_path_factory):
 
 
 def computed(folder, compiled=False):
-    """What a model gives, by name."""
+    """Return the outputs of a model by name."""
     ids, mask = padded()
     loaded, result = LanguageModel.from_pretrained(folder), {}
     if compiled:
@@ -59,7 +59,7 @@ def computed(folder, compiled=False):
 
 
 def spoken(arguments, lines=""):
-    """What `pt2mx generate` prints, given lines on stdin."""
+    """Return what `pt2mx generate` prints for lines on stdin."""
     sys.stdin = io.StringIO(lines)
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert main(["generate", *arguments, "--max-new-tokens", "8"]) == 0

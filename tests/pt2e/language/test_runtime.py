@@ -33,9 +33,11 @@ def test_packages(tmp_path, monkeypatch):
     expected = quantized.generate(ids, attention_mask=mask, **options)
     assert torch.equal(loaded.generate(ids, attention_mask=mask, **options), expected)
     assert loaded.runner._token is not loaded.decoder
-    one = loaded(ids[:1, :1], logits_to_keep=torch.tensor([0, 0])).logits  # what the package for tokens does not take
+    one = loaded(
+        ids[:1, :1], logits_to_keep=torch.tensor([0, 0])
+    ).logits  # the package for tokens does not take two logits
     assert one.shape == (1, 2, 300)
-    # machine code asks nothing of strides and dtypes: rows of several, by columns, in chunks
+    # machine code does not check strides and dtypes: pass several, also in chunks
     with torch.no_grad():
         logits = quantized(ids).logits
         for given in (ids, torch.stack([ids, ids], -1)[..., 0], ids.to(torch.int32)):
@@ -46,7 +48,7 @@ def test_packages(tmp_path, monkeypatch):
     path.write_bytes(b"no package")
     with pytest.raises(MXError, match="cannot load"):
         LanguageModel.from_pretrained(tmp_path)(ids)
-    quantized.save_pretrained(tmp_path, QUANTIZER)  # what was compiled of the old program is gone
+    quantized.save_pretrained(tmp_path, QUANTIZER)  # this deletes packages of the old program
     assert not path.exists()
 
 

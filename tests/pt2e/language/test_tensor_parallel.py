@@ -10,8 +10,8 @@ from tests.language_models import FAMILIES, divisible_decoder, transformers
 from tests.rank_processes import run_ranks
 
 #: with biases everywhere, norms and inputs on all ranks, heads that are gathered or share a weight
-DIVIDED = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "mistral", "phi3", "gpt_neox", "glm4", "smollm3")
-#: layers whose columns are divided; every rank holds what is in the second list
+SHARDED = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "mistral", "phi3", "gpt_neox", "glm4", "smollm3")
+#: layers that are sharded by columns; every rank holds those of the second list
 COLUMNS, WHOLE = ("o_proj", "down_proj"), ("norm", "embed_tokens", "inv_freq")
 TOKENS = torch.arange(40).reshape(2, 20)
 TEXT = torch.randint(256, (1, 512), generator=torch.Generator().manual_seed(1))
@@ -23,7 +23,7 @@ def weight_only(weight):
 
 
 def each_rank(work, count=2):
-    """What `work` gives on each rank of a group without others."""
+    """Return the result of `work` on each rank, without the other ranks."""
     result = []
     for place in ranks.places(count):
         with place:
@@ -35,7 +35,7 @@ def compute(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
     with torch.no_grad():
-        result = {family: shard(divisible_decoder(family))(TOKENS).logits for family in DIVIDED}
+        result = {family: shard(divisible_decoder(family))(TOKENS).logits for family in SHARDED}
     result["balanced"] = quantize_language_model(
         shard(divisible_decoder("llama", num_hidden_layers=1)), BALANCED, [TEXT]
     )(TEXT).logits
@@ -49,7 +49,7 @@ def test_two_ranks_compute_what_one_does(tmp_path):
     for name, logits in first.items():
         assert torch.equal(logits, second[name])  # the ranks choose the same tokens
     with torch.no_grad():
-        for family in DIVIDED:
+        for family in SHARDED:
             assert torch.allclose(first[family], divisible_decoder(family)(TOKENS).logits, atol=1e-5), family
         one = divisible_decoder("llama", num_hidden_layers=1)
         expected = one(TEXT).logits
@@ -58,7 +58,7 @@ def test_two_ranks_compute_what_one_does(tmp_path):
 
 
 def test_packed_shards_are_parts_of_the_whole():
-    """Two codes in a byte, and blocks of 16 where a rank has 48 inputs; in both, rows are divided and columns."""
+    """Codes of half a byte, and blocks of 16 where a rank has 48 inputs, sharded by rows and by columns."""
     smaller = get_default_mx_quantization_config(weight="mxfp8{16}", activation=None)
     one = divisible_decoder("llama", num_hidden_layers=1, intermediate_size=96)
     quantizer = weight_only("mxfp4").set_module_name_regex(r".*\.mlp\..*", smaller)

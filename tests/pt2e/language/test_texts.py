@@ -55,7 +55,7 @@ def test_blocks_of_text(tmp_path):
     (tmp_path / "a.txt").write_text("first")
     assert read_text(str(tmp_path)) == "first\n\nsecond" and read_text(str(tmp_path / "b.txt")) == "second"
     tokenizer = tokenizer_of_bytes()
-    text = "x" * (2 * BLOCK + 1)  # of a last block of one token nothing can be predicted
+    text = "x" * (2 * BLOCK + 1)  # the last block has one token, so nothing can be predicted
     assert [block.shape for block in blocks(text, tokenizer)] == [(1, BLOCK)] * 2
     assert [block.shape for block in blocks(text, tokenizer, 700)] == [(1, BLOCK), (1, 700 - BLOCK)]
     assert len(blocks(built_in_text(), tokenizer)) > 4
