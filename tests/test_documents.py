@@ -203,7 +203,8 @@ def test_a_readme_names_every_file_of_its_folder(path):
         if file.suffix in (".py", ".ipynb") and file.name != "__init__.py"
         if not any(part in file.parents for part in (*inner, *mirror)) and ".ipynb_checkpoints" not in file.parts
     ]
-    words = set(named([path.read_text()])) | set(re.findall(r"\]\(([\w./]+)\)", path.read_text()))
+    text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)  # without blocks of code
+    words = set(named([text])) | set(re.findall(r"\]\(([\w./]+)\)", text))
     unnamed = [
         name_of(file)
         for file in files

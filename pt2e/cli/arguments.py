@@ -105,7 +105,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
             "--optimize",
             choices=(*PRESETS, "none"),
             help="round the weights with a preset of pt2mx.optimize, on the batches of --calibration (default: the "
-            "section algorithms: of the recipe, or none)",
+            "section `algorithms` of the recipe, or none)",
         ),
         argument(
             "--output",
@@ -256,8 +256,17 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
     "convert-checkpoint": (
         argument("source", help="the folder of the checkpoint: config.json and safetensors"),
         argument("output", help="the folder to write; an interrupted run continues in its folder"),
-        argument("--recipe", default="mxfp4_weight_only", help="a shipped recipe, or the path of one"),
-        argument("--layout", default="compressed-tensors", choices=LAYOUTS, help="the layout of codes and scales"),
+        argument(
+            "--recipe",
+            default="mxfp4_weight_only",
+            help="a shipped recipe, or the path of one (default: mxfp4_weight_only)",
+        ),
+        argument(
+            "--layout",
+            default="compressed-tensors",
+            choices=LAYOUTS,
+            help="the layout of codes and scales (default: compressed-tensors)",
+        ),
         argument("--dtype", help="the dtype of tensors that stay in float, such as bfloat16 (default: their own)"),
         argument("--statistics", help="a file of save_statistics: GPTQ rounds with its statistics of inputs"),
         argument("--jobs", type=int, default=1, help="the number of shards to convert at a time (default: 1)"),

@@ -36,7 +36,7 @@ EXAMPLES = {
     ),
     "sensitivity": (
         ("list the most sensitive modules", "minilm"),
-        ("write a recipe of 4.5 bits from that", "minilm --bits 4.5 --output minilm.yaml"),
+        ("suggest a recipe of 4.5 bits per weight", "minilm --bits 4.5 --output minilm.yaml"),
     ),
     "run": (
         ("time a package with the inputs of the export", "minilm.aoti.pt2"),
