@@ -111,7 +111,7 @@ def learn_rounding(
             chosen = [] if nodes & written else [target for target in used if _is_learnable(target, nodes)]
             if chosen:
                 run = _with_weights(model, block, chosen, [q for q in quantized if q[0] in nodes])
-                weights = [_latent(target, floats[_reader_in(target, nodes)].detach()) for target in chosen]
+                weights = [_latent(target, floats[_consumer_in(target, nodes)].detach()) for target in chosen]
                 training = _Training(
                     run, weights, [target.value.dtype for target in chosen], inputs, references, held_out
                 )
@@ -120,12 +120,12 @@ def learn_rounding(
                     for target, value in zip(chosen, best, strict=True):
                         set_weight(model, target, value)
                     learned.append(LearnedBlock(block.name, tuple(target.name for target in chosen), before, after))
-            _go_on(values, block, references, blocks[i + 1 :])
+            _advance(values, block, references, blocks[i + 1 :])
     model.recompile()
     return learned
 
 
-def _go_on(values: list[dict[Node, Any]], block: ModuleBlock, outputs: list[Any], later: list[ModuleBlock]) -> None:
+def _advance(values: list[dict[Node, Any]], block: ModuleBlock, outputs: list[Any], later: list[ModuleBlock]) -> None:
     """Add the outputs of a segment to the values of each batch, and drop values that no later segment reads."""
     read = {node for other in later for node in other.inputs}
     for known, results in zip(values, outputs, strict=True):
@@ -195,7 +195,7 @@ def _is_learnable(target: WeightTarget, nodes: set[Node]) -> bool:
     return local and not reason_not_rounded(target)
 
 
-def _reader_in(target: WeightTarget, nodes: set[Node]) -> str:
+def _consumer_in(target: WeightTarget, nodes: set[Node]) -> str:
     return next(consumer.node.name for consumer in target.consumers if consumer.node in nodes)
 
 

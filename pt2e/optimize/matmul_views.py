@@ -124,7 +124,7 @@ class _Unmasked:
 
 
 @dataclass(frozen=True)
-class _Chosen:
+class _GatheredExperts:
     """Input, the expert of each of its groups -> the rows of each expert."""
 
     rows: Matrices
@@ -137,7 +137,7 @@ class _Chosen:
         return [group.flatten(0, 1).unsqueeze(0) for group in rows.split(sizes)]
 
 
-def _sorted(x: Tensor, ends: Tensor) -> Rows:
+def _rows_by_expert(x: Tensor, ends: Tensor) -> Rows:
     """Split an input that is sorted by expert, at the end of each expert's rows."""
     bounds = [0, *ends.tolist()]
     return [x[first:last].unsqueeze(0) for first, last in pairwise(bounds)]
@@ -161,7 +161,7 @@ def _contraction(node: Node, weight: Node, side: int) -> _View | None:
     numbers = dtype_of(ids) in (torch.int64, torch.int32) and len(shape_of(ids) or ()) == 1
     if matrices.groups != (0,) or not numbers or not isinstance(experts, int):
         return None
-    return replace(view, rows=_Chosen(rows, experts), experts=True), (ids,)
+    return replace(view, rows=_GatheredExperts(rows, experts), experts=True), (ids,)
 
 
 def _grouped(node: Node, weight: Node, side: int) -> _View | None:
@@ -171,7 +171,7 @@ def _grouped(node: Node, weight: Node, side: int) -> _View | None:
     if side != 1 or ranks != [2, 3] or not isinstance(ends, Node):
         return None
     matrices = Matrices((0,), (2,), (1,))
-    return MatmulView(1, matrices, matrices.inverse, _sorted, columns_last=True, experts=True), (ends,)
+    return MatmulView(1, matrices, matrices.inverse, _rows_by_expert, columns_last=True, experts=True), (ends,)
 
 
 def _convolution(node: Node, weight: Node, side: int) -> _View | None:

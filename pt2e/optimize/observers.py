@@ -76,13 +76,13 @@ class MXHessianObserver(nn.Module):
         groups = [rows_of_groups] if isinstance(rows_of_groups, Tensor) else rows_of_groups
         if any(rows.shape[1] for rows in groups):
             first = 0
-            amax = self._begun(sum(map(len, groups)), groups[0])
+            amax = self._initialized(sum(map(len, groups)), groups[0])
             for rows in groups:
                 self._add(rows, amax, slice(first, first + len(rows)))
                 first += len(rows)
         return x
 
-    def _begun(self, groups: int, rows: Tensor) -> Tensor:
+    def _initialized(self, groups: int, rows: Tensor) -> Tensor:
         """Return `amax`; the first call creates the sums."""
         if self.amax is None:
             k, device = rows.shape[2], rows.device

@@ -97,7 +97,7 @@ def optimize(
         >>> bool(error(optimized) < error(exported))
         True
     """
-    chosen = _chosen(preset, algorithms, quantizer)
+    chosen = _selected_algorithms(preset, algorithms, quantizer)
     if (in_place or group) and any(isinstance(one, LearnedRounding) for one in chosen):
         raise MXError("learned rounding needs the float weights and all batches: give neither in_place nor group")
     if isinstance(batches, Tensor | dict):
@@ -196,7 +196,7 @@ def _report_learned(
             reports[i] = replace(reports[i], algorithm=algorithm, after=after)
 
 
-def _chosen(preset: str | None, algorithms: object, quantizer: Quantizer) -> tuple[Algorithm, ...]:
+def _selected_algorithms(preset: str | None, algorithms: object, quantizer: Quantizer) -> tuple[Algorithm, ...]:
     """Return the requested algorithms, by default those of the quantizer's recipe."""
     if preset is not None and algorithms is not None:
         raise MXError(f"preset={preset!r} and algorithms say the same: give one of them")

@@ -47,7 +47,7 @@ def rotate_matmuls(model: GraphModule, targets: list[WeightTarget], inputs: Inpu
         if size := _size(target, fixed, inputs, options):
             value = hadamard(target.value, size, target.consumers[0].spec.axis)
             if not value.isfinite().all() or not all(
-                _holds_rotated(consumer, inputs, size) for consumer in target.consumers
+                _fits_rotated(consumer, inputs, size) for consumer in target.consumers
             ):
                 continue
             set_weight(model, target, value)
@@ -112,7 +112,7 @@ def _size(target: WeightTarget, fixed: set[Node], inputs: InputObservers, option
     return size if size and all(part.shape[-1] % size == 0 for part in parts) else 0
 
 
-def _holds_rotated(consumer: Consumer, inputs: InputObservers, size: int) -> bool:
+def _fits_rotated(consumer: Consumer, inputs: InputObservers, size: int) -> bool:
     """Return False if a rotated block of the inputs seen in calibration could overflow.
 
     Neither the sums, in float32, nor the result, in the inputs' dtype, may overflow.

@@ -38,14 +38,14 @@ def round_weight(target: WeightTarget, algorithms: Sequence[Algorithm]) -> tuple
         return None, _report(target, spec if same else None, reason=reason)
     chosen = {type(one): one for one in algorithms}
     by_gptq, by_scales = chosen.get(GPTQ), chosen.get(ScaleSearch)
-    reason = _not_by_inputs(target, spec) if by_gptq else "GPTQ is not chosen"
+    reason = _reason_without_inputs(target, spec) if by_gptq else "GPTQ is not chosen"
     if reason and by_scales is None:
         return None, _report(target, spec, reason=f"{reason}, and no search of scales")
     algorithm = "scales" if reason else "gptq"
     if isinstance(by_gptq, GPTQ) and not reason:
-        rounded = _by_parts(target, value, _gptq(target, spec, by_gptq))
-    elif isinstance(by_scales, ScaleSearch) and by_scales.by_inputs and not _not_by_inputs(target, spec):
-        rounded = _by_parts(target, value, _weighted_scales(target, spec))
+        rounded = _round_by_parts(target, value, _gptq(target, spec, by_gptq))
+    elif isinstance(by_scales, ScaleSearch) and by_scales.by_inputs and not _reason_without_inputs(target, spec):
+        rounded = _round_by_parts(target, value, _weighted_scales(target, spec))
     else:
         rounded = fake_quantize_mx(value, spec.replace(scale_mode=_LEAST_SQUARES))
     rounded = fake_quantize_mx(rounded.to(value.dtype), spec)  # as it will be stored
@@ -56,13 +56,13 @@ def round_weight(target: WeightTarget, algorithms: Sequence[Algorithm]) -> tuple
     return rounded, _report(target, spec, algorithm, before, after, reason)
 
 
-def _not_by_inputs(target: WeightTarget, spec: MXSpec) -> str:
+def _reason_without_inputs(target: WeightTarget, spec: MXSpec) -> str:
     """Return why the observed inputs cannot guide the rounding of a weight; "" if they can."""
     if not target.inputs:
         return "no matmul with an observed input uses it"
     if any(view.axis != spec.axis for view, _ in target.inputs):
         return "its blocks do not run along the dimension that the matmul reduces"
-    if not _are_alike(target):
+    if not _same_views(target):
         return "its matmuls reduce other dimensions of it"
     if not any(observer.count for _, observer in target.inputs):
         return "no batch reached its operators"
@@ -71,10 +71,10 @@ def _not_by_inputs(target: WeightTarget, spec: MXSpec) -> str:
     return ""
 
 
-def _by_parts(target: WeightTarget, value: Tensor, round_part: _Round) -> Tensor:
+def _round_by_parts(target: WeightTarget, value: Tensor, round_part: _Round) -> Tensor:
     view, _ = target.inputs[0]
     matrices, hessians = view.to_matrices(value.float()), _hessians(target)
-    counts = torch.stack([observer.counts for observer in _seen(target)]).sum(0)
+    counts = torch.stack([observer.counts for observer in _observers_of(target)]).sum(0)
     if view.experts:
         hessians, counts = with_mean_expert(hessians, counts)
     groups = []
@@ -119,16 +119,16 @@ def _line(target: WeightTarget) -> int:
 
 def _hessians(target: WeightTarget) -> list[Tensor]:
     """Return the sums over all inputs of the weight, for each part of its columns, (groups, K', K')."""
-    device, every = target.value.device, [observer.parts for observer in _seen(target)]
+    device, every = target.value.device, [observer.parts for observer in _observers_of(target)]
     return [sum((part.to(device) for part in parts[1:]), parts[0].to(device)) for parts in zip(*every, strict=True)]
 
 
-def _seen(target: WeightTarget) -> list[MXHessianObserver]:
+def _observers_of(target: WeightTarget) -> list[MXHessianObserver]:
     """Return the distinct observers of the weight's inputs that saw any; none where their sums do not add up."""
-    return list(dict.fromkeys(observer for _, observer in target.inputs if observer.count and _are_alike(target)))
+    return list(dict.fromkeys(observer for _, observer in target.inputs if observer.count and _same_views(target)))
 
 
-def _are_alike(target: WeightTarget) -> bool:
+def _same_views(target: WeightTarget) -> bool:
     return same_matrices([view for view, _ in target.inputs], target.value.shape)
 
 

@@ -32,9 +32,9 @@ from pt2mx.pt2e.optimize.observers import MXHessianObserver
 from pt2mx.pt2e.optimize.targets import Consumer, WeightTarget, set_weight
 
 #: smallest and largest exponent of a factor
-_LEAST, _LARGEST = -4, 10
+_MIN_EXPONENT, _MAX_EXPONENT = -4, 10
 #: an input may become so many times as large as in calibration without overflow
-_ROOM = 16
+_HEADROOM = 16
 _Pair = tuple[WeightTarget, Matmul]
 
 
@@ -51,7 +51,9 @@ def smooth_matmuls(
     where: dict[Node, str] = {}
     for source, pairs in _by_source(targets, written, options).items():
         consumers = [consumer for target, _ in pairs for consumer in target.consumers]
-        exponents = _exponents(model, pairs, inputs[consumers[0].node], options) if _seen(consumers, inputs) else None
+        exponents = (
+            _exponents(model, pairs, inputs[consumers[0].node], options) if _were_observed(consumers, inputs) else None
+        )
         if exponents is None or not exponents.any():
             continue
         factor = torch.exp2(exponents)
@@ -90,7 +92,7 @@ def _gains(consumer: Consumer, options: Smoothing) -> bool:
     return consumer.activation.element.bits < BITS
 
 
-def _seen(consumers: list[Consumer], inputs: InputObservers) -> bool:
+def _were_observed(consumers: list[Consumer], inputs: InputObservers) -> bool:
     observers = [inputs.get(consumer.node) for consumer in consumers]
     return all(one is not None and one.amax is not None and len(one.amax) == 1 for one in observers)
 
@@ -107,7 +109,7 @@ def _exponents(model: GraphModule, pairs: list[_Pair], seen: MXHessianObserver, 
     used = (x > 0) & (weight > 0)
     if not used.any():
         return None
-    exponents = torch.where(used, log - log[used].median(), 0.0).round().clamp(_LEAST, _LARGEST)
+    exponents = torch.where(used, log - log[used].median(), 0.0).round().clamp(_MIN_EXPONENT, _MAX_EXPONENT)
     kept = keeps_bits(x, -exponents, pairs[0][1].source.meta["val"].dtype)
     kept &= keeps_bits(columns, exponents, values[0][0].dtype).all(0)
     return torch.where(kept, exponents, 0.0)
@@ -116,11 +118,11 @@ def _exponents(model: GraphModule, pairs: list[_Pair], seen: MXHessianObserver, 
 def keeps_bits(largest: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
     """Return where multiplying values up to `largest` by 2**exponents keeps their bits.
 
-    Values up to `_ROOM` times as large must not overflow. Values that become subnormal, in float16 those below 2**-14,
-    must lose less than the square of the dtype's precision, relative to the largest.
+    Values up to `_HEADROOM` times as large must not overflow. Values that become subnormal, in float16 those below
+    2**-14, must lose less than the square of the dtype's precision, relative to the largest.
     """
     limits, scaled = torch.finfo(dtype), largest * torch.exp2(exponents)
-    above = (exponents <= 0) | (scaled <= limits.max / _ROOM)
+    above = (exponents <= 0) | (scaled <= limits.max / _HEADROOM)
     return above & ((exponents >= 0) | (scaled >= limits.tiny / limits.eps) | (largest == 0))
 
 

@@ -74,12 +74,12 @@ def plan_operator(node: Node, config: MXQuantizationConfig, constants: set[Node]
         spec = config.spec_of(operand.name, role)
         if spec is None:
             continue
-        if reason := _unfit(tensor, node, operand):
+        if reason := _reason_unfit(tensor, node, operand):
             reasons.append(reason)
         else:
             inputs[tensor, user] = role, _along(spec, tensor, operand.axis)
     result = Operand("output", -1, "output", -1)
-    output = None if config.output is None or _unfit(node, node, result) else _along(config.output, node, -1)
+    output = None if config.output is None or _reason_unfit(node, node, result) else _along(config.output, node, -1)
     if not (inputs or output or reasons):
         reasons.append("the config names no spec for its operands")
     return Plan(node, inputs, output, tuple(dict.fromkeys(reasons)), remark if inputs else None)
@@ -120,7 +120,7 @@ def _with_axis(spec: MXSpec, axis: int) -> MXSpec:
     return spec.replace(axis=axis)
 
 
-def _unfit(tensor: Node, consumer: Node, operand: Operand) -> str | None:
+def _reason_unfit(tensor: Node, consumer: Node, operand: Operand) -> str | None:
     """Return why a tensor cannot be quantized although a config names a spec for it; None if it can."""
     value = tensor.meta.get("val")
     if not isinstance(value, torch.Tensor):

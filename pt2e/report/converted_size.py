@@ -56,7 +56,7 @@ class Conversion:
             constants, graphs = constants_of(model), {call.node: call for call in hop_calls(model)}
             computed = self._visited[model] = set()
             for node in reversed(model.graph.nodes):
-                if node in computed or node.op == "output" or _acts(node, constants):
+                if node in computed or node.op == "output" or _has_effect(node, constants):
                     computed |= {node, *self._reads(model, node, constants, graphs.get(node))}
             for node in computed:
                 if node.op == "get_attr" and isinstance(tensor := attribute_of(model, node), Tensor):
@@ -114,7 +114,7 @@ class Conversion:
         return self._names.setdefault(repr(identity), f"%{len(self._names)}")
 
 
-def _acts(node: Node, constants: set[Node]) -> bool:
+def _has_effect(node: Node, constants: set[Node]) -> bool:
     """Return True for a node with an effect, which runs although nothing uses its result.
 
     Conversion removes assertions about constants, and the batch counters of training.

@@ -66,7 +66,7 @@ def estimates(
         values[key].append(value.detach() if isinstance(value, Tensor) else value)
 
     with torch.enable_grad():
-        once = EagerControlFlow(_constant(model), seen, probed, probes)
+        once = EagerControlFlow(_frozen_copy(model), seen, probed, probes)
         leaves = leaves_of(model, batch)
         with errors_of_running(leaves):
             outputs = outputs_of(once.run(*leaves, enable_io_processing=False))
@@ -76,13 +76,13 @@ def estimates(
     gradients = {key: [list(each) for each in zip(*(one[key] for one in drawn), strict=True)] for key in probes}
     distances: dict[Key, float] = {}
     for name, candidate in candidates.items():
-        for (module, which), products in _moved(candidate, operands, batch, values, gradients).items():
+        for (module, which), products in _output_shifts(candidate, operands, batch, values, gradients).items():
             squares = sum(one.square().sum().item() for one in products.values())
             distances[module, name, which] = 0.5 * squares / draws
     return distances, count
 
 
-def _moved(
+def _output_shifts(
     candidate: Candidate,
     operands: tuple[str, ...],
     batch: Any,
@@ -133,7 +133,7 @@ def _operator(node: Node, graph: GraphModule) -> Node | None:
     return next((one for one in (node, *read) if is_quantized(one, graph)), None)
 
 
-def _constant(model: GraphModule) -> GraphModule:
+def _frozen_copy(model: GraphModule) -> GraphModule:
     """Return a copy with its own buffers, which the graph may write, and with parameters that need no gradient."""
     model = copy_sharing_tensors(model)
     map_tensors(model, Tensor.detach)
