@@ -221,9 +221,9 @@ def im2col(x: Tensor, groups: int, taps: tuple[int, ...], arguments: dict[str, A
     x = pad(x, _padding(arguments["padding"], taps, dilation))
     for i in range(dims):
         x = x.unfold(2 + i, dilation[i] * (taps[i] - 1) + 1, stride[i])[..., :: dilation[i]]
-    x = x.unflatten(1, (groups, -1))  # (B, groups, channels, im2col, ..., taps, ...)
-    outside, inside = range(3, 3 + dims), range(3 + dims, 3 + 2 * dims)
-    x = x.permute(1, 0, *outside, *inside, 2)
+    x = x.unflatten(1, (groups, -1))  # (B, groups, channels, positions, ..., taps, ...)
+    positions, kernel = range(3, 3 + dims), range(3 + dims, 3 + 2 * dims)
+    x = x.permute(1, 0, *positions, *kernel, 2)
     counts = x.shape[1 : 2 + dims]
     if (total := counts.numel()) > ROWS:
         index: tuple[Any, ...] = (slice(None), *torch.unravel_index(sample(total, x.device), counts))

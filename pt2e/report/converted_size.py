@@ -31,7 +31,7 @@ class Conversion:
     def __init__(self, prepared: GraphModule) -> None:
         self._kept: dict[int, Tensor] = {}  # float tensors, by identity
         self._made: dict[str, int] = {}  # bytes of new buffers, by the key of their computation
-        self._outside = captured_operands(prepared)
+        self._captured = captured_operands(prepared)
         self._keys: dict[tuple[Node, int], str] = {}
         self._names: dict[str, str] = {}
         self._visited: dict[GraphModule, set[Node]] = {}
@@ -90,7 +90,7 @@ class Conversion:
 
     def _calls_of(self, model: GraphModule) -> int:
         """Count the calls of a graph with different operands."""
-        return max((len(self._outside.get(placeholder, ())) for placeholder in placeholders(model)), default=0) or 1
+        return max((len(self._captured.get(placeholder, ())) for placeholder in placeholders(model)), default=0) or 1
 
     def _key(self, node: Node, number: int) -> str:
         """Return a name that is equal for nodes that compute the same from the same tensors in call `number`."""
@@ -99,7 +99,7 @@ class Conversion:
         return self._keys[node, number]
 
     def _new_key(self, node: Node, number: int) -> str:
-        operands = self._outside.get(node, ())
+        operands = self._captured.get(node, ())
         operand = operands[min(number, len(operands) - 1)] if operands else None
         if isinstance(operand, Node):
             return self._key(operand, number)

@@ -43,7 +43,7 @@ class ObservedModule:
 def observed_modules(prepared: GraphModule) -> dict[str, ObservedModule]:
     """Return the modules with quantizable operators, by qualified name."""
     modules: dict[str, ObservedModule] = {}
-    outside = captured_operands(prepared)
+    captured = captured_operands(prepared)
     for inner in graph_modules(prepared):
         constants = constants_of(inner)
         for node in quantizable_operators(inner.graph):
@@ -57,7 +57,7 @@ def observed_modules(prepared: GraphModule) -> dict[str, ObservedModule]:
                     "alone: a recipe gives the operators of a module one; use settings by module"
                 )
             if config is not None:
-                _add_operands(module, inner, node, constants, outside)
+                _add_operands(module, inner, node, constants, captured)
     return modules
 
 
@@ -66,7 +66,7 @@ def _add_operands(
     inner: GraphModule,
     node: Node,
     constants: set[Node],
-    outside: Mapping[Node, Sequence[object]],
+    captured: Mapping[Node, Sequence[object]],
 ) -> None:
     for operand in operands_of(node):
         argument = operand_node(node, operand)
@@ -81,7 +81,7 @@ def _add_operands(
             module.activations.append(observer)
         elif role == "weight" and tensor in constants:
             shape = tuple(tensor.meta["val"].shape)
-            module.weights += [ObservedWeight(s.name, shape, observer) for s in sources_of(tensor, outside)]
+            module.weights += [ObservedWeight(s.name, shape, observer) for s in sources_of(tensor, captured)]
 
 
 def sharing_weights(modules: dict[str, ObservedModule]) -> list[list[str]]:

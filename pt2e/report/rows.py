@@ -27,7 +27,7 @@ from pt2mx.pt2e.quantizer.annotate import REASON_KEY, REMARK_KEY
 from pt2mx.pt2e.quantizer.operators import operand_node, operands_of, operator_name, quantizable_operators, role_of
 from pt2mx.pt2e.report.converted_size import Conversion
 from pt2mx.pt2e.report.matmul_ops import is_matmul_like, operator_path
-from pt2mx.pt2e.report.sizes import ByteCounter, Counted, Outside, Source, sources_of, sources_of_codes
+from pt2mx.pt2e.report.sizes import ByteCounter, CapturedOperands, Counted, Source, sources_of, sources_of_codes
 from pt2mx.pt2e.report.weights import constants_of, is_constant, weight_statistics
 from pt2mx.pt2e.stored_bits import storage_note
 from pt2mx.spec import MXSpec
@@ -94,14 +94,14 @@ def operator_reports(model: GraphModule, conversion: Conversion | None = None) -
     out.
     """
     counter = ByteCounter()
-    outside = captured_operands(model)
+    captured = captured_operands(model)
     for path, inner in named_graph_modules(model):
         constants, quantizable = constants_of(inner), set(quantizable_operators(inner.graph))
         for node in inner.graph.nodes:
             known = node in quantizable or is_matmul_like(called(node))
             if known and (conversion is None or conversion.computes(node)):
                 inputs = _operands(node, constants) if node in quantizable else _float_inputs(node, constants)
-                operands = tuple(_operand_report(inner, *operand, constants, outside, counter) for operand in inputs)
+                operands = tuple(_operand_report(inner, *operand, constants, captured, counter) for operand in inputs)
                 yield OperatorReport(
                     name=f"{path}.{node.name}" if path else node.name,
                     module=module_name(node),
@@ -133,33 +133,38 @@ def _reason(node: Node, quantizable: bool, path: str, quantized: bool) -> str | 
 
 
 def _operand_report(
-    model: GraphModule, role: str, argument: Node, constants: set[Node], outside: Outside, counter: ByteCounter
+    model: GraphModule,
+    role: str,
+    argument: Node,
+    constants: set[Node],
+    captured: CapturedOperands,
+    counter: ByteCounter,
 ) -> OperandReport:
-    source, spec, seen = _quantized(model, argument, constants, outside)
+    source, spec, seen = _quantized(model, argument, constants, captured)
     value = argument.meta.get("val", source.meta.get("val"))
     counted, storage = Counted(0, 0, 0), None
     if isinstance(value, torch.Tensor):
         in_every_call = argument.target is ops.dequantize_mx and source.target is getitem
-        packed, sources = None if in_every_call else spec, _sources(argument, source, constants, outside)
+        packed, sources = None if in_every_call else spec, _sources(argument, source, constants, captured)
         counted = counter.add(value, packed, sources)
         storage = storage_note(value.shape, packed) if packed and sources else None
     statistics, candidates = seen.get(STATISTICS_KEY), seen.get(CANDIDATES_KEY, {})
     return OperandReport(role, None if spec is None else str(spec), statistics, candidates, *counted, storage)
 
 
-def _sources(argument: Node, source: Node, constants: set[Node], outside: Outside) -> list[Source]:
+def _sources(argument: Node, source: Node, constants: set[Node], captured: CapturedOperands) -> list[Source]:
     """Return the sources of an operand; none for a computed one."""
     if (
         argument.target is ops.dequantize_mx
         and source in constants
-        and (sources := sources_of_codes(argument, outside))
+        and (sources := sources_of_codes(argument, captured))
     ):
         return sources
-    return sources_of(source, outside) if is_constant(source, constants) else []
+    return sources_of(source, captured) if is_constant(source, constants) else []
 
 
 def _quantized(
-    model: GraphModule, argument: Node, constants: set[Node], outside: Outside
+    model: GraphModule, argument: Node, constants: set[Node], captured: CapturedOperands
 ) -> tuple[Node, MXSpec | None, Mapping[str, Any]]:
     """Return the tensor behind an operand, its spec (None: high precision), and a meta with its statistics.
 
@@ -170,7 +175,7 @@ def _quantized(
         if isinstance(observer, MXObserver):
             source = node_arg(argument)
             constant = is_constant(source, constants)
-            seen = weight_statistics(observer, source, outside) if constant else observer.statistics_meta()
+            seen = weight_statistics(observer, source, captured) if constant else observer.statistics_meta()
             return source, observer.spec, seen
         return node_arg(argument), None, {}  # another quantizer's observer
     if argument.target is ops.dequantize_mx:

@@ -29,7 +29,7 @@ from pt2mx.spec import MXSpec
 SOURCES_KEY = "mx_sources"
 
 #: placeholder of a subgraph -> the operands that callers pass for it (`captured_operands`)
-Outside = Mapping[Node, Sequence[object]]
+CapturedOperands = Mapping[Node, Sequence[object]]
 
 
 class Size(NamedTuple):
@@ -66,20 +66,20 @@ def size_of(tensors: Iterable[Tensor]) -> Size:
     return Size(sum(size // itemsizes[storage] for storage, size in covered.items()), sum(covered.values()))
 
 
-def sources_of(node: Node, outside: Outside) -> list[Source]:
+def sources_of(node: Node, captured: CapturedOperands) -> list[Source]:
     """Return the sources of a constant node: one, or in a subgraph one for each tensor that it is called with."""
     while node.target is torch.ops.aten.alias.default:
         node = node_arg(node)
-    if node in outside:
-        return [source for operand in _operands(node, outside) for source in sources_of(operand, {})]
+    if node in captured:
+        return [source for operand in _operands(node, captured) for source in sources_of(operand, {})]
     tensors = {}
-    for read in [operand for one in computed_from(node) for operand in _operands(one, outside)]:
+    for read in [operand for one in computed_from(node) for operand in _operands(one, captured)]:
         if read.op == "get_attr" and isinstance(value := attribute_of(model_of(read.graph), read), Tensor):
             tensors[name_of(read)] = Size(value.numel(), value.nbytes)
     return [Source(name_of(node) if node.op == "get_attr" else node.name, tensors)]
 
 
-def sources_of_codes(dequantize: Node, outside: Outside) -> list[Source]:
+def sources_of_codes(dequantize: Node, captured: CapturedOperands) -> list[Source]:
     """Return the sources of a packed weight.
 
     Conversion notes them. In a model that was exported since, it is a tensor of the weight's size, named after its
@@ -89,17 +89,17 @@ def sources_of_codes(dequantize: Node, outside: Outside) -> list[Source]:
         return dequantize.meta[SOURCES_KEY]
     value = dequantize.meta["val"]
     size = Size(value.numel(), value.numel() * value.element_size())
-    return [Source(name, {name: size}) for name in buffers_of(node_arg(dequantize), outside)]
+    return [Source(name, {name: size}) for name in buffers_of(node_arg(dequantize), captured)]
 
 
-def buffers_of(node: Node, outside: Outside) -> list[str]:
+def buffers_of(node: Node, captured: CapturedOperands) -> list[str]:
     """Return the names of the buffers that a node reads or represents; none where it is computed."""
-    return [name_of(read) for read in _operands(node, outside) if read.op == "get_attr"]
+    return [name_of(read) for read in _operands(node, captured) if read.op == "get_attr"]
 
 
-def _operands(node: Node, outside: Outside) -> list[Node]:
+def _operands(node: Node, captured: CapturedOperands) -> list[Node]:
     """Return the operands behind a placeholder, or the node itself."""
-    return list(dict.fromkeys(operand for operand in outside.get(node, [node]) if isinstance(operand, Node)))
+    return list(dict.fromkeys(operand for operand in captured.get(node, [node]) if isinstance(operand, Node)))
 
 
 def _covered(spans: list[tuple[int, int]]) -> int:
@@ -136,15 +136,15 @@ def float_size(model: GraphModule) -> Size:
     """
     if FLOAT_SIZE_KEY in model.meta:
         return model.meta[FLOAT_SIZE_KEY]
-    tensors, outside = tensors_of(model), captured_operands(model)
+    tensors, captured = tensors_of(model), captured_operands(model)
     buffers: set[str] = set()
     # parameter -> format -> its parts: one parameter may be packed in two formats
     packed: dict[str, dict[str, dict[str, Size]]] = defaultdict(lambda: defaultdict(dict))
     for graph in graph_modules(model):
         for node in graph.graph.find_nodes(op="call_function", target=ops.dequantize_mx):
-            stored = [name for position in (0, 1) for name in buffers_of(node_arg(node, position), outside)]
+            stored = [name for position in (0, 1) for name in buffers_of(node_arg(node, position), captured)]
             buffers.update(stored)
-            for source in sources_of_codes(node, outside) if stored else ():
+            for source in sources_of_codes(node, captured) if stored else ():
                 for name, size in source.tensors.items():
                     parameter = _CODES.sub("", name) if name in buffers else name
                     packed[parameter][str(node.args[2:6])][name] = size

@@ -24,7 +24,7 @@ from pt2mx.fx.training.train_eval import TrainEvalModule
 from pt2mx.pt2e.format_observer import CANDIDATES_KEY, MXFormatObserver
 from pt2mx.pt2e.observer import NOTES_KEY, STATISTICS_KEY, MXFakeQuantize, MXObserver
 from pt2mx.pt2e.quantizer.annotate import REASON_KEY, REMARK_KEY
-from pt2mx.pt2e.report.sizes import FLOAT_SIZE_KEY, SOURCES_KEY, Outside, float_size, sources_of
+from pt2mx.pt2e.report.sizes import FLOAT_SIZE_KEY, SOURCES_KEY, CapturedOperands, float_size, sources_of
 from pt2mx.pt2e.torchao_pt2e import is_fake
 
 #: the meta of nodes that a report reads
@@ -33,14 +33,14 @@ _CARRIED = (STATISTICS_KEY, CANDIDATES_KEY, SOURCES_KEY, REASON_KEY, REMARK_KEY)
 
 def note_weights(prepared: GraphModule) -> None:
     """Note at each observer of a constant what the report of the converted model will say about it."""
-    outside = captured_operands(prepared)
+    captured = captured_operands(prepared)
     for graph in graph_modules(prepared):
         constants = constants_of(graph)
         for node in graph.graph.find_nodes(op="call_module"):
             observer = graph.get_submodule(name_of(node))
             if isinstance(observer, MXObserver) and is_constant(node_arg(node), constants):
-                sources = {SOURCES_KEY: sources_of(node_arg(node), outside)}
-                node.meta[NOTES_KEY] = {**weight_statistics(observer, node_arg(node), outside), **sources}
+                sources = {SOURCES_KEY: sources_of(node_arg(node), captured)}
+                node.meta[NOTES_KEY] = {**weight_statistics(observer, node_arg(node), captured), **sources}
 
 
 def carry_notes(converted: GraphModule, exported: GraphModule) -> None:
@@ -78,7 +78,7 @@ def is_constant(node: Node, constants: set[Node]) -> bool:
     return (node_arg(node) if isinstance(module, ScaledWeight) else node) in constants
 
 
-def weight_statistics(observer: MXObserver, source: Node, outside: Outside) -> dict[str, Any]:
+def weight_statistics(observer: MXObserver, source: Node, captured: CapturedOperands) -> dict[str, Any]:
     """Return the meta that a report reads for a constant: what an observer saw of it.
 
     If it saw nothing, or the constant was trained since, the noise of the formats is computed instead. Nothing is known
@@ -87,7 +87,7 @@ def weight_statistics(observer: MXObserver, source: Node, outside: Outside) -> d
     seen = observer.statistics_meta()
     if seen.get(STATISTICS_KEY) is not None and not isinstance(observer, MXFakeQuantize):
         return seen
-    values = [value.detach() for value in _values(source, outside)]
+    values = [value.detach() for value in _values(source, captured)]
     if any(map(is_fake, values)):
         return seen
     noise: dict[str, Any] = {STATISTICS_KEY: quantization_noise(values, observer.spec)}
@@ -97,21 +97,21 @@ def weight_statistics(observer: MXObserver, source: Node, outside: Outside) -> d
 
 
 @torch.no_grad()
-def _values(node: Node, outside: Outside) -> Iterator[Tensor]:
+def _values(node: Node, captured: CapturedOperands) -> Iterator[Tensor]:
     """Yield the values of a constant, one for each call of its graph with other operands."""
     needed = computed_from(node)
-    for number in range(max(len(outside.get(one, [None])) for one in needed)):
+    for number in range(max(len(captured.get(one, [None])) for one in needed)):
         values: dict[Node, Any] = {}
         for one in needed:
-            values[one] = _value(one, values, outside, number)
+            values[one] = _value(one, values, captured, number)
         yield values[node]
 
 
-def _value(node: Node, values: dict[Node, Any], outside: Outside, number: int) -> Any:
+def _value(node: Node, values: dict[Node, Any], captured: CapturedOperands, number: int) -> Any:
     if node.op == "placeholder":
-        operands = outside[node]
+        operands = captured[node]
         operand = operands[min(number, len(operands) - 1)]
-        return next(iter(_values(operand, outside))) if isinstance(operand, Node) else operand
+        return next(iter(_values(operand, captured))) if isinstance(operand, Node) else operand
     model = model_of(node.graph)
     if node.op == "get_attr":
         return attribute_of(model, node)
