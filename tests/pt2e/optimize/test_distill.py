@@ -22,7 +22,7 @@ class Net(nn.Module):
 
 
 def net(dtype=torch.float32, training=False):
-    """A graph, batches whose 32 columns depend on 6 numbers, and one more."""
+    """A graph, batches whose 32 columns depend on 6 numbers, and one more batch."""
     torch.manual_seed(0)
     mixing = torch.randn(6, 32) / 6**0.5
     batches = [(torch.randn(64, 6) @ mixing).to(dtype) for _ in range(9)]
@@ -107,7 +107,7 @@ def test_batch_norms_named_batches_and_dynamic_shapes():
     trained = torch.export.export(model.train(), (), batches[0], dynamic_shapes=shapes).module()
     prepared = pt2mx.prepare_qat_pt2e(trained, QUANTIZER)
     counted = prepared.get_buffer("norm.num_batches_tracked").item()
-    with torch.no_grad():  # the caller may be under it
+    with torch.no_grad():  # a caller may disable gradients
         distill(prepared, exported, batches, epochs=20, lr=3e-3)
     assert prepared.training and trained.get_buffer("norm.num_batches_tracked") == counted
     assert prepared.get_buffer("norm.num_batches_tracked") > counted

@@ -17,7 +17,7 @@ class Branches(nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.second, self.last = nn.Linear(64, 48), nn.Linear(64, 48), nn.Linear(48, 8)
-        self.columns = nn.Parameter(torch.randn(64, 48).T)  # not in the order of memory
+        self.columns = nn.Parameter(torch.randn(64, 48).T)  # not contiguous
         self.table = nn.Embedding(32, 48)
         self.image = nn.Conv2d(64, 32, 2).to(memory_format=torch.channels_last)
 
@@ -44,7 +44,7 @@ def batches():
 
 def calibrate(rank, folder):
     torch.set_num_threads(1)
-    distributed._AT_ONCE = 1  # of six weights the last is exchanged by itself; the process ends with this
+    distributed._AT_ONCE = 1  # the last of six weights is exchanged alone; this process ends after the test
     dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
     local = batches()[3 * rank : 3 * rank + 3]
     optimized = pt2mx.optimize(model(), QUANTIZER, local, group=dist.group.WORLD)
@@ -67,4 +67,4 @@ def test_two_ranks_give_the_same_result_as_one(tmp_path):
     assert first[1] == second[1] and [row[1] for row in first[1]] == ["gptq"] + ["scales"] + ["gptq"] * 4
     for row, alone in zip(first[1], pt2mx.optimization_report(want).weights, strict=True):
         assert row[0] == alone.weight and row[2:] == pytest.approx((alone.before, alone.after), rel=0.02)
-    assert "batches is empty" in first[2] and first[2] == second[2]  # no rank waits for ever
+    assert "batches is empty" in first[2] and first[2] == second[2]  # no rank waits forever

@@ -24,7 +24,7 @@ class Decomposed(Attention):
 
 
 class Gate(nn.Module):
-    """A gate, whose norm multiplies by hand."""
+    """A gate with a hand-written norm."""
 
     def __init__(self, shared=False):
         super().__init__()
@@ -71,7 +71,9 @@ def test_the_output_stays_to_the_bit(make, layer, names):
     graph, actual = folded(model, x, layer=layer, dynamic=({0: torch.export.Dim("batch"), 1: torch.export.Dim("s")},))
     assert actual == (names or ["0.weight", "0.bias"])
     torch.testing.assert_close(graph(x), model(x), rtol=1e-6, atol=1e-6)
-    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())  # those of the caller stay
+    assert all(
+        torch.equal(before[name], p) for name, p in model.named_parameters()
+    )  # the caller's parameters do not change
     assert not torch.equal(graph.get_parameter(actual[0]), before[actual[0]])
 
 
@@ -88,7 +90,7 @@ class Residual(nn.Module):
 
 @pytest.mark.parametrize("model", [Residual(), Gate(shared=True), nn.Sequential(nn.Identity(), nn.Linear(16, 4))])
 def test_there_is_no_way(model):
-    """A function between, a weight that something else reads, an input of the model."""
+    """A nonlinear function in between, a weight with another user, an input of the model."""
     x = torch.randn(2, 3, 16)
     _, actual = folded(model, x, layer="o_" if hasattr(model, "o") else "1")
     assert not actual
@@ -105,8 +107,7 @@ def test_a_residual_is_a_second_user():
 
 
 class Twice(nn.Module):
-    """What one operator reads twice: a parameter, a matmul's factor, keys that are values too; dimensions that do not
-    fit the factor's."""
+    """Tensors that one operator reads twice (a parameter, a factor, keys that are also values), or of another size."""
 
     def __init__(self, kind):
         super().__init__()

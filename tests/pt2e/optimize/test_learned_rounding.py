@@ -35,7 +35,7 @@ class Net(nn.Module):
 
 
 def net(model=None, dtype=torch.float32):
-    """A graph, batches whose 32 columns depend on 6 numbers, and one more."""
+    """A graph, batches whose 32 columns depend on 6 numbers, and one more batch."""
     torch.manual_seed(0)
     mixing = torch.randn(6, 32) / 6**0.5
     batches = [(torch.randn(128, 6) @ mixing).to(dtype) for _ in range(9)]
@@ -91,7 +91,7 @@ def by_gptq(graph, batches):
 
 def test_a_step_that_gains_nothing_is_not_kept():
     graph, batches, x = net()
-    actual, blocks = learned(graph, graph, W4, batches, steps=3, lr=50.0)  # far beyond
+    actual, blocks = learned(graph, graph, W4, batches, steps=3, lr=50.0)  # far too large a step
     assert blocks == [] and torch.equal(actual(x), graph(x))
 
 
@@ -108,7 +108,7 @@ def test_subgraphs_and_outputs_without_gradient():
             return self.last(x)
 
     graph, batches, _ = net(Subgraphs())
-    with torch.no_grad():  # the caller may be under it
+    with torch.no_grad():  # a caller may disable gradients
         actual, (block,) = learned(graph, graph, W4, batches, steps=30)
     assert torch.equal(actual.get_parameter("inside.weight"), graph.get_parameter("inside.weight"))
     weight = graph.get_parameter("before.up.weight").detach()

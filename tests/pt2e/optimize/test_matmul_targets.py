@@ -20,7 +20,7 @@ class GatheredExperts(nn.Module):
 
 
 class SortedExperts(GatheredExperts):
-    """The same for rows that are sorted by experts."""
+    """The same for rows that are sorted by expert."""
 
     def forward(self, x, ends):
         y = torch.relu(nn.functional.grouped_mm(x, self.up.mT, offs=ends))

@@ -112,7 +112,7 @@ def test_rows_times_matrices_equal_the_matmul(case):
 
 
 def last(x):
-    """The rows of the last dimension, (..., K)."""
+    """Return (..., K) as rows."""
     return x.reshape(-1, x.shape[-1])
 
 
@@ -133,7 +133,7 @@ def test_every_phase_of_a_transposed_convolution_is_sampled():
 
 
 class Experts(nn.Module):
-    """Each row by the matrix of its expert: rows sorted by experts, or matrices that are gathered."""
+    """Multiply each row by the matrix of its expert: rows sorted by expert, or gathered matrices."""
 
     def __init__(self, left):
         super().__init__()
@@ -193,7 +193,7 @@ def test_experts_of_sorted_rows():
     actual = matmul_of(node, node.args[1])
     assert actual.view.experts and columns_are_last(actual) and actual.extra_inputs == (node.args[2],)
     rows, transposed = actual.view.rows(x, ends), module.weight.detach().mT
-    assert [group.shape[1] for group in rows] == [3, 0, 5, 2]  # the eleventh row is no expert's
+    assert [group.shape[1] for group in rows] == [3, 0, 5, 2]  # the eleventh row belongs to no expert
     matrices = actual.view.to_matrices(transposed)
     got = torch.cat([group[0] @ matrix.T for group, matrix in zip(rows, matrices, strict=True)])
     torch.testing.assert_close(got, module(x, ends).detach()[:10])
@@ -227,7 +227,7 @@ def test_rows_of_padding_are_left_out():
     want = x[mask.bool()].unsqueeze(0)
     assert torch.equal(kept[0].view.rows(x, mask), want)
     assert torch.equal(kept[1].view.rows(x.reshape(-1, 12), mask.bool()), want)
-    assert kept[0].view.rows == without_padding(kept[0], arguments).view.rows  # one observer for all that read x
+    assert kept[0].view.rows == without_padding(kept[0], arguments).view.rows  # one observer for all users of x
 
 
 def test_operators_outside_the_table():

@@ -100,7 +100,7 @@ def test_an_expert_of_few_rows_is_rounded_better_than_by_itself_or_to_nearest(ro
         return (other @ off.T).square().sum() / (other @ weight.T).square().sum()
 
     (hessians,), counts = with_mean_expert(observer.parts, observer.counts)
-    alone = error(observer.parts[0][1], rows)  # to nearest, where there are none
+    alone = error(observer.parts[0][1], rows)  # rounds to nearest where an expert has no rows
     assert error(hessians[1], float(counts[1])) < limit * alone
 
 
@@ -113,7 +113,7 @@ def test_the_sums_of_all_observers_stay_within_a_budget():
     assert actual == {1: 256, 4: 1024, 8: 2048, 16: 4096}
     for gib, columns in actual.items():
         assert sum(bytes_of_sums(size, columns) for size in layer * 32) <= gib << 30
-    # those of Qwen3 30B A3B: 128 experts
+    # the matmuls of Qwen3 30B A3B: 128 experts
     experts = [Size(128, 2048, 2048, 32), Size(128, 768, 768, 32)] * 48
     assert columns_within(30 << 30, experts) == 256
     assert columns_within(0, layer) == 32 and columns_within(0, []) == 4096

@@ -1,4 +1,4 @@
-"""What `optimize` wins back on trained weights: the benchmark's cases, each in one or two formats."""
+"""The gain of `optimize` on trained weights: the cases of the benchmark, each in one or two formats."""
 
 from dataclasses import replace
 

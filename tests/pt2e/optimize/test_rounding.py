@@ -113,7 +113,7 @@ def test_weights_that_cannot_be_rounded():
     for weight, reason in ((broken, "it holds an Inf or a NaN"), (torch.randn(0, 64), "it is empty")):
         optimized = pt2mx.optimize(exported(Weight(weight), x), MXQuantizer().set_global(W4), [x])
         assert rows(optimized)["weight"].reason == reason
-        assert torch.equal(optimized.get_parameter("weight").nan_to_num(), weight.nan_to_num())  # the NaN is one
+        assert torch.equal(optimized.get_parameter("weight").nan_to_num(), weight.nan_to_num())  # only the NaN differs
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

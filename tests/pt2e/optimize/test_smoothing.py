@@ -57,7 +57,7 @@ def test_large_channels_go_into_the_weights():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_float_model_stays_to_the_bit(dtype):
-    """Of weights and inputs whose matmuls are exact."""
+    """A model whose matmuls are exact."""
     _, graph, x = setting(residual=True, dtype=dtype)
     for parameter in graph.parameters():
         parameter.data = parameter.data.mul(8).round() / 8
@@ -75,7 +75,7 @@ def test_the_float_model_stays_to_the_bit(dtype):
     ("dtype", "scale", "smoothed"),
     [
         (torch.float16, 1.0, True),
-        (torch.float16, 1e-4, False),  # smaller still, they would lose bits
+        (torch.float16, 1e-4, False),  # smaller values would lose bits
         (torch.bfloat16, 1e-4, True),
         (torch.float32, 1e-30, True),
         (torch.float32, 1e-36, False),
@@ -116,7 +116,7 @@ def test_weights_and_inputs_that_would_overflow_stay():
 
 def test_weights_that_are_not_smoothed():
     _, graph, x = setting()
-    for quantizer in (W4, W4A8):  # 8 bits hold large channels
+    for quantizer in (W4, W4A8):  # 8 bits represent large channels well
         optimized = pt2mx.optimize(graph, quantizer, [x], algorithms=Smoothing())
         assert not any(row.smoothed for row in rows(optimized).values())
         assert optimized.code == graph.code

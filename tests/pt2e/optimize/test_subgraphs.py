@@ -16,7 +16,7 @@ def inputs():
 
 @torch.no_grad()
 def error(model, quantizer, x, want):
-    """The error of the converted model, which gives the bits of the prepared one."""
+    """Return the error of the converted model, after checking that it equals the prepared one to the bit."""
     prepared = pt2mx.prepare_pt2e(model, quantizer)
     prepared(x)
     converted = pt2mx.convert_pt2e(prepared)(x)
@@ -42,7 +42,7 @@ def test_outputs_come_nearer(kind):
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
     inner, outer = optimization_report(optimized).weights
     assert (inner.weight, outer.weight) == ("inner.weight", "outer.weight") and outer.algorithm == "gptq"
-    if kind is Nested:  # it is read along both of its dimensions
+    if kind is Nested:  # it is reduced along both of its dimensions
         assert inner.reason == "its operators quantize it in different ways"
     else:
         assert inner.algorithm == "gptq" and inner.after < 0.6 * inner.before
@@ -77,7 +77,7 @@ def test_a_weight_that_the_graph_around_also_reads_unquantized():
         want = model(x)
     optimized = pt2mx.optimize(model, QUANTIZER, [(x,)])
     assert torch.equal(optimized.get_parameter("inner.weight"), model.get_parameter("inner.weight"))
-    assert optimization_report(optimized).weights[0].algorithm == "gptq"  # in a buffer of its own
+    assert optimization_report(optimized).weights[0].algorithm == "gptq"  # in its own buffer
     assert error(optimized, QUANTIZER, x, want) < 0.5 * error(model, QUANTIZER, x, want)
 
 
@@ -103,7 +103,7 @@ def test_one_graph_for_two_weights():
         want = model(x)
     optimized = pt2mx.optimize(model, QUANTIZER, [(x,)])
     rows = [(w.weight, w.algorithm, w.rotated) for w in optimization_report(optimized).weights]
-    assert [row[1:] for row in rows] == [("gptq", 0), ("gptq", 0), ("gptq", 32)]  # the last has a graph of its own
+    assert [row[1:] for row in rows] == [("gptq", 0), ("gptq", 0), ("gptq", 32)]  # the last has its own subgraph
     assert error(optimized, QUANTIZER, x, want) < 0.7 * error(model, QUANTIZER, x, want)
 
 
@@ -191,7 +191,7 @@ def test_autocast_regions_stay_subgraphs():
     with torch.no_grad():
         want = model(x)
         optimized = pt2mx.optimize(model, QUANTIZER, [(x,)])
-    error(optimized, QUANTIZER, x, want)  # converted is prepared
+    error(optimized, QUANTIZER, x, want)  # checks that converted equals prepared
 
 
 def test_a_weight_that_is_computed_two_graphs_deep():

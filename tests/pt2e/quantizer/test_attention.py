@@ -37,7 +37,7 @@ def flat(x):
 
 
 class Projected(nn.Module):
-    """Probabilities times a constant: no token is in it."""
+    """Probabilities times a constant, which holds no tokens."""
 
     def __init__(self):
         super().__init__()
@@ -234,7 +234,7 @@ def test_padding_changes_nothing(attention, element):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_padded_and_alone(attention):
-    """One layer of attention, whose sums are short enough to be the same in both."""
+    """One layer of attention, whose sums are short enough to be equal in both."""
 
     class Attention(nn.Module):
         def forward(self, q, k, v, mask):

@@ -1,4 +1,4 @@
-"""Products that the global setting leaves in high precision."""
+"""Matmuls that the global setting leaves in high precision."""
 
 import math
 

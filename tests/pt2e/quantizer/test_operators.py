@@ -18,7 +18,7 @@ def conv(f, spatial, axis=1, **options):
 
 
 def pair(f, first, second):
-    """Of two computed tensors."""
+    """An operator on two computed tensors."""
     return f, lambda x, y: f(a(x, first), a(y, second))
 
 

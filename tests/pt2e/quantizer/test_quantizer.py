@@ -92,7 +92,7 @@ def test_filter_function():
 
 
 def test_precedence():
-    """Filter, exact name, regex, type, operator, global: each setting is beaten by the one before it."""
+    """Filter, exact name, regex, type, operator, global: each setting overrides the ones after it."""
     quantizer = MXQuantizer()
     steps = [
         (lambda q: q.set_global(MXQuantizationConfig(weight="mxfp8_e5m2")), "-/fp8_e5m2"),

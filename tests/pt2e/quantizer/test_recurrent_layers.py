@@ -11,7 +11,7 @@ from tests.quantized_by_hand import BOTH, A, W, a, w
 
 
 def normal(module):
-    """Values of many magnitudes: torch's uniform ones have the same scale along every axis."""
+    """Values of many magnitudes, because torch's uniform ones have the same scale along every axis."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_()

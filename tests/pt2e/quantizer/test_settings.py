@@ -1,4 +1,4 @@
-"""Settings of a quantizer in other forms: types of objects, single calls, dictionaries."""
+"""Settings of a quantizer by object type and by single call, and as dictionaries."""
 
 import json
 
@@ -84,7 +84,7 @@ def test_object_types_are_modules_and_operators(object_type, positions):
         ("blocks", Block, 1, EVERY[6:12]),
         ("blocks.1", torch.ops.aten.matmul.default, 1, [11]),
         ("blocks.1", "matmul", 0, [9]),
-        ("blocks.0", nn.functional.linear, 0, [4]),  # those of the layers are made by the layers
+        ("blocks.0", nn.functional.linear, 0, [4]),  # the linear operators of the layers are called by the layers
         ("blocks.0.a", "aten.linear", 1, [1]),
     ],
 )

@@ -52,7 +52,7 @@ def test_tensors_with_a_nan_are_named(change, x, names, fold):
         warnings.simplefilter("always")
         model = converted(change, x, fold=fold)
     assert set(names) <= set(nonfinite_operands(model))
-    if change is None:  # convert tells of weights alone: values may be masked later
+    if change is None:  # convert warns about weights only: activations may be masked later
         assert not told
     else:
         assert str(told[0].message) == f"NaN or Inf in {names[0]}: blocks that hold such become NaN as a whole"

@@ -187,7 +187,7 @@ def test_weights_have_their_sqnr_without_a_calibration():
 
 
 def test_conversion_counts_no_saturated_weights(monkeypatch):
-    """What a report lacks without a calibration would take longer than the conversion itself."""
+    """Shares and exponents without calibration would take longer than the conversion itself."""
 
     def refuse(x, spec):
         raise AssertionError("a conversion without a calibration computes the noise alone")

@@ -1,4 +1,4 @@
-"""What a report says of single operators: roles, bytes, reasons and notes."""
+"""The rows of a report: roles, bytes, reasons and notes; rows read back from JSON."""
 
 import json
 import math

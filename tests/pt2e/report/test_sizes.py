@@ -1,4 +1,4 @@
-"""The totals of a report: the bytes that the files of the float model and of the converted one take."""
+"""The totals of a report equal the bytes of the files of the float and the converted model."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ class Computed(nn.Module):
 
 
 class AlsoFloat(nn.Module):
-    """A weight that something else reads too."""
+    """A weight with another user."""
 
     def __init__(self):
         super().__init__()
@@ -74,7 +74,7 @@ class Parts(nn.Module):
 
 
 class Unused(nn.Module):
-    """A layer that nothing calls, and a constant."""
+    """An unused layer, and a constant."""
 
     def __init__(self):
         super().__init__()
@@ -85,7 +85,7 @@ class Unused(nn.Module):
 
 
 class JoinedBias(nn.Module):
-    """A bias that is a third of a parameter: conversion keeps that third alone."""
+    """A bias that is a third of a parameter: conversion keeps that third only."""
 
     def __init__(self):
         super().__init__()
@@ -141,7 +141,7 @@ def test_totals_are_the_bytes_of_the_files(kind):
         assert report.effective_bits == 8 * after / values
         weights = [o for operator in report.operators for o in operator.operands if o.role == "weight"]
         assert [(o.bytes_before, o.bytes_after) for o in weights] == rows
-    # a file tells the float model by the tensors that it holds, and by the names and shapes of the packed ones
+    # the float model follows from the tensors of a file, and from the names and shapes of the packed ones
     named = {Computed: (4096, FLOAT), Views: (4 * 4096, 4 * FLOAT), Unused: (4097, FLOAT + 4)}
     named[JoinedBias] = (4096 + 64, FLOAT + 256)
     report = quantization_report(reloaded(again).module())

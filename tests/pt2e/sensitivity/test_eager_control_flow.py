@@ -13,7 +13,7 @@ def test_estimates_inside_of_graphs(make):
         exported = torch.export.export(make().eval(), (X,)).module()
     options = {"metric": "noise", "method": "both", "draws": 64}
     rows = sensitivity(exported, [X, -X], ["mxfp8"], **options).rows
-    assert len(rows) == 2  # the layer inside, and the one outside
+    assert len(rows) == 2  # the layer in the subgraph, and the one around it
     for row in rows:
         assert 0.75 < row.estimate / row.alone < 1.33, row
 

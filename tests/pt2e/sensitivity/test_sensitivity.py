@@ -34,7 +34,7 @@ def net():
 
 
 def with_only(exported, names, spec="mxfp4"):
-    """The model with some modules quantized, by the flow."""
+    """Return the model with some modules quantized by the normal flow."""
     quantizer = pt2mx.MXQuantizer()
     for name in names:
         quantizer.set_module_name(name, pt2mx.get_default_mx_quantization_config(weight=spec, activation=spec))
@@ -58,7 +58,7 @@ def test_numbers_are_those_of_models_quantized_in_part(net):
         assert math.isclose(rows[name].alone, divergence([name]), rel_tol=1e-6)
         assert math.isclose(rows[name].left, divergence({"up", "strong", "weak"} - {name}), rel_tol=1e-6)
     assert math.isclose(actual.whole["mxfp4"], divergence(["up", "strong", "weak"]), rel_tol=1e-6)
-    assert list(rows)[-1] == "weak"  # one input, an observer of its own
+    assert list(rows)[-1] == "weak"  # it shares the input, but has its own observer
     costs = [row.cost for row in actual.rows]
     assert costs == sorted(costs, reverse=True)
 
@@ -188,7 +188,7 @@ def test_outputs_of_any_shape(metric, shape):
 
 
 def test_rows_of_zeros_have_no_direction():
-    class Half(nn.Module):  # as of padding
+    class Half(nn.Module):  # half of the rows are padding
         def __init__(self):
             super().__init__()
             self.linear = nn.Linear(64, 8)

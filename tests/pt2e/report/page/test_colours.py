@@ -1,4 +1,4 @@
-"""Text is legible on its ground: a contrast of 4.5 at least (WCAG 2.2, AA), in both schemes."""
+"""Text is legible: a contrast of at least 4.5 (WCAG 2.2, AA), in both colour schemes."""
 
 import re
 from importlib import resources

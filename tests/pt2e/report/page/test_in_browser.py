@@ -22,13 +22,13 @@ NAMES = f"{SHOWN}.map((row) => row.querySelector('.open').textContent)"
 
 
 def column(number: int) -> str:
-    """The numbers that a column shows."""
+    """Return the numbers in a column."""
     return f"{SHOWN}.map((row) => parseFloat(row.cells[{number}].textContent))"
 
 
 @pytest.fixture(scope="module")
 def show(tmp_path_factory):
-    """Open a page; at the end it must have had no error, no request of others and nothing beyond its width."""
+    """Open a page, and check at the end that it had no error, no other request and no overflow."""
     folder = tmp_path_factory.mktemp("pages")
     with Browser(folder / "profile") as browser:
 
@@ -54,7 +54,7 @@ def page(show, request):
 
 @pytest.fixture
 def fresh(page):
-    """The page as it was first."""
+    """A freshly loaded page."""
     page.run("delete document.documentElement.dataset.ready")
     page.send("Page.reload")
     page.wait(READY)

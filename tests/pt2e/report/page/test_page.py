@@ -12,7 +12,7 @@ from tests.reports import HOSTILE, full_report, operator, report_of
 
 
 class Elements(HTMLParser):
-    """The text of the elements of a page, which are balanced."""
+    """Collects the text of a page's elements, and checks that tags are balanced."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
