@@ -26,7 +26,11 @@ MODULES: dict[str, str] = {
     "pt2mx.pt2e.contents.contents": "pt2mx.pt2e.inspect.inspect_file",
     "pt2mx.pt2e.debug.differences": "pt2mx.pt2e.debug.errors",
     "pt2mx.pt2e.onnx.bodies": "pt2mx.pt2e.onnx.function_bodies",
+    "pt2mx.pt2e.optimize.hessian_observer": "pt2mx.pt2e.optimize.observers",
+    "pt2mx.pt2e.optimize.index_observer": "pt2mx.pt2e.optimize.observers",
     "pt2mx.pt2e.origin": "pt2mx.pt2e.provenance",
+    "pt2mx.pt2e.sensitivity.recipe_comparison": "pt2mx.pt2e.sensitivity.results",
+    "pt2mx.pt2e.sensitivity.result": "pt2mx.pt2e.sensitivity.results",
 }
 
 #: old name in a module -> new one: `pt2mx:old_function`, `pt2mx.pt2e.module:OldClass`
