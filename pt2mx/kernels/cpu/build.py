@@ -1,9 +1,9 @@
-"""Building and loading the C++ kernels of the CPU: the sources of this folder, in one library.
+"""Build and load the C++ kernels of the CPU: the sources in `src/`, as one library.
 
-It is built at first use with the C++ compiler that Inductor would use, in seconds, and kept in the folder of torch's
-extensions (`TORCH_EXTENSIONS_DIR`, by default `~/.cache/torch_extensions`), under a name that has the digest of its
-bytes: another process loads it if it is whole, and else builds it again. It needs no torch headers: tensors go in
-as pointers, and torch's threads come in as the function `torch_parallel_for` of torch's stable C interface.
+The library is built at first use, in seconds, with the C++ compiler that Inductor uses. It is kept in the folder of
+torch's extensions (`TORCH_EXTENSIONS_DIR`, by default `~/.cache/torch_extensions`) under a name that contains the
+digest of its bytes: another process loads it if it is complete, and builds it again otherwise. It needs no torch
+headers: tensors are passed as pointers, and torch's threads as `torch_parallel_for` of torch's stable C interface.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ __all__ = ["DTYPES", "HEADERS", "SOURCES", "cache_folder", "flags_of", "is_avail
 
 _T = TypeVar("_T")
 
-#: tensors' dtypes, in the order of cpp's enumeration
+#: dtypes of tensors, in the order of the enumeration in calls.h
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 _FOLDER = Path(__file__).parent / "src"
 SOURCES = tuple(str(path) for path in sorted(_FOLDER.glob("*.cpp")))
 HEADERS = tuple(str(path) for path in sorted(_FOLDER.glob("*.h")))
-#: what the library offers, and its arguments
+#: the functions of the library that Python calls, and the types of their arguments
 _FUNCTIONS = {
     "pt2mx_size_of": (ctypes.c_char_p,),
     "pt2mx_run": (ctypes.c_void_p, ctypes.c_void_p),
@@ -64,11 +64,11 @@ _VECTOR_FLAGS = {
     ),
 }
 _lock = threading.Lock()
-_loaded: list[tuple[ctypes.CDLL, ctypes.c_void_p] | None] = []  # what the one attempt of this process gave
+_loaded: list[tuple[ctypes.CDLL, ctypes.c_void_p] | None] = []  # the result of this process's one attempt to load
 
 
 def is_available() -> bool:
-    """True if the kernels serve; the first call loads or builds them, and warns where that fails."""
+    """Return True if the kernels can be used. The first call loads or builds them, and warns if that fails."""
     if not _loaded:
         with _lock:
             if not _loaded:
@@ -77,7 +77,7 @@ def is_available() -> bool:
 
 
 def load() -> tuple[ctypes.CDLL, ctypes.c_void_p]:
-    """Return the library and torch's `torch_parallel_for`; a RuntimeError where they are not available."""
+    """Return the library and torch's `torch_parallel_for`; raise RuntimeError if they are not available."""
     if not is_available() or _loaded[0] is None:
         raise RuntimeError("the C++ kernels of pt2mx are not available on this machine")
     return _loaded[0]
@@ -85,7 +85,7 @@ def load() -> tuple[ctypes.CDLL, ctypes.c_void_p]:
 
 def _attempt() -> None:
     try:
-        # a handle finds the names of what it depends on: libtorch_cpu on every platform
+        # a handle also finds the symbols of its dependencies: libtorch_cpu on every platform
         parallel_for = ctypes.cast(ctypes.CDLL(torch._C.__file__).torch_parallel_for, ctypes.c_void_p)
         library = _library()
         for name, arguments in _FUNCTIONS.items():
@@ -94,7 +94,7 @@ def _attempt() -> None:
     except (OSError, RuntimeError, AttributeError) as error:
         _loaded.append(None)  # first: a warning may be raised
         warnings.warn(
-            "the C++ kernels of pt2mx could not be built, and plain torch operations serve in their place: the same "
+            "the C++ kernels of pt2mx could not be built, and plain torch operations are used instead: the same "
             f"numbers, many times slower. Install a C++ compiler (g++ or clang++) or name one in CXX. {error}",
             RuntimeWarning,
             stacklevel=2,
@@ -105,7 +105,7 @@ def _attempt() -> None:
 
 
 def _library() -> ctypes.CDLL:
-    """The shared library, from the cache or built now."""
+    """Return the shared library, from the cache or built now."""
     return use_built("cpu", SOURCES, HEADERS, lambda path: ctypes.CDLL(str(path)))
 
 
@@ -122,19 +122,21 @@ def use_built(
     more: tuple[str, ...] = (),
     capability: str | None = None,
 ) -> _T:
-    """Return what `use` makes of a shared library: one of the cache, or one that is built now, from which it is gone
-    after the call where the cache cannot be written. `use` raises OSError for a library that does not serve.
+    """Call `use` with the path of a shared library, from the cache or built now, and return the result.
+
+    If the cache cannot be written, the library is deleted after the call. `use` raises OSError for a library that it
+    cannot load, which is then built again.
 
     Args:
-        name: of its files in the cache.
-        sources, headers: what it is built from.
+        name: the prefix of its files in the cache.
+        sources, headers: the files that it is built from.
         use: is called with the path of the library.
         more: arguments of the compiler after the sources.
-        capability: of the processor, as `torch.backends.cpu.get_cpu_capability` names it; None: of this one.
+        capability: of the processor, as `torch.backends.cpu.get_cpu_capability` names it; None for this processor's.
 
     Raises:
-        RuntimeError: where it cannot be compiled, or there is no compiler.
-        OSError: where `use` takes no library.
+        RuntimeError: if it cannot be compiled, or there is no compiler.
+        OSError: if `use` cannot load the library built now either.
     """
     from torch._inductor import cpp_builder  # imports much that `import pt2mx` does without
 
@@ -161,8 +163,8 @@ def _digest(content: bytes) -> str:
 
 
 def _is_sound(path: Path) -> bool:
-    """True if a file of the cache holds what was written: loading a truncated library ends the process. Another one
-    is removed, where it can be."""
+    """Return True if a file of the cache is complete: loading a truncated library crashes the process. Remove a damaged
+    one if possible."""
     with contextlib.suppress(OSError):
         if path.is_file() and _digest(path.read_bytes()) == path.stem.rpartition("-")[2]:
             return True
@@ -172,8 +174,8 @@ def _is_sound(path: Path) -> bool:
 
 
 def _keep(built: Path, cache: Path, name: str) -> Path:
-    """Copy a library to the cache, under a name that has its digest. Other processes may do the same now: each writes a
-    file of its own, and moves it there."""
+    """Copy a library to the cache, under a name that contains its digest. Other processes may do the same at the same
+    time: each writes a file with a temporary name, and renames it."""
     content = built.read_bytes()
     path = cache / f"{name}-{_digest(content)}.so"
     cache.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,6 @@
-// Activations and layer norms whose kernel quantizes what it computes (pt2mx/kernels/quantized_activations.py), row by
-// row; built and called by ../activations.py. What quantize_vec.h does not serve is written, and read by quantize.cpp.
+// Activations and layer norms, quantized in the kernel that computes them, row by row; built and called by
+// ../activations.py. Where quantize_vec.h does not support the format, the activation is stored, and quantize.cpp reads
+// it again.
 
 #include <memory>
 #include <vector>
@@ -10,20 +11,20 @@
 namespace {
 
 constexpr i64 kGrain = 1 << 14;  // values that are worth another thread
-constexpr i64 kLong = 1 << 13;   // values of a row that are cut into blocks
-constexpr i64 kCommon = 32;      // values of a block that stay in registers
+constexpr i64 kLong = 1 << 13;   // values of a row that is split into blocks, for all threads
+constexpr i64 kCommon = 32;      // values of the usual block, which stays in registers
 
 // ---- rows ----
 
 struct Work {
-  const ActivationCall& call;  // without a spec activations are stored
+  const ActivationCall& call;  // without a spec, activations are stored unquantized
   const VecQuantizer quantizer;
-  std::vector<float> weight, bias;  // of a norm, with zeros behind them
+  std::vector<float> weight, bias;  // of a norm, padded with zeros
 };
 
-// The values of x from `at` on, zeros after `count` of them.
+// Loads `count` values of x from `at` on, and zeros after them.
 template <int D>
-inline Floats some_of(const void* x, i64 at, i64 count) {
+inline Floats load_some(const void* x, i64 at, i64 count) {
   if (count >= kWidth) return widened(x, D, at);
   constexpr i64 size = D == FP32 ? 4 : 2;
   u8 values[kWidth * size] = {};
@@ -39,7 +40,8 @@ inline void store_some(void* out, int32_t dtype, i64 at, i64 count, Floats v) {
   std::memcpy(static_cast<u8*>(out) + at * size, values, count * size);
 }
 
-// values(i, count): `count` values of a row from i on, as its dtype has them, and zeros behind; the row begins at `at`.
+// Quantizes and stores a row that begins at `at`. values(i, count) returns `count` of its values from i on, rounded to
+// its dtype, and zeros after them.
 template <class Values>
 inline void finish_row(const Work& work, i64 at, Floats* block, Values values) {
   const ActivationCall& c = work.call;
@@ -65,12 +67,12 @@ template <int D, int A>
 inline void run_activation(const Work& work, i64 row, Floats* block) {
   const i64 at = row * work.call.n;
   finish_row(work, at, block, [&](i64 i, i64 count) __attribute__((always_inline)) {
-    const Floats x = some_of<D>(work.call.x, at + i, count);
+    const Floats x = load_some<D>(work.call.x, at + i, count);
     return A == NONE || A == RELU ? activated<A>(x) : rounded(activated<A>(x), D);
   });
 }
 
-// The sum of term(i, sum), which adds what stands at i of n values to a sum.
+// Sums n values: term(i, sum) adds the vector at i to a sum.
 template <class Term>
 inline double sum_over(i64 n, Term term) {
   constexpr i64 kSums = 4;
@@ -87,32 +89,31 @@ inline double sum_over(i64 n, Term term) {
   return sum;
 }
 
-// values: of a row, with room for vectors. Sums are of differences: equal values have a norm of zero, and what the
-// first sum rounded is found by the second. The mean is a sum of two floats.
+// The layer norm of a row; values: scratch of a row and a vector. The mean is mean + low, two floats. It is computed
+// from differences, twice: the second pass adds what the first one rounded off, and the norm of equal values is zero.
 template <int D>
 inline void run_norm(const Work& work, i64 row, Floats* block, float* values) {
   const ActivationCall& c = work.call;
   const i64 at = row * c.n, end = (c.n + kWidth - 1) / kWidth * kWidth, padding = end - c.n;
   for (i64 i = 0; i < c.n; i += kWidth) {
-    Floats x = some_of<D>(c.x, at + i, c.n - i);
-    if (c.residual) x = rounded(x + some_of<D>(c.residual, at + i, c.n - i), D);
+    Floats x = load_some<D>(c.x, at + i, c.n - i);
+    if (c.residual) x = rounded(x + load_some<D>(c.residual, at + i, c.n - i), D);
     store(values + i, x);
   }
-  float mean = values[0], rest = 0;
-  const auto difference = [&](i64 i)
-                              __attribute__((always_inline)) { return (load<Floats>(values + i) - mean) - rest; };
+  float mean = values[0], low = 0;
+  const auto difference = [&](i64 i) __attribute__((always_inline)) { return (load<Floats>(values + i) - mean) - low; };
   for (int pass = 0; pass < 2; ++pass) {
-    std::fill(values + c.n, values + end, mean);  // of which the difference is -rest
+    std::fill(values + c.n, values + end, mean);  // their difference is -low
     const auto add = [&](i64 i, Floats sum) __attribute__((always_inline)) { return sum + difference(i); };
-    const double sum = sum_over(c.n, add) + double(padding) * rest, exact = double(mean) + rest + sum / double(c.n);
-    mean = float(exact), rest = float(exact - mean);
+    const double sum = sum_over(c.n, add) + double(padding) * low, exact = double(mean) + low + sum / double(c.n);
+    mean = float(exact), low = float(exact - mean);
   }
   std::fill(values + c.n, values + end, mean);
   const auto add_square = [&](i64 i, Floats sum) __attribute__((always_inline)) {
     const Floats x = difference(i);
     return fused(x, x, sum);
   };
-  const double squares = sum_over(c.n, add_square) - double(padding) * rest * rest;
+  const double squares = sum_over(c.n, add_square) - double(padding) * low * low;
   const float inverse = 1.0f / std::sqrt(float(squares / double(c.n)) + c.eps);
   finish_row(work, at, block, [&](i64 i, i64 count) __attribute__((always_inline)) {
     const Floats x = difference(i) * inverse;
@@ -142,25 +143,24 @@ void run_rows(i64 begin, i64 end, void* context) {
   }
 }
 
-// n values as fp32, or `value` where there are none; NaNs are the canonical one, as `rounded` needs it
-std::vector<float> of_norm(const void* x, int32_t dtype, i64 n, float value) {
+// Returns n values of x as fp32, or n times `value` if x is null. NaNs become the canonical one, which `rounded` keeps.
+std::vector<float> norm_parameter(const void* x, int32_t dtype, i64 n, float value) {
   std::vector<float> out(n + kWidth);
   if (!x) std::fill(out.begin(), out.begin() + n, value);
-  else if (dtype == FP32) std::memcpy(out.data(), x, 4 * n);
-  else widen(static_cast<const u16*>(x), n, dtype, out.data());
+  else get_floats(x, 0, n, dtype, out.data());
   for (float& y : out) y = y == y ? y : from_bits(0x7FC00000);
   return out;
 }
 
 int32_t run(ActivationCall call, const Spec& spec, ParallelFor parallel_for) {
-  if (!call.is_norm && call.n > kLong && call.n % call.block == 0) {  // for all threads
+  if (!call.is_norm && call.n > kLong && call.n % call.block == 0) {  // rows for all threads
     call.rows *= call.n / call.block;
     call.n = call.block;
   }
   Work work{call, VecQuantizer(spec, call.out_dtype), {}, {}};
   if (call.is_norm) {
-    work.weight = of_norm(call.weight, call.weight_dtype, call.n, 1.0f);
-    work.bias = of_norm(call.bias, call.bias_dtype, call.n, 0.0f);
+    work.weight = norm_parameter(call.weight, call.weight_dtype, call.n, 1.0f);
+    work.bias = norm_parameter(call.bias, call.bias_dtype, call.n, 0.0f);
   }
   constexpr decltype(&run_rows<FP32>) kRun[] = {run_rows<FP32>, run_rows<FP16>, run_rows<BF16>};
   return parallel_for(0, call.rows, std::max<i64>(1, kGrain / call.n), kRun[call.dtype], &work);

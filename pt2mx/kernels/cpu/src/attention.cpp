@@ -1,8 +1,8 @@
 // attention_mx: a few queries over packed keys and values, whose codes are decoded in registers; built and called by
 // ../attention.py.
 //
-// A head of the keys serves a group of heads of the query. Its scores are kept for all slots, so that each weight is
-// known when its value is read. Every sum is made in one thread and in one order.
+// A head of the keys has a group of query heads. Their scores are kept for all slots, so that each weight is known when
+// its value is decoded. Each sum is computed by one thread in one order.
 
 #include <vector>
 
@@ -11,9 +11,10 @@
 
 namespace {
 
-constexpr i64 kWidest = 512, kMostRows = 32;  // as in ../attention.py
+constexpr i64 kMaxWidth = 512, kMaxRows = 32;  // as in ../attention.py
 
-// A row of `groups` whole groups, `per_block` of them a block, to vectors in the order of the decoder.
+// Decodes a row of `groups` whole groups, where `per_block` groups share a scale, to vectors in the order of the
+// decoder.
 template <class Decoder>
 inline void decode_groups(Decoder& decoder, const u8* codes, const u8* scale, i64 groups, i64 per_block, Floats* out) {
   for (i64 g = 0; g < groups; ++g) {
@@ -21,22 +22,17 @@ inline void decode_groups(Decoder& decoder, const u8* codes, const u8* scale, i6
   }
 }
 
-void to_fp32(const void* from, i64 first, i64 n, int32_t dtype, float* out) {
-  if (dtype == FP32) std::memcpy(out, static_cast<const float*>(from) + first, 4 * n);
-  else widen(static_cast<const u16*>(from) + first, n, dtype, out);
-}
-
-// One head of the keys of one sequence, with the queries that read it.
+// One head of the keys of one sequence, with its queries.
 template <class Decoder>
 class Head {
  public:
   Head(const AttentionCall& call, i64 pair)
-      : c(call), pair_(pair), rows_(call.group * call.queries), decoder_(like(call)) {
+      : c(call), pair_(pair), rows_(call.group * call.queries), decoder_(decoder_call(call)) {
     query_.resize(rows_ * c.width);
     scores_.resize(rows_ * stride());
     std::vector<float> row(c.width);
     for (i64 r = 0; r < rows_; ++r) {
-      to_fp32(c.query, (pair_ * rows_ + r) * c.width, c.width, c.dtype, row.data());
+      get_floats(c.query, (pair_ * rows_ + r) * c.width, c.width, c.dtype, row.data());
       float* out = query_.data() + r * c.width;
       for (i64 i = 0; i < c.width; ++i)
         out[i] = c.factor * row[i / kGroup * kGroup + index_in_group(Decoder::kEvenOdd, i % kGroup)];
@@ -54,7 +50,7 @@ class Head {
   }
 
  private:
-  static LinearCall like(const AttentionCall& c) {
+  static LinearCall decoder_call(const AttentionCall& c) {
     LinearCall call{};
     call.table = c.table;
     return call;
@@ -64,17 +60,17 @@ class Head {
 
   void score() {
     const i64 groups = c.width / kGroup, vectors = groups * kVectors, per_block = std::max<i64>(c.block / kGroup, 1);
-    const u8* seen[kMostRows];
+    const u8* mask_row[kMaxRows];
     for (i64 r = 0; r < rows_; ++r) {
       const i64 head = pair_ % c.heads * c.group + r / c.queries;
-      seen[r] = c.mask + pair_ / c.heads * c.mask_batch + head * c.mask_head + r % c.queries * c.mask_query;
+      mask_row[r] = c.mask + pair_ / c.heads * c.mask_batch + head * c.mask_head + r % c.queries * c.mask_query;
     }
-    Floats key[kWidest / kGroup * kVectors];
+    Floats key[kMaxWidth / kGroup * kVectors];
     std::fill(scores_.begin(), scores_.end(), -INFINITY);
     for (i64 slot = 0; slot < c.slots; ++slot) {
       bool decoded = false;
       for (i64 r = 0; r < rows_; ++r) {
-        if (c.mask && !seen[r][slot * c.mask_slot]) continue;
+        if (c.mask && !mask_row[r][slot * c.mask_slot]) continue;
         if (!decoded) {
           const i64 row = pair_ * c.slots + slot;
           decode_groups(decoder_, c.key + row * c.key_bytes, c.key_scale + row * c.key_blocks, groups, per_block, key);
@@ -90,7 +86,7 @@ class Head {
 
   void add_values() {
     const i64 groups = c.value_width / kGroup, vectors = groups * kVectors;
-    Floats value[kWidest / kGroup * kVectors];
+    Floats value[kMaxWidth / kGroup * kVectors];
     std::vector<float> sums(rows_ * c.value_width), row(c.value_width);
     for (i64 slot = 0; slot < c.slots; ++slot) {
       bool decoded = false;
@@ -109,13 +105,13 @@ class Head {
         }
       }
     }
-    for (i64 r = 0; r < rows_; ++r) put(r, sums.data() + r * c.value_width, row.data());
+    for (i64 r = 0; r < rows_; ++r) store_row(r, sums.data() + r * c.value_width, row.data());
   }
 
-  void put(i64 r, const float* sums, float* row) {
-    const float whole = sums_[r] == 0.0f ? 1.0f : sums_[r];
+  void store_row(i64 r, const float* sums, float* row) {
+    const float l_i = sums_[r] == 0.0f ? 1.0f : sums_[r];
     for (i64 i = 0; i < c.value_width; ++i) {
-      const float y = sums[i] / whole;
+      const float y = sums[i] / l_i;
       row[i / kGroup * kGroup + index_in_group(Decoder::kEvenOdd, i % kGroup)] = y == y ? y : from_bits(0x7FC00000);
     }
     const i64 at = (pair_ * rows_ + r) * c.value_width;
@@ -127,7 +123,7 @@ class Head {
   const i64 pair_, rows_;
   Decoder decoder_;
   std::vector<float> query_, scores_;
-  float sums_[kMostRows];
+  float sums_[kMaxRows];
 };
 
 template <class Decoder>

@@ -1,4 +1,4 @@
-// The largest magnitudes of blocks, as bit patterns without sign: those compare like the floats.
+// The largest magnitude (amax) of each block, as bits without the sign: as integers, these order like the floats.
 
 #pragma once
 
@@ -24,11 +24,11 @@ NOINLINE void amax_of_runs(const Bits* x, i64 rows, i64 block, Bits mask, Bits* 
   }
 }
 
-// x: (rows, w) with rows `stride` apart -> amax: (blocks, w)
+// x: (rows, w), with rows `stride` apart -> amax: (blocks, w)
 template <class Bits>
 NOINLINE void amax_of_columns(const Bits* x, i64 stride, i64 rows, i64 w, i64 block, Bits mask, Bits* amax) {
   typedef Bits Vector __attribute__((vector_size(kWidth * sizeof(Bits))));
-  constexpr i64 kRows = 8;  // read together: the maxima move less, and all rows at once are too many for the prefetcher
+  constexpr i64 kRows = 8;  // read together: saves stores of the maxima; more rows are too many for the prefetcher
   for (i64 first = 0; first < rows; first += block, amax += w) {
     const i64 last = std::min(first + block, rows);
     std::fill(amax, amax + w, 0);

@@ -1,4 +1,4 @@
-// Memory of the kernels.
+// Aligned memory, and memory that a thread keeps.
 
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace {
 
-// Memory in whole lines of the cache: vectors that cross two take twice as long.
+// Memory aligned to cache lines: a vector that crosses two takes twice as long.
 template <class T>
 class Buffer {
  public:
@@ -27,17 +27,17 @@ class Buffer {
 };
 
 enum Use { OF_X, OF_WEIGHT };
-constexpr i64 kKept = 1 << 25;  // bytes that a thread keeps at most
+constexpr i64 kKept = 1 << 25;  // the most bytes that a thread keeps
 
-// Memory that a thread's next call finds again: fresh pages take longer than to write what goes there.
+// Memory that a thread keeps for its next call: to touch fresh pages takes longer than to fill them.
 template <Use>
 class Scratch {
  public:
   explicit Scratch(i64 bytes) {
     static thread_local Buffer<u8> kept;
-    Buffer<u8>& buffer = bytes <= kKept ? kept : own_;
+    Buffer<u8>& buffer = bytes <= kKept ? kept : large_;
     if (buffer.size() < bytes) {
-      buffer = Buffer<u8>();  // of which nothing is copied
+      buffer = Buffer<u8>();  // so that resize copies nothing
       buffer.resize(bytes);
     }
     data_ = buffer.data();
@@ -45,7 +45,7 @@ class Scratch {
   u8* data() const { return data_; }
 
  private:
-  Buffer<u8> own_;
+  Buffer<u8> large_;
   u8* data_;
 };
 

@@ -1,5 +1,5 @@
-// Codes of a weight to values, a group of 32 at a time: in registers where the target has the instructions for it, by a
-// table of all codes otherwise. The values are those of pt2mx/kernels/reference.py to the bit.
+// Decodes the codes of a weight to values, a group of 32 at a time: in registers if the target has the instructions, by
+// a table of all codes otherwise. The values equal those of pt2mx/kernels/reference.py to the bit.
 
 #pragma once
 
@@ -7,11 +7,10 @@
 
 namespace {
 
-constexpr i64 kGroup = 32;  // codes that are decoded together; a block of the formats below is whole groups
+constexpr i64 kGroup = 32;  // codes that are decoded together; blocks are whole groups, except for Decoded
 constexpr int kVectors = kGroup / kWidth;
 
-// What the values of a group are multiplied by. Of an extreme scale in two steps: one factor alone could be subnormal,
-// or out of range.
+// A scale as a product of two factors, for extreme scales: one factor alone could be subnormal or out of range.
 struct TwoFactors {
   float first, second;
 };
@@ -22,14 +21,17 @@ inline TwoFactors factors_of(u8 scale, int32_t shift) {  // 2**(scale - 127 + sh
   return {from_bits((half + kBias) << 23), from_bits(scale == 255 ? 0x7FC00000 : (exponent - half + kBias) << 23)};
 }
 
-// A decoder has: kBytes of a group; kShift, the power of two by which its values are too small; decode, which gives
-// them times a float or `TwoFactors` by kEvenOdd in the order 0, 2, .. 30, 1, 3, .. 31 or else as they are stored; and
-// invalid, whether there was a code that it cannot decode.
+// A decoder has
+//   kBytes       bytes of a group
+//   kShift       the power of two by which its values are too small; the factor makes up for it
+//   kEvenOdd     true if it returns values in the order 0, 2, .. 30, 1, 3, .. 31, false if in the order of the codes
+//   decode       the values of a group times a factor, a float or TwoFactors
+//   invalid      true if it met a code that it cannot decode
 
-// The place in a group of value `i` that a decoder gives.
+// Returns the index in the group of the i-th value that a decoder returns.
 inline i64 index_in_group(bool even_odd, i64 i) { return even_odd ? i % (kGroup / 2) * 2 + i / (kGroup / 2) : i; }
 
-// Values that decode_row has written.
+// Reads values that decode_row has decoded.
 struct Decoded {
   static constexpr i64 kBytes = 4 * kGroup;
   static constexpr int32_t kShift = 0;
@@ -63,7 +65,7 @@ inline void scale(F f, Floats* values) {
   for (int v = 0; v < kVectors; ++v) values[v] = values[v] * f;
 }
 
-// Every format of 4 bits: its table of 16 values, scaled, is looked up in registers.
+// Every format of 4 bits: looks up its 16 values, scaled, in registers.
 struct Nibbles {
   static constexpr i64 kBytes = kGroup / 2;
   static constexpr int32_t kShift = 0;
@@ -75,7 +77,8 @@ struct Nibbles {
   explicit Nibbles(const LinearCall& call) : table(load<Floats>(call.table)) {}
   template <class F>
   void decode(const u8* data, F f, Floats* out) {
-    const __m512i codes = _mm512_cvtepu8_epi32(load128(data));  // two each; a look-up takes the low four bits
+    const __m512i codes =
+        _mm512_cvtepu8_epi32(load128(data));  // two in each lane; a look-up takes the lowest four bits
     const __m512 scaled = __m512(table * f);
     out[0] = Floats(_mm512_permutexvar_ps(codes, scaled));
     out[1] = Floats(_mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), scaled));
@@ -83,7 +86,7 @@ struct Nibbles {
 #else
   Floats low, high;
   explicit Nibbles(const LinearCall& call) : low(load<Floats>(call.table)), high(load<Floats>(call.table + 8)) {}
-  static Floats look_up(Floats low, Floats high, __m256i codes) {  // by three bits each, then by the fourth
+  static Floats look_up(Floats low, Floats high, __m256i codes) {  // by three bits in each half, then by the fourth
     const __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28));
     return Floats(_mm256_blendv_ps(_mm256_permutevar8x32_ps(__m256(low), codes),
                                    _mm256_permutevar8x32_ps(__m256(high), codes), upper));
@@ -100,30 +103,40 @@ struct Nibbles {
 #endif
 };
 
-// 16 codes each at the top of 16 bits, with any bits below them: those at even positions, and those at odd ones.
+// Splits 32 codes into those at even and at odd positions, each at the top of 16 bits, with any bits below it.
+//
+// Four codes of 6 bits take three bytes. `spread` puts two bytes into each word, and a multiplication by a power of two
+// shifts one of the codes to the top:
+//
+//     byte          b2       b1       b0          even:   (b1 b0) << 10    aaaaaa..........
+//                ddddddcc ccccbbbb bbaaaaaa               (b2 b1) << 6     cccccc..........
+//                                                 odd:    (b1 b0) << 4     bbbbbb..........
+//     words      b1 b0    ccccbbbb bbaaaaaa               (b2 b1) << 0     dddddd..........
+//                b2 b1    ddddddcc ccccbbbb
 template <int Bits>
 inline void split_pairs(const u8* data, __m256i* even, __m256i* odd) {
   if (Bits == 8) {
     *odd = load256(data);
     *even = _mm256_slli_epi16(*odd, 8);
-  } else {  // of each three bytes the first two, with codes 0 and 1, and the last two, with 2 and 3
+  } else {
     const __m256i bytes = _mm256_inserti128_si256(_mm256_castsi128_si256(load128(data)), load128(data + 8), 1);
     const __m256i spread = _mm256_setr_epi8(0, 1, 1, 2, 3, 4, 4, 5, 6, 7, 7, 8, 9, 10, 10, 11,  //
                                             4, 5, 5, 6, 7, 8, 8, 9, 10, 11, 11, 12, 13, 14, 14, 15);
     const __m256i words = _mm256_shuffle_epi8(bytes, spread);
-    *even = _mm256_mullo_epi16(words, _mm256_set1_epi32(1 << 10 | 1 << 22));  // shifts left by 10 and 6
+    *even = _mm256_mullo_epi16(words, _mm256_set1_epi32(1 << 10 | 1 << 22));  // by 10 and 6
     *odd = _mm256_mullo_epi16(words, _mm256_set1_epi32(1 << 4 | 1 << 16));    // by 4 and 0
   }
 }
 
-// Floats of 6 and 8 bits become the fp16 of the same fields, whose exponent has another bias.
+// Floats of 6 and 8 bits: their fields become those of an fp16, whose exponent has another bias; kShift makes up for
+// it.
 template <int ExponentBits, int MantissaBits, bool Nan>
 struct Halves {
   static constexpr int kBits = 1 + ExponentBits + MantissaBits;
   static constexpr i64 kBytes = kGroup * kBits / 8;
   static constexpr int32_t kShift = 16 - (1 << (ExponentBits - 1));
   static constexpr bool kEvenOdd = true;
-  static constexpr int kUnused = 5 - ExponentBits;  // bits of fp16's exponent
+  static constexpr int kUnused = 5 - ExponentBits;  // upper bits of fp16's exponent
   __m256i largest = _mm256_setzero_si256();
 
   explicit Halves(const LinearCall&) {}
@@ -140,7 +153,7 @@ struct Halves {
     scale(f, out);
     if (Nan) largest = _mm256_max_epu8(largest, _mm256_and_si256(load256(data), _mm256_set1_epi8(0x7F)));
   }
-  // the NaN S.1111.111 of E4M3, which fp16 takes for a number
+  // The NaN S.1111.111 of E4M3 would become a number.
   bool invalid() const { return Nan && _mm256_movemask_epi8(_mm256_cmpeq_epi8(largest, _mm256_set1_epi8(0x7F))); }
 };
 
@@ -168,7 +181,8 @@ struct Int8 {
 inline Floats fma(Floats a, Floats b, Floats c) { return a * b + c; }
 #endif
 
-// run(body<Decoder>): by the number that ../linear.py gives a format whose blocks are whole groups; 0 are all others
+// Calls body(decoder) with a null pointer of the decoder's type. `format`: the number that ../linear.py gives a format
+// with blocks of whole groups; 0 for all others.
 template <class Body>
 void with_decoder(int32_t format, Body body) {
   switch (format) {
@@ -184,7 +198,7 @@ void with_decoder(int32_t format, Body body) {
   }
 }
 
-// Row `row` of the weight to out: (k up to whole groups) in the order of a decoder, zeros at the end.
+// Decodes row `row` of the weight to out: (k rounded up to whole groups), in the order of a decoder, padded with zeros.
 NOINLINE void decode_row(const LinearCall& c, i64 row, bool even_odd, float* out) {
   const u8* data = c.data + row * c.row_bytes;
   const u8* scale = c.scale + row * c.row_blocks;

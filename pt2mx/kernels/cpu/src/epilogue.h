@@ -35,7 +35,7 @@ NOINLINE void finish_rows(const Linear& linear, const i64* positions, i64 rows, 
   }
 }
 
-// Stores a micro-tile, of which the first `rows` rows and `n` columns are in the result.
+// Stores the first `rows` rows and `n` columns of a micro-tile.
 void finish_micro_tile(const Linear& linear, const i64* positions, i64 rows, i64 column, i64 n, float* sums) {
   const int32_t dtype = linear.call.out_dtype;
   if (n < kNR || dtype == FP16) {

@@ -1,4 +1,4 @@
-// What the kernels share: bits of floats, the formats of 16 bits, vectors.
+// Floats: their bits, the formats of 16 bits, vectors, and values in memory in one of the three dtypes.
 
 #pragma once
 
@@ -33,7 +33,7 @@ inline float from_bits(u32 bits) {
   return x;
 }
 
-// Subnormal numbers count, whatever torch.set_flush_denormal says: a scale of 2**-127 is one.
+// Keeps subnormal numbers, whatever torch.set_flush_denormal says: a scale of 2**-127 is one.
 class KeepSubnormals {
  public:
 #if defined(__x86_64__)
@@ -54,13 +54,13 @@ class KeepSubnormals {
 #endif
 };
 
-#define NOINLINE __attribute__((noinline))  // inlined, loops lose registers to what surrounds them
+#define NOINLINE __attribute__((noinline))  // an inlined loop loses registers to the code around it
 #define UNUSED [[maybe_unused]]
 
 // ---- 16-bit floats ----
 
 inline float widen_half(u16 half) {
-  const float scaled = from_bits(u32(half & 0x7FFF) << 13) * 0x1p112f;  // exponent of fp16 -> of fp32, subnormals too
+  const float scaled = from_bits(u32(half & 0x7FFF) << 13) * 0x1p112f;  // rebias the exponent; subnormals too
   const u32 magnitude = (half & 0x7C00) == 0x7C00 ? bits_of(scaled) | kInf : bits_of(scaled);
   return from_bits(magnitude | u32(half & 0x8000) << 16);
 }
@@ -75,7 +75,7 @@ inline u16 narrow_half(float x) {  // ties to even
   return u16(half | (bits >> 16 & 0x8000));
 }
 
-inline u16 narrow_bfloat(float x) {  // ties to even; the only NaN that comes here is the canonical one
+inline u16 narrow_bfloat(float x) {  // ties to even; a NaN must be the canonical one
   const u32 bits = bits_of(x);
   return u16((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
@@ -108,9 +108,15 @@ NOINLINE void narrow(const float* x, i64 n, int32_t dtype, u16* out) {
   for (; i < n; ++i) out[i] = narrow_half(x[i]);
 }
 
+// Converts n values of x, from value `at` on, to fp32.
+inline void get_floats(const void* x, i64 at, i64 n, int32_t dtype, float* y) {
+  if (dtype == FP32) std::memcpy(y, static_cast<const float*>(x) + at, 4 * n);
+  else widen(static_cast<const u16*>(x) + at, n, dtype, y);
+}
+
 // ---- a vector of values ----
 
-// Vectors of the width that the target has, in the notation that GCC and Clang share.
+// Vectors of the target's width, by the extension that GCC and Clang share.
 #if defined(__AVX512F__)
 constexpr i64 kWidth = 16;
 #elif defined(__AVX__)
@@ -136,7 +142,7 @@ inline void store(T* to, V v) {
 inline Floats floats(float x) { return Floats{} + x; }
 inline Ints ints(int32_t x) { return Ints{} + x; }
 
-// a * b + c, rounded once where the processor does so
+// Returns a * b + c, rounded once if the processor has fused multiply-add.
 inline Floats fused(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
   return _mm512_fmadd_ps(a, b, c);
@@ -145,6 +151,19 @@ inline Floats fused(Floats a, Floats b, Floats c) {
 #else
   return a * b + c;
 #endif
+}
+
+// Adds the upper half to the lower one until one lane is left.
+inline float sum_of_lanes(Floats v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps(__m512(v));
+#endif
+  float lanes[kWidth];
+  store(lanes, v);
+  for (i64 half = kWidth / 2; half; half /= 2) {
+    for (i64 i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  }
+  return lanes[0];
 }
 
 // ---- a vector of values of a dtype ----
@@ -162,7 +181,7 @@ inline Floats widened(const void* x, int32_t dtype, i64 at) {
 #endif
 }
 
-// v as a dtype has it, ties to even; a NaN of bfloat16 whose lower bits are ones would not stay one
+// Rounds v to a dtype, ties to even. A NaN must be the canonical one: rounding to bfloat16 carries others away.
 inline Floats rounded(Floats v, int32_t dtype) {
   if (dtype == FP32) return v;
   if (dtype == BF16) return Floats((Ints(v) + 0x7FFF + (Ints(v) >> 16 & 1)) & ~0xFFFF);
@@ -176,7 +195,7 @@ inline Floats rounded(Floats v, int32_t dtype) {
 #endif
 }
 
-// Stores values that the dtype has.
+// Stores values that the dtype represents.
 inline void store_as(void* out, int32_t dtype, i64 at, Floats v) {
   if (dtype == FP32) return store(static_cast<float*>(out) + at, v);
   u16* to = static_cast<u16*>(out) + at;
@@ -190,7 +209,7 @@ inline void store_as(void* out, int32_t dtype, i64 at, Floats v) {
 #endif
 }
 
-// The same of two vectors.
+// Stores two vectors.
 inline void store_two(void* out, int32_t dtype, i64 at, Floats first, Floats second) {
 #if defined(__AVX512BW__)
   if (dtype == BF16) {

@@ -186,7 +186,7 @@ float gemv_row(const Gemv& gemv, const Pairs& decoder, i64 row) {
     codes = last_group<Pairs, kSpan>(c, row, padded);
     sums = multiply_spans(decoder, codes, factors + 4 * full, x + full * kSpan, 1, sums);
   }
-  return sum_of(Floats(sums));
+  return sum_of_lanes(Floats(sums));
 }
 
 template <class Pairs, class Decoder>

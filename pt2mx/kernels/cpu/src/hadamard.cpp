@@ -1,19 +1,19 @@
-// The CPU twin of pt2mx/kernels/hadamard.py, equal to it to the bit; built and called by ../hadamard.py.
+// The CPU kernel of pt2mx/kernels/hadamard.py, equal to it to the bit; built and called by ../hadamard.py.
 //
-// A tensor is (outer, n, inner) with blocks along n. Where inner is 1 they follow each other, and go through in chunks;
-// else some columns of a block do.
+// A tensor is (outer, n, inner) with blocks along n. If inner is 1, blocks are adjacent and go through in chunks;
+// otherwise a tile is some columns of a block.
 
 #include "rotate.h"
 
 namespace {
 
-constexpr i64 kColumns = 64;     // that go through together
+constexpr i64 kColumns = 64;     // of a tile
 constexpr i64 kGrain = 1 << 15;  // values that are worth another thread
 
 struct Work {
   const HadamardCall& call;
   const Rotation rotation;
-  const i64 columns, strips, rows, tiles;  // of a tile: columns, how many times they are in inner, rows; all tiles
+  const i64 columns, strips, rows, tiles;  // columns of a tile, tiles across inner, rows of a tile, all tiles
 
   explicit Work(const HadamardCall& c)
       : call(c),
@@ -36,7 +36,7 @@ void run(i64 begin, i64 end, void* context) {
   for (i64 tile = begin; tile < end; ++tile) {
     const i64 column = tile % work.strips * work.columns, w = std::min(work.columns, c.inner - column);
     const i64 at = tile / work.strips * work.rows * c.inner + column;
-    const i64 runs = w == c.inner ? 1 : work.rows, n = work.rows * w / runs;  // that follow each other in memory
+    const i64 runs = w == c.inner ? 1 : work.rows, n = work.rows * w / runs;  // contiguous runs of n values
     for (i64 r = 0; r < runs; ++r) get_floats(c.x, at + r * c.inner, n, c.dtype, y.data() + r * w);
     work.rotation.columns(y.data(), w);
     for (i64 r = 0; r < runs; ++r) put_floats(y.data() + r * w, n, c.dtype, c.out, at + r * c.inner);

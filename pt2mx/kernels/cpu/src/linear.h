@@ -17,12 +17,6 @@ namespace {
 constexpr int kRows = kWidth == 16 ? 4 : 2;  // rows of the weight that a thread multiplies together
 constexpr i64 kChunk = 128;                  // groups whose factors are converted at a time
 
-// `n` values of `from`, from the value `first` on, as fp32.
-void to_floats(const void* from, i64 first, i64 n, int32_t dtype, float* out) {
-  if (dtype == FP32) std::memcpy(out, static_cast<const float*>(from) + first, 4 * n);
-  else widen(static_cast<const u16*>(from) + first, n, dtype, out);
-}
-
 struct Linear {
   const LinearCall& call;
   const Im2col im2col;
@@ -37,7 +31,7 @@ struct Linear {
     if (c.epilogue) quantizer.emplace(*c.epilogue->spec, c.epilogue->out_dtype);
     if (!c.bias) return;
     bias.resize(c.n);
-    to_floats(c.bias, 0, c.n, c.out_dtype, bias.data());
+    get_floats(c.bias, 0, c.n, c.out_dtype, bias.data());
   }
 
   // Returns the call of one tap, with its slice of the weight's rows.
@@ -56,21 +50,12 @@ void prepare(Linear& linear, bool even_odd) {
   linear.x.resize(rows * stride);
   std::vector<float> row(stride);
   for (i64 m = 0; m < c.m; ++m) {
-    to_floats(c.x, m * c.k, c.k, c.dtype, row.data());
+    get_floats(c.x, m * c.k, c.k, c.dtype, row.data());
     float* out = linear.x.data() + m * stride;
     for (i64 first = 0; first < stride; first += kGroup) {
       for (i64 i = 0; i < kGroup; ++i) out[first + i] = row[first + index_in_group(even_odd, i)];
     }
   }
-}
-
-inline float sum_of(Floats v) {
-  float lanes[kWidth];
-  store(lanes, v);
-  for (i64 half = kWidth / 2; half; half /= 2) {
-    for (i64 i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-  }
-  return lanes[0];
 }
 
 // Stores y: (n) at value `at` of the output.
@@ -126,7 +111,7 @@ struct Scales {
     ordinary = min + shift > 24 && max + std::max(shift, 0) < 255;
   }
 
-  // Sets `two`, for rows of which some are not ordinary.
+  // Sets `two`, if a row is not ordinary.
   void split(const u8* scale, i64 per_block, i64 begin, i64 end, int32_t shift) {
     for (i64 g = begin; g < end; ++g) two[g - begin] = factors_of(scale[g / per_block], shift);
   }

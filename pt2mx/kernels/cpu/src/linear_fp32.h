@@ -69,7 +69,7 @@ class Rows {
       if (decoder_.invalid()) return true;
       for (i64 r = 0; r < std::min<i64>(R, c.m - m); ++r) {
         float y[kRows];
-        for (i64 q = 0; q < rows; ++q) y[q] = sum_of(sums[q][r]);
+        for (i64 q = 0; q < rows; ++q) y[q] = sum_of_lanes(sums[q][r]);
         finish(linear_, m + r, row_, rows, y);
       }
     }

@@ -1,4 +1,4 @@
-// Packing of codes into bytes: the groups of pt2mx/kernels/packing.py.
+// Packs codes into bytes, and unpacks them, in the groups of pt2mx/kernels/packing.py.
 
 #pragma once
 
@@ -8,12 +8,12 @@ namespace {
 
 constexpr i64 kMaxGroup = 8;  // codes of a group, at most
 
-// `codes` codes of `bits` bits take `bytes` bytes, as one little-endian number; 1 and 1 where codes share no bytes.
+// `codes` codes of `bits` bits take `bytes` bytes, as one little-endian number; 1 and 1 if codes share no bytes.
 struct Packing {
   int32_t bits, codes, bytes;
 };
 
-// One group of codes, `w` apart, to its bytes, `stride` apart; and back.
+// Packs one group: codes `w` apart to bytes `stride` apart.
 template <int Bits>
 inline void pack_group(const u8* codes, i64 w, u8* data, i64 stride) {
   if (Bits == 4) {
@@ -37,7 +37,7 @@ inline void unpack_group(const u8* data, i64 stride, u8* codes, i64 w) {
   }
 }
 
-// The same for groups of any width.
+// The same for codes of any width.
 inline void pack_group(const u8* codes, i64 w, Packing p, u8* data, i64 stride) {
   u64 word = 0;
   for (i64 i = 0; i < p.codes; ++i) word |= u64(codes[i * w]) << p.bits * i;
@@ -50,8 +50,8 @@ inline void unpack_group(const u8* data, i64 stride, Packing p, u8* codes, i64 w
   for (i64 i = 0; i < p.codes; ++i) codes[i * w] = u8(word >> p.bits * i & ((1 << p.bits) - 1));
 }
 
-// body(code, gap, byte, step) for each group: its codes begin at `code` and are `gap` apart, its bytes at `byte` and
-// are `step` apart. codes: (rows, w) in groups of `group` rows; data: (rows / group * size, w), rows `stride` apart.
+// Calls body(code, gap, byte, step) for each group: its codes are at code, code + gap, .., and its bytes at byte, byte
+// + step, .. codes: (rows, w) in groups of `group` rows; data: (rows / group * size, w), with rows `stride` apart.
 template <class Body>
 inline __attribute__((always_inline)) void each_group(i64 group, i64 size, i64 rows, i64 w, i64 stride, Body body) {
   if (w == 1 && stride == 1) {
@@ -67,7 +67,7 @@ inline __attribute__((always_inline)) void each_group(i64 group, i64 size, i64 r
 
 #define GROUP (i64 code, UNUSED i64 gap, i64 byte, UNUSED i64 step) __attribute__((always_inline))
 
-// codes: (rows, w), rows in whole groups -> data: (rows / codes * bytes, w), rows `stride` apart
+// codes: (rows, w), whole groups of rows -> data: (rows / codes * bytes, w), with rows `stride` apart
 NOINLINE void pack(const u8* codes, i64 rows, i64 w, Packing p, u8* data, i64 stride) {
   if (p.codes == 1) {
     each_group(1, 1, rows, w, stride, [=] GROUP { data[byte] = codes[code]; });
@@ -80,13 +80,13 @@ NOINLINE void pack(const u8* codes, i64 rows, i64 w, Packing p, u8* data, i64 st
   }
 }
 
-// The compiler finds no vectors in groups of three bytes.
+// By words of 4 bytes: the compiler does not vectorize groups of three bytes.
 inline void unpack_contiguous_6(const u8* data, i64 groups, u8* codes) {
   for (i64 i = 0; i < groups; ++i) {
     u32 word = data[3 * i] | data[3 * i + 1] << 8 | data[3 * i + 2] << 16;
     word = (word & 0x00000FFF) | (word & 0x00FFF000) << 4;
     word = (word & 0x003F003F) | (word & 0x0FC00FC0) << 2;
-    std::memcpy(codes + 4 * i, &word, 4);  // little-endian, as every machine that torch runs on
+    std::memcpy(codes + 4 * i, &word, 4);  // little-endian, as all machines that torch runs on
   }
 }
 

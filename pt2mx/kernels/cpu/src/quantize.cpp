@@ -1,9 +1,9 @@
-// The CPU twin of pt2mx/kernels/reference.py, equal to it to the bit; built and called by ../quantize.py.
+// The CPU kernel of pt2mx/kernels/reference.py, equal to it to the bit; built and called by ../quantize.py.
 //
 // A tensor is (outer, n, inner) with blocks along n. It is cut into tiles of whole blocks that fit the first-level
-// cache. Of a tile the largest magnitudes give the shared exponents, these the factors of each block, and then the
-// values go through in chunks: widened to fp32, quantized (values.h), and narrowed or packed. Formats and modes are
-// data: `Spec`, which ../quantize.py fills from its tables.
+// cache. A tile's amax gives the shared exponents, these give the factors of each block, and then the values go through
+// in chunks: widened to fp32, quantized (values.h), and narrowed or packed. Formats and modes are data, a `Spec`, which
+// ../quantize.py fills from its tables.
 
 #include "block_amax.h"
 #include "quantize_vec.h"
@@ -16,14 +16,14 @@ namespace {
 constexpr i64 kColumns = 512;                     // of a tile
 constexpr i64 kTile = 2048;                       // values of a tile of short blocks
 constexpr i64 kChunk = 2048;                      // values that go through a step at a time
-constexpr i64 kMinRowLen = 64;                    // rows shorter than this are not worth a loop of their own
+constexpr i64 kMinRowLen = 64;                    // shorter rows are not worth a loop each
 constexpr i64 kGrain = 1 << 15;                   // values that are worth another thread
-constexpr i64 kLanes = 16;                        // values of one block that go together: a multiple of every kWidth
-constexpr i64 kBlocks = std::max(kTile, kChunk);  // of a tile: as many as the codes of a group may share it
+constexpr i64 kLanes = 16;                        // values that share a factor: a multiple of every kWidth
+constexpr i64 kBlocks = std::max(kTile, kChunk);  // of a tile, at most: the codes of a packed group may share it
 
 // ---- a tile: whole blocks of some columns ----
 
-// How a tensor is cut; the same for each of its tiles.
+// How a tensor is cut into tiles.
 struct Cut {
   i64 group, rows, segments, columns, strips, chunk_rows, data_rows, blocks, ahead;
   bool flat;
@@ -34,7 +34,7 @@ struct Cut {
     columns = std::min({c.inner, kColumns, kChunk / group});
     strips = (c.inner + columns - 1) / columns;
     flat = c.inner < kMinRowLen;
-    i64 whole = c.block;  // rows after which both a block and a packed group end
+    i64 whole = c.block;  // rows after which a block and a packed group both end
     while (whole % group) whole += c.block;
     rows = std::max<i64>(1, kTile / (columns * whole)) * whole;
     segments = (c.n + rows - 1) / rows;
@@ -118,8 +118,8 @@ void Tile::set_factors(const int32_t* exponent) {
   }
 }
 
-// step(chunk, row, rows, at): `rows` rows from `row` on, whose values start at `at` of a buffer of the current chunk
-// (whole packed groups); `values`: widen x for it.
+// Calls step(chunk, row, rows, at) for `rows` rows from `row` on; `at` is the offset of their values in a buffer of
+// whole packed groups. values: whether the step reads x, which is then widened.
 template <class Step>
 void Tile::each_chunk(bool values, Step step) {
   const i64 block = call_.block, inner = call_.inner;
@@ -132,7 +132,7 @@ void Tile::each_chunk(bool values, Step step) {
     c.n = rows * w_;
     c.run = 0;
     i64 b = row / block;
-    if (runs && (row % block || block > cut_.chunk_rows)) {  // a part of one block
+    if (runs && (row % block || block > cut_.chunk_rows)) {  // a slice of one block
       rows = std::min(rows, (b + 1) * block - row);
       c.n = c.run = rows;
       c.run = (rows + kLanes - 1) / kLanes * kLanes;
@@ -171,7 +171,8 @@ void Tile::each_chunk(bool values, Step step) {
   }
 }
 
-// Of an exponent with each offset added the one with the least sum of squared errors; of equal ones the first.
+// Adds each offset to the exponents, and keeps the one with the smallest sum of squared errors; of equal ones the
+// first.
 void Tile::find_least_squares() {
   const i64 count = blocks_ * w_;
   int32_t candidate[kBlocks], best[kBlocks] = {};
@@ -214,7 +215,7 @@ void Tile::find_least_squares() {
 }
 
 void Tile::move_scales(bool out) {
-  const bool whole = w_ == call_.inner;  // rows of scales follow each other
+  const bool whole = w_ == call_.inner;  // rows of scales are adjacent
   const i64 rows = whole ? 1 : blocks_, w = whole ? blocks_ * w_ : w_;
   for (i64 r = 0; r < rows; ++r) {
     u8* scale = call_.scale + (outer_ * cut_.blocks + row0_ / call_.block + r) * call_.inner + column0_;
@@ -256,7 +257,7 @@ void Tile::run(i64 index) {
   }
   set_factors(exponent_);
 
-  // to_floats(where): the values of a chunk, which go to their place in the tensor's dtype
+  // Stores the values of a chunk in the output's dtype; to_floats(out) writes them in fp32.
   const auto put = [&](const Chunk& c, i64 row, auto to_floats) {
     if (call_.out_dtype != FP32) {
       to_floats(y_);
@@ -283,10 +284,10 @@ void Tile::run(i64 index) {
     case QUANTIZE:
       each_chunk(true, [&](const Chunk& c, i64 row, i64 rows, i64 at) {
         kToCodes[spec_.rounding](c, spec_, codes_ + at);
-        const i64 end = row + rows, held = at / w_ + rows, missing = (cut_.group - held % cut_.group) % cut_.group;
+        const i64 end = row + rows, filled = at / w_ + rows, missing = (cut_.group - filled % cut_.group) % cut_.group;
         if (missing && end < rows_) return;
-        std::memset(codes_ + held * w_, 0, missing * w_);
-        pack(codes_, held + missing, w_, packing_, data(call_.out, end - held), call_.inner);
+        std::memset(codes_ + filled * w_, 0, missing * w_);
+        pack(codes_, filled + missing, w_, packing_, data(call_.out, end - filled), call_.inner);
       });
       break;
     case DEQUANTIZE:
@@ -313,9 +314,9 @@ void run_tiles(i64 begin, i64 end, void* context) {
   for (i64 i = begin; i < end; ++i) tile.run(i);
 }
 
-// FAKE_QUANTIZE of x rotated, where inner is 1: some rows at a time go to the output and are quantized there.
+// FAKE_QUANTIZE of rotated x, if inner is 1: a few rows at a time are rotated into the output and quantized there.
 struct RotatedWork {
-  const QuantizeCall& call;  // whose x is its output
+  const QuantizeCall& call;  // its x is its output
   const Cut cut;
   const Rotation rotation;
   const void* x;
@@ -335,7 +336,7 @@ void run_rotated(i64 begin, i64 end, void* context) {
   }
 }
 
-// Whether activations.cpp quantizes, which takes a third of the time.
+// True if activations.cpp supports the call: it takes a third of the time.
 bool uses_vec_quantizer(const QuantizeCall& c) {
   const bool threads = c.n % c.block == 0 || c.n < kGrain;
   return c.operation == FAKE_QUANTIZE && c.inner == 1 && threads && VecQuantizer::supports(*c.spec, c.block, c.n);
@@ -385,7 +386,7 @@ int32_t pt2mx_rotate_fake_quantize(const QuantizeCall* call, i64 size, ParallelF
   return parallel_for(0, call->outer, std::max<i64>(1, kGrain / call->n), run_rotated, &work);
 }
 
-// out: (n) int32, the numbers of the first n values of a tensor
+// out: (n) int32, the random numbers of the first n values of a tensor.
 int32_t pt2mx_random_bits(u64 seed, int32_t* out, i64 n, ParallelFor parallel_for) {
   Random random{seed, out};
   return parallel_for(0, n, kGrain, run_random, &random);

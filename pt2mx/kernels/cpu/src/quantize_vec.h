@@ -1,5 +1,5 @@
-// Blocks of values that another step has in registers, quantized there: rounded to the nearest, ties to even. The same
-// values as those of quantize.cpp, to the bit.
+// Quantizes blocks of values that another kernel has in registers, to the nearest, ties to even: the same bits as
+// quantize.cpp.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace {
 
-// Magnitudes of a block's largest value between which scales and quantized values are normal numbers.
+// Bounds of a block's amax between which its scale and its quantized values are normal numbers.
 constexpr int32_t kLeastUsual = (kBias - 60) << 23, kMostUsual = (kBias + 90) << 23;
 
 inline int32_t largest_lane(Ints v) {
@@ -24,7 +24,7 @@ inline int32_t largest_lane(Ints v) {
 
 class VecQuantizer {
  public:
-  // `out_dtype`: in which the values are stored.
+  // out_dtype: in which the values will be stored.
   VecQuantizer(const Spec& spec, int32_t out_dtype)
       : spec_(&spec),
         dtype_(out_dtype),
@@ -35,22 +35,23 @@ class VecQuantizer {
         to_rounder_(ints((23 - spec.mantissa_bits) << 23 | 1 << 22)),
         rounder_(std::ldexp(1.5f, spec.emin - spec.mantissa_bits + 23)) {}
 
-  // What is served: blocks along rows of n values. The least binade of a usual block is one of normal numbers.
+  // True for blocks along rows of n values that this class quantizes. In a narrow format the smallest binade of a usual
+  // block has normal numbers.
   static bool supports(const Spec& spec, i64 block, i64 n) {
     const bool is_narrow = spec.emax - spec.emin < 60;
     return is_narrow && spec.rounding == EVEN && !spec.searches && (block % 16 == 0 || block == n);
   }
 
-  // v: the vectors of a block, with zeros after its end -> its values, which the dtype of the result holds.
+  // v: the vectors of a block, padded with zeros -> its quantized values, which out_dtype represents.
   inline __attribute__((always_inline)) void quantize(Floats* v, i64 vectors) const {
-    Ints most{};
-    for (i64 i = 0; i < vectors; ++i) most = larger(most, Ints(v[i]) & kMagnitude);
-    const int32_t amax = largest_lane(most);
+    Ints amax_lanes{};
+    for (i64 i = 0; i < vectors; ++i) amax_lanes = larger(amax_lanes, Ints(v[i]) & kMagnitude);
+    const int32_t amax = largest_lane(amax_lanes);
     if (amax != 0 && u32(amax - kLeastUsual) >= u32(kMostUsual - kLeastUsual)) {
       for (i64 i = 0; i < vectors; ++i) v[i] = unusual(v[i], amax, *spec_, dtype_);
       return;
     }
-    // A mantissa above the threshold carries into the exponent. The scale of zeros does not matter.
+    // A mantissa above the threshold carries into the exponent. Any scale suits a block of zeros.
     const int32_t exponent = ((std::max(amax, kLeastUsual) + rounding_) & kInf) - emax_;
     const float scale = from_bits(exponent);
     const Floats highest = floats(scale * spec_->max_normal), lowest = floats(scale * spec_->lowest);
@@ -68,7 +69,7 @@ class VecQuantizer {
   }
 
  private:
-  // Scales and values may be subnormal or out of range, and values are rounded to the dtype of the result.
+  // For scales and values that are subnormal or out of range; rounds to out_dtype.
   static NOINLINE Floats unusual(Floats v, int32_t amax, const Spec& spec, int32_t dtype) {
     const int32_t exponent = exponent_of(amax, spec);
     const Floats in = floats(std::ldexp(1.0f, -exponent));
@@ -78,8 +79,8 @@ class VecQuantizer {
 
   const Spec* spec_;
   int32_t dtype_, is_int_, rounding_, emax_, emin_;
-  Ints to_rounder_;  // from a binade, as bits, to 1.5 * 2**23 quanta: what is added and taken off again rounds
-  float rounder_;    // of integers
+  Ints to_rounder_;  // added to the bits of a binade, gives 1.5 * 2**23 quanta; adding and subtracting these rounds
+  float rounder_;    // the same, for integers
 };
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Blocks of values, some of them negated, times the Hadamard matrix over the square root of their size: the same sums
-// as in pt2mx/kernels/hadamard.py, in the same order.
+// Rotates blocks of values: negates some, and multiplies by the Hadamard matrix over the square root of the block's
+// size. The sums and their order are those of pt2mx/kernels/hadamard.py.
 
 #pragma once
 
@@ -11,21 +11,21 @@
 
 namespace {
 
-// ---- sums and differences at a distance, within a vector and between vectors ----
+// ---- butterflies: sums and differences at a distance, within a vector and between vectors ----
 
-// Each lane's value, and that of the lane `D` further or nearer, added, or the further one subtracted.
+// Adds to each lane the lane at distance `D`; the upper lane of a pair gets the difference.
 template <i64 D, std::size_t... Lane>
 inline Floats butterfly(Floats v, std::index_sequence<Lane...>) {
 #if defined(__clang__)
-  const Floats other = __builtin_shufflevector(v, v, (Lane ^ D)...);
+  const Floats partner = __builtin_shufflevector(v, v, (Lane ^ D)...);
 #else
-  const Floats other = __builtin_shuffle(v, Ints{int32_t(Lane ^ D)...});
+  const Floats partner = __builtin_shuffle(v, Ints{int32_t(Lane ^ D)...});
 #endif
-  const Ints further = {(Lane & D ? kSign : 0)...};
-  return other + Floats(Ints(v) ^ further);
+  const Ints negated = {(Lane & D ? kSign : 0)...};
+  return partner + Floats(Ints(v) ^ negated);
 }
 
-// Stages of all distances below `S`, a power of two.
+// Runs the stages of all distances below `S`, a power of two.
 template <i64 S, i64 D = 1>
 inline Floats within(Floats v) {
   if constexpr (D < S) return within<S, 2 * D>(butterfly<D>(v, std::make_index_sequence<kWidth>()));
@@ -44,7 +44,7 @@ inline void between(Floats (&v)[R]) {
   }
 }
 
-// x: n values, whole runs of S values (less than a vector) or of R vectors -> out; `signs`: of `period` values.
+// x: n values, in whole runs of S values (less than a vector) or of R vectors -> out; signs: (period).
 template <i64 S, i64 R>
 NOINLINE void transform(const float* x, i64 n, const int32_t* signs, i64 period, float scale, float* out) {
   for (i64 i = 0; i < n; i += R * kWidth) {
@@ -58,7 +58,7 @@ NOINLINE void transform(const float* x, i64 n, const int32_t* signs, i64 period,
   }
 }
 
-// A stage of n values whose pairs are `d` apart, in place.
+// Runs one stage of n values at distance `d`, in place.
 NOINLINE void stage(float* y, i64 n, i64 d) {
   for (float *first = y, *end = y + n; first < end; first += 2 * d) {
     float* second = first + d;
@@ -82,19 +82,19 @@ class Rotation {
 
   i64 size() const { return size_; }
 
-  // x: n values of whole blocks -> out, which may be x; both have room for whole vectors
+  // x: n values in whole blocks -> out, which may be x; both have room for whole vectors.
   void blocks(const float* x, i64 n, float* out) const {
     const i64 period = i64(signs_.size());
-    const auto by = [&](auto* function, float scale) { function(x, n, signs_.data(), period, scale, out); };
-    if (size_ < kWidth) return by(kShort[log2(size_)], scale_);
+    const auto apply = [&](auto* function, float scale) { function(x, n, signs_.data(), period, scale, out); };
+    if (size_ < kWidth) return apply(kShort[log2(size_)], scale_);
     const i64 vectors = size_ / kWidth;
-    if (vectors <= kMost) return by(kLong[log2(vectors)], scale_);
-    by(kLong[log2(kMost)], 1.0f);
+    if (vectors <= kMost) return apply(kLong[log2(vectors)], scale_);
+    apply(kLong[log2(kMost)], 1.0f);
     for (i64 d = kMost * kWidth; d < size_; d *= 2) stage(out, n, d);
     scale_all(out, n);
   }
 
-  // y: (size, w), blocks down its columns, in place
+  // Rotates the columns of y: (size, w) in place.
   void columns(float* y, i64 w) const {
     for (i64 i = 0; i < size_; ++i) {
       if (signs_[i]) {
@@ -132,12 +132,7 @@ class Rotation {
 
 // ---- values in memory ----
 
-constexpr i64 kRotated = 2048;  // values that go through together, if blocks are no longer
-
-void get_floats(const void* x, i64 at, i64 n, int32_t dtype, float* y) {
-  if (dtype == FP32) std::memcpy(y, static_cast<const float*>(x) + at, 4 * n);
-  else widen(static_cast<const u16*>(x) + at, n, dtype, y);
-}
+constexpr i64 kRotated = 2048;  // values of a chunk, unless a block is longer
 
 void put_floats(float* y, i64 n, int32_t dtype, void* out, i64 at) {
   if (dtype == FP32) {
@@ -149,7 +144,7 @@ void put_floats(float* y, i64 n, int32_t dtype, void* out, i64 at) {
   narrow(y, n, dtype, static_cast<u16*>(out) + at);
 }
 
-// Values `begin` to `end` of x, whole blocks that follow each other, to out; y: room for a chunk and a vector.
+// Rotates values [begin, end) of x, adjacent whole blocks, to out; y: scratch of a chunk and a vector.
 void rotate_run(const Rotation& rotation, int32_t dtype, const void* x, i64 begin, i64 end, void* out, float* y) {
   const i64 chunk = std::max(rotation.size(), kRotated);
   for (i64 at = begin; at < end; at += chunk) {
@@ -164,7 +159,7 @@ void rotate_run(const Rotation& rotation, int32_t dtype, const void* x, i64 begi
   }
 }
 
-// n values of x rotated, in their dtype, in `memory`.
+// Returns n values of x rotated, in their dtype, in `memory`.
 UNUSED const void* rotate_copy(i64 size, int32_t dtype, const void* x, i64 n, std::vector<float>& memory) {
   const KeepSubnormals keep;
   std::vector<float> y(std::max(size, kRotated) + kWidth);

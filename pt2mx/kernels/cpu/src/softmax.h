@@ -1,4 +1,4 @@
-// The softmax of attention, in fp32.
+// Softmax in fp32, for attention.
 
 #pragma once
 
@@ -8,9 +8,10 @@
 
 namespace {
 
-// e**x of numbers up to 0, within 2 units in the last place, and NaN of NaN: 2**n times a polynomial of what is left.
+// Returns e**x for x up to 0, within 2 units in the last place: 2**n times a polynomial of the remainder. NaN stays
+// NaN.
 inline Floats exponential(Floats x) {
-  x = larger(floats(-150.0f), x);  // of which it is 0
+  x = larger(floats(-150.0f), x);  // e**-150 is 0
   const Floats n = fused(x, floats(1.44269504f), floats(12582912.0f)) - 12582912.0f;
   const Floats r = fused(n, floats(2.12194440e-4f), fused(n, floats(-0.693359375f), x));
   Floats p = floats(1.9875691500e-4f);
@@ -26,33 +27,20 @@ inline Floats exponential(Floats x) {
 #endif
 }
 
-inline float sum_of_lanes(Floats v) {  // halves are added to each other
-#if defined(__AVX512F__)
-  return _mm512_reduce_add_ps(__m512(v));
-#endif
-  float lanes[kWidth];
-  store(lanes, v);
-  for (i64 half = kWidth / 2; half; half /= 2) {
-    for (i64 i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-  }
-  return lanes[0];
-}
-
 inline float largest_lane(Floats v) {
   float lanes[kWidth];
   store(lanes, v);
   return *std::max_element(lanes, lanes + kWidth);
 }
 
-// The largest of `n` scores, whole vectors, but NaN.
+// Returns the largest of `n` scores, which fill whole vectors; ignores NaN.
 inline float largest_score(const float* scores, i64 n) {
   Floats most = floats(-INFINITY);
   for (i64 i = 0; i < n; i += kWidth) most = larger(load<Floats>(scores + i), most);
   return largest_lane(most);
 }
 
-// Scores to weights, whose sum it gives: e to the power of what they exceed `largest` by. Of a row that sees nothing
-// all are 0.
+// Turns scores into weights e**(score - largest), and returns their sum. All weights of a fully masked row are 0.
 inline float softmax(float* scores, i64 n, float largest) {
   const float shift = largest == -INFINITY ? 0.0f : largest;
   Floats sum{};

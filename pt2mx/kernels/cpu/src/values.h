@@ -1,5 +1,5 @@
-// Values: rounding them to an element's grid, coding and decoding, random numbers. The same steps as in
-// pt2mx/kernels/reference.py, a vector at a time; quantize.cpp says which values, and with which factors.
+// Rounds values to an element's grid, encodes and decodes them, and draws random numbers: the steps of
+// pt2mx/kernels/reference.py, a vector at a time. quantize.cpp supplies the values and the factors of their blocks.
 
 #pragma once
 
@@ -11,12 +11,12 @@ namespace {
 
 enum Rounding { EVEN, HALF_AWAY, HALF_TOWARD_ZERO, HALF_UP, TOWARD_ZERO, UP, DOWN, STOCHASTIC };
 
-constexpr int32_t kNotFinite = 128;  // the "exponent" of a block with an Inf or a NaN: byte 255 of E8M0
+constexpr int32_t kNotFinite = 128;  // the exponent of a block with an Inf or a NaN: byte 255 of E8M0
 constexpr float kSmallestNormal = 0x1p-126f;
 
 inline int32_t clamp_exponent(int32_t exponent) { return std::min(std::max(exponent, -127), 127); }
 
-// Of a block with the magnitude `amax`, as the bits of a float.
+// Returns the shared exponent of a block with this amax, the bits of a float.
 inline int32_t exponent_of(int32_t amax, const Spec& s) {
   const int32_t mantissa = amax & kMantissa, subnormal_threshold = (s.threshold + kMantissa + 1) >> 1;
   const int32_t round_up = mantissa > (amax == mantissa ? subnormal_threshold : s.threshold);
@@ -26,7 +26,8 @@ inline int32_t exponent_of(int32_t amax, const Spec& s) {
 
 // ---- the random numbers of stochastic rounding: pt2mx/kernels/philox.py ----
 
-// Numbers of the values [first, first + n); `out` has room for whole counters. Returns where the first one is.
+// Draws the numbers of values [first, first + n) into `out`, which has room for whole counters of four. Returns a
+// pointer to the first one.
 const u32* random_bits(u64 seed, i64 first, i64 n, u32* out) {
   const i64 counter = first / 4, counters = (first + n + 3) / 4 - counter;
 #pragma omp simd
@@ -52,7 +53,7 @@ const u32* random_bits(u64 seed, i64 first, i64 n, u32* out) {
 
 // ---- a vector of values ----
 
-// b where a is NaN, as in `larger`
+// `smaller` and `larger` return b if a is NaN.
 template <class V>
 inline V smaller(V a, V b) {
   return a < b ? a : b;
@@ -61,14 +62,14 @@ template <class V>
 inline V larger(V a, V b) {
   return a > b ? a : b;
 }
-#if defined(__AVX512F__)  // the same, for which GCC may compare and blend
+#if defined(__AVX512F__)  // the same: from the above GCC may generate a comparison and a blend
 inline Floats smaller(Floats a, Floats b) { return _mm512_min_ps(a, b); }
 inline Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 #endif
 inline Floats magnitude(Floats x) { return Floats(Ints(x) & kMagnitude); }
 inline Floats one_if(Ints condition) { return Floats(condition & int32_t(0x3F800000)); }
 
-// What the loops need to know of an element format, in registers.
+// An element format in registers, for the loops.
 struct Grid {
   int32_t code_shift, sign_bit, code_mask;
   Ints lowest_binade, highest_binade, mantissa, max_code, full_range, negate;
@@ -86,14 +87,14 @@ struct Grid {
         negate(ints(s.is_int ? -1 : 0)),
         highest(floats(s.max_normal)),
         lowest(floats(s.lowest)),
-        zero(Floats(ints(s.is_int ? 0 : kSign))) {}  // adding it turns -0 into 0, or changes nothing
+        zero(Floats(ints(s.is_int ? 0 : kSign))) {}  // adding it turns -0 of an integer into 0, and changes no float
 };
 
 template <int R>
-inline Floats to_units(Floats x, Floats in0, Floats in1) {  // of the block's scale
+inline Floats to_units(Floats x, Floats in0, Floats in1) {  // x over the block's scale
   const Floats v = x * in0 * in1;
   if (R != UP && R != DOWN) return v;
-  // however small, but never to zero
+  // A directed rounding sees a value however small: it must not become zero.
   const Ints lost = (magnitude(v) < kSmallestNormal) & (x != 0.0f);
   return lost ? Floats((Ints(x) & kSign) | 1 << 23) : v;
 }
@@ -118,13 +119,13 @@ inline Ints binade_of(Floats v, const Grid& g) {
   return smaller(larger(Ints(v) & kInf, g.lowest_binade), g.highest_binade);
 }
 
-// The power of two in whose binade one unit in the last place is a quantum: adding it rounds, ties to even.
+// Returns the power of two in whose binade a unit in the last place is one quantum: adding it rounds, ties to even.
 inline Floats rounder(Ints binade, const Grid& g) { return Floats(binade + (g.code_shift << 23)); }
 
 template <int R>
 inline Floats quanta_of(Floats v, Ints binade, const Grid& g, const u32* random) {
   Floats units = magnitude(v) * Floats((2 * kBias << 23) - (binade - g.mantissa));
-  if (R == STOCHASTIC) units = smaller(units, floats(0x1p22f));  // a NaN would be undefined as an integer
+  if (R == STOCHASTIC) units = smaller(units, floats(0x1p22f));  // a NaN has no integer
   return to_quanta<R>(units, Ints(v) >> 31, random);
 }
 
@@ -144,7 +145,7 @@ inline Ints to_code(Floats v, const Grid& g, const u32* random) {
                           ? Ints(magnitude(v) + rounder(binade, g)) - Ints(rounder(binade, g))
                           : __builtin_convertvector(smaller(quanta_of<R>(v, binade, g, random), floats(512.0f)), Ints);
   const Ints sign = Ints(v) >> 31, negate = sign & g.negate;
-  // the quanta of a normal hold its hidden bit, which counts as one binade
+  // the quanta of a normal number include its hidden bit, which counts as one binade
   Ints code = ((binade - g.lowest_binade) >> g.code_shift) + quanta;
   code = smaller(code, g.max_code + (sign & g.full_range));
   return (((code ^ negate) - negate) | (sign & g.sign_bit)) & g.code_mask;
@@ -152,25 +153,25 @@ inline Ints to_code(Floats v, const Grid& g, const u32* random) {
 
 // ---- a chunk of values ----
 
-// Powers of two by which the values of a block are multiplied on the way in and out, two each: one could be subnormal
-// or out of range. `out1` is NaN where the block is not finite.
+// Powers of two that multiply the values of a block before and after rounding, two each: one alone could be subnormal
+// or out of range. out1 is NaN if the block has an Inf or a NaN.
 struct Factors {
   const float *in0, *in1, *out0, *out1;
 };
 
-// Arrays are readable (and outputs writable) up to a multiple of kWidth.
+// All arrays have room up to a multiple of kWidth.
 struct Chunk {
   const float* x;
   i64 n;
   Factors f;
   i64 run;         // values that share a factor, a multiple of kLanes; 0: each has its own
-  const u8* next;  // what the next tile will read, `next_bytes` for each value
+  const u8* next;  // memory that the next tile reads, `next_bytes` for each value: it is prefetched
   i64 next_bytes;
   const u32* random;
   int32_t* scratch;
 };
 
-// body(i, in0, in1, out0, out1) for each vector, which begins at value i
+// Calls body(i, in0, in1, out0, out1) for each vector; i is its first value.
 template <class Body>
 inline void each_vector(const Chunk& c, Body body) {
   const Factors f = c.f;
@@ -204,7 +205,7 @@ NOINLINE void to_values(const Chunk& c, const Spec& spec, float* out) {
   });
 }
 
-// Conversions between bytes and 32-bit integers are loops of their own: GCC 12 takes vectors of bytes lane by lane.
+// Converts between bytes and 32-bit integers in a loop of its own: GCC 12 handles vectors of bytes lane by lane.
 template <class From, class To>
 NOINLINE void convert(const From* from, i64 n, To* to) {
 #pragma omp simd
@@ -227,7 +228,7 @@ NOINLINE void to_codes(const Chunk& c, const Spec& spec, u8* codes) {
   convert(out, c.n, codes);
 }
 
-// Errors of rounding as reference._least_squares measures them: whole numbers, so that sums do not depend on the order.
+// Measures rounding errors as reference._least_squares does: in whole numbers, so that sums do not depend on the order.
 template <int R>
 NOINLINE void to_errors(const Chunk& c, const Spec& spec, int32_t* out) {
   const Grid g(spec);
