@@ -1,4 +1,4 @@
-"""`python -m pt2mx.cpp` prints the path of the library, or writes it to a folder."""
+"""Print the path of the library, or write it to a folder: `python -m pt2mx.cpp`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pt2mx.errors import MXError
 def main(arguments: list[str] | None = None) -> int:
     """Run the command: 0, or 2 after an error."""
     parser = argparse.ArgumentParser(prog="python -m pt2mx.cpp", description="Build pt2mx's operators for C++.")
-    parser.add_argument("--output", metavar="FOLDER", help="where the library goes; by default to a cache")
-    parser.add_argument("--capability", help="of the processors: DEFAULT, AVX2 or AVX512; by default this one's")
+    parser.add_argument("--output", metavar="FOLDER", help="write the library to this folder instead of the cache")
+    parser.add_argument("--capability", help="of the processors: DEFAULT, AVX2 or AVX512; default: this processor's")
     options = parser.parse_args(arguments)
     if options.capability and not options.output:
         parser.error("--capability takes an --output")

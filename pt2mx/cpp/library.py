@@ -1,7 +1,7 @@
-"""The shared library of the operators: the kernels of the CPU, registered by torch's stable C++ interface.
+"""Build the shared library of the operators: the CPU kernels, registered by torch's stable C++ interface.
 
-It is built at the user's place from the sources that the wheel holds, as the kernels are (`pt2mx.kernels.cpu.build`):
-with the compiler that Inductor uses, in seconds, once for a version of torch and a processor.
+It is built on the user's machine from sources in the wheel, as the kernels are (`pt2mx.kernels.cpu.build`): with the
+compiler that Inductor uses, in seconds, once for a version of torch and a processor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pt2mx.kernels.cpu.build import HEADERS as KERNEL_HEADERS
 from pt2mx.kernels.cpu.build import SOURCES as KERNEL_SOURCES
 from pt2mx.kernels.cpu.build import cache_folder, use_built
 
-#: the name of the file, which programs that are linked with it look for
+#: the name of the file: a linked program looks for it
 NAME = "libpt2mx_ops.so"
 
 _FOLDER = Path(__file__).parent / "src"
@@ -61,8 +61,8 @@ def build(folder: str | os.PathLike[str], capability: str | None = None) -> Path
     """Write the library to a folder, for a host program that is shipped with it.
 
     Args:
-        folder: an existing one; the file is called `libpt2mx_ops.so`.
-        capability: of the processors that it shall run on, "DEFAULT", "AVX2" or "AVX512"; None for this one's.
+        folder: an existing folder; the file is called `libpt2mx_ops.so`.
+        capability: of the processors that will run it: "DEFAULT", "AVX2" or "AVX512"; None for this processor's.
 
     Returns:
         The path of the library.
@@ -108,14 +108,14 @@ def cmake_lines(target: str = "host") -> str:
     lines = (
         f'list(APPEND CMAKE_PREFIX_PATH "{torch.utils.cmake_prefix_path}")',
         "find_package(Torch REQUIRED)",
-        # the program names nothing that is in it: it registers operators when it is loaded
+        # the program uses no symbol of the library, which registers operators when it is loaded
         f'target_link_libraries({target} PRIVATE ${{TORCH_LIBRARIES}} -Wl,--no-as-needed "{library_path()}")',
     )
     return "\n".join(lines) + "\n"
 
 
 def _content(capability: str | None = None) -> bytes:
-    """Return the library, from the cache or built now."""
+    """Return the bytes of the library, from the cache or built now."""
     more = (
         *("-fvisibility=hidden", f"-Wl,-soname,{NAME}", TARGET, f"-I{Path(KERNEL_SOURCES[0]).parent}"),
         *(f"-I{path}" for path in include_paths()),
@@ -131,7 +131,7 @@ def _content(capability: str | None = None) -> bytes:
 
 
 def _write(content: bytes, path: Path) -> None:
-    """Write a file whole or not at all: a program may be loading it."""
+    """Write a file under a temporary name and rename it: a program may be loading the old one."""
     unfinished = path.with_name(f".{secrets.token_hex(8)}")
     try:
         unfinished.write_bytes(content)

@@ -1,8 +1,8 @@
-"""The tables of Python that the C++ reads: elements, modes, and the schemas of the operators that packages call.
+"""Write Python's tables for C++: elements, modes, and the schemas of the operators that packages call.
 
     python -m pt2mx.cpp.tables
 
-writes them to `src/`, as arrays.
+writes them to `src/` as arrays.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pt2mx.spec import MXSpec
 
 SOURCES = Path(__file__).parent / "src"
 
-#: what Inductor leaves as calls in a package for the CPU: it writes out the other operators
+#: operators that Inductor leaves as calls in a package for the CPU; it generates code for the others
 OPERATORS = (
     "linear_mx",
     "grouped_linear_mx",
@@ -47,7 +47,7 @@ _BEGINNING = """\
 
 
 def files() -> dict[Path, str]:
-    """Return what each file holds."""
+    """Return the text of each file."""
     elements = (
         _array("Element kElements", map(_element, (e for e in ELEMENTS.values() if not e.is_wide))),
         _array("ScaleMode kScaleModes", map(_scale_mode, SCALE_MODES)),
@@ -68,7 +68,7 @@ def _schema(name: str) -> str:
 
 
 def _element(element: ElementFormat) -> str:
-    """Return a row of `Element`, field by field."""
+    """Return an initializer of the C++ struct `Element`."""
     fields = [spec_constants(element, SCALE_MODES["floor"], 1)[name] for name in _ELEMENT]
     decoder, _ = decoder_of(MXSpec(element, 32), 32)
     thresholds = ", ".join(str(mode.threshold(element)) for mode in SCALE_MODES.values())

@@ -7,10 +7,10 @@
 namespace pt2mx {
 namespace {
 
-// As the enumeration of the kernels has them.
+// In the order of the kernels' enumeration.
 constexpr const char* kActivations[] = {"none", "gelu", "gelu_tanh", "silu", "relu"};
 
-// x and `out` of `call`, whose other tensors are set.
+// Sets the other fields of a call, whose other tensors are set, and runs it.
 void run(ActivationCall& call, const Tensor& x, const std::string& element, int64_t block_size,
          const std::string& scale_mode, const std::string& rounding, const Tensor& out) {
   STD_TORCH_CHECK(block_size > 0 && rounding != "stochastic", "values are not rounded like this");
@@ -24,15 +24,15 @@ void run(ActivationCall& call, const Tensor& x, const std::string& element, int6
   call.block = std::min(block_size, call.n);
   call.x = x.const_data_ptr();
   call.out = out.mutable_data_ptr();
-  check_served(pt2mx_quantize_activation(&call, torch_parallel_for));
+  check_error(pt2mx_quantize_activation(&call, torch_parallel_for));
 }
 
 }  // namespace
 
 int32_t number_of_activation(const std::string& name) {
-  const auto* found = std::find(std::begin(kActivations), std::end(kActivations), name);
-  STD_TORCH_CHECK(found != std::end(kActivations), "no activation: ", name);
-  return int32_t(found - std::begin(kActivations));
+  const auto* position = std::find(std::begin(kActivations), std::end(kActivations), name);
+  STD_TORCH_CHECK(position != std::end(kActivations), "no activation: ", name);
+  return int32_t(position - std::begin(kActivations));
 }
 
 Tensor activation_of(const Tensor& x, const std::string& name) {
@@ -42,10 +42,10 @@ Tensor activation_of(const Tensor& x, const std::string& name) {
   return name == "silu" ? call("aten::silu", x) : call("aten::relu", x);
 }
 
-Tensor activation_fake_quantize(const Tensor& given, const std::string& activation, const std::string& element,
+Tensor activation_fake_quantize(const Tensor& original, const std::string& activation, const std::string& element,
                                 int64_t block_size, const std::string& scale_mode, const std::string& rounding,
                                 const std::optional<ScalarType>& target_dtype) {
-  const Tensor x = dense(given);
+  const Tensor x = dense(original);
   const Tensor out = torch::stable::empty(shape_of(x), target_dtype.value_or(x.scalar_type()));
   ActivationCall call{};
   call.activation = number_of_activation(activation);
@@ -53,13 +53,13 @@ Tensor activation_fake_quantize(const Tensor& given, const std::string& activati
   return out;
 }
 
-std::tuple<Tensor, Tensor> layer_norm_fake_quantize(const Tensor& given, const std::optional<Tensor>& residual,
+std::tuple<Tensor, Tensor> layer_norm_fake_quantize(const Tensor& original, const std::optional<Tensor>& residual,
                                                     const std::optional<Tensor>& weight,
                                                     const std::optional<Tensor>& bias, double eps,
                                                     const std::string& element, int64_t block_size,
                                                     const std::string& scale_mode, const std::string& rounding,
                                                     const std::optional<ScalarType>& target_dtype) {
-  const Tensor x = dense(given);
+  const Tensor x = dense(original);
   STD_TORCH_CHECK(x.dim() > 0, "a layer norm is of rows");
   STD_TORCH_CHECK(!residual || (residual->scalar_type() == x.scalar_type() && shape_of(*residual) == shape_of(x)),
                   "the residual must have the shape and the dtype of x");

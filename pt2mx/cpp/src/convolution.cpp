@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <functional>
 
-#include "products.h"
+#include "packed_weight.h"
 
 namespace pt2mx {
 namespace {
@@ -21,7 +21,7 @@ Tensor in_dtype(const Tensor& x, ScalarType dtype) {
   return x.scalar_type() == dtype ? x : torch::stable::to(x, dtype);
 }
 
-// torch's stable interface takes no scalars, as its sum has them.
+// Adds in float32. aten::add has a scalar argument, which torch's stable interface does not support.
 Tensor sum_of(const Tensor& a, const Tensor& b, ScalarType dtype) {
   const Tensor x = dense(in_dtype(a, ScalarType::Float)), y = dense(in_dtype(b, ScalarType::Float));
   Tensor out = torch::stable::empty(shape_of(x), ScalarType::Float);
@@ -31,36 +31,33 @@ Tensor sum_of(const Tensor& a, const Tensor& b, ScalarType dtype) {
   return in_dtype(out, dtype);
 }
 
-// (B, H, W, C) -> (B, C, H, W), or back
+// (B, H, W, C) -> (B, C, H, W), and back.
 Tensor channels_first(const Tensor& x) { return call("aten::permute", x, Shape{0, 3, 1, 2}); }
 Tensor channels_last(const Tensor& x) { return call("aten::permute", x, Shape{0, 2, 3, 1}); }
 
 class Convolution {
  public:
-  const ScalarType dtype;  // of the product
+  const ScalarType dtype;  // of the matmul
   Shape shape;             // of the result
 
-  Convolution(const Tensor& x, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& bias,
-              const std::string& name, int64_t block_size, const Shape& stride, const Shape& padding,
-              const Shape& dilation, const std::optional<ScalarType>& target_dtype)
+  Convolution(const Tensor& x, const PackedWeight& weight, const std::optional<Tensor>& bias, const Shape& stride,
+              const Shape& padding, const Shape& dilation, const std::optional<ScalarType>& target_dtype)
       : dtype(target_dtype.value_or(x.scalar_type())),
         x_(x),
-        data_(data),
-        scale_(scale),
+        weight_(weight),
         bias_(bias),
-        element_(element_of(name)),
-        block_size_(block_size),
         stride_(stride),
         padding_(padding),
         dilation_(dilation) {
+    const Tensor& data = weight.data;
     STD_TORCH_CHECK(x.dim() == 4 && data.dim() == 4, "conv2d_mx takes (B, H, W, C) and (N, *kernel, bytes of C)");
     const int64_t n = data.size(0), kernel[] = {data.size(1), data.size(2)};
-    check_packed(data, scale, element_, block_size, x.size(3));
+    check_packed(weight, x.size(3));
     STD_TORCH_CHECK(!bias || (bias->numel() == n && bias->scalar_type() == dtype), "conv2d_mx: the bias does not fit");
     check_pair(stride, 1);
     check_pair(padding, 0);
     check_pair(dilation, 1);
-    if (kernel[0] == 1 && kernel[1] == 1 && !padding[0] && !padding[1]) {  // what lies between the strides is not read
+    if (kernel[0] == 1 && kernel[1] == 1 && !padding[0] && !padding[1]) {  // pixels between the strides are not read
       x_ = every(every(x, 1, stride[0]), 2, stride[1]);
       stride_ = {1, 1};
     }
@@ -76,25 +73,20 @@ class Convolution {
     }
   }
 
-  // The result; with an epilogue, what that makes of it. False where the kernels computed nothing.
+  // Computes the result, or what an epilogue makes of it. Returns false if the kernels computed nothing.
   bool multiply_on_isa(Tensor& out, const Epilogue* epilogue = nullptr) {
-    const Blocks blocks = blocks_of(element_, block_size_, x_.size(3));
-    const int32_t isa = dtype_of(x_) == BF16 ? pt2mx_isa(blocks.decoder, table_of(element_)) : 0;
+    const int32_t isa = dtype_of(x_) == BF16 ? isa_for(weight_, x_.size(3)) : 0;
     if (!isa || !x_.numel() || !out.numel()) return false;
-    const Tensor values = dense(x_), codes = dense(data_), scales = dense(scale_);
-    const std::optional<Tensor> added = bias_ ? std::optional(dense(*bias_)) : std::nullopt;
-    const int64_t taps = call_.kernel[0] * call_.kernel[1];
-    call_.linear = call_of(values, codes, scales, added, out, element_, block_size_, isa, taps);
+    LinearOperands operands(x_, weight_, bias_, out, isa, call_.kernel[0] * call_.kernel[1]);
+    call_.linear = operands.call;
     call_.linear.out_dtype = dtype_of(dtype);
     call_.linear.epilogue = epilogue;
     call_.pixels = x_.size(0) * x_.size(1) * x_.size(2);
-    const int32_t error = pt2mx_convolution(&call_, torch_parallel_for);
-    if (error != kUnsupported) check_served(error);
-    return error != kUnsupported;
+    return is_computed(pt2mx_convolution(&call_, torch_parallel_for));
   }
 
   Tensor by_torch() const {
-    const Tensor weight = channels_first(dequantize(data_, scale_, element_, block_size_, dtype, x_.size(3)));
+    const Tensor weight = channels_first(dequantize(weight_, dtype, x_.size(3)));
     const Tensor images = channels_first(in_dtype(x_, dtype));
     const int64_t groups = 1;
     return dense(channels_last(call("aten::conv2d", images, weight, bias_, stride_, padding_, dilation_, groups)));
@@ -107,10 +99,8 @@ class Convolution {
 
  private:
   Tensor x_;
-  const Tensor data_, scale_;
+  const PackedWeight weight_;
   const std::optional<Tensor> bias_;
-  const Element& element_;
-  const int64_t block_size_;
   Shape stride_, padding_, dilation_;
   ConvolutionCall call_{};
 };
@@ -120,7 +110,8 @@ class Convolution {
 Tensor conv2d(const Tensor& x, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& bias,
               const std::string& element, int64_t block_size, const Shape& stride, const Shape& padding,
               const Shape& dilation, const std::optional<ScalarType>& target_dtype) {
-  return Convolution(x, data, scale, bias, element, block_size, stride, padding, dilation, target_dtype).result();
+  const PackedWeight weight{data, scale, element_of(element), block_size};
+  return Convolution(x, weight, bias, stride, padding, dilation, target_dtype).result();
 }
 
 std::tuple<Tensor, Tensor> conv2d_fake_quantize(
@@ -131,29 +122,30 @@ std::tuple<Tensor, Tensor> conv2d_fake_quantize(
     const std::string& scale_mode, const std::string& rounding, const std::optional<ScalarType>& target_dtype) {
   STD_TORCH_CHECK(out_block_size > 0, "a block has at least 1 value, not ", out_block_size);
   STD_TORCH_CHECK(rounding != "stochastic", "a product is not rounded stochastically: quantize its result");
-  Convolution convolution(x, data, scale, bias, element, block_size, stride, padding, dilation, product_dtype);
+  const PackedWeight weight{data, scale, element_of(element), block_size};
+  Convolution convolution(x, weight, bias, stride, padding, dilation, product_dtype);
   STD_TORCH_CHECK(!residual || shape_of(*residual) == convolution.shape, "the residual does not fit");
-  if (residual) dtype_of(*residual);  // refuses others than the three
+  if (residual) dtype_of(*residual);  // refuses other dtypes
   const int32_t number = number_of_activation(activation);
   const Shape kept = keep_activated ? convolution.shape : Shape{0};
   const bool alike = !residual || residual->scalar_type() == convolution.dtype;
-  const ScalarType of_sum = alike ? convolution.dtype : ScalarType::Float, result = target_dtype.value_or(of_sum);
-  if (alike && pt2mx::product(convolution.shape, 0, 3) > kFewRows) {
+  const ScalarType sum_dtype = alike ? convolution.dtype : ScalarType::Float, dtype = target_dtype.value_or(sum_dtype);
+  if (alike && numel(convolution.shape, 0, 3) > kFewRows) {
     const Spec spec = spec_of(element_of(out_element), out_block_size, scale_mode, rounding);
     const std::optional<Tensor> added = residual ? std::optional(dense(*residual)) : std::nullopt;
-    Tensor activated = torch::stable::empty(kept, of_sum), out = torch::stable::empty(convolution.shape, result);
+    Tensor activated = torch::stable::empty(kept, sum_dtype), out = torch::stable::empty(convolution.shape, dtype);
     const Epilogue epilogue{&spec,
                             number,
-                            dtype_of(result),
+                            dtype_of(dtype),
                             std::min(out_block_size, convolution.shape[3]),
                             added ? added->const_data_ptr() : nullptr,
                             keep_activated ? activated.mutable_data_ptr() : nullptr};
     if (convolution.multiply_on_isa(out, &epilogue)) return {activated, out};
   }
-  const Tensor product = convolution.result(), sum = residual ? sum_of(product, *residual, of_sum) : product;
+  const Tensor matmul = convolution.result(), sum = residual ? sum_of(matmul, *residual, sum_dtype) : matmul;
   const Tensor quantized =
-      activation_fake_quantize(sum, activation, out_element, out_block_size, scale_mode, rounding, result);
-  return {keep_activated ? activation_of(sum, activation) : torch::stable::empty(kept, of_sum), quantized};
+      activation_fake_quantize(sum, activation, out_element, out_block_size, scale_mode, rounding, dtype);
+  return {keep_activated ? activation_of(sum, activation) : torch::stable::empty(kept, sum_dtype), quantized};
 }
 
 }  // namespace pt2mx

@@ -1,4 +1,4 @@
-// The tables that pt2mx has in Python, looked up.
+// Looks up elements and modes in the tables that pt2mx has in Python.
 
 #include "elements.h"
 
@@ -34,7 +34,7 @@ int32_t index_of(const Row (&rows)[N], const std::string& name, const char* kind
   return -1;
 }
 
-// Bits of an error with which the sum of the squares of a block fits int64: reference.squared_error_bits.
+// Returns the bits of an error with which the sum of a block's squares fits int64: reference.squared_error_bits.
 int32_t squared_error_bits(int64_t block_size) {
   int32_t bits = 0;
   while ((block_size - 1) >> bits) ++bits;
@@ -47,9 +47,9 @@ const Element& element_of(const std::string& name) { return kElements[index_of(k
 
 Spec spec_of(const Element& e, int64_t block_size, const std::string& scale_mode, const std::string& rounding) {
   const int32_t mode = index_of(kScaleModes, scale_mode, "scale mode");
-  const ScaleMode& found = kScaleModes[mode];
+  const ScaleMode& scale = kScaleModes[mode];
   Spec spec{};
-  spec.exponent_offsets = found.exponent_offsets;
+  spec.exponent_offsets = scale.exponent_offsets;
   spec.bits = e.bits;
   spec.mantissa_bits = e.mantissa_bits;
   spec.emin = e.emin;
@@ -59,8 +59,8 @@ Spec spec_of(const Element& e, int64_t block_size, const std::string& scale_mode
   spec.full_range = e.full_range;
   spec.rounding = index_of(kRoundings, rounding, "rounding");
   spec.threshold = e.thresholds[mode];
-  spec.candidates = found.candidates;
-  spec.searches = found.candidates > 1;
+  spec.candidates = scale.candidates;
+  spec.searches = scale.candidates > 1;
   spec.error_bits = squared_error_bits(block_size);
   spec.codes_per_group = e.codes_per_group;
   spec.bytes_per_group = e.bytes_per_group;
@@ -72,16 +72,16 @@ Spec spec_of(const Element& e, int64_t block_size, const std::string& scale_mode
 const float* table_of(const Element& element) {
   using Table = std::array<float, 256>;
   static const std::map<const Element*, Table> tables = [] {
-    std::map<const Element*, Table> found;
+    std::map<const Element*, Table> tables;
     uint8_t codes[256], one = 127;
     for (const Element& e : kElements) {
       for (int i = 0; i < 256; ++i) codes[i] = uint8_t(i & ((1 << e.bits) - 1));
       Spec spec = spec_of(e, 256);
       spec.codes_per_group = spec.bytes_per_group = 1;
-      QuantizeCall call{&spec, DEQUANTIZE, FP32, FP32, 0, 1, 256, 1, 256, codes, nullptr, found[&e].data(), &one, 0};
-      check_served(pt2mx_run(&call, torch_parallel_for));
+      QuantizeCall call{&spec, DEQUANTIZE, FP32, FP32, 0, 1, 256, 1, 256, codes, nullptr, tables[&e].data(), &one, 0};
+      check_error(pt2mx_run(&call, torch_parallel_for));
     }
-    return found;
+    return tables;
   }();
   return tables.at(&element).data();
 }

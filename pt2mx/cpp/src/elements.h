@@ -1,4 +1,4 @@
-// Element formats and modes by name, as the kernels take them.
+// Element formats and modes by name, as the kernels take them; the tables are in elements.inc.
 
 #pragma once
 
@@ -14,7 +14,7 @@ constexpr int kCandidates = 3;  // of the mode that searches
 // A row of elements.inc.
 struct Element {
   const char* name;
-  int32_t decoder;  // how decode.h takes blocks of whole groups; 0: by the table of codes
+  int32_t decoder;  // of decode.h for blocks of whole groups; 0: the table of codes
   int32_t bits, mantissa_bits, emin, emax, max_code, is_int, full_range;
   int32_t codes_per_group, bytes_per_group;
   float max_normal, lowest;
@@ -23,7 +23,7 @@ struct Element {
 
 const Element& element_of(const std::string& name);
 
-// Bytes of n codes.
+// Returns the bytes of n packed codes.
 inline int64_t packed_length(const Element& e, int64_t n) {
   return (n + e.codes_per_group - 1) / e.codes_per_group * e.bytes_per_group;
 }
@@ -31,10 +31,10 @@ inline int64_t packed_length(const Element& e, int64_t n) {
 Spec spec_of(const Element& element, int64_t block_size, const std::string& scale_mode = "floor",
              const std::string& rounding = "even");
 
-// The values of the 256 bytes that may hold a code.
+// Returns the values of the 256 bytes that a code may have.
 const float* table_of(const Element& element);
 
-// How rows of k values are decoded, and their block size: of one block as a whole, in whole groups.
+// How rows of k values are decoded, and the size of their blocks; a single block is rounded up to whole groups.
 struct Blocks {
   int32_t decoder;
   int64_t size;

@@ -1,4 +1,4 @@
-// The operators are registered when this library is loaded, where Python has not registered them in the process.
+// Registers the operators when the library is loaded, unless Python has registered them in this process.
 
 #include "tensors.h"
 
@@ -6,14 +6,14 @@ namespace {
 
 #include "schemas.inc"
 
-// True if this library defined the schemas: else Python's pt2mx is there, and serves.
+// True if this library defined the schemas; otherwise Python's pt2mx did, and its operators are used.
 bool defined = false;
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pt2mx, library) {
   try {
     for (const char* schema : kSchemas) library.def(schema);
     defined = true;
-  } catch (const std::exception&) {  // the name is taken: torch's stable interface does not tell it before
+  } catch (const std::exception&) {  // the name is taken, which torch's stable interface does not tell in advance
   }
 }
 

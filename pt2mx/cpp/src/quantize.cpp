@@ -1,5 +1,6 @@
-// dequantize_mx for the other operators, hadamard, rotated_fake_quantize_mx, random_bits: as
-// pt2mx/kernels/cpu/quantize.py and hadamard.py have them.
+// hadamard, rotated_fake_quantize_mx, random_bits: as pt2mx/kernels/cpu/quantize.py and hadamard.py have them.
+
+#include <algorithm>
 
 #include "tensors.h"
 
@@ -14,42 +15,8 @@ void check_rotation(const Tensor& x, int64_t size, int64_t axis) {
 
 }  // namespace
 
-void check_packed(const Tensor& data, const Tensor& scale, const Element& element, int64_t block_size, int64_t n) {
-  Shape wanted = shape_of(data);
-  STD_TORCH_CHECK(!wanted.empty() && block_size > 0, "codes have a dimension, and blocks a value at least");
-  STD_TORCH_CHECK(data.scalar_type() == ScalarType::Byte && scale.scalar_type() == ScalarType::Byte,
-                  "codes and scales are uint8");
-  STD_TORCH_CHECK(wanted.back() == packed_length(element, n), n, " codes of ", element.name, " do not take ",
-                  wanted.back(), " bytes");
-  wanted.back() = (n + block_size - 1) / block_size;
-  STD_TORCH_CHECK(shape_of(scale) == wanted, "the scales do not fit the codes");
-}
-
-Tensor dequantize(const Tensor& data, const Tensor& scale, const Element& element, int64_t block_size, ScalarType dtype,
-                  int64_t n) {
-  Shape shape = shape_of(data);
-  shape.back() = n;
-  Tensor out = torch::stable::empty(shape, dtype);
-  if (!out.numel()) return out;
-  const Tensor codes = dense(data), scales = dense(scale);
-  const Spec spec = spec_of(element, block_size);
-  QuantizeCall call{};
-  call.spec = &spec;
-  call.operation = DEQUANTIZE;
-  call.dtype = call.out_dtype = dtype_of(out);
-  call.outer = out.numel() / n;
-  call.n = n;
-  call.inner = 1;
-  call.block = std::min(block_size, n);
-  call.x = codes.const_data_ptr();
-  call.scale = static_cast<uint8_t*>(scales.data_ptr());
-  call.out = out.mutable_data_ptr();
-  check_served(pt2mx_run(&call, torch_parallel_for));
-  return out;
-}
-
-Tensor hadamard(const Tensor& given, int64_t size, int64_t axis) {
-  const Tensor x = dense(given);
+Tensor hadamard(const Tensor& original, int64_t size, int64_t axis) {
+  const Tensor x = dense(original);
   const size_t along = size_t(axis < 0 ? axis + x.dim() : axis);
   check_rotation(x, size, int64_t(along));
   const Shape shape = shape_of(x);
@@ -57,25 +24,25 @@ Tensor hadamard(const Tensor& given, int64_t size, int64_t axis) {
   if (!x.numel()) return out;
   HadamardCall call{};
   call.dtype = dtype_of(x);
-  call.outer = product(shape, 0, along);
+  call.outer = numel(shape, 0, along);
   call.n = shape[along];
-  call.inner = product(shape, along + 1, shape.size());
+  call.inner = numel(shape, along + 1, shape.size());
   call.size = size;
   call.x = x.const_data_ptr();
   call.out = out.mutable_data_ptr();
-  check_served(pt2mx_hadamard(&call, torch_parallel_for));
+  check_error(pt2mx_hadamard(&call, torch_parallel_for));
   return out;
 }
 
-Tensor rotated_fake_quantize(const Tensor& given, int64_t size, const std::string& element, int64_t block_size,
+Tensor rotated_fake_quantize(const Tensor& original, int64_t size, const std::string& element, int64_t block_size,
                              const std::string& scale_mode, const std::string& rounding,
                              const std::optional<ScalarType>& target_dtype) {
-  Tensor x = dense(given);
+  Tensor x = dense(original);
   check_rotation(x, size, x.dim() - 1);
   STD_TORCH_CHECK(block_size > 0 && rounding != "stochastic", "rotated values are not rounded like this");
   Tensor out = torch::stable::empty(shape_of(x), target_dtype.value_or(x.scalar_type()));
   if (!x.numel()) return out;
-  if (size > 1 && out.scalar_type() != x.scalar_type()) {  // rotated values go to their place first
+  if (size > 1 && out.scalar_type() != x.scalar_type()) {  // rotates to a tensor of its own first
     x = hadamard(x, size, -1);
     size = 1;
   }
@@ -91,17 +58,17 @@ Tensor rotated_fake_quantize(const Tensor& given, int64_t size, const std::strin
   call.block = std::min(block_size, call.n);
   call.x = x.const_data_ptr();
   call.out = out.mutable_data_ptr();
-  check_served(size > 1 ? pt2mx_rotate_fake_quantize(&call, size, torch_parallel_for)
-                        : pt2mx_run(&call, torch_parallel_for));
+  check_error(size > 1 ? pt2mx_rotate_fake_quantize(&call, size, torch_parallel_for)
+                       : pt2mx_run(&call, torch_parallel_for));
   return out;
 }
 
 Tensor random_bits(const Tensor& seed, const Shape& size) {
   STD_TORCH_CHECK(seed.scalar_type() == ScalarType::Long && seed.numel() == 1, "the seed is one int64");
   Tensor out = torch::stable::empty(size, ScalarType::Int);
-  const auto number = *static_cast<const int64_t*>(seed.const_data_ptr());
+  const auto value = *static_cast<const int64_t*>(seed.const_data_ptr());
   auto* numbers = static_cast<int32_t*>(out.mutable_data_ptr());
-  check_served(pt2mx_random_bits(uint64_t(number), numbers, out.numel(), torch_parallel_for));
+  check_error(pt2mx_random_bits(uint64_t(value), numbers, out.numel(), torch_parallel_for));
   return out;
 }
 

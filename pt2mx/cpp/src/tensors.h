@@ -1,4 +1,4 @@
-// Tensors by torch's stable C++ interface.
+// Tensors by torch's stable C++ interface, and the functions that the files share.
 
 #pragma once
 
@@ -20,8 +20,8 @@ using Shape = std::vector<int64_t>;
 
 inline Shape shape_of(const Tensor& x) { return {x.sizes().begin(), x.sizes().end()}; }
 
-// The product of the extents [first, last).
-inline int64_t product(const Shape& shape, size_t first, size_t last) {
+// Multiplies the sizes of dimensions [first, last).
+inline int64_t numel(const Shape& shape, size_t first, size_t last) {
   int64_t n = 1;
   for (size_t d = first; d < last; ++d) n *= shape[d];
   return n;
@@ -39,9 +39,16 @@ inline Dtype dtype_of(const Tensor& x) { return dtype_of(x.scalar_type()); }
 
 inline Tensor dense(const Tensor& x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
 
-inline void check_served(int32_t error) { STD_TORCH_CHECK(error == 0, "torch_parallel_for failed"); }
+// Raises torch's errors.
+inline void check_error(int32_t error) { STD_TORCH_CHECK(error == 0, "torch_parallel_for failed"); }
 
-// Calls an overload of an operator of torch that gives one tensor.
+// False if a kernel has computed nothing.
+inline bool is_computed(int32_t error) {
+  if (error != kUnsupported) check_error(error);
+  return error != kUnsupported;
+}
+
+// Calls an overload of one of torch's operators, which returns one tensor.
 template <class... Arguments>
 Tensor call_overload(const char* name, const char* overload, const Arguments&... arguments) {
   StableIValue stack[] = {torch::stable::detail::from(arguments)...};
@@ -53,14 +60,14 @@ Tensor call(const char* name, const Arguments&... arguments) {
   return call_overload(name, "", arguments...);
 }
 
-// ---- of the other files ----
+// ---- activations ----
 
-// The values of codes that are packed along the last dimension, `n` of them there.
-Tensor dequantize(const Tensor& data, const Tensor& scale, const Element& element, int64_t block_size, ScalarType dtype,
-                  int64_t n);
+// aten's activation.
+Tensor activation_of(const Tensor& x, const std::string& name);
+// Its number in the kernels.
+int32_t number_of_activation(const std::string& name);
 
-// Refuses codes and scales that do not hold `n` values along their last dimension.
-void check_packed(const Tensor& data, const Tensor& scale, const Element& element, int64_t block_size, int64_t n);
+// ---- the operators, with the parameters of their schemas ----
 
 Tensor hadamard(const Tensor& x, int64_t size, int64_t axis);
 Tensor rotated_fake_quantize(const Tensor& x, int64_t size, const std::string& element, int64_t block_size,
@@ -75,10 +82,6 @@ std::tuple<Tensor, Tensor> layer_norm_fake_quantize(const Tensor& x, const std::
                                                     const std::string& element, int64_t block_size,
                                                     const std::string& scale_mode, const std::string& rounding,
                                                     const std::optional<ScalarType>& target_dtype);
-// torch's.
-Tensor activation_of(const Tensor& x, const std::string& name);
-// The number that the kernels have for it.
-int32_t number_of_activation(const std::string& name);
 Tensor random_bits(const Tensor& seed, const Shape& size);
 Tensor linear(const Tensor& x, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& bias,
               const std::string& element, int64_t block_size, int64_t rotation,

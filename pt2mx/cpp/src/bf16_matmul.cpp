@@ -9,16 +9,16 @@
 namespace pt2mx {
 namespace {
 
-constexpr int64_t kLeastRows = 16, kWidest = 512;
+constexpr int64_t kMinRows = 16, kMaxWidth = 512;
 
 const float* floats_of(const Tensor& x) { return static_cast<const float*>(x.const_data_ptr()); }
 
 Tensor transposed(const Tensor& x) { return call_overload("aten::transpose", "int", x, int64_t(1), int64_t(2)); }
 
-// The tensor, or a copy of it that is contiguous where its last dimension is not.
+// Returns x, or a contiguous copy if the stride of the last dimension is not 1.
 Tensor with_rows(const Tensor& x) { return x.stride(x.dim() - 1) == 1 ? x : dense(x); }
 
-// The strides of a matrix, and of the two dimensions before it; of more dimensions x has to be contiguous.
+// Returns the strides of the last four dimensions, 0 for missing ones. x with more dimensions must be contiguous.
 Shape strides_of(const Tensor& x) {
   Shape strides;
   for (int64_t d = std::max<int64_t>(0, x.dim() - 4); d < x.dim(); ++d) strides.push_back(x.stride(d));
@@ -31,7 +31,7 @@ void copy_strides(const Shape& strides, int64_t n, int64_t* out) {
   std::copy(strides.begin(), strides.begin() + n, out);
 }
 
-// A mask of up to four dimensions, which broadcasts to `sizes`.
+// Returns a mask with four dimensions, which broadcast to `sizes`.
 Tensor in_four_dimensions(const Tensor& mask, const Shape& sizes) {
   Shape shape = shape_of(mask);
   shape.insert(shape.begin(), 4 - shape.size(), 1);
@@ -43,76 +43,76 @@ Tensor in_four_dimensions(const Tensor& mask, const Shape& sizes) {
 
 }  // namespace
 
-Tensor matmul_bfloat16(const Tensor& given, const Tensor& other, const std::optional<ScalarType>& target_dtype) {
-  const Shape of_x = shape_of(given), of_y = shape_of(other);
-  const int64_t dimensions = given.dim(), batch = dimensions - 2;
-  const ScalarType result = target_dtype.value_or(given.scalar_type());
-  STD_TORCH_CHECK(dimensions >= 2 && other.dim() == dimensions && of_x.back() == of_y[batch] &&
-                      std::equal(of_x.begin(), of_x.begin() + batch, of_y.begin()) &&
-                      given.scalar_type() == other.scalar_type(),
+Tensor matmul_bfloat16(const Tensor& original, const Tensor& other, const std::optional<ScalarType>& target_dtype) {
+  const Shape x_shape = shape_of(original), y_shape = shape_of(other);
+  const int64_t dimensions = original.dim(), batch = dimensions - 2;
+  const ScalarType result = target_dtype.value_or(original.scalar_type());
+  STD_TORCH_CHECK(dimensions >= 2 && other.dim() == dimensions && x_shape.back() == y_shape[batch] &&
+                      std::equal(x_shape.begin(), x_shape.begin() + batch, y_shape.begin()) &&
+                      original.scalar_type() == other.scalar_type(),
                   "matmul_bfloat16 takes (*batch, M, K) and (*batch, K, N) of one dtype");
-  dtype_of(given), dtype_of(result);  // of three, or it is an error
-  const Tensor rows = torch::stable::to(given, result), columns = torch::stable::to(other, result);
+  dtype_of(original), dtype_of(result);  // refuses other dtypes
+  const Tensor rows = torch::stable::to(original, result), columns = torch::stable::to(other, result);
   const auto multiply = [&] { return call("aten::matmul", rows, columns); };
   const int32_t isa = pt2mx_bf16_isa();
-  const bool computed = given.numel() && other.numel();
-  if (result != ScalarType::Float || !isa || of_x[batch] < kLeastRows || !computed) return multiply();
+  const bool computed = original.numel() && other.numel();
+  if (result != ScalarType::Float || !isa || x_shape[batch] < kMinRows || !computed) return multiply();
   const bool flat = dimensions > 4;
   const Tensor x = flat ? dense(rows) : with_rows(rows);
   const bool strided = !flat && (columns.stride(batch) == 1 || columns.stride(batch + 1) == 1);
   const Tensor y = strided ? columns : dense(columns);
-  Shape shape = of_x;
-  shape.back() = of_y.back();
+  Shape shape = x_shape;
+  shape.back() = y_shape.back();
   Tensor out = torch::stable::empty(shape, result);
   MatmulCall task{};
   task.isa = isa;
   task.threads = torch::stable::get_num_threads();
-  task.second = batch ? of_x[batch - 1] : 1;
-  task.first = product(of_x, 0, batch) / task.second;
-  task.m = of_x[batch];
-  task.k = of_x.back();
-  task.n = of_y.back();
+  task.second = batch ? x_shape[batch - 1] : 1;
+  task.first = numel(x_shape, 0, batch) / task.second;
+  task.m = x_shape[batch];
+  task.k = x_shape.back();
+  task.n = y_shape.back();
   copy_strides(strides_of(x), 3, task.x_stride);
   copy_strides(strides_of(y), 4, task.y_stride);
   task.x = floats_of(x);
   task.y = floats_of(y);
   task.out = static_cast<float*>(out.mutable_data_ptr());
-  const int32_t error = pt2mx_matmul(&task, torch_parallel_for);
-  if (error == kUnsupported) return multiply();
-  check_served(error);
+  if (!is_computed(pt2mx_matmul(&task, torch_parallel_for))) return multiply();
   return out;
 }
 
 namespace {
 
-Tensor attend(const Tensor& given, const Tensor& of_key, const Tensor& of_value, const std::optional<Tensor>& mask,
-              bool is_causal, const std::optional<double>& scale, const std::optional<ScalarType>& target_dtype) {
-  const ScalarType result = target_dtype.value_or(given.scalar_type());
-  const Tensor query = torch::stable::to(given, result), key = torch::stable::to(of_key, result);
-  const Tensor value = torch::stable::to(of_value, result);
+Tensor attend(const Tensor& original, const Tensor& original_key, const Tensor& original_value,
+              const std::optional<Tensor>& mask, bool is_causal, const std::optional<double>& scale,
+              const std::optional<ScalarType>& target_dtype) {
+  const ScalarType result = target_dtype.value_or(original.scalar_type());
+  const Tensor query = torch::stable::to(original, result), key = torch::stable::to(original_key, result);
+  const Tensor value = torch::stable::to(original_value, result);
   STD_TORCH_CHECK(query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && (!mask || mask->dim() <= 4),
                   "attention_bfloat16 takes tensors of four dimensions");
   const int64_t batch = query.size(0), heads = query.size(1), queries = query.size(2), width = query.size(3);
   const int64_t key_heads = key.size(1), keys = key.size(2), value_width = value.size(3);
-  dtype_of(given), dtype_of(result);
-  STD_TORCH_CHECK(of_key.scalar_type() == given.scalar_type() && of_value.scalar_type() == given.scalar_type() &&
+  dtype_of(original), dtype_of(result);
+  STD_TORCH_CHECK(original_key.scalar_type() == original.scalar_type() &&
+                      original_value.scalar_type() == original.scalar_type() &&
                       (!mask || mask->scalar_type() == ScalarType::Bool || mask->scalar_type() == result),
                   "attention_bfloat16 takes operands of one dtype, and a mask of booleans or of the result's dtype");
   STD_TORCH_CHECK(key.size(0) == batch && (key_heads ? heads % key_heads == 0 : heads == 0) && key.size(3) == width &&
                       value.size(0) == batch && value.size(1) == key_heads && value.size(2) == keys &&
                       !(mask && is_causal),
                   "attention_bfloat16: query, key, value and mask do not fit");
-  std::optional<Tensor> seen;
-  if (mask) seen = in_four_dimensions(*mask, {batch, heads, queries, keys});
+  std::optional<Tensor> full_mask;
+  if (mask) full_mask = in_four_dimensions(*mask, {batch, heads, queries, keys});
   const auto dense_attention = [&] {
-    const Tensor found =
-        call("aten::scaled_dot_product_attention", query, key, value, seen, 0.0, is_causal, scale, heads != key_heads);
-    return transposed(dense(transposed(found)));
+    const Tensor y = call("aten::scaled_dot_product_attention", query, key, value, full_mask, 0.0, is_causal, scale,
+                          heads != key_heads);
+    return transposed(dense(transposed(y)));
   };
   const int32_t isa = pt2mx_bf16_isa();
   const bool computed = query.numel() && value.numel();
-  const bool served = result == ScalarType::Float || result == ScalarType::BFloat16;
-  if (!served || !isa || queries < kLeastRows || width > kWidest || !computed) return dense_attention();
+  const bool supported = result == ScalarType::Float || result == ScalarType::BFloat16;
+  if (!supported || !isa || queries < kMinRows || width > kMaxWidth || !computed) return dense_attention();
   const Tensor operands[] = {with_rows(query), with_rows(key), with_rows(value)};
   Tensor out = torch::stable::empty({batch, queries, heads, value_width}, result);
   DenseAttentionCall task{};
@@ -134,20 +134,18 @@ Tensor attend(const Tensor& given, const Tensor& of_key, const Tensor& of_value,
   task.key = operands[1].const_data_ptr();
   task.value = operands[2].const_data_ptr();
   task.out = out.mutable_data_ptr();
-  if (seen) {
-    Shape shape = shape_of(*seen);
-    if (shape[3] != keys || seen->stride(3) != 1) {  // keys next to each other
+  if (full_mask) {
+    Shape shape = shape_of(*full_mask);
+    if (shape[3] != keys || full_mask->stride(3) != 1) {  // keys must be adjacent
       shape[3] = keys;
-      seen = dense(call("aten::expand", *seen, shape, false));
+      full_mask = dense(call("aten::expand", *full_mask, shape, false));
     }
-    for (int64_t d = 0; d < 3; ++d) task.mask_stride[d] = shape[d] == 1 ? 0 : seen->stride(d);
-    const void* values = seen->const_data_ptr();
-    if (seen->scalar_type() == ScalarType::Bool) task.bool_mask = static_cast<const uint8_t*>(values);
+    for (int64_t d = 0; d < 3; ++d) task.mask_stride[d] = shape[d] == 1 ? 0 : full_mask->stride(d);
+    const void* values = full_mask->const_data_ptr();
+    if (full_mask->scalar_type() == ScalarType::Bool) task.bool_mask = static_cast<const uint8_t*>(values);
     else task.additive_mask = values;
   }
-  const int32_t error = pt2mx_dense_attention(&task, torch_parallel_for);
-  if (error == kUnsupported) return dense_attention();
-  check_served(error);
+  if (!is_computed(pt2mx_dense_attention(&task, torch_parallel_for))) return dense_attention();
   return transposed(out);
 }
 
@@ -158,10 +156,10 @@ Tensor attention_bfloat16(const Tensor& query, const Tensor& key, const Tensor& 
                           const std::optional<ScalarType>& target_dtype, const std::optional<std::string>& element,
                           int64_t block_size, const std::string& scale_mode, const std::string& rounding,
                           const std::optional<ScalarType>& out_dtype) {
-  const Tensor found = attend(query, key, value, mask, is_causal, scale, target_dtype);
+  const Tensor y = attend(query, key, value, mask, is_causal, scale, target_dtype);
   STD_TORCH_CHECK(element || !out_dtype, "attention_bfloat16: out_dtype is of a quantized result");
-  if (!element) return found;
-  const Tensor rows = transposed(found);
+  if (!element) return y;
+  const Tensor rows = transposed(y);
   return transposed(activation_fake_quantize(rows, "none", *element, block_size, scale_mode, rounding, out_dtype));
 }
 
