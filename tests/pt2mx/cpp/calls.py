@@ -1,4 +1,4 @@
-"""Calls of the operators of the C++ library in a process without pt2mx, beside those of Python: equal to the bit."""
+"""Call the operators of the C++ library in a process without pt2mx, and compare them with Python's to the bit."""
 
 import subprocess
 import sys
@@ -11,35 +11,35 @@ from tests.compare import differing
 
 ours = torch.ops.pt2mx
 
-#: what the other process does: it knows torch and the library
+#: the code of the other process, which imports torch and loads the library
 CALLS = """
 import sys, torch
-library, given, found = sys.argv[1:]
+library, inputs, outputs = sys.argv[1:]
 torch.ops.load_library(library)
 assert "pt2mx" not in sys.modules
-calls = torch.load(given)
+calls = torch.load(inputs)
 with torch.no_grad():
-    torch.save([getattr(torch.ops.pt2mx, name)(*args) for name, args in calls], found)
+    torch.save([getattr(torch.ops.pt2mx, name)(*args) for name, args in calls], outputs)
 """
 
 
 def check(calls, tmp_path):
-    """Each (name, arguments) gives the same in both processes."""
-    given, found = tmp_path / "given.pt", tmp_path / "found.pt"
-    torch.save(calls, given)
-    command = [sys.executable, "-W", "error", "-c", CALLS, str(cpp.library_path()), str(given), str(found)]
+    """Check that each call (name, arguments) returns the same in both processes."""
+    inputs, outputs = tmp_path / "inputs.pt", tmp_path / "outputs.pt"
+    torch.save(calls, inputs)
+    command = [sys.executable, "-W", "error", "-c", CALLS, str(cpp.library_path()), str(inputs), str(outputs)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
-    for (name, args), results in zip(calls, torch.load(found), strict=True):
-        wanted = getattr(ours, name)(*args)
-        if torch.is_tensor(wanted):
-            results, wanted = [results], [wanted]
-        for actual, expected in zip(results, wanted, strict=True):
-            assert actual.shape == expected.shape and actual.dtype == expected.dtype
-            assert actual.stride() == expected.stride()
+    for (name, args), results in zip(calls, torch.load(outputs), strict=True):
+        expected = getattr(ours, name)(*args)
+        if torch.is_tensor(expected):
+            results, expected = [results], [expected]
+        for actual, value in zip(results, expected, strict=True):
+            assert actual.shape == value.shape and actual.dtype == value.dtype
+            assert actual.stride() == value.stride()
             context = name, [a for a in args if not torch.is_tensor(a)], actual.shape
-            assert not differing(actual, expected).any(), context
+            assert not differing(actual, value).any(), context
 
 
 def packed(shape, element, block_size):

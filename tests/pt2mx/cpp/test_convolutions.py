@@ -1,4 +1,4 @@
-"""Convolutions of the C++ library in a process without pt2mx, beside those of Python: equal to the bit."""
+"""Convolutions of the C++ library in a process without pt2mx, compared with Python's to the bit."""
 
 import pytest
 import torch
@@ -10,16 +10,16 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
 def test_convolutions(dtype, tmp_path):
-    """On every unit, and where none serves."""
+    """By every kernel, and by torch."""
     torch.manual_seed(0)
     calls = []
     for element, block in (("int8", 32), ("fp8_e4m3", 64), ("fp6_e2m3", 32), ("fp4_e2m1", 16)):
         x = ours.fake_quantize_mx(torch.randn(2, 9, 8, 50), element, 32).to(dtype)
-        for kernel, moves in (((3, 3), ([1, 2], [1, 1], [1, 1])), ((1, 1), ([2, 2], [0, 0], [1, 1]))):
+        for kernel, conv_args in (((3, 3), ([1, 2], [1, 1], [1, 1])), ((1, 1), ([2, 2], [0, 0], [1, 1]))):
             scale, data = packed((40, *kernel, 50), element, block)
             bias = torch.randn(40)
-            calls.append(("conv2d_mx", (x, data, scale, bias, element, block, *moves, torch.float32)))
-            calls.append(("conv2d_mx", (x, data, scale, None, element, block, *moves, None)))
+            calls.append(("conv2d_mx", (x, data, scale, bias, element, block, *conv_args, torch.float32)))
+            calls.append(("conv2d_mx", (x, data, scale, None, element, block, *conv_args, None)))
         image = x[..., :3].contiguous()
         scale, data = packed((40, 5, 5, 3), element, block)
         calls.append(("conv2d_mx", (image, data, scale, bias, element, block, [2, 2], [2, 2], [1, 1], torch.float32)))
@@ -28,17 +28,17 @@ def test_convolutions(dtype, tmp_path):
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
 def test_quantized_convolutions(dtype, tmp_path):
-    """On every unit, and in two steps."""
+    """By one kernel, and in two steps."""
     torch.manual_seed(0)
     calls = []
     for element in ("int8", "fp8_e4m3", "fp4_e2m1"):
         x = ours.fake_quantize_mx(torch.randn(2, 9, 8, 64), element, 32).to(dtype)
-        for n, block, kernel, moves in (
+        for n, block, kernel, conv_args in (
             (64, 32, (3, 3), ([1, 2], [1, 1], [1, 1])),
             (40, 16, (1, 1), ([2, 2], [0, 0], [1, 1])),
         ):
             scale, data = packed((n, *kernel, 64), element, 32)
-            product = ours.conv2d_mx(x, data, scale, None, element, 32, *moves, torch.float32)
+            convolved = ours.conv2d_mx(x, data, scale, None, element, 32, *conv_args, torch.float32)
             for activation, keep in (
                 ("relu", True),
                 ("gelu_tanh", False),
@@ -46,9 +46,9 @@ def test_quantized_convolutions(dtype, tmp_path):
                 ("silu", True),
                 ("none", True),
             ):
-                modes = activation, keep, element, block
-                args = (x, data, scale, torch.randn(n), element, 32, *moves, torch.float32)
-                calls.append(("conv2d_fake_quantize_mx", (*args, None, *modes, "floor", "even", torch.bfloat16)))
-                calls.append(("conv2d_fake_quantize_mx", (*args, torch.randn_like(product), *modes)))
-                calls.append(("conv2d_fake_quantize_mx", (*args, product.bfloat16(), *modes, "ceil", "half_away")))
+                options = activation, keep, element, block
+                args = (x, data, scale, torch.randn(n), element, 32, *conv_args, torch.float32)
+                calls.append(("conv2d_fake_quantize_mx", (*args, None, *options, "floor", "even", torch.bfloat16)))
+                calls.append(("conv2d_fake_quantize_mx", (*args, torch.randn_like(convolved), *options)))
+                calls.append(("conv2d_fake_quantize_mx", (*args, convolved.bfloat16(), *options, "ceil", "half_away")))
     check(calls, tmp_path)

@@ -47,17 +47,17 @@ def check(host, package, inputs, tmp_path):
     """The outputs of the program are those of the package in this process."""
     result = run(host, package, inputs, tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
-    found = torch.load(tmp_path / "outputs.pt")
+    outputs = torch.load(tmp_path / "outputs.pt")
     model = torch._inductor.aoti_load_package(str(package))
-    wanted = model(*inputs)
-    wanted = wanted if isinstance(wanted, tuple | list) else (wanted,)
-    for actual, expected in zip(found, wanted, strict=True):
+    expected_outputs = model(*inputs)
+    expected_outputs = expected_outputs if isinstance(expected_outputs, tuple | list) else (expected_outputs,)
+    for actual, expected in zip(outputs, expected_outputs, strict=True):
         assert actual.dtype == expected.dtype and actual.stride() == expected.stride()
         assert not differing(actual, expected).any()
 
 
 class Attention(nn.Module):
-    """An embedding, and attention with quantized products."""
+    """An embedding, and attention with quantized matmuls."""
 
     def __init__(self):
         super().__init__()
@@ -99,12 +99,12 @@ def test_a_package_of_packed_weights(host, tmp_path):
     assert "libpt2mx_ops.so" in linked and "libpython" not in linked and "libtorch_python" not in linked
 
     for paths in (["none", "inputs.pt", "o"], [str(package), "none", "o"]):
-        found = subprocess.run([str(host), *paths], capture_output=True, text=True, cwd=tmp_path)
-        assert (found.returncode, found.stderr) == (1, "host: cannot read none\n")
-    found = subprocess.run(
+        result = subprocess.run([str(host), *paths], capture_output=True, text=True, cwd=tmp_path)
+        assert (result.returncode, result.stderr) == (1, "host: cannot read none\n")
+    result = subprocess.run(
         [str(host), str(package), "inputs.pt", "/dev/full"], capture_output=True, text=True, cwd=tmp_path
     )
-    assert (found.returncode, found.stderr) == (1, "host: cannot write /dev/full\n")
+    assert (result.returncode, result.stderr) == (1, "host: cannot write /dev/full\n")
 
     # what AOTInductor and the operators refuse
     result = run(host, package, (rows(65),), tmp_path, AOTI_RUNTIME_CHECK_INPUTS="1")
@@ -164,8 +164,8 @@ def test_the_cmake_example(tmp_path):
         for command in (["cmake", "-S", str(source), "-B", str(build), *options], ["cmake", "--build", str(build)]):
             result = subprocess.run(command, capture_output=True, text=True)
             assert result.returncode == 0, result.stdout + result.stderr
-        found = subprocess.run([str(build / "host")], capture_output=True, text=True)
-        assert (found.returncode, found.stderr) == (2, "usage: host PACKAGE INPUTS OUTPUTS\n")
+        result = subprocess.run([str(build / "host")], capture_output=True, text=True)
+        assert (result.returncode, result.stderr) == (2, "usage: host PACKAGE INPUTS OUTPUTS\n")
 
 
 _BY_LINES = """

@@ -1,4 +1,4 @@
-"""The operators of the C++ library in a process without pt2mx, beside those of Python: equal to the bit."""
+"""The operators of the C++ library in a process without pt2mx, compared with Python's to the bit."""
 
 import re
 import subprocess
@@ -27,7 +27,7 @@ def test_the_schemas_are_those_of_python():
 
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
-def test_products(dtype, tmp_path):
+def test_matmuls(dtype, tmp_path):
     torch.manual_seed(0)
     calls = []
     for element in _ELEMENTS:
@@ -56,8 +56,8 @@ def test_products(dtype, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
-def test_products_of_many_rows(dtype, tmp_path):
-    """On units for bfloat16, where x is of that dtype; and the result in another."""
+def test_matmuls_of_many_rows(dtype, tmp_path):
+    """By matrix instructions, if x is in bfloat16; results in its dtype and in float32."""
     torch.manual_seed(0)
     calls = []
     for element in _ELEMENTS:
@@ -98,8 +98,8 @@ def test_attention(dtype, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
-def test_products_of_activations(dtype, tmp_path):
-    """On units for bfloat16, and by torch: few rows, values that bfloat16 does not hold, other dtypes."""
+def test_matmuls_of_activations(dtype, tmp_path):
+    """By matrix instructions, and by torch: few rows, values that bfloat16 does not represent, other dtypes."""
     torch.manual_seed(0)
 
     def values(*shape):
@@ -126,9 +126,9 @@ def test_products_of_activations(dtype, tmp_path):
         for target in (torch.float32, torch.bfloat16):
             calls.append(("attention_bfloat16", (query, key, value, None, True, 0.3, target)))
         calls.append(("attention_bfloat16", (torch.randn_like(query), key, value, None, False, None, None)))
-        modes = "fp6_e2m3", 32, "even", "even"
+        quantization = "fp6_e2m3", 32, "even", "even"
         for out_dtype in (None, torch.bfloat16):
-            calls.append(("attention_bfloat16", (query, key, value, None, False, None, None, *modes, out_dtype)))
+            calls.append(("attention_bfloat16", (query, key, value, None, False, None, None, *quantization, out_dtype)))
         few = query[:, :, :3], key, value
         calls += [("attention_bfloat16", (*few, torch.arange(keys) % 3 > 0, False, None, None))]
     check(calls, tmp_path)
@@ -152,7 +152,7 @@ for call in calls:
 """
 
 
-def test_products_of_activations_that_do_not_fit(run_python):
+def test_matmuls_of_activations_that_do_not_fit(run_python):
     assert run_python(_REFUSED, [str(cpp.library_path())]).split() == ["refused"] * 8
 
 
@@ -181,21 +181,21 @@ def test_quantized_activations(dtype, tmp_path):
     calls = []
     for i, element in enumerate(_ELEMENTS):
         x, weight = torch.randn(6, 4, 70).to(dtype), torch.randn(2, 70)
-        modes = (element, (32, 20)[i % 2], ("floor", "ceil", "mse")[i % 3], ("even", "half_away")[i % 2])
+        quantization = (element, (32, 20)[i % 2], ("floor", "ceil", "mse")[i % 3], ("even", "half_away")[i % 2])
         for activation in ("none", "gelu", "gelu_tanh", "silu", "relu"):
-            calls.append(("activation_fake_quantize_mx", (x, activation, *modes)))
+            calls.append(("activation_fake_quantize_mx", (x, activation, *quantization)))
         calls.append(("activation_fake_quantize_mx", (x.permute(1, 2, 0), "gelu", element, 32, "floor", "even", dtype)))
         for residual, of_norm in ((None, (None, None)), (x.flip(0), tuple(weight if i % 2 else weight.to(dtype)))):
-            args = (x, residual, *of_norm, 1e-5, *modes, torch.bfloat16)
+            args = (x, residual, *of_norm, 1e-5, *quantization, torch.bfloat16)
             calls.append(("layer_norm_fake_quantize_mx", args))
-    calls.append(("layer_norm_fake_quantize_mx", (x[:0], None, None, None, 1e-5, *modes)))
-    calls.append(("activation_fake_quantize_mx", (x[0, 0, 0], "silu", *modes)))
+    calls.append(("layer_norm_fake_quantize_mx", (x[:0], None, None, None, 1e-5, *quantization)))
+    calls.append(("activation_fake_quantize_mx", (x[0, 0, 0], "silu", *quantization)))
     check(calls, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
-def test_quantized_products(dtype, tmp_path):
-    """On every unit, and in two steps."""
+def test_quantized_matmuls(dtype, tmp_path):
+    """By one kernel, and in two steps."""
     torch.manual_seed(0)
     calls = []
     for element in ("int8", "fp8_e4m3", "fp4_e2m1"):
@@ -203,11 +203,13 @@ def test_quantized_products(dtype, tmp_path):
             scale, data = packed((n, 96), element, 32)
             x = ours.fake_quantize_mx(torch.randn(rows, 96), element, 32).to(dtype)
             for activation, rounding in (("gelu", "even"), ("none", "half_away")):
-                modes = activation, element, block, "floor", rounding
+                quantization = activation, element, block, "floor", rounding
                 bias = torch.randn(n)
-                args = (x, data, scale, bias, element, 32, torch.float32, *modes, torch.bfloat16)
+                args = (x, data, scale, bias, element, 32, torch.float32, *quantization, torch.bfloat16)
                 calls.append(("linear_fake_quantize_mx", args))
-                calls.append(("linear_fake_quantize_mx", (x, data, scale, None, element, 32, None, *modes, None)))
+                calls.append(
+                    ("linear_fake_quantize_mx", (x, data, scale, None, element, 32, None, *quantization, None))
+                )
     check(calls, tmp_path)
 
 
@@ -239,9 +241,9 @@ assert (torch.ops.pt2mx.linear_mx(torch.ones(2, 64), data, scale, None, "fp4_e2m
 def test_bad_arguments_are_errors(change, message, tmp_path):
     scale, data = packed((8, 64), "fp4_e2m1", 32)
     args = [torch.ones(5, 64), data, scale, None, "fp4_e2m1", 32, 0]
-    for place, value in change.items():
-        args[place] = value
-    torch.save([("linear_mx", args)], tmp_path / "given.pt")
-    command = [sys.executable, "-c", CALLS, str(cpp.library_path()), str(tmp_path / "given.pt"), "found"]
+    for position, value in change.items():
+        args[position] = value
+    torch.save([("linear_mx", args)], tmp_path / "inputs.pt")
+    command = [sys.executable, "-c", CALLS, str(cpp.library_path()), str(tmp_path / "inputs.pt"), "outputs.pt"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 1 and re.search(message, result.stderr)

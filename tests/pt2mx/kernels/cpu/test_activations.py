@@ -1,5 +1,5 @@
-"""Activations and norms that are quantized in passing, in C++: the same bits as the quantization of what they give,
-which is as near to exact values as torch's."""
+"""The C++ kernels that quantize activations and layer norms: the same bits as an activation and its quantization in two
+steps, and activations as close to exact values as torch's."""
 
 import subprocess
 import sys
@@ -38,7 +38,7 @@ def test_every_element(name, activation):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_magnitude(name):
-    """From subnormal blocks to such as overflow, where scales and values need care."""
+    """Blocks from subnormal to overflowing, whose scales and values are not normal numbers."""
     x = torch.randn(280, 64) * torch.exp2(torch.arange(-150.0, 130)).unsqueeze(1)
     x[::7, 5] = torch.nan
     for dtype in (torch.float32, torch.bfloat16):
@@ -80,7 +80,7 @@ def test_norms_are_as_exact_as_torch_s(dtype, k):
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_activations_are_as_exact_as_torch_s(activation, dtype):
-    """Counted by the values that are quantized otherwise than exact ones."""
+    """Counts the values that are quantized differently from exact ones."""
     x, spec = (3 * torch.randn(4096, 96)).to(dtype), MXSpec("int8", 32, 1)
     exact = reference.fake_quantize(ACTIVATIONS[activation](x.double()).to(dtype), spec)
     ours = cpu.activation_fake_quantize(x, activation, spec, dtype)

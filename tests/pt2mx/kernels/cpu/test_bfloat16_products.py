@@ -1,4 +1,4 @@
-"""Products of two float32 tensors whose values bfloat16 holds, and attention over such, on each unit."""
+"""The matmul of float32 tensors whose values bfloat16 represents, and attention, on each instruction set."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def values(*shape):
 
 
 def no_less_exact(got, product, exact):
-    """A sum of few values has an error of few units in its last place, by chance none."""
+    """A sum of few values has an error of few units in the last place; torch's may be zero by chance."""
     return relative_error(got, exact) <= max(1.15 * relative_error(product, exact), 6e-8)
 
 
@@ -73,7 +73,7 @@ def test_bits_do_not_depend_on_threads_or_other_rows(unit):
 
 
 def test_what_is_not_computed(unit):
-    """Values that bfloat16 does not hold, products that could be subnormal, few rows."""
+    """Values that bfloat16 does not represent, results that could be subnormal, few rows."""
     x, y = values(40, 64), values(64, 50)
     assert products.matmul(x, y) is not None
     for other in (x + 2.0**-20, x * 2.0**-120, x * 2.0**-130):
@@ -202,7 +202,7 @@ def test_scores_that_are_no_numbers(unit, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_larger_score_comes_later(unit, dtype):
-    """Strips of 1024 keys: what was summed before counts less then, and may vanish."""
+    """Softmax goes over strips of 1024 keys: a larger score in a later one scales earlier sums down, even to zero."""
     query, value = torch.ones(1, 1, 32, 32), values(1, 1, 3000, 32)
     for size in (0.5, 8.0):
         key = (torch.arange(3000) // 1000 * size).view(1, 1, 3000, 1).expand(1, 1, 3000, 32).bfloat16().float()

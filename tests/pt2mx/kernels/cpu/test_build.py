@@ -16,7 +16,7 @@ from tests.headers import errors
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """An empty cache, and the builds that were made: each copies the library of this process."""
+    """Return an empty cache and the list of builds; each build copies the library of this process."""
     library = Path(cpu_build.load()[0]._name).read_bytes()
     builds = []
 
@@ -29,12 +29,12 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "pt2mx", builds
 
 
-def serves(library: ctypes.CDLL) -> bool:
+def has_all_functions(library: ctypes.CDLL) -> bool:
     return all(hasattr(library, name) for name in cpu_build._FUNCTIONS)
 
 
 def written_anew(path: Path) -> None:
-    """This process has loaded the file that was there, and must not see it change."""
+    """Replace the file: this process has loaded the old one, which must not change."""
     content = path.read_bytes()
     path.unlink()
     path.write_bytes(content)
@@ -72,18 +72,18 @@ _DAMAGES = {
 @pytest.mark.parametrize("damage", _DAMAGES.values(), ids=_DAMAGES)
 def test_what_is_damaged_is_built_again(cache, damage):
     where, builds = cache
-    assert serves(cpu_build._library()) and len(builds) == 1
+    assert has_all_functions(cpu_build._library()) and len(builds) == 1
     (path,) = where.iterdir()
     good = path.read_bytes()
     written_anew(path)
     damage(path)
-    assert serves(cpu_build._library()) and len(builds) == 2
+    assert has_all_functions(cpu_build._library()) and len(builds) == 2
     assert list(where.iterdir()) == [path] and path.read_bytes() == good
-    assert serves(cpu_build._library()) and len(builds) == 2
+    assert has_all_functions(cpu_build._library()) and len(builds) == 2
 
 
 def test_a_sound_file_that_does_not_load_is_left_alone(cache):
-    """Of another machine in the same cache, or where nothing may be executed."""
+    """A library of another machine that shares the cache, or a folder from which nothing may be executed."""
     where, builds = cache
     cpu_build._library()
     (path,) = where.iterdir()
@@ -92,9 +92,9 @@ def test_a_sound_file_that_does_not_load_is_left_alone(cache):
     content = path.read_bytes()
     key = path.stem.rpartition("-")[0]
     other = path.rename(path.with_name(f"{key}-{cpu_build._digest(content)}.so"))
-    assert serves(cpu_build._library()) and len(builds) == 2
+    assert has_all_functions(cpu_build._library()) and len(builds) == 2
     assert set(where.iterdir()) == {path, other} and other.read_bytes() == content
-    assert serves(cpu_build._library()) and len(builds) == 2
+    assert has_all_functions(cpu_build._library()) and len(builds) == 2
 
 
 @pytest.mark.parametrize("what", ["a file", "a full folder", "a full disk"])
@@ -104,14 +104,14 @@ def test_a_cache_that_cannot_be_written(cache, what, monkeypatch):
         where.write_text("no folder")
     elif what == "a full disk":
         monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    else:  # in the library's place
+    else:  # a folder with the library's name
         cpu_build._library()
         (path,) = where.iterdir()
         folder(path)
         (path / "kept").write_text("")
         builds.clear()
     for count in (1, 2):
-        assert serves(cpu_build._library()) and len(builds) == count
+        assert has_all_functions(cpu_build._library()) and len(builds) == count
     assert not list(where.glob("*.tmp"))
     assert not any(path.exists() for path in builds), "the folder of a build is removed"
 
@@ -119,12 +119,12 @@ def test_a_cache_that_cannot_be_written(cache, what, monkeypatch):
 def test_at_the_same_time(cache):
     where, builds = cache
     with ThreadPoolExecutor(8) as threads:
-        assert all(threads.map(lambda _: serves(cpu_build._library()), range(16)))
+        assert all(threads.map(lambda _: has_all_functions(cpu_build._library()), range(16)))
     assert len(list(where.iterdir())) == 1 and 1 <= len(builds) <= 16
 
 
 def test_a_structure_of_another_size_is_an_error(cache, monkeypatch):
-    """Fields that only one of calls.h and calls.py has shift those after them."""
+    """A field that only one of calls.h and calls.py has moves the fields after it."""
     library = cpu_build._library()
     calls.check_sizes(library)
 

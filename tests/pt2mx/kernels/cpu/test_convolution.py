@@ -1,4 +1,4 @@
-"""The C++ kernels of conv2d_mx, on each unit of this machine. On machines without one a dense convolution serves."""
+"""The C++ kernels of conv2d_mx on each instruction set; without one, a dense convolution is computed."""
 
 import pytest
 import torch
@@ -10,9 +10,9 @@ from pt2mx.kernels.cpu import convolution, linear
 from pt2mx.kernels.select import run_kernel
 from tests.compare import relative_error
 
-UNITS = {"amx": linear.AMX, "vnni": linear.AVX512_VNNI, "bf16": linear.AVX512_BF16, "none": 0}
+ISAS = {"amx": linear.AMX, "vnni": linear.AVX512_VNNI, "bf16": linear.AVX512_BF16, "none": 0}
 #: kernel, stride, padding, dilation, size of an image
-WINDOWS = (
+KERNELS = (
     ((3, 3), (1, 1), (1, 1), (1, 1), (9, 11)),
     ((3, 3), (2, 2), (1, 1), (1, 1), (14, 13)),
     ((1, 1), (1, 1), (0, 0), (1, 1), (5, 5)),
@@ -24,11 +24,11 @@ WINDOWS = (
 )
 
 
-@pytest.fixture(params=UNITS)
-def unit(request, monkeypatch):
-    """The name of the one unit that may serve, where this machine has it."""
+@pytest.fixture(params=ISAS)
+def isa(request, monkeypatch):
+    """Return the name of an instruction set, and let the kernels use only that one, if the machine has it."""
     units_for = linear.units_for
-    monkeypatch.setattr(convolution, "units_for", lambda spec, k: units_for(spec, k) & UNITS[request.param])
+    monkeypatch.setattr(convolution, "units_for", lambda spec, k: units_for(spec, k) & ISAS[request.param])
     return request.param
 
 
@@ -48,72 +48,72 @@ def quantized(shape, name):
     return ops.fake_quantize_mx(torch.randn(shape), name, 32).bfloat16()
 
 
-def check(x, weight, moves, bias=None, dtype=torch.float32, bound=1.1):
-    """No less exact than torch's own convolution."""
+def check(x, weight, conv_args, bias=None, dtype=torch.float32, bound=1.1):
+    """Check that a convolution is no less exact than torch's own."""
     data, scale, spec = weight
     values = reference.dequantize(data, scale, spec, torch.float32, x.shape[-1]).permute(0, 3, 1, 2)
     images = x.permute(0, 3, 1, 2)
-    exact = F.conv2d(images.double(), values.double(), None if bias is None else bias.double(), *moves)
-    plain = F.conv2d(images.float(), values, None if bias is None else bias.float(), *moves)
-    got = run_kernel("conv2d_mx", x, data, scale, bias, spec, *moves, dtype)
+    exact = F.conv2d(images.double(), values.double(), None if bias is None else bias.double(), *conv_args)
+    plain = F.conv2d(images.float(), values, None if bias is None else bias.float(), *conv_args)
+    got = run_kernel("conv2d_mx", x, data, scale, bias, spec, *conv_args, dtype)
     assert got.is_contiguous() and got.dtype == dtype
     got, error = got.permute(0, 3, 1, 2), relative_error(plain.to(dtype), exact)
     assert got.shape == exact.shape
-    assert relative_error(got, exact) <= max(bound * error, 1e-7), (spec, x.shape, moves)
+    assert relative_error(got, exact) <= max(bound * error, 1e-7), (spec, x.shape, conv_args)
     return got
 
 
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("kernel_case", KERNELS)
 @pytest.mark.parametrize("name", ["int8", "fp8_e4m3", "fp6_e2m3"])
-def test_windows(unit, window, name):
-    kernel, *moves, size = window
+def test_kernels(isa, kernel_case, name):
+    kernel, *conv_args, size = kernel_case
     for batch, channels, n in ((2, 64, 40), (1, 32, 64), (3, 50, 17)):
         weight, bias = packed(n, kernel, channels, name), torch.randn(n)
-        check(quantized((batch, *size, channels), name), weight, moves, bias)
+        check(quantized((batch, *size, channels), name), weight, conv_args, bias)
 
 
 @pytest.mark.parametrize("channels", [1, 3, 8, 21, 23])
 @pytest.mark.parametrize("name", ["int8", "fp8_e5m2", "fp4_e2m1"])
-def test_few_channels(unit, name, channels):
-    """Lines of pixels are multiplied as one, unless the kernel has gaps."""
-    for kernel, *moves, size in WINDOWS:
+def test_few_channels(isa, name, channels):
+    """The taps of a row of the kernel are merged, unless the kernel has gaps."""
+    for kernel, *conv_args, size in KERNELS:
         for batch, n in ((2, 40), (1, 64)):
             weight, bias = packed(n, kernel, channels, name), torch.randn(n)
-            check(quantized((batch, *size, channels), name), weight, moves, bias)
-            check(quantized((batch, *size, channels), name), weight, moves, None, torch.bfloat16)
+            check(quantized((batch, *size, channels), name), weight, conv_args, bias)
+            check(quantized((batch, *size, channels), name), weight, conv_args, None, torch.bfloat16)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 2.0**-133])
-def test_few_channels_of_values_that_units_do_not_take(unit, value):
-    """None of them reaches a pixel beside those under the kernel."""
+def test_few_channels_of_unsupported_values(isa, value):
+    """None of them reaches a position whose kernel does not cover it."""
     x, (data, scale, spec) = quantized((2, 6, 9, 3), "int8"), packed(40, (3, 3), 3, "int8")
     x[1, 2, 3, 1] = value
-    moves = ((1, 2), (1, 1), (1, 1))
-    got = run_kernel("conv2d_mx", x, data, scale, None, spec, *moves, torch.float32)
-    plain = dequantize_then_matmul.conv2d(x, data, scale, None, spec, *moves, torch.float32)
+    conv_args = ((1, 2), (1, 1), (1, 1))
+    got = run_kernel("conv2d_mx", x, data, scale, None, spec, *conv_args, torch.float32)
+    plain = dequantize_then_matmul.conv2d(x, data, scale, None, spec, *conv_args, torch.float32)
     assert torch.equal(got.isfinite(), plain.isfinite())
     torch.testing.assert_close(got, plain, rtol=1e-4, atol=1e-5, equal_nan=True)
     scale[7, 1, 1, 0] = 255
-    got = run_kernel("conv2d_mx", quantized((2, 6, 9, 3), "int8"), data, scale, None, spec, *moves, torch.float32)
+    got = run_kernel("conv2d_mx", quantized((2, 6, 9, 3), "int8"), data, scale, None, spec, *conv_args, torch.float32)
     assert got[..., 7].isnan().all() and got.isnan().sum() == got[..., 7].numel()
 
 
 @pytest.mark.parametrize("channels", [3, 64])
 @pytest.mark.parametrize("name", ["int8", "fp8_e4m3"])
-def test_an_image_s_bits_do_not_depend_on_those_beside_it(unit, name, channels):
-    """Tiles of rows are of several images, and leave out taps that lie outside for all of them."""
-    moves = ((1, 1), (2, 2), (1, 1))
+def test_an_image_s_bits_do_not_depend_on_other_images(isa, name, channels):
+    """A tile has rows of several images, and skips taps that fall in the padding for all of them."""
+    conv_args = ((1, 1), (2, 2), (1, 1))
     x, (data, scale, spec) = quantized((9, 7, 7, channels), name), packed(40, (5, 5), channels, name)
-    together = run_kernel("conv2d_mx", x, data, scale, None, spec, *moves, torch.float32)
+    together = run_kernel("conv2d_mx", x, data, scale, None, spec, *conv_args, torch.float32)
     for first, last in ((0, 1), (1, 4), (4, 9)):
-        alone = run_kernel("conv2d_mx", x[first:last], data, scale, None, spec, *moves, torch.float32)
-        if unit != "none":
+        alone = run_kernel("conv2d_mx", x[first:last], data, scale, None, spec, *conv_args, torch.float32)
+        if isa != "none":
             assert torch.equal(alone, together[first:last])
 
 
 @pytest.mark.parametrize("block", [32, 64, 2**20])
 @pytest.mark.parametrize("name", FORMATS)
-def test_formats(unit, name, block):
+def test_formats(isa, name, block):
     for of_x in (name, "int8", "fp8_e4m3"):
         x, weight = quantized((2, 8, 8, 96), of_x), packed(33, (3, 3), 96, name, block)
         check(x, weight, ((1, 1), (1, 1), (1, 1)))
@@ -121,20 +121,20 @@ def test_formats(unit, name, block):
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8_e4m3"])
-def test_many_channels_and_many_images(unit, name):
-    moves = ((1, 1), (1, 1), (1, 1))
-    check(quantized((1, 4, 4, 1100), name), packed(70, (3, 3), 1100, name), moves)
-    check(quantized((40, 6, 7, 32), name), packed(600, (3, 3), 32, name), moves)
+def test_many_channels_and_many_images(isa, name):
+    conv_args = ((1, 1), (1, 1), (1, 1))
+    check(quantized((1, 4, 4, 1100), name), packed(70, (3, 3), 1100, name), conv_args)
+    check(quantized((40, 6, 7, 32), name), packed(600, (3, 3), 32, name), conv_args)
     data, scale, spec = packed(8, (3, 3), 32, name)
-    none = run_kernel("conv2d_mx", quantized((0, 6, 7, 32), name), data, scale, None, spec, *moves, torch.float32)
+    none = run_kernel("conv2d_mx", quantized((0, 6, 7, 32), name), data, scale, None, spec, *conv_args, torch.float32)
     assert none.shape == (0, 6, 7, 8)
 
 
 @pytest.mark.parametrize("channels", [3, 64])
 @pytest.mark.parametrize("name", ["int8", "fp4_e2m1", "fp8_e5m2"])
-def test_units_serve(unit, dense_calls, name, channels):
-    """Those for integers do not serve a few channels."""
-    available = linear.units_for(MXSpec(name, 32), channels) & UNITS[unit]
+def test_which_isa_is_used(isa, dense_calls, name, channels):
+    """AVX512_VNNI does not support few channels."""
+    available = linear.units_for(MXSpec(name, 32), channels) & ISAS[isa]
     if channels == 3:
         available &= ~linear.AVX512_VNNI
     check(quantized((1, 8, 8, channels), name), packed(32, (3, 3), channels, name), ((1, 1), (1, 1), (1, 1)))
@@ -143,44 +143,44 @@ def test_units_serve(unit, dense_calls, name, channels):
 
 @pytest.mark.parametrize("value", [2.0**-20, float("inf"), float("nan"), 2.0**-133])
 def test_values_without_a_code(value):
-    """Another unit serves, or none."""
+    """Another instruction set is used, or a dense convolution."""
     x, (data, scale, spec) = quantized((2, 6, 6, 64), "int8"), packed(40, (3, 3), 64, "int8")
     x[1, 2, 3, :32], x[1, 2, 3, 17] = 0, value
     if abs(value) < 1:
         x[1, 2, 3, 18] = 1
-    moves = ((1, 1), (1, 1), (1, 1))
-    got = run_kernel("conv2d_mx", x, data, scale, None, spec, *moves, torch.float32)
-    plain = dequantize_then_matmul.conv2d(x, data, scale, None, spec, *moves, torch.float32)
+    conv_args = ((1, 1), (1, 1), (1, 1))
+    got = run_kernel("conv2d_mx", x, data, scale, None, spec, *conv_args, torch.float32)
+    plain = dequantize_then_matmul.conv2d(x, data, scale, None, spec, *conv_args, torch.float32)
     assert torch.equal(got.isfinite(), plain.isfinite())
     torch.testing.assert_close(got, plain, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("channels", [3, 64])
-def test_weights_that_bfloat16_does_not_hold(unit, channels):
-    """2**-143, which a large pixel makes a normal number."""
+def test_weights_that_bfloat16_does_not_represent(isa, channels):
+    """2**-143 times a large pixel is a normal number."""
     x = torch.full((1, 7, 7, channels), 2.0**100).bfloat16()
     data = torch.ones(40, 3, 3, channels, dtype=torch.uint8)
     scale = torch.zeros(40, 3, 3, -(-channels // 32), dtype=torch.uint8)
-    spec, moves = MXSpec("fp8_e5m2", 32, 3), ((1, 1), (0, 0), (1, 1))
-    got = run_kernel("conv2d_mx", x, data, scale, None, spec, *moves, torch.float32)
+    spec, conv_args = MXSpec("fp8_e5m2", 32, 3), ((1, 1), (0, 0), (1, 1))
+    got = run_kernel("conv2d_mx", x, data, scale, None, spec, *conv_args, torch.float32)
     assert torch.equal(got, torch.full_like(got, 9 * channels * 2.0**-43))
 
 
 def test_zeros_around_the_image_count_as_zeros():
-    """Blocks with the largest and the least scales that are served, beside what is outside."""
+    """Blocks with the largest and smallest supported scales, at the border of the image."""
     for name, power in (("int8", 60), ("int8", -60), ("fp8_e4m3", 40)):
         x = (ops.fake_quantize_mx(torch.randn(1, 3, 3, 32), name, 32) * 2.0**power).bfloat16()
         check(x, packed(20, (3, 3), 32, name), ((1, 1), (2, 2), (1, 1)))
 
 
-def test_a_scale_of_nan(unit):
+def test_a_scale_of_nan(isa):
     x, (data, scale, spec) = quantized((1, 5, 5, 64), "int8"), packed(40, (3, 3), 64, "int8")
     scale[7, 1, 1, 1] = 255
     got = run_kernel("conv2d_mx", x, data, scale, None, spec, (1, 1), (1, 1), (1, 1), torch.float32)
     assert got[..., 7].isnan().all() and got.isnan().sum() == got[..., 7].numel()
 
 
-def test_strided_operands(unit):
+def test_strided_operands(isa):
     data, scale, spec = packed(40, (3, 3), 128, "int8")
     x = quantized((2, 64, 9, 9), "int8").permute(0, 2, 3, 1)
     half = (data[..., ::2], scale[..., ::2], spec)
@@ -188,7 +188,7 @@ def test_strided_operands(unit):
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8_e4m3"])
-def test_same_bits_in_every_run_with_any_threads(unit, name):
+def test_same_bits_in_every_run_with_any_threads(isa, name):
     x, (data, scale, spec) = quantized((3, 10, 10, 64), name), packed(70, (3, 3), 64, name)
     threads, results = torch.get_num_threads(), []
     try:

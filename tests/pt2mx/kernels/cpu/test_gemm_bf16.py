@@ -1,4 +1,4 @@
-"""Products of many rows of bfloat16 values on each unit, with results in fp32 and in 16 bits."""
+"""linear_mx of many rows in bfloat16 on each instruction set, with results in fp32 and in 16 bits."""
 
 import pytest
 import torch
@@ -12,16 +12,16 @@ from tests.cpu_kernels import linear
 
 
 @pytest.fixture(params=["first", "without AMX", "AVX512_BF16"])
-def unit(request, monkeypatch):
-    """The unit that serves; that without AMX, which is AVX512_VNNI for some elements; AVX512_BF16 alone. On machines
-    without them a dense product."""
+def isa(request, monkeypatch):
+    """Let the kernels use the first instruction set of this machine; those without AMX, which is AVX512_VNNI for some
+    elements; AVX512_BF16 alone. Where the machine has none, a dense matmul is computed."""
     units_for = cpu_linear.units_for
-    own = {"first": -1, "without AMX": ~cpu_linear.AMX, "AVX512_BF16": cpu_linear.AVX512_BF16}[request.param]
-    monkeypatch.setattr(cpu_linear, "units_for", lambda spec, k: units_for(spec, k) & own)
+    allowed = {"first": -1, "without AMX": ~cpu_linear.AMX, "AVX512_BF16": cpu_linear.AVX512_BF16}[request.param]
+    monkeypatch.setattr(cpu_linear, "units_for", lambda spec, k: units_for(spec, k) & allowed)
 
 
 def operands(rows, n, k, name, block=32):
-    """x that is quantized, in bfloat16, and a packed weight with its values."""
+    """Return quantized x in bfloat16, a packed weight, and the weight's values."""
     x = ops.fake_quantize_mx(torch.randn(rows, k), name, block).bfloat16()
     scale, data = ops.quantize_mx(torch.randn(n, k), name, block)
     spec = MXSpec(name, block, 1)
@@ -30,13 +30,13 @@ def operands(rows, n, k, name, block=32):
 
 @pytest.mark.parametrize(("rows", "n", "k", "block"), [(65, 37, 64, 32), (300, 130, 1100, 64), (97, 33, 333, 32)])
 @pytest.mark.parametrize("name", FORMATS)
-def test_no_less_exact_than_a_float_product(unit, name, rows, n, k, block):
+def test_no_less_exact_than_a_float_matmul(isa, name, rows, n, k, block):
     x, data, scale, spec, weight = operands(rows, n, k, name, block)
     bias = torch.randn(n)
     exact = F.linear(x.double(), weight.double(), bias.double())
     got = linear(x, data, scale, bias, spec, dtype=torch.float32)
     assert got.dtype == torch.float32
-    # a sum of few values has an error of few units in its last place, by chance none
+    # a sum of few values has an error of few units in the last place; torch's may be zero by chance
     assert relative_error(got, exact) <= max(1.1 * relative_error(F.linear(x.float(), weight, bias), exact), 4e-8)
     half = linear(x, data, scale, bias.bfloat16(), spec)
     rounded = F.linear(x.double(), weight.double(), bias.bfloat16().double()).bfloat16()
@@ -46,8 +46,8 @@ def test_no_less_exact_than_a_float_product(unit, name, rows, n, k, block):
 
 
 @pytest.mark.parametrize("name", ["int8", "fp4_e2m1"])
-def test_a_row_does_not_depend_on_the_others(unit, name):
-    """Nor on how rows and columns are shared among threads."""
+def test_a_row_does_not_depend_on_the_others(isa, name):
+    """Nor on how rows and columns are distributed to threads."""
     x, data, scale, spec, _ = operands(400, 300, 1600, name)
     want = linear(x, data, scale, None, spec, dtype=torch.float32)
     for threads in (1, 3):
@@ -61,15 +61,15 @@ def test_a_row_does_not_depend_on_the_others(unit, name):
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8_e4m3"])
-def test_the_same_bits_in_ten_runs(unit, name):
+def test_the_same_bits_in_ten_runs(isa, name):
     x, data, scale, spec, _ = operands(200, 96, 512, name)
     want = linear(x, data, scale, None, spec, dtype=torch.float32)
     assert all(torch.equal(linear(x, data, scale, None, spec, dtype=torch.float32), want) for _ in range(9))
 
 
 @pytest.mark.parametrize("tiny", ["x", "weight"])
-def test_tiny_values_count(unit, tiny):
-    """The units take subnormal numbers for zero."""
+def test_tiny_values_count(isa, tiny):
+    """Matrix instructions take subnormal numbers for zero."""
     x, data, scale, spec, weight = operands(70, 40, 64, "int8")
     if tiny == "x":
         x = (x.float() * 2.0**-120).bfloat16()
@@ -82,16 +82,16 @@ def test_tiny_values_count(unit, tiny):
 
 
 @pytest.mark.parametrize(("power", "dense"), [(-80, 0), (-126, 1)])
-def test_small_values_are_multiplied_as_long_as_products_are_normal(unit, power, dense, monkeypatch):
-    """Activations have such values: GELU of -10 is less than 2**-73. Where no unit serves, a dense product does."""
+def test_small_values_are_multiplied_as_long_as_products_are_normal(isa, power, dense, monkeypatch):
+    """Activations have such values: GELU of -10 is below 2**-73. Otherwise a dense matmul is computed."""
     calls = []
     plain = dequantize_then_matmul.linear
     monkeypatch.setattr(dequantize_then_matmul, "linear", lambda *args: calls.append(1) or plain(*args))
     x, data, scale, spec, weight = operands(70, 40, 64, "int8")
     x[5, 7] = 2.0**power
     got = linear(x, data, scale, None, spec, dtype=torch.float32)
-    units = cpu_linear.AMX | cpu_linear.AVX512_BF16  # that value is no integer times a block's power of two
-    assert len(calls) == (dense if cpu_linear.units_for(spec, 64) & units else 1)
+    isa_bits = cpu_linear.AMX | cpu_linear.AVX512_BF16  # that value is no integer times a block's power of two
+    assert len(calls) == (dense if cpu_linear.units_for(spec, 64) & isa_bits else 1)
     exact = F.linear(x.double(), weight.double())
     assert relative_error(got, exact) < 1e-6
 
@@ -107,7 +107,7 @@ def test_what_is_not_finite():
     assert got[3].isnan().all() and got[:, 7].isnan().all() and not got[5, :7].isnan().any()
 
 
-def test_strides_and_dimensions(unit):
+def test_strides_and_dimensions(isa):
     x, data, scale, spec, _ = operands(300, 40, 64, "fp6_e3m2")
     want = linear(x, data, scale, None, spec, dtype=torch.float32)
     folded = x.view(3, 100, 64).transpose(0, 1)
@@ -125,5 +125,5 @@ def test_tasks_cover_the_result():
 def test_threads_compute_the_same_number_of_columns(threads):
     for n, k in ((512, 4608), (384, 1536), (1536, 384), (2048, 2048)):
         _, across = cpu_linear._task(n, n, k, threads)
-        units, tasks = n // 32, -(-n // across)
-        assert -(-tasks // threads) * across // 32 == -(-units // threads)
+        panels, tasks = n // 32, -(-n // across)
+        assert -(-tasks // threads) * across // 32 == -(-panels // threads)

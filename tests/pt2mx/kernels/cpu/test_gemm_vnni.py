@@ -1,4 +1,4 @@
-"""Products of integers times powers of two on AVX512_VNNI. On machines without it a dense product serves."""
+"""GEMMs of integers times powers of two on AVX512_VNNI. Where the machine has none, a dense matmul is computed."""
 
 import pytest
 import torch
@@ -16,19 +16,19 @@ NAMES = ("int8", "int8_full", "fp4_e2m1", "fp6_e2m3", "int4")
 
 @pytest.fixture
 def dense_calls(monkeypatch):
-    """Calls of the dense product, with AVX512_VNNI as the only unit."""
+    """Return the list of calls of the dense matmul, and let the kernels use only AVX512_VNNI."""
     calls, units_for, dense = [], cpu_linear.units_for, dequantize_then_matmul.linear
     monkeypatch.setattr(cpu_linear, "units_for", lambda spec, k: units_for(spec, k) & cpu_linear.AVX512_VNNI)
     monkeypatch.setattr(dequantize_then_matmul, "linear", lambda *args: calls.append(1) or dense(*args))
     return calls
 
 
-def has_unit():
+def has_vnni():
     return cpu_linear.units_for(MXSpec("int8", 32), 32) & cpu_linear.AVX512_VNNI
 
 
 def weight(n, k, name, block=32, scales=(120, 134)):
-    """A weight of random codes and scales: its bytes, scales and spec, and its values."""
+    """Return a weight of random codes and scales: its bytes, scales, spec and values."""
     spec = MXSpec(name, block, 1)
     codes = torch.randint(1 << spec.element.bits, (n, k), dtype=torch.uint8)
     data = pack(codes, 1, spec.element.bits) if spec.element.bits < 8 else codes
@@ -50,7 +50,8 @@ def multiplied(x, weight, dtype=torch.float32, bias=None):
 def test_elements_that_are_integers():
     """Other elements have no codes of 8 bits; blocks are whole groups."""
     for name in NAMES:
-        assert cpu_linear.multiplies_integers(MXSpec(name, 64), 64) or not has_unit() or cpu_linear.AMX & has_unit()
+        has_amx = bool(cpu_linear.units_for(MXSpec(name, 64), 64) & cpu_linear.AMX)
+        assert not has_vnni() or cpu_linear.multiplies_integers(MXSpec(name, 64), 64) != has_amx
     for name in ("fp8_e4m3", "fp8_e5m2", "fp6_e3m2"):
         assert not cpu_linear.multiplies_integers(MXSpec(name, 32), 64)
     assert not cpu_linear.multiplies_integers(MXSpec("int8", 20), 64)
@@ -59,11 +60,11 @@ def test_elements_that_are_integers():
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("of_x", ["int8", "fp4_e2m1", "fp6_e2m3"])
 def test_a_block_is_exact(dense_calls, name, of_x):
-    """Every code of the weight, and of x its own elements."""
+    """Every code of the weight, times values of other elements."""
     x, w = quantized(400, 32, of_x), weight(300, 32, name)
     got, exact = multiplied(x, w)
     assert torch.equal(got.double(), exact)
-    assert not dense_calls or not has_unit()
+    assert not dense_calls or not has_vnni()
 
 
 @pytest.mark.parametrize("name", ["int8", "fp4_e2m1", "fp6_e2m3"])
@@ -73,48 +74,48 @@ def test_a_block_is_exact(dense_calls, name, of_x):
 )
 def test_sizes_that_are_multiples_of_nothing(dense_calls, name, rows, n, k, block):
     x, w, bias = quantized(rows, k, name), weight(n, k, name, block), torch.randn(n)
-    for given in (None, bias):
-        got, exact = multiplied(x, w, bias=given)
-        plain = F.linear(x.float(), w[-1], given)
+    for added in (None, bias):
+        got, exact = multiplied(x, w, bias=added)
+        plain = F.linear(x.float(), w[-1], added)
         assert got.shape == (rows, n)
         assert relative_error(got, exact) <= max(1.1 * relative_error(plain, exact), 4e-8)
     half, exact = multiplied(x, w, torch.bfloat16, bias.bfloat16())
     assert relative_error(half, exact.bfloat16().double()) < 1e-3
-    assert not dense_calls or not has_unit()
+    assert not dense_calls or not has_vnni()
 
 
 def test_a_long_row_is_no_less_exact(dense_calls):
     x, w = quantized(40, 100_000, "int8"), weight(20, 100_000, "int8")
     got, exact = multiplied(x, w)
     assert relative_error(got, exact) <= relative_error(F.linear(x.float(), w[-1]), exact)
-    assert not dense_calls or not has_unit()
+    assert not dense_calls or not has_vnni()
 
 
 @pytest.mark.parametrize("name", ["int8", "fp4_e2m1"])
 @pytest.mark.parametrize(
-    ("power", "scale", "served"),
+    ("power", "scale", "supported"),
     [(0, 1, False), (-124, 127, False), (-110, 60, False), (60, 200, False), (-124, 254, False)]
     + [(0, 30, True), (-60, 80, True), (-90, 200, True), (60, 1, True), (110, 20, True), (0, 200, True)],
 )
-def test_every_scale_counts(dense_calls, name, power, scale, served):
-    """Where a product could leave the normal numbers, or a sum be infinite, another product serves."""
+def test_every_scale_counts(dense_calls, name, power, scale, supported):
+    """If a product could leave the normal numbers, or a sum could be infinite, a dense matmul is computed."""
     x, w = quantized(40, 32, name, power), weight(40, 32, name, scales=(scale, scale + 1))
     got, exact = multiplied(x, w)
-    assert same(got, exact.float() if served else F.linear(x.float(), w[-1]))
-    assert bool(dense_calls) != (served and bool(has_unit()))
+    assert same(got, exact.float() if supported else F.linear(x.float(), w[-1]))
+    assert bool(dense_calls) != (supported and bool(has_vnni()))
 
 
 @pytest.mark.parametrize("largest", [100, 127])
 def test_the_least_code(dense_calls, largest):
-    """-128, alone and beside the largest code."""
+    """-128, alone and next to the largest code."""
     x = torch.randint(-100, largest + 1, (40, 64)).bfloat16()
     x[:, 3], x[:, 40], x[::2, 41] = -128, -128, largest
     got, exact = multiplied(x * 2.0**-9, weight(50, 64, "int8_full", scales=(127, 128)))
-    assert torch.equal(got.double(), exact) and (not dense_calls or not has_unit())
+    assert torch.equal(got.double(), exact) and (not dense_calls or not has_vnni())
 
 
 def test_zeros(dense_calls):
-    """Blocks of zeros have any scale, and no say in which scales are served."""
+    """A block of zeros may have any scale: it does not limit the supported scales."""
     x, (data, scale, spec, _) = quantized(40, 128, "int8"), weight(40, 128, "int8")
     x[:, :32], x[7] = 0, -0.0
     data[:, 32:64], scale[:, 1] = 0, 0
@@ -122,13 +123,13 @@ def test_zeros(dense_calls):
     values = reference.dequantize(data, scale, spec, torch.float32, 128)
     got, exact = multiplied(x, (data, scale, spec, values))
     assert relative_error(got, exact) < 1e-7 and not got[7].any() and not got[:, 5].any()
-    assert not dense_calls or not has_unit()
+    assert not dense_calls or not has_vnni()
 
 
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("value", [2.0**-20, 129.0, float("inf"), -float("inf"), float("nan"), 2.0**-133])
 def test_values_without_a_code(dense_calls, value, last):
-    """Wherever they are, the whole product goes another way."""
+    """Wherever the value is, the whole call is computed by another kernel."""
     x, w = quantized(70, 64, "int8"), weight(40, 64, "int8")
     row = x[-1 if last else 0]
     row[:32], row[17] = 0, value
@@ -142,7 +143,7 @@ def test_values_without_a_code(dense_calls, value, last):
     assert relative_error(got[finite], exact[finite]) < 1e-6
 
 
-def test_other_activations_take_the_way_of_other_units(monkeypatch):
+def test_other_activations_use_another_isa(monkeypatch):
     w = weight(40, 320, "int8")
     units_for = cpu_linear.units_for
     for x in (quantized(70, 320, "fp8_e4m3"), torch.randn(70, 320).bfloat16()):

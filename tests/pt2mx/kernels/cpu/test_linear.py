@@ -1,4 +1,4 @@
-"""The C++ kernels of linear_mx and grouped_linear_mx against float64 products of the dequantized operands."""
+"""The C++ kernels of linear_mx and grouped_linear_mx against float64 matmuls of the dequantized operands."""
 
 import pytest
 import torch
@@ -20,13 +20,13 @@ def packed(n: int, k: int, name: str, block: int) -> tuple[Tensor, Tensor, MXSpe
 
 
 def check(x: Tensor, data: Tensor, scale: Tensor, spec: MXSpec, bias: Tensor | None = None) -> None:
-    """No less exact than torch's product in x's dtype, by more than half of its error."""
+    """Check that the error is at most 1.5 times that of torch's matmul in x's dtype."""
     weight = reference.dequantize(data, scale, spec, torch.float32, x.shape[-1])
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     y = linear(x, data, scale, bias, spec)
     assert y.shape == exact.shape and y.dtype == x.dtype
     plain = relative_error(F.linear(x, weight.to(x.dtype), bias), exact)
-    # a sum of few values has an error of few units in its last place, by chance none
+    # a sum of few values has an error of few units in the last place; torch's may be zero by chance
     assert relative_error(y, exact) <= max(1.5 * plain, 4e-7), (spec, x.shape, x.dtype)
 
 
@@ -38,7 +38,7 @@ def without_tiles(monkeypatch):
 
 @pytest.mark.parametrize("name", NARROW)
 def test_every_element(name):
-    """Blocks that are whole groups, and others; rows of x for each kernel; sizes that are multiples of nothing."""
+    """Blocks of whole groups, and others; rows of x for each kernel; sizes that are multiples of nothing."""
     for i, block in enumerate((16, 32, 64, 7, 2**40)):
         data, scale, spec = packed(37, (160, 96, 250, 133, 71)[i], name, block)
         for j, rows in enumerate((1, 3, 6, 40)):
@@ -84,7 +84,7 @@ def test_every_code_with_every_scale(name, rows):
 
 @pytest.mark.parametrize("name", ["fp4_e2m1", "fp6_e3m2", "fp6_e2m3", "int4", "fp6_e4m1"])
 def test_one_row_with_extreme_scales_and_values(name):
-    """What the sums of a block without their scale could not hold, or would lose."""
+    """Values for which the sum of a block without its scale would overflow or be subnormal."""
     data, scale, spec = packed(24, 200, name, 32)
     x = torch.randn(1, 200).bfloat16()
     scale[:4, :3] = torch.tensor([[0, 120, 127], [0, 0, 0], [62, 63, 1], [191, 192, 130]], dtype=torch.uint8)
@@ -192,7 +192,7 @@ def test_grouped(name, dtype):
 
 @pytest.mark.parametrize("name", ["fp4_e2m1", "fp8_e4m3", "int8"])
 def test_grouped_rows_that_bfloat16_holds(name, monkeypatch):
-    """They are multiplied as bfloat16, with results in float32; other rows, and a few, as float32."""
+    """Such rows are multiplied as bfloat16, with results in float32; other values, and few rows, as float32."""
     dtypes, kernel = [], cpu_linear.linear
     monkeypatch.setattr(
         cpu_linear, "linear", lambda x, *args, **rest: dtypes.append(x.dtype) or kernel(x, *args, **rest)

@@ -44,7 +44,7 @@ def test_every_bfloat16_pattern(name):
 
 @pytest.mark.parametrize("name", NARROW)
 def test_every_code_with_every_scale(name):
-    """Bytes of which some bits are no part of a code included."""
+    """Including bytes with bits that are not part of a code."""
     bits, bytes_ = ELEMENTS[name].bits, torch.arange(256, dtype=torch.uint8)
     data = torch.randint(0, 256, (packed_length(8 << bits, bits),)).to(torch.uint8) if is_packed(bits) else bytes_
     data = data[None].expand(256, -1)  # (scales, bytes)
@@ -180,7 +180,7 @@ def test_failing_compiler(run_python, tmp_path):
 
 @pytest.mark.slow
 def test_builds_once_for_all_processes(run_python, tmp_path):
-    """Two at once find nothing; a later one finds what they built."""
+    """Two processes at once both build; a later one loads what they built."""
     env = environment(tmp_path)
     command = [sys.executable, "-c", _QUANTIZE]
     together = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Products that quantize their result, on each unit of this machine, against two steps."""
+"""linear_fake_quantize_mx on each instruction set, against a matmul and a quantization in two steps."""
 
 import pytest
 import torch
@@ -7,16 +7,16 @@ from pt2mx import MXSpec, ops
 from pt2mx.kernels.cpu import activations, linear, quantized_linear
 from pt2mx.kernels.select import run_kernel
 
-UNITS = {"amx": linear.AMX, "vnni": linear.AVX512_VNNI, "bf16": linear.AVX512_BF16}
+ISAS = {"amx": linear.AMX, "vnni": linear.AVX512_VNNI, "bf16": linear.AVX512_BF16}
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-@pytest.fixture(params=UNITS)
-def unit(request, monkeypatch):
-    """The name of the one unit that may serve, where this machine has it."""
+@pytest.fixture(params=ISAS)
+def isa(request, monkeypatch):
+    """Return the name of an instruction set, and let the kernels use only that one, if the machine has it."""
     units_for = linear.units_for
     for module in (linear, quantized_linear):
-        monkeypatch.setattr(module, "units_for", lambda spec, k: units_for(spec, k) & UNITS[request.param])
+        monkeypatch.setattr(module, "units_for", lambda spec, k: units_for(spec, k) & ISAS[request.param])
     return request.param
 
 
@@ -30,7 +30,7 @@ def quantized(rows, k, name):
 
 
 def check(x, weight, bias, product_dtype, activation, quantization, dtype):
-    """Gives what one kernel computed, or None where it declined."""
+    """Return the result of the kernel, checked against two steps, or None if it declined."""
     data, scale, spec = weight
     got = quantized_linear.linear_fake_quantize(
         x, data, scale, bias, spec, product_dtype, activation, quantization, dtype
@@ -45,20 +45,20 @@ def check(x, weight, bias, product_dtype, activation, quantization, dtype):
 
 @pytest.mark.parametrize("product_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["int8", "fp6_e2m3", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "fp6_e3m2"])
-def test_two_steps_to_the_bit(unit, name, product_dtype):
+def test_two_steps_to_the_bit(isa, name, product_dtype):
     torch.manual_seed(0)
-    served = linear.units_for(MXSpec(name, 32), 96) != 0
+    supported = linear.units_for(MXSpec(name, 32), 96) != 0
     for rows, n, k in ((33, 32, 96), (50, 96, 70), (131, 160, 416)):
         for activation in ("none", "gelu", "gelu_tanh", "silu", "relu"):
-            modes = "ceil" if activation == "silu" else "floor"
-            quantization, dtype = MXSpec(name, 32, -1, modes), DTYPES[activation == "gelu"]
+            scale_mode = "ceil" if activation == "silu" else "floor"
+            quantization, dtype = MXSpec(name, 32, -1, scale_mode), DTYPES[activation == "gelu"]
             bias = torch.randn(n).to(product_dtype) if activation != "relu" else None
             x, weight = quantized(rows, k, name), packed(n, k, name)
             got = check(x, weight, bias, product_dtype, activation, quantization, dtype)
-            assert (got is not None) == served
+            assert (got is not None) == supported
 
 
-def test_other_elements_of_the_result_and_any_values(unit):
+def test_other_elements_of_the_result_and_any_values(isa):
     """A NaN, an Inf, subnormal values and a block of zeros, through a weight of one value a row."""
     torch.manual_seed(0)
     x = quantized(40, 64, "int8")
@@ -85,13 +85,13 @@ def test_other_elements_of_the_result_and_any_values(unit):
         (64, torch.float32, MXSpec("int8", 32, -1, "floor", "half_away")),
     ],
 )
-def test_declined(unit, n, product_dtype, quantization):
+def test_declined(isa, n, product_dtype, quantization):
     bias = torch.randn(n).to(product_dtype)
     x, weight = quantized(40, 64, "int8"), packed(n, 64, "int8")
     assert check(x, weight, bias, product_dtype, "gelu", quantization, torch.bfloat16) is None
 
 
-def test_a_result_of_one_block(unit):
+def test_a_result_of_one_block(isa):
     got = check(
         quantized(40, 64, "int8"), packed(32, 64, "int8"), None, torch.float32, "none", MXSpec("int8", 64), DTYPES[0]
     )
@@ -99,7 +99,7 @@ def test_a_result_of_one_block(unit):
 
 
 @pytest.mark.parametrize(("rows", "n"), [(0, 64), (1, 64), (32, 64), (40, 0)])
-def test_sizes_without_units(unit, rows, n):
+def test_unsupported_sizes(isa, rows, n):
     assert (
         check(
             quantized(rows, 64, "int8"),
@@ -119,9 +119,9 @@ def test_threads_and_strides_do_not_change_bits():
     x = quantized(2 * 70, 96, "int8").view(70, 2, 96).transpose(0, 1)
     data, scale, spec = packed(64, 96, "int8")
     args = data.t().contiguous().t(), scale, None, spec, torch.float32, "gelu", MXSpec("int8", 32), torch.bfloat16
-    threads, found = torch.get_num_threads(), []
+    threads, results = torch.get_num_threads(), []
     for count in (1, 2, 3):
         torch.set_num_threads(count)
-        found.append(quantized_linear.linear_fake_quantize(x, *args))
+        results.append(quantized_linear.linear_fake_quantize(x, *args))
     torch.set_num_threads(threads)
-    assert all(f is None for f in found) or all(torch.equal(f, found[0]) for f in found)
+    assert all(f is None for f in results) or all(torch.equal(f, results[0]) for f in results)
