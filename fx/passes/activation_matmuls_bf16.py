@@ -15,7 +15,7 @@ from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import args_of, dtype_of, named_args, node_arg, set_value, shape_of, value_of
 from pt2mx.fx.graph.views import REORDERING, SPLITTING, is_view, settle_order, takes_any_order
 from pt2mx.fx.passes.bf16_matmul import QUANTIZED, is_quantized
-from pt2mx.kernels.cpu import bfloat16_products
+from pt2mx.kernels.cpu import bf16_matmul
 from pt2mx.kernels.select import runs_triton
 from pt2mx.ops.bfloat16_products import attention_bfloat16, matmul_bfloat16
 
@@ -93,7 +93,7 @@ def _attention(node: Node) -> _Call | None:
     if mask is not None and (given["is_causal"] or dtype_of(mask) not in (torch.bool, dtype)):
         return None
     (_, _, queries), (_, _, keys) = of_query, of_key
-    if isinstance(queries, int) and queries < bfloat16_products.LEAST_ROWS:
+    if isinstance(queries, int) and queries < bf16_matmul.LEAST_ROWS:
         return None
     if dtype == torch.bfloat16 and value_of(node).is_cuda and mask is None:
         if not isinstance(keys, int) or keys > _MOST_KEYS:
@@ -120,7 +120,7 @@ def _serves(node: Node, sizes: tuple[int | str, ...]) -> bool:
         return runs_triton(value.device)
     known = [n for n in sizes if isinstance(n, int)]
     small = len(known) == len(sizes) and math.prod(known) < _LEAST_PRODUCTS
-    return value.device.type == "cpu" and not small and bool(bfloat16_products.units())
+    return value.device.type == "cpu" and not small and bool(bf16_matmul.units())
 
 
 def _holds_bfloat16(node: Node, written: set[Node]) -> bool:

@@ -1,4 +1,4 @@
-"""Products of quantized activations and weights on tensor cores for FP8 (`pt2mx.kernels.fp8_rows`)."""
+"""Products of quantized activations and weights on tensor cores for FP8 (`pt2mx.kernels.fp8_rowwise`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pt2mx.fx.graph.node import FakeQuantize, LinearMX, insert_before, shape_of,
 from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.fx.passes.fuse_activation_quantize import activation_before, norm_before
 from pt2mx.kernels.constants import BLOCK
-from pt2mx.kernels.fp8_rows import ROOMS, of_packed
+from pt2mx.kernels.fp8_rowwise import ROOMS, of_packed
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.fp8_rows import layer_norm_fp8_rows, mm_fp8_rows, quantize_fp8_rows
 

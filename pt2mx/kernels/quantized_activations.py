@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pt2mx.kernels.fp8_rows import ACTIVATIONS
+from pt2mx.kernels.fp8_rowwise import ACTIVATIONS
 from pt2mx.kernels.select import run_kernel
 from pt2mx.spec import MXSpec
 

@@ -69,12 +69,12 @@ KERNELS: dict[str, dict[str, str]] = {
     "linear_mx": {
         "any": "dequantize_then_matmul:linear",
         "cpu": "cpu.linear:linear",
-        "cuda": "gpu.bfloat16_products:linear",
+        "cuda": "gpu.bf16_matmul:linear",
     },
     "grouped_linear_mx": {
         "any": "dequantize_then_matmul:grouped_linear",
         "cpu": "cpu.linear:grouped_linear",
-        "cuda": "gpu.bfloat16_products:grouped_linear",
+        "cuda": "gpu.bf16_matmul:grouped_linear",
     },
     "linear_mx_mma_layout": {
         "any": "dequantize_then_matmul:linear_mma_layout",
@@ -87,21 +87,21 @@ KERNELS: dict[str, dict[str, str]] = {
     },
     "conv2d_fake_quantize_mx": {"cpu": "cpu.convolution:conv2d_fake_quantize"},
     "matmul_bfloat16": {
-        "cpu": "cpu.bfloat16_products:matmul",
-        "cuda": "gpu.bfloat16_products:matmul",
+        "cpu": "cpu.bf16_matmul:matmul",
+        "cuda": "gpu.bf16_matmul:matmul",
     },
     "attention_bfloat16": {
-        "cpu": "cpu.bfloat16_products:attention",
-        "cuda": "gpu.bfloat16_products:attention",
+        "cpu": "cpu.bf16_matmul:attention",
+        "cuda": "gpu.bf16_matmul:attention",
     },
     "attention_mx": {
         "any": "dequantize_then_attend:attend",
         "cpu": "cpu.attention:attend",
         "cuda": "gpu.attention:attend",
     },
-    "quantize_fp8_rows": {"any": "fp8_rows:quantize", "cuda": "gpu.fp8_rows:quantize"},
-    "layer_norm_fp8_rows": {"any": "fp8_rows:layer_norm_quantize", "cuda": "gpu.fp8_rows:layer_norm_quantize"},
-    "mm_fp8_rows": {"any": "fp8_rows:mm", "cuda": "gpu.fp8_rows:mm"},
+    "quantize_fp8_rows": {"any": "fp8_rowwise:quantize", "cuda": "gpu.fp8_rowwise:quantize"},
+    "layer_norm_fp8_rows": {"any": "fp8_rowwise:layer_norm_quantize", "cuda": "gpu.fp8_rowwise:layer_norm_quantize"},
+    "mm_fp8_rows": {"any": "fp8_rowwise:mm", "cuda": "gpu.fp8_rowwise:mm"},
 }
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import torch
 
-from pt2mx.kernels.fp8_rows import ACTIVATIONS
+from pt2mx.kernels.fp8_rowwise import ACTIVATIONS
 from pt2mx.modes import ROUNDINGS, SCALE_MODES
 from pt2mx.ops.operator import As
 

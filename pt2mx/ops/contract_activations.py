@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pt2mx.kernels.fp8_rows import ACTIVATIONS, ROOMS
+from pt2mx.kernels.fp8_rowwise import ACTIVATIONS, ROOMS
 from pt2mx.ops.contract_entry import NOT_RANDOM, Operator, choices
 
 _LAST = "(..., K) float32, float16 or bfloat16 of any strides"

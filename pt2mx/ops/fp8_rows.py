@@ -1,8 +1,8 @@
 """`torch.ops.pt2mx.quantize_fp8_rows`, `layer_norm_fp8_rows`, `mm_fp8_rows`: products of quantized activations and
 weights on tensor cores for FP8, exactly.
 
-What FP8 rows are says `pt2mx.kernels.fp8_rows`, which defines the operators on every device; on an NVIDIA GPU
-`pt2mx.kernels.gpu.fp8_rows` runs. Lowered programs call them (`pt2mx.fx.passes.fp8_rowwise`).
+What FP8 rows are says `pt2mx.kernels.fp8_rowwise`, which defines the operators on every device; on an NVIDIA GPU
+`pt2mx.kernels.gpu.fp8_rowwise` runs. Lowered programs call them (`pt2mx.fx.passes.fp8_rowwise`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.kernels.constants import BLOCK
-from pt2mx.kernels.fp8_rows import ACTIVATIONS, ROOMS
+from pt2mx.kernels.fp8_rowwise import ACTIVATIONS, ROOMS
 from pt2mx.kernels.select import run_kernel
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.checks import HIGH_PRECISION, check_input

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pt2mx.errors import MXError
-from pt2mx.kernels.fp8_rows import ACTIVATIONS
+from pt2mx.kernels.fp8_rowwise import ACTIVATIONS
 from pt2mx.kernels.select import run_kernel
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.checks import HIGH_PRECISION, check_input

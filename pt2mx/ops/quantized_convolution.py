@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from pt2mx.errors import MXError
 from pt2mx.kernels.dequantize_then_matmul import conv2d_shape
-from pt2mx.kernels.fp8_rows import ACTIVATIONS
+from pt2mx.kernels.fp8_rowwise import ACTIVATIONS
 from pt2mx.kernels.select import run_kernel
 from pt2mx.ops.autocast import register_autocast
 from pt2mx.ops.checks import HIGH_PRECISION

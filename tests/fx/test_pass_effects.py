@@ -97,7 +97,7 @@ def machine(monkeypatch):
     monkeypatch.setattr(bf16_matmul, "units_for", lambda spec, k: 4)
     for module in (convolutions_as_matmuls, fuse_quantize_epilogue):
         monkeypatch.setattr(module, "has_units", lambda spec, k: True)
-    monkeypatch.setattr(activation_matmuls_bf16.bfloat16_products, "units", lambda: 4)
+    monkeypatch.setattr(activation_matmuls_bf16.bf16_matmul, "units", lambda: 4)
     monkeypatch.setattr(activation_matmuls_bf16, "_LEAST_PRODUCTS", 1)
     monkeypatch.setattr(fuse_activation_quantize, "_MIN_VALUES", 1)
     monkeypatch.setattr(fuse_activation_quantize, "is_available", lambda: True)

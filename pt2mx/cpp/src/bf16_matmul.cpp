@@ -1,4 +1,4 @@
-// matmul_bfloat16, attention_bfloat16: as pt2mx/kernels/cpu/bfloat16_products.py has them, with the same choice of
+// matmul_bfloat16, attention_bfloat16: as pt2mx/kernels/cpu/bf16_matmul.py has them, with the same choice of
 // kernel.
 
 #include <algorithm>

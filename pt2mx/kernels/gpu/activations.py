@@ -40,7 +40,7 @@ class Config:
     has_weight: bool
     has_bias: bool
     activation: str = "none"
-    shift: int = 0  # those of `fp8_rows.Room`
+    shift: int = 0  # those of `fp8_rowwise.Room`
     spread: int = 0
 
 

@@ -24,7 +24,7 @@ X = torch.randn(2, 20, 96)
 def with_units(monkeypatch):
     """On every machine: torch computes the calls where there are no units."""
     units = {"units": staticmethod(lambda: 4), "LEAST_ROWS": 16}
-    monkeypatch.setattr(activation_matmuls_bf16, "bfloat16_products", type("Units", (), units))
+    monkeypatch.setattr(activation_matmuls_bf16, "bf16_matmul", type("Units", (), units))
     monkeypatch.setattr(activation_matmuls_bf16, "_LEAST_PRODUCTS", 1)
     monkeypatch.setattr(fuse_activation_quantize, "_MIN_VALUES", 1)
 

@@ -8,7 +8,7 @@ from torch.library import opcheck
 from torch.nn import functional as F
 
 from pt2mx import MXError, fake_quantize_mx
-from pt2mx.kernels.fp8_rows import ACTIVATIONS
+from pt2mx.kernels.fp8_rowwise import ACTIVATIONS
 from pt2mx.ops.quantized_activations import activation_fake_quantize_mx, layer_norm_fake_quantize_mx
 from tests.compare import same
 

@@ -31,16 +31,16 @@ def check(given, modes, mask=None, causal=False, out_dtype=None):
 @pytest.fixture(autouse=True)
 def the_kernel_serves(monkeypatch):
     """A call that quantizes in two steps would agree as well."""
-    from pt2mx.kernels.gpu import bfloat16_products
+    from pt2mx.kernels.gpu import bf16_matmul
 
-    kernel, quantizations = bfloat16_products.attention, []
+    kernel, quantizations = bf16_matmul.attention, []
 
     def attention(*args):
         found = kernel(*args)
         quantizations.extend(args[7:8] if found is not None else ())
         return found
 
-    monkeypatch.setattr(bfloat16_products, "attention", attention)
+    monkeypatch.setattr(bf16_matmul, "attention", attention)
     yield
     assert any(quantizations)
 

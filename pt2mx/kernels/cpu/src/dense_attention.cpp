@@ -1,5 +1,5 @@
 // Attention over a query and keys in bfloat16, or in fp32 with values that bfloat16 represents; built and called by
-// ../bfloat16_products.py.
+// ../bf16_matmul.py.
 //
 // Scores are sums in fp32 of exact products, on AMX or AVX512_BF16. A task packs the keys of a head, and takes 32
 // queries at a time. Softmax is online (Milakov and Gimelshein, 2018): up to 1024 scores of a query are kept, with the

@@ -1,5 +1,5 @@
 // The matmul of fp32 matrices whose values bfloat16 represents, on AMX or AVX512_BF16, with sums in fp32; built and
-// called by ../bfloat16_products.py.
+// called by ../bf16_matmul.py.
 //
 // A task packs some columns of y, which stay in the second-level cache, and multiplies them with 32 rows of x at a
 // time. If bfloat16 does not represent a value, or a product could be subnormal, which the instructions take for zero,

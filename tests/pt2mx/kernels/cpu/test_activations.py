@@ -12,7 +12,7 @@ from pt2mx import FORMATS, MXSpec
 from pt2mx.kernels import quantized_activations, reference
 from pt2mx.kernels.cpu import activations as cpu
 from pt2mx.kernels.cpu import quantize
-from pt2mx.kernels.fp8_rows import ACTIVATIONS
+from pt2mx.kernels.fp8_rowwise import ACTIVATIONS
 from pt2mx.modes import ROUNDINGS, SCALE_MODES
 from tests.compare import differing, same
 from tests.cpu_kernels import DTYPES, environment

@@ -7,8 +7,8 @@ from torch.nn import functional as F
 
 from pt2mx import MXSpec, fake_quantize_mx
 from pt2mx.kernels.constants import BLOCK
-from pt2mx.kernels.fp8_rows import ACTIVATIONS
-from tests.pt2mx.kernels.gpu.test_fp8_rows import rows_of_every_kind
+from pt2mx.kernels.fp8_rowwise import ACTIVATIONS
+from tests.pt2mx.kernels.gpu.test_fp8_rowwise import rows_of_every_kind
 
 pytestmark = pytest.mark.cuda
 

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from pt2mx import FORMATS, MXSpec, ops
-from pt2mx.kernels.cpu import bfloat16_products as products
+from pt2mx.kernels.cpu import bf16_matmul as products
 from pt2mx.kernels.cpu.linear import AMX, AVX512_BF16
 from tests.compare import relative_error, same
 

@@ -5,9 +5,9 @@ import torch
 from torch.nn import functional as F
 
 from pt2mx import MXSpec, fake_quantize_mx
-from pt2mx.kernels import fp8_rows
+from pt2mx.kernels import fp8_rowwise
 from pt2mx.kernels.constants import BLOCK
-from pt2mx.kernels.fp8_rows import E4M3, ROOMS
+from pt2mx.kernels.fp8_rowwise import E4M3, ROOMS
 from pt2mx.kernels.select import run_kernel
 
 pytestmark = pytest.mark.cuda
@@ -17,7 +17,7 @@ SHAPES = [(37, 96), (64, 384), (130, 1024), (33, 4096), (16, 8192), (3, 65536)]
 
 @pytest.fixture
 def gpu():
-    from pt2mx.kernels.gpu import fp8_rows as module
+    from pt2mx.kernels.gpu import fp8_rowwise as module
 
     return module
 
@@ -50,13 +50,13 @@ def check_rows(got, want):
 @pytest.mark.parametrize("name", ROOMS)
 def test_rows(name, mode, shape):
     x, spec = rows_of_every_kind(shape), MXSpec(name, BLOCK, axis=1, scale_mode=mode)
-    check_rows(run_kernel("quantize_fp8_rows", x, spec, "none"), fp8_rows.quantize(x, spec, "none"))
+    check_rows(run_kernel("quantize_fp8_rows", x, spec, "none"), fp8_rowwise.quantize(x, spec, "none"))
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "relu"])
 def test_activations(gpu, activation):
     x, spec = torch.randn(64, 1024, device="cuda").bfloat16() * 3, MXSpec("fp6_e2m3", BLOCK, axis=1)
-    got, want = (module.quantize(x, spec, activation) for module in (gpu, fp8_rows))
+    got, want = (module.quantize(x, spec, activation) for module in (gpu, fp8_rowwise))
     got, want = (codes.view(E4M3).float() * scale for codes, scale, _ in (got, want))
     assert ((got - want).norm() / want.norm()).item() < 1e-3
 
@@ -82,7 +82,7 @@ def test_layer_norm(gpu, affine, shape):
         normed, *rows = gpu.layer_norm_quantize(x, added, weight, bias, 1e-5, spec)
         want = F.layer_norm(x if added is None else x + added, shape[1:], weight, bias, 1e-5)
         assert ((normed.float() - want.float()).norm() / want.float().norm()).item() < 1e-3
-        check_rows(rows, fp8_rows.quantize(normed, spec, "none"))
+        check_rows(rows, fp8_rowwise.quantize(normed, spec, "none"))
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -93,7 +93,7 @@ def test_products(gpu, name, shape, biased):
     x = rows_of_every_kind((m, k)) if m > 10 else torch.randn(m, k, device="cuda").bfloat16()
     w, bias = torch.randn(n, k, device="cuda").bfloat16(), torch.randn(n, device="cuda").bfloat16() if biased else None
     spec = MXSpec(name, BLOCK, axis=1)
-    weight, scale, _ = fp8_rows.quantize(w, spec, "none")
+    weight, scale, _ = fp8_rowwise.quantize(w, spec, "none")
     rows = gpu.quantize(x, spec, "none")
     got = gpu.mm(*rows, weight, scale, bias)
     want = fake_quantize_mx(x, spec).double() @ fake_quantize_mx(w, spec).double().T + (bias if biased else 0)

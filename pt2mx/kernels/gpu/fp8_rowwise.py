@@ -1,4 +1,4 @@
-"""FP8 rows (`pt2mx.kernels.fp8_rows`) on an NVIDIA GPU: one pass over memory to make them, torch's product of them.
+"""FP8 rows (`pt2mx.kernels.fp8_rowwise`) on an NVIDIA GPU: one pass over memory to make them, torch's product of them.
 
 The product is that of tensor cores with sums in float32 (`use_fast_accum=False`). A last kernel computes the rows that
 do not fit, and finds none in most calls; nothing waits for the device.
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pt2mx.kernels.fp8_rows import E4M3, ROOMS
+from pt2mx.kernels.fp8_rowwise import E4M3, ROOMS
 from pt2mx.kernels.gpu import activations
 from pt2mx.kernels.gpu.activations_kernel import Norm
-from pt2mx.kernels.gpu.fp8_rows_kernel import quantize_rows_kernel, unfit_rows_kernel
+from pt2mx.kernels.gpu.fp8_rowwise_kernel import quantize_rows_kernel, unfit_rows_kernel
 from pt2mx.spec import MXSpec
 
 

@@ -1,4 +1,4 @@
-"""The device code of `fp8_rows`."""
+"""The device code of `fp8_rowwise`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TO_E4M3 = tl.constexpr(7 - 127)
 
 @triton.jit
 def quantize_rows_kernel(x, norm, codes, scales, rest, k, rows, C: tl.constexpr, F: tl.constexpr):
-    """x: (rows, k) -> what `fp8_rows.quantize` gives of an activation of x, or where F.norm of the layer norm."""
+    """x: (rows, k) -> what `fp8_rowwise.quantize` gives of an activation of x, or where F.norm of the layer norm."""
     row, column, at, mask = pair_offsets(k, rows, F)
     pairs = load_pairs(x, norm, at, mask, column, k, F)
     amax = amax_of_pairs(pairs, 2)

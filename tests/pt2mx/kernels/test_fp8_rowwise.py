@@ -5,9 +5,9 @@ import torch
 from torch.nn import functional as F
 
 from pt2mx import ELEMENTS, MXSpec, dequantize_mx, fake_quantize_mx, quantize_mx
-from pt2mx.kernels import fp8_rows
+from pt2mx.kernels import fp8_rowwise
 from pt2mx.kernels.constants import BLOCK
-from pt2mx.kernels.fp8_rows import ACTIVATIONS, E4M3, ROOMS
+from pt2mx.kernels.fp8_rowwise import ACTIVATIONS, E4M3, ROOMS
 from pt2mx.kernels.packing import pack
 
 MODES = ("floor", "ceil", "rceil", "even", "mse")
@@ -38,11 +38,11 @@ def test_every_code_at_every_distance_that_fits(name):
         data = quantize_mx(torch.full_like(row, element.max_normal), name, BLOCK)[1]
         data[:, data.shape[1] // 2 :] = _all_codes(element)[0]
         scale = torch.tensor([[140, 140 - below]], dtype=torch.uint8)
-        codes, row_scale = fp8_rows.of_packed(data, scale, element, row.shape[1])
+        codes, row_scale = fp8_rowwise.of_packed(data, scale, element, row.shape[1])
         assert row_scale.item() > 0
         assert torch.equal(codes.view(E4M3).float() * row_scale, dequantize_mx(data, scale, name, BLOCK))
     scale = torch.tensor([[140, 140 - room.spread - 1]], dtype=torch.uint8)
-    assert fp8_rows.of_packed(data, scale, element, row.shape[1])[1].item() == -1
+    assert fp8_rowwise.of_packed(data, scale, element, row.shape[1])[1].item() == -1
 
 
 def _all_codes(element):
@@ -61,7 +61,7 @@ def test_rows_hold_the_quantized_values(name, mode):
     x[8] *= 2.0**100
     x[9, :BLOCK] *= 2.0**-40
     spec = MXSpec(name, BLOCK, axis=1, scale_mode=mode)
-    codes, scale, rest = fp8_rows.quantize(x, spec, "none")
+    codes, scale, rest = fp8_rowwise.quantize(x, spec, "none")
     want = fake_quantize_mx(x, spec).float()
     torch.testing.assert_close(values(codes, scale, rest), want, rtol=0, atol=0, equal_nan=True)
     assert (scale < 0).flatten()[[3, 4, 9]].all() and not (scale < 0).flatten()[[5, 6, 7, 8]].any()
@@ -70,7 +70,7 @@ def test_rows_hold_the_quantized_values(name, mode):
 def test_every_scale_of_a_row():
     element = ELEMENTS["fp4_e2m1"]
     data, scale = _all_codes(element)[0].expand(254, -1), torch.arange(1, 255, dtype=torch.uint8).view(-1, 1)
-    codes, row_scale = fp8_rows.of_packed(data, scale, element, BLOCK)
+    codes, row_scale = fp8_rowwise.of_packed(data, scale, element, BLOCK)
     assert (row_scale > 0).all()
     assert torch.equal(codes.view(E4M3).float() * row_scale, dequantize_mx(data, scale, "fp4_e2m1", BLOCK))
 
@@ -80,7 +80,7 @@ def test_activations(activation):
     x, spec = torch.randn(8, 64).bfloat16(), MXSpec("fp6_e2m3", BLOCK, axis=1)
     torch_names = {"gelu_tanh": lambda v: F.gelu(v, approximate="tanh"), "none": lambda v: v}
     want = torch_names.get(activation, getattr(F, activation, None))(x)
-    assert torch.equal(values(*fp8_rows.quantize(x, spec, activation)), fake_quantize_mx(want, spec).float())
+    assert torch.equal(values(*fp8_rowwise.quantize(x, spec, activation)), fake_quantize_mx(want, spec).float())
 
 
 @pytest.mark.parametrize("residual", [False, True])
@@ -88,7 +88,7 @@ def test_layer_norm(residual):
     x, spec = torch.randn(8, 3, 64).bfloat16(), MXSpec("fp4_e2m1", BLOCK, axis=2)
     added, weight, bias = torch.randn_like(x) if residual else None, torch.randn(64), torch.randn(64)
     weight, bias = weight.bfloat16(), bias.bfloat16()
-    normed, *rows = fp8_rows.layer_norm_quantize(x, added, weight, bias, 1e-5, spec)
+    normed, *rows = fp8_rowwise.layer_norm_quantize(x, added, weight, bias, 1e-5, spec)
     assert torch.equal(normed, F.layer_norm(x + added if residual else x, (64,), weight, bias, 1e-5))
     assert torch.equal(values(*rows), fake_quantize_mx(normed, spec).float())
 
@@ -99,9 +99,9 @@ def test_the_product(x_name, name):
     x, w, bias = blocks_of_many_scales(), blocks_of_many_scales(48, span=2), torch.randn(48)
     x[5, :BLOCK] *= 2.0**-40
     x[6, 7] = torch.nan
-    weight, scale, _ = fp8_rows.quantize(w, MXSpec(name, BLOCK, axis=1), "none")
-    rows = fp8_rows.quantize(x, MXSpec(x_name, BLOCK, axis=1), "none")
-    got = fp8_rows.mm(*rows, weight, scale, bias)
+    weight, scale, _ = fp8_rowwise.quantize(w, MXSpec(name, BLOCK, axis=1), "none")
+    rows = fp8_rowwise.quantize(x, MXSpec(x_name, BLOCK, axis=1), "none")
+    got = fp8_rowwise.mm(*rows, weight, scale, bias)
     x, w = fake_quantize_mx(x, x_name, BLOCK).double(), fake_quantize_mx(w, name, BLOCK).double()
     assert got[6].isnan().all()
     torch.testing.assert_close(got.double(), x @ w.T + bias, rtol=1e-4, atol=1e-3, equal_nan=True)

@@ -1,5 +1,5 @@
 """Products of values that bfloat16 holds on an NVIDIA GPU's tensor cores, no less exact than in float32, in Triton: of
-matrices (`bfloat16_gemm_kernel`), of rows with the weights of experts (`grouped_gemm_kernel`), and attention
+matrices (`bf16_gemm_kernel`), of rows with the weights of experts (`grouped_gemm_kernel`), and attention
 (`dense_attention_kernel`). Other values are rounded to bfloat16."""
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from pt2mx.kernels.constants import BLOCK, LEAST_ROWS, WIDEST, supports_epilogue
 from pt2mx.kernels.dequantize_then_matmul import dense_weight
-from pt2mx.kernels.gpu.bfloat16_gemm_kernel import Sizes as GemmSizes
-from pt2mx.kernels.gpu.bfloat16_gemm_kernel import bfloat16_gemm_kernel, grouped_gemm_kernel
+from pt2mx.kernels.gpu.bf16_gemm_kernel import Sizes as GemmSizes
+from pt2mx.kernels.gpu.bf16_gemm_kernel import bf16_gemm_kernel, grouped_gemm_kernel
 from pt2mx.kernels.gpu.dense_attention_kernel import Sizes, Strided, dense_attention_kernel
 from pt2mx.kernels.gpu.quantize import Tile, constants_of
 from pt2mx.kernels.select import run_kernel
@@ -113,7 +113,7 @@ def _launch(tile: _Tile, x: Tensor, y: Tensor, bias: Tensor | None, out: Tensor)
     (first, second, m, k), n = x.shape, y.shape[3]
     grid = first * second * triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.columns)
     with torch.cuda.device_of(x):
-        bfloat16_gemm_kernel[grid,](
+        bf16_gemm_kernel[grid,](
             *(x, y, x if bias is None else bias.contiguous(), out, (m, n, k, second)),
             *(x.stride()[:3], y.stride()),
             GemmSizes(tile.rows, tile.columns, _DEPTH, k % _DEPTH == 0, bias is not None),
@@ -153,7 +153,7 @@ def attention(
     quantization: MXSpec | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor | None:
-    """As `pt2mx.kernels.cpu.bfloat16_products.attention`; None for wide heads, a few queries, nothing to do, and
+    """As `pt2mx.kernels.cpu.bf16_matmul.attention`; None for wide heads, a few queries, nothing to do, and
     quantizations that the kernel has not."""
     (batch, heads, queries, width), (_, key_heads, keys, value_width) = query.shape, value.shape
     fits = max(width, value_width) <= WIDEST["cuda"] and queries >= LEAST_ROWS

@@ -24,7 +24,7 @@ class Sizes(NamedTuple):
 
 
 @triton.jit
-def bfloat16_gemm_kernel(x, y, bias, out, sizes, x_strides, y_strides, S: tl.constexpr):
+def bf16_gemm_kernel(x, y, bias, out, sizes, x_strides, y_strides, S: tl.constexpr):
     """x: (first, second, m, k), y: (first, second, k, n) bfloat16 by the strides, that of x's last dimension 1, bias:
     (n,) -> out: (first, second, m, n) fp32."""
     m, n, k, second = sizes
