@@ -1,4 +1,4 @@
-"""Float ONNX files of several opsets, as exporters of other times wrote them."""
+"""Float ONNX files of several opsets, as older and current exporters write them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 import pt2mx
 from pt2mx.pt2e.onnx.nodes import DequantizeMX
 
-#: constants by name, as arrays or, of types that numpy lacks, tensors
+#: constants by name: arrays, or tensors of types that numpy lacks
 Constants = dict[str, np.ndarray | TensorProto]
 
 
@@ -25,27 +25,33 @@ def model_of(
     opset: int = 18,
     ir_version: int = 10,
 ) -> ModelProto:
-    """A model of nodes; `inputs` are (data type, shape) by name, `outputs` the ranks of floats. Of an IR below 4 all
-    constants are inputs too."""
+    """Return a model of nodes; `inputs` are (data type, shape) by name, `outputs` the ranks of float outputs.
+
+    With an IR version below 4 all constants are inputs too.
+    """
     values = [helper.make_tensor_value_info(name, *kind) for name, kind in inputs.items()]
-    held = [c if isinstance(c, TensorProto) else numpy_helper.from_array(c, name) for name, c in constants.items()]
+    initializers = [
+        c if isinstance(c, TensorProto) else numpy_helper.from_array(c, name) for name, c in constants.items()
+    ]
     if ir_version < 4:
-        values += [helper.make_tensor_value_info(t.name, t.data_type, t.dims) for t in held]
+        values += [helper.make_tensor_value_info(t.name, t.data_type, t.dims) for t in initializers]
     results = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [None] * n) for name, n in outputs.items()]
-    graph = helper.make_graph(nodes, "net", values, results, held)
+    graph = helper.make_graph(nodes, "net", values, results, initializers)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=ir_version)
     onnx.checker.check_model(model)
     return model
 
 
 def weight(*shape: int) -> np.ndarray:
-    """Normal values, as a layer starts with."""
+    """Return normally distributed values, as those of a layer before training."""
     return (np.random.randn(*shape) / 8).astype(np.float32)
 
 
 def old_network(opset: int, ir_version: int) -> ModelProto:
-    """Convolutions, one transposed, and products of constants that come in several ways: as exporters wrote them at
-    opset 11 and 13, with axes as attributes where the opset has them so."""
+    """Return convolutions, one of them transposed, and matmuls with constants written in several ways.
+
+    It is written as exporters did at opsets 11 and 13, where axes are attributes or inputs.
+    """
     axes_are_inputs = opset >= 13
     constant = helper.make_node("Constant", [], ["w2"], "", value=numpy_helper.from_array(weight(40, 24)))
     nodes = [
@@ -77,7 +83,7 @@ def old_network(opset: int, ir_version: int) -> ModelProto:
 
 
 def recurrent_network() -> ModelProto:
-    """Rows of an embedding, an LSTM, a GRU whose hidden states alone are read, and the embedding again as the head."""
+    """Return an embedding, an LSTM, a GRU whose last hidden state alone is used, and a head tied to the embedding."""
     nodes = [
         helper.make_node("Gather", ["table", "ids"], ["e"], "embed"),  # (S, B, 40)
         helper.make_node("LSTM", ["e", "lw", "lr", "lb"], ["h"], "lstm", hidden_size=20, direction="bidirectional"),
@@ -102,12 +108,12 @@ def recurrent_network() -> ModelProto:
 
 
 def branching_network() -> ModelProto:
-    """A product, and one in each branch of an If, which read a constant outside."""
+    """Return a matmul, and one in each branch of an If; all use one constant of the outer graph."""
 
     def branch(name: str, factor: float) -> onnx.GraphProto:
         constant = numpy_helper.from_array(np.float32([factor]), f"{name}_factor")
         nodes = [
-            helper.make_node("MatMul", ["h", "w"], [f"{name}_m"], f"{name}_product"),
+            helper.make_node("MatMul", ["h", "w"], [f"{name}_m"], f"{name}_matmul"),
             helper.make_node("Mul", [f"{name}_m", f"{name}_factor"], [f"{name}_y"], ""),
         ]
         return helper.make_graph(
@@ -123,9 +129,9 @@ def branching_network() -> ModelProto:
 
 
 def export(module: nn.Module, inputs: tuple, path: str, dynamic_shapes: object = None) -> None:
-    """What torch.onnx.export writes of a module today."""
+    """Write a module with torch.onnx.export."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the exporter, of its own code
+        warnings.simplefilter("ignore")  # the exporter warns of its own code
         program = torch.onnx.export(
             module.eval(), inputs, dynamo=True, verbose=False, dynamic_shapes=dynamic_shapes, external_data=False
         )
@@ -134,15 +140,15 @@ def export(module: nn.Module, inputs: tuple, path: str, dynamic_shapes: object =
 
 
 def with_dequantized_weights(floats: ModelProto, model: ModelProto) -> ModelProto:
-    """The float model, with what the quantized one decodes in the place of its constants."""
-    held = {t.name: torch.from_numpy(numpy_helper.to_array(t).copy()) for t in model.graph.initializer}
+    """Return the float model with the dequantized weights of the quantized one."""
+    constants = {t.name: torch.from_numpy(numpy_helper.to_array(t).copy()) for t in model.graph.initializer}
     producers = {name: node for node in model.graph.node for name in node.output}
     plain = onnx.ModelProto.FromString(floats.SerializeToString())
     by_name = {t.name: t for t in plain.graph.initializer}
     by_name |= {n.output[0]: n.attribute[0].t for n in plain.graph.node if n.op_type == "Constant"}
     for node, a in DequantizeMX.nodes_in(model):
-        codes, scale = (name if name in held else producers[name].input[0] for name in node.input)
-        values = pt2mx.dequantize_mx(held[codes], held[scale], a.spec, length=a.length)
+        codes, scale = (name if name in constants else producers[name].input[0] for name in node.input)
+        values = pt2mx.dequantize_mx(constants[codes], constants[scale], a.spec, length=a.length)
         name = codes.removesuffix("_codes")
         by_name[name].CopyFrom(numpy_helper.from_array(values.numpy(), name))
     return plain

@@ -1,4 +1,4 @@
-"""ONNX models in onnxruntime, and their nodes of the domain `pt2mx` beside the operators that they stand for."""
+"""Run ONNX models in onnxruntime, and compare their nodes of the domain `pt2mx` with pt2mx's operators."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DTYPES = {
 
 
 def model_of(nodes: list[NodeProto], inputs: dict[str, tuple[int, list]], opset: int = 18) -> onnx.ModelProto:
-    """A model of nodes, with bodies, whose outputs are those of all nodes; `inputs` are (data type, shape) by name."""
+    """Return a model of nodes with their functions and all their outputs; `inputs` are (data type, shape) by name."""
     values = [helper.make_tensor_value_info(name, *kind) for name, kind in inputs.items()]
     outputs = [onnx.ValueInfoProto(name=node.output[0]) for node in nodes]
     graph = helper.make_graph(nodes, "net", values, outputs)
@@ -36,7 +36,7 @@ def model_of(nodes: list[NodeProto], inputs: dict[str, tuple[int, list]], opset:
 
 
 def session(model: onnx.ModelProto | str, threads: int = 1) -> onnxruntime.InferenceSession:
-    """A session on the CPU, by default on one core."""
+    """Return a session on the CPU, by default on one core."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
@@ -45,28 +45,28 @@ def session(model: onnx.ModelProto | str, threads: int = 1) -> onnxruntime.Infer
 
 
 def run(model: onnx.ModelProto | str, *inputs: Tensor | np.ndarray) -> list[Tensor]:
-    """The outputs for inputs in the model's order."""
+    """Return the outputs for inputs in the model's order."""
     runtime = session(model)
     names = [value.name for value in runtime.get_inputs()]
     return [torch.from_numpy(y) for y in runtime.run(None, dict(zip(names, map(np.asarray, inputs), strict=True)))]
 
 
 def differences(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> dict[str, int]:
-    """Node -> values of its output whose bits differ from those that pt2mx's operator gives for the node's own inputs.
+    """Return node -> the number of output values whose bits differ from those of pt2mx's operator for the same inputs.
 
-    NaNs are alike. Nodes in graphs inside are left out.
+    All NaNs are equal. Nodes in subgraphs are not compared.
     """
     model = onnx.ModelProto.FromString(model.SerializeToString())
     kinds = (FakeQuantizeMX, DequantizeMX)
-    nodes = [(node, found) for kind in kinds for node in model.graph.node if (found := kind.of(node)) is not None]
+    nodes = [(node, mx) for kind in kinds for node in model.graph.node if (mx := kind.of(node)) is not None]
     constants = {c.name: _tensor(onnx.numpy_helper.to_array(c)) for c in model.graph.initializer}
-    wanted = dict.fromkeys(name for node, _ in nodes for name in (*node.input, *node.output) if name not in constants)
+    names = dict.fromkeys(name for node, _ in nodes for name in (*node.input, *node.output) if name not in constants)
     known = {value.name for value in (*model.graph.input, *model.graph.output)}
-    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in wanted if name not in known)
-    given = {name: torch.from_numpy(array) for name, array in feeds.items()}
-    computed = [name for name in wanted if name not in given]
+    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in known)
+    inputs = {name: torch.from_numpy(array) for name, array in feeds.items()}
+    computed = [name for name in names if name not in inputs]
     values = (
-        constants | given | dict(zip(computed, map(_tensor, session(model).run(computed, dict(feeds))), strict=True))
+        constants | inputs | dict(zip(computed, map(_tensor, session(model).run(computed, dict(feeds))), strict=True))
     )
     return {
         node.name: int(differing(values[node.output[0]], operator(attributes, *(values[i] for i in node.input))).sum())
@@ -75,7 +75,7 @@ def differences(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> dict
 
 
 def operator(node: FakeQuantizeMX | DequantizeMX, *inputs: Tensor) -> Tensor:
-    """What pt2mx computes for a node of these attributes."""
+    """Compute the output of a node with pt2mx's operator."""
     if isinstance(node, FakeQuantizeMX):
         return pt2mx.fake_quantize_mx(*inputs, node.spec)
     dtype, length = DTYPES[node.dtype], None if node.length == -1 else node.length

@@ -1,4 +1,4 @@
-"""Float ONNX files through `quantize_onnx`, and the nodes of ours that come out."""
+"""Quantize float ONNX files with `quantize_onnx`, and list the specs of the nodes."""
 
 from pathlib import Path
 
@@ -16,13 +16,13 @@ IMAGES = np.float32(np.random.RandomState(0).randn(2, 3, 8, 8))
 
 
 def quantized(model: ModelProto, folder: Path, config: object = FP4, **options) -> tuple[OnnxReport, ModelProto]:
-    """The report, and the quantized model of a float one."""
+    """Return the report and the quantized model of a float model."""
     onnx.save(model, folder / "float.onnx")
     report = quantize_onnx(folder / "float.onnx", folder / "mx.onnx", config, **options)
     return report, onnx.load(folder / "mx.onnx")
 
 
 def specs(model: ModelProto) -> dict[str, tuple[str, int, int, int]]:
-    """Node of ours -> (element, block size, axis, length)."""
+    """Return output of a node of ours -> (element, block size, axis, length)."""
     nodes = [*FakeQuantizeMX.nodes_in(model), *DequantizeMX.nodes_in(model)]
     return {node.output[0]: (a.element, a.block_size, a.axis, a.length) for node, a in nodes}

@@ -67,8 +67,8 @@ def compare_stages(
         >>> exported = torch.export.export(model, (x,)).module()
         >>> prepared = pt2mx.prepare_pt2e(exported, pt2mx.MXQuantizer.from_recipe("mxfp4"))
         >>> converted = pt2mx.convert_pt2e(prepared)
-        >>> found = pt2mx.compare_stages(exported, {"converted": converted}, [x])
-        >>> sorted(row.module for row in found.rows if row.isolated.sqnr < 30)
+        >>> comparison = pt2mx.compare_stages(exported, {"converted": converted}, [x])
+        >>> sorted(row.module for row in comparison.rows if row.isolated.sqnr < 30)
         ['0', '2']
     """
     reference = _graph(float_model, "float_model")

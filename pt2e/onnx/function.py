@@ -99,7 +99,7 @@ class Blocks:
     def split(self, f: Function, x: str) -> str:
         """x: (..., n, ...) -> (..., blocks, block, ...), the last block filled with zeros.
 
-        Of whole blocks along the last axis the dimensions before are one.
+        Whole blocks along the last axis are split to (blocks, block).
         """
         if self._whole and self.axis == -1:
             return f.op("Reshape", x, [-1, self.size])

@@ -1,4 +1,4 @@
-"""Quark's `ModelQuantizer` over `quantize_onnx`: models in files or in memory, nodes by type and name."""
+"""The flow of Quark's `ModelQuantizer`: call `quantize_onnx` for a model or a file, with Quark's config."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ def quantize_model(
     config: QuantizationConfig,
     batches: Iterable[Mapping[str, np.ndarray]] | None,
 ) -> tuple[ModelProto | None, OnnxReport]:
-    """Quantize a float model, or the file of one, as a config of Quark says.
+    """Quantize a float model, or the file of one, by a config of Quark.
 
     Args:
         model: the model, or the path of its file.
-        output: the path of the quantized file; None for the model itself.
-        config: Quark's.
-        batches: by the names of inputs, to compare the outputs of both models.
+        output: the path of the quantized file; None to return the model.
+        config: Quark's config.
+        batches: batches by the names of inputs, to compare the outputs of both models.
 
     Returns:
-        The quantized model where `output` is None, else None; and the report.
+        The quantized model if `output` is None, else None; and the report.
 
     Raises:
-        MXError: as `quantize_onnx`, and where the config names nodes or types that are not there.
+        MXError: as `quantize_onnx`, and where the config names nodes or types that the model does not have.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "float.onnx") if isinstance(model, onnx.ModelProto) else model
@@ -58,7 +58,7 @@ def quantize_model(
 
 
 def _quantizer(config: QuantizationConfig, names: set[str]) -> MXQuantizer:
-    """The quantizer that a config of Quark means for a model whose nodes have these names."""
+    """Return the quantizer for a config of Quark and a model whose nodes have these names."""
     spec = config.spec()
     activation = None if config.extra_options.get("WeightsOnly") else spec
     quantizer = MXQuantizer().set_global(MXQuantizationConfig(activation=activation, weight=spec))
@@ -77,7 +77,7 @@ def _quantizer(config: QuantizationConfig, names: set[str]) -> MXQuantizer:
 
 
 def _names(path: str | os.PathLike[str]) -> set[str]:
-    """The names of nodes in the file, and those that `quantize_onnx` gives to nodes without one."""
+    """Return the names of the nodes in a file, and those that `quantize_onnx` gives to nodes without a name."""
     models = read_model(path), read_float(path)
     return {node.name for model in models for node in model.graph.node if node.name}
 
@@ -89,10 +89,10 @@ def _types(field: str, types: Iterable[str]) -> set[str]:
     return set(types)
 
 
-def _named(field: str, spelled: Iterable[str], names: set[str]) -> set[str]:
-    """The names of nodes that are spelled out, or that a pattern means."""
-    found: set[str] = set()
-    for name in spelled:
+def _named(field: str, patterns: Iterable[str], names: set[str]) -> set[str]:
+    """Return the names of nodes that equal a pattern, or match one that begins with "^"."""
+    selected: set[str] = set()
+    for name in patterns:
         if name.startswith("^"):
             try:
                 matched = {node for node in names if re.match(name, node)}
@@ -102,5 +102,5 @@ def _named(field: str, spelled: Iterable[str], names: set[str]) -> set[str]:
             matched = {name} & names
         if not matched:
             raise MXError(f"{field}: the model has no node {name!r}: {nearest(name, sorted(names))}")
-        found |= matched
-    return found
+        selected |= matched
+    return selected

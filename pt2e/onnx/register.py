@@ -1,4 +1,4 @@
-"""`register_onnx_translations`: plain `torch.onnx.export(dynamo=True)` takes converted models."""
+"""`register_onnx_translations`: let plain `torch.onnx.export(dynamo=True)` export converted models."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from pt2mx.pt2e.onnx.nodes import DOMAIN
 def register_onnx_translations() -> None:
     """Register ONNX translations of pt2mx's operators, so that `torch.onnx.export(dynamo=True)` takes converted models.
 
-    The translations enter the registry of onnxscript, from which torch's exporter takes those of its own operators.
-    They last until `unregister_onnx_translations` is called or the process ends; a second call changes nothing.
+    The translations are added to onnxscript's registry, which torch's exporter reads. They stay registered until
+    `unregister_onnx_translations` is called or the process ends. A second call has no effect.
 
-    Every quantized tensor has the bits of pt2mx in onnxruntime. The exporter inlines the functions, and its optimizer
-    decodes weights of a few kilobytes: `export_onnx` writes smaller files, with one node for each quantized tensor, and
-    looks up packed rows of embeddings.
+    Every quantized tensor has the bits of pt2mx in onnxruntime. `export_onnx` writes smaller files: torch's exporter
+    inlines the functions, decodes embeddings as a whole, and its optimizer decodes weights of a few kilobytes.
 
     Raises:
         MXError: where the extra `onnx` is not installed.
@@ -46,7 +45,7 @@ def register_onnx_translations() -> None:
 
 
 def unregister_onnx_translations() -> None:
-    """Remove the translations that `register_onnx_translations` registered; without them nothing happens.
+    """Remove the translations that `register_onnx_translations` registered, if there are any.
 
     Raises:
         MXError: where the extra `onnx` is not installed.
@@ -68,7 +67,7 @@ def _registry() -> Any:
 
 
 class _Translation:
-    """A translation with the attributes that onnxscript's registry reads of a function."""
+    """A translation with the attributes that onnxscript's registry expects."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)
@@ -81,7 +80,7 @@ class _Translation:
 
 @functools.cache
 def _translations() -> dict[str, _Translation]:
-    """Name of an operator -> its translation."""
+    """Return name of an operator -> translation."""
     module = importlib.import_module("pt2mx.pt2e.onnx.translations")
     translations = module.translations(module.emit_with_body)
     return {operator.name(): _Translation(function) for operator, function in translations.items()}

@@ -20,33 +20,33 @@ onnxscript = import_extra("onnxscript", "onnx")
 
 _FLOATS = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"]
 _BYTES = ["tensor(uint8)"]
-#: the inputs of each node and their types: T for any float, B for bytes
+#: the inputs of each node and their types: T is a float type, B bytes
 _INPUTS: dict[type[MXNode], dict[str, str]] = {FakeQuantizeMX: {"X": "T"}, DequantizeMX: {"codes": "B", "scale": "B"}}
 
-#: meta key of the codes of an activation: the arguments of their quantization
+#: meta key of the codes of an activation: the input and the arguments of their quantization
 _QUANTIZED = "pt2mx.quantized"
 
 
 def emit(node: MXNode, *inputs: Any) -> Any:
-    """Add a node without a body to the graph that torch's exporter builds, and return its output."""
+    """Add a node without a function to the graph that torch's exporter builds, and return its output."""
     return _operator(type(node), node.op_type)(*inputs, **asdict(node))
 
 
 def emit_with_body(node: MXNode, *inputs: Any) -> Any:
-    """Add a node, and its body to the model, for the opset in which the exporter builds all of them."""
+    """Add a node to the graph and its function to the model, for the opset in which the exporter builds models."""
     function = onnx_ir.from_proto(body(node, OPSET))
     onnxscript.evaluator.default().functions[function.identifier()] = function
     return _operator(type(node), function.name)(*inputs, **asdict(node))
 
 
 def _operator(kind: type[MXNode], op_type: str) -> Any:
-    """The operator of a node."""
+    """Return the onnxscript operator of a node."""
     schema = onnx.defs.OpSchema
     attributes = []
     for field in fields(kind):
         attribute_type = schema.AttrType.INT if field.type == "int" else schema.AttrType.STRING
         attributes.append(schema.Attribute(field.name, attribute_type))
-    described = schema(
+    op_schema = schema(
         op_type,
         DOMAIN,
         VERSION,
@@ -55,14 +55,14 @@ def _operator(kind: type[MXNode], op_type: str) -> Any:
         type_constraints=[("T", _FLOATS, ""), ("B", _BYTES, "")],
         attributes=attributes,
     )
-    return onnxscript.values.Op(onnxscript.values.Opset(DOMAIN, VERSION), op_type, described)
+    return onnxscript.values.Op(onnxscript.values.Opset(DOMAIN, VERSION), op_type, op_schema)
 
 
 def translations(emit: Callable[..., Any]) -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Return operator -> its translation, as `custom_translation_table` of torch's exporter takes it.
+    """Return operator -> translation, as `custom_translation_table` of torch's exporter takes it.
 
     Args:
-        emit: is called with a node and its inputs, and returns the node's output.
+        emit: called with a node and its inputs; returns the node's output.
     """
 
     def fake_quantize(
@@ -87,7 +87,7 @@ def translations(emit: Callable[..., Any]) -> dict[Callable[..., Any], Callable[
         rounding: str = "even",
         seed: Any = None,
     ) -> Any:
-        """The codes are no value of an ONNX graph: what dequantizes them becomes the node, of x."""
+        """Emit nothing, since no ONNX node gives codes: their dequantization becomes a fake quantization of x."""
         scale, codes = onnx_ir.Value(), onnx_ir.Value()
         codes.meta[_QUANTIZED] = x, element, block_size, axis, scale_mode, rounding
         return scale, codes
@@ -106,8 +106,8 @@ def translations(emit: Callable[..., Any]) -> dict[Callable[..., Any], Callable[
 
 
 def _along(x: Any, axis: int) -> tuple[int, int]:
-    """The axis as nodes have it, and the extent there, -1 where that is dynamic."""
-    if not x.shape:  # a scalar counts as one of shape (1,)
+    """Return the axis as nodes have it, and the size along it, -1 where it is dynamic."""
+    if not x.shape:  # a scalar is treated as shape (1,)
         return -1, 1
     length = x.shape[axis]
     axis %= len(x.shape)

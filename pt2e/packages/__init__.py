@@ -1,1 +1,1 @@
-"""Packages of AOTInductor: what they take, checked before each call."""
+"""Packages of AOTInductor, with an input signature that each call is checked against."""

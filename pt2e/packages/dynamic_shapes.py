@@ -1,4 +1,4 @@
-"""The dynamic shapes of an exported program, in the form in which `torch.export.export` takes them."""
+"""The dynamic shapes of an exported program, as `torch.export.export` takes them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from pt2mx.pt2e.packages.sizes import dynamic_sizes, guards_follow, input_nodes,
 
 
 def dynamic_shapes(program: ExportedProgram, module: GraphModule) -> tuple:
-    """Return the dynamic shapes with which a graph module of the program's signature is exported to have those of the
-    program: ranges, dimensions that are equal, and those that are a linear function of another. Where the program has
-    other guards (an even length, a sum of two), dimensions are left to export, which finds them again.
+    """Return the dynamic shapes with which a graph module is exported again with the sizes of a program.
+
+    They state ranges, equal dimensions, and dimensions that are a linear function of another. Where the program has
+    other guards (an even length, a sum of two), dimensions are `Dim.AUTO`, and export infers them again.
 
     Args:
         program: an exported program.
-        module: its graph module.
+        module: its graph module, or one with the same signature.
 
     Raises:
         MXError: for an input that is a dynamic number.
@@ -31,16 +32,16 @@ def dynamic_shapes(program: ExportedProgram, module: GraphModule) -> tuple:
     def dim(expression: sympy.Expr) -> object:
         parts = linear(expression) if stated else None
         if parts is None:
-            least, most = range_of(program, expression)
-            return Dim.AUTO(min=least, max=most)
+            low, high = range_of(program, expression)
+            return Dim.AUTO(min=low, max=high)
         symbol, factor, offset = parts
         if symbol not in dims:
-            least, most = range_of(program, symbol)
-            dims[symbol] = Dim(f"d{len(dims)}", min=least, max=most)
+            low, high = range_of(program, symbol)
+            dims[symbol] = Dim(f"d{len(dims)}", min=low, max=high)
         derived = dims[symbol] if factor == 1 else int(factor) * dims[symbol]
         return derived if offset == 0 else derived + int(offset)
 
-    def of_leaf(node: Node) -> dict[int, object] | None:
+    def shape_of(node: Node) -> dict[int, object] | None:
         value = node.meta["val"]
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             raise MXError(
@@ -52,6 +53,6 @@ def dynamic_shapes(program: ExportedProgram, module: GraphModule) -> tuple:
         sizes = enumerate(value.shape)
         return {i: dim(expression) for i, size in sizes if (expression := symbolic(size)) is not None}
 
-    leaves = [of_leaf(node) for node in input_nodes(program)]
-    args, kwargs = pytree.tree_unflatten(leaves, program.call_spec.in_spec)
+    shapes = [shape_of(node) for node in input_nodes(program)]
+    args, kwargs = pytree.tree_unflatten(shapes, program.call_spec.in_spec)
     return (*args, *kwargs.values())

@@ -52,7 +52,7 @@ def min_sizes(
     matches = probe(program, eager, compiled)
     constraints = equal_dims(example, {symbol: dim.dim for symbol, dim in dims.items()}, matches)
 
-    stated_min = {symbol: sizes[dim.dim][0] for symbol, dim in dims.items() if (sizes := stated[dim.input])}
+    stated_min = {symbol: of_input[dim.dim][0] for symbol, dim in dims.items() if (of_input := stated[dim.input])}
     # code that was compiled for a size of 1 in the example takes no other
     smallest = {symbol: 2 for symbol, n in stated_min.items() if n <= 2 and example[symbol] >= 2}
     for symbol in smallest:

@@ -41,7 +41,7 @@ class OnnxReport(QuantizationReport):
         operators: a row for each node that can be quantized, and for each other matmul, in the order of execution.
         values: the number of values of all constants.
         bytes_before, bytes_after: the bytes of all constants, in the float file and in the quantized one.
-        fidelity: `sqnr` in dB and `cosine` of the outputs to those of the float file; None where no batches were given.
+        fidelity: `sqnr` in dB and `cosine` of the outputs to those of the float file; None without batches.
     """
 
     fidelity: Fidelity | None = None
@@ -78,7 +78,7 @@ def quantize_onnx(
         allow_nan: quantize weights that hold a NaN or an Inf, which become NaN in blocks.
 
     Returns:
-        An `OnnxReport`, a `QuantizationReport` of the nodes, with `fidelity` where batches are given.
+        An `OnnxReport`, a `QuantizationReport` of the nodes, with `fidelity` if there are batches.
 
     Raises:
         MXError: for a file that is no float ONNX model or cannot be converted, a setting that is not for ONNX files,
@@ -125,7 +125,7 @@ def quantize_onnx(
 def _refuse_nan(plans: list[NodePlan]) -> None:
     constants = {o.source.constant.name: o.source.constant for p in plans for o in p.operands if o.source}
     if names := [name for name, constant in constants.items() if not as_torch(constant).isfinite().all()]:
-        raise MXError(f"NaN or Inf in the weights {listed(names)}: mend them, or allow NaN to quantize all the same")
+        raise MXError(f"NaN or Inf in the weights {listed(names)}: replace them, or allow NaN to quantize all the same")
 
 
 def _compared(quantized: bytes, path: str, batches: Iterable[Mapping[str, np.ndarray]]) -> Fidelity:
@@ -186,8 +186,10 @@ def _row(plan: NodePlan, counted: set[object]) -> OperatorReport:
 
 
 def _operand(operand: QuantizedOperand, counted: set[object]) -> OperandReport:
-    """Return an operand, with the bytes of its constant unless they are `counted`: once as floats, once for each
-    spec."""
+    """Return the report of an operand.
+
+    It has the bytes of the constant unless they are `counted` already: once as floats, and once for each spec.
+    """
     values = before = after = 0
     storage = None
     if operand.source is not None:

@@ -16,12 +16,12 @@ from tests.flow import convert, exported, reloaded
 from tests.onnx_nodes import differences, run
 
 BATCH, SEQUENCE = Dim("batch"), Dim("sequence", max=512)
-# torch.export's, of every recurrent module
+# torch.export's warning for every recurrent module
 pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes self.lstm._flat_weights")
 
 
 class Attention(nn.Module):
-    """An embedding, a product of which queries, keys and values are parts, and probabilities along the sequence."""
+    """An embedding, one matmul for queries, keys and values, and probabilities along the sequence."""
 
     def __init__(self):
         super().__init__()
@@ -57,7 +57,7 @@ class Recurrent(nn.Module):
         return self.lstm(x)[0]
 
 
-class Product(nn.Module):
+class Matmul(nn.Module):
     """Blocks along a dynamic dimension."""
 
     def forward(self, a, b):  # (B, M, K), (B, K, N)
@@ -83,8 +83,8 @@ MODELS = {
     "attention": (Attention(), (ids(2, 50),), ({0: BATCH, 1: SEQUENCE},), [(ids(3, 7),), (ids(2, 64),)], 8),
     "images": (Images(), (torch.randn(2, 40, 6, 6),), ({0: BATCH},), [(torch.randn(3, 40, 6, 6),)], 6),
     "recurrent": (Recurrent(), (torch.randn(2, 3, 40),), ({0: BATCH},), [(torch.randn(4, 3, 40),)], 3),
-    "product": (
-        Product(),
+    "matmul": (
+        Matmul(),
         (torch.randn(2, 3, 40), torch.randn(2, 40, 6)),
         ({2: Dim("k")}, {1: Dim("k")}),
         [(torch.randn(2, 3, n), torch.randn(2, n, 6)) for n in (7, 67, 64)],
@@ -104,7 +104,7 @@ def exported_to(path, model, inputs, recipe="mxfp4", shapes=None, **options):
     [(name, "mxfp4") for name in MODELS]
     + [
         pytest.param(*case, marks=pytest.mark.slow)
-        for case in (("attention", "mxfp8"), ("images", "mxint8"), ("product", "mxfp6"))
+        for case in (("attention", "mxfp8"), ("images", "mxint8"), ("matmul", "mxfp6"))
     ],
 )
 def test_every_node_gives_the_bits_of_its_operator(name, recipe, tmp_path):
@@ -112,14 +112,14 @@ def test_every_node_gives_the_bits_of_its_operator(name, recipe, tmp_path):
     converted, written = exported_to(tmp_path / "net.onnx", model, inputs, recipe, shapes)
     names = [value.name for value in written.graph.input]
     for batch in (inputs, *others):
-        found = differences(written, dict(zip(names, (x.numpy() for x in batch), strict=True)))
-        assert len(found) == count and not any(found.values())
+        wrong = differences(written, dict(zip(names, (x.numpy() for x in batch), strict=True)))
+        assert len(wrong) == count and not any(wrong.values())
         with torch.no_grad():
             assert sqnr(run(written, *batch)[0], converted(*batch)) > 30
 
 
 @pytest.mark.parametrize("name", ["attention", "images", "recurrent"])
-def test_outputs_with_packed_weights_alone(name, tmp_path):
+def test_outputs_with_packed_weights_only(name, tmp_path):
     model, inputs, shapes, others, _ = MODELS[name]
     converted, written = exported_to(tmp_path / "net.onnx", model, inputs, "mxfp4_weight_only", shapes)
     assert not list(FakeQuantizeMX.nodes_in(written))
@@ -132,14 +132,14 @@ def test_float16(tmp_path):
     model = nn.Sequential(nn.Embedding(100, 96), nn.Linear(96, 8)).half()
     _, written = exported_to(tmp_path / "net.onnx", model, (ids(2, 5),), "mxfp8", ({0: BATCH},))
     batch = ids(3, 5)
-    found = differences(written, {written.graph.input[0].name: batch.numpy()})
-    assert len(found) == 3 and not any(found.values())
+    wrong = differences(written, {written.graph.input[0].name: batch.numpy()})
+    assert len(wrong) == 3 and not any(wrong.values())
     assert run(written, batch)[0].dtype == torch.float16
     assert {node.dtype for _, node in DequantizeMX.nodes_in(written)} == {onnx.TensorProto.FLOAT16}
 
 
 def test_bfloat16(tmp_path):
-    """onnxruntime has no product in bfloat16 on the CPU: an embedding and a quantized value, without one."""
+    """An embedding only: onnxruntime has no bfloat16 matmul on the CPU."""
     model = nn.Sequential(nn.Embedding(100, 96)).bfloat16()
     converted, written = exported_to(tmp_path / "net.onnx", model, (ids(2, 5),))
     (output,) = written.graph.output
@@ -157,14 +157,14 @@ def test_branches(tmp_path):
         assert sqnr(run(written, x)[0], converted(x)) > 100
 
 
-def test_weights_stay_as_they_are_stored(tmp_path):
+def test_weights_have_the_bytes_of_the_converted_model(tmp_path):
     model, inputs, shapes, *_ = MODELS["attention"]
     converted, written = exported_to(tmp_path / "net.onnx", model, inputs, "mxfp4", shapes)
-    held = {c.name: torch.from_numpy(onnx.numpy_helper.to_array(c).copy()) for c in written.graph.initializer}
+    constants = {c.name: torch.from_numpy(onnx.numpy_helper.to_array(c).copy()) for c in written.graph.initializer}
     for name, buffer in converted.named_buffers():
         if name.endswith(("_data", "_scale")):
-            assert torch.equal(held[name], buffer), name
-    assert not any(tensor.is_floating_point() and tensor.numel() > 300 for tensor in held.values())
+            assert torch.equal(constants[name], buffer), name
+    assert not any(tensor.is_floating_point() and tensor.numel() > 300 for tensor in constants.values())
     # rows are looked up packed
     gathered = [node for node in written.graph.node if node.op_type == "Gather"]
     assert {"embedding.weight_data", "embedding.weight_scale"} <= {node.input[0] for node in gathered}
@@ -180,16 +180,16 @@ def test_opsets(opset, tmp_path):
     assert sqnr(run(written, batch)[0], converted(batch)) > 30
 
 
-@pytest.mark.parametrize(("recipe", "most"), [("mxfp4", 0.15), ("mxfp8", 0.28)])
-def test_size_of_the_file(recipe, most, tmp_path):
+@pytest.mark.parametrize(("recipe", "ratio"), [("mxfp4", 0.15), ("mxfp8", 0.28)])
+def test_size_of_the_file(recipe, ratio, tmp_path):
     model = nn.Sequential(nn.Linear(768, 768), nn.GELU(), nn.Linear(768, 768))
     exported_to(tmp_path / "net.onnx", model, (torch.randn(2, 768),), recipe)
     floats = sum(parameter.numel() * 4 for parameter in model.parameters())
-    assert (tmp_path / "net.onnx").stat().st_size < most * floats
+    assert (tmp_path / "net.onnx").stat().st_size < ratio * floats
 
 
-@pytest.mark.parametrize("name", [pytest.param("attention", marks=pytest.mark.slow), "product"])
-def test_saved_program_brings_its_inputs_and_shapes(name, tmp_path):
+@pytest.mark.parametrize("name", [pytest.param("attention", marks=pytest.mark.slow), "matmul"])
+def test_a_saved_program_has_its_inputs_and_shapes(name, tmp_path):
     model, inputs, shapes, others, count = MODELS[name]
     converted = convert(model, inputs, "mxfp4", shapes=shapes)
     program = reloaded(torch.export.export(converted, inputs, dynamic_shapes=shapes))
@@ -200,13 +200,13 @@ def test_saved_program_brings_its_inputs_and_shapes(name, tmp_path):
 
 @pytest.mark.parametrize("positional", [True, False])
 def test_keyword_inputs_in_any_order(positional, tmp_path):
-    class Difference(nn.Module):
+    class MatmulMinus(nn.Module):
         def forward(self, a, b):
             return a @ a - b
 
     inputs = {name: torch.randn(40, 40) for name in "ab"}
     arguments = (tuple(inputs.values()), {}) if positional else ((), inputs)
-    graph = torch.export.export(Difference(), *arguments).module()
+    graph = torch.export.export(MatmulMinus(), *arguments).module()
     converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(graph, MXQuantizer.from_recipe("mxfp8")))
     export_onnx(converted, tmp_path / "net.onnx", dict(reversed(inputs.items())))
     written = onnx.load(tmp_path / "net.onnx")
@@ -215,7 +215,7 @@ def test_keyword_inputs_in_any_order(positional, tmp_path):
 
 
 def test_lowered_model_with_fused_quantization(tmp_path, monkeypatch):
-    x = torch.randn(2048, 64)  # values enough for calls
+    x = torch.randn(2048, 64)  # large enough to be fused
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
     monkeypatch.setattr("pt2mx.fx.passes.fuse_quantize_epilogue.has_units", lambda spec, k: False)  # as on most
     lowered = lower_to_inductor(convert(model.eval(), (x,), "mxfp8"))
@@ -231,13 +231,13 @@ def test_lowered_model_and_a_rotated_one(tmp_path):
     export_onnx(lower_to_inductor(converted), tmp_path / "lowered.onnx", (x,))
     assert sqnr(run(str(tmp_path / "lowered.onnx"), x)[0], converted(x)) > 100
     graph, quantizer = exported(model, x), MXQuantizer.from_recipe("mxfp4")
-    found = pt2mx.optimize(graph, quantizer, [(x,)], algorithms=pt2mx.algorithms.Rotation(size=32))
-    rotated = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(found, quantizer))
+    rotated = pt2mx.optimize(graph, quantizer, [(x,)], algorithms=pt2mx.algorithms.Rotation(size=32))
+    rotated = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(rotated, quantizer))
     export_onnx(rotated, tmp_path / "rotated.onnx", (x,))
     assert sqnr(run(str(tmp_path / "rotated.onnx"), x)[0], rotated(x)) > 20
 
 
-def test_functions_are_one_a_spec(tmp_path):
+def test_one_function_for_each_spec(tmp_path):
     _, written = exported_to(
         tmp_path / "net.onnx", nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), (torch.randn(2, 64),)
     )
@@ -252,8 +252,8 @@ def test_every_node_of_minilm(recipe, minilm, tmp_path):
     export_onnx(converted, tmp_path / "net.onnx", minilm.args, minilm.shapes)
     written = onnx.load(tmp_path / "net.onnx")
     names = [value.name for value in written.graph.input]
-    found = differences(written, {name: x.numpy() for name, x in zip(names, minilm.inputs, strict=True)})
-    assert len(found) == 81 and not any(found.values())
+    wrong = differences(written, {name: x.numpy() for name, x in zip(names, minilm.inputs, strict=True)})
+    assert len(wrong) == 81 and not any(wrong.values())
 
 
 @pytest.mark.slow
@@ -261,6 +261,6 @@ def test_every_node_of_minilm(recipe, minilm, tmp_path):
 def test_every_node_of_resnet50(recipe, tmp_path):
     model, inputs = import_extra("torchvision", "vision").models.resnet50(), (torch.randn(2, 3, 96, 96),)
     converted, written = exported_to(tmp_path / "net.onnx", model, inputs, recipe, ({0: BATCH},))
-    found = differences(written, {written.graph.input[0].name: inputs[0].numpy()})
-    assert len(found) == 104 and not any(found.values())
+    wrong = differences(written, {written.graph.input[0].name: inputs[0].numpy()})
+    assert len(wrong) == 104 and not any(wrong.values())
     assert sqnr(run(written, *inputs)[0], converted(*inputs)) > 30

@@ -17,21 +17,21 @@ from tests.onnx_nodes import DTYPES, model_of, operator, run
 from tests.random_values import random_values
 
 ELEMENTS = ("fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4_e2m1", "int8", "int8_full", "int4")
-#: more bits, fewer, other splits, and none of a mantissa
+#: more bits, fewer bits, other splits, and no mantissa bits
 OTHERS = ("int16", "int2", "fp8_e4m3_finite", "fp8_e1m6", "fp8_e7m0", "fp16_e5m10", "fp4_e3m0", "fp16_e7m8")
-MODES = [
+MODES_AND_ROUNDINGS = [
     (scale_mode, rounding) for scale_mode in ("floor", "ceil", "rceil", "even") for rounding in ("even", "half_away")
 ]
 TYPES = {dtype: data_type for data_type, dtype in DTYPES.items()}
 
 
 def adversarial(rows: int) -> torch.Tensor:
-    """(rows, 32): of every kind that matters, with the neighbours of ties, zeros of both signs, Inf and NaN."""
+    """Return (rows, 32) values of every kind, such as ties and their neighbours, zeros of both signs, Inf and NaN."""
     torch.manual_seed(rows)
     kinds = [random_values((rows // 8, 32), torch.float32, kind) for kind in range(5)]
     ties = torch.randint(-256, 257, (rows // 8, 32)) / 64 * 2.0 ** torch.randint(-149, 127, (rows // 8, 1))
-    beside = (ties.view(torch.int32) + torch.randint(-1, 2, ties.shape, dtype=torch.int32)).view(torch.float32)
-    x = torch.cat([*kinds, ties, beside, torch.randn(rows // 8, 32)])
+    neighbours = (ties.view(torch.int32) + torch.randint(-1, 2, ties.shape, dtype=torch.int32)).view(torch.float32)
+    x = torch.cat([*kinds, ties, neighbours, torch.randn(rows // 8, 32)])
     for row, value in enumerate((0.0, -0.0, 2.0**-149, torch.finfo(torch.float32).max, torch.nan, torch.inf)):
         x[row::97, row] = value
         x[40 + row] = value
@@ -39,15 +39,15 @@ def adversarial(rows: int) -> torch.Tensor:
 
 
 def nodes_of(element: str, block_size: int = 32, axis: int = -1, length: int = -1) -> list[onnx.NodeProto]:
-    """A node of each scale mode and rounding."""
-    each = [FakeQuantizeMX(element, block_size, axis, length, *modes) for modes in MODES]
+    """Return a node of each scale mode and rounding."""
+    each = [FakeQuantizeMX(element, block_size, axis, length, mode, rounding) for mode, rounding in MODES_AND_ROUNDINGS]
     return [node.make(["X"], f"Y{i}") for i, node in enumerate(each)]
 
 
 def spec_of(node: onnx.NodeProto) -> FakeQuantizeMX:
-    found = FakeQuantizeMX.of(node)
-    assert found is not None
-    return found
+    attributes = FakeQuantizeMX.of(node)
+    assert attributes is not None
+    return attributes
 
 
 @pytest.mark.parametrize("opset", [18, 20, 25])
@@ -57,10 +57,10 @@ def test_fake_quantize_gives_the_bits_of_adversarial_values(element, opset):
     nodes = nodes_of(element, length=32)
     outputs = run(model_of(nodes, {"X": (TensorProto.FLOAT, [None, 32])}, opset), x)
     wrong = {
-        MODES[i]: int(differing(y, operator(spec_of(node), x)).sum())
+        MODES_AND_ROUNDINGS[i]: int(differing(y, operator(spec_of(node), x)).sum())
         for i, (node, y) in enumerate(zip(nodes, outputs, strict=True))
     }
-    assert wrong == dict.fromkeys(MODES, 0)
+    assert wrong == dict.fromkeys(MODES_AND_ROUNDINGS, 0)
 
 
 SHAPES = [
@@ -96,7 +96,7 @@ def test_any_axis_and_length(shape, axis, block_size, static):
     ("shape", "axis"),
     [((0, 64), -1), ((2, 0, 33), -1), ((0, 64, 5), 1), ((2, 40, 0), 1), ((3, 0), -1), ((2, 0, 4), 1)],
 )
-def test_tensors_that_hold_nothing(shape, axis, static):
+def test_empty_tensors(shape, axis, static):
     length = shape[axis] if static else -1
     x = torch.randn(shape)
     nodes = [FakeQuantizeMX("fp8_e4m3", 32, axis, length).make(["X"], "Y")]
@@ -111,17 +111,17 @@ def test_tensors_that_hold_nothing(shape, axis, static):
 
 @pytest.mark.parametrize("element", ["fp8_e4m3", "fp6_e3m2", "fp4_e2m1"])
 def test_weights_of_several_widths_share_a_function(element):
-    nodes, inputs, feeds, wanted = [], {}, [], []
+    nodes, inputs, feeds, expected = [], {}, [], []
     for width in (64, 128):
         scale, data = torch.ops.pt2mx.quantize_mx(torch.randn(3, width), element, 32)
         node = DequantizeMX(element, 32, -1, width)
         nodes.append(node.make([f"codes{width}", f"scale{width}"], f"Y{width}"))
         inputs |= {f"{name}{width}": (TensorProto.UINT8, [None, None]) for name in ("codes", "scale")}
         feeds += [data, scale]
-        wanted.append(operator(node, data, scale))
+        expected.append(operator(node, data, scale))
     model = model_of(nodes, inputs)
     assert len(model.functions) == 1
-    assert all(same(y, want) for y, want in zip(run(model, *feeds), wanted, strict=True))
+    assert all(same(y, want) for y, want in zip(run(model, *feeds), expected, strict=True))
 
 
 def test_axes_counted_from_the_end_have_functions_of_their_own():
@@ -198,7 +198,7 @@ def test_distinct_specs_have_distinct_functions_and_equal_ones_share_theirs():
     assert [function.name for function in add_bodies(model).functions] == names
 
 
-def test_nodes_in_branches_get_bodies():
+def test_nodes_in_branches_get_functions():
     branches = {
         f"{name}_branch": helper.make_graph(
             [FakeQuantizeMX("int8", 32, -1, 64, rounding=rounding).make(["X"], name)],
@@ -235,7 +235,7 @@ def test_reference_evaluator_gives_the_same_bits():
         ({"scale_exp_bits": 5}, "take E8M0 scales"),
     ],
 )
-def test_specs_without_a_body_are_refused(changes, message):
+def test_specs_without_a_function_are_refused(changes, message):
     with pytest.raises(MXError, match=re.escape(message)):
         fake_quantize(MXSpec("mxfp8", **changes), 18)
 

@@ -1,4 +1,4 @@
-"""Bodies after onnxscript's optimizer, which inlines them, folds constants and drops what it takes for no operation."""
+"""ONNX functions after onnxscript's optimizer: it inlines them, folds constants and drops operations without effect."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.compare import differing
 from tests.onnx_nodes import model_of, operator, run
 from tests.random_values import random_values
 
-MODES = [
+MODES_AND_ROUNDINGS = [
     (mode, rounding) for mode in ("floor", "ceil", "rceil", "even") for rounding in ("even", "half_away", "half_up")
 ]
 
@@ -25,7 +25,7 @@ def optimized(model):
 
 
 def wrong_values(nodes, inputs, feeds):
-    """Values that differ from those of pt2mx's operators."""
+    """Count the values that differ from those of pt2mx's operators."""
     outputs = run(
         optimized(model_of([node.make(list(feeds), f"Y{i}") for i, node in enumerate(nodes)], inputs)), *feeds.values()
     )
@@ -39,7 +39,7 @@ def test_fake_quantize(element):
     for row, value in enumerate((0.0, -0.0, 2.0**-149, 3.4e38, torch.nan, torch.inf)):
         x[row::37, row] = value
         x[60 + row] = value
-    nodes = [FakeQuantizeMX(element, 32, -1, 32, *modes) for modes in MODES]
+    nodes = [FakeQuantizeMX(element, 32, -1, 32, mode, rounding) for mode, rounding in MODES_AND_ROUNDINGS]
     assert not any(wrong_values(nodes, {"X": (TensorProto.FLOAT, [None, 32])}, {"X": x}))
 
 

@@ -26,15 +26,15 @@ def model_of(*nodes, shape=(None, 40)):
 @pytest.mark.parametrize("axis", [-1, 0])
 def test_attributes_are_those_of_the_spec(element, rounding, axis):
     spec = MXSpec(element, 16, axis, rounding=rounding)
-    found = attributes_of(spec)
+    attributes = attributes_of(spec)
     expressible = element == "int8_full" or (element != "int8" and rounding == "even")
-    assert (found is not None) == expressible
-    if found is not None:
-        assert quark.mx_spec(found) == spec
+    assert (attributes is not None) == expressible
+    if attributes is not None:
+        assert quark.mx_spec(attributes) == spec
     assert attributes_of(spec.replace(scale_mode="even")) is None
 
 
-def test_nodes_become_those_of_quark_and_run():
+def test_quarks_nodes_replace_ours_and_run():
     torch.manual_seed(0)
     specs = [
         MXSpec("fp4_e2m1"),
@@ -51,13 +51,13 @@ def test_nodes_become_those_of_quark_and_run():
     onnx.checker.check_model(model)
     assert {(node.domain, node.op_type) for node in model.graph.node} == {("com.amd.quark", "MXQuantizeDequantize")}
     assert [node.name for node in model.graph.node] == ["a_node", "b_node", "c_node", "y_node"]
-    given = [{a.name: helper.get_attribute_value(a) for a in node.attribute} for node in model.graph.node]
-    assert given[1] == {"element_dtype": b"int8", "axis": -1, "block_size": 16, "rounding_mode": 1}
+    by_node = [{a.name: helper.get_attribute_value(a) for a in node.attribute} for node in model.graph.node]
+    assert by_node[1] == {"element_dtype": b"int8", "axis": -1, "block_size": 16, "rounding_mode": 1}
     assert [node.overload for node in model.graph.node] == [
         "", "int8_full_floor_half_up_b16_any", "", "fp8_e5m2_floor_even_b32_any_axis0",
     ]  # fmt: skip
     x = want = torch.randn(9, 40)
-    for attributes in given:
+    for attributes in by_node:
         want = quark.mx_quantize_dequantize(want, attributes | {"element_dtype": attributes["element_dtype"].decode()})
     assert same(run(model, x)[0], want)
 
@@ -67,8 +67,8 @@ def test_packed_weights_stay_packed():
     fake = FakeQuantizeMX("fp4_e2m1").make(["x"], "h", "activation")
     model = model_of(node, fake, helper.make_node("Mul", ["h", "w"], ["y"]))
     scale, codes = torch.ops.pt2mx.quantize_mx(torch.ones(40), "fp4_e2m1", 32)
-    held = {"codes": codes, "scale": scale}
-    model.graph.initializer.extend(onnx.numpy_helper.from_array(v.numpy(), name) for name, v in held.items())
+    constants = {"codes": codes, "scale": scale}
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(v.numpy(), name) for name, v in constants.items())
     model = to_quark(model)
     assert [node.domain for node in model.graph.node] == ["pt2mx", "com.amd.quark", ""]
     assert len(model.functions) == 2
@@ -80,7 +80,7 @@ def test_packed_weights_stay_packed():
     "spec",
     [MXSpec("int8"), MXSpec("fp4_e2m1", scale_mode="even"), MXSpec("fp8_e3m4"), MXSpec("fp8_e4m3", rounding="half_up")],
 )
-def test_what_quark_does_not_have_is_named(spec):
+def test_specs_that_quark_does_not_have(spec):
     node = FakeQuantizeMX(spec.element.name, 32, -1, -1, spec.scale_mode, spec.rounding).make(["x"], "y", "layer.0")
     with pytest.raises(MXError, match=r"layer\.0: Quark has no node of mx" + spec.element.name):
         to_quark(model_of(node))
@@ -96,4 +96,4 @@ def test_an_exported_program(tmp_path):
         "element_dtype": b"fp8_e4m3", "axis": -1, "block_size": 32, "rounding_mode": 2,
     }  # fmt: skip
     assert torch.allclose(run(str(tmp_path / "net.onnx"), x)[0], converted(x), atol=1e-6)
-    onnx_functions(tmp_path / "net.onnx")  # they have their functions
+    onnx_functions(tmp_path / "net.onnx")  # the nodes have functions already

@@ -1,4 +1,4 @@
-"""Quark's nodes with bodies, beside what pt2mx computes for them and what Quark's own kernels gave."""
+"""Quark's nodes with functions: compared with pt2mx's operators, and with the recorded results of Quark's kernels."""
 
 import numpy as np
 import onnx
@@ -19,7 +19,7 @@ NAMES = [("MXQuantizeDequantize", "com.amd.quark"), ("MXFixNeuron", "com.vai.qua
 
 
 def file_of(nodes, shape, path, opset=18, constants=(), dtype=TensorProto.FLOAT):
-    """A file of nodes from x to y, as Quark leaves it: without functions."""
+    """Write a file of nodes from x to y as Quark does: without functions."""
     values = [helper.make_tensor_value_info(name, dtype, shape) for name in "xy"]
     graph = helper.make_graph(nodes, "net", values[:1], values[1:], list(constants))
     domains = dict.fromkeys(node.domain for node in nodes if node.domain)
@@ -41,7 +41,7 @@ def outputs(path, *inputs):
 
 
 @pytest.mark.parametrize("entry", OF_QUARK, ids=lambda e: f"{e['fmt']}-{e['input']}-{e['rounding_mode']}")
-def test_what_quark_computed(tmp_path, entry):
+def test_recorded_results_of_quark(tmp_path, entry):
     x = torch.from_numpy(GOLDEN["in/" + entry["input"]])
     attributes = {"element_dtype": entry["fmt"], "axis": entry["axis"], "block_size": entry["block"]}
     attributes["rounding_mode"] = entry["rounding_mode"]
@@ -65,10 +65,10 @@ def test_adversarial_values(tmp_path, element, rounding_mode):
 
 
 @pytest.mark.parametrize("opset", [13, 17, 18, 21])
-def test_attributes_that_are_left_out(tmp_path, opset):
-    """int8, blocks of 32 along dimension 1, ties away from zero; and a vector, whose only dimension is 0."""
+def test_default_attributes(tmp_path, opset):
+    """They are int8, blocks of 32 along dimension 1, ties away from zero; a vector has its blocks along dimension 0."""
     nodes = [
-        helper.make_node("ReduceSum", ["x", "axes"], ["s"], "", keepdims=0),  # the vector
+        helper.make_node("ReduceSum", ["x", "axes"], ["s"], "", keepdims=0),  # a vector
         quark_node("s", "v"),
         quark_node("x", "q"),
         helper.make_node("Add", ["q", "v"], ["y"]),
@@ -87,7 +87,7 @@ def test_attributes_that_are_left_out(tmp_path, opset):
     ]
 
 
-def test_nodes_of_one_spec_stay_as_they_are(tmp_path):
+def test_only_the_overload_of_nodes_changes(tmp_path):
     nodes = [
         quark_node("x", "a", element_dtype="fp4_e2m1", rounding_mode=2),
         quark_node("a", "b", element_dtype="fp8_e4m3", axis=0),
@@ -95,11 +95,11 @@ def test_nodes_of_one_spec_stay_as_they_are(tmp_path):
         quark_node("c", "y", *NAMES[1], element_dtype="fp6_e2m3", axis=-2, block_size=8),
     ]
     path = file_of(nodes, [None, 40], tmp_path / "net.onnx")
-    given = onnx.load(path)
+    original = onnx.load(path)
     assert onnx_functions(path) == 4
     model = onnx.load(path)
     assert [node.overload for node in model.graph.node] == ["", "fp8_e4m3_floor_even_b32_any_axis0", "", ""]
-    for node, before in zip(model.graph.node, given.graph.node, strict=True):
+    for node, before in zip(model.graph.node, original.graph.node, strict=True):
         node.ClearField("overload")
         assert node == before
     x = torch.from_numpy(weight(7, 40))
@@ -122,7 +122,7 @@ def test_nodes_in_a_branch(tmp_path):
         "If", ["flag"], ["y"], "", then_branch=branch("a", "fp4_e2m1"), else_branch=branch("b", "fp8_e5m2")
     )
     flag = numpy_helper.from_array(np.array(True), "flag")
-    path = file_of([quark_node("x", "unused"), choice], [2, 40], tmp_path / "net.onnx", constants=[flag])
+    path = file_of([quark_node("x", "other"), choice], [2, 40], tmp_path / "net.onnx", constants=[flag])
     assert onnx_functions(path) == 3
     x = torch.from_numpy(weight(2, 40))
     assert same(outputs(path, x)[0], quark.mx_quantize_dequantize(x, {"element_dtype": "fp4_e2m1"}))
@@ -148,7 +148,7 @@ def test_half_precision(tmp_path):
         (with_inputs(), "the types of the model's tensors cannot be inferred: "),
     ],
 )
-def test_errors_leave_the_file_as_it_was(tmp_path, node, match):
+def test_errors_do_not_change_the_file(tmp_path, node, match):
     path = file_of([node], [2, 40], tmp_path / "net.onnx")
     before = path.read_bytes()
     with pytest.raises(MXError, match=match):

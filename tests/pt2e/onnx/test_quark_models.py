@@ -1,4 +1,4 @@
-"""Which nodes a config of Quark means."""
+"""Which nodes a config of Quark selects."""
 
 import onnx
 import pytest
@@ -36,7 +36,7 @@ def test_nodes_by_type_and_name(tmp_path, fields, names):
     assert [operator.name for operator in report.operators] == NAMES
 
 
-def test_nodes_without_names_have_those_of_the_report(tmp_path):
+def test_nodes_without_names_are_named_as_in_the_report(tmp_path):
     model = old_network(18, 10)
     for node in model.graph.node:
         node.name = ""
@@ -75,6 +75,6 @@ def test_weights_only(tmp_path):
         ({"nodes_to_exclude": NAMES[:1] + NAMES[2:], "op_types_to_quantize": ["Conv"]}, "nothing to quantize"),
     ],
 )
-def test_what_the_model_has_not(tmp_path, fields, match):
+def test_names_that_the_model_does_not_have(tmp_path, fields, match):
     with pytest.raises(MXError, match=match):
         quantized(tmp_path, **fields)

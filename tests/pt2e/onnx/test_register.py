@@ -1,4 +1,4 @@
-"""Plain `torch.onnx.export` of converted models, whose values are compared one by one with those of pt2mx."""
+"""Plain `torch.onnx.export` of converted models: every quantized value is compared with pt2mx's."""
 
 import numpy as np
 import onnx
@@ -26,7 +26,7 @@ def registered():
 
 
 class Block(nn.Module):
-    """An embedding, a convolution with ragged blocks along the channels, and products of two computed tensors."""
+    """An embedding, a convolution with ragged blocks along the channels, and matmuls of two computed tensors."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ def plain(converted, *inputs, **options):
 
 
 def values_of(model, names, feeds):
-    """Values in a model, those that its optimizer computed among them."""
+    """Return values of a model by name, including those that its optimizer computed."""
     model = onnx.ModelProto.FromString(model.SerializeToString())
     constants = {c.name: onnx.numpy_helper.to_array(c) for c in model.graph.initializer}
     known = {value.name for value in model.graph.output}
@@ -64,8 +64,9 @@ def test_every_quantized_operand_has_the_bits_of_pt2mx(recipe, optimize):
     program = plain(converted, ids, dynamic_shapes=shapes, optimize=optimize)
     model, state = program.model_proto, program.exported_program.state_dict
     buffers = program.exported_program.graph_signature.inputs_to_buffers
-    readers = {n: n.all_input_nodes for n in program.exported_program.graph.nodes}
-    readers = {n: [x for x in read if x.target is ops.dequantize_mx] for n, read in readers.items()}
+    operands_of = {
+        n: [x for x in n.all_input_nodes if x.target is ops.dequantize_mx] for n in program.exported_program.graph.nodes
+    }
     written = {node.output[0]: node for node in model.graph.node}
 
     def expected(node, values):
@@ -77,15 +78,17 @@ def test_every_quantized_operand_has_the_bits_of_pt2mx(recipe, optimize):
         return ops.fake_quantize_mx(values[quantize.args[0].name], *quantize.args[1:6])
 
     ids = torch.randint(0, 50, (3, 12))
-    sources = [x.args[0].args[0].args[0].name for read in readers.values() for x in read if x.args[0].args]
-    operands = [name for n, read in readers.items() if read for name in written[n.name].input if name]
+    sources = [
+        x.args[0].args[0].args[0].name for quantized in operands_of.values() for x in quantized if x.args[0].args
+    ]
+    operands = [name for n, quantized in operands_of.items() if quantized for name in written[n.name].input if name]
     values = values_of(model, [*sources, *operands], {model.graph.input[0].name: ids.numpy()})
     count = 0
-    for node, read in readers.items():
-        found = [values[name] for name in written[node.name].input] if read else []
-        for x in read:
+    for node, quantized in operands_of.items():
+        inputs = [values[name] for name in written[node.name].input] if quantized else []
+        for x in quantized:
             want = expected(x, values)
-            assert any(same(y, want) or (y.dim() == 2 and same(y.T, want)) for y in found if y.dim() == want.dim())
+            assert any(same(y, want) or (y.dim() == 2 and same(y.T, want)) for y in inputs if y.dim() == want.dim())
             count += 1
     assert count == 9
     with torch.no_grad():
@@ -98,9 +101,9 @@ def test_a_file_that_onnxruntime_runs(tmp_path):
     plain(converted, x, f=tmp_path / "net.onnx")
     with torch.no_grad():
         torch.testing.assert_close(run(str(tmp_path / "net.onnx"), x)[0], converted(x), rtol=1e-5, atol=1e-5)
-    # what the optimizer decodes is small
-    held = {c.name: c.data_type for c in onnx.load(tmp_path / "net.onnx").graph.initializer}
-    assert onnx.TensorProto.UINT8 in held.values()
+    # the optimizer decodes small weights only
+    dtypes = {c.name: c.data_type for c in onnx.load(tmp_path / "net.onnx").graph.initializer}
+    assert onnx.TensorProto.UINT8 in dtypes.values()
 
 
 @pytest.mark.parametrize("opset", [pytest.param(18, marks=pytest.mark.slow), 23])
@@ -127,7 +130,7 @@ def test_export_onnx_writes_the_same_nodes(tmp_path):
     assert len(list(FakeQuantizeMX.nodes_in(onnx.load(tmp_path / "net.onnx")))) == 1
 
 
-def test_registration_can_be_repeated_and_taken_back():
+def test_registration_can_be_repeated_and_undone():
     def count():
         registry = import_extra("onnxscript.function_libs.torch_lib.registration", "onnx").default_registry
         return [len(registry[name].overloads) for name in registry if name.startswith("pt2mx::")]
@@ -148,7 +151,7 @@ def test_without_registration_there_is_no_translation():
 
 
 @pytest.mark.slow
-def test_what_has_no_onnx_form_is_an_error():
+def test_a_rounding_without_onnx_form_is_an_error():
     x = torch.randn(4, 40)
     config = pt2mx.get_default_mx_quantization_config("mxfp4", "mxfp4", rounding="stochastic")
     converted = convert(nn.Linear(40, 8), (x,), MXQuantizer().set_global(config))

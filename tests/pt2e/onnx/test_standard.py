@@ -19,14 +19,14 @@ from tests.onnx_float_files import old_network, recurrent_network
 from tests.random_values import random_values
 
 NATIVE = ("fp4_e2m1", "fp8_e4m3", "fp8_e5m2", "int8", "int8_full")
-MODES = [mode for mode, rule in SCALE_MODES.items() if not rule.searches]
+SCALE_MODES_OF_ONNX = [mode for mode, rule in SCALE_MODES.items() if not rule.searches]
 SHAPES = [((6, 70), -1), ((2, 45, 3), 1), ((33, 4), 0)]
 
 
 def model_of(nodes, inputs, y, constants=None, opset=24):
-    held = [numpy_helper.from_array(v.numpy(), name) for name, v in (constants or {}).items()]
+    initializers = [numpy_helper.from_array(v.numpy(), name) for name, v in (constants or {}).items()]
     imports = [helper.make_opsetid("", opset), helper.make_opsetid("pt2mx", 1)]
-    graph = helper.make_graph(nodes, "net", inputs, [y], held)
+    graph = helper.make_graph(nodes, "net", inputs, [y], initializers)
     return helper.make_model(graph, opset_imports=imports, ir_version=10)
 
 
@@ -45,7 +45,7 @@ def adversarial(shape):
     return torch.cat([random_values(shape, torch.float32, kind) for kind in range(5)])
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", SCALE_MODES_OF_ONNX)
 @pytest.mark.parametrize("element", NATIVE)
 @pytest.mark.parametrize(("shape", "axis"), SHAPES)
 def test_activations(element, mode, shape, axis):
@@ -78,7 +78,7 @@ def test_weights(element, dtype, shape, axis):
         assert native["s_native"].raw_data == scale.numpy().tobytes()
 
 
-def test_bytes_of_fp4_are_those_that_pt2mx_stores():
+def test_fp4_has_the_bytes_that_pt2mx_stores():
     scale, codes = pt2mx.quantize_mx(torch.randn(6, 64), "mxfp4")
     node = DequantizeMX("fp4_e2m1", 32, -1, 64).make(["c", "s"], "y", "dq")
     model = to_standard(model_of([node], [], value("y", [6, 64]), {"c": codes, "s": scale}))
@@ -86,29 +86,29 @@ def test_bytes_of_fp4_are_those_that_pt2mx_stores():
     assert model.graph.initializer[0].raw_data == codes.numpy().tobytes()
 
 
-def test_constants_are_shared_where_nodes_read_them_alike():
-    """Exporters merge equal constants: codes and scales are shared, in whatever combination, or read in two ways."""
+def test_constants_are_shared_among_nodes_of_equal_attributes():
+    """Exporters merge equal constants: nodes share codes and scales in any combination, and decode them in two ways."""
     x = torch.stack([adversarial((6, 64)), adversarial((6, 64))])
     (c, s), (d, t) = (pt2mx.quantize_mx(one, "mxfp8")[::-1] for one in x)
-    reads = [("c", "s", "fp8_e4m3"), ("d", "s", "fp8_e4m3"), ("c", "t", "fp8_e4m3"),
+    decoded = [("c", "s", "fp8_e4m3"), ("d", "s", "fp8_e4m3"), ("c", "t", "fp8_e4m3"),
              ("c", "s", "fp8_e5m2"), ("d", "s", "int8"), ("c", "t", "int8_full")]  # fmt: skip
-    nodes, want, held = [], [], {"c": c, "d": d, "s": s, "t": t}
-    for i, (codes, scale, element) in enumerate(reads):
+    nodes, want, constants = [], [], {"c": c, "d": d, "s": s, "t": t}
+    for i, (codes, scale, element) in enumerate(decoded):
         nodes.append(DequantizeMX(element, 32, -1, 64).make([codes, scale], f"y{i}", f"dq{i}"))
-        want.append(pt2mx.dequantize_mx(held[codes], held[scale], MXSpec(element, 32)))
+        want.append(pt2mx.dequantize_mx(constants[codes], constants[scale], MXSpec(element, 32)))
     outputs = [node.output[0] for node in nodes]
-    nodes.append(helper.make_node("Concat", [*outputs, "c_native"], ["y"], "all", axis=-1))  # a tensor of that name
-    model = to_standard(model_of(nodes, [value("c_native", [30, 1])], value("y", [30, None]), held))
+    nodes.append(helper.make_node("Concat", [*outputs, "c_native"], ["y"], "all", axis=-1))  # the name is in use
+    model = to_standard(model_of(nodes, [value("c_native", [30, 1])], value("y", [30, None]), constants))
     names = [tensor.name for tensor in model.graph.initializer]
     assert len(names) == len(set(names)) == 5 + 4  # c as three elements, d as two; s and t as E8M0 and as floats
-    own = torch.ones(30, 1)
-    assert same(evaluated(model, c_native=own.numpy()), torch.cat([*want, own], -1))
+    native = torch.ones(30, 1)
+    assert same(evaluated(model, c_native=native.numpy()), torch.cat([*want, native], -1))
 
 
-def test_names_of_activations_are_free():
-    taken = [helper.make_node("Neg", ["x"], [f"q_{name}"], name) for name in ("scale", "codes")]
+def test_names_of_activations_are_fresh():
+    used = [helper.make_node("Neg", ["x"], [f"q_{name}"], name) for name in ("scale", "codes")]
     total = helper.make_node("Sum", ["q", "q_scale", "q_codes"], ["y"], "sum")
-    nodes = [*taken, FakeQuantizeMX("fp8_e4m3", length=70).make(["x"], "q", "fq"), total]
+    nodes = [*used, FakeQuantizeMX("fp8_e4m3", length=70).make(["x"], "q", "fq"), total]
     model = to_standard(model_of(nodes, [value("x", [6, 70])], value("y", [6, 70])))
     x = torch.randn(6, 70)
     want = pt2mx.fake_quantize_mx(x, "mxfp8") - x - x
@@ -139,7 +139,7 @@ def test_rows_of_an_embedding_are_gathered_from_values():
         (FakeQuantizeMX("fp8_e5m2"), [40]),
     ],
 )
-def test_what_onnx_does_not_say_keeps_its_body(fake, shape):
+def test_nodes_without_an_equivalent_keep_their_function(fake, shape):
     model = to_standard(model_of([fake.make(["x"], "y", "fq")], [value("x", shape)], value("y", shape)))
     assert [node.op_type.partition(".")[0] for node in model.graph.node] == ["FakeQuantizeMX"]
     x = torch.randn(40) if len(shape) == 1 else torch.randn(5, 40)
@@ -150,7 +150,7 @@ def test_what_onnx_does_not_say_keeps_its_body(fake, shape):
     (lambda: old_network(18, 10), {"x": np.float32(np.random.RandomState(0).randn(2, 3, 8, 8))}),
     (recurrent_network, {"ids": np.random.RandomState(0).randint(0, 70, (5, 3))}),
 ])  # fmt: skip
-def test_a_file_of_the_target_gives_what_the_file_of_bodies_does(tmp_path, network, x):
+def test_a_file_of_the_target_gives_the_outputs_of_the_file_of_functions(tmp_path, network, x):
     onnx.save(network(), tmp_path / "float.onnx")
     outputs = []
     for target in ("pt2mx", "standard"):

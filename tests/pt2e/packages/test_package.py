@@ -17,8 +17,10 @@ from tests.flow import calibrated
 
 
 class Net(nn.Module):
-    """Inputs of each kind: lengths that may be 1 and that may not, a sum of lengths, strides, a tree, one that is
-    written, and constants. All but the product is exact."""
+    """Inputs of each kind: lengths that may be 1 or not, a sum of lengths, strides, a tree, a written input, constants.
+
+    All outputs but that of the linear layer are exact.
+    """
 
     def __init__(self):
         super().__init__()
@@ -73,11 +75,11 @@ def loaded(path):
     return load_package(path)
 
 
-def agree(got, want):
-    (*got, numbers), (*want, wanted_numbers) = got, want
+def check_equal(got, want):
+    (*got, numbers), (*want, expected_numbers) = got, want
     assert [tuple(t.shape) for t in got] == [tuple(t.shape) for t in want]
     assert torch.allclose(got[0], want[0], atol=1e-5) and all(map(torch.equal, got[1:], want[1:]))
-    assert numbers == wanted_numbers and list(map(type, numbers.values())) == [int, int, bool, type(None)]
+    assert numbers == expected_numbers and list(map(type, numbers.values())) == [int, int, bool, type(None)]
 
 
 @pytest.mark.parametrize(
@@ -89,11 +91,11 @@ def agree(got, want):
 def test_sizes_that_the_program_takes(sizes, loaded, converted):
     args = inputs(**sizes)
     with torch.no_grad():
-        agree(loaded(*args, **CONSTANTS), converted(*args, **CONSTANTS))
+        check_equal(loaded(*args, **CONSTANTS), converted(*args, **CONSTANTS))
 
 
-def test_ranges_are_those_in_which_the_code_is_right(loaded):
-    """It reads two rows where the program reads one: tracing took a length of at least 2 for granted."""
+def test_ranges_are_those_in_which_compiled_code_is_right(loaded):
+    """The code reads two rows where the program reads one: tracing assumed a length of at least 2."""
     ranges = dict(zip(loaded.signature.names, loaded.signature.ranges, strict=True))
     assert ranges["x"] == [(1, None), (64, 64)] and ranges["rows"] == [(2, None), (8, 8)]
     assert ranges["parts_left"][0] == (1, None) and ranges["image"][0] == (0, 9) and ranges["times"] is None
@@ -108,17 +110,17 @@ def changed(**changes):
 
 REFUSED = {
     "another dtype": (changed(x=torch.randn(4, 64).double()), "the input 'x' must be of shape .* not .* torch.float64"),
-    "a shorter static size": (changed(x=torch.randn(4, 32)), r"the input 'x' must be of shape \(1 to any, 64\)"),
-    "a longer one": (changed(x=torch.randn(4, 96)), "the input 'x' must be"),
+    "a smaller static size": (changed(x=torch.randn(4, 32)), r"the input 'x' must be of shape \(1 to any, 64\)"),
+    "a larger static size": (changed(x=torch.randn(4, 96)), "the input 'x' must be"),
     "another rank": (changed(x=torch.randn(64)), "the input 'x' must be"),
     "no tensor": (changed(x=3.0), "the input 'x' must be .* not 3.0"),
     "a length that the code does not take": (changed(rows=torch.randn(1, 8)), r"\(2 to any, 8\)"),
-    "none at all": (changed(x=torch.randn(0, 64)), r"\(1 to any, 64\)"),
+    "an empty tensor": (changed(x=torch.randn(0, 64)), r"\(1 to any, 64\)"),
     "too many": (changed(image=torch.randn(10, 3, 4, 6)), r"\(0 to 9, 3, 4, 6\)"),
     "another device": (changed(x=torch.randn(4, 64, device="meta")), "the input 'x' must be on cpu, not on meta"),
     "a sparse tensor": (changed(x=torch.randn(4, 64).to_sparse()), "the input 'x' must be"),
     "a quantized tensor": (changed(x=pt2mx.MXTensor.to_mx(torch.randn(4, 64), "mxfp8")), "not MXTensor"),
-    "a sum that is none": ((inputs(both=9), CONSTANTS), "must meet the condition parts_both.shape.0. =="),
+    "a wrong sum": ((inputs(both=9), CONSTANTS), "must meet the condition parts_both.shape.0. =="),
     "another int": (changed(times=4), "the input 'times' is the constant 3 of the export, and cannot be 4"),
     "a float for an int": (changed(times=3.0), "the constant 3"),
     "another bool": (changed(flag=False), "the constant True of the export, and cannot be False"),
@@ -131,12 +133,12 @@ REFUSED = {
     "a keyword less": ((inputs(), {"times": 3}), "and the keywords times, flag, mode, nothing: given are 5"),
     "a keyword more": ((inputs(), {**CONSTANTS, "k": 1}), "call it with"),
     "another tree": (changed(parts=list(inputs()[2].values())), "the argument 'parts' must be nested as in"),
-    "a tree that lacks a part": (changed(parts={"left": torch.randn(2, 5)}), "the argument 'parts' must be nested"),
+    "a tree with a part missing": (changed(parts={"left": torch.randn(2, 5)}), "the argument 'parts' must be nested"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_the_program_does_not_take(name, loaded):
+def test_arguments_that_the_program_does_not_take(name, loaded):
     (args, kwargs), message = REFUSED[name]
     with pytest.raises(MXError, match=message):
         loaded(*args, **kwargs)
@@ -150,7 +152,7 @@ def test_what_the_program_does_not_take(name, loaded):
         ("x", torch.randn(1, 64).expand(4, 64)),
         ("x", torch.randn(257)[1:].view(4, 64)),
         ("x", torch.randn(4, 64, requires_grad=True)),
-        ("x", torch.randn(4, 64, dtype=torch.complex64).conj().imag),  # its sign is still to be changed
+        ("x", torch.randn(4, 64, dtype=torch.complex64).conj().imag),  # the negation is lazy
         ("image", torch.randn(2, 3, 4, 6)),
         ("image", torch.randn(2, 6, 4, 3).transpose(1, 3)),
     ],
@@ -158,7 +160,7 @@ def test_what_the_program_does_not_take(name, loaded):
 def test_strides_that_compiled_code_does_not_expect(name, value, loaded, converted):
     args, _ = changed(**{name: value})
     with torch.no_grad():
-        agree(loaded(*args, **CONSTANTS), converted(*args, **CONSTANTS))
+        check_equal(loaded(*args, **CONSTANTS), converted(*args, **CONSTANTS))
 
 
 def test_inputs_that_are_written(loaded):
@@ -169,23 +171,23 @@ def test_inputs_that_are_written(loaded):
         loaded(*args[:-1], torch.zeros(6)[::2], **CONSTANTS)
 
 
-def test_the_order_of_names_is_free(loaded, converted):
-    """Of keywords, of the keys of a dict, and of parameters that are given by name."""
+def test_keywords_and_keys_in_any_order(loaded, converted):
+    """Keyword arguments, keys of a dict, and parameters passed by name."""
     x, rows, parts, image, state = inputs()
     with torch.no_grad():
         want = converted(x, rows, parts, image, torch.zeros(3), **CONSTANTS)
-        turned = dict(reversed(parts.items()))
-        agree(loaded(x, rows, turned, image, state, **dict(reversed(CONSTANTS.items()))), want)
-        agree(loaded(x, rows, state=state, image=image, parts=parts, **CONSTANTS), want)
+        reordered = dict(reversed(parts.items()))
+        check_equal(loaded(x, rows, reordered, image, state, **dict(reversed(CONSTANTS.items()))), want)
+        check_equal(loaded(x, rows, state=state, image=image, parts=parts, **CONSTANTS), want)
 
 
-def test_an_input_that_is_written_shares_memory_with_none(loaded):
+def test_a_written_input_shares_no_memory(loaded):
     x, rows, parts, image, _ = inputs()
     with pytest.raises(MXError, match="the input 'state' is written to, and shares memory with 'x': pass a clone"):
         loaded(x, rows, parts, image, x.view(-1)[:3], **CONSTANTS)
 
 
-def test_it_says_what_it_is(path, monkeypatch):
+def test_a_package_records_its_provenance(path, monkeypatch):
     assert provenance_of(path) == provenance.Provenance.here(MXQuantizer.from_recipe("mxfp8"))
     monkeypatch.setattr(provenance, "__version__", "9.9")
     with pytest.warns(UserWarning, match=f"was written by pt2mx {pt2mx.__version__}, and this is 9.9"):
@@ -210,7 +212,7 @@ def test_a_dynamic_int_is_refused(tmp_path):
 
 
 class Masked(nn.Module):
-    """Reads as many values of the mask as x has; no guard of the export says so."""
+    """Reads as many values of the mask as x has, without a guard in the export."""
 
     def __init__(self):
         super().__init__()
@@ -222,8 +224,8 @@ class Masked(nn.Module):
 
 
 @pytest.mark.slow
-def test_extents_that_the_program_compares_at_run_time(tmp_path):
-    """In an example whose batch is as large as its length."""
+def test_sizes_that_the_program_compares_at_run_time(tmp_path):
+    """The example has a batch as large as its length."""
     free = {0: Dim.AUTO, 1: Dim.AUTO}
     args, shapes = (torch.randn(4, 4, 64), torch.rand(4, 4)), (free, free)
     exported = export(Masked().eval(), args, shapes).module()

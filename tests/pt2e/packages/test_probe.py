@@ -1,4 +1,4 @@
-"""What probes of compiled code find: the smallest sizes of dimensions, and which dimensions are equal."""
+"""Probes of compiled code: the smallest sizes of dimensions, and equal dimensions."""
 
 import pytest
 import sympy
@@ -51,7 +51,7 @@ def same(x, y):
     return x * 2, y + 1
 
 
-def two_rows(x, y):  # as code does that was made for at least two
+def two_rows(x, y):  # like code compiled for at least two rows
     return x * 2, torch.cat([y, y + 1])[:2] if len(y) < 2 else y + 1
 
 
@@ -147,7 +147,7 @@ A, B, C, D = sympy.symbols("a b c d")
 
 
 def constraints(example, dims, takes):
-    """Return the constraints that are found, and the number of probes; `takes` says which sizes the program takes."""
+    """Return the constraints and the number of probes; `takes` says which sizes the program takes."""
     probes = []
 
     def matches(changed):

@@ -1,4 +1,4 @@
-"""What is checked of the arguments of a call: nesting, leaves, order in memory, shared memory."""
+"""Checks of the arguments of a call: nesting, leaves, memory order, shared memory."""
 
 import pytest
 import torch

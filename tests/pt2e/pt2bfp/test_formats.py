@@ -9,8 +9,8 @@ torch.manual_seed(0)
 X = torch.randn(6, 200)
 
 
-def spec(format, axis=-1, **modes):
-    return pt2bfp.Format.from_shorthand(format).replace(axis=axis, **modes)
+def spec(format, axis=-1, **changes):
+    return pt2bfp.Format.from_shorthand(format).replace(axis=axis, **changes)
 
 
 @pytest.mark.parametrize("axis", [0, 1, -1])
@@ -33,7 +33,7 @@ def test_quantize_bfp_of_other_formats():
     assert same(narrow, fake_quantize_mx(X * 1e6, spec("MXFP8[E4M3]{32}", scale_exp_bits=4)))
 
 
-def test_quantize_bfp_rounds_at_random_where_nothing_is_said():
+def test_quantize_bfp_rounds_at_random_by_default():
     torch.manual_seed(0)
     first, second = (pt2bfp._quantize_bfp(X, 8, "BFP[4|8]{64}(SN)", axes=-1, block_size=64) for _ in range(2))
     assert not torch.equal(first, second)

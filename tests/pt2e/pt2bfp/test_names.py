@@ -1,4 +1,4 @@
-"""Every name of pt2-bfp's surface with a value, and a program of its form."""
+"""Every name of pt2-bfp's API with a value, and a program written for it."""
 
 import pytest
 import torch
@@ -184,7 +184,7 @@ def test_every_name_gives_its_value(name):
 
 
 class BackendQuantizer(pt2bfp.BFPQuantizer):
-    """As a user of pt2-bfp writes one: every linear layer, by an annotation of its own."""
+    """A quantizer as a user of pt2-bfp writes it: it annotates every linear layer itself."""
 
     def set_global(self, quantization_config):
         self.global_config = quantization_config
@@ -241,7 +241,7 @@ def test_nothing_is_annotated_where_a_config_names_no_spec():
     assert [function(empty) is None for function in functions] == [True, True, False, True]
 
 
-def test_a_qconfig_of_weights_alone():
+def test_a_qconfig_of_weights_only():
     weight = pt2bfp.QConfig(activation=nn.Identity, weight=pt2bfp.MinMaxObserver)
     assert (weight.activation, weight.weight) == (None, BFP16)
     assert weight.module_of("weight") is pt2bfp.MinMaxObserver

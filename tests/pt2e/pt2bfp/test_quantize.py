@@ -67,8 +67,8 @@ def test_a_layer_computes_as_in_an_exported_graph(name):
     converted = pt2bfp.convert(prepared)
     graph = converted_graph(model, inputs, MXQuantizer().set_global(QCONFIG))
     assert same(converted(*inputs), graph(*inputs))
-    held = {name for name, _ in graph.named_buffers() if name.endswith(("_data", "_scale"))}
-    assert held and held == {name for name in converted.state_dict() if name.endswith(("_data", "_scale"))}
+    packed = {name for name, _ in graph.named_buffers() if name.endswith(("_data", "_scale"))}
+    assert packed and packed == {name for name in converted.state_dict() if name.endswith(("_data", "_scale"))}
     pt2bfp.enable_fake_quant(prepared)
     assert same(prepared(*others), converted(*others))
     assert same(copy.deepcopy(converted)(*others), converted(*others))
@@ -89,7 +89,7 @@ def test_every_role():
 
 
 class Net(nn.Module):
-    """Layers at two depths, one of them twice, one left out, and an attention, which reads its layers' weights."""
+    """Layers at two depths, one used twice, one excluded, and an attention, which uses the weights of its layers."""
 
     def __init__(self):
         super().__init__()
@@ -130,7 +130,7 @@ def test_submodules_by_the_qconfig_around_them():
     assert "qconfig" in vars(pt2bfp.convert(prepared, remove_qconfig=False))
 
 
-def test_in_place_and_the_model_itself():
+def test_in_place_and_a_single_layer():
     model, prepared = prepared_net(inplace=True)
     assert prepared is model and pt2bfp.convert(prepared, inplace=True) is model
     layer = nn.Linear(16, 4).eval()
@@ -147,14 +147,14 @@ def test_mappings():
     assert [type(m).__name__ for m in dynamic] == ["Conv2d", "Flatten", "QuantizedLayer"]
     assert same(dynamic[0](x), model[0](x))
 
-    class Own(nn.Identity):
+    class Replacement(nn.Identity):
         @classmethod
         def from_float(cls, module):
             assert module.weight.shape == (4, 16) and module.qconfig.weight == QCONFIG.weight
             return cls()
 
-    mapping = pt2bfp.get_default_static_quant_module_mappings() | {nn.Linear: Own}
-    assert [type(m) for m in pt2bfp.convert(prepared, mapping)][2] is Own
+    mapping = pt2bfp.get_default_static_quant_module_mappings() | {nn.Linear: Replacement}
+    assert [type(m) for m in pt2bfp.convert(prepared, mapping)][2] is Replacement
     assert len(pt2bfp.prepare(model, allow_list={nn.Linear})[2].observers) == 2
     # without observers
     assert type(pt2bfp.convert(Wrapped(prepared[2]))).__name__ == "Wrapped"
@@ -179,7 +179,7 @@ def test_training():
 
 
 @torch.no_grad()
-def test_a_recurrent_layer_in_training_evaluates_where_it_was_set_to():
+def test_a_recurrent_layer_trains_and_evaluates():
     layer, x = nn.LSTM(40, 12, 2, dropout=0.5).train(), torch.randn(3, 2, 40)
     layer.qconfig = QCONFIG
     qat = pt2bfp.prepare_qat(layer)
@@ -197,7 +197,7 @@ def test_a_recurrent_layer_in_training_evaluates_where_it_was_set_to():
 @torch.no_grad()
 @pytest.mark.parametrize("mask", [None, torch.tensor([[False] * 5, [False] * 3 + [True] * 2])])
 def test_encoders_call_their_layers(mask):
-    """In evaluation, torch's read their weights and compute all at once."""
+    """In evaluation, torch's encoders use the weights of their layers without calling them."""
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     model, x = nn.TransformerEncoder(layer, 2).eval(), torch.randn(2, 5, 16)
     model.qconfig = QCONFIG
@@ -221,12 +221,12 @@ def test_packed_sequences():
     prepared(nn.utils.rnn.pack_sequence(x))
     converted = pt2bfp.convert(prepared)
     y = nn.utils.rnn.unpack_sequence(converted(nn.utils.rnn.pack_sequence(x))[0])
-    for each, of_one in zip(y, x, strict=True):
-        torch.testing.assert_close(each, converted(of_one)[0])
+    for packed, sequence in zip(y, x, strict=True):
+        torch.testing.assert_close(packed, converted(sequence)[0])
 
 
 @torch.no_grad()
-def test_one_parameter_of_two_names():
+def test_a_parameter_with_two_names():
     layer, x = nn.RNN(40, 40).eval(), torch.randn(3, 2, 40)
     layer.weight_hh_l0, layer.qconfig = layer.weight_ih_l0, QCONFIG
     prepared = pt2bfp.prepare(layer)
@@ -244,7 +244,7 @@ def test_a_weight_that_is_computed_from_others_is_refused(reparametrized):
         pt2bfp.prepare(layer, inplace=True)
 
 
-def test_what_a_quantized_layer_says_of_itself():
+def test_repr_and_missing_attributes_of_a_quantized_layer():
     layer = nn.Linear(16, 4)
     layer.qconfig = QCONFIG
     converted = pt2bfp.convert(pt2bfp.prepare(layer))

@@ -1,4 +1,4 @@
-"""Roles in affine quantization, by torchao's own modules, beside block formats."""
+"""Affine quantization of some roles by torchao's own modules, together with block formats."""
 
 import pytest
 import torch
@@ -22,10 +22,10 @@ def net():
 
 
 def affine(x, seen, low=0, high=255):
-    """x: in steps of the range of `seen`, by the definition."""
-    least, largest = min(float(seen.min()), 0.0), max(float(seen.max()), 0.0)
-    scale = torch.tensor((largest - least) / (high - low))
-    zero_point = int(low - torch.round(torch.tensor(least) / scale))
+    """Fake quantize x with the scale and zero point of the range of `seen`, by the definition."""
+    smallest, largest = min(float(seen.min()), 0.0), max(float(seen.max()), 0.0)
+    scale = torch.tensor((largest - smallest) / (high - low))
+    zero_point = int(low - torch.round(torch.tensor(smallest) / scale))
     return torch.fake_quantize_per_tensor_affine(x, float(scale), zero_point, low, high)
 
 
@@ -95,7 +95,7 @@ def test_observers_of_these_names_are_torchaos_for_uint8(observer, kind):
 
 
 class Affine(pt2bfp.BFPQuantizer):
-    """As a program of pt2-bfp annotates."""
+    """Annotates as a program of pt2-bfp does."""
 
     def annotate(self, model):
         config = pt2bfp.BFPQuantizationConfig(UINT8, UINT8, BFP16, None)
@@ -108,7 +108,7 @@ class Affine(pt2bfp.BFPQuantizer):
 
 
 @torch.no_grad()
-def test_annotations_of_ones_own():
+def test_annotations_by_a_subclass():
     prepared = pt2bfp.prepare_pt2e(exported(nn.Linear(64, 8).eval(), X), Affine())
     prepared(X)
     converted = pt2bfp.convert_pt2e(prepared)

@@ -27,7 +27,7 @@ class Attention(nn.Module):
 
 
 class Captions(nn.Module):
-    """Words that attend to each other, beside an image."""
+    """Attention over words, plus the features of an image."""
 
     def __init__(self):
         super().__init__()
@@ -48,21 +48,21 @@ def captions(tmp_path_factory):
 
 
 def feeds():
-    """Another batch of other lengths."""
+    """Return a batch of other lengths."""
     return {"images": np.random.randn(3, 3, 8, 8).astype(np.float32), "ids": np.random.randint(0, 50, (3, 7))}
 
 
 def test_every_node_of_a_small_model(captions, tmp_path):
     report = quantize_onnx(captions, tmp_path / "mx.onnx", "mxfp8")
-    products = ["attention.query", "attention.key", "attention.value", "attention", "attention", "attention.output"]
+    matmuls = ["attention.query", "attention.key", "attention.value", "attention", "attention", "attention.output"]
     modules = [o.module for o in report.operators if o.quantized]
-    assert sorted(modules) == sorted(["embedding", *products, "stem.0", "stem.3", "head"])
+    assert sorted(modules) == sorted(["embedding", *matmuls, "stem.0", "stem.3", "head"])
     assert len(modules) == len(report.operators)
-    found = differences(onnx.load(tmp_path / "mx.onnx"), feeds())
-    assert set(found.values()) == {0} and len(found) == 8 + 9  # constants, activations
+    wrong = differences(onnx.load(tmp_path / "mx.onnx"), feeds())
+    assert set(wrong.values()) == {0} and len(wrong) == 8 + 9  # constants, activations
 
 
-def test_weights_of_a_small_model_alone(captions, tmp_path):
+def test_weight_only_of_a_small_model(captions, tmp_path):
     quantize_onnx(captions, tmp_path / "mx.onnx", "mxfp4_weight_only")
     model, batch = onnx.load(tmp_path / "mx.onnx"), feeds().values()
     (got,), (want,) = run(model, *batch), run(with_dequantized_weights(onnx.load(captions), model), *batch)
@@ -70,14 +70,14 @@ def test_weights_of_a_small_model_alone(captions, tmp_path):
 
 
 def test_names_of_torchs_modules(captions, tmp_path):
-    """The exporter notes scopes and classes."""
+    """The exporter records scopes and classes."""
     quantizer = MXQuantizer().set_global(MXQuantizationConfig(weight="mxfp4"))
     quantizer.set_module_type("torch.nn.Embedding", None).set_module_name_regex(r"attention\.(query|key)", None)
     quantizer.set_operator_type("aten.linear", MXQuantizationConfig(weight="mxfp8", activation="mxfp8"))
     report = quantize_onnx(captions, tmp_path / "mx.onnx", quantizer)
-    found = {o.module: {operand.spec for operand in o.operands} for o in report.operators}
+    by_module = {o.module: {operand.spec for operand in o.operands} for o in report.operators}
     linear, convolution = {"mxfp8_e4m3{32}"}, {"mxfp4_e2m1{32}"}
-    assert found == {
+    assert by_module == {
         "embedding": set(), "attention.query": set(), "attention.key": set(), "attention": set(),
         "attention.value": linear, "attention.output": linear, "head": linear,
         "stem.0": convolution, "stem.3": convolution,
@@ -108,7 +108,7 @@ def size(path):
     return path.stat().st_size
 
 
-#: of the float file
+#: recipe -> the largest size of the file, in units of the float file's
 LARGEST = {"mxfp4": 0.15, "mxfp8": 0.28, "mxfp4_weight_only": 0.15}
 
 
@@ -119,8 +119,8 @@ def test_resnet(resnet, tmp_path, config):
     assert sum(o.quantized for o in report.operators) == len(report.operators) == 54
     assert [o.module for o in report.operators][:3] == ["conv1", "layer1.0.conv1", "layer1.0.conv2"]
     assert size(tmp_path / "mx.onnx") < LARGEST[config] * size(resnet)
-    found = differences(onnx.load(tmp_path / "mx.onnx"), {"x": np.random.randn(1, 3, 64, 64).astype(np.float32)})
-    assert set(found.values()) == {0} and len(found) == 104
+    wrong = differences(onnx.load(tmp_path / "mx.onnx"), {"x": np.random.randn(1, 3, 64, 64).astype(np.float32)})
+    assert set(wrong.values()) == {0} and len(wrong) == 104
 
 
 @pytest.mark.slow
@@ -130,12 +130,12 @@ def test_minilm(minilm, tmp_path, config):
     assert sum(o.quantized for o in report.operators) == len(report.operators) == 51
     assert size(tmp_path / "mx.onnx") < LARGEST[config] * size(minilm)
     ids = np.random.randint(0, 30000, (2, 7))
-    found = differences(onnx.load(tmp_path / "mx.onnx"), {"input_ids": ids, "attention_mask": np.ones_like(ids)})
-    assert set(found.values()) == {0} and len(found) == 87
+    wrong = differences(onnx.load(tmp_path / "mx.onnx"), {"input_ids": ids, "attention_mask": np.ones_like(ids)})
+    assert set(wrong.values()) == {0} and len(wrong) == 87
 
 
 @pytest.mark.slow
-def test_weights_of_minilm_alone(minilm, tmp_path):
+def test_weight_only_of_minilm(minilm, tmp_path):
     quantize_onnx(minilm, tmp_path / "mx.onnx", "mxfp4_weight_only")
     assert size(tmp_path / "mx.onnx") < LARGEST["mxfp4_weight_only"] * size(minilm)
     model = onnx.load(tmp_path / "mx.onnx")
@@ -146,7 +146,7 @@ def test_weights_of_minilm_alone(minilm, tmp_path):
 
 
 @pytest.mark.slow
-def test_weights_of_resnet_alone(resnet, tmp_path):
+def test_weight_only_of_resnet(resnet, tmp_path):
     quantize_onnx(resnet, tmp_path / "mx.onnx", "mxfp4_weight_only")
     model, x = onnx.load(tmp_path / "mx.onnx"), torch.randn(1, 3, 64, 64)
     (got,), (want,) = run(model, x), run(with_dequantized_weights(onnx.load(resnet), model), x)

@@ -14,28 +14,28 @@ CONFIG = MXQuantizationConfig(weight="mxfp4", activation="mxfp8")
 X = {"x": (TensorProto.FLOAT, [3, 40])}
 
 
-def product(a, b, y):
-    return helper.make_node("MatMul", [a, b], [y], f"{y}_product")
+def matmul(a, b, y):
+    return helper.make_node("MatMul", [a, b], [y], f"{y}_matmul")
 
 
 def planned(model):
-    """Node -> (its quantized tensors, the reasons for the others, the remark)."""
+    """Return output of a node -> (its quantized tensors, the reasons for the others, the remark)."""
     plans = plan(FloatGraph(model), quantizer_of(CONFIG))
     return {p.node.output[0]: ([o.tensor for o in p.operands], p.reasons, p.remark) for p in plans}
 
 
-def test_a_factor_of_unknown_rank_stays_where_its_dimension_counts_from_the_end():
-    nodes = [helper.make_node("Reshape", ["a", "shape"], ["r"]), product("r", "r", "y")]
+def test_a_factor_of_unknown_rank_stays_if_its_axis_counts_from_the_end():
+    nodes = [helper.make_node("Reshape", ["a", "shape"], ["r"]), matmul("r", "r", "y")]
     inputs = {"a": (TensorProto.FLOAT, [1600]), "shape": (TensorProto.INT64, [None])}
     assert planned(model_of(nodes, inputs, {"y": 2}, {})) == {"y": (["r"], ("r has an unknown rank",), None)}
 
 
-def test_types_behind_operators_of_other_domains_are_those_of_the_constants_beside(tmp_path):
+def test_types_after_operators_of_other_domains_are_those_of_the_other_operand(tmp_path):
     nodes = [
         helper.make_node("FusedMatMul", ["x", "w"], ["h"], "fused", domain="com.microsoft"),
-        product("h", "w", "g"),
+        matmul("h", "w", "g"),
         helper.make_node("FusedMatMul", ["g", "w"], ["f"], "again", domain="com.microsoft"),
-        product("f", "f", "y"),
+        matmul("f", "f", "y"),
     ]
     model = model_of(nodes[1:2], {"h": X["x"]}, {"g": 2}, {"w": weight(40, 40)})
     del model.graph.node[:], model.graph.input[:], model.graph.output[:]
@@ -50,20 +50,20 @@ def test_types_behind_operators_of_other_domains_are_those_of_the_constants_besi
 
 
 def quantized_to_integers():
-    """A product of a dequantized weight, one of a dequantized activation, and the first weight transposed."""
+    """Return matmuls of a dequantized weight, and of a dequantized activation with the weight transposed."""
     nodes = [
         helper.make_node("DequantizeLinear", ["codes", "scale"], ["w"]),
-        product("x", "w", "h"),
+        matmul("x", "w", "h"),
         helper.make_node("QuantizeLinear", ["h", "scale"], ["h8"]),
         helper.make_node("DequantizeLinear", ["h8", "scale"], ["hd"]),
         helper.make_node("Transpose", ["w"], ["wt"]),
-        product("hd", "wt", "y"),
+        matmul("hd", "wt", "y"),
     ]
     constants = {"codes": np.random.randint(0, 255, (40, 40)).astype(np.uint8), "scale": np.float32(0.01)}
     return model_of(nodes, X, {"y": 2}, constants)
 
 
-def test_what_is_quantized_already_stays(tmp_path):
+def test_tensors_that_are_quantized_already_stay(tmp_path):
     reason = "{} is quantized already, before a DequantizeLinear"
     model = quantized_to_integers()
     assert planned(model) == {
@@ -77,20 +77,19 @@ def test_what_is_quantized_already_stays(tmp_path):
     assert not (tmp_path / "mx.onnx").exists()
 
 
-def test_a_default_of_an_input_is_remarked_on():
-    model = model_of(
-        [product("x", "w", "y")], X | {"w": (TensorProto.FLOAT, [40, 40])}, {"y": 2}, {"w": weight(40, 40)}
-    )
+def test_a_default_of_an_input_gets_a_remark():
+    model = model_of([matmul("x", "w", "y")], X | {"w": (TensorProto.FLOAT, [40, 40])}, {"y": 2}, {"w": weight(40, 40)})
     remark = "w is a default of an input, no constant: it is quantized at each call"
     assert planned(model) == {"y": (["x", "w"], (), remark)}
 
 
-def test_nothing_but_products_inside_a_loop(tmp_path):
+def test_a_model_with_matmuls_only_in_a_loop(tmp_path):
     kinds = {"i": (TensorProto.INT64, []), "c": (TensorProto.BOOL, []), "s": (TensorProto.FLOAT, [3, 40])}
-    given = [helper.make_tensor_value_info(name, *kind) for name, kind in kinds.items()]
+    values = [helper.make_tensor_value_info(name, *kind) for name, kind in kinds.items()]
     results = [helper.make_tensor_value_info(name, *kinds[name[0]]) for name in ("c2", "s2")]
-    body = [helper.make_node("Identity", ["c"], ["c2"]), product("s", "w", "s2")]
-    loop = helper.make_node("Loop", ["n", "", "x"], ["y"], "loop", body=helper.make_graph(body, "body", given, results))
+    body = [helper.make_node("Identity", ["c"], ["c2"]), matmul("s", "w", "s2")]
+    body = helper.make_graph(body, "body", values, results)
+    loop = helper.make_node("Loop", ["n", "", "x"], ["y"], "loop", body=body)
     onnx.save(model_of([loop], X, {"y": 2}, {"w": weight(40, 40), "n": np.array(3)}), tmp_path / "float.onnx")
     with pytest.raises(MXError, match=r"nothing to quantize in .*: inside the sub-graph of loop$"):
         quantize_onnx(tmp_path / "float.onnx", tmp_path / "mx.onnx", CONFIG)

@@ -26,8 +26,8 @@ def test_files_of_older_opsets(tmp_path, opset, ir_version):
     report, model = quantized(floats, tmp_path)
     assert next(entry.version for entry in model.opset_import if entry.domain == "") == 18
     assert [value.name for value in model.graph.input] == ["x"]
-    # blocks along what each node reduces: (out, in / groups, ...), transposed (in, out / groups, ...), (out, in), and
-    # the transposed constant (in, out)
+    # blocks along the dimension that each node reduces: (out, in / groups, ...), transposed (in, out / groups, ...),
+    # (out, in), and the transposed constant (in, out)
     assert specs(model) == {
         "x_mx": ("fp8_e4m3", 32, 1, 3),
         "conv1.weight_mx": ("fp4_e2m1", 32, 1, 3),
@@ -45,14 +45,14 @@ def test_files_of_older_opsets(tmp_path, opset, ir_version):
 
 
 @pytest.mark.parametrize("opset", [11, 18])
-def test_weights_alone_give_the_outputs_of_the_dequantized_model(tmp_path, opset):
+def test_weight_only_gives_the_outputs_of_the_dequantized_model(tmp_path, opset):
     floats = old_network(opset, 7)
     _, model = quantized(floats, tmp_path, WEIGHTS)
     assert not list(FakeQuantizeMX.nodes_in(model))
     (got,), (want,) = run(model, IMAGES), run(with_dequantized_weights(floats, model), IMAGES)
     assert torch.allclose(got, want, rtol=1e-5, atol=1e-6)
-    (given,) = run(floats, IMAGES)
-    assert 1e-5 < (got - given).abs().max() < 0.1
+    (float_output,) = run(floats, IMAGES)
+    assert 1e-5 < (got - float_output).abs().max() < 0.1
 
 
 def test_recurrent_layers_and_embeddings(tmp_path):
@@ -69,8 +69,8 @@ def test_recurrent_layers_and_embeddings(tmp_path):
         "e": ("fp8_e4m3", 32, -1, 40),
         "table_mx": ("fp8_e4m3", 32, -1, 40),
     }
-    held = {tensor.name for tensor in model.graph.initializer}
-    assert {"table_codes", "table_scale", "lb"} <= held and not {"table", "lw", "gr"} & held
+    initializers = {tensor.name for tensor in model.graph.initializer}
+    assert {"table_codes", "table_scale", "lb"} <= initializers and not {"table", "lw", "gr"} & initializers
     ids = np.random.randint(0, 70, (5, 3))
     assert set(differences(model, {"ids": ids}).values()) == {0}
     (got,), (want,) = run(model, ids), run(floats, ids)
@@ -86,14 +86,14 @@ def test_a_batch_norm_is_folded_before_the_weight_is_quantized(tmp_path):
         helper.make_node("Conv", ["x", "w"], ["c"], "conv"),
         helper.make_node("BatchNormalization", ["c", "gain", "shift", "mean", "variance"], ["y"], "norm"),
     ]
-    held = {"w": weight(8, 40, 3, 3), "gain": 1 + weight(8), "shift": weight(8), "mean": weight(8)}
-    held["variance"] = 1 + weight(8) ** 2
-    floats = model_of(nodes, {"x": (TensorProto.FLOAT, [None, 40, 5, 5])}, {"y": 4}, held, 11, 6)
+    constants = {"w": weight(8, 40, 3, 3), "gain": 1 + weight(8), "shift": weight(8), "mean": weight(8)}
+    constants["variance"] = 1 + weight(8) ** 2
+    floats = model_of(nodes, {"x": (TensorProto.FLOAT, [None, 40, 5, 5])}, {"y": 4}, constants, 11, 6)
     _, model = quantized(floats, tmp_path, MXQuantizationConfig(weight="mxfp8"))
     assert [node.op_type.partition(".")[0] for node in model.graph.node] == ["DequantizeMX", "Conv"]
     assert {tensor.name for tensor in model.graph.initializer} == {"w_codes", "w_scale", "y_bias"}
-    factor = held["gain"].astype(np.float64) / np.sqrt(held["variance"].astype(np.float64) + 1e-5)
-    folded = (held["w"] * factor[:, None, None, None]).astype(np.float32)
+    factor = constants["gain"].astype(np.float64) / np.sqrt(constants["variance"].astype(np.float64) + 1e-5)
+    folded = (constants["w"] * factor[:, None, None, None]).astype(np.float32)
     scale, codes = pt2mx.quantize_mx(torch.from_numpy(folded), "mxfp8", axis=1)
     named = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
     assert np.array_equal(named["w_codes"], codes.numpy()) and np.array_equal(named["w_scale"], scale.numpy())
@@ -107,8 +107,8 @@ def test_subgraphs_stay_and_the_report_says_so(tmp_path):
     assert {tensor.name for tensor in model.graph.initializer} == {"w", "w_codes", "w_scale"}
     assert [(o.name, o.quantized, o.reason) for o in report.operators] == [
         ("first", True, None),
-        ("b_product", False, "inside the sub-graph of choice"),  # else_branch
-        ("a_product", False, "inside the sub-graph of choice"),
+        ("b_matmul", False, "inside the sub-graph of choice"),  # else_branch
+        ("a_matmul", False, "inside the sub-graph of choice"),
     ]
     x = weight(3, 40)
     for flag in (True, False):
@@ -128,25 +128,25 @@ def test_a_matmul_in_nested_subgraphs_is_reported_once(tmp_path):
     report, _ = quantized(floats, tmp_path)
     assert [(o.name, o.reason) for o in report.operators] == [
         ("first", None),
-        ("b_product", "inside the sub-graph of outer"),
-        ("a_product", "inside the sub-graph of outer"),
+        ("b_matmul", "inside the sub-graph of outer"),
+        ("a_matmul", "inside the sub-graph of outer"),
     ]
 
 
 @pytest.mark.parametrize("dtype", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
 def test_half_precision(tmp_path, dtype):
     values = torch.from_numpy(weight(40, 24)).to({10: torch.float16, 16: torch.bfloat16}[dtype])
-    held = helper.make_tensor("w", dtype, [40, 24], values.view(torch.int16).numpy().tobytes(), raw=True)
+    constant = helper.make_tensor("w", dtype, [40, 24], values.view(torch.int16).numpy().tobytes(), raw=True)
     nodes = [
         helper.make_node("Cast", ["x"], ["h"], "", to=dtype),
-        helper.make_node("MatMul", ["h", "w"], ["m"], "product"),
+        helper.make_node("MatMul", ["h", "w"], ["m"], "matmul"),
         helper.make_node("Cast", ["m"], ["y"], "", to=TensorProto.FLOAT),
     ]
-    floats = model_of(nodes, {"x": (TensorProto.FLOAT, [3, 40])}, {"y": 2}, {"w": held})
+    floats = model_of(nodes, {"x": (TensorProto.FLOAT, [3, 40])}, {"y": 2}, {"w": constant})
     _, model = quantized(floats, tmp_path)
     ((_, attributes),) = DequantizeMX.nodes_in(model)
     assert (attributes.dtype, attributes.axis, attributes.length) == (dtype, 0, 40)
-    if dtype == TensorProto.FLOAT16:  # onnxruntime has no product of bfloat16 on the CPU
+    if dtype == TensorProto.FLOAT16:  # onnxruntime has no bfloat16 matmul on the CPU
         assert set(differences(model, {"x": weight(3, 40)}).values()) == {0}
     scale, codes = pt2mx.quantize_mx(values, "mxfp4", axis=0)
     named = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
@@ -171,8 +171,8 @@ def test_external_data_and_functions_of_the_model(tmp_path):
     assert onnx.load(tmp_path / "mx.onnx") == model
 
     body = [helper.make_node("MatMul", ["a", "b"], ["c"], "inner")]
-    twice = helper.make_function("mine", "Product", ["a", "b"], ["c"], body, [helper.make_opsetid("", 18)])
-    nodes = [helper.make_node("Product", ["x", "w"], ["y"], "outer", domain="mine")]
+    function = helper.make_function("mine", "Multiply", ["a", "b"], ["c"], body, [helper.make_opsetid("", 18)])
+    nodes = [helper.make_node("Multiply", ["x", "w"], ["y"], "outer", domain="mine")]
     graph = helper.make_graph(
         nodes, "net",
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, [3, 40])],
@@ -180,5 +180,5 @@ def test_external_data_and_functions_of_the_model(tmp_path):
         [numpy_helper.from_array(weight(40, 8), "w")],
     )  # fmt: skip
     imports = [helper.make_opsetid("", 18), helper.make_opsetid("mine", 1)]
-    _, model = quantized(helper.make_model(graph, functions=[twice], opset_imports=imports, ir_version=9), tmp_path)
+    _, model = quantized(helper.make_model(graph, functions=[function], opset_imports=imports, ir_version=9), tmp_path)
     assert list(specs(model)) == ["x_mx", "w_mx"]

@@ -6,10 +6,7 @@ from onnx import TensorProto, helper, numpy_helper
 from pt2mx import MXError, MXQuantizationConfig
 from pt2mx.pt2e.onnx.nodes import FakeQuantizeMX
 from pt2mx.pt2e.onnx.quantize.quantize_onnx import quantize_onnx
-from tests.onnx_float_files import (
-    model_of,
-    old_network,
-)
+from tests.onnx_float_files import model_of, old_network
 from tests.onnx_nodes import run
 from tests.onnx_quantized_files import FP4, IMAGES, WEIGHTS
 
@@ -27,7 +24,7 @@ def saved(model):
 
 
 def doubles():
-    nodes = [helper.make_node("MatMul", ["x", "x"], ["h"], "product"), helper.make_node("Cast", ["h"], ["y"], to=1)]
+    nodes = [helper.make_node("MatMul", ["x", "x"], ["h"], "matmul"), helper.make_node("Cast", ["h"], ["y"], to=1)]
     return model_of(nodes, {"x": (TensorProto.DOUBLE, [8, 8])}, {"y": 2}, {})
 
 
@@ -38,13 +35,13 @@ def not_finite():
     return model
 
 
-def without_products():
+def without_matmuls():
     return model_of([helper.make_node("Relu", ["x"], ["y"])], {"x": (TensorProto.FLOAT, [3])}, {"y": 1}, {})
 
 
 def quantized_already():
     node = FakeQuantizeMX("fp4_e2m1").make(["x"], "y", "mine")
-    model = without_products()
+    model = without_matmuls()
     model.graph.node[0].CopyFrom(node)
     model.opset_import.append(helper.make_opsetid("pt2mx", 1))
     return model
@@ -64,9 +61,9 @@ def unconvertible():
         (damaged, FP4, "is no ONNX file that can be read"),
         (empty, FP4, "holds no graph"),
         (lambda folder: None, FP4, "is no ONNX file that can be read: .*No such file"),
-        (saved(doubles), FP4, "MatMul 'product' computes in float64"),
+        (saved(doubles), FP4, "MatMul 'matmul' computes in float64"),
         (saved(not_finite), FP4, "NaN or Inf in the weights fc.weight"),
-        (saved(without_products), FP4, "nothing to quantize in .*: it holds no MatMul"),
+        (saved(without_matmuls), FP4, "nothing to quantize in .*: it holds no MatMul"),
         (saved(quantized_already), FP4, "FakeQuantizeMX 'mine' of domain 'pt2mx': the file is quantized already"),
         (saved(unconvertible), FP4, "opset 5 cannot be converted to 18"),
         (saved(lambda: old_network(18, 10)), "mxfp9", "no recipe 'mxfp9'"),
@@ -88,21 +85,21 @@ def test_errors_leave_nothing_behind(tmp_path, write, config, match):
 
 def test_errors_of_files_and_batches(tmp_path):
     onnx.save(old_network(18, 10), tmp_path / "float.onnx")
-    given = tmp_path / "float.onnx"
+    path = tmp_path / "float.onnx"
     with pytest.raises(MXError, match="are one file"):
-        quantize_onnx(given, given, FP4)
+        quantize_onnx(path, path, FP4)
     with pytest.raises(MXError, match="it must be a file in a folder that exists"):
-        quantize_onnx(given, tmp_path / "nowhere" / "mx.onnx", FP4)
+        quantize_onnx(path, tmp_path / "nowhere" / "mx.onnx", FP4)
     with pytest.raises(MXError, match="batch 1: "):
-        quantize_onnx(given, tmp_path / "mx.onnx", FP4, [{"x": IMAGES}, {"z": IMAGES}])
+        quantize_onnx(path, tmp_path / "mx.onnx", FP4, [{"x": IMAGES}, {"z": IMAGES}])
     for batches, match in (
         ({"x": IMAGES}, "calibration must be a list of batches by name, not of type dict"),
         (3, "calibration must be a list of batches by name, not of type int"),
         ([IMAGES], "batch 0 must be a mapping of inputs by name, not of type ndarray"),
     ):
         with pytest.raises(MXError, match=match):
-            quantize_onnx(given, tmp_path / "mx.onnx", FP4, batches)
+            quantize_onnx(path, tmp_path / "mx.onnx", FP4, batches)
     assert not (tmp_path / "mx.onnx").exists()
-    onnx.save(not_finite(), given)
-    quantize_onnx(given, tmp_path / "mx.onnx", WEIGHTS, allow_nan=True)
+    onnx.save(not_finite(), path)
+    quantize_onnx(path, tmp_path / "mx.onnx", WEIGHTS, allow_nan=True)
     assert run(str(tmp_path / "mx.onnx"), IMAGES)[0].shape == (2, 40)

@@ -13,23 +13,23 @@ from tests.onnx_nodes import differences
 from tests.onnx_quantized_files import IMAGES, quantized, specs
 
 
-def test_gathers_of_something_else_are_no_embeddings(tmp_path):
+def test_gathers_of_other_tensors_are_no_embeddings(tmp_path):
     nodes = [
         helper.make_node("Shape", ["x"], ["s"], "shape"),
         helper.make_node("Gather", ["s", "one"], ["n"], "length", axis=0),
         helper.make_node("Gather", ["x", "one"], ["row"], "row", axis=0),
         helper.make_node("Gather", ["table", "one"], ["column"], "column", axis=1),
-        helper.make_node("MatMul", ["x", "table"], ["y"], "product"),
+        helper.make_node("MatMul", ["x", "table"], ["y"], "matmul"),
     ]
     floats = model_of(
         nodes, {"x": (TensorProto.FLOAT, [3, 40])}, {"y": 2}, {"table": weight(40, 8), "one": np.array(1)}
     )
     report, _ = quantized(floats, tmp_path)
-    assert [(o.name, o.quantized) for o in report.operators] == [("product", True)]
+    assert [(o.name, o.quantized) for o in report.operators] == [("matmul", True)]
 
 
 def attention():
-    """softmax(q k^T, in two casts) v."""
+    """Return a model of softmax(q k^T) v, with two casts after the softmax."""
     nodes = [
         helper.make_node("Transpose", ["k"], ["kt"], "", perm=[0, 2, 1]),
         helper.make_node("MatMul", ["q", "kt"], ["scores"], "scores"),
@@ -59,8 +59,8 @@ def test_values_of_an_attention(tmp_path, blocks, axis, length):
 def test_output_and_bias(tmp_path):
     config = MXQuantizationConfig(weight="mxfp4", output="mxfp8", bias="mxint8{16}")
     _, model = quantized(old_network(18, 10), tmp_path, config)
-    found = specs(model)
-    assert found["fc.bias_mx"] == ("int8", 16, -1, 24) and found["g"] == ("fp8_e4m3", 32, -1, 24)
+    by_output = specs(model)
+    assert by_output["fc.bias_mx"] == ("int8", 16, -1, 24) and by_output["g"] == ("fp8_e4m3", 32, -1, 24)
     assert [value.name for value in model.graph.output] == ["y"]
     assert set(differences(model, {"x": IMAGES}).values()) == {0}
 
@@ -76,7 +76,7 @@ def test_output_of_an_embedding(tmp_path):
     assert set(differences(model, {"ids": np.array([3, -1, 7])}).values()) == {0}
 
 
-def test_outputs_of_recurrent_layers_are_quantized_where_they_are_read(tmp_path):
+def test_only_used_outputs_of_recurrent_layers_are_quantized(tmp_path):
     _, model = quantized(recurrent_network(), tmp_path, MXQuantizationConfig(weight="mxfp4", output="mxint8"))
     assert {name: spec for name, spec in specs(model).items() if spec[0] == "int8"} == {
         "e": ("int8", 32, -1, 40),

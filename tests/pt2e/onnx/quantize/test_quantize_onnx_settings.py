@@ -16,7 +16,7 @@ NAMES = ["conv1", "ConvTranspose_2", "grouped", "fc", "head"]
 
 
 @pytest.mark.parametrize(
-    ("settings", "left"),
+    ("settings", "skipped"),
     [
         (lambda q: q.set_module_name("conv1", None), {"conv1": "excluded by module_name 'conv1'"}),
         (lambda q: q.set_module_name("up", None), {"ConvTranspose_2": "excluded by module_name 'up'"}),
@@ -31,19 +31,19 @@ NAMES = ["conv1", "ConvTranspose_2", "grouped", "fc", "head"]
         (lambda q: q.set_filter_function(lambda node: node.name != "fc"), {"fc": "excluded by the filter function"}),
     ],
 )  # fmt: skip
-def test_exclusions(tmp_path, settings, left):
+def test_exclusions(tmp_path, settings, skipped):
     report, model = quantized(old_network(18, 10), tmp_path, settings(MXQuantizer().set_global(FP8)))
-    assert {o.name: o.reason for o in report.operators if not o.quantized} == left
+    assert {o.name: o.reason for o in report.operators if not o.quantized} == skipped
     assert [o.name for o in report.operators] == NAMES
-    inputs = {name for node in model.graph.node if node.name in left for name in node.input}
+    inputs = {name for node in model.graph.node if node.name in skipped for name in node.input}
     assert not any(name.endswith("_mx") for name in inputs)
 
 
 def test_settings_of_single_nodes_and_unmatched_ones(tmp_path):
     quantizer = MXQuantizer().set_global(FP8).set_module_name("fc", FP4).set_last(WEIGHTS)
     _, model = quantized(old_network(18, 10), tmp_path, quantizer)
-    found = {name: spec[0] for name, spec in specs(model).items()}
-    assert found["fc.weight_mx"] == "fp4_e2m1" and found["w2_mx"] == "fp6_e3m2" and "g_mx" not in found
+    elements = {name: spec[0] for name, spec in specs(model).items()}
+    assert elements["fc.weight_mx"] == "fp4_e2m1" and elements["w2_mx"] == "fp6_e3m2" and "g_mx" not in elements
     with pytest.warns(UserWarning, match="module_name 'conv2' matches no operator of the model; did you mean 'conv1'"):
         quantized(old_network(18, 10), tmp_path, MXQuantizer().set_global(FP8).set_module_name("conv2", None))
 
@@ -59,7 +59,7 @@ def test_names_with_slashes(tmp_path):
 def test_dictionary_of_quark(tmp_path):
     attributes = {"element_dtype": "int8", "axis": 1, "block_size": 16, "rounding_mode": 0}
     _, model = quantized(old_network(18, 10), tmp_path, attributes)
-    found = {(a.element, a.block_size, a.rounding) for _, a in FakeQuantizeMX.nodes_in(model)}
-    assert found == {("int8_full", 16, "half_away")}
+    activations = {(a.element, a.block_size, a.rounding) for _, a in FakeQuantizeMX.nodes_in(model)}
+    assert activations == {("int8_full", 16, "half_away")}
     assert specs(model)["w2_mx"] == ("int8_full", 16, -1, 24)
     assert set(differences(model, {"x": IMAGES}).values()) == {0}

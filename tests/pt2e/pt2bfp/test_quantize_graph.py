@@ -1,3 +1,5 @@
+"""The flow of exported graphs with pt2-bfp's arguments."""
+
 import pytest
 import torch
 from torch import nn
@@ -13,7 +15,7 @@ NARROW = pt2bfp.QConfig(*[pt2bfp.MinMaxObserver.with_args(dtype="BFP[4|8]{16}(SN
 
 
 class Net(nn.Module):
-    """Modules, one inside another and one called twice, a batch norm, a functional linear and a product."""
+    """Modules, one within another and one called twice, a batch norm, a functional linear and a matmul."""
 
     def __init__(self):
         super().__init__()
@@ -117,3 +119,39 @@ def test_a_model_of_one_row():
 def test_bad_arguments(call, message):
     with pytest.raises(MXError, match=message):
         call()
+
+
+class WithKeyword(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.embedding = nn.Linear(40, 8), nn.Embedding(9, 40)
+
+    def forward(self, x, *, ids):
+        return self.linear(x + self.embedding(ids))
+
+
+def prepared_with_keyword():
+    torch.manual_seed(0)
+    spec, dim = pt2bfp.BFPQuantizationSpec("BFP[8|8]{16}(SN)"), torch.export.Dim.DYNAMIC
+    quantizer = pt2bfp.BFPQuantizer().set_global(pt2bfp.BFPQuantizationConfig(spec, spec, spec, None))
+    shapes = {"x": {0: dim}, "ids": {0: dim}}
+    graph = exported(WithKeyword().eval(), torch.randn(4, 40), kwargs={"ids": torch.arange(4)}, dynamic_shapes=shapes)
+    return pt2bfp.prepare_pt2e(graph, quantizer)
+
+
+@torch.no_grad()
+def test_the_reference_representation_has_aten_operators_only():
+    model = prepared_with_keyword()
+    converted, reference = (pt2bfp.convert_pt2e(model, use_reference_representation=flag) for flag in (False, True))
+    assert any("pt2mx" in str(node.target) for node in converted.graph.nodes)
+    assert not any("pt2mx" in str(node.target) for node in reference.graph.nodes)
+    for rows in (4, 7):  # dynamic as in the export
+        x, ids = torch.randn(rows, 40), torch.arange(rows)
+        assert same(reference(x, ids=ids), converted(x, ids=ids))
+    assert pt2bfp.convert_pt2e(model, False, False).state_dict()["linear.weight"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("argument", [1, None, "yes"])
+def test_use_reference_representation_must_be_a_bool(argument):
+    with pytest.raises(MXError, match=r"use_reference_representation=.* must be True or False"):
+        pt2bfp.convert_pt2e(prepared_with_keyword(), argument)
