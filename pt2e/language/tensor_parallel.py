@@ -36,7 +36,7 @@ _ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 
 
 class Style(NamedTuple):
-    """How to shard a linear layer.
+    """A way to shard a linear layer.
 
     Args:
         dim: the dimension of the weight to split: its rows (0) or columns (1).

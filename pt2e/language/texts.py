@@ -86,7 +86,7 @@ Predict = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Perplexity:
-    """How well a model predicts a text, by itself and compared with the float model.
+    """The quality of a model's predictions of a text, also compared with the float model.
 
     Args:
         tokens: the number of predicted tokens.
