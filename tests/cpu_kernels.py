@@ -1,4 +1,4 @@
-"""The C++ kernels of quantization beside the reference, on numbers of every kind."""
+"""Compare the C++ kernels of quantization with the reference, on numbers of every kind."""
 
 import os
 

@@ -18,8 +18,8 @@ FOLDERS = ("pt2mx", "fx", "pt2e", "configs", "tests", "notebooks")
 READMES = [ROOT / "README.md"] + sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("README.md"))
 DOCUMENTS = [*READMES, ROOT / "CONTRIBUTING.md"]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-#: code in a document is short: its functions have no annotations (mypy checks them nonetheless), and what it imports
-#: beside pt2mx may have no types
+#: code in a document is short: its functions have no annotations (mypy checks them nonetheless), and packages
+#: other than pt2mx may have no types
 _FLAGS = (
     *("--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(ROOT / ".mypy_cache" / "documents")),
     *("--allow-untyped-defs", "--disable-error-code=import-untyped"),

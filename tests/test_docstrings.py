@@ -22,7 +22,7 @@ from torch._ops import OpOverload
 from pt2mx.ops.contract import OPERATORS
 
 ROOT = Path(__file__).parent.parent
-#: pt2mx/fx and pt2mx/pt2e are links to folders beside pt2mx/
+#: pt2mx/fx and pt2mx/pt2e are links to folders next to pt2mx/
 FOLDERS = {"pt2mx": ROOT / "pt2mx", "pt2mx.fx": ROOT / "fx", "pt2mx.pt2e": ROOT / "pt2e"}
 MODULES = {
     ".".join((package, *path.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__"): path

@@ -48,7 +48,7 @@ def rows(text: str) -> list[list[str]]:
 
 
 def named(cells: list[str]) -> list[str]:
-    """What stands in backticks in the cells."""
+    """Return the names in backticks in the cells."""
     return [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
 
 

@@ -58,7 +58,7 @@ class Recurrent(nn.Module):
         return self.rnn(x)[0]
 
 
-#: with a training mode, by what has it: name -> (the model, the shape of its input)
+#: with a training mode: name -> (the model, the shape of its input)
 WITH_MODES = {
     "dropout": (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3)), (4, 8)),
     "dropout2d": (nn.Sequential(nn.Conv2d(4, 4, 1), nn.Dropout2d(0.5)), (4, 4, 3, 3)),

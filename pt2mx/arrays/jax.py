@@ -17,7 +17,7 @@ from pt2mx.functional import fake_quantize_mx
 from pt2mx.modes import ROUNDINGS
 from pt2mx.spec import MXSpec
 
-#: of stochastic rounding, beside a scalar of JAX
+#: of stochastic rounding; a scalar of JAX is allowed, too
 Seed = int | torch.Generator | None
 
 

@@ -28,7 +28,7 @@ class _Config:
 
     @classmethod
     def load_from_dict(cls: type[_C], config_dict: Mapping[str, Any]) -> _C:
-        """Return the config of which `to_dict` returned `config_dict`.
+        """Return the config whose `to_dict` returned `config_dict`.
 
         Args:
             config_dict: field -> plain value, or the dict of a config.
@@ -94,8 +94,8 @@ class MXConfig(_Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        beside = {} if self.block_size is None else {"block_size": self.block_size}
-        spec = parse(self.elem_dtype_name, **beside)
+        options = {} if self.block_size is None else {"block_size": self.block_size}
+        spec = parse(self.elem_dtype_name, **options)
         spec.op_args()
         if not isinstance(self.elem_dtype_name, str):
             object.__setattr__(self, "elem_dtype_name", str(spec))

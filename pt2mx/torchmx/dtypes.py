@@ -1,6 +1,6 @@
-"""TorchMX's descriptions of dtypes, made from pt2mx's own table; each stands for its element wherever one is asked for.
+"""TorchMX's descriptions of dtypes, made from pt2mx's own table. Each is accepted wherever an element is.
 
-TorchMX knows no `float8_e5m2`; here it is, beside its lists of what is supported.
+TorchMX has no `float8_e5m2`; this module has it, and TorchMX's lists of supported dtypes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class DType:
         name: also what `str` gives.
         max: the largest value; of an integer in whole numbers, without the factor that MX implies.
         max_pow2: the exponent of `max`.
-        exponent_bias, exponent_bits, mantissa_bits: of an integer 0, 0 and the bits beside its sign.
+        exponent_bias, exponent_bits, mantissa_bits: of an integer 0, 0 and the bits without the sign.
         has_nan, has_inf: true if codes for them exist.
         torch_dtype: torch's own, where it is one byte or more.
 

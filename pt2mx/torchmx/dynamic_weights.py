@@ -26,7 +26,7 @@ class MXDynamicActivationMXWeightsConfig(AOBaseConfig):
 @register_quantize_module_handler(MXDynamicActivationMXWeightsConfig)
 def _quantize(linear: nn.Linear, config: MXDynamicActivationMXWeightsConfig) -> nn.Linear:
     if isinstance(linear, MXInferenceLinear) and linear.qconfig == config.qconfig:
-        return linear  # it stands in several places
+        return linear  # several modules share it
     if type(linear) is not nn.Linear:
         raise MXError(
             f"a {type(linear).__name__} is quantized already, or has a forward of its own: leave it out with the "

@@ -1,10 +1,10 @@
-"""Products of two quantized activations, and attention over them, beside torch's in float32 and bfloat16.
+"""Products of two quantized activations, and attention over them, against torch's in float32 and bfloat16.
 
     python -m tests.benchmarks.activation_products [--device cuda] [--format mxfp8] [--results bfloat16] [--repeats 20]
 
 Milliseconds, in turns, on a GPU as CUDA graphs. "ours" are `matmul_bfloat16` and `attention_bfloat16` of the values
 that torch's float32 operators get; on a GPU they get them in bfloat16, in which the kernel that quantizes writes them
-there. With results in bfloat16, attention alone, which gets bfloat16 everywhere, is set beside torch's in bfloat16.
+there. With results in bfloat16, attention alone, which gets bfloat16 everywhere, is compared with torch's in bfloat16.
 Errors are relative to the operation in float64.
 """
 

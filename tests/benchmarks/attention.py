@@ -1,4 +1,4 @@
-"""Attention of a step over a cache of codes, beside torch's own over a cache in bfloat16.
+"""Attention of a step over a cache of codes, against torch's own over a cache in bfloat16.
 
     python -m tests.benchmarks.attention [--device cuda] [--slots 512 8192 32768] [--batches 1 16]
         [--formats mxfp8 mxint8 mxfp6 mxfp4]

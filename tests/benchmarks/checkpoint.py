@@ -4,8 +4,8 @@
         [--layout compressed-tensors] [--jobs 1]
 
 A Llama of the shape of 3.2 3B or 3.1 8B with a head of its own, random weights in bfloat16, written to a temporary
-folder in shards; the command runs in a process of its own. The most memory that it had resident, beside the largest
-shard of the float checkpoint, and its time, beside that of copying the files.
+folder in shards; the command runs in a process of its own. It prints the peak resident memory next to the size
+of the largest shard, and the time next to that of copying the files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Convolutions of quantized images by packed weights (`conv2d_mx`) beside oneDNN's of the same values, on the CPU.
+"""Convolutions of quantized images by packed weights (`conv2d_mx`) against oneDNN's of the same values, on the CPU.
 
     python -m tests.benchmarks.convolutions [--format mxfp8] [--repeats 20]
 

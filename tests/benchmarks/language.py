@@ -1,4 +1,4 @@
-"""Language models: seconds of the flow, time to the first token and tokens a second, beside the float program.
+"""Language models: seconds of the flow, time to the first token and tokens a second, against the float program.
 
     python -m tests.benchmarks.language [--shape 1b|8b] [--device cuda] [--recipe mxfp4_weight_only] [--layers N]
         [--prompts 512 4096] [--batches 1 4 16] [--slots 512] [--kv-cache mxfp8] [--mode reduce-overhead]

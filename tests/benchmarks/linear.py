@@ -1,4 +1,4 @@
-"""linear_mx over bfloat16 F.linear of the same shape, beside what else multiplies with a packed weight.
+"""linear_mx over bfloat16 F.linear of the same shape, next to other matmuls with a packed weight.
 
     python -m tests.benchmarks.linear [--device cpu|cuda] [--n 8192] [--k 4096] [--m 1 4 16 ...] [--repeats 15] [--json]
 

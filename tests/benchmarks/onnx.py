@@ -1,4 +1,4 @@
-"""ONNX files of converted models beside those of the float ones, in onnxruntime on the CPU.
+"""ONNX files of converted models against those of the float ones, in onnxruntime on the CPU.
 
     python -m tests.benchmarks.onnx [--models minilm resnet18 resnet50] [--recipes mxfp4 mxfp4_weight_only mxfp8]
         [--threads 1] [--repeats 5] [--json]

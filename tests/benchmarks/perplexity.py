@@ -25,12 +25,12 @@ from tests.benchmarks.accuracy.texts import sentences
 from tests.benchmarks.measure import Row, hardware, print_table
 
 _SEEN = 8192
-#: formats of the cache, beside weights by `mxfp4_decoder`
+#: formats of the cache; the weights are those of `mxfp4_decoder`
 _CACHES = ("none", "mxint8", "mxfp8", "mxfp8(even)", "mxfp6", "mxfp4(even)")
 
 
 def cases() -> dict[str, MXQuantizer]:
-    """The quantizers by what a row is called."""
+    """Return the quantizers by the name of their row."""
     found = {name: MXQuantizer.from_recipe(name).set_algorithms(None) for name in recipe.names()}
     found |= {f"{name}, balanced": MXQuantizer.from_recipe(name).set_algorithms("balanced") for name in recipe.names()}
     for cache in _CACHES:

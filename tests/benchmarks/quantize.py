@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.quantize [--device cpu|cuda] [--size 4096] [--repeats 15] [--json]
 
-On the CPU each row is the time over `x.clone()` in float32, each repetition beside one of the copy. glibc's allocator
+On the CPU each row is the time over `x.clone()` in float32, each repetition next to one of the copy. glibc's allocator
 is told to keep its heap (the script starts itself again for that): page faults of fresh memory would hide everything.
 On a GPU it is the share of the bandwidth of a device copy, bytes in and out counted, in bfloat16.
 """

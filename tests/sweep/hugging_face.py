@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pt2mx.extras import import_extra
 from tests.sweep.architecture import Architecture
 
-#: of 99 tokens three are special, and the last stands for a patch of an image
+#: of 99 tokens three are special, and the last marks a patch of an image
 _ORDINARY, _PATCH = (3, 98), 98
 
 Inputs = dict[str, Tensor]

@@ -3,7 +3,7 @@
     python -m tests.benchmarks.accuracy [--only minilm crepe-tiny ...] [--presets balanced distilled ...] [--json]
 
 One table a model, each measured in a process of its own. `loss` is what the format costs (1 - cosine, or
-log-perplexity), and beside it over that of rounding to nearest by the scale modes floor and even; then the seconds
+log-perplexity), and then over that of rounding to nearest by the scale modes floor and even; then the seconds
 until the model is prepared, or distilled, and the most memory of the process meanwhile. Each model's file says what it
 is calibrated and judged on.
 """
