@@ -1,4 +1,4 @@
-"""PT2 archives, the zip files of torch: exported programs, and packages of AOTInductor."""
+"""Read PT2 archives, the zip files of torch: exported programs and AOTInductor packages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from zipfile import BadZipFile, ZipFile
 
 from pt2mx.errors import MXError
 
-#: what the files of each kind of archive begin with, below its root
+#: how the names of the files in each kind of archive begin, below its root
 _KINDS = {"data/aotinductor/": "package", "models/": "program"}
 _ADVICE = {
     "program": "give what `pt2mx quantize` or torch.export.save wrote",
@@ -18,31 +18,31 @@ _ADVICE = {
 
 
 def check_kind(path: object, kind: str) -> None:
-    """`MXError` where the file is not a PT2 archive that holds a `"program"` or a `"package"`, as asked."""
+    """Raise an MXError unless the file is a PT2 archive of that kind, `"program"` or `"package"`."""
     with _opened(path, _ADVICE[kind]) as archive:
         names = _records(archive)
-    kinds = {found for start, found in _KINDS.items() if any(name.startswith(start) for name in names)}
+    kinds = {other for start, other in _KINDS.items() if any(name.startswith(start) for name in names)}
     if kind not in kinds:
-        found = "".join(f", but a {k}" for k in kinds)
-        raise MXError(f"{str(path)!r} is no {kind}{found}: {_ADVICE[kind]}")
+        actual = "".join(f", but a {other}" for other in kinds)
+        raise MXError(f"{str(path)!r} is no {kind}{actual}: {_ADVICE[kind]}")
 
 
 def read_record(path: object, name: str) -> bytes | None:
-    """The content of a file in the archive, by its name below the root; None where there is none.
+    """Return the content of a file in the archive, by its name below the root; None if there is none.
 
     Raises:
-        MXError: where the file is no archive.
+        MXError: for a file that is no archive.
     """
     with _opened(path) as archive:
-        found = _records(archive).get(name)
-        return None if found is None else archive.read(found)
+        full_name = _records(archive).get(name)
+        return None if full_name is None else archive.read(full_name)
 
 
 def record_names(path: object) -> list[str]:
-    """The names of the files in the archive, below its root.
+    """Return the names of the files in the archive, below its root.
 
     Raises:
-        MXError: where the file is no archive.
+        MXError: for a file that is no archive.
     """
     with _opened(path) as archive:
         return list(_records(archive))
@@ -57,12 +57,12 @@ def add_records(path: object, records: dict[str, bytes]) -> None:
 
 
 def _records(archive: ZipFile) -> dict[str, str]:
-    """The files in an archive: name below the root -> name."""
+    """Return the files in an archive: name below the root -> full name."""
     return {name.partition("/")[2]: name for name in archive.namelist()}
 
 
 def _file(path: object, advice: str) -> Path:
-    """Return the path of a file; raise an error where there is none, which of a folder says what takes it."""
+    """Return the path of a file, or raise an error; that for a folder names the commands that take one."""
     if isinstance(path, str | os.PathLike) and Path(path).is_dir():
         if any(Path(path).glob("program*.pt2")):
             advice = (

@@ -28,18 +28,18 @@ def convert_pt2e(model: GraphModule, fold_quantize: bool = True) -> GraphModule:
     """Replace the observers of a prepared model by `quantize_mx`/`dequantize_mx` pairs.
 
     Args:
-        model: what `prepare_pt2e` or `prepare_qat_pt2e` returned, calibrated or trained. It stays as it is.
-        fold_quantize: True quantizes the weights now: the converted model holds packed uint8 buffers `<weight>_data`
-            and `<weight>_scale` instead of the float originals. With False it quantizes them in every call.
+        model: a result of `prepare_pt2e` or `prepare_qat_pt2e`, calibrated or trained. It does not change.
+        fold_quantize: True quantizes the weights now: packed uint8 buffers `<weight>_data` and `<weight>_scale` replace
+            the float weights. With False the converted model quantizes its weights in every call.
 
     Returns:
-        The converted model, another graph module. In eager mode its output equals that of `model` with fake
-        quantization on, to the bit. It can be exported, saved, compiled and moved; it cannot be trained (its parameters
-        require no gradient). Buffers that calibration wrote (a cache) hold what they held when the model was prepared.
-        A warning names weights that hold a NaN or an Inf.
+        The converted model, another graph module. In eager mode its output is bit-identical to that of `model` with
+        fake quantization on. It can be exported, saved, compiled and moved, but not trained: its parameters require no
+        gradient. Buffers that calibration wrote (a cache) have their values from the preparation. A warning names
+        weights with a NaN or an Inf.
 
     Raises:
-        MXError: where `model` was not prepared, or was cast to another dtype since.
+        MXError: for a model that is not prepared, or was cast to another dtype since.
 
     Example:
         >>> import torch, pt2mx
@@ -66,7 +66,7 @@ def convert_pt2e(model: GraphModule, fold_quantize: bool = True) -> GraphModule:
     _reset_buffers(model, meta.pop(INITIAL_KEY, {}))
     for module in model.modules():
         if isinstance(module, MXObserver):
-            module.folds_weights = False  # but all together, below
+            module.folds_weights = False  # fold_all_weights does, below
     note_weights(model)
     try:
         converted = _convert_graphs(model, {})
@@ -78,7 +78,7 @@ def convert_pt2e(model: GraphModule, fold_quantize: bool = True) -> GraphModule:
     for graph in graph_modules(converted):
         torchao_pt2e.forget_prepared(graph)
         write_out_arguments(graph)
-    # training the prepared model further must not change it; codes and scales are its own
+    # further training of the prepared model must not change the converted one
     map_tensors(converted, lambda tensor: tensor.clone() if storage_of(tensor) in shared else tensor)
     if names := nonfinite_weights(converted):
         warnings.warn(f"NaN or Inf in {listed(names)}: blocks that hold such become NaN as a whole", stacklevel=2)
@@ -86,7 +86,7 @@ def convert_pt2e(model: GraphModule, fold_quantize: bool = True) -> GraphModule:
 
 
 def _check_dtypes(model: GraphModule) -> None:
-    """The graph computes in the dtypes of the export, also after `model.bfloat16()`."""
+    """Raise an error for a model that was cast: its graph still computes in the dtypes of the export."""
     for node in model.graph.find_nodes(op="get_attr"):
         exported, tensor = node.meta.get("val"), operator.attrgetter(node.target)(model)
         if isinstance(exported, Tensor) and isinstance(tensor, Tensor) and tensor.dtype != exported.dtype:
@@ -97,20 +97,23 @@ def _check_dtypes(model: GraphModule) -> None:
 
 
 def _reset_buffers(model: GraphModule, initial: dict[str, Tensor]) -> None:
-    """Give the buffers that calibration wrote, a cache for example, what they held when the model was prepared."""
-    held = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    """Reset the buffers that calibration wrote, such as a cache, to their values at preparation."""
+    named = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
     with torch.no_grad():
         for name, value in initial.items():
-            _each_value_once(held[name]).copy_(_each_value_once(value.expand_as(held[name])))
+            _without_repetitions(named[name]).copy_(_without_repetitions(value.expand_as(named[name])))
 
 
-def _each_value_once(x: Tensor) -> Tensor:
-    """x without the repetitions of an expanded dimension: torch writes a value in memory once."""
+def _without_repetitions(x: Tensor) -> Tensor:
+    """Return x without the repetitions of expanded dimensions: torch refuses to write them."""
     return x[tuple(slice(None if step else 1) for step in x.stride())]
 
 
 def _convert_graphs(model: GraphModule, done: dict[GraphModule, GraphModule]) -> GraphModule:
-    """Convert a graph and those inside it, each once."""
+    """Convert a graph and its subgraphs, each once."""
     inner = {}
     for call in hop_calls(model):
         for name, graph in call.graphs:

@@ -12,7 +12,7 @@ from pt2mx.errors import MXError
 from pt2mx.pt2e.observer import MXObserver, StatisticsCollector
 from pt2mx.spec import MXSpec, parse
 
-#: meta key of a `dequantize_mx` node: what was observed of its tensor under each candidate, by `str` of the spec
+#: meta key of a `dequantize_mx` node: the statistics of its tensor in each candidate, by `str` of the spec
 CANDIDATES_KEY = "mx_candidates"
 
 #: the formats of the OCP specification by their widths, and INT8
@@ -20,19 +20,19 @@ DEFAULT_CANDIDATES = ("mxfp4", "mxfp6", "mxfp8", "mxint8")
 
 
 class MXFormatObserver(MXObserver):
-    """An `MXObserver` that collects the same statistics for other formats too, so that one calibration pass compares
-    the formats on each tensor. A config asks for it by `with_args`; `suggest_config` chooses from what it saw.
+    """Collect the statistics of an `MXObserver` for several formats, so that one calibration pass compares them.
 
-    The spec of the annotation is what fake quantization and convert apply; the candidates change no number.
+    A config requests it with `with_args`; `suggest_config` chooses formats from its statistics. Fake quantization and
+    conversion apply the spec of the annotation; the candidates change no output.
 
     Args:
         qscheme: as in `MXObserver`.
-        candidates: formats in any spelling that `pt2mx.parse` takes; by default FP4, FP6, FP8 and INT8. Their blocks
-            run along the axis of the annotation.
+        candidates: formats, as `pt2mx.parse` takes them; by default FP4, FP6, FP8 and INT8. Their blocks run along the
+            axis of the annotation.
         options: `fake_quant` and `observe`, as in `MXObserver`.
 
     Raises:
-        MXError: for no candidate, or one that is no format or whose scale is not E8M0.
+        MXError: for no candidate, an unknown format, and a scale that is not E8M0.
 
     Example:
         >>> import torch, pt2mx
@@ -64,7 +64,7 @@ class MXFormatObserver(MXObserver):
             candidate.collect(x)
 
     def reset_statistics(self) -> None:
-        """Forget what was collected."""
+        """Reset the statistics."""
         super().reset_statistics()
         for candidate in self._collectors().values():
             candidate.reset_statistics()
@@ -84,7 +84,7 @@ class MXFormatObserver(MXObserver):
         return {name: statistics for name, statistics in seen.items() if statistics is not None}
 
     def statistics_meta(self) -> dict[str, object]:
-        """As `MXObserver.statistics_meta`, with the candidates.
+        """Return the meta of `MXObserver.statistics_meta`, and the statistics of the candidates.
 
         Returns:
             `QuantizationStatistics` under `STATISTICS_KEY`; `candidate_statistics` under `CANDIDATES_KEY`.
@@ -99,5 +99,5 @@ def _specs(candidates: object) -> list[MXSpec]:
     if not specs:
         raise MXError(f"candidates={candidates!r} names no format: give some, for example ('mxfp4', 'mxfp8')")
     for spec in specs:
-        spec.op_args()  # the graph holds operators, which take some specs only
+        spec.op_args()  # raises for specs that the operators do not take
     return specs

@@ -22,11 +22,11 @@ from pt2mx.pt2e.qspec import spec_of_qscheme, ste_of_qscheme
 from pt2mx.pt2e.torchao_pt2e import FakeQuantizeBase, ObserverBase, QuantizationSpec, is_fake
 from pt2mx.spec import MXSpec
 
-#: meta key of a `dequantize_mx` node: the `QuantizationStatistics` that were observed of its tensor
+#: meta key of a `dequantize_mx` node: the observed `QuantizationStatistics` of its tensor
 STATISTICS_KEY = "mx_statistics"
-#: meta key of the call of an observer: what the `dequantize_mx` node gets as meta beside what the observer saw
+#: meta key of the call of an observer: further meta for its `dequantize_mx` node
 NOTES_KEY = "mx_notes"
-#: what torchao passes to the constructor
+#: arguments that torchao passes to the constructor
 _ANNOTATION = {field.name for field in fields(QuantizationSpec)}
 
 
@@ -34,14 +34,14 @@ class StatisticsCollector(nn.Module):
     """Add up `quantization_sums` of tensors. The sums are buffers: they move, copy, save and load with the model.
 
     Args:
-        spec: the spec of which statistics are collected.
+        spec: the spec whose errors are counted.
     """
 
     tensors: Tensor  # and so on, a buffer for each of `_no_sums`
     values: Tensor
 
     def __init__(self, spec: MXSpec) -> None:
-        nn.Module.__init__(self)  # not the next class' in line: an observer has others among its bases
+        nn.Module.__init__(self)  # not super(): an observer has other bases, whose initializers must not run
         self.spec = spec
         for name, value in _no_sums().items():
             self.register_buffer(name, value)
@@ -70,7 +70,7 @@ class StatisticsCollector(nn.Module):
         return QuantizationStatistics.from_sums({name: getattr(self, name) for name in _no_sums()})
 
     def reset_statistics(self) -> None:
-        """Forget what was collected."""
+        """Reset the statistics."""
         for name in _no_sums():
             getattr(self, name).zero_()
 
@@ -84,16 +84,16 @@ def _no_sums() -> dict[str, Tensor]:
 
 
 class MXObserver(StatisticsCollector, ObserverBase):
-    """Collects what a spec would do to a tensor during calibration, and passes the tensor through.
+    """Collect the quantization errors of a tensor during calibration, and pass the tensor through.
 
-    With `enable_fake_quant` it returns the quantized values instead, so that a prepared model can be evaluated before
-    it is converted. MX scales come from each block of each tensor: nothing that is collected changes a number.
+    With `enable_fake_quant` it returns the quantized values instead, to evaluate a prepared model before conversion. MX
+    scales come from the values of each block: the statistics change no output.
 
     Args:
-        qscheme: the spec, as `pt2mx.pt2e.qspec.mx_qscheme` writes it; torchao passes it on from the annotation.
-        fake_quant: True if fake quantization is on at first.
-        observe: True if statistics are collected at first.
-        annotation: the other fields of a torchao `QuantizationSpec`, which have no meaning here.
+        qscheme: the spec, encoded by `pt2mx.pt2e.qspec.mx_qscheme`; torchao passes it from the annotation.
+        fake_quant: True to start with fake quantization.
+        observe: True to start with the collection of statistics.
+        annotation: the other fields of a torchao `QuantizationSpec`; ignored.
 
     Raises:
         MXError: for another argument.
@@ -111,8 +111,8 @@ class MXObserver(StatisticsCollector, ObserverBase):
         tensor([1., 2., 3., 6.])
     """
 
-    #: True if the last of a graph's observers that is converted folds the weights, as torchao's own `convert_pt2e`
-    #: leaves those of other libraries
+    #: True if the last observer of a graph that is converted folds the weights: torchao's own `convert_pt2e` folds no
+    #: weights of other libraries
     folds_weights = True
     _FLAGS = ("fake_quant_enabled", "observer_enabled")
 
@@ -127,7 +127,7 @@ class MXObserver(StatisticsCollector, ObserverBase):
         self.ste = ste_of_qscheme(qscheme)
         self.fake_quant_enabled = fake_quant
         self.observer_enabled = observe
-        self.observe_once = False  # set for constant tensors: every batch would show the same
+        self.observe_once = False  # set for constant tensors: every batch would add the same
         self._observed = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ class MXObserver(StatisticsCollector, ObserverBase):
         return fake_quantize_mx(x, self.spec, ste=self.ste) if self.fake_quant_enabled else x
 
     def reset_statistics(self) -> None:
-        """Forget what was collected."""
+        """Reset the statistics."""
         super().reset_statistics()
         self._observed = False
 
@@ -145,12 +145,12 @@ class MXObserver(StatisticsCollector, ObserverBase):
         """Switch fake quantization.
 
         Args:
-            enabled: True for quantized values, False for the tensor as it came.
+            enabled: True for quantized values, False for the unchanged tensor.
         """
         self.fake_quant_enabled = bool(enabled)
 
     def disable_fake_quant(self) -> None:
-        """Pass tensors through as they come."""
+        """Pass tensors through unchanged."""
         self.enable_fake_quant(False)
 
     def enable_observer(self, enabled: bool = True) -> None:
@@ -166,7 +166,7 @@ class MXObserver(StatisticsCollector, ObserverBase):
         self.enable_observer(False)
 
     def calculate_qparams(self, **kwargs: object) -> None:
-        """torch.ao's hook, which has no meaning for MX.
+        """Raise an error: this hook of torch.ao has no meaning for MX.
 
         Raises:
             MXError: always.
@@ -174,7 +174,7 @@ class MXObserver(StatisticsCollector, ObserverBase):
         raise MXError("an MX tensor has no calibrated scale: each block's scale comes from its own values")
 
     def statistics_meta(self) -> dict[str, object]:
-        """Return what was collected as the meta of the `dequantize_mx` node that takes the place of this module.
+        """Return the statistics as meta for the `dequantize_mx` node that replaces this module.
 
         Returns:
             `QuantizationStatistics` under `STATISTICS_KEY`; empty before the first tensor.
@@ -223,12 +223,12 @@ class MXObserver(StatisticsCollector, ObserverBase):
 
 
 class MXFakeQuantize(MXObserver, FakeQuantizeBase):
-    """Fake-quantizes with the straight-through gradient (Bengio et al., 2013); kernel and switches of `MXObserver`.
+    """Fake-quantize with the straight-through gradient (Bengio et al., 2013); kernel and switches of `MXObserver`.
 
     Args:
         qscheme: as in `MXObserver`.
         fake_quant, observe: as in `MXObserver`, with the other defaults.
-        annotation: whatever torchao passes besides; ignored.
+        annotation: further arguments of torchao; ignored.
 
     Example:
         >>> import torch, pt2mx
@@ -248,8 +248,8 @@ class MXFakeQuantize(MXObserver, FakeQuantizeBase):
 
 
 def observed_value(node: Node) -> object:
-    """The fake tensor that an observer sees: that of the first node before it that has one, since torchao gives none to
-    its observers and to what takes their place."""
+    """Return the fake tensor that an observer sees: that of the nearest node before it that has one. torchao gives none
+    to its observers, nor to the nodes that replace them."""
     while node.meta.get("val") is None and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node.meta.get("val")

@@ -1,4 +1,4 @@
-"""Files that the user asks for. Each is written beside its place and moved there when it is whole."""
+"""Write output files: each is written to a temporary name and renamed when complete."""
 
 from __future__ import annotations
 
@@ -20,26 +20,30 @@ if TYPE_CHECKING:
 
 
 def check_output(path: object, suffixes: tuple[str, ...] = ()) -> None:
-    """`MXError` where no file can be written at `path`, or where its name ends in none of `suffixes`, if some are
-    given; a device may have any name. That is better known before the work than after it."""
+    """Raise an MXError, before any work is done, if `path` cannot be written or has none of the `suffixes`.
+
+    Without `suffixes` any name will do; a device may always have any name.
+    """
     with _errors_of_writing(path):
         spelled, target = _spelled(path), _target(path)
-        # the folder as it is spelled, too: `nowhere/../file`, and `file/`, which names a folder
+        # check the folder as spelled, too: for `nowhere/../file`, and for `file/`, which names a folder
         folders = (os.path.dirname(spelled) or ".", target.parent)
         if not all(os.path.isdir(folder) for folder in folders) or target.is_dir():
             raise MXError(f"cannot write {str(path)!r}: it must be a file in a folder that exists")
         touched = [target] if target.exists() else []
         if not _is_device(target):
             touched.append(target.parent)
-        if not all(os.access(place, os.W_OK) for place in touched):
+        if not all(os.access(path, os.W_OK) for path in touched):
             raise MXError(f"cannot write {str(path)!r}: no permission to; choose another place")
     if suffixes and not _is_device(target) and Path(spelled).suffix.lower() not in suffixes:
         raise MXError(f"cannot write {str(path)!r}: its name must end in {' or '.join(suffixes)}")
 
 
 def check_distinct(outputs: dict[str, object], inputs: dict[str, object]) -> None:
-    """`MXError` where a file that is to be written is another of the user's files, in whatever spelling. Both have a
-    file, or None, by what the user knows it by."""
+    """Raise an MXError if an output is the same file as an input or another output, however it is spelled.
+
+    Both map the name that the user knows, such as an option, to a path or None.
+    """
     taken = {_target(path): name for name, path in inputs.items() if path is not None}
     for name, path in outputs.items():
         if path is None or _is_device(target := _target(path)):
@@ -51,18 +55,18 @@ def check_distinct(outputs: dict[str, object], inputs: dict[str, object]) -> Non
 
 @contextmanager
 def whole_file(path: object) -> Iterator[io.FileIO]:
-    """A binary file to write to, which takes the place of `path` when the block ends. If the block fails or is
-    interrupted, what was at `path` stays, and nothing else is left.
+    """Yield a binary file that replaces `path` when the block ends. If the block fails or is interrupted, the old file
+    stays, and no temporary file is left.
 
-    `path` may be a link: the file that it names is replaced. A device, such as /dev/stdout, is written to directly.
+    If `path` is a link, its target is replaced. A device, such as /dev/stdout, is written to directly.
 
     Raises:
-        MXError: as `check_output`, and where the file cannot be written to its end, as on a full disk.
+        MXError: as `check_output`, and if writing fails, as on a full disk.
     """
     check_output(path)
     target = _target(path)
     device = _is_device(target)
-    # in the same folder, so that it can be moved; of the same suffix, by which torch knows its files
+    # in the same folder, so that it can be renamed; with the same suffix, by which torch recognizes its files
     written = target if device else target.with_name(f".{secrets.token_hex(8)}{target.suffix}")
     with _errors_of_writing(path):
         file = _File(written, "w" if device else "x")
@@ -72,7 +76,7 @@ def whole_file(path: object) -> Iterator[io.FileIO]:
                 yield file
             except Exception:
                 with _errors_of_writing(path):
-                    file.check()  # what the block met may follow from it
+                    file.check()  # the block may have failed because of it
                 raise
             with _errors_of_writing(path):
                 file.check()
@@ -90,20 +94,20 @@ def whole_file(path: object) -> Iterator[io.FileIO]:
 
 @contextmanager
 def deferred_interrupts() -> Iterator[None]:
-    """Ctrl-C waits for the block to end. torch's writers in C++, which call back to Python for each write, end the
-    process when an exception passes through them."""
+    """Defer Ctrl-C to the end of the block. torch's C++ writers call Python for each write; an exception that passes
+    through them ends the process."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield  # there are no interrupts here
+        yield  # no interrupts arrive here
         return
-    came: list[tuple] = []
-    signal.signal(signal.SIGINT, lambda *arguments: came.append(arguments))
+    interrupts: list[tuple] = []
+    signal.signal(signal.SIGINT, lambda *arguments: interrupts.append(arguments))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-        if came:
-            handler(*came[0])
+        if interrupts:
+            handler(*interrupts[0])
 
 
 def write_text(text: str, path: object) -> str:
@@ -119,21 +123,21 @@ def write_text(text: str, path: object) -> str:
 
 
 class _File(io.FileIO):
-    """A file whose writes do not fail, for the sake of torch's writers in C++: what went wrong is raised at the end."""
+    """A file whose writes never raise, for torch's C++ writers: `check` raises the error at the end."""
 
     _error: OSError | None = None
 
     def write(self, data: Buffer) -> int:
-        rest = whole = memoryview(data).cast("B")
-        while rest.nbytes and self._error is None:
+        remaining = content = memoryview(data).cast("B")
+        while remaining.nbytes and self._error is None:
             try:
-                rest = rest[super().write(rest) :]
+                remaining = remaining[super().write(remaining) :]
             except OSError as error:
                 self._error = error
-        return whole.nbytes
+        return content.nbytes
 
     def seek(self, *where: int) -> int:
-        """Nowhere in a pipe: torch goes back to the beginning when all is written."""
+        """Do nothing in a pipe: torch seeks back to the beginning after the last write."""
         return super().seek(*where) if self.seekable() else 0
 
     def check(self) -> None:
@@ -148,12 +152,12 @@ def _errors_of_writing(path: object) -> Iterator[None]:
         yield
     except MXError:
         raise
-    except (OSError, ValueError, TypeError) as error:  # also a name that is too long, and what is no path
+    except (OSError, ValueError, TypeError) as error:  # also for a name that is too long, and an object that is no path
         raise MXError(f"cannot write {str(path)!r}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _target(path: object) -> Path:
-    """The file that `path` names, through links; a device itself: no path leads to the pipe behind /dev/stdout."""
+    """Return the file behind `path` and its links; `path` itself for a device: the pipe of /dev/stdout has no path."""
     spelled = _spelled(path)
     return Path(spelled) if _is_device(Path(spelled)) else Path(os.path.realpath(spelled))
 

@@ -1,4 +1,4 @@
-"""The packed weights of a program, for those who feed them to other hardware or write them to other files."""
+"""Yield the packed weights of a program, for other hardware and other files."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ from pt2mx.spec import MXSpec
 
 aten = torch.ops.aten
 
-#: products of lowered models, whose weight has its blocks along the last dimension
-_PRODUCTS = (
+#: matmuls and convolutions of lowered models, whose weight has its blocks along the last dimension
+_MATMULS = (
     linear.linear_mx,
     linear.grouped_linear_mx,
     quantized_linear.linear_fake_quantize_mx,
     convolution.conv2d_mx,
     quantized_convolution.conv2d_fake_quantize_mx,
 )
-#: products whose weight lies in the order of a GPU's tensor cores
+#: matmuls whose weight is in the layout of a GPU's tensor cores
 _REORDERED = (linear.linear_mx_mma_layout, scaled_mm.scaled_mm_mx, fp8_rows.mm_fp8_rows)
-#: what reads rows of codes, or passes all of them on
+#: operators that select rows of codes, or pass all of them on
 _ROWS = (aten.embedding.default, aten.index_select.default, aten.index.Tensor, aten.alias.default, aten.detach.default)
 
 
 class PackedWeight(NamedTuple):
-    """A weight as a program holds it.
+    """A packed weight of a program.
 
     Args:
-        name: of the parameter that was quantized, or of the first of those from which the values were computed: the
-            experts of transformers' mixtures are transposed first.
-        spec: the element, the block size and the axis, counted from the front. Of a weight that was quantized before
-            the program was exported, scale mode and rounding are unknown, and stand as their defaults.
+        name: the name of the quantized parameter, or of the first one from which its values were computed:
+            transformers' mixtures of experts transpose theirs first.
+        spec: the element, the block size and the axis, counted from the front. If the weight was quantized before the
+            program was exported, its scale mode and rounding are unknown, and have their defaults here.
         codes: (..., bytes of n, ...) uint8, packed along the axis.
         scales: (..., ceil(n / block_size), ...) uint8, E8M0.
-        shape: (..., n, ...), that of the values.
+        shape: (..., n, ...), the shape of the values.
     """
 
     name: str
@@ -83,21 +83,21 @@ class PackedWeight(NamedTuple):
 
 
 def packed_weights(program: GraphModule | ExportedProgram) -> Iterator[PackedWeight]:
-    """Yield the quantized weights of a program, each once, in the order in which it reads them.
+    """Yield the quantized weights of a program, each once, in the order in which the program uses them.
 
-    A lowered model may hold weights in another form: with the last two dimensions swapped, so that blocks run along the
-    last one (`_t` ends the name), and several behind each other (`_joined`, after the name of the first).
+    A lowered model may store weights in another form: with the last two dimensions swapped, so that blocks run along
+    the last one (the name ends in `_t`), or several concatenated (`_joined` follows the name of the first).
 
     Args:
-        program: what `convert_pt2e` or `lower_to_inductor` returned, an export of it, or what `load_program` returned.
-            It stays unchanged, and the tensors are its own.
+        program: a result of `convert_pt2e`, `lower_to_inductor` or `load_program`, or an export of one. It does not
+            change, and the yielded tensors share its memory.
 
     Returns:
-        An iterator over `PackedWeight`: name, spec, codes, scales, shape. It is empty where no weight is quantized.
+        An iterator over `PackedWeight`: name, spec, codes, scales, shape.
 
     Raises:
-        MXError: for another object, a prepared model, a portable program, whose operators are written out, and one that
-            was lowered to the layout of a GPU's tensor cores.
+        MXError: for another object, a prepared model, a portable program (its operators are decomposed), and a program
+            that was lowered to the layout of a GPU's tensor cores.
 
     Example:
         >>> import torch, pt2mx
@@ -120,19 +120,19 @@ def packed_weights(program: GraphModule | ExportedProgram) -> Iterator[PackedWei
 
 
 def _weights(model: GraphModule) -> Iterator[PackedWeight]:
-    """Yield each weight of a folded model at the first of its readers."""
-    found: set[tuple[object, ...]] = set()
+    """Yield each weight of a folded model at its first user."""
+    yielded: set[tuple[object, ...]] = set()
     for codes, scales, read in stored_weights(model):
         weight = _weight(codes, scales, read)
-        place = (weight.codes.data_ptr(), weight.codes.shape, weight.codes.stride())
-        if place not in found:
-            found.add(place)
+        memory = (weight.codes.data_ptr(), weight.codes.shape, weight.codes.stride())
+        if memory not in yielded:
+            yielded.add(memory)
             yield weight
 
 
 def stored_weights(model: GraphModule) -> Iterator[tuple[Node, Node, _Read]]:
-    """Yield the `get_attr` nodes of the codes and scales of a weight, and the read, at each operator that reads a
-    weight whose codes the model stores and never writes."""
+    """Yield (codes, scales, read) at each operator that reads a weight which the model stores and never writes. Codes
+    and scales are `get_attr` nodes."""
     outside, written = captured_operands(model), written_in(model)
     for node in nodes_in_order(model):
         read = _read(node)
@@ -144,7 +144,7 @@ def stored_weights(model: GraphModule) -> Iterator[tuple[Node, Node, _Read]]:
 
 
 class _Read(NamedTuple):
-    """Codes and scales that a node reads; `axis` counts from the end, `length` is None where the bytes tell it."""
+    """The codes and scales that a node reads. `axis` counts from the end; `length` is None if the bytes give it."""
 
     codes: Node
     scales: Node
@@ -154,14 +154,14 @@ class _Read(NamedTuple):
 
 
 def _read(node: Node) -> _Read | None:
-    """The codes and scales that an operator reads, of a weight or of anything else; None for other nodes."""
+    """Return the codes and scales that an operator reads, of a weight or another tensor; None for other nodes."""
     if node.target in _REORDERED:
         raise MXError(f"{node} has a weight in the layout of a GPU's tensor cores: pass the model before it is lowered")
     if node.target is ops.dequantize_mx:
         call, rank = Dequantize.expect(node), len(shape_of(node) or ())
         length = call.length if isinstance(call.length, int) else None
         return _Read(call.codes, call.scale, spec_of_dequantize(node), call.axis % rank - rank, length)
-    if node.target in _PRODUCTS:
+    if node.target in _MATMULS:
         args = named_args(node)
         spec, k = MXSpec(args["elem_dtype_name"], args["block_size"]), (shape_of(args["x"]) or ())[-1]
         return _Read(args["weight_data"], args["weight_scale"], spec, -1, k if isinstance(k, int) else None)
@@ -169,7 +169,7 @@ def _read(node: Node) -> _Read | None:
 
 
 def _stored(node: Node, outside: Mapping[Node, Sequence[object]]) -> Node | None:
-    """The `get_attr` node of the buffer behind an operand; None where it is computed, or an input."""
+    """Return the `get_attr` node of the buffer behind an operand; None for a computed operand and an input."""
     while node.op != "get_attr":
         operands = outside.get(node, []) if node.op == "placeholder" else node.args[:1] if node.target in _ROWS else []
         source = operands[0] if len(set(operands)) == 1 else None
@@ -189,7 +189,7 @@ def _weight(codes: Node, scales: Node, read: _Read) -> PackedWeight:
 
 
 def parameter_name(codes: str) -> str:
-    """The name of the parameter whose codes a buffer of that name holds."""
+    """Return the name of the parameter whose codes are in a buffer of that name."""
     path, dot, attribute = codes.rpartition(".")
     before, _, after = attribute.rpartition("_data")
     return path + dot + before + after

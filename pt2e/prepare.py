@@ -23,7 +23,7 @@ from pt2mx.pt2e.qspec import mx_qscheme
 from pt2mx.pt2e.report.finite import listed
 from pt2mx.pt2e.report.sizes import FLOAT_SIZE_KEY, float_size
 
-#: meta key of a model prepared for calibration: what the buffers that it writes held when it was prepared
+#: meta key of a model prepared for calibration: the values, at preparation, of the buffers that it writes
 INITIAL_KEY = "mx_initial_buffers"
 
 
@@ -44,18 +44,18 @@ def prepare_pt2e(model: GraphModule, quantizer: torchao_pt2e.Quantizer) -> Graph
     """Insert observers for post-training quantization.
 
     Args:
-        model: `torch.export.export(...).module()` of a model in evaluation mode. Its graph stays as it is; the prepared
-            model shares its parameters.
-        quantizer: an `MXQuantizer`, torchao's `ComposableQuantizer` with one in it, or a `Quantizer` of your own, whose
-            annotations hold specs of `mx_qspec`.
+        model: `torch.export.export(...).module()` of a model in evaluation mode. Its graph does not change; the
+            prepared model shares its parameters.
+        quantizer: an `MXQuantizer`, a `ComposableQuantizer` of torchao that contains one, or a `Quantizer` of your own
+            that annotates with `mx_qspec`.
 
     Returns:
-        The prepared model, in evaluation mode. It computes in high precision and collects statistics;
-        `enable_fake_quant(model)` lets it compute as the converted model will.
+        The prepared model, in evaluation mode. It computes in high precision and collects statistics; after
+        `enable_fake_quant(model)` it computes like the converted model.
 
     Raises:
-        MXError: where `model` is no exported graph, is prepared or converted already, or spans several devices; where
-            `quantizer` is none, or annotates with what is no spec.
+        MXError: for a model that is not an exported graph, is prepared or converted already, or spans several devices;
+            for an object that is no quantizer, and an annotation that is no spec.
 
     Example:
         >>> import torch, pt2mx
@@ -71,20 +71,18 @@ def prepare_pt2e(model: GraphModule, quantizer: torchao_pt2e.Quantizer) -> Graph
 def prepare_qat_pt2e(model: GraphModule, quantizer: torchao_pt2e.Quantizer) -> GraphModule:
     """Insert fake quantization with a straight-through gradient, for training.
 
-    A batch norm after a quantized convolution or linear layer is folded into the weight before that is quantized, in
-    training as in evaluation, while its statistics and parameters go on to be trained
-    (`pt2mx.fx.training.fuse_batch_norm`). The model starts in the mode in which it was exported; `train()` and `eval()`
-    switch it.
-
-    Following Jacob et al. (2018), section 3.2, for the batch norm.
+    A batch norm after a quantized convolution or linear layer is folded into the weight before the weight is quantized,
+    in training and in evaluation; its statistics and parameters continue to train (`pt2mx.fx.training.fuse_batch_norm`,
+    after Jacob et al. (2018), section 3.2). The model starts in the mode of the export; `train()` and `eval()` switch
+    it.
 
     Args:
-        model: `torch.export.export(...).module()`, in the mode in which it is to be trained. The prepared model shares
-            its parameters.
+        model: `torch.export.export(...).module()`, exported in training mode to train, in evaluation mode to keep
+            batch norm and dropout frozen at first. The prepared model shares its parameters.
         quantizer: as in `prepare_pt2e`.
 
     Returns:
-        The prepared model, to be trained like any module; `convert_pt2e` converts it.
+        The prepared model. Train it like any module, then convert it with `convert_pt2e`.
 
     Raises:
         MXError: as `prepare_pt2e`.
@@ -142,8 +140,8 @@ def _prepare(model: GraphModule, quantizer: torchao_pt2e.Quantizer, for_training
 
 
 def to_annotate(model: GraphModule, for_training: bool = False) -> GraphModule:
-    """A copy of an exported graph as quantizers see it: without dead code and, but for training, with its batch norms
-    folded into the layers before them. It shares the parameters that this does not change."""
+    """Return a copy of an exported graph for quantizers to annotate: without dead code and, except for training, with
+    batch norms folded into the layers before them. It shares the unchanged parameters."""
     model = copy_sharing_tensors(model)
     for graph in graph_modules(model):
         graph.graph.eliminate_dead_code()
@@ -170,7 +168,7 @@ def _check_annotations(model: GraphModule, quantizer: torchao_pt2e.Quantizer) ->
 
 
 def _kept(tensor: Tensor) -> Tensor:
-    """A copy of a tensor, one value for all where they are equal: most caches are zeros, and large."""
+    """Return a copy of a tensor, in the memory of one value if all are equal: most caches are large and zero."""
     first = tensor.flatten()[:1].clone()
     uniform = tensor.numel() > 1 and bool((tensor == first).all())
     return first.expand(tensor.numel()).view(tensor.shape) if uniform else tensor.clone()
@@ -179,14 +177,14 @@ def _kept(tensor: Tensor) -> Tensor:
 def _insert_observers(
     model: GraphModule, quantizer: torchao_pt2e.Quantizer, done: dict[GraphModule, GraphModule]
 ) -> GraphModule:
-    """Insert the observers of a graph and of those inside it, each once."""
-    for call in list(hop_calls(model)):  # before names stand for other graphs: a second call may have the same name
+    """Insert the observers of a graph and its subgraphs, each once."""
+    for call in list(hop_calls(model)):  # a list first: setattr below changes the subgraphs that names refer to
         for name, graph in call.graphs:
             if graph not in done:
                 done[graph] = _insert_observers(graph, quantizer, done)
             setattr(model, name, done[graph])
     model = torchao_pt2e.insert_observers(model, quantizer)
-    _configure_observers(model)  # on their device: torchao looks for one device in the graph around
+    _configure_observers(model)  # moves them, too: torchao puts all on one device, that of the outer graph
     return model
 
 
@@ -203,7 +201,7 @@ def _configure_observers(graph: GraphModule) -> None:
 
 
 def check_exported(model: object) -> None:
-    """Raise an MXError for a model that is no exported float graph on one device."""
+    """Raise an MXError unless the model is an exported float graph on one device."""
     if isinstance(model, torch.export.ExportedProgram):
         raise MXError("expected a graph module, not an ExportedProgram: pass exported_program.module()")
     if torchao_pt2e.is_prepared(model):
@@ -228,7 +226,7 @@ def check_exported(model: object) -> None:
 
 
 def _is_exported(model: GraphModule) -> bool:
-    """Exported graphs call operators; traced ones (torch.fx.symbolic_trace) call modules, methods and functions."""
+    """Return True for a graph of operators: torch.fx.symbolic_trace gives calls of modules, methods and functions."""
     calls = [n for n in model.graph.nodes if n.op.startswith("call_") and n.target != "_guards_fn"]
     operators = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
     functions = [n for n in calls if n.op == "call_function"]
@@ -236,8 +234,8 @@ def _is_exported(model: GraphModule) -> bool:
 
 
 def _observers_to_fake_quantize(model: nn.Module) -> None:
-    """QAT needs no flag in the config: every `MXObserver` that the annotations asked for becomes an
-    `MXFakeQuantize`. One observer may stand under several names."""
+    """Replace every `MXObserver` by an `MXFakeQuantize`, so that a config needs no flag for QAT. One observer may have
+    several names."""
     replacements: dict[MXObserver, MXFakeQuantize] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if isinstance(module, MXObserver) and not isinstance(module, MXFakeQuantize):

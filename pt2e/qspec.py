@@ -1,7 +1,7 @@
-"""torchao's `QuantizationSpec` with the identity of an MX spec in its `qscheme`.
+"""MX specs as torchao's `QuantizationSpec`: the whole spec is in `qscheme`.
 
-torchao shares one observer between the consumers of a tensor whose specs agree on dtype, quant_min, quant_max, qscheme
-and ch_axis. MX specs differ in element, block, axis and modes instead, so all of those sit in `qscheme`.
+torchao shares one observer between the users of a tensor whose specs agree on dtype, quant_min, quant_max, qscheme and
+ch_axis. MX specs differ in element, block, axis and modes instead, so `qscheme` contains all of those.
 """
 
 from collections.abc import Callable
@@ -17,14 +17,14 @@ _TAG = "mx"
 
 
 def mx_qspec(spec: object, observer: Callable | None = None, ste: str = "identity") -> QuantizationSpec:
-    """Return an MX spec as torchao's quantizers annotate a tensor with it: for a `Quantizer` of your own.
+    """Return an MX spec as torchao's `QuantizationSpec`, to annotate tensors in a `Quantizer` of your own.
 
     Args:
-        spec: an `MXSpec`, or what `parse` takes. torchao observes a tensor once for all of its readers whose specs are
-            equal: write an axis in one way.
-        observer: makes the module that observes the tensor, a class such as `MXObserver` (default) or
-            `MXFormatObserver`, or `observer.with_args(...)`. `prepare_qat_pt2e` puts an `MXFakeQuantize` in the place
-            of an `MXObserver`.
+        spec: an `MXSpec`, or any spelling that `parse` takes. torchao observes a tensor once for all users with equal
+            specs, so always write an axis the same way, negative or not.
+        observer: constructs the module that observes the tensor: a class such as `MXObserver` (default) or
+            `MXFormatObserver`, or `observer.with_args(...)`. `prepare_qat_pt2e` replaces an `MXObserver` by an
+            `MXFakeQuantize`.
         ste: the gradient in training, "identity" or "clipped", as `fake_quantize_mx` takes it.
 
     Returns:
@@ -61,12 +61,12 @@ def mx_qspec(spec: object, observer: Callable | None = None, ste: str = "identit
 
 
 def mx_qscheme(spec: MXSpec, ste: str = "identity") -> tuple:
-    """The identity of a quantized tensor: observers are shared where it is equal."""
+    """Return the spec and the gradient estimator as a tuple; torchao shares observers with equal tuples."""
     return (_TAG, *spec.op_args(), ste)
 
 
 def spec_of_qscheme(qscheme: tuple) -> MXSpec:
-    """The MX spec in a `qscheme`.
+    """Return the MX spec in a `qscheme`.
 
     Raises:
         MXError: for a `qscheme` of another kind.
@@ -80,11 +80,11 @@ def spec_of_qscheme(qscheme: tuple) -> MXSpec:
 
 
 def ste_of_qscheme(qscheme: tuple) -> str:
-    """The estimator of the gradient, "identity" where a `qscheme` names none."""
+    """Return the gradient estimator in a `qscheme`, "identity" by default."""
     return (*qscheme, "identity")[6]
 
 
 def mx_spec(qspec: object) -> MXSpec | None:
-    """The MX spec of a torchao annotation, None for another library's."""
+    """Return the MX spec of a torchao annotation, None for a spec of another library."""
     qscheme = getattr(qspec, "qscheme", None)
     return spec_of_qscheme(qscheme) if isinstance(qscheme, tuple) and qscheme[:1] == (_TAG,) else None

@@ -1,7 +1,7 @@
-"""Observers that also collect the range of a tensor's values: least and largest, their moving average, a histogram.
+"""Observers that also collect the range of a tensor's values: minimum and maximum, their moving averages, a histogram.
 
-MX scales come from each block of each tensor, so that nothing of this changes a number; it is what the observers of
-these names in torch.ao compute a scale from.
+The observers of these names in torch.ao compute a scale from the range. MX scales come from the values of each block,
+so here the range changes no output.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pt2mx.pt2e.observer import MXObserver
 #: meta key of a `dequantize_mx` node: the `ValueRange` that was observed of its tensor
 RANGE_KEY = "mx_range"
 
-#: the exponent of a histogram's limit before the first value; that of the least fp32 number is -148
+#: the exponent of a histogram's limit before the first value; the smallest fp32 number has -148
 _NO_EXPONENT = -200
 
 
@@ -27,8 +27,8 @@ class ValueRange:
     """The range of a tensor's finite values.
 
     Args:
-        least, largest: one value, or one a channel.
-        limit: where a histogram was collected, the magnitude up to which its bins reach.
+        least, largest: one value, or one per channel.
+        limit: the largest magnitude that the bins of a histogram cover; None without a histogram.
         histogram: counts of the values in equal bins from `-limit` to `limit`.
     """
 
@@ -39,18 +39,20 @@ class ValueRange:
 
 
 class MXMinMaxObserver(MXObserver):
-    """An `MXObserver` that also keeps the least and the largest finite value, `min_val` and `max_val` (1,) float32;
-    Inf and -Inf before the first. After `MinMaxObserver` and `PerChannelMinMaxObserver` of torch.ao.
+    """Record the smallest and the largest finite value too, `min_val` and `max_val`.
+
+    Both are (1,) float32, and Inf and -Inf before the first value. Follows `MinMaxObserver` and
+    `PerChannelMinMaxObserver` of torch.ao.
 
     Args:
         qscheme: as in `MXObserver`.
-        ch_axis: a dimension, negative or not, for each index of which there is a range: `min_val` is (channels,).
-            None: one range of all values.
-        eps, reduce_range: taken for the sake of torch.ao's observers, which compute a scale with them.
+        ch_axis: the channel dimension, which may be negative: one range per channel, and `min_val` is (channels,).
+            None: one range for all values.
+        eps, reduce_range: ignored; torch.ao's observers compute a scale with them.
         options: `fake_quant` and `observe`, as in `MXObserver`.
 
     Raises:
-        MXError: for an axis that is no integer, or that a tensor has not.
+        MXError: for an axis that is not an integer, or out of range for a tensor.
 
     Example:
         >>> import torch, pt2mx
@@ -83,7 +85,7 @@ class MXMinMaxObserver(MXObserver):
 
     @torch.no_grad()
     def collect(self, x: Tensor) -> None:
-        """Add a tensor to what was collected.
+        """Add a tensor to the statistics.
 
         Args:
             x: (..., n, ...) float32, float16 or bfloat16.
@@ -95,10 +97,10 @@ class MXMinMaxObserver(MXObserver):
             self.min_val, self.max_val = self.combined(least.amin(1), largest.amax(1))
 
     def combined(self, least: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-        """The range so far, joined with that of another batch.
+        """Return the range so far, extended by a batch.
 
         Args:
-            least, largest: (1,) or (channels,) float32, of the batch.
+            least, largest: (1,) or (channels,) float32, the range of the batch.
 
         Returns:
             The new `min_val` and `max_val`, of the same shape.
@@ -106,7 +108,7 @@ class MXMinMaxObserver(MXObserver):
         return torch.minimum(self.min_val, least), torch.maximum(self.max_val, largest)
 
     def reset_statistics(self) -> None:
-        """Forget what was collected."""
+        """Reset the statistics."""
         super().reset_statistics()
         self.min_val = torch.full_like(self.min_val, torch.inf)
         self.max_val = torch.full_like(self.max_val, -torch.inf)
@@ -119,7 +121,7 @@ class MXMinMaxObserver(MXObserver):
         return ValueRange(tuple(self.min_val.tolist()), tuple(self.max_val.tolist()))
 
     def statistics_meta(self) -> dict[str, object]:
-        """As `MXObserver.statistics_meta`, with the range.
+        """Return the meta of `MXObserver.statistics_meta`, and the range.
 
         Returns:
             `QuantizationStatistics` under `STATISTICS_KEY`; the `ValueRange`, where there is one, under `RANGE_KEY`.
@@ -136,16 +138,17 @@ class MXMinMaxObserver(MXObserver):
         return x.movedim(self.ch_axis, 0).reshape(x.shape[self.ch_axis], -1)
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
-        for name in ("min_val", "max_val"):  # one a channel, of which a new observer knows nothing
+        for name in ("min_val", "max_val"):  # a new observer does not know the number of channels yet
             if prefix + name in state_dict:
                 setattr(self, name, torch.empty_like(state_dict[prefix + name], device=getattr(self, name).device))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class MXMovingAverageMinMaxObserver(MXMinMaxObserver):
-    """An `MXMinMaxObserver` of the moving averages of the batches' least and largest values: each batch moves them by
-    `averaging_constant` of the distance to its own, the first all the way. After `MovingAverageMinMaxObserver` of
-    torch.ao.
+    """Record the moving averages of the smallest and the largest value of the batches.
+
+    The first batch sets the averages; each later one moves them by `averaging_constant` times their distance to its own
+    values. Follows `MovingAverageMinMaxObserver` of torch.ao.
 
     Args:
         qscheme, options: as in `MXMinMaxObserver`.
@@ -174,10 +177,10 @@ class MXMovingAverageMinMaxObserver(MXMinMaxObserver):
         self.averaging_constant = averaging_constant
 
     def combined(self, least: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-        """The averages, moved by another batch.
+        """Return the averages, moved by a batch.
 
         Args:
-            least, largest: (1,) or (channels,) float32, of the batch.
+            least, largest: (1,) or (channels,) float32, the range of the batch.
 
         Returns:
             The new `min_val` and `max_val`, of the same shape.
@@ -185,15 +188,16 @@ class MXMovingAverageMinMaxObserver(MXMinMaxObserver):
         return self._moved(self.min_val, least), self._moved(self.max_val, largest)
 
     def _moved(self, average: Tensor, seen: Tensor) -> Tensor:
-        """`seen` where there was nothing before; the average where a batch has no finite value."""
+        """Return `seen` before the first average, and the average for a batch without a finite value."""
         moved = torch.where(average.isinf(), seen, average + self.averaging_constant * (seen - average))
         return torch.where(seen.isinf(), average, moved)
 
 
 class MXHistogramObserver(MXMinMaxObserver):
-    """An `MXMinMaxObserver` that also counts the finite values in equal bins from `-limit` to `limit`, `limit` being
-    the least power of two above every magnitude seen. So that bins of one limit are joined to those of the next, the
-    counts do not depend on the order of the batches. After `HistogramObserver` of torch.ao.
+    """Count the finite values in equal bins from `-limit` to `limit` too.
+
+    `limit` is the smallest power of two above every magnitude so far. When it grows, adjacent bins are merged, so the
+    counts do not depend on the order of the batches. Follows `HistogramObserver` of torch.ao.
 
     Args:
         qscheme, options: as in `MXMinMaxObserver`.
@@ -225,7 +229,7 @@ class MXHistogramObserver(MXMinMaxObserver):
 
     @torch.no_grad()
     def collect(self, x: Tensor) -> None:
-        """Add a tensor to what was collected.
+        """Add a tensor to the statistics.
 
         Args:
             x: (..., n, ...) float32, float16 or bfloat16.
@@ -242,20 +246,20 @@ class MXHistogramObserver(MXMinMaxObserver):
         exponent = torch.maximum(self.exponent, seen)
         joined = (torch.arange(self.bins, device=x.device) - half >> (exponent - self.exponent).clamp(max=62)) + half
         per_limit = (1023 - exponent << 52).view(torch.float64)  # 2**-exponent, exactly
-        places = (values * per_limit * half).floor().to(torch.int64) + half
+        bins = (values * per_limit * half).floor().to(torch.int64) + half
         counts = torch.zeros_like(self.histogram).index_add(0, joined, self.histogram)
-        self.histogram.copy_(counts.index_add(0, places, finite.to(torch.int64)))
+        self.histogram.copy_(counts.index_add(0, bins, finite.to(torch.int64)))
         self.exponent.copy_(exponent)
 
     def reset_statistics(self) -> None:
-        """Forget what was collected."""
+        """Reset the statistics."""
         super().reset_statistics()
         self.histogram.zero_()
         self.exponent.fill_(_NO_EXPONENT)
 
     @property
     def limit(self) -> float:
-        """The magnitude up to which the bins reach."""
+        """The largest magnitude that the bins cover."""
         return 2.0 ** int(self.exponent)
 
     @property

@@ -1,4 +1,4 @@
-"""The bytes that a packed tensor takes, and where these are more than its format's bits."""
+"""Count the bytes of a packed tensor, and explain where it takes more bits than its format has."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pt2mx.kernels.packing import group_of, packed_length
 from pt2mx.spec import MXSpec
 
-#: blocks are worth a note where their scales and padding add this share to the bits of a value
+#: a note is given if scales and padding add this share to the bits of a value
 _NOTED = 0.25
 
 
@@ -20,7 +20,7 @@ def packed_bytes(shape: Sequence[int], spec: MXSpec) -> int:
 
 
 def storage_note(shape: Sequence[int], spec: MXSpec) -> str | None:
-    """Return why a packed tensor takes more bits than its format has; None where it does not.
+    """Explain why a packed tensor takes more bits than its format has; None if it does not.
 
     Example:
         >>> import pt2mx

@@ -18,10 +18,10 @@ def _observers(model: nn.Module) -> list[MXObserver]:
 
 
 def enable_fake_quant(model: nn.Module) -> None:
-    """Make a prepared model compute with quantized values, to the bit as its converted form will.
+    """Make a prepared model compute with quantized values, bit-identical to the converted model.
 
     Args:
-        model: what `prepare_pt2e` or `prepare_qat_pt2e` returned, or a module that holds it.
+        model: a result of `prepare_pt2e` or `prepare_qat_pt2e`, or a module that contains it.
 
     Raises:
         MXError: for a model without MX observers.
@@ -77,7 +77,7 @@ def enable_observer(model: nn.Module) -> None:
         >>> x = torch.linspace(-1, 1, 64).reshape(1, 64)
         >>> exported = torch.export.export(torch.nn.Linear(64, 8), (x,)).module()
         >>> qat = pt2mx.prepare_qat_pt2e(exported, pt2mx.MXQuantizer.from_recipe("mxfp8"))
-        >>> pt2mx.enable_observer(qat)  # training collects none by itself
+        >>> pt2mx.enable_observer(qat)  # training collects none by default
         >>> _ = qat(x)
         >>> sorted(o.statistics.values for o in qat.modules() if isinstance(o, pt2mx.MXObserver))  # x and the weight
         [64, 512]
@@ -87,7 +87,7 @@ def enable_observer(model: nn.Module) -> None:
 
 
 def disable_observer(model: nn.Module) -> None:
-    """Make a prepared model collect no statistics, which makes it faster.
+    """Stop a prepared model from collecting statistics; it then runs faster.
 
     Args:
         model: as in `enable_fake_quant`.

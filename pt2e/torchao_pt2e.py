@@ -1,7 +1,7 @@
 """Every import of torchao's PT2E machinery, and of private torch, that the flow uses.
 
-torchao inserts and removes the observers; what it does to operators that it does not know is worked around by the
-callers. Its import announces CUDA extensions that a CPU machine lacks; that is kept off the user's screen.
+torchao inserts and removes the observers; callers work around its treatment of unknown operators. Its import logs CUDA
+extensions that a CPU machine lacks; the user does not see that.
 """
 
 from dataclasses import replace
@@ -81,8 +81,8 @@ _PREPARED_KEY = "_observed_graph_module_attrs"
 
 
 def fold_batch_norms(model: GraphModule) -> None:
-    """Fold the batch norms of a model in evaluation into the layers before them, and note that a layer computes the
-    result of its norm."""
+    """Fold the batch norms of a model in evaluation into the layers before them, and record each layer as the source of
+    the result of its norm."""
     layers = {norm: BatchNorm.of(norm).x for norm in batch_norms(model.graph)}
     for norm, layer in layers.items():
         if layer.target in LAYERS:
@@ -96,8 +96,8 @@ def fold_batch_norms(model: GraphModule) -> None:
 
 
 def _name_bias(model: GraphModule, layer: Node, norm: Node) -> None:
-    """Give a layer without a bias one of zeros, under a free name, where another tensor has the name that torchao gives
-    to the bias of a folded batch norm: torchao would write over that tensor."""
+    """Give a layer without a bias one of zeros, under a free name, if another tensor has the name that torchao gives to
+    the bias of a folded batch norm: torchao would overwrite that tensor."""
     make_positional(layer, 3)
     args = args_of(layer)
     path, _, attribute = f"{name_of(node_arg(layer, 1))}_bias".rpartition(".")
@@ -139,19 +139,19 @@ def convert_modules(model: GraphModule) -> GraphModule:
 
 
 def _annotate_own_nodes(model: GraphModule) -> None:
-    """Rewrite the annotations of a graph, which name nodes of the one that it was copied from, to name its own; a copy
-    keeps the nodes' names. torchao's passes look for the operators around them."""
-    own = {node.name: node for node in model.graph.nodes}
+    """Point the annotations of a copied graph to its own nodes instead of the original's; names are equal in both.
+    torchao's passes look for the operators around these nodes."""
+    copies = {node.name: node for node in model.graph.nodes}
     for node in model.graph.nodes:
         annotation = node.meta.get(Q_ANNOTATION_KEY)
         if annotation is not None:
-            specs = {own.get(read.name, read): spec for read, spec in annotation.input_qspec_map.items()}
+            specs = {copies.get(read.name, read): spec for read, spec in annotation.input_qspec_map.items()}
             node.meta[Q_ANNOTATION_KEY] = replace(annotation, input_qspec_map=specs)
 
 
 def _call_overloads(model: GraphModule) -> None:
-    """Call operators by their one overload where torchao's affine observers call them by their name alone: only an
-    overload has a schema."""
+    """Call the overload of an operator where torchao's affine observers call the packet: only an overload has a
+    schema."""
     for node in model.graph.nodes:
         if isinstance(node.target, OpOverloadPacket) and len(node.target.overloads()) == 1:
             node.target = getattr(node.target, *node.target.overloads())
@@ -163,12 +163,12 @@ def _holds_other_operators(model: GraphModule) -> bool:
 
 
 def is_prepared(model: object) -> bool:
-    """True if `model` holds the modules of a prepared one."""
+    """Return True for a prepared model."""
     return _PREPARED_KEY in getattr(model, "meta", {})
 
 
 def forget_prepared(model: GraphModule) -> None:
-    """Take the mark of a prepared model away; torchao's convert leaves it."""
+    """Remove the mark of a prepared model, which torchao's convert leaves."""
     model.meta.pop(_PREPARED_KEY, None)
 
 
