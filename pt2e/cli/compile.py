@@ -25,10 +25,9 @@ from pt2mx.pt2e.cli.option_checks import check_device
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.output import check_distinct
-from pt2mx.pt2e.packages.dynamic_shapes import dynamic_shapes
 from pt2mx.pt2e.packages.package import Package, check_package_output, open_package, write_package
 from pt2mx.pt2e.packages.pytree_args import in_memory_order, memory_order
-from pt2mx.pt2e.packages.sizes import ranges
+from pt2mx.pt2e.packages.sizes import dynamic_shapes, ranges
 from pt2mx.pt2e.provenance import Provenance, other_version, recipe_of
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.agreement import Fidelity, fidelity

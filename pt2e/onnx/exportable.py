@@ -34,7 +34,7 @@ from pt2mx.fx.passes.merge_fake_quantize import merge_fake_quantize
 from pt2mx.fx.passes.packed_embedding import use_packed_embeddings
 from pt2mx.fx.portable import holds_observers, is_portable
 from pt2mx.ops.decompositions import call_decompositions
-from pt2mx.pt2e.packages.dynamic_shapes import dynamic_shapes as shapes_of
+from pt2mx.pt2e.packages.sizes import dynamic_shapes as shapes_of
 from pt2mx.pt2e.user_errors import user_errors
 
 aten = torch.ops.aten

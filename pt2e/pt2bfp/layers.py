@@ -140,7 +140,7 @@ def _forget_weights(layer: nn.Module) -> None:
 
 
 def _nothing() -> None:
-    """Stand in for a weak reference to a weight."""
+    """Return None, as a weak reference to a deleted weight does."""
 
 
 class ObservedLayer(_Layer):

@@ -86,7 +86,7 @@ def plan(graph: FloatGraph, quantizer: MXQuantizer) -> list[NodePlan]:
     """
     settings, fx_graph = NodeSettings(quantizer), Graph()
     layers = [node for node in graph.graph.node if operands_of(node) and _is_layer(graph, node)]
-    nodes = {stand_in(node, fx_graph): node for node in layers}
+    nodes = {proxy_of(node, fx_graph): node for node in layers}
     plans: dict[Node, NodePlan] = {}
     for key, node in nodes.items():
         config, reason = settings.config_of(key)
@@ -106,9 +106,9 @@ def _is_layer(graph: FloatGraph, node: NodeProto) -> bool:
 
 
 def _planned(
-    graph: FloatGraph, node: NodeProto, fx_node: Node, config: MXQuantizationConfig | None, reason: str
+    graph: FloatGraph, node: NodeProto, proxy: Node, config: MXQuantizationConfig | None, reason: str
 ) -> NodePlan:
-    module = _module_of(fx_node)
+    module = _module_of(proxy)
     if config is None:
         return NodePlan(node, module, reasons=(reason,))
     operands: list[QuantizedOperand] = []
@@ -143,9 +143,9 @@ def _planned(
     return NodePlan(node, module, tuple(operands), output, tuple(dict.fromkeys(reasons)), remark or None)
 
 
-def _module_of(fx_node: Node) -> str:
+def _module_of(proxy: Node) -> str:
     """Return the innermost module of the torch model around a node, if the file records it."""
-    names = [name for name, kind in modules_of(fx_node) if name and kind not in ATEN]
+    names = [name for name, kind in modules_of(proxy) if name and kind not in ATEN]
     return names[-1] if names else ""
 
 
@@ -202,7 +202,7 @@ def _unfit(graph: FloatGraph, tensor: str, source: Source | None, node: NodeProt
 
 
 class NodeSettings(MXQuantizer):
-    """The settings of a quantizer, applied to stand-ins for the nodes of ONNX.
+    """The settings of a quantizer, applied to torch.fx proxies of the nodes of ONNX.
 
     A setting selects a node by the node's name, also with "." instead of "/", by the scopes that torch.onnx.export
     records in it, and by the module in a weight's name: `conv1` selects the user of `conv1.weight`. Types are those of
@@ -225,7 +225,7 @@ class NodeSettings(MXQuantizer):
     def config_of(self, node: Node) -> tuple[Config, str]:
         """Return the config of a node, and the reason if it is None."""
         self._candidates_seen.append(node)
-        return self._config_of(node, {}, self._matched, constants=set())  # a stand-in has no operands
+        return self._config_of(node, {}, self._matched, constants=set())  # a proxy has no operands
 
     def at_the_ends(self, quantized: list[Node]) -> dict[Node, tuple[Config, str]]:
         """Return the configs of quantized nodes, in the order of execution, that `set_first` and `set_last` select."""
@@ -240,8 +240,8 @@ class NodeSettings(MXQuantizer):
         self._warn_unmatched(self._candidates_seen, self._matched)
 
 
-def stand_in(node: NodeProto, graph: Graph) -> Node:
-    """Return a torch.fx node with the modules and the operator that a node of ONNX was exported from."""
+def proxy_of(node: NodeProto, graph: Graph) -> Node:
+    """Return a torch.fx node for a node of ONNX, with the modules and the operator that it was exported from."""
     recorded = {prop.key.rpartition(".")[2]: prop.value for prop in node.metadata_props}
     scopes, classes = (_list(recorded.get(key)) for key in ("name_scopes", "class_hierarchy"))
     modules = list(zip(scopes, classes, strict=False))[:-1]  # the last one is the operator
@@ -255,9 +255,9 @@ def stand_in(node: NodeProto, graph: Graph) -> Node:
     return made
 
 
-def name_and_type(fx_node: Node) -> tuple[str, str]:
-    """Return the name and the type of the ONNX node of a stand-in."""
-    return [*fx_node.meta["nn_module_stack"].values()][-1]
+def name_and_type(proxy: Node) -> tuple[str, str]:
+    """Return the name and the type of the ONNX node of a proxy."""
+    return [*proxy.meta["nn_module_stack"].values()][-1]
 
 
 def _list(text: str | None) -> list[str]:
