@@ -21,7 +21,7 @@ from pt2mx.fx.graph.tensors import copy_sharing_tensors
 from pt2mx.fx.passes.fold_weights import fold_all_weights
 from pt2mx.fx.portable import holds_observers, is_portable
 from pt2mx.kernels.packing import unpacked_length
-from pt2mx.ops import convolution, fp8_rows, linear, quantized_convolution, quantized_linear, scaled_mm
+from pt2mx.ops import convolution, fp8_rowwise, linear, quantize_epilogue, scaled_mm
 from pt2mx.spec import MXSpec
 
 aten = torch.ops.aten
@@ -30,12 +30,12 @@ aten = torch.ops.aten
 _MATMULS = (
     linear.linear_mx,
     linear.grouped_linear_mx,
-    quantized_linear.linear_fake_quantize_mx,
+    quantize_epilogue.linear_fake_quantize_mx,
     convolution.conv2d_mx,
-    quantized_convolution.conv2d_fake_quantize_mx,
+    quantize_epilogue.conv2d_fake_quantize_mx,
 )
 #: matmuls whose weight is in the layout of a GPU's tensor cores
-_REORDERED = (linear.linear_mx_mma_layout, scaled_mm.scaled_mm_mx, fp8_rows.mm_fp8_rows)
+_REORDERED = (linear.linear_mx_mma_layout, scaled_mm.scaled_mm_mx, fp8_rowwise.mm_fp8_rows)
 #: operators that select rows of codes, or pass all of them on
 _ROWS = (aten.embedding.default, aten.index_select.default, aten.index.Tensor, aten.alias.default, aten.detach.default)
 

@@ -18,27 +18,10 @@ from torch.fx.node import has_side_effect
 
 from pt2mx.lazy_import import on_import
 
-#: modules that define `torch.ops.pt2mx.*` with kernels, fake kernels, gradients, autocast and docstrings
-_OPERATORS = (
-    "pt2mx.ops.quantization",
-    "pt2mx.ops.linear",
-    "pt2mx.ops.convolution",
-    "pt2mx.ops.attention",
-    "pt2mx.ops.bfloat16_products",
-    "pt2mx.ops.scaled_mm",
-    "pt2mx.ops.fp8_rows",
-    "pt2mx.ops.hadamard",
-    "pt2mx.ops.rotated_quantization",
-    "pt2mx.ops.quantized_activations",
-    "pt2mx.ops.quantized_linear",
-    "pt2mx.ops.quantized_convolution",
-    "pt2mx.ops.docstrings",
-)
-
-#: a module of Inductor -> the module of pt2mx that registers itself there, imported right after it
+#: a module of Inductor -> the function of `pt2mx.ops.inductor` that registers there, called right after its import
 _IN_INDUCTOR = {
-    "torch._inductor.decomposition": "pt2mx.ops.inductor",
-    "torch._inductor.lowering": "pt2mx.ops.lowerings",
+    "torch._inductor.decomposition": "register_decompositions",
+    "torch._inductor.lowering": "register_lowerings",
 }
 
 #: Calls that torch.fx keeps even if nothing uses their results; torchao's convert removes all others without users.
@@ -60,15 +43,18 @@ _MX_TENSOR_MODULES = ("pt2mx.tensor", "pt2mx.tensor.mx_tensor", "pt2mx.torchmx.m
 
 def register_all() -> None:
     """Register with torch what programs, checkpoints and compilers look up by name."""
-    for module in _OPERATORS:
-        importlib.import_module(module)
-    for before, module in _IN_INDUCTOR.items():
-        on_import(before, functools.partial(importlib.import_module, module))
+    importlib.import_module("pt2mx.ops.contract")  # defines `torch.ops.pt2mx.*`, with kernels and gradients
+    for module, function in _IN_INDUCTOR.items():
+        on_import(module, functools.partial(_register_in_inductor, function))
     torch.compiler.config.cache_key_tag += f"pt2mx-{_digest()}"
     torch.serialization.add_safe_globals([_LazyGlobal((module, f"{module}.MXTensor")) for module in _MX_TENSOR_MODULES])
     for owner, names in _EFFECTS.items():
         for name in names:
             has_side_effect(getattr(owner, name))
+
+
+def _register_in_inductor(function: str) -> None:
+    getattr(importlib.import_module("pt2mx.ops.inductor"), function)()
 
 
 def _digest() -> str:

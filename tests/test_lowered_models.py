@@ -20,8 +20,7 @@ from pt2mx.fx.passes.packed_embedding import use_packed_embeddings
 from pt2mx.kernels.cpu.linear import has_units
 from pt2mx.ops import linear
 from pt2mx.ops.convolution import conv2d_mx
-from pt2mx.ops.quantized_convolution import conv2d_fake_quantize_mx
-from pt2mx.ops.quantized_linear import linear_fake_quantize_mx
+from pt2mx.ops.quantize_epilogue import conv2d_fake_quantize_mx, linear_fake_quantize_mx
 from tests.compare import relative_error
 from tests.flow import convert
 from tests.graph import called, count

@@ -7,11 +7,9 @@ Values are the `val` meta of an exported graph, or the `example_value` of one th
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,7 +17,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from pt2mx.ops import hadamard, linear, quantization, rotated_quantization
+from pt2mx.ops import hadamard, linear, quantization
 from pt2mx.ops.operator import Operator
 
 if TYPE_CHECKING:
@@ -185,34 +183,9 @@ class GroupedLinearMX(linear.GroupedLinearMX[Node], OperatorCall):
     """A call of `grouped_linear_mx`."""
 
 
-@dataclass(frozen=True)
-class _Declared(OperatorCall):
-    @property
-    def args(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+class Hadamard(hadamard.Hadamard[Node], OperatorCall):
+    """A call of `hadamard`."""
 
 
-@dataclass(frozen=True)
-class Hadamard(_Declared):
-    """`hadamard`. x: (..., n, ...); axis: as it was written, also from the end."""
-
-    overload: ClassVar[OpOverload] = hadamard.hadamard
-
-    x: Node
-    size: int
-    axis: int
-
-
-@dataclass(frozen=True)
-class RotatedFakeQuantize(_Declared):
-    """`rotated_fake_quantize_mx`. x: (..., n); target_dtype: of the result, None for x's."""
-
-    overload: ClassVar[OpOverload] = rotated_quantization.rotated_fake_quantize_mx
-
-    x: Node
-    size: int
-    element: str
-    block_size: int
-    scale_mode: str
-    rounding: str
-    target_dtype: torch.dtype | None
+class RotatedFakeQuantize(hadamard.RotatedFakeQuantize[Node], OperatorCall):
+    """A call of `rotated_fake_quantize_mx`."""

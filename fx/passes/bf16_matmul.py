@@ -33,7 +33,7 @@ from pt2mx.kernels.cpu.linear import (
     units_for,
 )
 from pt2mx.modes import ROUNDINGS
-from pt2mx.ops.rotated_quantization import rotated_fake_quantize_mx
+from pt2mx.ops.hadamard import rotated_fake_quantize_mx
 from pt2mx.spec import MXSpec
 
 aten = torch.ops.aten

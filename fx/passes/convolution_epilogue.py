@@ -28,7 +28,7 @@ from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.fx.passes.fuse_activation_quantize import ACTIVATIONS
 from pt2mx.kernels.constants import supports_epilogue
 from pt2mx.ops.convolution import conv2d_mx
-from pt2mx.ops.quantized_convolution import conv2d_fake_quantize_mx
+from pt2mx.ops.quantize_epilogue import conv2d_fake_quantize_mx
 
 if TYPE_CHECKING:
     from pt2mx.fx.passes.fuse_quantize_epilogue import Quantization

@@ -24,7 +24,7 @@ from pt2mx.fx.graph.views import settle_order, takes_any_order
 from pt2mx.fx.passes.bf16_matmul import is_quantized, quantization_to_bfloat16
 from pt2mx.kernels.cpu.linear import has_bfloat16_units, has_units, suit_units
 from pt2mx.ops.convolution import conv2d_mx
-from pt2mx.ops.rotated_quantization import rotated_fake_quantize_mx
+from pt2mx.ops.hadamard import rotated_fake_quantize_mx
 from pt2mx.spec import MXSpec
 
 aten = torch.ops.aten

@@ -19,7 +19,7 @@ from pt2mx.fx.passes.fuse_activation_quantize import activation_before, norm_bef
 from pt2mx.kernels.constants import BLOCK
 from pt2mx.kernels.fp8_rowwise import ROOMS, of_packed
 from pt2mx.modes import ROUNDINGS
-from pt2mx.ops.fp8_rows import layer_norm_fp8_rows, mm_fp8_rows, quantize_fp8_rows
+from pt2mx.ops.fp8_rowwise import layer_norm_fp8_rows, mm_fp8_rows, quantize_fp8_rows
 
 #: compute capabilities of GPUs whose tensor cores multiply FP8 at twice the rate of bfloat16
 _CAPABILITIES = ((8, 9), (9, 0))

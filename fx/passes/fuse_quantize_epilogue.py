@@ -36,11 +36,11 @@ from pt2mx.fx.passes.convolution_epilogue import fuse_convolution
 from pt2mx.kernels.constants import BLOCK, WIDEST, supports_epilogue
 from pt2mx.kernels.cpu.linear import FEW_ROWS, has_units
 from pt2mx.modes import ROUNDINGS
-from pt2mx.ops.bfloat16_products import attention_bfloat16
+from pt2mx.ops.activations import activation_fake_quantize_mx
+from pt2mx.ops.bf16_matmul import attention_bfloat16
 from pt2mx.ops.checks import HIGH_PRECISION
 from pt2mx.ops.convolution import conv2d_mx
-from pt2mx.ops.quantized_activations import activation_fake_quantize_mx
-from pt2mx.ops.quantized_linear import linear_fake_quantize_mx
+from pt2mx.ops.quantize_epilogue import linear_fake_quantize_mx
 from pt2mx.spec import MXSpec
 
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import FakeQuantize, Hadamard, LinearMX, shape_of
 from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.modes import ROUNDINGS
-from pt2mx.ops.rotated_quantization import rotated_fake_quantize_mx
+from pt2mx.ops.hadamard import rotated_fake_quantize_mx
 
 
 @graph_pass(Hadamard, (FakeQuantize, LinearMX))

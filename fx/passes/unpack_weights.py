@@ -14,7 +14,7 @@ from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import Dequantize, LinearMX, dtype_of, set_value, shape_of, value_of
 from pt2mx.fx.passes.fold_weights import fold_constant
 from pt2mx.kernels.cpu.linear import has_units
-from pt2mx.ops.bfloat16_products import matmul_bfloat16
+from pt2mx.ops.bf16_matmul import matmul_bfloat16
 from pt2mx.ops.hadamard import hadamard
 from pt2mx.spec import MXSpec
 

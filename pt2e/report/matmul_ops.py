@@ -16,9 +16,8 @@ from pt2mx.fx.graph.node import node_arg
 from pt2mx.ops import linear, scaled_mm
 from pt2mx.ops.attention import attention_mx
 from pt2mx.ops.convolution import conv2d_mx
-from pt2mx.ops.fp8_rows import mm_fp8_rows
-from pt2mx.ops.quantized_convolution import conv2d_fake_quantize_mx
-from pt2mx.ops.quantized_linear import linear_fake_quantize_mx
+from pt2mx.ops.fp8_rowwise import mm_fp8_rows
+from pt2mx.ops.quantize_epilogue import conv2d_fake_quantize_mx, linear_fake_quantize_mx
 
 #: an operator with one of these words in its name is matmul-like ...
 _WORDS = frozenset({

@@ -5,7 +5,7 @@ goes into the codes. Tensor cores for FP8 then multiply whole rows, and the scal
 scales lie too far apart, or that holds a NaN, does not fit: its codes are zeros, its scale is -1, and its values are
 kept as they are (`rest`), for a product of its own.
 
-The functions here define the operators of `pt2mx.ops.fp8_rows`, for every device.
+The functions here define the operators of `pt2mx.ops.fp8_rowwise`, for every device.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Activations and layer norms that are quantized where they are computed.
 
-The functions here define the operators of `pt2mx.ops.quantized_activations`, for every device.
+The functions here define the operators of `pt2mx.ops.activations`, for every device.
 """
 
 from __future__ import annotations

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import functools
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from pt2mx.errors import MXError
-from pt2mx.kernels.axis import resized
+from pt2mx.kernels.fp8_rowwise import ACTIVATIONS
 from pt2mx.kernels.packing import packed_length, unpacked_length
+from pt2mx.modes import ROUNDINGS
 from pt2mx.spec import MXSpec
 
 #: dtypes that can be quantized, and dequantized to
 HIGH_PRECISION = (torch.float32, torch.float16, torch.bfloat16)
 
-_make_spec = functools.lru_cache(maxsize=1024)(MXSpec)
-
 
 @functools.lru_cache(maxsize=1024)
-def _on_axis(spec: MXSpec, axis: int) -> MXSpec:
-    return spec.replace(axis=axis)
+def _spec_of(element: object, block_size: int, axis: int, scale_mode: str, rounding: str, rank: int) -> MXSpec | None:
+    """Return a spec whose axis counts from the front of `rank` dimensions; None where it has no such axis. One cache
+    by plain arguments: hashing a spec takes as long as a kernel of a small tensor."""
+    spec = MXSpec(element, block_size, axis, scale_mode, rounding)
+    return spec.replace(axis=axis % rank) if -rank <= axis < rank else None
 
 
 def check_tensors(**tensors: object) -> None:
@@ -39,22 +42,24 @@ def check_length(length: object) -> None:
 
 
 def check_input(
-    x: Tensor, element: str, block_size: int, axis: int = -1, scale_mode: str = "floor", rounding: str = "even"
+    x: Tensor, element: object, block_size: int, axis: int = -1, scale_mode: str = "floor", rounding: str = "even"
 ) -> MXSpec:
     """Return the spec of these arguments, its axis counted from the front; raise `MXError` for others than are allowed,
     and for another dtype of x."""
-    return check_spec(x, _make_spec(element, block_size, axis, scale_mode, rounding))
-
-
-def check_spec(x: Tensor, spec: MXSpec) -> MXSpec:
-    """Return `spec` with its axis counted from the front; raise `MXError` for an axis or a dtype of x that is not
-    allowed."""
+    spec = _spec_of(element, block_size, axis, scale_mode, rounding, x.dim() or 1)
     if x.dtype not in HIGH_PRECISION:
         raise MXError(
             f"cannot quantize a tensor of dtype {x.dtype} to an MX format: allowed are float32, float16 and bfloat16; "
             "cast it first, for example with x.float()"
         )
-    return _on_axis(spec, _dimension(spec.axis, x))
+    return spec or _no_axis(axis, x)
+
+
+def check_spec(x: Tensor, spec: MXSpec) -> MXSpec:
+    """Return `spec` with its axis counted from the front; raise `MXError` for an axis or a dtype of x that is not
+    allowed."""
+    args = spec.element, spec.block_size, spec.axis, spec.scale_mode, spec.rounding
+    return spec.replace(axis=check_input(x, *args).axis)
 
 
 def check_seed(seed: object) -> None:
@@ -76,12 +81,12 @@ def check_packed(
 ) -> tuple[MXSpec, int]:
     """Return the spec (axis counted from the front) and the length of the values that `data` and `scale` hold, from the
     arguments of `dequantize_mx`; raise `MXError` for those that do not fit each other."""
-    spec = _make_spec(elem, block_size, axis)
+    spec = _spec_of(elem, block_size, axis, "floor", "even", data.dim() or 1)
     if not (data.dim() and scale.dim()):
         raise MXError("data and scale have at least one dimension: a tensor without any has those of shape (1,)")
     if data.device != scale.device:
         raise MXError(f"data is on {data.device} and scale on {scale.device}: move one to the device of the other")
-    spec = _on_axis(spec, _dimension(axis, data))
+    spec = spec or _no_axis(axis, data)
     if data.dtype != torch.uint8 or scale.dtype != torch.uint8:
         raise MXError(
             f"codes and scales are uint8, not {data.dtype} and {scale.dtype}: view them with .view(torch.uint8)"
@@ -96,8 +101,9 @@ def check_packed(
             f"data has {size} bytes along dimension {spec.axis}, but {length} codes of {spec.element} take "
             f"{packed_length(length, bits)}: pass the length that was quantized"
         )
-    expected = resized(data, spec.axis, -(-length // block_size))
-    concrete = all(isinstance(n, int) for n in (*expected, *scale.shape))  # symbolic sizes are checked when they run
+    expected = list(data.shape)
+    expected[spec.axis] = -(-length // block_size)
+    concrete = {*map(type, (*expected, *scale.shape))} <= {int}  # symbolic sizes are checked when they run
     if concrete and list(scale.shape) != expected:
         raise MXError(
             f"scale of shape {tuple(scale.shape)} does not fit data of shape {tuple(data.shape)}: {length} values "
@@ -126,6 +132,23 @@ def check_target_dtype(target_dtype: torch.dtype | None, x: Tensor) -> torch.dty
     return dtype
 
 
+def check_quantization(
+    x: Tensor, element: str, block_size: int, scale_mode: str, rounding: str, target_dtype: torch.dtype | None
+) -> tuple[MXSpec, torch.dtype]:
+    """Return the spec and the dtype of values of x's shape that are quantized along the last dimension where they are
+    computed; raise `MXError` for others than are allowed."""
+    spec = check_input(x, element, block_size, -1, scale_mode, rounding)
+    if ROUNDINGS[rounding].random:
+        raise MXError(f"values are not rounded {rounding!r} where they are computed: use fake_quantize_mx of them")
+    return spec, check_target_dtype(target_dtype, x)
+
+
+def check_activation(activation: str) -> None:
+    """Raise `MXError` for what is no activation."""
+    if activation not in ACTIVATIONS:
+        raise MXError(f"activation={activation!r} must be one of {', '.join(ACTIVATIONS)}")
+
+
 def check_bias(bias: Tensor, codes: Tensor, dtype: torch.dtype, x: Tensor) -> None:
     """Raise `MXError` for a bias that does not fit the rows of a weight and a result in `dtype` on x's device."""
     if bias.shape != codes.shape[:1] or bias.dtype != dtype or bias.device != x.device:
@@ -140,8 +163,6 @@ def _is_count(n: object) -> bool:
     return isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**63
 
 
-def _dimension(axis: int, x: Tensor) -> int:
-    rank = max(x.dim(), 1)  # a 0-d tensor is quantized as one of shape (1,)
-    if not -rank <= axis < rank:
-        raise MXError(f"axis={axis} is out of range for shape {tuple(x.shape)}: allowed are {-rank} to {rank - 1}")
-    return axis % rank
+def _no_axis(axis: int, x: Tensor) -> NoReturn:
+    rank = x.dim() or 1  # a 0-d tensor is quantized as one of shape (1,)
+    raise MXError(f"axis={axis} is out of range for shape {tuple(x.shape)}: allowed are {-rank} to {rank - 1}")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from pt2mx.formats import FORMATS, ElementFormat
 from pt2mx.kernels.packing import group_of
-from pt2mx.ops.contract import OPERATORS, meanings, schema_of
+from pt2mx.ops.contract import OPERATORS, schema_of
 
 _BEGINNING = """\
 # The operators, for authors of compilers
@@ -66,12 +66,12 @@ def _special(element: ElementFormat) -> str:
 
 def _section(name: str) -> str:
     operator = OPERATORS[name]
-    arguments = [(f"`{argument}`", meaning) for argument, meaning in meanings(name).items()]
+    arguments = [(f"`{argument.name}`", argument.meaning) for argument in operator.arguments]
     results = [(f"-> `{result}`" if result else "->", meaning) for result, meaning in operator.results.items()]
     return "\n".join(
         (
             f"### `{name}`\n",
-            textwrap.fill(f"Version {operator.version}. {operator.what}", 120, break_on_hyphens=False) + "\n",
+            textwrap.fill(f"Version {operator.version}. {operator.summary()}", 120, break_on_hyphens=False) + "\n",
             f"```\n{schema_of(name)}\n```\n",
             _table(("", ""), [*arguments, *results]),
         )

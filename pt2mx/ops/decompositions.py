@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -11,23 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.nn import functional
 
-from pt2mx import ops
 from pt2mx.kernels import elements, reference
 from pt2mx.kernels.axis import is_one_in_the_example
-from pt2mx.kernels.hadamard import rotate
-from pt2mx.ops import (
-    attention,
-    bfloat16_products,
-    convolution,
-    hadamard,
-    linear,
-    quantized_convolution,
-    quantized_linear,
-    rotated_quantization,
-)
-from pt2mx.ops.activation_decompositions import ACTIVATION_DECOMPOSITIONS
+from pt2mx.ops.contract import OPERATORS
 from pt2mx.ops.memory_format import (
     Order,
     contiguous_order,
@@ -38,7 +24,6 @@ from pt2mx.ops.memory_format import (
     strides_in_order,
 )
 from pt2mx.ops.quantization import ClipGradient, Dequantize, FakeQuantize, Quantize, seed_of
-from pt2mx.ops.quantized_activations import activation_fake_quantize_mx
 from pt2mx.spec import MXSpec
 
 
@@ -142,87 +127,9 @@ class _Decompositions:
 
 def call_decompositions() -> dict[OpOverload, Callable[..., Any]]:
     """Return operator -> its decomposition, of those that Inductor keeps as calls, for programs that run where pt2mx is
-    not installed. Products multiply with the dequantized weight."""
-
-    def weight(x: Tensor, data: Tensor, scale: Tensor, elem: str, block_size: int) -> Tensor:
-        return ops.dequantize_mx(data, scale, elem, block_size, x.dtype, -1, x.shape[-1])
-
-    def linear_fake_quantize_mx(
-        x: Tensor,
-        data: Tensor,
-        scale: Tensor,
-        bias: Tensor | None,
-        elem: str,
-        block_size: int,
-        product_dtype: torch.dtype | None,
-        activation: str,
-        *modes: Any,
-    ) -> Tensor:
-        product = linear.LinearMX(x, data, scale, bias, elem, block_size, 0, product_dtype).decompose()
-        return ACTIVATION_DECOMPOSITIONS[activation_fake_quantize_mx](product, activation, *modes)
-
-    def conv2d_mx(
-        x: Tensor,
-        data: Tensor,
-        scale: Tensor,
-        bias: Tensor | None,
-        elem: str,
-        block_size: int,
-        stride: Sequence[int] = (1, 1),
-        padding: Sequence[int] = (0, 0),
-        dilation: Sequence[int] = (1, 1),
-        target_dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        x = x.to(target_dtype or x.dtype)
-        kernel = weight(x, data, scale, elem, block_size).permute(0, 3, 1, 2)
-        y = functional.conv2d(x.permute(0, 3, 1, 2), kernel, bias, stride, padding, dilation)
-        return y.permute(0, 2, 3, 1).contiguous()
-
-    def rotated_fake_quantize_mx(
-        x: Tensor,
-        size: int,
-        elem: str,
-        block_size: int,
-        scale_mode: str = "floor",
-        rounding: str = "even",
-        target_dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        y = ops.fake_quantize_mx(rotate(x, size), elem, block_size, -1, scale_mode, rounding)
-        return y.to(target_dtype or x.dtype)
-
-    def attention_mx(
-        query: Tensor,
-        key_data: Tensor,
-        key_scale: Tensor,
-        value_data: Tensor,
-        value_scale: Tensor,
-        elem: str,
-        block_size: int,
-        value_width: int,
-        mask: Tensor | None = None,
-        scale: float | None = None,
-    ) -> Tensor:
-        keys = ops.dequantize_mx(key_data, key_scale, elem, block_size, query.dtype, -1, query.shape[-1])
-        values = ops.dequantize_mx(value_data, value_scale, elem, block_size, query.dtype, -1, value_width)
-        grouped = query.shape[1] != keys.shape[1]
-        found = functional.scaled_dot_product_attention(query, keys, values, mask, scale=scale, enable_gqa=grouped)
-        return found.contiguous()
-
+    not installed. Matmuls multiply with the dequantized weight."""
     return {
-        attention.attention_mx: attention_mx,
-        bfloat16_products.matmul_bfloat16: bfloat16_products.dense_matmul,
-        bfloat16_products.attention_bfloat16: bfloat16_products.dense_attention,
-        linear.linear_mx: linear.LinearMX.function(linear.LinearMX.decompose),
-        quantized_linear.linear_fake_quantize_mx: linear_fake_quantize_mx,
-        linear.grouped_linear_mx: linear.GroupedLinearMX.function(linear.GroupedLinearMX.decompose),
-        linear.linear_mx_mma_layout: linear.LinearMXMMALayout.function(linear.LinearMXMMALayout.decompose),
-        convolution.conv2d_mx: conv2d_mx,
-        quantized_convolution.conv2d_fake_quantize_mx: functools.partial(
-            quantized_convolution.in_two_steps,
-            convolve=conv2d_mx,
-            quantize=ACTIVATION_DECOMPOSITIONS[activation_fake_quantize_mx],
-        ),
-        hadamard.hadamard: rotate,
-        rotated_quantization.rotated_fake_quantize_mx: rotated_fake_quantize_mx,
-        **ACTIVATION_DECOMPOSITIONS,
+        operator.overload: operator.function(operator.decompose)
+        for operator in OPERATORS.values()
+        if hasattr(operator, "decompose")
     }

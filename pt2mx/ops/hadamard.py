@@ -1,44 +1,113 @@
-"""`torch.ops.pt2mx.hadamard`: values rotated within blocks, so that outliers are shared out among their neighbours.
+"""`hadamard` and `rotated_fake_quantize_mx`: values rotated within blocks, and quantized in the same pass over memory.
 
-Source: the fast Walsh-Hadamard transform; QuaRot (Ashkboos et al., arXiv:2404.00456) rotates whole rows. A product
-stays what it is if both of its factors are rotated along the dimension that it reduces.
+A rotation spreads an outlier over its block. Source: the fast Walsh-Hadamard transform; QuaRot (Ashkboos et al.,
+arXiv:2404.00456) rotates whole rows. A matmul stays the same if both operands are rotated along the dimension that it
+reduces. The lowered program calls `rotated_fake_quantize_mx` (`pt2mx.fx.passes.fuse_rotation`), also with blocks of 1
+where nothing is rotated and the values go to a matmul in bfloat16. Inductor keeps it a call: it cannot fuse a sum of 32
+neighbours in one order, and makes slower code of the quantization alone.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from pt2mx.kernels.hadamard import rotate_back
+from pt2mx.errors import MXError
+from pt2mx.kernels.hadamard import rotate, rotate_back
 from pt2mx.kernels.select import run_kernel
-from pt2mx.ops.checks import check_rotation
+from pt2mx.modes import ROUNDINGS
+from pt2mx.ops.arguments import VALUES, BlockSize, Element, PlainRounding, ScaleMode, TargetDtype
+from pt2mx.ops.checks import check_input, check_rotation, check_target_dtype
+from pt2mx.ops.operator import COMPLIANT, Operator, T, operator
+from pt2mx.ops.quantization import fake_quantize_mx
+from pt2mx.spec import MXSpec
 
 
-def _hadamard(x: Tensor, size: int, axis: int = -1) -> Tensor:
-    check_rotation(x, size, axis)
-    return run_kernel("hadamard", x, size, axis)
+@operator("hadamard", 1, "x's shape and dtype, contiguous", COMPLIANT)
+@dataclass(frozen=True, slots=True)
+class Hadamard(Operator[T]):
+    """Values, those negated whose index in its block has an odd form b0 b1 + b2 b3 + ... of its bits, times Sylvester's
+    Hadamard matrix over the square root of `size`, block by block along the axis. Sums in float32, then a cast. The
+    gradient is that of the product.
+
+    Example:
+        >>> torch.ops.pt2mx.hadamard(torch.tensor([8.0, 0.0, 0.0, 0.0]), 4)
+        tensor([4., 4., 4., 4.])
+        >>> torch.ops.pt2mx.hadamard(torch.ones(4), 4)
+        tensor([ 1.,  1.,  1., -1.])
+    """
+
+    x: Annotated[T, VALUES]
+    size: Annotated[int, "values of a block, a power of two that divides n"]
+    axis: Annotated[int, "the dimension along which blocks run and codes are packed"] = -1
+
+    def kernel(self) -> Tensor:
+        check_rotation(self.x, self.size, self.axis)
+        return run_kernel("hadamard", self.x, self.size, self.axis)
+
+    def fake(self) -> Tensor:
+        check_rotation(self.x, self.size, self.axis)
+        return self.x.new_empty(self.x.shape)
+
+    def decompose(self) -> Tensor:
+        return rotate(*self.args)
+
+    def backward(self, ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:
+        return {"x": rotate_back(grad, self.size, self.axis)}
 
 
-def _hadamard_fake(x: Tensor, size: int, axis: int = -1) -> Tensor:
-    check_rotation(x, size, axis)
-    return x.new_empty(x.shape)
+@operator("rotated_fake_quantize_mx", 2, "x's shape, contiguous, in `target_dtype`")
+@dataclass(frozen=True, slots=True)
+class RotatedFakeQuantize(Operator[T]):
+    """`fake_quantize_mx` of `hadamard`, to the bit, both in blocks along the last dimension. The gradient is that of
+    `hadamard`.
+
+    Example:
+        >>> torch.ops.pt2mx.rotated_fake_quantize_mx(torch.tensor([8.0, 0.0, 0.0, 1.0]), 4, "fp4_e2m1", 32)
+        tensor([4., 4., 4., 4.])
+    """
+
+    x: Annotated[T, "(..., n) float32, float16 or bfloat16 of any strides"]
+    size: Annotated[int, "values that are rotated together, a power of two that divides n; 1 for none"]
+    element: Element
+    block_size: BlockSize
+    scale_mode: ScaleMode = "floor"
+    rounding: PlainRounding = "even"
+    target_dtype: Annotated[
+        TargetDtype,
+        "the dtype of the result; None: that of x. bfloat16 holds every element of at most 8 bits",
+    ] = None
+
+    def check(self) -> tuple[MXSpec, torch.dtype]:
+        """Return the spec and the dtype of the result; MXError for what the operator does not take."""
+        check_rotation(self.x, self.size)
+        spec = check_input(self.x, self.element, self.block_size, -1, self.scale_mode, self.rounding)
+        if ROUNDINGS[self.rounding].random:
+            rounding = self.rounding
+            raise MXError(f"rotated values are not rounded {rounding!r} at once: use hadamard and fake_quantize_mx")
+        return spec, check_target_dtype(self.target_dtype, self.x)
+
+    def kernel(self) -> Tensor:
+        spec, dtype = self.check()
+        result = run_kernel("rotated_fake_quantize_mx", self.x, self.size, spec, dtype)
+        if result is not None:
+            return result
+        return run_kernel("fake_quantize_mx", run_kernel("hadamard", self.x, self.size), spec, None).to(dtype)
+
+    def fake(self) -> Tensor:
+        _, dtype = self.check()
+        return self.x.new_empty(self.x.shape, dtype=dtype)
+
+    def decompose(self) -> Tensor:
+        modes = (self.element, self.block_size, -1, self.scale_mode, self.rounding)
+        return fake_quantize_mx(rotate(self.x, self.size), *modes).to(self.target_dtype or self.x.dtype)
+
+    def backward(self, ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:
+        return {"x": rotate_back(grad, self.size).to(ctx.dtype)}
 
 
-def _save_arguments(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    _, ctx.size, ctx.axis = inputs
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return rotate_back(grad, ctx.size, ctx.axis), None, None
-
-
-torch.library.define(
-    "pt2mx::hadamard", "(Tensor x, int size, int axis=-1) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
-)
-torch.library.impl("pt2mx::hadamard", "CompositeExplicitAutograd", _hadamard)
-torch.library.register_fake("pt2mx::hadamard", _hadamard_fake)
-torch.library.register_autograd("pt2mx::hadamard", _backward, setup_context=_save_arguments)
-
-hadamard = torch.ops.pt2mx.hadamard.default
+hadamard = Hadamard.overload
+rotated_fake_quantize_mx = RotatedFakeQuantize.overload

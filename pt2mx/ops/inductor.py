@@ -17,15 +17,17 @@ from torch._inductor.virtualized import V
 from torch._ops import OpOverload
 from torch.nn import functional
 
-from pt2mx import ops
 from pt2mx.kernels import elements
 from pt2mx.kernels.axis import guards
 from pt2mx.kernels.cpu import linear as cpu_linear
-from pt2mx.ops.activation_decompositions import ACTIVATION_DECOMPOSITIONS
-from pt2mx.ops.bfloat16_products import attention_bfloat16, dense_attention
+from pt2mx.ops.activations import ActivationFakeQuantize, LayerNormFakeQuantize
+from pt2mx.ops.bf16_matmul import AttentionBfloat16
 from pt2mx.ops.decompositions import decompositions
+from pt2mx.ops.fp8_rowwise import LayerNormFP8Rows, MmFP8Rows, QuantizeFP8Rows
 from pt2mx.ops.hadamard import hadamard
-from pt2mx.ops.linear import linear_mx
+from pt2mx.ops.linear import LinearMX
+from pt2mx.ops.quantization import random_bits
+from pt2mx.ops.quantize_epilogue import Conv2dFakeQuantize, LinearFakeQuantize
 from pt2mx.spec import MXSpec
 
 #: computes nothing: for tracing the values are contiguous, in memory they may lie as Inductor wants, cut from a tensor
@@ -51,25 +53,17 @@ def _forms_for(x: Tensor) -> ModuleType:
 _DENSE_ROWS = 128
 
 
-def _linear(
-    x: Tensor,
-    data: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    elem: str,
-    block_size: int,
-    rotation: int = 0,
-    target_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """`linear_mx` of many rows; of few or an unknown number it stays a call, and where `linear` has a faster kernel."""
+def _linear(call: LinearMX[Tensor]) -> Tensor:
+    """`linear_mx` of many rows; of few or an unknown number it stays a call, and where a faster kernel takes it."""
+    x, dtype = call.x, call.target_dtype
     known = all(isinstance(n, int) for n in x.shape[:-1])  # asking a symbolic size for its number would fix it
     if x.device.type != "cpu" or not known or x.shape[:-1].numel() < _DENSE_ROWS:
         return NotImplemented
-    if target_dtype is not None and cpu_linear.has_units(MXSpec(elem, block_size), x.shape[-1]):
+    if dtype is not None and cpu_linear.has_units(MXSpec(call.element, call.block_size), x.shape[-1]):
         return NotImplemented
-    weight = ops.dequantize_mx(data, scale, elem, block_size, target_dtype or x.dtype, -1, x.shape[-1])
-    x = hadamard(x, rotation) if rotation else x
-    return functional.linear(x.to(weight.dtype), weight, bias)
+    weight = call.weight(dtype or x.dtype, x.shape[-1])
+    x = hadamard(x, call.rotation) if call.rotation else x
+    return functional.linear(x.to(weight.dtype), weight, call.bias)
 
 
 def _unless_calls_are_cheap(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,20 +81,11 @@ def _calls_are_cheap(x: Tensor) -> bool:
     return x.device.type != "cuda" or config.triton.cudagraphs
 
 
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    target_dtype: torch.dtype | None = None,
-    *quantization: Any,
-) -> Tensor:
+def _attention(call: AttentionBfloat16[Tensor]) -> Tensor:
     """`attention_bfloat16` in bfloat16, where a call takes longer; in float32 torch's kernel takes longer yet."""
-    if _calls_are_cheap(query) or (target_dtype or query.dtype) != torch.bfloat16:
+    if _calls_are_cheap(call.query) or (call.target_dtype or call.query.dtype) != torch.bfloat16:
         return NotImplemented
-    return dense_attention(query, key, value, mask, is_causal, scale, target_dtype, *quantization)
+    return call.decompose()
 
 
 def _with_its_guards(function: Callable) -> Callable:
@@ -115,22 +100,35 @@ def _with_its_guards(function: Callable) -> Callable:
     return run
 
 
+#: quantized where they are computed: Inductor keeps calls of them where a call is cheap
+_ACTIVATIONS = ActivationFakeQuantize, LayerNormFakeQuantize, QuantizeFP8Rows, LayerNormFP8Rows, MmFP8Rows
+
 #: operator -> the same in aten operators. Philox stays a call: its rounds use each value twice, which Inductor,
 #: substituting values, would double ten times
-_OF_OPERATORS: dict[OpOverload, Callable[..., Any]] = {
-    **decompositions(ops.random_bits, _forms_for, torch.ops.pt2mx.dense.default),
-    linear_mx: _linear,
-    attention_bfloat16: _attention,
-    **{operator: _unless_calls_are_cheap(function) for operator, function in ACTIVATION_DECOMPOSITIONS.items()},
+DECOMPOSITIONS: dict[OpOverload, Callable[..., Any]] = {
+    operator: _with_its_guards(function)
+    for operator, function in {
+        **decompositions(random_bits, _forms_for, torch.ops.pt2mx.dense.default),
+        LinearMX.overload: LinearMX.function(_linear),
+        AttentionBfloat16.overload: AttentionBfloat16.function(_attention),
+        **{cls.overload: _unless_calls_are_cheap(cls.function(cls.decompose)) for cls in _ACTIVATIONS},
+    }.items()
 }
-DECOMPOSITIONS = {operator: _with_its_guards(function) for operator, function in _OF_OPERATORS.items()}
 
 
-def _register() -> None:
+def register_decompositions() -> None:
+    """Add the decompositions to Inductor's table, once it has been imported."""
     for operator, function in DECOMPOSITIONS.items():
         decomposition.register_decomposition(operator)(function)
     # Inductor copies its table on the first compile, which may lie before this import.
     decomposition.fast_random_decomps.cache_clear()
 
 
-_register()
+def register_lowerings() -> None:
+    """Register Inductor's lowerings of the operators that its graphs still call, once its own have been imported."""
+    from torch._inductor import lowering
+
+    lowering.register_lowering(torch.ops.pt2mx.dense, type_promotion_kind=None)(lambda x: x)
+    for cls in (AttentionBfloat16, LinearFakeQuantize, Conv2dFakeQuantize, *_ACTIVATIONS):
+        lowering.make_fallback(cls.overload, warn=False, override_decomp=True)
+    lowering.make_fallback(LinearMX.overload, lowering.constrain_to_fx_strides, warn=False, override_decomp=True)

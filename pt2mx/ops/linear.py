@@ -221,8 +221,8 @@ class LinearMXMMALayout(Operator[T]):
 
     def kernel(self) -> Tensor:
         self.check()
-        args = self.x, self.codes, self.scale, self.bias, ELEMENTS[self.element], self.n, self.rotation
-        return run_kernel("linear_mx_mma_layout", *args)
+        weight = self.codes, self.scale, self.bias, ELEMENTS[self.element]
+        return run_kernel("linear_mx_mma_layout", self.x, *weight, self.n, self.rotation)
 
     def fake(self) -> Tensor:
         self.check()
@@ -236,5 +236,3 @@ class LinearMXMMALayout(Operator[T]):
 linear_mx = LinearMX.overload
 grouped_linear_mx = GroupedLinearMX.overload
 linear_mx_mma_layout = LinearMXMMALayout.overload
-
-OPERATORS = LinearMX, GroupedLinearMX, LinearMXMMALayout

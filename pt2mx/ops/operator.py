@@ -36,6 +36,7 @@ from typing import (
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.autograd.function import once_differentiable
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -72,6 +73,7 @@ class Argument(NamedTuple):
     def declaration(self) -> str:
         """The argument in the schema."""
         default = self.field.default
+        default = default[0] if isinstance(default, tuple) else default
         if default is dataclasses.MISSING:
             return f"{self.type} {self.name}"
         return f"{self.type} {self.name}=" + (f'"{default}"' if isinstance(default, str) else str(default))
@@ -100,13 +102,15 @@ class Operator(Generic[T]):
     version: ClassVar[int]
     #: name of each result ("" of a single one) -> its meaning
     results: ClassVar[Mapping[str, str]]
+    words: ClassVar[Mapping[str, str]]
     arguments: ClassVar[tuple[Argument, ...]]
     _getter: ClassVar[Callable[[Any], tuple[Any, ...]]]
 
     @classmethod
     def summary(cls) -> str:
         """Return what the operator does, in one line."""
-        return " ".join((cls.__doc__ or "").partition("Example:")[0].split())
+        text = " ".join((cls.__doc__ or "").partition("Example:")[0].split())
+        return text.format(**cls.words) if cls.words else text
 
     @classmethod
     def example(cls) -> str:
@@ -116,12 +120,12 @@ class Operator(Generic[T]):
     @property
     def args(self) -> tuple[Any, ...]:
         """All arguments, in the order of the schema."""
-        return self._getter(self)
+        return type(self)._getter(self)
 
     @classmethod
     def function(cls, of_call: Callable[[Any], Any]) -> Callable[..., Any]:
         """Return a function of the operator's arguments: `of_call` of the call that they make."""
-        return lambda *args: of_call(cls(*args))  # type: ignore[call-arg]  # every subclass is a dataclass
+        return lambda *args: of_call(cls(*args))
 
     def replace(self, **fields: Any) -> Self:
         """Return a copy with other values of some fields."""
@@ -142,6 +146,8 @@ def operator(
     tags: Sequence[torch.Tag] = ANY_STRIDES,
     autocast: Autocast | None = None,
     key: str = "CompositeExplicitAutograd",
+    differentiable_once: bool = False,
+    words: Mapping[str, str] | None = None,
 ) -> Callable[[_Class], _Class]:
     """Register the operator that a dataclass declares.
 
@@ -152,11 +158,13 @@ def operator(
         tags: of torch.
         autocast: how `torch.autocast` casts the arguments; None for not at all.
         key: the dispatch key of `kernel`.
+        differentiable_once: a second derivative is an error.
+        words: what stands in braces in the docstring of the class.
     """
 
     def register(cls: Any) -> Any:
         hints = get_type_hints(cls, include_extras=True)
-        cls.name, cls.version = name, version
+        cls.name, cls.version, cls.words = name, version, words or {}
         cls.results = {"": results} if isinstance(results, str) else results
         cls.arguments = tuple(_argument(field, hints[field.name]) for field in dataclasses.fields(cls))
         cls._getter = _getter([argument.field.name for argument in cls.arguments])
@@ -169,7 +177,8 @@ def operator(
         if hasattr(cls, "fake"):
             torch.library.register_fake(f"pt2mx::{name}", cls.function(cls.fake))
         if hasattr(cls, "backward"):
-            torch.library.register_autograd(f"pt2mx::{name}", _backward(cls), setup_context=_setup_context(cls))
+            backward = once_differentiable(_backward(cls)) if differentiable_once else _backward(cls)
+            torch.library.register_autograd(f"pt2mx::{name}", backward, setup_context=_setup_context(cls))
         if autocast:
             for autocast_key, device in _AUTOCAST.items():
                 torch.library.impl(f"pt2mx::{name}", autocast_key, _casting(cls, autocast, autocast_key, device))

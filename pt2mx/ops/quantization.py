@@ -29,6 +29,10 @@ from pt2mx.spec import MXSpec
 
 #: What becomes of the gradient: it passes unchanged, or is zero where the value saturated.
 STRAIGHT_THROUGH = ("identity", "clipped")
+_KERNELS = {
+    name: functools.partial(run_kernel, name)
+    for name in ("quantize_mx", "dequantize_mx", "fake_quantize_mx", "clip_gradient_mx")
+}
 #: attribute of codes: the tensor that was quantized, where it requires a gradient
 _SOURCE = "_mx_source"
 
@@ -97,8 +101,7 @@ class Quantize(Quantization[T]):
 
     def kernel(self) -> tuple[Tensor, ...]:
         spec, x = self.check(), _row(self.x)
-        kernel, seed = functools.partial(run_kernel, "quantize_mx"), seed_of(x, spec, self.seed)
-        return with_memory_format_of(x, kernel, (x,), spec, seed)
+        return with_memory_format_of(x, _KERNELS["quantize_mx"], (x,), spec, seed_of(x, spec, self.seed))
 
     def fake(self) -> tuple[Tensor, Tensor]:
         spec, x = self.check(), _row(self.x)
@@ -167,8 +170,8 @@ class Dequantize(Operator[T]):
 
     def kernel(self) -> Tensor:
         spec, length = self.check()
-        packed, kernel = (self.codes, self.scale), functools.partial(run_kernel, "dequantize_mx")
-        return with_memory_format_of(self.codes, kernel, packed, spec, self.dtype, length)[0]
+        packed = self.codes, self.scale
+        return with_memory_format_of(self.codes, _KERNELS["dequantize_mx"], packed, spec, self.dtype, length)[0]
 
     def fake(self) -> Tensor:
         spec, length = self.check()
@@ -226,8 +229,8 @@ class FakeQuantize(Quantization[T]):
 
     def kernel(self) -> Tensor:
         spec, x = self.check(), _row(self.x)
-        kernel, seed = functools.partial(run_kernel, "fake_quantize_mx"), seed_of(x, spec, self.seed)
-        (y,) = with_memory_format_of(x, kernel, (x,), spec, seed)
+        seed = seed_of(x, spec, self.seed)
+        (y,) = with_memory_format_of(x, _KERNELS["fake_quantize_mx"], (x,), spec, seed)
         return y if self.x.dim() else y.as_strided_((), ())
 
     def fake(self) -> Tensor:
@@ -282,8 +285,8 @@ class ClipGradient(Operator[T]):
                 f"grad of shape {tuple(grad.shape)}, {grad.dtype} on {grad.device} is no gradient of x of shape "
                 f"{tuple(x.shape)} on {x.device}"
             )
-        row, kernel = _row(x), functools.partial(run_kernel, "clip_gradient_mx")
-        (y,) = with_memory_format_of(row, kernel, (_row(grad), row), spec)
+        row = _row(x)
+        (y,) = with_memory_format_of(row, _KERNELS["clip_gradient_mx"], (_row(grad), row), spec)
         return y if x.dim() else y.as_strided_((), ())
 
     def fake(self) -> Tensor:
@@ -328,5 +331,3 @@ dequantize_mx = Dequantize.overload
 fake_quantize_mx = FakeQuantize.overload
 clip_gradient_mx = ClipGradient.overload
 random_bits = RandomBits.overload
-
-OPERATORS = Quantize, Dequantize, FakeQuantize, ClipGradient, RandomBits

@@ -1,4 +1,4 @@
-"""`torch.ops.pt2mx.scaled_mm_mx`: products of packed activations and packed weights on tensor cores that take MX.
+"""`scaled_mm_mx`: matmuls of packed activations and packed weights on tensor cores that take MX.
 
 On NVIDIA GPUs of the Blackwell generation it is `torch.nn.functional.scaled_mm`, elsewhere a plain emulation. Untested
 on hardware: on the GPU's side, shapes, layouts and dtypes are checked against what torch's operator says it takes.
@@ -10,13 +10,15 @@ those of MX have to be, and its C++ does not know their dtype.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
-from pt2mx import ops
 from pt2mx.errors import MXError
+from pt2mx.ops.operator import COMPLIANT, As, Operator, T, operator
+from pt2mx.ops.quantization import dequantize_mx
 
 #: values of a block
 BLOCK = 32
@@ -48,6 +50,124 @@ FORMS = {
 }
 
 
+_PAIRS = "; ".join(
+    f"`{x}` x `{weight}` to {', '.join(str(dtype).removeprefix('torch.') for dtype in form.results)}"
+    for (x, weight), form in FORMS.items()
+)
+
+
+@operator("scaled_mm_mx", 1, "(..., N) in `target_dtype`", COMPLIANT, words={"pairs": _PAIRS})
+@dataclass(frozen=True, slots=True)
+class ScaledMM(Operator[T]):
+    """The product of packed activations and a packed weight, both in blocks of 32 along K, with sums in float32; K is a
+    multiple of 32 and N of 16. Elements and results: {pairs}.
+
+    Example:
+        >>> swizzle = torch.ops.pt2mx.swizzle_scale
+        >>> x_scale, x = pt2mx.quantize_mx(torch.arange(32.0).reshape(1, 32), "mxfp8")
+        >>> scale, weight = pt2mx.quantize_mx(torch.eye(32)[:16], "mxfp8")
+        >>> types = ("fp8_e4m3", "fp8_e4m3", torch.float32)
+        >>> torch.ops.pt2mx.scaled_mm_mx(x, swizzle(x_scale), weight, swizzle(scale), None, *types)[0, :4]
+        tensor([0., 1., 2., 3.])
+    """
+
+    x: Annotated[T, As("x_data"), "(..., bytes of K) uint8"]
+    x_scale: Annotated[T, "`swizzle_scale` of x's scales"]
+    weight: Annotated[T, As("weight_data"), "(N, bytes of K) uint8"]
+    weight_scale: Annotated[T, "`swizzle_scale` of the weight's scales"]
+    bias: Annotated[T | None, "(N,), or None"]
+    x_element: Annotated[str, As("x_elem_dtype_name"), "the element of x"]
+    weight_element: Annotated[str, As("weight_elem_dtype_name"), "the element of the weight"]
+    target_dtype: Annotated[torch.dtype, "the dtype of the result"]
+
+    def check(self) -> Form:
+        """Return how tensor cores multiply the elements; MXError for what does not fit."""
+        x, weight, dtype = self.x, self.weight, self.target_dtype
+        form = FORMS.get((self.x_element, self.weight_element))
+        if form is None or dtype not in form.results:
+            pairs = ", ".join(f"{a} x {b} to {'/'.join(str(r) for r in f.results)}" for (a, b), f in FORMS.items())
+            raise MXError(
+                f"tensor cores do not multiply {self.x_element} x {self.weight_element} to {dtype}: allowed are {pairs}"
+            )
+        k = _values(weight, self.weight_element)
+        if weight.dim() != 2 or x.shape[-1] != weight.shape[1] or k % BLOCK or weight.shape[0] % 16:
+            raise MXError(
+                f"codes of shapes {tuple(x.shape)} and {tuple(weight.shape)} cannot be multiplied: they must be "
+                f"(..., bytes) and (N, bytes) of the same K values, K a multiple of {BLOCK} and N of 16"
+            )
+        return form
+
+    def kernel(self) -> Tensor:
+        """Emulate the tensor cores, on any device."""
+        self.check()
+        x = _dense(self.x, self.x_scale, self.x_element)
+        y = x @ _dense(self.weight, self.weight_scale, self.weight_element).t()  # (M, N)
+        y = y if self.bias is None else y + self.bias
+        return y.to(self.target_dtype).view(*self.x.shape[:-1], self.weight.shape[0])
+
+    def multiply(self) -> Tensor:
+        """Multiply on tensor cores."""
+        form, bias = self.check(), self.bias
+        is_fused = bias is not None and self.target_dtype in form.biased
+        y = functional.scaled_mm(
+            self.x.reshape(-1, self.x.shape[-1]).contiguous().view(form.x),  # codes lie in memory as their values did
+            self.weight.contiguous().view(form.weight).t(),
+            self.x_scale.view(torch.float8_e8m0fnu),
+            functional.ScalingType.BlockWise1x32,
+            self.weight_scale.view(torch.float8_e8m0fnu),
+            functional.ScalingType.BlockWise1x32,
+            functional.SwizzleType.SWIZZLE_32_4_4,
+            functional.SwizzleType.SWIZZLE_32_4_4,
+            bias=bias if is_fused else None,
+            output_dtype=self.target_dtype,
+        )
+        y = y if bias is None or is_fused else y + bias
+        return y.view(*self.x.shape[:-1], self.weight.shape[0])
+
+    def fake(self) -> Tensor:
+        self.check()
+        return self.x.new_empty((*self.x.shape[:-1], self.weight.shape[0]), dtype=self.target_dtype)
+
+
+torch.library.impl("pt2mx::scaled_mm_mx", "CUDA", ScaledMM.function(ScaledMM.multiply))
+
+
+def _dense(codes: Tensor, scale: Tensor, element: str) -> Tensor:
+    codes = codes.reshape(-1, codes.shape[-1])
+    scale = unswizzle(scale, codes.shape[0], _values(codes, element) // BLOCK)
+    return dequantize_mx(codes, scale, element, BLOCK, torch.float32)
+
+
+def _values(codes: Tensor, element: str) -> int:
+    """Return the count of values in a row of codes."""
+    return codes.shape[-1] * (2 if element == "fp4_e2m1" else 1)
+
+
+@operator(
+    "swizzle_scale",
+    1,
+    "(ceil(R / 128) * 128 * ceil(C / 4) * 4,) uint8",
+    COMPLIANT,
+    key="CompositeImplicitAutograd",
+)
+@dataclass(frozen=True, slots=True)
+class SwizzleScale(Operator[T]):
+    """Scales in the order in which tensor cores read them (cuBLAS, 1D Block Scaling Factors Layout): tiles of 128 rows
+    and 4 columns one after the other, in a tile the 4 columns of rows r, r + 32, r + 64 and r + 96 beside each other.
+    Missing rows and columns are zeros.
+
+    Example:
+        >>> swizzled = torch.ops.pt2mx.swizzle_scale(torch.tensor([[127, 128]], dtype=torch.uint8))
+        >>> swizzled.shape, swizzled[:4]
+        (torch.Size([512]), tensor([127, 128,   0,   0], dtype=torch.uint8))
+    """
+
+    scale: Annotated[T, "(..., C) uint8, R rows in all"]
+
+    def kernel(self) -> Tensor:
+        return swizzle(self.scale)
+
+
 def swizzle(scale: Tensor) -> Tensor:
     """Return the scales of a matrix in the order in which tensor cores read them.
 
@@ -76,107 +196,5 @@ def unswizzle(scale: Tensor, rows: int, columns: int) -> Tensor:
     return matrix[:rows, :columns]
 
 
-def _emulate(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    x_elem: str,
-    weight_elem: str,
-    dtype: torch.dtype,
-) -> Tensor:
-    _check(x, x_scale, weight, weight_scale, x_elem, weight_elem, dtype)
-
-    def dense(data: Tensor, scale: Tensor, elem: str) -> Tensor:
-        data = data.reshape(-1, data.shape[-1])
-        blocks = _values(data, elem) // BLOCK
-        scale = unswizzle(scale, data.shape[0], blocks)
-        return ops.dequantize_mx(data, scale, elem, BLOCK, torch.float32)
-
-    y = dense(x, x_scale, x_elem) @ dense(weight, weight_scale, weight_elem).t()  # (M, N)
-    y = y if bias is None else y + bias
-    return y.to(dtype).view(*x.shape[:-1], weight.shape[0])
-
-
-def _multiply(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    x_elem: str,
-    weight_elem: str,
-    dtype: torch.dtype,
-) -> Tensor:
-    form = _check(x, x_scale, weight, weight_scale, x_elem, weight_elem, dtype)
-    at_once = bias is not None and dtype in form.biased
-    y = F.scaled_mm(
-        x.reshape(-1, x.shape[-1]).contiguous().view(form.x),  # codes lie in memory as their values did
-        weight.contiguous().view(form.weight).t(),
-        x_scale.view(torch.float8_e8m0fnu),
-        F.ScalingType.BlockWise1x32,
-        weight_scale.view(torch.float8_e8m0fnu),
-        F.ScalingType.BlockWise1x32,
-        F.SwizzleType.SWIZZLE_32_4_4,
-        F.SwizzleType.SWIZZLE_32_4_4,
-        bias=bias if at_once else None,
-        output_dtype=dtype,
-    )
-    y = y if bias is None or at_once else y + bias
-    return y.view(*x.shape[:-1], weight.shape[0])
-
-
-def _fake(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    x_elem: str,
-    weight_elem: str,
-    dtype: torch.dtype,
-) -> Tensor:
-    _check(x, x_scale, weight, weight_scale, x_elem, weight_elem, dtype)
-    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
-
-
-def _values(data: Tensor, elem: str) -> int:
-    """Return the count of values in a row of codes."""
-    return data.shape[-1] * (2 if elem == "fp4_e2m1" else 1)
-
-
-def _check(
-    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, x_elem: str, weight_elem: str, dtype: torch.dtype
-) -> Form:
-    form = FORMS.get((x_elem, weight_elem))
-    if form is None or dtype not in form.results:
-        pairs = ", ".join(f"{a} x {b} to {'/'.join(str(r) for r in f.results)}" for (a, b), f in FORMS.items())
-        raise MXError(f"tensor cores do not multiply {x_elem} x {weight_elem} to {dtype}: allowed are {pairs}")
-    sizes = (_values(weight, weight_elem), weight.shape[0])
-    if weight.dim() != 2 or x.shape[-1] != weight.shape[1] or sizes[0] % BLOCK or sizes[1] % 16:
-        raise MXError(
-            f"codes of shapes {tuple(x.shape)} and {tuple(weight.shape)} cannot be multiplied: they must be "
-            f"(..., bytes) and (N, bytes) of the same K values, K a multiple of {BLOCK} and N of 16"
-        )
-    return form
-
-
-torch.library.define(
-    "pt2mx::scaled_mm_mx",
-    "(Tensor x_data, Tensor x_scale, Tensor weight_data, Tensor weight_scale, Tensor? bias, str x_elem_dtype_name, "
-    "str weight_elem_dtype_name, ScalarType target_dtype) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-torch.library.impl("pt2mx::scaled_mm_mx", "CompositeExplicitAutograd", _emulate)
-torch.library.impl("pt2mx::scaled_mm_mx", "CUDA", _multiply)
-torch.library.register_fake("pt2mx::scaled_mm_mx", _fake)
-
-torch.library.define("pt2mx::swizzle_scale", "(Tensor scale) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-torch.library.impl("pt2mx::swizzle_scale", "CompositeImplicitAutograd", swizzle)
-
-#: x_data: (..., bytes of K), weight_data: (N, bytes of K), x_scale, weight_scale: swizzled, all uint8; bias: (N,)
-#: -> (..., N) in target_dtype
-scaled_mm_mx = torch.ops.pt2mx.scaled_mm_mx.default
-#: `swizzle`
-swizzle_scale = torch.ops.pt2mx.swizzle_scale.default
+scaled_mm_mx = ScaledMM.overload
+swizzle_scale = SwizzleScale.overload

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import pt2mx
-from pt2mx.ops.bfloat16_products import attention_bfloat16, matmul_bfloat16
+from pt2mx.ops.bf16_matmul import attention_bfloat16, matmul_bfloat16
 from tests.benchmarks.attention import graph
 from tests.benchmarks.measure import Row, gpu_medians_in_turns, hardware, keep_heap, medians_in_turns, print_table
 from tests.compare import relative_error

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from pt2mx import ops
 from pt2mx.kernels.constants import BLOCK
 from pt2mx.kernels.fp8_rowwise import ROOMS
-from pt2mx.ops.fp8_rows import layer_norm_fp8_rows, mm_fp8_rows, quantize_fp8_rows
-from pt2mx.ops.quantized_activations import activation_fake_quantize_mx, layer_norm_fake_quantize_mx
+from pt2mx.ops.activations import activation_fake_quantize_mx, layer_norm_fake_quantize_mx
+from pt2mx.ops.fp8_rowwise import layer_norm_fp8_rows, mm_fp8_rows, quantize_fp8_rows
 from tests.benchmarks.linear import graph_seconds
 from tests.benchmarks.measure import Row, hardware, print_table
 

@@ -23,8 +23,8 @@ from torch.nn import functional as F
 
 from pt2mx import FORMATS, MXSpec, ops
 from pt2mx.kernels.cpu import linear as cpu_linear
+from pt2mx.ops.hadamard import rotated_fake_quantize_mx
 from pt2mx.ops.linear import linear_mx
-from pt2mx.ops.rotated_quantization import rotated_fake_quantize_mx
 from tests.benchmarks.measure import Row, hardware, medians_in_turns, print_table
 
 _BLOCK = 32

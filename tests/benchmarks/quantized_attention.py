@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import pt2mx
-from pt2mx.ops.bfloat16_products import attention_bfloat16
-from pt2mx.ops.quantized_activations import activation_fake_quantize_mx
+from pt2mx.ops.activations import activation_fake_quantize_mx
+from pt2mx.ops.bf16_matmul import attention_bfloat16
 from tests.benchmarks.attention import graph
 from tests.benchmarks.measure import Row, gpu_medians_in_turns, hardware, keep_heap, medians_in_turns, print_table
 

@@ -8,9 +8,9 @@ from torch import nn
 import pt2mx
 from pt2mx import MXError, MXQuantizer, MXSpec, get_default_mx_quantization_config
 from pt2mx.fx.portable import is_portable, without_calls
-from pt2mx.ops.fp8_rows import layer_norm_fp8_rows, mm_fp8_rows, quantize_fp8_rows
+from pt2mx.ops.activations import activation_fake_quantize_mx, layer_norm_fake_quantize_mx
+from pt2mx.ops.fp8_rowwise import layer_norm_fp8_rows, mm_fp8_rows, quantize_fp8_rows
 from pt2mx.ops.linear import grouped_linear_mx, linear_mx
-from pt2mx.ops.quantized_activations import activation_fake_quantize_mx, layer_norm_fake_quantize_mx
 from tests.compare import sqnr
 from tests.flow import calibrated, convert, exported, reloaded
 from tests.subgraph_models import Cond, X

@@ -10,8 +10,8 @@ from pt2mx.fx.passes import bf16_matmul, unpack_weights
 from pt2mx.fx.passes.fuse_activation_quantize import fuse_activation_quantize
 from pt2mx.kernels.cpu import linear as linear_of_cpu
 from pt2mx.kernels.cpu.linear import AMX, AVX512_BF16, AVX512_VNNI
+from pt2mx.ops.hadamard import rotated_fake_quantize_mx
 from pt2mx.ops.linear import linear_mx
-from pt2mx.ops.rotated_quantization import rotated_fake_quantize_mx
 from tests.compare import relative_error
 from tests.flow import convert
 from tests.graph import calls, count

@@ -11,7 +11,7 @@ from pt2mx.fx import lower
 from pt2mx.fx.passes import convolutions_as_matmuls
 from pt2mx.fx.passes.fuse_quantize_epilogue import fuse_quantize_epilogue
 from pt2mx.ops.convolution import conv2d_mx
-from pt2mx.ops.quantized_convolution import conv2d_fake_quantize_mx
+from pt2mx.ops.quantize_epilogue import conv2d_fake_quantize_mx
 from tests.flow import convert
 from tests.graph import count
 

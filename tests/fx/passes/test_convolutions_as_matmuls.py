@@ -6,8 +6,8 @@ import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_inductor, ops
 from pt2mx.fx.passes import convolutions_as_matmuls
 from pt2mx.ops.convolution import conv2d_mx
-from pt2mx.ops.quantized_convolution import conv2d_fake_quantize_mx
-from pt2mx.ops.rotated_quantization import rotated_fake_quantize_mx
+from pt2mx.ops.hadamard import rotated_fake_quantize_mx
+from pt2mx.ops.quantize_epilogue import conv2d_fake_quantize_mx
 from tests.compare import relative_error
 from tests.flow import convert
 from tests.graph import count

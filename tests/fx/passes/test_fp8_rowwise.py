@@ -14,9 +14,9 @@ from pt2mx.fx.graph.graph_pass import GraphPass
 from pt2mx.fx.passes import fuse_activation_quantize
 from pt2mx.fx.passes.fp8_rowwise import use_fp8_rowwise
 from pt2mx.ops import inductor
-from pt2mx.ops.fp8_rows import layer_norm_fp8_rows, mm_fp8_rows, quantize_fp8_rows
+from pt2mx.ops.activations import activation_fake_quantize_mx
+from pt2mx.ops.fp8_rowwise import layer_norm_fp8_rows, mm_fp8_rows, quantize_fp8_rows
 from pt2mx.ops.linear import linear_mx
-from pt2mx.ops.quantized_activations import activation_fake_quantize_mx
 from tests.compare import relative_error
 from tests.flow import convert
 from tests.graph import calls, count

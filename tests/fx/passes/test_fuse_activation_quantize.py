@@ -7,8 +7,8 @@ from torch.nn import functional as F
 
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_inductor, ops
 from pt2mx.fx.passes import fuse_activation_quantize as module
+from pt2mx.ops.activations import activation_fake_quantize_mx, layer_norm_fake_quantize_mx
 from pt2mx.ops.linear import linear_mx
-from pt2mx.ops.quantized_activations import activation_fake_quantize_mx, layer_norm_fake_quantize_mx
 from tests.compare import relative_error
 from tests.flow import convert
 from tests.graph import calls, count

@@ -6,7 +6,7 @@ from torch import nn
 
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_inductor, ops
 from pt2mx.fx.passes import fuse_activation_quantize as module
-from pt2mx.ops.quantized_activations import activation_fake_quantize_mx, layer_norm_fake_quantize_mx
+from pt2mx.ops.activations import activation_fake_quantize_mx, layer_norm_fake_quantize_mx
 from tests.compare import relative_error
 from tests.flow import convert
 from tests.fx.passes.test_fuse_activation_quantize import Attention, Layer

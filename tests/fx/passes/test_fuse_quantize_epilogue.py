@@ -8,9 +8,9 @@ import pt2mx
 from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config, lower_to_inductor
 from pt2mx.fx import lower
 from pt2mx.fx.passes import bf16_matmul, fuse_activation_quantize, fuse_quantize_epilogue
+from pt2mx.ops.activations import activation_fake_quantize_mx
 from pt2mx.ops.linear import linear_mx
-from pt2mx.ops.quantized_activations import activation_fake_quantize_mx
-from pt2mx.ops.quantized_linear import linear_fake_quantize_mx
+from pt2mx.ops.quantize_epilogue import linear_fake_quantize_mx
 from tests.flow import convert
 from tests.graph import count
 

@@ -8,8 +8,7 @@ from pt2mx.algorithms import Rotation
 from pt2mx.fx.passes import unpack_weights
 from pt2mx.fx.passes.fuse_rotation import fuse_rotation
 from pt2mx.ops import linear
-from pt2mx.ops.hadamard import hadamard
-from pt2mx.ops.rotated_quantization import rotated_fake_quantize_mx
+from pt2mx.ops.hadamard import hadamard, rotated_fake_quantize_mx
 from tests.graph import count
 
 aten = torch.ops.aten

@@ -8,7 +8,7 @@ import pt2mx
 from pt2mx import MXQuantizer
 from pt2mx.extras import import_extra
 from pt2mx.fx.lower import lower_to_inductor
-from pt2mx.ops.quantized_activations import activation_fake_quantize_mx, layer_norm_fake_quantize_mx
+from pt2mx.ops.activations import activation_fake_quantize_mx, layer_norm_fake_quantize_mx
 from pt2mx.pt2e.onnx.export import OPSETS, export_onnx
 from pt2mx.pt2e.onnx.nodes import DOMAIN, DequantizeMX, FakeQuantizeMX
 from tests.compare import same, sqnr

@@ -116,8 +116,8 @@ def test_every_operator_is_in_the_contract():
 @pytest.mark.parametrize("name", contract.OPERATORS)
 def test_every_argument_and_result_has_a_meaning(name):
     operator, schema = contract.OPERATORS[name], contract.schema_of(name)
-    assert set(operator.arguments) <= {argument.name for argument in schema.arguments}
-    assert all(contract.meanings(name).values())
+    assert [argument.name for argument in operator.arguments] == [argument.name for argument in schema.arguments]
+    assert all(argument.meaning for argument in operator.arguments) and operator.summary() and operator.example()
     assert list(operator.results) == [result.name for result in schema.returns]
 
 

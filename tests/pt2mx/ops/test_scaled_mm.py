@@ -5,7 +5,7 @@ from torchao.prototype.mx_formats.utils import to_blocked
 
 import pt2mx
 from pt2mx import MXError
-from pt2mx.ops.scaled_mm import FORMS, _multiply, scaled_mm_mx, swizzle, swizzle_scale, unswizzle
+from pt2mx.ops.scaled_mm import FORMS, ScaledMM, scaled_mm_mx, swizzle, swizzle_scale, unswizzle
 
 SHAPES = [(1, 1), (128, 4), (300, 7), (5, 130), (256, 8), (127, 5)]
 
@@ -55,11 +55,11 @@ def test_torch_takes_the_operands_on_a_gpu(form):
             with FakeTensorMode(allow_non_fake_inputs=True):
                 fake = [torch.empty(a.shape, dtype=a.dtype, device="cuda") for a in args[:5]]
                 for bias in (fake[4], None):
-                    y = _multiply(*fake[:4], bias, *args[5:])
+                    y = ScaledMM(*fake[:4], bias, *args[5:]).multiply()
                     assert (y.shape, y.dtype, y.device.type) == ((*shape, 48), dtype, "cuda")
                 short = torch.empty(args[1].numel() - 16, dtype=torch.uint8, device="cuda")
                 with pytest.raises((RuntimeError, ValueError), match="scale_a"):
-                    _multiply(fake[0], short, *fake[2:4], None, *args[5:])
+                    ScaledMM(fake[0], short, *fake[2:4], None, *args[5:]).multiply()
 
 
 def test_operator_is_sound():

@@ -7,8 +7,8 @@ from pt2mx import ELEMENTS, quantize_mx
 from pt2mx.kernels import hadamard
 from pt2mx.kernels.gpu.mma_layout import FRAGMENTS, to_mma_layout
 from pt2mx.ops import fake_quantize_mx
+from pt2mx.ops.hadamard import rotated_fake_quantize_mx
 from pt2mx.ops.linear import linear_mx_mma_layout
-from pt2mx.ops.rotated_quantization import rotated_fake_quantize_mx
 from tests.compare import relative_error, same
 
 pytestmark = pytest.mark.cuda

@@ -6,9 +6,9 @@ from torch.library import opcheck
 
 import pt2mx
 from pt2mx import MXError, MXSpec
+from pt2mx.ops.activations import activation_fake_quantize_mx
 from pt2mx.ops.linear import linear_mx
-from pt2mx.ops.quantized_activations import activation_fake_quantize_mx
-from pt2mx.ops.quantized_linear import linear_fake_quantize_mx
+from pt2mx.ops.quantize_epilogue import linear_fake_quantize_mx
 
 
 def packed(n, k, name="int8", block=32):

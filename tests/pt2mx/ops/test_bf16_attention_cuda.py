@@ -5,7 +5,7 @@ import torch
 
 from pt2mx import ops
 from pt2mx.modes import SCALE_MODES
-from pt2mx.ops.bfloat16_products import attention_bfloat16
+from pt2mx.ops.bf16_matmul import attention_bfloat16
 from tests.compare import same
 from tests.oracle import NARROW
 

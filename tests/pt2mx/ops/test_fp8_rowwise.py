@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pt2mx import MXError, fake_quantize_mx
-from pt2mx.ops.fp8_rows import layer_norm_fp8_rows, mm_fp8_rows, quantize_fp8_rows
+from pt2mx.ops.fp8_rowwise import layer_norm_fp8_rows, mm_fp8_rows, quantize_fp8_rows
 
 
 def test_opcheck():

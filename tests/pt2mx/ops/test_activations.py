@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from pt2mx import MXError, fake_quantize_mx
 from pt2mx.kernels.fp8_rowwise import ACTIVATIONS
-from pt2mx.ops.quantized_activations import activation_fake_quantize_mx, layer_norm_fake_quantize_mx
+from pt2mx.ops.activations import activation_fake_quantize_mx, layer_norm_fake_quantize_mx
 from tests.compare import same
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -8,7 +8,7 @@ from torch.library import opcheck
 from torch.nn import functional as F
 
 from pt2mx import MXError, ops
-from pt2mx.ops.bfloat16_products import attention_bfloat16, matmul_bfloat16
+from pt2mx.ops.bf16_matmul import attention_bfloat16, matmul_bfloat16
 from tests.oracle import NARROW
 
 _DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -1,0 +1,227 @@
+"""`matmul_bfloat16`, `attention_bfloat16`: exact matmuls and attention of two activations on bfloat16 matrix units.
+
+Quantized values are bfloat16 (`pt2mx.fx.passes.activation_matmuls_bf16` finds them), so that the units multiply them
+exactly; sums are in float32, and so are results in float32 models. Lowered programs call these operators, of bfloat16
+models for attention, and Inductor keeps them calls. torch's own operators define them; `pt2mx.kernels.select` lists the
+kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pt2mx.errors import MXError
+from pt2mx.kernels.select import run_kernel
+from pt2mx.ops.arguments import BlockSize, PlainRounding, ScaleMode, TargetDtype
+from pt2mx.ops.attention import broadcasts
+from pt2mx.ops.checks import HIGH_PRECISION, check_quantization
+from pt2mx.ops.operator import As, Autocast, Operator, T, operator
+from pt2mx.ops.quantization import fake_quantize_mx
+from pt2mx.spec import MXSpec
+
+
+@operator(
+    "matmul_bfloat16",
+    1,
+    "(*batch, M, N) in `target_dtype`, contiguous",
+    autocast=Autocast(("x", "y", "target_dtype")),
+)
+@dataclass(frozen=True, slots=True)
+class MatmulBfloat16(Operator[T]):
+    """`matmul` in float32 of values that bfloat16 holds, as quantized ones, on units for bfloat16: products are exact,
+    sums are in float32, in any order. Other values are rounded to bfloat16 on a GPU; elsewhere, and with a result in
+    another dtype, it is torch's product. x and y have gradients; autocast casts them to its dtype.
+
+    Example:
+        >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+        >>> torch.ops.pt2mx.matmul_bfloat16(x, x)
+        tensor([[ 7., 10.],
+                [15., 22.]])
+    """
+
+    x: Annotated[T, "(*batch, M, K) float32, float16 or bfloat16 of any strides"]
+    y: Annotated[T, "(*batch, K, N) in x's dtype, of any strides"]
+    target_dtype: TargetDtype = None
+
+    def check(self) -> torch.dtype:
+        """Return the dtype of the result; MXError for what does not fit."""
+        x, y = self.x, self.y
+        dtype = _check_operands(self.target_dtype, x=x, y=y)
+        fits = x.dim() == y.dim() >= 2 and x.shape[:-2] == y.shape[:-2] and x.shape[-1] == y.shape[-2]
+        if not fits:
+            raise MXError(f"x {tuple(x.shape)} and y {tuple(y.shape)} must be (*batch, M, K) and (*batch, K, N)")
+        return dtype
+
+    def kernel(self) -> Tensor:
+        # torch's matmul in bfloat16 runs on the same units
+        result = run_kernel("matmul_bfloat16", self.x, self.y) if self.check() == torch.float32 else None
+        return self.decompose() if result is None else result
+
+    def fake(self) -> Tensor:
+        return self.x.new_empty((*self.x.shape[:-1], self.y.shape[-1]), dtype=self.check())
+
+    def decompose(self) -> Tensor:
+        dtype = self.target_dtype or self.x.dtype
+        return torch.matmul(self.x.to(dtype), self.y.to(dtype))
+
+    def saved(self) -> tuple[str, ...]:
+        return ("x", "y")
+
+    def backward(self, ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:
+        x, y = self.x, self.y
+        return {"x": (grad @ y.to(grad.dtype).mT).to(x.dtype), "y": (x.to(grad.dtype).mT @ grad).to(y.dtype)}
+
+
+@operator(
+    "attention_bfloat16",
+    1,
+    "(B, heads, S, W) in `out_dtype`, in memory as (B, S, heads, W)",
+    autocast=Autocast(("query", "key", "value", "mask", "target_dtype", "out_dtype")),
+    differentiable_once=True,  # as torch's attention
+)
+@dataclass(frozen=True, slots=True)
+class AttentionBfloat16(Operator[T]):
+    """`scaled_dot_product_attention` of values that bfloat16 holds, as quantized ones, on units for bfloat16: scores
+    are sums in float32 of exact products; weights and their product with `value` are no less exact than in float32, and
+    with a result in bfloat16 weights are rounded to it, as torch's are. Other values are rounded on a GPU and with a
+    result in bfloat16; elsewhere, and with one in float16, it is torch's attention. A query that sees no key gives
+    zeros. With an element the result is quantized in blocks along W, as by `fake_quantize_mx`; its gradient is the
+    identity.
+
+    Example:
+        >>> query = torch.tensor([8.0, 0.0, 0.0, 0.0]).reshape(1, 1, 1, 4)
+        >>> keys = torch.eye(4).reshape(1, 1, 4, 4)
+        >>> torch.ops.pt2mx.attention_bfloat16(query, keys, keys).flatten()
+        tensor([0.9479, 0.0174, 0.0174, 0.0174])
+    """
+
+    query: Annotated[T, "(B, heads, S, D) float32, float16 or bfloat16 of any strides"]
+    key: Annotated[
+        T,
+        "(B, heads of the keys, L, D) in the query's dtype; each head has the queries of as many heads as there are "
+        "more of them",
+    ]
+    value: Annotated[T, "(B, heads of the keys, L, W) in the query's dtype"]
+    mask: Annotated[
+        T | None,
+        "broadcasts to (B, heads, S, L): booleans, false where a key is hidden from a query, or values in the dtype of "
+        "the result that are added to the scores; or None",
+    ] = None
+    is_causal: Annotated[bool, "key j is hidden from the queries before j; without a mask"] = False
+    scale: Annotated[float | None, "of the scores; None: D ** -0.5"] = None
+    target_dtype: Annotated[torch.dtype | None, "the dtype of the product; None: that of the query"] = None
+    element: Annotated[str | None, As("elem_dtype_name"), "the element of the result; None: it is not quantized"] = None
+    block_size: BlockSize = 32
+    scale_mode: ScaleMode = "floor"
+    rounding: PlainRounding = "even"
+    out_dtype: Annotated[torch.dtype | None, "the dtype of a quantized result; None: that of the product"] = None
+
+    def check(self) -> tuple[torch.dtype, MXSpec | None, torch.dtype]:
+        """Return the dtype of the product, how it is quantized or None, and the dtype of the result."""
+        dtype = self._check_product()
+        if self.element is None:
+            if self.out_dtype is not None:
+                raise MXError(f"out_dtype={self.out_dtype} is of a quantized result, and no element is given")
+            return dtype, None, dtype
+        modes = self.element, self.block_size, self.scale_mode, self.rounding, self.out_dtype or dtype
+        try:
+            return dtype, *check_quantization(self.value, *modes)
+        except MXError as error:
+            raise MXError(f"the result of attention: {error}") from None
+
+    def _check_product(self) -> torch.dtype:
+        query, key, value, mask = self.query, self.key, self.value, self.mask
+        dtype = _check_operands(self.target_dtype, query=query, key=key, value=value)
+        fits = query.dim() == key.dim() == value.dim() == 4 and key.shape[:3] == value.shape[:3]
+        if not fits or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
+            raise MXError(
+                f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} must be "
+                "(B, heads, S, D), (B, heads, L, D) and (B, heads, L, W)"
+            )
+        heads, key_heads = query.shape[1], key.shape[1]
+        if heads if key_heads == 0 else heads % key_heads:
+            raise MXError(f"{heads} heads of the query must be a multiple of the {key_heads} heads of the key")
+        if mask is None:
+            return dtype
+        if self.is_causal:
+            raise MXError("is_causal is true and there is a mask: give one of them")
+        if mask.dtype not in (torch.bool, dtype) or mask.dim() > 4 or mask.device != query.device:
+            raise MXError(
+                f"the mask is {mask.dtype} of {mask.dim()} dimensions on {mask.device}: it must be booleans or "
+                f"{dtype}, of 4 dimensions at most, on {query.device}"
+            )
+        scores = *query.shape[:3], key.shape[2]
+        if not broadcasts(mask.shape, scores[4 - mask.dim() :]):
+            raise MXError(f"a mask of {tuple(mask.shape)} does not broadcast to {tuple(scores)}")
+        return dtype
+
+    def kernel(self) -> Tensor:
+        dtype, spec, out_dtype = self.check()
+        mask = None if self.mask is None else self.mask[(None,) * (4 - self.mask.dim())]
+        args = self.query, self.key, self.value, mask, self.is_causal, self.scale, dtype
+        result = run_kernel("attention_bfloat16", *args, spec, out_dtype)
+        if result is not None or spec is None:
+            return self.decompose() if result is None else result
+        result = run_kernel("attention_bfloat16", *args)
+        return self.decompose() if result is None else self.quantized(result)
+
+    def fake(self) -> Tensor:
+        _, _, dtype = self.check()
+        batch, heads, queries, _ = self.query.shape
+        return self.query.new_empty((batch, queries, heads, self.value.shape[3]), dtype=dtype).transpose(1, 2)
+
+    def decompose(self) -> Tensor:
+        grouped = bool(self.query.shape[1] != self.key.shape[1])  # also of symbolic sizes
+        mask = None if self.mask is None else self.mask[(None,) * (4 - self.mask.dim())]
+        dtype = self.target_dtype or self.query.dtype
+        query, key, value = (tensor.to(dtype) for tensor in (self.query, self.key, self.value))
+        product = functional.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=self.is_causal, scale=self.scale, enable_gqa=grouped
+        )
+        return self.quantized(product.transpose(1, 2).contiguous().transpose(1, 2))
+
+    def quantized(self, product: Tensor) -> Tensor:
+        """Return a product (B, heads, S, W) quantized along W, in its order in memory; the same without an element."""
+        if self.element is None:
+            return product
+        modes = self.element, self.block_size, -1, self.scale_mode, self.rounding
+        result = fake_quantize_mx(product.transpose(1, 2), *modes)
+        return result.to(self.out_dtype or product.dtype).transpose(1, 2)
+
+    def saved(self) -> tuple[str, ...]:
+        return ("query", "key", "value", "mask")
+
+    def backward(self, ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:
+        """The gradient of torch's attention, which is computed again; that of a quantization is the identity."""
+        names = ["query", "key", "value"]
+        if self.mask is not None and self.mask.is_floating_point() and "mask" in ctx.needs:
+            names.append("mask")
+        with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):  # as the operands were cast already
+            leaves = {name: getattr(self, name).detach().requires_grad_() for name in names}
+            result = self.replace(**leaves, element=None, out_dtype=None).decompose()
+        return dict(zip(names, torch.autograd.grad(result, list(leaves.values()), grad.to(result.dtype)), strict=True))
+
+
+def _check_operands(target_dtype: torch.dtype | None, **operands: Tensor) -> torch.dtype:
+    """Return the dtype of the result."""
+    first = next(iter(operands.values()))
+    if not {first.dtype, target_dtype or first.dtype} <= set(HIGH_PRECISION):
+        raise MXError(
+            f"operands are {first.dtype} and target_dtype is {target_dtype}: both must be float32, float16 or bfloat16"
+        )
+    for name, tensor in operands.items():
+        if tensor.dtype != first.dtype or tensor.device != first.device:
+            raise MXError(
+                f"{name} is {tensor.dtype} on {tensor.device} and {next(iter(operands))} {first.dtype} on "
+                f"{first.device}: all must have one dtype and device"
+            )
+    return target_dtype or first.dtype
+
+
+matmul_bfloat16 = MatmulBfloat16.overload
+attention_bfloat16 = AttentionBfloat16.overload

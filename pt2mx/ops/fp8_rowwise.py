@@ -1,0 +1,226 @@
+"""`quantize_fp8_rows`, `layer_norm_fp8_rows`, `mm_fp8_rows`: exact matmuls of quantized activations and weights on
+tensor cores for FP8, with one scale a row.
+
+`pt2mx.kernels.fp8_rowwise` says what FP8 rows are, and defines the operators on every device; `pt2mx.kernels.select`
+lists the kernels. Lowered programs call them (`pt2mx.fx.passes.fp8_rowwise`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pt2mx.errors import MXError
+from pt2mx.kernels.constants import BLOCK
+from pt2mx.kernels.fp8_rowwise import ACTIVATIONS, E4M3, ROOMS, UNFIT
+from pt2mx.kernels.select import run_kernel
+from pt2mx.modes import ROUNDINGS
+from pt2mx.ops.activations import ActivationFakeQuantize, check_norm_parameters, layer_norm
+from pt2mx.ops.arguments import Element, PlainRounding, ScaleMode, choices
+from pt2mx.ops.checks import HIGH_PRECISION, check_activation, check_input
+from pt2mx.ops.operator import As, Operator, T, operator
+from pt2mx.spec import MXSpec
+
+_SPREADS = ", ".join(f"2**-{room.spread} of it for `{name}`" for name, room in ROOMS.items())
+_VALUES = "(..., K) float32, float16 or bfloat16 of any strides, K a multiple of 32"
+_ROWS = {
+    "data": "(..., K) uint8, codes of `fp8_e4m3`",
+    "scale": "(..., 1) float32, a power of two, or -1 of a row that does not fit",
+    "rest": "(..., K) in x's dtype: the values of the rows that do not fit; the others mean nothing",
+}
+_RowElement = Annotated[Element, f"one of {choices(ROOMS)}"]
+
+
+def _check(x: Tensor, element: str, scale_mode: str, rounding: str) -> MXSpec:
+    if element not in ROOMS:
+        raise MXError(f"{element!r} leaves no room for scales in E4M3: allowed are {', '.join(ROOMS)}")
+    spec = check_input(x, element, BLOCK, -1, scale_mode, rounding)
+    if ROUNDINGS[rounding].random:
+        raise MXError(f"FP8 rows are not rounded {rounding!r}: use fake_quantize_mx")
+    if not x.dim() or x.shape[-1] % BLOCK or not x.shape[-1]:
+        raise MXError(f"FP8 rows are of whole blocks of {BLOCK} values; got x of shape {tuple(x.shape)}")
+    return spec
+
+
+def _empty_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    codes = x.new_empty(x.shape, dtype=torch.uint8)
+    return codes, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32), x.new_empty(x.shape)
+
+
+def _no_row_fits(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return FP8 rows of quantized values, none of which fit: `mm_fp8_rows` reads their values."""
+    scale = values.new_full((*values.shape[:-1], 1), UNFIT, dtype=torch.float32)
+    return torch.zeros_like(values, dtype=torch.uint8), scale, values
+
+
+def _refuse_gradient() -> MXError:
+    return MXError("no gradient passes FP8 rows: lower the model with unpack=False")
+
+
+@operator("quantize_fp8_rows", 2, _ROWS, words={"spreads": _SPREADS})
+@dataclass(frozen=True, slots=True)
+class QuantizeFP8Rows(Operator[T]):
+    """`quantize_mx` of an activation of x, in blocks of 32 along the last dimension, as FP8 rows: E4M3 codes of the
+    same values with one scale a row. A row does not fit that is not finite, or where the scale of a block that is not
+    zero is too far below the largest ({spreads}).
+
+    Example:
+        >>> data, scale, _ = torch.ops.pt2mx.quantize_fp8_rows(torch.ones(1, 32), "fp4_e2m1")
+        >>> data.view(torch.float8_e4m3fn)[0, 0], scale
+        (tensor(256., dtype=torch.float8_e4m3fn), tensor([[0.0039]]))
+    """
+
+    x: Annotated[T, _VALUES]
+    element: _RowElement
+    scale_mode: ScaleMode = "floor"
+    rounding: PlainRounding = "even"
+    activation: Annotated[str, f"what is computed of x first, and rounded to its dtype: {choices(ACTIVATIONS)}"] = (
+        "none"
+    )
+
+    def check(self) -> MXSpec:
+        """Return the spec of x; MXError for what the operator does not take."""
+        check_activation(self.activation)
+        return _check(self.x, self.element, self.scale_mode, self.rounding)
+
+    def kernel(self) -> tuple[Tensor, Tensor, Tensor]:
+        return run_kernel("quantize_fp8_rows", self.x, self.check(), self.activation)
+
+    def fake(self) -> tuple[Tensor, Tensor, Tensor]:
+        self.check()
+        return _empty_rows(self.x)
+
+    def decompose(self) -> tuple[Tensor, Tensor, Tensor]:
+        modes = self.activation, self.element, BLOCK, self.scale_mode, self.rounding
+        return _no_row_fits(ActivationFakeQuantize(self.x, *modes).decompose())
+
+    def backward(self, ctx: Any, *grads: Tensor) -> dict[str, Tensor | None]:
+        raise _refuse_gradient()
+
+
+@operator(
+    "layer_norm_fp8_rows",
+    2,
+    {"normed": "x's shape and dtype: the norm before it is quantized", **_ROWS},
+)
+@dataclass(frozen=True, slots=True)
+class LayerNormFP8Rows(Operator[T]):
+    """`quantize_fp8_rows` of the layer norm of x + residual along the last dimension, both rounded to x's dtype.
+
+    Example:
+        >>> x = torch.tensor([[1.0, -1.0] * 16])
+        >>> normed, *rows = torch.ops.pt2mx.layer_norm_fp8_rows(x, x, None, None, 0.0, "fp4_e2m1")
+        >>> normed[0, :4]
+        tensor([ 1., -1.,  1., -1.])
+    """
+
+    x: Annotated[T, _VALUES]
+    residual: Annotated[T | None, "x's shape and dtype, or None"]
+    weight: Annotated[T | None, "(K,) in x's dtype or float32, or None"]
+    bias: Annotated[T | None, "(K,) in x's dtype or float32, or None"]
+    eps: Annotated[float, "what is added to the variance"]
+    element: _RowElement
+    scale_mode: ScaleMode = "floor"
+    rounding: PlainRounding = "even"
+
+    def check(self) -> MXSpec:
+        """Return the spec of x; MXError for what the operator does not take."""
+        x, residual = self.x, self.residual
+        spec = _check(x, self.element, self.scale_mode, self.rounding)
+        if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+            raise MXError(
+                f"the residual {tuple(residual.shape)} {residual.dtype} must have the shape and the dtype of x, "
+                f"{tuple(x.shape)} {x.dtype}"
+            )
+        check_norm_parameters(x, "x's dtype", weight=self.weight, bias=self.bias)
+        return spec
+
+    def kernel(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        args = self.x, self.residual, self.weight, self.bias, self.eps
+        return run_kernel("layer_norm_fp8_rows", *args, self.check())
+
+    def fake(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        self.check()
+        return self.x.new_empty(self.x.shape), *_empty_rows(self.x)
+
+    def decompose(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        normed = layer_norm(self.x, self.residual, self.weight, self.bias, self.eps)
+        modes = "none", self.element, BLOCK, self.scale_mode, self.rounding
+        return normed, *_no_row_fits(ActivationFakeQuantize(normed, *modes).decompose())
+
+    def backward(self, ctx: Any, *grads: Tensor) -> dict[str, Tensor | None]:
+        raise _refuse_gradient()
+
+
+@operator("mm_fp8_rows", 1, "(..., N) in the dtype of `rest`")
+@dataclass(frozen=True, slots=True)
+class MmFP8Rows(Operator[T]):
+    """The product of FP8 rows and a weight of FP8 rows that all fit; rows that do not fit count as what they have in
+    `rest`. On a GPU sums are those of its tensor cores for FP8, with partial sums in float32.
+
+    Example:
+        >>> weight, scale, _ = torch.ops.pt2mx.quantize_fp8_rows(torch.eye(32), "fp4_e2m1")
+        >>> rows = torch.ops.pt2mx.quantize_fp8_rows(torch.full((1, 32), 3.0), "fp6_e2m3")
+        >>> torch.ops.pt2mx.mm_fp8_rows(*rows, weight, scale)[0, :4]
+        tensor([3., 3., 3., 3.])
+    """
+
+    data: Annotated[T, "(..., K) uint8, K a multiple of 16"]
+    scale: Annotated[T, "(..., 1) float32"]
+    unfit: Annotated[T, As("rest"), "(..., K) float32, float16 or bfloat16"]
+    weight: Annotated[T, As("weight_data"), "(N, K) uint8, N a multiple of 16"]
+    weight_scale: Annotated[T, "(N, 1) float32"]
+    bias: Annotated[T | None, "(N,) in the dtype of `rest`, or None"] = None
+
+    def check(self) -> None:
+        """Raise MXError for what does not fit."""
+        data, scale, unfit, weight, weight_scale, bias = self.args
+        if {data.dtype, weight.dtype} != {torch.uint8} or {scale.dtype, weight_scale.dtype} != {torch.float32}:
+            raise MXError(
+                f"FP8 rows are uint8 codes and float32 scales, not {data.dtype} and {scale.dtype}, and a weight of "
+                f"{weight.dtype} and {weight_scale.dtype}"
+            )
+        if not data.dim() or data.shape != unfit.shape or scale.shape != (*data.shape[:-1], 1):
+            raise MXError(
+                f"codes {tuple(data.shape)}, scale {tuple(scale.shape)} and rest {tuple(unfit.shape)} are no FP8 rows: "
+                "pass what quantize_fp8_rows returned"
+            )
+        if unfit.dtype not in HIGH_PRECISION:
+            raise MXError(f"rest of {unfit.dtype} must be float32, float16 or bfloat16")
+        if weight.dim() != 2 or weight.shape[1] != data.shape[-1] or weight_scale.shape != (weight.shape[0], 1):
+            raise MXError(
+                f"a weight {tuple(weight.shape)} with scales {tuple(weight_scale.shape)} does not fit rows of "
+                f"{data.shape[-1]} values: expected (N, {data.shape[-1]}) and (N, 1)"
+            )
+        if weight.shape[0] % 16 or weight.shape[1] % 16:
+            raise MXError(
+                f"tensor cores for FP8 take weights of multiples of 16 rows and columns, not {(*weight.shape,)}"
+            )
+        if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != unfit.dtype):
+            raise MXError(f"bias {tuple(bias.shape)} {bias.dtype} must be ({weight.shape[0]},) in {unfit.dtype}")
+
+    def kernel(self) -> Tensor:
+        self.check()
+        return run_kernel("mm_fp8_rows", *self.args)
+
+    def fake(self) -> Tensor:
+        self.check()
+        return self.unfit.new_empty((*self.data.shape[:-1], self.weight.shape[0]))
+
+    def decompose(self) -> Tensor:
+        values = self.data.view(E4M3).to(torch.float32) * self.scale
+        weight = self.weight.view(E4M3).to(torch.float32) * self.weight_scale
+        x = torch.where(self.scale < 0, self.unfit, values.to(self.unfit.dtype))
+        return functional.linear(x, weight.to(self.unfit.dtype), self.bias)
+
+    def backward(self, ctx: Any, *grads: Tensor) -> dict[str, Tensor | None]:
+        raise _refuse_gradient()
+
+
+quantize_fp8_rows = QuantizeFP8Rows.overload
+layer_norm_fp8_rows = LayerNormFP8Rows.overload
+mm_fp8_rows = MmFP8Rows.overload

@@ -1,0 +1,237 @@
+"""`linear_fake_quantize_mx`, `conv2d_fake_quantize_mx`: matmuls with packed weights whose kernel also computes and
+quantizes the activation that follows.
+
+Lowered programs for the CPU call them (`pt2mx.fx.passes.fuse_quantize_epilogue`), and
+Inductor keeps them calls. `pt2mx.kernels.select` lists the kernels; without one each is its two operators.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from pt2mx.errors import MXError
+from pt2mx.kernels.fp8_rowwise import ACTIVATIONS
+from pt2mx.kernels.select import run_kernel
+from pt2mx.ops.activations import BACKWARD, ActivationFakeQuantize
+from pt2mx.ops.arguments import (
+    WEIGHT_CODES,
+    WEIGHT_SCALE,
+    Element,
+    Pair,
+    PlainRounding,
+    ScaleMode,
+    choices,
+)
+from pt2mx.ops.checks import HIGH_PRECISION, check_activation, check_quantization
+from pt2mx.ops.convolution import Conv2dMX, ConvCodes, ConvScale, Padding
+from pt2mx.ops.linear import LinearMX, linear_mx
+from pt2mx.ops.operator import As, Autocast, Operator, T, operator
+from pt2mx.spec import MXSpec
+
+_ProductDtype = Annotated[torch.dtype | None, "the dtype to which the product is rounded; None is that of x"]
+_OutElement = Annotated[str, As("out_elem_dtype_name"), "the element of the result"]
+_OutBlockSize = Annotated[int, "that of the result"]
+
+
+@operator(
+    "linear_fake_quantize_mx",
+    1,
+    "(..., N) in `target_dtype`",
+    autocast=Autocast(("x", "bias", "product_dtype")),
+)
+@dataclass(frozen=True, slots=True)
+class LinearFakeQuantize(Operator[T]):
+    """`activation_fake_quantize_mx` of `linear_mx`, to the bit. The gradient is that of both; autocast casts x and bias
+    to its dtype, to which the product is rounded then.
+
+    Example:
+        >>> scale, data = pt2mx.quantize_mx(torch.eye(4), "mxfp4")
+        >>> x = torch.tensor([-1.0, 1.1, 4.0, 0.0])
+        >>> modes = (None, "relu", "fp4_e2m1", 32)
+        >>> torch.ops.pt2mx.linear_fake_quantize_mx(x, data, scale, None, "fp4_e2m1", 32, *modes)
+        tensor([0., 1., 4., 0.])
+    """
+
+    x: Annotated[T, "(..., K) float32, float16 or bfloat16"]
+    codes: Annotated[T, As("weight_data"), WEIGHT_CODES]
+    scale: Annotated[T, As("weight_scale"), WEIGHT_SCALE]
+    bias: Annotated[T | None, "(N,) in the dtype of the product, or None"]
+    element: Annotated[Element, "the element of the weight, as of `linear_mx`"]
+    block_size: Annotated[int, "that of the weight"]
+    product_dtype: _ProductDtype
+    activation: Annotated[str, f"what is computed of the product: {choices(ACTIVATIONS)}"]
+    out_element: _OutElement
+    out_block_size: _OutBlockSize
+    scale_mode: ScaleMode = "floor"
+    rounding: PlainRounding = "even"
+    target_dtype: Annotated[torch.dtype | None, "float32, float16 or bfloat16; None is that of the product"] = None
+
+    @property
+    def linear(self) -> LinearMX[T]:
+        """The linear layer whose result is quantized."""
+        weight = self.codes, self.scale, self.bias, self.element, self.block_size
+        return LinearMX(self.x, *weight, 0, self.product_dtype)
+
+    def quantize(self, product: Tensor) -> ActivationFakeQuantize[Tensor]:
+        """Return the call that quantizes the activation of the product."""
+        modes = self.out_element, self.out_block_size, self.scale_mode, self.rounding, self.target_dtype
+        return ActivationFakeQuantize(product, self.activation, *modes)
+
+    def check(self) -> tuple[MXSpec, torch.dtype, MXSpec, torch.dtype]:
+        """Return the weight's spec, the dtype of the product, the spec of the result and its dtype."""
+        weight, product_dtype = self.linear.check()
+        check_activation(self.activation)
+        modes = self.out_element, self.out_block_size, self.scale_mode, self.rounding
+        try:
+            quantization, dtype = check_quantization(self.x, *modes, self.target_dtype or product_dtype)
+        except MXError as error:
+            raise MXError(f"the result of the product: {error}") from None
+        return weight, product_dtype, quantization, dtype
+
+    def kernel(self) -> Tensor:
+        weight, product_dtype, quantization, dtype = self.check()
+        args = self.x, self.codes, self.scale, self.bias, weight, product_dtype, self.activation, quantization, dtype
+        result = run_kernel("linear_fake_quantize_mx", *args)
+        return self.quantize(self.linear.kernel()).kernel() if result is None else result
+
+    def fake(self) -> Tensor:
+        *_, dtype = self.check()
+        return self.x.new_empty((*self.x.shape[:-1], self.codes.shape[0]), dtype=dtype)
+
+    def decompose(self) -> Tensor:
+        return self.quantize(self.linear.decompose()).decompose()
+
+    def saved(self) -> tuple[str, ...]:
+        return ("x", "codes", "scale", "bias")
+
+    def backward(self, ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:
+        with torch.autocast(self.x.device.type, enabled=False):  # as the product was cast already
+            product = linear_mx(*self.linear.args)
+        grad = BACKWARD[self.activation](grad.to(product.dtype), product)
+        of_x = grad @ self.linear.weight(grad.dtype, self.x.shape[-1])
+        return {"x": of_x.to(self.x.dtype), "bias": None if self.bias is None else grad.flatten(0, -2).sum(0)}
+
+
+@operator(
+    "conv2d_fake_quantize_mx",
+    1,
+    {
+        "activated": "(B, H', W', N) in the dtype of the sum: the activation before it is quantized, whose last bits "
+        "are the device's own; no values where it is not kept",
+        "quantized": "(B, H', W', N) in `target_dtype`",
+    },
+    autocast=Autocast(("x", "bias", "product_dtype")),
+    differentiable_once=True,
+)
+@dataclass(frozen=True, slots=True)
+class Conv2dFakeQuantize(Operator[T]):
+    """`activation_fake_quantize_mx` of `conv2d_mx` + residual, to the bit, and the activation. Product, sum and
+    activation are rounded to their dtype. The gradient is that of all of these; autocast casts x and bias to its dtype,
+    to which the product is rounded then.
+
+    Example:
+        >>> scale, data = pt2mx.quantize_mx(torch.eye(4).reshape(4, 1, 1, 4), "mxfp4")
+        >>> x = torch.tensor([-1.0, 1.1, 4.0, 0.0]).reshape(1, 1, 1, 4)
+        >>> modes = (1, 0, 1, None, x, "relu", True, "fp4_e2m1", 32)
+        >>> activated, quantized = torch.ops.pt2mx.conv2d_fake_quantize_mx(x, data, scale, None, "fp4_e2m1", 32, *modes)
+        >>> activated.flatten(), quantized.flatten()
+        (tensor([0.0000, 2.2000, 8.0000, 0.0000]), tensor([0., 2., 8., 0.]))
+    """
+
+    x: Annotated[T, "(B, H, W, C) float32, float16 or bfloat16 of any strides"]
+    codes: ConvCodes[T]
+    scale: ConvScale[T]
+    bias: Annotated[T | None, "(N,) in the dtype of the product, or None"]
+    element: Annotated[Element, "the element of the weight, as of `conv2d_mx`"]
+    block_size: Annotated[int, "that of the weight"]
+    stride: Pair
+    padding: Padding
+    dilation: Pair
+    product_dtype: _ProductDtype
+    residual: Annotated[T | None, "(B, H', W', N) float32, float16 or bfloat16, added to the product, or None"]
+    activation: Annotated[str, f"what is computed of the sum: {choices(ACTIVATIONS)}"]
+    keep_activated: Annotated[bool, "true: the activation is a result too"]
+    out_element: _OutElement
+    out_block_size: _OutBlockSize
+    scale_mode: ScaleMode = "floor"
+    rounding: PlainRounding = "even"
+    target_dtype: Annotated[torch.dtype | None, "float32, float16 or bfloat16; None is that of the sum"] = None
+
+    @property
+    def conv(self) -> Conv2dMX[T]:
+        """The convolution whose result is quantized."""
+        weight = self.codes, self.scale, self.bias, self.element, self.block_size
+        return Conv2dMX(self.x, *weight, self.stride, self.padding, self.dilation, self.product_dtype)
+
+    def check(self) -> tuple[MXSpec, torch.dtype, torch.dtype, MXSpec, torch.dtype]:
+        """Return the weight's spec, the dtypes of the product and of its sum with the residual, the spec of the result
+        and its dtype."""
+        conv, residual = self.conv, self.residual
+        weight, product_dtype = conv.check()
+        check_activation(self.activation)
+        sum_dtype, shape = product_dtype, conv.shape()
+        if residual is not None:
+            if residual.shape != shape or residual.dtype not in HIGH_PRECISION or residual.device != self.x.device:
+                raise MXError(
+                    f"the residual of shape {tuple(residual.shape)}, {residual.dtype} on {residual.device} must be "
+                    f"{tuple(shape)} in float32, float16 or bfloat16 on {self.x.device}, as the result of the "
+                    "convolution"
+                )
+            sum_dtype = torch.promote_types(product_dtype, residual.dtype)
+        modes = self.out_element, self.out_block_size, self.scale_mode, self.rounding
+        try:
+            quantization, dtype = check_quantization(self.x, *modes, self.target_dtype or sum_dtype)
+        except MXError as error:
+            raise MXError(f"the result of the convolution: {error}") from None
+        return weight, product_dtype, sum_dtype, quantization, dtype
+
+    def kernel(self) -> tuple[Tensor, Tensor]:
+        weight, product_dtype, _, quantization, dtype = self.check()
+        conv = self.x, self.codes, self.scale, self.bias, weight, self.conv.conv_args, product_dtype
+        epilogue = self.residual, self.activation, self.keep_activated, quantization, dtype
+        results = run_kernel("conv2d_fake_quantize_mx", *conv, *epilogue)
+        return self.in_steps(Conv2dMX.kernel, ActivationFakeQuantize.kernel) if results is None else results
+
+    def in_steps(self, convolve: Any, quantize: Any) -> tuple[Tensor, Tensor]:
+        """Return the results by two functions of calls."""
+        product = convolve(self.conv)
+        summed = product if self.residual is None else product + self.residual
+        modes = self.out_element, self.out_block_size, self.scale_mode, self.rounding, self.target_dtype
+        quantized = quantize(ActivationFakeQuantize(summed, self.activation, *modes))
+        activated = ACTIVATIONS[self.activation](summed).contiguous() if self.keep_activated else summed.new_empty(0)
+        return activated, quantized
+
+    def fake(self) -> tuple[Tensor, Tensor]:
+        _, _, sum_dtype, _, dtype = self.check()
+        shape = self.conv.shape()
+        activated = self.x.new_empty(shape if self.keep_activated else (0,), dtype=sum_dtype)
+        return activated, self.x.new_empty(shape, dtype=dtype)
+
+    def decompose(self) -> tuple[Tensor, Tensor]:
+        return self.in_steps(Conv2dMX.decompose, ActivationFakeQuantize.decompose)
+
+    def saved(self) -> tuple[str, ...]:
+        return ("x", "codes", "scale", "bias", "residual")
+
+    def backward(self, ctx: Any, *grads: Tensor) -> dict[str, Tensor | None]:
+        """The gradient of the steps, which are computed again."""
+        names = [name for name in ("x", "bias", "residual") if getattr(self, name) is not None]
+        with torch.enable_grad(), torch.autocast(self.x.device.type, enabled=False):  # as the product was cast already
+            leaves = {name: getattr(self, name).detach().requires_grad_() for name in names}
+            results = self.replace(**leaves).in_steps(_overload, _overload)
+        kept = [(y, grad) for y, grad in zip(results, grads, strict=True) if y.requires_grad]
+        outputs, of_outputs = zip(*kept, strict=True)
+        return dict(zip(names, torch.autograd.grad(outputs, list(leaves.values()), of_outputs), strict=True))
+
+
+def _overload(call: Operator[Tensor]) -> Any:
+    """Call the operator, which records the gradient."""
+    return call.overload(*call.args)
+
+
+linear_fake_quantize_mx = LinearFakeQuantize.overload
+conv2d_fake_quantize_mx = Conv2dFakeQuantize.overload
