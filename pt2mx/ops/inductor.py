@@ -1,7 +1,5 @@
-"""Inductor decompositions of the operators, so that compiled graphs fuse them into their neighbours.
-
-Without them each operator would be an opaque call. Importing this module registers them: `pt2mx.register` does, once
-Inductor's table has been imported. What needs Inductor's lowerings stands in `pt2mx.ops.lowerings`.
+"""Inductor's decompositions of the operators, so that compiled graphs fuse them into their neighbours, and its
+lowerings of those that stay calls. `pt2mx.register` registers both, once Inductor's own tables have been imported.
 """
 
 import functools
