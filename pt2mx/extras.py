@@ -29,8 +29,7 @@ def without_log_warnings() -> Iterator[None]:
 
 
 def import_extra(package: str, extra: str) -> Any:
-    """Import an optional package; torchvision, and transformers with it, also where it is a CUDA build beside a CPU
-    torch.
+    """Import an optional package. torchvision, and transformers with it, also work as a CUDA build with a CPU torch.
 
     Raises:
         MXError: where it is not installed.
@@ -54,15 +53,17 @@ _torchvision_schemas: torch.library.Library | None = None
 
 
 def _make_torchvision_importable() -> None:
-    """Define the two operators for want of which torchvision's import fails, also inside transformers: from the package
-    index it is a CUDA build, whose library does not load beside a CPU torch. No model here needs them, and their
-    schemas suffice. They are defined after such a failure only: a library that loads defines them itself, and ends the
-    process where it cannot."""
+    """Define the two operators without which the import of torchvision fails, also inside transformers.
+
+    The package index has a CUDA build, whose library does not load with a CPU torch. No model here calls the operators,
+    so their schemas suffice. Define them only after such a failure: a library that loads defines them itself, and ends
+    the process if they exist already.
+    """
     global _torchvision_schemas
     before = set(sys.modules)
     try:
         importlib.import_module("torchvision")
-    except Exception:  # what else fails will fail again where it is needed
+    except Exception:  # another error will come again on first use
         for name in set(sys.modules) - before:
             if name.partition(".")[0] == "torchvision":
                 del sys.modules[name]

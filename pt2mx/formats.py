@@ -23,11 +23,11 @@ class ElementFormat:
         name: the canonical name, as operators and files hold it.
         exponent_bits: bits of the exponent.
         mantissa_bits: stored bits of the significand.
-        bias: what the stored exponent exceeds the exponent by.
+        bias: the stored exponent minus the exponent.
         emax: exponent of the largest normal.
         max_normal: value of the largest normal.
-        has_inf: True if codes stand for Inf.
-        has_nan: True if codes stand for NaN.
+        has_inf: True if some codes are Inf.
+        has_nan: True if some codes are NaN.
         is_int: True for an integer in two's complement.
         full_range: True for an integer that uses the most negative code too.
 
@@ -56,7 +56,7 @@ class ElementFormat:
 
     @property
     def is_wide(self) -> bool:
-        """True if a code takes two bytes; the reference kernel alone serves such elements."""
+        """True if a code takes two bytes; only the reference kernel supports such elements."""
         return self.bits > 8
 
     @property
@@ -136,7 +136,7 @@ _DTYPE_NAMES = {
     "float6_e3m2fn": "fp6_e3m2",
 }
 _SPLITS = {(f.exponent_bits, f.mantissa_bits): name for name, f in ELEMENTS.items() if not f.is_int}
-# no exponent: the integer with that many bits beside the sign
+# no exponent: the integer with that many bits after the sign
 _SPLITS |= {(0, f.bits - 1): name for name, f in ELEMENTS.items() if f.is_int and not f.full_range}
 # Compiled here: torch.compile traces a call with a spelling, and cannot trace the compilation of a pattern.
 _SPLIT = re.compile(r"e(\d)m(\d\d?)", re.ASCII)

@@ -1,7 +1,7 @@
 """The functions of the public API: the operators of `pt2mx.ops`, taking formats in any spelling.
 
 Where `elem_dtype` is an `MXSpec` or a spelling with a block size (`"MXFP4[E2M1]{32}"`), it sets the other arguments;
-an argument given beside it wins.
+an argument that is passed too wins.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def quantize_mx(
 
     Returns:
         scale: (..., ceil(n / block_size), ...) uint8, E8M0; `.view(torch.float8_e8m0fnu)` reads it. 0xFF marks a block
-            that held an Inf or a NaN; it dequantizes to NaN.
+            with an Inf or a NaN; it dequantizes to NaN.
         data: (..., bytes, ...) uint8: n bytes for 8-bit elements, ceil(n / 2) for FP4, 3 * ceil(n / 4) for FP6, 2 * n
             for elements of more than 8 bits. Both are integers, and have no gradient.
 

@@ -27,8 +27,8 @@ class MXSpec:
         scale_sig_bits: bits of a scale's significand, 0 to 23. As in pychop they are stored and counted, and the scale
             stays a power of two.
 
-    The operators serve E8M0 scales, which are the default of the last two. For other widths there is
-    `fake_quantize_mx` in eager mode.
+    The operators support E8M0 scales, the default of the last two. Other widths work in `fake_quantize_mx`, in eager
+    mode.
 
     Raises:
         MXError: for any other value.
@@ -145,12 +145,12 @@ _INTEGERS = {
 def create_mx_spec(exp_bits: int, sig_bits: int, block_size: int = 32, **fields: Any) -> MXSpec:
     """Return the spec of a custom element, as pychop's function of this name does.
 
-    An element of more than 8 bits takes two bytes a code, and is served by the reference kernel alone.
+    An element of more than 8 bits takes two bytes per code, and only the reference kernel supports it.
 
     Args:
         exp_bits: exponent bits, 1 to 7, or 0 for an integer.
-        sig_bits: stored significand bits, of which sign, exponent and significand are at most 16. `(4, 3)` and `(5, 2)`
-            are the OCP formats of that split.
+        sig_bits: stored significand bits; sign, exponent and significand have at most 16 bits together. `(4, 3)` and
+            `(5, 2)` are the OCP formats of that split.
         block_size: values that share one scale.
         fields: further fields of `MXSpec`.
 

@@ -1,4 +1,4 @@
-"""Rounding of weights by what a model's inputs show: what `pt2mx.pt2e.optimize` does to graphs."""
+"""Weight rounding with calibration data; `pt2mx.pt2e.optimize` applies it to graphs."""
 
 from pt2mx.algorithms.gptq import gptq
 from pt2mx.algorithms.options import GPTQ, LearnedRounding, Rotation, ScaleSearch, Smoothing

@@ -25,9 +25,9 @@ from pt2mx.errors import MXError
 from pt2mx.kernels import elements
 from pt2mx.spec import MXSpec
 
-#: columns whose errors reach the columns behind them in one product
+#: columns whose errors one matmul subtracts from the later columns
 _PANEL = 128
-#: keeps the inverse of a Hessian of few inputs within fp32
+#: the smallest damping: the inverse of a Hessian of few inputs stays within fp32
 _LEAST_DAMPING = 1e-6
 
 
@@ -42,7 +42,7 @@ def gptq(
     damping: float = 0.01,
     act_order: bool = True,
 ) -> Tensor:
-    """Round a weight such that its products with inputs of that Hessian change little.
+    """Round a weight so that its matmul with the inputs of that Hessian changes little.
 
     It lowers `trace((W - Q) H (W - Q)^T)`, the squared error of `x @ W.T` over the inputs x.
 
@@ -52,16 +52,16 @@ def gptq(
             (zero on the diagonal) is rounded to nearest.
         spec: the format; blocks run along K. Its axis has no meaning here.
         exponents: (N, blocks) int32, the scales; None: those of the spec's scale mode.
-        line: columns after which blocks start anew; None: K.
+        line: columns after which a new block starts; None: K.
         damping: added to the diagonal, times its mean; at least 0.
-        act_order: True takes the columns by falling diagonal, False from left to right.
+        act_order: True processes the columns by decreasing diagonal, False from left to right.
 
     Returns:
-        (N, K) float32 values of the format. Quantized again, by any scale mode but "ceil", they stay as they are; of
-        FP8 E4M3 all but 240 times a scale, where that is the largest of a block.
+        (N, K) float32 values on the MX grid: quantizing them again, in any scale mode except "ceil", changes nothing,
+        except 240 times the scale in FP8 E4M3 where that is the largest value of a block.
 
     Raises:
-        MXError: for shapes that do not belong together, exponents beyond +-126, a random rounding, a negative damping,
+        MXError: for shapes that do not match, exponents beyond +-126, a random rounding, a negative damping,
             and a Hessian that is not finite or far from positive semidefinite.
 
     Example:

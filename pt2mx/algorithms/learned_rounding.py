@@ -19,7 +19,7 @@ from pt2mx.spec import MXSpec
 
 #: exponents whose powers of two, and their reciprocals, are normal in fp32
 _LIMIT = 126
-#: halvings of the way from a value of the format to the edge of its cell
+#: bisection steps between a value of the format and the edge of its cell
 _HALVINGS = 12
 #: share of the way to the weight, within the cell, that latent values go: many that GPTQ rounded away from the weight
 #: would lie at the very edge, and the first steps throw them out by chance (MiniLM with FP4 activations, held-out text:
@@ -90,11 +90,11 @@ def within_cells(weight: Tensor, rounded: Tensor, round_to: Callable[[Tensor], T
 
     Args:
         weight: float32.
-        rounded: the same shape, values that `round_to` leaves as they are.
+        rounded: the same shape, values that `round_to` does not change.
         round_to: rounds to nearest, each value by itself.
 
     Returns:
-        float32: a weight that is rounded so by itself stays as it is.
+        float32: the weight itself where it is rounded to `rounded`.
     """
     whole = round_to(weight) == rounded
     inside, way = torch.where(whole, weight, rounded), torch.where(whole, 0.0, weight - rounded)

@@ -1,4 +1,4 @@
-"""The algorithms that `pt2mx.optimize` may apply, with their options, and the presets made of them."""
+"""The algorithms of `pt2mx.optimize` with their options, and presets of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pt2mx.errors import MXError, nearest
 
 
 class Algorithm:
-    """One of the classes of `ALGORITHMS`. It is no algorithm of its own."""
+    """The base of the classes in `ALGORITHMS`."""
 
     def __post_init__(self) -> None:
         for field in fields(self):  # type: ignore[arg-type]
@@ -25,12 +25,13 @@ class Algorithm:
 
 @dataclass(frozen=True)
 class Smoothing(Algorithm):
-    """Channels of an input divided, and the weight's columns multiplied, by a power of two: of large channels and small
-    weights. Source: SmoothQuant (Xiao et al., arXiv:2211.10438); with `weight_only` AWQ (Lin et al., arXiv:2306.00978).
+    """Divide the channels of an input by powers of two, and multiply the weight's columns by them.
+
+    Source: SmoothQuant (Xiao et al., arXiv:2211.10438); with `weight_only` AWQ (Lin et al., arXiv:2306.00978).
 
     Args:
-        strength: 0 leaves all to the weight, 1 makes the channels of the input equally large.
-        weight_only: also the inputs that stay in high precision.
+        strength: 1 makes all channels of the input equally large; 0 does so for the columns of the weight.
+        weight_only: True also smooths inputs that stay in high precision.
 
     Raises:
         MXError: for an option out of its range.
@@ -47,12 +48,13 @@ class Smoothing(Algorithm):
 
 @dataclass(frozen=True)
 class Rotation(Algorithm):
-    """Inputs and weights of products rotated within blocks by a Hadamard matrix. Source: QuaRot (Ashkboos et al.,
-    arXiv:2404.00456).
+    """Rotate inputs and weights of matmuls within blocks by a Hadamard matrix.
+
+    Source: QuaRot (Ashkboos et al., arXiv:2404.00456).
 
     Args:
-        size: values that are rotated together at most; of other lengths the largest power of two that divides.
-        attention: also queries and keys, where both are quantized.
+        size: the most values that are rotated together; for other lengths the largest power of two that divides them.
+        attention: True also rotates queries and keys, if both are quantized.
 
     Raises:
         MXError: for a size that is no power of two.

@@ -1,7 +1,7 @@
-"""The scales of a weight's blocks, chosen before its values are rounded.
+"""Choose the scales of a weight's blocks before its values are rounded.
 
-A weight is a matrix (N, K) here, blocks run along K. Where K is several lines (the taps of a convolution, each with its
-channels), a block ends with its line.
+A weight is a matrix (N, K) here, and blocks run along K. K may consist of several lines, such as the taps of a
+convolution with their channels; a block ends with its line.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ def block_exponents(
 ) -> Tensor:
     """Choose the shared exponent of each block.
 
-    Without `importance` it is that of the spec's scale mode. With it, of that exponent and its two neighbours the one
-    of least error, each column's squared error weighted: the error of the product, where columns of x are independent.
+    Without `importance`, the spec's scale mode chooses it. With it, choose among the exponent of the scale mode and its
+    two neighbours the one with the smallest squared error, weighted per column: the error of the matmul for
+    independent columns of x.
 
     Args:
         weight: (N, K) float.
@@ -120,8 +121,8 @@ def check_exponents(exponents: Tensor, weight: Tensor, spec: MXSpec, line: int |
     line = check_line(weight.shape[1], line)
     shape = (len(weight), weight.shape[1] // line * -(-line // spec.block_size))
     if exponents.shape != shape or exponents.is_floating_point() or exponents.is_complex():
-        found = f"{exponents.dtype} of shape {tuple(exponents.shape)}"
-        raise MXError(f"the exponents of these blocks must be integers of shape {shape}, not {found}")
+        actual = f"{exponents.dtype} of shape {tuple(exponents.shape)}"
+        raise MXError(f"the exponents of these blocks must be integers of shape {shape}, not {actual}")
     if exponents.numel() and exponents.abs().max() > _LIMIT:
         raise MXError(f"exponents must lie within +-{_LIMIT}")
 

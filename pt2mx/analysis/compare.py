@@ -1,4 +1,4 @@
-"""The formats of the OCP specification beside each other: as a table, and on data."""
+"""Compare the formats of the OCP specification: as a table, and on data."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def compare_mx_formats(
     axis: int | EllipsisType | None = ...,
     file: TextIO | None = None,
 ) -> MXComparison:
-    """Print what each format makes of `data`, and return it.
+    """Print and return the errors of each format on `data`.
 
     The columns: bits a value with its share of the scale, signal to noise ratio, largest and mean absolute error, the
     shares of the values that saturated and that became zero, and the compression ratio over data's dtype.

@@ -1,4 +1,4 @@
-"""Measurements of a tensor in an MX format: its size, and what is lost."""
+"""Measure the size and the errors of a tensor in an MX format."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MXStorage:
-    """The size of a tensor in an MX format, codes and scales counted by their bits (packing may round lines up).
+    """The size of a tensor in an MX format, in bits of codes and scales (packing may round lines up).
 
-    The fields that pychop's `MXTensor.statistics()` has bear its names: `exp_bits` is 0 for an integer element, and
-    `sig_bits` are the other bits beside the sign. A last block may be shorter; pychop fills it up.
+    Fields have the names of pychop's `MXTensor.statistics()`: `exp_bits` is 0 for an integer element, and `sig_bits`
+    counts the other bits except the sign. A last block may be shorter; pychop pads it.
     """
 
     format: str
@@ -45,9 +45,9 @@ class MXStorage:
         """Return the size of a tensor of that shape whose blocks run along `spec.axis`.
 
         Args:
-            shape: of the tensor.
-            spec: how it is quantized.
-            fields: those that a subclass adds.
+            shape: the shape of the tensor.
+            spec: its format.
+            fields: the fields that a subclass adds.
         """
         element, shape = spec.element, tuple(shape)
         elements, length = math.prod(shape), shape[spec.axis] if shape else 1
@@ -134,8 +134,8 @@ def mx_statistics(
 
     Example:
         >>> import torch, pt2mx
-        >>> found = pt2mx.mx_statistics(torch.tensor([0.25, 1.0, 3.0, -7.0]), "mxfp4")
-        >>> found.max_abs_error, found.saturated, found.flushed, found.bits_per_element
+        >>> statistics = pt2mx.mx_statistics(torch.tensor([0.25, 1.0, 3.0, -7.0]), "mxfp4")
+        >>> statistics.max_abs_error, statistics.saturated, statistics.flushed, statistics.bits_per_element
         (1.0, 0.25, 0.25, 6.0)
     """
     spec, flat = resolve(format, axis, block_size=block_size, **fields)

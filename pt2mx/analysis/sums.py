@@ -1,4 +1,4 @@
-"""Sums of what quantizing a tensor does to it: tensors in, sums out, so that batches add up."""
+"""Sums of the quantization errors of a tensor. Sums over batches add up."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def quantization_sums(x: Tensor, spec: MXSpec) -> dict[str, Tensor]:
 
     Args:
         x: (..., n, ...) float32, float16 or bfloat16.
-        spec: how x is quantized.
+        spec: the format of x.
 
     Returns:
         0-d tensors `tensors` (1), `empty` (1 where x has no value), `values` (count), `nonfinite` (count of Inf and
@@ -47,8 +47,8 @@ def quantization_sums(x: Tensor, spec: MXSpec) -> dict[str, Tensor]:
 
 def _sums(x: Tensor, spec: MXSpec) -> dict[str, Tensor]:
     scale = scales(x, spec).to(torch.int64)
-    # in float64, where 2**-127 is no subnormal and max * 2**127 no Inf; NaN where the block holds an Inf or a NaN:
-    # no comparison with it is true
+    # in float64, where 2**-127 is no subnormal and max * 2**127 no Inf. A block with an Inf or a NaN has NaN: no
+    # comparison with it is true
     powers = [*(2.0 ** (byte - 127) for byte in range(NAN_SCALE)), math.nan]
     power = torch.tensor(powers, dtype=torch.float64).to(x.device)[scale]
     power = power.repeat_interleave(min(spec.block_size, x.shape[spec.axis]), spec.axis)
@@ -69,12 +69,12 @@ def _sums(x: Tensor, spec: MXSpec) -> dict[str, Tensor]:
 
 
 def quantization_noise(tensors: Iterable[Tensor], spec: MXSpec) -> QuantizationStatistics:
-    """Return the statistics of tensors without those that take time to count: `saturated` and `flushed` are NaN, and
-    `exponents` is empty. Tensors that hold an Inf or a NaN have all statistics, since these leave such blocks out.
+    """Return the statistics of tensors, without the slow counts: `saturated` and `flushed` are NaN, and `exponents` is
+    empty. Tensors with an Inf or a NaN get all statistics, because these leave such blocks out.
 
     Args:
         tensors: at least one, each as in `quantization_sums`.
-        spec: how they are quantized.
+        spec: their format.
 
     Raises:
         MXError: as `quantization_sums`.
@@ -99,18 +99,18 @@ def quantization_noise(tensors: Iterable[Tensor], spec: MXSpec) -> QuantizationS
 
 
 def _noise(x: Tensor, spec: MXSpec) -> float:
-    """The norm of the noise of a tensor."""
+    """Return the norm of the noise of a tensor."""
     return math.hypot(*(_norm(fake_quantize_mx(part, spec).float().sub_(part)) for (part,) in split(spec.axis, x)[1]))
 
 
 def _norm(x: Tensor) -> float:
-    """The norm of a tensor, in float64 where a square may be beyond float32."""
+    """Return the norm of a tensor, in float64 if a square may exceed float32."""
     norm = float(torch.linalg.vector_norm(x, dtype=torch.float32))
     return norm if 1e-15 < norm < 1e15 else float(torch.linalg.vector_norm(x, dtype=torch.float64))
 
 
 def sqnr_db(signal: float, noise: float) -> float:
-    """Return the signal to quantization noise ratio in dB of two powers; inf where nothing was lost."""
+    """Return the signal to quantization noise ratio in dB of two powers; inf without noise."""
     if noise == 0:
         return math.inf
     if noise == math.inf:  # a scale mode that dequantizes to Inf in the top binade
@@ -120,13 +120,13 @@ def sqnr_db(signal: float, noise: float) -> float:
 
 @dataclass(frozen=True)
 class QuantizationStatistics:
-    """The findings of calls with a tensor under a spec.
+    """The quantization errors of tensors in a format.
 
-    `tensors` counts the calls, `empty` those of them without a value, `values` the values of all, `nonfinite` the Inf
-    and NaN among them, `nan_blocks` the blocks that held such, which become NaN. The rest is about the other blocks:
-    `sqnr` in dB (NaN where there are none), the shares of all values `saturated` and `flushed`, and `exponents`, which
-    counts the blocks by their unbiased shared exponent. Where the noise alone was computed, the shares are NaN and
-    no block is counted.
+    `tensors` counts the tensors, `empty` those without a value, `values` all values, `nonfinite` the Inf and NaN among
+    them, and `nan_blocks` the blocks with such values, which become NaN. The other fields describe the other blocks:
+    `sqnr` in dB (NaN without such blocks), the shares of all values that `saturated` or were `flushed` to zero, and
+    `exponents`, which counts the blocks by their unbiased shared exponent. If only the noise was computed, the shares
+    are NaN and `exponents` is empty.
     """
 
     tensors: int
@@ -141,7 +141,7 @@ class QuantizationStatistics:
 
     @property
     def relative_noise(self) -> float:
-        """Noise power over signal power: 0 where nothing was lost, Inf where the format lost it all."""
+        """Noise power over signal power: 0 without noise, Inf if the format lost the whole signal."""
         return 10 ** (-self.sqnr / 10)
 
     @classmethod

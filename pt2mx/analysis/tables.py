@@ -1,4 +1,4 @@
-"""Tables in plain text."""
+"""Format tables in plain text."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -13,7 +13,7 @@ def text_table(rows: Sequence[Sequence[str]], left: int | None = None) -> str:
 
     Args:
         rows: the cells, the first row being the header.
-        left: how many of the first columns are aligned on the left, the others being numbers; by default all.
+        left: the number of first columns to align on the left; the others contain numbers. By default all.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     left = len(widths) if left is None else left
@@ -23,14 +23,14 @@ def text_table(rows: Sequence[Sequence[str]], left: int | None = None) -> str:
 
 
 def worst_rows(rows: Sequence[Row], worst: int | None) -> Sequence[Row]:
-    """Return the first rows, where the worst stand first.
+    """Return the first rows of a table that is sorted by error, the worst first.
 
     Args:
-        rows: of a table.
-        worst: how many; None for all.
+        rows: the rows of the table.
+        worst: the number of rows; None for all.
 
     Raises:
-        MXError: for what is no number of rows.
+        MXError: for an object that is no number of rows.
     """
     if worst is not None and (isinstance(worst, bool) or not isinstance(worst, int) or worst < 0):
         raise MXError(f"worst={worst!r} must be a number of rows, or None for all")

@@ -106,7 +106,7 @@ class MXTensor(PackedStorage, TorchAOBaseTensor):
             data_hp: (..., n, ...) float32, float16 or bfloat16: a tensor, an array of NumPy or JAX, whose dtype it
                 gets, or nested lists of numbers, which become float32.
             elem_dtype: the element format, as `pt2mx.parse` takes it; a spec or a spelling with a block size sets the
-                other arguments, and an argument given beside it wins.
+                other arguments, and an argument that is passed too wins.
             block_size: values that share a scale; by default 32.
             axis: the dimension along which blocks run; by default -1.
             scale_mode: how the shared exponent follows from the block's values; by default "floor".
@@ -187,7 +187,7 @@ class MXTensor(PackedStorage, TorchAOBaseTensor):
         size: Sequence[int],
         stride: Sequence[int],
     ) -> MXTensor:
-        # the length is the size's alone: it may be symbolic, and compiled code compares what stands in `format`
+        # the length is not in `format`, which compiled code compares: it may be symbolic
         element, block_size, axis, dtype = format
         return cls(parts["qdata"], parts["scale"], element, block_size, axis, dtype, size[axis], stride)
 
@@ -202,10 +202,10 @@ class MXTensor(PackedStorage, TorchAOBaseTensor):
     ) -> object:
         if func in cls._ATEN_OP_TABLE[cls]:
             return super().__torch_dispatch__(func, types, args, kwargs or {})
-        if func._can_decompose():  # inference mode does not take operators apart before they get here
+        if func._can_decompose():  # inference mode does not decompose operators before this call
             return func.decompose(*args, **kwargs or {})
-        found = next(x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, MXTensor))
-        raise MXError(f"{func} is not defined for {found.description}: dequantize it first, with .to_dtype()")
+        operand = next(x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, MXTensor))
+        raise MXError(f"{func} is not defined for {operand.description}: dequantize it first, with .to_dtype()")
 
 
 class _ToMX(torch.autograd.Function):
@@ -229,7 +229,7 @@ class _FromMX(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: MXTensor, dtype: torch.dtype) -> Tensor:
         ctx.dtype = x.dtype
-        # in the order of the codes: a product of transposed values is computed, to the bit, as one of transposed plain
+        # in the order of the codes: a matmul of transposed values then gives the bits of one of transposed plain
         # tensors
         element, length = x.elem_dtype.name, x.shape[x.axis]
         return ops.dequantize_mx(x.qdata, x.scale, element, x.block_size, dtype, x.axis, length)

@@ -1,4 +1,4 @@
-"""The storage of an `MXTensor`: its codes and scales, and what they tell of themselves."""
+"""The storage of an `MXTensor`: codes and scales, their size, and shared memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class PackedStorage:
-    """A base of `MXTensor`, which says that it has the `shape`, `dtype` and `device` of its values."""
+    """A base of `MXTensor`, which reports the `shape`, `dtype` and `device` of its values."""
 
     qdata: Tensor
     scale: Tensor
@@ -50,8 +50,8 @@ class PackedStorage:
 
         Example:
             >>> import torch, pt2mx
-            >>> found = pt2mx.MXTensor.to_mx(torch.ones(4, 64), "mxfp4").statistics()
-            >>> found["num_blocks"], found["bits_per_element"]
+            >>> statistics = pt2mx.MXTensor.to_mx(torch.ones(4, 64), "mxfp4").statistics()
+            >>> statistics["num_blocks"], statistics["bits_per_element"]
             (8, 4.25)
         """
         return MXStorage.of(self.shape, self.spec).to_dict()
