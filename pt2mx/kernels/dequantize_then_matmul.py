@@ -1,7 +1,7 @@
-"""Products with packed weights through dense ones: dequantize the weight, then torch's own product.
+"""The definitions of matmuls, convolutions and attention with packed operands: dequantize, then call torch's operator.
 
-They define `linear_mx`, `grouped_linear_mx`, `linear_mx_mma_layout` and `conv2d_mx`, and serve where no faster twin
-does: large batches, whose time is that of the product, and devices without one.
+They run where no kernel takes a call: on large batches, most of whose time the matmul takes, and on devices without
+kernels.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,10 @@ from pt2mx.kernels.gpu.mma_layout import from_mma_layout
 from pt2mx.kernels.select import run_kernel
 from pt2mx.spec import MXSpec
 
-__all__ = ["conv2d", "grouped_linear", "linear", "linear_mma_layout"]
+__all__ = ["Packed", "attend", "conv2d", "grouped_linear", "linear", "linear_mma_layout"]
+
+#: (codes, scales) of keys or values: (B, heads, L, bytes) and (B, heads, L, blocks) uint8
+Packed = tuple[Tensor, Tensor]
 
 
 def linear(
@@ -90,6 +93,19 @@ def conv2d_shape(x: Tensor, data: Tensor, moves: Sequence[Sequence[int]]) -> tup
     pairs = zip(x.shape[1:3], data.shape[1:3], *moves, strict=True)
     size = [(n + 2 * beside - apart * (taps - 1) - 1) // step + 1 for n, taps, step, beside, apart in pairs]
     return x.shape[0], *size, data.shape[0]
+
+
+def attend(
+    query: Tensor, key: Packed, value: Packed, spec: MXSpec, value_width: int, mask: Tensor | None, scale: float | None
+) -> Tensor:
+    """query: (B, heads, S, D), its heads a multiple of those of the keys, mask: (B or 1, heads or 1, S, L) booleans,
+    false where a key is hidden, or None -> (B, heads, S, value_width)."""
+    keys, values = (
+        run_kernel("dequantize_mx", *packed, spec.replace(axis=3), query.dtype, width)
+        for packed, width in ((key, query.shape[-1]), (value, value_width))
+    )
+    grouped = query.shape[1] != keys.shape[1]
+    return F.scaled_dot_product_attention(query, keys, values, mask, scale=scale, enable_gqa=grouped)
 
 
 def dense_weight(x: Tensor, data: Tensor, scale: Tensor, spec: MXSpec) -> Tensor:

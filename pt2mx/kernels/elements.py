@@ -4,7 +4,10 @@ definition.
 `realize`, `realize_if_costly` and `from_blocks` do nothing here: a compiler may have to be told more (`Prims`).
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -109,3 +112,39 @@ def decode(
         value = torch.where(magnitude > element.max_code + element.has_inf, float("nan"), value)
     # Triton negates by subtracting from zero, which loses the sign of one
     return torch.where(codes < sign_bit, value, value * -1.0)
+
+
+class Prims(Protocol):
+    """The primitives of `pt2mx.kernels.reference`: this module, which is the definition, or one that gives a compiler
+    other code for the same bits (`pt2mx.kernels.inductor`)."""
+
+    def realize(self, shared: Tensor) -> Tensor:
+        """Return what the values of a block share, (..., blocks, 1, ...): to compute once a block."""
+
+    def realize_if_costly(self, x: Tensor) -> Tensor:
+        """Return x, which both the scale of a block and its values need: to compute once where that is costly."""
+
+    def from_blocks(self, blocks: Tensor, axis: int, length: int) -> Tensor:
+        """(..., blocks, block, ...) -> (..., length, ...), the filling of the last blocks cut off."""
+
+    def times_scales(self, blocks: Tensor, scale: Tensor) -> Tensor:
+        """blocks: fp32, scale: (..., blocks, 1, ...) int32, E8M0 -> the values that they stand for."""
+
+    def scale_bytes(self, exponent: Tensor, finite: Tensor) -> Tensor:
+        """exponent: int32, and whether the block is finite -> E8M0, uint8."""
+
+    def round_to_element(
+        self, v: Tensor, element: ElementFormat, rounding: str, random: Tensor | None = None
+    ) -> Tensor:
+        """v: fp32 in units of the block's scale -> a neighbouring value of the element, saturated."""
+
+    @property
+    def decode(self) -> Decode:
+        """codes: int32 in [0, 2**bits) -> their values in fp32."""
+
+
+class Decode(Protocol):
+    """A decoder of codes; one may take more arguments that have defaults."""
+
+    def __call__(self, codes: Tensor, element: ElementFormat) -> Tensor:
+        """codes: int32 in [0, 2**bits) -> their values in fp32."""

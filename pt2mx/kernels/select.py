@@ -80,7 +80,7 @@ KERNELS: dict[str, dict[str, str]] = {
         "any": "dequantize_then_matmul:linear_mma_layout",
         "cuda": "gpu.linear:linear_mma_layout",
     },
-    "linear_fake_quantize_mx": {"cpu": "cpu.quantized_linear:linear_fake_quantize"},
+    "linear_fake_quantize_mx": {"cpu": "cpu.linear:linear_fake_quantize"},
     "conv2d_mx": {
         "any": "dequantize_then_matmul:conv2d",
         "cpu": "cpu.convolution:conv2d",
@@ -95,7 +95,7 @@ KERNELS: dict[str, dict[str, str]] = {
         "cuda": "gpu.bf16_matmul:attention",
     },
     "attention_mx": {
-        "any": "dequantize_then_attend:attend",
+        "any": "dequantize_then_matmul:attend",
         "cpu": "cpu.attention:attend",
         "cuda": "gpu.attention:attend",
     },

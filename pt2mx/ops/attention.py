@@ -1,7 +1,7 @@
 """`attention_mx`: attention over keys and values that stay packed, as a cache of codes holds them.
 
 It computes what `scaled_dot_product_attention` does of the dequantized keys and values, with float32 sums in another
-order, and is what the lowered program calls (`pt2mx.fx.lower`). `pt2mx.kernels.dequantize_then_attend` defines it on
+order, and is what the lowered program calls (`pt2mx.fx.lower`). `pt2mx.kernels.dequantize_then_matmul` defines it on
 every device; `pt2mx.kernels.select` lists the kernels.
 """
 

@@ -10,12 +10,13 @@ import ctypes
 import torch
 from torch import Tensor
 
+from pt2mx.kernels.constants import BLOCK
 from pt2mx.kernels.cpu.build import DTYPES, load
-from pt2mx.kernels.cpu.calls import ActivationCall
+from pt2mx.kernels.cpu.calls import ActivationCall, Epilogue
 from pt2mx.kernels.cpu.quantize import spec_of
 from pt2mx.spec import MXSpec
 
-__all__ = ["activation_fake_quantize", "layer_norm_fake_quantize"]
+__all__ = ["activation_fake_quantize", "epilogue_of", "layer_norm_fake_quantize"]
 
 #: in the order of cpp's enumeration
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", "relu")
@@ -68,3 +69,11 @@ def _run(x: Tensor, out: Tensor, spec: MXSpec, **fields: float) -> None:
     library, parallel_for = load()
     if library.pt2mx_quantize_activation(ctypes.addressof(call), parallel_for):
         raise RuntimeError("torch_parallel_for failed")
+
+
+def epilogue_of(quantization: MXSpec, activation: str, dtype: torch.dtype) -> Epilogue:
+    """Return the epilogue that quantizes an activation in blocks of `BLOCK` values, to a dtype."""
+    table = spec_of(quantization)
+    epilogue = Epilogue(ctypes.addressof(table), ACTIVATIONS.index(activation), DTYPES.index(dtype), BLOCK)
+    epilogue.table = table  # which must live as long
+    return epilogue

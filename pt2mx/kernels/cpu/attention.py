@@ -14,7 +14,7 @@ from torch import Tensor
 from pt2mx.kernels.cpu.build import DTYPES, load
 from pt2mx.kernels.cpu.calls import AttentionCall
 from pt2mx.kernels.cpu.linear import TABLE, decoder_of, table_of
-from pt2mx.kernels.dequantize_then_attend import Packed
+from pt2mx.kernels.dequantize_then_matmul import Packed
 from pt2mx.spec import MXSpec
 
 __all__ = ["attend"]

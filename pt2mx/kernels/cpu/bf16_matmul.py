@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from pt2mx.kernels.constants import LEAST_ROWS, WIDEST, supports_epilogue
+from pt2mx.kernels.cpu.activations import epilogue_of
 from pt2mx.kernels.cpu.build import DTYPES, is_available, load
 from pt2mx.kernels.cpu.calls import DenseAttentionCall, MatmulCall
 from pt2mx.kernels.cpu.linear import is_served
-from pt2mx.kernels.cpu.quantized_linear import epilogue_of
 from pt2mx.spec import MXSpec
 
 __all__ = ["attention", "matmul", "units"]

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from pt2mx.kernels.constants import supports_epilogue
+from pt2mx.kernels.cpu.activations import epilogue_of
 from pt2mx.kernels.cpu.build import DTYPES, load
 from pt2mx.kernels.cpu.calls import ConvolutionCall, Epilogue, Pair
 from pt2mx.kernels.cpu.linear import FEW_ROWS, call_of, is_served, units_for
-from pt2mx.kernels.cpu.quantized_linear import epilogue_of
 from pt2mx.kernels.dequantize_then_matmul import conv2d_shape
 from pt2mx.spec import MXSpec
 

@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from pt2mx.formats import ElementFormat
-from pt2mx.kernels.dequantize_then_attend import Packed
+from pt2mx.kernels.dequantize_then_matmul import Packed
 from pt2mx.kernels.gpu.attention_kernel import Elements, Sizes, attend_kernel, join_kernel
 from pt2mx.spec import MXSpec
 

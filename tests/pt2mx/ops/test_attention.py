@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from pt2mx import FORMATS, MXError, MXSpec, ops
-from pt2mx.kernels import dequantize_then_attend, select
+from pt2mx.kernels import dequantize_then_matmul, select
 from pt2mx.ops.attention import attention_mx
 from tests.attention import close, packed
 
@@ -45,7 +45,7 @@ def test_a_query_that_sees_nothing_gives_zeros():
     args, _ = packed("fp8_e4m3", torch.float32, mask=mask)
     found = attention_mx(*args)
     assert found[0].abs().sum() > 0 and not found[1].any()
-    hidden = dequantize_then_attend.attend(
+    hidden = dequantize_then_matmul.attend(
         args[0], args[1:3], args[3:5], MXSpec("fp8_e4m3", 32), args[7], mask, None
     )  # as torch's own attention does
     assert not hidden[1].any()

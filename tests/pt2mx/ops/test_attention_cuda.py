@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from pt2mx import FORMATS
-from pt2mx.kernels import dequantize_then_attend
+from pt2mx.kernels import dequantize_then_matmul
 from pt2mx.ops.attention import attention_mx
 from tests.attention import close, packed
 
@@ -56,6 +56,6 @@ def test_the_kernel_runs(monkeypatch):
     def refused(*_):
         raise AssertionError("the definition was called")
 
-    monkeypatch.setattr(dequantize_then_attend, "attend", refused)
+    monkeypatch.setattr(dequantize_then_matmul, "attend", refused)
     args, want = packed("fp6_e3m2", torch.bfloat16, device="cuda")
     close(attention_mx(*args), want, torch.bfloat16)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pt2mx import MXSpec, ops
-from pt2mx.kernels.cpu import activations, linear, quantized_linear
+from pt2mx.kernels.cpu import activations, linear
 from pt2mx.kernels.select import run_kernel
 
 ISAS = {"amx": linear.AMX, "vnni": linear.AVX512_VNNI, "bf16": linear.AVX512_BF16}
@@ -15,8 +15,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 def isa(request, monkeypatch):
     """Return the name of an instruction set, and let the kernels use only that one, if the machine has it."""
     units_for = linear.units_for
-    for module in (linear, quantized_linear):
-        monkeypatch.setattr(module, "units_for", lambda spec, k: units_for(spec, k) & ISAS[request.param])
+    monkeypatch.setattr(linear, "units_for", lambda spec, k: units_for(spec, k) & ISAS[request.param])
     return request.param
 
 
@@ -32,9 +31,7 @@ def quantized(rows, k, name):
 def check(x, weight, bias, product_dtype, activation, quantization, dtype):
     """Return the result of the kernel, checked against two steps, or None if it declined."""
     data, scale, spec = weight
-    got = quantized_linear.linear_fake_quantize(
-        x, data, scale, bias, spec, product_dtype, activation, quantization, dtype
-    )
+    got = linear.linear_fake_quantize(x, data, scale, bias, spec, product_dtype, activation, quantization, dtype)
     product = run_kernel("linear_mx", x, data, scale, bias, spec, 0, product_dtype)
     want = activations.activation_fake_quantize(product, activation, quantization, dtype)
     if got is not None:
@@ -122,6 +119,6 @@ def test_threads_and_strides_do_not_change_bits():
     threads, results = torch.get_num_threads(), []
     for count in (1, 2, 3):
         torch.set_num_threads(count)
-        results.append(quantized_linear.linear_fake_quantize(x, *args))
+        results.append(linear.linear_fake_quantize(x, *args))
     torch.set_num_threads(threads)
     assert all(f is None for f in results) or all(torch.equal(f, results[0]) for f in results)
