@@ -120,7 +120,7 @@ def _serves(node: Node, sizes: tuple[int | str, ...]) -> bool:
         return runs_triton(value.device)
     known = [n for n in sizes if isinstance(n, int)]
     small = len(known) == len(sizes) and math.prod(known) < _LEAST_PRODUCTS
-    return value.device.type == "cpu" and not small and bool(bf16_matmul.units())
+    return value.device.type == "cpu" and not small and bool(bf16_matmul.bf16_isa())
 
 
 def _holds_bfloat16(node: Node, written: set[Node]) -> bool:

@@ -28,9 +28,9 @@ from pt2mx.kernels.cpu.linear import (
     TABLE,
     VECTOR_ROWS,
     decoder_of,
+    isa_for,
+    isa_supports,
     multiplies_integers,
-    suit_units,
-    units_for,
 )
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.hadamard import rotated_fake_quantize_mx
@@ -123,7 +123,7 @@ def _fits(node: Node, call: LinearMX) -> bool:
     known = [n for n in rows if isinstance(n, int)]
     if len(known) == len(rows) and math.prod(known) <= (VECTOR_ROWS if integers else FEW_ROWS):
         return False
-    served = decoder_of(weight, k)[0] != TABLE and suit_units(x, weight, k)
+    served = decoder_of(weight, k)[0] != TABLE and isa_supports(x, weight, k)
     if value.dtype == torch.bfloat16:  # in the time of the dense product, but that the weight is decoded there
-        return integers or (served and units_for(weight, k) & (AMX | AVX512_BF16) == AVX512_BF16)
+        return integers or (served and isa_for(weight, k) & (AMX | AVX512_BF16) == AVX512_BF16)
     return value.dtype == torch.float32 and served

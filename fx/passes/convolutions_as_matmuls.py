@@ -22,7 +22,7 @@ from pt2mx.fx.graph.node import Dequantize, FakeQuantize, named_args, operator_o
 from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.fx.graph.views import settle_order, takes_any_order
 from pt2mx.fx.passes.bf16_matmul import is_quantized, quantization_to_bfloat16
-from pt2mx.kernels.cpu.linear import has_bfloat16_units, has_units, suit_units
+from pt2mx.kernels.cpu.linear import has_bf16_isa, has_isa, isa_supports
 from pt2mx.ops.convolution import conv2d_mx
 from pt2mx.ops.hadamard import rotated_fake_quantize_mx
 from pt2mx.spec import MXSpec
@@ -100,14 +100,10 @@ def _convolution(node: Node) -> Convolution | None:
         return None
     if 4 * channels < 3 * (channels + -channels % _GROUP):
         in_lines = channels < _GROUP and value.dtype == torch.float32 and given["dilation"][-1] == 1
-        if (
-            not in_lines
-            or channels * math.prod(map(int, kernel)) < _LEAST_SUM
-            or not has_bfloat16_units(spec, channels)
-        ):
+        if not in_lines or channels * math.prod(map(int, kernel)) < _LEAST_SUM or not has_bf16_isa(spec, channels):
             return None
         quantization = None  # rows of a few values take longer in a kernel of their own
-    elif not has_units(spec, channels) or not suit_units(MXSpec(x.element, x.block_size), spec, channels):
+    elif not has_isa(spec, channels) or not isa_supports(MXSpec(x.element, x.block_size), spec, channels):
         return None
     first = ((1,), (0,), (1,))  # of a dimension that is none
     moves = zip(first, (given[name] for name in ("stride", "padding", "dilation")), strict=True)

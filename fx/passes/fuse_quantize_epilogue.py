@@ -34,7 +34,7 @@ from pt2mx.fx.graph.node import (
 )
 from pt2mx.fx.passes.convolution_epilogue import fuse_convolution
 from pt2mx.kernels.constants import BLOCK, WIDEST, supports_epilogue
-from pt2mx.kernels.cpu.linear import FEW_ROWS, has_units
+from pt2mx.kernels.cpu.linear import FEW_ROWS, has_isa
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.activations import activation_fake_quantize_mx
 from pt2mx.ops.bf16_matmul import attention_bfloat16
@@ -124,7 +124,7 @@ def _linear(quantization: Quantization, writes: Writes) -> _Fusion | None:
     known = [size for size in rows if isinstance(size, int)]
     if len(known) == len(rows) and math.prod(known) <= FEW_ROWS:
         return None
-    if not isinstance(k, int) or not has_units(MXSpec(call.element, call.block_size), k):
+    if not isinstance(k, int) or not has_isa(MXSpec(call.element, call.block_size), k):
         return None
     if not supports_epilogue(quantization.spec, (shape_of(product) or (None,))[-1], dtype_of(product)):
         return None

@@ -13,7 +13,7 @@ from pt2mx.fx.graph.constants import computed_from, constant_nodes, evaluate, ro
 from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import Dequantize, LinearMX, dtype_of, set_value, shape_of, value_of
 from pt2mx.fx.passes.fold_weights import fold_constant
-from pt2mx.kernels.cpu.linear import has_units
+from pt2mx.kernels.cpu.linear import has_isa
 from pt2mx.ops.bf16_matmul import matmul_bfloat16
 from pt2mx.ops.hadamard import hadamard
 from pt2mx.spec import MXSpec
@@ -36,7 +36,7 @@ def unpack_weights(model: GraphModule) -> None:
         if not constants.issuperset((product.codes, product.scale)) or not isinstance(k, int):
             continue
         of_bfloats = product.target_dtype is not None and value_of(node).device.type == "cpu"
-        if not of_bfloats or not has_units(MXSpec(product.element, product.block_size), k):
+        if not of_bfloats or not has_isa(MXSpec(product.element, product.block_size), k):
             constants.add(_use_plain_product(model, node, product, k))
     for node, call in Dequantize.calls_in(model.graph):
         if node in constants:

@@ -81,7 +81,7 @@ def _cpu_kernels() -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the reason for which they are not built
         build.load()
-    available = linear.units_for(MXSpec("int8", 32), 32)  # all instructions support this element
+    available = linear.isa_for(MXSpec("int8", 32), 32)  # all instructions support this element
     units = [name for name in ("AMX", "AVX512_VNNI", "AVX512_BF16") if available & getattr(linear, name)]
     matmuls = f"matmuls of quantized activations on {', '.join(units)}, " if units else ""
     capability, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()

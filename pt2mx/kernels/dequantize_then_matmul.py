@@ -88,10 +88,10 @@ def conv2d(
     return y.permute(0, 2, 3, 1).contiguous()
 
 
-def conv2d_shape(x: Tensor, data: Tensor, moves: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Return the shape of a convolution's result, (B, H', W', N); `moves`: stride, padding and dilation."""
-    pairs = zip(x.shape[1:3], data.shape[1:3], *moves, strict=True)
-    size = [(n + 2 * beside - apart * (taps - 1) - 1) // step + 1 for n, taps, step, beside, apart in pairs]
+def conv2d_shape(x: Tensor, data: Tensor, conv_args: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Return the shape of a convolution's result, (B, H', W', N); `conv_args`: stride, padding and dilation."""
+    pairs = zip(x.shape[1:3], data.shape[1:3], *conv_args, strict=True)
+    size = [(n + 2 * padding - dilation * (taps - 1) - 1) // stride + 1 for n, taps, stride, padding, dilation in pairs]
     return x.shape[0], *size, data.shape[0]
 
 

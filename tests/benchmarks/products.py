@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    if not cpu_linear.has_units(MXSpec("int8", _BLOCK), _BLOCK):
+    if not cpu_linear.has_isa(MXSpec("int8", _BLOCK), _BLOCK):
         parser.exit(1, "this processor has no units for bfloat16\n")
     sizes = [tuple(map(int, size.split("x"))) for size in options.sizes]
     rows = [row for name in options.elements for size in sizes for row in measured(name, *size, options.repeats)]
@@ -60,13 +60,13 @@ def measured(name: str, m: int, n: int, k: int, repeats: int) -> Iterator[Row]:
     half, dense_half = x.bfloat16(), dense.bfloat16()
 
     def ours(x: Tensor, units: int) -> Tensor:
-        with mock.patch.object(cpu_linear, "units_for", lambda spec, k: units):
+        with mock.patch.object(cpu_linear, "isa_for", lambda spec, k: units):
             return linear_mx(x, data, scale, None, name, _BLOCK, 0, torch.float32)
 
     def quantized() -> Tensor:
         return ours(rotated_fake_quantize_mx(given, 1, name, _BLOCK, "floor", "even", torch.bfloat16), present)
 
-    present = cpu_linear.units_for(MXSpec(name, _BLOCK), k)
+    present = cpu_linear.isa_for(MXSpec(name, _BLOCK), k)
     units = {name: number for name, number in _UNITS.items() if number & present}
     calls: dict[str, Callable[[], Tensor]] = {"float32": lambda: F.linear(x, dense)}
     calls |= {"bfloat16": lambda: F.linear(half, dense_half)}

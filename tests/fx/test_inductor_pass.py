@@ -43,7 +43,7 @@ def packed_calls(codes):
 
 
 def test_a_converted_model_gets_the_lowered_graph(converted, monkeypatch):
-    monkeypatch.setattr("pt2mx.fx.passes.fuse_quantize_epilogue.has_units", lambda spec, k: False)  # as on most
+    monkeypatch.setattr("pt2mx.fx.passes.fuse_quantize_epilogue.has_isa", lambda spec, k: False)  # as on most
     own = Recording()
     got, codes = compiled(converted, own, (IDS,))
     torch.testing.assert_close(got, converted(IDS), rtol=1e-3, atol=1e-3)

@@ -187,7 +187,7 @@ def test_graphs_inside(fold):
 
 
 def test_convolutions_keep_their_weight_packed(monkeypatch):
-    monkeypatch.setattr(convolutions_as_matmuls, "has_units", lambda spec, k: False)
+    monkeypatch.setattr(convolutions_as_matmuls, "has_isa", lambda spec, k: False)
 
     class Net(nn.Module):
         def __init__(self):

@@ -92,12 +92,12 @@ EFFECTS = {
 def machine(monkeypatch):
     """A CPU that has matrix instructions for bfloat16, whatever the machine of the tests has."""
     for module in (bf16_matmul, convolutions_as_matmuls):
-        monkeypatch.setattr(module, "suit_units", lambda x, weight, k: True)
+        monkeypatch.setattr(module, "isa_supports", lambda x, weight, k: True)
     monkeypatch.setattr(bf16_matmul, "multiplies_integers", lambda spec, k: False)
-    monkeypatch.setattr(bf16_matmul, "units_for", lambda spec, k: 4)
+    monkeypatch.setattr(bf16_matmul, "isa_for", lambda spec, k: 4)
     for module in (convolutions_as_matmuls, fuse_quantize_epilogue):
-        monkeypatch.setattr(module, "has_units", lambda spec, k: True)
-    monkeypatch.setattr(activation_matmuls_bf16.bf16_matmul, "units", lambda: 4)
+        monkeypatch.setattr(module, "has_isa", lambda spec, k: True)
+    monkeypatch.setattr(activation_matmuls_bf16.bf16_matmul, "bf16_isa", lambda: 4)
     monkeypatch.setattr(activation_matmuls_bf16, "_LEAST_PRODUCTS", 1)
     monkeypatch.setattr(fuse_activation_quantize, "_MIN_VALUES", 1)
     monkeypatch.setattr(fuse_activation_quantize, "is_available", lambda: True)

@@ -107,7 +107,7 @@ def test_products_with_packed_weights(dtype, bias, write_out, element):
 def test_quantized_activations(write_out, monkeypatch):
     x = torch.randn(2048, 64)  # values enough for calls
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
-    monkeypatch.setattr("pt2mx.fx.passes.fuse_quantize_epilogue.has_units", lambda spec, k: False)  # as on most
+    monkeypatch.setattr("pt2mx.fx.passes.fuse_quantize_epilogue.has_isa", lambda spec, k: False)  # as on most
     lowered_model = pt2mx.lower_to_inductor(convert(model.eval(), (x,), "mxfp8"))
     program = torch.export.export(lowered_model, (x,))
     assert {activation_fake_quantize_mx, layer_norm_fake_quantize_mx} <= {n.target for n in program.graph.nodes}

@@ -1,4 +1,4 @@
-// linear_mx, grouped_linear_mx, linear_fake_quantize_mx: as pt2mx/kernels/cpu/linear.py and quantized_linear.py have
+// linear_mx, grouped_linear_mx, linear_fake_quantize_mx: as pt2mx/kernels/cpu/linear.py has
 // them, with the same choice of kernel.
 
 #include <algorithm>

@@ -1,6 +1,6 @@
-"""The twin of `pt2mx.kernels.quantized_activations` for the CPU, in C++ (`src/activations.cpp`): one pass over memory.
+"""Activations and layer norms that are quantized in the same pass over memory, in C++ (`src/activations.cpp`).
 
-GELU, SiLU and norms are as near to their exact values as torch's; what is made of them is equal to the bit.
+GELU, SiLU and norms are as near to their exact values as torch's; their quantization has the bits of the definition.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pt2mx.spec import MXSpec
 
 __all__ = ["activation_fake_quantize", "epilogue_of", "layer_norm_fake_quantize"]
 
-#: in the order of cpp's enumeration
+#: in the order of the C++ enumeration
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", "relu")
 
 
@@ -50,7 +50,7 @@ def layer_norm_fake_quantize(
 
 
 def _run(x: Tensor, out: Tensor, spec: MXSpec, **fields: float) -> None:
-    """The contiguous x into `out`, along its last dimension."""
+    """Quantize the contiguous x into `out`, along its last dimension."""
     if not x.numel():
         return
     n = x.shape[-1] if x.dim() else 1

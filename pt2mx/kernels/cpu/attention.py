@@ -1,7 +1,7 @@
 """Attention of a few queries over packed keys and values on the CPU, in C++ (`src/attention.cpp`).
 
-Keys and values are decoded in registers, and those that are hidden from every query are not read. Sums are in fp32,
-each in one order whatever the number of threads.
+The kernel decodes keys and values in registers, and does not read those that the mask hides from every query. Sums are
+in fp32, each in one order whatever the number of threads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pt2mx.spec import MXSpec
 
 __all__ = ["attend"]
 
-#: queries of a head of the keys up to which it is faster than a dense product, and the widest head that it takes
+#: queries of a head of the keys up to which it is faster than a dense matmul, the widest head, and values of a group
 _FEW_QUERIES, _WIDEST, _GROUP = 32, 512, 32
 
 

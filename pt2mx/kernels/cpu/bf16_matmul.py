@@ -1,6 +1,6 @@
-"""Products of float32 tensors whose values bfloat16 holds, and attention over such or over bfloat16 ones, on the CPU's
-units for bfloat16, in C++ (`src/matmul.cpp`, `src/dense_attention.cpp`). Operands are packed at each call; sums are in
-fp32, each in one order whatever the number of threads."""
+"""Matmuls and attention by the CPU's matrix instructions for bfloat16, in C++ (`src/matmul.cpp`,
+`src/dense_attention.cpp`). Operands are bfloat16, or float32 whose values bfloat16 represents. Each call packs them.
+Sums are in fp32, each in one order whatever the number of threads."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from pt2mx.kernels.constants import LEAST_ROWS, WIDEST, supports_epilogue
 from pt2mx.kernels.cpu.activations import epilogue_of
 from pt2mx.kernels.cpu.build import DTYPES, is_available, load
 from pt2mx.kernels.cpu.calls import DenseAttentionCall, MatmulCall
-from pt2mx.kernels.cpu.linear import is_served
+from pt2mx.kernels.cpu.linear import is_computed
 from pt2mx.spec import MXSpec
 
-__all__ = ["attention", "matmul", "units"]
+__all__ = ["attention", "bf16_isa", "matmul"]
 
 
 @functools.cache
-def units() -> int:
-    """Return the units of this machine that serve, numbered as in cpp; 0 for none."""
+def bf16_isa() -> int:
+    """Return the matrix instructions for bfloat16 of this machine, numbered as in C++; 0 for none."""
     return int(load()[0].pt2mx_bf16_isa()) if is_available() else 0
 
 
 def matmul(x: Tensor, y: Tensor) -> Tensor | None:
-    """x: (*batch, M, K), y: (*batch, K, N) -> (*batch, M, N) fp32; None where nothing was computed: no units, few rows,
-    or values that bfloat16 does not hold or whose products could be subnormal."""
-    if not units() or x.shape[-2] < LEAST_ROWS or 0 in (x.numel(), y.numel()):
+    """x: (*batch, M, K), y: (*batch, K, N) -> (*batch, M, N) fp32. None without matrix instructions, for few rows,
+    and for values that bfloat16 does not represent or whose products could be subnormal."""
+    if not bf16_isa() or x.shape[-2] < LEAST_ROWS or 0 in (x.numel(), y.numel()):
         return None
     library, parallel_for = load()
     out = x.new_empty((*x.shape[:-1], y.shape[-1]), dtype=torch.float32)
@@ -37,7 +37,7 @@ def matmul(x: Tensor, y: Tensor) -> Tensor | None:
     rows = rows if rows.stride(3) == 1 else rows.contiguous()
     columns = columns if 1 in columns.stride()[2:] else columns.contiguous()
     call = MatmulCall(
-        isa=units(),
+        isa=bf16_isa(),
         threads=torch.get_num_threads(),
         first=rows.shape[0],
         second=rows.shape[1],
@@ -50,7 +50,7 @@ def matmul(x: Tensor, y: Tensor) -> Tensor | None:
         y=columns.data_ptr(),
         out=out.data_ptr(),
     )
-    return out if is_served(library.pt2mx_matmul(ctypes.addressof(call), parallel_for)) else None
+    return out if is_computed(library.pt2mx_matmul(ctypes.addressof(call), parallel_for)) else None
 
 
 def attention(
@@ -66,10 +66,10 @@ def attention(
 ) -> Tensor | None:
     """As `scaled_dot_product_attention`. query: (B, heads, S, D), key: (B, heads of the keys, L, D), value: (B, heads
     of the keys, L, W), mask: (B or 1, heads or 1, S or 1, L or 1) bool or `dtype`, or None -> (B, heads, S, W) in
-    `dtype`, fp32 or bfloat16, in memory as (B, S, heads, W), or quantized along W, in `out_dtype`. None where nothing
-    was computed, as above, and for quantizations that the kernel has not; values may be any, and all in bfloat16."""
+    `dtype`, fp32 or bfloat16, in memory as (B, S, heads, W), or quantized along W, in `out_dtype`. None as
+    above, and for quantizations that the kernel does not support. In float32 `value` may have any values."""
     (batch, heads, queries, width), (_, key_heads, keys, _) = query.shape, key.shape
-    if not units() or queries < LEAST_ROWS or width > WIDEST["cpu"] or 0 in (query.numel(), value.numel()):
+    if not bf16_isa() or queries < LEAST_ROWS or width > WIDEST["cpu"] or 0 in (query.numel(), value.numel()):
         return None
     if dtype not in (torch.float32, torch.bfloat16):
         return None
@@ -83,7 +83,7 @@ def attention(
     tensors = [t.to(dtype) for t in (query, key, value)]
     tensors = [t if t.stride(3) == 1 else t.contiguous() for t in tensors]
     call = DenseAttentionCall(
-        isa=units(),
+        isa=bf16_isa(),
         causal=is_causal,
         dtype=DTYPES.index(dtype),
         threads=torch.get_num_threads(),
@@ -106,8 +106,8 @@ def attention(
         mask = (mask if mask.stride(3) == 1 else mask.contiguous()).expand(batch, heads, queries, keys)
         setattr(call, "bool_mask" if mask.dtype == torch.bool else "additive_mask", mask.data_ptr())
         call.mask_stride = mask.stride()[:3]
-    served = is_served(library.pt2mx_dense_attention(ctypes.addressof(call), parallel_for))
-    return out.transpose(1, 2) if served else None
+    computed = is_computed(library.pt2mx_dense_attention(ctypes.addressof(call), parallel_for))
+    return out.transpose(1, 2) if computed else None
 
 
 def _of_four_dimensions(x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Convolutions with packed weights on the CPU, in C++ (`src/im2col.h`), on units for bfloat16 or AVX512_VNNI.
+"""Convolutions with packed weights on the CPU, in C++ (`src/im2col.h`), by matrix instructions.
 
-A convolution is the product of what lies under its kernel with the weight as rows. Rows are gathered as they are
-multiplied, some of them at a time; where they are converted to codes first, each pixel is once. Of a few channels the
-pixels under a line of the kernel are multiplied as one (`src/conv_small_channels.h`).
+A convolution is the matmul of the pixels under its kernel with the weight as rows (im2col). The C++ gathers some rows
+at a time as it multiplies them; it converts each pixel to codes once. With few channels it multiplies the pixels under
+a row of the kernel as one (`src/conv_small_channels.h`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pt2mx.kernels.constants import supports_epilogue
 from pt2mx.kernels.cpu.activations import epilogue_of
 from pt2mx.kernels.cpu.build import DTYPES, load
 from pt2mx.kernels.cpu.calls import ConvolutionCall, Epilogue, Pair
-from pt2mx.kernels.cpu.linear import FEW_ROWS, call_of, is_served, units_for
+from pt2mx.kernels.cpu.linear import FEW_ROWS, call_of, is_computed, isa_for
 from pt2mx.kernels.dequantize_then_matmul import conv2d_shape
 from pt2mx.spec import MXSpec
 
@@ -37,9 +37,9 @@ def conv2d(
     dtype: torch.dtype | None = None,
 ) -> Tensor | None:
     """None where no matrix instructions take the weight, or the values."""
-    moves, dtype = (stride, padding, dilation), dtype or x.dtype
-    out = torch.empty(conv2d_shape(x, data, moves), dtype=dtype, device="cpu")
-    return out if _convolve(x, data, scale, bias, spec, moves, out, dtype) else None
+    conv_args, dtype = (stride, padding, dilation), dtype or x.dtype
+    out = torch.empty(conv2d_shape(x, data, conv_args), dtype=dtype, device="cpu")
+    return out if _convolve(x, data, scale, bias, spec, conv_args, out, dtype) else None
 
 
 def conv2d_fake_quantize(
@@ -48,7 +48,7 @@ def conv2d_fake_quantize(
     scale: Tensor,
     bias: Tensor | None,
     spec: MXSpec,
-    moves: tuple[Sequence[int], ...],
+    conv_args: tuple[Sequence[int], ...],
     product_dtype: torch.dtype,
     residual: Tensor | None,
     activation: str,
@@ -58,8 +58,9 @@ def conv2d_fake_quantize(
 ) -> tuple[Tensor, Tensor] | None:
     """An activation of a convolution, and of what is added to it, as it is and quantized. x: (B, H, W, C) bfloat16,
     bias: (N,) and residual: (B, H', W', N) in `product_dtype`, or None -> (B, H', W', N) in `product_dtype`, of no
-    values unless it is kept, and in `dtype`, to the bit what two steps give. None where units do not serve."""
-    shape = conv2d_shape(x, data, moves)
+    values unless it is kept, and in `dtype`, the bits of two steps. None where no
+    matrix instructions take the operands."""
+    shape = conv2d_shape(x, data, conv_args)
     if math.prod(shape[:3]) <= FEW_ROWS or not supports_epilogue(quantization, len(data), product_dtype):
         return None
     if residual is not None and residual.dtype != product_dtype:
@@ -72,8 +73,8 @@ def conv2d_fake_quantize(
         epilogue.residual = residual.data_ptr()
     if keep_activated:
         epilogue.activated = activated.data_ptr()
-    served = _convolve(x, data, scale, bias, spec, moves, out, product_dtype, epilogue)
-    return (activated, out) if served else None
+    computed = _convolve(x, data, scale, bias, spec, conv_args, out, product_dtype, epilogue)
+    return (activated, out) if computed else None
 
 
 def _convolve(
@@ -82,25 +83,26 @@ def _convolve(
     scale: Tensor,
     bias: Tensor | None,
     spec: MXSpec,
-    moves: tuple[Sequence[int], ...],
+    conv_args: tuple[Sequence[int], ...],
     out: Tensor,
     dtype: torch.dtype,
     epilogue: Epilogue | None = None,
 ) -> bool:
-    """Compute a convolution, rounded to `dtype`; False where no unit serves. `moves`: stride, padding, dilation."""
-    stride, padding, dilation = moves
+    """Compute a convolution, rounded to `dtype`; False where no matrix instructions take it. `conv_args`: stride,
+    padding, dilation."""
+    stride, padding, dilation = conv_args
     if tuple(data.shape[1:3]) == (1, 1) and not any(padding):  # what lies between the strides is not read
         x, stride = x[:, :: stride[0], :: stride[1]], (1, 1)
-    units = units_for(spec, x.shape[-1]) if x.dtype == torch.bfloat16 else 0
-    if not units or 0 in (x.numel(), out.numel()):
+    isa = isa_for(spec, x.shape[-1]) if x.dtype == torch.bfloat16 else 0
+    if not isa or 0 in (x.numel(), out.numel()):
         return False
     x, data, scale = x.contiguous(), data.contiguous(), scale.contiguous()
     bias = None if bias is None else bias.contiguous()
     size, kernel = x.shape[1:3], data.shape[1:3]
     pairs = (Pair(*map(int, pair)) for pair in (size, out.shape[1:3], kernel, stride, padding, dilation))
-    linear = call_of(x, data, scale, bias, out, spec, units, kernel.numel())
+    linear = call_of(x, data, scale, bias, out, spec, isa, kernel.numel())
     linear.out_dtype = DTYPES.index(dtype)
     linear.epilogue = None if epilogue is None else ctypes.addressof(epilogue)
     call = ConvolutionCall(linear, x.shape[:3].numel(), *pairs)
     library, parallel_for = load()
-    return is_served(library.pt2mx_convolution(ctypes.addressof(call), parallel_for))
+    return is_computed(library.pt2mx_convolution(ctypes.addressof(call), parallel_for))

@@ -1,4 +1,4 @@
-"""The twin of `pt2mx.kernels.hadamard` for the CPU, in C++ (`src/hadamard.cpp`): one pass over memory."""
+"""Rotation within blocks on the CPU, in C++ (`src/hadamard.cpp`): one pass over memory."""
 
 from __future__ import annotations
 

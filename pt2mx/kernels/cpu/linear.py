@@ -1,10 +1,9 @@
-"""Products with packed weights on the CPU, in C++ (`src/linear.cpp`): the weight is decoded in registers.
+"""Linear layers with packed weights on the CPU, in C++ (`src/linear.cpp`), which decodes the weight in registers.
 
-Weights count with their exact values and sums are in fp32, each in one order whatever the number of threads. A few rows
-of x are multiplied by vectors; one row in bfloat16, with a weight of 4 or 6 bits, by products of pairs where the
-processor has AVX512_BF16. More rows in bfloat16 go through the matrix registers of AMX where the processor has
-them (subnormal values of x count as zero there, as in torch's own product); many rows through these or AVX512_BF16,
-with the weight decoded first (`src/gemm_bf16.h`), and where neither serves through `dequantize_then_matmul`.
+Weights count with their exact values and sums are in fp32, each in one order whatever the number of threads. Vectors
+multiply a few rows of x; AVX512_BF16 multiplies one row in bfloat16 with a weight of 4 or 6 bits. AMX multiplies more
+rows in bfloat16 (subnormal values of x count as zero there, as in torch's own matmul). AMX, AVX512_VNNI or AVX512_BF16
+multiply many rows, with the weight decoded first (`src/gemm_bf16.h`).
 """
 
 from __future__ import annotations
@@ -26,23 +25,23 @@ from pt2mx.kernels.packing import group_of
 from pt2mx.kernels.select import run_kernel
 from pt2mx.spec import MXSpec
 
-__all__ = ["call_of", "grouped_linear", "has_units", "linear", "units_for"]
+__all__ = ["call_of", "grouped_linear", "has_isa", "isa_for", "linear", "linear_fake_quantize"]
 
-#: elements that are decoded in registers, where blocks are whole groups of 32 -> cpp's number of how
+#: elements that the C++ decodes in registers, in blocks of whole groups of 32 -> its number of the decoder
 _FORMATS = {
     **{name: 1 for name, element in ELEMENTS.items() if element.bits == 4},
     **{"fp8_e4m3": 2, "fp8_e5m2": 3, "fp6_e3m2": 4, "fp6_e2m3": 5, "int8": 6, "int8_full": 6},
 }
 TABLE, _GROUP = 0, 32
 
-#: rows of x up to which vectors are faster than units for bfloat16, and than a dense product
+#: rows of x up to which vectors are faster than matrix instructions, and than a dense matmul
 VECTOR_ROWS, FEW_ROWS = 4, 32
-#: units of processors for many rows of bfloat16 values, numbered as in cpp; the first that serves is used
+#: matrix instructions for many rows of bfloat16 values, numbered as in C++, which takes the first that fits
 AMX, AVX512_VNNI, AVX512_BF16 = 1, 2, 4
-#: bytes of the weight that are decoded at a time, of a second-level cache
+#: bytes of the weight that a thread decodes at a time: they stay in its L2 cache
 _DECODED = 1 << 20
-#: what the C++ returns that has computed nothing
-_UNSERVED = -1
+#: what the C++ returns where it has computed nothing
+_UNSUPPORTED = -1
 
 
 def linear(
@@ -56,15 +55,15 @@ def linear(
 ) -> Tensor | None:
     """None for many rows that no matrix instructions take, and for values whose products could be subnormal."""
     rows, n, dtype = x.shape[:-1].numel(), data.shape[0], dtype or x.dtype
-    units = units_for(spec, x.shape[-1]) if x.dtype == torch.bfloat16 and rows > VECTOR_ROWS else 0
-    if 0 in (x.numel(), n) or not (rows <= FEW_ROWS or units):
+    isa = isa_for(spec, x.shape[-1]) if x.dtype == torch.bfloat16 and rows > VECTOR_ROWS else 0
+    if 0 in (x.numel(), n) or not (rows <= FEW_ROWS or isa):
         return None
     if rotation and rows > VECTOR_ROWS:  # on all threads
         x, rotation = rotate(x, rotation), 0
     out = torch.empty((*x.shape[:-1], n), dtype=dtype, device="cpu")
     flat, weight = x.contiguous().view(rows, x.shape[-1]), (data.contiguous(), scale.contiguous())
     bias = None if bias is None else bias.contiguous()
-    return out if _multiply(flat, *weight, bias, out.view(rows, n), spec, rotation, units) else None
+    return out if _multiply(flat, *weight, bias, out.view(rows, n), spec, rotation, isa) else None
 
 
 def linear_fake_quantize(
@@ -79,33 +78,33 @@ def linear_fake_quantize(
     dtype: torch.dtype,
 ) -> Tensor | None:
     """x: (..., K) bfloat16, the weight (N, K) packed, bias: (N,) in `product_dtype` or None -> (..., N) in `dtype`: the
-    quantized activation of the product, to the bit what two steps give. None where units do not serve."""
+    quantized activation of the matmul, the bits of two steps. None where no matrix instructions take the operands."""
     rows, n = x.shape[:-1].numel(), data.shape[0]
-    units = units_for(spec, x.shape[-1]) if x.dtype == torch.bfloat16 and rows > FEW_ROWS else 0
-    if not units or not x.numel() or not supports_epilogue(quantization, n, product_dtype):
+    isa = isa_for(spec, x.shape[-1]) if x.dtype == torch.bfloat16 and rows > FEW_ROWS else 0
+    if not isa or not x.numel() or not supports_epilogue(quantization, n, product_dtype):
         return None
     epilogue = epilogue_of(quantization, activation, dtype)
     x, data, scale = (t.contiguous() for t in (x, data, scale))
     bias = None if bias is None else bias.contiguous()
     out = torch.empty((*x.shape[:-1], n), dtype=dtype, device="cpu")
-    call = call_of(x, data, scale, bias, out, spec, units)
+    call = call_of(x, data, scale, bias, out, spec, isa)
     call.out_dtype = DTYPES.index(product_dtype)
     call.epilogue = ctypes.addressof(epilogue)
     library, parallel_for = load()
-    return out if is_served(library.pt2mx_linear(ctypes.addressof(call), parallel_for)) else None
+    return out if is_computed(library.pt2mx_linear(ctypes.addressof(call), parallel_for)) else None
 
 
 def grouped_linear(
     x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, spec: MXSpec, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """As that of `pt2mx.kernels.dequantize_then_matmul`; rows of x past the last offset (undefined there) give 0. Many
-    rows in fp32 whose values bfloat16 holds, as quantized ones, are multiplied on its units, where there are some."""
+    """Rows of x past the last offset, which the definition leaves undefined, give 0. Matrix instructions for bfloat16
+    multiply many rows in fp32 whose values bfloat16 represents, as it does quantized ones."""
     dtype = dtype or x.dtype
     out, first = torch.zeros((x.shape[0], data.shape[1]), dtype=dtype, device="cpu"), 0
     spec = spec.replace(axis=spec.axis - 1)  # of one expert
     if dtype != torch.float32:
         x = x.to(dtype)
-    elif x.dtype == dtype and len(x) > FEW_ROWS and units_for(spec, x.shape[-1]) and _are_bfloats(x):
+    elif x.dtype == dtype and len(x) > FEW_ROWS and isa_for(spec, x.shape[-1]) and _are_bfloats(x):
         x = x.to(torch.bfloat16)
     for expert, last in enumerate(offs.tolist()):
         if first < last:
@@ -116,30 +115,30 @@ def grouped_linear(
 
 
 def _are_bfloats(x: Tensor) -> bool:
-    """True if bfloat16 holds all values of x: (T, K) fp32. Most others show it in a row."""
+    """True if bfloat16 represents all values of x: (T, K) fp32. The first row already shows most that it does not."""
     return not any((part.contiguous().view(torch.int32) & 0xFFFF).any() for part in (x[:1], x))
 
 
 def _multiply(
-    x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor, spec: MXSpec, rotation: int, units: int
+    x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor, spec: MXSpec, rotation: int, isa: int
 ) -> bool:
-    """x: (M, K), data: (N, bytes), scale: (N, blocks), bias: (N,) or None, out: (M, N), all contiguous. False where
-    nothing was computed: values are so small that bfloat16 units would take their products for zero."""
+    """x: (M, K), data: (N, bytes), scale: (N, blocks), bias: (N,) or None, out: (M, N), all contiguous. False for
+    values so small that matrix instructions would take their products for zero."""
     library, parallel_for = load()
-    call = call_of(x, data, scale, bias, out, spec, units)
+    call = call_of(x, data, scale, bias, out, spec, isa)
     call.rotation = rotation
-    return is_served(library.pt2mx_linear(ctypes.addressof(call), parallel_for))
+    return is_computed(library.pt2mx_linear(ctypes.addressof(call), parallel_for))
 
 
 def call_of(
-    x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor, spec: MXSpec, units: int, taps: int = 1
+    x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor, spec: MXSpec, isa: int, taps: int = 1
 ) -> LinearCall:
-    """Return the C++'s form of a product of contiguous tensors. x: (..., K), data: (N, ..., bytes), scale: (N, ...,
+    """Return the call of a matmul of contiguous tensors. x: (..., K), data: (N, ..., bytes), scale: (N, ...,
     blocks), bias: (N,) or None, out: (..., N); `taps`: values of x, K each, that a row of the weight multiplies."""
     k, (rows, n) = x.shape[-1], (out.shape[:-1].numel(), out.shape[-1])
     decoder, block = decoder_of(spec, k)
     codes_per_group, bytes_per_group = group_of(spec.element.bits)
-    task = _task(rows, n, k * taps, torch.get_num_threads()) if units else (0, 0)
+    task = _task(rows, n, k * taps, torch.get_num_threads()) if isa else (0, 0)
     return LinearCall(
         table=table_of(spec.element.name).data_ptr(),
         format=decoder,
@@ -148,7 +147,7 @@ def call_of(
         bytes_per_group=bytes_per_group,
         dtype=DTYPES.index(x.dtype),
         out_dtype=DTYPES.index(out.dtype),
-        isa=units,
+        isa=isa,
         m=rows,
         n=n,
         k=k,
@@ -165,9 +164,9 @@ def call_of(
     )
 
 
-def is_served(error: int) -> bool:
-    """Return False for what the C++ returns that has computed nothing; a RuntimeError for torch's errors."""
-    if error not in (0, _UNSERVED):
+def is_computed(error: int) -> bool:
+    """Return False if the C++ has computed nothing; raise RuntimeError for torch's errors."""
+    if error not in (0, _UNSUPPORTED):
         raise RuntimeError("torch_parallel_for failed")
     return error == 0
 
@@ -175,15 +174,15 @@ def is_served(error: int) -> bool:
 @functools.lru_cache(1024)
 def _task(rows: int, n: int, k: int, threads: int) -> tuple[int, int]:
     """Return how many rows and columns of the result one thread computes at a time. The weight's rows of that many
-    columns stay in the second-level cache, decoded."""
-    units = _parts(n, 32)
-    most = max(1, min(32, _DECODED // (2 * k) // 32))  # units that stay there
+    columns stay in its L2 cache, decoded."""
+    groups = _parts(n, 32)
+    most = max(1, min(32, _DECODED // (2 * k) // 32))  # groups of 32 columns that stay there
     if rows >= 4 * n:  # to decode the weight for each thread takes less time than to gather all rows
-        size, down = _parts(units, _parts(units, most)), max(threads, min(4 * threads, rows // 128))
+        size, down = _parts(groups, _parts(groups, most)), max(threads, min(4 * threads, rows // 128))
     else:
         sizes = range(most, 0, -1)
-        size = min(sizes, key=lambda size: _parts(_parts(units, size), threads) * size)  # what one thread computes
-        down = max(1, min(_parts(threads, _parts(units, size)), rows // 128))
+        size = min(sizes, key=lambda size: _parts(_parts(groups, size), threads) * size)  # what one thread computes
+        down = max(1, min(_parts(threads, _parts(groups, size)), rows // 128))
     return _parts(_parts(rows, down), 32) * 32, size * 32
 
 
@@ -192,47 +191,47 @@ def _parts(n: int, size: int) -> int:
 
 
 def decoder_of(spec: MXSpec, k: int) -> tuple[int, int]:
-    """Return how the C++ decodes rows of `k` values, and their block size: of one block as a whole, in whole groups."""
+    """Return how the C++ decodes rows of `k` values, and their block size; one block becomes whole groups."""
     block = spec.block_size if spec.block_size < k else -(-k // _GROUP) * _GROUP
     return TABLE if block % _GROUP else _FORMATS.get(spec.element.name, TABLE), block
 
 
 @functools.cache
 def table_of(name: str) -> Tensor:
-    """Values of the 256 bytes that may hold a code, (256,) fp32."""
+    """Return the values of the 256 bytes that may contain a code, (256,) fp32."""
     element = ELEMENTS[name]
     codes = torch.arange(256, dtype=torch.int32) & ((1 << element.bits) - 1)
     return elements.decode(codes, element)
 
 
-def units_for(spec: MXSpec, k: int) -> int:
-    """Units that multiply rows of `k` bfloat16 values by a weight; 0 where none does."""
+def isa_for(spec: MXSpec, k: int) -> int:
+    """Return the matrix instructions that multiply rows of `k` bfloat16 values by a weight; 0 for none."""
     decoder, _ = decoder_of(spec, k)
-    return _units(spec.element.name, decoder) if decoder != TABLE and is_available() else 0
+    return _isa(spec.element.name, decoder) if decoder != TABLE and is_available() else 0
 
 
 @functools.cache
-def _units(name: str, decoder: int) -> int:
+def _isa(name: str, decoder: int) -> int:
     return int(load()[0].pt2mx_isa(decoder, table_of(name).data_ptr()))
 
 
-def has_units(spec: MXSpec, k: int) -> bool:
-    """True if many rows of `k` bfloat16 values are multiplied by a packed weight on units for bfloat16 or for integers
-    of 8 bits."""
-    return bool(units_for(spec, k))
+def has_isa(spec: MXSpec, k: int) -> bool:
+    """True if matrix instructions, for bfloat16 or for integers of 8 bits, multiply many rows of `k` bfloat16 values by
+    a packed weight."""
+    return bool(isa_for(spec, k))
 
 
-def has_bfloat16_units(spec: MXSpec, k: int) -> bool:
-    """True if these multiply bfloat16 values, whatever they are."""
-    return bool(units_for(spec, k) & (AMX | AVX512_BF16))
+def has_bf16_isa(spec: MXSpec, k: int) -> bool:
+    """True if those for bfloat16 do, which take any values."""
+    return bool(isa_for(spec, k) & (AMX | AVX512_BF16))
 
 
 def multiplies_integers(spec: MXSpec, k: int) -> bool:
-    """True if rows of `k` values of such specs are multiplied by AVX512_VNNI: their codes are integers."""
-    return units_for(spec, k) & (AMX | AVX512_VNNI) == AVX512_VNNI
+    """True if AVX512_VNNI multiplies rows of `k` values of this spec: their codes are integers."""
+    return isa_for(spec, k) & (AMX | AVX512_VNNI) == AVX512_VNNI
 
 
-def suit_units(x: MXSpec | None, weight: MXSpec, k: int) -> bool:
-    """False where integers of 8 bits are all that the units multiply, and one operand has other values."""
+def isa_supports(x: MXSpec | None, weight: MXSpec, k: int) -> bool:
+    """False where AVX512_VNNI is all that there is, and one operand is no integers of 8 bits."""
     integers = all(multiplies_integers(spec, k) for spec in (x, weight) if spec)
-    return integers or units_for(weight, k) != AVX512_VNNI
+    return integers or isa_for(weight, k) != AVX512_VNNI

@@ -1,4 +1,4 @@
-"""The reference kernel's twin for the CPU, in C++ (`src/quantize.cpp`): one pass over memory, on torch's threads."""
+"""Quantization on the CPU, in C++ (`src/quantize.cpp`): one pass over memory, on torch's threads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
     "spec_of",
 ]
 
-# in the order of cpp's enumerations
+# in the order of the C++ enumerations
 _ROUNDINGS = ("even", "half_away", "half_toward_zero", "half_up", "toward_zero", "up", "down", "stochastic")
 _QUANTIZE, _DEQUANTIZE, _FAKE_QUANTIZE, _CLIP_GRADIENT = range(4)
 
@@ -55,7 +55,7 @@ def fake_quantize(x: Tensor, spec: MXSpec, seed: Tensor | None) -> Tensor:
 
 def rotated_fake_quantize(x: Tensor, size: int, spec: MXSpec, dtype: torch.dtype) -> Tensor:
     y = _empty(x.shape, dtype)
-    if dtype != x.dtype and size > 1:  # rotated values go to their place first
+    if dtype != x.dtype and size > 1:  # the kernel that does both writes x's dtype
         x, size = rotate(x, size), 1
     _run(_FAKE_QUANTIZE, x.contiguous(), y, spec, x.dtype, x.shape, rotation=size if size > 1 else 0)
     return y
@@ -92,8 +92,8 @@ def _run(
     seed: Tensor | None = None,
     rotation: int = 0,
 ) -> None:
-    """The contiguous tensors `x`, `grad` and `scale` into `out` (and `scale`); `shape` is that of the values, of type
-    `dtype`. `rotation`: blocks of x that are rotated first, along its last dimension, which is the axis."""
+    """Run an operation of the contiguous `x`, `grad` and `scale`, which writes `out` (and `scale`). The values have
+    this shape and dtype. `rotation`: the size of the blocks of x that are rotated first, along the last dimension."""
     n = shape[spec.axis]
     if 0 in shape:
         return
@@ -124,7 +124,7 @@ def _run(
 
 
 def spec_of(spec: MXSpec) -> Spec:
-    """The numbers of a spec as the C++ reads them, kept for the next call."""
+    """Return the numbers of a spec as the C++ reads them, cached."""
     return _spec(spec.element.name, spec.scale_mode, spec.rounding, spec.block_size)
 
 

@@ -20,8 +20,8 @@ aten = torch.ops.aten
 def with_units(monkeypatch):
     """On every machine: torch computes the calls where there are no units."""
     monkeypatch.setattr(activation_matmuls_bf16, "_LEAST_PRODUCTS", 1 << 10)
-    units = {"units": staticmethod(lambda: 4), "LEAST_ROWS": 16}
-    monkeypatch.setattr(activation_matmuls_bf16, "bf16_matmul", type("Units", (), units))
+    isa = {"bf16_isa": staticmethod(lambda: 4), "LEAST_ROWS": 16}
+    monkeypatch.setattr(activation_matmuls_bf16, "bf16_matmul", type("ISA", (), isa))
 
 
 def quantizer(product, name="mxfp8"):
@@ -194,7 +194,7 @@ def test_small_products_stay_and_what_has_no_units(monkeypatch):
     monkeypatch.setattr(activation_matmuls_bf16, "_LEAST_PRODUCTS", 1 << 30)
     assert not count(lowered(lambda x, y: x @ y.mT, X, Y)[1], matmul_bfloat16)
     monkeypatch.setattr(activation_matmuls_bf16, "_LEAST_PRODUCTS", 1)
-    monkeypatch.setattr(activation_matmuls_bf16.bf16_matmul, "units", lambda: 0)
+    monkeypatch.setattr(activation_matmuls_bf16.bf16_matmul, "bf16_isa", lambda: 0)
     assert not count(lowered(lambda x, y: x @ y.mT, X, Y)[1], matmul_bfloat16)
 
 

@@ -23,8 +23,8 @@ X = torch.randn(2, 20, 96)
 @pytest.fixture(autouse=True)
 def with_units(monkeypatch):
     """On every machine: torch computes the calls where there are no units."""
-    units = {"units": staticmethod(lambda: 4), "LEAST_ROWS": 16}
-    monkeypatch.setattr(activation_matmuls_bf16, "bf16_matmul", type("Units", (), units))
+    isa = {"bf16_isa": staticmethod(lambda: 4), "LEAST_ROWS": 16}
+    monkeypatch.setattr(activation_matmuls_bf16, "bf16_matmul", type("ISA", (), isa))
     monkeypatch.setattr(activation_matmuls_bf16, "_LEAST_PRODUCTS", 1)
     monkeypatch.setattr(fuse_activation_quantize, "_MIN_VALUES", 1)
 

@@ -73,7 +73,7 @@ def test_values_are_those_of_the_quantization():
     ],
 )
 def test_other_dtypes(dtype, units, result, monkeypatch):
-    monkeypatch.setattr(bf16_matmul, "units_for", lambda spec, k: units)
+    monkeypatch.setattr(bf16_matmul, "isa_for", lambda spec, k: units)
     x, quantizer = torch.randn(80, 64, dtype=dtype), MXQuantizer.from_recipe("mxfp8")
     converted = convert(Net().to(dtype), (x,), quantizer)
     model = lower_to_inductor(converted)
@@ -93,7 +93,7 @@ def integers(request, monkeypatch):
     """Whether the machine multiplies codes of INT8 and FP4 as integers."""
     names = ("int8", "fp4_e2m1") if request.param else ()
     monkeypatch.setattr(bf16_matmul, "multiplies_integers", lambda spec, k: spec.element.name in names)
-    monkeypatch.setattr(bf16_matmul, "units_for", lambda spec, k: 0)
+    monkeypatch.setattr(bf16_matmul, "isa_for", lambda spec, k: 0)
     return request.param
 
 
@@ -172,7 +172,7 @@ def test_graphs_inside(quantize):
 
 @pytest.mark.parametrize("served", [True, False])
 def test_unpacking_leaves_them_where_units_serve(served, monkeypatch):
-    monkeypatch.setattr(unpack_weights, "has_units", lambda spec, k: served)
+    monkeypatch.setattr(unpack_weights, "has_isa", lambda spec, k: served)
     converted, model, x = lowered("mxfp8", unpack=True)
     assert (count(model, linear_mx), count(model, aten.linear.default)) == ((2, 0) if served else (0, 2))
     torch.testing.assert_close(model(x), converted(x), rtol=1e-5, atol=1e-5)
@@ -218,7 +218,7 @@ def test_a_processor_that_multiplies_integers_alone(activation, dtype, monkeypat
     def units(spec, k):
         return linear_of_cpu.AVX512_VNNI if spec.element.name in ("int8", "fp4_e2m1") else 0
 
-    monkeypatch.setattr(linear_of_cpu, "units_for", units)
+    monkeypatch.setattr(linear_of_cpu, "isa_for", units)
     quantizer = MXQuantizer().set_global(get_default_mx_quantization_config("mxfp4", activation))
     x = torch.randn(80, 64)
     converted = convert(Net(), (x,), quantizer)

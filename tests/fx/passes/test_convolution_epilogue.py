@@ -18,9 +18,9 @@ from tests.graph import count
 
 @pytest.fixture(autouse=True)
 def units_on_every_machine(monkeypatch):
-    for name in ("has_units", "has_bfloat16_units"):
+    for name in ("has_isa", "has_bf16_isa"):
         monkeypatch.setattr(convolutions_as_matmuls, name, lambda spec, k: spec.block_size % 32 == 0)
-    monkeypatch.setattr(convolutions_as_matmuls, "suit_units", lambda x, weight, k: True)
+    monkeypatch.setattr(convolutions_as_matmuls, "isa_supports", lambda x, weight, k: True)
 
 
 def lowered(model, x, recipe="mxint8", **options):

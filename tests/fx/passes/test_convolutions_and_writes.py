@@ -16,7 +16,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 @pytest.fixture(autouse=True)
 def units_for_bfloat16(monkeypatch):
     """On every machine: a dense product serves where there are none."""
-    monkeypatch.setattr(convolutions_as_matmuls, "has_units", lambda spec, k: spec.block_size % 32 == 0)
+    monkeypatch.setattr(convolutions_as_matmuls, "has_isa", lambda spec, k: spec.block_size % 32 == 0)
 
 
 def lowered(model, x, name="mxfp8"):

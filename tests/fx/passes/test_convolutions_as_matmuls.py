@@ -19,7 +19,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 @pytest.fixture(autouse=True)
 def units_for_bfloat16(monkeypatch):
     """On every machine: a dense product serves where there are none."""
-    for name in ("has_units", "has_bfloat16_units"):
+    for name in ("has_isa", "has_bf16_isa"):
         monkeypatch.setattr(convolutions_as_matmuls, name, lambda spec, k: spec.block_size % 32 == 0)
 
 

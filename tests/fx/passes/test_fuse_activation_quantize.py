@@ -20,7 +20,7 @@ FUSED = (activation_fake_quantize_mx, layer_norm_fake_quantize_mx)
 @pytest.fixture(autouse=True)
 def small_tensors_too(monkeypatch):
     monkeypatch.setattr(module, "_MIN_VALUES", 0)
-    monkeypatch.setattr("pt2mx.fx.passes.fuse_quantize_epilogue.has_units", lambda spec, k: False)
+    monkeypatch.setattr("pt2mx.fx.passes.fuse_quantize_epilogue.has_isa", lambda spec, k: False)
 
 
 class Layer(nn.Module):

@@ -16,7 +16,7 @@ from tests.graph import calls, count
 @pytest.fixture(autouse=True)
 def rules_of_a_gpu(monkeypatch):
     monkeypatch.setattr(module, "_MIN_VALUES", 0)
-    monkeypatch.setattr("pt2mx.fx.passes.fuse_quantize_epilogue.has_units", lambda spec, k: False)
+    monkeypatch.setattr("pt2mx.fx.passes.fuse_quantize_epilogue.has_isa", lambda spec, k: False)
     monkeypatch.setitem(module._IS_SUPPORTED, "cpu", module._is_supported_on_gpu)
     monkeypatch.setattr(module, "runs_triton", lambda device: True)
     monkeypatch.setattr("pt2mx.fx.passes.bf16_matmul._fits", lambda *args: False)

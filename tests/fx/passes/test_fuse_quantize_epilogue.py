@@ -18,8 +18,8 @@ from tests.graph import count
 @pytest.fixture(autouse=True)
 def small_tensors_on_every_machine(monkeypatch):
     monkeypatch.setattr(fuse_activation_quantize, "_MIN_VALUES", 0)
-    monkeypatch.setattr(fuse_quantize_epilogue, "has_units", lambda spec, k: True)
-    monkeypatch.setattr(bf16_matmul, "suit_units", lambda x, weight, k: True)
+    monkeypatch.setattr(fuse_quantize_epilogue, "has_isa", lambda spec, k: True)
+    monkeypatch.setattr(bf16_matmul, "isa_supports", lambda x, weight, k: True)
 
 
 class Layer(nn.Module):

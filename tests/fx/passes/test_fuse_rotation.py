@@ -110,7 +110,7 @@ def test_an_optimized_model(recipe, dtype, monkeypatch):
     assert rotations == ([32, 32] if recipe == "mxfp4_weight_only" else [0, 0])
     close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     torch.testing.assert_close(lowered(x), converted(x), **close)
-    monkeypatch.setattr(unpack_weights, "has_units", lambda spec, k: False)  # whose weights stay packed
+    monkeypatch.setattr(unpack_weights, "has_isa", lambda spec, k: False)  # whose weights stay packed
     unpacked = lower_to_inductor(lowered, unpack=True)  # again
     assert not count(unpacked, linear.linear_mx) and count(unpacked, hadamard) == 2 * (recipe == "mxfp4_weight_only")
     torch.testing.assert_close(unpacked(x), converted(x), **close)

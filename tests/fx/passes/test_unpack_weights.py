@@ -18,7 +18,7 @@ aten = torch.ops.aten
 def without_units_for_bfloat16(monkeypatch):
     """Products that they compute stay packed."""
     for module in (unpack_weights, convolutions_as_matmuls):
-        monkeypatch.setattr(module, "has_units", lambda spec, k: False)
+        monkeypatch.setattr(module, "has_isa", lambda spec, k: False)
 
 
 class Vision(nn.Module):

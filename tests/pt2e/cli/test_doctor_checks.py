@@ -44,7 +44,7 @@ def test_the_kernels(monkeypatch):
     built = f"built for {torch.backends.cpu.get_cpu_capability()}, "
     assert LOOK["CPU kernels"]().startswith(built)
     for units, names in ((0, ""), (1, "AMX"), (6, "AVX512_VNNI, AVX512_BF16")):
-        monkeypatch.setattr(linear, "units_for", lambda spec, k, units=units: units)
+        monkeypatch.setattr(linear, "isa_for", lambda spec, k, units=units: units)
         matmuls = f"matmuls of quantized activations on {names}, " if names else ""
         assert LOOK["CPU kernels"]().startswith(f"{built}{matmuls}{torch.get_num_threads()} threads, in ")
 

@@ -217,7 +217,7 @@ def test_keyword_inputs_in_any_order(positional, tmp_path):
 def test_lowered_model_with_fused_quantization(tmp_path, monkeypatch):
     x = torch.randn(2048, 64)  # large enough to be fused
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
-    monkeypatch.setattr("pt2mx.fx.passes.fuse_quantize_epilogue.has_units", lambda spec, k: False)  # as on most
+    monkeypatch.setattr("pt2mx.fx.passes.fuse_quantize_epilogue.has_isa", lambda spec, k: False)  # as on most
     lowered = lower_to_inductor(convert(model.eval(), (x,), "mxfp8"))
     assert {n.target for n in lowered.graph.nodes} >= {activation_fake_quantize_mx, layer_norm_fake_quantize_mx}
     export_onnx(lowered, tmp_path / "lowered.onnx", (x,))

@@ -9,14 +9,14 @@ from pt2mx.kernels.cpu import bf16_matmul as products
 from pt2mx.kernels.cpu.linear import AMX, AVX512_BF16
 from tests.compare import relative_error, same
 
-pytestmark = pytest.mark.skipif(not products.units(), reason="no units for bfloat16")
+pytestmark = pytest.mark.skipif(not products.bf16_isa(), reason="no units for bfloat16")
 
 
 @pytest.fixture(params=[AMX, AVX512_BF16], ids=["AMX", "AVX512_BF16"])
 def unit(request, monkeypatch):
-    if not products.units() & request.param:
+    if not products.bf16_isa() & request.param:
         pytest.skip("not on this machine")
-    monkeypatch.setattr(products, "units", lambda: request.param)
+    monkeypatch.setattr(products, "bf16_isa", lambda: request.param)
 
 
 #: of results in units of values near 1

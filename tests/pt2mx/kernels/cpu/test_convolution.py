@@ -27,8 +27,8 @@ KERNELS = (
 @pytest.fixture(params=ISAS)
 def isa(request, monkeypatch):
     """Return the name of an instruction set, and let the kernels use only that one, if the machine has it."""
-    units_for = linear.units_for
-    monkeypatch.setattr(convolution, "units_for", lambda spec, k: units_for(spec, k) & ISAS[request.param])
+    isa_for = linear.isa_for
+    monkeypatch.setattr(convolution, "isa_for", lambda spec, k: isa_for(spec, k) & ISAS[request.param])
     return request.param
 
 
@@ -134,7 +134,7 @@ def test_many_channels_and_many_images(isa, name):
 @pytest.mark.parametrize("name", ["int8", "fp4_e2m1", "fp8_e5m2"])
 def test_which_isa_is_used(isa, dense_calls, name, channels):
     """AVX512_VNNI does not support few channels."""
-    available = linear.units_for(MXSpec(name, 32), channels) & ISAS[isa]
+    available = linear.isa_for(MXSpec(name, 32), channels) & ISAS[isa]
     if channels == 3:
         available &= ~linear.AVX512_VNNI
     check(quantized((1, 8, 8, channels), name), packed(32, (3, 3), channels, name), ((1, 1), (1, 1), (1, 1)))

@@ -15,9 +15,9 @@ from tests.cpu_kernels import linear
 def isa(request, monkeypatch):
     """Let the kernels use the first instruction set of this machine; those without AMX, which is AVX512_VNNI for some
     elements; AVX512_BF16 alone. Where the machine has none, a dense matmul is computed."""
-    units_for = cpu_linear.units_for
+    isa_for = cpu_linear.isa_for
     allowed = {"first": -1, "without AMX": ~cpu_linear.AMX, "AVX512_BF16": cpu_linear.AVX512_BF16}[request.param]
-    monkeypatch.setattr(cpu_linear, "units_for", lambda spec, k: units_for(spec, k) & allowed)
+    monkeypatch.setattr(cpu_linear, "isa_for", lambda spec, k: isa_for(spec, k) & allowed)
 
 
 def operands(rows, n, k, name, block=32):
@@ -91,7 +91,7 @@ def test_small_values_are_multiplied_as_long_as_products_are_normal(isa, power, 
     x[5, 7] = 2.0**power
     got = linear(x, data, scale, None, spec, dtype=torch.float32)
     isa_bits = cpu_linear.AMX | cpu_linear.AVX512_BF16  # that value is no integer times a block's power of two
-    assert len(calls) == (dense if cpu_linear.units_for(spec, 64) & isa_bits else 1)
+    assert len(calls) == (dense if cpu_linear.isa_for(spec, 64) & isa_bits else 1)
     exact = F.linear(x.double(), weight.double())
     assert relative_error(got, exact) < 1e-6
 

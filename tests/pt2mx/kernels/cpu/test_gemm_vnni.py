@@ -17,14 +17,14 @@ NAMES = ("int8", "int8_full", "fp4_e2m1", "fp6_e2m3", "int4")
 @pytest.fixture
 def dense_calls(monkeypatch):
     """Return the list of calls of the dense matmul, and let the kernels use only AVX512_VNNI."""
-    calls, units_for, dense = [], cpu_linear.units_for, dequantize_then_matmul.linear
-    monkeypatch.setattr(cpu_linear, "units_for", lambda spec, k: units_for(spec, k) & cpu_linear.AVX512_VNNI)
+    calls, isa_for, dense = [], cpu_linear.isa_for, dequantize_then_matmul.linear
+    monkeypatch.setattr(cpu_linear, "isa_for", lambda spec, k: isa_for(spec, k) & cpu_linear.AVX512_VNNI)
     monkeypatch.setattr(dequantize_then_matmul, "linear", lambda *args: calls.append(1) or dense(*args))
     return calls
 
 
 def has_vnni():
-    return cpu_linear.units_for(MXSpec("int8", 32), 32) & cpu_linear.AVX512_VNNI
+    return cpu_linear.isa_for(MXSpec("int8", 32), 32) & cpu_linear.AVX512_VNNI
 
 
 def weight(n, k, name, block=32, scales=(120, 134)):
@@ -50,7 +50,7 @@ def multiplied(x, weight, dtype=torch.float32, bias=None):
 def test_elements_that_are_integers():
     """Other elements have no codes of 8 bits; blocks are whole groups."""
     for name in NAMES:
-        has_amx = bool(cpu_linear.units_for(MXSpec(name, 64), 64) & cpu_linear.AMX)
+        has_amx = bool(cpu_linear.isa_for(MXSpec(name, 64), 64) & cpu_linear.AMX)
         assert not has_vnni() or cpu_linear.multiplies_integers(MXSpec(name, 64), 64) != has_amx
     for name in ("fp8_e4m3", "fp8_e5m2", "fp6_e3m2"):
         assert not cpu_linear.multiplies_integers(MXSpec(name, 32), 64)
@@ -145,11 +145,11 @@ def test_values_without_a_code(dense_calls, value, last):
 
 def test_other_activations_use_another_isa(monkeypatch):
     w = weight(40, 320, "int8")
-    units_for = cpu_linear.units_for
+    isa_for = cpu_linear.isa_for
     for x in (quantized(70, 320, "fp8_e4m3"), torch.randn(70, 320).bfloat16()):
         results = [multiplied(x, w)[0]]
         with monkeypatch.context() as patch:
-            patch.setattr(cpu_linear, "units_for", lambda spec, k: units_for(spec, k) & ~cpu_linear.AVX512_VNNI)
+            patch.setattr(cpu_linear, "isa_for", lambda spec, k: isa_for(spec, k) & ~cpu_linear.AVX512_VNNI)
             results.append(multiplied(x, w)[0])
         assert torch.equal(*results)
 

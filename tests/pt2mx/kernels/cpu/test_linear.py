@@ -32,8 +32,8 @@ def check(x: Tensor, data: Tensor, scale: Tensor, spec: MXSpec, bias: Tensor | N
 
 @pytest.fixture
 def without_tiles(monkeypatch):
-    units_for = cpu_linear.units_for
-    monkeypatch.setattr(cpu_linear, "units_for", lambda spec, k: units_for(spec, k) & ~cpu_linear.AMX)
+    isa_for = cpu_linear.isa_for
+    monkeypatch.setattr(cpu_linear, "isa_for", lambda spec, k: isa_for(spec, k) & ~cpu_linear.AMX)
 
 
 @pytest.mark.parametrize("name", NARROW)
@@ -200,8 +200,8 @@ def test_grouped_rows_that_bfloat16_holds(name, monkeypatch):
     scale, data = ops.quantize_mx(torch.randn(3, 96, 128), name, 32)
     weight, ends = ops.dequantize_mx(data, scale, name, 32, torch.float32).double(), torch.tensor([50, 50, 120]).int()
     spec, values = MXSpec(name, 32, 2), ops.fake_quantize_mx(torch.randn(120, 128), name, 32)
-    has_units = bool(cpu_linear.units_for(MXSpec(name, 32, 1), 128))
-    for x, narrow in ((values, has_units), (values * (1 + 2.0**-20), False), (values[:30], False)):
+    has_isa = bool(cpu_linear.isa_for(MXSpec(name, 32, 1), 128))
+    for x, narrow in ((values, has_isa), (values * (1 + 2.0**-20), False), (values[:30], False)):
         dtypes.clear()
         got = cpu_linear.grouped_linear(x, data, scale, ends.clamp(max=len(x)), spec)
         exact = torch.cat([x[:50].double() @ weight[0].T, x[50:].double() @ weight[2].T])
@@ -219,7 +219,7 @@ import pytest, torch
 from pt2mx import MXSpec
 from pt2mx.kernels.cpu import linear
 assert pytest.main(["-q", "-x", sys.argv[1], "-k", sys.argv[2]]) == 0
-print(torch.backends.cpu.get_cpu_capability(), linear.has_units(MXSpec("int8", 32), 32), sep=", ")
+print(torch.backends.cpu.get_cpu_capability(), linear.has_isa(MXSpec("int8", 32), 32), sep=", ")
 """
     tests = "every_element or (long_rows and float32) or (every_code and 3) or nan_scale or nan_code or last_code"
     printed = run_python(code, [__file__, tests], env=environment(tmp_path, ATEN_CPU_CAPABILITY=capability))

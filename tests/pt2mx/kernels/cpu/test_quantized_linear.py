@@ -14,8 +14,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 @pytest.fixture(params=ISAS)
 def isa(request, monkeypatch):
     """Return the name of an instruction set, and let the kernels use only that one, if the machine has it."""
-    units_for = linear.units_for
-    monkeypatch.setattr(linear, "units_for", lambda spec, k: units_for(spec, k) & ISAS[request.param])
+    isa_for = linear.isa_for
+    monkeypatch.setattr(linear, "isa_for", lambda spec, k: isa_for(spec, k) & ISAS[request.param])
     return request.param
 
 
@@ -44,7 +44,7 @@ def check(x, weight, bias, product_dtype, activation, quantization, dtype):
 @pytest.mark.parametrize("name", ["int8", "fp6_e2m3", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "fp6_e3m2"])
 def test_two_steps_to_the_bit(isa, name, product_dtype):
     torch.manual_seed(0)
-    supported = linear.units_for(MXSpec(name, 32), 96) != 0
+    supported = linear.isa_for(MXSpec(name, 32), 96) != 0
     for rows, n, k in ((33, 32, 96), (50, 96, 70), (131, 160, 416)):
         for activation in ("none", "gelu", "gelu_tanh", "silu", "relu"):
             scale_mode = "ceil" if activation == "silu" else "floor"
@@ -92,7 +92,7 @@ def test_a_result_of_one_block(isa):
     got = check(
         quantized(40, 64, "int8"), packed(32, 64, "int8"), None, torch.float32, "none", MXSpec("int8", 64), DTYPES[0]
     )
-    assert (got is not None) == bool(linear.units_for(MXSpec("int8", 32), 64))
+    assert (got is not None) == bool(linear.isa_for(MXSpec("int8", 32), 64))
 
 
 @pytest.mark.parametrize(("rows", "n"), [(0, 64), (1, 64), (32, 64), (40, 0)])
