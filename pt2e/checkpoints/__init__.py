@@ -1,1 +1,1 @@
-"""Checkpoints of Hugging Face that hold MX weights, out and in."""
+"""Checkpoints of Hugging Face with MX weights: write, load and convert them."""

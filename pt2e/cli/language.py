@@ -88,19 +88,19 @@ def calibration_blocks(source: str | None, tokenizer: Any, quantizer: MXQuantize
 def quantize_to_folder(options: argparse.Namespace, quantizer: MXQuantizer) -> Result | None:
     """Run `pt2mx quantize` for a language model. Only the first rank returns a result."""
     _check_quantize(options)
-    places = ranks.places(options.tensor_parallel)
-    if len(places) > 1:
+    contexts = ranks.rank_contexts(options.tensor_parallel)
+    if len(contexts) > 1:
         _check_without_values(options, quantizer)
     stages = 4 if quantizer.algorithms is None else 5
-    with ranks.only_first_prints(), Progress(1 + stages * len(places)) as progress:
+    with ranks.only_first_prints(), Progress(1 + stages * len(contexts)) as progress:
         name = options.model.removeprefix("hf:")
         model = load_decoder(name, options.part, options.allow_partial, options.dtype).to(options.device)
         values, tokenizer = checkpoint_values(model, name), load_tokenizer(name)
         _note_tokenizer(name, tokenizer)
-        texts = calibration_blocks(options.calibration, tokenizer, quantizer) if len(places) == 1 else []
+        texts = calibration_blocks(options.calibration, tokenizer, quantizer) if len(contexts) == 1 else []
         reports = []
-        for place in places:
-            with place:
+        for context in contexts:
+            with context:
                 reports.append(_quantize_rank(model, quantizer, texts, tokenizer, options, progress, values))
         progress.end()
         ranks.wait()

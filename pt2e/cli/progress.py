@@ -1,4 +1,4 @@
-"""Progress of a command: each is named on stderr as it begins, and what goes wrong in it becomes one line for the user.
+"""Print the progress of a command on stderr: its stages, notes and warnings.
 
 The first stage is to import torch, so this module imports nothing that takes seconds.
 """

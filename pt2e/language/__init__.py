@@ -1,1 +1,1 @@
-"""Language models: a checkpoint of transformers as one program with its cache, quantized, in a folder, to text."""
+"""Language models: one program with its cache from a checkpoint of transformers, quantized, that generates text."""

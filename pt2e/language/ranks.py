@@ -47,7 +47,7 @@ def _leave() -> None:
     dist.destroy_process_group()
 
 
-def places(ranks: int) -> list[AbstractContextManager[None]]:
+def rank_contexts(ranks: int) -> list[AbstractContextManager[None]]:
     """Return a context for each rank that this process exports: under `torchrun` its own, otherwise all in turn.
 
     Raises:

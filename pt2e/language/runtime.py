@@ -82,16 +82,16 @@ class Runner:
         return torch.cat(logits, 1)[:, by_chunk.argsort()]
 
     def _read(self, tokens: Tensor, positions: Tensor, mask: Tensor, kept: Tensor, cache: Any) -> Tensor:
-        taken, length = cache.get_seq_length(), tokens.shape[1]
-        more = -length % _LENGTH_MULTIPLE if self._pads and length > 1 else 0
-        if more and taken + length + more <= mask.shape[1]:  # later tokens overwrite the slots of the padding
-            tokens, positions = F.pad(tokens, (0, more)), F.pad(positions, (0, more))
+        filled, length = cache.get_seq_length(), tokens.shape[1]
+        padding = -length % _LENGTH_MULTIPLE if self._pads and length > 1 else 0
+        if padding and filled + length + padding <= mask.shape[1]:  # later tokens overwrite the slots of the padding
+            tokens, positions = F.pad(tokens, (0, padding)), F.pad(positions, (0, padding))
         program = self._prompt if length > 1 else self._token if len(kept) == 1 else self.decoder
         logits = program(
             input_ids=tokens,
             position_ids=positions,
             attention_mask=mask,
-            start=torch.tensor([taken], device=self.device),
+            start=torch.tensor([filled], device=self.device),
             logits_to_keep=kept,
             keys=[layer.keys for layer in cache.layers],
             values=[layer.values for layer in cache.layers],

@@ -106,7 +106,7 @@ def test_files_of_a_folder(folders, tmp_path):
     assert files == {*programs, *(file.name for file in (place / "whole").iterdir())} - {"program.pt2"}
     assert is_quantized(place / "ranks") and not is_quantized(place / "checkpoint")
     for name, expected in (("ranks", programs), ("whole", ["program.pt2"]), ("ranks", programs)):
-        for rank in ranks.places(len(expected)):
+        for rank in ranks.rank_contexts(len(expected)):
             with rank:
                 LanguageModel.from_pretrained(place / name).save_pretrained(tmp_path)
         assert ranks.programs_in(tmp_path) == expected
@@ -120,7 +120,7 @@ def test_another_number_of_processes(folders, monkeypatch):
     with pytest.raises(MXError, match="ranks is 2 and that of processes 3"):
         LanguageModel.from_pretrained(folders("llama") / "ranks")
     with pytest.raises(MXError, match=r"ranks is 1 and that of processes 3.* no torchrun"):
-        ranks.places(1)
+        ranks.rank_contexts(1)
     assert not dist.is_initialized()
 
 

@@ -25,7 +25,7 @@ def weight_only(weight):
 def each_rank(work, count=2):
     """Return the result of `work` on each rank, without the other ranks."""
     result = []
-    for place in ranks.places(count):
+    for place in ranks.rank_contexts(count):
         with place:
             result.append(work())
     return result
