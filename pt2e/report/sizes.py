@@ -55,13 +55,14 @@ def size_of(tensors: Iterable[Tensor]) -> Size:
     """Count the values and bytes of tensors. Shared memory counts once, in the dtype of the first tensor."""
     spans: dict[int, list[tuple[int, int]]] = {}
     itemsizes: dict[int, int] = {}
-    for tensor in filter(Tensor.numel, tensors):
+    tensors = list(filter(Tensor.numel, tensors))
+    for tensor, storage in zip(tensors, [storage_of(tensor) for tensor in tensors], strict=True):
         itemsize = tensor.element_size()
-        itemsizes.setdefault(storage_of(tensor), itemsize)
+        itemsizes.setdefault(storage, itemsize)
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         first = int(tensor.storage_offset())
         last = first + sum((int(size) - 1) * int(stride) for size, stride in steps)
-        spans.setdefault(storage_of(tensor), []).append((first * itemsize, (last + 1) * itemsize))
+        spans.setdefault(storage, []).append((first * itemsize, (last + 1) * itemsize))
     covered = {storage: _covered(ranges) for storage, ranges in spans.items()}
     return Size(sum(size // itemsizes[storage] for storage, size in covered.items()), sum(covered.values()))
 
