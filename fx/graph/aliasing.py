@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-#: operators that write running statistics, of which their schemas do not speak -> positions of these, and of the flag
-#: with which they do
+#: operators that write running statistics without saying so in their schemas -> positions of the statistics, and of
+#: the flag that makes them write
 _UNDECLARED_WRITES: dict[OpOverload, tuple[tuple[int, ...], int]] = {
     aten.batch_norm.default: ((3, 4), 5),
     aten.native_batch_norm.default: ((3, 4), 5),
@@ -43,12 +43,12 @@ _WRITE_IN_TRAINING = (aten.dropout_.default, aten.feature_dropout_.default)
 #: passes ask for the same calls, and each answer takes a call on fake tensors.
 _RETURNED: WeakKeyDictionary[FakeTensorMode, dict[str, list[int]]] = WeakKeyDictionary()
 
-#: what stands for a piece of memory: the node that makes it, or the storage of a parameter or buffer
+#: the identity of a piece of memory: the node that makes it, or the storage of a parameter or buffer
 Root = Node | int
 
 
 def written_nodes(graph: Graph) -> set[Node]:
-    """The nodes that show memory which an operator of the graph writes, or one of a graph inside it."""
+    """Return the nodes that show memory which an operator of the graph, or of a subgraph, writes."""
     roots, written = _memory(graph)
     return {node for node in roots if roots[node] & written}
 

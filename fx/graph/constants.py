@@ -16,7 +16,7 @@ from pt2mx.fx.graph.attributes import attribute_of, name_of
 from pt2mx.fx.graph.higher_order_ops import call_groups, placeholders
 from pt2mx.fx.graph.node import function_of
 
-#: meta key of a placeholder of a graph inside another: whether it stands for a constant (`mark_constants`)
+#: meta key of a placeholder of a subgraph: whether its operand is a constant (`mark_constants`)
 CONSTANT_KEY = "mx_constant"
 
 
@@ -40,7 +40,7 @@ def constant_nodes(graph: Graph, is_pure: Callable[[Node], bool] = lambda node: 
 
 
 def mark_constants(model: GraphModule) -> None:
-    """Mark the placeholders of graphs inside that stand for constant tensors in every call."""
+    """Mark the placeholders of subgraphs whose operands are constant tensors in every call."""
     constants = constant_nodes(model.graph)
     for graphs, group in call_groups(model):
         fixed = [

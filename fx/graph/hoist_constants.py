@@ -1,4 +1,4 @@
-"""Constants that are computed inside a subgraph are computed outside of it: they become operands of its calls."""
+"""Hoist constant computations out of subgraphs; they become operands of the call."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from pt2mx.fx.graph.constants import CONSTANT_KEY, computed_from, constant_nodes
 from pt2mx.fx.graph.higher_order_ops import HOPCall, call_groups, graph_modules, placeholders
 from pt2mx.fx.graph.node import Quantize, dtype_of, result_of
 
-#: meta key of a node that `hoist_constants` lifts
-_CHOSEN_KEY = "mx_lifted"
+#: meta key of a node that `hoist_constants` hoists
+_HOIST_KEY = "mx_hoist"
 
 
 def hoist_weights(model: GraphModule) -> GraphModule:
-    """Move every `quantize_mx` of a constant operand out of the graphs inside `model`: they get codes and scale as
-    operands instead, and lose operands that they no longer read. Changes `model` and returns it."""
+    """Hoist every `quantize_mx` of a constant operand out of the subgraphs of `model`: they get codes and scale as
+    operands instead, and lose operands that they no longer use. Changes `model` and returns it."""
     return _hoist_all(model, lambda graph: [_items(quantize) for quantize in _weights(graph)])
 
 
 def hoist_constants(model: GraphModule, chosen: set[Node]) -> GraphModule:
-    """Move the computation of chosen constants out of the graphs inside `model`. Changes `model` and returns it."""
+    """Hoist the computation of chosen constants out of the subgraphs of `model`. Changes `model` and returns it."""
     mark_constants(model)
     for node in chosen:
-        node.meta[_CHOSEN_KEY] = True  # of its copies too
+        node.meta[_HOIST_KEY] = True  # of its copies too
 
     def computed(graph: GraphModule) -> list[list[Node]]:
         constants = constant_nodes(graph.graph)
-        return [[n] for n in constants if n.meta.get(_CHOSEN_KEY) and n.op == "call_function"]
+        return [[n] for n in constants if n.meta.get(_HOIST_KEY) and n.op == "call_function"]
 
     _hoist_all(model, computed)
     for graph in graph_modules(model):
         for node in graph.graph.nodes:
-            node.meta.pop(_CHOSEN_KEY, None)
+            node.meta.pop(_HOIST_KEY, None)
     return model
 
 
 def _hoist_all(model: GraphModule, find: Callable[[GraphModule], list[list[Node]]]) -> GraphModule:
-    """Lift the nodes that `find` gives for each graph inside `model`, those of one list together."""
+    """Hoist the nodes that `find` returns for each subgraph of `model`, those of one list together."""
     groups = call_groups(model)
     for graphs, group in groups:
         for graph in graphs:
@@ -64,12 +64,12 @@ def merge_equal_operands(model: GraphModule) -> GraphModule:
     for graphs, group in groups:
         operands = list(zip(*(call.operands() for call in group), strict=True))
         first: dict[tuple, int] = {}
-        for place, pairs in enumerate(operands):
-            same = first.setdefault(tuple(_identity(operand) for operand, _ in pairs), place)
-            if same != place and all(is_fixed for _, is_fixed in (*pairs, *operands[same])):
+        for index, pairs in enumerate(operands):
+            same = first.setdefault(tuple(_identity(operand) for operand, _ in pairs), index)
+            if same != index and all(is_fixed for _, is_fixed in (*pairs, *operands[same])):
                 for graph in graphs:
-                    standing = placeholders(graph)
-                    standing[place].replace_all_uses_with(standing[same])
+                    inputs = placeholders(graph)
+                    inputs[index].replace_all_uses_with(inputs[same])
         _drop_unused(graphs, group)
         for graph in graphs:
             merge_equal_operands(graph)
@@ -116,13 +116,13 @@ def _hoist(model: GraphModule, graphs: list[GraphModule], group: list[HOPCall], 
     computed = {n for node in nodes for n in computed_from(node) if n.op != "placeholder"}
     order = [node for node in inner.nodes if node in computed]
     for call in group:
-        standing = inner.find_nodes(op="placeholder")
-        own: dict[Node, Any] = dict(zip(standing, (operand for operand, _ in call.operands()), strict=True))
+        inputs = inner.find_nodes(op="placeholder")
+        outside: dict[Node, Any] = dict(zip(inputs, (operand for operand, _ in call.operands()), strict=True))
         with model.graph.inserting_before(call.node):
             for node in order:
-                own[node] = model.graph.node_copy(node, own.__getitem__)
+                outside[node] = model.graph.node_copy(node, outside.__getitem__)
         for node in nodes:
-            call.append(own[node])
+            call.append(outside[node])
     for item in nodes:
         for graph in graphs:
             last = placeholders(graph)[-1]
@@ -138,10 +138,10 @@ def _hoist(model: GraphModule, graphs: list[GraphModule], group: list[HOPCall], 
 
 def _drop_unused(graphs: list[GraphModule], group: list[HOPCall]) -> None:
     fixed = [is_fixed for _, is_fixed in group[0].operands()]
-    for place in reversed(range(len(fixed))):
-        standing = [placeholders(graph)[place] for graph in graphs]
-        if fixed[place] and not any(node.users for node in standing):
+    for index in reversed(range(len(fixed))):
+        inputs = [placeholders(graph)[index] for graph in graphs]
+        if fixed[index] and not any(node.users for node in inputs):
             for call in group:
-                call.remove(place)
-            for node in standing:
+                call.remove(index)
+            for node in inputs:
                 node.graph.erase_node(node)

@@ -28,7 +28,7 @@ OPERATOR_KEY = "mx_operator"
 
 
 def value_of(node: object) -> Any:
-    """The fake tensor or symbolic size that stands for a node; None where there is none."""
+    """Return the fake tensor or symbolic size of a node; None where it has none."""
     return node.meta.get("val", node.meta.get("example_value")) if isinstance(node, Node) else None
 
 

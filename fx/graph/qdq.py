@@ -1,4 +1,4 @@
-"""The pair that stands for a quantized tensor in a converted graph: how it is made, and how it is recognized."""
+"""The quantize/dequantize pair of a quantized tensor in a converted graph: insert it, and recognize it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from pt2mx.spec import MXSpec
 #: meta key of a `dequantize_mx` node: the spec of its pair
 SPEC_KEY = "mx_spec"
 
-#: meta keys: where a node stands in the model's source and module tree
+#: meta keys: a node's position in the model's source and module tree
 PROVENANCE_KEYS = ("stack_trace", "nn_module_stack")
 
 
 def insert_quantize_dequantize(x: Node, spec: MXSpec, consumer: Node | None = None) -> Node:
-    """Insert `quantize_mx -> getitem x2 -> dequantize_mx` after `x` and return the last node; users stay as they are.
+    """Insert `quantize_mx -> getitem x2 -> dequantize_mx` after `x` and return the last node. Users of x still use x.
 
     `x` must carry `val` meta of a float tensor. The new nodes get `val` meta, and the place of `consumer` (or x) in the
     source and the module tree: a pair belongs to the operator whose operand it quantizes.

@@ -1,6 +1,6 @@
-"""The tensors of a graph module: copies of them, and the removal of what nothing reads any more.
+"""The tensors of a graph module: copy and replace them, and remove unused tensors.
 
-Tensors that share memory which the graph writes go on to share it. Subgraphs keep all that is theirs.
+Tensors that share memory which the graph writes share it afterwards too. Subgraphs keep all of their attributes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Products of two quantized activations, and attention over them, on units for bfloat16, exactly."""
+"""Compute matmuls of two quantized activations, and attention over them, exactly by bfloat16 instructions."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from pt2mx.ops.bf16_matmul import attention_bfloat16, matmul_bfloat16
 
 aten = torch.ops.aten
 
-#: products of two numbers from which a call, which takes 25 us more, is faster on the CPU
-_LEAST_PRODUCTS = 1 << 21
+#: multiplications from which a call, which takes 25 us more, is faster on the CPU
+_MIN_MULTIPLIES = 1 << 21
 _MATMULS = (aten.matmul.default, aten.bmm.default, aten.mm.default)
 #: dtypes of attention
 _OF_ATTENTION = (torch.float32, torch.bfloat16)
@@ -33,11 +33,14 @@ _MOST_KEYS = 128
 @graph_pass((*_MATMULS, aten.scaled_dot_product_attention.default), QUANTIZED)
 def use_bf16_activation_matmuls(model: GraphModule) -> None:
     """Replace `matmul`, `bmm` and `mm` of two quantized float32 tensors, and attention over a quantized query, key and
-    value in float32 or bfloat16, by `matmul_bfloat16` and `attention_bfloat16`, where the device has units for
-    bfloat16. Small products and those that broadcast stay, attention of a few queries, on a GPU in bfloat16 over many
-    keys, which torch's is made for, and what the graph writes. Attention lies in memory with its heads next to each
-    other, and what is computed from it may."""
-    written, writes, moved = written_nodes(model.graph), Writes(model.graph), {}
+    value in float32 or bfloat16, by `matmul_bfloat16` and `attention_bfloat16`, where the device has matrix
+    instructions for bfloat16.
+
+    The pass skips small and broadcasting matmuls, attention of a few queries, attention in bfloat16 over many keys on a
+    GPU, which torch's kernel is made for, and memory that the graph writes. The result of attention has its heads next
+    to each other in memory, and tensors that are computed from it may inherit that order.
+    """
+    written, writes, reordered = written_nodes(model.graph), Writes(model.graph), {}
     for node in list(model.graph.nodes):
         rewrite = _REWRITES.get(node.target)
         call = rewrite(node) if rewrite else None
@@ -52,14 +55,14 @@ def use_bf16_activation_matmuls(model: GraphModule) -> None:
             dtype = dtype_of(node)
             if value_of(node).is_cuda and dtype == torch.float32:  # there the kernel that quantizes can write bfloat16
                 operands = tuple(_cast(operand) for operand in operands)
-            product = model.graph.call_function(operator, (*operands, *rest, dtype))
-        product.meta.update({key: value for key, value in node.meta.items() if key != "val"})
-        set_value(product)
-        node.replace_all_uses_with(product)
+            matmul = model.graph.call_function(operator, (*operands, *rest, dtype))
+        matmul.meta.update({key: value for key, value in node.meta.items() if key != "val"})
+        set_value(matmul)
+        node.replace_all_uses_with(matmul)
         if operator is attention_bfloat16:
-            moved[product] = node.meta["val"]
+            reordered[matmul] = node.meta["val"]
         model.graph.erase_node(node)  # dropout, which attention might have, is taken to be an effect
-    settle_order(model.graph, moved)
+    settle_order(model.graph, reordered)
 
 
 def _cast(operand: Node) -> Node:
@@ -78,7 +81,7 @@ def _matmul(node: Node) -> _Call | None:
         return None
     of_x, of_y = shapes
     fits = len(of_x or ()) == len(of_y or ()) >= 2 and (of_x or ())[:-2] == (of_y or ())[:-2]
-    return (matmul_bfloat16, (x, y), ()) if fits and _serves(node, (*shape, (of_x or ())[-1])) else None
+    return (matmul_bfloat16, (x, y), ()) if fits and _is_supported(node, (*shape, (of_x or ())[-1])) else None
 
 
 def _attention(node: Node) -> _Call | None:
@@ -102,7 +105,7 @@ def _attention(node: Node) -> _Call | None:
     if not (isinstance(heads, int) and isinstance(key_heads, int) and key_heads and heads % key_heads == 0):
         return None
     rest = mask, given["is_causal"], given["scale"]
-    return (attention_bfloat16, operands, rest) if _serves(node, (*of_query, of_key[2], width)) else None
+    return (attention_bfloat16, operands, rest) if _is_supported(node, (*of_query, of_key[2], width)) else None
 
 
 _REWRITES: dict[object, Callable[[Node], _Call | None]] = {
@@ -111,15 +114,15 @@ _REWRITES: dict[object, Callable[[Node], _Call | None]] = {
 }
 
 
-def _serves(node: Node, sizes: tuple[int | str, ...]) -> bool:
-    """True if the device of a product has units for it. `sizes`: of all dimensions, also the one that is reduced."""
+def _is_supported(node: Node, sizes: tuple[int | str, ...]) -> bool:
+    """Return whether the device computes a matmul faster so. `sizes`: of all dimensions, the reduced one included."""
     value = value_of(node)
     if not isinstance(value, Tensor):
         return False
     if value.device.type == "cuda":
         return runs_triton(value.device)
     known = [n for n in sizes if isinstance(n, int)]
-    small = len(known) == len(sizes) and math.prod(known) < _LEAST_PRODUCTS
+    small = len(known) == len(sizes) and math.prod(known) < _MIN_MULTIPLIES
     return value.device.type == "cpu" and not small and bool(bf16_matmul.bf16_isa())
 
 

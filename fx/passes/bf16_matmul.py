@@ -1,4 +1,4 @@
-"""Products of quantized activations on units for bfloat16, exactly."""
+"""Multiply quantized activations exactly by the CPU's matrix instructions for bfloat16."""
 
 from __future__ import annotations
 
@@ -48,23 +48,23 @@ def use_bf16_matmul(model: GraphModule) -> None:
     float32. The values of x and of the weight stay what they are: 8 bits and the exponent of a float32, which a
     bfloat16 holds, but for those of E4M3 and E5M2 below 2**-133. Sums are in float32 as before.
 
-    A quantization along the last dimension that such products alone read becomes one kernel that writes bfloat16;
-    other values are cast. Products of a rotated x, of a few rows, and with weights that the kernels for bfloat16 do not
+    A quantization along the last dimension that such matmuls alone read becomes one kernel that writes bfloat16;
+    other values are cast. Matmuls of a rotated x, of a few rows, and with weights that the kernels for bfloat16 do not
     decode, stay as they are. Gradients of x pass through bfloat16.
 
-    Where this machine multiplies the codes of both operands as integers, products of fewer rows take part: that is
-    faster than what else computes them. Products in bfloat16 take part there, and by AVX512_BF16, which decodes the
+    Where this machine multiplies the codes of both operands as integers, matmuls of fewer rows take part: that is
+    faster than what else computes them. Matmuls in bfloat16 take part there, and by AVX512_BF16, which decodes the
     weight as it multiplies; AMX multiplies no faster than torch.
     """
     readers: dict[Node, list[Node]] = defaultdict(list)
     for node, call in LinearMX.calls_in(model.graph):
         if not call.rotation and call.target_dtype is None and is_quantized(call.x) and _fits(node, call):
             readers[call.x].append(node)
-    for x, products in readers.items():
+    for x, matmuls in readers.items():
         dtype = dtype_of(x)
-        values = _in_bfloat16(model, x, alone=set(x.users) == set(products))
-        for product in products:
-            product.args = LinearMX.expect(product).replace(x=values, target_dtype=dtype).args
+        values = _in_bfloat16(model, x, alone=set(x.users) == set(matmuls))
+        for matmul in matmuls:
+            matmul.args = LinearMX.expect(matmul).replace(x=values, target_dtype=dtype).args
     model.graph.eliminate_dead_code()
 
 
@@ -124,6 +124,6 @@ def _fits(node: Node, call: LinearMX) -> bool:
     if len(known) == len(rows) and math.prod(known) <= (VECTOR_ROWS if integers else FEW_ROWS):
         return False
     served = decoder_of(weight, k)[0] != TABLE and isa_supports(x, weight, k)
-    if value.dtype == torch.bfloat16:  # in the time of the dense product, but that the weight is decoded there
+    if value.dtype == torch.bfloat16:  # in the time of the dense matmul, but that the weight is decoded there
         return integers or (served and isa_for(weight, k) & (AMX | AVX512_BF16) == AVX512_BF16)
     return value.dtype == torch.float32 and served

@@ -1,4 +1,4 @@
-"""Products of quantized float32 activations on a GPU's tensor cores for bfloat16, with a float32 result."""
+"""Multiply quantized float32 activations on a GPU's tensor cores for bfloat16, with a float32 result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pt2mx.ops import dequantize_mx
 
 aten = torch.ops.aten
 
-_Product = LinearMX | GroupedLinearMX
+_Matmul = LinearMX | GroupedLinearMX
 
 #: the least scale, E8M0, with which a bfloat16 holds all values of each element of 8 bits: 2**-16 of E5M2 is 2**-133
 _LEAST_SCALE = 127 - 133 + 16
@@ -27,19 +27,19 @@ def use_bfloat16_tensor_cores(model: GraphModule, force: bool = False) -> None:
     """Give a float32 `linear_mx` or `grouped_linear_mx` on a GPU its x in bfloat16, where a quantization gives x, and
     keep its result in float32: on tensor cores, which sum in float32, it takes a tenth of the time of float32.
 
-    A bfloat16 holds the values of both, but for those of x below 2**-133. Weights with smaller values, or
-    that are no constants, stay as they are.
+    bfloat16 represents the values of both, except those of x below 2**-133. The pass skips weights with smaller values
+    and weights that are no constants.
 
     Args:
         force: on every device. For tests.
     """
     constants = constant_nodes(model.graph)
     values: dict[Node, Node] = {}
-    products: list[tuple[Node, _Product]] = [
+    matmuls: list[tuple[Node, _Matmul]] = [
         *LinearMX.calls_in(model.graph),
         *GroupedLinearMX.calls_in(model.graph),
     ]
-    for node, call in products:
+    for node, call in matmuls:
         if call.target_dtype is not None or not is_quantized(call.x) or not _fits(node, call, force):
             continue
         if isinstance(call, LinearMX) and call.rotation:
@@ -55,7 +55,7 @@ def use_bfloat16_tensor_cores(model: GraphModule, force: bool = False) -> None:
         node.args = call.replace(x=values[call.x], target_dtype=torch.float32).args
 
 
-def _holds(call: _Product, codes: Tensor, scale: Tensor) -> bool:
+def _holds(call: _Matmul, codes: Tensor, scale: Tensor) -> bool:
     """True if a bfloat16 holds every value of a weight."""
     small = (scale < _LEAST_SCALE).any(-1)
     length = value_of(call.x).shape[-1]
@@ -63,7 +63,7 @@ def _holds(call: _Product, codes: Tensor, scale: Tensor) -> bool:
     return torch.equal(values, values.to(torch.bfloat16).to(torch.float32))
 
 
-def _fits(node: Node, call: _Product, force: bool) -> bool:
+def _fits(node: Node, call: _Matmul, force: bool) -> bool:
     value = value_of(node)
     if value is None or value.dtype != torch.float32 or ELEMENTS[call.element].is_wide:
         return False

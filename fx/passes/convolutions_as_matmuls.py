@@ -1,6 +1,7 @@
-"""Convolutions of quantized activations as products with packed weights, on units for bfloat16 or for codes of 8 bits.
+"""Compute convolutions of quantized activations as matmuls with packed weights, by matrix instructions for bfloat16 or
+8-bit codes.
 
-Channels come last, so that blocks along them are blocks of a pixel, whatever lies around it.
+Channels come last in memory: a block of channels then belongs to one pixel.
 """
 
 from __future__ import annotations
@@ -32,17 +33,23 @@ aten = torch.ops.aten
 #: operator -> dimensions of its images
 _DIMENSIONS = {aten.conv1d.default: 1, aten.conv2d.default: 2}
 _GROUP = 32  # channels that are multiplied together
-#: products of a place of the result from which few channels gain: of 75 ours took 0.76 of oneDNN's time; of 27 and 48
+#: matmuls of a place of the result from which few channels gain: of 75 ours took 0.76 of oneDNN's time; of 27 and 48
 #: 0.84 in memory that is kept, and 0.95 to 1.3 in fresh pages (tests/benchmarks/convolutions.py)
-_LEAST_SUM = 64
+_MIN_REDUCTION = 64
 
 
 @dataclass(frozen=True)
 class Convolution:
-    """A convolution of images in `dimensions` by `codes` and `scale` of a weight (N, C, *kernel); `x` is the node that
-    quantizes the images, and `quantization` the arguments that do it with their channels last, or None where its values
-    are cast; `spec` is of the weight with its channels last, `moves` are stride, padding and dilation, of height and
-    width each."""
+    """A convolution of images by a packed weight.
+
+    Args:
+        dimensions: the number of spatial dimensions.
+        x: the node that quantizes the images.
+        quantization: the arguments that quantize them with channels last; None where the values of x are cast.
+        codes, scale: of the weight (N, C, *kernel).
+        spec: of the weight with channels last.
+        conv_args: stride, padding and dilation, of height and width each.
+    """
 
     dimensions: int
     x: Node
@@ -51,13 +58,13 @@ class Convolution:
     scale: Node
     bias: Node | None
     spec: MXSpec
-    moves: tuple[tuple[int, int], ...]
+    conv_args: tuple[tuple[int, int], ...]
 
 
 @graph_pass(tuple(_DIMENSIONS), FakeQuantize, Dequantize)
 def use_matmuls_for_convolutions(model: GraphModule) -> None:
     """Replace `conv1d` and `conv2d` by `conv2d_mx` of x in bfloat16, where x is quantized along its channels, the
-    weight is held packed along them in blocks of 32 or more, and this machine has units that multiply them.
+    weight is packed along them in blocks of 32 or more, and this machine has matrix instructions for them.
 
     The codes become buffers `<weight>_data_rows` and `<weight>_scale_rows`, with their channels last. Convolutions with
     groups stay, and those whose channels would fill less than three quarters of groups of 32, but in float32 models
@@ -65,9 +72,9 @@ def use_matmuls_for_convolutions(model: GraphModule) -> None:
     there. The values of x and of the weight stay what they are; sums are in float32 in another order. Results lie in
     memory with their channels last, and what is computed from them may.
     """
-    constants, products, writes = constant_nodes(model.graph), {}, Writes(model.graph)
+    constants, matmuls, writes = constant_nodes(model.graph), {}, Writes(model.graph)
     quantized: dict[Node, Node] = {}  # of a node the values with their channels last, for all convolutions of it
-    held: dict[tuple[str, int], str] = {}  # of a weight's codes or scales the buffer with their channels last
+    buffers: dict[tuple[str, int], str] = {}  # of a weight's codes or scales the buffer with their channels last
     for node in [n for n in model.graph.nodes if n.target in _DIMENSIONS]:
         convolution = _convolution(node)
         if convolution is None or not constants.issuperset((convolution.codes, convolution.scale)):
@@ -76,27 +83,27 @@ def use_matmuls_for_convolutions(model: GraphModule) -> None:
             continue
         if convolution.x not in quantized:
             quantized[convolution.x] = _channels_last(model, convolution)
-        product = _product(model, node, convolution, quantized[convolution.x], held)
-        product.meta.update({key: value for key, value in node.meta.items() if key != "val"})
-        node.replace_all_uses_with(product)
+        matmul = _matmul(model, node, convolution, quantized[convolution.x], buffers)
+        matmul.meta.update({key: value for key, value in node.meta.items() if key != "val"})
+        node.replace_all_uses_with(matmul)
         erase_unused(node)
-        products[product] = node.meta["val"]
-    settle_order(model.graph, products)
+        matmuls[matmul] = node.meta["val"]
+    settle_order(model.graph, matmuls)
 
 
 def _convolution(node: Node) -> Convolution | None:
-    """The convolution that a node computes, if units do it as a product."""
-    given, value, dimensions = named_args(node), value_of(node), _DIMENSIONS[operator_of(node)]
-    x, weight = FakeQuantize.of(given["input"]), Dequantize.of(given["weight"])
+    """Return the convolution that a node computes, if matrix instructions compute it as a matmul."""
+    args, value, dimensions = named_args(node), value_of(node), _DIMENSIONS[operator_of(node)]
+    x, weight = FakeQuantize.of(args["input"]), Dequantize.of(args["weight"])
     if x is None or weight is None or value is None or value.device.type != "cpu":
         return None
-    if value.dtype not in (torch.float32, torch.bfloat16) or given["groups"] != 1 or not _is_dense(value):
+    if value.dtype not in (torch.float32, torch.bfloat16) or args["groups"] != 1 or not _is_dense(value):
         return None
-    rank, (_, channels, *kernel) = dimensions + 2, shape_of(given["weight"]) or ()
-    if len(shape_of(given["input"]) or ()) != rank or x.axis % rank != 1 or weight.axis % rank != 1:
+    rank, (_, channels, *kernel) = dimensions + 2, shape_of(args["weight"]) or ()
+    if len(shape_of(args["input"]) or ()) != rank or x.axis % rank != 1 or weight.axis % rank != 1:
         return None
     quantization, spec = quantization_to_bfloat16(x.replace(axis=-1), rank), MXSpec(weight.element, weight.block_size)
-    if quantization is None or not is_quantized(given["input"]) or not isinstance(channels, int):
+    if quantization is None or not is_quantized(args["input"]) or not isinstance(channels, int):
         return None
     if 4 * channels < 3 * (channels + -channels % _GROUP):
         in_lines = channels < _GROUP and value.dtype == torch.float32 and given["dilation"][-1] == 1
@@ -106,9 +113,9 @@ def _convolution(node: Node) -> Convolution | None:
     elif not has_isa(spec, channels) or not isa_supports(MXSpec(x.element, x.block_size), spec, channels):
         return None
     first = ((1,), (0,), (1,))  # of a dimension that is none
-    moves = zip(first, (given[name] for name in ("stride", "padding", "dilation")), strict=True)
-    pairs = tuple((*one, *own) if dimensions == 1 else tuple(own) * (2 // len(own)) for one, own in moves)
-    return Convolution(dimensions, given["input"], quantization, weight.codes, weight.scale, given["bias"], spec, pairs)
+    conv_args = zip(first, (args[name] for name in ("stride", "padding", "dilation")), strict=True)
+    pairs = tuple((*one, *own) if dimensions == 1 else tuple(own) * (2 // len(own)) for one, own in conv_args)
+    return Convolution(dimensions, args["input"], quantization, weight.codes, weight.scale, args["bias"], spec, pairs)
 
 
 def _is_dense(value: Tensor) -> bool:
@@ -116,7 +123,7 @@ def _is_dense(value: Tensor) -> bool:
 
 
 def _channels_last(model: GraphModule, convolution: Convolution) -> Node:
-    """Insert what quantizes x, in its place: the values (B, H, W, C) in bfloat16."""
+    """Insert the quantization of x with channels last, where x was quantized: (B, H, W, C) in bfloat16."""
     quantization = convolution.quantization
     with model.graph.inserting_before(convolution.x.next if quantization is None else convolution.x):
         call = _caller(model.graph)
@@ -129,29 +136,29 @@ def _channels_last(model: GraphModule, convolution: Convolution) -> Node:
         return call(rotated_fake_quantize_mx, last, *modes)
 
 
-def _product(
-    model: GraphModule, node: Node, convolution: Convolution, values: Node, held: dict[tuple[str, int], str]
+def _matmul(
+    model: GraphModule, node: Node, convolution: Convolution, values: Node, buffers: dict[tuple[str, int], str]
 ) -> Node:
-    """Insert what computes a convolution; gives its result."""
+    """Insert the calls that compute a convolution and return the node of its result."""
     with model.graph.inserting_before(node):
         call = _caller(model.graph)
-        rows = [_rows(model, n, convolution.dimensions, held) for n in (convolution.codes, convolution.scale)]
+        rows = [_rows(model, n, convolution.dimensions, buffers) for n in (convolution.codes, convolution.scale)]
         spec, dtype = convolution.spec, node.meta["val"].dtype
-        modes = (spec.element.name, spec.block_size, *convolution.moves, dtype)
+        modes = (spec.element.name, spec.block_size, *convolution.conv_args, dtype)
         result = call(conv2d_mx, values, *rows, convolution.bias, *modes)  # (B, H', W', N)
         if convolution.dimensions == 2:
             return call(aten.permute.default, result, (0, 3, 1, 2))
         return call(aten.permute.default, call(aten.squeeze.dim, result, 1), (0, 2, 1))
 
 
-def _rows(model: GraphModule, node: Node, dimensions: int, held: dict[tuple[str, int], str]) -> Node:
-    """A read of codes or scales (N, C, *kernel) as (N, height, width, C), a buffer that all their readers share."""
+def _rows(model: GraphModule, node: Node, dimensions: int, buffers: dict[tuple[str, int], str]) -> Node:
+    """Insert a read of codes or scales (N, C, *kernel) as (N, height, width, C), a buffer that all users share."""
     value = tensor_of(model, node)
     value = (value if dimensions == 2 else value.unsqueeze(2)).permute(0, 2, 3, 1)
     key = name_of(node), dimensions
-    if key not in held:
-        held[key] = register_buffer(model, f"{name_of(node)}_rows", value.contiguous())
-    buffer = model.graph.get_attr(held[key])
+    if key not in buffers:
+        buffers[key] = register_buffer(model, f"{name_of(node)}_rows", value.contiguous())
+    buffer = model.graph.get_attr(buffers[key])
     buffer.meta.update(node.meta)
     if "val" in node.meta:
         buffer.meta["val"] = node.meta["val"].new_empty(value.shape)

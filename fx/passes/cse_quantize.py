@@ -1,4 +1,4 @@
-"""Equal quantizations of one tensor are done once: the inputs of the query, key and value projections."""
+"""Quantize a tensor once where several quantizations of it are equal: the input of query, key and value projections."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _SHARED = (ops.quantize_mx, ops.fake_quantize_mx, ops.dequantize_mx)
 def cse_quantize(model: GraphModule) -> None:
     """Replace equal quantizations of one tensor by the first.
 
-    Stochastic ones stay apart, unless they have a seed: each draws its own numbers. So do those of memory that the
-    graph writes.
+    The pass skips stochastic roundings without a seed, since each draws its own numbers, and memory that the graph
+    writes.
     """
     written = written_nodes(model.graph)
     first: dict[str, Node] = {}
@@ -36,7 +36,7 @@ def cse_quantize(model: GraphModule) -> None:
 
 
 def _is_shared(node: Node) -> bool:
-    """True of a node that gives what every equal one gives."""
+    """True of a node whose value every equal node has."""
     if node.target is operator.getitem:
         source = node.args[0]
         return isinstance(source, Node) and source.target is ops.quantize_mx
@@ -47,7 +47,7 @@ def _is_shared(node: Node) -> bool:
 
 
 def _arguments(model: GraphModule, node: Node) -> list[Any]:
-    """The arguments of a node, parameters and buffers by what they hold: a tied weight has two names."""
+    """Return the arguments of a node; a parameter or buffer by its identity, since a tied weight has two names."""
     call = Quantize.of(node) or FakeQuantize.of(node) or Dequantize.of(node)
 
     def key(n: Node) -> object:

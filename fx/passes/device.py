@@ -15,7 +15,7 @@ from pt2mx.fx.graph.tensors import map_tensors
 
 
 def move_to_device(model: GraphModule, device: torch.device) -> GraphModule:
-    """Move a model and the graphs inside it to `device`: parameters and buffers, the devices of factories, casts and
+    """Move a model and its subgraphs to `device`: parameters and buffers, the devices of factories, casts and
     assertions, those of autocast, and `val` meta. Tensors that are there already are shared. Changes `model` and
     returns it."""
 

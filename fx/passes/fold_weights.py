@@ -19,7 +19,7 @@ from pt2mx.fx.graph.tensors import remove_unused
 def fold_weights(model: GraphModule) -> GraphModule:
     """Compute every `quantize_mx` of a constant tensor now, and every quantization of torchao's.
 
-    The codes and scales become buffers beside the parameter they come from, named `<parameter>_data` and
+    The codes and scales become buffers next to the parameter they come from, named `<parameter>_data` and
     `<parameter>_scale`; what is quantized twice in the same way (a tied weight) becomes one pair of them. Parameters
     and buffers that nothing reads any more are deleted. Changes `model` and returns it.
     """
@@ -33,7 +33,7 @@ def fold_weights(model: GraphModule) -> GraphModule:
 
 
 def compute_codes(model: GraphModule, constants: set[Node]) -> None:
-    """Give the readers of quantizations of constant tensors buffers to read; the quantizations stay, unread."""
+    """Give the users of each quantization of a constant tensor buffers to read; the quantizations stay, unused."""
     packed: dict[Node, list[Node]] = {}
     equal = first_equal(model, constants)
     with torch.no_grad():
@@ -86,7 +86,7 @@ def _pack(model: GraphModule, quantize: Node) -> list[Node]:
 
 
 def _replace(quantize: Node, buffers: list[Node]) -> None:
-    """Put buffers in the place of the results of a quantizing operator."""
+    """Replace the results of a quantizing operator by buffers."""
     results = [(quantize, 0)]
     if len(buffers) > 1:
         results = [(user, args_of(user)[1]) for user in quantize.users if user.target is operator.getitem]

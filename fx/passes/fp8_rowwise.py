@@ -1,4 +1,4 @@
-"""Products of quantized activations and weights on tensor cores for FP8 (`pt2mx.kernels.fp8_rowwise`)."""
+"""Multiply quantized activations and weights on FP8 tensor cores (`pt2mx.kernels.fp8_rowwise`)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def use_fp8_rowwise(model: GraphModule, force: bool = False) -> None:
     or the layer norm before it too.
 
     The weight becomes codes of 8 bits, `<weight>_data_fp8`, with a scale for each of its rows; one that has a row
-    whose scales lie too far apart stays as it is, and so do small products.
+    whose scales lie too far apart stays as it is, and so do small matmuls.
 
     Args:
         force: on every device and for every size. For tests.
@@ -58,16 +58,16 @@ def use_fp8_rowwise(model: GraphModule, force: bool = False) -> None:
             rows[call.x] = _rows_of(call.x, of, written)
         with model.graph.inserting_before(node):
             weight = [_read(model, name, old) for name, old in zip(names, (call.codes, call.scale), strict=True)]
-            product = model.graph.call_function(mm_fp8_rows, (*rows[call.x], *weight, call.bias))
-        product.meta.update(node.meta)
+            matmul = model.graph.call_function(mm_fp8_rows, (*rows[call.x], *weight, call.bias))
+        matmul.meta.update(node.meta)
         if node in written:
-            written.add(product)
-        node.replace_all_uses_with(product)
+            written.add(matmul)
+        node.replace_all_uses_with(matmul)
         erase_unused(node)
 
 
 def _fits(node: Node, call: LinearMX, of: FakeQuantize, force: bool) -> bool:
-    """True if the tensor cores take a product, are there, and are worth it."""
+    """True if the tensor cores take a matmul, are there, and are worth it."""
     value, x, weight = value_of(node), shape_of(call.x), shape_of(call.codes)
     if value is None or x is None or weight is None or value.dtype != torch.bfloat16 or call.target_dtype is not None:
         return False

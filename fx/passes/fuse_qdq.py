@@ -1,4 +1,4 @@
-"""Quantized activations: `quantize_mx -> getitem x2 -> dequantize_mx` becomes one `fake_quantize_mx`."""
+"""Fuse the quantization of an activation: `quantize_mx -> getitem x2 -> dequantize_mx` becomes `fake_quantize_mx`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pt2mx.fx.graph.tensors import erase_unused
 
 @graph_pass(Quantize, Dequantize)
 def fuse_qdq(model: GraphModule) -> None:
-    """Put a `fake_quantize_mx` in the place of every pair that computes the same, to the bit.
+    """Replace every pair by a `fake_quantize_mx`, which computes the same bits.
 
-    Codes that something else reads stay, and so do pairs whose ends differ in format, blocks, dtype or shape. It runs
-    where the tensor was quantized: what is written to the tensor later does not reach it, and of several stochastic
-    ones each draws its turn.
+    The pass skips codes that something else uses, and pairs whose ends differ in format, blocks, dtype or shape. The
+    new node takes the position of `quantize_mx`: later writes to the tensor do not reach it, and stochastic roundings
+    draw their numbers in the same order.
     """
     for dequantize, to in Dequantize.calls_in(model.graph):
         quantize = quantize_of(dequantize)
@@ -34,5 +34,5 @@ def fuse_qdq(model: GraphModule) -> None:
 
 
 def _is_read_once(quantize: Node, dequantize: Node, to: Dequantize) -> bool:
-    """True if nothing but `dequantize` reads the codes and scales of its pair."""
+    """Return whether only `dequantize` uses the codes and scales of its pair."""
     return set(quantize.users) == {to.codes, to.scale} and {*to.codes.users, *to.scale.users} == {dequantize}

@@ -113,11 +113,11 @@ def fuse_quantize_epilogue(model: GraphModule) -> None:
 
 def _linear(quantization: Quantization, writes: Writes) -> _Fusion | None:
     """Fuse into a linear layer of bfloat16 whose many rows this machine's matrix instructions multiply."""
-    quantized, product = quantization.node, quantization.source
-    call = LinearMX.of(product)
-    if call is None or FakeQuantize.of(quantized) or set(product.users) != {quantized}:
+    quantized, matmul = quantization.node, quantization.source
+    call = LinearMX.of(matmul)
+    if call is None or FakeQuantize.of(quantized) or set(matmul.users) != {quantized}:
         return None
-    value, k = value_of(product), (shape_of(call.x) or (None,))[-1]
+    value, k = value_of(matmul), (shape_of(call.x) or (None,))[-1]
     if value is None or value.device.type != "cpu" or call.rotation or dtype_of(call.x) != torch.bfloat16:
         return None
     rows = value.shape[:-1]
@@ -126,19 +126,19 @@ def _linear(quantization: Quantization, writes: Writes) -> _Fusion | None:
         return None
     if not isinstance(k, int) or not has_isa(MXSpec(call.element, call.block_size), k):
         return None
-    if not supports_epilogue(quantization.spec, (shape_of(product) or (None,))[-1], dtype_of(product)):
+    if not supports_epilogue(quantization.spec, (shape_of(matmul) or (None,))[-1], dtype_of(matmul)):
         return None
 
     def fuse() -> None:
-        now = LinearMX.expect(product)  # its input may be another node than before
-        args = (*now.args[:6], dtype_of(product), quantization.activation, *quantization.modes)
-        fused = insert_before(product, linear_fake_quantize_mx, *args)
+        now = LinearMX.expect(matmul)  # its input may be another node than before
+        args = (*now.args[:6], dtype_of(matmul), quantization.activation, *quantization.modes)
+        fused = insert_before(matmul, linear_fake_quantize_mx, *args)
         fused.meta.update({key: value for key, value in quantized.meta.items() if key != "val"})
         quantized.replace_all_uses_with(fused)
-        for node in (quantized, product):
+        for node in (quantized, matmul):
             node.graph.erase_node(node)
 
-    return product, fuse
+    return matmul, fuse
 
 
 def _attention(quantization: Quantization, writes: Writes) -> _Fusion | None:

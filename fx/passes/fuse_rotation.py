@@ -1,4 +1,4 @@
-"""Rotated inputs are rotated where they are read: in the kernel that quantizes them, or that of the product."""
+"""Fuse the Hadamard rotation of an input into its consumer: the kernel that quantizes it, or the linear layer."""
 
 from __future__ import annotations
 
@@ -15,16 +15,23 @@ from pt2mx.ops.hadamard import rotated_fake_quantize_mx
 @graph_pass(Hadamard, (FakeQuantize, LinearMX))
 def fuse_rotation(model: GraphModule) -> None:
     """Make `fake_quantize_mx(hadamard(x))` one `rotated_fake_quantize_mx`, and `hadamard` an argument of `linear_mx`,
-    where it runs along the last dimension and nothing else reads the rotated tensor. A gradient that is clipped and a
-    random rounding keep two operators, and so does a product of a tensor that the graph writes."""
+    where it runs along the last dimension and nothing else uses the rotated tensor. The pass skips clipped gradients,
+    random roundings, and linear layers whose input the graph writes."""
     written = written_nodes(model.graph)
-    for node, of in FakeQuantize.calls_in(model.graph):
-        rotation = _rotation(of.x)
-        along_last = rotation is not None and of.axis in (-1, len(shape_of(of.x) or ()) - 1)
-        if rotation is None or not along_last or of.ste != "identity" or ROUNDINGS[of.rounding].random:
+    for node, quantize in FakeQuantize.calls_in(model.graph):
+        rotation = _rotation(quantize.x)
+        along_last = rotation is not None and quantize.axis in (-1, len(shape_of(quantize.x) or ()) - 1)
+        if rotation is None or not along_last or quantize.ste != "identity" or ROUNDINGS[quantize.rounding].random:
             continue
-        args = (rotation.x, rotation.size, of.element, of.block_size, of.scale_mode, of.rounding)
-        with model.graph.inserting_before(of.x):
+        args = (
+            rotation.x,
+            rotation.size,
+            quantize.element,
+            quantize.block_size,
+            quantize.scale_mode,
+            quantize.rounding,
+        )
+        with model.graph.inserting_before(quantize.x):
             fused = model.graph.call_function(rotated_fake_quantize_mx, args)
         fused.meta.update(node.meta)
         node.replace_all_uses_with(fused)
@@ -38,7 +45,7 @@ def fuse_rotation(model: GraphModule) -> None:
 
 
 def _rotation(node: Node) -> Hadamard | None:
-    """The rotation along the last dimension that one node alone reads; None where a node gives another tensor."""
+    """Return the rotation along the last dimension that a node computes for its one user; None for another node."""
     call, shape = Hadamard.of(node), shape_of(node)
     if call is None or shape is None or len(node.users) > 1 or call.axis not in (-1, len(shape) - 1):
         return None

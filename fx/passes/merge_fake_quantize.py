@@ -1,5 +1,5 @@
-"""Neighbouring parts of one tensor that are quantized alike are quantized together: queries and keys of an attention,
-which are parts of one product."""
+"""Quantize adjacent slices of a tensor together when they use the same format: queries and keys of an attention, which
+are slices of one matmul's result."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from pt2mx.ops import linear
 
 aten = torch.ops.aten
 
-#: what may read the parts: its results have strides of their own, or those that they had without quantization
-_READERS = (
+#: what may use the slices: its results have strides of their own, or those that they had without quantization
+_USERS = (
     aten.matmul.default, aten.mm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default,
     aten.addmm.default, linear.linear_mx, aten.scaled_dot_product_attention.default,
 )  # fmt: skip
 
 
-class Part(NamedTuple):
+class Slice(NamedTuple):
     """A quantization of the columns `start` to `end` of a tensor's last dimension, and the nodes from these columns to
     its input, all views."""
 
@@ -43,23 +43,26 @@ class Part(NamedTuple):
 
 @graph_pass(FakeQuantize, aten.slice.Tensor)
 def merge_fake_quantize(model: GraphModule) -> None:
-    """Quantize neighbouring parts of a tensor's last dimension, with the same element, block size and modes, as one,
-    where blocks run along that dimension, none has values of two parts or heads, and products alone read the parts.
-    These become views of what is quantized: the same bits."""
+    """Merge the quantizations of adjacent slices of a tensor's last dimension that have the same element, block size
+    and modes. The slices become views of the quantized tensor, with the same bits.
+
+    Blocks must run along that dimension, no block may reach over the end of a slice or a head, and only matmuls may use
+    the slices.
+    """
     written = written_nodes(model.graph)
-    groups: dict[FakeQuantize, list[Part]] = defaultdict(list)
+    groups: dict[FakeQuantize, list[Slice]] = defaultdict(list)
     for node, call in FakeQuantize.calls_in(model.graph):
         part = _part(node, call)
         if part is None or not written.isdisjoint((node, *part.views, part.source)):
             continue
-        if not ROUNDINGS[call.rounding].random and _products_read(node):
+        if not ROUNDINGS[call.rounding].random and _only_matmuls_use(node):
             groups[call.replace(x=part.source, axis=-1)].append(part)
     for call, parts in groups.items():
-        for neighbours in _neighbours(parts):
-            _quantize(model, call, neighbours)
+        for run in _adjacent(parts):
+            _quantize(model, call, run)
 
 
-def _part(quantize: Node, call: FakeQuantize) -> Part | None:
+def _part(quantize: Node, call: FakeQuantize) -> Slice | None:
     """The columns that are quantized, if they are some of the last dimension, maybe split into heads, with that
     dimension still the last."""
     node, shape = call.x, shape_of(call.x)
@@ -72,7 +75,7 @@ def _part(quantize: Node, call: FakeQuantize) -> Part | None:
             return None
         if node.target is aten.slice.Tensor:
             columns = _columns(node)
-            return Part(quantize, views, *columns) if columns and columns[0] % call.block_size == 0 else None
+            return Slice(quantize, views, *columns) if columns and columns[0] % call.block_size == 0 else None
         if not _keeps_last(node, shape):
             return None
         node = node_arg(node)
@@ -108,14 +111,14 @@ def _keeps_last(node: Node, shape: tuple[int | str, ...]) -> bool:
     return node.target in SPLITTING and shape[:-2] == (shape_of(args[0]) or ())[:-1]
 
 
-def _products_read(node: Node) -> bool:
-    """True if products alone read a node, maybe through views."""
-    return all(user.target in _READERS or (is_view(user) and _products_read(user)) for user in node.users)
+def _only_matmuls_use(node: Node) -> bool:
+    """Return whether only matmuls use a node, directly or through views."""
+    return all(user.target in _USERS or (is_view(user) and _only_matmuls_use(user)) for user in node.users)
 
 
-def _neighbours(parts: list[Part]) -> list[list[Part]]:
-    """The parts in order, those together that follow one another; alone ones are left out."""
-    runs: list[list[Part]] = []
+def _adjacent(parts: list[Slice]) -> list[list[Slice]]:
+    """Return the runs of two or more slices that follow one another."""
+    runs: list[list[Slice]] = []
     for part in sorted(parts, key=lambda p: (p.start, p.end)):
         if runs and runs[-1][-1].end == part.start:
             runs[-1].append(part)
@@ -124,8 +127,8 @@ def _neighbours(parts: list[Part]) -> list[list[Part]]:
     return [run for run in runs if len(run) > 1]
 
 
-def _quantize(model: GraphModule, call: FakeQuantize, parts: list[Part]) -> None:
-    """Quantize parts that follow one another as `call` does, which is without its x."""
+def _quantize(model: GraphModule, call: FakeQuantize, parts: list[Slice]) -> None:
+    """Quantize a run of slices as `call` does, which has the whole tensor as x."""
     source, dim = args_of(parts[0].views[0])[:2]
     start, end = parts[0].start, parts[-1].end
     earliest = min((part.views[0] for part in parts), key=list(model.graph.nodes).index)

@@ -1,4 +1,4 @@
-"""On a GPU, weights of products are kept in the order of its tensor cores, once and for all."""
+"""Repack weights into the MMA layout once, at lowering time."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from pt2mx.ops import linear
 def use_mma_layout(model: GraphModule, everywhere: bool = False) -> None:
     """Replace `linear_mx` of bfloat16 by `linear_mx_mma_layout`, which reads its weight in the MMA layout.
 
-    The codes and scales become buffers `<weight>_data_mma` and `<weight>_scale_mma`; those that something reads
-    besides, as the embedding of a tied weight, stay beside them. Products stay as they are on another device (unless
-    `everywhere`), with a weight that is an input or that the layout cannot hold (`to_mma_layout`), and of K that 8 does
-    not divide.
+    The codes and scales become buffers `<weight>_data_mma` and `<weight>_scale_mma`. The old buffers stay where
+    something else uses them, as the embedding of a tied weight does. The pass skips linear layers on other devices
+    (unless `everywhere`), weights that are inputs or that the layout cannot represent (`to_mma_layout`), and a K that 8
+    does not divide.
     """
     constants = constant_nodes(model.graph)
     buffers: dict[tuple[object, ...], list[str]] = {}
@@ -46,7 +46,8 @@ def _fits(call: LinearMX) -> bool:
 
 
 def _register_mma_layout(model: GraphModule, call: LinearMX) -> list[str]:
-    """The names of new buffers of a weight's codes and scales; none where the layout cannot hold it."""
+    """Register buffers of a weight's codes and scales and return their names; none where the layout cannot represent
+    the weight."""
     read = call.codes, call.scale
     codes, scale = (tensor_of(model, n) for n in read)
     found = to_mma_layout(codes, scale, ELEMENTS[call.element], call.block_size)

@@ -1,5 +1,5 @@
-"""Attention over a cache of codes: `scaled_dot_product_attention` of dequantized keys and values becomes
-`attention_mx`, which reads the codes."""
+"""Fuse the dequantization of a key/value cache into attention: `scaled_dot_product_attention` becomes `attention_mx`,
+which reads the codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of a packed weight are gathered before they are dequantized: an embedding decodes what it looks up alone."""
+"""Gather the packed rows of an embedding before dequantizing them, which decodes only the rows that it looks up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products with packed weights: `linear(x, dequantize_mx(weight))` becomes `linear_mx(x, weight)`."""
+"""Fuse the dequantization of a weight into its matmul: `linear(x, dequantize_mx(weight))` becomes `linear_mx`."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ from pt2mx.ops import linear
 
 @dataclass(frozen=True)
 class Matmul:
-    """The places of a product's tensors among its arguments, and the operator that computes it with a packed weight.
+    """The positions of a matmul's tensors among its arguments, and the operator that computes it with a packed weight.
 
     Args:
         x, weight, third: positions of the arguments; the third is the bias, or the ends of the groups.
-        dims: the dimensions of the packed weight, whose blocks run along the last, in the order in which the product
-            has them.
+        dims: the dimensions of the packed weight, whose blocks run along the last one, in the matmul's order.
         packed: the operator that takes (x, codes, scales, third, element, block size).
     """
 
@@ -44,8 +43,8 @@ class Matmul:
     packed: torch._ops.OpOverload = linear.linear_mx
 
 
-#: the name of a product -> its arguments; the weight is packed (N, K), that of groups (E, N, K). transformers exports
-#: experts that are not in bfloat16 by an operator of its own
+#: the name of a matmul -> its arguments. The packed weight is (N, K), for grouped matmuls (E, N, K). transformers has
+#: an operator of its own for experts that are not in bfloat16
 MATMULS = {
     "aten.linear.default": Matmul(0, 1, 2, (0, 1)),
     "aten.matmul.default": Matmul(0, 1, None, (1, 0)),
@@ -58,8 +57,8 @@ MATMULS = {
 
 @dataclass(frozen=True)
 class Weight:
-    """The weight of a product: the `dequantize_mx` that gives it, the dimension along which its blocks run, and its
-    dimensions in the order in which the product has them."""
+    """The weight of a matmul: its `dequantize_mx` node, the dimension along which its blocks run, and its dimensions in
+    the matmul's order."""
 
     dequantize: Node
     axis: int
@@ -68,56 +67,56 @@ class Weight:
 
 @graph_pass(Dequantize)
 def use_packed_weights(model: GraphModule) -> None:
-    """Replace products by those that read the codes of their weight, where its blocks run along the dimension that they
-    reduce and along the last one of the codes (see `make_weights_k_major`), and x, weight, bias and result have one
-    dtype.
+    """Replace matmuls by operators that read the codes of their weight.
 
-    Other products, convolutions among them, keep their dequantized weight, which Inductor computes at each call.
+    The blocks must run along the reduced dimension, the last one of the codes (see `make_weights_k_major`), and x,
+    weight, bias and result must have one dtype. Other matmuls and convolutions keep their dequantized weight, which
+    Inductor computes at each call.
     """
     written = written_nodes(model.graph)
-    for node, product, weight in weights_of_matmuls(model):
+    for node, matmul, weight in weights_of_matmuls(model):
         call = Dequantize.expect(weight.dequantize)
-        blocks_last = weight.dims == product.dims and weight.axis == len(weight.dims) - 1
+        blocks_last = weight.dims == matmul.dims and weight.axis == len(weight.dims) - 1
         if not (blocks_last and written.isdisjoint((weight.dequantize, call.codes, call.scale))):
             continue
-        x, third = args_of(node)[product.x], argument(node, product.third)
+        x, third = args_of(node)[matmul.x], argument(node, matmul.third)
         with model.graph.inserting_before(node):
             args = (x, call.codes, call.scale, third, call.element, call.block_size)
-            packed = model.graph.call_function(product.packed, args)
+            packed = model.graph.call_function(matmul.packed, args)
         packed.meta.update(node.meta)
         node.replace_all_uses_with(packed)
         erase_unused(node)
 
 
 def weights_of_matmuls(model: GraphModule) -> list[tuple[Node, Matmul, Weight]]:
-    """The products of `MATMULS` by a dequantized weight that an operator on packed weights could compute."""
+    """Return the calls of `MATMULS` with a dequantized weight that an operator on packed weights could compute."""
     found = []
     for node in model.graph.nodes:
-        product = MATMULS.get(str(node.target))
-        if product is None or not _is_plain(node, product):
+        matmul = MATMULS.get(str(node.target))
+        if matmul is None or not _is_plain(node, matmul):
             continue
-        weight = _weight(node_arg(node, product.weight))
-        if weight is not None and _fits(node, product, weight):
-            found.append((node, product, weight))
+        weight = _weight(node_arg(node, matmul.weight))
+        if weight is not None and _fits(node, matmul, weight):
+            found.append((node, matmul, weight))
     return found
 
 
 def argument(node: Node, position: int | None) -> Any:
-    """The positional argument of a call; None where it has none there."""
+    """Return the positional argument of a call; None where the call has fewer."""
     return node.args[position] if position is not None and position < len(node.args) else None
 
 
-def _is_plain(node: Node, product: Matmul) -> bool:
-    """True if the arguments that the packed form does not have are at their defaults."""
+def _is_plain(node: Node, matmul: Matmul) -> bool:
+    """Return whether the arguments that the packed operator lacks have their defaults."""
     make_positional(node)
-    own = (product.x, product.weight, product.third)
+    own = (matmul.x, matmul.weight, matmul.third)
     others = [a for i, a in enumerate(operator_of(node)._schema.arguments) if i not in own]
     given = named_args(node)
     return all(given[a.name] == a.default_value for a in others)
 
 
 def _weight(node: Node) -> Weight | None:
-    """The weight that a node gives, if it gives the dimensions of a dequantized one in some order."""
+    """Return the weight that a node computes, if the node only permutes a dequantized weight."""
     chain = []
     while node.target in REORDERING:
         chain.append(node)
@@ -131,16 +130,16 @@ def _weight(node: Node) -> Weight | None:
     return Weight(node, call.axis % len(shape), tuple(sizes.shape))
 
 
-def _fits(node: Node, product: Matmul, weight: Weight) -> bool:
-    """True if the packed form takes the dtypes and shapes of a product.
+def _fits(node: Node, matmul: Matmul, weight: Weight) -> bool:
+    """Return whether the packed operator takes the dtypes and shapes of a matmul.
 
-    Inside autocast a product has another dtype than its operands: it stays, since what runs outside could be joined
-    with it.
+    Inside autocast a matmul has another dtype than its operands. It stays: `merge_linears` could merge it with one
+    outside.
     """
     dtype = Dequantize.expect(weight.dequantize).dtype
-    x, third = args_of(node)[product.x], argument(node, product.third)
+    x, third = args_of(node)[matmul.x], argument(node, matmul.third)
     if any(dtype_of(n) != dtype for n in (node, x)):
         return False
-    if product.packed is linear.grouped_linear_mx:
+    if matmul.packed is linear.grouped_linear_mx:
         return dtype_of(third) == torch.int32 and len(shape_of(x) or ()) == 2
     return third is None or (dtype_of(third), shape_of(third)) == (dtype, (shape_of(node) or ())[-1:])

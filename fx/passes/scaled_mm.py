@@ -1,4 +1,4 @@
-"""Products of quantized activations and packed weights on the MX tensor cores of NVIDIA Blackwell GPUs.
+"""Multiply quantized activations and packed weights on the MX tensor cores of NVIDIA Blackwell GPUs.
 
 Untested on hardware: see `pt2mx.ops.scaled_mm`.
 """
@@ -33,7 +33,7 @@ from pt2mx.ops.scaled_mm import BLOCK, FORMS, Form, scaled_mm_mx, swizzle_scale
 
 @graph_pass(LinearMX, (FakeQuantize, Dequantize))
 def use_scaled_mm(model: GraphModule, force: bool = False) -> None:
-    """Leave products to tensor cores, which multiply the codes: `linear_mx(fake_quantize_mx(x), weight)` becomes
+    """Leave matmuls to tensor cores, which multiply the codes: `linear_mx(fake_quantize_mx(x), weight)` becomes
     `scaled_mm_mx(*quantize_mx(x), weight)`, and so does one whose x is a pair of quantization and dequantization.
 
     It is done where both have an element that tensor cores take (`pt2mx.ops.scaled_mm.FORMS`) in blocks of 32 along K,
@@ -42,7 +42,7 @@ def use_scaled_mm(model: GraphModule, force: bool = False) -> None:
 
     Args:
         model: a lowered one, its weights not in the MMA layout; `lower_to_inductor(..., scaled_mm=True)` does it all.
-        force: on every device, where the product is emulated. For tests.
+        force: on every device, where the matmul is emulated. For tests.
     """
     written = written_nodes(model.graph)
     codes: dict[Node, tuple[Node, Node]] = {}
@@ -56,14 +56,14 @@ def use_scaled_mm(model: GraphModule, force: bool = False) -> None:
             continue
         if call.x not in codes:
             codes[call.x] = _codes(call.x)
-        held = call.scale.target if call.scale.op == "get_attr" else call.scale  # a tied weight has several nodes
-        if held not in scales:
-            scales[held] = insert_before(node, swizzle_scale, call.scale)
+        source = call.scale.target if call.scale.op == "get_attr" else call.scale  # a tied weight has several nodes
+        if source not in scales:
+            scales[source] = insert_before(node, swizzle_scale, call.scale)
         elements = of.element, call.element
-        args = (*codes[call.x], call.codes, scales[held], call.bias, *elements, dtype_of(node))
-        product = insert_before(node, scaled_mm_mx, *args)
-        product.meta.update(node.meta)
-        node.replace_all_uses_with(product)
+        args = (*codes[call.x], call.codes, scales[source], call.bias, *elements, dtype_of(node))
+        matmul = insert_before(node, scaled_mm_mx, *args)
+        matmul.meta.update(node.meta)
+        node.replace_all_uses_with(matmul)
         erase_unused(node)
     constants = constant_nodes(model.graph)
     for name, swizzled in scales.items():
@@ -73,7 +73,7 @@ def use_scaled_mm(model: GraphModule, force: bool = False) -> None:
 
 
 def _fits(node: Node, call: LinearMX, form: Form, force: bool) -> bool:
-    """True if tensor cores take dtypes and sizes of a product, and are there."""
+    """True if tensor cores take dtypes and sizes of a matmul, and are there."""
     value, x, weight = value_of(node), shape_of(call.x), shape_of(call.codes)
     if value is None or x is None or weight is None or value.dtype not in form.results:
         return False

@@ -1,7 +1,7 @@
-"""The bias of a packed product whose result is quantized next is added behind it, in the kernel that quantizes.
+"""Move the bias of a linear layer into the kernel that quantizes its result.
 
-Inductor fuses nothing into a call: without this, the queries and keys of an attention are written by the product, and
-read and written again by a kernel that quantizes alone.
+Inductor fuses nothing into a call. Without this pass, the linear layer writes the queries and keys of an attention, and
+a kernel that only quantizes reads and writes them again.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ aten = torch.ops.aten
 
 @graph_pass(LinearMX, ops.fake_quantize_mx)
 def sink_bias(model: GraphModule) -> None:
-    """Take the bias out of every `linear_mx` that `fake_quantize_mx` alone reads, through views if need be."""
-    for product, call in LinearMX.calls_in(model.graph):
-        if call.bias is None or not _is_quantized_next(product):
+    """Take the bias out of every `linear_mx` whose only users are `fake_quantize_mx`, directly or through views."""
+    for matmul, call in LinearMX.calls_in(model.graph):
+        if call.bias is None or not _is_quantized_next(matmul):
             continue
-        with model.graph.inserting_after(product):
-            added = model.graph.call_function(aten.add.Tensor, (product, call.bias))
-        added.meta.update(product.meta)
-        product.replace_all_uses_with(added, delete_user_cb=functools.partial(operator.is_not, added))
-        product.args = call.replace(bias=None).args
+        with model.graph.inserting_after(matmul):
+            added = model.graph.call_function(aten.add.Tensor, (matmul, call.bias))
+        added.meta.update(matmul.meta)
+        matmul.replace_all_uses_with(added, delete_user_cb=functools.partial(operator.is_not, added))
+        matmul.args = call.replace(bias=None).args
 
 
 def _is_quantized_next(node: Node) -> bool:
-    """True if `fake_quantize_mx` alone reads a node, maybe through views, and no call takes its place."""
+    """Return whether only `fake_quantize_mx` uses a node, directly or through views, and Inductor will generate it."""
 
     def leads_there(user: Node) -> bool:
         if user.target is ops.fake_quantize_mx:

@@ -1,4 +1,4 @@
-"""Weights kept as the values that their codes stand for, where time matters and memory does not."""
+"""Dequantize weights once, at lowering time, for users who have the memory and need the time."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ aten = torch.ops.aten
 
 @graph_pass((LinearMX, Dequantize))
 def unpack_weights(model: GraphModule) -> None:
-    """Dequantize every weight now, to a buffer `<weight>_data_unpacked`, once for all that read it: `linear_mx` becomes
-    `linear`, and convolutions and other readers of a `dequantize_mx` find it computed.
+    """Dequantize every weight to a buffer `<weight>_data_unpacked`, once for all of its users: `linear_mx` becomes
+    `linear`, and convolutions and other users of a `dequantize_mx` read the buffer.
 
-    Rows that are gathered stay packed, and so do the experts of `grouped_linear_mx`, weights that are operands of a
-    graph inside another, and those of products that this machine's units for bfloat16 compute faster.
+    The weights of embeddings, of `grouped_linear_mx` and of subgraphs stay packed, and so do those of matmuls that this
+    machine's matrix instructions for bfloat16 compute faster.
     """
     constants = {n for n in constant_nodes(model.graph) if all(c.op != "placeholder" for c in computed_from(n))}
     buffers: dict[tuple[object, ...], Node] = {}
-    for node, product in LinearMX.calls_in(model.graph):
-        k = (shape_of(product.x) or (None,))[-1]
-        if not constants.issuperset((product.codes, product.scale)) or not isinstance(k, int):
+    for node, matmul in LinearMX.calls_in(model.graph):
+        k = (shape_of(matmul.x) or (None,))[-1]
+        if not constants.issuperset((matmul.codes, matmul.scale)) or not isinstance(k, int):
             continue
-        of_bfloats = product.target_dtype is not None and value_of(node).device.type == "cpu"
-        if not of_bfloats or not has_isa(MXSpec(product.element, product.block_size), k):
-            constants.add(_use_plain_product(model, node, product, k))
+        is_bfloat16 = matmul.target_dtype is not None and value_of(node).device.type == "cpu"
+        if not is_bfloat16 or not has_isa(MXSpec(matmul.element, matmul.block_size), k):
+            constants.add(_use_plain_matmul(model, node, matmul, k))
     for node, call in Dequantize.calls_in(model.graph):
         if node in constants:
             axis = call.axis % evaluate(model, call.codes).dim()
@@ -49,8 +49,8 @@ def unpack_weights(model: GraphModule) -> None:
     model.graph.eliminate_dead_code()
 
 
-def _use_plain_product(model: GraphModule, packed: Node, call: LinearMX, k: int) -> Node:
-    """Replace a `linear_mx`, whose x is (..., k); gives the node of its dequantized weight."""
+def _use_plain_matmul(model: GraphModule, packed: Node, call: LinearMX, k: int) -> Node:
+    """Replace a `linear_mx`, whose x is (..., k), and return the node of its dequantized weight."""
     if _is_of_tensor_cores(packed, call):
         return _use_tensor_cores(model, packed, call, k)
     args = (call.codes, call.scale, call.element, call.block_size, dtype_of(packed), -1, k)
@@ -72,14 +72,14 @@ def _use_plain_product(model: GraphModule, packed: Node, call: LinearMX, k: int)
 
 
 def _is_of_tensor_cores(packed: Node, call: LinearMX) -> bool:
-    """True of a product of bfloat16 to float32 on a GPU, of known sizes: x becomes two-dimensional."""
+    """True of a matmul of bfloat16 to float32 on a GPU whose sizes are known, since x becomes two-dimensional."""
     value, shape = value_of(packed), shape_of(packed) or (None,)
     known = all(isinstance(n, int) for n in shape)
     return known and call.target_dtype == torch.float32 and dtype_of(call.x) == torch.bfloat16 and value.is_cuda
 
 
 def _use_tensor_cores(model: GraphModule, packed: Node, call: LinearMX, k: int) -> Node:
-    """As `_use_plain_product`, by a product of bfloat16 with a result in float32."""
+    """Replace a `linear_mx` by a matmul of bfloat16 with a float32 result, and return the node of the weight."""
 
     def insert(target: OpOverload, *args: Any) -> Node:
         node = model.graph.call_function(target, args)
@@ -89,8 +89,8 @@ def _use_tensor_cores(model: GraphModule, packed: Node, call: LinearMX, k: int) 
     with model.graph.inserting_before(packed):
         weight = insert(ops.dequantize_mx, call.codes, call.scale, call.element, call.block_size, torch.bfloat16, -1, k)
         rows = insert(aten.reshape.default, call.x, [-1, k])
-        product = insert(matmul_bfloat16, rows, insert(aten.t.default, weight), torch.float32)
-        plain = insert(aten.view.default, product, list(shape_of(packed) or ()))
+        matmul = insert(matmul_bfloat16, rows, insert(aten.t.default, weight), torch.float32)
+        plain = insert(aten.view.default, matmul, list(shape_of(packed) or ()))
         if call.bias is not None:
             plain = insert(aten.add.Tensor, plain, call.bias)
     plain.meta.update(packed.meta)

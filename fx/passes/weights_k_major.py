@@ -1,4 +1,4 @@
-"""Packed weights of products are stored with their blocks along the last dimension and one after the other."""
+"""Store the packed weights of matmuls with their blocks along the last dimension, contiguous in memory."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from pt2mx.fx.passes.packed_matmuls import weights_of_matmuls
 
 @graph_pass(Dequantize)
 def make_weights_k_major(model: GraphModule) -> None:
-    """Transpose the codes and scales of the weights of products that reduce the blocks' dimension, but do not have it
+    """Transpose the codes and scales of the weights of matmuls that reduce the blocks' dimension, but do not have it
     last (`x @ w`, Hugging Face's Conv1D), or not in memory (the transpose of a parameter).
 
-    They become buffers `<weight>_data_t` and `<weight>_scale_t`, behind whose `dequantize_mx` a transposition gives
-    every reader what it had, to the bit. Weights whose other readers go by the order of dimensions in memory stay as
-    they are, and so do those of graphs inside, which are operands.
+    They become buffers `<weight>_data_t` and `<weight>_scale_t`. A transposition after `dequantize_mx` gives every user
+    the same bits as before. The pass skips weights with another user that depends on the order of dimensions in
+    memory, and weights of subgraphs, which are operands.
     """
     constants = constant_nodes(model.graph)
-    found: dict[Node, tuple[int, int]] = {}
-    for _, product, weight in weights_of_matmuls(model):
+    axes: dict[Node, tuple[int, int]] = {}
+    for _, matmul, weight in weights_of_matmuls(model):
         last = len(weight.dims) - 1
         swap = {weight.axis: last, last: weight.axis}
         transposed = tuple(swap.get(d, d) for d in weight.dims)
         call = Dequantize.expect(weight.dequantize)
-        held = all(n.op == "get_attr" and n in constants for n in (call.codes, call.scale))
-        if transposed == product.dims and held and _is_new_order(model, weight.dequantize, weight.axis):
-            found[weight.dequantize] = (weight.axis, last)
-    for dequantize, dims in found.items():
+        is_constant = all(n.op == "get_attr" and n in constants for n in (call.codes, call.scale))
+        if transposed == matmul.dims and is_constant and _is_new_order(model, weight.dequantize, weight.axis):
+            axes[weight.dequantize] = (weight.axis, last)
+    for dequantize, dims in axes.items():
         _transpose(model, dequantize, *dims)
 
 
 def _is_new_order(model: GraphModule, dequantize: Node, axis: int) -> bool:
-    """True if codes do not lie in memory with their blocks last, and readers take it if they do."""
+    """Return whether the codes do not have their blocks last in memory, and all users would take them so."""
     codes = tensor_of(model, Dequantize.expect(dequantize).codes)
     if codes.transpose(axis, -1).is_contiguous():
         return axis != codes.dim() - 1

@@ -48,14 +48,14 @@ def keep_batch_norms(model: GraphModule) -> GraphModule:
     torchao folds a batch norm into the convolution or linear layer before it without asking for any of this, and would
     give other numbers; behind an alias it does not see them. Changes `model` and returns it.
     """
-    readers: Counter[str] = Counter()
+    user_counts: Counter[str] = Counter()
     for node in model.graph.find_nodes(op="get_attr"):
-        readers[name_of(node)] += len(node.users)
+        user_counts[name_of(node)] += len(node.users)
     written = written_nodes(model.graph)
     norms = batch_norms(model.graph)
     for norm in norms:
         producer = BatchNorm.of(norm).x
-        if producer.target in LAYERS and not _can_be_folded(producer, norm, readers, written):
+        if producer.target in LAYERS and not _can_be_folded(producer, norm, user_counts, written):
             with model.graph.inserting_before(norm):
                 alias = model.graph.call_function(aten.alias.default, (producer,))
             alias.meta.update(producer.meta)
@@ -65,11 +65,11 @@ def keep_batch_norms(model: GraphModule) -> GraphModule:
     return model
 
 
-def _can_be_folded(layer: Node, norm: Node, readers: Counter[str], written: set[Node]) -> bool:
-    """True if folding the batch norm leaves the outputs of the model as they are."""
+def _can_be_folded(layer: Node, norm: Node, user_counts: Counter[str], written: set[Node]) -> bool:
+    """Return whether folding the batch norm changes no output of the model."""
     _, weight, bias, *_ = named_args(layer).values()
     weights = [n for n in layer.all_input_nodes if n.op == "get_attr"]
-    if len(layer.users) > 1 or any(readers[name_of(n)] > 1 for n in weights):
+    if len(layer.users) > 1 or any(user_counts[name_of(n)] > 1 for n in weights):
         return False
     tensors = [n for n in (weight, bias, *BatchNorm.of(norm)[1:]) if isinstance(n, Node)]
     if any(n.op != "get_attr" or n in written for n in tensors):

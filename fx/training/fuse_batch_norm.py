@@ -156,8 +156,8 @@ def fuse_batch_norms(model: GraphModule, quantizers: type[nn.Module]) -> GraphMo
 
 
 def fold_biases(model: GraphModule) -> GraphModule:
-    """Compute the biases that `NormalizedLayer` leaves in a converted graph now; in a graph inside another, whose
-    tensors are operands, they stay. Changes `model` and returns it."""
+    """Compute the biases that `NormalizedLayer` leaves in a converted graph now. Those of a subgraph, whose
+    tensors are operands, stay. Changes `model` and returns it."""
     if any(placeholder.meta.get(CONSTANT_KEY) for placeholder in model.graph.find_nodes(op="placeholder")):
         return model
     constants = constant_nodes(model.graph)
@@ -182,7 +182,7 @@ def computed_bias(node: Node, constants: set[Node]) -> Node | None:
 
 
 def _fuse(model: GraphModule, layer: Node, norm: Node) -> None:
-    """Put a `ScaledWeight`, a quantizer of its own and a `NormalizedLayer` in the place of a layer and its norm."""
+    """Replace a layer and its norm by a `ScaledWeight`, a quantizer of its own and a `NormalizedLayer`."""
     _, gamma, beta, mean, variance, _, momentum, eps, cudnn = args_of(norm)
     x, quantize, *others = args_of(layer)
     bias, rest = (others[0], others[1:]) if others else (None, [])

@@ -50,7 +50,7 @@ _WRITTEN: dict[object, tuple[int, ...]] = {aten.batch_norm.default: (3, 4), aten
 class TrainEvalModule(nn.Module, ABC):
     """A part of a graph that is `in_training` or `in_evaluation`, by the mode of the module."""
 
-    #: the operator of which this is a form, with the same arguments as far as it is quantized; None for a new one
+    #: the operator that this replaces, with the same quantized arguments; None for a new one
     operator: OpOverload | None = None
 
     # a form has its own parameters, which graphs give by position
@@ -84,7 +84,7 @@ class TrainEvalOp(TrainEvalModule):
         return self._call(args, self.values[1])
 
     def in_evaluation(self, *args: Any) -> Tensor:
-        return args[0] if self._is_impure else self._call(args, self.values[0])  # a counter stands still
+        return args[0] if self._is_impure else self._call(args, self.values[0])  # a counter does not count
 
     def _call(self, args: tuple[Any, ...], value: object) -> Tensor:
         return self.operator(*args[: self.position], value, *args[self.position + 1 :])
@@ -126,13 +126,13 @@ def insert_module(before: Node, name: str, module: nn.Module, args: tuple[Any, .
 
 
 def replace_by_module(node: Node, name: str, module: nn.Module, args: tuple[Any, ...], meta: dict[str, Any]) -> None:
-    """Put a call of `module` in the place of `node`."""
+    """Replace `node` by a call of `module`."""
     node.replace_all_uses_with(insert_module(node, name, module, args, meta))
     node.graph.erase_node(node)
 
 
 def to_evaluation(model: GraphModule) -> GraphModule:
-    """Write what `TrainEvalModule` modules do in evaluation into the graph in their place. Changes `model`."""
+    """Replace `TrainEvalModule` modules by the operators that they call in evaluation. Changes `model`."""
     found = list(train_eval_modules(model))
     for node, module in found:
         with model.graph.inserting_before(node):

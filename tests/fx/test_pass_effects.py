@@ -98,7 +98,7 @@ def machine(monkeypatch):
     for module in (convolutions_as_matmuls, fuse_quantize_epilogue):
         monkeypatch.setattr(module, "has_isa", lambda spec, k: True)
     monkeypatch.setattr(activation_matmuls_bf16.bf16_matmul, "bf16_isa", lambda: 4)
-    monkeypatch.setattr(activation_matmuls_bf16, "_LEAST_PRODUCTS", 1)
+    monkeypatch.setattr(activation_matmuls_bf16, "_MIN_MULTIPLIES", 1)
     monkeypatch.setattr(fuse_activation_quantize, "_MIN_VALUES", 1)
     monkeypatch.setattr(fuse_activation_quantize, "is_available", lambda: True)
 

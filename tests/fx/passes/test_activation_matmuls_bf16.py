@@ -19,7 +19,7 @@ aten = torch.ops.aten
 @pytest.fixture(autouse=True)
 def with_units(monkeypatch):
     """On every machine: torch computes the calls where there are no units."""
-    monkeypatch.setattr(activation_matmuls_bf16, "_LEAST_PRODUCTS", 1 << 10)
+    monkeypatch.setattr(activation_matmuls_bf16, "_MIN_MULTIPLIES", 1 << 10)
     isa = {"bf16_isa": staticmethod(lambda: 4), "LEAST_ROWS": 16}
     monkeypatch.setattr(activation_matmuls_bf16, "bf16_matmul", type("ISA", (), isa))
 
@@ -191,9 +191,9 @@ def test_what_is_read_of_attention(read, calls):
 
 
 def test_small_products_stay_and_what_has_no_units(monkeypatch):
-    monkeypatch.setattr(activation_matmuls_bf16, "_LEAST_PRODUCTS", 1 << 30)
+    monkeypatch.setattr(activation_matmuls_bf16, "_MIN_MULTIPLIES", 1 << 30)
     assert not count(lowered(lambda x, y: x @ y.mT, X, Y)[1], matmul_bfloat16)
-    monkeypatch.setattr(activation_matmuls_bf16, "_LEAST_PRODUCTS", 1)
+    monkeypatch.setattr(activation_matmuls_bf16, "_MIN_MULTIPLIES", 1)
     monkeypatch.setattr(activation_matmuls_bf16.bf16_matmul, "bf16_isa", lambda: 0)
     assert not count(lowered(lambda x, y: x @ y.mT, X, Y)[1], matmul_bfloat16)
 

@@ -25,7 +25,7 @@ def with_units(monkeypatch):
     """On every machine: torch computes the calls where there are no units."""
     isa = {"bf16_isa": staticmethod(lambda: 4), "LEAST_ROWS": 16}
     monkeypatch.setattr(activation_matmuls_bf16, "bf16_matmul", type("ISA", (), isa))
-    monkeypatch.setattr(activation_matmuls_bf16, "_LEAST_PRODUCTS", 1)
+    monkeypatch.setattr(activation_matmuls_bf16, "_MIN_MULTIPLIES", 1)
     monkeypatch.setattr(fuse_activation_quantize, "_MIN_VALUES", 1)
 
 
