@@ -40,7 +40,7 @@ from pt2mx.fx.portable import holds_observers, is_portable
 
 
 class Step(NamedTuple):
-    """A pass of the lowering.
+    """A pass of the lowering, and when it runs.
 
     Args:
         graph_pass: the function that changes a graph.
@@ -54,7 +54,7 @@ class Step(NamedTuple):
     option: str | None = None
 
 
-#: what is done to each graph, in this order
+#: the passes over each graph, in this order
 STEPS = (
     Step(cse_quantize),
     Step(fuse_qdq),
@@ -87,29 +87,27 @@ def lower_to_inductor(
 ) -> GraphModule:
     """Rewrite a converted model for `torch.compile` and AOTInductor.
 
-    Quantized activations become one `fake_quantize_mx`, equal ones of a tensor are shared; linear layers, matrix
-    products and grouped products read their weight packed (`linear_mx`, `grouped_linear_mx`), with its blocks put last
-    where they were not and, in bfloat16 on a GPU, in the order of its tensor cores; those of one input are one product;
-    embeddings gather packed rows. Weights that were not folded are. What is not rewritten, such as convolutions,
-    dequantizes its weight at each call (unless `unpack`) and compiles through the decompositions of the operators.
+    Each quantized activation becomes one `fake_quantize_mx`. Linear layers, matmuls and grouped matmuls read packed
+    weights (`linear_mx`, `grouped_linear_mx`); linear layers of one input are merged; embeddings gather packed rows.
+    Weights that were not folded yet are folded. An operator that no pass rewrites, such as some convolutions,
+    dequantizes its weight at each call (unless `unpack`) and compiles through the decompositions of pt2mx's operators.
 
     Args:
         converted: the model that `convert_pt2e` returned, or the module of a program that was exported from it, saved
-            or loaded. It stays unchanged; the result shares its tensors, as far as they stay the same.
+            or loaded. It does not change; the result shares the tensors that the passes leave unchanged.
         device: the device on which the result runs; by default that of `converted`.
-        scaled_mm: leave products to MX tensor cores, where the GPU has them (`use_scaled_mm`); untested on hardware.
+        scaled_mm: use MX tensor cores, where the GPU has them (`use_scaled_mm`); untested on hardware.
             False by default.
-        unpack: keep weights dequantized, in the memory that the float model takes (`unpack_weights`): the fastest form
-            where many rows are multiplied at a time, as in a vision model or an encoder with quantized activations.
-            GPUs with tensor cores for FP8 multiply elements of 4 and 6 bits on those, with weights of 8 bits
+        unpack: dequantize weights once, to the memory of the float model (`unpack_weights`): the fastest form where
+            many rows are multiplied at a time, as in a vision model or an encoder with quantized activations. GPUs with
+            tensor cores for FP8 multiply elements of 4 and 6 bits on those, with weights of 8 bits
             (`use_fp8_rowwise`); matmuls of quantized activations have no gradient there. Of a model with quantized
             weights alone the result may hold no quantized tensor, and is lowered no further.
             False by default.
 
     Returns:
-        The lowered model. Activations and embeddings are the same to the bit, products up to the order of their sums.
-        It can be exported, saved, copied and compiled; `torch.autocast` around it casts packed products as linear
-        layers.
+        The lowered model. Activations and embeddings keep their bits; matmuls may sum in another order. It can be
+        exported, saved, copied and compiled; `torch.autocast` around it casts packed matmuls as linear layers.
         `quantization_report` is for the converted model, and refuses this one.
 
     Raises:
@@ -146,13 +144,13 @@ def lower_to_inductor(
 
 def _check_converted(model: object) -> None:
     if not isinstance(model, GraphModule):
-        found = type(model).__name__
+        kind = type(model).__name__
     elif is_portable(model):
-        found = "a portable program, whose operators are written out: it can be compiled as it is"
+        kind = "a portable program, whose operators are written out: it can be compiled as it is"
     elif holds_observers(model.state_dict()):
-        found = "one with observers, of a prepared model"
+        kind = "one with observers, of a prepared model"
     elif not any(is_ours(node) for graph in graph_modules(model) for node in graph.graph.nodes):
-        found = "one without quantized tensors"
+        kind = "one without quantized tensors"
     else:
         return
-    raise MXError(f"expected a converted graph module, not {found}: pass what convert_pt2e returned")
+    raise MXError(f"expected a converted graph module, not {kind}: pass what convert_pt2e returned")

@@ -1,8 +1,8 @@
 """The nodes that show memory which the graph writes: `x[:, 0] = 5` exports as a write to a view of x.
 
-Memory is told apart by storage, not by name: one buffer may be a view of another. What an operator's result shares with
-its arguments stands in its schema. A composite operator may return an argument and not say so (dropout in evaluation,
-einsum of one tensor); it is asked, by a call on fake tensors.
+A storage identifies memory, not a name: one buffer may be a view of another. An operator's schema says which arguments
+its result shares memory with. A composite operator may return an argument without saying so (dropout in evaluation,
+einsum of one tensor), so it is called on fake tensors.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ class Writes:
         return bool(self._written)
 
     def between(self, first: Node, last: Node, read: Iterable[Node]) -> bool:
-        """True if something behind `first` and before `last` writes memory that nodes show."""
+        """Return whether a node between `first` and `last` writes memory that the nodes show."""
         if not self:
             return False
         shown, begin, end = self._memory_of(read), self._order[first], self._order[last]
         return any(begin < self._order[node] < end and roots & shown for node, roots in self._written.items())
 
     def reach(self, nodes: Iterable[Node]) -> bool:
-        """True if the graph writes memory that one of the nodes shows, at any time."""
+        """Return whether the graph ever writes memory that one of the nodes shows."""
         shown = self._memory_of(nodes) if self else frozenset()
         return any(roots & shown for roots in self._written.values())
 
@@ -96,8 +96,8 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def _memory(graph: Graph) -> tuple[dict[Node, frozenset[Root]], frozenset[Root]]:
-    """The memory that each node may show, and what of it is written. Both are empty where the graph writes nothing:
-    most do not, and need no analysis."""
+    """Return the memory that each node may show, and the memory that the graph writes. Both are empty where the graph
+    writes nothing; most graphs do not, and need no analysis."""
     written = _written_by_node(graph)
     roots = _roots(graph) if written else {}
     return roots, frozenset().union(*(roots[n] for arguments in written.values() for n in arguments))
@@ -195,7 +195,7 @@ def _written_inside(node: Node, target: HigherOrderOperator) -> list[Node]:
     if "mutation" in target.name():  # a Triton kernel of the user's: which of its operands it writes is not said
         return [n for n in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(n, Node)]
     written = []
-    for graph, operands in _graphs_inside(node):
+    for graph, operands in _subgraphs(node):
         _, roots = _memory(graph)
         written += [operand for placeholder, operand in operands if placeholder in roots]
     return written
@@ -204,16 +204,16 @@ def _written_inside(node: Node, target: HigherOrderOperator) -> list[Node]:
 def _shown_inside(node: Node) -> list[Node]:
     """The operands of a higher-order operator whose memory a graph which it calls may return."""
     shown = []
-    for graph, operands in _graphs_inside(node):
+    for graph, operands in _subgraphs(node):
         roots = _roots(graph)
         returned = frozenset().union(*(roots[n] for n in graph.output_node().all_input_nodes))
         shown += [operand for placeholder, operand in operands if roots[placeholder] & returned]
     return shown
 
 
-def _graphs_inside(node: Node) -> Iterator[tuple[Graph, list[tuple[Node, Node]]]]:
+def _subgraphs(node: Node) -> Iterator[tuple[Graph, list[tuple[Node, Node]]]]:
     """The graphs that a higher-order operator calls, each with (placeholder, operand) pairs. The last arguments are
-    those that stand behind the placeholders, in order."""
+    the operands of the placeholders, in order."""
     arguments = pytree.tree_leaves((node.args, node.kwargs))
     for argument in arguments:
         if isinstance(argument, Node) and argument.op == "get_attr":

@@ -18,43 +18,47 @@ from pt2mx.fx.graph.aliasing import storage_of, written_storages
 
 
 def copy_sharing_tensors(model: GraphModule) -> GraphModule:
-    """A deep copy of graph, submodules and meta whose parameters and buffers are those of `model`.
+    """Return a deep copy of graph, submodules and meta that shares the parameters and buffers of `model`.
 
-    What a pass does to the copy's graph or to the attributes of its modules leaves `model` as it was. Memory that the
+    A pass may change the copy's graph and the attributes of its modules without changing `model`. The memory that the
     graph writes (a counter, a cache) is copied, without the gradient that a run may have left in it: running the copy
     must not change `model` either.
     """
     written = written_storages(model)
-    held = _tensors_of(model)
-    memo = {id(tensor): tensor for tensor in held if storage_of(tensor) not in written}
-    memo |= replaced([tensor for tensor in held if storage_of(tensor) in written], written, Tensor.clone)
+    tensors = _tensors_of(model)
+    memo = {id(tensor): tensor for tensor in tensors if storage_of(tensor) not in written}
+    memo |= replaced([tensor for tensor in tensors if storage_of(tensor) in written], written, Tensor.clone)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
         return copy.deepcopy(model, memo)
 
 
-def map_tensors(model: GraphModule, own: Callable[[Tensor], Tensor]) -> None:
-    """Put `own(tensor)` in the place of every parameter and buffer, of a tied one once. Without gradient: under
-    torch.compile an operator without one fails where one is asked for. Changes `model`, not the tensors."""
-    owned = replaced(_tensors_of(model), written_storages(model), own)
+def map_tensors(model: GraphModule, function: Callable[[Tensor], Tensor]) -> None:
+    """Replace every parameter and buffer by `function(tensor)`, a tied one once. Changes `model`, not the tensors.
+
+    The results require no gradient: under torch.compile, an operator without a gradient fails if one is required.
+    """
+    results = replaced(_tensors_of(model), written_storages(model), function)
     for module in model.modules():
-        held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for tensors in held:
+        registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in registries:
             for name, tensor in tensors.items():
                 if tensor is not None:
-                    value = owned[id(tensor)]
+                    value = results[id(tensor)]
                     tensors[name] = value.requires_grad_(False) if isinstance(tensor, nn.Parameter) else value
 
 
 def replace_tensor(model: GraphModule, old: Tensor, new: Tensor, in_place: bool = False) -> None:
-    """Put `new` in the place of a parameter or buffer, under each of its names; a parameter stays one. `in_place`:
-    into its memory, which other models may share, where no other tensor of `model` does."""
+    """Replace a parameter or buffer by `new`, under each of its names; a parameter stays a parameter.
+
+    in_place: copy `new` into the old memory, which other models may share, unless another tensor of `model` shares it.
+    """
     if in_place and _is_alone(model, old):
         old.detach().copy_(new)
         return
     for module in model.modules():
-        held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for tensors in held:
+        registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in registries:
             for name, tensor in tensors.items():
                 if tensor is old:
                     trained = isinstance(old, nn.Parameter)
@@ -62,38 +66,39 @@ def replace_tensor(model: GraphModule, old: Tensor, new: Tensor, in_place: bool 
 
 
 def _is_alone(model: GraphModule, tensor: Tensor) -> bool:
-    """True if no other tensor of the model lies in the memory, and each value in a place of its own."""
+    """Return whether no other tensor of the model shares the memory, and no two values do."""
     sharing = [other for other in _tensors_of(model) if storage_of(other) == storage_of(tensor)]
     return all(other is tensor for other in sharing) and 0 not in tensor.stride()
 
 
 def tensors_in_written_memory(model: GraphModule) -> dict[str, Tensor]:
-    """The parameters and buffers, by every name, that lie in memory which the graph of `model` writes."""
+    """Return the parameters and buffers, under every name, whose memory the graph of `model` writes."""
     written = written_storages(model)
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {name: tensor.detach() for name, tensor in named if storage_of(tensor) in written}
 
 
-def replaced(tensors: list[Tensor], written: set[int], own: Callable[[Tensor], Tensor]) -> dict[int, Tensor]:
-    """id of each tensor -> `own` of it; of tensors in a storage that is `written`, views of `own` of that storage."""
+def replaced(tensors: list[Tensor], written: set[int], function: Callable[[Tensor], Tensor]) -> dict[int, Tensor]:
+    """Map the id of each tensor to `function` of it. Tensors in a written storage become views of `function` of that
+    storage, so that they share it."""
     storages: dict[int, torch.UntypedStorage] = {}
-    found: dict[int, Tensor] = {}
+    results: dict[int, Tensor] = {}
     for tensor in tensors:
         key, values = storage_of(tensor), tensor.detach()
         if key not in written:
-            value = own(values)
+            value = function(values)
         else:
             if key not in storages:
                 whole = torch.empty(0, dtype=torch.uint8, device=values.device).set_(values.untyped_storage())
-                storages[key] = own(whole).untyped_storage()
+                storages[key] = function(whole).untyped_storage()
             value = torch.empty(0, dtype=values.dtype, device=storages[key].device)
             value = value.set_(storages[key], values.storage_offset(), values.shape, values.stride())
-        found[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
-    return found
+        results[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+    return results
 
 
 def storages_of(model: nn.Module) -> set[int]:
-    """The memory of the parameters and buffers of a model."""
+    """Return the storages of the parameters and buffers of a model."""
     return set(map(storage_of, _tensors_of(model)))
 
 
@@ -102,7 +107,7 @@ def _tensors_of(model: nn.Module) -> list[Tensor]:
 
 
 def delete_unused_tensors(model: GraphModule) -> None:
-    """Delete the parameters and buffers that no `get_attr` of the graph reads, and empty modules."""
+    """Delete unused parameters, buffers and modules: those that no `get_attr` of the graph reads."""
     read = {node.target for node in model.graph.find_nodes(op="get_attr")}
     for path, module in _own_modules(model):
         for name in [*module._parameters, *module._buffers]:
@@ -112,7 +117,7 @@ def delete_unused_tensors(model: GraphModule) -> None:
 
 
 def remove_unused(model: GraphModule) -> GraphModule:
-    """Delete what an exported graph computes or holds for nothing. Changes `model` and returns it."""
+    """Delete unused nodes, tensors and modules of an exported graph. Changes `model` and returns it."""
     model.graph.eliminate_dead_code()
     delete_unused_tensors(model)
     model.recompile()
@@ -120,7 +125,7 @@ def remove_unused(model: GraphModule) -> GraphModule:
 
 
 def erase_unused(node: Node) -> None:
-    """Erase a node that nothing reads, and what was computed for it alone."""
+    """Erase an unused node, and the nodes that only it used."""
     if node.users or node.op not in ("call_function", "get_attr") or node.is_impure():
         return
     inputs = node.all_input_nodes
@@ -130,7 +135,7 @@ def erase_unused(node: Node) -> None:
 
 
 def delete_unused_modules(model: GraphModule) -> None:
-    """Delete the submodules that the graph neither calls nor reads anything of."""
+    """Delete the submodules that the graph neither calls nor reads from."""
     targets = [node.target for node in model.graph.nodes if node.op in ("call_module", "get_attr")]
     used = {target[:end] for target in targets for end in _ends(target)}
     for path, _ in _own_modules(model):
@@ -143,7 +148,7 @@ def _ends(path: str) -> list[int]:
 
 
 def _own_modules(model: GraphModule) -> list[tuple[str, torch.nn.Module]]:
-    """The model and its submodules by path, but for what is inside a module that the graph calls or passes on."""
+    """Return the model and its submodules by path, without those inside a module that the graph calls or passes on."""
     closed = {node.target for node in model.graph.nodes if node.op in ("call_module", "get_attr")}
     modules = list(model.named_modules(remove_duplicate=False))
     return [(path, module) for path, module in modules if not any(path[:end] in closed for end in _ends(path)[:-1])]

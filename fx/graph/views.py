@@ -69,7 +69,7 @@ def _takes_strides(user: Node) -> bool:
 def may_be_ordered_as(node: Node, value: object) -> bool:
     """True if all that is computed from a node, but views of it, lies in memory as before where the node's dimensions
     lie there as those of `value` (a fake tensor of its shape). Elementwise operators keep the order of what they get,
-    sums and products have one of their own."""
+    sums and matmuls have an order of their own."""
     return all(_takes_order(user, node, value) for user in node.users)
 
 

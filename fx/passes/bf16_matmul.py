@@ -44,23 +44,24 @@ QUANTIZED = (FakeQuantize, RotatedFakeQuantize, Dequantize)
 
 @graph_pass(LinearMX, QUANTIZED)
 def use_bf16_matmul(model: GraphModule) -> None:
-    """Give a float32 `linear_mx` on the CPU its x in bfloat16, where a quantization gives x, and keep its result in
-    float32. The values of x and of the weight stay what they are: 8 bits and the exponent of a float32, which a
-    bfloat16 holds, but for those of E4M3 and E5M2 below 2**-133. Sums are in float32 as before.
+    """Give a float32 `linear_mx` on the CPU its quantized x in bfloat16, and keep its result in float32.
 
-    A quantization along the last dimension that such matmuls alone read becomes one kernel that writes bfloat16;
-    other values are cast. Matmuls of a rotated x, of a few rows, and with weights that the kernels for bfloat16 do not
-    decode, stay as they are. Gradients of x pass through bfloat16.
+    The values of x and of the weight do not change: bfloat16 has 8 bits of precision and the exponents of float32, and
+    represents all values but those of E4M3 and E5M2 below 2**-133. Sums are in float32 as before.
 
-    Where this machine multiplies the codes of both operands as integers, matmuls of fewer rows take part: that is
-    faster than what else computes them. Matmuls in bfloat16 take part there, and by AVX512_BF16, which decodes the
-    weight as it multiplies; AMX multiplies no faster than torch.
+    A quantization along the last dimension that only such matmuls use becomes one kernel that writes bfloat16; other
+    values are cast. The pass skips a rotated x, few rows, and weights that the kernels for bfloat16 do not decode.
+    Gradients of x pass through bfloat16.
+
+    Where this machine multiplies the codes of both operands as integers, the pass takes fewer rows, and matmuls in
+    bfloat16: that is faster than any other kernel. It also takes matmuls in bfloat16 where the machine has AVX512_BF16,
+    whose kernel decodes the weight as it multiplies. AMX multiplies no faster than torch.
     """
-    readers: dict[Node, list[Node]] = defaultdict(list)
+    matmuls_of: dict[Node, list[Node]] = defaultdict(list)
     for node, call in LinearMX.calls_in(model.graph):
         if not call.rotation and call.target_dtype is None and is_quantized(call.x) and _fits(node, call):
-            readers[call.x].append(node)
-    for x, matmuls in readers.items():
+            matmuls_of[call.x].append(node)
+    for x, matmuls in matmuls_of.items():
         dtype = dtype_of(x)
         values = _in_bfloat16(model, x, alone=set(x.users) == set(matmuls))
         for matmul in matmuls:
@@ -69,7 +70,7 @@ def use_bf16_matmul(model: GraphModule) -> None:
 
 
 def _in_bfloat16(model: GraphModule, x: Node, alone: bool) -> Node:
-    """Insert the node that gives the values of a quantization in bfloat16; `alone`: nothing reads them otherwise."""
+    """Insert the node of the quantized values in bfloat16 and return it; `alone`: nothing else uses the values."""
     args = _in_one_kernel(x) if alone else None
     if args is None and dtype_of(x) == torch.bfloat16:
         return x
@@ -83,7 +84,7 @@ def _in_bfloat16(model: GraphModule, x: Node, alone: bool) -> Node:
 
 
 def is_quantized(x: Node) -> bool:
-    """True if a node gives values that a bfloat16 holds."""
+    """Return whether bfloat16 represents the values of a node."""
     of = _quantization(x)
     return of is not None and not ELEMENTS[of.element].is_wide
 
