@@ -17,10 +17,10 @@ from pt2mx.fx.lower import STEPS
 class LoweringPass(CustomGraphPass):
     """The passes of `lower_to_inductor` as one pass of Inductor, which runs each time that torch.compile meets a graph.
 
-    It works before AOTAutograd, which would decompose the operators: it is Inductor's `pre_grad_custom_pass`. Weights
-    are inputs there, so those whose blocks do not run along the last dimension (`x @ w`, Hugging Face's Conv1D) are
-    dequantized at each call, and products of one input stay several. A graph that writes to tensors by other means than
-    operators, which a converted model does not, stays unchanged.
+    It is Inductor's `pre_grad_custom_pass`, which runs before AOTAutograd would decompose the operators. Weights are
+    inputs there: the pass dequantizes those whose blocks do not run along the last dimension (`x @ w`, Hugging Face's
+    Conv1D) at each call, and merges no linear layers. It skips a graph that writes tensors other than by operators,
+    which a converted model does not.
 
     Example:
         >>> import torch, pt2mx

@@ -33,8 +33,8 @@ aten = torch.ops.aten
 #: operator -> dimensions of its images
 _DIMENSIONS = {aten.conv1d.default: 1, aten.conv2d.default: 2}
 _GROUP = 32  # channels that are multiplied together
-#: matmuls of a place of the result from which few channels gain: of 75 ours took 0.76 of oneDNN's time; of 27 and 48
-#: 0.84 in memory that is kept, and 0.95 to 1.3 in fresh pages (tests/benchmarks/convolutions.py)
+#: multiplications for one output value from which convolutions of few channels gain: with 75, 0.76 of oneDNN's
+#: time; with 27 and 48, 0.84 in reused memory, and 0.95 to 1.3 in fresh pages (tests/benchmarks/convolutions.py)
 _MIN_REDUCTION = 64
 
 
@@ -106,8 +106,8 @@ def _convolution(node: Node) -> Convolution | None:
     if quantization is None or not is_quantized(args["input"]) or not isinstance(channels, int):
         return None
     if 4 * channels < 3 * (channels + -channels % _GROUP):
-        in_lines = channels < _GROUP and value.dtype == torch.float32 and given["dilation"][-1] == 1
-        if not in_lines or channels * math.prod(map(int, kernel)) < _LEAST_SUM or not has_bf16_isa(spec, channels):
+        in_lines = channels < _GROUP and value.dtype == torch.float32 and args["dilation"][-1] == 1
+        if not in_lines or channels * math.prod(map(int, kernel)) < _MIN_REDUCTION or not has_bf16_isa(spec, channels):
             return None
         quantization = None  # rows of a few values take longer in a kernel of their own
     elif not has_isa(spec, channels) or not isa_supports(MXSpec(x.element, x.block_size), spec, channels):
