@@ -1,1 +1,1 @@
-"""Kernels: `reference` is the definition, every other kernel is a twin of it, tested to the bit."""
+"""Kernels: `reference` and its neighbours define the numbers, and the tests compare each kernel with its definition."""

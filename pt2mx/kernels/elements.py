@@ -32,7 +32,7 @@ def realize(shared: Tensor) -> Tensor:
 
 
 def times_scales(blocks: Tensor, scale: Tensor) -> Tensor:
-    """blocks: (..., blocks, block, ...) fp32, scale: (..., blocks, 1, ...) int32, E8M0 -> the values they stand for."""
+    """blocks: (..., blocks, block, ...) fp32, scale: (..., blocks, 1, ...) int32, E8M0 -> blocks times their scales."""
     return times_pow2(blocks, scale - BIAS, scale != NAN_SCALE, realize)
 
 
@@ -128,7 +128,7 @@ class Prims(Protocol):
         """(..., blocks, block, ...) -> (..., length, ...), the filling of the last blocks cut off."""
 
     def times_scales(self, blocks: Tensor, scale: Tensor) -> Tensor:
-        """blocks: fp32, scale: (..., blocks, 1, ...) int32, E8M0 -> the values that they stand for."""
+        """blocks: fp32, scale: (..., blocks, 1, ...) int32, E8M0 -> the values that the codes represent."""
 
     def scale_bytes(self, exponent: Tensor, finite: Tensor) -> Tensor:
         """exponent: int32, and whether the block is finite -> E8M0, uint8."""

@@ -1,9 +1,9 @@
-"""FP8 rows: quantized values as E4M3 codes with one scale a row, exactly.
+"""FP8 rows: quantized values as E4M3 codes with one scale a row, exactly (row-wise scaling of `torch._scaled_mm`).
 
 An element of 4 or 6 bits leaves room in E4M3: the factor between the scale of a block and the largest scale of its row
 goes into the codes. Tensor cores for FP8 then multiply whole rows, and the scales come after the sums. A row whose
 scales lie too far apart, or that holds a NaN, does not fit: its codes are zeros, its scale is -1, and its values are
-kept as they are (`rest`), for a product of its own.
+kept unchanged (`rest`), for a matmul of their own.
 
 The functions here define the operators of `pt2mx.ops.fp8_rowwise`, for every device.
 """
@@ -48,7 +48,7 @@ class Room(NamedTuple):
 #: element -> its room
 ROOMS = {name: Room.of(ELEMENTS[name]) for name in ("fp4_e2m1", "fp6_e2m3", "fp6_e3m2")}
 
-#: what is computed of x before it is quantized
+#: functions of x before it is quantized
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
     "gelu": F.gelu,
@@ -60,7 +60,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def quantize(x: Tensor, spec: MXSpec, activation: str) -> tuple[Tensor, Tensor, Tensor]:
     """x: (..., K), K a multiple of 32 -> codes (..., K) uint8, scale (..., 1) float32, rest (..., K) in x's dtype,
-    which means something in the rows that do not fit alone."""
+    which is undefined in the rows that fit."""
     x = ACTIVATIONS[activation](x)
     scale, data = run_kernel("quantize_mx", x, spec, None)
     holds = (x.unflatten(-1, (-1, BLOCK)) != 0).any(-1)

@@ -1,8 +1,8 @@
 """The definition of rotation within blocks, in plain torch operations that compilers can trace: the fast Walsh-Hadamard
-transform of values some of which are negated.
+transform of values with some signs flipped.
 
 Sums are made in float32, in one order and without a product before the last step: they have the same bits on every
-device, eager or compiled. The twins (`cpu.hadamard`, `gpu.hadamard`) have the function `rotate`.
+device, eager or compiled.
 """
 
 from __future__ import annotations

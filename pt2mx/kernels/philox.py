@@ -1,7 +1,7 @@
 """The random numbers of stochastic rounding: Philox-4x32-10, in plain torch operations that Inductor can trace.
 
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. A value's number depends on the seed and
-on its place in the tensor alone, so that every kernel draws the same ones whatever way it goes through memory.
+on its position in the tensor alone, so that every kernel draws the same numbers in whatever order it visits memory.
 """
 
 import torch
@@ -14,7 +14,7 @@ _WORD = 0xFFFFFFFF
 
 
 def random_bits(seed: Tensor, shape: torch.Size) -> Tensor:
-    """seed: () int64 -> a number in [0, 2**31) for each place of a tensor of that shape, int32.
+    """seed: () int64 -> a number in [0, 2**31) for each position of a tensor of that shape, int32.
 
     The i-th value in row-major order takes the upper 31 bits of word `i % 4` of the block whose counter is `i // 4`
     and whose key is the seed.
@@ -22,11 +22,11 @@ def random_bits(seed: Tensor, shape: torch.Size) -> Tensor:
     count = 1
     for size in shape:
         count = count * size
-    place = torch.arange(count, device=seed.device, dtype=torch.int64)
-    words = philox(place >> 2, seed)
+    position = torch.arange(count, device=seed.device, dtype=torch.int64)
+    words = philox(position >> 2, seed)
     word = words[3]
     for lane in range(3):
-        word = torch.where((place & 3) == lane, words[lane], word)
+        word = torch.where((position & 3) == lane, words[lane], word)
     return (word >> 1).to(torch.int32).reshape(shape)
 
 

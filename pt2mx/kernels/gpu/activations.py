@@ -1,4 +1,4 @@
-"""The twin of `pt2mx.kernels.quantized_activations` for NVIDIA GPUs: one pass over memory, two bfloat16 an instruction.
+"""Activations and layer norms that are quantized, on NVIDIA GPUs: one pass over memory, two bfloat16 an instruction.
 
 The kernels do not wait for the device and can be captured in a CUDA graph.
 """
@@ -45,7 +45,7 @@ class Config:
 
 
 def suits(spec: MXSpec, x: Tensor, *of_norm: Tensor | None) -> bool:
-    """True if the kernels can quantize along the last dimension of x, and read what a norm has beside it."""
+    """True if the kernels can quantize along the last dimension of x, and read the tensors of a norm."""
     dtypes = (t.dtype for t in (x, *of_norm) if t is not None)
     return x.dim() > 0 and supports_bf16x2(spec, x.shape[-1], *dtypes)
 
@@ -88,7 +88,8 @@ def launch(
     k = x.shape[-1]
     present = tuple(t is not None for t in norm[:4])
     plan, rows = _plan(spec, k, x.device, present, **compile_time), x.numel() // k
-    norm = Norm(norm.out, *(None if t is None else _in_pairs(t) for t in norm[1:4]), norm.eps)
+    residual, weight, bias = (None if t is None else _in_pairs(t) for t in norm[1:4])
+    norm = Norm(norm.out, residual, weight, bias, norm.eps)
     with torch.cuda.device_of(x):
         kernel[(-(-rows // plan.config.rows),)](
             *(_in_pairs(x), norm, *outputs, k, rows, plan.constants, plan.config),

@@ -54,7 +54,7 @@ def fake_quantize_activation_kernel(x, norm, out, k, rows, C: tl.constexpr, F: t
 
 @triton.jit
 def pair_offsets(k, rows, F: tl.constexpr):
-    """Rows of a program, and of their pairs, (rows, blocks, 16): places in a row, places in memory, and which exist."""
+    """Rows of a program, and of their pairs, (rows, blocks, 16): columns, offsets in memory, and which exist."""
     row = tl.program_id(0) * F.rows + tl.arange(0, F.rows)
     block = tl.arange(0, F.blocks)[:, None]
     column = block * 16 + tl.arange(0, 16)[None, :]

@@ -1,6 +1,7 @@
-"""Products of values that bfloat16 holds on an NVIDIA GPU's tensor cores, no less exact than in float32, in Triton: of
-matrices (`bf16_gemm_kernel`), of rows with the weights of experts (`grouped_gemm_kernel`), and attention
-(`dense_attention_kernel`). Other values are rounded to bfloat16."""
+"""Matmuls and attention of bfloat16 values on an NVIDIA GPU's tensor cores, no less exact than in float32, in Triton.
+
+`bf16_gemm_kernel` multiplies matrices, and rows with the weights of experts; `dense_attention_kernel` is attention.
+Values that bfloat16 does not represent are rounded to it."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ class _Tile(NamedTuple):
     stages: int = 4
 
 
-#: tiles that were fastest on an H200, largest first: one serves where there are rows and columns for it, and of which
-#: there are as many as the GPU has multiprocessors
+#: the fastest tiles on an H200, largest first: the first one runs that fits the rows and columns and gives each
+#: multiprocessor a tile
 _TILES = (_Tile(64, 128), _Tile(64, 64), _Tile(32, 64), _Tile(16, 64, 5))
 
 
@@ -103,8 +104,8 @@ def _multiply(x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
     parts = _parts(tiles, k, x.device) if first * second == 1 else 1
     if parts > 1:
         x, y = x[0, 0].unflatten(1, (1, parts, -1)).movedim(0, 2), y[0, 0].unflatten(0, (1, parts, -1))
-        found = _launch(tile, x, y, None, x.new_empty((parts, m, n), dtype=torch.float32)).sum(0)
-        return (found if bias is None else found.add_(bias)).view(out.shape)
+        result = _launch(tile, x, y, None, x.new_empty((parts, m, n), dtype=torch.float32)).sum(0)
+        return (result if bias is None else result.add_(bias)).view(out.shape)
     return _launch(tile, x, y, bias, out)
 
 
@@ -154,7 +155,7 @@ def attention(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor | None:
     """As `pt2mx.kernels.cpu.bf16_matmul.attention`; None for wide heads, a few queries, nothing to do, and
-    quantizations that the kernel has not."""
+    quantizations that the kernel does not support."""
     (batch, heads, queries, width), (_, key_heads, keys, value_width) = query.shape, value.shape
     fits = max(width, value_width) <= WIDEST["cuda"] and queries >= LEAST_ROWS
     if not fits or 0 in (query.numel(), value.numel()) or dtype not in (torch.float32, torch.bfloat16):

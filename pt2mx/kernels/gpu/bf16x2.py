@@ -106,7 +106,7 @@ def codes_of_pair(pair, factor, C: tl.constexpr):
     binade = largest(a & _EXPONENTS, C.min_normal_pair)
     # a sum of 2**(7 - mantissa bits) binades more ends in the number of quanta, rounded to even
     quanta = fused_multiply_add(binade, C.rounding_pair, a)
-    # each binade has 2**mantissa_bits codes; its number stands in the exponent field
+    # each binade has 2**mantissa_bits codes; the exponent field has its number
     codes = quanta + (binade >> (7 - C.mantissa_bits)) + C.first_code_pair
     return v, codes
 

@@ -202,7 +202,7 @@ def decode(codes, C: tl.constexpr):
 
 @triton.jit
 def random_at(seed, place):
-    """The numbers of `pt2mx.kernels.philox.random_bits` at `place` in the tensor, int32 in [0, 2**31)."""
+    """The numbers of `pt2mx.kernels.philox.random_bits` at the position `place` in the tensor, int32 in [0, 2**31)."""
     counter = place.to(tl.int64) >> 2
     zero = tl.zeros_like(counter).to(tl.uint32)
     w0, w1, w2, w3 = tl.philox(tl.load(seed), counter.to(tl.uint32), (counter >> 32).to(tl.uint32), zero, zero)
@@ -237,7 +237,7 @@ def rotated(values, SIZE: tl.constexpr):
     """Values of any shape in fp32, whole blocks of SIZE -> the same rotated.
 
     Each stage adds and subtracts neighbours, and puts the differences behind the sums: after the last one every value
-    is back in its place.
+    is back at its index.
     """
     BLOCKS: tl.constexpr = values.numel // SIZE
     index = tl.arange(0, SIZE)

@@ -43,10 +43,10 @@ def quantize_rows_kernel(x, norm, codes, scales, rest, k, rows, C: tl.constexpr,
         v0, v1 = tl.split(tl.reshape(pairs, [F.rows, F.blocks, 8, 2]))
         words = (odd_bytes(m0, m1) & 0x7F7F7F7F) | (odd_bytes(v0, v1) & ~0x7F7F7F7F)
         word = tl.arange(0, F.blocks)[:, None] * 8 + tl.arange(0, 8)[None, :]
-        place = row[:, None, None].to(tl.int64) * (k // 4) + word[None, :, :]
+        offs = row[:, None, None].to(tl.int64) * (k // 4) + word[None, :, :]
         # a thread has two neighbours; to store four at once it would exchange words with others
-        place = tl.multiple_of(place, [1, 1, 2])
-        tl.store(codes.to(tl.pointer_type(tl.int32)) + place, words, mask=mask)
+        offs = tl.multiple_of(offs, [1, 1, 2])
+        tl.store(codes.to(tl.pointer_type(tl.int32)) + offs, words, mask=mask)
     else:
         low, high = floats_of(pairs)
         low, high = fake_quantized(low, scale, finite, C, F), fake_quantized(high, scale, finite, C, F)
@@ -60,7 +60,7 @@ def quantize_rows_kernel(x, norm, codes, scales, rest, k, rows, C: tl.constexpr,
 
 @triton.jit
 def unfit_rows_kernel(scales, rest, weight, weight_scales, bias, out, m, n, k, F: tl.constexpr):
-    """The products of the rows of rest whose scale says that they did not fit: rest: (m, k) bfloat16, weight: (n, k)
+    """Multiply the rows of rest whose scale says that they did not fit: rest: (m, k) bfloat16, weight: (n, k)
     codes, weight_scales, bias: (n,) -> out: (m, n). Each program has some columns, and nothing to do most times."""
     if F.pdl:
         gdc_launch_dependents()  # there is nothing to do most times, and they wait for the end
@@ -88,5 +88,5 @@ def unfit_rows_kernel(scales, rest, weight, weight_scales, bias, out, m, n, k, F
                 sums *= factors[None, :]
                 if F.has_bias:
                     sums += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
-                place = row[:, None].to(tl.int64) * n + column[None, :]
-                tl.store(out + place, sums.to(out.dtype.element_ty), mask=unfit[:, None] & (column < n)[None, :])
+                out_offs = row[:, None].to(tl.int64) * n + column[None, :]
+                tl.store(out + out_offs, sums.to(out.dtype.element_ty), mask=unfit[:, None] & (column < n)[None, :])

@@ -73,7 +73,7 @@ def load_fragments(pointers, step, C: gl.constexpr):
 @gluon.jit
 def decode_fragment(words, scales, tile, C: gl.constexpr, in_place: gl.constexpr):
     """The result of `load_fragments` of a tile -> pairs of bfloat16: `k8_groups` int32 of rows g, and as many of rows
-    g + 8; `in_place`: not before what stands before it."""
+    g + 8; `in_place`: the compiler must not move it up."""
     pairs = ()
     for half in gl.static_range(2):
         vectors = ()
@@ -109,9 +109,9 @@ def dequantize_kernel(codes, scale, out, n, k, k_steps, C: gl.constexpr):
     out_words = out.to(gl.pointer_type(gl.int32))
     of_rows: gl.constexpr = _layout_of_rows(C)
     row = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, of_rows)))[:, None, None]
-    place = gl.arange(0, C.warps_k * 4, gl.SliceLayout(0, gl.SliceLayout(2, of_rows)))[None, :, None]
+    position = gl.arange(0, C.warps_k * 4, gl.SliceLayout(0, gl.SliceLayout(2, of_rows)))[None, :, None]
     word_of_row = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, of_rows)))[None, None, :]
-    first = (gl.program_id(0) * (C.warps_k * 4) + place) * (4 * C.k8_groups) + word_of_row
+    first = (gl.program_id(0) * (C.warps_k * 4) + position) * (4 * C.k8_groups) + word_of_row
     words, scales = load_fragments(((code_words,), (scale + (at * (2 * C.scales * 32) + lane),)), 0, C)
     both = decode_fragment(words, scales, 0, C, False)
     for half in gl.static_range(2):
@@ -139,6 +139,6 @@ def pdl_wait(C: gl.constexpr):
 @gluon.jit
 def pdl_launch_dependents(C: gl.constexpr):
     """Once every program has come here, the next kernel may start and wait for the end of this one. Earlier, programs
-    of the next one would crowd on the few multiprocessors that have places left."""
+    of the next one would crowd on the few multiprocessors that have room left."""
     if C.use_pdl:
         gdc_launch_dependents()

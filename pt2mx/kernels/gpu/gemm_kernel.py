@@ -144,7 +144,7 @@ def _operand(pairs, first, C: gl.constexpr):
             high = (pair >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
             groups = groups + (gl.join(low, high),)
         halves = halves + (gl.join(gl.join(groups[0], groups[2]), gl.join(groups[1], groups[3])),)
-    # warp, row of 8, place along K, product of two, half of it, value of a pair, group, group, rows + 8
+    # warp, row of 8, position along K, MMA of two, half of it, value of a pair, group, group, rows + 8
     both = gl.join(halves[0], halves[1]).reshape([C.warps_n, 8, 4, 2, 2, 2, 2, 2, 2])
     rows = both.permute([0, 8, 1, 6, 7, 3, 4, 2, 5]).reshape([C.warps_n * 16, STAGE_K])
     return gl.convert_layout(rows, gl.DotOperandLayout(0, _sums_layout(C), 2), assert_trivial=True)

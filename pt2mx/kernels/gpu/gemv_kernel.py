@@ -1,4 +1,4 @@
-"""The device code of products with a few rows of x, in Gluon: tensor cores multiply with 8 rows at a time.
+"""The device code of matmuls with a few rows of x, in Gluon: tensor cores multiply with 8 rows at a time.
 
 Their time is that of reading the packed weight: each code is read once, to registers, and decoded there (`fragment`).
 
@@ -69,7 +69,7 @@ _ROTATE = gl.constexpr(_rotate_ptx())
 _ROTATE_CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 16 + ["l"] * 4))
 _ROTATE_RESULTS = gl.constexpr((gl.int32,) * 4)
 _BLOCK = gl.constexpr(ROTATED_BLOCK)
-#: the sums of a thread's two rows over all columns, each in both of its places
+#: the sums of a thread's two rows over all columns, each in both of its registers
 _SUM_COLUMNS = gl.constexpr("""{
 .reg .f32 a, b, c, d;
 add.f32 a, $4, $5;
@@ -114,7 +114,7 @@ def gemv_kernel(x, codes, scale, bias, out, batch, n, k, n_tiles, k_steps, C: gl
 
 @gluon.jit
 def _x_pointers(x, batch, k, C: gl.constexpr):
-    """Pointers to a thread's first values of each tile of x, and their place along K; beyond the last row, the last."""
+    """Pointers to a thread's first values of each tile of x, and their index along K; beyond the last row, the last."""
     warp_k, warp_n, lane, word = lanes(C)
     words = x.to(gl.pointer_type(gl.int32))
     pairs = ()
@@ -126,7 +126,7 @@ def _x_pointers(x, batch, k, C: gl.constexpr):
 
 @gluon.jit
 def _row_pointers(x, C: gl.constexpr):
-    """Pointers to four values of a thread in its first block of the one row of x, and the place of that along K."""
+    """Pointers to four values of a thread in its first block of the one row of x, and its position along K."""
     warp_k, warp_n, lane, _ = lanes(C)
     first = (warp_k * 4 + lane % 4 + warp_n * 0) * (8 * C.k8_groups)
     return (x.to(gl.pointer_type(gl.int64)) + (first // 4 + lane // 4),), first
@@ -165,7 +165,7 @@ def _load(pointers, x_pointers, k, k_steps, start, C: gl.constexpr):
 
 @gluon.jit
 def _multiply(acc, words, scales, pairs, C: gl.constexpr):
-    """acc + the products of what `_load` gave."""
+    """Add the products of what `_load` gave to acc."""
     if C.rotates:
         pairs = _rotated(pairs, words, C)
     for step in gl.static_range(gl.constexpr(C.k_unroll)):

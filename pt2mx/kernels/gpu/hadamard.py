@@ -1,4 +1,4 @@
-"""The twin of `pt2mx.kernels.hadamard` on an NVIDIA GPU, in Triton: one launch, one pass over memory."""
+"""Rotation within blocks on an NVIDIA GPU, in Triton: one launch, one pass over memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pt2mx.kernels.select import run_kernel
 
 __all__ = ["rotate"]
 
-#: values of a program and its warps, of few values and of many; what was fastest on an H200
+#: values of a program and its warps, of few values and of many; the fastest on an H200
 _FEW, _MANY = (512, 4), (2048, 4)
 _MANY_VALUES = 1 << 20
 _LARGEST_BLOCK = 4096

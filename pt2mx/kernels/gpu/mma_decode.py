@@ -58,7 +58,7 @@ def _from_e5m2(words: list[str]) -> list[list[str]]:
 
 
 def _from_int8(words: list[str]) -> list[list[str]]:
-    """2 plus the code without its sign, minus 2, or 4 where it has one; the last place of such a float is 2**-6."""
+    """2 plus the code without its sign, minus 2, or 4 where it has one; the last bit of such a float is 2**-6."""
     return [
         [
             f"prmt.b32 h, {w}, 0, {bytes_};",

@@ -31,7 +31,7 @@ CONVERTED = ("fp8_e4m3", "fp8_e5m2", "int8", "int8_full")
 
 #: element -> the words of a group, one a row: what bits 15 to 0 of each half of a word hold. "s2" is the sign of pair
 #: 2, "e2" and "m2" are bits of its exponent and mantissa, the highest first; the low half holds the first of the two
-#: values. Pairs whose bits stand as in a bfloat16 take one mask each; the other pairs take the bits that are left over.
+#: values. Pairs whose bits are in the order of a bfloat16 take one mask each; the other pairs take the remaining bits.
 _BITS = {
     "fp4_e2m1": """
         s0 s6 s7 s1 e6 e6 s2 e0 e0 m0 e1 e1 m1 e2 e2 m2
@@ -84,20 +84,20 @@ def _fragment(element: ElementFormat) -> Fragment:
 
 
 def _pairs(element: ElementFormat) -> tuple[tuple[Piece, ...], ...]:
-    """Read the drawing of an element: each bit goes to its place in a bfloat16."""
+    """Read the drawing of an element: each bit goes to its position in a bfloat16."""
     rows = (
         [row.split() for row in _BITS[element.name].splitlines() if row] if element.bits < 8 else [_byte_bits(element)]
     )
-    places: dict[int, list[tuple[int, int]]] = {}  # pair -> word and bit of its sign, then of exponent and mantissa
+    positions: dict[int, list[tuple[int, int]]] = {}  # pair -> word and bit of its sign, then of exponent and mantissa
     for word, row in enumerate(rows):
         for bit, name in zip(range(15, -1, -1), row, strict=True):
-            own = places.setdefault(int(name[1:]), [])
-            own.insert(0 if name[0] == "s" else len(own), (word, bit))
+            bits = positions.setdefault(int(name[1:]), [])
+            bits.insert(0 if name[0] == "s" else len(bits), (word, bit))
     top = _BF16_MANTISSA_BITS + element.bits - 2 - element.mantissa_bits
     pairs = []
-    for _, own in sorted(places.items()):
+    for _, bits in sorted(positions.items()):
         masks: dict[tuple[int, int], int] = {}
-        for (word, bit), target in zip(own, (15, *range(top, -1, -1)), strict=False):
+        for (word, bit), target in zip(bits, (15, *range(top, -1, -1)), strict=False):
             masks[word, target - bit] = masks.get((word, target - bit), 0) | 1 << target
         pairs.append(tuple(Piece(word, left, mask) for (word, left), mask in masks.items()))
     return tuple(pairs)
@@ -124,7 +124,7 @@ _ROWS_AT_A_TIME = 256 * ROWS  # the codes are integers of 8 bytes on the way
 def to_mma_layout(
     codes: Tensor, scale: Tensor, element: ElementFormat, block_size: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Reorder the packed codes and the scales of a weight for the GPU's products.
+    """Reorder the packed codes and the scales of a weight into the MMA layout.
 
     Args:
         codes, scale: (N, bytes), (N, ceil(K / block_size)) uint8, of a K that 8 divides.

@@ -35,7 +35,7 @@ class Tile(NamedTuple):
     vector: int = 1
 
 
-#: (whether inner is not 1) -> tile; what was fastest on an H200, in bf16 and blocks of 32
+#: (whether inner is not 1) -> tile; the fastest on an H200, in bf16 and blocks of 32
 _FAKE_QUANTIZE = {False: Tile(4096, 4), True: Tile(4096, 2, 8)}
 _ROTATED_FAKE_QUANTIZE = {False: Tile(1024, 1)}
 _DEQUANTIZE = {False: Tile(1024, 1), True: Tile(8192, 2, 8)}
@@ -117,7 +117,7 @@ def clip_gradient(grad: Tensor, x: Tensor, spec: MXSpec) -> Tensor | None:
 
 
 def random_bits(seed: Tensor, shape: torch.Size) -> Tensor:
-    """seed: () int64 -> a number in [0, 2**31) for each place of a tensor of that shape, int32."""
+    """seed: () int64 -> a number in [0, 2**31) for each position of a tensor of that shape, int32."""
     out = torch.empty(shape, dtype=torch.int32, device=seed.device)
     if out.numel():
         with torch.cuda.device_of(out):
@@ -146,7 +146,7 @@ def _streams(x: Tensor, spec: MXSpec) -> bool:
 
 
 def _suits_bf16x2(x: Tensor, spec: MXSpec) -> bool:
-    """True if `bf16x2` serves: its arithmetic, and fours of values that no block, word or end of the codes splits."""
+    """True if `bf16x2` takes x: its arithmetic, and fours of values that no block, word or end of the codes splits."""
     element, mode, length = spec.element, SCALE_MODES[spec.scale_mode], x.shape[spec.axis]
     if x.dtype != torch.bfloat16 or spec.rounding != "even" or mode.searches:
         return False

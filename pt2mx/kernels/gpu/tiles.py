@@ -1,10 +1,10 @@
-"""The view of a tensor that the GPU kernels have: tiles of blocks, their places in memory, compile-time values.
+"""The view of a tensor that the GPU kernels have: tiles of blocks, their offsets in memory, compile-time values.
 
 A tensor is seen as (outer, n, inner) with blocks along n. A line is one block of one column: line
-`(o * blocks + b) * inner + c` holds the values `(o, b * block + i, c)`, and has one scale, at that place. A program
+`(o * blocks + b) * inner + c` holds the values `(o, b * block + i, c)`, and has one scale, at that index. A program
 works on a tile of consecutive lines, which is (lines, block) where inner is 1, so that threads share a block, and else
 (lines / vector, block, vector), so that a thread has blocks of its own and neighbouring threads neighbouring columns.
-In the kernels' docstrings "lines" stands for the shape of a tile without its dimension 1, along which the blocks lie.
+In the kernels' docstrings "lines" is the shape of a tile without its dimension 1, along which the blocks lie.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Constants:
 
     @property
     def parts(self) -> int:
-        """Tiles into which a kernel that packs splits its values, so that codes of a word lie at the same place."""
+        """Tiles into which a kernel that packs splits its values, so that codes of a word lie at the same index."""
         return self.word_codes if self.strided else 1
 
     @property

@@ -33,7 +33,7 @@ class GemmTile(NamedTuple):
     split_k: int
 
 
-#: rows of x up to which `gemv_kernel` serves on GPUs other than sm_90, which have no `gemm_kernel`
+#: rows of x up to which `gemv_kernel` runs on GPUs other than sm_90, which have no `gemm_kernel`
 _GEMV_BATCH_WITHOUT_GEMM = 32
 #: bits of an element -> the most rows of x that `gemm_kernel` multiplies
 _LARGEST_GEMM_BATCH = {4: 1536, 6: 1536, 8: 1024}
@@ -56,7 +56,7 @@ _GEMV_OF_MANY_TILES = (2, 1, 12)
 #: tile of rows
 _FEW_VALUES = {4: 512, 6: 1024, 8: 1024}
 _MOST_SPLITS = 8  # more cost what they win
-#: values along K, times tiles of 16 rows, of the largest weight whose products rotate x by themselves: 8192 x 2048 took
+#: values along K, times tiles of 16 rows, of the largest weight whose `gemv_kernel` rotates x itself: 8192 x 2048 took
 #: 0.3 microseconds more, 2048 x 16384 1.8, and a launch takes 0.8
 _LARGEST_ROTATED_GEMV = 1 << 20
 #: values that `gemv_kernel` rotates together
@@ -115,8 +115,8 @@ def gemm_tile(batch: int, n_tiles: int, element: ElementFormat, multiprocessors:
     if rows == 256 and programs(rows, 4) < enough:
         rows = 128
     warps = 8 if (rows < 256 or element.bits == 8) and programs(rows, 8) >= enough else 4
-    wanted = multiprocessors * (2 if rows <= 32 else 1)
-    return GemmTile(rows, warps, min(max(1, wanted // programs(rows, warps)), _MOST_SPLITS))
+    target = multiprocessors * (2 if rows <= 32 else 1)
+    return GemmTile(rows, warps, min(max(1, target // programs(rows, warps)), _MOST_SPLITS))
 
 
 def _next_power_of_2(n: int) -> int:

@@ -87,7 +87,7 @@ def round_to_element(v: Tensor, element: ElementFormat, rounding: str, random: T
     """v: fp32 in units of the block's scale -> a neighbouring value of the element, saturated."""
     binade = _binade(v).clamp(min=2.0**element.emin)
     if rounding == "even":
-        # in the binade of this number one unit in the last place is a quantum: adding it rounds, ties to even
+        # in the binade of this number one ulp is a quantum: adding it rounds, ties to even
         rounder = binade * (1.5 * 2.0 ** (23 - element.mantissa_bits))
         p = (v + rounder) - rounder
     else:

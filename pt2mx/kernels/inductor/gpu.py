@@ -67,7 +67,7 @@ def scale_bytes(exponent: Tensor, finite: Tensor) -> Tensor:
 def from_blocks(blocks: Tensor, axis: int, length: int) -> Tensor:
     """(..., blocks, block, ...) -> (..., length, ...), contiguous but for what is cut off.
 
-    In memory of its own, of which the heads of an attention are views; else each of them would be a copy. Ragged
+    In memory of its own: the heads of an attention are then views of it, and would else each be a copy. Ragged
     blocks of the last dimension are cut where they are read: from memory, that would take another kernel.
     """
     values = blocks.flatten(axis, axis + 1)
