@@ -5,7 +5,7 @@
     join_kernel        the sum of acc, weighted by exp(m - largest m), over that of l -> out
 
 Tensor cores multiply codes' values without their scales: a block's scale multiplies the score of its part of a key, and
-the weight of its part of a value, of which there are fewer. Elements have 8 significant bits at most, which bfloat16
+the weight of its part of a value, since scales are fewer. Elements have 8 significant bits at most, which bfloat16
 and float16 represent.
 """
 

@@ -131,8 +131,8 @@ def _holds(spec: MXSpec, length: int) -> bool:
 
 
 def _packs(spec: MXSpec, length: int) -> bool:
-    """True if the kernels pack: codes that take a byte each, or of which four are whole bytes, two at least; and no two
-    blocks share a byte, so that each can be packed by itself."""
+    """True if the kernels pack: codes that take a byte each, or fours of codes that take at least two whole bytes; and
+    no two blocks share a byte, so that each can be packed by itself."""
     codes, size = packing.group_of(spec.element.bits)
     fits = codes == 1 or (4 % codes == 0 and 4 // codes * size >= 2)
     return fits and (spec.block_size >= length or spec.block_size % codes == 0)

@@ -139,7 +139,7 @@ def tile_offsets(
     FROM: tl.constexpr = 0,
     STEP: tl.constexpr = 1,
 ):
-    """Offsets of the items of a tile in a tensor (outer, n * STRIDE, inner), of which a block has BLOCK * STRIDE along
+    """Offsets of the items of a tile in a tensor (outer, n * STRIDE, inner); a block has BLOCK * STRIDE items along
     n, and which of them exist; a tile. An item is the first of STRIDE neighbours along n; the tile has every STEP-th
     item of each block, from FROM on."""
     first, line = tile_lines(C)

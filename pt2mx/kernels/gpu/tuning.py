@@ -52,7 +52,7 @@ _GEMV = {
     (8, 4): (2, 1, 6),
 }
 _GEMV_OF_MANY_TILES = (2, 1, 12)
-#: bits of an element -> the most values of a row and warp of which up to 512 are loaded together, where 4 warps share a
+#: bits of an element -> the most values of a row and warp that are loaded up to 512 at a time, where 4 warps share a
 #: tile of rows
 _FEW_VALUES = {4: 512, 6: 1024, 8: 1024}
 _MOST_SPLITS = 8  # more cost what they win

@@ -16,7 +16,7 @@ EVERY_BF16 = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(torch.bfl
 
 
 def values_of_a_scale(element):
-    """Every bf16 pattern up to twice the largest value, its fp32 neighbours (ties and beside them), random numbers."""
+    """Every bf16 pattern up to twice the largest value, its fp32 neighbours (ties and around them), random numbers."""
     bf16 = EVERY_BF16[EVERY_BF16.abs() <= 2.0 ** (element.emax + 1)]
     up, down = (torch.nextafter(bf16, torch.tensor(x)) for x in (torch.inf, -torch.inf))
     return torch.cat((bf16, up, down, torch.randn(1 << 14), torch.randn(1 << 14) * element.max_normal))

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.cuda
 
 @pytest.fixture(autouse=True)
 def compiled_afresh():
-    """As one function after the other is compiled, not one in ever more ways, of which Dynamo takes 8."""
+    """Forget compiled code: Dynamo compiles one function in 8 ways at most."""
     torch._dynamo.reset()
 
 
