@@ -17,6 +17,7 @@ from pt2mx.fx.graph.aliasing import Writes
 from pt2mx.fx.graph.node import (
     FakeQuantize,
     dtype_of,
+    function_of,
     insert_before,
     named_args,
     node_arg,
@@ -149,7 +150,7 @@ def _replace(chain: _Chain) -> None:
 
     def viewed(node: Node, views: list[Node]) -> Node:
         for view in views:
-            node = insert_before(last, view.target, node, *view.args[1:])
+            node = insert_before(last, function_of(view), node, *view.args[1:])
         return node
 
     residual = None if chain.sum is None else viewed(named_args(chain.sum)[chain.residual], chain.views_back)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
@@ -64,7 +64,7 @@ class Quantization(NamedTuple):
     dtype: torch.dtype | None
 
     @property
-    def modes(self) -> tuple[object, ...]:
+    def modes(self) -> tuple[Any, ...]:
         """The arguments that operators take last."""
         return self[3:]
 

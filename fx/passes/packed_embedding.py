@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from pt2mx import ops
@@ -16,6 +17,7 @@ from pt2mx.fx.graph.node import (
     function_of,
     make_positional,
     node_arg,
+    operator_of,
     set_value,
     shape_of,
 )
@@ -30,7 +32,7 @@ def _is_first_index(indices: list[Node | None]) -> bool:
 
 
 #: operator -> whether a call of it, by its arguments after the tensor, gathers along the first dimension
-_GATHERS: dict[object, Callable[..., bool]] = {
+_GATHERS: dict[OpOverload, Callable[..., bool]] = {
     aten.embedding.default: lambda indices, *hints: True,
     aten.index_select.default: lambda dim, index: dim == 0,
     aten.index.Tensor: _is_first_index,
@@ -71,5 +73,5 @@ def _gathered_axis(gather: Node, dequantize: Node, call: Dequantize) -> int | No
     if shape is None or gathered is None or gather.kwargs:
         return None
     axis = call.axis % len(shape)
-    whole = axis != 0 and _GATHERS[gather.target](*gather.args[1:])
+    whole = axis != 0 and _GATHERS[operator_of(gather)](*gather.args[1:])
     return axis + len(gathered) - len(shape) if whole else None
