@@ -13,7 +13,6 @@ from pt2mx.fx.graph.node import (
     Quantize,
     args_of,
     arguments_of,
-    is_ours,
     make_positional,
     set_value,
     shape_of,
@@ -57,8 +56,8 @@ def insert_quantize_dequantize(x: Node, spec: MXSpec, consumer: Node | None = No
         dequantize = graph.call_function(ops.dequantize_mx, args)
     for node in (*created, dequantize):
         node.meta.update({key: n.meta[key] for n in (x, consumer or x) for key in PROVENANCE_KEYS if key in n.meta})
-        if is_ours(node):
-            make_positional(node, len(arguments_of(node)))  # a conversion that finds all written compiles once less
+    for node in (quantize, dequantize):
+        make_positional(node, len(arguments_of(node)))  # a conversion that finds all written compiles once less
     for node in created:
         set_value(node)
     if all(isinstance(size, int) for size in value.shape) and value.is_contiguous():

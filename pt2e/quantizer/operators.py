@@ -215,12 +215,11 @@ def quantizable_operators(graph: Graph, requested: Callable[[str], bool] | None 
 
     By default those of `OPT_IN` are returned that a setting chose and that have a quantized operand.
     """
-    nodes = []
-    for node in graph.nodes:
-        name = operator_name(called(node))
-        if name in OPERANDS or (name in OPT_IN and (requested(name) if requested else _is_quantized(node))):
-            nodes.append(node)
-    return nodes
+    opted = [name for name in OPT_IN if requested is None or requested(name)]
+    targets = {node: called(node) for node in graph.nodes}
+    names = {node: operator_name(target) for node, target in targets.items()}
+    quantizable = [n for n, name in names.items() if name in OPERANDS or name in opted]
+    return [n for n in quantizable if names[n] in OPERANDS or requested or _is_quantized(n)]
 
 
 def operands_of(node: Node) -> tuple[Operand, ...]:
