@@ -11,6 +11,7 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import write_out_arguments
 from pt2mx.pt2e.archive import check_kind
+from pt2mx.pt2e.old_programs import read_program
 from pt2mx.pt2e.output import check_output, deferred_interrupts, whole_file
 from pt2mx.pt2e.provenance import Provenance, warn_of_other_version
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
@@ -22,9 +23,7 @@ def save_program(
     """Save a program like `torch.export.save`, with its provenance and with all arguments of pt2mx's operators.
 
     `provenance_of` reads the versions of pt2mx and torch, and the recipe, from the file. The file replaces `path` once
-    it is complete. `torch.export.save` alone leaves out arguments that equal the schema's defaults (scale mode,
-    rounding): with other defaults such a file means other numbers.
-
+    it is complete.
     Args:
         program: `torch.export.export(converted, ...)`. The arguments are written out in its graph.
         path: the file; by convention its name ends in .pt2.
@@ -82,4 +81,4 @@ def load_program(path: str | os.PathLike[str]) -> ExportedProgram:
     """
     check_kind(path, "program")
     warn_of_other_version(path)
-    return torch.export.load(path)
+    return read_program(path)

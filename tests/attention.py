@@ -20,7 +20,7 @@ def packed(name, dtype, sizes=(2, 8, 2, 1, 77, 64, 64), block=32, mask=None, sca
     held: list[Tensor] = []
     for n in (width, value_width):
         x = torch.randn(batch, key_heads, slots, n, generator=generator).to(device, dtype)
-        code_scale, codes = ops.quantize_mx(x, name, block)
+        code_scale, codes = ops.quantize_mx(x, name, block, -1, "floor", "even")
         stored += [codes, code_scale]
         held.append(ops.dequantize_mx(codes, code_scale, name, block, dtype, -1, n).float())
     mask = None if mask is None else mask.to(device)

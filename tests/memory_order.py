@@ -40,8 +40,8 @@ def all_operators(x: Tensor, name: str, axis: int, rounding: str = "even") -> tu
     scale, data = ops.quantize_mx(x, name, BLOCK, axis, "floor", rounding, 3)
     length = x.shape[axis] if x.dim() else 1
     return (
-        ops.fake_quantize_mx(x, name, BLOCK, axis, "floor", rounding, 3),
-        ops.clip_gradient_mx(x, x, name, BLOCK, axis),
+        ops.fake_quantize_mx(x, name, BLOCK, axis, "floor", rounding, 3, "identity"),
+        ops.clip_gradient_mx(x, x, name, BLOCK, axis, "floor", "even"),
         scale,
         data,
         ops.dequantize_mx(data, scale, name, BLOCK, x.dtype, axis, length),

@@ -27,7 +27,7 @@ def fuse_qdq(model: GraphModule) -> None:
         if (to.dtype, shape_of(dequantize)) != (dtype_of(of.x), shape_of(of.x)):
             continue
         with model.graph.inserting_before(quantize):
-            fused = model.graph.call_function(ops.fake_quantize_mx, of.args)
+            fused = model.graph.call_function(ops.fake_quantize_mx, (*of.args, "identity"))
         fused.meta.update(dequantize.meta)
         dequantize.replace_all_uses_with(fused)
         erase_unused(dequantize)

@@ -24,6 +24,7 @@ from pt2mx.pt2e.archive import check_kind
 from pt2mx.pt2e.cli.option_checks import check_device
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result
+from pt2mx.pt2e.old_programs import read_program
 from pt2mx.pt2e.output import check_distinct
 from pt2mx.pt2e.packages.package import Package, check_package_output, open_package, write_package
 from pt2mx.pt2e.packages.pytree_args import in_memory_order, memory_order
@@ -107,7 +108,7 @@ def run(options: argparse.Namespace) -> Result:
         note(text)
     with Progress(3) as progress:
         with user_errors(f"load {options.program!r}"):
-            program = torch.export.load(options.program)
+            program = read_program(options.program)
 
         progress.begin("compile")
         with user_errors("compile the program"):

@@ -18,6 +18,7 @@ from pt2mx.pt2e.archive import check_kind
 from pt2mx.pt2e.cli.calibration_files import batch_files, load_batches
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result, quantized_result
+from pt2mx.pt2e.old_programs import read_program
 from pt2mx.pt2e.onnx.export import export_onnx
 from pt2mx.pt2e.onnx.quantize.quantize_onnx import OnnxReport, quantize_onnx
 from pt2mx.pt2e.output import check_distinct, check_output
@@ -41,7 +42,7 @@ def run_export(options: argparse.Namespace) -> Result:
         note(text)
     with Progress(3) as progress:
         with user_errors(f"load {options.program!r}"):
-            program = torch.export.load(options.program)
+            program = read_program(options.program)
         progress.begin("export")
         nodes = export_onnx(program, options.output, opset=options.opset, target=options.target)
         progress.begin("compare")

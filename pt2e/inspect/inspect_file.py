@@ -37,6 +37,7 @@ from pt2mx.pt2e.inspect.schema import (
     shape_of_ranges,
 )
 from pt2mx.pt2e.language.ranks import programs_in
+from pt2mx.pt2e.old_programs import read_program
 from pt2mx.pt2e.packages.package import read_signature
 from pt2mx.pt2e.packages.sizes import Range, input_nodes, ranges
 from pt2mx.pt2e.packed_weights import PackedWeight, packed_weights, parameter_name
@@ -74,7 +75,7 @@ def _file_info(path: str | os.PathLike[str]) -> FileInfo:
     if any(name.startswith(_CODE) for name in record_names(path)):
         return _package_info(path)
     check_kind(path, "program")
-    return _program_info(path, torch.export.load(path))
+    return _program_info(path, read_program(path))
 
 
 def _program_info(path: str | os.PathLike[str], program: ExportedProgram) -> FileInfo:

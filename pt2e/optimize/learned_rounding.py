@@ -222,7 +222,9 @@ def _with_weights(
             continue
         if (tensor, spec) not in made:
             with run.graph.inserting_before(copies[node]):
-                made[tensor, spec] = run.graph.call_function(ops.fake_quantize_mx, (copies[tensor], *spec.op_args()))
+                made[tensor, spec] = run.graph.call_function(
+                    ops.fake_quantize_mx, (copies[tensor], *spec.op_args(), None, "identity")
+                )
         copies[node].replace_input_with(copies[tensor], made[tensor, spec])
     run.graph.eliminate_dead_code()
     run.recompile()

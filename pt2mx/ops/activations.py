@@ -71,7 +71,9 @@ class ActivationFakeQuantize(Operator[T]):
     def decompose(self) -> Tensor:
         dtype = self.target_dtype or self.x.dtype
         y = ACTIVATIONS[self.activation](self.x).to(torch.promote_types(self.x.dtype, dtype))
-        return fake_quantize_mx(y, self.element, self.block_size, -1, self.scale_mode, self.rounding).to(dtype)
+        return fake_quantize_mx(
+            y, self.element, self.block_size, -1, self.scale_mode, self.rounding, None, "identity"
+        ).to(dtype)
 
     def saved(self) -> tuple[str, ...]:
         return ("x",)

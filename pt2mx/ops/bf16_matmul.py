@@ -189,7 +189,7 @@ class AttentionBfloat16(Operator[T]):
         """Return a product (B, heads, S, W) quantized along W, in its order in memory; the same without an element."""
         if self.element is None:
             return product
-        modes = self.element, self.block_size, -1, self.scale_mode, self.rounding
+        modes = self.element, self.block_size, -1, self.scale_mode, self.rounding, None, "identity"
         result = fake_quantize_mx(product.transpose(1, 2), *modes)
         return result.to(self.out_dtype or product.dtype).transpose(1, 2)
 

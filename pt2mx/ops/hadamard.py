@@ -102,7 +102,7 @@ class RotatedFakeQuantize(Operator[T]):
         return self.x.new_empty(self.x.shape, dtype=dtype)
 
     def decompose(self) -> Tensor:
-        modes = (self.element, self.block_size, -1, self.scale_mode, self.rounding)
+        modes = (self.element, self.block_size, -1, self.scale_mode, self.rounding, None, "identity")
         return fake_quantize_mx(rotate(self.x, self.size), *modes).to(self.target_dtype or self.x.dtype)
 
     def backward(self, ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:

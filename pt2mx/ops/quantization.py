@@ -63,10 +63,9 @@ class Quantization(Operator[T]):
     x: Annotated[T, VALUES]
     element: Element
     block_size: BlockSize
-    axis: Axis = -1
-    scale_mode: ScaleMode = "floor"
-    rounding: Rounding = "even"
-    seed: Seed = None
+    axis: Axis
+    scale_mode: ScaleMode
+    rounding: Rounding
 
     @property
     def spec(self) -> MXSpec:
@@ -80,7 +79,7 @@ class Quantization(Operator[T]):
 
 @operator(
     "quantize_mx",
-    1,
+    2,
     {
         "scale": "(..., ceil(n / block_size), ...) uint8, E8M0",
         "data": "(..., bytes of n, ...) uint8, packed along the axis",
@@ -93,11 +92,13 @@ class Quantize(Quantization[T]):
     have no gradient, but `dequantize_mx` of them passes its gradient straight through to `data_hp`.
 
     Example:
-        >>> torch.ops.pt2mx.quantize_mx(torch.tensor([1.0, 2.0, 3.0, 6.0]), "fp4_e2m1", 32)
+        >>> x = torch.tensor([1.0, 2.0, 3.0, 6.0])
+        >>> torch.ops.pt2mx.quantize_mx(x, "fp4_e2m1", 32, -1, "floor", "even")
         (tensor([127], dtype=torch.uint8), tensor([ 66, 117], dtype=torch.uint8))
     """
 
     x: Annotated[T, As("data_hp"), VALUES]
+    seed: Seed = None
 
     def kernel(self) -> tuple[Tensor, ...]:
         spec, x = self.check(), _row(self.x)
@@ -143,14 +144,14 @@ def _is_decided_by_data(length: torch.SymInt) -> bool:
     return not length.node.has_hint() or any(by_item)
 
 
-@operator("dequantize_mx", 1, "(..., n, ...) in `target_dtype`", COMPLIANT)
+@operator("dequantize_mx", 2, "(..., n, ...) in `target_dtype`", COMPLIANT)
 @dataclass(frozen=True, slots=True)
 class Dequantize(Operator[T]):
     """The values of codes: exact in float32, then cast with ties to even.
 
     Example:
         >>> data, scale = torch.tensor([66, 117], dtype=torch.uint8), torch.tensor([128], dtype=torch.uint8)
-        >>> torch.ops.pt2mx.dequantize_mx(data, scale, "fp4_e2m1", 32, torch.float32)
+        >>> torch.ops.pt2mx.dequantize_mx(data, scale, "fp4_e2m1", 32, torch.float32, -1)
         tensor([ 2.,  4.,  6., 12.])
     """
 
@@ -159,7 +160,7 @@ class Dequantize(Operator[T]):
     element: Element
     block_size: BlockSize
     dtype: Annotated[torch.dtype, As("target_dtype"), "float32, float16 or bfloat16"]
-    axis: Annotated[int, As("block_dim"), "the axis"] = -1
+    axis: Annotated[int, As("block_dim"), "the axis"]
     length: Annotated[
         Any, As(type="SymInt?"), "n, where packing rounded it up; None means every code that the bytes hold"
     ] = None
@@ -208,19 +209,21 @@ class _StraightThrough(torch.autograd.Function):
 torch.library.impl("pt2mx::dequantize_mx", "Autograd", Dequantize.function(Dequantize.straight_through))
 
 
-@operator("fake_quantize_mx", 1, "x's shape and dtype", COMPLIANT)
+@operator("fake_quantize_mx", 2, "x's shape and dtype", COMPLIANT)
 @dataclass(frozen=True, slots=True)
 class FakeQuantize(Quantization[T]):
     """`dequantize_mx` of `quantize_mx`, to the bit, in x's dtype. The gradient is a straight-through estimator.
 
     Example:
-        >>> torch.ops.pt2mx.fake_quantize_mx(torch.tensor([1.1, 2.0, 3.3, 6.0]), "fp4_e2m1", 32)
+        >>> x = torch.tensor([1.1, 2.0, 3.3, 6.0])
+        >>> torch.ops.pt2mx.fake_quantize_mx(x, "fp4_e2m1", 32, -1, "floor", "even", None, "identity")
         tensor([1., 2., 3., 6.])
     """
 
+    seed: Seed
     ste: Annotated[
         str, f"{choices(STRAIGHT_THROUGH)}: the gradient passes, or is zero beyond the largest value of a scale"
-    ] = "identity"
+    ]
 
     def check(self) -> MXSpec:
         """Return the spec with its axis counted from the front; MXError for what the operator does not take."""
@@ -252,7 +255,7 @@ def check_ste(ste: object) -> None:
 
 @operator(
     "clip_gradient_mx",
-    1,
+    2,
     "grad's dtype: grad, and zero where x is beyond the largest value of its block's scale",
     COMPLIANT,
 )
@@ -262,7 +265,7 @@ class ClipGradient(Operator[T]):
 
     Example:
         >>> x = torch.tensor([1.0, 2.0, 3.0, 7.0])
-        >>> torch.ops.pt2mx.clip_gradient_mx(torch.ones(4), x, "fp4_e2m1", 32)
+        >>> torch.ops.pt2mx.clip_gradient_mx(torch.ones(4), x, "fp4_e2m1", 32, -1, "floor", "even")
         tensor([1., 1., 1., 0.])
     """
 
@@ -270,9 +273,9 @@ class ClipGradient(Operator[T]):
     x: Annotated[T, VALUES]
     element: Element
     block_size: BlockSize
-    axis: Axis = -1
-    scale_mode: ScaleMode = "floor"
-    rounding: Rounding = "even"
+    axis: Axis
+    scale_mode: ScaleMode
+    rounding: Rounding
 
     def check(self) -> MXSpec:
         """Return the spec with its axis counted from the front; MXError for what the operator does not take."""

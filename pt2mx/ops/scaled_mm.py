@@ -135,7 +135,7 @@ torch.library.impl("pt2mx::scaled_mm_mx", "CUDA", ScaledMM.function(ScaledMM.mul
 def _dense(codes: Tensor, scale: Tensor, element: str) -> Tensor:
     codes = codes.reshape(-1, codes.shape[-1])
     scale = unswizzle(scale, codes.shape[0], _values(codes, element) // BLOCK)
-    return dequantize_mx(codes, scale, element, BLOCK, torch.float32)
+    return dequantize_mx(codes, scale, element, BLOCK, torch.float32, -1)
 
 
 def _values(codes: Tensor, element: str) -> int:

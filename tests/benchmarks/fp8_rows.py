@@ -48,11 +48,13 @@ def row_of(size: str, element: str, repeats: int) -> Row:
     m, n, k = map(int, size.split("x"))
     x, w = (torch.randn(rows, k, device="cuda", dtype=torch.bfloat16) for rows in (m, n))
     bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
-    dense = ops.fake_quantize_mx(w, element, BLOCK)
+    dense = ops.fake_quantize_mx(w, element, BLOCK, -1, "floor", "even", None, "identity")
     weight, scale, _ = quantize_fp8_rows(w, element)
     sides: dict[str, Callable[[Tensor, int], object]] = {
         "bfloat16": lambda x, _: F.linear(x, dense, bias),
-        "quantize_bfloat16": lambda x, _: F.linear(ops.fake_quantize_mx(x, element, BLOCK), dense, bias),
+        "quantize_bfloat16": lambda x, _: F.linear(
+            ops.fake_quantize_mx(x, element, BLOCK, -1, "floor", "even", None, "identity"), dense, bias
+        ),
         "fp8_rows": lambda x, _: mm_fp8_rows(*quantize_fp8_rows(x, element), weight, scale, bias),
         "quantize": lambda x, _: quantize_fp8_rows(x, element),
         "gelu": lambda x, _: quantize_fp8_rows(x, element, "floor", "even", "gelu"),
@@ -64,7 +66,7 @@ def row_of(size: str, element: str, repeats: int) -> Row:
     times = [1e6 * seconds for seconds in graph_seconds([(side, x) for side in sides.values()], repeats)]
     row: Row = {"element": element, "size": size, **dict(zip(sides, times, strict=True))}
     some = x[:256]
-    values = ops.fake_quantize_mx(some, element, BLOCK)
+    values = ops.fake_quantize_mx(some, element, BLOCK, -1, "floor", "even", None, "identity")
     exact = values.double() @ dense.double().T + bias
     got = mm_fp8_rows(*quantize_fp8_rows(some, element), weight, scale, bias)
     for name, y in (("error_bfloat16", F.linear(values, dense, bias)), ("error", got)):

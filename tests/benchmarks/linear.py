@@ -93,7 +93,7 @@ def device_rows(device: str, args: argparse.Namespace) -> Iterator[Row]:
 def candidates(weight: Tensor, cache: int) -> Iterator[Candidate]:
     """Ours for every element, then the peers that are installed."""
     for name in FORMATS:
-        packed = copies(ops.quantize_mx(weight, name, _BLOCK)[::-1], cache)
+        packed = copies(ops.quantize_mx(weight, name, _BLOCK, -1, "floor", "even")[::-1], cache)
         limit = weight.nbytes / sum(part.nbytes for part in packed[0])
 
         def ours(x: Tensor, i: int, name: str = name, packed: list = packed) -> Tensor:

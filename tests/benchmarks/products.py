@@ -54,9 +54,9 @@ def main() -> None:
 @torch.no_grad()
 def measured(name: str, m: int, n: int, k: int, repeats: int) -> Iterator[Row]:
     given, weight = torch.randn(m, k), torch.randn(n, k)
-    scale, data = ops.quantize_mx(weight, name, _BLOCK)
+    scale, data = ops.quantize_mx(weight, name, _BLOCK, -1, "floor", "even")
     dense = ops.dequantize_mx(data, scale, name, _BLOCK, torch.float32, -1, k)
-    x = ops.fake_quantize_mx(given, name, _BLOCK)
+    x = ops.fake_quantize_mx(given, name, _BLOCK, -1, "floor", "even", None, "identity")
     half, dense_half = x.bfloat16(), dense.bfloat16()
 
     def ours(x: Tensor, units: int) -> Tensor:

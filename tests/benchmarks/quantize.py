@@ -74,10 +74,12 @@ def cpu_rows(size: int, repeats: int) -> list[Row]:
     for name in FORMATS:
         for layout, (values, axis) in layouts.items():
             row: Row = {"device": "cpu", "what": f"pt2mx {name}", "layout": layout}
-            scale, data = ops.quantize_mx(values, name, _BLOCK, axis)
+            scale, data = ops.quantize_mx(values, name, _BLOCK, axis, "floor", "even")
             calls = {
-                "fake_quantize": lambda v=values, a=axis, n=name: ops.fake_quantize_mx(v, n, _BLOCK, a),
-                "quantize": lambda v=values, a=axis, n=name: ops.quantize_mx(v, n, _BLOCK, a),
+                "fake_quantize": lambda v=values, a=axis, n=name: ops.fake_quantize_mx(
+                    v, n, _BLOCK, a, "floor", "even", None, "identity"
+                ),
+                "quantize": lambda v=values, a=axis, n=name: ops.quantize_mx(v, n, _BLOCK, a, "floor", "even"),
                 "dequantize": lambda s=scale, d=data, a=axis, n=name: ops.dequantize_mx(
                     d, s, n, _BLOCK, torch.float32, a
                 ),
@@ -169,15 +171,17 @@ def gpu_rows(size: int, repeats: int) -> list[Row]:
     rows = []
     for name in FORMATS:
         for layout, (values, axis) in layouts.items():
-            scale, data = ops.quantize_mx(values, name, _BLOCK, axis)
+            scale, data = ops.quantize_mx(values, name, _BLOCK, axis, "floor", "even")
             packed = scale.nbytes + data.nbytes
             calls = {
                 "fake_quantize": (
-                    lambda v=values, n=name, a=axis: ops.fake_quantize_mx(v, n, _BLOCK, a),
+                    lambda v=values, n=name, a=axis: ops.fake_quantize_mx(
+                        v, n, _BLOCK, a, "floor", "even", None, "identity"
+                    ),
                     2 * x.nbytes,
                 ),
                 "quantize": (
-                    lambda v=values, n=name, a=axis: ops.quantize_mx(v, n, _BLOCK, a),
+                    lambda v=values, n=name, a=axis: ops.quantize_mx(v, n, _BLOCK, a, "floor", "even"),
                     x.nbytes + packed,
                 ),
                 "dequantize": (
@@ -201,7 +205,7 @@ def gpu_rows(size: int, repeats: int) -> list[Row]:
         rows.append(row(f"reference through Inductor, {name}", "axis -1", calls))
         if torchao := torchao_functions(name):
             quantize, fake_quantize = map(torch.compile, torchao)
-            packed = sum(part.nbytes for part in ops.quantize_mx(x, name, _BLOCK))
+            packed = sum(part.nbytes for part in ops.quantize_mx(x, name, _BLOCK, -1, "floor", "even"))
             calls = {
                 "fake_quantize": (lambda f=fake_quantize: f(x), 2 * x.nbytes),
                 "quantize": (lambda f=quantize: f(x), x.nbytes + packed),

@@ -66,11 +66,11 @@ def test_every_code_and_scale(compiled):
 @pytest.mark.parametrize("name", FORMATS)
 def test_opcheck(name):
     x = torch.randn(4, 70, device="cuda", requires_grad=True)
-    opcheck(ops.quantize_mx, (x, name, 32))
-    opcheck(ops.fake_quantize_mx, (x, name, 32))
-    scale, data = ops.quantize_mx(x, name, 32)
+    opcheck(ops.quantize_mx, (x, name, 32, -1, "floor", "even"))
+    opcheck(ops.fake_quantize_mx, (x, name, 32, -1, "floor", "even", None, "identity"))
+    scale, data = ops.quantize_mx(x, name, 32, -1, "floor", "even")
     opcheck(ops.dequantize_mx, (data, scale, name, 32, torch.bfloat16, -1, 70))
-    opcheck(ops.clip_gradient_mx, (torch.randn_like(x), x.detach(), name, 32))
+    opcheck(ops.clip_gradient_mx, (torch.randn_like(x), x.detach(), name, 32, -1, "floor", "even"))
     opcheck(ops.random_bits, (torch.tensor(5, device="cuda"), [3, 41]))
 
 

@@ -65,8 +65,13 @@ def test_parts_that_do_not_belong_together(call, message):
         (lambda x: mx_statistics(x.to("meta"), "mxfp4"), "has no values"),
         (lambda x: PRESETS["pychop"].fake_quantize(None, "mxfp4"), "x must be a torch.Tensor"),
         (lambda x: quantize_linear_(None, None), "model must be a Module"),
-        (lambda x: ops.clip_gradient_mx(torch.ones(3), x, "fp4_e2m1", 32), "is no gradient of x"),
-        (lambda x: ops.clip_gradient_mx(torch.ones(4, 64, dtype=torch.int32), x, "fp4_e2m1", 32), "is no gradient"),
+        (lambda x: ops.clip_gradient_mx(torch.ones(3), x, "fp4_e2m1", 32, -1, "floor", "even"), "is no gradient of x"),
+        (
+            lambda x: ops.clip_gradient_mx(
+                torch.ones(4, 64, dtype=torch.int32), x, "fp4_e2m1", 32, -1, "floor", "even"
+            ),
+            "is no gradient",
+        ),
         (lambda x: ops.random_bits(torch.ones(3, dtype=torch.int64), [4]), "the seed tensor"),
         (lambda x: ops.random_bits(torch.tensor(1.0), [4]), "the seed tensor"),
     ],
@@ -82,7 +87,7 @@ def test_second_derivatives_pass_through_the_clipped_estimator():
     y = fake_quantize_mx(x, "mxfp4", ste="clipped")
     (first,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
-    passed = ops.clip_gradient_mx(torch.ones(4, 64), x.detach(), "fp4_e2m1", 32)
+    passed = ops.clip_gradient_mx(torch.ones(4, 64), x.detach(), "fp4_e2m1", 32, -1, "floor", "even")
     assert torch.equal(second, 6 * y.detach() * passed) and not passed.all()
 
 

@@ -57,9 +57,11 @@ def test_compiled_code_gives_the_same_bits(compiler):
 def test_operators_pass_the_checks_of_torch():
     x = torch.randn(3, 40)
     scale, data = quantize_mx(x, "int16")
-    torch.library.opcheck(ops.quantize_mx, (x, "int16", 32))
-    torch.library.opcheck(ops.dequantize_mx, (data, scale, "int16", 32, torch.float32))
-    torch.library.opcheck(ops.fake_quantize_mx, (x.requires_grad_(), "fp16_e5m10", 32))
+    torch.library.opcheck(ops.quantize_mx, (x, "int16", 32, -1, "floor", "even"))
+    torch.library.opcheck(ops.dequantize_mx, (data, scale, "int16", 32, torch.float32, -1))
+    torch.library.opcheck(
+        ops.fake_quantize_mx, (x.requires_grad_(), "fp16_e5m10", 32, -1, "floor", "even", None, "identity")
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)

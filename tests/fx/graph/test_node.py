@@ -62,8 +62,9 @@ def test_keywords_take_their_positions():
     node = graph.call_function(torch.ops.aten.softmax.int, (x,), {"dtype": None, "dim": 1})
     make_positional(node)
     assert node.args == (x, 1, None) and node.kwargs == {}
-    node = graph.call_function(torch.ops.pt2mx.quantize_mx.default, (x, "int8"), {"block_size": 32})
+    modes = {"block_size": 32, "axis": -1, "rounding": "even", "scale_mode": "floor"}
+    node = graph.call_function(torch.ops.pt2mx.quantize_mx.default, (x, "int8"), modes)
     make_positional(node)
-    assert node.args == (x, "int8", 32)
+    assert node.args == (x, "int8", 32, -1, "floor", "even")
     make_positional(node, 7)
     assert node.args == (x, "int8", 32, -1, "floor", "even", None)

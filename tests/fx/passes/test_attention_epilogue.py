@@ -106,7 +106,9 @@ def test_a_cast_of_the_quantized_values(monkeypatch):
 def test_casts_to_dtypes_that_the_operator_gives(dtype, taken):
     def run(query):
         y = attention_bfloat16(query, query, query).transpose(1, 2).reshape(2, 20, 96)
-        return torch.ops.aten.to.dtype(ops.fake_quantize_mx(y, "int8", 32), dtype)
+        return torch.ops.aten.to.dtype(
+            ops.fake_quantize_mx(y, "int8", 32, -1, "floor", "even", None, "identity"), dtype
+        )
 
     query = torch.randn(2, 3, 20, 32)
     model = make_fx(run, tracing_mode="fake", pre_dispatch=True)(query)

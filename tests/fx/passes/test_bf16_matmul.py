@@ -58,7 +58,10 @@ def test_x_is_quantized_to_bfloat16(name):
 def test_values_are_those_of_the_quantization():
     _, model, x = lowered("mxint8")
     (first, _) = calls(model, rotated_fake_quantize_mx)
-    assert torch.equal(rotated_fake_quantize_mx(x, *first.args[1:]).float(), ops.fake_quantize_mx(x, "int8", 32))
+    assert torch.equal(
+        rotated_fake_quantize_mx(x, *first.args[1:]).float(),
+        ops.fake_quantize_mx(x, "int8", 32, -1, "floor", "even", None, "identity"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,7 +119,7 @@ def test_integers_that_others_read_stay_where_they_are(integers):
             self.linear = nn.Linear(64, 64)
 
         def forward(self, x):
-            y = ops.fake_quantize_mx(x, "int8", 32)
+            y = ops.fake_quantize_mx(x, "int8", 32, -1, "floor", "even", None, "identity")
             return self.linear(y) + y
 
     x = torch.randn(80, 64, dtype=torch.bfloat16)
@@ -152,7 +155,7 @@ def test_values_with_other_readers_are_cast():
             self.linear = nn.Linear(64, 64)
 
         def forward(self, x):
-            y = ops.fake_quantize_mx(x, "fp8_e4m3", 32)
+            y = ops.fake_quantize_mx(x, "fp8_e4m3", 32, -1, "floor", "even", None, "identity")
             return self.linear(y) + y
 
     x = torch.randn(80, 64)

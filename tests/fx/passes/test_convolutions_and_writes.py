@@ -105,7 +105,7 @@ def test_an_input_that_is_written_after_it_is_quantized():
 
         def forward(self, x):
             doubled = x * 2
-            quantized = ops.fake_quantize_mx(doubled, "int8", 32, axis=1)
+            quantized = ops.fake_quantize_mx(doubled, "int8", 32, 1, "floor", "even", None, "identity")
             doubled.zero_()
             return self.convolution(quantized)
 

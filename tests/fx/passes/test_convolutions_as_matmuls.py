@@ -227,4 +227,4 @@ def test_the_quantization_is_of_values_along_channels():
     with torch.no_grad():
         model.weight[:, :, 0, 0].fill_diagonal_(1.0)
     _, found = lowered(model, x, "mxfp4")
-    assert torch.equal(found(x), ops.fake_quantize_mx(x, "fp4_e2m1", 32, 1)[:, :32])
+    assert torch.equal(found(x), ops.fake_quantize_mx(x, "fp4_e2m1", 32, 1, "floor", "even", None, "identity")[:, :32])

@@ -82,7 +82,9 @@ def test_what_is_written_in_between_stays_apart():
 def test_a_result_that_is_written_stays_apart():
     class Results(torch.nn.Module):
         def forward(self, x):
-            first, second = (ops.fake_quantize_mx(x, "fp8_e4m3", 32) for _ in range(2))
+            first, second = (
+                ops.fake_quantize_mx(x, "fp8_e4m3", 32, -1, "floor", "even", None, "identity") for _ in range(2)
+            )
             return first.add_(1), second
 
     x = torch.randn(3, 64)
@@ -101,7 +103,7 @@ def test_two_names_of_one_weight_are_one():
 
         def forward(self):
             return [ops.dequantize_mx(getattr(self, f"{n}_data"), getattr(self, f"{n}_scale"), "fp8_e4m3", 32,
-                                      torch.float32) for n in ("a", "b")]  # fmt: skip
+                                      torch.float32, -1) for n in ("a", "b")]  # fmt: skip
 
     model = torch.export.export(Tied(), ()).module()
     assert count(cse_quantize(model), ops.dequantize_mx) == 2

@@ -180,7 +180,9 @@ def test_dimensions_keep_their_order_in_memory():
 
     class Net(nn.Module):
         def forward(self, x):
-            quantized = ops.fake_quantize_mx(x.transpose(0, 1) * 1.0, "fp8_e4m3", 32)
+            quantized = ops.fake_quantize_mx(
+                x.transpose(0, 1) * 1.0, "fp8_e4m3", 32, -1, "floor", "even", None, "identity"
+            )
             return quantized.transpose(0, 1).view(-1), quantized
 
     x = torch.randn(8, 4, 64)

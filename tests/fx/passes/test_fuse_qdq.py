@@ -96,9 +96,9 @@ def test_it_quantizes_before_a_later_write():
     class Written(torch.nn.Module):
         def forward(self, x):
             y = x.clone()
-            scale, data = ops.quantize_mx(y, "fp8_e4m3", 32)
+            scale, data = ops.quantize_mx(y, "fp8_e4m3", 32, -1, "floor", "even")
             y.zero_()
-            return ops.dequantize_mx(data, scale, "fp8_e4m3", 32, torch.float32), y
+            return ops.dequantize_mx(data, scale, "fp8_e4m3", 32, torch.float32, -1), y
 
     model, x = torch.export.export(Written(), (torch.randn(3, 64),)).module(), torch.randn(3, 64)
     assert targets(fuse_qdq(model)) == [ops.fake_quantize_mx]

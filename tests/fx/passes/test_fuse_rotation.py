@@ -30,7 +30,7 @@ class Rotated(nn.Module):
 
 
 def quantized(x, *modes):
-    return ops.fake_quantize_mx(x, "fp4_e2m1", 32, *modes)
+    return pt2mx.fake_quantize_mx(x, "fp4_e2m1", 32, *modes)
 
 
 def exported(after, x=X):

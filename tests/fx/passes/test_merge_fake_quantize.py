@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+import pt2mx
 from pt2mx import ops
 from pt2mx.fx.passes.merge_fake_quantize import merge_fake_quantize
 
@@ -14,7 +15,7 @@ def heads(x, size=32):
 
 
 def quantized(x, element="fp8_e4m3", block_size=32, axis=-1, **modes):
-    return ops.fake_quantize_mx(x, element, block_size, axis, **modes)
+    return pt2mx.fake_quantize_mx(x, element, block_size, axis, **modes)
 
 
 def product(x):

@@ -20,8 +20,8 @@ class Cached(nn.Module):
         self.late, self.block, self.value_block, self.axis, self.options = late, block, value_block, axis, options
 
     def forward(self, query, key, value, mask, slot, codes, scales, value_codes, value_scales):
-        scale, data = ops.quantize_mx(key, "fp8_e4m3", self.block)
-        value_scale, value_data = ops.quantize_mx(value, "fp8_e4m3", self.value_block)
+        scale, data = ops.quantize_mx(key, "fp8_e4m3", self.block, -1, "floor", "even")
+        value_scale, value_data = ops.quantize_mx(value, "fp8_e4m3", self.value_block, -1, "floor", "even")
         if not self.late:
             codes.index_copy_(2, slot, data)
             scales.index_copy_(2, slot, scale)
@@ -38,8 +38,8 @@ class Cached(nn.Module):
 def inputs(mask=True, dtype=torch.float32, value_block=32):
     torch.manual_seed(0)
     held = torch.randn(2, 2, 10, 64)
-    scale, codes = ops.quantize_mx(held, "fp8_e4m3", 32)
-    value_scale, value_codes = ops.quantize_mx(held, "fp8_e4m3", value_block)
+    scale, codes = ops.quantize_mx(held, "fp8_e4m3", 32, -1, "floor", "even")
+    value_scale, value_codes = ops.quantize_mx(held, "fp8_e4m3", value_block, -1, "floor", "even")
     seen = torch.rand(2, 1, 1, 10) > 0.5 if mask is True else mask
     token = [torch.randn(2, 2, 1, 64, dtype=dtype) for _ in range(2)]
     cache = codes, scale, value_codes, value_scale
@@ -107,7 +107,7 @@ def test_what_is_broadcast_stays(heads):
             return F.scaled_dot_product_attention(query, keys, keys)
 
     torch.manual_seed(0)
-    scale, codes = ops.quantize_mx(torch.randn(*heads["keys"], 10, 64), "fp8_e4m3", 32)
+    scale, codes = ops.quantize_mx(torch.randn(*heads["keys"], 10, 64), "fp8_e4m3", 32, -1, "floor", "even")
     model = exported(Broadcast(), torch.randn(*heads["query"], 1, 64), codes, scale)
     use_packed_attention(model)
     assert not calls(model, attention_mx)
@@ -122,7 +122,9 @@ def test_values_with_blocks_along_the_slots_stay():
 
     torch.manual_seed(0)
     held = torch.randn(2, 2, 64, 64)
-    (scale, codes), (value_scale, value_codes) = (ops.quantize_mx(held, "fp8_e4m3", 32, axis) for axis in (-1, 2))
+    (scale, codes), (value_scale, value_codes) = (
+        ops.quantize_mx(held, "fp8_e4m3", 32, axis, "floor", "even") for axis in (-1, 2)
+    )
     args = torch.randn(2, 2, 1, 64), codes, scale, value_codes, value_scale
     model = exported(Across(), *args)
     want = model(*args)

@@ -88,7 +88,7 @@ def test_a_weight_that_several_read_is_unpacked_once():
 
 
 def test_one_buffer_however_a_call_is_written():
-    scale, data = ops.quantize_mx(torch.randn(8, 64), "fp8_e4m3", 32)
+    scale, data = ops.quantize_mx(torch.randn(8, 64), "fp8_e4m3", 32, -1, "floor", "even")
 
     class Same(nn.Module):
         def __init__(self):
@@ -97,9 +97,9 @@ def test_one_buffer_however_a_call_is_written():
             self.register_buffer("scale", scale)
 
         def forward(self, x):
-            a = ops.dequantize_mx(self.data, self.scale, "fp8_e4m3", 32, torch.float32)
+            a = ops.dequantize_mx(self.data, self.scale, "fp8_e4m3", 32, torch.float32, -1)
             b = ops.dequantize_mx(self.data, self.scale, "fp8_e4m3", 32, torch.float32, block_dim=1, length=64)
-            c = ops.dequantize_mx(self.data, self.scale, "fp8_e4m3", 32, torch.bfloat16)
+            c = ops.dequantize_mx(self.data, self.scale, "fp8_e4m3", 32, torch.bfloat16, -1)
             return (x + a - b) * c
 
     model, x = torch.export.export(Same(), (torch.randn(8, 64),)).module(), torch.randn(8, 64)

@@ -103,7 +103,7 @@ def test_a_place_where_no_file_can_be_written(tmp_path):
 def test_codes_that_are_an_output_have_no_form(tmp_path):
     class Codes(nn.Module):
         def forward(self, x):
-            return torch.ops.pt2mx.quantize_mx(x, "fp8_e4m3", 32)
+            return torch.ops.pt2mx.quantize_mx(x, "fp8_e4m3", 32, -1, "floor", "even")
 
     with pytest.raises(MXError, match=r"pt2mx\.quantize_mx\.default of 'quantize_mx' has no ONNX form"):
         export_onnx(exported(Codes(), *X), tmp_path / "net.onnx", X)

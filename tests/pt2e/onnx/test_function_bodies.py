@@ -102,7 +102,7 @@ def test_empty_tensors(shape, axis, static):
     nodes = [FakeQuantizeMX("fp8_e4m3", 32, axis, length).make(["X"], "Y")]
     inputs, feeds = {"X": (TensorProto.FLOAT, [None] * len(shape))}, [x]
     for element in ("fp8_e4m3", "fp6_e3m2", "fp4_e2m1") if static or shape[axis] % 4 == 0 else ():
-        scale, data = torch.ops.pt2mx.quantize_mx(x, element, 32, axis)
+        scale, data = torch.ops.pt2mx.quantize_mx(x, element, 32, axis, "floor", "even")
         nodes.append(DequantizeMX(element, 32, axis, length).make([f"{element}_data", f"{element}_scale"], element))
         inputs |= {f"{element}_{name}": (TensorProto.UINT8, [None] * len(shape)) for name in ("data", "scale")}
         feeds += [data, scale]
@@ -113,7 +113,7 @@ def test_empty_tensors(shape, axis, static):
 def test_weights_of_several_widths_share_a_function(element):
     nodes, inputs, feeds, expected = [], {}, [], []
     for width in (64, 128):
-        scale, data = torch.ops.pt2mx.quantize_mx(torch.randn(3, width), element, 32)
+        scale, data = torch.ops.pt2mx.quantize_mx(torch.randn(3, width), element, 32, -1, "floor", "even")
         node = DequantizeMX(element, 32, -1, width)
         nodes.append(node.make([f"codes{width}", f"scale{width}"], f"Y{width}"))
         inputs |= {f"{name}{width}": (TensorProto.UINT8, [None, None]) for name in ("codes", "scale")}
@@ -168,14 +168,14 @@ def packed_inputs(rank: int) -> dict[str, tuple[int, list]]:
 @pytest.mark.parametrize(("shape", "axis", "block_size"), SHAPES[:-1])
 def test_dequantize_of_any_axis_and_length(shape, axis, block_size, element):
     torch.manual_seed(0)
-    scale, data = torch.ops.pt2mx.quantize_mx(torch.randn(shape), element, block_size, axis)
+    scale, data = torch.ops.pt2mx.quantize_mx(torch.randn(shape), element, block_size, axis, "floor", "even")
     node = DequantizeMX(element, block_size, axis, shape[axis])
     model = model_of([node.make(["codes", "scale"], "Y")], packed_inputs(len(shape)), 21)
     assert same(run(model, data, scale)[0], operator(node, data, scale))
 
 
 def test_dequantize_of_a_dynamic_length():
-    scale, data = torch.ops.pt2mx.quantize_mx(torch.randn(3, 40), "fp6_e2m3", 32)
+    scale, data = torch.ops.pt2mx.quantize_mx(torch.randn(3, 40), "fp6_e2m3", 32, -1, "floor", "even")
     node = DequantizeMX("fp6_e2m3", 32)
     model = model_of([node.make(["codes", "scale"], "Y")], packed_inputs(2))
     assert same(run(model, data, scale)[0], operator(node, data, scale))

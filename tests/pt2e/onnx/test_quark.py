@@ -66,7 +66,7 @@ def test_packed_weights_stay_packed():
     node = DequantizeMX("fp4_e2m1", 32, -1, 40).make(["codes", "scale"], "w", "weight")
     fake = FakeQuantizeMX("fp4_e2m1").make(["x"], "h", "activation")
     model = model_of(node, fake, helper.make_node("Mul", ["h", "w"], ["y"]))
-    scale, codes = torch.ops.pt2mx.quantize_mx(torch.ones(40), "fp4_e2m1", 32)
+    scale, codes = torch.ops.pt2mx.quantize_mx(torch.ones(40), "fp4_e2m1", 32, -1, "floor", "even")
     constants = {"codes": codes, "scale": scale}
     model.graph.initializer.extend(onnx.numpy_helper.from_array(v.numpy(), name) for name, v in constants.items())
     model = to_quark(model)

@@ -75,7 +75,7 @@ def test_every_quantized_operand_has_the_bits_of_pt2mx(recipe, optimize):
             codes, scale = (state[buffers[n.name]] for n in node.args[:2])
             return ops.dequantize_mx(codes, scale, *node.args[2:])
         quantize = source.args[0]
-        return ops.fake_quantize_mx(values[quantize.args[0].name], *quantize.args[1:6])
+        return ops.fake_quantize_mx(values[quantize.args[0].name], *quantize.args[1:6], None, "identity")
 
     ids = torch.randint(0, 50, (3, 12))
     sources = [

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pt2mx import ops
+import pt2mx
 from pt2mx.modes import SCALE_MODES
 from pt2mx.ops.bf16_matmul import attention_bfloat16
 from tests.compare import same
@@ -23,7 +23,7 @@ def operands(width=32, dtype=torch.float32, heads=4, key_heads=2, queries=70, ke
 def check(given, modes, mask=None, causal=False, out_dtype=None):
     """Compare one step and two, where the kernel takes one."""
     product = attention_bfloat16(*given, mask, causal)
-    want = ops.fake_quantize_mx(product.transpose(1, 2), *modes[:2], -1, *modes[2:]).transpose(1, 2)
+    want = pt2mx.fake_quantize_mx(product.transpose(1, 2), *modes[:2], -1, *modes[2:]).transpose(1, 2)
     got = attention_bfloat16(*given, mask, causal, None, None, *modes, out_dtype=out_dtype)
     assert same(got, want.to(out_dtype or want.dtype)) and got.transpose(1, 2).is_contiguous()
 

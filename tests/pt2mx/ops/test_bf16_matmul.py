@@ -7,6 +7,7 @@ import torch
 from torch.library import opcheck
 from torch.nn import functional as F
 
+import pt2mx
 from pt2mx import MXError, ops
 from pt2mx.ops.bf16_matmul import attention_bfloat16, matmul_bfloat16
 from tests.oracle import NARROW
@@ -116,7 +117,7 @@ def test_gradients_are_torch_s():
 def test_quantized_attention(dtype, modes):
     given = operands(dtype)
     product = attention_bfloat16(*given)
-    want = ops.fake_quantize_mx(product.transpose(1, 2), *modes[:2], -1, *modes[2:]).transpose(1, 2)
+    want = pt2mx.fake_quantize_mx(product.transpose(1, 2), *modes[:2], -1, *modes[2:]).transpose(1, 2)
     got = attention_bfloat16(*given, None, False, None, None, *modes)
     assert got.dtype == dtype and torch.equal(got, want) and got.transpose(1, 2).is_contiguous()
     got = attention_bfloat16(*given, elem_dtype_name=modes[0], out_dtype=torch.bfloat16)
@@ -128,7 +129,7 @@ def test_every_element_of_a_quantized_result(name):
     query, key, value = values(2, 2, 40, 64), values(2, 2, 50, 64), values(2, 2, 50, 64)
     product = attention_bfloat16(query, key, value).transpose(1, 2)
     got = attention_bfloat16(query, key, value, elem_dtype_name=name).transpose(1, 2)
-    assert torch.equal(got, ops.fake_quantize_mx(product, name, 32))
+    assert torch.equal(got, ops.fake_quantize_mx(product, name, 32, -1, "floor", "even", None, "identity"))
 
 
 def test_the_gradient_of_a_quantized_result_is_that_of_attention():

@@ -28,8 +28,12 @@ def is_exact(got, product, exact):
 def test_products(name):
     torch.manual_seed(0)
     for batch, m, k, n in (((), 65, 64, 37), ((3,), 40, 1100, 33), ((2, 3), 130, 33, 100), ((2, 1, 2), 1, 300, 5)):
-        x = ops.fake_quantize_mx(torch.randn(*batch, m, k, device="cuda"), name, 32)
-        y = ops.fake_quantize_mx(torch.randn(*batch, k, n, device="cuda"), name, 32, -2)
+        x = ops.fake_quantize_mx(
+            torch.randn(*batch, m, k, device="cuda"), name, 32, -1, "floor", "even", None, "identity"
+        )
+        y = ops.fake_quantize_mx(
+            torch.randn(*batch, k, n, device="cuda"), name, 32, -2, "floor", "even", None, "identity"
+        )
         got = matmul_bfloat16(x, y)
         assert got.dtype == torch.float32 and is_exact(got, x @ y, x.double() @ y.double())
         assert torch.equal(matmul_bfloat16(x, y.mT.contiguous().mT), got)
@@ -48,8 +52,8 @@ def test_many_products_in_a_sum(m, n, k):
 @pytest.mark.parametrize("rows", [(), (7,), (2, 50), (0,)])
 def test_float32_products_with_a_packed_weight(rows):
     torch.manual_seed(0)
-    scale, data = ops.quantize_mx(torch.randn(300, 4096, device="cuda"), "fp8_e4m3", 32)
-    weight = ops.dequantize_mx(data, scale, "fp8_e4m3", 32, torch.float32)
+    scale, data = ops.quantize_mx(torch.randn(300, 4096, device="cuda"), "fp8_e4m3", 32, -1, "floor", "even")
+    weight = ops.dequantize_mx(data, scale, "fp8_e4m3", 32, torch.float32, -1)
     x, bias = values(*rows, 4096), torch.randn(300, device="cuda")
     got = linear_mx(x.bfloat16(), data, scale, bias, "fp8_e4m3", 32, 0, torch.float32)
     assert got.shape == (*rows, 300) and got.dtype == torch.float32
@@ -144,7 +148,7 @@ def test_quantizations_that_the_kernel_has_not_take_two_steps(modes):
     query, key, value = values(2, 2, 40, 32), values(2, 2, 50, 32), values(2, 2, 50, 32)
     product = attention_bfloat16(query, key, value).transpose(1, 2)
     got = attention_bfloat16(query, key, value, None, False, None, None, *modes).transpose(1, 2)
-    assert torch.equal(got, ops.fake_quantize_mx(product, *modes[:2], -1, *modes[2:]))
+    assert torch.equal(got, pt2mx.fake_quantize_mx(product, *modes[:2], -1, *modes[2:]))
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])

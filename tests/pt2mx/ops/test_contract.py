@@ -10,6 +10,7 @@ import torch
 from pt2mx.ops import contract
 
 _MODES = 'str elem_dtype_name, int block_size, int axis=-1, str scale_mode="floor", str rounding="even"'
+_NO_DEFAULTS = "str elem_dtype_name, int block_size, int axis, str scale_mode, str rounding"
 _LAST_MODES = (
     'str elem_dtype_name, int block_size, str scale_mode="floor", str rounding="even", ScalarType? target_dtype=None'
 )
@@ -23,13 +24,24 @@ _WEIGHT = "Tensor x, Tensor weight_data, Tensor weight_scale"
 
 #: operator -> the schema of each version. A version that was published stays as it is; a change is one more.
 RECORDED = {
-    "quantize_mx": {1: f"(Tensor data_hp, {_MODES}, SymInt? seed=None) -> (Tensor scale, Tensor data)"},
+    "quantize_mx": {
+        1: f"(Tensor data_hp, {_MODES}, SymInt? seed=None) -> (Tensor scale, Tensor data)",
+        2: f"(Tensor data_hp, {_NO_DEFAULTS}, SymInt? seed=None) -> (Tensor scale, Tensor data)",
+    },
     "dequantize_mx": {
         1: "(Tensor data_lp, Tensor shared_exp_e8m0, str elem_dtype_name, int block_size, ScalarType target_dtype, "
-        "int block_dim=-1, SymInt? length=None) -> Tensor"
+        "int block_dim=-1, SymInt? length=None) -> Tensor",
+        2: "(Tensor data_lp, Tensor shared_exp_e8m0, str elem_dtype_name, int block_size, ScalarType target_dtype, "
+        "int block_dim, SymInt? length=None) -> Tensor",
     },
-    "fake_quantize_mx": {1: f'(Tensor x, {_MODES}, SymInt? seed=None, str ste="identity") -> Tensor'},
-    "clip_gradient_mx": {1: f"(Tensor grad, Tensor x, {_MODES}) -> Tensor"},
+    "fake_quantize_mx": {
+        1: f'(Tensor x, {_MODES}, SymInt? seed=None, str ste="identity") -> Tensor',
+        2: f"(Tensor x, {_NO_DEFAULTS}, SymInt? seed, str ste) -> Tensor",
+    },
+    "clip_gradient_mx": {
+        1: f"(Tensor grad, Tensor x, {_MODES}) -> Tensor",
+        2: f"(Tensor grad, Tensor x, {_NO_DEFAULTS}) -> Tensor",
+    },
     "random_bits": {1: "(Tensor seed, SymInt[] size) -> Tensor"},
     "linear_mx": {
         1: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int block_size) -> Tensor",

@@ -8,7 +8,7 @@ from pt2mx.ops.convolution import conv2d_mx
 
 
 def packed(n=8, kernel=(3, 3), channels=40, name="fp4_e2m1"):
-    scale, data = ops.quantize_mx(torch.randn(n, *kernel, channels), name, 32)
+    scale, data = ops.quantize_mx(torch.randn(n, *kernel, channels), name, 32, -1, "floor", "even")
     return data, scale, ops.dequantize_mx(data, scale, name, 32, torch.float32, -1, channels).permute(0, 3, 1, 2)
 
 
@@ -67,7 +67,7 @@ def test_compiled_and_exported(tmp_path):
             return conv2d_mx(x, *args)
 
     model, shapes = Model(), {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
-    x = ops.fake_quantize_mx(torch.randn(2, 8, 7, 64), "int8", 32).bfloat16()
+    x = ops.fake_quantize_mx(torch.randn(2, 8, 7, 64), "int8", 32, -1, "floor", "even", None, "identity").bfloat16()
     program = torch.export.export(model, (x,), dynamic_shapes=(shapes,))
     pt2mx.save_program(program, tmp_path / "model.pt2")
     again = torch.export.load(tmp_path / "model.pt2").module()

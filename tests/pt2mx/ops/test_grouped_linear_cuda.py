@@ -13,8 +13,10 @@ pytestmark = pytest.mark.cuda
 
 def operands(rows, experts, n, k, name="fp8_e4m3"):
     """x in bfloat16, codes, scales, and the values of the weight."""
-    scale, data = ops.quantize_mx(torch.randn(experts, n, k, device="cuda"), name, 32)
-    x = ops.fake_quantize_mx(torch.randn(rows, k, device="cuda"), name, 32).bfloat16()
+    scale, data = ops.quantize_mx(torch.randn(experts, n, k, device="cuda"), name, 32, -1, "floor", "even")
+    x = ops.fake_quantize_mx(
+        torch.randn(rows, k, device="cuda"), name, 32, -1, "floor", "even", None, "identity"
+    ).bfloat16()
     return x, data, scale, ops.dequantize_mx(data, scale, name, 32, torch.float32, -1, k)
 
 

@@ -93,13 +93,16 @@ def test_quantized_is_one_after_the_other(shape, dtype):
         for size, block in ((1, 32), (32, 32), (32, 16), (4, 48), (32, 10**6)):
             mode = list(SCALE_MODES)[i % len(SCALE_MODES)]
             got = rotated_fake_quantize_mx(x, size, element, block, mode)
-            assert same(got, fake_quantize_mx(hadamard(x, size), element, block, -1, mode)) and got.is_contiguous()
+            assert (
+                same(got, fake_quantize_mx(hadamard(x, size), element, block, -1, mode, "even", None, "identity"))
+                and got.is_contiguous()
+            )
 
 
 @pytest.mark.parametrize("rounding", [r for r in ROUNDINGS if not ROUNDINGS[r].random])
 def test_quantized_every_rounding(rounding):
     x = torch.randn(6, 64).T.contiguous().T
-    want = fake_quantize_mx(hadamard(x, 16), "fp6_e2m3", 32, -1, "floor", rounding)
+    want = fake_quantize_mx(hadamard(x, 16), "fp6_e2m3", 32, -1, "floor", rounding, None, "identity")
     assert same(rotated_fake_quantize_mx(x, 16, "fp6_e2m3", 32, "floor", rounding), want)
 
 

@@ -15,7 +15,7 @@ from tests.compare import relative_error
 
 def packed(*shape: int, name: str = "fp4_e2m1", block: int = 32) -> tuple[Tensor, Tensor, str, int]:
     """data, scale and the last arguments of the operators, of a random weight of that shape."""
-    scale, data = ops.quantize_mx(torch.randn(shape), name, block)
+    scale, data = ops.quantize_mx(torch.randn(shape), name, block, -1, "floor", "even")
     return data, scale, name, block
 
 
@@ -199,7 +199,7 @@ def test_errors(case):
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.float8_e4m3fn])
 def test_a_result_has_a_dtype_of_high_precision(dtype):
-    scale, data = ops.quantize_mx(torch.randn(9, 70), "fp4_e2m1", 32)
+    scale, data = ops.quantize_mx(torch.randn(9, 70), "fp4_e2m1", 32, -1, "floor", "even")
     ends = torch.tensor([2], dtype=torch.int32)
     with pytest.raises(MXError, match=f"target_dtype={dtype} must be float32, float16 or bfloat16"):
         linear_mx(torch.randn(2, 70), data, scale, None, "fp4_e2m1", 32, 0, dtype)

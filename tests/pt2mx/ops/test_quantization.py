@@ -10,11 +10,11 @@ from pt2mx import FORMATS, MXError, dequantize_mx, fake_quantize_mx, ops, quanti
 @pytest.mark.parametrize("name", FORMATS)
 def test_opcheck(name, axis):
     x = torch.randn(4, 70, requires_grad=True)
-    opcheck(ops.quantize_mx, (x, name, 32, axis))
-    opcheck(ops.fake_quantize_mx, (x, name, 32, axis, "rceil"))
+    opcheck(ops.quantize_mx, (x, name, 32, axis, "floor", "even"))
+    opcheck(ops.fake_quantize_mx, (x, name, 32, axis, "rceil", "even", None, "identity"))
     opcheck(ops.fake_quantize_mx, (x, name, 32, axis, "mse", "stochastic", 3, "clipped"))
-    opcheck(ops.clip_gradient_mx, (torch.randn(4, 70), x.detach(), name, 32, axis))
-    scale, data = ops.quantize_mx(x, name, 32, axis)
+    opcheck(ops.clip_gradient_mx, (torch.randn(4, 70), x.detach(), name, 32, axis, "floor", "even"))
+    scale, data = ops.quantize_mx(x, name, 32, axis, "floor", "even")
     opcheck(ops.dequantize_mx, (data, scale, name, 32, torch.bfloat16, axis, x.shape[axis]))
 
 
@@ -73,9 +73,9 @@ def test_bad_arguments(function, arguments, message):
 def test_bad_operator_arguments_are_the_same_errors():
     x = torch.ones(2, 32)
     with pytest.raises(MXError, match="block_size=0"):
-        torch.ops.pt2mx.quantize_mx(x, "fp8_e4m3", 0)
+        torch.ops.pt2mx.quantize_mx(x, "fp8_e4m3", 0, -1, "floor", "even")
     with pytest.raises(MXError, match="unknown MX element format 'fp3'"):
-        torch.ops.pt2mx.fake_quantize_mx(x, "fp3", 32)
+        torch.ops.pt2mx.fake_quantize_mx(x, "fp3", 32, -1, "floor", "even", None, "identity")
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_float8_views_of_codes_and_scales():
 @pytest.mark.parametrize(("shape", "axis"), [((3, 41), -1), ((5, 7, 3), 1), ((), -1)])
 def test_a_pair_passes_the_gradient_as_fake_quantization_does(shape, axis, dtype):
     x, weight = torch.randn(shape, dtype=dtype, requires_grad=True), torch.randn(shape, dtype=dtype)
-    scale, data = ops.quantize_mx(x, "fp4_e2m1", 32, axis)
+    scale, data = ops.quantize_mx(x, "fp4_e2m1", 32, axis, "floor", "even")
     assert not scale.requires_grad and not data.requires_grad
     length = x.shape[axis] if shape else 1
     y = ops.dequantize_mx(data, scale, "fp4_e2m1", 32, dtype, axis, length).reshape(shape)
@@ -156,21 +156,23 @@ def test_a_pair_passes_the_gradient_as_fake_quantization_does(shape, axis, dtype
 
 def test_it_is_cast_to_the_dtype_of_what_was_quantized():
     x = torch.randn(2, 32, dtype=torch.bfloat16, requires_grad=True)
-    scale, data = ops.quantize_mx(x, "fp8_e4m3", 32)
-    ops.dequantize_mx(data, scale, "fp8_e4m3", 32, torch.float32).sum().backward()
+    scale, data = ops.quantize_mx(x, "fp8_e4m3", 32, -1, "floor", "even")
+    ops.dequantize_mx(data, scale, "fp8_e4m3", 32, torch.float32, -1).sum().backward()
     assert x.grad.dtype == torch.bfloat16 and (x.grad == 1).all()
 
 
 def test_without_a_gradient_codes_remember_nothing():
     for x, recording in ((torch.randn(2, 32), True), (torch.randn(2, 32, requires_grad=True), False)):
         with torch.set_grad_enabled(recording):
-            scale, data = ops.quantize_mx(x, "fp8_e4m3", 32)
-            assert not vars(data) and not ops.dequantize_mx(data, scale, "fp8_e4m3", 32, torch.float32).requires_grad
+            scale, data = ops.quantize_mx(x, "fp8_e4m3", 32, -1, "floor", "even")
+            assert (
+                not vars(data) and not ops.dequantize_mx(data, scale, "fp8_e4m3", 32, torch.float32, -1).requires_grad
+            )
 
 
 def test_a_length_that_was_not_passed_is_asked_for():
-    scale, data = ops.quantize_mx(torch.randn(2, 33, requires_grad=True), "fp4_e2m1", 32)
+    scale, data = ops.quantize_mx(torch.randn(2, 33, requires_grad=True), "fp4_e2m1", 32, -1, "floor", "even")
     with pytest.raises(MXError, match=r"gives 68 values of codes that hold 66.*pass the length"):
-        ops.dequantize_mx(data, scale, "fp4_e2m1", 32, torch.float32)
+        ops.dequantize_mx(data, scale, "fp4_e2m1", 32, torch.float32, -1)
     with torch.no_grad():
-        assert ops.dequantize_mx(data, scale, "fp4_e2m1", 32, torch.float32).shape == (2, 34)
+        assert ops.dequantize_mx(data, scale, "fp4_e2m1", 32, torch.float32, -1).shape == (2, 34)

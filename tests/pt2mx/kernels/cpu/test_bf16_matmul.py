@@ -36,8 +36,8 @@ def no_less_exact(got, product, exact):
 def test_products_are_no_less_exact_than_in_float32(unit, name):
     torch.manual_seed(0)
     for batch, m, k, n in (((), 65, 64, 37), ((3,), 40, 1100, 33), ((2, 3), 130, 33, 100), ((2, 1, 2), 17, 300, 5)):
-        x = ops.fake_quantize_mx(torch.randn(*batch, m, k), name, 32)
-        y = ops.fake_quantize_mx(torch.randn(*batch, k, n), name, 32, -2)
+        x = ops.fake_quantize_mx(torch.randn(*batch, m, k), name, 32, -1, "floor", "even", None, "identity")
+        y = ops.fake_quantize_mx(torch.randn(*batch, k, n), name, 32, -2, "floor", "even", None, "identity")
         got = products.matmul(x, y)
         assert no_less_exact(got, x @ y, x.double() @ y.double())
         transposed = y.mT.contiguous().mT
@@ -147,7 +147,9 @@ def test_quantized_results_are_those_of_two_steps(unit, name, dtype):
         value[0, 0, :, :40], value[1, 1, 3, 5], value[1, 2] = 0, float("nan"), value[1, 2] * 2.0**-125
         product = products.attention(query, key, value, None, False, None, dtype)
         spec = MXSpec(name, 32, -1, mode)
-        want = ops.fake_quantize_mx(product.transpose(1, 2), name, 32, -1, mode).transpose(1, 2)
+        want = ops.fake_quantize_mx(product.transpose(1, 2), name, 32, -1, mode, "even", None, "identity").transpose(
+            1, 2
+        )
         for out_dtype in (torch.float32, torch.bfloat16):
             got = products.attention(query, key, value, None, False, None, dtype, spec, out_dtype)
             assert same(got.contiguous(), want.to(out_dtype).contiguous())

@@ -40,12 +40,12 @@ def dense_calls(monkeypatch):
 
 
 def packed(n, kernel, channels, name, block=32):
-    scale, data = ops.quantize_mx(torch.randn(n, *kernel, channels), name, block)
+    scale, data = ops.quantize_mx(torch.randn(n, *kernel, channels), name, block, -1, "floor", "even")
     return data, scale, MXSpec(name, block, 3)
 
 
 def quantized(shape, name):
-    return ops.fake_quantize_mx(torch.randn(shape), name, 32).bfloat16()
+    return ops.fake_quantize_mx(torch.randn(shape), name, 32, -1, "floor", "even", None, "identity").bfloat16()
 
 
 def check(x, weight, conv_args, bias=None, dtype=torch.float32, bound=1.1):
@@ -169,7 +169,9 @@ def test_weights_that_bfloat16_does_not_represent(isa, channels):
 def test_zeros_around_the_image_count_as_zeros():
     """Blocks with the largest and smallest supported scales, at the border of the image."""
     for name, power in (("int8", 60), ("int8", -60), ("fp8_e4m3", 40)):
-        x = (ops.fake_quantize_mx(torch.randn(1, 3, 3, 32), name, 32) * 2.0**power).bfloat16()
+        x = (
+            ops.fake_quantize_mx(torch.randn(1, 3, 3, 32), name, 32, -1, "floor", "even", None, "identity") * 2.0**power
+        ).bfloat16()
         check(x, packed(20, (3, 3), 32, name), ((1, 1), (2, 2), (1, 1)))
 
 

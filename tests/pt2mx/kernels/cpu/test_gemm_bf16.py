@@ -22,8 +22,8 @@ def isa(request, monkeypatch):
 
 def operands(rows, n, k, name, block=32):
     """Return quantized x in bfloat16, a packed weight, and the weight's values."""
-    x = ops.fake_quantize_mx(torch.randn(rows, k), name, block).bfloat16()
-    scale, data = ops.quantize_mx(torch.randn(n, k), name, block)
+    x = ops.fake_quantize_mx(torch.randn(rows, k), name, block, -1, "floor", "even", None, "identity").bfloat16()
+    scale, data = ops.quantize_mx(torch.randn(n, k), name, block, -1, "floor", "even")
     spec = MXSpec(name, block, 1)
     return x, data, scale, spec, reference.dequantize(data, scale, spec, torch.float32, k)
 

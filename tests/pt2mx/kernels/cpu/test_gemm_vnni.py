@@ -37,7 +37,7 @@ def weight(n, k, name, block=32, scales=(120, 134)):
 
 
 def quantized(rows, k, name, power=0):
-    x = ops.fake_quantize_mx(torch.randn(rows, k) * 2.0**power, name, 32)
+    x = ops.fake_quantize_mx(torch.randn(rows, k) * 2.0**power, name, 32, -1, "floor", "even", None, "identity")
     return x.bfloat16()
 
 

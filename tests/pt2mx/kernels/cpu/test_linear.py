@@ -15,7 +15,7 @@ from tests.oracle import NARROW
 
 
 def packed(n: int, k: int, name: str, block: int) -> tuple[Tensor, Tensor, MXSpec]:
-    scale, data = ops.quantize_mx(torch.randn(n, k), name, block)
+    scale, data = ops.quantize_mx(torch.randn(n, k), name, block, -1, "floor", "even")
     return data, scale, MXSpec(name, block, 1)
 
 
@@ -94,7 +94,7 @@ def test_one_row_with_extreme_scales_and_values(name):
     data[5], scale[5] = data[5] | 0x77, 10
     large = torch.full((1, 200), 1e38).bfloat16()  # its sum of unscaled products is infinite, its result is not
     assert linear(large, data[5:6], scale[5:6], None, spec).isfinite().all()
-    data, scale = ops.quantize_mx(torch.full((1, 200), 2.0**60), name, 32)[::-1]
+    data, scale = ops.quantize_mx(torch.full((1, 200), 2.0**60), name, 32, -1, "floor", "even")[::-1]
     for tiny in (2.0**-126, 2.0**-130, 2.0**-99):  # products that are subnormal without their scale
         check(torch.randint(0, 2, (1, 200)).bfloat16() * tiny, data, scale, MXSpec(name, 32, 1))
 
@@ -122,7 +122,7 @@ def test_nan_code_of_e4m3():
 def test_bits_after_the_last_code_do_not_count():
     x = torch.rand(1, 5)
     for name in ("fp4_e2m1", "fp6_e3m2"):
-        scale, data = ops.quantize_mx(torch.rand(4, 5), name, 32)
+        scale, data = ops.quantize_mx(torch.rand(4, 5), name, 32, -1, "floor", "even")
         spec = MXSpec(name, 32, 1)
         scale.fill_(254)  # the values overflow to +Inf, and what comes after them would, times zero, be NaN
         expected = linear(x, data, scale, None, spec)
@@ -180,7 +180,7 @@ def test_strided_operands():
 def test_grouped(name, dtype):
     """Experts without rows, with one, and with many; rows after the last."""
     x = torch.randn(60, 70).to(dtype)
-    scale, data = ops.quantize_mx(torch.randn(5, 37, 70), name, 32)
+    scale, data = ops.quantize_mx(torch.randn(5, 37, 70), name, 32, -1, "floor", "even")
     spec = MXSpec(name, 32, 2)
     y = cpu_linear.grouped_linear(x, data, scale, torch.tensor([0, 1, 8, 8, 57], dtype=torch.int32), spec)
     assert y.shape == (60, 37) and y.dtype == dtype
@@ -197,9 +197,15 @@ def test_grouped_rows_that_bfloat16_holds(name, monkeypatch):
     monkeypatch.setattr(
         cpu_linear, "linear", lambda x, *args, **rest: dtypes.append(x.dtype) or kernel(x, *args, **rest)
     )
-    scale, data = ops.quantize_mx(torch.randn(3, 96, 128), name, 32)
-    weight, ends = ops.dequantize_mx(data, scale, name, 32, torch.float32).double(), torch.tensor([50, 50, 120]).int()
-    spec, values = MXSpec(name, 32, 2), ops.fake_quantize_mx(torch.randn(120, 128), name, 32)
+    scale, data = ops.quantize_mx(torch.randn(3, 96, 128), name, 32, -1, "floor", "even")
+    weight, ends = (
+        ops.dequantize_mx(data, scale, name, 32, torch.float32, -1).double(),
+        torch.tensor([50, 50, 120]).int(),
+    )
+    spec, values = (
+        MXSpec(name, 32, 2),
+        ops.fake_quantize_mx(torch.randn(120, 128), name, 32, -1, "floor", "even", None, "identity"),
+    )
     has_isa = bool(cpu_linear.isa_for(MXSpec(name, 32, 1), 128))
     for x, narrow in ((values, has_isa), (values * (1 + 2.0**-20), False), (values[:30], False)):
         dtypes.clear()

@@ -20,12 +20,12 @@ def isa(request, monkeypatch):
 
 
 def packed(n, k, name, block=32):
-    scale, data = ops.quantize_mx(torch.randn(n, k), name, block)
+    scale, data = ops.quantize_mx(torch.randn(n, k), name, block, -1, "floor", "even")
     return data, scale, MXSpec(name, block, 1)
 
 
 def quantized(rows, k, name):
-    return ops.fake_quantize_mx(torch.randn(rows, k), name, 32).bfloat16()
+    return ops.fake_quantize_mx(torch.randn(rows, k), name, 32, -1, "floor", "even", None, "identity").bfloat16()
 
 
 def check(x, weight, bias, product_dtype, activation, quantization, dtype):

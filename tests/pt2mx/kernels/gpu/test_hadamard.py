@@ -38,7 +38,9 @@ def test_rotated_and_quantized(shape, dtype):
             continue
         for element in ("fp4_e2m1", "fp8_e4m3", "int8"):
             for block in (16, 32, 48):
-                want = fake_quantize_mx(torch.ops.pt2mx.hadamard(x, size), element, block, -1, "even")
+                want = fake_quantize_mx(
+                    torch.ops.pt2mx.hadamard(x, size), element, block, -1, "even", "even", None, "identity"
+                )
                 assert same(rotated_fake_quantize_mx(x.cuda(), size, element, block, "even"), want)
 
 

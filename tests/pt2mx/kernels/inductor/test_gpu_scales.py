@@ -19,7 +19,7 @@ def compiled_afresh():
 @pytest.mark.parametrize("width", [384, 1024, 4096])
 @pytest.mark.parametrize("name", ["fp4_e2m1", "fp6_e2m3", "fp8_e4m3", "int8"])
 def test_an_embedding_and_a_norm(name, width):
-    scale, data = ops.quantize_mx(torch.randn(1000, width, device="cuda").bfloat16(), name, 32)
+    scale, data = ops.quantize_mx(torch.randn(1000, width, device="cuda").bfloat16(), name, 32, -1, "floor", "even")
     tokens = torch.randint(1000, (8, 64), device="cuda")
 
     def embedded(tokens):
@@ -40,7 +40,7 @@ def test_scales_of_a_norm(name, mode, width):
     x = torch.randn(512, width, device="cuda")
 
     def quantized(x):
-        scale, data = ops.quantize_mx(torch.relu(x) * 2, name, 32, -1, mode)
+        scale, data = ops.quantize_mx(torch.relu(x) * 2, name, 32, -1, mode, "even")
         return scale, data, ops.dequantize_mx(data, scale, name, 32, torch.float32, -1, width)
 
     assert all(same(got, want) for got, want in zip(torch.compile(quantized)(x), quantized(x), strict=True))
@@ -51,6 +51,6 @@ def test_every_scale():
     scale = torch.arange(256, dtype=torch.uint8, device="cuda").repeat_interleave(8).view(256, 8)
 
     def values(data, scale):
-        return ops.dequantize_mx(data, scale, "fp8_e4m3", 32, torch.float32)
+        return ops.dequantize_mx(data, scale, "fp8_e4m3", 32, torch.float32, -1)
 
     assert same(torch.compile(values)(data, scale), values(data, scale))

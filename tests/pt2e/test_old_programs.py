@@ -1,0 +1,100 @@
+"""Files of the time when schemas had defaults: arguments that equal them are not in the file."""
+
+import json
+import zipfile
+
+import pytest
+import torch
+from torch import nn
+
+import pt2mx
+from pt2mx.pt2e.old_programs import read_program
+
+#: what schemas of that time had as defaults, as torch writes it
+DEFAULTS = {
+    "axis": {"as_int": -1},
+    "block_dim": {"as_int": -1},
+    "scale_mode": {"as_string": "floor"},
+    "rounding": {"as_string": "even"},
+    "ste": {"as_string": "identity"},
+    "seed": {"as_none": True},
+    "length": {"as_none": True},
+}
+X = torch.linspace(-3, 3, 2 * 64).reshape(2, 64)
+
+
+class Quantized(nn.Module):
+    """A call of each operator that lost defaults: with usual arguments, and with one of its own at the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(64, 8)
+
+    def forward(self, x):
+        ops = torch.ops.pt2mx
+        scale, data = ops.quantize_mx(x, "fp8_e4m3", 32, -1, "floor", "even")
+        y = ops.dequantize_mx(data, scale, "fp8_e4m3", 32, torch.float32, -1)
+        y = ops.fake_quantize_mx(self.fc(y), "int8", 4, -1, "floor", "even", None, "identity")
+        return torch.cond(
+            y.sum() > 0,
+            lambda y: ops.fake_quantize_mx(y, "fp4_e2m1", 8, -1, "floor", "even", None, "identity") + 1,
+            lambda y: ops.fake_quantize_mx(y, "fp4_e2m1", 8, 0, "ceil", "even", None, "identity") - 1,
+            (y,),
+        )
+
+
+def nodes(value):
+    if isinstance(value, dict):
+        if str(value.get("target")).startswith("torch.ops.pt2mx"):
+            yield value
+        value = list(value.values())
+    for part in value if isinstance(value, list) else ():
+        yield from nodes(part)
+
+
+def drop_defaults(path, to):
+    """Write the file as it was at that time: without arguments at the end that equal a default."""
+    dropped = []
+    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(to, "w") as old:
+        for name in archive.namelist():
+            record = archive.read(name)
+            if "/models/" in name and name.endswith(".json"):
+                graph = json.loads(record)
+                for node in nodes(graph):
+                    while DEFAULTS.get(node["inputs"][-1]["name"]) == node["inputs"][-1]["arg"]:
+                        dropped.append(node["inputs"].pop()["name"])
+                record = json.dumps(graph)
+            old.writestr(name, record)
+    return dropped
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return Quantized().eval().requires_grad_(False)
+
+
+def test_arguments_that_older_files_leave_out(model, tmp_path):
+    torch.export.save(torch.export.export(model, (X,)), tmp_path / "new.pt2")
+    dropped = drop_defaults(tmp_path / "new.pt2", tmp_path / "old.pt2")
+    assert set(dropped) == {"axis", "block_dim", "scale_mode", "rounding", "ste", "seed"}
+    with pytest.raises((KeyError, RuntimeError)):  # as torch says it
+        torch.export.load(tmp_path / "old.pt2")
+    loaded = read_program(tmp_path / "old.pt2").module()
+    for x in (X, -X):
+        assert torch.equal(loaded(x), model(x))
+
+
+def test_torch_writes_what_decides_numbers(model, tmp_path):
+    pt2mx.save_program(torch.export.export(model, (X,)), tmp_path / "ours.pt2")
+    torch.export.save(torch.export.export(model, (X,)), tmp_path / "torch.pt2")
+    for path in (tmp_path / "ours.pt2", tmp_path / "torch.pt2"):
+        with zipfile.ZipFile(path) as archive:
+            (name,) = [n for n in archive.namelist() if "/models/" in n and n.endswith(".json")]
+            graph = json.loads(archive.read(name))
+        for node in nodes(graph):
+            written = {entry["name"] for entry in node["inputs"]}
+            schema = eval(node["target"], {"torch": torch})._schema
+            left_out = {a.name: a.default_value for a in schema.arguments if a.name not in written}
+            assert set(left_out.values()) <= {None}
+        assert torch.equal(pt2mx.load_program(path).module()(X), model(X))
