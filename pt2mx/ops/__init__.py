@@ -1,4 +1,4 @@
-"""The operators `torch.ops.pt2mx.*`; the files beside register their products, decompositions and Inductor code."""
+"""The operators `torch.ops.pt2mx.*`. A class declares one (`pt2mx.ops.operator`); `pt2mx.ops.contract` lists all."""
 
 from pt2mx.ops.quantization import clip_gradient_mx, dequantize_mx, fake_quantize_mx, quantize_mx, random_bits
 

@@ -33,9 +33,9 @@ from pt2mx.spec import MXSpec
 )
 @dataclass(frozen=True, slots=True)
 class MatmulBfloat16(Operator[T]):
-    """`matmul` in float32 of values that bfloat16 holds, as quantized ones, on units for bfloat16: products are exact,
-    sums are in float32, in any order. Other values are rounded to bfloat16 on a GPU; elsewhere, and with a result in
-    another dtype, it is torch's product. x and y have gradients; autocast casts them to its dtype.
+    """`matmul` in float32 of values that bfloat16 holds, as quantized ones, on bfloat16 matrix units: each
+    multiplication is exact, sums are in float32, in any order. A GPU rounds other values to bfloat16; elsewhere, and
+    with a result in another dtype, it is `torch.matmul`. x and y have gradients; autocast casts them to its dtype.
 
     Example:
         >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -86,12 +86,11 @@ class MatmulBfloat16(Operator[T]):
 )
 @dataclass(frozen=True, slots=True)
 class AttentionBfloat16(Operator[T]):
-    """`scaled_dot_product_attention` of values that bfloat16 holds, as quantized ones, on units for bfloat16: scores
-    are sums in float32 of exact products; weights and their product with `value` are no less exact than in float32, and
-    with a result in bfloat16 weights are rounded to it, as torch's are. Other values are rounded on a GPU and with a
-    result in bfloat16; elsewhere, and with one in float16, it is torch's attention. A query that sees no key gives
-    zeros. With an element the result is quantized in blocks along W, as by `fake_quantize_mx`; its gradient is the
-    identity.
+    """`scaled_dot_product_attention` of values that bfloat16 holds, as quantized ones, on bfloat16 matrix units: scores
+    are exact up to the order of their float32 sums; weights and their matmul with `value` are as exact as in float32,
+    and a result in bfloat16 rounds the weights to it, as torch does. A GPU, or a result in bfloat16, rounds other
+    values; elsewhere, and with a result in float16, it is torch's attention. A query that sees no key gives zeros. With
+    an element the result is quantized in blocks along W, as by `fake_quantize_mx`; its gradient is the identity.
 
     Example:
         >>> query = torch.tensor([8.0, 0.0, 0.0, 0.0]).reshape(1, 1, 1, 4)
@@ -114,15 +113,15 @@ class AttentionBfloat16(Operator[T]):
     ] = None
     is_causal: Annotated[bool, "key j is hidden from the queries before j; without a mask"] = False
     scale: Annotated[float | None, "of the scores; None: D ** -0.5"] = None
-    target_dtype: Annotated[torch.dtype | None, "the dtype of the product; None: that of the query"] = None
+    target_dtype: Annotated[torch.dtype | None, "the dtype of the attention; None: that of the query"] = None
     element: Annotated[str | None, As("elem_dtype_name"), "the element of the result; None: it is not quantized"] = None
     block_size: BlockSize = 32
     scale_mode: ScaleMode = "floor"
     rounding: PlainRounding = "even"
-    out_dtype: Annotated[torch.dtype | None, "the dtype of a quantized result; None: that of the product"] = None
+    out_dtype: Annotated[torch.dtype | None, "the dtype of a quantized result; None: that of the attention"] = None
 
     def check(self) -> tuple[torch.dtype, MXSpec | None, torch.dtype]:
-        """Return the dtype of the product, how it is quantized or None, and the dtype of the result."""
+        """Return the dtype of the attention, its quantization or None, and the dtype of the result."""
         dtype = self._check_product()
         if self.element is None:
             if self.out_dtype is not None:
@@ -180,18 +179,18 @@ class AttentionBfloat16(Operator[T]):
         mask = None if self.mask is None else self.mask[(None,) * (4 - self.mask.dim())]
         dtype = self.target_dtype or self.query.dtype
         query, key, value = (tensor.to(dtype) for tensor in (self.query, self.key, self.value))
-        product = functional.scaled_dot_product_attention(
+        attention = functional.scaled_dot_product_attention(
             query, key, value, mask, is_causal=self.is_causal, scale=self.scale, enable_gqa=grouped
         )
-        return self.quantized(product.transpose(1, 2).contiguous().transpose(1, 2))
+        return self.quantized(attention.transpose(1, 2).contiguous().transpose(1, 2))
 
-    def quantized(self, product: Tensor) -> Tensor:
-        """Return a product (B, heads, S, W) quantized along W, in its order in memory; the same without an element."""
+    def quantized(self, attention: Tensor) -> Tensor:
+        """Quantize the attention (B, heads, S, W) along W, in its order in memory, where an element is given."""
         if self.element is None:
-            return product
+            return attention
         modes = self.element, self.block_size, -1, self.scale_mode, self.rounding, None, "identity"
-        result = fake_quantize_mx(product.transpose(1, 2), *modes)
-        return result.to(self.out_dtype or product.dtype).transpose(1, 2)
+        result = fake_quantize_mx(attention.transpose(1, 2), *modes)
+        return result.to(self.out_dtype or attention.dtype).transpose(1, 2)
 
     def saved(self) -> tuple[str, ...]:
         return ("query", "key", "value", "mask")

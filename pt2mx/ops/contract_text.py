@@ -15,7 +15,7 @@ _BEGINNING = """\
 Programs that pt2mx writes hold aten operators and those below. `import pt2mx` registers them, with kernels for every
 device, fake kernels and gradients; a compiler implements the ones that it meets, or takes a program in which
 `pt2mx.make_portable` has written them out as aten operators. A converted program holds `quantize_mx` and
-`dequantize_mx`, one in training `fake_quantize_mx`; `pt2mx.lower_to_inductor` puts the others in their place.
+`dequantize_mx`, one in training `fake_quantize_mx`; `pt2mx.lower_to_inductor` replaces them by the others.
 
 `python -m pt2mx.ops.contract_text` writes this document from the registered schemas. An operator's version rises with
 every change of its schema or of its numbers. In the operators of a converted program, which are the first four, no
@@ -30,17 +30,16 @@ first code has the lowest bits, and its bytes are little-endian.
 """
 
 _BEHIND_STORAGE = """\
-Other elements of 4 and 6 bits are packed like these; a code of another width has a byte, or two, in whose low bits it
-stands. A code of b bits is sign, exponent and mantissa from its highest bit on, or an integer in two's complement,
+Other elements of 4 and 6 bits are packed like these; a code of another width is in the low bits of a byte,
+or of two. A code of b bits is sign, exponent and mantissa from its highest bit on, or an integer in two's complement,
 whose value is that integer times `2**(2 - b)`: [the formats](../README.md#formats).
 
-A scale is an E8M0 byte e, which multiplies the values of its block by `2**(e - 127)`; 255 marks a block that held an
+A scale is an E8M0 byte e, which multiplies the values of its block by `2**(e - 127)`; 255 marks a block with an
 Inf or a NaN, and all of whose values are NaN. How it follows from a block, and how values are rounded:
 [scale modes and roundings](../README.md#scale-modes-and-roundings).
 
-What is quantized or dequantized is dense, and its dimensions lie in memory in the order of those of the values or codes
-that it was made of; products are contiguous. All but the products have the same bits on every device, eager or
-compiled.
+Results of quantizing and dequantizing are dense and keep the input's dimension order in memory; matmul results are
+contiguous. All but matmuls have the same bits on every device, eager or compiled.
 """
 
 _STORAGE_HEADER = ("element", "bits", "exponent", "mantissa", "bias", "special", "codes of a group", "bytes of a group")

@@ -113,7 +113,7 @@ class _Decompositions:
         return tuple(self._laid_out(y, order, spec.axis, x) for y in results)
 
     def _laid_out(self, y: Tensor, order: Order, axis: int, x: Tensor) -> Tensor:
-        """Return y, whose dimensions stand in x's order, as a result for x: dense, also where filled last blocks along
+        """Return y, whose dimensions are in x's order, as a result for x: dense, also where filled last blocks along
         `axis` were cut off. Scales and codes of a length that has one of them in the example stay as they are, where
         nothing would guard that."""
         is_cut = not is_dense(y, contiguous_order(y))

@@ -159,8 +159,8 @@ class LayerNormFP8Rows(Operator[T]):
 @operator("mm_fp8_rows", 1, "(..., N) in the dtype of `rest`")
 @dataclass(frozen=True, slots=True)
 class MmFP8Rows(Operator[T]):
-    """The product of FP8 rows and a weight of FP8 rows that all fit; rows that do not fit count as what they have in
-    `rest`. On a GPU sums are those of its tensor cores for FP8, with partial sums in float32.
+    """The matmul of FP8 rows and a weight of FP8 rows that all fit; a row that does not fit has its values in `rest`.
+    On a GPU sums are those of its tensor cores for FP8, with partial sums in float32.
 
     Example:
         >>> weight, scale, _ = torch.ops.pt2mx.quantize_fp8_rows(torch.eye(32), "fp4_e2m1")

@@ -47,7 +47,7 @@ def _forms_for(x: Tensor) -> ModuleType:
     return importlib.import_module(_FORMS.get(x.device.type, elements.__name__))
 
 
-#: rows from which a product on the CPU takes the time of the dense one: Inductor may as well see all of it
+#: rows from which a packed matmul on the CPU takes as long as a dense one: Inductor then sees all of it
 _DENSE_ROWS = 128
 
 

@@ -71,7 +71,7 @@ class LinearMX(Operator[T]):
     target_dtype: Annotated[
         TargetDtype,
         "the dtype of the result; None: that of x. float32 of quantized values in bfloat16, which holds them exactly, "
-        "is a product of bfloat16 units",
+        "runs on bfloat16 matrix units",
     ] = None
 
     def check(self) -> tuple[MXSpec, torch.dtype]:

@@ -131,7 +131,7 @@ def _are(shape: Sequence[int], strides: Sequence[int], dense: Sequence[int]) -> 
 
 def _is_outside(stride: int, other: int) -> bool:
     """True if the larger of two strides is the first. Of dense symbolic ones it is a multiple of the other; to compare
-    products of sizes would set a guard."""
+    multiples of sizes would set a guard."""
     if isinstance(stride, int) and isinstance(other, int):
         return stride > other
     from torch.fx.experimental.symbolic_shapes import guard_or_false
@@ -146,7 +146,7 @@ def _divides(divisor: int, n: int) -> bool:
 
 
 def _known(statement: bool | torch.SymBool) -> bool:
-    """True if the statement is true whatever the symbols in it stand for."""
+    """True if the statement is true for every value of the symbols in it."""
     if isinstance(statement, bool):
         return statement
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports much that eager calls do without

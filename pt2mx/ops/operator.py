@@ -159,7 +159,7 @@ def operator(
         autocast: how `torch.autocast` casts the arguments; None for not at all.
         key: the dispatch key of `kernel`.
         differentiable_once: a second derivative is an error.
-        words: what stands in braces in the docstring of the class.
+        words: values of the names in braces in the docstring of the class.
     """
 
     def register(cls: Any) -> Any:

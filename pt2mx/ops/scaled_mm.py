@@ -29,7 +29,7 @@ class Form:
     """A pair of elements that tensor cores multiply: torch's dtypes of their codes, the dtypes of a result, those of
     them to which a bias can be added at once, and the major compute capabilities of the GPUs.
 
-    Source: `ScaledBlas.cpp` of torch. Its product of two FP4 tensors ignores a bias.
+    Source: `ScaledBlas.cpp` of torch. Its matmul of two FP4 tensors ignores a bias.
     """
 
     x: torch.dtype
@@ -59,7 +59,7 @@ _PAIRS = "; ".join(
 @operator("scaled_mm_mx", 1, "(..., N) in `target_dtype`", COMPLIANT, words={"pairs": _PAIRS})
 @dataclass(frozen=True, slots=True)
 class ScaledMM(Operator[T]):
-    """The product of packed activations and a packed weight, both in blocks of 32 along K, with sums in float32; K is a
+    """The matmul of packed activations and a packed weight, both in blocks of 32 along K, with sums in float32; K is a
     multiple of 32 and N of 16. Elements and results: {pairs}.
 
     Example:
@@ -153,7 +153,7 @@ def _values(codes: Tensor, element: str) -> int:
 @dataclass(frozen=True, slots=True)
 class SwizzleScale(Operator[T]):
     """Scales in the order in which tensor cores read them (cuBLAS, 1D Block Scaling Factors Layout): tiles of 128 rows
-    and 4 columns one after the other, in a tile the 4 columns of rows r, r + 32, r + 64 and r + 96 beside each other.
+    and 4 columns one after the other, in a tile the 4 columns of rows r, r + 32, r + 64 and r + 96 next to each other.
     Missing rows and columns are zeros.
 
     Example:
@@ -172,7 +172,7 @@ def swizzle(scale: Tensor) -> Tensor:
     """Return the scales of a matrix in the order in which tensor cores read them.
 
     Tiles of 128 rows and 4 columns lie one after the other, and in a tile the 4 columns of rows r, r + 32, r + 64 and
-    r + 96 beside each other, for r from 0 to 31. Missing rows and columns are filled with 0. Source: cuBLAS
+    r + 96 next to each other, for r from 0 to 31. Missing rows and columns are filled with 0. Source: cuBLAS
     documentation, "1D Block Scaling Factors Layout"; `SwizzleType.SWIZZLE_32_4_4`.
 
     scale: (..., C) uint8, R rows in all -> (ceil(R / 128) * 128 * ceil(C / 4) * 4,) uint8.
@@ -181,16 +181,16 @@ def swizzle(scale: Tensor) -> Tensor:
     rows, columns = scale.shape
     across = (columns + 3) // 4  # tiles
     # By position, not by views: of a dimension that holds the tiles, tracing would ask whether it is 1.
-    place = torch.arange((rows + 127) // 128 * across * 512, device=scale.device)
-    tile = place // 512
-    row = tile // across * 128 + place % 16 // 4 * 32 + place % 512 // 16
-    column = tile % across * 4 + place % 4
-    found = scale[row.clamp(max=rows - 1), column.clamp(max=columns - 1)]
-    return torch.where((row < rows) & (column < columns), found, 0)
+    position = torch.arange((rows + 127) // 128 * across * 512, device=scale.device)
+    tile = position // 512
+    row = tile // across * 128 + position % 16 // 4 * 32 + position % 512 // 16
+    column = tile % across * 4 + position % 4
+    values = scale[row.clamp(max=rows - 1), column.clamp(max=columns - 1)]
+    return torch.where((row < rows) & (column < columns), values, 0)
 
 
 def unswizzle(scale: Tensor, rows: int, columns: int) -> Tensor:
-    """Return the (rows, columns) matrix of which `swizzle` made these scales."""
+    """Return the (rows, columns) matrix from which `swizzle` made these scales."""
     tiles = scale.view((rows + 127) // 128, (columns + 3) // 4, 32, 4, 4)
     matrix = tiles.permute(0, 3, 2, 1, 4).reshape((rows + 127) // 128 * 128, (columns + 3) // 4 * 4)
     return matrix[:rows, :columns]
