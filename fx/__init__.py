@@ -1,1 +1,1 @@
-"""Graph passes: nodes in, nodes out. They know operators, not policies."""
+"""Graph passes that lower a converted model. They know operators, not quantization policies."""

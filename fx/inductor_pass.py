@@ -1,4 +1,4 @@
-"""The lowering as a pass of Inductor, for `torch.compile` of a converted model as it is."""
+"""The lowering as a pass of Inductor: `torch.compile` then lowers a converted model."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class LoweringPass(CustomGraphPass):
 
     It is Inductor's `pre_grad_custom_pass`, which runs before AOTAutograd would decompose the operators. Weights are
     inputs there: the pass dequantizes those whose blocks do not run along the last dimension (`x @ w`, Hugging Face's
-    Conv1D) at each call, and merges no linear layers. It skips a graph that writes tensors other than by operators,
-    which a converted model does not.
+    Conv1D) at each call, and merges no linear layers. It skips graphs that write tensors by anything but operators;
+    converted models do not.
 
     Example:
         >>> import torch, pt2mx
@@ -42,7 +42,7 @@ class LoweringPass(CustomGraphPass):
             run_passes(model_of(graph), passes)
 
     def uuid(self) -> str:
-        """The identity of the passes' sources, which Inductor makes a part of the key of its caches."""
+        """Return a digest of the passes' sources, which Inductor makes part of its cache keys."""
         sources = sorted(Path(__file__).parent.rglob("*.py"))
         return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
@@ -51,7 +51,7 @@ _IN_PLACE = {operator.setitem, operator.iadd, operator.isub, operator.imul, oper
 
 
 def _writes_unseen(node: Node) -> bool:
-    """True if a node may write to a tensor in a way that no schema tells."""
+    """Return whether a node may write to a tensor although no operator schema says so."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     method = node.op == "call_method" and name.endswith("_") and not name.endswith("__")
     function = node.op == "call_function" and not hasattr(node.target, "_schema")

@@ -44,9 +44,9 @@ class Step(NamedTuple):
 
     Args:
         graph_pass: the function that changes a graph.
-        needs_weights: True if it needs weights that the graph holds. Those of a graph that torch.compile traced are
-            inputs.
-        option: the argument of `lower_to_inductor` that asks for it; None for one that always runs.
+        needs_weights: True if the pass needs weights that the graph holds. In a graph that torch.compile traced,
+            weights are inputs, and such a pass does not run.
+        option: the argument of `lower_to_inductor` that enables the pass; None for a pass that always runs.
     """
 
     graph_pass: GraphPass
@@ -98,20 +98,20 @@ def lower_to_inductor(
         device: the device on which the result runs; by default that of `converted`.
         scaled_mm: use MX tensor cores, where the GPU has them (`use_scaled_mm`); untested on hardware.
             False by default.
-        unpack: dequantize weights once, to the memory of the float model (`unpack_weights`): the fastest form where
-            many rows are multiplied at a time, as in a vision model or an encoder with quantized activations. GPUs with
-            tensor cores for FP8 multiply elements of 4 and 6 bits on those, with weights of 8 bits
-            (`use_fp8_rowwise`); matmuls of quantized activations have no gradient there. Of a model with quantized
-            weights alone the result may hold no quantized tensor, and is lowered no further.
-            False by default.
+        unpack: dequantize weights once (`unpack_weights`). They then take the memory of the float model. This is
+            fastest where matmuls have many rows, as in a vision model or an encoder with quantized activations. GPUs
+            with FP8 tensor cores use those for elements of 4 and 6 bits, with 8-bit weights (`use_fp8_rowwise`); such
+            matmuls have no gradient. If only weights were quantized, the result may hold no quantized tensor, and
+            cannot be lowered again. False by default.
 
     Returns:
         The lowered model. Activations and embeddings keep their bits; matmuls may sum in another order. It can be
         exported, saved, copied and compiled; `torch.autocast` around it casts packed matmuls as linear layers.
-        `quantization_report` is for the converted model, and refuses this one.
+        `quantization_report` raises for it: pass the converted model.
 
     Raises:
-        MXError: for another object, where nothing is quantized, and for what names no device of this machine.
+        MXError: for an object that is no converted model, a model without quantized tensors, and a device that this
+            machine lacks.
 
     Example:
         >>> import torch, pt2mx

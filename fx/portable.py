@@ -17,24 +17,25 @@ from pt2mx.fx.graph.node import is_ours
 from pt2mx.kernels.philox import random_bits
 from pt2mx.ops.decompositions import call_decompositions, decompositions
 
-#: what marks the nodes of a portable program, among their meta that is saved with it
+#: meta that marks the nodes of a portable program; it is saved with the program
 _MARK = {"mx_operators": "written out"}
-#: how torchao names the observers of a prepared model, and what they hold
+#: names that torchao gives the observers of a prepared model and their tensors
 _OBSERVER = re.compile(r"(.+\.)?activation_post_process_\d+\..+")
 
 
 def make_portable(program: ExportedProgram) -> ExportedProgram:
-    """Write pt2mx's operators out in aten operators: the program loads where only torch is installed, and gives the
-    same bits in eager mode.
+    """Decompose pt2mx's operators into aten operators.
+
+    The program loads where only torch is installed, and gives the same bits in eager mode.
 
     Args:
-        program: `torch.export.export(converted, ...)`; it stays unchanged.
+        program: `torch.export.export(converted, ...)`; it does not change.
 
     Returns:
         The portable program.
 
     Raises:
-        MXError: for another object, and for an export of a prepared model.
+        MXError: for an object that is no exported program, and for an export of a prepared model.
 
     Example:
         >>> import torch, pt2mx
@@ -58,18 +59,19 @@ def make_portable(program: ExportedProgram) -> ExportedProgram:
 
 
 def is_portable(model: GraphModule) -> bool:
-    """True of the graph of a program that `make_portable` returned, also after it was saved and loaded."""
+    """Return whether a graph is that of a program from `make_portable`, also after saving and loading."""
     return any(_MARK.items() <= (node.meta.get("custom") or {}).items() for node in model.graph.nodes)
 
 
 def holds_observers(names: Iterable[str]) -> bool:
-    """True of names of parameters and buffers of a prepared model, or of an export of one."""
+    """Return whether the names of parameters and buffers include observers, as in a prepared model or its export."""
     return any(map(_OBSERVER.fullmatch, names))
 
 
 def without_calls(program: ExportedProgram) -> ExportedProgram:
-    """The program with those of pt2mx's operators written out that Inductor would call, for a package that runs where
-    only torch is installed. The others it writes out itself, in a form that it compiles right.
+    """Decompose the pt2mx operators that Inductor would call, for a package that runs where only torch is installed.
+
+    Inductor decomposes the other operators itself, in a form that it compiles correctly.
 
     Raises:
         MXError: for another object.
@@ -77,7 +79,7 @@ def without_calls(program: ExportedProgram) -> ExportedProgram:
     return _decompose(program, _CALLS)
 
 
-#: what Inductor keeps as calls: products that read packed weights, quantized activations, random numbers
+#: operators that Inductor calls: matmuls with packed weights, fused activation quantization, random numbers
 _CALLS: dict[Any, Callable[..., Any]] = {**call_decompositions(), ops.random_bits: random_bits}
 
 

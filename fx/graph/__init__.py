@@ -1,1 +1,1 @@
-"""The questions that passes ask of a graph: its nodes, constants, memory and subgraphs."""
+"""Queries that passes make on a graph: its nodes, constants, memory and subgraphs."""

@@ -1,4 +1,6 @@
-"""The nodes that show memory which the graph writes: `x[:, 0] = 5` exports as a write to a view of x.
+"""Find the nodes that alias memory which the graph writes: `x[:, 0] = 5` exports as a write to a view of x.
+
+A node aliases the memory that its value is, or is a view of.
 
 A storage identifies memory, not a name: one buffer may be a view of another. An operator's schema says which arguments
 its result shares memory with. A composite operator may return an argument without saying so (dropout in evaluation,
@@ -28,19 +30,19 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-#: operators that write running statistics without saying so in their schemas -> positions of the statistics, and of
-#: the flag that makes them write
+#: operator that writes running statistics although its schema does not say so -> positions of the statistics, and of
+#: the flag that makes it write
 _UNDECLARED_WRITES: dict[OpOverload, tuple[tuple[int, ...], int]] = {
     aten.batch_norm.default: ((3, 4), 5),
     aten.native_batch_norm.default: ((3, 4), 5),
     aten.instance_norm.default: ((3, 4), 5),
 }
 
-#: operators that write nothing where `train` is false
+#: operators that write only where `train` is true
 _WRITE_IN_TRAINING = (aten.dropout_.default, aten.feature_dropout_.default)
 
-#: calls of composite operators, by the layouts of their arguments -> positions of the inputs that they return. Many
-#: passes ask for the same calls, and each answer takes a call on fake tensors.
+#: cache: a call of a composite operator, by the layouts of its arguments -> positions of the inputs that it returns.
+#: Many passes ask about the same calls, and each answer takes a call on fake tensors.
 _RETURNED: WeakKeyDictionary[FakeTensorMode, dict[str, list[int]]] = WeakKeyDictionary()
 
 #: the identity of a piece of memory: the node that makes it, or the storage of a parameter or buffer
@@ -48,18 +50,18 @@ Root = Node | int
 
 
 def written_nodes(graph: Graph) -> set[Node]:
-    """Return the nodes that show memory which an operator of the graph, or of a subgraph, writes."""
+    """Return the nodes that alias memory which an operator of the graph, or of a subgraph, writes."""
     roots, written = _memory(graph)
     return {node for node in roots if roots[node] & written}
 
 
 def written_storages(model: GraphModule) -> set[int]:
-    """The storages of parameters and buffers that the graph of `model` writes, as `storage_of` names them."""
+    """Return the storages (`storage_of`) of parameters and buffers that the graph of `model` writes."""
     return {root for root in _memory(model.graph)[1] if not isinstance(root, Node)}
 
 
 class Writes:
-    """The writes of a graph, in their order; false where it writes nothing, which needs no analysis."""
+    """The writes of a graph, in order; false if there are none."""
 
     def __init__(self, graph: Graph) -> None:
         written = _written_by_node(graph)
@@ -71,19 +73,19 @@ class Writes:
         return bool(self._written)
 
     def between(self, first: Node, last: Node, read: Iterable[Node]) -> bool:
-        """Return whether a node between `first` and `last` writes memory that the nodes show."""
+        """Return whether a node between `first` and `last` writes memory that the nodes `read` alias."""
         if not self:
             return False
         shown, begin, end = self._memory_of(read), self._order[first], self._order[last]
         return any(begin < self._order[node] < end and roots & shown for node, roots in self._written.items())
 
     def reach(self, nodes: Iterable[Node]) -> bool:
-        """Return whether the graph ever writes memory that one of the nodes shows."""
+        """Return whether the graph ever writes memory that one of the nodes aliases."""
         shown = self._memory_of(nodes) if self else frozenset()
         return any(roots & shown for roots in self._written.values())
 
     def shows_another(self, node: Node) -> bool:
-        """True if the value of a node is, or may be, memory of its arguments, in a graph that writes something."""
+        """Return whether the value of a node may alias its arguments, in a graph that writes something."""
         return node not in self._roots[node]
 
     def _memory_of(self, nodes: Iterable[Node]) -> frozenset[Root]:
@@ -91,20 +93,22 @@ class Writes:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """The identity of a tensor's memory, which all that share it have in common."""
+    """Return the identity of a tensor's memory, equal for all tensors that share it."""
     return tensor.untyped_storage()._cdata
 
 
 def _memory(graph: Graph) -> tuple[dict[Node, frozenset[Root]], frozenset[Root]]:
-    """Return the memory that each node may show, and the memory that the graph writes. Both are empty where the graph
-    writes nothing; most graphs do not, and need no analysis."""
+    """Return the memory that each node may alias, and the memory that the graph writes.
+
+    Both are empty for a graph that writes nothing. Most graphs write nothing, and skip the analysis.
+    """
     written = _written_by_node(graph)
     roots = _roots(graph) if written else {}
     return roots, frozenset().union(*(roots[n] for arguments in written.values() for n in arguments))
 
 
 def _written_by_node(graph: Graph) -> dict[Node, list[Node]]:
-    """The arguments that each node writes; nodes that write none are left out."""
+    """Map each node that writes arguments to these arguments."""
     written = {}
     for node in graph.nodes:
         target: Any = node.target if node.op == "call_function" else node.meta.get(OPERATOR_KEY)
@@ -115,7 +119,7 @@ def _written_by_node(graph: Graph) -> dict[Node, list[Node]]:
 
 @functools.lru_cache(1024)
 def _may_write(target: object) -> bool:
-    """True of an operator that may write its arguments."""
+    """Return whether an operator may write its arguments."""
     if not isinstance(target, OpOverload):
         return isinstance(target, HigherOrderOperator)
     return target in _UNDECLARED_WRITES or target._schema.is_mutable
@@ -133,7 +137,7 @@ def _roots(graph: Graph) -> dict[Node, frozenset[Root]]:
 
 
 def _shown_arguments(node: Node, values: Mapping[Node, Any]) -> list[Node]:
-    """Return the arguments whose memory the value of a node may show."""
+    """Return the arguments whose memory the value of a node may alias."""
     target = node.target
     if isinstance(target, OpOverload):
         tensors = _tensors(node, target)
@@ -145,13 +149,13 @@ def _shown_arguments(node: Node, values: Mapping[Node, Any]) -> list[Node]:
         return [inputs[i] for i in _returned(node, inputs, values)]
     if isinstance(target, HigherOrderOperator):
         return _shown_inside(node)
-    if target is operator.getitem or node.op == "call_module":  # a module, an observer's, may pass its argument on
+    if target is operator.getitem or node.op == "call_module":  # a module such as an observer may return its argument
         return [n for n in node.args[:1] if isinstance(n, Node)]
     return node.all_input_nodes if node.op == "call_function" else []
 
 
 def _returned(node: Node, inputs: list[Node], values: Mapping[Node, Any]) -> list[int]:
-    """Return the positions of the inputs that a composite operator returns: all of them where a value is not known."""
+    """Return the positions of the inputs that a composite operator returns; all positions if a value is unknown."""
     operands = [values[n] for n in inputs]
     if any(operand is None for operand in operands):
         return list(range(len(inputs)))
@@ -178,7 +182,7 @@ def _returned_by_call(node: Node, operands: list[Any]) -> list[int]:
 
 
 def _written_arguments(node: Node, target: OpOverload | HigherOrderOperator) -> list[Node]:
-    """The arguments that a call of an operator which may write does write."""
+    """Return the arguments that a call writes, of an operator that may write."""
     if isinstance(target, HigherOrderOperator):
         return _written_inside(node, target)
     if target in _WRITE_IN_TRAINING and named_args(node)["train"] is False:
@@ -191,8 +195,8 @@ def _written_arguments(node: Node, target: OpOverload | HigherOrderOperator) -> 
 
 
 def _written_inside(node: Node, target: HigherOrderOperator) -> list[Node]:
-    """The operands of a higher-order operator that a graph which it calls writes."""
-    if "mutation" in target.name():  # a Triton kernel of the user's: which of its operands it writes is not said
+    """Return the operands of a higher-order operator that one of its subgraphs writes."""
+    if "mutation" in target.name():  # the user's Triton kernel: it does not declare which operands it writes
         return [n for n in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(n, Node)]
     written = []
     for graph, operands in _subgraphs(node):
@@ -202,7 +206,7 @@ def _written_inside(node: Node, target: HigherOrderOperator) -> list[Node]:
 
 
 def _shown_inside(node: Node) -> list[Node]:
-    """The operands of a higher-order operator whose memory a graph which it calls may return."""
+    """Return the operands of a higher-order operator whose memory one of its subgraphs may return."""
     shown = []
     for graph, operands in _subgraphs(node):
         roots = _roots(graph)
@@ -212,8 +216,8 @@ def _shown_inside(node: Node) -> list[Node]:
 
 
 def _subgraphs(node: Node) -> Iterator[tuple[Graph, list[tuple[Node, Node]]]]:
-    """The graphs that a higher-order operator calls, each with (placeholder, operand) pairs. The last arguments are
-    the operands of the placeholders, in order."""
+    """Yield the subgraphs of a higher-order operator, each with (placeholder, operand) pairs. The last arguments of the
+    call are the operands, in the order of the placeholders."""
     arguments = pytree.tree_leaves((node.args, node.kwargs))
     for argument in arguments:
         if isinstance(argument, Node) and argument.op == "get_attr":
@@ -225,7 +229,7 @@ def _subgraphs(node: Node) -> Iterator[tuple[Graph, list[tuple[Node, Node]]]]:
 
 
 def _tensors(node: Node, target: OpOverload) -> list[tuple[Node, AliasInfo | None]]:
-    """(node, alias information) of all that is passed to an operator, by position and by name, in lists too."""
+    """Return (node, alias information) of everything passed to an operator: by position, by name, and in lists."""
     arguments = target._schema.arguments
     by_name = {argument.name: argument.alias_info for argument in arguments}
     passed = [(value, argument.alias_info) for argument, value in zip(arguments, node.args, strict=False)]

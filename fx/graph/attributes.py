@@ -1,4 +1,4 @@
-"""The parameters, buffers and submodules of a graph module, by the names that its nodes have for them."""
+"""Look up the parameters, buffers and submodules that the nodes of a graph module name."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from torch.fx import Graph, GraphModule, Node
 
 
 def model_of(graph: Graph) -> GraphModule:
-    """The graph module whose graph it is."""
+    """Return the graph module that owns a graph."""
     if graph.owning_module is None:
         raise ValueError("a graph that is of no graph module has no parameters")
     return graph.owning_module
 
 
 def name_of(node: Node) -> str:
-    """The qualified name of what a `get_attr` node reads or a `call_module` node calls."""
+    """Return the qualified name of the attribute that a `get_attr` node reads, or of the module that a `call_module`
+    node calls."""
     if not isinstance(node.target, str):
         raise TypeError(f"{node} ({node.op}) names no attribute")
     return node.target
 
 
 def attribute_of(model: GraphModule, node: Node) -> object:
-    """The parameter, buffer or submodule that a `get_attr` node reads."""
+    """Return the parameter, buffer or submodule that a `get_attr` node reads."""
     return operator.attrgetter(name_of(node))(model)
 
 
@@ -36,7 +37,7 @@ def tensor_of(model: GraphModule, node: Node) -> Tensor:
 
 
 def register_buffer(model: GraphModule, name: str, value: Tensor) -> str:
-    """Register a buffer under a qualified name, or under a numbered one where that is taken; gives the name."""
+    """Register a buffer under a qualified name, with a number if the name is taken, and return the name."""
     path, _, attribute = name.rpartition(".")
     owner = model.get_submodule(path)
     unique = free_name(owner, attribute)
@@ -45,7 +46,7 @@ def register_buffer(model: GraphModule, name: str, value: Tensor) -> str:
 
 
 def free_name(owner: object, name: str) -> str:
-    """The name, or a numbered one where an attribute of `owner` has it."""
+    """Return the name, with a number if `owner` has such an attribute."""
     unique, number = name, 0
     while hasattr(owner, unique):
         number += 1

@@ -16,14 +16,17 @@ from pt2mx.fx.graph.attributes import attribute_of, name_of
 from pt2mx.fx.graph.higher_order_ops import call_groups, placeholders
 from pt2mx.fx.graph.node import function_of
 
-#: meta key of a placeholder of a subgraph: whether its operand is a constant (`mark_constants`)
+#: meta key of a subgraph's placeholder: whether its operand is a constant (`mark_constants`)
 CONSTANT_KEY = "mx_constant"
 
 
 def constant_nodes(graph: Graph, is_pure: Callable[[Node], bool] = lambda node: False) -> set[Node]:
-    """The parameters and buffers that the graph does not write, placeholders that are marked constant, and the
-    deterministic functions of such alone (a weight behind a view, a transpose, a cast, a split, a product of two
-    parameters). `is_pure` says which other nodes are such functions."""
+    """Return the constant nodes of a graph.
+
+    These are parameters and buffers that the graph does not write, placeholders marked constant, and deterministic
+    functions of constants alone (a view, transpose, cast or split of a weight, the product of two parameters).
+    `is_pure` says which other nodes count as deterministic functions.
+    """
     written = written_nodes(graph)
     constants: set[Node] = set()
     for node in graph.nodes:
@@ -54,7 +57,7 @@ def mark_constants(model: GraphModule) -> None:
 
 
 def evaluate(model: GraphModule, node: Node) -> Tensor:
-    """The value of a constant node."""
+    """Return the value of a constant node."""
     values: dict[Node, Any] = {}
     for current in computed_from(node):
         if current.op == "get_attr":
@@ -66,7 +69,7 @@ def evaluate(model: GraphModule, node: Node) -> Tensor:
 
 
 def computed_from(node: Node) -> list[Node]:
-    """The node and all that it is computed from, in the order of execution."""
+    """Return a node and everything that it is computed from, in execution order."""
     if not node.all_input_nodes:
         return [node]
     needed, pending = set(), [node]
@@ -79,8 +82,8 @@ def computed_from(node: Node) -> list[Node]:
 
 
 def first_equal(model: GraphModule, constants: set[Node]) -> dict[Node, Node]:
-    """Constant node -> the first one that does the same to the same tensors, whatever their names in the module tree;
-    most are their own."""
+    """Map each constant node to the first node that computes the same from the same tensors, under any name. Most nodes
+    map to themselves."""
     first: dict[object, Node] = {}
     found: dict[Node, Node] = {}
     for node in model.graph.nodes:
@@ -94,7 +97,7 @@ def first_equal(model: GraphModule, constants: set[Node]) -> dict[Node, Node]:
 
 
 def root_name(node: Node) -> str:
-    """The qualified name of the first parameter or buffer that a constant node is computed from."""
+    """Return the qualified name of the first parameter or buffer that a constant node is computed from."""
     while node.op != "get_attr":
         node = node.all_input_nodes[0]
     return name_of(node)

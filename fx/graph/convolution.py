@@ -1,4 +1,4 @@
-"""The convolutions, and how a call of one lays out its weight."""
+"""The convolution operators, and the weight layout of a call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ConvolutionKind(NamedTuple):
     transposed: bool = False
 
 
-#: operators whose name says their kind; `aten.convolution`, what decompositions make of them, has it as arguments
+#: operators that are of one kind; `aten.convolution`, to which they decompose, takes its kind as arguments
 CONVOLUTIONS: dict[OpOverload, ConvolutionKind] = {
     aten.conv1d.default: ConvolutionKind(1),
     aten.conv1d.padding: ConvolutionKind(1),
@@ -35,10 +35,10 @@ CONVOLUTIONS: dict[OpOverload, ConvolutionKind] = {
 
 
 class Convolution(NamedTuple):
-    """A call of a convolution. Its weight is (out, in / groups, *kernel), that of a transposed one (in, out / groups,
-    *kernel): the inputs of a group reach the outputs of that group alone.
+    """A call of a convolution. Its weight is (out, in / groups, *kernel); transposed, it is (in, out / groups,
+    *kernel). The inputs of a group affect only the outputs of that group.
 
-    dimensions: how many spatial ones it has; groups: how many parts the channels have.
+    dimensions: the number of spatial dimensions; groups: the number of channel groups.
     """
 
     dimensions: int
@@ -47,7 +47,7 @@ class Convolution(NamedTuple):
 
     @classmethod
     def of(cls, node: Node) -> Convolution | None:
-        """The convolution that a `call_function` node calls; None for another node."""
+        """Return the convolution that a `call_function` node calls; None for another node."""
         if node.target is aten.convolution.default:
             args = named_args(node)
             return cls(len(args["stride"]), args["transposed"], args["groups"])

@@ -1,6 +1,6 @@
 """Graph passes: functions that change the graph of a model.
 
-`PT2MX_LOG=passes` has each pass that runs say on stderr what it changed.
+With `PT2MX_LOG=passes`, each pass that runs prints to stderr what it changed.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch.fx import GraphModule
 
 from pt2mx.fx.graph.node import OperatorCall
 
-#: an operator, or the class of its calls
+#: an operator, or the `OperatorCall` class of its calls
 Operator = OpOverload | type[OperatorCall]
 
 
 class GraphPass:
-    """A change of a graph. Called by itself it changes the model, compiles its code anew and returns it.
+    """A function that changes a graph. Calling the pass changes the model, recompiles its code and returns it.
 
     Args:
-        edit: (model, **options) -> None. It changes `model.graph`, and parameters, buffers and submodules.
-        reads: the operators that a graph must call for `edit` to change it; of a tuple of operators, one of them. An
-            operator that is named twice must be called twice.
+        edit: (model, **options) -> None. It may change `model.graph`, parameters, buffers and submodules.
+        reads: the pass runs only on graphs that call each of these operators; from a tuple, one operator suffices. An
+            operator that is listed twice must be called twice.
     """
 
     def __init__(self, edit: Callable[..., None], reads: Iterable[Operator | tuple[Operator, ...]] = ()) -> None:
@@ -39,7 +39,7 @@ class GraphPass:
         return model
 
     def applies_to(self, model: GraphModule) -> bool:
-        """Return whether the graph calls what the pass reads. It asks the index of calls that torch.fx keeps."""
+        """Return whether the graph calls the operators in `reads`, by torch.fx's index of calls."""
         calls = functools.partial(model.graph.find_nodes, op="call_function", sort=False)
         return all(
             sum(len(calls(target=getattr(one, "overload", one))) for one in one_of) >= count
@@ -48,12 +48,12 @@ class GraphPass:
 
 
 def graph_pass(*reads: Operator | tuple[Operator, ...]) -> Callable[[Callable[..., None]], GraphPass]:
-    """Make a function a `GraphPass` that reads these operators."""
+    """Decorate a function as a `GraphPass` that reads these operators."""
     return functools.partial(GraphPass, reads=reads)
 
 
 def run_passes(model: GraphModule, passes: Iterable[GraphPass], **options: object) -> None:
-    """Run those passes that apply to a graph, in order, and compile its code once."""
+    """Run the passes that apply to a graph, in order, and recompile its code once."""
     logs = "passes" in os.environ.get("PT2MX_LOG", "").split(",")
     for graph_pass in passes:
         if graph_pass.applies_to(model):

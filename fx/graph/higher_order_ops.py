@@ -1,6 +1,6 @@
 """Higher-order operator calls (`cond`, `scan`, `no_grad`, `autocast`, ...) and their subgraphs.
 
-Export gives a subgraph no parameters of its own: they are operands of the call.
+In an exported model a subgraph has no parameters: they are operands of the call.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from pt2mx.fx.graph.node import args_of, node_arg
 
 
 class HOPOperands(NamedTuple):
-    """Some operands of a call: the sequence at `position`, or all arguments from there on (`to_end`).
+    """Where a call has some of its operands: in the sequence at `position`, or in all arguments from there on
+    (`to_end`).
 
-    fixed: each call of the subgraph gets the same ones. The state of a loop and the slices of a scan are not fixed.
+    fixed: True if every iteration of the subgraph gets the same operands. The state of a loop and the slices of a scan
+    are not fixed.
     """
 
     position: int
@@ -52,7 +54,7 @@ _SIGNATURES = {
 
 @dataclass(frozen=True)
 class HOPCall:
-    """A call of a higher-order operator, and the subgraphs that it may run with their names in the model."""
+    """A call of a higher-order operator, and the subgraphs that it may run, with their names in the model."""
 
     node: Node
     signature: HOPSignature
@@ -60,7 +62,7 @@ class HOPCall:
 
     @property
     def is_autocast(self) -> bool:
-        """True if an operator may have another dtype in the subgraph than outside."""
+        """True for autocast: an operator may have another dtype in the subgraph than outside."""
         return self.signature is _SIGNATURES["wrap_with_autocast"]
 
     def operands(self) -> list[tuple[object, bool]]:
@@ -97,7 +99,7 @@ class HOPCall:
 def hop_calls(model: GraphModule) -> Iterator[HOPCall]:
     """Yield the calls of higher-order operators in a graph."""
     for node in model.graph.nodes:
-        # an overload is no higher-order operator; the abstract class would be asked in Python
+        # skip overloads first: `isinstance` of the abstract class runs Python code
         if node.op != "call_function" or isinstance(node.target, OpOverload):
             continue
         signature = _SIGNATURES.get(node.target.name()) if isinstance(node.target, HigherOrderOperator) else None
@@ -114,7 +116,7 @@ def _graph_module(model: GraphModule, attribute: Node) -> GraphModule:
 
 
 def call_groups(model: GraphModule) -> list[tuple[list[GraphModule], list[HOPCall]]]:
-    """Return the subgraphs that share their operands, with all calls of them."""
+    """Return the groups of subgraphs that some call runs together, each with all calls of the group."""
     groups: dict[tuple[int, ...], tuple[list[GraphModule], list[HOPCall]]] = {}
     for call in hop_calls(model):
         graphs = [graph for _, graph in call.graphs]

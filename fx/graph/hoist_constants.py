@@ -17,16 +17,20 @@ _HOIST_KEY = "mx_hoist"
 
 
 def hoist_weights(model: GraphModule) -> GraphModule:
-    """Hoist every `quantize_mx` of a constant operand out of the subgraphs of `model`: they get codes and scale as
-    operands instead, and lose operands that they no longer use. Changes `model` and returns it."""
+    """Hoist every `quantize_mx` of a constant operand out of the subgraphs of `model`.
+
+    The subgraphs get codes and scales as operands instead, and lose the operands that they no longer use. Changes
+    `model` and returns it.
+    """
     return _hoist_all(model, lambda graph: [_items(quantize) for quantize in _weights(graph)])
 
 
 def hoist_constants(model: GraphModule, chosen: set[Node]) -> GraphModule:
-    """Hoist the computation of chosen constants out of the subgraphs of `model`. Changes `model` and returns it."""
+    """Hoist the computation of the constants `chosen` out of the subgraphs of `model`. Changes `model` and returns
+    it."""
     mark_constants(model)
     for node in chosen:
-        node.meta[_HOIST_KEY] = True  # of its copies too
+        node.meta[_HOIST_KEY] = True  # copies of the node inherit the key
 
     def computed(graph: GraphModule) -> list[list[Node]]:
         constants = constant_nodes(graph.graph)
@@ -40,7 +44,7 @@ def hoist_constants(model: GraphModule, chosen: set[Node]) -> GraphModule:
 
 
 def _hoist_all(model: GraphModule, find: Callable[[GraphModule], list[list[Node]]]) -> GraphModule:
-    """Hoist the nodes that `find` returns for each subgraph of `model`, those of one list together."""
+    """Hoist the lists of nodes that `find` returns for each subgraph of `model`, each list together."""
     groups = call_groups(model)
     for graphs, group in groups:
         for graph in graphs:
@@ -59,7 +63,7 @@ def _hoist_all(model: GraphModule, find: Callable[[GraphModule], list[list[Node]
 
 
 def merge_equal_operands(model: GraphModule) -> GraphModule:
-    """Pass a tensor that two weights have become once: torch.export takes no operand twice. Changes `model`."""
+    """Pass each tensor to a subgraph only once, because torch.export rejects duplicate operands. Changes `model`."""
     groups = call_groups(model)
     for graphs, group in groups:
         operands = list(zip(*(call.operands() for call in group), strict=True))
@@ -80,18 +84,18 @@ def merge_equal_operands(model: GraphModule) -> GraphModule:
 
 
 def _identity(operand: object) -> object:
-    """Equal for operands that are the same tensor."""
+    """Return a key that is equal for operands that are the same tensor."""
     return ("get_attr", operand.target) if isinstance(operand, Node) and operand.op == "get_attr" else operand
 
 
 def _placeholders_first(graph: GraphModule) -> None:
-    """Put the placeholders before all other nodes, so that what reads one can follow one that is appended."""
+    """Move the placeholders before all other nodes, so that any node may use an appended placeholder."""
     for placeholder in reversed(placeholders(graph)):
         next(iter(graph.graph.nodes)).prepend(placeholder)
 
 
 def _weights(graph: GraphModule) -> list[Node]:
-    """The `quantize_mx` nodes of what is computed from constant placeholders alone."""
+    """Return the `quantize_mx` nodes whose input is computed from constant placeholders alone."""
     constants = constant_nodes(graph.graph)
     return [
         node
@@ -101,12 +105,12 @@ def _weights(graph: GraphModule) -> list[Node]:
 
 
 def _items(quantize: Node) -> list[Node]:
-    """The codes and the scales."""
+    """Return the `getitem` nodes of codes and scales."""
     return [user for user in quantize.users if user.target is operator.getitem]
 
 
 def _is_as_outside(nodes: list[Node]) -> bool:
-    """True if what computes nodes inside autocast gives the same dtypes outside of it."""
+    """Return whether nodes that are computed inside autocast get the same dtypes outside."""
     computed = {n for node in nodes for n in computed_from(node) if n.op == "call_function"}
     return all(dtype_of(n) is None or dtype_of(n) == result_of(n).dtype for n in computed)
 

@@ -1,8 +1,8 @@
-"""Nodes of a graph: what is known of their values while nothing runs, and the arguments of a call.
+"""Nodes of a graph: the dtype and shape of their values, and the arguments of a call.
 
-Values are the `val` meta of an exported graph, or the `example_value` of one that torch.compile traced.
-`Quantize.of(node)` gives the arguments of a `quantize_mx` node by name, defaults too, and None for any other node. Its
-`args`, or those of a copy that `dataclasses.replace` changed, can be the `args` of a node.
+A value is the `val` meta in an exported graph, or the `example_value` meta in one that torch.compile traced.
+`Quantize.of(node)` returns the arguments of a `quantize_mx` node by name, defaults included, and None for any other
+node. Its `args`, also after `dataclasses.replace`, can be assigned to a node's `args`.
 """
 
 from __future__ import annotations
@@ -23,36 +23,38 @@ from pt2mx.ops.operator import Operator
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-#: meta key of the call of a `TrainEvalModule`: the operator of which it is a form
+#: meta key of the call of a `TrainEvalModule`: the operator that the module replaces
 OPERATOR_KEY = "mx_operator"
 
 
 def value_of(node: object) -> Any:
-    """Return the fake tensor or symbolic size of a node; None where it has none."""
+    """Return the fake tensor or symbolic size of a node; None if it is unknown."""
     return node.meta.get("val", node.meta.get("example_value")) if isinstance(node, Node) else None
 
 
 def dtype_of(node: object) -> torch.dtype | None:
-    """The dtype of a node's value; None where that is no tensor."""
+    """Return the dtype of a node's value; None if the value is no tensor."""
     value = value_of(node)
     return value.dtype if isinstance(value, Tensor) else None
 
 
 def shape_of(node: object) -> tuple[int | str, ...] | None:
-    """The shape of a node's value; None where that is no tensor. Symbolic sizes are given as text, so that comparing
-    two shapes sets no guard."""
+    """Return the shape of a node's value; None if the value is no tensor.
+
+    Symbolic sizes are strings, so that comparing two shapes sets no guard.
+    """
     value = value_of(node)
     return tuple(n if isinstance(n, int) else str(n) for n in value.shape) if isinstance(value, Tensor) else None
 
 
 def set_value(node: Node) -> None:
-    """Give a new node `val` meta, where its inputs have it: its operator run on theirs."""
+    """Set the `val` meta of a new node by running its operator on the `val` meta of its inputs, if all have it."""
     if all("val" in n.meta for n in node.all_input_nodes):
         node.meta["val"] = result_of(node)
 
 
 def insert_before(place: Node, target: Callable[..., Any], *args: Any) -> Node:
-    """Insert a call before a node, with its `val` meta, and return it."""
+    """Insert a call before a node, set its `val` meta, and return it."""
     with place.graph.inserting_before(place):
         node = place.graph.call_function(target, args)
     set_value(node)
@@ -60,7 +62,8 @@ def insert_before(place: Node, target: Callable[..., Any], *args: Any) -> Node:
 
 
 def result_of(node: Node, given: dict[Node, Any] | None = None) -> Any:
-    """A node's operator run on the values of its inputs, which are all known, or on what is `given` in their place."""
+    """Run a node's operator on the values of its inputs, and return the result. `given` replaces some of these values;
+    all others must be known."""
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: (given or {}).get(n, value_of(n)))
     fakes = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, torch._subclasses.FakeTensor)]
     with torch.no_grad(), fakes[0].fake_mode if fakes else nullcontext():
@@ -68,26 +71,26 @@ def result_of(node: Node, given: dict[Node, Any] | None = None) -> Any:
 
 
 def function_of(node: Node) -> Callable[..., Any]:
-    """The function that a `call_function` node calls."""
+    """Return the function that a `call_function` node calls."""
     if isinstance(node.target, str):
         raise TypeError(f"{node} ({node.op}) calls no function")
     return node.target
 
 
 def operator_of(node: Node) -> OpOverload:
-    """The operator that a node calls."""
+    """Return the operator that a node calls."""
     if not isinstance(node.target, OpOverload):
         raise TypeError(f"{node} ({node.op}) calls no operator")
     return node.target
 
 
 def args_of(node: Node) -> tuple[Any, ...]:
-    """The positional arguments of a call. Each has the type that the operator's schema gives it."""
+    """Return the positional arguments of a call. Each has the type that the operator's schema declares."""
     return node.args
 
 
 def node_arg(node: Node, index: int = 0) -> Node:
-    """The positional argument `index` of a call, where it is the result of another node."""
+    """Return the positional argument `index` of a call, which must be a node."""
     argument = node.args[index]
     if not isinstance(argument, Node):
         raise TypeError(f"argument {index} of {node} is no node: {argument!r}")
@@ -95,15 +98,15 @@ def node_arg(node: Node, index: int = 0) -> Node:
 
 
 def named_args(node: Node) -> dict[str, Any]:
-    """All arguments of an operator's call by name, defaults too, in the order of the schema."""
+    """Return all arguments of an operator's call by name, defaults included, in the order of the schema."""
     arguments = operator_of(node)._schema.arguments
     given = {a.name: value for a, value in zip(arguments, node.args, strict=False)} | node.kwargs
     return {a.name: given.get(a.name, a.default_value) for a in arguments}
 
 
 def make_positional(node: Node, count: int = 0) -> None:
-    """Move keyword arguments of an operator's call to their positions, as far as the schema has them there, and write
-    out the defaults of the first `count`. A higher-order operator has no schema."""
+    """Make the keyword arguments of an operator's call positional where the schema allows it, and write out the
+    defaults of the first `count` arguments. A higher-order operator has no schema, and does not change."""
     if not isinstance(node.target, OpOverload):
         return
     arguments = [a for a in node.target._schema.arguments if not a.kwarg_only]
@@ -115,9 +118,9 @@ def make_positional(node: Node, count: int = 0) -> None:
 
 
 def write_out_arguments(model: GraphModule) -> None:
-    """Write out all arguments of pt2mx's operators: a saved graph means the same when a default has become another.
+    """Write out all arguments of pt2mx's operators, so that a saved graph keeps its meaning when a default changes.
 
-    Tracing (`torch.export.export`, `run_decompositions`) leaves out those that are defaults.
+    Tracing (`torch.export.export`, `run_decompositions`) leaves out arguments that equal their defaults.
     """
     short = [node for node in model.graph.nodes if is_ours(node) and len(node.args) < len(arguments_of(node))]
     for node in short:
@@ -132,33 +135,34 @@ def arguments_of(node: Node) -> list[torch.Argument]:
 
 
 def is_ours(node: Node) -> bool:
-    """True of a node that calls an operator of pt2mx."""
+    """Return whether a node calls an operator of pt2mx."""
     return isinstance(node.target, OpOverload) and node.target.namespace == "pt2mx"
 
 
 def called(node: Node) -> object:
-    """The operator that a node calls, also in the form of a `TrainEvalModule`; None for other nodes."""
+    """Return the operator that a node calls, directly or as a `TrainEvalModule`; None for other nodes."""
     return node.target if node.op == "call_function" else node.meta.get(OPERATOR_KEY)
 
 
 class OperatorCall(Operator[Node]):
-    """The arguments of a node that calls an operator: of the operator's own class, with nodes for tensors."""
+    """The arguments of a node that calls an operator, in the fields of the operator's class; tensors are nodes."""
 
     @classmethod
     def of(cls, node: Node) -> Self | None:
-        """The arguments of a node that calls the operator; None for another node."""
+        """Return the arguments of a node that calls the operator; None for another node."""
         return cls.expect(node) if node.target is cls.overload else None
 
     @classmethod
     def expect(cls, node: Node) -> Self:
-        """The arguments of a node that is known to call the operator."""
+        """Return the arguments of a node that is known to call the operator."""
         if node.target is not cls.overload:
             raise TypeError(f"{node} does not call {cls.overload}")
         return cls(*named_args(node).values())
 
     @classmethod
     def calls_in(cls, graph: Graph) -> Iterator[tuple[Node, Self]]:
-        """The nodes of a graph that call the operator now, each with the arguments that it has when it is reached."""
+        """Yield the nodes of a graph that call the operator when iteration begins, each with its arguments at the time
+        it is reached."""
         for node in graph.find_nodes(op="call_function", target=cls.overload):
             yield node, cls.expect(node)
 

@@ -23,15 +23,15 @@ from pt2mx.spec import MXSpec
 #: meta key of a `dequantize_mx` node: the spec of its pair
 SPEC_KEY = "mx_spec"
 
-#: meta keys: a node's position in the model's source and module tree
+#: meta keys of a node's location in the model's source and module tree
 PROVENANCE_KEYS = ("stack_trace", "nn_module_stack")
 
 
 def insert_quantize_dequantize(x: Node, spec: MXSpec, consumer: Node | None = None) -> Node:
     """Insert `quantize_mx -> getitem x2 -> dequantize_mx` after `x` and return the last node. Users of x still use x.
 
-    `x` must carry `val` meta of a float tensor. The new nodes get `val` meta, and the place of `consumer` (or x) in the
-    source and the module tree: a pair belongs to the operator whose operand it quantizes.
+    `x` must carry `val` meta of a float tensor. The new nodes get `val` meta, and the source location and module of
+    `consumer` (or of x): a pair belongs to the operator whose operand it quantizes.
     """
     graph, value = x.graph, x.meta["val"]
     axis = spec.axis % value.dim()
@@ -44,7 +44,7 @@ def insert_quantize_dequantize(x: Node, spec: MXSpec, consumer: Node | None = No
         data = graph.call_function(operator.getitem, (quantize, 1))
     created = [quantize, scale, data]
     packed: tuple[object, ...] = ()
-    if is_packed(spec.element.bits):  # packing may round the length up
+    if is_packed(spec.element.bits):  # packed codes may be padded
         length = value.shape[axis]
         if not isinstance(length, int):
             with graph.inserting_after(data):
@@ -57,11 +57,11 @@ def insert_quantize_dequantize(x: Node, spec: MXSpec, consumer: Node | None = No
     for node in (*created, dequantize):
         node.meta.update({key: n.meta[key] for n in (x, consumer or x) for key in PROVENANCE_KEYS if key in n.meta})
     for node in (quantize, dequantize):
-        make_positional(node, len(arguments_of(node)))  # a conversion that finds all written compiles once less
+        make_positional(node, len(arguments_of(node)))  # else each conversion would compile the graph once more
     for node in created:
         set_value(node)
     if all(isinstance(size, int) for size in value.shape) and value.is_contiguous():
-        dequantize.meta["val"] = torch.empty_like(value)  # as the operator gives, in a tenth of the time
+        dequantize.meta["val"] = torch.empty_like(value)  # what the operator would return, ten times as fast
     else:
         set_value(dequantize)
     dequantize.meta[SPEC_KEY] = spec.replace(axis=axis)
@@ -69,8 +69,8 @@ def insert_quantize_dequantize(x: Node, spec: MXSpec, consumer: Node | None = No
 
 
 def quantize_of(dequantize: Node) -> Node | None:
-    """The `quantize_mx` whose whole result a `dequantize_mx` node dequantizes, in the same format and blocks. None for
-    another node, for one that reads buffers, and where the ends of the pair differ."""
+    """Return the `quantize_mx` node of the pair that a `dequantize_mx` node ends. None for another node, for one that
+    reads buffers, and if format or blocks of the two differ."""
     to = Dequantize.of(dequantize)
     if to is None or not _are_items(to.codes, to.scale):
         return None
@@ -88,7 +88,8 @@ def _are_items(*nodes: Node) -> bool:
 
 
 def spec_of_dequantize(dequantize: Node) -> MXSpec:
-    """The spec of a pair. Of a folded weight in a re-exported graph the modes are unknown: they are in the codes."""
+    """Return the spec of a pair. For a folded weight in a re-exported graph, scale mode and rounding are unknown: only
+    the codes reflect them."""
     if SPEC_KEY in dequantize.meta:
         return dequantize.meta[SPEC_KEY]
     if (quantize := quantize_of(dequantize)) is not None:

@@ -1,4 +1,4 @@
-"""Where a node comes from: the node of the first export that it was, and the modules around it."""
+"""Where a node comes from: its source node, which it was in the first export, and the modules around it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from pt2mx.fx.graph.attributes import name_of
 from pt2mx.fx.graph.higher_order_ops import hop_calls, placeholders
 from pt2mx.fx.graph.node import is_ours
 
-#: meta key, in the subgraphs of conditions and loops, for which exports note no source: the name of the source node
+#: meta key of the source node's name in subgraphs of conditions and loops, where exports record no source
 _KEY = "mx_origin"
 
 
 def note_source_nodes(graph: Graph) -> None:
-    """Note the name of each node before passes replace it: the replacement takes its meta."""
+    """Record the name of each node in its meta before passes replace it; the replacement copies the meta."""
     for node in graph.nodes:
         if not node.meta.get("from_node") and _is_original(node):
             node.meta[_KEY] = node.name
 
 
 def source_name(node: Node) -> str:
-    """Return the name of a node's source node, that of the first export; the node's own where that is not known. An
-    item of a tuple is named after the tuple, `lstm[0]`: exports make items anew."""
+    """Return the name of a node's source node in the first export; the node's own name if that is unknown.
+
+    An item of a tuple is named after the tuple, such as `lstm[0]`, because each export creates the items anew.
+    """
     if node.target is getitem and isinstance(node.args[0], Node):
         return f"{source_name(node.args[0])}[{node.args[1]}]"
     if _KEY in node.meta:
@@ -39,15 +41,15 @@ def source_name(node: Node) -> str:
 
 
 def inherit_source(node: Node, folded: Node) -> None:
-    """Give a node the source of another, which was folded into it."""
+    """Give a node the source of the node `folded`, which was folded into it."""
     for key in ("from_node", _KEY):
         if key in folded.meta:
             node.meta[key] = folded.meta[key]
 
 
 def nodes_by_source(graph: Graph) -> dict[str, Node]:
-    """Map the name of each source node to the last node that was made of it, which has its value. Nodes that the flow
-    itself inserted (quantization) have no source."""
+    """Map the name of each source node to the last node made from it, which has its value. Nodes that the flow inserts
+    (quantization) have no source."""
     nodes: dict[str, Node] = {}
     for node in graph.nodes:
         if node.op == "placeholder" or (node.op == "call_function" and _has_source(node)):
@@ -60,14 +62,14 @@ def _has_source(node: Node) -> bool:
 
 
 def _is_original(node: Node) -> bool:
-    """True of a node that neither calls an operator of ours nor takes an item of such a call."""
+    """Return whether a node neither calls an operator of pt2mx nor takes an item of such a call."""
     if node.target is getitem:
         return not any(map(is_ours, node.all_input_nodes))
     return not is_ours(node)
 
 
 def module_calls(node: Node) -> list[tuple[str, str, str]]:
-    """Return (an identity of the call, qualified name, qualified class name) of the modules around a node, outermost
+    """Return (key of the module's call, qualified name, qualified class name) of the modules around a node, outermost
     first. The root's name is ""."""
     stack = node.meta.get("nn_module_stack") or {}
     return [
@@ -87,8 +89,8 @@ def module_name(node: Node) -> str:
 
 
 def propagate_module_stack(model: GraphModule) -> None:
-    """Give each node of a subgraph that knows no module the module whose parameter it reads, inside those of the
-    call."""
+    """Set the module stack of subgraph nodes that have none: the modules around the call, then the module whose
+    parameter the node reads."""
     for call in hop_calls(model):
         stack = call.node.meta.get("nn_module_stack") or {}
         operands = [operand for operand, _ in call.operands()]

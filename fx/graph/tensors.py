@@ -1,6 +1,6 @@
 """The tensors of a graph module: copy and replace them, and remove unused tensors.
 
-Tensors that share memory which the graph writes share it afterwards too. Subgraphs keep all of their attributes.
+Tensors that share memory which the graph writes still share it afterwards. Subgraphs keep all of their attributes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def copy_sharing_tensors(model: GraphModule) -> GraphModule:
 
 
 def map_tensors(model: GraphModule, function: Callable[[Tensor], Tensor]) -> None:
-    """Replace every parameter and buffer by `function(tensor)`, a tied one once. Changes `model`, not the tensors.
+    """Replace every parameter and buffer by `function(tensor)`, called once for a tied tensor. Changes `model`, not the
+    tensors.
 
     The results require no gradient: under torch.compile, an operator without a gradient fails if one is required.
     """
@@ -66,7 +67,7 @@ def replace_tensor(model: GraphModule, old: Tensor, new: Tensor, in_place: bool 
 
 
 def _is_alone(model: GraphModule, tensor: Tensor) -> bool:
-    """Return whether no other tensor of the model shares the memory, and no two values do."""
+    """Return whether no other tensor of the model shares the memory, and no two elements of this one do."""
     sharing = [other for other in _tensors_of(model) if storage_of(other) == storage_of(tensor)]
     return all(other is tensor for other in sharing) and 0 not in tensor.stride()
 
@@ -148,7 +149,7 @@ def _ends(path: str) -> list[int]:
 
 
 def _own_modules(model: GraphModule) -> list[tuple[str, torch.nn.Module]]:
-    """Return the model and its submodules by path, without those inside a module that the graph calls or passes on."""
+    """Return the model and its submodules by path, except those inside a module that the graph calls or passes on."""
     closed = {node.target for node in model.graph.nodes if node.op in ("call_module", "get_attr")}
     modules = list(model.named_modules(remove_duplicate=False))
     return [(path, module) for path, module in modules if not any(path[:end] in closed for end in _ends(path)[:-1])]

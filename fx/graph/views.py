@@ -1,5 +1,4 @@
-"""View operators, and which results of a graph may lie in memory with other strides: as a part of a larger tensor
-does, or transposed."""
+"""View operators, and queries whether a node's result may have other strides: those of a slice, or transposed ones."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from pt2mx.ops.memory_format import order_in_memory
 
 aten = torch.ops.aten
 
-#: operators that put a tensor's dimensions in another order at most
+#: operators that at most permute a tensor's dimensions
 REORDERING = (
     aten.t.default, aten.transpose.int, aten.permute.default, aten.numpy_T.default, aten.mT.default,
     aten.alias.default, aten.detach.default, aten.contiguous.default, aten.clone.default,
@@ -26,13 +25,13 @@ REORDERING = (
 #: operators that may split dimensions
 SPLITTING = (aten.view.default, aten.reshape.default, aten.unflatten.int)
 
-#: views that only some strides allow, and what takes any
+#: view operators that reject some strides -> the operator that copies instead
 _VIEW_OF_ANY_STRIDES: dict[object, OpOverload] = {
     aten.view.default: aten.reshape.default,
     aten._unsafe_view.default: aten.reshape.default,
     aten.view_as.default: aten.reshape_as.default,
 }
-#: views of some strides, and copies of others
+#: operators that return a view for some strides, and a copy for others
 _VIEWS_OF_SOME_STRIDES = (
     *_VIEW_OF_ANY_STRIDES, *_VIEW_OF_ANY_STRIDES.values(), aten.flatten.using_ints, aten.ravel.default,
     aten.contiguous.default,
@@ -42,16 +41,16 @@ _NEED_STRIDES = (
     aten.view_as_real.default,
 )  # fmt: skip
 
-#: composite operators that give a new tensor; others, as `dropout` in evaluation, may give what they were given
+#: composite operators that return a new tensor; others may return their input, as `dropout` in evaluation does
 _COMPOSITES = (
     aten.linear.default, aten.matmul.default, aten.scaled_dot_product_attention.default, aten.layer_norm.default,
     aten.rms_norm.default, aten.softmax.int, aten.log_softmax.int,
 )  # fmt: skip
-_OWN_STRIDES = ("aten", "prims", "pt2mx")  # namespaces of operators that take any
+_OWN_STRIDES = ("aten", "prims", "pt2mx")  # namespaces of operators that support any strides
 
 
 def may_be_strided(node: Node) -> bool:
-    """True if all that reads the memory of a node takes it with other strides."""
+    """Return whether all users of a node's memory support other strides."""
     return all(map(_takes_strides, node.users))
 
 
@@ -67,9 +66,11 @@ def _takes_strides(user: Node) -> bool:
 
 
 def may_be_ordered_as(node: Node, value: object) -> bool:
-    """True if all that is computed from a node, but views of it, lies in memory as before where the node's dimensions
-    lie there as those of `value` (a fake tensor of its shape). Elementwise operators keep the order of what they get,
-    sums and matmuls have an order of their own."""
+    """Return whether a node may take the strides of `value`, a fake tensor of its shape, without changing the strides
+    of any other result than its views.
+
+    Elementwise operators keep the dimension order of their input; sums and matmuls choose their own.
+    """
     return all(_takes_order(user, node, value) for user in node.users)
 
 
@@ -85,8 +86,11 @@ def _takes_order(user: Node, node: Node, value: object) -> bool:
 
 
 def takes_any_order(node: Node, writes: Writes) -> bool:
-    """True if all that is computed from a node, of it or of its results, takes it in another order of dimensions in
-    memory: the graph writes later neither through nor to what is a view in one order and a copy in another."""
+    """Return whether all direct and indirect users of a node support another dimension order in memory.
+
+    Some operators return a view for one order and a copy for another. The graph must not write to such a result later,
+    nor to the memory that it may be a view of.
+    """
     end = node.graph.output_node()
     reached, left = {node}, [node]
     while left:
@@ -105,7 +109,7 @@ def takes_any_order(node: Node, writes: Writes) -> bool:
 
 
 def _shared_by_order(user: Node, writes: Writes) -> tuple[Node, ...]:
-    """The nodes whose memory a node shows, or is, in one order of dimensions in memory and not in another."""
+    """Return the nodes that a user aliases in one dimension order and not in another, and the user itself."""
     if user.target in _VIEWS_OF_SOME_STRIDES:
         return (user, *user.all_input_nodes)
     composite = isinstance(user.target, OpOverload) and user.target.has_kernel_for_dispatch_key(
@@ -115,16 +119,18 @@ def _shared_by_order(user: Node, writes: Writes) -> tuple[Node, ...]:
 
 
 def settle_order(graph: Graph, changed: dict[Node, object]) -> None:
-    """Bring a graph in order in which nodes lie in memory in another order of dimensions than before, and all readers
-    take that (`takes_any_order`): what is computed from them gets the value that it has now, views that its strides do
-    not allow become copies, and results of the graph get the order that they had.
+    """Update a graph after the dimension order of some nodes in memory changed, which all users support
+    (`takes_any_order`).
+
+    The users get new `val` meta. Views that the new strides do not allow become reshapes. Outputs of the graph get
+    their old order back.
 
     Args:
-        changed: such nodes, and the value that each had.
+        changed: each changed node -> its value before the change.
     """
     for node in graph.nodes:
         if node.op == "output":
-            with graph.inserting_before(node):  # behind all that writes to them
+            with graph.inserting_before(node):  # after all writes to them
                 node.args = torch.fx.map_arg(node.args, lambda n: _in_order(n, changed[n]) if n in changed else n)
         elif not changed.keys().isdisjoint(node.all_input_nodes):
             before = node.meta.get("val")
@@ -135,7 +141,7 @@ def settle_order(graph: Graph, changed: dict[Node, object]) -> None:
 
 
 def _in_order(node: Node, value: object) -> Node:
-    """A copy of a node that lies in memory as `value` does; the node itself where it is no tensor."""
+    """Return a copy of a node in the dimension order of `value`; the node itself if `value` is no tensor."""
     if not isinstance(value, torch.Tensor):
         return node
     order = order_in_memory(value)
@@ -156,14 +162,14 @@ def _strides(value: object) -> list[tuple[int, ...]]:
 
 
 def is_view(node: Node) -> bool:
-    """True if a node's result is memory of its first argument."""
+    """Return whether a node's result may alias its first argument."""
     if isinstance(node.target, OpOverload):
         return any(returned.alias_info is not None for returned in node.target._schema.returns)
     return node.target is operator.getitem  # of several views
 
 
 def allow_any_strides(node: Node) -> None:
-    """Make copies of a node's views where its strides ask for that, and give them the values that they have now."""
+    """Replace a node's views by operators that support any strides, and update the views' values."""
     for user in node.users:
         user.target = _VIEW_OF_ANY_STRIDES.get(user.target, user.target)
         if is_view(user):

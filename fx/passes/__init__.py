@@ -1,1 +1,1 @@
-"""Graph passes, one a file."""
+"""The passes of the lowering, one per file."""

@@ -1,4 +1,4 @@
-"""Compute matmuls of two quantized activations, and attention over them, exactly by bfloat16 instructions."""
+"""Compute matmuls of two quantized activations, and attention, exactly by bfloat16 matrix instructions."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ from pt2mx.ops.bf16_matmul import attention_bfloat16, matmul_bfloat16
 
 aten = torch.ops.aten
 
-#: multiplications from which a call, which takes 25 us more, is faster on the CPU
+#: fewest multiplications for which a call is faster on the CPU, despite its overhead of 25 us
 _MIN_MULTIPLIES = 1 << 21
 _MATMULS = (aten.matmul.default, aten.bmm.default, aten.mm.default)
-#: dtypes of attention
+#: dtypes of attention that the pass replaces
 _OF_ATTENTION = (torch.float32, torch.bfloat16)
-#: the most keys over which attention in bfloat16 without a mask takes less time than torch's on a GPU
+#: most keys for which bfloat16 attention without a mask is faster than torch's on a GPU
 _MOST_KEYS = 128
 
 
 @graph_pass((*_MATMULS, aten.scaled_dot_product_attention.default), QUANTIZED)
 def use_bf16_activation_matmuls(model: GraphModule) -> None:
-    """Replace `matmul`, `bmm` and `mm` of two quantized float32 tensors, and attention over a quantized query, key and
-    value in float32 or bfloat16, by `matmul_bfloat16` and `attention_bfloat16`, where the device has matrix
-    instructions for bfloat16.
+    """Use `matmul_bfloat16` and `attention_bfloat16` where the device has matrix instructions for bfloat16.
 
-    The pass skips small and broadcasting matmuls, attention of a few queries, attention in bfloat16 over many keys on a
-    GPU, which torch's kernel is made for, and memory that the graph writes. The result of attention has its heads next
-    to each other in memory, and tensors that are computed from it may inherit that order.
+    The pass replaces `matmul`, `bmm` and `mm` of two quantized float32 tensors, and attention over a quantized query,
+    key and value in float32 or bfloat16.
+
+    It skips small and broadcasting matmuls, attention of a few queries, and memory that the graph writes. On a GPU it
+    leaves bfloat16 attention over many keys to torch's kernel. The result of attention is (batch, queries, heads,
+    width) in memory, and tensors computed from it may inherit that order.
     """
     written, writes, reordered = written_nodes(model.graph), Writes(model.graph), {}
     for node in list(model.graph.nodes):
@@ -53,7 +54,7 @@ def use_bf16_activation_matmuls(model: GraphModule) -> None:
             continue
         with model.graph.inserting_before(node):
             dtype = dtype_of(node)
-            if value_of(node).is_cuda and dtype == torch.float32:  # there the kernel that quantizes can write bfloat16
+            if value_of(node).is_cuda and dtype == torch.float32:  # on a GPU the quantizing kernel can write bfloat16
                 operands = tuple(_cast(operand) for operand in operands)
             matmul = model.graph.call_function(operator, (*operands, *rest, dtype))
         matmul.meta.update({key: value for key, value in node.meta.items() if key != "val"})
@@ -61,7 +62,7 @@ def use_bf16_activation_matmuls(model: GraphModule) -> None:
         node.replace_all_uses_with(matmul)
         if operator is attention_bfloat16:
             reordered[matmul] = node.meta["val"]
-        model.graph.erase_node(node)  # dropout, which attention might have, is taken to be an effect
+        model.graph.erase_node(node)  # torch.fx keeps attention as impure, because it may have dropout
     settle_order(model.graph, reordered)
 
 
@@ -115,7 +116,8 @@ _REWRITES: dict[object, Callable[[Node], _Call | None]] = {
 
 
 def _is_supported(node: Node, sizes: tuple[int | str, ...]) -> bool:
-    """Return whether the device computes a matmul faster so. `sizes`: of all dimensions, the reduced one included."""
+    """Return whether the device computes a matmul faster in bfloat16. `sizes`: of all dimensions, the reduced one
+    included."""
     value = value_of(node)
     if not isinstance(value, Tensor):
         return False
@@ -127,11 +129,12 @@ def _is_supported(node: Node, sizes: tuple[int | str, ...]) -> bool:
 
 
 def _holds_bfloat16(node: Node, written: set[Node]) -> bool:
-    """True if a quantization gives the values of a node, maybe in another order or copied, and nothing writes them."""
+    """Return whether a node's values come from a quantization, directly or through views and copies, and nothing writes
+    them."""
     while node not in written and args_of(node) and isinstance(node.args[0], Node):
         if is_quantized(node):
             return True
-        same = dtype_of(node) == dtype_of(node.args[0])  # views may be of another dtype
+        same = dtype_of(node) == dtype_of(node.args[0])  # a view may change the dtype
         if not same or not (node.target in (*REORDERING, *SPLITTING) or is_view(node)):
             return False
         node = node.args[0]

@@ -38,24 +38,25 @@ from pt2mx.spec import MXSpec
 
 aten = torch.ops.aten
 
-#: operators that may give values that a bfloat16 holds
+#: operators whose results bfloat16 may represent
 QUANTIZED = (FakeQuantize, RotatedFakeQuantize, Dequantize)
 
 
 @graph_pass(LinearMX, QUANTIZED)
 def use_bf16_matmul(model: GraphModule) -> None:
-    """Give a float32 `linear_mx` on the CPU its quantized x in bfloat16, and keep its result in float32.
+    """Pass the quantized x of a float32 `linear_mx` on the CPU in bfloat16, and keep the result in float32.
 
-    The values of x and of the weight do not change: bfloat16 has 8 bits of precision and the exponents of float32, and
-    represents all values but those of E4M3 and E5M2 below 2**-133. Sums are in float32 as before.
+    bfloat16 represents the values of x and of the weight exactly, except E4M3 and E5M2 values below 2**-133: it has 8
+    bits of precision and the exponents of float32. Sums stay in float32.
 
     A quantization along the last dimension that only such matmuls use becomes one kernel that writes bfloat16; other
-    values are cast. The pass skips a rotated x, few rows, and weights that the kernels for bfloat16 do not decode.
+    values are cast. The pass skips a rotated x, an x of few rows, and weights that the bfloat16 kernels do not decode.
     Gradients of x pass through bfloat16.
 
-    Where this machine multiplies the codes of both operands as integers, the pass takes fewer rows, and matmuls in
-    bfloat16: that is faster than any other kernel. It also takes matmuls in bfloat16 where the machine has AVX512_BF16,
-    whose kernel decodes the weight as it multiplies. AMX multiplies no faster than torch.
+    Where this machine multiplies the codes of both operands as integers, which is faster than any other kernel, the
+    pass also replaces matmuls of fewer rows, and bfloat16 matmuls. With AVX512_BF16 it also replaces bfloat16 matmuls,
+    because that kernel decodes the weight as it multiplies. With AMX it does not, because AMX kernels are no faster
+    than torch there.
     """
     matmuls_of: dict[Node, list[Node]] = defaultdict(list)
     for node, call in LinearMX.calls_in(model.graph):
@@ -70,7 +71,7 @@ def use_bf16_matmul(model: GraphModule) -> None:
 
 
 def _in_bfloat16(model: GraphModule, x: Node, alone: bool) -> Node:
-    """Insert the node of the quantized values in bfloat16 and return it; `alone`: nothing else uses the values."""
+    """Insert a node with the quantized values in bfloat16, and return it; `alone`: nothing else uses the values."""
     args = _in_one_kernel(x) if alone else None
     if args is None and dtype_of(x) == torch.bfloat16:
         return x
@@ -94,7 +95,8 @@ def _quantization(x: Node) -> FakeQuantize | RotatedFakeQuantize | Dequantize | 
 
 
 def _in_one_kernel(x: Node) -> tuple[Any, ...] | None:
-    """The arguments of `rotated_fake_quantize_mx` that gives the values of a node in bfloat16; None where it cannot."""
+    """Return arguments with which `rotated_fake_quantize_mx` computes a node's values in bfloat16; None if it
+    cannot."""
     if (rotated := RotatedFakeQuantize.of(x)) is not None:
         return rotated.replace(target_dtype=torch.bfloat16).args
     of = FakeQuantize.of(x)
@@ -102,8 +104,8 @@ def _in_one_kernel(x: Node) -> tuple[Any, ...] | None:
 
 
 def quantization_to_bfloat16(of: FakeQuantize, dimensions: int) -> tuple[Any, ...] | None:
-    """The arguments of `rotated_fake_quantize_mx` that does what a `fake_quantize_mx` of a tensor of so many dimensions
-    does, and gives bfloat16; None where it cannot."""
+    """Return arguments with which `rotated_fake_quantize_mx` computes what a `fake_quantize_mx` computes, in bfloat16;
+    None if it cannot. `dimensions`: the number of dimensions of the tensor."""
     if of.axis not in (-1, dimensions - 1):
         return None
     if of.ste != "identity" or ROUNDINGS[of.rounding].random:
@@ -124,7 +126,7 @@ def _fits(node: Node, call: LinearMX) -> bool:
     known = [n for n in rows if isinstance(n, int)]
     if len(known) == len(rows) and math.prod(known) <= (VECTOR_ROWS if integers else FEW_ROWS):
         return False
-    served = decoder_of(weight, k)[0] != TABLE and isa_supports(x, weight, k)
-    if value.dtype == torch.bfloat16:  # in the time of the dense matmul, but that the weight is decoded there
-        return integers or (served and isa_for(weight, k) & (AMX | AVX512_BF16) == AVX512_BF16)
-    return value.dtype == torch.float32 and served
+    is_supported = decoder_of(weight, k)[0] != TABLE and isa_supports(x, weight, k)
+    if value.dtype == torch.bfloat16:  # takes as long as the dense matmul, which needs a decoded weight
+        return integers or (is_supported and isa_for(weight, k) & (AMX | AVX512_BF16) == AVX512_BF16)
+    return value.dtype == torch.float32 and is_supported

@@ -18,20 +18,23 @@ aten = torch.ops.aten
 
 _Matmul = LinearMX | GroupedLinearMX
 
-#: the least scale, E8M0, with which a bfloat16 holds all values of each element of 8 bits: 2**-16 of E5M2 is 2**-133
+#: smallest scale byte (E8M0) for which bfloat16 represents all values of every 8-bit element: 2**-133 for the 2**-16 of
+#: E5M2
 _LEAST_SCALE = 127 - 133 + 16
 
 
 @graph_pass((LinearMX, GroupedLinearMX), QUANTIZED)
 def use_bfloat16_tensor_cores(model: GraphModule, force: bool = False) -> None:
-    """Give a float32 `linear_mx` or `grouped_linear_mx` on a GPU its x in bfloat16, where a quantization gives x, and
-    keep its result in float32: on tensor cores, which sum in float32, it takes a tenth of the time of float32.
+    """Pass the quantized x of a float32 `linear_mx` or `grouped_linear_mx` on a GPU in bfloat16, and keep the result in
+    float32.
 
-    bfloat16 represents the values of both, except those of x below 2**-133. The pass skips weights with smaller values
-    and weights that are no constants.
+    Tensor cores multiply bfloat16 ten times as fast as float32, and sum in float32.
+
+    bfloat16 represents the values of x and of the weight, except values of x below 2**-133. The pass skips weights with
+    values below 2**-133, and weights that are not constant.
 
     Args:
-        force: on every device. For tests.
+        force: True runs the pass on every device, for tests.
     """
     constants = constant_nodes(model.graph)
     values: dict[Node, Node] = {}
@@ -56,7 +59,7 @@ def use_bfloat16_tensor_cores(model: GraphModule, force: bool = False) -> None:
 
 
 def _holds(call: _Matmul, codes: Tensor, scale: Tensor) -> bool:
-    """True if a bfloat16 holds every value of a weight."""
+    """Return whether bfloat16 represents every value of a weight."""
     small = (scale < _LEAST_SCALE).any(-1)
     length = value_of(call.x).shape[-1]
     values = dequantize_mx(codes[small], scale[small], call.element, call.block_size, torch.float32, -1, length)

@@ -1,5 +1,4 @@
-"""The convolutions of `fuse_quantize_epilogue`: from a `conv2d_mx` over a residual sum and an activation to the
-quantization."""
+"""The part of `fuse_quantize_epilogue` for convolutions: `conv2d_mx`, residual sum, activation, quantization."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ aten = torch.ops.aten
 
 #: activations, also in place
 _ACTIVATIONS = {**ACTIVATIONS, aten.relu_.default: "relu", aten.silu_.default: "silu", aten.gelu_.default: "gelu"}
-#: sums -> the operands that a convolution may give
+#: operator of a sum -> the operands that may be the convolution
 _SUMS: dict[object, tuple[str, ...]] = {aten.add.Tensor: ("self", "other"), aten.add_.Tensor: ("self",)}
 _VIEWS = (
     aten.permute.default, aten.transpose.int, aten.squeeze.dim, aten.unsqueeze.default, aten.alias.default,
@@ -47,8 +46,8 @@ _VIEWS = (
 
 @dataclass(frozen=True)
 class _Chain:
-    """The nodes from a `conv2d_mx` to a quantization: views of its result; the sum with a residual, and the name of
-    that operand; the activation; and views back, of which the last is quantized."""
+    """The nodes from a `conv2d_mx` to a quantization, in order: views of its result; the sum with a residual, and the
+    residual's argument name; the activation; views, the last of which is quantized."""
 
     convolution: Node
     views: list[Node]
@@ -61,17 +60,18 @@ class _Chain:
 
     @property
     def computed(self) -> list[Node]:
-        """The nodes up to the one that has the values which are quantized."""
+        """Return the nodes up to the one with the values to quantize."""
         return [self.convolution, *self.views, *(node for node in (self.sum, self.activated) if node is not None)]
 
     @property
     def has_other_users(self) -> bool:
-        """True if something else uses the values that are quantized."""
+        """Return whether something else uses the values to quantize."""
         return any(len(node.users) > 1 for node in (self.computed[-1], *self.views_back))
 
 
 def fuse_convolution(quantization: Quantization, writes: Writes) -> tuple[Node, Callable[[], None]] | None:
-    """Fuse into a convolution. An activation that something else uses too is a second result of the operator."""
+    """Fuse a quantization into a convolution. If something else uses the activation too, the operator returns it as
+    well."""
     chain = None if FakeQuantize.of(quantization.node) else _chain(quantization)
     if chain is None or not _fits(chain, writes):
         return None
@@ -79,7 +79,7 @@ def fuse_convolution(quantization: Quantization, writes: Writes) -> tuple[Node, 
 
 
 def _chain(quantization: Quantization) -> _Chain | None:
-    """Return the chain that ends at a quantization; None where no convolution begins it."""
+    """Return the chain that ends at a quantization; None if it begins at no convolution."""
     source, views_back = _through_views(quantization.source)
     activation = quantization.activation
     activated = added = None
@@ -99,7 +99,7 @@ def _chain(quantization: Quantization) -> _Chain | None:
 
 
 def _through_views(node: Node) -> tuple[Node, list[Node]]:
-    """Return the node of which another is a view, and the views, first to last."""
+    """Return the node that another is a view of, and the views, first to last."""
     views: list[Node] = []
     while node.target in _VIEWS and node.all_input_nodes == [node.args[0]]:
         views, node = [node, *views], node_arg(node)
@@ -107,8 +107,8 @@ def _through_views(node: Node) -> tuple[Node, list[Node]]:
 
 
 def _summands(added: Node) -> tuple[Node, str]:
-    """Return the operand of a sum that a convolution gives, and the name of the other; the sum itself where no
-    convolution does."""
+    """Return the operand of a sum that is a convolution, and the name of the other operand; the sum itself if neither
+    is."""
     args = named_args(added)
     pair = args["self"], args["other"]
     alike = all(isinstance(n, Node) and shape_of(n) == shape_of(added) and dtype_of(n) == dtype_of(added) for n in pair)
@@ -119,7 +119,7 @@ def _summands(added: Node) -> tuple[Node, str]:
 
 
 def _fits(chain: _Chain, writes: Writes) -> bool:
-    """Return whether the kernel computes a chain, and nothing else uses or writes what is in between."""
+    """Return whether the kernel can compute a chain, and nothing else uses or writes its intermediate values."""
     if any(len(node.users) > 1 for node in chain.computed[:-1]):
         return False
     value, dtype = value_of(chain.convolution), dtype_of(chain.convolution)
@@ -165,8 +165,6 @@ def _replace(chain: _Chain) -> None:
     result.meta.update({key: value for key, value in quantized.meta.items() if key != "val"})
     quantized.replace_all_uses_with(result)
     for node in (quantized, *reversed(chain.views_back), chain.activated, chain.sum):
-        if (
-            node is not None and not node.users
-        ):  # also an operator in place, which writes the convolution's result alone
+        if node is not None and not node.users:  # also in-place operators, which write only the convolution's result
             node.graph.erase_node(node)
     erase_unused(chain.views[-1] if chain.views else chain.convolution)

@@ -1,7 +1,7 @@
 """Compute convolutions of quantized activations as matmuls with packed weights, by matrix instructions for bfloat16 or
 8-bit codes.
 
-Channels come last in memory: a block of channels then belongs to one pixel.
+Channels are last in memory, so that each block of channels belongs to one pixel.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from pt2mx.spec import MXSpec
 
 aten = torch.ops.aten
 
-#: operator -> dimensions of its images
+#: operator -> number of spatial dimensions
 _DIMENSIONS = {aten.conv1d.default: 1, aten.conv2d.default: 2}
 _GROUP = 32  # channels that are multiplied together
-#: multiplications for one output value from which convolutions of few channels gain: with 75, 0.76 of oneDNN's
-#: time; with 27 and 48, 0.84 in reused memory, and 0.95 to 1.3 in fresh pages (tests/benchmarks/convolutions.py)
+#: fewest multiplications per output value for which a convolution of few channels is faster. Time relative to oneDNN
+#: (tests/benchmarks/convolutions.py): 0.76 with 75 multiplications; with 27 and 48, 0.84 in reused memory and 0.95 to
+#: 1.3 in fresh pages
 _MIN_REDUCTION = 64
 
 
@@ -45,10 +46,11 @@ class Convolution:
     Args:
         dimensions: the number of spatial dimensions.
         x: the node that quantizes the images.
-        quantization: the arguments that quantize them with channels last; None where the values of x are cast.
+        quantization: the arguments that quantize the images with channels last; None if the values of x are cast
+            instead.
         codes, scale: of the weight (N, C, *kernel).
         spec: of the weight with channels last.
-        conv_args: stride, padding and dilation, of height and width each.
+        conv_args: stride, padding and dilation, each of height and width.
     """
 
     dimensions: int
@@ -63,18 +65,21 @@ class Convolution:
 
 @graph_pass(tuple(_DIMENSIONS), FakeQuantize, Dequantize)
 def use_matmuls_for_convolutions(model: GraphModule) -> None:
-    """Replace `conv1d` and `conv2d` by `conv2d_mx` of x in bfloat16, where x is quantized along its channels, the
-    weight is packed along them in blocks of 32 or more, and this machine has matrix instructions for them.
+    """Replace `conv1d` and `conv2d` by `conv2d_mx`, which takes x in bfloat16.
 
-    The codes become buffers `<weight>_data_rows` and `<weight>_scale_rows`, with their channels last. Convolutions with
-    groups stay, and those whose channels would fill less than three quarters of groups of 32, but in float32 models
-    those of up to 23, as of images, with a large kernel whose lines have no gaps: a line of pixels is multiplied as one
-    there. The values of x and of the weight stay what they are; sums are in float32 in another order. Results lie in
-    memory with their channels last, and what is computed from them may.
+    x must be quantized along its channels, the weight packed along them in blocks of 32 or more, and the machine must
+    have matrix instructions for both.
+
+    The codes become buffers `<weight>_data_rows` and `<weight>_scale_rows`, with their channels last. The pass skips
+    convolutions with groups, and those whose channels would fill less than three quarters of groups of 32. In float32
+    models it also replaces convolutions of up to 23 channels, such as an image's, with a large kernel without dilation
+    along a row: the kernel multiplies a row of pixels as one. The values of x and of the weight do not change; sums are
+    in float32, in another order. Results have their channels last in memory, and tensors computed from them may inherit
+    that.
     """
     constants, matmuls, writes = constant_nodes(model.graph), {}, Writes(model.graph)
-    quantized: dict[Node, Node] = {}  # of a node the values with their channels last, for all convolutions of it
-    buffers: dict[tuple[str, int], str] = {}  # of a weight's codes or scales the buffer with their channels last
+    quantized: dict[Node, Node] = {}  # node -> its values with channels last, shared by all convolutions of the node
+    buffers: dict[tuple[str, int], str] = {}  # codes or scales of a weight -> the buffer with channels last
     for node in [n for n in model.graph.nodes if n.target in _DIMENSIONS]:
         convolution = _convolution(node)
         if convolution is None or not constants.issuperset((convolution.codes, convolution.scale)):
@@ -92,7 +97,7 @@ def use_matmuls_for_convolutions(model: GraphModule) -> None:
 
 
 def _convolution(node: Node) -> Convolution | None:
-    """Return the convolution that a node computes, if matrix instructions compute it as a matmul."""
+    """Return the convolution that a node computes if matrix instructions can compute it; otherwise None."""
     args, value, dimensions = named_args(node), value_of(node), _DIMENSIONS[operator_of(node)]
     x, weight = FakeQuantize.of(args["input"]), Dequantize.of(args["weight"])
     if x is None or weight is None or value is None or value.device.type != "cpu":
@@ -106,14 +111,18 @@ def _convolution(node: Node) -> Convolution | None:
     if quantization is None or not is_quantized(args["input"]) or not isinstance(channels, int):
         return None
     if 4 * channels < 3 * (channels + -channels % _GROUP):
-        in_lines = channels < _GROUP and value.dtype == torch.float32 and args["dilation"][-1] == 1
-        if not in_lines or channels * math.prod(map(int, kernel)) < _MIN_REDUCTION or not has_bf16_isa(spec, channels):
+        merges_taps = channels < _GROUP and value.dtype == torch.float32 and args["dilation"][-1] == 1
+        if (
+            not merges_taps
+            or channels * math.prod(map(int, kernel)) < _MIN_REDUCTION
+            or not has_bf16_isa(spec, channels)
+        ):
             return None
-        quantization = None  # rows of a few values take longer in a kernel of their own
+        quantization = None  # a kernel of its own is slower for rows of few values
     elif not has_isa(spec, channels) or not isa_supports(MXSpec(x.element, x.block_size), spec, channels):
         return None
-    first = ((1,), (0,), (1,))  # of a dimension that is none
-    conv_args = zip(first, (args[name] for name in ("stride", "padding", "dilation")), strict=True)
+    no_height = ((1,), (0,), (1,))  # stride, padding and dilation of the height that conv1d lacks
+    conv_args = zip(no_height, (args[name] for name in ("stride", "padding", "dilation")), strict=True)
     pairs = tuple((*one, *own) if dimensions == 1 else tuple(own) * (2 // len(own)) for one, own in conv_args)
     return Convolution(dimensions, args["input"], quantization, weight.codes, weight.scale, args["bias"], spec, pairs)
 
@@ -123,7 +132,7 @@ def _is_dense(value: Tensor) -> bool:
 
 
 def _channels_last(model: GraphModule, convolution: Convolution) -> Node:
-    """Insert the quantization of x with channels last, where x was quantized: (B, H, W, C) in bfloat16."""
+    """Insert the quantization of x with channels last, at x's own quantization: (B, H, W, C) bfloat16."""
     quantization = convolution.quantization
     with model.graph.inserting_before(convolution.x.next if quantization is None else convolution.x):
         call = _caller(model.graph)
@@ -139,7 +148,7 @@ def _channels_last(model: GraphModule, convolution: Convolution) -> Node:
 def _matmul(
     model: GraphModule, node: Node, convolution: Convolution, values: Node, buffers: dict[tuple[str, int], str]
 ) -> Node:
-    """Insert the calls that compute a convolution and return the node of its result."""
+    """Insert the calls that compute a convolution, and return the node of the result."""
     with model.graph.inserting_before(node):
         call = _caller(model.graph)
         rows = [_rows(model, n, convolution.dimensions, buffers) for n in (convolution.codes, convolution.scale)]
@@ -152,7 +161,7 @@ def _matmul(
 
 
 def _rows(model: GraphModule, node: Node, dimensions: int, buffers: dict[tuple[str, int], str]) -> Node:
-    """Insert a read of codes or scales (N, C, *kernel) as (N, height, width, C), a buffer that all users share."""
+    """Insert a read of codes or scales (N, C, *kernel) as (N, height, width, C), from a buffer that all users share."""
     value = tensor_of(model, node)
     value = (value if dimensions == 2 else value.unsqueeze(2)).permute(0, 2, 3, 1)
     key = name_of(node), dimensions

@@ -1,4 +1,4 @@
-"""Quantize a tensor once where several quantizations of it are equal: the input of query, key and value projections."""
+"""Merge equal quantizations of one tensor, such as the input of query, key and value projections."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def cse_quantize(model: GraphModule) -> None:
 
 
 def _is_shared(node: Node) -> bool:
-    """True of a node whose value every equal node has."""
+    """Return whether all nodes equal to a node have the same value."""
     if node.target is operator.getitem:
         source = node.args[0]
         return isinstance(source, Node) and source.target is ops.quantize_mx

@@ -1,4 +1,4 @@
-"""Moving a program to another device: its tensors, and the devices that its graph names."""
+"""Move a program to another device: its tensors, and the devices that its graph names."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from pt2mx.fx.graph.tensors import map_tensors
 
 
 def move_to_device(model: GraphModule, device: torch.device) -> GraphModule:
-    """Move a model and its subgraphs to `device`: parameters and buffers, the devices of factories, casts and
-    assertions, those of autocast, and `val` meta. Tensors that are there already are shared. Changes `model` and
-    returns it."""
+    """Move a model and its subgraphs to `device`.
+
+    This changes parameters and buffers, `val` meta, and the device arguments of factories, casts, assertions and
+    autocast. Tensors already on the device are shared. Changes `model` and returns it.
+    """
 
     def moved(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -37,7 +39,7 @@ def move_to_device(model: GraphModule, device: torch.device) -> GraphModule:
 
 
 def device_named(device: torch.device | str) -> torch.device:
-    """`device` with its index, which the assertions of an exported graph compare too."""
+    """Return `device` with its index, because the assertions of an exported graph compare the index too."""
     try:
         return torch.empty(0, device=torch.device(device)).device
     except (RuntimeError, TypeError, AssertionError, ImportError) as error:

@@ -1,4 +1,4 @@
-"""Weight folding: a quantized weight becomes buffers of its codes, and the float weight goes."""
+"""Fold weights: replace each quantized weight by buffers of its codes and scales, and delete the float weight."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from pt2mx.fx.graph.tensors import remove_unused
 
 
 def fold_weights(model: GraphModule) -> GraphModule:
-    """Compute every `quantize_mx` of a constant tensor now, and every quantization of torchao's.
+    """Compute every quantization of a constant tensor now, by `quantize_mx` or an operator of torchao.
 
     The codes and scales become buffers next to the parameter they come from, named `<parameter>_data` and
-    `<parameter>_scale`; what is quantized twice in the same way (a tied weight) becomes one pair of them. Parameters
-    and buffers that nothing reads any more are deleted. Changes `model` and returns it.
+    `<parameter>_scale`; a tensor quantized twice in the same way (a tied weight) gets one pair. Unused parameters and
+    buffers are deleted. Changes `model` and returns it.
     """
     constants = constant_nodes(model.graph)
     compute_codes(model, constants)
-    # export asserts the dtype of a weight that it casts; of a constant that holds already, and would keep it alive
+    # export asserts the dtype of a weight that it casts; for a constant the assertion is pointless, and would keep it
+    # alive
     for node in model.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
         if node.args[0] in constants:
             model.graph.erase_node(node)
@@ -33,7 +34,7 @@ def fold_weights(model: GraphModule) -> GraphModule:
 
 
 def compute_codes(model: GraphModule, constants: set[Node]) -> None:
-    """Give the users of each quantization of a constant tensor buffers to read; the quantizations stay, unused."""
+    """Make the users of each quantization of a constant tensor read buffers instead; the quantizations stay, unused."""
     packed: dict[Node, list[Node]] = {}
     equal = first_equal(model, constants)
     with torch.no_grad():
@@ -47,8 +48,8 @@ def compute_codes(model: GraphModule, constants: set[Node]) -> None:
 
 
 def fold_all_weights(model: GraphModule) -> GraphModule:
-    """Fold the weights of a model and of its subgraphs, whose weights become operands of their calls. Changes `model`
-    and returns it."""
+    """Fold the weights of a model and of its subgraphs. Weights of subgraphs become operands of the calls. Changes
+    `model` and returns it."""
     if not call_groups(model):
         return fold_weights(model)
     mark_constants(model)
@@ -63,18 +64,18 @@ def _quantizes(node: Node) -> bool:
 
 
 def dequantizes(node: Node) -> bool:
-    """True if a node gives the values of codes, ours or torchao's."""
+    """Return whether a node dequantizes codes, of pt2mx or torchao."""
     name = getattr(getattr(node.target, "_schema", None), "name", "")
     return node.target is ops.dequantize_mx or name.startswith(_DEQUANTIZATIONS)
 
 
-#: beginnings of the names of torchao's operators
+#: prefixes of the names of torchao's quantization operators
 _QUANTIZATIONS = ("quantized_decomposed::quantize_", "torchao::quantize_affine")
 _DEQUANTIZATIONS = ("quantized_decomposed::dequantize_", "torchao::dequantize_affine")
 
 
 def _pack(model: GraphModule, quantize: Node) -> list[Node]:
-    """Register what a quantizing operator returns as buffers; gives the nodes that read them."""
+    """Register the results of a quantizing operator as buffers, and return the nodes that read them."""
     args, kwargs = torch.fx.map_arg((quantize.args, quantize.kwargs), lambda n: evaluate(model, n))
     results = function_of(quantize)(*args, **kwargs)
     named = (
@@ -96,17 +97,19 @@ def _replace(quantize: Node, buffers: list[Node]) -> None:
 
 
 def _fold_scales(model: GraphModule, quantize: Node) -> None:
-    """Scales that torchao computes from the tensor (dynamic quantization): the dequantization reads them too."""
+    """Fold the scales that torchao computes from the tensor (dynamic quantization), which the dequantization reads
+    too."""
     for argument, value in zip(operator_of(quantize)._schema.arguments[1:], quantize.args[1:], strict=False):
         if isinstance(value, Node) and value.op == "call_function":
             fold_constant(model, value, f"{root_name(value)}_{argument.name}")
 
 
 def fold_constant(model: GraphModule, node: Node, name: str) -> Node:
-    """Make the value of a constant node a buffer, named `name` or like it; gives the node that reads it."""
+    """Register the value of a constant node as a buffer named `name`, numbered if needed, and return the node that
+    reads it."""
     value = evaluate(model, node)
     if value.nbytes != value.untyped_storage().nbytes():
-        value = value.clone()  # a file would hold the whole tensor of a view
+        value = value.clone()  # saving a view would save its whole storage
     with model.graph.inserting_before(node):
         buffer = model.graph.get_attr(register_buffer(model, name, value))
     buffer.meta.update(node.meta)

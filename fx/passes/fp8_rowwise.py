@@ -23,22 +23,23 @@ from pt2mx.ops.fp8_rowwise import layer_norm_fp8_rows, mm_fp8_rows, quantize_fp8
 
 #: compute capabilities of GPUs whose tensor cores multiply FP8 at twice the rate of bfloat16
 _CAPABILITIES = ((8, 9), (9, 0))
-#: rows of x, and values of a weight, from which FP8 is faster than bfloat16: 2048 x 1024 x 1024 takes 0.82 of the time
-#: on an H200, 2048 x 1536 x 384 1.3
+#: fewest rows of x, and fewest values of a weight, for which FP8 is faster than bfloat16. Time relative to bfloat16 on
+#: an H200: 0.82 for 2048 x 1024 x 1024, 1.3 for 2048 x 1536 x 384
 _LEAST_ROWS, _LEAST_WEIGHT = 256, 1 << 20
 
 
 @graph_pass(LinearMX, FakeQuantize)
 def use_fp8_rowwise(model: GraphModule, force: bool = False) -> None:
-    """Multiply `linear_mx(fake_quantize_mx(x), weight)` of bfloat16 as FP8 rows, where both elements leave room for
-    their scales in E4M3 and the GPU has tensor cores for it. The kernel that makes rows of x computes the activation
-    or the layer norm before it too.
+    """Compute a bfloat16 `linear_mx(fake_quantize_mx(x), weight)` as a matmul of FP8 rows.
 
-    The weight becomes codes of 8 bits, `<weight>_data_fp8`, with a scale for each of its rows; one that has a row
-    whose scales lie too far apart stays as it is, and so do small matmuls.
+    Both elements must leave room for their scales in E4M3, and the GPU must have FP8 tensor cores. The kernel that
+    converts x to rows also computes the activation or the layer norm before it.
+
+    The weight becomes 8-bit codes, `<weight>_data_fp8`, with one scale per row. The pass skips small matmuls, and
+    weights with a row whose scales differ too much.
 
     Args:
-        force: on every device and for every size. For tests.
+        force: True runs the pass on every device and for every size, for tests.
     """
     constants, weights = constant_nodes(model.graph), dict[tuple[object, ...], tuple[str, str] | None]()
     written = written_nodes(model.graph)
@@ -67,7 +68,7 @@ def use_fp8_rowwise(model: GraphModule, force: bool = False) -> None:
 
 
 def _fits(node: Node, call: LinearMX, of: FakeQuantize, force: bool) -> bool:
-    """True if the tensor cores take a matmul, are there, and are worth it."""
+    """Return whether the GPU has FP8 tensor cores that support a matmul, and they are faster."""
     value, x, weight = value_of(node), shape_of(call.x), shape_of(call.codes)
     if value is None or x is None or weight is None or value.dtype != torch.bfloat16 or call.target_dtype is not None:
         return False
@@ -87,7 +88,7 @@ def _fits(node: Node, call: LinearMX, of: FakeQuantize, force: bool) -> bool:
 
 
 def _register_rows(model: GraphModule, call: LinearMX) -> tuple[str, str] | None:
-    """The names of new buffers of a weight's FP8 rows; None where a row does not fit."""
+    """Register buffers of a weight's FP8 rows and return their names; None if a row does not fit."""
     (k,) = (shape_of(call.x) or (0,))[-1:]
     codes, scale = of_packed(tensor_of(model, call.codes), tensor_of(model, call.scale), ELEMENTS[call.element], int(k))
     if bool((scale < 0).any()):
@@ -107,8 +108,11 @@ def _read(model: GraphModule, name: str, instead_of: Node) -> Node:
 
 
 def _rows_of(x: Node, of: FakeQuantize, written: set[Node]) -> list[Node]:
-    """Codes, scale and rest of what a `fake_quantize_mx` gives, made where what it quantizes is. What the graph writes
-    is `written`, and read where it was: elsewhere it may hold other values."""
+    """Insert the conversion of a `fake_quantize_mx`'s input to FP8 rows, and return codes, scale and rest.
+
+    A node in memory that the graph writes (`written`) is read only where the graph read it: elsewhere it may hold other
+    values.
+    """
     modes = of.element, of.scale_mode, of.rounding
     norm = norm_before(of.x, written)
     if norm is not None:

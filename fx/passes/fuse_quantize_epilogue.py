@@ -1,11 +1,11 @@
 """Fuse a quantization into the epilogue of the operator that computes the tensor: the operator stores quantized values.
 
-Fewer bytes go through memory, and no kernel reads them only to quantize them.
+This saves memory traffic, and a kernel that reads the values only to quantize them.
 
 | producer | fused operator | before the quantization | where |
 |---|---|---|---|
 | `linear_mx` | `linear_fake_quantize_mx` | an activation | CPU, many rows of bfloat16 |
-| `attention_bfloat16` | the same operator, with an element | heads put next to each other, a cast | CPU and GPU |
+| `attention_bfloat16` | the same operator, with an element | concatenation of the heads, a cast | CPU and GPU |
 | `conv2d_mx` | `conv2d_fake_quantize_mx` | a residual sum, an activation | CPU |
 """
 
@@ -51,8 +51,8 @@ _MERGING = (aten.view.default, aten.reshape.default, aten.flatten.using_ints)
 
 
 class Quantization(NamedTuple):
-    """A quantization along the last dimension of `source`, after an activation; dtype: of the result, None for that of
-    `source`."""
+    """A quantization of `source` along the last dimension, after an activation. dtype: of the result; None for the
+    dtype of `source`."""
 
     node: Node
     source: Node
@@ -65,17 +65,18 @@ class Quantization(NamedTuple):
 
     @property
     def modes(self) -> tuple[Any, ...]:
-        """The arguments that operators take last."""
+        """Return the arguments that come last in the fused operators."""
         return self[3:]
 
     @property
     def spec(self) -> MXSpec:
-        """The spec of the quantization."""
+        """Return the spec of the quantization."""
         return MXSpec(self.element, self.block_size, -1, self.scale_mode, self.rounding)
 
     @classmethod
     def of(cls, node: Node) -> Quantization | None:
-        """Return the quantization that a node computes, if the gradient is the identity; None for another node."""
+        """Return the quantization that a node computes; None for another node, or if its gradient is not the
+        identity."""
         if node.target is activation_fake_quantize_mx:
             return cls(node, *named_args(node).values())
         if (rotated := RotatedFakeQuantize.of(node)) is not None:
@@ -88,17 +89,17 @@ class Quantization(NamedTuple):
         return cls(node, call.x, "none", call.element, call.block_size, call.scale_mode, call.rounding, None)
 
 
-#: the call of the operator that can store quantized values, and a function that lets it
+#: the operator's node that can store quantized values, and a function that fuses the quantization into it
 _Fusion = tuple[Node, Callable[[], None]]
 
 
 @graph_pass((LinearMX, attention_bfloat16, conv2d_mx), (activation_fake_quantize_mx, RotatedFakeQuantize, FakeQuantize))
 def fuse_quantize_epilogue(model: GraphModule) -> None:
-    """Replace an operator and the quantization of its result by one operator, where nothing else uses the values in
-    between and the kernel can quantize: in blocks of 32 values, to even.
+    """Replace an operator and the quantization of its result by one operator.
 
-    The values stay the same to the bit, but those of GELU and SiLU after a convolution, which come closer to exact ones
-    in their last bits.
+    Nothing else may use the values in between. Kernels quantize in blocks of 32 values, rounding to even.
+
+    The values stay the same to the bit, except GELU and SiLU after a convolution, whose last bits become more exact.
     """
     writes, fusions = Writes(model.graph), dict[Node, Callable[[], None]]()
     for node in [n for n in model.graph.nodes if n.target in _QUANTIZATIONS]:
@@ -112,7 +113,7 @@ def fuse_quantize_epilogue(model: GraphModule) -> None:
 
 
 def _linear(quantization: Quantization, writes: Writes) -> _Fusion | None:
-    """Fuse into a linear layer of bfloat16 whose many rows this machine's matrix instructions multiply."""
+    """Fuse a quantization into a bfloat16 linear layer of many rows, if this machine has matrix instructions for it."""
     quantized, matmul = quantization.node, quantization.source
     call = LinearMX.of(matmul)
     if call is None or FakeQuantize.of(quantized) or set(matmul.users) != {quantized}:
@@ -130,7 +131,7 @@ def _linear(quantization: Quantization, writes: Writes) -> _Fusion | None:
         return None
 
     def fuse() -> None:
-        now = LinearMX.expect(matmul)  # its input may be another node than before
+        now = LinearMX.expect(matmul)  # another fusion may have replaced its input
         args = (*now.args[:6], dtype_of(matmul), quantization.activation, *quantization.modes)
         fused = insert_before(matmul, linear_fake_quantize_mx, *args)
         fused.meta.update({key: value for key, value in quantized.meta.items() if key != "val"})
@@ -142,7 +143,8 @@ def _linear(quantization: Quantization, writes: Writes) -> _Fusion | None:
 
 
 def _attention(quantization: Quantization, writes: Writes) -> _Fusion | None:
-    """Fuse into an attention whose heads are put next to each other and have whole blocks; with a cast after it."""
+    """Fuse a quantization, with a cast after it, into an attention whose heads are concatenated and have whole
+    blocks."""
     quantized, merged = quantization.node, quantization.source
     path = _path_from_attention(merged)
     if path is None or quantization.activation != "none" or writes.reach((quantized, *path)):
@@ -171,15 +173,16 @@ def _attention(quantization: Quantization, writes: Writes) -> _Fusion | None:
 
 
 def _casts_of(quantized: Node, writes: Writes) -> list[Node]:
-    """Return the one user of quantized values, if it casts them and the graph does not write its result; else none."""
+    """Return the one user of quantized values if it casts them and the graph does not write its result; else an empty
+    list."""
     casts = [n for n in quantized.users if n.target is aten.to.dtype and len(n.args) == 2 and not n.kwargs]
     fits = len(quantized.users) == 1 and not writes.reach(casts)
     return [n for n in casts if fits and dtype_of(n) in HIGH_PRECISION]
 
 
 def _path_from_attention(merged: Node) -> list[Node] | None:
-    """Return the nodes from an attention to its values (B, S, heads * W), each the one user of the one before; None
-    where `merged` is something else."""
+    """Return the nodes from an attention to its concatenated heads `merged`, (B, S, heads * W), each the only user of
+    the one before; None if `merged` is something else."""
     path, node = [merged], merged
     if node.target not in _MERGING:
         return None

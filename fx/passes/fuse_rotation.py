@@ -14,9 +14,11 @@ from pt2mx.ops.hadamard import rotated_fake_quantize_mx
 
 @graph_pass(Hadamard, (FakeQuantize, LinearMX))
 def fuse_rotation(model: GraphModule) -> None:
-    """Make `fake_quantize_mx(hadamard(x))` one `rotated_fake_quantize_mx`, and `hadamard` an argument of `linear_mx`,
-    where it runs along the last dimension and nothing else uses the rotated tensor. The pass skips clipped gradients,
-    random roundings, and linear layers whose input the graph writes."""
+    """Fuse a `hadamard` along the last dimension into its only user.
+
+    `fake_quantize_mx(hadamard(x))` becomes `rotated_fake_quantize_mx`; `linear_mx(hadamard(x))` gets the argument
+    `rotation`. The pass skips clipped gradients, random roundings, and linear layers whose input the graph writes.
+    """
     written = written_nodes(model.graph)
     for node, quantize in FakeQuantize.calls_in(model.graph):
         rotation = _rotation(quantize.x)
@@ -45,7 +47,7 @@ def fuse_rotation(model: GraphModule) -> None:
 
 
 def _rotation(node: Node) -> Hadamard | None:
-    """Return the rotation along the last dimension that a node computes for its one user; None for another node."""
+    """Return the rotation along the last dimension that a node with one user computes; None for other nodes."""
     call, shape = Hadamard.of(node), shape_of(node)
     if call is None or shape is None or len(node.users) > 1 or call.axis not in (-1, len(shape) - 1):
         return None

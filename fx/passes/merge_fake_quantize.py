@@ -19,7 +19,7 @@ from pt2mx.ops import linear
 
 aten = torch.ops.aten
 
-#: what may use the slices: its results have strides of their own, or those that they had without quantization
+#: operators that may use the slices: their results' strides do not depend on the slices being quantized together
 _USERS = (
     aten.matmul.default, aten.mm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default,
     aten.addmm.default, linear.linear_mx, aten.scaled_dot_product_attention.default,
@@ -27,8 +27,8 @@ _USERS = (
 
 
 class Slice(NamedTuple):
-    """A quantization of the columns `start` to `end` of a tensor's last dimension, and the nodes from these columns to
-    its input, all views."""
+    """A quantization of the columns `start` to `end` of a tensor's last dimension, and the views from the tensor to the
+    quantization's input."""
 
     quantize: Node
     views: list[Node]
@@ -46,8 +46,8 @@ def merge_fake_quantize(model: GraphModule) -> None:
     """Merge the quantizations of adjacent slices of a tensor's last dimension that have the same element, block size
     and modes. The slices become views of the quantized tensor, with the same bits.
 
-    Blocks must run along that dimension, no block may reach over the end of a slice or a head, and only matmuls may use
-    the slices.
+    Blocks must run along that dimension, no block may cross the end of a slice or a head, and only matmuls may use the
+    slices.
     """
     written = written_nodes(model.graph)
     groups: dict[FakeQuantize, list[Slice]] = defaultdict(list)
@@ -63,8 +63,10 @@ def merge_fake_quantize(model: GraphModule) -> None:
 
 
 def _part(quantize: Node, call: FakeQuantize) -> Slice | None:
-    """The columns that are quantized, if they are some of the last dimension, maybe split into heads, with that
-    dimension still the last."""
+    """Return the columns that a node quantizes, if they are a slice of the last dimension.
+
+    The slice may be split into heads if the width of a head stays the last dimension.
+    """
     node, shape = call.x, shape_of(call.x)
     views: list[Node] = []
     if shape is None or call.axis % len(shape) != len(shape) - 1:
@@ -88,7 +90,7 @@ def _is_whole(length: int | str, block_size: int) -> bool:
 
 
 def _columns(node: Node) -> tuple[int, int] | None:
-    """The start and end of a slice of the last dimension, of step 1; None for another slice."""
+    """Return the start and end of a slice of the last dimension with step 1; None for other slices."""
     source, dim, start, end, *step = node.args if len(node.args) >= 4 else (None,) * 4
     shape = shape_of(source)
     if shape is None or not isinstance(dim, int) or dim % len(shape) != len(shape) - 1:
@@ -102,7 +104,7 @@ def _columns(node: Node) -> tuple[int, int] | None:
 
 
 def _keeps_last(node: Node, shape: tuple[int | str, ...]) -> bool:
-    """True of a view that puts other dimensions than the last in another order, or splits the last one."""
+    """Return whether a view only permutes dimensions before the last, or splits the last one."""
     args = args_of(node)
     if node.target is aten.transpose.int:
         return len(shape) - 1 not in [dim % len(shape) for dim in args[1:3]]
@@ -128,7 +130,7 @@ def _adjacent(parts: list[Slice]) -> list[list[Slice]]:
 
 
 def _quantize(model: GraphModule, call: FakeQuantize, parts: list[Slice]) -> None:
-    """Quantize a run of slices as `call` does, which has the whole tensor as x."""
+    """Quantize a run of adjacent slices by `call`, whose x is the whole tensor."""
     source, dim = args_of(parts[0].views[0])[:2]
     start, end = parts[0].start, parts[-1].end
     earliest = min((part.views[0] for part in parts), key=list(model.graph.nodes).index)

@@ -1,7 +1,7 @@
 """Merge the linear layers of one input (queries, keys and values; gate and up projection) into one matmul with
 concatenated weights; each result is a view of its slice.
 
-A call costs a few microseconds. For one token, the matmul of a small layer takes no longer.
+A call costs a few microseconds, as long as the matmul of a small layer for one token.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _TILE_ROWS = 16  # rows of a weight that kernels multiply together
 def merge_linears(model: GraphModule) -> None:
     """Merge the `linear_mx` calls of the same x, element and block size whose weights and biases nothing else uses.
 
-    Weights whose rows fill whole tiles are merged only with each other. The pass skips results that leave the graph,
-    that the graph writes, or whose users may not take any strides.
+    Weights whose rows fill whole tiles are merged only with each other. The pass skips results that are outputs of the
+    graph, that the graph writes, or whose users may require certain strides.
     """
     constants, written = constant_nodes(model.graph), written_nodes(model.graph)
     groups: dict[tuple[object, ...], list[Node]] = defaultdict(list)

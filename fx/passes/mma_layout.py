@@ -20,10 +20,10 @@ from pt2mx.ops import linear
 def use_mma_layout(model: GraphModule, everywhere: bool = False) -> None:
     """Replace `linear_mx` of bfloat16 by `linear_mx_mma_layout`, which reads its weight in the MMA layout.
 
-    The codes and scales become buffers `<weight>_data_mma` and `<weight>_scale_mma`. The old buffers stay where
-    something else uses them, as the embedding of a tied weight does. The pass skips linear layers on other devices
-    (unless `everywhere`), weights that are inputs or that the layout cannot represent (`to_mma_layout`), and a K that 8
-    does not divide.
+    The codes and scales become buffers `<weight>_data_mma` and `<weight>_scale_mma`. The old buffers stay if something
+    else uses them, such as the embedding of a tied weight. The pass skips linear layers on other devices (unless
+    `everywhere`), weights that are inputs or that the layout cannot represent (`to_mma_layout`), and a K that 8 does
+    not divide.
     """
     constants = constant_nodes(model.graph)
     buffers: dict[tuple[object, ...], list[str]] = {}

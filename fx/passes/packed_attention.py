@@ -17,8 +17,11 @@ _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 @graph_pass(_ATTENTION, Dequantize)
 def use_packed_attention(model: GraphModule) -> None:
-    """Replace attention whose keys and values are dequantized from blocks along the head dimension, of one format, in
-    the query's dtype, with a mask of booleans or none."""
+    """Replace attention over dequantized keys and values by `attention_mx`.
+
+    Keys and values must have one format, blocks along the head dimension, and the query's dtype. A mask must be
+    boolean.
+    """
     calls = model.graph.find_nodes(op="call_function", target=_ATTENTION)
     found = [(node, pair) for node in calls if (pair := _pair(node))]
     writes = Writes(model.graph) if found else None
@@ -33,13 +36,14 @@ def use_packed_attention(model: GraphModule) -> None:
             attention = model.graph.call_function(attention_mx, args)
         attention.meta.update(node.meta)
         node.replace_all_uses_with(attention)
-        model.graph.erase_node(node)  # dropout, which it might have, is taken to be an effect
+        model.graph.erase_node(node)  # torch.fx keeps attention as impure, because it may have dropout
         for one in dict.fromkeys((given["key"], given["value"])):
             erase_unused(one)
 
 
 def _pair(node: Node) -> tuple[Node, Node] | None:
-    """The nodes that dequantize the keys and values of an attention, where the operator can take their codes."""
+    """Return the nodes that dequantize the keys and values of an attention; None if `attention_mx` does not support
+    them."""
     given = named_args(node)
     query, mask = given["query"], given["attn_mask"]
     pair = _behind_aliases(given["key"]), _behind_aliases(given["value"])
@@ -54,7 +58,7 @@ def _pair(node: Node) -> tuple[Node, Node] | None:
 
 
 def _is_grouped(query: Node, keys: Node, values: Node) -> bool:
-    """True if nothing is broadcast but the heads of the keys, and the number of heads and their width are known."""
+    """Return whether only the heads of the keys are broadcast, and the number of heads and their width are known."""
     (batch, heads, *_), (*of_keys, _), (*of_values, width) = (shape_of(one) or () for one in (query, keys, values))
     if of_keys != of_values or batch != of_keys[0]:
         return False
@@ -65,5 +69,5 @@ def _is_grouped(query: Node, keys: Node, values: Node) -> bool:
 
 
 def _behind_aliases(node: Node) -> Node:
-    """The node that gives what aliases of it do."""
+    """Return the node behind any aliases."""
     return _behind_aliases(node_arg(node)) if node.target is torch.ops.aten.alias.default else node

@@ -1,4 +1,4 @@
-"""Gather the packed rows of an embedding before dequantizing them, which decodes only the rows that it looks up."""
+"""Gather the packed rows of an embedding, then dequantize only these rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _is_first_index(indices: list[Node | None]) -> bool:
     return len(indices) == 1 and dtype_of(indices[0]) in (torch.int32, torch.int64)
 
 
-#: operator -> whether a call of it, by its arguments after the tensor, gathers along the first dimension
+#: operator -> a function of its arguments after the tensor: whether the call gathers along the first dimension
 _GATHERS: dict[OpOverload, Callable[..., bool]] = {
     aten.embedding.default: lambda indices, *hints: True,
     aten.index_select.default: lambda dim, index: dim == 0,
@@ -41,8 +41,10 @@ _GATHERS: dict[OpOverload, Callable[..., bool]] = {
 
 @graph_pass(tuple(_GATHERS), Dequantize)
 def use_packed_embeddings(model: GraphModule) -> None:
-    """Make every gather of a dequantized weight's rows one of its codes and scales, and dequantize those rows: the same
-    bits, where blocks run along the rows. The codes stay one buffer, whatever else reads them."""
+    """Gather the rows of codes and scales instead of rows of the dequantized weight, and dequantize the result.
+
+    The bits stay the same, because blocks run along the rows. Other users still read the same buffer of codes.
+    """
     written = written_nodes(model.graph)
     for gather in [node for node in model.graph.nodes if node.target in _GATHERS]:
         dequantize = node_arg(gather)
@@ -67,7 +69,7 @@ def use_packed_embeddings(model: GraphModule) -> None:
 
 
 def _gathered_axis(gather: Node, dequantize: Node, call: Dequantize) -> int | None:
-    """The dimension of what is gathered along which blocks run; None where blocks are not gathered as a whole."""
+    """Return the dimension of the gathered rows along which blocks run; None if the gather would split blocks."""
     make_positional(gather)
     shape, gathered = shape_of(dequantize), shape_of(gather)
     if shape is None or gathered is None or gather.kwargs:

@@ -31,8 +31,9 @@ class Matmul:
     """The positions of a matmul's tensors among its arguments, and the operator that computes it with a packed weight.
 
     Args:
-        x, weight, third: positions of the arguments; the third is the bias, or the ends of the groups.
-        dims: the dimensions of the packed weight, whose blocks run along the last one, in the matmul's order.
+        x, weight, third: positions of the arguments; `third` is the bias, or the offsets of the groups.
+        dims: the dimensions of the packed weight in the matmul's order; blocks run along the packed weight's last
+            dimension.
         packed: the operator that takes (x, codes, scales, third, element, block size).
     """
 
@@ -43,8 +44,8 @@ class Matmul:
     packed: torch._ops.OpOverload = linear.linear_mx
 
 
-#: the name of a matmul -> its arguments. The packed weight is (N, K), for grouped matmuls (E, N, K). transformers has
-#: an operator of its own for experts that are not in bfloat16
+#: name of a matmul operator -> its arguments. The packed weight is (N, K), for grouped matmuls (E, N, K). transformers
+#: exports its own operator for experts that are not in bfloat16
 MATMULS = {
     "aten.linear.default": Matmul(0, 1, 2, (0, 1)),
     "aten.matmul.default": Matmul(0, 1, None, (1, 0)),
@@ -107,7 +108,7 @@ def argument(node: Node, position: int | None) -> Any:
 
 
 def _is_plain(node: Node, matmul: Matmul) -> bool:
-    """Return whether the arguments that the packed operator lacks have their defaults."""
+    """Return whether all arguments that the packed operator lacks have their default values."""
     make_positional(node)
     own = (matmul.x, matmul.weight, matmul.third)
     others = [a for i, a in enumerate(operator_of(node)._schema.arguments) if i not in own]
@@ -124,7 +125,7 @@ def _weight(node: Node) -> Weight | None:
     call, shape = Dequantize.of(node), shape_of(node)
     if call is None or shape is None:
         return None
-    sizes = torch.empty(tuple(range(len(shape))), device="meta")  # whose sizes are the numbers of its dimensions
+    sizes = torch.empty(tuple(range(len(shape))), device="meta")  # each size is the number of its dimension
     for reordering in reversed(chain):
         sizes = function_of(reordering)(sizes, *reordering.args[1:], **reordering.kwargs)
     return Weight(node, call.axis % len(shape), tuple(sizes.shape))
@@ -133,8 +134,8 @@ def _weight(node: Node) -> Weight | None:
 def _fits(node: Node, matmul: Matmul, weight: Weight) -> bool:
     """Return whether the packed operator takes the dtypes and shapes of a matmul.
 
-    Inside autocast a matmul has another dtype than its operands. It stays: `merge_linears` could merge it with one
-    outside.
+    Inside autocast a matmul may have another dtype than its operands. Such a matmul stays, because `merge_linears`
+    could merge it with one outside of autocast.
     """
     dtype = Dequantize.expect(weight.dequantize).dtype
     x, third = args_of(node)[matmul.x], argument(node, matmul.third)

@@ -33,16 +33,17 @@ from pt2mx.ops.scaled_mm import BLOCK, FORMS, Form, scaled_mm_mx, swizzle_scale
 
 @graph_pass(LinearMX, (FakeQuantize, Dequantize))
 def use_scaled_mm(model: GraphModule, force: bool = False) -> None:
-    """Leave matmuls to tensor cores, which multiply the codes: `linear_mx(fake_quantize_mx(x), weight)` becomes
-    `scaled_mm_mx(*quantize_mx(x), weight)`, and so does one whose x is a pair of quantization and dequantization.
+    """Let MX tensor cores multiply the codes: `linear_mx(fake_quantize_mx(x), weight)` becomes
+    `scaled_mm_mx(*quantize_mx(x), weight)`. x may also come from a quantize/dequantize pair.
 
-    It is done where both have an element that tensor cores take (`pt2mx.ops.scaled_mm.FORMS`) in blocks of 32 along K,
-    a multiple of 32, N is a multiple of 16, and the GPU has such cores. The scales of x are put in their order at each
-    call, those of the weight now. The sums are those of the tensor cores.
+    The tensor cores must support the elements of both (`pt2mx.ops.scaled_mm.FORMS`), with blocks of 32 along K. K must
+    be a multiple of 32 and N a multiple of 16. The scales of x are swizzled at each call, the weight's scales once,
+    now. Tensor cores decide the order and precision of sums.
 
     Args:
-        model: a lowered one, its weights not in the MMA layout; `lower_to_inductor(..., scaled_mm=True)` does it all.
-        force: on every device, where the matmul is emulated. For tests.
+        model: a lowered model whose weights are not in the MMA layout. `lower_to_inductor(..., scaled_mm=True)` runs
+            this pass.
+        force: True runs the pass on every device, where the matmul is emulated, for tests.
     """
     written = written_nodes(model.graph)
     codes: dict[Node, tuple[Node, Node]] = {}
@@ -73,7 +74,7 @@ def use_scaled_mm(model: GraphModule, force: bool = False) -> None:
 
 
 def _fits(node: Node, call: LinearMX, form: Form, force: bool) -> bool:
-    """True if tensor cores take dtypes and sizes of a matmul, and are there."""
+    """Return whether the GPU has MX tensor cores that support the dtypes and sizes of a matmul."""
     value, x, weight = value_of(node), shape_of(call.x), shape_of(call.codes)
     if value is None or x is None or weight is None or value.dtype not in form.results:
         return False
@@ -84,24 +85,25 @@ def _fits(node: Node, call: LinearMX, form: Form, force: bool) -> bool:
 
 
 def _form(of: Quantize | FakeQuantize, call: LinearMX) -> Form | None:
-    """The form in which tensor cores multiply an x that is quantized like that by a weight; None where they do not."""
+    """Return the form in which tensor cores multiply an x quantized by `of` with a weight; None if they do not support
+    it."""
     shape = shape_of(call.x)
     if shape is None or not call.block_size == of.block_size == BLOCK or ROUNDINGS[of.rounding].random:
-        return None  # a stochastic rounding that others read too must not draw twice
+        return None  # stochastic rounding must not draw twice, for other users and here
     return FORMS.get((of.element, call.element)) if of.axis in (-1, len(shape) - 1) else None
 
 
 def _quantization(x: Node) -> Quantize | FakeQuantize | None:
-    """The quantization whose values a node gives; None where they are not quantized."""
+    """Return the quantization that computes a node's values; None if they are not quantized."""
     quantize = quantize_of(x)
     return FakeQuantize.of(x) if quantize is None else Quantize.expect(quantize)
 
 
 def _codes(x: Node) -> tuple[Node, Node]:
-    """Codes and swizzled scales of what a node quantizes, computed where it is."""
+    """Return codes and swizzled scales of a quantized node, computed at its position."""
     if (pair := Dequantize.of(x)) is not None:
         codes, scale = pair.codes, pair.scale
     else:
-        quantize = insert_before(x, ops.quantize_mx, *FakeQuantize.expect(x).args[:-1])  # without ste
+        quantize = insert_before(x, ops.quantize_mx, *FakeQuantize.expect(x).args[:-1])  # without `ste`
         scale, codes = (insert_before(x, operator.getitem, quantize, i) for i in range(2))
     return codes, insert_before(x, swizzle_scale, scale)

@@ -1,4 +1,4 @@
-"""Dequantize weights once, at lowering time, for users who have the memory and need the time."""
+"""Dequantize weights once, at lowering time: this takes more memory and less time."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def unpack_weights(model: GraphModule) -> None:
     """Dequantize every weight to a buffer `<weight>_data_unpacked`, once for all of its users: `linear_mx` becomes
     `linear`, and convolutions and other users of a `dequantize_mx` read the buffer.
 
-    The weights of embeddings, of `grouped_linear_mx` and of subgraphs stay packed, and so do those of matmuls that this
-    machine's matrix instructions for bfloat16 compute faster.
+    The weights of embeddings, of `grouped_linear_mx` and of subgraphs stay packed. So do weights of matmuls that this
+    machine's bfloat16 matrix instructions compute faster.
     """
     constants = {n for n in constant_nodes(model.graph) if all(c.op != "placeholder" for c in computed_from(n))}
     buffers: dict[tuple[object, ...], Node] = {}
@@ -72,14 +72,16 @@ def _use_plain_matmul(model: GraphModule, packed: Node, call: LinearMX, k: int) 
 
 
 def _is_of_tensor_cores(packed: Node, call: LinearMX) -> bool:
-    """True of a matmul of bfloat16 to float32 on a GPU whose sizes are known, since x becomes two-dimensional."""
+    """Return whether a GPU matmul takes bfloat16, returns float32, and has known sizes, which reshaping x to two
+    dimensions needs."""
     value, shape = value_of(packed), shape_of(packed) or (None,)
     known = all(isinstance(n, int) for n in shape)
     return known and call.target_dtype == torch.float32 and dtype_of(call.x) == torch.bfloat16 and value.is_cuda
 
 
 def _use_tensor_cores(model: GraphModule, packed: Node, call: LinearMX, k: int) -> Node:
-    """Replace a `linear_mx` by a matmul of bfloat16 with a float32 result, and return the node of the weight."""
+    """Replace a `linear_mx` by a bfloat16 matmul with a float32 result, and return the node of its dequantized
+    weight."""
 
     def insert(target: OpOverload, *args: Any) -> Node:
         node = model.graph.call_function(target, args)

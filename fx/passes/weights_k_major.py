@@ -19,12 +19,14 @@ from pt2mx.fx.passes.packed_matmuls import weights_of_matmuls
 
 @graph_pass(Dequantize)
 def make_weights_k_major(model: GraphModule) -> None:
-    """Transpose the codes and scales of the weights of matmuls that reduce the blocks' dimension, but do not have it
-    last (`x @ w`, Hugging Face's Conv1D), or not in memory (the transpose of a parameter).
+    """Transpose the codes and scales of matmul weights whose blocks run along another dimension than the last.
 
-    They become buffers `<weight>_data_t` and `<weight>_scale_t`. A transposition after `dequantize_mx` gives every user
-    the same bits as before. The pass skips weights with another user that depends on the order of dimensions in
-    memory, and weights of subgraphs, which are operands.
+    The matmul must reduce that dimension. It is not the last in `x @ w` and Hugging Face's Conv1D, and not the last in
+    memory in the transpose of a parameter.
+
+    The transposed tensors become buffers `<weight>_data_t` and `<weight>_scale_t`. A transposition after
+    `dequantize_mx` restores the old shape and bits for every user. The pass skips weights with another user that
+    depends on the order of dimensions in memory, and weights of subgraphs, which are operands.
     """
     constants = constant_nodes(model.graph)
     axes: dict[Node, tuple[int, int]] = {}
@@ -41,7 +43,8 @@ def make_weights_k_major(model: GraphModule) -> None:
 
 
 def _is_new_order(model: GraphModule, dequantize: Node, axis: int) -> bool:
-    """Return whether the codes do not have their blocks last in memory, and all users would take them so."""
+    """Return whether the codes need a transposition to have their blocks last in memory, and all users support that
+    order."""
     codes = tensor_of(model, Dequantize.expect(dequantize).codes)
     if codes.transpose(axis, -1).is_contiguous():
         return axis != codes.dim() - 1
@@ -72,7 +75,7 @@ def _transposed(x: Tensor, axis: int) -> Tensor:
 
 
 def _transposed_buffer(model: GraphModule, node: Node, axis: int) -> Node:
-    """A buffer of what a node reads, transposed."""
+    """Register the transposed buffer that a node reads, and return the node that reads it."""
     value = _transposed(tensor_of(model, node), axis)
     buffer = model.graph.get_attr(register_buffer(model, f"{name_of(node)}_t", value))
     buffer.meta.update(node.meta)

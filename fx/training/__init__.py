@@ -1,1 +1,1 @@
-"""Operators that compute otherwise while a model trains, and what they are in evaluation."""
+"""Operators that behave differently in training and in evaluation."""

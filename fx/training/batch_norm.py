@@ -16,12 +16,12 @@ from pt2mx.fx.graph.node import args_of, dtype_of, named_args, value_of
 
 aten = torch.ops.aten
 _BATCH_NORMS = (aten.batch_norm.default, aten._native_batch_norm_legit_no_training.default)
-#: layers (x, weight, bias or None, ...) into which the batch norm behind them can be folded
+#: layers (x, weight, bias or None, ...) into which a following batch norm can be folded
 LAYERS: frozenset[object] = frozenset((aten.linear.default, *CONVOLUTIONS))
 
 
 class BatchNorm(NamedTuple):
-    """The first arguments of a batch norm, which all of its forms have. x: (N, C, ...), the others: (C,) or None."""
+    """The first arguments, which all batch norm operators share. x: (N, C, ...), the others: (C,) or None."""
 
     x: Node
     gamma: Node | None
@@ -31,7 +31,7 @@ class BatchNorm(NamedTuple):
 
     @classmethod
     def of(cls, norm: Node) -> BatchNorm:
-        """The arguments of a node that calls a batch norm, also in the form of a `TrainEvalOp`."""
+        """Return the arguments of a node that calls a batch norm, directly or as a `TrainEvalOp`."""
         return cls(*args_of(norm)[:5])
 
 
@@ -43,10 +43,10 @@ def batch_norms(graph: Graph) -> list[Node]:
 def keep_batch_norms(model: GraphModule) -> GraphModule:
     """Put an `alias` before each batch norm that must not be folded: its producer, or the producer's weight, has other
     users; it normalizes another dimension than the producer's outputs; it has no running statistics; it follows a
-    transposed convolution in groups; a tensor of theirs or of the layer is computed, or written by the graph.
+    transposed convolution in groups; a tensor of the norm or the layer is computed, or written by the graph.
 
-    torchao folds a batch norm into the convolution or linear layer before it without asking for any of this, and would
-    give other numbers; behind an alias it does not see them. Changes `model` and returns it.
+    torchao folds a batch norm into the convolution or linear layer before it without checking any of this, which would
+    change the outputs. The alias hides such norms from it. Changes `model` and returns it.
     """
     user_counts: Counter[str] = Counter()
     for node in model.graph.find_nodes(op="get_attr"):
@@ -81,9 +81,12 @@ def _can_be_folded(layer: Node, norm: Node, user_counts: Counter[str], written: 
 
 
 def normalizes_outputs(layer: Node, norm: Node) -> bool:
-    """True if a batch norm, whose channels are dimension 1, normalizes the outputs of a convolution or linear layer by
-    running statistics. An unbatched convolution has its outputs in dimension 0 and a linear layer in the last; all
-    tensors have one dtype."""
+    """Return whether a batch norm normalizes the output channels of a convolution or linear layer by running
+    statistics, all in one dtype.
+
+    A batch norm's channels are dimension 1. The outputs of an unbatched convolution are dimension 0, those of a linear
+    layer the last one.
+    """
     _, gamma, _, mean, variance = BatchNorm.of(norm)
     value, weight = value_of(layer), value_of(named_args(layer)["weight"])
     if mean is None or not isinstance(value, Tensor) or not isinstance(weight, Tensor):

@@ -1,9 +1,10 @@
-"""Batch norm in quantization-aware training: folded into the weight that is quantized, while its statistics go on.
+"""Batch norm in quantization-aware training: fold it into the weight before quantization, and keep updating its
+statistics.
 
 Following Jacob et al., "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference"
-(2018), section 3.2, and Krishnamoorthi (2018), section 3.1.2: the weight that the converted model will hold is
-w * gamma / sqrt(var + eps), with the running variance, and that is what is quantized in training too, with the running
-variance as the training step found it; the layer's output is divided by the same factor before the batch norm sees it.
+(2018), section 3.2, and Krishnamoorthi (2018), section 3.1.2: the converted model holds the weight w * gamma / sqrt(var
++ eps), with the running variance. Training quantizes the same weight, with the running variance from the start of the
+training step. It divides the layer's output by the same factor before the batch norm.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ aten = torch.ops.aten
 class ScaledWeight(TrainEvalModule):
     """weight, gamma (channels) or None, running variance (channels) -> the weight with the batch norm folded in.
 
-    In training a channel whose gamma is zero keeps its weight: scaled to nothing, it could not learn again.
+    In training a channel whose gamma is zero keeps its weight unscaled: scaled to zero, it could not learn again.
 
     Args:
         step: shared with the `NormalizedLayer` that gets the weight.
@@ -57,7 +58,7 @@ class ScaledWeight(TrainEvalModule):
         ones = [1] * (self.rank - 2)
         if not self.transposed:
             return aten.mul.Tensor(weight, aten.reshape.default(scale, [-1, 1, *ones]))
-        # (in, out / groups, ...): the inputs of a group reach its outputs alone
+        # (in, out / groups, ...): the inputs of a group affect only its outputs
         parts = aten.reshape.default(scale, [self.groups, 1, -1, *ones])
         grouped = aten.unflatten.int(weight, 0, [self.groups, -1])
         return aten.flatten.using_ints(aten.mul.Tensor(grouped, parts), 0, 1)
@@ -65,7 +66,7 @@ class ScaledWeight(TrainEvalModule):
 
 class NormalizedLayer(TrainEvalModule):
     """A layer with a weight from `ScaledWeight`, and the batch norm after it: (x, weight, bias, gamma, beta, mean,
-    variance) -> normalized outputs. In evaluation the layer alone, with the batch norm in its bias.
+    variance) -> normalized outputs. In evaluation it is the layer alone, with the batch norm folded into its bias.
 
     Args:
         step: shared with the `ScaledWeight` that gives the weight.
@@ -106,7 +107,7 @@ class NormalizedLayer(TrainEvalModule):
         y = y if bias is None else y + bias.reshape(shape)
         self.step.ends_with_gradient_of(y)
         if in_backward_pass():
-            mean, variance = mean.clone(), variance.clone()  # the pass that this one repeats has written them
+            mean, variance = mean.clone(), variance.clone()  # checkpointing repeats a pass that has written them
         return aten.batch_norm.default(y, gamma, beta, mean, variance, True, self.momentum, self.eps, self.cudnn)
 
     def in_evaluation(
@@ -127,25 +128,25 @@ class NormalizedLayer(TrainEvalModule):
 
 
 def scale_of(gamma: Tensor | None, variance: Tensor, eps: float) -> Tensor:
-    """The factors of a batch norm's channels: gamma / sqrt(variance + eps)."""
+    """Return the factor of each channel of a batch norm: gamma / sqrt(variance + eps)."""
     inverse = aten.rsqrt.default(aten.add.Scalar(variance, eps))
     return inverse if gamma is None else aten.mul.Tensor(gamma, inverse)
 
 
 def safe(scale: Tensor) -> Tensor:
-    """The factors, 1 for those that are 0."""
+    """Replace factors of 0 by 1."""
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
 def fuse_batch_norms(model: GraphModule, quantizers: type[nn.Module]) -> GraphModule:
-    """Fuse every batch norm that follows the mode and alone reads a layer whose weight a module of the class
+    """Fuse every batch norm that depends on the mode and is the only user of a layer whose weight a module of class
     `quantizers` quantizes. Changes the graph of `model` and returns it."""
     norms = [norm for norm, module in train_eval_modules(model) if module.operator is aten.batch_norm.default]
     for norm in norms:
         layer = node_arg(norm)
         if _is_layer(layer) and normalizes_outputs(layer, norm):
             weight, bias = (_module(model, operand) for operand in (*layer.args, None)[1:3])
-            # a bias quantized in another way may take its scale from that of the weight, which is scaled here
+            # the scale of a bias that is quantized differently may depend on the weight's scale, which changes here
             if isinstance(weight, quantizers) and (bias is None or type(bias) is type(weight)):
                 _fuse(model, layer, norm)
     if norms:
@@ -156,8 +157,8 @@ def fuse_batch_norms(model: GraphModule, quantizers: type[nn.Module]) -> GraphMo
 
 
 def fold_biases(model: GraphModule) -> GraphModule:
-    """Compute the biases that `NormalizedLayer` leaves in a converted graph now. Those of a subgraph, whose
-    tensors are operands, stay. Changes `model` and returns it."""
+    """Fold the bias computations that `NormalizedLayer` leaves in a converted graph into buffers. Biases of subgraphs,
+    whose tensors are operands, stay. Changes `model` and returns it."""
     if any(placeholder.meta.get(CONSTANT_KEY) for placeholder in model.graph.find_nodes(op="placeholder")):
         return model
     constants = constant_nodes(model.graph)
@@ -174,7 +175,7 @@ def fold_biases(model: GraphModule) -> GraphModule:
 
 
 def computed_bias(node: Node, constants: set[Node]) -> Node | None:
-    """Return the bias of a layer that is computed from constants, which `fold_biases` folds; None for others."""
+    """Return a layer's bias if it is computed from constants, so that `fold_biases` can fold it; otherwise None."""
     bias = node.args[2] if node.target in LAYERS and len(node.args) > 2 else None
     if not isinstance(bias, Node) or bias not in constants or bias.op != "call_function" or dequantizes(bias):
         return None
@@ -182,7 +183,7 @@ def computed_bias(node: Node, constants: set[Node]) -> Node | None:
 
 
 def _fuse(model: GraphModule, layer: Node, norm: Node) -> None:
-    """Replace a layer and its norm by a `ScaledWeight`, a quantizer of its own and a `NormalizedLayer`."""
+    """Replace a layer and its norm by a `ScaledWeight`, a copy of the quantizer and a `NormalizedLayer`."""
     _, gamma, beta, mean, variance, _, momentum, eps, cudnn = args_of(norm)
     x, quantize, *others = args_of(layer)
     bias, rest = (others[0], others[1:]) if others else (None, [])
@@ -192,11 +193,11 @@ def _fuse(model: GraphModule, layer: Node, norm: Node) -> None:
     step = StepVariance(variance.meta["val"])
     scale = ScaledWeight(step, weight.meta["val"].dim(), eps, transposed, groups)
     scaled = insert_module(norm, f"{layer.name}_weight", scale, (weight, gamma, variance), quantize.meta)
-    # its own: another layer may share the weight, not the batch norm
+    # a copy: another layer may share the weight, but not the batch norm
     quantizer = copy.deepcopy(model.get_submodule(name_of(quantize)))
     quantized = insert_module(norm, f"{layer.name}_weight_quantized", quantizer, (scaled,), quantize.meta)
     meta = {**layer.meta, "val": norm.meta["val"]}
-    # torch.compile takes plain lists; those of a graph's arguments are of a class of their own
+    # torch.compile needs plain lists; graph arguments have their own list class
     plain = tuple(list(argument) if isinstance(argument, list) else argument for argument in rest)
     normalized = NormalizedLayer(step, operator_of(layer), plain, meta["val"].dim(), (momentum, eps, cudnn))
     args = (x, quantized, bias, gamma, beta, mean, variance)
@@ -204,12 +205,12 @@ def _fuse(model: GraphModule, layer: Node, norm: Node) -> None:
 
 
 def _module(model: GraphModule, node: object) -> nn.Module | None:
-    """The module that a node calls."""
+    """Return the module that a node calls; None for other nodes."""
     return model.get_submodule(name_of(node)) if isinstance(node, Node) and node.op == "call_module" else None
 
 
 def _is_layer(node: Node) -> bool:
-    """True of a layer of `LAYERS` that one node alone reads."""
+    """Return whether a node calls one of `LAYERS` and has one user."""
     if node.op != "call_function" or node.target not in LAYERS:
         return False
     make_positional(node)

@@ -15,11 +15,11 @@ from pt2mx.ops.step_variance import in_backward_pass, step_variance
 class StepVariance(nn.Module):
     """Return the running variance as it was when the training step began.
 
-    A training pass writes the running variance after it read it. If the scale of a quantized weight followed at once,
-    a second pass over the same batch would see another weight, and activation checkpointing, which runs a pass again
-    for its gradient, would compute the gradient of another function. A step begins with the first pass after a backward
-    pass, after one whose outputs need no gradient, and after `train()` or `eval()`. In compiled code, each pass that no
-    backward pass repeats begins one.
+    A training pass writes the running variance after it read it. If the scale of a quantized weight changed at once, a
+    second pass over the same batch would see another weight. Activation checkpointing, which repeats a pass for its
+    gradient, would then compute the gradient of another function. A step begins with the first pass after a backward
+    pass, after one whose outputs need no gradient, and after `train()` or `eval()`. In compiled code, each pass begins
+    a step, except one that a backward pass repeats.
 
     Args:
         like: (channels,), a tensor of the running variance's shape, dtype and device.
@@ -43,8 +43,8 @@ class StepVariance(nn.Module):
         return self.variance
 
     def ends_with_gradient_of(self, y: Tensor) -> None:
-        """End the step when the gradient of `y`, an output that the variance scaled, is computed; now where it has
-        none: the layer and those before it are frozen."""
+        """End the step when the gradient of `y`, an output that the variance scaled, is computed. End it now if `y`
+        needs no gradient, because the layer and those before it are frozen."""
         if torch.compiler.is_compiling():
             return
         if y.requires_grad:
@@ -56,7 +56,7 @@ class StepVariance(nn.Module):
         self._begins = True
 
     def train(self, mode: bool = True) -> StepVariance:
-        """Switch the mode, which begins a step."""
+        """Switch the mode, and begin a new step."""
         self._begins = True
         return super().train(mode)
 

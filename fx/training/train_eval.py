@@ -1,7 +1,8 @@
-"""Operators that compute otherwise while a model trains: dropout, batch norm, recurrent networks.
+"""Operators that behave differently in training and in evaluation: dropout, batch norm, recurrent networks.
 
-Export writes the mode into the graph as a literal, where `train()` and `eval()` do not reach it. A prepared model holds
-such operators as modules, which do follow them; convert writes the operators back, in evaluation mode.
+Export writes the mode into the graph as a literal, which `train()` and `eval()` do not change. A prepared model calls
+modules in place of such operators, and these follow the mode. Conversion inserts the operators again, in evaluation
+mode.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pt2mx.ops.step_variance import in_backward_pass
 
 aten = torch.ops.aten
 
-#: operator -> (position of the literal that says the mode, its value in evaluation)
+#: operator -> (position of the literal that sets the mode, its value in evaluation)
 _MODES: dict[object, tuple[int, Any]] = {
     aten.dropout.default: (2, False),
     aten.feature_dropout.default: (2, False),
@@ -37,9 +38,9 @@ _MODES: dict[object, tuple[int, Any]] = {
     aten.gru.input: (6, False),
     aten.rnn_tanh.input: (6, False),
     aten.rnn_relu.input: (6, False),
-    # the probability; what it was is lost where the model was exported in evaluation mode
+    # the dropout probability; an export in evaluation mode loses its training value
     aten.scaled_dot_product_attention.default: (4, 0.0),
-    # of a batch norm's num_batches_tracked, which counts in training only
+    # the increment of a batch norm's num_batches_tracked, which counts in training only
     aten.add_.Tensor: (1, 0),
 }
 
@@ -48,34 +49,34 @@ _WRITTEN: dict[object, tuple[int, ...]] = {aten.batch_norm.default: (3, 4), aten
 
 
 class TrainEvalModule(nn.Module, ABC):
-    """A part of a graph that is `in_training` or `in_evaluation`, by the mode of the module."""
+    """A module in a graph that computes `in_training` or `in_evaluation`, by its mode."""
 
-    #: the operator that this replaces, with the same quantized arguments; None for a new one
+    #: the operator that the module replaces, whose quantized arguments stay the same; None if it replaces none
     operator: OpOverload | None = None
 
-    # a form has its own parameters, which graphs give by position
+    # subclasses have their own parameters, which graphs pass by position
 
     def forward(self, *args: Any) -> Tensor:
         return self.in_training(*args) if self.training else self.in_evaluation(*args)
 
     @abstractmethod
     def in_training(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute what it is while the model trains."""
+        """Compute the result while the model trains."""
 
     @abstractmethod
     def in_evaluation(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute what it is in a converted model; in torch operators alone, which `to_evaluation` records."""
+        """Compute the result in a converted model, with torch operators alone, because `to_evaluation` records them."""
 
 
 class TrainEvalOp(TrainEvalModule):
-    """An operator, called with all its arguments; the mode takes the place of the one at `position`."""
+    """An operator, called with all its arguments; the mode decides the argument at `position`."""
 
     operator: OpOverload
 
     def __init__(self, operator: OpOverload, position: int, training: object, evaluation: object) -> None:
         super().__init__()
         self.operator, self.position, self.values = operator, position, (evaluation, training)
-        self._is_impure = operator._schema.is_mutable  # torch.fx: a counter is no dead code
+        self._is_impure = operator._schema.is_mutable  # tells torch.fx that a counter is no dead code
 
     def in_training(self, *args: Any) -> Tensor:
         if in_backward_pass():  # the pass that this one repeats has written them
@@ -93,8 +94,8 @@ class TrainEvalOp(TrainEvalModule):
 def to_train_eval_modules(graph_modules: list[GraphModule]) -> list[str]:
     """Make every operator that depends on the mode a `TrainEvalOp`, and return the names of those in training.
 
-    In a model that was exported in training mode, what evaluated there (a frozen batch norm) goes on to; in one that
-    was exported in evaluation mode, everything follows the mode. Changes the graph modules.
+    If the model was exported in training mode, operators that evaluated there (a frozen batch norm) keep evaluating. If
+    it was exported in evaluation mode, all of them follow the mode. Changes the graph modules.
     """
     found = [node for m in graph_modules for node in m.graph.nodes if _depends_on_mode(node)]
     training = [_literal(node) != _MODES[node.target][1] for node in found]
@@ -113,7 +114,7 @@ def to_train_eval_modules(graph_modules: list[GraphModule]) -> list[str]:
 
 
 def insert_module(before: Node, name: str, module: nn.Module, args: tuple[Any, ...], meta: dict[str, Any]) -> Node:
-    """Insert a call of `module`, which becomes a submodule named `name` or like it, before a node of its model."""
+    """Add `module` as a submodule named `name`, numbered if needed, and insert a call of it before a node."""
     model = model_of(before.graph)
     unique = free_name(model, name)
     model.add_submodule(unique, module)
@@ -147,7 +148,7 @@ def to_evaluation(model: GraphModule) -> GraphModule:
 
 
 def train_eval_modules(model: GraphModule) -> Iterator[tuple[Node, TrainEvalModule]]:
-    """The calls of `TrainEvalModule` modules in a graph."""
+    """Yield the calls of `TrainEvalModule` modules in a graph."""
     for node in model.graph.find_nodes(op="call_module"):
         module = model.get_submodule(name_of(node))
         if isinstance(module, TrainEvalModule):
@@ -155,7 +156,7 @@ def train_eval_modules(model: GraphModule) -> Iterator[tuple[Node, TrainEvalModu
 
 
 def _recorded(module: TrainEvalModule, call: Node) -> Node:
-    """Write the operators of a module in evaluation into the graph in which it is called; gives the last one."""
+    """Insert the operators that a module calls in evaluation into the graph, and return the last one."""
     tracer = GraphAppendingTracer(call.graph)
 
     def proxy(argument: Any) -> Any:
@@ -166,7 +167,7 @@ def _recorded(module: TrainEvalModule, call: Node) -> Node:
 
 
 def _depends_on_mode(node: Node) -> bool:
-    """True of an operator that `_MODES` has, with the mode written out."""
+    """Return whether an operator is in `_MODES` and depends on the mode."""
     if node.op != "call_function" or node.target not in _MODES:
         return False
     make_positional(node, _MODES[node.target][0] + 1)
@@ -177,7 +178,8 @@ def _depends_on_mode(node: Node) -> bool:
 
 
 def _counts_batches(counter: Node) -> bool:
-    """True of the `num_batches_tracked` of a module whose running mean a batch norm of the graph reads."""
+    """Return whether a counter is the `num_batches_tracked` of a module whose running mean a batch norm of the graph
+    reads."""
     path, _, attribute = name_of(counter).rpartition(".") if counter.op == "get_attr" else ("", "", "")
     norms = counter.graph.find_nodes(op="call_function", target=aten.batch_norm.default)
     means = [args_of(norm)[3] for norm in norms if attribute == "num_batches_tracked"]
@@ -185,5 +187,5 @@ def _counts_batches(counter: Node) -> bool:
 
 
 def _literal(node: Node) -> object:
-    """The mode that export wrote into a graph."""
+    """Return the mode that export wrote into a graph."""
     return node.args[_MODES[node.target][0]]
