@@ -1,7 +1,9 @@
+import gc
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,13 +11,23 @@ import torch
 from _pytest.config import parse_warning_filter
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Inductor compiles in this process: a pool of compiling processes for each worker of xdist costs more than it gains
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pt2mx
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.cli.models import load_minilm
 from pt2mx.pt2e.language.texts import sentences
+from tests.fresh_process import run_program
 
 pytest.register_assert_rewrite("tests.cpu_kernels", "tests.graph")
+
+
+def pytest_collection_finish():
+    """Leave what all tests share out of garbage collection, and collect less often: graphs make many objects."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
 
 
 @pytest.fixture(autouse=True)
@@ -44,13 +56,20 @@ def warning_filters(pytestconfig):
 
 
 @pytest.fixture(scope="session")
-def run_python():
-    """Run code in a fresh process, with arguments; returns what it printed."""
+def run_python(tmp_path_factory):
+    """Run code in a process of its own, with arguments; return what it printed. The process is forked from one that has
+    imported torch, unless `fresh` or `env` asks for a new interpreter, which takes seconds."""
 
-    def run(code: str, arguments: tuple | list = (), **options) -> str:
-        result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, **options)
-        assert result.returncode == 0, result.stdout + result.stderr
-        return result.stdout
+    def run(code: str, arguments: tuple | list = (), cwd: Path | None = None, env=None, fresh: bool = False) -> str:
+        if env is None and not fresh:
+            folder = tmp_path_factory.mktemp("process")
+            status, out, err = run_program(code, "-c", Path(cwd or Path.cwd()), (), arguments, folder)
+        else:
+            command = [sys.executable, "-c", code, *arguments]
+            result = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env)
+            status, out, err = result.returncode, result.stdout, result.stderr
+        assert status == 0, out + err
+        return out
 
     return run
 

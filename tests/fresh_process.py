@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import traceback
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,30 +24,40 @@ class Finished(NamedTuple):
     err: str
 
 
-def run_program(code: str, name: str, folder: Path, warning_filters: list[tuple]) -> Finished:
+def run_program(
+    code: str,
+    name: str,
+    folder: Path,
+    warning_filters: Sequence[tuple] = (),
+    arguments: Sequence[str] = (),
+    output: Path | None = None,
+) -> Finished:
     """Run a program in a process of its own.
 
     Args:
         code: the program.
         name: its file name in tracebacks.
-        folder: the working folder of the process. Its output goes into files there.
+        folder: the working folder of the process.
         warning_filters: arguments of `warnings.filterwarnings`, a tuple for each call.
+        arguments: those of the command line, after the program's name.
+        output: the folder of the files that take what it prints; by default `folder`.
     """
-    out, err = folder / "stdout.txt", folder / "stderr.txt"
-    process = _FORKS.Process(target=_run, args=(code, name, folder, out, err, warning_filters))
+    out, err = ((output or folder) / f"{stream}.txt" for stream in ("stdout", "stderr"))
+    process = _FORKS.Process(target=_run, args=(code, [name, *arguments], folder, out, err, warning_filters))
     process.start()
     process.join()
     return Finished(process.exitcode, out.read_text(), err.read_text())
 
 
-def _run(code: str, name: str, folder: Path, out: Path, err: Path, warning_filters: list[tuple]) -> None:
+def _run(code: str, argv: list[str], folder: Path, out: Path, err: Path, warning_filters: Sequence[tuple]) -> None:
+    sys.argv = argv
     for path, descriptor in ((out, 1), (err, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
     os.chdir(folder)
     for arguments in warning_filters:
         warnings.filterwarnings(*arguments)
     try:
-        exec(compile(code, name, "exec"), {"__name__": "__main__"})
+        exec(compile(code, argv[0], "exec"), {"__name__": "__main__"})
     except BaseException:
         traceback.print_exc()
         raise SystemExit(1) from None

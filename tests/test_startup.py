@@ -33,7 +33,7 @@ STARTS = {
 
 @pytest.mark.parametrize("start", STARTS)
 def test_nothing_heavy_is_imported(start, run_python):
-    printed = run_python(STARTED.format(start=STARTS[start], heavy=HEAVY)).splitlines()
+    printed = run_python(STARTED.format(start=STARTS[start], heavy=HEAVY), fresh=True).splitlines()
     assert printed[-1] == "brought [] []"
 
 
@@ -46,7 +46,7 @@ print(pt2mx.tensor.MXTensor is pt2mx.MXTensor, pt2mx.torchmx.MXConfig is pt2mx.M
 from pt2mx import *
 print(all(name in globals() for name in pt2mx.__all__))
 """
-    assert set(run_python(code).split()) == {"True"}
+    assert set(run_python(code, fresh=True).split()) == {"True"}
 
 
 def test_the_stub_names_each_public_name_once():
@@ -69,7 +69,7 @@ print("torchao" in sys.modules)
 for name, x in torch.load("mx.pt", weights_only=True).items():
     print(name, type(x).__module__, bool((x.to_dtype() == 1).all()))
 """
-    assert run_python(code, cwd=tmp_path).splitlines() == [
+    assert run_python(code, cwd=tmp_path, fresh=True).splitlines() == [
         "False",
         "core pt2mx.tensor.mx_tensor True",
         "torchmx pt2mx.torchmx.mx_tensor True",
@@ -83,7 +83,7 @@ x = torch.randn(2, 64)
 y = torch.compile(lambda x: pt2mx.MXTensor.to_mx(x, "mxfp4").to_dtype() + 1, fullgraph=True, backend="aot_eager")(x)
 print(torch.equal(y, pt2mx.fake_quantize_mx(x, "mxfp4") + 1))
 """
-    assert run_python(code).split() == ["True"]
+    assert run_python(code, fresh=True).split() == ["True"]
 
 
 def test_dead_code_elimination_knows_what_writes_before_the_flow_is_reached(run_python):
@@ -95,7 +95,7 @@ graph.call_function(predispatch.lazy_load_decompositions)
 graph.call_function(torch.ops.higher_order.wrap_with_set_grad_enabled, (False, None))
 print(graph.eliminate_dead_code(), "torchao" in sys.modules)
 """
-    assert run_python(code).split() == ["False", "False"]
+    assert run_python(code, fresh=True).split() == ["False", "False"]
 
 
 def test_any_module_of_the_flow_may_be_imported_first(run_python):
@@ -111,4 +111,4 @@ for name in names:
     importlib.import_module(name)
 print(len(names) > 50)
 """
-    assert run_python(code).split() == ["True"]
+    assert run_python(code, fresh=True).split() == ["True"]

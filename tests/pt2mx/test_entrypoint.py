@@ -80,7 +80,10 @@ def test_doctor_runs_without_torch(tmp_path):
 
 
 def test_another_process_is_left_alone(run_python):
-    assert run_python("import sys\nsys.argv = ['net.py', '--help']\nimport pt2mx\nprint('went on')") == "went on\n"
+    assert (
+        run_python("import sys\nsys.argv = ['net.py', '--help']\nimport pt2mx\nprint('went on')", fresh=True)
+        == "went on\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -209,5 +209,5 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 convert_checkpoint(sys.argv[1], sys.argv[2], quantizer)
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
-    grown = int(run_python(code, [str(tmp_path / "float"), str(tmp_path / "out")]))
+    grown = int(run_python(code, [str(tmp_path / "float"), str(tmp_path / "out")], fresh=True))
     assert grown < 90  # MiB

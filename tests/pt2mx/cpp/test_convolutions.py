@@ -14,7 +14,9 @@ def test_convolutions(dtype, tmp_path):
     torch.manual_seed(0)
     calls = []
     for element, block in (("int8", 32), ("fp8_e4m3", 64), ("fp6_e2m3", 32), ("fp4_e2m1", 16)):
-        x = ours.fake_quantize_mx(torch.randn(2, 9, 8, 50), element, 32).to(dtype)
+        x = ours.fake_quantize_mx(torch.randn(2, 9, 8, 50), element, 32, -1, "floor", "even", None, "identity").to(
+            dtype
+        )
         for kernel, conv_args in (((3, 3), ([1, 2], [1, 1], [1, 1])), ((1, 1), ([2, 2], [0, 0], [1, 1]))):
             scale, data = packed((40, *kernel, 50), element, block)
             bias = torch.randn(40)
@@ -32,7 +34,9 @@ def test_quantized_convolutions(dtype, tmp_path):
     torch.manual_seed(0)
     calls = []
     for element in ("int8", "fp8_e4m3", "fp4_e2m1"):
-        x = ours.fake_quantize_mx(torch.randn(2, 9, 8, 64), element, 32).to(dtype)
+        x = ours.fake_quantize_mx(torch.randn(2, 9, 8, 64), element, 32, -1, "floor", "even", None, "identity").to(
+            dtype
+        )
         for n, block, kernel, conv_args in (
             (64, 32, (3, 3), ([1, 2], [1, 1], [1, 1])),
             (40, 16, (1, 1), ([2, 2], [0, 0], [1, 1])),

@@ -70,7 +70,9 @@ def test_matmuls_of_many_rows(dtype, tmp_path):
     for element in ("int8", "fp4_e2m1", "fp6_e2m3"):  # as integers, where x is of such an element too
         scale, data = pt2mx.quantize_mx(torch.randn(37, 100), MXSpec(element, 32))
         for rows in (7, 65):
-            x = ours.fake_quantize_mx(torch.randn(rows, 100), element, 32).to(dtype)
+            x = ours.fake_quantize_mx(torch.randn(rows, 100), element, 32, -1, "floor", "even", None, "identity").to(
+                dtype
+            )
             calls.append(("linear_mx", (x, data, scale, None, element, 32, 0, torch.float32)))
     check(calls, tmp_path)
 
@@ -201,7 +203,9 @@ def test_quantized_matmuls(dtype, tmp_path):
     for element in ("int8", "fp8_e4m3", "fp4_e2m1"):
         for rows, n, block in ((70, 64, 32), (70, 40, 32), (7, 64, 32), (70, 64, 16), (0, 64, 32)):
             scale, data = packed((n, 96), element, 32)
-            x = ours.fake_quantize_mx(torch.randn(rows, 96), element, 32).to(dtype)
+            x = ours.fake_quantize_mx(torch.randn(rows, 96), element, 32, -1, "floor", "even", None, "identity").to(
+                dtype
+            )
             for activation, rounding in (("gelu", "even"), ("none", "half_away")):
                 quantization = activation, element, block, "floor", rounding
                 bias = torch.randn(n)

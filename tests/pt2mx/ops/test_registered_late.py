@@ -36,7 +36,7 @@ print(torch.ops.pt2mx.linear_mx.default in lowering.lowerings, torch.ops.pt2mx.d
 )
 def test_tables_whatever_was_imported_first(modules, lowers, run_python):
     """The decompositions are there with Inductor's own, before its lowerings have been imported."""
-    assert run_python(KNOWN, modules).split() == ["True", str(lowers), "True", "True"]
+    assert run_python(KNOWN, modules, fresh=True).split() == ["True", str(lowers), "True", "True"]
 
 
 def test_aotinductor_of_a_program_that_was_loaded(run_python, tmp_path):
@@ -52,7 +52,7 @@ package = zipfile.ZipFile("package.pt2")
 sources = [package.read(name).decode() for name in package.namelist() if name.endswith(".cpp")]
 print(len(sources) > 0, any("pt2mx" in source for source in sources))
 """
-    assert run_python(code, cwd=tmp_path).split() == ["False", "True", "False"]
+    assert run_python(code, cwd=tmp_path, fresh=True).split() == ["False", "True", "False"]
     package = torch._inductor.aoti_load_package(str(tmp_path / "package.pt2"))
     assert torch.equal(package(x), Quantized()(x))
 
@@ -65,4 +65,4 @@ x = torch.randn(2, 64)
 y, (code,) = run_and_get_code(torch.compile(lambda x: pt2mx.fake_quantize_mx(x, "mxfp4") + 1), x)
 print("torch.ops.pt2mx" in code, torch.equal(y, pt2mx.fake_quantize_mx(x, "mxfp4") + 1))
 """
-    assert run_python(code).split() == ["False", "True"]
+    assert run_python(code, fresh=True).split() == ["False", "True"]
