@@ -58,7 +58,7 @@ class StatisticsCollector(nn.Module):
         """
         if not torch.compiler.is_dynamo_compiling() and is_fake(x) and not is_fake(self.values):
             raise MXError(
-                "a graph inside the model is traced for its gradient, so that there is nothing to observe in it: "
+                "a subgraph of the model is traced for its gradient, so that there is nothing to observe in it: "
                 "calibrate under torch.no_grad(), or call disable_observer(model)"
             )
         for name, value in quantization_sums(x.detach(), self.spec).items():

@@ -67,8 +67,8 @@ class Browser:
 
     def _read(self, end: float) -> dict[str, Any]:
         while (left := end - time.monotonic()) > 0:
-            line, found, rest = self._rest.partition(b"\0")
-            if found:
+            line, separator, rest = self._rest.partition(b"\0")
+            if separator:
                 self._rest = rest
                 return json.loads(line)
             if select.select([self._from], [], [], left)[0]:
@@ -97,12 +97,12 @@ class Page:
         self.send("Emulation.setCPUThrottlingRate", rate=slower)
         self.send("Page.navigate", url=file.as_uri())
 
-    def note(self, method: str, found: dict[str, Any]) -> None:
+    def note(self, method: str, event: dict[str, Any]) -> None:
         """Note what an event tells."""
         if method in ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"):
-            self.problems.append(str(found))
+            self.problems.append(str(event))
         elif method == "Network.requestWillBeSent":
-            self.requests.append(found["request"]["url"])
+            self.requests.append(event["request"]["url"])
 
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Send a command, and give its result."""
@@ -110,9 +110,9 @@ class Page:
 
     def run(self, expression: str) -> Any:
         """The value of an expression, of a promise what it promises."""
-        found = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+        reply = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in reply, reply
+        return reply["result"].get("value")
 
     def wait(self, condition: str) -> None:
         """Wait until an expression is true."""

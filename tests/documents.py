@@ -33,8 +33,8 @@ def name_of(path: Path) -> str:
 def blocks(path: Path, language: str) -> list[tuple[int, str, str]]:
     """(lines above it, the words after the language, text) of each code block in `language`."""
     text = path.read_text()
-    found = re.finditer(rf"^```{language}\b(.*)\n((?s:.*?))^```$", text, re.MULTILINE)
-    return [(text.count("\n", 0, match.start(2)), match[1].strip(), match[2]) for match in found]
+    matches = re.finditer(rf"^```{language}\b(.*)\n((?s:.*?))^```$", text, re.MULTILINE)
+    return [(text.count("\n", 0, match.start(2)), match[1].strip(), match[2]) for match in matches]
 
 
 def cells(path: Path) -> list[str]:
@@ -44,10 +44,10 @@ def cells(path: Path) -> list[str]:
 
 def programs() -> dict[str, str]:
     """name of a module -> program: a block of a document, its lines numbered as there, or a notebook's cells."""
-    found = {name_of(path): "\n\n".join(cells(path)) for path in NOTEBOOKS}
+    codes = {name_of(path): "\n\n".join(cells(path)) for path in NOTEBOOKS}
     for path in DOCUMENTS:
-        found |= {f"{name_of(path)}:{line}": "\n" * line + code for line, _, code in blocks(path, "python")}
-    return {re.sub(r"\W", "_", name): code for name, code in found.items()}
+        codes |= {f"{name_of(path)}:{line}": "\n" * line + code for line, _, code in blocks(path, "python")}
+    return {re.sub(r"\W", "_", name): code for name, code in codes.items()}
 
 
 def check_types(programs: dict[str, str]) -> subprocess.CompletedProcess[str]:

@@ -21,8 +21,8 @@ def scaled_weight(converted: GraphModule, module: str, factor: float = 1.5) -> G
 
 
 def turned_scales(converted: GraphModule, module: str) -> GraphModule:
-    """The model, in which the scales of a module's weight, whose first two extents are equal, are along a wrong axis:
-    blocks of 8-bit codes run down the rows that ran along the columns."""
+    """Return the model with the scales of a module's square weight along the wrong axis: blocks of 8-bit codes run down
+    the columns instead of along the rows."""
     broken, weight = _weight(converted, module)
     named = named_args(weight)
     with broken.graph.inserting_before(weight):

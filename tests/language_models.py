@@ -46,14 +46,15 @@ def tiny_decoder(family: str, **fields):
 
 
 def divisible_decoder(family: str, **fields):
-    """One of extents that two ranks can divide, whose text has no end; biases and norms are not at their start."""
+    """Return a decoder whose sizes two ranks can divide and whose text has no end. Its biases and norms are random, not
+    at their initial values."""
     ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    found = tiny_decoder(family, **{"intermediate_size": 128, **ends, **fields})
+    model = tiny_decoder(family, **{"intermediate_size": 128, **ends, **fields})
     with torch.no_grad():
-        for parameter in found.parameters():
+        for parameter in model.parameters():
             if parameter.dim() == 1:  # biases that are zero would hide that they are added twice
                 parameter.add_(torch.randn_like(parameter) / 10)
-    return found
+    return model
 
 
 def tokenizer_of_bytes():

@@ -71,8 +71,8 @@ def full_report() -> SimpleNamespace:
 def statistics(sqnr: float, **changed: object) -> QuantizationStatistics:
     """What was seen of one tensor of 64 values in two blocks."""
     counts = {"tensors": 1, "empty": 0, "values": 64, "nonfinite": 0, "nan_blocks": 0}
-    found = {**counts, "sqnr": sqnr, "saturated": 0.0, "flushed": 0.25, "exponents": {-3: 1, 2: 1}}
-    return QuantizationStatistics(**{**found, **changed})
+    fields = {**counts, "sqnr": sqnr, "saturated": 0.0, "flushed": 0.25, "exponents": {-3: 1, 2: 1}}
+    return QuantizationStatistics(**{**fields, **changed})
 
 
 def operator(module: str, *sqnr: float, reason: str | None = None) -> OperatorReport:

@@ -1,4 +1,4 @@
-"""Models with graphs inside their graph, each of a linear layer inside and one outside."""
+"""Models with subgraphs: each has one linear layer in a subgraph and one outside."""
 
 import torch
 from torch import nn

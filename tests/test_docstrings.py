@@ -30,7 +30,7 @@ MODULES = {
     for path in sorted(folder.rglob("*.py"))
     if not any(link.is_symlink() for link in path.parents)
 }
-#: what the operators call: twins of one definition, whose docstrings give shapes
+#: the kernels that operators call: several backends of one definition, whose docstrings give shapes
 INTERNAL = "pt2mx.kernels"
 SECTIONS = ("Args", "Returns", "Yields", "Raises", "Example")
 QUESTION = re.compile(r"(What|Whether|Which|Where|How|Let|When|If)\b")
@@ -73,14 +73,14 @@ PUBLIC = dict(public())
 def methods(kind: type) -> dict[str, Callable]:
     """The public methods of a class and of pt2mx's classes that it is made of. Those that a class of another library
     prescribes are documented there."""
-    found = {}
+    by_name = {}
     for owner in (c for c in kind.__mro__ if c.__module__.startswith("pt2mx")):
         for name, value in vars(owner).items():
             function = getattr(value, "__func__", value)
             prescribed = any(hasattr(c, name) for c in kind.__mro__ if not c.__module__.startswith("pt2mx"))
             if inspect.isfunction(function) and not name.startswith("_") and not prescribed:
-                found.setdefault(name, function)
-    return found
+                by_name.setdefault(name, function)
+    return by_name
 
 
 def own_docstring(value: Callable) -> str:
@@ -92,8 +92,8 @@ def own_docstring(value: Callable) -> str:
 def section(text: str, name: str) -> str:
     """The lines below the heading `name:` of a docstring, to the next heading; "" without one."""
     headings = "|".join(SECTIONS)
-    found = re.search(rf"^{name}:\n((?s:.*?))(?=^(?:{headings}):$|\Z)", text, re.MULTILINE)
-    return found[1] if found else ""
+    match = re.search(rf"^{name}:\n((?s:.*?))(?=^(?:{headings}):$|\Z)", text, re.MULTILINE)
+    return match[1] if match else ""
 
 
 def parameters(value: Callable) -> list[str]:
@@ -140,24 +140,24 @@ def faults(value: Callable, name: str, as_method: bool = False) -> list[str]:
     if not text:
         return [f"{name}: no docstring"]
     missing = [p for p in parameters(value) if not re.search(rf"\b{re.escape(p)}\b", section(text, "Args"))]
-    found = [f"{name}: Args without {', '.join(missing)}"] if missing else []
+    missing_sections = [f"{name}: Args without {', '.join(missing)}"] if missing else []
     if not inspect.isclass(value) and returns_something(value) and not section(text, "Returns"):
-        found.append(f"{name}: no Returns")
+        missing_sections.append(f"{name}: no Returns")
     if raises(value) and not section(text, "Raises"):
-        found.append(f"{name}: no Raises")
+        missing_sections.append(f"{name}: no Raises")
     if not as_method and ">>> " not in section(text, "Example"):
-        found.append(f"{name}: no Example")
-    return found
+        missing_sections.append(f"{name}: no Example")
+    return missing_sections
 
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_sections(name):
     value = PUBLIC[name]
-    found = faults(value, name)
+    missing = faults(value, name)
     if inspect.isclass(value):
         for method, function in methods(value).items():
-            found += faults(function, f"{name}.{method}", as_method=True)
-    assert not found
+            missing += faults(function, f"{name}.{method}", as_method=True)
+    assert not missing
 
 
 def examples() -> Iterator[tuple[str, str]]:
@@ -183,10 +183,10 @@ def test_example(name, text, tmp_path, monkeypatch):
 
 def test_no_docstring_begins_like_a_question():
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    found = [
+    questions = [
         f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}: {text.splitlines()[0]}"
         for path in MODULES.values()
         for node in ast.walk(parsed(path))
         if isinstance(node, kinds) and QUESTION.match(text := ast.get_docstring(node) or "")
     ]
-    assert not found, "\n".join(found)
+    assert not questions, "\n".join(questions)

@@ -91,8 +91,8 @@ def test_table_of_formats(capsys):
 
 def test_spellings_of_formats_parse():
     spellings = [line for line in section("pt2mx/README.md", "Formats").split("\n\n") if line.startswith("- ")]
-    found = [name for name in named(spellings) if name not in ("mx", "_") and not name.startswith(("(", "torch."))]
-    assert len(found) > 20 and all(isinstance(pt2mx.parse(name), pt2mx.MXSpec) for name in found)
+    formats = [name for name in named(spellings) if name not in ("mx", "_") and not name.startswith(("(", "torch."))]
+    assert len(formats) > 20 and all(isinstance(pt2mx.parse(name), pt2mx.MXSpec) for name in formats)
 
 
 def test_tables_of_scale_modes_and_roundings():
@@ -129,10 +129,10 @@ def test_table_of_recipes():
 
 
 def test_measurements_of_recipes():
-    found, table = tasks(), rows(section("configs/README.md", "Which one"))
+    measured, table = tasks(), rows(section("configs/README.md", "Which one"))
     assert recipe_tables() in read("configs/README.md")
-    chosen = {name for row in table[: len(found)] for name in named(row[1:4])}
-    assert chosen == {f"{task}_{wish}" for task in found for wish in ("smallest", "balanced", "best")}
+    chosen = {name for row in table[: len(measured)] for name in named(row[1:4])}
+    assert chosen == {f"{task}_{wish}" for task in measured for wish in ("smallest", "balanced", "best")}
     for name in recipe.names():
         first, second, third, *_ = read(f"configs/{name}.yaml").splitlines()
         assert first.startswith("# For: ") and second.startswith("# Costs: "), name
@@ -253,12 +253,12 @@ def test_dotted_names_and_modules_exist(path):
 def resolve(name: str) -> object:
     """The module, or the attribute of one, that a dotted name means."""
     parts = name.split(".")
-    found = importlib.import_module(parts[0])
+    value = importlib.import_module(parts[0])
     for i, part in enumerate(parts[1:], 2):
-        if not hasattr(found, part):
+        if not hasattr(value, part):
             importlib.import_module(".".join(parts[:i]))
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 class ThisInterpreter(AsyncKernelManager):

@@ -83,8 +83,8 @@ class Errors(TorchDispatchMode):
             x = x.to(y.dtype).permute(0, 3, 1, 2)
             weight = ops.dequantize_mx(data, scale, name, block_size, x.dtype, -1, x.shape[1]).permute(0, 3, 1, 2)
             exact = F.conv2d(x.double(), weight.double(), bias if bias is None else bias.double(), *moves)
-            found = (y.permute(0, 3, 1, 2), F.conv2d(x, weight, bias, *moves))
-            self.found.append([relative_error(z, exact) for z in found])
+            both = (y.permute(0, 3, 1, 2), F.conv2d(x, weight, bias, *moves))
+            self.found.append([relative_error(z, exact) for z in both])
         return y
 
 
@@ -114,11 +114,11 @@ def test_language_models(name, recipe):
     model = Logits(kind(kind.config_class(**sizes, bos_token_id=0, eos_token_id=0, use_cache=False)).eval().to(dtype))
     converted = convert(model, (IDS,), recipe)
     lowered = lower_to_inductor(converted)
-    found = Counter(called(lowered))
-    assert found[linear.linear_mx] + found[linear.grouped_linear_mx] == products
-    assert (found[linear.grouped_linear_mx] > 0) == ("experts" in str(sizes))
-    assert found[ops.dequantize_mx] == embeddings and found[aten.embedding.default] == 2 * embeddings
-    assert not any(found[target] for target in (ops.quantize_mx, aten.linear.default, aten.addmm.default))
+    counts = Counter(called(lowered))
+    assert counts[linear.linear_mx] + counts[linear.grouped_linear_mx] == products
+    assert (counts[linear.grouped_linear_mx] > 0) == ("experts" in str(sizes))
+    assert counts[ops.dequantize_mx] == embeddings and counts[aten.embedding.default] == 2 * embeddings
+    assert not any(counts[target] for target in (ops.quantize_mx, aten.linear.default, aten.addmm.default))
     assert_same_bits(converted, (IDS,))
     assert_as_exact(lowered, (IDS,), products)
     held, before = (sum(t.nbytes for t in {t.data_ptr(): t for t in m.state_dict().values()}.values())
@@ -162,9 +162,9 @@ def test_no_kernel_of_a_bert_layer_only_quantizes(compiler):
         converted = convert(model, (x,))
         got, (code,) = run_and_get_code(torch.compile(lower_to_inductor(converted)), x)
     torch.testing.assert_close(got, converted(x), rtol=0.1, atol=0.1)
-    found = kernels(code)
-    quantizing = [kernel for kernel in found if "fake_quantize_mx" in kernel]
-    assert (len(found), len(quantizing)) == (7, 6)
+    called = kernels(code)
+    quantizing = [kernel for kernel in called if "fake_quantize_mx" in kernel]
+    assert (len(called), len(quantizing)) == (7, 6)
     assert [kernel for kernel in quantizing if quantizes_alone(kernel)] == ["clone_fake_quantize_mx_transpose_view"]
     for neighbour in ("native_layer_norm", "_softmax", "gelu", "add"):
         assert any(neighbour in kernel for kernel in quantizing)

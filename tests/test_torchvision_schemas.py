@@ -33,11 +33,11 @@ def test_packages_import_whichever_is_first(first, tmp_path):
 )
 def test_schemas_are_declared_for_a_cuda_build_alone(cuda_of_torch, version, names, tmp_path, monkeypatch):
     """A library that loads declares them itself."""
-    found = None if version is None else SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    spec = None if version is None else SimpleNamespace(origin=str(tmp_path / "__init__.py"))
     (tmp_path / "version.py").write_text(f"__version__ = '{version}'")
     schemas: list[str] = []
     monkeypatch.setattr(torch.version, "cuda", cuda_of_torch)
-    monkeypatch.setattr(torchvision_schemas.importlib.util, "find_spec", lambda name: found)
+    monkeypatch.setattr(torchvision_schemas.importlib.util, "find_spec", lambda name: spec)
     monkeypatch.setattr(torchvision_schemas, "Library", lambda *_: SimpleNamespace(define=schemas.append))
     monkeypatch.setattr(torchvision_schemas, "_declared", [])
     torchvision_schemas.declare()

@@ -50,10 +50,10 @@ def _register_mma_layout(model: GraphModule, call: LinearMX) -> list[str]:
     the weight."""
     read = call.codes, call.scale
     codes, scale = (tensor_of(model, n) for n in read)
-    found = to_mma_layout(codes, scale, ELEMENTS[call.element], call.block_size)
-    if found is None:
+    repacked = to_mma_layout(codes, scale, ELEMENTS[call.element], call.block_size)
+    if repacked is None:
         return []
-    return [register_buffer(model, f"{name_of(n)}_mma", value) for n, value in zip(read, found, strict=True)]
+    return [register_buffer(model, f"{name_of(n)}_mma", value) for n, value in zip(read, repacked, strict=True)]
 
 
 def _replace(model: GraphModule, node: Node, call: LinearMX, names: list[str]) -> None:

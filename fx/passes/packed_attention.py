@@ -23,9 +23,9 @@ def use_packed_attention(model: GraphModule) -> None:
     boolean.
     """
     calls = model.graph.find_nodes(op="call_function", target=_ATTENTION)
-    found = [(node, pair) for node in calls if (pair := _pair(node))]
-    writes = Writes(model.graph) if found else None
-    for node, pair in found:
+    pairs = [(node, pair) for node in calls if (pair := _pair(node))]
+    writes = Writes(model.graph) if pairs else None
+    for node, pair in pairs:
         if writes and any(writes.between(one, node, (one, *Dequantize.expect(one).args[:2])) for one in pair):
             continue
         given, (key, value) = named_args(node), map(Dequantize.expect, pair)

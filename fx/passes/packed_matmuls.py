@@ -91,15 +91,15 @@ def use_packed_weights(model: GraphModule) -> None:
 
 def weights_of_matmuls(model: GraphModule) -> list[tuple[Node, Matmul, Weight]]:
     """Return the calls of `MATMULS` with a dequantized weight that an operator on packed weights could compute."""
-    found = []
+    matmuls = []
     for node in model.graph.nodes:
         matmul = MATMULS.get(str(node.target))
         if matmul is None or not _is_plain(node, matmul):
             continue
         weight = _weight(node_arg(node, matmul.weight))
         if weight is not None and _fits(node, matmul, weight):
-            found.append((node, matmul, weight))
-    return found
+            matmuls.append((node, matmul, weight))
+    return matmuls
 
 
 def argument(node: Node, position: int | None) -> Any:

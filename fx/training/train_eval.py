@@ -97,9 +97,9 @@ def to_train_eval_modules(graph_modules: list[GraphModule]) -> list[str]:
     If the model was exported in training mode, operators that evaluated there (a frozen batch norm) keep evaluating. If
     it was exported in evaluation mode, all of them follow the mode. Changes the graph modules.
     """
-    found = [node for m in graph_modules for node in m.graph.nodes if _depends_on_mode(node)]
-    training = [_literal(node) != _MODES[node.target][1] for node in found]
-    for node, trains in zip(found, training, strict=True):
+    nodes = [node for m in graph_modules for node in m.graph.nodes if _depends_on_mode(node)]
+    training = [_literal(node) != _MODES[node.target][1] for node in nodes]
+    for node, trains in zip(nodes, training, strict=True):
         position, evaluation = _MODES[node.target]
         if any(training) and not trains:
             continue
@@ -108,9 +108,9 @@ def to_train_eval_modules(graph_modules: list[GraphModule]) -> list[str]:
         value = _literal(node) if trains else not evaluation
         module = TrainEvalOp(operator_of(node), position, value, evaluation)
         replace_by_module(node, f"{node.name}_by_mode", module, node.args, node.meta)
-    for model in {model_of(node.graph) for node in found}:
+    for model in {model_of(node.graph) for node in nodes}:
         model.recompile()
-    return [node.name for node, trains in zip(found, training, strict=True) if trains]
+    return [node.name for node, trains in zip(nodes, training, strict=True) if trains]
 
 
 def insert_module(before: Node, name: str, module: nn.Module, args: tuple[Any, ...], meta: dict[str, Any]) -> Node:
@@ -134,14 +134,14 @@ def replace_by_module(node: Node, name: str, module: nn.Module, args: tuple[Any,
 
 def to_evaluation(model: GraphModule) -> GraphModule:
     """Replace `TrainEvalModule` modules by the operators that they call in evaluation. Changes `model`."""
-    found = list(train_eval_modules(model))
-    for node, module in found:
+    module_calls = list(train_eval_modules(model))
+    for node, module in module_calls:
         with model.graph.inserting_before(node):
             result = _recorded(module, node)
         result.meta.update({key: value for key, value in node.meta.items() if key != OPERATOR_KEY})
         node.replace_all_uses_with(result)
         model.graph.erase_node(node)
-    if found:
+    if module_calls:
         delete_unused_modules(model)
         model.recompile()
     return model

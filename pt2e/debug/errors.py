@@ -201,7 +201,7 @@ class StageComparison:
             The page.
         """
         rows = [_cells(row) for row in self.rows]
-        return write_text(table_page("Stages", _LEAD, _COLUMNS, rows, _WORDS, self._missing_lines()), path)
+        return write_text(table_page("Stage comparison", _LEAD, _COLUMNS, rows, _WORDS, self._missing_lines()), path)
 
     def _missing_lines(self) -> list[str]:
         return [_missing_line(name, keys) for name, keys in self.missing.items() if keys]

@@ -200,7 +200,7 @@ def _convolution(node: Node, weight: Node, side: int) -> _View | None:
     return MatmulView(1, to_groups, lines.inverse, rows), ()
 
 
-#: operators that are not contractions of two factors
+#: operators whose weight is not one factor of an einsum
 _MAKERS: dict[str, Callable[[Node, Node, int], _View | None]] = {
     **dict.fromkeys(map(operator_name, (*CONVOLUTIONS, aten.convolution.default)), _convolution),
     **dict.fromkeys(("aten._grouped_mm", "transformers.grouped_mm_fallback"), _grouped),

@@ -71,17 +71,17 @@ def _spans(order: list[Node]) -> list[tuple[str, int, int]]:
 
     A repeated module spans from its first node to its last; overlapping spans are merged, and each gap is a span too.
     """
-    extents: dict[str, tuple[str, int, int]] = {}
+    calls: dict[str, tuple[str, int, int]] = {}
     repeated = _repeated(order)
     for i, node in enumerate(order):
         for call, name, _ in module_calls(node):
             if name in repeated:
-                _, first, _ = extents.get(call, (name, i, i))
-                extents[call] = name, first, i + 1
+                _, first, _ = calls.get(call, (name, i, i))
+                calls[call] = name, first, i + 1
                 break  # the outermost
     spans: list[tuple[str, int, int]] = []
     end = 0
-    for name, first, last in sorted(extents.values(), key=lambda span: span[1:]):
+    for name, first, last in sorted(calls.values(), key=lambda span: span[1:]):
         if first < end:
             before, begin, _ = spans.pop()
             names = dict.fromkeys((*before.split(", "), name))

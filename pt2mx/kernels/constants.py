@@ -47,8 +47,8 @@ def supports_epilogue(quantization: MXSpec, n: object, product_dtype: torch.dtyp
     finishes one block at a time."""
     element, mode = quantization.element, SCALE_MODES[quantization.scale_mode]
     whole = isinstance(n, int) and n % BLOCK == 0 and min(quantization.block_size, n) == BLOCK
-    in_registers = quantization.rounding == "even" and not mode.searches and not element.is_wide
-    return whole and in_registers and product_dtype in (torch.float32, torch.bfloat16)
+    blockwise = quantization.rounding == "even" and not mode.searches and not element.is_wide
+    return whole and blockwise and product_dtype in (torch.float32, torch.bfloat16)
 
 
 def supports_bf16x2(spec: MXSpec, length: object, *dtypes: torch.dtype) -> bool:

@@ -69,13 +69,13 @@ def llama(shape: str, layers: int | None, device: str) -> Any:
 def measured(
     model: LanguageModel, name: str, prompts: list[int], batches: list[int], slots: int, mode: str | None
 ) -> dict[str, float]:
-    """The milliseconds of a prompt's first token and of a step, printed as they are found."""
+    """Measure the milliseconds to a prompt's first token and of a step, and print each at once."""
     model.compile(**({"mode": mode} if mode else {}))
-    found: dict[str, float] = {}
+    times: dict[str, float] = {}
 
     def measure(what: str, call: Callable[[], object], repeats: int) -> None:
-        found[what] = _milliseconds(call, repeats)
-        print(f"{name}: {what}: {found[what]:.2f} ms", flush=True)
+        times[what] = _milliseconds(call, repeats)
+        print(f"{name}: {what}: {times[what]:.2f} ms", flush=True)
 
     with torch.no_grad():
         for batch in batches:
@@ -87,7 +87,7 @@ def measured(
         for length in prompts:
             ids = torch.randint(VOCABULARY, (1, length), device=model.device)
             measure(f"first token, {length}", partial(_first_token, model, ids, model.new_cache(1, length)), 5)
-    return found
+    return times
 
 
 def _first_token(model: LanguageModel, ids: torch.Tensor, cache: Any) -> None:
@@ -154,14 +154,14 @@ def run(options: argparse.Namespace) -> None:
     if options.side != "bfloat16":
         sides[options.recipe] = quantized
     del model, quantized
-    found = []
+    measurements = []
     for name in list(sides):
         side = sides.pop(name)
-        found.append(measured(side, name, options.prompts, options.batches, options.slots, options.mode))
+        measurements.append(measured(side, name, options.prompts, options.batches, options.slots, options.mode))
         del side
         gc.collect()
     if options.side == "both":
-        exact, mx = found
+        exact, mx = measurements
         rows: list[Row] = [
             {"": what, "bfloat16 ms": exact[what], "mx ms": mx[what], "times": exact[what] / mx[what]} for what in exact
         ]

@@ -78,14 +78,14 @@ def _measured(name: str, loaded: LoadedModel, recipe: str, folder: Path, args: a
     float_feeds = dict(zip([value.name for value in sessions[0].get_inputs()], inputs, strict=True))
     calls = [lambda: sessions[0].run(None, float_feeds), lambda: sessions[1].run(None, feeds)]
     times = medians_in_turns(calls, args.repeats)
-    found = differences(onnx.load(files[1]), feeds)
+    different = differences(onnx.load(files[1]), feeds)
     with torch.no_grad():
         want = pytree.tree_leaves(converted(*pytree.tree_leaves(loaded.example)))[0]
     got = torch.from_numpy(sessions[1].run(None, feeds)[0])
     megabytes = [Path(file).stat().st_size / 1e6 for file in files]
     values = (
         name, recipe, *megabytes, megabytes[1] / megabytes[0], *starts, *(1e3 * t for t in times), times[1] / times[0],
-        len(found), sum(found.values()), _difference(got, want),
+        len(different), sum(different.values()), _difference(got, want),
     )  # fmt: skip
     return dict(zip(_HEADER, values, strict=True))
 

@@ -31,12 +31,13 @@ _CACHES = ("none", "mxint8", "mxfp8", "mxfp8(even)", "mxfp6", "mxfp4(even)")
 
 def cases() -> dict[str, MXQuantizer]:
     """Return the quantizers by the name of their row."""
-    found = {name: MXQuantizer.from_recipe(name).set_algorithms(None) for name in recipe.names()}
-    found |= {f"{name}, balanced": MXQuantizer.from_recipe(name).set_algorithms("balanced") for name in recipe.names()}
+    quantizers = {name: MXQuantizer.from_recipe(name).set_algorithms(None) for name in recipe.names()}
+    for name in recipe.names():
+        quantizers[f"{name}, balanced"] = MXQuantizer.from_recipe(name).set_algorithms("balanced")
     for cache in _CACHES:
         quantizer = MXQuantizer.from_recipe("mxfp4_decoder")
-        found[f"mxfp4_decoder, cache {cache}"] = quantizer.set_kv_cache(None if cache == "none" else cache)
-    return found
+        quantizers[f"mxfp4_decoder, cache {cache}"] = quantizer.set_kv_cache(None if cache == "none" else cache)
+    return quantizers
 
 
 def tokens_a_second(model: Any, prompt: Tensor) -> float:
@@ -65,10 +66,10 @@ def main() -> None:
         return model(input_ids=block, use_cache=False).logits
 
     def add(name: str, run: Any, reference: Any, seconds: float) -> None:
-        found = perplexity(lambda block: run(input_ids=block).logits, held_out, reference)
-        row: Row = {"": name, "perplexity": f"{found.perplexity:.2f}", "seconds": f"{seconds:.0f}"}
-        if found.divergence is not None and found.agreement is not None:
-            row |= {"KL": f"{found.divergence:.4f}", "same": f"{found.agreement:.1%}"}
+        result = perplexity(lambda block: run(input_ids=block).logits, held_out, reference)
+        row: Row = {"": name, "perplexity": f"{result.perplexity:.2f}", "seconds": f"{seconds:.0f}"}
+        if result.divergence is not None and result.agreement is not None:
+            row |= {"KL": f"{result.divergence:.4f}", "same": f"{result.agreement:.1%}"}
         row["tokens/s"] = f"{tokens_a_second(run, held_out[0][:, :16]):.1f}"
         rows.append(row)
         print(row, flush=True)

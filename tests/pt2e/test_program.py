@@ -48,7 +48,7 @@ def test_a_saved_program_says_what_it_is(recipe, program, converted, tmp_path):
 
 
 def test_a_saved_program_names_the_defaults_that_tracing_leaves_out(tmp_path):
-    """Scale modes and roundings, defaults or not, of the graphs inside the graph too."""
+    """Scale modes and roundings, defaults or not, in subgraphs too."""
 
     class Branches(nn.Module):
         def __init__(self):

@@ -68,8 +68,8 @@ def test_trap_03_implicit_sharing():
     other = get_default_mx_quantization_config("mxfp4", "mxint8{16}")
     quantizer = MXQuantizer().set_global(CONFIG).set_module_name("b", other)
     model, prepared = converted(Shared(), torch.randn(64, 64), quantizer=quantizer)
-    found = {(s.element.name, s.block_size, s.axis) for s in pairs(model)}
-    assert found == {("fp8_e4m3", 32, 1), ("fp8_e4m3", 32, 0), ("int8", 16, 1), ("fp4_e2m1", 32, 1)}
+    specs = {(s.element.name, s.block_size, s.axis) for s in pairs(model)}
+    assert specs == {("fp8_e4m3", 32, 1), ("fp8_e4m3", 32, 0), ("int8", 16, 1), ("fp4_e2m1", 32, 1)}
     x = torch.randn(64, 64)
     with torch.no_grad():
         for got, want in zip(model(x), prepared(x), strict=True):
@@ -154,8 +154,8 @@ def test_trap_09_literals_of_batch_norm_and_dropout():
     torch.testing.assert_close(prepared.state_dict()["1.running_var"], reference[1].running_var)
 
 
-def test_trap_10_graphs_inside():
-    """A forward under no_grad is a graph inside the graph and stayed float. Other kinds: tests/fx/test_subgraphs.py."""
+def test_trap_10_subgraphs():
+    """A forward under no_grad is a subgraph and stayed float. Other kinds: tests/fx/test_subgraphs.py."""
 
     class NoGrad(nn.Linear):
         @torch.no_grad()

@@ -71,9 +71,9 @@ def test_texts_name_no_stage():
 def test_doctor_runs_without_torch(tmp_path):
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('No module named torch', name='torch')")
     result = run("doctor", "--json", without="nothing", env={**os.environ, "PYTHONPATH": str(tmp_path)})
-    found = json.loads(result.stdout)
-    status = {row["name"]: row["status"] for row in found["checks"]}
-    assert result.returncode == 1 and found["flow_can_run"] is False
+    report = json.loads(result.stdout)
+    status = {row["name"]: row["status"] for row in report["checks"]}
+    assert result.returncode == 1 and report["flow_can_run"] is False
     assert (status["Python"], status["numpy"], status["torch"]) == ("ok", "ok", "broken")
     assert {status[name] for name in ("torchao", "CPU kernels", "GPU", "[vision]")} == {"unknown"}
     assert "Traceback" not in result.stderr

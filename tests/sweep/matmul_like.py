@@ -17,8 +17,8 @@ MATMUL_LIKE = frozenset(
 
 
 def silent(converted: GraphModule) -> list[str]:
-    """The matmul-like operators, also of the graphs inside the graph, that are neither quantized nor in the report with
-    a reason."""
+    """Return the matmul-like operators, also those of subgraphs, that are neither quantized nor in the report with a
+    reason."""
     report = pt2mx.quantization_report(converted)
     told = {operator.name for operator in report.operators if operator.quantized or operator.reason}
     graphs = [(path, module.graph) for path, module in converted.named_modules() if isinstance(module, GraphModule)]

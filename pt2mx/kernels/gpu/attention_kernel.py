@@ -74,7 +74,7 @@ def attend_kernel(q, k, v, mask, partial, sm_scale, sizes, mask_strides, S: tl.c
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
         p = tl.exp(qk - shift[:, None])
         alpha = tl.exp(m_i - shift)
-        acc = weighted_values(acc, alpha, p, v, pair * slots + offs_n, in_cache, q.dtype.element_ty, S, C)
+        acc = accumulate_pv(acc, alpha, p, v, pair * slots + offs_n, in_cache, q.dtype.element_ty, S, C)
         l_i = l_i * alpha + tl.sum(p, 1)
         m_i = m_new
     store_partial(partial, m_i, l_i, acc, split, pair, S)
@@ -82,7 +82,7 @@ def attend_kernel(q, k, v, mask, partial, sm_scale, sizes, mask_strides, S: tl.c
 
 @triton.jit
 def load_queries(q, pair, rows, S: tl.constexpr):
-    """The rows of a pair, a tile (BLOCK_M, K_BLOCK) for each block of a key."""
+    """Load the queries of a pair, a tile (BLOCK_M, K_BLOCK) for each block of a key."""
     offs_m, offs_k = tl.arange(0, S.BLOCK_M), tl.arange(0, S.K_BLOCK)
     tiles = ()
     for i in tl.static_range(tl.constexpr(S.HEAD_DIM // S.K_BLOCK)):
@@ -93,7 +93,7 @@ def load_queries(q, pair, rows, S: tl.constexpr):
 
 @triton.jit
 def scores(q_blocks, k, offs, in_cache, S: tl.constexpr, C: tl.constexpr):
-    """The products of the queries with the keys at `offs`, (BLOCK_M, BLOCK_N) fp32."""
+    """Return QK^T of the queries and the keys at `offs`, (BLOCK_M, BLOCK_N) fp32."""
     codes, scales = k
     qk = tl.full([S.BLOCK_M, S.BLOCK_N], 0.0, tl.float32)
     for i in tl.static_range(tl.constexpr(S.HEAD_DIM // S.K_BLOCK)):
@@ -104,8 +104,8 @@ def scores(q_blocks, k, offs, in_cache, S: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def weighted_values(acc, alpha, p, v, offs, in_cache, DTYPE: tl.constexpr, S: tl.constexpr, C: tl.constexpr):
-    """acc * alpha, plus the values at `offs` times their weights p; a tile (BLOCK_M, V_BLOCK) for each block."""
+def accumulate_pv(acc, alpha, p, v, offs, in_cache, DTYPE: tl.constexpr, S: tl.constexpr, C: tl.constexpr):
+    """Return acc * alpha + p @ the values at `offs`, a tile (BLOCK_M, V_BLOCK) for each block."""
     codes, scales = v
     new = ()
     for i in tl.static_range(tl.constexpr(S.VALUE_DIM // S.V_BLOCK)):

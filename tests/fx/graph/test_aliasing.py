@@ -175,8 +175,8 @@ def test_every_way_to_write():
     exported = torch.export.export(copy.deepcopy(model), (x,)).module()
     constants = {n.target for n in constant_nodes(exported.graph)}
     for i, name in enumerate(WRITES):
-        found = {n.target for n in exported.graph.find_nodes(op="get_attr") if n.target.startswith(f"each.{i}.")}
-        assert found - constants == {f"each.{i}.cache", f"each.{i}.part"}, name
+        names = {n.target for n in exported.graph.find_nodes(op="get_attr") if n.target.startswith(f"each.{i}.")}
+        assert names - constants == {f"each.{i}.cache", f"each.{i}.part"}, name
     assert len(written_storages(exported)) == len(WRITES)
 
     quantizer = pt2mx.MXQuantizer().set_global(MXFP8)

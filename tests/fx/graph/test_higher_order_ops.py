@@ -89,7 +89,7 @@ def test_settings_reach_inside():
 
 
 class Between(Base):
-    """The graph inside runs between two layers."""
+    """Run a subgraph between two layers."""
 
     def __init__(self):
         super().__init__()

@@ -26,9 +26,9 @@ def test_what_was_folded_and_items_of_tuples_are_found_in_each_form():
     again = torch.export.export(torch.export.export(converted, (X,)).module(), (X,)).module()
     assert {"conv2d", "batch_norm", "gru", "gru[0]", "gru[1]"} <= nodes_by_source(exported.graph).keys()
     for form in (converted, again):
-        found = nodes_by_source(form.graph)
-        assert {"batch_norm", "gru[0]", "gru[1]"} <= found.keys() and "conv2d" not in found
-        assert found["batch_norm"].target is torch.ops.aten.conv2d.default
+        nodes = nodes_by_source(form.graph)
+        assert {"batch_norm", "gru[0]", "gru[1]"} <= nodes.keys() and "conv2d" not in nodes
+        assert nodes["batch_norm"].target is torch.ops.aten.conv2d.default
         assert [source_name(node) for node in form.graph.output_node().all_input_nodes] == ["gru[0]", "gru[1]"]
 
 

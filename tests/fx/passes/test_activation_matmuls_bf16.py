@@ -185,7 +185,7 @@ def test_what_is_read_of_attention(read, calls):
     """What it is at the end, in the order in memory that it had."""
     converted, model = lowered(lambda q, k: read(F.scaled_dot_product_attention(q, k, k)), X, Y, product=ATTENTION)
     assert count(model, attention_bfloat16) == calls
-    got, want = (pytree.tree_leaves(found(X, Y)) for found in (model, converted))
+    got, want = (pytree.tree_leaves(module(X, Y)) for module in (model, converted))
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert [y.stride() for y in got] == [y.stride() for y in want]
 

@@ -225,6 +225,6 @@ def test_a_processor_that_multiplies_integers_alone(activation, dtype, monkeypat
     quantizer = MXQuantizer().set_global(get_default_mx_quantization_config("mxfp4", activation))
     x = torch.randn(80, 64)
     converted = convert(Net(), (x,), quantizer)
-    found = lower_to_inductor(converted)
-    assert {LinearMX.expect(product).target_dtype for product in calls(found, linear_mx)} == {dtype}
-    assert relative_error(found(x), converted(x)) < 1e-6
+    low = lower_to_inductor(converted)
+    assert {LinearMX.expect(product).target_dtype for product in calls(low, linear_mx)} == {dtype}
+    assert relative_error(low(x), converted(x)) < 1e-6

@@ -26,14 +26,14 @@ def units_on_every_machine(monkeypatch):
 def lowered(model, x, recipe="mxint8", **options):
     """The lowered model; and without the pass."""
     converted = convert(model.eval().to(x.dtype), (x,), recipe, **options)
-    found = lower_to_inductor(converted)
+    fused = lower_to_inductor(converted)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lower, "STEPS", tuple(s for s in lower.STEPS if s.graph_pass is not fuse_quantize_epilogue))
-        return found, lower_to_inductor(converted)
+        return fused, lower_to_inductor(converted)
 
 
-def assert_same(found, without, x, exact=True):
-    got, want = found(x), without(x)
+def assert_same(fused, without, x, exact=True):
+    got, want = fused(x), without(x)
     got, want = ((y,) if isinstance(y, torch.Tensor) else y for y in (got, want))
     for actual, expected in zip(got, want, strict=True):
         assert actual.stride() == expected.stride()
@@ -119,9 +119,9 @@ def test_chains(between, dtype):
     torch.manual_seed(0)
     for recipe in ("mxint8", "mxfp8"):
         x = torch.randn(2, 32, 6, 7, dtype=dtype)
-        found, without = lowered(Between(between), x, recipe)
-        assert count(found, conv2d_fake_quantize_mx) == 1
-        assert_same(found, without, x, between not in (silu, gelu))
+        fused, without = lowered(Between(between), x, recipe)
+        assert count(fused, conv2d_fake_quantize_mx) == 1
+        assert_same(fused, without, x, between not in (silu, gelu))
 
 
 def broadcast(module, x):
@@ -181,31 +181,31 @@ def tanh(module, x):
 def test_others_stay(between):
     torch.manual_seed(0)
     x = torch.randn(2, 32, 6, 7)
-    found, without = lowered(Between(between), x)
-    assert not count(found, conv2d_fake_quantize_mx)
-    assert_same(found, without, x)
+    fused, without = lowered(Between(between), x)
+    assert not count(fused, conv2d_fake_quantize_mx)
+    assert_same(fused, without, x)
 
 
 def test_columns_that_are_no_whole_blocks_stay():
     x = torch.randn(2, 32, 6, 7)
-    found, without = lowered(Between(activated, 40), x, "mxfp8")
-    assert not count(found, conv2d_fake_quantize_mx)
-    assert_same(found, without, x)
+    fused, without = lowered(Between(activated, 40), x, "mxfp8")
+    assert not count(fused, conv2d_fake_quantize_mx)
+    assert_same(fused, without, x)
 
 
 def test_blocks_of_another_size_stay():
     x = torch.randn(2, 32, 6, 7)
     quantizer = MXQuantizer().set_global(get_default_mx_quantization_config("mxfp8", "mxfp8{64}"))
-    found, without = lowered(Between(activated), x, quantizer)
-    assert_same(found, without, x)
+    fused, without = lowered(Between(activated), x, quantizer)
+    assert_same(fused, without, x)
 
 
 def test_one_dimension():
     model = nn.Sequential(nn.Conv1d(32, 64, 5), nn.ReLU(), nn.Conv1d(64, 32, 3, padding=1))
     x = torch.randn(3, 32, 40)
-    found, without = lowered(model, x)
-    assert count(found, conv2d_fake_quantize_mx) == 1
-    assert_same(found, without, x)
+    fused, without = lowered(model, x)
+    assert count(fused, conv2d_fake_quantize_mx) == 1
+    assert_same(fused, without, x)
 
 
 @pytest.mark.usefixtures("compiler")
@@ -213,45 +213,45 @@ def test_resnet():
     """Every block's two quantizations but those that something else reads too."""
     torch.manual_seed(0)
     x = torch.randn(2, 3, 64, 64)
-    found, without = lowered(import_extra("torchvision", "vision").models.resnet18(), x, "mxfp8")
-    assert count(found, conv2d_fake_quantize_mx) == 15 and count(found, conv2d_mx) == 5
+    fused, without = lowered(import_extra("torchvision", "vision").models.resnet18(), x, "mxfp8")
+    assert count(fused, conv2d_fake_quantize_mx) == 15 and count(fused, conv2d_mx) == 5
     with torch.no_grad():
-        assert_same(found, without, x)
-        compiled = torch.compile(found)(x)
-    torch.testing.assert_close(compiled, found(x), rtol=0.05, atol=0.05)
+        assert_same(fused, without, x)
+        compiled = torch.compile(fused)(x)
+    torch.testing.assert_close(compiled, fused(x), rtol=0.05, atol=0.05)
 
 
 def test_dynamic_sizes():
     torch.manual_seed(0)
     x, shapes = torch.randn(2, 32, 6, 7), ({0: torch.export.Dim.DYNAMIC, 2: torch.export.Dim.DYNAMIC},)
-    found, without = lowered(Between(residual_in_place), x, shapes=shapes)
-    assert count(found, conv2d_fake_quantize_mx) == 1
+    fused, without = lowered(Between(residual_in_place), x, shapes=shapes)
+    assert count(fused, conv2d_fake_quantize_mx) == 1
     for shape in ((2, 32, 6, 7), (1, 32, 4, 7), (5, 32, 9, 7)):
-        assert_same(found, without, torch.randn(shape))
+        assert_same(fused, without, torch.randn(shape))
 
 
 def test_what_else_knows_lowered_products(tmp_path):
     torch.manual_seed(0)
     x = torch.randn(2, 32, 6, 7)
-    found, without = lowered(Between(residual_in_place), x, "mxfp8")
-    names = [weight.name for weight in pt2mx.packed_weights(found)]
+    fused, without = lowered(Between(residual_in_place), x, "mxfp8")
+    names = [weight.name for weight in pt2mx.packed_weights(fused)]
     assert names == ["shortcut.weight_rows", "first.weight_rows", "second.weight_rows"]
     with pytest.raises(MXError, match="reads a packed weight"):
-        pt2mx.quantization_report(found)
-    program = torch.export.export(found, (x,))
+        pt2mx.quantization_report(fused)
+    program = torch.export.export(fused, (x,))
     torch.export.save(program, tmp_path / "program.pt2")
     assert_same(torch.export.load(tmp_path / "program.pt2").module(), without, x)
     portable = pt2mx.make_portable(program)
     assert "pt2mx" not in str(portable)
-    torch.testing.assert_close(portable.module()(x), found(x), rtol=0.05, atol=0.05)
+    torch.testing.assert_close(portable.module()(x), fused(x), rtol=0.05, atol=0.05)
 
 
 def test_gradients_and_autocast():
     torch.manual_seed(0)
     x = torch.randn(2, 32, 6, 7)
-    found, without = lowered(Between(residual), x, "mxfp8")
+    fused, without = lowered(Between(residual), x, "mxfp8")
     grads = []
-    for model in (found, without):
+    for model in (fused, without):
         leaf = x.clone().requires_grad_()
         model(leaf)[0].square().sum().backward()
         grads.append(leaf.grad)

@@ -81,9 +81,9 @@ def test_results_that_are_written(write):
 
     torch.manual_seed(0)
     x = torch.randn(2, 64, 5, 5)
-    converted, found = lowered(Net(), x, "mxint8")
-    assert count(found, conv2d_mx) == (write is first_channels)
-    torch.testing.assert_close(found(x), converted(x), **CLOSE)
+    converted, low = lowered(Net(), x, "mxint8")
+    assert count(low, conv2d_mx) == (write is first_channels)
+    torch.testing.assert_close(low(x), converted(x), **CLOSE)
 
 
 def test_dropout_in_place_that_does_nothing():
@@ -92,9 +92,9 @@ def test_dropout_in_place_that_does_nothing():
         nn.Conv2d(32, 64, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.5, inplace=True), nn.Linear(64, 8)
     )
     x = torch.randn(2, 32, 5, 5)
-    converted, found = lowered(model.eval(), x)
-    assert count(found, conv2d_mx) == 1
-    torch.testing.assert_close(found(x), converted(x), **CLOSE)
+    converted, low = lowered(model.eval(), x)
+    assert count(low, conv2d_mx) == 1
+    torch.testing.assert_close(low(x), converted(x), **CLOSE)
 
 
 def test_an_input_that_is_written_after_it_is_quantized():
@@ -111,6 +111,6 @@ def test_an_input_that_is_written_after_it_is_quantized():
 
     x = torch.randn(2, 64, 5, 5)
     converted = convert(Net(), (x,), "mxfp4_weight_only")
-    found = lower_to_inductor(converted)
-    assert count(found, conv2d_mx) == 1
-    torch.testing.assert_close(found(x), converted(x), **CLOSE)
+    low = lower_to_inductor(converted)
+    assert count(low, conv2d_mx) == 1
+    torch.testing.assert_close(low(x), converted(x), **CLOSE)

@@ -35,11 +35,11 @@ class Layer(nn.Module):
 def lowered(model, x, recipe="mxint8", **options):
     """The lowered model; and without the pass."""
     converted = convert(model.eval().to(x.dtype), (x,), recipe, **options)
-    found = lower_to_inductor(converted)
+    fused = lower_to_inductor(converted)
     with pytest.MonkeyPatch.context() as patch:
         steps = [step for step in lower.STEPS if step.graph_pass is not fuse_quantize_epilogue.fuse_quantize_epilogue]
         patch.setattr(lower, "STEPS", tuple(steps))
-        return found, lower_to_inductor(converted)
+        return fused, lower_to_inductor(converted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -48,11 +48,11 @@ def lowered(model, x, recipe="mxint8", **options):
 def test_an_activation_between_two_products(activation, recipe, dtype):
     torch.manual_seed(0)
     x = torch.randn(2, 40, 64, dtype=dtype)
-    found, without = lowered(Layer(activation), x, recipe)
-    assert count(found, linear_fake_quantize_mx) == 1 and count(found, linear_mx) == 1
-    assert torch.equal(found(x), without(x))
-    compiled = torch.compile(found)
-    torch.testing.assert_close(compiled(x), found(x), rtol=0, atol=0)
+    fused, without = lowered(Layer(activation), x, recipe)
+    assert count(fused, linear_fake_quantize_mx) == 1 and count(fused, linear_mx) == 1
+    assert torch.equal(fused(x), without(x))
+    compiled = torch.compile(fused)
+    torch.testing.assert_close(compiled(x), fused(x), rtol=0, atol=0)
 
 
 class Attention(nn.Module):
@@ -69,9 +69,9 @@ def test_queries_keys_and_values():
     """They are one product, quantized as one."""
     torch.manual_seed(0)
     x = torch.randn(2, 40, 64, dtype=torch.bfloat16)
-    found, without = lowered(Attention(), x, "mxfp8")
-    assert (count(found, linear_fake_quantize_mx), count(found, linear_mx)) == (1, 0)
-    assert torch.equal(found(x), without(x))
+    fused, without = lowered(Attention(), x, "mxfp8")
+    assert (count(fused, linear_fake_quantize_mx), count(fused, linear_mx)) == (1, 0)
+    assert torch.equal(fused(x), without(x))
 
 
 class Twice(Layer):
@@ -91,52 +91,52 @@ class Written(Layer):
 def test_products_that_something_else_reads_stay(model):
     torch.manual_seed(0)
     x = torch.randn(40, 64, dtype=torch.bfloat16)
-    found, without = lowered(model, x, "mxfp8")
-    assert not count(found, linear_fake_quantize_mx)
-    torch.testing.assert_close(found(x), without(x), rtol=0, atol=0)
+    fused, without = lowered(model, x, "mxfp8")
+    assert not count(fused, linear_fake_quantize_mx)
+    torch.testing.assert_close(fused(x), without(x), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("rows", [8, 32])
 def test_few_rows_stay(rows):
-    found, _ = lowered(Layer(), torch.randn(rows, 64, dtype=torch.bfloat16))
-    assert not count(found, linear_fake_quantize_mx)
+    fused, _ = lowered(Layer(), torch.randn(rows, 64, dtype=torch.bfloat16))
+    assert not count(fused, linear_fake_quantize_mx)
 
 
 def test_blocks_of_another_size_stay():
     x = torch.randn(40, 64, dtype=torch.bfloat16)
     quantizer = MXQuantizer().set_global(get_default_mx_quantization_config("mxfp8", "mxfp8", block_size=16))
-    found = lower_to_inductor(convert(Layer().bfloat16().eval(), (x,), quantizer))
-    assert count(found, activation_fake_quantize_mx) and not count(found, linear_fake_quantize_mx)
+    fused = lower_to_inductor(convert(Layer().bfloat16().eval(), (x,), quantizer))
+    assert count(fused, activation_fake_quantize_mx) and not count(fused, linear_fake_quantize_mx)
 
 
 def test_dynamic_rows():
     torch.manual_seed(0)
     x, rows = torch.randn(40, 64, dtype=torch.bfloat16), torch.export.Dim("rows", min=2)
-    found, without = lowered(Layer(), x, "mxfp8", shapes=({0: rows},))
-    assert count(found, linear_fake_quantize_mx) == 1
+    fused, without = lowered(Layer(), x, "mxfp8", shapes=({0: rows},))
+    assert count(fused, linear_fake_quantize_mx) == 1
     for n in (2, 33, 100):
         other = torch.randn(n, 64, dtype=torch.bfloat16)
-        assert torch.equal(found(other), without(other))
+        assert torch.equal(fused(other), without(other))
 
 
 def test_what_else_knows_lowered_products():
     torch.manual_seed(0)
     x = torch.randn(2048, 64, dtype=torch.bfloat16)
-    found, _ = lowered(Layer(), x, "mxfp8")
-    assert [weight.name for weight in pt2mx.packed_weights(found)] == ["up.weight", "down.weight"]
+    fused, _ = lowered(Layer(), x, "mxfp8")
+    assert [weight.name for weight in pt2mx.packed_weights(fused)] == ["up.weight", "down.weight"]
     with pytest.raises(MXError, match="reads a packed weight"):
-        pt2mx.quantization_report(found)
-    program = pt2mx.make_portable(torch.export.export(found, (x,)))
+        pt2mx.quantization_report(fused)
+    program = pt2mx.make_portable(torch.export.export(fused, (x,)))
     assert "pt2mx" not in str(program)
-    torch.testing.assert_close(program.module()(x), found(x), rtol=0.05, atol=0.05)
+    torch.testing.assert_close(program.module()(x), fused(x), rtol=0.05, atol=0.05)
 
 
 def test_gradients_and_autocast():
     torch.manual_seed(0)
     x = torch.randn(40, 64, dtype=torch.bfloat16)
-    found, without = lowered(Layer(), x, "mxfp8")
+    fused, without = lowered(Layer(), x, "mxfp8")
     grads = []
-    for model in (found, without):
+    for model in (fused, without):
         leaf = x.clone().requires_grad_()
         model(leaf).float().square().sum().backward()
         grads.append(leaf.grad)

@@ -56,12 +56,12 @@ def test_descent_finds_the_better_rounding():
         return (x @ (values - weight).T).square().sum()
 
     assert torch.equal(learned.values(), torch.tensor([[0.25, 0.25]]))
-    found = []
+    errors = []
     for step in range(20):
         values = learned.values().requires_grad_()
         learned.descend(torch.autograd.grad(error(values), values)[0], (1 - step / 20) / 20)
-        found.append((error(values).item(), values.tolist()))
-    assert min(found)[1] == [[0.375, 0.25]]
+        errors.append((error(values).item(), values.tolist()))
+    assert min(errors)[1] == [[0.375, 0.25]]
 
 
 def test_within_cells_of_whole_numbers():

@@ -154,7 +154,7 @@ def test_quantized_results_are_those_of_two_steps(unit, name, dtype):
             got = products.attention(query, key, value, None, False, None, dtype, spec, out_dtype)
             assert same(got.contiguous(), want.to(out_dtype).contiguous())
     unsuited = (MXSpec(name, 32, -1, "mse"), 64), (MXSpec(name, 32), 40), (MXSpec(name, 64), 64)
-    unsuited = *unsuited, (MXSpec("fp8_e7m0", 32), 64)  # of too many binades
+    unsuited = *unsuited, (MXSpec("fp8_e7m0", 32), 64)  # too wide a dynamic range
     for spec, width in unsuited:
         value = values(2, 3, 50, width).to(dtype)
         query, key = values(2, 3, 33, 64).to(dtype), values(2, 3, 50, 64).to(dtype)

@@ -1,10 +1,12 @@
-"""FP4 and FP6 products on tensor cores for FP8, over `F.linear` in bfloat16 of the same values.
+"""Time FP4 and FP6 matmuls on FP8 tensor cores against `F.linear` in bfloat16 of the same values.
 
-    python -m tests.benchmarks.fp8_rows [--sizes 2048x8192x8192 ...] [--elements fp4_e2m1 ...] [--repeats 30] [--json]
+    python -m tests.benchmarks.fp8_rowwise [--sizes 2048x8192x8192 ...] [--elements fp4_e2m1 ...] [--repeats 30]
+        [--json]
 
-On an NVIDIA GPU, microseconds, sides in turns, eight calls in a CUDA graph: `F.linear`, the same behind
-`fake_quantize_mx` of x, `mm_fp8_rows` of `quantize_fp8_rows` of x, and what makes the rows alone, also with GELU and
-with a layer norm of a sum; and the same as values in bfloat16. Errors are relative to the product in float64.
+On an NVIDIA GPU, microseconds, columns measured in turns, eight calls in a CUDA graph. The matmuls are `F.linear`,
+`fake_quantize_mx` of x followed by `F.linear`, and `quantize_fp8_rows` of x followed by `mm_fp8_rows`. The quantizing
+kernels are timed alone too, also with GELU and with a layer norm of a sum, to FP8 rows and to bfloat16 values. Errors
+are relative to the matmul in float64.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ def row_of(size: str, element: str, repeats: int) -> Row:
         "quantize_bfloat16": lambda x, _: F.linear(
             ops.fake_quantize_mx(x, element, BLOCK, -1, "floor", "even", None, "identity"), dense, bias
         ),
-        "fp8_rows": lambda x, _: mm_fp8_rows(*quantize_fp8_rows(x, element), weight, scale, bias),
+        "fp8_rowwise": lambda x, _: mm_fp8_rows(*quantize_fp8_rows(x, element), weight, scale, bias),
         "quantize": lambda x, _: quantize_fp8_rows(x, element),
         "gelu": lambda x, _: quantize_fp8_rows(x, element, "floor", "even", "gelu"),
         "layer_norm": lambda x, _: layer_norm_fp8_rows(x, x, w[0], w[0], 1e-5, element),
