@@ -133,9 +133,13 @@ def _device_of(args: tuple[Any, ...]) -> str | None:
     return device.type if _RUNS[device.type](device) else None
 
 
+#: not the function of a row: it is looked up at each call, so that tests can patch it
+_module = functools.cache(importlib.import_module)
+
+
 def _function(name: str) -> Callable[..., Any]:
     module, _, function = name.partition(":")
-    return getattr(importlib.import_module(f"pt2mx.kernels.{module}"), function)
+    return getattr(_module(f"pt2mx.kernels.{module}"), function)
 
 
 @functools.cache
