@@ -1,1 +1,2 @@
-"""Kernels: `reference` and its neighbours define the numbers, and the tests compare each kernel with its definition."""
+"""Kernels. `reference` and other modules of this folder define the results; tests compare each kernel with its
+definition."""

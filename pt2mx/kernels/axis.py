@@ -1,4 +1,4 @@
-"""Lengths along one axis: filled up to whole groups and cut again, known or symbolic; shapes with another one."""
+"""Pad an axis to whole groups, split it, and trim it again, for known and symbolic lengths."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,13 +7,13 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-#: whether sizes that the traced code relies on are checked before it runs, as torch.compile's are
+#: whether traced code is guarded: torch.compile checks the sizes that it relies on before it runs
 _has_guards: ContextVar[bool] = ContextVar("has_guards", default=False)
 
 
 @contextmanager
 def guards(kept: bool) -> Iterator[None]:
-    """Tell `group_count` whether code that is traced meanwhile is guarded."""
+    """Tell `group_count` whether code traced in this context is guarded."""
     token = _has_guards.set(kept)
     try:
         yield
@@ -22,41 +22,41 @@ def guards(kept: bool) -> Iterator[None]:
 
 
 def group_count(length: int, size: int) -> int:
-    """Groups of `size` to hold `length` values; of a symbolic length maybe one more.
+    """Return the number of groups of `size` for `length` values; for a symbolic length maybe one more.
 
-    Tracing asks whether a size is 1, and whether a filled length is the true one. Without guards (AOTInductor,
-    torch.export) what is so in the example is taken to be so always; with one group more neither ever is. With guards
-    there is code of its own for one group, which needs no index.
+    Tracing asks whether a size is 1, and whether padding changes the length. Without guards (AOTInductor, torch.export)
+    the answers for the example inputs would become fixed for all inputs; with one extra group, both answers are always
+    no. With guards, a single group gets its own code, which needs no index.
     """
     count = -(-length // size)
     if isinstance(length, int):
         return count
     if not _has_guards.get():
         return count + 1
-    from torch.fx.experimental.symbolic_shapes import guard_or_false  # imports much that eager calls do without
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # a slow import that eager calls do not need
 
     return 1 if guard_or_false(length <= size) else count
 
 
 def is_one_in_the_example(size: int) -> bool:
-    """True if code that is traced without guards would take a symbolic size to be 1 always: some operators ask for that
-    of a dense tensor."""
+    """Return whether tracing without guards would fix a symbolic size to 1: some operators ask whether sizes of a dense
+    tensor are 1."""
     if isinstance(size, int) or _has_guards.get():
         return False
     return size.node.has_hint() and size.node.hint == 1
 
 
 def pad_axis(x: Tensor, axis: int, size: int) -> Tensor:
-    """`x` with zeros appended along `axis` (non-negative) up to `group_count` groups; (..., n, ...) any dtype."""
+    """Append zeros to `x` along `axis` (non-negative), up to `group_count` groups; (..., n, ...) any dtype."""
     length = x.shape[axis]
     if isinstance(length, int) and length % size == 0:
         return x
-    pad = group_count(length, size) * size - length  # without a branch where the length is symbolic
+    pad = group_count(length, size) * size - length  # for a symbolic length without a branch
     return torch.nn.functional.pad(x, (0, 0) * (x.dim() - 1 - axis) + (0, pad))
 
 
 def split_axis(x: Tensor, axis: int, size: int) -> Tensor:
-    """(..., n, ...) -> (..., group_count, size, ...), filled with zeros."""
+    """(..., n, ...) -> (..., group_count, size, ...), padded with zeros."""
     return pad_axis(x, axis, size).unflatten(axis, (group_count(x.shape[axis], size), size))
 
 
@@ -66,10 +66,10 @@ def has_length(x: Tensor, axis: int, length: int) -> bool:
 
 
 def trim_axis(x: Tensor, axis: int, length: int) -> Tensor:
-    """The first `length` along `axis`; x itself where it has no more."""
+    """Return the first `length` values along `axis`; x itself if it has no more."""
     return x if has_length(x, axis, length) else x.narrow(axis, 0, length)
 
 
 def resized(x: Tensor, axis: int, size: int) -> list[int]:
-    """x's shape with another size along `axis`."""
+    """Return x's shape with another size along `axis`."""
     return [*x.shape[:axis], size, *x.shape[axis + 1 :]]

@@ -1,4 +1,4 @@
-"""What kernels in C++ and in Triton take: the numbers of a spec, and the sizes and specs that they support."""
+"""The numbers of a spec that the C++ and Triton kernels receive, and the sizes and specs that they support."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pt2mx.kernels.reference import squared_error_bits
 from pt2mx.modes import SCALE_MODES, ScaleMode
 from pt2mx.spec import MXSpec
 
-#: values of a block, where a kernel quantizes what it computes, and of FP8 rows
+#: values of a block that a kernel quantizes as it computes it, and of a block of FP8 rows
 BLOCK = 32
-#: rows of x, or queries, from which `matmul_bfloat16` and `attention_bfloat16` are faster than torch's operators
+#: fewest rows of x, or queries, for which `matmul_bfloat16` and `attention_bfloat16` are faster than torch's operators
 LEAST_ROWS = 16
-#: type of device -> the widest head that its kernel of `attention_bfloat16` takes: a score is one sum
+#: type of device -> the widest head that its `attention_bfloat16` kernel supports, since it sums each score at once
 WIDEST = {"cpu": 512, "cuda": 128}
-#: values of a row that a program on a GPU keeps
+#: most values of a row that a GPU program can keep
 _LONGEST_ROW = 1 << 15
 
 _OF_ELEMENT = (
@@ -27,11 +27,11 @@ _OF_ELEMENT = (
 
 
 def spec_constants(element: ElementFormat, mode: ScaleMode, block_size: int) -> dict[str, Any]:
-    """Return name -> number: fields of the element, and those of the scale mode for this element and blocks.
+    """Return name -> number: the fields of the element, and of the scale mode for this element and block size.
 
-    `threshold`: the mantissa in fp32 above which a block's largest magnitude raises the exponent of its scale.
-    `exponent_offsets`: added to that exponent, the candidates among which a mode that `searches` chooses.
-    `error_bits`: bits of a squared error that it compares.
+    `threshold`: if the fp32 mantissa of a block's largest magnitude is above this, the exponent of the block's scale is
+    one larger. `exponent_offsets`: the candidates of a mode that `searches`, as offsets to that exponent. `error_bits`:
+    bits of an error, as the search measures it.
     """
     return {
         **{name: getattr(element, name) for name in _OF_ELEMENT},
@@ -43,8 +43,8 @@ def spec_constants(element: ElementFormat, mode: ScaleMode, block_size: int) -> 
 
 
 def supports_epilogue(quantization: MXSpec, n: object, product_dtype: torch.dtype | None) -> bool:
-    """True if kernels quantize their results, rows of n values rounded to a dtype, before they store them: the kernel
-    finishes one block at a time."""
+    """Return whether kernels can quantize rows of n values, rounded to a dtype, before they store them: they finish one
+    block at a time."""
     element, mode = quantization.element, SCALE_MODES[quantization.scale_mode]
     whole = isinstance(n, int) and n % BLOCK == 0 and min(quantization.block_size, n) == BLOCK
     blockwise = quantization.rounding == "even" and not mode.searches and not element.is_wide
@@ -52,8 +52,8 @@ def supports_epilogue(quantization: MXSpec, n: object, product_dtype: torch.dtyp
 
 
 def supports_bf16x2(spec: MXSpec, length: object, *dtypes: torch.dtype) -> bool:
-    """True if the GPU's kernels quantize activations and norms of `length` values a row, two bfloat16 an instruction,
-    where all that they read is in `dtypes`."""
+    """Return whether GPU kernels support fused quantization of activations and norms, two bfloat16 values per
+    instruction, for rows of `length` values and inputs of `dtypes`."""
     element, mode = spec.element, SCALE_MODES[spec.scale_mode]
     whole = isinstance(length, int) and length % BLOCK == 0 and length <= _LONGEST_ROW and spec.block_size == BLOCK
     in_pairs = element.mantissa_bits <= 6 and element.lowest == -element.max_normal and not element.is_wide

@@ -1,7 +1,7 @@
 """The definitions of matmuls, convolutions and attention with packed operands: dequantize, then call torch's operator.
 
-They run where no kernel takes a call: on large batches, most of whose time the matmul takes, and on devices without
-kernels.
+They run if no kernel supports a call: for large batches, where the matmul takes most of the time anyway, and on devices
+without kernels.
 """
 
 from collections.abc import Sequence
@@ -48,8 +48,9 @@ def grouped_linear(
 
 
 def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    """As `torch._grouped_mm`, in operators that torch traces: its own in bfloat16 alone, of rows of whole 16 bytes, and
-    else each expert gets every row. x: (T, K), weight: (E, K, N), offs: (E,) int32 -> (T, N)."""
+    """Compute `torch._grouped_mm` by operators that torch can trace. Torch's own operator runs only for bfloat16 with
+    rows of whole 16 bytes; otherwise each expert multiplies all rows. x: (T, K), weight: (E, K, N), offs: (E,) int32 ->
+    (T, N)."""
     if x.dtype == torch.bfloat16 and weight.shape[1] % 8 == weight.shape[2] % 8 == 0:
         return torch._grouped_mm(x, weight, offs=offs)
     row = torch.arange(x.shape[0], device=x.device)
@@ -109,5 +110,5 @@ def attend(
 
 
 def dense_weight(x: Tensor, data: Tensor, scale: Tensor, spec: MXSpec) -> Tensor:
-    """Return the weight that is multiplied with x: (..., K), in its dtype; data: (..., bytes of K)."""
+    """Return the dequantized weight for x: (..., K), in x's dtype; data: (..., bytes of K)."""
     return run_kernel("dequantize_mx", data, scale, spec, x.dtype, x.shape[-1])

@@ -1,7 +1,6 @@
-"""Values and the grid of an element: rounding, coding, decoding and scaling, on fp32 bit patterns. Part of the
-definition.
+"""Round values to the grid of an element, encode, decode and scale them, on fp32 bit patterns. Part of the definition.
 
-`realize`, `realize_if_costly` and `from_blocks` do nothing here: a compiler may have to be told more (`Prims`).
+`realize` and `realize_if_costly` return their argument here; for a compiler they are hints (`Prims`).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _INF = 0x7F800000
 
 
 def realize_if_costly(x: Tensor) -> Tensor:
-    """x, which both the scale of a block and its values need."""
+    """Return x, which both the scale of a block and its values need."""
     return x
 
 
@@ -66,7 +65,7 @@ def round_to_element(v: Tensor, element: ElementFormat, rounding: str, random: T
     """v: fp32 in units of the block's scale -> a neighbouring value of the element, saturated (step 4)."""
     lowest, highest = ((e + BIAS) << 23 for e in (element.emin, element.emax))
     binade = (v.view(torch.int32) & _INF).clamp(lowest)  # bits of 2**floor(log2 |v|)
-    if element.mantissa_bits == 0:  # of 2**127 the reciprocal would be a subnormal
+    if element.mantissa_bits == 0:  # the reciprocal of 2**127 would be subnormal
         binade = binade.clamp(max=highest)
     quantum = binade - (element.mantissa_bits << 23)
     # times the reciprocal, from its bits: a GPU's division is not exact even by a power of two
@@ -119,10 +118,11 @@ class Prims(Protocol):
     other code for the same bits (`pt2mx.kernels.inductor`)."""
 
     def realize(self, shared: Tensor) -> Tensor:
-        """Return what the values of a block share, (..., blocks, 1, ...): to compute once a block."""
+        """Return values shared by a block, (..., blocks, 1, ...); tells a compiler to compute them once per block."""
 
     def realize_if_costly(self, x: Tensor) -> Tensor:
-        """Return x, which both the scale of a block and its values need: to compute once where that is costly."""
+        """Return x, which both the scale of a block and its values need; tells a compiler to compute a costly x
+        once."""
 
     def from_blocks(self, blocks: Tensor, axis: int, length: int) -> Tensor:
         """(..., blocks, block, ...) -> (..., length, ...), the filling of the last blocks cut off."""
@@ -144,7 +144,7 @@ class Prims(Protocol):
 
 
 class Decode(Protocol):
-    """A decoder of codes; one may take more arguments that have defaults."""
+    """A decoder of codes. Implementations may have more arguments, with defaults."""
 
     def __call__(self, codes: Tensor, element: ElementFormat) -> Tensor:
         """codes: int32 in [0, 2**bits) -> their values in fp32."""

@@ -1,9 +1,9 @@
 """FP8 rows: quantized values as E4M3 codes with one scale a row, exactly (row-wise scaling of `torch._scaled_mm`).
 
-An element of 4 or 6 bits leaves room in E4M3: the factor between the scale of a block and the largest scale of its row
-goes into the codes. Tensor cores for FP8 then multiply whole rows, and the scales come after the sums. A row whose
-scales lie too far apart, or that holds a NaN, does not fit: its codes are zeros, its scale is -1, and its values are
-kept unchanged (`rest`), for a matmul of their own.
+E4M3 has a wider range than an element of 4 or 6 bits, so the ratio of a block's scale to the largest scale of its row
+can go into the codes. FP8 tensor cores then multiply whole rows, and the row scales multiply the sums. A row does not
+fit if its scales differ too much or it holds a NaN. Then its codes are zeros, its scale is -1, and its quantized values
+are kept (`rest`) for a separate matmul.
 
 The functions here define the operators of `pt2mx.ops.fp8_rowwise`, for every device.
 """
@@ -31,8 +31,8 @@ UNFIT = -1.0
 
 
 class Room(NamedTuple):
-    """The room that E4M3 leaves an element: values in units of the largest scale of a row become codes times
-    `2**shift`, and blocks fit whose scales are down to `2**-spread` of the largest."""
+    """How an element fits into E4M3: the codes are values in units of the row's largest scale times `2**shift`, and a
+    block fits if its scale is at least `2**-spread` of the largest."""
 
     shift: int
     spread: int
@@ -45,10 +45,10 @@ class Room(NamedTuple):
         return cls(shift, shift + quantum - quantum_e4m3)
 
 
-#: element -> its room
+#: element -> how it fits
 ROOMS = {name: Room.of(ELEMENTS[name]) for name in ("fp4_e2m1", "fp6_e2m3", "fp6_e3m2")}
 
-#: functions of x before it is quantized
+#: activations that are applied to x before quantization
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
     "gelu": F.gelu,
@@ -81,7 +81,7 @@ def of_packed(
     data: Tensor, scale: Tensor, element: ElementFormat, length: int, holds: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """data: (..., bytes of length) uint8, scale: (..., length / 32) uint8 -> codes (..., length), scale (..., 1).
-    `holds`: the blocks whose scale counts, by default those that hold more than zeros."""
+    `holds`: the blocks whose scales count, by default those with a nonzero value."""
     spec, room = MXSpec(element, BLOCK), ROOMS[element.name]
     spec, ones = spec.replace(axis=data.dim() - 1), torch.full_like(scale, BIAS)
     units = run_kernel("dequantize_mx", data, ones, spec, torch.float32, length)

@@ -1,7 +1,7 @@
-"""The definition of rotation within blocks, in plain torch operations that compilers can trace: the fast Walsh-Hadamard
-transform of values with some signs flipped.
+"""The definition of rotation within blocks, in plain torch operations that compilers can trace: flip some signs, then
+apply the fast Walsh-Hadamard transform.
 
-Sums are made in float32, in one order and without a product before the last step: they have the same bits on every
+The sums are in float32, in one order, and the only multiplication is the last step. So the bits are the same on every
 device, eager or compiled.
 """
 
@@ -21,15 +21,15 @@ def rotate(x: Tensor, size: int, axis: int = -1) -> Tensor:
 
 
 def rotate_back(y: Tensor, size: int, axis: int = -1) -> Tensor:
-    """The inverse of `rotate`, which is its gradient too."""
+    """Invert `rotate`; this is also the gradient of `rotate`."""
     return _signed(_transformed(y.float().movedim(axis, -1), size), size).movedim(-1, axis).to(y.dtype)
 
 
 def signs(size: int, device: torch.device) -> Tensor:
-    """(size,) float32: -1 where the form b0 b1 + b2 b3 + ... of an index's bits is odd, else 1.
+    """(size,) float32: -1 where b0 b1 + b2 b3 + ... is odd, with the bits b of the index, else 1.
 
-    A bent function (Rothaus, "On bent functions", 1976), or next to one: its transform is flat. Without the signs the
-    mean of a block, which the outputs of a ReLU have, would become one large value.
+    This is a bent function (Rothaus, "On bent functions", 1976) or close to one: its transform is flat. Without the
+    signs, the transform would turn the mean of a block, which is large after a ReLU, into one large value.
     """
     index = torch.arange(size, device=device)
     odd = index & (index >> 1) & 0x5555

@@ -1,4 +1,4 @@
-"""Packing of codes into bytes along one axis, in plain torch operations.
+"""Pack codes into bytes along one axis, in plain torch operations.
 
 Design: numerics, storage. 4-bit codes two a byte, low nibble first; 6-bit codes four in three little-endian bytes;
 other codes of up to 8 bits one a byte, wider ones one in two little-endian bytes.
@@ -11,28 +11,29 @@ from torch import Tensor
 
 from pt2mx.kernels.axis import split_axis, trim_axis
 
-#: bits of a code that is packed -> (codes, bytes) of the smallest group that is whole bytes
+#: bits of a packed code -> (codes, bytes) of the smallest group that fills whole bytes
 _GROUPS = {bits: (8 // math.gcd(bits, 8), bits // math.gcd(bits, 8)) for bits in (4, 6)}
 
 
 def is_packed(bits: int) -> bool:
-    """True if codes of `bits` bits share bytes, so that bytes alone do not tell how many codes they hold."""
+    """Return whether codes of `bits` bits share bytes, so that the number of bytes does not determine the number of
+    codes."""
     return bits in _GROUPS
 
 
 def group_of(bits: int) -> tuple[int, int]:
-    """Codes and bytes of one packed group; a code of another width takes whole bytes."""
+    """Return codes and bytes of one packed group; a code that is not packed is a group."""
     return _GROUPS.get(bits, (1, -(-bits // 8)))
 
 
 def packed_length(length: int, bits: int) -> int:
-    """Bytes that `length` codes of `bits` bits take along the packed axis."""
+    """Return the bytes that `length` codes of `bits` bits take along the packed axis."""
     codes, size = group_of(bits)
     return -(-length // codes) * size
 
 
 def unpacked_length(size: int, bits: int) -> int:
-    """Codes that `size` bytes hold, the padding of the last group included."""
+    """Return the codes that `size` bytes hold, including the padding of the last group."""
     codes, group = group_of(bits)
     return size // group * codes
 
@@ -53,8 +54,8 @@ def pack(codes: Tensor, axis: int, bits: int) -> Tensor:
 
 
 def unpack(data: Tensor, axis: int, bits: int) -> Tensor:
-    """data: (..., bytes, ...) uint8 -> (..., unpacked_length(bytes), ...) int32 codes; of symbolic bytes, with the
-    filling of `group_count`."""
+    """data: (..., bytes, ...) uint8 -> (..., unpacked_length(bytes), ...) int32 codes; for a symbolic number of bytes
+    with the padding of `group_count`."""
     per_group, size = group_of(bits)
     if size == per_group:
         return data.to(torch.int32) & ((1 << bits) - 1)
@@ -68,10 +69,10 @@ def unpack(data: Tensor, axis: int, bits: int) -> Tensor:
 
 
 def _word_of(size: int) -> torch.dtype:
-    """An integer that holds a group of `size` bytes."""
+    """Return an integer dtype that holds a group of `size` bytes."""
     return torch.int32 if size <= 4 else torch.int64
 
 
 def _along(axis: int, x: Tensor, vector: Tensor) -> Tensor:
-    """`vector` shaped to broadcast along a new dimension at `axis + 1` of `x`."""
+    """Reshape `vector` to broadcast along a new dimension at `axis + 1` of `x`."""
     return vector.reshape((-1,) + (1,) * (x.dim() - 1 - axis))

@@ -1,7 +1,7 @@
 """The random numbers of stochastic rounding: Philox-4x32-10, in plain torch operations that Inductor can trace.
 
-Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. A value's number depends on the seed and
-on its position in the tensor alone, so that every kernel draws the same numbers in whatever order it visits memory.
+Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. A value's number depends only on the seed
+and its position in the tensor, so every kernel draws the same numbers, in any order.
 """
 
 import torch
@@ -42,7 +42,8 @@ def philox(counter: Tensor, seed: Tensor) -> list[Tensor]:
 
 
 def _multiply(a: Tensor, m: int) -> tuple[Tensor, Tensor]:
-    """Upper and lower 32 bits of the 64-bit product, by 16-bit halves of a: int64 would overflow."""
+    """Return upper and lower 32 bits of the 64-bit product. It multiplies 16-bit halves of a, because int64 would
+    overflow."""
     low = (a & 0xFFFF) * m
     high = (a >> 16) * m + (low >> 16)
     return high >> 16, (high & 0xFFFF) << 16 | low & 0xFFFF

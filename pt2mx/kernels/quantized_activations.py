@@ -1,4 +1,4 @@
-"""Activations and layer norms that are quantized where they are computed.
+"""Activations and layer norms with fused quantization.
 
 The functions here define the operators of `pt2mx.ops.activations`, for every device.
 """
@@ -15,7 +15,7 @@ from pt2mx.spec import MXSpec
 
 
 def activation_fake_quantize(x: Tensor, activation: str, spec: MXSpec, dtype: torch.dtype) -> Tensor:
-    """x: (..., K) -> quantized values of an activation of it, in `dtype`. Activations are rounded to x's dtype."""
+    """x: (..., K) -> the quantized activation of x, in `dtype`. The activation is rounded to x's dtype first."""
     wide = ACTIVATIONS[activation](x).to(torch.promote_types(x.dtype, dtype))
     return run_kernel("fake_quantize_mx", wide, spec, None).to(dtype)
 

@@ -1,11 +1,11 @@
 """The definition of MX quantization, in plain torch operations that Inductor can trace.
 
 Source: OCP Microscaling Formats (MX) Specification v1.0, sections 5.3 and 6.3; the steps are those of the design page.
-Everything is computed in fp32 on bit patterns: a floating-point log2 is wrong one ulp below a power of two, and in
-bf16 one block in 150 would get another exponent. Every value that a kernel needs to know of a format comes from
-`pt2mx.formats` and `pt2mx.modes`; `axis` is non-negative here and inputs are checked by the callers in `pt2mx.ops`.
-`random` are the numbers of stochastic rounding (`pt2mx.kernels.philox`), in the shape of x. `prims` are the
-primitives, by default those of `pt2mx.kernels.elements`; others give the same bits.
+Everything is computed in fp32 on bit patterns: a floating-point log2 is wrong one ulp below a power of two, so that one
+bf16 block in 150 would get another exponent. All constants of a format come from `pt2mx.formats` and `pt2mx.modes`.
+`axis` is non-negative here, and the callers in `pt2mx.ops` check the inputs. `random`: the numbers for stochastic
+rounding (`pt2mx.kernels.philox`), in the shape of x. `prims`: the primitives, by default `pt2mx.kernels.elements`; all
+implementations give the same bits.
 """
 
 import torch
@@ -44,7 +44,7 @@ def dequantize(
     """data: (..., bytes, ...) uint8, scale: (..., ceil(length / block), ...) uint8 -> (..., length, ...) `dtype`."""
     codes = trim_axis(unpack(data, spec.axis, spec.element.bits), spec.axis, length)
     blocks = prims.decode(_to_blocks(codes, spec), spec.element)  # (..., blocks, block, ...)
-    scale = split_axis(scale.to(torch.int32), spec.axis, 1)  # (..., blocks, 1, ...), filled as the codes are
+    scale = split_axis(scale.to(torch.int32), spec.axis, 1)  # (..., blocks, 1, ...), padded like the codes
     return prims.from_blocks(prims.times_scales(blocks, scale).to(dtype), spec.axis, length)
 
 
@@ -68,13 +68,14 @@ def shared_exponent(blocks: Tensor, spec: MXSpec, prims: Prims = elements) -> tu
     """blocks: (..., blocks, block, ...) fp32 -> exponent (..., blocks, 1, ...) int32 in the range of the scale, and
     whether the block is finite. Design: numerics, steps 1 to 3.
 
-    In an fp32 subnormal amax the mantissa field counts from 2**-149 without a hidden bit; only a format with emax 0
-    can tell 2**-127 from 2**-126 there, and `(threshold + 2**23) / 2` is the same threshold in those units.
+    The mantissa field of a subnormal fp32 amax counts units of 2**-149, without a hidden bit. Only for a format with
+    emax 0 does this matter, where 2**-127 and 2**-126 are different scales: there `(threshold + 2**23) / 2` is the
+    threshold in these units.
     """
-    # bits compare like the floats they are; a compiled amax may return a NaN with its sign bit set
+    # bits of non-negative floats compare like the floats; a compiled amax may return a NaN with its sign bit set
     amax = blocks.abs().amax(spec.axis + 1, keepdim=True).view(torch.int32) & 0x7FFFFFFF
     lowered: int | Tensor = spec.element.emax
-    if spec.scale_exp_bits > 8:  # below E8M0's range the exponents of fp32 subnormals differ
+    if spec.scale_exp_bits > 8:  # a wider scale also distinguishes the exponents of fp32 subnormals
         subnormal = amax <= _MANTISSA
         amax = torch.where(subnormal, (amax.view(torch.float32) * 2.0**24).view(torch.int32), amax)
         lowered = lowered + 24 * subnormal.to(torch.int32)
@@ -90,18 +91,19 @@ def shared_exponent(blocks: Tensor, spec: MXSpec, prims: Prims = elements) -> tu
 
 
 def squared_error_bits(block_size: int) -> int:
-    """Bits of an error, as `_least_squares` measures it, with which the sum of the squares of a block fits int64."""
+    """Return the bits of an error, as `_least_squares` measures it, for which the sum of a block's squared errors fits
+    int64."""
     return min(28, (62 - (block_size - 1).bit_length()) // 2)
 
 
 def _least_squares(
     blocks: Tensor, exponent: Tensor, finite: Tensor, spec: MXSpec, exponent_offsets: tuple[int, ...], prims: Prims
 ) -> Tensor:
-    """Of `exponent` with each offset added the one with the least sum of squared errors, of equal ones the first.
+    """Add each offset to `exponent`, and return the exponent with the smallest sum of squared errors; the first of
+    equal ones.
 
-    Errors are whole multiples of 2**(emax + 1 - bits) of the scale `exponent`, so that their sum is exact and the same
-    in whatever order a kernel adds. Of a random rounding the error is that of rounding to nearest: a scale does not
-    depend on the seed.
+    Errors are whole multiples of 2**(emax + 1 - bits) times the scale `exponent`, so their sum is exact in any order.
+    For stochastic rounding the errors of rounding to nearest count, so that a scale does not depend on the seed.
     """
     rounding = "even" if ROUNDINGS[spec.rounding].random else spec.rounding
     bits = squared_error_bits(spec.block_size)
@@ -120,7 +122,8 @@ def _least_squares(
 
 
 def _quantize_blocks(x: Tensor, spec: MXSpec, random: Tensor | None, prims: Prims) -> tuple[Tensor, Tensor, Tensor]:
-    """Exponent and finiteness (..., blocks, 1, ...), element values (..., blocks, block, ...) of the finite blocks."""
+    """Return exponent and finiteness (..., blocks, 1, ...), and the element values (..., blocks, block, ...) of finite
+    blocks."""
     blocks = _to_blocks(prims.realize_if_costly(x).to(torch.float32), spec)
     exponent, finite = shared_exponent(blocks, spec, prims)
     if random is not None:
@@ -130,7 +133,8 @@ def _quantize_blocks(x: Tensor, spec: MXSpec, random: Tensor | None, prims: Prim
 
 
 def _in_units(blocks: Tensor, exponent: Tensor, finite: Tensor, rounding: str, prims: Prims) -> Tensor:
-    """`blocks * 2**-exponent`, which may round to zero but where that would change what a directed rounding gives."""
+    """Return `blocks * 2**-exponent`. It may underflow to zero, except where that would change the result of a directed
+    rounding."""
     v = times_pow2(blocks, -exponent, finite, prims.realize)
     if not ROUNDINGS[rounding].directed:
         return v
@@ -139,15 +143,16 @@ def _in_units(blocks: Tensor, exponent: Tensor, finite: Tensor, rounding: str, p
 
 
 def _to_blocks(x: Tensor, spec: MXSpec) -> Tensor:
-    """(..., n, ...) -> (..., blocks, block, ...), filled with zeros (`group_count`)."""
+    """(..., n, ...) -> (..., blocks, block, ...), padded with zeros (`group_count`)."""
     length, block = x.shape[spec.axis], spec.block_size
     if isinstance(length, int):
-        block = max(1, min(block, length))  # one short block needs no filling
+        block = max(1, min(block, length))  # one short block needs no padding
     return split_axis(x, spec.axis, block)
 
 
 def _clamp(exponent: Tensor, spec: MXSpec) -> Tensor:
-    """`exponent` in the range of the scale. No block needs one below -213, and `times_pow2` takes -252."""
+    """Clamp `exponent` to the range of the scale. No block needs one below -213, and `times_pow2` supports down to
+    -252."""
     limit = 2 ** (spec.scale_exp_bits - 1) - 1
     return exponent.clamp(max(-limit, -252), limit)
 

@@ -1,6 +1,6 @@
 """The reference kernel over slices of large tensors, so that its temporaries stay in the processor's cache.
 
-It runs where no kernel takes an eager call (`pt2mx.kernels.select`).
+It runs if no kernel supports an eager call (`pt2mx.kernels.select`).
 """
 
 from collections.abc import Callable
@@ -49,9 +49,9 @@ def _random(x: Tensor, seed: Tensor | None) -> tuple[Tensor, ...]:
 
 
 def split(axis: int, *tensors: Tensor) -> tuple[int, list[tuple[Tensor, ...]]]:
-    """The longest dimension but `axis` (non-negative), and slices along it of tensors that agree on it.
+    """Return the longest dimension other than `axis` (non-negative), and slices of the tensors along it.
 
-    There is one slice, of everything, on another device than the CPU, while compiling, and without such a dimension.
+    There is one slice of everything if the device is not the CPU, while compiling, or without such a dimension.
     """
     x = tensors[0]
     others = [d for d in range(x.dim()) if d != axis]
@@ -63,8 +63,8 @@ def split(axis: int, *tensors: Tensor) -> tuple[int, list[tuple[Tensor, ...]]]:
 
 
 def _by_slices(kernel: Callable[..., tuple[Tensor, ...]], axis: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """`kernel(*tensors)` with contiguous outputs in memory of their own, for a kernel that works on each line along
-    `axis` by itself."""
+    """Return `kernel(*tensors)` in new contiguous memory, for a kernel that treats each line along `axis`
+    independently."""
     dim, slices = split(axis, *tensors)
     parts = [kernel(*part) for part in slices]
     return tuple(torch.cat(outputs, dim) for outputs in zip(*parts, strict=True))

@@ -1,8 +1,8 @@
 """The table of kernels: for each operator its definition, and the kernel of each type of device.
 
-A kernel takes the arguments of the definition, tensors of any strides and at least one dimension, and gives contiguous
-results: the same bits, or for matmuls the same but for the order of the sums. It returns None for a call that it does
-not support; then the definition runs.
+A kernel takes the arguments of the definition; tensors have any strides and at least one dimension. Its results are
+contiguous, and equal the definition's to the bit, except for the order of sums in matmuls. It returns None for a call
+that it does not support; then the definition runs.
 """
 
 import functools
@@ -19,8 +19,8 @@ from pt2mx.spec import MXSpec
 
 __all__ = ["KERNELS", "run_kernel", "runs_triton"]
 
-#: operator -> type of device -> "module of pt2mx.kernels:function"; "any": the definition. Operators without one are
-#: defined in `pt2mx.ops`, by other operators
+#: operator -> type of device -> "module of pt2mx.kernels:function"; "any": the definition. Operators without a
+#: definition here are defined in `pt2mx.ops`, by other operators
 KERNELS: dict[str, dict[str, str]] = {
     "quantize_mx": {
         "any": "reference_chunked:quantize",
@@ -106,8 +106,8 @@ KERNELS: dict[str, dict[str, str]] = {
 
 
 def run_kernel(operator: str, *args: Any) -> Any:
-    """Return what the kernel for the device of the tensors among `args` computes, else what the definition does; None
-    where neither takes the call."""
+    """Run the kernel for the device of the tensors in `args`, or else the definition. Return None if neither supports
+    the call."""
     row = KERNELS[operator]
     kernel = row.get(_device_of(args) or "")
     result = None if kernel is None else _function(kernel)(*args)
@@ -117,8 +117,8 @@ def run_kernel(operator: str, *args: Any) -> Any:
 
 
 def _device_of(args: tuple[Any, ...]) -> str | None:
-    """Return the type of the device whose kernels can work on `args`: on plain dense tensors of one device, and on
-    elements of at most 8 bits. None while compiling, which sees through definitions alone."""
+    """Return the type of the device whose kernels support `args`: plain dense tensors of one device, and elements of at
+    most 8 bits. None while compiling, because compilers can only trace definitions."""
     device = None
     for arg in args:
         if isinstance(arg, Tensor):
@@ -144,9 +144,9 @@ def _function(name: str) -> Callable[..., Any]:
 
 @functools.cache
 def runs_triton(device: torch.device) -> bool:
-    """True if Triton's kernels work on the device."""
+    """Return whether Triton kernels run on the device."""
     return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-#: type of device -> whether our kernels run on a device of it
+#: type of device -> whether pt2mx's kernels run on a device of this type
 _RUNS: dict[str, Callable[[torch.device], bool]] = {"cpu": lambda _: build.is_available(), "cuda": runs_triton}

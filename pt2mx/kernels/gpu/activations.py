@@ -1,4 +1,5 @@
-"""Activations and layer norms that are quantized, on NVIDIA GPUs: one pass over memory, two bfloat16 an instruction.
+"""Activations and layer norms with fused quantization on NVIDIA GPUs: one pass over memory, two bfloat16 values per
+instruction.
 
 The kernels do not wait for the device and can be captured in a CUDA graph.
 """
@@ -19,8 +20,8 @@ from pt2mx.kernels.gpu.quantize import Tile, constants_of
 from pt2mx.kernels.gpu.tiles import Constants
 from pt2mx.spec import MXSpec
 
-#: whether a kernel makes FP8 rows -> values of a program and of a thread: what was fastest on an H200. A longer row has
-#: a program of its own
+#: whether a kernel makes FP8 rows -> values per program and per thread, the fastest on an H200. A longer row gets its
+#: own program
 _VALUES = {True: (1024, 32), False: (2048, 16)}
 
 
@@ -45,7 +46,7 @@ class Config:
 
 
 def suits(spec: MXSpec, x: Tensor, *of_norm: Tensor | None) -> bool:
-    """True if the kernels can quantize along the last dimension of x, and read the tensors of a norm."""
+    """Return whether the kernels can quantize along the last dimension of x, and read the tensors of a norm."""
     dtypes = (t.dtype for t in (x, *of_norm) if t is not None)
     return x.dim() > 0 and supports_bf16x2(spec, x.shape[-1], *dtypes)
 
@@ -106,7 +107,7 @@ class _Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _plan(spec: MXSpec, k: int, device: torch.device, present: tuple[bool, ...], **compile_time: Any) -> _Plan:
-    """Return how programs share rows of k values; cached, since to compute it takes longer than the kernel."""
+    """Return how programs divide rows of k values; cached, because computing it takes longer than the kernel."""
     blocks = triton.next_power_of_2(k // BLOCK)
     of_program, of_thread = _VALUES["shift" in compile_time]
     rows = max(1, of_program // (BLOCK * blocks))
@@ -119,11 +120,12 @@ def _plan(spec: MXSpec, k: int, device: torch.device, present: tuple[bool, ...],
 
 @functools.cache
 def uses_pdl(device: torch.device) -> bool:
-    """True if a kernel may start before the one that it waits for is done."""
+    """Return whether the device supports programmatic dependent launch: a kernel may start before the previous one
+    ends."""
     return torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def _in_pairs(t: Tensor) -> Tensor:
-    """t, contiguous and where pairs can be read."""
+    """Return t contiguous, and aligned so that pairs can be read."""
     t = t.contiguous()
     return t if t.data_ptr() % 4 == 0 else t.clone()

@@ -1,4 +1,4 @@
-"""The device code of `activations`: values of bfloat16 in pairs (`bf16x2`), activations and norms of them in fp32."""
+"""The device code of `activations`: bfloat16 values in pairs (`bf16x2`), their activations and norms in fp32."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Norm(NamedTuple):
 
 @triton.jit
 def fake_quantize_activation_kernel(x, norm, out, k, rows, C: tl.constexpr, F: tl.constexpr):
-    """x: (rows, k) -> out: (rows, k), an activation of x, or where F.norm the layer norm, quantized and dequantized."""
+    """x: (rows, k) -> out: (rows, k), the activation of x, or the layer norm if F.norm, quantized and dequantized."""
     _row, column, at, mask = pair_offsets(k, rows, F)
     pairs = load_pairs(x, norm, at, mask, column, k, F)
     amax = amax_of_pairs(pairs, 2)
@@ -43,7 +43,7 @@ def fake_quantize_activation_kernel(x, norm, out, k, rows, C: tl.constexpr, F: t
     out = out.to(tl.pointer_type(tl.int32)) + at
     if tl.min(tl.min(plain.to(tl.int32), 1), 0) == 1:
         quantized = magnitudes_of_pair(pairs, tl.where(amax > 0, scale, 127)[:, :, None], C) | (pairs & _SIGNS)
-        if C.is_int:  # two's complement has no negative zero, and no sum of zeros is one
+        if C.is_int:  # two's complement has no negative zero; adding +0 removes it
             quantized = fused_multiply_add(quantized, _ONES, tl.full([], 0, tl.int32))
         tl.store(out, quantized, mask=mask)
     else:
@@ -54,7 +54,8 @@ def fake_quantize_activation_kernel(x, norm, out, k, rows, C: tl.constexpr, F: t
 
 @triton.jit
 def pair_offsets(k, rows, F: tl.constexpr):
-    """Rows of a program, and of their pairs, (rows, blocks, 16): columns, offsets in memory, and which exist."""
+    """Return the rows of a program, and of their pairs (rows, blocks, 16) the columns, the offsets in memory, and which
+    exist."""
     row = tl.program_id(0) * F.rows + tl.arange(0, F.rows)
     block = tl.arange(0, F.blocks)[:, None]
     column = block * 16 + tl.arange(0, 16)[None, :]
@@ -76,8 +77,8 @@ def fake_quantized(values, scale, finite, C: tl.constexpr, F: tl.constexpr):
 
 @triton.jit
 def load_pairs(x, norm, at, mask, column, k, F: tl.constexpr):
-    """The pairs `at` of x, (rows, blocks, 16), of an activation of x, or of the layer norm of x + norm.residual, which
-    is stored in norm.out too. `column`: positions in a row; k: values of a row."""
+    """Load the pairs `at` of x, (rows, blocks, 16), and return their activation, or the layer norm of x +
+    norm.residual, which it also stores in norm.out. `column`: positions in a row; k: values of a row."""
     if F.pdl:
         gdc_wait()
     pairs = tl.load(x.to(tl.pointer_type(tl.int32)) + at, mask=mask, other=0)
@@ -104,7 +105,7 @@ def floats_of(pairs):
 
 @triton.jit
 def layer_norm(low, high, norm, mask, column, k, F: tl.constexpr):
-    """low, high: (rows, blocks, 16) -> the same, normed along a row."""
+    """low, high: (rows, blocks, 16) -> the same, normalized along a row."""
     mean = (tl.sum(tl.sum(low + high, 2), 1) / k)[:, None, None]
     low, high = low - mean, high - mean
     if not F.whole:
@@ -143,9 +144,10 @@ def activated(x, NAME: tl.constexpr):
 
 @triton.jit
 def gelu(x):
-    """max(x, 0) - |x| P(1 / (1 + c |x|)) exp(-x**2 / 2), within 1.1e-5 of what is subtracted: P is fitted to the least
-    largest relative error of Mills' ratio. Half the instructions of libdevice's erf; of all bfloat16 numbers it rounds
-    133 otherwise than exactly, 1 + erf(x / sqrt(2)) in fp32 848. NaN for the infinities."""
+    """max(x, 0) - |x| P(1 / (1 + c |x|)) exp(-x**2 / 2), the subtracted term with a relative error of 1.1e-5. P is a
+    minimax fit of Mills' ratio, by relative error. This takes half the instructions of libdevice's erf. Of all bfloat16
+    numbers it rounds 133 incorrectly; 1 + erf(x / sqrt(2)) in fp32 rounds 848 incorrectly. The result of an infinity is
+    NaN."""
     magnitude = tl.abs(x)
     t = reciprocal(0.36 * magnitude + 1.0)
     p = -0.09927998 * t + 0.25640798

@@ -1,8 +1,8 @@
 """Attention of a few queries over packed keys and values on an NVIDIA GPU, in Triton (`attention_kernel`).
 
-The programs share the slots of a cache; each decodes its split once, for all queries that read it. A second kernel
-joins their results (flash-decoding: Dao et al., 2023). Neither waits for the device, both can be captured in a CUDA
-graph, and give the same bits in every run.
+The programs divide the slots of a cache; each decodes its split once, for all queries. A second kernel joins their
+results (flash-decoding: Dao et al., 2023). The kernels do not wait for the device, can be captured in a CUDA graph, and
+return the same bits in every run.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from pt2mx.spec import MXSpec
 
 __all__ = ["attend"]
 
-#: queries of a head of the keys up to which it is faster than a dense product, the widest head that it takes, and the
-#: slots that a program decodes at a time
+#: most queries per head of the keys for which the kernel is faster than a dense matmul, the widest head that it
+#: supports, and the slots that a program decodes at a time
 _FEW_QUERIES, _WIDEST, _SLOTS = 16, 256, 128
-#: programs for each multiprocessor; of 2, 4 and 8, with 32, 64 and 128 slots, these are within 2% of the fastest for
-#: caches of 8,192 slots and more on an H200
+#: programs per multiprocessor. Among 2, 4 and 8 programs, with 32, 64 and 128 slots, these values are within 2% of the
+#: fastest for caches of 8,192 slots and more on an H200
 _PROGRAMS = 2
 
 
 def attend(
     query: Tensor, key: Packed, value: Packed, spec: MXSpec, value_width: int, mask: Tensor | None, scale: float | None
 ) -> Tensor | None:
-    """None for many queries, for widths that are no powers of two, and in float32."""
+    """Return None for many queries, for widths that are not powers of two, and in float32."""
     (batch, heads, queries, width), (_, key_heads, slots, _) = query.shape, key[0].shape
     rows = heads // key_heads * queries
     whole = all(n >= 32 and n & (n - 1) == 0 and n <= _WIDEST for n in (width, value_width))

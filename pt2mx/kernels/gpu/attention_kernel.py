@@ -4,9 +4,9 @@
     attend_kernel      m, l, acc  m, l, acc  m, l, acc          the online softmax of a split
     join_kernel        the sum of acc, weighted by exp(m - largest m), over that of l -> out
 
-Tensor cores multiply codes' values without their scales: a block's scale multiplies the score of its part of a key, and
-the weight of its part of a value, since scales are fewer. Elements have 8 significant bits at most, which bfloat16
-and float16 represent.
+Tensor cores multiply elements without their scales. The scale of a key's block multiplies the block's part of the
+score, and the scale of a value's block multiplies the softmax weight, because there are fewer scales than elements.
+Elements have 8 significant bits at most, which bfloat16 and float16 represent.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The Triton kernels of bfloat16 matmuls with a result in float32: of matrices, and of rows with experts' weights.
 
-Tensor cores cut off what their sums have below the last bit, in each step: after many steps a sum is less exact than
-one of float32 products. Here they sum BLOCK_K = 64 products at a time, and these sums are added in float32.
+Tensor cores truncate their sums after each step, so that a long sum is less exact than a float32 sum. Here they sum
+only BLOCK_K = 64 products at a time, and the kernel adds these sums in float32.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def bf16_gemm_kernel(x, y, bias, out, sizes, x_strides, y_strides, S: tl.constex
 
 @triton.jit
 def tile_of(tile, tiles_m, tiles_n):
-    """The row and the column of a tile: eight rows of tiles after each other, whose operands the L2 cache holds."""
+    """Return the row and the column of a tile. Eight rows of tiles are computed one column after the other, so that
+    their operands stay in the L2 cache."""
     group = 8 * tiles_n
     first_m = tile // group * 8
     group_m = tl.minimum(tiles_m - first_m, 8)
@@ -67,7 +68,7 @@ def matmul_tile(x_ptrs, y_ptrs, y_row, k, S: tl.constexpr):
         else:
             a = tl.load(x_ptrs, mask=(start_k + offs_k < k)[None, :], other=0.0)
             b = tl.load(y_ptrs, mask=(start_k + offs_k < k)[:, None], other=0.0)
-        acc = tl.fma(tl.dot(a, b), 1.0, acc)  # the tensor cores would add a plain sum
+        acc = tl.fma(tl.dot(a, b), 1.0, acc)  # with a plain sum the compiler would let the tensor cores accumulate
         x_ptrs += S.BLOCK_K
         y_ptrs += S.BLOCK_K * y_row
     return acc
@@ -76,7 +77,7 @@ def matmul_tile(x_ptrs, y_ptrs, y_row, k, S: tl.constexpr):
 @triton.jit
 def grouped_gemm_kernel(x, weight, offs, out, sizes, S: tl.constexpr):
     """x: (rows, k) bfloat16 by the stride of its rows, weight: (experts, n, k) bfloat16, offs: (experts,) int32 -> out:
-    (rows, n) fp32. tiles_m: the most tiles of rows that there can be."""
+    (rows, n) fp32. tiles_m: the largest possible number of row tiles."""
     rows, experts, n, k, tiles_m, x_row = sizes
     expert = tl.arange(0, S.EXPERTS)
     end = tl.minimum(tl.load(offs + expert, mask=expert < experts, other=0), rows)

@@ -1,7 +1,8 @@
-"""Matmuls and attention of bfloat16 values on an NVIDIA GPU's tensor cores, no less exact than in float32, in Triton.
+"""Matmuls and attention of bfloat16 values on an NVIDIA GPU's tensor cores, as exact as in float32, in Triton.
 
 `bf16_gemm_kernel` multiplies matrices, and rows with the weights of experts; `dense_attention_kernel` is attention.
-Values that bfloat16 does not represent are rounded to it."""
+Values that bfloat16 does not represent are rounded to it.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ __all__ = ["attention", "grouped_linear", "linear", "matmul"]
 
 #: the queries and the keys of a program
 _ROWS, _KEYS = 64, 64
-#: products that tensor cores sum; of 32, 64 and 128 the most that is no less exact than float32
+#: products that tensor cores sum; the largest of 32, 64 and 128 that is as exact as float32
 _DEPTH = 64
-#: the shortest part of a sum that programs of their own compute, where there are few tiles
+#: the shortest part of a sum for which a separate program runs, if there are few tiles
 _LEAST_DEPTH = 256
 
 
@@ -40,7 +41,7 @@ class _Tile(NamedTuple):
     stages: int = 4
 
 
-#: the fastest tiles on an H200, largest first: the first one runs that fits the rows and columns and gives each
+#: the fastest tiles on an H200, largest first. The first tile runs that fits the rows and columns and gives each
 #: multiprocessor a tile
 _TILES = (_Tile(64, 128), _Tile(64, 64), _Tile(32, 64), _Tile(16, 64, 5))
 
@@ -80,7 +81,7 @@ def grouped_linear(
         return out
     x = x if x.stride(1) == 1 else x.contiguous()
     tile = _tile_of(experts, triton.cdiv(rows, experts), n, x.device)
-    tiles_m = rows // tile.rows + min(experts, rows)  # each expert may have a part of a tile
+    tiles_m = rows // tile.rows + min(experts, rows)  # each expert may fill its last tile only in part
     with torch.cuda.device_of(x):
         grouped_gemm_kernel[tiles_m * triton.cdiv(n, tile.columns),](
             *(x, weight, offs.contiguous(), out, (rows, experts, n, k, tiles_m, x.stride(0))),
@@ -125,7 +126,7 @@ def _launch(tile: _Tile, x: Tensor, y: Tensor, bias: Tensor | None, out: Tensor)
 
 
 def _parts(tiles: int, k: int, device: torch.device) -> int:
-    """Return how many parts of a sum are computed apart, where a program a tile leaves multiprocessors idle."""
+    """Return into how many parts to split each sum, because one program per tile may leave multiprocessors idle."""
     parts = 1
     while 2 * parts * tiles <= _processors(device) and k % (2 * parts) == 0 and k // (2 * parts) >= _LEAST_DEPTH:
         parts *= 2
@@ -154,7 +155,7 @@ def attention(
     quantization: MXSpec | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor | None:
-    """As `pt2mx.kernels.cpu.bf16_matmul.attention`; None for wide heads, a few queries, nothing to do, and
+    """As `pt2mx.kernels.cpu.bf16_matmul.attention`; Return None for wide heads, few queries, empty tensors, and
     quantizations that the kernel does not support."""
     (batch, heads, queries, width), (_, key_heads, keys, value_width) = query.shape, value.shape
     fits = max(width, value_width) <= WIDEST["cuda"] and queries >= LEAST_ROWS
@@ -168,7 +169,7 @@ def attention(
     out = query.new_empty((batch, queries, heads, value_width), dtype=out_dtype or dtype)
     narrow = [t.to(torch.bfloat16) for t in (query, key, value)]
     narrow = [t if t.stride(3) == 1 else t.contiguous() for t in narrow]
-    kind, expanded = "none", query  # which the kernel does not read
+    kind, expanded = "none", query  # a placeholder that the kernel does not read
     if mask is not None:
         expanded = mask.expand(batch, heads, queries, keys)
         kind, expanded = ("bool", expanded.view(torch.uint8)) if mask.dtype == torch.bool else ("added", expanded)

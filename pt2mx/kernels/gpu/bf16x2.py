@@ -1,5 +1,5 @@
-"""Scales and codes of bfloat16 values, two an instruction, in Triton: what `blocks` computes in fp32, for elements
-that are floats and rounding to nearest even.
+"""Scales and codes of bfloat16 values, two per instruction, in Triton. The results equal those of `blocks`, which
+computes in fp32; this module supports float elements and rounding to nearest even.
 
 A pair is two bfloat16 in one int32, the first in the low half. bfloat16 has fp32's exponents and eight significant
 bits: scaling by a power of two is exact, and a sum rounds to the nearest element of up to five mantissa bits.
@@ -71,20 +71,21 @@ def odd_bytes(a, b):
 
 @triton.jit
 def amax_of_pairs(pairs, AXIS: tl.constexpr):
-    """pairs: of blocks along AXIS -> bits of the largest magnitude of each in fp32, or of a NaN; int32, without it."""
+    """pairs, with blocks along AXIS -> the fp32 bits of each block's largest magnitude, or of a NaN; int32, without
+    AXIS."""
     pair = tl.reduce(pairs, AXIS, largest_magnitude)
     return tl.maximum(pair << 16, pair & 0x7FFF0000)
 
 
 @triton.jit
 def code_words(first, second, scale, C: tl.constexpr):
-    """first, second: pairs, the values 0 and 1, and 2 and 3, of every four; scale: (lines) E8M0 -> words of four codes
-    each, the first lowest."""
+    """first, second: pairs with values 0 and 1, and 2 and 3, of every four; scale: (lines) E8M0 -> words of four codes,
+    the first one lowest."""
     biased = 254 - scale
     factor = tl.expand_dims(tl.where(biased == 0, _TWO_TO_MINUS_127, biased << 7) * _TWICE, 1)
     v0, c0 = codes_of_pair(first, factor, C)
     v1, c1 = codes_of_pair(second, factor, C)
-    # a code in each byte, its sign, from the top of the values' halves, above it
+    # each byte holds a magnitude code, and above it the sign, from the top bit of the value
     magnitude: tl.constexpr = 0x01010101 * ((1 << (C.bits - 1)) - 1)
     words = (even_bytes(c0, c1) & magnitude) | ((odd_bytes(v0, v1) >> (8 - C.bits)) & ~magnitude)
     if C.word_bytes == 2:
@@ -100,20 +101,21 @@ def code_words(first, second, scale, C: tl.constexpr):
 
 @triton.jit
 def codes_of_pair(pair, factor, C: tl.constexpr):
-    """The values in units of the scale, a pair, and two halves of an int32 that each end in the code of a magnitude."""
+    """Return a pair of values in units of the scale, and an int32 whose halves end in the codes of their magnitudes."""
     v = fused_multiply_add(pair, factor, _MINUS_ZEROS)  # keeps the sign of zero
     a = least_magnitude(v, C.max_pair)
     binade = largest(a & _EXPONENTS, C.min_normal_pair)
-    # a sum of 2**(7 - mantissa bits) binades more ends in the number of quanta, rounded to even
+    # adding 2**(7 - mantissa bits) binades leaves the number of quanta, rounded to even, in the last bits
     quanta = fused_multiply_add(binade, C.rounding_pair, a)
-    # each binade has 2**mantissa_bits codes; the exponent field has its number
+    # each binade has 2**mantissa_bits codes; the exponent field numbers the binades
     codes = quanta + (binade >> (7 - C.mantissa_bits)) + C.first_code_pair
     return v, codes
 
 
 @triton.jit
 def magnitudes_of_pair(pair, scale, C: tl.constexpr):
-    """The magnitudes of quantized and dequantized values, of integers too, where `pairs_round` is true of the scale;
+    """Return the magnitudes of quantized and dequantized values, integers included, valid where `pairs_round` holds for
+    the scale;
     scale: int32 that broadcasts to pairs."""
     most = (scale - 127 << 7) * _TWICE + C.max_pair
     least = (scale - 127 << 7) * _TWICE + C.min_normal_pair
@@ -126,5 +128,5 @@ def magnitudes_of_pair(pair, scale, C: tl.constexpr):
 
 @triton.jit
 def pairs_round(scale, C: tl.constexpr):
-    """True where neither the least binade nor the sums of `magnitudes_of_pair` leave the normal numbers."""
+    """Return where the smallest binade and the sums of `magnitudes_of_pair` are normal numbers."""
     return (scale + C.emin >= 1) & (scale + C.emax - C.mantissa_bits <= 246)

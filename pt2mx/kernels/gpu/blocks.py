@@ -1,7 +1,7 @@
 """The functions of `pt2mx.kernels.reference` on tiles of blocks (`pt2mx.kernels.gpu.tiles`), in Triton.
 
-Powers of two are built from their bits, and every product of a value and a power of two is exact or too small to
-matter, so that a fused multiply-add gives what the two operations give.
+Powers of two are built from their bits. Every product of a value and a power of two is exact, or too small to matter,
+so a fused multiply-add returns the same as two operations.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def maximum(a, b):
 
 @triton.jit
 def scale_of(parts, C: tl.constexpr):
-    """parts: tiles fp32 of the same lines -> E8M0 scale of the finite, int32, and whether each block is; (lines)."""
+    """parts: fp32 tiles of the same lines -> the E8M0 scale of each finite block, int32, and whether each block is
+    finite; (lines)."""
     amax = tl.reduce(tl.abs(parts[0]), 1, maximum)
     for i in tl.static_range(tl.constexpr(1), tl.constexpr(len(parts))):
         amax = maximum(amax, tl.reduce(tl.abs(parts[i]), 1, maximum))
@@ -43,10 +44,11 @@ def scale_of(parts, C: tl.constexpr):
 
 @triton.jit
 def scale_of_amax(amax, C: tl.constexpr):
-    """amax: bits of the largest magnitudes in fp32 (lines) -> E8M0 scale before a search, and whether it is finite.
+    """amax: fp32 bits of the largest magnitudes, (lines) -> the E8M0 scale before a search, and whether the block is
+    finite.
 
-    The shift comes last: where the last step was a subtraction, ptxas (12.8, 13.0) paired those of the scales that a
-    thread stores as bytes, and lost a pair of 32.
+    The shift must come last. With a subtraction as the last step, ptxas (12.8, 13.0) paired the subtractions of scales
+    that a thread stores as bytes, and lost one pair of 32.
     """
     mantissa = amax & _MANTISSA
     round_up = tl.where(amax == mantissa, mantissa > ((C.threshold + _MANTISSA + 1) >> 1), mantissa > C.threshold)
@@ -56,7 +58,8 @@ def scale_of_amax(amax, C: tl.constexpr):
 
 @triton.jit
 def least_squares(parts, scale, finite, C: tl.constexpr):
-    """Of `scale` with each offset added the one with the least sum of squared errors, of equal ones the first."""
+    """Add each offset to `scale`, and return the scale with the smallest sum of squared errors; the first of equal
+    ones."""
     best = clamp_scale(scale + C.exponent_offsets[0])
     least = squared_error(parts, best, scale, finite, C)
     for i in tl.static_range(tl.constexpr(1), tl.constexpr(C.candidates)):
@@ -69,8 +72,8 @@ def least_squares(parts, scale, finite, C: tl.constexpr):
 
 @triton.jit
 def squared_error(parts, candidate, scale, finite, C: tl.constexpr):
-    """Sum over a block of the squared errors under the scale `candidate`, in whole units of 2**(emax + 1 - error_bits)
-    of the scale `scale`; (lines) int64."""
+    """Return the sum of a block's squared errors with the scale `candidate`. Errors are whole units of 2**(emax + 1 -
+    error_bits) times the scale `scale`; (lines) int64."""
     unit = tl.expand_dims(power_of_two(candidate - scale + (127 + C.error_bits - C.emax - 1)), 1)
     total = tl.zeros_like(scale).to(tl.int64)
     for i in tl.static_range(tl.constexpr(len(parts))):
@@ -105,7 +108,8 @@ def factor(biased, finite, C: tl.constexpr):
 
 @triton.jit
 def in_units(blocks, scale, finite, C: tl.constexpr):
-    """`blocks` in units of their scales, which may round to zero but where a directed rounding would see it."""
+    """Return `blocks` in units of their scales. They may underflow to zero, except where that would change a directed
+    rounding."""
     v = blocks * factor(MAX_SCALE - scale, finite, C)
     if C.directed:
         bits = blocks.to(tl.int32, bitcast=True)
@@ -118,8 +122,8 @@ def in_units(blocks, scale, finite, C: tl.constexpr):
 def round_magnitude(v, random, ROUNDING: tl.constexpr, C: tl.constexpr):
     """v: fp32 in units of the scale -> the magnitude of a neighbouring value of the element, saturated.
 
-    `random`: int32 in [0, 2**31), of a stochastic rounding. Beyond the last binade the quantum is larger than the
-    reference's, and what it rounds saturates all the same.
+    `random`: int32 in [0, 2**31), for stochastic rounding. Beyond the last binade the quantum is larger than the
+    reference's, but all such values saturate anyway.
     """
     negative = v.to(tl.int32, bitcast=True) < 0
     a = tl.abs(v)
@@ -162,7 +166,7 @@ def round_magnitude(v, random, ROUNDING: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def with_sign(p, v, C: tl.constexpr):
-    """The value of the element of magnitude p and the sign of v."""
+    """Return the value of the element with magnitude p and the sign of v."""
     signed = (p.to(tl.int32, bitcast=True) | v.to(tl.int32, bitcast=True) & _SIGN).to(tl.float32, bitcast=True)
     if C.is_int:
         signed = tl.where(p == 0, 0.0, signed)  # two's complement has no negative zero
@@ -171,12 +175,12 @@ def with_sign(p, v, C: tl.constexpr):
 
 @triton.jit
 def encode(p, v, C: tl.constexpr):
-    """The code of the value of magnitude p and the sign of v, int32 in [0, 2**bits)."""
+    """Return the code of the value with magnitude p and the sign of v, int32 in [0, 2**bits)."""
     sign = v.to(tl.int32, bitcast=True)
-    if C.is_int:  # 1.5 * 2**(23 - mantissa bits) more, the lowest bits are the whole number in two's complement
+    if C.is_int:  # after adding 1.5 * 2**(23 - mantissa bits), the lowest bits are the integer in two's complement
         signed = (p.to(tl.int32, bitcast=True) | sign & _SIGN).to(tl.float32, bitcast=True)
         return (signed + 1.5 * 2.0 ** (23 - C.mantissa_bits)).to(tl.int32, bitcast=True) & ((1 << C.bits) - 1)
-    # times 2**(bias - 127) a value has the element's exponent field, and is a subnormal where it is one there
+    # a value times 2**(bias - 127) has the element's exponent field, and is subnormal if the element's value is
     rebias = power_of_two(tl.full([], C.bias, tl.int32))
     magnitude = (p * rebias).to(tl.int32, bitcast=True) >> (23 - C.mantissa_bits)
     return magnitude | (sign >> (32 - C.bits)) & (1 << (C.bits - 1))
@@ -193,7 +197,7 @@ def decode(codes, C: tl.constexpr):
         bits = (top >> (9 - C.bits + C.mantissa_bits)) & (_SIGN | ((1 << (C.bits - 1)) - 1) << (23 - C.mantissa_bits))
         # times 2**(127 - bias), as in `encode`
         value = bits.to(tl.float32, bitcast=True) * power_of_two(tl.full([], 254 - C.bias, tl.int32))
-        if C.special:  # beyond the largest number, as in fp32: Inf without a mantissa, else NaN
+        if C.special:  # codes beyond the largest number, as in fp32: Inf if the mantissa is 0, else NaN
             bits = value.to(tl.int32, bitcast=True)
             bits = tl.where(tl.abs(value) > C.max_normal, bits | _INF, bits)
             value = bits.to(tl.float32, bitcast=True)
@@ -202,7 +206,8 @@ def decode(codes, C: tl.constexpr):
 
 @triton.jit
 def random_at(seed, place):
-    """The numbers of `pt2mx.kernels.philox.random_bits` at the position `place` in the tensor, int32 in [0, 2**31)."""
+    """Return the numbers of `pt2mx.kernels.philox.random_bits` for the position `place` in the tensor, int32 in [0,
+    2**31)."""
     counter = place.to(tl.int64) >> 2
     zero = tl.zeros_like(counter).to(tl.uint32)
     w0, w1, w2, w3 = tl.philox(tl.load(seed), counter.to(tl.uint32), (counter >> 32).to(tl.uint32), zero, zero)
@@ -213,7 +218,7 @@ def random_at(seed, place):
 
 @triton.jit
 def rounded(part, scale, finite, seed, offsets, C: tl.constexpr):
-    """part: tile fp32 -> the same in units of the scale, and magnitudes of the element."""
+    """part: fp32 tile -> the same in units of the scale, and the rounded magnitudes."""
     random = None
     if C.random:
         random = random_at(seed, offsets)
@@ -223,7 +228,7 @@ def rounded(part, scale, finite, seed, offsets, C: tl.constexpr):
 
 @triton.jit
 def fake_quantized(blocks, seed, offsets, C: tl.constexpr):
-    """blocks: tile fp32 -> the same quantized and dequantized; `seed`, `offsets`: of a random rounding."""
+    """blocks: fp32 tile -> the same quantized and dequantized; `seed`, `offsets`: for stochastic rounding."""
     scale, finite = scale_of((blocks,), C)
     v, p = rounded(blocks, scale, finite, seed, offsets, C)
     return with_sign(p, v, C) * factor(scale, finite, C)
@@ -236,8 +241,8 @@ def fake_quantized(blocks, seed, offsets, C: tl.constexpr):
 def rotated(values, SIZE: tl.constexpr):
     """Values of any shape in fp32, whole blocks of SIZE -> the same rotated.
 
-    Each stage adds and subtracts neighbours, and puts the differences behind the sums: after the last one every value
-    is back at its index.
+    Each stage adds and subtracts neighbours, and stores the differences after the sums: after the last stage every
+    value is back at its index.
     """
     BLOCKS: tl.constexpr = values.numel // SIZE
     index = tl.arange(0, SIZE)

@@ -1,10 +1,10 @@
 """The Triton kernel of attention over values that bfloat16 represents, in float32 or in bfloat16.
 
-A program keeps BLOCK_M queries and goes over all keys, BLOCK_N at a time, with the online softmax of flash attention
-(Dao et al., 2022): m_i is the largest score so far, l_i the sum of the weights, acc that of the weighted values. A
-weight p in float32 is the sum of three bfloat16, so that its products with the values are exact on the tensor cores
-too; for results in bfloat16 it is rounded to one, as torch's are. The kernel may quantize its results before it stores
-them: a row has whole blocks.
+A program keeps BLOCK_M queries and loops over all keys, BLOCK_N at a time, with the online softmax of flash attention
+(Dao et al., 2022). m_i is the largest score so far, l_i the sum of softmax weights, acc the sum of weighted values. For
+float32 results, a softmax weight p is split into a sum of three bfloat16 numbers, so that its products with the values
+are exact on the tensor cores. For bfloat16 results, p is rounded to bfloat16, as in torch. The kernel may quantize its
+results before it stores them; each row then has whole blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pt2mx.kernels.gpu.blocks import fake_quantized
 
 
 class Strided(NamedTuple):
-    """A tensor (batch, heads, rows, columns) and its strides; that of the columns is 1, but of a mask."""
+    """A tensor (batch, heads, rows, columns) and its strides; the column stride is 1, except for a mask."""
 
     pointer: Any
     batch: int
@@ -61,7 +61,7 @@ def dense_attention_kernel(q, k, v, mask, out, sm_scale, sizes, S: tl.constexpr,
     mask_ptrs = mask.pointer + batch * mask.batch + head * mask.head
     if S.MASK_ROWS:
         mask_ptrs += offs_m.to(tl.int64)[:, None] * mask.row
-    # powers of two take an instruction less than those of e; the least numbers of a mask that is added allow none
+    # 2**x takes one instruction less than e**x. An additive mask does not allow this: its lowest values would overflow
     if S.MASK != "added":
         sm_scale *= 1.4426950408889634
     m_i = tl.full([S.BLOCK_M], float("-inf"), tl.float32)

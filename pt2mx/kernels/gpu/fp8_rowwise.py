@@ -1,7 +1,8 @@
-"""FP8 rows (`pt2mx.kernels.fp8_rowwise`) on an NVIDIA GPU: one pass over memory to make them, torch's product of them.
+"""FP8 rows (`pt2mx.kernels.fp8_rowwise`) on an NVIDIA GPU: one pass over memory makes them, torch's FP8 matmul
+multiplies them.
 
-The product is that of tensor cores with sums in float32 (`use_fast_accum=False`). A last kernel computes the rows that
-do not fit, and finds none in most calls; nothing waits for the device.
+The matmul adds its partial sums in float32 (`use_fast_accum=False`). A last kernel computes the rows that do not fit,
+usually none. Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Unfit:
 
     pdl: bool
     has_bias: bool
-    scanned: int = 4096  # rows that are looked at together
+    scanned: int = 4096  # rows that the kernel checks together
     rows: int = 16
     columns: int = 64
     depth: int = 64
@@ -61,7 +62,7 @@ def _empty_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def mm(
     codes: Tensor, scale: Tensor, rest: Tensor, weight_codes: Tensor, weight_scale: Tensor, bias: Tensor | None
 ) -> Tensor | None:
-    """K and N are multiples of 16. None unless rest and bias are in bfloat16."""
+    """K and N are multiples of 16. Return None unless rest and bias are in bfloat16."""
     if rest.dtype != torch.bfloat16:
         return None
     (n, k), m = weight_codes.shape, scale.numel()

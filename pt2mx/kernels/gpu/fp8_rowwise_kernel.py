@@ -19,13 +19,14 @@ from pt2mx.kernels.gpu.blocks import power_of_two, scale_of_amax
 
 _TWICE = tl.constexpr(0x00010001)
 _MINUS_ZEROS = tl.constexpr(0x80008000 - (1 << 32))
-#: what multiplies a value into a bfloat16 whose exponent field is that of E4M3
+#: the exponent of the factor that gives a bfloat16 the exponent field of E4M3
 _TO_E4M3 = tl.constexpr(7 - 127)
 
 
 @triton.jit
 def quantize_rows_kernel(x, norm, codes, scales, rest, k, rows, C: tl.constexpr, F: tl.constexpr):
-    """x: (rows, k) -> what `fp8_rowwise.quantize` gives of an activation of x, or where F.norm of the layer norm."""
+    """x: (rows, k) -> the results of `fp8_rowwise.quantize` for the activation of x, or for the layer norm if
+    F.norm."""
     row, column, at, mask = pair_offsets(k, rows, F)
     pairs = load_pairs(x, norm, at, mask, column, k, F)
     amax = amax_of_pairs(pairs, 2)
@@ -44,7 +45,7 @@ def quantize_rows_kernel(x, norm, codes, scales, rest, k, rows, C: tl.constexpr,
         words = (odd_bytes(m0, m1) & 0x7F7F7F7F) | (odd_bytes(v0, v1) & ~0x7F7F7F7F)
         word = tl.arange(0, F.blocks)[:, None] * 8 + tl.arange(0, 8)[None, :]
         offs = row[:, None, None].to(tl.int64) * (k // 4) + word[None, :, :]
-        # a thread has two neighbours; to store four at once it would exchange words with others
+        # a thread has two adjacent codes; to store four at once, threads would have to exchange words
         offs = tl.multiple_of(offs, [1, 1, 2])
         tl.store(codes.to(tl.pointer_type(tl.int32)) + offs, words, mask=mask)
     else:
@@ -60,10 +61,11 @@ def quantize_rows_kernel(x, norm, codes, scales, rest, k, rows, C: tl.constexpr,
 
 @triton.jit
 def unfit_rows_kernel(scales, rest, weight, weight_scales, bias, out, m, n, k, F: tl.constexpr):
-    """Multiply the rows of rest whose scale says that they did not fit: rest: (m, k) bfloat16, weight: (n, k)
-    codes, weight_scales, bias: (n,) -> out: (m, n). Each program has some columns, and nothing to do most times."""
+    """Multiply the rows of `rest` that did not fit, which their scale tells. rest: (m, k) bfloat16, weight: (n, k)
+    codes, weight_scales, bias: (n,) -> out: (m, n). Each program computes some columns, and usually has nothing to
+    do."""
     if F.pdl:
-        gdc_launch_dependents()  # there is nothing to do most times, and they wait for the end
+        gdc_launch_dependents()  # usually there is nothing to do, and dependents wait for this kernel's end anyway
         gdc_wait()
     least = tl.full([F.scanned], 1.0, tl.float32)
     for start in range(0, m, F.scanned):

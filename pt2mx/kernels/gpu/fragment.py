@@ -1,5 +1,5 @@
-"""What the kernels of weights in the MMA layout share, in Gluon: a thread loads its fragments of the weight and decodes
-them; programmatic dependent launch. `dequantize_kernel` does no more than that, for torch's matmul.
+"""Shared code of the kernels for weights in the MMA layout, in Gluon: a thread loads its fragments of the weight and
+decodes them; programmatic dependent launch. `dequantize_kernel` does only this, for torch's matmul.
 
 Their tensors are (warps_k, warps_n, 32, 4): warps along K, warps along N, threads of a warp, and a vector of 4 words of
 one thread. The codes go from device memory to registers and are decoded there (`mma_decode`).
@@ -27,7 +27,8 @@ def _int32s(count):
 
 @gluon.jit
 def lanes(C: gl.constexpr):
-    """Warp along K and along N, thread of the warp and word of its vector, each of four dimensions."""
+    """Return the indices of the warp along K, the warp along N, the thread and the word of its vector, each a
+    four-dimensional tensor."""
     layout: gl.constexpr = fragment_layout(C)
     in_k: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout)))
     in_n: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout)))
@@ -42,8 +43,8 @@ def lanes(C: gl.constexpr):
 
 @gluon.jit
 def fragment_pointers(codes, scale, part, n_tiles, k_steps, C: gl.constexpr):
-    """Pointers to a thread's first codes and scales of each tile of a part of the weight, which a program has; what is
-    beyond the last tile shows the last one."""
+    """Return pointers to a thread's first codes and scales in each tile of the program's part of the weight. Pointers
+    beyond the last tile point to the last one."""
     warp_k, warp_n, lane, word = lanes(C)
     words = ()
     scales = ()
@@ -57,7 +58,7 @@ def fragment_pointers(codes, scale, part, n_tiles, k_steps, C: gl.constexpr):
 
 @gluon.jit
 def load_fragments(pointers, step, C: gl.constexpr):
-    """Words and scales of a step of each tile."""
+    """Load the words and scales of one step of each tile."""
     first_words, first_scales = pointers
     words = ()
     scales = ()
@@ -73,7 +74,7 @@ def load_fragments(pointers, step, C: gl.constexpr):
 @gluon.jit
 def decode_fragment(words, scales, tile, C: gl.constexpr, in_place: gl.constexpr):
     """The result of `load_fragments` of a tile -> pairs of bfloat16: `k8_groups` int32 of rows g, and as many of rows
-    g + 8; `in_place`: the compiler must not move it up."""
+    g + 8; `in_place`: the compiler must not move the decoding up."""
     pairs = ()
     for half in gl.static_range(2):
         vectors = ()
@@ -131,14 +132,14 @@ def dequantize_kernel(codes, scale, out, n, k, k_steps, C: gl.constexpr):
 
 @gluon.jit
 def pdl_wait(C: gl.constexpr):
-    """From here on a kernel may read all that the kernels before it wrote, and overwrite what they read."""
+    """Wait for the kernels before this one: from here on, it may read what they wrote, and overwrite what they read."""
     if C.use_pdl:
         gdc_wait()
 
 
 @gluon.jit
 def pdl_launch_dependents(C: gl.constexpr):
-    """Once every program has come here, the next kernel may start and wait for the end of this one. Earlier, programs
-    of the next one would crowd on the few multiprocessors that have room left."""
+    """Let the next kernel start once every program gets here; it then waits for the end of this kernel. If it started
+    earlier, its programs would crowd onto the few multiprocessors that have room left."""
     if C.use_pdl:
         gdc_launch_dependents()

@@ -1,7 +1,7 @@
-"""Products of more rows of x than `gemv_kernel` is for, with weights in the MMA layout, on sm_90.
+"""Matmuls with weights in the MMA layout on sm_90, for more rows of x than `gemv_kernel` supports.
 
-x is first copied into the order of the threads. Where a program for each tile of the output would leave
-multiprocessors idle, several share the sums along K (split-K), and a last kernel adds the parts in one order.
+x is first copied into the order of the threads. If one program per tile of the output would leave multiprocessors idle,
+several programs divide the sums along K (split-K), and a last kernel adds the parts in a fixed order.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _SHARED_BYTES = 3 * 2**16  # of a multiprocessor's shared memory, for stages
 
 
 def gemm(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor, element: ElementFormat) -> None:
-    """x, codes, scale, bias: as of `linear.linear`; the product goes to out: (batch, n)."""
+    """x, codes, scale, bias: as of `linear.linear`; writes the result to out: (batch, n)."""
     (batch, n), (n_tiles, k_steps) = out.shape, codes.shape[:2]
     multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
     tile = tuning.gemm_tile(batch, n_tiles, element, multiprocessors)
     split_steps = triton.cdiv(triton.cdiv(k_steps, 2), tile.split_k) * 2
     split_k = triton.cdiv(k_steps, split_steps)
-    # of a weight that many rows of programs read, and that the L2 cache may not hold, all read the same part at a time
+    # if many rows of programs read a weight that may exceed the L2 cache, they all read the same part at a time
     m_first = element.bits == 8 and batch > 2 * tile.m_rows
     parts = out if split_k == 1 else torch.empty(split_k, batch, n, dtype=torch.float32, device=x.device)
     config = tuning.kernel_config(
@@ -57,14 +57,17 @@ def gemm(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, out: Tens
 
 
 def _load_steps(element: ElementFormat, m_rows: int) -> int:
-    """Those of two stages; where registers would not hold the words of so many, those of one."""
+    """Return the steps that are loaded together: those of two stages, or of one stage if the words of two do not fit in
+    registers."""
     return 1 if element.bits == 8 and m_rows == 256 else 2 * STAGE_K.value // FRAGMENTS[element.name].k_step
 
 
 def _shuffled(x: Tensor, rows: int, element: ElementFormat) -> Tensor:
-    """(batch, K) -> (rows, K'), K' in whole steps: of each step the pairs of values, one of each thread in turn.
+    """(batch, K) -> (rows, K'), K' in whole steps. The pairs of values of each step are interleaved: one pair of each
+    thread in turn.
 
-    Rows from `batch` on are not used; they are there because copies of parts beyond a tensor are slow."""
+    Rows from `batch` on are unused; they exist because copies that reach beyond a tensor are slow.
+    """
     (batch, k), k_step = x.shape, FRAGMENTS[element.name].k_step
     out = torch.empty(rows, triton.cdiv(k, k_step) * k_step, dtype=x.dtype, device=x.device)
     words, words_out = k // 2, out.shape[1] // 2

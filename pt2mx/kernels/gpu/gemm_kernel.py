@@ -1,7 +1,7 @@
 """The device code of matmuls with more rows of x: whole groups of four warps multiply on the tensor cores of sm_90.
 
 As in `gemv_kernel` the codes go from device memory to registers and are decoded there; x comes through a ring of stages
-in shared memory, its values along K in the order in which the threads have those of the weight. With a ring of four:
+in shared memory. Its values along K have the order in which the threads hold those of the weight. With a ring of four:
 
     stage    0       1       2       3       4       5
     copy     start   start   start   start                    before the loop: TMA copies fill the ring
@@ -10,8 +10,8 @@ in shared memory, its values along K in the order in which the threads have thos
     loop 2   wait 2, mma 2; mma 1 is done: copy 5 starts
     ...
 
-Each turn decodes the operand of its stage while the tensor cores work on the stage before, and loads the codes of the
-next stages.
+Each iteration decodes the operand of its stage while the tensor cores work on the previous stage, and loads the codes
+of the next stages.
 """
 
 from __future__ import annotations
@@ -62,15 +62,16 @@ def gemm_kernel(x, codes, scale, bias, out, batch, n, n_tiles, k_steps, split_st
     words, scales = _load(pointers, first, k_steps - 1, C)
     acc = gl.full([C.warps_n * 16, C.m_rows], 0.0, gl.float32, _sums_layout(C))
     prev_a = gl.full([C.warps_n * 16, STAGE_K], 0.0, gl.bfloat16, gl.DotOperandLayout(0, _sums_layout(C), 2))
-    # The tensor cores read `prev_a` until the wait: what is decoded meanwhile needs registers of its own, which it gets
-    # where the wait names `prev_a` and each operand is decoded behind the wait for the last but one (`in_place`).
+    # The tensor cores read `prev_a` until the wait, so the operand that is decoded meanwhile needs other registers. It
+    # gets them because the wait names `prev_a`, and because each operand is decoded after the wait for the second-last
+    # one (`in_place`).
     for at in range(0, count, 2):
         for i in gl.static_range(2):
             if i % load_stages == 0:
                 step = first + (at + i) * 4 // C.k8_groups
                 next_words, next_scales = _load(pointers, step + C.load_steps, k_steps - 1, C)
                 _prefetch(pointers, step + 16 // C.k8_groups, k_steps - 1, C)  # four stages ahead
-            a = _operand_of_stage(words, scales, i % load_stages, C)  # while the tensor cores are at the stage before
+            a = _operand_of_stage(words, scales, i % load_stages, C)  # the tensor cores work on the last stage
             mbarrier.wait(ready.index((at + i) % C.stages), (at + i) // C.stages & 1)
             sums = warpgroup_mma(a, ring.index((at + i) % C.stages).permute((1, 0)), acc, is_async=True)
             acc, prev_a = warpgroup_mma_wait(1, [sums, prev_a])
@@ -100,7 +101,7 @@ def _copy_stage(x, ring, ready, at, do_load, first_k, first_m, C: gl.constexpr):
 
 @gluon.jit
 def _load(pointers, step, last, C: gl.constexpr):
-    """Words and scales of `load_steps` steps from `step` on."""
+    """Load the words and scales of `load_steps` steps from `step` on."""
     words = ()
     scales = ()
     for i in gl.static_range(gl.constexpr(C.load_steps)):
@@ -110,13 +111,13 @@ def _load(pointers, step, last, C: gl.constexpr):
     return words, scales
 
 
-#: the line of the first of a thread's four words; the result is of no use
+#: prefetches the cache line of the first of a thread's four words; the results are dummies
 _PREFETCH = gl.constexpr("prefetch.global.L2 [$4]; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;")
 
 
 @gluon.jit
 def _prefetch(pointers, step, last, C: gl.constexpr):
-    """Bring the words that `_load` will read there into the L2 cache."""
+    """Prefetch into the L2 cache the words that `_load` will read there."""
     words, _ = pointers
     for i in gl.static_range(gl.constexpr(C.load_steps)):
         for vector in gl.static_range(gl.constexpr(2 * C.vectors)):
@@ -126,7 +127,7 @@ def _prefetch(pointers, step, last, C: gl.constexpr):
 
 @gluon.jit
 def _operand_of_stage(words, scales, stage, C: gl.constexpr):
-    """A stage of what `_load` gave."""
+    """Decode one stage of the result of `_load`."""
     stages_of_step: gl.constexpr = C.k8_groups // 4
     pairs = decode_fragment(words, scales, stage // stages_of_step, C, True)
     return _operand(pairs, stage % stages_of_step * 4, C)
@@ -134,7 +135,7 @@ def _operand_of_stage(words, scales, stage, C: gl.constexpr):
 
 @gluon.jit
 def _operand(pairs, first, C: gl.constexpr):
-    """Pairs of `decode_fragment` from group `first` on -> (16 * warps_n, STAGE_K) bfloat16, where they are."""
+    """Pairs of `decode_fragment` from group `first` on -> (16 * warps_n, STAGE_K) bfloat16, in the same registers."""
     halves = ()
     for half in gl.static_range(2):
         groups = ()
@@ -182,8 +183,8 @@ def reduce_split_k_kernel(parts, bias, out, n, size, split_k, C: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["words", "words_out"])
 def shuffle_x_kernel(x, out, words, words_out, C: gl.constexpr):
-    """x: (batch, words) int32, pairs of values -> out: (batch, words_out), the pairs of each step, those of each of its
-    four threads, one of each thread in turn; zeros beyond x."""
+    """x: (batch, words) int32, pairs of values -> out: (batch, words_out), the pairs of each step, interleaved: one
+    pair of each of the four threads in turn; zeros beyond x."""
     in_thread: gl.constexpr = 4 * C.k8_groups
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
     row = gl.program_id(1).to(gl.int64)

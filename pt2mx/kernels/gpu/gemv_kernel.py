@@ -1,12 +1,12 @@
 """The device code of matmuls with a few rows of x, in Gluon: tensor cores multiply with 8 rows at a time.
 
-Their time is that of reading the packed weight: each code is read once, to registers, and decoded there (`fragment`).
+Reading the packed weight determines their time. Each code is read once, into registers, and decoded there (`fragment`).
 
-The kernel may rotate one row of x in blocks of 32 first. Of a block, which one thread of each four has as an operand of
-the tensor cores, the eight threads at that position have four values each: they rotate it together, with the sums of
-`pt2mx.kernels.hadamard` in their order. The operand's eight columns, one row of x each, are then parts of the one row:
-each thread puts its own values among zeros, and the sums of the columns, added, are the row's (`_SUM_COLUMNS`). Nothing
-has to be gathered.
+The kernel may rotate one row of x in blocks of 32 first. The eight threads that hold a block in the layout of the
+tensor cores' operand have four values each. They rotate the block together, with the sums of `pt2mx.kernels.hadamard`
+in the same order. The operand has eight columns, usually one row of x each. Here each column holds the values of one
+thread and zeros, so that the sum of all columns is the result for the one row (`_SUM_COLUMNS`). No values have to be
+exchanged between threads.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _MMA_CONSTRAINTS = gl.constexpr(",".join(["=&f"] * 4 + ["r"] * 12 + ["f"] * 4))
 def _rotate_ptx() -> str:
     """Return the PTX that rotates a block.
 
-    Operands: 16 words that come out, pairs of bfloat16; four equal registers of 64 bits, with four values of bfloat16.
+    Operands: 16 output words, pairs of bfloat16; four equal 64-bit registers, each with four bfloat16 values.
     """
     lines = [
         ".reg .b32 lane, w0, w1, sign, minus, g;", ".reg .f32 v<4>, u<4>, s;", ".reg .pred own;",
         "mov.u32 lane, %laneid;", "mov.b64 {w0, w1}, $16;",
-        # negated: the last of every four values, and all of the fourth and eighth thread
+        # negative: the last of every four values, and all values of the fourth and eighth thread
         "shl.b32 sign, lane, 29;", "shl.b32 minus, lane, 28;", "and.b32 sign, sign, minus;",
         "and.b32 sign, sign, 0x80000000;", "xor.b32 minus, sign, 0x80000000;",
     ]  # fmt: skip
@@ -53,7 +53,7 @@ def _rotate_ptx() -> str:
         for a, b in pairs:
             lines += [f"add.f32 u{a}, v{a}, v{b};", f"sub.f32 u{b}, v{a}, v{b};"]
         lines += [f"mov.f32 v{i}, u{i};" for i in range(4)]
-    for bit in (4, 8, 16):  # of the number of a thread
+    for bit in (4, 8, 16):  # bits of the thread's number
         lines += [f"and.b32 g, lane, {bit};", "setp.eq.u32 own, g, 0;", "selp.f32 s, 0f3F800000, 0fBF800000, own;"]
         for i in range(4):
             lines += [f"shfl.sync.bfly.b32 u{i}, v{i}, {bit}, 0x1f, 0xffffffff;", f"fma.rn.f32 v{i}, v{i}, s, u{i};"]
@@ -69,7 +69,7 @@ _ROTATE = gl.constexpr(_rotate_ptx())
 _ROTATE_CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 16 + ["l"] * 4))
 _ROTATE_RESULTS = gl.constexpr((gl.int32,) * 4)
 _BLOCK = gl.constexpr(ROTATED_BLOCK)
-#: the sums of a thread's two rows over all columns, each in both of its registers
+#: adds a thread's two rows over all columns, each sum in both of its registers
 _SUM_COLUMNS = gl.constexpr("""{
 .reg .f32 a, b, c, d;
 add.f32 a, $4, $5;
@@ -114,7 +114,8 @@ def gemv_kernel(x, codes, scale, bias, out, batch, n, k, n_tiles, k_steps, C: gl
 
 @gluon.jit
 def _x_pointers(x, batch, k, C: gl.constexpr):
-    """Pointers to a thread's first values of each tile of x, and their index along K; beyond the last row, the last."""
+    """Return pointers to a thread's first values in each tile of x, and their index along K. Pointers beyond the last
+    row point to the last row."""
     warp_k, warp_n, lane, word = lanes(C)
     words = x.to(gl.pointer_type(gl.int32))
     pairs = ()
@@ -126,7 +127,7 @@ def _x_pointers(x, batch, k, C: gl.constexpr):
 
 @gluon.jit
 def _row_pointers(x, C: gl.constexpr):
-    """Pointers to four values of a thread in its first block of the one row of x, and its position along K."""
+    """Return pointers to a thread's four values in its first block of the one row of x, and their position along K."""
     warp_k, warp_n, lane, _ = lanes(C)
     first = (warp_k * 4 + lane % 4 + warp_n * 0) * (8 * C.k8_groups)
     return (x.to(gl.pointer_type(gl.int64)) + (first // 4 + lane // 4),), first
@@ -134,7 +135,7 @@ def _row_pointers(x, C: gl.constexpr):
 
 @gluon.jit
 def _load(pointers, x_pointers, k, k_steps, start, C: gl.constexpr):
-    """Codes and scales from step `start` on, and the values of x that belong to them."""
+    """Load codes and scales from step `start` on, and the matching values of x."""
     first_pairs, first_k = x_pointers
     warp_k, _, _, _ = lanes(C)
     words = ()
@@ -165,7 +166,7 @@ def _load(pointers, x_pointers, k, k_steps, start, C: gl.constexpr):
 
 @gluon.jit
 def _multiply(acc, words, scales, pairs, C: gl.constexpr):
-    """Add the products of what `_load` gave to acc."""
+    """Multiply the operands that `_load` returned, and add the products to acc."""
     if C.rotates:
         pairs = _rotated(pairs, words, C)
     for step in gl.static_range(gl.constexpr(C.k_unroll)):
@@ -185,7 +186,8 @@ def _multiply(acc, words, scales, pairs, C: gl.constexpr):
 
 @gluon.jit
 def _rotated(values, words, C: gl.constexpr):
-    """Four values of each block, which the threads of a warp share, as operands: each column has those of a thread."""
+    """Rotate blocks, of which each thread has four values, and return them as operands: each column has the values of
+    one thread."""
     pairs = ()
     for i in gl.static_range(gl.constexpr(C.k_unroll * 8 * C.k8_groups // _BLOCK)):
         four = gl.broadcast(values[i], words[0])[0]
@@ -195,7 +197,7 @@ def _rotated(values, words, C: gl.constexpr):
 
 @gluon.jit
 def _store(acc, bias, out, batch, n, C: gl.constexpr):
-    """Add what the warps along K have and the bias, and store the sums of each tile."""
+    """Add the sums of the warps along K and the bias, and store the result of each tile."""
     of_rows: gl.constexpr = gl.SliceLayout(0, fragment_layout(C))
     lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, of_rows)))[None, :, None]
     warp_n = gl.arange(0, C.warps_n, gl.SliceLayout(1, gl.SliceLayout(2, of_rows)))[:, None, None]

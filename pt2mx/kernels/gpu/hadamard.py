@@ -11,7 +11,7 @@ from pt2mx.kernels.select import run_kernel
 
 __all__ = ["rotate"]
 
-#: values of a program and its warps, of few values and of many; the fastest on an H200
+#: values per program and warps, for small and for large tensors; the fastest on an H200
 _FEW, _MANY = (512, 4), (2048, 4)
 _MANY_VALUES = 1 << 20
 _LARGEST_BLOCK = 4096

@@ -1,7 +1,7 @@
 """The Triton kernels: each loads a tile (`tiles`), computes (`blocks`) and stores.
 
 Arguments: `n` and `inner` of the tensor, seen as (outer, n, inner); `size`, the bytes of data along the axis; `lines`,
-how many the tensor has; `seed`, () int64, of a random rounding.
+the number of lines of the tensor; `seed`, () int64, of stochastic rounding.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pt2mx.kernels.gpu.tiles import part_offsets, tile_lines, tile_offsets, word
 
 @triton.jit
 def fake_quantize_kernel(x, y, seed, n, inner, lines, C: tl.constexpr, ROTATION: tl.constexpr = 0):
-    """`ROTATION`: values of x that are rotated together first."""
+    """`ROTATION`: size of the blocks of x that are rotated first."""
     offsets, mask = tile_offsets(n, inner, lines, C.block, C.tile, 1, C)
     blocks = load_values(x, offsets, mask)
     if ROTATION:
@@ -127,13 +127,13 @@ def random_bits_kernel(seed, out, count, PLACES: tl.constexpr):
 
 @triton.jit
 def load_values(x, offsets, mask):
-    """Values of x in fp32, zeros where there are none."""
+    """Load values of x as fp32, zeros outside the mask."""
     return tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def load_pair(x, FROM: tl.constexpr, n, inner, lines, C: tl.constexpr):
-    """Pairs of the values FROM and FROM + 1 of every four of a block."""
+    """Load pairs: the values FROM and FROM + 1 of every four of a block."""
     offsets, mask = part_offsets(n, inner, lines, FROM, C)
     low = tl.load(x + offsets, mask=mask, other=0.0)
     offsets, mask = part_offsets(n, inner, lines, FROM + 1, C)
@@ -153,7 +153,7 @@ def pack(codes, C: tl.constexpr):
 
 @triton.jit
 def unpack(words, C: tl.constexpr):
-    """The inverse of `pack`, but for higher bits of the codes."""
+    """Invert `pack`; the bits above a code are undefined."""
     if C.word_codes == 1:
         codes = words
     else:

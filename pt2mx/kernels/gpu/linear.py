@@ -1,8 +1,8 @@
-"""Products with weights in the MMA layout (`mma_layout`) on an NVIDIA GPU.
+"""Matmuls with weights in the MMA layout (`mma_layout`) on an NVIDIA GPU.
 
-A few rows of x go through `gemv_kernel`, whose time is that of reading the packed weight, more through `gemm`; beyond,
-the weight is dequantized for torch's product (`tuning.kernel_of`). None waits for the device; all can be captured in a
-CUDA graph, and give the same bits in every run.
+`gemv_kernel` multiplies a few rows of x, `gemm` more rows; for even more, the weight is dequantized for torch's matmul
+(`tuning.kernel_of`). The kernels do not wait for the device, can be captured in a CUDA graph, and return the same bits
+in every run.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pt2mx.kernels.gpu.gemv_kernel import gemv_kernel
 from pt2mx.kernels.gpu.mma_layout import FRAGMENTS, ROWS
 from pt2mx.kernels.select import run_kernel
 
-#: tiles of the weight that are dequantized for one product: on an H200 one was faster than several of 4096 rows in
-#: nearly all sizes, and than several of 8192 in most
+#: tiles of the weight that are dequantized for one matmul: on an H200 one matmul was faster than several of 4096 rows
+#: for nearly all sizes, and than several of 8192 rows for most
 _TILES_OF_PART = 1024
 
 
@@ -30,7 +30,7 @@ def linear_mma_layout(
     x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, element: ElementFormat, n: int, rotation: int = 0
 ) -> Tensor:
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    if rows.data_ptr() % 16:  # as a part of a tensor may be: it is read 16 bytes at a time
+    if rows.data_ptr() % 16:  # a slice of a tensor may be misaligned; kernels read 16 bytes at a time
         rows = rows.clone()
     (batch, k), n_tiles = rows.shape, len(codes)
     rotates = tuning.rotates_in_gemv(batch, k, n_tiles, rotation)
@@ -57,7 +57,7 @@ def _gemv(
     (batch, k), (n_tiles, k_steps) = x.shape, codes.shape[:2]
     multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
     chosen = tuning.gemv_config(batch, k, n_tiles, element, multiprocessors)
-    # with more rows of x the programs of two kernels share out the multiprocessors badly
+    # with more rows of x, the programs of two kernels would share the multiprocessors badly
     use_pdl = chosen.m_tiles == 1 and torch.cuda.get_device_capability(x.device)[0] >= 9
     config = tuning.kernel_config(
         element,

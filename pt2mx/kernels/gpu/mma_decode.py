@@ -1,4 +1,5 @@
-"""The PTX that decodes a thread's fragment of a weight (`mma_layout`) to pairs of bfloat16, which tensor cores take.
+"""The PTX that decodes a thread's fragment of a weight (`mma_layout`) to pairs of bfloat16, the operands of tensor
+cores.
 
 FP4, FP6 and the 8-bit elements that no instruction converts: a mask and shifts for each pair, then one multiplication
 by the scale. Marlin (Frantar et al., 2024) does the like for INT4, after "Who Says Elephants Can't Run" (Kim et al.,
@@ -14,10 +15,10 @@ _FP16_TO_BF16 = ("mov.b32 {lo, hi}, r;", "cvt.f32.f16 x, lo;", "cvt.f32.f16 y, h
 
 
 def decode_ptx(element: ElementFormat) -> str:
-    """Return the PTX that decodes what a thread holds of a row.
+    """Return the PTX that decodes a thread's part of a row.
 
-    Operands: a register for each pair of values that comes out; the words of the fragment; each scale, as a pair of
-    bfloat16 times two to the `exponent_shift`, in four equal registers.
+    Operands: an output register for each pair of values; the words of the fragment; each scale times two to the
+    `exponent_shift`, as a pair of bfloat16, in four equal registers.
     """
     fragment = FRAGMENTS[element.name]
     outputs = fragment.values // 2
@@ -58,7 +59,8 @@ def _from_e5m2(words: list[str]) -> list[list[str]]:
 
 
 def _from_int8(words: list[str]) -> list[list[str]]:
-    """2 plus the code without its sign, minus 2, or 4 where it has one; the last bit of such a float is 2**-6."""
+    """Build the float 2 plus the code without its sign bit, whose last bit is 2**-6, then subtract 2, or 4 if the sign
+    bit is set."""
     return [
         [
             f"prmt.b32 h, {w}, 0, {bytes_};",
@@ -71,6 +73,6 @@ def _from_int8(words: list[str]) -> list[list[str]]:
     ]
 
 
-#: the elements of `mma_layout.CONVERTED` -> from the words of a thread, four codes each, to PTX that leaves each pair
-#: of values in r
+#: the elements of `mma_layout.CONVERTED` -> function from a thread's words, four codes each, to PTX that leaves each
+#: pair of values in r
 _FROM_BYTES = {"fp8_e4m3": _from_e4m3, "fp8_e5m2": _from_e5m2, "int8": _from_int8, "int8_full": _from_int8}

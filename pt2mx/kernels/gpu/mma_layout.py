@@ -1,13 +1,13 @@
-"""The order in which a GPU keeps the codes of a weight: the layout of its tensor cores' operands, bits included.
+"""The MMA layout of packed weights: codes, and the bits within words, in the order of the tensor cores' operands.
 
 A warp multiplies tiles of 16 rows. Of a tile, thread 4 * g + t of PTX's `mma.m16n8k16` (PTX ISA, "Matrix Fragments for
 mma.m16n8k16") holds rows g and g + 8. The order of the values along K is free as long as x has the same one, so each
 thread takes `Fragment.values` consecutive values. Each load of a warp reads 512 consecutive bytes. Marlin (Frantar et
 al., 2024) reorders INT4 weights in this way.
 
-Codes that the GPU converts by an instruction stay bytes. The bits of other codes are spread over words so that a mask,
-and for some a shift, gives a pair of bfloat16 of the same sign, exponent field and mantissa: the value times a power of
-two, subnormals included (`exponent_shift`). `_BITS` draws where each bit goes.
+Codes that the GPU converts by an instruction stay bytes. The bits of other codes are spread over words, so that a mask,
+and for some a shift, extracts a pair of bfloat16 with the same sign, exponent field and mantissa. Such a bfloat16 is
+the value times a power of two, subnormals included (`exponent_shift`). `_BITS` draws where each bit goes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Piece(NamedTuple):
 class Fragment(NamedTuple):
     """The part of a row that one thread holds at a time: `values` codes in `words` of 32 bits, with `scales` scales.
 
-    `pairs`: where the bits are spread, the pieces of each pair of values of a group; the low half is the first value.
+    `pairs`: if the bits are spread, the pieces of each pair of values of a group; the low half is the first value.
     """
 
     values: int
@@ -104,7 +104,7 @@ def _pairs(element: ElementFormat) -> tuple[tuple[Piece, ...], ...]:
 
 
 def _byte_bits(element: ElementFormat) -> list[str]:
-    """The drawing of an element of 8 bits: pair 0 in place, around it the bits of pair 1."""
+    """Return the drawing of an 8-bit element: pair 0 in place, and the bits of pair 1 around it."""
     m = element.mantissa_bits
     return ["s0", "s1", *["e1"] * m, *["e0"] * 7, *["m1"] * (7 - m)]
 
@@ -118,7 +118,7 @@ def exponent_shift(element: ElementFormat) -> int:
     return _BF16_BIAS - element.bias if FRAGMENTS[element.name].pairs else 0
 
 
-_ROWS_AT_A_TIME = 256 * ROWS  # the codes are integers of 8 bytes on the way
+_ROWS_AT_A_TIME = 256 * ROWS  # temporaries hold codes as integers of 8 bytes
 
 
 def to_mma_layout(
@@ -131,9 +131,9 @@ def to_mma_layout(
 
     Returns:
         (n_tiles, k_steps, 2, words / 4, 32, 16) and (n_tiles, k_steps, 2, scales, 32) uint8: the vectors of 16 bytes of
-        each thread, for rows g and g + 8, and its scales; the last tile and step are filled with zeros. None where the
-        product could not be exact: for another format, a NaN, an infinity, a block size that 32 does not divide, or
-        scales so large that a bfloat16 cannot hold their product with the power of two above.
+        each thread, for rows g and g + 8, and its scales; the last tile and step are filled with zeros. None if
+        products could be inexact: for another format, a NaN, an infinity, a block size that 32 does not divide, or a
+        scale so large that bfloat16 cannot represent it times two to the `exponent_shift`.
     """
     fragment = FRAGMENTS.get(element.name)
     if fragment is None or block_size % 32 or codes.dim() != 2 or not codes.numel():
@@ -171,7 +171,7 @@ def _rows_to_mma_layout(
 
 
 def from_mma_layout(codes: Tensor, scale: Tensor, element: ElementFormat, n: int, k: int) -> Tensor:
-    """Return the weight that `to_mma_layout` took, (n, k) bfloat16: the definition of what the kernels read."""
+    """Return the weight that `to_mma_layout` reordered, (n, k) bfloat16. It defines the layout for the kernels."""
     fragment, (n_tiles, k_steps) = FRAGMENTS[element.name], codes.shape[:2]
     words = codes.view(torch.int32).view(n_tiles, k_steps, 2, fragment.words // 4, 8, _K_THREADS, 4)
     words = words.permute(0, 2, 4, 1, 5, 3, 6).reshape(n_tiles * ROWS, -1)  # (N, K * bits / 32)

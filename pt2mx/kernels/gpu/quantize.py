@@ -1,7 +1,7 @@
 """The kernels on an NVIDIA GPU, in Triton: each one pass over memory. The device code is in `kernels`.
 
-They do not wait for the device and can be captured in a CUDA graph; they run on the tensor's device and the current
-stream. They return None for blocks of more than `_LARGEST_BLOCK` values, which no program could keep in its registers.
+They run on the tensor's device and the current stream, do not wait for the device, and can be captured in a CUDA graph.
+They return None for blocks of more than `_LARGEST_BLOCK` values, which do not fit in a program's registers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LARGEST_BLOCK = 4096
 
 
 class Tile(NamedTuple):
-    """The work of a program: values of its tile, warps, and, where inner is not 1, neighbours along inner a thread."""
+    """The work of a program: values of its tile, warps, and, if inner is not 1, neighbours along inner per thread."""
 
     values: int
     warps: int
@@ -42,9 +42,9 @@ _DEQUANTIZE = {False: Tile(1024, 1), True: Tile(8192, 2, 8)}
 _QUANTIZE = {False: Tile(2048, 1), True: Tile(4096, 1, 4)}
 _QUANTIZE_PACKED = {False: Tile(4096, 4), True: Tile(4096, 1, 4)}
 _QUANTIZE_BF16X2 = {False: Tile(2048, 1), True: Tile(4096, 1, 4)}
-#: of all where the scale is searched for or the rounding is random: much code for each value
+#: for all kernels if the scale is searched or the rounding is stochastic: much code for each value
 _LONG = {False: Tile(1024, 4), True: Tile(2048, 2)}
-#: values of a thread where a block needs more than the tile has
+#: values per thread if a block is longer than the tile
 _VALUES_PER_THREAD = 128
 
 
@@ -126,27 +126,28 @@ def random_bits(seed: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _holds(spec: MXSpec, length: int) -> bool:
-    """True if a program can hold a block."""
+    """Return whether a block fits in a program's registers."""
     return min(spec.block_size, length) <= _LARGEST_BLOCK
 
 
 def _packs(spec: MXSpec, length: int) -> bool:
-    """True if the kernels pack: codes that take a byte each, or fours of codes that take at least two whole bytes; and
-    no two blocks share a byte, so that each can be packed by itself."""
+    """Return whether the kernels can pack the codes. A code must take one byte, or four codes two or more whole bytes.
+    No two blocks may share a byte, so that each can be packed on its own."""
     codes, size = packing.group_of(spec.element.bits)
     fits = codes == 1 or (4 % codes == 0 and 4 // codes * size >= 2)
     return fits and (spec.block_size >= length or spec.block_size % codes == 0)
 
 
 def _streams(x: Tensor, spec: MXSpec) -> bool:
-    """True if lines are whole blocks of a power of two and follow each other, and so do their codes."""
+    """Return whether lines are whole blocks of a power of two, and contiguous, and so are their codes."""
     length = x.shape[spec.axis]
     block = min(spec.block_size, length)
     return _inner(x.shape, spec) == 1 and block >= 16 and block & (block - 1) == 0 and length % block == 0
 
 
 def _suits_bf16x2(x: Tensor, spec: MXSpec) -> bool:
-    """True if `bf16x2` takes x: its arithmetic, and fours of values that no block, word or end of the codes splits."""
+    """Return whether `bf16x2` supports x: its arithmetic, and that no end of a block, word or code group splits four
+    values."""
     element, mode, length = spec.element, SCALE_MODES[spec.scale_mode], x.shape[spec.axis]
     if x.dtype != torch.bfloat16 or spec.rounding != "even" or mode.searches:
         return False

@@ -1,10 +1,10 @@
-"""The view of a tensor that the GPU kernels have: tiles of blocks, their offsets in memory, compile-time values.
+"""How GPU kernels view a tensor: tiles of blocks, their offsets in memory, compile-time values.
 
 A tensor is seen as (outer, n, inner) with blocks along n. A line is one block of one column: line
 `(o * blocks + b) * inner + c` holds the values `(o, b * block + i, c)`, and has one scale, at that index. A program
-works on a tile of consecutive lines, which is (lines, block) where inner is 1, so that threads share a block, and else
-(lines / vector, block, vector), so that a thread has blocks of its own and neighbouring threads neighbouring columns.
-In the kernels' docstrings "lines" is the shape of a tile without its dimension 1, along which the blocks lie.
+works on a tile of consecutive lines. If inner is 1, the tile is (lines, block), and threads share a block. Otherwise it
+is (lines / vector, block, vector): each thread has its own blocks, and neighbouring threads have neighbouring columns.
+In the kernels' docstrings, "(lines)" is the shape of a tile without dimension 1, the one within blocks.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Constants:
     """The compile-time values of a spec: fields of `ElementFormat`, `ScaleMode` and `Rounding`, and of its tile.
 
     `word_codes` codes are packed into a word of `word_bytes` bytes. A tile has `lines` lines, each of `block` values
-    and a filling up to `tile`, a power of two. `strided`: inner is not 1. `whole`: no block is ragged. `aligned`: the
-    lines of a tile are of one row of blocks. `vector`: lines of a thread. `wide`: offsets need 64 bits.
+    padded to `tile`, a power of two. `strided`: inner is not 1. `whole`: no block is ragged. `aligned`: the lines of a
+    tile belong to one row of blocks. `vector`: lines per thread. `wide`: offsets need 64 bits.
     """
 
     bits: int
@@ -58,12 +58,13 @@ class Constants:
 
     @property
     def streams(self) -> bool:
-        """True if the codes of a tile are one stream of packed bytes, which starts and ends at a multiple of four."""
+        """Return whether the codes of a tile are one stream of packed bytes that starts and ends at a multiple of four
+        bytes."""
         return not self.strided and self.word_codes > 1 and self.whole and self.tile == self.block >= 16
 
     @property
     def max_pair(self) -> int:
-        """The largest magnitude as a pair of bfloat16 (`bf16x2`), as are the two that follow."""
+        """Return the largest magnitude as a pair of bfloat16 (`bf16x2`); the next two properties are pairs too."""
         return _pair_of_bfloat16(self.max_normal)
 
     @property
@@ -72,23 +73,24 @@ class Constants:
 
     @property
     def rounding_pair(self) -> int:
-        """The factor that moves the quanta of a binade to the last bits of a bfloat16."""
+        """Return the factor that moves the quanta of a binade to the last bits of a bfloat16."""
         return _pair_of_bfloat16(2.0 ** (7 - self.mantissa_bits))
 
     @property
     def first_code_pair(self) -> int:
-        """In each half what takes the biased exponent of the first binade off a code."""
+        """Return, in each half, the number that subtracts the biased exponent of the first binade from a code."""
         return (-(127 + self.emin << self.mantissa_bits) % (1 << self.bits - 1)) * 0x00010001
 
     @property
     def byte_mask(self) -> int:
-        """The bits of four codes, one a byte, as an int32."""
+        """Return the mask of four codes, one per byte, as an int32."""
         mask = 0x01010101 * ((1 << self.bits) - 1)
         return mask - (mask >> 31 << 32)
 
     @property
     def parts(self) -> int:
-        """Tiles into which a kernel that packs splits its values, so that codes of a word lie at the same index."""
+        """Return the number of tiles into which a packing kernel splits its values, so that the codes of a word have
+        the same index."""
         return self.word_codes if self.strided else 1
 
     @property
@@ -97,7 +99,7 @@ class Constants:
 
     @property
     def special(self) -> bool:
-        """True if some codes are Inf or NaN."""
+        """Return whether some codes are Inf or NaN."""
         return self.has_inf or self.has_nan
 
     @property
@@ -110,13 +112,14 @@ class Constants:
 
 
 def _pair_of_bfloat16(value: float) -> int:
-    """Bits of two bfloat16 of a value that bfloat16 has."""
+    """Return the bits of two bfloat16, each equal to `value`, which bfloat16 represents."""
     return (struct.unpack("<I", struct.pack("<f", value))[0] >> 16) * 0x00010001
 
 
 @triton.jit
 def tile_lines(C: tl.constexpr):
-    """Place of the tile's first line, () int32 or int64, and of its lines relative to that, (lines) int32."""
+    """Return the number of the tile's first line, () int32 or int64, and the numbers of its lines relative to that,
+    (lines) int32."""
     first = tl.program_id(0)
     if C.wide:
         first = first.to(tl.int64)
@@ -175,11 +178,11 @@ def tile_offsets(
 
 @triton.jit
 def part_offsets(n, inner, lines, PART: tl.constexpr, C: tl.constexpr):
-    """Offsets of every `parts`-th value of each block, from the one at PART on, and which of them exist."""
+    """Return the offsets of every `parts`-th value of each block, from value PART on, and which of them exist."""
     return tile_offsets(n, inner, lines, C.block, C.tile // C.parts, 1, C, PART, C.parts)
 
 
 @triton.jit
 def word_offsets(size, inner, lines, C: tl.constexpr):
-    """Offsets of the first byte of each word of a tile, and which of them exist; lines x words."""
+    """Return the offsets of the first byte of each word of a tile, and which of them exist; (lines, words)."""
     return tile_offsets(size // C.word_bytes, inner, lines, C.block_words, C.tile_words, C.word_bytes, C)

@@ -1,7 +1,7 @@
-"""The choice of a kernel for a weight in the MMA layout and its configuration: pure functions of sizes, measured on an
-NVIDIA H200.
+"""Choose a kernel for a weight in the MMA layout, and its configuration: pure functions of sizes, from measurements on
+an NVIDIA H200.
 
-`python -m tests.benchmarks.linear` measures what they choose.
+`python -m tests.benchmarks.linear` measures the chosen kernels.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _GEMV_BATCH_WITHOUT_GEMM = 32
 #: bits of an element -> the most rows of x that `gemm_kernel` multiplies
 _LARGEST_GEMM_BATCH = {4: 1536, 6: 1536, 8: 1024}
 
-#: (bits of an element, tiles of 8 rows of x, at most) -> tiles_per_warp, k_unroll, and the warps that a multiprocessor
-#: is to have
+#: (bits of an element, at most so many tiles of 8 rows of x) -> tiles_per_warp, k_unroll, and the target number of
+#: warps per multiprocessor
 _GEMV = {
     (4, 1): (1, 2, 12),
     (6, 1): (1, 1, 12),
@@ -52,19 +52,19 @@ _GEMV = {
     (8, 4): (2, 1, 6),
 }
 _GEMV_OF_MANY_TILES = (2, 1, 12)
-#: bits of an element -> the most values of a row and warp that are loaded up to 512 at a time, where 4 warps share a
-#: tile of rows
+#: bits of an element -> if 4 warps share a tile of rows, and a row has at most so many values per warp, up to 512
+#: values are loaded at a time
 _FEW_VALUES = {4: 512, 6: 1024, 8: 1024}
-_MOST_SPLITS = 8  # more cost what they win
-#: values along K, times tiles of 16 rows, of the largest weight whose `gemv_kernel` rotates x itself: 8192 x 2048 took
-#: 0.3 microseconds more, 2048 x 16384 1.8, and a launch takes 0.8
+_MOST_SPLITS = 8  # more splits cost as much as they gain
+#: largest weight, in values along K times tiles of 16 rows, for which `gemv_kernel` rotates x itself. That took 0.3
+#: microseconds more for 8192 x 2048 and 1.8 for 2048 x 16384; a separate launch takes 0.8
 _LARGEST_ROTATED_GEMV = 1 << 20
 #: values that `gemv_kernel` rotates together
 ROTATED_BLOCK = 32
 
 
 def kernel_of(batch: int, k: int, n_tiles: int, element: ElementFormat, multiprocessors: int, is_sm_90: bool) -> str:
-    """Return "gemv", "gemm" or "dequantize" (and torch's product) for `batch` rows of x."""
+    """Return "gemv", "gemm" or "dequantize" (then torch's matmul) for `batch` rows of x."""
     if not batch:
         return "dequantize"
     if not is_sm_90:
@@ -75,7 +75,8 @@ def kernel_of(batch: int, k: int, n_tiles: int, element: ElementFormat, multipro
 
 
 def _largest_gemv_batch(k: int, n_tiles: int, element: ElementFormat, multiprocessors: int) -> int:
-    """16 where rows are short, or the programs about as many as run at the same time."""
+    """Return 16 if rows are short, or about as many programs are needed as run at a time; else 8. It is 8 for 6-bit
+    elements."""
     programs = -(-n_tiles // _GEMV[element.bits, 2][0])
     suits = k <= 2048 or 1.5 * multiprocessors <= programs <= 3 * multiprocessors
     return 16 if element.bits != 6 and suits else 8
@@ -89,7 +90,7 @@ def gemv_config(batch: int, k: int, n_tiles: int, element: ElementFormat, multip
         tiles_per_warp, k_unroll, warps = _GEMV_OF_MANY_TILES
     programs, warps_k = -(-n_tiles // tiles_per_warp), 2
     while programs * warps_k < warps * multiprocessors and (warps_k < 4 or 1024 * 2 * warps_k <= k):
-        warps_k *= 2  # no further than to 1024 values of a row for a warp
+        warps_k *= 2  # stop at 1024 values of a row per warp
     k_step = FRAGMENTS[element.name].k_step
     steps_of_warp = max(1, -(-k // (k_step * warps_k)))
     if tiles_per_warp == 1 and warps_k == 4 and k_step * steps_of_warp <= _FEW_VALUES[element.bits]:
@@ -98,14 +99,14 @@ def gemv_config(batch: int, k: int, n_tiles: int, element: ElementFormat, multip
 
 
 def rotates_in_gemv(batch: int, k: int, n_tiles: int, rotation: int) -> bool:
-    """True if `gemv_kernel` rotates x by itself: each of its programs does it anew, and of more of them a launch for
-    the rotation alone takes less time."""
+    """Return whether `gemv_kernel` rotates x itself. Each of its programs repeats the rotation, so for many programs a
+    separate launch takes less time."""
     return rotation == ROTATED_BLOCK and batch == 1 and k * n_tiles <= _LARGEST_ROTATED_GEMV
 
 
 def gemm_tile(batch: int, n_tiles: int, element: ElementFormat, multiprocessors: int) -> GemmTile:
-    """Return the largest tile of `gemm_kernel` that leaves few multiprocessors idle; with 256 rows of x only elements
-    of 8 bits gain by 8 warps."""
+    """Return the largest tile of `gemm_kernel` that leaves few multiprocessors idle; with 256 rows of x, 8 warps are
+    faster only for 8-bit elements."""
 
     def programs(rows: int, warps: int) -> int:
         return -(-n_tiles // warps) * -(-batch // rows)

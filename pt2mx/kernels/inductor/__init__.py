@@ -1,1 +1,1 @@
-"""The primitives of the kernels, as Inductor generates them for each device."""
+"""The primitives of the reference in the form that Inductor compiles best, for each device."""

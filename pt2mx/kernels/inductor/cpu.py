@@ -1,8 +1,9 @@
 """The functions of `pt2mx.kernels.elements` for Inductor's C++, to the bit.
 
-In its vector code a view of floats as integers goes through memory, number by number: one view takes several times as
-long as all the arithmetic here. So values are rounded and decoded by exact float arithmetic, and only what a block
-shares is looked at as bits. On a GPU, where views are free and Triton fuses `a * b - c`, none of this holds.
+In Inductor's vectorized C++, a view of floats as integers goes through memory, one number at a time. One view takes
+several times as long as all the arithmetic here. So values are rounded and decoded by exact float arithmetic, and only
+values shared by a block are viewed as bits. A GPU needs none of this, because views are free there, and must not use
+it, because Triton fuses `a * b - c`.
 """
 
 import functools
@@ -20,20 +21,20 @@ from pt2mx.modes import ROUNDINGS
 
 scale_bytes = elements.scale_bytes
 
-#: operators that compute nothing and tell Inductor's lowering something
+#: operators that compute nothing: they are hints to Inductor's lowering
 for _name in ("realize", "realize_if_costly"):
     torch.library.define(f"pt2mx::{_name}", "(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.impl(f"pt2mx::{_name}", "CompositeExplicitAutograd", torch.clone)
     torch.library.register_fake(f"pt2mx::{_name}", torch.empty_like)
 
-#: Inductor's names of what takes longer than writing a value and reading it again
+#: Inductor's names of operations that take longer than writing a value and reading it back
 _COSTLY = {"erf", "exp", "log", "pow", "sigmoid", "tanh"}
 
 
 @lowering.register_lowering(torch.ops.pt2mx.realize, type_promotion_kind=None)
 def _realize(x: TensorBox) -> TensorBox:
-    """x in memory of its own, in the order of dimensions that suits its users; without it Inductor would substitute
-    what computes x into each of them."""
+    """Compute x into memory, in the dimension order that suits its users. Otherwise Inductor would inline the
+    computation of x into each user."""
     x = lowering.clone(x)
     x.realize()
     return x
@@ -41,7 +42,8 @@ def _realize(x: TensorBox) -> TensorBox:
 
 @lowering.register_lowering(torch.ops.pt2mx.realize_if_costly, type_promotion_kind=None)
 def _realize_if_costly(x: TensorBox) -> TensorBox:
-    """x, computed once where that is costly: a block's largest value and its quantization would each do it again."""
+    """Compute x into memory if that is costly: otherwise the block's amax and its quantization would each compute
+    it."""
     computed = x.data.data if isinstance(x.data, StorageBox) else None
     if isinstance(computed, Pointwise) and _COSTLY & computed.inner_fn_opcount().used_ops:
         x.realize()
@@ -49,12 +51,12 @@ def _realize_if_costly(x: TensorBox) -> TensorBox:
 
 
 def realize_if_costly(x: Tensor) -> Tensor:
-    """x, which both the scale of a block and its values need."""
+    """Return x, which both the scale of a block and its values need."""
     return torch.ops.pt2mx.realize_if_costly(x)
 
 
 def realize(shared: Tensor) -> Tensor:
-    """Return what the values of a block share, (..., blocks, 1, ...): to compute once a block, not for each value."""
+    """Return values shared by a block, (..., blocks, 1, ...), computed once per block, not for each value."""
     return torch.ops.pt2mx.realize(shared)
 
 
@@ -63,9 +65,9 @@ def times_scales(blocks: Tensor, scale: Tensor) -> Tensor:
 
 
 def from_blocks(blocks: Tensor, axis: int, length: int) -> Tensor:
-    """(..., blocks, block, ...) -> (..., length, ...), which may take the order in memory that its user asks for.
+    """(..., blocks, block, ...) -> (..., length, ...), in the memory order that its user asks for.
 
-    A mere view of blocks is written in the order of their dimensions, and copied for a convolution, which wants the
+    A plain view would be written in the order of the blocks' dimensions, and copied for a convolution, which needs
     channels last.
 
     Ragged blocks are written out, contiguous, before they are cut: Inductor's C++ loop splitting
@@ -109,8 +111,8 @@ def _binade(v: Tensor) -> Tensor:
 
 
 def decode(codes: Tensor, element: ElementFormat) -> Tensor:
-    """codes: int32 in [0, 2**bits) -> their values in fp32. Those of several a byte come one by one, as no vector reads
-    their bytes: a table takes less time than arithmetic there."""
+    """codes: int32 in [0, 2**bits) -> their values in fp32. Codes that share bytes are decoded one by one, because no
+    vector instruction reads their bytes; there a table is faster than arithmetic."""
     if element.bits < 8:
         return torch.tensor(_table(element), device=codes.device)[codes]
     return elements.decode(codes, element, _finite_magnitude)
@@ -125,10 +127,10 @@ def _table(element: ElementFormat) -> list[float]:
 def _finite_magnitude(magnitude: Tensor, element: ElementFormat) -> Tensor:
     """magnitude: int32, codes without their sign -> values in fp32, as if there were no Inf and NaN.
 
-    A power of two is a shifted integer, of at most 30 bits; what is left of the exponent comes in factors.
+    A power of two is a shifted integer of at most 30 bits; further factors supply the rest of the exponent.
     """
     m = element.mantissa_bits
-    binade = ((magnitude >> m) - 1).clamp(min=0)  # the first one is that of the subnormals too
+    binade = ((magnitude >> m) - 1).clamp(min=0)  # subnormals share the first binade
     quanta, reach, last = magnitude - (binade << m), 30 - m, element.emax - element.emin + 1
     value = (quanta << binade.clamp(max=reach)).to(torch.float32) * 2.0 ** (element.emin - m)
     for shifted in range(reach, last, 30):

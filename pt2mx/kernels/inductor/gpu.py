@@ -1,7 +1,7 @@
 """The functions of `pt2mx.kernels.elements` for Inductor's Triton, to the bit: most are the definition.
 
-Scales are read and written without sums of bytes: ptxas (12.8, 13.0) computes two of those in an instruction, and was
-seen to add 0 instead of -127 to a pair, so that a block of every row came out wrong.
+Scales are read and written without adding bytes. ptxas (12.8, 13.0) computes two such sums in one instruction, and
+sometimes added 0 instead of -127 to a pair, so that one block of every row was wrong.
 """
 
 import torch
@@ -26,8 +26,8 @@ __all__ = [
 _TWO_TO_MINUS_127 = 0x400000  # bits in fp32
 _NAN = 0x7FC00000
 
-#: computes nothing: the blocks as values, contiguous; the lowering puts channels last where convolutions of the graph
-#: want that
+#: joins blocks to contiguous values, without computing anything; its lowering puts channels last if the graph's
+#: convolutions need that
 torch.library.define("pt2mx::join_blocks", "(Tensor blocks, int axis) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 
@@ -39,10 +39,10 @@ def _join_blocks(blocks: Tensor, axis: int) -> Tensor:
 
 @lowering.register_lowering(torch.ops.pt2mx.join_blocks, type_promotion_kind=None)
 def _lower_join_blocks(blocks: TensorBox, axis: int) -> TensorBox:
-    """The values are written by the kernel that quantizes the blocks, which it does not where it has to guess their
-    order in memory: another kernel copies them into the order that their user asks for."""
+    """Fix the memory order, so that the quantizing kernel writes the values directly. Otherwise Inductor guesses the
+    order, and another kernel copies the values into the order that their user asks for."""
     order = list(range(len(blocks.get_size()) - 1))  # from the outermost in memory to the innermost
-    if len(order) == 4 and axis == 1 and V.graph.layout_opt:  # convolutions of this graph want the channels last
+    if len(order) == 4 and axis == 1 and V.graph.layout_opt:  # convolutions of this graph need channels last
         order = [0, 2, 3, 1]
     values = lowering.clone(lowering.permute(blocks, _of_blocks(order, axis)))
     values.realize()
@@ -53,13 +53,13 @@ def _lower_join_blocks(blocks: TensorBox, axis: int) -> TensorBox:
 
 
 def times_scales(blocks: Tensor, scale: Tensor) -> Tensor:
-    """In one step, by a factor whose bits are those of the scale: a GPU does not flush 2**-127 to zero."""
+    """Multiply in one step, by a factor built from the scale's bits: a GPU does not flush 2**-127 to zero."""
     factor = torch.where(scale == 0, _TWO_TO_MINUS_127, scale << 23)
     return blocks * torch.where(scale == NAN_SCALE, _NAN, factor).view(torch.float32)
 
 
 def scale_bytes(exponent: Tensor, finite: Tensor) -> Tensor:
-    """The sum is one of floats."""
+    """Return the scale bytes; the sum is one of floats, not of bytes."""
     biased = exponent.to(torch.float32) + float(BIAS)
     return torch.where(finite, biased, float(NAN_SCALE)).to(torch.uint8)
 
@@ -67,8 +67,8 @@ def scale_bytes(exponent: Tensor, finite: Tensor) -> Tensor:
 def from_blocks(blocks: Tensor, axis: int, length: int) -> Tensor:
     """(..., blocks, block, ...) -> (..., length, ...), contiguous but for what is cut off.
 
-    In memory of its own: the heads of an attention are then views of it, and would else each be a copy. Ragged
-    blocks of the last dimension are cut where they are read: from memory, that would take another kernel.
+    The result gets its own memory, so that the heads of an attention are views of it instead of copies. Ragged blocks
+    of the last dimension are trimmed where they are read, because trimming in memory would take another kernel.
     """
     values = blocks.flatten(axis, axis + 1)
     if axis == values.dim() - 1 and not has_length(values, axis, length):
@@ -77,5 +77,6 @@ def from_blocks(blocks: Tensor, axis: int, length: int) -> Tensor:
 
 
 def _of_blocks(order: list[int], axis: int) -> list[int]:
-    """`order` of the dimensions of the values -> that of the blocks, each after the number of its block."""
+    """Order of the values' dimensions -> order of the blocks' dimensions, the position in a block after the block's
+    number."""
     return [d + (d > axis) + more for d in order for more in ((0, 1) if d == axis else (0,))]
