@@ -12,9 +12,16 @@ from tests.operators import Operators, outputs_of_a_package, through_all_operato
 pytestmark = pytest.mark.usefixtures("compiler")
 
 
+#: one format of each width and of each kind of special values is compiled by default
+_SLOW = {"fp8_e4m3", "fp6_e2m3"}
+
+
 @pytest.mark.parametrize(
     ("name", "dynamic"),
-    [*((name, False) for name in FORMATS), pytest.param("fp6_e2m3", True, marks=pytest.mark.slow)],
+    [
+        *(pytest.param(name, False, marks=[pytest.mark.slow] * (name in _SLOW)) for name in FORMATS),
+        pytest.param("fp6_e2m3", True, marks=pytest.mark.slow),
+    ],
 )
 def test_equals_eager(name, dynamic):
     compiled = torch.compile(through_all_operators, fullgraph=True, dynamic=dynamic)
@@ -56,16 +63,18 @@ def test_ragged_last_blocks_are_written_whole(shape, axis):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "scale_mode"),
-    [*((torch.float32, mode) for mode in SCALE_MODES), (torch.bfloat16, "floor"), (torch.float16, "floor")],
+    ("dtype", "scale_modes"),
+    [(torch.float32, tuple(SCALE_MODES)), (torch.bfloat16, ("floor",)), (torch.float16, ("floor",))],
 )
-def test_every_exponent_and_special_value(dtype, scale_mode):
+def test_every_exponent_and_special_value(dtype, scale_modes):
     """Every 16-bit pattern, in blocks of one: Inf, NaN, subnormals, signed zeros."""
     kind = dtype if dtype != torch.float32 else torch.bfloat16
     x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(kind).to(dtype).unsqueeze(1)
 
     def run(x):
-        return fake_quantize_mx(x, "fp8_e5m2", 1, scale_mode=scale_mode), *quantize_mx(x, "int8", 1)
+        return *(fake_quantize_mx(x, "fp8_e5m2", 1, scale_mode=mode) for mode in scale_modes), *quantize_mx(
+            x, "int8", 1
+        )
 
     for got, want in zip(torch.compile(run, fullgraph=True)(x), run(x), strict=True):
         assert same(got, want)
@@ -97,12 +106,11 @@ def test_every_rounding_of_every_bf16_pattern(scale_mode, roundings):
 def test_every_code_and_scale():
     data = torch.arange(256, dtype=torch.uint8).expand(256, -1).contiguous()
     scale = torch.arange(256, dtype=torch.uint8).unsqueeze(1)
-    for name in ("fp8_e4m3", "fp8_e5m2", "int8"):
 
-        def run(data, scale, name=name):
-            return dequantize_mx(data, scale, name, 256)
+    def run(data, scale):
+        return [dequantize_mx(data, scale, name, 256) for name in ("fp8_e4m3", "fp8_e5m2", "int8")]
 
-        got, want = torch.compile(run, fullgraph=True)(data, scale), run(data, scale)
+    for got, want in zip(torch.compile(run, fullgraph=True)(data, scale), run(data, scale), strict=True):
         assert same(got, want)
 
 

@@ -28,9 +28,9 @@ print(torch.ops.pt2mx.linear_mx.default in lowering.lowerings, torch.ops.pt2mx.d
     ("modules", "lowers"),
     [
         (["pt2mx"], False),
-        (["pt2mx", "torch._inductor.kernel.mm"], True),
-        (["torch._inductor.decomposition", "pt2mx"], False),
-        (["torch._inductor.lowering", "pt2mx"], True),
+        pytest.param(["pt2mx", "torch._inductor.kernel.mm"], True, marks=pytest.mark.slow),
+        pytest.param(["torch._inductor.decomposition", "pt2mx"], False, marks=pytest.mark.slow),
+        pytest.param(["torch._inductor.lowering", "pt2mx"], True, marks=pytest.mark.slow),
         (["torch._inductor.ir", "pt2mx", "torch._inductor.fx_passes.joint_graph"], True),
     ],
 )
@@ -57,6 +57,7 @@ print(len(sources) > 0, any("pt2mx" in source for source in sources))
     assert torch.equal(package(x), Quantized()(x))
 
 
+@pytest.mark.slow  # the blocks of README.md compile in fresh processes, too
 def test_a_compiled_first_call(run_python):
     code = """
 import torch, pt2mx
