@@ -104,7 +104,7 @@ class _RenamedModules(MetaPathFinder, Loader):
 
 
 def _attach(module_name: str, renamed: Mapping[str, str]) -> None:
-    """Let a module answer for the old names in it."""
+    """Give a module a `__getattr__` that resolves its old names."""
     module = sys.modules[module_name]
     other = vars(module).get("__getattr__")
 

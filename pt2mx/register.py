@@ -1,4 +1,4 @@
-"""What `import pt2mx` registers in the process: operators, Inductor's lowerings, safe globals, cache keys.
+"""Register operators, Inductor's lowerings, safe globals and cache keys in the process when `pt2mx` is imported.
 
 Nothing else in pt2mx changes the process, except that the command `pt2mx` handles Ctrl-C
 (`pt2mx.sigint`).

@@ -1,4 +1,4 @@
-"""Where a node comes from: its source node, which it was in the first export, and the modules around it."""
+"""Find the source node of a node, which it was in the first export, and the modules around it."""
 
 from __future__ import annotations
 

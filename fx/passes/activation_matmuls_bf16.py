@@ -47,7 +47,7 @@ def use_bf16_activation_matmuls(model: GraphModule) -> None:
         call = rewrite(node) if rewrite else None
         if call is None:
             continue
-        operator, operands, rest = call
+        operator, operands, options = call
         if not all(_holds_bfloat16(operand, written) for operand in operands):
             continue
         if operator is attention_bfloat16 and not takes_any_order(node, writes):
@@ -56,7 +56,7 @@ def use_bf16_activation_matmuls(model: GraphModule) -> None:
             dtype = dtype_of(node)
             if value_of(node).is_cuda and dtype == torch.float32:  # on a GPU the quantizing kernel can write bfloat16
                 operands = tuple(_cast(operand) for operand in operands)
-            matmul = model.graph.call_function(operator, (*operands, *rest, dtype))
+            matmul = model.graph.call_function(operator, (*operands, *options, dtype))
         matmul.meta.update({key: value for key, value in node.meta.items() if key != "val"})
         set_value(matmul)
         node.replace_all_uses_with(matmul)
@@ -86,15 +86,15 @@ def _matmul(node: Node) -> _Call | None:
 
 
 def _attention(node: Node) -> _Call | None:
-    given = named_args(node)
-    operands = given["query"], given["key"], given["value"]
-    mask, dtype = given["attn_mask"], dtype_of(node)
-    if given["dropout_p"] or dtype not in _OF_ATTENTION or any(dtype_of(n) != dtype for n in operands):
+    args = named_args(node)
+    operands = args["query"], args["key"], args["value"]
+    mask, dtype = args["attn_mask"], dtype_of(node)
+    if args["dropout_p"] or dtype not in _OF_ATTENTION or any(dtype_of(n) != dtype for n in operands):
         return None
     (*of_query, width), (*of_key, _), (*of_value, _) = ((shape_of(n) or (0,)) for n in operands)
     if len(of_query) != 3 or of_key != of_value or of_query[0] != of_key[0]:
         return None
-    if mask is not None and (given["is_causal"] or dtype_of(mask) not in (torch.bool, dtype)):
+    if mask is not None and (args["is_causal"] or dtype_of(mask) not in (torch.bool, dtype)):
         return None
     (_, _, queries), (_, _, keys) = of_query, of_key
     if isinstance(queries, int) and queries < bf16_matmul.LEAST_ROWS:
@@ -105,8 +105,8 @@ def _attention(node: Node) -> _Call | None:
     heads, key_heads = of_query[1], of_key[1]
     if not (isinstance(heads, int) and isinstance(key_heads, int) and key_heads and heads % key_heads == 0):
         return None
-    rest = mask, given["is_causal"], given["scale"]
-    return (attention_bfloat16, operands, rest) if _is_supported(node, (*of_query, of_key[2], width)) else None
+    options = mask, args["is_causal"], args["scale"]
+    return (attention_bfloat16, operands, options) if _is_supported(node, (*of_query, of_key[2], width)) else None
 
 
 _REWRITES: dict[object, Callable[[Node], _Call | None]] = {

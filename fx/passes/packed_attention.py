@@ -28,26 +28,26 @@ def use_packed_attention(model: GraphModule) -> None:
     for node, pair in pairs:
         if writes and any(writes.between(one, node, (one, *Dequantize.expect(one).args[:2])) for one in pair):
             continue
-        given, (key, value) = named_args(node), map(Dequantize.expect, pair)
+        args, (key, value) = named_args(node), map(Dequantize.expect, pair)
         width = value_of(pair[1]).shape[3]
         packed = key.codes, key.scale, value.codes, value.scale, key.element, key.block_size, width
         with model.graph.inserting_before(node):
-            args = (given["query"], *packed, given["attn_mask"], given["scale"])
-            attention = model.graph.call_function(attention_mx, args)
+            operands = (args["query"], *packed, args["attn_mask"], args["scale"])
+            attention = model.graph.call_function(attention_mx, operands)
         attention.meta.update(node.meta)
         node.replace_all_uses_with(attention)
         model.graph.erase_node(node)  # torch.fx keeps attention as impure, because it may have dropout
-        for one in dict.fromkeys((given["key"], given["value"])):
+        for one in dict.fromkeys((args["key"], args["value"])):
             erase_unused(one)
 
 
 def _pair(node: Node) -> tuple[Node, Node] | None:
     """Return the nodes that dequantize the keys and values of an attention; None if `attention_mx` does not support
     them."""
-    given = named_args(node)
-    query, mask = given["query"], given["attn_mask"]
-    pair = _behind_aliases(given["key"]), _behind_aliases(given["value"])
-    if not all(map(Dequantize.of, pair)) or given["is_causal"] or given["dropout_p"]:
+    args = named_args(node)
+    query, mask = args["query"], args["attn_mask"]
+    pair = _behind_aliases(args["key"]), _behind_aliases(args["value"])
+    if not all(map(Dequantize.of, pair)) or args["is_causal"] or args["dropout_p"]:
         return None
     key, value = map(Dequantize.expect, pair)
     if {len(shape_of(one) or ()) for one in (query, *pair, *(() if mask is None else (mask,)))} != {4}:

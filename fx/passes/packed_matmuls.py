@@ -110,10 +110,10 @@ def argument(node: Node, position: int | None) -> Any:
 def _is_plain(node: Node, matmul: Matmul) -> bool:
     """Return whether all arguments that the packed operator lacks have their default values."""
     make_positional(node)
-    own = (matmul.x, matmul.weight, matmul.third)
-    others = [a for i, a in enumerate(operator_of(node)._schema.arguments) if i not in own]
-    given = named_args(node)
-    return all(given[a.name] == a.default_value for a in others)
+    taken = (matmul.x, matmul.weight, matmul.third)
+    others = [a for i, a in enumerate(operator_of(node)._schema.arguments) if i not in taken]
+    args = named_args(node)
+    return all(args[a.name] == a.default_value for a in others)
 
 
 def _weight(node: Node) -> Weight | None:

@@ -181,7 +181,7 @@ def values_of(reference: GraphModule, batch: Any) -> tuple[dict[str, list[Any]],
 
 @contextmanager
 def _quantizing(form: GraphModule) -> Iterator[None]:
-    """Let a prepared model fake quantize, without observing, within the block."""
+    """Turn fake quantization of a prepared model on and its observers off, within the block."""
     observers = [module for module in form.modules() if isinstance(module, MXObserver)]
     before = [(one.observer_enabled, one.fake_quant_enabled) for one in observers]
     try:

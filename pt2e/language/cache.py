@@ -122,7 +122,7 @@ def cache_within(keys: list[Tensor], values: list[Tensor], start: Tensor) -> Any
 def equal_dims(inputs: dict[str, Any]) -> list[list[tuple[Any, int]]]:
     """Return groups of dimensions of a program's inputs that are equal: the batch, the length, the slots.
 
-    Without them a trace takes products of these sizes to differ."""
+    Without these groups a trace assumes that products of these sizes differ."""
     stored = pytree.tree_leaves((inputs["keys"], inputs["values"]))
     tokens, positions, mask = (inputs[name] for name in ("input_ids", "position_ids", "attention_mask"))
     batch = [(tensor, 0) for tensor in (tokens, positions, mask, *stored)]

@@ -1,4 +1,4 @@
-"""Classify the dimensions of a product of two tensors: batch, row, column, or reduced.
+"""Classify the dimensions of a matmul of two tensors: batch, row, column, or reduced.
 
 The dimensions of both factors get labels, as in an einsum. A label of the input alone is a row, one of the weight alone
 a column of the result. A label of both is reduced, or it numbers independent matmuls (groups).

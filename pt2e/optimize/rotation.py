@@ -35,7 +35,7 @@ _SMALLEST = 4
 
 @torch.no_grad()
 def rotate_matmuls(model: GraphModule, targets: list[WeightTarget], inputs: InputObservers, options: Rotation) -> None:
-    """Rotate weights that only linear layers and matrix products use, and their inputs.
+    """Rotate weights that only linear layers and matmuls use, and their inputs.
 
     Changes `model`, and replaces the observers of the rotated inputs.
     """

@@ -42,7 +42,7 @@ _Pair = tuple[WeightTarget, Matmul]
 def smooth_matmuls(
     model: GraphModule, targets: list[WeightTarget], inputs: InputObservers, options: Smoothing
 ) -> dict[Node, str]:
-    """Smooth the matmuls of weights that only linear layers and matrix products use.
+    """Smooth the weights that only linear layers and matmuls use.
 
     Changes `model`, and replaces the observers of smoothed inputs. Returns for each matmul the parameters into which
     the input's factor was folded, or "div".

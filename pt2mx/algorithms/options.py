@@ -79,8 +79,8 @@ class ScaleSearch(Algorithm):
     """Scales of blocks of least squared error, for the weights that GPTQ does not round.
 
     Args:
-        by_inputs: True weights the error of each column by the mean square of its input: the error of the product,
-            where columns of the input are independent.
+        by_inputs: True weights the error of each column by the mean square of its input. This is the error of the
+            matmul if the columns of the input are independent.
 
     Raises:
         MXError: for an option out of its range.

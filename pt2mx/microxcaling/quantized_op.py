@@ -22,7 +22,7 @@ from pt2mx.microxcaling.specs import MxSpecs, apply_mx_specs, get_backwards_mx_s
 
 @dataclass(frozen=True)
 class Role:
-    """How one operand of one matmul is quantized: keys of the specs, and the dimension of its blocks.
+    """The quantization of one operand of one matmul: keys of the specs, and the dimension of its blocks.
 
     Without a key for the rounding, it is "nearest".
     """

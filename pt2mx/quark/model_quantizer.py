@@ -22,11 +22,11 @@ _FLOW = "pt2mx.pt2e.onnx.quark_models"
 
 
 class ModelQuantizer:
-    """Quark's `ModelQuantizer`: float ONNX models become quantized ones, file to file or in memory (extra `onnx`).
+    """Quantize float ONNX models, file to file or in memory (extra `onnx`), with the interface of Quark's class.
 
-    The nodes of activations are Quark's, with bodies of standard operators, so that stock onnxruntime runs the file.
-    Weights are stored packed. As `pt2mx.quantize_onnx` does, it quantizes the operands of products, convolutions,
-    recurrent layers and embeddings; Quark also quantizes biases and what lies between them.
+    Activations are quantized by Quark's nodes, with bodies of standard operators, so that stock onnxruntime runs the
+    file. Weights are stored packed. Like `pt2mx.quantize_onnx`, it quantizes the operands of matmuls, convolutions,
+    recurrent layers and embeddings; Quark also quantizes biases and the outputs of other nodes.
 
     Args:
         config: a `Config` with a `QuantizationConfig`.

@@ -1,9 +1,8 @@
-"""The operators that take an `MXTensor`, and what they do with its codes and scales. Importing this module registers
-them.
+"""Register the operators that take an `MXTensor`, and define what they do with its codes and scales.
 
-Products compute with the dequantized values. Everything else moves whole blocks: the operator is applied to codes and
-scales, with sizes and positions along the block axis in bytes and in scales. Shapes, strides and torch's own errors
-come from the operator applied to a meta tensor of the values.
+Matmuls compute with the dequantized values. Every other operator moves whole blocks: it is applied to the codes and to
+the scales, with sizes and positions along the block axis counted in bytes and in scales. The operator applied to a meta
+tensor of the values gives the shape, the strides and torch's own errors.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ aten = torch.ops.aten
 #: codes, scales and block axis of a result
 Parts = tuple[Tensor, Tensor, int]
 
-_PRODUCTS = ("matmul", "mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot")
+_MATMULS = ("matmul", "mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot")
 
 
-@MXTensor.implements([getattr(aten, name).default for name in (*_PRODUCTS, "linear")])
+@MXTensor.implements([getattr(aten, name).default for name in (*_MATMULS, "linear")])
 @MXTensor.implements_torch_function(
-    [getattr(owner, name) for owner in (torch, Tensor) for name in _PRODUCTS]
+    [getattr(owner, name) for owner in (torch, Tensor) for name in _MATMULS]
     + [F.linear, Tensor.__matmul__, Tensor.__rmatmul__]
 )
-def _product(func: Callable, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Taken before torch takes it apart: the same call on plain tensors gives the same bits."""
+def _matmul(func: Callable, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Call the function on dequantized tensors, before torch decomposes it: the bits are those of plain tensors."""
     args, kwargs = tree_map_only(MXTensor, MXTensor.to_dtype, (args, kwargs))
     return func(*args, **kwargs)
 
@@ -59,8 +58,8 @@ def _splits(op: OpOverload, x: MXTensor, what: str) -> MXError:
 
 
 def _mode_of_views(x: MXTensor) -> AbstractContextManager:
-    """Return the mode in which views of x are made: in inference mode too, a view of a tensor that was made outside of
-    it is no inference tensor."""
+    """Return the mode in which to make views of x. A view of a normal tensor is no inference tensor, even if it is made
+    in inference mode."""
     if torch.is_inference_mode_enabled() and not x.is_inference():
         return torch.inference_mode(False)
     return nullcontext()
@@ -131,8 +130,8 @@ def _expand(op: OpOverload, x: MXTensor, values: Tensor, size: list[int], implic
 
 @_view(aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default)
 def _reshape(op: OpOverload, x: MXTensor, values: Tensor, *where: object) -> Parts:
-    """The block axis goes where the sizes after it have the product they had: it keeps its length, or is divided or
-    joined with the dimensions before it, whole blocks each."""
+    """Find the block axis among the new dimensions: the sizes after it multiply to the same number as before. It keeps
+    its length, or it is split or merged with the dimensions before it at block boundaries."""
     length, inner = x.shape[x.axis], math.prod(x.shape[x.axis + 1 :])
     axes = [d for d in range(values.dim()) if math.prod(values.shape[d + 1 :]) == inner]
     kept = [d for d in axes if values.shape[d] == length]
@@ -178,7 +177,7 @@ def _slice(
 
 @MXTensor.implements([aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int])
 def _split(func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MXTensor]:
-    """As many slices or selections, with the error of the first that splits a block."""
+    """Return one slice or selection per part, or raise the error of the first that splits a block."""
     x, *rest = args
     with _mode_of_views(x):
         values = func(_values(x), *rest, **kwargs)
@@ -196,7 +195,7 @@ def _split(func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwarg
 
 
 def _dimension(arguments: list, position: int) -> int:
-    """Return the dimension, which is 0 where it is left out."""
+    """Return the dimension, 0 if it is left out."""
     return arguments[position] if len(arguments) > position else 0
 
 
@@ -209,7 +208,7 @@ def _clone(func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwarg
 
 @MXTensor.implements(aten._to_copy.default)
 def _to_copy(func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> MXTensor:
-    """To another device. Another dtype is that in which the same codes are read."""
+    """Copy to another device. Another dtype changes only the dtype of the dequantized values, not the codes."""
     x, dtype = args[0], kwargs.pop("dtype", None) or args[0].dtype
     if dtype not in HIGH_PRECISION:
         raise MXError(f"{func}: {x.description} cannot become {dtype}: dequantize it first, with .to_dtype()")

@@ -29,10 +29,10 @@ class MXTensor(PackedStorage, TorchAOBaseTensor):
     values in high precision.
 
     `MXTensor.to_mx(x, "mxfp4")` quantizes, `.to_dtype()` gives the values back; both are differentiable, the gradient
-    passing straight through. Products (`linear`, `matmul`, `mm`, `addmm`, `bmm`, ...) compute with the dequantized
-    values and give a plain tensor. What moves values about (transposes, views, slices, ...) moves whole blocks and
-    gives an `MXTensor`; what would split a block, and every other operator, raises `MXError`. No operator quantizes
-    again behind the caller's back.
+    passing straight through. Matmuls (`linear`, `matmul`, `mm`, `addmm`, `bmm`, ...) compute with the dequantized
+    values and give a plain tensor. Operators that move values (transposes, views, slices, ...) move whole blocks and
+    give an `MXTensor`. An operator that would split a block raises `MXError`, and so does every other operator. No
+    operator quantizes again behind the caller's back.
 
     A parameter is `nn.Parameter(MXTensor.to_mx(...), requires_grad=False)`. It goes through `torch.save`, `torch.load`
     with `weights_only=True`, `copy.deepcopy`, pickle and `torch.compile`. safetensors holds plain tensors only:

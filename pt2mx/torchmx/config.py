@@ -140,9 +140,9 @@ class QAttentionConfig(_Config):
 
     Args:
         projection_config: of the query, key, value and output projections.
-        query_config, key_config: of queries and keys in their product, along the head dimension.
+        query_config, key_config: of queries and keys in their matmul, along the head dimension.
         value_config, attention_weights_config: of values and of the attention weights (after softmax and dropout) in
-            theirs, along the key length.
+            their matmul, along the key length.
 
     Raises:
         MXError: for objects of other classes; where some of the last four are given and others are not.
@@ -173,5 +173,5 @@ class QAttentionConfig(_Config):
 
     @property
     def is_qkv_quantization_enabled(self) -> bool:
-        """True if the two products of attention are quantized."""
+        """True if the two matmuls of attention are quantized."""
         return self.query_config is not None

@@ -130,7 +130,7 @@ class MXTensor(core.MXTensor):
     @_orig_dtype.setter
     @asserts
     def _orig_dtype(self, dtype: torch.dtype) -> None:
-        """Read the same codes in another dtype from now on, in products and views too."""
+        """Read the same codes in another dtype from now on, in matmuls and views too."""
         other = _in_dtype(self, dtype)
         with torch._C.DisableTorchFunctionSubclass():
             self.data = other

@@ -1,5 +1,5 @@
-"""Products of experts (`grouped_linear_mx`) of a float32 model: of x in float32, and of its values in bfloat16 with a
-result in float32.
+"""Time the experts' matmuls (`grouped_linear_mx`) of a float32 model: x in float32, and the same values in bfloat16
+with a float32 result.
 
     python -m tests.benchmarks.experts [--device cuda] [--format mxfp8] [--repeats 20]
 

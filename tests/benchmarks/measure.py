@@ -38,7 +38,7 @@ def medians_in_turns(calls: Sequence[Callable[[], object]], repeats: int) -> lis
 
 def gpu_medians_in_turns(calls: Sequence[Callable[[], object]], repeats: int) -> list[float]:
     """Median time on the device of each call; all are queued together, so that none waits for the host, and take turns,
-    so that all meet the same clock: products of many rows took up to 8% longer at the end of a run than at first."""
+    so that all meet the same clock: matmuls of many rows took up to 8% longer at the end of a run than at first."""
     rounds = [[[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in calls] for _ in range(repeats + 5)]
     for events in rounds:
         for call, (start, end) in zip(calls, events, strict=True):

@@ -45,14 +45,14 @@ class Config:
     spread: int = 0
 
 
-def suits(spec: MXSpec, x: Tensor, *of_norm: Tensor | None) -> bool:
+def supports(spec: MXSpec, x: Tensor, *of_norm: Tensor | None) -> bool:
     """Return whether the kernels can quantize along the last dimension of x, and read the tensors of a norm."""
     dtypes = (t.dtype for t in (x, *of_norm) if t is not None)
     return x.dim() > 0 and supports_bf16x2(spec, x.shape[-1], *dtypes)
 
 
 def activation_fake_quantize(x: Tensor, activation: str, spec: MXSpec, dtype: torch.dtype) -> Tensor | None:
-    if not suits(spec, x) or dtype != x.dtype:
+    if not supports(spec, x) or dtype != x.dtype:
         return None
     out = x.new_empty(x.shape)
     launch(fake_quantize_activation_kernel, x.reshape(-1, BLOCK), (out,), spec, activation=activation)
@@ -68,7 +68,7 @@ def layer_norm_fake_quantize(
     spec: MXSpec,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor] | None:
-    if not suits(spec, x, residual, weight, bias) or dtype != x.dtype:
+    if not supports(spec, x, residual, weight, bias) or dtype != x.dtype:
         return None
     normed, out = x.new_empty(x.shape), x.new_empty(x.shape)
     launch(fake_quantize_activation_kernel, x, (out,), spec, Norm(normed, residual, weight, bias, eps))

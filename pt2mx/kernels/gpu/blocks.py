@@ -205,13 +205,12 @@ def decode(codes, C: tl.constexpr):
 
 
 @triton.jit
-def random_at(seed, place):
-    """Return the numbers of `pt2mx.kernels.philox.random_bits` for the position `place` in the tensor, int32 in [0,
-    2**31)."""
-    counter = place.to(tl.int64) >> 2
+def random_at(seed, position):
+    """Return the numbers of `pt2mx.kernels.philox.random_bits` for a position in the tensor, int32 in [0, 2**31)."""
+    counter = position.to(tl.int64) >> 2
     zero = tl.zeros_like(counter).to(tl.uint32)
     w0, w1, w2, w3 = tl.philox(tl.load(seed), counter.to(tl.uint32), (counter >> 32).to(tl.uint32), zero, zero)
-    lane = place & 3
+    lane = position & 3
     word = tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3))
     return (word >> 1).to(tl.int32)
 

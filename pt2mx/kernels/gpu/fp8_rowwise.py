@@ -33,7 +33,7 @@ class Unfit:
 
 
 def quantize(x: Tensor, spec: MXSpec, activation: str) -> tuple[Tensor, Tensor, Tensor] | None:
-    if not activations.suits(spec, x):
+    if not activations.supports(spec, x):
         return None
     rows = _empty_rows(x)
     activations.launch(quantize_rows_kernel, x, rows, spec, activation=activation, **ROOMS[spec.element.name]._asdict())
@@ -43,7 +43,7 @@ def quantize(x: Tensor, spec: MXSpec, activation: str) -> tuple[Tensor, Tensor, 
 def layer_norm_quantize(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, spec: MXSpec
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    if not activations.suits(spec, x, residual, weight, bias):
+    if not activations.supports(spec, x, residual, weight, bias):
         return None
     rows, normed = _empty_rows(x), x.new_empty(x.shape)
     room = ROOMS[spec.element.name]._asdict()

@@ -120,9 +120,9 @@ def rotate_kernel(x, out, count, VALUES: tl.constexpr, SIZE: tl.constexpr, WIDE:
 
 
 @triton.jit
-def random_bits_kernel(seed, out, count, PLACES: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * PLACES + tl.arange(0, PLACES)
-    tl.store(out + place, random_at(seed, place), mask=place < count)
+def random_bits_kernel(seed, out, count, SIZE: tl.constexpr):
+    positions = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    tl.store(out + positions, random_at(seed, positions), mask=positions < count)
 
 
 @triton.jit

@@ -40,8 +40,8 @@ def linear_mma_layout(
     is_sm_90 = torch.cuda.get_device_capability(x.device)[0] == 9
     multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
     name = tuning.kernel_of(batch, k, n_tiles, element, multiprocessors, is_sm_90)
-    product = functools.partial(_gemv, rotates=True) if rotates else _PRODUCTS[name]
-    product(rows, codes, scale, bias, out, element)
+    kernel = functools.partial(_gemv, rotates=True) if rotates else _KERNELS[name]
+    kernel(rows, codes, scale, bias, out, element)
     return out.view(*x.shape[:-1], n)
 
 
@@ -86,7 +86,7 @@ def _dequantize_then_matmul(
             torch.addmm(bias[rows], x, weight.t(), out=out[:, rows])
 
 
-_PRODUCTS = {"gemv": _gemv, "gemm": gemm, "dequantize": _dequantize_then_matmul}
+_KERNELS = {"gemv": _gemv, "gemm": gemm, "dequantize": _dequantize_then_matmul}
 
 
 def dequantize(codes: Tensor, scale: Tensor, element: ElementFormat, n: int, k: int) -> Tensor:

@@ -121,7 +121,7 @@ def random_bits(seed: Tensor, shape: torch.Size) -> Tensor:
     out = torch.empty(shape, dtype=torch.int32, device=seed.device)
     if out.numel():
         with torch.cuda.device_of(out):
-            kernels.random_bits_kernel[(triton.cdiv(out.numel(), 1024),)](seed, out, out.numel(), PLACES=1024)
+            kernels.random_bits_kernel[(triton.cdiv(out.numel(), 1024),)](seed, out, out.numel(), SIZE=1024)
     return out
 
 

@@ -147,15 +147,15 @@ def tile_offsets(
     item of each block, from FROM on."""
     first, line = tile_lines(C)
     mask = tl.expand_dims(first + line < lines, 1)
-    place = tl.arange(0, TILE) * STEP + FROM
+    index = tl.arange(0, TILE) * STEP + FROM
     if C.wide:
-        place = place.to(tl.int64)
+        index = index.to(tl.int64)
     if C.strided:
-        place = place[None, :, None]
-        position = place * inner
+        index = index[None, :, None]
+        position = index * inner
     else:
-        place = place[None, :]
-        position = place
+        index = index[None, :]
+        position = index
     if C.whole and not C.strided:
         start = (first + line) * (BLOCK * STRIDE)
     else:
@@ -170,9 +170,9 @@ def tile_offsets(
         start = ((row // blocks) * n + block * BLOCK) * STRIDE * inner + column
         if not C.whole:
             length = tl.minimum(n - block * BLOCK, BLOCK) + tl.zeros_like(line)
-            mask = mask & (place < tl.expand_dims(length, 1))
+            mask = mask & (index < tl.expand_dims(length, 1))
     if C.whole and TILE * STEP != BLOCK:
-        mask = mask & (place < BLOCK)
+        mask = mask & (index < BLOCK)
     return tl.expand_dims(start, 1) + position * STRIDE, mask
 
 

@@ -78,8 +78,8 @@ def _largest_gemv_batch(k: int, n_tiles: int, element: ElementFormat, multiproce
     """Return 16 if rows are short, or about as many programs are needed as run at a time; else 8. It is 8 for 6-bit
     elements."""
     programs = -(-n_tiles // _GEMV[element.bits, 2][0])
-    suits = k <= 2048 or 1.5 * multiprocessors <= programs <= 3 * multiprocessors
-    return 16 if element.bits != 6 and suits else 8
+    takes_16 = k <= 2048 or 1.5 * multiprocessors <= programs <= 3 * multiprocessors
+    return 16 if element.bits != 6 and takes_16 else 8
 
 
 def gemv_config(batch: int, k: int, n_tiles: int, element: ElementFormat, multiprocessors: int) -> GemvConfig:

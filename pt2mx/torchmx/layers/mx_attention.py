@@ -1,4 +1,4 @@
-"""The attention product of quantized models, as an attention function of transformers.
+"""Attention with quantized matmuls, as an attention function of transformers.
 
 Models choose it by `config._attn_implementation`, so their own modules keep projecting, rotating and caching. The cache
 holds keys and values in high precision.
@@ -37,8 +37,10 @@ def mx_attention(
     dropout: float = 0.0,
     **unused: object,
 ) -> tuple[Tensor, Tensor]:
-    """`softmax(query @ key.T * scaling + mask) @ value`, the operands of both products quantized along the dimension
-    that is reduced, as `module.qconfig` says; in high precision where it says nothing.
+    """Return `softmax(query @ key.T * scaling + mask) @ value` with quantized operands of both matmuls.
+
+    Blocks lie along the reduced dimension. `module.qconfig` gives the formats; an operand without one stays in high
+    precision.
 
     Args:
         module: an attention module of transformers.
@@ -50,7 +52,7 @@ def mx_attention(
 
     Returns:
         output: (B, Q, H, D).
-        weights: (B, H, Q, K), as they enter the second product.
+        weights: (B, H, Q, K), as they enter the second matmul.
     """
     of_query, of_key, of_value, of_weights = _configs(getattr(module, "qconfig", None))
     query = _quantized(query, of_query, -1)

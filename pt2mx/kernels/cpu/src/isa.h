@@ -31,7 +31,7 @@ inline bool has_avx512_bf16() {
 }
 
 // True where AVX512_BF16 is faster than float32: on Intel's processors an instruction takes two cycles (Xeon with AMX,
-// measured: tests/benchmarks/products.py).
+// measured: tests/benchmarks/bf16_matmul.py).
 inline bool has_fast_avx512_bf16() {
   static const bool fast = [] {
     unsigned a = 0, vendor[3] = {};

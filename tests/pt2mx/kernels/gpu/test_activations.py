@@ -34,7 +34,7 @@ def same_bits(a, b):
 def test_values(gpu, name, mode, shape):
     spec = MXSpec(name, BLOCK, axis=1, scale_mode=mode)
     for x in (rows_of_every_kind(shape), torch.randn(shape, device="cuda").bfloat16()):
-        assert gpu.suits(spec, x)
+        assert gpu.supports(spec, x)
         assert same_bits(gpu.activation_fake_quantize(x, "none", spec, x.dtype), fake_quantize_mx(x, spec))
         normed, quantized = gpu.layer_norm_fake_quantize(x, x, x[0], x[0], 1e-5, spec, x.dtype)
         assert same_bits(quantized, fake_quantize_mx(normed, spec))

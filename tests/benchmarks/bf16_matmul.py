@@ -1,12 +1,12 @@
-"""Products of quantized float32 activations by packed weights on units for bfloat16, over float32 products of the same
-values.
+"""Time matmuls of quantized float32 activations and packed weights with bfloat16 instructions, against float32 matmuls
+of the same values.
 
-    python -m tests.benchmarks.products [--sizes 2048x1536x384 ...] [--elements int8 ...] [--repeats 15] [--json]
+    python -m tests.benchmarks.bf16_matmul [--sizes 2048x1536x384 ...] [--elements int8 ...] [--repeats 15] [--json]
 
-Times in milliseconds, in turns: `F.linear` in float32 and in bfloat16 of dense operands; `linear_mx` of x in bfloat16
-with a result in float32, on each unit that the processor has, on AVX512_VNNI where elements are integers (with
-`quantize` x is quantized in the same call, from float32, and the unit is the one that serves). Errors are relative to
-the product in float64.
+Milliseconds, measured in turns: `F.linear` of dense operands in float32 and in bfloat16, and `linear_mx` of
+x in bfloat16 with a float32 result, with each instruction set that the processor has (AVX512_VNNI only for elements
+that are integers). In the column `quantize`, the call also quantizes x from float32, with the default instruction set.
+Errors are relative to the matmul in float64.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Products of two quantized activations, and attention over them, against torch's in float32 and bfloat16.
+"""Time matmuls of two quantized activations, and attention over them, against torch's in float32 and bfloat16.
 
-    python -m tests.benchmarks.activation_products [--device cuda] [--format mxfp8] [--results bfloat16] [--repeats 20]
+    python -m tests.benchmarks.activation_matmuls [--device cuda] [--format mxfp8] [--results bfloat16] [--repeats 20]
 
 Milliseconds, in turns, on a GPU as CUDA graphs. "ours" are `matmul_bfloat16` and `attention_bfloat16` of the values
 that torch's float32 operators get; on a GPU they get them in bfloat16, in which the kernel that quantizes writes them
@@ -34,7 +34,7 @@ _PRODUCTS = ((384, 128, 128, 32), (384, 128, 32, 128), (128, 512, 512, 64), (1, 
 
 
 def main() -> None:
-    keep_heap("tests.benchmarks.activation_products")
+    keep_heap("tests.benchmarks.activation_matmuls")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--format", default="mxfp8")
