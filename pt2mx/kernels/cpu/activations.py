@@ -1,6 +1,6 @@
-"""Activations and layer norms that are quantized in the same pass over memory, in C++ (`src/activations.cpp`).
+"""Activations and layer norms with fused quantization, in one pass over memory, in C++ (`src/activations.cpp`).
 
-GELU, SiLU and norms are as near to their exact values as torch's; their quantization has the bits of the definition.
+GELU, SiLU and norms are as exact as torch's; quantization equals the definition to the bit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pt2mx.spec import MXSpec
 
 __all__ = ["activation_fake_quantize", "epilogue_of", "layer_norm_fake_quantize"]
 
-#: in the order of the C++ enumeration
+#: activations in the order of the C++ enumeration
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", "relu")
 
 
@@ -72,8 +72,9 @@ def _run(x: Tensor, out: Tensor, spec: MXSpec, **fields: float) -> None:
 
 
 def epilogue_of(quantization: MXSpec, activation: str, dtype: torch.dtype) -> Epilogue:
-    """Return the epilogue that quantizes an activation in blocks of `BLOCK` values, to a dtype."""
+    """Return the epilogue that applies an activation, then quantizes blocks of `BLOCK` values and stores them in a
+    dtype."""
     table = spec_of(quantization)
     epilogue = Epilogue(ctypes.addressof(table), ACTIVATIONS.index(activation), DTYPES.index(dtype), BLOCK)
-    epilogue.table = table  # which must live as long
+    epilogue.table = table  # the epilogue points into the table, so it must keep the table alive
     return epilogue

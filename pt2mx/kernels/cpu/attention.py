@@ -1,7 +1,7 @@
 """Attention of a few queries over packed keys and values on the CPU, in C++ (`src/attention.cpp`).
 
-The kernel decodes keys and values in registers, and does not read those that the mask hides from every query. Sums are
-in fp32, each in one order whatever the number of threads.
+The kernel decodes keys and values in registers, and skips those that the mask hides from every query. Sums are in fp32,
+in an order that does not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from pt2mx.spec import MXSpec
 
 __all__ = ["attend"]
 
-#: queries of a head of the keys up to which it is faster than a dense matmul, the widest head, and values of a group
+#: most queries per head of the keys for which the kernel is faster than a dense matmul, the widest head, and the values
+#: of a group
 _FEW_QUERIES, _WIDEST, _GROUP = 32, 512, 32
 
 
 def attend(
     query: Tensor, key: Packed, value: Packed, spec: MXSpec, value_width: int, mask: Tensor | None, scale: float | None
 ) -> Tensor | None:
-    """None for many queries, for blocks that are not whole groups, and for a code that is no number."""
+    """Return None for many queries, for blocks that are not whole groups, and if a code is no number."""
     (batch, heads, queries, width), (_, key_heads, slots, _) = query.shape, key[0].shape
     group = heads // key_heads
     (decoder, block), (value_decoder, value_block) = decoder_of(spec, width), decoder_of(spec, value_width)

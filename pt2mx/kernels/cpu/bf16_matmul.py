@@ -1,6 +1,6 @@
 """Matmuls and attention by the CPU's matrix instructions for bfloat16, in C++ (`src/matmul.cpp`,
-`src/dense_attention.cpp`). Operands are bfloat16, or float32 whose values bfloat16 represents. Each call packs them.
-Sums are in fp32, each in one order whatever the number of threads."""
+`src/dense_attention.cpp`). Operands are bfloat16, or float32 with values that bfloat16 represents. Each call packs
+both. Sums are in fp32, in an order that does not depend on the number of threads."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def bf16_isa() -> int:
 
 
 def matmul(x: Tensor, y: Tensor) -> Tensor | None:
-    """x: (*batch, M, K), y: (*batch, K, N) -> (*batch, M, N) fp32. None without matrix instructions, for few rows,
-    and for values that bfloat16 does not represent or whose products could be subnormal."""
+    """x: (*batch, M, K), y: (*batch, K, N) -> (*batch, M, N) fp32. Return None without matrix instructions, for few
+    rows, and for values that bfloat16 does not represent or whose products could be subnormal."""
     if not bf16_isa() or x.shape[-2] < LEAST_ROWS or 0 in (x.numel(), y.numel()):
         return None
     library, parallel_for = load()
@@ -64,10 +64,10 @@ def attention(
     quantization: MXSpec | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor | None:
-    """As `scaled_dot_product_attention`. query: (B, heads, S, D), key: (B, heads of the keys, L, D), value: (B, heads
-    of the keys, L, W), mask: (B or 1, heads or 1, S or 1, L or 1) bool or `dtype`, or None -> (B, heads, S, W) in
-    `dtype`, fp32 or bfloat16, in memory as (B, S, heads, W), or quantized along W, in `out_dtype`. None as
-    above, and for quantizations that the kernel does not support. In float32 `value` may have any values."""
+    """Compute `scaled_dot_product_attention`. query: (B, heads, S, D), key: (B, heads of the keys, L, D), value: (B,
+    heads of the keys, L, W), mask: (B or 1, heads or 1, S or 1, L or 1) bool or `dtype`, or None -> (B, heads, S, W) in
+    `dtype`, fp32 or bfloat16, in memory as (B, S, heads, W), or quantized along W, in `out_dtype`. Return None as
+    `matmul` does, and for quantizations that the kernel does not support. In float32 `value` may have any values."""
     (batch, heads, queries, width), (_, key_heads, keys, _) = query.shape, key.shape
     if not bf16_isa() or queries < LEAST_ROWS or width > WIDEST["cpu"] or 0 in (query.numel(), value.numel()):
         return None

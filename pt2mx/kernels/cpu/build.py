@@ -64,7 +64,8 @@ _VECTOR_FLAGS = {
     ),
 }
 _lock = threading.Lock()
-_loaded: list[tuple[ctypes.CDLL, ctypes.c_void_p] | None] = []  # the result of this process's one attempt to load
+#: the result of this process's only attempt to load; empty before it
+_loaded: list[tuple[ctypes.CDLL, ctypes.c_void_p] | None] = []
 
 
 def is_available() -> bool:
@@ -92,7 +93,7 @@ def _attempt() -> None:
             getattr(library, name).argtypes = arguments
         library.pt2mx_size_of.restype = ctypes.c_int64
     except (OSError, RuntimeError, AttributeError) as error:
-        _loaded.append(None)  # first: a warning may be raised
+        _loaded.append(None)  # before the warning, which filters may turn into an error
         warnings.warn(
             "the C++ kernels of pt2mx could not be built, and plain torch operations are used instead: the same "
             f"numbers, many times slower. Install a C++ compiler (g++ or clang++) or name one in CXX. {error}",
@@ -138,7 +139,7 @@ def use_built(
         RuntimeError: if it cannot be compiled, or there is no compiler.
         OSError: if `use` cannot load the library built now either.
     """
-    from torch._inductor import cpp_builder  # imports much that `import pt2mx` does without
+    from torch._inductor import cpp_builder  # a slow import that `import pt2mx` does not need
 
     compiler = cpp_builder.get_cpp_compiler()
     flags = flags_of(capability or torch.backends.cpu.get_cpu_capability())
@@ -148,12 +149,12 @@ def use_built(
     cache = cache_folder()
     for path in cache.glob(f"{name}-{key}-*.so"):
         if _is_sound(path):
-            with contextlib.suppress(OSError):  # a folder that may not be executed from
+            with contextlib.suppress(OSError):  # the folder may not allow execution
                 return use(path)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         path = Path(folder) / f"{name}.so"
         _build(compiler, (*flags, *sources, *more), path)
-        with contextlib.suppress(OSError):  # or that cannot be written
+        with contextlib.suppress(OSError):  # the folder may not be writable
             return use(_keep(path, cache, f"{name}-{key}"))
         return use(path)
 

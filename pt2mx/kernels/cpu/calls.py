@@ -112,7 +112,7 @@ class ActivationCall(ctypes.Structure):
     )
 
 
-#: all of them: the library says the size of each, by its name
+#: all structures; the library knows the size of each by its name
 STRUCTURES = (
     *(Spec, QuantizeCall, Epilogue, LinearCall, ConvolutionCall, AttentionCall, MatmulCall),
     *(DenseAttentionCall, HadamardCall, ActivationCall),

@@ -1,8 +1,8 @@
 """Convolutions with packed weights on the CPU, in C++ (`src/im2col.h`), by matrix instructions.
 
-A convolution is the matmul of the pixels under its kernel with the weight as rows (im2col). The C++ gathers some rows
-at a time as it multiplies them; it converts each pixel to codes once. With few channels it multiplies the pixels under
-a row of the kernel as one (`src/conv_small_channels.h`).
+A convolution is a matmul: rows of the pixels under its kernel times the weight (im2col). The C++ gathers some rows at a
+time as it multiplies them, and converts each pixel to codes once. With few channels it multiplies all pixels under a
+row of the kernel as one (`src/conv_small_channels.h`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def conv2d(
     dilation: Sequence[int],
     dtype: torch.dtype | None = None,
 ) -> Tensor | None:
-    """None where no matrix instructions take the weight, or the values."""
+    """Return None if no matrix instructions support the weight, or the values."""
     conv_args, dtype = (stride, padding, dilation), dtype or x.dtype
     out = torch.empty(conv2d_shape(x, data, conv_args), dtype=dtype, device="cpu")
     return out if _convolve(x, data, scale, bias, spec, conv_args, out, dtype) else None
@@ -56,10 +56,12 @@ def conv2d_fake_quantize(
     quantization: MXSpec,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor] | None:
-    """An activation of a convolution, and of what is added to it, as it is and quantized. x: (B, H, W, C) bfloat16,
-    bias: (N,) and residual: (B, H', W', N) in `product_dtype`, or None -> (B, H', W', N) in `product_dtype`, of no
-    values unless it is kept, and in `dtype`, the bits of two steps. None where no
-    matrix instructions take the operands."""
+    """Compute activation(convolution + residual), and quantize it.
+
+    x: (B, H, W, C) bfloat16, bias: (N,) and residual: (B, H', W', N) in `product_dtype`, or None -> the activation (B,
+    H', W', N) in `product_dtype`, empty unless it is kept, and its quantized values in `dtype`, the same bits as in two
+    steps. Return None if no matrix instructions support the operands.
+    """
     shape = conv2d_shape(x, data, conv_args)
     if math.prod(shape[:3]) <= FEW_ROWS or not supports_epilogue(quantization, len(data), product_dtype):
         return None
@@ -88,10 +90,10 @@ def _convolve(
     dtype: torch.dtype,
     epilogue: Epilogue | None = None,
 ) -> bool:
-    """Compute a convolution, rounded to `dtype`; False where no matrix instructions take it. `conv_args`: stride,
-    padding, dilation."""
+    """Compute a convolution, rounded to `dtype`; return False if no matrix instructions support it. `conv_args`:
+    stride, padding, dilation."""
     stride, padding, dilation = conv_args
-    if tuple(data.shape[1:3]) == (1, 1) and not any(padding):  # what lies between the strides is not read
+    if tuple(data.shape[1:3]) == (1, 1) and not any(padding):  # strides skip pixels
         x, stride = x[:, :: stride[0], :: stride[1]], (1, 1)
     isa = isa_for(spec, x.shape[-1]) if x.dtype == torch.bfloat16 else 0
     if not isa or 0 in (x.numel(), out.numel()):

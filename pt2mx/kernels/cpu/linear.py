@@ -1,9 +1,9 @@
 """Linear layers with packed weights on the CPU, in C++ (`src/linear.cpp`), which decodes the weight in registers.
 
-Weights count with their exact values and sums are in fp32, each in one order whatever the number of threads. Vectors
-multiply a few rows of x; AVX512_BF16 multiplies one row in bfloat16 with a weight of 4 or 6 bits. AMX multiplies more
-rows in bfloat16 (subnormal values of x count as zero there, as in torch's own matmul). AMX, AVX512_VNNI or AVX512_BF16
-multiply many rows, with the weight decoded first (`src/gemm_bf16.h`).
+Weights are decoded exactly, and sums are in fp32, in an order that does not depend on the number of threads. One
+bfloat16 row times a weight of 4 or 6 bits runs on AVX512_BF16; other calls with a few rows run on fp32 vectors, or in
+bfloat16 on AMX (which treats subnormal values of x as zero, as torch's own matmul does). For many rows, AMX,
+AVX512_VNNI or AVX512_BF16 multiply, with the weight decoded first (`src/gemm_bf16.h`).
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from pt2mx.spec import MXSpec
 
 __all__ = ["call_of", "grouped_linear", "has_isa", "isa_for", "linear", "linear_fake_quantize"]
 
-#: elements that the C++ decodes in registers, in blocks of whole groups of 32 -> its number of the decoder
+#: element that the C++ decodes in registers, in blocks of whole groups of 32 -> the number of its decoder
 _FORMATS = {
     **{name: 1 for name, element in ELEMENTS.items() if element.bits == 4},
     **{"fp8_e4m3": 2, "fp8_e5m2": 3, "fp6_e3m2": 4, "fp6_e2m3": 5, "int8": 6, "int8_full": 6},
 }
 TABLE, _GROUP = 0, 32
 
-#: rows of x up to which vectors are faster than matrix instructions, and than a dense matmul
+#: most rows of x for which fp32 vectors are faster than matrix instructions, and than a dense matmul
 VECTOR_ROWS, FEW_ROWS = 4, 32
-#: matrix instructions for many rows of bfloat16 values, numbered as in C++, which takes the first that fits
+#: bits of the matrix instructions for many rows of bfloat16 values, as in C++, which uses the first one that fits
 AMX, AVX512_VNNI, AVX512_BF16 = 1, 2, 4
-#: bytes of the weight that a thread decodes at a time: they stay in its L2 cache
+#: bytes of the decoded weight that a thread handles at a time, so that they stay in its L2 cache
 _DECODED = 1 << 20
-#: what the C++ returns where it has computed nothing
+#: what the C++ returns if it does not support a call
 _UNSUPPORTED = -1
 
 
@@ -53,12 +53,13 @@ def linear(
     rotation: int = 0,
     dtype: torch.dtype | None = None,
 ) -> Tensor | None:
-    """None for many rows that no matrix instructions take, and for values whose products could be subnormal."""
+    """Return None for many rows that no matrix instructions support, and for values whose products could be
+    subnormal."""
     rows, n, dtype = x.shape[:-1].numel(), data.shape[0], dtype or x.dtype
     isa = isa_for(spec, x.shape[-1]) if x.dtype == torch.bfloat16 and rows > VECTOR_ROWS else 0
     if 0 in (x.numel(), n) or not (rows <= FEW_ROWS or isa):
         return None
-    if rotation and rows > VECTOR_ROWS:  # on all threads
+    if rotation and rows > VECTOR_ROWS:  # rotate first, on all threads
         x, rotation = rotate(x, rotation), 0
     out = torch.empty((*x.shape[:-1], n), dtype=dtype, device="cpu")
     flat, weight = x.contiguous().view(rows, x.shape[-1]), (data.contiguous(), scale.contiguous())
@@ -78,7 +79,8 @@ def linear_fake_quantize(
     dtype: torch.dtype,
 ) -> Tensor | None:
     """x: (..., K) bfloat16, the weight (N, K) packed, bias: (N,) in `product_dtype` or None -> (..., N) in `dtype`: the
-    quantized activation of the matmul, the bits of two steps. None where no matrix instructions take the operands."""
+    quantized activation of the matmul, the same bits as in two steps. Return None if no matrix instructions support the
+    operands."""
     rows, n = x.shape[:-1].numel(), data.shape[0]
     isa = isa_for(spec, x.shape[-1]) if x.dtype == torch.bfloat16 and rows > FEW_ROWS else 0
     if not isa or not x.numel() or not supports_epilogue(quantization, n, product_dtype):
@@ -97,8 +99,8 @@ def linear_fake_quantize(
 def grouped_linear(
     x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, spec: MXSpec, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Rows of x past the last offset, which the definition leaves undefined, give 0. Matrix instructions for bfloat16
-    multiply many rows in fp32 whose values bfloat16 represents, as it does quantized ones."""
+    """Rows of x past the last offset, whose results the definition leaves undefined, return 0. bfloat16 matrix
+    instructions multiply many fp32 rows if bfloat16 represents their values, as it does for quantized values."""
     dtype = dtype or x.dtype
     out, first = torch.zeros((x.shape[0], data.shape[1]), dtype=dtype, device="cpu"), 0
     spec = spec.replace(axis=spec.axis - 1)  # of one expert
@@ -115,15 +117,16 @@ def grouped_linear(
 
 
 def _are_bfloats(x: Tensor) -> bool:
-    """True if bfloat16 represents all values of x: (T, K) fp32. The first row already shows most that it does not."""
+    """Return whether bfloat16 represents all values of x: (T, K) fp32. It checks the first row first, which usually
+    decides a False."""
     return not any((part.contiguous().view(torch.int32) & 0xFFFF).any() for part in (x[:1], x))
 
 
 def _multiply(
     x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor, spec: MXSpec, rotation: int, isa: int
 ) -> bool:
-    """x: (M, K), data: (N, bytes), scale: (N, blocks), bias: (N,) or None, out: (M, N), all contiguous. False for
-    values so small that matrix instructions would take their products for zero."""
+    """x: (M, K), data: (N, bytes), scale: (N, blocks), bias: (N,) or None, out: (M, N), all contiguous. Return False
+    for values so small that matrix instructions would treat their products as zero."""
     library, parallel_for = load()
     call = call_of(x, data, scale, bias, out, spec, isa)
     call.rotation = rotation
@@ -134,7 +137,8 @@ def call_of(
     x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor, spec: MXSpec, isa: int, taps: int = 1
 ) -> LinearCall:
     """Return the call of a matmul of contiguous tensors. x: (..., K), data: (N, ..., bytes), scale: (N, ...,
-    blocks), bias: (N,) or None, out: (..., N); `taps`: values of x, K each, that a row of the weight multiplies."""
+    blocks), bias: (N,) or None, out: (..., N); `taps`: the number of pixels of x, K values each, that a row of the
+    weight multiplies."""
     k, (rows, n) = x.shape[-1], (out.shape[:-1].numel(), out.shape[-1])
     decoder, block = decoder_of(spec, k)
     codes_per_group, bytes_per_group = group_of(spec.element.bits)
@@ -176,8 +180,8 @@ def _task(rows: int, n: int, k: int, threads: int) -> tuple[int, int]:
     """Return how many rows and columns of the result one thread computes at a time. The weight's rows of that many
     columns stay in its L2 cache, decoded."""
     groups = _parts(n, 32)
-    most = max(1, min(32, _DECODED // (2 * k) // 32))  # groups of 32 columns that stay there
-    if rows >= 4 * n:  # to decode the weight for each thread takes less time than to gather all rows
+    most = max(1, min(32, _DECODED // (2 * k) // 32))  # groups of 32 columns whose decoded weight fits
+    if rows >= 4 * n:  # decoding the weight in each thread is faster than gathering all rows in each
         size, down = _parts(groups, _parts(groups, most)), max(threads, min(4 * threads, rows // 128))
     else:
         sizes = range(most, 0, -1)
@@ -191,14 +195,15 @@ def _parts(n: int, size: int) -> int:
 
 
 def decoder_of(spec: MXSpec, k: int) -> tuple[int, int]:
-    """Return how the C++ decodes rows of `k` values, and their block size; one block becomes whole groups."""
+    """Return the C++ decoder for rows of `k` values, and the block size; a row of one block is padded to whole
+    groups."""
     block = spec.block_size if spec.block_size < k else -(-k // _GROUP) * _GROUP
     return TABLE if block % _GROUP else _FORMATS.get(spec.element.name, TABLE), block
 
 
 @functools.cache
 def table_of(name: str) -> Tensor:
-    """Return the values of the 256 bytes that may contain a code, (256,) fp32."""
+    """Return the value of the code in each of the 256 possible bytes, (256,) fp32."""
     element = ELEMENTS[name]
     codes = torch.arange(256, dtype=torch.int32) & ((1 << element.bits) - 1)
     return elements.decode(codes, element)
@@ -216,22 +221,22 @@ def _isa(name: str, decoder: int) -> int:
 
 
 def has_isa(spec: MXSpec, k: int) -> bool:
-    """True if matrix instructions, for bfloat16 or for integers of 8 bits, multiply many rows of `k` bfloat16 values by
+    """Return whether matrix instructions, for bfloat16 or 8-bit integers, multiply many rows of `k` bfloat16 values by
     a packed weight."""
     return bool(isa_for(spec, k))
 
 
 def has_bf16_isa(spec: MXSpec, k: int) -> bool:
-    """True if those for bfloat16 do, which take any values."""
+    """Return whether bfloat16 matrix instructions do so, which support any values."""
     return bool(isa_for(spec, k) & (AMX | AVX512_BF16))
 
 
 def multiplies_integers(spec: MXSpec, k: int) -> bool:
-    """True if AVX512_VNNI multiplies rows of `k` values of this spec: their codes are integers."""
+    """Return whether AVX512_VNNI multiplies rows of `k` values of this spec, whose codes are integers."""
     return isa_for(spec, k) & (AMX | AVX512_VNNI) == AVX512_VNNI
 
 
 def isa_supports(x: MXSpec | None, weight: MXSpec, k: int) -> bool:
-    """False where AVX512_VNNI is all that there is, and one operand is no integers of 8 bits."""
+    """Return False if the machine has only AVX512_VNNI, and an operand does not consist of 8-bit integers."""
     integers = all(multiplies_integers(spec, k) for spec in (x, weight) if spec)
     return integers or isa_for(weight, k) != AVX512_VNNI

@@ -55,14 +55,14 @@ def fake_quantize(x: Tensor, spec: MXSpec, seed: Tensor | None) -> Tensor:
 
 def rotated_fake_quantize(x: Tensor, size: int, spec: MXSpec, dtype: torch.dtype) -> Tensor:
     y = _empty(x.shape, dtype)
-    if dtype != x.dtype and size > 1:  # the kernel that does both writes x's dtype
+    if dtype != x.dtype and size > 1:  # the fused kernel writes x's dtype
         x, size = rotate(x, size), 1
     _run(_FAKE_QUANTIZE, x.contiguous(), y, spec, x.dtype, x.shape, rotation=size if size > 1 else 0)
     return y
 
 
 def clip_gradient(grad: Tensor, x: Tensor, spec: MXSpec) -> Tensor | None:
-    if grad.shape != x.shape or grad.itemsize not in (2, 4):  # autograd gives x's shape and dtype
+    if grad.shape != x.shape or grad.itemsize not in (2, 4):  # autograd passes x's shape and dtype
         return None
     y = _empty(x.shape, grad.dtype)
     _run(_CLIP_GRADIENT, x.contiguous(), y, spec, x.dtype, x.shape, grad=grad.contiguous())

@@ -1,6 +1,6 @@
 // Activations and layer norms, quantized in the kernel that computes them, row by row; built and called by
-// ../activations.py. Where quantize_vec.h does not support the format, the activation is stored, and quantize.cpp reads
-// it again.
+// ../activations.py. If quantize_vec.h does not support the format, the kernel stores the activation, and quantize.cpp
+// quantizes it in a second pass.
 
 #include <memory>
 #include <vector>
@@ -89,8 +89,9 @@ inline double sum_over(i64 n, Term term) {
   return sum;
 }
 
-// The layer norm of a row; values: scratch of a row and a vector. The mean is mean + low, two floats. It is computed
-// from differences, twice: the second pass adds what the first one rounded off, and the norm of equal values is zero.
+// The layer norm of a row; values: scratch of a row and a vector. The mean is mean + low, two floats. Two passes sum
+// differences to an estimate; the second one corrects the rounding error of the first. So the norm of equal values is
+// zero.
 template <int D>
 inline void run_norm(const Work& work, i64 row, Floats* block, float* values) {
   const ActivationCall& c = work.call;

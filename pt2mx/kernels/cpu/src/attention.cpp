@@ -1,8 +1,8 @@
 // attention_mx: a few queries over packed keys and values, whose codes are decoded in registers; built and called by
 // ../attention.py.
 //
-// A head of the keys has a group of query heads. Their scores are kept for all slots, so that each weight is known when
-// its value is decoded. Each sum is computed by one thread in one order.
+// A head of the keys has a group of query heads. The kernel keeps their scores for all slots, so that it knows a slot's
+// softmax weight when it decodes the slot's value. Each sum is computed by one thread in one order.
 
 #include <vector>
 
@@ -13,8 +13,7 @@ namespace {
 
 constexpr i64 kMaxWidth = 512, kMaxRows = 32;  // as in ../attention.py
 
-// Decodes a row of `groups` whole groups, where `per_block` groups share a scale, to vectors in the order of the
-// decoder.
+// Decodes a row of `groups` whole groups to vectors in the order of the decoder; `per_block` groups share a scale.
 template <class Decoder>
 inline void decode_groups(Decoder& decoder, const u8* codes, const u8* scale, i64 groups, i64 per_block, Floats* out) {
   for (i64 g = 0; g < groups; ++g) {

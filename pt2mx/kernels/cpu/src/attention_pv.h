@@ -13,7 +13,7 @@ namespace {
 
 constexpr i64 kStripKeys = 1024;          // keys whose scores are kept
 constexpr i64 kScores = kStripKeys + 16;  // stride of rows: a power of two would evict them from the first-level cache
-constexpr i64 kSummed = 128;              // keys whose values are summed on their own
+constexpr i64 kSummed = 128;              // keys of a partial sum
 constexpr i64 kPvRows = 8;                // rows of weights that are multiplied with kNR columns of values together
 
 template <class T>
@@ -50,7 +50,7 @@ class AttentionPV<float> {
   }
 
  private:
-  // Adds kPvRows rows of kNR columns. A few keys are summed on their own: a sum of such sums is more exact.
+  // Adds kPvRows rows of kNR columns. It sums a few keys at a time, because a sum of partial sums is more exact.
   NOINLINE void add_rows(const float* weights, const float* values, i64 keys, float* sums) const {
     for (i64 key = 0; key < keys;) {
       __m512 sum[kPvRows][2] = {};

@@ -28,7 +28,7 @@ NOINLINE void amax_of_runs(const Bits* x, i64 rows, i64 block, Bits mask, Bits* 
 template <class Bits>
 NOINLINE void amax_of_columns(const Bits* x, i64 stride, i64 rows, i64 w, i64 block, Bits mask, Bits* amax) {
   typedef Bits Vector __attribute__((vector_size(kWidth * sizeof(Bits))));
-  constexpr i64 kRows = 8;  // read together: saves stores of the maxima; more rows are too many for the prefetcher
+  constexpr i64 kRows = 8;  // read together, to store the maxima less often; the prefetcher does not follow more rows
   for (i64 first = 0; first < rows; first += block, amax += w) {
     const i64 last = std::min(first + block, rows);
     std::fill(amax, amax + w, 0);

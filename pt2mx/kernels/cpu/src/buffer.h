@@ -29,7 +29,7 @@ class Buffer {
 enum Use { OF_X, OF_WEIGHT };
 constexpr i64 kKept = 1 << 25;  // the most bytes that a thread keeps
 
-// Memory that a thread keeps for its next call: to touch fresh pages takes longer than to fill them.
+// Memory that a thread keeps for its next call, because page faults on fresh memory take longer than filling it.
 template <Use>
 class Scratch {
  public:

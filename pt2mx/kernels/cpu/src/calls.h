@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-// torch_parallel_for of torch/csrc/stable/c/shim.h, so that torch's settings and its pool of threads apply.
+// torch_parallel_for of torch/csrc/stable/c/shim.h: uses torch's settings and its thread pool.
 typedef int32_t (*ParallelFor)(int64_t begin, int64_t end, int64_t grain, void (*work)(int64_t, int64_t, void*),
                                void* context);
 
@@ -30,7 +30,7 @@ struct QuantizeCall {
   uint64_t seed;
 };
 
-// What a kernel computes from a matmul before it stores the result: it adds a residual, applies an activation, and
+// What a kernel does with the result of a matmul before it stores it: it adds a residual, applies an activation, and
 // quantizes in blocks along the rows, to `out_dtype`.
 struct Epilogue {
   const Spec* spec;
@@ -56,8 +56,8 @@ struct LinearCall {
   void* out;
 };
 
-// The convolution of x: (images, height, width, k) as a matmul: a row of the weight has `k` values for each tap of the
-// kernel, each tap packed on its own, and `m` counts the positions of all images of the result. Pairs are (height,
+// The convolution of x: (images, height, width, k) as a matmul. A row of the weight has `k` values for each tap of the
+// kernel, and each tap is packed separately. `m` counts the result's positions in all images. Pairs are (height,
 // width).
 struct ConvolutionCall {
   LinearCall linear;
@@ -124,10 +124,11 @@ struct ActivationCall {
   void* out;
 };
 
-// Returned by a function that has computed nothing. Other numbers but 0 are errors of torch.
+// Returned by a function that does not support a call and computed nothing. All other numbers except 0 are errors of
+// torch.
 constexpr int32_t kUnsupported = -1;
 
-// Rows of x up to which kernels in fp32 vectors, which need no matrix instructions, are no slower than a dense matmul.
+// Most rows of x for which kernels in fp32 vectors, which need no matrix instructions, are as fast as a dense matmul.
 constexpr int64_t kFewRows = 32;
 
 // Instruction sets for GEMMs of bfloat16 values, in the order of preference. AVX512_VNNI multiplies only values that

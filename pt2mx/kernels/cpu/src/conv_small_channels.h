@@ -28,8 +28,8 @@ ConvolutionCall with_merged_taps(const ConvolutionCall& c) {
   return merged;
 }
 
-// Copies rows of the images and pads them. A merged pixel may read one value past its last tap, times zero: that needs
-// finite values, so Inf and NaN are unsupported.
+// Copies rows of the images and pads them. A merged pixel may read one value past its last tap, and multiply it by
+// zero. That needs finite values, so Inf and NaN are unsupported.
 void pad_rows(i64 begin, i64 end, void* context) {
   GemmBf16& gemm = *static_cast<GemmBf16*>(context);
   const ConvolutionCall& c = *gemm.image;

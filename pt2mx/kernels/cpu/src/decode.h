@@ -23,7 +23,7 @@ inline TwoFactors factors_of(u8 scale, int32_t shift) {  // 2**(scale - 127 + sh
 
 // A decoder has
 //   kBytes       bytes of a group
-//   kShift       the power of two by which its values are too small; the factor makes up for it
+//   kShift       its values are too small by 2**kShift; the factor makes up for that
 //   kEvenOdd     true if it returns values in the order 0, 2, .. 30, 1, 3, .. 31, false if in the order of the codes
 //   decode       the values of a group times a factor, a float or TwoFactors
 //   invalid      true if it met a code that it cannot decode
@@ -65,7 +65,7 @@ inline void scale(F f, Floats* values) {
   for (int v = 0; v < kVectors; ++v) values[v] = values[v] * f;
 }
 
-// Every format of 4 bits: looks up its 16 values, scaled, in registers.
+// Every 4-bit format: looks up its 16 scaled values in registers.
 struct Nibbles {
   static constexpr i64 kBytes = kGroup / 2;
   static constexpr int32_t kShift = 0;
@@ -86,7 +86,8 @@ struct Nibbles {
 #else
   Floats low, high;
   explicit Nibbles(const LinearCall& call) : low(load<Floats>(call.table)), high(load<Floats>(call.table + 8)) {}
-  static Floats look_up(Floats low, Floats high, __m256i codes) {  // by three bits in each half, then by the fourth
+  // Looks up three bits of a code in both halves of the table, and chooses a half by the fourth.
+  static Floats look_up(Floats low, Floats high, __m256i codes) {
     const __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28));
     return Floats(_mm256_blendv_ps(_mm256_permutevar8x32_ps(__m256(low), codes),
                                    _mm256_permutevar8x32_ps(__m256(high), codes), upper));
@@ -128,8 +129,8 @@ inline void split_pairs(const u8* data, __m256i* even, __m256i* odd) {
   }
 }
 
-// Floats of 6 and 8 bits: their fields become those of an fp16, whose exponent has another bias; kShift makes up for
-// it.
+// Floats of 6 and 8 bits: their exponent and mantissa fields become those of an fp16. kShift makes up for fp16's other
+// exponent bias.
 template <int ExponentBits, int MantissaBits, bool Nan>
 struct Halves {
   static constexpr int kBits = 1 + ExponentBits + MantissaBits;

@@ -2,8 +2,8 @@
 // ../bf16_matmul.py.
 //
 // Scores are sums in fp32 of exact products, on AMX or AVX512_BF16. A task packs the keys of a head, and takes 32
-// queries at a time. Softmax is online (Milakov and Gimelshein, 2018): up to 1024 scores of a query are kept, with the
-// largest score so far (m_i) and the sum of weights so far (l_i).
+// queries at a time. Softmax is online (Milakov and Gimelshein, 2018): a task keeps up to 1024 scores of a query, the
+// largest score so far (m_i), and the sum of softmax weights so far (l_i).
 
 #include <atomic>
 #include <optional>
@@ -16,7 +16,7 @@
 
 namespace {
 
-constexpr i64 kMinQueries = 128;  // queries that are worth packing the keys again
+constexpr i64 kMinQueries = 128;  // fewest queries for which a task packs the keys again
 
 struct Attention {
   const DenseAttentionCall& call;

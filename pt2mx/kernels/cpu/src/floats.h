@@ -54,7 +54,7 @@ class KeepSubnormals {
 #endif
 };
 
-#define NOINLINE __attribute__((noinline))  // an inlined loop loses registers to the code around it
+#define NOINLINE __attribute__((noinline))  // an inlined loop shares registers with other code
 #define UNUSED [[maybe_unused]]
 
 // ---- 16-bit floats ----

@@ -1,7 +1,8 @@
 // The GEMM of many rows of x in bfloat16: a task decodes some rows of the weight to bfloat16, which is exact, and
 // multiplies them with 32 rows of x at a time, by AMX or AVX512_BF16, with sums in fp32.
 //
-// If a product could be subnormal, which both take for zero, nothing is computed: the caller multiplies in another way.
+// Both treat subnormal numbers as zero. If a product could be subnormal, the kernel computes nothing, and the caller
+// uses another kernel.
 
 #pragma once
 
@@ -26,10 +27,10 @@ struct GemmBf16 {
   const Linear& linear;
   const DecodeRows decode;
   Tasks tasks;
-  const i64 width, stride;                 // values of a tap, and of a row, padded to whole groups
+  const i64 width, stride;                 // values of a tap and of a row, each padded to whole groups
   i64 pixel_stride;                        // values between pixels in memory
   const u16* x;                            // pixels
-  const ConvolutionCall* image = nullptr;  // of conv_small_channels.h: the convolution before taps were merged
+  const ConvolutionCall* image = nullptr;  // for conv_small_channels.h: the convolution before taps were merged
   Buffer<u16> padded, zeros;
   std::atomic<i64> min_exponent{2 * kBias};  // of x
   std::atomic<bool> unsupported{false};

@@ -1,8 +1,8 @@
 // The GEMM micro-kernels: 32 rows of bfloat16 values (A) times panels of 32 columns (B), by AMX or AVX512_BF16, with
 // sums in fp32. pack_b.h and gemm_bf16.h write panels.
 //
-// A group is 32 values of k. Of each group a panel has two tiles, one for 16 columns each, and a tile has a row for
-// each pair of values of k, because an instruction multiplies pairs and adds both products to one sum:
+// A group is 32 values of k. For each group a panel has two tiles of 16 columns. A tile has a row for each pair of
+// values of k, because an instruction multiplies pairs and adds both products to one sum:
 //
 //     tile of B:          column 0        column 1       ...       column 15
 //     row 0            k = 0   k = 1   k = 0   k = 1              k = 0   k = 1
@@ -21,8 +21,8 @@
 //             tmm5, rows 16..31 | tmm2 += 5 * 6  | tmm3 += 5 * 7  |
 //                               +----------------+----------------+
 //
-// Both instruction sets take subnormal numbers for zero. If the smallest values of both operands are so small that a
-// product could be subnormal (`products_are_normal`), the caller multiplies in another way.
+// Both instruction sets treat subnormal numbers as zero. If the smallest values of both operands could have a subnormal
+// product (`products_are_normal`), the caller uses another kernel.
 
 #pragma once
 
@@ -32,7 +32,7 @@
 
 namespace {
 
-constexpr i64 kStripGroups = 8;        // groups that are summed on their own
+constexpr i64 kStripGroups = 8;        // groups of a partial sum
 constexpr i64 kMicroTile = kMR * kNR;  // sums of a micro-tile
 
 // sums: (kMR, kNR), rows `across` values apart, = x: kMR rows of `groups` groups, rows `stride` values apart, times a
@@ -97,7 +97,7 @@ __attribute__((target("avx512bf16"))) NOINLINE void microkernel_32x32_avx512(con
         const u16* values = w + at * 2 * kTileElems;
         i64 i = (at - tap * groups) * kGroup;
         for (const i64 last = std::min(i + n * kGroup, k); i < last; values += kTileElems) {
-#pragma GCC unroll 4  // with fewer branches the processor predicts the last one
+#pragma GCC unroll 4  // unrolled, so that the processor predicts the loop's last branch
           for (const i64 next = std::min(i + kGroup, last); i < next; i += 2, values += kGroup) {
             const __m512bh first = __m512bh(_mm512_loadu_si512(values));
             const __m512bh second = __m512bh(_mm512_loadu_si512(values + kTileElems));

@@ -1,5 +1,5 @@
-// The tasks of a GEMM: blocks of rows and columns of its result. A thread that has finished one takes the next, so that
-// no thread waits for another. Tasks of the same columns follow each other: a thread often finds them decoded.
+// The tasks of a GEMM: blocks of its result. A thread that finishes a task takes the next one, so that no thread waits
+// for another. Tasks of the same columns are consecutive, so that a thread often has these columns decoded already.
 
 #pragma once
 

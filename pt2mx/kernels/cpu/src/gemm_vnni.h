@@ -1,10 +1,10 @@
-// The GEMM of bfloat16 values by AVX512_VNNI, where values of x and of the weight are codes of 8 bits times a power of
-// two for each group: an instruction multiplies and adds four products a sum, twice as many as AVX512_BF16.
+// The GEMM of bfloat16 values by AVX512_VNNI, for x and weights whose values are 8-bit integer codes times one power of
+// two per group. An instruction adds four products to each sum, twice as many as with AVX512_BF16.
 //
-// x comes as values. The kernel looks for their codes, and computes nothing if a value has none. Sums of a group are
-// exact; sums of a row are in fp32, in one order. A power of two is the exponent bits of a float, and those of x and of
-// the weight are added as integers. If such a sum could leave the normal numbers, or the weight has a NaN, nothing is
-// computed either: the caller then multiplies in another way.
+// x is given as values. The kernel converts them to codes, and computes nothing if a value has no code. Sums of a group
+// are exact; sums of a row are in fp32, in one order. The powers of two of x and of the weight are multiplied by adding
+// their exponent bits as integers. If the result could be no normal number, or the weight has a NaN, the kernel
+// computes nothing either. The caller then uses another kernel.
 
 #pragma once
 
@@ -21,7 +21,7 @@ namespace {
 
 constexpr i64 kVnniRows = 5;              // rows of x of a micro-tile: with kNR columns, 20 registers of sums
 constexpr i64 kVnniSteps = kGroup / 4;    // instructions for a group
-constexpr int32_t kCodeMantissa = 6;      // a block's largest code is from 2**6 to 2**7
+constexpr int32_t kCodeMantissa = 6;      // the largest code of a block is in [2**6, 2**7]
 constexpr int32_t kLargestExponent = 90;  // of a group's sum: 2**20 times that, in 2**17 groups, is finite
 
 // ---- the weight ----
@@ -176,7 +176,7 @@ bool decode_panels(const Linear& linear, i64 row, i64 last, ExponentRange x, Cod
 // Writes a group of x as codes times 2**exponent. Returns false if a value has no code.
 inline bool to_codes(const u16* x, CodeGroup* out, int32_t* exponent) {
   const __m512i values = _mm512_loadu_si512(x), magnitudes = _mm512_and_si512(values, _mm512_set1_epi16(0x7FFF));
-  // -2**n counts as the number below it: -128 is a code, 128 is not
+  // treat -2**n as the next smaller magnitude, because -128 is a code and 128 is not
   const __m512i keys = _mm512_subs_epu16(magnitudes, _mm512_srli_epi16(values, 15));
   const __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(keys), _mm512_extracti64x4_epi64(keys, 1));
   const __m128i largest = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
@@ -269,8 +269,9 @@ void encode_pixels(i64 begin, i64 end, void* context) {
 
 // ---- the GEMM ----
 
-// sums: (kVnniRows, kNR) = x: (taps, kVnniRows) pointers to pixels of `groups` groups, times w: (2, taps, groups). A
-// few groups are summed on their own: a sum of such sums is more exact. Skips a tap if all its pixels are `outside`.
+// sums: (kVnniRows, kNR) = x: (taps, kVnniRows) pointers to pixels of `groups` groups, times w: (2, taps, groups). It
+// sums a few groups at a time, because a sum of partial sums is more exact. Skips a tap if all its pixels are
+// `outside`.
 __attribute__((target("avx512vnni"))) NOINLINE void microkernel_vnni(const CodeGroup* const* x, const CodePanel* w,
                                                                      i64 taps, i64 groups, const CodeGroup* outside,
                                                                      float* sums) {
@@ -360,7 +361,7 @@ int32_t gemm_vnni(const Linear& linear, ParallelFor parallel_for) {
     const LinearCall& c = linear.call;
     GemmVnni gemm(linear);
     const i64 first = std::min(kVnniRows, gemm.pixels), grain = std::max<i64>(1, (1 << 16) / c.k);
-    encode_pixels(0, first, &gemm);  // if these have no codes, no thread starts
+    encode_pixels(0, first, &gemm);  // if the first pixels have no codes, no thread starts
     if (!gemm.unsupported && gemm.pixels > first) {
       if (const int32_t error = parallel_for(first, gemm.pixels, grain, encode_pixels, &gemm)) return error;
     }

@@ -1,9 +1,9 @@
 // linear_mx of one row of x in bfloat16 by AVX512_BF16: a table in a register turns codes of 4 and 6 bits into
 // bfloat16, which is exact, and an instruction multiplies 32 pairs of values and adds them to 16 sums in fp32.
 //
-// These instructions take subnormal numbers for zero, and the scale of a block multiplies the sum of the block. Values
-// of x so small, and rows of the weight with scales so extreme, that this could lose something are multiplied by
-// linear_fp32.h.
+// These instructions treat subnormal numbers as zero, and a block's scale multiplies the sum of the block. If x has
+// values so small, or a row of the weight has scales so extreme, that this could lose precision, linear_fp32.h
+// multiplies instead.
 
 #pragma once
 
@@ -21,7 +21,7 @@
 namespace {
 
 constexpr i64 kSpan = 4 * kGroup;  // values that are decoded together, to four vectors of 32
-constexpr i64 kAhead = 6144;  // bytes between the codes decoded and those prefetched: hardware fetches them too late
+constexpr i64 kAhead = 6144;       // bytes from the codes being decoded to those prefetched: hardware is too late
 
 // The first `n` values of the table of codes as bfloat16; 16 of them twice, because a look-up takes five bits.
 inline __m512i table_of(const LinearCall& call, int n) {
@@ -132,7 +132,7 @@ TARGET_AVX512_BF16 NOINLINE __m512 multiply_spans(const Pairs& pairs, const u8* 
   const __m512i block_of_lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
   for (i64 s = 0; s < spans; ++s, codes += Pairs::kBytes, factors += 4, x += kSpan) {
     for (i64 at = 0; at < Pairs::kBytes; at += 64)
-      __builtin_prefetch(codes + kAhead + at, 0, 1);  // to L2, which takes more of them at a time
+      __builtin_prefetch(codes + kAhead + at, 0, 1);  // to L2, which takes more prefetches
     __m512i w[4];
     decoder.decode(codes, w);
     __m512 sum = _mm512_setzero_ps();
@@ -151,8 +151,8 @@ TARGET_AVX512_BF16 NOINLINE __m512 multiply_spans(const Pairs& pairs, const u8* 
   return total;
 }
 
-// Writes the factors of the groups [begin, end) of a row, where `per_block` groups share a scale, and zeros up to a
-// whole span. Returns true if all are from 2**-64 to 2**64, or the smallest one, which blocks of zeros have.
+// Writes the factors of the groups [begin, end) of a row, and zeros up to a whole span; `per_block` groups share a
+// scale. Returns true if each factor is from 2**-64 to 2**64, or the smallest one, which blocks of zeros have.
 inline bool set_factors(const u8* scale, i64 per_block, i64 begin, i64 end, float* out) {
   u8 expanded[kChunk];
   const u8* bytes = scales_of_groups(scale, per_block, begin, end, expanded);
@@ -200,7 +200,7 @@ void run_gemv(i64 begin, i64 end, void* context) {
     bool finite = true;
     for (i64 q = 0; q < rows; ++q) {
       y[q] = gemv_row(gemv, decoder, row + q);
-      finite &= std::abs(y[q]) < INFINITY;  // Inf may come from a sum that its scale would make finite
+      finite &= std::abs(y[q]) < INFINITY;  // an Inf may come from a sum that is finite once scaled
     }
     if (finite) {
       finish(gemv.linear, 0, row, rows, y);

@@ -1,7 +1,7 @@
 // The CPU kernel of pt2mx/kernels/hadamard.py, equal to it to the bit; built and called by ../hadamard.py.
 //
-// A tensor is (outer, n, inner) with blocks along n. If inner is 1, blocks are adjacent and go through in chunks;
-// otherwise a tile is some columns of a block.
+// A tensor is (outer, n, inner) with blocks along n. If inner is 1, blocks are adjacent, and the kernel rotates them in
+// chunks. Otherwise a tile is some columns of a block.
 
 #include "rotate.h"
 

@@ -1,5 +1,5 @@
-// Im2col without the copy: for each row of a matmul, where its values are in x. In a convolution a row is one position
-// of the result: the pixels under the kernel, one tap after the other. Otherwise it is a row of x.
+// Im2col without the copy: finds where the values of each row of a matmul are in x. In a convolution, a row has the
+// pixels under the kernel at one position of the result, one tap after the other. In a matmul it is a row of x.
 //
 // The rows of a convolution are ordered so that neighbours share the same valid taps; a kernel can then skip taps that
 // fall in the padding for all its rows.

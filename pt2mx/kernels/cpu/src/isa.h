@@ -1,5 +1,5 @@
-// The instruction sets that multiply bfloat16 values, and codes of 8 bits, many at a time: whether the compiler and the
-// processor have them, and the tile registers of AMX.
+// The matrix instructions for bfloat16 values and 8-bit codes: checks whether the compiler and the processor have them,
+// and AMX's tile registers.
 //
 // Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, "Programming with Intel AMX".
 
@@ -7,8 +7,8 @@
 
 #include "decode.h"
 
-// The compiler targets AVX512 and knows AMX, AVX512_VNNI and AVX512_BF16, which functions ask for by attributes.
-// Whether the processor has them is asked at run time.
+// Defined if the compiler targets AVX512 and supports AMX, AVX512_VNNI and AVX512_BF16, which functions enable by
+// attributes. The functions below check the processor at run time.
 #if defined(__AVX512BW__) && defined(__AVX512DQ__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
 #define PT2MX_HAVE_MATRIX_ISA
 
@@ -20,7 +20,7 @@
 
 namespace {
 
-// The answers are kept: the instruction CPUID takes microseconds in a virtual machine.
+// The results are cached, because the CPUID instruction takes microseconds in a virtual machine.
 inline bool has_avx512_bf16() {
   static const bool available = [] {
     unsigned a = 0, b = 0, c = 0, d = 0;
@@ -49,7 +49,7 @@ inline bool has_avx512_vnni() {
   return available;
 }
 
-// Asks the operating system for the tile registers too: a process that has not asked may not use them.
+// Also requests the tile registers from the operating system: without that, a process may not use them.
 inline bool has_amx() {
 #if defined(__linux__)
   static const bool available = [] {

@@ -8,7 +8,7 @@
 //   more rows in bfloat16              gemm_bf16.h    AMX or AVX512_BF16, some columns are decoded first
 //   more rows of integers times 2**n   gemm_vnni.h    AVX512_VNNI, codes of 8 bits
 //
-// Each sum is computed by one thread in one order, so results do not depend on the number of threads.
+// One thread computes each sum, in one order, so results do not depend on the number of threads.
 
 #include <type_traits>
 
@@ -24,7 +24,7 @@ namespace {
 
 constexpr i64 kGrain = 1 << 18;  // multiplications that are worth another thread
 
-// True without an epilogue, and for one that the GEMM kernels support: a block is the 32 columns of a micro-tile.
+// True without an epilogue, or if the GEMM kernels support it: blocks must be the 32 columns of a micro-tile.
 bool supports_epilogue(const LinearCall& c) {
   if (!c.epilogue) return true;
   const Epilogue& e = *c.epilogue;
@@ -32,7 +32,7 @@ bool supports_epilogue(const LinearCall& c) {
          e.spec->bits <= 8 && VecQuantizer::supports(*e.spec, e.block, c.n);
 }
 
-// The kernels on matrix instructions return kUnsupported where they computed nothing. `many_rows`: more than kFewRows.
+// The kernels on matrix instructions return kUnsupported if they computed nothing. `many_rows`: more than kFewRows.
 #if defined(PT2MX_HAVE_MATRIX_ISA)
 
 template <class Decoder>
@@ -78,7 +78,7 @@ int32_t conv_small_channels(const ConvolutionCall&, ParallelFor) { return kUnsup
 
 #endif
 
-// body(decoder) for a format whose codes are decoded in registers; the others have no kernel on matrix instructions.
+// Calls body(decoder) for formats whose codes are decoded in registers; others have no kernel on matrix instructions.
 template <class Body>
 void with_register_decoder(int32_t format, Body body) {
   with_decoder(format, [&](auto* decoder) {

@@ -1,5 +1,5 @@
-// What all kernels of linear_mx share: the call with what they prepare for it, the scales of the weight's groups, and
-// how sums are stored.
+// Shared by all kernels of linear_mx: the call and the data prepared for it, the scales of the weight's groups, and
+// storing sums.
 
 #pragma once
 

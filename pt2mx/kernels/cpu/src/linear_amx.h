@@ -1,8 +1,8 @@
 // linear_mx of up to 32 rows of x in bfloat16 by AMX: 32 rows of the weight are decoded to bfloat16 a chunk at a time
 // and multiplied with all of x, with sums in fp32.
 //
-// AMX takes subnormal numbers for zero, as torch's own bfloat16 matmul does. Rows of the weight with such values, and
-// rows with codes that have to be looked up, are multiplied by linear_fp32.h.
+// AMX treats subnormal numbers as zero, as torch's own bfloat16 matmul does. linear_fp32.h multiplies rows of the
+// weight with such values, and rows with codes that have to be looked up.
 
 #pragma once
 

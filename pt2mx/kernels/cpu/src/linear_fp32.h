@@ -1,5 +1,5 @@
 // linear_mx of up to 32 rows of x in fp32 vectors: the codes of a few rows of the weight are decoded in registers, a
-// group of each, and multiplied with some rows of x. This kernel takes every format, scale and dtype.
+// group of each, and multiplied with some rows of x. This kernel supports every format, scale and dtype.
 
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace {
 
-constexpr i64 kStrip = 32;  // groups that are summed on their own: a sum of such sums is more exact
+constexpr i64 kStrip = 32;  // groups of a partial sum: a sum of partial sums is more exact
 
 // sums += `groups` groups of the weight's rows `data` times `R` rows of x. Prefetches the codes `ahead` bytes further,
 // of the rows that follow.

@@ -2,8 +2,8 @@
 // called by ../bf16_matmul.py.
 //
 // A task packs some columns of y, which stay in the second-level cache, and multiplies them with 32 rows of x at a
-// time. If bfloat16 does not represent a value, or a product could be subnormal, which the instructions take for zero,
-// nothing is computed.
+// time. The kernel computes nothing if bfloat16 does not represent a value, or if a product could be subnormal, which
+// the instructions treat as zero.
 
 #include <atomic>
 
@@ -14,7 +14,7 @@
 
 namespace {
 
-constexpr i64 kPanelBytes = 1 << 20;  // that a task packs of y, for a second-level cache
+constexpr i64 kPanelBytes = 1 << 20;  // bytes of y that a task packs, to fit the second-level cache
 
 i64 parts(i64 n, i64 size) { return (n + size - 1) / size; }
 
@@ -28,7 +28,7 @@ struct Matmul {
     const i64 tasks = parts(c.threads, c.first * c.second);  // of a matrix, which keep all threads busy
     down = tasks;
     across = parts(c.n, std::max(kNR, std::min<i64>(1024, kPanelBytes / (2 * c.k))));
-    if (c.m < 4 * c.n) {  // else it is faster to pack y for each thread than all rows of x
+    if (c.m < 4 * c.n) {  // otherwise packing y in each thread is faster than packing all rows of x in each
       across = std::min(parts(across, tasks) * tasks, parts(c.n, kNR));
       down = std::max<i64>(1, std::min(parts(tasks, across), c.m / 128));
     }

@@ -1,5 +1,5 @@
-// Packs operands into the layouts that gemm_microkernel.h multiplies: rows of A, and panels of B. They are in bfloat16,
-// or in fp32 with values that bfloat16 represents, which is checked while they are read.
+// Packs operands into the layouts that gemm_microkernel.h multiplies: rows of A, and panels of B. Operands are
+// bfloat16, or fp32 with values that bfloat16 represents; packing checks this as it reads them.
 
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace {
 
-// What the kernels have to know of the fp32 values that they read.
+// Statistics of the fp32 values that the kernels read.
 struct ValueStats {
   __m512i bits = _mm512_setzero_si512(),
           least = _mm512_set1_epi32(-1);  // all bits; the smallest magnitude but zero, - 1

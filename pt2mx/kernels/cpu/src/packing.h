@@ -80,7 +80,7 @@ NOINLINE void pack(const u8* codes, i64 rows, i64 w, Packing p, u8* data, i64 st
   }
 }
 
-// By words of 4 bytes: the compiler does not vectorize groups of three bytes.
+// Reads words of 4 bytes, because the compiler does not vectorize groups of three bytes.
 inline void unpack_contiguous_6(const u8* data, i64 groups, u8* codes) {
   for (i64 i = 0; i < groups; ++i) {
     u32 word = data[3 * i] | data[3 * i + 1] << 8 | data[3 * i + 2] << 16;

@@ -1,4 +1,4 @@
-// Quantizes blocks of values that another kernel has in registers, to the nearest, ties to even: the same bits as
+// Quantizes blocks of values that another kernel has in registers, rounding to nearest even, to the same bits as
 // quantize.cpp.
 
 #pragma once
@@ -69,7 +69,7 @@ class VecQuantizer {
   }
 
  private:
-  // For scales and values that are subnormal or out of range; rounds to out_dtype.
+  // Quantizes values if they or their scale are subnormal or out of range; rounds to out_dtype.
   static NOINLINE Floats unusual(Floats v, int32_t amax, const Spec& spec, int32_t dtype) {
     const int32_t exponent = exponent_of(amax, spec);
     const Floats in = floats(std::ldexp(1.0f, -exponent));
@@ -79,7 +79,7 @@ class VecQuantizer {
 
   const Spec* spec_;
   int32_t dtype_, is_int_, rounding_, emax_, emin_;
-  Ints to_rounder_;  // added to the bits of a binade, gives 1.5 * 2**23 quanta; adding and subtracting these rounds
+  Ints to_rounder_;  // added to a binade's bits, gives 1.5 * 2**23 quanta; adding and subtracting these rounds
   float rounder_;    // the same, for integers
 };
 

@@ -62,7 +62,7 @@ template <class V>
 inline V larger(V a, V b) {
   return a > b ? a : b;
 }
-#if defined(__AVX512F__)  // the same: from the above GCC may generate a comparison and a blend
+#if defined(__AVX512F__)  // the same as above, for which GCC may generate a comparison and a blend
 inline Floats smaller(Floats a, Floats b) { return _mm512_min_ps(a, b); }
 inline Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 #endif
@@ -94,7 +94,7 @@ template <int R>
 inline Floats to_units(Floats x, Floats in0, Floats in1) {  // x over the block's scale
   const Floats v = x * in0 * in1;
   if (R != UP && R != DOWN) return v;
-  // A directed rounding sees a value however small: it must not become zero.
+  // Directed roundings depend on any nonzero value, however small: it must not become zero.
   const Ints lost = (magnitude(v) < kSmallestNormal) & (x != 0.0f);
   return lost ? Floats((Ints(x) & kSign) | 1 << 23) : v;
 }
@@ -205,7 +205,7 @@ NOINLINE void to_values(const Chunk& c, const Spec& spec, float* out) {
   });
 }
 
-// Converts between bytes and 32-bit integers in a loop of its own: GCC 12 handles vectors of bytes lane by lane.
+// Converts between bytes and 32-bit integers in a separate loop, because GCC 12 handles vectors of bytes lane by lane.
 template <class From, class To>
 NOINLINE void convert(const From* from, i64 n, To* to) {
 #pragma omp simd
@@ -257,7 +257,7 @@ NOINLINE void from_codes(const Chunk& c, const Spec& spec, const u8* codes, floa
   const int32_t flip = spec.is_int ? sign_bit : 0;  // two's complement
   const int32_t mask = sign_bit - 1 + flip, shift = 23 - m, sign_shift = 32 - spec.bits;
   const Ints rebias = ints((kBias - bias) << 23), first_normal = ints(spec.is_int ? kMagnitude : 1 << m);
-  // Inf and NaN: exponents from the format's last to that of fp32
+  // Inf and NaN: moves the format's last exponent to that of fp32
   const int32_t last = (1 << (spec.bits - 1 - m)) - 1;
   const Ints max_code = ints(spec.max_code), special = ints((kBias + 1 + bias - last) << 23);
   const Floats step = floats(std::ldexp(1.0f, spec.emin - m));
