@@ -75,7 +75,7 @@ class Tied(nn.Module):
 
 
 class Gated(nn.Module):
-    """A table, two layers of one input, and a layer of their product."""
+    """An embedding table, two layers of one input, and a layer of their elementwise product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class Depthwise(nn.Module):
         return self.head(self.point(self.depth(self.stem(x).relu())).relu().mean((2, 3)))
 
 
-class Products(nn.Module):
+class Matmuls(nn.Module):
     def __init__(self):
         super().__init__()
         self.q_proj, self.k_proj = nn.Linear(32, 32), nn.Linear(32, 32)
@@ -143,11 +143,11 @@ class Products(nn.Module):
 
 
 class TwoLayers(nn.Module):
-    """Projections and products of activations, and a head."""
+    """Projections and matmuls of activations, and a head."""
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList([Products(), Products()])
+        self.layers = nn.ModuleList([Matmuls(), Matmuls()])
         self.lm_head = nn.Linear(32, 8)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, S, 32) -> (B, S, 8)

@@ -10,7 +10,7 @@ from pt2mx import ops, quantize_mx
 from pt2mx.ops import linear
 from tests.graph import calls
 
-#: the products that read such a weight
+#: the matmuls with such a weight
 PACKED = (linear.linear_mx, linear.grouped_linear_mx)
 
 
@@ -29,16 +29,16 @@ class PackedWeight(nn.Module):
         return ops.dequantize_mx(self.data, self.scale, *self.modes)
 
 
-class Product(PackedWeight):
-    """What `product` makes of x, of the weight and of a bias."""
+class Matmul(PackedWeight):
+    """Apply `matmul` to x, the weight and a bias."""
 
-    def __init__(self, product: Callable, shape=(24, 70), name="fp4_e2m1", axis=-1, dtype=torch.float32) -> None:
+    def __init__(self, matmul: Callable, shape=(24, 70), name="fp4_e2m1", axis=-1, dtype=torch.float32) -> None:
         super().__init__(shape, name, axis, dtype)
         self.bias = nn.Parameter(torch.randn(24, dtype=dtype), False)
-        self.product = product
+        self.matmul = matmul
 
     def forward(self, x: Tensor, *args: Tensor) -> object:
-        return self.product(x, self.weight(), self.bias, *args)
+        return self.matmul(x, self.weight(), self.bias, *args)
 
 
 class Gather(PackedWeight):
@@ -53,5 +53,5 @@ class Gather(PackedWeight):
 
 
 def is_packed(model: GraphModule) -> bool:
-    """Whether the products of a graph read codes and scales."""
+    """Return whether the matmuls of a graph read codes and scales."""
     return bool(calls(model, *PACKED)) and not calls(model, ops.dequantize_mx)

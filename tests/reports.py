@@ -76,7 +76,7 @@ def statistics(sqnr: float, **changed: object) -> QuantizationStatistics:
 
 
 def operator(module: str, *sqnr: float, reason: str | None = None) -> OperatorReport:
-    """A product whose weights have these ratios."""
+    """Return the row of a matmul whose weights have these ratios."""
     operands = [OperandReport("weight", "mxfp4_e2m1{32}", statistics(db), {}, 64, 256, 34) for db in sqnr]
     return OperatorReport(f"{module}/linear", module, "aten.linear", tuple(operands), reason)
 

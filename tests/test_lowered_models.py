@@ -33,7 +33,7 @@ SIZES = {
 }  # fmt: skip
 EXPERTS = {"num_key_value_heads": 1, "num_experts_per_tok": 2}
 
-#: architecture -> its class, its configuration, its dtype, products with packed weights, embeddings
+#: architecture -> its class, its configuration, its dtype, matmuls with packed weights, embeddings
 ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", {**SIZES, "num_key_value_heads": 1}, torch.float32, 9, 1),
     "llama tied": ("LlamaForCausalLM", {**SIZES, "tie_word_embeddings": True}, torch.bfloat16, 9, 1),
@@ -51,7 +51,7 @@ ARCHITECTURES = {
 
 
 class Errors(TorchDispatchMode):
-    """Relative errors of every product with a packed weight, and of the plain product, against a float64 one of the
+    """Relative errors of every matmul with a packed weight, and of the plain matmul, against a float64 one of the
     same operands."""
 
     def __init__(self):
@@ -88,10 +88,10 @@ class Errors(TorchDispatchMode):
         return y
 
 
-def assert_as_exact(lowered, args, products):
+def assert_as_exact(lowered, args, matmuls):
     with Errors() as errors, torch.no_grad():
         lowered(*args)
-    assert len(errors.found) == products
+    assert len(errors.found) == matmuls
     for packed, plain in errors.found:
         assert packed <= 1.5 * plain + 1e-7
 
@@ -109,33 +109,33 @@ def assert_same_bits(converted, args):
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4_weight_only"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_language_models(name, recipe):
-    kind, sizes, dtype, products, embeddings = ARCHITECTURES[name]
+    kind, sizes, dtype, matmuls, embeddings = ARCHITECTURES[name]
     kind = getattr(import_extra("transformers", "hf"), kind)
     model = Logits(kind(kind.config_class(**sizes, bos_token_id=0, eos_token_id=0, use_cache=False)).eval().to(dtype))
     converted = convert(model, (IDS,), recipe)
     lowered = lower_to_inductor(converted)
     counts = Counter(called(lowered))
-    assert counts[linear.linear_mx] + counts[linear.grouped_linear_mx] == products
+    assert counts[linear.linear_mx] + counts[linear.grouped_linear_mx] == matmuls
     assert (counts[linear.grouped_linear_mx] > 0) == ("experts" in str(sizes))
     assert counts[ops.dequantize_mx] == embeddings and counts[aten.embedding.default] == 2 * embeddings
     assert not any(counts[target] for target in (ops.quantize_mx, aten.linear.default, aten.addmm.default))
     assert_same_bits(converted, (IDS,))
-    assert_as_exact(lowered, (IDS,), products)
+    assert_as_exact(lowered, (IDS,), matmuls)
     held, before = (sum(t.nbytes for t in {t.data_ptr(): t for t in m.state_dict().values()}.values())
                     for m in (lowered, converted))  # fmt: skip
     assert held == before
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4_weight_only"])
-@pytest.mark.parametrize(("name", "products", "convolutions"), [("minilm", 24, 0), ("resnet18", 1, 20)])
-def test_real_models(name, products, convolutions, recipe, request):
-    """Convolutions of quantized activations are products where there are units for bfloat16."""
+@pytest.mark.parametrize(("name", "matmuls", "convolutions"), [("minilm", 24, 0), ("resnet18", 1, 20)])
+def test_real_models(name, matmuls, convolutions, recipe, request):
+    """With bfloat16 instructions, convolutions of quantized activations become matmuls."""
     model = request.getfixturevalue(name)
     converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(model.program.module(), MXQuantizer.from_recipe(recipe)))
     lowered = lower_to_inductor(converted)
     assert_same_bits(converted, model.args)
     convolved = recipe == "mxfp8" and has_isa(MXSpec("fp8_e4m3", 32), 64)
-    assert_as_exact(lowered, model.args, products + convolutions * convolved)
+    assert_as_exact(lowered, model.args, matmuls + convolutions * convolved)
     again = torch.export.export(lowered, model.args, dynamic_shapes=model.shapes).module()
     with torch.no_grad():
         assert torch.equal(again(*model.inputs), lowered(*model.inputs))

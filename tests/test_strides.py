@@ -34,7 +34,7 @@ class Sum(nn.Module):
 
 
 class Transposed(nn.Module):
-    """The product with a parameter that is a transpose, read as it lies in memory."""
+    """A matmul with a transposed parameter, which is read in its order in memory."""
 
     def __init__(self):
         super().__init__()

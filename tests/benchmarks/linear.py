@@ -29,15 +29,15 @@ _K = {"cpu": 4096, "cuda": 8192}
 #: elements for which the peers are measured
 _PEERS = ("fp4_e2m1", "fp8_e4m3")
 
-#: x and the number of a copy of the weight -> the product
-Product = Callable[[Tensor, int], Tensor]
+#: x and the number of a copy of the weight -> the matmul
+Matmul = Callable[[Tensor, int], Tensor]
 
 
 @dataclass
 class Candidate:
     what: str
     element: str
-    product: Product
+    matmul: Matmul
     limit: float  # bytes of the bfloat16 weight over those of this one
     dtype: torch.dtype = torch.bfloat16
 
@@ -79,9 +79,9 @@ def device_rows(device: str, args: argparse.Namespace) -> Iterator[Row]:
         for m in args.m or _BATCHES[device]:
             x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
             cast = x.to(candidate.dtype)
-            baseline: Product = lambda x, i: F.linear(x, dense[i % len(dense)][0])  # noqa: E731
+            baseline: Matmul = lambda x, i: F.linear(x, dense[i % len(dense)][0])  # noqa: E731
             try:
-                plain, ours = seconds([(baseline, x), (candidate.product, cast)], args.repeats)
+                plain, ours = seconds([(baseline, x), (candidate.matmul, cast)], args.repeats)
                 row[f"M={m}"] = plain / ours
             except Exception as error:  # of peers: each has its own kinds
                 if candidate.what.startswith("linear_mx"):
@@ -150,7 +150,7 @@ def copies(parts: Sequence[Tensor], cache: int) -> list[tuple[Tensor, ...]]:
     return [tuple(part.clone() for part in parts) for _ in range(count)]
 
 
-def cpu_seconds(calls: Sequence[tuple[Product, Tensor]], repeats: int) -> list[float]:
+def cpu_seconds(calls: Sequence[tuple[Matmul, Tensor]], repeats: int) -> list[float]:
     turns = [iter(range(10**9)) for _ in calls]
     with torch.no_grad():
         return medians_in_turns(
@@ -158,24 +158,24 @@ def cpu_seconds(calls: Sequence[tuple[Product, Tensor]], repeats: int) -> list[f
         )
 
 
-def graph_seconds(calls: Sequence[tuple[Product, Tensor]], repeats: int) -> list[float]:
-    """Median time of one product, in a CUDA graph that holds eight, each with the next copy of the weight."""
+def graph_seconds(calls: Sequence[tuple[Matmul, Tensor]], repeats: int) -> list[float]:
+    """Median time of one matmul, in a CUDA graph that holds eight, each with the next copy of the weight."""
     return [seconds / 8 for seconds in gpu_medians_in_turns([captured(f, x, 8) for f, x in calls], repeats)]
 
 
 @torch.no_grad()
-def captured(product: Product, x: Tensor, count: int) -> Callable[[], None]:
+def captured(matmul: Matmul, x: Tensor, count: int) -> Callable[[], None]:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # compiles and tunes
         for _ in range(3):
             for i in range(count):
-                product(x, i)
+                matmul(x, i)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for i in range(count):
-            product(x, i)
+            matmul(x, i)
     return graph.replay
 
 

@@ -71,10 +71,10 @@ def test_stochastic_rounding_by_its_seed():
 @pytest.mark.parametrize(("dtype", "bias"), [(torch.float32, True), (torch.bfloat16, False)])
 @pytest.mark.parametrize("element", ["fp6_e2m3", "fp8_e4m3"])
 @pytest.mark.parametrize("write_out", [pt2mx.make_portable, without_calls])
-def test_products_with_packed_weights(dtype, bias, write_out, element):
+def test_matmuls_with_packed_weights(dtype, bias, write_out, element):
     """The experts of a mixture, and a layer with and without a bias; without pt2mx they dequantize their weight."""
 
-    class Products(nn.Module):
+    class Matmuls(nn.Module):
         def __init__(self):
             super().__init__()
             weights = {"dense": torch.randn(48, 70), "experts": torch.randn(3, 16, 48)}
@@ -89,7 +89,7 @@ def test_products_with_packed_weights(dtype, bias, write_out, element):
             experts = x, self.experts_data, self.experts_scale, offs, element, 32
             return grouped_linear_mx(*experts) + grouped_linear_mx(*experts, torch.float32)
 
-    model, tokens = Products(), torch.export.Dim("tokens")
+    model, tokens = Matmuls(), torch.export.Dim("tokens")
     args = torch.randn(9, 70, dtype=dtype), torch.tensor([2, 2, 9], dtype=torch.int32)
     program = torch.export.export(model, args, dynamic_shapes=({0: tokens}, None))
     written = write_out(program)
@@ -142,7 +142,7 @@ def test_what_is_no_program(program):
 
 
 class Selected(nn.Module):
-    """A product over as many rows as the data say."""
+    """A matmul that reduces a data-dependent number of rows."""
 
     def forward(self, x, y, mask):
         rows = mask.nonzero().squeeze(1)

@@ -135,7 +135,7 @@ def test_the_tensors_are_the_program_s_own():
 
 
 def test_an_encoder():
-    """Projections, an embedding, products of activations: of those nothing is a weight."""
+    """An encoder has projections, an embedding, and matmuls of activations, which have no weight."""
     torch.manual_seed(0)
     model, ids = Encoder().eval(), torch.randint(0, 20, (2, 7))
     weights = list(packed_weights(convert(model, (ids,), "mxfp4")))

@@ -79,7 +79,7 @@ def test_a_float_weight_that_something_else_reads_stays_in_torchaos_convert():
 
 
 def test_weights_are_folded_where_torchao_folds_none_too():
-    """Products of activations among them."""
+    """Matmuls of activations among them."""
     x, quantizer = torch.randn(2, 4, 32), MXQuantizer().set_global(get_default_mx_quantization_config())
     prepared, ours = (
         prepare(exported(TwoLayers().eval(), x), quantizer) for prepare in (torchao.prepare_pt2e, prepare_pt2e)

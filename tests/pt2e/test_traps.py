@@ -32,7 +32,7 @@ def pairs(model):
     return [n.meta["mx_spec"] for n in model.graph.find_nodes(op="call_function", target=ops.dequantize_mx)]
 
 
-class Product(nn.Module):
+class Matmul(nn.Module):
     def forward(self, x, y):
         return x @ y
 

@@ -51,7 +51,7 @@ def test_prepare_and_convert(program, quantize, spelling, error, bits):
 
 
 def test_save_load_and_lower(quantize, tmp_path):
-    class Products(nn.Module):
+    class Matmuls(nn.Module):
         def __init__(self):
             super().__init__()
             self.weight, self.head = nn.Parameter(torch.randn(40, 64)), nn.Linear(64, 8)
@@ -60,7 +60,7 @@ def test_save_load_and_lower(quantize, tmp_path):
             return self.head(x @ self.weight)
 
     args = (torch.randn(5, 40),)
-    converted = quantize(torch.export.export(Products().eval(), args), quantizer("BFP[16|8]{32}"), args)[2]
+    converted = quantize(torch.export.export(Matmuls().eval(), args), quantizer("BFP[16|8]{32}"), args)[2]
     want, saved = converted(*args), torch.export.export(converted, args)
     for form in (saved, pt2mx.make_portable(saved)):
         torch.export.save(form, tmp_path / "model.pt2")

@@ -138,7 +138,7 @@ WRITES = {
 
 
 class Written(nn.Module):
-    """A weight that is written before it is used, and read under another name; an activation that a product reads
+    """A weight that is written before it is used, and read under another name; an activation that a matmul reads
     before and after it is written."""
 
     def __init__(self, write):

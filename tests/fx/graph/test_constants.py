@@ -28,11 +28,11 @@ def outputs(model):
 
 def test_which_nodes_are_constant():
     model, _ = graph()
-    product, noise, cache, mixed = outputs(model)
-    weight = product.args[1]
+    matmul, noise, cache, mixed = outputs(model)
+    weight = matmul.args[1]
     constants = constant_nodes(model.graph)
     assert weight in constants
-    assert product not in constants and mixed not in constants, "they read an input"
+    assert matmul not in constants and mixed not in constants, "they read an input"
     assert noise not in constants, "it is random"
     assert cache not in constants, "its buffer is written"
 
@@ -56,7 +56,7 @@ def test_which_constants_do_the_same_to_the_same_tensors():
             return x @ a.t(), x @ a.t(), x @ b.t(), x @ a.transpose(0, 1), x @ (a * b).t(), x @ (b * a).t()
 
     model = torch.export.export(Views(), (torch.randn(4, 4),)).module()
-    weights = [product.args[1] for product in outputs(model)]
+    weights = [matmul.args[1] for matmul in outputs(model)]
 
     def groups():
         equal = first_equal(model, constant_nodes(model.graph))

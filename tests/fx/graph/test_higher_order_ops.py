@@ -22,10 +22,10 @@ def test_what_is_inside_is_quantized(model, quantize, tmp_path):
         assert not torch.equal(want, model(X))
         assert nn.functional.cosine_similarity(want, model(X)).min() > 0.9
 
-    # every linear layer and product has two pairs, every weight is packed, once, outside
+    # every linear layer and matmul has two pairs, every weight is packed, once, outside
     graphs = graph_modules(converted)
-    products = (torch.ops.aten.linear.default, torch.ops.aten.matmul.default)
-    layers = [n for g in graphs for n in g.graph.nodes if n.target in products]
+    matmuls = (torch.ops.aten.linear.default, torch.ops.aten.matmul.default)
+    layers = [n for g in graphs for n in g.graph.nodes if n.target in matmuls]
     assert len(layers) >= 2
     for node in layers:
         assert all(n.target is ops.dequantize_mx for n in node.args[:2])

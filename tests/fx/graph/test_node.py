@@ -9,7 +9,7 @@ from tests.flow import convert, reloaded
 
 
 class Net(nn.Module):
-    """A product of two activations, an embedding, a branch."""
+    """A matmul of two activations, an embedding, a branch."""
 
     def __init__(self):
         super().__init__()

@@ -55,7 +55,7 @@ def test_views_become_copies_and_are_told_as_they_are():
 @pytest.mark.parametrize(
     ("after", "may"),
     [
-        (lambda x: x @ torch.ones(6, 3), True),  # a product has an order of its own
+        (lambda x: x @ torch.ones(6, 3), True),  # a matmul has an order of its own
         (lambda x: x.T @ torch.ones(4, 3), True),
         (lambda x: x.sum(), True),
         (lambda x: x + 1, False),  # the sum would be transposed too

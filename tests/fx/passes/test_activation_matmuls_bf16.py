@@ -1,4 +1,4 @@
-"""Products of two quantized activations, and attention over them, become calls of units for bfloat16."""
+"""Matmuls of two quantized activations, and attention over them, use bfloat16 instructions."""
 
 import pytest
 import torch
@@ -17,23 +17,23 @@ aten = torch.ops.aten
 
 
 @pytest.fixture(autouse=True)
-def with_units(monkeypatch):
-    """On every machine: torch computes the calls where there are no units."""
+def with_bfloat16_instructions(monkeypatch):
+    """Run the pass on every machine: torch computes the calls without bfloat16 instructions."""
     monkeypatch.setattr(activation_matmuls_bf16, "_MIN_MULTIPLIES", 1 << 10)
     isa = {"bf16_isa": staticmethod(lambda: 4), "LEAST_ROWS": 16}
     monkeypatch.setattr(activation_matmuls_bf16, "bf16_matmul", type("ISA", (), isa))
 
 
-def quantizer(product, name="mxfp8"):
-    return MXQuantizer().set_operator_type(product, get_default_mx_quantization_config(name, name))
+def quantizer(matmul, name="mxfp8"):
+    return MXQuantizer().set_operator_type(matmul, get_default_mx_quantization_config(name, name))
 
 
-def lowered(function, *inputs, product="aten.matmul", name="mxfp8", shapes=None):
+def lowered(function, *inputs, matmul="aten.matmul", name="mxfp8", shapes=None):
     class Model(nn.Module):
         def forward(self, *given):
             return function(*given)
 
-    converted = convert(Model(), inputs, quantizer(product, name), shapes=shapes)
+    converted = convert(Model(), inputs, quantizer(matmul, name), shapes=shapes)
     return converted, lower_to_inductor(converted)
 
 
@@ -54,7 +54,7 @@ def test_matmul(name):
 
 
 @pytest.mark.parametrize(
-    ("function", "x", "y", "product"),
+    ("function", "x", "y", "matmul"),
     [
         (torch.bmm, X[0], Y[0].mT, "aten.bmm"),
         (torch.mm, X[0, 0], Y[0, 0].mT, "aten.mm"),
@@ -62,8 +62,8 @@ def test_matmul(name):
         (lambda x, y: x @ y, X[0], Y[0].mT, "aten.matmul"),
     ],
 )
-def test_other_forms(function, x, y, product):
-    check(*lowered(function, x, y, product=product), matmul_bfloat16, x, y)
+def test_other_forms(function, x, y, matmul):
+    check(*lowered(function, x, y, matmul=matmul), matmul_bfloat16, x, y)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -72,7 +72,7 @@ def test_attention(causal):
     converted, model = lowered(
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).reshape(2, 20, 48),
         *(X, Y, value),
-        product=ATTENTION,
+        matmul=ATTENTION,
     )
     check(converted, model, attention_bfloat16, X, Y, value)
     assert not count(model, aten.scaled_dot_product_attention.default)
@@ -81,7 +81,7 @@ def test_attention(causal):
 @pytest.mark.parametrize("mask", [None, torch.rand(20, 30) < 0.7, torch.randn(2, 1, 1, 30).bfloat16()])
 def test_attention_of_bfloat16_models(mask):
     given = [X.bfloat16(), Y.bfloat16(), *([] if mask is None else [mask])]
-    converted, model = lowered(lambda q, k, *m: F.scaled_dot_product_attention(q, k, k, *m), *given, product=ATTENTION)
+    converted, model = lowered(lambda q, k, *m: F.scaled_dot_product_attention(q, k, k, *m), *given, matmul=ATTENTION)
     (call,) = calls(model, attention_bfloat16)
     assert call.args[6] == torch.bfloat16 and call.meta["val"].dtype == torch.bfloat16
     torch.testing.assert_close(model(*given), converted(*given), rtol=0.02, atol=0.01)
@@ -95,12 +95,12 @@ def test_masks_and_grouped_heads(mask):
         query,
         Y,
         mask,
-        product=ATTENTION,
+        matmul=ATTENTION,
     )
     check(converted, model, attention_bfloat16, query, Y, mask)
 
 
-def test_eager_attention_in_two_products():
+def test_eager_attention_in_two_matmuls():
     def attend(q, k, v):
         return torch.softmax(q @ k.mT * 0.2, -1) @ v
 
@@ -110,14 +110,14 @@ def test_eager_attention_in_two_products():
 
 def test_dynamic_shapes():
     shapes = {"given": ({0: torch.export.Dim.DYNAMIC},)}
-    converted, model = lowered(lambda q: F.scaled_dot_product_attention(q, q, q), X, product=ATTENTION, shapes=shapes)
+    converted, model = lowered(lambda q: F.scaled_dot_product_attention(q, q, q), X, matmul=ATTENTION, shapes=shapes)
     for n in (2, 5):
         x = torch.randn(n, 3, 20, 32)
         check(converted, model, attention_bfloat16, x)
 
 
 @pytest.mark.parametrize(
-    ("function", "inputs", "product"),
+    ("function", "inputs", "matmul"),
     [
         (lambda x, y: x @ y.mT, (X.bfloat16(), Y.bfloat16()), "aten.matmul"),  # another dtype
         (lambda x, y: x @ y[0, 0].mT, (X, Y), "aten.matmul"),  # broadcast
@@ -128,17 +128,17 @@ def test_dynamic_shapes():
         (lambda x, y: torch.softmax(x @ y.mT, -1) + torch.bmm(x[0], y[0].mT), (X, Y), "aten.bmm"),  # not quantized
     ],
 )
-def test_what_stays(function, inputs, product):
-    converted, model = lowered(function, *inputs, product=product)
-    assert count(model, matmul_bfloat16) == (product == "aten.bmm") and not count(model, attention_bfloat16)
+def test_what_stays(function, inputs, matmul):
+    converted, model = lowered(function, *inputs, matmul=matmul)
+    assert count(model, matmul_bfloat16) == (matmul == "aten.bmm") and not count(model, attention_bfloat16)
     torch.testing.assert_close(model(*inputs), converted(*inputs))
 
 
 def test_values_that_the_graph_writes_stay():
-    """A write to a quantized tensor, before or behind the product: it may not be a bfloat16 then."""
+    """A write to a quantized tensor before or after the matmul: bfloat16 may then not represent it."""
     graph = lowered(lambda x, y: x @ y.mT, X, Y)[0]
-    (product,) = graph.graph.find_nodes(op="call_function", target=aten.matmul.default)
-    quantized = product.args[0]
+    (matmul,) = graph.graph.find_nodes(op="call_function", target=aten.matmul.default)
+    quantized = matmul.args[0]
     with graph.graph.inserting_after(quantized):
         graph.graph.call_function(aten.mul_.Scalar, (quantized, 1.2345678))
     graph.recompile()
@@ -183,14 +183,14 @@ def in_place(y):
 )
 def test_what_is_read_of_attention(read, calls):
     """What it is at the end, in the order in memory that it had."""
-    converted, model = lowered(lambda q, k: read(F.scaled_dot_product_attention(q, k, k)), X, Y, product=ATTENTION)
+    converted, model = lowered(lambda q, k: read(F.scaled_dot_product_attention(q, k, k)), X, Y, matmul=ATTENTION)
     assert count(model, attention_bfloat16) == calls
     got, want = (pytree.tree_leaves(module(X, Y)) for module in (model, converted))
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert [y.stride() for y in got] == [y.stride() for y in want]
 
 
-def test_small_products_stay_and_what_has_no_units(monkeypatch):
+def test_small_matmuls_and_machines_without_bfloat16_instructions_stay(monkeypatch):
     monkeypatch.setattr(activation_matmuls_bf16, "_MIN_MULTIPLIES", 1 << 30)
     assert not count(lowered(lambda x, y: x @ y.mT, X, Y)[1], matmul_bfloat16)
     monkeypatch.setattr(activation_matmuls_bf16, "_MIN_MULTIPLIES", 1)
@@ -199,7 +199,7 @@ def test_small_products_stay_and_what_has_no_units(monkeypatch):
 
 
 def test_programs_for_other_processes():
-    converted, model = lowered(lambda q: F.scaled_dot_product_attention(q, q, q), X, product=ATTENTION)
+    converted, model = lowered(lambda q: F.scaled_dot_product_attention(q, q, q), X, matmul=ATTENTION)
     assert count(model, attention_bfloat16)
     portable = pt2mx.make_portable(torch.export.export(model, (X,))).module()
     assert "pt2mx" not in portable.code
@@ -208,6 +208,6 @@ def test_programs_for_other_processes():
 
 def test_compiled():
     converted, model = lowered(
-        lambda q, k: F.scaled_dot_product_attention(q, k, k).transpose(1, 2).reshape(2, 20, 96), X, Y, product=ATTENTION
+        lambda q, k: F.scaled_dot_product_attention(q, k, k).transpose(1, 2).reshape(2, 20, 96), X, Y, matmul=ATTENTION
     )
     torch.testing.assert_close(torch.compile(model)(X, Y), converted(X, Y), rtol=1e-5, atol=1e-5)

@@ -21,8 +21,8 @@ X = torch.randn(2, 20, 96)
 
 
 @pytest.fixture(autouse=True)
-def with_units(monkeypatch):
-    """On every machine: torch computes the calls where there are no units."""
+def with_bfloat16_instructions(monkeypatch):
+    """Run the pass on every machine: torch computes the calls without bfloat16 instructions."""
     isa = {"bf16_isa": staticmethod(lambda: 4), "LEAST_ROWS": 16}
     monkeypatch.setattr(activation_matmuls_bf16, "bf16_matmul", type("ISA", (), isa))
     monkeypatch.setattr(activation_matmuls_bf16, "_MIN_MULTIPLIES", 1)
@@ -91,7 +91,7 @@ def test_dynamic_shapes(monkeypatch):
 
 
 def test_a_cast_of_the_quantized_values(monkeypatch):
-    """As on a GPU, where Inductor would quantize what attention gives, and products take bfloat16."""
+    """As on a GPU, where Inductor would quantize what attention gives, and matmuls take bfloat16."""
     monkeypatch.setattr(fuse_activation_quantize, "_MIN_VALUES", 1 << 60)
     monkeypatch.setattr("pt2mx.fx.passes.bf16_matmul._fits", lambda *args: False)
     monkeypatch.setattr("pt2mx.fx.passes.bfloat16_tensor_cores._fits", lambda *args: True)

@@ -46,10 +46,10 @@ def lowered(name, model=None, shape=(80, 64), **options):
 @pytest.mark.parametrize("name", ["mxfp8", "mxint8", "mxfp6_e3m2", "mxfp4", "mxfp8_e5m2(rceil,half_away)"])
 def test_x_is_quantized_to_bfloat16(name):
     converted, model, x = lowered(name)
-    for product in calls(model, linear_mx):
-        assert product.args[0].target is rotated_fake_quantize_mx and product.args[0].args[1] == 1
-        assert product.args[0].meta["val"].dtype == torch.bfloat16 and product.args[-1] == torch.float32
-        assert product.meta["val"].dtype == torch.float32
+    for matmul in calls(model, linear_mx):
+        assert matmul.args[0].target is rotated_fake_quantize_mx and matmul.args[0].args[1] == 1
+        assert matmul.args[0].meta["val"].dtype == torch.bfloat16 and matmul.args[-1] == torch.float32
+        assert matmul.meta["val"].dtype == torch.float32
     assert count(model, linear_mx) == 2 and not count(model, ops.fake_quantize_mx)
     assert model(x).dtype == torch.float32
     torch.testing.assert_close(model(x), converted(x), rtol=1e-5, atol=1e-5)
@@ -65,7 +65,7 @@ def test_values_are_those_of_the_quantization():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "units", "result"),
+    ("dtype", "isa", "result"),
     [
         (torch.bfloat16, AVX512_BF16, torch.bfloat16),
         (torch.bfloat16, AVX512_BF16 | AVX512_VNNI, torch.bfloat16),
@@ -75,12 +75,12 @@ def test_values_are_those_of_the_quantization():
         (torch.float16, AVX512_BF16, None),
     ],
 )
-def test_other_dtypes(dtype, units, result, monkeypatch):
-    monkeypatch.setattr(bf16_matmul, "isa_for", lambda spec, k: units)
+def test_other_dtypes(dtype, isa, result, monkeypatch):
+    monkeypatch.setattr(bf16_matmul, "isa_for", lambda spec, k: isa)
     x, quantizer = torch.randn(80, 64, dtype=dtype), MXQuantizer.from_recipe("mxfp8")
     converted = convert(Net().to(dtype), (x,), quantizer)
     model = lower_to_inductor(converted)
-    assert {product.args[-1] for product in calls(model, linear_mx)} == {result}
+    assert {matmul.args[-1] for matmul in calls(model, linear_mx)} == {result}
     assert relative_error(model(x), converted(x).double()) < 0.01
 
 
@@ -88,7 +88,7 @@ def test_few_rows_stay():
     """Vectors multiply them; how many an unknown number is shows later."""
     for shapes, dtype in ((None, None), (BATCH, torch.float32)):
         model = lower_to_inductor(convert(Net(), (torch.randn(32, 64),), "mxfp8", shapes=shapes))
-        assert {product.args[-1] for product in calls(model, linear_mx)} == {dtype}
+        assert {matmul.args[-1] for matmul in calls(model, linear_mx)} == {dtype}
 
 
 @pytest.fixture(params=[True, False])
@@ -107,7 +107,7 @@ def test_integers_in_bfloat16(integers):
         converted = convert(Net().bfloat16(), (x,), quantizer)
         model = lower_to_inductor(converted)
         both = integers and activation == weight
-        assert {product.args[-1] for product in calls(model, linear_mx)} == {torch.bfloat16 if both else None}
+        assert {matmul.args[-1] for matmul in calls(model, linear_mx)} == {torch.bfloat16 if both else None}
         assert count(model, rotated_fake_quantize_mx) == 2 * both
         assert relative_error(model(x), converted(x).double()) < 0.01
 
@@ -124,8 +124,8 @@ def test_integers_that_others_read_stay_where_they_are(integers):
 
     x = torch.randn(80, 64, dtype=torch.bfloat16)
     model = lower_to_inductor(convert(Shared().bfloat16(), (x,), "mxfp4_weight_only"))
-    (product,) = calls(model, linear_mx)
-    assert product.args[0].target is ops.fake_quantize_mx and (product.args[-1] == torch.bfloat16) == integers
+    (matmul,) = calls(model, linear_mx)
+    assert matmul.args[0].target is ops.fake_quantize_mx and (matmul.args[-1] == torch.bfloat16) == integers
 
 
 def test_few_rows_of_integers(integers):
@@ -133,19 +133,19 @@ def test_few_rows_of_integers(integers):
     for rows in (4, 5):
         model = lower_to_inductor(convert(Net(), (torch.randn(rows, 64),), "mxint8"))
         dtype = torch.float32 if integers and rows > 4 else None
-        assert {product.args[-1] for product in calls(model, linear_mx)} == {dtype}
+        assert {matmul.args[-1] for matmul in calls(model, linear_mx)} == {dtype}
 
 
 def test_weights_alone_stay():
     x = torch.randn(80, 64)
     model = lower_to_inductor(convert(Net(), (x,), "mxfp4_weight_only"))
-    assert {product.args[-1] for product in calls(model, linear_mx)} == {None}
+    assert {matmul.args[-1] for matmul in calls(model, linear_mx)} == {None}
 
 
 def test_what_the_kernels_do_not_decode_stays():
     """Blocks that are no whole groups of 32."""
     _, model, _ = lowered("mxfp8{20}")
-    assert {product.args[-1] for product in calls(model, linear_mx)} <= {None}
+    assert {matmul.args[-1] for matmul in calls(model, linear_mx)} <= {None}
 
 
 def test_values_with_other_readers_are_cast():
@@ -161,8 +161,8 @@ def test_values_with_other_readers_are_cast():
     x = torch.randn(80, 64)
     converted = convert(Shared(), (x,), "mxfp8")
     model = lower_to_inductor(converted)
-    (product,) = calls(model, linear_mx)
-    assert product.args[-1] == torch.float32 and product.args[0].meta["val"].dtype == torch.bfloat16
+    (matmul,) = calls(model, linear_mx)
+    assert matmul.args[-1] == torch.float32 and matmul.args[0].meta["val"].dtype == torch.bfloat16
     torch.testing.assert_close(model(x), converted(x), rtol=1e-5, atol=1e-5)
 
 
@@ -174,7 +174,7 @@ def test_graphs_inside(quantize):
 
 
 @pytest.mark.parametrize("served", [True, False])
-def test_unpacking_leaves_them_where_units_serve(served, monkeypatch):
+def test_unpacking_leaves_them_to_bfloat16_instructions(served, monkeypatch):
     monkeypatch.setattr(unpack_weights, "has_isa", lambda spec, k: served)
     converted, model, x = lowered("mxfp8", unpack=True)
     assert (count(model, linear_mx), count(model, aten.linear.default)) == ((2, 0) if served else (0, 2))
@@ -226,5 +226,5 @@ def test_a_processor_that_multiplies_integers_alone(activation, dtype, monkeypat
     x = torch.randn(80, 64)
     converted = convert(Net(), (x,), quantizer)
     low = lower_to_inductor(converted)
-    assert {LinearMX.expect(product).target_dtype for product in calls(low, linear_mx)} == {dtype}
+    assert {LinearMX.expect(matmul).target_dtype for matmul in calls(low, linear_mx)} == {dtype}
     assert relative_error(low(x), converted(x)) < 1e-6

@@ -1,4 +1,4 @@
-"""float32 products of quantized activations in bfloat16 on a GPU's tensor cores."""
+"""float32 matmuls of quantized activations run in bfloat16 on a GPU's tensor cores."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ class Net(nn.Module):
 
 
 def converted_and_lowered(recipe, x, monkeypatch):
-    """Lowered as on a machine whose processor leaves the products alone."""
+    """Lower as on a machine whose CPU has no bfloat16 instructions."""
     monkeypatch.setattr("pt2mx.fx.passes.bf16_matmul._fits", lambda *args: False)
     converted = convert(Net().to(x.dtype), (x,), recipe)
     lowered = lower_to_inductor(converted)
@@ -36,8 +36,8 @@ def converted_and_lowered(recipe, x, monkeypatch):
 def test_x_is_cast_and_the_result_is_float32(recipe, monkeypatch):
     x = torch.randn(80, 64)
     converted, lowered = converted_and_lowered(recipe, x, monkeypatch)
-    for product in calls(lowered, linear_mx):
-        assert product.args[0].meta["val"].dtype == torch.bfloat16 and product.args[-1] == torch.float32
+    for matmul in calls(lowered, linear_mx):
+        assert matmul.args[0].meta["val"].dtype == torch.bfloat16 and matmul.args[-1] == torch.float32
     assert count(lowered, linear_mx) == 2
     assert relative_error(lowered(x), converted(x)) < 1e-6
 
@@ -47,7 +47,7 @@ def test_x_is_cast_and_the_result_is_float32(recipe, monkeypatch):
 )
 def test_others_stay(recipe, dtype, monkeypatch):
     _, lowered = converted_and_lowered(recipe, torch.randn(80, 64, dtype=dtype), monkeypatch)
-    assert {product.args[-1] for product in calls(lowered, linear_mx)} == {None}
+    assert {matmul.args[-1] for matmul in calls(lowered, linear_mx)} == {None}
 
 
 def test_blocks_of_zeros_have_any_scale(monkeypatch):
@@ -57,7 +57,7 @@ def test_blocks_of_zeros_have_any_scale(monkeypatch):
         model.up.weight[3, :32] = 0
     lowered = lower_to_inductor(convert(model, (x,), "mxfp8"))
     use_bfloat16_tensor_cores(lowered, force=True)
-    assert {product.args[-1] for product in calls(lowered, linear_mx)} == {torch.float32}
+    assert {matmul.args[-1] for matmul in calls(lowered, linear_mx)} == {torch.float32}
 
 
 def test_a_weight_of_tiny_values_stays(monkeypatch):
@@ -67,7 +67,7 @@ def test_a_weight_of_tiny_values_stays(monkeypatch):
         model.up.weight[3] *= 2.0**-120
     lowered = lower_to_inductor(convert(model, (x,), "mxfp8"))
     use_bfloat16_tensor_cores(lowered, force=True)
-    assert [product.args[-1] for product in calls(lowered, linear_mx)] == [None, torch.float32]
+    assert [matmul.args[-1] for matmul in calls(lowered, linear_mx)] == [None, torch.float32]
 
 
 class Experts(nn.Module):
@@ -76,11 +76,11 @@ class Experts(nn.Module):
     def __init__(self):
         super().__init__()
         import_extra("transformers", "hf")
-        self.product = torch.ops.transformers.grouped_mm_fallback
+        self.matmul = torch.ops.transformers.grouped_mm_fallback
         self.up, self.down = nn.Parameter(torch.randn(3, 128, 64) / 8), nn.Parameter(torch.randn(3, 64, 128) / 11)
 
     def forward(self, x, ends):
-        return self.product(nn.functional.gelu(self.product(x, self.up.mT, ends)), self.down.mT, ends)
+        return self.matmul(nn.functional.gelu(self.matmul(x, self.up.mT, ends)), self.down.mT, ends)
 
 
 def experts():
@@ -94,13 +94,13 @@ def experts():
 def test_experts(tiny):
     args, converted = experts()
     lowered = lower_to_inductor(converted)
-    products = calls(lowered, grouped_linear_mx)
+    matmuls = calls(lowered, grouped_linear_mx)
     if tiny:
-        lowered.get_buffer(products[0].args[2].target).fill_(1)  # values that bfloat16 does not hold
+        lowered.get_buffer(matmuls[0].args[2].target).fill_(1)  # values that bfloat16 does not hold
     use_bfloat16_tensor_cores(lowered, force=True)
-    assert [product.args[6] for product in products] == [None if tiny else torch.float32, torch.float32]
+    assert [matmul.args[6] for matmul in matmuls] == [None if tiny else torch.float32, torch.float32]
     if not tiny:
-        assert {product.args[0].meta["val"].dtype for product in products} == {torch.bfloat16}
+        assert {matmul.args[0].meta["val"].dtype for matmul in matmuls} == {torch.bfloat16}
         assert relative_error(lowered(*args), converted(*args)) < 1e-6
 
 
@@ -110,7 +110,7 @@ def test_experts_on_a_gpu(mode, compiler):
     """CUDA graphs too: nothing waits for the GPU."""
     args, converted = experts()
     lowered, want = lower_to_inductor(converted, "cuda"), converted(*args)
-    assert [product.args[6] for product in calls(lowered, grouped_linear_mx)] == [torch.float32] * 2
+    assert [matmul.args[6] for matmul in calls(lowered, grouped_linear_mx)] == [torch.float32] * 2
     args = [x.cuda() for x in args]
     with torch.no_grad():
         assert relative_error(lowered(*args), want) < 1e-6

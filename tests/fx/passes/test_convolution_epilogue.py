@@ -17,7 +17,7 @@ from tests.graph import count
 
 
 @pytest.fixture(autouse=True)
-def units_on_every_machine(monkeypatch):
+def bfloat16_instructions_on_every_machine(monkeypatch):
     for name in ("has_isa", "has_bf16_isa"):
         monkeypatch.setattr(convolutions_as_matmuls, name, lambda spec, k: spec.block_size % 32 == 0)
     monkeypatch.setattr(convolutions_as_matmuls, "isa_supports", lambda x, weight, k: True)
@@ -230,7 +230,7 @@ def test_dynamic_sizes():
         assert_same(fused, without, torch.randn(shape))
 
 
-def test_what_else_knows_lowered_products(tmp_path):
+def test_what_else_knows_lowered_matmuls(tmp_path):
     torch.manual_seed(0)
     x = torch.randn(2, 32, 6, 7)
     fused, without = lowered(Between(residual_in_place), x, "mxfp8")

@@ -14,8 +14,8 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 
 @pytest.fixture(autouse=True)
-def units_for_bfloat16(monkeypatch):
-    """On every machine: a dense product serves where there are none."""
+def bfloat16_instructions(monkeypatch):
+    """Run the pass on every machine: a dense matmul replaces the kernel without bfloat16 instructions."""
     monkeypatch.setattr(convolutions_as_matmuls, "has_isa", lambda spec, k: spec.block_size % 32 == 0)
 
 

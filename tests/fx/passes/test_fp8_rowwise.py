@@ -1,4 +1,4 @@
-"""Products on tensor cores for FP8: what becomes rows, what stays, and the same numbers."""
+"""Matmuls on FP8 tensor cores: which ones use FP8 rows, and that they give the same numbers."""
 
 import functools
 
@@ -26,7 +26,7 @@ ROWS = (quantize_fp8_rows, layer_norm_fp8_rows, mm_fp8_rows)
 
 
 @pytest.fixture(autouse=True)
-def units_of_the_processor_leave_products_alone(monkeypatch):
+def without_bfloat16_instructions(monkeypatch):
     monkeypatch.setattr("pt2mx.fx.passes.bf16_matmul._fits", lambda *args: False)
 
 

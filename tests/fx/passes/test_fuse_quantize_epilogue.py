@@ -1,4 +1,4 @@
-"""Products whose result is quantized by their kernel: which, and to the same bits."""
+"""Matmuls whose kernel quantizes the result: which ones are fused, and that the bits stay the same."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def lowered(model, x, recipe="mxint8", **options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recipe", ["mxint8", "mxfp8", "mxfp4"])
 @pytest.mark.parametrize("activation", [nn.GELU(), nn.GELU("tanh"), nn.SiLU(), nn.ReLU(), nn.Identity()])
-def test_an_activation_between_two_products(activation, recipe, dtype):
+def test_an_activation_between_two_matmuls(activation, recipe, dtype):
     torch.manual_seed(0)
     x = torch.randn(2, 40, 64, dtype=dtype)
     fused, without = lowered(Layer(activation), x, recipe)
@@ -66,7 +66,7 @@ class Attention(nn.Module):
 
 
 def test_queries_keys_and_values():
-    """They are one product, quantized as one."""
+    """Queries, keys and values are one matmul, quantized by one epilogue."""
     torch.manual_seed(0)
     x = torch.randn(2, 40, 64, dtype=torch.bfloat16)
     fused, without = lowered(Attention(), x, "mxfp8")
@@ -88,7 +88,7 @@ class Written(Layer):
 
 
 @pytest.mark.parametrize("model", [Twice(), Written(), Layer(between=nn.Tanh())])
-def test_products_that_something_else_reads_stay(model):
+def test_matmuls_with_another_user_stay(model):
     torch.manual_seed(0)
     x = torch.randn(40, 64, dtype=torch.bfloat16)
     fused, without = lowered(model, x, "mxfp8")
@@ -119,7 +119,7 @@ def test_dynamic_rows():
         assert torch.equal(fused(other), without(other))
 
 
-def test_what_else_knows_lowered_products():
+def test_what_else_knows_lowered_matmuls():
     torch.manual_seed(0)
     x = torch.randn(2048, 64, dtype=torch.bfloat16)
     fused, _ = lowered(Layer(), x, "mxfp8")

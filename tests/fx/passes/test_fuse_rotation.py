@@ -25,7 +25,7 @@ class Rotated(nn.Module):
     def forward(self, x):
         return self.after(self, x)
 
-    def product(self, x):
+    def matmul(self, x):
         return linear.linear_mx(x, self.data, self.scale, None, "fp8_e4m3", 32)
 
 
@@ -48,12 +48,12 @@ def test_quantization_rotates(modes):
 
 
 def test_a_product_rotates():
-    model = exported(lambda self, x: self.product(hadamard(x, 16)))
+    model = exported(lambda self, x: self.matmul(hadamard(x, 16)))
     want = model(X)
     fuse_rotation(model)
     assert torch.equal(model(X), want) and not count(model, hadamard)
-    (product,) = model.graph.find_nodes(op="call_function", target=linear.linear_mx)
-    assert product.args[-2] == 16
+    (matmul,) = model.graph.find_nodes(op="call_function", target=linear.linear_mx)
+    assert matmul.args[-2] == 16
     code = model.code
     assert fuse_rotation(model).code == code
 
@@ -62,13 +62,13 @@ def test_a_product_rotates():
     "after",
     [
         lambda self, x: quantized(hadamard(x, 32)) + hadamard(x, 32),
-        lambda self, x: (lambda y: (quantized(y), self.product(y)))(hadamard(x, 32)),
-        lambda self, x: (lambda y: (self.product(y), y + 1))(hadamard(x, 32)),
+        lambda self, x: (lambda y: (quantized(y), self.matmul(y)))(hadamard(x, 32)),
+        lambda self, x: (lambda y: (self.matmul(y), y + 1))(hadamard(x, 32)),
         lambda self, x: quantized(hadamard(x, 2, 0)),
         lambda self, x: quantized(hadamard(x, 32), 0),
         lambda self, x: quantized(hadamard(x, 32), -1, "floor", "stochastic", 5),
         lambda self, x: quantized(hadamard(x, 32), -1, "floor", "even", None, "clipped"),
-        lambda self, x: self.product(hadamard(x, 2, 0)),
+        lambda self, x: self.matmul(hadamard(x, 2, 0)),
     ],
 )
 def test_others_stay(after):
@@ -86,7 +86,7 @@ def test_what_is_written_in_between_is_not_read():
         x = x + 0
         y = hadamard(x, 32)
         x.zero_()
-        return self.product(y)
+        return self.matmul(y)
 
     model = exported(after)
     want = model(X)

@@ -18,7 +18,7 @@ def quantized(x, element="fp8_e4m3", block_size=32, axis=-1, **modes):
     return pt2mx.fake_quantize_mx(x, element, block_size, axis, **modes)
 
 
-def product(x):
+def matmul(x):
     return x @ x.mT
 
 
@@ -41,11 +41,11 @@ def _(x):
 CASES = {
     "queries and keys": (attention, 3, 2),
     "three parts": (lambda x: [quantized(p) for p in x.split(64, -1)], 3, 3),  # of which the graph says no bounds
-    "three slices": (lambda x: [product(quantized(x[..., i : i + 64])) for i in (64, 0, 128)], 3, 1),
-    "two and one": (lambda x: [product(quantized(x[..., i : i + 32])) for i in (0, 32, 96)], 3, 2),
-    "permuted": (lambda x: [product(quantized(x[..., i : i + 64].permute(1, 0, 2))) for i in (0, 64)], 2, 1),
+    "three slices": (lambda x: [matmul(quantized(x[..., i : i + 64])) for i in (64, 0, 128)], 3, 1),
+    "two and one": (lambda x: [matmul(quantized(x[..., i : i + 32])) for i in (0, 32, 96)], 3, 2),
+    "permuted": (lambda x: [matmul(quantized(x[..., i : i + 64].permute(1, 0, 2))) for i in (0, 64)], 2, 1),
     "another shape": (
-        lambda x: [product(quantized(heads(x[..., i : i + 64])).reshape(-1, 3, 64)) for i in (0, 64)],
+        lambda x: [matmul(quantized(heads(x[..., i : i + 64])).reshape(-1, 3, 64)) for i in (0, 64)],
         2,
         1,
     ),
@@ -64,8 +64,8 @@ CASES = {
     "every second value": (lambda x: [quantized(x[..., i : i + 64 : 2]) for i in (0, 64)], 2, 2),
     "stochastic": (lambda x: [quantized(x[..., i : i + 64], rounding="stochastic", seed=1) for i in (0, 64)], 2, 2),
     "an operator that goes by strides": (lambda x: [torch.relu(quantized(x[..., i : i + 64])) for i in (0, 64)], 2, 2),
-    "no values": (lambda x: [product(quantized(x[..., 32:64])), product(quantized(x[..., 64:32]))], 2, 2),
-    "to the end": (lambda x: [product(quantized(p)) for p in (x[..., :64], x[..., 64:])], 2, 1),
+    "no values": (lambda x: [matmul(quantized(x[..., 32:64])), matmul(quantized(x[..., 64:32]))], 2, 2),
+    "to the end": (lambda x: [matmul(quantized(p)) for p in (x[..., :64], x[..., 64:])], 2, 1),
     "a result": (lambda x: [quantized(x[..., i : i + 64]) for i in (0, 64)], 2, 2),
     "a reader of memory": (lambda x: [reads_memory(quantized(x[..., i : i + 64])) for i in (0, 64)], 2, 2),
 }

@@ -10,7 +10,7 @@ aten = torch.ops.aten
 
 
 class Packed(nn.Module):
-    """`products` of random weights with packed codes: sizes of their results -> what `after` makes of these and x."""
+    """Multiply x with random packed weights, and apply `after` to x and the results."""
 
     def __init__(self, after, sizes=(24, 8, 40), element="fp8_e4m3", biases=False, block_size=32):
         super().__init__()
@@ -21,12 +21,12 @@ class Packed(nn.Module):
             self.register_buffer(f"scale{i}", scale)
             setattr(self, f"bias{i}", nn.Parameter(torch.randn(n), False) if biases else None)
 
-    def product(self, x, i):
+    def matmul(self, x, i):
         tensors = (getattr(self, f"{name}{i}") for name in ("data", "scale", "bias"))
         return linear.linear_mx(x, *tensors, self.element, self.block_size)
 
     def forward(self, x):
-        return self.after(x, *(self.product(x, i) for i in range(3)))
+        return self.after(x, *(self.matmul(x, i) for i in range(3)))
 
 
 X = torch.randn(2, 3, 70, generator=torch.Generator().manual_seed(0))
@@ -43,17 +43,17 @@ def joined(module):
 
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("element", ["fp4_e2m1", "fp6_e3m2", "int8"])
-def test_products_of_one_input_are_one(element, biases):
-    model, products = joined(Packed(lambda x, q, k, v: (q.relu(), k.relu(), v.relu()), (32, 16, 48), element, biases))
-    (product,) = products
-    assert product.meta["val"].shape == (2, 3, 96) and {"stack_trace", "nn_module_stack"} <= product.meta.keys()
-    assert model.get_buffer(product.args[1].target).shape[0] == 96
-    parts = list(product.users)
+def test_matmuls_of_one_input_are_one(element, biases):
+    model, matmuls = joined(Packed(lambda x, q, k, v: (q.relu(), k.relu(), v.relu()), (32, 16, 48), element, biases))
+    (matmul,) = matmuls
+    assert matmul.meta["val"].shape == (2, 3, 96) and {"stack_trace", "nn_module_stack"} <= matmul.meta.keys()
+    assert model.get_buffer(matmul.args[1].target).shape[0] == 96
+    parts = list(matmul.users)
     assert [(n.target, n.args[1:]) for n in parts] == [
         (aten.slice.Tensor, (-1, *ends)) for ends in ((0, 32), (32, 48), (48, 96))
     ]
     assert [n.meta["val"].shape[-1] for n in parts] == [32, 16, 48]
-    assert (product.args[3] is None) == (not biases)
+    assert (matmul.args[3] is None) == (not biases)
 
 
 def heads(x):
@@ -71,8 +71,8 @@ def heads(x):
     ],
 )
 def test_views_of_a_part(after):
-    _, products = joined(Packed(after, (16, 16, 16)))
-    assert len(products) == 1
+    _, matmuls = joined(Packed(after, (16, 16, 16)))
+    assert len(matmuls) == 1
 
 
 @torch.library.custom_op("pt2mx_tests::flat_cos", mutates_args=())
@@ -112,10 +112,10 @@ def test_other_inputs_formats_and_shared_weights_stay():
         def forward(self, x):
             other = linear.linear_mx(x, self.data1, self.scale1, None, self.element, 32)
             twice = linear.linear_mx(x.exp(), self.data0, self.scale0, None, self.element, 32)
-            return self.product(x, 0).exp(), other.exp(), self.product(x.exp(), 1).exp(), twice.exp()
+            return self.matmul(x, 0).exp(), other.exp(), self.matmul(x.exp(), 1).exp(), twice.exp()
 
-    _, products = joined(Others(None, (16, 16, 16)))
-    assert len(products) == 4
+    _, matmuls = joined(Others(None, (16, 16, 16)))
+    assert len(matmuls) == 4
 
     class Formats(Packed):
         def forward(self, x):
@@ -127,16 +127,16 @@ def test_other_inputs_formats_and_shared_weights_stay():
 
 
 def test_weights_of_whole_tiles_are_joined_with_such_alone():
-    _, products = joined(Packed(lambda x, q, k, v: (q.exp(), k.exp(), v.exp()), (32, 10, 16)))
-    assert sorted(p.meta["val"].shape[-1] for p in products) == [10, 48]
+    _, matmuls = joined(Packed(lambda x, q, k, v: (q.exp(), k.exp(), v.exp()), (32, 10, 16)))
+    assert sorted(p.meta["val"].shape[-1] for p in matmuls) == [10, 48]
 
 
 def test_biases_of_some_alone():
     class Some(Packed):
         def forward(self, x):
-            return self.product(x, 0).exp(), self.product(x, 1).exp(), self.product(x, 2).exp()
+            return self.matmul(x, 0).exp(), self.matmul(x, 1).exp(), self.matmul(x, 2).exp()
 
     module = Some(None, biases=True)
     module.bias1 = None
-    _, products = joined(module)
-    assert sorted(p.args[3] is None for p in products) == [False, True]
+    _, matmuls = joined(module)
+    assert sorted(p.args[3] is None for p in matmuls) == [False, True]

@@ -9,7 +9,7 @@ from tests.graph import called
 
 
 class Packed(torch.nn.Module):
-    """Two products with one packed weight, and a reader of its codes where asked."""
+    """Two matmuls with one packed weight, and optionally another user of its codes."""
 
     def __init__(self, k=64, dtype=torch.bfloat16, read=False):
         super().__init__()
@@ -26,14 +26,14 @@ class Packed(torch.nn.Module):
         return (y, self.weight_data[:2].clone()) if self.read else y
 
 
-def products(dtype=torch.bfloat16, **options):
+def matmuls(dtype=torch.bfloat16, **options):
     x = torch.randn(3, options.get("k", 64), dtype=dtype)
     return exported(Packed(dtype=dtype, **options), x), x
 
 
 @pytest.mark.parametrize("read", [False, True])
-def test_products_read_one_buffer(read):
-    model, x = products(read=read)
+def test_matmuls_read_one_buffer(read):
+    model, x = matmuls(read=read)
     want = model(x)
     assert called(model).count(linear.linear_mx) == 2
     assert use_mma_layout(model, everywhere=True) is model
@@ -49,20 +49,20 @@ def test_products_read_one_buffer(read):
 
 @pytest.mark.parametrize("options", [{"dtype": torch.float32}, {"k": 36}])
 def test_others_stay(options):
-    model, x = products(**options)
+    model, x = matmuls(**options)
     before, want = model.code, model(x)
     assert use_mma_layout(model, everywhere=True).code == before
     assert torch.equal(model(x), want)
 
 
 def test_on_the_cpu_nothing_changes():
-    model, _ = products()
+    model, _ = matmuls()
     before = model.code
     assert use_mma_layout(model).code == before
 
 
 def test_a_weight_that_the_layout_cannot_hold_stays():
-    model, x = products()
+    model, x = matmuls()
     model.weight_scale[0, 0] = 255
     before = model.code
     assert use_mma_layout(model, everywhere=True).code == before

@@ -7,7 +7,7 @@ from pt2mx.fx.passes.packed_matmuls import use_packed_weights
 from pt2mx.ops import linear
 from tests.flow import exported
 from tests.graph import calls
-from tests.packed_weight import PACKED, Product, is_packed
+from tests.packed_weight import PACKED, Matmul, is_packed
 
 aten = torch.ops.aten
 
@@ -23,7 +23,7 @@ def lowered(model, *args):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", FORMATS)
 def test_linear(name, dtype):
-    module = Product(lambda x, w, b: F.linear(x, w, b), name=name, dtype=dtype)
+    module = Matmul(lambda x, w, b: F.linear(x, w, b), name=name, dtype=dtype)
     model = lowered(module, torch.randn(2, 3, 70, dtype=dtype))
     (packed,) = calls(model, linear.linear_mx)
     x, data, scale, bias, *modes = packed.args
@@ -34,7 +34,7 @@ def test_linear(name, dtype):
 
 
 @pytest.mark.parametrize(
-    ("product", "shape"),
+    ("matmul", "shape"),
     [
         (lambda x, w, b: F.linear(x, w), (2, 70)),
         (lambda x, w, b: F.linear(x, w), (70,)),
@@ -48,19 +48,19 @@ def test_linear(name, dtype):
         (lambda x, w, b: F.linear(torch.relu(x), w, b), (0, 70)),
     ],
 )
-def test_other_products(product, shape):
-    assert is_packed(lowered(Product(product), torch.randn(shape)))
+def test_other_matmuls(matmul, shape):
+    assert is_packed(lowered(Matmul(matmul), torch.randn(shape)))
 
 
 def test_decomposed_program():
-    program = torch.export.export(Product(lambda x, w, b: F.linear(x, w, b)), (torch.randn(2, 3, 70),))
+    program = torch.export.export(Matmul(lambda x, w, b: F.linear(x, w, b)), (torch.randn(2, 3, 70),))
     model = program.run_decompositions().module()
     assert calls(model, aten.addmm.default)
     assert is_packed(use_packed_weights(model))
 
 
 @pytest.mark.parametrize(
-    ("product", "shape", "module"),
+    ("matmul", "shape", "module"),
     [
         # scaled, or a bias that is no vector or has another dtype
         (lambda x, w, b: torch.addmm(b, x, w.t(), alpha=2), (2, 70), {}),
@@ -79,19 +79,19 @@ def test_decomposed_program():
         (lambda x, w, b: F.conv1d(x, w.unsqueeze(-1)), (2, 70, 5), {"axis": 1}),
     ],
 )
-def test_what_linear_mx_does_not_compute_stays(product, shape, module):
-    model = lowered(Product(product, **module), torch.randn(shape))
+def test_what_linear_mx_does_not_compute_stays(matmul, shape, module):
+    model = lowered(Matmul(matmul, **module), torch.randn(shape))
     assert calls(model, ops.dequantize_mx) and not calls(model, *PACKED)
 
 
 def test_autocast_decides_the_dtype():
-    """Inside it a product of float32 tensors is bfloat16."""
+    """Autocast computes a matmul of float32 tensors in bfloat16."""
 
-    def product(x, w, b):
+    def matmul(x, w, b):
         with torch.autocast("cpu", torch.bfloat16):
             return F.linear(x, w, b)
 
-    program = torch.export.export(Product(product), (torch.randn(2, 70),))
+    program = torch.export.export(Matmul(matmul), (torch.randn(2, 70),))
     model = program.module()
     for graph in [m for m in model.modules() if isinstance(m, torch.fx.GraphModule)]:
         use_packed_weights(graph)
@@ -104,10 +104,10 @@ def test_grouped(shape):
     """Experts: weights (E, N, K) as they are, those of (E, K, N) with the blocks along K through a transposition."""
     transposed = shape[1] == 24
 
-    def product(x, w, b, offs):
+    def matmul(x, w, b, offs):
         return F.grouped_mm(x, w.transpose(-2, -1) if transposed else w, offs=offs)
 
-    module = Product(product, shape, "fp8_e4m3", -1 if transposed else -2, torch.bfloat16)
+    module = Matmul(matmul, shape, "fp8_e4m3", -1 if transposed else -2, torch.bfloat16)
     offs = torch.tensor([2, 2, 8], dtype=torch.int32)
     model = lowered(module, torch.randn(8, 64, dtype=torch.bfloat16), offs)
     packed = calls(model, linear.grouped_linear_mx)
@@ -118,7 +118,7 @@ def test_grouped(shape):
 
 
 def test_readers_share_one_buffer():
-    module = Product(lambda x, w, b: (F.linear(x, w, b), x @ w.t(), w.sum()))
+    module = Matmul(lambda x, w, b: (F.linear(x, w, b), x @ w.t(), w.sum()))
     model = lowered(module, torch.randn(2, 70))
     first, second = calls(model, linear.linear_mx)
     assert [n.target for n in first.args[1:3]] == [n.target for n in second.args[1:3]] == ["data", "scale"]
@@ -127,7 +127,7 @@ def test_readers_share_one_buffer():
 
 
 def test_codes_that_the_graph_writes_stay():
-    class Written(Product):
+    class Written(Matmul):
         def forward(self, x):
             w = self.weight()
             self.data.zero_()
@@ -138,7 +138,7 @@ def test_codes_that_the_graph_writes_stay():
 
 
 def test_dynamic_shapes():
-    module = Product(lambda x, w, b: F.linear(x, w, b))
+    module = Matmul(lambda x, w, b: F.linear(x, w, b))
     shapes = ({0: torch.export.Dim("batch"), 1: torch.export.Dim("length")},)
     model = torch.export.export(module, (torch.randn(2, 3, 70),), dynamic_shapes=shapes).module()
     assert is_packed(use_packed_weights(model))

@@ -20,7 +20,7 @@ from tests.models import BATCH
 
 @pytest.fixture(autouse=True)
 def without_what_is_for_a_cpu(monkeypatch):
-    """Products of float32 would be changed before, and quantizations."""
+    """Matmuls of float32 would be changed before, and quantizations."""
     of_cpu = use_bf16_matmul, fuse_activation_quantize
     monkeypatch.setattr(lower, "STEPS", [step for step in lower.STEPS if step.graph_pass not in of_cpu])
 
@@ -62,7 +62,7 @@ def counts(model):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_products_on_tensor_cores_agree(form):
+def test_matmuls_on_tensor_cores_agree(form):
     """Three of five layers; x is quantized once, and only its scales are put in order at each call."""
     activation, weight = form
     converted, before, x = lowered(weight, activation)
@@ -175,10 +175,10 @@ def test_without_such_cores_nothing_changes():
 
 
 @pytest.mark.parametrize(
-    ("capability", "form", "products"),
+    ("capability", "form", "matmuls"),
     [((9, 0), 0, 0), ((10, 0), 0, 1), ((12, 0), 0, 1), ((10, 3), 3, 1), ((12, 0), 3, 0)],
 )
-def test_gpu_decides(capability, form, products, monkeypatch):
+def test_gpu_decides(capability, form, matmuls, monkeypatch):
     """FP4 runs on compute capability 10 only."""
     activation, weight = list(FORMS)[form]
     _, before, _ = lowered(weight, activation, torch.bfloat16, nn.Linear(64, 32).bfloat16(), (4, 64))
@@ -187,4 +187,4 @@ def test_gpu_decides(capability, form, products, monkeypatch):
         on_gpu = torch.empty(4, 32, dtype=torch.bfloat16, device="cuda")
     (node,) = before.graph.find_nodes(op="call_function", target=torch.ops.pt2mx.linear_mx.default)
     node.meta["val"] = on_gpu
-    assert counts(scaled(before))[0] == products
+    assert counts(scaled(before))[0] == matmuls

@@ -44,8 +44,8 @@ def test_a_bias_is_split_where_quantization_alone_follows(after, bias, split):
     if not split:
         assert model.code == code
         return
-    (product,) = model.graph.find_nodes(op="call_function", target=linear.linear_mx)
-    (added,) = product.users
-    assert product.args[3] is None and added.target == aten.add.Tensor
-    assert added.meta["val"].shape == (2, 3, 24) and added.meta["stack_trace"] == product.meta["stack_trace"]
+    (matmul,) = model.graph.find_nodes(op="call_function", target=linear.linear_mx)
+    (added,) = matmul.users
+    assert matmul.args[3] is None and added.target == aten.add.Tensor
+    assert added.meta["val"].shape == (2, 3, 24) and added.meta["stack_trace"] == matmul.meta["stack_trace"]
     torch.testing.assert_close(model(x), want, rtol=0.07, atol=1e-6)  # at most a step of the grid

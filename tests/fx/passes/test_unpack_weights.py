@@ -15,8 +15,8 @@ aten = torch.ops.aten
 
 
 @pytest.fixture(autouse=True)
-def without_units_for_bfloat16(monkeypatch):
-    """Products that they compute stay packed."""
+def without_bfloat16_instructions(monkeypatch):
+    """Weights that bfloat16 instructions multiply stay packed."""
     for module in (unpack_weights, convolutions_as_matmuls):
         monkeypatch.setattr(module, "has_isa", lambda spec, k: False)
 
@@ -108,7 +108,7 @@ def test_one_buffer_however_a_call_is_written():
     assert sum(n.endswith("_unpacked") or "_unpacked_" in n for n in lowered.state_dict()) == 2
 
 
-def test_products_of_which_no_shape_is_known_stay_packed():
+def test_matmuls_without_a_known_shape_stay_packed():
     x = torch.randn(3, 64)
     lowered = lower_to_inductor(convert(nn.Sequential(nn.Linear(64, 32)), (x,)))
     without_values = torch.fx.symbolic_trace(lowered)

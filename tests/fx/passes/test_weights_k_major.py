@@ -10,12 +10,12 @@ from pt2mx.fx.passes.weights_k_major import make_weights_k_major
 from pt2mx.ops import linear
 from tests.flow import exported
 from tests.graph import calls
-from tests.packed_weight import Product, is_packed
+from tests.packed_weight import Matmul, is_packed
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_weight_of_conv1d_is_transposed_once(name):
-    module = Product(lambda x, w, b: (torch.addmm(b, x, w), x @ w), (70, 24), name, axis=0)
+    module = Matmul(lambda x, w, b: (torch.addmm(b, x, w), x @ w), (70, 24), name, axis=0)
     x = torch.randn(2, 70)
     model = exported(module, x)
     want, before = model(x), model.graph.find_nodes(op="call_function", target=ops.dequantize_mx)[0].meta["val"]
@@ -37,7 +37,7 @@ def test_a_weight_of_conv1d_is_transposed_once(name):
 
 
 def test_other_readers_read_the_same_buffer():
-    module = Product(lambda x, w, b: (x @ w, w.sum(0)), (70, 24), axis=0)
+    module = Matmul(lambda x, w, b: (x @ w, w.sum(0)), (70, 24), axis=0)
     x = torch.randn(2, 70)
     model = exported(module, x)
     want = model(x)
@@ -48,7 +48,7 @@ def test_other_readers_read_the_same_buffer():
 
 
 def test_experts():
-    module = Product(lambda x, w, b, offs: F.grouped_mm(x, w, offs=offs), (3, 64, 24), "fp8_e4m3", -2, torch.bfloat16)
+    module = Matmul(lambda x, w, b, offs: F.grouped_mm(x, w, offs=offs), (3, 64, 24), "fp8_e4m3", -2, torch.bfloat16)
     args = torch.randn(8, 64, dtype=torch.bfloat16), torch.tensor([2, 2, 8], dtype=torch.int32)
     model = exported(module, *args)
     want = model(*args)
@@ -58,7 +58,7 @@ def test_experts():
 
 
 def test_the_spec_follows():
-    model = exported(Product(lambda x, w, b: x @ w, (70, 24), axis=0), torch.randn(2, 70))
+    model = exported(Matmul(lambda x, w, b: x @ w, (70, 24), axis=0), torch.randn(2, 70))
     (dequantize,) = calls(model, ops.dequantize_mx)
     dequantize.meta[SPEC_KEY] = MXSpec("fp4_e2m1", axis=0, scale_mode="rceil")
     (dequantize,) = calls(make_weights_k_major(model), ops.dequantize_mx)
@@ -68,10 +68,10 @@ def test_the_spec_follows():
 @pytest.mark.parametrize(
     "module",
     [
-        Product(lambda x, w, b: F.linear(x, w, b)),  # they are last
-        Product(lambda x, w, b: F.linear(x, w, b), axis=0),  # the product reduces the other dimension
-        Product(lambda x, w, b: F.conv1d(x.unsqueeze(0).mT, w), (24, 70, 1), axis=1),
-        Product(lambda x, w, b: x.sum() + w.sum(), (70, 24), axis=0),
+        Matmul(lambda x, w, b: F.linear(x, w, b)),  # they are last
+        Matmul(lambda x, w, b: F.linear(x, w, b), axis=0),  # the matmul reduces the other dimension
+        Matmul(lambda x, w, b: F.conv1d(x.unsqueeze(0).mT, w), (24, 70, 1), axis=1),
+        Matmul(lambda x, w, b: x.sum() + w.sum(), (70, 24), axis=0),
     ],
 )
 def test_other_weights_stay(module):
@@ -91,11 +91,11 @@ def test_weights_that_are_inputs_stay():
     assert make_weights_k_major(model).code == code
 
 
-class Transposed(Product):
+class Transposed(Matmul):
     """A weight whose codes lie in memory with another dimension last, as those of a parameter's transpose do."""
 
-    def __init__(self, product, axis=1):
-        super().__init__(product, axis=axis)
+    def __init__(self, matmul, axis=1):
+        super().__init__(matmul, axis=axis)
         self.data, self.scale = self.data.t().contiguous().t(), self.scale.t().contiguous().t()
 
 

@@ -10,7 +10,7 @@ from tests.language_models import tiny_decoder, transformers
 
 
 @pytest.mark.parametrize(("family", "quantized"), [("llama", 9), ("gpt2", 7), ("gpt_oss", 9), ("mixtral", 9)])
-def test_products_with_weights_are_quantized_and_no_others(family, quantized):
+def test_matmuls_with_weights_are_quantized_and_no_others(family, quantized):
     model = tiny_decoder(family, num_hidden_layers=1)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     result = quantize_language_model(model, MXQuantizer.from_recipe("mxfp8"))

@@ -44,7 +44,7 @@ def test_experts(experts, activation):
     assert error[1] < 0.7 * error[0]
 
 
-PRODUCTS = {
+MATMULS = {
     "matmul, weight on the left": (lambda x, w: w @ x.mT, (16, 64), (2, 300, 64)),
     "mm, weight on the left": (lambda x, w: torch.mm(w, x.T), (16, 64), (600, 64)),
     "mv": (torch.mv, (64,), (600, 64)),
@@ -61,9 +61,9 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("name", MATMULS)
 def test_matmuls(name):
-    function, shape, inputs = PRODUCTS[name]
+    function, shape, inputs = MATMULS[name]
 
     class Matmul(nn.Module):
         def __init__(self):

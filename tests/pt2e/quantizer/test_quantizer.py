@@ -202,7 +202,7 @@ def test_attention_in_8_bits_and_weights_in_4():
 
 
 def test_reasons_for_unquantized_operators():
-    quantizer = MXQuantizer().set_global(FP4).set_module_name("lm_head", None).set_module_type("Products", FP8)
+    quantizer = MXQuantizer().set_global(FP4).set_module_name("lm_head", None).set_module_type("Matmuls", FP8)
     quantizer.set_filter_function(lambda node: node.name != "linear_1")
     report = pt2mx.quantization_report(prepared(quantizer))
     reasons = {o.name: o.reason for o in report.operators}

@@ -94,11 +94,11 @@ def test_masked_logits_change_no_number_of_the_others(net):
 
 
 def test_modules_without_weights_have_no_rows_of_weights():
-    class Product(nn.Module):
+    class Matmul(nn.Module):
         def forward(self, x):
             return x @ x.mT
 
-    model = nn.Sequential(nn.Linear(64, 64), Product())
+    model = nn.Sequential(nn.Linear(64, 64), Matmul())
     exported = torch.export.export(model.eval(), (X,)).module()
     options = {"metric": "noise", "operands": ["weights", "activations"], "method": "both"}
     rows = sensitivity(exported, [X], ["mxfp8"], **options).rows
@@ -108,7 +108,7 @@ def test_modules_without_weights_have_no_rows_of_weights():
         ("1", "activations"),
     }
     assert all(row.alone > 0 and row.estimate > 0 for row in rows)
-    exported = torch.export.export(Product().eval(), (X,)).module()
+    exported = torch.export.export(Matmul().eval(), (X,)).module()
     with pytest.raises(MXError, match=r"the candidates quantize no weights of any module: give other operands"):
         sensitivity(exported, [X], ["mxfp8"], operands=["weights"])
 

@@ -72,7 +72,7 @@ def test_kernels_follow_the_table_of_widths(name):
 @pytest.mark.usefixtures("all_packed")
 @pytest.mark.parametrize("name", ["fp3_e1m1", "fp5_e2m2", "int7"])
 @pytest.mark.parametrize(("k", "block"), [(64, 32), (70, 24), (7, 32), (33, 5)])
-def test_products_follow_the_table_of_widths(name, k, block):
+def test_matmuls_follow_the_table_of_widths(name, k, block):
     weight = torch.randn(9, k)
     scale, data = quantize_mx(weight, name, block)
     assert data.shape[1] == packed_length(k, ELEMENTS[name].bits) < k + 8

@@ -1,4 +1,4 @@
-"""The operators that take MXTensors: products equal those of the values, views move whole blocks."""
+"""The operators that take MXTensors: matmuls equal those of the values, views move whole blocks."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from pt2mx import MXError, MXTensor
 from tests.mx_tensors import mx
 
 DTYPES = [torch.float32, torch.bfloat16]
-PRODUCTS = {
+MATMULS = {
     "linear": (F.linear, (5, 64), (7, 64)),
     "linear, three dimensions": (F.linear, (2, 5, 64), (7, 64)),
     "mm": (torch.mm, (5, 64), (64, 7)),
@@ -23,11 +23,11 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("matmul", MATMULS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("inference", [False, True])
-def test_products_equal_those_of_the_values(product, dtype, inference):
-    function, left, right = PRODUCTS[product]
+def test_matmuls_equal_those_of_the_values(matmul, dtype, inference):
+    function, left, right = MATMULS[matmul]
     x = mx(*left, dtype=dtype)
     y = mx(*right, elem="fp4_e2m1", dtype=dtype, axis=-1 if len(right) == 1 or function is F.linear else -2)
     with torch.inference_mode(inference):
@@ -39,7 +39,7 @@ def test_products_equal_those_of_the_values(product, dtype, inference):
 
 @pytest.mark.parametrize("name", ["mm", "matmul", "addmm", "linear"])
 @pytest.mark.parametrize("inference", [False, True])
-def test_aten_products(name, inference):
+def test_aten_matmuls(name, inference):
     x, w, bias = mx(5, 64), mx(7, 64, elem="fp6_e2m3"), torch.randn(7)
     with torch.inference_mode(inference):
         operator = getattr(torch.ops.aten, name)
@@ -48,7 +48,7 @@ def test_aten_products(name, inference):
         assert torch.equal(operator(*args), operator(*plain))
 
 
-def test_other_products_by_function():
+def test_other_matmuls_by_function():
     bias, x, y = torch.randn(3, 5, 7), mx(3, 5, 64), mx(3, 64, 7, axis=1)
     assert torch.equal(torch.baddbmm(bias, x, y), torch.baddbmm(bias, x.to_dtype(), y.to_dtype()))
     assert torch.equal(torch.addmm(bias[0], x[0], y[0]), torch.addmm(bias[0], x[0].to_dtype(), y[0].to_dtype()))

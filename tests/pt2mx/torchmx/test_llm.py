@@ -69,7 +69,7 @@ def test_sliding_windows_are_in_the_mask():
     torch.testing.assert_close(model(**inputs()).logits[1], expected[1])
 
 
-def test_the_products_are_those_of_mx_tensors():
+def test_the_matmuls_are_those_of_mx_tensors():
     module = nn.Module()
     module.qconfig = FULL
     query, key, value = torch.randn(2, 4, 5, 64), torch.randn(2, 2, 37, 64), torch.randn(2, 2, 37, 64)

@@ -58,11 +58,11 @@ def test_the_first_dimension_as_block_dim():
     assert torch.equal(MXTensor(scale, data, dtypes.float4_e2m1, 4, torch.float32, 0, -2).to_dtype(), t.to_dtype())
 
 
-def test_products_and_views_keep_the_class():
+def test_matmuls_and_views_keep_the_class():
     a, b = MXTensor.to_mx(numbers(2, 3, 5, 32), "mxfp8"), MXTensor.to_mx(numbers(2, 3, 7, 32), "mxfp4")
-    product = torch.matmul(a, b.transpose(2, 3))
-    assert type(product) is torch.Tensor
-    assert torch.equal(product, torch.matmul(a.to_dtype(), b.to_dtype().transpose(2, 3)))
+    matmul = torch.matmul(a, b.transpose(2, 3))
+    assert type(matmul) is torch.Tensor
+    assert torch.equal(matmul, torch.matmul(a.to_dtype(), b.to_dtype().transpose(2, 3)))
     for view in (a.reshape(6, 5, 32), a[:1], a.detach(), a.expand(2, 3, 5, 32), a.clone(), copy.deepcopy(a)):
         assert type(view) is MXTensor and view._block_dim == view.dim() - 1
     file = io.BytesIO()
@@ -82,7 +82,7 @@ def test_gradients():
     assert torch.equal(x.grad, weight)
 
 
-def test_a_gradient_cast_to_mx_goes_on_through_products():
+def test_a_gradient_cast_to_mx_goes_on_through_matmuls():
     x, w = torch.randn(4, 32, requires_grad=True), torch.randn(8, 32, requires_grad=True)
     weight = torch.randn(4, 8)
     y = NoopFwToMXBw.apply(torch.nn.functional.linear(x, w), dtypes.float4_e2m1, 8)
@@ -127,9 +127,9 @@ def test_the_dtype_in_which_codes_are_read_can_be_set():
         t._orig_dtype = torch.float32
         assert t._orig_dtype == t.dtype == t.to_dtype().dtype == t.transpose(0, 1)._orig_dtype == torch.float32
     assert torch.equal(q._data, codes) and isinstance(weight, torch.nn.Parameter)
-    product = torch.matmul(q, k.transpose(2, 3))
-    assert torch.equal(product, torch.matmul(q.to_dtype(), k.to_dtype().transpose(2, 3)))
-    assert product.dtype == q.sum(0).dtype == torch.float32
+    matmul = torch.matmul(q, k.transpose(2, 3))
+    assert torch.equal(matmul, torch.matmul(q.to_dtype(), k.to_dtype().transpose(2, 3)))
+    assert matmul.dtype == q.sum(0).dtype == torch.float32
     x = torch.randn(4, 32, requires_grad=True)
     t = MXTensor.to_mx(x, dtypes.int8)
     t._orig_dtype = torch.bfloat16

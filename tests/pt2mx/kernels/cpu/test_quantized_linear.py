@@ -32,8 +32,8 @@ def check(x, weight, bias, product_dtype, activation, quantization, dtype):
     """Return the result of the kernel, checked against two steps, or None if it declined."""
     data, scale, spec = weight
     got = linear.linear_fake_quantize(x, data, scale, bias, spec, product_dtype, activation, quantization, dtype)
-    product = run_kernel("linear_mx", x, data, scale, bias, spec, 0, product_dtype)
-    want = activations.activation_fake_quantize(product, activation, quantization, dtype)
+    matmul = run_kernel("linear_mx", x, data, scale, bias, spec, 0, product_dtype)
+    want = activations.activation_fake_quantize(matmul, activation, quantization, dtype)
     if got is not None:
         assert got.dtype == dtype and got.is_contiguous() and got.shape == want.shape
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)

@@ -1,4 +1,4 @@
-"""FP8 rows on an NVIDIA GPU against their definition, to the bit; products against a float64 product."""
+"""Compare FP8 rows on an NVIDIA GPU with their definition, to the bit, and their matmuls with float64."""
 
 import pytest
 import torch
@@ -88,7 +88,7 @@ def test_layer_norm(gpu, affine, shape):
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("shape", [(37, 80, 96), (300, 1024, 512), (64, 256, 4096), (1, 16, 32), (0, 16, 32)])
 @pytest.mark.parametrize("name", ROOMS)
-def test_products(gpu, name, shape, biased):
+def test_matmuls(gpu, name, shape, biased):
     m, n, k = shape
     x = rows_of_every_kind((m, k)) if m > 10 else torch.randn(m, k, device="cuda").bfloat16()
     w, bias = torch.randn(n, k, device="cuda").bfloat16(), torch.randn(n, device="cuda").bfloat16() if biased else None

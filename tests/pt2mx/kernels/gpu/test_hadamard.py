@@ -1,4 +1,4 @@
-"""On an NVIDIA GPU rotation equals its definition on the CPU to the bit: alone, before quantization, in a product."""
+"""On an NVIDIA GPU rotation equals its definition on the CPU to the bit: alone, before quantization, in a matmul."""
 
 import pytest
 import torch

@@ -64,7 +64,7 @@ def test_gemm_tile(element, batch, n, tile):
     ("n", "k", "alone"),
     [(2048, 2048, True), (3072, 2048, True), (2048, 8192, True), (16384, 2048, False), (128256, 2048, False)],
 )
-def test_small_products_rotate_by_themselves(n, k, alone):
+def test_small_matmuls_rotate_by_themselves(n, k, alone):
     assert rotates_in_gemv(1, k, n // 16, 32) == alone
     assert not rotates_in_gemv(2, k, n // 16, 32) and not rotates_in_gemv(1, k, n // 16, 16)
     assert not rotates_in_gemv(1, k, n // 16, 0)

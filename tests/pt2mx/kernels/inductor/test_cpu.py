@@ -117,10 +117,10 @@ def test_between_convolutions_the_channels_stay_last():
 
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(("rows", "calls"), [(4, True), (256, False)])
-def test_products_of_many_rows_are_dense(rows, calls):
+def test_matmuls_of_many_rows_are_dense(rows, calls):
     scale, data = pt2mx.quantize_mx(torch.randn(96, 64), "mxfp4")
 
-    def product(x):
+    def matmul(x):
         return torch.ops.pt2mx.linear_mx(x, data, scale, None, "fp4_e2m1", 32)
 
-    assert ("pt2mx.linear_mx.default(" in code_of(product, torch.randn(rows, 64))) == calls
+    assert ("pt2mx.linear_mx.default(" in code_of(matmul, torch.randn(rows, 64))) == calls
