@@ -1,7 +1,8 @@
-"""The conventions of other libraries by name, where they differ from pt2mx's defaults.
+"""Presets of other libraries' conventions that differ from pt2mx's defaults, by name.
 
-A preset reproduces what a library states: its scale mode, rounding, integer range, axis and the way it stores codes and
-scales. Where a library is wrong by the specification, the preset gives the specified value, and `not_copied` says so.
+A preset reproduces a library's documented scale mode, rounding, integer range, axis, and storage of codes and scales.
+It does not reproduce bugs: where a library violates the specification, the preset gives the specified value, and
+`not_copied` lists the bug.
 
     scale, data = PRESETS["torchmx"].quantize(x, "mxfp4")  # the bytes that TorchMX stores
     y = PRESETS["torchmx"].fake_quantize(x, "mxint8")
@@ -87,7 +88,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def table() -> str:
-    """Return the presets as a table in Markdown: what differs from the defaults and why, and what is not copied.
+    """Return the presets as a table in Markdown: the differences from the defaults, and the bugs that are not copied.
 
     Returns:
         A heading, a rule, and a line for each preset.

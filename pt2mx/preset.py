@@ -1,4 +1,4 @@
-"""`Preset`: one library's conventions as data, and the functions that quantize by them."""
+"""Define `Preset`: one library's conventions as data, and functions that quantize with them."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class Preset:
 
     Args:
         name, version: the library.
-        rounding, scale_mode, axis, block_size: its defaults; `axis=None` is one row of all values in order.
-        rounding_of: another rounding for some elements, by name.
-        rounding_modes: the roundings that `rounding_mode=0, 1, ...` names in `spec`; they are those of integers.
-        full_range: whether its integers reach the most negative code.
-        int_scale_offset: what its scale bytes of 8-bit integers differ by: codes are whole numbers.
-        high_nibble_first: the order of two 4-bit codes in a byte.
-        packed_widths: widths of codes that share bytes.
-        flush_subnormal_blocks: blocks whose largest magnitude is an fp32 subnormal become zero.
-        overflow_to_nan: blocks whose shared exponent is above what the scale holds become NaN (`scale_exp_bits` below
-            8; scale mode floor).
-        reason: why the row differs from the defaults.
-        not_copied: faults by the specification that the preset leaves out.
+        rounding, scale_mode, axis, block_size: its defaults; `axis=None` flattens the tensor to one row.
+        rounding_of: (element name, rounding) pairs for elements with another rounding.
+        rounding_modes: the roundings of integers that `rounding_mode=0, 1, ...` of `spec` selects.
+        full_range: True if its integers use the most negative code.
+        int_scale_offset: added to the scale bytes of 8-bit integers, because its codes are whole numbers.
+        high_nibble_first: True if the first of two 4-bit codes is in the high nibble of their byte.
+        packed_widths: the widths of codes that share bytes; a code of another width takes a byte.
+        flush_subnormal_blocks: True sets a block to zero if its largest magnitude is an fp32 subnormal.
+        overflow_to_nan: True sets a block to NaN if its shared exponent exceeds the range of the scale
+            (`scale_exp_bits` below 8; scale mode floor).
+        reason: how the preset differs from the defaults.
+        not_copied: violations of the specification that the preset does not reproduce.
 
     Example:
         >>> import torch
@@ -73,12 +73,12 @@ class Preset:
         """Return the library's spec of an element.
 
         Args:
-            elem_dtype: the element, as `pt2mx.parse` takes it; the rest of the spelling wins over the preset.
+            elem_dtype: a spelling that `pt2mx.parse` takes; what it says besides the element overrides the preset.
             rounding_mode: the library's number of a rounding; by default the preset's rounding.
-            fields: fields of `MXSpec`, which win over both.
+            fields: fields of `MXSpec`, which override both.
 
         Returns:
-            The spec; where the preset's axis is None it is -1, of the flattened tensor.
+            The spec. If the preset's axis is None, the spec's axis is -1, that of the flattened tensor.
 
         Raises:
             MXError: for an unknown element or field, and a number that the library does not have.
@@ -129,7 +129,7 @@ class Preset:
             data: (..., bytes, ...) uint8.
 
         Raises:
-            MXError: as `spec` and `pt2mx.quantize_mx`; where the library's scale byte cannot say the exponent
+            MXError: as `spec` and `pt2mx.quantize_mx`; also if the library's scale byte cannot represent the exponent
                 (TorchMX's int8 below 2**-121).
 
         Example:
@@ -160,7 +160,7 @@ class Preset:
             data, scale: as `quantize` returns them.
             elem_dtype, fields: as in `spec`.
             target_dtype: of the result: float32, float16 or bfloat16.
-            length: values along the axis, by default all that `data` holds; not read where a code takes a byte.
+            length: values along the axis, by default all in `data`; ignored if each code takes a byte.
 
         Returns:
             (..., length, ...) in `target_dtype`.
@@ -176,7 +176,7 @@ class Preset:
         return dequantize_mx(data, scale, spec, target_dtype=target_dtype, length=length)
 
     def to_storage(self, scale: Tensor, data: Tensor, spec: MXSpec, length: int) -> tuple[Tensor, Tensor]:
-        """Translate what `pt2mx.quantize_mx` returns to the library's bytes.
+        """Convert the results of `pt2mx.quantize_mx` to the library's bytes.
 
         Args:
             scale, data: as `pt2mx.quantize_mx` returns them.
@@ -205,7 +205,7 @@ class Preset:
         return scale, unpack(data, axis, spec.element.bits).narrow(axis, 0, length).to(torch.uint8)
 
     def from_storage(self, scale: Tensor, data: Tensor, spec: MXSpec) -> tuple[Tensor, Tensor]:
-        """Translate the library's bytes to those that `pt2mx.dequantize_mx` takes.
+        """Convert the library's bytes to the arguments of `pt2mx.dequantize_mx`.
 
         Args:
             scale, data: as `quantize` returns them.
@@ -246,16 +246,16 @@ class Preset:
         return data << 4 | data >> 4 if spec.element.bits == 4 and self.high_nibble_first else data
 
     def _shares_bytes(self, spec: MXSpec) -> bool:
-        """True if codes are stored as `quantize_mx` packs them; else each takes a byte."""
+        """Return whether codes are packed as by `quantize_mx`; otherwise each takes a byte."""
         return not is_packed(spec.element.bits) or spec.element.bits in self.packed_widths
 
     def _shifts_scale(self, spec: MXSpec) -> bool:
-        """True if scale bytes differ: of 8-bit integers, the only ones that such a library has."""
+        """Return whether scale bytes differ: those of 8-bit integers, the only integers of such a library."""
         return self.int_scale_offset != 0 and spec.element.is_int and spec.element.bits == 8
 
 
 def _fill_blocks(x: Tensor, spec: MXSpec, where: Callable[[Tensor], Tensor], value: float) -> Tensor:
-    """x with `value` in the blocks of whose largest magnitude `where` is true."""
+    """Fill the blocks of x for whose largest magnitude `where` is true with `value`."""
     axis, rows = check_spec(x, spec).axis, torch.atleast_1d(x)
     if not rows.numel():
         return x

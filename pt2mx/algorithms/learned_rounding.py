@@ -1,7 +1,7 @@
-"""Learned rounding: latent values, each in the cell of the code that it is rounded to, follow the sign of a gradient.
+"""Learn the rounding of a weight by signed gradient descent on latent values, which are rounded to nearest.
 
 Source: Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs"
-(arXiv:2309.05516), which starts from rounding to nearest. Here a weight may start from codes that are chosen already.
+(arXiv:2309.05516). The paper starts from rounding to nearest; here a weight may also start from given codes.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from pt2mx.spec import MXSpec
 _LIMIT = 126
 #: bisection steps between a value of the format and the edge of its cell
 _HALVINGS = 12
-#: share of the way to the weight, within the cell, that latent values go: many that GPTQ rounded away from the weight
-#: would lie at the very edge, and the first steps throw them out by chance (MiniLM with FP4 activations, held-out text:
-#: a cosine of .9671 from .8 of the way, of .9644 from the edge, .9647 before)
+#: where latent values start, as a share of the way from the rounded value to the weight or to the edge of its cell. At
+#: the edge (1.0) start many values that GPTQ rounded away from the weight, and the first steps change their codes by
+#: chance. MiniLM with FP4 activations, held-out text: cosine .9671 with 0.8, .9644 with 1.0, .9647 without learning.
 _WAY = 0.8
 
 
 class LatentWeight:
-    """A weight whose rounding is learned; the scales of its blocks stay.
+    """A weight whose rounding is learned; the scales of its blocks do not change.
 
     Args:
         weight: (..., n, ...) float, the weight before rounding.
-        rounded: values of the format in that shape, from which learning starts; None: rounded to nearest.
+        rounded: values of the format in that shape, from which learning starts; None rounds to nearest.
         spec: the format, with the axis of the weight.
 
     Raises:
-        MXError: for shapes that differ, stochastic rounding, and values that are not those of the format.
+        MXError: for different shapes, stochastic rounding, and values that the format does not have.
 
     Example:
         >>> import torch, pt2mx
@@ -68,16 +68,19 @@ class LatentWeight:
         self._step = torch.ldexp(self._scale, torch.frexp(magnitude).exponent - 1 - element.mantissa_bits)
 
     def values(self) -> Tensor:
-        """Return the values of the format, float32. Quantized again, by any scale mode but "ceil", they stay; of FP8
-        E4M3 all but 240 times a scale, where that is the largest of a block."""
+        """Return the values of the format, float32.
+
+        Quantizing them again with any scale mode but "ceil" does not change them. The one exception is FP8 E4M3: 240
+        times a scale, if that is the largest magnitude of its block.
+        """
         return self._round(self.latent)
 
     def descend(self, gradient: Tensor, rate: float) -> None:
         """Move each latent value against the sign of its gradient.
 
         Args:
-            gradient: that of a loss by `values()`.
-            rate: the way, in distances of neighbouring values of the format.
+            gradient: of a loss with respect to `values()`.
+            rate: the step, in distances between adjacent values of the format.
         """
         self.latent.addcmul_(self._step, gradient.sign().float(), value=-rate)
 
@@ -86,15 +89,15 @@ class LatentWeight:
 
 
 def within_cells(weight: Tensor, rounded: Tensor, round_to: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the values nearest to `weight`, on the way to it, that are rounded to `rounded`.
+    """Return the points nearest to `weight`, on the line from `rounded` to it, that `round_to` rounds to `rounded`.
 
     Args:
         weight: float32.
         rounded: the same shape, values that `round_to` does not change.
-        round_to: rounds to nearest, each value by itself.
+        round_to: rounds each value to nearest.
 
     Returns:
-        float32: the weight itself where it is rounded to `rounded`.
+        float32: the weight itself if it is rounded to `rounded`.
     """
     whole = round_to(weight) == rounded
     inside, way = torch.where(whole, weight, rounded), torch.where(whole, 0.0, weight - rounded)
@@ -105,7 +108,7 @@ def within_cells(weight: Tensor, rounded: Tensor, round_to: Callable[[Tensor], T
 
 
 def scales_of(rounded: Tensor, spec: MXSpec) -> Tensor:
-    """The scale by which the spec stores each value, (..., n, ...) float32 powers of two."""
+    """Return the block scale of each value, (..., n, ...) float32 powers of two."""
     axis = spec.axis % rounded.dim()
     scale, _ = quantize_mx(rounded, spec)
     exponents = (scale.int() - 127).clamp(-_LIMIT, _LIMIT)
