@@ -18,8 +18,7 @@ from pt2mx.fx.graph.node import args_of, node_arg
 
 
 class HOPOperands(NamedTuple):
-    """Where a call has some of its operands: in the sequence at `position`, or in all arguments from there on
-    (`to_end`).
+    """The location of some operands in a call: the sequence at `position`, or all arguments from there on (`to_end`).
 
     fixed: True if every iteration of the subgraph gets the same operands. The state of a loop and the slices of a scan
     are not fixed.

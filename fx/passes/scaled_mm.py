@@ -33,7 +33,7 @@ from pt2mx.ops.scaled_mm import BLOCK, FORMS, Form, scaled_mm_mx, swizzle_scale
 
 @graph_pass(LinearMX, (FakeQuantize, Dequantize))
 def use_scaled_mm(model: GraphModule, force: bool = False) -> None:
-    """Let MX tensor cores multiply the codes: `linear_mx(fake_quantize_mx(x), weight)` becomes
+    """Multiply the codes on MX tensor cores: `linear_mx(fake_quantize_mx(x), weight)` becomes
     `scaled_mm_mx(*quantize_mx(x), weight)`. x may also come from a quantize/dequantize pair.
 
     The tensor cores must support the elements of both (`pt2mx.ops.scaled_mm.FORMS`), with blocks of 32 along K. K must

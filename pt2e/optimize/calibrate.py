@@ -28,9 +28,9 @@ from pt2mx.pt2e.optimize.observers import (
 )
 from pt2mx.pt2e.optimize.targets import WeightTarget
 
-#: a prefix that no module of a user's model has
+#: a prefix that no user's module name has
 _NAME = "_pt2mx_hessian_"
-#: bytes of sums that are always allowed
+#: bytes that the observers' sums may always take
 _LEAST_BUDGET = 1 << 30
 
 
@@ -38,7 +38,7 @@ def padding_mask_of(model: GraphModule, name: str) -> Node:
     """Return the input node named `name`, which is zero where there is padding.
 
     Raises:
-        MXError: where there is no such input, and for one that is not (batch, sequence) of booleans or integers.
+        MXError: if there is no such input, or it is not (batch, sequence) of booleans or integers.
     """
     inputs = {node.name: node for node in model.graph.find_nodes(op="placeholder")}
     if name not in inputs:
@@ -59,13 +59,14 @@ def is_padding_mask(node: Node) -> bool:
 
 
 def named_padding_mask(model: GraphModule) -> str | None:
-    """Return the name of the input that is a padding mask by name and type; None where there is none."""
+    """Return the name of the input that is a padding mask, by its name and type; None if there is none."""
     inputs = model.graph.find_nodes(op="placeholder")
     return next((node.name for node in inputs if node.name == "attention_mask" and is_padding_mask(node)), None)
 
 
 class Calibration(NamedTuple):
-    """The observers after calibration: by matmul node those of the inputs, by embedding node those of the indices."""
+    """The observers after calibration: matmul node -> observer of its input, embedding node -> observer of its
+    indices."""
 
     inputs: dict[Node, MXHessianObserver]
     rows: dict[Node, MXIndexObserver]
@@ -98,7 +99,7 @@ def observe(
                 matmul = without_padding(matmul, mask)
             line, block = target.value.shape[matmul.view.axis], consumer.spec.block_size
             read = matmul.source, *matmul.extra_inputs
-            # memory that the graph writes between two consumers differs between them
+            # if the graph writes the tensor between two consumers, they read different values
             owner = None if written.isdisjoint(read) else consumer.node
             key = (read, matmul.view.rows, line, block, owner)
             if key not in shared:
@@ -157,8 +158,8 @@ class _Observed:
 def _budgets(model: GraphModule) -> tuple[int, int]:
     """Return the bytes that the sums of all observers may take on the model's device, and on the host.
 
-    On an accelerator: a quarter of the model's size or 1 GiB, and the model's size on the host. On the host: half of
-    it.
+    For a model on an accelerator: there a quarter of its size, at least 1 GiB, and on the host its size. For a model on
+    the host: half of its size, at least 1 GiB.
     """
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values()
     size = sum(tensor.nbytes for tensor in tensors)

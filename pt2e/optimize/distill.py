@@ -37,21 +37,21 @@ def distill(
 ) -> GraphModule:
     """Train a prepared model to reproduce the outputs of the float program ("self-distillation").
 
-    Adam trains all parameters that require a gradient, with a rate that decays to zero. One batch of eight is held out,
-    and the step that is best on these is kept. Weights that `optimize` rounded lie exactly on the MX grid, so
-    that training starts from the optimized model.
+    Adam trains all parameters that require a gradient, with a rate that decays to zero. It holds out one batch of
+    eight, and keeps the step that is best on these. Weights that `optimize` rounded lie exactly on the MX grid, so that
+    training starts from the optimized model.
 
     Args:
         prepared: what `prepare_qat_pt2e` returned, preferably for an optimized model. It is trained in place; its
             parameters and buffers become new tensors, because it shares the old ones with the exported model.
         float_program: the exported float model, or any function of the same arguments that returns the same outputs.
-        batches: inputs, as `optimize` takes them, like those that the model will see. Thousands of sentences once are
-            better than hundreds many times. A single batch is not held out.
+        batches: inputs in the form that `optimize` takes, like those that the model will see. One epoch over thousands
+            of sentences is better than many epochs over hundreds. A single batch is not held out.
         loss: (outputs of `prepared`, outputs of `float_program`) -> a tensor of one number. None: the squared error
             over the squared output, averaged over all float outputs.
         epochs: passes over the batches.
         lr: the rate of the first step.
-        seed: of the choice of held-out batches, of the order of the others, and of dropout.
+        seed: seed for the choice of held-out batches, the order of the others, and dropout.
         progress: True shows a bar with the held-out loss.
 
     Returns:
@@ -59,7 +59,7 @@ def distill(
 
     Raises:
         MXError: for a model that is not prepared for training or has fake quantization disabled, without batches, and
-            for a loss that is no number or has no gradient. After any error the model is as before.
+            for a loss that is no number or has no gradient. An error leaves the model unchanged.
 
     Example:
         >>> import torch, pt2mx

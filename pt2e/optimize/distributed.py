@@ -16,7 +16,7 @@ from pt2mx.pt2e.optimize.observers import MXHessianObserver, MXIndexObserver
 from pt2mx.pt2e.optimize.report import WeightReport
 from pt2mx.pt2e.optimize.targets import WeightTarget
 
-#: weights that a rank rounds between two exchanges
+#: weights that a rank rounds between two exchanges of results
 _AT_ONCE = 8
 
 Rounded = tuple[Tensor | None, WeightReport]
@@ -37,7 +37,7 @@ def all_reduce_sums(
     device: torch.device,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Add up the observers' sums over all ranks, in place. A rank may have seen no rows of some input."""
+    """Add up the observers' sums over all ranks, in place. A rank may have seen no rows of an input."""
     if group is None:
         return
     for counter in rows:
@@ -67,8 +67,8 @@ def share_work(
 ) -> Iterable[tuple[WeightTarget, Rounded]]:
     """Yield what `work` returns for each weight, in order.
 
-    Of several ranks, rank r does the weights r, r + ranks, and so on. The ranks exchange a few results at a time, which
-    bounds the memory for results that are not yielded yet.
+    With several ranks, rank r handles the weights r, r + ranks, and so on. The ranks exchange a few results at a time,
+    which bounds the memory for results that are not yielded yet.
     """
     if group is None:
         yield from ((target, work(target)) for target in targets)

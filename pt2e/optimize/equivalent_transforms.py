@@ -1,6 +1,6 @@
-"""Equivalent transformations of matmuls, shared by smoothing and rotation: both factors change, the result does not.
+"""Equivalent transformations of matmuls, shared by smoothing and rotation: both operands change, the result does not.
 
-The weight is changed at once. The input is changed by a new node of the graph, one for all matmuls that read the input.
+The caller changes the weight at once. A new node of the graph changes the input, one node for all matmuls that read it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pt2mx.pt2e.optimize.matmul_views import Matmul, columns_are_last
 from pt2mx.pt2e.optimize.observers import MXHessianObserver
 from pt2mx.pt2e.optimize.targets import WeightTarget, has_no_other_users, reason_not_rounded
 
-#: from so many bits an element on, rounding alone loses little and a transformation gains nothing
+#: with at least so many bits per element, rounding loses little, and a transformation gains nothing
 BITS = 8
 
 #: consumer of a weight -> the observer of its input
@@ -47,18 +47,17 @@ def insert_operator(consumers: Sequence[tuple[Node, int]], operator: Callable[..
 def fixed_nodes(model: GraphModule) -> set[Node]:
     """Return the nodes that no transformation may touch.
 
-    These are nodes in memory that the graph writes, and placeholders of subgraphs that get different tensors in
-    different
-    calls: changing one weight there would change the matmuls of another.
+    These are nodes in memory that the graph writes, and subgraph placeholders whose operand differs between calls:
+    changing a subgraph for one weight would also change the matmuls of another.
     """
     written = written_in(model)
     return written | {node for node, operands in captured_operands(model).items() if len(set(map(id, operands))) > 1}
 
 
 def transformable_matmuls(target: WeightTarget, fixed: set[Node]) -> list[Matmul]:
-    """Return the matmuls of a weight if the columns of all their factors can be transformed, else none.
+    """Return the matmuls of a weight if the columns of all their operands can be transformed, else an empty list.
 
-    That takes matmuls whose input has the columns last, and a weight that nothing else uses.
+    This requires that the columns are the last dimension of each input, and that nothing else uses the weight.
     """
     matmuls = [consumer.matmul for consumer in target.consumers if consumer.matmul is not None]
     if len(matmuls) < len(target.consumers) or not has_no_other_users(target) or reason_not_rounded(target):

@@ -1,9 +1,9 @@
-"""Fold channel factors into the parameters before a tensor, where the graph proves that nothing else changes.
+"""Fold channel factors into the parameters before a tensor, if the graph proves that nothing else changes.
 
-A factor has the rank of its node; each dimension is 1 or the node's. It is propagated from a node back to the weights
-before it, such as the scale of a norm or the rows of a linear layer. Each node on the way has one user, and scaling its
-input scales its result. For a power of two all this is exact, except for values that overflow or become subnormal: a
-parameter where that would show takes no factor.
+A factor has the rank of its node; each dimension is 1 or the node's. The folder propagates it from a node back to the
+parameters before it, such as the scale of a norm or the rows of a linear layer. Each node on the way must have one
+user, and scaling its input must scale its result. For powers of two this is exact, except for values that overflow or
+become subnormal. A parameter that would lose precision this way gets no factor.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Scaled(NamedTuple):
     factor: Tensor
 
 
-#: alternatives, each a list of nodes to scale so that a node's result is scaled
+#: alternatives for scaling a node's result, each a list of nodes to scale instead
 _Ways = list[list[Scaled]]
 
 
@@ -99,7 +99,7 @@ class Folder:
 
 
 def _scaled(value: Tensor, factor: Tensor) -> Tensor | None:
-    """Return a parameter times a factor that broadcasts to it; None where that loses precision.
+    """Return a parameter times a factor that broadcasts to it; None if that loses precision.
 
     Values that overflow or become subnormal may lose at most the square of the dtype's precision, relative to the
     largest value with the same factor.
@@ -129,12 +129,12 @@ def _fits(factor: Tensor, shape: tuple[int | str, ...]) -> bool:
 
 
 def _same(node: Node, factor: Tensor) -> _Ways:
-    """The result is the first argument, or zero where that is negative."""
+    """Scale the first argument. The result is that argument, or zero where it is negative."""
     return [[Scaled(node.all_input_nodes[0], factor)]]
 
 
 def _cast(node: Node, factor: Tensor) -> _Ways:
-    """A cast to integers or 8 bits rounds with steps that do not scale."""
+    """Scale the argument of a cast, except to integers or 8 bits, whose rounding steps do not scale."""
     dtypes = {dtype_of(node), dtype_of(node.all_input_nodes[0])}
     return _same(node, factor) if dtypes <= set(HIGH_PRECISION) else []
 

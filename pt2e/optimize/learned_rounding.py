@@ -24,7 +24,7 @@ from pt2mx.pt2e.optimize.targets import WeightTarget, quantized_inputs, reason_n
 from pt2mx.pt2e.torchao_pt2e import Quantizer
 from pt2mx.spec import MXSpec
 
-#: evaluations on the held-out batches, and how many in a row may bring no improvement
+#: evaluations on the held-out batches, and how many in a row may show no improvement before training stops
 _EVALUATIONS, _PATIENCE = 10, 5
 
 #: operator, quantized tensor, spec
@@ -36,7 +36,7 @@ class LearnedBlock:
     """A segment whose weights were rounded anew.
 
     Args:
-        name: of its repeated module, such as "encoder.layer.3"; "" between repeated modules.
+        name: the name of its repeated module, such as "encoder.layer.3"; "" between repeated modules.
         weights: the names of the weights.
         before, after: the squared error of its outputs over their squared value, on the held-out batches.
     """
@@ -58,25 +58,26 @@ def learn_rounding(
     seed: int = 0,
     progress: bool = False,
 ) -> list[LearnedBlock]:
-    """Learn better roundings by signed gradient descent (Cheng et al., arXiv:2309.05516), from the current ones on.
+    """Learn better roundings by signed gradient descent (Cheng et al., arXiv:2309.05516), starting from the current
+    ones.
 
     Each segment is trained on its float inputs and compared with its float outputs. The step with the best outputs on
-    the held-out batches wins; that may be the start.
+    the held-out batches is kept, possibly the start.
 
     Args:
         model: an exported graph, its weights rounded or not. It is changed.
         original: the same graph with float weights.
         quantizer: decides what is quantized, activations included.
         batches: as `pt2mx.optimize` takes them. One of eight is held out; a single one is not.
-        steps: most steps of a segment, a batch each.
-        lr: size of the first step, in distances between neighbouring values of the format; it decays to zero. None: 1 /
-            steps, with which a value moves by at most half a distance.
-        seed: of the choice of held-out batches, and of the order of the others.
+        steps: maximum number of steps per segment, each on one batch.
+        lr: size of the first step, in units of the distance between neighbouring values of the format; it decays to
+            zero. None: 1 / steps, which moves a value by at most half a distance in total.
+        seed: seed for the choice of held-out batches, and the order of the others.
         progress: True shows a bar with the name of each segment.
 
     Returns:
-        The segments that have changed. A weight does not change if several segments use it, if it is used by no known
-        matmul, or if its segment touches memory that the graph writes.
+        The segments that have changed. A weight does not change if several segments use it, if no known matmul uses it,
+        or if its segment uses memory that the graph writes.
 
     Raises:
         MXError: without batches, and for steps or a rate that are not positive.

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
 
-#: one batch of so many is held out
+#: one of so many batches is held out
 _HELD_OUT = 8
 #: keeps gradients above the smallest float16 and above Adam's epsilon; the scale cancels in Adam and in signed descent
 LOSS_SCALE = 4096.0
@@ -26,7 +26,7 @@ def relative_error(outputs: object, references: object) -> Tensor:
 
 
 def _relative(output: Tensor, reference: Tensor) -> Tensor:
-    """Infinities that both tensors have, such as those of a mask, count as no error."""
+    """Return the relative error of one tensor. Equal infinities, such as those of a mask, count as no error."""
     reference = reference.detach().float()
     finite = reference.isfinite()
     reference = torch.where(finite, reference, 0.0)

@@ -1,7 +1,7 @@
 """Classify the dimensions of a matmul of two tensors: batch, row, column, or reduced.
 
-The dimensions of both factors get labels, as in an einsum. A label of the input alone is a row, one of the weight alone
-a column of the result. A label of both is reduced, or it numbers independent matmuls (groups).
+The dimensions of both operands get labels, as in an einsum. A label of the input alone is a row of the result, and a
+label of the weight alone is a column. A label of both operands is reduced, or it numbers independent matmuls (groups).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Contraction(NamedTuple):
 def contraction_of(node: Node, first: Shape, second: Shape) -> Contraction | None:
     """Return the contraction that a node computes of factors of these shapes.
 
-    None for another operator, and where it broadcasts a dimension within a label.
+    None for other operators, and if the operator broadcasts a dimension within a label.
     """
     contraction = _CONTRACTIONS[node.target](node, first, second) if node.target in _CONTRACTIONS else None
     if contraction is None:

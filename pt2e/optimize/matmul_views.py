@@ -45,7 +45,7 @@ class MatmulView:
         from_matrices: (groups, N, K), the weight's shape -> weight.
         rows: input, and the matmul's extra inputs -> (groups, rows, K), or (1, rows, K) for each group.
         columns_last: True if the columns are the last dimension of the input.
-        experts: True if the groups are experts, which divide the rows among them.
+        experts: True if the groups are experts, each of which gets some of the rows.
     """
 
     axis: int
@@ -72,7 +72,7 @@ class Matmul:
 
 
 def matmul_of(node: Node, weight: Node) -> Matmul | None:
-    """Return the matmul of a node with a weight, or with rows gathered from it; None where its rows are unknown."""
+    """Return the matmul of a node with a weight, or with rows gathered from it; None if its input rows are unknown."""
     name = operator_name(called(node))
     operands = operands_of(node)[:2] if name in OPERANDS else ()
     for side, other in ((1, 0), (0, 1)) if len(operands) == 2 else ():
@@ -210,7 +210,7 @@ _MAKERS: dict[str, Callable[[Node, Node, int], _View | None]] = {
 def im2col(x: Tensor, groups: int, taps: tuple[int, ...], arguments: dict[str, Any]) -> Tensor:
     """Return the patches of a convolution's input, (groups, rows, taps * channels), channels fastest.
 
-    Of more patches than an observer takes, those that it takes are selected before they are copied.
+    If there are more patches than an observer takes, this samples them before it copies them.
 
     Args:
         arguments: stride, padding and dilation.

@@ -8,17 +8,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-#: most rows that one batch adds, sampled evenly; a convolution has a row for each position of an image
+#: most rows that one batch adds, sampled evenly; a convolution has a row for each position of its result
 ROWS = 8192
-#: most columns of a part; products between columns of different parts are ignored
+#: most columns of a part; the Hessian ignores correlations between columns of different parts
 _COLUMNS = 4096
 #: fewest columns of a part, however small the memory
 FEWEST_COLUMNS = 32
-#: the golden ratio's fraction: any number of its multiples is spread evenly in [0, 1)
+#: fractional part of the golden ratio: the fractional parts of its multiples are spread evenly in [0, 1)
 _GOLDEN = (5**0.5 - 1) / 2
-#: rows of the mean expert that are added to each expert, as a multiple of K, and how much each counts. Measured with 16
-#: experts, FP4, 30 to 500 rows for 256 columns: the error on unseen rows is 0.83 to 0.99 of that without the mean, and
-#: 0.94 to 1.03 for the hidden channels of an expert, which experts do not share
+#: rows of the mean expert that are added to each expert, as a multiple of K, and the weight of each. With 16 experts,
+#: FP4, and 30 to 500 rows for 256 columns, this changes the error on unseen rows by factors of 0.83 to 0.99; for the
+#: hidden channels of an expert, which experts do not share, by 0.94 to 1.03
 _MEAN_ROWS, _ROWS_OF_MEAN = 0.5, 0.25
 #: (groups, rows, K), or (1, rows, K) for each group where their numbers of rows differ
 Rows = Tensor | Sequence[Tensor]
@@ -28,9 +28,10 @@ class MXHessianObserver(nn.Module):
     """Accumulate the statistics of a matmul's input that guide the rounding of its weight; pass the input through.
 
     The sums are float32:
-    - `parts`: products of columns, (groups, K', K') for each part of K' columns, on the tensor's device or `home`;
+    - `parts`: sums of products of columns, (groups, K', K') for each part of K' columns, on the tensor's device or
+      `home`;
     - `amax`: the largest absolute value of each column, (groups, K), on the tensor's device;
-    - `count` and `counts`: the rows seen in all, and by each group, (groups,).
+    - `count` and `counts`: the rows seen in total, and by each group, (groups,).
 
     Args:
         rows: tensor -> (groups, rows, K), the rows multiplied with the weight, or (1, rows, K) for each group. It gets
@@ -38,7 +39,7 @@ class MXHessianObserver(nn.Module):
         line: columns of a line. Blocks do not cross lines, and a part holds whole lines where it can.
         block: columns of a block; a part holds whole blocks.
         columns: largest number of columns of a part; None: 4,096.
-        home: the device for `parts`, the host where an accelerator is short of memory; None: the tensor's device.
+        home: the device for `parts`, such as the host if an accelerator lacks memory; None: the tensor's device.
 
     Example:
         >>> import torch
@@ -103,7 +104,7 @@ class MXHessianObserver(nn.Module):
         for part, columns in zip(self.parts, rows.split([part.shape[1] for part in self.parts], 2), strict=True):
             same_device = part.device == rows.device
             sums = part[groups] if same_device else torch.zeros_like(part[groups], device=rows.device)
-            sums.baddbmm_(columns.mT, columns)  # in place, which autocast does not cast
+            sums.baddbmm_(columns.mT, columns)  # autocast does not cast in-place operators
             if not same_device:
                 part[groups] += sums.to(part.device)
         torch.maximum(amax[groups], rows.abs().amax(1), out=amax[groups])
@@ -137,7 +138,8 @@ def sample(total: int, device: torch.device) -> Tensor:
 def part_size(k: int, line: int, block: int, columns: int) -> int:
     """Return the columns of a part, about `columns` at most.
 
-    That is all of them, or as many whole lines as fit, or whole blocks of one line. No part spans parts of two lines.
+    A part has all columns, or as many whole lines as fit, or whole blocks of one line. No part mixes pieces of two
+    lines.
     """
     if k <= columns:
         return k
@@ -168,7 +170,7 @@ def bytes_of_sums(size: Size, columns: int) -> int:
 def columns_within(budget: int, sizes: Iterable[Size]) -> int:
     """Return the largest number of columns of a part with which all sums fit into `budget` bytes.
 
-    It is a power of two from 32 to 4,096; 32 even where that does not fit.
+    The number is a power of two from 32 to 4,096; it is 32 even if that does not fit.
     """
     sizes = list(sizes)
     columns = _COLUMNS

@@ -68,11 +68,11 @@ def optimize(
         preset: "fast", "balanced" or "best"; None: that of the quantizer's recipe, or "balanced".
         algorithms: instead of a preset, a tuple of `Smoothing`, `Rotation`, `ScaleSearch`, `GPTQ` and
             `LearnedRounding` of `pt2mx.algorithms`, with their options.
-        padding_mask: the name of an input, (batch, sequence), that is zero where there is padding, in many models
-            "attention_mask": calibration of linear layers ignores padding. None: it uses all rows.
+        padding_mask: the name of an input, (batch, sequence), that is zero at padding, in many models "attention_mask".
+            Calibration of linear layers then ignores padding. None: it uses all rows.
         progress: True shows a bar with the name of each weight.
-        in_place: True writes the new weights into the memory of the old ones, for models that fill the memory. Do not
-            use `model`, or anything that shares its parameters, afterwards, even if this fails.
+        in_place: True writes the new weights into the memory of the old ones, for models that fill the memory.
+            Afterwards do not use `model`, or anything that shares its parameters, even if `optimize` fails.
         group: the ranks of `torch.distributed` that calibrate together, such as `torch.distributed.group.WORLD`. Each
             calls `optimize` with the same model and its own batches, and gets the same result. None: one process.
 
@@ -81,8 +81,8 @@ def optimize(
         are folded. `optimization_report` describes what was done to each weight.
 
     Raises:
-        MXError: as `prepare_pt2e`; for an unknown preset, algorithm or padding mask, and where an algorithm needs
-            inputs and there are no batches.
+        MXError: as in `prepare_pt2e`; for an unknown preset, algorithm or padding mask; and if an algorithm needs
+            inputs but there are no batches.
 
     Example:
         >>> import torch, pt2mx

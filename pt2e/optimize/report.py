@@ -26,13 +26,13 @@ class WeightReport:
         modules: the modules that use it.
         spec: its format; None where operators quantize it differently.
         algorithm: "gptq", "scales", or "" where the weight did not change.
-        smoothed: the parameters into which the inverse factors of the input channels were folded, "div" where the graph
+        smoothed: the parameters into which the inverse factors of the input channels were folded, "div" if the graph
             divides by them, "" without smoothing.
         rotated: number of values that are rotated together; 0 without rotation.
-        before, after: the relative squared error, rounded to nearest and as it is now: of the weight's matmuls on the
-            calibration inputs, of an embedding's rows weighted by how often they were read, or of the weight itself
-            where neither was observed. NaN where no rounding was tried. For a smoothed or rotated weight, `before` is
-            that of the transformed one.
+        before, after: the relative squared error with rounding to nearest, and now. It is measured on the weight's
+            matmuls with the calibration inputs, on an embedding's rows weighted by how often they were looked up, or on
+            the weight itself if neither was observed. NaN if no rounding was tried. For a smoothed or rotated weight,
+            `before` is the error of the transformed weight.
         reason: why a better algorithm did not apply; "" where it did.
     """
 

@@ -1,8 +1,8 @@
 """Rotation: spread the outliers of inputs and weights over 32 channels (QuaRot, SpinQuant).
 
-Both factors of a matmul are rotated along the reduced dimension, which leaves the result unchanged. The weight is
-rotated now, the input by a node of the graph (`torch.ops.pt2mx.hadamard`), one for all matmuls that read the input.
-Queries and keys are both rotated by nodes.
+Rotating both operands of a matmul along the reduced dimension leaves the result unchanged. `optimize` rotates the
+weight now. A node of the graph rotates the input (`torch.ops.pt2mx.hadamard`), one node for all matmuls that read it.
+Nodes rotate both queries and keys.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def rotate_matmuls(model: GraphModule, targets: list[WeightTarget], inputs: Inpu
 
 
 def rotate_attention(model: GraphModule, quantizer: Quantizer, options: Rotation) -> None:
-    """Rotate queries and keys, and the factors of other matmuls of two quantized, computed tensors.
+    """Rotate queries and keys, and the operands of other matmuls of two quantized activations.
 
     Changes `model`.
     """
@@ -89,7 +89,7 @@ _TWO_FACTORS: dict[object, tuple[int, int]] = {
 
 
 def _length(x: Node, axis: int, spec: MXSpec | None) -> int:
-    """Return the length of a factor along the reduced dimension; 0 where rotation would gain nothing."""
+    """Return the length of an operand along the reduced dimension; 0 if rotation would gain nothing."""
     shape = shape_of(x) or ()
     if spec is None or spec.element.bits >= BITS or x.target is hadamard or spec.axis != axis + len(shape):
         return 0

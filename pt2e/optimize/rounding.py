@@ -19,7 +19,7 @@ from pt2mx.pt2e.optimize.report import WeightReport
 from pt2mx.pt2e.optimize.targets import WeightTarget, reason_not_rounded
 from pt2mx.spec import MXSpec
 
-#: the scale mode of GPTQ's blocks, and that of a search of scales
+#: the scale mode of GPTQ's blocks, and of the scale search
 _EVEN, _LEAST_SQUARES = "even", "mse"
 
 #: a part of the weight's columns, the Hessian of their inputs, its number of rows -> the rounded part
@@ -28,9 +28,9 @@ _Round = Callable[[Tensor, Tensor, float], Tensor]
 
 @torch.no_grad()
 def round_weight(target: WeightTarget, algorithms: Sequence[Algorithm]) -> tuple[Tensor | None, WeightReport]:
-    """Return the rounded weight, or None where it does not change, and its report.
+    """Return the rounded weight, or None if it does not change, and its report.
 
-    GPTQ rounds where it is chosen and the inputs were observed; otherwise scales are searched, where that is chosen.
+    This uses GPTQ if it is selected and the inputs were observed; otherwise the scale search, if selected.
     """
     spec, value = target.consumers[0].spec, target.value.detach()
     if reason := reason_not_rounded(target):
@@ -85,11 +85,11 @@ def _round_by_parts(target: WeightTarget, value: Tensor, round_part: _Round) -> 
 
 
 def _gptq(target: WeightTarget, spec: MXSpec, options: GPTQ) -> _Round:
-    """Return a function that rounds by GPTQ with scales chosen beforehand.
+    """Return a function that rounds by GPTQ, with fixed scales.
 
-    Few inputs need more damping, or GPTQ fits their noise. Measured for FP4 and 256 columns, on other random inputs
-    than those of calibration, relative to rounding to nearest: with 64 rows the error was 1.7 to 2.3 times as large,
-    and is 0.9 to 1.1 times with this damping; with 4,096 rows it is 0.52, and was 0.51.
+    With few rows of input GPTQ needs more damping, or it fits their noise. Error on other random inputs than those of
+    calibration, relative to rounding to nearest (FP4, 256 columns): with 64 rows 0.9 to 1.1 with this damping and 1.7
+    to 2.3 without; with 4,096 rows 0.52 with it and 0.51 without.
     """
     even, length = spec.replace(scale_mode=_EVEN), _line(target)
 
@@ -113,7 +113,7 @@ def _weighted_scales(target: WeightTarget, spec: MXSpec) -> _Round:
 
 
 def _line(target: WeightTarget) -> int:
-    """Return after how many columns blocks start anew."""
+    """Return the number of columns after which blocks restart."""
     return target.value.shape[target.inputs[0][0].axis]
 
 
@@ -124,7 +124,7 @@ def _hessians(target: WeightTarget) -> list[Tensor]:
 
 
 def _observers_of(target: WeightTarget) -> list[MXHessianObserver]:
-    """Return the distinct observers of the weight's inputs that saw any; none where their sums do not add up."""
+    """Return the distinct observers of the weight's inputs that saw rows; none if their sums cannot be added."""
     return list(dict.fromkeys(observer for _, observer in target.inputs if observer.count and _same_views(target)))
 
 

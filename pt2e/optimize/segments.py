@@ -39,7 +39,7 @@ class ModuleBlock:
         copies = {node: graph.placeholder(node.name) for node in self.inputs}
 
         def copy(node: Node) -> Node:
-            if node not in copies:  # a constant: each segment copies its own
+            if node not in copies:  # constants: each segment has its own copy
                 copies[node] = graph.node_copy(node, copy)
             return copies[node]
 
@@ -69,7 +69,7 @@ def module_blocks(model: GraphModule) -> list[ModuleBlock]:
 def _spans(order: list[Node]) -> list[tuple[str, int, int]]:
     """Return (name, first, end) of each segment.
 
-    A repeated module spans from its first node to its last; overlapping spans are merged, and each gap is a span too.
+    A repeated module spans its first to its last node. Overlapping spans are merged, and each gap is a span too.
     """
     calls: dict[str, tuple[str, int, int]] = {}
     repeated = _repeated(order)
@@ -105,7 +105,7 @@ def _repeated(order: list[Node]) -> set[str]:
 
 
 class _Reached(Exception):
-    """Ends a call as soon as its inputs are known."""
+    """Raised to end a call as soon as its inputs are known."""
 
 
 class _Inputs(nn.Module):

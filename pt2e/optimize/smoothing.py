@@ -1,9 +1,10 @@
-"""Smoothing: divide large input channels by powers of two, and multiply the weight's columns by them.
+"""Smoothing: divide large input channels by powers of two, and multiply the weight's columns by the same powers.
 
 Sources: SmoothQuant (Xiao et al., arXiv:2211.10438) for quantized inputs, AWQ (Lin et al., arXiv:2306.00978) for
-others. The input's factor is folded into the operator that computes it where `folding` proves this possible; elsewhere
-a `div` is inserted, one for all matmuls that read the tensor. Powers of two change no rounding of the float model,
-except of values that leave the normal range of their dtype: `keeps_bits` excludes channels where that would show.
+others. The input's factor is folded into the operator that computes the input, if `folding` proves this possible.
+Otherwise smoothing inserts a `div`, one for all matmuls that read the tensor. Powers of two do not change the rounding
+of the float model, except for values that leave the normal range of their dtype. `keeps_bits` excludes channels that
+would lose precision this way.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from pt2mx.pt2e.optimize.targets import Consumer, WeightTarget, set_weight
 
 #: smallest and largest exponent of a factor
 _MIN_EXPONENT, _MAX_EXPONENT = -4, 10
-#: an input may become so many times as large as in calibration without overflow
+#: inputs may be so many times as large as in calibration before they overflow
 _HEADROOM = 16
 _Pair = tuple[WeightTarget, Matmul]
 
@@ -58,7 +59,7 @@ def smooth_matmuls(
             continue
         factor = torch.exp2(exponents)
         for target, matmul in pairs:
-            target.value = evaluate(model, target.node)  # an earlier factor may have been folded into it
+            target.value = evaluate(model, target.node)  # folding an earlier factor may have changed it
             matrices = matmul.view.to_matrices(target.value) * factor.to(target.value.dtype)
             set_weight(model, target, matmul.view.from_matrices(matrices, target.value.shape))
         sole_users = set(source.users) == {consumer.node for consumer in consumers} and all(map(_reads_once, consumers))
@@ -141,7 +142,8 @@ def _reads_once(consumer: Consumer) -> bool:
 
 
 def _divide(model: GraphModule, source: Node, factor: Tensor, consumers: list[Consumer]) -> None:
-    """Divide the source by a factor for these consumers. It is a `div`, because a `mul` could itself be quantized."""
+    """Divide the source by a factor for these consumers. It inserts a `div`, because a `mul` could itself be
+    quantized."""
     value = factor.to(source.meta["val"].dtype)
     with model.graph.inserting_before(first_node(consumer.node for consumer in consumers)):
         buffer = model.graph.get_attr(register_buffer(model, f"{source.name}_smoothing", value))

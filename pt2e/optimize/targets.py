@@ -46,9 +46,9 @@ class Consumer:
 
     Args:
         node: the operator.
-        weight: the node by which the operator reads the weight, a placeholder in a subgraph.
+        weight: the node from which the operator reads the weight; a placeholder in a subgraph.
         spec: the weight's spec.
-        matmul: what the operator computes with the weight; None where it is no known matmul.
+        matmul: the matmul that the operator computes with the weight; None if it is no known matmul.
         activation: the spec of the matmul's input; None where the input stays in high precision.
     """
 
@@ -116,8 +116,8 @@ class Subgraphs:
 def weight_targets(model: GraphModule, quantizer: Quantizer, in_place: bool = False) -> list[WeightTarget]:
     """Find the weights that `quantizer` quantizes in `model`, each once however many operators use it.
 
-    The nodes are those of `model`, which does not change, except that constant placeholders are marked. A weight that a
-    subgraph computes is left out: `hoist_constants` moves its computation to the outer graph first.
+    The result has nodes of `model`, which does not change, except that constant placeholders are marked. Weights that a
+    subgraph computes are skipped: call `hoist_constants` first, which moves the computation to the outer graph.
     """
     mark_constants(model)
     graphs = graph_modules(model)
@@ -146,12 +146,12 @@ def weight_targets(model: GraphModule, quantizer: Quantizer, in_place: bool = Fa
 def quantized_inputs(model: GraphModule, quantizer: Quantizer) -> Iterator[tuple[Node, Node, str, MXSpec]]:
     """Yield operator, quantized tensor, role and spec for everything that `quantizer` quantizes, subgraphs included.
 
-    A copy is annotated; the nodes are those of `model`.
+    This annotates a copy, but yields nodes of `model`.
     """
     annotated = copy_sharing_tensors(model)
     mark_constants(annotated)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # prepare warns about the same things
+        warnings.simplefilter("ignore")  # prepare gives the same warnings
         annotated = torchao_pt2e.annotate(annotated, quantizer)
     for original, copy in zip(graph_modules(model), graph_modules(annotated), strict=True):
         yield from _quantized_in(copy.graph, {node.name: node for node in original.graph.nodes})

@@ -31,7 +31,7 @@ UNFIT = -1.0
 
 
 class Room(NamedTuple):
-    """How an element fits into E4M3: the codes are values in units of the row's largest scale times `2**shift`, and a
+    """The fit of an element into E4M3: the codes are values in units of the row's largest scale times `2**shift`, and a
     block fits if its scale is at least `2**-spread` of the largest."""
 
     shift: int

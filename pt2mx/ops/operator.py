@@ -80,7 +80,7 @@ class Argument(NamedTuple):
 
 
 class Autocast(NamedTuple):
-    """How `torch.autocast` casts the arguments of a matmul: tensors to its dtype, as of `torch.nn.functional.linear`.
+    """The casts that `torch.autocast` makes for a matmul: tensors to its dtype, as of `torch.nn.functional.linear`.
 
     Args:
         fields: which are cast. A dtype that was asked for becomes None, and the result has that of autocast.

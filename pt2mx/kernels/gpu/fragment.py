@@ -139,7 +139,7 @@ def pdl_wait(C: gl.constexpr):
 
 @gluon.jit
 def pdl_launch_dependents(C: gl.constexpr):
-    """Let the next kernel start once every program gets here; it then waits for the end of this kernel. If it started
-    earlier, its programs would crowd onto the few multiprocessors that have room left."""
+    """Allow the next kernel to start once every program gets here; it then waits for the end of this kernel. If it
+    started earlier, its programs would crowd onto the few multiprocessors that have room left."""
     if C.use_pdl:
         gdc_launch_dependents()

@@ -1,4 +1,4 @@
-"""How GPU kernels view a tensor: tiles of blocks, their offsets in memory, compile-time values.
+"""The GPU kernels' view of a tensor: tiles of blocks, their offsets in memory, compile-time values.
 
 A tensor is seen as (outer, n, inner) with blocks along n. A line is one block of one column: line
 `(o * blocks + b) * inner + c` holds the values `(o, b * block + i, c)`, and has one scale, at that index. A program
