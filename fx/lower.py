@@ -18,12 +18,11 @@ from pt2mx.fx.passes.activation_matmuls_bf16 import use_bf16_activation_matmuls
 from pt2mx.fx.passes.bf16_matmul import use_bf16_matmul
 from pt2mx.fx.passes.bfloat16_tensor_cores import use_bfloat16_tensor_cores
 from pt2mx.fx.passes.convolutions_as_matmuls import use_matmuls_for_convolutions
-from pt2mx.fx.passes.cse_quantize import cse_quantize
 from pt2mx.fx.passes.device import device_named, move_to_device
 from pt2mx.fx.passes.fold_weights import fold_all_weights
 from pt2mx.fx.passes.fp8_rowwise import use_fp8_rowwise
 from pt2mx.fx.passes.fuse_activation_quantize import fuse_activation_quantize
-from pt2mx.fx.passes.fuse_qdq import fuse_qdq
+from pt2mx.fx.passes.fuse_qdq import cse_quantize, fuse_qdq
 from pt2mx.fx.passes.fuse_quantize_epilogue import fuse_quantize_epilogue
 from pt2mx.fx.passes.fuse_rotation import fuse_rotation
 from pt2mx.fx.passes.merge_fake_quantize import merge_fake_quantize

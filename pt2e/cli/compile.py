@@ -24,11 +24,11 @@ from pt2mx.pt2e.archive import check_kind
 from pt2mx.pt2e.cli.option_checks import check_device
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result
-from pt2mx.pt2e.old_programs import read_program
 from pt2mx.pt2e.output import check_distinct
 from pt2mx.pt2e.packages.package import Package, check_package_output, open_package, write_package
 from pt2mx.pt2e.packages.pytree_args import in_memory_order, memory_order
 from pt2mx.pt2e.packages.sizes import dynamic_shapes, ranges
+from pt2mx.pt2e.program import read_program
 from pt2mx.pt2e.provenance import Provenance, other_version, recipe_of
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.agreement import Fidelity, fidelity

@@ -18,10 +18,10 @@ from pt2mx.pt2e.archive import check_kind
 from pt2mx.pt2e.cli.calibration_files import batch_files, load_batches
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result, quantized_result
-from pt2mx.pt2e.old_programs import read_program
 from pt2mx.pt2e.onnx.export import export_onnx
 from pt2mx.pt2e.onnx.quantize.quantize_onnx import OnnxReport, quantize_onnx
 from pt2mx.pt2e.output import check_distinct, check_output
+from pt2mx.pt2e.program import read_program
 from pt2mx.pt2e.provenance import other_version
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.agreement import fidelity

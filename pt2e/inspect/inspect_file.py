@@ -37,10 +37,10 @@ from pt2mx.pt2e.inspect.schema import (
     shape_of_ranges,
 )
 from pt2mx.pt2e.language.ranks import programs_in
-from pt2mx.pt2e.old_programs import read_program
 from pt2mx.pt2e.packages.package import read_signature
 from pt2mx.pt2e.packages.sizes import Range, input_nodes, ranges
 from pt2mx.pt2e.packed_weights import PackedWeight, packed_weights, parameter_name
+from pt2mx.pt2e.program import read_program
 from pt2mx.pt2e.provenance import provenance_of
 from pt2mx.spec import MXSpec
 

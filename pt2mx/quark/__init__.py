@@ -4,17 +4,19 @@ A program written for Quark 0.13 runs with its imports changed from `quark.onnx`
 quantizes to MX formats. The numbers are those of `PRESETS["quark"]` in `pt2mx.compat`, which says what is not copied.
 """
 
-from pt2mx.quark.attributes import DEFAULT_MICROSCALING_PARAMS, MX_OP_DEFAULT_ATTRS, mx_quantize_dequantize, mx_spec
-from pt2mx.quark.config import Config, QuantizationConfig
-from pt2mx.quark.enums import (
+from pt2mx.quark.attributes import (
+    DEFAULT_MICROSCALING_PARAMS,
+    MX_OP_DEFAULT_ATTRS,
     CalibrationMethod,
     ExtendedQuantFormat,
     ExtendedQuantType,
     VitisQuantFormat,
     VitisQuantType,
+    mx_quantize_dequantize,
+    mx_spec,
 )
-from pt2mx.quark.library import get_library_path
-from pt2mx.quark.model_quantizer import ModelQuantizer
+from pt2mx.quark.config import Config, QuantizationConfig
+from pt2mx.quark.model_quantizer import ModelQuantizer, get_library_path
 
 __all__ = [
     "DEFAULT_MICROSCALING_PARAMS",

@@ -9,8 +9,13 @@ from enum import Enum
 from typing import Any
 
 from pt2mx.errors import MXError, nearest
-from pt2mx.quark.attributes import MX_OP_DEFAULT_ATTRS, mx_spec
-from pt2mx.quark.enums import CalibrationMethod, ExtendedQuantFormat, ExtendedQuantType
+from pt2mx.quark.attributes import (
+    MX_OP_DEFAULT_ATTRS,
+    CalibrationMethod,
+    ExtendedQuantFormat,
+    ExtendedQuantType,
+    mx_spec,
+)
 from pt2mx.spec import MXSpec
 
 _ELSEWHERE = "pt2mx.optimize rounds and smooths weights before a torch model is exported"

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import pt2mx
-from pt2mx.pt2e.old_programs import read_program
+from pt2mx.pt2e.program import read_program
 
 #: what schemas of that time had as defaults, as torch writes it
 DEFAULTS = {

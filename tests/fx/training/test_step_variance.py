@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config
-from pt2mx.fx.training.step_variance import StepVariance
+from pt2mx.fx.training.fuse_batch_norm import StepVariance
 from tests.compare import relative_error
 from tests.flow import exported
 

@@ -1,5 +1,6 @@
 """The program of Quark's tutorial on Microscaling, with its import line changed."""
 
+import os
 import sys
 import warnings
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from onnxruntime.quantization import CalibrationDataReader
 
-from pt2mx import MXError
+from pt2mx import MXError, quark
 from pt2mx.quark import (
     CalibrationMethod,
     Config,
@@ -19,6 +20,7 @@ from pt2mx.quark import (
     VitisQuantFormat,
     VitisQuantType,
     get_library_path,
+    model_quantizer,
     mx_quantize_dequantize,
 )
 from tests.onnx_float_files import old_network
@@ -135,3 +137,37 @@ def test_warnings(input_model_path, tmp_path, monkeypatch, ignored):
         warnings.simplefilter("always")
         made.quantize_model(input_model_path, tmp_path / "q.onnx")
     assert [str(w.message) for w in caught] == ([] if ignored else ["heard"])
+
+
+def test_onnxruntime_registers_it():
+    path = quark.get_library_path()
+    assert path == quark.get_library_path("cuda", "custom_ops") and os.path.isfile(path)
+    onnxruntime.SessionOptions().register_custom_ops_library(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (("TPU",), "unknown device 'TPU': .*allowed: CPU, CUDA, ROCM"),
+        ((None,), "unknown device None"),
+        (("CPU", "other"), "unknown lib 'other': allowed: custom_ops"),
+    ],
+)
+def test_bad_arguments(arguments, match):
+    with pytest.raises(MXError, match=match):
+        quark.get_library_path(*arguments)
+
+
+def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
+    monkeypatch.setattr(model_quantizer, "use_built", lambda *arguments: tmp_path / "gone.so")
+    with pytest.raises(MXError, match="name a folder in TORCH_EXTENSIONS_DIR"):
+        quark.get_library_path()
+
+
+def test_no_compiler(monkeypatch):
+    def fails(*arguments):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(model_quantizer, "use_built", fails)
+    with pytest.raises(MXError, match=r"cannot build register.cpp: install a C\+\+ compiler, .*\(no compiler\)"):
+        quark.get_library_path()
