@@ -15,7 +15,7 @@ from pt2mx.fx.lower import STEPS
 
 
 class LoweringPass(CustomGraphPass):
-    """The passes of `lower_to_inductor` as one pass of Inductor, which runs each time that torch.compile meets a graph.
+    """The passes of `lower_to_inductor` as one pass of Inductor, which runs on each graph that torch.compile compiles.
 
     It is Inductor's `pre_grad_custom_pass`, which runs before AOTAutograd would decompose the operators. Weights are
     inputs there: the pass dequantizes those whose blocks do not run along the last dimension (`x @ w`, Hugging Face's

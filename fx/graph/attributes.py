@@ -29,7 +29,7 @@ def attribute_of(model: GraphModule, node: Node) -> object:
 
 
 def tensor_of(model: GraphModule, node: Node) -> Tensor:
-    """The parameter or buffer that a `get_attr` node reads."""
+    """Return the parameter or buffer that a `get_attr` node reads."""
     tensor = attribute_of(model, node)
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{node} reads no tensor but a {type(tensor).__name__}")

@@ -129,7 +129,7 @@ def store_partial(partial, m_i, l_i, acc, split, pair, S: tl.constexpr):
 
 @triton.jit
 def factors_of(scales, offs, in_cache, i, COUNT: tl.constexpr, C: tl.constexpr):
-    """The factors of the elements of block `i` of the rows `offs`, (len(offs),) fp32."""
+    """Return the scale factors of block `i` of the rows `offs`, (len(offs),) fp32."""
     scale = tl.load(scales + offs * COUNT + i, mask=in_cache, other=127).to(tl.int32)
     factors = tl.reshape(factor(scale, scale != NAN_SCALE, C), [offs.numel])
     if C.is_int:  # elements are whole numbers here

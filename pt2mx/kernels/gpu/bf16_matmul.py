@@ -60,7 +60,7 @@ def linear(
     rotation: int = 0,
     dtype: torch.dtype | None = None,
 ) -> Tensor | None:
-    """None unless x is in bfloat16 and the result in float32."""
+    """Return None unless x is in bfloat16 and the result in float32."""
     if x.dtype != torch.bfloat16 or dtype != torch.float32:
         return None
     x = run_kernel("hadamard", x, rotation) if rotation else x
@@ -71,7 +71,7 @@ def linear(
 def grouped_linear(
     x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, spec: MXSpec, dtype: torch.dtype | None = None
 ) -> Tensor | None:
-    """None unless x is in bfloat16 and the result in float32."""
+    """Return None unless x is in bfloat16 and the result in float32."""
     if x.dtype != torch.bfloat16 or dtype != torch.float32:
         return None
     weight = dense_weight(x, data, scale, spec)
@@ -155,8 +155,8 @@ def attention(
     quantization: MXSpec | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor | None:
-    """As `pt2mx.kernels.cpu.bf16_matmul.attention`; Return None for wide heads, few queries, empty tensors, and
-    quantizations that the kernel does not support."""
+    """Compute attention as `pt2mx.kernels.cpu.bf16_matmul.attention` does. Return None for wide heads, few queries,
+    empty tensors, and quantizations that the kernel does not support."""
     (batch, heads, queries, width), (_, key_heads, keys, value_width) = query.shape, value.shape
     fits = max(width, value_width) <= WIDEST["cuda"] and queries >= LEAST_ROWS
     if not fits or 0 in (query.numel(), value.numel()) or dtype not in (torch.float32, torch.bfloat16):

@@ -73,8 +73,8 @@ def load_fragments(pointers, step, C: gl.constexpr):
 
 @gluon.jit
 def decode_fragment(words, scales, tile, C: gl.constexpr, in_place: gl.constexpr):
-    """The result of `load_fragments` of a tile -> pairs of bfloat16: `k8_groups` int32 of rows g, and as many of rows
-    g + 8; `in_place`: the compiler must not move the decoding up."""
+    """The result of `load_fragments` of a tile -> pairs of bfloat16: `k8_groups` int32 of rows g, and as many of rows g
+    + 8. `in_place`: the compiler must not move the decoding up."""
     pairs = ()
     for half in gl.static_range(2):
         vectors = ()

@@ -125,7 +125,7 @@ def _next_power_of_2(n: int) -> int:
 
 
 class KernelConfig(NamedTuple):
-    """The compile-time values of a kernel: those of its element, and those of a launch."""
+    """The compile-time values of a kernel: for its element, and for a launch."""
 
     ptx: str  # of `mma_decode.decode_ptx`
     vectors: int  # of 4 words that a thread decodes at a time

@@ -65,7 +65,7 @@ def scale_bytes(exponent: Tensor, finite: Tensor) -> Tensor:
 
 
 def from_blocks(blocks: Tensor, axis: int, length: int) -> Tensor:
-    """(..., blocks, block, ...) -> (..., length, ...), contiguous but for what is cut off.
+    """(..., blocks, block, ...) -> (..., length, ...), contiguous before the padding is cut off.
 
     The result gets its own memory, so that the heads of an attention are views of it instead of copies. Ragged blocks
     of the last dimension are trimmed where they are read, because trimming in memory would take another kernel.

@@ -119,7 +119,7 @@ struct ActivationCall {
   int32_t activation, is_norm, dtype, out_dtype, weight_dtype, bias_dtype;
   float eps;
   int64_t rows, n, block;
-  const void *x, *residual, *weight, *bias;  // null, but for x
+  const void *x, *residual, *weight, *bias;  // only x must not be null
   void* normed;                              // receives the norm before it is quantized; or null
   void* out;
 };

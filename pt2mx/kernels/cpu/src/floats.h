@@ -33,7 +33,7 @@ inline float from_bits(u32 bits) {
   return x;
 }
 
-// Keeps subnormal numbers, whatever torch.set_flush_denormal says: a scale of 2**-127 is one.
+// Keeps subnormal numbers even under torch.set_flush_denormal, because a scale of 2**-127 is subnormal.
 class KeepSubnormals {
  public:
 #if defined(__x86_64__)
