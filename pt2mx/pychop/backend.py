@@ -1,4 +1,4 @@
-"""pychop's choice of an array library: that of the data ("auto"), or the one that the process was told."""
+"""Choose an array library as pychop does: the library of the data ("auto"), or one that is set for the process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BACKENDS = ("auto", "numpy", "torch", "jax", "tensorflow")
 
 
 def backend(lib: str = "auto", verbose: int | bool = 0) -> None:
-    """Choose the library whose arrays results are, as `pychop.backend` does, for the whole process.
+    """Choose the array library of results for the whole process, as `pychop.backend` does.
 
     The choice is kept in the environment variable `chop_backend`. It changes the type of results, and no number.
 
@@ -83,7 +83,7 @@ def as_array(data: object, lib: str | None = None) -> tuple[str, Any]:
 
 
 def result_dtype(x: Any) -> str:
-    """Return the name of the dtype of what is quantized of x, an array of any library: x's own, float32 for integers.
+    """Return the name of the dtype in which x, an array of any library, is quantized: its own, or float32 for integers.
 
     Raises:
         MXError: for complex numbers and what is no number.
@@ -128,7 +128,7 @@ def _dtype_of(x: Any) -> str:
 
 
 def _library_of(data: object) -> str:
-    """The library of an array, found out without importing it; NumPy's for anything else."""
+    """Return the library of an array without importing that library; NumPy for any other object."""
     if isinstance(data, Tensor):
         return "torch"
     if any("tensorflow" in kind.__module__.split(".") for kind in type(data).__mro__):  # Keras's variables too

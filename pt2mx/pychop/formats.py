@@ -1,4 +1,4 @@
-"""pychop's `MXSpec`, a format by the widths of its fields, and the `pt2mx.MXSpec` that it means."""
+"""pychop's `MXSpec`, a format given by the widths of its fields, and its conversion to `pt2mx.MXSpec`."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ class MXSpec:
 
     @property
     def element_bits(self) -> int:
-        """The bits of an element, its sign included."""
+        """The number of bits of an element, including its sign."""
         return 1 + self.exp_bits + self.sig_bits
 
     @property
     def total_bits_per_block(self) -> int:
-        """The bits of a whole block with its scale."""
+        """The number of bits of a whole block, including its scale."""
         return self.element_bits * self.block_size + self.scale_exp_bits + self.scale_sig_bits
 
     @property
     def compression_vs_fp32(self) -> float:
-        """The ratio of a block in 32 bits a value to this one."""
+        """The size of a block with 32 bits per value, divided by the size of this one."""
         return 32 * self.block_size / self.total_bits_per_block
 
     @property
     def compression_vs_fp16(self) -> float:
-        """The ratio of a block in 16 bits a value to this one."""
+        """The size of a block with 16 bits per value, divided by the size of this one."""
         return 16 * self.block_size / self.total_bits_per_block
 
     def to_core(self) -> core.MXSpec:

@@ -1,4 +1,4 @@
-"""The `MXAttributes` dictionaries of Quark's ONNX quantizer as specs, and what its operator computes."""
+"""Convert `MXAttributes` dictionaries of Quark's ONNX quantizer to specs, and compute its operator."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def mx_quantize_dequantize(x: Tensor, attributes: Mapping[str, object]) -> Tenso
 
 
 def _arguments(attributes: Mapping[str, object]) -> dict[str, Any]:
-    """The arguments of the preset's `spec`."""
+    """Return the arguments of the preset's `spec`."""
     if not isinstance(attributes, Mapping):
         raise MXError(f"MXAttributes are a dictionary, not {attributes!r}")
     for key in attributes:

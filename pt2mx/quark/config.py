@@ -1,4 +1,4 @@
-"""Quark's `Config` and `QuantizationConfig`: what of them pt2mx does, and the refusal of the rest."""
+"""Quark's `Config` and `QuantizationConfig`: the fields that pt2mx supports, and errors for the others."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def _default(name: str) -> Any:
 
 
 def _check_member(name: str, value: object, allowed: Sequence[str]) -> str:
-    """The name of a member of an enumeration, one of `allowed`."""
+    """Return the name of a member of an enumeration, one of `allowed`."""
     member = value.name if isinstance(value, Enum) else None
     if member not in allowed:
         raise MXError(

@@ -1,4 +1,4 @@
-"""The configs: which format for which tensor. Each goes to a dict of plain values and back."""
+"""Configs that choose a format for each tensor. Each converts to a dict of plain values and back."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class MXConfig(_Config):
 
     @property
     def spec(self) -> MXSpec:
-        """The same as a spec; whoever quantizes sets its axis."""
+        """Return the config as a spec; the caller sets its axis."""
         return parse(self.elem_dtype_name, block_size=self.block_size)
 
     @property
@@ -173,5 +173,5 @@ class QAttentionConfig(_Config):
 
     @property
     def is_qkv_quantization_enabled(self) -> bool:
-        """True if the two matmuls of attention are quantized."""
+        """Return whether the two matmuls of attention are quantized."""
         return self.query_config is not None

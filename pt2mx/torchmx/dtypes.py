@@ -1,4 +1,4 @@
-"""TorchMX's descriptions of dtypes, made from pt2mx's own table. Each is accepted wherever an element is.
+"""TorchMX's descriptions of dtypes, from pt2mx's own table. Functions take them wherever they take an element.
 
 TorchMX has no `float8_e5m2`; this module has it, and TorchMX's lists of supported dtypes.
 """
@@ -52,7 +52,7 @@ class DType:
 
 @functools.cache
 def dtype_of(element: ElementFormat) -> DType:
-    """Return an MX element as TorchMX describes it; of one element always the same object."""
+    """Return TorchMX's description of an MX element, always the same object for one element."""
     whole = element.bits - 2 if element.is_int else 0  # an MX integer is a multiple of 2**-whole
     return DType(
         name=element.name.replace("fp", "float"),

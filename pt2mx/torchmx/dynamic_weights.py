@@ -1,4 +1,4 @@
-"""`mx_dynamic_activation_mx_weights` as torchao's `quantize_` takes it: a config, and the function that applies it."""
+"""`mx_dynamic_activation_mx_weights` for torchao's `quantize_`: a config, and the function that applies it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ with without_log_warnings():
 
 @dataclass(frozen=True)
 class MXDynamicActivationMXWeightsConfig(AOBaseConfig):
-    """Each linear layer becomes an `MXInferenceLinear` of that config, and stays the same object."""
+    """Make each linear layer an `MXInferenceLinear` of that config; the layer stays the same object."""
 
     qconfig: QLinearConfig
 

@@ -1,4 +1,4 @@
-"""The errors of what TorchMX asserts."""
+"""Errors for bad input that TorchMX checks with `assert`."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _TORCHMX = PRESETS["torchmx"]
 
 
 class MXTensor(core.MXTensor):
-    """A `pt2mx.MXTensor` made and read as TorchMX's.
+    """A `pt2mx.MXTensor` with TorchMX's constructor and attributes.
 
     Args:
         scale_e8m0_bits: (..., blocks, ...) uint8.
@@ -184,7 +184,7 @@ _ASSERTED = (aten.view.default, aten._to_copy.default)
 
 
 def _may_be_viewed(x: MXTensor) -> bool:
-    """Return False where TorchMX asserts that a view is none of those that it needs itself."""
+    """Return whether TorchMX can view x: it asserts blocks along the last dimension, or along dimension 2 of 4."""
     return x.axis == x.dim() - 1 or (x.dim() == 4 and x.axis == 2)
 
 
@@ -196,8 +196,8 @@ def _sum(func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs:
 
 
 class ToMXConstrFunc(torch.autograd.Function):
-    """`apply(data_hp, elem_dtype, block_size)`: quantize; the gradient passes unchanged. Further arguments are those of
-    `MXTensor.to_mx`."""
+    """Quantize with `apply(data_hp, elem_dtype, block_size)`; the gradient passes unchanged. Further arguments are
+    those of `MXTensor.to_mx`."""
 
     @staticmethod
     @asserts
@@ -211,7 +211,7 @@ class ToMXConstrFunc(torch.autograd.Function):
 
 
 class FromMXConstrFunc(torch.autograd.Function):
-    """`apply(tensor_lp, target_dtype)`: dequantize; the gradient passes in the dtype of `tensor_lp`."""
+    """Dequantize with `apply(tensor_lp, target_dtype)`; the gradient passes in the dtype of `tensor_lp`."""
 
     @staticmethod
     def forward(ctx: Any, tensor_lp: core.MXTensor, target_dtype: torch.dtype) -> Tensor:
@@ -224,7 +224,7 @@ class FromMXConstrFunc(torch.autograd.Function):
 
 
 class NoopFwToMXBw(torch.autograd.Function):
-    """`apply(x, elem_dtype, block_size)`: x itself; its gradient becomes an `MXTensor`."""
+    """Return x from `apply(x, elem_dtype, block_size)`, and quantize its gradient to an `MXTensor`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, elem_dtype: object, block_size: int) -> Tensor:

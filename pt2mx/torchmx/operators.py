@@ -1,4 +1,4 @@
-"""TorchMX's operators: quantize and dequantize in the bytes that it stores, as functions and as `torch.ops.torchmx.*`.
+"""Quantize and dequantize in TorchMX's storage format, as functions and as the operators `torch.ops.torchmx.*`.
 Importing this module registers the latter, in the place of TorchMX's own where it was imported before."""
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def dequantize_mx(
 
 
 def as_stored(data: Tensor, spec: MXSpec) -> Tensor:
-    """Return codes in the dtype in which TorchMX stores them: 8-bit integers are int8."""
+    """Return codes in the dtype that TorchMX stores: int8 for 8-bit integers."""
     return data.view(torch.int8) if spec.element.is_int and spec.element.bits == 8 else data
 
 

@@ -152,7 +152,7 @@ def _attention_kinds() -> tuple[type[nn.Module], ...]:
 
 
 def _replace_linears(model: nn.Module, config_of: Callable[[str], QLinearConfig]) -> None:
-    """All are quantized before the first is replaced. A layer that several modules share stays one layer."""
+    """Quantize all layers before the first is replaced. A layer that several modules share stays one layer."""
     if type(model) is nn.Linear:
         raise MXError("an nn.Linear cannot replace itself: use MXInferenceLinear.from_float, or put it in a module")
     linears = {name: m for name, m in model.named_modules(remove_duplicate=False) if type(m) is nn.Linear}

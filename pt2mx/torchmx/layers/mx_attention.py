@@ -69,7 +69,7 @@ def mx_attention(
 
 
 def _configs(config: QAttentionConfig | None) -> Sequence[MXConfig | None]:
-    """Return those of queries, keys, values and attention weights."""
+    """Return the configs of queries, keys, values and attention weights."""
     if config is None:
         return (None,) * 4
     return config.query_config, config.key_config, config.value_config, config.attention_weights_config

@@ -37,7 +37,7 @@ class MXInferenceLinear(nn.Linear):
 
     @classmethod
     def from_float(cls, mod: nn.Linear, qconfig: QLinearConfig) -> MXInferenceLinear:
-        """Return the quantized copy of a layer, which is left as it is; the two share their bias.
+        """Return a quantized copy of a layer. The layer does not change; the two share their bias.
 
         Args:
             mod: the layer.
