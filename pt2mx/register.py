@@ -41,6 +41,7 @@ _EFFECTS = {
 _MX_TENSOR_MODULES = ("pt2mx.tensor", "pt2mx.tensor.mx_tensor", "pt2mx.torchmx.mx_tensor")
 
 
+@functools.cache  # once, though `importlib.reload(pt2mx)` asks again: Inductor refuses a second decomposition
 def register_all() -> None:
     """Register with torch what programs, checkpoints and compilers look up by name."""
     importlib.import_module("pt2mx.ops.contract")  # defines `torch.ops.pt2mx.*`, with kernels and gradients

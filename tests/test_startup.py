@@ -112,3 +112,10 @@ for name in names:
 print(len(names) > 50)
 """
     assert run_python(code, fresh=True).split() == ["True"]
+
+
+def test_reload(run_python):
+    code = (
+        "import importlib, pt2mx; importlib.reload(pt2mx); import torch._inductor.lowering; print(pt2mx.parse('mxfp4'))"
+    )
+    assert run_python(code, fresh=True).split() == ["mxfp4_e2m1{32}"]
