@@ -1,6 +1,7 @@
 """The public names of older versions: one table of renamed modules, names and arguments.
 
-A renamed name still works, and warns with the new one. Add a row for each public name that changes.
+A renamed name still works, and warns with the new one. Add a row for each public name that changes, and for each class
+whose objects users pickle: a pickle names the module and the class.
 """
 
 from __future__ import annotations
@@ -22,13 +23,18 @@ R = TypeVar("R")
 
 #: old module or package -> new one, with its submodules: `pt2mx.pt2e.old`
 MODULES: dict[str, str] = {
+    "pt2mx.pt2e.collector": "pt2mx.pt2e.observer",
     "pt2mx.pt2e.contents": "pt2mx.pt2e.inspect",
     "pt2mx.pt2e.contents.contents": "pt2mx.pt2e.inspect.inspect_file",
+    "pt2mx.pt2e.debug.comparison": "pt2mx.pt2e.debug.errors",
     "pt2mx.pt2e.debug.differences": "pt2mx.pt2e.debug.errors",
+    "pt2mx.pt2e.language.perplexity": "pt2mx.pt2e.language.texts",
     "pt2mx.pt2e.onnx.bodies": "pt2mx.pt2e.onnx.function_bodies",
+    "pt2mx.pt2e.onnx.float_report": "pt2mx.pt2e.onnx.quantize.quantize_onnx",
     "pt2mx.pt2e.optimize.hessian_observer": "pt2mx.pt2e.optimize.observers",
     "pt2mx.pt2e.optimize.index_observer": "pt2mx.pt2e.optimize.observers",
     "pt2mx.pt2e.origin": "pt2mx.pt2e.provenance",
+    "pt2mx.pt2e.report.fidelity": "pt2mx.pt2e.report.agreement",
     "pt2mx.pt2e.sensitivity.recipe_comparison": "pt2mx.pt2e.sensitivity.results",
     "pt2mx.pt2e.sensitivity.result": "pt2mx.pt2e.sensitivity.results",
 }
@@ -39,6 +45,9 @@ NAMES: dict[str, str] = {
     "pt2mx.pt2e.origin:Origin": "pt2mx.pt2e.provenance:Provenance",
     "pt2mx.pt2e.origin:origin_of": "pt2mx.pt2e.provenance:provenance_of",
     "pt2mx.pt2e.contents.contents:contents_of": "pt2mx.pt2e.inspect.inspect_file:inspect_file",
+    "pt2mx.pt2e.debug.bisect:Piece": "pt2mx.pt2e.debug.bisect:Subgraph",
+    "pt2mx.pt2e.debug.comparison:Compared": "pt2mx.pt2e.debug.errors:OperatorErrors",
+    "pt2mx.pt2e.debug.differences:Difference": "pt2mx.pt2e.debug.errors:ErrorSums",
 }
 
 #: function -> old keyword argument -> new one; `renamed_arguments` decorates the function

@@ -1,5 +1,6 @@
 import importlib
 import importlib.util
+import pickle
 import sys
 
 import pytest
@@ -78,3 +79,26 @@ def test_rows():
             value = resolve(old)
         assert value is resolve(new), old
         assert old.removeprefix("pt2mx:") not in pt2mx.__all__
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    "old",
+    [
+        "pt2mx.pt2e.collector:StatisticsCollector",
+        "pt2mx.pt2e.debug.bisect:Piece",
+        "pt2mx.pt2e.debug.comparison:Compared",
+        "pt2mx.pt2e.debug.comparison:StageComparison",
+        "pt2mx.pt2e.debug.differences:Difference",
+        "pt2mx.pt2e.language.perplexity:Perplexity",
+        "pt2mx.pt2e.onnx.float_report:OnnxReport",
+        "pt2mx.pt2e.report.fidelity:Fidelity",
+        "pt2mx.pt2e.sensitivity.recipe_comparison:RecipeComparison",
+        "pt2mx.pt2e.sensitivity.result:Sensitivity",
+    ],
+)
+def test_pickles_of_older_versions(old):
+    """A pickle names the module and the class of an object as they were."""
+    module, _, name = old.partition(":")
+    loaded = pickle.loads(f"c{module}\n{name}\n.".encode())
+    assert loaded is resolve(deprecated.NAMES.get(old, f"{deprecated.MODULES.get(module, module)}:{name}"))
