@@ -168,7 +168,14 @@ def examples() -> Iterator[tuple[str, str]]:
                 yield label, own_docstring(function)
 
 
-@pytest.mark.parametrize(("name", "text"), [pytest.param(*row, id=row[0]) for row in examples()])
+#: it builds a library that tests/pt2mx/cpp builds, too
+_SLOW = {"pt2mx.cpp.build"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [pytest.param(*row, id=row[0], marks=[pytest.mark.slow] * (row[0] in _SLOW)) for row in examples()],
+)
 def test_example(name, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     random.seed(0)

@@ -202,7 +202,13 @@ def test_codes_and_scales_as_many_as_the_data_say():
                 assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize(("model", "count"), [(Selected, first), (First, torch.tensor)], ids=["nonzero", "item"])
+@pytest.mark.parametrize(
+    ("model", "count"),
+    [
+        pytest.param(Selected, first, id="nonzero"),
+        pytest.param(First, torch.tensor, id="item", marks=pytest.mark.slow),
+    ],
+)
 def test_compiled_as_long_as_the_data_say(model, count, compiler):
     """The fake kernels of both traces must agree on what is a size of its own."""
 

@@ -151,6 +151,7 @@ def test_a_seed_changes_no_other_rounding():
     assert torch.equal(fake_quantize_mx(x, "mxfp4", seed=1), fake_quantize_mx(x, "mxfp4"))
 
 
+@pytest.mark.slow  # test_inductor.py compiles every rounding
 def test_stochastic_rounding_compiles(compiler):
     x = torch.randn(8, 64)
     seeded = torch.compile(lambda x, s: fake_quantize_mx(x, "mxfp4", rounding="stochastic", seed=s), fullgraph=True)

@@ -209,6 +209,7 @@ def test_one_dimension():
 
 
 @pytest.mark.usefixtures("compiler")
+@pytest.mark.slow  # test_real_models of test_lowered_models.py has ResNet-18, too
 def test_resnet():
     """Every block's two quantizations but those that something else reads too."""
     torch.manual_seed(0)

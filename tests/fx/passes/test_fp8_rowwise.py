@@ -169,6 +169,7 @@ def test_what_is_added_before_a_norm_is_read_before_it_is_written():
     assert relative_error(rows(x), converted(x)) < 4e-3
 
 
+@pytest.mark.slow
 def test_compiled_without_cuda_graphs(monkeypatch):
     """Inductor sees what the calls compute, and rows are never made."""
     monkeypatch.setattr(inductor, "_calls_are_cheap", lambda x: False)

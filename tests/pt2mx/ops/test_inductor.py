@@ -34,7 +34,7 @@ def test_equals_eager(name, dynamic):
 @pytest.mark.parametrize(
     ("name", "example"),
     [
-        ("fp8_e4m3", 2),
+        pytest.param("fp8_e4m3", 2, marks=pytest.mark.slow),
         pytest.param("fp6_e3m2", 40, marks=pytest.mark.slow),
         pytest.param("fp4_e2m1", 64, marks=pytest.mark.slow),
     ],
@@ -53,7 +53,7 @@ def test_compiled_takes_other_lengths():
             assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize(("shape", "axis"), [((70,), 0), ((2, 40, 6, 6), 1)])
+@pytest.mark.parametrize(("shape", "axis"), [((70,), 0), pytest.param((2, 40, 6, 6), 1, marks=pytest.mark.slow)])
 def test_ragged_last_blocks_are_written_whole(shape, axis):
     """torch 2.13's C++ loop splitting drops the values beyond the last whole block of a fused consumer."""
     x = torch.randn(shape)
@@ -129,6 +129,7 @@ def test_gradient_through_a_compiled_fake_quantize():
     assert torch.equal(x.grad, torch.full_like(x, 3.0))
 
 
+@pytest.mark.slow
 def test_decompositions_are_in_the_table_of_a_process_that_compiled_before_the_import(run_python):
     code = """
 import torch
