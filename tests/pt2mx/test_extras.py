@@ -17,7 +17,7 @@ from torchvision import half
 library = torch.library.Library("torchvision", "DEF")
 library.define("{_NMS}")
 """,
-    # as a CUDA build beside a CPU torch: the schemas are missing
+    # as with a CUDA build of torchvision and a CPU build of torch: the schemas are missing
     "library that does not load": """
 import torch
 from torchvision import half

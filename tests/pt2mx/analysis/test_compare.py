@@ -1,4 +1,4 @@
-"""Formats beside each other, and what they make of data."""
+"""Compare formats: their properties, and their errors on data."""
 
 import io
 import json
