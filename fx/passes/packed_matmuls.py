@@ -34,7 +34,8 @@ class Matmul:
         x, weight, third: positions of the arguments; `third` is the bias, or the offsets of the groups.
         dims: the dimensions of the packed weight in the matmul's order; blocks run along the packed weight's last
             dimension.
-        packed: the operator that takes (x, codes, scales, third, element, block size).
+        packed: the operator that takes (x, codes, scales, third, element, block size, *others).
+        others: here the rotation of a `linear_mx`.
     """
 
     x: int
@@ -42,6 +43,7 @@ class Matmul:
     third: int | None
     dims: tuple[int, ...]
     packed: torch._ops.OpOverload = linear.linear_mx
+    others: tuple[int, ...] = (0,)
 
 
 #: name of a matmul operator -> its arguments. The packed weight is (N, K), for grouped matmuls (E, N, K). transformers
@@ -51,8 +53,8 @@ MATMULS = {
     "aten.matmul.default": Matmul(0, 1, None, (1, 0)),
     "aten.mm.default": Matmul(0, 1, None, (1, 0)),
     "aten.addmm.default": Matmul(1, 2, 0, (1, 0)),
-    "aten._grouped_mm.default": Matmul(0, 1, 2, (0, 2, 1), linear.grouped_linear_mx),
-    "transformers.grouped_mm_fallback.default": Matmul(0, 1, 2, (0, 2, 1), linear.grouped_linear_mx),
+    "aten._grouped_mm.default": Matmul(0, 1, 2, (0, 2, 1), linear.grouped_linear_mx, ()),
+    "transformers.grouped_mm_fallback.default": Matmul(0, 1, 2, (0, 2, 1), linear.grouped_linear_mx, ()),
 }
 
 
@@ -82,7 +84,7 @@ def use_packed_weights(model: GraphModule) -> None:
             continue
         x, third = args_of(node)[matmul.x], argument(node, matmul.third)
         with model.graph.inserting_before(node):
-            args = (x, call.codes, call.scale, third, call.element, call.block_size)
+            args = (x, call.codes, call.scale, third, call.element, call.block_size, *matmul.others)
             packed = model.graph.call_function(matmul.packed, args)
         packed.meta.update(node.meta)
         node.replace_all_uses_with(packed)

@@ -58,7 +58,7 @@ def _use_plain_matmul(model: GraphModule, packed: Node, call: LinearMX, k: int) 
         weight = model.graph.call_function(ops.dequantize_mx, args)
         x = call.x
         if call.rotation:
-            x = model.graph.call_function(hadamard, (x, call.rotation))
+            x = model.graph.call_function(hadamard, (x, call.rotation, -1))
             set_value(x)
         if dtype_of(x) != dtype_of(packed):
             x = model.graph.call_function(aten.to.dtype, (x, dtype_of(packed)))

@@ -94,7 +94,7 @@ class MXLinear(PackedWeight):
         if self.activation is not None:
             x = fake_quantize_mx(x, self.activation)
         element, block_size = self.spec.element.name, self.spec.block_size
-        return linear_mx(x, self.weight_packed, self.weight_scale, self.bias, element, block_size)
+        return linear_mx(x, self.weight_packed, self.weight_scale, self.bias, element, block_size, 0)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation}, bias={self.bias is not None}"

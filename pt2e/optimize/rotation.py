@@ -61,7 +61,7 @@ def rotate_matmuls(model: GraphModule, targets: list[WeightTarget], inputs: Inpu
                     by_size[size] = by_size.get(size) or _rotated(observer, size)
                     inputs[consumer.node] = by_size[size]
     for (source, size), consumers in rotated.items():
-        insert_operator(consumers, hadamard, (source, size))
+        insert_operator(consumers, hadamard, (source, size, -1))
 
 
 def rotate_attention(model: GraphModule, quantizer: Quantizer, options: Rotation) -> None:
@@ -77,7 +77,7 @@ def rotate_attention(model: GraphModule, quantizer: Quantizer, options: Rotation
         size = _largest(sizes.pop(), options) if len(sizes) == 1 else 0
         if size and len({x for x, _ in factors} - written) == 2:
             for i, (x, axis) in enumerate(factors):
-                insert_operator([(node, i)], hadamard, (x, size) if axis == -1 else (x, size, axis))
+                insert_operator([(node, i)], hadamard, (x, size, axis))
 
 
 #: operator -> the reduced dimensions of its first two arguments, counted from the end

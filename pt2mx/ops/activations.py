@@ -35,14 +35,15 @@ BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@operator("activation_fake_quantize_mx", 1, "x's shape, in `target_dtype`")
+@operator("activation_fake_quantize_mx", 2, "x's shape, in `target_dtype`")
 @dataclass(frozen=True, slots=True)
 class ActivationFakeQuantize(Operator[T]):
     """`fake_quantize_mx` of an activation of x along the last dimension, to the bit. The activation is rounded to x's
     dtype; its last bits are the device's own. The gradient is that of the activation.
 
     Example:
-        >>> torch.ops.pt2mx.activation_fake_quantize_mx(torch.tensor([-1.0, 1.1, 4.0]), "relu", "fp4_e2m1", 32)
+        >>> x = torch.tensor([-1.0, 1.1, 4.0])
+        >>> torch.ops.pt2mx.activation_fake_quantize_mx(x, "relu", "fp4_e2m1", 32, "floor", "even")
         tensor([0., 1., 4.])
     """
 
@@ -50,8 +51,8 @@ class ActivationFakeQuantize(Operator[T]):
     activation: Activation
     element: Element
     block_size: BlockSize
-    scale_mode: ScaleMode = "floor"
-    rounding: PlainRounding = "even"
+    scale_mode: ScaleMode
+    rounding: PlainRounding
     target_dtype: Annotated[torch.dtype | None, "float32, float16 or bfloat16; None is that of x"] = None
 
     def check(self) -> tuple[MXSpec, torch.dtype]:
@@ -84,7 +85,7 @@ class ActivationFakeQuantize(Operator[T]):
 
 @operator(
     "layer_norm_fake_quantize_mx",
-    1,
+    2,
     {
         "normed": "x's shape, in the dtype of the sum: the norm before it is quantized",
         "quantized": "x's shape, in `target_dtype`",
@@ -97,7 +98,7 @@ class LayerNormFakeQuantize(Operator[T]):
 
     Example:
         >>> x = torch.tensor([[1.0, -1.0, 2.0, -2.0]])
-        >>> torch.ops.pt2mx.layer_norm_fake_quantize_mx(x, x, None, None, 0.0, "fp4_e2m1", 32)
+        >>> torch.ops.pt2mx.layer_norm_fake_quantize_mx(x, x, None, None, 0.0, "fp4_e2m1", 32, "floor", "even")
         (tensor([[ 0.6325, -0.6325,  1.2649, -1.2649]]), tensor([[ 0.7500, -0.7500,  1.5000, -1.5000]]))
     """
 
@@ -108,8 +109,8 @@ class LayerNormFakeQuantize(Operator[T]):
     eps: Annotated[float, "what is added to the variance"]
     element: Element
     block_size: BlockSize
-    scale_mode: ScaleMode = "floor"
-    rounding: PlainRounding = "even"
+    scale_mode: ScaleMode
+    rounding: PlainRounding
     target_dtype: Annotated[torch.dtype | None, "float32, float16 or bfloat16; None is that of the sum"] = None
 
     def summed(self) -> LayerNormFakeQuantize[T]:

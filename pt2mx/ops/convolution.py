@@ -33,7 +33,7 @@ Padding = Annotated[Pair, "of height and width, zeros on both sides"]
 
 @operator(
     "conv2d_mx",
-    1,
+    2,
     "(B, H', W', N) in `target_dtype`, contiguous",
     autocast=Autocast(("x", "bias", "target_dtype")),
 )
@@ -44,7 +44,7 @@ class Conv2dMX(Operator[T]):
 
     Example:
         >>> scale, data = pt2mx.quantize_mx(torch.ones(1, 2, 2, 4), "mxfp4")  # a kernel of 2 x 2, 4 channels
-        >>> torch.ops.pt2mx.conv2d_mx(torch.ones(1, 3, 3, 4), data, scale, None, "fp4_e2m1", 32, stride=2)
+        >>> torch.ops.pt2mx.conv2d_mx(torch.ones(1, 3, 3, 4), data, scale, None, "fp4_e2m1", 32, 2, 0, 1)
         tensor([[[[16.]]]])
     """
 
@@ -54,9 +54,9 @@ class Conv2dMX(Operator[T]):
     bias: Annotated[T | None, "(N,) in the dtype of the result, or None"]
     element: Element
     block_size: BlockSize
-    stride: Pair = (1, 1)
-    padding: Padding = (0, 0)
-    dilation: Pair = (1, 1)
+    stride: Pair
+    padding: Padding
+    dilation: Pair
     target_dtype: Annotated[TargetDtype, "as of `linear_mx`"] = None
 
     @property

@@ -61,7 +61,7 @@ def _refuse_gradient() -> MXError:
     return MXError("no gradient passes FP8 rows: lower the model with unpack=False")
 
 
-@operator("quantize_fp8_rows", 2, _ROWS, words={"spreads": _SPREADS})
+@operator("quantize_fp8_rows", 3, _ROWS, words={"spreads": _SPREADS})
 @dataclass(frozen=True, slots=True)
 class QuantizeFP8Rows(Operator[T]):
     """`quantize_mx` of an activation of x, in blocks of 32 along the last dimension, as FP8 rows: E4M3 codes of the
@@ -69,18 +69,17 @@ class QuantizeFP8Rows(Operator[T]):
     zero is too far below the largest ({spreads}).
 
     Example:
-        >>> data, scale, _ = torch.ops.pt2mx.quantize_fp8_rows(torch.ones(1, 32), "fp4_e2m1")
+        >>> modes = "fp4_e2m1", "floor", "even", "none"
+        >>> data, scale, _ = torch.ops.pt2mx.quantize_fp8_rows(torch.ones(1, 32), *modes)
         >>> data.view(torch.float8_e4m3fn)[0, 0], scale
         (tensor(256., dtype=torch.float8_e4m3fn), tensor([[0.0039]]))
     """
 
     x: Annotated[T, _VALUES]
     element: _RowElement
-    scale_mode: ScaleMode = "floor"
-    rounding: PlainRounding = "even"
-    activation: Annotated[str, f"what is computed of x first, and rounded to its dtype: {choices(ACTIVATIONS)}"] = (
-        "none"
-    )
+    scale_mode: ScaleMode
+    rounding: PlainRounding
+    activation: Annotated[str, f"what is computed of x first, and rounded to its dtype: {choices(ACTIVATIONS)}"]
 
     def check(self) -> MXSpec:
         """Return the spec of x; MXError for what the operator does not take."""
@@ -104,7 +103,7 @@ class QuantizeFP8Rows(Operator[T]):
 
 @operator(
     "layer_norm_fp8_rows",
-    2,
+    3,
     {"normed": "x's shape and dtype: the norm before it is quantized", **_ROWS},
 )
 @dataclass(frozen=True, slots=True)
@@ -113,7 +112,8 @@ class LayerNormFP8Rows(Operator[T]):
 
     Example:
         >>> x = torch.tensor([[1.0, -1.0] * 16])
-        >>> normed, *rows = torch.ops.pt2mx.layer_norm_fp8_rows(x, x, None, None, 0.0, "fp4_e2m1")
+        >>> modes = "fp4_e2m1", "floor", "even"
+        >>> normed, *rows = torch.ops.pt2mx.layer_norm_fp8_rows(x, x, None, None, 0.0, *modes)
         >>> normed[0, :4]
         tensor([ 1., -1.,  1., -1.])
     """
@@ -124,8 +124,8 @@ class LayerNormFP8Rows(Operator[T]):
     bias: Annotated[T | None, "(K,) in x's dtype or float32, or None"]
     eps: Annotated[float, "what is added to the variance"]
     element: _RowElement
-    scale_mode: ScaleMode = "floor"
-    rounding: PlainRounding = "even"
+    scale_mode: ScaleMode
+    rounding: PlainRounding
 
     def check(self) -> MXSpec:
         """Return the spec of x; MXError for what the operator does not take."""
@@ -163,8 +163,9 @@ class MmFP8Rows(Operator[T]):
     On a GPU sums are those of its tensor cores for FP8, with partial sums in float32.
 
     Example:
-        >>> weight, scale, _ = torch.ops.pt2mx.quantize_fp8_rows(torch.eye(32), "fp4_e2m1")
-        >>> rows = torch.ops.pt2mx.quantize_fp8_rows(torch.full((1, 32), 3.0), "fp6_e2m3")
+        >>> quantize = torch.ops.pt2mx.quantize_fp8_rows
+        >>> weight, scale, _ = quantize(torch.eye(32), "fp4_e2m1", "floor", "even", "none")
+        >>> rows = quantize(torch.full((1, 32), 3.0), "fp6_e2m3", "floor", "even", "none")
         >>> torch.ops.pt2mx.mm_fp8_rows(*rows, weight, scale)[0, :4]
         tensor([3., 3., 3., 3.])
     """

@@ -26,7 +26,7 @@ from pt2mx.ops.quantization import fake_quantize_mx
 from pt2mx.spec import MXSpec
 
 
-@operator("hadamard", 1, "x's shape and dtype, contiguous", COMPLIANT)
+@operator("hadamard", 2, "x's shape and dtype, contiguous", COMPLIANT)
 @dataclass(frozen=True, slots=True)
 class Hadamard(Operator[T]):
     """Values, those negated whose index in its block has an odd form b0 b1 + b2 b3 + ... of its bits, times Sylvester's
@@ -34,15 +34,15 @@ class Hadamard(Operator[T]):
     gradient is that of the product.
 
     Example:
-        >>> torch.ops.pt2mx.hadamard(torch.tensor([8.0, 0.0, 0.0, 0.0]), 4)
+        >>> torch.ops.pt2mx.hadamard(torch.tensor([8.0, 0.0, 0.0, 0.0]), 4, -1)
         tensor([4., 4., 4., 4.])
-        >>> torch.ops.pt2mx.hadamard(torch.ones(4), 4)
+        >>> torch.ops.pt2mx.hadamard(torch.ones(4), 4, -1)
         tensor([ 1.,  1.,  1., -1.])
     """
 
     x: Annotated[T, VALUES]
     size: Annotated[int, "values of a block, a power of two that divides n"]
-    axis: Annotated[int, "the dimension along which blocks run and codes are packed"] = -1
+    axis: Annotated[int, "the dimension along which blocks run and codes are packed"]
 
     def kernel(self) -> Tensor:
         check_rotation(self.x, self.size, self.axis)
@@ -59,14 +59,15 @@ class Hadamard(Operator[T]):
         return {"x": rotate_back(grad, self.size, self.axis)}
 
 
-@operator("rotated_fake_quantize_mx", 2, "x's shape, contiguous, in `target_dtype`")
+@operator("rotated_fake_quantize_mx", 3, "x's shape, contiguous, in `target_dtype`")
 @dataclass(frozen=True, slots=True)
 class RotatedFakeQuantize(Operator[T]):
     """`fake_quantize_mx` of `hadamard`, to the bit, both in blocks along the last dimension. The gradient is that of
     `hadamard`.
 
     Example:
-        >>> torch.ops.pt2mx.rotated_fake_quantize_mx(torch.tensor([8.0, 0.0, 0.0, 1.0]), 4, "fp4_e2m1", 32)
+        >>> x = torch.tensor([8.0, 0.0, 0.0, 1.0])
+        >>> torch.ops.pt2mx.rotated_fake_quantize_mx(x, 4, "fp4_e2m1", 32, "floor", "even")
         tensor([4., 4., 4., 4.])
     """
 
@@ -74,8 +75,8 @@ class RotatedFakeQuantize(Operator[T]):
     size: Annotated[int, "values that are rotated together, a power of two that divides n; 1 for none"]
     element: Element
     block_size: BlockSize
-    scale_mode: ScaleMode = "floor"
-    rounding: PlainRounding = "even"
+    scale_mode: ScaleMode
+    rounding: PlainRounding
     target_dtype: Annotated[
         TargetDtype,
         "the dtype of the result; None: that of x. bfloat16 holds every element of at most 8 bits",

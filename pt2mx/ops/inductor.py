@@ -60,7 +60,7 @@ def _linear(call: LinearMX[Tensor]) -> Tensor:
     if dtype is not None and cpu_linear.has_isa(MXSpec(call.element, call.block_size), x.shape[-1]):
         return NotImplemented
     weight = call.weight(dtype or x.dtype, x.shape[-1])
-    x = hadamard(x, call.rotation) if call.rotation else x
+    x = hadamard(x, call.rotation, -1) if call.rotation else x
     return functional.linear(x.to(weight.dtype), weight, call.bias)
 
 

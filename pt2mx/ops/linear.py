@@ -49,7 +49,7 @@ def check_weight(x: Tensor, codes: Tensor, scale: Tensor, element: str, block_si
         raise MXError(f"x of shape {tuple(x.shape)} times a weight of {tuple(codes.shape)} bytes: {error}") from None
 
 
-@operator("linear_mx", 3, "(..., N) in `target_dtype`", autocast=Autocast(("x", "bias", "target_dtype")))
+@operator("linear_mx", 4, "(..., N) in `target_dtype`", autocast=Autocast(("x", "bias", "target_dtype")))
 @dataclass(frozen=True, slots=True)
 class LinearMX(Operator[T]):
     """`linear(x, w, bias)`, where w is `dequantize_mx` of the weight along K in the dtype of the result; sums are in
@@ -57,7 +57,7 @@ class LinearMX(Operator[T]):
 
     Example:
         >>> scale, data = pt2mx.quantize_mx(torch.eye(4), "mxfp4")
-        >>> torch.ops.pt2mx.linear_mx(torch.arange(4.0), data, scale, None, "fp4_e2m1", 32)
+        >>> torch.ops.pt2mx.linear_mx(torch.arange(4.0), data, scale, None, "fp4_e2m1", 32, 0)
         tensor([0., 1., 2., 3.])
     """
 
@@ -67,7 +67,7 @@ class LinearMX(Operator[T]):
     bias: Annotated[T | None, "(N,) in the dtype of the result, or None"]
     element: Element
     block_size: BlockSize
-    rotation: Rotation = 0
+    rotation: Rotation
     target_dtype: Annotated[
         TargetDtype,
         "the dtype of the result; None: that of x. float32 of quantized values in bfloat16, which holds them exactly, "
@@ -170,7 +170,7 @@ class GroupedLinearMX(Operator[T]):
 
 @operator(
     "linear_mx_mma_layout",
-    2,
+    3,
     "(..., n) bfloat16",
     autocast=Autocast(("x", "bias"), computes_in=torch.bfloat16),
 )
@@ -184,7 +184,7 @@ class LinearMXMMALayout(Operator[T]):
         >>> scale, data = pt2mx.quantize_mx(torch.eye(64), "mxfp4")
         >>> weight = to_mma_layout(data, scale, pt2mx.ELEMENTS["fp4_e2m1"], 32)
         >>> x = torch.arange(64.0).bfloat16()
-        >>> torch.equal(torch.ops.pt2mx.linear_mx_mma_layout(x, *weight, None, "fp4_e2m1", 64), x)
+        >>> torch.equal(torch.ops.pt2mx.linear_mx_mma_layout(x, *weight, None, "fp4_e2m1", 64, 0), x)
         True
     """
 
@@ -194,7 +194,7 @@ class LinearMXMMALayout(Operator[T]):
     bias: Annotated[T | None, "(n,) bfloat16, or None"]
     element: Annotated[Element, f"one of {choices(sorted(FRAGMENTS))}"]
     n: Annotated[int, "rows of the weight"]
-    rotation: Rotation = 0
+    rotation: Rotation
 
     def check(self) -> None:
         """Raise MXError for what does not fit."""

@@ -39,7 +39,7 @@ _OutBlockSize = Annotated[int, "that of the result"]
 
 @operator(
     "linear_fake_quantize_mx",
-    1,
+    2,
     "(..., N) in `target_dtype`",
     autocast=Autocast(("x", "bias", "product_dtype")),
 )
@@ -51,7 +51,7 @@ class LinearFakeQuantize(Operator[T]):
     Example:
         >>> scale, data = pt2mx.quantize_mx(torch.eye(4), "mxfp4")
         >>> x = torch.tensor([-1.0, 1.1, 4.0, 0.0])
-        >>> modes = (None, "relu", "fp4_e2m1", 32)
+        >>> modes = (None, "relu", "fp4_e2m1", 32, "floor", "even")
         >>> torch.ops.pt2mx.linear_fake_quantize_mx(x, data, scale, None, "fp4_e2m1", 32, *modes)
         tensor([0., 1., 4., 0.])
     """
@@ -66,8 +66,8 @@ class LinearFakeQuantize(Operator[T]):
     activation: Annotated[str, f"what is computed of the product: {choices(ACTIVATIONS)}"]
     out_element: _OutElement
     out_block_size: _OutBlockSize
-    scale_mode: ScaleMode = "floor"
-    rounding: PlainRounding = "even"
+    scale_mode: ScaleMode
+    rounding: PlainRounding
     target_dtype: Annotated[torch.dtype | None, "float32, float16 or bfloat16; None is that of the product"] = None
 
     @property
@@ -118,7 +118,7 @@ class LinearFakeQuantize(Operator[T]):
 
 @operator(
     "conv2d_fake_quantize_mx",
-    1,
+    2,
     {
         "activated": "(B, H', W', N) in the dtype of the sum: the activation before it is quantized, whose last bits "
         "are the device's own; no values where it is not kept",
@@ -136,7 +136,7 @@ class Conv2dFakeQuantize(Operator[T]):
     Example:
         >>> scale, data = pt2mx.quantize_mx(torch.eye(4).reshape(4, 1, 1, 4), "mxfp4")
         >>> x = torch.tensor([-1.0, 1.1, 4.0, 0.0]).reshape(1, 1, 1, 4)
-        >>> modes = (1, 0, 1, None, x, "relu", True, "fp4_e2m1", 32)
+        >>> modes = (1, 0, 1, None, x, "relu", True, "fp4_e2m1", 32, "floor", "even")
         >>> activated, quantized = torch.ops.pt2mx.conv2d_fake_quantize_mx(x, data, scale, None, "fp4_e2m1", 32, *modes)
         >>> activated.flatten(), quantized.flatten()
         (tensor([0.0000, 2.2000, 8.0000, 0.0000]), tensor([0., 2., 8., 0.]))
@@ -157,8 +157,8 @@ class Conv2dFakeQuantize(Operator[T]):
     keep_activated: Annotated[bool, "true: the activation is a result too"]
     out_element: _OutElement
     out_block_size: _OutBlockSize
-    scale_mode: ScaleMode = "floor"
-    rounding: PlainRounding = "even"
+    scale_mode: ScaleMode
+    rounding: PlainRounding
     target_dtype: Annotated[torch.dtype | None, "float32, float16 or bfloat16; None is that of the sum"] = None
 
     @property

@@ -51,26 +51,30 @@ def row_of(size: str, element: str, repeats: int) -> Row:
     x, w = (torch.randn(rows, k, device="cuda", dtype=torch.bfloat16) for rows in (m, n))
     bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
     dense = ops.fake_quantize_mx(w, element, BLOCK, -1, "floor", "even", None, "identity")
-    weight, scale, _ = quantize_fp8_rows(w, element)
+    weight, scale, _ = quantize_fp8_rows(w, element, "floor", "even", "none")
     sides: dict[str, Callable[[Tensor, int], object]] = {
         "bfloat16": lambda x, _: F.linear(x, dense, bias),
         "quantize_bfloat16": lambda x, _: F.linear(
             ops.fake_quantize_mx(x, element, BLOCK, -1, "floor", "even", None, "identity"), dense, bias
         ),
-        "fp8_rowwise": lambda x, _: mm_fp8_rows(*quantize_fp8_rows(x, element), weight, scale, bias),
-        "quantize": lambda x, _: quantize_fp8_rows(x, element),
+        "fp8_rowwise": lambda x, _: mm_fp8_rows(
+            *quantize_fp8_rows(x, element, "floor", "even", "none"), weight, scale, bias
+        ),
+        "quantize": lambda x, _: quantize_fp8_rows(x, element, "floor", "even", "none"),
         "gelu": lambda x, _: quantize_fp8_rows(x, element, "floor", "even", "gelu"),
-        "layer_norm": lambda x, _: layer_norm_fp8_rows(x, x, w[0], w[0], 1e-5, element),
-        "values": lambda x, _: activation_fake_quantize_mx(x, "none", element, BLOCK),
-        "gelu_values": lambda x, _: activation_fake_quantize_mx(x, "gelu", element, BLOCK),
-        "layer_norm_values": lambda x, _: layer_norm_fake_quantize_mx(x, x, w[0], w[0], 1e-5, element, BLOCK),
+        "layer_norm": lambda x, _: layer_norm_fp8_rows(x, x, w[0], w[0], 1e-5, element, "floor", "even"),
+        "values": lambda x, _: activation_fake_quantize_mx(x, "none", element, BLOCK, "floor", "even"),
+        "gelu_values": lambda x, _: activation_fake_quantize_mx(x, "gelu", element, BLOCK, "floor", "even"),
+        "layer_norm_values": lambda x, _: layer_norm_fake_quantize_mx(
+            x, x, w[0], w[0], 1e-5, element, BLOCK, "floor", "even"
+        ),
     }
     times = [1e6 * seconds for seconds in graph_seconds([(side, x) for side in sides.values()], repeats)]
     row: Row = {"element": element, "size": size, **dict(zip(sides, times, strict=True))}
     some = x[:256]
     values = ops.fake_quantize_mx(some, element, BLOCK, -1, "floor", "even", None, "identity")
     exact = values.double() @ dense.double().T + bias
-    got = mm_fp8_rows(*quantize_fp8_rows(some, element), weight, scale, bias)
+    got = mm_fp8_rows(*quantize_fp8_rows(some, element, "floor", "even", "none"), weight, scale, bias)
     for name, y in (("error_bfloat16", F.linear(values, dense, bias)), ("error", got)):
         row[name] = f"{((y.double() - exact).norm() / exact.norm()).item():.4e}"
     return row | {"speed_up": times[0] / times[2]}

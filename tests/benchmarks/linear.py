@@ -97,7 +97,7 @@ def candidates(weight: Tensor, cache: int) -> Iterator[Candidate]:
         limit = weight.nbytes / sum(part.nbytes for part in packed[0])
 
         def ours(x: Tensor, i: int, name: str = name, packed: list = packed) -> Tensor:
-            return linear_mx(x, *packed[i % len(packed)], None, name, _BLOCK)
+            return linear_mx(x, *packed[i % len(packed)], None, name, _BLOCK, 0)
 
         if weight.device.type == "cpu":
             yield Candidate("linear_mx", name, ours, limit)
@@ -106,7 +106,7 @@ def candidates(weight: Tensor, cache: int) -> Iterator[Candidate]:
             stored = copies(to_mma_layout(*packed[0], ELEMENTS[name], _BLOCK), cache)
 
             def lowered(x: Tensor, i: int, name: str = name, parts: list = stored) -> Tensor:
-                return linear_mx_mma_layout(x, *parts[i % len(parts)], None, name, len(weight))
+                return linear_mx_mma_layout(x, *parts[i % len(parts)], None, name, len(weight), 0)
 
             yield Candidate("linear_mx_mma_layout", name, lowered, limit)
         if name in _PEERS:

@@ -86,14 +86,14 @@ def cpu_rows(size: int, repeats: int) -> list[Row]:
             }
             if layout == "axis -1":
                 calls["rotated_fake_quantize"] = lambda n=name: torch.ops.pt2mx.rotated_fake_quantize_mx(
-                    x, _ROTATION, n, _BLOCK
+                    x, _ROTATION, n, _BLOCK, "floor", "even"
                 )
             for operation, call in calls.items():
                 row[operation] = over_clone(call, values, repeats)
             rows.append(row)
     for dtype in (torch.float32, torch.bfloat16):
         values = x.to(dtype)
-        took = over_clone(lambda v=values: torch.ops.pt2mx.hadamard(v, _ROTATION), values, repeats)
+        took = over_clone(lambda v=values: torch.ops.pt2mx.hadamard(v, _ROTATION, -1), values, repeats)
         rows.append({"device": "cpu", "what": f"rotation, {dtype}", "layout": "axis -1", "hadamard": took})
     for name in FORMATS:
         for peer, call in peers(x, name):
@@ -191,12 +191,12 @@ def gpu_rows(size: int, repeats: int) -> list[Row]:
             }
             if layout == "axis -1":
                 calls["rotated_fake_quantize"] = (
-                    lambda n=name: torch.ops.pt2mx.rotated_fake_quantize_mx(x, _ROTATION, n, _BLOCK),
+                    lambda n=name: torch.ops.pt2mx.rotated_fake_quantize_mx(x, _ROTATION, n, _BLOCK, "floor", "even"),
                     2 * x.nbytes,
                 )
             rows.append(row(f"pt2mx {name}", layout, calls))
     rows.append(
-        row("rotation", "axis -1", {"hadamard": (lambda: torch.ops.pt2mx.hadamard(x, _ROTATION), 2 * x.nbytes)})
+        row("rotation", "axis -1", {"hadamard": (lambda: torch.ops.pt2mx.hadamard(x, _ROTATION, -1), 2 * x.nbytes)})
     )
     for name in ("fp8_e4m3", "fp4_e2m1"):
         torch._dynamo.reset()

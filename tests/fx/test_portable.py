@@ -85,7 +85,7 @@ def test_matmuls_with_packed_weights(dtype, bias, write_out, element):
             self.bias = nn.Parameter(torch.randn(48, dtype=dtype), requires_grad=False) if bias else None
 
         def forward(self, x, offs):  # (T, 70), (3,) int32 -> (T, 16)
-            x = linear_mx(x, self.dense_data, self.dense_scale, self.bias, element, 32)
+            x = linear_mx(x, self.dense_data, self.dense_scale, self.bias, element, 32, 0)
             experts = x, self.experts_data, self.experts_scale, offs, element, 32
             return grouped_linear_mx(*experts) + grouped_linear_mx(*experts, torch.float32)
 
@@ -126,7 +126,7 @@ def test_fp8_rowwise(write_out):
             normed, *rows = layer_norm_fp8_rows(x, None, None, None, 1e-5, "fp6_e2m3", "floor", "even")
             return y + mm_fp8_rows(*rows, weight, weight_scale), normed
 
-    args = torch.randn(9, 64), *quantize_fp8_rows(torch.randn(48, 64), "fp4_e2m1")[:2]
+    args = torch.randn(9, 64), *quantize_fp8_rows(torch.randn(48, 64), "fp4_e2m1", "floor", "even", "none")[:2]
     program = torch.export.export(Rows(), args, strict=False)
     written = write_out(program)
     left = {str(n.target) for n in written.graph.nodes if str(n.target).startswith("pt2mx")}

@@ -19,6 +19,12 @@ DEFAULTS = {
     "ste": {"as_string": "identity"},
     "seed": {"as_none": True},
     "length": {"as_none": True},
+    "target_dtype": {"as_none": True},
+    "activation": {"as_string": "none"},
+    "rotation": {"as_int": 0},
+    "stride": {"as_ints": [1, 1]},
+    "padding": {"as_ints": [0, 0]},
+    "dilation": {"as_ints": [1, 1]},
 }
 X = torch.linspace(-3, 3, 2 * 64).reshape(2, 64)
 
@@ -41,6 +47,34 @@ class Quantized(nn.Module):
             lambda y: ops.fake_quantize_mx(y, "fp4_e2m1", 8, 0, "ceil", "even", None, "identity") - 1,
             (y,),
         )
+
+
+class Lowered(nn.Module):
+    """A call of each operator of lowered programs that lost defaults, but for those of one GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.data = pt2mx.quantize_mx(torch.randn(64, 64), "mxfp8")
+        self.conv_scale, self.conv_data = pt2mx.quantize_mx(torch.randn(64, 2, 2, 64), "mxfp8")
+
+    def forward(self, x):
+        ops = torch.ops.pt2mx
+        weight, conv_weight = (self.data, self.scale, None), (self.conv_data, self.conv_scale, None)
+        weight, conv_weight = ((*packed, "fp8_e4m3", 32) for packed in (weight, conv_weight))
+        modes = "fp8_e4m3", 32, "floor", "even"
+        x = ops.rotated_fake_quantize_mx(ops.hadamard(x, 64, -1), 32, *modes)
+        x = ops.linear_mx(ops.linear_mx(x, *weight, 32), *weight, 0) / 64
+        x = ops.activation_fake_quantize_mx(x, "gelu", "int8", 32, "ceil", "even")
+        _, x = ops.layer_norm_fake_quantize_mx(x, None, None, None, 1e-5, *modes)
+        x = ops.linear_fake_quantize_mx(x, *weight, None, "relu", *modes)
+        _, x = ops.conv2d_fake_quantize_mx(
+            x.view(2, 1, 1, 64), *conv_weight, (1, 1), (1, 1), (1, 1), None, None, "relu", False, *modes
+        )
+        x = ops.conv2d_mx(x, *conv_weight, (1, 1), (1, 1), (1, 1)) / 64
+        x = ops.conv2d_mx(x, *conv_weight, (1, 1), (0, 0), (1, 1)).sum((1, 2))
+        data, scale, _ = ops.quantize_fp8_rows(x, "fp4_e2m1", "floor", "even", "none")
+        normed, *_ = ops.layer_norm_fp8_rows(x, None, None, None, 1e-5, "fp4_e2m1", "floor", "even")
+        return torch.cat([normed, data.float(), scale], -1)
 
 
 def nodes(value):
@@ -68,16 +102,20 @@ def drop_defaults(path, to):
     return dropped
 
 
-@pytest.fixture(scope="module")
-def model():
+@pytest.fixture(scope="module", params=[Quantized, Lowered])
+def model(request):
     torch.manual_seed(0)
-    return Quantized().eval().requires_grad_(False)
+    return request.param().eval().requires_grad_(False)
 
 
 def test_arguments_that_older_files_leave_out(model, tmp_path):
     torch.export.save(torch.export.export(model, (X,)), tmp_path / "new.pt2")
     dropped = drop_defaults(tmp_path / "new.pt2", tmp_path / "old.pt2")
-    assert set(dropped) == {"axis", "block_dim", "scale_mode", "rounding", "ste", "seed"}
+    lost = {
+        Quantized: {"block_dim", "ste", "seed"},
+        Lowered: {"rotation", "activation", "stride", "padding", "dilation"},
+    }
+    assert set(dropped) == {"axis", "scale_mode", "rounding"} | lost[type(model)]
     with pytest.raises((KeyError, RuntimeError)):  # as torch says it
         torch.export.load(tmp_path / "old.pt2")
     loaded = read_program(tmp_path / "old.pt2").module()

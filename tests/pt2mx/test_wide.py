@@ -74,7 +74,7 @@ def test_tensors_of_wide_codes(name):
         assert torch.equal(view(t).to_dtype(), view(plain))
     y = torch.nn.functional.linear(plain, weight.to_dtype())
     assert torch.equal(torch.nn.functional.linear(t, weight), y)
-    packed = linear_mx(plain, weight.qdata, weight.scale, None, name, 16)
+    packed = linear_mx(plain, weight.qdata, weight.scale, None, name, 16, 0)
     assert torch.allclose(packed, y, rtol=1e-5, atol=1e-4)
 
 

@@ -26,7 +26,7 @@ class Rotated(nn.Module):
         return self.after(self, x)
 
     def matmul(self, x):
-        return linear.linear_mx(x, self.data, self.scale, None, "fp8_e4m3", 32)
+        return linear.linear_mx(x, self.data, self.scale, None, "fp8_e4m3", 32, 0)
 
 
 def quantized(x, *modes):
@@ -39,7 +39,7 @@ def exported(after, x=X):
 
 @pytest.mark.parametrize("modes", [(), (1, "even"), (-1, "floor", "half_away")])
 def test_quantization_rotates(modes):
-    model = exported(lambda self, x: quantized(hadamard(x, 32), *modes) * 2)
+    model = exported(lambda self, x: quantized(hadamard(x, 32, -1), *modes) * 2)
     want = model(X)
     fuse_rotation(model)
     assert torch.equal(model(X), want)
@@ -48,7 +48,7 @@ def test_quantization_rotates(modes):
 
 
 def test_a_product_rotates():
-    model = exported(lambda self, x: self.matmul(hadamard(x, 16)))
+    model = exported(lambda self, x: self.matmul(hadamard(x, 16, -1)))
     want = model(X)
     fuse_rotation(model)
     assert torch.equal(model(X), want) and not count(model, hadamard)
@@ -61,13 +61,13 @@ def test_a_product_rotates():
 @pytest.mark.parametrize(
     "after",
     [
-        lambda self, x: quantized(hadamard(x, 32)) + hadamard(x, 32),
-        lambda self, x: (lambda y: (quantized(y), self.matmul(y)))(hadamard(x, 32)),
-        lambda self, x: (lambda y: (self.matmul(y), y + 1))(hadamard(x, 32)),
+        lambda self, x: quantized(hadamard(x, 32, -1)) + hadamard(x, 32, -1),
+        lambda self, x: (lambda y: (quantized(y), self.matmul(y)))(hadamard(x, 32, -1)),
+        lambda self, x: (lambda y: (self.matmul(y), y + 1))(hadamard(x, 32, -1)),
         lambda self, x: quantized(hadamard(x, 2, 0)),
-        lambda self, x: quantized(hadamard(x, 32), 0),
-        lambda self, x: quantized(hadamard(x, 32), -1, "floor", "stochastic", 5),
-        lambda self, x: quantized(hadamard(x, 32), -1, "floor", "even", None, "clipped"),
+        lambda self, x: quantized(hadamard(x, 32, -1), 0),
+        lambda self, x: quantized(hadamard(x, 32, -1), -1, "floor", "stochastic", 5),
+        lambda self, x: quantized(hadamard(x, 32, -1), -1, "floor", "even", None, "clipped"),
         lambda self, x: self.matmul(hadamard(x, 2, 0)),
     ],
 )
@@ -84,7 +84,7 @@ def test_others_stay(after):
 def test_what_is_written_in_between_is_not_read():
     def after(self, x):
         x = x + 0
-        y = hadamard(x, 32)
+        y = hadamard(x, 32, -1)
         x.zero_()
         return self.matmul(y)
 

@@ -23,7 +23,7 @@ class Packed(nn.Module):
 
     def matmul(self, x, i):
         tensors = (getattr(self, f"{name}{i}") for name in ("data", "scale", "bias"))
-        return linear.linear_mx(x, *tensors, self.element, self.block_size)
+        return linear.linear_mx(x, *tensors, self.element, self.block_size, 0)
 
     def forward(self, x):
         return self.after(x, *(self.matmul(x, i) for i in range(3)))
@@ -110,8 +110,8 @@ def test_what_else_depends_on_the_memory_stays(after, left):
 def test_other_inputs_formats_and_shared_weights_stay():
     class Others(Packed):
         def forward(self, x):
-            other = linear.linear_mx(x, self.data1, self.scale1, None, self.element, 32)
-            twice = linear.linear_mx(x.exp(), self.data0, self.scale0, None, self.element, 32)
+            other = linear.linear_mx(x, self.data1, self.scale1, None, self.element, 32, 0)
+            twice = linear.linear_mx(x.exp(), self.data0, self.scale0, None, self.element, 32, 0)
             return self.matmul(x, 0).exp(), other.exp(), self.matmul(x.exp(), 1).exp(), twice.exp()
 
     _, matmuls = joined(Others(None, (16, 16, 16)))
@@ -119,8 +119,8 @@ def test_other_inputs_formats_and_shared_weights_stay():
 
     class Formats(Packed):
         def forward(self, x):
-            a = linear.linear_mx(x, self.data0, self.scale0, None, "fp8_e4m3", 32)
-            b = linear.linear_mx(x, self.data1, self.scale1, None, "int8", 32)
+            a = linear.linear_mx(x, self.data0, self.scale0, None, "fp8_e4m3", 32, 0)
+            b = linear.linear_mx(x, self.data1, self.scale1, None, "int8", 32, 0)
             return a.exp(), b.exp()
 
     assert len(joined(Formats(None))[1]) == 2

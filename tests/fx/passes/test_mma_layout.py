@@ -21,8 +21,8 @@ class Packed(torch.nn.Module):
 
     def forward(self, x):
         weight = self.weight_data, self.weight_scale
-        y = linear.linear_mx(x, *weight, self.bias, "fp4_e2m1", 32)
-        y = y + linear.linear_mx(x * 2, *weight, None, "fp4_e2m1", 32)
+        y = linear.linear_mx(x, *weight, self.bias, "fp4_e2m1", 32, 0)
+        y = y + linear.linear_mx(x * 2, *weight, None, "fp4_e2m1", 32, 0)
         return (y, self.weight_data[:2].clone()) if self.read else y
 
 

@@ -27,7 +27,13 @@ def test_linear(name, dtype):
     model = lowered(module, torch.randn(2, 3, 70, dtype=dtype))
     (packed,) = calls(model, linear.linear_mx)
     x, data, scale, bias, *modes = packed.args
-    assert (x.op, data.target, scale.target, bias.target, modes) == ("placeholder", "data", "scale", "bias", [name, 32])
+    assert (x.op, data.target, scale.target, bias.target, modes) == (
+        "placeholder",
+        "data",
+        "scale",
+        "bias",
+        [name, 32, 0],
+    )
     assert packed.meta["val"].shape == (2, 3, 24) and packed.meta["val"].dtype == dtype
     assert {"nn_module_stack", "stack_trace"} <= packed.meta.keys()
     assert not calls(model, ops.dequantize_mx, aten.linear.default)

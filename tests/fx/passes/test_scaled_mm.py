@@ -137,7 +137,7 @@ class Pair(nn.Module):
     def forward(self, x):
         scale, data = torch.ops.pt2mx.quantize_mx(x, "fp8_e4m3", 32, -1, "floor", "even")
         y = torch.ops.pt2mx.dequantize_mx(data, scale, "fp8_e4m3", 32, x.dtype, 1)
-        return torch.ops.pt2mx.linear_mx(y, self.data, self.scale, None, "fp8_e4m3", 32), data
+        return torch.ops.pt2mx.linear_mx(y, self.data, self.scale, None, "fp8_e4m3", 32, 0), data
 
 
 def test_codes_of_a_pair_are_used():

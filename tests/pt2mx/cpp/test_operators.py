@@ -225,7 +225,7 @@ scale, data = pt2mx.quantize_mx(torch.ones(8, 64), pt2mx.MXSpec("fp4_e2m1"))
 before = torch._C._dispatch_dump("pt2mx::linear_mx")
 torch.ops.load_library({str(cpp.library_path())!r})
 assert torch._C._dispatch_dump("pt2mx::linear_mx") == before
-assert (torch.ops.pt2mx.linear_mx(torch.ones(2, 64), data, scale, None, "fp4_e2m1", 32) == 64).all()
+assert (torch.ops.pt2mx.linear_mx(torch.ones(2, 64), data, scale, None, "fp4_e2m1", 32, 0) == 64).all()
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")

@@ -79,7 +79,7 @@ def test_matmuls_follow_the_table_of_widths(name, k, block):
     for rows in (1, 3, 40):
         x = torch.randn(rows, k)
         want = torch.nn.functional.linear(x, fake_quantize_mx(weight, name, block))
-        torch.testing.assert_close(torch.ops.pt2mx.linear_mx(x, data, scale, None, name, block), want)
+        torch.testing.assert_close(torch.ops.pt2mx.linear_mx(x, data, scale, None, name, block, 0), want)
 
 
 @pytest.mark.usefixtures("all_packed")

@@ -24,24 +24,26 @@ def quantized(x, dtype=None):
 def test_shapes(shape, dtype):
     x = torch.randn(shape, dtype=dtype)
     for target in (None, torch.bfloat16):
-        got = activation_fake_quantize_mx(x, "relu", "fp8_e4m3", 32, target_dtype=target)
+        got = activation_fake_quantize_mx(x, "relu", "fp8_e4m3", 32, "floor", "even", target_dtype=target)
         assert same(got, quantized(x.relu(), target)) and got.is_contiguous()
-        normed, got = layer_norm_fake_quantize_mx(x, x, None, None, 1e-5, "fp8_e4m3", 32, target_dtype=target)
+        normed, got = layer_norm_fake_quantize_mx(
+            x, x, None, None, 1e-5, "fp8_e4m3", 32, "floor", "even", target_dtype=target
+        )
         torch.testing.assert_close(normed, F.layer_norm(x + x, shape[-1:]), rtol=1e-2, atol=1e-4)
         assert same(got, quantized(normed, target)) and got.is_contiguous()
 
 
 def test_a_scalar():
-    assert activation_fake_quantize_mx(torch.tensor(1.1), "none", "fp4_e2m1", 32) == 1
+    assert activation_fake_quantize_mx(torch.tensor(1.1), "none", "fp4_e2m1", 32, "floor", "even") == 1
     with pytest.raises(MXError, match=re.escape("x has no dimension; pass x.view(1)")):
-        layer_norm_fake_quantize_mx(torch.tensor(1.1), None, None, None, 1e-5, "fp4_e2m1", 32)
+        layer_norm_fake_quantize_mx(torch.tensor(1.1), None, None, None, 1e-5, "fp4_e2m1", 32, "floor", "even")
 
 
 def test_strides_of_any_kind():
     x, weight = torch.randn(64, 6, 4).permute(2, 1, 0), torch.randn(128)[::2]
-    got = activation_fake_quantize_mx(x, "silu", "int8", 32)
-    assert same(got, activation_fake_quantize_mx(x.contiguous(), "silu", "int8", 32))
-    args = weight, weight, 1e-5, "int8", 32
+    got = activation_fake_quantize_mx(x, "silu", "int8", 32, "floor", "even")
+    assert same(got, activation_fake_quantize_mx(x.contiguous(), "silu", "int8", 32, "floor", "even"))
+    args = weight, weight, 1e-5, "int8", 32, "floor", "even"
     got = layer_norm_fake_quantize_mx(x, x, *args)
     want = layer_norm_fake_quantize_mx(*(x.contiguous(),) * 2, *(weight.contiguous(),) * 2, *args[2:])
     assert all(map(same, got, want))
@@ -50,19 +52,24 @@ def test_strides_of_any_kind():
 def test_elements_without_kernels_of_their_own():
     x = torch.randn(3, 64)
     want = fake_quantize_mx(F.gelu(x), "int12", 32, -1)
-    assert same(activation_fake_quantize_mx(x, "gelu", "int12", 32), want)
+    assert same(activation_fake_quantize_mx(x, "gelu", "int12", 32, "floor", "even"), want)
 
 
 def test_on_other_devices():
     x = torch.randn(2, 64, device="meta")
-    assert activation_fake_quantize_mx(x, "gelu", "int8", 32, target_dtype=torch.bfloat16).dtype == torch.bfloat16
-    assert [t.shape for t in layer_norm_fake_quantize_mx(x, None, None, None, 1e-5, "int8", 32)] == [x.shape] * 2
+    assert (
+        activation_fake_quantize_mx(x, "gelu", "int8", 32, "floor", "even", target_dtype=torch.bfloat16).dtype
+        == torch.bfloat16
+    )
+    assert [t.shape for t in layer_norm_fake_quantize_mx(x, None, None, None, 1e-5, "int8", 32, "floor", "even")] == [
+        x.shape
+    ] * 2
 
 
 def test_a_residual_of_another_dtype():
     """As a product under autocast gives it."""
     x, residual = torch.randn(3, 64).bfloat16(), torch.randn(3, 64)
-    normed, got = layer_norm_fake_quantize_mx(x, residual, None, None, 1e-5, "fp8_e4m3", 32)
+    normed, got = layer_norm_fake_quantize_mx(x, residual, None, None, 1e-5, "fp8_e4m3", 32, "floor", "even")
     torch.testing.assert_close(normed, F.layer_norm(x + residual, (64,)))
     assert normed.dtype == torch.float32 and same(got, quantized(normed))
 
@@ -72,8 +79,8 @@ def test_threads_do_not_change_bits():
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
-            norm = layer_norm_fake_quantize_mx(x, x, x[0], x[1], 1e-5, "int8", 32)
-            results.append([*norm, activation_fake_quantize_mx(x, "gelu", "int8", 32)])
+            norm = layer_norm_fake_quantize_mx(x, x, x[0], x[1], 1e-5, "int8", 32, "floor", "even")
+            results.append([*norm, activation_fake_quantize_mx(x, "gelu", "int8", 32, "floor", "even")])
     finally:
         torch.set_num_threads(threads)
     assert all(map(torch.equal, *results))
@@ -84,7 +91,7 @@ def test_opcheck():
     weight = torch.randn(64, requires_grad=True)
     for activation in ACTIVATIONS:
         opcheck(activation_fake_quantize_mx, (x, activation, "fp4_e2m1", 32, "even", "even", torch.bfloat16))
-    opcheck(layer_norm_fake_quantize_mx, (x, x.detach(), weight, weight, 1e-5, "fp4_e2m1", 32))
+    opcheck(layer_norm_fake_quantize_mx, (x, x.detach(), weight, weight, 1e-5, "fp4_e2m1", 32, "floor", "even"))
     opcheck(layer_norm_fake_quantize_mx, (x, None, weight, None, 1e-5, "fp4_e2m1", 32, "ceil", "even", torch.bfloat16))
 
 
@@ -92,7 +99,7 @@ def test_opcheck():
 def test_gradients_of_activations(activation):
     x, grad = torch.randn(4, 64, requires_grad=True), torch.randn(4, 64)
     (want,) = torch.autograd.grad(ACTIVATIONS[activation](x), x, grad)
-    (got,) = torch.autograd.grad(activation_fake_quantize_mx(x, activation, "int8", 32), x, grad)
+    (got,) = torch.autograd.grad(activation_fake_quantize_mx(x, activation, "int8", 32, "floor", "even"), x, grad)
     torch.testing.assert_close(got, want)
 
 
@@ -101,18 +108,22 @@ def test_gradients_of_norms():
     grads = torch.randn(2, 4, 64)
     normed = F.layer_norm(x + residual, (64,), weight, bias)
     want = torch.autograd.grad([normed, normed], given, list(grads), retain_graph=True)
-    got = torch.autograd.grad(layer_norm_fake_quantize_mx(*given, 1e-5, "int8", 32), given, list(grads))
+    got = torch.autograd.grad(
+        layer_norm_fake_quantize_mx(*given, 1e-5, "int8", 32, "floor", "even"), given, list(grads)
+    )
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)
-    normed, _ = layer_norm_fake_quantize_mx(x, None, None, None, 1e-5, "int8", 32, target_dtype=torch.bfloat16)
+    normed, _ = layer_norm_fake_quantize_mx(
+        x, None, None, None, 1e-5, "int8", 32, "floor", "even", target_dtype=torch.bfloat16
+    )
     want = torch.autograd.grad(F.layer_norm(x, (64,)), x, grads[0])
     torch.testing.assert_close(torch.autograd.grad(normed, x, grads[0]), want)
 
 
 def test_dynamic_rows_compile():
     def layer(x):
-        normed, got = layer_norm_fake_quantize_mx(x * 2, x, None, None, 1e-5, "fp6_e2m3", 32)
-        return activation_fake_quantize_mx(got + normed, "gelu", "fp4_e2m1", 32) + 1
+        normed, got = layer_norm_fake_quantize_mx(x * 2, x, None, None, 1e-5, "fp6_e2m3", 32, "floor", "even")
+        return activation_fake_quantize_mx(got + normed, "gelu", "fp4_e2m1", 32, "floor", "even") + 1
 
     compiled = torch.compile(layer, fullgraph=True, dynamic=True)
     for rows in (3, 8):
@@ -123,10 +134,13 @@ def test_dynamic_rows_compile():
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ((torch.ones(2, 32), "tanh", "int8", 32), "activation='tanh' must be one of none, gelu"),
+        ((torch.ones(2, 32), "tanh", "int8", 32, "floor", "even"), "activation='tanh' must be one of none, gelu"),
         ((torch.ones(2, 32), "gelu", "int8", 32, "floor", "stochastic"), "not rounded 'stochastic' where they are"),
-        ((torch.ones(2, 32), "gelu", "int8", 0), "block_size"),
-        ((torch.ones(2, 32, dtype=torch.int64), "gelu", "int8", 32), "cannot quantize a tensor of dtype torch.int64"),
+        ((torch.ones(2, 32), "gelu", "int8", 0, "floor", "even"), "block_size"),
+        (
+            (torch.ones(2, 32, dtype=torch.int64), "gelu", "int8", 32, "floor", "even"),
+            "cannot quantize a tensor of dtype torch.int64",
+        ),
         ((torch.ones(2, 32), "gelu", "int8", 32, "floor", "even", torch.int8), "target_dtype=torch.int8 must be"),
     ],
 )
@@ -146,4 +160,4 @@ def test_what_is_no_activation(args, message):
 )
 def test_what_is_no_norm(args, message):
     with pytest.raises(MXError, match=re.escape(message)):
-        layer_norm_fake_quantize_mx(torch.ones(2, 32), *args, 1e-5, "fp4_e2m1", 32)
+        layer_norm_fake_quantize_mx(torch.ones(2, 32), *args, 1e-5, "fp4_e2m1", 32, "floor", "even")

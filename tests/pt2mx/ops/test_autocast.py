@@ -85,18 +85,18 @@ def test_any_dtypes_of_the_operands(autocast, given, bias):
     x, bias = torch.randn(3, 70).to(given), None if bias is None else torch.randn(9).to(bias)
     weight = dequantize_mx(data, scale, "mxfp4", length=70)
     with torch.autocast("cpu", autocast):
-        got, want = linear_mx(x, data, scale, bias, "fp4_e2m1", 32), F.linear(x, weight, bias)
+        got, want = linear_mx(x, data, scale, bias, "fp4_e2m1", 32, 0), F.linear(x, weight, bias)
     assert got.dtype == autocast
     torch.testing.assert_close(got, want, rtol=4 * torch.finfo(autocast).eps, atol=0.1)
     with torch.autocast("cpu", autocast, enabled=False):
-        assert linear_mx(x, data, scale, None, "fp4_e2m1", 32).dtype == given
+        assert linear_mx(x, data, scale, None, "fp4_e2m1", 32, 0).dtype == given
 
 
 def test_gradient_passes_through_the_casts():
     scale, data = quantize_mx(torch.randn(9, 64), "mxfp8")
     x, bias = torch.randn(3, 64, requires_grad=True), torch.randn(9, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
-        linear_mx(x, data, scale, bias, "fp8_e4m3", 32).sum().backward()
+        linear_mx(x, data, scale, bias, "fp8_e4m3", 32, 0).sum().backward()
     assert x.grad.dtype == bias.grad.dtype == torch.float32
     want = dequantize_mx(data, scale, "mxfp8").sum(0).expand(3, -1)
     torch.testing.assert_close(x.grad, want, rtol=0.02, atol=0.1)
@@ -109,6 +109,6 @@ def test_fragments_compute_in_bfloat16(autocast):
     fragments = to_mma_layout(data, scale, pt2mx.ELEMENTS["fp8_e4m3"], 32)
     x, bias = torch.randn(3, 64), torch.randn(20)
     with torch.autocast("cpu", autocast):
-        got = linear_mx_mma_layout(x, *fragments, bias, "fp8_e4m3", 20)
-    want = linear_mx_mma_layout(x.bfloat16(), *fragments, bias.bfloat16(), "fp8_e4m3", 20)
+        got = linear_mx_mma_layout(x, *fragments, bias, "fp8_e4m3", 20, 0)
+    want = linear_mx_mma_layout(x.bfloat16(), *fragments, bias.bfloat16(), "fp8_e4m3", 20, 0)
     assert got.dtype == autocast and torch.equal(got, want.to(autocast))

@@ -15,6 +15,8 @@ _LAST_MODES = (
     'str elem_dtype_name, int block_size, str scale_mode="floor", str rounding="even", ScalarType? target_dtype=None'
 )
 _ROW_MODES = 'str elem_dtype_name, str scale_mode="floor", str rounding="even"'
+_REQUIRED = "str scale_mode, str rounding"
+_LAST_REQUIRED = f"str elem_dtype_name, int block_size, {_REQUIRED}, ScalarType? target_dtype=None"
 _QUANTIZE_ROWS = f'(Tensor x, {_ROW_MODES}, str activation="none") -> (Tensor data, Tensor scale, Tensor rest)'
 _LAYER_NORM_ROWS = (
     f"(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, {_ROW_MODES}) -> "
@@ -48,6 +50,8 @@ RECORDED = {
         2: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int block_size, int rotation=0) -> Tensor",
         3: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int block_size, int rotation=0, "
         "ScalarType? target_dtype=None) -> Tensor",
+        4: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int block_size, int rotation, "
+        "ScalarType? target_dtype=None) -> Tensor",
     },
     "grouped_linear_mx": {
         1: f"({_WEIGHT}, Tensor offs, str elem_dtype_name, int block_size) -> Tensor",
@@ -55,48 +59,73 @@ RECORDED = {
     },
     "conv2d_mx": {
         1: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int block_size, int[2] stride=1, int[2] padding=0, "
-        "int[2] dilation=1, ScalarType? target_dtype=None) -> Tensor"
+        "int[2] dilation=1, ScalarType? target_dtype=None) -> Tensor",
+        2: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int block_size, int[2] stride, int[2] padding, "
+        "int[2] dilation, ScalarType? target_dtype=None) -> Tensor",
     },
     "linear_mx_mma_layout": {
         1: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int n) -> Tensor",
         2: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int n, int rotation=0) -> Tensor",
+        3: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int n, int rotation) -> Tensor",
     },
     "attention_mx": {
         1: "(Tensor query, Tensor key_data, Tensor key_scale, Tensor value_data, Tensor value_scale, "
         "str elem_dtype_name, int block_size, int value_width, Tensor? mask=None, float? scale=None) -> Tensor"
     },
-    "hadamard": {1: "(Tensor x, int size, int axis=-1) -> Tensor"},
+    "hadamard": {
+        1: "(Tensor x, int size, int axis=-1) -> Tensor",
+        2: "(Tensor x, int size, int axis) -> Tensor",
+    },
     "rotated_fake_quantize_mx": {
         1: '(Tensor x, int size, str elem_dtype_name, int block_size, str scale_mode="floor", '
         'str rounding="even") -> Tensor',
         2: '(Tensor x, int size, str elem_dtype_name, int block_size, str scale_mode="floor", '
         'str rounding="even", ScalarType? target_dtype=None) -> Tensor',
+        3: f"(Tensor x, int size, str elem_dtype_name, int block_size, {_REQUIRED}, "
+        "ScalarType? target_dtype=None) -> Tensor",
     },
     "scaled_mm_mx": {
         1: "(Tensor x_data, Tensor x_scale, Tensor weight_data, Tensor weight_scale, Tensor? bias, "
         "str x_elem_dtype_name, str weight_elem_dtype_name, ScalarType target_dtype) -> Tensor"
     },
-    "quantize_fp8_rows": dict.fromkeys((1, 2), _QUANTIZE_ROWS),
-    "layer_norm_fp8_rows": dict.fromkeys((1, 2), _LAYER_NORM_ROWS),
+    "quantize_fp8_rows": {
+        **dict.fromkeys((1, 2), _QUANTIZE_ROWS),
+        3: f"(Tensor x, str elem_dtype_name, {_REQUIRED}, str activation) -> (Tensor data, Tensor scale, Tensor rest)",
+    },
+    "layer_norm_fp8_rows": {
+        **dict.fromkeys((1, 2), _LAYER_NORM_ROWS),
+        3: _LAYER_NORM_ROWS.replace(_ROW_MODES, f"str elem_dtype_name, {_REQUIRED}"),
+    },
     "mm_fp8_rows": {
         1: "(Tensor data, Tensor scale, Tensor rest, Tensor weight_data, Tensor weight_scale, "
         "Tensor? bias=None) -> Tensor"
     },
-    "activation_fake_quantize_mx": {1: f"(Tensor x, str activation, {_LAST_MODES}) -> Tensor"},
+    "activation_fake_quantize_mx": {
+        1: f"(Tensor x, str activation, {_LAST_MODES}) -> Tensor",
+        2: f"(Tensor x, str activation, {_LAST_REQUIRED}) -> Tensor",
+    },
     "layer_norm_fake_quantize_mx": {
         1: f"(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, {_LAST_MODES}) -> "
-        "(Tensor normed, Tensor quantized)"
+        "(Tensor normed, Tensor quantized)",
+        2: f"(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, {_LAST_REQUIRED}) -> "
+        "(Tensor normed, Tensor quantized)",
     },
     "linear_fake_quantize_mx": {
         1: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int block_size, ScalarType? product_dtype, str activation, "
         'str out_elem_dtype_name, int out_block_size, str scale_mode="floor", str rounding="even", '
-        "ScalarType? target_dtype=None) -> Tensor"
+        "ScalarType? target_dtype=None) -> Tensor",
+        2: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int block_size, ScalarType? product_dtype, str activation, "
+        f"str out_elem_dtype_name, int out_block_size, {_REQUIRED}, ScalarType? target_dtype=None) -> Tensor",
     },
     "conv2d_fake_quantize_mx": {
         1: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int block_size, int[2] stride, int[2] padding, "
         "int[2] dilation, ScalarType? product_dtype, Tensor? residual, str activation, bool keep_activated, "
         'str out_elem_dtype_name, int out_block_size, str scale_mode="floor", str rounding="even", '
-        "ScalarType? target_dtype=None) -> (Tensor activated, Tensor quantized)"
+        "ScalarType? target_dtype=None) -> (Tensor activated, Tensor quantized)",
+        2: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int block_size, int[2] stride, int[2] padding, "
+        "int[2] dilation, ScalarType? product_dtype, Tensor? residual, str activation, bool keep_activated, "
+        f"str out_elem_dtype_name, int out_block_size, {_REQUIRED}, ScalarType? target_dtype=None) -> "
+        "(Tensor activated, Tensor quantized)",
     },
     "matmul_bfloat16": {1: "(Tensor x, Tensor y, ScalarType? target_dtype=None) -> Tensor"},
     "attention_bfloat16": {

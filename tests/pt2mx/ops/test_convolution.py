@@ -17,7 +17,7 @@ def packed(n=8, kernel=(3, 3), channels=40, name="fp4_e2m1"):
 def test_values(name, dtype):
     """Elements that no unit multiplies too, and those of more than 8 bits."""
     x, (data, scale, weight), bias = torch.randn(2, 7, 6, 40).to(dtype), packed(name=name), torch.randn(8).to(dtype)
-    for moves in ((), ((2, 1), (1, 0)), ((1, 1), (2, 1), (2, 2))):
+    for moves in ((1, 0, 1), ((2, 1), (1, 0), (1, 1)), ((1, 1), (2, 1), (2, 2))):
         got = conv2d_mx(x, data, scale, bias, name, 32, *moves)
         want = F.conv2d(x.float().permute(0, 3, 1, 2), weight, bias.float(), *moves).permute(0, 2, 3, 1)
         assert got.dtype == dtype and got.is_contiguous()
@@ -36,14 +36,14 @@ def test_gradients():
 
 def test_gradient_of_bfloat16_with_a_result_in_float32():
     x, (data, scale, _) = torch.randn(1, 5, 5, 40).bfloat16().requires_grad_(), packed()
-    conv2d_mx(x, data, scale, None, "fp4_e2m1", 32, target_dtype=torch.float32).sum().backward()
+    conv2d_mx(x, data, scale, None, "fp4_e2m1", 32, (1, 1), (0, 0), (1, 1), target_dtype=torch.float32).sum().backward()
     assert x.grad.dtype == torch.bfloat16 and x.grad.shape == x.shape
 
 
 def test_autocast():
     x, (data, scale, _) = torch.randn(1, 5, 5, 40), packed()
     with torch.autocast("cpu", torch.bfloat16):
-        got = conv2d_mx(x, data, scale, torch.randn(8), "fp4_e2m1", 32)
+        got = conv2d_mx(x, data, scale, torch.randn(8), "fp4_e2m1", 32, (1, 1), (0, 0), (1, 1))
     assert got.dtype == torch.bfloat16
 
 
@@ -95,6 +95,7 @@ def test_compiled_and_exported(tmp_path):
 )
 def test_wrong_arguments(change, message):
     data, scale, _ = packed()
-    given = {"x": torch.randn(1, 5, 5, 40), "weight_data": data, "weight_scale": scale, "bias": None} | change
+    given = {"x": torch.randn(1, 5, 5, 40), "weight_data": data, "weight_scale": scale, "bias": None}
+    given |= {"stride": 1, "padding": 0, "dilation": 1} | change
     with pytest.raises(MXError, match=message):
         conv2d_mx(**given, elem_dtype_name="fp4_e2m1", block_size=32)

@@ -26,20 +26,20 @@ def matrix(size):
 def test_is_the_product_with_the_matrix(size):
     x = torch.randn(3, 5, 128)
     want = (x.double().unflatten(-1, (-1, size)) @ matrix(size)).flatten(-2)
-    torch.testing.assert_close(hadamard(x, size).double(), want, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(hadamard(x, size, -1).double(), want, rtol=1e-6, atol=1e-6)
     moved = hadamard(x.permute(2, 0, 1), size, 0)
-    assert moved.is_contiguous() and torch.equal(moved, hadamard(x, size).permute(2, 0, 1))
+    assert moved.is_contiguous() and torch.equal(moved, hadamard(x, size, -1).permute(2, 0, 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *(pytest.param(d, marks=pytest.mark.slow) for d in HALF)])
 def test_opcheck(dtype):
-    opcheck(hadamard, (torch.randn(2, 64, dtype=dtype, requires_grad=True), 32))
+    opcheck(hadamard, (torch.randn(2, 64, dtype=dtype, requires_grad=True), 32, -1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 def test_gradient(dtype):
     x = torch.randn(2, 64, dtype=dtype, requires_grad=True)
-    y = hadamard(x, 32)
+    y = hadamard(x, 32, -1)
     grad = torch.randn_like(y)
     y.backward(grad)
     want = (grad.double().unflatten(-1, (-1, 32)) @ matrix(32).T).flatten(-2)
@@ -49,22 +49,22 @@ def test_gradient(dtype):
 
 def test_a_product_of_rotated_factors_is_the_product():
     x, w = torch.randn(6, 96), torch.randn(7, 96)
-    torch.testing.assert_close(hadamard(x, 32) @ hadamard(w, 32).T, x @ w.T, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(hadamard(x, 32, -1) @ hadamard(w, 32, -1).T, x @ w.T, rtol=1e-4, atol=1e-4)
 
 
 def test_empty():
-    assert hadamard(torch.ones(0, 64), 32).shape == (0, 64) and hadamard(torch.ones(3, 0), 32).shape == (3, 0)
+    assert hadamard(torch.ones(0, 64), 32, -1).shape == (0, 64) and hadamard(torch.ones(3, 0), 32, -1).shape == (3, 0)
 
 
 def test_an_outlier_is_shared_out():
     x = torch.zeros(64)
     x[5] = 32.0
-    assert hadamard(x, 32).abs().max() == pytest.approx(32 / 32**0.5) and not hadamard(x, 32)[32:].any()
+    assert hadamard(x, 32, -1).abs().max() == pytest.approx(32 / 32**0.5) and not hadamard(x, 32, -1)[32:].any()
 
 
 @pytest.mark.parametrize(("size", "largest"), [(4, 1), (16, 1), (64, 1), (8, 2**0.5), (32, 2**0.5)])
 def test_a_mean_stays_small(size, largest):
-    assert hadamard(torch.ones(size), size).abs().max() == pytest.approx(largest)
+    assert hadamard(torch.ones(size), size, -1).abs().max() == pytest.approx(largest)
 
 
 def test_written_out_and_compiled_it_has_the_same_bits(compiler):
@@ -98,9 +98,9 @@ def test_quantized_is_one_after_the_other(shape, dtype):
     for i, element in enumerate(FORMATS):
         for size, block in ((1, 32), (32, 32), (32, 16), (4, 48), (32, 10**6)):
             mode = list(SCALE_MODES)[i % len(SCALE_MODES)]
-            got = rotated_fake_quantize_mx(x, size, element, block, mode)
+            got = rotated_fake_quantize_mx(x, size, element, block, mode, "even")
             assert (
-                same(got, fake_quantize_mx(hadamard(x, size), element, block, -1, mode, "even", None, "identity"))
+                same(got, fake_quantize_mx(hadamard(x, size, -1), element, block, -1, mode, "even", None, "identity"))
                 and got.is_contiguous()
             )
 
@@ -108,7 +108,7 @@ def test_quantized_is_one_after_the_other(shape, dtype):
 @pytest.mark.parametrize("rounding", [r for r in ROUNDINGS if not ROUNDINGS[r].random])
 def test_quantized_every_rounding(rounding):
     x = torch.randn(6, 64).T.contiguous().T
-    want = fake_quantize_mx(hadamard(x, 16), "fp6_e2m3", 32, -1, "floor", rounding, None, "identity")
+    want = fake_quantize_mx(hadamard(x, 16, -1), "fp6_e2m3", 32, -1, "floor", rounding, None, "identity")
     assert same(rotated_fake_quantize_mx(x, 16, "fp6_e2m3", 32, "floor", rounding), want)
 
 
@@ -117,7 +117,7 @@ def test_quantized_threads_do_not_change_bits():
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
-            results.append(rotated_fake_quantize_mx(x, 32, "fp4_e2m1", 32))
+            results.append(rotated_fake_quantize_mx(x, 32, "fp4_e2m1", 32, "floor", "even"))
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(*results)
@@ -125,24 +125,26 @@ def test_quantized_threads_do_not_change_bits():
 
 def test_quantized_opcheck_and_gradient():
     x = torch.randn(2, 64, requires_grad=True)
-    opcheck(rotated_fake_quantize_mx, (x, 32, "fp4_e2m1", 32))
+    opcheck(rotated_fake_quantize_mx, (x, 32, "fp4_e2m1", 32, "floor", "even"))
     grad = torch.randn(2, 64)
-    rotated_fake_quantize_mx(x, 32, "fp4_e2m1", 32).backward(grad)
+    rotated_fake_quantize_mx(x, 32, "fp4_e2m1", 32, "floor", "even").backward(grad)
     assert torch.equal(x.grad, rotate_back(grad, 32))
 
 
 def test_quantized_compiled_it_has_the_same_bits(compiler):
     x = torch.randn(5, 96)
-    compiled = torch.compile(lambda x: rotated_fake_quantize_mx(x * 2, 32, "fp4_e2m1", 32) + 1, fullgraph=True)
-    assert torch.equal(compiled(x), rotated_fake_quantize_mx(x * 2, 32, "fp4_e2m1", 32) + 1)
+    compiled = torch.compile(
+        lambda x: rotated_fake_quantize_mx(x * 2, 32, "fp4_e2m1", 32, "floor", "even") + 1, fullgraph=True
+    )
+    assert torch.equal(compiled(x), rotated_fake_quantize_mx(x * 2, 32, "fp4_e2m1", 32, "floor", "even") + 1)
 
 
 @pytest.mark.parametrize(
     ("x", "size", "arguments", "message"),
     [
-        (torch.ones(4, 48), 32, ("fp4_e2m1", 32), "blocks of 32 do not rotate 48 values"),
-        (torch.ones(4, 64).double(), 32, ("fp4_e2m1", 32), "float32, float16 or bfloat16"),
-        (torch.ones(4, 64), 32, ("fp5", 32), "fp5"),
+        (torch.ones(4, 48), 32, ("fp4_e2m1", 32, "floor", "even"), "blocks of 32 do not rotate 48 values"),
+        (torch.ones(4, 64).double(), 32, ("fp4_e2m1", 32, "floor", "even"), "float32, float16 or bfloat16"),
+        (torch.ones(4, 64), 32, ("fp5", 32, "floor", "even"), "fp5"),
         (torch.ones(4, 64), 32, ("fp4_e2m1", 32, "floor", "stochastic"), "not rounded 'stochastic' at once"),
     ],
 )

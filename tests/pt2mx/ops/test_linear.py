@@ -31,8 +31,8 @@ def test_opcheck(name, dtype):
     data, scale, *modes = packed(9, 70, name=name)
     bias = torch.randn(9, dtype=dtype, requires_grad=True)
     x = torch.randn(2, 3, 70, dtype=dtype, requires_grad=True)
-    torch.library.opcheck(linear_mx, (x, data, scale, None, *modes))
-    torch.library.opcheck(linear_mx, (x, data, scale, bias, *modes))
+    torch.library.opcheck(linear_mx, (x, data, scale, None, *modes, 0))
+    torch.library.opcheck(linear_mx, (x, data, scale, bias, *modes, 0))
 
 
 def test_opcheck_grouped():
@@ -49,23 +49,23 @@ def test_shapes(shape):
     data, scale, *modes = packed(9, 70)
     x, bias = torch.randn(shape), torch.randn(9)
     expected = F.linear(x, dequantized(data, scale, *modes, 70), bias)
-    torch.testing.assert_close(linear_mx(x, data, scale, bias, *modes), expected)
+    torch.testing.assert_close(linear_mx(x, data, scale, bias, *modes, 0), expected)
 
 
 def test_nothing_to_sum():
     data, scale, *modes = packed(9, 0)
-    assert not linear_mx(torch.randn(2, 0), data, scale, None, *modes).any()
+    assert not linear_mx(torch.randn(2, 0), data, scale, None, *modes, 0).any()
     bias = torch.randn(9)
-    assert torch.equal(linear_mx(torch.randn(2, 0), data, scale, bias, *modes), bias.expand(2, 9))
+    assert torch.equal(linear_mx(torch.randn(2, 0), data, scale, bias, *modes, 0), bias.expand(2, 9))
     data, scale, *modes = packed(0, 32)
-    assert linear_mx(torch.randn(2, 32), data, scale, None, *modes).shape == (2, 0)
+    assert linear_mx(torch.randn(2, 32), data, scale, None, *modes, 0).shape == (2, 0)
 
 
 def test_strided_operands():
     data, scale, *modes = packed(18, 64)
     x, bias = torch.randn(128, 5).T[:, ::2], torch.randn(18)[::2]
     expected = F.linear(x, dequantized(data, scale, *modes, 64)[::2], bias)
-    torch.testing.assert_close(linear_mx(x, data[::2], scale[::2], bias, *modes), expected)
+    torch.testing.assert_close(linear_mx(x, data[::2], scale[::2], bias, *modes, 0), expected)
 
 
 @pytest.mark.parametrize("rows", [1, 40])
@@ -74,7 +74,7 @@ def test_gradient(rows):
     data, scale, *modes = packed(9, 70)
     x, bias = torch.randn(2, rows, 70, requires_grad=True), torch.randn(9, requires_grad=True)
     grad = torch.randn(2, rows, 9)
-    linear_mx(x, data, scale, bias, *modes).backward(grad)
+    linear_mx(x, data, scale, bias, *modes, 0).backward(grad)
     actual, x.grad, actual_bias, bias.grad = x.grad, None, bias.grad, None
     F.linear(x, dequantized(data, scale, *modes, 70), bias).backward(grad)
     torch.testing.assert_close(actual, x.grad)
@@ -84,7 +84,7 @@ def test_gradient(rows):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_compiled_with_dynamic_shapes(compiler, mode):
     data, scale, *modes = packed(9, 70)
-    f = torch.compile(lambda x: linear_mx(x.relu(), data, scale, None, *modes) + 1, fullgraph=True, dynamic=True)
+    f = torch.compile(lambda x: linear_mx(x.relu(), data, scale, None, *modes, 0) + 1, fullgraph=True, dynamic=True)
     with mode():
         for rows in (2, 5, 40):
             x = torch.randn(rows, 70)
@@ -94,19 +94,19 @@ def test_compiled_with_dynamic_shapes(compiler, mode):
 def test_exported_with_dynamic_shapes():
     class Product(torch.nn.Module):
         def forward(self, x, data, scale):
-            return linear_mx(x, data, scale, None, "fp6_e3m2", 32)
+            return linear_mx(x, data, scale, None, "fp6_e3m2", 32, 0)
 
     data, scale, *modes = packed(9, 70, name="fp6_e3m2")
     x = torch.randn(4, 70)
     shapes = ({0: torch.export.Dim("rows", max=64)}, None, None)
     program = torch.export.export(Product(), (x, data, scale), dynamic_shapes=shapes)
     x = torch.randn(33, 70)
-    assert torch.equal(program.module()(x, data, scale), linear_mx(x, data, scale, None, *modes))
+    assert torch.equal(program.module()(x, data, scale), linear_mx(x, data, scale, None, *modes, 0))
 
 
 def test_meta():
     data, scale, *modes = (t.to("meta") if isinstance(t, Tensor) else t for t in packed(9, 70))
-    y = linear_mx(torch.empty(3, 70, device="meta", dtype=torch.bfloat16), data, scale, None, *modes)
+    y = linear_mx(torch.empty(3, 70, device="meta", dtype=torch.bfloat16), data, scale, None, *modes, 0)
     assert (y.shape, y.dtype, y.device.type) == ((3, 9), torch.bfloat16, "meta")
 
 
@@ -114,8 +114,8 @@ def test_grouped_is_the_product_of_each_expert():
     data, scale, *modes = packed(3, 16, 64)
     x, offs = torch.randn(50, 64).bfloat16(), torch.tensor([0, 3, 50], dtype=torch.int32)
     y = grouped_linear_mx(x, data, scale, offs, *modes)
-    assert torch.equal(y[:3], linear_mx(x[:3], data[1], scale[1], None, *modes))
-    assert torch.equal(y[3:], linear_mx(x[3:], data[2], scale[2], None, *modes))
+    assert torch.equal(y[:3], linear_mx(x[:3], data[1], scale[1], None, *modes, 0))
+    assert torch.equal(y[3:], linear_mx(x[3:], data[2], scale[2], None, *modes, 0))
     expected = torch._grouped_mm(x, dequantized(data, scale, *modes, 64, torch.bfloat16).transpose(1, 2), offs=offs)
     torch.testing.assert_close(y, expected)
 
@@ -194,7 +194,7 @@ def test_errors(case):
     data, scale, *modes = packed(9, 70)
     arguments, message = ERRORS[case]
     with pytest.raises(MXError, match=re.escape(message)):
-        linear_mx(*arguments(torch.randn(2, 70), data, scale), *modes)
+        linear_mx(*arguments(torch.randn(2, 70), data, scale), *modes, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.float8_e4m3fn])
@@ -221,8 +221,8 @@ def test_errors_of_groups():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_rotated_x(dtype, rows, compiler):
     x, (*weight, name, block), bias = torch.randn(rows, 96, dtype=dtype), packed(8, 96), torch.randn(8, dtype=dtype)
-    rotated = torch.ops.pt2mx.hadamard(x, 32)
-    want = linear_mx(rotated, *weight, bias, name, block)
+    rotated = torch.ops.pt2mx.hadamard(x, 32, -1)
+    want = linear_mx(rotated, *weight, bias, name, block, 0)
     assert torch.equal(linear_mx(x, *weight, bias, name, block, 32), want)
     got = torch.compile(lambda x: linear_mx(x + 0, *weight, bias, name, block, 32), fullgraph=True)(x)
     torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
@@ -238,5 +238,7 @@ def test_gradient_of_a_rotated_x():
     x, (*weight, name, block) = torch.randn(3, 64, requires_grad=True), packed(8, 64)
     grad = torch.randn(3, 8)
     (got,) = torch.autograd.grad(linear_mx(x, *weight, None, name, block, 32), x, grad)
-    (want,) = torch.autograd.grad(linear_mx(torch.ops.pt2mx.hadamard(x, 32), *weight, None, name, block), x, grad)
+    (want,) = torch.autograd.grad(
+        linear_mx(torch.ops.pt2mx.hadamard(x, 32, -1), *weight, None, name, block, 0), x, grad
+    )
     torch.testing.assert_close(got, want)

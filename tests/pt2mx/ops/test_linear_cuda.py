@@ -41,7 +41,7 @@ def test_mma_layout(name, shape):
     for batch in BATCHES:
         x = torch.randn(batch, shape[1], device="cuda", dtype=torch.bfloat16)
         for added in (None, bias):
-            got = linear_mx_mma_layout(x, *fragments, added, name, shape[0])
+            got = linear_mx_mma_layout(x, *fragments, added, name, shape[0], 0)
             assert got.isfinite().all()
             check(got, x, data, scale, added, name)
 
@@ -54,7 +54,7 @@ def test_so_many_rows_that_few_warps_share_one(name, n):
     bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
     for batch in (1, 8, 13, 40, 1500, 1600):
         x = torch.randn(batch, 1384, device="cuda", dtype=torch.bfloat16)
-        check(linear_mx_mma_layout(x, *fragments, bias, name, n), x, data, scale, bias, name)
+        check(linear_mx_mma_layout(x, *fragments, bias, name, n, 0), x, data, scale, bias, name)
 
 
 @pytest.mark.parametrize("name", FRAGMENTS)
@@ -96,7 +96,7 @@ def test_without_instructions_of_sm_90(name, monkeypatch):
     fragments = to_mma_layout(data, scale, ELEMENTS[name], 32)
     for batch in (16, 17, 32, 33):
         x = torch.randn(batch, 1384, device="cuda", dtype=torch.bfloat16)
-        check(linear_mx_mma_layout(x, *fragments, None, name, 1000), x, data, scale, None, name)
+        check(linear_mx_mma_layout(x, *fragments, None, name, 1000, 0), x, data, scale, None, name)
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 64])
@@ -107,7 +107,7 @@ def test_plain_codes(name, dtype, block_size):
         data, scale = packed(name, n, k, block_size)
         for batch in (1, 5, 64):
             x = torch.randn(batch, k, device="cuda").to(dtype)
-            check(linear_mx(x, data, scale, None, name, block_size), x, data, scale, None, name, block_size)
+            check(linear_mx(x, data, scale, None, name, block_size, 0), x, data, scale, None, name, block_size)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -116,9 +116,9 @@ def test_ten_runs_give_the_same_bits(name):
     fragments = to_mma_layout(data, scale, ELEMENTS[name], 32)
     for batch in (1, 16, 20, 200):
         x = torch.randn(batch, 1024, device="cuda", dtype=torch.bfloat16)
-        first = linear_mx_mma_layout(x, *fragments, None, name, 512)
+        first = linear_mx_mma_layout(x, *fragments, None, name, 512, 0)
         for _ in range(9):
-            assert torch.equal(linear_mx_mma_layout(x, *fragments, None, name, 512), first)
+            assert torch.equal(linear_mx_mma_layout(x, *fragments, None, name, 512, 0), first)
 
 
 def fp4(n=96, k=256):
@@ -128,33 +128,33 @@ def fp4(n=96, k=256):
 
 def test_strides_and_empty_batches():
     fragments, x = fp4(), torch.randn(2, 256, 3, device="cuda", dtype=torch.bfloat16)
-    got = linear_mx_mma_layout(x.transpose(1, 2), *fragments, None, "fp4_e2m1", 96)
-    assert torch.equal(got, linear_mx_mma_layout(x.transpose(1, 2).contiguous(), *fragments, None, "fp4_e2m1", 96))
+    got = linear_mx_mma_layout(x.transpose(1, 2), *fragments, None, "fp4_e2m1", 96, 0)
+    assert torch.equal(got, linear_mx_mma_layout(x.transpose(1, 2).contiguous(), *fragments, None, "fp4_e2m1", 96, 0))
     moved = torch.randn(3 * 256 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(3, 256)  # not on 16 bytes
-    got = linear_mx_mma_layout(moved, *fragments, None, "fp4_e2m1", 96)
-    assert torch.equal(got, linear_mx_mma_layout(moved.clone(), *fragments, None, "fp4_e2m1", 96))
-    assert linear_mx_mma_layout(x[:0].transpose(1, 2), *fragments, None, "fp4_e2m1", 96).shape == (0, 3, 96)
+    got = linear_mx_mma_layout(moved, *fragments, None, "fp4_e2m1", 96, 0)
+    assert torch.equal(got, linear_mx_mma_layout(moved.clone(), *fragments, None, "fp4_e2m1", 96, 0))
+    assert linear_mx_mma_layout(x[:0].transpose(1, 2), *fragments, None, "fp4_e2m1", 96, 0).shape == (0, 3, 96)
 
 
 def test_a_nan_in_x_stays_in_its_row():
     fragments, x = fp4(), torch.randn(4, 256, device="cuda", dtype=torch.bfloat16)
-    want = linear_mx_mma_layout(x, *fragments, None, "fp4_e2m1", 96)
+    want = linear_mx_mma_layout(x, *fragments, None, "fp4_e2m1", 96, 0)
     x[2, 5] = float("nan")
-    got = linear_mx_mma_layout(x, *fragments, None, "fp4_e2m1", 96)
+    got = linear_mx_mma_layout(x, *fragments, None, "fp4_e2m1", 96, 0)
     assert got[2].isnan().all() and torch.equal(got[[0, 1, 3]], want[[0, 1, 3]])
 
 
 @pytest.mark.parametrize("batch", [1, 100])
 def test_cuda_graph(batch):
     fragments, x = fp4(), torch.randn(batch, 256, device="cuda", dtype=torch.bfloat16)
-    linear_mx_mma_layout(x, *fragments, None, "fp4_e2m1", 96)
+    linear_mx_mma_layout(x, *fragments, None, "fp4_e2m1", 96, 0)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = linear_mx_mma_layout(x, *fragments, None, "fp4_e2m1", 96)
+        y = linear_mx_mma_layout(x, *fragments, None, "fp4_e2m1", 96, 0)
     for _ in range(2):
         x.copy_(torch.randn(batch, 256))
         graph.replay()
-        assert torch.equal(y, linear_mx_mma_layout(x, *fragments, None, "fp4_e2m1", 96))
+        assert torch.equal(y, linear_mx_mma_layout(x, *fragments, None, "fp4_e2m1", 96, 0))
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -166,8 +166,8 @@ def test_each_product_waits_for_the_one_before(batch, captured):
 
     def chain(x, each):
         for _ in range(30):
-            y = linear_mx_mma_layout(x, *fragments, None, "fp4_e2m1", 2048)
-            x = torch.nn.functional.normalize(linear_mx_mma_layout(y, *fragments, None, "fp4_e2m1", 2048), dim=-1)
+            y = linear_mx_mma_layout(x, *fragments, None, "fp4_e2m1", 2048, 0)
+            x = torch.nn.functional.normalize(linear_mx_mma_layout(y, *fragments, None, "fp4_e2m1", 2048, 0), dim=-1)
             each()
         return x
 
@@ -186,12 +186,12 @@ def test_each_product_waits_for_the_one_before(batch, captured):
 def test_streams_run_side_by_side():
     fragments = [fp4() for _ in range(4)]
     inputs = [torch.randn(3, 256, device="cuda", dtype=torch.bfloat16) for _ in fragments]
-    wanted = [linear_mx_mma_layout(x, *f, None, "fp4_e2m1", 96) for x, f in zip(inputs, fragments, strict=True)]
+    wanted = [linear_mx_mma_layout(x, *f, None, "fp4_e2m1", 96, 0) for x, f in zip(inputs, fragments, strict=True)]
     torch.cuda.synchronize()
     got = []
     for x, f in zip(inputs, fragments, strict=True):
         with torch.cuda.stream(torch.cuda.Stream()):
-            got.append([linear_mx_mma_layout(x, *f, None, "fp4_e2m1", 96) for _ in range(20)])
+            got.append([linear_mx_mma_layout(x, *f, None, "fp4_e2m1", 96, 0) for _ in range(20)])
     torch.cuda.synchronize()
     assert all(torch.equal(y, want) for ys, want in zip(got, wanted, strict=True) for y in ys)
 
@@ -200,8 +200,8 @@ def test_streams_run_side_by_side():
 @pytest.mark.parametrize("batch", [1, 100])
 def test_a_device_that_is_not_the_current_one(batch):
     fragments, x = fp4(), torch.randn(batch, 256, device="cuda", dtype=torch.bfloat16)
-    want = linear_mx_mma_layout(x, *fragments, None, "fp4_e2m1", 96)
-    there = linear_mx_mma_layout(x.to("cuda:1"), *(f.to("cuda:1") for f in fragments), None, "fp4_e2m1", 96)
+    want = linear_mx_mma_layout(x, *fragments, None, "fp4_e2m1", 96, 0)
+    there = linear_mx_mma_layout(x.to("cuda:1"), *(f.to("cuda:1") for f in fragments), None, "fp4_e2m1", 96, 0)
     assert there.device == torch.device("cuda:1") and torch.equal(there.to("cuda:0"), want)
 
 
@@ -213,7 +213,7 @@ def test_groups():
     got = grouped_linear_mx(x, data, scale, offs, "fp4_e2m1", 32)
     first = 0
     for expert, last in enumerate(offs.tolist()):
-        want = linear_mx(x[first:last], data[expert], scale[expert], None, "fp4_e2m1", 32)
+        want = linear_mx(x[first:last], data[expert], scale[expert], None, "fp4_e2m1", 32, 0)
         torch.testing.assert_close(got[first:last], want)
         first = last
 
@@ -222,7 +222,7 @@ def test_compiled():
     fragments, x = fp4(), torch.randn(4, 256, device="cuda", dtype=torch.bfloat16)
 
     def run(x):
-        return linear_mx_mma_layout(x.relu(), *fragments, None, "fp4_e2m1", 96) + 1
+        return linear_mx_mma_layout(x.relu(), *fragments, None, "fp4_e2m1", 96, 0) + 1
 
     for mode in (None, "reduce-overhead"):
         assert torch.equal(torch.compile(run, mode=mode, fullgraph=True)(x), run(x))

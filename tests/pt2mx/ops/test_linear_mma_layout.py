@@ -18,8 +18,8 @@ def test_product(name, bias):
     x = torch.randn(2, 3, 72, dtype=torch.bfloat16)
     bias = torch.randn(20, dtype=torch.bfloat16) if bias else None
     want = F.linear(x, dequantize_mx(data, scale, name, 32, torch.bfloat16, length=72), bias)
-    assert torch.equal(linear_mx_mma_layout(x, *weight, bias, name, 20), want)
-    opcheck(linear_mx_mma_layout, (x, *weight, bias, name, 20))
+    assert torch.equal(linear_mx_mma_layout(x, *weight, bias, name, 20, 0), want)
+    opcheck(linear_mx_mma_layout, (x, *weight, bias, name, 20, 0))
 
 
 @pytest.mark.parametrize("rotation", [8, 32])
@@ -27,7 +27,7 @@ def test_a_rotated_x(rotation):
     scale, data = quantize_mx(torch.randn(20, 64), "mxfp4")
     weight = to_mma_layout(data, scale, ELEMENTS["fp4_e2m1"], 32)
     x = torch.randn(3, 64).bfloat16()
-    want = linear_mx_mma_layout(torch.ops.pt2mx.hadamard(x, rotation), *weight, None, "fp4_e2m1", 20)
+    want = linear_mx_mma_layout(torch.ops.pt2mx.hadamard(x, rotation, -1), *weight, None, "fp4_e2m1", 20, 0)
     assert torch.equal(linear_mx_mma_layout(x, *weight, None, "fp4_e2m1", 20, rotation), want)
     opcheck(linear_mx_mma_layout, (x, *weight, None, "fp4_e2m1", 20, rotation))
     with pytest.raises(MXError, match="blocks of 128 do not rotate 64 values"):
@@ -47,4 +47,4 @@ def test_bad_input(x, elem, n, message):
     scale, data = quantize_mx(torch.randn(16, 64), "mxfp8")
     weight = to_mma_layout(data, scale, ELEMENTS["fp8_e4m3"], 32)
     with pytest.raises(MXError, match=message):
-        linear_mx_mma_layout(x, *weight, None, elem, n)
+        linear_mx_mma_layout(x, *weight, None, elem, n, 0)

@@ -43,7 +43,7 @@ def test_opcheck():
     bias = torch.randn(64, requires_grad=True)
     args = "int8", 32, torch.float32, "silu", "int8", 32, "floor", "even", torch.bfloat16
     opcheck(linear_fake_quantize_mx, (x, data, scale, bias, *args))
-    opcheck(linear_fake_quantize_mx, (x, data, scale, None, "int8", 32, None, "none", "fp4_e2m1", 16))
+    opcheck(linear_fake_quantize_mx, (x, data, scale, None, "int8", 32, None, "none", "fp4_e2m1", 16, "floor", "even"))
 
 
 @pytest.mark.parametrize("activation", ["none", "gelu", "gelu_tanh", "silu", "relu"])
@@ -90,12 +90,15 @@ def test_dynamic_rows_compile():
 
     @torch.compile(dynamic=True)
     def function(x):
-        y = linear_fake_quantize_mx(x, data, scale, None, "int8", 32, torch.float32, "gelu", "int8", 32)
+        y = linear_fake_quantize_mx(
+            x, data, scale, None, "int8", 32, torch.float32, "gelu", "int8", 32, "floor", "even"
+        )
         return y * 2
 
     for rows in (40, 7, 100):
         x = pt2mx.fake_quantize_mx(torch.randn(rows, 96), MXSpec("int8", 32)).bfloat16()
-        want = 2 * in_two_steps(x, data, scale, None, "int8", 32, torch.float32, "gelu", "int8", 32)
+        args = "int8", 32, torch.float32, "gelu", "int8", 32, "floor", "even"
+        want = 2 * in_two_steps(x, data, scale, None, *args)
         assert torch.equal(function(x), want)
 
 

@@ -140,7 +140,7 @@ assert torch.set_flush_denormal(True)
 for rows in (1, 3, 8):
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.full((rows, 32), 2.0**122, dtype=dtype)
-        print(torch.ops.pt2mx.linear_mx(x, data, scale, None, "int8", 32).eq(1.0).all().item())
+        print(torch.ops.pt2mx.linear_mx(x, data, scale, None, "int8", 32, 0).eq(1.0).all().item())
 """
     assert set(run_python(code).split()) == {"True"}
 

@@ -39,9 +39,9 @@ def test_rotated_and_quantized(shape, dtype):
         for element in ("fp4_e2m1", "fp8_e4m3", "int8"):
             for block in (16, 32, 48):
                 want = fake_quantize_mx(
-                    torch.ops.pt2mx.hadamard(x, size), element, block, -1, "even", "even", None, "identity"
+                    torch.ops.pt2mx.hadamard(x, size, -1), element, block, -1, "even", "even", None, "identity"
                 )
-                assert same(rotated_fake_quantize_mx(x.cuda(), size, element, block, "even"), want)
+                assert same(rotated_fake_quantize_mx(x.cuda(), size, element, block, "even", "even"), want)
 
 
 @pytest.mark.parametrize("name", FRAGMENTS)
@@ -65,7 +65,7 @@ def test_product_of_a_rotated_x(name, n, k):
         for rotation in (16, 32):
             x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
             got = linear_mx_mma_layout(x, *weight, bias, name, n, rotation)
-            want = linear_mx_mma_layout(torch.ops.pt2mx.hadamard(x, rotation), *weight, bias, name, n)
+            want = linear_mx_mma_layout(torch.ops.pt2mx.hadamard(x, rotation, -1), *weight, bias, name, n, 0)
             assert relative_error(got, want) < 1e-3
             assert torch.equal(got, linear_mx_mma_layout(x, *weight, bias, name, n, rotation))
 
@@ -77,7 +77,7 @@ def test_a_graph_waits_for_what_wrote_x():
 
     def chain(x, each):
         for _ in range(30):
-            x = linear_mx_mma_layout(torch.ops.pt2mx.hadamard(x + 0.5, 32), *weight, None, "fp4_e2m1", 2048, 32)
+            x = linear_mx_mma_layout(torch.ops.pt2mx.hadamard(x + 0.5, 32, -1), *weight, None, "fp4_e2m1", 2048, 32)
             each()
         return x
 

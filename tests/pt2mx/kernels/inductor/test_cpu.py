@@ -121,6 +121,6 @@ def test_matmuls_of_many_rows_are_dense(rows, calls):
     scale, data = pt2mx.quantize_mx(torch.randn(96, 64), "mxfp4")
 
     def matmul(x):
-        return torch.ops.pt2mx.linear_mx(x, data, scale, None, "fp4_e2m1", 32)
+        return torch.ops.pt2mx.linear_mx(x, data, scale, None, "fp4_e2m1", 32, 0)
 
     assert ("pt2mx.linear_mx.default(" in code_of(matmul, torch.randn(rows, 64))) == calls
