@@ -37,6 +37,8 @@ MODULES: dict[str, str] = {
     "pt2mx.pt2e.report.fidelity": "pt2mx.pt2e.report.agreement",
     "pt2mx.pt2e.sensitivity.recipe_comparison": "pt2mx.pt2e.sensitivity.results",
     "pt2mx.pt2e.sensitivity.result": "pt2mx.pt2e.sensitivity.results",
+    "pt2mx.quark.enums": "pt2mx.quark.attributes",
+    "pt2mx.quark.library": "pt2mx.quark.model_quantizer",
 }
 
 #: old name in a module -> new one: `pt2mx:old_function`, `pt2mx.pt2e.module:OldClass`

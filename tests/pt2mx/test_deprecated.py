@@ -95,6 +95,7 @@ def test_rows():
         "pt2mx.pt2e.report.fidelity:Fidelity",
         "pt2mx.pt2e.sensitivity.recipe_comparison:RecipeComparison",
         "pt2mx.pt2e.sensitivity.result:Sensitivity",
+        "pt2mx.quark.enums:VitisQuantFormat",
     ],
 )
 def test_pickles_of_older_versions(old):
