@@ -36,7 +36,7 @@ def check_tensors(**tensors: object) -> None:
 
 
 def check_length(length: object) -> None:
-    """Raise `MXError` for a `length` that is no extent of a dimension; a symbolic one is taken as it is."""
+    """Raise `MXError` for a `length` that is no size of a dimension; a symbolic one passes."""
     if not (length is None or isinstance(length, torch.SymInt) or _is_count(length)):
         raise MXError(f"length={length!r} must be an integer of at least 0, or None for every code that data holds")
 

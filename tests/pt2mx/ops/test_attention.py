@@ -43,8 +43,8 @@ def test_a_query_that_sees_nothing_gives_zeros():
     mask = torch.ones(2, 1, 1, 77, dtype=torch.bool)
     mask[1] = False
     args, _ = packed("fp8_e4m3", torch.float32, mask=mask)
-    found = attention_mx(*args)
-    assert found[0].abs().sum() > 0 and not found[1].any()
+    got = attention_mx(*args)
+    assert got[0].abs().sum() > 0 and not got[1].any()
     hidden = dequantize_then_matmul.attend(
         args[0], args[1:3], args[3:5], MXSpec("fp8_e4m3", 32), args[7], mask, None
     )  # as torch's own attention does
@@ -54,12 +54,12 @@ def test_a_query_that_sees_nothing_gives_zeros():
 def test_values_that_are_no_numbers():
     (query, *cache, name, block, width, mask, scale), _ = packed("fp8_e4m3", torch.float32)
     cache[1][0, 0, 3] = 255  # a block that held an Inf or a NaN
-    found = attention_mx(query, *cache, name, block, width, mask, scale)
-    assert found[0, :4].isnan().all() and found[0, 4:].isfinite().all() and found[1].isfinite().all()
+    got = attention_mx(query, *cache, name, block, width, mask, scale)
+    assert got[0, :4].isnan().all() and got[0, 4:].isfinite().all() and got[1].isfinite().all()
     cache[1][0, 0, 3] = 127
     cache[2][0, 1, 5, 7] = 127  # the code of a NaN
-    found = attention_mx(query, *cache, name, block, width, mask, scale)
-    assert found[0, 4:, :, 7].isnan().all() and found.isnan().sum() == 4
+    got = attention_mx(query, *cache, name, block, width, mask, scale)
+    assert got[0, 4:, :, 7].isnan().all() and got.isnan().sum() == 4
 
 
 def test_the_scale_and_large_scores():
@@ -71,12 +71,12 @@ def test_the_scale_and_large_scores():
 def test_two_threads_give_the_bits_of_one():
     args, _ = packed("fp8_e4m3", torch.bfloat16)
     threads = torch.get_num_threads()
-    found = []
+    results = []
     for number in (1, 2):
         torch.set_num_threads(number)
-        found.append(attention_mx(*args))
+        results.append(attention_mx(*args))
     torch.set_num_threads(threads)
-    assert torch.equal(*found)
+    assert torch.equal(*results)
 
 
 def test_opcheck_and_compilation():

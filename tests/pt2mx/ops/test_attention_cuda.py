@@ -38,8 +38,8 @@ def test_a_query_that_sees_nothing_gives_zeros():
     mask = torch.ones(2, 1, 1, 77, dtype=torch.bool)
     mask[1] = False
     args, _ = packed("fp8_e4m3", torch.bfloat16, mask=mask, device="cuda")
-    found = attention_mx(*args)
-    assert found[0].abs().sum() > 0 and not found[1].any()
+    got = attention_mx(*args)
+    assert got[0].abs().sum() > 0 and not got[1].any()
 
 
 def test_a_captured_graph_gives_the_same_bits():
@@ -47,9 +47,9 @@ def test_a_captured_graph_gives_the_same_bits():
     want = attention_mx(*args)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = attention_mx(*args)
+        got = attention_mx(*args)
     graph.replay()
-    assert torch.equal(found, want)
+    assert torch.equal(got, want)
 
 
 def test_the_kernel_runs(monkeypatch):

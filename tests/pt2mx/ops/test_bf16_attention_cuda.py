@@ -36,9 +36,9 @@ def the_kernel_serves(monkeypatch):
     kernel, quantizations = bf16_matmul.attention, []
 
     def attention(*args):
-        found = kernel(*args)
-        quantizations.extend(args[7:8] if found is not None else ())
-        return found
+        got = kernel(*args)
+        quantizations.extend(args[7:8] if got is not None else ())
+        return got
 
     monkeypatch.setattr(bf16_matmul, "attention", attention)
     yield

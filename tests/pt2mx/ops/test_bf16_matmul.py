@@ -94,13 +94,13 @@ def test_gradients_are_torch_s():
         lambda *given: attention_bfloat16(*given, False, 0.2),
         lambda *given: F.scaled_dot_product_attention(*given, scale=0.2, enable_gqa=True),
     )
-    found = []
+    results = []
     for function in functions:
         torch.manual_seed(1)
         given = [tensor.requires_grad_() for tensor in (*operands(), added.clone())]
         function(*given).pow(2).sum().backward()
-        found.append([tensor.grad for tensor in given])
-    for got, want in zip(*found, strict=True):
+        results.append([tensor.grad for tensor in given])
+    for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     x, y = values(3, 40, 64).requires_grad_(), values(3, 64, 30).requires_grad_()
     torch.testing.assert_close(
@@ -133,13 +133,13 @@ def test_every_element_of_a_quantized_result(name):
 
 
 def test_the_gradient_of_a_quantized_result_is_that_of_attention():
-    found = []
+    results = []
     for modes in ((), (None, False, None, None, "fp8_e4m3", 32, "floor", "even", torch.bfloat16)):
         torch.manual_seed(0)
         given = [tensor.requires_grad_() for tensor in operands()]
         attention_bfloat16(*given, *modes).sum().backward()
-        found.append([tensor.grad for tensor in given])
-    assert all(map(torch.equal, *found))
+        results.append([tensor.grad for tensor in given])
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize(

@@ -137,10 +137,10 @@ def test_the_same_bits_in_ten_runs_and_in_a_captured_graph():
     want = matmul_bfloat16(x, y), attention_bfloat16(query, query, query)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = matmul_bfloat16(x, y), attention_bfloat16(query, query, query)
+        got = matmul_bfloat16(x, y), attention_bfloat16(query, query, query)
     for _ in range(9):
         graph.replay()
-        assert all(map(torch.equal, found, want))
+        assert all(map(torch.equal, got, want))
 
 
 @pytest.mark.parametrize("modes", [("fp8_e4m3", 16), ("fp8_e4m3", 32, "mse"), ("fp4_e2m1", 32, "floor", "half_away")])

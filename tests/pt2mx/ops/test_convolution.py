@@ -28,9 +28,9 @@ def test_gradients():
     x, (data, scale, weight) = torch.randn(2, 7, 6, 40, requires_grad=True), packed()
     bias, grad = torch.randn(8, requires_grad=True), torch.randn(2, 4, 6, 8)
     args = (data, scale, bias, "fp4_e2m1", 32, (2, 1), (1, 2), (1, 2))
-    found = torch.autograd.grad(conv2d_mx(x, *args), (x, bias), grad)
+    gradients = torch.autograd.grad(conv2d_mx(x, *args), (x, bias), grad)
     y = F.conv2d(x.permute(0, 3, 1, 2), weight, bias, *args[-3:]).permute(0, 2, 3, 1)
-    for got, want in zip(found, torch.autograd.grad(y, (x, bias), grad), strict=True):
+    for got, want in zip(gradients, torch.autograd.grad(y, (x, bias), grad), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 

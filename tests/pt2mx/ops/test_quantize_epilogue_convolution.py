@@ -77,26 +77,26 @@ def test_opcheck():
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("activation", ["none", "gelu", "gelu_tanh", "silu", "relu"])
 def test_gradients_are_those_of_two_steps(activation, keep):
-    found = []
+    results = []
     for function in (conv2d_fake_quantize_mx, in_two_steps):
         args = arguments("fp8_e4m3", residual=torch.float32, activation=activation, keep=keep)
         leaves = [args[place].requires_grad_() for place in (0, 3, 10)]
         activated, quantized = function(*args, torch.bfloat16)
         (quantized.float().square().sum() + activated.float().sum()).backward()
-        found.append([leaf.grad for leaf in leaves])
-    for got, want in zip(*found, strict=True):
+        results.append([leaf.grad for leaf in leaves])
+    for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_autocast_around_backward_changes_no_gradient():
-    found = []
+    results = []
     for autocast in (False, True):
         args = arguments("fp8_e4m3", residual=torch.float32)
         leaves = [args[place].requires_grad_() for place in (0, 3, 10)]
         _, quantized = conv2d_fake_quantize_mx(*args)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            found.append(torch.autograd.grad(quantized.square().sum(), leaves))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+            results.append(torch.autograd.grad(quantized.square().sum(), leaves))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_a_second_derivative_is_an_error():

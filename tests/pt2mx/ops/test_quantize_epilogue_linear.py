@@ -51,15 +51,15 @@ def test_gradients_are_those_of_two_steps(activation):
     torch.manual_seed(0)
     data, scale = packed(64, 96)
     args = "int8", 32, torch.float32, activation, "int8", 32, "floor", "even", torch.bfloat16
-    found = []
+    results = []
     for function in (linear_fake_quantize_mx, in_two_steps):
         torch.manual_seed(1)
         x = torch.randn(2, 20, 96, dtype=torch.bfloat16, requires_grad=True)
         bias = torch.randn(64, requires_grad=True)
         y = function(x, data, scale, bias, *args)
         y.backward(torch.randn_like(y))
-        found.append((y, x.grad, bias.grad))
-    for got, want in zip(*found, strict=True):
+        results.append((y, x.grad, bias.grad))
+    for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 

@@ -1,0 +1,26 @@
+"""The version, the changelog and the contract of the operators move together."""
+
+import re
+from pathlib import Path
+
+import pt2mx
+from pt2mx.ops.contract import OPERATORS
+
+TEXT = (Path(__file__).parent.parent / "CHANGELOG.md").read_text("utf-8")
+RELEASES = re.split(r"^## ", TEXT, flags=re.MULTILINE)[1:]
+
+
+def test_the_newest_release_is_the_version():
+    assert RELEASES[0].startswith(f"[{pt2mx.__version__}] - ")
+
+
+def test_releases_descend():
+    versions = [tuple(map(int, re.match(r"\[(\d+)\.(\d+)\.(\d+)\] - \d{4}-\d\d-\d\d\n", r).groups())) for r in RELEASES]
+    assert versions == sorted(versions, reverse=True) and len(set(versions)) == len(versions)
+
+
+def test_the_newest_release_names_the_version_of_each_operator():
+    """A new version of an operator needs a release that says so."""
+    text = re.search(r"### Operators\n\n(.*?)\n(\n|$)", RELEASES[0], flags=re.DOTALL)[1]
+    versions = {name: int(version) for name, version in re.findall(r"`(\w+)`\s+(\d+)", text)}
+    assert versions == {name: operator.version for name, operator in OPERATORS.items()}
