@@ -1,12 +1,8 @@
 """The processes of a group, for tests of what ranks compute together."""
 
-import multiprocessing
 from collections.abc import Callable
 
 import torch.multiprocessing
-
-# what takes long to import is imported once, by a process that makes the others as copies of itself
-multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.language_models", "pt2mx.pt2e.cli.command"])
 
 
 def run_ranks(work: Callable, *arguments: object, count: int = 2, method: str = "forkserver") -> None:
