@@ -168,8 +168,8 @@ def examples() -> Iterator[tuple[str, str]]:
                 yield label, own_docstring(function)
 
 
-#: it builds a library that tests/pt2mx/cpp builds, too
-_SLOW = {"pt2mx.cpp.build"}
+#: they build a library that tests/pt2mx/cpp builds, too
+_SLOW = {"pt2mx.cpp.build", "pt2mx.cpp.cmake_lines"}
 
 
 @pytest.mark.parametrize(
