@@ -53,6 +53,8 @@ def test_quantized_convolutions(dtype, tmp_path):
                 options = activation, keep, element, block
                 args = (x, data, scale, torch.randn(n), element, 32, *conv_args, torch.float32)
                 calls.append(("conv2d_fake_quantize_mx", (*args, None, *options, "floor", "even", torch.bfloat16)))
-                calls.append(("conv2d_fake_quantize_mx", (*args, torch.randn_like(convolved), *options)))
+                calls.append(
+                    ("conv2d_fake_quantize_mx", (*args, torch.randn_like(convolved), *options, "floor", "even"))
+                )
                 calls.append(("conv2d_fake_quantize_mx", (*args, convolved.bfloat16(), *options, "ceil", "half_away")))
     check(calls, tmp_path)
