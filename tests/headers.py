@@ -27,7 +27,15 @@ def errors(headers: Iterable[Path], capabilities: Iterable[str] = ("DEFAULT", "A
 
     def error(case: tuple[Path, str]) -> str:
         header, capability = case
-        flags = (*build.flags_of(capability), library.TARGET, *folders, "-fsyntax-only", "-include", str(header))
+        flags = (
+            *build.flags_of(capability),
+            "-fvisibility=hidden",
+            library.TARGET,
+            *folders,
+            "-fsyntax-only",
+            "-include",
+            str(header),
+        )
         command = [compiler, *flags, "-x", "c++", os.devnull]
         return subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace").stderr
 
