@@ -9,8 +9,8 @@ from pathlib import Path
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
-from pt2mx.fx.graph.attributes import model_of
 from pt2mx.fx.graph.graph_pass import run_passes
+from pt2mx.fx.graph.node import model_of
 from pt2mx.fx.lower import STEPS
 
 

@@ -13,9 +13,8 @@ from torch.fx import GraphModule, Node
 from pt2mx import ops
 from pt2mx.errors import MXError
 from pt2mx.functional import dequantize_mx
-from pt2mx.fx.graph.attributes import model_of, name_of, tensor_of
 from pt2mx.fx.graph.higher_order_ops import captured_operands, nodes_in_order, written_in
-from pt2mx.fx.graph.node import Dequantize, named_args, shape_of
+from pt2mx.fx.graph.node import Dequantize, model_of, name_of, named_args, shape_of, tensor_of
 from pt2mx.fx.graph.qdq import spec_of_dequantize
 from pt2mx.fx.graph.tensors import copy_sharing_tensors
 from pt2mx.fx.passes.fold_weights import fold_all_weights

@@ -22,8 +22,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from pt2mx.fx.graph.attributes import attribute_of, model_of
-from pt2mx.fx.graph.node import OPERATOR_KEY, named_args, result_of, value_of
+from pt2mx.fx.graph.node import OPERATOR_KEY, attribute_of, model_of, named_args, result_of, value_of
 
 if TYPE_CHECKING:
     from torch._C import AliasInfo

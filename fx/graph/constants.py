@@ -12,9 +12,8 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from pt2mx.fx.graph.aliasing import written_nodes
-from pt2mx.fx.graph.attributes import attribute_of, name_of
 from pt2mx.fx.graph.higher_order_ops import call_groups, placeholders
-from pt2mx.fx.graph.node import function_of
+from pt2mx.fx.graph.node import attribute_of, function_of, name_of
 
 #: meta key of a subgraph's placeholder: whether its operand is a constant (`mark_constants`)
 CONSTANT_KEY = "mx_constant"

@@ -13,8 +13,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.aliasing import written_nodes
-from pt2mx.fx.graph.attributes import attribute_of, name_of
-from pt2mx.fx.graph.node import args_of, node_arg
+from pt2mx.fx.graph.node import args_of, attribute_of, name_of, node_arg
 
 
 class HOPOperands(NamedTuple):

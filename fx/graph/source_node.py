@@ -7,9 +7,8 @@ from operator import getitem
 
 from torch.fx import Graph, GraphModule, Node
 
-from pt2mx.fx.graph.attributes import name_of
 from pt2mx.fx.graph.higher_order_ops import hop_calls, placeholders
-from pt2mx.fx.graph.node import is_ours
+from pt2mx.fx.graph.node import is_ours, name_of
 
 #: meta key of the source node's name in subgraphs of conditions and loops, where exports record no source
 _KEY = "mx_origin"

@@ -7,10 +7,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from pt2mx.formats import ELEMENTS
-from pt2mx.fx.graph.attributes import tensor_of
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
-from pt2mx.fx.graph.node import GroupedLinearMX, LinearMX, set_value, value_of
+from pt2mx.fx.graph.node import GroupedLinearMX, LinearMX, set_value, tensor_of, value_of
 from pt2mx.fx.passes.bf16_matmul import QUANTIZED, is_quantized
 from pt2mx.ops import dequantize_mx
 

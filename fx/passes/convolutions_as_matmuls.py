@@ -16,10 +16,20 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from pt2mx.fx.graph.aliasing import Writes
-from pt2mx.fx.graph.attributes import name_of, register_buffer, tensor_of
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
-from pt2mx.fx.graph.node import Dequantize, FakeQuantize, named_args, operator_of, set_value, shape_of, value_of
+from pt2mx.fx.graph.node import (
+    Dequantize,
+    FakeQuantize,
+    name_of,
+    named_args,
+    operator_of,
+    register_buffer,
+    set_value,
+    shape_of,
+    tensor_of,
+    value_of,
+)
 from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.fx.graph.views import settle_order, takes_any_order
 from pt2mx.fx.passes.bf16_matmul import is_quantized, quantization_to_bfloat16

@@ -10,10 +10,18 @@ from torch.fx import GraphModule, Node
 
 from pt2mx.formats import ELEMENTS
 from pt2mx.fx.graph.aliasing import written_nodes
-from pt2mx.fx.graph.attributes import name_of, register_buffer, tensor_of
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
-from pt2mx.fx.graph.node import FakeQuantize, LinearMX, insert_before, shape_of, value_of
+from pt2mx.fx.graph.node import (
+    FakeQuantize,
+    LinearMX,
+    insert_before,
+    name_of,
+    register_buffer,
+    shape_of,
+    tensor_of,
+    value_of,
+)
 from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.fx.passes.fuse_activation_quantize import activation_before, norm_before
 from pt2mx.kernels.constants import BLOCK

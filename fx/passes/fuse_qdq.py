@@ -9,9 +9,8 @@ from torch.fx import GraphModule, Node
 
 from pt2mx import ops
 from pt2mx.fx.graph.aliasing import written_nodes
-from pt2mx.fx.graph.attributes import attribute_of
 from pt2mx.fx.graph.graph_pass import graph_pass
-from pt2mx.fx.graph.node import Dequantize, FakeQuantize, Quantize, dtype_of, shape_of
+from pt2mx.fx.graph.node import Dequantize, FakeQuantize, Quantize, attribute_of, dtype_of, shape_of
 from pt2mx.fx.graph.qdq import quantize_of
 from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.modes import ROUNDINGS

@@ -12,10 +12,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.aliasing import written_nodes
-from pt2mx.fx.graph.attributes import name_of, register_buffer, tensor_of
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
-from pt2mx.fx.graph.node import LinearMX, set_value
+from pt2mx.fx.graph.node import LinearMX, name_of, register_buffer, set_value, tensor_of
 from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.fx.graph.views import allow_any_strides, may_be_strided
 from pt2mx.ops import linear

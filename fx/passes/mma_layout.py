@@ -6,10 +6,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx.formats import ELEMENTS
-from pt2mx.fx.graph.attributes import name_of, register_buffer, tensor_of
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
-from pt2mx.fx.graph.node import LinearMX, dtype_of, shape_of
+from pt2mx.fx.graph.node import LinearMX, dtype_of, name_of, register_buffer, shape_of, tensor_of
 from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.kernels.gpu.mma_layout import to_mma_layout
 from pt2mx.kernels.select import runs_triton

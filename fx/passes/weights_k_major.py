@@ -7,10 +7,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from pt2mx import ops
-from pt2mx.fx.graph.attributes import name_of, register_buffer, tensor_of
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
-from pt2mx.fx.graph.node import Dequantize, set_value
+from pt2mx.fx.graph.node import Dequantize, name_of, register_buffer, set_value, tensor_of
 from pt2mx.fx.graph.qdq import SPEC_KEY
 from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.fx.graph.views import allow_any_strides, may_be_ordered_as

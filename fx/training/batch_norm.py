@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from pt2mx.fx.graph.aliasing import written_nodes
-from pt2mx.fx.graph.attributes import name_of
 from pt2mx.fx.graph.convolution import CONVOLUTIONS, Convolution
-from pt2mx.fx.graph.node import args_of, dtype_of, named_args, value_of
+from pt2mx.fx.graph.node import args_of, dtype_of, name_of, named_args, value_of
 
 aten = torch.ops.aten
 _BATCH_NORMS = (aten.batch_norm.default, aten._native_batch_norm_legit_no_training.default)

@@ -19,10 +19,9 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import is_fake
 from torch.fx import GraphModule, Node
 
-from pt2mx.fx.graph.attributes import name_of
 from pt2mx.fx.graph.constants import CONSTANT_KEY, constant_nodes, root_name
 from pt2mx.fx.graph.convolution import Convolution
-from pt2mx.fx.graph.node import args_of, make_positional, node_arg, operator_of
+from pt2mx.fx.graph.node import args_of, make_positional, name_of, node_arg, operator_of
 from pt2mx.fx.graph.tensors import delete_unused_modules, delete_unused_tensors
 from pt2mx.fx.passes.fold_weights import dequantizes, fold_constant
 from pt2mx.fx.training.batch_norm import LAYERS, normalizes_outputs

@@ -18,8 +18,16 @@ from torch.fx import GraphModule, Node, Proxy
 from torch.fx.node import map_aggregate
 from torch.fx.proxy import GraphAppendingTracer
 
-from pt2mx.fx.graph.attributes import free_name, model_of, name_of
-from pt2mx.fx.graph.node import OPERATOR_KEY, args_of, make_positional, node_arg, operator_of
+from pt2mx.fx.graph.node import (
+    OPERATOR_KEY,
+    args_of,
+    free_name,
+    make_positional,
+    model_of,
+    name_of,
+    node_arg,
+    operator_of,
+)
 from pt2mx.fx.graph.tensors import delete_unused_modules
 from pt2mx.ops.step_variance import in_backward_pass
 

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from pt2mx import ops
-from pt2mx.fx.graph.attributes import tensor_of
-from pt2mx.fx.graph.node import Dequantize, args_of, set_value
+from pt2mx.fx.graph.node import Dequantize, args_of, set_value, tensor_of
 from pt2mx.fx.graph.tensors import replace_tensor
 from pt2mx.pt2e.checkpoints.layouts import BLOCK
 from pt2mx.pt2e.checkpoints.module_schemes import Scheme

@@ -13,9 +13,8 @@ from torch.fx import GraphModule, Node
 
 from pt2mx import ops
 from pt2mx.errors import MXError
-from pt2mx.fx.graph.attributes import name_of, tensor_of
 from pt2mx.fx.graph.higher_order_ops import graph_modules
-from pt2mx.fx.graph.node import Dequantize, is_ours
+from pt2mx.fx.graph.node import Dequantize, is_ours, name_of, tensor_of
 from pt2mx.fx.graph.qdq import quantize_of, spec_of_dequantize
 from pt2mx.fx.graph.source_node import module_name
 from pt2mx.pt2e.checkpoints.module_schemes import are_experts

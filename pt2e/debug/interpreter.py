@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.aliasing import written_nodes
-from pt2mx.fx.graph.attributes import attribute_of
+from pt2mx.fx.graph.node import attribute_of
 from pt2mx.fx.graph.source_node import nodes_by_source, source_name
 from pt2mx.fx.graph.tensors import tensors_in_written_memory
 from pt2mx.pt2e.debug.batches import copied, errors_of_running, leaves_of

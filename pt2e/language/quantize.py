@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from pt2mx.fx.graph.attributes import attribute_of
 from pt2mx.fx.graph.constants import computed_from
+from pt2mx.fx.graph.node import attribute_of
 from pt2mx.fx.graph.tensors import remove_unused
 from pt2mx.pt2e.checkpoints.coverage import CheckpointValues, tensors_read
 from pt2mx.pt2e.convert import convert_pt2e

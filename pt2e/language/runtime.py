@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
-from pt2mx.fx.graph.attributes import tensor_of
+from pt2mx.fx.graph.node import tensor_of
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.cache import Layers

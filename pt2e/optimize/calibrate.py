@@ -11,9 +11,8 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from pt2mx.errors import MXError, nearest
-from pt2mx.fx.graph.attributes import model_of
 from pt2mx.fx.graph.higher_order_ops import graph_modules, written_in
-from pt2mx.fx.graph.node import dtype_of, shape_of
+from pt2mx.fx.graph.node import dtype_of, model_of, shape_of
 from pt2mx.fx.graph.tensors import copy_sharing_tensors
 from pt2mx.pt2e.optimize.distributed import all_reduce_sums, min_over_ranks
 from pt2mx.pt2e.optimize.losses import call_with_batch

@@ -19,8 +19,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from pt2mx.fx.graph.aliasing import written_nodes
-from pt2mx.fx.graph.attributes import tensor_of
-from pt2mx.fx.graph.node import args_of, dtype_of, named_args, shape_of
+from pt2mx.fx.graph.node import args_of, dtype_of, named_args, shape_of, tensor_of
 from pt2mx.fx.graph.tensors import replace_tensor
 from pt2mx.ops.checks import HIGH_PRECISION
 

@@ -17,7 +17,7 @@ from pt2mx.algorithms.learned_rounding import LatentWeight
 from pt2mx.errors import MXError
 from pt2mx.functional import fake_quantize_mx
 from pt2mx.fx.graph.aliasing import written_nodes
-from pt2mx.fx.graph.attributes import tensor_of
+from pt2mx.fx.graph.node import tensor_of
 from pt2mx.pt2e.optimize.losses import LOSS_SCALE, check_batches, hold_out, relative_error
 from pt2mx.pt2e.optimize.segments import ModuleBlock, module_blocks, placeholder_values
 from pt2mx.pt2e.optimize.targets import WeightTarget, quantized_inputs, reason_not_rounded, set_weight, weight_targets

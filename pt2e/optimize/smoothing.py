@@ -17,8 +17,8 @@ from torch.fx import GraphModule, Node
 
 from pt2mx.algorithms import Smoothing
 from pt2mx.fx.graph.aliasing import written_nodes
-from pt2mx.fx.graph.attributes import register_buffer
 from pt2mx.fx.graph.constants import evaluate
+from pt2mx.fx.graph.node import register_buffer
 from pt2mx.ops.hadamard import hadamard
 from pt2mx.pt2e.optimize.equivalent_transforms import (
     BITS,

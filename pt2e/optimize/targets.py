@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from pt2mx.fx.graph.attributes import register_buffer
 from pt2mx.fx.graph.constants import constant_nodes, evaluate, first_equal, mark_constants, root_name
 from pt2mx.fx.graph.higher_order_ops import captured_operands, graph_modules, hop_calls
-from pt2mx.fx.graph.node import named_args
+from pt2mx.fx.graph.node import named_args, register_buffer
 from pt2mx.fx.graph.source_node import module_name
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, replace_tensor
 from pt2mx.pt2e import torchao_pt2e

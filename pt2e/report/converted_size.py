@@ -9,10 +9,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.aliasing import storage_of, written_storages
-from pt2mx.fx.graph.attributes import attribute_of, model_of, name_of
 from pt2mx.fx.graph.constants import CONSTANT_KEY
 from pt2mx.fx.graph.higher_order_ops import HOPCall, captured_operands, hop_calls, placeholders
-from pt2mx.fx.graph.node import node_arg
+from pt2mx.fx.graph.node import attribute_of, model_of, name_of, node_arg
 from pt2mx.fx.training.fuse_batch_norm import NormalizedLayer, computed_bias
 from pt2mx.fx.training.train_eval import TrainEvalModule
 from pt2mx.pt2e.observer import MXObserver, observed_value

@@ -9,9 +9,8 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from pt2mx import ops
-from pt2mx.fx.graph.attributes import model_of, name_of, tensor_of
 from pt2mx.fx.graph.higher_order_ops import graph_modules
-from pt2mx.fx.graph.node import node_arg
+from pt2mx.fx.graph.node import model_of, name_of, node_arg, tensor_of
 from pt2mx.fx.graph.source_node import module_name
 from pt2mx.kernels.elements import NAN_SCALE
 from pt2mx.pt2e.observer import STATISTICS_KEY

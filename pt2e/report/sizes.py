@@ -17,10 +17,9 @@ from torch.fx import GraphModule, Node
 
 from pt2mx import ops
 from pt2mx.fx.graph.aliasing import storage_of
-from pt2mx.fx.graph.attributes import attribute_of, model_of, name_of
 from pt2mx.fx.graph.constants import computed_from
 from pt2mx.fx.graph.higher_order_ops import captured_operands, graph_modules
-from pt2mx.fx.graph.node import node_arg
+from pt2mx.fx.graph.node import attribute_of, model_of, name_of, node_arg
 from pt2mx.pt2e.observer import MXObserver
 from pt2mx.pt2e.stored_bits import packed_bytes
 from pt2mx.spec import MXSpec

@@ -15,10 +15,9 @@ from torch.fx import GraphModule, Node
 
 from pt2mx.analysis.sums import quantization_noise
 from pt2mx.functional import fake_quantize_mx
-from pt2mx.fx.graph.attributes import attribute_of, model_of, name_of
 from pt2mx.fx.graph.constants import computed_from, constant_nodes
 from pt2mx.fx.graph.higher_order_ops import captured_operands, graph_modules
-from pt2mx.fx.graph.node import function_of, node_arg
+from pt2mx.fx.graph.node import attribute_of, function_of, model_of, name_of, node_arg
 from pt2mx.fx.training.fuse_batch_norm import ScaledWeight
 from pt2mx.fx.training.train_eval import TrainEvalModule
 from pt2mx.pt2e.format_observer import CANDIDATES_KEY, MXFormatObserver
