@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import math
 import os
 import secrets
 import signal
@@ -170,3 +172,16 @@ def _spelled(path: object) -> str:
 
 def _is_device(target: Path) -> bool:
     return os.path.exists(target) and not (os.path.isfile(target) or os.path.isdir(target))
+
+
+def json_text(data: object) -> str:
+    """Return the JSON of data; numbers that are not finite become null."""
+    return json.dumps(_finite(data), indent=1, allow_nan=False)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

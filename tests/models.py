@@ -121,6 +121,32 @@ class Encoder(nn.Module):
         return self.head(self.layers(self.embedding(tokens)))
 
 
+class FeedForward(nn.Module):
+    """An encoder's layer without its attention, with dropout."""
+
+    def __init__(self, width: int = 64, activation: nn.Module | None = None) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.activation, self.dropout = activation or nn.GELU(), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:  # (..., width) -> (..., width)
+        normed = self.dropout(self.norm(self.dropout(self.first(x)) + x))
+        return self.down(self.activation(self.up(normed))) + normed
+
+
+class SelfAttention(nn.Module):
+    """Attention of 2 heads over 2 sequences of 20 tokens, without a layer after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:  # (2, 20, 64) -> (2, 2, 20, 32)
+        heads = [layer(x).view(2, 20, 2, 32).transpose(1, 2) for layer in (self.q, self.k, self.v)]
+        return nn.functional.scaled_dot_product_attention(*heads)
+
+
 class Depthwise(nn.Module):
     """Channels that fill no block and do not divide by a group of packed codes."""
 

@@ -78,5 +78,33 @@ class ViewedWeight(Base):
             return x @ (self.inner.weight.t() * 2).contiguous()
 
 
+class Branches(nn.Module):
+    """A linear layer in each subgraph of a condition."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, self.one, self.two, (x,))
+
+
+class Repeated(nn.Module):
+    """Strict export makes one subgraph of the three blocks; two calls share it, each with the weight of its layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(3)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.block(layer, x)
+        return x
+
+    @torch.compiler.nested_compile_region
+    def block(self, layer, x):
+        return torch.relu(layer(x))
+
+
 MODELS = [NoGrad, Autocast, Cond, Nested, WhileLoop, Scan, Map, Checkpoint, ViewedWeight]
 X = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 from collections import Counter
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from pt2mx.pt2e.cli.arguments import WORST_OPERATORS
 from pt2mx.pt2e.cli.progress import Progress
+from pt2mx.pt2e.output import json_text
 
 if TYPE_CHECKING:  # they import torch
     from pt2mx.pt2e.checkpoints.coverage import Coverage
@@ -40,15 +40,7 @@ class Result:
 
     def to_json(self) -> str:
         """Return the data as one JSON object; numbers that are not finite become null."""
-        return json.dumps(_finite(self.data), indent=1, allow_nan=False)
-
-
-def _finite(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return json_text(self.data)
 
 
 @contextmanager

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -15,7 +13,7 @@ from torch.fx import GraphModule
 from pt2mx.analysis.tables import text_table
 from pt2mx.errors import MXError
 from pt2mx.pt2e.observer import MXObserver
-from pt2mx.pt2e.output import write_text
+from pt2mx.pt2e.output import json_text, write_text
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.converted_size import Conversion
 from pt2mx.pt2e.report.matmul_ops import refuse_lowered
@@ -115,7 +113,7 @@ class QuantizationReport:
             MXError: where no file can be written at `path`.
         """
         bits = {"effective_bits": self.effective_bits, "weight_bits": self.weight_bits}
-        return write_text(json.dumps(_finite({**bits, **asdict(self)}), indent=1, allow_nan=False), path)
+        return write_text(json_text({**bits, **asdict(self)}), path)
 
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> Self:
@@ -249,11 +247,3 @@ def _candidate_rows(operators: tuple[OperatorReport, ...]) -> list[tuple[str, ..
         return *labels, *("" if db is None else f"{db:.1f}" for db in sqnr)
 
     return [("module", "operator", "operand", "quantized to", *names), *(row(*pair) for pair in observed)]
-
-
-def _finite(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

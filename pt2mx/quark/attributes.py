@@ -86,6 +86,11 @@ def _arguments(attributes: Mapping[str, object]) -> dict[str, Any]:
     return {"elem_dtype": element, **arguments}
 
 
+class _NamedEnum(Enum):
+    def __str__(self) -> str:
+        return self.name
+
+
 class CalibrationMethod(Enum):
     """The calibration methods for ranges of activations. An MX scale follows from the values of its block: every method
     gives the same file, as in Quark.
@@ -102,7 +107,7 @@ class CalibrationMethod(Enum):
     Distribution = 3
 
 
-class ExtendedQuantType(Enum):
+class ExtendedQuantType(_NamedEnum):
     """The type of activations or weights. `QMX`, an MX format, is the one that pt2mx has.
 
     Example:
@@ -122,15 +127,12 @@ class ExtendedQuantType(Enum):
     QBFP = 9
     QMX = 10
 
-    def __str__(self) -> str:
-        return self.name
-
 
 #: the name that `ExtendedQuantType` had
 VitisQuantType = ExtendedQuantType
 
 
-class ExtendedQuantFormat(Enum):
+class ExtendedQuantFormat(_NamedEnum):
     """The form in which tensors are quantized in a graph; `QDQ` includes Quark's MX nodes.
 
     Example:
@@ -142,11 +144,8 @@ class ExtendedQuantFormat(Enum):
     QOperator = 0
     QDQ = 1
 
-    def __str__(self) -> str:
-        return self.name
 
-
-class VitisQuantFormat(Enum):
+class VitisQuantFormat(_NamedEnum):
     """The form in which tensors are quantized in a graph, by older names; `MXFixNeuron` means MX formats for
     activations and weights.
 
@@ -160,6 +159,3 @@ class VitisQuantFormat(Enum):
     FixNeuron = 3
     BFPFixNeuron = 4
     MXFixNeuron = 5
-
-    def __str__(self) -> str:
-        return self.name

@@ -7,7 +7,7 @@ from torch import nn
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, ops
 from pt2mx.fx.graph.higher_order_ops import graph_modules, hop_calls
-from tests.subgraph_models import MODELS, QUANTIZER, Autocast, Base, Checkpoint, Cond, NoGrad, X
+from tests.subgraph_models import MODELS, QUANTIZER, Autocast, Base, Checkpoint, Cond, NoGrad, Repeated, X
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -118,23 +118,6 @@ def test_the_callers_graphs_are_unchanged(quantize):
     pt2mx.convert_pt2e(pt2mx.prepare_pt2e(module, QUANTIZER))
     assert [g.code for g in graph_modules(module)] == before
     assert not any("mx_constant" in n.meta for g in graph_modules(module) for n in g.graph.nodes)
-
-
-class Repeated(nn.Module):
-    """A graph that two calls share, with weights of their own."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(3)])
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = self.block(layer, x)
-        return x
-
-    @torch.compiler.nested_compile_region
-    def block(self, layer, x):
-        return torch.relu(layer(x))
 
 
 def test_a_graph_that_is_called_again_is_quantized_once(quantize):

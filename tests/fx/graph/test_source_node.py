@@ -4,6 +4,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx.fx.graph.source_node import module_name, modules_of, nodes_by_source, source_name
+from tests.subgraph_models import Repeated
 
 X = torch.randn(2, 32, 6, 6, generator=torch.Generator().manual_seed(0))
 
@@ -52,23 +53,8 @@ def test_names_and_types_outermost_first(strict):
     assert module_name(linear) == "layers.0.0" and module_name(matmul) == ""
 
 
-class Repeated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)])
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = self.block(layer, x)
-        return x
-
-    @torch.compiler.nested_compile_region
-    def block(self, layer, x):
-        return layer(x)
-
-
-def test_names_in_a_graph_inside_after_strict_export():
-    model = torch.export.export(Repeated(), (torch.randn(4, 4),), strict=True).module()
+def test_names_in_a_subgraph_after_strict_export():
+    model = torch.export.export(Repeated(), (torch.randn(4, 64),), strict=True).module()
     graphs = [m.graph for m in model.modules() if isinstance(m, torch.fx.GraphModule)]
     linears = [n for g in graphs for n in g.find_nodes(op="call_function", target=torch.ops.aten.linear.default)]
     assert {module_name(n) for n in linears} <= {f"layers.{i}" for i in range(3)}

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 from torch._inductor.utils import run_and_get_code
-from torch.nn import functional as F
 
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_inductor, ops
 from pt2mx.fx import lower
@@ -20,7 +19,7 @@ from pt2mx.ops.linear import linear_mx
 from tests.compare import relative_error
 from tests.flow import convert
 from tests.graph import calls, count
-from tests.models import BATCH
+from tests.models import BATCH, FeedForward, SelfAttention
 
 ROWS = (quantize_fp8_rows, layer_norm_fp8_rows, mm_fp8_rows)
 
@@ -28,20 +27,6 @@ ROWS = (quantize_fp8_rows, layer_norm_fp8_rows, mm_fp8_rows)
 @pytest.fixture(autouse=True)
 def without_bfloat16_instructions(monkeypatch):
     monkeypatch.setattr("pt2mx.fx.passes.bf16_matmul._fits", lambda *args: False)
-
-
-class Layer(nn.Module):
-    """A layer of an encoder, but for attention."""
-
-    def __init__(self, width=64, activation=None):
-        super().__init__()
-        self.first, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.activation = activation or nn.GELU()
-
-    def forward(self, x):
-        normed = self.norm(self.first(x) + x)
-        return self.down(self.activation(self.up(normed))) + normed
 
 
 def with_rows(model, x, recipe="mxfp4", **options):
@@ -55,7 +40,7 @@ def with_rows(model, x, recipe="mxfp4", **options):
 @pytest.mark.parametrize("recipe", ["mxfp4", "mxfp6", "mxfp6_e3m2"])
 def test_a_layer_with_its_norm_and_activation(recipe):
     x, quantizer = torch.randn(3, 40, 64).bfloat16(), config(recipe)
-    converted, _, rows = with_rows(Layer(), x, quantizer)
+    converted, _, rows = with_rows(FeedForward(), x, quantizer)
     assert [count(rows, target) for target in ROWS] == [2, 1, 3] and not count(rows, linear_mx)
     assert calls(rows, quantize_fp8_rows)[1].args[-1] == "gelu"
     assert calls(rows, layer_norm_fp8_rows)[0].args[1] is not None  # the residual
@@ -79,14 +64,14 @@ def config(name, activation=None, block_size=32):
 )
 def test_activations(activation, name):
     x = torch.randn(40, 64).bfloat16()
-    converted, _, rows = with_rows(Layer(activation=activation), x)
+    converted, _, rows = with_rows(FeedForward(activation=activation), x)
     assert calls(rows, quantize_fp8_rows)[1].args[-1] == name
     assert relative_error(rows(x), converted(x)) < 4e-3
 
 
 def test_two_elements():
     x = torch.randn(40, 64).bfloat16()
-    converted, _, rows = with_rows(Layer(), x, config("mxfp4", "mxfp6"))
+    converted, _, rows = with_rows(FeedForward(), x, config("mxfp4", "mxfp6"))
     assert count(rows, mm_fp8_rows) == 3 and {n.args[1] for n in calls(rows, quantize_fp8_rows)} == {"fp6_e2m3"}
     assert relative_error(rows(x), converted(x)) < 4e-3
 
@@ -104,18 +89,18 @@ def test_two_elements():
     ],
 )
 def test_what_stays(quantizer, dtype):
-    _, _, rows = with_rows(Layer(), torch.randn(40, 64, dtype=dtype), quantizer)
+    _, _, rows = with_rows(FeedForward(), torch.randn(40, 64, dtype=dtype), quantizer)
     assert not sum(count(rows, target) for target in ROWS)
 
 
 def test_sizes_that_tensor_cores_do_not_take_stay():
     for width in (24, 48):  # no whole blocks
-        _, _, rows = with_rows(Layer(width), torch.randn(40, width).bfloat16())
+        _, _, rows = with_rows(FeedForward(width), torch.randn(40, width).bfloat16())
         assert count(rows, mm_fp8_rows) == (1 if width == 48 else 0)  # of 96 columns
 
 
 def test_a_weight_with_a_row_that_does_not_fit_stays():
-    model = Layer()
+    model = FeedForward()
     with torch.no_grad():
         model.up.weight[3, :32] *= 2.0**-40
     x = torch.randn(40, 64).bfloat16()
@@ -125,7 +110,7 @@ def test_a_weight_with_a_row_that_does_not_fit_stays():
 
 
 def test_rows_of_x_that_do_not_fit_are_multiplied_exactly():
-    model = Layer()
+    model = FeedForward()
     with torch.no_grad():
         model.first.weight[:, 32:] = 0  # of what is large in x
     x = torch.randn(40, 64).bfloat16()
@@ -174,21 +159,11 @@ def test_compiled_without_cuda_graphs(monkeypatch):
     """Inductor sees what the calls compute, and rows are never made."""
     monkeypatch.setattr(inductor, "_calls_are_cheap", lambda x: False)
     x = torch.randn(40, 64).bfloat16()
-    converted, _, rows = with_rows(Layer(), x)
+    converted, _, rows = with_rows(FeedForward(), x)
     with torch.no_grad():
         found, (code, *_) = run_and_get_code(torch.compile(rows), x)
     assert "_fp8_rows.default" not in code
     assert relative_error(found, converted(x)) < 2e-2
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(64, 64) for _ in range(3))
-
-    def forward(self, x):
-        heads = [layer(x).view(2, 20, 2, 32).transpose(1, 2) for layer in (self.q, self.k, self.v)]
-        return F.scaled_dot_product_attention(*heads)
 
 
 def test_queries_keys_and_values_are_quantized_by_a_call(monkeypatch):
@@ -199,7 +174,7 @@ def test_queries_keys_and_values_are_quantized_by_a_call(monkeypatch):
     monkeypatch.setitem(fuse_activation_quantize._IS_SUPPORTED, "cpu", fuse_activation_quantize._is_supported_on_gpu)
     monkeypatch.setattr(fuse_activation_quantize, "runs_triton", lambda device: True)
     x = torch.randn(2, 20, 64).bfloat16()
-    converted = convert(Attention().bfloat16(), (x,), "mxfp4")
+    converted = convert(SelfAttention().bfloat16(), (x,), "mxfp4")
     rows = lower_to_inductor(converted, unpack=True)
     assert count(rows, mm_fp8_rows) == 1 and count(rows, activation_fake_quantize_mx) == 1
     assert not count(rows, ops.fake_quantize_mx)
@@ -208,14 +183,14 @@ def test_queries_keys_and_values_are_quantized_by_a_call(monkeypatch):
 
 def test_dynamic_rows_and_export_again():
     x = torch.randn(40, 64).bfloat16()
-    converted, _, rows = with_rows(Layer(), x, shapes=BATCH)
+    converted, _, rows = with_rows(FeedForward(), x, shapes=BATCH)
     program = torch.export.export(rows, (x,), dynamic_shapes=BATCH)
     for n in (40, 7):
         assert relative_error(program.module()(x[:n]), converted(x[:n])) < 4e-3
 
 
 def test_nothing_changes_without_a_gpu():
-    converted = convert(Layer().bfloat16(), (torch.randn(300, 64).bfloat16(),), "mxfp4")
+    converted = convert(FeedForward().bfloat16(), (torch.randn(300, 64).bfloat16(),), "mxfp4")
     assert not count(lower_to_inductor(converted, unpack=True), mm_fp8_rows)
 
 
@@ -223,7 +198,7 @@ def test_nothing_changes_without_a_gpu():
 @pytest.mark.parametrize("recipe", ["mxfp4", "mxfp6"])
 def test_a_compiled_layer_on_a_gpu(recipe):
     x = torch.randn(2, 200, 1024).bfloat16()
-    converted = convert(Layer(1024).bfloat16(), (x,), recipe)
+    converted = convert(FeedForward(1024).bfloat16(), (x,), recipe)
     rows, x = lower_to_inductor(converted, "cuda", unpack=True), x.cuda()
     assert [count(rows, target) for target in ROWS] == [2, 1, 3]
     want = converted(x.cpu())

@@ -12,7 +12,7 @@ from pt2mx.ops.linear import linear_mx
 from tests.compare import relative_error
 from tests.flow import convert
 from tests.graph import calls, count
-from tests.models import BATCH
+from tests.models import BATCH, FeedForward, SelfAttention
 
 FUSED = (activation_fake_quantize_mx, layer_norm_fake_quantize_mx)
 
@@ -21,20 +21,6 @@ FUSED = (activation_fake_quantize_mx, layer_norm_fake_quantize_mx)
 def small_tensors_too(monkeypatch):
     monkeypatch.setattr(module, "_MIN_VALUES", 0)
     monkeypatch.setattr("pt2mx.fx.passes.fuse_quantize_epilogue.has_isa", lambda spec, k: False)
-
-
-class Layer(nn.Module):
-    """A layer of an encoder, but for attention."""
-
-    def __init__(self, width=64, activation=None):
-        super().__init__()
-        self.first, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.activation, self.dropout = activation or nn.GELU(), nn.Dropout(0.5)
-
-    def forward(self, x):
-        normed = self.dropout(self.norm(self.dropout(self.first(x)) + x))
-        return self.down(self.activation(self.up(normed))) + normed
 
 
 def lowered(model, x, recipe="mxfp8", **options):
@@ -47,7 +33,7 @@ def lowered(model, x, recipe="mxfp8", **options):
 @pytest.mark.parametrize("width", [64, 72])
 def test_a_layer_with_its_norm_and_activation(recipe, dtype, width):
     x = torch.randn(3, 40, width, dtype=dtype)
-    converted, fused = lowered(Layer(width), x, recipe)
+    converted, fused = lowered(FeedForward(width), x, recipe)
     assert count(fused, layer_norm_fake_quantize_mx) == 1 and not count(fused, ops.fake_quantize_mx)
     assert "gelu" in [n.args[1] for n in calls(fused, activation_fake_quantize_mx)]
     assert not count(fused, torch.ops.aten.gelu.default) and not count(fused, torch.ops.aten.layer_norm.default)
@@ -63,24 +49,14 @@ def test_a_layer_with_its_norm_and_activation(recipe, dtype, width):
 )
 def test_activations(activation, names):
     x = torch.randn(40, 64)
-    converted, fused = lowered(Layer(activation=activation), x)
+    converted, fused = lowered(FeedForward(activation=activation), x)
     assert [n.args[1] for n in calls(fused, activation_fake_quantize_mx) if n.args[1] != "none"] == names
     assert relative_error(fused(x), converted(x)) < 2e-3
 
 
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(64, 64) for _ in range(3))
-
-    def forward(self, x):
-        heads = [layer(x).view(2, 20, 2, 32).transpose(1, 2) for layer in (self.q, self.k, self.v)]
-        return F.scaled_dot_product_attention(*heads)
-
-
 def test_queries_keys_and_values_are_quantized_by_one_call():
     x = torch.randn(2, 20, 64)
-    converted, fused = lowered(Attention(), x)
+    converted, fused = lowered(SelfAttention(), x)
     assert count(fused, linear_mx) == 1 and calls(fused, linear_mx)[0].args[3] is not None  # the bias
     assert [n.args[1] for n in calls(fused, activation_fake_quantize_mx)][-1] == "none"
     assert not count(fused, ops.fake_quantize_mx)
@@ -132,26 +108,26 @@ def test_what_stays(activations):
     quantizer: object = "mxfp4_weight_only"
     if activations:
         quantizer = MXQuantizer().set_global(get_default_mx_quantization_config("mxfp8", activations))
-    _, same = lowered(Layer(), torch.randn(40, 64), quantizer)
+    _, same = lowered(FeedForward(), torch.randn(40, 64), quantizer)
     assert not sum(count(same, target) for target in FUSED)
 
 
 def test_small_tensors_stay(monkeypatch):
     monkeypatch.undo()
-    _, same = lowered(Layer(), torch.randn(40, 64))
+    _, same = lowered(FeedForward(), torch.randn(40, 64))
     assert not sum(count(same, target) for target in FUSED)
 
 
 def test_a_machine_without_a_compiler(monkeypatch):
     monkeypatch.setattr(module, "is_available", lambda: False)
-    _, same = lowered(Layer(), torch.randn(40, 64))
+    _, same = lowered(FeedForward(), torch.randn(40, 64))
     assert not sum(count(same, target) for target in FUSED)
 
 
 @pytest.mark.parametrize("recipe", ["mxint8", "mxfp8"])
 def test_dynamic_rows_export_and_compilation(recipe):
     x = torch.randn(80, 64)
-    converted, fused = lowered(Layer(), x, recipe, shapes=BATCH)
+    converted, fused = lowered(FeedForward(), x, recipe, shapes=BATCH)
     program = torch.export.export(fused, (x,), dynamic_shapes=BATCH).module()
     compiled = torch.compile(fused, dynamic=True)
     for n in (80, 37):
@@ -162,7 +138,7 @@ def test_dynamic_rows_export_and_compilation(recipe):
 
 def test_a_gradient_passes():
     x = torch.randn(40, 64, requires_grad=True)
-    converted, fused = lowered(Layer(), x.detach())
+    converted, fused = lowered(FeedForward(), x.detach())
     (want,) = torch.autograd.grad(converted(x).sum(), x)
     (got,) = torch.autograd.grad(fused(x).sum(), x)
     assert relative_error(got, want) < 1e-2
@@ -170,7 +146,7 @@ def test_a_gradient_passes():
 
 def test_autocast_around_it():
     x = torch.randn(40, 64)
-    converted, fused = lowered(Layer(), x)
+    converted, fused = lowered(FeedForward(), x)
     with torch.autocast("cpu", torch.bfloat16):
         assert relative_error(fused(x), converted(x)) < 5e-2
 

@@ -10,6 +10,7 @@ from pt2mx import MXError
 from pt2mx.pt2e.debug.bisect import bisect
 from pt2mx.pt2e.debug.errors import relative_error
 from tests.stage_models import IDS, stages
+from tests.subgraph_models import Branches
 
 
 @pytest.fixture(scope="module")
@@ -69,14 +70,6 @@ def test_compiled(net):
 
 
 def test_a_subgraph_of_a_condition():
-    class Branches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 64)
-
-        def forward(self, x):
-            return torch.cond(x.sum() > 0, self.one, self.two, (x,))
-
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).abs()
     exported, forms = stages(Branches(), (x,), "mxfp4", "mxfp4")
     worst = bisect(exported, forms["converted"], x)

@@ -7,6 +7,7 @@ from torch import nn
 from pt2mx import MXError
 from pt2mx.pt2e.debug.print_graph import print_graph
 from tests.stage_models import stages
+from tests.subgraph_models import Branches
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +52,6 @@ def test_around(net):
 
 
 def test_subgraphs():
-    class Branches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 64)
-
-        def forward(self, x):
-            return torch.cond(x.sum() > 0, self.one, self.two, (x,))
-
     _, forms = stages(Branches(), (torch.ones(4, 64),))
     printed = lines(forms["converted"])
     assert [line for line in printed if line.startswith("graph")] == ["graph true_graph_0:", "graph false_graph_0:"]

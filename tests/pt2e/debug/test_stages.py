@@ -11,6 +11,7 @@ from pt2mx.pt2e.debug.errors import ErrorSums
 from pt2mx.pt2e.debug.stages import compare_stages
 from pt2mx.pt2e.report.page.page import asset
 from tests.stage_models import GRU, IDS, Normalized, stages
+from tests.subgraph_models import Branches
 
 
 @pytest.fixture(scope="module")
@@ -93,14 +94,6 @@ def test_a_wrong_axis_is_the_first_line():
 
 
 def test_subgraphs_are_compared():
-    class Branches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 64)
-
-        def forward(self, x):
-            return torch.cond(x.sum() > 0, self.one, self.two, (x,))
-
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
     exported, forms = stages(Branches(), (x,), "mxfp4", "mxfp4")
     comparison = compare_stages(exported, forms, [x.abs(), -x.abs()])

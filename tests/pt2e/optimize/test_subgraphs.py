@@ -6,7 +6,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, optimization_report
-from tests.subgraph_models import MODELS, QUANTIZER, Base, Nested, ViewedWeight
+from tests.subgraph_models import MODELS, QUANTIZER, Base, Nested, Repeated, ViewedWeight
 
 
 def inputs():
@@ -82,23 +82,9 @@ def test_a_weight_that_the_graph_around_also_reads_unquantized():
 
 
 def test_one_graph_for_two_weights():
-    class Layers(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(3)])
-
-        def forward(self, x):
-            for layer in self.layers:
-                x = self.block(layer, x)
-            return x
-
-        @torch.compiler.nested_compile_region
-        def block(self, layer, x):
-            return torch.relu(layer(x))
-
     torch.manual_seed(0)
     x = inputs()
-    model = torch.export.export(Layers().eval(), (x,), strict=True).module()
+    model = torch.export.export(Repeated().eval(), (x,), strict=True).module()
     with torch.no_grad():
         want = model(x)
     optimized = pt2mx.optimize(model, QUANTIZER, [(x,)])
