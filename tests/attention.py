@@ -1,10 +1,11 @@
-"""Random queries over a packed cache, and what attention gives of it."""
+"""Random queries over a packed cache and the result of attention over it; `attention_bfloat16` with defaults."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from pt2mx import ops
+from pt2mx.ops.bf16_matmul import attention_bfloat16
 
 #: of sums in another order, and of weights in the query's dtype
 _TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
@@ -33,3 +34,22 @@ def close(found: Tensor, want: Tensor, dtype: torch.dtype) -> None:
     assert found.dtype == dtype and found.shape == want.shape and found.is_contiguous()
     finite = want.isfinite()
     assert float((found.float() - want)[finite].norm() / want[finite].norm()) < _TOLERANCE[dtype]
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    target_dtype: torch.dtype | None = None,
+    elem_dtype_name: str | None = None,
+    block_size: int = 32,
+    scale_mode: str = "floor",
+    rounding: str = "even",
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Call `attention_bfloat16`, whose own arguments have no defaults."""
+    modes = elem_dtype_name, block_size, scale_mode, rounding, out_dtype
+    return attention_bfloat16(query, key, value, mask, is_causal, scale, target_dtype, *modes)

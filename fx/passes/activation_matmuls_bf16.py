@@ -17,7 +17,7 @@ from pt2mx.fx.graph.views import REORDERING, SPLITTING, is_view, settle_order, t
 from pt2mx.fx.passes.bf16_matmul import QUANTIZED, is_quantized
 from pt2mx.kernels.cpu import bf16_matmul
 from pt2mx.kernels.select import runs_triton
-from pt2mx.ops.bf16_matmul import attention_bfloat16, matmul_bfloat16
+from pt2mx.ops.bf16_matmul import NOT_QUANTIZED, attention_bfloat16, matmul_bfloat16
 
 aten = torch.ops.aten
 
@@ -56,7 +56,7 @@ def use_bf16_activation_matmuls(model: GraphModule) -> None:
             dtype = dtype_of(node)
             if value_of(node).is_cuda and dtype == torch.float32:  # on a GPU the quantizing kernel can write bfloat16
                 operands = tuple(_cast(operand) for operand in operands)
-            matmul = model.graph.call_function(operator, (*operands, *options, dtype))
+            matmul = model.graph.call_function(operator, (*operands, *options))
         matmul.meta.update({key: value for key, value in node.meta.items() if key != "val"})
         set_value(matmul)
         node.replace_all_uses_with(matmul)
@@ -82,7 +82,11 @@ def _matmul(node: Node) -> _Call | None:
         return None
     of_x, of_y = shapes
     fits = len(of_x or ()) == len(of_y or ()) >= 2 and (of_x or ())[:-2] == (of_y or ())[:-2]
-    return (matmul_bfloat16, (x, y), ()) if fits and _is_supported(node, (*shape, (of_x or ())[-1])) else None
+    return (
+        (matmul_bfloat16, (x, y), (torch.float32,))
+        if fits and _is_supported(node, (*shape, (of_x or ())[-1]))
+        else None
+    )
 
 
 def _attention(node: Node) -> _Call | None:
@@ -105,7 +109,7 @@ def _attention(node: Node) -> _Call | None:
     heads, key_heads = of_query[1], of_key[1]
     if not (isinstance(heads, int) and isinstance(key_heads, int) and key_heads and heads % key_heads == 0):
         return None
-    options = mask, args["is_causal"], args["scale"]
+    options = mask, args["is_causal"], args["scale"], dtype, *NOT_QUANTIZED
     return (attention_bfloat16, operands, options) if _is_supported(node, (*of_query, of_key[2], width)) else None
 
 

@@ -79,7 +79,7 @@ class MatmulBfloat16(Operator[T]):
 
 @operator(
     "attention_bfloat16",
-    1,
+    2,
     "(B, heads, S, W) in `out_dtype`, in memory as (B, S, heads, W)",
     autocast=Autocast(("query", "key", "value", "mask", "target_dtype", "out_dtype")),
     differentiable_once=True,  # as torch's attention
@@ -95,7 +95,8 @@ class AttentionBfloat16(Operator[T]):
     Example:
         >>> query = torch.tensor([8.0, 0.0, 0.0, 0.0]).reshape(1, 1, 1, 4)
         >>> keys = torch.eye(4).reshape(1, 1, 4, 4)
-        >>> torch.ops.pt2mx.attention_bfloat16(query, keys, keys).flatten()
+        >>> options = (None, False, None, None)  # no mask, a scale and a dtype by default
+        >>> torch.ops.pt2mx.attention_bfloat16(query, keys, keys, *options, None, 32, "floor", "even").flatten()
         tensor([0.9479, 0.0174, 0.0174, 0.0174])
     """
 
@@ -110,14 +111,14 @@ class AttentionBfloat16(Operator[T]):
         T | None,
         "broadcasts to (B, heads, S, L): booleans, false where a key is hidden from a query, or values in the dtype of "
         "the result that are added to the scores; or None",
-    ] = None
-    is_causal: Annotated[bool, "key j is hidden from the queries before j; without a mask"] = False
-    scale: Annotated[float | None, "of the scores; None: D ** -0.5"] = None
-    target_dtype: Annotated[torch.dtype | None, "the dtype of the attention; None: that of the query"] = None
-    element: Annotated[str | None, As("elem_dtype_name"), "the element of the result; None: it is not quantized"] = None
-    block_size: BlockSize = 32
-    scale_mode: ScaleMode = "floor"
-    rounding: PlainRounding = "even"
+    ]
+    is_causal: Annotated[bool, "key j is hidden from the queries before j; without a mask"]
+    scale: Annotated[float | None, "of the scores; None: D ** -0.5"]
+    target_dtype: Annotated[torch.dtype | None, "the dtype of the attention; None: that of the query"]
+    element: Annotated[str | None, As("elem_dtype_name"), "the element of the result; None: it is not quantized"]
+    block_size: BlockSize
+    scale_mode: ScaleMode
+    rounding: PlainRounding
     out_dtype: Annotated[torch.dtype | None, "the dtype of a quantized result; None: that of the attention"] = None
 
     def check(self) -> tuple[torch.dtype, MXSpec | None, torch.dtype]:
@@ -221,6 +222,9 @@ def _check_operands(target_dtype: torch.dtype | None, **operands: Tensor) -> tor
             )
     return target_dtype or first.dtype
 
+
+#: the arguments of `attention_bfloat16` from the element on, where the result is not quantized
+NOT_QUANTIZED = (None, 32, "floor", "even")
 
 matmul_bfloat16 = MatmulBfloat16.overload
 attention_bfloat16 = AttentionBfloat16.overload

@@ -18,9 +18,8 @@ device, fake kernels and gradients; a compiler implements the ones that it meets
 `dequantize_mx`, one in training `fake_quantize_mx`; `pt2mx.lower_to_inductor` replaces them by the others.
 
 `python -m pt2mx.ops.contract_text` writes this document from the registered schemas. An operator's version rises with
-every change of its schema or of its numbers. Arguments that decide numbers have no default, but for those of
-`attention_bfloat16`: a file holds them. Files of older versions, whose schemas had defaults, are read by
-`pt2mx.load_program`.
+every change of its schema or of its numbers. Arguments that decide numbers have no default: a file holds them. Files of
+older versions, whose schemas had defaults, are read by `pt2mx.load_program`.
 
 ## Storage
 

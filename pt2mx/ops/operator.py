@@ -71,12 +71,10 @@ class Argument(NamedTuple):
 
     @property
     def declaration(self) -> str:
-        """The argument in the schema."""
-        default = self.field.default
-        default = default[0] if isinstance(default, tuple) else default
-        if default is dataclasses.MISSING:
-            return f"{self.type} {self.name}"
-        return f"{self.type} {self.name}=" + (f'"{default}"' if isinstance(default, str) else str(default))
+        """The argument in the schema. A default other than None is an error: files would leave such an argument out."""
+        if self.field.default not in (dataclasses.MISSING, None):
+            raise TypeError(f"{self.name}={self.field.default!r}: the only default of an argument is None")
+        return f"{self.type} {self.name}" + ("=None" if self.field.default is None else "")
 
 
 class Autocast(NamedTuple):

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import pt2mx
-from pt2mx.ops.bf16_matmul import attention_bfloat16, matmul_bfloat16
+from pt2mx.ops.bf16_matmul import matmul_bfloat16
+from tests.attention import attend
 from tests.benchmarks.attention import graph
 from tests.benchmarks.measure import Row, gpu_medians_in_turns, hardware, keep_heap, medians_in_turns, print_table
 from tests.compare import relative_error
@@ -58,7 +59,7 @@ def measured(device: str, spec: pt2mx.MXSpec, dtype: torch.dtype, repeats: int) 
         seen = (torch.rand(batch, 1, 1, tokens, device=device) < 0.9).expand(batch, 1, tokens, tokens)
         for name, mask in (("attention", None), ("attention, masked", seen)):
             theirs = partial(_torch_attention, mask=mask)
-            ours = partial(attention_bfloat16, mask=mask)
+            ours = partial(attend, mask=mask)
             times = _times(theirs, ours, operands, dtype, repeats)
             yield {"what": name, "size": f"{batch}x{heads}x{tokens}x{width}"} | times
     for matrices, m, n, k in _PRODUCTS if dtype == torch.float32 else ():

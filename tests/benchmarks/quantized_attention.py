@@ -17,7 +17,7 @@ from torch import Tensor
 
 import pt2mx
 from pt2mx.ops.activations import activation_fake_quantize_mx
-from pt2mx.ops.bf16_matmul import attention_bfloat16
+from tests.attention import attend
 from tests.benchmarks.attention import graph
 from tests.benchmarks.measure import Row, gpu_medians_in_turns, hardware, keep_heap, medians_in_turns, print_table
 
@@ -47,8 +47,8 @@ def measured(device: str, spec: pt2mx.MXSpec, dtype: torch.dtype, repeats: int) 
         values = [torch.randn(batch, tokens, heads, width, device=device) for _ in range(3)]
         operands = [pt2mx.fake_quantize_mx(x, spec).transpose(1, 2) for x in values]
         narrow = operands if device == "cpu" and dtype == torch.float32 else [x.bfloat16() for x in operands]
-        alone = partial(attention_bfloat16, *narrow, target_dtype=dtype)
-        one_call = partial(attention_bfloat16, *narrow, None, False, None, dtype, *modes)
+        alone = partial(attend, *narrow, target_dtype=dtype)
+        one_call = partial(attend, *narrow, None, False, None, dtype, *modes)
         calls = [alone, partial(_two_calls, alone, modes), one_call]
         assert torch.equal(calls[1](), calls[2]())
         run = [graph(call) for call in calls] if device == "cuda" else calls

@@ -86,7 +86,7 @@ def nodes(value):
         yield from nodes(part)
 
 
-def drop_defaults(path, to):
+def drop_defaults(path, to, defaults=DEFAULTS):
     """Write the file as it was at that time: without arguments at the end that equal a default."""
     dropped = []
     with zipfile.ZipFile(path) as archive, zipfile.ZipFile(to, "w") as old:
@@ -95,7 +95,7 @@ def drop_defaults(path, to):
             if "/models/" in name and name.endswith(".json"):
                 graph = json.loads(record)
                 for node in nodes(graph):
-                    while DEFAULTS.get(node["inputs"][-1]["name"]) == node["inputs"][-1]["arg"]:
+                    while defaults.get(node["inputs"][-1]["name"]) == node["inputs"][-1]["arg"]:
                         dropped.append(node["inputs"].pop()["name"])
                 record = json.dumps(graph)
             old.writestr(name, record)
@@ -136,3 +136,31 @@ def test_torch_writes_what_decides_numbers(model, tmp_path):
             left_out = {a.name: a.default_value for a in schema.arguments if a.name not in written}
             assert set(left_out.values()) <= {None}
         assert torch.equal(pt2mx.load_program(path).module()(X), model(X))
+
+
+class Attention(nn.Module):
+    """A call of `attention_bfloat16`, of which all but the operands once had defaults."""
+
+    def __init__(self, *modes):
+        super().__init__()
+        self.modes = modes
+
+    def forward(self, x):
+        return torch.ops.pt2mx.attention_bfloat16(x, x, x, *self.modes)
+
+
+@pytest.mark.parametrize(
+    ("modes", "lost"),
+    [
+        ((None, True, None, None, "int8", 32, "floor", "even"), {"block_size", "scale_mode", "rounding"}),
+        ((None, False, 0.5, None, None, 32, "floor", "even"), {"elem_dtype_name", "target_dtype", "block_size"}),
+        ((None, False, None, None, None, 32, "floor", "even"), {"mask", "is_causal", "scale"}),
+    ],
+)
+def test_attention_in_older_files(modes, lost, tmp_path):
+    defaults = DEFAULTS | {"block_size": {"as_int": 32}, "is_causal": {"as_bool": False}}
+    defaults |= {name: {"as_none": True} for name in ("mask", "scale", "elem_dtype_name")}
+    model, x = Attention(*modes), torch.randn(1, 2, 8, 64)
+    torch.export.save(torch.export.export(model, (x,)), tmp_path / "new.pt2")
+    assert lost <= set(drop_defaults(tmp_path / "new.pt2", tmp_path / "old.pt2", defaults))
+    assert torch.equal(read_program(tmp_path / "old.pt2").module()(x), model(x))

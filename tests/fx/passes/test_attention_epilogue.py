@@ -13,6 +13,7 @@ from pt2mx.fx.passes import activation_matmuls_bf16, fuse_activation_quantize
 from pt2mx.fx.passes.fuse_quantize_epilogue import fuse_quantize_epilogue
 from pt2mx.ops.bf16_matmul import attention_bfloat16
 from pt2mx.ops.linear import linear_mx
+from tests.attention import attend
 from tests.compare import relative_error, same
 from tests.flow import convert
 from tests.graph import calls, count
@@ -105,7 +106,7 @@ def test_a_cast_of_the_quantized_values(monkeypatch):
 @pytest.mark.parametrize(("dtype", "taken"), [(torch.float16, True), (torch.float64, False)])
 def test_casts_to_dtypes_that_the_operator_gives(dtype, taken):
     def run(query):
-        y = attention_bfloat16(query, query, query).transpose(1, 2).reshape(2, 20, 96)
+        y = attend(query, query, query).transpose(1, 2).reshape(2, 20, 96)
         return torch.ops.aten.to.dtype(
             ops.fake_quantize_mx(y, "int8", 32, -1, "floor", "even", None, "identity"), dtype
         )

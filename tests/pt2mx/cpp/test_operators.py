@@ -10,6 +10,7 @@ import torch
 import pt2mx
 from pt2mx import MXSpec, cpp
 from pt2mx.cpp import tables
+from pt2mx.ops.bf16_matmul import NOT_QUANTIZED
 from pt2mx.ops.contract import schema_of
 from tests.pt2mx.cpp.calls import CALLS, check, ours, packed
 
@@ -124,15 +125,20 @@ def test_matmuls_of_activations(dtype, tmp_path):
             torch.rand(2, 1, 1, keys) < 0.7,
             torch.randn(heads, queries, 1).to(dtype),
         )
-        calls += [("attention_bfloat16", (query, key, value, mask, False, None, None)) for mask in (None, *masks)]
+        calls += [
+            ("attention_bfloat16", (query, key, value, mask, False, None, None, *NOT_QUANTIZED))
+            for mask in (None, *masks)
+        ]
         for target in (torch.float32, torch.bfloat16):
-            calls.append(("attention_bfloat16", (query, key, value, None, True, 0.3, target)))
-        calls.append(("attention_bfloat16", (torch.randn_like(query), key, value, None, False, None, None)))
+            calls.append(("attention_bfloat16", (query, key, value, None, True, 0.3, target, *NOT_QUANTIZED)))
+        calls.append(
+            ("attention_bfloat16", (torch.randn_like(query), key, value, None, False, None, None, *NOT_QUANTIZED))
+        )
         quantization = "fp6_e2m3", 32, "even", "even"
         for out_dtype in (None, torch.bfloat16):
             calls.append(("attention_bfloat16", (query, key, value, None, False, None, None, *quantization, out_dtype)))
         few = query[:, :, :3], key, value
-        calls += [("attention_bfloat16", (*few, torch.arange(keys) % 3 > 0, False, None, None))]
+        calls += [("attention_bfloat16", (*few, torch.arange(keys) % 3 > 0, False, None, None, *NOT_QUANTIZED))]
     check(calls, tmp_path)
 
 
@@ -143,8 +149,10 @@ torch.ops.load_library(sys.argv[1])
 x = torch.randn(2, 2, 20, 32).bfloat16().float()
 attention, matmul = torch.ops.pt2mx.attention_bfloat16, torch.ops.pt2mx.matmul_bfloat16
 masks = torch.zeros(3, 20), torch.ones(3, 1, 20, 20).bool(), torch.zeros(20, 20).bfloat16(), torch.ones(20).int()
-calls = [lambda mask=mask: attention(x, x, x, mask) for mask in masks]
-calls += [lambda: attention(x.double(), x.double(), x.double()), lambda: attention(x, x.bfloat16(), x)]
+options = False, None, None, None, 32, "floor", "even"
+calls = [lambda mask=mask: attention(x, x, x, mask, *options) for mask in masks]
+operands = (x.double(), x.double(), x.double()), (x, x.bfloat16(), x)
+calls += [lambda tensors=tensors: attention(*tensors, None, *options) for tensors in operands]
 calls += [lambda: matmul(x.double(), x.mT.double()), lambda: matmul(x.int(), x.mT.int())]
 for call in calls:
     try:

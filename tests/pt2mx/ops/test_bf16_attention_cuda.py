@@ -5,7 +5,7 @@ import torch
 
 import pt2mx
 from pt2mx.modes import SCALE_MODES
-from pt2mx.ops.bf16_matmul import attention_bfloat16
+from tests.attention import attend
 from tests.compare import same
 from tests.oracle import NARROW
 
@@ -22,9 +22,9 @@ def operands(width=32, dtype=torch.float32, heads=4, key_heads=2, queries=70, ke
 
 def check(given, modes, mask=None, causal=False, out_dtype=None):
     """Compare one step and two, where the kernel takes one."""
-    product = attention_bfloat16(*given, mask, causal)
+    product = attend(*given, mask, causal)
     want = pt2mx.fake_quantize_mx(product.transpose(1, 2), *modes[:2], -1, *modes[2:]).transpose(1, 2)
-    got = attention_bfloat16(*given, mask, causal, None, None, *modes, out_dtype=out_dtype)
+    got = attend(*given, mask, causal, None, None, *modes, out_dtype=out_dtype)
     assert same(got, want.to(out_dtype or want.dtype)) and got.transpose(1, 2).is_contiguous()
 
 
@@ -87,10 +87,10 @@ def test_a_query_that_sees_nothing():
 
 def test_a_captured_graph():
     given, modes = operands(), (None, False, None, None, "fp8_e4m3", 32)
-    want = attention_bfloat16(*given, *modes)
+    want = attend(*given, *modes)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = attention_bfloat16(*given, *modes)
+        got = attend(*given, *modes)
     for _ in range(3):
         graph.replay()
         assert same(got, want)

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 import pt2mx
 from pt2mx import MXError, ops
-from pt2mx.ops.bf16_matmul import attention_bfloat16, matmul_bfloat16
+from pt2mx.ops.bf16_matmul import NOT_QUANTIZED, attention_bfloat16, matmul_bfloat16
+from tests.attention import attend
 from tests.oracle import NARROW
 
 _DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -41,7 +42,7 @@ def test_attention_is_torch_s(mask, dtype):
     given = operands(dtype)
     mask = mask and (torch.rand(40, 50) < 0.7 if mask == torch.bool else torch.randn(4, 1, 50).to(dtype))
     for rest in ((mask, False, None), (mask, False, 0.3), (None, True, None)):
-        got = attention_bfloat16(*given, *rest)
+        got = attend(*given, *rest)
         want = F.scaled_dot_product_attention(*given, rest[0], is_causal=rest[1], scale=rest[2], enable_gqa=True)
         assert got.dtype == dtype and got.transpose(1, 2).is_contiguous()
         # of weights in bfloat16 torch rounds others: some are those of a lesser score than the largest
@@ -54,7 +55,7 @@ def test_values_that_bfloat16_does_not_hold_are_multiplied_in_float32():
     assert torch.equal(matmul_bfloat16(x, y), x @ y)
     query, key, value = torch.randn(2, 2, 40, 32), torch.randn(2, 2, 50, 32), torch.randn(2, 2, 50, 32)
     want = F.scaled_dot_product_attention(query, key, value)
-    assert torch.equal(attention_bfloat16(query, key, value), want)
+    assert torch.equal(attend(query, key, value), want)
 
 
 def test_results_in_float32_of_values_in_bfloat16():
@@ -65,8 +66,8 @@ def test_results_in_float32_of_values_in_bfloat16():
         narrow = [tensor.to(dtype) for tensor in (x, y, *given)]
         wide = [tensor.float() for tensor in narrow]
         assert torch.equal(matmul_bfloat16(*narrow[:2], torch.float32), matmul_bfloat16(*wide[:2]))
-        got = attention_bfloat16(*narrow[2:], mask, target_dtype=torch.float32)
-        assert torch.equal(got, attention_bfloat16(*wide[2:], mask))
+        got = attend(*narrow[2:], mask, target_dtype=torch.float32)
+        assert torch.equal(got, attend(*wide[2:], mask))
     leaf = x.bfloat16().requires_grad_()
     matmul_bfloat16(leaf, y.bfloat16(), torch.float32).sum().backward()
     assert leaf.grad.dtype == torch.bfloat16
@@ -77,13 +78,11 @@ def test_opcheck():
     x, y = values(3, 40, 64).requires_grad_(), values(3, 64, 30).requires_grad_()
     opcheck(matmul_bfloat16, (x, y))
     given = [tensor.requires_grad_() for tensor in operands()]
-    opcheck(attention_bfloat16, (*given, torch.ones(40, 50, dtype=torch.bool)))
-    opcheck(attention_bfloat16, (*given, None, True))
-    opcheck(attention_bfloat16, (*given, None, True, None, None, "int8", 32))
-    compiled = torch.compile(
-        lambda *given: attention_bfloat16(*given).transpose(1, 2).reshape(2, 40, 80), fullgraph=True
-    )
-    want = attention_bfloat16(*given).transpose(1, 2).reshape(2, 40, 80)
+    opcheck(attention_bfloat16, (*given, torch.ones(40, 50, dtype=torch.bool), False, None, None, *NOT_QUANTIZED))
+    opcheck(attention_bfloat16, (*given, None, True, None, None, *NOT_QUANTIZED))
+    opcheck(attention_bfloat16, (*given, None, True, None, None, "int8", 32, "floor", "even"))
+    compiled = torch.compile(lambda *given: attend(*given).transpose(1, 2).reshape(2, 40, 80), fullgraph=True)
+    want = attend(*given).transpose(1, 2).reshape(2, 40, 80)
     assert torch.equal(compiled(*given), want)
 
 
@@ -91,7 +90,7 @@ def test_gradients_are_torch_s():
     torch.manual_seed(0)
     added = torch.randn(1, 1, 40, 50)
     functions = (
-        lambda *given: attention_bfloat16(*given, False, 0.2),
+        lambda *given: attend(*given, False, 0.2),
         lambda *given: F.scaled_dot_product_attention(*given, scale=0.2, enable_gqa=True),
     )
     results = []
@@ -108,7 +107,7 @@ def test_gradients_are_torch_s():
     )
     query, key, value = operands()
     key.requires_grad_()  # alone
-    attention_bfloat16(query, key, value, torch.ones(40, 50, dtype=torch.bool)).sum().backward()
+    attend(query, key, value, torch.ones(40, 50, dtype=torch.bool)).sum().backward()
     assert key.grad is not None
 
 
@@ -116,19 +115,19 @@ def test_gradients_are_torch_s():
 @pytest.mark.parametrize("modes", [("int8", 32), ("fp4_e2m1", 16, "rceil", "half_away"), ("fp8_e4m3", 20, "mse")])
 def test_quantized_attention(dtype, modes):
     given = operands(dtype)
-    product = attention_bfloat16(*given)
+    product = attend(*given)
     want = pt2mx.fake_quantize_mx(product.transpose(1, 2), *modes[:2], -1, *modes[2:]).transpose(1, 2)
-    got = attention_bfloat16(*given, None, False, None, None, *modes)
+    got = attend(*given, None, False, None, None, *modes)
     assert got.dtype == dtype and torch.equal(got, want) and got.transpose(1, 2).is_contiguous()
-    got = attention_bfloat16(*given, elem_dtype_name=modes[0], out_dtype=torch.bfloat16)
+    got = attend(*given, elem_dtype_name=modes[0], out_dtype=torch.bfloat16)
     assert got.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", NARROW)
 def test_every_element_of_a_quantized_result(name):
     query, key, value = values(2, 2, 40, 64), values(2, 2, 50, 64), values(2, 2, 50, 64)
-    product = attention_bfloat16(query, key, value).transpose(1, 2)
-    got = attention_bfloat16(query, key, value, elem_dtype_name=name).transpose(1, 2)
+    product = attend(query, key, value).transpose(1, 2)
+    got = attend(query, key, value, elem_dtype_name=name).transpose(1, 2)
     assert torch.equal(got, ops.fake_quantize_mx(product, name, 32, -1, "floor", "even", None, "identity"))
 
 
@@ -137,7 +136,7 @@ def test_the_gradient_of_a_quantized_result_is_that_of_attention():
     for modes in ((), (None, False, None, None, "fp8_e4m3", 32, "floor", "even", torch.bfloat16)):
         torch.manual_seed(0)
         given = [tensor.requires_grad_() for tensor in operands()]
-        attention_bfloat16(*given, *modes).sum().backward()
+        attend(*given, *modes).sum().backward()
         results.append([tensor.grad for tensor in given])
     assert all(map(torch.equal, *results))
 
@@ -154,12 +153,12 @@ def test_the_gradient_of_a_quantized_result_is_that_of_attention():
 )
 def test_quantizations_that_are_refused(options, message):
     with pytest.raises(MXError, match=re.escape(message)):
-        attention_bfloat16(*operands(), **options)
+        attend(*operands(), **options)
 
 
 def test_second_derivatives_of_attention_are_errors():
     query, key, value = (tensor.requires_grad_() for tensor in operands())
-    loss = attention_bfloat16(query, key, value).pow(2).sum() + query.pow(3).sum()
+    loss = attend(query, key, value).pow(2).sum() + query.pow(3).sum()
     (first,) = torch.autograd.grad(loss, query, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first.sum().backward()
@@ -171,7 +170,7 @@ def test_masks_of_any_dimensions(mask, queries):
     query, key, value = operands()
     query = query[:, :, :queries]
     want = F.scaled_dot_product_attention(query, key, value, mask.expand(1, 1, queries, 50), enable_gqa=True)
-    torch.testing.assert_close(attention_bfloat16(query, key, value, mask), want)
+    torch.testing.assert_close(attend(query, key, value, mask), want)
 
 
 def test_autocast_is_that_of_torch():
@@ -179,7 +178,7 @@ def test_autocast_is_that_of_torch():
     given, added = operands(), torch.randn(40, 50)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(matmul_bfloat16(x, y), x @ y)
-        got, want = attention_bfloat16(*given, added), F.scaled_dot_product_attention(*given, added, enable_gqa=True)
+        got, want = attend(*given, added), F.scaled_dot_product_attention(*given, added, enable_gqa=True)
     assert got.dtype == torch.bfloat16
     torch.testing.assert_close(got, want, rtol=0.02, atol=0.01)
 
@@ -223,4 +222,4 @@ def test_dtypes_of_products():
 )
 def test_what_attention_refuses(change, message):
     with pytest.raises(MXError, match=re.escape(message)):
-        attention_bfloat16(*change(*operands()))
+        attend(*change(*operands()))

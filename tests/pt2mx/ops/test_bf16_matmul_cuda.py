@@ -9,6 +9,7 @@ import pt2mx
 from pt2mx import FORMATS, MXQuantizer, get_default_mx_quantization_config, ops
 from pt2mx.ops.bf16_matmul import attention_bfloat16, matmul_bfloat16
 from pt2mx.ops.linear import linear_mx
+from tests.attention import attend
 from tests.compare import relative_error
 from tests.flow import convert
 from tests.graph import count
@@ -82,11 +83,11 @@ def test_attention(heads, key_heads, queries, keys, width, value_width, causal, 
     options = {"is_causal": causal, "enable_gqa": heads != key_heads}
     exact = F.scaled_dot_product_attention(query.double(), key.double(), value.double(), **options)
     product = F.scaled_dot_product_attention(query.to(dtype), key.to(dtype), value.to(dtype), **options)
-    got = attention_bfloat16(query, key, value, None, causal, target_dtype=dtype)
+    got = attend(query, key, value, None, causal, target_dtype=dtype)
     assert got.dtype == dtype and got.shape == product.shape and got.transpose(1, 2).is_contiguous()
     bound = 1.5 * relative_error(product, exact)
     assert relative_error(got, exact) <= max(bound, 3e-7)
-    narrow = attention_bfloat16(query.bfloat16(), key.bfloat16(), value.bfloat16(), None, causal, target_dtype=dtype)
+    narrow = attend(query.bfloat16(), key.bfloat16(), value.bfloat16(), None, causal, target_dtype=dtype)
     assert torch.equal(narrow, got)
 
 
@@ -101,7 +102,7 @@ def test_masks(shape, added, dtype):
     exact = F.scaled_dot_product_attention(query.double(), key.double(), value.double(), double)
     query, key, value = (x.to(dtype) for x in (query, key, value))
     product = F.scaled_dot_product_attention(query, key, value, mask.expand(2, 3, 40, 1100).contiguous())
-    got = attention_bfloat16(query, key, value, mask)
+    got = attend(query, key, value, mask)
     assert got.dtype == dtype
     assert relative_error(got, exact) <= max(1.5 * relative_error(product, exact), 3e-7)
 
@@ -111,7 +112,7 @@ def test_a_mask_of_the_least_numbers_hides_nothing_from_a_query_that_sees_no_mor
     query, value = values(1, 2, 40, 32).to(dtype), values(1, 2, 50, 32).to(dtype)
     mask = torch.zeros(40, 50, dtype=dtype, device="cuda")
     mask[3], mask[4, 7:] = torch.finfo(dtype).min, torch.finfo(dtype).min
-    got = attention_bfloat16(query, value, value, mask).float()
+    got = attend(query, value, value, mask).float()
     torch.testing.assert_close(got[:, :, 3], value.float().mean(2), rtol=0.01, atol=0.01)
     want = F.scaled_dot_product_attention(query[:, :, 4:5], value[:, :, :7], value[:, :, :7]).float()
     torch.testing.assert_close(got[:, :, 4:5], want, rtol=0.01, atol=0.01)
@@ -121,7 +122,7 @@ def test_a_query_that_sees_nothing_gives_zeros():
     query, key = values(1, 2, 40, 32), values(1, 2, 50, 32)
     mask = torch.ones(1, 1, 40, 50, dtype=torch.bool, device="cuda")
     mask[0, 0, 3] = False
-    got = attention_bfloat16(query, key, key, mask)
+    got = attend(query, key, key, mask)
     assert not got[:, :, 3].any() and got[:, :, 4].any() and got.isfinite().all()
 
 
@@ -134,10 +135,10 @@ def test_what_is_not_finite():
 
 def test_the_same_bits_in_ten_runs_and_in_a_captured_graph():
     x, y, query = values(300, 700), values(700, 200), values(2, 4, 300, 64)
-    want = matmul_bfloat16(x, y), attention_bfloat16(query, query, query)
+    want = matmul_bfloat16(x, y), attend(query, query, query)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = matmul_bfloat16(x, y), attention_bfloat16(query, query, query)
+        got = matmul_bfloat16(x, y), attend(query, query, query)
     for _ in range(9):
         graph.replay()
         assert all(map(torch.equal, got, want))
@@ -146,8 +147,8 @@ def test_the_same_bits_in_ten_runs_and_in_a_captured_graph():
 @pytest.mark.parametrize("modes", [("fp8_e4m3", 16), ("fp8_e4m3", 32, "mse"), ("fp4_e2m1", 32, "floor", "half_away")])
 def test_quantizations_that_the_kernel_has_not_take_two_steps(modes):
     query, key, value = values(2, 2, 40, 32), values(2, 2, 50, 32), values(2, 2, 50, 32)
-    product = attention_bfloat16(query, key, value).transpose(1, 2)
-    got = attention_bfloat16(query, key, value, None, False, None, None, *modes).transpose(1, 2)
+    product = attend(query, key, value).transpose(1, 2)
+    got = attend(query, key, value, None, False, None, None, *modes).transpose(1, 2)
     assert torch.equal(got, pt2mx.fake_quantize_mx(product, *modes[:2], -1, *modes[2:]))
 
 

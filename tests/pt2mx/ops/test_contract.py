@@ -1,13 +1,17 @@
 """The operators are a contract with other compilers: their schemas change with their versions only."""
 
+import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 import torch
 
 from pt2mx.ops import contract
+from pt2mx.ops.operator import Operator, T, operator
 
 _MODES = 'str elem_dtype_name, int block_size, int axis=-1, str scale_mode="floor", str rounding="even"'
 _NO_DEFAULTS = "str elem_dtype_name, int block_size, int axis, str scale_mode, str rounding"
@@ -131,7 +135,10 @@ RECORDED = {
     "attention_bfloat16": {
         1: "(Tensor query, Tensor key, Tensor value, Tensor? mask=None, bool is_causal=False, float? scale=None, "
         'ScalarType? target_dtype=None, str? elem_dtype_name=None, int block_size=32, str scale_mode="floor", '
-        'str rounding="even", ScalarType? out_dtype=None) -> Tensor'
+        'str rounding="even", ScalarType? out_dtype=None) -> Tensor',
+        2: "(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, float? scale, "
+        "ScalarType? target_dtype, str? elem_dtype_name, int block_size, "
+        f"{_REQUIRED}, ScalarType? out_dtype=None) -> Tensor",
     },
     "swizzle_scale": {1: "(Tensor scale) -> Tensor"},
 }
@@ -147,6 +154,18 @@ def test_a_schema_changes_with_its_version(name):
     versions = RECORDED[name]
     assert list(versions) == list(range(1, contract.OPERATORS[name].version + 1))
     assert str(contract.schema_of(name)) == f"pt2mx::{name}{versions[contract.OPERATORS[name].version]}"
+
+
+def test_a_default_other_than_none_is_refused():
+    """`torch.export.save` leaves out arguments that equal their default: such a file changes with the default."""
+    declare = operator("declared_in_a_test", 1, "x's shape")
+    with pytest.raises(TypeError, match=re.escape("size=32: the only default of an argument is None")):
+
+        @declare
+        @dataclass(frozen=True, slots=True)
+        class _Declared(Operator[T]):
+            x: Annotated[T, "a tensor"]
+            size: Annotated[int, "a size"] = 32
 
 
 def test_every_operator_is_in_the_contract():
