@@ -11,10 +11,10 @@ from torch.fx import GraphModule
 from pt2mx import ops
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.constants import constant_nodes, mark_constants
+from pt2mx.fx.graph.convolution import keep_batch_norms
 from pt2mx.fx.graph.higher_order_ops import graph_modules, hop_calls
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, tensors_in_written_memory
 from pt2mx.fx.portable import holds_observers, is_portable
-from pt2mx.fx.training.batch_norm import keep_batch_norms
 from pt2mx.fx.training.fuse_batch_norm import fuse_batch_norms
 from pt2mx.fx.training.train_eval import to_train_eval_modules
 from pt2mx.pt2e import torchao_pt2e

@@ -15,9 +15,9 @@ from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_manager import PassManager
 
 from pt2mx.extras import without_log_warnings
+from pt2mx.fx.graph.convolution import LAYERS, BatchNorm, batch_norms
 from pt2mx.fx.graph.node import args_of, free_name, make_positional, name_of, node_arg, tensor_of, value_of
 from pt2mx.fx.graph.source_node import inherit_source
-from pt2mx.fx.training.batch_norm import LAYERS, BatchNorm, batch_norms
 
 with without_log_warnings():
     import torchao

@@ -1,4 +1,4 @@
-"""Constant nodes: those that are computed from parameters and buffers alone."""
+"""Constant nodes, computed from parameters and buffers alone: find them, evaluate them, hoist them out of subgraphs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from pt2mx.fx.graph.aliasing import written_nodes
-from pt2mx.fx.graph.higher_order_ops import call_groups, placeholders
-from pt2mx.fx.graph.node import attribute_of, function_of, name_of
+from pt2mx.fx.graph.higher_order_ops import HOPCall, call_groups, graph_modules, placeholders
+from pt2mx.fx.graph.node import Quantize, attribute_of, dtype_of, function_of, name_of, result_of
 
 #: meta key of a subgraph's placeholder: whether its operand is a constant (`mark_constants`)
 CONSTANT_KEY = "mx_constant"
+#: meta key of a node that `hoist_constants` hoists
+_HOIST_KEY = "mx_hoist"
 
 
 def constant_nodes(graph: Graph, is_pure: Callable[[Node], bool] = lambda node: False) -> set[Node]:
@@ -110,3 +112,138 @@ def _is_pure(node: Node) -> bool:
         and torch.Tag.nondeterministic_seeded not in node.target.tags
         and not node.target._schema.is_mutable
     )
+
+
+def hoist_weights(model: GraphModule) -> GraphModule:
+    """Hoist every `quantize_mx` of a constant operand out of the subgraphs of `model`.
+
+    The subgraphs get codes and scales as operands instead, and lose the operands that they no longer use. Changes
+    `model` and returns it.
+    """
+    return _hoist_all(model, lambda graph: [_items(quantize) for quantize in _weights(graph)])
+
+
+def hoist_constants(model: GraphModule, chosen: set[Node]) -> GraphModule:
+    """Hoist the computation of the constants `chosen` out of the subgraphs of `model`. Changes `model` and returns
+    it."""
+    mark_constants(model)
+    for node in chosen:
+        node.meta[_HOIST_KEY] = True  # copies of the node inherit the key
+
+    def computed(graph: GraphModule) -> list[list[Node]]:
+        constants = constant_nodes(graph.graph)
+        return [[n] for n in constants if n.meta.get(_HOIST_KEY) and n.op == "call_function"]
+
+    _hoist_all(model, computed)
+    for graph in graph_modules(model):
+        for node in graph.graph.nodes:
+            node.meta.pop(_HOIST_KEY, None)
+    return model
+
+
+def _hoist_all(model: GraphModule, find: Callable[[GraphModule], list[list[Node]]]) -> GraphModule:
+    """Hoist the lists of nodes that `find` returns for each subgraph of `model`, each list together."""
+    groups = call_groups(model)
+    for graphs, group in groups:
+        for graph in graphs:
+            _hoist_all(graph, find)
+            _placeholders_first(graph)
+        for graph in graphs:
+            for nodes in find(graph):
+                if not any(call.is_autocast for call in group) or _is_as_outside(nodes):
+                    _hoist(model, graphs, group, nodes)
+        _drop_unused(graphs, group)
+        for graph in graphs:
+            graph.recompile()
+    if groups:
+        model.recompile()
+    return model
+
+
+def merge_equal_operands(model: GraphModule) -> GraphModule:
+    """Pass each tensor to a subgraph only once, because torch.export rejects duplicate operands. Changes `model`."""
+    groups = call_groups(model)
+    for graphs, group in groups:
+        operands = list(zip(*(call.operands() for call in group), strict=True))
+        first: dict[tuple, int] = {}
+        for index, pairs in enumerate(operands):
+            same = first.setdefault(tuple(_identity(operand) for operand, _ in pairs), index)
+            if same != index and all(is_fixed for _, is_fixed in (*pairs, *operands[same])):
+                for graph in graphs:
+                    inputs = placeholders(graph)
+                    inputs[index].replace_all_uses_with(inputs[same])
+        _drop_unused(graphs, group)
+        for graph in graphs:
+            merge_equal_operands(graph)
+            graph.recompile()
+    if groups:
+        model.recompile()
+    return model
+
+
+def _identity(operand: object) -> object:
+    """Return a key that is equal for operands that are the same tensor."""
+    return ("get_attr", operand.target) if isinstance(operand, Node) and operand.op == "get_attr" else operand
+
+
+def _placeholders_first(graph: GraphModule) -> None:
+    """Move the placeholders before all other nodes, so that any node may use an appended placeholder."""
+    for placeholder in reversed(placeholders(graph)):
+        next(iter(graph.graph.nodes)).prepend(placeholder)
+
+
+def _weights(graph: GraphModule) -> list[Node]:
+    """Return the `quantize_mx` nodes whose input is computed from constant placeholders alone."""
+    constants = constant_nodes(graph.graph)
+    return [
+        node
+        for node, call in Quantize.calls_in(graph.graph)
+        if call.x in constants and not any(n.op == "get_attr" for n in computed_from(call.x))
+    ]
+
+
+def _items(quantize: Node) -> list[Node]:
+    """Return the `getitem` nodes of codes and scales."""
+    return [user for user in quantize.users if user.target is operator.getitem]
+
+
+def _is_as_outside(nodes: list[Node]) -> bool:
+    """Return whether nodes that are computed inside autocast get the same dtypes outside."""
+    computed = {n for node in nodes for n in computed_from(node) if n.op == "call_function"}
+    return all(dtype_of(n) is None or dtype_of(n) == result_of(n).dtype for n in computed)
+
+
+def _hoist(model: GraphModule, graphs: list[GraphModule], group: list[HOPCall], nodes: list[Node]) -> None:
+    inner = nodes[0].graph
+    computed = {n for node in nodes for n in computed_from(node) if n.op != "placeholder"}
+    order = [node for node in inner.nodes if node in computed]
+    for call in group:
+        inputs = inner.find_nodes(op="placeholder")
+        outside: dict[Node, Any] = dict(zip(inputs, (operand for operand, _ in call.operands()), strict=True))
+        with model.graph.inserting_before(call.node):
+            for node in order:
+                outside[node] = model.graph.node_copy(node, outside.__getitem__)
+        for node in nodes:
+            call.append(outside[node])
+    for item in nodes:
+        for graph in graphs:
+            last = placeholders(graph)[-1]
+            with graph.graph.inserting_after(last):
+                placeholder = graph.graph.placeholder(item.name)
+            placeholder.target = placeholder.name  # the name is unique
+            placeholder.meta.update(item.meta)
+            placeholder.meta[CONSTANT_KEY] = True
+            if graph.graph is inner:
+                item.replace_all_uses_with(placeholder)
+    inner.eliminate_dead_code()
+
+
+def _drop_unused(graphs: list[GraphModule], group: list[HOPCall]) -> None:
+    fixed = [is_fixed for _, is_fixed in group[0].operands()]
+    for index in reversed(range(len(fixed))):
+        inputs = [placeholders(graph)[index] for graph in graphs]
+        if fixed[index] and not any(node.users for node in inputs):
+            for call in group:
+                call.remove(index)
+            for node in inputs:
+                node.graph.erase_node(node)

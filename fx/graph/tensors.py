@@ -1,4 +1,4 @@
-"""The tensors of a graph module: copy and replace them, and remove unused tensors.
+"""The tensors of a graph module: copy and replace them, move them to a device, and remove unused tensors.
 
 Tensors that share memory which the graph writes still share it afterwards. Subgraphs keep all of their attributes.
 """
@@ -13,8 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
 
+from pt2mx.errors import MXError
 from pt2mx.fx.graph.aliasing import storage_of, written_storages
+from pt2mx.fx.graph.higher_order_ops import graph_modules
 
 
 def copy_sharing_tensors(model: GraphModule) -> GraphModule:
@@ -153,3 +156,38 @@ def _own_modules(model: GraphModule) -> list[tuple[str, torch.nn.Module]]:
     closed = {node.target for node in model.graph.nodes if node.op in ("call_module", "get_attr")}
     modules = list(model.named_modules(remove_duplicate=False))
     return [(path, module) for path, module in modules if not any(path[:end] in closed for end in _ends(path)[:-1])]
+
+
+def move_to_device(model: GraphModule, device: torch.device) -> GraphModule:
+    """Move a model and its subgraphs to `device`.
+
+    This changes parameters and buffers, `val` meta, and the device arguments of factories, casts, assertions and
+    autocast. Tensors already on the device are shared. Changes `model` and returns it.
+    """
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(device)
+        return device if isinstance(value, torch.device) else value
+
+    map_tensors(model, moved)
+    for graph in graph_modules(model):
+        for node in graph.graph.nodes:
+            node.args, node.kwargs = map_aggregate(node.args, moved), map_aggregate(node.kwargs, moved)
+            if node.target is torch.ops.higher_order.wrap_with_autocast:
+                node.args = (device.type, *node.args[1:])
+            if "val" in node.meta:
+                node.meta["val"] = map_aggregate(node.meta["val"], moved)
+        graph.recompile()
+    return model
+
+
+def device_named(device: torch.device | str) -> torch.device:
+    """Return `device` with its index, because the assertions of an exported graph compare the index too."""
+    try:
+        return torch.empty(0, device=torch.device(device)).device
+    except (RuntimeError, TypeError, AssertionError, ImportError) as error:
+        raise MXError(
+            f"device={device!r} must be a torch.device that this torch can use, or its name, such as 'cpu' or"
+            f" 'cuda:0': {str(error).splitlines()[0]}"
+        ) from None

@@ -8,9 +8,16 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx import ops
-from pt2mx.fx.graph.constants import constant_nodes, evaluate, first_equal, mark_constants, root_name
+from pt2mx.fx.graph.constants import (
+    constant_nodes,
+    evaluate,
+    first_equal,
+    hoist_weights,
+    mark_constants,
+    merge_equal_operands,
+    root_name,
+)
 from pt2mx.fx.graph.higher_order_ops import call_groups
-from pt2mx.fx.graph.hoist_constants import hoist_weights, merge_equal_operands
 from pt2mx.fx.graph.node import args_of, function_of, node_arg, operator_of, register_buffer
 from pt2mx.fx.graph.tensors import remove_unused
 

@@ -1,11 +1,12 @@
 """Fuse activation quantization into the kernel that produces the activation (residual add + LayerNorm, GELU, SiLU,
-ReLU, or a plain copy).
+ReLU, the bias of a linear layer, or a plain copy).
 
 Inductor's code for the same is 2x to 5x slower on the CPU, and 1.5x slower on a GPU.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from typing import NamedTuple
@@ -14,11 +15,13 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from pt2mx import ops
 from pt2mx.formats import ELEMENTS
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import (
     FakeQuantize,
+    LinearMX,
     RotatedFakeQuantize,
     insert_before,
     named_args,
@@ -41,7 +44,6 @@ from pt2mx.ops.memory_format import contiguous_order, order_in_memory
 from pt2mx.spec import MXSpec
 
 aten = torch.ops.aten
-
 #: fewest values for which a call is faster than Inductor's fused code, despite its overhead of 25 us
 _MIN_VALUES = 1 << 16
 #: operators that Inductor calls on a GPU, and does not generate code for
@@ -181,3 +183,32 @@ def _is_supported_on_gpu(call: FakeQuantize | RotatedFakeQuantize, value: Tensor
 
 
 _IS_SUPPORTED = {"cpu": _is_supported_on_cpu, "cuda": _is_supported_on_gpu}
+
+
+@graph_pass(LinearMX, ops.fake_quantize_mx)
+def sink_bias(model: GraphModule) -> None:
+    """Take the bias out of every `linear_mx` whose only users are `fake_quantize_mx`, directly or through views: the
+    kernel that quantizes adds it.
+
+    Inductor fuses nothing into a call. Without this pass, the linear layer writes the queries and keys of an attention,
+    and a kernel that only quantizes reads and writes them again.
+    """
+    for matmul, call in LinearMX.calls_in(model.graph):
+        if call.bias is None or not _is_quantized_next(matmul):
+            continue
+        with model.graph.inserting_after(matmul):
+            added = model.graph.call_function(aten.add.Tensor, (matmul, call.bias))
+        added.meta.update(matmul.meta)
+        matmul.replace_all_uses_with(added, delete_user_cb=functools.partial(operator.is_not, added))
+        matmul.args = call.replace(bias=None).args
+
+
+def _is_quantized_next(node: Node) -> bool:
+    """Return whether only `fake_quantize_mx` uses a node, directly or through views, and Inductor will generate it."""
+
+    def leads_there(user: Node) -> bool:
+        if user.target is ops.fake_quantize_mx:
+            return not fuses_quantization(user)
+        return is_view(user) and _is_quantized_next(user)
+
+    return bool(node.users) and all(map(leads_there, node.users))

@@ -20,11 +20,10 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.constants import CONSTANT_KEY, constant_nodes, root_name
-from pt2mx.fx.graph.convolution import Convolution
+from pt2mx.fx.graph.convolution import LAYERS, Convolution, normalizes_outputs
 from pt2mx.fx.graph.node import args_of, make_positional, name_of, node_arg, operator_of
 from pt2mx.fx.graph.tensors import delete_unused_modules, delete_unused_tensors
 from pt2mx.fx.passes.fold_weights import dequantizes, fold_constant
-from pt2mx.fx.training.batch_norm import LAYERS, normalizes_outputs
 from pt2mx.fx.training.train_eval import TrainEvalModule, insert_module, replace_by_module, train_eval_modules
 from pt2mx.ops.step_variance import in_backward_pass, step_variance
 

@@ -16,9 +16,8 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
-from pt2mx.fx.graph.tensors import copy_sharing_tensors
+from pt2mx.fx.graph.tensors import copy_sharing_tensors, move_to_device
 from pt2mx.fx.lower import lower_to_inductor
-from pt2mx.fx.passes.device import move_to_device
 from pt2mx.fx.portable import without_calls
 from pt2mx.pt2e.archive import check_kind
 from pt2mx.pt2e.cli.option_checks import check_device

@@ -17,8 +17,8 @@ from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import is_ours
+from pt2mx.fx.graph.tensors import device_named, move_to_device
 from pt2mx.fx.lower import lower_to_inductor
-from pt2mx.fx.passes.device import device_named, move_to_device
 from pt2mx.pt2e.checkpoints.coverage import Coverage
 from pt2mx.pt2e.language.arguments import check_prompts, check_sampling, check_step
 from pt2mx.pt2e.language.cache import CacheLayer, cache_of, empty_cache, grow, room_for, slots_of

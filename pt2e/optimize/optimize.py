@@ -22,8 +22,8 @@ from pt2mx.algorithms.options import (
 )
 from pt2mx.errors import MXError, nearest
 from pt2mx.functional import fake_quantize_mx
+from pt2mx.fx.graph.constants import hoist_constants, merge_equal_operands
 from pt2mx.fx.graph.higher_order_ops import graph_modules
-from pt2mx.fx.graph.hoist_constants import hoist_constants, merge_equal_operands
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors
 from pt2mx.pt2e.optimize.calibrate import Calibration, observe, padding_mask_of
 from pt2mx.pt2e.optimize.distributed import Rounded, share_work

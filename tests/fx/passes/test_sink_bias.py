@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from pt2mx import ops
-from pt2mx.fx.passes.sink_bias import sink_bias
+from pt2mx.fx.passes.fuse_activation_quantize import sink_bias
 from pt2mx.ops import linear
 
 aten = torch.ops.aten
