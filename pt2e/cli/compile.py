@@ -19,16 +19,14 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, move_to_device
 from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.fx.portable import without_calls
-from pt2mx.pt2e.archive import check_kind
-from pt2mx.pt2e.cli.option_checks import check_device
-from pt2mx.pt2e.cli.progress import Progress, note
+from pt2mx.pt2e.cli.option_checks import check_device, check_program_file
+from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result
-from pt2mx.pt2e.output import check_distinct
 from pt2mx.pt2e.packages.package import Package, check_package_output, open_package, write_package
 from pt2mx.pt2e.packages.pytree_args import in_memory_order, memory_order
 from pt2mx.pt2e.packages.sizes import dynamic_shapes, ranges
 from pt2mx.pt2e.program import read_program
-from pt2mx.pt2e.provenance import Provenance, other_version, recipe_of
+from pt2mx.pt2e.provenance import Provenance, recipe_of
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.agreement import Fidelity, fidelity
 from pt2mx.pt2e.user_errors import user_errors
@@ -101,10 +99,7 @@ def run(options: argparse.Namespace) -> Result:
     if options.output is None:
         raise MXError("give --output, the package to write: a name that ends in .pt2")
     check_package_output(options.output)
-    check_distinct({"--output": options.output}, {"the program": options.program})
-    check_kind(options.program, "program")
-    if text := other_version(options.program):
-        note(text)
+    check_program_file(options)
     with Progress(3) as progress:
         with user_errors(f"load {options.program!r}"):
             program = read_program(options.program)

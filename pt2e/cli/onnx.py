@@ -14,15 +14,14 @@ from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.archive import check_kind
 from pt2mx.pt2e.cli.calibration_files import batch_files, load_batches
-from pt2mx.pt2e.cli.progress import Progress, note
+from pt2mx.pt2e.cli.option_checks import check_program_file
+from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result, quantized_result
 from pt2mx.pt2e.onnx.export import export_onnx
 from pt2mx.pt2e.onnx.quantize.quantize_onnx import OnnxReport, quantize_onnx
 from pt2mx.pt2e.output import check_distinct, check_output
 from pt2mx.pt2e.program import read_program
-from pt2mx.pt2e.provenance import other_version
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.agreement import fidelity
 from pt2mx.pt2e.user_errors import user_errors
@@ -35,11 +34,8 @@ _FOR_TORCH = {"optimize": None, "compile": False, "tensor_parallel": 1, "device"
 
 def run_export(options: argparse.Namespace) -> Result:
     check_output(options.output, (".onnx",))
-    check_distinct({"--output": options.output}, {"the program": options.program})
     import_extra("onnx", "onnx")
-    check_kind(options.program, "program")
-    if text := other_version(options.program):
-        note(text)
+    check_program_file(options)
     with Progress(3) as progress:
         with user_errors(f"load {options.program!r}"):
             program = read_program(options.program)

@@ -10,9 +10,12 @@ from pathlib import Path
 import torch
 
 from pt2mx.errors import MXError
+from pt2mx.pt2e.archive import check_kind
 from pt2mx.pt2e.cli.calibration_files import batch_files
 from pt2mx.pt2e.cli.models import source_file
+from pt2mx.pt2e.cli.progress import note
 from pt2mx.pt2e.output import check_distinct, check_output
+from pt2mx.pt2e.provenance import other_version
 
 #: options for loading a checkpoint
 _OF_CHECKPOINTS = ("part", "allow_partial", "dtype")
@@ -28,6 +31,15 @@ def check_device(device: str) -> None:
     """Raise an `MXError` for a device that this machine lacks."""
     if device == "cuda" and not torch.cuda.is_available():
         raise MXError("--device cuda needs an NVIDIA GPU and a torch that is built for it: leave it out for the CPU")
+
+
+def check_program_file(options: argparse.Namespace) -> None:
+    """Raise an `MXError` where `options.program` holds no exported program, or is also the output; say which other
+    version of pt2mx wrote it."""
+    check_distinct({"--output": options.output}, {"the program": options.program})
+    check_kind(options.program, "program")
+    if text := other_version(options.program):
+        note(text)
 
 
 def check_checkpoint_options(options: argparse.Namespace) -> None:

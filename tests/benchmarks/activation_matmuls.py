@@ -10,7 +10,6 @@ Errors are relative to the operation in float64.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -22,7 +21,7 @@ import pt2mx
 from pt2mx.ops.bf16_matmul import matmul_bfloat16
 from tests.attention import attend
 from tests.benchmarks.attention import graph
-from tests.benchmarks.measure import Row, gpu_medians_in_turns, hardware, keep_heap, medians_in_turns, print_table
+from tests.benchmarks.measure import Row, gpu_medians_in_turns, medians_in_turns, run_formats
 from tests.compare import relative_error
 
 #: sequences, heads, tokens, values of a head: MiniLM, BERT, BERT-large, longer ones
@@ -34,23 +33,8 @@ _ATTENTIONS = (
 _PRODUCTS = ((384, 128, 128, 32), (384, 128, 32, 128), (128, 512, 512, 64), (1, 2048, 1536, 384), (1, 1024, 4096, 4096))
 
 
-def main() -> None:
-    keep_heap("tests.benchmarks.activation_matmuls")
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--format", default="mxfp8")
-    parser.add_argument("--results", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--repeats", type=int, default=20)
-    options = parser.parse_args()
-    torch.manual_seed(0)
-    dtype = getattr(torch, options.results)
-    rows = list(measured(options.device, pt2mx.parse(options.format), dtype, options.repeats))
-    print_table(rows, tuple(rows[0]))
-    print(hardware())
-
-
 @torch.no_grad()
-def measured(device: str, spec: pt2mx.MXSpec, dtype: torch.dtype, repeats: int) -> Iterator[Row]:
+def measured(device: str, spec: pt2mx.MXSpec, repeats: int, dtype: torch.dtype) -> Iterator[Row]:
     def quantized(*shape: int, axis: int = -1) -> Tensor:
         return pt2mx.fake_quantize_mx(torch.randn(shape, device=device), spec.replace(axis=axis))
 
@@ -89,4 +73,4 @@ def _times(
 
 
 if __name__ == "__main__":
-    main()
+    run_formats("tests.benchmarks.activation_matmuls", __doc__, measured, has_results_dtype=True)

@@ -10,7 +10,6 @@ bfloat16 holds x, so that the second tells what that costs.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from functools import partial
 
@@ -18,24 +17,11 @@ import torch
 
 import pt2mx
 from pt2mx.ops.linear import grouped_linear_mx
-from tests.benchmarks.measure import Row, gpu_medians_in_turns, hardware, keep_heap, medians_in_turns, print_table
+from tests.benchmarks.measure import Row, gpu_medians_in_turns, medians_in_turns, run_formats
 from tests.compare import relative_error
 
 #: experts, N, K, rows of x
 _SIZES = ((8, 1536, 1024, 2048), (8, 1536, 1024, 64), (16, 4096, 2048, 8192), (128, 1536, 2048, 4096))
-
-
-def main() -> None:
-    keep_heap("tests.benchmarks.experts")
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--format", default="mxfp8")
-    parser.add_argument("--repeats", type=int, default=20)
-    options = parser.parse_args()
-    torch.manual_seed(0)
-    rows = list(measured(options.device, pt2mx.parse(options.format), options.repeats))
-    print_table(rows, tuple(rows[0]))
-    print(hardware())
 
 
 @torch.no_grad()
@@ -58,4 +44,4 @@ def measured(device: str, spec: pt2mx.MXSpec, repeats: int) -> Iterator[Row]:
 
 
 if __name__ == "__main__":
-    main()
+    run_formats("tests.benchmarks.experts", __doc__, measured)

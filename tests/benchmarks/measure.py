@@ -1,12 +1,15 @@
 """What the benchmarks share: the allocator, timing, the table, and the line that names the hardware."""
 
+import argparse
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
+
+import pt2mx
 
 _ALLOCATOR = {
     "MALLOC_MMAP_MAX_": "0",
@@ -50,6 +53,26 @@ def gpu_medians_in_turns(calls: Sequence[Callable[[], object]], repeats: int) ->
         statistics.median(start.elapsed_time(end) for start, end in events) / 1e3
         for events in zip(*rounds[5:], strict=True)
     ]
+
+
+def run_formats(
+    module: str, description: str | None, measured: Callable[..., Iterator[Row]], has_results_dtype: bool = False
+) -> None:
+    """Print the rows of `measured(device, spec, repeats)`, or of `measured(device, spec, repeats, dtype)` for a
+    benchmark with a dtype of results, for the options of the command line."""
+    keep_heap(module)
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--format", default="mxfp8")
+    if has_results_dtype:
+        parser.add_argument("--results", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--repeats", type=int, default=20)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    dtype = [getattr(torch, options.results)] if has_results_dtype else []
+    rows = list(measured(options.device, pt2mx.parse(options.format), options.repeats, *dtype))
+    print_table(rows, tuple(rows[0]))
+    print(hardware())
 
 
 def print_table(rows: list[Row], header: Sequence[str]) -> None:

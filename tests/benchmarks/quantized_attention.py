@@ -8,7 +8,6 @@ call of `attention_bfloat16` for both. Both give the same values, in bfloat16.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from functools import partial
 
@@ -19,29 +18,14 @@ import pt2mx
 from pt2mx.ops.activations import activation_fake_quantize_mx
 from tests.attention import attend
 from tests.benchmarks.attention import graph
-from tests.benchmarks.measure import Row, gpu_medians_in_turns, hardware, keep_heap, medians_in_turns, print_table
+from tests.benchmarks.measure import Row, gpu_medians_in_turns, medians_in_turns, run_formats
 
 #: sequences, heads, tokens, values of a head: MiniLM, BERT-large, longer ones
 _SIZES = ((32, 12, 64, 32), (32, 16, 128, 64), (8, 16, 512, 64), (8, 16, 512, 128))
 
 
-def main() -> None:
-    keep_heap("tests.benchmarks.quantized_attention")
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--format", default="mxfp8")
-    parser.add_argument("--results", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--repeats", type=int, default=20)
-    options = parser.parse_args()
-    torch.manual_seed(0)
-    dtype = getattr(torch, options.results)
-    rows = list(measured(options.device, pt2mx.parse(options.format), dtype, options.repeats))
-    print_table(rows, tuple(rows[0]))
-    print(hardware())
-
-
 @torch.no_grad()
-def measured(device: str, spec: pt2mx.MXSpec, dtype: torch.dtype, repeats: int) -> Iterator[Row]:
+def measured(device: str, spec: pt2mx.MXSpec, repeats: int, dtype: torch.dtype) -> Iterator[Row]:
     modes = spec.element.name, spec.block_size, spec.scale_mode, spec.rounding, torch.bfloat16
     for batch, heads, tokens, width in _SIZES:
         values = [torch.randn(batch, tokens, heads, width, device=device) for _ in range(3)]
@@ -62,4 +46,4 @@ def _two_calls(attention: partial[Tensor], modes: tuple) -> Tensor:
 
 
 if __name__ == "__main__":
-    main()
+    run_formats("tests.benchmarks.quantized_attention", __doc__, measured, has_results_dtype=True)
