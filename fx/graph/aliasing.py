@@ -158,8 +158,8 @@ def _returned(node: Node, inputs: list[Node], values: Mapping[Node, Any]) -> lis
     operands = [values[n] for n in inputs]
     if any(operand is None for operand in operands):
         return list(range(len(inputs)))
-    modes = [operand.fake_mode for operand in operands if isinstance(operand, FakeTensor)]
-    returned_of = _RETURNED.setdefault(modes[0], {}) if modes else {}
+    fake_modes = [operand.fake_mode for operand in operands if isinstance(operand, FakeTensor)]
+    returned_of = _RETURNED.setdefault(fake_modes[0], {}) if fake_modes else {}
     call = repr((node.target, torch.fx.map_arg((node.args, node.kwargs), lambda n: _layout(values[n]))))
     if call not in returned_of:
         returned_of[call] = _returned_by_call(node, operands)

@@ -86,15 +86,15 @@ def first_equal(model: GraphModule, constants: set[Node]) -> dict[Node, Node]:
     """Map each constant node to the first node that computes the same from the same tensors, under any name. Most nodes
     map to themselves."""
     first: dict[object, Node] = {}
-    found: dict[Node, Node] = {}
+    first_of: dict[Node, Node] = {}
     for node in model.graph.nodes:
         if node in constants:
             if node.op == "get_attr":
                 key: object = id(attribute_of(model, node))
             else:
-                key = repr((node.target, *torch.fx.map_arg((node.args, node.kwargs), found.__getitem__)))
-            found[node] = first.setdefault(key, node)
-    return found
+                key = repr((node.target, *torch.fx.map_arg((node.args, node.kwargs), first_of.__getitem__)))
+            first_of[node] = first.setdefault(key, node)
+    return first_of
 
 
 def root_name(node: Node) -> str:

@@ -62,10 +62,10 @@ def insert_before(place: Node, target: Callable[..., Any], *args: Any) -> Node:
     return node
 
 
-def result_of(node: Node, given: dict[Node, Any] | None = None) -> Any:
-    """Run a node's operator on the values of its inputs, and return the result. `given` replaces some of these values;
-    all others must be known."""
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: (given or {}).get(n, value_of(n)))
+def result_of(node: Node, replaced: dict[Node, Any] | None = None) -> Any:
+    """Run a node's operator on the values of its inputs, and return the result. `replaced` has other values for some
+    inputs; the values of all others must be known."""
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: (replaced or {}).get(n, value_of(n)))
     fakes = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, torch._subclasses.FakeTensor)]
     with torch.no_grad(), fakes[0].fake_mode if fakes else nullcontext():
         return function_of(node)(*args, **kwargs)
@@ -101,8 +101,8 @@ def node_arg(node: Node, index: int = 0) -> Node:
 def named_args(node: Node) -> dict[str, Any]:
     """Return all arguments of an operator's call by name, defaults included, in the order of the schema."""
     arguments = operator_of(node)._schema.arguments
-    given = {a.name: value for a, value in zip(arguments, node.args, strict=False)} | node.kwargs
-    return {a.name: given.get(a.name, a.default_value) for a in arguments}
+    passed = {a.name: value for a, value in zip(arguments, node.args, strict=False)} | node.kwargs
+    return {a.name: passed.get(a.name, a.default_value) for a in arguments}
 
 
 def make_positional(node: Node, count: int = 0) -> None:

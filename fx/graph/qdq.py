@@ -35,9 +35,9 @@ def insert_quantize_dequantize(x: Node, spec: MXSpec, consumer: Node | None = No
     """
     graph, value = x.graph, x.meta["val"]
     axis = spec.axis % value.dim()
-    modes = spec.replace(axis=axis).op_args()
+    spec_args = spec.replace(axis=axis).op_args()
     with graph.inserting_after(x):
-        quantize = graph.call_function(ops.quantize_mx, (x, *modes))
+        quantize = graph.call_function(ops.quantize_mx, (x, *spec_args))
     with graph.inserting_after(quantize):
         scale = graph.call_function(operator.getitem, (quantize, 0))
     with graph.inserting_after(scale):
@@ -71,15 +71,15 @@ def insert_quantize_dequantize(x: Node, spec: MXSpec, consumer: Node | None = No
 def quantize_of(dequantize: Node) -> Node | None:
     """Return the `quantize_mx` node of the pair that a `dequantize_mx` node ends. None for another node, for one that
     reads buffers, and if format or blocks of the two differ."""
-    to = Dequantize.of(dequantize)
-    if to is None or not _are_items(to.codes, to.scale):
+    pair = Dequantize.of(dequantize)
+    if pair is None or not _are_items(pair.codes, pair.scale):
         return None
-    quantize, item = args_of(to.codes)
-    of = Quantize.of(quantize) if isinstance(quantize, Node) else None
-    rank = 0 if of is None else len(shape_of(of.x) or ())
-    if of is None or not rank or (item, to.scale.args) != (1, (quantize, 0)):
+    quantize, item = args_of(pair.codes)
+    call = Quantize.of(quantize) if isinstance(quantize, Node) else None
+    rank = 0 if call is None else len(shape_of(call.x) or ())
+    if call is None or not rank or (item, pair.scale.args) != (1, (quantize, 0)):
         return None
-    same = (to.element, to.block_size, to.axis % rank) == (of.element, of.block_size, of.axis % rank)
+    same = (pair.element, pair.block_size, pair.axis % rank) == (call.element, call.block_size, call.axis % rank)
     return quantize if same else None
 
 

@@ -70,7 +70,7 @@ def use_bf16_matmul(model: GraphModule) -> None:
     """
     matmuls_of: dict[Node, list[Node]] = defaultdict(list)
     for node, call in LinearMX.calls_in(model.graph):
-        if not call.rotation and call.target_dtype is None and is_quantized(call.x) and _fits(node, call):
+        if not call.rotation and call.target_dtype is None and is_quantized(call.x) and _is_faster_in_bf16(node, call):
             matmuls_of[call.x].append(node)
     for x, matmuls in matmuls_of.items():
         dtype = dtype_of(x)
@@ -96,8 +96,8 @@ def _in_bfloat16(model: GraphModule, x: Node, alone: bool) -> Node:
 
 def is_quantized(x: Node) -> bool:
     """Return whether bfloat16 represents the values of a node."""
-    of = _quantization(x)
-    return of is not None and not ELEMENTS[of.element].is_wide
+    quantization = _quantization(x)
+    return quantization is not None and not ELEMENTS[quantization.element].is_wide
 
 
 def _quantization(x: Node) -> FakeQuantize | RotatedFakeQuantize | Dequantize | None:
@@ -109,29 +109,31 @@ def _in_one_kernel(x: Node) -> tuple[Any, ...] | None:
     cannot."""
     if (rotated := RotatedFakeQuantize.of(x)) is not None:
         return rotated.replace(target_dtype=torch.bfloat16).args
-    of = FakeQuantize.of(x)
-    return None if of is None else quantization_to_bfloat16(of, len(shape_of(x) or ()))
+    quantization = FakeQuantize.of(x)
+    return None if quantization is None else quantization_to_bfloat16(quantization, len(shape_of(x) or ()))
 
 
-def quantization_to_bfloat16(of: FakeQuantize, dimensions: int) -> tuple[Any, ...] | None:
+def quantization_to_bfloat16(quantization: FakeQuantize, dimensions: int) -> tuple[Any, ...] | None:
     """Return arguments with which `rotated_fake_quantize_mx` computes what a `fake_quantize_mx` computes, in bfloat16;
     None if it cannot. `dimensions`: the number of dimensions of the tensor."""
-    if of.axis not in (-1, dimensions - 1):
+    if quantization.axis not in (-1, dimensions - 1):
         return None
-    if of.ste != "identity" or ROUNDINGS[of.rounding].random:
+    if quantization.ste != "identity" or ROUNDINGS[quantization.rounding].random:
         return None
-    return of.x, 1, of.element, of.block_size, of.scale_mode, of.rounding, torch.bfloat16
+    x, element, block_size, _, scale_mode, rounding = quantization.args[:6]
+    return x, 1, element, block_size, scale_mode, rounding, torch.bfloat16
 
 
-def _fits(node: Node, call: LinearMX) -> bool:
+def _is_faster_in_bf16(node: Node, call: LinearMX) -> bool:
+    """Return whether this CPU's matrix instructions support a matmul, and are faster than the kernel for its dtype."""
     value, shape = value_of(node), shape_of(call.x)
     if value is None or value.device.type != "cpu" or shape is None:
         return False
     *rows, k = shape
     if not isinstance(k, int):
         return False
-    of, weight = _quantization(call.x), MXSpec(call.element, call.block_size)
-    x = MXSpec(of.element, of.block_size) if of else None
+    quantization, weight = _quantization(call.x), MXSpec(call.element, call.block_size)
+    x = MXSpec(quantization.element, quantization.block_size) if quantization else None
     integers = all(multiplies_integers(spec, k) for spec in (x, weight) if spec)
     known = [n for n in rows if isinstance(n, int)]
     if len(known) == len(rows) and math.prod(known) <= (VECTOR_ROWS if integers else FEW_ROWS):
@@ -162,13 +164,13 @@ def use_bfloat16_tensor_cores(model: GraphModule, force: bool = False) -> None:
         *GroupedLinearMX.calls_in(model.graph),
     ]
     for node, call in matmuls:
-        if call.target_dtype is not None or not is_quantized(call.x) or not _fits_tensor_cores(node, call, force):
+        if call.target_dtype is not None or not is_quantized(call.x) or not _runs_on_tensor_cores(node, call, force):
             continue
         if isinstance(call, LinearMX) and call.rotation:
             continue
         if any(n not in constants or n.op != "get_attr" for n in (call.codes, call.scale)):
             continue
-        if not _holds(call, tensor_of(model, call.codes), tensor_of(model, call.scale)):
+        if not _is_exact_in_bf16(call, tensor_of(model, call.codes), tensor_of(model, call.scale)):
             continue
         if call.x not in values:
             with model.graph.inserting_after(call.x):
@@ -177,7 +179,7 @@ def use_bfloat16_tensor_cores(model: GraphModule, force: bool = False) -> None:
         node.args = call.replace(x=values[call.x], target_dtype=torch.float32).args
 
 
-def _holds(call: _Matmul, codes: Tensor, scale: Tensor) -> bool:
+def _is_exact_in_bf16(call: _Matmul, codes: Tensor, scale: Tensor) -> bool:
     """Return whether bfloat16 represents every value of a weight."""
     small = (scale < _LEAST_SCALE).any(-1)
     length = value_of(call.x).shape[-1]
@@ -185,7 +187,7 @@ def _holds(call: _Matmul, codes: Tensor, scale: Tensor) -> bool:
     return torch.equal(values, values.to(torch.bfloat16).to(torch.float32))
 
 
-def _fits_tensor_cores(node: Node, call: _Matmul, force: bool) -> bool:
+def _runs_on_tensor_cores(node: Node, call: _Matmul, force: bool) -> bool:
     value = value_of(node)
     if value is None or value.dtype != torch.float32 or ELEMENTS[call.element].is_wide:
         return False

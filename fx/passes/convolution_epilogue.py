@@ -73,7 +73,7 @@ def fuse_convolution(quantization: Quantization, writes: Writes) -> tuple[Node, 
     """Fuse a quantization into a convolution. If something else uses the activation too, the operator returns it as
     well."""
     chain = None if FakeQuantize.of(quantization.node) else _chain(quantization)
-    if chain is None or not _fits(chain, writes):
+    if chain is None or not _is_fusible(chain, writes):
         return None
     return chain.convolution, lambda: _replace(chain)
 
@@ -118,7 +118,7 @@ def _summands(added: Node) -> tuple[Node, str]:
     return added, ""
 
 
-def _fits(chain: _Chain, writes: Writes) -> bool:
+def _is_fusible(chain: _Chain, writes: Writes) -> bool:
     """Return whether the kernel can compute a chain, and nothing else uses or writes its intermediate values."""
     if any(len(node.users) > 1 for node in chain.computed[:-1]):
         return False
@@ -155,8 +155,8 @@ def _replace(chain: _Chain) -> None:
 
     residual = None if chain.sum is None else viewed(named_args(chain.sum)[chain.residual], chain.views_back)
     args = {**named_args(chain.convolution), "target_dtype": dtype_of(chain.convolution)}.values()
-    keeps, modes = chain.has_other_users, chain.quantization.modes
-    fused = insert_before(last, conv2d_fake_quantize_mx, *args, residual, chain.activation, keeps, *modes)
+    keeps, fused_args = chain.has_other_users, chain.quantization.fused_args
+    fused = insert_before(last, conv2d_fake_quantize_mx, *args, residual, chain.activation, keeps, *fused_args)
     if keeps:
         activated = viewed(insert_before(last, operator.getitem, fused, 0), chain.views)
         activated.meta.update({key: value for key, value in last.meta.items() if key != "val"})

@@ -133,7 +133,9 @@ def _convolution(node: Node) -> Convolution | None:
         return None
     no_height = ((1,), (0,), (1,))  # stride, padding and dilation of the height that conv1d lacks
     conv_args = zip(no_height, (args[name] for name in ("stride", "padding", "dilation")), strict=True)
-    pairs = tuple((*one, *own) if dimensions == 1 else tuple(own) * (2 // len(own)) for one, own in conv_args)
+    pairs = tuple(
+        (*height, *sizes) if dimensions == 1 else tuple(sizes) * (2 // len(sizes)) for height, sizes in conv_args
+    )
     return Convolution(dimensions, args["input"], quantization, weight.codes, weight.scale, args["bias"], spec, pairs)
 
 
@@ -146,13 +148,13 @@ def _channels_last(model: GraphModule, convolution: Convolution) -> Node:
     quantization = convolution.quantization
     with model.graph.inserting_before(convolution.x.next if quantization is None else convolution.x):
         call = _caller(model.graph)
-        x, *modes = quantization or (convolution.x,)
+        x, *quantize_args = quantization or (convolution.x,)
         last = call(aten.permute.default, x, (0, 2, 3, 1) if convolution.dimensions == 2 else (0, 2, 1))
         if convolution.dimensions == 1:
             last = call(aten.unsqueeze.default, last, 1)
         if quantization is None:
             return call(aten.to.dtype, last, torch.bfloat16)
-        return call(rotated_fake_quantize_mx, last, *modes)
+        return call(rotated_fake_quantize_mx, last, *quantize_args)
 
 
 def _matmul(
@@ -163,8 +165,8 @@ def _matmul(
         call = _caller(model.graph)
         rows = [_rows(model, n, convolution.dimensions, buffers) for n in (convolution.codes, convolution.scale)]
         spec, dtype = convolution.spec, node.meta["val"].dtype
-        modes = (spec.element.name, spec.block_size, *convolution.conv_args, dtype)
-        result = call(conv2d_mx, values, *rows, convolution.bias, *modes)  # (B, H', W', N)
+        conv_args = (spec.element.name, spec.block_size, *convolution.conv_args, dtype)
+        result = call(conv2d_mx, values, *rows, convolution.bias, *conv_args)  # (B, H', W', N)
         if convolution.dimensions == 2:
             return call(aten.permute.default, result, (0, 3, 1, 2))
         return call(aten.permute.default, call(aten.squeeze.dim, result, 1), (0, 2, 1))

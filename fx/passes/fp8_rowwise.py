@@ -53,10 +53,10 @@ def use_fp8_rowwise(model: GraphModule, force: bool = False) -> None:
     written = written_nodes(model.graph)
     rows: dict[Node, list[Node]] = {}
     for node, call in LinearMX.calls_in(model.graph):
-        of = FakeQuantize.of(call.x)
-        if of is None or not _fits(node, call, of, force) or not constants.issuperset((call.codes, call.scale)):
+        quantization = FakeQuantize.of(call.x)
+        if quantization is None or not _is_faster_in_fp8(node, call, quantization, force):
             continue
-        if any(n.op != "get_attr" for n in (call.codes, call.scale)):
+        if any(n.op != "get_attr" or n not in constants for n in (call.codes, call.scale)):
             continue
         key = call.codes.target, call.scale.target, call.element
         if key not in weights:
@@ -64,7 +64,7 @@ def use_fp8_rowwise(model: GraphModule, force: bool = False) -> None:
         if (names := weights[key]) is None:
             continue
         if call.x not in rows:
-            rows[call.x] = _rows_of(call.x, of, written)
+            rows[call.x] = _rows_of(call.x, quantization, written)
         with model.graph.inserting_before(node):
             weight = [_read(model, name, old) for name, old in zip(names, (call.codes, call.scale), strict=True)]
             matmul = model.graph.call_function(mm_fp8_rows, (*rows[call.x], *weight, call.bias))
@@ -75,14 +75,16 @@ def use_fp8_rowwise(model: GraphModule, force: bool = False) -> None:
         erase_unused(node)
 
 
-def _fits(node: Node, call: LinearMX, of: FakeQuantize, force: bool) -> bool:
+def _is_faster_in_fp8(node: Node, call: LinearMX, quantization: FakeQuantize, force: bool) -> bool:
     """Return whether the GPU has FP8 tensor cores that support a matmul, and they are faster."""
     value, x, weight = value_of(node), shape_of(call.x), shape_of(call.codes)
     if value is None or x is None or weight is None or value.dtype != torch.bfloat16 or call.target_dtype is not None:
         return False
-    if not {of.element, call.element} <= ROOMS.keys() or not of.block_size == call.block_size == BLOCK or call.rotation:
+    if call.rotation or not {quantization.element, call.element} <= ROOMS.keys():
         return False
-    if of.axis not in (-1, len(x) - 1) or ROUNDINGS[of.rounding].random:
+    if not quantization.block_size == call.block_size == BLOCK:
+        return False
+    if quantization.axis not in (-1, len(x) - 1) or ROUNDINGS[quantization.rounding].random:
         return False
     (*rows, k), n = x, weight[0]
     if not isinstance(k, int) or k % BLOCK or not isinstance(n, int) or n % 16:
@@ -115,21 +117,21 @@ def _read(model: GraphModule, name: str, instead_of: Node) -> Node:
     return node
 
 
-def _rows_of(x: Node, of: FakeQuantize, written: set[Node]) -> list[Node]:
+def _rows_of(x: Node, quantization: FakeQuantize, written: set[Node]) -> list[Node]:
     """Insert the conversion of a `fake_quantize_mx`'s input to FP8 rows, and return codes, scale and rest.
 
     A node in memory that the graph writes (`written`) is read only where the graph read it: elsewhere it may hold other
     values.
     """
-    modes = of.element, of.scale_mode, of.rounding
-    norm = norm_before(of.x, written)
+    quantize_args = quantization.element, quantization.scale_mode, quantization.rounding
+    norm = norm_before(quantization.x, written)
     if norm is not None:
-        call = insert_before(norm.node, layer_norm_fp8_rows, *norm[1:], *modes)
+        call = insert_before(norm.node, layer_norm_fp8_rows, *norm[1:], *quantize_args)
         normed, *rows = (insert_before(norm.node, operator.getitem, call, i) for i in range(4))
         normed.meta.update(norm.node.meta)
         norm.node.replace_all_uses_with(normed)
         erase_unused(norm.node)
         return rows
-    activation, source = activation_before(of.x, written)
-    call = insert_before(x, quantize_fp8_rows, source, *modes, activation)
+    activation, source = activation_before(quantization.x, written)
+    call = insert_before(x, quantize_fp8_rows, source, *quantize_args, activation)
     return [insert_before(x, operator.getitem, call, i) for i in range(3)]

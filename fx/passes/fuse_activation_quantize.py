@@ -84,17 +84,18 @@ def fuse_activation_quantize(model: GraphModule) -> None:
         call = _fusible_quantization(node)
         if call is None:
             continue
-        modes = call.element, call.block_size, call.scale_mode, call.rounding, getattr(call, "target_dtype", None)
+        dtype = getattr(call, "target_dtype", None)
+        quantize_args = call.element, call.block_size, call.scale_mode, call.rounding, dtype
         norm = norm_before(call.x, written)
         activation, source = activation_before(call.x, written)
         if norm is not None:
-            fused = insert_before(norm.node, layer_norm_fake_quantize_mx, *norm[1:], *modes)
+            fused = insert_before(norm.node, layer_norm_fake_quantize_mx, *norm[1:], *quantize_args)
             normed, quantized = (insert_before(norm.node, operator.getitem, fused, i) for i in range(2))
             normed.meta.update(norm.node.meta)
             norm.node.replace_all_uses_with(normed)
             erase_unused(norm.node)
         elif activation != "none" or isinstance(call, FakeQuantize):
-            quantized = insert_before(node, activation_fake_quantize_mx, source, activation, *modes)
+            quantized = insert_before(node, activation_fake_quantize_mx, source, activation, *quantize_args)
         else:
             continue  # `rotated_fake_quantize_mx` is a call already
         quantized.meta.update({key: value for key, value in node.meta.items() if key != "val"})

@@ -24,23 +24,23 @@ def fuse_qdq(model: GraphModule) -> None:
     new node takes the position of `quantize_mx`: later writes to the tensor do not reach it, and stochastic roundings
     draw their numbers in the same order.
     """
-    for dequantize, to in Dequantize.calls_in(model.graph):
+    for dequantize, pair in Dequantize.calls_in(model.graph):
         quantize = quantize_of(dequantize)
-        if quantize is None or not _is_read_once(quantize, dequantize, to):
+        if quantize is None or not _is_read_once(quantize, dequantize, pair):
             continue
-        of = Quantize.expect(quantize)
-        if (to.dtype, shape_of(dequantize)) != (dtype_of(of.x), shape_of(of.x)):
+        quantization = Quantize.expect(quantize)
+        if (pair.dtype, shape_of(dequantize)) != (dtype_of(quantization.x), shape_of(quantization.x)):
             continue
         with model.graph.inserting_before(quantize):
-            fused = model.graph.call_function(ops.fake_quantize_mx, (*of.args, "identity"))
+            fused = model.graph.call_function(ops.fake_quantize_mx, (*quantization.args, "identity"))
         fused.meta.update(dequantize.meta)
         dequantize.replace_all_uses_with(fused)
         erase_unused(dequantize)
 
 
-def _is_read_once(quantize: Node, dequantize: Node, to: Dequantize) -> bool:
+def _is_read_once(quantize: Node, dequantize: Node, pair: Dequantize) -> bool:
     """Return whether only `dequantize` uses the codes and scales of its pair."""
-    return set(quantize.users) == {to.codes, to.scale} and {*to.codes.users, *to.scale.users} == {dequantize}
+    return set(quantize.users) == {pair.codes, pair.scale} and {*pair.codes.users, *pair.scale.users} == {dequantize}
 
 
 _SHARED = (ops.quantize_mx, ops.fake_quantize_mx, ops.dequantize_mx)
@@ -71,8 +71,8 @@ def _is_shared(node: Node) -> bool:
         return isinstance(source, Node) and source.target is ops.quantize_mx
     if node.target not in _SHARED:
         return False
-    of = Quantize.of(node) or FakeQuantize.of(node)
-    return of is None or not (ROUNDINGS[of.rounding].random and of.seed is None)
+    quantization = Quantize.of(node) or FakeQuantize.of(node)
+    return quantization is None or not (ROUNDINGS[quantization.rounding].random and quantization.seed is None)
 
 
 def _arguments(model: GraphModule, node: Node) -> list[Any]:

@@ -64,7 +64,7 @@ class Quantization(NamedTuple):
     dtype: torch.dtype | None
 
     @property
-    def modes(self) -> tuple[Any, ...]:
+    def fused_args(self) -> tuple[Any, ...]:
         """Return the arguments that come last in the fused operators."""
         return self[3:]
 
@@ -132,7 +132,7 @@ def _linear(quantization: Quantization, writes: Writes) -> _Fusion | None:
 
     def fuse() -> None:
         now = LinearMX.expect(matmul)  # another fusion may have replaced its input
-        args = (*now.args[:6], dtype_of(matmul), quantization.activation, *quantization.modes)
+        args = (*now.args[:6], dtype_of(matmul), quantization.activation, *quantization.fused_args)
         fused = insert_before(matmul, linear_fake_quantize_mx, *args)
         fused.meta.update({key: value for key, value in quantized.meta.items() if key != "val"})
         quantized.replace_all_uses_with(fused)
@@ -161,8 +161,8 @@ def _attention(quantization: Quantization, writes: Writes) -> _Fusion | None:
     casts = _casts_of(quantized, writes) if dtype == dtype_of(merged) else []
 
     def fuse() -> None:
-        modes = *quantization.modes[:-1], dtype_of(casts[0]) if casts else dtype
-        attention.args, attention.kwargs = (*list(named_args(attention).values())[:7], *modes), {}
+        fused_args = *quantization.fused_args[:-1], dtype_of(casts[0]) if casts else dtype
+        attention.args, attention.kwargs = (*list(named_args(attention).values())[:7], *fused_args), {}
         for node in path:
             set_value(node)
         for node in (*casts, quantized):
@@ -195,8 +195,8 @@ def _path_from_attention(merged: Node) -> list[Node] | None:
     if attention.target is not attention_bfloat16 or any(len(n.users) != 1 for n in path):
         return None
     (*rows, heads, width), shape = shape_of(node) or (0, 0), shape_of(merged)
-    whole = isinstance(heads, int) and isinstance(width, int) and shape == (*rows, heads * width)
-    return path[::-1] if whole and len(rows) == 2 else None
+    is_merged = isinstance(heads, int) and isinstance(width, int) and shape == (*rows, heads * width)
+    return path[::-1] if is_merged and len(rows) == 2 else None
 
 
 _EPILOGUES = (_linear, _attention, fuse_convolution)

@@ -52,10 +52,10 @@ def use_packed_embeddings(model: GraphModule) -> None:
         axis = None if call is None else _gathered_axis(gather, dequantize, call)
         if call is None or axis is None or not written.isdisjoint((dequantize, call.codes, call.scale)):
             continue
-        rest = gather.args[1:]
+        index_args = gather.args[1:]
         with model.graph.inserting_before(gather):
-            codes = model.graph.call_function(function_of(gather), (call.codes, *rest))
-            scale = model.graph.call_function(function_of(gather), (call.scale, *rest))
+            codes = model.graph.call_function(function_of(gather), (call.codes, *index_args))
+            scale = model.graph.call_function(function_of(gather), (call.scale, *index_args))
             args = call.replace(codes=codes, scale=scale, axis=axis).args
             gathered = model.graph.call_function(ops.dequantize_mx, args)
         for node in (codes, scale):
@@ -75,5 +75,5 @@ def _gathered_axis(gather: Node, dequantize: Node, call: Dequantize) -> int | No
     if shape is None or gathered is None or gather.kwargs:
         return None
     axis = call.axis % len(shape)
-    whole = axis != 0 and _GATHERS[operator_of(gather)](*gather.args[1:])
-    return axis + len(gathered) - len(shape) if whole else None
+    keeps_blocks = axis != 0 and _GATHERS[operator_of(gather)](*gather.args[1:])
+    return axis + len(gathered) - len(shape) if keeps_blocks else None

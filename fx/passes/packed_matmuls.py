@@ -99,7 +99,7 @@ def weights_of_matmuls(model: GraphModule) -> list[tuple[Node, Matmul, Weight]]:
         if matmul is None or not _is_plain(node, matmul):
             continue
         weight = _weight(node_arg(node, matmul.weight))
-        if weight is not None and _fits(node, matmul, weight):
+        if weight is not None and _matches_packed_operator(node, matmul, weight):
             matmuls.append((node, matmul, weight))
     return matmuls
 
@@ -133,7 +133,7 @@ def _weight(node: Node) -> Weight | None:
     return Weight(node, call.axis % len(shape), tuple(sizes.shape))
 
 
-def _fits(node: Node, matmul: Matmul, weight: Weight) -> bool:
+def _matches_packed_operator(node: Node, matmul: Matmul, weight: Weight) -> bool:
     """Return whether the packed operator takes the dtypes and shapes of a matmul.
 
     Inside autocast a matmul may have another dtype than its operands. Such a matmul stays, because `merge_linears`

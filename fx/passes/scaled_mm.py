@@ -49,9 +49,9 @@ def use_scaled_mm(model: GraphModule, force: bool = False) -> None:
     codes: dict[Node, tuple[Node, Node]] = {}
     scales: dict[object, Node] = {}
     for node, call in LinearMX.calls_in(model.graph):
-        of = _quantization(call.x)
-        form = None if of is None or call.rotation else _form(of, call)
-        if of is None or form is None or not _fits(node, call, form, force):
+        quantization = _quantization(call.x)
+        form = None if quantization is None or call.rotation else _form(quantization, call)
+        if quantization is None or form is None or not _runs_on_mx_cores(node, call, form, force):
             continue
         if not written.isdisjoint((call.codes, call.scale)):
             continue
@@ -60,7 +60,7 @@ def use_scaled_mm(model: GraphModule, force: bool = False) -> None:
         source = call.scale.target if call.scale.op == "get_attr" else call.scale  # a tied weight has several nodes
         if source not in scales:
             scales[source] = insert_before(node, swizzle_scale, call.scale)
-        elements = of.element, call.element
+        elements = quantization.element, call.element
         args = (*codes[call.x], call.codes, scales[source], call.bias, *elements, dtype_of(node))
         matmul = insert_before(node, scaled_mm_mx, *args)
         matmul.meta.update(node.meta)
@@ -73,7 +73,7 @@ def use_scaled_mm(model: GraphModule, force: bool = False) -> None:
             erase_unused(swizzled)
 
 
-def _fits(node: Node, call: LinearMX, form: Form, force: bool) -> bool:
+def _runs_on_mx_cores(node: Node, call: LinearMX, form: Form, force: bool) -> bool:
     """Return whether the GPU has MX tensor cores that support the dtypes and sizes of a matmul."""
     value, x, weight = value_of(node), shape_of(call.x), shape_of(call.codes)
     if value is None or x is None or weight is None or value.dtype not in form.results:
@@ -84,13 +84,15 @@ def _fits(node: Node, call: LinearMX, form: Form, force: bool) -> bool:
     return force or (value.device.type == "cuda" and torch.cuda.get_device_capability(value.device)[0] in form.majors)
 
 
-def _form(of: Quantize | FakeQuantize, call: LinearMX) -> Form | None:
-    """Return the form in which tensor cores multiply an x quantized by `of` with a weight; None if they do not support
+def _form(quantization: Quantize | FakeQuantize, call: LinearMX) -> Form | None:
+    """Return the form in which tensor cores multiply a quantized x with a weight; None if they do not support
     it."""
     shape = shape_of(call.x)
-    if shape is None or not call.block_size == of.block_size == BLOCK or ROUNDINGS[of.rounding].random:
+    if shape is None or not call.block_size == quantization.block_size == BLOCK:
+        return None
+    if ROUNDINGS[quantization.rounding].random:
         return None  # stochastic rounding must not draw twice, for other users and here
-    return FORMS.get((of.element, call.element)) if of.axis in (-1, len(shape) - 1) else None
+    return FORMS.get((quantization.element, call.element)) if quantization.axis in (-1, len(shape) - 1) else None
 
 
 def _quantization(x: Node) -> Quantize | FakeQuantize | None:

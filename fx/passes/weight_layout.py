@@ -99,7 +99,9 @@ def use_mma_layout(model: GraphModule, everywhere: bool = False) -> None:
     constants = constant_nodes(model.graph)
     buffers: dict[tuple[object, ...], list[str]] = {}
     for node, call in LinearMX.calls_in(model.graph):
-        if not all(n.op == "get_attr" and n in constants for n in (call.codes, call.scale)) or not _fits(call):
+        if not _supports_mma_layout(call):
+            continue
+        if any(n.op != "get_attr" or n not in constants for n in (call.codes, call.scale)):
             continue
         codes = tensor_of(model, call.codes)
         if not everywhere and not (codes.device.type == "cuda" and runs_triton(codes.device)):
@@ -111,7 +113,7 @@ def use_mma_layout(model: GraphModule, everywhere: bool = False) -> None:
             _replace(model, node, call, buffers[key])
 
 
-def _fits(call: LinearMX) -> bool:
+def _supports_mma_layout(call: LinearMX) -> bool:
     k = (shape_of(call.x) or (None,))[-1]
     return dtype_of(call.x) == torch.bfloat16 and call.target_dtype is None and isinstance(k, int) and k % 8 == 0
 

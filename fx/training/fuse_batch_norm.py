@@ -70,7 +70,7 @@ class NormalizedLayer(TrainEvalModule):
     Args:
         step: shared with the `ScaledWeight` that gives the weight.
         operator: the layer, one of `LAYERS`.
-        rest: its arguments after the bias.
+        layer_args: its arguments after the bias.
         rank: the number of dimensions of its outputs.
         norm: momentum, eps and cudnn_enabled of the batch norm.
     """
@@ -81,13 +81,13 @@ class NormalizedLayer(TrainEvalModule):
         self,
         step: StepVariance,
         operator: OpOverload,
-        rest: tuple[Any, ...],
+        layer_args: tuple[Any, ...],
         rank: int,
         norm: tuple[float, float, bool],
     ) -> None:
         super().__init__()
         self.step = step
-        self.operator, self.rest, self.rank = operator, rest, rank
+        self.operator, self.layer_args, self.rank = operator, layer_args, rank
         self.momentum, self.eps, self.cudnn = norm
 
     def in_training(
@@ -102,7 +102,7 @@ class NormalizedLayer(TrainEvalModule):
     ) -> Tensor:
         shape = [1, -1, *[1] * (self.rank - 2)]
         scale = safe(scale_of(gamma, self.step(variance), self.eps))
-        y = self.operator(x, weight, None, *self.rest) / scale.reshape(shape)
+        y = self.operator(x, weight, None, *self.layer_args) / scale.reshape(shape)
         y = y if bias is None else y + bias.reshape(shape)
         self.step.ends_with_gradient_of(y)
         if in_backward_pass():
@@ -123,7 +123,7 @@ class NormalizedLayer(TrainEvalModule):
         shift = aten.neg.default(mean) if bias is None else aten.sub.Tensor(bias, mean)
         shift = aten.mul.Tensor(shift, scale)
         shift = shift if beta is None else aten.add.Tensor(shift, beta)
-        return self.operator(x, weight, shift, *self.rest)
+        return self.operator(x, weight, shift, *self.layer_args)
 
 
 def scale_of(gamma: Tensor | None, variance: Tensor, eps: float) -> Tensor:
@@ -185,7 +185,7 @@ def _fuse(model: GraphModule, layer: Node, norm: Node) -> None:
     """Replace a layer and its norm by a `ScaledWeight`, a copy of the quantizer and a `NormalizedLayer`."""
     _, gamma, beta, mean, variance, _, momentum, eps, cudnn = args_of(norm)
     x, quantize, *others = args_of(layer)
-    bias, rest = (others[0], others[1:]) if others else (None, [])
+    bias, layer_args = (others[0], others[1:]) if others else (None, [])
     weight = node_arg(quantize)
     convolution = Convolution.of(layer)
     transposed, groups = (False, 1) if convolution is None else (convolution.transposed, convolution.groups)
@@ -197,7 +197,7 @@ def _fuse(model: GraphModule, layer: Node, norm: Node) -> None:
     quantized = insert_module(norm, f"{layer.name}_weight_quantized", quantizer, (scaled,), quantize.meta)
     meta = {**layer.meta, "val": norm.meta["val"]}
     # torch.compile needs plain lists; graph arguments have their own list class
-    plain = tuple(list(argument) if isinstance(argument, list) else argument for argument in rest)
+    plain = tuple(list(argument) if isinstance(argument, list) else argument for argument in layer_args)
     normalized = NormalizedLayer(step, operator_of(layer), plain, meta["val"].dim(), (momentum, eps, cudnn))
     args = (x, quantized, bias, gamma, beta, mean, variance)
     replace_by_module(norm, f"{layer.name}_normalized", normalized, args, meta)

@@ -176,15 +176,13 @@ class Layout:
             return
         if not self.inputs:
             raise MXError(f"{self.name} holds weights alone: leave the inputs of {module} in high precision")
-        modes = self.inputs.get(spec.element.name, ())
-        if spec.scale_mode not in modes or spec.block_size != BLOCK or spec.rounding != "even":
+        scale_modes = self.inputs.get(spec.element.name, ())
+        if spec.scale_mode not in scale_modes or spec.block_size != BLOCK or spec.rounding != "even":
             raise MXError(f"{self.name} cannot say that inputs of {module} are {spec}: it has {self._inputs_text()}")
 
     def _inputs_text(self) -> str:
-        return (
-            ", ".join(f"{element} with scale_mode {' or '.join(modes)}" for element, modes in self.inputs.items())
-            + f" in blocks of {BLOCK}"
-        )
+        formats = [f"{element} with scale_mode {' or '.join(modes)}" for element, modes in self.inputs.items()]
+        return f"{', '.join(formats)} in blocks of {BLOCK}"
 
 
 _BYTE_DTYPES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu)

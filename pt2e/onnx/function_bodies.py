@@ -121,9 +121,9 @@ def add_bodies(model: Any) -> Any:
 def _check(spec: MXSpec) -> None:
     spec.op_args()  # E8M0
     if SCALE_MODES[spec.scale_mode].searches or spec.rounding not in _ROUNDINGS:
-        modes = [mode for mode, rule in SCALE_MODES.items() if not rule.searches]
+        scale_modes = ", ".join(mode for mode, rule in SCALE_MODES.items() if not rule.searches)
         raise MXError(
-            f"{spec}: ONNX files hold the scale modes {', '.join(modes)} and the roundings {', '.join(_ROUNDINGS)}; "
+            f"{spec}: ONNX files hold the scale modes {scale_modes} and the roundings {', '.join(_ROUNDINGS)}; "
             "quantize activations with those"
         )
 

@@ -76,7 +76,7 @@ class Folder:
             return None
         if node.op == "get_attr":
             return self._parameter(node, factor)
-        if not _fits(factor, shape_of(node) or ()):
+        if not _broadcasts(factor, shape_of(node) or ()):
             return None
         for way in _WAYS[node.target](node, factor) if node.target in _WAYS else []:
             if any(_reads(part.node) != 1 for part in way if part.node.op != "get_attr"):
@@ -123,7 +123,7 @@ def _reads(node: Node) -> int:
     return sum(pytree.tree_leaves((user.args, user.kwargs)).count(node) for user in node.users)
 
 
-def _fits(factor: Tensor, shape: tuple[int | str, ...]) -> bool:
+def _broadcasts(factor: Tensor, shape: tuple[int | str, ...]) -> bool:
     return factor.dim() == len(shape) and all(f in (1, n) for f, n in zip(factor.shape, shape, strict=True))
 
 

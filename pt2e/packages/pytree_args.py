@@ -79,7 +79,7 @@ def check_leaf(
     elif not isinstance(example, Tensor):
         if type(leaf) is not type(example) or not isinstance(leaf, int | float) or not _are_within([leaf], sizes):
             raise MXError(f"the input {name!r} must be a number of {_shown(sizes).rstrip(',')}, not {leaf!r}")
-    elif not isinstance(leaf, Tensor) or not _fits(leaf, example, sizes):
+    elif not isinstance(leaf, Tensor) or not _matches_example(leaf, example, sizes):
         raise MXError(
             f"the input {name!r} must be of shape ({_shown(sizes)}) and {example.dtype}, not {_described(leaf)}"
         )
@@ -91,7 +91,7 @@ def check_leaf(
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _fits(leaf: Tensor, example: Tensor, sizes: list[Range]) -> bool:
+def _matches_example(leaf: Tensor, example: Tensor, sizes: list[Range]) -> bool:
     plain = type(leaf) in _PLAIN and leaf.dtype == example.dtype and leaf.layout == torch.strided
     return plain and leaf.dim() == len(sizes) and _are_within(leaf.shape, sizes)
 

@@ -199,19 +199,19 @@ def chosen_algorithms(choice: object) -> tuple[Algorithm, ...]:
             raise MXError(f"unknown preset {choice!r}: {nearest(choice, list(PRESETS))}")
         return PRESETS[choice]
     if isinstance(choice, Mapping):
-        given: list[object] = [_made(name, options) for name, options in choice.items()]
+        passed: list[object] = [_made(name, options) for name, options in choice.items()]
     else:
-        given = list(choice) if isinstance(choice, Iterable) else [choice]
-    known = [one for one in given if isinstance(one, Algorithm) and type(one) in ALGORITHMS.values()]
-    if len(known) < len(given):
+        passed = list(choice) if isinstance(choice, Iterable) else [choice]
+    known = [one for one in passed if isinstance(one, Algorithm) and type(one) in ALGORITHMS.values()]
+    if len(known) < len(passed):
         names = ", ".join(kind.__name__ for kind in ALGORITHMS.values())
         raise MXError(
             f"algorithms must be a preset's name, a tuple of {names}, or a mapping from {', '.join(ALGORITHMS)} to "
-            f"their options, not {given!r}"
+            f"their options, not {passed!r}"
         )
     by_kind = {type(one): one for one in known}
-    if len(by_kind) < len(given) or not given:
-        raise MXError(f"algorithms={given!r} must name at least one algorithm, and each once")
+    if len(by_kind) < len(passed) or not passed:
+        raise MXError(f"algorithms={passed!r} must name at least one algorithm, and each once")
     return tuple(by_kind[kind] for kind in ALGORITHMS.values() if kind in by_kind)
 
 

@@ -42,8 +42,8 @@ def times_pow2(x: Tensor, exponent: Tensor, finite: Tensor, realize: Callable[[T
     (`torch.set_flush_denormal`).
     """
     half = exponent >> 1
-    rest = torch.where(finite, pow2(exponent - half), float("nan"))
-    return x * realize(pow2(half)) * realize(rest)
+    other_half = torch.where(finite, pow2(exponent - half), float("nan"))
+    return x * realize(pow2(half)) * realize(other_half)
 
 
 def pow2(exponent: Tensor) -> Tensor:

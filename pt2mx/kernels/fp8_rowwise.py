@@ -3,7 +3,7 @@
 E4M3 has a wider range than an element of 4 or 6 bits, so the ratio of a block's scale to the largest scale of its row
 can go into the codes. FP8 tensor cores then multiply whole rows, and the row scales multiply the sums. A row does not
 fit if its scales differ too much or it holds a NaN. Then its codes are zeros, its scale is -1, and its quantized values
-are kept (`rest`) for a separate matmul.
+are kept (`rest` in the operators, `unfit` here) for a separate matmul.
 
 The functions here define the operators of `pt2mx.ops.fp8_rowwise`, for every device.
 """
@@ -59,7 +59,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def quantize(x: Tensor, spec: MXSpec, activation: str) -> tuple[Tensor, Tensor, Tensor]:
-    """x: (..., K), K a multiple of 32 -> codes (..., K) uint8, scale (..., 1) float32, rest (..., K) in x's dtype,
+    """x: (..., K), K a multiple of 32 -> codes (..., K) uint8, scale (..., 1) float32, unfit (..., K) in x's dtype,
     which is undefined in the rows that fit."""
     x = ACTIVATIONS[activation](x)
     scale, data = run_kernel("quantize_mx", x, spec, None)
@@ -97,10 +97,10 @@ def of_packed(
 
 
 def mm(
-    codes: Tensor, scale: Tensor, rest: Tensor, weight_codes: Tensor, weight_scale: Tensor, bias: Tensor | None
+    codes: Tensor, scale: Tensor, unfit: Tensor, weight_codes: Tensor, weight_scale: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """codes: (..., K), scale: (..., 1), rest: (..., K), weight_codes: (N, K), weight_scale: (N, 1) of rows that fit,
-    bias: (N,) or None -> (..., N) in the dtype of rest."""
+    """codes: (..., K), scale: (..., 1), unfit: (..., K), weight_codes: (N, K), weight_scale: (N, 1) of rows that fit,
+    bias: (N,) or None -> (..., N) in the dtype of unfit."""
     weight = weight_codes.view(E4M3).to(torch.float32) * weight_scale
-    x = torch.where(scale < 0, rest.to(torch.float32), codes.view(E4M3).to(torch.float32) * scale)
-    return F.linear(x, weight, None if bias is None else bias.to(torch.float32)).to(rest.dtype)
+    x = torch.where(scale < 0, unfit.to(torch.float32), codes.view(E4M3).to(torch.float32) * scale)
+    return F.linear(x, weight, None if bias is None else bias.to(torch.float32)).to(unfit.dtype)

@@ -74,10 +74,10 @@ def quantize_mx_op(
 
 
 def _axis(axes: int | Sequence[int] | None) -> int:
-    given = axes if isinstance(axes, list | tuple) else [axes]
-    if len(given) != 1 or type(given[0]) is not int:
+    dims = axes if isinstance(axes, list | tuple) else [axes]
+    if len(dims) != 1 or type(dims[0]) is not int:
         raise MXError(f"axes={axes!r}: blocks run along one dimension, an integer or a list of one")
-    return given[0]
+    return dims[0]
 
 
 class RoundingMode(IntEnum):

@@ -159,9 +159,9 @@ def apply_mx_specs(mx_specs: Mapping[str, object] | None, default_mx_specs: MxSp
         >>> specs["block_size"], specs["round"]
         (32, 'nearest')
     """
-    specs, given = default_mx_specs or get_default_mx_specs(), {} if mx_specs is None else mx_specs
-    _check_keys(given)
-    specs.update({key: value for key, value in given.items() if value is not None})
+    specs, passed = default_mx_specs or get_default_mx_specs(), {} if mx_specs is None else mx_specs
+    _check_keys(passed)
+    specs.update({key: value for key, value in passed.items() if value is not None})
     return specs
 
 

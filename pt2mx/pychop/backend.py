@@ -70,9 +70,9 @@ def as_array(data: object, lib: str | None = None) -> tuple[str, Any]:
         MXError: for another library, and for data that is no array of numbers.
     """
     lib = _checked(get_backend() if lib is None else lib)
-    own = _library_of(data)
-    lib = own if lib == "auto" else lib
-    if own == lib and (own != "numpy" or isinstance(data, np.ndarray)):
+    lib_of_data = _library_of(data)
+    lib = lib_of_data if lib == "auto" else lib
+    if lib_of_data == lib and (lib_of_data != "numpy" or isinstance(data, np.ndarray)):
         return lib, data
     plain = as_numpy(data)
     if lib == "torch":

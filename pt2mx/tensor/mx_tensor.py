@@ -212,8 +212,8 @@ class _ToMX(torch.autograd.Function):
     """Quantization with a straight-through gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, element: str, block_size: int, axis: int, *modes: Any) -> MXTensor:
-        scale, qdata = quantize_mx(x, element, block_size, axis, *modes)
+    def forward(ctx: Any, x: Tensor, element: str, block_size: int, axis: int, *args: Any) -> MXTensor:
+        scale, qdata = quantize_mx(x, element, block_size, axis, *args)
         # qdata has x's order; its sizes may be symbols that tracing knows nothing of, those of x are not
         stride = dense_strides(x.shape, order_in_memory(x))
         return MXTensor(qdata, scale, element, block_size, axis, x.dtype, x.shape[axis], stride)
@@ -241,8 +241,8 @@ class _FromMX(torch.autograd.Function):
 
 # torch.compile takes both as one call each, and traces them below autograd
 @torch.compiler.allow_in_graph
-def _quantized(x: Tensor, *modes: Any) -> MXTensor:
-    return _ToMX.apply(x, *modes)
+def _quantized(x: Tensor, *args: Any) -> MXTensor:
+    return _ToMX.apply(x, *args)
 
 
 @torch.compiler.allow_in_graph

@@ -201,13 +201,13 @@ class ToMXConstrFunc(torch.autograd.Function):
 
     @staticmethod
     @asserts
-    def forward(ctx: Any, data_hp: object, *modes: Any) -> MXTensor:
-        ctx.modes = len(modes)
-        return _from_core(core.MXTensor.to_mx(data_hp, *modes))
+    def forward(ctx: Any, data_hp: object, *args: Any) -> MXTensor:
+        ctx.arg_count = len(args)
+        return _from_core(core.MXTensor.to_mx(data_hp, *args))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (grad,) + (None,) * ctx.modes
+        return (grad,) + (None,) * ctx.arg_count
 
 
 class FromMXConstrFunc(torch.autograd.Function):
@@ -238,8 +238,8 @@ class NoopFwToMXBw(torch.autograd.Function):
 
 # one call for torch.compile, as in pt2mx.tensor
 @torch.compiler.allow_in_graph
-def _quantized(data_hp: object, *modes: Any) -> MXTensor:
-    return ToMXConstrFunc.apply(data_hp, *modes)
+def _quantized(data_hp: object, *args: Any) -> MXTensor:
+    return ToMXConstrFunc.apply(data_hp, *args)
 
 
 def _from_core(x: core.MXTensor) -> MXTensor:

@@ -60,20 +60,20 @@ def _empty_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def mm(
-    codes: Tensor, scale: Tensor, rest: Tensor, weight_codes: Tensor, weight_scale: Tensor, bias: Tensor | None
+    codes: Tensor, scale: Tensor, unfit: Tensor, weight_codes: Tensor, weight_scale: Tensor, bias: Tensor | None
 ) -> Tensor | None:
-    """K and N are multiples of 16. Return None unless rest and bias are in bfloat16."""
-    if rest.dtype != torch.bfloat16:
+    """K and N are multiples of 16. Return None unless unfit and bias are in bfloat16."""
+    if unfit.dtype != torch.bfloat16:
         return None
     (n, k), m = weight_codes.shape, scale.numel()
     if not m:
-        return rest.new_empty((*codes.shape[:-1], n))
+        return unfit.new_empty((*codes.shape[:-1], n))
     weight_codes, bias = weight_codes.contiguous(), None if bias is None else bias.contiguous()
     x, weight = codes.contiguous().view(m, k).view(E4M3), weight_codes.view(E4M3).t()
     scales = scale.contiguous().view(m, 1), weight_scale.contiguous().view(1, n)
-    out = torch._scaled_mm(x, weight, *scales, bias=bias, out_dtype=rest.dtype)
+    out = torch._scaled_mm(x, weight, *scales, bias=bias, out_dtype=unfit.dtype)
     config = _unfit(activations.uses_pdl(x.device), bias is not None)
-    arguments = scales[0], rest.contiguous(), weight_codes, scales[1], bias, out
+    arguments = scales[0], unfit.contiguous(), weight_codes, scales[1], bias, out
     with torch.cuda.device_of(x):
         grid = (-(-n // config.columns),)
         unfit_rows_kernel[grid](*arguments, m, n, k, config, num_warps=8, launch_pdl=config.pdl)

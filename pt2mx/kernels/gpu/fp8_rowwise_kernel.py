@@ -24,7 +24,7 @@ _TO_E4M3 = tl.constexpr(7 - 127)
 
 
 @triton.jit
-def quantize_rows_kernel(x, norm, codes, scales, rest, k, rows, C: tl.constexpr, F: tl.constexpr):
+def quantize_rows_kernel(x, norm, codes, scales, unfit_values, k, rows, C: tl.constexpr, F: tl.constexpr):
     """x: (rows, k) -> the results of `fp8_rowwise.quantize` for the activation of x, or for the layer norm if
     F.norm."""
     row, column, at, mask = pair_offsets(k, rows, F)
@@ -56,12 +56,12 @@ def quantize_rows_kernel(x, norm, codes, scales, rest, k, rows, C: tl.constexpr,
         even = codes.to(tl.pointer_type(tl.float8e4nv)) + 2 * at
         tl.store(even, tl.where(fit, low * factor, 0.0).to(tl.float8e4nv), mask=mask)
         tl.store(even + 1, tl.where(fit, high * factor, 0.0).to(tl.float8e4nv), mask=mask)
-        tl.store(rest.to(tl.pointer_type(tl.int32)) + at, round_to_pair(low, high), mask=mask & (fit == 0))
+        tl.store(unfit_values.to(tl.pointer_type(tl.int32)) + at, round_to_pair(low, high), mask=mask & (fit == 0))
 
 
 @triton.jit
-def unfit_rows_kernel(scales, rest, weight, weight_scales, bias, out, m, n, k, F: tl.constexpr):
-    """Multiply the rows of `rest` that did not fit, which their scale tells. rest: (m, k) bfloat16, weight: (n, k)
+def unfit_rows_kernel(scales, unfit_values, weight, weight_scales, bias, out, m, n, k, F: tl.constexpr):
+    """Multiply the rows that did not fit, whose scales are negative. unfit_values: (m, k) bfloat16, weight: (n, k)
     codes, weight_scales, bias: (n,) -> out: (m, n). Each program computes some columns, and usually has nothing to
     do."""
     if F.pdl:
@@ -82,7 +82,7 @@ def unfit_rows_kernel(scales, rest, weight, weight_scales, bias, out, m, n, k, F
                 for first in range(0, k, F.depth):
                     step = first + tl.arange(0, F.depth)
                     a_at = row[:, None].to(tl.int64) * k + step[None, :]
-                    a = tl.load(rest + a_at, mask=unfit[:, None] & (step < k)[None, :], other=0.0)
+                    a = tl.load(unfit_values + a_at, mask=unfit[:, None] & (step < k)[None, :], other=0.0)
                     b_at = column[None, :].to(tl.int64) * k + step[:, None]
                     b_mask = (column < n)[None, :] & (step < k)[:, None]
                     b = tl.load(weight.to(tl.pointer_type(tl.float8e4nv)) + b_at, mask=b_mask, other=0.0)

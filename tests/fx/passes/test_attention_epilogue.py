@@ -94,8 +94,8 @@ def test_dynamic_shapes(monkeypatch):
 def test_a_cast_of_the_quantized_values(monkeypatch):
     """As on a GPU, where Inductor would quantize what attention gives, and matmuls take bfloat16."""
     monkeypatch.setattr(fuse_activation_quantize, "_MIN_VALUES", 1 << 60)
-    monkeypatch.setattr("pt2mx.fx.passes.bf16_matmul._fits", lambda *args: False)
-    monkeypatch.setattr("pt2mx.fx.passes.bf16_matmul._fits", lambda *args: True)
+    monkeypatch.setattr("pt2mx.fx.passes.bf16_matmul._is_faster_in_bf16", lambda *args: False)
+    monkeypatch.setattr("pt2mx.fx.passes.bf16_matmul._runs_on_tensor_cores", lambda *args: True)
     model, before = lowered(monkeypatch, Attention())
     assert modes(model) == ("fp8_e4m3", 32, "floor", "even", torch.bfloat16)
     assert count(before, ops.fake_quantize_mx) == count(model, ops.fake_quantize_mx) + 1

@@ -25,7 +25,7 @@ class Net(nn.Module):
 
 def converted_and_lowered(recipe, x, monkeypatch):
     """Lower as on a machine whose CPU has no bfloat16 instructions."""
-    monkeypatch.setattr("pt2mx.fx.passes.bf16_matmul._fits", lambda *args: False)
+    monkeypatch.setattr("pt2mx.fx.passes.bf16_matmul._is_faster_in_bf16", lambda *args: False)
     converted = convert(Net().to(x.dtype), (x,), recipe)
     lowered = lower_to_inductor(converted)
     use_bfloat16_tensor_cores(lowered, force=True)
@@ -51,7 +51,7 @@ def test_others_stay(recipe, dtype, monkeypatch):
 
 
 def test_blocks_of_zeros_have_any_scale(monkeypatch):
-    monkeypatch.setattr("pt2mx.fx.passes.bf16_matmul._fits", lambda *args: False)
+    monkeypatch.setattr("pt2mx.fx.passes.bf16_matmul._is_faster_in_bf16", lambda *args: False)
     model, x = Net(), torch.randn(80, 64)
     with torch.no_grad():
         model.up.weight[3, :32] = 0
@@ -61,7 +61,7 @@ def test_blocks_of_zeros_have_any_scale(monkeypatch):
 
 
 def test_a_weight_of_tiny_values_stays(monkeypatch):
-    monkeypatch.setattr("pt2mx.fx.passes.bf16_matmul._fits", lambda *args: False)
+    monkeypatch.setattr("pt2mx.fx.passes.bf16_matmul._is_faster_in_bf16", lambda *args: False)
     model, x = Net(), torch.randn(80, 64)
     with torch.no_grad():
         model.up.weight[3] *= 2.0**-120

@@ -26,7 +26,7 @@ ROWS = (quantize_fp8_rows, layer_norm_fp8_rows, mm_fp8_rows)
 
 @pytest.fixture(autouse=True)
 def without_bfloat16_instructions(monkeypatch):
-    monkeypatch.setattr("pt2mx.fx.passes.bf16_matmul._fits", lambda *args: False)
+    monkeypatch.setattr("pt2mx.fx.passes.bf16_matmul._is_faster_in_bf16", lambda *args: False)
 
 
 def with_rows(model, x, recipe="mxfp4", **options):

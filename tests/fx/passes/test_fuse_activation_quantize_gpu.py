@@ -19,7 +19,7 @@ def rules_of_a_gpu(monkeypatch):
     monkeypatch.setattr("pt2mx.fx.passes.fuse_quantize_epilogue.has_isa", lambda spec, k: False)
     monkeypatch.setitem(module._IS_SUPPORTED, "cpu", module._is_supported_on_gpu)
     monkeypatch.setattr(module, "runs_triton", lambda device: True)
-    monkeypatch.setattr("pt2mx.fx.passes.bf16_matmul._fits", lambda *args: False)
+    monkeypatch.setattr("pt2mx.fx.passes.bf16_matmul._is_faster_in_bf16", lambda *args: False)
 
 
 def lowered(model, x, name="mxfp8", block_size=32):
